@@ -1,0 +1,140 @@
+"""The daemon's settings, declared once: the CLI's options, the environment names and the file's keys come from here.
+
+Order: command line, then `COSERVE_<NAME>`, then the TOML file of `--config`, then the default below.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, get_args, get_type_hints
+
+from coserve.errors import ConfigError
+
+
+def option(default: object, help: str, *, choices: tuple[str, ...] = ()) -> Any:  # dataclasses.field is typed so
+    return field(default=default, metadata={"help": help, "choices": choices})
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config:
+    """Settings of `coserve serve`. Times in seconds unless the name says otherwise; sizes in bytes or tokens."""
+
+    model: str = option("bundled", "base model: a folder, a hub name, or 'bundled'")
+    data_dir: Path = option(Path("coserve-data"), "folder of the registry, the adapters and the checkpoints")
+    host: str = option("127.0.0.1", "address to bind; anything but loopback needs --api-key")
+    port: int = option(8000, "TCP port; 0 takes a free one")
+    api_key: str | None = option(None, "require 'Authorization: Bearer KEY' on every route but /health")
+    allowed_hosts: tuple[str, ...] = option((), "further names allowed in the Host and Origin headers")
+
+    device: str = option("auto", "where the base lives", choices=("auto", "cpu", "cuda"))
+    dtype: str = option("auto", "type of the base", choices=("auto", "float32", "bfloat16", "float16"))
+    threads: int | None = option(None, "CPU threads of the engine; default: all cores but one")
+    lora_way: str = option(
+        "auto",
+        "how LoRA terms are computed",
+        choices=("auto", "reference", "naive", "grouped", "block_sparse", "segmented"),
+    )
+    trust_remote_code: bool = option(False, "run Python code that comes with the model's files")
+
+    policy: str = option("slack", "who runs next", choices=("slack", "ets", "ts"))
+    inference_batch_size: int = option(64, "ETS: dispatch when so many requests wait; also the most that run at once")
+    inference_delay: float = option(5.0, "ETS: dispatch when the first request has waited so long")
+    ts_n: int = option(10, "TS(n): inference batches per fine-tuning batch")
+    slo_ttft: float = option(2.0, "time to first token that 'slack' keeps")
+    slo_tpot: float = option(0.2, "time per output token that 'slack' keeps")
+    train_patience: float = option(1.0, "'slack': a job waits at most so long for its next slice")
+
+    kv_tokens: int | None = option(None, "tokens the KV pool holds; default: from free memory")
+    page_tokens: int = option(16, "tokens of one KV page")
+    step_tokens: int = option(512, "most tokens of one generation step (decodes and prefill chunks)")
+    max_queue: int = option(1024, "most requests that wait; more get 429")
+    max_jobs: int = option(256, "most jobs that wait or run; more get 429")
+    max_adapters_resident: int = option(64, "adapters kept in memory; idle ones beyond that go to disk")
+    micro_batch_tokens: int = option(2048, "most tokens of one training forward")
+    recompute: bool = option(False, "training: keep only each layer's input and compute the layer again")
+    keep_checkpoints: int = option(2, "checkpoints kept per job")
+
+    data_root: Path | None = option(None, "folder from which /finetune and /adapters may read local paths")
+    max_body_bytes: int = option(64 << 20, "largest request body")
+    read_timeout: float = option(30.0, "deadline for a request's headers, and between parts of its body")
+    config: Path | None = option(None, "TOML file with these settings")
+
+    def __post_init__(self) -> None:
+        for f in dataclasses.fields(self):
+            value, choices = getattr(self, f.name), f.metadata["choices"]
+            if choices and value not in choices:
+                raise ConfigError(f"{f.name}: expected one of {', '.join(choices)}, got {value!r}")
+        for name in (
+            "inference_batch_size",
+            "ts_n",
+            "page_tokens",
+            "step_tokens",
+            "max_queue",
+            "max_jobs",
+            "max_adapters_resident",
+            "micro_batch_tokens",
+            "keep_checkpoints",
+            "max_body_bytes",
+        ):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{name}: expected at least 1, got {getattr(self, name)}")
+        if not 0 <= self.port <= 65535:
+            raise ConfigError(f"port: expected 0 to 65535, got {self.port}")
+        if self.host not in ("127.0.0.1", "::1", "localhost") and self.api_key is None:
+            raise ConfigError(f"host: {self.host!r} is not loopback; set api_key to serve others")
+
+
+def _parse(name: str, text: str) -> object:
+    """A setting from the text of an environment variable."""
+    hint = get_type_hints(Config)[name]
+    kinds = [kind for kind in (get_args(hint) or (hint,)) if kind not in (type(None), Ellipsis)]
+    kind = kinds[0]
+    if hint == tuple[str, ...]:
+        return tuple(part for part in text.split(",") if part)
+    if kind is bool:
+        if text.lower() not in ("0", "1", "true", "false"):
+            raise ConfigError(f"{name}: expected true or false, got {text!r}")
+        return text.lower() in ("1", "true")
+    try:
+        return kind(text)
+    except ValueError as error:
+        raise ConfigError(f"{name}: expected {kind.__name__}, got {text!r}") from error
+
+
+def load_config(given: Mapping[str, object], environ: Mapping[str, str] = os.environ) -> Config:
+    """Settings from the command line (`given`, without what was left out), environment, file and defaults.
+
+    Raises `ConfigError` for an unknown key or a value of the wrong type.
+    """
+    names = {f.name for f in dataclasses.fields(Config)}
+    settings: dict[str, object] = {}
+    path = given.get("config") or environ.get("COSERVE_CONFIG")
+    if path is not None:
+        settings |= _read_file(Path(str(path)), names)
+    for name in names:
+        text = environ.get(f"COSERVE_{name.upper()}")
+        # Kubernetes injects COSERVE_PORT=tcp://... for a Service called coserve.
+        if text is not None and not (name == "port" and text.startswith("tcp://")):
+            settings[name] = _parse(name, text)
+    settings |= given
+    return Config(**settings)  # type: ignore[arg-type]  # names and types were checked above
+
+
+def _read_file(path: Path, names: set[str]) -> dict[str, object]:
+    try:
+        content = tomllib.loads(path.read_text())
+    except (OSError, tomllib.TOMLDecodeError) as error:
+        raise ConfigError(f"config: cannot read {path}: {error}") from error
+    settings: dict[str, object] = {}
+    for key, value in content.items():
+        name = key.replace("-", "_")
+        if name not in names:
+            raise ConfigError(f"config: unknown setting {key!r} in {path}")
+        text = ",".join(value) if isinstance(value, list) else str(value)
+        settings[name] = _parse(name, text)
+    return settings

@@ -1,0 +1,241 @@
+"""Every way a user, or the machine, can make coserve say no. Each leaf has one HTTP status and one code.
+
+CoserveError
+├── RequestError                     the request is wrong
+│   ├── InvalidRequest 400           a value is wrong          ├── MalformedJson 400
+│   ├── UnknownField 400             ├── EmptyPrompt 400       ├── PromptTooLong 400
+│   ├── Unauthorized 401             ├── ForbiddenOrigin 403   ├── ForbiddenPath 403
+│   ├── NotFound 404                 ├── AdapterNotFound 404   ├── JobNotFound 404
+│   ├── MethodNotAllowed 405         ├── RequestTimeout 408
+│   ├── AdapterExists 409            ├── AdapterBusy 409       ├── WrongJobState 409
+│   ├── BodyTooLarge 413             ├── UnsupportedEncoding 415
+├── CorpusError 422                  a row is wrong (`line`)
+│   ├── MalformedRow                 ├── NoTargets             ├── EmptyCorpus
+├── AdapterError 422                 an adapter's files are wrong
+│   ├── UnsupportedAdapter           ├── CorruptAdapter        ├── UnsafeAdapter
+│   ├── BaseMismatch                 ├── ShapeMismatch
+├── CapacityError                    right, but not now
+│   ├── QueueFull 429                ├── EngineUnavailable 503 ├── StorageFull 507
+├── JobError                         a job ended badly (never an HTTP answer of its own; status 500)
+│   ├── NonFiniteLoss                ├── EngineCrashed         ├── CheckpointUnreadable
+├── InternalError 500                our own fault; the body says nothing more
+└── StartupError                     the daemon refuses to start (exit status 2)
+    ├── ConfigError                  ├── UnsupportedBase       ├── PortInUse
+    └── DataFolderInUse
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+
+class CoserveError(Exception):
+    """`str(error)` is safe to show: it holds no path outside the data folder, no address, no traceback."""
+
+    status: ClassVar[int] = 500
+    code: ClassVar[str] = "error"
+
+    def __init__(self, message: str, *, field: str | None = None) -> None:
+        super().__init__(message)
+        self.message = message
+        self.field = field
+
+
+class RequestError(CoserveError):
+    status = 400
+    code = "request_error"
+
+
+class InvalidRequest(RequestError):
+    code = "invalid_request"
+
+
+class MalformedJson(RequestError):
+    code = "malformed_json"
+
+
+class UnknownField(RequestError):
+    code = "unknown_field"
+
+
+class EmptyPrompt(RequestError):
+    code = "empty_prompt"
+
+
+class PromptTooLong(RequestError):
+    code = "prompt_too_long"
+
+
+class Unauthorized(RequestError):
+    status = 401
+    code = "unauthorized"
+
+
+class ForbiddenOrigin(RequestError):
+    status = 403
+    code = "forbidden_origin"
+
+
+class ForbiddenPath(RequestError):
+    status = 403
+    code = "forbidden_path"
+
+
+class NotFound(RequestError):
+    status = 404
+    code = "not_found"
+
+
+class AdapterNotFound(RequestError):
+    status = 404
+    code = "adapter_not_found"
+
+
+class JobNotFound(RequestError):
+    status = 404
+    code = "job_not_found"
+
+
+class MethodNotAllowed(RequestError):
+    status = 405
+    code = "method_not_allowed"
+
+
+class RequestTimeout(RequestError):
+    status = 408
+    code = "request_timeout"
+
+
+class AdapterExists(RequestError):
+    status = 409
+    code = "adapter_exists"
+
+
+class AdapterBusy(RequestError):
+    status = 409
+    code = "adapter_busy"
+
+
+class WrongJobState(RequestError):
+    status = 409
+    code = "wrong_job_state"
+
+
+class BodyTooLarge(RequestError):
+    status = 413
+    code = "body_too_large"
+
+
+class UnsupportedEncoding(RequestError):
+    status = 415
+    code = "unsupported_encoding"
+
+
+class CorpusError(CoserveError):
+    status = 422
+    code = "corpus_error"
+
+    def __init__(self, message: str, *, line: int | None = None, field: str | None = None) -> None:
+        super().__init__(message if line is None else f"line {line}: {message}", field=field)
+        self.line = line
+
+
+class MalformedRow(CorpusError):
+    code = "malformed_row"
+
+
+class NoTargets(CorpusError):
+    code = "no_targets"
+
+
+class EmptyCorpus(CorpusError):
+    code = "empty_corpus"
+
+
+class AdapterError(CoserveError):
+    status = 422
+    code = "adapter_error"
+
+
+class UnsupportedAdapter(AdapterError):
+    code = "unsupported_adapter"
+
+
+class CorruptAdapter(AdapterError):
+    code = "corrupt_adapter"
+
+
+class UnsafeAdapter(AdapterError):
+    code = "unsafe_adapter"
+
+
+class BaseMismatch(AdapterError):
+    code = "base_mismatch"
+
+
+class ShapeMismatch(AdapterError):
+    code = "shape_mismatch"
+
+
+class CapacityError(CoserveError):
+    status = 503
+    code = "capacity"
+
+
+class QueueFull(CapacityError):
+    status = 429
+    code = "queue_full"
+
+    def __init__(self, message: str, *, retry_after: float = 1.0) -> None:
+        super().__init__(message)
+        self.retry_after = retry_after
+
+
+class EngineUnavailable(CapacityError):
+    status = 503
+    code = "engine_unavailable"
+
+
+class StorageFull(CapacityError):
+    status = 507
+    code = "storage_full"
+
+
+class JobError(CoserveError):
+    code = "job_error"
+
+
+class NonFiniteLoss(JobError):
+    code = "non_finite_loss"
+
+
+class EngineCrashed(JobError):
+    code = "engine_crashed"
+
+
+class CheckpointUnreadable(JobError):
+    code = "checkpoint_unreadable"
+
+
+class InternalError(CoserveError):
+    code = "internal_error"
+
+
+class StartupError(CoserveError):
+    code = "startup_error"
+
+
+class ConfigError(StartupError):
+    code = "config_error"
+
+
+class UnsupportedBase(StartupError):
+    code = "unsupported_base"
+
+
+class PortInUse(StartupError):
+    code = "port_in_use"
+
+
+class DataFolderInUse(StartupError):
+    code = "data_folder_in_use"

@@ -1,0 +1,256 @@
+"""Messages between the API process and the engine, and the two ways to carry them.
+
+A `Link` is one end of a duplex channel of messages. `local_pair` joins two ends in one process; `StreamLink` sends
+length-prefixed msgpack frames over a socket pair that the engine process inherits. Nothing is ever pickled.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from typing import Generic, Protocol, TypeVar
+
+import msgspec
+
+from coserve.errors import EngineUnavailable
+from coserve.types import (
+    AdapterRef,
+    BaseSpec,
+    FinishReason,
+    JobSpec,
+    SamplingParams,
+    Slo,
+    StepMetrics,
+    TokenLogprob,
+)
+
+
+class Message(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """Base of every message."""
+
+
+# From the API process to the engine.
+
+
+class Generate(Message, frozen=True):
+    """Run one sequence. Answered by `Tokens`... with `finished` set on the last, or by one `RequestFailed`."""
+
+    id: str
+    prompt: tuple[int, ...]
+    sampling: SamplingParams
+    adapter: AdapterRef | None
+    slo: Slo
+
+
+class CancelRequest(Message, frozen=True):
+    id: str
+
+
+class StartJob(Message, frozen=True):
+    """Queue a job; `resume` continues from its last checkpoint when there is one."""
+
+    spec: JobSpec
+    paused: bool = False
+
+
+class PauseJob(Message, frozen=True):
+    id: str
+
+
+class ResumeJob(Message, frozen=True):
+    id: str
+
+
+class CancelJob(Message, frozen=True):
+    id: str
+
+
+class DropAdapter(Message, frozen=True):
+    """Forget a version (all its files are about to go). The API process sends it for idle versions only."""
+
+    ref: AdapterRef
+
+
+class Shutdown(Message, frozen=True):
+    """Finish the current tick, checkpoint what runs, answer `EngineStopped`, leave."""
+
+
+# From the engine to the API process.
+
+
+class EngineReady(Message, frozen=True):
+    spec: BaseSpec
+    kv_tokens: int
+    lora_way: str
+    notes: tuple[str, ...] = ()
+    """What runs slower than it could, and why: shown in /health."""
+
+
+class Tokens(Message, frozen=True):
+    """New tokens of one request, in order. `logprobs` has one entry a token if they were asked for."""
+
+    id: str
+    tokens: tuple[int, ...]
+    logprobs: tuple[TokenLogprob, ...] = ()
+    finished: FinishReason | None = None
+
+
+class RequestFailed(Message, frozen=True):
+    id: str
+    code: str
+    message: str
+
+
+class JobStarted(Message, frozen=True):
+    id: str
+    total_steps: int
+    resumed_from: int = 0
+    """The step of the checkpoint that it goes on from."""
+
+
+class JobPaused(Message, frozen=True):
+    id: str
+
+
+class JobProgress(Message, frozen=True):
+    id: str
+    metrics: StepMetrics
+
+
+class JobCheckpoint(Message, frozen=True):
+    """A checkpoint is durable in the job's folder."""
+
+    id: str
+    step: int
+
+
+class JobSucceeded(Message, frozen=True):
+    """The adapter's files are durable and the version serves already."""
+
+    id: str
+    ref: AdapterRef
+    final_loss: float
+    trained_tokens: int
+
+
+class JobFailed(Message, frozen=True):
+    id: str
+    code: str
+    message: str
+
+
+class JobCancelled(Message, frozen=True):
+    id: str
+
+
+class EngineStats(Message, frozen=True):
+    """Gauges, about once a second and after every change of state."""
+
+    waiting: int
+    running: int
+    jobs: int
+    pages_used: int
+    pages_total: int
+    preemptions: int
+    resident: tuple[AdapterRef, ...]
+    serve_seconds: float
+    train_seconds: float
+    """Time spent so far in generation steps and in fine-tuning slices."""
+
+
+class EngineStopped(Message, frozen=True):
+    pass
+
+
+ToEngine = Generate | CancelRequest | StartJob | PauseJob | ResumeJob | CancelJob | DropAdapter | Shutdown
+FromEngine = (
+    EngineReady
+    | Tokens
+    | RequestFailed
+    | JobStarted
+    | JobPaused
+    | JobProgress
+    | JobCheckpoint
+    | JobSucceeded
+    | JobFailed
+    | JobCancelled
+    | EngineStats
+    | EngineStopped
+)
+
+
+OutT = TypeVar("OutT")
+InT = TypeVar("InT")
+Out_contra = TypeVar("Out_contra", contravariant=True)
+In_co = TypeVar("In_co", covariant=True)
+
+
+class Link(Protocol[Out_contra, In_co]):
+    """One end. `send` never waits and never loses order; `receive` raises `EngineUnavailable` once the peer is gone."""
+
+    def send(self, message: Out_contra) -> None: ...
+
+    async def receive(self) -> In_co: ...
+
+    async def close(self) -> None: ...
+
+
+class LocalLink(Generic[OutT, InT]):
+    """An end of a pair in one process."""
+
+    def __init__(self, outbox: asyncio.Queue[OutT | None], inbox: asyncio.Queue[InT | None]) -> None:
+        self._outbox, self._inbox = outbox, inbox
+
+    def send(self, message: OutT) -> None:
+        self._outbox.put_nowait(message)
+
+    async def receive(self) -> InT:
+        message = await self._inbox.get()
+        if message is None:
+            self._inbox.put_nowait(None)
+            raise EngineUnavailable("the other end of the link closed")
+        return message
+
+    async def close(self) -> None:
+        self._outbox.put_nowait(None)
+
+
+def local_pair() -> tuple[LocalLink[ToEngine, FromEngine], LocalLink[FromEngine, ToEngine]]:
+    """The API's end and the engine's end."""
+    to_engine: asyncio.Queue[ToEngine | None] = asyncio.Queue()
+    from_engine: asyncio.Queue[FromEngine | None] = asyncio.Queue()
+    return LocalLink(to_engine, from_engine), LocalLink(from_engine, to_engine)
+
+
+class StreamLink(Generic[OutT, InT]):
+    """An end over a connected socket: 4 bytes of length (big endian), then one msgpack message."""
+
+    def __init__(
+        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, decoder: msgspec.msgpack.Decoder[InT]
+    ) -> None:
+        self._reader, self._writer, self._decoder = reader, writer, decoder
+        self._encoder = msgspec.msgpack.Encoder()
+
+    def send(self, message: OutT) -> None:
+        body = self._encoder.encode(message)
+        self._writer.write(len(body).to_bytes(4, "big") + body)
+
+    async def receive(self) -> InT:
+        try:
+            size = int.from_bytes(await self._reader.readexactly(4), "big")
+            return self._decoder.decode(await self._reader.readexactly(size))
+        except (asyncio.IncompleteReadError, ConnectionError) as error:
+            raise EngineUnavailable("the other end of the link closed") from error
+
+    async def close(self) -> None:
+        self._writer.close()
+
+
+async def api_end(sock: socket.socket) -> StreamLink[ToEngine, FromEngine]:
+    reader, writer = await asyncio.open_connection(sock=sock, limit=1 << 20)
+    return StreamLink(reader, writer, msgspec.msgpack.Decoder(FromEngine))
+
+
+async def engine_end(sock: socket.socket) -> StreamLink[FromEngine, ToEngine]:
+    reader, writer = await asyncio.open_connection(sock=sock, limit=1 << 20)
+    return StreamLink(reader, writer, msgspec.msgpack.Decoder(ToEngine))

@@ -1,0 +1,194 @@
+"""The words of the house: what the rooms pass to each other. No torch, no IO.
+
+Structs cross a wire (HTTP or the link to the engine); they are frozen and refuse unknown fields.
+Times are seconds (`float`), on the clock of whoever made them; token ids are `int`.
+"""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from typing import Annotated
+
+import msgspec
+from msgspec import Meta
+
+AdapterName = Annotated[str, Meta(pattern=r"\A[A-Za-z0-9][A-Za-z0-9._-]{0,63}\Z")]
+
+
+class Wire(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Base of everything that crosses a wire."""
+
+
+class AdapterRef(msgspec.Struct, frozen=True, order=True):
+    """One immutable version of one adapter; a KV page or a prefix belongs to exactly one of these."""
+
+    id: str
+    version: int
+
+    def __str__(self) -> str:
+        return f"{self.id}@{self.version}"
+
+
+class SiteSpec(msgspec.Struct, frozen=True):
+    """One linear module of the base that an adapter may change."""
+
+    in_features: int
+    out_features: int
+    layer: int
+
+
+class BaseSpec(Wire, frozen=True):
+    """What the rest of the house must know of the base, without holding it."""
+
+    name: str
+    fingerprint: str
+    family: str
+    dtype: str
+    device: str
+    layers: int
+    hidden: int
+    vocab: int
+    context: int
+    eos_token_ids: tuple[int, ...]
+    sites: dict[str, SiteSpec]
+    default_targets: tuple[str, ...]
+    """Suffixes of the sites that a new adapter targets unless told otherwise (all linear sites of a layer)."""
+
+
+class SamplingParams(Wire, frozen=True):
+    """How to choose the next token. `seed` is always set by the time the engine sees it.
+
+    `stop` strings live in the API process, which sees text; the engine knows `stop_token_ids` only.
+    """
+
+    max_tokens: int = 128
+    min_tokens: int = 0
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+    logit_bias: dict[int, float] = {}
+    logprobs: int | None = None
+    seed: int = 0
+
+
+class Slo(Wire, frozen=True):
+    """A request's latency targets, in seconds."""
+
+    ttft: float
+    tpot: float
+
+
+class FinishReason(StrEnum):
+    STOP = "stop"
+    LENGTH = "length"
+    CANCELLED = "cancelled"
+
+
+class TokenLogprob(msgspec.Struct, frozen=True):
+    """Natural-log probability of the chosen token, and the `(token, logprob)` of the likeliest ones."""
+
+    logprob: float
+    top: tuple[tuple[int, float], ...] = ()
+
+
+class Schedule(StrEnum):
+    LINEAR = "linear"
+    COSINE = "cosine"
+    CONSTANT = "constant"
+
+
+class LoraSettings(Wire, frozen=True):
+    """The shape of a new adapter; names and meaning as in PEFT's `LoraConfig`."""
+
+    r: int = 16
+    alpha: float | None = None
+    """None: `2 * r`."""
+    rslora: bool = False
+    dropout: float = 0.0
+    targets: tuple[str, ...] | None = None
+    """Suffixes of module names (`"q_proj"`) or whole names; None: every linear site of the decoder layers."""
+    rank_pattern: dict[str, int] = {}
+    alpha_pattern: dict[str, float] = {}
+    init: str = "default"
+    """`default` (Kaiming A, zero B), `gaussian` (normal A / r, zero B) or `orthogonal`."""
+
+
+class TrainingSettings(Wire, frozen=True):
+    """How a job learns. Exactly one of `epochs` and `steps` bounds it; batches are counted in tokens."""
+
+    epochs: float | None = None
+    steps: int | None = None
+    batch_tokens: int = 2048
+    """Tokens per optimizer step."""
+    micro_batch_tokens: int | None = None
+    """Tokens per forward and backward; None: as many as the memory plan allows, at most `batch_tokens`."""
+    max_length: int | None = None
+    """Longest sequence in tokens; None: the base's context."""
+    learning_rate: float = 2e-4
+    schedule: Schedule = Schedule.LINEAR
+    warmup_steps: int = 0
+    beta1: float = 0.9
+    beta2: float = 0.999
+    eps: float = 1e-8
+    weight_decay: float = 0.0
+    max_grad_norm: float = 1.0
+    """0 switches clipping off."""
+    validation_split: float = 0.0
+    early_stopping_patience: int | None = None
+    """Evaluations without improvement before the job ends; needs `validation_split`."""
+    eval_steps: int = 20
+    checkpoint_steps: int = 20
+    seed: int = 0
+
+
+class JobState(StrEnum):
+    QUEUED = "queued"
+    RUNNING = "running"
+    PAUSED = "paused"
+    SUCCEEDED = "succeeded"
+    FAILED = "failed"
+    CANCELLED = "cancelled"
+
+    @property
+    def terminal(self) -> bool:
+        return self in (JobState.SUCCEEDED, JobState.FAILED, JobState.CANCELLED)
+
+
+class JobSpec(Wire, frozen=True):
+    """All that a job is: the registry keeps it, the engine runs it. The corpus lies in the job's folder."""
+
+    id: str
+    adapter: str
+    version: int
+    """The version that success publishes."""
+    init_from: AdapterRef | None
+    """Continue this adapter instead of a new one; then `lora` repeats its shape."""
+    lora: LoraSettings
+    training: TrainingSettings
+    rows: int
+    tokens: int
+    """Tokens of the corpus once through."""
+    target_tokens: int
+
+
+class StepMetrics(Wire, frozen=True):
+    """One optimizer step. `loss` is the mean negative log-likelihood per target token, in nats."""
+
+    step: int
+    total_steps: int
+    epoch: float
+    loss: float
+    learning_rate: float
+    grad_norm: float
+    tokens: int
+    """Tokens this step read."""
+    target_tokens: int
+    seconds: float
+    """Time in the step's slices, without the pauses between them."""
+    valid_loss: float | None = None
