@@ -159,6 +159,27 @@ class JobState(StrEnum):
     def terminal(self) -> bool:
         return self in (JobState.SUCCEEDED, JobState.FAILED, JobState.CANCELLED)
 
+    def can_become(self, other: JobState) -> bool:
+        """Whether a job may move from this state to `other`.
+
+        Back to `queued` a running job goes when its engine dies: it waits to resume from its last checkpoint.
+        """
+        match self:
+            case JobState.QUEUED:
+                return other in (JobState.RUNNING, JobState.PAUSED, JobState.CANCELLED, JobState.FAILED)
+            case JobState.RUNNING:
+                return other in (
+                    JobState.PAUSED,
+                    JobState.SUCCEEDED,
+                    JobState.FAILED,
+                    JobState.CANCELLED,
+                    JobState.QUEUED,
+                )
+            case JobState.PAUSED:
+                return other in (JobState.QUEUED, JobState.RUNNING, JobState.CANCELLED, JobState.FAILED)
+            case JobState.SUCCEEDED | JobState.FAILED | JobState.CANCELLED:
+                return False
+
 
 class JobSpec(Wire, frozen=True):
     """All that a job is: the registry keeps it, the engine runs it. The corpus lies in the job's folder."""
