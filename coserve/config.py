@@ -54,6 +54,9 @@ class Config:
     step_tokens: int = option(512, "most tokens of one generation step (decodes and prefill chunks)")
     max_queue: int = option(1024, "most requests that wait; more get 429")
     max_jobs: int = option(256, "most jobs that wait or run; more get 429")
+    max_active_jobs: int = option(
+        4, "jobs that train side by side, a micro-batch each in turn; the others wait in line"
+    )
     max_adapters_resident: int = option(64, "adapters kept in memory; idle ones beyond that go to disk")
     micro_batch_tokens: int = option(2048, "most tokens of one training forward")
     recompute: bool = option(False, "training: keep only each layer's input and compute the layer again")
@@ -76,6 +79,7 @@ class Config:
             "step_tokens",
             "max_queue",
             "max_jobs",
+            "max_active_jobs",
             "max_adapters_resident",
             "micro_batch_tokens",
             "keep_checkpoints",

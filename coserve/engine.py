@@ -1,0 +1,382 @@
+"""The tick: ask the policy, do what it says, hand the results back.
+
+The engine knows neither HTTP nor text nor the registry. Requests and jobs come in as messages over a `Link`, tokens and
+the events of jobs go out the same way. All state changes happen on the event loop between two ticks, so that a
+generation step or a fine-tuning slice never sees its batch change.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import deque
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+from coserve.errors import CoserveError, EngineUnavailable, QueueFull
+from coserve.link import (
+    CancelJob,
+    CancelRequest,
+    DropAdapter,
+    EngineStats,
+    EngineStopped,
+    FromEngine,
+    Generate,
+    JobCancelled,
+    JobCheckpoint,
+    JobFailed,
+    JobPaused,
+    JobStarted,
+    JobSucceeded,
+    Link,
+    PauseJob,
+    RequestFailed,
+    ResumeJob,
+    Shutdown,
+    StartJob,
+    ToEngine,
+    Tokens,
+)
+from coserve.queues.finetune import JobQueue
+from coserve.queues.inference import InferenceQueue
+from coserve.queues.policy import Costs, Policy, Running, Serve, Train, View, Wait, Waiting
+from coserve.types import AdapterRef, JobSpec
+
+log = logging.getLogger(__name__)
+
+STATS_INTERVAL = 1.0
+
+
+class Generates(Protocol):
+    """What the engine needs of `generate.Generator`."""
+
+    @property
+    def running(self) -> int: ...
+    @property
+    def pages_used(self) -> int: ...
+    @property
+    def pages_total(self) -> int: ...
+    @property
+    def preemptions(self) -> int: ...
+
+    def add(self, request: Generate) -> None: ...
+    def cancel(self, id: str) -> None: ...
+    def step(self) -> list[Tokens | RequestFailed]: ...
+
+
+class Trains(Protocol):
+    """What the engine needs of `finetune.Trainer`."""
+
+    def start(self, spec: JobSpec) -> JobStarted: ...
+    def advance(self, job: str, pieces: int | None) -> list[FromEngine]: ...
+    def mid_batch(self, job: str) -> bool: ...
+    def checkpoint(self, job: str) -> JobCheckpoint | None: ...
+    def drop(self, job: str) -> None: ...
+
+
+class Adapters(Protocol):
+    """What the engine needs of `adapters.Residency`."""
+
+    def drop(self, ref: AdapterRef) -> None: ...
+    def resident(self) -> tuple[AdapterRef, ...]: ...
+
+
+@dataclass
+class _Clocked:
+    """A running request's promise: when its next token is due."""
+
+    tpot: float
+    due: float
+
+
+class _Average:
+    """Exponentially weighted mean of measured seconds; starts at the first sample."""
+
+    def __init__(self) -> None:
+        self.value = 0.0
+        self._seen = False
+
+    def add(self, seconds: float) -> None:
+        self.value = 0.8 * self.value + 0.2 * seconds if self._seen else seconds
+        self._seen = True
+
+
+async def _yield_to_loop() -> None:
+    """Let the link deliver what has come in: a frame takes a read, a wake-up and a decode."""
+    for _ in range(3):
+        await asyncio.sleep(0)
+
+
+class Engine:
+    """One base, one GPU, one loop.
+
+    `clock` gives seconds; `pace` runs after each step (the simulation spends the step's virtual time in it).
+    """
+
+    def __init__(
+        self,
+        generator: Generates,
+        trainer: Trains,
+        adapters: Adapters,
+        policy: Policy,
+        link: Link[FromEngine, ToEngine],
+        *,
+        max_running: int,
+        max_queue: int,
+        max_active_jobs: int,
+        clock: Callable[[], float],
+        pace: Callable[[], Awaitable[None]] = _yield_to_loop,
+    ) -> None:
+        self._generator, self._trainer, self._adapters = generator, trainer, adapters
+        self._policy, self._link = policy, link
+        self._max_running, self._max_active_jobs = max_running, max_active_jobs
+        self._clock, self._pace = clock, pace
+        self._queue = InferenceQueue(max_queue)
+        self._running: dict[str, _Clocked] = {}
+        self._jobs = JobQueue()
+        self._active: dict[str, JobSpec] = {}
+        self._pending: deque[JobSpec] = deque()
+        self._paused: dict[str, JobSpec] = {}
+        self._changed = asyncio.Event()
+        self._stopping = False
+        self._serve_cost, self._piece_cost = _Average(), _Average()
+        self._serve_seconds = self._train_seconds = 0.0
+        self._batches_since_train = 0
+        self._train_waiting_since: float | None = None
+        self._stats_due = 0.0
+
+    async def run(self) -> None:
+        """Tick until `Shutdown` comes or the API process is gone."""
+        inbox = asyncio.create_task(self._receive())
+        try:
+            while not self._stopping:
+                self._activate_jobs()
+                await self._tick(self._clock())
+        finally:
+            inbox.cancel()
+        self._checkpoint_active()
+        self._link.send(EngineStopped())
+
+    async def _tick(self, now: float) -> None:
+        match self._policy.decide(self._view(), now):
+            case Serve(admit):
+                await self._serve(admit)
+            case Train(job, pieces):
+                await self._train(job, pieces)
+            case Wait(until):
+                self._report(now, force=True)
+                await self._wait(None if until is None else until - now)
+
+    # ---- the two kinds of work
+
+    async def _serve(self, admit: int) -> None:
+        began = self._clock()
+        if admit and not self._running:
+            self._batches_since_train += 1
+        for request in self._queue.take(admit):
+            self._admit(request.message, request.deadline)
+        results = self._generator.step()
+        await self._pace()
+        now = self._clock()
+        self._serve_cost.add(now - began)
+        self._serve_seconds += now - began
+        for message in results:
+            self._emit_tokens(message, now)
+        self._report(now)
+
+    def _admit(self, request: Generate, deadline: float) -> None:
+        try:
+            self._generator.add(request)
+        except CoserveError as error:
+            self._link.send(RequestFailed(id=request.id, code=error.code, message=error.message))
+        else:
+            self._running[request.id] = _Clocked(request.slo.tpot, deadline)
+
+    def _emit_tokens(self, message: Tokens | RequestFailed, now: float) -> None:
+        promise = self._running.get(message.id)
+        if promise is None:
+            return  # cancelled while the step ran
+        if isinstance(message, RequestFailed) or message.finished is not None:
+            del self._running[message.id]
+        else:
+            promise.due = now + promise.tpot
+        self._link.send(message)
+
+    async def _train(self, job: str, pieces: int | None) -> None:
+        began = self._clock()
+        results = self._trainer.advance(job, pieces)
+        await self._pace()
+        now = self._clock()
+        self._piece_cost.add((now - began) / (pieces or 1))
+        self._train_seconds += now - began
+        self._train_waiting_since = now
+        if job not in self._active:
+            return  # paused or cancelled while the slice ran
+        for message in results:
+            self._link.send(message)
+            if isinstance(message, JobSucceeded | JobFailed):
+                self._retire(job)
+        if job in self._active and not self._trainer.mid_batch(job):
+            self._batches_since_train = 0
+            self._jobs.rotate()
+        self._report(now)
+
+    async def _wait(self, timeout: float | None) -> None:
+        """Sleep until a message changes something, or `timeout` seconds have passed."""
+        if timeout is not None and timeout <= 0:
+            await asyncio.sleep(0)
+            return
+        try:
+            async with asyncio.timeout(timeout):
+                await self._changed.wait()
+        except TimeoutError:
+            return
+        self._changed.clear()
+
+    # ---- what the policy sees
+
+    def _view(self) -> View:
+        jobs = self._jobs.ready()
+        if not jobs:
+            self._train_waiting_since = None
+        elif self._train_waiting_since is None:
+            self._train_waiting_since = self._clock()
+        return View(
+            waiting=tuple(Waiting(w.message.id, w.arrived, w.deadline) for w in self._queue.waiting()),
+            running=tuple(Running(id, promise.due) for id, promise in self._running.items()),
+            room=max(0, self._max_running - len(self._running)),
+            jobs=jobs,
+            mid_batch=bool(jobs) and self._trainer.mid_batch(jobs[0]),
+            batches_since_train=self._batches_since_train,
+            train_waiting_since=self._train_waiting_since,
+            costs=Costs(serve=self._serve_cost.value, piece=self._piece_cost.value),
+        )
+
+    # ---- messages
+
+    async def _receive(self) -> None:
+        while True:
+            try:
+                message = await self._link.receive()
+            except EngineUnavailable:
+                log.info("the API process is gone")
+                self._stopping = True
+                self._changed.set()
+                return
+            self._handle(message)
+            self._changed.set()
+
+    def _handle(self, message: ToEngine) -> None:
+        match message:
+            case Generate():
+                self._enqueue(message)
+            case CancelRequest(id=id):
+                if not self._queue.cancel(id) and self._running.pop(id, None):
+                    self._generator.cancel(id)
+            case StartJob(spec=spec, paused=paused):
+                self._place(spec, paused=paused)
+            case PauseJob(id=id):
+                self._pause(id)
+            case ResumeJob(id=id):
+                if id in self._paused:
+                    self._pending.append(self._paused.pop(id))
+            case CancelJob(id=id):
+                self._cancel_job(id)
+            case DropAdapter(ref=ref):
+                self._adapters.drop(ref)
+            case Shutdown():
+                self._stopping = True
+
+    def _enqueue(self, request: Generate) -> None:
+        now = self._clock()
+        try:
+            self._queue.push(request, arrived=now, deadline=now + request.slo.ttft)
+        except QueueFull as error:
+            self._link.send(RequestFailed(id=request.id, code=error.code, message=error.message))
+
+    # ---- jobs
+
+    def _place(self, spec: JobSpec, *, paused: bool) -> None:
+        if paused:
+            self._paused[spec.id] = spec
+        else:
+            self._pending.append(spec)
+
+    def _activate_jobs(self) -> None:
+        """Start waiting jobs, first come first served, while there is room for them."""
+        while self._pending and len(self._active) < self._max_active_jobs:
+            spec = self._pending.popleft()
+            try:
+                started = self._trainer.start(spec)
+            except CoserveError as error:
+                self._link.send(JobFailed(id=spec.id, code=error.code, message=error.message))
+                continue
+            self._active[spec.id] = spec
+            self._jobs.add(spec.id)
+            self._link.send(started)
+
+    def _retire(self, job: str) -> JobSpec:
+        self._jobs.remove(job)
+        self._trainer.drop(job)
+        return self._active.pop(job)
+
+    def _withdraw(self, job: str) -> JobSpec | None:
+        """Take a waiting job out of the line."""
+        for spec in self._pending:
+            if spec.id == job:
+                self._pending.remove(spec)
+                return spec
+        return None
+
+    def _pause(self, job: str) -> None:
+        if job in self._active:
+            self._save(job)
+            spec = self._retire(job)
+        elif (waiting := self._withdraw(job)) is not None:
+            spec = waiting
+        else:
+            return
+        self._paused[job] = spec
+        self._link.send(JobPaused(id=job))
+
+    def _cancel_job(self, job: str) -> None:
+        if job in self._active:
+            self._retire(job)
+        elif self._paused.pop(job, None) is None and self._withdraw(job) is None:
+            return
+        self._link.send(JobCancelled(id=job))
+
+    def _save(self, job: str) -> None:
+        """A checkpoint at a pause or at the end; one that fails costs the steps since the last, never the job."""
+        try:
+            saved = self._trainer.checkpoint(job)
+        except CoserveError as error:
+            log.warning("job %s: no checkpoint: %s", job, error.message)
+            return
+        if saved is not None:
+            self._link.send(saved)
+
+    def _checkpoint_active(self) -> None:
+        for job in tuple(self._active):
+            self._save(job)
+
+    # ---- gauges
+
+    def _report(self, now: float, *, force: bool = False) -> None:
+        if now < self._stats_due and not force:
+            return
+        self._stats_due = now + STATS_INTERVAL
+        self._link.send(
+            EngineStats(
+                waiting=len(self._queue),
+                running=len(self._running),
+                jobs=len(self._active) + len(self._pending),
+                pages_used=self._generator.pages_used,
+                pages_total=self._generator.pages_total,
+                preemptions=self._generator.preemptions,
+                resident=self._adapters.resident(),
+                serve_seconds=self._serve_seconds,
+                train_seconds=self._train_seconds,
+            )
+        )
