@@ -6,6 +6,7 @@ Order: command line, then `COSERVE_<NAME>`, then the TOML file of `--config`, th
 from __future__ import annotations
 
 import dataclasses
+import json
 import os
 import tomllib
 from collections.abc import Mapping
@@ -142,3 +143,20 @@ def _read_file(path: Path, names: set[str]) -> dict[str, object]:
         text = ",".join(value) if isinstance(value, list) else str(value)
         settings[name] = _parse(name, text)
     return settings
+
+
+def config_to_json(config: Config) -> bytes:
+    """The settings for the engine process; the API key stays behind."""
+    settings = dataclasses.asdict(dataclasses.replace(config, api_key=None, host="127.0.0.1"))
+    return json.dumps(settings, default=str).encode()
+
+
+def config_from_json(content: bytes) -> Config:
+    settings = json.loads(content)
+    hints = get_type_hints(Config)
+    for name, value in settings.items():
+        if value is not None and Path in (hints[name], *get_args(hints[name])):
+            settings[name] = Path(value)
+        elif isinstance(value, list):
+            settings[name] = tuple(value)
+    return Config(**settings)

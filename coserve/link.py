@@ -7,6 +7,7 @@ length-prefixed msgpack frames over a socket pair that the engine process inheri
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import socket
 from typing import Generic, Protocol, TypeVar
 
@@ -84,6 +85,13 @@ class EngineReady(Message, frozen=True):
     lora_way: str
     notes: tuple[str, ...] = ()
     """What runs slower than it could, and why: shown in /health."""
+
+
+class EngineRefused(Message, frozen=True):
+    """The engine cannot start with these settings; `code` is that of a `StartupError`."""
+
+    code: str
+    message: str
 
 
 class Tokens(Message, frozen=True):
@@ -165,6 +173,7 @@ class EngineStopped(Message, frozen=True):
 ToEngine = Generate | CancelRequest | StartJob | PauseJob | ResumeJob | CancelJob | DropAdapter | Shutdown
 FromEngine = (
     EngineReady
+    | EngineRefused
     | Tokens
     | RequestFailed
     | JobStarted
@@ -244,6 +253,8 @@ class StreamLink(Generic[OutT, InT]):
 
     async def close(self) -> None:
         self._writer.close()
+        with contextlib.suppress(ConnectionError):  # the peer left first
+            await self._writer.wait_closed()
 
 
 async def api_end(sock: socket.socket) -> StreamLink[ToEngine, FromEngine]:

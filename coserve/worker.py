@@ -1,0 +1,99 @@
+"""The engine process: load the base, build the rooms, run the tick.
+
+Started by `daemon.py` as `python -m coserve.worker FD`, with the settings as JSON on standard input and one end of a
+socket pair as file descriptor FD. It talks to nobody else, and dies with its parent.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ctypes
+import logging
+import os
+import signal
+import socket
+import sys
+import time
+
+import torch
+
+from coserve.adapters.files import load_adapter
+from coserve.adapters.residency import Residency
+from coserve.config import Config, config_from_json
+from coserve.engine import Engine
+from coserve.errors import StartupError
+from coserve.finetune.trainer import Trainer
+from coserve.generate.generator import Generator
+from coserve.kernels.dispatch import choose_way
+from coserve.link import EngineReady, EngineRefused, FromEngine, Link, ToEngine, engine_end
+from coserve.memory.kv import KvCache
+from coserve.model.base import Base, load_base
+from coserve.queues.policy import make_policy
+from coserve.state.folder import DataFolder
+
+PR_SET_PDEATHSIG = 1
+
+
+def build_engine(base: Base, config: Config, link: Link[FromEngine, ToEngine]) -> tuple[Engine, EngineReady]:
+    """The engine over a loaded base, and the message that says it is ready."""
+    folder = DataFolder(config.data_dir)
+    way = choose_way(config.lora_way, base.device, base.dtype)
+    residency = Residency(
+        lambda ref: load_adapter(folder.adapter(ref), base.spec, device=base.device, dtype=base.dtype),
+        config.max_adapters_resident,
+    )
+    kv = KvCache.for_base(base, config.kv_tokens, config.page_tokens)
+    generator = Generator(
+        base, residency, kv, max_running=config.inference_batch_size, step_tokens=config.step_tokens, way=way
+    )
+    trainer = Trainer(
+        base,
+        residency,
+        folder,
+        micro_batch_tokens=config.micro_batch_tokens,
+        recompute=config.recompute,
+        keep_checkpoints=config.keep_checkpoints,
+        way=way,
+    )
+    engine = Engine(
+        generator,
+        trainer,
+        residency,
+        make_policy(config),
+        link,
+        max_running=config.inference_batch_size,
+        max_queue=config.max_queue,
+        max_active_jobs=config.max_active_jobs,
+        clock=time.monotonic,
+    )
+    ready = EngineReady(spec=base.spec, kv_tokens=kv.tokens, lora_way=way.value, notes=generator.notes)
+    return engine, ready
+
+
+async def _run(config: Config, fd: int) -> None:
+    link = await engine_end(socket.socket(fileno=fd))
+    try:
+        base = load_base(
+            config.model, device=config.device, dtype=config.dtype, trust_remote_code=config.trust_remote_code
+        )
+        engine, ready = build_engine(base, config, link)
+    except StartupError as error:
+        link.send(EngineRefused(code=error.code, message=error.message))
+    else:
+        link.send(ready)
+        await engine.run()
+    await link.close()
+
+
+def main() -> None:
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s engine %(levelname)s %(name)s: %(message)s")
+    if sys.platform == "linux":  # a kill -9 of the parent must not leave a second writer in the data folder
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the parent says when to stop
+    config = config_from_json(sys.stdin.buffer.read())
+    torch.set_num_threads(config.threads or max(1, (os.cpu_count() or 2) - 1))
+    asyncio.run(_run(config, int(sys.argv[1])))
+
+
+if __name__ == "__main__":
+    main()
