@@ -17,7 +17,7 @@ from typing import Any, get_args, get_type_hints
 from coserve.errors import ConfigError
 
 
-def option(default: object, help: str, *, choices: tuple[str, ...] = ()) -> Any:  # dataclasses.field is typed so
+def option(default: object, help: str, *, choices: tuple[str, ...] = ()) -> Any:  # noqa: ANN401 - typed as dataclasses.field is
     return field(default=default, metadata={"help": help, "choices": choices})
 
 
