@@ -1,0 +1,314 @@
+"""The HTTP API's requests and answers: what the server checks, the SDK builds and `/openapi.json` says. No torch, no IO.
+
+Times are seconds since the epoch (`*_at`) or seconds (`eta`, `timing`); sizes are bytes or tokens. Limits stand in the
+types, so that one declaration refuses a value, documents it and names it. A streamed generation is a sequence of
+server-sent events `data: GenerateChunk`, then `data: [DONE]`; a failure after the first byte is `event: error` with an
+`ErrorBody`.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from msgspec import UNSET, Meta, UnsetType
+
+from coserve.types import AdapterName, JobState, LoraSettings, StepMetrics, TrainingSettings, Wire
+
+MAX_CHOICES = 16
+MAX_STOPS = 16
+MAX_LOGPROBS = 20
+MAX_LOGIT_BIAS = 1024
+MAX_ROWS = 1_000_000
+PAGE_LIMIT = 100
+"""Most entries of one page of a list."""
+
+AdapterRefText = Annotated[str, Meta(pattern=r"\A[A-Za-z0-9][A-Za-z0-9._-]{0,63}(@[1-9][0-9]{0,8})?\Z")]
+"""`name` (the latest version) or `name@version`."""
+TokenId = Annotated[int, Meta(ge=0, le=(1 << 31) - 1)]
+StopText = Annotated[str, Meta(min_length=1, max_length=256)]
+Seconds = Annotated[float, Meta(ge=0.001, le=3600)]
+IdempotencyKey = Annotated[str, Meta(min_length=1, max_length=128)]
+
+
+class ChatMessage(Wire, frozen=True):
+    """One turn of a conversation."""
+
+    role: Literal["system", "user", "assistant", "tool"]
+    content: str
+    name: Annotated[str, Meta(max_length=64)] | None = None
+
+
+class GenerateRequest(Wire, frozen=True, omit_defaults=True):
+    """`POST /generate`. Exactly one of `prompt` (text or token ids) and `messages`."""
+
+    prompt: str | list[TokenId] | None = None
+    messages: Annotated[list[ChatMessage], Meta(max_length=1024)] | None = None
+    adapter: AdapterRefText | None = None
+    """None: the base itself."""
+    stream: bool = False
+    n: Annotated[int, Meta(ge=1, le=MAX_CHOICES)] = 1
+    """Choices to generate; choice i uses `seed + i`."""
+    max_tokens: Annotated[int, Meta(ge=1, le=1 << 20)] = 128
+    """At most the base's context; generation ends where the context does."""
+    min_tokens: Annotated[int, Meta(ge=0, le=1 << 20)] = 0
+    temperature: Annotated[float, Meta(ge=0, le=100)] = 1.0
+    """0: always the likeliest token."""
+    top_k: Annotated[int, Meta(ge=0, le=(1 << 31) - 1)] = 0
+    """0: off."""
+    top_p: Annotated[float, Meta(gt=0, le=1)] = 1.0
+    min_p: Annotated[float, Meta(ge=0, le=1)] = 0.0
+    repetition_penalty: Annotated[float, Meta(gt=0, le=10)] = 1.0
+    presence_penalty: Annotated[float, Meta(ge=-2, le=2)] = 0.0
+    frequency_penalty: Annotated[float, Meta(ge=-2, le=2)] = 0.0
+    stop: StopText | Annotated[list[StopText], Meta(max_length=MAX_STOPS)] | None = None
+    """Texts that end the choice; they are not part of its text."""
+    stop_token_ids: Annotated[list[TokenId], Meta(max_length=MAX_STOPS)] = []
+    ignore_eos: bool = False
+    logit_bias: Annotated[dict[TokenId, Annotated[float, Meta(ge=-100, le=100)]], Meta(max_length=MAX_LOGIT_BIAS)] = {}
+    logprobs: Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)] | None = None
+    """Log-probability of each token and of so many likeliest ones; None: none."""
+    seed: Annotated[int, Meta(ge=0, le=(1 << 62) - 1)] | None = None
+    """None: a random one, which the answer repeats."""
+    slo_ttft: Seconds | None = None
+    slo_tpot: Seconds | None = None
+
+
+class Logprob(Wire, frozen=True):
+    """A token, its text on its own, and its natural-log probability."""
+
+    token_id: int
+    token: str
+    logprob: float
+
+
+class ChosenLogprob(Wire, frozen=True):
+    """The chosen token and the likeliest ones in its place."""
+
+    token_id: int
+    token: str
+    logprob: float
+    top: list[Logprob] = []
+
+
+class Choice(Wire, frozen=True):
+    """One continuation. `stop_reason` is the stop text or the stop token id that ended it."""
+
+    index: int
+    text: str
+    token_ids: list[int]
+    finish_reason: Literal["stop", "length", "cancelled"]
+    stop_reason: str | int | None = None
+    logprobs: list[ChosenLogprob] | None = None
+
+
+class Usage(Wire, frozen=True):
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+
+
+class Timing(Wire, frozen=True):
+    """Seconds from the request's arrival: until it was admitted, until its first token, until its end."""
+
+    queue: float | None
+    ttft: float
+    e2e: float
+
+
+class GenerateResponse(Wire, frozen=True):
+    """The answer of `POST /generate` without `stream`. `adapter` and `version` are null for the base."""
+
+    id: str
+    adapter: str | None
+    version: int | None
+    seed: int
+    choices: list[Choice]
+    usage: Usage
+    timing: Timing
+
+
+class GenerateChunk(Wire, frozen=True):
+    """One event of a stream: the new text and tokens of choice `index`.
+
+    The last chunk of a choice has `finish_reason`; the last chunk of all has `usage` and `timing` too.
+    """
+
+    id: str
+    adapter: str | None
+    version: int | None
+    seed: int
+    index: int
+    text: str
+    token_ids: list[int]
+    finish_reason: Literal["stop", "length", "cancelled"] | None = None
+    stop_reason: str | int | None = None
+    logprobs: list[ChosenLogprob] | None = None
+    usage: Usage | None = None
+    timing: Timing | None = None
+
+
+class FinetuneRequest(Wire, frozen=True, omit_defaults=True):
+    """`POST /finetune`: as a JSON body with `data` or `path`, or as multipart/form-data with a part `settings` (this, as
+    JSON, without both) and then a part `file` (JSONL). A header `Idempotency-Key` makes the request safe to repeat.
+    """
+
+    adapter: AdapterName
+    data: Annotated[list[dict[str, Any]], Meta(max_length=MAX_ROWS)] | None = None
+    """Rows: text, prompt/completion, messages, alpaca or ShareGPT."""
+    path: Annotated[str, Meta(min_length=1, max_length=4096)] | None = None
+    """A JSONL file under the daemon's `data_root`."""
+    continue_from: AdapterRefText | None = None
+    """Go on from this adapter instead of a new one; then `lora` must be left out."""
+    lora: LoraSettings | None = None
+    training: TrainingSettings = TrainingSettings()
+    metadata: Annotated[
+        dict[Annotated[str, Meta(max_length=64)], Annotated[str, Meta(max_length=512)]], Meta(max_length=16)
+    ] = {}
+
+
+class ErrorInfo(Wire, frozen=True):
+    """`field` names what of the request is wrong; `line` the row of a corpus."""
+
+    code: str
+    message: str
+    field: str | None = None
+    line: int | UnsetType = UNSET
+
+
+class ErrorBody(Wire, frozen=True):
+    """The body of every answer that is not 2xx."""
+
+    error: ErrorInfo
+
+
+class Job(Wire, frozen=True):
+    """A fine-tuning job as it stands now."""
+
+    id: str
+    adapter: str
+    version: int
+    """The version that success publishes."""
+    state: JobState
+    created_at: float
+    started_at: float | None
+    finished_at: float | None
+    queue_position: int | None
+    """0 is next; null unless queued."""
+    step: int
+    total_steps: int
+    progress: float
+    """0 to 1."""
+    eta: float | None
+    """Seconds of training left at the speed of the last step; null before the first one and at the end."""
+    loss: float | None
+    metrics: StepMetrics | None
+    trained_tokens: int
+    rows: int
+    tokens: int
+    target_tokens: int
+    continue_from: str | None
+    lora: LoraSettings
+    training: TrainingSettings
+    metadata: dict[str, str]
+    error: ErrorInfo | None
+    result: str | None
+    """`name@version` once succeeded: use it as `adapter` of `POST /generate`."""
+
+
+class JobList(Wire, frozen=True):
+    """Newest first; the next page is `?after=<id of the last one>`."""
+
+    data: list[Job]
+    has_more: bool
+
+
+class JobEvent(Wire, frozen=True):
+    """`GET /finetune/{id}/events`: server-sent events, `id:` is `seq` (send it back as `Last-Event-ID`)."""
+
+    seq: int
+    job: str
+    created_at: float
+    level: str
+    type: Literal["state", "message", "metrics", "checkpoint"]
+    message: str
+    metrics: StepMetrics | None = None
+    state: JobState | None = None
+    """Of `type: state`; the stream ends after a terminal one."""
+
+
+class ImportRequest(Wire, frozen=True, omit_defaults=True):
+    """`POST /adapters`: as a JSON body with `path`, or as multipart/form-data with a part `settings` (this, as JSON,
+    without `path`) and then one part `file` for each of adapter_config.json and adapter_model.safetensors.
+    """
+
+    name: AdapterName
+    path: Annotated[str, Meta(min_length=1, max_length=4096)] | None = None
+    """A folder under the daemon's `data_root`."""
+
+
+class Adapter(Wire, frozen=True):
+    """One version of an adapter."""
+
+    id: str
+    version: int
+    ref: str
+    """`id@version`."""
+    rank: int
+    """The largest, where ranks differ between sites."""
+    alpha: float
+    targets: list[str]
+    base: str
+    base_fingerprint: str
+    source: str
+    """`job:<id>` or `import`."""
+    created_at: float
+    bytes: int
+    sha256: str
+    resident: bool
+    """In memory now."""
+    versions: list[int] | None = None
+    """All versions, ascending; null in lists."""
+
+
+class AdapterList(Wire, frozen=True):
+    """Latest versions, by name; the next page is `?after=<id of the last one>`."""
+
+    data: list[Adapter]
+    has_more: bool
+
+
+class DeletedAdapter(Wire, frozen=True):
+    id: str
+    versions: list[int]
+
+
+class BaseInfo(Wire, frozen=True):
+    name: str
+    fingerprint: str
+    family: str
+    dtype: str
+    device: str
+    context: int
+    vocab: int
+
+
+class Health(Wire, frozen=True):
+    """`ok`; `starting`: the engine is not there yet; `degraded`: it is gone and being restarted (HTTP status 503)."""
+
+    status: Literal["ok", "starting", "degraded"]
+    version: str
+    uptime: float
+    engine_alive: bool
+    engine_restarts: int
+    base: BaseInfo | None
+    lora_way: str | None
+    kv_tokens: int | None
+    notes: list[str]
+    """What runs slower than it could, and why."""
+    waiting: int
+    running: int
+    jobs: int
+    adapters_resident: int
+
+
+STREAM_END = "[DONE]"
