@@ -1,0 +1,89 @@
+"""The one place that chooses how LoRA terms are computed."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from enum import StrEnum
+
+import torch
+from torch import Tensor
+
+from coserve.errors import ConfigError
+from coserve.kernels import grouped, reference
+from coserve.kernels.segments import LoraPair, Segments
+
+
+class Way(StrEnum):
+    """How to compute `y + scaling_a (x a_RDᵀ) b_ORᵀ`."""
+
+    REFERENCE = "reference"
+    """An fp32 loop over segments: slow and obvious."""
+    NAIVE = "naive"
+    """One forward of the base per adapter (`kernels.naive` cuts the batch); at one site, as `grouped`."""
+    GROUPED = "grouped"
+    """The base batched, a loop over adapters at each site."""
+    BLOCK_SPARSE = "block_sparse"
+    """stk's `sdd` and `dsd` (ETS §4.3.4)."""
+    SEGMENTED = "segmented"
+    """Our Triton kernels."""
+
+
+TRITON_WAYS = frozenset({Way.BLOCK_SPARSE, Way.SEGMENTED})
+
+
+def choose_way(requested: str, device: torch.device, dtype: torch.dtype) -> Way:
+    """`auto`: `segmented` on CUDA, `grouped` elsewhere.
+
+    Raises:
+        ConfigError: an unknown way; a Triton way without a GPU, or in bfloat16 under Triton's interpreter, whose
+            results in that dtype are silently wrong.
+    """
+    if requested == "auto":
+        return Way.SEGMENTED if device.type == "cuda" else Way.GROUPED
+    if requested not in set(Way):
+        raise ConfigError(f"expected a lora way among auto, {', '.join(Way)}, got {requested!r}", field="lora_way")
+    way = Way(requested)
+    refuse_unusable(way, device, dtype)
+    return way
+
+
+def refuse_unusable(way: Way, device: torch.device, dtype: torch.dtype) -> None:
+    """Raises ConfigError where `way` cannot run on `device`, or would be silently wrong in `dtype`."""
+    if way not in TRITON_WAYS or device.type == "cuda":
+        return
+    if not interpreted():
+        raise ConfigError(f"the lora way {way} needs a CUDA device, got {device.type}", field="lora_way")
+    if dtype not in (torch.float32, torch.float16):
+        expected = "float32 or float16 under Triton's interpreter"
+        raise ConfigError(f"the lora way {way} expected {expected}, got {str(dtype).removeprefix('torch.')}")
+
+
+def interpreted() -> bool:
+    """Whether Triton kernels run in its interpreter (for tests without a GPU)."""
+    return os.environ.get("TRITON_INTERPRET") == "1"
+
+
+def lora_add(y_TO: Tensor, x_TD: Tensor, segments: Segments, pairs: Sequence[LoraPair | None], way: Way) -> Tensor:
+    """`y_TO + scaling_a (x_TD a_RDᵀ) b_ORᵀ` for the adapter `a` of each token.
+
+    `pairs[i]` is adapter i's pair at this site, None where it does not target it; tensors share one dtype and device.
+    Differentiable in y, x and every a_RD and b_OR; may write into y when no gradient is asked for.
+
+    Raises:
+        ConfigError: see `refuse_unusable`.
+    """
+    refuse_unusable(way, x_TD.device, x_TD.dtype)
+    match way:
+        case Way.REFERENCE:
+            return reference.lora_add(y_TO, x_TD, segments, pairs)
+        case Way.NAIVE | Way.GROUPED:
+            return grouped.lora_add(y_TO, x_TD, segments, pairs)
+        case Way.BLOCK_SPARSE:
+            from coserve.kernels import block_sparse  # Triton only where it is used
+
+            return block_sparse.lora_add(y_TO, x_TD, segments, pairs)
+        case Way.SEGMENTED:
+            from coserve.kernels import segmented  # Triton only where it is used
+
+            return segmented.lora_add(y_TO, x_TD, segments, pairs)
