@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 from collections import deque
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
@@ -125,12 +126,14 @@ class Engine:
         max_running: int,
         max_queue: int,
         max_active_jobs: int,
+        step_tokens: int,
         clock: Callable[[], float],
         pace: Callable[[], Awaitable[None]] = _yield_to_loop,
     ) -> None:
         self._generator, self._trainer, self._adapters = generator, trainer, adapters
         self._policy, self._link = policy, link
         self._max_running, self._max_active_jobs = max_running, max_active_jobs
+        self._step_tokens = step_tokens
         self._clock, self._pace = clock, pace
         self._queue = InferenceQueue(max_queue)
         self._running: dict[str, _Clocked] = {}
@@ -243,7 +246,10 @@ class Engine:
         elif self._train_waiting_since is None:
             self._train_waiting_since = self._clock()
         return View(
-            waiting=tuple(Waiting(w.message.id, w.arrived, w.deadline) for w in self._queue.waiting()),
+            waiting=tuple(
+                Waiting(w.message.id, w.arrived, w.deadline, math.ceil(len(w.message.prompt) / self._step_tokens))
+                for w in self._queue.waiting()
+            ),
             running=tuple(Running(id, promise.due) for id, promise in self._running.items()),
             room=max(0, self._max_running - len(self._running)),
             jobs=jobs,
@@ -272,7 +278,8 @@ class Engine:
             case Generate():
                 self._enqueue(message)
             case CancelRequest(id=id):
-                if not self._queue.cancel(id) and self._running.pop(id, None):
+                if not self._queue.cancel(id) and id in self._running:
+                    del self._running[id]
                     self._generator.cancel(id)
             case StartJob(spec=spec, paused=paused):
                 self._place(spec, paused=paused)

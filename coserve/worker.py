@@ -64,6 +64,7 @@ def build_engine(base: Base, config: Config, link: Link[FromEngine, ToEngine]) -
         max_running=config.inference_batch_size,
         max_queue=config.max_queue,
         max_active_jobs=config.max_active_jobs,
+        step_tokens=config.step_tokens,
         clock=time.monotonic,
     )
     ready = EngineReady(spec=base.spec, kv_tokens=kv.tokens, lora_way=way.value, notes=generator.notes)
