@@ -16,6 +16,7 @@ CoserveError
 │   ├── BaseMismatch                 ├── ShapeMismatch
 ├── CapacityError                    right, but not now
 │   ├── QueueFull 429                ├── EngineUnavailable 503 ├── StorageFull 507
+│   ├── StorageFailed 500
 ├── JobError                         a job ended badly (never an HTTP answer of its own; status 500)
 │   ├── NonFiniteLoss                ├── EngineCrashed         ├── CheckpointUnreadable
 ├── InternalError 500                our own fault; the body says nothing more
@@ -199,6 +200,13 @@ class EngineUnavailable(CapacityError):
 class StorageFull(CapacityError):
     status = 507
     code = "storage_full"
+
+
+class StorageFailed(CapacityError):
+    """The disk answered a read or a write with an error of its own."""
+
+    status = 500
+    code = "storage_failed"
 
 
 class JobError(CoserveError):

@@ -1,0 +1,118 @@
+"""The registry's SQLite file: schema, transactions, and what the disk may answer.
+
+Write-ahead log with `synchronous=FULL`: a commit survives kill -9 and a power cut. One connection, used by the thread
+that made it. A transaction that fails for a full disk raises `StorageFull` and leaves what was there before.
+"""
+
+from __future__ import annotations
+
+import sqlite3
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Final
+
+from coserve.errors import StartupError, StorageFailed, StorageFull
+from coserve.state.durable import disk_errors
+from coserve.state.failpoints import failpoint
+
+SCHEMA_VERSION: Final = 1
+SCHEMA: Final = """
+CREATE TABLE meta (name TEXT PRIMARY KEY, value INTEGER NOT NULL) STRICT;
+CREATE TABLE jobs (
+    position INTEGER PRIMARY KEY AUTOINCREMENT, id TEXT NOT NULL UNIQUE, state TEXT NOT NULL,
+    idempotency_key TEXT UNIQUE, record BLOB NOT NULL
+) STRICT;
+CREATE INDEX jobs_by_state ON jobs (state);
+CREATE TABLE events (
+    job TEXT NOT NULL REFERENCES jobs (id), seq INTEGER NOT NULL, type TEXT NOT NULL, step INTEGER,
+    record BLOB NOT NULL, PRIMARY KEY (job, seq)
+) STRICT, WITHOUT ROWID;
+CREATE TABLE adapters (
+    id TEXT NOT NULL, version INTEGER NOT NULL, record BLOB NOT NULL, PRIMARY KEY (id, version)
+) STRICT, WITHOUT ROWID;
+-- The highest version ever given out, also to jobs that failed: a version means one thing for ever.
+CREATE TABLE versions (id TEXT PRIMARY KEY, last INTEGER NOT NULL) STRICT, WITHOUT ROWID;
+CREATE TABLE notes (position INTEGER PRIMARY KEY AUTOINCREMENT, created_at REAL NOT NULL, message TEXT NOT NULL) STRICT;
+"""
+
+
+@contextmanager
+def _database_errors() -> Iterator[None]:
+    """Turn what SQLite says of the disk into `StorageFull` and `StorageFailed`."""
+    with disk_errors():
+        try:
+            yield
+        except sqlite3.OperationalError as error:
+            code = error.sqlite_errorcode & 0xFF
+            if code == sqlite3.SQLITE_FULL:
+                raise StorageFull("the disk is full") from error
+            if code in (sqlite3.SQLITE_IOERR, sqlite3.SQLITE_READONLY):
+                raise StorageFailed("the disk refused a write of the registry") from error
+            raise
+
+
+class Database:
+    """`clock` gives seconds since the epoch."""
+
+    def __init__(self, path: Path, clock: Callable[[], float] = time.time) -> None:
+        """Open, or create. Raises `StartupError` for a file that is no registry of this version."""
+        self._clock = clock
+        try:
+            self._db = sqlite3.connect(path, isolation_level=None, timeout=5.0)
+            self._db.execute("PRAGMA journal_mode = WAL")
+            self._db.execute("PRAGMA synchronous = FULL")
+            self._db.execute("PRAGMA foreign_keys = ON")
+            self._prepare()
+        except sqlite3.DatabaseError as error:
+            raise StartupError(f"cannot open the registry {path.name}: {error}") from error
+
+    def _prepare(self) -> None:
+        found = self._db.execute("SELECT name FROM sqlite_master WHERE type = 'table' AND name = 'meta'").fetchone()
+        if found is None:
+            with self._transaction():
+                for statement in SCHEMA.split(";"):
+                    self._db.execute(statement)
+                self._db.execute("INSERT INTO meta VALUES ('schema', ?)", (SCHEMA_VERSION,))
+        (version,) = self._db.execute("SELECT value FROM meta WHERE name = 'schema'").fetchone()
+        if version != SCHEMA_VERSION:
+            raise StartupError(f"the registry has schema {version}; this coserve reads {SCHEMA_VERSION}")
+
+    @contextmanager
+    def _transaction(self) -> Iterator[None]:
+        with _database_errors():
+            self._db.execute("BEGIN IMMEDIATE")
+            try:
+                yield
+                failpoint("registry.before_commit")
+                self._db.execute("COMMIT")
+            except BaseException:
+                if self._db.in_transaction:
+                    self._db.execute("ROLLBACK")
+                raise
+        failpoint("registry.after_commit")
+
+    def close(self) -> None:
+        self._db.close()
+
+    def check(self) -> None:
+        """Raises `StartupError` if the file is damaged."""
+        problems = [row[0] for row in self._db.execute("PRAGMA integrity_check") if row[0] != "ok"]
+        problems += [f"row without its {row[2]}" for row in self._db.execute("PRAGMA foreign_key_check")]
+        if problems:
+            raise StartupError(f"the registry is damaged: {problems[0]}")
+
+    # ---- notes
+
+    def note(self, message: str) -> None:
+        """Keep what an operator should know, beyond the log."""
+        with self._transaction():
+            self._insert_note(message)
+
+    def _insert_note(self, message: str) -> None:
+        self._db.execute("INSERT INTO notes (created_at, message) VALUES (?, ?)", (self._clock(), message))
+
+    def notes(self) -> list[str]:
+        """Oldest first."""
+        return [row[0] for row in self._db.execute("SELECT message FROM notes ORDER BY position")]

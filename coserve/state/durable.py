@@ -1,0 +1,185 @@
+"""Files that a crash leaves old or new, never half: write beside, fsync, rename, fsync the folder.
+
+A rename is atomic but not durable until its folder is synced, and a file's content is not durable until the file is.
+What a crash leaves beside a target has a name that starts with a dot; `sweep` clears it away:
+
+- `.tmp-NAME-*`: not finished: removed;
+- `.trash-NAME-*`: being deleted: removed;
+- `.old-NAME`: what NAME was, while it is being replaced: put back if NAME is not there, removed if it is.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import secrets
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from safetensors import SafetensorError
+
+from coserve.errors import StorageFailed, StorageFull
+from coserve.state.failpoints import failpoint
+
+TEMP, TRASH, OLD = ".tmp-", ".trash-", ".old-"
+
+
+@contextmanager
+def disk_errors() -> Iterator[None]:
+    """Turn what a disk answers into `StorageFull` (ENOSPC, EDQUOT) or `StorageFailed` (EIO, EROFS)."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            raise StorageFull("the disk is full") from error
+        if error.errno in (errno.EIO, errno.EROFS):
+            raise StorageFailed(f"the disk refused a write: {os.strerror(error.errno)}") from error
+        raise
+    except SafetensorError as error:  # its writer knows no errno
+        if f"os error {errno.ENOSPC}" in str(error) or f"os error {errno.EDQUOT}" in str(error):
+            raise StorageFull("the disk is full") from error
+        if f"os error {errno.EIO}" in str(error):
+            raise StorageFailed("the disk refused a write: Input/output error") from error
+        raise
+
+
+def fsync_path(path: Path) -> None:
+    """Make a file's content, or a folder's entries, durable."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def make_folder(path: Path) -> None:
+    """Create a folder and its missing parents, each durably. There already is fine."""
+    missing = [folder for folder in (path, *path.parents) if not folder.exists()]
+    with disk_errors():
+        for folder in reversed(missing):
+            folder.mkdir(exist_ok=True)
+            fsync_path(folder.parent)
+
+
+def write_file(path: Path, data: bytes, *, point: str) -> None:
+    """Put `data` at `path`: after a crash, or an error, the file is the old one or the new one.
+
+    `point` prefixes the failpoints of the steps (`failpoints.FILE_STEPS`). Raises `StorageFull`, `StorageFailed`.
+    """
+    make_folder(path.parent)
+    temp = _beside(path, TEMP)
+    with disk_errors():
+        try:
+            with temp.open("xb") as file:
+                file.write(data[: len(data) // 2])
+                file.flush()
+                failpoint(f"{point}.temp_write")
+                file.write(data[len(data) // 2 :])
+                file.flush()
+                failpoint(f"{point}.before_file_fsync")
+                os.fsync(file.fileno())
+            failpoint(f"{point}.after_file_fsync")
+            failpoint(f"{point}.before_rename")
+            temp.replace(path)
+        except BaseException:
+            temp.unlink(missing_ok=True)
+            raise
+        failpoint(f"{point}.after_rename")
+        fsync_path(path.parent)
+        failpoint(f"{point}.after_dir_fsync")
+
+
+@contextmanager
+def replace_dir(target: Path, *, point: str) -> Iterator[Path]:
+    """Fill the folder that is yielded; at the end of the block it becomes `target`, whole and durable.
+
+    An error, in the block or after it, leaves `target` as it was. `point` as for `write_file`. Raises `StorageFull`,
+    `StorageFailed`, and what the block raises.
+    """
+    make_folder(target.parent)
+    temp = _beside(target, TEMP)
+    with disk_errors():
+        try:
+            temp.mkdir()
+            yield temp
+            failpoint(f"{point}.temp_write")
+            failpoint(f"{point}.before_file_fsync")
+            _fsync_tree(temp)
+            failpoint(f"{point}.after_file_fsync")
+            _swap_in(temp, target, point)
+        except BaseException:
+            shutil.rmtree(temp, ignore_errors=True)
+            raise
+
+
+def _swap_in(temp: Path, target: Path, point: str) -> None:
+    """Rename `temp` onto `target` and forget what was there; on an error, put everything back."""
+    old = target.with_name(OLD + target.name)
+    had_one = target.exists()
+    try:
+        failpoint(f"{point}.before_rename")
+        if had_one:
+            target.rename(old)
+        temp.rename(target)
+        failpoint(f"{point}.after_rename")
+        fsync_path(target.parent)
+        failpoint(f"{point}.after_dir_fsync")
+    except BaseException:
+        if not temp.exists():
+            target.rename(temp)
+        if old.exists():
+            old.rename(target)
+        raise
+    if had_one:
+        shutil.rmtree(old, ignore_errors=True)  # what stays, `sweep` takes
+
+
+def remove_dir(target: Path) -> None:
+    """Delete a folder: gone at once and for good, though its files may take longer. None there is fine."""
+    trash = _beside(target, TRASH)
+    with disk_errors():
+        failpoint("remove.before_rename")
+        try:
+            target.rename(trash)
+        except FileNotFoundError:
+            return
+        fsync_path(target.parent)
+        failpoint("remove.after_rename")
+        shutil.rmtree(trash)
+
+
+def sweep(folder: Path) -> list[str]:
+    """Finish or undo what a crash interrupted directly inside `folder`; returns the names that were there."""
+    found: list[str] = []
+    for entry in sorted(folder.iterdir()) if folder.is_dir() else ():
+        if entry.name.startswith(OLD):
+            target = entry.with_name(entry.name.removeprefix(OLD))
+            if not target.exists():
+                entry.rename(target)
+            else:
+                shutil.rmtree(entry)
+        elif entry.name.startswith((TEMP, TRASH)):
+            if entry.is_dir() and not entry.is_symlink():
+                shutil.rmtree(entry)
+            else:
+                entry.unlink()
+        else:
+            continue
+        found.append(entry.name)
+    if found:
+        fsync_path(folder)
+    return found
+
+
+def _beside(path: Path, prefix: str) -> Path:
+    return path.with_name(f"{prefix}{path.name}-{secrets.token_hex(4)}")
+
+
+def _fsync_tree(root: Path) -> None:
+    """Files first, then the folders that name them, innermost first."""
+    for folder, _, files in os.walk(root, topdown=False):
+        for name in files:
+            fsync_path(Path(folder, name))
+        fsync_path(Path(folder))

@@ -1,0 +1,131 @@
+"""Named places where a test can make the machine fail: `failpoint("adapter.before_rename")`.
+
+Free when off. Armed by `COSERVE_FAILPOINTS="NAME=ACTION[@N][;...]"`, or by `armed(...)` inside one process:
+
+- NAME is one of `FAILPOINTS`, or `*` for whichever is passed;
+- ACTION is `kill` (this process dies as if by kill -9), `kill-group` (its whole process group does), `ENOSPC` or `EIO`
+  (an `OSError`), or `delay:2s`;
+- N: only at the N-th hit; without it, at every hit.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import re
+import signal
+import threading
+import time
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+from coserve.errors import ConfigError
+
+VARIABLE = "COSERVE_FAILPOINTS"
+
+FILE_STEPS = (
+    "temp_write",
+    "before_file_fsync",
+    "after_file_fsync",
+    "before_rename",
+    "after_rename",
+    "after_dir_fsync",
+)
+"""The steps of one durable write; their failpoints are named `<point>.<step>`."""
+
+DURABLE_POINTS = frozenset({"adapter", "checkpoint", "corpus", "import"})
+"""What is written durably: a published adapter, a checkpoint, a job's corpus, an imported adapter."""
+
+FAILPOINTS = frozenset(f"{point}.{step}" for point in DURABLE_POINTS for step in FILE_STEPS) | {
+    "remove.before_rename",
+    "remove.after_rename",
+    "registry.before_commit",
+    "registry.after_commit",
+    "api.before_reply",  # a job or an import is committed, its answer has not left
+    "generate.mid_stream",  # the engine has tokens of a running request in hand
+    "finetune.mid_step",  # gradients are there, the optimizer has not stepped
+    "adapter.publish",  # the adapter's files are durable, nobody knows of them
+    "shutdown",  # the daemon was told to stop and saves what runs
+}
+
+_RULE = re.compile(
+    r"(?P<name>\*|[a-z_.]+)=(?P<action>kill-group|kill|ENOSPC|EIO|delay:\d+(\.\d+)?s)(@(?P<at>[1-9]\d*))?"
+)
+
+
+@dataclass
+class Armed:
+    """Rules in force, and how often each failpoint was hit since."""
+
+    rules: dict[str, tuple[str, int | None]]
+    hits: Counter[str] = field(default_factory=Counter)
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def hit(self, name: str) -> None:
+        assert name in FAILPOINTS, f"undeclared failpoint {name}"
+        with self._lock:
+            self.hits[name] += 1
+            due = [
+                action
+                for pattern, count in ((name, self.hits[name]), ("*", self.hits.total()))
+                for action, at in [self.rules.get(pattern, ("", 0))]
+                if at is None or at == count
+            ]
+        for action in due:
+            _act(action)
+
+
+def _act(action: str) -> None:
+    match action:
+        case "kill":
+            os.kill(os.getpid(), signal.SIGKILL)
+        case "kill-group":
+            os.killpg(os.getpgrp(), signal.SIGKILL)
+        case "ENOSPC" | "EIO":
+            number = getattr(errno, action)
+            raise OSError(number, os.strerror(number))
+        case _:
+            time.sleep(float(action.removeprefix("delay:").removesuffix("s")))
+
+
+def parse(text: str) -> dict[str, tuple[str, int | None]]:
+    """Rules of a `COSERVE_FAILPOINTS` text: name to (action, n-th hit). Raises `ConfigError`."""
+    rules: dict[str, tuple[str, int | None]] = {}
+    for part in filter(None, (part.strip() for part in text.split(";"))):
+        rule = _RULE.fullmatch(part)
+        if rule is None:
+            raise ConfigError(f"{VARIABLE}: expected name=kill|kill-group|ENOSPC|EIO|delay:2s[@n], got {part!r}")
+        if rule["name"] != "*" and rule["name"] not in FAILPOINTS:
+            raise ConfigError(f"{VARIABLE}: unknown failpoint {rule['name']!r}")
+        rules[rule["name"]] = (rule["action"], int(rule["at"]) if rule["at"] else None)
+    return rules
+
+
+def _from_environment() -> Armed | None:
+    text = os.environ.get(VARIABLE)
+    return Armed(parse(text)) if text else None
+
+
+class _Switch:
+    """The one switch of the process: a failure of the machine is nobody's argument."""
+
+    armed: Armed | None = _from_environment()
+
+
+def failpoint(name: str) -> None:
+    """Fail here if `name` is armed. Raises `OSError` for ENOSPC and EIO."""
+    if _Switch.armed is not None:
+        _Switch.armed.hit(name)
+
+
+@contextmanager
+def armed(text: str = "") -> Iterator[Armed]:
+    """Arm `text` in this process (with no text: only count hits) until the block ends."""
+    before = _Switch.armed
+    _Switch.armed = state = Armed(parse(text))
+    try:
+        yield state
+    finally:
+        _Switch.armed = before

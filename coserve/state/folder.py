@@ -1,0 +1,113 @@
+"""The data folder: where everything lies, who may write in it, and what a crash left in it.
+
+registry.sqlite3                          jobs, events, adapters
+lock                                      held by the daemon that uses the folder
+adapters/<id>/<version>/                  PEFT files of one immutable version
+jobs/<job>/corpus.safetensors             the tokenised corpus
+jobs/<job>/checkpoint-<step>/             resumable state
+staging/                                  uploads on their way; emptied at every start
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import re
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from coserve.errors import DataFolderInUse, ForbiddenPath, StartupError
+from coserve.state.durable import make_folder, sweep
+from coserve.types import AdapterRef
+
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
+_CHECKPOINT = re.compile(r"checkpoint-(\d{8,})")
+
+
+class DataFolder:
+    """Paths only. Names come from users, so each is checked here once more: `ForbiddenPath`."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root.absolute()
+        self.database = self.root / "registry.sqlite3"
+        self.adapters = self.root / "adapters"
+        self.jobs = self.root / "jobs"
+        self.staging = self.root / "staging"
+
+    def adapter(self, ref: AdapterRef) -> Path:
+        return self.adapters / _checked(ref.id) / str(int(ref.version))
+
+    def job(self, job_id: str) -> Path:
+        return self.jobs / _checked(job_id)
+
+    def corpus(self, job_id: str) -> Path:
+        return self.job(job_id) / "corpus.safetensors"
+
+    def checkpoint(self, job_id: str, step: int) -> Path:
+        return self.job(job_id) / f"checkpoint-{step:08d}"
+
+    def checkpoints(self, job_id: str) -> list[tuple[int, Path]]:
+        """Step and folder of each complete checkpoint, by step: a folder gets its name only once it is durable."""
+        job = self.job(job_id)
+        found = [
+            (int(match[1]), entry)
+            for entry in (job.iterdir() if job.is_dir() else ())
+            if (match := _CHECKPOINT.fullmatch(entry.name)) and entry.is_dir() and any(entry.iterdir())
+        ]
+        return sorted(found)
+
+    def adapter_refs(self) -> list[AdapterRef]:
+        """Every version that has a folder."""
+        return sorted(
+            AdapterRef(name.name, int(version.name))
+            for name in _folders(self.adapters)
+            for version in _folders(name)
+            if version.name.isascii() and version.name.isdigit()
+        )
+
+    def job_ids(self) -> list[str]:
+        """Every job that has a folder."""
+        return sorted(entry.name for entry in _folders(self.jobs))
+
+    @contextmanager
+    def lock(self) -> Iterator[None]:
+        """Hold the folder (and create it). Raises `DataFolderInUse`, or `StartupError` if it cannot be written."""
+        try:
+            for folder in (self.root, self.adapters, self.jobs, self.staging):
+                make_folder(folder)
+            descriptor = os.open(self.root / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        except OSError as error:
+            raise StartupError(f"data_dir: cannot write in {self.root}: {error.strerror}") from error
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            os.close(descriptor)
+            raise DataFolderInUse(f"data_dir: {self.root} belongs to a daemon that is running") from None
+        try:
+            yield
+        finally:
+            os.close(descriptor)
+
+    def sweep(self) -> list[str]:
+        """Clear away what a crash left of unfinished writes; returns what was found. Call it under the lock."""
+        folders = [self.root, self.adapters, self.jobs, *_folders(self.adapters), *_folders(self.jobs)]
+        found = [name for folder in folders for name in sweep(folder)]
+        if self.staging.is_dir():
+            found += [entry.name for entry in self.staging.iterdir()]
+            shutil.rmtree(self.staging)
+        make_folder(self.staging)
+        return found
+
+
+def _folders(parent: Path) -> list[Path]:
+    if not parent.is_dir():
+        return []
+    return [entry for entry in parent.iterdir() if entry.is_dir() and not entry.name.startswith(".")]
+
+
+def _checked(name: str) -> str:
+    if not _NAME.fullmatch(name):
+        raise ForbiddenPath("expected a name of letters, digits, '.', '_' and '-'")
+    return name

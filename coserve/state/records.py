@@ -1,0 +1,56 @@
+"""What the registry keeps: jobs, their events, and adapters. Times are seconds since the epoch."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from coserve.schemas import ErrorInfo
+from coserve.types import AdapterRef, JobSpec, JobState, StepMetrics, Wire
+
+
+class JobRecord(Wire, frozen=True):
+    """A job and how far it is. `step` and `trained_tokens` are those of its last optimizer step."""
+
+    spec: JobSpec
+    state: JobState
+    created_at: float
+    base_fingerprint: str
+    started_at: float | None = None
+    finished_at: float | None = None
+    step: int = 0
+    total_steps: int = 0
+    metrics: StepMetrics | None = None
+    trained_tokens: int = 0
+    error: ErrorInfo | None = None
+    result: AdapterRef | None = None
+    metadata: dict[str, str] = {}
+
+
+class JobEvent(Wire, frozen=True):
+    """One line of a job's story; `seq` counts from 1 within the job, without gaps."""
+
+    seq: int
+    job: str
+    created_at: float
+    level: Literal["info", "warning", "error"]
+    type: Literal["state", "message", "metrics", "checkpoint"]
+    message: str
+    metrics: StepMetrics | None = None
+    state: JobState | None = None
+    """Of `type: state`: what the job became."""
+
+
+class AdapterRecord(Wire, frozen=True):
+    """One version of an adapter; its files lie in the data folder."""
+
+    ref: AdapterRef
+    rank: int
+    alpha: float
+    targets: tuple[str, ...]
+    base_fingerprint: str
+    base_name: str
+    source: str
+    """`job:<id>` or `import`."""
+    created_at: float
+    bytes: int
+    sha256: str

@@ -1,0 +1,80 @@
+"""Startup: registry and files agree again, whatever moment the last daemon died at.
+
+Files come first and rows second: a row is committed once its files are durable. So files without a row are the work of
+a call that was never answered, and go; a row without files is damage from outside, and goes with a note.
+"""
+
+from __future__ import annotations
+
+import logging
+
+from coserve.errors import JobNotFound
+from coserve.schemas import ErrorInfo
+from coserve.state.durable import remove_dir
+from coserve.state.folder import DataFolder
+from coserve.state.records import JobRecord
+from coserve.state.registry import Registry
+from coserve.types import AdapterRef, JobState
+
+log = logging.getLogger(__name__)
+
+ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors")
+
+
+def recover(registry: Registry, folder: DataFolder) -> list[JobRecord]:
+    """Check the registry, clear away leftovers, and return the unfinished jobs, oldest first.
+
+    A job that ran is queued again, with an event that says so. Call it under `folder.lock()`. Raises `StartupError` if
+    the registry is damaged.
+    """
+    registry.check()
+    for name in folder.sweep():
+        log.info("removed what an interrupted write left: %s", name)
+    _match_adapters(registry, folder)
+    _match_jobs(registry, folder)
+    return [_wait_again(registry, job) for job in registry.unfinished() if _has_corpus(registry, folder, job)]
+
+
+def _match_adapters(registry: Registry, folder: DataFolder) -> None:
+    for ref in registry.adapter_refs():
+        missing = [name for name in ADAPTER_FILES if not (folder.adapter(ref) / name).is_file()]
+        if missing:
+            log.warning("adapter %s dropped from the registry: its %s is gone", ref, missing[0])
+            registry.drop_version(ref, f"its {missing[0]} was gone when the daemon started")
+    known = set(registry.adapter_refs())
+    for ref in folder.adapter_refs():
+        if ref not in known:
+            log.info("removed files of %s, which was never published", ref)
+            remove_dir(folder.adapter(ref))
+    _remove_empty(folder, known)
+
+
+def _remove_empty(folder: DataFolder, known: set[AdapterRef]) -> None:
+    names = {ref.id for ref in known}
+    for entry in folder.adapters.iterdir():
+        if entry.is_dir() and entry.name not in names:
+            remove_dir(entry)
+
+
+def _match_jobs(registry: Registry, folder: DataFolder) -> None:
+    for id in folder.job_ids():
+        try:
+            registry.job(id)
+        except JobNotFound:
+            log.info("removed files of job %s, which was never accepted", id)
+            remove_dir(folder.jobs / id)
+
+
+def _has_corpus(registry: Registry, folder: DataFolder, job: JobRecord) -> bool:
+    if folder.corpus(job.spec.id).is_file():
+        return True
+    log.warning("job %s failed: its corpus is gone", job.spec.id)
+    error = ErrorInfo(code="corpus_missing", message="its corpus was gone when the daemon started")
+    registry.set_state(job.spec.id, JobState.FAILED, error=error)
+    return False
+
+
+def _wait_again(registry: Registry, job: JobRecord) -> JobRecord:
+    if job.state is not JobState.RUNNING:
+        return job
+    return registry.set_state(job.spec.id, JobState.QUEUED, message="interrupted: the daemon ended while it ran")

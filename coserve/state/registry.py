@@ -1,0 +1,209 @@
+"""The registry: jobs, their events and adapters. Every change is durable when its method returns."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import Final, Literal
+
+import msgspec
+
+from coserve.errors import AdapterBusy, JobNotFound, WrongJobState
+from coserve.schemas import ErrorInfo
+from coserve.state.adapters import AdapterTable
+from coserve.state.records import AdapterRecord, JobEvent, JobRecord
+from coserve.types import AdapterRef, JobState, StepMetrics
+
+__all__ = ["AdapterRecord", "JobEvent", "JobRecord", "Registry"]
+
+UNFINISHED: Final = tuple(state for state in JobState if not state.terminal)
+Level = Literal["info", "warning", "error"]
+Type = Literal["state", "message", "metrics", "checkpoint"]
+
+# msgpack, unlike JSON, gives back every float as it was.
+_encode = msgspec.msgpack.Encoder().encode
+_job = msgspec.msgpack.Decoder(JobRecord).decode
+_event = msgspec.msgpack.Decoder(JobEvent).decode
+
+
+class Registry(AdapterTable):
+    """One connection, used by the thread that made it: see `RegistryThread` for the event loop's side."""
+
+    def create_job(self, record: JobRecord, *, idempotency_key: str | None = None) -> JobRecord:
+        """Accept a job. A key that was seen before gives back the job that it made.
+
+        Raises `AdapterExists` if the version was given out before: take it from `next_version` in the same call.
+        """
+        spec = record.spec
+        with self._transaction():
+            if idempotency_key is not None:
+                row = self._db.execute(
+                    "SELECT record FROM jobs WHERE idempotency_key = ?", (idempotency_key,)
+                ).fetchone()
+                if row is not None:
+                    return _job(row[0])
+            self._take_version(AdapterRef(spec.adapter, spec.version))
+            self._db.execute(
+                "INSERT INTO jobs (id, state, idempotency_key, record) VALUES (?, ?, ?, ?)",
+                (spec.id, record.state, idempotency_key, _encode(record)),
+            )
+            self._append(spec.id, "state", f"job {record.state}", state=record.state)
+        return record
+
+    def job(self, id: str) -> JobRecord:
+        """Raises `JobNotFound`."""
+        row = self._db.execute("SELECT record FROM jobs WHERE id = ?", (id,)).fetchone()
+        if row is None:
+            raise JobNotFound(f"no job {id!r}", field="id")
+        return _job(row[0])
+
+    def jobs(
+        self, *, after: str | None = None, limit: int = 100, states: Collection[JobState] | None = None
+    ) -> list[JobRecord]:
+        """Newest first; from the one older than `after` on. Raises `JobNotFound` for an unknown `after`."""
+        position = None
+        if after is not None:
+            self.job(after)
+            (position,) = self._db.execute("SELECT position FROM jobs WHERE id = ?", (after,)).fetchone()
+        wanted = msgspec.json.encode(sorted(JobState if states is None else states)).decode()
+        rows = self._db.execute(
+            "SELECT record FROM jobs WHERE state IN (SELECT value FROM json_each(?)) AND (? IS NULL OR position < ?) "
+            "ORDER BY position DESC LIMIT ?",
+            (wanted, position, position, limit),
+        )
+        return [_job(row[0]) for row in rows]
+
+    def unfinished(self) -> list[JobRecord]:
+        """Oldest first."""
+        return self.jobs(limit=-1, states=UNFINISHED)[::-1]
+
+    def _save(self, record: JobRecord) -> JobRecord:
+        self._db.execute(
+            "UPDATE jobs SET state = ?, record = ? WHERE id = ?", (record.state, _encode(record), record.spec.id)
+        )
+        return record
+
+    def _append(
+        self,
+        job: str,
+        type: Type,
+        message: str,
+        *,
+        level: Level = "info",
+        metrics: StepMetrics | None = None,
+        state: JobState | None = None,
+    ) -> None:
+        (last,) = self._db.execute("SELECT coalesce(max(seq), 0) FROM events WHERE job = ?", (job,)).fetchone()
+        event = JobEvent(
+            seq=last + 1,
+            job=job,
+            created_at=self._clock(),
+            level=level,
+            type=type,
+            message=message,
+            metrics=metrics,
+            state=state,
+        )
+        self._db.execute(
+            "INSERT INTO events VALUES (?, ?, ?, ?, ?)",
+            (job, event.seq, type, None if metrics is None else metrics.step, _encode(event)),
+        )
+
+    def _move(self, record: JobRecord, state: JobState) -> JobRecord:
+        """`record` in its new state, with its times. Raises `WrongJobState`."""
+        if not record.state.can_become(state):
+            raise WrongJobState(f"job {record.spec.id} is {record.state}: it cannot become {state}")
+        now = self._clock()
+        started = now if state is JobState.RUNNING and record.started_at is None else record.started_at
+        return msgspec.structs.replace(
+            record, state=state, started_at=started, finished_at=now if state.terminal else None
+        )
+
+    def set_state(self, id: str, state: JobState, *, error: ErrorInfo | None = None, message: str = "") -> JobRecord:
+        """Move a job and say so in its events. Raises `JobNotFound`, `WrongJobState`; for success see `succeed`."""
+        assert state is not JobState.SUCCEEDED, "a job succeeds together with its adapter"
+        with self._transaction():
+            record = msgspec.structs.replace(self._move(self.job(id), state), error=error)
+            said = message or (error.message if error is not None else f"job {state}")
+            self._append(id, "state", said, level="info" if error is None else "error", state=state)
+            return self._save(record)
+
+    def record_start(self, id: str, total_steps: int, resumed_from: int) -> JobRecord:
+        """The engine runs the job from step `resumed_from` on. Raises `JobNotFound`, `WrongJobState`."""
+        with self._transaction():
+            record = self.job(id)
+            if record.state is not JobState.RUNNING:
+                record = self._move(record, JobState.RUNNING)
+            metrics = self._metrics_until(id, resumed_from)
+            record = msgspec.structs.replace(
+                record,
+                step=resumed_from,
+                total_steps=total_steps,
+                metrics=metrics[-1] if metrics else None,
+                trained_tokens=sum(step.tokens for step in metrics),
+            )
+            message = f"goes on from step {resumed_from} of {total_steps}" if resumed_from else f"{total_steps} steps"
+            self._append(id, "state", f"job running: {message}", state=JobState.RUNNING)
+            return self._save(record)
+
+    def _metrics_until(self, id: str, step: int) -> list[StepMetrics]:
+        """Metrics of steps 1 to `step`; of a step that ran twice, for a crash, the last."""
+        rows = self._db.execute(
+            "SELECT record FROM events WHERE job = ? AND type = 'metrics' AND step <= ? ORDER BY seq", (id, step)
+        )
+        by_step = {m.step: m for row in rows if (m := _event(row[0]).metrics) is not None}
+        return [by_step[step] for step in sorted(by_step)]
+
+    def record_step(self, id: str, metrics: StepMetrics) -> JobRecord:
+        """One optimizer step is done. Raises `JobNotFound`."""
+        with self._transaction():
+            record = self.job(id)
+            record = msgspec.structs.replace(
+                record,
+                step=metrics.step,
+                total_steps=metrics.total_steps,
+                metrics=metrics,
+                trained_tokens=record.trained_tokens + metrics.tokens,
+            )
+            self._append(id, "metrics", f"step {metrics.step}/{metrics.total_steps}", metrics=metrics)
+            return self._save(record)
+
+    def record_checkpoint(self, id: str, step: int) -> None:
+        """A checkpoint is durable. Raises `JobNotFound`."""
+        self.record_message(id, f"checkpoint at step {step}", type="checkpoint")
+
+    def record_message(self, id: str, message: str, *, level: Level = "info", type: Type = "message") -> None:
+        """Add a line to the job's story. Raises `JobNotFound`."""
+        with self._transaction():
+            self.job(id)
+            self._append(id, type, message, level=level)
+
+    def events(self, id: str, *, after: int = 0, limit: int = 1000) -> list[JobEvent]:
+        """In order, from the one behind `after` on. Raises `JobNotFound`."""
+        self.job(id)
+        rows = self._db.execute(
+            "SELECT record FROM events WHERE job = ? AND seq > ? ORDER BY seq LIMIT ?", (id, after, limit)
+        )
+        return [_event(row[0]) for row in rows]
+
+    def succeed(self, id: str, adapter: AdapterRecord) -> JobRecord:
+        """The job's end and its adapter, in one transaction. Raises `JobNotFound`, `WrongJobState`."""
+        with self._transaction():
+            record = self._move(self.job(id), JobState.SUCCEEDED)
+            assert adapter.ref == AdapterRef(record.spec.adapter, record.spec.version), adapter.ref
+            record = msgspec.structs.replace(record, result=adapter.ref)
+            self._insert_adapter(adapter)
+            self._append(id, "state", f"published {adapter.ref}", state=JobState.SUCCEEDED)
+            return self._save(record)
+
+    # ---- adapters
+
+    def delete_adapter(self, id: str) -> list[AdapterRef]:
+        """Forget every version; returns them, for their files to go. Raises `AdapterNotFound`, or `AdapterBusy` while
+        an unfinished job continues or publishes the adapter."""
+        with self._transaction():
+            refs = [record.ref for record in self.versions(id)]
+            for job in self.unfinished():
+                if job.spec.adapter == id or (job.spec.init_from is not None and job.spec.init_from.id == id):
+                    raise AdapterBusy(f"adapter {id!r} is in use by job {job.spec.id}", field="adapter")
+            self._db.execute("DELETE FROM adapters WHERE id = ?", (id,))
+        return refs
