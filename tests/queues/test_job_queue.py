@@ -1,0 +1,90 @@
+"""The fine-tuning queue: round-robin at micro-batch boundaries, whoever comes and goes."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from hypothesis import given
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from coserve.queues.finetune import JobQueue
+
+
+def test_turns_go_round_and_the_first_keeps_its_place_until_it_rotates() -> None:
+    queue = JobQueue()
+    for job in ("a", "b", "c"):
+        queue.add(job)
+    assert queue.ready() == queue.ready() == ("a", "b", "c")
+    queue.rotate()
+    assert queue.ready() == ("b", "c", "a")
+    queue.pause("b")
+    assert queue.ready() == ("c", "a")
+    queue.resume("b")
+    assert queue.ready() == ("c", "a", "b"), "behind all others"
+    queue.remove("a")
+    assert queue.ready() == ("c", "b") and "a" not in queue and len(queue) == 2
+
+
+def test_an_empty_queue_rotates_in_peace() -> None:
+    queue = JobQueue()
+    queue.rotate()
+    assert queue.ready() == ()
+
+
+@given(st.integers(1, 6), st.integers(0, 40))
+def test_turns_are_shared_equally(jobs: int, turns: int) -> None:
+    queue = JobQueue()
+    for i in range(jobs):
+        queue.add(str(i))
+    had: Counter[str] = Counter()
+    for _ in range(turns):
+        had[queue.ready()[0]] += 1
+        queue.rotate()
+    assert max(had.values(), default=0) - min((had[str(i)] for i in range(jobs)), default=0) <= 1
+
+
+class JobsAgainstLists(RuleBasedStateMachine):
+    def __init__(self) -> None:
+        super().__init__()
+        self.queue = JobQueue()
+        self.ready: list[str] = []
+        self.paused: set[str] = set()
+        self.made = 0
+
+    @rule()
+    def add(self) -> None:
+        self.made += 1
+        self.queue.add(f"j{self.made}")
+        self.ready.append(f"j{self.made}")
+
+    @rule()
+    def rotate(self) -> None:
+        self.queue.rotate()
+        self.ready = [*self.ready[1:], *self.ready[:1]]
+
+    @precondition(lambda self: self.ready or self.paused)
+    @rule(data=st.data(), what=st.sampled_from(["pause", "resume", "remove"]))
+    def change(self, data: st.DataObject, what: str) -> None:
+        job = data.draw(st.sampled_from([*self.ready, *sorted(self.paused)]))
+        if what == "pause":
+            self.queue.pause(job)
+            self.ready = [other for other in self.ready if other != job]
+            self.paused.add(job)
+        elif what == "resume":
+            self.queue.resume(job)
+            if job in self.paused:
+                self.paused.remove(job)
+                self.ready.append(job)
+        else:
+            self.queue.remove(job)
+            self.ready = [other for other in self.ready if other != job]
+            self.paused.discard(job)
+
+    @invariant()
+    def same(self) -> None:
+        assert self.queue.ready() == tuple(self.ready)
+        assert len(self.queue) == len(self.ready) + len(self.paused)
+
+
+TestJobsAgainstLists = JobsAgainstLists.TestCase

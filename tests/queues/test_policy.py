@@ -1,0 +1,170 @@
+"""Policies, case by case: the boundaries of Algorithm 1, the turns of TS(n), the slack."""
+
+from __future__ import annotations
+
+import pytest
+
+from coserve.config import Config
+from coserve.queues.policy import (
+    MAX_PIECES,
+    MAX_SLICE,
+    Costs,
+    Ets,
+    Running,
+    Serve,
+    Slack,
+    TemporalSharing,
+    Train,
+    View,
+    Wait,
+    Waiting,
+    make_policy,
+)
+
+
+def view(
+    waiting: list[float] | None = None,
+    running: list[float] | None = None,
+    *,
+    jobs: tuple[str, ...] = (),
+    room: int = 64,
+    mid_batch: bool = False,
+    batches_since_train: int = 0,
+    train_waiting_since: float | None = None,
+    serve: float = 0.0,
+    piece: float = 0.0,
+    ttft: float = 2.0,
+) -> View:
+    """`waiting`: arrivals; `running`: deadlines."""
+    return View(
+        waiting=tuple(Waiting(f"w{i}", arrived, arrived + ttft) for i, arrived in enumerate(waiting or [])),
+        running=tuple(Running(f"r{i}", deadline) for i, deadline in enumerate(running or [])),
+        room=room,
+        jobs=jobs,
+        mid_batch=mid_batch,
+        batches_since_train=batches_since_train,
+        train_waiting_since=train_waiting_since,
+        costs=Costs(serve, piece),
+    )
+
+
+class TestEts:
+    policy = Ets(batch_size=4, delay=5.0)
+
+    def test_size_is_compared_with_at_least(self) -> None:
+        assert self.policy.decide(view([0.0] * 3), 0.0) == Wait(pytest.approx(5.0))
+        assert self.policy.decide(view([0.0] * 4), 0.0) == Serve(4)
+
+    def test_delay_is_compared_with_more_than(self) -> None:
+        assert self.policy.decide(view([0.0], jobs=("j",)), 5.0) == Train("j", None)
+        assert self.policy.decide(view([0.0], jobs=("j",)), 5.0 + 2**-20) == Serve(1)
+
+    def test_the_delay_counts_from_the_first_arrival(self) -> None:
+        assert self.policy.decide(view([0.0, 4.0, 5.0]), 5.5) == Serve(3)
+        assert self.policy.decide(view([1.0, 4.0, 5.0]), 5.5) == Wait(pytest.approx(6.0))
+
+    def test_a_batch_takes_at_most_the_batch_size(self) -> None:
+        assert self.policy.decide(view([0.0] * 9), 0.0) == Serve(4)
+        assert self.policy.decide(view([0.0] * 9, room=3), 0.0) == Serve(3)
+
+    def test_a_dispatched_batch_is_performed_to_its_end(self) -> None:
+        assert self.policy.decide(view([0.0] * 9, [1.0], jobs=("j",)), 99.0) == Serve(0)
+
+    def test_inference_goes_before_fine_tuning_and_fine_tuning_takes_a_whole_batch(self) -> None:
+        assert self.policy.decide(view([0.0] * 4, jobs=("j", "k")), 0.0) == Serve(4)
+        assert self.policy.decide(view([0.0] * 3, jobs=("j", "k")), 0.0) == Train("j", None)
+
+    def test_waits_for_the_delay_or_for_a_change(self) -> None:
+        assert self.policy.decide(view(), 3.0) == Wait(None)
+        wait = self.policy.decide(view([2.0]), 3.0)
+        assert isinstance(wait, Wait) and wait.until is not None
+        assert self.policy.decide(view([2.0]), wait.until) == Serve(1), "a wake-up must not find the condition unmet"
+
+    @pytest.mark.parametrize("first", [0.1, 1e5 + 0.3, 1e8 + 0.7])
+    def test_the_wake_up_holds_on_clocks_that_ran_long(self, first: float) -> None:
+        wait = self.policy.decide(view([first]), first)
+        assert isinstance(wait, Wait) and wait.until is not None
+        assert self.policy.decide(view([first]), wait.until) == Serve(1)
+
+
+class TestTemporalSharing:
+    policy = TemporalSharing(n=2, batch_size=4, delay=5.0)
+
+    def test_the_job_has_its_turn_after_n_batches_whatever_waits(self) -> None:
+        for batches, decision in [(0, Serve(4)), (1, Serve(4)), (2, Train("j", None)), (3, Train("j", None))]:
+            assert self.policy.decide(view([0.0] * 9, jobs=("j",), batches_since_train=batches), 99.0) == decision
+
+    def test_a_dispatched_batch_is_performed_to_its_end(self) -> None:
+        assert self.policy.decide(view([], [1.0], jobs=("j",), batches_since_train=9), 99.0) == Serve(0)
+
+    def test_an_empty_side_gives_its_turn_away(self) -> None:
+        assert self.policy.decide(view([0.0] * 4, batches_since_train=9), 0.0) == Serve(4), "no job"
+        assert self.policy.decide(view(jobs=("j",)), 0.0) == Train("j", None), "no request"
+        assert self.policy.decide(view([0.0], jobs=("j",)), 1.0) == Train("j", None), "no batch yet"
+
+    def test_a_suspended_micro_batch_ends_first(self) -> None:
+        assert self.policy.decide(view([0.0] * 4, jobs=("j",), mid_batch=True), 0.0) == Train("j", None)
+
+    def test_waits_as_ets_does(self) -> None:
+        assert self.policy.decide(view(), 0.0) == Wait(None)
+        assert self.policy.decide(view([1.0]), 2.0) == Wait(pytest.approx(6.0))
+
+
+class TestSlack:
+    policy = Slack(max_running=4, patience=1.0, margin=0.0)
+
+    def test_without_jobs_it_serves_and_admits_at_every_step(self) -> None:
+        assert self.policy.decide(view([0.0] * 9), 0.0) == Serve(4)
+        assert self.policy.decide(view([0.0] * 9, [9.0] * 3), 0.0) == Serve(1)
+        assert self.policy.decide(view([0.0] * 9, [9.0] * 4), 0.0) == Serve(0)
+        assert self.policy.decide(view([0.0] * 9, [9.0], room=2), 0.0) == Serve(2)
+        assert self.policy.decide(view(), 0.0) == Wait(None)
+
+    def test_trains_freely_without_requests_in_slices_that_a_newcomer_can_bear(self) -> None:
+        assert self.policy.decide(view(jobs=("j", "k"), piece=MAX_SLICE / 4), 0.0) == Train("j", 4)
+        assert self.policy.decide(view(jobs=("j",), piece=1e-9), 0.0) == Train("j", MAX_PIECES)
+        assert self.policy.decide(view(jobs=("j",), piece=9.0), 0.0) == Train("j", 1)
+        assert self.policy.decide(view(jobs=("j",)), 0.0) == Train("j", 1), "the cost is not known yet"
+
+    @pytest.mark.parametrize(
+        ("now", "decision"), [(27 / 32, Train("j", 2)), (55 / 64, Train("j", 1)), (0.86, Serve(0))]
+    )
+    def test_trains_only_where_the_tightest_deadline_leaves_room_for_a_piece(
+        self, now: float, decision: object
+    ) -> None:
+        seen = view([], [1.0, 5.0], jobs=("j",), serve=1 / 8, piece=1 / 64, train_waiting_since=now)
+        assert self.policy.decide(seen, now) == decision
+
+    def test_the_waiting_press_as_the_running_do(self) -> None:
+        due_soon = view([0.0], [9.0], jobs=("j",), serve=0.1, piece=0.01, ttft=0.1, train_waiting_since=0.0)
+        assert self.policy.decide(due_soon, 0.0) == Serve(1)
+        due_late = view([0.0], [9.0], jobs=("j",), serve=0.1, piece=0.04, ttft=2.0, train_waiting_since=0.0)
+        assert self.policy.decide(due_late, 0.0) == Train("j", 1)
+
+    def test_steps_until_the_token_count(self) -> None:
+        def seen(steps: int) -> View:
+            return View((), (Running("r", 1.0, steps),), 3, ("j",), False, 0, 0.0, Costs(serve=0.3, piece=0.02))
+
+        assert self.policy.decide(seen(3), 0.0) == Train("j", 2)
+        assert self.policy.decide(seen(4), 0.0) == Serve(0)
+
+    def test_several_pieces_where_they_fit_but_no_slice_longer_than_the_longest(self) -> None:
+        seen = view([], [9.0], jobs=("j",), piece=MAX_SLICE / 8, train_waiting_since=0.0)
+        assert self.policy.decide(seen, 0.0) == Train("j", 8)
+
+    def test_patience_gives_one_piece_whatever_the_deadlines_say(self) -> None:
+        pressed = view([0.0] * 9, [0.0], jobs=("j",), serve=0.1, piece=0.5, train_waiting_since=10.0)
+        assert self.policy.decide(pressed, 10.9) == Serve(3)
+        assert self.policy.decide(pressed, 11.0) == Train("j", 1)
+
+    def test_the_margin_keeps_a_share_of_the_slack(self) -> None:
+        careful = Slack(4, 1.0, margin=0.5)
+        seen = view([], [1.0], jobs=("j",), piece=0.03, train_waiting_since=0.9)
+        assert self.policy.decide(seen, 0.95) == Train("j", 1)
+        assert careful.decide(seen, 0.95) == Serve(0)
+
+
+def test_settings_choose_the_policy() -> None:
+    assert isinstance(make_policy(Config(policy="ets")), Ets)
+    assert isinstance(make_policy(Config(policy="ts")), TemporalSharing)
+    assert isinstance(make_policy(Config(policy="slack")), Slack)

@@ -1,0 +1,110 @@
+"""What holds for every view: room and queue respected, no idling beside work, the bound on starvation, purity."""
+
+from __future__ import annotations
+
+import copy
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from coserve.queues.policy import Costs, Ets, Policy, Running, Serve, Slack, TemporalSharing, Train, View, Wait, Waiting
+
+times = st.integers(0, 4000).map(lambda n: n / 64)  # dyadic: sums and differences are exact, as the paper's are
+costs = st.floats(0, 2, allow_nan=False)
+
+
+@st.composite
+def views(draw: st.DrawFn, max_running: int = 8) -> View:
+    running = tuple(Running(f"r{i}", t) for i, t in enumerate(draw(st.lists(times, max_size=max_running))))
+    arrivals = sorted(draw(st.lists(times, max_size=12)))
+    room = draw(st.integers(0, max_running - len(running)))
+    jobs = tuple(f"j{i}" for i in range(draw(st.integers(0, 3))))
+    return View(
+        waiting=tuple(Waiting(f"w{i}", t, t + draw(times), draw(st.integers(1, 4))) for i, t in enumerate(arrivals)),
+        running=running,
+        room=room if running else max(1, room),
+        jobs=jobs,
+        mid_batch=bool(jobs) and draw(st.booleans()),
+        batches_since_train=draw(st.integers(0, 6)),
+        train_waiting_since=draw(times) if jobs else None,
+        costs=Costs(draw(costs), draw(costs)),
+    )
+
+
+policies: st.SearchStrategy[Policy] = st.one_of(
+    st.builds(Ets, st.integers(1, 9), times),
+    st.builds(TemporalSharing, st.integers(1, 4), st.integers(1, 9), times),
+    st.builds(Slack, st.integers(1, 9), times, margin=st.floats(0, 0.9)),
+)
+
+
+@given(policies, views(), times)
+def test_every_decision_can_be_carried_out(policy: Policy, view: View, now: float) -> None:
+    match policy.decide(view, now):
+        case Serve(admit):
+            assert 0 <= admit <= min(view.room, len(view.waiting))
+            assert admit or view.running, "a step of nobody"
+        case Train(job, pieces):
+            assert job == view.jobs[0]
+            assert pieces is None or pieces >= 1
+        case Wait(until):
+            assert not view.running and not view.jobs, "something was runnable"
+            assert until is None or until > now
+
+
+@given(policies, views(), times)
+def test_same_view_same_decision(policy: Policy, view: View, now: float) -> None:
+    before = copy.deepcopy(view)
+    first = policy.decide(view, now)
+    policy.decide(View((), (), 1, ("other",), False, 3, 0.0, Costs(1, 1)), now + 7)
+    assert policy.decide(before, now) == first
+    assert view == before
+
+
+@given(st.integers(1, 9), times, views(), times)
+def test_ets_is_algorithm_1(batch_size: int, delay: float, view: View, now: float) -> None:
+    decision = Ets(batch_size, delay).decide(view, now)
+    if view.running:  # "perform the inference request (synchronously)"
+        assert decision == Serve(0)
+    elif view.waiting and (len(view.waiting) >= batch_size or now - view.waiting[0].arrived > delay):
+        assert decision == Serve(min(batch_size, len(view.waiting), view.room))
+    elif view.jobs:
+        assert decision == Train(view.jobs[0], None)
+    else:
+        assert isinstance(decision, Wait)
+
+
+@given(st.integers(1, 4), st.integers(1, 9), times, views(), times)
+def test_ts_never_dispatches_more_than_n_batches_in_a_row_beside_a_job(
+    n: int, size: int, delay: float, view: View, now: float
+) -> None:
+    decision = TemporalSharing(n, size, delay).decide(view, now)
+    if isinstance(decision, Serve) and not view.running and view.jobs:
+        assert view.batches_since_train < n
+
+
+@given(st.integers(1, 9), times, views(), times)
+def test_slack_lets_no_job_wait_beyond_its_patience(size: int, patience: float, view: View, now: float) -> None:
+    decision = Slack(size, patience).decide(view, now)
+    since = view.train_waiting_since
+    if since is not None and now - since >= patience:
+        assert isinstance(decision, Train)
+
+
+@given(st.integers(1, 9), views(), times)
+def test_slack_breaks_no_promise_that_it_can_keep(size: int, view: View, now: float) -> None:
+    """A slice beside requests, of a job that still has patience, ends early enough for every deadline."""
+    decision = Slack(size, patience=1e9).decide(view, now)
+    serves = view.running or min(view.room, size, len(view.waiting)) > 0
+    if isinstance(decision, Train) and serves:
+        assert decision.pieces is not None
+        end = now + decision.pieces * view.costs.piece
+        for due in [*view.waiting, *view.running]:
+            assert end + due.steps * view.costs.serve <= due.deadline + 1e-9
+
+
+@given(st.integers(1, 9), times, views(), times)
+def test_slack_admits_all_that_fit(size: int, patience: float, view: View, now: float) -> None:
+    decision = Slack(size, patience).decide(view, now)
+    if isinstance(decision, Serve):
+        assert decision.admit == max(0, min(len(view.waiting), view.room, size - len(view.running)))
