@@ -1,0 +1,102 @@
+from __future__ import annotations
+
+import ast
+import errno
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import coserve
+from coserve.errors import ConfigError
+from coserve.state.failpoints import DURABLE_POINTS, FAILPOINTS, FILE_STEPS, VARIABLE, armed, failpoint, parse
+
+PACKAGE = Path(coserve.__file__).parent
+
+
+def calls() -> list[ast.Call]:
+    trees = [ast.parse(path.read_text()) for path in PACKAGE.rglob("*.py")]
+    return [node for tree in trees for node in ast.walk(tree) if isinstance(node, ast.Call)]
+
+
+def used_names() -> set[str]:
+    """Every literal name in the code; a `point=` argument stands for all steps of its write."""
+    used: set[str] = set()
+    for call in calls():
+        name = getattr(call.func, "id", getattr(call.func, "attr", None))
+        if name == "failpoint" and isinstance(call.args[0], ast.Constant):
+            used.add(str(call.args[0].value))
+        for keyword in call.keywords:
+            if keyword.arg == "point" and isinstance(keyword.value, ast.Constant):
+                used |= {f"{keyword.value.value}.{step}" for step in FILE_STEPS}
+    return used
+
+
+def test_every_failpoint_in_the_code_is_declared() -> None:
+    assert used_names() <= FAILPOINTS
+
+
+def test_every_declared_failpoint_is_in_the_code() -> None:
+    assert used_names() == FAILPOINTS
+
+
+def test_durable_writes_hit_all_their_steps() -> None:
+    source = (PACKAGE / "state/durable.py").read_text()
+    for step in FILE_STEPS:
+        assert source.count(f'failpoint(f"{{point}}.{step}")') == 2  # write_file and replace_dir
+    assert DURABLE_POINTS == {"adapter", "checkpoint", "corpus", "import"}
+
+
+def test_nothing_happens_when_off() -> None:
+    failpoint("shutdown")
+
+
+def test_an_error_at_the_nth_hit() -> None:
+    with armed("shutdown=ENOSPC@3") as state:
+        for _ in range(2):
+            failpoint("shutdown")
+        with pytest.raises(OSError) as caught:
+            failpoint("shutdown")
+        failpoint("shutdown")
+    assert caught.value.errno == errno.ENOSPC
+    assert state.hits == {"shutdown": 4}
+    failpoint("shutdown")
+
+
+def test_star_counts_all_hits() -> None:
+    with armed("*=EIO@2"):
+        failpoint("shutdown")
+        with pytest.raises(OSError):
+            failpoint("registry.before_commit")
+        failpoint("registry.before_commit")
+
+
+def test_an_undeclared_name_is_refused_when_armed() -> None:
+    with armed(), pytest.raises(AssertionError):
+        failpoint("nowhere")
+
+
+def test_rules() -> None:
+    assert parse("shutdown=delay:0.5s@2; adapter.publish=kill") == {
+        "shutdown": ("delay:0.5s", 2),
+        "adapter.publish": ("kill", None),
+    }
+    assert parse("") == {}
+
+
+@pytest.mark.parametrize("text", ["shutdown", "shutdown=die", "nowhere=kill", "shutdown=kill@0", "shutdown=delay:2"])
+def test_bad_rules_are_refused(text: str) -> None:
+    with pytest.raises(ConfigError):
+        parse(text)
+
+
+def test_the_environment_arms_a_process() -> None:
+    code = (
+        "from coserve.state.failpoints import failpoint; failpoint('shutdown'); failpoint('shutdown'); print('alive')"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], env={VARIABLE: "shutdown=kill@2"}, capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == -9
+    assert "alive" not in done.stdout

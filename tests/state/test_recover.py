@@ -1,0 +1,163 @@
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from coserve.errors import DataFolderInUse, ForbiddenPath, StartupError
+from coserve.state.durable import replace_dir, write_file
+from coserve.state.folder import DataFolder
+from coserve.state.recover import recover
+from coserve.state.registry import Registry
+from coserve.types import AdapterRef, JobState
+from tests.support.records import make_adapter, make_job
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> DataFolder:
+    folder = DataFolder(tmp_path / "data")
+    with folder.lock():
+        pass
+    return folder
+
+
+@pytest.fixture
+def registry(folder: DataFolder) -> Registry:
+    return Registry(folder.database)
+
+
+def lay_adapter(folder: DataFolder, ref: AdapterRef) -> None:
+    with replace_dir(folder.adapter(ref), point="adapter") as temp:
+        (temp / "adapter_config.json").write_text("{}")
+        (temp / "adapter_model.safetensors").write_text("weights")
+
+
+def lay_job(folder: DataFolder, registry: Registry, id: str, version: int) -> None:
+    write_file(folder.corpus(id), b"corpus", point="corpus")
+    registry.create_job(make_job(id, version=version))
+
+
+def files(folder: DataFolder) -> set[str]:
+    found = {path.relative_to(folder.root).as_posix() for path in folder.root.rglob("*")}
+    return {name for name in found if not name.startswith(("registry", "lock"))}
+
+
+EMPTY = {"adapters", "jobs", "staging"}
+
+
+def test_an_empty_folder(registry: Registry, folder: DataFolder) -> None:
+    assert recover(registry, folder) == []
+    assert files(folder) == EMPTY
+
+
+def test_leftovers_of_unfinished_writes_go(registry: Registry, folder: DataFolder) -> None:
+    lay_job(folder, registry, "job-1", 1)
+    (folder.job("job-1") / ".tmp-checkpoint-00000001-ab").mkdir()
+    (folder.job("job-1") / "checkpoint-00000002").mkdir()  # empty: never a checkpoint
+    (folder.jobs / ".trash-job-0-ab").mkdir()
+    (folder.adapters / "poet").mkdir()
+    (folder.adapters / "poet" / ".tmp-1-ab").mkdir()
+    (folder.adapters / "poet" / ".tmp-1-ab" / "adapter_model.safetensors").write_text("half")
+    (folder.staging / "upload").write_text("half")
+    recover(registry, folder)
+    assert folder.checkpoints("job-1") == []
+    assert files(folder) == EMPTY | {"jobs/job-1", "jobs/job-1/corpus.safetensors", "jobs/job-1/checkpoint-00000002"}
+
+
+def test_files_without_a_row_go(registry: Registry, folder: DataFolder) -> None:
+    lay_adapter(folder, AdapterRef("poet", 1))
+    lay_adapter(folder, AdapterRef("poet", 2))
+    lay_adapter(folder, AdapterRef("bard", 1))
+    registry.add_adapter(make_adapter("poet", 1))
+    write_file(folder.corpus("job-9"), b"corpus", point="corpus")
+    recover(registry, folder)
+    assert folder.adapter_refs() == registry.adapter_refs() == [AdapterRef("poet", 1)]
+    assert not (folder.adapters / "bard").exists()
+    assert folder.job_ids() == []
+    assert registry.notes() == []
+
+
+def test_rows_without_files_go_with_a_note(
+    registry: Registry, folder: DataFolder, caplog: pytest.LogCaptureFixture
+) -> None:
+    for version in (1, 2, 3):
+        registry.add_adapter(make_adapter("poet", version))
+    lay_adapter(folder, AdapterRef("poet", 1))
+    lay_adapter(folder, AdapterRef("poet", 2))
+    (folder.adapter(AdapterRef("poet", 2)) / "adapter_model.safetensors").unlink()
+    recover(registry, folder)
+    assert registry.adapter_refs() == folder.adapter_refs() == [AdapterRef("poet", 1)]
+    assert [note.split(":")[0] for note in registry.notes()] == ["adapter poet@2 dropped", "adapter poet@3 dropped"]
+    assert "poet@3" in caplog.text
+    assert registry.next_version("poet") == 4
+
+
+def test_unfinished_jobs_come_back_oldest_first(registry: Registry, folder: DataFolder) -> None:
+    for version, id in enumerate(("a", "b", "c", "d"), start=1):
+        lay_job(folder, registry, id, version)
+    registry.record_start("b", 10, 0)
+    registry.set_state("c", JobState.PAUSED)
+    registry.set_state("d", JobState.CANCELLED)
+    jobs = recover(registry, folder)
+    assert [(job.spec.id, job.state) for job in jobs] == [("a", "queued"), ("b", "queued"), ("c", "paused")]
+    assert registry.events("b")[-1].message.startswith("interrupted")
+    assert registry.events("b")[-1].state is JobState.QUEUED
+    assert recover(registry, folder) == jobs
+
+
+def test_a_job_without_its_corpus_fails(registry: Registry, folder: DataFolder) -> None:
+    registry.create_job(make_job())
+    assert recover(registry, folder) == []
+    job = registry.job("job-1")
+    assert job.error is not None
+    assert (job.state, job.error.code) == (JobState.FAILED, "corpus_missing")
+
+
+def test_a_damaged_registry_is_refused(registry: Registry, folder: DataFolder) -> None:
+    registry._db.execute("PRAGMA foreign_keys = OFF")
+    registry._db.execute("INSERT INTO events VALUES ('nobody', 1, 'state', NULL, x'00')")
+    with pytest.raises(StartupError, match="damaged"):
+        recover(registry, folder)
+
+
+def test_checkpoints_by_step(folder: DataFolder) -> None:
+    for step in (100, 20, 123456789):
+        with replace_dir(folder.checkpoint("job", step), point="checkpoint") as temp:
+            (temp / "state").write_text("")
+    (folder.job("job") / "checkpoint-x").mkdir()
+    assert [step for step, _ in folder.checkpoints("job")] == [20, 100, 123456789]
+    assert folder.checkpoints("nobody") == []
+
+
+@pytest.mark.parametrize("name", ["", ".", "..", "a/b", "/etc", ".tmp-a", "a" * 65, "a\n"])
+def test_names_that_are_no_names(folder: DataFolder, name: str) -> None:
+    with pytest.raises(ForbiddenPath):
+        folder.adapter(AdapterRef(name, 1))
+    with pytest.raises(ForbiddenPath):
+        folder.job(name)
+
+
+def test_one_daemon_at_a_time(folder: DataFolder) -> None:
+    code = (
+        "import sys; from pathlib import Path; from coserve.state.folder import DataFolder\n"
+        "with DataFolder(Path(sys.argv[1])).lock(): print('locked', flush=True); sys.stdin.read()"
+    )
+    child = subprocess.Popen(
+        [sys.executable, "-c", code, str(folder.root)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    with child:
+        assert child.stdout is not None
+        assert child.stdout.readline() == "locked\n"
+        with pytest.raises(DataFolderInUse), folder.lock():
+            pass
+        child.kill()
+    with folder.lock():
+        pass
+
+
+def test_a_folder_that_cannot_be_made(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(StartupError), DataFolder(tmp_path / "file" / "data").lock():
+        pass

@@ -1,0 +1,252 @@
+from __future__ import annotations
+
+import asyncio
+import math
+import sqlite3
+import threading
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from coserve.errors import (
+    AdapterBusy,
+    AdapterExists,
+    AdapterNotFound,
+    JobNotFound,
+    StartupError,
+    StorageFailed,
+    StorageFull,
+    WrongJobState,
+)
+from coserve.schemas import ErrorInfo
+from coserve.state.failpoints import armed
+from coserve.state.registry import Registry
+from coserve.state.thread import RegistryThread
+from coserve.types import AdapterRef, JobState
+from tests.support.records import make_adapter, make_job, make_metrics
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "registry.sqlite3"
+
+
+@pytest.fixture
+def registry(path: Path) -> Registry:
+    return Registry(path, clock=iter(range(1000, 100000)).__next__)
+
+
+def test_a_job_from_start_to_end(registry: Registry, path: Path) -> None:
+    registry.create_job(make_job())
+    registry.record_start("job-1", 3, 0)
+    for step in (1, 2, 3):
+        registry.record_step("job-1", make_metrics(step))
+        registry.record_checkpoint("job-1", step)
+    done = registry.succeed("job-1", make_adapter(source="job:job-1"))
+    assert done.state is JobState.SUCCEEDED
+    assert done.result == AdapterRef("poet", 1)
+    assert (done.step, done.total_steps, done.trained_tokens) == (3, 3, 30)
+    assert done.started_at is not None
+    assert done.finished_at is not None
+    events = registry.events("job-1")
+    assert [event.seq for event in events] == list(range(1, 10))
+    assert [event.type for event in events] == ["state"] * 2 + ["metrics", "checkpoint"] * 3 + ["state"]
+    assert [event.state for event in events if event.type == "state"] == ["queued", "running", "succeeded"]
+    assert registry.events("job-1", after=7, limit=1) == [events[7]]
+    assert registry.adapter("poet") == make_adapter(source="job:job-1")
+    registry.close()
+    again = Registry(path)
+    assert again.job("job-1") == done
+    assert again.events("job-1") == events
+    again.check()
+
+
+def test_an_interrupted_job_goes_on_from_its_checkpoint(registry: Registry) -> None:
+    registry.create_job(make_job())
+    registry.record_start("job-1", 3, 0)
+    for step in (1, 2):
+        registry.record_step("job-1", make_metrics(step))
+    registry.set_state("job-1", JobState.QUEUED, message="interrupted")
+    record = registry.record_start("job-1", 3, 1)
+    assert (record.step, record.trained_tokens, record.metrics) == (1, 10, make_metrics(1))
+    registry.record_step("job-1", make_metrics(2))
+    assert registry.job("job-1").trained_tokens == 20
+
+
+def test_floats_come_back_as_they_were(registry: Registry) -> None:
+    registry.create_job(make_job())
+    registry.record_start("job-1", 3, 0)
+    registry.record_step("job-1", make_metrics(1, loss=math.nan))
+    metrics = registry.job("job-1").metrics
+    assert metrics is not None
+    assert math.isnan(metrics.loss)
+
+
+def test_the_same_key_gives_the_same_job(registry: Registry) -> None:
+    first = registry.create_job(make_job("a"), idempotency_key="k")
+    assert registry.create_job(make_job("b", version=2), idempotency_key="k") == first
+    assert [job.spec.id for job in registry.jobs()] == ["a"]
+    registry.create_job(make_job("b", version=2), idempotency_key="other")
+
+
+def test_moves_that_are_refused(registry: Registry) -> None:
+    registry.create_job(make_job())
+    with pytest.raises(WrongJobState):
+        registry.succeed("job-1", make_adapter())
+    with pytest.raises(WrongJobState):
+        registry.set_state("job-1", JobState.QUEUED)
+    error = ErrorInfo(code="non_finite_loss", message="loss is not finite")
+    assert registry.set_state("job-1", JobState.FAILED, error=error).error == error
+    assert registry.events("job-1")[-1].level == "error"
+    before = registry.events("job-1")
+    for state in (JobState.RUNNING, JobState.QUEUED, JobState.PAUSED, JobState.CANCELLED, JobState.FAILED):
+        with pytest.raises(WrongJobState):
+            registry.set_state("job-1", state)
+    with pytest.raises(WrongJobState):
+        registry.record_start("job-1", 3, 0)
+    assert registry.events("job-1") == before
+
+
+def test_what_is_not_there(registry: Registry) -> None:
+    for call in (registry.job, registry.events, lambda id: registry.jobs(after=id)):
+        with pytest.raises(JobNotFound):
+            call("nobody")
+    for missing in (registry.adapter, registry.versions, registry.delete_adapter):
+        with pytest.raises(AdapterNotFound):
+            missing("nobody")
+    registry.add_adapter(make_adapter())
+    with pytest.raises(AdapterNotFound, match="poet@2"):
+        registry.adapter("poet", 2)
+
+
+def test_pages_of_jobs_and_adapters(registry: Registry) -> None:
+    for n in range(5):
+        registry.create_job(make_job(f"job-{n}", adapter=f"a{n}"))
+        registry.add_adapter(make_adapter(f"b{n}"))
+        registry.add_adapter(make_adapter(f"b{n}", 2))
+    registry.set_state("job-3", JobState.PAUSED)
+    assert [job.spec.id for job in registry.jobs(limit=2)] == ["job-4", "job-3"]
+    assert [job.spec.id for job in registry.jobs(after="job-3", limit=2)] == ["job-2", "job-1"]
+    assert [job.spec.id for job in registry.jobs(states=[JobState.PAUSED])] == ["job-3"]
+    assert registry.jobs(states=[]) == []
+    assert [job.spec.id for job in registry.unfinished()] == [f"job-{n}" for n in range(5)]
+    assert [str(one.ref) for one in registry.adapters(limit=2)] == ["b0@2", "b1@2"]
+    assert [str(one.ref) for one in registry.adapters(after="b1", limit=2)] == ["b2@2", "b3@2"]
+
+
+def test_a_version_is_given_out_once(registry: Registry) -> None:
+    assert registry.next_version("poet") == 1
+    registry.create_job(make_job())
+    assert registry.next_version("poet") == 2
+    with pytest.raises(AdapterExists):
+        registry.add_adapter(make_adapter(version=1))
+    registry.set_state("job-1", JobState.CANCELLED)
+    registry.add_adapter(make_adapter(version=2))
+    assert registry.delete_adapter("poet") == [AdapterRef("poet", 2)]
+    assert registry.next_version("poet") == 3
+
+
+def test_an_adapter_in_use_is_not_deleted(registry: Registry) -> None:
+    registry.add_adapter(make_adapter())
+    registry.create_job(make_job(adapter="bard", init_from=AdapterRef("poet", 1)))
+    with pytest.raises(AdapterBusy):
+        registry.delete_adapter("poet")
+    registry.set_state("job-1", JobState.CANCELLED)
+    registry.delete_adapter("poet")
+
+
+@pytest.mark.parametrize(("action", "error"), [("ENOSPC", StorageFull), ("EIO", StorageFailed)])
+def test_a_commit_that_fails_changes_nothing(registry: Registry, action: str, error: type[Exception]) -> None:
+    registry.create_job(make_job())
+    registry.record_start("job-1", 3, 0)
+    before = (registry.job("job-1"), registry.events("job-1"), registry.adapter_refs())
+    calls = [
+        lambda: registry.create_job(make_job("job-2", version=2), idempotency_key="k"),
+        lambda: registry.set_state("job-1", JobState.PAUSED),
+        lambda: registry.record_step("job-1", make_metrics(1)),
+        lambda: registry.succeed("job-1", make_adapter()),
+        lambda: registry.add_adapter(make_adapter("bard")),
+    ]
+    for call in calls:
+        with armed(f"registry.before_commit={action}"), pytest.raises(error):
+            call()
+        assert (registry.job("job-1"), registry.events("job-1"), registry.adapter_refs()) == before
+    assert registry.next_version("poet") == 2
+    registry.record_step("job-1", make_metrics(1))
+    registry.check()
+
+
+def test_a_database_that_cannot_grow(registry: Registry) -> None:
+    registry.create_job(make_job())
+    (pages,) = registry._db.execute("PRAGMA page_count").fetchone()
+    registry._db.execute(f"PRAGMA max_page_count = {pages}")
+    before = registry.jobs()
+    big = msgspec.structs.replace(make_job("big", version=2), metadata={"k": "x" * 200_000})
+    with pytest.raises(StorageFull):
+        registry.create_job(big)
+    assert registry.jobs() == before
+    registry._db.execute(f"PRAGMA max_page_count = {pages + 1000}")
+    registry.create_job(big)
+
+
+def test_a_file_that_is_no_registry(path: Path, tmp_path: Path) -> None:
+    path.write_bytes(b"nonsense" * 1000)
+    with pytest.raises(StartupError):
+        Registry(path)
+    newer = tmp_path / "newer.sqlite3"
+    registry = Registry(newer)
+    registry._db.execute("UPDATE meta SET value = 99")
+    registry.close()
+    with pytest.raises(StartupError, match="schema 99"):
+        Registry(newer)
+
+
+def test_damage_is_found(registry: Registry, path: Path) -> None:
+    for n in range(200):
+        registry.create_job(make_job(f"job-{n}", adapter=f"a{n}"))
+    registry.check()
+    registry.close()
+    content = bytearray(path.read_bytes())
+    for at in range(4096 * 3, len(content), 64):
+        content[at : at + 8] = b"\xff" * 8
+    path.write_bytes(content)
+    with pytest.raises((StartupError, sqlite3.DatabaseError)):
+        Registry(path).check()
+
+
+async def test_the_thread_keeps_order_and_raises(path: Path) -> None:
+    thread = RegistryThread(lambda: Registry(path))
+    calls = [thread(lambda r, n=n: r.create_job(make_job(f"job-{n}", adapter=f"a{n}"))) for n in range(20)]
+    await asyncio.gather(*calls)
+    jobs = await thread(lambda r: r.jobs())
+    assert [job.spec.id for job in reversed(jobs)] == [f"job-{n}" for n in range(20)]
+    with pytest.raises(JobNotFound):
+        await thread(lambda r: r.job("nobody"))
+    assert await thread(lambda _: threading.current_thread().name) != threading.current_thread().name
+    await thread.close()
+    await thread.close()
+    with pytest.raises(RuntimeError):
+        await thread(lambda r: r.jobs())
+
+
+async def test_a_cancelled_caller_loses_nothing(path: Path) -> None:
+    thread = RegistryThread(lambda: Registry(path))
+    await thread(lambda r: r.check())
+    gate = threading.Event()
+    blocker = asyncio.create_task(thread(lambda _: gate.wait(30)))
+    await asyncio.sleep(0)
+    blocker.cancel()
+    gate.set()
+    with pytest.raises(asyncio.CancelledError):
+        await blocker
+    await thread(lambda r: r.create_job(make_job()))
+    await thread.close()
+
+
+async def test_a_registry_that_does_not_open_says_so(path: Path) -> None:
+    path.write_bytes(b"nonsense" * 1000)
+    thread = RegistryThread(lambda: Registry(path))
+    with pytest.raises(StartupError):
+        await thread(lambda r: r.check())
+    await thread.close()
