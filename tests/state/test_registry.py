@@ -109,7 +109,7 @@ def test_moves_that_are_refused(registry: Registry) -> None:
 
 
 def test_what_is_not_there(registry: Registry) -> None:
-    for call in (registry.job, registry.events, lambda id: registry.jobs(after=id)):
+    for call in (registry.job, registry.events, lambda job: registry.jobs(after=job)):
         with pytest.raises(JobNotFound):
             call("nobody")
     for missing in (registry.adapter, registry.versions, registry.delete_adapter):
@@ -244,9 +244,8 @@ async def test_a_cancelled_caller_loses_nothing(path: Path) -> None:
     await thread.close()
 
 
-async def test_a_registry_that_does_not_open_says_so(path: Path) -> None:
-    path.write_bytes(b"nonsense" * 1000)
-    thread = RegistryThread(lambda: Registry(path))
+async def test_a_registry_that_does_not_open_says_so(tmp_path: Path) -> None:
+    thread = RegistryThread(lambda: Registry(tmp_path / "nowhere" / "registry.sqlite3"))
     with pytest.raises(StartupError):
         await thread(lambda r: r.check())
     await thread.close()
