@@ -1,0 +1,247 @@
+"""The base: an unmodified transformers causal LM, entered through attention and linear sites only."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from importlib import resources
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+
+from coserve.errors import ConfigError, UnsupportedBase
+from coserve.model import probe, seam
+from coserve.model.fingerprint import fingerprint
+from coserve.model.lora import LoraBatch, LoraSites
+from coserve.model.seam import Attention as Attention
+from coserve.model.seam import PaddedAttention, ReferenceAttention
+from coserve.types import BaseSpec, SiteSpec
+
+CPU_ROWS = 16
+"""On CPU the packed rows are padded to a multiple of this: below 8 rows a row's bits depend on the batch's size."""
+
+
+@dataclass
+class Base:
+    """One frozen base on one device. Not for two threads at once."""
+
+    model: PreTrainedModel
+    spec: BaseSpec
+    device: torch.device
+    dtype: torch.dtype
+    layers: list[nn.Module]
+    kv_shapes: list[tuple[int, int]]
+    """Key/value heads and head size of each layer."""
+    sites: LoraSites
+
+    def forward(
+        self,
+        tokens_T: Tensor,
+        positions_T: Tensor,
+        attention: Attention,
+        *,
+        lora: LoraBatch | None,
+        keep: Tensor | None,
+    ) -> Tensor:
+        """Logits (len(keep) or T, V) of packed tokens, all int64 on the base's device.
+
+        `positions_T`: each token's place in its own sequence; `attention` knows which tokens belong together;
+        `lora.segments` cuts the same T tokens; `keep`: rows to compute logits for (None: all). On CPU a row's logits
+        have the same bits whatever else is in the batch. Differentiable in the adapters; gradients of the base are
+        never formed.
+        """
+        tokens = tokens_T.shape[0]
+        padding = -tokens % CPU_ROWS if self.device.type == "cpu" else 0
+        if padding:
+            tokens_T = nn.functional.pad(tokens_T, (0, padding))
+            positions_T = nn.functional.pad(positions_T, (0, padding))
+            attention = PaddedAttention(attention, tokens)
+            lora = None if lora is None else lora.padded(tokens + padding)
+        kept = tokens if keep is None else keep.shape[0]
+        if keep is not None and self.device.type == "cpu":
+            keep = nn.functional.pad(keep, (0, -kept % CPU_ROWS))
+        with self.lora(lora):
+            return self.run(tokens_T, positions_T, attention, keep)[:kept]
+
+    def run(self, tokens_T: Tensor, positions_T: Tensor, attention: Attention, keep: Tensor | None) -> Tensor:
+        """One call of the model as it is, with the adapters of `lora`: no padding, so no promise about bits."""
+        logits_1KV: Tensor = self.model(
+            input_ids=tokens_T[None],
+            position_ids=positions_T[None],
+            use_cache=False,
+            logits_to_keep=0 if keep is None else keep,
+            coserve_attention=attention,
+        ).logits
+        return logits_1KV[0]
+
+    def lora(self, batch: LoraBatch | None) -> AbstractContextManager[None]:
+        """Sites called inside add `batch`'s terms: for code that calls the layers itself."""
+        return self.sites.serve(batch)
+
+
+def load_base(source: str, *, device: str, dtype: str, trust_remote_code: bool = False) -> Base:
+    """The base `"bundled"`, of a folder, or of a hub name; safetensors only.
+
+    `device`: auto, cpu or cuda. `dtype`: auto (float32 on CPU, bfloat16 on CUDA) or a name of torch's.
+
+    Raises:
+        UnsupportedBase: see `wrap_base`; no readable weights; code or settings in the files that we don't run.
+        ConfigError: no such device.
+    """
+    where = _device(device)
+    kind = (torch.bfloat16 if where.type == "cuda" else torch.float32) if dtype == "auto" else getattr(torch, dtype)
+    folder = Path(str(resources.files("coserve") / "assets" / "tiny")) if source == "bundled" else Path(source)
+    local = folder.is_dir()
+    if source == "bundled" and not (folder / "config.json").is_file():
+        raise UnsupportedBase("the bundled base is not part of this installation")
+    name = source if source == "bundled" or not local else folder.resolve().name
+    path = str(folder) if local else source
+    try:
+        settings, _ = PretrainedConfig.get_config_dict(path, local_files_only=local)
+        _refuse_settings(name, settings, trust_remote_code)
+        if local and (folder / "adapter_config.json").exists():
+            raise UnsupportedBase(f"{name}: the folder holds an adapter; expected a base model")
+        model = AutoModelForCausalLM.from_pretrained(
+            path,
+            dtype=kind,
+            use_safetensors=True,
+            trust_remote_code=trust_remote_code,
+            local_files_only=local,
+        )
+    except (OSError, ValueError, KeyError, ImportError, RuntimeError) as error:
+        raise UnsupportedBase(f"{name}: transformers cannot load it: {error}") from error
+    if getattr(model, "_hf_peft_config_loaded", False):
+        raise UnsupportedBase(f"{name}: it brings an adapter of its own; expected a base model")
+    return wrap_base(model.to(where), name=name)
+
+
+def _device(device: str) -> torch.device:
+    if device == "cuda" and not torch.cuda.is_available():
+        raise ConfigError("device: expected cpu or auto, got 'cuda' and found no usable GPU", field="device")
+    return torch.device(("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device)
+
+
+_PRIVATE = {
+    "_name_or_path": str,
+    "_commit_hash": str,
+    "_attn_implementation_autoset": bool,
+    "_sliding_window_pattern": int,
+    "_num_labels": int,
+}
+"""Underscored settings that published models carry and that do nothing but describe."""
+
+
+def _refuse_settings(name: str, settings: dict[str, object], trust_remote_code: bool) -> None:
+    """Refuses what a config.json can make transformers run, at any depth: code, and kernels from the hub."""
+    if "auto_map" in settings and not trust_remote_code:
+        raise UnsupportedBase(f"{name}: its files bring Python code; pass --trust-remote-code to run it")
+    for key, value in settings.items():
+        if key.startswith("_") and not isinstance(value, _PRIVATE.get(key, ())):
+            raise UnsupportedBase(f"{name}: config.json sets {key!r}, which only transformers itself may set")
+        if key in ("attn_implementation", "experts_implementation", "kernel_config"):
+            raise UnsupportedBase(f"{name}: config.json sets {key!r}, which can load code")
+        if isinstance(value, dict):
+            _refuse_settings(name, value, trust_remote_code)
+
+
+def wrap_base(model: PreTrainedModel, *, name: str, eos_token_ids: Collection[int] | None = None) -> Base:
+    """Freezes a loaded causal LM, installs the two seams in it and checks that its logits stay what they were.
+
+    On CPU, families with a mixture of experts compute rows in groups of other rows' making: bits may then depend on
+    the batch, values don't.
+
+    Raises:
+        UnsupportedBase: a family that cannot work through the seams, with the reason.
+    """
+    probe.refuse_statically(model)
+    model.eval().requires_grad_(False)
+    model.config.return_dict = True
+    context = _context(model.config)
+    expected_TV, linears = probe.eager_logits(model)
+    seen = probe.observe(model, context)
+    path, layers = probe.decoder_layers(model, seen)
+    model.set_attn_implementation(seam.NAME)
+    modules = {n: m for n, m in linears.items() if n.startswith(f"{path}.")}
+    device, dtype = model.device, model.dtype
+    base = Base(
+        model=model,
+        spec=_spec(model, name, context, path, modules, eos_token_ids),
+        device=device,
+        dtype=dtype,
+        layers=layers,
+        kv_shapes=seen.kv_shapes,
+        sites=LoraSites(modules),
+    )
+    _check_forward(base, expected_TV)
+    return base
+
+
+def _check_forward(base: Base, expected_TV: Tensor) -> None:
+    """The check's sequences packed through the seams give the logits that each gave alone."""
+    ids = [probe.tokens(base.model, length) for length in probe.SEQUENCES]
+    positions = [torch.arange(length, device=base.device) for length in probe.SEQUENCES]
+    bounds = (0, probe.SEQUENCES[0], sum(probe.SEQUENCES))
+    with torch.no_grad():
+        got_TV = base.forward(torch.cat(ids), torch.cat(positions), ReferenceAttention(bounds), lora=None, keep=None)
+    probe.check_equal(f"{base.spec.family}, packed sequences", got_TV, expected_TV)
+
+
+def _context(config: PretrainedConfig) -> int:
+    """Longest sequence (tokens) whose logits depend on nothing but itself."""
+    text = config.get_text_config()
+    context = getattr(text, "max_position_embeddings", None)
+    if not isinstance(context, int) or context < 2 * max(probe.SEQUENCES):
+        least = 2 * max(probe.SEQUENCES)
+        raise UnsupportedBase(f"{config.model_type}: expected a context of at least {least} tokens, got {context}")
+    rotary = getattr(text, "rope_parameters", None) or {}
+    per_layer_type = [value for value in rotary.values() if isinstance(value, dict)] or [rotary]
+    for settings in per_layer_type:
+        if settings.get("rope_type") == "longrope":
+            # Beyond the original context longrope changes the frequencies of the whole batch, short sequences too.
+            context = min(context, settings["original_max_position_embeddings"])
+    return context
+
+
+def _spec(
+    model: PreTrainedModel,
+    name: str,
+    context: int,
+    path: str,
+    modules: dict[str, nn.Module],
+    eos_token_ids: Collection[int] | None,
+) -> BaseSpec:
+    text = model.config.get_text_config()
+    sites = {}
+    for site, module in modules.items():
+        weight = module.weight
+        assert isinstance(weight, Tensor)
+        out_features, in_features = weight.shape if isinstance(module, nn.Linear) else weight.shape[::-1]
+        layer = int(site.removeprefix(f"{path}.").split(".", 1)[0])
+        sites[site] = SiteSpec(in_features, out_features, layer)
+    return BaseSpec(
+        name=name,
+        fingerprint=fingerprint(model),
+        family=model.config.model_type,
+        dtype=str(model.dtype).removeprefix("torch."),
+        device=str(model.device),
+        layers=text.num_hidden_layers,
+        hidden=text.hidden_size,
+        vocab=text.vocab_size,
+        context=context,
+        eos_token_ids=tuple(sorted(_eos(model) if eos_token_ids is None else set(eos_token_ids))),
+        sites=sites,
+        default_targets=tuple(dict.fromkeys(site.rsplit(".", 1)[1] for site in sites)),
+    )
+
+
+def _eos(model: PreTrainedModel) -> set[int]:
+    """End-of-sequence ids of the generation settings and of the config."""
+    found: set[int] = set()
+    for holder in (model.generation_config, model.config.get_text_config()):
+        ids = getattr(holder, "eos_token_id", None)
+        if ids is not None:
+            found |= set(ids) if isinstance(ids, list | tuple) else {ids}
+    return found

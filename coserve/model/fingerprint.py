@@ -1,0 +1,41 @@
+"""A base's identity: which weights an adapter was trained on."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+
+import torch
+from transformers import PretrainedConfig, PreTrainedModel
+
+_WHOLE = 1 << 26
+"""Elements (64 million) up to which every one is hashed."""
+_SAMPLE = 1 << 14
+"""Beyond: so many elements of each tensor, evenly spaced."""
+
+
+def fingerprint(model: PreTrainedModel) -> str:
+    """SHA-256 (hex) of the family, the rotary settings and the weights.
+
+    Weights are hashed as bfloat16, so that a base has one fingerprint whether it is loaded in float32 or bfloat16; a
+    base published in float32 or bfloat16 and loaded in float16 may get another one. Up to 64 million elements all are
+    hashed; larger bases are sampled, 16 384 evenly spaced elements of each tensor: fine-tuning moves nearly all
+    elements, so two bases that differ collide only if one was edited by hand in a few places.
+    """
+    digest = hashlib.sha256()
+    digest.update(json.dumps([model.config.model_type, _rotary(model.config)], sort_keys=True).encode())
+    parameters = sorted((name.removeprefix("module."), p) for name, p in model.named_parameters())
+    whole = sum(p.numel() for _, p in parameters) <= _WHOLE
+    for name, parameter in parameters:
+        digest.update(f"\0{name}{tuple(parameter.shape)}".encode())
+        flat = parameter.detach().reshape(-1)
+        if not whole and flat.numel() > _SAMPLE:
+            flat = flat[:: flat.numel() // _SAMPLE]
+        digest.update(flat.to(torch.bfloat16).view(torch.int16).cpu().numpy().tobytes())
+    return digest.hexdigest()
+
+
+def _rotary(config: PretrainedConfig) -> object:
+    """What rotary positions depend on and weights don't show."""
+    settings = getattr(config.get_text_config(), "rope_parameters", None)
+    return json.loads(json.dumps(settings, sort_keys=True, default=str))

@@ -1,0 +1,195 @@
+"""Checks at start: a family either works through the two seams, or is refused with the reason.
+
+Nothing here knows a family by name. What a model does is observed: its own eager forward, the masks that it would have
+used, which linear modules see every token, and whether the seams give the same logits.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+from transformers.pytorch_utils import Conv1D
+
+from coserve.errors import UnsupportedBase
+from coserve.model import seam
+
+_PROBE = "coserve_probe"
+_TOLERANCE = {torch.float32: 1e-3, torch.float64: 1e-3}
+_TOLERANCE_HALF = 6e-2
+SEQUENCES = (13, 6)
+"""Lengths of the sequences that the checks run."""
+
+
+def refuse_statically(model: PreTrainedModel) -> None:
+    """Raises `UnsupportedBase` for what the class and the config alone tell."""
+    family, config = model.config.model_type, model.config
+    if getattr(config, "is_encoder_decoder", False):
+        raise UnsupportedBase(f"{family} is an encoder-decoder model; coserve serves decoder-only language models")
+    if getattr(config, "quantization_config", None) is not None:
+        raise UnsupportedBase(f"{family}: quantized weights are not supported")
+    if not getattr(model, "_supports_attention_backend", False):
+        raise UnsupportedBase(f"{family} does not support attention backends in this version of transformers")
+    if "logits_to_keep" not in inspect.signature(model.forward).parameters:
+        raise UnsupportedBase(f"{family} cannot compute the logits of chosen tokens only (no `logits_to_keep`)")
+    if model.get_output_embeddings() is None:
+        raise UnsupportedBase(f"{family} is not a language model: it has no output head")
+
+
+@dataclass
+class Observed:
+    """What one forward through the probe showed."""
+
+    layers: list[tuple[nn.Module, int]] = field(default_factory=list)
+    """The attention module and the window (0: none) of each layer, in order of the calls."""
+    masks: list[object] = field(default_factory=list)
+    kv_shapes: list[tuple[int, int]] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class _Mask:
+    """Stands for a mask: the rule `(batch, head, query, key) -> seen` that a layer would have used."""
+
+    rule: Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
+
+
+def _probe_mask(*, mask_function: Callable[[Tensor, Tensor, Tensor, Tensor], Tensor], **_: object) -> _Mask:
+    return _Mask(mask_function)
+
+
+def _probe_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: object,
+    *,
+    coserve_observed: Observed | None = None,
+    sliding_window: int | None = None,
+    **_: object,
+) -> tuple[Tensor, None]:
+    if coserve_observed is not None:
+        coserve_observed.layers.append((module, sliding_window or 0))
+        coserve_observed.masks.append(attention_mask)
+        coserve_observed.kv_shapes.append((key.shape[1], key.shape[3]))
+    return query.new_zeros(query.shape[0], query.shape[2], query.shape[1], value.shape[3]), None
+
+
+AttentionInterface.register(_PROBE, _probe_attention)
+AttentionMaskInterface.register(_PROBE, _probe_mask)
+
+
+def observe(model: PreTrainedModel, context: int) -> Observed:
+    """Runs the model with attention that only watches.
+
+    Raises:
+        UnsupportedBase: attention does not run exactly once a layer, in order, or a layer's mask is anything but
+            causal, or causal within the window that it tells attention of, up to `context` tokens.
+    """
+    family, seen = model.config.model_type, Observed()
+    try:
+        with _attention(model, _PROBE), torch.no_grad():
+            model(**_inputs(model, SEQUENCES[0]), coserve_observed=seen)
+    except (TypeError, AttributeError, ValueError, KeyError, RuntimeError) as error:
+        raise UnsupportedBase(f"{family} does not run with a replaced attention: {error}") from error
+    count = model.config.get_text_config().num_hidden_layers
+    indices = [seam.layer_of(module) for module, _ in seen.layers]
+    if indices != list(range(count)):
+        raise UnsupportedBase(
+            f"{family}: expected attention through transformers' interface once in each of {count} layers, "
+            f"got calls in layers {indices}"
+        )
+    for layer, ((_, window), mask) in enumerate(zip(seen.layers, seen.masks, strict=True)):
+        _check_mask(f"{family}, layer {layer}", mask, window or None, context)
+    return seen
+
+
+def _check_mask(where: str, mask: object, window: int | None, context: int) -> None:
+    if not isinstance(mask, _Mask):
+        raise UnsupportedBase(f"{where}: the attention mask is not made by transformers' mask interface")
+    zero, keys = torch.tensor(0), torch.arange(context)
+    edges = {0, 1, context // 2, context - 1}
+    if window is not None:
+        edges |= {window - 1, window, window + 1, 2 * window}
+    for query in sorted(edge for edge in edges if 0 <= edge < context):
+        expected = (keys <= query) & (keys > query - (window or context))
+        try:
+            got = mask.rule(zero, zero, torch.tensor(query), keys)
+        except (IndexError, RuntimeError) as error:
+            raise UnsupportedBase(f"{where}: the attention mask depends on more than positions") from error
+        if not torch.equal(expected, torch.as_tensor(got).expand(context)):
+            kind = "causal" if window is None else f"causal within {window} tokens"
+            raise UnsupportedBase(f"{where}: expected an attention mask that is {kind}, got another rule")
+
+
+def decoder_layers(model: PreTrainedModel, seen: Observed) -> tuple[str, list[nn.Module]]:
+    """Path and members of the stack whose i-th layer holds the i-th attention module."""
+    attention = [module for module, _ in seen.layers]
+    for name, stack in model.named_modules():
+        if isinstance(stack, nn.ModuleList) and len(stack) == len(attention):
+            held = zip(stack, attention, strict=True)
+            if all(any(inner is module for inner in layer.modules()) for layer, module in held):
+                return name, list(stack)
+    raise UnsupportedBase(f"{model.config.model_type}: found no list of decoder layers, one for each attention")
+
+
+def eager_logits(model: PreTrainedModel) -> tuple[Tensor, dict[str, nn.Module]]:
+    """The model's own logits of the check's sequences, each alone (T, V), and the linear modules by path that saw
+    every token exactly once: the modules that a site can be."""
+    family, rows, logits = model.config.model_type, [], []
+    calls: dict[str, list[int]] = {}
+    modules = {n: m for n, m in model.named_modules() if isinstance(m, nn.Linear | Conv1D)}
+
+    def watch(name: str) -> Callable[[nn.Module, tuple[Tensor, ...], Tensor], None]:
+        return lambda module, args, _: calls.setdefault(name, []).append(args[0].shape[:-1].numel())
+
+    hooks = [module.register_forward_hook(watch(name)) for name, module in modules.items()]
+    try:
+        with _attention(model, "eager"), torch.no_grad():
+            for length in SEQUENCES:
+                logits.append(model(**_inputs(model, length)).logits[0])
+                rows.append(length)
+    except (TypeError, AttributeError, ValueError, KeyError) as error:
+        raise UnsupportedBase(f"{family} does not run with eager attention: {error}") from error
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return torch.cat(logits), {name: module for name, module in modules.items() if calls.get(name) == rows}
+
+
+def tokens(model: PreTrainedModel, length: int) -> Tensor:
+    """Fixed token ids (length,) for a check."""
+    vocab: int = model.config.get_text_config().vocab_size
+    return (torch.arange(1, length + 1, device=model.device) * 7919) % vocab
+
+
+def check_equal(what: str, got: Tensor, expected: Tensor) -> None:
+    """Raises `UnsupportedBase` unless two sets of logits are equal up to rounding."""
+    if not torch.isfinite(expected).all():
+        raise UnsupportedBase(f"{what}: the base's logits are not finite")
+    error = float((got.float() - expected.float()).norm() / expected.float().norm().clamp_min(1e-12))
+    if not error <= _TOLERANCE.get(expected.dtype, _TOLERANCE_HALF):
+        raise UnsupportedBase(
+            f"{what}: expected the logits of the model's own forward, got a difference of {error:.1e}"
+        )
+
+
+def _inputs(model: PreTrainedModel, length: int) -> dict[str, Tensor | bool]:
+    positions = torch.arange(length, device=model.device)[None]
+    return {"input_ids": tokens(model, length)[None], "position_ids": positions, "use_cache": False}
+
+
+@contextmanager
+def _attention(model: PreTrainedModel, name: str) -> Iterator[None]:
+    """The model with another attention implementation for a while."""
+    before = model.config._attn_implementation
+    model.set_attn_implementation(name)
+    try:
+        yield
+    finally:
+        model.set_attn_implementation(before)

@@ -1,0 +1,187 @@
+"""The first seam: transformers calls us for attention. Importing this module registers the name `coserve`.
+
+Shape letters: T packed tokens, H query heads, K key/value heads, D head size.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+from torch import Tensor, nn
+from transformers import AttentionInterface
+
+from coserve.errors import UnsupportedBase
+
+NAME = "coserve"
+
+_HARMLESS = frozenset(
+    {
+        "position_ids",
+        "cache_position",
+        "use_cache",
+        "output_attentions",
+        "output_hidden_states",
+        "output_router_logits",
+        "return_dict",
+        "attention_type",
+        "layer_type",
+    }
+)
+"""Arguments that families hand on to attention and that do not change its result."""
+
+
+class Attention(Protocol):
+    """What a forward needs of attention: it knows the batch's sequences and where their keys and values live."""
+
+    def attend(
+        self,
+        layer: int,
+        q_HTD: Tensor,
+        k_KTD: Tensor,
+        v_KTD: Tensor,
+        *,
+        scaling: float,
+        window: int | None,
+        softcap: float | None,
+        sinks: Tensor | None,
+    ) -> Tensor:
+        """Causal attention of each token within its own sequence; returns (T, H, D).
+
+        Rotary positions are applied already; H is a multiple of K. `window`: a token sees itself and the
+        `window - 1` tokens before it. `softcap`: scores become `softcap * tanh(scores / softcap)`. `sinks` (H): a
+        score per head that takes part in the softmax and gives no value.
+        """
+        ...
+
+
+class PaddedAttention:
+    """An `Attention` for a batch whose last rows are padding: hides them from `inner` and gives zeros for them."""
+
+    def __init__(self, inner: Attention, tokens: int) -> None:
+        self._inner = inner
+        self._tokens = tokens
+
+    def attend(
+        self,
+        layer: int,
+        q_HTD: Tensor,
+        k_KTD: Tensor,
+        v_KTD: Tensor,
+        *,
+        scaling: float,
+        window: int | None,
+        softcap: float | None,
+        sinks: Tensor | None,
+    ) -> Tensor:
+        rows, real = q_HTD.shape[1], slice(0, self._tokens)
+        out_THD = self._inner.attend(
+            layer,
+            q_HTD[:, real],
+            k_KTD[:, real],
+            v_KTD[:, real],
+            scaling=scaling,
+            window=window,
+            softcap=softcap,
+            sinks=sinks,
+        )
+        return nn.functional.pad(out_THD, (0, 0, 0, 0, 0, rows - self._tokens))
+
+
+def _attention(
+    module: nn.Module,
+    query_1HTD: Tensor,
+    key_1KTD: Tensor,
+    value_1KTD: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    coserve_attention: Attention | None = None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    is_causal: bool | None = None,
+    **others: object,
+) -> tuple[Tensor, None]:
+    """What transformers calls in each layer. Raises `UnsupportedBase` for whatever it would otherwise drop."""
+    family = type(module).__name__
+    if coserve_attention is None:
+        raise UnsupportedBase(f"{family} does not hand its arguments on to attention")
+    unknown = sorted(name for name, value in others.items() if value is not None and name not in _HARMLESS)
+    if unknown:
+        raise UnsupportedBase(
+            f"{family} asks for attention with {', '.join(unknown)}, which coserve does not implement"
+        )
+    if attention_mask is not None:
+        raise UnsupportedBase(f"{family} makes its own attention mask, which coserve does not implement")
+    if is_causal is False:
+        raise UnsupportedBase(f"{family} asks for attention that is not causal")
+    if dropout:
+        raise UnsupportedBase(f"{family} asks for attention dropout")
+    if value_1KTD.shape != key_1KTD.shape or key_1KTD.shape[-1] != query_1HTD.shape[-1]:
+        sizes = f"{query_1HTD.shape[-1]}, {key_1KTD.shape[-1]} and {value_1KTD.shape[-1]}"
+        raise UnsupportedBase(f"{family}: expected heads of one size for queries, keys and values, got {sizes}")
+    out_THD = coserve_attention.attend(
+        layer_of(module),
+        query_1HTD[0],
+        key_1KTD[0],
+        value_1KTD[0],
+        scaling=query_1HTD.shape[-1] ** -0.5 if scaling is None else float(scaling),
+        window=sliding_window,
+        softcap=softcap,
+        sinks=s_aux,
+    )
+    return out_THD[None], None
+
+
+def layer_of(module: nn.Module) -> int:
+    """Index of the decoder layer that an attention module belongs to."""
+    layer = getattr(module, "layer_idx", None)
+    if not isinstance(layer, int):
+        raise UnsupportedBase(f"{type(module).__name__} does not know the index of its layer")
+    return layer
+
+
+class ReferenceAttention:
+    """Plain causal attention within each packed sequence, no cache: slow and obvious, for checks at start and tests.
+
+    `bounds` (B+1) ascends from 0 to T.
+    """
+
+    def __init__(self, bounds: tuple[int, ...]) -> None:
+        self._bounds = bounds
+
+    def attend(
+        self,
+        layer: int,
+        q_HTD: Tensor,
+        k_KTD: Tensor,
+        v_KTD: Tensor,
+        *,
+        scaling: float,
+        window: int | None,
+        softcap: float | None,
+        sinks: Tensor | None,
+    ) -> Tensor:
+        groups = q_HTD.shape[0] // k_KTD.shape[0]
+        k_HTD, v_HTD = k_KTD.repeat_interleave(groups, 0), v_KTD.repeat_interleave(groups, 0)
+        outputs = []
+        for start, end in zip(self._bounds, self._bounds[1:], strict=False):
+            rows = slice(start, end)
+            scores_HTT = (q_HTD[:, rows].float() @ k_HTD[:, rows].float().mT) * scaling
+            if softcap is not None:
+                scores_HTT = softcap * torch.tanh(scores_HTT / softcap)
+            query = torch.arange(end - start, device=q_HTD.device)[:, None]
+            behind = query - query.T
+            seen = behind >= 0 if window is None else (behind >= 0) & (behind < window)
+            scores_HTT = scores_HTT.masked_fill(~seen, float("-inf"))
+            if sinks is not None:
+                sink_HT1 = sinks.float()[:, None, None].expand(-1, end - start, 1)
+                scores_HTT = torch.cat([scores_HTT, sink_HT1], dim=-1)
+            weights_HTT = scores_HTT.softmax(dim=-1)[..., : end - start]
+            outputs.append((weights_HTT @ v_HTD[:, rows].float()).to(q_HTD.dtype).transpose(0, 1))
+        return torch.cat(outputs)
+
+
+AttentionInterface.register(NAME, _attention)
