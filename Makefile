@@ -1,0 +1,55 @@
+# Every command of the project; each sets itself up. MODEL, PYTHON and JOBS may be given: make serve MODEL=gpt2
+
+# The first of these that is a Python 3.11 or 3.12 able to make a virtual environment.
+ifndef PYTHON
+PYTHON := $(firstword $(foreach name,python3.12 python3.11 python3,$(shell $(name) -c \
+	'import ensurepip, sys, venv; assert (3, 11) <= sys.version_info[:2] <= (3, 12); print(sys.executable)' 2>/dev/null)))
+endif
+MODEL ?= bundled
+JOBS ?= 2
+
+BIN := .venv/bin
+STAMP := .venv/.installed
+
+# The working folder is never an import path: a folder called kernels stands at the top, and others look for that name.
+export PYTHONSAFEPATH := 1
+
+.PHONY: help venv test check demo serve bench clean
+
+help:
+	@echo "make demo               fine-tune and generate at once on the bundled base, with a report"
+	@echo "make test               lint, types and the whole CPU test suite"
+	@echo "make serve MODEL=NAME   the daemon on a model folder or a hub name"
+	@echo "make bench              the benchmark workload against a running daemon"
+	@echo "make check              lint and types only"
+	@echo "make clean              remove the virtual environment and every cache"
+
+venv: $(STAMP)
+
+$(STAMP): pyproject.toml constraints.txt
+	@test -n "$(PYTHON)" || { echo "coserve needs Python 3.11 or 3.12 with venv (Debian: apt install python3-venv)" >&2; exit 1; }
+	@test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	@echo "installing into .venv (a few minutes the first time)"
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[test]'
+	@touch $@
+
+check: venv
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+test: check
+	OMP_NUM_THREADS=1 $(BIN)/pytest -q -n $(JOBS)
+
+demo: venv
+	@$(BIN)/coserve demo
+
+serve: venv
+	@$(BIN)/coserve serve --model $(MODEL)
+
+bench: venv
+	@$(BIN)/coserve bench
+
+clean:
+	rm -rf .venv build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
