@@ -154,7 +154,7 @@ def eager_logits(model: PreTrainedModel) -> tuple[Tensor, dict[str, nn.Module]]:
             for length in SEQUENCES:
                 logits.append(model(**_inputs(model, length)).logits[0])
                 rows.append(length)
-    except (TypeError, AttributeError, ValueError, KeyError) as error:
+    except (TypeError, AttributeError, ValueError, KeyError, RuntimeError) as error:
         raise UnsupportedBase(f"{family} does not run with eager attention: {error}") from error
     finally:
         for hook in hooks:

@@ -1,0 +1,137 @@
+"""The unmodified model in pieces: embedding, each decoder layer, head. Fine-tuning suspends between them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from coserve.errors import UnsupportedBase
+from coserve.model import probe
+from coserve.model.base import Base
+from coserve.model.seam import Attention, ReferenceAttention
+
+
+@dataclass(frozen=True)
+class LayerCall:
+    """What the model hands to one layer beside the hidden states: rotary tables, positions, attention."""
+
+    args: tuple[object, ...]
+    kwargs: dict[str, object]
+
+
+@dataclass(frozen=True)
+class LayerInputs:
+    """A packed batch on its way through the layers: made by `embed`, good for any number of passes."""
+
+    tokens_T: Tensor  # noqa: N815
+    positions_T: Tensor  # noqa: N815
+    attention: Attention
+    h_1TD: Tensor  # noqa: N815
+    """Hidden states that enter layer 0."""
+    calls: tuple[LayerCall, ...]
+
+
+class LayerCut:
+    """Runs a base in pieces whose composition is the model's own forward.
+
+    Every piece runs under the caller's gradient mode and inside the caller's `with base.lora(batch)`; nothing is padded.
+    """
+
+    def __init__(self, base: Base) -> None:
+        """Raises `UnsupportedBase` where embed -> layers -> head does not give the model's own logits."""
+        self._base = base
+        self._tuple_size = [0] * len(base.layers)
+        self._check()
+
+    def embed(self, tokens_T: Tensor, positions_T: Tensor, attention: Attention) -> LayerInputs:
+        """The model's own forward of T packed tokens up to layer 0, and what it gives to each layer."""
+        calls: list[LayerCall] = []
+        entering: list[Tensor] = []
+
+        def record(layer: int, h_1TD: Tensor, call: LayerCall) -> Tensor:
+            calls.append(call)
+            entering.append(h_1TD)
+            return h_1TD
+
+        with self._stubs(record), torch.no_grad():
+            self._base.run(tokens_T, positions_T, attention, keep=tokens_T.new_zeros(1))
+        return LayerInputs(tokens_T, positions_T, attention, entering[0], tuple(calls))
+
+    def layer(self, i: int, h_1TD: Tensor, inputs: LayerInputs) -> Tensor:
+        """Layer i's real forward: hidden states (1, T, D) in and out."""
+        call = inputs.calls[i]
+        output = self._base.layers[i](h_1TD, *call.args, **call.kwargs)
+        h_next_1TD: Tensor = output[0] if isinstance(output, tuple) else output
+        return h_next_1TD
+
+    def head(self, h_1TD: Tensor, inputs: LayerInputs, keep: Tensor) -> Tensor:
+        """Logits (len(keep), V) of the kept tokens, from what the last layer gave (1, T, D).
+
+        The model's own forward with every layer replaced, so that its final norm, its scaling and its soft cap hold.
+        """
+
+        def put(layer: int, passing_1TD: Tensor, call: LayerCall) -> Tensor:
+            return h_1TD if layer == 0 else passing_1TD
+
+        with self._stubs(put):
+            return self._base.run(inputs.tokens_T, inputs.positions_T, inputs.attention, keep)
+
+    @contextmanager
+    def _stubs(self, run: Callable[[int, Tensor, LayerCall], Tensor]) -> Iterator[None]:
+        """Each layer's forward is `run(layer, hidden, call)` for a while."""
+
+        def stub(layer: int) -> Callable[..., object]:
+            def forward(*args: object, **kwargs: object) -> object:
+                hidden, *rest = args if args else (kwargs.pop("hidden_states"),)
+                assert isinstance(hidden, Tensor)
+                output = run(layer, hidden, LayerCall(tuple(rest), kwargs))
+                size = self._tuple_size[layer]
+                return (output, *[None] * (size - 1)) if size else output
+
+            return forward
+
+        layers = self._base.layers
+        before = [layer.__dict__.get("forward") for layer in layers]
+        try:
+            for i, layer in enumerate(layers):
+                layer.forward = stub(i)
+            yield
+        finally:
+            for layer, forward in zip(layers, before, strict=True):
+                if forward is None:
+                    del layer.forward
+                else:
+                    layer.forward = forward
+
+    def _check(self) -> None:
+        base, length = self._base, probe.SEQUENCES[0]
+        tokens_T, positions_T = probe.tokens(base.model, length), torch.arange(length, device=base.device)
+        attention, family = ReferenceAttention((0, length)), base.spec.family
+
+        def learn(i: int) -> Callable[[nn.Module, tuple[object, ...], object], None]:
+            def hook(module: nn.Module, args: tuple[object, ...], output: object) -> None:
+                self._tuple_size[i] = len(output) if isinstance(output, tuple) else 0
+
+            return hook
+
+        hooks = [layer.register_forward_hook(learn(i)) for i, layer in enumerate(base.layers)]
+        try:
+            with torch.no_grad():
+                expected_TV = base.run(tokens_T, positions_T, attention, keep=None)
+        finally:
+            for hook in hooks:
+                hook.remove()
+        try:
+            with torch.no_grad():
+                inputs = self.embed(tokens_T, positions_T, attention)
+                h_1TD = inputs.h_1TD
+                for i in range(len(base.layers)):
+                    h_1TD = self.layer(i, h_1TD, inputs)
+                got_TV = self.head(h_1TD, inputs, torch.arange(length, device=base.device))
+        except (TypeError, AttributeError, KeyError, IndexError, RuntimeError) as error:
+            raise UnsupportedBase(f"{family} cannot be run layer by layer: {error}") from error
+        probe.check_equal(f"{family}, layer by layer", got_TV, expected_TV)
