@@ -1,0 +1,196 @@
+"""Generation: many requests, each with its adapter, one packed forward a step."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Items
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from coserve.errors import EmptyPrompt, InternalError, InvalidRequest, PromptTooLong
+from coserve.generate.batch import Batch, pack
+from coserve.generate.sampler import Choice, Row, choose
+from coserve.generate.schedule import Scheduler
+from coserve.generate.sequences import Sequence
+from coserve.kernels.dispatch import Way
+from coserve.link import Generate, RequestFailed, Tokens
+from coserve.memory.kv import KvCache
+from coserve.model.base import Attention
+from coserve.model.lora import LoraBatch, LoraWeights
+from coserve.types import AdapterRef, BaseSpec
+
+
+class RunsBase(Protocol):
+    """What generation needs of `model.Base`."""
+
+    @property
+    def spec(self) -> BaseSpec: ...
+    @property
+    def device(self) -> torch.device: ...
+
+    def forward(
+        self,
+        tokens_T: Tensor,
+        positions_T: Tensor,
+        attention: Attention,
+        *,
+        lora: LoraBatch | None,
+        keep: Tensor | None,
+    ) -> Tensor: ...
+
+
+class HoldsAdapters(Protocol):
+    """What generation needs of `adapters.Residency`: a version acquired stays in memory until released."""
+
+    def acquire(self, ref: AdapterRef) -> LoraWeights: ...
+    def release(self, ref: AdapterRef) -> None: ...
+
+
+class Generator:
+    """Requests come in with `add`, tokens come out of `step`; between steps requests may be added and cancelled.
+
+    On CPU the tokens of a request depend on the request alone (prompt, parameters, seed, adapter version), bit for
+    bit, whatever runs beside it and however often it was preempted. On CUDA they may differ in the last bits of logits.
+    """
+
+    def __init__(
+        self, base: RunsBase, residency: HoldsAdapters, kv: KvCache, *, max_running: int, step_tokens: int, way: Way
+    ) -> None:
+        """`max_running`: sequences that hold pages at once, further ones wait; `step_tokens`: most tokens of a step."""
+        assert max_running > 0, f"expected room for a sequence, got {max_running}"
+        assert step_tokens > 0, f"expected room for a token, got {step_tokens}"
+        self._base, self._residency, self._kv, self._way = base, residency, kv, way
+        self._scheduler = Scheduler(kv, max_running=max_running, step_tokens=step_tokens)
+        self._sequences: dict[str, Sequence] = {}
+        self._arrivals = 0
+
+    @property
+    def running(self) -> int:
+        """Requests that were added and have not ended."""
+        return len(self._sequences)
+
+    @property
+    def pages_used(self) -> int:
+        return self._kv.pool.used
+
+    @property
+    def pages_total(self) -> int:
+        return self._kv.pool.total
+
+    @property
+    def preemptions(self) -> int:
+        """How often a sequence lost its pages to an earlier one, since the start."""
+        return self._scheduler.preemptions
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What runs slower than it could, and why."""
+        return self._kv.notes
+
+    def add(self, request: Generate) -> None:
+        """Put a request in line. Its `max_tokens` is cut to what the context leaves after the prompt.
+
+        Raises:
+            EmptyPrompt: no prompt tokens.
+            PromptTooLong: the prompt fills the context, or the request could never fit the KV pool.
+            InvalidRequest: an id that runs already, or a token id outside of the vocabulary.
+            AdapterNotFound, AdapterError: what `Residency.acquire` raises.
+        """
+        max_tokens = self._check(request)
+        weights = None if request.adapter is None else self._residency.acquire(request.adapter)
+        sampling = request.sampling
+        ends = () if sampling.ignore_eos else self._base.spec.eos_token_ids
+        sequence = Sequence(
+            request,
+            arrival=self._arrivals,
+            weights=weights,
+            max_tokens=max_tokens,
+            stop_ids=frozenset((*sampling.stop_token_ids, *ends)),
+            tokens=list(request.prompt),
+        )
+        self._arrivals += 1
+        self._sequences[request.id] = sequence
+        self._scheduler.add(sequence)
+
+    def cancel(self, id: str) -> None:
+        """Forget a request and free its pages at once; nothing happens if it has ended already."""
+        sequence = self._sequences.get(id)
+        if sequence is not None:
+            self._end(sequence)
+
+    @torch.no_grad()
+    def step(self) -> list[Tokens | RequestFailed]:
+        """One iteration: a token for each running sequence, and chunks of prompts; one message per token or failure.
+
+        A token that ends a sequence (end of sequence, stop id) is part of the output.
+        """
+        messages: list[Tokens | RequestFailed] = []
+        for batch in pack(self._scheduler.plan(), way=self._way, device=self._base.device):
+            attention = self._kv.attention(batch.runs)
+            logits_BV = self._base.forward(
+                batch.tokens_T, batch.positions_T, attention, lora=batch.lora, keep=batch.keep
+            )
+            messages.extend(self._advance(batch, logits_BV))
+        return messages
+
+    def _check(self, request: Generate) -> int:
+        """The tokens that the request may generate; raises what `add` says."""
+        spec, sampling, prompt = self._base.spec, request.sampling, len(request.prompt)
+        if request.id in self._sequences:
+            raise InvalidRequest(f"expected a new request id, got {request.id!r}, which is running", field="id")
+        if not request.prompt:
+            raise EmptyPrompt("expected at least one prompt token, got none", field="prompt")
+        if sampling.max_tokens < 1:
+            raise InvalidRequest(f"expected max_tokens of at least 1, got {sampling.max_tokens}", field="max_tokens")
+        _check_ids(request.prompt, spec.vocab, "prompt")
+        _check_ids(sampling.stop_token_ids, spec.vocab, "stop_token_ids")
+        _check_ids(tuple(sampling.logit_bias), spec.vocab, "logit_bias")
+        if prompt >= spec.context:
+            raise PromptTooLong(
+                f"expected a prompt shorter than the context of {spec.context} tokens, got {prompt}", field="prompt"
+            )
+        max_tokens = min(sampling.max_tokens, spec.context - prompt)
+        # The last token's own keys and values are never needed.
+        if self._kv.pages_for(prompt + max_tokens - 1) > self.pages_total:
+            raise PromptTooLong(
+                f"expected prompt and max_tokens to fit the KV pool of {self._kv.tokens} tokens, "
+                f"got {prompt} and {max_tokens}",
+                field="prompt",
+            )
+        return max_tokens
+
+    def _advance(self, batch: Batch, logits_BV: Tensor) -> list[Tokens | RequestFailed]:
+        """Account for what a forward computed, and choose the next tokens."""
+        for share in batch.shares:
+            share.sequence.computed += share.tokens
+        if not batch.ready:
+            return []
+        rows = [Row(s.sampling, s.request.prompt, s.output, s.barred()) for s in batch.ready]
+        choices = choose(logits_BV, rows)
+        return [self._push(sequence, choice) for sequence, choice in zip(batch.ready, choices, strict=True)]
+
+    def _push(self, sequence: Sequence, choice: Choice | None) -> Tokens | RequestFailed:
+        if choice is None:
+            self._end(sequence)
+            return RequestFailed(
+                id=sequence.id, code=InternalError.code, message="the model gave no finite logits to choose from"
+            )
+        finished = sequence.push(choice.token)
+        if finished is not None:
+            self._end(sequence)
+        logprobs = () if choice.logprob is None else (choice.logprob,)
+        return Tokens(id=sequence.id, tokens=(choice.token,), logprobs=logprobs, finished=finished)
+
+    def _end(self, sequence: Sequence) -> None:
+        del self._sequences[sequence.id]
+        self._scheduler.remove(sequence)
+        if sequence.adapter is not None:
+            self._residency.release(sequence.adapter)
+
+
+def _check_ids(ids: Items[int], vocab: int, field: str) -> None:
+    """Raises `InvalidRequest` for an id that the base has no row for."""
+    for token in ids:
+        if not 0 <= token < vocab:
+            raise InvalidRequest(f"expected token ids from 0 to {vocab - 1}, got {token}", field=field)

@@ -1,0 +1,67 @@
+"""The state of one running request."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Items
+from dataclasses import dataclass, field
+
+from coserve.link import Generate
+from coserve.model.lora import LoraWeights
+from coserve.types import AdapterRef, FinishReason, SamplingParams
+
+
+@dataclass(eq=False)
+class Sequence:
+    """Prompt and output of a request, and how much of them the KV cache holds."""
+
+    request: Generate
+    arrival: int
+    """Order of arrival; the earlier of two wins when pages run out."""
+    weights: LoraWeights | None
+    """The adapter version that it began with."""
+    max_tokens: int
+    """As asked for, but at most what the context leaves."""
+    stop_ids: frozenset[int]
+    """Tokens that end it, the base's end-of-sequence tokens included unless ignored."""
+    tokens: list[int]
+    """Prompt, then output."""
+    pages: list[int] = field(default_factory=list)
+    computed: int = 0
+    """Leading tokens whose keys and values are in the pages."""
+    last_step: int = -1
+
+    @property
+    def id(self) -> str:
+        return self.request.id
+
+    @property
+    def adapter(self) -> AdapterRef | None:
+        return self.request.adapter
+
+    @property
+    def sampling(self) -> SamplingParams:
+        return self.request.sampling
+
+    @property
+    def output(self) -> Items[int]:
+        return self.tokens[len(self.request.prompt) :]
+
+    @property
+    def generated(self) -> int:
+        return len(self.tokens) - len(self.request.prompt)
+
+    @property
+    def pending(self) -> int:
+        """Tokens to compute before the next one can be chosen."""
+        return len(self.tokens) - self.computed
+
+    def barred(self) -> frozenset[int]:
+        """Tokens that must not be chosen next, because fewer than `min_tokens` are out."""
+        return self.stop_ids if self.generated < self.sampling.min_tokens else frozenset()
+
+    def push(self, token: int) -> FinishReason | None:
+        """Append the chosen token (one that ends the sequence is part of its output) and say whether that was all."""
+        self.tokens.append(token)
+        if token in self.stop_ids and self.generated >= self.sampling.min_tokens:
+            return FinishReason.STOP
+        return FinishReason.LENGTH if self.generated >= self.max_tokens else None

@@ -1,0 +1,216 @@
+"""Attention of packed tokens: `PackedAttention` for training, `PagedAttention` for generation.
+
+Letters: T packed rows, H query heads, K key-value heads, G = H / K, D head width, B tiles, N tokens of a tile,
+R = N * G rows of a tile for one key-value head, L keys that a tile reads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad, scaled_dot_product_attention
+
+from coserve.kernels.tiles import KEY_BLOCK, Layout, Run, Tiles, plan_tiles
+
+
+@dataclass(frozen=True)
+class Pages:
+    """A paged KV cache: for each layer `(P + 1, page_tokens, K, D)`; the last page is never written and holds zeros."""
+
+    keys: tuple[Tensor, ...]
+    values: tuple[Tensor, ...]
+
+
+def paged_attention(pages: Pages, runs: Sequence[Run]) -> PagedAttention:
+    """The one place that chooses how generation attends."""
+    return PagedAttention(pages, runs)
+
+
+def attention_notes(device: torch.device) -> tuple[str, ...]:
+    """What `paged_attention` runs slower than it could on `device`, in words for an operator."""
+    if device.type == "cuda":
+        return ("attention: plain torch over gathered pages, slower than a fused paged kernel",)
+    return ()
+
+
+class PackedAttention:
+    """Causal attention inside each packed sequence; differentiable, no cache.
+
+    `bounds` (S + 1) ascends from 0 to the number of rows; sequence s is the rows `[bounds[s], bounds[s + 1])`.
+    """
+
+    def __init__(self, bounds: Sequence[int]) -> None:
+        assert bounds[0] == 0, "expected bounds to start at 0"
+        assert all(a <= b for a, b in pairwise(bounds)), "expected ascending bounds"
+        self._bounds = tuple(bounds)
+
+    def attend(
+        self,
+        layer: int,
+        q_HTD: Tensor,
+        k_KTD: Tensor,
+        v_KTD: Tensor,
+        *,
+        scaling: float,
+        window: int | None,
+        softcap: float | None,
+        sinks: Tensor | None,
+    ) -> Tensor:
+        """`softmax(softcap(scaling q kᵀ)) v` over the keys `(p - window, p]` of the row's own sequence: (T, H, D).
+
+        `sinks` (H) are logits that take part in the softmax and carry no value.
+        """
+        assert q_HTD.shape[1] == self._bounds[-1], f"expected {self._bounds[-1]} rows, got {q_HTD.shape[1]}"
+        group = q_HTD.shape[0] // k_KTD.shape[0]
+        k_HTD, v_HTD = k_KTD, v_KTD
+        if group > 1:
+            k_HTD, v_HTD = k_KTD.repeat_interleave(group, 0), v_KTD.repeat_interleave(group, 0)
+        outputs = []
+        for start, end in pairwise(self._bounds):
+            if start == end:
+                continue
+            q, k, v = q_HTD[:, start:end], k_HTD[:, start:end], v_HTD[:, start:end]
+            plain = window is None or window >= end - start
+            if softcap is not None or sinks is not None:
+                outputs.append(_explicit(q, k, v, scaling, window, softcap, sinks))
+            elif plain:
+                # A leading batch axis: without it torch takes the unfused way.
+                full = scaled_dot_product_attention(q[None], k[None], v[None], is_causal=True, scale=scaling)
+                outputs.append(full[0])
+            else:
+                mask = _causal(end - start, window, q.device)
+                windowed = scaled_dot_product_attention(q[None], k[None], v[None], attn_mask=mask, scale=scaling)
+                outputs.append(windowed[0])
+        return torch.cat(outputs, 1).transpose(0, 1)
+
+
+def _causal(tokens: int, window: int | None, device: torch.device) -> Tensor:
+    """(T, T): whether row t sees key j."""
+    at = torch.arange(tokens, device=device)
+    seen = at[None] <= at[:, None]
+    return seen if window is None else seen & (at[None] > at[:, None] - window)
+
+
+def _explicit(
+    q: Tensor, k: Tensor, v: Tensor, scaling: float, window: int | None, softcap: float | None, sinks: Tensor | None
+) -> Tensor:
+    """One sequence, the softmax in fp32: (H, T, D)."""
+    scores = ((q * scaling) @ k.transpose(1, 2)).float()
+    if softcap is not None:
+        scores = (scores / softcap).tanh() * softcap
+    scores = scores.masked_fill(~_causal(q.shape[1], window, q.device), -torch.inf)
+    if sinks is not None:
+        sink = sinks.float()[:, None, None].expand(-1, q.shape[1], 1)
+        return torch.cat([scores, sink], -1).softmax(-1)[..., :-1].to(v.dtype) @ v
+    return scores.softmax(-1).to(v.dtype) @ v
+
+
+class PagedAttention:
+    """Attention of one generation step: writes the step's keys and values into pages, then reads each sequence's pages.
+
+    Built once a step, used by every layer. On CPU a row's result has the same bits whatever else is in the batch and
+    however its sequence was cut into steps: products have at least 16 rows, keys are read in blocks that lie at fixed
+    positions, blocks are added in order, and a key that a row must not see adds exactly 0.
+    """
+
+    def __init__(self, pages: Pages, runs: Sequence[Run]) -> None:
+        self._pages, self._runs = pages, tuple(runs)
+        self._device = pages.keys[0].device
+        self._page_tokens = pages.keys[0].shape[1]
+        self._exact = self._device.type == "cpu"
+        slots = [
+            run.pages[p // self._page_tokens] * self._page_tokens + p % self._page_tokens
+            for run in runs
+            for p in range(run.position, run.position + run.tokens)
+        ]
+        self._slots = torch.tensor(slots, dtype=torch.long, device=self._device)
+        self._plans: dict[Layout, Tiles] = {}
+
+    def attend(
+        self,
+        layer: int,
+        q_HTD: Tensor,
+        k_KTD: Tensor,
+        v_KTD: Tensor,
+        *,
+        scaling: float,
+        window: int | None,
+        softcap: float | None,
+        sinks: Tensor | None,
+    ) -> Tensor:
+        """As `PackedAttention.attend`, over each sequence's whole context: (T, H, D)."""
+        keys, values = self._pages.keys[layer], self._pages.values[layer]
+        for cache, new_KTD in ((keys, k_KTD), (values, v_KTD)):
+            cache.flatten(0, 1).index_copy_(0, self._slots, new_KTD.transpose(0, 1).to(cache.dtype))
+        heads, rows, width = q_HTD.shape
+        layout = Layout(heads=heads, kv_heads=keys.shape[2], window=window)
+        tiles = self._tiles(layout)
+        q_rows = q_HTD.transpose(0, 1).reshape(rows * heads, width) * scaling
+        outputs = []
+        for tile in tiles.batches:
+            q_BKRD = q_rows[tile.queries]
+            k_BKLD = keys.view(-1, keys.shape[3])[tile.keys]
+            v_BKLD = values.view(-1, values.shape[3])[tile.keys]
+            if self._exact:
+                q_BKRD, k_BKLD, v_BKLD = (_widen(x.float()) for x in (q_BKRD, k_BKLD, v_BKLD))
+            out = _weigh(q_BKRD, k_BKLD, v_BKLD, tile.hidden, softcap, tiles.sinks(sinks, tile), exact=self._exact)
+            outputs.append(out[..., : values.shape[3]].reshape(-1, values.shape[3]))
+        return torch.cat(outputs)[tiles.back].view(rows, heads, -1).to(q_HTD.dtype)
+
+    def _tiles(self, layout: Layout) -> Tiles:
+        if layout not in self._plans:
+            blank = self._pages.keys[0].shape[0] - 1
+            self._plans[layout] = plan_tiles(
+                self._runs, layout, self._page_tokens, blank, self._device, exact=self._exact
+            )
+        return self._plans[layout]
+
+
+def _widen(x: Tensor) -> Tensor:
+    """Zeros up to a multiple of 16 columns: narrower products are cut among threads in ways that change bits."""
+    return pad(x, (0, -x.shape[-1] % 16)) if x.shape[-1] % 16 else x
+
+
+def _weigh(
+    q_BKRD: Tensor,
+    k_BKLD: Tensor,
+    v_BKLD: Tensor,
+    hidden_B1RL: Tensor,
+    softcap: float | None,
+    sinks_1KR1: Tensor | None,
+    *,
+    exact: bool,
+) -> Tensor:
+    """`softmax(softcap(q kᵀ)) v` without the hidden keys: (B, K, R, D). The softmax is in fp32."""
+    scores = torch.matmul(q_BKRD, k_BKLD.transpose(2, 3)).float()
+    if softcap is not None:
+        scores.div_(softcap).tanh_().mul_(softcap)
+    scores.masked_fill_(hidden_B1RL, -torch.inf)
+    top = scores.amax(-1, keepdim=True)
+    if sinks_1KR1 is not None:
+        top = torch.maximum(top, sinks_1KR1)
+    weights = scores.sub_(top).exp_()
+    if exact:
+        total, out = _blockwise(weights, v_BKLD)
+    else:
+        total, out = weights.sum(-1, keepdim=True), torch.matmul(weights.to(v_BKLD.dtype), v_BKLD).float()
+    if sinks_1KR1 is not None:
+        total = total + (sinks_1KR1 - top).exp()
+    return out / total
+
+
+def _blockwise(weights_BKRL: Tensor, v_BKLD: Tensor) -> tuple[Tensor, Tensor]:
+    """Sum of the weights (B, K, R, 1) and weighted values (B, K, R, D), block after block of keys."""
+    B, K, R, _ = weights_BKRL.shape
+    sums = weights_BKRL.view(B, K, R, -1, KEY_BLOCK).sum(-1)
+    weights, values = weights_BKRL.flatten(0, 1), v_BKLD.flatten(0, 1)
+    total, out = sums[..., 0].clone(), torch.bmm(weights[..., :KEY_BLOCK], values[:, :KEY_BLOCK])
+    for block in range(1, sums.shape[-1]):
+        keys = slice(block * KEY_BLOCK, (block + 1) * KEY_BLOCK)
+        total += sums[..., block]
+        out += torch.bmm(weights[..., keys], values[:, keys])
+    return total[..., None], out.view(B, K, R, -1)

@@ -1,0 +1,105 @@
+"""The KV cache: one tensor of pages per layer, and who holds which page."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+
+from coserve.errors import ConfigError
+from coserve.kernels.attention import PagedAttention, Pages, attention_notes, paged_attention
+from coserve.kernels.tiles import Run
+from coserve.memory.pages import PagePool
+
+CPU_TOKENS = 16384
+"""Tokens that the pool holds on CPU unless told otherwise."""
+CUDA_FRACTION = 0.5
+"""Share of the free GPU memory that the pool takes unless told otherwise; the rest is for activations and training."""
+
+
+class HasKv(Protocol):
+    """What the cache must know of the base."""
+
+    @property
+    def kv_shapes(self) -> list[tuple[int, int]]: ...
+    @property
+    def device(self) -> torch.device: ...
+    @property
+    def dtype(self) -> torch.dtype: ...
+
+
+def bytes_per_token(kv_shapes: Sequence[tuple[int, int]], dtype: torch.dtype) -> int:
+    """Bytes of keys and values that one token keeps in all layers of `(kv_heads, head_dim)`."""
+    return 2 * dtype.itemsize * sum(heads * width for heads, width in kv_shapes)
+
+
+class KvCache:
+    """Keys and values of each layer, `(P + 1, page_tokens, K, D)` with K and D that layer's own.
+
+    The last page belongs to nobody and stays zero: attention reads it where a table is longer than its sequence.
+    """
+
+    def __init__(
+        self,
+        kv_shapes: Sequence[tuple[int, int]],
+        *,
+        pages: int,
+        page_tokens: int,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        self.pool = PagePool(pages)
+        self.page_tokens = page_tokens
+        self.notes = attention_notes(device)
+
+        def tensors() -> tuple[torch.Tensor, ...]:
+            return tuple(torch.zeros(pages + 1, page_tokens, k, d, dtype=dtype, device=device) for k, d in kv_shapes)
+
+        self._pages = Pages(tensors(), tensors())
+
+    @classmethod
+    def for_base(cls, base: HasKv, tokens: int | None, page_tokens: int) -> KvCache:
+        """A cache for at least `tokens` tokens; None: `CPU_TOKENS`, or what `CUDA_FRACTION` of free GPU memory holds.
+
+        Raises:
+            ConfigError: no room for one page.
+        """
+        if tokens is None:
+            tokens = CPU_TOKENS
+            if base.device.type == "cuda":
+                free, _ = torch.cuda.mem_get_info(base.device)
+                page_bytes = page_tokens * bytes_per_token(base.kv_shapes, base.dtype)
+                # One page less for the page that stays zero.
+                tokens = (int(free * CUDA_FRACTION) // page_bytes - 1) * page_tokens
+        if tokens < 1:
+            raise ConfigError(f"expected room for at least 1 token in the KV pool, got {tokens}", field="kv_tokens")
+        pages = -(-tokens // page_tokens)
+        return cls(base.kv_shapes, pages=pages, page_tokens=page_tokens, dtype=base.dtype, device=base.device)
+
+    @property
+    def tokens(self) -> int:
+        """Tokens that all pages hold together."""
+        return self.pool.total * self.page_tokens
+
+    def pages_for(self, tokens: int) -> int:
+        return -(-tokens // self.page_tokens)
+
+    def take(self, n: int) -> list[int] | None:
+        """`n` pages whose values are zero, or None when fewer are free.
+
+        Attention weighs slots that are not written yet by exactly 0; a NaN that an earlier holder left would survive that.
+        """
+        pages = self.pool.take(n)
+        if pages:
+            at = torch.tensor(pages, device=self._pages.values[0].device)
+            for values in self._pages.values:
+                values.index_fill_(0, at, 0)
+        return pages
+
+    def give(self, pages: Sequence[int]) -> None:
+        self.pool.give(pages)
+
+    def attention(self, runs: Sequence[Run]) -> PagedAttention:
+        """Attention of one packed step, which writes the step's keys and values into the pages."""
+        return paged_attention(self._pages, runs)
