@@ -152,10 +152,13 @@ class Engine:
     async def run(self) -> None:
         """Tick until `Shutdown` comes or the API process is gone."""
         inbox = asyncio.create_task(self._receive())
+        inbox.add_done_callback(lambda _: self._changed.set())
         try:
-            while not self._stopping:
+            while not (self._stopping or inbox.done()):
                 self._activate_jobs()
                 await self._tick(self._clock())
+            if inbox.done():
+                inbox.result()  # a fault in a message's handling must not leave the engine deaf
         finally:
             inbox.cancel()
         self._checkpoint_active()
@@ -208,21 +211,21 @@ class Engine:
 
     async def _train(self, job: str, pieces: int | None) -> None:
         began = self._clock()
-        results = self._trainer.advance(job, pieces)
+        # Told before the loop breathes: a pause or a cancel that comes in then must not unsay what is durable.
+        for message in self._trainer.advance(job, pieces):
+            self._link.send(message)
+            if isinstance(message, JobSucceeded | JobFailed):
+                self._retire(job)
+        if job not in self._active:
+            self._batches_since_train = 0
+        elif not self._trainer.mid_batch(job):
+            self._batches_since_train = 0
+            self._jobs.rotate()
         await self._pace()
         now = self._clock()
         self._piece_cost.add((now - began) / (pieces or 1))
         self._train_seconds += now - began
         self._train_waiting_since = now
-        if job not in self._active:
-            return  # paused or cancelled while the slice ran
-        for message in results:
-            self._link.send(message)
-            if isinstance(message, JobSucceeded | JobFailed):
-                self._retire(job)
-        if job in self._active and not self._trainer.mid_batch(job):
-            self._batches_since_train = 0
-            self._jobs.rotate()
         self._report(now)
 
     async def _wait(self, timeout: float | None) -> None:

@@ -1,0 +1,156 @@
+"""The real tick, queues and policies under thousands of made-up lives, in virtual time.
+
+`COSERVE_SIM_SEEDS=5000` plays more of them, `COSERVE_SIM_SEED=1234` replays one.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+
+import pytest
+
+from coserve.link import (
+    EngineStats,
+    EngineStopped,
+    Generate,
+    JobProgress,
+    JobStarted,
+    JobSucceeded,
+    RequestFailed,
+    StartJob,
+    Tokens,
+)
+from tests.support.fake_rooms import token
+from tests.support.scenario import Outcome, Scenario, make_scenario, play
+
+POLICIES = ("ets", "ts", "slack")
+SEEDS = int(os.environ.get("COSERVE_SIM_SEEDS", "150"))
+
+
+def seeds() -> Iterator[int]:
+    one = os.environ.get("COSERVE_SIM_SEED")
+    yield from range(SEEDS) if one is None else [int(one)]
+
+
+def outcomes(policy: str, *, calm: bool = False) -> Iterator[Outcome]:
+    """Plays each seed; a failure anywhere names the seed to replay."""
+    for seed in seeds():
+        try:
+            yield play(make_scenario(seed, policy=policy, calm=calm))
+        except BaseException as error:
+            error.add_note(f"replay with COSERVE_SIM_SEED={seed} ({policy}, calm={calm})")
+            raise
+
+
+def requests(scenario: Scenario) -> list[Generate]:
+    return [message for _, message in scenario.script if isinstance(message, Generate)]
+
+
+def check_requests(outcome: Outcome) -> None:
+    """Every request ends exactly once; its tokens are its own, in order, each once, and none come after its end."""
+    ends = outcome.ends()
+    for request in requests(outcome.scenario):
+        got = outcome.tokens(request.id)
+        assert got == tuple(token(request, t) for t in range(len(got))), request.id
+        messages = [message for _, message in outcome.of(request.id)]
+        assert all(isinstance(message, Tokens | RequestFailed) for message in messages)
+        if request.id in outcome.cancelled:
+            assert ends[request.id] <= 1, f"{request.id} ended twice"
+        else:
+            assert ends[request.id] == 1, f"{request.id} ended {ends[request.id]} times"
+            last = messages[-1]
+            if isinstance(last, Tokens):
+                assert last.finished is not None, f"{request.id} has tokens after its end"
+                assert len(got) == request.sampling.max_tokens
+            else:
+                assert isinstance(last, RequestFailed)
+    assert outcome.generator.running == 0 and outcome.generator.pages_used == 0, "pages leaked"
+
+
+def check_order(outcome: Outcome) -> None:
+    """First come, first admitted."""
+    admitted = [id for id, _ in sorted(outcome.generator.admitted.items(), key=lambda item: item[1])]
+    arrivals = [id for id in outcome.sent if id in outcome.generator.admitted]
+    assert admitted == arrivals
+
+
+def check_jobs(outcome: Outcome) -> None:
+    """Every job ends exactly once; its steps are reported in order, and a success is what was published."""
+    ends = outcome.ends()
+    for _, start in outcome.scenario.script:
+        if isinstance(start, StartJob):
+            assert ends[start.spec.id] == 1, f"{start.spec.id} ended {ends[start.spec.id]} times"
+            check_steps(outcome, start.spec.id)
+    reported = [message.id for _, message in outcome.messages if isinstance(message, JobSucceeded)]
+    assert reported == outcome.trainer.published, "success is announced for what was published, and for nothing else"
+    assert outcome.trainer.active == 0
+
+
+def check_steps(outcome: Outcome, job: str) -> None:
+    due: int | None = None
+    for _, message in outcome.of(job):
+        if isinstance(message, JobStarted):
+            assert due is None or message.resumed_from <= due - 1, f"{job} resumed in the future"
+            due = message.resumed_from + 1
+        elif isinstance(message, JobProgress):
+            assert message.metrics.step == due, f"{job}: step {due} is missing"
+            due += 1
+        elif isinstance(message, JobSucceeded):
+            assert due == outcome.scenario.plans[job].steps + 1
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_nothing_is_lost_and_nothing_runs_twice(policy: str) -> None:
+    for outcome in outcomes(policy):
+        check_requests(outcome)
+        check_order(outcome)
+        check_jobs(outcome)
+        assert isinstance(outcome.messages[-1][1], EngineStopped)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_training_never_changes_a_requests_tokens(policy: str) -> None:
+    for outcome in outcomes(policy, calm=True):
+        alone = play(outcome.scenario.without_jobs())
+        for request in requests(outcome.scenario):
+            assert outcome.tokens(request.id) == alone.tokens(request.id) != ()
+
+
+def test_slack_lets_no_job_starve() -> None:
+    """Between two slices lie at most the patience and the step that ran when it ended."""
+    for outcome in outcomes("slack"):
+        worst = max(outcome.trainer.gaps, default=0.0)
+        assert worst <= outcome.scenario.patience + outcome.meter.longest["serve"] + 1e-6
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_no_request_starves_below_capacity(policy: str) -> None:
+    """With time to breathe, a request waits for its batch to form and for what ran when it came, no longer."""
+    for outcome in outcomes(policy, calm=True):
+        scenario, longest = outcome.scenario, outcome.meter.longest
+        batch = 8 * longest["serve"] + 3 * longest["serve"]  # the longest answer, and its prefill
+        match policy:
+            case "slack":
+                bound = 2.0 + longest["train"] + batch  # no first token is due later than 2 s after its arrival
+            case "ets":
+                bound = scenario.delay + longest["train"] + 2 * batch
+            case _:
+                bound = scenario.delay + 2 * (longest["train"] + batch)
+        for id, sent in outcome.sent.items():
+            assert outcome.generator.admitted[id] - sent <= bound, id
+
+
+def test_same_seed_same_life() -> None:
+    def life(seed: int) -> list[object]:
+        return list(play(make_scenario(seed, policy="slack")).messages)
+
+    for seed in range(10):
+        assert life(seed) == life(seed)
+
+
+def test_gauges_return_to_zero() -> None:
+    for outcome in outcomes("slack"):
+        stats = [message for _, message in outcome.messages if isinstance(message, EngineStats)]
+        if stats and outcome.scenario.script:
+            assert all(s.waiting >= 0 and s.running <= outcome.scenario.max_running for s in stats)

@@ -1,0 +1,254 @@
+"""A generator and a trainer without a model: their steps cost virtual seconds and their tokens are a function.
+
+Each checks by assertion what the engine owes it: nothing is added or started twice, nothing unknown is touched, no two
+micro-batches are suspended at once. `Meter` gathers what a step costs; the engine's `pace` spends it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import zlib
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from coserve.errors import CheckpointUnreadable, PromptTooLong
+from coserve.link import (
+    FromEngine,
+    Generate,
+    JobCheckpoint,
+    JobFailed,
+    JobProgress,
+    JobStarted,
+    JobSucceeded,
+    RequestFailed,
+    Tokens,
+)
+from coserve.types import AdapterRef, FinishReason, JobSpec, StepMetrics
+
+CONTEXT = 64
+"""Longer prompts are refused."""
+
+
+def token(request: Generate, t: int) -> int:
+    """Token `t` of a request depends on the request alone."""
+    return zlib.crc32(repr((request.prompt, request.sampling.seed, str(request.adapter), t)).encode())
+
+
+class Meter:
+    """Virtual seconds that the last step cost, and the longest steps of each kind so far."""
+
+    def __init__(self) -> None:
+        self.owed = 0.0
+        self.longest: dict[str, float] = {"serve": 0.0, "train": 0.0}
+
+    def charge(self, kind: str, seconds: float) -> None:
+        self.owed += seconds
+        self.longest[kind] = max(self.longest[kind], seconds)
+
+    async def pace(self) -> None:
+        seconds, self.owed = self.owed, 0.0
+        await asyncio.sleep(seconds)
+
+
+@dataclass(frozen=True)
+class Prices:
+    """Virtual seconds: a generation step, each of its tokens, a training piece; `spikes`: share of ten-fold steps."""
+
+    step: float
+    token: float
+    piece: float
+    spikes: float
+
+
+@dataclass
+class _Sequence:
+    request: Generate
+    to_prefill: int
+    made: int = 0
+
+
+class FakeGenerator:
+    """Packs decodes, then chunks of prefill, up to `step_tokens`; now and then preempts or fails a sequence."""
+
+    def __init__(self, meter: Meter, prices: Prices, step_tokens: int, rng: random.Random, chaos: float) -> None:
+        self._meter, self._prices, self._step_tokens, self._rng, self._chaos = meter, prices, step_tokens, rng, chaos
+        self._sequences: dict[str, _Sequence] = {}
+        self.admitted: dict[str, float] = {}
+        self.preemptions = 0
+        self.pages_total = 1 << 20
+
+    @property
+    def running(self) -> int:
+        return len(self._sequences)
+
+    @property
+    def pages_used(self) -> int:
+        return sum(len(s.request.prompt) - s.to_prefill + s.made for s in self._sequences.values())
+
+    def add(self, request: Generate) -> None:
+        assert request.id not in self.admitted, f"{request.id} was admitted twice"
+        self.admitted[request.id] = asyncio.get_running_loop().time()
+        if len(request.prompt) > CONTEXT:
+            raise PromptTooLong(f"expected at most {CONTEXT} tokens, got {len(request.prompt)}")
+        self._sequences[request.id] = _Sequence(request, len(request.prompt))
+
+    def cancel(self, id: str) -> None:
+        self._sequences.pop(id, None)  # it may have ended in the step that runs
+
+    def step(self) -> list[Tokens | RequestFailed]:
+        budget, results = self._step_tokens, list[Tokens | RequestFailed]()
+        self._preempt_one()
+        for sequence in sorted(self._sequences.values(), key=lambda s: s.to_prefill > 0):  # decodes first; stable
+            if budget == 0:
+                break
+            chunk = min(sequence.to_prefill, budget)
+            budget -= max(chunk, 1)
+            sequence.to_prefill -= chunk
+            if sequence.to_prefill == 0:
+                results.append(self._next(sequence))
+        spent = self._step_tokens - budget
+        factor = 10 if self._rng.random() < self._prices.spikes else 1
+        self._meter.charge("serve", factor * (self._prices.step + spent * self._prices.token))
+        return results
+
+    def _preempt_one(self) -> None:
+        if self._sequences and self._rng.random() < self._chaos:
+            victim = self._rng.choice(list(self._sequences.values()))
+            victim.to_prefill = len(victim.request.prompt) + victim.made
+            self.preemptions += 1
+
+    def _next(self, sequence: _Sequence) -> Tokens | RequestFailed:
+        request = sequence.request
+        if self._rng.random() < self._chaos / 4:
+            del self._sequences[request.id]
+            return RequestFailed(id=request.id, code="internal_error", message="chaos")
+        made = token(request, sequence.made)
+        sequence.made += 1
+        finished = FinishReason.LENGTH if sequence.made == request.sampling.max_tokens else None
+        if finished:
+            del self._sequences[request.id]
+        return Tokens(id=request.id, tokens=(made,), finished=finished)
+
+
+@dataclass(frozen=True)
+class JobPlan:
+    """How a fake job goes. A step is one micro-batch of `pieces` pieces; `fails_at` is a step, 0 refuses the start."""
+
+    steps: int
+    pieces: int
+    checkpoint_every: int
+    fails_at: int | None
+
+
+@dataclass
+class _Run:
+    spec: JobSpec
+    step: int
+    piece: int = 0
+
+
+@dataclass
+class FakeTrainer:
+    """Runs the plans. `ran` is each job's steps, in order, since its last (re)start."""
+
+    meter: Meter
+    prices: Prices
+    plans: dict[str, JobPlan]
+    rng: random.Random
+    clock: Callable[[], float]
+    ran: dict[str, list[int]] = field(default_factory=dict)
+    saved: dict[str, int] = field(default_factory=dict)
+    published: list[str] = field(default_factory=list)
+    gaps: list[float] = field(default_factory=list)
+    """How long the jobs waited for each slice, all together."""
+    _runs: dict[str, _Run] = field(default_factory=dict)
+    _idle_since: float = 0.0
+
+    def start(self, spec: JobSpec) -> JobStarted:
+        assert spec.id not in self._runs, f"{spec.id} started twice"
+        assert spec.id not in self.published, f"{spec.id} started after its end"
+        plan = self.plans[spec.id]
+        if plan.fails_at == 0:
+            raise CheckpointUnreadable("chaos")
+        if not self._runs:
+            self._idle_since = self.clock()
+        step = self.saved.get(spec.id, 0)
+        self._runs[spec.id] = _Run(spec, step)
+        self.ran[spec.id] = []
+        return JobStarted(id=spec.id, total_steps=plan.steps, resumed_from=step)
+
+    def advance(self, job: str, pieces: int | None) -> list[FromEngine]:
+        run, plan = self._runs[job], self.plans[job]
+        suspended = [id for id, other in self._runs.items() if other.piece]
+        assert suspended in ([], [job]), f"{suspended} suspended while {job} trains"
+        self.gaps.append(self.clock() - self._idle_since)
+        left = plan.pieces - run.piece
+        done = left if pieces is None else min(pieces, left)
+        factor = 10 if self.rng.random() < self.prices.spikes else 1
+        cost = done * factor * self.prices.piece
+        self.meter.charge("train", cost)
+        self._idle_since = self.clock() + cost
+        run.piece += done
+        if run.piece < plan.pieces:
+            return []
+        run.piece = 0
+        run.step += 1
+        self.ran[job].append(run.step)
+        return self._end_of_step(run, plan)
+
+    def _end_of_step(self, run: _Run, plan: JobPlan) -> list[FromEngine]:
+        job = run.spec.id
+        if run.step == plan.fails_at:
+            return [JobFailed(id=job, code="non_finite_loss", message="chaos")]
+        results: list[FromEngine] = [JobProgress(id=job, metrics=_metrics(run.step, plan.steps))]
+        if run.step % plan.checkpoint_every == 0:
+            self.saved[job] = run.step
+            results.append(JobCheckpoint(id=job, step=run.step))
+        if run.step == plan.steps:
+            self.published.append(job)
+            ref = AdapterRef(run.spec.adapter, run.spec.version)
+            results.append(JobSucceeded(id=job, ref=ref, final_loss=1.0, trained_tokens=run.step))
+        return results
+
+    def mid_batch(self, job: str) -> bool:
+        return self._runs[job].piece > 0
+
+    def checkpoint(self, job: str) -> JobCheckpoint | None:
+        run = self._runs[job]
+        run.piece = 0
+        if run.step == self.saved.get(job, 0):
+            return None
+        self.saved[job] = run.step
+        return JobCheckpoint(id=job, step=run.step)
+
+    def drop(self, job: str) -> None:
+        del self._runs[job]
+
+    @property
+    def active(self) -> int:
+        return len(self._runs)
+
+
+def _metrics(step: int, total: int) -> StepMetrics:
+    return StepMetrics(
+        step=step,
+        total_steps=total,
+        epoch=step / total,
+        loss=1.0,
+        learning_rate=1e-3,
+        grad_norm=1.0,
+        tokens=1,
+        target_tokens=1,
+        seconds=0.1,
+    )
+
+
+class NoAdapters:
+    """A residency that holds nothing."""
+
+    def drop(self, ref: AdapterRef) -> None:
+        """Nothing is held."""
+
+    def resident(self) -> tuple[AdapterRef, ...]:
+        return ()

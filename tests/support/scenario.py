@@ -1,0 +1,251 @@
+"""A scenario is what users do, made from a seed; `play` lets the real engine live through it in virtual time."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections import Counter
+from dataclasses import dataclass, field, replace
+
+from coserve.engine import Engine
+from coserve.link import (
+    CancelJob,
+    CancelRequest,
+    EngineStopped,
+    FromEngine,
+    Generate,
+    JobCancelled,
+    JobFailed,
+    JobSucceeded,
+    LocalLink,
+    PauseJob,
+    RequestFailed,
+    ResumeJob,
+    Shutdown,
+    StartJob,
+    ToEngine,
+    Tokens,
+    local_pair,
+)
+from coserve.queues.policy import Ets, Policy, Slack, TemporalSharing
+from coserve.types import AdapterRef, JobSpec, LoraSettings, SamplingParams, Slo, TrainingSettings
+from tests.support.fake_rooms import CONTEXT, FakeGenerator, FakeTrainer, JobPlan, Meter, NoAdapters, Prices
+from tests.support.virtual_clock import run_virtual
+
+
+@dataclass(frozen=True)
+class Scenario:
+    """Everything that a run depends on. `script` is what the API process sends, and when."""
+
+    seed: int
+    policy: Policy
+    script: tuple[tuple[float, ToEngine], ...]
+    plans: dict[str, JobPlan]
+    prices: Prices
+    max_running: int
+    max_queue: int
+    max_active_jobs: int
+    step_tokens: int
+    chaos: float
+    patience: float
+    delay: float
+
+    def without_jobs(self) -> Scenario:
+        kept = tuple(event for event in self.script if isinstance(event[1], Generate | CancelRequest))
+        return replace(self, script=kept, plans={})
+
+
+def make_scenario(seed: int, *, policy: str, calm: bool = False) -> Scenario:
+    """`calm`: no cancels, failures or spikes, long queue, and gaps that leave the engine time to breathe."""
+    rng = random.Random(f"{seed} {policy} {calm}")
+    delay, patience, max_running = rng.uniform(0, 2), rng.uniform(0, 1), rng.randint(4 if calm else 1, 8)
+    policies: dict[str, Policy] = {
+        "ets": Ets(max_running, delay),
+        "ts": TemporalSharing(rng.randint(1, 4), max_running, delay),
+        "slack": Slack(max_running, patience),
+    }
+    plans = {
+        f"j{i}": JobPlan(
+            steps=rng.randint(1, 6),
+            pieces=rng.randint(1, 8),
+            checkpoint_every=rng.randint(1, 4),
+            fails_at=None if calm or rng.random() < 0.75 else rng.randint(0, 6),
+        )
+        for i in range(rng.randint(0, 4))
+    }
+    script = _requests(rng, calm) + _jobs(rng, plans, calm)
+    return Scenario(
+        seed=seed,
+        policy=policies[policy],
+        script=tuple(sorted(script, key=lambda event: event[0])),
+        plans=plans,
+        prices=Prices(
+            step=rng.uniform(0.005, 0.02),
+            token=rng.uniform(0, 5e-4),
+            piece=rng.uniform(0.002, 0.05),
+            spikes=0.0 if calm else rng.choice((0, 0.05)),
+        ),
+        max_running=max_running,
+        max_queue=1000 if calm else rng.choice((2, 10, 1000)),
+        max_active_jobs=rng.randint(1, 3),
+        step_tokens=rng.choice((16, 64, 256)),
+        chaos=0.0 if calm else rng.choice((0, 0.02)),
+        patience=patience,
+        delay=delay,
+    )
+
+
+def _requests(rng: random.Random, calm: bool) -> list[tuple[float, ToEngine]]:
+    script: list[tuple[float, ToEngine]] = []
+    at, gap = 0.0, 1.0 if calm else rng.choice((0.02, 0.1, 1.0))
+    for i in range(rng.randint(0, 25)):
+        at += rng.uniform(gap / 2, gap) if calm else rng.expovariate(1 / gap) * (rng.random() < 0.7)
+        length = rng.randint(1, 20) if calm else rng.randint(1, CONTEXT + 4)
+        request = Generate(
+            id=f"r{i}",
+            prompt=tuple(rng.randrange(100) for _ in range(length)),
+            sampling=SamplingParams(max_tokens=rng.randint(1, 8), seed=rng.randrange(1 << 30)),
+            adapter=rng.choice((None, AdapterRef("a", 1), AdapterRef("b", 2))),
+            slo=Slo(ttft=rng.uniform(0.3, 2), tpot=rng.uniform(0.05, 0.3)),
+        )
+        script.append((at, request))
+        if not calm and rng.random() < 0.2:
+            script.append((at + rng.expovariate(3), CancelRequest(id=request.id)))
+    return script
+
+
+def _jobs(rng: random.Random, plans: dict[str, JobPlan], calm: bool) -> list[tuple[float, ToEngine]]:
+    script: list[tuple[float, ToEngine]] = []
+    for id in plans:
+        at = rng.uniform(0, 3)
+        script.append((at, StartJob(spec=_spec(id), paused=not calm and rng.random() < 0.1)))
+        for _ in range(0 if calm else rng.randint(0, 4)):
+            at += rng.expovariate(2)
+            kind = rng.choices((PauseJob, ResumeJob, CancelJob), (4, 5, 1))[0]
+            script.append((at, kind(id=id)))
+    return script
+
+
+def _spec(id: str) -> JobSpec:
+    return JobSpec(
+        id=id,
+        adapter=f"adapter-{id}",
+        version=1,
+        init_from=None,
+        lora=LoraSettings(),
+        training=TrainingSettings(steps=1),
+        rows=1,
+        tokens=1,
+        target_tokens=1,
+    )
+
+
+@dataclass
+class Outcome:
+    """What the API process saw, with times, and the fakes as the engine left them."""
+
+    scenario: Scenario
+    generator: FakeGenerator
+    trainer: FakeTrainer
+    meter: Meter
+    messages: list[tuple[float, FromEngine]] = field(default_factory=list)
+    sent: dict[str, float] = field(default_factory=dict)
+    cancelled: dict[str, float] = field(default_factory=dict)
+    """Requests that the script cancelled before their end was seen."""
+
+    def of(self, id: str) -> list[tuple[float, FromEngine]]:
+        return [(at, message) for at, message in self.messages if getattr(message, "id", None) == id]
+
+    def tokens(self, id: str) -> tuple[int, ...]:
+        return tuple(t for _, message in self.of(id) if isinstance(message, Tokens) for t in message.tokens)
+
+    def ends(self) -> Counter[str]:
+        """How often each request and job was said to have ended."""
+        return Counter(message.id for _, message in self.messages if _ends(message))
+
+
+def _ends(message: FromEngine) -> bool:
+    if isinstance(message, Tokens):
+        return message.finished is not None
+    return isinstance(message, RequestFailed | JobSucceeded | JobFailed | JobCancelled)
+
+
+class _Api:
+    """The other end of the link: sends the script, notes the answers, says when all has ended."""
+
+    def __init__(self, outcome: Outcome, link: LocalLink[ToEngine, FromEngine]) -> None:
+        self._outcome, self._link = outcome, link
+        self._open: set[str] = set()
+        self._quiet = asyncio.Event()
+
+    async def send_script(self) -> None:
+        clock = asyncio.get_running_loop().time
+        for at, message in self._outcome.scenario.script:
+            await asyncio.sleep(at - clock())
+            self._note(message, clock())
+            self._link.send(message)
+        for job in self._outcome.scenario.plans:
+            self._link.send(ResumeJob(id=job))  # whatever was left paused runs to its end
+        await self._until_quiet()
+        self._link.send(Shutdown())
+
+    def _note(self, message: ToEngine, now: float) -> None:
+        match message:
+            case Generate(id=id):
+                self._outcome.sent[id] = now
+                self._open.add(id)
+            case StartJob(spec=spec):
+                self._open.add(spec.id)
+            case CancelRequest(id=id) if id in self._open:
+                self._outcome.cancelled[id] = now
+                self._open.discard(id)
+            case _:
+                pass
+
+    async def _until_quiet(self) -> None:
+        while self._open:
+            self._quiet.clear()
+            await self._quiet.wait()
+
+    async def listen(self) -> None:
+        clock = asyncio.get_running_loop().time
+        while True:
+            message = await self._link.receive()
+            self._outcome.messages.append((clock(), message))
+            if _ends(message):
+                self._open.discard(message.id)
+                self._quiet.set()
+            if isinstance(message, EngineStopped):
+                return
+
+
+async def _play(scenario: Scenario) -> Outcome:
+    loop, rng, meter = asyncio.get_running_loop(), random.Random(scenario.seed), Meter()
+    generator = FakeGenerator(meter, scenario.prices, scenario.step_tokens, rng, scenario.chaos)
+    trainer = FakeTrainer(meter, scenario.prices, scenario.plans, rng, loop.time)
+    api_end, engine_end = local_pair()
+    engine = Engine(
+        generator,
+        trainer,
+        NoAdapters(),
+        scenario.policy,
+        engine_end,
+        max_running=scenario.max_running,
+        max_queue=scenario.max_queue,
+        max_active_jobs=scenario.max_active_jobs,
+        step_tokens=scenario.step_tokens,
+        clock=loop.time,
+        pace=meter.pace,
+    )
+    outcome = Outcome(scenario, generator, trainer, meter)
+    api = _Api(outcome, api_end)
+    async with asyncio.TaskGroup() as group:
+        group.create_task(api.listen())
+        group.create_task(api.send_script())
+        group.create_task(engine.run())
+    return outcome
+
+
+def play(scenario: Scenario) -> Outcome:
+    """Live through the scenario; raises what the engine or a fake raised, `Deadlock` if the end never comes."""
+    return run_virtual(_play(scenario))
