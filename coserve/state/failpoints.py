@@ -5,7 +5,7 @@ Free when off. Armed by `COSERVE_FAILPOINTS="NAME=ACTION[@N][;...]"`, or by `arm
 - NAME is one of `FAILPOINTS`, or `*` for whichever is passed;
 - ACTION is `kill` (this process dies as if by kill -9), `kill-group` (its whole process group does), `ENOSPC` or `EIO`
   (an `OSError`), or `delay:2s`;
-- N: only at the N-th hit; without it, at every hit.
+- N: only at the N-th hit; without it, at every hit. A name may have several rules.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from coserve.errors import ConfigError
 
@@ -55,11 +56,18 @@ _RULE = re.compile(
 )
 
 
+class Rule(NamedTuple):
+    name: str
+    action: str
+    at: int | None
+    """The hit that it acts on; None: every one."""
+
+
 @dataclass
 class Armed:
     """Rules in force, and how often each failpoint was hit since."""
 
-    rules: dict[str, tuple[str, int | None]]
+    rules: tuple[Rule, ...]
     hits: Counter[str] = field(default_factory=Counter)
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
@@ -67,12 +75,8 @@ class Armed:
         assert name in FAILPOINTS, f"undeclared failpoint {name}"
         with self._lock:
             self.hits[name] += 1
-            due = [
-                action
-                for pattern, count in ((name, self.hits[name]), ("*", self.hits.total()))
-                for action, at in [self.rules.get(pattern, ("", 0))]
-                if at is None or at == count
-            ]
+            counts = {name: self.hits[name], "*": self.hits.total()}
+            due = [rule.action for rule in self.rules if rule.name in counts and rule.at in (None, counts[rule.name])]
         for action in due:
             _act(action)
 
@@ -90,17 +94,17 @@ def _act(action: str) -> None:
             time.sleep(float(action.removeprefix("delay:").removesuffix("s")))
 
 
-def parse(text: str) -> dict[str, tuple[str, int | None]]:
-    """Rules of a `COSERVE_FAILPOINTS` text: name to (action, n-th hit). Raises `ConfigError`."""
-    rules: dict[str, tuple[str, int | None]] = {}
+def parse(text: str) -> tuple[Rule, ...]:
+    """Rules of a `COSERVE_FAILPOINTS` text. Raises `ConfigError`."""
+    rules: list[Rule] = []
     for part in filter(None, (part.strip() for part in text.split(";"))):
         rule = _RULE.fullmatch(part)
         if rule is None:
             raise ConfigError(f"{VARIABLE}: expected name=kill|kill-group|ENOSPC|EIO|delay:2s[@n], got {part!r}")
         if rule["name"] != "*" and rule["name"] not in FAILPOINTS:
             raise ConfigError(f"{VARIABLE}: unknown failpoint {rule['name']!r}")
-        rules[rule["name"]] = (rule["action"], int(rule["at"]) if rule["at"] else None)
-    return rules
+        rules.append(Rule(rule["name"], rule["action"], int(rule["at"]) if rule["at"] else None))
+    return tuple(rules)
 
 
 def _from_environment() -> Armed | None:

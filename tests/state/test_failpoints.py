@@ -78,11 +78,12 @@ def test_an_undeclared_name_is_refused_when_armed() -> None:
 
 
 def test_rules() -> None:
-    assert parse("shutdown=delay:0.5s@2; adapter.publish=kill") == {
-        "shutdown": ("delay:0.5s", 2),
-        "adapter.publish": ("kill", None),
-    }
-    assert parse("") == {}
+    assert parse("shutdown=delay:0.5s@2; adapter.publish=kill; shutdown=EIO@3") == (
+        ("shutdown", "delay:0.5s", 2),
+        ("adapter.publish", "kill", None),
+        ("shutdown", "EIO", 3),
+    )
+    assert parse("") == ()
 
 
 @pytest.mark.parametrize("text", ["shutdown", "shutdown=die", "nowhere=kill", "shutdown=kill@0", "shutdown=delay:2"])
