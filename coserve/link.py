@@ -94,6 +94,12 @@ class EngineRefused(Message, frozen=True):
     message: str
 
 
+class Admitted(Message, frozen=True):
+    """A request left the queue and runs; what it waited until now is its queue time. Sent at most once."""
+
+    id: str
+
+
 class Tokens(Message, frozen=True):
     """New tokens of one request, in order. `logprobs` has one entry a token if they were asked for."""
 
@@ -174,6 +180,7 @@ ToEngine = Generate | CancelRequest | StartJob | PauseJob | ResumeJob | CancelJo
 FromEngine = (
     EngineReady
     | EngineRefused
+    | Admitted
     | Tokens
     | RequestFailed
     | JobStarted
