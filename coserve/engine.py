@@ -216,14 +216,16 @@ class Engine:
             self._link.send(message)
             if isinstance(message, JobSucceeded | JobFailed):
                 self._retire(job)
-        if job not in self._active:
+        suspended = job in self._active and self._trainer.mid_batch(job)
+        if not suspended:
             self._batches_since_train = 0
-        elif not self._trainer.mid_batch(job):
-            self._batches_since_train = 0
-            self._jobs.rotate()
+            if job in self._active:
+                self._jobs.rotate()
         await self._pace()
         now = self._clock()
-        self._piece_cost.add((now - began) / (pieces or 1))
+        piece = (now - began) / (pieces or 1)
+        if suspended or piece > self._piece_cost.value:  # where a micro-batch ends, the slice may have had fewer pieces
+            self._piece_cost.add(piece)
         self._train_seconds += now - began
         self._train_waiting_since = now
         self._report(now)

@@ -118,7 +118,7 @@ def _jobs(rng: random.Random, plans: dict[str, JobPlan], calm: bool) -> list[tup
     script: list[tuple[float, ToEngine]] = []
     for id in plans:
         at = rng.uniform(0, 3)
-        script.append((at, StartJob(spec=_spec(id), paused=not calm and rng.random() < 0.1)))
+        script.append((at, StartJob(spec=job_spec(id), paused=not calm and rng.random() < 0.1)))
         for _ in range(0 if calm else rng.randint(0, 4)):
             at += rng.expovariate(2)
             kind = rng.choices((PauseJob, ResumeJob, CancelJob), (4, 5, 1))[0]
@@ -126,7 +126,7 @@ def _jobs(rng: random.Random, plans: dict[str, JobPlan], calm: bool) -> list[tup
     return script
 
 
-def _spec(id: str) -> JobSpec:
+def job_spec(id: str) -> JobSpec:
     return JobSpec(
         id=id,
         adapter=f"adapter-{id}",

@@ -1,0 +1,115 @@
+"""How the tick ends: told to, left alone, or by a fault."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Awaitable, Callable
+
+import pytest
+
+from coserve.engine import Engine
+from coserve.link import (
+    CancelRequest,
+    EngineStats,
+    EngineStopped,
+    FromEngine,
+    Generate,
+    JobCheckpoint,
+    JobProgress,
+    JobStarted,
+    LocalLink,
+    Shutdown,
+    StartJob,
+    ToEngine,
+    local_pair,
+)
+from coserve.queues.policy import Slack
+from coserve.types import SamplingParams, Slo
+from tests.support.fake_rooms import FakeGenerator, FakeTrainer, JobPlan, Meter, NoAdapters, Prices
+from tests.support.scenario import job_spec
+from tests.support.virtual_clock import run_virtual
+
+PRICES = Prices(step=0.01, token=0.0, piece=0.01, spikes=0.0)
+REQUEST = Generate(
+    id="r", prompt=(1, 2), sampling=SamplingParams(max_tokens=1000), adapter=None, slo=Slo(ttft=1.0, tpot=1.0)
+)
+
+Script = Callable[[LocalLink[ToEngine, FromEngine]], Awaitable[None]]
+
+
+class _FaultyGenerator(FakeGenerator):
+    def cancel(self, id: str) -> None:
+        raise ZeroDivisionError(id)
+
+
+def live(script: Script, generator_type: type[FakeGenerator] = FakeGenerator) -> list[FromEngine]:
+    async def main() -> list[FromEngine]:
+        loop, rng, meter = asyncio.get_running_loop(), random.Random(0), Meter()
+        api_end, engine_end = local_pair()
+        engine = Engine(
+            generator_type(meter, PRICES, 64, rng, 0.0),
+            FakeTrainer(meter, PRICES, {"j0": JobPlan(1000, 4, 1000, None)}, rng, loop.time),
+            NoAdapters(),
+            Slack(4, 1.0),
+            engine_end,
+            max_running=4,
+            max_queue=4,
+            max_active_jobs=1,
+            step_tokens=64,
+            clock=loop.time,
+            pace=meter.pace,
+        )
+        run = asyncio.create_task(engine.run())
+        await script(api_end)
+        await run
+        await engine_end.close()
+        messages: list[FromEngine] = []
+        while not messages or not isinstance(messages[-1], EngineStopped):
+            messages.append(await api_end.receive())
+        return [message for message in messages if not isinstance(message, EngineStats)]
+
+    return run_virtual(main())
+
+
+async def _start_a_job(link: LocalLink[ToEngine, FromEngine]) -> None:
+    link.send(StartJob(spec=job_spec("j0")))
+    await asyncio.sleep(0.5)
+
+
+def test_shutdown_saves_the_last_whole_step() -> None:
+    async def script(link: LocalLink[ToEngine, FromEngine]) -> None:
+        await _start_a_job(link)
+        link.send(Shutdown())
+
+    started, *steps, saved, stopped = live(script)
+    assert started == JobStarted(id="j0", total_steps=1000)
+    assert [step.metrics.step for step in steps if isinstance(step, JobProgress)] == list(range(1, len(steps) + 1))
+    assert saved == JobCheckpoint(id="j0", step=len(steps)) and len(steps) > 5
+    assert stopped == EngineStopped()
+
+
+def test_an_engine_left_alone_saves_and_leaves() -> None:
+    async def script(link: LocalLink[ToEngine, FromEngine]) -> None:
+        await _start_a_job(link)
+        await link.close()
+
+    assert isinstance(live(script)[-2], JobCheckpoint)
+
+
+def test_an_idle_engine_leaves_too() -> None:
+    async def script(link: LocalLink[ToEngine, FromEngine]) -> None:
+        await asyncio.sleep(1)
+        link.send(Shutdown())
+
+    assert live(script) == [EngineStopped()]
+
+
+def test_a_fault_in_a_messages_handling_ends_the_engine() -> None:
+    async def script(link: LocalLink[ToEngine, FromEngine]) -> None:
+        link.send(REQUEST)
+        await asyncio.sleep(0.5)
+        link.send(CancelRequest(id="r"))
+
+    with pytest.raises(ZeroDivisionError):
+        live(script, _FaultyGenerator)
