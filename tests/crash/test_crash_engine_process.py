@@ -1,0 +1,41 @@
+"""kill -9 of the whole daemon at each failpoint of the engine process: checkpoints, adapters, steps, streams, the end."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from coserve.state.failpoints import FILE_STEPS
+from tests.support.crash_oracle import Oracle, Reference
+
+
+def test_a_daemon_killed_at_each_failpoint_of_the_engine_process(
+    model: Path, reference: Reference, tmp_path: Path
+) -> None:
+    oracle = Oracle(model, tmp_path / "data", reference)
+    for step in FILE_STEPS:
+        oracle.die_at(f"checkpoint.{step}=kill-group@2", "job")
+        oracle.die_at(f"adapter.{step}=kill-group", "job")
+    oracle.die_at("adapter.publish=kill-group", "job")
+    oracle.die_at("finetune.mid_step=kill-group@3", "job")
+    oracle.die_at("remove.before_rename=kill-group", "job")
+    oracle.die_at("remove.after_rename=kill-group", "job")
+    oracle.die_at("generate.mid_stream=kill-group@3", "stream")
+    oracle.die_at("shutdown=kill-group", "stop")
+    oracle.settle()
+
+
+def test_an_engine_that_dies_is_started_again(model: Path, reference: Reference, tmp_path: Path) -> None:
+    """Its request gets a clear error; its job goes on from the last checkpoint; the API process never left."""
+    oracle = Oracle(model, tmp_path / "data", reference)
+    with oracle.start("generate.mid_stream=kill@4;finetune.mid_step=kill@4") as daemon:
+        daemon.wait_ready()
+        *chunks, last = daemon.events("POST", "/generate", {"prompt": "The", "max_tokens": 64, "stream": True})
+        assert chunks
+        assert last["error"]["code"] in ("engine_crashed", "engine_unavailable")
+        events = oracle.follow(daemon, oracle.submit(daemon, "adapter"))
+        assert events[-1]["state"] == "succeeded", events[-1]
+        _, health = daemon.call("GET", "/health")
+        assert health["status"] == "ok"
+        assert health["engine_restarts"] == 3  # the stream, and steps 4 and 6 of the job
+        assert daemon.stop() == 0
+    oracle.settle()
