@@ -1,0 +1,63 @@
+"""Adapters in PEFT's file format, in and out."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from coserve.adapters.gate import CONFIG, read_config
+from coserve.adapters.peft import FINGERPRINT, PREFIX, WEIGHTS, adapter_config, read_layout
+from coserve.adapters.tensorfile import Entry, TensorFile
+from coserve.errors import CorruptAdapter
+from coserve.kernels.segments import LoraPair
+from coserve.model.lora import LoraWeights
+from coserve.types import BaseSpec
+
+_DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+
+
+def load_adapter(folder: Path, base: BaseSpec, *, device: torch.device | str, dtype: torch.dtype) -> LoraWeights:
+    """The adapter of a PEFT folder, in `dtype` on `device`; block-diagonal matrices (BD-LoRA) become dense.
+
+    Raises:
+        AdapterError: as `peft.inspect_adapter`, and `CorruptAdapter` for values that are not finite in `dtype`.
+    """
+    config = read_config(folder)
+    sites = {}
+    with TensorFile(folder, WEIGHTS) as file:
+        layout = read_layout(config, file, base)
+        for name, shape in layout.sites.items():
+            a_RD = _dense(_tensor(file, layout.a[name]), shape.block_a)
+            b_OR = _dense(_tensor(file, layout.b[name]), shape.block_b)
+            pair = LoraPair(a_RD.to(device, dtype), b_OR.to(device, dtype), shape.scaling)
+            if not (torch.isfinite(pair.a_RD).all() and torch.isfinite(pair.b_OR).all()):
+                raise CorruptAdapter(f"{name}: its weights are not finite in {str(dtype).removeprefix('torch.')}")
+            sites[name] = pair
+    return LoraWeights(layout.settings, sites)
+
+
+def save_adapter(folder: Path, weights: LoraWeights, base: BaseSpec) -> None:
+    """Writes `adapter_config.json` and `adapter_model.safetensors` (float32) into an existing folder.
+
+    Plain writes: whoever calls makes them durable and atomic. The weights remember the base's fingerprint.
+    """
+    tensors = {}
+    for site, pair in weights.sites.items():
+        tensors[f"{PREFIX}{site}.lora_A.weight"] = pair.a_RD.detach().float().cpu().contiguous()
+        tensors[f"{PREFIX}{site}.lora_B.weight"] = pair.b_OR.detach().float().cpu().contiguous()
+    save_file(tensors, folder / WEIGHTS, metadata={"format": "pt", FINGERPRINT: base.fingerprint})
+    config = adapter_config(weights.settings, base, weights.sites)
+    (folder / CONFIG).write_text(json.dumps(config, indent=2) + "\n")
+
+
+def _tensor(file: TensorFile, entry: Entry) -> Tensor:
+    return torch.frombuffer(file.read(entry), dtype=_DTYPES[entry.dtype]).reshape(entry.shape)
+
+
+def _dense(packed: Tensor, blocks: int) -> Tensor:
+    """Rows of `blocks` stacked blocks -> the matrix that has them on its diagonal."""
+    return packed if blocks == 1 else torch.block_diag(*packed.chunk(blocks))  # type: ignore[no-untyped-call]

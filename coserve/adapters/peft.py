@@ -1,0 +1,234 @@
+"""Reads what a PEFT adapter folder holds and checks it against the base, tensor by tensor. Knows no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+
+from coserve.adapters.gate import CONFIG, read_config
+from coserve.adapters.targets import UnsafePattern, alpha_of, pattern_matches, rank_and_scaling, targets_match
+from coserve.adapters.tensorfile import Entry, TensorFile
+from coserve.errors import BaseMismatch, CorruptAdapter, ShapeMismatch, UnsupportedAdapter
+from coserve.types import BaseSpec, LoraSettings
+
+WEIGHTS = "adapter_model.safetensors"
+FINGERPRINT = "coserve.base_fingerprint"
+"""Key of the safetensors metadata that names the base of an adapter trained here."""
+PREFIX = "base_model.model."
+
+_CONV1D_FAMILIES = frozenset({"gpt2"})
+"""Families whose linear modules keep their weight transposed; PEFT wants to be told."""
+
+
+@dataclass(frozen=True)
+class SiteShape:
+    """One site of an adapter. `block_a`, `block_b`: that matrix is kept as so many diagonal blocks (BD-LoRA)."""
+
+    rank: int
+    scaling: float
+    block_a: int = 1
+    block_b: int = 1
+
+
+@dataclass(frozen=True)
+class AdapterInfo:
+    """What an adapter's files hold, checked against the base."""
+
+    settings: LoraSettings
+    rank: int
+    """The largest of its sites."""
+    alpha: float
+    targets: tuple[str, ...]
+    sites: dict[str, SiteShape]
+    bytes: int
+    sha256: str
+    """Of the weights' file."""
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Where a loader finds each site's matrices: names of tensors."""
+
+    settings: LoraSettings
+    sites: dict[str, SiteShape]
+    a: dict[str, Entry]
+    b: dict[str, Entry]
+
+
+def inspect_adapter(folder: Path, base: BaseSpec) -> AdapterInfo:
+    """Checks an adapter folder against a base without loading weights.
+
+    Raises:
+        UnsafeAdapter: files that could run code, links or devices; nothing of them is opened.
+        UnsupportedAdapter: settings or tensors that coserve does not implement, by name.
+        CorruptAdapter: files that are damaged or contradict each other.
+        BaseMismatch, ShapeMismatch: an adapter of another base.
+    """
+    config = read_config(folder)
+    with TensorFile(folder, WEIGHTS) as file:
+        layout = read_layout(config, file, base)
+        return AdapterInfo(
+            settings=layout.settings,
+            rank=max(site.rank for site in layout.sites.values()),
+            alpha=alpha_of(layout.settings),
+            targets=layout.settings.targets or base.default_targets,
+            sites=layout.sites,
+            bytes=file.bytes,
+            sha256=file.sha256(),
+        )
+
+
+def read_layout(config: dict[str, object], file: TensorFile, base: BaseSpec) -> Layout:
+    """Settings and sites of an open weights' file; every tensor is one of a site's two matrices, of the right shape."""
+    trained_on = file.metadata.get(FINGERPRINT)
+    if trained_on is not None and trained_on != base.fingerprint:
+        raise BaseMismatch(f"the adapter was trained on another base than {base.name}")
+    settings = _settings(config)
+    matrices: dict[str, dict[str, Entry]] = {"lora_A": {}, "lora_B": {}}
+    for name, entry in file.entries.items():
+        site, kind = _site_of(name, base)
+        matrices[kind][site] = entry
+    a, b = matrices["lora_A"], matrices["lora_B"]
+    if not a and not b:
+        raise CorruptAdapter("the weights' file holds no tensors")
+    lonely = next(iter(sorted(a.keys() ^ b.keys())), None)
+    if lonely is not None:
+        raise CorruptAdapter(f"{lonely}: expected both lora_A and lora_B, got only one of them")
+    sites = {}
+    for site in base.sites:  # the base's order
+        if site in a:
+            _check_targeted(site, config, settings, base)
+            sites[site] = _shape(site, config, settings, base, a[site].shape, b[site].shape)
+    targets = settings.targets or ()
+    if {site for site in base.sites if targets_match(targets, site)} != set(sites):
+        targets = tuple(sites)
+    return Layout(msgspec.structs.replace(settings, targets=targets), sites, a, b)
+
+
+def adapter_config(settings: LoraSettings, base: BaseSpec, sites: Collection[str]) -> dict[str, object]:
+    """What PEFT expects in `adapter_config.json` for an adapter with these sites."""
+    targets = base.default_targets if settings.targets is None else settings.targets
+    if {site for site in base.sites if targets_match(targets, site)} != set(sites):
+        targets = tuple(sites)
+    return {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": base.name,
+        "inference_mode": True,
+        "r": settings.r,
+        "lora_alpha": _plain(alpha_of(settings)),
+        "lora_dropout": settings.dropout,
+        "use_rslora": settings.rslora,
+        "target_modules": list(targets),
+        "rank_pattern": dict(settings.rank_pattern),
+        "alpha_pattern": {key: _plain(alpha) for key, alpha in settings.alpha_pattern.items()},
+        "fan_in_fan_out": base.family in _CONV1D_FAMILIES,
+        "bias": "none",
+        "init_lora_weights": True,
+    }
+
+
+def _plain(number: float) -> int | float:
+    return int(number) if number == int(number) else number
+
+
+def _settings(config: dict[str, object]) -> LoraSettings:
+    """The config's values, whose types the gate has checked; PEFT's defaults for what is missing."""
+    targets = config.get("target_modules")
+    if targets is None:
+        raise CorruptAdapter(f"{CONFIG}: expected target_modules", field="target_modules")
+    rank_pattern: dict[str, int] = config.get("rank_pattern") or {}  # type: ignore[assignment]
+    alpha_pattern: dict[str, float] = config.get("alpha_pattern") or {}  # type: ignore[assignment]
+    for field, patterns in (("rank_pattern", rank_pattern), ("alpha_pattern", alpha_pattern)):
+        for pattern in patterns:
+            try:
+                pattern_matches(pattern, "")
+            except UnsafePattern as error:
+                raise UnsupportedAdapter(f"{CONFIG}: {field}: {error}", field=field) from error
+    return LoraSettings(
+        r=config.get("r", 8),  # type: ignore[arg-type]
+        alpha=float(config.get("lora_alpha", 8)),  # type: ignore[arg-type]
+        rslora=config.get("use_rslora", False) is True,
+        dropout=float(config.get("lora_dropout", 0.0)),  # type: ignore[arg-type]
+        targets=tuple(targets),  # type: ignore[arg-type]
+        rank_pattern=rank_pattern,
+        alpha_pattern={pattern: float(alpha) for pattern, alpha in alpha_pattern.items()},
+    )
+
+
+_KINDS = {
+    "lora_magnitude_vector": "DoRA is not implemented",
+    "lora_embedding_A": "adapters of embeddings are not implemented",
+    "lora_embedding_B": "adapters of embeddings are not implemented",
+    "base_layer": "the file holds weights of the base itself, which is not implemented",
+    "token_adapter": "trainable tokens are not implemented",
+    "modules_to_save": "adapters that replace whole modules are not implemented",
+    "lora_B.bias": "LoRA with a bias is not implemented",
+}
+
+
+def _site_of(name: str, base: BaseSpec) -> tuple[str, str]:
+    """A tensor's site and `lora_A` or `lora_B`."""
+    shown = repr(name[:120])
+    for part, reason in _KINDS.items():
+        if f".{part}" in f".{name}":
+            raise UnsupportedAdapter(f"tensor {shown}: {reason}")
+    site, _, rest = name.removeprefix(PREFIX).rpartition(".lora_")
+    if not name.startswith(PREFIX) or rest not in ("A.weight", "B.weight"):
+        raise UnsupportedAdapter(f"tensor {shown}: expected only lora_A.weight and lora_B.weight of linear modules")
+    if site in base.sites:
+        return site, f"lora_{rest[0]}"
+    if site.rsplit(".", 1)[-1] in ("lm_head", "embed_tokens", "wte", "wpe", "embed_out"):
+        raise UnsupportedAdapter(f"tensor {shown}: only linear modules of decoder layers can be adapted")
+    raise BaseMismatch(f"tensor {shown}: {base.name} has no such module")
+
+
+def _check_targeted(site: str, config: dict[str, object], settings: LoraSettings, base: BaseSpec) -> None:
+    """Raises `CorruptAdapter` for a site that has tensors but that the config does not name: PEFT would drop them."""
+    excluded = config.get("exclude_modules") or []
+    layers = config.get("layers_to_transform")
+    chosen = [layers] if isinstance(layers, int) else layers
+    assert isinstance(excluded, list)
+    named = targets_match(settings.targets or (), site) and not targets_match(excluded, site)
+    if not named or (chosen and site not in (settings.targets or ()) and base.sites[site].layer not in chosen):  # type: ignore[operator]
+        raise CorruptAdapter(f"{site}: the file has tensors for it, but {CONFIG} does not target it")
+
+
+def _shape(
+    site: str,
+    config: dict[str, object],
+    settings: LoraSettings,
+    base: BaseSpec,
+    a: tuple[int, ...],
+    b: tuple[int, ...],
+) -> SiteShape:
+    """Rank, scaling and blocks of a site; raises `ShapeMismatch` unless both matrices have the shapes they imply."""
+    rank, scaling = rank_and_scaling(settings, site)
+    block_a, block_b = _blocks(site, config)
+    spec = base.sites[site]
+    sizes = ((block_a, spec.in_features, rank), (block_b, rank, spec.out_features))
+    if any(size % blocks for blocks, *both in sizes for size in both):
+        raise ShapeMismatch(f"{site}: rank {rank} and its features don't divide into {max(block_a, block_b)} blocks")
+    expected = (rank, spec.in_features // block_a), (spec.out_features, rank // block_b)
+    for kind, got, want in (("lora_A", a, expected[0]), ("lora_B", b, expected[1])):
+        if got != want:
+            raise ShapeMismatch(f"{site}.{kind}: expected shape {list(want)}, got {list(got)[:8]}")
+    return SiteShape(rank, scaling, block_a, block_b)
+
+
+def _blocks(site: str, config: dict[str, object]) -> tuple[int, int]:
+    """Blocks of a site's A and B. PEFT matches these names anywhere in the module's path."""
+    settings = config.get("use_bdlora")
+    if not isinstance(settings, dict):
+        return 1, 1
+    count = settings.get("nblocks", 1)
+    in_a = any(part in site for part in settings.get("target_modules_bd_a") or [])
+    in_b = any(part in site for part in settings.get("target_modules_bd_b") or [])
+    if in_a and in_b:
+        raise CorruptAdapter(f"{site}: use_bdlora names it for both A and B", field="use_bdlora")
+    if not in_a and not in_b and settings.get("match_strict", True):
+        raise CorruptAdapter(f"{site}: use_bdlora names it for neither A nor B", field="use_bdlora")
+    return (count if in_a else 1), (count if in_b else 1)

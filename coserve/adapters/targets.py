@@ -1,0 +1,112 @@
+"""Which sites an adapter changes, with which rank and scaling: PEFT's matching rules without its regular expressions.
+
+Knows neither torch nor files.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Collection, Mapping
+from typing import TypeVar
+
+from coserve.errors import InvalidRequest
+from coserve.types import BaseSpec, LoraSettings
+
+MAX_RANK = 1024
+"""Largest rank of a new adapter; imported ones have the rank of their tensors."""
+INITS = ("default", "gaussian", "orthogonal")
+
+Value = TypeVar("Value")
+
+_SAFE = re.compile(r"\^?(?:[A-Za-z0-9_.-]|\\\.)+\$?")
+_MAX_PATTERN = 512
+
+
+class UnsafePattern(ValueError):
+    """A pattern that is more than a module's name: a regular expression from an untrusted file is never run."""
+
+
+def pattern_matches(pattern: str, site: str) -> bool:
+    r"""PEFT's `re.match(rf"(.*\.)?({pattern})$", site)` for patterns that are names, in linear time.
+
+    A name may hold letters, digits, `_`, `-`, `.` (any character, as in a regular expression) and `\.` (a dot), and be
+    anchored by `^` and `$`. Raises `UnsafePattern` for any other pattern.
+    """
+    if len(pattern) > _MAX_PATTERN or not _SAFE.fullmatch(pattern):
+        raise UnsafePattern(f"expected a module's name, got the pattern {pattern[:80]!r}")
+    anchored = pattern.startswith("^")
+    name = pattern.removeprefix("^").removesuffix("$").replace("\\.", "\0").replace(".", "\1").replace("\0", ".")
+    start = len(site) - len(name)
+    if start < 0 or (start > 0 and (anchored or site[start - 1] != ".")):
+        return False
+    return all(want in ("\1", got) for want, got in zip(name, site[start:], strict=True))
+
+
+def lookup(patterns: Mapping[str, Value], site: str, default: Value) -> Value:
+    """The value of the first pattern that matches, as PEFT reads `rank_pattern` and `alpha_pattern`."""
+    return next((value for pattern, value in patterns.items() if pattern_matches(pattern, site)), default)
+
+
+def targets_match(targets: Collection[str], site: str) -> bool:
+    """Whether one of `targets` is the site's whole name, or its end from a dot on."""
+    return any(site == target or site.endswith(f".{target}") for target in targets)
+
+
+def alpha_of(settings: LoraSettings) -> float:
+    """The adapter's alpha where no pattern says otherwise."""
+    return 2.0 * settings.r if settings.alpha is None else settings.alpha
+
+
+def rank_and_scaling(settings: LoraSettings, site: str) -> tuple[int, float]:
+    """Rank of a site's pair, and the factor of its term: `alpha / r`, or `alpha / sqrt(r)` with rsLoRA."""
+    rank = lookup(settings.rank_pattern, site, settings.r)
+    alpha = lookup(settings.alpha_pattern, site, alpha_of(settings))
+    return rank, alpha / (math.sqrt(rank) if settings.rslora else rank)
+
+
+def resolve_targets(settings: LoraSettings, base: BaseSpec) -> list[str]:
+    """The sites of a new adapter, in the base's order.
+
+    Raises:
+        InvalidRequest: a target or pattern that names no site of this base, or a setting out of its range.
+    """
+    _check_ranges(settings)
+    targets = base.default_targets if settings.targets is None else settings.targets
+    if not targets:
+        raise InvalidRequest("expected at least one target, got none", field="targets")
+    for target in targets:
+        if not any(targets_match((target,), site) for site in base.sites):
+            available = ", ".join(base.default_targets)
+            raise InvalidRequest(
+                f"expected targets among {available} (or whole site names), got {target[:80]!r}", field="targets"
+            )
+    sites = [site for site in base.sites if targets_match(targets, site)]
+    for field, patterns in (("rank_pattern", settings.rank_pattern), ("alpha_pattern", settings.alpha_pattern)):
+        for pattern in patterns:
+            try:
+                used = any(pattern_matches(pattern, site) for site in sites)
+            except UnsafePattern as error:
+                raise InvalidRequest(str(error), field=field) from error
+            if not used:
+                raise InvalidRequest(f"{pattern[:80]!r} names none of the targeted sites", field=field)
+    if settings.init == "orthogonal" and any(rank_and_scaling(settings, site)[0] % 2 for site in sites):
+        raise InvalidRequest("orthogonal initialisation needs even ranks", field="init")
+    return sites
+
+
+def _check_ranges(settings: LoraSettings) -> None:
+    ranks = {"r": settings.r} | {f"rank_pattern[{key[:80]!r}]": rank for key, rank in settings.rank_pattern.items()}
+    for name, rank in ranks.items():
+        if not 1 <= rank <= MAX_RANK:
+            raise InvalidRequest(f"{name}: expected a rank from 1 to {MAX_RANK}, got {rank}", field=name.split("[")[0])
+    alphas = {"alpha": alpha_of(settings)} | {
+        f"alpha_pattern[{k[:80]!r}]": a for k, a in settings.alpha_pattern.items()
+    }
+    for name, alpha in alphas.items():
+        if not (math.isfinite(alpha) and alpha > 0):
+            raise InvalidRequest(f"{name}: expected a number above 0, got {alpha}", field=name.split("[")[0])
+    if not 0 <= settings.dropout < 1:
+        raise InvalidRequest(f"expected a dropout from 0 to below 1, got {settings.dropout}", field="dropout")
+    if settings.init not in INITS:
+        raise InvalidRequest(f"expected init among {', '.join(INITS)}, got {settings.init[:80]!r}", field="init")
