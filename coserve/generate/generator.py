@@ -57,7 +57,8 @@ class Generator:
     def __init__(
         self, base: RunsBase, residency: HoldsAdapters, kv: KvCache, *, max_running: int, step_tokens: int, way: Way
     ) -> None:
-        """`max_running`: sequences that hold pages at once, further ones wait; `step_tokens`: most tokens of a step."""
+        """`step_tokens`: most tokens of a step; `max_running`: sequences that hold pages at once (no more than a step has
+        tokens), further ones wait."""
         assert max_running > 0, f"expected room for a sequence, got {max_running}"
         assert step_tokens > 0, f"expected room for a token, got {step_tokens}"
         self._base, self._residency, self._kv, self._way = base, residency, kv, way

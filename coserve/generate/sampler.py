@@ -68,7 +68,7 @@ def _adjust(logits_V: Tensor, row: Row) -> None:
     if row.barred:
         logits_V[torch.tensor(list(row.barred), device=device)] = -torch.inf
     if params.repetition_penalty != 1.0:
-        seen = torch.tensor(list({*row.prompt, *row.output}), device=device)
+        seen = torch.tensor(list({*row.prompt, *row.output}), device=device, dtype=torch.long)
         value = logits_V[seen]
         logits_V[seen] = torch.where(value > 0, value / params.repetition_penalty, value * params.repetition_penalty)
     if row.output and (params.presence_penalty or params.frequency_penalty):

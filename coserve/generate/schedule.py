@@ -39,10 +39,10 @@ class Scheduler:
     """
 
     def __init__(self, pages: PageSource, *, max_running: int, step_tokens: int) -> None:
-        self._pages, self._max_running, self._step_tokens = pages, max_running, step_tokens
+        # No more than a step holds: then every decode is in every step, and a prompt under way always moves.
+        self._pages, self._max_running, self._step_tokens = pages, min(max_running, step_tokens), step_tokens
         self._waiting: list[Sequence] = []
         self._active: list[Sequence] = []
-        self._step = 0
         self.preemptions = 0
 
     def __len__(self) -> int:
@@ -60,43 +60,29 @@ class Scheduler:
     def plan(self) -> list[Share]:
         """At most `step_tokens` tokens, one share a sequence: decodes, then prompts under way, then new ones.
 
-        Decodes that did not fit into the last step come first in this one. The pages for all shares are taken.
+        The pages for all shares are taken.
         """
-        self._step += 1
         before = self.preemptions
-        shares = self._decodes()
+        shares = [Share(s, 1) for s in tuple(self._active) if s.pending == 1 and self._grow(s)]
         budget = self._step_tokens - len(shares)
         for sequence in self._active:
             if budget and sequence.pending > 1:
-                budget -= self._give_share(shares, sequence, budget)
+                shares.append(Share(sequence, min(budget, sequence.pending)))
+                budget -= shares[-1].tokens
         while budget and self._waiting and self.preemptions == before and (admitted := self._admit()):
-            budget -= self._give_share(shares, admitted, budget)
-        return list(shares.values())
-
-    def _decodes(self) -> dict[str, Share]:
-        shares: dict[str, Share] = {}
-        ready = [sequence for sequence in self._active if sequence.pending == 1]
-        for sequence in sorted(ready, key=lambda s: (s.last_step, s.arrival)):
-            if len(shares) == self._step_tokens:
-                break
-            if sequence in self._active and self._grow(sequence, shares):
-                self._give_share(shares, sequence, 1)
+            shares.append(Share(admitted, min(budget, admitted.pending)))
+            budget -= shares[-1].tokens
         return shares
 
-    def _give_share(self, shares: dict[str, Share], sequence: Sequence, budget: int) -> int:
-        tokens = min(budget, sequence.pending)
-        shares[sequence.id] = Share(sequence, tokens)
-        sequence.last_step = self._step
-        return tokens
-
-    def _grow(self, sequence: Sequence, shares: dict[str, Share]) -> bool:
-        """A page for the next token if it needs one; False when the sequence had to give up its own."""
+    def _grow(self, sequence: Sequence) -> bool:
+        """A page for the next token if it needs one; False when the sequence had to give up its own, now or before."""
+        if sequence not in self._active:
+            return False
         need = self._pages.pages_for(len(sequence.tokens)) - len(sequence.pages)
         while (pages := self._pages.take(need)) is None:
             victim = self._active[-1]
             assert victim is not sequence or len(self._active) > 1, "a sequence alone does not fit the pool"
             self._preempt(victim)
-            shares.pop(victim.id, None)
             if victim is sequence:
                 return False
         sequence.pages.extend(pages)

@@ -28,7 +28,6 @@ class Sequence:
     pages: list[int] = field(default_factory=list)
     computed: int = 0
     """Leading tokens whose keys and values are in the pages."""
-    last_step: int = -1
 
     @property
     def id(self) -> str:

@@ -1,7 +1,7 @@
 """Attention of packed tokens: `PackedAttention` for training, `PagedAttention` for generation.
 
 Letters: T packed rows, H query heads, K key-value heads, G = H / K, D head width, B tiles, N tokens of a tile,
-R = N * G rows of a tile for one key-value head, L keys that a tile reads.
+R = N * G rows of a tile for one key-value head, L keys that a tile reads; S rows without those that pad R.
 """
 
 from __future__ import annotations
@@ -152,14 +152,13 @@ class PagedAttention:
         q_rows = q_HTD.transpose(0, 1).reshape(rows * heads, width) * scaling
         outputs = []
         for tile in tiles.batches:
-            q_BKRD = q_rows[tile.queries]
-            k_BKLD = keys.view(-1, keys.shape[3])[tile.keys]
-            v_BKLD = values.view(-1, values.shape[3])[tile.keys]
+            q_BKRD = _rows(q_rows, tile.queries)
+            k_BKLD, v_BKLD = _rows(keys.flatten(0, 2), tile.keys), _rows(values.flatten(0, 2), tile.keys)
             if self._exact:
                 q_BKRD, k_BKLD, v_BKLD = (_widen(x.float()) for x in (q_BKRD, k_BKLD, v_BKLD))
-            out = _weigh(q_BKRD, k_BKLD, v_BKLD, tile.hidden, softcap, tiles.sinks(sinks, tile), exact=self._exact)
-            outputs.append(out[..., : values.shape[3]].reshape(-1, values.shape[3]))
-        return torch.cat(outputs)[tiles.back].view(rows, heads, -1).to(q_HTD.dtype)
+            out = _weigh(q_BKRD, k_BKLD, v_BKLD, tile.hidden, softcap, tile.sinks(sinks), exact=self._exact)
+            outputs.append(out[..., : values.shape[3]].flatten(0, 2))
+        return torch.cat(outputs).index_select(0, tiles.back).view(rows, heads, -1).to(q_HTD.dtype)
 
     def _tiles(self, layout: Layout) -> Tiles:
         if layout not in self._plans:
@@ -168,6 +167,11 @@ class PagedAttention:
                 self._runs, layout, self._page_tokens, blank, self._device, exact=self._exact
             )
         return self._plans[layout]
+
+
+def _rows(x_ND: Tensor, at: Tensor) -> Tensor:
+    """`x_ND[at]`; whole rows at a time, which indexing is not on CPU."""
+    return x_ND.index_select(0, at.flatten()).view(*at.shape, -1)
 
 
 def _widen(x: Tensor) -> Tensor:
@@ -179,38 +183,44 @@ def _weigh(
     q_BKRD: Tensor,
     k_BKLD: Tensor,
     v_BKLD: Tensor,
-    hidden_B1RL: Tensor,
+    hidden_B1SL: Tensor,
     softcap: float | None,
-    sinks_1KR1: Tensor | None,
+    sinks_1KS1: Tensor | None,
     *,
     exact: bool,
 ) -> Tensor:
-    """`softmax(softcap(q kᵀ)) v` without the hidden keys: (B, K, R, D). The softmax is in fp32."""
+    """`softmax(softcap(q kᵀ)) v` without the hidden keys: (B, K, S, D), of the first S rows. The softmax is in fp32."""
+    padding = q_BKRD.shape[2] - hidden_B1SL.shape[2]
     scores = torch.matmul(q_BKRD, k_BKLD.transpose(2, 3)).float()
+    if padding:
+        scores = scores[:, :, :-padding].contiguous()
     if softcap is not None:
         scores.div_(softcap).tanh_().mul_(softcap)
-    scores.masked_fill_(hidden_B1RL, -torch.inf)
+    scores.masked_fill_(hidden_B1SL, -torch.inf)
     top = scores.amax(-1, keepdim=True)
-    if sinks_1KR1 is not None:
-        top = torch.maximum(top, sinks_1KR1)
+    if sinks_1KS1 is not None:
+        top = torch.maximum(top, sinks_1KS1)
     weights = scores.sub_(top).exp_()
     if exact:
-        total, out = _blockwise(weights, v_BKLD)
+        total, out = _blockwise(weights, v_BKLD, padding)
     else:
         total, out = weights.sum(-1, keepdim=True), torch.matmul(weights.to(v_BKLD.dtype), v_BKLD).float()
-    if sinks_1KR1 is not None:
-        total = total + (sinks_1KR1 - top).exp()
+    if sinks_1KS1 is not None:
+        total = total + (sinks_1KS1 - top).exp()
     return out / total
 
 
-def _blockwise(weights_BKRL: Tensor, v_BKLD: Tensor) -> tuple[Tensor, Tensor]:
-    """Sum of the weights (B, K, R, 1) and weighted values (B, K, R, D), block after block of keys."""
-    B, K, R, _ = weights_BKRL.shape
-    sums = weights_BKRL.view(B, K, R, -1, KEY_BLOCK).sum(-1)
-    weights, values = weights_BKRL.flatten(0, 1), v_BKLD.flatten(0, 1)
+def _blockwise(weights_BKSL: Tensor, v_BKLD: Tensor, padding: int) -> tuple[Tensor, Tensor]:
+    """Sum of the weights (B, K, S, 1) and weighted values (B, K, S, D), block after block of keys.
+
+    The products run with `padding` more rows.
+    """
+    B, K, S, _ = weights_BKSL.shape
+    sums = weights_BKSL.view(B, K, S, -1, KEY_BLOCK).sum(-1)
+    weights, values = pad(weights_BKSL, (0, 0, 0, padding)).flatten(0, 1), v_BKLD.flatten(0, 1)
     total, out = sums[..., 0].clone(), torch.bmm(weights[..., :KEY_BLOCK], values[:, :KEY_BLOCK])
     for block in range(1, sums.shape[-1]):
         keys = slice(block * KEY_BLOCK, (block + 1) * KEY_BLOCK)
         total += sums[..., block]
         out += torch.bmm(weights[..., keys], values[:, keys])
-    return total[..., None], out.view(B, K, R, -1)
+    return total[..., None], out.view(B, K, S + padding, -1)[:, :, :S]

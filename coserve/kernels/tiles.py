@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 KEY_BLOCK = 64
 """Keys are read in blocks of so many positions; block b of a sequence always holds the positions from 64 b on."""
@@ -50,23 +51,22 @@ class TileBatch:
     keys: Tensor
     """(B, K, L) rows of a layer's cache seen as (pages * page_tokens * K, D)."""
     hidden: Tensor
-    """(B, 1, R, L) bool: this row must not see that key. Every row sees at least one."""
+    """(B, 1, S, L) bool: this row must not see that key. Every row sees at least one. S is R without its padding."""
+
+    def sinks(self, sinks_H: Tensor | None) -> Tensor | None:
+        """The learned sink logit of each row, fp32 (1, K, S, 1)."""
+        if sinks_H is None:
+            return None
+        kv_heads = self.queries.shape[1]
+        sinks_KG = sinks_H.float().view(kv_heads, -1)
+        return sinks_KG.repeat(1, self.hidden.shape[2] // sinks_KG.shape[1])[None, :, :, None]
 
 
 @dataclass(frozen=True)
 class Tiles:
     batches: tuple[TileBatch, ...]
     back: Tensor
-    """(T * H) for each row and head its place among the batches' outputs seen as (sum B * K * R, D)."""
-
-    def sinks(self, sinks_H: Tensor | None, batch: TileBatch) -> Tensor | None:
-        """The learned sink logit of each of a tile's rows, fp32 (1, K, R, 1)."""
-        if sinks_H is None:
-            return None
-        _, kv_heads, rows = batch.queries.shape
-        group = len(sinks_H) // kv_heads
-        at = torch.arange(rows, device=sinks_H.device) % group
-        return sinks_H.float().view(kv_heads, group)[:, at][None, :, :, None]
+    """(T * H) for each row and head its place among the batches' outputs seen as (sum B * K * S, D)."""
 
 
 @dataclass(frozen=True)
@@ -117,12 +117,11 @@ def plan_tiles(
     done = 0
     for (size, blocks), tiles in _cut(runs, layout.window).items():
         tile_rows = size * group
-        if exact:
-            tile_rows += -tile_rows % MIN_ROWS
-        fit = max(1, MAX_SCORES // (layout.kv_heads * tile_rows * blocks * KEY_BLOCK))
+        padding = -tile_rows % MIN_ROWS if exact else 0
+        fit = max(1, MAX_SCORES // (layout.kv_heads * (tile_rows + padding) * blocks * KEY_BLOCK))
         for i in range(0, len(tiles), fit):
             some = tiles[i : i + fit]
-            batches.append(_batch(some, size, blocks, tile_rows, layout, page_tokens, blank, device))
+            batches.append(_batch(some, blocks, tile_rows, padding, layout, page_tokens, blank, device))
             for tile in some:
                 # Output row of (tile, kv head k, token n, head g of the group).
                 k = torch.arange(layout.kv_heads)[None, :, None] * tile_rows
@@ -135,9 +134,9 @@ def plan_tiles(
 
 def _batch(
     tiles: Sequence[_Tile],
-    size: int,
     blocks: int,
     tile_rows: int,
+    padding: int,
     layout: Layout,
     page_tokens: int,
     blank: int,
@@ -156,7 +155,7 @@ def _batch(
     kv_K = torch.arange(layout.kv_heads)
     head_KR = kv_K[:, None] * group + torch.arange(tile_rows)[None] % group
     query_BKR = (row_B[:, None, None] + local_R) * layout.heads + head_KR
-    query_BKR = torch.where(real_BR[:, None], query_BKR, 0)
+    query_BKR = pad(torch.where(real_BR[:, None], query_BKR, 0), (0, padding))
 
     key_BL = start_B[:, None] + torch.arange(length)
     page_BL = table.gather(1, (key_BL // page_tokens).clamp(max=longest))

@@ -1,0 +1,372 @@
+"""Generation against `model.generate`, and against itself: what runs beside a request changes none of its bits."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from functools import cache
+
+import pytest
+import torch
+from torch import Tensor
+
+from coserve.errors import AdapterNotFound, EmptyPrompt, InvalidRequest, PromptTooLong
+from coserve.generate.generator import Generator
+from coserve.kernels.dispatch import Way
+from coserve.kernels.segments import LoraPair
+from coserve.link import Generate, RequestFailed, Tokens
+from coserve.memory.kv import KvCache
+from coserve.model.base import Base, wrap_base
+from coserve.model.lora import LoraWeights
+from coserve.types import AdapterRef, FinishReason, LoraSettings, SamplingParams, Slo, TokenLogprob
+from tests.support.tiny_models import CONTEXT, FAMILIES, VOCAB, tiny_model
+
+LENGTHS = (3, 17, 40, 1)
+GREEDY = SamplingParams(max_tokens=16, temperature=0.0)
+
+
+@cache
+def base_of(family: str) -> Base:
+    return wrap_base(tiny_model(family), name=family, eos_token_ids=())
+
+
+def prompt(length: int, seed: int = 0) -> tuple[int, ...]:
+    chance = random.Random(1000 * seed + length)
+    return tuple(chance.randrange(3, VOCAB) for _ in range(length))
+
+
+def adapter(base: Base, seed: int, rank: int, suffixes: tuple[str, ...] = ("",)) -> LoraWeights:
+    g = torch.Generator().manual_seed(seed)
+    sites = {
+        name: LoraPair(
+            torch.randn(rank, site.in_features, generator=g) * 0.3,
+            torch.randn(site.out_features, rank, generator=g) * 0.3,
+            0.7,
+        )
+        for name, site in base.spec.sites.items()
+        if name.endswith(suffixes)
+    }
+    return LoraWeights(LoraSettings(r=rank), sites)
+
+
+class Shelf:
+    """Adapters in memory, and who holds them."""
+
+    def __init__(self, weights: dict[AdapterRef, LoraWeights] | None = None) -> None:
+        self.weights = weights or {}
+        self.held: Counter[AdapterRef] = Counter()
+
+    def acquire(self, ref: AdapterRef) -> LoraWeights:
+        if ref not in self.weights:
+            raise AdapterNotFound(f"no adapter {ref}")
+        self.held[ref] += 1
+        return self.weights[ref]
+
+    def release(self, ref: AdapterRef) -> None:
+        self.held[ref] -= 1
+        assert self.held[ref] >= 0
+
+
+@dataclass
+class Result:
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprob] = field(default_factory=list)
+    finished: FinishReason | None = None
+    failed: str | None = None
+
+
+def request(id: str, tokens: tuple[int, ...], sampling: SamplingParams, ref: AdapterRef | None = None) -> Generate:
+    return Generate(id=id, prompt=tokens, sampling=sampling, adapter=ref, slo=Slo(ttft=1, tpot=1))
+
+
+def generator(
+    base: Base,
+    shelf: Shelf | None = None,
+    *,
+    tokens: int = 2048,
+    page_tokens: int = 16,
+    step_tokens: int = 256,
+    max_running: int = 16,
+    way: Way = Way.GROUPED,
+) -> Generator:
+    kv = KvCache.for_base(base, tokens, page_tokens)
+    return Generator(base, shelf or Shelf(), kv, max_running=max_running, step_tokens=step_tokens, way=way)
+
+
+def collect(gen: Generator, requests: Iterable[Generate] = ()) -> dict[str, Result]:
+    for one in requests:
+        gen.add(one)
+    results: dict[str, Result] = {}
+    while gen.running:
+        for message in gen.step():
+            own = results.setdefault(message.id, Result())
+            assert own.finished is None
+            assert own.failed is None
+            if isinstance(message, RequestFailed):
+                own.failed = message.code
+            else:
+                own.tokens += message.tokens
+                own.logprobs += message.logprobs
+                own.finished = message.finished
+    assert gen.pages_used == 0
+    assert gen.step() == []
+    return results
+
+
+def alone(base: Base, one: Generate, shelf: Shelf | None = None) -> Result:
+    return collect(generator(base, shelf), [one])[one.id]
+
+
+@pytest.fixture(params=[1, 2])
+def threads(request: pytest.FixtureRequest) -> Iterator[int]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(request.param)
+    yield request.param
+    torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_greedy_equals_generate(family: str) -> None:
+    """Alone, mixed, in chunks of 7 tokens, and in a pool too small for all."""
+    model = tiny_model(family)
+    model.set_attn_implementation("eager")  # others drop Gemma 2's softcap
+    base = base_of(family)
+    requests = [request(str(n), prompt(n), GREEDY) for n in LENGTHS]
+    expected = {}
+    for one in requests:
+        ids = torch.tensor([one.prompt])
+        out = model.generate(
+            ids,
+            attention_mask=torch.ones_like(ids),
+            max_new_tokens=16,
+            do_sample=False,
+            eos_token_id=None,
+            pad_token_id=0,
+        )
+        expected[one.id] = out[0, len(one.prompt) :].tolist()
+    assert {one.id: alone(base, one).tokens for one in requests} == expected
+    for gen in (generator(base), generator(base, step_tokens=7), generator(base, tokens=72, page_tokens=4)):
+        assert {id: result.tokens for id, result in collect(gen, requests).items()} == expected
+    assert gen.preemptions > 0
+
+
+def sampled(base: Base, refs: list[AdapterRef]) -> list[Generate]:
+    chance = random.Random(7)
+    return [
+        request(
+            f"r{i}",
+            prompt(chance.choice((1, 5, 30, 70)), i),
+            SamplingParams(
+                max_tokens=chance.randint(1, 24),
+                temperature=chance.choice((0.0, 0.8, 1.3)),
+                top_p=chance.choice((1.0, 0.9)),
+                top_k=chance.choice((0, 20)),
+                repetition_penalty=chance.choice((1.0, 1.2)),
+                logprobs=2,
+                seed=i,
+            ),
+            chance.choice([None, *refs]),
+        )
+        for i in range(12)
+    ]
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2", "gemma2"])
+def test_neighbours_chunks_and_preemptions_change_no_bit(family: str, threads: int) -> None:
+    """Tokens and log-probabilities: a request with an adapter, or none, alone and in any company."""
+    base = base_of(family)
+    refs = [AdapterRef("a", 1), AdapterRef("a", 2), AdapterRef("b", 1)]
+    suffixes = tuple(base.spec.default_targets)
+    weights = [adapter(base, 1, 4), adapter(base, 2, 1, suffixes[:1]), adapter(base, 3, 9, suffixes[-2:])]
+    shelf = Shelf(dict(zip(refs, weights, strict=True)))
+    requests = sampled(base, refs)
+    expected = {one.id: alone(base, one, shelf) for one in requests}
+    assert len({tuple(result.tokens) for result in expected.values()}) > 8
+    preemptions = 0
+    for shape in (
+        {},
+        {"step_tokens": 9, "page_tokens": 5},
+        {"tokens": 130, "page_tokens": 3},
+        {"max_running": 2},
+        {"way": Way.NAIVE},
+    ):
+        gen = generator(base, shelf, **shape)
+        assert collect(gen, requests) == expected, shape
+        preemptions += gen.preemptions
+    assert preemptions > 0
+    assert not +shelf.held
+
+
+def test_an_adapter_changes_the_tokens_and_the_base_stays_the_base() -> None:
+    base, ref = base_of("llama"), AdapterRef("a", 1)
+    shelf = Shelf({ref: adapter(base, 1, 8)})
+    plain, adapted = request("plain", prompt(9), GREEDY), request("adapted", prompt(9), GREEDY, ref)
+    both = collect(generator(base, shelf), [plain, adapted])
+    assert both["plain"].tokens != both["adapted"].tokens
+    assert both["plain"] == alone(base, plain)
+
+
+def test_arrivals_and_cancels_in_the_middle_change_nothing_and_leave_nothing() -> None:
+    base, chance = base_of("llama"), random.Random(3)
+    ref = AdapterRef("a", 1)
+    shelf = Shelf({ref: adapter(base, 1, 2)})
+    gen = generator(base, shelf, tokens=300, page_tokens=4, step_tokens=20, max_running=6)
+    watched = request("watched", prompt(20), SamplingParams(max_tokens=60, seed=3), ref)
+    gen.add(watched)
+    got: list[int] = []
+    live: list[str] = []
+    for i in range(400):
+        if chance.random() < 0.4:
+            id = f"n{i}"
+            sampling = SamplingParams(max_tokens=chance.randint(1, 40), seed=i)
+            gen.add(request(id, prompt(chance.randint(1, 60), i), sampling, chance.choice([None, ref])))
+            live.append(id)
+        if live and chance.random() < 0.35:
+            gen.cancel(live.pop(chance.randrange(len(live))))
+        for message in gen.step():
+            assert isinstance(message, Tokens)
+            if message.id == "watched":
+                got += message.tokens
+    for id in live:
+        gen.cancel(id)
+    gen.cancel("watched")
+    assert gen.running == gen.pages_used == 0
+    assert not +shelf.held
+    assert got == alone(base, watched, shelf).tokens
+
+
+def test_cancel_frees_pages_at_once_and_may_come_late() -> None:
+    gen = generator(base_of("llama"), page_tokens=4)
+    gen.add(request("x", prompt(9), GREEDY))
+    gen.step()
+    assert (gen.running, gen.pages_used) == (1, 3)
+    gen.cancel("x")
+    assert (gen.running, gen.pages_used) == (0, 0)
+    gen.cancel("x")
+    gen.cancel("never heard of it")
+    assert gen.step() == []
+
+
+def test_end_of_sequence_stops_unless_ignored_or_too_early() -> None:
+    base = wrap_base(tiny_model("llama"), name="llama", eos_token_ids=())
+    free = alone(base, request("x", prompt(5), GREEDY)).tokens
+    stop = free[3]
+    first = free.index(stop)
+    base = wrap_base(tiny_model("llama"), name="llama", eos_token_ids=(stop,))
+
+    def run(**settings: object) -> Result:
+        return alone(base, request("x", prompt(5), SamplingParams(max_tokens=16, temperature=0.0, **settings)))
+
+    assert run() == Result(free[: first + 1], finished=FinishReason.STOP)
+    assert run(ignore_eos=True) == Result(free, finished=FinishReason.LENGTH)
+    late = run(min_tokens=10)
+    assert late.tokens[:first] == free[:first]
+    assert stop not in late.tokens[:10]
+    assert len(late.tokens) >= 10
+    other = free[1]
+    assert run(ignore_eos=True, stop_token_ids=(other,)) == Result(
+        free[: free.index(other) + 1], finished=FinishReason.STOP
+    )
+
+
+def test_max_tokens_is_cut_to_the_context() -> None:
+    base = base_of("llama")
+    result = alone(base, request("x", prompt(CONTEXT - 3), SamplingParams(max_tokens=50, seed=1)))
+    assert (len(result.tokens), result.finished) == (3, FinishReason.LENGTH)
+
+
+def test_what_fits_the_pool_exactly_runs() -> None:
+    base = base_of("llama")
+    gen = generator(base, tokens=12, page_tokens=4)
+    one = request("x", prompt(8), SamplingParams(max_tokens=5, seed=1))
+    assert collect(gen, [one])["x"] == alone(base, one)
+
+
+@pytest.mark.parametrize(
+    ("bad", "error", "words"),
+    [
+        (request("x", (), GREEDY), EmptyPrompt, "at least one"),
+        (request("x", prompt(CONTEXT), GREEDY), PromptTooLong, f"context of {CONTEXT} tokens, got {CONTEXT}"),
+        (request("x", prompt(40), SamplingParams(max_tokens=26)), PromptTooLong, "pool of 64 tokens, got 40 and 26"),
+        (request("x", (1, VOCAB), GREEDY), InvalidRequest, f"from 0 to {VOCAB - 1}, got {VOCAB}"),
+        (request("x", (1, -1), GREEDY), InvalidRequest, "got -1"),
+        (request("x", (1,), SamplingParams(logit_bias={VOCAB: 1.0})), InvalidRequest, "token ids"),
+        (request("x", (1,), SamplingParams(stop_token_ids=(999,))), InvalidRequest, "token ids"),
+        (request("x", (1,), SamplingParams(max_tokens=0)), InvalidRequest, "max_tokens"),
+        (request("good", (1,), GREEDY), InvalidRequest, "new request id"),
+        (request("x", (1,), GREEDY, AdapterRef("nobody", 1)), AdapterNotFound, "nobody@1"),
+    ],
+)
+def test_a_bad_request_is_refused_and_the_others_go_on(bad: Generate, error: type[Exception], words: str) -> None:
+    base = base_of("llama")
+    gen = generator(base, tokens=64)
+    good = request("good", prompt(5), GREEDY)
+    gen.add(good)
+    gen.step()
+    with pytest.raises(error, match=words):
+        gen.add(bad)
+    assert gen.running == 1
+    rest = collect(gen)["good"].tokens
+    assert rest == alone(base, good).tokens[1:]
+
+
+def test_logits_that_are_not_finite_fail_their_own_request_only() -> None:
+    base = base_of("llama")
+    broken, fine = AdapterRef("broken", 1), AdapterRef("fine", 1)
+    weights = adapter(base, 1, 2)
+    poisoned = {name: LoraPair(pair.a_RD, pair.b_OR * torch.nan, 1.0) for name, pair in weights.sites.items()}
+    shelf = Shelf({broken: LoraWeights(weights.settings, poisoned), fine: weights})
+    good = [request("base", prompt(30), GREEDY), request("fine", prompt(12), GREEDY, fine)]
+    gen = generator(base, shelf, tokens=96)
+    results = collect(gen, [request("bad", prompt(30), GREEDY, broken), *good])
+    assert results["bad"].failed == "internal_error"
+    assert {one.id: results[one.id] for one in good} == {one.id: alone(base, one, shelf) for one in good}
+    assert not +shelf.held
+    again = collect(gen, good)  # on the pages that the broken one left
+    assert again == {one.id: results[one.id] for one in good}
+
+
+def test_logprobs_come_one_a_token() -> None:
+    base = base_of("llama")
+    result = alone(base, request("x", prompt(5), SamplingParams(max_tokens=6, seed=2, logprobs=3)))
+    assert len(result.logprobs) == len(result.tokens) == 6
+    assert all(len(one.top) == 3 and one.logprob <= one.top[0][1] for one in result.logprobs)
+    assert alone(base, request("x", prompt(5), SamplingParams(max_tokens=6, seed=2))).logprobs == []
+
+
+def test_tokens_are_the_seeds() -> None:
+    base = base_of("llama")
+    runs = [alone(base, request("x", prompt(5), SamplingParams(max_tokens=12, seed=s))).tokens for s in (1, 1, 2)]
+    assert runs[0] == runs[1] != runs[2]
+
+
+def test_a_version_that_a_request_began_with_stays() -> None:
+    base, ref = base_of("llama"), AdapterRef("a", 1)
+    shelf = Shelf({ref: adapter(base, 1, 4)})
+    one = request("x", prompt(5), GREEDY, ref)
+    expected = alone(base, one, shelf).tokens
+    gen = generator(base, shelf)
+    gen.add(one)
+    [first] = gen.step()
+    shelf.weights[ref] = adapter(base, 9, 4)
+    assert isinstance(first, Tokens)
+    assert [*first.tokens, *collect(gen)["x"].tokens] == expected
+
+
+def test_no_more_tokens_a_step_than_allowed() -> None:
+    base = base_of("llama")
+    seen: list[int] = []
+
+    class Watched:
+        spec, device = base.spec, base.device
+
+        def forward(self, tokens_T: Tensor, *rest: object, **named: object) -> Tensor:
+            seen.append(len(tokens_T))
+            return base.forward(tokens_T, *rest, **named)
+
+    kv = KvCache.for_base(base, 2048, 16)
+    gen = Generator(Watched(), Shelf(), kv, max_running=8, step_tokens=11, way=Way.GROUPED)
+    collect(gen, [request(str(n), prompt(n), GREEDY) for n in LENGTHS])
+    assert max(seen) == 11

@@ -1,0 +1,234 @@
+"""The sampler against an obvious reference, its distribution, and its independence of the batch."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from coserve.generate.sampler import Row, choose, uniform
+from coserve.types import SamplingParams
+
+
+def logits(rows: int, vocab: int, seed: int = 0) -> Tensor:
+    return torch.randn(rows, vocab, generator=torch.Generator().manual_seed(seed)) * 2
+
+
+def one(logits_V: Tensor, row: Row) -> int:
+    [choice] = choose(logits_V[None], [row])
+    assert choice is not None
+    return choice.token
+
+
+def penalised(values: list[float], row: Row) -> list[float]:
+    """Bias, bars and penalties, token by token."""
+    p, out = row.params, []
+    for token, value in enumerate(values):
+        value += p.logit_bias.get(token, 0.0)
+        if token in row.barred:
+            value = -math.inf
+        if token in row.prompt or token in row.output:
+            value = value / p.repetition_penalty if value > 0 else value * p.repetition_penalty
+        times = list(row.output).count(token)
+        value -= p.frequency_penalty * times
+        if times:
+            value -= p.presence_penalty
+        out.append(value)
+    return out
+
+
+def distribution(values: list[float], p: SamplingParams) -> list[float]:
+    """Probabilities after temperature, min-p, top-k and top-p, one filter after another."""
+    top = max(values)
+    weights = [math.exp((v - top) / p.temperature) for v in values]
+    weights = [w if w >= p.min_p * max(weights) else 0.0 for w in weights]
+    order = sorted(range(len(weights)), key=lambda i: (-weights[i], i))
+    if p.top_k > 0:
+        for i in order[p.top_k :]:
+            weights[i] = 0.0
+    total, before = sum(weights), 0.0
+    for place, i in enumerate(order):
+        keep = place == 0 or before < p.top_p * total
+        before += weights[i]
+        if not keep:
+            weights[i] = 0.0
+    return [w / sum(weights) for w in weights]
+
+
+PARAMS = {
+    "plain": SamplingParams(),
+    "hot": SamplingParams(temperature=2.5),
+    "cold": SamplingParams(temperature=0.3),
+    "top_k": SamplingParams(top_k=3),
+    "top_p": SamplingParams(top_p=0.7),
+    "min_p": SamplingParams(min_p=0.15),
+    "together": SamplingParams(temperature=1.4, top_k=6, top_p=0.9, min_p=0.02),
+}
+
+
+@pytest.mark.parametrize("params", PARAMS.values(), ids=PARAMS)
+def test_chi_square_against_the_reference(params: SamplingParams) -> None:
+    """4000 seeds; 28 degrees of freedom at most; the bound is beyond the 1e-6 quantile, and seeds are fixed."""
+    vocab, draws = 9, 4000
+    values = logits(1, vocab, seed=3)[0]
+    expected = distribution(values.tolist(), params)
+    counts = [0] * vocab
+    rows = [
+        Row(
+            SamplingParams(**{f: getattr(params, f) for f in ("temperature", "top_k", "top_p", "min_p")}, seed=s),
+            (),
+            (),
+        )
+        for s in range(draws)
+    ]
+    for choice in choose(values.expand(draws, -1), rows):
+        assert choice is not None
+        counts[choice.token] += 1
+    assert all(count == 0 for count, p in zip(counts, expected, strict=True) if p == 0)
+    chi = sum((c - draws * p) ** 2 / (draws * p) for c, p in zip(counts, expected, strict=True) if p > 0)
+    assert chi < 45, (chi, counts, expected)
+
+
+def test_uniform_is_uniform_over_tokens_and_seeds_alike() -> None:
+    for numbers in ([uniform(7, t) for t in range(2000)], [uniform(s, 3) for s in range(2000)]):
+        bins = [sum(i / 20 <= u < (i + 1) / 20 for u in numbers) for i in range(20)]
+        assert sum(bins) == 2000
+        assert sum((b - 100) ** 2 / 100 for b in bins) < 60
+    assert uniform(1, 2) != uniform(2, 1)
+    assert uniform(-1, 0) == uniform(2**64 - 1, 0)
+
+
+def test_temperature_zero_is_greedy_and_takes_the_first_of_equals() -> None:
+    values = torch.tensor([0.0, 3.0, 1.0, 3.0])
+    assert one(values, Row(SamplingParams(temperature=0.0), (), ())) == 1
+    assert one(values, Row(SamplingParams(temperature=1e-9, seed=5), (), ())) == 1
+
+
+def test_top_k_of_one_takes_the_first_of_equals() -> None:
+    values = torch.tensor([0.0, 3.0, 1.0, 3.0])
+    assert {one(values, Row(SamplingParams(top_k=1, seed=s), (), ())) for s in range(20)} == {1}
+
+
+@pytest.mark.parametrize("off", [{"top_k": 0}, {"top_k": -1}, {"top_k": 40}, {"top_p": 1.0}, {"min_p": 0.0}])
+def test_a_filter_that_is_off_changes_nothing(off: dict[str, float]) -> None:
+    values = logits(1, 40)[0]
+    for seed in range(30):
+        assert one(values, Row(SamplingParams(seed=seed, **off), (), ())) == one(
+            values, Row(SamplingParams(seed=seed), (), ())
+        )
+
+
+tokens = st.lists(st.integers(0, 11), max_size=8).map(tuple)
+
+
+@settings(max_examples=80, deadline=None)
+@given(
+    seed=st.integers(0, 99),
+    prompt=tokens,
+    output=tokens,
+    repetition=st.sampled_from([1.0, 0.5, 1.3, 2.0]),
+    presence=st.sampled_from([0.0, -1.0, 0.7]),
+    frequency=st.sampled_from([0.0, 0.4, -0.3]),
+    bias=st.dictionaries(st.integers(0, 11), st.floats(-5, 5, width=32), max_size=3),
+    barred=st.sets(st.integers(0, 11), max_size=4),
+)
+def test_penalties_against_the_reference(
+    seed: int,
+    prompt: tuple[int, ...],
+    output: tuple[int, ...],
+    repetition: float,
+    presence: float,
+    frequency: float,
+    bias: dict[int, float],
+    barred: set[int],
+) -> None:
+    """Greedy shows the largest adjusted logit, sampling the distribution."""
+    settings_ = {
+        "repetition_penalty": repetition,
+        "presence_penalty": presence,
+        "frequency_penalty": frequency,
+        "logit_bias": bias,
+    }
+    values = logits(1, 12, seed)[0]
+    greedy = Row(SamplingParams(temperature=0.0, **settings_), prompt, output, barred)
+    adjusted = penalised(values.tolist(), greedy)
+    assert adjusted[one(values, greedy)] >= max(adjusted) - 1e-5
+    sampled = Row(SamplingParams(seed=seed, **settings_), prompt, output, barred)
+    cumulative, u = 0.0, uniform(seed, len(output))
+    chosen = one(values, sampled)
+    shares = distribution(adjusted, sampled.params)
+    cumulative = sum(shares[:chosen])
+    assert cumulative - 1e-6 <= u <= cumulative + shares[chosen] + 1e-6
+
+
+def test_a_row_is_the_same_alone_and_in_any_batch() -> None:
+    vocab, many = 515, 37
+    values = logits(many, vocab)
+    rows = [
+        Row(
+            SamplingParams(
+                temperature=(0.0, 0.6, 1.0, 1.7)[i % 4],
+                top_k=(0, 5, 50)[i % 3],
+                top_p=(1.0, 0.8)[i % 2],
+                min_p=(0.0, 0.05)[i % 5 == 0],
+                repetition_penalty=(1.0, 1.2)[i % 7 == 0],
+                logprobs=(None, 0, 4)[i % 3],
+                seed=i,
+            ),
+            prompt=(1, 2, 3),
+            output=tuple(range(i)),
+        )
+        for i in range(many)
+    ]
+    together = choose(values, rows)
+    for i in range(many):
+        assert choose(values[i : i + 1], [rows[i]]) == [together[i]]
+    assert choose(values[5:9], rows[5:9]) == together[5:9]
+
+
+def test_bars_hold_when_sampling() -> None:
+    values = torch.zeros(4)
+    for seed in range(50):
+        assert one(values, Row(SamplingParams(seed=seed), (), (), {0, 2})) in (1, 3)
+
+
+def test_logprobs_are_of_the_raw_logits() -> None:
+    values = logits(1, 20)[0]
+    params = SamplingParams(temperature=0.2, top_k=2, logit_bias={3: 50.0}, repetition_penalty=1.5, logprobs=3)
+    [choice] = choose(values[None], [Row(params, (1, 2), ())])
+    expected = values.double().log_softmax(-1)
+    assert choice is not None
+    assert choice.token == 3
+    assert choice.logprob is not None
+    assert choice.logprob.logprob == pytest.approx(expected[3].item(), abs=1e-5)
+    order = expected.argsort(descending=True)[:3].tolist()
+    assert [token for token, _ in choice.logprob.top] == order
+    assert [value for _, value in choice.logprob.top] == pytest.approx(expected[order].tolist(), abs=1e-5)
+
+
+def test_no_logprobs_unless_asked_for_and_none_but_the_chosen_for_zero() -> None:
+    values = logits(2, 20)
+    without, chosen = choose(values, [Row(SamplingParams(), (), ()), Row(SamplingParams(logprobs=0), (), ())])
+    assert without is not None
+    assert without.logprob is None
+    assert chosen is not None
+    assert chosen.logprob is not None
+    assert chosen.logprob.top == ()
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_a_row_that_is_not_finite_fails_alone(bad: float) -> None:
+    values = logits(3, 20)
+    values[1, 7] = bad
+    rows = [Row(SamplingParams(seed=i, logprobs=1, top_p=0.9), (), ()) for i in range(3)]
+    first, failed, last = choose(values, rows)
+    assert failed is None
+    assert [first, last] == choose(values[[0, 2]], [rows[0], rows[2]])
+
+
+def test_nothing_left_to_choose_is_a_failure_not_a_token() -> None:
+    assert choose(torch.zeros(1, 2), [Row(SamplingParams(), (), (), {0, 1})]) == [None]

@@ -1,0 +1,167 @@
+"""The scheduler against random traffic: nothing lost, nothing stuck, no page left behind, first come first served."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from coserve.generate.schedule import Scheduler, Share
+from coserve.generate.sequences import Sequence
+from coserve.link import Generate
+from coserve.memory.pages import PagePool
+from coserve.types import FinishReason, SamplingParams, Slo
+
+
+class Source:
+    """A pool with no tensors."""
+
+    def __init__(self, pages: int, page_tokens: int) -> None:
+        self.pool, self.page_tokens = PagePool(pages), page_tokens
+
+    def take(self, n: int) -> list[int] | None:
+        return self.pool.take(n)
+
+    def give(self, pages: list[int]) -> None:
+        self.pool.give(pages)
+
+    def pages_for(self, tokens: int) -> int:
+        return -(-tokens // self.page_tokens)
+
+
+def sequence(arrival: int, prompt: int, max_tokens: int) -> Sequence:
+    request = Generate(
+        id=str(arrival), prompt=(0,) * prompt, sampling=SamplingParams(), adapter=None, slo=Slo(ttft=1, tpot=1)
+    )
+    return Sequence(request, arrival, None, max_tokens, frozenset(), [0] * prompt)
+
+
+def run(scheduler: Scheduler, source: Source, shares: list[Share], step_tokens: int) -> list[Sequence]:
+    """What a forward does to the state, with every check that a plan must pass; returns who ended."""
+    assert sum(share.tokens for share in shares) <= step_tokens
+    assert len({share.sequence.id for share in shares}) == len(shares)
+    held = [page for share in shares for page in share.sequence.pages]
+    assert len(held) == len(set(held)), "a page is held twice"
+    ended = []
+    for share in shares:
+        own = share.sequence
+        assert 0 < share.tokens <= own.pending
+        assert source.pages_for(own.computed + share.tokens) <= len(own.pages)
+        own.computed += share.tokens
+        if own.pending == 0 and own.push(1) is FinishReason.LENGTH:
+            scheduler.remove(own)
+            ended.append(own)
+    source.pool.check_integrity()
+    return ended
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    seed=st.integers(0, 10_000),
+    pages=st.integers(1, 20),
+    page_tokens=st.integers(1, 8),
+    step_tokens=st.integers(1, 40),
+    max_running=st.integers(1, 8),
+)
+def test_everything_ends_and_nothing_is_left(
+    seed: int, pages: int, page_tokens: int, step_tokens: int, max_running: int
+) -> None:
+    chance, source = random.Random(seed), Source(pages, page_tokens)
+    scheduler = Scheduler(source, max_running=max_running, step_tokens=step_tokens)
+    live: dict[str, Sequence] = {}
+    ended, arrivals = 0, 0
+    room = pages * page_tokens
+    while arrivals < 60 or live:
+        if arrivals < 60 and chance.random() < 0.5:
+            prompt = chance.randint(1, room)
+            new = sequence(arrivals, prompt, chance.randint(1, room - prompt + 1))
+            arrivals += 1
+            live[new.id] = new
+            scheduler.add(new)
+        if live and arrivals < 60 and chance.random() < 0.05:
+            gone = live.pop(chance.choice(list(live)))
+            scheduler.remove(gone)
+            assert gone.pages == []
+        shares = scheduler.plan()
+        assert bool(shares) == bool(live), "nobody moves"
+        if shares:
+            assert min(live.values(), key=lambda s: s.arrival).pages, "the earliest waits"
+        active = [s for s in live.values() if s.pages]
+        assert len(active) <= min(max_running, step_tokens)
+        for done in run(scheduler, source, shares, step_tokens):
+            del live[done.id]
+            ended += 1
+        assert len(scheduler) == len(live)
+    assert source.pool.used == 0
+
+
+def test_decodes_go_before_prefill_and_chunks_fill_the_step() -> None:
+    source = Source(100, 4)
+    scheduler = Scheduler(source, max_running=8, step_tokens=10)
+    for arrival, prompt in enumerate((4, 25)):
+        scheduler.add(sequence(arrival, prompt, 50))
+    plans = []
+    for _ in range(4):
+        shares = scheduler.plan()
+        plans.append([(share.sequence.arrival, share.tokens) for share in shares])
+        run(scheduler, source, shares, 10)
+    assert plans == [[(0, 4), (1, 6)], [(0, 1), (1, 9)], [(0, 1), (1, 9)], [(0, 1), (1, 1)]]
+
+
+def test_no_more_run_than_a_step_has_tokens() -> None:
+    source = Source(100, 4)
+    scheduler = Scheduler(source, max_running=5, step_tokens=2)
+    for arrival in range(5):
+        scheduler.add(sequence(arrival, 1, 20))
+    ended = []
+    while len(scheduler):
+        shares = scheduler.plan()
+        ended += [s.arrival for s in run(scheduler, source, shares, 2)]
+    assert ended == [0, 1, 2, 3, 4]
+
+
+def test_the_latest_gives_way_and_is_first_in_line_again() -> None:
+    source = Source(4, 2)
+    scheduler = Scheduler(source, max_running=4, step_tokens=16)
+    first, second, third = sequence(0, 3, 5), sequence(1, 3, 5), sequence(2, 1, 1)
+    for one in (first, second, third):
+        scheduler.add(one)
+    run(scheduler, source, scheduler.plan(), 16)  # both have 3 + 1 tokens on 2 pages
+    run(scheduler, source, scheduler.plan(), 16)  # the fourth token is computed, the pages are full
+    assert not third.pages
+    shares = scheduler.plan()
+    assert [share.sequence for share in shares] == [first]
+    assert scheduler.preemptions == 1
+    assert (second.pages, second.computed, second.generated) == ([], 0, 2)
+    run(scheduler, source, shares, 16)
+    while first.generated < 5:
+        run(scheduler, source, scheduler.plan(), 16)
+    shares = scheduler.plan()
+    assert [(share.sequence, share.tokens) for share in shares] == [(second, 5), (third, 1)]
+    while len(scheduler):
+        run(scheduler, source, shares, 16)
+        shares = scheduler.plan()
+    assert second.generated == 5
+
+
+def test_the_one_that_grows_may_be_the_one_that_gives_way() -> None:
+    source = Source(3, 2)
+    scheduler = Scheduler(source, max_running=4, step_tokens=16)
+    first, second = sequence(0, 3, 2), sequence(1, 2, 2)
+    for one in (first, second):
+        scheduler.add(one)
+    run(scheduler, source, scheduler.plan(), 16)
+    shares = scheduler.plan()
+    assert [share.sequence for share in shares] == [first]
+    assert second.pages == []
+
+
+def test_a_sequence_that_does_not_fit_alone_is_our_own_bug() -> None:
+    source = Source(1, 2)
+    scheduler = Scheduler(source, max_running=4, step_tokens=16)
+    scheduler.add(sequence(0, 2, 5))
+    run(scheduler, source, scheduler.plan(), 16)
+    with pytest.raises(AssertionError, match="alone"):
+        scheduler.plan()

@@ -1,0 +1,263 @@
+"""Packed and paged attention against an obvious loop, and paged attention against itself, bit for bit."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from coserve.kernels.attention import PackedAttention, PagedAttention, Pages, attention_notes, paged_attention
+from coserve.kernels.tiles import KEY_BLOCK, Run
+
+
+@dataclass(frozen=True)
+class Kind:
+    heads: int = 4
+    kv_heads: int = 2
+    width: int = 8
+    window: int | None = None
+    softcap: float | None = None
+    sinks: bool = False
+    scaling: float = 0.4
+
+    def sink_logits(self) -> Tensor | None:
+        return torch.linspace(-1, 2, self.heads) if self.sinks else None
+
+    def inputs(self, tokens: int, seed: int = 0) -> tuple[Tensor, Tensor, Tensor]:
+        g = torch.Generator().manual_seed(seed)
+        q = torch.randn(tokens, self.heads, self.width, generator=g).transpose(0, 1)
+        k = torch.randn(tokens, self.kv_heads, self.width, generator=g).transpose(0, 1)
+        v = torch.randn(tokens, self.kv_heads, self.width, generator=g).transpose(0, 1)
+        return q, k, v
+
+
+KINDS = {
+    "plain": Kind(),
+    "one_head_each": Kind(kv_heads=4),
+    "wide_groups": Kind(heads=6, kv_heads=1, width=20),
+    "window": Kind(window=5),
+    "long_window": Kind(window=70),
+    "softcap": Kind(softcap=1.5),
+    "sinks": Kind(sinks=True),
+    "all": Kind(window=9, softcap=1.5, sinks=True),
+}
+
+
+def reference(kind: Kind, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """One sequence, in fp64, row by row and head by head: (T, H, D)."""
+    q, k, v = q.double(), k.double(), v.double()
+    sinks = kind.sink_logits()
+    heads, tokens, width = q.shape
+    out = torch.zeros(tokens, heads, width, dtype=torch.float64)
+    for t in range(tokens):
+        first = 0 if kind.window is None else max(0, t - kind.window + 1)
+        for h in range(heads):
+            kv = h // (kind.heads // kind.kv_heads)
+            scores = k[kv, first : t + 1] @ q[h, t] * kind.scaling
+            if kind.softcap is not None:
+                scores = kind.softcap * torch.tanh(scores / kind.softcap)
+            weights = scores.exp()
+            total = weights.sum() + (0 if sinks is None else sinks[h].double().exp())
+            out[t, h] = (weights[:, None] * v[kv, first : t + 1]).sum(0) / total
+    return out
+
+
+def call(attention: PackedAttention | PagedAttention, kind: Kind, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return attention.attend(
+        0, q, k, v, scaling=kind.scaling, window=kind.window, softcap=kind.softcap, sinks=kind.sink_logits()
+    )
+
+
+class Cache:
+    """Pages handed out in an order that is nobody's sequence order."""
+
+    def __init__(self, kind: Kind, *, page_tokens: int = 16, pages: int = 64, dtype: torch.dtype = torch.float32):
+        shape = (pages + 1, page_tokens, kind.kv_heads, kind.width)
+        self.pages = Pages((torch.zeros(shape, dtype=dtype),), (torch.zeros(shape, dtype=dtype),))
+        self.page_tokens = page_tokens
+        self.free = list(torch.randperm(pages, generator=torch.Generator().manual_seed(5)).tolist())
+
+    def take(self, tokens: int) -> tuple[int, ...]:
+        return tuple(self.free.pop() for _ in range(-(-tokens // self.page_tokens)))
+
+
+def in_chunks(kind: Kind, length: int, cuts: Sequence[int], *, page_tokens: int = 16, seed: int = 0) -> Tensor:
+    """One sequence alone, computed in the chunks between `cuts`: (T, H, D)."""
+    cache = Cache(kind, page_tokens=page_tokens)
+    pages = cache.take(length)
+    q, k, v = kind.inputs(length, seed)
+    outputs = []
+    for start, end in pairwise([0, *cuts, length]):
+        if start < end:
+            part = [x[:, start:end] for x in (q, k, v)]
+            run = Run(end - start, start, pages[: -(-end // page_tokens)])
+            outputs.append(call(paged_attention(cache.pages, [run]), kind, *part))
+    return torch.cat(outputs)
+
+
+@pytest.fixture(params=[1, 2, 3])
+def threads(request: pytest.FixtureRequest) -> Iterator[int]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(request.param)
+    yield request.param
+    torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
+@pytest.mark.parametrize("lengths", [[1], [7], [3, 1, 12], [5, 0, 2]])
+def test_packed_equals_the_reference(kind: Kind, lengths: list[int]) -> None:
+    bounds = [0]
+    for length in lengths:
+        bounds.append(bounds[-1] + length)
+    q, k, v = kind.inputs(bounds[-1])
+    got = call(PackedAttention(bounds), kind, q, k, v)
+    for start, end in pairwise(bounds):
+        expected = reference(kind, q[:, start:end], k[:, start:end], v[:, start:end])
+        torch.testing.assert_close(got[start:end].double(), expected, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["plain", "window", "all"])
+def test_gradients_of_packed(name: str) -> None:
+    kind = KINDS[name]
+    inputs = [x.double().requires_grad_() for x in kind.inputs(9)]
+
+    def ours(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return call(PackedAttention([0, 4, 9]), kind, q, k, v)
+
+    def slow(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        parts = [slice(0, 4), slice(4, 9)]
+        return torch.cat([_differentiable(kind, q[:, at], k[:, at], v[:, at]) for at in parts])
+
+    weights = torch.randn(9, kind.heads, kind.width, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    got = torch.autograd.grad((ours(*inputs) * weights).sum(), inputs)
+    expected = torch.autograd.grad((slow(*inputs) * weights).sum(), inputs)
+    for a, b in zip(got, expected, strict=True):
+        torch.testing.assert_close(a, b, atol=1e-5, rtol=1e-5)
+
+
+def _differentiable(kind: Kind, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """As `reference`, out of place."""
+    sinks, rows = kind.sink_logits(), []
+    for t in range(q.shape[1]):
+        first = 0 if kind.window is None else max(0, t - kind.window + 1)
+        for h in range(kind.heads):
+            kv = h // (kind.heads // kind.kv_heads)
+            scores = k[kv, first : t + 1] @ q[h, t] * kind.scaling
+            if kind.softcap is not None:
+                scores = kind.softcap * torch.tanh(scores / kind.softcap)
+            total = scores.exp().sum() + (0 if sinks is None else sinks[h].double().exp())
+            rows.append(scores.exp() @ v[kv, first : t + 1] / total)
+    return torch.stack(rows).view(q.shape[1], kind.heads, -1)
+
+
+@pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
+@pytest.mark.parametrize("page_tokens", [1, 16, 24])
+def test_paged_equals_the_reference(kind: Kind, page_tokens: int) -> None:
+    """Two sequences in steps that mix prefill chunks and single tokens."""
+    cache = Cache(kind, page_tokens=page_tokens, pages=140)
+    lengths = (100, 23)
+    pages = [cache.take(length) for length in lengths]
+    inputs = [kind.inputs(length, seed) for seed, length in enumerate(lengths)]
+    got: list[list[Tensor]] = [[], []]
+    for steps in ([(0, 0, 70)], [(0, 70, 71), (1, 0, 20)], [(1, 20, 21), (0, 71, 100)], [(1, 21, 23)]):
+        runs = [Run(end - start, start, pages[s]) for s, start, end in steps]
+        packed = [torch.cat([inputs[s][i][:, start:end] for s, start, end in steps], 1) for i in range(3)]
+        out = call(paged_attention(cache.pages, runs), kind, *packed)
+        row = 0
+        for s, start, end in steps:
+            got[s].append(out[row : row + end - start])
+            row += end - start
+    for s in range(2):
+        torch.testing.assert_close(torch.cat(got[s]).double(), reference(kind, *inputs[s]), atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
+def test_chunks_do_not_change_a_bit(kind: Kind, threads: int) -> None:
+    length = 2 * KEY_BLOCK + 13
+    whole = in_chunks(kind, length, [])
+    for cuts in ([1], [64], [16, 17, 40, 99], list(range(1, length)), list(range(110, length))):
+        assert torch.equal(in_chunks(kind, length, cuts), whole), cuts
+    assert torch.equal(in_chunks(kind, length, [33], page_tokens=5), whole)
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    name=st.sampled_from(sorted(KINDS)),
+    lengths=st.lists(st.integers(1, 90), min_size=1, max_size=6),
+    seed=st.integers(0, 99),
+)
+def test_neighbours_do_not_change_a_bit(name: str, lengths: list[int], seed: int) -> None:
+    """Random sequences in random steps, each against itself alone and whole."""
+    kind, chance = KINDS[name], random.Random(seed)
+    cache = Cache(kind)
+    pages = [cache.take(length) for length in lengths]
+    inputs = [kind.inputs(length, seed) for seed, length in enumerate(lengths)]
+    done = [0] * len(lengths)
+    got: list[list[Tensor]] = [[] for _ in lengths]
+    while any(d < length for d, length in zip(done, lengths, strict=True)):
+        runs, parts, who = [], [], []
+        for s, length in enumerate(lengths):
+            n = min(chance.choice([0, 1, 5, 30, 90]), length - done[s])
+            if n:
+                runs.append(Run(n, done[s], pages[s]))
+                parts.append([x[:, done[s] : done[s] + n] for x in inputs[s]])
+                who.append((s, n))
+        if not runs:
+            continue
+        out = call(paged_attention(cache.pages, runs), kind, *(torch.cat(x, 1) for x in zip(*parts, strict=True)))
+        for (s, n), rows in zip(who, out.split([n for _, n in who]), strict=True):
+            got[s].append(rows)
+            done[s] += n
+    for s, length in enumerate(lengths):
+        assert torch.equal(torch.cat(got[s]), in_chunks(kind, length, [], seed=s))
+
+
+def test_a_sequence_of_nan_stays_alone() -> None:
+    kind = Kind()
+    cache = Cache(kind)
+    runs = [Run(20, 0, cache.take(20)), Run(3, 0, cache.take(3))]
+    q, k, v = kind.inputs(20)
+    bad = [torch.full_like(x[:, :3], torch.nan) for x in (q, k, v)]
+    packed = (torch.cat(pair, 1) for pair in zip((q, k, v), bad, strict=True))
+    out = call(paged_attention(cache.pages, runs), kind, *packed)
+    assert torch.equal(out[:20], in_chunks(kind, 20, []))
+    assert out[20:].isnan().all()
+
+
+def test_bfloat16_is_computed_in_fp32_on_cpu() -> None:
+    kind = Kind()
+    cache = Cache(kind, dtype=torch.bfloat16)
+    q, k, v = (x.bfloat16() for x in kind.inputs(30))
+    out = call(paged_attention(cache.pages, [Run(30, 0, cache.take(30))]), kind, q, k, v)
+    assert out.dtype == torch.bfloat16
+    torch.testing.assert_close(out.double(), reference(kind, q, k, v), atol=1e-2, rtol=1e-2)
+
+
+def test_slow_paths_are_noted() -> None:
+    assert attention_notes(torch.device("cpu")) == ()
+    assert "slower" in attention_notes(torch.device("cuda"))[0]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
+def test_paged_on_cuda_equals_the_reference(kind: Kind) -> None:
+    cache = Cache(kind)
+    pages = Pages((cache.pages.keys[0].cuda(),), (cache.pages.values[0].cuda(),))
+    q, k, v = kind.inputs(100)
+    held = cache.take(100)
+    out = []
+    for start, end in ((0, 80), (80, 81), (81, 100)):
+        attention = paged_attention(pages, [Run(end - start, start, held)])
+        sinks = kind.sink_logits()
+        part = [x[:, start:end].cuda() for x in (q, k, v)]
+        sinks = None if sinks is None else sinks.cuda()
+        got = attention.attend(0, *part, scaling=kind.scaling, window=kind.window, softcap=kind.softcap, sinks=sinks)
+        out.append(got.cpu())
+    torch.testing.assert_close(torch.cat(out).double(), reference(kind, q, k, v), atol=2e-3, rtol=2e-3)

@@ -1,0 +1,63 @@
+"""Sizes of the KV cache, and that a page comes clean."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import pytest
+import torch
+
+from coserve.errors import ConfigError
+from coserve.kernels.tiles import Run
+from coserve.memory.kv import CPU_TOKENS, KvCache, bytes_per_token
+
+
+@dataclass
+class Shapes:
+    kv_shapes: list[tuple[int, int]] = field(default_factory=lambda: [(2, 8), (1, 16)])
+    device: torch.device = torch.device("cpu")
+    dtype: torch.dtype = torch.float32
+
+
+def test_bytes_per_token_counts_keys_and_values_of_every_layer() -> None:
+    assert bytes_per_token([(2, 8), (1, 16)], torch.float32) == 2 * 4 * (16 + 16)
+    assert bytes_per_token([(8, 128)] * 32, torch.bfloat16) == 131072
+
+
+@pytest.mark.parametrize(("tokens", "pages"), [(1, 1), (16, 1), (17, 2), (160, 10)])
+def test_room_for_at_least_the_tokens_asked_for(tokens: int, pages: int) -> None:
+    kv = KvCache.for_base(Shapes(), tokens, 16)
+    assert kv.pool.total == pages
+    assert kv.tokens == 16 * pages
+
+
+def test_default_on_cpu() -> None:
+    assert KvCache.for_base(Shapes(), None, 16).tokens == CPU_TOKENS
+
+
+def test_no_room_is_a_typed_error() -> None:
+    with pytest.raises(ConfigError, match="at least 1 token"):
+        KvCache.for_base(Shapes(), 0, 16)
+
+
+def test_pages_for() -> None:
+    kv = KvCache.for_base(Shapes(), 64, 16)
+    assert [kv.pages_for(n) for n in (0, 1, 16, 17)] == [0, 1, 1, 2]
+
+
+def test_what_an_earlier_holder_left_does_not_reach_the_next() -> None:
+    """NaN in slots that are not written yet must not come through the zero weight that attention gives them."""
+    kv = KvCache([(1, 4)], pages=1, page_tokens=8, dtype=torch.float32, device=torch.device("cpu"))
+
+    def attend(value: float, tokens: int) -> torch.Tensor:
+        pages = kv.take(1)
+        assert pages is not None
+        attention = kv.attention([Run(tokens, 0, tuple(pages))])
+        x = torch.full((1, tokens, 4), value)
+        out = attention.attend(0, x, x, x, scaling=1.0, window=None, softcap=None, sinks=None)
+        kv.give(pages)
+        return out
+
+    clean = attend(0.5, 2)
+    attend(float("nan"), 8)
+    assert torch.equal(attend(0.5, 2), clean)
