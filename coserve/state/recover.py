@@ -57,12 +57,16 @@ def _remove_empty(folder: DataFolder, known: set[AdapterRef]) -> None:
 
 
 def _match_jobs(registry: Registry, folder: DataFolder) -> None:
+    """A job that succeeded or was cancelled needs no files; of one that failed they stay, for whoever asks why."""
     for id in folder.job_ids():
         try:
-            registry.job(id)
+            state = registry.job(id).state
         except JobNotFound:
             log.info("removed files of job %s, which was never accepted", id)
-            remove_dir(folder.jobs / id)
+        else:
+            if state not in (JobState.SUCCEEDED, JobState.CANCELLED):
+                continue
+        remove_dir(folder.jobs / id)
 
 
 def _has_corpus(registry: Registry, folder: DataFolder, job: JobRecord) -> bool:

@@ -79,6 +79,14 @@ def test_files_without_a_row_go(registry: Registry, folder: DataFolder) -> None:
     assert registry.notes() == []
 
 
+def test_files_of_jobs_that_are_over_go(registry: Registry, folder: DataFolder) -> None:
+    for version, state in enumerate((JobState.CANCELLED, JobState.FAILED, JobState.PAUSED), start=1):
+        lay_job(folder, registry, state.value, version)
+        registry.set_state(state.value, state)
+    recover(registry, folder)
+    assert folder.job_ids() == ["failed", "paused"]
+
+
 def test_rows_without_files_go_with_a_note(
     registry: Registry, folder: DataFolder, caplog: pytest.LogCaptureFixture
 ) -> None:
