@@ -1,0 +1,370 @@
+"""Launches of the segmented kernels: grids, block sizes, outputs. Sizes were chosen by `benchmarks/kernels.py --tune`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+
+import torch
+import triton
+from torch import Tensor
+
+from coserve.kernels import segmented_backward, segmented_decode, segmented_prefill
+from coserve.kernels.dispatch import interpreted
+from coserve.kernels.tables import RANK_BLOCK
+
+PROGRAMS = 264
+"""As many programs as a long kernel should have at least: two for each of an H200's 132 multiprocessors."""
+MAX_SITES = 3
+"""Sites that one launch can serve: q, k and v."""
+
+
+@dataclass(frozen=True)
+class DecodeBlocks:
+    """Sizes of the decode kernels."""
+
+    k: int = 256
+    steps: int = 2
+    shrink_warps: int = 4
+    o: int = 256
+    expand_warps: int = 4
+    pdl: bool = True
+
+
+@dataclass(frozen=True)
+class LongBlocks:
+    """Sizes of the prefill and training kernels."""
+
+    k: int = 128
+    shrink_warps: int = 4
+    shrink_stages: int = 3
+    o: int = 128
+    blocks: int = 2
+    expand_warps: int = 4
+    outer_n: int = 128
+    outer_warps: int = 4
+    outer_stages: int = 3
+    pdl: bool = True
+
+
+DECODE = DecodeBlocks()
+LONG = LongBlocks()
+
+
+@cache
+def has_pdl(device: torch.device) -> bool:
+    """Whether a kernel may start before its predecessor has ended (sm_90 and later)."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
+
+
+def _options(pdl: bool, warps: int, stages: int) -> dict[str, int | bool]:
+    options: dict[str, int | bool] = {"num_warps": warps, "num_stages": stages, "PDL": pdl}
+    return options if interpreted() else {**options, "launch_pdl": pdl}
+
+
+def decode_splits(inputs: int, blocks: DecodeBlocks = DECODE) -> int:
+    """How many parts the decode shrink divides D `inputs` into."""
+    return int(triton.cdiv(inputs, blocks.k * blocks.steps))
+
+
+def decode_shrink(
+    x_TD: Tensor, items: Tensor, addresses: Tensor, ranks: Tensor, rows: int, R: int, blocks: DecodeBlocks = DECODE
+) -> Tensor:
+    """h (splits, G, T, R) fp32, unwritten where there is nothing to write."""
+    tokens, inputs = x_TD.shape
+    sites, splits, pdl = ranks.shape[1], decode_splits(inputs, blocks), blocks.pdl and has_pdl(x_TD.device)
+    h = torch.empty(splits, sites, tokens, R, dtype=torch.float32, device=x_TD.device)
+    regular = inputs % 8 == 0 and inputs >= 64 and x_TD.element_size() == 2
+    if items.shape[0] and tokens:
+        segmented_decode.shrink[(items.shape[0], splits, sites)](
+            x_TD,
+            h,
+            items,
+            addresses,
+            ranks,
+            inputs,
+            x_TD.stride(0),
+            ranks.stride(0),
+            tokens,
+            R,
+            BLOCK_T=rows,
+            BLOCK_R=RANK_BLOCK,
+            BLOCK_K=blocks.k,
+            STEPS=blocks.steps,
+            LINES=RANK_BLOCK * blocks.k * blocks.steps // 64 if regular else 0,
+            **_options(pdl, blocks.shrink_warps, 1),
+        )
+    return h
+
+
+def decode_expand(
+    ys: list[Tensor],
+    h: Tensor,
+    tiles: Tensor,
+    addresses: Tensor,
+    ranks: Tensor,
+    scalings: Tensor,
+    rows: int,
+    blocks: DecodeBlocks = DECODE,
+) -> None:
+    """Adds into every y of a group of up to three sites at once."""
+    splits, sites, tokens, R = h.shape
+    pdl = blocks.pdl and has_pdl(h.device)
+    y0, y1, y2 = (ys[min(site, len(ys) - 1)] for site in range(MAX_SITES))
+    even = all(y.stride(0) % 8 == 0 and y.shape[1] % 8 == 0 and y.data_ptr() % 16 == 0 for y in ys)
+    regular = all(y.shape[1] >= 64 and y.element_size() == 2 for y in ys)
+    if not tiles.shape[0] or not tokens:
+        return
+    segmented_decode.expand[(sum(triton.cdiv(y.shape[1], blocks.o) for y in ys), tiles.shape[0])](
+        y0,
+        y1,
+        y2,
+        h,
+        tiles,
+        addresses,
+        ranks,
+        scalings,
+        y0.shape[1],
+        y1.shape[1],
+        y2.shape[1],
+        y0.stride(0),
+        y1.stride(0),
+        y2.stride(0),
+        ranks.stride(0),
+        tokens,
+        R,
+        SITES=sites,
+        SPLITS=splits,
+        SPLITS_POW2=triton.next_power_of_2(splits),
+        ALIGNED=even,
+        BLOCK_T=rows,
+        BLOCK_R=RANK_BLOCK,
+        BLOCK_O=blocks.o,
+        LINES=32 * blocks.expand_warps if regular else 0,
+        **_options(pdl, blocks.expand_warps, 1),
+    )
+
+
+def rank_block(R: int) -> int:
+    """Ranks that one program of a long kernel works on together."""
+    return min(64, max(RANK_BLOCK, int(triton.next_power_of_2(R))))
+
+
+def _splits(programs: int, length: int, block: int) -> tuple[int, int]:
+    """(splits, blocks in each): enough programs to fill the chip, four blocks each at least."""
+    blocks = int(triton.cdiv(length, block))
+    splits = max(1, min(PROGRAMS // max(programs, 1), blocks // 4))
+    steps = int(triton.cdiv(blocks, splits))
+    return int(triton.cdiv(blocks, steps)), steps
+
+
+def _finish(parts: Tensor, h: Tensor, pdl: bool) -> None:
+    size, block = h.numel(), 1024
+    grid = (triton.cdiv(size, block),)
+    segmented_prefill.finish[grid](parts, h, size, SPLITS=parts.shape[0], BLOCK=block, **_options(pdl, 4, 1))
+
+
+def long_shrink(
+    x_TD: Tensor, tiles: Tensor, addresses: Tensor, ranks: Tensor, rows: int, R: int, blocks: LongBlocks = LONG
+) -> Tensor:
+    """h (G, T, R) in x's dtype, unwritten where there is nothing to write."""
+    tokens, inputs = x_TD.shape
+    sites, block_r, pdl = ranks.shape[1], rank_block(R), blocks.pdl and has_pdl(x_TD.device)
+    k = _narrow(blocks.k, block_r, x_TD)
+    h = torch.empty(sites, tokens, R, dtype=x_TD.dtype, device=x_TD.device)
+    if not tiles.shape[0] or not tokens:
+        return h
+    rank_blocks = triton.cdiv(R, block_r)
+    splits, steps = _splits(tiles.shape[0] * rank_blocks, inputs, k)
+    out = h if splits == 1 else torch.empty(splits, *h.shape, dtype=torch.float32, device=h.device)
+    segmented_prefill.shrink[(tiles.shape[0], splits, rank_blocks)](
+        x_TD,
+        out,
+        tiles,
+        addresses,
+        ranks,
+        inputs,
+        x_TD.stride(0),
+        ranks.stride(0),
+        tokens,
+        R,
+        steps,
+        SITES=sites,
+        BLOCK_T=rows,
+        BLOCK_R=block_r,
+        BLOCK_K=k,
+        **_options(pdl, blocks.shrink_warps, blocks.shrink_stages),
+    )
+    if splits > 1:
+        _finish(out, h, pdl)
+    return h
+
+
+def _narrow(k: int, block_r: int, like: Tensor) -> int:
+    """A block of k that still fits in shared memory where ranks or elements are wide."""
+    return max(16, k // (2 if block_r > 32 else 1) // (2 if like.element_size() == 4 else 1))
+
+
+def long_expand(
+    y_TO: Tensor,
+    out_TO: Tensor,
+    h_TR: Tensor,
+    tiles: Tensor,
+    addresses: Tensor,
+    ranks: Tensor,
+    scalings: Tensor,
+    rows: int,
+    blocks: LongBlocks = LONG,
+) -> None:
+    """One site: `out = y + scaling h Bᵀ`; the table's first column is the site's. `out` may be `y`."""
+    tokens, outputs = y_TO.shape
+    if not tiles.shape[0] or not tokens:
+        return
+    block_o = blocks.o if y_TO.element_size() == 2 else blocks.o // 2
+    segmented_prefill.expand[(triton.cdiv(outputs, block_o * blocks.blocks), tiles.shape[0])](
+        y_TO,
+        out_TO,
+        h_TR,
+        tiles,
+        addresses,
+        ranks,
+        scalings,
+        outputs,
+        y_TO.stride(0),
+        out_TO.stride(0),
+        ranks.stride(0),
+        h_TR.shape[1],
+        BLOCK_T=rows,
+        BLOCK_R=rank_block(h_TR.shape[1]),
+        BLOCK_O=block_o,
+        BLOCKS=blocks.blocks,
+        **_options(blocks.pdl and has_pdl(y_TO.device), blocks.expand_warps, 1),
+    )
+
+
+def shrink_b(
+    dys: list[Tensor],
+    tiles: Tensor,
+    addresses: Tensor,
+    ranks: Tensor,
+    scalings: Tensor,
+    rows: int,
+    R: int,
+    blocks: LongBlocks = LONG,
+) -> Tensor:
+    """g (G, T, R) = scaling dy B for each site of a group."""
+    tokens, block_r = dys[0].shape[0], rank_block(R)
+    g = torch.empty(len(dys), tokens, R, dtype=dys[0].dtype, device=dys[0].device)
+    k = _narrow(blocks.k, block_r, g)
+    rank_blocks = triton.cdiv(R, block_r)
+    for site, dy in enumerate(dys):
+        splits, steps = _splits(tiles.shape[0] * rank_blocks, dy.shape[1], k)
+        shape = (splits, tokens, R)
+        out = g[site] if splits == 1 else torch.empty(shape, dtype=torch.float32, device=g.device)
+        segmented_backward.shrink_b[(tiles.shape[0], splits, rank_blocks)](
+            dy,
+            out,
+            tiles,
+            addresses[:, site:],
+            ranks[:, site:],
+            scalings[:, site:],
+            dy.shape[1],
+            dy.stride(0),
+            ranks.stride(0),
+            tokens * R,
+            R,
+            steps,
+            BLOCK_T=rows,
+            BLOCK_R=block_r,
+            BLOCK_K=k,
+            **_stages(blocks.shrink_warps, blocks.shrink_stages),
+        )
+        if splits > 1:
+            _finish(out, g[site], pdl=False)
+    return g
+
+
+def _stages(warps: int, stages: int) -> dict[str, int]:
+    return {"num_warps": warps, "num_stages": stages}
+
+
+def expand_a(
+    g: Tensor, inputs: int, tiles: Tensor, addresses: Tensor, ranks: Tensor, rows: int, blocks: LongBlocks = LONG
+) -> Tensor:
+    """dx (T, D) = Σ_site g_site A_site; `tiles` cover every row."""
+    sites, tokens, R = g.shape
+    dx = torch.empty(tokens, inputs, dtype=g.dtype, device=g.device)
+    block_d = blocks.o if g.element_size() == 2 else blocks.o // 2
+    segmented_backward.expand_a[(triton.cdiv(inputs, block_d), tiles.shape[0])](
+        dx,
+        g,
+        tiles,
+        addresses,
+        ranks,
+        inputs,
+        dx.stride(0),
+        ranks.stride(0),
+        tokens,
+        R,
+        SITES=sites,
+        BLOCK_T=rows,
+        BLOCK_R=rank_block(R),
+        BLOCK_D=block_d,
+        **_stages(blocks.expand_warps, 1),
+    )
+    return dx
+
+
+def outer(
+    u_TN: Tensor,
+    v: Tensor,
+    totals: list[int],
+    tiles: Tensor,
+    spans: Tensor,
+    ranks: Tensor,
+    scalings: Tensor,
+    starts: Tensor,
+    rows: int,
+    *,
+    of_b: bool,
+    blocks: LongBlocks = LONG,
+) -> list[Tensor]:
+    """dA of each site that reads u = x (`v` is g), or dB of one site (u = dy, `v` its h), adapters one after another.
+
+    `totals` are the sites' ranks summed over slots; each result is flat, `totals * N` long.
+    """
+    sites, tokens, R = v.shape
+    width, block_r = u_TN.shape[1], rank_block(R)
+    block_n = blocks.outer_n if u_TN.element_size() == 2 else blocks.outer_n // 2
+    rank_blocks, wide = triton.cdiv(R, block_r), triton.cdiv(width, block_n)
+    adapters = spans.shape[0]
+    parts = max(1, min(PROGRAMS // (wide * adapters * rank_blocks), tiles.shape[0] // adapters // 2))
+    full = adapters == ranks.shape[0]
+    new = torch.empty if full else torch.zeros  # a slot without tokens has no gradient
+    dtype = u_TN.dtype if parts == 1 else torch.float32
+    outs = [new(parts, total * width, dtype=dtype, device=u_TN.device) for total in totals]
+    three = [outs[min(site, sites - 1)] for site in range(MAX_SITES)]
+    segmented_backward.outer[(wide, adapters, parts * rank_blocks)](
+        u_TN,
+        v,
+        *three,
+        tiles,
+        spans,
+        ranks,
+        scalings,
+        starts,
+        width,
+        u_TN.stride(0),
+        ranks.stride(0),
+        tokens,
+        R,
+        parts,
+        *(out.stride(0) for out in three),
+        SITES=sites,
+        OF_B=of_b,
+        BLOCK_T=rows,
+        BLOCK_N=block_n,
+        BLOCK_R=block_r,
+        **_stages(blocks.outer_warps, blocks.outer_stages),
+    )
+    return [out[0] if parts == 1 else out.sum(0).to(u_TN.dtype) for out in outs]

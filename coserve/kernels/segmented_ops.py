@@ -1,0 +1,192 @@
+"""The segmented kernels as torch.library ops, so that torch.compile and CUDA graphs see through them.
+
+`tiles`, `items`, `spans`: `tables.Tiles`. `addresses`, `ranks`, `scalings`, `starts`: `tables.SiteTable`. `rows`: rows
+of a tile. `R`: at least the largest rank that the table will hold, a multiple of 16; it sizes h and costs nothing else.
+"""
+
+# No postponed annotations here: torch reads the ops' schemas from them.
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from coserve.kernels import segmented_launch as launch
+
+
+@torch.library.custom_op("coserve::lora_shrink", mutates_args=())
+def lora_shrink(
+    x: Tensor, tiles: Tensor, items: Tensor, addresses: Tensor, ranks: Tensor, rows: int, R: int, decode: bool
+) -> Tensor:
+    """h[.., g, t, r] = Σ_k x[t, k] A_g[r, k]: (splits, G, T, R) fp32 for decode, else (1, G, T, R) in x's dtype."""
+    if decode:
+        return launch.decode_shrink(x, items, addresses, ranks, rows, R)
+    return launch.long_shrink(x, tiles, addresses, ranks, rows, R)[None]
+
+
+@lora_shrink.register_fake
+def _(
+    x: Tensor, tiles: Tensor, items: Tensor, addresses: Tensor, ranks: Tensor, rows: int, R: int, decode: bool
+) -> Tensor:
+    splits = launch.decode_splits(x.shape[1]) if decode else 1
+    dtype = torch.float32 if decode else x.dtype
+    return x.new_empty((splits, ranks.shape[1], x.shape[0], R), dtype=dtype)
+
+
+@torch.library.custom_op("coserve::lora_expand_", mutates_args=("ys",))
+def lora_expand_(
+    ys: Sequence[Tensor],
+    h: Tensor,
+    tiles: Tensor,
+    addresses: Tensor,
+    ranks: Tensor,
+    scalings: Tensor,
+    rows: int,
+    decode: bool,
+) -> None:
+    """y_g[t, o] += scaling Σ_r h[.., g, t, r] B_g[o, r], in place, for each y of the group."""
+    if decode:
+        launch.decode_expand(list(ys), h, tiles, addresses, ranks, scalings, rows)
+        return
+    for site, y in enumerate(ys):
+        column = (addresses[:, site:], ranks[:, site:], scalings[:, site:])
+        launch.long_expand(y, y, h[0, site], tiles, *column, rows)
+
+
+@torch.library.custom_op("coserve::lora_train", mutates_args=())
+def lora_train(
+    ys: Sequence[Tensor],
+    x: Tensor,
+    a: Sequence[Tensor],
+    b: Sequence[Tensor],
+    totals: Sequence[int],
+    tiles: Tensor,
+    spans: Tensor,
+    addresses: Tensor,
+    ranks: Tensor,
+    scalings: Tensor,
+    starts: Tensor,
+    rows: int,
+    R: int,
+) -> list[Tensor]:
+    """y_g + scaling (x A_gᵀ) B_gᵀ for each y of the group, and h (G, T, R) last. Differentiable in ys, x, a and b.
+
+    `a` and `b` are the tensors that the table points at, site by site and slot by slot; `totals` each site's ranks,
+    summed; `tiles` cover every row.
+    """
+    h = launch.long_shrink(x, tiles, addresses, ranks, rows, R)
+    outs = [torch.empty_like(y) for y in ys]
+    for site, (y, out) in enumerate(zip(ys, outs, strict=True)):
+        column = (addresses[:, site:], ranks[:, site:], scalings[:, site:])
+        launch.long_expand(y, out, h[site], tiles, *column, rows)
+    return [*outs, h]
+
+
+@lora_train.register_fake
+def _(
+    ys: Sequence[Tensor],
+    x: Tensor,
+    a: Sequence[Tensor],
+    b: Sequence[Tensor],
+    totals: Sequence[int],
+    tiles: Tensor,
+    spans: Tensor,
+    addresses: Tensor,
+    ranks: Tensor,
+    scalings: Tensor,
+    starts: Tensor,
+    rows: int,
+    R: int,
+) -> list[Tensor]:
+    return [*(torch.empty_like(y) for y in ys), x.new_empty((len(ys), x.shape[0], R))]
+
+
+@torch.library.custom_op("coserve::lora_train_backward", mutates_args=())
+def lora_train_backward(
+    dys: Sequence[Tensor],
+    x: Tensor,
+    h: Tensor,
+    totals: Sequence[int],
+    tiles: Tensor,
+    spans: Tensor,
+    addresses: Tensor,
+    ranks: Tensor,
+    scalings: Tensor,
+    starts: Tensor,
+    rows: int,
+    R: int,
+    inputs_need: bool,
+    weights_need: bool,
+) -> list[Tensor]:
+    """[dx] if `inputs_need`, then every site's dA and every site's dB, flat, if `weights_need`. Sums in fp32."""
+    g = launch.shrink_b(list(dys), tiles, addresses, ranks, scalings, rows, R)
+    out = [launch.expand_a(g, x.shape[1], tiles, addresses, ranks, rows)] if inputs_need else []
+    if not weights_need:
+        return out
+    where = (tiles, spans)
+    out += launch.outer(x, g, list(totals), *where, ranks, scalings, starts, rows, of_b=False)
+    for site, dy in enumerate(dys):
+        column = (ranks[:, site:], scalings[:, site:], starts[:, site:])
+        out += launch.outer(dy, h[site : site + 1], [totals[site]], *where, *column, rows, of_b=True)
+    return out
+
+
+@lora_train_backward.register_fake
+def _(
+    dys: Sequence[Tensor],
+    x: Tensor,
+    h: Tensor,
+    totals: Sequence[int],
+    tiles: Tensor,
+    spans: Tensor,
+    addresses: Tensor,
+    ranks: Tensor,
+    scalings: Tensor,
+    starts: Tensor,
+    rows: int,
+    R: int,
+    inputs_need: bool,
+    weights_need: bool,
+) -> list[Tensor]:
+    out = [torch.empty_like(x, memory_format=torch.contiguous_format)] if inputs_need else []
+    if weights_need:
+        out += [x.new_empty(total * x.shape[1]) for total in totals]
+        out += [x.new_empty(total * dy.shape[1]) for total, dy in zip(totals, dys, strict=True)]
+    return out
+
+
+def _setup(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:  # noqa: ANN401 - torch's own signature
+    ys, x, a, b, ctx.totals, tiles, spans, addresses, ranks, scalings, starts, ctx.rows, ctx.R = inputs
+    ctx.sites, ctx.a_shapes, ctx.b_shapes = len(ys), [t.shape for t in a], [t.shape for t in b]
+    ctx.save_for_backward(x, output[-1], tiles, spans, addresses, ranks, scalings, starts)
+
+
+def _backward(ctx: Any, grads: Sequence[Tensor]) -> tuple[Any, ...]:  # noqa: ANN401 - torch's own signature
+    x, h, *tables = ctx.saved_tensors
+    dys = [grad if grad.stride(1) == 1 else grad.contiguous() for grad in grads[: ctx.sites]]
+    _, x_needs, a_needs, b_needs = ctx.needs_input_grad[:4]
+    weights_need = any(a_needs) or any(b_needs)
+    flat = lora_train_backward(dys, x, h, ctx.totals, *tables, ctx.rows, ctx.R, x_needs, weights_need)
+    dx = flat.pop(0) if x_needs else None
+    da: list[Tensor | None] = [None] * len(ctx.a_shapes)
+    db: list[Tensor | None] = [None] * len(ctx.b_shapes)
+    if weights_need:
+        da[:] = _cut(flat[: ctx.sites], ctx.a_shapes)
+        db[:] = _cut(flat[ctx.sites :], ctx.b_shapes)
+    return (dys, dx, da, db, *[None] * 9)
+
+
+def _cut(flats: Sequence[Tensor], shapes: Sequence[torch.Size]) -> list[Tensor]:
+    """The tensors of `shapes`, in order, that lie one after another in each of `flats`."""
+    pieces: list[Tensor] = []
+    rest = list(shapes)
+    for flat in flats:
+        at = 0
+        while at < flat.numel():
+            shape = rest.pop(0)
+            pieces.append(flat[at : at + shape.numel()].view(shape))
+            at += shape.numel()
+    return pieces
+
+
+lora_train.register_autograd(_backward, setup_context=_setup)

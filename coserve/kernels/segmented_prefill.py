@@ -1,0 +1,150 @@
+"""Segmented LoRA for prefill and training, forward: tiles of many rows of one adapter. Reading x and y is the work.
+
+    shrink  h[split, site, t, r] = Σ_{k in split} x[t, k] A_site[r, k]        x is read once for all sites
+    finish  h[site, t, r] = Σ_split h[split, site, t, r]                      only where k was split
+    expand  out[t, o] = y[t, o] + scaling Σ_r h[t, r] B[o, r]                 one site; its h and its table column
+
+x: (T, D); y, out: (T, O); h: (G, T, R), or (splits, G, T, R) fp32 before `finish`; tiles: (N, 4) int32;
+addresses: (slots, G, 2) int64; ranks: (slots, G) int32; scalings: (slots, G) fp32; `row` is the distance in entries
+from one slot to the next. A slot of -1 has rank 0: its rows are copied.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from coserve.kernels.segmented_load import load_b, weights
+
+
+@triton.jit
+def rank_at(ranks_ptr, slot, row, site):
+    """The rank of a (slot, site) entry, 0 for slot -1."""
+    return tl.load(ranks_ptr + slot * row + site, mask=slot >= 0, other=0)
+
+
+@triton.jit(do_not_specialize_on_alignment=["ranks_ptr"])
+def shrink(
+    x_ptr,
+    h_ptr,
+    tiles_ptr,
+    addresses_ptr,
+    ranks_ptr,
+    D,
+    x_stride,
+    row,
+    T,
+    R,
+    steps,
+    SITES: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    tile_ptr = tiles_ptr + tl.program_id(0) * 4
+    split = tl.program_id(1)
+    first = tl.program_id(2) * BLOCK_R
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    start = tl.load(tile_ptr)
+    rows = tl.load(tile_ptr + 1)
+    slot = tl.load(tile_ptr + 2)
+    rank0 = rank_at(ranks_ptr, slot, row, 0)
+    rank1 = rank_at(ranks_ptr, slot, row, 1) if SITES > 1 else 0
+    rank2 = rank_at(ranks_ptr, slot, row, 2) if SITES > 2 else 0
+    if first >= tl.maximum(rank0, tl.maximum(rank1, rank2)):
+        return
+    t = tl.arange(0, BLOCK_T)
+    k = tl.arange(0, BLOCK_K)
+    r = first + tl.arange(0, BLOCK_R)
+    a0_at = weights(addresses_ptr, slot * row, 0, x_ptr) + r[:, None] * D + k[None, :]
+    a1_at = a0_at
+    a2_at = a0_at
+    if SITES > 1:
+        a1_at = weights(addresses_ptr, slot * row + 1, 0, x_ptr) + r[:, None] * D + k[None, :]
+    if SITES > 2:
+        a2_at = weights(addresses_ptr, slot * row + 2, 0, x_ptr) + r[:, None] * D + k[None, :]
+    x_at = x_ptr + (start + t)[:, None].to(tl.int64) * x_stride + k[None, :]
+    acc0 = tl.zeros([BLOCK_T, BLOCK_R], dtype=tl.float32)
+    acc1 = acc0
+    acc2 = acc0
+    for at in range(split * steps * BLOCK_K, tl.minimum((split + 1) * steps * BLOCK_K, D), BLOCK_K):
+        inside = (k < D - at)[None, :]
+        x = tl.load(x_at + at, mask=(t < rows)[:, None] & inside, other=0.0)
+        a0 = tl.load(a0_at + at, mask=(r < rank0)[:, None] & inside, other=0.0)
+        acc0 = tl.dot(x, tl.trans(a0), acc0, input_precision="ieee")
+        if SITES > 1:
+            a1 = tl.load(a1_at + at, mask=(r < rank1)[:, None] & inside, other=0.0)
+            acc1 = tl.dot(x, tl.trans(a1), acc1, input_precision="ieee")
+        if SITES > 2:
+            a2 = tl.load(a2_at + at, mask=(r < rank2)[:, None] & inside, other=0.0)
+            acc2 = tl.dot(x, tl.trans(a2), acc2, input_precision="ieee")
+    h_at = h_ptr + (split * SITES * T + start + t)[:, None] * R + r[None, :]
+    keep = (t < rows)[:, None]
+    out_type = h_ptr.dtype.element_ty
+    tl.store(h_at, acc0.to(out_type), mask=keep & (r < rank0)[None, :])
+    if SITES > 1:
+        tl.store(h_at + T * R, acc1.to(out_type), mask=keep & (r < rank1)[None, :])
+    if SITES > 2:
+        tl.store(h_at + 2 * T * R, acc2.to(out_type), mask=keep & (r < rank2)[None, :])
+
+
+@triton.jit
+def finish(parts_ptr, h_ptr, size, SPLITS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
+    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    total = tl.load(parts_ptr + at, mask=at < size, other=0.0)
+    for split in tl.static_range(1, SPLITS):
+        total += tl.load(parts_ptr + split * size + at, mask=at < size, other=0.0)
+    tl.store(h_ptr + at, total.to(h_ptr.dtype.element_ty), mask=at < size)
+
+
+@triton.jit(do_not_specialize_on_alignment=["ranks_ptr", "scalings_ptr"])
+def expand(
+    y_ptr,
+    out_ptr,
+    h_ptr,
+    tiles_ptr,
+    addresses_ptr,
+    ranks_ptr,
+    scalings_ptr,
+    O,
+    y_stride,
+    out_stride,
+    row,
+    R,
+    BLOCK_T: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    BLOCK_O: tl.constexpr,
+    BLOCKS: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    tile_ptr = tiles_ptr + tl.program_id(1) * 4
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    start = tl.load(tile_ptr)
+    rows = tl.load(tile_ptr + 1)
+    slot = tl.load(tile_ptr + 2)
+    rank = rank_at(ranks_ptr, slot, row, 0)
+    scaling = tl.load(scalings_ptr + slot * row, mask=slot >= 0, other=0.0)
+    b_ptr = weights(addresses_ptr, tl.maximum(slot, 0) * row, 1, y_ptr)
+    t = tl.arange(0, BLOCK_T)
+    h_at = h_ptr + (start + t)[:, None] * R
+    keep = (t < rows)[:, None]
+    lines = (start + t)[:, None].to(tl.int64)
+    for block in tl.static_range(BLOCKS):
+        o = (tl.program_id(0) * BLOCKS + block) * BLOCK_O + tl.arange(0, BLOCK_O)
+        mask = keep & (o < O)[None, :]
+        y = tl.load(y_ptr + lines * y_stride + o[None, :], mask=mask, other=0.0)
+        acc = tl.zeros([BLOCK_T, BLOCK_O], dtype=tl.float32)
+        for first in range(0, rank, BLOCK_R):
+            r = first + tl.arange(0, BLOCK_R)
+            h = tl.load(h_at + r[None, :], mask=keep & (r < rank)[None, :], other=0.0)
+            b = load_b(b_ptr, o, r, O, rank)
+            acc = tl.dot(h, tl.trans(b), acc, input_precision="ieee")
+        tl.store(out_ptr + lines * out_stride + o[None, :], (y.to(tl.float32) + acc * scaling).to(y.dtype), mask=mask)

@@ -1,0 +1,196 @@
+"""What the segmented kernels read from the device: where each adapter lies, and which rows are whose.
+
+Both tables have fixed addresses and free contents, so that a captured CUDA graph can serve other adapters and batches.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from coserve.kernels.segments import LoraPair, Segments
+
+RANK_BLOCK = 16
+"""Ranks are worked on in blocks of so many: the least that a tensor core multiplies."""
+ALIGNMENT = 16
+"""Bytes; weights start at a multiple of it, so that they are read 16 bytes at a time."""
+
+
+@dataclass(frozen=True)
+class SiteTable:
+    """What G sites hold in each of N slots. A slot is one adapter; the sites read one input of D features."""
+
+    addresses: Tensor
+    """int64 (N, G, 2): of a_RD and of b_OR, both contiguous."""
+    ranks: Tensor
+    """int32 (N, G); 0: the slot's adapter does not change the site."""
+    scalings: Tensor
+    """float32 (N, G)."""
+    starts: Tensor | None = None
+    """int32 (N, G): the ranks of the slots ahead, summed; only where gradients are wanted."""
+
+    @property
+    def sites(self) -> int:
+        return self.ranks.shape[1]
+
+    @property
+    def slots(self) -> int:
+        return self.ranks.shape[0]
+
+
+class Slots:
+    """A page table of adapters: N slots by all the sites of a base, on the device.
+
+    `put` takes effect in stream order. A kernel reads the table and the weights before the kernel ahead of it has
+    ended (programmatic dependent launch), so no kernel that writes weights may stand directly before a LoRA kernel.
+    """
+
+    def __init__(self, slots: int, sites: int, device: torch.device) -> None:
+        self.addresses = torch.zeros(slots, sites, 2, dtype=torch.int64, device=device)
+        self.ranks = torch.zeros(slots, sites, dtype=torch.int32, device=device)
+        self.scalings = torch.zeros(slots, sites, dtype=torch.float32, device=device)
+        self._held: dict[int, tuple[LoraPair | None, ...]] = {}
+
+    def put(self, slot: int, pairs: Sequence[LoraPair | None]) -> None:
+        """Point `slot` at one adapter's pairs, one a site; keeps them alive. They must be contiguous and aligned."""
+        assert len(pairs) == self.ranks.shape[1], f"expected {self.ranks.shape[1]} sites, got {len(pairs)}"
+        kept = tuple(None if pair is None else readable(pair) for pair in pairs)
+        self.addresses[slot].copy_(torch.tensor([_addresses(pair) for pair in kept], dtype=torch.int64))
+        self.ranks[slot].copy_(torch.tensor([_rank(pair) for pair in kept], dtype=torch.int32))
+        self.scalings[slot].copy_(torch.tensor([0.0 if pair is None else pair.scaling for pair in kept]))
+        self._held[slot] = kept
+
+    def clear(self, slot: int) -> None:
+        """Empty `slot`: tokens that still name it get the base alone."""
+        self.ranks[slot].zero_()
+        self._held.pop(slot, None)
+
+    def table(self, first: int, count: int) -> SiteTable:
+        """The columns of `count` neighbouring sites, as a view: later `put`s show in it."""
+        part = slice(first, first + count)
+        return SiteTable(self.addresses[:, part], self.ranks[:, part], self.scalings[:, part])
+
+
+def site_table(pairs: Sequence[Sequence[LoraPair | None]], device: torch.device) -> tuple[SiteTable, list[LoraPair]]:
+    """A table for one step: `pairs[g][n]` at site g in slot n. Also the pairs it points at, which must stay alive."""
+    slots, sites = len(pairs[0]), len(pairs)
+    rows = [[None if pair is None else readable(pair) for pair in slot] for slot in zip(*pairs, strict=True)]
+    host = torch.tensor([[[*_addresses(p), _rank(p), 0] for p in row] for row in rows], dtype=torch.int64)
+    scalings = torch.tensor([[0.0 if p is None else p.scaling for p in row] for row in rows], dtype=torch.float32)
+    host = host.view(slots, sites, 4)
+    host[..., 3] = host[..., 2].cumsum(0) - host[..., 2]
+    addresses, ranks, starts = host.to(device).split((2, 1, 1), dim=-1)
+    table = SiteTable(
+        addresses.contiguous(),
+        ranks.squeeze(-1).to(torch.int32),
+        scalings.view(slots, sites).to(device),
+        starts.squeeze(-1).to(torch.int32),
+    )
+    return table, [pair for row in rows for pair in row if pair is not None]
+
+
+def readable(pair: LoraPair) -> LoraPair:
+    """The pair with both tensors contiguous and aligned: itself, or a copy where it is not so."""
+    a_RD, b_OR = _readable(pair.a_RD), _readable(pair.b_OR)
+    return pair if a_RD is pair.a_RD and b_OR is pair.b_OR else LoraPair(a_RD, b_OR, pair.scaling)
+
+
+def _readable(weight: Tensor) -> Tensor:
+    aligned = weight.is_contiguous() and weight.data_ptr() % ALIGNMENT == 0
+    return weight if aligned else weight.detach().clone(memory_format=torch.contiguous_format)
+
+
+def _addresses(pair: LoraPair | None) -> list[int]:
+    return [0, 0] if pair is None else [pair.a_RD.data_ptr(), pair.b_OR.data_ptr()]
+
+
+def _rank(pair: LoraPair | None) -> int:
+    return 0 if pair is None else pair.rank
+
+
+@dataclass(frozen=True)
+class Tiles:
+    """A batch cut into tiles of at most `rows` rows of one adapter, in order of slot. int32, device."""
+
+    rows: int
+    tiles: Tensor
+    """(N, 4): first row, rows (0: inactive), slot (-1: no adapter), 0."""
+    items: Tensor
+    """(M, 4): first row, rows (0: inactive), slot, rank block. One for each RANK_BLOCK of each tile's adapter."""
+    spans: Tensor
+    """(A, 4): first tile, tiles, slot, 0. One for each adapter that has rows."""
+
+
+@dataclass(frozen=True)
+class HostTiles:
+    """`Tiles` before they go to the device."""
+
+    tiles: list[tuple[int, int, int, int]]
+    items: list[tuple[int, int, int, int]]
+    spans: list[tuple[int, int, int, int]]
+
+
+def cut(segments: Segments, ranks: Sequence[int], rows: int) -> HostTiles:
+    """Tiles of at most `rows` rows; `ranks` (slots) is each adapter's largest rank among the sites that will read this."""
+    tiles: list[tuple[int, int, int, int]] = []
+    spans: list[tuple[int, int, int, int]] = []
+    for slot, runs in sorted(segments.runs().items()):
+        if not ranks[slot]:
+            continue
+        first = len(tiles)
+        for start, end in runs:
+            tiles.extend((row, min(rows, end - row), slot, 0) for row in range(start, end, rows))
+        spans.append((first, len(tiles) - first, slot, 0))
+    items = [
+        (start, length, slot, block)
+        for start, length, slot, _ in tiles
+        for block in range(-(-ranks[slot] // RANK_BLOCK))
+    ]
+    return HostTiles(tiles, items, spans)
+
+
+def uncovered(segments: Segments, host: HostTiles, rows: int) -> list[tuple[int, int, int, int]]:
+    """Tiles with slot -1 for the rows that `host` leaves out: what a kernel that writes a fresh output must copy."""
+    covered = sorted((start, start + length) for start, length, _, _ in host.tiles)
+    tiles: list[tuple[int, int, int, int]] = []
+    row = 0
+    for start, end in [*covered, (segments.tokens, segments.tokens)]:
+        tiles.extend((at, min(rows, start - at), -1, 0) for at in range(row, start, rows))
+        row = end
+    return tiles
+
+
+def upload(host: HostTiles, rows: int, device: torch.device) -> Tiles:
+    """One copy to the device for all three tables."""
+    parts = (host.tiles, host.items, host.spans)
+    flat = torch.tensor([entry for part in parts for entry in part], dtype=torch.int32).view(-1, 4)
+    if device.type == "cuda":
+        flat = flat.pin_memory()
+    tiles, items, spans = flat.to(device, non_blocking=True).split([len(part) for part in parts])
+    return Tiles(rows, tiles, items, spans)
+
+
+class StepTiles:
+    """`Tiles` of fixed room and addresses for a captured graph: `load` fills them, and marks the rest inactive."""
+
+    def __init__(self, rows: int, tiles: int, items: int, device: torch.device) -> None:
+        self._table = torch.zeros(tiles + items, 4, dtype=torch.int32, device=device)
+        self._host = torch.zeros(tiles + items, 4, dtype=torch.int32, pin_memory=device.type == "cuda")
+        self._tiles = tiles
+        empty = torch.zeros(0, 4, dtype=torch.int32, device=device)
+        self.tiles = Tiles(rows, self._table[:tiles], self._table[tiles:], empty)
+
+    def fits(self, host: HostTiles) -> bool:
+        return len(host.tiles) <= self._tiles and len(host.items) <= self._table.shape[0] - self._tiles
+
+    def load(self, host: HostTiles) -> None:
+        """Copies `host` in, in stream order. The caller sees to it that the last copy has ended."""
+        assert self.fits(host), "expected a batch within the bucket"
+        self._host.zero_()
+        for first, part in ((0, host.tiles), (self._tiles, host.items)):
+            if part:
+                self._host[first : first + len(part)] = torch.tensor(part, dtype=torch.int32)
+        self._table.copy_(self._host, non_blocking=True)
