@@ -1,0 +1,53 @@
+"""Answers: structs as JSON, and every error as one body, `{"error": {"code", "message", "field"}}`."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+import msgspec
+from aiohttp import web
+from msgspec import UNSET
+
+from coserve import errors
+from coserve.errors import CapacityError, CorpusError, CoserveError, InternalError, QueueFull
+from coserve.schemas import ErrorBody, ErrorInfo
+
+JSON = "application/json"
+_encoder = msgspec.json.Encoder()
+
+
+def answer(body: msgspec.Struct, *, status: int = 200) -> web.Response:
+    return web.Response(status=status, body=_encoder.encode(body), content_type=JSON)
+
+
+def describe(error: CoserveError) -> ErrorInfo:
+    """What a client may know of an error. Of our own faults, nothing: their text could name paths or addresses."""
+    if error.status == 500 and not isinstance(error, CapacityError):
+        return ErrorInfo(code=InternalError.code, message="internal error")
+    line = error.line if isinstance(error, CorpusError) else None
+    return ErrorInfo(code=error.code, message=error.message, field=error.field, line=UNSET if line is None else line)
+
+
+def refuse(error: CoserveError) -> web.Response:
+    """The answer for an error, with `Retry-After` where waiting helps."""
+    response = answer(ErrorBody(error=describe(error)), status=error.status)
+    if isinstance(error, QueueFull):
+        response.headers["Retry-After"] = str(max(1, math.ceil(error.retry_after)))
+    elif isinstance(error, CapacityError) and error.status == 503:
+        response.headers["Retry-After"] = "2"
+    return response
+
+
+def _leaves(tree: type[CoserveError]) -> Iterator[type[CoserveError]]:
+    for leaf in tree.__subclasses__():
+        yield leaf
+        yield from _leaves(leaf)
+
+
+def error_from_code(code: str, message: str) -> CoserveError:
+    """The error that the engine named by its code; an unknown code is our own fault."""
+    for leaf in _leaves(errors.CoserveError):
+        if leaf.code == code:
+            return leaf(message)
+    return InternalError(f"{code}: {message}")

@@ -1,0 +1,55 @@
+"""The application: routes behind the gate, and a server that waits for nobody's headers for ever."""
+
+from __future__ import annotations
+
+import logging
+
+import msgspec
+from aiohttp import web
+
+from coserve.api.native import NativeApi
+from coserve.api.openapi import describe_api
+from coserve.api.routes import Route, native_routes
+from coserve.api.security import Gate, finish_headers, guard
+from coserve.api.service import Service
+from coserve.config import Config
+
+SERVICE = web.AppKey("service", Service)
+ROUTES = web.AppKey("routes", tuple[Route, ...])
+
+
+def make_app(service: Service, config: Config) -> web.Application:
+    """The application over a service. The caller opens and closes the service."""
+    described = native_routes(NativeApi(service, config))
+
+    async def openapi(request: web.Request) -> web.StreamResponse:
+        return web.Response(body=document, content_type="application/json")
+
+    routes = (*described, Route("GET", "/openapi.json", openapi, "This description"))
+    document = msgspec.json.encode(describe_api(routes))
+    gate = Gate(config, frozenset(route.name for route in routes if route.public))
+    app = web.Application(middlewares=[guard(gate, service.metrics.answered)])
+    app[SERVICE], app[ROUTES] = service, routes
+    for route in routes:
+        app.router.add_route(route.method, route.path, route.handler, name=route.name)
+    app.on_response_prepare.append(finish_headers)
+    return app
+
+
+def make_runner(app: web.Application, config: Config) -> web.AppRunner:
+    """The runner, with what aiohttp leaves open closed: a deadline for headers, no decompression, no log floods."""
+    quiet = logging.getLogger("coserve.http")
+    quiet.setLevel(
+        logging.CRITICAL
+    )  # aiohttp logs a traceback for every malformed request; our own faults the gate logs
+    return web.AppRunner(
+        app,
+        # It runs from the connection's first byte on, and again after each answer: headers must be whole by then.
+        keepalive_timeout=config.read_timeout,
+        lingering_time=min(2.0, config.read_timeout),
+        handler_cancellation=True,  # a client that leaves takes its request with it
+        auto_decompress=False,
+        access_log=None,
+        logger=quiet,
+        shutdown_timeout=5.0,
+    )

@@ -1,0 +1,116 @@
+"""From the tokens of one sequence to the text of one choice: detokenised as it grows, ended by stop texts."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from coserve.link import Tokens
+from coserve.model.tokenizer import Detokenizer, Tokenizer
+from coserve.schemas import ChosenLogprob, Logprob
+from coserve.types import FinishReason, TokenLogprob
+
+
+class StopTexts:
+    """Finds the stop text that ends first in a growing text, and never lets a part of one out.
+
+    The result does not depend on how the text is cut into pushes: what could still become a stop text is held back.
+    """
+
+    def __init__(self, stops: Sequence[str]) -> None:
+        self._stops = tuple(stops)
+        self._held = ""
+
+    def push(self, text: str) -> tuple[str, str | None]:
+        """The text that is free to go, and the stop text if one is complete: then nothing follows."""
+        text = self._held + text
+        hits = [(start + len(stop), -len(stop), stop) for stop in self._stops if (start := text.find(stop)) >= 0]
+        if hits:
+            end, _, stop = min(hits)
+            self._held = ""
+            return text[: end - len(stop)], stop
+        keep = max((self._beginning(text, stop) for stop in self._stops), default=0)
+        self._held = text[len(text) - keep :]
+        return text[: len(text) - keep], None
+
+    @staticmethod
+    def _beginning(text: str, stop: str) -> int:
+        """How many of the last characters of `text` begin `stop`."""
+        return next((n for n in range(min(len(stop) - 1, len(text)), 0, -1) if text.endswith(stop[:n])), 0)
+
+    def flush(self) -> str:
+        """What was held back, at the end of the text."""
+        held, self._held = self._held, ""
+        return held
+
+
+@dataclass(frozen=True)
+class Piece:
+    """What one message of the engine adds to a choice. `token_ids` includes the token that ended it."""
+
+    text: str
+    token_ids: tuple[int, ...]
+    logprobs: tuple[ChosenLogprob, ...] | None
+    finished: FinishReason | None = None
+    stop_reason: str | int | None = None
+
+
+class ChoiceDecoder:
+    """One choice. Stop texts are not looked for in the text of the first `min_tokens` tokens."""
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        prompt: Sequence[int],
+        *,
+        stops: Sequence[str],
+        stop_token_ids: Sequence[int],
+        min_tokens: int,
+        logprobs: bool,
+    ) -> None:
+        self._tokenizer = tokenizer
+        self._text = Detokenizer(tokenizer, prompt)
+        self._stops = StopTexts(stops)
+        self._stop_token_ids = frozenset(stop_token_ids)
+        self._min_tokens = min_tokens
+        self._logprobs = logprobs
+        self.count = 0
+
+    def feed(self, message: Tokens) -> Piece:
+        """The piece that `message` makes. After one with `finished` set, no more may be fed."""
+        parts: list[str] = []
+        last = len(message.tokens) - 1 if message.finished is FinishReason.STOP else None
+        for index, token in enumerate(message.tokens):
+            self.count += 1
+            if index == last:  # the token that says stop is not text
+                break
+            free, stop = self._search(self._text.push((token,)))
+            parts.append(free)
+            if stop is not None:
+                return self._piece(message, index + 1, parts, FinishReason.STOP, stop)
+        if message.finished is None:
+            return self._piece(message, len(message.tokens), parts, None, None)
+        free, stop = self._search(self._text.flush())
+        parts.append(free)
+        if stop is not None:
+            return self._piece(message, len(message.tokens), parts, FinishReason.STOP, stop)
+        parts.append(self._stops.flush())
+        ended_by = message.tokens[-1] if last is not None and message.tokens else None
+        reason = ended_by if ended_by in self._stop_token_ids else None
+        return self._piece(message, len(message.tokens), parts, message.finished, reason)
+
+    def _search(self, text: str) -> tuple[str, str | None]:
+        return (text, None) if self.count <= self._min_tokens else self._stops.push(text)
+
+    def _piece(
+        self, message: Tokens, count: int, parts: list[str], finished: FinishReason | None, reason: str | int | None
+    ) -> Piece:
+        ids = message.tokens[:count]
+        logprobs = None
+        if self._logprobs:
+            logprobs = tuple(map(self._chosen, ids, message.logprobs))
+        return Piece("".join(parts), ids, logprobs, finished, reason)
+
+    def _chosen(self, token: int, found: TokenLogprob) -> ChosenLogprob:
+        top = [Logprob(token_id=id, token=self._tokenizer.token(id), logprob=value) for id, value in found.top]
+        return ChosenLogprob(token_id=token, token=self._tokenizer.token(token), logprob=found.logprob, top=top)

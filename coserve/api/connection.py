@@ -1,0 +1,44 @@
+"""The engine as the API process sees it: there or not, what it said of itself, and how to send it something."""
+
+from __future__ import annotations
+
+from coserve.errors import EngineUnavailable
+from coserve.link import EngineReady, EngineStats, FromEngine, Link, ToEngine
+from coserve.types import AdapterRef, BaseSpec
+
+
+class Connection:
+    """The link to the engine of this moment; `starts` counts engines."""
+
+    def __init__(self) -> None:
+        self._link: Link[ToEngine, FromEngine] | None = None
+        self.ready: EngineReady | None = None
+        self.stats: EngineStats | None = None
+        self.starts = 0
+
+    @property
+    def alive(self) -> bool:
+        return self._link is not None
+
+    @property
+    def spec(self) -> BaseSpec:
+        """The base, also while its engine is being restarted. Raises `EngineUnavailable` before the first one."""
+        if self.ready is None:
+            raise EngineUnavailable("the engine is starting")
+        return self.ready.spec
+
+    def send(self, message: ToEngine) -> None:
+        """Raises `EngineUnavailable` if nobody would read it."""
+        if self._link is None:
+            raise EngineUnavailable("the engine stopped and is being restarted")
+        self._link.send(message)
+
+    def open(self, link: Link[ToEngine, FromEngine], ready: EngineReady) -> None:
+        self._link, self.ready = link, ready
+        self.starts += 1
+
+    def lost(self) -> None:
+        self._link = self.stats = None
+
+    def resident(self, ref: AdapterRef) -> bool:
+        return self.stats is not None and ref in self.stats.resident

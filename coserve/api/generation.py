@@ -1,0 +1,254 @@
+"""Requests in flight: from a checked request to a stream of chunks, and an end for each whatever happens."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import time
+from collections import Counter
+from collections.abc import AsyncGenerator, Callable
+from contextlib import aclosing, suppress
+from dataclasses import dataclass, field
+
+from coserve.api.answers import error_from_code
+from coserve.api.choices import ChoiceDecoder, Piece
+from coserve.api.connection import Connection
+from coserve.api.metrics import Metrics
+from coserve.api.prompts import check_generate, encode_prompt, sampling_params
+from coserve.api.requests import split_ref
+from coserve.config import Config
+from coserve.errors import BaseMismatch, EngineUnavailable, QueueFull
+from coserve.link import Admitted, CancelRequest, Generate, RequestFailed, Tokens
+from coserve.model.tokenizer import Tokenizer
+from coserve.schemas import Choice, GenerateChunk, GenerateRequest, GenerateResponse, Timing, Usage
+from coserve.state.thread import RegistryThread
+from coserve.types import AdapterRef, Slo
+
+Answer = Admitted | Tokens | RequestFailed
+
+
+@dataclass
+class _Run:
+    """One request in flight: its sequences, one a choice."""
+
+    id: str
+    adapter: AdapterRef | None
+    prompt: tuple[int, ...]
+    seed: int
+    arrived: float
+    decoders: dict[str, ChoiceDecoder]
+    inbox: asyncio.Queue[Answer] = field(default_factory=asyncio.Queue)
+    admitted: float | None = None
+    last: dict[str, float] = field(default_factory=dict)
+    """When each sequence last gave tokens."""
+    first: float | None = None
+
+    def timing(self, now: float) -> Timing:
+        queue = None if self.admitted is None else self.admitted - self.arrived
+        return Timing(queue=queue, ttft=(self.first or now) - self.arrived, e2e=now - self.arrived)
+
+    def usage(self) -> Usage:
+        out = sum(decoder.count for decoder in self.decoders.values())
+        return Usage(prompt_tokens=len(self.prompt), completion_tokens=out, total_tokens=len(self.prompt) + out)
+
+
+class Generation:
+    """All requests in flight. `clock` gives seconds for `timing`."""
+
+    def __init__(
+        self,
+        config: Config,
+        engine: Connection,
+        registry: RegistryThread,
+        tokenizer: Tokenizer,
+        metrics: Metrics,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._config, self._engine, self._registry, self._tokenizer = config, engine, registry, tokenizer
+        self._metrics, self._clock = metrics, clock
+        self._runs: dict[str, _Run] = {}
+        """By the id of each sequence that has not ended."""
+        self._waiting = 0
+        self.in_use: Counter[AdapterRef] = Counter()
+
+    # ---- what the engine says
+
+    def deliver(self, message: Answer) -> None:
+        """Hand a message to its request; one that was cancelled has nobody to hear it."""
+        if (run := self._runs.get(message.id)) is not None:
+            run.inbox.put_nowait(message)
+
+    def fail_all(self, error: EngineUnavailable) -> None:
+        """The engine is gone: every request in flight ends with this error."""
+        for id, run in self._runs.items():
+            run.inbox.put_nowait(RequestFailed(id=id, code=error.code, message=error.message))
+
+    # ---- what a client asks
+
+    async def collect(self, request: GenerateRequest) -> GenerateResponse:
+        """The whole answer at once. Raises what `stream` raises."""
+        pieces: dict[int, list[GenerateChunk]] = {index: [] for index in range(request.n)}
+        last: GenerateChunk | None = None
+        async with aclosing(self.stream(request)) as chunks:
+            async for last in chunks:
+                pieces[last.index].append(last)
+        assert last is not None, "a stream has at least one chunk"
+        assert last.usage is not None, "its last chunk counts"
+        assert last.timing is not None, "its last chunk counts"
+        return GenerateResponse(
+            id=last.id,
+            adapter=last.adapter,
+            version=last.version,
+            seed=last.seed,
+            choices=[_join(index, parts) for index, parts in pieces.items()],
+            usage=last.usage,
+            timing=last.timing,
+        )
+
+    async def stream(self, request: GenerateRequest) -> AsyncGenerator[GenerateChunk, None]:
+        """The chunks of all choices as they come. Closing it early frees what the request holds in the engine.
+
+        Raises, before the first chunk only: `InvalidRequest`, `EmptyPrompt`, `PromptTooLong`, `AdapterNotFound`,
+        `BaseMismatch`, `QueueFull`; at any time: `EngineUnavailable`.
+        """
+        arrived = self._clock()
+        run: _Run | None = None
+        places = self._take_places(request.n)
+        try:
+            check_generate(request, self._engine.spec)
+            prompt = await encode_prompt(request, self._engine.spec, self._tokenizer)
+            adapter = await self._resolve(request.adapter)
+            run = self._start(request, prompt, adapter, arrived)
+            while run.decoders.keys() & self._runs.keys():
+                message = await run.inbox.get()
+                if isinstance(message, Tokens) and run.first is None:
+                    places = self._give_places(places)
+                if (chunk := self._take(run, message)) is not None:
+                    yield chunk
+        finally:
+            self._give_places(places)
+            if run is not None:
+                self._end(run)
+
+    def _take_places(self, count: int) -> int:
+        if self._waiting + count > self._config.max_queue:
+            self._metrics.refused()
+            raise QueueFull(f"{self._waiting} requests wait already; the queue takes {self._config.max_queue}")
+        self._waiting += count
+        return count
+
+    def _give_places(self, count: int) -> int:
+        self._waiting -= count
+        return 0
+
+    async def _resolve(self, text: str | None) -> AdapterRef | None:
+        """The version that serves this request, to its end. Raises `AdapterNotFound`, `BaseMismatch`."""
+        if text is None:
+            return None
+        name, version = split_ref(text)
+        record = await self._registry(lambda registry: registry.adapter(name, version))
+        if record.base_fingerprint != self._engine.spec.fingerprint:
+            raise BaseMismatch(f"adapter {record.ref} belongs to another base, {record.base_name!r}", field="adapter")
+        return record.ref
+
+    def _start(
+        self, request: GenerateRequest, prompt: tuple[int, ...], adapter: AdapterRef | None, arrived: float
+    ) -> _Run:
+        """Send the sequences to the engine. Raises `EngineUnavailable`."""
+        id = f"gen-{secrets.token_hex(8)}"
+        seed = secrets.randbits(31) if request.seed is None else request.seed
+        stops = [request.stop] if isinstance(request.stop, str) else request.stop or []
+        decoders = {
+            f"{id}-{index}": ChoiceDecoder(
+                self._tokenizer,
+                prompt,
+                stops=stops,
+                stop_token_ids=request.stop_token_ids,
+                min_tokens=request.min_tokens,
+                logprobs=request.logprobs is not None,
+            )
+            for index in range(request.n)
+        }
+        run = _Run(id, adapter, prompt, seed, arrived, decoders)
+        config = self._config
+        slo = Slo(ttft=request.slo_ttft or config.slo_ttft, tpot=request.slo_tpot or config.slo_tpot)
+        for index, sequence in enumerate(decoders):
+            sampling = sampling_params(request, seed + index)
+            self._engine.send(Generate(id=sequence, prompt=prompt, sampling=sampling, adapter=adapter, slo=slo))
+            self._runs[sequence] = run
+        if adapter is not None:
+            self.in_use[adapter] += 1
+        self._metrics.prompt(len(prompt))
+        return run
+
+    def _take(self, run: _Run, message: Answer) -> GenerateChunk | None:
+        """What a message adds to the stream. Raises the error that it brings."""
+        now = self._clock()
+        if isinstance(message, Admitted):
+            if run.admitted is None:
+                run.admitted = now
+                self._metrics.queued(now - run.arrived)
+            return None
+        if isinstance(message, RequestFailed):
+            self._runs.pop(message.id, None)
+            raise error_from_code(message.code, message.message)
+        if message.id not in self._runs:
+            return None  # it ended by a stop text, and these were on their way
+        piece = run.decoders[message.id].feed(message)
+        self._metrics.tokens(len(piece.token_ids), run.arrived, run.last.get(message.id), now)
+        run.last[message.id] = now
+        run.first = run.first or now
+        if piece.finished is not None:
+            del self._runs[message.id]
+            if message.finished is None:  # a stop text: the engine does not know yet
+                with suppress(EngineUnavailable):
+                    self._engine.send(CancelRequest(id=message.id))
+        return self._chunk(run, message.id, piece, now)
+
+    def _chunk(self, run: _Run, sequence: str, piece: Piece, now: float) -> GenerateChunk:
+        over = not run.decoders.keys() & self._runs.keys()
+        if piece.finished is not None:
+            self._metrics.finished(piece.finished, run.decoders[sequence].count, now - run.arrived)
+        return GenerateChunk(
+            id=run.id,
+            adapter=run.adapter.id if run.adapter else None,
+            version=run.adapter.version if run.adapter else None,
+            seed=run.seed,
+            index=list(run.decoders).index(sequence),
+            text=piece.text,
+            token_ids=list(piece.token_ids),
+            finish_reason=piece.finished.value if piece.finished else None,
+            stop_reason=piece.stop_reason,
+            logprobs=None if piece.logprobs is None else list(piece.logprobs),
+            usage=run.usage() if over else None,
+            timing=run.timing(now) if over else None,
+        )
+
+    def _end(self, run: _Run) -> None:
+        """Forget a request; what of it still runs is cancelled, so that its pages are free at once."""
+        for sequence in run.decoders:
+            if self._runs.pop(sequence, None) is not None:
+                self._metrics.cancelled()
+                with suppress(EngineUnavailable):
+                    self._engine.send(CancelRequest(id=sequence))
+        if run.adapter is not None:
+            self.in_use[run.adapter] -= 1
+            if not self.in_use[run.adapter]:
+                del self.in_use[run.adapter]
+
+
+def _join(index: int, chunks: list[GenerateChunk]) -> Choice:
+    """The chunks of one choice as one."""
+    last = chunks[-1]
+    assert last.finish_reason is not None, "every choice ends"
+    logprobs = None
+    if last.logprobs is not None:
+        logprobs = [entry for chunk in chunks for entry in chunk.logprobs or []]
+    return Choice(
+        index=index,
+        text="".join(chunk.text for chunk in chunks),
+        token_ids=[token for chunk in chunks for token in chunk.token_ids],
+        finish_reason=last.finish_reason,
+        stop_reason=last.stop_reason,
+        logprobs=logprobs,
+    )

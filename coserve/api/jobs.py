@@ -1,0 +1,223 @@
+"""Jobs: accept them durably, give them to the engine, steer them."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+
+import msgspec
+
+from coserve.api.connection import Connection
+from coserve.api.jobviews import JobViews
+from coserve.api.ledger import Ledger
+from coserve.api.submission import Submission
+from coserve.config import Config
+from coserve.errors import CoserveError, EngineCrashed, EngineUnavailable, InvalidRequest, QueueFull, WrongJobState
+from coserve.finetune.data import Corpus
+from coserve.link import CancelJob, PauseJob, ResumeJob, StartJob
+from coserve.model.tokenizer import Tokenizer
+from coserve.schemas import ErrorInfo, FinetuneRequest, Job
+from coserve.state.durable import remove_dir
+from coserve.state.failpoints import failpoint
+from coserve.state.folder import DataFolder
+from coserve.state.records import JobRecord
+from coserve.state.recover import recover
+from coserve.state.registry import Registry
+from coserve.state.thread import RegistryThread
+from coserve.types import JobSpec, JobState
+
+log = logging.getLogger(__name__)
+
+MAX_DEATHS = 3
+"""Engines that one job may end, without a checkpoint in between, before it is taken for the cause."""
+
+
+class Jobs:
+    """All jobs. `answer_timeout`: seconds that an order waits for the engine to obey."""
+
+    def __init__(
+        self,
+        config: Config,
+        folder: DataFolder,
+        registry: RegistryThread,
+        tokenizer: Tokenizer,
+        engine: Connection,
+        ledger: Ledger,
+        *,
+        answer_timeout: float = 30.0,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        self._config, self._folder, self._registry = config, folder, registry
+        self._engine, self._ledger = engine, ledger
+        self._answer_timeout = answer_timeout
+        self._submission = Submission(config, folder, registry, tokenizer, clock)
+        self.views = JobViews(registry, ledger)
+        self._started: set[str] = set()
+        """Jobs that the engine of this moment knows."""
+        self._wanted: dict[str, JobState] = {}
+        """Orders that the engine has not obeyed yet; they hold for the next engine too."""
+        self._changes = asyncio.Lock()
+        """Held where registry and engine must agree on what was said to the engine."""
+        self._accepting: set[asyncio.Task[JobRecord]] = set()
+
+    # ---- the engine comes and goes
+
+    async def attach(self, open_link: Callable[[], None]) -> None:
+        """Give the unfinished jobs to a new engine, oldest first. Raises `StartupError` for a damaged registry."""
+        async with self._changes:
+            if self._engine.starts == 0:
+                records = await self._registry(lambda registry: recover(registry, self._folder))
+            else:
+                await self._ledger.settled()
+                records = await self._registry(self._requeue)
+            open_link()
+            self._started.clear()
+            for record in records:
+                if record.base_fingerprint == self._engine.spec.fingerprint:
+                    self._start(record.spec, paused=record.state is JobState.PAUSED)
+                else:
+                    log.warning("job %s waits for another base than this one", record.spec.id)
+        self._ledger.announce_all()
+
+    def _requeue(self, registry: Registry) -> list[JobRecord]:
+        """The jobs that a new engine gets, when the last one died."""
+        kept = []
+        for record in registry.unfinished():
+            id = record.spec.id
+            wanted = self._wanted.get(id)
+            if record.state is JobState.RUNNING:
+                self._ledger.deaths[id] += 1
+            if self._ledger.deaths[id] >= MAX_DEATHS:
+                error = ErrorInfo(
+                    code=EngineCrashed.code, message=f"the engine died {MAX_DEATHS} times while it ran this job"
+                )
+                registry.set_state(id, JobState.FAILED, error=error)
+                continue
+            if wanted is not None and record.state.can_become(wanted):
+                record = registry.set_state(id, wanted)
+            elif record.state is JobState.RUNNING:
+                record = registry.set_state(id, JobState.QUEUED, message="interrupted: the engine died while it ran")
+            if not record.state.terminal:
+                kept.append(record)
+        return kept
+
+    def _start(self, spec: JobSpec, *, paused: bool = False) -> None:
+        """Tell the engine of a job; without an engine, the next one will be told."""
+        with suppress(EngineUnavailable):
+            self._engine.send(StartJob(spec=spec, paused=paused))
+            self._started.add(spec.id)
+
+    async def close(self) -> None:
+        """Finish accepting what is being accepted."""
+        await asyncio.gather(*self._accepting, return_exceptions=True)
+
+    # ---- accept
+
+    async def submit(self, request: FinetuneRequest, upload: Path | None, key: str | None) -> Job:
+        """Accept a job: when this returns, it is durable. The same `key` again gives the first job.
+
+        Raises `InvalidRequest`, `CorpusError` leaves (with the line), `AdapterNotFound`, `ForbiddenPath`, `QueueFull`,
+        `StorageFull`, `EngineUnavailable` (no engine has started yet).
+        """
+        spec = self._engine.spec
+        if key is not None and not (1 <= len(key) <= 128 and key.isascii() and key.isprintable()):
+            raise InvalidRequest("expected 1 to 128 printable characters", field="Idempotency-Key")
+        await self._registry(self._check_room)
+        record, corpus = await self._submission.prepare(request, upload, spec)
+        task = asyncio.create_task(self._accept(record, corpus, key))
+        self._accepting.add(task)
+        task.add_done_callback(self._accepting.discard)
+        return await self.views.show(await asyncio.shield(task))  # a client that leaves now has a job all the same
+
+    def _check_room(self, registry: Registry) -> None:
+        if (count := len(registry.unfinished())) >= self._config.max_jobs:
+            raise QueueFull(f"{count} jobs wait or run; the daemon takes {self._config.max_jobs}", retry_after=10)
+
+    async def _accept(self, record: JobRecord, corpus: Corpus, key: str | None) -> JobRecord:
+        """Corpus on disk, then the row, then the engine."""
+        id, adapter = record.spec.id, record.spec.adapter
+
+        def create(registry: Registry) -> JobRecord:
+            self._check_room(registry)
+            job = msgspec.structs.replace(record.spec, version=registry.next_version(adapter))
+            made = registry.create_job(msgspec.structs.replace(record, spec=job), idempotency_key=key)
+            if made.spec.id == id and corpus.rows_cut:
+                text = f"{corpus.rows_cut} of {corpus.rows} rows were longer than max_length and lost a part"
+                registry.record_message(id, text, level="warning")
+            return made
+
+        try:
+            await asyncio.to_thread(corpus.save, self._folder.corpus(id))
+            async with self._changes:
+                made = await self._registry(create)
+                if made.spec.id == id:
+                    self._start(made.spec)
+        except CoserveError:
+            await asyncio.to_thread(remove_dir, self._folder.job(id))
+            raise
+        if made.spec.id != id:  # the key was used before
+            await asyncio.to_thread(remove_dir, self._folder.job(id))
+        failpoint("api.before_reply")
+        return made
+
+    # ---- steer
+
+    async def pause(self, id: str) -> Job:
+        """Raises `JobNotFound`, `WrongJobState`."""
+        return await self._order(id, JobState.PAUSED, PauseJob(id=id))
+
+    async def cancel(self, id: str) -> Job:
+        """Raises `JobNotFound`, `WrongJobState`."""
+        return await self._order(id, JobState.CANCELLED, CancelJob(id=id))
+
+    async def resume(self, id: str) -> Job:
+        """Put a paused job back in line. Raises `JobNotFound`, `WrongJobState`."""
+        async with self._changes:
+            record = await self._registry(lambda registry: registry.job(id))
+            if record.state is not JobState.PAUSED:
+                raise WrongJobState(f"expected a paused job, got one that is {record.state}", field="id")
+            record = await self._registry(lambda registry: registry.set_state(id, JobState.QUEUED))
+            if id in self._started:
+                with suppress(EngineUnavailable):
+                    self._engine.send(ResumeJob(id=id))
+            elif record.base_fingerprint == self._engine.spec.fingerprint:
+                self._start(record.spec)
+        self._ledger.announce(id)
+        return await self.views.show(record)
+
+    async def _order(self, id: str, wanted: JobState, message: PauseJob | CancelJob) -> Job:
+        """Have a job paused or cancelled, and wait until it is; an engine that takes too long is not waited for."""
+        with self._ledger.watch(id) as news:
+            record = await self._ask(id, wanted, message)
+            try:
+                async with asyncio.timeout(self._answer_timeout):
+                    while record.state is not wanted and not record.state.terminal:
+                        await news.wait()
+                        news.clear()
+                        record = await self._registry(lambda registry: registry.job(id))
+            except TimeoutError:
+                log.warning("job %s: still %s, though it was to be %s", id, record.state, wanted)
+        if record.state is wanted or record.state.terminal:
+            self._wanted.pop(id, None)
+        if record.state.terminal and record.state is not wanted:
+            raise WrongJobState(f"the job is {record.state}: it cannot become {wanted}", field="id")
+        return await self.views.show(record)
+
+    async def _ask(self, id: str, wanted: JobState, message: PauseJob | CancelJob) -> JobRecord:
+        async with self._changes:
+            record = await self._registry(lambda registry: registry.job(id))
+            if not record.state.can_become(wanted):
+                raise WrongJobState(f"the job is {record.state}: it cannot become {wanted}", field="id")
+            if self._engine.alive and id in self._started:
+                self._wanted[id] = wanted
+                self._engine.send(message)
+                return record
+            if wanted is JobState.CANCELLED:
+                await self._ledger.end(id, lambda registry: registry.set_state(id, wanted))
+            else:
+                await self._registry(lambda registry: registry.set_state(id, wanted))
+            return await self._registry(lambda registry: registry.job(id))

@@ -1,0 +1,151 @@
+"""Prometheus metrics, in a registry of their own. No label grows with users: adapters, jobs and paths are not labels."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from coserve.link import EngineStats
+from coserve.types import FinishReason, JobState
+
+_LATENCY = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
+_TOKENS = (1, 4, 16, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768, 131072)
+
+
+class Metrics:
+    """What the handlers count, and (through `EngineGauges`) what the engine reports."""
+
+    def __init__(self) -> None:
+        self.registry = r = CollectorRegistry(auto_describe=True)
+        self.engine = EngineGauges()
+        r.register(self.engine)
+        self._ttft = Histogram(
+            "coserve_time_to_first_token_seconds", "Arrival to first token", buckets=_LATENCY, registry=r
+        )
+        self._itl = Histogram(
+            "coserve_inter_token_latency_seconds", "Between tokens of a sequence", buckets=_LATENCY, registry=r
+        )
+        self._e2e = Histogram(
+            "coserve_e2e_request_latency_seconds", "Arrival to last token", buckets=_LATENCY, registry=r
+        )
+        self._queue = Histogram(
+            "coserve_request_queue_time_seconds", "Arrival to admission", buckets=_LATENCY, registry=r
+        )
+        self._prompt_size = Histogram(
+            "coserve_request_prompt_tokens", "Prompt tokens of a request", buckets=_TOKENS, registry=r
+        )
+        self._output_size = Histogram(
+            "coserve_request_generation_tokens", "Generated tokens of a sequence", buckets=_TOKENS, registry=r
+        )
+        self._prompt = Counter("coserve_prompt_tokens", "Prompt tokens taken in", registry=r)
+        self._generated = Counter("coserve_generation_tokens", "Tokens generated", registry=r)
+        self._finished = Counter("coserve_requests", "Ended sequences", ["finish_reason"], registry=r)
+        for reason in FinishReason:
+            self._finished.labels(reason.value)
+        self._refused = Counter("coserve_requests_refused", "Requests that met a full queue", registry=r)
+        self._answers = Counter("coserve_http_answers", "HTTP answers", ["route", "status"], registry=r)
+        self._trained = Counter("coserve_train_tokens", "Tokens read by optimizer steps", registry=r)
+        self._steps = Counter("coserve_train_steps", "Optimizer steps", registry=r)
+        self._ended_jobs = Counter("coserve_jobs_ended", "Jobs by how they ended", ["state"], registry=r)
+        for state in JobState:
+            if state.terminal:
+                self._ended_jobs.labels(state.value)
+        self._jobs = Gauge("coserve_jobs", "Unfinished jobs by state", ["state"], registry=r)
+        self._starts = Gauge("coserve_engine_restarts", "Times that the engine was started again", registry=r)
+
+    # ---- requests
+
+    def prompt(self, tokens: int) -> None:
+        self._prompt.inc(tokens)
+        self._prompt_size.observe(tokens)
+
+    def queued(self, seconds: float) -> None:
+        self._queue.observe(seconds)
+
+    def tokens(self, count: int, arrived: float, last: float | None, now: float) -> None:
+        """`count` tokens of one sequence came at `now`; the ones before them, if any, at `last`."""
+        self._generated.inc(count)
+        if last is None:
+            self._ttft.observe(now - arrived)
+        for _ in range(count if last is not None else 0):
+            self._itl.observe((now - (last or now)) / count)
+
+    def finished(self, reason: FinishReason, tokens: int, seconds: float) -> None:
+        self._finished.labels(reason.value).inc()
+        self._output_size.observe(tokens)
+        self._e2e.observe(seconds)
+
+    def cancelled(self) -> None:
+        self._finished.labels(FinishReason.CANCELLED.value).inc()
+
+    def refused(self) -> None:
+        self._refused.inc()
+
+    def answered(self, route: str, status: int) -> None:
+        """`route` is the pattern of the table, never the path."""
+        self._answers.labels(route, str(status)).inc()
+
+    # ---- jobs
+
+    def step(self, tokens: int) -> None:
+        self._steps.inc()
+        self._trained.inc(tokens)
+
+    def job_ended(self, state: JobState) -> None:
+        self._ended_jobs.labels(state.value).inc()
+
+    def jobs(self, states: Iterable[JobState]) -> None:
+        """The states of all unfinished jobs, now."""
+        counts = dict.fromkeys((state for state in JobState if not state.terminal), 0)
+        for state in states:
+            counts[state] += 1
+        for state, count in counts.items():
+            self._jobs.labels(state.value).set(count)
+
+    # ---- the page
+
+    def page(self, restarts: int) -> bytes:
+        """The text format."""
+        self._starts.set(restarts)
+        return generate_latest(self.registry)
+
+
+class EngineGauges(Collector):
+    """The engine's last report. Its counters go on over restarts: the ended engine's are kept as an offset."""
+
+    def __init__(self) -> None:
+        self._stats: EngineStats | None = None
+        self._before = (0.0, 0.0, 0.0)
+
+    def report(self, stats: EngineStats | None) -> None:
+        """None: the engine is gone."""
+        if stats is None:
+            self._before = self._totals()
+        self._stats = stats
+
+    def _totals(self) -> tuple[float, float, float]:
+        s = self._stats
+        now = (0.0, 0.0, 0.0) if s is None else (float(s.preemptions), s.serve_seconds, s.train_seconds)
+        return now[0] + self._before[0], now[1] + self._before[1], now[2] + self._before[2]
+
+    def collect(self) -> Iterable[Metric]:
+        s = self._stats
+        used = s.pages_used / s.pages_total if s is not None and s.pages_total else 0.0
+        gauges = (
+            ("engine_up", "1: there is an engine", float(s is not None)),
+            ("num_requests_waiting", "Sequences in the queue", s.waiting if s else 0),
+            ("num_requests_running", "Sequences that run", s.running if s else 0),
+            ("num_jobs_in_engine", "Jobs that train or wait for their turn", s.jobs if s else 0),
+            ("kv_cache_usage_ratio", "KV pages in use, 0 to 1", used),
+            ("kv_cache_pages", "KV pages there are", s.pages_total if s else 0),
+            ("adapters_resident", "Adapters in memory", len(s.resident) if s else 0),
+        )
+        for name, text, value in gauges:
+            yield GaugeMetricFamily(f"coserve_{name}", text, value=value)
+        preemptions, serving, training = self._totals()
+        yield CounterMetricFamily("coserve_preemptions", "Sequences sent back to the queue", value=preemptions)
+        yield CounterMetricFamily("coserve_serve_seconds", "Time in generation steps", value=serving)
+        yield CounterMetricFamily("coserve_train_seconds", "Time in fine-tuning slices", value=training)

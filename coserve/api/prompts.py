@@ -1,0 +1,93 @@
+"""What a generation request says, in the words of the engine: token ids and sampling parameters."""
+
+from __future__ import annotations
+
+import asyncio
+
+from coserve.errors import EmptyPrompt, InvalidRequest, PromptTooLong
+from coserve.model.tokenizer import Tokenizer
+from coserve.schemas import GenerateRequest
+from coserve.types import BaseSpec, SamplingParams
+
+LONGEST_TOKEN = 256
+"""Characters; a text with more than so many times the context need not be tokenised to be refused."""
+SMALL_PROMPT = 4096
+"""Characters that are tokenised on the event loop; more would hold it up."""
+
+
+def check_generate(request: GenerateRequest, spec: BaseSpec) -> None:
+    """What the types cannot say. Raises `InvalidRequest`, `EmptyPrompt`."""
+    if (request.prompt is None) == (request.messages is None):
+        got = "none" if request.prompt is None else "both"
+        raise InvalidRequest(f"expected one of prompt and messages, got {got}", field="prompt")
+    if request.prompt is not None and len(request.prompt) == 0:
+        raise EmptyPrompt("expected a prompt with at least one token", field="prompt")
+    if request.messages is not None and not request.messages:
+        raise EmptyPrompt("expected at least one message", field="messages")
+    if request.max_tokens > spec.context:
+        raise InvalidRequest(
+            f"expected at most the context, {spec.context}, got {request.max_tokens}", field="max_tokens"
+        )
+    if request.min_tokens > request.max_tokens:
+        raise InvalidRequest(
+            f"expected at most max_tokens, {request.max_tokens}, got {request.min_tokens}", field="min_tokens"
+        )
+    prompt = request.prompt if isinstance(request.prompt, list) else []
+    for field, tokens in (
+        ("prompt", prompt),
+        ("stop_token_ids", request.stop_token_ids),
+        ("logit_bias", request.logit_bias),
+    ):
+        if tokens and max(tokens) >= spec.vocab:
+            raise InvalidRequest(f"expected token ids below {spec.vocab}, got {max(tokens)}", field=field)
+
+
+async def encode_prompt(request: GenerateRequest, spec: BaseSpec, tokenizer: Tokenizer) -> tuple[int, ...]:
+    """Token ids. Raises `EmptyPrompt`, `PromptTooLong`, and `InvalidRequest` from the chat template."""
+    if isinstance(request.prompt, list):
+        field, ids = "prompt", request.prompt
+    elif request.prompt is not None:
+        field, text = "prompt", request.prompt
+        _check_length(len(text), spec.context * LONGEST_TOKEN, "characters", field)
+        if len(text) <= SMALL_PROMPT:
+            ids = tokenizer.encode(text)
+        else:
+            ids = await asyncio.to_thread(tokenizer.encode, text)
+    else:
+        field, turns = "messages", request.messages or []
+        size = sum(len(turn.content) for turn in turns)
+        _check_length(size, spec.context * LONGEST_TOKEN, "characters", field)
+        messages = [
+            {"role": turn.role, "content": turn.content} | ({} if turn.name is None else {"name": turn.name})
+            for turn in turns
+        ]
+        ids = await asyncio.to_thread(tokenizer.chat, messages)
+    if not ids:
+        raise EmptyPrompt("expected a prompt with at least one token", field=field)
+    _check_length(len(ids), spec.context - 1, "tokens", field)
+    return tuple(ids)
+
+
+def _check_length(length: int, limit: int, unit: str, field: str) -> None:
+    if length > limit:
+        raise PromptTooLong(f"expected at most {limit} {unit}, got {length}", field=field)
+
+
+def sampling_params(request: GenerateRequest, seed: int) -> SamplingParams:
+    """What of the request the engine samples by."""
+    return SamplingParams(
+        max_tokens=request.max_tokens,
+        min_tokens=request.min_tokens,
+        temperature=request.temperature,
+        top_k=request.top_k,
+        top_p=request.top_p,
+        min_p=request.min_p,
+        repetition_penalty=request.repetition_penalty,
+        presence_penalty=request.presence_penalty,
+        frequency_penalty=request.frequency_penalty,
+        stop_token_ids=tuple(request.stop_token_ids),
+        ignore_eos=request.ignore_eos,
+        logit_bias=request.logit_bias,
+        logprobs=request.logprobs,
+        seed=seed,
+    )

@@ -1,0 +1,145 @@
+"""The API process behind its routes: one connection to the engine, and what is done with it.
+
+Messages about requests go straight to them; messages about jobs go through the ledger, so that a token never waits for
+a disk. The registry is written before anybody is told.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+
+from coserve import __version__
+from coserve.api.adapters import Adapters
+from coserve.api.connection import Connection
+from coserve.api.generation import Generation
+from coserve.api.jobs import Jobs
+from coserve.api.ledger import Ledger
+from coserve.api.metrics import Metrics
+from coserve.config import Config
+from coserve.errors import EngineUnavailable
+from coserve.link import (
+    Admitted,
+    EngineReady,
+    EngineRefused,
+    EngineStats,
+    EngineStopped,
+    FromEngine,
+    Link,
+    RequestFailed,
+    ToEngine,
+    Tokens,
+)
+from coserve.model.tokenizer import Tokenizer
+from coserve.schemas import BaseInfo, Health
+from coserve.state.folder import DataFolder
+from coserve.state.thread import RegistryThread
+
+log = logging.getLogger(__name__)
+
+
+class Service:
+    """Made without an engine; `attach` gives it one, again after each that died."""
+
+    def __init__(self, config: Config, folder: DataFolder, registry: RegistryThread, tokenizer: Tokenizer) -> None:
+        self.folder = folder
+        self.engine = Connection()
+        self.metrics = Metrics()
+        self._ledger = Ledger(folder, registry, self.engine, self.metrics)
+        self.generation = Generation(config, self.engine, registry, tokenizer, self.metrics)
+        self.jobs = Jobs(config, folder, registry, tokenizer, self.engine, self._ledger)
+        self.adapters = Adapters(config, folder, registry, self.engine, self.generation.in_use)
+        self._born = time.monotonic()
+        self._receiver: asyncio.Task[None] | None = None
+        self._writer: asyncio.Task[None] | None = None
+
+    async def attach(self, link: Link[ToEngine, FromEngine], ready: EngineReady) -> None:
+        """Take up a new engine: it gets the unfinished jobs, oldest first. The first call brings registry and files
+        into agreement; raises `StartupError` if the registry is damaged.
+        """
+        if self._writer is None:
+            self._writer = asyncio.create_task(self._ledger.run())
+        self.engine_lost()
+        await self.jobs.attach(lambda: self._open(link, ready))
+
+    def _open(self, link: Link[ToEngine, FromEngine], ready: EngineReady) -> None:
+        self.engine.open(link, ready)
+        self._receiver = asyncio.create_task(self._receive(link))
+
+    def engine_lost(self) -> None:
+        """The engine is gone: requests in flight end with `EngineUnavailable`, jobs wait for the next engine."""
+        if not self.engine.alive:
+            return
+        if self._receiver is not None:
+            self._receiver.cancel()
+        self.engine.lost()
+        self.metrics.engine.report(None)
+        self.generation.fail_all(EngineUnavailable("the engine stopped while it ran this request"))
+
+    async def close(self) -> None:
+        """Write what the engine has said; requests in flight end with `EngineUnavailable`."""
+        await self.jobs.close()
+        await self._ledger.settled()
+        self.engine_lost()
+        for task in (self._receiver, self._writer):
+            if task is not None:
+                task.cancel()
+                with contextlib.suppress(asyncio.CancelledError):
+                    await task
+
+    async def _receive(self, link: Link[ToEngine, FromEngine]) -> None:
+        while True:
+            try:
+                message = await link.receive()
+            except EngineUnavailable:
+                self._receiver = None
+                self.engine_lost()
+                return
+            self._dispatch(message)
+
+    def _dispatch(self, message: FromEngine) -> None:
+        match message:
+            case Tokens() | RequestFailed() | Admitted():
+                self.generation.deliver(message)
+            case EngineStats():
+                self.engine.stats = message
+                self.metrics.engine.report(message)
+            case EngineStopped():
+                log.info("the engine stopped")
+            case EngineReady() | EngineRefused():
+                log.warning("the engine answered twice whether it is ready")
+            case _:
+                self._ledger.deliver(message)
+
+    def health(self) -> Health:
+        """What works, and what does not."""
+        ready, stats = self.engine.ready, self.engine.stats
+        spec = ready.spec if ready is not None else None
+        base = None
+        if spec is not None:
+            base = BaseInfo(
+                name=spec.name,
+                fingerprint=spec.fingerprint,
+                family=spec.family,
+                dtype=spec.dtype,
+                device=spec.device,
+                context=spec.context,
+                vocab=spec.vocab,
+            )
+        return Health(
+            status="starting" if ready is None else "ok" if self.engine.alive else "degraded",
+            version=__version__,
+            uptime=time.monotonic() - self._born,
+            engine_alive=self.engine.alive,
+            engine_restarts=max(0, self.engine.starts - 1),
+            base=base,
+            lora_way=ready.lora_way if ready is not None else None,
+            kv_tokens=ready.kv_tokens if ready is not None else None,
+            notes=list(ready.notes) if ready is not None else [],
+            waiting=stats.waiting if stats is not None else 0,
+            running=stats.running if stats is not None else 0,
+            jobs=stats.jobs if stats is not None else 0,
+            adapters_resident=len(stats.resident) if stats is not None else 0,
+        )

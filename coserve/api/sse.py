@@ -1,0 +1,57 @@
+"""Server-sent events: `data: <JSON>` and a blank line. A reader that stops reading is let go."""
+
+from __future__ import annotations
+
+import asyncio
+
+import msgspec
+from aiohttp import web
+
+_encoder = msgspec.json.Encoder()
+
+
+class EventStream:
+    """One answer of events. `write_timeout`: seconds that a write may wait for the reader."""
+
+    def __init__(self, request: web.Request, *, write_timeout: float) -> None:
+        self._request, self._timeout = request, write_timeout
+        self._response = web.StreamResponse(
+            headers={
+                "Content-Type": "text/event-stream; charset=utf-8",
+                "Cache-Control": "no-store",
+                "X-Accel-Buffering": "no",  # nginx would hold events back
+            }
+        )
+
+    @property
+    def begun(self) -> bool:
+        """The status line is out: errors can only be events now."""
+        return self._response.prepared
+
+    async def open(self) -> None:
+        await self._response.prepare(self._request)
+
+    async def send(self, body: msgspec.Struct | str, *, event: str | None = None, id: int | None = None) -> None:
+        """One event; a text goes as it is. Raises `ConnectionError` if the reader is gone or does not read."""
+        data = body.encode() if isinstance(body, str) else _encoder.encode(body)
+        head = (f"event: {event}\n" if event else "") + (f"id: {id}\n" if id is not None else "")
+        await self._write(head.encode() + b"data: " + data + b"\n\n")
+
+    async def heartbeat(self) -> None:
+        """A comment, so that proxies and readers see that the connection lives."""
+        await self._write(b": \n\n")
+
+    async def _write(self, data: bytes) -> None:
+        if not self.begun:
+            await self.open()
+        try:
+            async with asyncio.timeout(self._timeout):
+                await self._response.write(data)
+        except TimeoutError:
+            if self._request.transport is not None:
+                self._request.transport.abort()
+            raise ConnectionResetError("the reader stopped reading") from None
+
+    async def close(self) -> web.StreamResponse:
+        await self._response.write_eof()
+        return self._response

@@ -1,0 +1,112 @@
+"""From a fine-tuning request to a job that can be accepted: settings checked, corpus tokenised."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from coserve.adapters.peft import inspect_adapter
+from coserve.adapters.targets import resolve_targets
+from coserve.api.requests import local_path, split_ref
+from coserve.config import Config
+from coserve.errors import BaseMismatch, InvalidRequest
+from coserve.finetune.data import Corpus, Row, parse_jsonl, parse_rows, tokenize_rows
+from coserve.finetune.job import Plan, check_training, longest_row
+from coserve.model.tokenizer import Tokenizer
+from coserve.schemas import FinetuneRequest
+from coserve.state.folder import DataFolder
+from coserve.state.records import JobRecord
+from coserve.state.thread import RegistryThread
+from coserve.types import AdapterRef, BaseSpec, JobSpec, JobState, LoraSettings
+
+MAX_PREPARING = 2
+"""Corpora that are tokenised at once."""
+
+
+class Submission:
+    """Checks what a job needs, before anything of it is kept. `clock` gives seconds since the epoch."""
+
+    def __init__(
+        self,
+        config: Config,
+        folder: DataFolder,
+        registry: RegistryThread,
+        tokenizer: Tokenizer,
+        clock: Callable[[], float],
+    ) -> None:
+        self._config, self._folder, self._registry, self._tokenizer = config, folder, registry, tokenizer
+        self._clock = clock
+        self._preparing = asyncio.Semaphore(MAX_PREPARING)
+
+    async def prepare(self, request: FinetuneRequest, upload: Path | None, spec: BaseSpec) -> tuple[JobRecord, Corpus]:
+        """The job's record (its version is still to be given out) and its corpus.
+
+        Raises `InvalidRequest`, `CorpusError` leaves (with the line), `AdapterNotFound`, `BaseMismatch`,
+        `ForbiddenPath`.
+        """
+        training, limit = request.training, self._config.micro_batch_tokens
+        check_training(training)
+        longest = longest_row(training, spec.context, limit)
+        init_from, lora = await self._shape(request, spec)
+        rows = self._rows(request, upload)
+        async with self._preparing:
+            corpus = await asyncio.to_thread(tokenize_rows, rows, self._tokenizer, longest)
+            plan = await asyncio.to_thread(Plan, corpus.lengths, training, limit)
+        job = JobSpec(
+            id=f"job-{secrets.token_hex(8)}",
+            adapter=request.adapter,
+            version=1,
+            init_from=init_from,
+            lora=lora,
+            training=training,
+            rows=corpus.rows,
+            tokens=len(corpus.tokens),
+            target_tokens=corpus.target_tokens,
+        )
+        record = JobRecord(
+            spec=job,
+            state=JobState.QUEUED,
+            created_at=self._clock(),
+            base_fingerprint=spec.fingerprint,
+            total_steps=plan.total_steps,
+            metadata=request.metadata,
+        )
+        return record, corpus
+
+    async def _shape(self, request: FinetuneRequest, spec: BaseSpec) -> tuple[AdapterRef | None, LoraSettings]:
+        """What to start from: an adapter and its shape, or nothing and the settings of the request."""
+        if request.continue_from is None:
+            lora = request.lora or LoraSettings()
+            try:
+                resolve_targets(lora, spec)
+            except InvalidRequest as error:
+                raise InvalidRequest(error.message, field=f"lora.{error.field}") from None
+            return None, lora
+        if request.lora is not None:
+            raise InvalidRequest("expected no lora settings: continue_from has its own", field="lora")
+        name, version = split_ref(request.continue_from)
+        record = await self._registry(lambda registry: registry.adapter(name, version))
+        if record.base_fingerprint != spec.fingerprint:
+            raise BaseMismatch(
+                f"adapter {record.ref} belongs to another base, {record.base_name!r}", field="continue_from"
+            )
+        info = await asyncio.to_thread(inspect_adapter, self._folder.adapter(record.ref), spec)
+        return record.ref, info.settings
+
+    def _rows(self, request: FinetuneRequest, upload: Path | None) -> Iterator[Row]:
+        given = [name for name in ("data", "path") if getattr(request, name) is not None]
+        given += [] if upload is None else ["file"]
+        if len(given) != 1:
+            raise InvalidRequest(
+                f"expected one of data, path and file, got {' and '.join(given) or 'none'}", field="data"
+            )
+        if request.data is not None:
+            return parse_rows(request.data)
+        if upload is not None:
+            return parse_jsonl(upload)
+        path = local_path(str(request.path), self._config.data_root)
+        if not path.is_file():
+            raise InvalidRequest("expected a file", field="path")
+        return parse_jsonl(path)
