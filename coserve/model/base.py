@@ -126,7 +126,7 @@ def _device(device: str) -> torch.device:
 
 _PRIVATE = {
     "_name_or_path": str,
-    "_commit_hash": str,
+    "_commit_hash": (str, type(None)),
     "_attn_implementation_autoset": bool,
     "_sliding_window_pattern": int,
     "_num_labels": int,

@@ -80,7 +80,9 @@ FAMILIES: tuple[str, ...] = tuple(_FAMILIES)
 
 
 def tiny_model(family: str, *, seed: int = 0, **overrides: object) -> PreTrainedModel:
-    """A random fp32 causal LM of one of `FAMILIES` in eval mode; `overrides` go to its config.
+    """A random fp32 causal LM of one of `FAMILIES` in eval mode, with eager attention (sdpa drops Gemma's soft cap).
+
+    `overrides` go to its config.
 
     Biases and norm weights are random too: a term that the seams drop shows in the logits.
     """
@@ -88,7 +90,7 @@ def tiny_model(family: str, *, seed: int = 0, **overrides: object) -> PreTrained
     config = kind(**(settings | overrides))
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="eager")
         with torch.no_grad():
             for parameter in model.parameters():
                 if parameter.dim() == 1:

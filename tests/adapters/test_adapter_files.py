@@ -1,0 +1,193 @@
+"""PEFT files in and out: the real `peft` package and coserve compute the same logits from the same folder."""
+
+from __future__ import annotations
+
+import json
+import warnings
+from pathlib import Path
+
+import msgspec
+import pytest
+import torch
+from peft import BdLoraConfig, PeftModel
+
+from coserve.adapters.files import load_adapter, save_adapter
+from coserve.adapters.init import new_adapter
+from coserve.adapters.peft import inspect_adapter
+from coserve.errors import BaseMismatch, CorruptAdapter
+from coserve.kernels.dispatch import Way
+from coserve.kernels.segments import LoraPair, Segments
+from coserve.model.base import Base, wrap_base
+from coserve.model.lora import LoraBatch, LoraWeights
+from coserve.types import LoraSettings
+from tests.support.lora_reference import alone, packed, save_peft, tokens_of
+from tests.support.tiny_models import tiny_model
+
+TOKENS = 11
+
+
+def _logits(base: Base, weights: LoraWeights) -> torch.Tensor:
+    batch = LoraBatch(Segments((0, TOKENS), (0,)), (weights,), Way.GROUPED)
+    return packed(base, [tokens_of(TOKENS)], batch)[0]
+
+
+def _load(base: Base, folder: Path) -> LoraWeights:
+    return load_adapter(folder, base.spec, device="cpu", dtype=torch.float32)
+
+
+CASES: dict[str, tuple[str, dict[str, object]]] = {
+    "llama-all": ("llama", {"r": 4, "target_modules": "all-linear"}),
+    "llama-some": ("llama", {"r": 1, "lora_alpha": 3, "target_modules": ["v_proj", "layers.1.mlp.up_proj"]}),
+    "llama-rslora": ("llama", {"r": 6, "use_rslora": True, "target_modules": ["q_proj", "down_proj"]}),
+    "llama-patterns": (
+        "llama",
+        {
+            "r": 4,
+            "target_modules": ["q_proj", "o_proj", "up_proj"],
+            "rank_pattern": {r"layers.0.self_attn.q_proj": 7, "^model.layers.1.mlp.up_proj$": 2, "o_proj": 3},
+            "alpha_pattern": {"q_proj": 20, r"layers\.1\.mlp\.up_proj": 5},
+        },
+    ),
+    "llama-layers": ("llama", {"r": 4, "target_modules": ["q_proj"], "layers_to_transform": [1]}),
+    "llama-exclude": (
+        "llama",
+        {"r": 4, "target_modules": ["q_proj", "k_proj"], "exclude_modules": ["0.self_attn.q_proj"]},
+    ),
+    "llama-gaussian": ("llama", {"r": 4, "target_modules": ["gate_proj"], "init_lora_weights": "gaussian"}),
+    "llama-bd": (
+        "llama",
+        {
+            "r": 8,
+            "target_modules": ["q_proj", "k_proj", "o_proj", "down_proj"],
+            "use_bdlora": BdLoraConfig(
+                nblocks=2, target_modules_bd_a=["o_proj", "down_proj"], target_modules_bd_b=["q_proj", "k_proj"]
+            ),
+        },
+    ),
+    "gpt2-fused": ("gpt2", {"r": 5, "target_modules": ["c_attn"], "fan_in_fan_out": True}),
+    "gpt2-all": (
+        "gpt2",
+        {
+            "r": 4,
+            "target_modules": ["c_attn", "c_proj", "c_fc"],
+            "fan_in_fan_out": True,
+            "rank_pattern": {"mlp.c_proj": 2},
+            "alpha_pattern": {"h.0.attn.c_attn": 1},
+            "use_rslora": True,
+        },
+    ),
+    "qwen3": ("qwen3", {"r": 3, "target_modules": ["k_proj", "v_proj", "gate_proj"], "rank_pattern": {"k_proj": 9}}),
+    "phi3-fused": ("phi3", {"r": 3, "target_modules": ["qkv_proj", "gate_up_proj"]}),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_peft_adapter_gives_pefts_logits(case: str, tmp_path: Path) -> None:
+    family, settings = CASES[case]
+    peft_model = save_peft(tiny_model(family), tmp_path, **settings)
+    base = wrap_base(tiny_model(family), name="tiny")
+    want = alone(peft_model, tokens_of(TOKENS))
+    torch.testing.assert_close(_logits(base, _load(base, tmp_path)), want, rtol=1e-4, atol=1e-4)
+    assert not torch.allclose(want, packed(base, [tokens_of(TOKENS)])[0], atol=1e-3)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_what_coserve_saves_peft_loads(case: str, tmp_path: Path) -> None:
+    family, settings = CASES[case]
+    (tmp_path / "in").mkdir()
+    (tmp_path / "out").mkdir()
+    save_peft(tiny_model(family), tmp_path / "in", **settings)
+    base = wrap_base(tiny_model(family), name="tiny")
+    weights = _load(base, tmp_path / "in")
+    save_adapter(tmp_path / "out", weights, base.spec)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # missing or unexpected tensors, unknown keys
+        peft_model = PeftModel.from_pretrained(tiny_model(family), str(tmp_path / "out")).eval()
+    want = alone(peft_model, tokens_of(TOKENS))
+    torch.testing.assert_close(_logits(base, weights), want, rtol=1e-4, atol=1e-4)
+    again = _load(base, tmp_path / "out")
+    assert torch.equal(_logits(base, again), _logits(base, weights))
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        LoraSettings(),
+        LoraSettings(r=3, alpha=7.5, rslora=True, dropout=0.1, targets=("q_proj", "down_proj")),
+        LoraSettings(r=2, targets=("model.layers.1.mlp.up_proj",), init="gaussian"),
+        LoraSettings(r=2, rank_pattern={"q_proj": 6}, alpha_pattern={"0.self_attn.q_proj": 9.0}, init="orthogonal"),
+    ],
+    ids=["default", "rslora", "one", "patterns"],
+)
+def test_a_new_adapter_survives_its_files(settings: LoraSettings, tmp_path: Path) -> None:
+    base = wrap_base(tiny_model("llama"), name="tiny")
+    weights = _random(new_adapter(settings, base.spec, seed=1, dtype=torch.float32, device="cpu"))
+    save_adapter(tmp_path, weights, base.spec)
+    again = _load(base, tmp_path)
+    assert list(again.sites) == list(weights.sites)
+    for site, pair in weights.sites.items():
+        assert torch.equal(again.sites[site].a_RD, pair.a_RD)
+        assert torch.equal(again.sites[site].b_OR, pair.b_OR)
+        assert again.sites[site].scaling == pair.scaling
+    info = inspect_adapter(tmp_path, base.spec)
+    assert info.rank == max(pair.rank for pair in weights.sites.values())
+    assert info.alpha == (2 * settings.r if settings.alpha is None else settings.alpha)
+    assert info.settings.dropout == settings.dropout
+    assert {site: (shape.rank, shape.scaling) for site, shape in info.sites.items()} == {
+        site: (pair.rank, pair.scaling) for site, pair in weights.sites.items()
+    }
+    peft_model = PeftModel.from_pretrained(tiny_model("llama"), str(tmp_path)).eval()
+    torch.testing.assert_close(_logits(base, weights), alone(peft_model, tokens_of(TOKENS)), rtol=1e-4, atol=1e-4)
+
+
+def _random(weights: LoraWeights) -> LoraWeights:
+    generator = torch.Generator().manual_seed(5)
+    pairs = {
+        site: LoraPair(pair.a_RD, torch.randn(pair.b_OR.shape, generator=generator), pair.scaling)
+        for site, pair in weights.sites.items()
+    }
+    return LoraWeights(weights.settings, pairs)
+
+
+@pytest.fixture
+def saved(tmp_path: Path) -> tuple[Base, Path]:
+    base = wrap_base(tiny_model("llama"), name="tiny")
+    weights = new_adapter(LoraSettings(r=2), base.spec, seed=0, dtype=torch.float32, device="cpu")
+    save_adapter(tmp_path, _random(weights), base.spec)
+    return base, tmp_path
+
+
+def test_an_adapter_is_kept_in_the_bases_type(saved: tuple[Base, Path]) -> None:
+    base, folder = saved
+    weights = load_adapter(folder, base.spec, device="cpu", dtype=torch.bfloat16)
+    assert {pair.a_RD.dtype for pair in weights.sites.values()} == {torch.bfloat16}
+
+
+def test_an_adapter_of_another_base_is_refused(saved: tuple[Base, Path]) -> None:
+    _, folder = saved
+    for other in (tiny_model("llama", seed=1), tiny_model("gpt2"), tiny_model("llama", num_hidden_layers=1)):
+        with pytest.raises(BaseMismatch):
+            load_adapter(folder, wrap_base(other, name="other").spec, device="cpu", dtype=torch.float32)
+
+
+def test_the_name_of_the_base_is_only_a_hint(saved: tuple[Base, Path]) -> None:
+    base, folder = saved
+    renamed = msgspec.structs.replace(base.spec, name="another-name")
+    assert load_adapter(folder, renamed, device="cpu", dtype=torch.float32).sites
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), 1e6], ids=["nan", "inf", "beyond float16"])
+def test_weights_that_are_not_finite_are_refused(value: float, tmp_path: Path) -> None:
+    base = wrap_base(tiny_model("llama"), name="tiny")
+    weights = new_adapter(LoraSettings(r=2), base.spec, seed=0, dtype=torch.float32, device="cpu")
+    next(iter(weights.sites.values())).b_OR[0, 0] = value
+    save_adapter(tmp_path, weights, base.spec)
+    with pytest.raises(CorruptAdapter, match="finite"):
+        load_adapter(tmp_path, base.spec, device="cpu", dtype=torch.float16)
+
+
+def test_the_config_has_only_keys_that_peft_knows(saved: tuple[Base, Path]) -> None:
+    from peft import LoraConfig
+
+    config = json.loads((saved[1] / "adapter_config.json").read_text())
+    assert set(config) <= set(LoraConfig().to_dict())
