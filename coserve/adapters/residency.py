@@ -20,7 +20,8 @@ class _Resident:
 class Residency:
     """A cache of adapters over their files. Not for two threads at once.
 
-    At most `capacity` adapters stay, except that whatever somebody holds stays always.
+    At most `capacity` adapters stay, except that whatever somebody holds stays always, and what was just published
+    stays until something else comes.
     """
 
     def __init__(self, load: Callable[[AdapterRef], LoraWeights], capacity: int) -> None:

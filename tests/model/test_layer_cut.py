@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import pytest
 import torch
 
@@ -29,7 +31,7 @@ def _batch(base: Base, dropout: float = 0.0) -> tuple[LoraBatch, list[torch.Tens
 
 
 def _packed() -> tuple[torch.Tensor, torch.Tensor, ReferenceAttention]:
-    positions_T = torch.cat([torch.arange(end - start) for start, end in zip(BOUNDS, BOUNDS[1:], strict=False)])
+    positions_T = torch.cat([torch.arange(end - start) for start, end in pairwise(BOUNDS)])
     return tokens_of(BOUNDS[-1]), positions_T, ReferenceAttention(BOUNDS)
 
 
