@@ -1,0 +1,244 @@
+"""Send a trace to a daemon and note when everything happened.
+
+Open loop: each arrival is a task of its own, started at its time whatever became of the ones before it, so a slow server
+meets the same load as a fast one. Latencies count from the time an arrival was due, not from when this process got
+round to sending it; `Sample.sent` shows the difference.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Protocol
+
+from coserve.errors import CoserveError
+from coserve.types import JobState, Wire
+from coserve.workloads.scenario import FinetuneArrival, PromptArrival, Scenario, Trace
+
+PATIENCE = 600.0
+
+
+@dataclass(frozen=True)
+class Progress:
+    """A job moved: `tokens` more were trained (0 for a mere change of state)."""
+
+    tokens: int = 0
+    state: JobState | None = None
+
+
+class Target(Protocol):
+    """What a replay needs of a daemon. Everything may raise `CoserveError` or `OSError`; both are noted, not raised."""
+
+    def generate(self, arrival: PromptArrival) -> AsyncIterator[int]:
+        """Stream a generation: the number of new tokens of each chunk, as it arrives."""
+        ...
+
+    async def submit(self, arrival: FinetuneArrival) -> str:
+        """Start a job; its id."""
+        ...
+
+    def watch(self, job: str) -> AsyncIterator[Progress]:
+        """What happens to a job from its start on, until it ended."""
+        ...
+
+    async def cancel(self, job: str) -> None: ...
+
+
+class Rest(StrEnum):
+    """What becomes of the jobs that still run when the last prompt is answered."""
+
+    DRAIN = "drain"
+    """Wait for them: they count to their end."""
+    CANCEL = "cancel"
+    LEAVE = "leave"
+    """Let the daemon go on with them."""
+
+
+class Sample(Wire, frozen=True):
+    """One generation. Times in seconds since the replay began."""
+
+    index: int
+    adapter: str | None
+    due: float
+    sent: float
+    times: tuple[float, ...]
+    """When each chunk with tokens arrived."""
+    tokens: int
+    finished: float
+    error: str | None = None
+    """The code of what went wrong; then `finished` is when it did."""
+
+
+class JobSample(Wire, frozen=True):
+    """One fine-tuning job. Times in seconds since the replay began."""
+
+    index: int
+    adapter: str
+    rows: int
+    due: float
+    sent: float
+    job: str | None
+    """None: it was not accepted."""
+    trained: tuple[tuple[float, int], ...]
+    """When an optimizer step was reported, and the tokens that it read."""
+    state: JobState | None
+    """The last one seen."""
+    error: str | None = None
+
+
+class Run(Wire, frozen=True):
+    """All that was noted. `duration`: from the start to the last answer, or to the last job's end if jobs were awaited."""
+
+    scenario: Scenario
+    duration: float
+    samples: tuple[Sample, ...]
+    jobs: tuple[JobSample, ...]
+
+
+Observer = Callable[[Sample | JobSample], None]
+
+
+async def replay(
+    trace: Trace,
+    target: Target,
+    *,
+    rest: Rest = Rest.DRAIN,
+    patience: float = PATIENCE,
+    observe: Observer | None = None,
+) -> Run:
+    """Send every arrival at its time and wait for the answers.
+
+    A generation that takes longer than `patience` seconds is given up (error `timeout`). `observe` is called with each
+    sample as soon as it is complete.
+    """
+    recorder = _Recorder(target, asyncio.get_running_loop().time(), patience, observe or (lambda sample: None))
+    async with asyncio.TaskGroup() as watching:
+        async with asyncio.TaskGroup() as sending:
+            for arrival in trace.arrivals:
+                await asyncio.sleep(arrival.at - recorder.now())
+                if isinstance(arrival, PromptArrival):
+                    sending.create_task(recorder.generate(arrival))
+                else:
+                    sending.create_task(recorder.submit(arrival, watching))
+        duration = recorder.now()
+        if rest is not Rest.DRAIN:
+            recorder.stop_watching()
+    if rest is Rest.DRAIN:
+        duration = recorder.now()
+    if rest is Rest.CANCEL:
+        await recorder.cancel_unfinished()
+    return Run(
+        scenario=trace.scenario,
+        duration=duration,
+        samples=tuple(sorted(recorder.samples, key=lambda sample: sample.index)),
+        jobs=tuple(sorted(recorder.jobs, key=lambda job: job.index)),
+    )
+
+
+@dataclass
+class _Watched:
+    """What is known of a job so far."""
+
+    arrival: FinetuneArrival
+    sent: float
+    job: str | None = None
+    trained: list[tuple[float, int]] = field(default_factory=list)
+    state: JobState | None = None
+    error: str | None = None
+
+    def sample(self) -> JobSample:
+        return JobSample(
+            index=self.arrival.index,
+            adapter=self.arrival.adapter,
+            rows=len(self.arrival.rows),
+            due=self.arrival.at,
+            sent=self.sent,
+            job=self.job,
+            trained=tuple(self.trained),
+            state=self.state,
+            error=self.error,
+        )
+
+
+@dataclass
+class _Recorder:
+    target: Target
+    start: float
+    patience: float
+    observe: Observer
+    samples: list[Sample] = field(default_factory=list)
+    jobs: list[JobSample] = field(default_factory=list)
+    watches: list[asyncio.Task[None]] = field(default_factory=list)
+
+    def now(self) -> float:
+        return asyncio.get_running_loop().time() - self.start
+
+    async def generate(self, arrival: PromptArrival) -> None:
+        sent, times, tokens, error = self.now(), [], 0, None
+        try:
+            async with asyncio.timeout(self.patience):
+                async for new in self.target.generate(arrival):
+                    if new:
+                        times.append(self.now())
+                        tokens += new
+        except (CoserveError, OSError) as failure:  # TimeoutError is an OSError
+            error = _code(failure)
+        sample = Sample(
+            index=arrival.index,
+            adapter=arrival.adapter,
+            due=arrival.at,
+            sent=sent,
+            times=tuple(times),
+            tokens=tokens,
+            finished=self.now(),
+            error=error if error or tokens else "no_tokens",
+        )
+        self.samples.append(sample)
+        self.observe(sample)
+
+    async def submit(self, arrival: FinetuneArrival, watching: asyncio.TaskGroup) -> None:
+        watched = _Watched(arrival, self.now())
+        try:
+            watched.job = await self.target.submit(arrival)
+        except (CoserveError, OSError) as failure:
+            watched.error = _code(failure)
+            self._complete(watched)
+            return
+        watch = watching.create_task(self._watch(watched, watched.job))
+        # A callback, since a task that is cancelled before its first step never runs.
+        watch.add_done_callback(lambda _: self._complete(watched))
+        self.watches.append(watch)
+
+    async def _watch(self, watched: _Watched, job: str) -> None:
+        try:
+            async for progress in self.target.watch(job):
+                watched.state = progress.state or watched.state
+                if progress.tokens:
+                    watched.trained.append((self.now(), progress.tokens))
+        except (CoserveError, OSError) as failure:
+            watched.error = _code(failure)
+
+    def _complete(self, watched: _Watched) -> None:
+        self.jobs.append(watched.sample())
+        self.observe(self.jobs[-1])
+
+    def stop_watching(self) -> None:
+        for watch in self.watches:
+            watch.cancel()
+
+    async def cancel_unfinished(self) -> None:
+        for sample in self.jobs:
+            if sample.job is None or (sample.state is not None and sample.state.terminal):
+                continue
+            try:
+                await self.target.cancel(sample.job)
+            except CoserveError:  # it ended in the meantime
+                continue
+
+
+def _code(failure: CoserveError | OSError) -> str:
+    if isinstance(failure, CoserveError):
+        return failure.code
+    return "timeout" if isinstance(failure, TimeoutError) else "connection"

@@ -1,0 +1,154 @@
+"""Scenarios become traces; traces survive a file."""
+
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from coserve.errors import CoserveError, EmptyCorpus, InvalidRequest, MalformedRow
+from coserve.finetune.data import parse_row
+from coserve.workloads.arrivals import Arrivals, Process
+from coserve.workloads.popularity import Popularity, Shape
+from coserve.workloads.scenario import (
+    Scenario,
+    Trace,
+    bundled_prompts,
+    bundled_rows,
+    load_trace,
+    make_trace,
+    save_trace,
+)
+
+PROMPTS = ["one", "two", "three"]
+ROWS = [{"text": "a row"}, {"prompt": "p", "completion": " c"}]
+SCENARIOS = st.builds(
+    Scenario,
+    seed=st.integers(0, 2**32),
+    duration=st.floats(0.1, 12),
+    arrivals=st.builds(Arrivals, process=st.sampled_from(Process), rate=st.floats(0.1, 8)),
+    finetune_period=st.floats(1, 10),
+    finetune_rows=st.integers(0, 20),
+    adapters=st.integers(0, 5),
+    popularity=st.builds(Popularity, shape=st.sampled_from(Shape)),
+    min_new_tokens=st.just(3),
+    max_new_tokens=st.integers(3, 9),
+)
+
+
+@given(SCENARIOS)
+def test_a_trace_is_what_the_scenario_says(scenario: Scenario) -> None:
+    trace = make_trace(scenario, PROMPTS, ROWS)
+    assert trace == make_trace(scenario, PROMPTS, ROWS)
+    times = [arrival.at for arrival in trace.arrivals]
+    assert times == sorted(times)
+    assert all(0 <= time < scenario.duration for time in times)
+    assert [prompt.index for prompt in trace.prompts] == list(range(len(trace.prompts)))
+    assert [job.index for job in trace.finetunes] == list(range(len(trace.finetunes)))
+    names = set(scenario.adapter_names)
+    assert all(prompt.adapter in (names or {None}) and prompt.prompt in PROMPTS for prompt in trace.prompts)
+    assert all(3 <= prompt.max_tokens <= scenario.max_new_tokens for prompt in trace.prompts)
+    assert {job.adapter for job in trace.finetunes} <= names
+    if not (scenario.adapters and scenario.finetune_rows):
+        assert not trace.finetunes
+
+
+@given(SCENARIOS)
+def test_a_burst_has_at_most_the_rows_and_one_job_an_adapter(scenario: Scenario) -> None:
+    bursts: dict[float, list[str]] = {}
+    rows: dict[float, int] = {}
+    for job in make_trace(scenario, PROMPTS, ROWS).finetunes:
+        bursts.setdefault(job.at, []).append(job.adapter)
+        rows[job.at] = rows.get(job.at, 0) + len(job.rows)
+        assert job.at / scenario.finetune_period == pytest.approx(round(job.at / scenario.finetune_period))
+        assert all(row in ROWS for row in job.rows)
+    assert all(len(set(adapters)) == len(adapters) for adapters in bursts.values())
+    assert all(1 <= count <= scenario.finetune_rows for count in rows.values())
+
+
+@given(SCENARIOS)
+def test_fine_tuning_does_not_change_the_prompts(scenario: Scenario) -> None:
+    quiet = Scenario(**{name: getattr(scenario, name) for name in scenario.__struct_fields__} | {"finetune_rows": 0})
+    assert make_trace(quiet, PROMPTS, []).prompts == make_trace(scenario, PROMPTS, ROWS).prompts
+
+
+def test_the_defaults_are_those_of_the_paper() -> None:
+    trace = make_trace(Scenario(), bundled_prompts(), bundled_rows())
+    assert trace.prompts[7].at == pytest.approx(0.7)
+    assert sorted({job.at for job in trace.finetunes}) == [0.0, 20.0, 40.0]
+    assert len({prompt.adapter for prompt in trace.prompts}) == 32
+    assert (Scenario().rank, Scenario().finetune_rows) == (32, 512)
+
+
+def test_the_bundled_rows_parse() -> None:
+    assert len(bundled_prompts()) >= 20
+    for line, row in enumerate(bundled_rows(), 1):
+        parse_row(row, line)
+
+
+@given(SCENARIOS)
+def test_a_trace_survives_a_file(tmp_path_factory: pytest.TempPathFactory, scenario: Scenario) -> None:
+    path = tmp_path_factory.mktemp("trace") / "trace.jsonl"
+    trace = make_trace(scenario, PROMPTS, ROWS)
+    save_trace(trace, path)
+    assert load_trace(path) == trace
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("duration", 0.0),
+        ("duration", float("inf")),
+        ("finetune_period", -1.0),
+        ("finetune_rows", -1),
+        ("adapters", -1),
+        ("rank", 0),
+        ("min_new_tokens", 0),
+        ("max_new_tokens", 1),
+    ],
+)
+def test_impossible_scenarios_are_refused(name: str, value: float) -> None:
+    with pytest.raises(InvalidRequest) as caught:
+        Scenario(**{name: value})
+    assert caught.value.field == name
+
+
+def test_a_trace_needs_something_to_send() -> None:
+    with pytest.raises(InvalidRequest, match="at least one prompt"):
+        make_trace(Scenario(), [], ROWS)
+    with pytest.raises(EmptyCorpus):
+        make_trace(Scenario(), PROMPTS, [])
+
+
+HEADER = b'{"type":"scenario"}\n'
+PROMPT = b'{"type":"prompt","at":%d,"index":0,"adapter":null,"prompt":"x","max_tokens":1,"seed":0}\n'
+
+
+@pytest.mark.parametrize(
+    ("content", "line"),
+    [
+        (b"", 1),
+        (PROMPT % 0, 1),
+        (b'{"type":"scenario","duraton":3}\n', 1),
+        (HEADER + b"nonsense\n", 2),
+        (HEADER + PROMPT % 1 + b'{"type":"party","at":2}\n', 3),
+        (HEADER + PROMPT % 2 + PROMPT % 1, 3),
+    ],
+)
+def test_a_damaged_trace_is_refused_with_its_line(tmp_path: Path, content: bytes, line: int) -> None:
+    path = tmp_path / "trace.jsonl"
+    path.write_bytes(content)
+    with pytest.raises(MalformedRow) as caught:
+        load_trace(path)
+    assert caught.value.line == line
+
+
+def test_a_trace_that_is_not_there_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(CoserveError, match="cannot read the trace") as caught:
+        load_trace(tmp_path / "nothing")
+    assert str(tmp_path) not in str(caught.value)
+
+
+def test_an_empty_trace_is_a_trace(tmp_path: Path) -> None:
+    save_trace(Trace(scenario=Scenario(), arrivals=()), tmp_path / "t")
+    assert load_trace(tmp_path / "t").arrivals == ()
