@@ -16,9 +16,10 @@ CoserveError
 │   ├── BaseMismatch                 ├── ShapeMismatch
 ├── CapacityError                    right, but not now
 │   ├── QueueFull 429                ├── EngineUnavailable 503 ├── StorageFull 507
-│   ├── StorageFailed 500
+│   ├── StorageFailed 500            ├── Unreachable 503 (raised by the SDK: no daemon answers)
 ├── JobError                         a job ended badly (never an HTTP answer of its own; status 500)
 │   ├── NonFiniteLoss                ├── EngineCrashed         ├── CheckpointUnreadable
+│   ├── JobOutOfMemory
 ├── InternalError 500                our own fault; the body says nothing more
 └── StartupError                     the daemon refuses to start (exit status 2)
     ├── ConfigError                  ├── UnsupportedBase       ├── PortInUse
@@ -181,6 +182,8 @@ class ShapeMismatch(AdapterError):
 class CapacityError(CoserveError):
     status = 503
     code = "capacity"
+    retry_after: float = 0.0
+    """Seconds after which another attempt may succeed; 0: nobody knows."""
 
 
 class QueueFull(CapacityError):
@@ -209,6 +212,17 @@ class StorageFailed(CapacityError):
     code = "storage_failed"
 
 
+class Unreachable(CapacityError):
+    """The SDK could not reach the daemon, or the connection broke. `sent`: the daemon may have seen the request."""
+
+    status = 503
+    code = "unreachable"
+
+    def __init__(self, message: str, *, sent: bool = False) -> None:
+        super().__init__(message)
+        self.sent = sent
+
+
 class JobError(CoserveError):
     code = "job_error"
 
@@ -223,6 +237,10 @@ class EngineCrashed(JobError):
 
 class CheckpointUnreadable(JobError):
     code = "checkpoint_unreadable"
+
+
+class JobOutOfMemory(JobError):
+    code = "job_out_of_memory"
 
 
 class InternalError(CoserveError):

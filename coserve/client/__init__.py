@@ -1,0 +1,30 @@
+"""The SDK: `Client` and `AsyncClient` for a running daemon. Its answers are the structs of `coserve.schemas`, its
+errors the leaves of `coserve.errors`.
+
+    with coserve.Client() as client:
+        job = client.finetune("pirate", [{"prompt": "Hello", "completion": "Ahoy!"}], lora={"r": 8})
+        job.wait()
+        print(client.generate("Hello", adapter="pirate").choices[0].text)
+"""
+
+from coserve.client.asynchronous import AsyncClient
+from coserve.client.handles import AsyncJobHandle
+from coserve.client.options import GenerateOptions
+from coserve.client.retry import RetryPolicy
+from coserve.client.synchronous import Client, JobHandle
+from coserve.client.transport import HttpTransport, MockTransport, Request, Response, Transport, Upload
+
+__all__ = [
+    "AsyncClient",
+    "AsyncJobHandle",
+    "Client",
+    "GenerateOptions",
+    "HttpTransport",
+    "JobHandle",
+    "MockTransport",
+    "Request",
+    "Response",
+    "RetryPolicy",
+    "Transport",
+    "Upload",
+]

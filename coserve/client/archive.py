@@ -1,0 +1,61 @@
+"""The tar file of an adapter's download, unpacked without trust in what it says."""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+import tarfile
+import tempfile
+from pathlib import Path, PurePosixPath
+
+from coserve.client.options import ADAPTER_FILES
+from coserve.client.transport import Response
+from coserve.errors import CorruptAdapter
+
+
+async def save_adapter(response: Response, folder: Path) -> Path:
+    """Unpack an adapter as `folder`, which must not exist or be empty; returns it. PEFT reads it as it is.
+
+    It comes whole or not at all. Raises `FileExistsError`, and `CorruptAdapter` if the archive is not what the daemon
+    sends.
+    """
+    try:
+        beside = await asyncio.to_thread(_beside, folder)
+        try:
+            with (beside / "archive.tar").open("wb") as archive:
+                async for piece in response:
+                    await asyncio.to_thread(archive.write, piece)
+            await asyncio.to_thread(_unpack, beside / "archive.tar", beside / "adapter")
+            await asyncio.to_thread((beside / "adapter").rename, folder)
+        finally:
+            await asyncio.to_thread(shutil.rmtree, beside)
+    finally:
+        response.close()
+    return folder
+
+
+def _beside(folder: Path) -> Path:
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise FileExistsError(f"expected nothing there, or an empty folder: {folder}")
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    return Path(tempfile.mkdtemp(prefix=".download-", dir=folder.parent))
+
+
+def _unpack(archive: Path, folder: Path) -> None:
+    """Write the two files, whatever their folder in the archive is called; anything else in it is an error."""
+    names: list[str] = []
+    folder.mkdir()
+    try:
+        with tarfile.open(archive, mode="r:") as tar:
+            for member in tar:
+                name = PurePosixPath(member.name).name
+                content = tar.extractfile(member) if member.isreg() else None
+                if content is None or name not in ADAPTER_FILES or name in names:
+                    raise CorruptAdapter(f"expected the files of one adapter, got {member.name[-80:]!r}")
+                names.append(name)
+                with (folder / name).open("xb") as file:
+                    shutil.copyfileobj(content, file)
+    except tarfile.TarError as error:
+        raise CorruptAdapter(f"the archive is broken: {error}") from None
+    if len(names) != len(ADAPTER_FILES):
+        raise CorruptAdapter(f"expected {' and '.join(ADAPTER_FILES)}, got {' and '.join(names) or 'nothing'}")

@@ -1,0 +1,206 @@
+"""The SDK's one implementation."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import uuid
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Mapping
+from contextlib import aclosing
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self, Unpack
+from urllib.parse import quote
+
+from coserve.client.archive import save_adapter
+from coserve.client.caller import Caller, decode
+from coserve.client.failures import event_error
+from coserve.client.handles import AsyncJobHandle
+from coserve.client.options import (
+    GenerateOptions,
+    Messages,
+    Prompt,
+    adapter_upload,
+    corpus_upload,
+    finetune_request,
+    generate_request,
+)
+from coserve.client.retry import RetryPolicy
+from coserve.client.transport import HttpTransport, Transport
+from coserve.errors import InvalidRequest, Unreachable
+from coserve.schemas import (
+    STREAM_END,
+    Adapter,
+    AdapterList,
+    DeletedAdapter,
+    GenerateChunk,
+    GenerateResponse,
+    Health,
+    ImportRequest,
+    Job,
+    JobList,
+)
+from coserve.types import LoraSettings, TrainingSettings
+
+DEFAULT_URL = "http://127.0.0.1:8000"
+
+
+class AsyncClient:
+    """A daemon, from asyncio. Close it, or use it as `async with AsyncClient() as client`.
+
+    Every method raises the leaf of `coserve.errors` that the daemon names, and `Unreachable` where none answers. Answers
+    of 429 and 503 are tried again as `retry` says. `read_timeout`: seconds of silence after which a connection is given
+    up; `sleep` and `rng` are for tests.
+    """
+
+    def __init__(
+        self,
+        base_url: str = DEFAULT_URL,
+        *,
+        api_key: str | None = None,
+        retry: RetryPolicy | None = None,
+        read_timeout: float = 300.0,
+        transport: Transport | None = None,
+        sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
+        rng: random.Random | None = None,
+    ) -> None:
+        self._own = HttpTransport(base_url, read_timeout=read_timeout) if transport is None else None
+        chosen = transport or self._own
+        assert chosen is not None, "one of the two"
+        self._caller = Caller(chosen, api_key=api_key, retry=retry or RetryPolicy(), sleep=sleep, rng=rng)
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.close()
+
+    async def close(self) -> None:
+        """Close the connections; a transport that was given stays open."""
+        if self._own is not None:
+            await self._own.close()
+
+    # ---- generate
+
+    async def generate(
+        self,
+        prompt: Prompt | None = None,
+        *,
+        messages: Messages | None = None,
+        adapter: str | None = None,
+        **options: Unpack[GenerateOptions],
+    ) -> GenerateResponse:
+        """Continue a text, token ids or a conversation, with the base or `adapter` (`name` or `name@version`)."""
+        body = generate_request(prompt, messages, adapter, False, options)
+        return await self._caller.json(self._caller.request("POST", "/generate", body=body), GenerateResponse)
+
+    async def stream(
+        self,
+        prompt: Prompt | None = None,
+        *,
+        messages: Messages | None = None,
+        adapter: str | None = None,
+        **options: Unpack[GenerateOptions],
+    ) -> AsyncGenerator[GenerateChunk, None]:
+        """As `generate`, but in chunks as they come. Whoever stops early closes it (`contextlib.aclosing`): then the
+        daemon stops too.
+        """
+        body = generate_request(prompt, messages, adapter, True, options)
+        request = self._caller.request("POST", "/generate", headers={"Accept": "text/event-stream"}, body=body)
+        async with aclosing(self._caller.events(request)) as events:
+            async for event in events:
+                if event.event == "error":
+                    raise event_error(event.data)
+                if event.data == STREAM_END:
+                    return
+                yield decode(event.data, GenerateChunk)
+        raise Unreachable("the stream broke off before its end", sent=True)
+
+    # ---- fine-tune
+
+    async def finetune(
+        self,
+        adapter: str,
+        data: Iterable[Mapping[str, Any]] | None = None,
+        *,
+        file: Path | bytes | None = None,
+        path: str | None = None,
+        continue_from: str | None = None,
+        lora: LoraSettings | Mapping[str, Any] | None = None,
+        training: TrainingSettings | Mapping[str, Any] | None = None,
+        metadata: Mapping[str, str] | None = None,
+        idempotency_key: str | None = None,
+    ) -> AsyncJobHandle:
+        """Start a job that makes the next version of `adapter` from one of: rows, a JSONL file (or its content) from
+        here, or the path of a file at the daemon.
+
+        An accepted job survives any crash of the daemon. `idempotency_key` names the request: repeated, it gives the job
+        that it made first; without one, each call has its own, so that retries never make two jobs.
+        """
+        body = finetune_request(adapter, data, path, continue_from, lora, training, metadata)
+        if file is not None and (data is not None or path is not None):
+            raise InvalidRequest("expected one of data, file and path, got more", field="file")
+        request = self._caller.request(
+            "POST",
+            "/finetune",
+            headers={"Idempotency-Key": idempotency_key or uuid.uuid4().hex},
+            body=body if file is None else corpus_upload(body, file),
+        )
+        return AsyncJobHandle(self._caller, await self._caller.json(request, Job))
+
+    async def job(self, id: str) -> AsyncJobHandle:
+        """Raises `JobNotFound`."""
+        request = self._caller.request("GET", f"/finetune/{_quoted(id)}")
+        return AsyncJobHandle(self._caller, await self._caller.json(request, Job))
+
+    async def jobs(self, *, after: str | None = None, limit: int | None = None) -> JobList:
+        """A page of jobs, newest first."""
+        query = {"after": after, "limit": limit}
+        return await self._caller.json(self._caller.request("GET", "/finetune", query=query), JobList)
+
+    # ---- adapters
+
+    async def adapters(self, *, after: str | None = None, limit: int | None = None) -> AdapterList:
+        """A page of adapters (their latest versions), by name."""
+        query = {"after": after, "limit": limit}
+        return await self._caller.json(self._caller.request("GET", "/adapters", query=query), AdapterList)
+
+    async def adapter(self, ref: str) -> Adapter:
+        """`name` (the latest version) or `name@version`. Raises `AdapterNotFound`."""
+        return await self._caller.json(self._caller.request("GET", f"/adapters/{_quoted(ref)}"), Adapter)
+
+    async def import_adapter(self, name: str, folder: Path | None = None, *, path: str | None = None) -> Adapter:
+        """Make PEFT files the next version of `name`: a folder from here, or the path of one at the daemon."""
+        if (folder is None) == (path is None):
+            raise InvalidRequest("expected one of folder and path", field="folder")
+        body = ImportRequest(name=name, path=path) if folder is None else adapter_upload(name, folder)
+        return await self._caller.json(self._caller.request("POST", "/adapters", body=body), Adapter)
+
+    async def download_adapter(self, ref: str, folder: Path) -> Path:
+        """Save PEFT files into `folder`, which must not exist or be empty; returns it."""
+        response = await self._caller.stream(self._caller.request("GET", f"/adapters/{_quoted(ref)}/download"))
+        return await save_adapter(response, folder)
+
+    async def delete_adapter(self, name: str) -> DeletedAdapter:
+        """Delete every version. Raises `AdapterNotFound`, `AdapterBusy`."""
+        return await self._caller.json(self._caller.request("DELETE", f"/adapters/{_quoted(name)}"), DeletedAdapter)
+
+    # ---- the daemon
+
+    async def health(self) -> Health:
+        """How the daemon is, at once: one that starts or recovers (status 503) says so here and raises nothing."""
+        return await self._caller.json(self._caller.request("GET", "/health"), Health, good=(503,))
+
+    async def metrics(self) -> str:
+        """The metrics in Prometheus' text format."""
+        return (await self._caller.text(self._caller.request("GET", "/metrics"))).decode()
+
+    async def openapi(self) -> dict[str, Any]:
+        """The description of the API, as OpenAPI 3.1."""
+        return await self._caller.json(self._caller.request("GET", "/openapi.json"), dict[str, Any])
+
+
+def _quoted(id: str) -> str:
+    return quote(id, safe="@")

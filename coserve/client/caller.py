@@ -1,0 +1,113 @@
+"""Sending requests and trying again: what every call of the SDK has in common."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
+from typing import TypeVar
+
+import msgspec
+
+from coserve import __version__
+from coserve.client.failures import response_error
+from coserve.client.retry import RetryPolicy
+from coserve.client.sse import Event, events
+from coserve.client.transport import Request, Response, Transport, Upload
+from coserve.errors import CoserveError, InternalError
+
+T = TypeVar("T")
+
+
+class Caller:
+    """A transport with the key, the retries and the decoding. `sleep` and `rng` are for tests."""
+
+    def __init__(
+        self,
+        transport: Transport,
+        *,
+        api_key: str | None,
+        retry: RetryPolicy,
+        sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
+        rng: random.Random | None = None,
+    ) -> None:
+        self._transport, self.retry = transport, retry
+        self._sleep, self._rng = sleep, rng or random.Random()
+        self._headers = {"User-Agent": f"coserve/{__version__}"}
+        if api_key is not None:
+            self._headers["Authorization"] = f"Bearer {api_key}"
+
+    async def back_off(self, attempt: int, error: CoserveError) -> None:
+        await self._sleep(self.retry.delay(attempt, error, self._rng))
+
+    def request(
+        self,
+        method: str,
+        path: str,
+        *,
+        query: Mapping[str, str | int | None] | None = None,
+        headers: Mapping[str, str] | None = None,
+        body: msgspec.Struct | Upload | None = None,
+    ) -> Request:
+        return Request(
+            method,
+            path,
+            query=tuple((name, str(value)) for name, value in (query or {}).items() if value is not None),
+            headers={**self._headers, **(headers or {})},
+            body=msgspec.json.encode(body) if isinstance(body, msgspec.Struct) else body,
+        )
+
+    async def text(self, request: Request, *, good: tuple[int, ...] = ()) -> bytes:
+        """The body of an answer of 2xx, or of a status in `good`. Raises what the daemon says, or `Unreachable`."""
+
+        async def read(response: Response) -> bytes:
+            return await response.read()
+
+        return await self._attempts(request, read, good)
+
+    async def json(self, request: Request, type: type[T], *, good: tuple[int, ...] = ()) -> T:
+        return decode(await self.text(request, good=good), type)
+
+    async def events(self, request: Request, *, again: bool = True) -> AsyncGenerator[Event, None]:
+        """The events of an answer. Attempts are repeated (unless not `again`) until it begins, not afterwards."""
+        response = await (self._attempts(request, _as_it_is) if again else self._attempt(request, _as_it_is, ()))
+        try:
+            async for event in events(response):
+                yield event
+        finally:
+            response.close()
+
+    async def stream(self, request: Request) -> Response:
+        """An answer whose body the caller reads."""
+        return await self._attempts(request, _as_it_is)
+
+    async def _attempts(
+        self, request: Request, use: Callable[[Response], Awaitable[T]], good: tuple[int, ...] = ()
+    ) -> T:
+        attempt = 1
+        while True:
+            try:
+                return await self._attempt(request, use, good)
+            except CoserveError as error:
+                if attempt >= self.retry.attempts or not self.retry.allows(error, request):
+                    raise
+                await self.back_off(attempt, error)
+                attempt += 1
+
+    async def _attempt(self, request: Request, use: Callable[[Response], Awaitable[T]], good: tuple[int, ...]) -> T:
+        response = await self._transport.send(request)
+        if 200 <= response.status < 300 or response.status in good:
+            return await use(response)
+        raise await response_error(response)
+
+
+async def _as_it_is(response: Response) -> Response:
+    return response
+
+
+def decode(content: bytes | str, type: type[T]) -> T:
+    """Raises `InternalError` if the daemon speaks another version of the API."""
+    try:
+        return msgspec.json.decode(content, type=type)
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise InternalError(f"the daemon's answer is none that coserve {__version__} knows: {error}") from None

@@ -1,0 +1,78 @@
+"""The daemon's error bodies as the leaves of `coserve.errors`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import msgspec
+from msgspec import UNSET
+
+from coserve.client.transport import Response
+from coserve.errors import (
+    BodyTooLarge,
+    CapacityError,
+    CorpusError,
+    CoserveError,
+    EngineUnavailable,
+    InternalError,
+    JobError,
+    NotFound,
+    QueueFull,
+    RequestError,
+    Unauthorized,
+)
+from coserve.schemas import ErrorBody, ErrorInfo
+
+
+def _below(root: type[CoserveError]) -> Iterator[type[CoserveError]]:
+    for error in root.__subclasses__():
+        yield error
+        yield from _below(error)
+
+
+_BY_CODE = {error.code: error for error in _below(CoserveError)}
+_BY_STATUS: dict[int, type[CoserveError]] = {
+    401: Unauthorized,
+    404: NotFound,
+    413: BodyTooLarge,
+    429: QueueFull,
+    503: EngineUnavailable,
+}
+
+
+def job_error(info: ErrorInfo) -> CoserveError:
+    """Why a job failed."""
+    return _made(_BY_CODE.get(info.code, JobError), info)
+
+
+async def response_error(response: Response) -> CoserveError:
+    """The error that an answer of status 300 or more stands for.
+
+    A code that this SDK does not know (a newer daemon's), and a body that is not the daemon's (a proxy's), count as what
+    the status says.
+    """
+    body = await response.read()
+    try:
+        info = msgspec.json.decode(body, type=ErrorBody).error
+    except (msgspec.DecodeError, UnicodeDecodeError):
+        info = ErrorInfo(code="", message=f"the answer has status {response.status} and no error that coserve wrote")
+    generic = RequestError if response.status < 500 else InternalError
+    error = _made(_BY_CODE.get(info.code, _BY_STATUS.get(response.status, generic)), info)
+    seconds = response.headers.get("retry-after", "")
+    if isinstance(error, CapacityError) and seconds.isascii() and seconds.isdigit():
+        error.retry_after = float(seconds)
+    return error
+
+
+def event_error(data: str) -> CoserveError:
+    """The error of a stream that failed after its first byte."""
+    info = msgspec.json.decode(data, type=ErrorBody).error
+    return _made(_BY_CODE.get(info.code, InternalError), info)
+
+
+def _made(kind: type[CoserveError], info: ErrorInfo) -> CoserveError:
+    error = kind(info.message)  # the message names the line already
+    error.field = info.field
+    if isinstance(error, CorpusError) and info.line is not UNSET:
+        error.line = info.line
+    return error

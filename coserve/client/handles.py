@@ -1,0 +1,105 @@
+"""A fine-tuning job as an object: follow it, wait for it, steer it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+
+from coserve.client.caller import Caller, decode
+from coserve.client.failures import job_error
+from coserve.client.progress import progress_for
+from coserve.errors import CapacityError, CoserveError, Unreachable
+from coserve.schemas import Job, JobEvent
+from coserve.types import JobState
+
+
+class AsyncJobHandle:
+    """One job. `info` is what the daemon said last; every method that asks it renews `info`."""
+
+    def __init__(self, caller: Caller, info: Job) -> None:
+        self._caller = caller
+        self.info = info
+
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__} {self.id} {self.info.adapter}@{self.info.version} {self.info.state}>"
+
+    @property
+    def id(self) -> str:
+        return self.info.id
+
+    async def refresh(self) -> Job:
+        """The job as it stands now."""
+        return await self._ask("GET", "")
+
+    async def pause(self) -> Job:
+        """Stop at a checkpoint, until `resume`. Raises `WrongJobState`."""
+        return await self._ask("POST", "/pause")
+
+    async def resume(self) -> Job:
+        """Put a paused job back in line. Raises `WrongJobState`."""
+        return await self._ask("POST", "/resume")
+
+    async def cancel(self) -> Job:
+        """End the job without an adapter. Raises `WrongJobState`."""
+        return await self._ask("POST", "/cancel")
+
+    async def _ask(self, method: str, suffix: str) -> Job:
+        self.info = await self._caller.json(self._caller.request(method, f"/finetune/{self.id}{suffix}"), Job)
+        return self.info
+
+    async def events(self, after: int = 0) -> AsyncGenerator[JobEvent, None]:
+        """The job's story from event `after` on, live until its end; each event once, whatever breaks in between.
+
+        Raises `Unreachable` or `EngineUnavailable` if the daemon stays away.
+        """
+        failures = 0
+        while True:
+            error: CoserveError = Unreachable("the daemon ended the events before the job's end", sent=True)
+            try:
+                async with aclosing(self._events_once(after)) as events:
+                    async for event in events:
+                        after, failures = event.seq, 0
+                        yield event
+                        if event.state is not None and event.state.terminal:
+                            return
+                if (await self.refresh()).state.terminal:
+                    return  # its last event was seen before
+            except CapacityError as refused:
+                if refused.status not in (429, 503):
+                    raise
+                error = refused
+            failures += 1
+            if failures > self._caller.retry.reconnects:
+                raise error
+            await self._caller.back_off(failures, error)
+
+    async def _events_once(self, after: int) -> AsyncGenerator[JobEvent, None]:
+        """One connection's worth of events."""
+        headers = {"Accept": "text/event-stream", "Last-Event-ID": str(after)}
+        request = self._caller.request("GET", f"/finetune/{self.id}/events", headers=headers)
+        async with aclosing(self._caller.events(request, again=False)) as events:
+            async for event in events:
+                yield decode(event.data, JobEvent)
+
+    async def wait(
+        self,
+        *,
+        progress: bool | None = None,
+        timeout: float | None = None,  # noqa: ASYNC109 - as in every SDK
+        check: bool = True,
+    ) -> Job:
+        """Wait for the job's end, by its events; a paused job is waited for too.
+
+        `progress`: a bar on standard error; None: if that is a terminal. Raises `TimeoutError` after `timeout` seconds
+        and, if `check`, the error that made the job fail (`NonFiniteLoss`, `EngineCrashed`, ...).
+        """
+        async with asyncio.timeout(timeout):
+            with progress_for(self.info, progress) as bar:
+                async with aclosing(self.events()) as events:
+                    async for event in events:
+                        bar.show(event)
+            info = await self.refresh()
+        if check and info.state is JobState.FAILED and info.error is not None:
+            raise job_error(info.error)
+        return info

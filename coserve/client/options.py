@@ -1,0 +1,100 @@
+"""From Python arguments to the structs of the API."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, TypedDict, TypeVar
+
+import msgspec
+
+from coserve.client.transport import Upload
+from coserve.errors import InvalidRequest
+from coserve.schemas import ChatMessage, FinetuneRequest, GenerateRequest, ImportRequest
+from coserve.types import LoraSettings, TrainingSettings
+
+T = TypeVar("T")
+
+ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors")
+Messages = Iterable[ChatMessage | Mapping[str, str]]
+Prompt = str | Sequence[int]
+
+
+class GenerateOptions(TypedDict, total=False):
+    """How to generate: the further fields of `coserve.schemas.GenerateRequest`, whose defaults hold for what is left
+    out. Times in seconds.
+    """
+
+    n: int
+    max_tokens: int
+    min_tokens: int
+    temperature: float
+    top_k: int
+    top_p: float
+    min_p: float
+    repetition_penalty: float
+    presence_penalty: float
+    frequency_penalty: float
+    stop: str | list[str]
+    stop_token_ids: list[int]
+    ignore_eos: bool
+    logit_bias: dict[int, float]
+    logprobs: int
+    seed: int
+    slo_ttft: float
+    slo_tpot: float
+
+
+def generate_request(
+    prompt: Prompt | None, messages: Messages | None, adapter: str | None, stream: bool, options: GenerateOptions
+) -> GenerateRequest:
+    return GenerateRequest(
+        prompt=prompt if prompt is None or isinstance(prompt, str) else list(prompt),
+        messages=None if messages is None else [as_struct(message, ChatMessage, "messages") for message in messages],
+        adapter=adapter,
+        stream=stream,
+        **options,
+    )
+
+
+def finetune_request(
+    adapter: str,
+    data: Iterable[Mapping[str, Any]] | None,
+    path: str | None,
+    continue_from: str | None,
+    lora: LoraSettings | Mapping[str, Any] | None,
+    training: TrainingSettings | Mapping[str, Any] | None,
+    metadata: Mapping[str, str] | None,
+) -> FinetuneRequest:
+    return FinetuneRequest(
+        adapter=adapter,
+        data=None if data is None else [dict(row) for row in data],
+        path=path,
+        continue_from=continue_from,
+        lora=None if lora is None else as_struct(lora, LoraSettings, "lora"),
+        training=TrainingSettings() if training is None else as_struct(training, TrainingSettings, "training"),
+        metadata=dict(metadata or {}),
+    )
+
+
+def corpus_upload(request: FinetuneRequest, file: Path | bytes) -> Upload:
+    """A JSONL file, or its content, beside the settings."""
+    return Upload(msgspec.json.encode(request), (("corpus.jsonl", file),))
+
+
+def adapter_upload(name: str, folder: Path) -> Upload:
+    """The two files of a PEFT folder. Raises `InvalidRequest` if one is not there."""
+    for file in ADAPTER_FILES:
+        if not (folder / file).is_file():
+            raise InvalidRequest(f"expected a file {file!r} in the folder, got none", field="folder")
+    return Upload(msgspec.json.encode(ImportRequest(name=name)), tuple((file, folder / file) for file in ADAPTER_FILES))
+
+
+def as_struct(value: object, type: type[T], field: str) -> T:
+    """A struct, or a mapping that says the same. Raises `InvalidRequest`."""
+    if isinstance(value, type):
+        return value
+    try:
+        return msgspec.convert(value, type=type)
+    except msgspec.ValidationError as error:
+        raise InvalidRequest(str(error), field=field) from None

@@ -1,0 +1,78 @@
+"""A progress bar for one job, on standard error, fed by the job's events."""
+
+from __future__ import annotations
+
+import sys
+from types import TracebackType
+from typing import Protocol, Self
+
+from coserve.schemas import Job, JobEvent
+
+
+class Progress(Protocol):
+    """Shows how far a job is."""
+
+    def __enter__(self) -> Self: ...
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None: ...
+    def show(self, event: JobEvent) -> None: ...
+
+
+class Silent:
+    """No bar."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        pass
+
+    def show(self, event: JobEvent) -> None:
+        pass
+
+
+class Bar:
+    """Steps, loss, tokens per second and the time left."""
+
+    def __init__(self, job: Job) -> None:
+        # A program without a terminal, or without progress=True, need not load rich.
+        from rich.console import Console
+        from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
+        from rich.progress import Progress as RichProgress
+
+        self._bar = RichProgress(
+            TextColumn("{task.description}"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TextColumn("{task.fields[note]}"),
+            TimeRemainingColumn(),
+            console=Console(stderr=True),
+        )
+        name = f"{job.adapter}@{job.version}"
+        self._task = self._bar.add_task(name, total=job.total_steps or None, completed=job.step, note=job.state.value)
+
+    def __enter__(self) -> Self:
+        self._bar.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._bar.stop()
+
+    def show(self, event: JobEvent) -> None:
+        if event.metrics is not None:
+            metrics = event.metrics
+            speed = metrics.tokens / metrics.seconds if metrics.seconds > 0 else 0.0
+            note = f"loss {metrics.loss:.3f}  {speed:,.0f} tokens/s"
+            self._bar.update(self._task, total=metrics.total_steps, completed=metrics.step, note=note)
+        elif event.state is not None:
+            self._bar.update(self._task, note=event.state.value)
+
+
+def progress_for(job: Job, wanted: bool | None) -> Progress:
+    """`wanted` None: a bar if standard error is a terminal."""
+    return Bar(job) if wanted or (wanted is None and sys.stderr.isatty()) else Silent()

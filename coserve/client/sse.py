@@ -1,0 +1,63 @@
+"""Server-sent events from a stream of bytes, as the HTML standard's section 9.2.6 reads them."""
+
+from __future__ import annotations
+
+import codecs
+from collections.abc import AsyncIterable, AsyncIterator, Iterator
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Event:
+    """`id` is the last one that the stream gave, on this event or before."""
+
+    data: str
+    event: str = "message"
+    id: str | None = None
+
+
+class EventParser:
+    """Feed it bytes in any pieces; it gives each event when its blank line has come. Lines end in LF, CR LF or CR."""
+
+    def __init__(self) -> None:
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        self._line = ""
+        self._after_cr = False
+        self._data: list[str] = []
+        self._event = ""
+        self._id: str | None = None
+
+    def feed(self, piece: bytes) -> Iterator[Event]:
+        text = self._decoder.decode(piece)
+        if not text:
+            return
+        second_half = self._after_cr and text.startswith("\n")  # of a CR LF
+        self._after_cr = text.endswith("\r")
+        text = text[1:] if second_half else text
+        *lines, self._line = (self._line + text.replace("\r\n", "\n").replace("\r", "\n")).split("\n")
+        for line in lines:
+            if (event := self._take(line)) is not None:
+                yield event
+
+    def _take(self, line: str) -> Event | None:
+        if not line:
+            data, name = self._data, self._event
+            self._data, self._event = [], ""
+            return Event("\n".join(data), name or "message", self._id) if data else None
+        name, _, value = line.partition(":")
+        value = value.removeprefix(" ")
+        if name == "data":
+            self._data.append(value)
+        elif name == "event":
+            self._event = value
+        elif name == "id" and "\0" not in value:
+            self._id = value
+        return None  # comments (an empty name) and unknown fields say nothing
+
+
+async def events(body: AsyncIterable[bytes]) -> AsyncIterator[Event]:
+    """The events of a body as they come."""
+    parser = EventParser()
+    async for piece in body:
+        for event in parser.feed(piece):
+            yield event

@@ -1,0 +1,230 @@
+"""The thin face of the SDK for programs without asyncio: each call runs the asynchronous one on a loop of its own."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import weakref
+from collections.abc import AsyncGenerator, Coroutine, Generator, Iterable, Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self, TypeVar, Unpack
+
+from coserve.client.asynchronous import DEFAULT_URL, AsyncClient
+from coserve.client.handles import AsyncJobHandle
+from coserve.client.options import GenerateOptions, Messages, Prompt
+from coserve.client.retry import RetryPolicy
+from coserve.client.transport import Transport
+from coserve.schemas import (
+    Adapter,
+    AdapterList,
+    DeletedAdapter,
+    GenerateChunk,
+    GenerateResponse,
+    Health,
+    Job,
+    JobEvent,
+    JobList,
+)
+from coserve.types import LoraSettings, TrainingSettings
+
+T = TypeVar("T")
+
+
+class _Portal:
+    """An event loop on a thread of its own; calls into it from other threads."""
+
+    def __init__(self) -> None:
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="coserve-client", daemon=True)
+        self._thread.start()
+        self._close = weakref.finalize(self, _stop, self._loop, self._thread)
+
+    def call(self, work: Coroutine[Any, Any, T]) -> T:
+        """Run it to its end; whatever interrupts the wait (Ctrl-C) cancels it."""
+        future = asyncio.run_coroutine_threadsafe(work, self._loop)
+        try:
+            return future.result()
+        except BaseException:
+            future.cancel()
+            raise
+
+    def iterate(self, source: AsyncGenerator[T, None]) -> Generator[T, None, None]:
+        """An asynchronous generator as a plain one; closing it closes the other."""
+        try:
+            while True:
+                try:
+                    item = self.call(_next(source))
+                except StopAsyncIteration:
+                    return
+                yield item
+        finally:
+            if not self._loop.is_closed():
+                self.call(source.aclose())
+
+    def close(self) -> None:
+        self._close()
+
+
+async def _next(source: AsyncGenerator[T, None]) -> T:
+    return await anext(source)
+
+
+def _stop(loop: asyncio.AbstractEventLoop, thread: threading.Thread) -> None:
+    """End what still runs, then the loop and its thread."""
+    asyncio.run_coroutine_threadsafe(_finish(), loop).result()
+    loop.call_soon_threadsafe(loop.stop)
+    thread.join()
+    loop.close()
+
+
+async def _finish() -> None:
+    loop = asyncio.get_running_loop()
+    tasks = asyncio.all_tasks() - {asyncio.current_task()}
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+    await loop.shutdown_asyncgens()
+    await loop.shutdown_default_executor()
+
+
+class JobHandle:
+    """One job; see `AsyncJobHandle`."""
+
+    def __init__(self, portal: _Portal, handle: AsyncJobHandle) -> None:
+        self._portal, self._handle = portal, handle
+
+    def __repr__(self) -> str:
+        return repr(self._handle).replace(type(self._handle).__name__, type(self).__name__)
+
+    @property
+    def id(self) -> str:
+        return self._handle.id
+
+    @property
+    def info(self) -> Job:
+        return self._handle.info
+
+    def refresh(self) -> Job:
+        return self._portal.call(self._handle.refresh())
+
+    def pause(self) -> Job:
+        return self._portal.call(self._handle.pause())
+
+    def resume(self) -> Job:
+        return self._portal.call(self._handle.resume())
+
+    def cancel(self) -> Job:
+        return self._portal.call(self._handle.cancel())
+
+    def events(self, after: int = 0) -> Generator[JobEvent, None, None]:
+        return self._portal.iterate(self._handle.events(after))
+
+    def wait(self, *, progress: bool | None = None, timeout: float | None = None, check: bool = True) -> Job:
+        return self._portal.call(self._handle.wait(progress=progress, timeout=timeout, check=check))
+
+
+class Client:
+    """A daemon; see `AsyncClient`, whose methods these are. Close it, or use it as `with Client() as client`."""
+
+    def __init__(
+        self,
+        base_url: str = DEFAULT_URL,
+        *,
+        api_key: str | None = None,
+        retry: RetryPolicy | None = None,
+        read_timeout: float = 300.0,
+        transport: Transport | None = None,
+    ) -> None:
+        self._client = AsyncClient(
+            base_url, api_key=api_key, retry=retry, read_timeout=read_timeout, transport=transport
+        )
+        self._portal = _Portal()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        self._portal.call(self._client.close())
+        self._portal.close()
+
+    def generate(
+        self,
+        prompt: Prompt | None = None,
+        *,
+        messages: Messages | None = None,
+        adapter: str | None = None,
+        **options: Unpack[GenerateOptions],
+    ) -> GenerateResponse:
+        return self._portal.call(self._client.generate(prompt, messages=messages, adapter=adapter, **options))
+
+    def stream(
+        self,
+        prompt: Prompt | None = None,
+        *,
+        messages: Messages | None = None,
+        adapter: str | None = None,
+        **options: Unpack[GenerateOptions],
+    ) -> Generator[GenerateChunk, None, None]:
+        return self._portal.iterate(self._client.stream(prompt, messages=messages, adapter=adapter, **options))
+
+    def finetune(
+        self,
+        adapter: str,
+        data: Iterable[Mapping[str, Any]] | None = None,
+        *,
+        file: Path | bytes | None = None,
+        path: str | None = None,
+        continue_from: str | None = None,
+        lora: LoraSettings | Mapping[str, Any] | None = None,
+        training: TrainingSettings | Mapping[str, Any] | None = None,
+        metadata: Mapping[str, str] | None = None,
+        idempotency_key: str | None = None,
+    ) -> JobHandle:
+        work = self._client.finetune(
+            adapter,
+            data,
+            file=file,
+            path=path,
+            continue_from=continue_from,
+            lora=lora,
+            training=training,
+            metadata=metadata,
+            idempotency_key=idempotency_key,
+        )
+        return JobHandle(self._portal, self._portal.call(work))
+
+    def job(self, id: str) -> JobHandle:
+        return JobHandle(self._portal, self._portal.call(self._client.job(id)))
+
+    def jobs(self, *, after: str | None = None, limit: int | None = None) -> JobList:
+        return self._portal.call(self._client.jobs(after=after, limit=limit))
+
+    def adapters(self, *, after: str | None = None, limit: int | None = None) -> AdapterList:
+        return self._portal.call(self._client.adapters(after=after, limit=limit))
+
+    def adapter(self, ref: str) -> Adapter:
+        return self._portal.call(self._client.adapter(ref))
+
+    def import_adapter(self, name: str, folder: Path | None = None, *, path: str | None = None) -> Adapter:
+        return self._portal.call(self._client.import_adapter(name, folder, path=path))
+
+    def download_adapter(self, ref: str, folder: Path) -> Path:
+        return self._portal.call(self._client.download_adapter(ref, folder))
+
+    def delete_adapter(self, name: str) -> DeletedAdapter:
+        return self._portal.call(self._client.delete_adapter(name))
+
+    def health(self) -> Health:
+        return self._portal.call(self._client.health())
+
+    def metrics(self) -> str:
+        return self._portal.call(self._client.metrics())
+
+    def openapi(self) -> dict[str, Any]:
+        return self._portal.call(self._client.openapi())

@@ -1,0 +1,173 @@
+"""How the SDK reaches a daemon: one method that sends a request and returns an answer whose body streams in."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Protocol
+
+import aiohttp
+
+from coserve.errors import Unreachable
+
+CONNECT_TIMEOUT = 10.0
+
+
+@dataclass(frozen=True)
+class Upload:
+    """A multipart body: the settings as JSON, then files, each under the name that the daemon expects."""
+
+    settings: bytes
+    files: tuple[tuple[str, bytes | Path], ...]
+
+
+@dataclass(frozen=True)
+class Request:
+    """One HTTP request. `path` starts with a slash and is quoted already; a body of bytes is JSON."""
+
+    method: str
+    path: str
+    query: tuple[tuple[str, str], ...] = ()
+    headers: Mapping[str, str] = field(default_factory=dict)
+    body: bytes | Upload | None = None
+
+    @property
+    def repeatable(self) -> bool:
+        """Sending it twice does what sending it once does."""
+        return self.method == "GET" or "Idempotency-Key" in self.headers
+
+
+class Response:
+    """An answer. Its body is read once: by `read`, or by iterating over it; then, or on `close`, it lets go of the
+    connection. Header names are looked up in lower case.
+    """
+
+    def __init__(
+        self,
+        status: int,
+        headers: Mapping[str, str] | None = None,
+        body: bytes | AsyncIterator[bytes] = b"",
+        *,
+        close: Callable[[], None] = lambda: None,
+    ) -> None:
+        self.status = status
+        self.headers = {name.lower(): value for name, value in (headers or {}).items()}
+        self._body, self._close = body, close
+
+    async def __aiter__(self) -> AsyncIterator[bytes]:
+        """The body in pieces. Raises `Unreachable` if the connection breaks."""
+        try:
+            if isinstance(self._body, bytes):
+                yield self._body
+            else:
+                async for piece in self._body:
+                    yield piece
+        finally:
+            self.close()
+
+    async def read(self) -> bytes:
+        """The whole body."""
+        return b"".join([piece async for piece in self])
+
+    def close(self) -> None:
+        self._close()
+
+
+class Transport(Protocol):
+    """What carries requests. Raises `Unreachable`, and nothing else, where no answer comes."""
+
+    async def send(self, request: Request) -> Response: ...
+
+
+class HttpTransport:
+    """Over HTTP, with kept-alive connections. `read_timeout`: seconds of silence after which a connection is given up.
+
+    The session opens with the first request, so that the object may be made outside of an event loop.
+    """
+
+    def __init__(self, base_url: str, *, read_timeout: float) -> None:
+        if not base_url.startswith(("http://", "https://")):
+            raise ValueError(f"base_url: expected http://... or https://..., got {base_url!r}")
+        self._base_url, self._read_timeout = base_url.rstrip("/"), read_timeout
+        self._session: aiohttp.ClientSession | None = None
+
+    async def send(self, request: Request) -> Response:
+        if self._session is None:
+            timeout = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_TIMEOUT, sock_read=self._read_timeout)
+            self._session = aiohttp.ClientSession(timeout=timeout)
+        opened: list[Callable[[], None]] = []
+        try:
+            answer = await self._session.request(
+                request.method,
+                self._base_url + request.path,
+                params=request.query,
+                headers=_headers(request),
+                data=_payload(request.body, opened),
+                allow_redirects=False,
+            )
+        except (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError) as error:
+            raise Unreachable(f"no daemon answers at {self._base_url}: {error}") from error
+        except (aiohttp.ClientError, TimeoutError) as error:
+            raise Unreachable(f"the connection to {self._base_url} broke: {_name(error)}", sent=True) from error
+        finally:
+            for close in opened:
+                close()
+        return Response(answer.status, answer.headers, _pieces(answer), close=answer.close)
+
+    async def close(self) -> None:
+        if self._session is not None:
+            await self._session.close()
+            self._session = None
+
+
+def _headers(request: Request) -> dict[str, str]:
+    kind = {"Content-Type": "application/json"} if isinstance(request.body, bytes) else {}
+    return {**kind, **request.headers}
+
+
+def _payload(body: bytes | Upload | None, opened: list[Callable[[], None]]) -> bytes | aiohttp.FormData | None:
+    if not isinstance(body, Upload):
+        return body
+    form = aiohttp.FormData(default_to_multipart=True)
+    form.add_field("settings", body.settings, content_type="application/json")
+    for name, content in body.files:
+        if isinstance(content, bytes):
+            form.add_field("file", content, filename=name, content_type="application/octet-stream")
+        else:
+            file = content.open("rb")
+            opened.append(file.close)
+            form.add_field("file", file, filename=name, content_type="application/octet-stream")
+    return form
+
+
+async def _pieces(answer: aiohttp.ClientResponse) -> AsyncIterator[bytes]:
+    try:
+        async for piece in answer.content.iter_any():
+            yield piece
+    except (aiohttp.ClientError, TimeoutError) as error:
+        raise Unreachable(f"the answer broke off: {_name(error)}", sent=True) from error
+
+
+def _name(error: BaseException) -> str:
+    return str(error) or type(error).__name__
+
+
+class MockTransport:
+    """For tests: a function in the daemon's place. Every request is kept in `requests`."""
+
+    def __init__(self, answer: Callable[[Request], Response | Awaitable[Response]]) -> None:
+        self._answer = answer
+        self.requests: list[Request] = []
+
+    async def send(self, request: Request) -> Response:
+        self.requests.append(request)
+        answer = self._answer(request)
+        return await answer if inspect.isawaitable(answer) else answer
+
+
+async def streamed(pieces: Iterable[bytes]) -> AsyncIterator[bytes]:
+    """A body in pieces, for `Response`."""
+    for piece in pieces:
+        yield piece
