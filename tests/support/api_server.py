@@ -1,0 +1,131 @@
+"""The API on a real socket, over a fake engine."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Iterable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+from aiohttp import web
+
+from coserve.api.app import make_app, make_runner
+from coserve.api.service import Service
+from coserve.config import Config
+from coserve.link import Generate, local_pair
+from coserve.model.tokenizer import Tokenizer
+from coserve.state.folder import DataFolder
+from coserve.state.registry import Registry
+from coserve.state.thread import RegistryThread
+from coserve.types import BaseSpec
+from tests.support.fake_engine import FakeEngine, make_base
+
+REPLY = "the cat sat on the mat"
+
+
+@cache
+def tokenizer() -> Tokenizer:
+    return Tokenizer.load("bundled")
+
+
+@dataclass
+class Api:
+    """A running server: `http` speaks to it."""
+
+    config: Config
+    service: Service
+    folder: DataFolder
+    http: aiohttp.ClientSession
+    port: int
+    app: web.Application
+    base: BaseSpec
+    engine: FakeEngine = field(init=False)
+    reply: list[int] = field(default_factory=lambda: tokenizer().encode(REPLY, add_special=False))
+
+    async def start_engine(self) -> None:
+        """A new engine, attached; the one before it must be dead."""
+        ours, theirs = local_pair()
+        self.engine = FakeEngine(theirs, self.base, self.folder, self._reply)
+        await self.service.attach(ours, self.engine.ready)
+
+    def _reply(self, request: Generate) -> Iterable[int]:
+        return self.reply
+
+    async def call(self, method: str, path: str, **kwargs: Any) -> tuple[int, Any]:
+        async with self.http.request(method, path, **kwargs) as response:
+            return response.status, await response.json(content_type=None)
+
+    async def refused(self, status: int, code: str, method: str, path: str, **kwargs: Any) -> dict[str, Any]:
+        """The request is refused so, and the next good one is answered."""
+        got, body = await self.call(method, path, **kwargs)
+        assert (got, body["error"]["code"]) == (status, code), body
+        await self.works()
+        found: dict[str, Any] = body["error"]
+        return found
+
+    async def works(self) -> None:
+        headers = {} if self.config.api_key is None else {"Authorization": f"Bearer {self.config.api_key}"}
+        status, body = await self.call("POST", "/generate", json={"prompt": "hello"}, headers=headers)
+        assert status == 200, body
+        assert body["choices"][0]["text"] == REPLY
+
+    async def events(self, id: str, **kwargs: Any) -> list[tuple[int, dict[str, Any]]]:
+        """The whole story of a job, to the stream's end."""
+        async with self.http.get(f"/finetune/{id}/events", **kwargs) as response:
+            assert response.status == 200
+            return [(int(event["id"]), event["data"]) for event in read_events(await response.text())]
+
+    async def job_until(self, id: str, state: str) -> dict[str, Any]:
+        """Follow a job's events until it is in a state; then the job."""
+        async with self.http.get(f"/finetune/{id}/events") as response:
+            async for line in response.content:
+                if line.startswith(b"data:") and f'"state":"{state}"'.encode() in line:
+                    break
+        _, job = await self.call("GET", f"/finetune/{id}")
+        found: dict[str, Any] = job
+        return found
+
+
+def read_events(text: str) -> list[dict[str, Any]]:
+    """Server-sent events with `data` decoded, comments left out."""
+    import json
+
+    events = []
+    for block in text.split("\n\n"):
+        fields = dict(line.split(": ", 1) for line in block.splitlines() if not line.startswith(":"))
+        if fields:
+            data = fields["data"]
+            events.append(fields | {"data": data if data == "[DONE]" else json.loads(data)})
+    return events
+
+
+@asynccontextmanager
+async def serve_api(path: Path, *, engine: bool = True, **settings: Any) -> AsyncIterator[Api]:
+    """The API over a fresh data folder at `path`; `settings` are those of `Config`."""
+    config = Config(data_dir=path, **settings)
+    folder = DataFolder(path)
+    with folder.lock():
+        registry = RegistryThread(lambda: Registry(folder.database))
+        service = Service(config, folder, registry, tokenizer())
+        app = make_app(service, config)
+        runner = make_runner(app, config)
+        await runner.setup()
+        site = web.TCPSite(runner, "127.0.0.1", 0)
+        await site.start()
+        port = runner.addresses[0][1]
+        base = make_base(tokenizer().vocab_size)
+        async with aiohttp.ClientSession(f"http://127.0.0.1:{port}") as http:
+            api = Api(config, service, folder, http, port, app, base)
+            try:
+                if engine:
+                    await api.start_engine()
+                yield api
+            finally:
+                if hasattr(api, "engine"):
+                    await api.engine.die()
+                await runner.cleanup()
+                await service.close()
+                await registry.close()

@@ -1,0 +1,211 @@
+"""An engine without torch: it says what its script says, and keeps what it was told."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Callable, Iterable
+from contextlib import suppress
+from pathlib import Path
+
+import numpy as np
+from safetensors.numpy import save_file
+
+from coserve.adapters.peft import adapter_config
+from coserve.errors import EngineUnavailable
+from coserve.link import (
+    Admitted,
+    CancelJob,
+    CancelRequest,
+    EngineReady,
+    EngineStats,
+    EngineStopped,
+    FromEngine,
+    Generate,
+    JobCancelled,
+    JobCheckpoint,
+    JobFailed,
+    JobPaused,
+    JobProgress,
+    JobStarted,
+    JobSucceeded,
+    LocalLink,
+    PauseJob,
+    RequestFailed,
+    ResumeJob,
+    Shutdown,
+    StartJob,
+    ToEngine,
+    Tokens,
+)
+from coserve.state.folder import DataFolder
+from coserve.types import (
+    AdapterRef,
+    BaseSpec,
+    FinishReason,
+    JobSpec,
+    LoraSettings,
+    SiteSpec,
+    StepMetrics,
+    TokenLogprob,
+)
+
+CONTEXT = 128
+SITE = "model.layers.0.self_attn.q_proj"
+
+
+def make_base(vocab: int, eos: tuple[int, ...] = (0,)) -> BaseSpec:
+    """A base with one site of 8 by 8."""
+    return BaseSpec(
+        name="fake",
+        fingerprint="f" * 16,
+        family="fake",
+        dtype="float32",
+        device="cpu",
+        layers=1,
+        hidden=8,
+        vocab=vocab,
+        context=CONTEXT,
+        eos_token_ids=eos,
+        sites={SITE: SiteSpec(8, 8, 0)},
+        default_targets=("q_proj",),
+    )
+
+
+def write_peft(folder: Path, base: BaseSpec, *, rank: int = 2) -> None:
+    """Valid PEFT files of a zero adapter."""
+    folder.mkdir(parents=True, exist_ok=True)
+    config = adapter_config(LoraSettings(r=rank), base, [SITE])
+    (folder / "adapter_config.json").write_text(json.dumps(config))
+    tensors = {
+        f"base_model.model.{SITE}.lora_A.weight": np.zeros((rank, 8), np.float32),
+        f"base_model.model.{SITE}.lora_B.weight": np.zeros((8, rank), np.float32),
+    }
+    save_file(tensors, folder / "adapter_model.safetensors")
+
+
+def metrics(step: int, total: int) -> StepMetrics:
+    return StepMetrics(
+        step=step,
+        total_steps=total,
+        epoch=step / total,
+        loss=3.0 / step,
+        learning_rate=1e-3,
+        grad_norm=1.0,
+        tokens=10,
+        target_tokens=5,
+        seconds=0.5,
+    )
+
+
+class FakeEngine:
+    """`reply` gives the tokens for a request; `hold_requests`, `hold_jobs`: stop before the first token, or step."""
+
+    def __init__(
+        self,
+        link: LocalLink[FromEngine, ToEngine],
+        base: BaseSpec,
+        folder: DataFolder,
+        reply: Callable[[Generate], Iterable[int]],
+    ) -> None:
+        self.link, self.base, self.folder, self.reply = link, base, folder, reply
+        self.told: list[ToEngine] = []
+        self.news = asyncio.Event()
+        self.fail_requests: RequestFailed | None = None
+        self.fail_jobs: JobFailed | None = None
+        self.go_requests, self.go_jobs = asyncio.Event(), asyncio.Event()
+        self.go_requests.set()
+        self.go_jobs.set()
+        self.stall_after: int | None = None
+        """Say so many tokens of a request, then nothing more."""
+        self.steps = 3
+        self._tasks: dict[str, asyncio.Task[None]] = {}
+        self._specs: dict[str, JobSpec] = {}
+        self._main = asyncio.create_task(self._run())
+
+    @property
+    def ready(self) -> EngineReady:
+        return EngineReady(spec=self.base, kv_tokens=1024, lora_way="reference", notes=("a fake",))
+
+    async def saw(self, kind: type[ToEngine], count: int = 1) -> list[ToEngine]:
+        """Wait until `count` messages of a kind have come."""
+        while len(found := [message for message in self.told if isinstance(message, kind)]) < count:
+            self.news.clear()
+            await self.news.wait()
+        return found
+
+    async def die(self) -> None:
+        """As if killed: nothing more is said or heard."""
+        for task in (self._main, *self._tasks.values()):
+            task.cancel()
+        await asyncio.gather(self._main, *self._tasks.values(), return_exceptions=True)
+        await self.link.close()
+
+    async def _run(self) -> None:
+        with suppress(EngineUnavailable):
+            while True:
+                message = await self.link.receive()
+                self.told.append(message)
+                self.news.set()
+                self._handle(message)
+
+    def _handle(self, message: ToEngine) -> None:
+        match message:
+            case Generate():
+                self._tasks[message.id] = asyncio.create_task(self._generate(message))
+            case CancelRequest(id=id):
+                self._tasks[id].cancel()
+            case StartJob(spec=spec, paused=paused):
+                self._specs[spec.id] = spec
+                if not paused:
+                    self._tasks[spec.id] = asyncio.create_task(self._train(spec))
+            case PauseJob(id=id):
+                self._tasks[id].cancel()
+                self.link.send(JobPaused(id=id))
+            case ResumeJob(id=id):
+                self._tasks[id] = asyncio.create_task(self._train(self._specs[id]))
+            case CancelJob(id=id):
+                if id in self._tasks:
+                    self._tasks[id].cancel()
+                self.link.send(JobCancelled(id=id))
+            case Shutdown():
+                self.link.send(EngineStopped())
+
+    async def _generate(self, request: Generate) -> None:
+        await self.go_requests.wait()
+        if self.fail_requests is not None:
+            failed = self.fail_requests
+            self.link.send(RequestFailed(id=request.id, code=failed.code, message=failed.message))
+            return
+        self.link.send(Admitted(id=request.id))
+        tokens = list(self.reply(request))
+        stops = set(request.sampling.stop_token_ids) | (set() if request.sampling.ignore_eos else {0})
+        for index, token in enumerate(tokens):
+            last = index + 1 == min(len(tokens), request.sampling.max_tokens)
+            finished = FinishReason.STOP if token in stops else FinishReason.LENGTH if last else None
+            logprobs = (TokenLogprob(-0.5, ((token, -0.5),)),) if request.sampling.logprobs is not None else ()
+            self.link.send(Tokens(id=request.id, tokens=(token,), logprobs=logprobs, finished=finished))
+            await asyncio.sleep(0)
+            if finished is not None:
+                return
+            if index + 1 == self.stall_after:
+                await asyncio.Event().wait()
+
+    async def _train(self, spec: JobSpec) -> None:
+        self.link.send(JobStarted(id=spec.id, total_steps=self.steps))
+        await self.go_jobs.wait()
+        if self.fail_jobs is not None:
+            self.link.send(JobFailed(id=spec.id, code=self.fail_jobs.code, message=self.fail_jobs.message))
+            return
+        for step in range(1, self.steps + 1):
+            self.link.send(JobProgress(id=spec.id, metrics=metrics(step, self.steps)))
+            await asyncio.sleep(0)
+        self.link.send(JobCheckpoint(id=spec.id, step=self.steps))
+        ref = AdapterRef(spec.adapter, spec.version)
+        write_peft(self.folder.adapter(ref), self.base)
+        self.link.send(JobSucceeded(id=spec.id, ref=ref, final_loss=1.0, trained_tokens=10 * self.steps))
+
+    def stats(self, **changes: int) -> None:
+        """Report gauges."""
+        values = {"waiting": 0, "running": 0, "jobs": 0, "pages_used": 1, "pages_total": 4, "preemptions": 2} | changes
+        self.link.send(EngineStats(**values, resident=(), serve_seconds=1.5, train_seconds=2.5))
