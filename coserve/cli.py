@@ -11,10 +11,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any, get_type_hints
 
+import msgspec
 import typer
 
+from coserve.client import Client, GenerateOptions
 from coserve.config import Config, load_config
 from coserve.errors import CoserveError, StartupError
+from coserve.schemas import Adapter, Job
 
 app = typer.Typer(no_args_is_help=True, pretty_exceptions_enable=False, help="Fine-tune and serve many LoRA adapters.")
 jobs_app = typer.Typer(no_args_is_help=True, help="List, watch and steer fine-tuning jobs.")
@@ -70,6 +73,148 @@ def _serve(given: dict[str, object]) -> None:
 
 
 app.command("serve")(_with_config_options(_serve))
+
+
+@app.command("generate")
+def generate(
+    prompt: Annotated[str, typer.Argument(help="text to continue; '-' reads standard input")],
+    adapter: Annotated[str | None, typer.Option(help="NAME or NAME@VERSION; default: the base")] = None,
+    chat: Annotated[bool, typer.Option(help="send the prompt as a user's message, through the chat template")] = False,
+    max_tokens: Annotated[int, typer.Option(help="most tokens to generate")] = 128,
+    temperature: Annotated[float, typer.Option(help="0: always the likeliest token")] = 1.0,
+    seed: Annotated[int | None, typer.Option(help="the same seed gives the same text")] = None,
+    url: Url = DEFAULT_URL,
+    key: Key = None,
+) -> None:
+    """Stream one generation to standard output."""
+    text = sys.stdin.read() if prompt == "-" else prompt
+    options: GenerateOptions = {"max_tokens": max_tokens, "temperature": temperature}
+    if seed is not None:
+        options["seed"] = seed
+    source: dict[str, Any] = {"messages": [{"role": "user", "content": text}]} if chat else {"prompt": text}
+    with Client(url, api_key=key) as client:
+        for chunk in client.stream(adapter=adapter, **source, **options):
+            print(chunk.text, end="", flush=True)
+    print()
+
+
+@app.command("finetune")
+def finetune(
+    adapter: Annotated[str, typer.Argument(help="name of the adapter to make, or to add a version to")],
+    file: Annotated[Path, typer.Argument(help="JSONL file of rows", exists=True, dir_okay=False)],
+    rank: Annotated[int | None, typer.Option(help="rank of a new adapter")] = None,
+    continue_from: Annotated[str | None, typer.Option(help="go on from NAME or NAME@VERSION")] = None,
+    epochs: Annotated[float | None, typer.Option(help="times through the corpus")] = None,
+    steps: Annotated[int | None, typer.Option(help="optimizer steps, instead of epochs")] = None,
+    learning_rate: Annotated[float | None, typer.Option(help="peak learning rate")] = None,
+    batch_tokens: Annotated[int | None, typer.Option(help="tokens of one optimizer step")] = None,
+    detach: Annotated[bool, typer.Option(help="print the job and do not wait for it")] = False,
+    as_json: AsJson = False,
+    url: Url = DEFAULT_URL,
+    key: Key = None,
+) -> None:
+    """Upload a corpus, start a job and follow it to its end."""
+    given = {"epochs": epochs, "steps": steps, "learning_rate": learning_rate, "batch_tokens": batch_tokens}
+    training = {name: value for name, value in given.items() if value is not None}
+    lora = None if rank is None else {"r": rank}
+    with Client(url, api_key=key) as client:
+        job = client.finetune(adapter, file=file, continue_from=continue_from, lora=lora, training=training)
+        _show_job(job.info if detach else job.wait(), as_json)
+
+
+@jobs_app.command("list")
+def list_jobs(as_json: AsJson = False, url: Url = DEFAULT_URL, key: Key = None) -> None:
+    """The newest jobs."""
+    with Client(url, api_key=key) as client:
+        for job in client.jobs().data:
+            _show_job(job, as_json)
+
+
+@jobs_app.command("show")
+def show_job(id: str, url: Url = DEFAULT_URL, key: Key = None) -> None:
+    """All that is known of a job, as JSON."""
+    with Client(url, api_key=key) as client:
+        _show_job(client.job(id).info, True)
+
+
+@jobs_app.command("watch")
+def watch_job(id: str, url: Url = DEFAULT_URL, key: Key = None) -> None:
+    """Follow a job to its end."""
+    with Client(url, api_key=key) as client:
+        _show_job(client.job(id).wait(), False)
+
+
+@jobs_app.command("pause")
+def pause_job(id: str, url: Url = DEFAULT_URL, key: Key = None) -> None:
+    """Stop a job at a checkpoint."""
+    with Client(url, api_key=key) as client:
+        _show_job(client.job(id).pause(), False)
+
+
+@jobs_app.command("resume")
+def resume_job(id: str, url: Url = DEFAULT_URL, key: Key = None) -> None:
+    """Put a paused job back in line."""
+    with Client(url, api_key=key) as client:
+        _show_job(client.job(id).resume(), False)
+
+
+@jobs_app.command("cancel")
+def cancel_job(id: str, url: Url = DEFAULT_URL, key: Key = None) -> None:
+    """End a job without an adapter."""
+    with Client(url, api_key=key) as client:
+        _show_job(client.job(id).cancel(), False)
+
+
+def _show_job(job: Job, as_json: bool) -> None:
+    if as_json:
+        print(msgspec.json.encode(job).decode())
+        return
+    loss = "" if job.loss is None else f"  loss {job.loss:.3f}"
+    error = "" if job.error is None else f"  {job.error.code}: {job.error.message}"
+    print(f"{job.id}  {job.adapter}@{job.version}  {job.state}  step {job.step}/{job.total_steps}{loss}{error}")
+
+
+@adapters_app.command("list")
+def list_adapters(as_json: AsJson = False, url: Url = DEFAULT_URL, key: Key = None) -> None:
+    """Every adapter, its latest version."""
+    with Client(url, api_key=key) as client:
+        for adapter in client.adapters().data:
+            _show_adapter(adapter, as_json)
+
+
+@adapters_app.command("show")
+def show_adapter(name: str, url: Url = DEFAULT_URL, key: Key = None) -> None:
+    """All that is known of an adapter, as JSON."""
+    with Client(url, api_key=key) as client:
+        _show_adapter(client.adapter(name), True)
+
+
+@adapters_app.command("import")
+def import_adapter(name: str, folder: Path, url: Url = DEFAULT_URL, key: Key = None) -> None:
+    """Upload a folder of PEFT files as the next version of NAME."""
+    with Client(url, api_key=key) as client:
+        _show_adapter(client.import_adapter(name, folder), False)
+
+
+@adapters_app.command("download")
+def download_adapter(name: str, folder: Path, url: Url = DEFAULT_URL, key: Key = None) -> None:
+    """Save an adapter's PEFT files into a new folder."""
+    with Client(url, api_key=key) as client:
+        print(client.download_adapter(name, folder))
+
+
+@adapters_app.command("delete")
+def delete_adapter(name: str, url: Url = DEFAULT_URL, key: Key = None) -> None:
+    """Delete every version of an adapter."""
+    with Client(url, api_key=key) as client:
+        print(f"deleted {name}, versions {', '.join(map(str, client.delete_adapter(name).versions))}")
+
+
+def _show_adapter(adapter: Adapter, as_json: bool) -> None:
+    if as_json:
+        print(msgspec.json.encode(adapter).decode())
+        return
+    print(f"{adapter.ref}  rank {adapter.rank}  {adapter.bytes / 2**20:.1f} MiB  {adapter.source}")
 
 
 @app.command("config")

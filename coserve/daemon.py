@@ -143,7 +143,7 @@ async def _serving(config: Config) -> AsyncIterator[tuple[int, asyncio.Task[None
         supervisor = asyncio.create_task(_supervise(service, engine, config))
         stack.push_async_callback(_end, supervisor)
         stack.push_async_callback(service.close)
-        runner: web.BaseRunner[web.Request] = make_runner(make_app(service, config), config)
+        runner = make_runner(make_app(service, config), config)
         await runner.setup()
         stack.push_async_callback(runner.cleanup)
         await web.SockSite(runner, sock).start()

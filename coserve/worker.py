@@ -16,6 +16,7 @@ import sys
 import time
 
 import torch
+from transformers.utils.logging import disable_progress_bar
 
 from coserve.adapters.files import load_adapter
 from coserve.adapters.residency import Residency
@@ -92,6 +93,7 @@ def main() -> None:
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the parent says when to stop
     config = config_from_json(sys.stdin.buffer.read())
+    disable_progress_bar()
     torch.set_num_threads(config.threads or max(1, (os.cpu_count() or 2) - 1))
     asyncio.run(_run(config, int(sys.argv[1])))
 
