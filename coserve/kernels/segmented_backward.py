@@ -10,12 +10,14 @@ the result does not depend on their order. Shapes as in `segmented_prefill`; spa
 int32, the rows of dA (and columns of dB) that lie ahead of a slot's own.
 """
 
+# ruff: noqa: ANN001, ANN201 - a kernel's arguments have the types of its launch
+
 from __future__ import annotations
 
 import triton
 import triton.language as tl
 
-from coserve.kernels.segmented_load import load_b, weights
+from coserve.kernels.segmented_load import load_b, padded, weights
 from coserve.kernels.segmented_prefill import rank_at
 
 
@@ -54,22 +56,13 @@ def shrink_b(
     begin = split * steps * BLOCK_K
     end = tl.minimum(begin + steps * BLOCK_K, O)
     acc = tl.zeros([BLOCK_T, BLOCK_R], dtype=tl.float32)
-    if rank % 8 == 0:
-        even = rank // 8 * 8  # the compiler now knows that rows are aligned
-        for at in range(begin, end, BLOCK_K):
-            o = at + tl.arange(0, BLOCK_K)
-            dy = tl.load(dy_at + o[None, :], mask=keep & (o < O)[None, :], other=0.0)
-            b = tl.load(b_ptr + o[:, None] * even + r[None, :], mask=(o < O)[:, None] & (r < even)[None, :], other=0.0)
-            acc = tl.dot(dy, b, acc, input_precision="ieee")
-    else:
-        for at in range(begin, end, BLOCK_K):
-            o = at + tl.arange(0, BLOCK_K)
-            dy = tl.load(dy_at + o[None, :], mask=keep & (o < O)[None, :], other=0.0)
-            b = tl.load(b_ptr + o[:, None] * rank + r[None, :], mask=(o < O)[:, None] & (r < rank)[None, :], other=0.0)
-            acc = tl.dot(dy, b, acc, input_precision="ieee")
+    for at in range(begin, end, BLOCK_K):
+        o = at + tl.arange(0, BLOCK_K)
+        dy = tl.load(dy_at + o[None, :], mask=keep & (o < O)[None, :], other=0.0)
+        acc = tl.dot(dy, load_b(b_ptr, o, r, O, rank), acc, input_precision="ieee")
     acc *= tl.load(scalings_ptr + slot * row)
     g_at = g_ptr + split * split_stride + (start + t)[:, None] * R + r[None, :]
-    tl.store(g_at, acc.to(g_ptr.dtype.element_ty), mask=keep & (r < rank)[None, :])
+    tl.store(g_at, acc.to(g_ptr.dtype.element_ty), mask=keep & (r < padded(rank))[None, :])
 
 
 @triton.jit(do_not_specialize_on_alignment=["ranks_ptr"])
@@ -103,7 +96,7 @@ def expand_a(
         g_at = g_ptr + (site * T + start + t)[:, None] * R
         for first in range(0, rank, BLOCK_R):
             r = first + tl.arange(0, BLOCK_R)
-            g = tl.load(g_at + r[None, :], mask=keep & (r < rank)[None, :], other=0.0)
+            g = tl.load(g_at + r[None, :], mask=keep & (r < padded(rank))[None, :], other=0.0)
             a = tl.load(a_ptr + r[:, None] * D + d[None, :], mask=(r < rank)[:, None] & (d < D)[None, :], other=0.0)
             acc = tl.dot(g, a, acc, input_precision="ieee")
     dx_at = dx_ptr + (start + t)[:, None].to(tl.int64) * dx_stride + d[None, :]
@@ -160,13 +153,13 @@ def outer(
         u_at = u_ptr + (start + t)[:, None].to(tl.int64) * u_stride + n[None, :]
         u = tl.trans(tl.load(u_at, mask=keep & (n < N)[None, :], other=0.0))
         v_at = v_ptr + (start + t)[:, None] * R + r[None, :]
-        v0 = tl.load(v_at, mask=keep & (r < rank0)[None, :], other=0.0)
+        v0 = tl.load(v_at, mask=keep & (r < padded(rank0))[None, :], other=0.0)
         acc0 = tl.dot(u, v0, acc0, input_precision="ieee")
         if SITES > 1:
-            v1 = tl.load(v_at + T * R, mask=keep & (r < rank1)[None, :], other=0.0)
+            v1 = tl.load(v_at + T * R, mask=keep & (r < padded(rank1))[None, :], other=0.0)
             acc1 = tl.dot(u, v1, acc1, input_precision="ieee")
         if SITES > 2:
-            v2 = tl.load(v_at + 2 * T * R, mask=keep & (r < rank2)[None, :], other=0.0)
+            v2 = tl.load(v_at + 2 * T * R, mask=keep & (r < padded(rank2))[None, :], other=0.0)
             acc2 = tl.dot(u, v2, acc2, input_precision="ieee")
     if OF_B:
         acc0 *= tl.load(scalings_ptr + entry)

@@ -11,12 +11,14 @@ x: (T, D); y: (T, O); h: (splits, G, T, R) fp32; items, tiles: (N, 4) int32; add
 ranks: (slots, G) int32; scalings: (slots, G) fp32; `row` is the distance in entries from one slot to the next.
 """
 
+# ruff: noqa: ANN001, ANN201 - a kernel's arguments have the types of its launch
+
 from __future__ import annotations
 
 import triton
 import triton.language as tl
 
-from coserve.kernels.segmented_load import ask_for, load_b, weights
+from coserve.kernels.segmented_load import ask_for, load_b, padded, weights
 
 
 @triton.jit(do_not_specialize_on_alignment=["ranks_ptr"])
@@ -71,7 +73,7 @@ def shrink(
         x = tl.load(x_at, mask=(t < rows)[:, None] & (k < D)[None, :], other=0.0)
         acc = tl.dot(a, tl.trans(x), acc, input_precision="ieee")
     h_at = h_ptr + ((split * tl.num_programs(2) + site) * T + start + t)[None, :] * R + r[:, None]
-    tl.store(h_at, acc, mask=(t < rows)[None, :] & (r < rank)[:, None])
+    tl.store(h_at, acc, mask=(t < rows)[None, :] & (r < padded(rank))[:, None])
 
 
 @triton.jit(do_not_specialize_on_alignment=["ranks_ptr", "scalings_ptr"])
@@ -139,10 +141,11 @@ def expand(
         return
     b_ptr = weights(addresses_ptr, slot * row + site, 1, y0_ptr)
     if PDL:
-        if LINES > 0 and rank % 8 == 0:
+        if LINES > 0:
+            stride = (rank + 7) // 8 * 8
             line = tl.arange(0, LINES) * 64
-            for at in range(0, BLOCK_O * rank, LINES * 64):
-                ask_for(b_ptr + tl.minimum(block * BLOCK_O * rank + at + line, O * rank - 64))
+            for at in range(0, BLOCK_O * stride, LINES * 64):
+                ask_for(b_ptr + tl.minimum(block * BLOCK_O * stride + at + line, O * stride - 64))
         tl.extra.cuda.gdc_wait()
     t = tl.arange(0, BLOCK_T)
     o = block * BLOCK_O + tl.arange(0, BLOCK_O)
@@ -155,7 +158,7 @@ def expand(
     for first in range(0, rank, BLOCK_R):
         r = first + tl.arange(0, BLOCK_R)
         b = load_b(b_ptr, o, r, O, rank)
-        h_mask = (split < SPLITS)[:, None, None] & (t < rows)[None, :, None] & (r < rank)[None, None, :]
+        h_mask = (split < SPLITS)[:, None, None] & (t < rows)[None, :, None] & (r < padded(rank))[None, None, :]
         h = tl.sum(tl.load(h_at + r[None, None, :], mask=h_mask, other=0.0), 0)
         acc = tl.dot(b, tl.trans(h.to(b.dtype)), acc, input_precision="ieee")
     tl.store(y_at, (y.to(tl.float32) + acc * scaling).to(y.dtype), mask=y_mask)

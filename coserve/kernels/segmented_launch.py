@@ -365,6 +365,6 @@ def outer(
         BLOCK_T=rows,
         BLOCK_N=block_n,
         BLOCK_R=block_r,
-        **_stages(blocks.outer_warps, blocks.outer_stages),
+        **_stages(8 if sites > 1 and block_r > 32 else blocks.outer_warps, blocks.outer_stages),
     )
     return [out[0] if parts == 1 else out.sum(0).to(u_TN.dtype) for out in outs]

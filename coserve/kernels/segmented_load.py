@@ -1,5 +1,7 @@
 """How the segmented kernels read adapter weights through the slot table."""
 
+# ruff: noqa: ANN001, ANN201 - a kernel's arguments have the types of its launch
+
 from __future__ import annotations
 
 import triton
@@ -15,13 +17,15 @@ def weights(addresses_ptr, entry, which, like_ptr):
 
 @triton.jit
 def load_b(b_ptr, o, r, O, rank):
-    """b_OR[o, r] as a (len(o), len(r)) tile, zero outside; 16 bytes at a time where the rank allows it."""
-    if rank % 8 == 0:
-        even = rank // 8 * 8  # the compiler now knows that rows are aligned
-        tile = tl.load(b_ptr + o[:, None] * even + r[None, :], mask=(o < O)[:, None] & (r < even)[None, :], other=0.0)
-    else:
-        tile = tl.load(b_ptr + o[:, None] * rank + r[None, :], mask=(o < O)[:, None] & (r < rank)[None, :], other=0.0)
-    return tile
+    """b_OR[o, r] as a (len(o), len(r)) tile, zero outside; its rows are padded to 16 bytes (`tables.readable`)."""
+    stride = (rank + 7) // 8 * 8
+    return tl.load(b_ptr + o[:, None] * stride + r[None, :], mask=(o < O)[:, None] & (r < stride)[None, :], other=0.0)
+
+
+@triton.jit
+def padded(rank):
+    """How many ranks of h and g are written, with zeros at their end: whole vectors, whatever the rank."""
+    return (rank + 15) // 16 * 16
 
 
 @triton.jit

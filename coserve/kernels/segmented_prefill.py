@@ -9,12 +9,14 @@ addresses: (slots, G, 2) int64; ranks: (slots, G) int32; scalings: (slots, G) fp
 from one slot to the next. A slot of -1 has rank 0: its rows are copied.
 """
 
+# ruff: noqa: ANN001, ANN201 - a kernel's arguments have the types of its launch
+
 from __future__ import annotations
 
 import triton
 import triton.language as tl
 
-from coserve.kernels.segmented_load import load_b, weights
+from coserve.kernels.segmented_load import load_b, padded, weights
 
 
 @triton.jit
@@ -84,11 +86,11 @@ def shrink(
     h_at = h_ptr + (split * SITES * T + start + t)[:, None] * R + r[None, :]
     keep = (t < rows)[:, None]
     out_type = h_ptr.dtype.element_ty
-    tl.store(h_at, acc0.to(out_type), mask=keep & (r < rank0)[None, :])
+    tl.store(h_at, acc0.to(out_type), mask=keep & (r < padded(rank0))[None, :])
     if SITES > 1:
-        tl.store(h_at + T * R, acc1.to(out_type), mask=keep & (r < rank1)[None, :])
+        tl.store(h_at + T * R, acc1.to(out_type), mask=keep & (r < padded(rank1))[None, :])
     if SITES > 2:
-        tl.store(h_at + 2 * T * R, acc2.to(out_type), mask=keep & (r < rank2)[None, :])
+        tl.store(h_at + 2 * T * R, acc2.to(out_type), mask=keep & (r < padded(rank2))[None, :])
 
 
 @triton.jit
@@ -144,7 +146,7 @@ def expand(
         acc = tl.zeros([BLOCK_T, BLOCK_O], dtype=tl.float32)
         for first in range(0, rank, BLOCK_R):
             r = first + tl.arange(0, BLOCK_R)
-            h = tl.load(h_at + r[None, :], mask=keep & (r < rank)[None, :], other=0.0)
+            h = tl.load(h_at + r[None, :], mask=keep & (r < padded(rank))[None, :], other=0.0)
             b = load_b(b_ptr, o, r, O, rank)
             acc = tl.dot(h, tl.trans(b), acc, input_precision="ieee")
         tl.store(out_ptr + lines * out_stride + o[None, :], (y.to(tl.float32) + acc * scaling).to(y.dtype), mask=mask)

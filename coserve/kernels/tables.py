@@ -10,11 +10,14 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from coserve.kernels.segments import LoraPair, Segments
 
 RANK_BLOCK = 16
 """Ranks are worked on in blocks of so many: the least that a tensor core multiplies."""
+VECTOR = 8
+"""Elements of a row of b_OR that are read together."""
 ALIGNMENT = 16
 """Bytes; weights start at a multiple of it, so that they are read 16 bytes at a time."""
 
@@ -93,8 +96,12 @@ def site_table(pairs: Sequence[Sequence[LoraPair | None]], device: torch.device)
 
 
 def readable(pair: LoraPair) -> LoraPair:
-    """The pair with both tensors contiguous and aligned: itself, or a copy where it is not so."""
-    a_RD, b_OR = _readable(pair.a_RD), _readable(pair.b_OR)
+    """The pair as the kernels read it: itself, or a copy where a tensor is not contiguous and aligned.
+
+    b_OR's rows are padded with zeros to whole vectors of 8, so an odd rank is a copy too, of (O, R rounded up).
+    """
+    a_RD, b_OR = _readable(pair.a_RD), pair.b_OR
+    b_OR = _readable(pad(b_OR.detach(), (0, -pair.rank % VECTOR)) if pair.rank % VECTOR else b_OR)
     return pair if a_RD is pair.a_RD and b_OR is pair.b_OR else LoraPair(a_RD, b_OR, pair.scaling)
 
 
@@ -108,7 +115,7 @@ def _addresses(pair: LoraPair | None) -> list[int]:
 
 
 def _rank(pair: LoraPair | None) -> int:
-    return 0 if pair is None else pair.rank
+    return 0 if pair is None else pair.a_RD.shape[0]
 
 
 @dataclass(frozen=True)
