@@ -1,0 +1,196 @@
+"""The bridge from a replay to the SDK, over a transport in the daemon's place."""
+
+import asyncio
+from collections import Counter
+
+import msgspec
+import pytest
+
+from coserve.client import AsyncClient, MockTransport, Request, Response
+from coserve.errors import InvalidRequest, QueueFull
+from coserve.schemas import Adapter, ErrorBody, ErrorInfo, GenerateChunk, Job, JobEvent
+from coserve.types import JobState, LoraSettings, StepMetrics, TrainingSettings
+from coserve.workloads.arrivals import Arrivals
+from coserve.workloads.metrics import summarise
+from coserve.workloads.replay import Rest, Run, replay
+from coserve.workloads.scenario import Scenario, make_trace
+from coserve.workloads.target import NO_RETRIES, DaemonTarget
+
+SCENARIO = Scenario(
+    duration=0.05,
+    arrivals=Arrivals(rate=100),
+    finetune_rows=3,
+    adapters=2,
+    rank=4,
+    min_new_tokens=3,
+    max_new_tokens=3,
+    training=TrainingSettings(steps=2),
+)
+
+
+def job(id: str, adapter: str, state: JobState) -> Job:
+    return Job(
+        id=id,
+        adapter=adapter,
+        version=2,
+        state=state,
+        created_at=0,
+        started_at=None,
+        finished_at=None,
+        queue_position=None,
+        step=0,
+        total_steps=2,
+        progress=0,
+        eta=None,
+        loss=None,
+        metrics=None,
+        trained_tokens=0,
+        rows=1,
+        tokens=9,
+        target_tokens=8,
+        continue_from=None,
+        lora=LoraSettings(),
+        training=TrainingSettings(),
+        metadata={},
+        error=None,
+        result=None,
+    )
+
+
+def step(seq: int) -> JobEvent:
+    metrics = StepMetrics(
+        step=seq,
+        total_steps=2,
+        epoch=1,
+        loss=2.0,
+        learning_rate=1e-3,
+        grad_norm=1,
+        tokens=50,
+        target_tokens=40,
+        seconds=0.1,
+    )
+    return JobEvent(seq=seq, job="j", created_at=0, level="info", type="metrics", message="", metrics=metrics)
+
+
+def state(seq: int, value: JobState) -> JobEvent:
+    return JobEvent(seq=seq, job="j", created_at=0, level="info", type="state", message="", state=value)
+
+
+def sse(*events: msgspec.Struct) -> bytes:
+    return b"".join(b"data: " + msgspec.json.encode(event) + b"\n\n" for event in events)
+
+
+def json(value: msgspec.Struct, status: int = 200) -> Response:
+    return Response(status, {"content-type": "application/json"}, msgspec.json.encode(value))
+
+
+class FakeDaemon:
+    """Answers as the API does. `ranks`: the adapters that there are."""
+
+    def __init__(self, ranks: dict[str, int], *, refuse: bool = False) -> None:
+        self.ranks, self.refuse = ranks, refuse
+        self.bodies: list[dict[str, object]] = []
+        self.adapters: dict[str, str] = {}
+
+    def __call__(self, request: Request) -> Response:
+        parts = request.path.strip("/").split("/")
+        match request.method, parts:
+            case "POST", ["generate"]:
+                return self.generate(request)
+            case "POST", ["finetune"]:
+                return self.finetune(request)
+            case "GET", ["finetune", id, "events"]:
+                self.ranks.setdefault(self.adapters[id], 4)
+                done = state(4, JobState.SUCCEEDED)
+                body = sse(state(1, JobState.RUNNING), step(2), step(3), done)
+                return Response(200, {"content-type": "text/event-stream"}, body)
+            case "GET", ["finetune", id]:
+                return json(job(id, self.adapters[id], JobState.SUCCEEDED))
+            case "GET", ["adapters", name]:
+                return self.adapter(name)
+        raise AssertionError(request)
+
+    def generate(self, request: Request) -> Response:
+        if self.refuse:
+            return json(ErrorBody(error=ErrorInfo(code="queue_full", message="full")), 429)
+        assert isinstance(request.body, bytes)
+        self.bodies.append(msgspec.json.decode(request.body))
+        chunk = GenerateChunk(id="r", adapter=None, version=None, seed=1, index=0, text="x", token_ids=[5])
+        last = msgspec.structs.replace(chunk, token_ids=[6, 7], finish_reason="length")
+        return Response(200, {"content-type": "text/event-stream"}, sse(chunk, last) + b"data: [DONE]\n\n")
+
+    def finetune(self, request: Request) -> Response:
+        if self.refuse:
+            return json(ErrorBody(error=ErrorInfo(code="queue_full", message="full")), 429)
+        assert isinstance(request.body, bytes)
+        body = msgspec.json.decode(request.body)
+        self.bodies.append(body)
+        id = f"job-{len(self.adapters)}"
+        self.adapters[id] = body["adapter"]
+        return json(job(id, body["adapter"], JobState.QUEUED))
+
+    def adapter(self, name: str) -> Response:
+        if name not in self.ranks:
+            return json(ErrorBody(error=ErrorInfo(code="adapter_not_found", message=name)), 404)
+        return json(
+            Adapter(
+                id=name,
+                version=1,
+                ref=f"{name}@1",
+                rank=self.ranks[name],
+                alpha=8,
+                targets=[],
+                base="b",
+                base_fingerprint="f",
+                source="import",
+                created_at=0,
+                bytes=1,
+                sha256="0",
+                resident=False,
+            )
+        )
+
+
+def play(daemon: FakeDaemon) -> tuple[int, Run]:
+    async def main() -> tuple[int, Run]:
+        async with AsyncClient(transport=MockTransport(daemon), retry=NO_RETRIES) as client:
+            target = DaemonTarget(client, SCENARIO)
+            made = await target.prepare()
+            daemon.bodies.clear()
+            trace = make_trace(SCENARIO, ["p"], [{"text": "row"}])
+            return made, await replay(trace, target, rest=Rest.DRAIN)
+
+    return asyncio.run(main())
+
+
+def test_a_workload_through_the_sdk() -> None:
+    daemon = FakeDaemon({"load-00": 4})
+    made, run = play(daemon)
+    assert made == 1
+    assert [(sample.tokens, sample.error) for sample in run.samples] == [(3, None)] * 5
+    jobs = [body for body in daemon.bodies if "data" in body]
+    assert len(jobs) == len(run.jobs) > 0
+    for body in jobs:
+        assert body["continue_from"] == body["adapter"]
+        assert msgspec.convert(body["training"], type=TrainingSettings) == SCENARIO.training
+        assert "lora" not in body
+    assert all(sample.state is JobState.SUCCEEDED and len(sample.trained) == 2 for sample in run.jobs)
+    assert summarise(run).finetune_tokens == 100 * len(run.jobs)
+    for body in (body for body in daemon.bodies if "prompt" in body):
+        assert (body["max_tokens"], body["ignore_eos"], body["stream"]) == (3, True, True)
+
+
+def test_a_refusal_is_a_result_and_is_not_tried_again() -> None:
+    daemon = FakeDaemon({"load-00": 4, "load-01": 4}, refuse=True)
+    _, run = play(daemon)
+    assert Counter(sample.error for sample in run.samples) == {"queue_full": 5}
+
+
+def test_what_keeps_the_adapters_from_being_made_is_raised_as_it_is() -> None:
+    with pytest.raises(QueueFull):
+        play(FakeDaemon({}, refuse=True))
+
+
+def test_an_adapter_of_another_rank_is_refused() -> None:
+    with pytest.raises(InvalidRequest, match="expected load-00 to be of rank 4, got 8"):
+        play(FakeDaemon({"load-00": 8}))
