@@ -42,6 +42,7 @@ from coserve.link import (
 from coserve.queues.finetune import JobQueue
 from coserve.queues.inference import InferenceQueue
 from coserve.queues.policy import Costs, Policy, Running, Serve, Train, View, Wait, Waiting
+from coserve.state.failpoints import failpoint
 from coserve.types import AdapterRef, JobSpec
 
 log = logging.getLogger(__name__)
@@ -161,6 +162,7 @@ class Engine:
                 inbox.result()  # a fault in a message's handling must not leave the engine deaf
         finally:
             inbox.cancel()
+        failpoint("shutdown")
         self._checkpoint_active()
         self._link.send(EngineStopped())
 
@@ -183,6 +185,7 @@ class Engine:
         for request in self._queue.take(admit):
             self._admit(request.message, request.deadline)
         results = self._generator.step()
+        failpoint("generate.mid_stream")
         await self._pace()
         now = self._clock()
         self._serve_cost.add(now - began)
