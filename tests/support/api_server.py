@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import AsyncIterator, Iterable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -78,11 +79,12 @@ class Api:
             assert response.status == 200
             return [(int(event["id"]), event["data"]) for event in read_events(await response.text())]
 
-    async def job_until(self, id: str, state: str) -> dict[str, Any]:
-        """Follow a job's events until it is in a state; then the job."""
+    async def job_until(self, id: str, state: str, times: int = 1) -> dict[str, Any]:
+        """Follow a job's events until it became `state` for the n-th time; then the job."""
         async with self.http.get(f"/finetune/{id}/events") as response:
             async for line in response.content:
-                if line.startswith(b"data:") and f'"state":"{state}"'.encode() in line:
+                times -= line.startswith(b"data:") and f'"state":"{state}"'.encode() in line
+                if times == 0:
                     break
         _, job = await self.call("GET", f"/finetune/{id}")
         found: dict[str, Any] = job
@@ -91,8 +93,6 @@ class Api:
 
 def read_events(text: str) -> list[dict[str, Any]]:
     """Server-sent events with `data` decoded, comments left out."""
-    import json
-
     events = []
     for block in text.split("\n\n"):
         fields = dict(line.split(": ", 1) for line in block.splitlines() if not line.startswith(":"))

@@ -118,6 +118,7 @@ class FakeEngine:
         self.go_jobs.set()
         self.stall_after: int | None = None
         """Say so many tokens of a request, then nothing more."""
+        self.write_adapter: Callable[[Path, BaseSpec], None] = write_peft
         self.steps = 3
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._specs: dict[str, JobSpec] = {}
@@ -202,7 +203,7 @@ class FakeEngine:
             await asyncio.sleep(0)
         self.link.send(JobCheckpoint(id=spec.id, step=self.steps))
         ref = AdapterRef(spec.adapter, spec.version)
-        write_peft(self.folder.adapter(ref), self.base)
+        self.write_adapter(self.folder.adapter(ref), self.base)
         self.link.send(JobSucceeded(id=spec.id, ref=ref, final_loss=1.0, trained_tokens=10 * self.steps))
 
     def stats(self, **changes: int) -> None:

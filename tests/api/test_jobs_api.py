@@ -1,0 +1,234 @@
+"""Jobs over HTTP: accepted durably, steered, followed, and given to the next engine."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import msgspec
+
+from coserve.api.jobs import MAX_DEATHS
+from coserve.finetune.data import Corpus
+from coserve.link import CancelJob, JobFailed, StartJob
+from coserve.state.failpoints import armed
+from coserve.types import BaseSpec
+from tests.support.api_server import REPLY, Api, serve_api
+from tests.support.fake_engine import write_peft
+
+ROWS = [{"text": "one two three"}, {"prompt": "a", "completion": "b"}]
+
+
+async def submit(api: Api, **fields: Any) -> dict[str, Any]:
+    headers = fields.pop("headers", {})
+    request = {"adapter": "poet", "data": ROWS, "training": {"steps": 3}, "lora": {"r": 2}} | fields
+    status, job = await api.call("POST", "/finetune", json=request, headers=headers)
+    assert status == 202, job
+    found: dict[str, Any] = job
+    return found
+
+
+async def test_a_job_from_rows_to_an_adapter_that_serves(api: Api) -> None:
+    api.engine.go_jobs.clear()
+    job = await submit(api, metadata={"who": "me"})
+    assert (job["adapter"], job["version"], job["rows"], job["metadata"]) == ("poet", 1, 2, {"who": "me"})
+    assert job["total_steps"] == 3
+    corpus = Corpus.load(api.folder.corpus(job["id"]))
+    assert (corpus.rows, len(corpus.tokens)) == (2, job["tokens"])
+    api.engine.go_jobs.set()
+    done = await api.job_until(job["id"], "succeeded")
+    assert (done["state"], done["result"], done["progress"], done["loss"]) == ("succeeded", "poet@1", 1.0, 1.0)
+    assert done["trained_tokens"] == 30
+    assert done["started_at"] <= done["finished_at"]
+    assert not api.folder.job(job["id"]).exists()
+    status, body = await api.call("POST", "/generate", json={"prompt": "x", "adapter": done["result"]})
+    assert (status, body["adapter"], body["version"], body["choices"][0]["text"]) == (200, "poet", 1, REPLY)
+    _, adapter = await api.call("GET", "/adapters/poet")
+    assert (adapter["source"], adapter["rank"], adapter["versions"]) == (f"job:{job['id']}", 2, [1])
+
+
+async def test_events_from_the_first_to_the_last_and_again_from_the_middle(api: Api) -> None:
+    job = await submit(api)
+    story = await api.events(job["id"])
+    assert [seq for seq, _ in story] == list(range(1, len(story) + 1))
+    kinds = [event["type"] for _, event in story]
+    assert kinds == ["state", "state", "metrics", "metrics", "metrics", "checkpoint", "state"]
+    assert [event["state"] for _, event in story if event["type"] == "state"] == ["queued", "running", "succeeded"]
+    assert [event["metrics"]["loss"] for _, event in story if event["metrics"]] == [3.0, 1.5, 1.0]
+    assert await api.events(job["id"], headers={"Last-Event-ID": "4"}) == story[4:]
+    assert await api.events(job["id"], params={"after": "7"}) == []
+
+
+async def test_a_full_disk_may_cost_progress_but_no_state(api: Api) -> None:
+    api.service._ledger._retry_delay = 0.01
+    with armed("registry.before_commit=ENOSPC@3;registry.before_commit=ENOSPC@6"):
+        job = await submit(api)
+        done = await api.job_until(job["id"], "succeeded")
+    assert done["state"] == "succeeded"
+
+
+async def test_an_uploaded_file_and_a_local_path(api: Api) -> None:
+    jsonl = "\n".join(json.dumps(row) for row in ROWS).encode()
+    form = aiohttp.FormData()
+    form.add_field("settings", json.dumps({"adapter": "poet"}), content_type="application/json")
+    form.add_field("file", jsonl, filename="../../rows.jsonl")
+    status, job = await api.call("POST", "/finetune", data=form)
+    assert (status, job["rows"]) == (202, 2)
+    assert list(api.folder.staging.iterdir()) == []
+    assert api.config.data_root is not None
+    (api.config.data_root / "rows.jsonl").write_bytes(jsonl)
+    status, job = await api.call("POST", "/finetune", json={"adapter": "poet", "path": "rows.jsonl"})
+    assert (status, job["rows"], job["version"]) == (202, 2, 2)
+
+
+async def test_the_same_key_gives_the_same_job(api: Api) -> None:
+    api.engine.go_jobs.clear()
+    first = await submit(api, headers={"Idempotency-Key": "once"})
+    again = await submit(api, headers={"Idempotency-Key": "once"})
+    assert again["id"] == first["id"]
+    assert api.folder.job_ids() == [first["id"]]
+    other = await submit(api, headers={"Idempotency-Key": "twice"})
+    assert other["version"] == 2
+    assert len(await api.engine.saw(StartJob, 2)) == 2
+
+
+async def test_pause_resume_cancel(api: Api) -> None:
+    api.engine.go_jobs.clear()
+    job = await submit(api)
+    await api.job_until(job["id"], "running")
+    path = f"/finetune/{job['id']}"
+    status, paused = await api.call("POST", f"{path}/pause")
+    assert (status, paused["state"]) == (200, "paused")
+    assert (await api.refused(409, "wrong_job_state", "POST", f"{path}/pause"))["field"] == "id"
+    status, resumed = await api.call("POST", f"{path}/resume")
+    assert status == 200
+    assert resumed["state"] in ("queued", "running")
+    status, cancelled = await api.call("POST", f"{path}/cancel")
+    assert (status, cancelled["state"]) == (200, "cancelled")
+    for order in ("pause", "resume", "cancel"):
+        await api.refused(409, "wrong_job_state", "POST", f"{path}/{order}")
+        await api.refused(404, "job_not_found", "POST", f"/finetune/job-none/{order}")
+    assert not api.folder.job(job["id"]).exists()
+
+
+async def test_lists_page_by_page_newest_first_and_the_line(api: Api) -> None:
+    api.engine.go_jobs.clear()
+    ids = [(await submit(api, adapter=name))["id"] for name in "abc"]
+    status, page = await api.call("GET", "/finetune", params={"limit": "2"})
+    assert (status, [job["id"] for job in page["data"]], page["has_more"]) == (200, [ids[2], ids[1]], True)
+    _, page = await api.call("GET", "/finetune", params={"after": ids[1]})
+    assert ([job["id"] for job in page["data"]], page["has_more"]) == ([ids[0]], False)
+    found = await api.refused(429, "queue_full", "POST", "/finetune", json={"adapter": "d", "data": ROWS})
+    assert "takes 3" in found["message"]
+    await api.call("POST", f"/finetune/{ids[0]}/pause")
+    await api.engine.die()
+    async with api.http.get("/health") as response:
+        assert response.status == 503
+    await api.start_engine()
+
+
+async def test_jobs_without_an_engine_wait_and_obey(api: Api) -> None:
+    await api.engine.die()
+    assert (await api.call("GET", "/health"))[0] == 503
+    first, second, third = [await submit(api, adapter=name) for name in "abc"]
+    assert (first["state"], first["queue_position"], third["queue_position"]) == ("queued", 0, 2)
+    assert (await api.call("POST", f"/finetune/{first['id']}/pause"))[1]["state"] == "paused"
+    assert (await api.call("POST", f"/finetune/{second['id']}/cancel"))[1]["state"] == "cancelled"
+    await api.start_engine()
+    told = await api.engine.saw(StartJob, 2)
+    assert [(m.spec.id, m.paused) for m in told if isinstance(m, StartJob)] == [(first["id"], True), (third["id"], False)]
+    assert (await api.job_until(third["id"], "succeeded"))["result"] == "c@1"
+    assert (await api.call("POST", f"/finetune/{first['id']}/resume"))[0] == 200
+    assert (await api.job_until(first["id"], "succeeded"))["result"] == "a@1"
+
+
+async def test_a_job_goes_on_with_the_next_engine_but_not_for_ever(api: Api) -> None:
+    api.engine.go_jobs.clear()
+    job = await submit(api)
+    for death in range(MAX_DEATHS):
+        await api.job_until(job["id"], "running", times=death + 1)
+        await api.engine.die()
+        await api.start_engine()
+        api.engine.go_jobs.clear()
+    _, failed = await api.call("GET", f"/finetune/{job['id']}")
+    assert (failed["state"], failed["error"]["code"]) == ("failed", "engine_crashed")
+    await api.works()
+
+
+async def test_an_order_outlives_the_engine_that_did_not_obey(api: Api) -> None:
+    api.engine.go_jobs.clear()
+    job = await submit(api)
+    await api.job_until(job["id"], "running")
+    api.engine._handle = lambda message: None  # type: ignore[method-assign]  # hears, and does nothing
+    order = asyncio.create_task(api.call("POST", f"/finetune/{job['id']}/cancel"))
+    await api.engine.saw(CancelJob)
+    await api.engine.die()
+    await api.start_engine()
+    assert (await order)[1]["state"] == "cancelled"
+    await api.works()
+    assert not [message for message in api.engine.told if isinstance(message, StartJob)]
+
+
+async def test_a_job_that_fails_says_why(api: Api) -> None:
+    api.engine.fail_jobs = JobFailed(id="", code="non_finite_loss", message="the loss is nan at step 2")
+    job = await submit(api)
+    failed = await api.job_until(job["id"], "failed")
+    assert failed["error"] == {"code": "non_finite_loss", "message": "the loss is nan at step 2", "field": None}
+    await api.refused(404, "adapter_not_found", "POST", "/generate", json={"prompt": "x", "adapter": "poet"})
+
+
+async def test_a_published_adapter_that_cannot_be_read_fails_the_job(api: Api) -> None:
+    def write_half(folder: Path, base: BaseSpec) -> None:
+        write_peft(folder, base)
+        (folder / "adapter_model.safetensors").write_bytes(b"x" * 20)
+
+    api.engine.write_adapter = write_half
+    job = await submit(api)
+    failed = await api.job_until(job["id"], "failed")
+    assert failed["error"]["code"] == "corrupt_adapter"
+    await api.refused(404, "adapter_not_found", "POST", "/generate", json={"prompt": "x", "adapter": "poet"})
+
+
+async def test_a_job_continues_an_adapter_with_its_shape(api: Api) -> None:
+    job = await submit(api)
+    await api.job_until(job["id"], "succeeded")
+    status, more = await api.call(
+        "POST", "/finetune", json={"adapter": "poet", "continue_from": "poet", "data": ROWS}
+    )
+    assert (status, more["continue_from"], more["version"], more["lora"]["r"]) == (202, "poet@1", 2, 2)
+    request = {"adapter": "poet", "continue_from": "poet", "data": ROWS, "lora": {"r": 8}}
+    assert (await api.refused(400, "invalid_request", "POST", "/finetune", json=request))["field"] == "lora"
+
+
+async def test_a_restart_of_the_daemon_finds_its_jobs(tmp_path: Path) -> None:
+    async with serve_api(tmp_path / "data") as api:
+        api.engine.go_jobs.clear()
+        job = await submit(api)
+        await api.job_until(job["id"], "running")
+    async with serve_api(tmp_path / "data") as api:
+        assert (await api.job_until(job["id"], "succeeded"))["result"] == "poet@1"
+
+
+async def test_another_base_leaves_a_job_alone(tmp_path: Path) -> None:
+    async with serve_api(tmp_path / "data") as api:
+        api.engine.go_jobs.clear()
+        job = await submit(api)
+    async with serve_api(tmp_path / "data", engine=False) as api:
+        api.base = msgspec.structs.replace(api.base, fingerprint="0" * 16)
+        await api.start_engine()
+        await api.works()
+        assert not [message for message in api.engine.told if isinstance(message, StartJob)]
+        assert (await api.call("GET", f"/finetune/{job['id']}"))[1]["state"] == "queued"
+
+
+async def test_before_the_first_engine_nothing_is_taken(tmp_path: Path) -> None:
+    async with serve_api(tmp_path / "data", engine=False) as api:
+        status, body = await api.call("GET", "/health")
+        assert (status, body["status"], body["base"]) == (503, "starting", None)
+        for path, request in (("/generate", {"prompt": "x"}), ("/finetune", {"adapter": "a", "data": ROWS})):
+            status, body = await api.call("POST", path, json=request)
+            assert (status, body["error"]["code"]) == (503, "engine_unavailable")
+        await api.start_engine()
+        await api.works()
