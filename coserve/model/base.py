@@ -16,9 +16,10 @@ from coserve.errors import ConfigError, UnsupportedBase
 from coserve.model import probe, seam
 from coserve.model.fingerprint import fingerprint
 from coserve.model.lora import LoraBatch, LoraSites
-from coserve.model.seam import Attention as Attention
-from coserve.model.seam import PaddedAttention, ReferenceAttention
+from coserve.model.seam import Attention, PaddedAttention, ReferenceAttention
 from coserve.types import BaseSpec, SiteSpec
+
+__all__ = ["Attention", "Base", "load_base", "wrap_base"]
 
 CPU_ROWS = 16
 """On CPU the packed rows are padded to a multiple of this: below 8 rows a row's bits depend on the batch's size."""
@@ -54,6 +55,7 @@ class Base:
         never formed.
         """
         tokens = tokens_T.shape[0]
+        assert lora is None or lora.segments.tokens == tokens, "expected segments of the same tokens"
         padding = -tokens % CPU_ROWS if self.device.type == "cpu" else 0
         if padding:
             tokens_T = nn.functional.pad(tokens_T, (0, padding))
@@ -124,12 +126,12 @@ def _device(device: str) -> torch.device:
     return torch.device(("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device)
 
 
-_PRIVATE = {
-    "_name_or_path": str,
+_PRIVATE: dict[str, tuple[type, ...]] = {
+    "_name_or_path": (str,),
     "_commit_hash": (str, type(None)),
-    "_attn_implementation_autoset": bool,
-    "_sliding_window_pattern": int,
-    "_num_labels": int,
+    "_attn_implementation_autoset": (bool,),
+    "_sliding_window_pattern": (int,),
+    "_num_labels": (int,),
 }
 """Underscored settings that published models carry and that do nothing but describe."""
 
@@ -180,13 +182,16 @@ def wrap_base(model: PreTrainedModel, *, name: str, eos_token_ids: Collection[in
 
 
 def _check_forward(base: Base, expected_TV: Tensor) -> None:
-    """The check's sequences packed through the seams give the logits that each gave alone."""
-    ids = [probe.tokens(base.model, length) for length in probe.SEQUENCES]
-    positions = [torch.arange(length, device=base.device) for length in probe.SEQUENCES]
-    bounds = (0, probe.SEQUENCES[0], sum(probe.SEQUENCES))
+    """The check's sequences packed through the seams give the logits that each gave alone, in any order of rows."""
+    ids_T = torch.cat([probe.tokens(base.model, length) for length in probe.SEQUENCES])
+    positions_T = torch.cat([torch.arange(length, device=base.device) for length in probe.SEQUENCES])
+    attention = ReferenceAttention((0, probe.SEQUENCES[0], sum(probe.SEQUENCES)))
+    backwards = probe.Reversed(attention)
     with torch.no_grad():
-        got_TV = base.forward(torch.cat(ids), torch.cat(positions), ReferenceAttention(bounds), lora=None, keep=None)
+        got_TV = base.forward(ids_T, positions_T, attention, lora=None, keep=None)
+        turned_TV = base.forward(ids_T.flip(0), positions_T.flip(0), backwards, lora=None, keep=None)
     probe.check_equal(f"{base.spec.family}, packed sequences", got_TV, expected_TV)
+    probe.check_equal(f"{base.spec.family}, tokens that meet in attention only", turned_TV.flip(0), expected_TV)
 
 
 def _context(config: PretrainedConfig) -> int:

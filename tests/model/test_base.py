@@ -42,6 +42,7 @@ def test_a_sequences_logits_have_the_same_bits_alone_and_in_any_batch(family: st
         assert torch.equal(got, packed(base, [tokens_T])[0])
     keep = torch.tensor([0, 3, 20, 83])
     assert torch.equal(packed(base, sequences, keep=keep)[0], torch.cat(together)[keep])
+    assert packed(base, sequences, keep=keep[:0])[0].shape == (0, VOCAB)
 
 
 def test_a_wider_model_keeps_its_bits_too() -> None:
@@ -181,6 +182,20 @@ def test_a_model_that_is_not_what_it_seems_is_refused() -> None:
         wrap_base(model, name="tiny")
 
 
+def test_a_model_whose_tokens_meet_outside_attention_is_refused() -> None:
+    """A short convolution that even respects the bounds of packed sequences: its state would be lost in decoding."""
+    model = tiny_model("llama")
+
+    def convolve(module: torch.nn.Module, args: tuple[torch.Tensor], kwargs: dict[str, torch.Tensor]) -> tuple:
+        hidden, positions = args[0], kwargs["position_ids"]
+        before = torch.nn.functional.pad(hidden, (0, 0, 1, 0))[:, :-1]
+        return ((hidden + 0.3 * before * (positions > 0)[..., None], *args[1:]), kwargs)
+
+    model.model.layers[0].register_forward_pre_hook(convolve, with_kwargs=True)
+    with pytest.raises(UnsupportedBase, match="meet in attention only"):
+        wrap_base(model, name="tiny")
+
+
 def test_a_model_without_finite_logits_is_refused() -> None:
     model = tiny_model("llama")
     with torch.no_grad():
@@ -251,3 +266,11 @@ def test_an_empty_folder_is_refused(tmp_path: Path) -> None:
 def test_cuda_without_a_gpu_is_refused(saved: Path) -> None:
     with pytest.raises(ConfigError, match="GPU"):
         load_base(str(saved), device="cuda", dtype="auto")
+
+
+def test_the_bundled_base_loads_and_keeps_its_bits() -> None:
+    base = load_base("bundled", device="cpu", dtype="auto")
+    assert (base.spec.name, base.spec.family, base.dtype) == ("bundled", "llama", torch.float32)
+    sequences = [tokens_of(length, seed, base.spec.vocab) for seed, length in enumerate((1, 40, 6))]
+    for got, tokens_T in zip(packed(base, sequences), sequences, strict=True):
+        assert torch.equal(got, packed(base, [tokens_T])[0])
