@@ -152,7 +152,7 @@ def _completion(prompt: str, completion: str, tokenizer: Tokenizer, max_length: 
     after = tokenizer.encode_continuation(completion) if prompt else tokenizer.encode(completion, add_special=False)
     after += _end(tokenizer)
     head = before[:1] if before[:1] == [tokenizer.bos_token_id] else []
-    room = max(max_length - len(after), len(head) + 1 if prompt else len(head))
+    room = min(max(max_length - len(after), len(head) + 1 if prompt else len(head)), max_length - 1)
     total = len(before) + len(after)
     if len(before) > room:
         before = head + before[len(before) - room + len(head) :]

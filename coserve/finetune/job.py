@@ -48,7 +48,9 @@ def check_training(training: TrainingSettings) -> None:
     for name, least in at_least.items():
         value = getattr(training, name)
         if value is not None and not least <= value < 2**62:
-            raise InvalidRequest(f"expected at least {least}, got {value}", field=f"training.{name}")
+            raise InvalidRequest(
+                f"expected at least {least:g} and less than 2^62, got {value}", field=f"training.{name}"
+            )
     if training.steps is not None and training.steps > MAX_STEPS:
         raise InvalidRequest(f"expected at most {MAX_STEPS}, got {training.steps}", field="training.steps")
     if training.epochs is not None and not 0 < training.epochs <= MAX_EPOCHS:

@@ -1,0 +1,70 @@
+"""Checkpoints of a job: fp32 weights, the optimizer's moments, and where the job stands. safetensors and JSON only.
+
+There is no state of a random generator in them: order, dropout and initial weights are functions of the job's seed.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from coserve.errors import CheckpointUnreadable
+from coserve.finetune.run import Progress
+from coserve.state.durable import remove_dir, replace_dir
+from coserve.state.folder import DataFolder
+from coserve.types import BaseSpec, JobSpec, Wire
+
+log = logging.getLogger(__name__)
+
+TENSORS, STATE = "state.safetensors", "state.json"
+
+
+class _State(Wire, frozen=True):
+    """`state.json`. A checkpoint of another job or another base is refused."""
+
+    job: str
+    base_fingerprint: str
+    progress: Progress
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """What a checkpoint holds, on the CPU."""
+
+    progress: Progress
+    tensors: dict[str, Tensor]
+
+
+def save_checkpoint(
+    folder: DataFolder, spec: JobSpec, base: BaseSpec, progress: Progress, tensors: Mapping[str, Tensor]
+) -> None:
+    """Durable when it returns. Raises `StorageFull`, `StorageFailed`."""
+    state = _State(job=spec.id, base_fingerprint=base.fingerprint, progress=progress)
+    with replace_dir(folder.checkpoint(spec.id, progress.step), point="checkpoint") as beside:
+        save_file(dict(tensors), beside / TENSORS)
+        (beside / STATE).write_bytes(msgspec.json.encode(state))
+
+
+def load_checkpoint(path: Path, spec: JobSpec, base: BaseSpec) -> Checkpoint:
+    """Raises `CheckpointUnreadable` for files that are not there, damaged, or of another job or base."""
+    try:
+        state = msgspec.json.decode((path / STATE).read_bytes(), type=_State)
+        tensors: dict[str, Tensor] = load_file(path / TENSORS)
+    except (OSError, msgspec.DecodeError, SafetensorError) as error:
+        raise CheckpointUnreadable("the checkpoint's files cannot be read") from error
+    if (state.job, state.base_fingerprint) != (spec.id, base.fingerprint):
+        raise CheckpointUnreadable("the checkpoint is of another job or base")
+    return Checkpoint(state.progress, tensors)
+
+
+def prune(folder: DataFolder, job: str, keep: int) -> None:
+    """Delete all checkpoints but the last `keep`."""
+    for _, path in folder.checkpoints(job)[:-keep]:
+        remove_dir(path)

@@ -1,0 +1,283 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from coserve.errors import CheckpointUnreadable, EmptyCorpus, InvalidRequest, MalformedRow, NoTargets
+from coserve.finetune import rows as rows_module
+from coserve.finetune.data import Corpus, parse_jsonl, parse_row, parse_rows, tokenize_rows
+from coserve.finetune.rows import ChatRow, CompletionRow, TextRow
+from coserve.model.tokenizer import Tokenizer
+from tests.support.finetuning import random_corpus
+from tests.support.tokenizers import byte_level, sentencepiece_like
+
+ROLES = {"bos_token": "<bos>", "eos_token": "<eos>"}
+CHAT = (
+    "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}<|end|>{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+PLAIN = Tokenizer(byte_level(), special_tokens=ROLES, chat_template=CHAT)
+SPACED = Tokenizer(sentencepiece_like(), special_tokens=ROLES)
+
+
+def learned(corpus: Corpus, tokenizer: Tokenizer, row: int = 0) -> str:
+    tokens, target = corpus.row(row)
+    return tokenizer.decode(tokens[target.astype(bool)].tolist(), skip_special=False)
+
+
+def whole(corpus: Corpus, tokenizer: Tokenizer, row: int = 0) -> str:
+    return tokenizer.decode(corpus.row(row)[0].tolist(), skip_special=False)
+
+
+def made(obj: object, tokenizer: Tokenizer = PLAIN, max_length: int = 1000) -> Corpus:
+    return tokenize_rows([parse_row(obj, 1)], tokenizer, max_length)
+
+
+def test_text_learns_all_but_the_first_token() -> None:
+    corpus = made({"text": "hello there"})
+    assert whole(corpus, PLAIN) == "hello there<eos>"
+    assert corpus.target.tolist() == [0] + [1] * (len(corpus.target) - 1)
+    assert learned(made({"text": "the lo"}, SPACED), SPACED) == "the lo<eos>"
+
+
+def test_completion_learns_the_completion_and_eos() -> None:
+    corpus = made({"prompt": "hello ", "completion": "there"})
+    assert whole(corpus, PLAIN) == "hello there<eos>"
+    assert learned(corpus, PLAIN) == "there<eos>"
+
+
+def test_completion_has_no_space_that_was_not_asked_for() -> None:
+    corpus = made({"prompt": "hel", "completion": "lo the"}, SPACED)
+    assert whole(corpus, SPACED) == "<bos> hello the<eos>"
+    assert SPACED.decode(corpus.tokens.tolist()) == "hello the"
+
+
+def test_completion_without_a_prompt() -> None:
+    assert learned(made({"prompt": "", "completion": "lo"}, SPACED), SPACED).endswith("<eos>")
+    corpus = made({"prompt": "", "completion": "hello there"})
+    assert not corpus.target[0] and corpus.target[1:].all()
+
+
+def test_chat_learns_the_assistant_turns_with_weight() -> None:
+    messages = [
+        {"role": "system", "content": "be brief"},
+        {"role": "user", "content": "hi"},
+        {"role": "assistant", "content": "hello", "weight": 0},
+        {"role": "user", "content": "and?"},
+        {"role": "assistant", "content": "done", "weight": 1},
+    ]
+    corpus = made({"messages": messages})
+    assert learned(corpus, PLAIN) == "done<|end|>"
+    assert whole(corpus, PLAIN).startswith("<|system|>be brief<|end|><|user|>hi<|end|><|assistant|>hello")
+
+
+def test_alpaca_and_sharegpt() -> None:
+    corpus = made({"instruction": "Add.", "input": "1 2", "output": "3"})
+    assert learned(corpus, PLAIN) == "3<eos>"
+    assert "### Instruction:\nAdd.\n\n### Input:\n1 2\n\n### Response:\n3" in whole(corpus, PLAIN)
+    assert "### Input" not in whole(made({"instruction": "Add.", "output": "3"}), PLAIN)
+    turns = [{"from": "human", "value": "hi"}, {"from": "gpt", "value": "yes"}]
+    assert learned(made({"id": "x", "conversations": turns}), PLAIN) == "yes<|end|>"
+
+
+def test_long_rows_are_cut() -> None:
+    text = "the quick brown fox jumps over the lazy dog"
+    corpus = made({"text": text}, max_length=5)
+    assert len(corpus.tokens) == 5 and corpus.rows_cut == 1 and "<eos>" not in whole(corpus, PLAIN)
+    corpus = made({"prompt": "the lazy dog " * 9, "completion": "lo the"}, SPACED, max_length=12)
+    assert len(corpus.tokens) == 12 and corpus.rows_cut == 1
+    assert corpus.tokens[0] == SPACED.bos_token_id
+    assert learned(corpus, SPACED) == "lo the<eos>"
+    corpus = made({"prompt": text, "completion": text}, max_length=5)
+    assert len(corpus.tokens) == 5 and corpus.target.tolist() == [0, 1, 1, 1, 1]
+    assert made({"prompt": "a", "completion": "b"}, max_length=3).rows_cut == 0
+    messages = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": text}]
+    assert made({"messages": messages}, max_length=8).rows_cut == 1
+
+
+@given(
+    prompt=st.text(st.characters(exclude_categories=["Cs"]), max_size=30),
+    completion=st.text(st.characters(exclude_categories=["Cs"]), min_size=1, max_size=30),
+    max_length=st.integers(2, 40),
+    tokenizer=st.sampled_from([PLAIN, SPACED]),
+)
+def test_a_corpus_is_sound_however_it_is_cut(
+    prompt: str, completion: str, max_length: int, tokenizer: Tokenizer
+) -> None:
+    corpus = tokenize_rows([CompletionRow(1, prompt, completion), TextRow(2, "x" + prompt)], tokenizer, max_length)
+    assert corpus._is_sound() and corpus.lengths.max() <= max_length
+    whole_row = tokenize_rows([CompletionRow(1, prompt, completion)], tokenizer, 1000)
+    if whole_row.lengths[0] <= max_length:
+        assert corpus.row(0)[0].tolist() == whole_row.tokens.tolist()
+        if prompt:
+            assert tokenizer.decode(whole_row.tokens[whole_row.target.astype(bool)].tolist()[:-1]) is not None
+
+
+NOTHING = {
+    "empty text": {"text": " \n"},
+    "empty completion": {"prompt": "x", "completion": ""},
+    "no assistant": {"messages": [{"role": "user", "content": "hi"}]},
+    "no messages": {"messages": []},
+    "all weights 0": {
+        "messages": [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "x", "weight": 0}]
+    },
+}
+
+
+@pytest.mark.parametrize("obj", NOTHING.values(), ids=NOTHING.keys())
+def test_rows_without_targets_are_refused_with_their_line(obj: object) -> None:
+    rows = parse_rows([{"text": "fine"}, obj])
+    with pytest.raises(NoTargets, match="line 2: ") as refused:
+        tokenize_rows(rows, PLAIN, 100)
+    assert refused.value.line == 2
+
+
+def test_a_chat_cut_before_its_answer_has_no_targets() -> None:
+    messages = [{"role": "user", "content": "hi " * 50}, {"role": "assistant", "content": "x"}]
+    with pytest.raises(NoTargets, match="line 1"):
+        made({"messages": messages}, max_length=10)
+
+
+def test_empty_corpora() -> None:
+    with pytest.raises(EmptyCorpus):
+        tokenize_rows(parse_jsonl(b"\n \n"), PLAIN, 100)
+    with pytest.raises(InvalidRequest, match="at least 2"):
+        tokenize_rows([], PLAIN, 1)
+
+
+def test_chat_without_a_template_names_the_line() -> None:
+    row = {"messages": [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "x"}]}
+    with pytest.raises(MalformedRow, match="line 1: the base has no chat template"):
+        made(row, SPACED)
+
+
+MALFORMED = {
+    "not json": '{"text": ',
+    "nan": '{"text": "x", "weight": NaN}',
+    "nan weight": '{"messages": [{"role": "assistant", "content": "x", "weight": NaN}]}',
+    "infinity": '{"text": -Infinity}',
+    "overflow": '{"text": 1e999}',
+    "long number": '{"text": ' + "9" * 5000 + "}",
+    "duplicate": '{"text": "a", "text": "b"}',
+    "deep duplicate": '{"messages": [{"role": "user", "role": "assistant", "content": ""}]}',
+    "unknown field": '{"text": "a", "label": 1}',
+    "unknown message field": '{"messages": [{"role": "user", "content": "a", "tool_calls": []}]}',
+    "no shape": '{"question": "a"}',
+    "half a shape": '{"prompt": "a"}',
+    "wrong type": '{"text": 5}',
+    "list": "[1]",
+    "text": '"hello"',
+    "null": "null",
+    "role": '{"messages": [{"role": "robot", "content": "a"}]}',
+    "weight": '{"messages": [{"role": "assistant", "content": "a", "weight": 0.5}]}',
+    "weight of a user": '{"messages": [{"role": "user", "content": "a", "weight": 1}]}',
+    "content parts": '{"messages": [{"role": "user", "content": [{"type": "text", "text": "a"}]}]}',
+    "half a surrogate": '{"text": "\\ud800"}',
+    "half a surrogate in chat": '{"messages": [{"role": "user", "content": "\\udfff"}]}',
+    "depth": "[" * 100_000,
+    "two values": '{"text": "a"} {"text": "b"}',
+}
+
+
+@pytest.mark.parametrize("content", MALFORMED.values(), ids=MALFORMED.keys())
+def test_malformed_rows_are_refused_with_their_line(content: str) -> None:
+    with pytest.raises(MalformedRow, match="line 3: ") as refused:
+        list(parse_jsonl(b'{"text": "fine"}\n\n' + content.encode() + b'\n{"text": "fine"}\n'))
+    assert refused.value.line == 3 and len(str(refused.value)) < 600
+
+
+def test_bytes_that_are_no_text() -> None:
+    with pytest.raises(MalformedRow, match="line 1: expected UTF-8"):
+        list(parse_jsonl(b'{"text": "\xff"}'))
+    assert list(parse_jsonl(b'\xef\xbb\xbf{"text": "a"}\r\n{"text": "b"}')) == [TextRow(1, "a"), TextRow(2, "b")]
+
+
+def test_files_and_bytes_are_read_alike(tmp_path: Path) -> None:
+    content = b'{"prompt": "a", "completion": "b"}\n{"messages": [{"role": "user", "content": "c"}]}\n'
+    (tmp_path / "corpus.jsonl").write_bytes(content)
+    found = list(parse_jsonl(tmp_path / "corpus.jsonl"))
+    assert found == list(parse_jsonl(content))
+    assert found == [CompletionRow(1, "a", "b"), ChatRow(2, ({"role": "user", "content": "c"},))]
+    with pytest.raises(EmptyCorpus, match="cannot be read: No such file"):
+        list(parse_jsonl(tmp_path / "none.jsonl"))
+
+
+@pytest.mark.parametrize(("name", "limit"), [("MAX_ROWS", 2), ("MAX_ROW_BYTES", 20), ("MAX_BYTES", 60)])
+def test_intake_is_bounded(name: str, limit: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = [{"text": "a"}, {"text": "b"}, {"text": "x" * 60}]
+    content = "\n".join(map(json.dumps, rows)).encode()
+    assert len(list(parse_jsonl(content))) == 3
+    monkeypatch.setattr(rows_module, name, limit)
+    with pytest.raises(MalformedRow, match=f"line 3: expected .*at most {limit}"):
+        list(parse_jsonl(content))
+
+
+@given(st.binary(max_size=80))
+def test_random_bytes_are_rows_or_refused(content: bytes) -> None:
+    try:
+        list(parse_jsonl(content))
+    except MalformedRow as error:
+        assert error.line is not None
+
+
+@given(
+    st.recursive(
+        st.none() | st.booleans() | st.integers() | st.text(max_size=5),
+        lambda inner: (
+            st.lists(inner, max_size=3)
+            | st.dictionaries(
+                st.sampled_from(["text", "messages", "role", "content", "prompt", "from"]), inner, max_size=3
+            )
+        ),
+        max_leaves=6,
+    )
+)
+def test_random_objects_are_rows_or_refused(obj: object) -> None:
+    try:
+        tokenize_rows([parse_row(obj, 4)], PLAIN, 50)
+    except (MalformedRow, NoTargets) as error:
+        assert error.line == 4
+
+
+def test_a_corpus_survives_its_file(tmp_path: Path) -> None:
+    corpus = random_corpus()
+    corpus.save(tmp_path / "job" / "corpus.safetensors")
+    loaded = Corpus.load(tmp_path / "job" / "corpus.safetensors")
+    for name in ("tokens", "target", "bounds"):
+        np.testing.assert_array_equal(getattr(loaded, name), getattr(corpus, name))
+        assert getattr(loaded, name).dtype == getattr(corpus, name).dtype
+    assert (loaded.rows, loaded.target_tokens) == (corpus.rows, corpus.target_tokens)
+
+
+def test_corrupt_corpora_are_refused(tmp_path: Path) -> None:
+    path = tmp_path / "corpus.safetensors"
+    with pytest.raises(CheckpointUnreadable):
+        Corpus.load(path)
+    random_corpus().save(path)
+    path.write_bytes(path.read_bytes()[:-4])
+    with pytest.raises(CheckpointUnreadable):
+        Corpus.load(path)
+    path.write_bytes(b"\x80\x04K\x01.")
+    with pytest.raises(CheckpointUnreadable):
+        Corpus.load(path)
+    good = random_corpus()
+    broken = [
+        Corpus(good.tokens, good.target, good.bounds[:-1]),
+        Corpus(good.tokens, good.target[:-1], good.bounds),
+        Corpus(good.tokens, good.target * 2, good.bounds),
+        Corpus(-good.tokens, good.target, good.bounds),
+        Corpus(good.tokens, np.ones_like(good.target), good.bounds),
+        Corpus(good.tokens, good.target, good.bounds[::-1].copy()),
+        Corpus(good.tokens, good.target, np.sort(np.append(good.bounds, good.bounds[1]))),
+        Corpus(good.tokens.astype(np.int64), good.target, good.bounds),
+        Corpus(good.tokens, good.target, np.zeros(0, np.int64)),
+    ]
+    for corpus in broken:
+        corpus.save(path)
+        with pytest.raises(CheckpointUnreadable, match="damaged"):
+            Corpus.load(path)

@@ -1,0 +1,177 @@
+from __future__ import annotations
+
+import math
+
+import msgspec
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from coserve.errors import InvalidRequest
+from coserve.finetune.job import MAX_EPOCHS, MAX_STEPS, Plan, check_training, longest_row, pack
+from coserve.types import JobState, Schedule, TrainingSettings
+
+LENGTHS = st.lists(st.integers(2, 40), min_size=1, max_size=30)
+
+
+def plan(lengths: list[int], limit: int = 1000, **settings: object) -> Plan:
+    return Plan(np.array(lengths, np.int64), TrainingSettings(**settings), limit)
+
+
+def rows_of(steps: Plan, step: int) -> list[int]:
+    return [row for micro in steps.step(step).micro_batches for row in micro]
+
+
+@given(LENGTHS, st.integers(1, 3), st.integers(1, 80), st.integers(1, 60), st.integers(0, 5), st.sampled_from([0, 0.3]))
+def test_every_epoch_reads_every_row_once(
+    lengths: list[int], epochs: int, batch: int, micro: int, seed: int, split: float
+) -> None:
+    if split and len(lengths) < 2:
+        return
+    settings = {"epochs": epochs, "batch_tokens": batch, "micro_batch_tokens": micro, "seed": seed}
+    one = plan(lengths, validation_split=split, **settings)
+    held = {row for micro_batch in one.validation() for row in micro_batch}
+    assert bool(held) == bool(split)
+    read: list[int] = []
+    epochs_done = []
+    for step in range(one.total_steps):
+        here = rows_of(one, step)
+        assert here and (sum(lengths[row] for row in here) <= batch or len(here) == 1)
+        for micro_batch in one.step(step).micro_batches:
+            assert micro_batch and (sum(lengths[row] for row in micro_batch) <= micro or len(micro_batch) == 1)
+        read += here
+        epochs_done.append(one.step(step).epoch)
+    share = sorted(set(range(len(lengths))) - held)
+    for epoch in range(epochs):
+        assert sorted(read[epoch * len(share) : (epoch + 1) * len(share)]) == share
+    assert len(read) == epochs * len(share)
+    assert epochs_done == sorted(epochs_done) and epochs_done[-1] == epochs
+
+
+@given(LENGTHS, st.integers(1, 40), st.integers(0, 3), st.integers(0, 40))
+def test_a_plan_is_a_function_of_its_arguments(lengths: list[int], steps: int, seed: int, start: int) -> None:
+    one, other = (plan(lengths, steps=steps, batch_tokens=50, seed=seed) for _ in range(2))
+    assert one.total_steps == steps
+    expected = [one.step(step) for step in range(steps)]
+    resumed = [other.step(step) for step in range(min(start, steps - 1), steps)]
+    assert resumed == expected[min(start, steps - 1) :]
+
+
+def test_seeds_and_epochs_differ_in_order() -> None:
+    lengths = [5] * 40
+    orders = [
+        [rows_of(plan(lengths, epochs=2, batch_tokens=200, seed=seed), step) for step in (0, 1)] for seed in (0, 1)
+    ]
+    flat = [tuple(order) for pair in orders for order in pair]
+    assert len(set(flat)) == 4 and all(sorted(order) == list(range(40)) for order in flat)
+
+
+@pytest.mark.parametrize(("epochs", "steps"), [(None, 30), (1, 10), (0.5, 5), (0.01, 1), (2.25, 22), (2.0, 20)])
+def test_fractions_of_epochs(epochs: float | None, steps: int) -> None:
+    assert plan([10] * 20, epochs=epochs, batch_tokens=20).total_steps == steps
+
+
+@given(st.lists(st.integers(1, 50), max_size=40), st.integers(1, 60))
+def test_packing_is_first_fit_in_order(sizes: list[int], limit: int) -> None:
+    bins = pack(sizes, limit)
+    assert sorted(index for one in bins for index in one) == list(range(len(sizes)))
+    for one in bins:
+        assert one == sorted(one)
+        assert sum(sizes[index] for index in one) <= limit or len(one) == 1
+    for early, late in ((a, b) for i, a in enumerate(bins) for b in bins[i + 1 :]):
+        before = sum(sizes[index] for index in early if index < late[0])
+        assert before + sizes[late[0]] > limit, "a sequence skipped a micro-batch that had room"
+
+
+def test_the_engine_bounds_micro_batches() -> None:
+    assert all(len(m) == 1 for m in plan([10] * 6, limit=12, steps=1, micro_batch_tokens=40).step(0).micro_batches)
+    training = TrainingSettings(max_length=64, micro_batch_tokens=48)
+    assert longest_row(training, 128, 1000) == 48
+    assert longest_row(TrainingSettings(), 128, 1000) == 128
+    assert longest_row(TrainingSettings(max_length=64), 128, 50) == 50
+    with pytest.raises(InvalidRequest, match="context of 32"):
+        longest_row(training, 32, 1000)
+
+
+@pytest.mark.parametrize("warmup", [0, 4])
+def test_learning_rates(warmup: int) -> None:
+    rates = {
+        schedule: [
+            plan([5] * 4, steps=12, learning_rate=1.0, warmup_steps=warmup, schedule=schedule).learning_rate(step)
+            for step in range(12)
+        ]
+        for schedule in Schedule
+    }
+    for schedule, found in rates.items():
+        assert found[:warmup] == pytest.approx([(step + 1) / (warmup + 1) for step in range(warmup)])
+        assert found[warmup] == 1.0
+        assert all(rate > 0 for rate in found)
+        falls = all(a >= b for a, b in zip(found[warmup:], found[warmup + 1 :], strict=False))
+        assert falls and (found[-1] < 0.2) == (schedule is not Schedule.CONSTANT)
+    n = 12 - warmup
+    assert rates[Schedule.LINEAR][warmup:] == pytest.approx([1 - k / n for k in range(n)])
+    assert rates[Schedule.COSINE][warmup:] == pytest.approx([(1 + math.cos(math.pi * k / n)) / 2 for k in range(n)])
+
+
+BAD = [
+    ("steps", 0),
+    ("steps", MAX_STEPS + 1),
+    ("epochs", 0.0),
+    ("epochs", math.nan),
+    ("epochs", math.inf),
+    ("epochs", MAX_EPOCHS + 1.0),
+    ("batch_tokens", 0),
+    ("micro_batch_tokens", 0),
+    ("max_length", 1),
+    ("learning_rate", 0.0),
+    ("learning_rate", -1e-4),
+    ("learning_rate", math.nan),
+    ("learning_rate", math.inf),
+    ("warmup_steps", -1),
+    ("beta1", 1.0),
+    ("beta2", -0.1),
+    ("beta2", math.nan),
+    ("eps", 0.0),
+    ("weight_decay", -1.0),
+    ("weight_decay", math.nan),
+    ("max_grad_norm", -1.0),
+    ("max_grad_norm", math.inf),
+    ("validation_split", 1.0),
+    ("validation_split", -0.5),
+    ("early_stopping_patience", 0),
+    ("early_stopping_patience", 3),
+    ("eval_steps", 0),
+    ("checkpoint_steps", 0),
+    ("seed", -1),
+    ("seed", 2**62),
+]
+
+
+@pytest.mark.parametrize(("name", "value"), BAD)
+def test_settings_that_make_no_sense(name: str, value: float) -> None:
+    training = msgspec.structs.replace(TrainingSettings(), **{name: value})
+    with pytest.raises(InvalidRequest) as refused:
+        check_training(training)
+    assert refused.value.field == f"training.{name}"
+    with pytest.raises(InvalidRequest):
+        Plan(np.array([4]), training, 64)
+
+
+def test_settings_that_do_not_fit_the_corpus() -> None:
+    with pytest.raises(InvalidRequest, match="at least 2 rows"):
+        plan([5], validation_split=0.5)
+    with pytest.raises(InvalidRequest, match="epochs or steps, got both"):
+        plan([5], epochs=1, steps=1)
+    with pytest.raises(InvalidRequest, match="over all epochs"):
+        plan([2] * 200_000, epochs=1000)
+    assert len(plan([5, 5], validation_split=0.999, steps=1).validation()[0]) == 1
+
+
+def test_moves_between_states() -> None:
+    legal = {(one, other) for one in JobState for other in JobState if one.can_become(other)}
+    assert not any(one.terminal or one is other for one, other in legal)
+    assert (JobState.QUEUED, JobState.SUCCEEDED) not in legal and (JobState.PAUSED, JobState.SUCCEEDED) not in legal
+    assert {other for one, other in legal if one is JobState.RUNNING} == set(JobState) - {JobState.RUNNING}
+    for state in (JobState.QUEUED, JobState.RUNNING, JobState.PAUSED):
+        assert {(state, JobState.FAILED), (state, JobState.CANCELLED)} <= legal

@@ -1,0 +1,244 @@
+"""The suspendable step against PEFT's own forward and torch's own backward."""
+
+from __future__ import annotations
+
+import peft
+import pytest
+import torch
+
+from coserve.adapters.init import new_adapter
+from coserve.finetune.data import Corpus
+from coserve.finetune.optim import Learner, named_tensors
+from coserve.finetune.step import PackedRows, Stepper, pack_rows, run_to_end
+from coserve.kernels.attention import PackedAttention
+from coserve.kernels.dispatch import Way
+from coserve.kernels.segments import LoraPair, Segments
+from coserve.model.base import Base, wrap_base
+from coserve.model.lora import DropoutSpec, LoraBatch, LoraWeights
+from coserve.types import LoraSettings, TrainingSettings
+from tests.support.finetuning import random_corpus, tiny_base
+from tests.support.tiny_models import tiny_model
+
+SETTINGS = LoraSettings(r=4, alpha=8)
+CPU = torch.device("cpu")
+CORPUS = random_corpus()
+
+
+def started(base: Base, settings: LoraSettings = SETTINGS, training: TrainingSettings | None = None) -> Learner:
+    """An adapter whose B is not zero, so that A has gradients too."""
+    weights = new_adapter(settings, base.spec, seed=3, dtype=torch.float32, device="cpu")
+    generator = torch.Generator().manual_seed(5)
+    sites = {
+        site: LoraPair(pair.a_RD, torch.randn(pair.b_OR.shape, generator=generator) * 0.1, pair.scaling)
+        for site, pair in weights.sites.items()
+    }
+    return Learner(LoraWeights(settings, sites), base.spec, training or TrainingSettings(), base.dtype)
+
+
+def batch(learner: Learner, rows: PackedRows, dropout: DropoutSpec | None = None) -> LoraBatch:
+    return LoraBatch(Segments((0, rows.tokens), (0,)), (learner.weights(),), Way.GROUPED, dropout)
+
+
+def gradients(
+    base: Base, packs: list[list[int]], *, settings: LoraSettings = SETTINGS, between=None, dropout=None, **options
+) -> tuple[float, list[torch.Tensor]]:
+    """Summed NLL of the micro-batches, and the gradients of the adapter's tensors."""
+    learner, stepper = started(base, settings), Stepper(base, **{"recompute": False, **options})
+    total = 0.0
+    for indices in packs:
+        rows = pack_rows(CORPUS, indices, CPU)
+        pieces = stepper.learn(rows, batch(learner, rows, dropout), learner.leaves, learner.grads)
+        total += float(run_to_end(pieces, between))
+    return total, [gradient.clone() for layer in learner.grads for gradient in layer]
+
+
+class PeftReference:
+    """The same adapter in PEFT, trained one row at a time by plain torch."""
+
+    def __init__(self, family: str, learner: Learner) -> None:
+        base = tiny_base(family)
+        targets = list({site.rsplit(".", 1)[1] for site in base.spec.sites})
+        config = peft.LoraConfig(r=4, lora_alpha=8, target_modules=targets, fan_in_fan_out=family == "gpt2")
+        self.model = peft.get_peft_model(tiny_model(family), config)
+        self.parameters: dict[str, torch.nn.Parameter] = {}
+        for site, pair in learner.masters().sites.items():
+            module = self.model.get_submodule(f"base_model.model.{site}")
+            for name, layers, tensor in (("a", module.lora_A, pair.a_RD), ("b", module.lora_B, pair.b_OR)):
+                layers["default"].weight.data.copy_(tensor)
+                self.parameters[f"{site}.{name}"] = layers["default"].weight
+
+    def nll(self, corpus: Corpus, rows: list[int]) -> torch.Tensor:
+        total = torch.zeros(())
+        for row in rows:
+            tokens, target = (torch.from_numpy(part.astype("int64")) for part in corpus.row(row))
+            logits = self.model(input_ids=tokens[None]).logits[0]
+            losses = torch.nn.functional.cross_entropy(logits[:-1], tokens[1:], reduction="none")
+            total = total + (losses * target[1:]).sum()
+        return total
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2", "gemma2", "qwen3", "phi"])
+def test_loss_and_gradients_equal_pefts(family: str) -> None:
+    base = tiny_base(family)
+    packs = [[0, 3], [1], [4, 2]]
+    total, found = gradients(base, packs)
+    learner = started(base)
+    reference = PeftReference(family, learner)
+    expected = reference.nll(CORPUS, [0, 3, 1, 4, 2])
+    expected.backward()
+    assert total == pytest.approx(float(expected.detach()), abs=1e-4)
+    names = [name for layer in _names(learner) for name in layer]
+    for name, gradient in zip(names, found, strict=True):
+        torch.testing.assert_close(gradient, reference.parameters[name].grad, rtol=1e-4, atol=1e-5, msg=name)
+
+
+def _names(learner: Learner) -> list[list[str]]:
+    by_tensor = {id(tensor): name for name, tensor in named_tensors(learner.weights())}
+    return [[by_tensor[id(leaf)] for leaf in layer] for layer in learner.leaves]
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+def test_five_optimizer_steps_equal_pefts(family: str) -> None:
+    base = tiny_base(family)
+    training = TrainingSettings(learning_rate=0.02, weight_decay=0.1, max_grad_norm=0.5)
+    learner, stepper = started(base, training=training), Stepper(base, recompute=False)
+    reference = PeftReference(family, learner)
+    adamw = torch.optim.AdamW(list(reference.parameters.values()), lr=0.02, weight_decay=0.1)
+    curve, expected_curve = [], []
+    for step in range(5):
+        indices = [step % 6, (step + 2) % 6, (step + 3) % 6]
+        rows = [pack_rows(CORPUS, part, CPU) for part in (indices[:2], indices[2:])]
+        targets = sum(part.targets for part in rows)
+        nll = sum(
+            float(run_to_end(stepper.learn(part, batch(learner, part), learner.leaves, learner.grads))) for part in rows
+        )
+        learner.update(targets=targets, learning_rate=0.02)
+        curve.append(nll / targets)
+        loss = reference.nll(CORPUS, indices) / targets
+        adamw.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(list(reference.parameters.values()), 0.5)
+        adamw.step()
+        expected_curve.append(float(loss.detach()))
+    assert curve == pytest.approx(expected_curve, abs=1e-5)
+    for name, tensor in named_tensors(learner.masters()):
+        torch.testing.assert_close(tensor, reference.parameters[name].data, rtol=1e-4, atol=2e-5, msg=name)
+
+
+def test_micro_batches_add_up_to_the_full_batch() -> None:
+    base = tiny_base("llama")
+    total, whole = gradients(base, [[0, 1, 2, 3, 4, 5]])
+    parts, split = gradients(base, [[0], [5, 2], [1, 3, 4]])
+    assert total == pytest.approx(parts, abs=1e-4)
+    for one, other in zip(whole, split, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("dropout", [None, DropoutSpec(0.3, 11)])
+def test_recomputing_changes_no_bit(dropout: DropoutSpec | None) -> None:
+    base = tiny_base("llama")
+    total, kept = gradients(base, [[0, 1], [2]], dropout=dropout)
+    again, recomputed = gradients(base, [[0, 1], [2]], dropout=dropout, recompute=True)
+    assert total == again
+    assert all(torch.equal(one, other) for one, other in zip(kept, recomputed, strict=True))
+    if dropout is not None:
+        assert gradients(base, [[0, 1], [2]])[0] != total
+
+
+def test_small_pieces_of_the_head_change_nothing() -> None:
+    base = tiny_base("gemma2")
+    total, whole = gradients(base, [[0, 1, 2, 3, 4, 5]])
+    parts, split = gradients(base, [[0, 1, 2, 3, 4, 5]], logits_at_once=1)
+    assert total == pytest.approx(parts, abs=1e-4)
+    for one, other in zip(whole, split, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
+
+
+def test_inference_between_the_pieces_changes_nothing() -> None:
+    base = tiny_base("llama")
+    other = new_adapter(LoraSettings(r=2, init="orthogonal"), base.spec, seed=1, dtype=torch.float32, device="cpu")
+    tokens, positions = torch.arange(10), torch.arange(10)
+    served = LoraBatch(Segments((0, 10), (0,)), (other,), Way.GROUPED)
+    seen = []
+
+    def infer() -> None:
+        assert torch.is_grad_enabled() and base.sites.batch is None, "a suspended piece holds a context"
+        with torch.no_grad():
+            seen.append(base.forward(tokens, positions, PackedAttention((0, 10)), lora=served, keep=None))
+
+    alone = gradients(base, [[0, 1], [2]])
+    between = gradients(base, [[0, 1], [2]], between=infer)
+    assert alone[0] == between[0]
+    assert all(torch.equal(one, other) for one, other in zip(alone[1], between[1], strict=True))
+    assert all(torch.equal(logits, seen[0]) for logits in seen)
+
+
+def test_pieces_are_layers() -> None:
+    base = tiny_base("llama")
+    pieces = 0
+
+    def count() -> None:
+        nonlocal pieces
+        pieces += 1
+
+    gradients(base, [[0]], between=count)
+    assert pieces + 1 == len(base.layers) + 1 + len(base.layers)
+
+
+def test_layers_below_the_lowest_target_have_no_backward() -> None:
+    base = tiny_base("llama")
+    settings = LoraSettings(r=4, alpha=8, targets=("model.layers.1.self_attn.q_proj", "model.layers.1.mlp.down_proj"))
+    pieces = 0
+
+    def count() -> None:
+        nonlocal pieces
+        pieces += 1
+
+    for recompute in (False, True):
+        pieces = 0
+        _, found = gradients(base, [[0]], settings=settings, between=count, recompute=recompute)
+        assert pieces + 1 == len(base.layers) + 1 + 1
+        assert len(found) == 4 and all(gradient.abs().sum() > 0 for gradient in found)
+
+
+def test_measuring_equals_learning_without_gradients() -> None:
+    base = tiny_base("llama")
+    learner, stepper = started(base), Stepper(base, recompute=False, logits_at_once=1)
+    rows = pack_rows(CORPUS, [0, 2, 4], CPU)
+    measured = run_to_end(stepper.measure(rows, batch(learner, rows)))
+    learned = run_to_end(stepper.learn(rows, batch(learner, rows), learner.leaves, learner.grads))
+    assert float(measured) == pytest.approx(float(learned), abs=1e-6)
+
+
+def test_the_base_gets_no_gradients() -> None:
+    base = tiny_base("llama")
+    before = {name: parameter.clone() for name, parameter in base.model.named_parameters()}
+    gradients(base, [[0, 1]])
+    for name, parameter in base.model.named_parameters():
+        assert parameter.grad is None and not parameter.requires_grad
+        assert torch.equal(parameter, before[name])
+
+
+def test_a_base_that_is_not_frozen_is_a_bug() -> None:
+    base = tiny_base("llama")
+    next(base.model.parameters()).requires_grad_()
+    with pytest.raises(AssertionError, match="frozen"):
+        Stepper(base, recompute=False)
+
+
+def test_bfloat16_base_learns_in_float32() -> None:
+    base = wrap_base(tiny_model("llama").to(torch.bfloat16), name="llama")
+    total, found = gradients(base, [[0, 1], [2]])
+    assert all(gradient.dtype == torch.float32 for gradient in found)
+    exact, expected = gradients(tiny_base("llama"), [[0, 1], [2]])
+    assert total == pytest.approx(exact, rel=0.05)
+    flat, expected_flat = (torch.cat([g.flatten() for g in grads]) for grads in (found, expected))
+    assert torch.nn.functional.cosine_similarity(flat, expected_flat, dim=0) > 0.98
+
+
+def test_packing_keeps_rows_apart() -> None:
+    rows = pack_rows(CORPUS, [3, 0], CPU)
+    assert rows.bounds == (0, 3, 12)
+    assert rows.positions_T.tolist() == [*range(3), *range(9)]
+    assert rows.targets == sum(int(CORPUS.row(row)[1].sum()) for row in (3, 0))
+    assert torch.equal(rows.tokens_T[rows.keep_K + 1], rows.labels_K)

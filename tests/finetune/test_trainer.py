@@ -1,0 +1,383 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import msgspec
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from coserve.adapters.files import load_adapter
+from coserve.adapters.init import new_adapter
+from coserve.errors import AdapterNotFound, CheckpointUnreadable, CorruptAdapter, InvalidRequest, StorageFull
+from coserve.finetune.checkpoint import STATE, TENSORS
+from coserve.finetune.optim import Learner
+from coserve.kernels.attention import PackedAttention
+from coserve.kernels.dispatch import Way
+from coserve.kernels.segments import Segments
+from coserve.link import JobCheckpoint, JobFailed, JobProgress, JobSucceeded
+from coserve.model.base import Base
+from coserve.model.lora import LoraBatch, LoraWeights
+from coserve.state.failpoints import armed
+from coserve.types import AdapterRef, LoraSettings, Schedule
+from tests.support.finetuning import Bench, job_spec, metrics_of, random_corpus, tiny_base
+
+CORPUS = random_corpus()
+REF = AdapterRef("learned", 1)
+
+
+@pytest.fixture(scope="module")
+def base() -> Base:
+    return tiny_base("llama")
+
+
+def logits(base: Base, weights: LoraWeights) -> torch.Tensor:
+    batch = LoraBatch(Segments((0, 6), (0,)), (weights,), Way.GROUPED)
+    with torch.no_grad():
+        return base.forward(torch.arange(6), torch.arange(6), PackedAttention((0, 6)), lora=batch, keep=None)
+
+
+def saved_tensors(bench: Bench) -> dict[str, torch.Tensor]:
+    return load_file(bench.folder.adapter(REF) / "adapter_model.safetensors")
+
+
+def same_tensors(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
+    return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+
+
+def test_a_job_learns_and_publishes(base: Base, tmp_path: Path) -> None:
+    bench = Bench(base, tmp_path)
+    spec = bench.place(
+        CORPUS, job_spec(CORPUS, steps=25, checkpoint_steps=10, schedule=Schedule.COSINE, warmup_steps=3)
+    )
+    messages = bench.train(spec)
+    metrics = metrics_of(messages)
+    assert [m.step for m in metrics] == list(range(1, 26))
+    assert metrics[-1].loss < metrics[0].loss - 0.5
+    assert (
+        metrics[0].learning_rate < metrics[3].learning_rate == spec.training.learning_rate > metrics[-1].learning_rate
+    )
+    assert [m.step for m in messages if isinstance(m, JobCheckpoint)] == [10, 20]
+    done = messages[-1]
+    assert done == JobSucceeded(
+        id=spec.id, ref=REF, final_loss=metrics[-1].loss, trained_tokens=sum(m.tokens for m in metrics)
+    )
+    assert bench.residency.resident() == (REF,)
+    served = bench.residency.acquire(REF)
+    saved = load_adapter(bench.folder.adapter(REF), base.spec, device="cpu", dtype=torch.float32)
+    assert torch.equal(logits(base, served), logits(base, saved))
+    assert all(not pair.a_RD.requires_grad for pair in served.sites.values())
+
+
+@pytest.mark.parametrize("pieces", [1, 3, 7])
+def test_slices_change_nothing(base: Base, tmp_path: Path, pieces: int) -> None:
+    whole, cut = Bench(base, tmp_path / "whole"), Bench(base, tmp_path / "cut")
+    expected = whole.train(whole.place(CORPUS, job_spec(CORPUS, validation_split=0.3, eval_steps=2)))
+    assert cut.train(cut.place(CORPUS, job_spec(CORPUS, validation_split=0.3, eval_steps=2)), pieces=pieces) == expected
+
+
+def test_advance_stops_at_the_end_of_a_micro_batch(base: Base, tmp_path: Path) -> None:
+    bench = Bench(base, tmp_path)
+    spec = bench.place(CORPUS, job_spec(CORPUS, batch_tokens=100, micro_batch_tokens=16, steps=1))
+    bench.trainer.start(spec)
+    assert not bench.trainer.mid_batch(spec.id)
+    assert bench.trainer.advance(spec.id, 2) == [] and bench.trainer.mid_batch(spec.id)
+    assert bench.trainer.advance(spec.id, None) == [] and not bench.trainer.mid_batch(spec.id)
+    assert bench.trainer.advance(spec.id, 1000) == [] and not bench.trainer.mid_batch(spec.id)
+    assert isinstance(bench.run(spec.id)[-1], JobSucceeded)
+
+
+def test_jobs_that_alternate_learn_what_they_learn_alone(base: Base, tmp_path: Path) -> None:
+    other_corpus = random_corpus(5)
+    specs = [
+        (CORPUS, job_spec(CORPUS, "one", dropout=0.2)),
+        (other_corpus, job_spec(other_corpus, "two", adapter="other", r=2, seed=1, targets=("q_proj", "down_proj"))),
+    ]
+    alone, together = Bench(base, tmp_path / "alone"), Bench(base, tmp_path / "together")
+    expected = [metrics_of(alone.train(alone.place(corpus, spec))) for corpus, spec in specs]
+    for corpus, spec in specs:
+        together.trainer.start(together.place(corpus, spec))
+    found = {spec.id: [] for _, spec in specs}
+    for turn in range(200):
+        for id, messages in found.items():
+            if not messages or not isinstance(messages[-1], JobSucceeded):
+                messages += together.trainer.advance(id, 1 + turn % 4)
+    assert [metrics_of(messages) for messages in found.values()] == expected
+
+
+RESUMED = {
+    "plain": {},
+    "dropout": {"dropout": 0.3, "weight_decay": 0.1},
+    "validation": {"validation_split": 0.3, "eval_steps": 2, "early_stopping_patience": 1},
+}
+
+
+@pytest.mark.parametrize("changes", RESUMED.values(), ids=RESUMED.keys())
+@pytest.mark.parametrize("cut_at", [1, 3, 5, 9, 17, 23, 32])
+def test_a_resumed_job_ends_as_the_uninterrupted_one(
+    base: Base, tmp_path: Path, changes: dict[str, object], cut_at: int
+) -> None:
+    """Cut after any number of pieces, in the middle of an epoch, of a micro-batch or of an evaluation."""
+    whole, cut = Bench(base, tmp_path / "whole"), Bench(base, tmp_path / "cut")
+    spec = job_spec(CORPUS, steps=6, checkpoint_steps=2, **changes)
+    expected = whole.train(whole.place(CORPUS, spec))
+    cut.trainer.start(cut.place(CORPUS, spec))
+    before = [m for _ in range(cut_at) for m in cut.trainer.advance(spec.id, 1)]
+    assert not isinstance(before[-1] if before else None, JobSucceeded)
+    cut.trainer.checkpoint(spec.id)
+    again = Bench(base, tmp_path / "cut")
+    started = again.trainer.start(spec)
+    after = again.run(spec.id)
+    steps = {m.step: m for m in [*metrics_of(before), *metrics_of(after)]}
+    assert list(steps.values()) == metrics_of(expected)
+    assert started.resumed_from in (len(metrics_of(before)), len(metrics_of(before)) + 1)
+    assert after[-1] == expected[-1]
+    assert same_tensors(saved_tensors(whole), saved_tensors(again))
+
+
+def test_a_killed_job_resumes_from_the_last_checkpoint_on_its_way(base: Base, tmp_path: Path) -> None:
+    whole, cut = Bench(base, tmp_path / "whole"), Bench(base, tmp_path / "cut")
+    spec = job_spec(CORPUS, steps=6, checkpoint_steps=2)
+    expected = whole.train(whole.place(CORPUS, spec))
+    cut.trainer.start(cut.place(CORPUS, spec))
+    cut.run(spec.id, until=lambda m: isinstance(m, JobProgress) and m.metrics.step == 5)
+    again = Bench(base, tmp_path / "cut")
+    assert again.trainer.start(spec).resumed_from == 4
+    after = again.run(spec.id)
+    assert metrics_of(after) == metrics_of(expected)[4:]
+    assert after[-1] == expected[-1]
+
+
+def test_checkpoints_are_few_and_not_repeated(base: Base, tmp_path: Path) -> None:
+    bench = Bench(base, tmp_path, keep_checkpoints=2)
+    spec = bench.place(CORPUS, job_spec(CORPUS, steps=8, checkpoint_steps=1))
+    bench.trainer.start(spec)
+    assert bench.trainer.checkpoint(spec.id) is None
+    bench.run(spec.id, until=lambda m: isinstance(m, JobCheckpoint) and m.step == 5)
+    assert [step for step, _ in bench.folder.checkpoints(spec.id)] == [4, 5]
+    assert bench.trainer.checkpoint(spec.id) is None
+    bench.trainer.advance(spec.id, 1)
+    assert bench.trainer.mid_batch(spec.id)
+    assert bench.trainer.checkpoint(spec.id) is None and not bench.trainer.mid_batch(spec.id)
+
+
+@pytest.mark.parametrize("damage", ["truncate", "garbage", "missing", "state", "other_job", "other_rank"])
+def test_a_damaged_checkpoint_is_left_aside(base: Base, tmp_path: Path, damage: str) -> None:
+    whole, cut = Bench(base, tmp_path / "whole"), Bench(base, tmp_path / "cut")
+    spec = job_spec(CORPUS, steps=6, checkpoint_steps=2)
+    expected = whole.train(whole.place(CORPUS, spec))
+    cut.trainer.start(cut.place(CORPUS, spec))
+    cut.run(spec.id, until=lambda m: isinstance(m, JobCheckpoint) and m.step == 4)
+    last = cut.folder.checkpoint(spec.id, 4)
+    match damage:
+        case "truncate":
+            (last / TENSORS).write_bytes((last / TENSORS).read_bytes()[:-8])
+        case "garbage":
+            (last / TENSORS).write_bytes(b"\x80\x04garbage")
+        case "missing":
+            (last / TENSORS).unlink()
+        case "state":
+            (last / STATE).write_text("{")
+        case "other_job":
+            state = json.loads((last / STATE).read_text())
+            (last / STATE).write_text(json.dumps(state | {"job": "job-2"}))
+        case "other_rank":
+            (last / TENSORS).write_bytes(_tensors_of_rank(base, tmp_path, 2))
+    again = Bench(base, tmp_path / "cut")
+    assert again.trainer.start(spec).resumed_from == 2
+    after = again.run(spec.id)
+    assert metrics_of(after) == metrics_of(expected)[2:] and after[-1] == expected[-1]
+
+
+def _tensors_of_rank(base: Base, tmp_path: Path, rank: int) -> bytes:
+    other = Bench(base, tmp_path / "other")
+    other.trainer.start(other.place(CORPUS, job_spec(CORPUS, r=rank, checkpoint_steps=1)))
+    other.run("job-1", until=lambda m: isinstance(m, JobCheckpoint))
+    return (other.folder.checkpoint("job-1", 1) / TENSORS).read_bytes()
+
+
+def test_without_a_readable_checkpoint_the_job_starts_over(base: Base, tmp_path: Path) -> None:
+    bench = Bench(base, tmp_path)
+    spec = bench.place(CORPUS, job_spec(CORPUS, checkpoint_steps=2))
+    bench.trainer.start(spec)
+    bench.run(spec.id, until=lambda m: isinstance(m, JobCheckpoint))
+    (bench.folder.checkpoint(spec.id, 2) / STATE).unlink()
+    assert Bench(base, tmp_path).trainer.start(spec).resumed_from == 0
+
+
+def test_recomputing_gives_the_same_job(base: Base, tmp_path: Path) -> None:
+    kept, recomputed = Bench(base, tmp_path / "kept"), Bench(base, tmp_path / "recomputed", recompute=True)
+    spec = job_spec(CORPUS, dropout=0.2)
+    assert kept.train(kept.place(CORPUS, spec)) == recomputed.train(recomputed.place(CORPUS, spec))
+
+
+def test_continuing_an_adapter_starts_from_its_files(base: Base, tmp_path: Path) -> None:
+    bench = Bench(base, tmp_path)
+    bench.train(bench.place(CORPUS, job_spec(CORPUS, steps=12)))
+    onward = bench.place(CORPUS, job_spec(CORPUS, "job-2", version=2, init_from=REF, learning_rate=1e-9, steps=1))
+    bench.train(onward)
+    one, two = (bench.residency.acquire(AdapterRef("learned", version)) for version in (1, 2))
+    torch.testing.assert_close(logits(base, one), logits(base, two))
+    fresh = new_adapter(LoraSettings(r=4), base.spec, seed=7, dtype=torch.float32, device="cpu")
+    assert (logits(base, fresh) - logits(base, two)).abs().max() > 0.1
+
+
+def test_what_cannot_start_says_why(base: Base, tmp_path: Path) -> None:
+    bench = Bench(base, tmp_path)
+    spec = job_spec(CORPUS)
+    with pytest.raises(CheckpointUnreadable, match="corpus"):
+        bench.trainer.start(spec)
+    bench.place(CORPUS, spec)
+    with pytest.raises(AdapterNotFound):
+        bench.trainer.start(job_spec(CORPUS, init_from=AdapterRef("nobody", 3)))
+    with pytest.raises(InvalidRequest, match="targets"):
+        bench.trainer.start(job_spec(CORPUS, targets=("nowhere",)))
+    with pytest.raises(InvalidRequest):
+        bench.trainer.start(job_spec(CORPUS, learning_rate=float("nan")))
+    folder = bench.folder.adapter(AdapterRef("broken", 1))
+    folder.mkdir(parents=True)
+    with pytest.raises(CorruptAdapter):
+        bench.trainer.start(job_spec(CORPUS, init_from=AdapterRef("broken", 1)))
+    large = random_corpus()
+    large.tokens[3] = 5000
+    bench.place(large, spec)
+    with pytest.raises(CheckpointUnreadable, match="tokens that the base does not know"):
+        bench.trainer.start(spec)
+    bench.place(CORPUS, spec)
+    assert bench.trainer.start(spec).resumed_from == 0
+
+
+def test_a_loss_that_is_not_finite_fails_the_job(tmp_path: Path) -> None:
+    own = tiny_base("llama")
+    bench = Bench(own, tmp_path)
+    spec = bench.place(CORPUS, job_spec(CORPUS, steps=8))
+    bench.trainer.start(spec)
+    bench.run(spec.id, until=lambda m: isinstance(m, JobProgress))
+    with torch.no_grad():
+        own.model.lm_head.weight[5] = float("inf")
+    (failed,) = bench.run(spec.id)
+    assert isinstance(failed, JobFailed) and failed.code == "non_finite_loss"
+    assert bench.residency.resident() == () and not bench.folder.adapter(REF).exists()
+
+
+def test_a_diverging_job_fails(base: Base, tmp_path: Path) -> None:
+    bench = Bench(base, tmp_path)
+    changes = {"learning_rate": 100, "max_grad_norm": 0, "weight_decay": 1e15, "steps": 9}
+    messages = bench.train(bench.place(CORPUS, job_spec(CORPUS, **changes)))
+    assert isinstance(messages[-1], JobFailed) and messages[-1].code == "non_finite_loss"
+
+
+def test_weights_that_the_last_step_broke_are_not_published(
+    base: Base, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    update = Learner.update
+
+    def breaking(self: Learner, *, targets: int, learning_rate: float) -> float:
+        norm = update(self, targets=targets, learning_rate=learning_rate)
+        next(iter(self._masters.values()))[0, 0] = float("nan")
+        return norm
+
+    monkeypatch.setattr(Learner, "update", breaking)
+    bench = Bench(base, tmp_path)
+    messages = bench.train(bench.place(CORPUS, job_spec(CORPUS, steps=1)))
+    assert isinstance(messages[-1], JobFailed) and messages[-1].code == "non_finite_loss"
+    assert bench.residency.resident() == () and not bench.folder.adapter(REF).exists()
+
+
+def test_validation_measures_held_back_rows(base: Base, tmp_path: Path) -> None:
+    bench = Bench(base, tmp_path)
+    metrics = metrics_of(
+        bench.train(bench.place(CORPUS, job_spec(CORPUS, validation_split=0.3, eval_steps=3, steps=7)))
+    )
+    assert [m.step for m in metrics if m.valid_loss is not None] == [3, 6, 7]
+
+
+def test_early_stopping_publishes_the_best_weights(base: Base, tmp_path: Path) -> None:
+    bench = Bench(base, tmp_path)
+    changes = {"validation_split": 0.3, "eval_steps": 1, "steps": 40, "learning_rate": 0.05}
+    spec = bench.place(CORPUS, job_spec(CORPUS, early_stopping_patience=2, **changes))
+    metrics = metrics_of(bench.train(spec))
+    losses = [m.valid_loss for m in metrics if m.valid_loss is not None]
+    assert len(metrics) < 40 and min(losses) == losses[-3]
+    best = losses.index(min(losses)) + 1
+    short = Bench(base, tmp_path / "short")
+    constant = {"schedule": Schedule.CONSTANT, "warmup_steps": 0}
+    long = bench.place(CORPUS, job_spec(CORPUS, "job-2", version=2, early_stopping_patience=2, **changes, **constant))
+    best = _best_step(metrics_of(bench.train(long)))
+    short.train(short.place(CORPUS, job_spec(CORPUS, **(changes | {"steps": best}), **constant)))
+    stopped = bench.residency.acquire(AdapterRef("learned", 2))
+    assert torch.equal(logits(base, stopped), logits(base, short.residency.acquire(REF)))
+
+
+def _best_step(metrics) -> int:
+    return min((m.valid_loss, m.step) for m in metrics if m.valid_loss is not None)[1]
+
+
+def test_a_full_disk_costs_a_checkpoint_not_the_job(base: Base, tmp_path: Path) -> None:
+    bench = Bench(base, tmp_path)
+    spec = bench.place(CORPUS, job_spec(CORPUS, checkpoint_steps=1))
+    bench.trainer.start(spec)
+    with armed("checkpoint.before_file_fsync=ENOSPC"):
+        messages = bench.run(spec.id, until=lambda m: isinstance(m, JobProgress) and m.metrics.step == 2)
+        assert not any(isinstance(m, JobCheckpoint) for m in messages)
+        with pytest.raises(StorageFull):
+            bench.trainer.checkpoint(spec.id)
+    messages = bench.run(spec.id)
+    assert [m.step for m in messages if isinstance(m, JobCheckpoint)] == [3]
+    assert isinstance(messages[-1], JobSucceeded)
+
+
+@pytest.mark.parametrize("point", ["adapter.before_rename", "adapter.publish", "finetune.mid_step"])
+def test_a_disk_that_fails_the_adapter_fails_the_job(base: Base, tmp_path: Path, point: str) -> None:
+    bench = Bench(base, tmp_path)
+    spec = bench.place(CORPUS, job_spec(CORPUS))
+    with armed(f"{point}=ENOSPC") as state:
+        messages = bench.train(spec)
+        assert state.hits[point] == 1
+    assert isinstance(messages[-1], JobFailed) and messages[-1].code == "storage_full"
+    assert bench.residency.resident() == ()
+
+
+def test_publishing_again_after_a_crash_replaces_the_files(base: Base, tmp_path: Path) -> None:
+    bench = Bench(base, tmp_path)
+    spec = bench.place(CORPUS, job_spec(CORPUS, checkpoint_steps=2))
+    first = bench.train(spec)
+    content = saved_tensors(bench)
+    again = Bench(base, tmp_path)
+    assert again.train(spec)[-1] == first[-1]
+    assert same_tensors(saved_tensors(again), content)
+
+
+def test_other_micro_batches_learn_the_same(base: Base, tmp_path: Path) -> None:
+    curves = []
+    for size in (12, 24, None):
+        bench = Bench(base, tmp_path / str(size))
+        messages = bench.train(bench.place(CORPUS, job_spec(CORPUS, micro_batch_tokens=size)))
+        curves.append([m.loss for m in metrics_of(messages)])
+    assert curves[0] == pytest.approx(curves[1], abs=1e-5)
+    assert curves[0] == pytest.approx(curves[2], abs=1e-5)
+
+
+def test_gpt2_learns_too(tmp_path: Path) -> None:
+    bench = Bench(tiny_base("gpt2"), tmp_path)
+    metrics = metrics_of(bench.train(bench.place(CORPUS, job_spec(CORPUS, steps=15))))
+    assert metrics[-1].loss < metrics[0].loss
+
+
+def test_seconds_are_those_of_the_slices(base: Base, tmp_path: Path) -> None:
+    bench = Bench(base, tmp_path)
+    spec = bench.place(CORPUS, job_spec(CORPUS, steps=1, batch_tokens=5, targets=("q_proj",)))
+    now = [0.0]
+    bench.trainer._clock = lambda: now.__setitem__(0, now[0] + 1.0) or now[0]
+    bench.trainer.start(spec)
+    messages = []
+    while not messages:
+        now[0] += 1000
+        messages = bench.trainer.advance(spec.id, 1)
+    assert 0 < metrics_of(messages)[0].seconds < 100
+
+
+def test_spec_survives_its_wire(base: Base) -> None:
+    spec = job_spec(CORPUS, dropout=0.1)
+    assert msgspec.json.decode(msgspec.json.encode(spec), type=type(spec)) == spec

@@ -1,0 +1,105 @@
+"""Small jobs on tiny random bases."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import msgspec
+import numpy as np
+
+from coserve.adapters.files import load_adapter
+from coserve.adapters.residency import Residency
+from coserve.finetune.data import Corpus
+from coserve.finetune.trainer import Trainer
+from coserve.kernels.dispatch import Way
+from coserve.link import FromEngine, JobFailed, JobProgress, JobSucceeded
+from coserve.model.base import Base, wrap_base
+from coserve.state.folder import DataFolder
+from coserve.types import AdapterRef, JobSpec, LoraSettings, StepMetrics, TrainingSettings
+from tests.support.tiny_models import VOCAB, tiny_model
+
+
+def tiny_base(family: str) -> Base:
+    return wrap_base(tiny_model(family), name=family)
+
+
+def random_corpus(seed: int = 0, lengths: Sequence[int] = (9, 5, 12, 3, 7, 8), learned: float = 0.6) -> Corpus:
+    """Rows of random tokens, about `learned` of them targets, at least the last."""
+    random = np.random.default_rng(seed)
+    bounds = np.cumsum([0, *lengths]).astype(np.int64)
+    tokens = random.integers(3, VOCAB, bounds[-1]).astype(np.int32)
+    target = (random.random(bounds[-1]) < learned).astype(np.uint8)
+    target[bounds[1:] - 1] = 1
+    target[bounds[:-1]] = 0
+    return Corpus(tokens, target, bounds)
+
+
+def job_spec(corpus: Corpus, id: str = "job-1", **changes: object) -> JobSpec:
+    """A job of four steps; `changes` replace fields of the spec, of `lora` or of `training`."""
+    lora = LoraSettings(r=4)
+    training = TrainingSettings(steps=4, batch_tokens=24, micro_batch_tokens=16, learning_rate=0.01, seed=7)
+    for name, value in changes.items():
+        if name in LoraSettings.__struct_fields__:
+            lora = msgspec.structs.replace(lora, **{name: value})
+        elif name in TrainingSettings.__struct_fields__:
+            training = msgspec.structs.replace(training, **{name: value})
+        else:
+            assert name in ("adapter", "version", "init_from"), name
+    own = {name: value for name, value in changes.items() if name in ("adapter", "version", "init_from")}
+    spec = JobSpec(
+        id=id,
+        adapter="learned",
+        version=1,
+        init_from=None,
+        lora=lora,
+        training=training,
+        rows=corpus.rows,
+        tokens=len(corpus.tokens),
+        target_tokens=corpus.target_tokens,
+    )
+    return msgspec.structs.replace(spec, **own)
+
+
+class Bench:
+    """A trainer over a data folder, as the engine has it."""
+
+    def __init__(self, base: Base, root: Path, *, recompute: bool = False, keep_checkpoints: int = 2) -> None:
+        self.base, self.folder = base, DataFolder(root)
+        self.residency = Residency(self._load_adapter, 4)
+        self.trainer = Trainer(
+            base,
+            self.residency,
+            self.folder,
+            micro_batch_tokens=64,
+            recompute=recompute,
+            keep_checkpoints=keep_checkpoints,
+            way=Way.GROUPED,
+            clock=lambda: 0.0,
+        )
+
+    def _load_adapter(self, ref: AdapterRef):
+        return load_adapter(self.folder.adapter(ref), self.base.spec, device="cpu", dtype=self.base.dtype)
+
+    def place(self, corpus: Corpus, spec: JobSpec) -> JobSpec:
+        corpus.save(self.folder.corpus(spec.id))
+        return spec
+
+    def run(
+        self, job: str, *, pieces: int | None = None, until: Callable[[FromEngine], bool] = lambda message: False
+    ) -> list[FromEngine]:
+        """Slices of `pieces` until the job ends, or a message satisfies `until`."""
+        messages: list[FromEngine] = []
+        while not messages or not (isinstance(messages[-1], JobSucceeded | JobFailed) or any(map(until, messages))):
+            messages += self.trainer.advance(job, pieces)
+        return messages
+
+    def train(self, spec: JobSpec, *, pieces: int | None = None) -> list[FromEngine]:
+        self.trainer.start(spec)
+        messages = self.run(spec.id, pieces=pieces)
+        self.trainer.drop(spec.id)
+        return messages
+
+
+def metrics_of(messages: Sequence[FromEngine]) -> list[StepMetrics]:
+    return [message.metrics for message in messages if isinstance(message, JobProgress)]
