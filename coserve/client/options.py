@@ -66,15 +66,17 @@ def finetune_request(
     training: TrainingSettings | Mapping[str, Any] | None,
     metadata: Mapping[str, str] | None,
 ) -> FinetuneRequest:
-    return FinetuneRequest(
+    request = FinetuneRequest(
         adapter=adapter,
         data=None if data is None else [dict(row) for row in data],
         path=path,
         continue_from=continue_from,
         lora=None if lora is None else as_struct(lora, LoraSettings, "lora"),
-        training=TrainingSettings() if training is None else as_struct(training, TrainingSettings, "training"),
         metadata=dict(metadata or {}),
     )
+    if training is None:
+        return request  # the daemon's defaults hold, not ours
+    return msgspec.structs.replace(request, training=as_struct(training, TrainingSettings, "training"))
 
 
 def corpus_upload(request: FinetuneRequest, file: Path | bytes) -> Upload:

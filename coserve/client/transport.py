@@ -131,7 +131,7 @@ def _payload(body: bytes | Upload | None, opened: list[Callable[[], None]]) -> b
     if not isinstance(body, Upload):
         return body
     form = aiohttp.FormData(default_to_multipart=True)
-    form.add_field("settings", body.settings, content_type="application/json")
+    form.add_field("settings", body.settings.decode(), content_type="application/json")
     for name, content in body.files:
         if isinstance(content, bytes):
             form.add_field("file", content, filename=name, content_type="application/octet-stream")

@@ -1,0 +1,186 @@
+"""What each call sends."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from coserve.client import Request, Response, Upload
+from coserve.errors import EngineUnavailable, InvalidRequest
+from coserve.schemas import Adapter, AdapterList, ChatMessage, DeletedAdapter, Health, JobList
+from coserve.types import LoraSettings, TrainingSettings
+from tests.support.sdk import GENERATED, Daemon, chunk, job, refusal, reply, stream_of
+
+ADAPTER = Adapter(
+    id="a",
+    version=2,
+    ref="a@2",
+    rank=8,
+    alpha=16.0,
+    targets=["q_proj"],
+    base="tiny",
+    base_fingerprint="f",
+    source="import",
+    created_at=1.0,
+    bytes=10,
+    sha256="0",
+    resident=False,
+)
+HEALTH = Health(
+    status="degraded",
+    version="0",
+    uptime=1.0,
+    engine_alive=False,
+    engine_restarts=1,
+    base=None,
+    lora_way=None,
+    kv_tokens=None,
+    notes=[],
+    waiting=0,
+    running=0,
+    jobs=0,
+    adapters_resident=0,
+)
+
+
+def sent(request: Request) -> tuple[str, str, Any]:
+    body = request.body
+    return request.method, request.path, msgspec.json.decode(body) if isinstance(body, bytes) else body
+
+
+async def test_generate_sends_what_was_said_and_nothing_else() -> None:
+    daemon = Daemon(*[reply(GENERATED) for _ in range(3)])
+    assert await daemon.client.generate("hi") == GENERATED
+    await daemon.client.generate((1, 2), adapter="a@1", temperature=0, stop=["x"], seed=3)
+    turns = [("user", "hi"), ("assistant", "ho")]
+    messages = [{"role": "user", "content": "hi"}, ChatMessage(role="assistant", content="ho")]
+    await daemon.client.generate(messages=messages)
+    assert [sent(request) for request in daemon.requests] == [
+        ("POST", "/generate", {"prompt": "hi"}),
+        ("POST", "/generate", {"prompt": [1, 2], "adapter": "a@1", "temperature": 0, "stop": ["x"], "seed": 3}),
+        (
+            "POST",
+            "/generate",
+            {"messages": [{"role": role, "content": text, "name": None} for role, text in turns]},
+        ),
+    ]
+    assert daemon.requests[0].headers["Authorization"] == "Bearer key"
+
+
+async def test_wrong_arguments_are_found_here() -> None:
+    daemon = Daemon()
+    with pytest.raises(TypeError, match="tempratur"):
+        await daemon.client.generate("hi", tempratur=1)  # type: ignore[call-arg]
+    with pytest.raises(InvalidRequest) as caught:
+        await daemon.client.finetune("a", [], lora={"rank": 8})
+    assert caught.value.field == "lora"
+    with pytest.raises(InvalidRequest):
+        await daemon.client.finetune("a", [{"text": "x"}], file=b"{}")
+    with pytest.raises(InvalidRequest):
+        await daemon.client.import_adapter("a")
+    with pytest.raises(InvalidRequest, match=r"adapter_config\.json"):
+        await daemon.client.import_adapter("a", Path("/nonexistent"))
+    assert daemon.requests == []
+
+
+async def test_stream_gives_the_chunks() -> None:
+    daemon = Daemon(stream_of(chunk("a"), chunk("b", last=True)))
+    got = [piece async for piece in daemon.client.stream("hi")]
+    assert got == [chunk("a"), chunk("b", last=True)]
+    assert sent(daemon.requests[0]) == ("POST", "/generate", {"prompt": "hi", "stream": True})
+
+
+async def test_a_stream_that_fails_raises_what_failed() -> None:
+    body = b'event: error\ndata: {"error": {"code": "engine_unavailable", "message": "gone"}}\n\n'
+    daemon = Daemon(Response(200, {}, body))
+    with pytest.raises(EngineUnavailable, match="gone"):
+        async for _ in daemon.client.stream("hi"):
+            pass
+
+
+async def test_a_stream_that_is_left_lets_go_of_its_connection() -> None:
+    closed: list[bool] = []
+    body = stream_of(chunk("a"), chunk("b"))
+    daemon = Daemon(Response(200, {}, aiter(body), close=lambda: closed.append(True)))
+    stream = daemon.client.stream("hi")
+    assert (await anext(stream)).text == "a"
+    assert not closed
+    await stream.aclose()
+    assert closed
+
+
+async def test_finetune_takes_rows_a_file_or_a_path(tmp_path: Path) -> None:
+    corpus = tmp_path / "rows.jsonl"
+    corpus.write_text('{"text": "x"}\n')
+    daemon = Daemon(*[reply(job(), 202) for _ in range(4)])
+    await daemon.client.finetune(
+        "a", [{"text": "x"}], lora={"r": 4}, training=TrainingSettings(steps=2), metadata={"who": "me"}
+    )
+    await daemon.client.finetune("a", path="rows.jsonl", continue_from="a@1")
+    await daemon.client.finetune("a", file=corpus, lora=LoraSettings(r=2))
+    await daemon.client.finetune("a", file=b"{}\n")
+    rows, path, file, content = [sent(request)[2] for request in daemon.requests]
+    assert rows["data"] == [{"text": "x"}] and rows["lora"]["r"] == 4 and rows["training"]["steps"] == 2
+    assert rows["metadata"] == {"who": "me"}
+    assert path == {"adapter": "a", "path": "rows.jsonl", "continue_from": "a@1"}
+    assert isinstance(file, Upload) and file.files == (("corpus.jsonl", corpus),)
+    assert msgspec.json.decode(file.settings)["lora"]["r"] == 2
+    assert isinstance(content, Upload) and content.files == (("corpus.jsonl", b"{}\n"),)
+    assert {sent(request)[:2] for request in daemon.requests} == {("POST", "/finetune")}
+
+
+async def test_jobs() -> None:
+    page = JobList(data=[job()], has_more=True)
+    daemon = Daemon(reply(page), reply(page), *[reply(job()) for _ in range(5)])
+    assert await daemon.client.jobs() == page
+    await daemon.client.jobs(after="job-1", limit=5)
+    handle = await daemon.client.job("job-1")
+    await handle.refresh()
+    await handle.pause()
+    await handle.resume()
+    await handle.cancel()
+    assert [(r.method, r.path, r.query) for r in daemon.requests] == [
+        ("GET", "/finetune", ()),
+        ("GET", "/finetune", (("after", "job-1"), ("limit", "5"))),
+        ("GET", "/finetune/job-1", ()),
+        ("GET", "/finetune/job-1", ()),
+        ("POST", "/finetune/job-1/pause", ()),
+        ("POST", "/finetune/job-1/resume", ()),
+        ("POST", "/finetune/job-1/cancel", ()),
+    ]
+    assert repr(handle) == "<AsyncJobHandle job-1 a@1 queued>"
+
+
+async def test_adapters(tmp_path: Path) -> None:
+    for name in ("adapter_config.json", "adapter_model.safetensors", "README.md"):
+        (tmp_path / name).write_text(name)
+    page = AdapterList(data=[ADAPTER], has_more=False)
+    gone = DeletedAdapter(id="a", versions=[1, 2])
+    daemon = Daemon(reply(page), reply(ADAPTER), reply(ADAPTER, 201), reply(ADAPTER, 201), reply(gone), reply(ADAPTER))
+    assert await daemon.client.adapters() == page
+    assert await daemon.client.adapter("a@2") == ADAPTER
+    await daemon.client.import_adapter("a", tmp_path)
+    await daemon.client.import_adapter("a", path="folder")
+    assert await daemon.client.delete_adapter("a") == gone
+    await daemon.client.adapter("a/../b?c")
+    upload = daemon.requests[2].body
+    assert isinstance(upload, Upload) and upload.settings == b'{"name":"a"}'
+    assert [name for name, _ in upload.files] == ["adapter_config.json", "adapter_model.safetensors"]
+    assert sent(daemon.requests[3]) == ("POST", "/adapters", {"name": "a", "path": "folder"})
+    assert [request.path for request in daemon.requests[4:]] == ["/adapters/a", "/adapters/a%2F..%2Fb%3Fc"]
+
+
+async def test_health_metrics_and_description() -> None:
+    daemon = Daemon(reply(HEALTH, 503), Response(200, {}, b"a 1\n"), Response(200, {}, b'{"openapi": "3.1.0"}'))
+    assert (await daemon.client.health()).status == "degraded", "an answer, not an error, and at once"
+    assert await daemon.client.metrics() == "a 1\n"
+    assert (await daemon.client.openapi())["openapi"] == "3.1.0"
+
+
+async def test_a_gate_that_refuses_is_no_health() -> None:
+    daemon = Daemon(refusal(403, "forbidden_origin"))
+    with pytest.raises(Exception, match="no"):
+        await daemon.client.health()

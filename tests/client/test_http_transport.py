@@ -1,0 +1,159 @@
+"""The SDK over a real socket: what aiohttp raises comes out as `Unreachable`, uploads go as the daemon reads them."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+from aiohttp import BodyPartReader, web
+
+from coserve.client import AsyncClient, HttpTransport, Request, RetryPolicy, Upload
+from coserve.errors import Unreachable
+
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+
+@asynccontextmanager
+async def served(handler: Handler, *, read_timeout: float = 5.0) -> AsyncIterator[HttpTransport]:
+    app = web.Application()
+    app.router.add_route("*", "/{path:.*}", handler)
+    runner = web.AppRunner(app, shutdown_timeout=0.1)
+    await runner.setup()
+    site = web.TCPSite(runner, "127.0.0.1", 0)
+    await site.start()
+    transport = HttpTransport(f"http://127.0.0.1:{runner.addresses[0][1]}/", read_timeout=read_timeout)
+    try:
+        yield transport
+    finally:
+        await transport.close()
+        await runner.cleanup()
+
+
+async def test_request_and_answer() -> None:
+    async def handler(request: web.Request) -> web.Response:
+        said = (
+            f"{request.method} {request.path_qs} {request.headers['X-A']} {request.content_type} {await request.text()}"
+        )
+        return web.Response(status=418, text=said, headers={"Retry-After": "3"})
+
+    async with served(handler) as transport:
+        request = Request("POST", "/a%2Fb", query=(("q", "ä&b"),), headers={"X-A": "x"}, body=b"{}")
+        response = await transport.send(request)
+        assert (response.status, response.headers["retry-after"]) == (418, "3")
+        assert await response.read() == b"POST /a%2Fb?q=%C3%A4%26b x application/json {}"
+
+
+async def test_upload(tmp_path: Path) -> None:
+    seen: list[tuple[str | None, str | None, bytes, set[str]]] = []
+
+    async def handler(request: web.Request) -> web.Response:
+        reader = await request.multipart()
+        while (part := await reader.next()) is not None:
+            assert isinstance(part, BodyPartReader)
+            seen.append((part.name, part.filename, bytes(await part.read()), {name.lower() for name in part.headers}))
+        return web.Response()
+
+    (tmp_path / "big").write_bytes(b"x" * 200_000)
+    async with served(handler) as transport:
+        upload = Upload(b'{"a":1}', (("corpus.jsonl", b"row\n"), ("big.bin", tmp_path / "big")))
+        for _ in range(2):  # a second attempt sends the same
+            await (await transport.send(Request("POST", "/", body=upload))).read()
+    assert seen[:3] == seen[3:]
+    assert [part[:3] for part in seen[:3]] == [
+        ("settings", None, b'{"a":1}'),
+        ("file", "corpus.jsonl", b"row\n"),
+        ("file", "big.bin", b"x" * 200_000),
+    ]
+    assert not any("content-encoding" in part[3] or "content-transfer-encoding" in part[3] for part in seen)
+
+
+async def test_nobody_listens() -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        transport = HttpTransport(f"http://127.0.0.1:{taken.getsockname()[1]}", read_timeout=1)
+        with pytest.raises(Unreachable, match="no daemon answers") as caught:
+            await transport.send(Request("GET", "/"))
+        assert not caught.value.sent
+        await transport.close()
+
+
+async def test_a_connection_that_breaks_before_the_answer() -> None:
+    async def handler(request: web.Request) -> web.Response:
+        assert request.transport is not None
+        request.transport.abort()
+        return web.Response()
+
+    async with served(handler) as transport:
+        with pytest.raises(Unreachable) as caught:
+            await transport.send(Request("GET", "/"))
+        assert caught.value.sent
+
+
+async def test_a_connection_that_breaks_within_the_answer() -> None:
+    async def handler(request: web.Request) -> web.StreamResponse:
+        response = web.StreamResponse()
+        await response.prepare(request)
+        await response.write(b"half")
+        assert request.transport is not None
+        request.transport.abort()
+        return response
+
+    async with served(handler) as transport:
+        response = await transport.send(Request("GET", "/"))
+        with pytest.raises(Unreachable) as caught:
+            await response.read()
+        assert caught.value.sent
+
+
+async def test_silence_is_given_up() -> None:
+    async def handler(request: web.Request) -> web.Response:
+        await asyncio.Event().wait()
+        return web.Response()
+
+    async with served(handler, read_timeout=0.05) as transport:
+        with pytest.raises(Unreachable) as caught:
+            await transport.send(Request("GET", "/"))
+        assert caught.value.sent
+
+
+async def test_leaving_a_stream_closes_its_connection() -> None:
+    gone = asyncio.Event()
+
+    async def handler(request: web.Request) -> web.StreamResponse:
+        response = web.StreamResponse()
+        await response.prepare(request)
+        try:
+            while True:
+                await response.write(b'data: {"error": 1}\n\n')
+                await asyncio.sleep(0.01)
+        except ConnectionError:
+            gone.set()
+            raise
+
+    async with served(handler) as transport:
+        response = await transport.send(Request("GET", "/"))
+        pieces = aiter(response)
+        await anext(pieces)
+        response.close()
+        async with asyncio.timeout(5):
+            await gone.wait()
+
+
+@pytest.mark.parametrize("url", ["localhost:8000", "ftp://x", ""])
+def test_addresses_are_checked(url: str) -> None:
+    with pytest.raises(ValueError, match="base_url"):
+        AsyncClient(url)
+
+
+async def test_a_client_closes_what_it_opened_and_nothing_else() -> None:
+    async def handler(request: web.Request) -> web.Response:
+        return web.Response(text="m 1\n")
+
+    async with served(handler) as transport:
+        async with AsyncClient(transport=transport, retry=RetryPolicy(attempts=1)) as client:
+            assert await client.metrics() == "m 1\n"
+        assert (await transport.send(Request("GET", "/"))).status == 200

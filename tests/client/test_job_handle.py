@@ -1,0 +1,109 @@
+"""Following a job: each event once, whatever breaks; waiting by events, never by asking again and again."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from coserve.client import AsyncJobHandle, Response, RetryPolicy
+from coserve.client.transport import streamed
+from coserve.errors import JobError, JobNotFound, NonFiniteLoss, Unreachable
+from coserve.schemas import ErrorInfo, JobEvent
+from coserve.types import JobState
+from tests.support.sdk import Daemon, job, job_event, refusal, reply, sse
+
+QUEUED, RUNNING, DONE = job_event(1, JobState.QUEUED), job_event(2, JobState.RUNNING), job_event(5, JobState.SUCCEEDED)
+STORY = [QUEUED, RUNNING, job_event(3, step=1), job_event(4, step=2), DONE]
+
+
+def events(*told: JobEvent, breaks: bool = False) -> Response:
+    async def body():
+        async for piece in streamed([b": \n\n", *sse(*told, ids=[event.seq for event in told])]):
+            yield piece
+        if breaks:
+            raise Unreachable("the answer broke off", sent=True)
+
+    return Response(200, {}, body())
+
+
+def handle(daemon: Daemon) -> AsyncJobHandle:
+    return AsyncJobHandle(daemon.client._caller, job())
+
+
+async def test_the_story_to_its_end() -> None:
+    daemon = Daemon(events(*STORY))
+    assert [event async for event in handle(daemon).events()] == STORY
+    assert daemon.requests[0].headers["Last-Event-ID"] == "0"
+
+
+async def test_a_broken_connection_goes_on_where_it_broke() -> None:
+    daemon = Daemon(
+        events(*STORY[:2], breaks=True),
+        refusal(503, "engine_unavailable", headers={"Retry-After": "2"}),
+        Unreachable("refused"),
+        events(STORY[2]),  # a clean end before the job's
+        reply(job(JobState.RUNNING)),
+        events(*STORY[3:]),
+    )
+    assert [event async for event in handle(daemon).events()] == STORY
+    followed = [request for request in daemon.requests if request.path.endswith("/events")]
+    assert [request.headers["Last-Event-ID"] for request in followed] == ["0", "2", "2", "2", "3"]
+    assert len(daemon.naps) == 4
+    assert daemon.naps[1] >= 2
+
+
+async def test_after_the_last_event_there_is_nothing_to_wait_for() -> None:
+    daemon = Daemon(events(), reply(job(JobState.SUCCEEDED)))
+    assert [event async for event in handle(daemon).events(after=5)] == []
+    assert daemon.naps == []
+
+
+async def test_a_daemon_that_stays_away_is_given_up() -> None:
+    daemon = Daemon(*[Unreachable("refused") for _ in range(9)], retry=RetryPolicy(reconnects=3))
+    with pytest.raises(Unreachable, match="refused"):
+        async for _ in handle(daemon).events():
+            pass
+    assert len(daemon.requests) == 4
+
+
+async def test_a_job_that_is_not_there_is_not_waited_for() -> None:
+    daemon = Daemon(refusal(404, "job_not_found"))
+    with pytest.raises(JobNotFound):
+        await handle(daemon).wait()
+
+
+async def test_wait_returns_the_finished_job() -> None:
+    daemon = Daemon(events(*STORY), reply(job(JobState.SUCCEEDED, result="a@1")))
+    waited = handle(daemon)
+    assert (await waited.wait(progress=False)).result == "a@1"
+    assert waited.info.state is JobState.SUCCEEDED
+    assert len(daemon.requests) == 2, "one stream and one look at the end: no polling"
+
+
+@pytest.mark.parametrize(("code", "error"), [("non_finite_loss", NonFiniteLoss), ("of_a_newer_daemon", JobError)])
+async def test_wait_raises_what_made_the_job_fail(code: str, error: type[Exception]) -> None:
+    failed = job(JobState.FAILED, error=ErrorInfo(code=code, message="at step 3"))
+    daemon = Daemon(*[answer for _ in range(2) for answer in (events(job_event(1, JobState.FAILED)), reply(failed))])
+    with pytest.raises(error, match="at step 3"):
+        await handle(daemon).wait()
+    assert await handle(daemon).wait(check=False) == failed
+
+
+async def test_wait_ends_in_time() -> None:
+    async def nothing():
+        await asyncio.Event().wait()
+        yield b""
+
+    daemon = Daemon(Response(200, {}, nothing()))
+    with pytest.raises(TimeoutError):
+        await handle(daemon).wait(timeout=0.01)
+
+
+async def test_the_bar_shows_steps_loss_and_speed(capsys: pytest.CaptureFixture[str]) -> None:
+    daemon = Daemon(events(*STORY), reply(job(JobState.SUCCEEDED)), events(*STORY), reply(job(JobState.SUCCEEDED)))
+    await handle(daemon).wait(progress=True)
+    shown = capsys.readouterr()
+    assert "a@1" in shown.err and "2/2" in shown.err and shown.out == ""
+    await handle(daemon).wait()
+    assert capsys.readouterr().err == "", "no bar where there is no terminal"

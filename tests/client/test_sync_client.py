@@ -1,0 +1,113 @@
+"""The thin face: the same answers and errors, from a program without an event loop."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import threading
+
+import pytest
+
+import coserve
+from coserve.client import Client, MockTransport, Request, Response
+from coserve.client.transport import streamed
+from coserve.errors import AdapterNotFound
+from coserve.types import JobState
+from tests.support.sdk import GENERATED, chunk, job, job_event, refusal, reply, sse, stream_of
+
+
+def threads() -> list[str]:
+    return [thread.name for thread in threading.enumerate() if thread.name == "coserve-client"]
+
+
+def daemon(request: Request) -> Response:
+    match request.method, request.path:
+        case "POST", "/generate" if b'"stream":true' in (request.body or b""):  # type: ignore[operator]
+            return stream_of(chunk("a"), chunk("b"), chunk("c", last=True))
+        case "POST", "/generate":
+            return reply(GENERATED)
+        case "POST", "/finetune":
+            return reply(job(), 202)
+        case "GET", "/finetune/job-1/events":
+            story = sse(job_event(1, step=1), job_event(2, JobState.SUCCEEDED), ids=(1, 2))
+            return Response(200, {}, streamed(story))
+        case "GET", "/finetune/job-1":
+            return reply(job(JobState.SUCCEEDED, result="a@1"))
+        case _:
+            return refusal(404, "adapter_not_found", "no such adapter")
+
+
+def test_calls_streams_and_jobs() -> None:
+    with coserve.Client(transport=MockTransport(daemon)) as client:
+        assert client.generate("hi") == GENERATED
+        assert [piece.text for piece in client.stream("hi")] == ["a", "b", "c"]
+        handle = client.finetune("a", [{"text": "x"}])
+        assert repr(handle) == "<JobHandle job-1 a@1 queued>"
+        assert [event.seq for event in handle.events()] == [1, 2]
+        assert handle.wait(progress=False).result == "a@1"
+        assert handle.info.state is JobState.SUCCEEDED
+        with pytest.raises(AdapterNotFound, match="no such adapter"):
+            client.adapter("x")
+    assert threads() == []
+
+
+def test_leaving_a_stream_early_closes_it() -> None:
+    closed = threading.Event()
+    body = Response(200, {}, aiter(stream_of(chunk("a"), chunk("b"))), close=closed.set)
+    with Client(transport=MockTransport(lambda _: body)) as client:
+        stream = client.stream("hi")
+        assert next(stream).text == "a"
+        stream.close()
+        assert closed.is_set()
+
+
+def test_an_interrupt_cancels_the_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    cancelled = threading.Event()
+
+    async def never(_: Request) -> Response:
+        try:
+            await asyncio.Event().wait()
+        except asyncio.CancelledError:
+            cancelled.set()
+            raise
+        raise AssertionError
+
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    with Client(transport=MockTransport(never)) as client:
+        with monkeypatch.context() as patch:
+            patch.setattr("concurrent.futures.Future.result", interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                client.health()
+        assert cancelled.wait(5)
+
+
+def test_a_client_that_is_forgotten_leaves_no_thread() -> None:
+    client = Client(transport=MockTransport(daemon))
+    stream = client.stream("hi")
+    next(stream)
+    assert threads() == ["coserve-client"]
+    del client, stream
+    gc.collect()
+    assert threads() == []
+
+
+def test_closing_with_an_open_stream() -> None:
+    client = Client(transport=MockTransport(daemon))
+    stream = client.stream("hi")
+    next(stream)
+    client.close()
+    stream.close()
+    assert threads() == []
+
+
+def test_several_threads_share_a_client() -> None:
+    got: list[object] = []
+    with Client(transport=MockTransport(daemon)) as client:
+        workers = [threading.Thread(target=lambda: got.append(client.generate("hi"))) for _ in range(8)]
+        for worker in workers:
+            worker.start()
+        for worker in workers:
+            worker.join()
+    assert got == [GENERATED] * 8
