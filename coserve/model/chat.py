@@ -28,6 +28,7 @@ _TEMPLATE_FAULTS = (
     LookupError,
     ArithmeticError,
     AttributeError,
+    SyntaxError,
     RecursionError,
     MemoryError,
 )

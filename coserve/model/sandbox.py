@@ -120,7 +120,7 @@ def limits(seconds: float = SECONDS) -> Iterator[_Budget]:
 
 
 def _check_call(name: str, value: object, arguments: tuple[Any, ...]) -> None:
-    """Refuse a call of a filter or a string method that would make much more than it takes."""
+    """Refuse a call of a filter or a string method that would make, or take, much more than it gets."""
     budget = _budget.get()
     if name == "replace" and len(arguments) >= 2:
         old, new = str(arguments[0]), str(arguments[1])
@@ -128,14 +128,22 @@ def _check_call(name: str, value: object, arguments: tuple[Any, ...]) -> None:
     elif name == "join":
         budget.charge(budget.size(value) * (1 + sum(map(budget.size, arguments[:1]))))
     elif name == "format":
-        _check_format(value)
+        _check_format(value, arguments)
     elif name in ("indent", "round") and any(isinstance(a, int) and abs(a) > MAX_COUNT for a in arguments):
         raise LimitExceeded(f"{name} by more than {MAX_COUNT}")
+    elif name in ("strip", "lstrip", "rstrip", "trim") and sum(map(budget.size, arguments)) > MAX_COUNT:
+        raise LimitExceeded(f"{name} of more than {MAX_COUNT} characters")
+    elif name == "sum" and any(isinstance(a, list | tuple) for a in arguments):
+        raise LimitExceeded("a sum of lists")
 
 
-def _check_format(template: object) -> None:
-    if isinstance(template, str) and _WIDE.search(template):
-        raise LimitExceeded("a format with a large field width")
+def _check_format(template: object, arguments: object) -> None:
+    """Refuse `%` where the widths, or one long argument named often, make a small format large."""
+    if isinstance(template, str):
+        if _WIDE.search(template):
+            raise LimitExceeded("a format with a large field width")
+        budget = _budget.get()
+        budget.charge(template.count("%") * budget.size(arguments))
 
 
 def _filter(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
@@ -260,7 +268,7 @@ class SandboxedEnvironment(ImmutableSandboxedEnvironment):
     def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
         budget = _budget.get()
         if operator == "%":
-            _check_format(left)
+            _check_format(left, right)
         elif operator in ("*", "**"):
             if isinstance(left, int) and isinstance(right, int):
                 bits = left.bit_length() * right if operator == "**" else left.bit_length() + right.bit_length()
