@@ -55,7 +55,10 @@ def _explain(message: str, content: bytes) -> InvalidRequest | UnknownField:
 
 def _got(place: str, content: bytes) -> str:
     """The value at msgspec's path, if it can be said in a few words."""
-    value: Any = msgspec.json.decode(content)  # it was JSON: the typed decoder read past this value
+    try:
+        value: Any = msgspec.json.decode(content)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):  # the typed decoder did not read to the end
+        return ""
     for key, index in re.findall(r"([^.\[\]]+)|\[(\d+)\]", place):
         if "..." in place:
             return ""

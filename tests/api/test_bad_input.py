@@ -1,0 +1,309 @@
+"""Bad input: each case has its leaf and its field, and after each a good request succeeds."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from coserve.api.intake import MAX_JSON_BYTES
+from coserve.errors import CoserveError
+from coserve.state.failpoints import armed
+from tests.support.api_server import Api, serve_api
+from tests.support.fake_engine import CONTEXT
+
+BAD = "invalid_request"
+PROMPT = {"prompt": "x"}
+
+GENERATE: list[tuple[dict[str, Any], str, str | None]] = [
+    ({}, BAD, "prompt"),
+    ({"prompt": "x", "messages": [{"role": "user", "content": "x"}]}, BAD, "prompt"),
+    ({"prompt": ""}, "empty_prompt", "prompt"),
+    ({"prompt": []}, "empty_prompt", "prompt"),
+    ({"messages": []}, "empty_prompt", "messages"),
+    ({"prompt": "word " * CONTEXT}, "prompt_too_long", "prompt"),
+    ({"prompt": [5] * CONTEXT}, "prompt_too_long", "prompt"),
+    ({"prompt": "x" * 100_000}, "prompt_too_long", "prompt"),
+    ({"messages": [{"role": "user", "content": "word " * CONTEXT}]}, "prompt_too_long", "messages"),
+    ({"messages": [{"role": "root", "content": "x"}]}, BAD, "messages[0].role"),
+    ({"messages": [{"role": "user", "content": "x", "tool": 1}]}, "unknown_field", "messages[0].tool"),
+    ({"prompt": ["a", "b"]}, BAD, "prompt[0]"),
+    ({"prompt": 5}, BAD, "prompt"),
+    ({"prompt": [-1]}, BAD, "prompt[0]"),
+    ({"prompt": [1 << 31]}, BAD, "prompt[0]"),
+    ({"prompt": [4096]}, BAD, "prompt"),
+    (PROMPT | {"max_tokens": 0}, BAD, "max_tokens"),
+    (PROMPT | {"max_tokens": -1}, BAD, "max_tokens"),
+    (PROMPT | {"max_tokens": CONTEXT + 1}, BAD, "max_tokens"),
+    (PROMPT | {"max_tokens": 1 << 70}, BAD, "max_tokens"),
+    (PROMPT | {"max_tokens": "5"}, BAD, "max_tokens"),
+    (PROMPT | {"max_tokens": 5.5}, BAD, "max_tokens"),
+    (PROMPT | {"max_tokens": True}, BAD, "max_tokens"),
+    (PROMPT | {"max_tokens": 5, "min_tokens": 6}, BAD, "min_tokens"),
+    (PROMPT | {"n": 17}, BAD, "n"),
+    (PROMPT | {"n": 0}, BAD, "n"),
+    (PROMPT | {"temperature": -0.1}, BAD, "temperature"),
+    (PROMPT | {"temperature": "hot"}, BAD, "temperature"),
+    (PROMPT | {"top_p": 0}, BAD, "top_p"),
+    (PROMPT | {"top_p": 1.01}, BAD, "top_p"),
+    (PROMPT | {"top_k": -1}, BAD, "top_k"),
+    (PROMPT | {"min_p": 2}, BAD, "min_p"),
+    (PROMPT | {"repetition_penalty": 0}, BAD, "repetition_penalty"),
+    (PROMPT | {"presence_penalty": 2.1}, BAD, "presence_penalty"),
+    (PROMPT | {"frequency_penalty": -2.1}, BAD, "frequency_penalty"),
+    (PROMPT | {"stop": [""]}, BAD, "stop[0]"),
+    (PROMPT | {"stop": ["x"] * 17}, BAD, "stop"),
+    (PROMPT | {"stop": "x" * 257}, BAD, "stop"),
+    (PROMPT | {"stop_token_ids": [4096]}, BAD, "stop_token_ids"),
+    (PROMPT | {"stop_token_ids": [1] * 17}, BAD, "stop_token_ids"),
+    (PROMPT | {"logprobs": 21}, BAD, "logprobs"),
+    (PROMPT | {"logit_bias": {"a": 1}}, BAD, "logit_bias"),
+    (PROMPT | {"logit_bias": {"4096": 1}}, BAD, "logit_bias"),
+    (PROMPT | {"logit_bias": {"1": 101}}, BAD, "logit_bias[...]"),
+    (PROMPT | {"logit_bias": {str(i): 1 for i in range(1025)}}, BAD, "logit_bias"),
+    (PROMPT | {"seed": -1}, BAD, "seed"),
+    (PROMPT | {"slo_ttft": 0}, BAD, "slo_ttft"),
+    (PROMPT | {"best_of": 2}, "unknown_field", "best_of"),
+    (PROMPT | {"adapter": "../../etc"}, BAD, "adapter"),
+    (PROMPT | {"adapter": "a;$(id)"}, BAD, "adapter"),
+    (PROMPT | {"adapter": "a\n"}, BAD, "adapter"),
+    (PROMPT | {"adapter": ""}, BAD, "adapter"),
+    (PROMPT | {"adapter": "a@0"}, BAD, "adapter"),
+    (PROMPT | {"adapter": "x" * 65}, BAD, "adapter"),
+]
+
+JOB: dict[str, Any] = {"adapter": "poet", "data": [{"text": "a b c"}]}
+FINETUNE: list[tuple[dict[str, Any], int, str, str | None]] = [
+    ({"data": JOB["data"]}, 400, BAD, "adapter"),
+    ({"adapter": "poet"}, 400, BAD, "data"),
+    (JOB | {"path": "x"}, 400, BAD, "data"),
+    (JOB | {"adapter": "x/y"}, 400, BAD, "adapter"),
+    (JOB | {"data": []}, 422, "empty_corpus", None),
+    (JOB | {"data": [{"text": "a b"}, {"txt": "a"}]}, 422, "malformed_row", None),
+    (JOB | {"data": [{"prompt": "a", "completion": ""}]}, 422, "no_targets", None),
+    (JOB | {"data": [1]}, 400, BAD, "data[0]"),
+    (JOB | {"lora": {"r": 0}}, 400, BAD, "lora.r"),
+    (JOB | {"lora": {"r": 1025}}, 400, BAD, "lora.r"),
+    (JOB | {"lora": {"alpha": 0}}, 400, BAD, "lora.alpha"),
+    (JOB | {"lora": {"dropout": 1}}, 400, BAD, "lora.dropout"),
+    (JOB | {"lora": {"targets": ["nope"]}}, 400, BAD, "lora.targets"),
+    (JOB | {"lora": {"targets": "q_proj"}}, 400, BAD, "lora.targets"),
+    (JOB | {"lora": {"init": "magic"}}, 400, BAD, "lora.init"),
+    (JOB | {"lora": {"rank": 4}}, 400, "unknown_field", "lora.rank"),
+    (JOB | {"training": {"epochs": 1, "steps": 1}}, 400, BAD, "training.steps"),
+    (JOB | {"training": {"epochs": 0}}, 400, BAD, "training.epochs"),
+    (JOB | {"training": {"steps": 0}}, 400, BAD, "training.steps"),
+    (JOB | {"training": {"learning_rate": 0}}, 400, BAD, "training.learning_rate"),
+    (JOB | {"training": {"learning_rate": "auto"}}, 400, BAD, "training.learning_rate"),
+    (JOB | {"training": {"max_length": CONTEXT + 1}}, 400, BAD, "training.max_length"),
+    (JOB | {"training": {"schedule": "zigzag"}}, 400, BAD, "training.schedule"),
+    (JOB | {"training": {"validation_split": 1}}, 400, BAD, "training.validation_split"),
+    (JOB | {"training": {"early_stopping_patience": 1}}, 400, BAD, "training.early_stopping_patience"),
+    (JOB | {"metadata": {"a": 1}}, 400, BAD, "metadata[...]"),
+    (JOB | {"continue_from": "nobody"}, 404, "adapter_not_found", "adapter"),
+    ({"adapter": "poet", "path": "../secret.jsonl"}, 403, "forbidden_path", "path"),
+    ({"adapter": "poet", "path": "/etc/passwd"}, 403, "forbidden_path", "path"),
+    ({"adapter": "poet", "path": "link.jsonl"}, 403, "forbidden_path", "path"),
+    ({"adapter": "poet", "path": "none.jsonl"}, 400, BAD, "path"),
+    ({"adapter": "poet", "path": "a\0b"}, 400, BAD, "path"),
+    ({"adapter": "poet", "path": "."}, 400, BAD, "path"),
+]
+
+
+@pytest.mark.parametrize(("body", "code", "field"), GENERATE, ids=lambda value: str(value)[:40])
+async def test_generate(api: Api, body: dict[str, Any], code: str, field: str | None) -> None:
+    error = await api.refused(400, code, "POST", "/generate", json=body)
+    assert error["field"] == field
+    assert len(error["message"]) < 300
+
+
+@pytest.mark.parametrize(("body", "status", "code", "field"), FINETUNE, ids=lambda value: str(value)[:40])
+async def test_finetune(
+    api: Api, tmp_path: Path, body: dict[str, Any], status: int, code: str, field: str | None
+) -> None:
+    (tmp_path / "secret.jsonl").write_text('{"text": "secret"}')
+    assert api.config.data_root is not None
+    (api.config.data_root / "link.jsonl").symlink_to(tmp_path / "secret.jsonl")
+    error = await api.refused(status, code, "POST", "/finetune", json=body)
+    assert error["field"] == field
+    assert str(tmp_path) not in error["message"]
+    assert api.folder.job_ids() == []
+    if code == "malformed_row":
+        assert error["line"] == 2
+
+
+async def test_messages_say_what_was_expected_and_what_came(api: Api) -> None:
+    for body, message in (
+        (PROMPT | {"n": 17}, "expected int <= 16, got 17"),
+        (PROMPT | {"top_k": "x"}, "expected int, got str"),
+        (PROMPT | {"stop": ["x"] * 17}, "expected array of length <= 16, got 17 entries"),
+        (PROMPT | {"max_tokens": CONTEXT + 1}, f"expected at most the context, {CONTEXT}, got {CONTEXT + 1}"),
+    ):
+        assert (await api.refused(400, BAD, "POST", "/generate", json=body))["message"] == message
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"",
+        b"{",
+        b"nope",
+        b'{"prompt": "x"} {}',
+        b'{"prompt": "x", "temperature": NaN}',
+        b'{"prompt": "x", "temperature": Infinity}',
+        b'{"prompt": "\xff"}',
+        b'{"prompt": "\\ud800"}',
+        b'{"a":' + b"[" * 100_000 + b"]" * 100_000 + b"}",
+    ],
+    ids=lambda body: repr(body[:30]),
+)
+@pytest.mark.parametrize("path", ["/generate", "/finetune", "/adapters"])
+async def test_malformed_json(api: Api, path: str, body: bytes) -> None:
+    status, found = await api.call("POST", path, data=body)
+    assert status == 400
+    assert found["error"]["code"] in ("malformed_json", "unknown_field", BAD)
+    if path == "/generate":
+        assert found["error"]["code"] == ("unknown_field" if body.startswith(b'{"a"') else "malformed_json")
+    await api.works()
+
+
+async def test_huge_numbers_are_no_infinities(api: Api) -> None:
+    error = await api.refused(400, BAD, "POST", "/generate", data=b'{"prompt": "x", "temperature": 1e999}')
+    assert error["field"] == "temperature"
+
+
+@pytest.mark.parametrize(
+    ("content", "code", "line"),
+    [
+        (b'{"text": "a b"}\n{"text": \n', "malformed_row", 2),
+        (b'{"text": "a b"}\n\n[]\n', "malformed_row", 3),
+        (b'{"text": NaN}\n', "malformed_row", 1),
+        (b"\xff\xfe\n", "malformed_row", 1),
+        (b"", "empty_corpus", None),
+        (b"\n\n", "empty_corpus", None),
+        (b'{"messages": [{"role": "user", "content": "a"}]}\n', "no_targets", 1),
+    ],
+)
+async def test_malformed_jsonl(api: Api, content: bytes, code: str, line: int | None) -> None:
+    form = aiohttp.FormData()
+    form.add_field("settings", '{"adapter": "poet"}')
+    form.add_field("file", content, filename="rows.jsonl")
+    error = await api.refused(422, code, "POST", "/finetune", data=form)
+    assert error.get("line") == line
+    assert list(api.folder.staging.iterdir()) == []
+    assert api.folder.job_ids() == []
+
+
+def _form(*parts: tuple[str, bytes, str | None]) -> aiohttp.FormData:
+    form = aiohttp.FormData(default_to_multipart=True)
+    for name, content, filename in parts:
+        form.add_field(name, io.BytesIO(content) if filename else content.decode(), filename=filename)
+    return form
+
+
+@pytest.mark.parametrize(
+    ("parts", "status", "code"),
+    [
+        ([], 400, BAD),
+        ([("file", b"{}", "a")], 400, BAD),
+        ([("settings", b'{"adapter": "a"}', None)], 400, BAD),
+        ([("settings", b'{"adapter": "a"}', None)] * 2, 400, BAD),
+        ([("settings", b'{"adapter": "a"}', None), ("other", b"", "a")], 400, BAD),
+        ([("settings", b'{"adapter": "a"}', None), ("file", b"", "a"), ("file", b"", "b")], 400, BAD),
+        ([("settings", b"{", None), ("file", b'{"text": "a b"}', "a")], 400, "malformed_json"),
+        ([("settings", b" " * ((1 << 20) - 1000), None), ("file", b"x" * 2000, "a")], 413, "body_too_large"),
+    ],
+)
+async def test_malformed_uploads(api: Api, parts: list[tuple[str, bytes, str | None]], status: int, code: str) -> None:
+    await api.refused(status, code, "POST", "/finetune", data=_form(*parts))
+
+
+@pytest.mark.parametrize("body", [b"", b"--x", b"--x\r\n\r\n", b"--y--", b"--x\r\nContent-Disposition: form-data", b"x" * 9999])
+@pytest.mark.parametrize("kind", ["multipart/form-data; boundary=x", "multipart/form-data", "multipart/form-data; boundary="])
+async def test_what_only_says_it_is_multipart(api: Api, body: bytes, kind: str) -> None:
+    await api.refused(400, BAD, "POST", "/finetune", data=body, headers={"Content-Type": kind})
+
+
+async def test_bodies_over_the_limit(api: Api) -> None:
+    large = b'{"prompt": "' + b"x" * (1 << 20) + b'"}'
+
+    async def pieces() -> Any:
+        for start in range(0, len(large), 1 << 16):
+            yield large[start : start + (1 << 16)]
+
+    await api.refused(413, "body_too_large", "POST", "/generate", data=io.BytesIO(large))
+    await api.refused(413, "body_too_large", "POST", "/generate", data=pieces())  # chunked
+    form = _form(("settings", b'{"adapter": "a"}', None), ("file", large, "a"))
+    await api.refused(413, "body_too_large", "POST", "/finetune", data=form)
+    assert MAX_JSON_BYTES >= 1 << 20
+
+
+async def test_paths_methods_pages(api: Api) -> None:
+    await api.refused(404, "not_found", "GET", "/nowhere")
+    await api.refused(404, "not_found", "GET", "/adapters/..%2f..%2fetc")
+    await api.refused(404, "not_found", "GET", "/adapters/a%00b")
+    await api.refused(404, "job_not_found", "GET", "/finetune/job-none")
+    await api.refused(404, "job_not_found", "GET", "/finetune/job-none/events")
+    await api.refused(404, "job_not_found", "GET", "/finetune?after=job-none")
+    await api.refused(400, BAD, "DELETE", "/adapters/a@1")
+    for limit in ("0", "101", "-1", "x", "1e1", "9" * 5000, ""):
+        assert (await api.refused(400, BAD, "GET", "/adapters", params={"limit": limit}))["field"] == "limit"
+    await api.refused(400, "unknown_field", "GET", "/finetune?page=2")
+    await api.refused(400, BAD, "GET", "/finetune/x/events", headers={"Last-Event-ID": "x"})
+    async with api.http.put("/generate") as response:
+        assert (response.status, response.headers["Allow"]) == (405, "POST")
+        assert (await response.json())["error"]["code"] == "method_not_allowed"
+
+
+async def test_full_disks_refuse_jobs_and_lose_nothing(api: Api) -> None:
+    for point in ("corpus.temp_write", "corpus.before_file_fsync", "registry.before_commit"):
+        with armed(f"{point}=ENOSPC"):
+            status, body = await api.call("POST", "/finetune", json=JOB)
+        assert (status, body["error"]["code"]) == (507, "storage_full")
+        assert api.folder.job_ids() == []
+        await api.works()
+
+
+_JSON = st.recursive(
+    st.none() | st.booleans() | st.integers(-(1 << 70), 1 << 70) | st.floats() | st.text(max_size=20),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=10), inner, max_size=4),
+    max_leaves=8,
+)
+_FIELDS = st.sampled_from(
+    "prompt messages adapter n max_tokens temperature stop logit_bias seed data path lora training metadata name".split()
+)
+_BODY = st.dictionaries(_FIELDS, _JSON, max_size=5)
+_KNOWN = {400, 403, 404, 422}
+
+
+async def test_random_bad_bodies_are_refused_and_harm_nothing(tmp_path: Path) -> None:
+    """Whatever the body, the answer is an error of the tree, or a success; the next good request succeeds."""
+    async with serve_api(tmp_path / "data", max_jobs=1) as api:
+        loop = asyncio.get_running_loop()
+
+        async def one(path: str, body: object, cut: bool) -> None:
+            content = json.dumps(body).encode()
+            status, found = await api.call("POST", path, data=content[:-1] if cut else content)
+            assert status in _KNOWN | {200, 202, 429}, found
+            if status >= 400:
+                assert found["error"]["code"] in _codes(CoserveError)
+            await api.works()
+
+        @settings(max_examples=120, deadline=None, suppress_health_check=list(HealthCheck), derandomize=bool(os.getenv("CI")))
+        @given(st.sampled_from(["/generate", "/finetune", "/adapters"]), _BODY | _JSON, st.booleans())
+        def random(path: str, body: object, cut: bool) -> None:
+            asyncio.run_coroutine_threadsafe(one(path, body, cut), loop).result(20)
+
+        await asyncio.to_thread(random)
+
+
+def _codes(tree: type[CoserveError]) -> set[str]:
+    return {tree.code}.union(*(_codes(leaf) for leaf in tree.__subclasses__()))
