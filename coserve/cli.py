@@ -217,6 +217,14 @@ def _show_adapter(adapter: Adapter, as_json: bool) -> None:
     print(f"{adapter.ref}  rank {adapter.rank}  {adapter.bytes / 2**20:.1f} MiB  {adapter.source}")
 
 
+@app.command("demo")
+def demo(report: Annotated[Path, typer.Option(help="folder for the report")] = Path("demo-report")) -> None:
+    """Show everything once, in about two minutes: stream, fine-tune two adapters under load, compare, report."""
+    from coserve.demo import demo as run
+
+    asyncio.run(run(report))
+
+
 @app.command("config")
 def show_config(config: Annotated[Path | None, typer.Option(help="TOML file")] = None) -> None:
     """Print every setting with its value from the environment and the file."""

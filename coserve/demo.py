@@ -1,0 +1,183 @@
+"""`coserve demo`: the whole daemon in two minutes, on its bundled base.
+
+Starts a daemon in a folder of its own, streams from the base, fine-tunes two adapters of different rank while requests
+keep coming, shows what each adapter changed, and reports the latencies that the requests saw.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import sys
+import tempfile
+from collections.abc import AsyncIterator
+from contextlib import aclosing, asynccontextmanager
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from coserve.client import AsyncClient, AsyncJobHandle
+from coserve.errors import StartupError
+from coserve.schemas import JobEvent
+from coserve.types import LoraSettings, Schedule, TrainingSettings
+from coserve.workloads.metrics import Limits, Summary, summarise
+from coserve.workloads.replay import JobSample, Run, Sample, replay
+from coserve.workloads.report import latency_table, totals_table, write_report
+from coserve.workloads.scenario import FinetuneArrival, PromptArrival, Scenario, Trace, bundled_prompts
+from coserve.workloads.target import DaemonTarget
+
+RANKS = {"pirate": 8, "recipes": 16}
+PROMPT = "Today we"
+TRAINING = TrainingSettings(
+    epochs=15, batch_tokens=1024, learning_rate=6e-3, warmup_steps=4, schedule=Schedule.LINEAR, checkpoint_steps=25
+)
+REQUESTS_PER_SECOND = 1.5
+SECONDS = 50.0
+LIMITS = Limits(ttft=2.0, tpot=0.2)
+SLOS = (10.0, 60.0)
+
+
+@asynccontextmanager
+async def _daemon(folder: Path) -> AsyncIterator[str]:
+    """A daemon on a free port, for as long as the block runs; yields its URL."""
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, "-P", "-m", "coserve.cli", "serve", "--port", "0", "--data-dir", str(folder),
+        stdout=asyncio.subprocess.PIPE,
+    )  # fmt: skip
+    assert process.stdout is not None
+    try:
+        line = (await process.stdout.readline()).decode()
+        if not line:
+            raise StartupError(f"the daemon ended with status {await process.wait()} while it started")
+        yield line.split()[-1]
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            process.terminate()
+        await process.wait()
+
+
+def _rows(name: str) -> tuple[dict[str, Any], ...]:
+    text = (resources.files("coserve") / "assets" / "corpora" / f"{name}.jsonl").read_text()
+    return tuple(json.loads(line) for line in text.splitlines())
+
+
+def _trace() -> Trace:
+    """Both jobs at the start, and a request every so often from then on."""
+    scenario = Scenario(duration=SECONDS, adapters=len(RANKS), training=TRAINING)
+    jobs = [FinetuneArrival(at=0.0, index=i, adapter=name, rows=_rows(name)) for i, name in enumerate(RANKS)]
+    prompts = bundled_prompts()
+    requests = [
+        PromptArrival(
+            at=i / REQUESTS_PER_SECOND, index=i, adapter=None, prompt=prompts[i % len(prompts)],
+            max_tokens=24 + 8 * (i % 3), seed=i,
+        )
+        for i in range(int(SECONDS * REQUESTS_PER_SECOND))
+    ]  # fmt: skip
+    return Trace(scenario=scenario, arrivals=(*jobs, *requests))
+
+
+class _ShownTarget(DaemonTarget):
+    """A target whose jobs make new adapters, each of its rank, and move progress bars."""
+
+    def __init__(self, client: AsyncClient, scenario: Scenario, bars: Progress) -> None:
+        super().__init__(client, scenario)
+        self._client, self._bars = client, bars
+        self._tasks: dict[str, tuple[TaskID, list[float]]] = {}
+
+    async def start(self, arrival: FinetuneArrival) -> AsyncJobHandle:
+        rank = RANKS[arrival.adapter]
+        job = await self._client.finetune(arrival.adapter, arrival.rows, lora=LoraSettings(r=rank), training=TRAINING)
+        bar = self._bars.add_task(f"{arrival.adapter} (rank {rank})", total=None, note="queued")
+        self._tasks[job.id] = (bar, [])
+        return job
+
+    def seen(self, event: JobEvent) -> None:
+        if event.metrics is None:
+            return
+        bar, losses = self._tasks[event.job]
+        losses.append(event.metrics.loss)
+        note = f"loss {losses[0]:.2f} -> {losses[-1]:.2f}"
+        self._bars.update(bar, completed=event.metrics.step, total=event.metrics.total_steps, note=note)
+
+
+async def _continuation(client: AsyncClient, adapter: str | None) -> str:
+    answer = await client.generate(PROMPT, adapter=adapter, max_tokens=48, temperature=0.3, top_k=40, seed=7)
+    return PROMPT + answer.choices[0].text
+
+
+async def _stream(client: AsyncClient, console: Console, prompt: str) -> None:
+    console.print(prompt, style="bold", end="")
+    async with aclosing(client.stream(prompt, max_tokens=48, temperature=0.6, seed=3)) as chunks:
+        async for chunk in chunks:
+            console.print(chunk.text, end="", markup=False, highlight=False)
+    console.print("\n")
+
+
+async def _train_and_serve(client: AsyncClient, console: Console) -> Run:
+    columns = (
+        TextColumn("{task.description:>18}"),
+        BarColumn(),
+        TextColumn("{task.completed}/{task.total}"),
+        TextColumn("{task.fields[note]}"),
+        TimeElapsedColumn(),
+    )
+    with Progress(*columns, console=console) as bars:
+        served = bars.add_task("requests", total=int(SECONDS * REQUESTS_PER_SECOND), note="")
+
+        def observe(sample: Sample | JobSample) -> None:
+            if isinstance(sample, Sample):
+                bars.update(served, advance=1, note=f"last one took {sample.finished - sample.due:.2f} s")
+
+        trace = _trace()
+        return await replay(trace, _ShownTarget(client, trace.scenario, bars), observe=observe)
+
+
+def _comparison(before: str, after: dict[str, str]) -> Table:
+    table = Table(title=f"One prompt, before and after: {PROMPT!r}", title_justify="left", show_lines=True)
+    table.add_column("served by")
+    table.add_column("continuation", overflow="fold")
+    table.add_row("the base", before)
+    for name, text in after.items():
+        table.add_row(f"{name} (rank {RANKS[name]})", text)
+    return table
+
+
+async def _show(client: AsyncClient, console: Console) -> Run:
+    console.rule("1. The bundled base streams")
+    for prompt in ("The with statement", "Return a list of"):
+        await _stream(client, console, prompt)
+    before = await _continuation(client, None)
+    console.rule("2. Two adapters are fine-tuned over HTTP while requests keep coming")
+    run = await _train_and_serve(client, console)
+    console.rule("3. What the adapters changed; they serve from the moment their jobs end")
+    console.print(_comparison(before, {name: await _continuation(client, name) for name in RANKS}))
+    return run
+
+
+def _report(console: Console, run: Run, summary: Summary, folder: Path) -> None:
+    console.rule("4. What the requests saw meanwhile")
+    console.print(latency_table(summary))
+    console.print(totals_table(summary))
+    paths = write_report(folder, run, summary)
+    console.print("saved: " + ", ".join(str(path) for path in paths), highlight=False)
+
+
+async def demo(report: Path) -> None:
+    """Run the demo and leave `report.json` and `report.png` in the folder `report`.
+
+    Raises `StartupError` if the daemon does not start, or any job or request of the demo failed.
+    """
+    console = Console()
+    with tempfile.TemporaryDirectory(prefix="coserve-demo-") as folder:
+        console.print("starting a daemon on the bundled base ...")
+        async with _daemon(Path(folder)) as url, AsyncClient(url) as client:
+            run = await _show(client, console)
+    summary = summarise(run, slos=SLOS, limits=LIMITS)
+    _report(console, run, summary, report)
+    if summary.errors or summary.job_errors or summary.jobs_succeeded != len(RANKS):
+        raise StartupError(f"the demo went wrong: {summary.errors or summary.job_errors}")
