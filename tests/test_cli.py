@@ -1,0 +1,143 @@
+"""The command line: its surface is frozen, its options come from the settings, and mistakes end in one line."""
+
+from __future__ import annotations
+
+import dataclasses
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from coserve.cli import app
+from coserve.config import Config, config_from_json, config_to_json, load_config
+from coserve.errors import ConfigError
+
+COMMANDS = ["adapters", "bench", "config", "demo", "finetune", "generate", "jobs", "serve"]
+SETTINGS = [
+    "model",
+    "data_dir",
+    "host",
+    "port",
+    "api_key",
+    "allowed_hosts",
+    "device",
+    "dtype",
+    "threads",
+    "lora_way",
+    "trust_remote_code",
+    "policy",
+    "inference_batch_size",
+    "inference_delay",
+    "ts_n",
+    "slo_ttft",
+    "slo_tpot",
+    "train_patience",
+    "kv_tokens",
+    "page_tokens",
+    "step_tokens",
+    "max_queue",
+    "max_jobs",
+    "max_active_jobs",
+    "max_adapters_resident",
+    "micro_batch_tokens",
+    "recompute",
+    "keep_checkpoints",
+    "data_root",
+    "max_body_bytes",
+    "read_timeout",
+    "config",
+]
+
+
+def run(*args: str, **environ: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-P", "-m", "coserve.cli", *args],
+        capture_output=True, text=True, timeout=60, check=False, env={"PATH": "", **environ},
+    )  # fmt: skip
+
+
+def test_the_commands_are_these() -> None:
+    names = {command.name for command in app.registered_commands} | {group.name for group in app.registered_groups}
+    assert sorted(str(name) for name in names) == COMMANDS
+
+
+def test_a_new_setting_is_a_decision() -> None:
+    assert [f.name for f in dataclasses.fields(Config)] == SETTINGS
+
+
+@pytest.mark.parametrize("command", [*COMMANDS, "jobs list", "adapters import"])
+def test_help_says_something_of_every_command(command: str) -> None:
+    result = CliRunner().invoke(app, [*command.split(), "--help"])
+    assert result.exit_code == 0
+    assert "Usage" in result.output
+
+
+def test_serve_has_an_option_for_every_setting() -> None:
+    result = CliRunner().invoke(app, ["serve", "--help"], env={"COLUMNS": "200"})
+    for name in SETTINGS:
+        assert f"--{name.replace('_', '-')}" in result.output
+
+
+def test_order_of_command_line_environment_file_and_default(tmp_path: Path) -> None:
+    file = tmp_path / "coserve.toml"
+    file.write_text('port = 1\nmax-queue = 2\nts_n = 3\nallowed_hosts = ["a", "b"]\nrecompute = true\n')
+    environ = {"COSERVE_PORT": "4", "COSERVE_MAX_QUEUE": "5", "COSERVE_CONFIG": str(file)}
+    config = load_config({"port": 6}, environ)
+    assert (config.port, config.max_queue, config.ts_n, config.max_jobs) == (6, 5, 3, 256)
+    assert config.allowed_hosts == ("a", "b")
+    assert config.recompute
+
+
+def test_a_kubernetes_service_called_coserve_does_not_set_the_port() -> None:
+    assert load_config({}, {"COSERVE_PORT": "tcp://10.0.0.1:80"}).port == 8000
+
+
+@pytest.mark.parametrize(
+    ("given", "environ", "message"),
+    [
+        ({}, {"COSERVE_PORT": "many"}, "port: expected int, got 'many'"),
+        ({}, {"COSERVE_RECOMPUTE": "maybe"}, "recompute: expected true or false"),
+        ({"policy": "luck"}, {}, "policy: expected one of slack, ets, ts"),
+        ({"port": 70000}, {}, "port: expected 0 to 65535"),
+        ({"max_queue": 0}, {}, "max_queue: expected at least 1"),
+        ({"host": "0.0.0.0"}, {}, "not loopback; set api_key"),
+        ({"config": "/nonexistent.toml"}, {}, "config: cannot read"),
+    ],
+)
+def test_wrong_settings_are_named(given: dict[str, object], environ: dict[str, str], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        load_config(given, environ)
+
+
+def test_an_unknown_key_of_the_file_is_refused(tmp_path: Path) -> None:
+    file = tmp_path / "coserve.toml"
+    file.write_text("prot = 1\n")
+    with pytest.raises(ConfigError, match="unknown setting 'prot'"):
+        load_config({"config": file}, {})
+
+
+def test_settings_reach_the_engine_process_without_the_key(tmp_path: Path) -> None:
+    config = Config(api_key="secret", host="0.0.0.0", data_dir=tmp_path, allowed_hosts=("x",), kv_tokens=7)
+    sent = config_to_json(config)
+    assert b"secret" not in sent
+    assert config_from_json(sent) == dataclasses.replace(config, api_key=None, host="127.0.0.1")
+
+
+def test_a_taken_port_ends_in_one_line(tmp_path: Path) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = str(taken.getsockname()[1])
+        done = run("serve", "--port", port, "--data-dir", str(tmp_path / "data"))
+    assert done.returncode == 2
+    assert done.stderr == f"coserve: port {port} on 127.0.0.1 is taken by another program\n"
+
+
+def test_no_daemon_ends_in_one_line() -> None:
+    done = run("jobs", "list", "--url", "http://127.0.0.1:1")
+    assert done.returncode == 1
+    assert done.stderr.startswith("coserve: ")
+    assert done.stderr.count("\n") == 1
