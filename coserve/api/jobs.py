@@ -25,7 +25,7 @@ from coserve.state.durable import remove_dir
 from coserve.state.failpoints import failpoint
 from coserve.state.folder import DataFolder
 from coserve.state.records import JobRecord
-from coserve.state.recover import recover
+from coserve.state.recover import drop_unheard_checkpoints, recover
 from coserve.state.registry import Registry
 from coserve.state.thread import RegistryThread
 from coserve.types import JobSpec, JobState
@@ -102,6 +102,7 @@ class Jobs:
             elif record.state is JobState.RUNNING:
                 record = registry.set_state(id, JobState.QUEUED, message="interrupted: the engine died while it ran")
             if not record.state.terminal:
+                drop_unheard_checkpoints(self._folder, record)
                 kept.append(record)
         return kept
 

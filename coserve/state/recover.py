@@ -1,7 +1,8 @@
 """Startup: registry and files agree again, whatever moment the last daemon died at.
 
 Files come first and rows second: a row is committed once its files are durable. So files without a row are the work of
-a call that was never answered, and go; a row without files is damage from outside, and goes with a note.
+a call that was never answered, and go; a row without files is damage from outside, and goes with a note. A checkpoint
+has no row of its own: the metrics of its step stand for it.
 """
 
 from __future__ import annotations
@@ -32,7 +33,21 @@ def recover(registry: Registry, folder: DataFolder) -> list[JobRecord]:
         log.info("removed what an interrupted write left: %s", name)
     _match_adapters(registry, folder)
     _match_jobs(registry, folder)
-    return [_wait_again(registry, job) for job in registry.unfinished() if _has_corpus(registry, folder, job)]
+    jobs = [job for job in registry.unfinished() if _has_corpus(registry, folder, job)]
+    for job in jobs:
+        drop_unheard_checkpoints(folder, job)
+    return [_wait_again(registry, job) for job in jobs]
+
+
+def drop_unheard_checkpoints(folder: DataFolder, job: JobRecord) -> None:
+    """Remove the checkpoints of steps that the registry has not heard of, once the engine that wrote them is gone.
+
+    A job that went on from one would lack those steps in its loss curve for ever; so they run again.
+    """
+    for step, path in folder.checkpoints(job.spec.id):
+        if step > job.step:
+            log.info("job %s: checkpoint %d removed: its metrics were lost", job.spec.id, step)
+            remove_dir(path)
 
 
 def _match_adapters(registry: Registry, folder: DataFolder) -> None:

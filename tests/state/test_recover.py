@@ -12,7 +12,7 @@ from coserve.state.folder import DataFolder
 from coserve.state.recover import recover
 from coserve.state.registry import Registry
 from coserve.types import AdapterRef, JobState
-from tests.support.records import make_adapter, make_job
+from tests.support.records import make_adapter, make_job, make_metrics
 
 
 @pytest.fixture
@@ -113,6 +113,18 @@ def test_unfinished_jobs_come_back_oldest_first(registry: Registry, folder: Data
     assert registry.events("b")[-1].message.startswith("interrupted")
     assert registry.events("b")[-1].state is JobState.QUEUED
     assert recover(registry, folder) == jobs
+
+
+def test_a_checkpoint_that_the_registry_has_not_heard_of_goes(registry: Registry, folder: DataFolder) -> None:
+    lay_job(folder, registry, "job-1", 1)
+    registry.record_start("job-1", 10, 0)
+    for step in (1, 2, 3):
+        registry.record_step("job-1", make_metrics(step, 10))
+    for step in (2, 3, 4):
+        with replace_dir(folder.checkpoint("job-1", step), point="checkpoint") as temp:
+            (temp / "state").write_text("")
+    recover(registry, folder)
+    assert [step for step, _ in folder.checkpoints("job-1")] == [2, 3]
 
 
 def test_a_job_without_its_corpus_fails(registry: Registry, folder: DataFolder) -> None:
