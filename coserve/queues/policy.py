@@ -205,7 +205,7 @@ class Slack:
 
 def _pieces(seconds: float, piece: float) -> int:
     """As many pieces as fit; one while their cost is unknown."""
-    return max(1, min(MAX_PIECES, math.floor(seconds / piece))) if piece > 0 else 1
+    return max(1, math.floor(min(seconds / piece, MAX_PIECES))) if piece > 0 else 1
 
 
 def make_policy(config: Config) -> Policy:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from coserve.queues.policy import Costs, Ets, Policy, Running, Serve, Slack, TemporalSharing, Train, View, Wait, Waiting
@@ -91,6 +91,10 @@ def test_slack_lets_no_job_wait_beyond_its_patience(size: int, patience: float, 
         assert isinstance(decision, Train)
 
 
+TINY_PIECE = View((), (), 1, ("j",), False, 0, 0.0, Costs(0.0, 5e-324))
+
+
+@example(1, TINY_PIECE, 0.0)
 @given(st.integers(1, 9), views(), times)
 def test_slack_breaks_no_promise_that_it_can_keep(size: int, view: View, now: float) -> None:
     """A slice beside requests, of a job that still has patience, ends early enough for every deadline."""
