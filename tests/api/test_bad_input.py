@@ -226,8 +226,12 @@ async def test_malformed_uploads(api: Api, parts: list[tuple[str, bytes, str | N
     await api.refused(status, code, "POST", "/finetune", data=_form(*parts))
 
 
-@pytest.mark.parametrize("body", [b"", b"--x", b"--x\r\n\r\n", b"--y--", b"--x\r\nContent-Disposition: form-data", b"x" * 9999])
-@pytest.mark.parametrize("kind", ["multipart/form-data; boundary=x", "multipart/form-data", "multipart/form-data; boundary="])
+@pytest.mark.parametrize(
+    "body", [b"", b"--x", b"--x\r\n\r\n", b"--y--", b"--x\r\nContent-Disposition: form-data", b"x" * 9999]
+)
+@pytest.mark.parametrize(
+    "kind", ["multipart/form-data; boundary=x", "multipart/form-data", "multipart/form-data; boundary="]
+)
 async def test_what_only_says_it_is_multipart(api: Api, body: bytes, kind: str) -> None:
     await api.refused(400, BAD, "POST", "/finetune", data=body, headers={"Content-Type": kind})
 
@@ -278,7 +282,23 @@ _JSON = st.recursive(
     max_leaves=8,
 )
 _FIELDS = st.sampled_from(
-    "prompt messages adapter n max_tokens temperature stop logit_bias seed data path lora training metadata name".split()
+    [
+        "prompt",
+        "messages",
+        "adapter",
+        "n",
+        "max_tokens",
+        "temperature",
+        "stop",
+        "logit_bias",
+        "seed",
+        "data",
+        "path",
+        "lora",
+        "training",
+        "metadata",
+        "name",
+    ]
 )
 _BODY = st.dictionaries(_FIELDS, _JSON, max_size=5)
 _KNOWN = {400, 403, 404, 422}
@@ -297,7 +317,9 @@ async def test_random_bad_bodies_are_refused_and_harm_nothing(tmp_path: Path) ->
                 assert found["error"]["code"] in _codes(CoserveError)
             await api.works()
 
-        @settings(max_examples=120, deadline=None, suppress_health_check=list(HealthCheck), derandomize=bool(os.getenv("CI")))
+        @settings(
+            max_examples=120, deadline=None, suppress_health_check=list(HealthCheck), derandomize=bool(os.getenv("CI"))
+        )
         @given(st.sampled_from(["/generate", "/finetune", "/adapters"]), _BODY | _JSON, st.booleans())
         def random(path: str, body: object, cut: bool) -> None:
             asyncio.run_coroutine_threadsafe(one(path, body, cut), loop).result(20)

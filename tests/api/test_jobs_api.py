@@ -138,7 +138,10 @@ async def test_jobs_without_an_engine_wait_and_obey(api: Api) -> None:
     assert (await api.call("POST", f"/finetune/{second['id']}/cancel"))[1]["state"] == "cancelled"
     await api.start_engine()
     told = await api.engine.saw(StartJob, 2)
-    assert [(m.spec.id, m.paused) for m in told if isinstance(m, StartJob)] == [(first["id"], True), (third["id"], False)]
+    assert [(m.spec.id, m.paused) for m in told if isinstance(m, StartJob)] == [
+        (first["id"], True),
+        (third["id"], False),
+    ]
     assert (await api.job_until(third["id"], "succeeded"))["result"] == "c@1"
     assert (await api.call("POST", f"/finetune/{first['id']}/resume"))[0] == 200
     assert (await api.job_until(first["id"], "succeeded"))["result"] == "a@1"
@@ -194,9 +197,7 @@ async def test_a_published_adapter_that_cannot_be_read_fails_the_job(api: Api) -
 async def test_a_job_continues_an_adapter_with_its_shape(api: Api) -> None:
     job = await submit(api)
     await api.job_until(job["id"], "succeeded")
-    status, more = await api.call(
-        "POST", "/finetune", json={"adapter": "poet", "continue_from": "poet", "data": ROWS}
-    )
+    status, more = await api.call("POST", "/finetune", json={"adapter": "poet", "continue_from": "poet", "data": ROWS})
     assert (status, more["continue_from"], more["version"], more["lora"]["r"]) == (202, "poet@1", 2, 2)
     request = {"adapter": "poet", "continue_from": "poet", "data": ROWS, "lora": {"r": 8}}
     assert (await api.refused(400, "invalid_request", "POST", "/finetune", json=request))["field"] == "lora"

@@ -1,0 +1,221 @@
+"""Who may ask: keys, hosts, origins, deadlines and sizes, over raw sockets where a client library would be too polite."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import time
+import zlib
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+
+from coserve.api.app import ROUTES
+from coserve.api.routes import Route
+from tests.support.api_server import Api, serve_api
+
+KEY = "s3cret-key"
+FOREIGN_HOSTS = [
+    "evil.example",
+    "127.0.0.1.evil.example",
+    "localhost:1:2",
+    "x/?",
+    "a@localhost",
+    "",
+    "localhost:x",
+    "[::1",
+]
+FOREIGN_ORIGINS = [
+    "http://evil.example",
+    "null",
+    "https://localhost.evil.example",
+    "file://localhost",
+    "http://localhost/x",
+]
+
+
+@pytest.fixture
+async def locked(tmp_path: Path) -> AsyncIterator[Api]:
+    async with serve_api(tmp_path / "data", api_key=KEY, allowed_hosts=("gpu.example",), read_timeout=0.4) as api:
+        yield api
+
+
+def paths(api: Api) -> list[tuple[str, str]]:
+    """Every method of every path of the router itself."""
+    return [(route.method, str(route.resource.canonical).replace("{id}", "x")) for route in api.app.router.routes()]
+
+
+async def test_without_the_key_nothing_but_health_is_open(locked: Api) -> None:
+    table = {(route.method, route.path): route for route in locked.app[ROUTES]}
+    assert sorted(table) == sorted(
+        (r.method, str(r.resource.canonical)) for r in locked.app.router.routes() if r.resource
+    )
+    assert [route.path for route in table.values() if route.public] == ["/health"]
+    strange = [
+        ("GET", "/nowhere"),
+        ("POST", "/health"),
+        ("DELETE", "/health"),
+        ("GET", "/health/"),
+        ("PUT", "/generate"),
+    ]
+    for method, path in [*paths(locked), *strange]:
+        if (method, path) == ("GET", "/health"):
+            continue
+        for headers in (
+            {},
+            {"Authorization": "Bearer wrong"},
+            {"Authorization": KEY},
+            {"Authorization": "Basic " + KEY},
+        ):
+            async with locked.http.request(method, path, headers=headers) as response:
+                assert response.status == 401, (method, path, headers)
+                assert response.headers["WWW-Authenticate"] == "Bearer"
+                assert (await response.json())["error"]["code"] == "unauthorized"
+    for path in (
+        b"//health",
+        b"/%2e%2e/adapters",
+        b"/health/../adapters",
+        b"/health%2f..%2fadapters",
+        b"http://x/health",
+        b"/health?/adapters",
+    ):
+        answer, _ = await raw(locked, b"GET " + path + b" HTTP/1.1\r\nHost: localhost\r\n\r\n")
+        assert answer.startswith(b"HTTP/1.1 401") or b'"engine_alive"' in answer, path
+    assert (await locked.call("GET", "/health"))[0] == 200
+    await locked.works()
+
+
+async def test_hosts_and_origins(locked: Api) -> None:
+    auth = {"Authorization": f"Bearer {KEY}"}
+    for method, path in paths(locked):
+        for headers in [{"Host": host} for host in FOREIGN_HOSTS] + [{"Origin": origin} for origin in FOREIGN_ORIGINS]:
+            async with locked.http.request(method, path, headers=auth | headers) as response:
+                assert response.status == 403, (method, path, headers)
+                assert (await response.json())["error"]["code"] == "forbidden_origin"
+    for headers in (
+        {"Host": "gpu.example:8000"},
+        {"Host": "LOCALHOST"},
+        {"Host": "[::1]:8000"},
+        {"Origin": "http://localhost:3000"},
+    ):
+        async with locked.http.get("/adapters", headers=auth | headers) as response:
+            assert response.status == 200, headers
+
+
+async def test_compressed_bodies_are_not_unpacked(api: Api) -> None:
+    bomb = zlib.compress(b"0" * (50 << 20))
+    for encoding in ("deflate", "gzip", "br", "identity"):
+        headers = {"Content-Encoding": encoding}
+        await api.refused(415, "unsupported_encoding", "POST", "/generate", data=bomb, headers=headers)
+
+
+async def test_every_answer_has_an_id_and_none_names_its_server(api: Api) -> None:
+    for path in ("/health", "/nowhere", "/metrics"):
+        async with api.http.get(path) as response:
+            assert len(response.headers["X-Request-Id"]) == 16
+            assert "Server" not in response.headers
+            assert response.headers["X-Content-Type-Options"] == "nosniff"
+
+
+async def test_our_own_faults_have_one_body(api: Api, caplog: pytest.LogCaptureFixture) -> None:
+    def broken() -> None:
+        raise KeyError("/secret/path 0x7f00")
+
+    api.service.health = broken  # type: ignore[method-assign,assignment]
+    with caplog.at_level(logging.ERROR):
+        async with api.http.get("/health") as response:
+            assert response.status == 500
+            body = await response.text()
+    assert json.loads(body) == {"error": {"code": "internal_error", "message": "internal error", "field": None}}
+    assert response.headers["X-Request-Id"] in caplog.text  # the log, and only the log, knows more
+    assert "0x7f00" in caplog.text
+    await api.works()
+
+
+async def raw(api: Api, *parts: bytes | float) -> tuple[bytes, float]:
+    """Send bytes, wait seconds; then what comes until the server closes, and how long that took in all."""
+    began = time.monotonic()
+    reader, writer = await asyncio.open_connection("127.0.0.1", api.port)
+    try:
+        for part in parts:
+            if isinstance(part, float):
+                await asyncio.sleep(part)
+            else:
+                writer.write(part)
+        return await asyncio.wait_for(reader.read(), 10), time.monotonic() - began
+    except ConnectionError:
+        return b"", time.monotonic() - began
+    finally:
+        writer.close()
+
+
+HEAD = b"POST /generate HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer " + KEY.encode() + b"\r\n"
+
+
+@pytest.mark.parametrize(
+    "parts",
+    [
+        (),
+        (b"POST /gen",),
+        (HEAD,),
+        (HEAD, 0.2, b"X-A: b\r\n", 0.1, b"X-B: b\r\n"),
+        (b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n", 0.1, b"GET /hea"),
+    ],
+    ids=["silence", "half a line", "half the headers", "dripping headers", "half of a second request"],
+)
+async def test_headers_have_a_deadline(locked: Api, parts: tuple[bytes | float, ...]) -> None:
+    answer, seconds = await raw(locked, *parts)
+    assert seconds < 5
+    assert answer.count(b"HTTP/1.1") == (1 if len(parts) == 3 else 0)
+    await locked.works()
+
+
+@pytest.mark.parametrize("length", [b"Content-Length: 1000\r\n\r\n", b"Transfer-Encoding: chunked\r\n\r\n5\r\n"])
+@pytest.mark.parametrize("drip", [(), (0.3, b"a", 0.05, b"b")], ids=["silence", "drip"])
+async def test_bodies_have_a_deadline(locked: Api, length: bytes, drip: tuple[bytes | float, ...]) -> None:
+    answer, seconds = await raw(locked, HEAD, length, b'{"p', *drip)
+    assert answer.startswith(b"HTTP/1.1 408")
+    assert b'"request_timeout"' in answer
+    assert seconds < 5
+    await locked.works()
+
+
+async def test_uploads_have_a_deadline(locked: Api) -> None:
+    head = HEAD.replace(b"/generate", b"/finetune") + b"Content-Type: multipart/form-data; boundary=b\r\n"
+    part = b'--b\r\nContent-Disposition: form-data; name="file"; filename="a"\r\n\r\n{"text'
+    for body in (b"", b"--b\r\n", part):
+        answer, _ = await raw(locked, head, b"Content-Length: 10000\r\n\r\n", body)
+        assert answer.startswith(b"HTTP/1.1 408"), body
+    assert list(locked.folder.staging.iterdir()) == []
+    await locked.works()
+
+
+@pytest.mark.parametrize(
+    "request_bytes",
+    [
+        b"\x16\x03\x01\x02\x00\x01\x00\r\n\r\n",
+        b"GET / HTTP/9.9\r\n\r\n",
+        b"GET /health HTTP/1.1\r\nHost: localhost\r\nX: " + b"a" * 9000 + b"\r\n\r\n",
+        b"GET /health HTTP/1.1\r\nHost: localhost\r\n" + b"X: a\r\n" * 2000 + b"\r\n",
+        b"GET /health HTTP/1.1\r\nHost: localhost\r\nContent-Length: 1\r\nTransfer-Encoding: chunked\r\n\r\n",
+        b"GET /health HTTP/1.1\r\n\r\n",
+    ],
+)
+async def test_what_is_no_http_is_refused_without_a_word_in_the_log(
+    locked: Api, request_bytes: bytes, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.DEBUG):
+        answer, _ = await raw(locked, request_bytes)
+    assert answer.startswith((b"HTTP/1.1 400", b"HTTP/1.1 403", b"HTTP/1.0 400")), answer
+    assert b"Traceback" not in answer
+    assert "Traceback" not in caplog.text
+    assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
+    await locked.works()
+
+
+def test_a_route_is_closed_unless_it_says_otherwise() -> None:
+    async def handler(request: object) -> None: ...
+
+    assert not Route("GET", "/new", handler, "new").public  # type: ignore[arg-type]

@@ -1,0 +1,125 @@
+"""The description says what the router does; the metrics count what happened, with labels that cannot grow."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+from prometheus_client.parser import text_string_to_metric_families
+
+from coserve.link import Generate
+from tests.support.api_server import Api, serve_api
+
+
+def references(node: Any) -> set[str]:
+    if isinstance(node, dict):
+        here = {node["$ref"]} if "$ref" in node else set()
+        return here.union(*map(references, node.values()))
+    return set().union(*map(references, node)) if isinstance(node, list) else set()
+
+
+async def test_the_description_is_whole(api: Api) -> None:
+    status, document = await api.call("GET", "/openapi.json")
+    assert (status, document["openapi"]) == (200, "3.1.0")
+    described = {(method.upper(), path) for path, item in document["paths"].items() for method in item}
+    assert described == {
+        (route.method, str(route.resource.canonical)) for route in api.app.router.routes() if route.resource
+    }
+    schemas = document["components"]["schemas"]
+    assert references(document) <= {f"#/components/schemas/{name}" for name in schemas}
+    names = [operation["operationId"] for item in document["paths"].values() for operation in item.values()]
+    assert len(names) == len(set(names))
+    for path, item in document["paths"].items():
+        for method, operation in item.items():
+            assert operation["summary"], path
+            assert {"400", "401", "403"} <= set(operation["responses"])
+            assert ("requestBody" in operation) == ((method, path) in BODIES), path
+            given = {parameter["name"] for parameter in operation.get("parameters", ()) if parameter["in"] == "path"}
+            assert given == set(re.findall(r"{(\w+)}", path))
+            for response in operation["responses"].values():
+                assert response["description"]
+                assert response["content"]
+    generate = schemas["GenerateRequest"]
+    assert generate["additionalProperties"] is False
+    assert generate["properties"]["n"] == {"type": "integer", "minimum": 1, "maximum": 16, "default": 1}
+    assert "\\A" not in str(document)
+    assert re.fullmatch(schemas["FinetuneRequest"]["properties"]["adapter"]["pattern"], "a-1")
+    assert document["paths"]["/health"]["get"]["security"] == []
+
+
+BODIES = {("post", "/generate"), ("post", "/finetune"), ("post", "/adapters")}
+
+
+async def scrape(api: Api) -> dict[str, float]:
+    """Every sample: its name with its labels."""
+    async with api.http.get("/metrics") as response:
+        assert response.status == 200
+        families = text_string_to_metric_families(await response.text())
+    return {
+        "".join([sample.name, *(f",{key}={value}" for key, value in sorted(sample.labels.items()))]): sample.value
+        for family in families
+        for sample in family.samples
+    }
+
+
+async def test_metrics_count_requests_and_jobs(api: Api) -> None:
+    await api.works()
+    _, job = await api.call("POST", "/finetune", json={"adapter": "a", "data": [{"text": "a b"}]})
+    await api.job_until(job["id"], "succeeded")
+    api.engine.stats(running=2, waiting=1)
+    await api.works()
+    found = await scrape(api)
+    assert found["coserve_requests_total,finish_reason=length"] == 2
+    assert found["coserve_generation_tokens_total"] == 2 * len(api.reply)
+    assert found["coserve_time_to_first_token_seconds_count"] == 2
+    assert found["coserve_request_queue_time_seconds_count"] == 2
+    assert found["coserve_inter_token_latency_seconds_count"] == 2 * (len(api.reply) - 1)
+    assert found["coserve_e2e_request_latency_seconds_count"] == 2
+    assert found["coserve_train_tokens_total"] == 30
+    assert found["coserve_jobs_ended_total,state=succeeded"] == 1
+    assert found["coserve_jobs,state=running"] == 0
+    assert found["coserve_num_requests_running"] == 2
+    assert found["coserve_kv_cache_usage_ratio"] == 0.25
+    assert found["coserve_train_seconds_total"] == 2.5
+    assert found["coserve_engine_up"] == 1
+
+
+async def test_counters_of_the_engine_go_on_over_its_restarts(api: Api) -> None:
+    api.engine.stats()
+    await api.works()
+    await api.engine.die()
+    await api.start_engine()
+    api.engine.stats()
+    await api.works()
+    found = await scrape(api)
+    assert found["coserve_serve_seconds_total"] == 3.0
+    assert found["coserve_preemptions_total"] == 4
+    assert found["coserve_engine_restarts"] == 1
+
+
+async def test_labels_do_not_grow_with_what_clients_say(api: Api) -> None:
+    before = len(await scrape(api))
+    for index in range(20):
+        await api.call("GET", f"/path/{index}")
+        await api.call("GET", f"/adapters/name{index}")
+        await api.call("POST", "/generate", json={"prompt": "x", "adapter": f"name{index}"})
+    assert len(await scrape(api)) - before <= 8
+
+
+async def test_two_servers_in_one_process_count_apart(tmp_path: Path) -> None:
+    async with serve_api(tmp_path / "a") as one, serve_api(tmp_path / "b") as two:
+        await one.works()
+        assert (await scrape(one))["coserve_requests_total,finish_reason=length"] == 1
+        assert (await scrape(two))["coserve_requests_total,finish_reason=length"] == 0
+
+
+async def test_health_shows_the_base_and_what_runs(api: Api) -> None:
+    api.engine.stats(running=2, waiting=1, jobs=1)
+    await api.works()
+    _, health = await api.call("GET", "/health")
+    assert health["status"] == "ok"
+    assert health["base"]["name"] == "fake"
+    assert (health["running"], health["waiting"], health["jobs"]) == (2, 1, 1)
+    assert (health["lora_way"], health["kv_tokens"], health["notes"]) == ("reference", 1024, ["a fake"])
+    assert await api.engine.saw(Generate)
