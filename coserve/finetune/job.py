@@ -100,8 +100,9 @@ class Plan:
     def __init__(self, lengths: Ints, training: TrainingSettings, micro_batch_tokens: int) -> None:
         """For rows of `lengths` tokens (S); `micro_batch_tokens` is what the engine allows.
 
-        An optimizer step takes rows in the epoch's order while they fit in `batch_tokens` (a longer row makes a step of
-        its own) and never reaches into the next epoch. A fractional epoch ends after its share of steps.
+        An epoch is cut into as many optimizer steps as it holds `batch_tokens`, rounded up, all of about one size (no
+        small rest at its end): its share of the epoch, and at most one row more. No step reaches into the next epoch. A
+        fractional epoch ends after its share of steps.
         Raises `InvalidRequest` for settings that make no sense, alone or for this corpus.
         """
         check_training(training)
@@ -167,12 +168,12 @@ class Plan:
     def _cuts(self, order: Ints) -> list[int]:
         """Where each step starts in `order`, and where the last one ends."""
         ends = np.cumsum(self._lengths[order])
-        cuts = [0]
-        while cuts[-1] < len(order):
-            before = int(ends[cuts[-1] - 1]) if cuts[-1] else 0
-            fit = int(np.searchsorted(ends, before + self._training.batch_tokens, side="right"))
-            cuts.append(max(fit, cuts[-1] + 1))
-        return cuts
+        steps = -(-int(ends[-1]) // self._training.batch_tokens)
+        if steps >= len(order):
+            return list(range(len(order) + 1))
+        shares = ends[-1] * np.arange(1, steps) / steps
+        inner = np.searchsorted(ends, shares, side="left") + 1
+        return [0, *(int(cut) for cut in np.unique(inner) if cut < len(order)), len(order)]
 
 
 def _split(rows: int, training: TrainingSettings) -> tuple[Ints, Ints]:

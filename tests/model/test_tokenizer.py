@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tokenizers import processors
 
 from coserve.errors import InvalidRequest, UnsupportedBase
 from coserve.model.tokenizer import Detokenizer, Tokenizer
@@ -101,6 +102,32 @@ def test_explicit_no_bos_wins_over_the_post_processor(tmp_path: Path) -> None:
     write_folder(tmp_path, sentencepiece_like(), add_bos_token=False)
     tokenizer = Tokenizer.from_folder(tmp_path)
     assert tokenizer.bos_token_id not in tokenizer.encode("the")
+
+
+def test_folder_without_tokenizer_json_goes_through_transformers(tmp_path: Path) -> None:
+    byte_level().model.save(str(tmp_path))
+    config = {"tokenizer_class": "GPT2Tokenizer", "eos_token": "<eos>", "bos_token": "<eos>", "unk_token": "<eos>"}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "gpt2"}))
+    tokenizer = Tokenizer.from_folder(tmp_path)
+    assert tokenizer.encode("hello there") == BYTE_LEVEL.encode("hello there")
+    assert tokenizer.eos_token_ids == (0,)
+
+
+def test_a_base_that_is_nowhere_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(UnsupportedBase, match="neither a folder nor a model"):
+        Tokenizer.load("no//such//model")
+    with pytest.raises(UnsupportedBase, match=r"no tokenizer\.json"):
+        Tokenizer.from_folder(tmp_path)
+
+
+def test_eos_behind_a_text_is_left_out(tmp_path: Path) -> None:
+    backend = byte_level()
+    backend.post_processor = processors.TemplateProcessing(
+        single="<bos> $A <eos>", special_tokens=[("<bos>", 1), ("<eos>", 0)]
+    )
+    tokenizer = Tokenizer(backend, special_tokens=ROLES)
+    assert tokenizer.encode("hi") == [1, *BYTE_LEVEL.encode("hi")]
 
 
 def test_truncation_and_padding_of_the_file_are_ignored(tmp_path: Path) -> None:
