@@ -15,7 +15,7 @@ from coserve.memory.kv import CPU_TOKENS, KvCache, bytes_per_token
 @dataclass
 class Shapes:
     kv_shapes: list[tuple[int, int]] = field(default_factory=lambda: [(2, 8), (1, 16)])
-    device: torch.device = torch.device("cpu")
+    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     dtype: torch.dtype = torch.float32
 
 
