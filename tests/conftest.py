@@ -1,8 +1,12 @@
-"""Set before anything imports Triton: without a GPU its kernels run in its interpreter."""
+"""Set before anything imports Triton: without a GPU its kernels run in its interpreter. No test is timed."""
 
 import os
 
 import torch
+from hypothesis import settings
 
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
+
+settings.register_profile("coserve", deadline=None)
+settings.load_profile("coserve")
