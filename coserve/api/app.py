@@ -33,7 +33,13 @@ def make_app(service: Service, config: Config) -> web.Application:
     for route in routes:
         app.router.add_route(route.method, route.path, route.handler, name=route.name)
     app.on_response_prepare.append(finish_headers)
+    app.on_shutdown.append(_end_streams)
     return app
+
+
+async def _end_streams(app: web.Application) -> None:
+    """Streams of events would hold the shutdown up."""
+    app[SERVICE].jobs.views.close()
 
 
 def make_runner(app: web.Application, config: Config) -> web.AppRunner:

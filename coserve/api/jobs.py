@@ -73,7 +73,9 @@ class Jobs:
                 records = await self._registry(lambda registry: recover(registry, self._folder))
             else:
                 await self._ledger.settled()
-                records = await self._registry(self._requeue)
+                for state, id in await self._registry(_unfinished):
+                    self._ledger.deaths[id] += state is JobState.RUNNING
+                records = await self._ledger.insist(lambda: self._registry(self._requeue), "jobs of the last engine")
             open_link()
             self._started.clear()
             for record in records:
@@ -89,8 +91,6 @@ class Jobs:
         for record in registry.unfinished():
             id = record.spec.id
             wanted = self._wanted.get(id)
-            if record.state is JobState.RUNNING:
-                self._ledger.deaths[id] += 1
             if self._ledger.deaths[id] >= MAX_DEATHS:
                 error = ErrorInfo(
                     code=EngineCrashed.code, message=f"the engine died {MAX_DEATHS} times while it ran this job"
@@ -127,6 +127,8 @@ class Jobs:
         spec = self._engine.spec
         if key is not None and not (1 <= len(key) <= 128 and key.isascii() and key.isprintable()):
             raise InvalidRequest("expected 1 to 128 printable characters", field="Idempotency-Key")
+        if key is not None and (first := await self._registry(lambda registry: registry.job_with_key(key))) is not None:
+            return await self.views.show(first)
         await self._registry(self._check_room)
         record, corpus = await self._submission.prepare(request, upload, spec)
         task = asyncio.create_task(self._accept(record, corpus, key))
@@ -143,12 +145,12 @@ class Jobs:
         id, adapter = record.spec.id, record.spec.adapter
 
         def create(registry: Registry) -> JobRecord:
-            self._check_room(registry)
+            if key is None or registry.job_with_key(key) is None:
+                self._check_room(registry)
             job = msgspec.structs.replace(record.spec, version=registry.next_version(adapter))
             made = registry.create_job(msgspec.structs.replace(record, spec=job), idempotency_key=key)
             if made.spec.id == id and corpus.rows_cut:
-                text = f"{corpus.rows_cut} of {corpus.rows} rows were longer than max_length and lost a part"
-                registry.record_message(id, text, level="warning")
+                _say_cut(registry, id, corpus)
             return made
 
         try:
@@ -182,6 +184,7 @@ class Jobs:
             if record.state is not JobState.PAUSED:
                 raise WrongJobState(f"expected a paused job, got one that is {record.state}", field="id")
             record = await self._registry(lambda registry: registry.set_state(id, JobState.QUEUED))
+            self._wanted.pop(id, None)  # of a pause whose caller did not wait for its end
             if id in self._started:
                 with suppress(EngineUnavailable):
                     self._engine.send(ResumeJob(id=id))
@@ -222,3 +225,16 @@ class Jobs:
             else:
                 await self._registry(lambda registry: registry.set_state(id, wanted))
             return await self._registry(lambda registry: registry.job(id))
+
+
+def _unfinished(registry: Registry) -> list[tuple[JobState, str]]:
+    return [(record.state, record.spec.id) for record in registry.unfinished()]
+
+
+def _say_cut(registry: Registry, id: str, corpus: Corpus) -> None:
+    """A line in the job's story; the job is accepted whether or not it can be written."""
+    try:
+        text = f"{corpus.rows_cut} of {corpus.rows} rows were longer than max_length and lost a part"
+        registry.record_message(id, text, level="warning")
+    except CoserveError as error:
+        log.warning("job %s: %s", id, error.message)

@@ -25,6 +25,12 @@ class JobViews:
     def __init__(self, registry: RegistryThread, ledger: Ledger) -> None:
         self._registry, self._ledger = registry, ledger
         self._watching = 0
+        self._closing = False
+
+    def close(self) -> None:
+        """End every stream of events; who followed one may come back to the next daemon."""
+        self._closing = True
+        self._ledger.announce_all()
 
     async def get(self, id: str) -> Job:
         """Raises `JobNotFound`."""
@@ -71,7 +77,7 @@ class JobViews:
                         yield event
                     if events:
                         continue  # there may be more than one page
-                    if record.state.terminal:
+                    if record.state.terminal or self._closing:
                         return
                     try:
                         async with asyncio.timeout(heartbeat):

@@ -6,8 +6,9 @@ import asyncio
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager, suppress
+from typing import TypeVar
 
 from coserve.adapters.peft import inspect_adapter
 from coserve.api.connection import Connection
@@ -43,6 +44,8 @@ from coserve.types import BaseSpec, JobState
 log = logging.getLogger(__name__)
 
 JobMessage = JobStarted | JobPaused | JobProgress | JobCheckpoint | JobSucceeded | JobFailed | JobCancelled
+
+T = TypeVar("T")
 
 MAX_RETRY_DELAY = 30.0
 
@@ -101,24 +104,29 @@ class Ledger:
                 await self._contradict(message, error)
             except CoserveError as error:
                 log.error("job %s: %s not written: %s", message.id, type(message).__name__, error.message)
+            except Exception:  # our own fault, in one message: the others must still be written
+                log.exception("job %s: %s not written", message.id, type(message).__name__)
             finally:
                 self._inbox.task_done()
             self.announce(message.id)
 
     async def _write(self, message: JobMessage) -> None:
         """Progress may be lost to a full disk; a change of state is tried again until it is written."""
+        if isinstance(message, JobProgress | JobCheckpoint):
+            await self._apply(message)
+        else:
+            await self.insist(lambda: self._apply(message), f"job {message.id}")
+
+    async def insist(self, write: Callable[[], Awaitable[T]], what: str) -> T:
+        """Write what must not be lost, again and again while the disk is full."""
         delay = self._retry_delay
         while True:
             try:
-                await self._apply(message)
+                return await write()
             except (StorageFull, StorageFailed) as error:
-                if isinstance(message, JobProgress | JobCheckpoint):
-                    raise
-                log.error("job %s: %s; trying again in %.0f s", message.id, error.message, delay)
+                log.error("%s: %s; trying again in %.0f s", what, error.message, delay)
                 await asyncio.sleep(delay)
                 delay = min(2 * delay, MAX_RETRY_DELAY)
-            else:
-                return
 
     async def _apply(self, message: JobMessage) -> None:
         id = message.id

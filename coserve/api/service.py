@@ -72,8 +72,9 @@ class Service:
         """The engine is gone: requests in flight end with `EngineUnavailable`, jobs wait for the next engine."""
         if not self.engine.alive:
             return
-        if self._receiver is not None:
-            self._receiver.cancel()
+        receiver, self._receiver = self._receiver, None
+        if receiver is not None:
+            receiver.cancel()
         self.engine.lost()
         self.metrics.engine.report(None)
         self.generation.fail_all(EngineUnavailable("the engine stopped while it ran this request"))
@@ -83,21 +84,21 @@ class Service:
         await self.jobs.close()
         await self._ledger.settled()
         self.engine_lost()
-        for task in (self._receiver, self._writer):
-            if task is not None:
-                task.cancel()
-                with contextlib.suppress(asyncio.CancelledError):
-                    await task
+        if self._writer is not None:
+            self._writer.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await self._writer
 
     async def _receive(self, link: Link[ToEngine, FromEngine]) -> None:
-        while True:
-            try:
-                message = await link.receive()
-            except EngineUnavailable:
+        try:
+            while True:
+                self._dispatch(await link.receive())
+        except EngineUnavailable:
+            log.info("the link to the engine closed")
+        finally:
+            if self._receiver is asyncio.current_task():  # whatever ended it: nobody reads the engine any more
                 self._receiver = None
                 self.engine_lost()
-                return
-            self._dispatch(message)
 
     def _dispatch(self, message: FromEngine) -> None:
         match message:

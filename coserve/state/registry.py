@@ -35,12 +35,8 @@ class Registry(AdapterTable):
         """
         spec = record.spec
         with self._transaction():
-            if idempotency_key is not None:
-                row = self._db.execute(
-                    "SELECT record FROM jobs WHERE idempotency_key = ?", (idempotency_key,)
-                ).fetchone()
-                if row is not None:
-                    return _job(row[0])
+            if idempotency_key is not None and (first := self.job_with_key(idempotency_key)) is not None:
+                return first
             self._take_version(AdapterRef(spec.adapter, spec.version))
             self._db.execute(
                 "INSERT INTO jobs (id, state, idempotency_key, record) VALUES (?, ?, ?, ?)",
@@ -48,6 +44,11 @@ class Registry(AdapterTable):
             )
             self._append(spec.id, "state", f"job {record.state}", state=record.state)
         return record
+
+    def job_with_key(self, idempotency_key: str) -> JobRecord | None:
+        """The job that a request with this key made."""
+        row = self._db.execute("SELECT record FROM jobs WHERE idempotency_key = ?", (idempotency_key,)).fetchone()
+        return None if row is None else _job(row[0])
 
     def job(self, id: str) -> JobRecord:
         """Raises `JobNotFound`."""

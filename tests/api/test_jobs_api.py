@@ -12,7 +12,7 @@ import msgspec
 
 from coserve.api.jobs import MAX_DEATHS
 from coserve.finetune.data import Corpus
-from coserve.link import CancelJob, JobFailed, StartJob
+from coserve.link import CancelJob, JobFailed, PauseJob, StartJob
 from coserve.state.failpoints import armed
 from coserve.types import BaseSpec
 from tests.support.api_server import REPLY, Api, serve_api
@@ -89,9 +89,14 @@ async def test_the_same_key_gives_the_same_job(api: Api) -> None:
     again = await submit(api, headers={"Idempotency-Key": "once"})
     assert again["id"] == first["id"]
     assert api.folder.job_ids() == [first["id"]]
+    for index in range(2):
+        await submit(api, adapter=f"other{index}")
+    assert (await submit(api, headers={"Idempotency-Key": "once"}))["id"] == first["id"]  # also when the line is full
+    await api.refused(429, "queue_full", "POST", "/finetune", json={"adapter": "poet", "data": ROWS})
+    await api.call("POST", f"/finetune/{first['id']}/cancel")
     other = await submit(api, headers={"Idempotency-Key": "twice"})
     assert other["version"] == 2
-    assert len(await api.engine.saw(StartJob, 2)) == 2
+    assert len(await api.engine.saw(StartJob, 4)) == 4
 
 
 async def test_pause_resume_cancel(api: Api) -> None:
@@ -233,3 +238,48 @@ async def test_before_the_first_engine_nothing_is_taken(tmp_path: Path) -> None:
             assert (status, body["error"]["code"]) == (503, "engine_unavailable")
         await api.start_engine()
         await api.works()
+
+
+async def test_rows_that_lose_a_part_are_told(api: Api) -> None:
+    job = await submit(api, data=[*ROWS, {"text": "word " * 200}], training={"steps": 1, "max_length": 16})
+    said = [event["message"] for _, event in await api.events(job["id"]) if event["level"] == "warning"]
+    assert said == ["1 of 3 rows were longer than max_length and lost a part"]
+
+
+async def test_a_full_disk_does_not_keep_the_next_engine_out(api: Api) -> None:
+    api.service._ledger._retry_delay = 0.01
+    api.engine.go_jobs.clear()
+    job = await submit(api)
+    await api.job_until(job["id"], "running")
+    await api.engine.die()
+    with armed("registry.before_commit=ENOSPC@1;registry.before_commit=ENOSPC@2"):
+        await api.start_engine()
+    assert (await api.job_until(job["id"], "succeeded"))["result"] == "poet@1"
+
+
+async def test_the_end_of_the_daemon_ends_streams_of_events(tmp_path: Path) -> None:
+    async with serve_api(tmp_path / "data") as api:
+        api.engine.go_jobs.clear()
+        job = await submit(api)
+        follow = asyncio.create_task(api.events(job["id"]))
+        await api.job_until(job["id"], "running")
+    assert [event["state"] for _, event in await follow] == ["queued", "running"]
+
+
+async def test_a_pause_that_nobody_waited_for_does_not_come_back(api: Api) -> None:
+    api.engine.go_jobs.clear()
+    job = await submit(api)
+    await api.job_until(job["id"], "running")
+    path = f"/finetune/{job['id']}"
+    hears, api.engine._handle = api.engine._handle, lambda message: None  # type: ignore[method-assign]
+    pause = asyncio.create_task(api.call("POST", f"{path}/pause"))
+    (asked,) = await api.engine.saw(PauseJob)
+    pause.cancel()
+    api.engine._handle = hears  # type: ignore[method-assign]
+    hears(asked)
+    await api.job_until(job["id"], "paused")
+    await api.call("POST", f"{path}/resume")
+    await api.job_until(job["id"], "running", times=2)
+    await api.engine.die()
+    await api.start_engine()
+    assert (await api.job_until(job["id"], "succeeded"))["result"] == "poet@1"
