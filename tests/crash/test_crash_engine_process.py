@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from coserve.state.failpoints import FILE_STEPS
-from tests.support.crash_oracle import Oracle, Reference
+from tests.support.crash_oracle import Oracle, Reference, curve_of, steps_of
 
 
 def test_a_daemon_killed_at_each_failpoint_of_the_engine_process(
     model: Path, reference: Reference, tmp_path: Path
 ) -> None:
     oracle = Oracle(model, tmp_path / "data", reference)
-    for step in FILE_STEPS:
+    for step in steps_of("checkpoint"):
         oracle.die_at(f"checkpoint.{step}=kill-group@2", "job")
+    for step in steps_of("adapter"):
         oracle.die_at(f"adapter.{step}=kill-group", "job")
     oracle.die_at("adapter.publish=kill-group", "job")
     oracle.die_at("finetune.mid_step=kill-group@3", "job")
@@ -38,4 +38,6 @@ def test_an_engine_that_dies_is_started_again(model: Path, reference: Reference,
         assert health["status"] == "ok"
         assert health["engine_restarts"] == 3  # the stream, and steps 4 and 6 of the job
         assert daemon.stop() == 0
-    oracle.settle()
+    assert curve_of(events) == reference.curve
+    oracle.check_dead()
+    oracle.check_tidy()

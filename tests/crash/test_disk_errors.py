@@ -19,11 +19,11 @@ def test_every_failure_is_said_and_the_next_good_request_succeeds(
     model: Path, reference: Reference, tmp_path: Path
 ) -> None:
     oracle = Oracle(model, tmp_path / "data", reference)
-    armed = [
+    armed = [  # the first commit of all makes the tables
         rules("corpus"),
         rules("import"),
         rules("adapter"),
-        "registry.before_commit=ENOSPC@1;registry.before_commit=EIO@2",
+        "registry.before_commit=ENOSPC@2;registry.before_commit=EIO@3",
     ]
     with oracle.start(";".join(armed)) as daemon:
         daemon.wait_ready()
@@ -51,5 +51,6 @@ def test_every_failure_is_said_and_the_next_good_request_succeeds(
         _, health = daemon.call("GET", "/health")
         assert (health["status"], health["engine_restarts"]) == ("ok", 0)
         assert daemon.stop() == 0
-    oracle.asked += len(FILE_STEPS) * 2
-    oracle.settle()
+    oracle.asked += 2 * len(FILE_STEPS)  # those that failed
+    oracle.check_dead()
+    oracle.check_tidy()

@@ -70,6 +70,10 @@ class DaemonProcess:
                 return
         raise Died("while it started")
 
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self._port}"
+
     def end(self) -> int:
         """Kill what is left of it, wait until its last process let go of the pipe; the status of the first."""
         assert self.process.stdout is not None
