@@ -41,7 +41,13 @@ class Group:
 
     table: SiteTable
     pairs: tuple[tuple[LoraPair | None, ...], ...]
-    held: tuple[LoraPair, ...]
+    a: list[Tensor]
+    b: list[Tensor]
+    """The pairs' own tensors, site by site and adapter by adapter: what gradients go to."""
+    totals: list[int]
+    """Each site's ranks, summed."""
+    held: list[LoraPair]
+    """What the table points at."""
 
 
 def lora_add(y_TO: Tensor, x_TD: Tensor, segments: Segments, pairs: Sequence[LoraPair | None]) -> Tensor:
@@ -60,27 +66,27 @@ def lora_add_group(
     live = [site for site, own in enumerate(pairs) if x_TD.shape[0] and any(own[a] for a in segments.runs())]
     for first in range(0, len(live), MAX_SITES):
         sites = live[first : first + MAX_SITES]
-        group = _group(segments, [tuple(pairs[site]) for site in sites], x_TD.device)
+        group = group_of(segments, [tuple(pairs[site]) for site in sites], x_TD.device)
         for site, y in zip(sites, _add([out[site] for site in sites], x_TD, segments, group), strict=True):
             out[site] = y
     return out
 
 
 def _add(ys: list[Tensor], x_TD: Tensor, segments: Segments, group: Group) -> list[Tensor]:
-    a = [pair.a_RD for site in group.pairs for pair in site if pair is not None]
-    b = [pair.b_OR for site in group.pairs for pair in site if pair is not None]
     x_TD = x_TD if x_TD.stride(1) == 1 else x_TD.contiguous()
-    table = group.table
-    if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (*ys, x_TD, *a, *b)):
-        assert table.starts is not None, "expected a table made for training"
-        plan = _plan(segments, group, x_TD.device, train=True)
-        totals = [sum(0 if pair is None else pair.rank for pair in site) for site in group.pairs]
-        where = (table.addresses, table.ranks, table.scalings, table.starts)
-        cut_rows = (plan.tiles.tiles, plan.tiles.spans)
-        return ops.lora_train(ys, x_TD, a, b, totals, *cut_rows, *where, plan.tiles.rows, plan.R)[:-1]
-    plan = _plan(segments, group, x_TD.device, train=False)
-    add_(ys, x_TD, plan, table)
+    if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (*ys, x_TD, *group.a, *group.b)):
+        return train(ys, x_TD, plan_of(segments, group, train=True), group)
+    add_(ys, x_TD, plan_of(segments, group, train=False), group.table)
     return ys
+
+
+def train(ys: Sequence[Tensor], x_TD: Tensor, plan: Plan, group: Group) -> list[Tensor]:
+    """The terms of one group, as fresh tensors, differentiable; `plan` is made for training."""
+    table, tiles = group.table, plan.tiles
+    assert table.starts is not None, "expected a table made for training"
+    where = (table.addresses, table.ranks, table.scalings, table.starts)
+    cuts = (tiles.tiles, tiles.spans)
+    return ops.lora_train(ys, x_TD, group.a, group.b, group.totals, *cuts, *where, tiles.rows, plan.R)[:-1]
 
 
 def add_(ys: Sequence[Tensor], x_TD: Tensor, plan: Plan, table: SiteTable) -> None:
@@ -89,6 +95,12 @@ def add_(ys: Sequence[Tensor], x_TD: Tensor, plan: Plan, table: SiteTable) -> No
     h = ops.lora_shrink(x_TD, tiles.tiles, tiles.items, table.addresses, table.ranks, tiles.rows, plan.R, plan.decode)
     where = (table.addresses, table.ranks, table.scalings)
     ops.lora_expand_(ys, h, tiles.tiles, *where, tiles.rows, plan.decode)
+
+
+def launch_h(x_TD: Tensor, plan: Plan, table: SiteTable) -> Tensor:
+    """h (G, T, R) of a long batch, as `train` keeps it for the backward."""
+    tiles = plan.tiles
+    return ops.lora_shrink(x_TD, tiles.tiles, tiles.items, table.addresses, table.ranks, tiles.rows, plan.R, False)[0]
 
 
 def tile_rows(segments: Segments) -> tuple[int, bool]:
@@ -100,9 +112,11 @@ def tile_rows(segments: Segments) -> tuple[int, bool]:
     return max(fewest, min(most, int(triton.next_power_of_2(longest)))), True
 
 
-def _plan(segments: Segments, group: Group, device: torch.device, *, train: bool) -> Plan:
+def plan_of(segments: Segments, group: Group, *, train: bool) -> Plan:
+    """How `segments` is cut for `group`; built once a step, for all groups whose adapters have the same ranks."""
     slots = zip(*group.pairs, strict=True)
     ranks = tuple(max(0 if pair is None else pair.rank for pair in slot) for slot in slots)
+    device = group.table.ranks.device
 
     def build() -> Plan:
         rows, decode = (LONG_ROWS, False) if train else tile_rows(segments)
@@ -115,9 +129,14 @@ def _plan(segments: Segments, group: Group, device: torch.device, *, train: bool
     return segments.plan(("segmented", ranks, device, train), build)
 
 
-def _group(segments: Segments, pairs: list[tuple[LoraPair | None, ...]], device: torch.device) -> Group:
+def group_of(segments: Segments, pairs: Sequence[tuple[LoraPair | None, ...]], device: torch.device) -> Group:
+    """The table of up to `MAX_SITES` sites that read one input: `pairs[g][adapter]`. Built once a step."""
+
     def build() -> Group:
         table, held = site_table(pairs, device)
-        return Group(table, tuple(pairs), tuple(held))
+        own = [pair for site in pairs for pair in site if pair is not None]
+        totals = [sum(0 if pair is None else pair.rank for pair in site) for site in pairs]
+        a, b = [pair.a_RD for pair in own], [pair.b_OR for pair in own]
+        return Group(table, tuple(pairs), a, b, totals, held)
 
     return segments.plan(("group", device, *(id(pair) for site in pairs for pair in site)), build)

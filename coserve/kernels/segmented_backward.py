@@ -10,7 +10,7 @@ the result does not depend on their order. Shapes as in `segmented_prefill`; spa
 int32, the rows of dA (and columns of dB) that lie ahead of a slot's own.
 """
 
-# ruff: noqa: ANN001, ANN201 - a kernel's arguments have the types of its launch
+# ruff: noqa: ANN001, ANN201, ANN202 - a kernel's arguments have the types of its launch
 
 from __future__ import annotations
 

@@ -37,7 +37,8 @@ def shrink(
     BLOCK_R: tl.constexpr,
     BLOCK_K: tl.constexpr,
     STEPS: tl.constexpr,
-    LINES: tl.constexpr,
+    FETCH: tl.constexpr,
+    WARPS: tl.constexpr,
     PDL: tl.constexpr,
 ):
     item_ptr = items_ptr + tl.program_id(0) * 4
@@ -50,20 +51,20 @@ def shrink(
     slot = tl.load(item_ptr + 2)
     first = tl.load(item_ptr + 3) * BLOCK_R
     rank = tl.load(ranks_ptr + slot * row + site)
+    a_ptr = weights(addresses_ptr, slot * row + site, 0, x_ptr)  # asked for before the branch: one latency, not two
     if (rows == 0) | (first >= rank):
         if PDL:
             tl.extra.cuda.gdc_wait()
         return
-    a_ptr = weights(addresses_ptr, slot * row + site, 0, x_ptr)
     t = tl.arange(0, BLOCK_T)
     r = first + tl.arange(0, BLOCK_R)
+    if FETCH:
+        lane = tl.arange(0, 32 * WARPS)
+        begin = split * STEPS * BLOCK_K
+        size = (tl.minimum(begin + STEPS * BLOCK_K, D) - begin) * 2 + lane * 0
+        wanted = (lane < BLOCK_R) & (first + lane < rank)
+        ask_for(a_ptr + (first + lane) * D + begin, size, wanted.to(tl.int32))
     if PDL:
-        if LINES > 0:  # lines of this program's part of A; what lies outside of it asks for an inside line again
-            line = tl.arange(0, LINES)
-            per_row: tl.constexpr = BLOCK_K * STEPS // 64
-            line_r = tl.minimum(first + line // per_row, rank - 1)
-            line_k = tl.minimum(split * STEPS * BLOCK_K + line % per_row * 64, D - 64)
-            ask_for(a_ptr + line_r * D + line_k)
         tl.extra.cuda.gdc_wait()
     acc = tl.zeros([BLOCK_R, BLOCK_T], dtype=tl.float32)
     for step in tl.static_range(STEPS):
@@ -102,7 +103,10 @@ def expand(
     BLOCK_T: tl.constexpr,
     BLOCK_R: tl.constexpr,
     BLOCK_O: tl.constexpr,
-    LINES: tl.constexpr,
+    BLOCKS: tl.constexpr,
+    SINGLE: tl.constexpr,
+    FETCH: tl.constexpr,
+    WARPS: tl.constexpr,
     PDL: tl.constexpr,
 ):
     tile_ptr = tiles_ptr + tl.program_id(1) * 4
@@ -113,14 +117,14 @@ def expand(
     O = O0
     y_stride = y0_stride
     y_address = y0_ptr.to(tl.int64)
-    if SITES > 1 and block >= tl.cdiv(O0, BLOCK_O):
-        block -= tl.cdiv(O0, BLOCK_O)
+    if SITES > 1 and block >= tl.cdiv(O0, BLOCK_O * BLOCKS):
+        block -= tl.cdiv(O0, BLOCK_O * BLOCKS)
         site = 1
         O = O1
         y_stride = y1_stride
         y_address = y1_ptr.to(tl.int64)
-        if SITES > 2 and block >= tl.cdiv(O1, BLOCK_O):
-            block -= tl.cdiv(O1, BLOCK_O)
+        if SITES > 2 and block >= tl.cdiv(O1, BLOCK_O * BLOCKS):
+            block -= tl.cdiv(O1, BLOCK_O * BLOCKS)
             site = 2
             O = O2
             y_stride = y2_stride
@@ -135,30 +139,41 @@ def expand(
     slot = tl.load(tile_ptr + 2)
     rank = tl.load(ranks_ptr + slot * row + site)
     scaling = tl.load(scalings_ptr + slot * row + site)
+    b_ptr = weights(addresses_ptr, slot * row + site, 1, y0_ptr)
     if (rows == 0) | (rank == 0):
         if PDL:
             tl.extra.cuda.gdc_wait()
         return
-    b_ptr = weights(addresses_ptr, slot * row + site, 1, y0_ptr)
+    if FETCH:
+        lane = tl.arange(0, 32 * WARPS)
+        stride = (rank + 7) // 8 * 8
+        begin = block * BLOCKS * BLOCK_O
+        size = (tl.minimum(begin + BLOCKS * BLOCK_O, O) - begin) * stride * 2 + lane * 0
+        ask_for(b_ptr + begin * stride + lane * 0, size, (lane == 0).to(tl.int32))
     if PDL:
-        if LINES > 0:
-            stride = (rank + 7) // 8 * 8
-            line = tl.arange(0, LINES) * 64
-            for at in range(0, BLOCK_O * stride, LINES * 64):
-                ask_for(b_ptr + tl.minimum(block * BLOCK_O * stride + at + line, O * stride - 64))
         tl.extra.cuda.gdc_wait()
     t = tl.arange(0, BLOCK_T)
-    o = block * BLOCK_O + tl.arange(0, BLOCK_O)
-    y_at = y_ptr + (start + t)[None, :] * y_stride + o[:, None]
-    y_mask = (t < rows)[None, :] & (o < O)[:, None]
-    y = tl.load(y_at, mask=y_mask, other=0.0)
+    r = tl.arange(0, BLOCK_R)
     split = tl.arange(0, SPLITS_POW2)
     h_at = h_ptr + ((split[:, None] * SITES + site) * T + start + t[None, :])[:, :, None] * R
-    acc = tl.zeros([BLOCK_O, BLOCK_T], dtype=tl.float32)
-    for first in range(0, rank, BLOCK_R):
-        r = first + tl.arange(0, BLOCK_R)
-        b = load_b(b_ptr, o, r, O, rank)
-        h_mask = (split < SPLITS)[:, None, None] & (t < rows)[None, :, None] & (r < padded(rank))[None, None, :]
-        h = tl.sum(tl.load(h_at + r[None, None, :], mask=h_mask, other=0.0), 0)
-        acc = tl.dot(b, tl.trans(h.to(b.dtype)), acc, input_precision="ieee")
-    tl.store(y_at, (y.to(tl.float32) + acc * scaling).to(y.dtype), mask=y_mask)
+    h_mask = (split < SPLITS)[:, None, None] & (t < rows)[None, :, None]
+    h_first = _h(h_at, r, rank, h_mask).to(y0_ptr.dtype.element_ty)
+    y_at = y_ptr + (start + t)[None, :] * y_stride
+    for sub in range(BLOCKS):
+        o = (block * BLOCKS + sub) * BLOCK_O + tl.arange(0, BLOCK_O)
+        y_mask = (t < rows)[None, :] & (o < O)[:, None]
+        y = tl.load(y_at + o[:, None], mask=y_mask, other=0.0)
+        acc = tl.zeros([BLOCK_O, BLOCK_T], dtype=tl.float32)
+        acc = tl.dot(load_b(b_ptr, o, r, O, rank), tl.trans(h_first), acc, input_precision="ieee")
+        if not SINGLE:
+            for first in range(BLOCK_R, rank, BLOCK_R):
+                h = _h(h_at, first + r, rank, h_mask).to(y0_ptr.dtype.element_ty)
+                acc = tl.dot(load_b(b_ptr, o, first + r, O, rank), tl.trans(h), acc, input_precision="ieee")
+        tl.store(y_at + o[:, None], (y.to(tl.float32) + acc * scaling).to(y.dtype), mask=y_mask)
+
+
+@triton.jit
+def _h(h_at, r, rank, mask):
+    """h[t, r], its splits summed."""
+    parts = tl.load(h_at + r[None, None, :], mask=mask & (r < padded(rank))[None, None, :], other=0.0)
+    return tl.sum(parts, 0)

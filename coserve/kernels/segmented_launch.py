@@ -23,12 +23,15 @@ MAX_SITES = 3
 class DecodeBlocks:
     """Sizes of the decode kernels."""
 
-    k: int = 256
+    k: int = 512
     steps: int = 2
-    shrink_warps: int = 4
+    shrink_warps: int = 2
     o: int = 256
+    blocks: int = 2
     expand_warps: int = 4
+    expand_stages: int = 2
     pdl: bool = True
+    fetch: bool = True
 
 
 @dataclass(frozen=True)
@@ -38,9 +41,10 @@ class LongBlocks:
     k: int = 128
     shrink_warps: int = 4
     shrink_stages: int = 3
-    o: int = 128
+    o: int = 64
     blocks: int = 2
     expand_warps: int = 4
+    d: int = 128
     outer_n: int = 128
     outer_warps: int = 4
     outer_stages: int = 3
@@ -74,7 +78,7 @@ def decode_shrink(
     tokens, inputs = x_TD.shape
     sites, splits, pdl = ranks.shape[1], decode_splits(inputs, blocks), blocks.pdl and has_pdl(x_TD.device)
     h = torch.empty(splits, sites, tokens, R, dtype=torch.float32, device=x_TD.device)
-    regular = inputs % 8 == 0 and inputs >= 64 and x_TD.element_size() == 2
+    regular = pdl and inputs % 8 == 0 and x_TD.element_size() == 2
     if items.shape[0] and tokens:
         segmented_decode.shrink[(items.shape[0], splits, sites)](
             x_TD,
@@ -91,7 +95,8 @@ def decode_shrink(
             BLOCK_R=RANK_BLOCK,
             BLOCK_K=blocks.k,
             STEPS=blocks.steps,
-            LINES=RANK_BLOCK * blocks.k * blocks.steps // 64 if regular else 0,
+            FETCH=blocks.fetch and regular,
+            WARPS=blocks.shrink_warps,
             **_options(pdl, blocks.shrink_warps, 1),
         )
     return h
@@ -112,10 +117,9 @@ def decode_expand(
     pdl = blocks.pdl and has_pdl(h.device)
     y0, y1, y2 = (ys[min(site, len(ys) - 1)] for site in range(MAX_SITES))
     even = all(y.stride(0) % 8 == 0 and y.shape[1] % 8 == 0 and y.data_ptr() % 16 == 0 for y in ys)
-    regular = all(y.shape[1] >= 64 and y.element_size() == 2 for y in ys)
     if not tiles.shape[0] or not tokens:
         return
-    segmented_decode.expand[(sum(triton.cdiv(y.shape[1], blocks.o) for y in ys), tiles.shape[0])](
+    segmented_decode.expand[(sum(triton.cdiv(y.shape[1], blocks.o * blocks.blocks) for y in ys), tiles.shape[0])](
         y0,
         y1,
         y2,
@@ -140,8 +144,11 @@ def decode_expand(
         BLOCK_T=rows,
         BLOCK_R=RANK_BLOCK,
         BLOCK_O=blocks.o,
-        LINES=32 * blocks.expand_warps if regular else 0,
-        **_options(pdl, blocks.expand_warps, 1),
+        BLOCKS=blocks.blocks,
+        SINGLE=R <= RANK_BLOCK,
+        FETCH=blocks.fetch and pdl and y0.element_size() == 2,
+        WARPS=blocks.expand_warps,
+        **_options(pdl, blocks.expand_warps, blocks.expand_stages),
     )
 
 
@@ -294,7 +301,7 @@ def expand_a(
     """dx (T, D) = Σ_site g_site A_site; `tiles` cover every row."""
     sites, tokens, R = g.shape
     dx = torch.empty(tokens, inputs, dtype=g.dtype, device=g.device)
-    block_d = blocks.o if g.element_size() == 2 else blocks.o // 2
+    block_d = blocks.d if g.element_size() == 2 else blocks.d // 2
     segmented_backward.expand_a[(triton.cdiv(inputs, block_d), tiles.shape[0])](
         dx,
         g,

@@ -29,12 +29,15 @@ def padded(rank):
 
 
 @triton.jit
-def ask_for(line_ptr):
-    """Has the 128 bytes behind each 16-byte aligned pointer fetched into the L2; returns at once, holds no registers."""
+def ask_for(part_ptr, size, wanted):
+    """Has `size` bytes (a multiple of 16) behind each aligned pointer fetched into the L2, where `wanted` is not 0.
+
+    Returns at once and holds no registers. One request a row: the copy engine counts requests, not bytes.
+    """
     tl.inline_asm_elementwise(
-        "cp.async.bulk.prefetch.L2.global [$1], 128; mov.b32 $0, 0;",
-        "=r,l",
-        [line_ptr.to(tl.int64)],
+        "{ .reg .pred p; setp.ne.b32 p, $3, 0; @p cp.async.bulk.prefetch.L2.global [$1], $2; mov.b32 $0, 0; }",
+        "=r,l,r,r",
+        [part_ptr.to(tl.int64), size, wanted],
         dtype=tl.int32,
         is_pure=False,
         pack=1,

@@ -58,6 +58,33 @@ def shrink(
     rank2 = rank_at(ranks_ptr, slot, row, 2) if SITES > 2 else 0
     if first >= tl.maximum(rank0, tl.maximum(rank1, rank2)):
         return
+    sizes = (D, x_stride, row, T, R, steps)
+    ptrs = (x_ptr, h_ptr, addresses_ptr)
+    ranks = (rank0, rank1, rank2)
+    if BLOCK_R > 16 and tl.maximum(rank0, tl.maximum(rank1, rank2)) <= 16:  # a small rank costs what it costs alone
+        _shrink_tile(ptrs, sizes, ranks, start, rows, slot, split, first, SITES, BLOCK_T, 16, BLOCK_K)
+    else:
+        _shrink_tile(ptrs, sizes, ranks, start, rows, slot, split, first, SITES, BLOCK_T, BLOCK_R, BLOCK_K)
+
+
+@triton.jit
+def _shrink_tile(
+    ptrs,
+    sizes,
+    ranks,
+    start,
+    rows,
+    slot,
+    split,
+    first,
+    SITES: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    x_ptr, h_ptr, addresses_ptr = ptrs
+    D, x_stride, row, T, R, steps = sizes
+    rank0, rank1, rank2 = ranks
     t = tl.arange(0, BLOCK_T)
     k = tl.arange(0, BLOCK_K)
     r = first + tl.arange(0, BLOCK_R)

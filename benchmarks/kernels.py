@@ -1,0 +1,351 @@
+"""The LoRA kernels against the other ways, on one GPU: microseconds and the share of the memory floor.
+
+    python -m benchmarks.kernels --out benchmarks/results [--only step,decode,prefill,train,scaling,peft]
+    python -m benchmarks.kernels --summarize            # from the committed results; needs no GPU
+
+Each part writes `kernels_<part>.json`. Times are CUDA-graph replays over input sets larger than the L2.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from datetime import date
+from pathlib import Path
+from typing import Any
+
+import torch
+import triton
+
+from benchmarks import lora_cases as cases
+from benchmarks import lora_ways as ways
+from benchmarks.timing import Timing, event_us, graph_us
+from coserve.kernels import reference, segmented
+from coserve.kernels import segmented_ops as ops
+from coserve.kernels.segments import Segments
+from coserve.kernels.tables import cut, upload
+
+BANDWIDTH = 4.30e12
+"""Bytes a second of a device-to-device copy on the H200, read plus written."""
+COMPUTE = 680e12
+"""bf16 FLOP a second of a large product on the H200."""
+L2_BYTES = 60e6
+STK_BLOCKS = (128, 64, 32, 16)
+Row = dict[str, Any]
+
+
+def rotating(group: cases.SiteGroup, tokens: int, ranks: list[int]) -> list[cases.Layer]:
+    """Enough copies of a case's inputs to pass through the L2 twice over."""
+    first = cases.make_layer(group, tokens, ranks)
+    size = first.weight_bytes + first.x.nbytes + sum(y.nbytes for y in first.ys)
+    copies = max(2, min(16, int(2 * L2_BYTES / size) + 1))
+    return [first, *(cases.make_layer(group, tokens, ranks) for _ in range(copies - 1))]
+
+
+def floor_us(layer: cases.Layer, segments: Segments) -> float:
+    """Each input read once and each output read and written once, or the arithmetic, whichever takes longer."""
+    used = sorted(segments.runs())
+    weights = sum(p.a_RD.nbytes + p.b_OR.nbytes for site in layer.pairs for u in used if (p := site[u]) is not None)
+    size = weights + layer.x.nbytes + 2 * sum(y.nbytes for y in layer.ys)
+    flop = sum(
+        2 * (end - start) * pair.rank * (layer.group.inputs + pair.b_OR.shape[0])
+        for slot, runs in segments.runs().items()
+        for start, end in runs
+        for site in layer.pairs
+        if (pair := site[slot]) is not None
+    )
+    return max(size / BANDWIDTH, flop / COMPUTE) * 1e6
+
+
+def error_of(layer: cases.Layer, segments: Segments) -> float:
+    """Relative error of the LoRA terms alone (y = 0) against fp32, the worst of the group's sites."""
+    ys = [torch.zeros_like(y) for y in layer.ys]
+    wanted = [reference.lora_add(y.float(), layer.x, segments, pairs) for y, pairs in zip(ys, layer.pairs, strict=True)]
+    with torch.no_grad():
+        got = segmented.lora_add_group(ys, layer.x, segments, layer.pairs)
+    worst = [((g.float() - w).norm() / w.norm()).item() for g, w in zip(got, wanted, strict=True)]
+    return max(worst)
+
+
+def measure(group: cases.SiteGroup, adapter_of: list[int], length: int, ranks: list[int], tag: Row) -> Row:
+    """One row of the grid: every column's microseconds for all the group's sites together."""
+    segments = cases.batch(adapter_of, length)
+    layers = rotating(group, segments.tokens, ranks)
+    columns: dict[str, Timing] = {}
+
+    def column(name: str, make: Callable[[cases.Layer], ways.Call], *, replays: int = 11) -> None:
+        columns[name] = graph_us([make(layer) for layer in layers], replays=replays)
+        torch.cuda.empty_cache()
+
+    column("segmented", lambda layer: ways.segmented_call(layer, segments))
+    column("grouped", lambda layer: ways.grouped_call(layer, segments), replays=7)
+    for block in STK_BLOCKS:
+        column(f"stk{block}", lambda layer, block=block: ways.stk_call(layer, segments, block), replays=7)
+    if length == 1 and len(set(adapter_of)) * max(ranks) <= 1024:
+        column("gather_bmm", lambda layer: ways.gather_bmm_call(layer, segments), replays=7)
+    weights = ways.base_weights(layers[0])
+    column("base", lambda layer: ways.base_call(layer, weights), replays=7)
+    if segments.tokens == 64 or length > 1:
+        column("naive", lambda layer: ways.naive_call(layer, segments, weights), replays=7)
+    floor = floor_us(layers[0], segments)
+    row = {
+        **tag,
+        "group": group.name,
+        "tokens": segments.tokens,
+        "adapters": len(set(adapter_of)),
+        "floor_us": round(floor, 3),
+        "of_floor": round(floor / columns["segmented"].us, 3),
+        "error": round(error_of(layers[0], segments), 5),
+        "us": {name: timing.record() for name, timing in columns.items()},
+    }
+    shown = " ".join(f"{name} {timing.us:.1f}" for name, timing in columns.items())
+    print({k: v for k, v in row.items() if k != "us"}, shown, flush=True)
+    return row
+
+
+def _ranks(name: str, count: int) -> list[int]:
+    mixed = (8, 16, 32, 64, 128)
+    return [mixed[index % len(mixed)] for index in range(count)] if name == "mixed" else [int(name)] * count
+
+
+POPULARITIES = ("distinct", "uniform", "skewed", "identical")
+
+
+def grid(tokens: tuple[int, ...], sequences: Callable[[int], int]) -> Iterator[Row]:
+    """Rank 16 at every size and popularity; ranks 8, 64 and mixed at the middle sizes; GPT-2's sites, mixed ranks."""
+    middle = (64, 4096)
+    for model, groups in (("llama-3.1-8b", cases.LLAMA), ("gpt2-medium", cases.GPT2_MEDIUM)):
+        for group in groups:
+            for count in tokens:
+                names = ("16",) if model == "llama-3.1-8b" else ("mixed",)
+                if count in middle and model == "llama-3.1-8b":
+                    names += ("8", "64", "mixed")
+                for rank in names:
+                    some = POPULARITIES if rank == names[0] else ("distinct", "skewed")
+                    for popularity in some:
+                        units = sequences(count)
+                        owner = cases.owners(popularity, units)
+                        tag = {"model": model, "popularity": popularity, "ranks": rank}
+                        yield measure(group, owner, count // units, _ranks(rank, max(owner) + 1), tag)
+                        gc.collect()
+
+
+def decode_part() -> list[Row]:
+    """One token a sequence."""
+    return list(grid((1, 8, 32, 64, 256), lambda tokens: tokens))
+
+
+def prefill_part() -> list[Row]:
+    """Eight sequences."""
+    return list(grid((512, 4096), lambda _: 8))
+
+
+def decode_stack(layers: int, tokens: int, ranks: list[int]) -> list[cases.Layer]:
+    return [cases.make_layer(group, tokens, ranks) for _ in range(layers) for group in cases.LLAMA]
+
+
+def step_call(sets: list[cases.Layer], adapter_of: list[int], ranks: list[int]) -> ways.Call:
+    """The LoRA part of a decode step over a slot table, as a server would capture it."""
+    slots, firsts = cases.fill_slots(sets, len(ranks))
+    segments = cases.batch(adapter_of, 1)
+    rows, decode = segmented.tile_rows(segments)
+    host = cut(segments, ranks, rows)
+    plan = segmented.Plan(upload(host, rows, cases.DEVICE), -(-max(ranks) // 16) * 16, decode)
+    tables = [slots.table(first, len(layer.ys)) for layer, first in zip(sets, firsts, strict=True)]
+
+    def call() -> None:
+        for layer, table in zip(sets, tables, strict=True):
+            segmented.add_(layer.ys, layer.x, plan, table)
+
+    return call
+
+
+def step_part() -> list[Row]:
+    """A whole Llama-3.1-8B decode step's LoRA terms, 64 tokens; and four layers of it by the other ways."""
+    pairs_of_two = [index // 2 for index in range(64)]
+    rows: list[Row] = []
+    sets = decode_stack(32, 64, [16] * 32)
+    for name, owner in (("a32", pairs_of_two), ("a1", [0] * 64)):
+        timing = graph_us([step_call(sets, owner, [16] * 32)])
+        rows.append({"case": f"step.{name}", "layers": 32, "us": {"segmented": timing.record()}})
+        print(rows[-1], flush=True)
+    four = sets[:16]
+    segments = cases.batch(pairs_of_two, 1)
+    for name, make in {
+        "segmented": lambda layer: ways.segmented_call(layer, segments),
+        "grouped": lambda layer: ways.grouped_call(layer, segments),
+        **{f"stk{b}": lambda layer, b=b: ways.stk_call(layer, segments, b) for b in STK_BLOCKS},
+    }.items():
+        timing = graph_us([make(layer) for layer in four], replays=9)
+        per_layer = Timing(timing.us * 4, timing.low * 4, timing.high * 4)
+        rows.append({"case": f"layer.a32.{name}", "layers": 4, "us": {name: per_layer.record()}})
+        print(rows[-1], flush=True)
+    return rows
+
+
+def train_part() -> list[Row]:
+    """4096 tokens over 8 adapters of rank 16, a layer's seven sites: LoRA forward and backward beside the base's."""
+    segments = cases.batch(list(range(8)), 512)
+    rows: list[Row] = []
+    for group in cases.LLAMA:
+        layers = [cases.make_layer(group, 4096, [16] * 8) for _ in range(2)]
+        weights = ways.base_weights(layers[0])
+        prepared = []
+        for layer in layers:
+            own = segmented.group_of(segments, layer.pairs, cases.DEVICE)
+            plan = segmented.plan_of(segments, own, train=True)
+            h = segmented.launch_h(layer.x, plan, own.table)
+            prepared.append((layer, own, plan, h, torch.zeros_like(layer.x)))
+
+        def forward(item: tuple[Any, ...]) -> ways.Call:
+            layer, own, plan, _, _ = item
+            return lambda: segmented.train(layer.ys, layer.x, plan, own)
+
+        def backward(item: tuple[Any, ...], *, add: bool) -> ways.Call:
+            layer, own, plan, h, dx = item
+            table, tiles = own.table, plan.tiles
+            where = (table.addresses, table.ranks, table.scalings, table.starts)
+
+            def call() -> None:
+                grads = ops.lora_train_backward(
+                    layer.ys, layer.x, h, own.totals, tiles.tiles, tiles.spans, *where, tiles.rows, plan.R, True, True
+                )
+                if add:  # autograd adds the term to the base's own dx
+                    dx.add_(grads[0])
+
+            return call
+
+        def base_backward(layer: cases.Layer) -> ways.Call:
+            return lambda: [torch.mm(dy, weight) for dy, weight in zip(layer.ys, weights, strict=True)]
+
+        columns = {
+            "base_forward": graph_us([ways.base_call(layer, weights) for layer in layers], replays=9, repeat=3),
+            "base_backward": graph_us([base_backward(layer) for layer in layers], replays=9, repeat=3),
+            "add_": graph_us([ways.segmented_call(layer, segments) for layer in layers], replays=9, repeat=3),
+            "forward": graph_us([forward(item) for item in prepared], replays=9, repeat=3),
+            "backward": graph_us([backward(item, add=False) for item in prepared], replays=9, repeat=3),
+            "backward_and_add": graph_us([backward(item, add=True) for item in prepared], replays=9, repeat=3),
+        }
+        rows.append({"group": group.name, "us": {name: timing.record() for name, timing in columns.items()}})
+        print(group.name, {name: round(timing.us, 1) for name, timing in columns.items()}, flush=True)
+        del layers, prepared, weights
+        gc.collect()
+        torch.cuda.empty_cache()
+    return rows
+
+
+def scaling_part() -> list[Row]:
+    """GPT-2 medium's sites with the base's products, 1 to 64 adapters of ranks 16 to 128 (ETS figure 5.1's setting);
+    and mixed ranks against their average."""
+    rows: list[Row] = []
+    for adapters in (1, 2, 4, 8, 16, 24, 32, 64):
+        ranks = [(16, 32, 64, 128)[index % 4] for index in range(adapters)] if adapters > 1 else [60]
+        for name, units, length in (("decode", 64, 1), ("prefill", 64, 128)):
+            owner = sorted(index % adapters for index in range(units))
+            segments = cases.batch(owner, length)
+            total: dict[str, float] = {}
+            for group in cases.GPT2_MEDIUM:
+                layers = rotating(group, segments.tokens, ranks)
+                weights = ways.base_weights(layers[0])
+                for way, make in {
+                    "base": lambda layer, w=weights: ways.base_call(layer, w),
+                    "segmented": lambda layer: ways.segmented_call(layer, segments),
+                    "grouped": lambda layer: ways.grouped_call(layer, segments),
+                }.items():
+                    calls = [make(layer) for layer in layers]
+                    total[way] = total.get(way, 0.0) + graph_us(calls, replays=7).us
+            rows.append({"case": f"gpt2.{name}", "adapters": adapters, "tokens": segments.tokens, "us": total})
+            print(rows[-1], flush=True)
+            gc.collect()
+    for name, units, length in (("decode", 64, 1), ("prefill", 8, 512)):
+        adapters = 32 if name == "decode" else 8
+        owner = sorted(index % adapters for index in range(units))
+        for ranks in ([(8, 16, 32, 64)[i % 4] for i in range(adapters)], [30] * adapters, [32] * adapters):
+            total = {"segmented": 0.0}
+            for group in cases.LLAMA:
+                segments = cases.batch(owner, length)
+                layers = rotating(group, segments.tokens, ranks)
+                calls = [ways.segmented_call(layer, segments) for layer in layers]
+                total["segmented"] += graph_us(calls, replays=9).us
+            label = "mixed" if len(set(ranks)) > 1 else str(ranks[0])
+            rows.append({"case": f"ranks.{name}", "ranks": label, "us": total})
+            print(rows[-1], flush=True)
+            gc.collect()
+    return rows
+
+
+def peft_part() -> list[Row]:
+    """PEFT's mixed batch, eager and with the base, against ours with the base, eager too: 64 tokens, 32 adapters."""
+    owner = [index // 2 for index in range(64)]
+    segments = cases.batch(owner, 1)
+    rows: list[Row] = []
+    for group in cases.LLAMA:
+        layer = cases.make_layer(group, 64, [16] * 32)
+        weights = ways.base_weights(layer)
+        base, own = ways.base_call(layer, weights), ways.segmented_call(layer, segments)
+        peft = ways.peft_call(layer, segments, weights)
+        columns = {"base": event_us([base]), "base+segmented": event_us([lambda: (base(), own())])}  # noqa: B023
+        if peft is not None:
+            columns["peft"] = event_us([peft])
+        rows.append({"group": group.name, "us": {name: timing.record() for name, timing in columns.items()}})
+        print(group.name, {name: round(timing.us, 1) for name, timing in columns.items()}, flush=True)
+    return rows
+
+
+PARTS: dict[str, Callable[[], list[Row]]] = {
+    "step": step_part,
+    "train": train_part,
+    "scaling": scaling_part,
+    "peft": peft_part,
+    "decode": decode_part,
+    "prefill": prefill_part,
+}
+
+
+def provenance(part: str, seconds: float) -> Row:
+    def line(*command: str) -> str:
+        try:
+            return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+        except (OSError, subprocess.CalledProcessError):
+            return "unknown"
+
+    return {
+        "hardware": torch.cuda.get_device_name(),
+        "driver": line("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"),
+        "versions": {"torch": torch.__version__, "triton": triton.__version__, "stk": "0.7.1"},
+        "commit": line("git", "rev-parse", "--short", "HEAD"),
+        "command": f"python -m benchmarks.kernels --only {part}",
+        "seed": 0,
+        "date": date.today().isoformat(),
+        "seconds": round(seconds, 1),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", default=",".join(PARTS), help="comma-separated parts")
+    parser.add_argument("--out", type=Path, default=Path("benchmarks/results"))
+    parser.add_argument("--summarize", action="store_true", help="write summary.json and the figures, and stop")
+    chosen = parser.parse_args()
+    if chosen.summarize:
+        from benchmarks import kernel_summary
+
+        kernel_summary.summarize(chosen.out)
+        return
+    chosen.out.mkdir(parents=True, exist_ok=True)
+    for part in chosen.only.split(","):
+        torch.manual_seed(0)
+        begun = time.perf_counter()
+        rows = PARTS[part]()
+        result = {"part": part, **provenance(part, time.perf_counter() - begun), "rows": rows}
+        (chosen.out / f"kernels_{part}.json").write_text(json.dumps(result, indent=1) + "\n")
+        print(f"{part}: {result['seconds']} s", file=sys.stderr, flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,66 @@
+"""Timing on a GPU: one CUDA graph of many calls over rotating inputs, replayed; events around each replay."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from statistics import median
+
+import torch
+
+
+@dataclass(frozen=True)
+class Timing:
+    """Microseconds of one call: the median over replays, the fastest and the slowest."""
+
+    us: float
+    low: float
+    high: float
+
+    def record(self) -> dict[str, float]:
+        return {"us": round(self.us, 3), "low": round(self.low, 3), "high": round(self.high, 3)}
+
+
+def graph_us(calls: Sequence[Callable[[], object]], *, replays: int = 15, repeat: int = 1) -> Timing:
+    """Mean microseconds of a call when `calls` (one an input set) run in one graph, `repeat` times over.
+
+    The sets together should hold more than the 50 MB of L2, so that each call reads its inputs from memory.
+    """
+    for call in calls:
+        call()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for _ in range(repeat):
+            for call in calls:
+                call()
+    graph.replay()
+    torch.cuda.synchronize()
+    spans = [_replay_ms(graph) * 1e3 / (len(calls) * repeat) for _ in range(replays)]
+    return Timing(median(spans), min(spans), max(spans))
+
+
+def _replay_ms(graph: torch.cuda.CUDAGraph) -> float:
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    begin.record()
+    graph.replay()
+    end.record()
+    end.synchronize()
+    return begin.elapsed_time(end)
+
+
+def event_us(calls: Sequence[Callable[[], object]], *, rounds: int = 10) -> Timing:
+    """As `graph_us` for work that cannot be captured: eager, the host's overhead included."""
+    for call in calls:
+        call()
+    torch.cuda.synchronize()
+    spans = []
+    for _ in range(rounds):
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record()
+        for call in calls:
+            call()
+        end.record()
+        end.synchronize()
+        spans.append(begin.elapsed_time(end) * 1e3 / len(calls))
+    return Timing(median(spans), min(spans), max(spans))

@@ -1,0 +1,140 @@
+"""What only a GPU can show: bfloat16, real tiles, CUDA graphs, torch.compile. Run with `pytest -m gpu`."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from coserve.kernels import block_sparse, reference, segmented
+from coserve.kernels.segments import LoraPair, Segments
+from coserve.kernels.tables import Slots, StepTiles, cut
+from tests.support.lora_grids import GRIDS, Case, Grid, check_gradients, make_case, relative_error
+
+pytestmark = pytest.mark.gpu
+WIDE = (
+    *GRIDS,
+    Grid("llama_decode", (2,) * 32, tuple(range(32)), (16,) * 32, 4096, 4096),
+    Grid("llama_down", (1,) * 5, tuple(range(5)), (8, 16, 32, 64, 128), 14336, 4096),
+    Grid("llama_gate", (64,), (0,), (16,), 4096, 14336),
+    Grid("prefill", (512, 100, 1, 300), (0, 1, 2, 0), (16, 24, 64), 4096, 1024),
+)
+named = pytest.mark.parametrize("grid", WIDE, ids=lambda grid: grid.name)
+
+
+def poisoned(tensor: Tensor) -> Tensor:
+    """The tensor's values in the middle of NaNs, rows ahead and behind, its own storage aligned as a page is."""
+    margin = max(64, 4 * tensor.shape[-1] if tensor.numel() else 64)
+    margin += -margin % 64
+    buffer = torch.full((tensor.numel() + 2 * margin,), float("nan"), dtype=tensor.dtype, device=tensor.device)
+    middle = buffer[margin : margin + tensor.numel()].view(tensor.shape)
+    middle.copy_(tensor)
+    return middle
+
+
+def poisoned_case(grid: Grid) -> Case:
+    case = make_case(grid, torch.bfloat16, "cuda")
+    pairs = tuple(
+        None if pair is None else LoraPair(poisoned(pair.a_RD), poisoned(pair.b_OR), pair.scaling)
+        for pair in case.pairs
+    )
+    held = [torch.full((1 << 24,), float("nan"), device="cuda") for _ in range(4)]
+    del held  # what the kernels allocate next lies in NaNs
+    return Case(poisoned(case.y), poisoned(case.x), case.segments, pairs)
+
+
+@named
+@pytest.mark.parametrize("long", [False, True], ids=["decode", "long"])
+def test_segmented_bf16_among_poison(grid: Grid, long: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = (segmented.LONG_ROWS, False) if long else segmented.tile_rows(grid.segments)
+    monkeypatch.setattr(segmented, "tile_rows", lambda _: rows)
+    case = poisoned_case(grid)
+    expected = reference.lora_add(case.y, case.x, case.segments, case.pairs)
+    with torch.no_grad():
+        got = segmented.lora_add(case.y, case.x, case.segments, case.pairs)
+    assert relative_error(got, expected) <= 1e-2
+
+
+@named
+def test_segmented_gradients_bf16(grid: Grid) -> None:
+    check_gradients(segmented.lora_add, grid, torch.bfloat16, "cuda")
+
+
+@named
+def test_block_sparse_bf16(grid: Grid) -> None:
+    case = make_case(grid, torch.bfloat16, "cuda")
+    expected = reference.lora_add(case.y, case.x, case.segments, case.pairs)
+    assert relative_error(block_sparse.lora_add(case.y, case.x, case.segments, case.pairs), expected) <= 1e-2
+
+
+@named
+def test_block_sparse_gradients_bf16(grid: Grid) -> None:
+    check_gradients(block_sparse.lora_add, grid, torch.bfloat16, "cuda")
+
+
+def test_sites_of_one_input_together() -> None:
+    grids = [
+        Grid(name, (2, 1, 30), (0, 1, 2), ranks, 512, out)
+        for name, ranks, out in (
+            ("q", (16, 8, 64), 512),
+            ("k", (16, 0, 64), 128),
+            ("v", (8, 8, 16), 136),
+            ("w", (4, 5, 6), 256),
+        )
+    ]
+    cases = [make_case(grid, torch.bfloat16, "cuda", seed=seed) for seed, grid in enumerate(grids)]
+    x, segments = cases[0].x, cases[0].segments
+    expected = [reference.lora_add(case.y, x, segments, case.pairs) for case in cases]
+    got = segmented.lora_add_group([case.y for case in cases], x, segments, [case.pairs for case in cases])
+    for mine, wanted in zip(got, expected, strict=True):
+        assert relative_error(mine, wanted) <= 1e-2
+
+
+def test_a_captured_graph_serves_other_adapters_and_batches() -> None:
+    device = torch.device("cuda")
+    ranks = (16, 8, 64, 5)
+    first = make_case(Grid("first", (1, 3, 2, 2), (0, 1, 2, 3), ranks, 4096, 1024), torch.bfloat16, "cuda", seed=1)
+    second = make_case(Grid("second", (4, 1, 3), (3, -1, 0), ranks, 4096, 1024), torch.bfloat16, "cuda", seed=2)
+    slots, step = Slots(4, 1, device), StepTiles(8, 8, 32, device)
+    x, y = torch.empty_like(first.x), torch.empty_like(first.y)
+    plan = segmented.Plan(step.tiles, 64, True)
+
+    def load(case: Case) -> None:
+        for slot, pair in enumerate(case.pairs):
+            slots.put(slot, [pair])
+        step.load(cut(case.segments, ranks, 8))
+        x.copy_(case.x)
+        y.copy_(case.y)
+
+    load(first)
+    segmented.add_([y], x, plan, slots.table(0, 1))
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        segmented.add_([y], x, plan, slots.table(0, 1))
+    for case in (first, second, first):
+        torch.cuda.synchronize()
+        load(case)
+        graph.replay()
+        expected = reference.lora_add(case.y, case.x, case.segments, case.pairs)
+        assert relative_error(y, expected) <= 1e-2
+
+
+def test_compiles_into_one_graph() -> None:
+    case = make_case(GRIDS[8], torch.bfloat16, "cuda", grad=True)
+
+    group = segmented.group_of(case.segments, [case.pairs], torch.device("cuda"))
+    plan = segmented.plan_of(case.segments, group, train=True)
+
+    def term(y: Tensor, x: Tensor) -> Tensor:
+        return segmented.train([y * 1.0], x, plan, group)[0] * 2
+
+    expected = torch.autograd.grad(term(case.y, case.x).sum(), case.leaves())
+    got = torch.autograd.grad(torch.compile(term, fullgraph=True)(case.y, case.x).sum(), case.leaves())
+    for mine, wanted in zip(got, expected, strict=True):
+        assert relative_error(mine, wanted) <= 1e-2
+
+
+def test_long_batches_of_more_rows_than_int16() -> None:
+    case = make_case(Grid("long", (40000,), (0,), (16,), 64, 64), torch.bfloat16, "cuda")
+    expected = reference.lora_add(case.y, case.x, case.segments, case.pairs)
+    assert relative_error(segmented.lora_add(case.y, case.x, Segments((0, 40000), (0,)), case.pairs), expected) <= 1e-2
