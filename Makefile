@@ -39,7 +39,7 @@ check: venv
 	$(BIN)/mypy
 
 test: check
-	OMP_NUM_THREADS=1 $(BIN)/pytest -q -n $(JOBS)
+	OMP_NUM_THREADS=1 $(BIN)/pytest -q -n $(JOBS) --dist worksteal
 
 demo: venv
 	@$(BIN)/coserve demo
