@@ -34,7 +34,7 @@ class Config:
 
     device: str = option("auto", "where the base lives", choices=("auto", "cpu", "cuda"))
     dtype: str = option("auto", "type of the base", choices=("auto", "float32", "bfloat16", "float16"))
-    threads: int | None = option(None, "CPU threads of the engine; default: all cores but one")
+    threads: int | None = option(None, "CPU threads of the engine; default: all cores but one, two at most")
     lora_way: str = option(
         "auto",
         "how LoRA terms are computed",

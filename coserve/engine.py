@@ -13,6 +13,7 @@ import math
 from collections import deque
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Protocol
 
 from coserve.errors import CoserveError, EngineUnavailable, QueueFull
@@ -86,10 +87,11 @@ class Adapters(Protocol):
 
 @dataclass
 class _Clocked:
-    """A running request's promise: when its next token is due."""
+    """A running request's promise: when its next token is due, and about how many steps it takes until then."""
 
     tpot: float
     due: float
+    steps: int
 
 
 class _Average:
@@ -200,7 +202,8 @@ class Engine:
         except CoserveError as error:
             self._link.send(RequestFailed(id=request.id, code=error.code, message=error.message))
         else:
-            self._running[request.id] = _Clocked(request.slo.tpot, deadline)
+            steps = math.ceil(len(request.prompt) / self._step_tokens)
+            self._running[request.id] = _Clocked(request.slo.tpot, deadline, steps)
 
     def _emit_tokens(self, message: Tokens | RequestFailed, now: float) -> None:
         promise = self._running.get(message.id)
@@ -210,6 +213,7 @@ class Engine:
             del self._running[message.id]
         else:
             promise.due = now + promise.tpot
+            promise.steps = 1
         self._link.send(message)
 
     async def _train(self, job: str, pieces: int | None) -> None:
@@ -233,13 +237,13 @@ class Engine:
         self._train_waiting_since = now
         self._report(now)
 
-    async def _wait(self, timeout: float | None) -> None:
-        """Sleep until a message changes something, or `timeout` seconds have passed."""
-        if timeout is not None and timeout <= 0:
+    async def _wait(self, seconds: float | None) -> None:
+        """Sleep until a message changes something, or `seconds` have passed."""
+        if seconds is not None and seconds <= 0:
             await asyncio.sleep(0)
             return
         try:
-            async with asyncio.timeout(timeout):
+            async with asyncio.timeout(seconds):
                 await self._changed.wait()
         except TimeoutError:
             return
@@ -254,17 +258,23 @@ class Engine:
         elif self._train_waiting_since is None:
             self._train_waiting_since = self._clock()
         return View(
-            waiting=tuple(
-                Waiting(w.message.id, w.arrived, w.deadline, math.ceil(len(w.message.prompt) / self._step_tokens))
-                for w in self._queue.waiting()
-            ),
-            running=tuple(Running(id, promise.due) for id, promise in self._running.items()),
+            waiting=self._waiting(),
+            running=tuple(Running(id, promise.due, promise.steps) for id, promise in self._running.items()),
             room=max(0, self._max_running - len(self._running)),
             jobs=jobs,
             mid_batch=bool(jobs) and self._trainer.mid_batch(jobs[0]),
             batches_since_train=self._batches_since_train,
             train_waiting_since=self._train_waiting_since,
             costs=Costs(serve=self._serve_cost.value, piece=self._piece_cost.value),
+        )
+
+    def _waiting(self) -> tuple[Waiting, ...]:
+        """The queue in its order; a prompt's steps count those of the prompts before it."""
+        entries = self._queue.waiting()
+        tokens = accumulate(len(entry.message.prompt) for entry in entries)
+        return tuple(
+            Waiting(entry.message.id, entry.arrived, entry.deadline, math.ceil(total / self._step_tokens))
+            for entry, total in zip(entries, tokens, strict=True)
         )
 
     # ---- messages

@@ -33,6 +33,7 @@ from coserve.queues.policy import make_policy
 from coserve.state.folder import DataFolder
 
 PR_SET_PDEATHSIG = 1
+EXACT_THREADS = 2
 
 
 def build_engine(base: Base, config: Config, link: Link[FromEngine, ToEngine]) -> tuple[Engine, EngineReady]:
@@ -68,8 +69,21 @@ def build_engine(base: Base, config: Config, link: Link[FromEngine, ToEngine]) -
         step_tokens=config.step_tokens,
         clock=time.monotonic,
     )
-    ready = EngineReady(spec=base.spec, kv_tokens=kv.tokens, lora_way=way.value, notes=generator.notes)
+    ready = EngineReady(spec=base.spec, kv_tokens=kv.tokens, lora_way=way.value, notes=_notes(base, generator))
     return engine, ready
+
+
+def default_threads() -> int:
+    """All cores but one, two at most: with more, torch's CPU kernels round a row differently in different batches."""
+    return min(EXACT_THREADS, max(1, (os.cpu_count() or 2) - 1))
+
+
+def _notes(base: Base, generator: Generator) -> tuple[str, ...]:
+    """What a user should know of how this engine runs; shown in /health."""
+    notes = generator.notes
+    if base.device.type == "cpu" and torch.get_num_threads() > EXACT_THREADS:
+        notes += (f"more than {EXACT_THREADS} CPU threads: the same seed may give another text in another batch",)
+    return notes
 
 
 async def _run(config: Config, fd: int) -> None:
@@ -94,7 +108,7 @@ def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the parent says when to stop
     config = config_from_json(sys.stdin.buffer.read())
     disable_progress_bar()
-    torch.set_num_threads(config.threads or max(1, (os.cpu_count() or 2) - 1))
+    torch.set_num_threads(config.threads or default_threads())
     asyncio.run(_run(config, int(sys.argv[1])))
 
 

@@ -10,38 +10,22 @@ class JobQueue:
 
     def __init__(self) -> None:
         self._ready: dict[str, None] = {}  # an ordered set
-        self._paused: set[str] = set()
 
     def __len__(self) -> int:
-        """Ready and paused jobs."""
-        return len(self._ready) + len(self._paused)
+        return len(self._ready)
 
     def __contains__(self, job: str) -> bool:
-        return job in self._ready or job in self._paused
+        return job in self._ready
 
     def add(self, job: str) -> None:
         """A new job, behind all others."""
         assert job not in self, job
         self._ready[job] = None
 
-    def pause(self, job: str) -> None:
-        """Take a job out of the round; without effect on a paused one."""
-        assert job in self, job
-        self._ready.pop(job, None)
-        self._paused.add(job)
-
-    def resume(self, job: str) -> None:
-        """Put a paused job back, behind all others; without effect on a ready one."""
-        assert job in self, job
-        if job in self._paused:
-            self._paused.remove(job)
-            self._ready[job] = None
-
     def remove(self, job: str) -> None:
-        """Forget a job, ready or paused."""
+        """Forget a job that ended or was paused."""
         assert job in self, job
-        self._ready.pop(job, None)
-        self._paused.discard(job)
+        del self._ready[job]
 
     def rotate(self) -> None:
         """The first job's turn is over: it goes behind all others."""

@@ -18,9 +18,9 @@ def test_turns_go_round_and_the_first_keeps_its_place_until_it_rotates() -> None
     assert queue.ready() == queue.ready() == ("a", "b", "c")
     queue.rotate()
     assert queue.ready() == ("b", "c", "a")
-    queue.pause("b")
+    queue.remove("b")
     assert queue.ready() == ("c", "a")
-    queue.resume("b")
+    queue.add("b")
     assert queue.ready() == ("c", "a", "b"), "behind all others"
     queue.remove("a")
     assert queue.ready() == ("c", "b") and "a" not in queue and len(queue) == 2
@@ -49,7 +49,6 @@ class JobsAgainstLists(RuleBasedStateMachine):
         super().__init__()
         self.queue = JobQueue()
         self.ready: list[str] = []
-        self.paused: set[str] = set()
         self.made = 0
 
     @rule()
@@ -63,28 +62,17 @@ class JobsAgainstLists(RuleBasedStateMachine):
         self.queue.rotate()
         self.ready = [*self.ready[1:], *self.ready[:1]]
 
-    @precondition(lambda self: self.ready or self.paused)
-    @rule(data=st.data(), what=st.sampled_from(["pause", "resume", "remove"]))
-    def change(self, data: st.DataObject, what: str) -> None:
-        job = data.draw(st.sampled_from([*self.ready, *sorted(self.paused)]))
-        if what == "pause":
-            self.queue.pause(job)
-            self.ready = [other for other in self.ready if other != job]
-            self.paused.add(job)
-        elif what == "resume":
-            self.queue.resume(job)
-            if job in self.paused:
-                self.paused.remove(job)
-                self.ready.append(job)
-        else:
-            self.queue.remove(job)
-            self.ready = [other for other in self.ready if other != job]
-            self.paused.discard(job)
+    @precondition(lambda self: self.ready)
+    @rule(data=st.data())
+    def remove(self, data: st.DataObject) -> None:
+        job = data.draw(st.sampled_from(self.ready))
+        self.queue.remove(job)
+        self.ready.remove(job)
 
     @invariant()
     def same(self) -> None:
         assert self.queue.ready() == tuple(self.ready)
-        assert len(self.queue) == len(self.ready) + len(self.paused)
+        assert len(self.queue) == len(self.ready)
 
 
 TestJobsAgainstLists = JobsAgainstLists.TestCase
