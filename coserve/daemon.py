@@ -140,9 +140,9 @@ async def _serving(config: Config) -> AsyncIterator[tuple[int, asyncio.Task[None
         engine = await EngineProcess.start(config)
         service = Service(config, folder, registry, tokenizer)
         await service.attach(engine.link, engine.ready)
+        stack.push_async_callback(service.close)  # after the engine: its last words are heard and written down
         supervisor = asyncio.create_task(_supervise(service, engine, config))
         stack.push_async_callback(_end, supervisor)
-        stack.push_async_callback(service.close)
         runner = make_runner(make_app(service, config), config)
         await runner.setup()
         stack.push_async_callback(runner.cleanup)

@@ -18,6 +18,7 @@ from typing import Protocol
 
 from coserve.errors import CoserveError, EngineUnavailable, QueueFull
 from coserve.link import (
+    Admitted,
     CancelJob,
     CancelRequest,
     DropAdapter,
@@ -204,6 +205,7 @@ class Engine:
         else:
             steps = math.ceil(len(request.prompt) / self._step_tokens)
             self._running[request.id] = _Clocked(request.slo.tpot, deadline, steps)
+            self._link.send(Admitted(id=request.id))
 
     def _emit_tokens(self, message: Tokens | RequestFailed, now: float) -> None:
         promise = self._running.get(message.id)
