@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import save
 from torch import Tensor
 
 from coserve.adapters.gate import CONFIG, read_config
@@ -49,9 +49,20 @@ def save_adapter(folder: Path, weights: LoraWeights, base: BaseSpec) -> None:
     for site, pair in weights.sites.items():
         tensors[f"{PREFIX}{site}.lora_A.weight"] = pair.a_RD.detach().float().cpu().contiguous()
         tensors[f"{PREFIX}{site}.lora_B.weight"] = pair.b_OR.detach().float().cpu().contiguous()
-    save_file(tensors, folder / WEIGHTS, metadata={"format": "pt", FINGERPRINT: base.fingerprint})
+    content = save(tensors, metadata={"format": "pt", FINGERPRINT: base.fingerprint})
+    (folder / WEIGHTS).write_bytes(_canonical(content))
     config = adapter_config(weights.settings, base, weights.sites)
     (folder / CONFIG).write_text(json.dumps(config, indent=2) + "\n")
+
+
+def _canonical(content: bytes) -> bytes:
+    """The same safetensors file with its metadata in order: equal adapters get equal bytes, hence equal digests."""
+    end = 8 + int.from_bytes(content[:8], "little")
+    header = json.loads(content[8:end])
+    header["__metadata__"] = dict(sorted(header["__metadata__"].items()))
+    ordered = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode().ljust(end - 8)
+    assert len(ordered) == end - 8, "only the order changes"
+    return content[:8] + ordered + content[end:]
 
 
 def _tensor(file: TensorFile, entry: Entry) -> Tensor:

@@ -191,3 +191,15 @@ def test_the_config_has_only_keys_that_peft_knows(saved: tuple[Base, Path]) -> N
 
     config = json.loads((saved[1] / "adapter_config.json").read_text())
     assert set(config) <= set(LoraConfig().to_dict())
+
+
+def test_equal_adapters_have_equal_bytes(tmp_path: Path) -> None:
+    base = wrap_base(tiny_model("llama"), name="tiny")
+    weights = new_adapter(LoraSettings(r=2), base.spec, seed=0, dtype=torch.float32, device=base.device)
+    contents = set()
+    for attempt in range(8):  # two metadata keys in random order would agree in one run of 128
+        folder = tmp_path / str(attempt)
+        folder.mkdir()
+        save_adapter(folder, weights, base.spec)
+        contents.add((folder / "adapter_model.safetensors").read_bytes())
+    assert len(contents) == 1
