@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from tests.support.crash_oracle import Oracle, Reference, curve_of, steps_of
+from coserve.state.failpoints import FILE_STEPS
+from tests.support.crash_oracle import Oracle, Reference, curve_of
 
 
 def test_a_daemon_killed_at_each_failpoint_of_the_engine_process(
     model: Path, reference: Reference, tmp_path: Path
 ) -> None:
     oracle = Oracle(model, tmp_path / "data", reference)
-    for step in steps_of("checkpoint"):
+    for step in FILE_STEPS:
         oracle.die_at(f"checkpoint.{step}=kill-group@2", "job")
-    for step in steps_of("adapter"):
         oracle.die_at(f"adapter.{step}=kill-group", "job")
     oracle.die_at("adapter.publish=kill-group", "job")
     oracle.die_at("finetune.mid_step=kill-group@3", "job")

@@ -10,14 +10,12 @@
 from __future__ import annotations
 
 import hashlib
-import os
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from safetensors.numpy import load_file
 
-from coserve.state.failpoints import FILE_STEPS
 from coserve.state.folder import DataFolder
 from coserve.state.registry import Registry
 from tests.support.daemon_process import DaemonProcess, Died, Json
@@ -27,20 +25,6 @@ FILE = "adapter_model.safetensors"
 ROWS = [{"text": f"The {word} of line {n} is read by nobody but the test."} for n, word in enumerate("abcdefghijkl")]
 PROMPT = {"prompt": "The quick", "max_tokens": 8, "ignore_eos": True, "seed": 7}
 Curve = dict[int, float]
-
-_USUAL = {
-    "corpus": ("before_file_fsync", "after_file_fsync", "after_dir_fsync"),
-    "import": ("temp_write", "after_rename"),
-    "checkpoint": ("temp_write", "before_rename", "after_rename"),
-    "adapter": ("before_file_fsync", "before_rename", "after_rename", "after_dir_fsync"),
-}
-"""Every step once at least. A start of the daemon takes seconds, so the other pairs run only with CRASH_TESTS=all;
-tests/state has every pair, in small processes."""
-
-
-def steps_of(point: str) -> tuple[str, ...]:
-    """The steps of a durable write at which the daemon is killed."""
-    return FILE_STEPS if os.environ.get("CRASH_TESTS") == "all" else _USUAL[point]
 
 
 def job_request(adapter: str) -> Json:
