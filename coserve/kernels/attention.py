@@ -25,18 +25,6 @@ class Pages:
     values: tuple[Tensor, ...]
 
 
-def paged_attention(pages: Pages, runs: Sequence[Run]) -> PagedAttention:
-    """The one place that chooses how generation attends."""
-    return PagedAttention(pages, runs)
-
-
-def attention_notes(device: torch.device) -> tuple[str, ...]:
-    """What `paged_attention` runs slower than it could on `device`, in words for an operator."""
-    if device.type == "cuda":
-        return ("attention: plain torch over gathered pages, slower than a fused paged kernel",)
-    return ()
-
-
 class PackedAttention:
     """Causal attention inside each packed sequence; differentiable, no cache.
 

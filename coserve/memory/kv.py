@@ -8,7 +8,9 @@ from typing import Protocol
 import torch
 
 from coserve.errors import ConfigError
-from coserve.kernels.attention import PagedAttention, Pages, attention_notes, paged_attention
+from coserve.kernels.attention import PagedAttention, Pages
+from coserve.kernels.attention_choice import attention_notes, paged_attention, static_attention
+from coserve.kernels.attention_static import StaticPagedAttention
 from coserve.kernels.tiles import Run
 from coserve.memory.pages import PagePool
 
@@ -103,3 +105,7 @@ class KvCache:
     def attention(self, runs: Sequence[Run]) -> PagedAttention:
         """Attention of one packed step, which writes the step's keys and values into the pages."""
         return paged_attention(self._pages, runs)
+
+    def static_attention(self, batch: int, max_tokens: int) -> StaticPagedAttention:
+        """Attention of decode steps of up to `batch` sequences and `max_tokens` of context, for a CUDA graph to keep."""
+        return static_attention(self._pages, batch=batch, max_tokens=max_tokens)

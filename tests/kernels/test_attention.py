@@ -13,7 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from coserve.kernels.attention import PackedAttention, PagedAttention, Pages, attention_notes, paged_attention
+from coserve.kernels.attention import PackedAttention, PagedAttention, Pages
+from coserve.kernels.attention_choice import attention_notes, paged_attention
 from coserve.kernels.tiles import KEY_BLOCK, Run
 
 
