@@ -45,7 +45,7 @@ demo: venv
 	@$(BIN)/coserve demo
 
 serve: venv
-	@$(BIN)/coserve serve --model $(MODEL)
+	@$(BIN)/coserve serve --model "$(MODEL)"
 
 bench: venv
 	@$(BIN)/coserve bench
