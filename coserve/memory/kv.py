@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Protocol
 
 import torch
@@ -101,6 +101,14 @@ class KvCache:
 
     def give(self, pages: Sequence[int]) -> None:
         self.pool.give(pages)
+
+    def label(self, page: int, key: bytes) -> None:
+        """Let `find` hand out a held page whose slots are all written."""
+        self.pool.label(page, key)
+
+    def find(self, keys: Iterable[bytes]) -> list[int]:
+        """The pages of the first keys that are known, held once more."""
+        return self.pool.find(keys)
 
     def attention(self, runs: Sequence[Run]) -> PagedAttention:
         """Attention of one packed step, which writes the step's keys and values into the pages."""
