@@ -101,11 +101,15 @@ class Admitted(Message, frozen=True):
 
 
 class Tokens(Message, frozen=True):
-    """New tokens of one request, in order. `logprobs` has one entry a token if they were asked for."""
+    """New tokens of one request, in order. `logprobs` has one entry a token if they were asked for.
+
+    `prompt_logprobs`, if asked for, come in pieces before the first token: one entry for each prompt token but the first.
+    """
 
     id: str
     tokens: tuple[int, ...]
     logprobs: tuple[TokenLogprob, ...] = ()
+    prompt_logprobs: tuple[TokenLogprob, ...] = ()
     finished: FinishReason | None = None
 
 

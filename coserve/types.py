@@ -74,6 +74,8 @@ class SamplingParams(Wire, frozen=True):
     ignore_eos: bool = False
     logit_bias: dict[int, float] = {}
     logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    """As `logprobs`, of the prompt's tokens; then `max_tokens` may be 0: the prompt is scored, nothing generated."""
     seed: int = 0
 
 

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from coserve.generate.schedule import Share
+from coserve.generate.scoring import Score, score_of
 from coserve.generate.sequences import Sequence
 from coserve.kernels.dispatch import Way
 from coserve.kernels.segments import Segments
@@ -25,9 +26,11 @@ class Batch:
     tokens_T: Tensor  # noqa: N815
     positions_T: Tensor  # noqa: N815
     keep: Tensor
-    """Rows whose logits are wanted: the last one of each of `ready`, in order."""
+    """Rows whose logits are wanted: the last one of each of `ready`, in order, then those of `scores`."""
     ready: tuple[Sequence, ...]
     """Sequences whose next token this step chooses."""
+    scores: tuple[Score, ...]
+    """Prompts that are to be scored, the part of each that this step computes."""
     shares: tuple[Share, ...]
     runs: tuple[Run, ...]
     """Where attention finds each share, in the same order."""
@@ -56,6 +59,8 @@ def _batch(groups: dict[AdapterRef | None, list[Share]], way: Way, device: torch
     tokens: list[int] = []
     positions: list[int] = []
     keep: list[int] = []
+    score_rows: list[int] = []
+    scores: list[Score] = []
     ready: list[Sequence] = []
     runs: list[Run] = []
     bounds, slots, adapters = [0], list[int](), list[LoraWeights]()
@@ -65,7 +70,10 @@ def _batch(groups: dict[AdapterRef | None, list[Share]], way: Way, device: torch
             tokens.extend(sequence.tokens[start:end])
             positions.extend(range(start, end))
             runs.append(Run(share.tokens, start, tuple(sequence.pages)))
-            if share.tokens == sequence.pending:
+            if (score := score_of(share)) is not None:
+                scores.append(score[0])
+                score_rows.extend(len(tokens) - share.tokens + row for row in score[1])
+            if share.tokens == sequence.pending and sequence.max_tokens:
                 keep.append(len(tokens) - 1)
                 ready.append(sequence)
         weights = group[0].sequence.weights
@@ -79,8 +87,9 @@ def _batch(groups: dict[AdapterRef | None, list[Share]], way: Way, device: torch
     return Batch(
         tokens_T=torch.tensor(tokens, device=device),
         positions_T=torch.tensor(positions, device=device),
-        keep=torch.tensor(keep, dtype=torch.long, device=device),
+        keep=torch.tensor(keep + score_rows, dtype=torch.long, device=device),
         ready=tuple(ready),
+        scores=tuple(scores),
         shares=tuple(share for group in groups.values() for share in group),
         runs=tuple(runs),
         lora=LoraBatch(Segments(tuple(bounds), tuple(slots)), tuple(adapters), way) if adapters else None,

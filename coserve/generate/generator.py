@@ -12,13 +12,14 @@ from coserve.errors import EmptyPrompt, InternalError, InvalidRequest, PromptToo
 from coserve.generate.batch import Batch, pack
 from coserve.generate.sampler import Choice, Row, choose
 from coserve.generate.schedule import Scheduler
+from coserve.generate.scoring import prompt_logprobs
 from coserve.generate.sequences import Sequence
 from coserve.kernels.dispatch import Way
 from coserve.link import Generate, RequestFailed, Tokens
 from coserve.memory.kv import KvCache
 from coserve.model.base import Attention
 from coserve.model.lora import LoraBatch, LoraWeights
-from coserve.types import AdapterRef, BaseSpec
+from coserve.types import AdapterRef, BaseSpec, FinishReason
 
 
 class RunsBase(Protocol):
@@ -142,8 +143,11 @@ class Generator:
             raise InvalidRequest(f"expected a new request id, got {request.id!r}, which is running", field="id")
         if not request.prompt:
             raise EmptyPrompt("expected at least one prompt token, got none", field="prompt")
-        if sampling.max_tokens < 1:
-            raise InvalidRequest(f"expected max_tokens of at least 1, got {sampling.max_tokens}", field="max_tokens")
+        least = 1 if sampling.prompt_logprobs is None else 0
+        if sampling.max_tokens < least:
+            raise InvalidRequest(
+                f"expected max_tokens of at least {least}, got {sampling.max_tokens}", field="max_tokens"
+            )
         _check_ids(request.prompt, spec.vocab, "prompt")
         _check_ids(sampling.stop_token_ids, spec.vocab, "stop_token_ids")
         _check_ids(tuple(sampling.logit_bias), spec.vocab, "logit_bias")
@@ -153,7 +157,7 @@ class Generator:
             )
         max_tokens = min(sampling.max_tokens, spec.context - prompt)
         # The last token's own keys and values are never needed.
-        if self._kv.pages_for(prompt + max_tokens - 1) > self.pages_total:
+        if self._kv.pages_for(prompt + max(max_tokens, 1) - 1) > self.pages_total:
             raise PromptTooLong(
                 f"expected prompt and max_tokens to fit the KV pool of {self._kv.tokens} tokens, "
                 f"got {prompt} and {max_tokens}",
@@ -165,18 +169,40 @@ class Generator:
         """Account for what a forward computed, and choose the next tokens."""
         for share in batch.shares:
             share.sequence.computed += share.tokens
+        messages = self._score(batch, logits_BV[len(batch.ready) :])
         if not batch.ready:
-            return []
+            return messages
         rows = [Row(s.sampling, s.request.prompt, s.output, s.barred()) for s in batch.ready]
-        choices = choose(logits_BV, rows)
-        return [self._push(sequence, choice) for sequence, choice in zip(batch.ready, choices, strict=True)]
+        choices = zip(batch.ready, choose(logits_BV[: len(batch.ready)], rows), strict=True)
+        # One whose prompt could not be scored has ended.
+        return messages + [
+            self._push(sequence, choice) for sequence, choice in choices if sequence.id in self._sequences
+        ]
+
+    def _score(self, batch: Batch, logits_KV: Tensor) -> list[Tokens | RequestFailed]:
+        """Log-probabilities of the prompts that ask for them; the end of those that ask for nothing else."""
+        messages: list[Tokens | RequestFailed] = []
+        for score, entries in zip(batch.scores, prompt_logprobs(logits_KV, batch.scores), strict=True):
+            score.sequence.scored += score.rows
+            if entries is None:
+                messages.append(self._fail(score.sequence))
+            else:
+                messages.append(Tokens(id=score.sequence.id, tokens=(), prompt_logprobs=entries))
+        for share in batch.shares:
+            if not share.sequence.max_tokens and not share.sequence.pending and share.sequence.id in self._sequences:
+                self._end(share.sequence)
+                messages.append(Tokens(id=share.sequence.id, tokens=(), finished=FinishReason.LENGTH))
+        return messages
+
+    def _fail(self, sequence: Sequence) -> RequestFailed:
+        self._end(sequence)
+        return RequestFailed(
+            id=sequence.id, code=InternalError.code, message="the model gave no finite logits to choose from"
+        )
 
     def _push(self, sequence: Sequence, choice: Choice | None) -> Tokens | RequestFailed:
         if choice is None:
-            self._end(sequence)
-            return RequestFailed(
-                id=sequence.id, code=InternalError.code, message="the model gave no finite logits to choose from"
-            )
+            return self._fail(sequence)
         finished = sequence.push(choice.token)
         if finished is not None:
             self._end(sequence)

@@ -28,6 +28,8 @@ class Sequence:
     pages: list[int] = field(default_factory=list)
     computed: int = 0
     """Leading tokens whose keys and values are in the pages."""
+    scored: int = 1
+    """Leading prompt tokens whose log-probabilities are out, if asked for; the first has none."""
 
     @property
     def id(self) -> str:

@@ -1,0 +1,183 @@
+"""Log-probabilities of prompts against the whole model's own log-softmax: alone, in chunks, preempted, with adapters."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Iterable
+from functools import cache
+
+import pytest
+import torch
+from torch import Tensor
+
+from coserve.errors import InvalidRequest
+from coserve.generate import scoring
+from coserve.generate.generator import Generator
+from coserve.kernels.dispatch import Way
+from coserve.kernels.segments import LoraPair
+from coserve.link import Generate, RequestFailed, Tokens
+from coserve.memory.kv import KvCache
+from coserve.model.base import Base, wrap_base
+from coserve.model.lora import LoraWeights
+from coserve.types import AdapterRef, FinishReason, LoraSettings, SamplingParams, Slo, TokenLogprob
+from tests.support.tiny_models import VOCAB, tiny_model
+
+SCORE = SamplingParams(max_tokens=0, temperature=0.0, prompt_logprobs=2)
+POET = AdapterRef("poet", 1)
+
+
+@cache
+def base() -> Base:
+    return wrap_base(tiny_model("llama"), name="llama", eos_token_ids=())
+
+
+@cache
+def weights() -> LoraWeights:
+    g = torch.Generator().manual_seed(0)
+    sites = {
+        name: LoraPair(
+            torch.randn(2, site.in_features, generator=g), torch.randn(site.out_features, 2, generator=g), 0.1
+        )
+        for name, site in base().spec.sites.items()
+    }
+    return LoraWeights(LoraSettings(r=2), sites)
+
+
+class Shelf:
+    def acquire(self, ref: AdapterRef) -> LoraWeights:
+        return weights()
+
+    def release(self, ref: AdapterRef) -> None: ...
+
+
+def generator(*, tokens: int = 512, page_tokens: int = 4, step_tokens: int = 64) -> Generator:
+    kv = KvCache.for_base(base(), tokens, page_tokens)
+    return Generator(base(), Shelf(), kv, max_running=8, step_tokens=step_tokens, way=Way.GROUPED)
+
+
+def prompt(length: int, seed: int = 0) -> tuple[int, ...]:
+    chance = random.Random(1000 * seed + length)
+    return tuple(chance.randrange(3, VOCAB) for _ in range(length))
+
+
+def ask(id: str, tokens: tuple[int, ...], sampling: SamplingParams = SCORE, ref: AdapterRef | None = None) -> Generate:
+    return Generate(id=id, prompt=tokens, sampling=sampling, adapter=ref, slo=Slo(ttft=1, tpot=1))
+
+
+def run(gen: Generator, requests: Iterable[Generate]) -> dict[str, list[Tokens]]:
+    """All messages of each request."""
+    for one in requests:
+        gen.add(one)
+    found: dict[str, list[Tokens]] = {}
+    while gen.running:
+        for message in gen.step():
+            assert isinstance(message, Tokens)
+            found.setdefault(message.id, []).append(message)
+    assert gen.pages_used == 0
+    return found
+
+
+def scores(messages: Iterable[Tokens]) -> list[TokenLogprob]:
+    return [entry for message in messages for entry in message.prompt_logprobs]
+
+
+@torch.no_grad()
+def direct(tokens: tuple[int, ...]) -> Tensor:
+    """(T, V): the model's own, in one call."""
+    return tiny_model("llama")(torch.tensor([tokens])).logits[0].log_softmax(-1)
+
+
+def check(entries: list[TokenLogprob], tokens: tuple[int, ...]) -> None:
+    expected = direct(tokens)
+    assert len(entries) == len(tokens) - 1
+    for at, entry in enumerate(entries):
+        assert entry.logprob == pytest.approx(expected[at, tokens[at + 1]].item(), abs=1e-4)
+        assert [id for id, _ in entry.top] == expected[at].topk(2).indices.tolist()
+        assert [value for _, value in entry.top] == pytest.approx(expected[at].topk(2).values.tolist(), abs=1e-4)
+
+
+@pytest.mark.parametrize("length", [1, 2, 17, 40])
+def test_a_prompt_is_scored_and_nothing_generated(length: int) -> None:
+    tokens = prompt(length)
+    messages = run(generator(), [ask("a", tokens)])["a"]
+    check(scores(messages), tokens)
+    assert [message.finished for message in messages] == [None] * (len(messages) - 1) + [FinishReason.LENGTH]
+    assert not any(message.tokens for message in messages)
+
+
+@pytest.mark.parametrize("step_tokens", [1, 7, 64])
+@pytest.mark.parametrize("chunk", [1, 3, 64])
+def test_chunks_change_nothing(monkeypatch: pytest.MonkeyPatch, step_tokens: int, chunk: int) -> None:
+    monkeypatch.setattr(scoring, "CHUNK", chunk)
+    tokens = prompt(20)
+    check(scores(run(generator(step_tokens=step_tokens), [ask("a", tokens)])["a"]), tokens)
+
+
+def test_scores_come_before_the_tokens_and_do_not_change_them() -> None:
+    tokens = prompt(20)
+    plain = SamplingParams(max_tokens=6, seed=3)
+    both = SamplingParams(max_tokens=6, seed=3, prompt_logprobs=2)
+    messages = run(generator(step_tokens=8), [ask("plain", tokens, plain), ask("both", tokens, both)])
+    check(scores(messages["both"]), tokens)
+    assert not scores(messages["plain"])
+    order = [bool(message.tokens) for message in messages["both"]]
+    assert order == sorted(order)
+    texts = [[token for message in messages[id] for token in message.tokens] for id in ("plain", "both")]
+    assert texts[0] == texts[1]
+
+
+def test_a_preempted_prompt_is_scored_once() -> None:
+    long = SamplingParams(max_tokens=20, seed=1, prompt_logprobs=2)
+    asked = {str(i): prompt(12, i) for i in range(4)}
+    gen = generator(tokens=64, step_tokens=16)
+    messages = run(gen, [ask(id, tokens, long) for id, tokens in asked.items()])
+    assert gen.preemptions
+    for id, tokens in asked.items():
+        check(scores(messages[id]), tokens)
+
+
+def test_scores_are_those_of_the_adapter() -> None:
+    tokens = prompt(20)
+    messages = run(generator(), [ask("base", tokens), ask("poet", tokens, ref=POET)])
+    own, adapted = scores(messages["base"]), scores(messages["poet"])
+    check(own, tokens)
+    assert max(abs(a.logprob - b.logprob) for a, b in zip(own, adapted, strict=True)) > 0.01
+    assert scores(run(generator(), [ask("poet", tokens, ref=POET)])["poet"]) == adapted  # alone, the same bits
+
+
+def test_the_chosen_value_is_the_likeliest_one_bit_for_bit() -> None:
+    """Readers find greedy tokens by comparing the two."""
+    tokens = list(prompt(5))
+    for _ in range(10):
+        tokens.append(int(direct(tuple(tokens))[-1].argmax()))
+    entries = scores(run(generator(), [ask("a", tuple(tokens))])["a"])
+    assert all(entry.logprob == max(value for _, value in entry.top) for entry in entries[4:])
+
+
+def test_nothing_to_do_is_refused() -> None:
+    with pytest.raises(InvalidRequest, match="max_tokens of at least 1"):
+        generator().add(ask("a", prompt(3), SamplingParams(max_tokens=0)))
+
+
+def test_logits_that_are_not_finite_fail_the_request_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    gen = generator()
+    forward = gen._base.forward  # type: ignore[attr-defined]
+
+    def broken(tokens_T: Tensor, *args: object, **kwargs: object) -> Tensor:
+        logits = forward(tokens_T, *args, **kwargs)
+        kept = kwargs["keep"]
+        assert isinstance(kept, Tensor)
+        logits[tokens_T[kept] == 127] = math.nan
+        return logits
+
+    monkeypatch.setattr(gen._base, "forward", broken)
+    both = SamplingParams(max_tokens=2, prompt_logprobs=0)
+    for id, tokens in (("bad", (5, 127, 6)), ("good", (5, 6, 7))):
+        gen.add(ask(id, tokens, both))
+    messages = gen.step()
+    assert [message.id for message in messages if isinstance(message, RequestFailed)] == ["bad"]
+    assert gen.running == 1
+    while gen.running:
+        gen.step()
+    assert gen.pages_used == 0
