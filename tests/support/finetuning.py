@@ -64,7 +64,15 @@ def job_spec(corpus: Corpus, id: str = "job-1", **changes: object) -> JobSpec:
 class Bench:
     """A trainer over a data folder, as the engine has it."""
 
-    def __init__(self, base: Base, root: Path, *, recompute: bool = False, keep_checkpoints: int = 2) -> None:
+    def __init__(
+        self,
+        base: Base,
+        root: Path,
+        *,
+        recompute: bool = False,
+        keep_checkpoints: int = 2,
+        way: Way = Way.GROUPED,
+    ) -> None:
         self.base, self.folder = base, DataFolder(root)
         self.residency = Residency(self._load_adapter, 4)
         self.trainer = Trainer(
@@ -74,12 +82,12 @@ class Bench:
             micro_batch_tokens=64,
             recompute=recompute,
             keep_checkpoints=keep_checkpoints,
-            way=Way.GROUPED,
+            way=way,
             clock=lambda: 0.0,
         )
 
     def _load_adapter(self, ref: AdapterRef):
-        return load_adapter(self.folder.adapter(ref), self.base.spec, device="cpu", dtype=self.base.dtype)
+        return load_adapter(self.folder.adapter(ref), self.base.spec, device=self.base.device, dtype=self.base.dtype)
 
     def place(self, corpus: Corpus, spec: JobSpec) -> JobSpec:
         corpus.save(self.folder.corpus(spec.id))

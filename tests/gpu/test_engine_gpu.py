@@ -1,0 +1,183 @@
+"""Generation and fine-tuning as the engine runs them, on a GPU. Run with `pytest -m gpu`."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterable
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from coserve.generate.generator import Generator
+from coserve.kernels.attention import PackedAttention
+from coserve.kernels.dispatch import Way
+from coserve.kernels.segments import LoraPair, Segments
+from coserve.link import Generate, JobSucceeded, Tokens
+from coserve.memory.kv import KvCache
+from coserve.model.base import Base, load_base, wrap_base
+from coserve.model.lora import LoraBatch, LoraWeights
+from coserve.types import AdapterRef, LoraSettings, SamplingParams, Slo
+from tests.support.finetuning import Bench, job_spec, metrics_of, random_corpus
+from tests.support.tiny_models import FAMILIES, VOCAB, tiny_model
+
+pytestmark = pytest.mark.gpu
+
+NEW = 16
+GREEDY = SamplingParams(max_tokens=NEW, temperature=0.0, ignore_eos=True)
+LENGTHS = (3, 17, 40, 1, 5, 23)
+RANKS = (4, 1, 16, 9)
+
+
+class Shelf:
+    """Adapters in memory."""
+
+    def __init__(self, weights: dict[AdapterRef, LoraWeights]) -> None:
+        self._weights = weights
+
+    def acquire(self, ref: AdapterRef) -> LoraWeights:
+        return self._weights[ref]
+
+    def release(self, ref: AdapterRef) -> None:
+        assert ref in self._weights
+
+
+def gpu_base(model: PreTrainedModel, dtype: torch.dtype = torch.float32) -> Base:
+    return wrap_base(model.to("cuda", dtype), name="tiny", eos_token_ids=())
+
+
+def adapter(base: Base, seed: int, rank: int) -> LoraWeights:
+    g = torch.Generator().manual_seed(seed)
+    sites = {}
+    for name, site in base.spec.sites.items():
+        a, b = torch.randn(rank, site.in_features, generator=g), torch.randn(site.out_features, rank, generator=g)
+        sites[name] = LoraPair(a.to(base.device, base.dtype) * 0.3, b.to(base.device, base.dtype) * 0.3, 0.7)
+    return LoraWeights(LoraSettings(r=rank), sites)
+
+
+def prompt(length: int) -> tuple[int, ...]:
+    chance = random.Random(length)
+    return tuple(chance.randrange(3, VOCAB) for _ in range(length))
+
+
+def request(id: str, tokens: tuple[int, ...], ref: AdapterRef | None = None, sampling: SamplingParams = GREEDY):
+    return Generate(id=id, prompt=tokens, sampling=sampling, adapter=ref, slo=Slo(ttft=1, tpot=1))
+
+
+def texts(
+    base: Base,
+    requests: Iterable[Generate],
+    shelf: Shelf | None = None,
+    *,
+    way: Way = Way.SEGMENTED,
+    kv_tokens: int = 2048,
+    step_tokens: int = 256,
+) -> dict[str, list[int]]:
+    generator = Generator(
+        base,
+        shelf or Shelf({}),
+        KvCache.for_base(base, kv_tokens, 16),
+        max_running=16,
+        step_tokens=step_tokens,
+        way=way,
+    )
+    found: dict[str, list[int]] = {}
+    for one in requests:
+        generator.add(one)
+    while generator.running:
+        for message in generator.step():
+            assert isinstance(message, Tokens), message
+            found.setdefault(message.id, []).extend(message.tokens)
+    assert generator.pages_used == 0
+    return found
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_greedy_equals_generate(family: str) -> None:
+    """Together, in chunks of 7 tokens, and in a pool too small for all."""
+    model = tiny_model(family).cuda()
+    expected = {}
+    for length in LENGTHS:
+        ids = torch.tensor([prompt(length)], device="cuda")
+        mask = torch.ones_like(ids)
+        out = model.generate(
+            ids, attention_mask=mask, max_new_tokens=NEW, do_sample=False, eos_token_id=None, pad_token_id=0
+        )
+        expected[str(length)] = out[0, length:].tolist()
+    base = gpu_base(model)
+    requests = [request(str(length), prompt(length)) for length in LENGTHS]
+    assert texts(base, requests) == expected
+    assert texts(base, requests, step_tokens=7) == expected
+    assert texts(base, requests, kv_tokens=64) == expected
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2", "phi3", "gemma2"])
+def test_ways_agree_on_mixed_adapters(family: str) -> None:
+    base = gpu_base(tiny_model(family))
+    refs = [AdapterRef(f"a{i}", 1) for i in range(len(RANKS))]
+    shelf = Shelf({ref: adapter(base, i, rank) for i, (ref, rank) in enumerate(zip(refs, RANKS, strict=True))})
+    chosen = [None, refs[0], refs[1], refs[2], refs[0], refs[3]]
+    requests = [request(str(n), prompt(n), ref) for n, ref in zip(LENGTHS, chosen, strict=True)]
+    found = {way: texts(base, requests, shelf, way=way) for way in (Way.GROUPED, Way.SEGMENTED)}
+    assert found[Way.SEGMENTED] == found[Way.GROUPED]
+    plain = texts(base, requests[:1])
+    assert found[Way.SEGMENTED][str(LENGTHS[0])] == plain[str(LENGTHS[0])]
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2", "phi3", "gemma2"])
+def test_ways_give_the_same_logits(family: str) -> None:
+    """Those of `block_sparse` to TF32's precision, with which stk multiplies fp32."""
+    base = gpu_base(tiny_model(family))
+    adapters = tuple(adapter(base, i, rank) for i, rank in enumerate(RANKS))
+    bounds, tokens = (0, 5, 6, 40, 60, 61, 80), torch.arange(80, device="cuda")
+    positions = torch.cat([torch.arange(b - a, device="cuda") for a, b in pairwise(bounds)])
+
+    def logits(way: Way) -> Tensor:
+        batch = LoraBatch(Segments(bounds, (0, 1, 2, -1, 3, 0)), adapters, way)
+        with torch.no_grad():
+            return base.forward(tokens, positions, PackedAttention(bounds), lora=batch, keep=None)
+
+    expected = logits(Way.REFERENCE)
+    for way, tolerance in ((Way.GROUPED, 1e-4), (Way.SEGMENTED, 1e-4), (Way.BLOCK_SPARSE, 2e-2)):
+        assert (logits(way) - expected).norm() <= tolerance * expected.norm(), way
+
+
+@pytest.mark.parametrize("recompute", [False, True], ids=["kept", "recomputed"])
+def test_jobs_learn_alike_in_both_ways(tmp_path: Path, recompute: bool) -> None:
+    corpus, losses = random_corpus(lengths=(40, 9, 64, 12, 30, 50)), {}
+    for way in (Way.GROUPED, Way.SEGMENTED):
+        base = gpu_base(tiny_model("llama"))
+        bench = Bench(base, tmp_path / way.value, recompute=recompute, way=way)
+        spec = bench.place(corpus, job_spec(corpus, steps=20, batch_tokens=128, micro_batch_tokens=64))
+        messages = bench.train(spec)
+        assert isinstance(messages[-1], JobSucceeded)
+        losses[way] = [metrics.loss for metrics in metrics_of(messages)]
+    assert losses[Way.SEGMENTED][-1] < losses[Way.SEGMENTED][0] - 0.3
+    assert losses[Way.SEGMENTED] == pytest.approx(losses[Way.GROUPED], rel=2e-2)
+
+
+def test_a_job_learns_in_bfloat16(tmp_path: Path) -> None:
+    corpus = random_corpus(lengths=(40, 9, 64, 12, 30, 50))
+    bench = Bench(gpu_base(tiny_model("llama"), torch.bfloat16), tmp_path, way=Way.SEGMENTED)
+    messages = bench.train(bench.place(corpus, job_spec(corpus, steps=20, batch_tokens=128, micro_batch_tokens=64)))
+    losses = [metrics.loss for metrics in metrics_of(messages)]
+    assert losses[-1] < losses[0] - 0.3
+
+
+def test_the_bundled_base_serves_in_bfloat16() -> None:
+    base = load_base("bundled", device="cuda", dtype="auto")
+    assert base.dtype is torch.bfloat16
+    shelf = Shelf({AdapterRef("a", 1): adapter(base, 1, 8)})
+    asked = SamplingParams(max_tokens=NEW, temperature=0.8, top_p=0.9, ignore_eos=True)
+    requests = [
+        request("greedy", prompt(20)),
+        request("sampled", prompt(30), sampling=asked),
+        request("adapted", prompt(25), AdapterRef("a", 1)),
+    ]
+    found = texts(base, requests, shelf)
+    assert {id: len(tokens) for id, tokens in found.items()} == {"greedy": NEW, "sampled": NEW, "adapted": NEW}
+    exact = texts(load_base("bundled", device="cuda", dtype="float32"), requests[:1])
+    assert found["greedy"][0] == exact["greedy"][0]
