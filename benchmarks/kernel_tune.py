@@ -1,140 +1,152 @@
-"""Block sizes of the segmented kernels, by measurement: `python -m benchmarks.kernel_tune decode|long`."""
+"""Block sizes of the segmented kernels, by measurement: `python -m benchmarks.kernel_tune decode|long`.
+
+One setting is varied at a time from the best so far. The winners are `segmented_launch.DECODE` and `LONG`.
+"""
 
 from __future__ import annotations
 
-import itertools
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from dataclasses import replace
 
 import torch
 from triton.runtime.errors import OutOfResources
 
 from benchmarks import lora_cases as cases
 from benchmarks.timing import graph_us
-from coserve.kernels import segmented, segmented_launch as launch
+from coserve.kernels import segmented
+from coserve.kernels import segmented_launch as launch
 from coserve.kernels.segmented_launch import DecodeBlocks, LongBlocks
-from coserve.kernels.tables import HostTiles, cut, uncovered, upload
+from coserve.kernels.tables import HostTiles, Tiles, cut, uncovered, upload
+
+Change = dict[str, int | bool]
+
+
+def climb(name: str, start: object, changes: Iterable[Change], time_us: Callable[[object], float]) -> None:
+    """Tries each change on top of the best so far; prints every result and the winner."""
+    best, times = start, {}
+
+    def attempt(blocks: object) -> None:
+        if blocks not in times:
+            try:
+                times[blocks] = time_us(blocks)
+            except (OutOfResources, RuntimeError) as error:
+                print(f"{name} failed {blocks}: {str(error)[:80]}", flush=True)
+
+    attempt(start)
+    for change in changes:
+        attempt(replace(best, **change))
+        best = min(times, key=times.__getitem__)
+    for blocks, us in sorted(times.items(), key=lambda item: item[1])[:6]:
+        print(f"{name} {us:10.2f} us {blocks}", flush=True)
+    print(f"{name} {times[start]:10.2f} us at the start, worst {max(times.values()):.2f}", flush=True)
+
+
+DECODE_CHANGES: tuple[Change, ...] = (
+    {"fetch": False},
+    {"pdl": False},
+    {"pdl": False, "fetch": False},
+    *({"programs": programs} for programs in (2, 3, 5, 6, 8)),
+    *({"o": o} for o in (64, 128, 512)),
+    *({"k": k, "steps": steps} for k, steps in ((256, 1), (256, 2), (256, 4), (512, 1), (512, 4), (1024, 1))),
+    *({"warps": warps, "programs": programs} for warps, programs in ((8, 2), (8, 4), (2, 8), (2, 12))),
+    {"fetch": True, "pdl": True},
+    {"pdl": False, "fetch": False},
+    {"pdl": True, "fetch": False},
+    *({"o": o} for o in (128, 256, 512)),
+    *({"programs": programs} for programs in (2, 4, 6)),
+)
 
 
 def decode(layers: int = 32) -> None:
-    """The LoRA part of a Llama-3.1-8B decode step, ms; 32 distinct adapters and one."""
+    """The LoRA part of a Llama-3.1-8B decode step: 64 tokens, 32 distinct adapters of rank 16, and one."""
     sets = [cases.make_layer(group, 64, [16] * 32) for _ in range(layers) for group in cases.LLAMA]
     slots, firsts = cases.fill_slots(sets, 32)
-    for name, owner, rows in (("a32", [i // 2 for i in range(64)], 8), ("a1", [0] * 64, 16), ("a1", [0] * 64, 32)):
-        host = cut(cases.batch(owner, 1), [16] * 32, rows)
-        tiles = upload(host, rows, cases.DEVICE)
+    tables = [slots.table(first, len(layer.ys)) for layer, first in zip(sets, firsts, strict=True)]
 
-        def step(blocks: DecodeBlocks) -> float:
+    def timed(tiles: Tiles) -> Callable[[DecodeBlocks], float]:
+        def us(blocks: DecodeBlocks) -> float:
             def call() -> None:
-                for layer, first in zip(sets, firsts, strict=True):
-                    table = slots.table(first, len(layer.ys))
-                    where = (table.addresses, table.ranks)
-                    h = launch.decode_shrink(layer.x, tiles.items, *where, rows, 16, blocks)
-                    launch.decode_expand(layer.ys, h, tiles.tiles, *where, table.scalings, rows, blocks)
+                for layer, table in zip(sets, tables, strict=True):
+                    where = (table.addresses, table.ranks, table.scalings)
+                    cut_as = (tiles.tiles, tiles.items, tiles.counters)
+                    launch.decode(layer.ys, layer.x, *cut_as, *where, tiles.rows, 16, blocks)
 
-            return graph_us([call]).us / 1e3
+            return graph_us([call], replays=9).us
 
-        best = DecodeBlocks()
-        results = {}
+        return us
 
-        def attempt(**change: object) -> None:
-            nonlocal best
-            blocks = DecodeBlocks(**{**best.__dict__, **change})
-            if blocks in results:
-                return
-            try:
-                results[blocks] = step(blocks)
-            except (OutOfResources, RuntimeError) as error:
-                print(name, rows, change, str(error)[:80])
-                return
-            print(f"{name} rows {rows} {results[blocks]:.4f} ms {change}", flush=True)
-            best = min(results, key=results.__getitem__)
-
-        attempt()
-        attempt(fetch=False)
-        attempt(pdl=False)
-        for o, warps, blocks, stages in itertools.product((128, 256, 512), (2, 4, 8), (1, 2, 4), (2,)):
-            if 8192 <= o * blocks * 32 <= 32768:
-                attempt(o=o, expand_warps=warps, blocks=blocks, expand_stages=stages)
-        for k, steps, warps in itertools.product((256, 512), (1, 2, 4), (2, 4)):
-            attempt(k=k, steps=steps, shrink_warps=warps)
-        attempt(fetch=False)
-        attempt(pdl=False)
-        print(f"BEST {name} rows {rows}: {results[best]:.4f} ms {best}", flush=True)
+    for name, owner, rows in (
+        ("a32", [i // 2 for i in range(64)], 8),
+        ("a1", [0] * 64, 16),
+        ("a1", [0] * 64, 32),
+        ("a1", [0] * 64, 64),
+    ):
+        tiles = upload(cut(cases.batch(owner, 1), [16] * 32, rows), rows, 64, cases.DEVICE)
+        climb(f"{name} rows {rows}", launch.DECODE, DECODE_CHANGES, timed(tiles))
 
 
 def long() -> None:
-    """Prefill and training kernels one by one, µs, 4096 tokens over 8 adapters, at two ranks."""
+    """Prefill and training kernels one by one: 4096 tokens over 8 adapters, inputs larger than the L2."""
     for rank in (16, 64):
-        for group in (cases.LLAMA[0], cases.LLAMA[3]):
-            layer = cases.make_layer(group, 4096, [rank] * 8)
-            segments = cases.batch(list(range(8)), 512)
-            table = segmented.group_of(segments, layer.pairs, cases.DEVICE).table
-            for rows in (64, 128) if rank == 16 else (64,):
-                _long_kernels(f"{group.name} r{rank} rows {rows}", layer, segments, table, rank, rows)
-            del layer
-            torch.cuda.empty_cache()
+        layers = [cases.make_layer(cases.LLAMA[2], 4096, [rank] * 8) for _ in range(2)]
+        segments = cases.batch(list(range(8)), 512)
+        tables = [segmented.group_of(segments, layer.pairs, cases.DEVICE).table for layer in layers]
+        for rows in (64, 128) if rank == 16 else (64,):
+            host = cut(segments, [rank] * 8, rows)
+            all_rows = HostTiles([*host.tiles, *uncovered(segments, host, rows)], [], host.spans)
+            tiles = upload(all_rows, rows, 4096, cases.DEVICE)
+            _long_kernels(f"r{rank} rows {rows}", layers, tables, tiles, rank)
 
 
-def _long_kernels(name: str, layer: cases.Layer, segments: cases.Segments, table, rank: int, rows: int) -> None:
-    host = cut(segments, [rank] * 8, rows)
-    tiles = upload(HostTiles([*host.tiles, *uncovered(segments, host, rows)], [], host.spans), rows, cases.DEVICE)
-    where = (table.addresses, table.ranks)
-    more = (*where, table.scalings)
-    x, y = layer.x, layer.ys[0]
-    h = torch.randn(len(layer.ys), 4096, rank, device=cases.DEVICE, dtype=cases.DTYPE)
-    kernels: dict[str, tuple[Callable[[LongBlocks], object], int, list[dict[str, int]]]] = {
+def _long_kernels(name: str, layers: list[cases.Layer], tables: list, tiles: Tiles, rank: int) -> None:
+    h = [torch.randn(2, 4096, rank, device=cases.DEVICE, dtype=cases.DTYPE) for _ in layers]
+    both = list(zip(layers, tables, h, strict=True))
+    rows = tiles.rows
+
+    def timed(call: Callable[[cases.Layer, object, torch.Tensor, LongBlocks], object]) -> Callable[[object], float]:
+        return lambda blocks: graph_us([lambda i=i: call(*i, blocks) for i in both], replays=7, repeat=2).us
+
+    first = (tiles.tiles, tiles.counters)
+    kernels = {
         "shrink": (
-            lambda b: launch.long_shrink(x, tiles.tiles, *where, rows, rank, b),
-            x.nbytes,
-            [dict(k=k, shrink_warps=w, shrink_stages=s) for k in (64, 128) for w in (4, 8) for s in (3, 4)],
+            lambda la, t, h, b: launch.long_shrink(la.x, *first, t.addresses, t.ranks, rows, rank, b),
+            [{"k": k, "shrink_warps": w, "shrink_stages": s} for k in (64, 128) for w in (4, 8) for s in (3, 4)],
         ),
         "expand": (
-            lambda b: launch.long_expand(y, y, h[0], tiles.tiles, *more, rows, b),
-            2 * y.nbytes,
-            [dict(o=o, blocks=n, expand_warps=w) for o in (64, 128, 256) for n in (1, 2) for w in (4, 8)],
+            lambda la, t, h, b: launch.long_expand(
+                la.ys, la.ys, h, tiles.tiles, t.addresses, t.ranks, t.scalings, rows, b
+            ),
+            [{"o": o, "expand_warps": w} for o in (64, 128, 256) for w in (2, 4, 8)],
         ),
         "shrink_b": (
-            lambda b: launch.shrink_b(layer.ys[:1], tiles.tiles, *more, rows, rank, b),
-            y.nbytes,
-            [dict(k=k, shrink_warps=w, shrink_stages=s) for k in (64, 128) for w in (4, 8) for s in (3, 4)],
+            lambda la, t, h, b: launch.shrink_b(la.ys, *first, t.addresses, t.ranks, t.scalings, rows, rank, b),
+            [{"k": k, "shrink_warps": w, "shrink_stages": s} for k in (64, 128) for w in (4, 8) for s in (3, 4)],
         ),
         "expand_a": (
-            lambda b: launch.expand_a(h, x.shape[1], tiles.tiles, *where, rows, b),
-            x.nbytes,
-            [dict(o=o, expand_warps=w) for o in (64, 128, 256) for w in (4, 8)],
+            lambda la, t, h, b: launch.expand_a(h, 14336, tiles.tiles, t.addresses, t.ranks, rows, b),
+            [{"d": d, "expand_warps": w} for d in (64, 128, 256) for w in (2, 4, 8)],
         ),
-        "outer_a": (
-            lambda b: launch.outer(
-                x,
-                h,
-                [8 * rank] * len(layer.ys),
+        "outer_b": (
+            lambda la, t, h, b: launch.outer(
+                la.ys[0],
+                h[:1],
+                [8 * rank],
                 tiles.tiles,
                 tiles.spans,
-                table.ranks,
-                table.scalings,
-                table.starts,
+                t.ranks,
+                t.scalings,
+                t.starts,
                 rows,
-                of_b=False,
+                of_b=True,
                 blocks=b,
-            ),
-            x.nbytes,
-            [dict(outer_n=n, outer_warps=w, outer_stages=s) for n in (64, 128) for w in (4, 8) for s in (3,)],
+            ),  # fmt: skip
+            [{"outer_n": n, "outer_warps": w, "outer_stages": s} for n in (64, 128) for w in (4, 8) for s in (2, 3)],
         ),
     }
-    for kernel, (call, size, changes) in kernels.items():
-        results = {}
-        for change in changes:
-            blocks = LongBlocks(**change)
-            try:
-                results[tuple(change.items())] = graph_us([lambda blocks=blocks: call(blocks)], replays=7, repeat=4).us
-            except (OutOfResources, RuntimeError) as error:
-                print(name, kernel, change, str(error)[:60])
-        ranked = sorted(results.items(), key=lambda item: item[1])
-        floor = size / 4.3e6
-        top = "; ".join(f"{us:.1f} {dict(change)}" for change, us in ranked[:3])
-        print(f"{name} {kernel}: floor {floor:.1f} us | {top} | worst {ranked[-1][1]:.1f}", flush=True)
+    for kernel, (call, changes) in kernels.items():
+        climb(f"{name} {kernel}", launch.LONG, changes, timed(call))
 
 
 if __name__ == "__main__":

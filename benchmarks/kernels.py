@@ -26,6 +26,7 @@ from benchmarks import lora_cases as cases
 from benchmarks import lora_ways as ways
 from benchmarks.timing import Timing, event_us, graph_us
 from coserve.kernels import reference, segmented
+from coserve.kernels import segmented_launch as launch
 from coserve.kernels import segmented_ops as ops
 from coserve.kernels.segments import Segments
 from coserve.kernels.tables import cut, upload
@@ -155,7 +156,7 @@ def step_call(sets: list[cases.Layer], adapter_of: list[int], ranks: list[int]) 
     segments = cases.batch(adapter_of, 1)
     rows, decode = segmented.tile_rows(segments)
     host = cut(segments, ranks, rows)
-    plan = segmented.Plan(upload(host, rows, cases.DEVICE), -(-max(ranks) // 16) * 16, decode)
+    plan = segmented.Plan(upload(host, rows, segments.tokens, cases.DEVICE), -(-max(ranks) // 16) * 16, decode)
     tables = [slots.table(first, len(layer.ys)) for layer, first in zip(sets, firsts, strict=True)]
 
     def call() -> None:
@@ -199,7 +200,9 @@ def train_part() -> list[Row]:
         for layer in layers:
             own = segmented.group_of(segments, layer.pairs, cases.DEVICE)
             plan = segmented.plan_of(segments, own, train=True)
-            h = segmented.launch_h(layer.x, plan, own.table)
+            tiles, table = plan.tiles, own.table
+            where = (tiles.tiles, tiles.counters, table.addresses, table.ranks)
+            h = launch.long_shrink(layer.x, *where, tiles.rows, plan.R)
             prepared.append((layer, own, plan, h, torch.zeros_like(layer.x)))
 
         def forward(item: tuple[Any, ...]) -> ways.Call:
@@ -212,8 +215,9 @@ def train_part() -> list[Row]:
             where = (table.addresses, table.ranks, table.scalings, table.starts)
 
             def call() -> None:
+                cuts = (tiles.tiles, tiles.spans, tiles.counters)
                 grads = ops.lora_train_backward(
-                    layer.ys, layer.x, h, own.totals, tiles.tiles, tiles.spans, *where, tiles.rows, plan.R, True, True
+                    layer.ys, layer.x, h, own.totals, *cuts, *where, tiles.rows, plan.R, True, True
                 )
                 if add:  # autograd adds the term to the base's own dx
                     dx.add_(grads[0])

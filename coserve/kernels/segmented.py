@@ -85,22 +85,17 @@ def train(ys: Sequence[Tensor], x_TD: Tensor, plan: Plan, group: Group) -> list[
     table, tiles = group.table, plan.tiles
     assert table.starts is not None, "expected a table made for training"
     where = (table.addresses, table.ranks, table.scalings, table.starts)
-    cuts = (tiles.tiles, tiles.spans)
+    cuts = (tiles.tiles, tiles.spans, tiles.counters)
     return ops.lora_train(ys, x_TD, group.a, group.b, group.totals, *cuts, *where, tiles.rows, plan.R)[:-1]
 
 
 def add_(ys: Sequence[Tensor], x_TD: Tensor, plan: Plan, table: SiteTable) -> None:
     """Adds into ys in place. What a captured graph calls: only the contents of `plan` and `table` may change later."""
-    tiles = plan.tiles
-    h = ops.lora_shrink(x_TD, tiles.tiles, tiles.items, table.addresses, table.ranks, tiles.rows, plan.R, plan.decode)
-    where = (table.addresses, table.ranks, table.scalings)
-    ops.lora_expand_(ys, h, tiles.tiles, *where, tiles.rows, plan.decode)
-
-
-def launch_h(x_TD: Tensor, plan: Plan, table: SiteTable) -> Tensor:
-    """h (G, T, R) of a long batch, as `train` keeps it for the backward."""
-    tiles = plan.tiles
-    return ops.lora_shrink(x_TD, tiles.tiles, tiles.items, table.addresses, table.ranks, tiles.rows, plan.R, False)[0]
+    tiles, where = plan.tiles, (table.addresses, table.ranks, table.scalings)
+    if plan.decode:
+        ops.lora_decode_(ys, x_TD, tiles.tiles, tiles.items, tiles.counters, *where, tiles.rows, plan.R)
+    else:
+        ops.lora_long_(ys, x_TD, tiles.tiles, tiles.counters, *where, tiles.rows, plan.R)
 
 
 def tile_rows(segments: Segments) -> tuple[int, bool]:
@@ -124,7 +119,7 @@ def plan_of(segments: Segments, group: Group, *, train: bool) -> Plan:
         if train:
             host = HostTiles([*host.tiles, *uncovered(segments, host, rows)], [], host.spans)
         R = -(-max(ranks) // RANK_BLOCK) * RANK_BLOCK
-        return Plan(upload(host, rows, device), R, decode)
+        return Plan(upload(host, rows, segments.tokens, device), R, decode)
 
     return segments.plan(("segmented", ranks, device, train), build)
 

@@ -18,13 +18,15 @@ import triton
 import triton.language as tl
 
 from coserve.kernels.segmented_load import load_b, padded, weights
-from coserve.kernels.segmented_prefill import rank_at
+from coserve.kernels.segmented_prefill import finish, rank_at
 
 
 @triton.jit(do_not_specialize_on_alignment=["ranks_ptr", "scalings_ptr"])
 def shrink_b(
     dy_ptr,
     g_ptr,
+    parts_ptr,
+    counters_ptr,
     tiles_ptr,
     addresses_ptr,
     ranks_ptr,
@@ -35,6 +37,7 @@ def shrink_b(
     split_stride,
     R,
     steps,
+    SPLIT: tl.constexpr,
     BLOCK_T: tl.constexpr,
     BLOCK_R: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -61,8 +64,14 @@ def shrink_b(
         dy = tl.load(dy_at + o[None, :], mask=keep & (o < O)[None, :], other=0.0)
         acc = tl.dot(dy, load_b(b_ptr, o, r, O, rank), acc, input_precision="ieee")
     acc *= tl.load(scalings_ptr + slot * row)
-    g_at = g_ptr + split * split_stride + (start + t)[:, None] * R + r[None, :]
-    tl.store(g_at, acc.to(g_ptr.dtype.element_ty), mask=keep & (r < padded(rank))[None, :])
+    g_at = parts_ptr + split * split_stride + (start + t)[:, None] * R + r[None, :]
+    tl.store(g_at, acc.to(parts_ptr.dtype.element_ty), mask=keep & (r < padded(rank))[None, :])
+    if SPLIT:
+        splits = tl.num_programs(1)
+        expected = splits * tl.cdiv(rank, BLOCK_R)
+        finish(
+            parts_ptr, g_ptr, counters_ptr + start, expected, start, rows, rank, 0, split_stride, splits, R, 1, BLOCK_T
+        )
 
 
 @triton.jit(do_not_specialize_on_alignment=["ranks_ptr"])

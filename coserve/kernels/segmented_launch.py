@@ -24,14 +24,22 @@ class DecodeBlocks:
     """Sizes of the decode kernels."""
 
     k: int = 512
+    """Of a tile of 8 rows; half as many where a tile has more."""
     steps: int = 2
-    shrink_warps: int = 2
     o: int = 256
-    blocks: int = 2
-    expand_warps: int = 4
-    expand_stages: int = 2
+    warps: int = 4
+    programs: int = 4
+    """On each multiprocessor at one time: they wait for each other, so all must fit."""
     pdl: bool = True
     fetch: bool = True
+
+    def k_of(self, rows: int) -> int:
+        return self.k if rows <= 8 else self.k // 2
+
+    @property
+    def registers(self) -> int:
+        """The most a thread may use for `programs` to fit in a multiprocessor's 65536."""
+        return min(255, 65536 // (32 * self.warps * self.programs) // 8 * 8)
 
 
 @dataclass(frozen=True)
@@ -41,8 +49,7 @@ class LongBlocks:
     k: int = 128
     shrink_warps: int = 4
     shrink_stages: int = 3
-    o: int = 64
-    blocks: int = 2
+    o: int = 128
     expand_warps: int = 4
     d: int = 128
     outer_n: int = 128
@@ -61,95 +68,64 @@ def has_pdl(device: torch.device) -> bool:
     return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
 
 
+@cache
+def multiprocessors(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
 def _options(pdl: bool, warps: int, stages: int) -> dict[str, int | bool]:
     options: dict[str, int | bool] = {"num_warps": warps, "num_stages": stages, "PDL": pdl}
     return options if interpreted() else {**options, "launch_pdl": pdl}
 
 
-def decode_splits(inputs: int, blocks: DecodeBlocks = DECODE) -> int:
+def decode_splits(inputs: int, rows: int, blocks: DecodeBlocks = DECODE) -> int:
     """How many parts the decode shrink divides D `inputs` into."""
-    return int(triton.cdiv(inputs, blocks.k * blocks.steps))
+    return int(triton.cdiv(inputs, blocks.k_of(rows) * blocks.steps))
 
 
-def decode_shrink(
-    x_TD: Tensor, items: Tensor, addresses: Tensor, ranks: Tensor, rows: int, R: int, blocks: DecodeBlocks = DECODE
-) -> Tensor:
-    """h (splits, G, T, R) fp32, unwritten where there is nothing to write."""
-    tokens, inputs = x_TD.shape
-    sites, splits, pdl = ranks.shape[1], decode_splits(inputs, blocks), blocks.pdl and has_pdl(x_TD.device)
-    h = torch.empty(splits, sites, tokens, R, dtype=torch.float32, device=x_TD.device)
-    regular = pdl and inputs % 8 == 0 and x_TD.element_size() == 2
-    if items.shape[0] and tokens:
-        segmented_decode.shrink[(items.shape[0], splits, sites)](
-            x_TD,
-            h,
-            items,
-            addresses,
-            ranks,
-            inputs,
-            x_TD.stride(0),
-            ranks.stride(0),
-            tokens,
-            R,
-            BLOCK_T=rows,
-            BLOCK_R=RANK_BLOCK,
-            BLOCK_K=blocks.k,
-            STEPS=blocks.steps,
-            FETCH=blocks.fetch and regular,
-            WARPS=blocks.shrink_warps,
-            **_options(pdl, blocks.shrink_warps, 1),
-        )
-    return h
-
-
-def decode_expand(
+def decode(
     ys: list[Tensor],
-    h: Tensor,
+    x_TD: Tensor,
     tiles: Tensor,
+    items: Tensor,
+    counters: Tensor,
     addresses: Tensor,
     ranks: Tensor,
     scalings: Tensor,
     rows: int,
+    R: int,
     blocks: DecodeBlocks = DECODE,
 ) -> None:
-    """Adds into every y of a group of up to three sites at once."""
-    splits, sites, tokens, R = h.shape
-    pdl = blocks.pdl and has_pdl(h.device)
-    y0, y1, y2 = (ys[min(site, len(ys) - 1)] for site in range(MAX_SITES))
-    even = all(y.stride(0) % 8 == 0 and y.shape[1] % 8 == 0 and y.data_ptr() % 16 == 0 for y in ys)
+    """Adds into the ys of up to three sites that read x: one launch on a GPU, two in the interpreter."""
+    tokens, inputs = x_TD.shape
+    sites, splits = len(ys), decode_splits(inputs, rows, blocks)
     if not tiles.shape[0] or not tokens:
         return
-    segmented_decode.expand[(sum(triton.cdiv(y.shape[1], blocks.o * blocks.blocks) for y in ys), tiles.shape[0])](
-        y0,
-        y1,
-        y2,
-        h,
-        tiles,
-        addresses,
-        ranks,
-        scalings,
-        y0.shape[1],
-        y1.shape[1],
-        y2.shape[1],
-        y0.stride(0),
-        y1.stride(0),
-        y2.stride(0),
-        ranks.stride(0),
-        tokens,
-        R,
-        SITES=sites,
-        SPLITS=splits,
-        SPLITS_POW2=triton.next_power_of_2(splits),
-        ALIGNED=even,
-        BLOCK_T=rows,
-        BLOCK_R=RANK_BLOCK,
-        BLOCK_O=blocks.o,
-        BLOCKS=blocks.blocks,
-        SINGLE=R <= RANK_BLOCK,
-        FETCH=blocks.fetch and pdl and y0.element_size() == 2,
-        WARPS=blocks.expand_warps,
-        **_options(pdl, blocks.expand_warps, blocks.expand_stages),
-    )
+    h = torch.empty(splits, sites, tokens, R, dtype=torch.float32, device=x_TD.device)
+    three = [ys[min(site, sites - 1)] for site in range(MAX_SITES)]
+    widths, strides = [y.shape[1] for y in three], [y.stride(0) for y in three]
+    output_blocks = sum(triton.cdiv(y.shape[1], blocks.o) for y in ys)
+    cut = {"BLOCK_T": rows, "BLOCK_R": RANK_BLOCK}
+    cut_k = {"BLOCK_K": blocks.k_of(rows), "STEPS": blocks.steps}
+    sums = {"SITES": sites, "SPLITS": splits, "SPLITS_POW2": triton.next_power_of_2(splits), "ALIGNED": _aligned(ys)}
+    cut_o = {"BLOCK_O": blocks.o, "SINGLE": R <= RANK_BLOCK}
+    table, row = (addresses, ranks), ranks.stride(0)
+    if interpreted():
+        segmented_decode.shrink[(items.shape[0], splits, sites)](
+            x_TD, h, items, *table, inputs, x_TD.stride(0), row, tokens, R, **cut, **cut_k
+        )
+        segmented_decode.expand[(output_blocks, tiles.shape[0])](
+            *three, h, tiles, *table, scalings, *widths, *strides, row, tokens, R, **sums, **cut, **cut_o
+        )
+        return
+    pdl = blocks.pdl and has_pdl(x_TD.device)
+    units = max(items.shape[0] * splits * sites, tiles.shape[0] * output_blocks)
+    segmented_decode.fused[(min(units, blocks.programs * multiprocessors(x_TD.device)),)](
+        x_TD, *three, h, counters, items, tiles, *table, scalings, inputs, x_TD.stride(0), *widths, *strides, row,
+        tokens, R, items.shape[0], tiles.shape[0], output_blocks, **sums, **cut, **cut_k, **cut_o,
+        FETCH=blocks.fetch and pdl and x_TD.element_size() == 2, WARPS=blocks.warps, maxnreg=blocks.registers,
+        **_options(pdl, blocks.warps, 1),
+    )  # fmt: skip
 
 
 def rank_block(R: int) -> int:
@@ -165,14 +141,15 @@ def _splits(programs: int, length: int, block: int) -> tuple[int, int]:
     return int(triton.cdiv(blocks, steps)), steps
 
 
-def _finish(parts: Tensor, h: Tensor, pdl: bool) -> None:
-    size, block = h.numel(), 1024
-    grid = (triton.cdiv(size, block),)
-    segmented_prefill.finish[grid](parts, h, size, SPLITS=parts.shape[0], BLOCK=block, **_options(pdl, 4, 1))
-
-
 def long_shrink(
-    x_TD: Tensor, tiles: Tensor, addresses: Tensor, ranks: Tensor, rows: int, R: int, blocks: LongBlocks = LONG
+    x_TD: Tensor,
+    tiles: Tensor,
+    counters: Tensor,
+    addresses: Tensor,
+    ranks: Tensor,
+    rows: int,
+    R: int,
+    blocks: LongBlocks = LONG,
 ) -> Tensor:
     """h (G, T, R) in x's dtype, unwritten where there is nothing to write."""
     tokens, inputs = x_TD.shape
@@ -183,27 +160,12 @@ def long_shrink(
         return h
     rank_blocks = triton.cdiv(R, block_r)
     splits, steps = _splits(tiles.shape[0] * rank_blocks, inputs, k)
-    out = h if splits == 1 else torch.empty(splits, *h.shape, dtype=torch.float32, device=h.device)
+    parts = h if splits == 1 else torch.empty(splits, *h.shape, dtype=torch.float32, device=h.device)
     segmented_prefill.shrink[(tiles.shape[0], splits, rank_blocks)](
-        x_TD,
-        out,
-        tiles,
-        addresses,
-        ranks,
-        inputs,
-        x_TD.stride(0),
-        ranks.stride(0),
-        tokens,
-        R,
-        steps,
-        SITES=sites,
-        BLOCK_T=rows,
-        BLOCK_R=block_r,
-        BLOCK_K=k,
+        x_TD, h, parts, counters, tiles, addresses, ranks, inputs, x_TD.stride(0), ranks.stride(0), tokens, R, steps,
+        SITES=sites, SPLIT=splits > 1, BLOCK_T=rows, BLOCK_R=block_r, BLOCK_K=k,
         **_options(pdl, blocks.shrink_warps, blocks.shrink_stages),
-    )
-    if splits > 1:
-        _finish(out, h, pdl)
+    )  # fmt: skip
     return h
 
 
@@ -213,9 +175,9 @@ def _narrow(k: int, block_r: int, like: Tensor) -> int:
 
 
 def long_expand(
-    y_TO: Tensor,
-    out_TO: Tensor,
-    h_TR: Tensor,
+    ys: list[Tensor],
+    outs: list[Tensor],
+    h: Tensor,
     tiles: Tensor,
     addresses: Tensor,
     ranks: Tensor,
@@ -223,35 +185,29 @@ def long_expand(
     rows: int,
     blocks: LongBlocks = LONG,
 ) -> None:
-    """One site: `out = y + scaling h Bᵀ`; the table's first column is the site's. `out` may be `y`."""
-    tokens, outputs = y_TO.shape
+    """`out = y + scaling h Bᵀ` for up to three sites in one launch; `outs` may be `ys`."""
+    sites, tokens, R = h.shape
     if not tiles.shape[0] or not tokens:
         return
-    block_o = blocks.o if y_TO.element_size() == 2 else blocks.o // 2
-    segmented_prefill.expand[(triton.cdiv(outputs, block_o * blocks.blocks), tiles.shape[0])](
-        y_TO,
-        out_TO,
-        h_TR,
-        tiles,
-        addresses,
-        ranks,
-        scalings,
-        outputs,
-        y_TO.stride(0),
-        out_TO.stride(0),
-        ranks.stride(0),
-        h_TR.shape[1],
-        BLOCK_T=rows,
-        BLOCK_R=rank_block(h_TR.shape[1]),
-        BLOCK_O=block_o,
-        BLOCKS=blocks.blocks,
-        **_options(blocks.pdl and has_pdl(y_TO.device), blocks.expand_warps, 1),
-    )
+    three, fresh = ([each[min(site, sites - 1)] for site in range(MAX_SITES)] for each in (ys, outs))
+    block_o = blocks.o if h.element_size() == 2 else blocks.o // 2
+    segmented_prefill.expand[(sum(triton.cdiv(y.shape[1], block_o) for y in ys), tiles.shape[0])](
+        *three, *fresh, h, tiles, addresses, ranks, scalings, *(y.shape[1] for y in three),
+        *(y.stride(0) for y in three), *(out.stride(0) for out in fresh), ranks.stride(0), tokens, R,
+        SITES=sites, ALIGNED=_aligned([*ys, *outs]), BLOCK_T=rows, BLOCK_R=rank_block(R), BLOCK_O=block_o,
+        **_options(blocks.pdl and has_pdl(h.device), blocks.expand_warps, 1),
+    )  # fmt: skip
+
+
+def _aligned(ys: list[Tensor]) -> bool:
+    """Whether every row of every output can be read and written 16 bytes at a time."""
+    return all(y.stride(0) % 8 == 0 and y.shape[1] % 8 == 0 and y.data_ptr() % 16 == 0 for y in ys)
 
 
 def shrink_b(
     dys: list[Tensor],
     tiles: Tensor,
+    counters: Tensor,
     addresses: Tensor,
     ranks: Tensor,
     scalings: Tensor,
@@ -267,10 +223,12 @@ def shrink_b(
     for site, dy in enumerate(dys):
         splits, steps = _splits(tiles.shape[0] * rank_blocks, dy.shape[1], k)
         shape = (splits, tokens, R)
-        out = g[site] if splits == 1 else torch.empty(shape, dtype=torch.float32, device=g.device)
+        parts = g[site] if splits == 1 else torch.empty(shape, dtype=torch.float32, device=g.device)
         segmented_backward.shrink_b[(tiles.shape[0], splits, rank_blocks)](
             dy,
-            out,
+            g[site],
+            parts,
+            counters,
             tiles,
             addresses[:, site:],
             ranks[:, site:],
@@ -281,13 +239,12 @@ def shrink_b(
             tokens * R,
             R,
             steps,
+            SPLIT=splits > 1,
             BLOCK_T=rows,
             BLOCK_R=block_r,
             BLOCK_K=k,
             **_stages(blocks.shrink_warps, blocks.shrink_stages),
         )
-        if splits > 1:
-            _finish(out, g[site], pdl=False)
     return g
 
 

@@ -42,3 +42,33 @@ def ask_for(part_ptr, size, wanted):
         is_pure=False,
         pack=1,
     )
+
+
+@triton.jit
+def output(
+    block, y0_ptr, y1_ptr, y2_ptr, O0, O1, O2, y0_stride, y1_stride, y2_stride,
+    SITES: tl.constexpr, ALIGNED: tl.constexpr, BLOCK_O: tl.constexpr,
+):  # fmt: skip
+    """(site, block within it, its y, O and stride) of a block of the sites' outputs laid side by side."""
+    site = 0
+    O = O0
+    y_stride = y0_stride
+    y_address = y0_ptr.to(tl.int64)
+    if SITES > 1 and block >= tl.cdiv(O0, BLOCK_O):
+        block -= tl.cdiv(O0, BLOCK_O)
+        site = 1
+        O = O1
+        y_stride = y1_stride
+        y_address = y1_ptr.to(tl.int64)
+        if SITES > 2 and block >= tl.cdiv(O1, BLOCK_O):
+            block -= tl.cdiv(O1, BLOCK_O)
+            site = 2
+            O = O2
+            y_stride = y2_stride
+            y_address = y2_ptr.to(tl.int64)
+    y_ptr = y_address.to(y0_ptr.dtype)
+    if ALIGNED:  # said again, since a choice among sites hides it from the compiler
+        y_ptr = tl.multiple_of(y_ptr, 16)
+        y_stride = y_stride // 8 * 8
+        O = O // 8 * 8
+    return site, block, y_ptr, O, y_stride

@@ -14,43 +14,38 @@ from torch import Tensor
 from coserve.kernels import segmented_launch as launch
 
 
-@torch.library.custom_op("coserve::lora_shrink", mutates_args=())
-def lora_shrink(
-    x: Tensor, tiles: Tensor, items: Tensor, addresses: Tensor, ranks: Tensor, rows: int, R: int, decode: bool
-) -> Tensor:
-    """h[.., g, t, r] = Σ_k x[t, k] A_g[r, k]: (splits, G, T, R) fp32 for decode, else (1, G, T, R) in x's dtype."""
-    if decode:
-        return launch.decode_shrink(x, items, addresses, ranks, rows, R)
-    return launch.long_shrink(x, tiles, addresses, ranks, rows, R)[None]
-
-
-@lora_shrink.register_fake
-def _(
-    x: Tensor, tiles: Tensor, items: Tensor, addresses: Tensor, ranks: Tensor, rows: int, R: int, decode: bool
-) -> Tensor:
-    splits = launch.decode_splits(x.shape[1]) if decode else 1
-    dtype = torch.float32 if decode else x.dtype
-    return x.new_empty((splits, ranks.shape[1], x.shape[0], R), dtype=dtype)
-
-
-@torch.library.custom_op("coserve::lora_expand_", mutates_args=("ys",))
-def lora_expand_(
+@torch.library.custom_op("coserve::lora_decode_", mutates_args=("ys", "counters"))
+def lora_decode_(
     ys: Sequence[Tensor],
-    h: Tensor,
+    x: Tensor,
     tiles: Tensor,
+    items: Tensor,
+    counters: Tensor,
     addresses: Tensor,
     ranks: Tensor,
     scalings: Tensor,
     rows: int,
-    decode: bool,
+    R: int,
 ) -> None:
-    """y_g[t, o] += scaling Σ_r h[.., g, t, r] B_g[o, r], in place, for each y of the group."""
-    if decode:
-        launch.decode_expand(list(ys), h, tiles, addresses, ranks, scalings, rows)
-        return
-    for site, y in enumerate(ys):
-        column = (addresses[:, site:], ranks[:, site:], scalings[:, site:])
-        launch.long_expand(y, y, h[0, site], tiles, *column, rows)
+    """y_g += scaling (x A_gᵀ) B_gᵀ in place for each y of the group; a few rows an adapter."""
+    launch.decode(list(ys), x, tiles, items, counters, addresses, ranks, scalings, rows, R)
+
+
+@torch.library.custom_op("coserve::lora_long_", mutates_args=("ys", "counters"))
+def lora_long_(
+    ys: Sequence[Tensor],
+    x: Tensor,
+    tiles: Tensor,
+    counters: Tensor,
+    addresses: Tensor,
+    ranks: Tensor,
+    scalings: Tensor,
+    rows: int,
+    R: int,
+) -> None:
+    """y_g += scaling (x A_gᵀ) B_gᵀ in place for each y of the group; many rows an adapter."""
+    h = launch.long_shrink(x, tiles, counters, addresses, ranks, rows, R)
+    launch.long_expand(list(ys), list(ys), h, tiles, addresses, ranks, scalings, rows)
 
 
 @torch.library.custom_op("coserve::lora_train", mutates_args=())
@@ -62,6 +57,7 @@ def lora_train(
     totals: Sequence[int],
     tiles: Tensor,
     spans: Tensor,
+    counters: Tensor,
     addresses: Tensor,
     ranks: Tensor,
     scalings: Tensor,
@@ -74,11 +70,9 @@ def lora_train(
     `a` and `b` are the tensors that the table points at, site by site and slot by slot; `totals` each site's ranks,
     summed; `tiles` cover every row.
     """
-    h = launch.long_shrink(x, tiles, addresses, ranks, rows, R)
+    h = launch.long_shrink(x, tiles, counters, addresses, ranks, rows, R)
     outs = [torch.empty_like(y) for y in ys]
-    for site, (y, out) in enumerate(zip(ys, outs, strict=True)):
-        column = (addresses[:, site:], ranks[:, site:], scalings[:, site:])
-        launch.long_expand(y, out, h[site], tiles, *column, rows)
+    launch.long_expand(list(ys), outs, h, tiles, addresses, ranks, scalings, rows)
     return [*outs, h]
 
 
@@ -91,6 +85,7 @@ def _(
     totals: Sequence[int],
     tiles: Tensor,
     spans: Tensor,
+    counters: Tensor,
     addresses: Tensor,
     ranks: Tensor,
     scalings: Tensor,
@@ -109,6 +104,7 @@ def lora_train_backward(
     totals: Sequence[int],
     tiles: Tensor,
     spans: Tensor,
+    counters: Tensor,
     addresses: Tensor,
     ranks: Tensor,
     scalings: Tensor,
@@ -119,7 +115,7 @@ def lora_train_backward(
     weights_need: bool,
 ) -> list[Tensor]:
     """[dx] if `inputs_need`, then every site's dA and every site's dB, flat, if `weights_need`. Sums in fp32."""
-    g = launch.shrink_b(list(dys), tiles, addresses, ranks, scalings, rows, R)
+    g = launch.shrink_b(list(dys), tiles, counters, addresses, ranks, scalings, rows, R)
     out = [launch.expand_a(g, x.shape[1], tiles, addresses, ranks, rows)] if inputs_need else []
     if not weights_need:
         return out
@@ -139,6 +135,7 @@ def _(
     totals: Sequence[int],
     tiles: Tensor,
     spans: Tensor,
+    counters: Tensor,
     addresses: Tensor,
     ranks: Tensor,
     scalings: Tensor,
@@ -156,9 +153,9 @@ def _(
 
 
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:  # noqa: ANN401 - torch's own signature
-    ys, x, a, b, ctx.totals, tiles, spans, addresses, ranks, scalings, starts, ctx.rows, ctx.R = inputs
+    ys, x, a, b, ctx.totals, tiles, spans, counters, addresses, ranks, scalings, starts, ctx.rows, ctx.R = inputs
     ctx.sites, ctx.a_shapes, ctx.b_shapes = len(ys), [t.shape for t in a], [t.shape for t in b]
-    ctx.save_for_backward(x, output[-1], tiles, spans, addresses, ranks, scalings, starts)
+    ctx.save_for_backward(x, output[-1], tiles, spans, counters, addresses, ranks, scalings, starts)
 
 
 def _backward(ctx: Any, grads: Sequence[Tensor]) -> tuple[Any, ...]:  # noqa: ANN401 - torch's own signature
@@ -173,7 +170,7 @@ def _backward(ctx: Any, grads: Sequence[Tensor]) -> tuple[Any, ...]:  # noqa: AN
     if weights_need:
         da[:] = _cut(flat[: ctx.sites], ctx.a_shapes)
         db[:] = _cut(flat[ctx.sites :], ctx.b_shapes)
-    return (dys, dx, da, db, *[None] * 9)
+    return (dys, dx, da, db, *[None] * 10)
 
 
 def _cut(flats: Sequence[Tensor], shapes: Sequence[torch.Size]) -> list[Tensor]:

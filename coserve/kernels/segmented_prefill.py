@@ -1,22 +1,24 @@
 """Segmented LoRA for prefill and training, forward: tiles of many rows of one adapter. Reading x and y is the work.
 
-    shrink  h[split, site, t, r] = Σ_{k in split} x[t, k] A_site[r, k]        x is read once for all sites
-    finish  h[site, t, r] = Σ_split h[split, site, t, r]                      only where k was split
-    expand  out[t, o] = y[t, o] + scaling Σ_r h[t, r] B[o, r]                 one site; its h and its table column
+    shrink  h[site, t, r] = Σ_k x[t, k] A_site[r, k]                          x is read once for all sites
+    expand  out_site[t, o] = y_site[t, o] + scaling Σ_r h[site, t, r] B_site[o, r]
 
-x: (T, D); y, out: (T, O); h: (G, T, R), or (splits, G, T, R) fp32 before `finish`; tiles: (N, 4) int32;
+Where there are few tiles, k is split among programs: each writes a part in fp32, and the last to come to a tile sums
+the parts, always in the same order. The counter by which it knows itself the last ends at zero again.
+
+x: (T, D); y, out: (T, O); h: (G, T, R); parts: (splits, G, T, R) fp32; tiles: (N, 4) int32; counters: (T) int32, zeros;
 addresses: (slots, G, 2) int64; ranks: (slots, G) int32; scalings: (slots, G) fp32; `row` is the distance in entries
 from one slot to the next. A slot of -1 has rank 0: its rows are copied.
 """
 
-# ruff: noqa: ANN001, ANN201 - a kernel's arguments have the types of its launch
+# ruff: noqa: ANN001, ANN201, ANN202 - a kernel's arguments have the types of its launch
 
 from __future__ import annotations
 
 import triton
 import triton.language as tl
 
-from coserve.kernels.segmented_load import load_b, padded, weights
+from coserve.kernels.segmented_load import load_b, output, padded, weights
 
 
 @triton.jit
@@ -25,25 +27,33 @@ def rank_at(ranks_ptr, slot, row, site):
     return tl.load(ranks_ptr + slot * row + site, mask=slot >= 0, other=0)
 
 
+@triton.jit
+def finish(
+    parts_ptr, h_ptr, counter_ptr, expected, start, rows, rank, site_stride, split_stride, splits, R,
+    SITES: tl.constexpr, BLOCK_T: tl.constexpr,
+):  # fmt: skip
+    """Counts a program that has written its part of a tile; the last one sums the parts into h."""
+    tl.debug_barrier()  # all threads have written before one says so
+    if tl.atomic_add(counter_ptr, 1, sem="acq_rel") == expected - 1:
+        t = start + tl.arange(0, BLOCK_T)
+        for site in tl.static_range(SITES):
+            for first in range(0, padded(rank), 16):
+                at = site * site_stride + t[:, None] * R + first + tl.arange(0, 16)[None, :]
+                mask = (t < start + rows)[:, None]
+                total = tl.load(parts_ptr + at, mask=mask, other=0.0)
+                for split in range(1, splits):
+                    total += tl.load(parts_ptr + split * split_stride + at, mask=mask, other=0.0)
+                tl.store(h_ptr + at, total.to(h_ptr.dtype.element_ty), mask=mask)
+        tl.atomic_xchg(counter_ptr, 0, sem="relaxed")
+
+
 @triton.jit(do_not_specialize_on_alignment=["ranks_ptr"])
 def shrink(
-    x_ptr,
-    h_ptr,
-    tiles_ptr,
-    addresses_ptr,
-    ranks_ptr,
-    D,
-    x_stride,
-    row,
-    T,
-    R,
-    steps,
-    SITES: tl.constexpr,
-    BLOCK_T: tl.constexpr,
-    BLOCK_R: tl.constexpr,
-    BLOCK_K: tl.constexpr,
+    x_ptr, h_ptr, parts_ptr, counters_ptr, tiles_ptr, addresses_ptr, ranks_ptr, D, x_stride, row, T, R, steps,
+    SITES: tl.constexpr, SPLIT: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_K: tl.constexpr,
     PDL: tl.constexpr,
-):
+):  # fmt: skip
+    """Grid (tiles, splits, rank blocks). Without `SPLIT`, `parts_ptr` is `h_ptr`."""
     tile_ptr = tiles_ptr + tl.program_id(0) * 4
     split = tl.program_id(1)
     first = tl.program_id(2) * BLOCK_R
@@ -56,15 +66,23 @@ def shrink(
     rank0 = rank_at(ranks_ptr, slot, row, 0)
     rank1 = rank_at(ranks_ptr, slot, row, 1) if SITES > 1 else 0
     rank2 = rank_at(ranks_ptr, slot, row, 2) if SITES > 2 else 0
-    if first >= tl.maximum(rank0, tl.maximum(rank1, rank2)):
+    most = tl.maximum(rank0, tl.maximum(rank1, rank2))
+    if first >= most:
         return
     sizes = (D, x_stride, row, T, R, steps)
-    ptrs = (x_ptr, h_ptr, addresses_ptr)
+    ptrs = (x_ptr, parts_ptr, addresses_ptr)
     ranks = (rank0, rank1, rank2)
-    if BLOCK_R > 16 and tl.maximum(rank0, tl.maximum(rank1, rank2)) <= 16:  # a small rank costs what it costs alone
+    if BLOCK_R > 16 and most <= 16:  # a small rank costs what it costs alone
         _shrink_tile(ptrs, sizes, ranks, start, rows, slot, split, first, SITES, BLOCK_T, 16, BLOCK_K)
     else:
         _shrink_tile(ptrs, sizes, ranks, start, rows, slot, split, first, SITES, BLOCK_T, BLOCK_R, BLOCK_K)
+    if SPLIT:
+        splits = tl.num_programs(1)
+        expected = splits * tl.cdiv(most, BLOCK_R)
+        finish(
+            parts_ptr, h_ptr, counters_ptr + start, expected, start, rows, most, T * R, SITES * T * R, splits, R,
+            SITES, BLOCK_T,
+        )  # fmt: skip
 
 
 @triton.jit
@@ -120,60 +138,42 @@ def _shrink_tile(
         tl.store(h_at + 2 * T * R, acc2.to(out_type), mask=keep & (r < padded(rank2))[None, :])
 
 
-@triton.jit
-def finish(parts_ptr, h_ptr, size, SPLITS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
-    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
-    total = tl.load(parts_ptr + at, mask=at < size, other=0.0)
-    for split in tl.static_range(1, SPLITS):
-        total += tl.load(parts_ptr + split * size + at, mask=at < size, other=0.0)
-    tl.store(h_ptr + at, total.to(h_ptr.dtype.element_ty), mask=at < size)
-
-
 @triton.jit(do_not_specialize_on_alignment=["ranks_ptr", "scalings_ptr"])
 def expand(
-    y_ptr,
-    out_ptr,
-    h_ptr,
-    tiles_ptr,
-    addresses_ptr,
-    ranks_ptr,
-    scalings_ptr,
-    O,
-    y_stride,
-    out_stride,
-    row,
-    R,
-    BLOCK_T: tl.constexpr,
-    BLOCK_R: tl.constexpr,
-    BLOCK_O: tl.constexpr,
-    BLOCKS: tl.constexpr,
+    y0_ptr, y1_ptr, y2_ptr, out0_ptr, out1_ptr, out2_ptr, h_ptr, tiles_ptr, addresses_ptr, ranks_ptr, scalings_ptr,
+    O0, O1, O2, y0_stride, y1_stride, y2_stride, out0_stride, out1_stride, out2_stride, row, T, R,
+    SITES: tl.constexpr, ALIGNED: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_O: tl.constexpr,
     PDL: tl.constexpr,
-):
+):  # fmt: skip
+    """Grid (output blocks of all sites, tiles). `out` may be `y`."""
     tile_ptr = tiles_ptr + tl.program_id(1) * 4
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
+    _, _, out_ptr, _, out_stride = output(
+        tl.program_id(0), out0_ptr, out1_ptr, out2_ptr, O0, O1, O2, out0_stride, out1_stride, out2_stride,
+        SITES, ALIGNED, BLOCK_O,
+    )  # fmt: skip
+    site, block, y_ptr, O, y_stride = output(
+        tl.program_id(0), y0_ptr, y1_ptr, y2_ptr, O0, O1, O2, y0_stride, y1_stride, y2_stride, SITES, ALIGNED, BLOCK_O
+    )
     start = tl.load(tile_ptr)
     rows = tl.load(tile_ptr + 1)
     slot = tl.load(tile_ptr + 2)
-    rank = rank_at(ranks_ptr, slot, row, 0)
-    scaling = tl.load(scalings_ptr + slot * row, mask=slot >= 0, other=0.0)
-    b_ptr = weights(addresses_ptr, tl.maximum(slot, 0) * row, 1, y_ptr)
+    rank = rank_at(ranks_ptr, slot, row, site)
+    scaling = tl.load(scalings_ptr + slot * row + site, mask=slot >= 0, other=0.0)
+    b_ptr = weights(addresses_ptr, tl.maximum(slot, 0) * row + site, 1, y0_ptr)
     t = tl.arange(0, BLOCK_T)
-    h_at = h_ptr + (start + t)[:, None] * R
+    o = block * BLOCK_O + tl.arange(0, BLOCK_O)
+    h_at = h_ptr + (site * T + start + t)[:, None] * R
     keep = (t < rows)[:, None]
     lines = (start + t)[:, None].to(tl.int64)
-    for block in tl.static_range(BLOCKS):
-        o = (tl.program_id(0) * BLOCKS + block) * BLOCK_O + tl.arange(0, BLOCK_O)
-        mask = keep & (o < O)[None, :]
-        y = tl.load(y_ptr + lines * y_stride + o[None, :], mask=mask, other=0.0)
-        acc = tl.zeros([BLOCK_T, BLOCK_O], dtype=tl.float32)
-        for first in range(0, rank, BLOCK_R):
-            r = first + tl.arange(0, BLOCK_R)
-            h = tl.load(h_at + r[None, :], mask=keep & (r < padded(rank))[None, :], other=0.0)
-            b = load_b(b_ptr, o, r, O, rank)
-            acc = tl.dot(h, tl.trans(b), acc, input_precision="ieee")
-        tl.store(out_ptr + lines * out_stride + o[None, :], (y.to(tl.float32) + acc * scaling).to(y.dtype), mask=mask)
+    mask = keep & (o < O)[None, :]
+    y = tl.load(y_ptr + lines * y_stride + o[None, :], mask=mask, other=0.0)
+    acc = tl.zeros([BLOCK_T, BLOCK_O], dtype=tl.float32)
+    for first in range(0, rank, BLOCK_R):
+        r = first + tl.arange(0, BLOCK_R)
+        h = tl.load(h_at + r[None, :], mask=keep & (r < padded(rank))[None, :], other=0.0)
+        b = load_b(b_ptr, o, r, O, rank)
+        acc = tl.dot(h, tl.trans(b), acc, input_precision="ieee")
+    tl.store(out_ptr + lines * out_stride + o[None, :], (y.to(tl.float32) + acc * scaling).to(y.dtype), mask=mask)

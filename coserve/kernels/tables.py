@@ -124,11 +124,13 @@ class Tiles:
 
     rows: int
     tiles: Tensor
-    """(N, 4): first row, rows (0: inactive), slot (-1: no adapter), 0."""
+    """(N, 4): first row, rows (0: inactive), slot (-1: no adapter), rank blocks of the slot."""
     items: Tensor
     """(M, 4): first row, rows (0: inactive), slot, rank block. One for each RANK_BLOCK of each tile's adapter."""
     spans: Tensor
     """(A, 4): first tile, tiles, slot, 0. One for each adapter that has rows."""
+    counters: Tensor
+    """(T): zeros, and zeros again after each launch; what programs of one launch wait on."""
 
 
 @dataclass(frozen=True)
@@ -147,15 +149,11 @@ def cut(segments: Segments, ranks: Sequence[int], rows: int) -> HostTiles:
     for slot, runs in sorted(segments.runs().items()):
         if not ranks[slot]:
             continue
-        first = len(tiles)
+        first, blocks = len(tiles), -(-ranks[slot] // RANK_BLOCK)
         for start, end in runs:
-            tiles.extend((row, min(rows, end - row), slot, 0) for row in range(start, end, rows))
+            tiles.extend((row, min(rows, end - row), slot, blocks) for row in range(start, end, rows))
         spans.append((first, len(tiles) - first, slot, 0))
-    items = [
-        (start, length, slot, block)
-        for start, length, slot, _ in tiles
-        for block in range(-(-ranks[slot] // RANK_BLOCK))
-    ]
+    items = [(start, length, slot, block) for start, length, slot, blocks in tiles for block in range(blocks)]
     return HostTiles(tiles, items, spans)
 
 
@@ -170,25 +168,26 @@ def uncovered(segments: Segments, host: HostTiles, rows: int) -> list[tuple[int,
     return tiles
 
 
-def upload(host: HostTiles, rows: int, device: torch.device) -> Tiles:
+def upload(host: HostTiles, rows: int, tokens: int, device: torch.device) -> Tiles:
     """One copy to the device for all three tables."""
     parts = (host.tiles, host.items, host.spans)
     flat = torch.tensor([entry for part in parts for entry in part], dtype=torch.int32).view(-1, 4)
     if device.type == "cuda":
         flat = flat.pin_memory()
     tiles, items, spans = flat.to(device, non_blocking=True).split([len(part) for part in parts])
-    return Tiles(rows, tiles, items, spans)
+    return Tiles(rows, tiles, items, spans, torch.zeros(tokens, dtype=torch.int32, device=device))
 
 
 class StepTiles:
     """`Tiles` of fixed room and addresses for a captured graph: `load` fills them, and marks the rest inactive."""
 
-    def __init__(self, rows: int, tiles: int, items: int, device: torch.device) -> None:
+    def __init__(self, rows: int, tiles: int, items: int, tokens: int, device: torch.device) -> None:
         self._table = torch.zeros(tiles + items, 4, dtype=torch.int32, device=device)
         self._host = torch.zeros(tiles + items, 4, dtype=torch.int32, pin_memory=device.type == "cuda")
         self._tiles = tiles
         empty = torch.zeros(0, 4, dtype=torch.int32, device=device)
-        self.tiles = Tiles(rows, self._table[:tiles], self._table[tiles:], empty)
+        counters = torch.zeros(tokens, dtype=torch.int32, device=device)
+        self.tiles = Tiles(rows, self._table[:tiles], self._table[tiles:], empty, counters)
 
     def fits(self, host: HostTiles) -> bool:
         return len(host.tiles) <= self._tiles and len(host.items) <= self._table.shape[0] - self._tiles

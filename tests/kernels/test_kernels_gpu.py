@@ -95,7 +95,7 @@ def test_a_captured_graph_serves_other_adapters_and_batches() -> None:
     ranks = (16, 8, 64, 5)
     first = make_case(Grid("first", (1, 3, 2, 2), (0, 1, 2, 3), ranks, 4096, 1024), torch.bfloat16, "cuda", seed=1)
     second = make_case(Grid("second", (4, 1, 3), (3, -1, 0), ranks, 4096, 1024), torch.bfloat16, "cuda", seed=2)
-    slots, step = Slots(4, 1, device), StepTiles(8, 8, 32, device)
+    slots, step = Slots(4, 1, device), StepTiles(8, 8, 32, 8, device)
     x, y = torch.empty_like(first.x), torch.empty_like(first.y)
     plan = segmented.Plan(step.tiles, 64, True)
 

@@ -62,6 +62,7 @@ GRIDS = (
     Grid("zipf", (1,) * 24, popularity("zipf", 24, 8), (1, 4, 8, 16, 24, 8, 4, 1)),
     Grid("skewed", (33, 1, 1, 2), (0, 1, 2, 3), (16, 8, 3, 5)),
     Grid("odd_sizes", (19, 70), (0, 1), (5, 17), inputs=67, outputs=45),
+    Grid("wide", (3, 5, 2), (0, 1, -1), (8, 20), inputs=1100, outputs=1096),
     Grid("zero_tokens", (0,), (0,), (8,)),
     Grid("no_segments", (), (), ()),
 )
