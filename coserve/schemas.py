@@ -17,6 +17,8 @@ from coserve.types import AdapterName, JobState, LoraSettings, StepMetrics, Trai
 MAX_CHOICES = 16
 MAX_STOPS = 16
 MAX_LOGPROBS = 20
+MAX_PROMPT_LOGPROBS = 1 << 18
+"""Most log-probabilities of one prompt: its tokens times `prompt_logprobs + 1`."""
 MAX_LOGIT_BIAS = 1024
 MAX_ROWS = 1_000_000
 PAGE_LIMIT = 100
@@ -48,8 +50,9 @@ class GenerateRequest(Wire, frozen=True, omit_defaults=True):
     stream: bool = False
     n: Annotated[int, Meta(ge=1, le=MAX_CHOICES)] = 1
     """Choices to generate; choice i uses `seed + i`."""
-    max_tokens: Annotated[int, Meta(ge=1, le=1 << 20)] = 128
-    """At most the base's context; generation ends where the context does."""
+    max_tokens: Annotated[int, Meta(ge=0, le=1 << 20)] | None = 128
+    """At most the base's context; generation ends where the context does. None: as many as fit; 0, with
+    `prompt_logprobs`: nothing is generated."""
     min_tokens: Annotated[int, Meta(ge=0, le=1 << 20)] = 0
     temperature: Annotated[float, Meta(ge=0, le=100)] = 1.0
     """0: always the likeliest token."""
@@ -62,11 +65,19 @@ class GenerateRequest(Wire, frozen=True, omit_defaults=True):
     frequency_penalty: Annotated[float, Meta(ge=-2, le=2)] = 0.0
     stop: StopText | Annotated[list[StopText], Meta(max_length=MAX_STOPS)] | None = None
     """Texts that end the choice; they are not part of its text."""
+    include_stop_str_in_output: bool = False
+    """What ended the choice is part of its text after all."""
     stop_token_ids: Annotated[list[TokenId], Meta(max_length=MAX_STOPS)] = []
     ignore_eos: bool = False
     logit_bias: Annotated[dict[TokenId, Annotated[float, Meta(ge=-100, le=100)]], Meta(max_length=MAX_LOGIT_BIAS)] = {}
     logprobs: Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)] | None = None
     """Log-probability of each token and of so many likeliest ones; None: none."""
+    prompt_logprobs: Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)] | None = None
+    """The same for the prompt's tokens."""
+    return_prompt_ids: bool = False
+    """The answer shows the prompt's token ids."""
+    skip_special_tokens: bool = True
+    """Special tokens are not part of the text."""
     seed: Annotated[int, Meta(ge=0, le=(1 << 62) - 1)] | None = None
     """None: a random one, which the answer repeats."""
     slo_ttft: Seconds | None = None
@@ -87,6 +98,15 @@ class ChosenLogprob(Wire, frozen=True):
     token_id: int
     token: str
     logprob: float
+    top: list[Logprob] = []
+
+
+class PromptLogprob(Wire, frozen=True):
+    """A token of the prompt; `logprob` is null for the first one, which follows nothing."""
+
+    token_id: int
+    token: str
+    logprob: float | None
     top: list[Logprob] = []
 
 
@@ -125,12 +145,15 @@ class GenerateResponse(Wire, frozen=True):
     choices: list[Choice]
     usage: Usage
     timing: Timing
+    prompt_token_ids: list[int] | None = None
+    prompt_logprobs: list[PromptLogprob] | None = None
 
 
 class GenerateChunk(Wire, frozen=True):
     """One event of a stream: the new text and tokens of choice `index`.
 
-    The last chunk of a choice has `finish_reason`; the last chunk of all has `usage` and `timing` too.
+    The last chunk of a choice has `finish_reason`; the last chunk of all has `usage` and `timing` too. What was asked of
+    the prompt comes with the first chunks of choice 0, before its first token.
     """
 
     id: str
@@ -143,6 +166,8 @@ class GenerateChunk(Wire, frozen=True):
     finish_reason: Literal["stop", "length", "cancelled"] | None = None
     stop_reason: str | int | None = None
     logprobs: list[ChosenLogprob] | None = None
+    prompt_token_ids: list[int] | None = None
+    prompt_logprobs: list[PromptLogprob] | None = None
     usage: Usage | None = None
     timing: Timing | None = None
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from coserve.link import Tokens
 from coserve.model.tokenizer import Detokenizer, Tokenizer
-from coserve.schemas import ChosenLogprob, Logprob
+from coserve.schemas import ChosenLogprob, Logprob, PromptLogprob
 from coserve.types import FinishReason, TokenLogprob
 
 
@@ -51,6 +51,7 @@ class Piece:
     text: str
     token_ids: tuple[int, ...]
     logprobs: tuple[ChosenLogprob, ...] | None
+    prompt_logprobs: tuple[PromptLogprob, ...] | None
     finished: FinishReason | None = None
     stop_reason: str | int | None = None
 
@@ -67,13 +68,19 @@ class ChoiceDecoder:
         stop_token_ids: Sequence[int],
         min_tokens: int,
         logprobs: bool,
+        prompt_logprobs: bool = False,
+        include_stop: bool = False,
+        skip_special: bool = True,
     ) -> None:
         self._tokenizer = tokenizer
-        self._text = Detokenizer(tokenizer, prompt)
+        self._text = Detokenizer(tokenizer, prompt, skip_special=skip_special)
         self._stops = StopTexts(stops)
         self._stop_token_ids = frozenset(stop_token_ids)
         self._min_tokens = min_tokens
         self._logprobs = logprobs
+        self._unscored = iter(prompt) if prompt_logprobs else None
+        self._begun = False
+        self._include_stop = include_stop
         self.count = 0
 
     def feed(self, message: Tokens) -> Piece:
@@ -82,7 +89,7 @@ class ChoiceDecoder:
         last = len(message.tokens) - 1 if message.finished is FinishReason.STOP else None
         for index, token in enumerate(message.tokens):
             self.count += 1
-            if index == last:  # the token that says stop is not text
+            if index == last and not self._include_stop:  # the token that says stop is not text
                 break
             free, stop = self._search(self._text.push((token,)))
             parts.append(free)
@@ -100,7 +107,10 @@ class ChoiceDecoder:
         return self._piece(message, len(message.tokens), parts, message.finished, reason)
 
     def _search(self, text: str) -> tuple[str, str | None]:
-        return (text, None) if self.count <= self._min_tokens else self._stops.push(text)
+        if self.count <= self._min_tokens:
+            return text, None
+        free, stop = self._stops.push(text)
+        return (free, stop) if stop is None or not self._include_stop else (free + stop, stop)
 
     def _piece(
         self, message: Tokens, count: int, parts: list[str], finished: FinishReason | None, reason: str | int | None
@@ -109,8 +119,25 @@ class ChoiceDecoder:
         logprobs = None
         if self._logprobs:
             logprobs = tuple(map(self._chosen, ids, message.logprobs))
-        return Piece("".join(parts), ids, logprobs, finished, reason)
+        return Piece("".join(parts), ids, logprobs, self._prompt(message), finished, reason)
 
     def _chosen(self, token: int, found: TokenLogprob) -> ChosenLogprob:
-        top = [Logprob(token_id=id, token=self._tokenizer.token(id), logprob=value) for id, value in found.top]
-        return ChosenLogprob(token_id=token, token=self._tokenizer.token(token), logprob=found.logprob, top=top)
+        text = self._tokenizer.token(token)
+        return ChosenLogprob(token_id=token, token=text, logprob=found.logprob, top=self._top(found))
+
+    def _top(self, found: TokenLogprob) -> list[Logprob]:
+        return [Logprob(token_id=id, token=self._tokenizer.token(id), logprob=value) for id, value in found.top]
+
+    def _prompt(self, message: Tokens) -> tuple[PromptLogprob, ...] | None:
+        """The next tokens of the prompt with their log-probabilities, the first one before all."""
+        if self._unscored is None:
+            return None
+        entries: list[PromptLogprob] = []
+        if not self._begun:
+            self._begun = True
+            first = next(self._unscored)
+            entries.append(PromptLogprob(token_id=first, token=self._tokenizer.token(first), logprob=None))
+        for found, token in zip(message.prompt_logprobs, self._unscored, strict=False):
+            text = self._tokenizer.token(token)
+            entries.append(PromptLogprob(token_id=token, token=text, logprob=found.logprob, top=self._top(found)))
+        return tuple(entries) or None

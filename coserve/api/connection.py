@@ -27,6 +27,12 @@ class Connection:
             raise EngineUnavailable("the engine is starting")
         return self.ready.spec
 
+    @property
+    def room(self) -> int:
+        """Tokens of the longest sequence: what the context and the KV pool take. Raises as `spec`."""
+        context = self.spec.context
+        return context if self.ready is None else min(context, self.ready.kv_tokens)
+
     def send(self, message: ToEngine) -> None:
         """Raises `EngineUnavailable` if nobody would read it."""
         if self._link is None:

@@ -10,6 +10,8 @@ from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing, suppress
 from dataclasses import dataclass, field
 
+import msgspec
+
 from coserve.api.answers import error_from_code
 from coserve.api.choices import ChoiceDecoder, Piece
 from coserve.api.connection import Connection
@@ -23,6 +25,9 @@ from coserve.model.tokenizer import Tokenizer
 from coserve.schemas import Choice, GenerateChunk, GenerateRequest, GenerateResponse, Timing, Usage
 from coserve.state.thread import RegistryThread
 from coserve.types import AdapterRef, Slo
+
+MAX_SCORING = 1 << 21
+"""Most log-probabilities of prompts that the requests in flight may ask for, all together."""
 
 Answer = Admitted | Tokens | RequestFailed
 
@@ -41,6 +46,8 @@ class _Run:
     admitted: float | None = None
     last: dict[str, float] = field(default_factory=dict)
     """When each sequence last gave tokens."""
+    begun: dict[str, float] = field(default_factory=dict)
+    """When each sequence gave its first token."""
     first: float | None = None
 
     def timing(self, now: float) -> Timing:
@@ -69,6 +76,7 @@ class Generation:
         self._runs: dict[str, _Run] = {}
         """By the id of each sequence that has not ended."""
         self._waiting = 0
+        self._scoring = 0
         self.in_use: Counter[AdapterRef] = Counter()
 
     # ---- what the engine says
@@ -103,6 +111,10 @@ class Generation:
             choices=[_join(index, parts) for index, parts in pieces.items()],
             usage=last.usage,
             timing=last.timing,
+            prompt_token_ids=pieces[0][0].prompt_token_ids,
+            prompt_logprobs=None
+            if request.prompt_logprobs is None
+            else [entry for chunk in pieces[0] for entry in chunk.prompt_logprobs or []],
         )
 
     async def stream(self, request: GenerateRequest) -> AsyncGenerator[GenerateChunk, None]:
@@ -113,20 +125,26 @@ class Generation:
         """
         arrived = self._clock()
         run: _Run | None = None
+        shown, scoring = False, 0
         places = self._take_places(request.n)
         try:
             check_generate(request, self._engine.spec)
             prompt = await encode_prompt(request, self._engine.spec, self._tokenizer)
             adapter = await self._resolve(request.adapter)
+            scoring = self._take_scoring(request, len(prompt))
             run = self._start(request, prompt, adapter, arrived)
             while run.decoders.keys() & self._runs.keys():
                 message = await run.inbox.get()
-                if isinstance(message, Tokens) and run.first is None:
+                if isinstance(message, Tokens) and places:
                     places = self._give_places(places)
                 if (chunk := self._take(run, message)) is not None:
+                    if request.return_prompt_ids and not shown and chunk.index == 0:
+                        chunk = msgspec.structs.replace(chunk, prompt_token_ids=list(prompt))
+                        shown = True
                     yield chunk
         finally:
             self._give_places(places)
+            self._scoring -= scoring
             if run is not None:
                 self._end(run)
 
@@ -135,6 +153,14 @@ class Generation:
             self._metrics.refused()
             raise QueueFull(f"{self._waiting} requests wait already; the queue takes {self._config.max_queue}")
         self._waiting += count
+        return count
+
+    def _take_scoring(self, request: GenerateRequest, tokens: int) -> int:
+        count = 0 if request.prompt_logprobs is None else tokens * (request.prompt_logprobs + 1)
+        if self._scoring + count > MAX_SCORING:
+            self._metrics.refused()
+            raise QueueFull("too many log-probabilities of prompts at once")
+        self._scoring += count
         return count
 
     def _give_places(self, count: int) -> int:
@@ -166,14 +192,18 @@ class Generation:
                 stop_token_ids=request.stop_token_ids,
                 min_tokens=request.min_tokens,
                 logprobs=request.logprobs is not None,
+                prompt_logprobs=index == 0 and request.prompt_logprobs is not None,
+                include_stop=request.include_stop_str_in_output,
+                skip_special=request.skip_special_tokens,
             )
             for index in range(request.n)
         }
         run = _Run(id, adapter, prompt, seed, arrived, decoders)
+        room = max(1, self._engine.room - len(prompt))
         config = self._config
         slo = Slo(ttft=request.slo_ttft or config.slo_ttft, tpot=request.slo_tpot or config.slo_tpot)
         for index, sequence in enumerate(decoders):
-            sampling = sampling_params(request, seed + index)
+            sampling = sampling_params(request, index, seed, room)
             self._engine.send(Generate(id=sequence, prompt=prompt, sampling=sampling, adapter=adapter, slo=slo))
             self._runs[sequence] = run
         if adapter is not None:
@@ -195,9 +225,11 @@ class Generation:
         if message.id not in self._runs:
             return None  # it ended by a stop text, and these were on their way
         piece = run.decoders[message.id].feed(message)
-        self._metrics.tokens(len(piece.token_ids), run.arrived, run.last.get(message.id), now)
-        run.last[message.id] = now
-        run.first = run.first or now
+        if piece.token_ids:
+            self._metrics.tokens(len(piece.token_ids), run.arrived, run.last.get(message.id), now)
+            run.begun.setdefault(message.id, now)
+            run.last[message.id] = now
+            run.first = run.first or now
         if piece.finished is not None:
             del self._runs[message.id]
             if message.finished is None:  # a stop text: the engine does not know yet
@@ -209,6 +241,7 @@ class Generation:
         over = not run.decoders.keys() & self._runs.keys()
         if piece.finished is not None:
             self._metrics.finished(piece.finished, run.decoders[sequence].count, now - run.arrived)
+            self._metrics.phases(run.admitted, run.begun.get(sequence), now)
         return GenerateChunk(
             id=run.id,
             adapter=run.adapter.id if run.adapter else None,
@@ -220,6 +253,7 @@ class Generation:
             finish_reason=piece.finished.value if piece.finished else None,
             stop_reason=piece.stop_reason,
             logprobs=None if piece.logprobs is None else list(piece.logprobs),
+            prompt_logprobs=None if piece.prompt_logprobs is None else list(piece.prompt_logprobs),
             usage=run.usage() if over else None,
             timing=run.timing(now) if over else None,
         )

@@ -34,6 +34,15 @@ class Metrics:
         self._queue = Histogram(
             "coserve_request_queue_time_seconds", "Arrival to admission", buckets=_LATENCY, registry=r
         )
+        self._prefill = Histogram(
+            "coserve_request_prefill_time_seconds", "Admission to first token", buckets=_LATENCY, registry=r
+        )
+        self._decode = Histogram(
+            "coserve_request_decode_time_seconds", "First token to last", buckets=_LATENCY, registry=r
+        )
+        self._inference = Histogram(
+            "coserve_request_inference_time_seconds", "Admission to last token", buckets=_LATENCY, registry=r
+        )
         self._prompt_size = Histogram(
             "coserve_request_prompt_tokens", "Prompt tokens of a request", buckets=_TOKENS, registry=r
         )
@@ -77,6 +86,15 @@ class Metrics:
         self._finished.labels(reason.value).inc()
         self._output_size.observe(tokens)
         self._e2e.observe(seconds)
+
+    def phases(self, admitted: float | None, first: float | None, now: float) -> None:
+        """A sequence ended `now`: when its request was admitted, and when it gave its first token."""
+        if admitted is not None:
+            self._inference.observe(now - admitted)
+            if first is not None:
+                self._prefill.observe(first - admitted)
+        if first is not None:
+            self._decode.observe(now - first)
 
     def cancelled(self) -> None:
         self._finished.labels(FinishReason.CANCELLED.value).inc()

@@ -6,7 +6,7 @@ import asyncio
 
 from coserve.errors import EmptyPrompt, InvalidRequest, PromptTooLong
 from coserve.model.tokenizer import Tokenizer
-from coserve.schemas import GenerateRequest
+from coserve.schemas import MAX_PROMPT_LOGPROBS, GenerateRequest
 from coserve.types import BaseSpec, SamplingParams
 
 LONGEST_TOKEN = 256
@@ -24,14 +24,13 @@ def check_generate(request: GenerateRequest, spec: BaseSpec) -> None:
         raise EmptyPrompt("expected a prompt with at least one token", field="prompt")
     if request.messages is not None and not request.messages:
         raise EmptyPrompt("expected at least one message", field="messages")
-    if request.max_tokens > spec.context:
-        raise InvalidRequest(
-            f"expected at most the context, {spec.context}, got {request.max_tokens}", field="max_tokens"
-        )
-    if request.min_tokens > request.max_tokens:
-        raise InvalidRequest(
-            f"expected at most max_tokens, {request.max_tokens}, got {request.min_tokens}", field="min_tokens"
-        )
+    most = spec.context if request.max_tokens is None else request.max_tokens
+    if most > spec.context:
+        raise InvalidRequest(f"expected at most the context, {spec.context}, got {most}", field="max_tokens")
+    if most == 0 and request.prompt_logprobs is None:
+        raise InvalidRequest("expected at least 1 (0 needs prompt_logprobs), got 0", field="max_tokens")
+    if request.min_tokens > most:
+        raise InvalidRequest(f"expected at most max_tokens, {most}, got {request.min_tokens}", field="min_tokens")
     prompt = request.prompt if isinstance(request.prompt, list) else []
     for field, tokens in (
         ("prompt", prompt),
@@ -49,10 +48,7 @@ async def encode_prompt(request: GenerateRequest, spec: BaseSpec, tokenizer: Tok
     elif request.prompt is not None:
         field, text = "prompt", request.prompt
         _check_length(len(text), spec.context * LONGEST_TOKEN, "characters", field)
-        if len(text) <= SMALL_PROMPT:
-            ids = tokenizer.encode(text)
-        else:
-            ids = await asyncio.to_thread(tokenizer.encode, text)
+        ids = await encode_text(text, tokenizer)
     else:
         field, turns = "messages", request.messages or []
         size = sum(len(turn.content) for turn in turns)
@@ -65,7 +61,20 @@ async def encode_prompt(request: GenerateRequest, spec: BaseSpec, tokenizer: Tok
     if not ids:
         raise EmptyPrompt("expected a prompt with at least one token", field=field)
     _check_length(len(ids), spec.context - 1, "tokens", field)
+    if request.prompt_logprobs is not None and len(ids) * (request.prompt_logprobs + 1) > MAX_PROMPT_LOGPROBS:
+        raise InvalidRequest(
+            f"expected at most {MAX_PROMPT_LOGPROBS} log-probabilities of a prompt, "
+            f"got {len(ids)} tokens and {request.prompt_logprobs}",
+            field="prompt_logprobs",
+        )
     return tuple(ids)
+
+
+async def encode_text(text: str, tokenizer: Tokenizer, *, add_special: bool = True) -> list[int]:
+    """Token ids of a text; a long one does not hold up the event loop."""
+    if len(text) <= SMALL_PROMPT:
+        return tokenizer.encode(text, add_special=add_special)
+    return await asyncio.to_thread(tokenizer.encode, text, add_special=add_special)
 
 
 def _check_length(length: int, limit: int, unit: str, field: str) -> None:
@@ -73,10 +82,10 @@ def _check_length(length: int, limit: int, unit: str, field: str) -> None:
         raise PromptTooLong(f"expected at most {limit} {unit}, got {length}", field=field)
 
 
-def sampling_params(request: GenerateRequest, seed: int) -> SamplingParams:
-    """What of the request the engine samples by."""
+def sampling_params(request: GenerateRequest, index: int, seed: int, room: int) -> SamplingParams:
+    """What of the request the engine samples choice `index` by. `room`: tokens that fit behind the prompt."""
     return SamplingParams(
-        max_tokens=request.max_tokens,
+        max_tokens=room if request.max_tokens is None else request.max_tokens,
         min_tokens=request.min_tokens,
         temperature=request.temperature,
         top_k=request.top_k,
@@ -89,5 +98,6 @@ def sampling_params(request: GenerateRequest, seed: int) -> SamplingParams:
         ignore_eos=request.ignore_eos,
         logit_bias=request.logit_bias,
         logprobs=request.logprobs,
-        seed=seed,
+        prompt_logprobs=request.prompt_logprobs if index == 0 else None,
+        seed=seed + index,
     )

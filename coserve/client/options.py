@@ -26,7 +26,7 @@ class GenerateOptions(TypedDict, total=False):
     """
 
     n: int
-    max_tokens: int
+    max_tokens: int | None
     min_tokens: int
     temperature: float
     top_k: int
@@ -36,10 +36,14 @@ class GenerateOptions(TypedDict, total=False):
     presence_penalty: float
     frequency_penalty: float
     stop: str | list[str]
+    include_stop_str_in_output: bool
     stop_token_ids: list[int]
     ignore_eos: bool
     logit_bias: dict[int, float]
     logprobs: int
+    prompt_logprobs: int
+    return_prompt_ids: bool
+    skip_special_tokens: bool
     seed: int
     slo_ttft: float
     slo_tpot: float

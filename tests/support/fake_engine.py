@@ -179,6 +179,13 @@ class FakeEngine:
             self.link.send(RequestFailed(id=request.id, code=failed.code, message=failed.message))
             return
         self.link.send(Admitted(id=request.id))
+        if request.sampling.prompt_logprobs is not None:
+            scores = tuple(TokenLogprob(-0.25, ((token, -0.25),)) for token in request.prompt[1:])
+            for some in (scores[:1], scores[1:]):
+                self.link.send(Tokens(id=request.id, tokens=(), prompt_logprobs=some))
+            if request.sampling.max_tokens == 0:
+                self.link.send(Tokens(id=request.id, tokens=(), finished=FinishReason.LENGTH))
+                return
         tokens = list(self.reply(request))
         stops = set(request.sampling.stop_token_ids) | (set() if request.sampling.ignore_eos else {0})
         for index, token in enumerate(tokens):
