@@ -53,7 +53,13 @@ class Config:
     kv_tokens: int | None = option(None, "tokens the KV pool holds; default: from free memory")
     page_tokens: int = option(16, "tokens of one KV page")
     step_tokens: int = option(512, "most tokens of one generation step (decodes and prefill chunks)")
+    prefix_cache: bool = option(True, "requests of one adapter version that begin alike share KV pages")
     max_queue: int = option(1024, "most requests that wait; more get 429")
+    fairness: str = option(
+        "drr",
+        "whose request is next: adapters in turn (deficit round robin), or strictly first come, first served",
+        choices=("drr", "fcfs"),
+    )
     max_jobs: int = option(256, "most jobs that wait or run; more get 429")
     max_active_jobs: int = option(
         4, "jobs that train side by side, a micro-batch each in turn; the others wait in line"

@@ -42,7 +42,7 @@ from coserve.link import (
     Tokens,
 )
 from coserve.queues.finetune import JobQueue
-from coserve.queues.inference import InferenceQueue
+from coserve.queues.inference import InferenceQueue, Queued
 from coserve.queues.policy import Costs, Policy, Running, Serve, Train, View, Wait, Waiting
 from coserve.state.failpoints import failpoint
 from coserve.types import AdapterRef, JobSpec
@@ -63,6 +63,10 @@ class Generates(Protocol):
     def pages_total(self) -> int: ...
     @property
     def preemptions(self) -> int: ...
+    @property
+    def prefix_queries(self) -> int: ...
+    @property
+    def prefix_hits(self) -> int: ...
 
     def add(self, request: Generate) -> None: ...
     def cancel(self, id: str) -> None: ...
@@ -129,6 +133,7 @@ class Engine:
         *,
         max_running: int,
         max_queue: int,
+        fair: bool,
         max_active_jobs: int,
         step_tokens: int,
         clock: Callable[[], float],
@@ -139,7 +144,8 @@ class Engine:
         self._max_running, self._max_active_jobs = max_running, max_active_jobs
         self._step_tokens = step_tokens
         self._clock, self._pace = clock, pace
-        self._queue = InferenceQueue(max_queue)
+        self._queue = InferenceQueue(max_queue, fair=fair)
+        self._seen: tuple[tuple[Queued, ...], tuple[Waiting, ...]] = (), ()
         self._running: dict[str, _Clocked] = {}
         self._jobs = JobQueue()
         self._active: dict[str, JobSpec] = {}
@@ -273,11 +279,14 @@ class Engine:
     def _waiting(self) -> tuple[Waiting, ...]:
         """The queue in its order; a prompt's steps count those of the prompts before it."""
         entries = self._queue.waiting()
-        tokens = accumulate(len(entry.message.prompt) for entry in entries)
-        return tuple(
-            Waiting(entry.message.id, entry.arrived, entry.deadline, math.ceil(total / self._step_tokens))
-            for entry, total in zip(entries, tokens, strict=True)
-        )
+        if entries is not self._seen[0]:  # made anew only where something changed: the queue may be long
+            tokens = accumulate(len(entry.message.prompt) for entry in entries)
+            waiting = tuple(
+                Waiting(entry.message.id, entry.arrived, entry.deadline, math.ceil(total / self._step_tokens))
+                for entry, total in zip(entries, tokens, strict=True)
+            )
+            self._seen = entries, waiting
+        return self._seen[1]
 
     # ---- messages
 
@@ -318,9 +327,18 @@ class Engine:
     def _enqueue(self, request: Generate) -> None:
         now = self._clock()
         try:
-            self._queue.push(request, arrived=now, deadline=now + request.slo.ttft)
+            displaced = self._queue.push(request, arrived=now, deadline=now + request.slo.ttft)
         except QueueFull as error:
-            self._link.send(RequestFailed(id=request.id, code=error.code, message=error.message))
+            self._refuse(request, error)
+        else:
+            if displaced is not None:
+                why = "the queue is full, and most of it is of this adapter; try again later"
+                self._refuse(displaced.message, QueueFull(why, retry_after=self._queue.retry_after(now)))
+
+    def _refuse(self, request: Generate, error: QueueFull) -> None:
+        self._link.send(
+            RequestFailed(id=request.id, code=error.code, message=error.message, retry_after=error.retry_after)
+        )
 
     # ---- jobs
 
@@ -402,6 +420,8 @@ class Engine:
                 pages_used=self._generator.pages_used,
                 pages_total=self._generator.pages_total,
                 preemptions=self._generator.preemptions,
+                prefix_queries=self._generator.prefix_queries,
+                prefix_hits=self._generator.prefix_hits,
                 resident=self._adapters.resident(),
                 serve_seconds=self._serve_seconds,
                 train_seconds=self._train_seconds,

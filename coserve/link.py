@@ -41,6 +41,8 @@ class Generate(Message, frozen=True):
     sampling: SamplingParams
     adapter: AdapterRef | None
     slo: Slo
+    cache_salt: str = ""
+    """Only requests with the same one share what the prefix cache holds."""
 
 
 class CancelRequest(Message, frozen=True):
@@ -114,9 +116,12 @@ class Tokens(Message, frozen=True):
 
 
 class RequestFailed(Message, frozen=True):
+    """`retry_after`: seconds after which another attempt may succeed, where the engine has an idea of it."""
+
     id: str
     code: str
     message: str
+    retry_after: float | None = None
 
 
 class JobStarted(Message, frozen=True):
@@ -170,6 +175,9 @@ class EngineStats(Message, frozen=True):
     pages_used: int
     pages_total: int
     preemptions: int
+    prefix_queries: int
+    prefix_hits: int
+    """Prompt tokens looked for in the prefix cache so far, and found."""
     resident: tuple[AdapterRef, ...]
     serve_seconds: float
     train_seconds: float

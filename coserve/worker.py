@@ -46,7 +46,13 @@ def build_engine(base: Base, config: Config, link: Link[FromEngine, ToEngine]) -
     )
     kv = KvCache.for_base(base, config.kv_tokens, config.page_tokens)
     generator = Generator(
-        base, residency, kv, max_running=config.inference_batch_size, step_tokens=config.step_tokens, way=way
+        base,
+        residency,
+        kv,
+        max_running=config.inference_batch_size,
+        step_tokens=config.step_tokens,
+        way=way,
+        prefix_cache=config.prefix_cache,
     )
     trainer = Trainer(
         base,
@@ -65,6 +71,7 @@ def build_engine(base: Base, config: Config, link: Link[FromEngine, ToEngine]) -
         link,
         max_running=config.inference_batch_size,
         max_queue=config.max_queue,
+        fair=config.fairness == "drr",
         max_active_jobs=config.max_active_jobs,
         step_tokens=config.step_tokens,
         clock=time.monotonic,

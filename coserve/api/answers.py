@@ -45,8 +45,10 @@ def _leaves(tree: type[CoserveError]) -> Iterator[type[CoserveError]]:
         yield from _leaves(leaf)
 
 
-def error_from_code(code: str, message: str) -> CoserveError:
+def error_from_code(code: str, message: str, retry_after: float | None = None) -> CoserveError:
     """The error that the engine named by its code; an unknown code is our own fault."""
+    if code == QueueFull.code and retry_after is not None:
+        return QueueFull(message, retry_after=retry_after)
     for leaf in _leaves(errors.CoserveError):
         if leaf.code == code:
             return leaf(message)

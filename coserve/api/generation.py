@@ -16,6 +16,7 @@ from coserve.api.answers import error_from_code
 from coserve.api.choices import ChoiceDecoder, Piece
 from coserve.api.connection import Connection
 from coserve.api.metrics import Metrics
+from coserve.api.places import Places
 from coserve.api.prompts import check_generate, encode_prompt, sampling_params
 from coserve.api.requests import split_ref
 from coserve.config import Config
@@ -75,7 +76,7 @@ class Generation:
         self._metrics, self._clock = metrics, clock
         self._runs: dict[str, _Run] = {}
         """By the id of each sequence that has not ended."""
-        self._waiting = 0
+        self._places = Places(config.max_queue, fair=config.fairness == "drr")
         self._scoring = 0
         self.in_use: Counter[AdapterRef] = Counter()
 
@@ -126,7 +127,8 @@ class Generation:
         arrived = self._clock()
         run: _Run | None = None
         shown, scoring = False, 0
-        places = self._take_places(request.n)
+        name = None if request.adapter is None else split_ref(request.adapter)[0]
+        places = self._take_places(name, request.n)
         try:
             check_generate(request, self._engine.spec)
             prompt = await encode_prompt(request, self._engine.spec, self._tokenizer)
@@ -136,23 +138,24 @@ class Generation:
             while run.decoders.keys() & self._runs.keys():
                 message = await run.inbox.get()
                 if isinstance(message, Tokens) and places:
-                    places = self._give_places(places)
+                    places = self._give_places(name, places)
                 if (chunk := self._take(run, message)) is not None:
                     if request.return_prompt_ids and not shown and chunk.index == 0:
                         chunk = msgspec.structs.replace(chunk, prompt_token_ids=list(prompt))
                         shown = True
                     yield chunk
         finally:
-            self._give_places(places)
+            self._give_places(name, places)
             self._scoring -= scoring
             if run is not None:
                 self._end(run)
 
-    def _take_places(self, count: int) -> int:
-        if self._waiting + count > self._config.max_queue:
+    def _take_places(self, adapter: str | None, count: int) -> int:
+        try:
+            self._places.take(adapter, count)
+        except QueueFull:
             self._metrics.refused()
-            raise QueueFull(f"{self._waiting} requests wait already; the queue takes {self._config.max_queue}")
-        self._waiting += count
+            raise
         return count
 
     def _take_scoring(self, request: GenerateRequest, tokens: int) -> int:
@@ -163,8 +166,8 @@ class Generation:
         self._scoring += count
         return count
 
-    def _give_places(self, count: int) -> int:
-        self._waiting -= count
+    def _give_places(self, adapter: str | None, count: int) -> int:
+        self._places.give(adapter, count)
         return 0
 
     async def _resolve(self, text: str | None) -> AdapterRef | None:
@@ -221,7 +224,9 @@ class Generation:
             return None
         if isinstance(message, RequestFailed):
             self._runs.pop(message.id, None)
-            raise error_from_code(message.code, message.message)
+            if message.code == QueueFull.code:
+                self._metrics.refused()
+            raise error_from_code(message.code, message.message, message.retry_after)
         if message.id not in self._runs:
             return None  # it ended by a stop text, and these were on their way
         piece = run.decoders[message.id].feed(message)

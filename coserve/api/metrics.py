@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
@@ -13,6 +13,15 @@ from coserve.types import FinishReason, JobState
 
 _LATENCY = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
 _TOKENS = (1, 4, 16, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768, 131072)
+
+_TOTALS: tuple[tuple[str, str, Callable[[EngineStats], float]], ...] = (
+    ("preemptions", "Sequences sent back to the queue", lambda s: s.preemptions),
+    ("prefix_cache_queries", "Prompt tokens looked for in the prefix cache", lambda s: s.prefix_queries),
+    ("prefix_cache_hits", "Prompt tokens found in the prefix cache", lambda s: s.prefix_hits),
+    ("serve_seconds", "Time in generation steps", lambda s: s.serve_seconds),
+    ("train_seconds", "Time in fine-tuning slices", lambda s: s.train_seconds),
+)
+"""What an engine counts from its start on."""
 
 
 class Metrics:
@@ -136,7 +145,7 @@ class EngineGauges(Collector):
 
     def __init__(self) -> None:
         self._stats: EngineStats | None = None
-        self._before = (0.0, 0.0, 0.0)
+        self._before = (0.0,) * len(_TOTALS)
 
     def report(self, stats: EngineStats | None) -> None:
         """None: the engine is gone."""
@@ -144,10 +153,9 @@ class EngineGauges(Collector):
             self._before = self._totals()
         self._stats = stats
 
-    def _totals(self) -> tuple[float, float, float]:
-        s = self._stats
-        now = (0.0, 0.0, 0.0) if s is None else (float(s.preemptions), s.serve_seconds, s.train_seconds)
-        return now[0] + self._before[0], now[1] + self._before[1], now[2] + self._before[2]
+    def _totals(self) -> tuple[float, ...]:
+        now = [0.0 if self._stats is None else float(value(self._stats)) for _, _, value in _TOTALS]
+        return tuple(before + since for before, since in zip(self._before, now, strict=True))
 
     def collect(self) -> Iterable[Metric]:
         s = self._stats
@@ -163,7 +171,5 @@ class EngineGauges(Collector):
         )
         for name, text, value in gauges:
             yield GaugeMetricFamily(f"coserve_{name}", text, value=value)
-        preemptions, serving, training = self._totals()
-        yield CounterMetricFamily("coserve_preemptions", "Sequences sent back to the queue", value=preemptions)
-        yield CounterMetricFamily("coserve_serve_seconds", "Time in generation steps", value=serving)
-        yield CounterMetricFamily("coserve_train_seconds", "Time in fine-tuning slices", value=training)
+        for (name, text, _), total in zip(_TOTALS, self._totals(), strict=True):
+            yield CounterMetricFamily(f"coserve_{name}", text, value=total)

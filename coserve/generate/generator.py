@@ -17,6 +17,7 @@ from coserve.generate.sequences import Sequence
 from coserve.kernels.dispatch import Way
 from coserve.link import Generate, RequestFailed, Tokens
 from coserve.memory.kv import KvCache
+from coserve.memory.prefix import PageKeys
 from coserve.model.base import Attention
 from coserve.model.lora import LoraBatch, LoraWeights
 from coserve.types import AdapterRef, BaseSpec, FinishReason
@@ -56,14 +57,23 @@ class Generator:
     """
 
     def __init__(
-        self, base: RunsBase, residency: HoldsAdapters, kv: KvCache, *, max_running: int, step_tokens: int, way: Way
+        self,
+        base: RunsBase,
+        residency: HoldsAdapters,
+        kv: KvCache,
+        *,
+        max_running: int,
+        step_tokens: int,
+        way: Way,
+        prefix_cache: bool = True,
     ) -> None:
         """`step_tokens`: most tokens of a step; `max_running`: sequences that hold pages at once (no more than a step has
-        tokens), further ones wait."""
+        tokens), further ones wait; `prefix_cache`: sequences of one adapter version that begin alike share pages."""
         assert max_running > 0, f"expected room for a sequence, got {max_running}"
         assert step_tokens > 0, f"expected room for a token, got {step_tokens}"
         self._base, self._residency, self._kv, self._way = base, residency, kv, way
         self._scheduler = Scheduler(kv, max_running=max_running, step_tokens=step_tokens)
+        self._prefix_cache = prefix_cache
         self._sequences: dict[str, Sequence] = {}
         self._arrivals = 0
 
@@ -84,6 +94,16 @@ class Generator:
     def preemptions(self) -> int:
         """How often a sequence lost its pages to an earlier one, since the start."""
         return self._scheduler.preemptions
+
+    @property
+    def prefix_queries(self) -> int:
+        """Prompt tokens that were looked for in the prefix cache, since the start."""
+        return self._scheduler.prefix_queries
+
+    @property
+    def prefix_hits(self) -> int:
+        """Those of them that were found, and not computed again."""
+        return self._scheduler.prefix_hits
 
     @property
     def notes(self) -> tuple[str, ...]:
@@ -110,6 +130,7 @@ class Generator:
             max_tokens=max_tokens,
             stop_ids=frozenset((*sampling.stop_token_ids, *ends)),
             tokens=list(request.prompt),
+            keys=self._keys(request) if self._prefix_cache else None,
         )
         self._arrivals += 1
         self._sequences[request.id] = sequence
@@ -135,6 +156,14 @@ class Generator:
             )
             messages.extend(self._advance(batch, logits_BV))
         return messages
+
+    def _keys(self, request: Generate) -> PageKeys:
+        return PageKeys(
+            self._kv.page_tokens,
+            base=self._base.spec.fingerprint,
+            adapter=request.adapter,
+            salt=request.cache_salt,
+        )
 
     def _check(self, request: Generate) -> int:
         """The tokens that the request may generate; raises what `add` says."""

@@ -1,12 +1,13 @@
 """Which tokens the next step computes, and who holds pages for them. Pure bookkeeping: no tensors.
 
 Iteration-level batching (Orca, OSDI '22 §3.1) with chunked prefill (Sarathi-Serve, OSDI '24 §4.2) and preemption by
-recomputation (vLLM, SOSP '23 §4.5).
+recomputation (vLLM, SOSP '23 §4.5), of what other sequences' pages do not hold.
 """
 
 from __future__ import annotations
 
 from bisect import insort
+from collections.abc import Iterable
 from collections.abc import Sequence as Items
 from dataclasses import dataclass
 from typing import Protocol
@@ -17,8 +18,12 @@ from coserve.generate.sequences import Sequence
 class PageSource(Protocol):
     """What the scheduler needs of `memory.KvCache`."""
 
+    @property
+    def page_tokens(self) -> int: ...
     def take(self, n: int) -> list[int] | None: ...
     def give(self, pages: Items[int]) -> None: ...
+    def label(self, page: int, key: bytes) -> None: ...
+    def find(self, keys: Iterable[bytes]) -> list[int]: ...
     def pages_for(self, tokens: int) -> int: ...
 
 
@@ -36,6 +41,9 @@ class Scheduler:
     A sequence becomes active when the pool has pages for all its tokens so far; later it takes one page at a time, and
     when there is none the latest arrival gives up its pages and waits again, ahead of those that came after it. The
     earliest is never made to wait for pages, and every sequence fits the pool alone: so all of them end.
+
+    A page whose tokens are all computed can be found by later sequences that begin alike, also after its own sequence
+    ended or gave way. Pages that nobody holds are as good as free: no sequence waits for them.
     """
 
     def __init__(self, pages: PageSource, *, max_running: int, step_tokens: int) -> None:
@@ -44,6 +52,10 @@ class Scheduler:
         self._waiting: list[Sequence] = []
         self._active: list[Sequence] = []
         self.preemptions = 0
+        self.prefix_queries = 0
+        """Tokens of the sequences that looked for pages of others, each counted when it first became active."""
+        self.prefix_hits = 0
+        """Tokens of them that were found."""
 
     def __len__(self) -> int:
         return len(self._waiting) + len(self._active)
@@ -62,6 +74,8 @@ class Scheduler:
 
         The pages for all shares are taken.
         """
+        for sequence in self._active:
+            self._label(sequence)
         before = self.preemptions
         shares = [Share(s, 1) for s in tuple(self._active) if s.pending == 1 and self._grow(s)]
         budget = self._step_tokens - len(shares)
@@ -99,18 +113,44 @@ class Scheduler:
         if len(self._active) >= self._max_running:
             return None
         sequence = self._waiting[0]
-        pages = self._pages.take(self._pages.pages_for(len(sequence.tokens)))
-        if pages is None:
+        found = self._find(sequence)
+        others = self._pages.take(self._pages.pages_for(len(sequence.tokens)) - len(found))
+        if others is None:
+            self._pages.give(found)
             return None
         self._waiting.pop(0)
-        sequence.pages = pages
+        sequence.pages = found + others
+        sequence.labelled = len(found)
+        sequence.computed = len(found) * self._pages.page_tokens
+        if sequence.keys is not None and not (sequence.fresh or sequence.admitted):
+            self.prefix_queries += len(sequence.tokens)
+            self.prefix_hits += sequence.computed
+        sequence.admitted = True
         insort(self._active, sequence, key=_arrival)
         return sequence
 
+    def _find(self, sequence: Sequence) -> list[int]:
+        """Pages that hold its first tokens; never the last token, which must be computed for what comes next."""
+        if sequence.keys is None or sequence.fresh:
+            return []
+        full = (len(sequence.tokens) - 1) // self._pages.page_tokens
+        return self._pages.find(sequence.keys.first(full, sequence.tokens))
+
+    def _label(self, sequence: Sequence) -> None:
+        """Let others find the pages that are full by now."""
+        full = sequence.computed // self._pages.page_tokens
+        if sequence.keys is None or full <= sequence.labelled:
+            return
+        keys = sequence.keys.first(full, sequence.tokens)
+        for page in range(sequence.labelled, full):
+            self._pages.label(sequence.pages[page], keys[page])
+        sequence.labelled = full
+
     def _release(self, sequence: Sequence) -> None:
+        self._label(sequence)
         self._pages.give(sequence.pages)
         sequence.pages = []
-        sequence.computed = 0
+        sequence.computed = sequence.labelled = 0
 
 
 def _arrival(sequence: Sequence) -> int:

@@ -6,6 +6,7 @@ from collections.abc import Sequence as Items
 from dataclasses import dataclass, field
 
 from coserve.link import Generate
+from coserve.memory.prefix import PageKeys
 from coserve.model.lora import LoraWeights
 from coserve.types import AdapterRef, FinishReason, SamplingParams
 
@@ -25,9 +26,15 @@ class Sequence:
     """Tokens that end it, the base's end-of-sequence tokens included unless ignored."""
     tokens: list[int]
     """Prompt, then output."""
+    keys: PageKeys | None = None
+    """Under which others find its full pages; None: they don't."""
     pages: list[int] = field(default_factory=list)
     computed: int = 0
     """Leading tokens whose keys and values are in the pages."""
+    labelled: int = 0
+    """Leading pages that others can find."""
+    admitted: bool = False
+    """It has had pages before now, or has them."""
     scored: int = 1
     """Leading prompt tokens whose log-probabilities are out, if asked for; the first has none."""
 
@@ -42,6 +49,11 @@ class Sequence:
     @property
     def sampling(self) -> SamplingParams:
         return self.request.sampling
+
+    @property
+    def fresh(self) -> bool:
+        """It computes every token itself and takes over no pages of others: logits of the whole prompt are wanted."""
+        return self.sampling.prompt_logprobs is not None
 
     @property
     def output(self) -> Items[int]:

@@ -50,7 +50,7 @@ class Costs:
 class View:
     """What a policy may know.
 
-    `waiting` is first come first. `room` is how many requests may still be admitted; at least 1 while none runs. `jobs`
+    `waiting` is in the order in which they will be admitted, which need not be that of their arrivals. `room` is how many requests may still be admitted; at least 1 while none runs. `jobs`
     are trainable, next first, and `mid_batch` says that a micro-batch of `jobs[0]` is suspended. `batches_since_train`
     counts the inference batches dispatched since the last whole micro-batch. `train_waiting_since` is when the last
     slice ended or the first job came; None without jobs.
@@ -106,17 +106,22 @@ class _Batches:
         assert self.size >= 1 and self.delay >= 0, (self.size, self.delay)
 
     def ready(self, waiting: tuple[Waiting, ...], now: float) -> bool:
-        return bool(waiting) and (len(waiting) >= self.size or now - waiting[0].arrived > self.delay)
+        return bool(waiting) and (len(waiting) >= self.size or now - _first_arrival(waiting) > self.delay)
 
     def take(self, view: View) -> Serve:
         return Serve(min(self.size, len(view.waiting), view.room))
 
     def wait(self, waiting: tuple[Waiting, ...]) -> Wait:
-        return Wait(waiting[0].arrived + self.delay + TIMER_MARGIN if waiting else None)
+        return Wait(_first_arrival(waiting) + self.delay + TIMER_MARGIN if waiting else None)
+
+
+def _first_arrival(waiting: tuple[Waiting, ...]) -> float:
+    """When the one that waits longest came: not always the next in line."""
+    return min(each.arrived for each in waiting)
 
 
 class Ets:
-    """Enhanced Temporal Sharing: Algorithm 1 of the ETS paper, to the letter.
+    """Enhanced Temporal Sharing: Algorithm 1 of the ETS paper, to the letter if requests are first come, first served.
 
     Inference goes first: a batch is dispatched as soon as `batch_size` requests wait, or the first of them has waited
     longer than `delay` seconds; it takes at most `batch_size` requests and is performed to its end. Otherwise one batch

@@ -136,6 +136,13 @@ async def test_what_the_engine_refuses_has_its_own_status(api: Api) -> None:
     await api.works()
 
 
+async def test_the_engines_estimate_is_when_to_come_again(api: Api) -> None:
+    for seconds, header in ((None, "1"), (0.2, "1"), (6.2, "7")):
+        api.engine.fail_requests = RequestFailed(id="", code="queue_full", message="full", retry_after=seconds)
+        async with api.http.post("/generate", json={"prompt": "x"}) as response:
+            assert (response.status, response.headers["Retry-After"]) == (429, header)
+
+
 async def test_an_engine_that_dies_ends_its_requests_clearly(api: Api) -> None:
     api.engine.go_requests.clear()
     waiting = asyncio.create_task(api.call("POST", "/generate", json={"prompt": "x"}))

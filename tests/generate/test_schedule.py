@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Iterable
 
 import pytest
 from hypothesis import given, settings
@@ -26,6 +27,12 @@ class Source:
 
     def give(self, pages: list[int]) -> None:
         self.pool.give(pages)
+
+    def label(self, page: int, key: bytes) -> None:
+        self.pool.label(page, key)
+
+    def find(self, keys: Iterable[bytes]) -> list[int]:
+        return self.pool.find(keys)
 
     def pages_for(self, tokens: int) -> int:
         return -(-tokens // self.page_tokens)

@@ -1,76 +1,176 @@
-"""The inference queue against a plain list: first come first, bounded, nothing lost, nothing twice."""
+"""The inference queue against plain lists: bounded, nothing lost, nothing twice, in order within an adapter."""
 
 from __future__ import annotations
 
 import pytest
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from coserve.errors import QueueFull
 from coserve.link import Generate
-from coserve.queues.inference import InferenceQueue
-from coserve.types import SamplingParams, Slo
+from coserve.queues.inference import QUANTUM, InferenceQueue
+from coserve.types import AdapterRef, SamplingParams, Slo
 
 LIMIT = 5
 
 
-def request(id: str) -> Generate:
-    return Generate(id=id, prompt=(1,), sampling=SamplingParams(), adapter=None, slo=Slo(ttft=1.0, tpot=0.1))
+def request(
+    id: str, adapter: str | None = None, *, version: int = 1, prompt: int = 1, max_tokens: int = 128
+) -> Generate:
+    return Generate(
+        id=id,
+        prompt=(1,) * prompt,
+        sampling=SamplingParams(max_tokens=max_tokens),
+        adapter=None if adapter is None else AdapterRef(adapter, version),
+        slo=Slo(ttft=1.0, tpot=0.1),
+    )
+
+
+def fill(queue: InferenceQueue, *requests: Generate, arrived: float = 0.0) -> None:
+    for one in requests:
+        assert queue.push(one, arrived=arrived, deadline=arrived + 1) is None
+
+
+def ids(queue: InferenceQueue, count: int = 99) -> list[str]:
+    return [entry.message.id for entry in queue.take(count)]
 
 
 def test_full_queue_says_when_to_come_back() -> None:
-    queue = InferenceQueue(2)
-    queue.push(request("a"), arrived=0.0, deadline=1.0)
-    queue.push(request("b"), arrived=1.0, deadline=2.0)
+    queue = InferenceQueue(2, fair=True)
+    fill(queue, request("a"))
+    fill(queue, request("b"), arrived=1.0)
     for now, seconds in [(1.5, 1.5), (0.1, 1.0), (1000.0, 30.0)]:
         with pytest.raises(QueueFull, match="2 requests") as caught:
             queue.push(request("c"), arrived=now, deadline=now)
-        assert caught.value.retry_after == seconds
-    assert [entry.message.id for entry in queue.take(9)] == ["a", "b"]
+        assert caught.value.retry_after == queue.retry_after(now) == seconds
+    assert ids(queue) == ["a", "b"]
     assert queue.first_arrival is None
+    assert queue.retry_after(1.0) == 1.0
 
 
-class QueueAgainstList(RuleBasedStateMachine):
-    def __init__(self) -> None:
-        super().__init__()
-        self.queue = InferenceQueue(LIMIT)
-        self.model: list[tuple[str, float]] = []
+def test_adapters_take_turns_and_their_versions_share_one() -> None:
+    hot = [request(f"h{i}", "hot", version=1 + i % 2, max_tokens=QUANTUM - 1) for i in range(4)]
+    others = [request("x", "other", max_tokens=QUANTUM - 1), request("b0"), request("b1")]
+    queue = InferenceQueue(9, fair=True)
+    fill(queue, *hot, *others)
+    assert [entry.message.id for entry in queue.waiting()] == ["h0", "x", "b0", "h1", "b1", "h2", "h3"]
+    assert ids(queue, 2) == ["h0", "x"]
+    fill(queue, request("late", "new"))
+    assert ids(queue) == ["b0", "h1", "late", "b1", "h2", "h3"]
+    strict = InferenceQueue(9, fair=False)
+    fill(strict, *hot, *others)
+    assert ids(strict) == ["h0", "h1", "h2", "h3", "x", "b0", "b1"]
+
+
+def test_a_prompt_counts_as_much_as_an_answer() -> None:
+    queue = InferenceQueue(9, fair=True)
+    fill(
+        queue,
+        request("long", "a", prompt=2 * QUANTUM),
+        request("answer", "b", max_tokens=QUANTUM),
+        request("short", "c"),
+    )
+    assert ids(queue) == ["short", "answer", "long"]
+
+
+def test_the_first_arrival_is_the_oldest_whoevers_turn_it_is() -> None:
+    queue = InferenceQueue(9, fair=True)
+    fill(queue, request("old", "a", max_tokens=10 * QUANTUM), arrived=3.0)
+    fill(queue, request("new", "b"), arrived=4.0)
+    assert (queue.waiting()[0].message.id, queue.first_arrival) == ("new", 3.0)
+
+
+def test_nobody_keeps_others_out_by_filling_the_queue() -> None:
+    queue = InferenceQueue(4, fair=True)
+    fill(queue, *(request(f"h{i}", "hot") for i in range(4)))
+    displaced = queue.push(request("x", "light"), arrived=2.0, deadline=3.0)
+    assert displaced is not None
+    assert displaced.message.id == "h3"
+    with pytest.raises(QueueFull):
+        queue.push(request("h4", "hot"), arrived=2.0, deadline=3.0)
+    assert queue.push(request("y"), arrived=2.0, deadline=3.0) is not None
+    with pytest.raises(QueueFull):  # two of one and one each of the others: as even as it gets
+        queue.push(request("z", "light"), arrived=2.0, deadline=3.0)
+    assert len(queue) == 4
+
+
+def test_strictly_first_come_first_served_nobody_is_displaced() -> None:
+    queue = InferenceQueue(3, fair=False)
+    fill(queue, *(request(f"h{i}", "hot") for i in range(3)))
+    with pytest.raises(QueueFull):
+        queue.push(request("x", "light"), arrived=0.0, deadline=1.0)
+
+
+class QueueAgainstLists(RuleBasedStateMachine):
+    @initialize(fair=st.booleans())
+    def start(self, fair: bool) -> None:
+        self.fair = fair
+        self.queue = InferenceQueue(LIMIT, fair=fair)
+        self.model: list[tuple[str, float]] = []  # in order of arrival; the first letter is the adapter
         self.gone: list[str] = []
         self.now = 0.0
         self.made = 0
 
-    @rule(later=st.integers(0, 3))
-    def push(self, later: int) -> None:
+    def waiting(self, flow: str) -> list[str]:
+        return [id for id, _ in self.model if id[0] == flow or not self.fair]
+
+    @rule(later=st.integers(0, 3), flow=st.sampled_from("abn"), tokens=st.integers(1, 3 * QUANTUM))
+    def push(self, later: int, flow: str, tokens: int) -> None:
         self.now += later
         self.made += 1
-        id = f"r{self.made}"
+        new = request(f"{flow}{self.made}", None if flow == "n" else flow, max_tokens=tokens)
+        most = max(len(self.waiting(each)) for each in "abn")
+        full, evens_out = len(self.model) == LIMIT, most >= len(self.waiting(flow)) + 2
         try:
-            self.queue.push(request(id), arrived=self.now, deadline=self.now + 2)
+            displaced = self.queue.push(new, arrived=self.now, deadline=self.now + 2)
         except QueueFull:
-            assert len(self.model) == LIMIT
+            assert full
+            assert not evens_out
+            return
+        if full:
+            assert evens_out
+            assert displaced is not None
+            own = self.waiting(displaced.message.id[0])
+            assert len(own) == most
+            assert own[-1] == displaced.message.id
+            self.forget([displaced.message.id])
         else:
-            self.model.append((id, self.now))
+            assert displaced is None
+        self.model.append((new.id, self.now))
+
+    def forget(self, ids: list[str]) -> None:
+        self.model = [entry for entry in self.model if entry[0] not in ids]
+        self.gone += ids
 
     @rule(count=st.integers(0, LIMIT + 1))
     def take(self, count: int) -> None:
-        taken = [(entry.message.id, entry.arrived) for entry in self.queue.take(count)]
-        assert taken == self.model[:count]
-        del self.model[:count]
-        self.gone += [id for id, _ in taken]
+        promised = self.queue.waiting()[:count]
+        taken = self.queue.take(count)
+        assert tuple(taken) == promised
+        assert len(taken) == min(count, len(self.model))
+        for flow in "abn":
+            own = [entry.message.id for entry in taken if entry.message.id[0] == flow or not self.fair]
+            assert own == self.waiting(flow)[: len(own)]
+        assert {(entry.message.id, entry.arrived) for entry in taken} <= set(self.model)
+        self.forget([entry.message.id for entry in taken])
 
     @rule(data=st.data())
     def cancel(self, data: st.DataObject) -> None:
         ids = [id for id, _ in self.model]
         id = data.draw(st.sampled_from([*ids, *self.gone, "never"]))
         assert self.queue.cancel(id) == (id in ids)
-        self.model = [entry for entry in self.model if entry[0] != id]
+        if id in ids:
+            self.forget([id])
 
     @invariant()
     def same(self) -> None:
-        assert len(self.queue) == len(self.model)
-        assert [(entry.message.id, entry.arrived) for entry in self.queue.waiting()] == self.model
-        assert self.queue.first_arrival == (self.model[0][1] if self.model else None)
-        assert len(set(self.gone)) == len(self.gone)
+        if hasattr(self, "queue"):
+            assert len(self.queue) == len(self.model)
+            entries = self.queue.waiting()
+            assert entries is self.queue.waiting()
+            assert sorted((entry.message.id, entry.arrived) for entry in entries) == sorted(self.model)
+            assert self.queue.first_arrival == (self.model[0][1] if self.model else None)
+            assert len(set(self.gone)) == len(self.gone)
 
 
-TestQueueAgainstList = QueueAgainstList.TestCase
+TestQueueAgainstLists = QueueAgainstLists.TestCase

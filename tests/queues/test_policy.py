@@ -63,6 +63,10 @@ class TestEts:
         assert self.policy.decide(view([0.0, 4.0, 5.0]), 5.5) == Serve(3)
         assert self.policy.decide(view([1.0, 4.0, 5.0]), 5.5) == Wait(pytest.approx(6.0))
 
+    def test_the_first_arrival_need_not_be_first_in_line(self) -> None:
+        assert self.policy.decide(view([4.0, 0.0, 5.0]), 5.0) == Wait(pytest.approx(5.0))
+        assert self.policy.decide(view([4.0, 0.0, 5.0]), 5.5) == Serve(3)
+
     def test_a_batch_takes_at_most_the_batch_size(self) -> None:
         assert self.policy.decide(view([0.0] * 9), 0.0) == Serve(4)
         assert self.policy.decide(view([0.0] * 9, room=3), 0.0) == Serve(3)

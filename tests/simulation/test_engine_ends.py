@@ -55,6 +55,7 @@ def live(script: Script, generator_type: type[FakeGenerator] = FakeGenerator) ->
             engine_end,
             max_running=4,
             max_queue=4,
+            fair=True,
             max_active_jobs=1,
             step_tokens=64,
             clock=loop.time,

@@ -75,10 +75,19 @@ def check_requests(outcome: Outcome) -> None:
 
 
 def check_order(outcome: Outcome) -> None:
-    """First come, first admitted."""
+    """First come, first admitted; if adapters take turns, within each of them."""
+    flows = {
+        request.id: adapter_of(request) if outcome.scenario.fair else None for request in requests(outcome.scenario)
+    }
     admitted = [id for id, _ in sorted(outcome.generator.admitted.items(), key=lambda item: item[1])]
     arrivals = [id for id in outcome.sent if id in outcome.generator.admitted]
-    assert admitted == arrivals
+    for flow in set(flows.values()):
+        assert [id for id in admitted if flows[id] == flow] == [id for id in arrivals if flows[id] == flow]
+    assert len(admitted) == len(arrivals)
+
+
+def adapter_of(request: Generate) -> str | None:
+    return None if request.adapter is None else request.adapter.id
 
 
 def check_jobs(outcome: Outcome) -> None:

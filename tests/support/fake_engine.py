@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable
 from contextlib import suppress
 from pathlib import Path
 
+import msgspec
 import numpy as np
 from safetensors.numpy import save_file
 
@@ -176,7 +177,7 @@ class FakeEngine:
         await self.go_requests.wait()
         if self.fail_requests is not None:
             failed = self.fail_requests
-            self.link.send(RequestFailed(id=request.id, code=failed.code, message=failed.message))
+            self.link.send(msgspec.structs.replace(failed, id=request.id))
             return
         self.link.send(Admitted(id=request.id))
         if request.sampling.prompt_logprobs is not None:
@@ -215,5 +216,14 @@ class FakeEngine:
 
     def stats(self, **changes: int) -> None:
         """Report gauges."""
-        values = {"waiting": 0, "running": 0, "jobs": 0, "pages_used": 1, "pages_total": 4, "preemptions": 2} | changes
+        values = {
+            "waiting": 0,
+            "running": 0,
+            "jobs": 0,
+            "pages_used": 1,
+            "pages_total": 4,
+            "preemptions": 2,
+            "prefix_queries": 50,
+            "prefix_hits": 30,
+        } | changes
         self.link.send(EngineStats(**values, resident=(), serve_seconds=1.5, train_seconds=2.5))

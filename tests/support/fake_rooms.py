@@ -76,6 +76,7 @@ class FakeGenerator:
         self._sequences: dict[str, _Sequence] = {}
         self.admitted: dict[str, float] = {}
         self.preemptions = 0
+        self.prefix_queries = self.prefix_hits = 0
         self.pages_total = 1 << 20
 
     @property

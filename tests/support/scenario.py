@@ -44,6 +44,7 @@ class Scenario:
     prices: Prices
     max_running: int
     max_queue: int
+    fair: bool
     max_active_jobs: int
     step_tokens: int
     chaos: float
@@ -87,6 +88,7 @@ def make_scenario(seed: int, *, policy: str, calm: bool = False) -> Scenario:
         ),
         max_running=max_running,
         max_queue=1000 if calm else rng.choice((2, 10, 1000)),
+        fair=rng.random() < 0.7,
         max_active_jobs=rng.randint(1, 3),
         step_tokens=rng.choice((16, 64, 256)),
         chaos=0.0 if calm else rng.choice((0, 0.02)),
@@ -232,6 +234,7 @@ async def _play(scenario: Scenario) -> Outcome:
         engine_end,
         max_running=scenario.max_running,
         max_queue=scenario.max_queue,
+        fair=scenario.fair,
         max_active_jobs=scenario.max_active_jobs,
         step_tokens=scenario.step_tokens,
         clock=loop.time,
