@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from types import MethodType
+from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -57,16 +59,60 @@ class LoraBatch:
         return self if bounds[-1] == rows else replace(self, segments=Segments((*bounds, rows), (*adapters, -1)))
 
 
+class SharedInput:
+    """Sites that read one input, their weights stacked: the first that is called computes the outputs of all."""
+
+    def __init__(self, index: int, weight: Tensor, bias: Tensor | None, turned: bool, sizes: tuple[int, ...]) -> None:
+        """`index` among the layer's groups; `turned`: the weight is (D, O), not (O, D); `sizes`: each site's O."""
+        self.index, self.weight, self.bias, self.turned, self.sizes = index, weight, bias, turned, sizes
+        self.waiting: tuple[Tensor, tuple[Tensor, ...]] | None = None
+        """The input, and the outputs that are still to be asked for."""
+
+    def output(self, place: int, x: Tensor) -> Tensor:
+        """What the site at `place` gives for `x`."""
+        if place == 0:
+            y = torch.ops.coserve.linear(x, self.weight, self.bias, self.turned, self.sizes, self.index)
+            if len(self.sizes) == 1:
+                return cast(Tensor, y)
+            self.waiting = (x, y.split(self.sizes, -1))
+        assert self.waiting is not None, "expected the sites of one input in the order in which they were seen"
+        known, parts = self.waiting
+        assert known is x, "expected the sites of one input to be called with that input"
+        if place == len(self.sizes) - 1:
+            self.waiting = None
+        return parts[place]
+
+
 class LoraSites:
     """The wrappers at a base's sites and the batch that they serve; the base owns exactly one of these."""
 
     def __init__(self, modules: dict[str, nn.Module]) -> None:
         """Wraps each module in place: its class, parameters and path stay as they are, only `forward` is ours."""
         self.batch: LoraBatch | None = None
+        self.together = False
+        """Sites that share an input run as one op: see `model.fused`."""
+        self._sites: dict[str, _Site] = {}
         for name, module in modules.items():
-            forward = module.forward
-            inner = forward.inner if isinstance(forward, _Site) else forward
-            module.forward = _Site(name, inner, self)
+            before = getattr(module, SITE, None)
+            inner = before.inner if isinstance(before, _Site) else module.forward
+            self._sites[name] = _Site(name, inner, self)
+            setattr(module, SITE, self._sites[name])
+            # One function for all: a compiled layer is bound to its modules' functions, not to their sites.
+            module.forward = MethodType(_forward, module)
+
+    def share(self, names: Sequence[str], shared: SharedInput) -> None:
+        """From now on the sites `names`, in this order, run together inside `fused`."""
+        for place, name in enumerate(names):
+            self._sites[name].place, self._sites[name].shared = place, shared
+
+    @contextmanager
+    def fused(self) -> Iterator[None]:
+        """Sites called inside run together with those that share their input."""
+        self.together = True
+        try:
+            yield
+        finally:
+            self.together = False
 
     @contextmanager
     def serve(self, batch: LoraBatch | None) -> Iterator[None]:
@@ -78,13 +124,27 @@ class LoraSites:
             self.batch = before
 
 
+SITE = "coserve_site"
+"""Attribute of a wrapped module: its `_Site`."""
+
+
+def _forward(module: nn.Module, x: Tensor) -> Tensor:
+    """A wrapped module's `forward`."""
+    site = cast(_Site, module.coserve_site)
+    if site.sites.together and site.shared is not None:
+        return site.shared.output(site.place, x)
+    return site(x)
+
+
 class _Site:
-    """A wrapped module's `forward`. Without a batch it is the module's own call, bit for bit."""
+    """What a wrapped module does on its own. Without a batch it is the module's own call, bit for bit."""
 
     def __init__(self, name: str, inner: Callable[[Tensor], Tensor], sites: LoraSites) -> None:
         self.name = name
         self.inner = inner
         self.sites = sites
+        self.shared: SharedInput | None = None
+        self.place = 0
 
     def __call__(self, x: Tensor) -> Tensor:
         """`x` (..., D) with T rows in all -> (..., O)."""

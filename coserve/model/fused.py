@@ -1,0 +1,246 @@
+"""The unmodified model at full speed: each decoder layer compiled, with the two seams as opaque operations in it.
+
+What a compiled layer sees of us are two ops: `coserve::attend`, and `coserve::linear`, one for all the sites that read
+one input (q, k and v; gate and up): one product of their stacked weights, one LoRA shrink, one expand. Everything
+else, norms, rotary, activation, is the model's own code, which torch.compile fuses (regional compilation).
+
+Both ops look up what the step needs (pages, adapters) when they run, not when they are traced, so that one compiled
+layer serves every layer, every batch, with and without adapters, and can be captured in CUDA graphs.
+"""
+
+# No postponed annotations here: torch reads the ops' schemas from them.
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import cast
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from transformers.pytorch_utils import Conv1D
+
+from coserve.kernels.attention import PackedAttention
+from coserve.model.base import Base
+from coserve.model.lora import SharedInput
+from coserve.model.seam import Attention
+
+RECOMPILES = 64
+"""Variants of one layer that may be compiled: kinds of layers, windows, one row and many."""
+
+
+class AddsLora:
+    """What a step's adapters do at the sites of one shared input. Implemented by `generate.slots`."""
+
+    def add_(self, layer: int, group: int, ys: Sequence[Tensor], x_TD: Tensor) -> None:
+        """Adds each row's LoRA terms to the sites' outputs, in place."""
+        raise NotImplementedError
+
+
+@dataclass
+class Step:
+    """What the ops of the running forward look up."""
+
+    attention: Attention
+    lora: AddsLora | None
+    layer: int = 0
+
+
+_steps: list[Step] = []
+"""The running forward's step, innermost last. Ops take tensors and numbers only, so this cannot be an argument."""
+
+
+@torch.library.custom_op("coserve::attend", mutates_args=())
+def _attend(
+    q: Tensor, k: Tensor, v: Tensor, scaling: float, window: int | None, softcap: float | None, sinks: Tensor | None
+) -> Tensor:
+    """`Attention.attend` of the running step and layer: (H, T, D), (K, T, D) twice -> (T, H, D)."""
+    step = _steps[-1]
+    out_THD = step.attention.attend(step.layer, q, k, v, scaling=scaling, window=window, softcap=softcap, sinks=sinks)
+    return out_THD.contiguous()
+
+
+@_attend.register_fake
+def _(
+    q: Tensor, k: Tensor, v: Tensor, scaling: float, window: int | None, softcap: float | None, sinks: Tensor | None
+) -> Tensor:
+    return q.new_empty((q.shape[1], q.shape[0], v.shape[2]))
+
+
+@torch.library.custom_op("coserve::linear", mutates_args=())
+def _linear(x: Tensor, weight: Tensor, bias: Tensor | None, turned: bool, sizes: Sequence[int], group: int) -> Tensor:
+    """(..., D) -> (..., ΣO): the outputs of the sites of one input side by side, LoRA terms included.
+
+    `turned`: the weight is (D, O), as Conv1D has it. `sizes`: each site's O.
+    """
+    x_TD = x.reshape(-1, x.shape[-1])
+    y_TO = functional.linear(x_TD, weight.T if turned else weight, bias)
+    step = _steps[-1]
+    if step.lora is not None:
+        step.lora.add_(step.layer, group, torch.split(y_TO, list(sizes), 1), x_TD)
+    return y_TO.view(*x.shape[:-1], y_TO.shape[1])
+
+
+@_linear.register_fake
+def _(x: Tensor, weight: Tensor, bias: Tensor | None, turned: bool, sizes: Sequence[int], group: int) -> Tensor:
+    return x.new_empty((*x.shape[:-1], sum(sizes)))
+
+
+class Here:
+    """The `Attention` of a compiled layer: the running step's, in the layer that runs."""
+
+    anywhere = True
+
+    def attend(
+        self,
+        layer: int,
+        q_HTD: Tensor,
+        k_KTD: Tensor,
+        v_KTD: Tensor,
+        *,
+        scaling: float,
+        window: int | None,
+        softcap: float | None,
+        sinks: Tensor | None,
+    ) -> Tensor:
+        """As `Attention.attend`; `layer` is not looked at."""
+        out: Tensor = torch.ops.coserve.attend(q_HTD, k_KTD, v_KTD, scaling, window, softcap, sinks)
+        return out
+
+
+HERE = Here()
+
+
+class FusedBase:
+    """A second way through a base: its layers compiled, its sites grouped by input. Inference only.
+
+    Groups are observed: sites that got the same tensor in one run. The weights of a group's linear modules become views
+    of one stacked weight; modules, classes and values stay what they were.
+    """
+
+    def __init__(self, base: Base, *, backend: str | Callable[..., object] = "inductor", compiled: bool = True) -> None:
+        """`backend`: of torch.compile. `compiled=False`: the layers run as they are, through the same two ops."""
+        self.base = base
+        self.groups = shared_inputs(base)
+        """For each layer its groups of sites, in the order in which they run."""
+        modules = dict(base.model.named_modules())
+        for layer in self.groups:
+            for index, names in enumerate(layer):
+                base.sites.share(names, _stack([modules[name] for name in names], index))
+        self._layers = [type(layer).forward for layer in base.layers]
+        if compiled:
+            made = {
+                forward: torch.compile(forward, backend=backend, dynamic=True, fullgraph=True)
+                for forward in dict.fromkeys(self._layers)
+            }
+            self._layers = [made[forward] for forward in self._layers]
+
+    @torch.no_grad()
+    def forward(
+        self,
+        tokens_T: Tensor,
+        positions_T: Tensor,
+        attention: Attention,
+        *,
+        lora: AddsLora | None,
+        keep: Tensor | None,
+    ) -> Tensor:
+        """As `Base.forward`, never padded."""
+        step = Step(attention, lora)
+        _steps.append(step)
+        try:
+            with self.base.sites.fused(), self._stubs(step):
+                # Compiled code would ask that a view's whole storage be of the same size next time.
+                return self.base.run(tokens_T, positions_T.clone(), HERE, keep)
+        finally:
+            _steps.pop()
+
+    @contextmanager
+    def _stubs(self, step: Step) -> Iterator[None]:
+        """Each layer tells the step that it is its turn, then runs compiled."""
+
+        def stub(index: int, layer: nn.Module, forward: Callable[..., object]) -> Callable[..., object]:
+            def run(*args: object, **kwargs: object) -> object:
+                step.layer = index
+                return forward(layer, *args, **kwargs)
+
+            return run
+
+        layers = self.base.layers
+        try:
+            with torch._dynamo.config.patch(recompile_limit=RECOMPILES):
+                for index, (layer, forward) in enumerate(zip(layers, self._layers, strict=True)):
+                    layer.forward = stub(index, layer, forward)
+                yield
+        finally:
+            for layer in layers:
+                del layer.forward
+
+
+def shared_inputs(base: Base) -> list[list[tuple[str, ...]]]:
+    """For each layer, its sites in the order in which they run, those together that one tensor is handed to in a row.
+
+    Only `nn.Linear`s alike in whether they have a bias are put together, three at most.
+    """
+    runs: list[list[list[str]]] = [[] for _ in base.layers]
+    seen: list[Tensor] = []  # kept, so that no other tensor takes an address
+    modules = dict(base.model.named_modules())
+
+    def watch(name: str, layer: int) -> Callable[[nn.Module, tuple[Tensor, ...]], None]:
+        def hook(module: nn.Module, args: tuple[Tensor, ...]) -> None:
+            own = runs[layer]
+            if own and seen[-1] is args[0] and _stackable([modules[other] for other in own[-1]], module):
+                own[-1].append(name)
+            else:
+                own.append([name])
+            seen.append(args[0])
+
+        return hook
+
+    hooks = [modules[name].register_forward_pre_hook(watch(name, site.layer)) for name, site in base.spec.sites.items()]
+    tokens = torch.arange(4, device=base.device)
+    try:
+        with torch.no_grad():
+            base.run(tokens, tokens, PackedAttention((0, 4)), keep=None)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return [[tuple(names) for names in layer] for layer in runs]
+
+
+SHARED = 3
+"""Sites that the kernels serve at once (`segmented_launch.MAX_SITES`)."""
+
+
+def _stackable(before: Sequence[nn.Module], module: nn.Module) -> bool:
+    return (
+        len(before) < SHARED
+        and type(module) is nn.Linear
+        and all(type(other) is nn.Linear and (other.bias is None) == (module.bias is None) for other in before)
+    )
+
+
+def _stack(modules: Sequence[nn.Module], index: int) -> SharedInput:
+    """The group of `modules`, whose weights (ΣO, D) become views of one tensor."""
+    turned = isinstance(modules[0], Conv1D)
+    weights = [cast(nn.Parameter, module.weight) for module in modules]
+    biases = [bias for module in modules if (bias := cast("nn.Parameter | None", module.bias)) is not None]
+    if len(modules) > 1:
+        _restack(weights)
+        if biases:
+            _restack(biases)
+    sizes = tuple(weight.shape[1 if turned else 0] for weight in weights)
+    whole = _whole(weights)
+    return SharedInput(index, whole, _whole(biases) if biases else None, turned, sizes)
+
+
+def _restack(parts: Sequence[nn.Parameter]) -> None:
+    stacked = torch.cat([part.data for part in parts])
+    for part, own in zip(parts, torch.split(stacked, [len(part) for part in parts]), strict=True):
+        part.data = own
+
+
+def _whole(parts: Sequence[nn.Parameter]) -> Tensor:
+    """The tensor that the parts are neighbouring rows of."""
+    first = parts[0].data
+    rows = sum(len(part) for part in parts)
+    return first.as_strided((rows, *first.shape[1:]), first.stride(), first.storage_offset())
