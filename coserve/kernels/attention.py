@@ -8,10 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
+from inspect import signature
 from itertools import pairwise
+from typing import cast
 
 import torch
 from torch import Tensor
+from torch.nn.attention.varlen import varlen_attn
 from torch.nn.functional import pad, scaled_dot_product_attention
 
 from coserve.kernels.tiles import KEY_BLOCK, Layout, Run, Tiles, plan_tiles
@@ -28,6 +32,8 @@ class Pages:
 class PackedAttention:
     """Causal attention inside each packed sequence; differentiable, no cache.
 
+    On CUDA in 16 bits one kernel of torch's does all sequences; soft-capping and sinks go sequence by sequence.
+
     `bounds` (S + 1) ascends from 0 to the number of rows; sequence s is the rows `[bounds[s], bounds[s + 1])`.
     """
 
@@ -35,6 +41,8 @@ class PackedAttention:
         assert bounds[0] == 0, "expected bounds to start at 0"
         assert all(a <= b for a, b in pairwise(bounds)), "expected ascending bounds"
         self._bounds = tuple(bounds)
+        self._longest = max((b - a for a, b in pairwise(bounds)), default=0)
+        self._on_device: dict[torch.device, Tensor] = {}
 
     def attend(
         self,
@@ -53,6 +61,8 @@ class PackedAttention:
         `sinks` (H) are logits that take part in the softmax and carry no value.
         """
         assert q_HTD.shape[1] == self._bounds[-1], f"expected {self._bounds[-1]} rows, got {q_HTD.shape[1]}"
+        if softcap is None and sinks is None and _varlen_takes(q_HTD):
+            return self._varlen(q_HTD, k_KTD, v_KTD, scaling, window)
         group = q_HTD.shape[0] // k_KTD.shape[0]
         k_HTD, v_HTD = k_KTD, v_KTD
         if group > 1:
@@ -74,6 +84,30 @@ class PackedAttention:
                 windowed = scaled_dot_product_attention(q[None], k[None], v[None], attn_mask=mask, scale=scaling)
                 outputs.append(windowed[0])
         return torch.cat(outputs, 1).transpose(0, 1)
+
+    def _varlen(self, q_HTD: Tensor, k_KTD: Tensor, v_KTD: Tensor, scaling: float, window: int | None) -> Tensor:
+        """All sequences in one call of torch's own kernel: (T, H, D)."""
+        device = q_HTD.device
+        if device not in self._on_device:
+            host = torch.tensor(self._bounds, dtype=torch.int32).pin_memory()
+            self._on_device[device] = host.to(device, non_blocking=True)
+        bounds, longest = self._on_device[device], self._longest
+        q, k, v = (x.transpose(0, 1) for x in (q_HTD, k_KTD, v_KTD))
+        behind = -1 if window is None else window - 1
+        out = _varlen_attn(q, k, v, bounds, bounds, longest, longest, scale=scaling, window_size=(behind, 0))
+        return cast(Tensor, out)
+
+
+_varlen_attn = (
+    partial(varlen_attn, enable_gqa=True) if "enable_gqa" in signature(varlen_attn).parameters else varlen_attn
+)
+"""Takes fewer heads of keys than of queries, for which only later releases of torch ask to be told."""
+
+
+def _varlen_takes(q_HTD: Tensor) -> bool:
+    """Whether torch's kernel for packed sequences takes such queries."""
+    width = q_HTD.shape[2]
+    return q_HTD.is_cuda and q_HTD.dtype in (torch.bfloat16, torch.float16) and width % 8 == 0 and width <= 256
 
 
 def _causal(tokens: int, window: int | None, device: torch.device) -> Tensor:

@@ -3,26 +3,67 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Protocol
 
 import torch
+from torch import Tensor
 
 from coserve.kernels.attention import PagedAttention, Pages
-from coserve.kernels.attention_static import StaticPagedAttention
+from coserve.kernels.attention_static import GatheredStaticAttention, StaticPagedAttention
 from coserve.kernels.tiles import Run
 
+FUSED_DTYPES = frozenset({torch.bfloat16, torch.float16, torch.float32})
 
-def paged_attention(pages: Pages, runs: Sequence[Run]) -> PagedAttention:
+
+class StepAttention(Protocol):
+    """What `paged_attention` gives."""
+
+    def attend(
+        self,
+        layer: int,
+        q_HTD: Tensor,
+        k_KTD: Tensor,
+        v_KTD: Tensor,
+        *,
+        scaling: float,
+        window: int | None,
+        softcap: float | None,
+        sinks: Tensor | None,
+    ) -> Tensor:
+        """See `PagedAttention.attend`."""
+        ...
+
+
+def fused(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether our kernels attend; plain torch does elsewhere, and on CPU always."""
+    return device.type == "cuda" and dtype in FUSED_DTYPES
+
+
+def reads_only_written_slots(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether what an earlier holder left in a page is never read; else values must be zeroed before a page is used."""
+    return fused(device, dtype)
+
+
+def paged_attention(pages: Pages, runs: Sequence[Run]) -> StepAttention:
     """Attention of one packed step of any mix: decodes and chunks of prompts."""
-    return PagedAttention(pages, runs)
+    if not fused(pages.keys[0].device, pages.keys[0].dtype):
+        return PagedAttention(pages, runs)
+    from coserve.kernels.attention_fused import FusedPagedAttention  # needs Triton, which not every CPU has
+
+    return FusedPagedAttention(pages, runs)
 
 
 def static_attention(pages: Pages, *, batch: int, max_tokens: int) -> StaticPagedAttention:
     """Attention of decode steps of one batch size, in buffers that a CUDA graph may keep."""
-    return StaticPagedAttention(pages, batch=batch, max_tokens=max_tokens)
+    if not fused(pages.keys[0].device, pages.keys[0].dtype):
+        return GatheredStaticAttention(pages, batch=batch, max_tokens=max_tokens)
+    from coserve.kernels.attention_fused_static import FusedStaticAttention  # as above
+
+    return FusedStaticAttention(pages, batch=batch, max_tokens=max_tokens)
 
 
-def attention_notes(device: torch.device) -> tuple[str, ...]:
+def attention_notes(device: torch.device, dtype: torch.dtype) -> tuple[str, ...]:
     """What runs slower than it could on `device`, in words for an operator."""
-    if device.type == "cuda":
-        return ("attention: plain torch over gathered pages, slower than a fused paged kernel",)
+    if device.type == "cuda" and not fused(device, dtype):
+        return (f"attention: plain torch over gathered pages, as the fused kernels do not take {dtype}",)
     return ()

@@ -8,8 +8,14 @@ from typing import Protocol
 import torch
 
 from coserve.errors import ConfigError
-from coserve.kernels.attention import PagedAttention, Pages
-from coserve.kernels.attention_choice import attention_notes, paged_attention, static_attention
+from coserve.kernels.attention import Pages
+from coserve.kernels.attention_choice import (
+    StepAttention,
+    attention_notes,
+    paged_attention,
+    reads_only_written_slots,
+    static_attention,
+)
 from coserve.kernels.attention_static import StaticPagedAttention
 from coserve.kernels.tiles import Run
 from coserve.memory.pages import PagePool
@@ -53,7 +59,8 @@ class KvCache:
     ) -> None:
         self.pool = PagePool(pages)
         self.page_tokens = page_tokens
-        self.notes = attention_notes(device)
+        self.notes = attention_notes(device, dtype)
+        self._clean = not reads_only_written_slots(device, dtype)
 
         def tensors() -> tuple[torch.Tensor, ...]:
             return tuple(torch.zeros(pages + 1, page_tokens, k, d, dtype=dtype, device=device) for k, d in kv_shapes)
@@ -88,12 +95,12 @@ class KvCache:
         return -(-tokens // self.page_tokens)
 
     def take(self, n: int) -> list[int] | None:
-        """`n` pages whose values are zero, or None when fewer are free.
+        """`n` pages, or None when fewer are free. Nothing that an earlier holder left in them can be seen.
 
-        Attention weighs slots that are not written yet by exactly 0; a NaN that an earlier holder left would survive that.
+        Plain torch weighs slots that are not written yet by exactly 0; a NaN would survive that, so it gets zeros.
         """
         pages = self.pool.take(n)
-        if pages:
+        if pages and self._clean:
             at = torch.tensor(pages, device=self._pages.values[0].device)
             for values in self._pages.values:
                 values.index_fill_(0, at, 0)
@@ -110,7 +117,7 @@ class KvCache:
         """The pages of the first keys that are known, held once more."""
         return self.pool.find(keys)
 
-    def attention(self, runs: Sequence[Run]) -> PagedAttention:
+    def attention(self, runs: Sequence[Run]) -> StepAttention:
         """Attention of one packed step, which writes the step's keys and values into the pages."""
         return paged_attention(self._pages, runs)
 

@@ -260,23 +260,23 @@ def test_bfloat16_is_computed_in_fp32_on_cpu() -> None:
 
 
 def test_slow_paths_are_noted() -> None:
-    assert attention_notes(torch.device("cpu")) == ()
-    assert "slower" in attention_notes(torch.device("cuda"))[0]
+    assert attention_notes(torch.device("cpu"), torch.float32) == ()
+    assert attention_notes(torch.device("cuda"), torch.bfloat16) == ()
+    assert "plain torch" in attention_notes(torch.device("cuda"), torch.float64)[0]
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
-def test_paged_on_cuda_equals_the_reference(kind: Kind) -> None:
-    cache = Cache(kind)
-    pages = Pages((cache.pages.keys[0].cuda(),), (cache.pages.values[0].cuda(),))
-    q, k, v = kind.inputs(100)
-    held = cache.take(100)
-    out = []
-    for start, end in ((0, 80), (80, 81), (81, 100)):
-        attention = paged_attention(pages, [Run(end - start, start, held)])
-        sinks = kind.sink_logits()
-        part = [x[:, start:end].cuda() for x in (q, k, v)]
-        sinks = None if sinks is None else sinks.cuda()
-        got = attention.attend(0, *part, scaling=kind.scaling, window=kind.window, softcap=kind.softcap, sinks=sinks)
-        out.append(got.cpu())
-    torch.testing.assert_close(torch.cat(out).double(), reference(kind, q, k, v), atol=2e-3, rtol=2e-3)
+@pytest.mark.parametrize("width", [64, 80, 128])
+@pytest.mark.parametrize("window", [None, 9], ids=["full", "window"])
+def test_packed_on_cuda_with_gradients(width: int, window: int | None) -> None:
+    """One kernel for all sequences, bfloat16, against the same in fp32 on CPU."""
+    kind, bounds = Kind(heads=8, width=width, window=window, scaling=width**-0.5), [0, 70, 70, 71, 203]
+    host = [x.bfloat16().float().requires_grad_() for x in kind.inputs(203)]
+    device = [x.detach().cuda().bfloat16().requires_grad_() for x in host]
+    expected, got = (call(PackedAttention(bounds), kind, *x) for x in (host, device))
+    torch.testing.assert_close(got.float().cpu(), expected, atol=2e-2, rtol=2e-2)
+    weights = torch.randn(expected.shape, generator=torch.Generator().manual_seed(1))
+    wanted = torch.autograd.grad((expected * weights).sum(), host)
+    found = torch.autograd.grad((got.float() * weights.cuda()).sum(), device)
+    for a, b in zip(found, wanted, strict=True):
+        assert float((a.float().cpu() - b).norm() / b.norm()) < 1e-2

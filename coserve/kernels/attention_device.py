@@ -1,0 +1,47 @@
+"""What the attention kernels share on the device: scores, where a sequence's keys lie, one step of the softmax."""
+
+# ruff: noqa: ANN001, ANN201 - a kernel's arguments have the types of its launch
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def score(products, scale, cap, SOFTCAP: tl.constexpr):
+    """Scores in units of log 2, from products of queries and keys; `scale` and `cap` as `attention_launch.units` says."""
+    if SOFTCAP:
+        return cap * (1.0 - 2.0 / (tl.exp2(tl.minimum(products * scale, 64.0)) + 1.0))  # tanh
+    return products * scale
+
+
+@triton.jit
+def key_rows(table_ptr, table_stride, row, n, real, K, head, PAGE: tl.constexpr, MASKED: tl.constexpr):
+    """Rows of a layer's cache, seen as (pages * PAGE * K, D), of the positions `n` of the sequence in column `row`."""
+    page_at = table_ptr + (n // PAGE) * table_stride + row
+    page = tl.load(page_at, mask=real if MASKED else None, other=0 if MASKED else None)
+    return (page.to(tl.int64) * PAGE + n % PAGE) * K + head
+
+
+@triton.jit
+def accumulate(scores, v, top, total, acc, HOLES: tl.constexpr):
+    """Takes a block of keys into the running softmax; `HOLES`: a row may have seen no key yet."""
+    new_top = tl.maximum(top, tl.max(scores, 1))
+    base = new_top
+    if HOLES:
+        base = tl.where(new_top == float("-inf"), 0.0, new_top)
+    weights = tl.exp2(scores - base[:, None])
+    faded = tl.exp2(top - base)
+    total = total * faded + tl.sum(weights, 1)
+    acc = tl.dot(weights.to(v.dtype), v, acc * faded[:, None], input_precision="ieee")
+    return new_top, total, acc
+
+
+@triton.jit
+def with_sinks(top, total, acc, sinks_ptr, heads, mask):
+    """The running softmax once each row's sink, a score without a value, has joined it."""
+    sink = tl.load(sinks_ptr + heads, mask=mask, other=0.0).to(tl.float32) * 1.4426950408889634
+    new_top = tl.maximum(top, sink)
+    faded = tl.exp2(top - new_top)
+    return total * faded + tl.exp2(sink - new_top), acc * faded[:, None]

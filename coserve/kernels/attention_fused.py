@@ -1,0 +1,97 @@
+"""Attention of one packed step of any mix through the fused kernels: decodes and chunks of prompts side by side."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from coserve.kernels import attention_ops as ops
+from coserve.kernels.attention import Pages
+from coserve.kernels.attention_launch import Scratch, prefill_blocks, scratch, tile_tokens
+from coserve.kernels.attention_plan import Table, decode_items, items_for, page_table, prefill_tiles
+from coserve.kernels.tiles import Run
+
+
+def upload(host: Table, device: torch.device) -> Tensor:
+    """A copy on `device`, in stream order; does not wait for it."""
+    tensor = torch.from_numpy(host)
+    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.clone()
+
+
+class FusedPagedAttention:
+    """As `PagedAttention`: writes the step's keys and values into pages and reads each sequence's pages. Built once a step.
+
+    Runs of one token go through the decode kernel, longer ones through the prefill kernel. The host plans at the first
+    layer of each kind (heads, window) and copies the plan without waiting for the device.
+    """
+
+    def __init__(self, pages: Pages, runs: Sequence[Run]) -> None:
+        self._pages = pages
+        self._device = pages.keys[0].device
+        self._rows = sum(run.tokens for run in runs)
+        self._decodes: list[tuple[int, int, Run]] = []
+        self._chunks: list[tuple[int, int, Run]] = []
+        row = 0
+        for column, run in enumerate(runs):
+            if run.tokens:
+                (self._decodes if run.tokens == 1 else self._chunks).append((column, row, run))
+            row += run.tokens
+        self._table = upload(page_table(runs), self._device)
+        self._items: dict[tuple[int, int | None], Tensor] = {}
+        self._tiles: dict[int, Tensor] = {}
+        self._scratch: dict[tuple[int, int, int], Scratch] = {}
+
+    def attend(
+        self,
+        layer: int,
+        q_HTD: Tensor,
+        k_KTD: Tensor,
+        v_KTD: Tensor,
+        *,
+        scaling: float,
+        window: int | None,
+        softcap: float | None,
+        sinks: Tensor | None,
+    ) -> Tensor:
+        """As `PackedAttention.attend`, over each sequence's whole context: (T, H, D)."""
+        heads, rows, width = q_HTD.shape
+        assert rows == self._rows, f"expected {self._rows} rows, got {rows}"
+        keys, values = self._pages.keys[layer], self._pages.values[layer]
+        cache = keys, values, self._table
+        out_THD = torch.empty(rows, heads, width, dtype=q_HTD.dtype, device=q_HTD.device)
+        qkv = q_HTD, k_KTD, v_KTD
+        if self._chunks:
+            tiles = self._tiles_of(tile_tokens(heads // keys.shape[2], prefill_blocks(width, q_HTD.dtype)))
+            ops.paged_prefill_(out_THD, *qkv, *cache, tiles, scaling, window, softcap, sinks)
+        if self._decodes:
+            items = self._items_of(keys.shape[2], window)
+            held = self._scratch_of(heads, width, keys.shape[2])
+            memory = held.parts, held.stats, held.counters
+            ops.paged_decode_(out_THD, *qkv, *cache, items, *memory, scaling, softcap, sinks)
+        return out_THD
+
+    def _items_of(self, kv_heads: int, window: int | None) -> Tensor:
+        kind = kv_heads, window
+        if kind not in self._items:
+            contexts = np.array([run.position + 1 for _, _, run in self._decodes], dtype=np.int64)
+            rows = np.array([row for _, row, _ in self._decodes], dtype=np.int64)
+            items = decode_items(contexts, rows, window, items_for(len(rows), kv_heads))
+            columns = np.array([column for column, _, _ in self._decodes], dtype=np.int32)
+            items[:, 0] = columns[items[:, 0]]
+            self._items[kind] = upload(items, self._device)
+        return self._items[kind]
+
+    def _tiles_of(self, tokens: int) -> Tensor:
+        if tokens not in self._tiles:
+            self._tiles[tokens] = upload(prefill_tiles(self._chunks, tokens), self._device)
+        return self._tiles[tokens]
+
+    def _scratch_of(self, heads: int, width: int, kv_heads: int) -> Scratch:
+        kind = heads, width, kv_heads
+        if kind not in self._scratch:
+            items = items_for(len(self._decodes), kv_heads)
+            self._scratch[kind] = scratch(items, heads, width, self._table.shape[1], kv_heads, self._device)
+        return self._scratch[kind]

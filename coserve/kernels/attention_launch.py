@@ -1,0 +1,204 @@
+"""Launches of the fused attention kernels: grids and block sizes. Sizes were chosen by `benchmarks/attention.py --tune`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import e, log2
+
+import torch
+import triton
+from torch import Tensor
+
+from coserve.kernels import attention_decode, attention_prefill
+
+LOG2E = log2(e)
+JOINED = 4096
+"""Elements of parts that the joining program holds at once."""
+
+
+@dataclass(frozen=True)
+class Blocks:
+    """Sizes of a kernel: rows (prefill only), keys of a step, warps, stages of its loop."""
+
+    rows: int
+    keys: int
+    warps: int
+    stages: int
+
+
+def decode_blocks(width: int, dtype: torch.dtype) -> Blocks:
+    if dtype == torch.float32:
+        return Blocks(16, 32, 4, 2)
+    return Blocks(16, 32, 4, 3) if width > 128 else Blocks(16, 64, 4, 3)
+
+
+def prefill_blocks(width: int, dtype: torch.dtype) -> Blocks:
+    if dtype == torch.float32:
+        return Blocks(32, 32, 4, 2)
+    return Blocks(64, 64, 4, 2) if width > 128 else Blocks(128, 64, 8, 3)
+
+
+@dataclass(frozen=True)
+class Scores:
+    """How a layer turns products of queries and keys into scores."""
+
+    scaling: float
+    window: int | None
+    softcap: float | None
+    sinks: Tensor | None
+
+    def units(self) -> tuple[float, float]:
+        """`scale` and `cap` of the kernels, whose exponentials are powers of 2."""
+        if self.softcap is None:
+            return self.scaling * LOG2E, 0.0
+        return 2 * self.scaling / self.softcap * LOG2E, self.softcap * LOG2E
+
+
+@dataclass(frozen=True)
+class Layer:
+    """A layer's cache, (pages, page_tokens, K, D) each, and the table (longest, columns) int32 of who holds which page."""
+
+    keys: Tensor
+    values: Tensor
+    table: Tensor
+
+
+@dataclass(frozen=True)
+class Scratch:
+    """What decode needs besides: parts (W, H, D) and stats (W, H, 2) fp32; counters (columns, K) int32, 0 between calls."""
+
+    parts: Tensor
+    stats: Tensor
+    counters: Tensor
+
+
+def scratch(items: int, heads: int, width: int, columns: int, kv_heads: int, device: torch.device) -> Scratch:
+    return Scratch(
+        torch.empty(items, heads, width, dtype=torch.float32, device=device),
+        torch.empty(items, heads, 2, dtype=torch.float32, device=device),
+        torch.zeros(columns, kv_heads, dtype=torch.int32, device=device),
+    )
+
+
+def _unit(*tensors: Tensor) -> list[Tensor]:
+    """The tensors, copied where neighbours in a head do not lie side by side."""
+    return [x if x.stride(2) == 1 else x.contiguous() for x in tensors]
+
+
+def decode(
+    out_THD: Tensor,
+    q_HTD: Tensor,
+    k_KTD: Tensor,
+    v_KTD: Tensor,
+    layer: Layer,
+    items: Tensor,
+    held: Scratch,
+    scores: Scores,
+    blocks: Blocks | None = None,
+) -> None:
+    """Writes the items' new keys and values into their pages and their rows of attention into `out_THD`."""
+    heads, _, width = q_HTD.shape
+    kv_heads, page_tokens = layer.keys.shape[2], layer.keys.shape[1]
+    group = heads // kv_heads
+    blocks = blocks or decode_blocks(width, q_HTD.dtype)
+    q, k, v = _unit(q_HTD, k_KTD, v_KTD)
+    wide, groups = triton.next_power_of_2(max(width, 16)), triton.next_power_of_2(group)
+    attention_decode.decode[(kv_heads, items.shape[0])](
+        q,
+        k,
+        v,
+        out_THD,
+        layer.keys,
+        layer.values,
+        layer.table,
+        items,
+        held.counters,
+        held.parts,
+        held.stats,
+        q if scores.sinks is None else scores.sinks,
+        *scores.units(),
+        q.stride(0),
+        q.stride(1),
+        k.stride(0),
+        k.stride(1),
+        v.stride(0),
+        v.stride(1),
+        layer.table.stride(0),
+        kv_heads,
+        G=group,
+        D=width,
+        PAGE=page_tokens,
+        SOFTCAP=scores.softcap is not None,
+        SINKS=scores.sinks is not None,
+        BLOCK_M=max(16, groups),
+        BLOCK_D=wide,
+        BLOCK_N=blocks.keys,
+        BLOCK_S=max(1, min(16, JOINED // (groups * wide))),
+        BLOCK_G=groups,
+        num_warps=blocks.warps,
+        num_stages=blocks.stages,
+    )
+
+
+def tile_tokens(group: int, blocks: Blocks) -> int:
+    """Tokens of a prefill tile of `blocks.rows` rows (more, if the group alone is more)."""
+    return max(1, blocks.rows // group)
+
+
+def prefill(
+    out_THD: Tensor,
+    q_HTD: Tensor,
+    k_KTD: Tensor,
+    v_KTD: Tensor,
+    layer: Layer,
+    tiles: Tensor,
+    scores: Scores,
+    blocks: Blocks | None = None,
+) -> None:
+    """Writes the tiles' new keys and values into their pages, then their rows of attention into `out_THD`."""
+    heads, _, width = q_HTD.shape
+    kv_heads, page_tokens = layer.keys.shape[2], layer.keys.shape[1]
+    group = heads // kv_heads
+    blocks = blocks or prefill_blocks(width, q_HTD.dtype)
+    q, k, v = _unit(q_HTD, k_KTD, v_KTD)
+    grid, wide = (kv_heads, tiles.shape[0]), triton.next_power_of_2(max(width, 16))
+    cache = layer.keys, layer.values, layer.table
+    tokens = tile_tokens(group, blocks)
+    strides = k.stride(0), k.stride(1), v.stride(0), v.stride(1)
+    attention_prefill.store[grid](
+        k,
+        v,
+        *cache,
+        tiles,
+        *strides,
+        layer.table.stride(0),
+        kv_heads,
+        D=width,
+        PAGE=page_tokens,
+        BLOCK_T=triton.next_power_of_2(tokens),
+        BLOCK_D=wide,
+    )
+    attention_prefill.prefill[grid](
+        q,
+        out_THD,
+        *cache,
+        tiles,
+        q if scores.sinks is None else scores.sinks,
+        *scores.units(),
+        scores.window or 0,
+        q.stride(0),
+        q.stride(1),
+        layer.table.stride(0),
+        kv_heads,
+        G=group,
+        D=width,
+        PAGE=page_tokens,
+        WINDOW=scores.window is not None,
+        SOFTCAP=scores.softcap is not None,
+        SINKS=scores.sinks is not None,
+        BLOCK_M=max(triton.next_power_of_2(tokens * group), 16),
+        BLOCK_D=wide,
+        BLOCK_N=blocks.keys,
+        num_warps=blocks.warps,
+        num_stages=blocks.stages,
+    )

@@ -1,0 +1,78 @@
+"""How the fused attention kernels cut a step, on the host: items of about one size for decode, tiles for chunks of prompts."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from coserve.kernels.tiles import Run
+
+Ints = NDArray[np.int64]
+Table = NDArray[np.int32]
+
+KEY_STEP = 64
+"""Items are of whole steps of so many keys."""
+ITEM_KEYS = 256
+"""A sequence is cut into items of no fewer keys than so many."""
+PROGRAMS = 528
+"""Programs that keep an H200's 132 multiprocessors busy: items are cut until there are so many, beside one a sequence."""
+
+
+def items_for(rows: int, kv_heads: int) -> int:
+    """The most items that `decode_items` makes for `rows` sequences: what a graph's grid must hold."""
+    return rows + max(1, PROGRAMS // kv_heads)
+
+
+def decode_items(contexts: Ints, rows: Ints, window: int | None, most: int) -> Table:
+    """Items (W, 8), W <= `most`, of one new token for each sequence, as `attention_decode` takes them.
+
+    `contexts` (N): tokens of each sequence with the new one, 0 for a row that is padding. `rows` (N): its row of q;
+    its column of the table is its place here.
+    """
+    begins = np.zeros_like(contexts) if window is None else np.maximum(contexts - window, 0)
+    spans = contexts - begins
+    spare = most - len(contexts)
+    piece = max(ITEM_KEYS, _up(int(spans.sum()) / spare))
+    # As many items as pieces of that size need, but all of a sequence's of one size.
+    sizes = np.maximum(_steps(-(-spans // np.maximum(-(-spans // piece), 1))), KEY_STEP)
+    counts = np.maximum(-(-spans // sizes), 1)
+    firsts = counts.cumsum() - counts
+    of = np.repeat(np.arange(len(contexts)), counts)
+    index = np.arange(len(of)) - firsts[of]
+    items = np.zeros((len(of), 8), dtype=np.int32)
+    items[:, 0], items[:, 1] = of, rows[of]
+    items[:, 2] = begins[of] + index * sizes[of]
+    items[:, 3] = np.minimum(items[:, 2] + sizes[of], contexts[of])
+    items[:, 4], items[:, 5] = firsts[of], np.where(contexts > 0, counts, 0)[of]
+    items[:, 6] = index == counts[of] - 1
+    return items
+
+
+def _steps(keys: Ints) -> Ints:
+    return -(-keys // KEY_STEP) * KEY_STEP
+
+
+def _up(keys: float) -> int:
+    return -(-int(np.ceil(keys)) // KEY_STEP) * KEY_STEP
+
+
+def prefill_tiles(runs: Sequence[tuple[int, int, Run]], tokens: int) -> Table:
+    """Tiles (N, 4) of at most `tokens` tokens of `(column of the table, first row of q, run)`; those of most keys first."""
+    tiles = [
+        (column, row + start, min(tokens, run.tokens - start), run.position + start)
+        for column, row, run in runs
+        for start in range(0, run.tokens, tokens)
+    ]
+    tiles.sort(key=lambda tile: -tile[3])
+    return np.array(tiles, dtype=np.int32).reshape(-1, 4)
+
+
+def page_table(runs: Sequence[Run]) -> Table:
+    """(longest, N): column i holds the pages of `runs[i]`, in order."""
+    longest = max((len(run.pages) for run in runs), default=1)
+    table = np.zeros((max(longest, 1), len(runs)), dtype=np.int32)
+    for column, run in enumerate(runs):
+        table[: len(run.pages), column] = run.pages
+    return table

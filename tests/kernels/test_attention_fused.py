@@ -1,0 +1,153 @@
+"""The fused attention kernels against a slow reference: in Triton's interpreter without a GPU, else also in bfloat16."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from coserve.kernels.attention_fused import FusedPagedAttention
+from coserve.kernels.attention_fused_static import FusedStaticAttention
+from coserve.kernels.attention_plan import KEY_STEP, decode_items, items_for
+from coserve.kernels.tiles import Run
+from tests.support.attention_cases import Case, Kind, worst
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+TOLERANCE = {torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 2e-2}
+DTYPES = [
+    torch.float32,
+    torch.float16,
+    pytest.param(torch.bfloat16, marks=pytest.mark.gpu),
+]
+
+KINDS = {
+    "group_of_4": Kind(8, 2, 64),
+    "one_head_each": Kind(2, 2, 80),
+    "one_for_all": Kind(8, 1, 96),
+    "group_of_3": Kind(6, 2, 16, page_tokens=1),
+    "wide": Kind(4, 2, 256),
+    "window_within_a_page": Kind(4, 2, 32, window=5),
+    "window": Kind(8, 2, 128, window=70, page_tokens=24),
+    "softcap": Kind(4, 2, 32, softcap=1.5),
+    "sinks": Kind(4, 2, 32, sinks=True),
+    "all": Kind(8, 2, 64, window=40, softcap=2.0, sinks=True, page_tokens=5),
+}
+DECODES = [(0, 1), (15, 1), (16, 1), (63, 1), (64, 1), (3, 1), (150, 1)]
+CHUNKS = [(0, 1), (0, 17), (40, 1), (16, 3), (100, 30), (0, 70)]
+
+named = pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
+
+
+@pytest.fixture(autouse=True)
+def small_items(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Items of the least size: short sequences are cut too, and joined."""
+    monkeypatch.setattr("coserve.kernels.attention_plan.ITEM_KEYS", KEY_STEP)
+
+
+def attend(attention: FusedPagedAttention | FusedStaticAttention, case: Case, *qkv: Tensor) -> Tensor:
+    return attention.attend(0, *(qkv or (case.q_HTD, case.k_KTD, case.v_KTD)), **case.kind.scores(case.device))
+
+
+@named
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("runs", [DECODES, CHUNKS], ids=["decodes", "chunks"])
+def test_a_step(kind: Kind, dtype: torch.dtype, runs: list[tuple[int, int]]) -> None:
+    case = Case(kind, runs, dtype, DEVICE)
+    assert worst(attend(FusedPagedAttention(case.pages, case.runs), case), case.expected()) < TOLERANCE[dtype]
+    case.check_written()
+
+
+@named
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_fixed_buffers_serve_other_sequences(kind: Kind, dtype: torch.dtype) -> None:
+    """Batches of other sizes and lengths through one object, padding included."""
+    first = Case(kind, DECODES, dtype, DEVICE)
+    attention = FusedStaticAttention(first.pages, batch=8, max_tokens=200)
+    for runs in (DECODES, [(70, 1)], [], [(0, 1), (199, 1)], DECODES[::-1]):
+        case = Case(kind, runs, dtype, DEVICE) if runs else first
+        attention._pages = case.pages
+        attention.load(case.runs if runs else [])
+        padded = [torch.zeros(x.shape[0], 8, x.shape[2], dtype=dtype, device=DEVICE) for x in (case.q_HTD,) * 1]
+        padded += [torch.zeros(kind.kv_heads, 8, kind.width, dtype=dtype, device=DEVICE) for _ in range(2)]
+        for to, x in zip(padded, (case.q_HTD, case.k_KTD, case.v_KTD), strict=True):
+            to[:, : len(runs)] = x[:, : len(runs)]
+        got = attend(attention, case, *padded)
+        assert torch.equal(got[len(runs) :], torch.zeros_like(got[len(runs) :]))
+        assert attention.positions.tolist() == [position for position, _ in runs] + [0] * (8 - len(runs))
+        if runs:
+            assert worst(got[: len(runs)], case.expected()) < TOLERANCE[dtype]
+            case.check_written()
+
+
+def test_a_sequence_that_grows_and_one_that_takes_its_row() -> None:
+    """The page table follows: new pages of a sequence, other sequences in its row."""
+    kind = Kind(2, 1, 16, page_tokens=4)
+    whole = Case(kind, [(0, 11), (0, 9)], torch.float32, DEVICE)
+    attention = FusedStaticAttention(whole.pages, batch=1, max_tokens=12)
+    expected = whole.expected().split([11, 9])
+    for sequence, steps in ((0, range(11)), (1, range(9)), (0, range(11))):
+        run, row = whole.runs[sequence], 11 * sequence
+        for t in steps:
+            attention.load([Run(1, t, run.pages[: t // 4 + 1])])
+            got = attend(
+                attention, whole, *(x[:, row + t : row + t + 1] for x in (whole.q_HTD, whole.k_KTD, whole.v_KTD))
+            )
+            assert worst(got[0], expected[sequence][t]) < 1e-5
+    whole.check_written()
+
+
+@settings(max_examples=200)
+@given(
+    contexts=st.lists(st.integers(0, 40000), min_size=1, max_size=40),
+    window=st.none() | st.integers(1, 5000),
+    kv_heads=st.sampled_from([1, 2, 8, 32, 600]),
+)
+def test_items_cover_each_key_once(contexts: list[int], window: int | None, kv_heads: int) -> None:
+    most = items_for(len(contexts), kv_heads)
+    rows = np.arange(len(contexts))
+    items = decode_items(np.array(contexts), rows, window, most)
+    assert len(items) <= most
+    for row, context in enumerate(contexts):
+        mine = np.flatnonzero(items[:, 0] == row)
+        begin = 0 if window is None else max(0, context - window)
+        assert items[mine[0], 2] == begin
+        assert items[mine[-1], 3] == context
+        assert (items[mine[1:], 2] == items[mine[:-1], 3]).all()
+        assert (items[mine, 4] == mine[0]).all()
+        assert (items[mine, 5] == (len(mine) if context else 0)).all()
+        assert items[mine, 6].tolist() == [0] * (len(mine) - 1) + [1]
+        if context:
+            assert (items[mine, 3] > items[mine, 2]).all()
+
+
+@pytest.mark.gpu
+def test_a_captured_graph_serves_other_sequences() -> None:
+    kind = Kind(32, 8, 128)
+    pages = Case(kind, [(3000, 1)], torch.bfloat16, "cuda").pages
+    attention = FusedStaticAttention(pages, batch=8, max_tokens=4096)
+    q = torch.zeros(32, 8, 128, dtype=torch.bfloat16, device="cuda")
+    k, v = (torch.zeros(8, 8, 128, dtype=torch.bfloat16, device="cuda") for _ in range(2))
+    cases = [
+        Case(kind, runs, torch.bfloat16, "cuda", seed)
+        for seed, runs in enumerate(([(0, 1)] * 8, [(2500, 1), (3, 1), (63, 1)]))
+    ]
+    most = torch.full((300, 16, 8, 128), float("nan"), dtype=torch.bfloat16, device="cuda")
+    attention._pages = type(pages)((most.clone(),), (most.clone(),))
+    attention.load([])
+    told = kind.scores(torch.device("cuda"))
+    attention.attend(0, q, k, v, **told)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = attention.attend(0, q, k, v, **told)
+    for case in (*cases, *cases):
+        for to, pages_of in ((attention._pages.keys, case.pages.keys), (attention._pages.values, case.pages.values)):
+            to[0][: len(pages_of[0])] = pages_of[0]
+        for to, x in zip((q, k, v), (case.q_HTD, case.k_KTD, case.v_KTD), strict=True):
+            to[:, : len(case.runs)] = x
+        attention.load(case.runs)
+        graph.replay()
+        assert worst(out[: len(case.runs)], case.expected()) < 2e-2
+        assert torch.equal(out[len(case.runs) :], torch.zeros_like(out[len(case.runs) :]))

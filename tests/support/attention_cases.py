@@ -1,0 +1,96 @@
+"""Steps of paged attention and their result in fp32, slow and obvious."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from coserve.kernels.attention import Pages
+from coserve.kernels.tiles import Run
+
+
+@dataclass(frozen=True)
+class Kind:
+    heads: int
+    kv_heads: int
+    width: int
+    window: int | None = None
+    softcap: float | None = None
+    sinks: bool = False
+    page_tokens: int = 16
+
+    def scores(self, device: torch.device) -> dict[str, object]:
+        """What `attend` is told about scores."""
+        return {
+            "scaling": self.width**-0.5,
+            "window": self.window,
+            "softcap": self.softcap,
+            "sinks": torch.linspace(-2, 3, self.heads, device=device) if self.sinks else None,
+        }
+
+
+class Case:
+    """Sequences whose earlier positions are in the cache, amid NaN; and the keys and values of all of each, in fp32."""
+
+    def __init__(self, kind: Kind, runs: Sequence[tuple[int, int]], dtype: torch.dtype, device: str, seed: int = 0):
+        """`runs`: (position of its first new token, new tokens) of each sequence."""
+        self.kind, self.dtype, self.device = kind, dtype, torch.device(device)
+        g = torch.Generator().manual_seed(seed)
+        used = [-(-(position + tokens) // kind.page_tokens) for position, tokens in runs]
+        order = torch.randperm(sum(used) + 3, generator=g).tolist()
+        shape = (len(order) + 1, kind.page_tokens, kind.kv_heads, kind.width)
+        keys, values = (torch.full(shape, float("nan"), dtype=dtype) for _ in range(2))
+        self.runs, self.sequences, new = [], [], []
+        for (position, tokens), pages in zip(runs, used, strict=True):
+            held = tuple(order.pop() for _ in range(pages))
+            total = position + tokens
+            q = torch.randn(tokens, kind.heads, kind.width, generator=g).to(dtype)
+            k, v = (torch.randn(total, kind.kv_heads, kind.width, generator=g).to(dtype) for _ in range(2))
+            for at in range(position):
+                slot = held[at // kind.page_tokens], at % kind.page_tokens
+                keys[slot], values[slot] = k[at], v[at]
+            self.runs.append(Run(tokens, position, held))
+            self.sequences.append((q.float(), k.float(), v.float()))
+            new.append((q, k[position:], v[position:]))
+        self.pages = Pages((keys.to(device),), (values.to(device),))
+        packed = (torch.cat(parts).transpose(0, 1).to(device) for parts in zip(*new, strict=True))
+        self.q_HTD, self.k_KTD, self.v_KTD = packed
+
+    def expected(self) -> Tensor:
+        """(T, H, D) fp32."""
+        scores, outputs = self.kind.scores(torch.device("cpu")), []
+        for run, (q, k, v) in zip(self.runs, self.sequences, strict=True):
+            outputs.extend(self._row(q[i], k, v, run.position + i, scores) for i in range(run.tokens))
+        return torch.stack(outputs)
+
+    def _row(self, q_HD: Tensor, k: Tensor, v: Tensor, at: int, told: dict[str, object]) -> Tensor:
+        first = 0 if self.kind.window is None else max(0, at - self.kind.window + 1)
+        group = self.kind.heads // self.kind.kv_heads
+        k_HND, v_HND = (x[first : at + 1].transpose(0, 1).repeat_interleave(group, 0) for x in (k, v))
+        scores_HN = (k_HND @ q_HD[:, :, None])[..., 0] * self.kind.width**-0.5
+        if self.kind.softcap is not None:
+            scores_HN = self.kind.softcap * torch.tanh(scores_HN / self.kind.softcap)
+        if isinstance(told["sinks"], Tensor):
+            scores_HN = torch.cat([scores_HN, told["sinks"][:, None]], 1)
+        return (scores_HN.softmax(-1)[:, None, : k_HND.shape[1]] @ v_HND)[:, 0]
+
+    def check_written(self) -> None:
+        """Each position of each sequence is in its slot, and no other slot has changed."""
+        keys, values = (x[0].float().cpu() for x in (self.pages.keys, self.pages.values))
+        for run, (_, k, v) in zip(self.runs, self.sequences, strict=True):
+            for at in range(len(k)):
+                slot = run.pages[at // self.kind.page_tokens], at % self.kind.page_tokens
+                assert torch.equal(keys[slot], k[at])
+                assert torch.equal(values[slot], v[at])
+        written = sum(len(k) for _, k, _ in self.sequences) * self.kind.kv_heads * self.kind.width
+        assert int(keys.isfinite().sum()) == written
+        assert int(values.isfinite().sum()) == written
+
+
+def worst(got: Tensor, expected: Tensor) -> float:
+    """Relative error of the worst row; NaN never passes a comparison with it."""
+    got, expected = got.float().cpu(), expected.float().cpu()
+    return float(((got - expected).norm(dim=-1) / expected.norm(dim=-1).clamp(min=1e-3)).max())
