@@ -292,6 +292,7 @@ def demo(report: Annotated[Path, typer.Option(help="folder for the report")] = P
     """Show everything once, in about two minutes: stream, fine-tune two adapters under load, compare, report."""
     from coserve.demo import demo as run
 
+    report.mkdir(parents=True, exist_ok=True)
     asyncio.run(run(report))
 
 

@@ -42,18 +42,21 @@ LIMITS = Limits(ttft=2.0, tpot=0.2)
 SLOS = (10.0, 60.0)
 
 
+def _refusal(log: Path) -> StartupError:
+    return StartupError(f"the daemon did not start: {log.read_text().strip()}")
+
+
 @asynccontextmanager
-async def _daemon(folder: Path) -> AsyncIterator[str]:
+async def _daemon(folder: Path, log: Path) -> AsyncIterator[str]:
     """A daemon on a free port, for as long as the block runs; yields its URL."""
-    process = await asyncio.create_subprocess_exec(
-        sys.executable, "-P", "-m", "coserve.cli", "serve", "--port", "0", "--data-dir", str(folder),
-        stdout=asyncio.subprocess.PIPE,
-    )  # fmt: skip
+    command = (sys.executable, "-P", "-m", "coserve.cli", "serve", "--port", "0", "--data-dir", str(folder))
+    with log.open("wb") as stderr:
+        process = await asyncio.create_subprocess_exec(*command, stdout=asyncio.subprocess.PIPE, stderr=stderr)
     assert process.stdout is not None
     try:
         line = (await process.stdout.readline()).decode()
         if not line:
-            raise StartupError(f"the daemon ended with status {await process.wait()} while it started")
+            raise _refusal(log)
         yield line.split()[-1]
     finally:
         with contextlib.suppress(ProcessLookupError):
@@ -91,7 +94,9 @@ class _ShownTarget(DaemonTarget):
 
     async def start(self, arrival: FinetuneArrival) -> AsyncJobHandle:
         rank = RANKS[arrival.adapter]
-        job = await self._client.finetune(arrival.adapter, arrival.rows, lora=LoraSettings(r=rank), training=TRAINING)
+        job = await self._client.finetune(
+            arrival.adapter, arrival.rows, lora=LoraSettings(r=rank, alpha=32), training=TRAINING
+        )
         bar = self._bars.add_task(f"{arrival.adapter} (rank {rank})", total=None, note="queued")
         self._tasks[job.id] = (bar, [])
         return job
@@ -168,14 +173,14 @@ def _report(console: Console, run: Run, summary: Summary, folder: Path) -> None:
 
 
 async def demo(report: Path) -> None:
-    """Run the demo and leave `report.json` and `report.png` in the folder `report`.
+    """Run the demo and leave `report.json`, `report.png` and `daemon.log` in the folder `report`, which exists.
 
     Raises `StartupError` if the daemon does not start, or any job or request of the demo failed.
     """
     console = Console()
     with tempfile.TemporaryDirectory(prefix="coserve-demo-") as folder:
         console.print("starting a daemon on the bundled base ...")
-        async with _daemon(Path(folder)) as url, AsyncClient(url) as client:
+        async with _daemon(Path(folder), report / "daemon.log") as url, AsyncClient(url) as client:
             run = await _show(client, console)
     summary = summarise(run, slos=SLOS, limits=LIMITS)
     _report(console, run, summary, report)
