@@ -1,0 +1,251 @@
+"""The prefix cache changes what is computed and nothing else: tokens and log-probabilities keep every bit on CPU."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+
+import msgspec
+import pytest
+import torch
+
+from coserve.generate.generator import Generator
+from coserve.kernels.dispatch import Way
+from coserve.kernels.segments import LoraPair
+from coserve.link import Generate, Tokens
+from coserve.memory.kv import KvCache
+from coserve.model.base import Base, wrap_base
+from coserve.model.lora import LoraWeights
+from coserve.types import AdapterRef, LoraSettings, SamplingParams, Slo, TokenLogprob
+from tests.support.tiny_models import FAMILIES, VOCAB, tiny_model
+
+Results = dict[str, tuple[list[int], list[TokenLogprob]]]
+REFS = (AdapterRef("a", 1), AdapterRef("a", 2), AdapterRef("b", 1))
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+class Shelf:
+    """An adapter for each of `REFS`, made from its number."""
+
+    def __init__(self, base: Base) -> None:
+        self.weights = {}
+        for number, ref in enumerate(REFS):
+            g = torch.Generator().manual_seed(number)
+            sites = {
+                name: LoraPair(
+                    torch.randn(3, site.in_features, generator=g) * 0.3,
+                    torch.randn(site.out_features, 3, generator=g) * 0.3,
+                    0.7,
+                )
+                for name, site in base.spec.sites.items()
+            }
+            self.weights[ref] = LoraWeights(LoraSettings(r=3), sites)
+
+    def acquire(self, ref: AdapterRef) -> LoraWeights:
+        return self.weights[ref]
+
+    def release(self, ref: AdapterRef) -> None:
+        pass
+
+
+def make(base: Base, *, cached: bool = True, tokens: int = 2048, page_tokens: int = 4, **settings: int) -> Generator:
+    kv = KvCache.for_base(base, tokens, page_tokens)
+    limits = {"max_running": 16, "step_tokens": 256} | settings
+    return Generator(base, Shelf(base), kv, way=Way.GROUPED, prefix_cache=cached, **limits)
+
+
+def text(length: int, seed: int = 0) -> tuple[int, ...]:
+    chance = random.Random(seed)
+    return tuple(chance.randrange(3, VOCAB) for _ in range(length))
+
+
+def request(
+    id: str,
+    prompt: tuple[int, ...],
+    ref: AdapterRef | None = None,
+    *,
+    salt: str = "",
+    max_tokens: int = 6,
+    **sampling: float,
+) -> Generate:
+    params = SamplingParams(max_tokens=max_tokens, logprobs=2, seed=len(prompt), **sampling)
+    return Generate(id=id, prompt=prompt, sampling=params, adapter=ref, slo=Slo(ttft=1, tpot=1), cache_salt=salt)
+
+
+def run(gen: Generator, *requests: Generate) -> Results:
+    for one in requests:
+        gen.add(one)
+    results: Results = {one.id: ([], []) for one in requests}
+    while gen.running:
+        for message in gen.step():
+            assert isinstance(message, Tokens)
+            results[message.id][0].extend(message.tokens)
+            results[message.id][1].extend(message.logprobs)
+    assert gen.pages_used == 0
+    return results
+
+
+def llama() -> Base:
+    return wrap_base(tiny_model("llama"), name="llama", eos_token_ids=())
+
+
+def shared_with_first(requests: list[Generate]) -> int:
+    """Tokens, in whole pages of 4, that those behind the first of each adapter share with it; never the last one."""
+    total = 0
+    for ref in {one.adapter for one in requests}:
+        first, *others = [one.prompt for one in requests if one.adapter == ref]
+        for other in others:
+            same = next((i for i, pair in enumerate(zip(first, other, strict=False)) if pair[0] != pair[1]), len(other))
+            total += min(same, len(other) - 1) // 4 * 4
+    return total
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_hit_changes_no_bit(family: str) -> None:
+    """Windows and softcaps too; one after another, side by side and in chunks, with an adapter and without."""
+    base = wrap_base(tiny_model(family), name=family, eos_token_ids=())
+    shared, adapters = text(45), (None, REFS[0])
+    firsts = [request(f"{ref} first", shared + text(9, 1), ref) for ref in adapters]
+    others = [request(f"{ref} {n}", shared[:n] + text(5, n), ref) for ref in adapters for n in (44, 43, 33, 3)]
+    others += [request(f"{ref} whole", shared[:44], ref) for ref in adapters]
+    plain = make(base, cached=False)
+    expected = {one.id: run(plain, one)[one.id] for one in (*firsts, *others)}
+    assert (plain.prefix_queries, plain.prefix_hits) == (0, 0)
+    hits = shared_with_first([*firsts, *others])
+    assert hits == 2 * (44 + 40 + 32 + 0 + 40)
+    for gen, together in ((make(base), False), (make(base), True), (make(base, step_tokens=13), True)):
+        got = run(gen, *firsts)
+        for some in [others] if together else [[one] for one in others]:
+            got |= run(gen, *some)
+        assert got == expected
+        assert gen.prefix_hits == hits
+        assert gen.prefix_queries == sum(len(one.prompt) for one in (*firsts, *others))
+
+
+def test_the_pages_of_a_hit_hold_what_would_have_been_computed() -> None:
+    base, prompt = llama(), text(40)
+    kept = []
+    for cached in (True, False):
+        kv = KvCache.for_base(base, 512, 4)
+        gen = Generator(base, Shelf(base), kv, max_running=4, step_tokens=64, way=Way.GROUPED, prefix_cache=cached)
+        run(gen, request("first", (*prompt[:23], 5)))
+        gen.add(request("second", prompt))
+        gen.step()
+        pages = torch.tensor(gen._sequences["second"].pages)
+        kept.append([each[pages].flatten(0, 1)[:40] for each in (*kv._pages.keys, *kv._pages.values)])
+    assert all(torch.equal(a, b) for a, b in zip(*kept, strict=True))
+
+
+def test_nobody_hits_the_pages_of_another_version_adapter_or_salt() -> None:
+    base, prompt = llama(), text(41)
+    whose = [(None, ""), *((ref, "") for ref in REFS), (None, "tenant"), (REFS[0], "tenant")]
+    requests = [request(f"{ref} {salt}", prompt, ref, salt=salt) for ref, salt in whose]
+    plain = make(base, cached=False)
+    expected = {one.id: run(plain, one)[one.id] for one in requests}
+    assert len({str(tokens) for tokens, _ in expected.values()}) == 4
+    gen = make(base)
+    for one in requests:
+        assert run(gen, one)[one.id] == expected[one.id]
+        assert gen.prefix_hits == 0, one.id
+    for i, one in enumerate(requests):
+        assert run(gen, one)[one.id] == expected[one.id]
+        assert gen.prefix_hits == 40 * (i + 1)
+
+
+def test_an_answer_is_found_when_it_comes_back_as_part_of_a_prompt() -> None:
+    gen = make(llama())
+    tokens, _ = run(gen, request("question", text(10), max_tokens=31))["question"]
+    follow_up = request("next", text(10) + tuple(tokens) + text(4, 9))
+    expected = run(make(llama(), cached=False), follow_up)
+    assert run(gen, follow_up) == expected
+    assert gen.prefix_hits == 40, "the last token of an answer is never computed, all before it are"
+
+
+def test_those_that_run_side_by_side_hold_shared_pages_once() -> None:
+    gen = make(llama())
+    run(gen, request("first", text(41)))
+    for i in range(5):
+        gen.add(request(f"r{i}", text(40) + text(3, i)))
+    gen.step()
+    assert gen.pages_used == 10 + 5
+    for i in range(5):
+        gen.cancel(f"r{i}")
+    assert gen.pages_used == 0
+
+
+def test_what_is_not_computed_yet_is_not_shared() -> None:
+    gen = make(llama(), step_tokens=10)
+    prompt = text(30)
+    late = request("late", prompt)
+    expected = run(make(llama(), cached=False), late)
+    gen.add(request("early", prompt, max_tokens=1))
+    gen.step()  # 10 of its tokens: two pages
+    gen.cancel("early")
+    assert gen.pages_used == 0
+    assert run(gen, late) == expected
+    assert gen.prefix_hits == 8
+
+
+def test_the_pages_of_one_that_gave_way_are_taken_up_again() -> None:
+    """And a page that nobody holds keeps nobody waiting: the pool is full of them from the first requests on."""
+    base = llama()
+    requests = [request(f"r{i}", text(12, i), max_tokens=20) for i in range(6)]
+    plain = make(base, cached=False)
+    expected = {one.id: run(plain, one)[one.id] for one in requests}
+    gen, computed = make(base, tokens=72), 0
+    run(gen, *(request(f"before{i}", text(16, 100 + i)) for i in range(6)))
+    forward = base.forward
+
+    def count(tokens_T: torch.Tensor, *others: object, **more: object) -> torch.Tensor:
+        nonlocal computed
+        computed += len(tokens_T)
+        return forward(tokens_T, *others, **more)  # type: ignore[arg-type]
+
+    base.forward = count  # type: ignore[method-assign]
+    for _ in range(3):
+        assert run(gen, *requests) == expected
+    assert gen.preemptions > 5
+    again = make(base, cached=False, tokens=72)
+    with_cache, computed = computed, 0
+    for _ in range(3):
+        assert run(again, *requests) == expected
+    assert again.preemptions > 5
+    assert with_cache < computed
+
+
+def test_a_scored_prompt_computes_all_its_tokens_and_leaves_its_pages() -> None:
+    base, prompt = llama(), text(41)
+    gen = make(base)
+    run(gen, request("first", prompt))
+    scored = replace_sampling(request("scored", (*prompt, 7)), prompt_logprobs=1)
+    gen.add(scored)
+    count = 0
+    while gen.running:
+        for message in gen.step():
+            assert isinstance(message, Tokens)
+            count += len(message.prompt_logprobs)
+    assert count == 41
+    assert (gen.prefix_queries, gen.prefix_hits) == (41, 0)
+    gen = make(base)
+    run(gen, scored)
+    run(gen, request("second", (*prompt, 8)))
+    assert gen.prefix_hits == 40
+
+
+def replace_sampling(one: Generate, **changes: object) -> Generate:
+    return msgspec.structs.replace(one, sampling=msgspec.structs.replace(one.sampling, **changes))
+
+
+def test_a_small_pool_full_of_old_pages_takes_what_fits_exactly() -> None:
+    gen = make(llama(), tokens=64)
+    for i in range(8):
+        run(gen, request(f"r{i}", text(30, i)))
+    whole = request("whole", text(33, 99), max_tokens=32)
+    assert run(gen, whole) == run(make(llama(), cached=False), whole)
