@@ -25,6 +25,7 @@ from coserve.engine import Engine
 from coserve.errors import StartupError
 from coserve.finetune.trainer import Trainer
 from coserve.generate.generator import Generator
+from coserve.generate.runner import make_runner
 from coserve.kernels.dispatch import choose_way
 from coserve.link import EngineReady, EngineRefused, FromEngine, Link, ToEngine, engine_end
 from coserve.memory.kv import KvCache
@@ -45,6 +46,7 @@ def build_engine(base: Base, config: Config, link: Link[FromEngine, ToEngine]) -
         config.max_adapters_resident,
     )
     kv = KvCache.for_base(base, config.kv_tokens, config.page_tokens)
+    runner, notes = make_runner(base, kv, max_running=config.inference_batch_size, way=way)
     generator = Generator(
         base,
         residency,
@@ -53,6 +55,7 @@ def build_engine(base: Base, config: Config, link: Link[FromEngine, ToEngine]) -
         step_tokens=config.step_tokens,
         way=way,
         prefix_cache=config.prefix_cache,
+        runner=runner,
     )
     trainer = Trainer(
         base,
@@ -76,7 +79,7 @@ def build_engine(base: Base, config: Config, link: Link[FromEngine, ToEngine]) -
         step_tokens=config.step_tokens,
         clock=time.monotonic,
     )
-    ready = EngineReady(spec=base.spec, kv_tokens=kv.tokens, lora_way=way.value, notes=_notes(base, generator))
+    ready = EngineReady(spec=base.spec, kv_tokens=kv.tokens, lora_way=way.value, notes=_notes(base, generator) + notes)
     return engine, ready
 
 

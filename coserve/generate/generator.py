@@ -11,9 +11,9 @@ from torch import Tensor
 from coserve.errors import EmptyPrompt, InternalError, InvalidRequest, PromptTooLong
 from coserve.generate.batch import Batch, pack
 from coserve.generate.sampler import Choice, Row, choose
-from coserve.generate.schedule import Scheduler
+from coserve.generate.schedule import Scheduler, Share
 from coserve.generate.scoring import prompt_logprobs
-from coserve.generate.sequences import Sequence
+from coserve.generate.sequences import Sequence, plain
 from coserve.kernels.dispatch import Way
 from coserve.link import Generate, RequestFailed, Tokens
 from coserve.memory.kv import KvCache
@@ -49,6 +49,21 @@ class HoldsAdapters(Protocol):
     def release(self, ref: AdapterRef) -> None: ...
 
 
+class Flight(Protocol):
+    """A step under way (`runner.Flight`)."""
+
+    @property
+    def ready(self) -> tuple[Sequence, ...]: ...
+    def land(self) -> list[int | None]: ...
+
+
+class RunsSteps(Protocol):
+    """What generation needs of `runner.Runner`."""
+
+    def launch(self, shares: Items[Share]) -> Flight: ...
+    def forget(self, sequence: Sequence) -> None: ...
+
+
 class Generator:
     """Requests come in with `add`, tokens come out of `step`; between steps requests may be added and cancelled.
 
@@ -66,14 +81,18 @@ class Generator:
         step_tokens: int,
         way: Way,
         prefix_cache: bool = True,
+        runner: RunsSteps | None = None,
     ) -> None:
         """`step_tokens`: most tokens of a step; `max_running`: sequences that hold pages at once (no more than a step has
-        tokens), further ones wait; `prefix_cache`: sequences of one adapter version that begin alike share pages."""
+        tokens), further ones wait; `prefix_cache`: sequences of one adapter version that begin alike share pages; `runner`: runs the
+        steps whose tokens it can choose, one step ahead of what the host has read."""
         assert max_running > 0, f"expected room for a sequence, got {max_running}"
         assert step_tokens > 0, f"expected room for a token, got {step_tokens}"
         self._base, self._residency, self._kv, self._way = base, residency, kv, way
         self._scheduler = Scheduler(kv, max_running=max_running, step_tokens=step_tokens)
         self._prefix_cache = prefix_cache
+        self._runner = runner
+        self._flight: Flight | None = None
         self._sequences: dict[str, Sequence] = {}
         self._arrivals = 0
 
@@ -146,15 +165,39 @@ class Generator:
     def step(self) -> list[Tokens | RequestFailed]:
         """One iteration: a token for each running sequence, and chunks of prompts; one message per token or failure.
 
-        A token that ends a sequence (end of sequence, stop id) is part of the output.
+        A token that ends a sequence (end of sequence, stop id) is part of the output. With a runner the tokens are those
+        of the step before, which ran meanwhile.
         """
-        messages: list[Tokens | RequestFailed] = []
-        for batch in pack(self._scheduler.plan(), way=self._way, device=self._base.device):
+        shares = self._scheduler.plan()
+        if self._runner is not None and shares and all(plain(share.sequence) for share in shares):
+            flight = self._runner.launch(shares)
+            for share in shares:
+                share.sequence.computed += share.tokens
+            for sequence in flight.ready:
+                sequence.flying += 1
+            messages = self.land()
+            self._flight = flight
+            return messages
+        messages = self.land()
+        shares = [share for share in shares if self._sequences.get(share.sequence.id) is share.sequence]
+        for batch in pack(shares, way=self._way, device=self._base.device):
             attention = self._kv.attention(batch.runs)
             logits_BV = self._base.forward(
                 batch.tokens_T, batch.positions_T, attention, lora=batch.lora, keep=batch.keep
             )
             messages.extend(self._advance(batch, logits_BV))
+        return messages
+
+    def land(self) -> list[Tokens | RequestFailed]:
+        """Waits for the step under way, if there is one, and gives its tokens."""
+        flight, self._flight = self._flight, None
+        messages: list[Tokens | RequestFailed] = []
+        if flight is None:
+            return messages
+        for sequence, token in zip(flight.ready, flight.land(), strict=True):
+            if self._sequences.get(sequence.id) is sequence:  # else it ended with the token before, or was cancelled
+                sequence.flying -= 1
+                messages.append(self._push(sequence, None if token is None else Choice(token, None)))
         return messages
 
     def _keys(self, request: Generate) -> PageKeys:
@@ -240,6 +283,8 @@ class Generator:
 
     def _end(self, sequence: Sequence) -> None:
         del self._sequences[sequence.id]
+        if self._runner is not None:
+            self._runner.forget(sequence)
         self._scheduler.remove(sequence)
         if sequence.adapter is not None:
             self._residency.release(sequence.adapter)

@@ -7,6 +7,7 @@ and in any batch.
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
@@ -48,7 +49,7 @@ def choose(logits_BV: Tensor, rows: Sequence[Row]) -> list[Choice | None]:
     usable = (raw.amax(-1).isfinite() & logits.amax(-1).isfinite()).tolist()
     tokens = logits.argmax(-1)  # the first of equals
     sampled = [i for i, row in enumerate(rows) if usable[i] and row.params.temperature >= GREEDY_BELOW]
-    sorts = [_sorts(row.params, logits.shape[1]) for row in rows]
+    sorts = [sorts_of(row.params, logits.shape[1]) for row in rows]
     for group in ([i for i in sampled if not sorts[i]], [i for i in sampled if sorts[i]]):
         if group:
             at = torch.tensor(group, device=logits.device)
@@ -78,34 +79,46 @@ def _adjust(logits_V: Tensor, row: Row) -> None:
         logits_V[at] -= params.frequency_penalty * times + params.presence_penalty
 
 
-def _sorts(params: SamplingParams, vocab: int) -> bool:
+def sorts_of(params: SamplingParams, vocab: int) -> bool:
     return 0 < params.top_k < vocab or params.top_p < 1.0
 
 
 def _sample(logits_BV: Tensor, rows: Sequence[Row], *, sort: bool) -> Tensor:
     """(B) tokens by inverting the distribution function at each row's own uniform number."""
+    columns = torch.tensor(
+        [knobs(row.params, len(row.output)) for row in rows], dtype=torch.float64, device=logits_BV.device
+    )
+    return sample(logits_BV, columns, sort=sort)
 
-    def column(values: Sequence[float]) -> Tensor:
-        return torch.tensor(values, dtype=torch.float64, device=logits_BV.device)[:, None]
 
-    params = [row.params for row in rows]
-    probs = (logits_BV.double() / column([p.temperature for p in params])).softmax(-1)
-    low = column([p.min_p for p in params]) * probs.amax(-1, keepdim=True)
+KNOBS = 5
+"""Numbers that a row's choice takes besides its logits, where nothing about earlier tokens counts."""
+
+
+def knobs(params: SamplingParams, t: int) -> tuple[float, float, float, float, float]:
+    """Temperature, min-p, top-k (infinite for none), top-p, and the uniform number of token `t`."""
+    top_k = float(params.top_k) if params.top_k > 0 else math.inf
+    return params.temperature, params.min_p, top_k, params.top_p, uniform(params.seed, t)
+
+
+def sample(logits_BV: Tensor, columns_BK: Tensor, *, sort: bool) -> Tensor:
+    """(B) tokens; `columns_BK`: the rows' `knobs`, fp64; `sort`: whether any row has a top-k or top-p."""
+    temperature, min_p, top_k, top_p, number = torch.split(columns_BK, 1, dim=1)
+    probs = (logits_BV.double() / temperature).softmax(-1)
+    low = min_p * probs.amax(-1, keepdim=True)
     probs = probs.masked_fill(probs < low, 0.0)
     order: Tensor | None = None
     if sort:
         probs, order = probs.sort(stable=True, dim=-1, descending=True)
-        top_k = column([p.top_k if p.top_k > 0 else probs.shape[1] for p in params])
         probs = probs.masked_fill(torch.arange(probs.shape[1], device=probs.device) >= top_k, 0.0)
         mass = probs.cumsum(-1)
-        outside = mass - probs >= column([p.top_p for p in params]) * mass[:, -1:]
+        outside = mass - probs >= top_p * mass[:, -1:]
         outside[:, 0] = False
         probs = probs.masked_fill(outside, 0.0)
     mass = probs.cumsum(-1)
     total = mass[:, -1:]
-    goal = column([uniform(row.params.seed, len(row.output)) for row in rows]) * total
     # Below the total, so that the first place above the goal exists and has a probability of its own.
-    goal = torch.minimum(goal, torch.nextafter(total, torch.zeros_like(total)))
+    goal = torch.minimum(number * total, torch.nextafter(total, torch.zeros_like(total)))
     place = torch.searchsorted(mass, goal, right=True)
     return (place if order is None else order.gather(1, place))[:, 0]
 

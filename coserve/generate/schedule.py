@@ -77,7 +77,7 @@ class Scheduler:
         for sequence in self._active:
             self._label(sequence)
         before = self.preemptions
-        shares = [Share(s, 1) for s in tuple(self._active) if s.pending == 1 and self._grow(s)]
+        shares = [Share(s, 1) for s in tuple(self._active) if s.pending == 1 and self._grow(s, before)]
         budget = self._step_tokens - len(shares)
         for sequence in self._active:
             if budget and sequence.pending > 1:
@@ -88,11 +88,14 @@ class Scheduler:
             budget -= shares[-1].tokens
         return shares
 
-    def _grow(self, sequence: Sequence) -> bool:
-        """A page for the next token if it needs one; False when the sequence had to give up its own, now or before."""
-        if sequence not in self._active:
+    def _grow(self, sequence: Sequence, before: int) -> bool:
+        """A page for the next token if it needs one; False when the sequence had to give up its own, now or since there
+        were `before` preemptions."""
+        if self.preemptions != before and sequence not in self._active:
             return False
-        need = self._pages.pages_for(len(sequence.tokens)) - len(sequence.pages)
+        need = self._pages.pages_for(sequence.length) - len(sequence.pages)
+        if not need:
+            return True
         while (pages := self._pages.take(need)) is None:
             victim = self._active[-1]
             assert victim is not sequence or len(self._active) > 1, "a sequence alone does not fit the pool"
@@ -138,7 +141,7 @@ class Scheduler:
 
     def _label(self, sequence: Sequence) -> None:
         """Let others find the pages that are full by now."""
-        full = sequence.computed // self._pages.page_tokens
+        full = min(sequence.computed, len(sequence.tokens)) // self._pages.page_tokens
         if sequence.keys is None or full <= sequence.labelled:
             return
         keys = sequence.keys.first(full, sequence.tokens)

@@ -25,7 +25,9 @@ class Sequence:
     stop_ids: frozenset[int]
     """Tokens that end it, the base's end-of-sequence tokens included unless ignored."""
     tokens: list[int]
-    """Prompt, then output."""
+    """Prompt, then output as far as the host knows it."""
+    flying: int = 0
+    """Tokens behind those, which are chosen by steps that run: the device knows them."""
     keys: PageKeys | None = None
     """Under which others find its full pages; None: they don't."""
     pages: list[int] = field(default_factory=list)
@@ -65,8 +67,15 @@ class Sequence:
 
     @property
     def pending(self) -> int:
-        """Tokens to compute before the next one can be chosen."""
-        return len(self.tokens) - self.computed
+        """Tokens to compute before the next one can be chosen; none once its last one is under way."""
+        if self.flying and self.generated + self.flying >= self.max_tokens:
+            return 0
+        return self.length - self.computed
+
+    @property
+    def length(self) -> int:
+        """Tokens, those under way included."""
+        return len(self.tokens) + self.flying
 
     def barred(self) -> frozenset[int]:
         """Tokens that must not be chosen next, because fewer than `min_tokens` are out."""
@@ -78,3 +87,17 @@ class Sequence:
         if token in self.stop_ids and self.generated >= self.sampling.min_tokens:
             return FinishReason.STOP
         return FinishReason.LENGTH if self.generated >= self.max_tokens else None
+
+
+def plain(sequence: Sequence) -> bool:
+    """Whether its next token can be chosen on the device: nothing counts earlier tokens, nothing is asked about them."""
+    params = sequence.sampling
+    return not (
+        params.logit_bias
+        or params.logprobs is not None
+        or params.prompt_logprobs is not None
+        or params.repetition_penalty != 1.0
+        or params.presence_penalty
+        or params.frequency_penalty
+        or (sequence.stop_ids and sequence.generated + sequence.flying < params.min_tokens)
+    )

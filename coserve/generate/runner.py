@@ -1,0 +1,238 @@
+"""Steps at full speed on a GPU: nothing waits for the device but the reading of tokens, one step later.
+
+A chosen token goes on the device straight into the place from which the next step takes its input (a *lane*, one a
+sequence), and on its way to the host in the background. So step n + 1 is planned, packed and launched while step n runs,
+before anybody knows n's tokens. Decode steps run as one CUDA graph by batch size; steps with prompts run packed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Items
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from coserve.generate.batch import by_adapter
+from coserve.generate.graphs import DecodeGraph
+from coserve.generate.sampler import GREEDY_BELOW, knobs, sample, sorts_of
+from coserve.generate.schedule import Share
+from coserve.generate.sequences import Sequence
+from coserve.generate.slots import WIDTHS, AdapterSlots, slot_lora, width_of
+from coserve.kernels.dispatch import Way
+from coserve.kernels.segments import Segments
+from coserve.kernels.tiles import Run
+from coserve.memory.kv import KvCache
+from coserve.model.base import Base
+from coserve.model.fused import FusedBase
+
+BUCKETS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256)
+"""Sizes of decode batches that graphs are captured for; a batch is padded to the next one."""
+LANES = 4096
+"""Sequences that have chosen a token and not ended, at most; lane 0 is nobody's."""
+NOT_FINITE = -1
+"""In place of a token: the logits were not finite."""
+
+
+@dataclass(frozen=True)
+class Flight:
+    """A step under way."""
+
+    ready: tuple[Sequence, ...]
+    """Sequences whose next token it chooses."""
+    host: Tensor
+    done: torch.cuda.Event | None
+    """After the copy of the tokens to `host`."""
+
+    def land(self) -> list[int | None]:
+        """Waits for the step's tokens; None where the logits were not finite."""
+        if self.done is not None:
+            self.done.synchronize()
+        return [None if token == NOT_FINITE else token for token in self.host.tolist()]
+
+
+@dataclass(frozen=True)
+class Packed:
+    """Shares in the order of their adapters, and where their segments lie."""
+
+    shares: list[Share]
+    segments: Segments | None
+    """`adapters` are slots; None: no adapter in the batch."""
+    runs: list[Run]
+
+
+class Runner:
+    """Launches steps of one base on the current stream. Not for two threads at once."""
+
+    def __init__(self, fused: FusedBase, kv: KvCache, *, max_running: int, slots: int | None = None) -> None:
+        """`slots`: adapters that steps find on the device at once, at least `max_running`."""
+        base = fused.base
+        self._fused, self._kv, self._device = fused, kv, base.device
+        self._max_tokens = min(base.spec.context, kv.tokens)
+        self._vocab = base.spec.vocab
+        self._slots = AdapterSlots(fused.groups, max(slots or 0, max_running), base.device)
+        self._buckets = tuple(b for b in BUCKETS if b < max_running) + tuple(b for b in BUCKETS if b >= max_running)[:1]
+        self._graphs: dict[tuple[int, int], DecodeGraph] = {}
+        self._last = torch.zeros(LANES, dtype=torch.int64, device=base.device)
+        """The newest token of each lane."""
+        self._lanes: dict[Sequence, int] = {}
+        self._free = list(range(LANES - 1, 0, -1))
+        self._memory = torch.cuda.graph_pool_handle() if base.device.type == "cuda" else None
+
+    def warm_up(self, ranks: Items[int] = (16,)) -> None:
+        """Captures the graphs of steps without adapters, and of steps whose adapters are of these ranks."""
+        for width in (0, *ranks):
+            for bucket in reversed(self._buckets):
+                self._graph(bucket, width)
+
+    def launch(self, shares: Items[Share]) -> Flight:
+        """Start a step. What `computed` says of its sequences is from before it."""
+        packed = self._pack(shares)
+        ready = tuple(s.sequence for s in packed.shares if s.tokens == s.sequence.pending)
+        width = 0 if packed.segments is None else self._width(packed.segments)
+        decode = len(ready) == len(packed.shares) and all(s.tokens == 1 for s in packed.shares)
+        if decode and width is not None and len(ready) <= self._buckets[-1]:
+            chosen = self._decode(packed, ready, width)
+        else:
+            chosen = self._mixed(packed, ready)
+        host = torch.empty(len(ready), dtype=torch.int64, pin_memory=self._device.type == "cuda")
+        host.copy_(chosen, non_blocking=True)
+        done = torch.cuda.Event() if self._device.type == "cuda" else None  # type: ignore[no-untyped-call]
+        if done is not None:
+            done.record()
+        return Flight(ready, host, done)
+
+    def forget(self, sequence: Sequence) -> None:
+        """The sequence has ended."""
+        lane = self._lanes.pop(sequence, None)
+        if lane is not None:
+            self._free.append(lane)
+
+    def _pack(self, shares: Items[Share]) -> Packed:
+        groups = by_adapter(shares)
+        adapted = [group for adapter, group in groups.items() if adapter is not None]
+        slots = self._slots.place([w for group in adapted if (w := group[0].sequence.weights) is not None])
+        ordered = [share for group in groups.values() for share in group]
+        runs = [Run(s.tokens, s.sequence.computed, tuple(s.sequence.pages)) for s in ordered]
+        if not adapted:
+            return Packed(ordered, None, runs)
+        bounds = [0]
+        for group in groups.values():
+            bounds.append(bounds[-1] + sum(share.tokens for share in group))
+        return Packed(ordered, Segments(tuple(bounds), (*slots, *[-1] * (len(groups) - len(slots)))), runs)
+
+    def _width(self, segments: Segments) -> int | None:
+        """The width of the graph that serves the step's ranks; None: no graph is that wide."""
+        need = width_of(self._slots, segments)
+        return next((width for width in WIDTHS if width >= need), None)
+
+    def _graph(self, bucket: int, width: int) -> DecodeGraph:
+        if (bucket, width) not in self._graphs:
+            self._graphs[bucket, width] = DecodeGraph(
+                self._fused,
+                self._kv.static_attention(bucket, self._max_tokens),
+                self._last,
+                self._slots if width else None,
+                width,
+                self._memory,
+            )
+        return self._graphs[bucket, width]
+
+    def _decode(self, packed: Packed, ready: tuple[Sequence, ...], width: int) -> Tensor:
+        graph = self._graph(next(bucket for bucket in self._buckets if bucket >= len(ready)), width)
+        lanes = [self._lane(sequence) for sequence in ready]
+        known = [NOT_FINITE if sequence.flying else sequence.tokens[-1] for sequence in ready]
+        graph.load(packed.runs, lanes, known, packed.segments)
+        graph.replay()
+        chosen = graph.chosen[: len(ready)]
+        if all(sequence.sampling.temperature < GREEDY_BELOW for sequence in ready):
+            return chosen
+        chosen = self._sampled(graph.logits[: len(ready)], chosen, ready)
+        self._keep(lanes, chosen)
+        return chosen
+
+    def _mixed(self, packed: Packed, ready: tuple[Sequence, ...]) -> Tensor:
+        """A step with parts of prompts in it."""
+        tokens: list[int] = []
+        positions: list[int] = []
+        keep: list[int] = []
+        rows, flying = list[int](), list[int]()
+        for share in packed.shares:
+            sequence, start, end = share.sequence, share.sequence.computed, share.sequence.computed + share.tokens
+            tokens.extend(sequence.tokens[start:end])
+            positions.extend(range(start, end))
+            if len(tokens) < len(positions):  # its last token is on the device only
+                tokens.append(0)
+                rows.append(len(tokens) - 1)
+                flying.append(self._lane(sequence))
+            if share.tokens == sequence.pending:
+                keep.append(len(tokens) - 1)
+        tokens_T, positions_T, keep_R, rows_F, flying_F = self._upload(tokens, positions, keep or [0], rows, flying)
+        if rows:
+            tokens_T.index_copy_(0, rows_F, self._last.index_select(0, flying_F))
+        lora = None if packed.segments is None else slot_lora(self._slots, packed.segments)
+        attention = self._kv.attention(packed.runs)
+        logits = self._fused.forward(tokens_T, positions_T, attention, lora=lora, keep=keep_R)[: len(ready)]
+        chosen = self._sampled(logits, greedy(logits), ready)
+        self._keep([self._lane(sequence) for sequence in ready], chosen)
+        return chosen
+
+    def _lane(self, sequence: Sequence) -> int:
+        lane = self._lanes.get(sequence)
+        if lane is None:
+            lane = self._lanes[sequence] = self._free.pop()
+        return lane
+
+    def _keep(self, lanes: Items[int], chosen: Tensor) -> None:
+        """The next step takes these tokens from the device."""
+        if lanes:
+            self._last.index_copy_(0, self._upload(lanes)[0], chosen.clamp_min(0))
+
+    def _sampled(self, logits_BV: Tensor, greedy_B: Tensor, ready: Items[Sequence]) -> Tensor:
+        """(B) tokens: the likeliest ones, or drawn where a request's temperature says so."""
+        drawn = [i for i, sequence in enumerate(ready) if sequence.sampling.temperature >= GREEDY_BELOW]
+        for sort in (False, True):
+            some = [i for i in drawn if sorts_of(ready[i].sampling, self._vocab) == sort]
+            if not some:
+                continue
+            columns = [knobs(ready[i].sampling, ready[i].generated + ready[i].flying) for i in some]
+            columns_BK = self._device_copy(torch.tensor(columns, dtype=torch.float64))
+            at = self._upload(some)[0]
+            found = sample(logits_BV.index_select(0, at), columns_BK, sort=sort)
+            usable = greedy_B.index_select(0, at)
+            greedy_B = greedy_B.index_copy(0, at, torch.where(usable == NOT_FINITE, usable, found))
+        return greedy_B
+
+    def _upload(self, *columns: Items[int]) -> list[Tensor]:
+        """int64 columns in one copy that waits for nothing."""
+        flat = torch.tensor([value for column in columns for value in column], dtype=torch.int64)
+        return list(torch.split(self._device_copy(flat), [len(column) for column in columns]))
+
+    def _device_copy(self, host: Tensor) -> Tensor:
+        if self._device.type == "cuda":
+            host = host.pin_memory()  # from torch's own pool, which keeps it until the copy has ended
+        return host.to(self._device, non_blocking=True)
+
+
+def make_runner(base: Base, kv: KvCache, *, max_running: int, way: Way) -> tuple[Runner | None, tuple[str, ...]]:
+    """A runner with its graphs captured where there is a GPU to run on, and what an operator should know of it."""
+    if base.device.type != "cuda":
+        return None, ()
+    if way is not Way.SEGMENTED:
+        return None, (
+            f"generation: steps run one by one without CUDA graphs, as the lora way {way} cannot be captured",
+        )
+    runner = Runner(FusedBase(base), kv, max_running=max_running)
+    try:
+        runner.warm_up()
+    except torch._dynamo.exc.TorchDynamoException as error:
+        reason = str(error).splitlines()[0]
+        return None, (f"generation: steps run one by one, as torch.compile refuses {base.spec.family}: {reason}",)
+    note = "generation: penalties, logit bias, min_tokens and logprobs are computed step by step for their whole batch"
+    return runner, (note,)
+
+
+def greedy(logits_BV: Tensor) -> Tensor:
+    """The likeliest token of each row, the first of equals; `NOT_FINITE` where a row has no finite maximum."""
+    value, token = logits_BV.max(-1)
+    return torch.where(value.isfinite(), token, NOT_FINITE)

@@ -1,0 +1,132 @@
+"""Where the adapters of running requests lie on the device, so that captured graphs find them: one slot an adapter."""
+
+from __future__ import annotations
+
+import weakref
+from collections import OrderedDict
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from coserve.kernels import segmented
+from coserve.kernels.segmented import Plan
+from coserve.kernels.segments import Segments
+from coserve.kernels.tables import RANK_BLOCK, HostTiles, SiteTable, Slots, StepTiles, cut, upload
+from coserve.model.fused import AddsLora
+from coserve.model.lora import LoraWeights
+
+DECODE_ROWS = 8
+"""Rows of a tile of a decode step."""
+WIDTHS = (16, 32, 64, 128, 256)
+"""Ranks that graphs are captured for; one serves every rank up to its own. Larger ranks go without a graph."""
+
+Groups = Sequence[Sequence[Sequence[str]]]
+"""For each layer, its sites that share an input (`FusedBase.groups`)."""
+
+
+class AdapterSlots:
+    """A table of N adapters by all sites. A slot stays with its adapter until another needs it or the adapter is gone."""
+
+    def __init__(self, groups: Groups, slots: int, device: torch.device) -> None:
+        self._names = [name for layer in groups for group in layer for name in group]
+        self._table = Slots(slots, len(self._names), device)
+        self.device = device
+        self.ranks = [0] * slots
+        """Each slot's largest rank; 0: empty."""
+        self._slots: OrderedDict[int, int] = OrderedDict()  # id of weights -> slot, least recently used first
+        self._weights: dict[int, weakref.ref[LoraWeights]] = {}
+        self._free = list(range(slots))
+        self._gone: list[int] = []
+        first, views = 0, list[list[SiteTable]]()
+        for layer in groups:
+            own: list[SiteTable] = []
+            for group in layer:
+                own.append(self._table.table(first, len(group)))
+                first += len(group)
+            views.append(own)
+        self.tables = views
+        """By layer and group."""
+
+    def place(self, adapters: Sequence[LoraWeights]) -> list[int]:
+        """The slot of each of a step's adapters, which are no more than there are slots."""
+        self._sweep()
+        found = []
+        for weights in adapters:
+            key = id(weights)
+            if key in self._slots:
+                self._slots.move_to_end(key)
+        for weights in adapters:
+            slot = self._slots.get(id(weights))
+            found.append(self._put(weights, adapters) if slot is None else slot)
+        return found
+
+    def _put(self, weights: LoraWeights, wanted: Sequence[LoraWeights]) -> int:
+        if not self._free:
+            oldest = next(iter(self._slots))
+            assert all(id(other) != oldest for other in wanted), "expected a slot for each adapter of a step"
+            self._release(oldest)
+        slot, key = self._free.pop(), id(weights)
+        self._table.put(slot, [weights.sites.get(name) for name in self._names])
+        self.ranks[slot] = max((pair.rank for pair in weights.sites.values()), default=0)
+        self._slots[key] = slot
+        self._weights[key] = weakref.ref(weights, lambda _: self._gone.append(key))
+        return slot
+
+    def _sweep(self) -> None:
+        """Forget adapters that left memory: a slot would keep theirs."""
+        while self._gone:
+            self._release(self._gone.pop())
+
+    def _release(self, key: int) -> None:
+        slot = self._slots.pop(key, None)
+        if slot is None:
+            return
+        del self._weights[key]
+        self._table.clear(slot)
+        self.ranks[slot] = 0
+        self._free.append(slot)
+
+
+class SlotLora(AddsLora):
+    """The LoRA terms of a step whose segments name slots."""
+
+    def __init__(self, slots: AdapterSlots, plan: Plan) -> None:
+        self._tables, self._plan = slots.tables, plan
+
+    def add_(self, layer: int, group: int, ys: Sequence[Tensor], x_TD: Tensor) -> None:
+        """See `AddsLora`."""
+        segmented.add_(ys, x_TD, self._plan, self._tables[layer][group])
+
+
+def slot_lora(slots: AdapterSlots, segments: Segments) -> SlotLora:
+    """The terms of one step of any shape. `segments.adapters` are slots."""
+    rows, decode = segmented.tile_rows(segments)
+    host = cut(segments, slots.ranks, rows)
+    R = width_of(slots, segments)
+    return SlotLora(slots, Plan(upload(host, rows, segments.tokens, slots.device), R, decode))
+
+
+def width_of(slots: AdapterSlots, segments: Segments) -> int:
+    """The largest rank in the step, rounded up to whole blocks."""
+    most = max((slots.ranks[slot] for slot in segments.adapters if slot >= 0), default=1)
+    return max(1, -(-most // RANK_BLOCK)) * RANK_BLOCK
+
+
+class StaticLora(SlotLora):
+    """The LoRA terms of decode steps of one size in fixed buffers: a graph keeps the addresses, `load` the contents."""
+
+    def __init__(self, slots: AdapterSlots, batch: int, R: int) -> None:
+        self._tiles = StepTiles(DECODE_ROWS, batch, batch * R // RANK_BLOCK, batch, slots.device)
+        self._slots = slots
+        self._loaded: HostTiles | None = None
+        super().__init__(slots, Plan(self._tiles.tiles, R, True))
+
+    def load(self, segments: Segments) -> bool:
+        """What the next step adds, in stream order; False if that is what the last one added. The last copy has ended."""
+        host = cut(segments, self._slots.ranks, DECODE_ROWS)
+        if host == self._loaded:
+            return False
+        self._tiles.load(host)
+        self._loaded = host
+        return True

@@ -1,0 +1,192 @@
+"""Steps launched ahead of their tokens: the same texts as steps one by one. On CPU nothing is captured or overlaps."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterable, Iterator
+
+import pytest
+import torch
+
+from coserve.generate.generator import Generator
+from coserve.generate.runner import Runner
+from coserve.generate.slots import AdapterSlots
+from coserve.kernels.dispatch import Way
+from coserve.kernels.segments import LoraPair
+from coserve.link import Generate, RequestFailed, Tokens
+from coserve.memory.kv import KvCache
+from coserve.model.base import Base, wrap_base
+from coserve.model.fused import FusedBase
+from coserve.model.lora import LoraWeights
+from coserve.types import AdapterRef, FinishReason, LoraSettings, SamplingParams, Slo
+from tests.support.tiny_models import VOCAB, tiny_model
+
+GREEDY = SamplingParams(max_tokens=10, temperature=0.0)
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="module")
+def base() -> Base:
+    return wrap_base(tiny_model("llama"), name="llama", eos_token_ids=())
+
+
+@pytest.fixture(scope="module")
+def fused(base: Base) -> FusedBase:
+    return FusedBase(base, compiled=False)
+
+
+class Shelf:
+    def __init__(self, weights: dict[AdapterRef, LoraWeights]) -> None:
+        self.weights = weights
+
+    def acquire(self, ref: AdapterRef) -> LoraWeights:
+        return self.weights[ref]
+
+    def release(self, ref: AdapterRef) -> None:
+        assert ref in self.weights
+
+
+def adapter(base: Base, seed: int, rank: int) -> LoraWeights:
+    g = torch.Generator().manual_seed(seed)
+    sites = {
+        name: LoraPair(
+            torch.randn(rank, site.in_features, generator=g) * 0.3,
+            torch.randn(site.out_features, rank, generator=g) * 0.3,
+            0.7,
+        )
+        for name, site in base.spec.sites.items()
+    }
+    return LoraWeights(LoraSettings(r=rank), sites)
+
+
+def prompt(length: int, seed: int = 0) -> tuple[int, ...]:
+    chance = random.Random(1000 * seed + length)
+    return tuple(chance.randrange(3, VOCAB) for _ in range(length))
+
+
+def request(id: str, tokens: tuple[int, ...], sampling: SamplingParams = GREEDY, ref: AdapterRef | None = None):
+    return Generate(id=id, prompt=tokens, sampling=sampling, adapter=ref, slo=Slo(ttft=1, tpot=1))
+
+
+def generator(
+    fused: FusedBase,
+    shelf: Shelf | None,
+    *,
+    ahead: bool,
+    tokens: int = 2048,
+    step_tokens: int = 256,
+    max_running: int = 16,
+) -> Generator:
+    kv = KvCache.for_base(fused.base, tokens, 16)
+    return Generator(
+        fused.base,
+        shelf or Shelf({}),
+        kv,
+        max_running=max_running,
+        step_tokens=step_tokens,
+        way=Way.GROUPED,
+        runner=Runner(fused, kv, max_running=max_running) if ahead else None,
+    )
+
+
+def collect(gen: Generator, requests: Iterable[Generate]) -> dict[str, tuple[list[int], FinishReason | None]]:
+    for one in requests:
+        gen.add(one)
+    found: dict[str, tuple[list[int], FinishReason | None]] = {}
+    while gen.running:
+        for message in gen.step():
+            assert not isinstance(message, RequestFailed)
+            before, finished = found.get(message.id, ([], None))
+            assert finished is None
+            found[message.id] = ([*before, *message.tokens], message.finished)
+    assert gen.step() == []
+    assert gen.pages_used == 0
+    return found
+
+
+def test_texts_are_those_of_steps_one_by_one(fused: FusedBase) -> None:
+    """Alone in a batch and padded, in chunks, with tokens that stop a text one step after the next began, preempted."""
+    stops = SamplingParams(max_tokens=12, temperature=0.0, stop_token_ids=tuple(range(0, VOCAB, 3)))
+    drawn = SamplingParams(max_tokens=12, temperature=1.5, seed=3)
+    sorted_ = SamplingParams(max_tokens=9, temperature=1.2, top_k=20, top_p=0.9, seed=4)
+    exotic = SamplingParams(max_tokens=7, temperature=0.7, logprobs=2, frequency_penalty=0.4, seed=5)
+    least = SamplingParams(max_tokens=12, min_tokens=6, temperature=0.0, stop_token_ids=tuple(range(0, VOCAB, 2)))
+    kinds = [GREEDY, stops, drawn, sorted_, exotic, least, SamplingParams(max_tokens=1, temperature=0.0)]
+    requests = [request(str(i), prompt(3 + 5 * i), kind) for i, kind in enumerate(kinds)]
+    expected = collect(generator(fused, None, ahead=False), requests)
+    assert {finished for _, finished in expected.values()} == {FinishReason.STOP, FinishReason.LENGTH}
+    for changes in ({}, {"step_tokens": 11}, {"max_running": 3}, {"tokens": 64}):
+        gen = generator(fused, None, ahead=True, **changes)
+        assert collect(gen, requests) == expected, changes
+        assert bool(gen.preemptions) == ("tokens" in changes)
+    for one in requests:
+        assert collect(generator(fused, None, ahead=True), [one])[one.id] == expected[one.id]
+
+
+def test_mixed_adapters(base: Base, fused: FusedBase) -> None:
+    """Of several ranks, some of more than one request; those without an adapter are as ever."""
+    refs = [AdapterRef(f"a{i}", 1) for i in range(3)]
+    shelf = Shelf({ref: adapter(base, i, rank) for i, (ref, rank) in enumerate(zip(refs, (4, 1, 20), strict=True))})
+    chosen = [refs[0], None, refs[1], refs[0], refs[2], None]
+    few = SamplingParams(max_tokens=4, temperature=0.0)
+    requests = [request(str(i), prompt(2 + 3 * i), few, ref) for i, ref in enumerate(chosen)]
+    expected = collect(generator(fused, shelf, ahead=False), requests)
+    assert collect(generator(fused, shelf, ahead=True), requests) == expected
+
+
+def test_a_cancelled_request_leaves_nothing(fused: FusedBase) -> None:
+    gen = generator(fused, None, ahead=True)
+    gen.add(request("gone", prompt(5)))
+    gen.add(request("stays", prompt(6)))
+    gen.step()
+    gen.step()
+    gen.cancel("gone")
+    gen.add(request("gone", prompt(7)))  # the same id again, while a step of the first is under way
+    found = collect(gen, [])
+    assert len(found["gone"][0]) == GREEDY.max_tokens
+    assert found["gone"] == collect(generator(fused, None, ahead=False), [request("gone", prompt(7))])["gone"]
+
+
+def test_logits_that_are_not_finite_fail_their_request(fused: FusedBase, monkeypatch: pytest.MonkeyPatch) -> None:
+    gen = generator(fused, None, ahead=True)
+    real = FusedBase.forward
+    monkeypatch.setattr(FusedBase, "forward", lambda *args, **kwargs: real(*args, **kwargs) * float("nan"))
+    gen.add(request("bad", prompt(5)))
+    messages = [message for _ in range(3) for message in gen.step()]
+    assert [type(message) for message in messages] == [RequestFailed]
+    assert gen.running == gen.pages_used == 0
+
+
+def test_slots_follow_the_adapters(base: Base, fused: FusedBase) -> None:
+    slots = AdapterSlots(fused.groups, 2, base.device)
+    a, b, c = (adapter(base, i, rank) for i, rank in enumerate((4, 8, 3)))
+    assert len(set(slots.place([a, b]))) == 2
+    kept = slots.place([b])[0]
+    (taken,) = slots.place([c])
+    assert taken != kept
+    assert sorted(slots.ranks) == [3, 8]
+    del b
+    d = adapter(base, 9, 5)
+    assert slots.place([d]) == [kept]
+    assert sorted(slots.ranks) == [3, 5]
+    names = [name for layer in fused.groups for group in layer for name in group]
+    assert set(names) == set(base.spec.sites)
+    table = slots.tables[1][0]
+    assert table.ranks[kept].tolist() == [5, 5, 5]
+    assert table.addresses[kept, 1, 0] == d.sites[fused.groups[1][0][1]].a_RD.data_ptr()
+
+
+def test_messages_come_one_step_later(fused: FusedBase) -> None:
+    gen = generator(fused, None, ahead=True)
+    gen.add(request("one", prompt(4), SamplingParams(max_tokens=2, temperature=0.0)))
+    steps = [gen.step() for _ in range(3)]
+    assert [len(messages) for messages in steps] == [0, 1, 1]
+    assert isinstance(steps[2][0], Tokens)
+    assert gen.running == 0
