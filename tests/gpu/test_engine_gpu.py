@@ -13,12 +13,14 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from coserve.generate.generator import Generator
+from coserve.generate.runner import Runner
 from coserve.kernels.attention import PackedAttention
 from coserve.kernels.dispatch import Way
 from coserve.kernels.segments import LoraPair, Segments
 from coserve.link import Generate, JobSucceeded, Tokens
 from coserve.memory.kv import KvCache
 from coserve.model.base import Base, load_base, wrap_base
+from coserve.model.fused import FusedBase
 from coserve.model.lora import LoraBatch, LoraWeights
 from coserve.types import AdapterRef, LoraSettings, SamplingParams, Slo
 from tests.support.finetuning import Bench, job_spec, metrics_of, random_corpus
@@ -75,14 +77,21 @@ def texts(
     way: Way = Way.SEGMENTED,
     kv_tokens: int = 2048,
     step_tokens: int = 256,
+    prefix_cache: bool = True,
+    fused: FusedBase | None = None,
 ) -> dict[str, list[int]]:
+    """`fused`: through the runner, one step ahead and with graphs."""
+    kv = KvCache.for_base(base, kv_tokens, 16)
+    runner = None if fused is None else Runner(fused, kv, max_running=16)
     generator = Generator(
         base,
         shelf or Shelf({}),
-        KvCache.for_base(base, kv_tokens, 16),
+        kv,
         max_running=16,
         step_tokens=step_tokens,
         way=way,
+        prefix_cache=prefix_cache,
+        runner=runner,
     )
     found: dict[str, list[int]] = {}
     for one in requests:
@@ -143,6 +152,27 @@ def test_ways_give_the_same_logits(family: str) -> None:
     expected = logits(Way.REFERENCE)
     for way, tolerance in ((Way.GROUPED, 1e-4), (Way.SEGMENTED, 1e-4), (Way.BLOCK_SPARSE, 2e-2)):
         assert (logits(way) - expected).norm() <= tolerance * expected.norm(), way
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2", "gemma2", "mistral"])
+def test_graphed_texts_are_the_models(family: str) -> None:
+    """Compiled, captured and a step ahead: with adapters beside, padded to a bucket, in chunks, preempted."""
+    base = gpu_base(tiny_model(family))
+    refs = [AdapterRef(f"a{i}", 1) for i in range(len(RANKS))]
+    shelf = Shelf({ref: adapter(base, i, rank) for i, (ref, rank) in enumerate(zip(refs, RANKS, strict=True))})
+    drawn = SamplingParams(max_tokens=NEW, temperature=1.3, top_k=30, top_p=0.95, ignore_eos=True, seed=1)
+    stopped = SamplingParams(max_tokens=NEW, temperature=0.0, stop_token_ids=tuple(range(0, VOCAB, 2)))
+    bare = [request(f"bare{n}", prompt(n), None) for n in LENGTHS]
+    others = [request("drawn", prompt(9), None, drawn), request("stopped", prompt(8), None, stopped)]
+    chosen = [refs[0], refs[1], refs[2], refs[0], refs[3]]
+    adapted = [request(f"with{i}", prompt(4 + 3 * i), ref) for i, ref in enumerate(chosen)]
+    expected = texts(base, [*bare, *others, *adapted], shelf, way=Way.GROUPED)
+    fused = FusedBase(base)
+    for changes in ({}, {"step_tokens": 9}, {"kv_tokens": 96}, {"prefix_cache": False}):
+        assert texts(base, [*bare, *others, *adapted], shelf, fused=fused, **changes) == expected, changes
+    assert texts(base, bare, fused=fused) == {one.id: expected[one.id] for one in bare}
+    for one in (*bare[:2], *others):
+        assert texts(base, [one], fused=fused)[one.id] == expected[one.id]
 
 
 @pytest.mark.parametrize("recompute", [False, True], ids=["kept", "recomputed"])
