@@ -56,9 +56,10 @@ class Config:
     prefix_cache: bool = option(True, "requests of one adapter version that begin alike share KV pages")
     max_queue: int = option(1024, "most requests that wait; more get 429")
     fairness: str = option(
-        "drr",
-        "whose request is next: adapters in turn (deficit round robin), or strictly first come, first served",
-        choices=("drr", "fcfs"),
+        "auto",
+        "whose request is admitted next: adapters in turn (drr) or first come first served (fcfs); auto: drr under "
+        "'slack', fcfs under the paper's policies",
+        choices=("auto", "drr", "fcfs"),
     )
     max_jobs: int = option(256, "most jobs that wait or run; more get 429")
     max_active_jobs: int = option(
@@ -98,6 +99,11 @@ class Config:
             raise ConfigError(f"port: expected 0 to 65535, got {self.port}")
         if self.host not in ("127.0.0.1", "::1", "localhost") and self.api_key is None:
             raise ConfigError(f"host: {self.host!r} is not loopback; set api_key to serve others")
+
+    @property
+    def fair(self) -> bool:
+        """Adapters take turns."""
+        return self.fairness == "drr" or (self.fairness == "auto" and self.policy == "slack")
 
 
 def _parse(name: str, text: str) -> object:

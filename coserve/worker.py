@@ -74,7 +74,7 @@ def build_engine(base: Base, config: Config, link: Link[FromEngine, ToEngine]) -
         link,
         max_running=config.inference_batch_size,
         max_queue=config.max_queue,
-        fair=config.fairness == "drr",
+        fair=config.fair,
         max_active_jobs=config.max_active_jobs,
         step_tokens=config.step_tokens,
         clock=time.monotonic,

@@ -76,7 +76,7 @@ class Generation:
         self._metrics, self._clock = metrics, clock
         self._runs: dict[str, _Run] = {}
         """By the id of each sequence that has not ended."""
-        self._places = Places(config.max_queue, fair=config.fairness == "drr")
+        self._places = Places(config.max_queue, fair=config.fair)
         self._scoring = 0
         self.in_use: Counter[AdapterRef] = Counter()
 
