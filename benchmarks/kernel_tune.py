@@ -44,18 +44,14 @@ def climb(name: str, start: object, changes: Iterable[Change], time_us: Callable
 
 
 DECODE_CHANGES: tuple[Change, ...] = (
-    {"fetch": False},
     {"pdl": False},
-    {"pdl": False, "fetch": False},
-    *({"programs": programs} for programs in (2, 3, 5, 6, 8)),
-    *({"o": o} for o in (64, 128, 512)),
-    *({"k": k, "steps": steps} for k, steps in ((256, 1), (256, 2), (256, 4), (512, 1), (512, 4), (1024, 1))),
-    *({"warps": warps, "programs": programs} for warps, programs in ((8, 2), (8, 4), (2, 8), (2, 12))),
-    {"fetch": True, "pdl": True},
-    {"pdl": False, "fetch": False},
-    {"pdl": True, "fetch": False},
-    *({"o": o} for o in (128, 256, 512)),
-    *({"programs": programs} for programs in (2, 4, 6)),
+    *({"o": o, "expand_warps": warps} for o, warps in ((128, 4), (256, 2), (256, 4), (512, 4), (512, 8), (1024, 8))),
+    *(
+        {"k": k, "steps": steps, "shrink_warps": warps}
+        for k, steps in ((256, 1), (256, 2), (256, 4), (512, 1), (512, 2))
+        for warps in (2, 4)
+    ),
+    {"pdl": False},
 )
 
 
@@ -70,7 +66,7 @@ def decode(layers: int = 32) -> None:
             def call() -> None:
                 for layer, table in zip(sets, tables, strict=True):
                     where = (table.addresses, table.ranks, table.scalings)
-                    cut_as = (tiles.tiles, tiles.items, tiles.counters)
+                    cut_as = (tiles.tiles, tiles.items)
                     launch.decode(layer.ys, layer.x, *cut_as, *where, tiles.rows, 16, blocks)
 
             return graph_us([call], replays=9).us
@@ -81,7 +77,6 @@ def decode(layers: int = 32) -> None:
         ("a32", [i // 2 for i in range(64)], 8),
         ("a1", [0] * 64, 16),
         ("a1", [0] * 64, 32),
-        ("a1", [0] * 64, 64),
     ):
         tiles = upload(cut(cases.batch(owner, 1), [16] * 32, rows), rows, 64, cases.DEVICE)
         climb(f"{name} rows {rows}", launch.DECODE, DECODE_CHANGES, timed(tiles))
@@ -141,7 +136,7 @@ def _long_kernels(name: str, layers: list[cases.Layer], tables: list, tiles: Til
                 rows,
                 of_b=True,
                 blocks=b,
-            ),  # fmt: skip
+            ),
             [{"outer_n": n, "outer_warps": w, "outer_stages": s} for n in (64, 128) for w in (4, 8) for s in (2, 3)],
         ),
     }

@@ -14,8 +14,9 @@ import json
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from datetime import date
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +30,7 @@ from coserve.kernels import reference, segmented
 from coserve.kernels import segmented_launch as launch
 from coserve.kernels import segmented_ops as ops
 from coserve.kernels.segments import Segments
-from coserve.kernels.tables import cut, upload
+from coserve.kernels.tables import StepTiles, cut, upload
 
 BANDWIDTH = 4.30e12
 """Bytes a second of a device-to-device copy on the H200, read plus written."""
@@ -128,6 +129,7 @@ def grid(tokens: tuple[int, ...], sequences: Callable[[int], int]) -> Iterator[R
                     names += ("8", "64", "mixed")
                 for rank in names:
                     some = POPULARITIES if rank == names[0] else ("distinct", "skewed")
+                    some = some if count > 1 else ("distinct",)  # one token: they are the same
                     for popularity in some:
                         units = sequences(count)
                         owner = cases.owners(popularity, units)
@@ -136,27 +138,37 @@ def grid(tokens: tuple[int, ...], sequences: Callable[[int], int]) -> Iterator[R
                         gc.collect()
 
 
-def decode_part() -> list[Row]:
+def decode_part() -> Iterator[Row]:
     """One token a sequence."""
-    return list(grid((1, 8, 32, 64, 256), lambda tokens: tokens))
+    return grid((1, 8, 32, 64, 256), lambda tokens: tokens)
 
 
-def prefill_part() -> list[Row]:
+def prefill_part() -> Iterator[Row]:
     """Eight sequences."""
-    return list(grid((512, 4096), lambda _: 8))
+    return grid((512, 4096), lambda _: 8)
 
 
 def decode_stack(layers: int, tokens: int, ranks: list[int]) -> list[cases.Layer]:
     return [cases.make_layer(group, tokens, ranks) for _ in range(layers) for group in cases.LLAMA]
 
 
-def step_call(sets: list[cases.Layer], adapter_of: list[int], ranks: list[int]) -> ways.Call:
-    """The LoRA part of a decode step over a slot table, as a server would capture it."""
+def step_call(sets: list[cases.Layer], adapter_of: list[int], ranks: list[int], bucket: int | None = None) -> ways.Call:
+    """The LoRA part of a decode step over a slot table, as a server would capture it.
+
+    `bucket`: in buffers with room for so many tiles, those that are not needed inactive.
+    """
     slots, firsts = cases.fill_slots(sets, len(ranks))
     segments = cases.batch(adapter_of, 1)
     rows, decode = segmented.tile_rows(segments)
     host = cut(segments, ranks, rows)
-    plan = segmented.Plan(upload(host, rows, segments.tokens, cases.DEVICE), -(-max(ranks) // 16) * 16, decode)
+    R = -(-max(ranks) // 16) * 16
+    if bucket is None:
+        tiles = upload(host, rows, segments.tokens, cases.DEVICE)
+    else:
+        static = StepTiles(rows, bucket, bucket * R // 16, segments.tokens, cases.DEVICE)
+        static.load(host)
+        tiles = static.tiles
+    plan = segmented.Plan(tiles, R, decode)
     tables = [slots.table(first, len(layer.ys)) for layer, first in zip(sets, firsts, strict=True)]
 
     def call() -> None:
@@ -171,8 +183,13 @@ def step_part() -> list[Row]:
     pairs_of_two = [index // 2 for index in range(64)]
     rows: list[Row] = []
     sets = decode_stack(32, 64, [16] * 32)
-    for name, owner in (("a32", pairs_of_two), ("a1", [0] * 64)):
-        timing = graph_us([step_call(sets, owner, [16] * 32)])
+    for name, owner, bucket in (
+        ("a32", pairs_of_two, None),
+        ("a1", [0] * 64, None),
+        ("a32.bucket64", pairs_of_two, 64),
+        ("a1.bucket64", [0] * 64, 64),
+    ):
+        timing = graph_us([step_call(sets, owner, [16] * 32, bucket)], replays=31)
         rows.append({"case": f"step.{name}", "layers": 32, "us": {"segmented": timing.record()}})
         print(rows[-1], flush=True)
     four = sets[:16]
@@ -225,7 +242,7 @@ def train_part() -> list[Row]:
             return call
 
         def base_backward(layer: cases.Layer) -> ways.Call:
-            return lambda: [torch.mm(dy, weight) for dy, weight in zip(layer.ys, weights, strict=True)]
+            return lambda: [torch.mm(dy, weight) for dy, weight in zip(layer.ys, weights, strict=True)]  # noqa: B023
 
         columns = {
             "base_forward": graph_us([ways.base_call(layer, weights) for layer in layers], replays=9, repeat=3),
@@ -235,9 +252,14 @@ def train_part() -> list[Row]:
             "backward": graph_us([backward(item, add=False) for item in prepared], replays=9, repeat=3),
             "backward_and_add": graph_us([backward(item, add=True) for item in prepared], replays=9, repeat=3),
         }
+        for way in ("segmented", "stk64", "stk128", "grouped"):
+            try:
+                calls = [ways.learning_call(layer, segments, way) for layer in layers]
+                columns[f"autograd_{way}"] = graph_us(calls, replays=7)
+            except RuntimeError as error:
+                print(f"autograd_{way} left out: {error}", flush=True)
         rows.append({"group": group.name, "us": {name: timing.record() for name, timing in columns.items()}})
         print(group.name, {name: round(timing.us, 1) for name, timing in columns.items()}, flush=True)
-        del layers, prepared, weights
         gc.collect()
         torch.cuda.empty_cache()
     return rows
@@ -258,8 +280,8 @@ def scaling_part() -> list[Row]:
                 weights = ways.base_weights(layers[0])
                 for way, make in {
                     "base": lambda layer, w=weights: ways.base_call(layer, w),
-                    "segmented": lambda layer: ways.segmented_call(layer, segments),
-                    "grouped": lambda layer: ways.grouped_call(layer, segments),
+                    "segmented": lambda layer, s=segments: ways.segmented_call(layer, s),
+                    "grouped": lambda layer, s=segments: ways.grouped_call(layer, s),
                 }.items():
                     calls = [make(layer) for layer in layers]
                     total[way] = total.get(way, 0.0) + graph_us(calls, replays=7).us
@@ -301,7 +323,7 @@ def peft_part() -> list[Row]:
     return rows
 
 
-PARTS: dict[str, Callable[[], list[Row]]] = {
+PARTS: dict[str, Callable[[], Iterable[Row]]] = {
     "step": step_part,
     "train": train_part,
     "scaling": scaling_part,
@@ -311,7 +333,8 @@ PARTS: dict[str, Callable[[], list[Row]]] = {
 }
 
 
-def provenance(part: str, seconds: float) -> Row:
+@cache
+def provenance(part: str) -> Row:
     def line(*command: str) -> str:
         try:
             return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
@@ -326,7 +349,6 @@ def provenance(part: str, seconds: float) -> Row:
         "command": f"python -m benchmarks.kernels --only {part}",
         "seed": 0,
         "date": date.today().isoformat(),
-        "seconds": round(seconds, 1),
     }
 
 
@@ -345,10 +367,12 @@ def main() -> None:
     for part in chosen.only.split(","):
         torch.manual_seed(0)
         begun = time.perf_counter()
-        rows = PARTS[part]()
-        result = {"part": part, **provenance(part, time.perf_counter() - begun), "rows": rows}
-        (chosen.out / f"kernels_{part}.json").write_text(json.dumps(result, indent=1) + "\n")
-        print(f"{part}: {result['seconds']} s", file=sys.stderr, flush=True)
+        rows: list[Row] = []
+        for row in PARTS[part]():  # written as it grows: a run that is cut short keeps what it measured
+            rows.append(row)
+            result = {"part": part, **provenance(part), "seconds": round(time.perf_counter() - begun, 1), "rows": rows}
+            (chosen.out / f"kernels_{part}.json").write_text(json.dumps(result, indent=1) + "\n")
+        print(f"{part}: {time.perf_counter() - begun:.0f} s", file=sys.stderr, flush=True)
 
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn.functional import linear
 
 from benchmarks.lora_cases import DEVICE, DTYPE, Layer
-from coserve.kernels import block_sparse, dispatch, naive, segmented
+from coserve.kernels import block_sparse, dispatch, grouped, naive, segmented
 from coserve.kernels.dispatch import Way
 from coserve.kernels.segments import LoraPair, Segments
 
@@ -83,6 +83,27 @@ def stk_call(layer: Layer, segments: Segments, block: int) -> Call:
             stk.ops.dsd(stk.ops.sdd(x, a.t(), topology.matrix), b)
 
     return call
+
+
+def learning_call(layer: Layer, segments: Segments, way: str) -> Call:
+    """Forward and backward through autograd, to x and every A and B, as fine-tuning runs them."""
+    leaves = [LoraPair(p.a_RD.clone().requires_grad_(), p.b_OR.clone().requires_grad_(), p.scaling)
+              for site in layer.pairs for p in present(site)]  # fmt: skip
+    count = len(layer.pairs[0])
+    sites = [tuple(leaves[first : first + count]) for first in range(0, len(leaves), count)]
+    x = layer.x.clone().requires_grad_()
+    wanted = [x, *(tensor for pair in leaves for tensor in (pair.a_RD, pair.b_OR))]
+    segments = Segments(segments.bounds, segments.adapters)
+
+    def forward() -> list[Tensor]:
+        if way == "segmented":
+            return segmented.lora_add_group(layer.ys, x, segments, sites)
+        if way == "grouped":
+            return [grouped.lora_add(y, x, segments, site) for y, site in zip(layer.ys, sites, strict=True)]
+        block = int(way.removeprefix("stk"))
+        return [block_sparse.lora_add(y, x, segments, site, block) for y, site in zip(layer.ys, sites, strict=True)]
+
+    return lambda: torch.autograd.grad(forward(), wanted, layer.ys)
 
 
 def base_weights(layer: Layer) -> list[Tensor]:

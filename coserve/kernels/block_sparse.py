@@ -83,7 +83,7 @@ def _product(x_TD: Tensor, a_RD: Tensor, b_RO: Tensor, topology: Topology) -> Te
     x_MD = x_TD.index_select(0, topology.sources)
     _use_block(topology.block)
     h = stk.ops.sdd(x_MD, a_RD.t(), topology.matrix)
-    y_MO = stk.ops.dsd(h, b_RO)
+    y_MO: Tensor = stk.ops.dsd(h, b_RO)
     for tensor in (h.data, y_MO):  # the backward may come after another block size was in use
         if tensor.requires_grad:
             tensor.register_hook(lambda _, block=topology.block: _use_block(block))

@@ -10,7 +10,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-import triton
 from torch import Tensor
 
 from coserve.kernels import segmented_ops as ops
@@ -18,9 +17,9 @@ from coserve.kernels.segmented_launch import MAX_SITES
 from coserve.kernels.segments import LoraPair, Segments
 from coserve.kernels.tables import RANK_BLOCK, HostTiles, SiteTable, Tiles, cut, site_table, uncovered, upload
 
-DECODE_TOKENS = 256
-"""Batches up to this size go to the decode kernels: there, reading weights is what costs."""
-DECODE_ROWS = (8, 32)
+DECODE_RUN = 64
+"""A batch whose longest run of one adapter is no longer goes to the decode kernels: reading weights is what costs."""
+DECODE_ROWS = (8, 16)
 """Fewest and most rows of a decode tile."""
 LONG_ROWS = 64
 """Rows of a long tile."""
@@ -86,14 +85,15 @@ def train(ys: Sequence[Tensor], x_TD: Tensor, plan: Plan, group: Group) -> list[
     assert table.starts is not None, "expected a table made for training"
     where = (table.addresses, table.ranks, table.scalings, table.starts)
     cuts = (tiles.tiles, tiles.spans, tiles.counters)
-    return ops.lora_train(ys, x_TD, group.a, group.b, group.totals, *cuts, *where, tiles.rows, plan.R)[:-1]
+    out: list[Tensor] = ops.lora_train(ys, x_TD, group.a, group.b, group.totals, *cuts, *where, tiles.rows, plan.R)
+    return out[:-1]
 
 
 def add_(ys: Sequence[Tensor], x_TD: Tensor, plan: Plan, table: SiteTable) -> None:
     """Adds into ys in place. What a captured graph calls: only the contents of `plan` and `table` may change later."""
     tiles, where = plan.tiles, (table.addresses, table.ranks, table.scalings)
     if plan.decode:
-        ops.lora_decode_(ys, x_TD, tiles.tiles, tiles.items, tiles.counters, *where, tiles.rows, plan.R)
+        ops.lora_decode_(ys, x_TD, tiles.tiles, tiles.items, *where, tiles.rows, plan.R)
     else:
         ops.lora_long_(ys, x_TD, tiles.tiles, tiles.counters, *where, tiles.rows, plan.R)
 
@@ -101,10 +101,10 @@ def add_(ys: Sequence[Tensor], x_TD: Tensor, plan: Plan, table: SiteTable) -> No
 def tile_rows(segments: Segments) -> tuple[int, bool]:
     """(rows of a tile, whether the decode kernels serve this batch)."""
     longest = max((end - start for runs in segments.runs().values() for start, end in runs), default=1)
-    if segments.tokens > DECODE_TOKENS and longest > DECODE_ROWS[1]:
-        return LONG_ROWS, False
     fewest, most = DECODE_ROWS
-    return max(fewest, min(most, int(triton.next_power_of_2(longest)))), True
+    if longest > DECODE_RUN:
+        return LONG_ROWS, False
+    return fewest if longest <= fewest else most, True
 
 
 def plan_of(segments: Segments, group: Group, *, train: bool) -> Plan:

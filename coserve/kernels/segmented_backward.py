@@ -10,6 +10,7 @@ the result does not depend on their order. Shapes as in `segmented_prefill`; spa
 int32, the rows of dA (and columns of dB) that lie ahead of a slot's own.
 """
 
+# mypy: disable-error-code="no-untyped-def, misc, no-untyped-call, untyped-decorator"
 # ruff: noqa: ANN001, ANN201, ANN202 - a kernel's arguments have the types of its launch
 
 from __future__ import annotations
@@ -41,7 +42,10 @@ def shrink_b(
     BLOCK_T: tl.constexpr,
     BLOCK_R: tl.constexpr,
     BLOCK_K: tl.constexpr,
+    PDL: tl.constexpr,
 ):
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
     tile_ptr = tiles_ptr + tl.program_id(0) * 4
     split = tl.program_id(1)
     first = tl.program_id(2) * BLOCK_R
@@ -49,6 +53,8 @@ def shrink_b(
     rows = tl.load(tile_ptr + 1)
     slot = tl.load(tile_ptr + 2)
     rank = rank_at(ranks_ptr, slot, row, 0)
+    if PDL:
+        tl.extra.cuda.gdc_wait()
     if first >= rank:
         return
     b_ptr = weights(addresses_ptr, slot * row, 1, dy_ptr)
@@ -90,7 +96,10 @@ def expand_a(
     BLOCK_T: tl.constexpr,
     BLOCK_R: tl.constexpr,
     BLOCK_D: tl.constexpr,
+    PDL: tl.constexpr,
 ):
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
     tile_ptr = tiles_ptr + tl.program_id(1) * 4
     start = tl.load(tile_ptr)
     rows = tl.load(tile_ptr + 1)
@@ -99,6 +108,8 @@ def expand_a(
     d = tl.program_id(0) * BLOCK_D + tl.arange(0, BLOCK_D)
     keep = (t < rows)[:, None]
     acc = tl.zeros([BLOCK_T, BLOCK_D], dtype=tl.float32)
+    if PDL:
+        tl.extra.cuda.gdc_wait()
     for site in tl.static_range(SITES):
         rank = rank_at(ranks_ptr, slot, row, site)
         a_ptr = weights(addresses_ptr, tl.maximum(slot, 0) * row + site, 0, dx_ptr)
@@ -138,7 +149,10 @@ def outer(
     BLOCK_T: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_R: tl.constexpr,
+    PDL: tl.constexpr,
 ):
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
     span_ptr = spans_ptr + tl.program_id(1) * 4
     part = tl.program_id(2) % parts
     first = tl.program_id(2) // parts * BLOCK_R
@@ -148,6 +162,8 @@ def outer(
     rank0 = tl.load(ranks_ptr + entry)
     rank1 = tl.load(ranks_ptr + entry + 1) if SITES > 1 else 0
     rank2 = tl.load(ranks_ptr + entry + 2) if SITES > 2 else 0
+    if PDL:
+        tl.extra.cuda.gdc_wait()
     if first >= tl.maximum(rank0, tl.maximum(rank1, rank2)):
         return
     t = tl.arange(0, BLOCK_T)

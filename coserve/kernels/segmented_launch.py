@@ -24,22 +24,11 @@ class DecodeBlocks:
     """Sizes of the decode kernels."""
 
     k: int = 512
-    """Of a tile of 8 rows; half as many where a tile has more."""
     steps: int = 2
+    shrink_warps: int = 4
     o: int = 256
-    warps: int = 4
-    programs: int = 4
-    """On each multiprocessor at one time: they wait for each other, so all must fit."""
+    expand_warps: int = 4
     pdl: bool = True
-    fetch: bool = True
-
-    def k_of(self, rows: int) -> int:
-        return self.k if rows <= 8 else self.k // 2
-
-    @property
-    def registers(self) -> int:
-        """The most a thread may use for `programs` to fit in a multiprocessor's 65536."""
-        return min(255, 65536 // (32 * self.warps * self.programs) // 8 * 8)
 
 
 @dataclass(frozen=True)
@@ -47,8 +36,8 @@ class LongBlocks:
     """Sizes of the prefill and training kernels."""
 
     k: int = 128
-    shrink_warps: int = 4
-    shrink_stages: int = 3
+    shrink_warps: int = 8
+    shrink_stages: int = 4
     o: int = 128
     expand_warps: int = 4
     d: int = 128
@@ -59,6 +48,8 @@ class LongBlocks:
 
 
 DECODE = DecodeBlocks()
+DECODE_TALL = DecodeBlocks(shrink_warps=2, expand_warps=8)
+"""For tiles of more than 8 rows."""
 LONG = LongBlocks()
 
 
@@ -68,19 +59,14 @@ def has_pdl(device: torch.device) -> bool:
     return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
 
 
-@cache
-def multiprocessors(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count
-
-
 def _options(pdl: bool, warps: int, stages: int) -> dict[str, int | bool]:
     options: dict[str, int | bool] = {"num_warps": warps, "num_stages": stages, "PDL": pdl}
     return options if interpreted() else {**options, "launch_pdl": pdl}
 
 
-def decode_splits(inputs: int, rows: int, blocks: DecodeBlocks = DECODE) -> int:
+def decode_splits(inputs: int, blocks: DecodeBlocks = DECODE) -> int:
     """How many parts the decode shrink divides D `inputs` into."""
-    return int(triton.cdiv(inputs, blocks.k_of(rows) * blocks.steps))
+    return int(triton.cdiv(inputs, blocks.k * blocks.steps))
 
 
 def decode(
@@ -88,17 +74,18 @@ def decode(
     x_TD: Tensor,
     tiles: Tensor,
     items: Tensor,
-    counters: Tensor,
     addresses: Tensor,
     ranks: Tensor,
     scalings: Tensor,
     rows: int,
     R: int,
-    blocks: DecodeBlocks = DECODE,
+    blocks: DecodeBlocks | None = None,
 ) -> None:
-    """Adds into the ys of up to three sites that read x: one launch on a GPU, two in the interpreter."""
+    """Adds into the ys of up to three sites that read x."""
+    blocks = blocks or (DECODE if rows <= 8 else DECODE_TALL)
     tokens, inputs = x_TD.shape
-    sites, splits = len(ys), decode_splits(inputs, rows, blocks)
+    sites, splits = len(ys), decode_splits(inputs, blocks)
+    assert sites == ranks.shape[1] <= MAX_SITES, f"expected the table's sites, {MAX_SITES} at most, got {sites}"
     if not tiles.shape[0] or not tokens:
         return
     h = torch.empty(splits, sites, tokens, R, dtype=torch.float32, device=x_TD.device)
@@ -106,25 +93,15 @@ def decode(
     widths, strides = [y.shape[1] for y in three], [y.stride(0) for y in three]
     output_blocks = sum(triton.cdiv(y.shape[1], blocks.o) for y in ys)
     cut = {"BLOCK_T": rows, "BLOCK_R": RANK_BLOCK}
-    cut_k = {"BLOCK_K": blocks.k_of(rows), "STEPS": blocks.steps}
     sums = {"SITES": sites, "SPLITS": splits, "SPLITS_POW2": triton.next_power_of_2(splits), "ALIGNED": _aligned(ys)}
-    cut_o = {"BLOCK_O": blocks.o, "SINGLE": R <= RANK_BLOCK}
-    table, row = (addresses, ranks), ranks.stride(0)
-    if interpreted():
-        segmented_decode.shrink[(items.shape[0], splits, sites)](
-            x_TD, h, items, *table, inputs, x_TD.stride(0), row, tokens, R, **cut, **cut_k
-        )
-        segmented_decode.expand[(output_blocks, tiles.shape[0])](
-            *three, h, tiles, *table, scalings, *widths, *strides, row, tokens, R, **sums, **cut, **cut_o
-        )
-        return
-    pdl = blocks.pdl and has_pdl(x_TD.device)
-    units = max(items.shape[0] * splits * sites, tiles.shape[0] * output_blocks)
-    segmented_decode.fused[(min(units, blocks.programs * multiprocessors(x_TD.device)),)](
-        x_TD, *three, h, counters, items, tiles, *table, scalings, inputs, x_TD.stride(0), *widths, *strides, row,
-        tokens, R, items.shape[0], tiles.shape[0], output_blocks, **sums, **cut, **cut_k, **cut_o,
-        FETCH=blocks.fetch and pdl and x_TD.element_size() == 2, WARPS=blocks.warps, maxnreg=blocks.registers,
-        **_options(pdl, blocks.warps, 1),
+    table, row, pdl = (addresses, ranks), ranks.stride(0), blocks.pdl and has_pdl(x_TD.device)
+    segmented_decode.shrink[(items.shape[0], splits, sites)](
+        x_TD, h, items, *table, inputs, x_TD.stride(0), row, tokens, R, **cut,
+        BLOCK_K=blocks.k, STEPS=blocks.steps, **_options(pdl, blocks.shrink_warps, 1),
+    )  # fmt: skip
+    segmented_decode.expand[(output_blocks, tiles.shape[0])](
+        *three, h, tiles, *table, scalings, *widths, *strides, row, tokens, R, **sums, **cut,
+        BLOCK_O=blocks.o, SINGLE=R <= RANK_BLOCK, **_options(pdl, blocks.expand_warps, 1),
     )  # fmt: skip
 
 
@@ -187,6 +164,7 @@ def long_expand(
 ) -> None:
     """`out = y + scaling h Bᵀ` for up to three sites in one launch; `outs` may be `ys`."""
     sites, tokens, R = h.shape
+    assert sites == len(ys) <= MAX_SITES, f"expected the table's sites, {MAX_SITES} at most, got {len(ys)}"
     if not tiles.shape[0] or not tokens:
         return
     three, fresh = ([each[min(site, sites - 1)] for site in range(MAX_SITES)] for each in (ys, outs))
@@ -243,13 +221,9 @@ def shrink_b(
             BLOCK_T=rows,
             BLOCK_R=block_r,
             BLOCK_K=k,
-            **_stages(blocks.shrink_warps, blocks.shrink_stages),
+            **_options(blocks.pdl and has_pdl(g.device), blocks.shrink_warps, blocks.shrink_stages),
         )
     return g
-
-
-def _stages(warps: int, stages: int) -> dict[str, int]:
-    return {"num_warps": warps, "num_stages": stages}
 
 
 def expand_a(
@@ -274,7 +248,7 @@ def expand_a(
         BLOCK_T=rows,
         BLOCK_R=rank_block(R),
         BLOCK_D=block_d,
-        **_stages(blocks.expand_warps, 1),
+        **_options(blocks.pdl and has_pdl(g.device), blocks.expand_warps, 1),
     )
     return dx
 
@@ -301,7 +275,7 @@ def outer(
     width, block_r = u_TN.shape[1], rank_block(R)
     block_n = blocks.outer_n if u_TN.element_size() == 2 else blocks.outer_n // 2
     rank_blocks, wide = triton.cdiv(R, block_r), triton.cdiv(width, block_n)
-    adapters = spans.shape[0]
+    adapters, warps = spans.shape[0], 8 if sites > 1 and block_r > 32 else blocks.outer_warps
     parts = max(1, min(PROGRAMS // (wide * adapters * rank_blocks), tiles.shape[0] // adapters // 2))
     full = adapters == ranks.shape[0]
     new = torch.empty if full else torch.zeros  # a slot without tokens has no gradient
@@ -329,6 +303,6 @@ def outer(
         BLOCK_T=rows,
         BLOCK_N=block_n,
         BLOCK_R=block_r,
-        **_stages(8 if sites > 1 and block_r > 32 else blocks.outer_warps, blocks.outer_stages),
+        **_options(blocks.pdl and has_pdl(v.device), warps, blocks.outer_stages),
     )
     return [out[0] if parts == 1 else out.sum(0).to(u_TN.dtype) for out in outs]

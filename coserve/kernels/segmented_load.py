@@ -1,5 +1,6 @@
 """How the segmented kernels read adapter weights through the slot table."""
 
+# mypy: disable-error-code="no-untyped-def, misc, no-untyped-call, untyped-decorator"
 # ruff: noqa: ANN001, ANN201 - a kernel's arguments have the types of its launch
 
 from __future__ import annotations
@@ -26,22 +27,6 @@ def load_b(b_ptr, o, r, O, rank):
 def padded(rank):
     """How many ranks of h and g are written, with zeros at their end: whole vectors, whatever the rank."""
     return (rank + 15) // 16 * 16
-
-
-@triton.jit
-def ask_for(part_ptr, size, wanted):
-    """Has `size` bytes (a multiple of 16) behind each aligned pointer fetched into the L2, where `wanted` is not 0.
-
-    Returns at once and holds no registers. One request a row: the copy engine counts requests, not bytes.
-    """
-    tl.inline_asm_elementwise(
-        "{ .reg .pred p; setp.ne.b32 p, $3, 0; @p cp.async.bulk.prefetch.L2.global [$1], $2; mov.b32 $0, 0; }",
-        "=r,l,r,r",
-        [part_ptr.to(tl.int64), size, wanted],
-        dtype=tl.int32,
-        is_pure=False,
-        pack=1,
-    )
 
 
 @triton.jit

@@ -14,13 +14,12 @@ from torch import Tensor
 from coserve.kernels import segmented_launch as launch
 
 
-@torch.library.custom_op("coserve::lora_decode_", mutates_args=("ys", "counters"))
+@torch.library.custom_op("coserve::lora_decode_", mutates_args=("ys",))
 def lora_decode_(
     ys: Sequence[Tensor],
     x: Tensor,
     tiles: Tensor,
     items: Tensor,
-    counters: Tensor,
     addresses: Tensor,
     ranks: Tensor,
     scalings: Tensor,
@@ -28,7 +27,7 @@ def lora_decode_(
     R: int,
 ) -> None:
     """y_g += scaling (x A_gᵀ) B_gᵀ in place for each y of the group; a few rows an adapter."""
-    launch.decode(list(ys), x, tiles, items, counters, addresses, ranks, scalings, rows, R)
+    launch.decode(list(ys), x, tiles, items, addresses, ranks, scalings, rows, R)
 
 
 @torch.library.custom_op("coserve::lora_long_", mutates_args=("ys", "counters"))

@@ -11,6 +11,7 @@ addresses: (slots, G, 2) int64; ranks: (slots, G) int32; scalings: (slots, G) fp
 from one slot to the next. A slot of -1 has rank 0: its rows are copied.
 """
 
+# mypy: disable-error-code="no-untyped-def, misc, no-untyped-call, untyped-decorator"
 # ruff: noqa: ANN001, ANN201, ANN202 - a kernel's arguments have the types of its launch
 
 from __future__ import annotations
@@ -54,12 +55,11 @@ def shrink(
     PDL: tl.constexpr,
 ):  # fmt: skip
     """Grid (tiles, splits, rank blocks). Without `SPLIT`, `parts_ptr` is `h_ptr`."""
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
     tile_ptr = tiles_ptr + tl.program_id(0) * 4
     split = tl.program_id(1)
     first = tl.program_id(2) * BLOCK_R
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
     start = tl.load(tile_ptr)
     rows = tl.load(tile_ptr + 1)
     slot = tl.load(tile_ptr + 2)
@@ -67,6 +67,8 @@ def shrink(
     rank1 = rank_at(ranks_ptr, slot, row, 1) if SITES > 1 else 0
     rank2 = rank_at(ranks_ptr, slot, row, 2) if SITES > 2 else 0
     most = tl.maximum(rank0, tl.maximum(rank1, rank2))
+    if PDL:
+        tl.extra.cuda.gdc_wait()
     if first >= most:
         return
     sizes = (D, x_stride, row, T, R, steps)
@@ -146,10 +148,9 @@ def expand(
     PDL: tl.constexpr,
 ):  # fmt: skip
     """Grid (output blocks of all sites, tiles). `out` may be `y`."""
-    tile_ptr = tiles_ptr + tl.program_id(1) * 4
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
+    tile_ptr = tiles_ptr + tl.program_id(1) * 4
     _, _, out_ptr, _, out_stride = output(
         tl.program_id(0), out0_ptr, out1_ptr, out2_ptr, O0, O1, O2, out0_stride, out1_stride, out2_stride,
         SITES, ALIGNED, BLOCK_O,
@@ -165,15 +166,20 @@ def expand(
     b_ptr = weights(addresses_ptr, tl.maximum(slot, 0) * row + site, 1, y0_ptr)
     t = tl.arange(0, BLOCK_T)
     o = block * BLOCK_O + tl.arange(0, BLOCK_O)
+    r = tl.arange(0, BLOCK_R)
+    b = load_b(b_ptr, o, r, O, rank)
+    if PDL:
+        tl.extra.cuda.gdc_wait()
     h_at = h_ptr + (site * T + start + t)[:, None] * R
     keep = (t < rows)[:, None]
     lines = (start + t)[:, None].to(tl.int64)
     mask = keep & (o < O)[None, :]
     y = tl.load(y_ptr + lines * y_stride + o[None, :], mask=mask, other=0.0)
+    h = tl.load(h_at + r[None, :], mask=keep & (r < padded(rank))[None, :], other=0.0)
     acc = tl.zeros([BLOCK_T, BLOCK_O], dtype=tl.float32)
-    for first in range(0, rank, BLOCK_R):
-        r = first + tl.arange(0, BLOCK_R)
-        h = tl.load(h_at + r[None, :], mask=keep & (r < padded(rank))[None, :], other=0.0)
-        b = load_b(b_ptr, o, r, O, rank)
-        acc = tl.dot(h, tl.trans(b), acc, input_precision="ieee")
+    acc = tl.dot(h, tl.trans(b), acc, input_precision="ieee")
+    for first in range(BLOCK_R, rank, BLOCK_R):
+        more = first + r
+        h = tl.load(h_at + more[None, :], mask=keep & (more < padded(rank))[None, :], other=0.0)
+        acc = tl.dot(h, tl.trans(load_b(b_ptr, o, more, O, rank)), acc, input_precision="ieee")
     tl.store(out_ptr + lines * out_stride + o[None, :], (y.to(tl.float32) + acc * scaling).to(y.dtype), mask=mask)

@@ -85,12 +85,12 @@ def site_table(pairs: Sequence[Sequence[LoraPair | None]], device: torch.device)
     scalings = torch.tensor([[0.0 if p is None else p.scaling for p in row] for row in rows], dtype=torch.float32)
     host = host.view(slots, sites, 4)
     host[..., 3] = host[..., 2].cumsum(0) - host[..., 2]
-    addresses, ranks, starts = host.to(device).split((2, 1, 1), dim=-1)
+    table_NG4 = host.to(device)
     table = SiteTable(
-        addresses.contiguous(),
-        ranks.squeeze(-1).to(torch.int32),
+        table_NG4[..., :2].contiguous(),
+        table_NG4[..., 2].to(torch.int32),
         scalings.view(slots, sites).to(device),
-        starts.squeeze(-1).to(torch.int32),
+        table_NG4[..., 3].to(torch.int32),
     )
     return table, [pair for row in rows for pair in row if pair is not None]
 
@@ -174,8 +174,10 @@ def upload(host: HostTiles, rows: int, tokens: int, device: torch.device) -> Til
     flat = torch.tensor([entry for part in parts for entry in part], dtype=torch.int32).view(-1, 4)
     if device.type == "cuda":
         flat = flat.pin_memory()
-    tiles, items, spans = flat.to(device, non_blocking=True).split([len(part) for part in parts])
-    return Tiles(rows, tiles, items, spans, torch.zeros(tokens, dtype=torch.int32, device=device))
+    flat = flat.to(device, non_blocking=True)
+    first, second = len(host.tiles), len(host.tiles) + len(host.items)
+    counters = torch.zeros(tokens, dtype=torch.int32, device=device)
+    return Tiles(rows, flat[:first], flat[first:second], flat[second:], counters)
 
 
 class StepTiles:
