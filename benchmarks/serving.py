@@ -168,6 +168,7 @@ class Bench:
             engine_end,
             max_running=MAX_RUNNING,
             max_queue=4096,
+            fair=False,
             max_active_jobs=1,
             step_tokens=STEP_TOKENS,
             clock=time.monotonic,

@@ -52,7 +52,9 @@ class Config:
 
     kv_tokens: int | None = option(None, "tokens the KV pool holds; default: from free memory")
     page_tokens: int = option(16, "tokens of one KV page")
-    step_tokens: int = option(512, "most tokens of one generation step (decodes and prefill chunks)")
+    step_tokens: int | None = option(
+        None, "most tokens of one generation step (decodes and prefill chunks); default: 512 on CPU, 2048 on a GPU"
+    )
     prefix_cache: bool = option(True, "requests of one adapter version that begin alike share KV pages")
     max_queue: int = option(1024, "most requests that wait; more get 429")
     fairness: str = option(
@@ -93,7 +95,7 @@ class Config:
             "keep_checkpoints",
             "max_body_bytes",
         ):
-            if getattr(self, name) < 1:
+            if getattr(self, name) is not None and getattr(self, name) < 1:
                 raise ConfigError(f"{name}: expected at least 1, got {getattr(self, name)}")
         if not 0 <= self.port <= 65535:
             raise ConfigError(f"port: expected 0 to 65535, got {self.port}")

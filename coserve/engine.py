@@ -71,6 +71,7 @@ class Generates(Protocol):
     def add(self, request: Generate) -> None: ...
     def cancel(self, id: str) -> None: ...
     def step(self) -> list[Tokens | RequestFailed]: ...
+    def land(self) -> list[Tokens | RequestFailed]: ...
 
 
 class Trains(Protocol):
@@ -225,6 +226,8 @@ class Engine:
         self._link.send(message)
 
     async def _train(self, job: str, pieces: int | None) -> None:
+        for token in self._generator.land():  # chosen already: they need not wait for the slice
+            self._emit_tokens(token, self._clock())
         began = self._clock()
         # Told before the loop breathes: a pause or a cancel that comes in then must not unsay what is durable.
         for message in self._trainer.advance(job, pieces):

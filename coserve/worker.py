@@ -35,6 +35,8 @@ from coserve.state.folder import DataFolder
 
 PR_SET_PDEATHSIG = 1
 EXACT_THREADS = 2
+STEP_TOKENS = {"cpu": 512, "cuda": 2048}
+"""Most tokens of a generation step unless told otherwise."""
 
 
 def build_engine(base: Base, config: Config, link: Link[FromEngine, ToEngine]) -> tuple[Engine, EngineReady]:
@@ -46,13 +48,14 @@ def build_engine(base: Base, config: Config, link: Link[FromEngine, ToEngine]) -
         config.max_adapters_resident,
     )
     kv = KvCache.for_base(base, config.kv_tokens, config.page_tokens)
+    step_tokens = config.step_tokens or STEP_TOKENS[base.device.type]
     runner, notes = make_runner(base, kv, max_running=config.inference_batch_size, way=way)
     generator = Generator(
         base,
         residency,
         kv,
         max_running=config.inference_batch_size,
-        step_tokens=config.step_tokens,
+        step_tokens=step_tokens,
         way=way,
         prefix_cache=config.prefix_cache,
         runner=runner,
@@ -76,7 +79,7 @@ def build_engine(base: Base, config: Config, link: Link[FromEngine, ToEngine]) -
         max_queue=config.max_queue,
         fair=config.fair,
         max_active_jobs=config.max_active_jobs,
-        step_tokens=config.step_tokens,
+        step_tokens=step_tokens,
         clock=time.monotonic,
     )
     ready = EngineReady(spec=base.spec, kv_tokens=kv.tokens, lora_way=way.value, notes=_notes(base, generator) + notes)

@@ -97,6 +97,9 @@ class FakeGenerator:
     def cancel(self, id: str) -> None:
         self._sequences.pop(id, None)  # it may have ended in the step that runs
 
+    def land(self) -> list[Tokens | RequestFailed]:
+        return []
+
     def step(self) -> list[Tokens | RequestFailed]:
         budget, results = self._step_tokens, list[Tokens | RequestFailed]()
         self._preempt_one()
