@@ -80,10 +80,10 @@ def lora_add(y_TO: Tensor, x_TD: Tensor, segments: Segments, pairs: Sequence[Lor
         case Way.NAIVE | Way.GROUPED:
             return grouped.lora_add(y_TO, x_TD, segments, pairs)
         case Way.BLOCK_SPARSE:
-            from coserve.kernels import block_sparse  # Triton only where it is used
+            from coserve.kernels.block_sparse import lora_add as by_stk  # Triton only where it is used
 
-            return block_sparse.lora_add(y_TO, x_TD, segments, pairs)
+            return by_stk(y_TO, x_TD, segments, pairs)
         case Way.SEGMENTED:
-            from coserve.kernels import segmented  # Triton only where it is used
+            from coserve.kernels.segmented import lora_add as by_segments  # Triton only where it is used
 
-            return segmented.lora_add(y_TO, x_TD, segments, pairs)
+            return by_segments(y_TO, x_TD, segments, pairs)

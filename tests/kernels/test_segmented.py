@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from coserve.kernels import segmented
-from tests.support.lora_grids import GRIDS, Grid, check_forward, check_gradients
+from coserve.kernels import reference, segmented
+from coserve.kernels import segmented_ops as ops
+from tests.support.lora_grids import GRIDS, Grid, check_forward, check_gradients, make_case, relative_error
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 named = pytest.mark.parametrize("grid", GRIDS, ids=lambda grid: grid.name)
@@ -27,3 +28,56 @@ def test_long_forward(grid: Grid, monkeypatch: pytest.MonkeyPatch) -> None:
 @named
 def test_gradients(grid: Grid) -> None:
     check_gradients(segmented.lora_add, grid, torch.float32, DEVICE)
+
+
+def test_sites_of_one_input_together() -> None:
+    ranks = ((16, 8, 20), (16, 0, 20), (8, 3, 1), (0, 5, 6))
+    grids = [Grid(f"site{at}", (2, 1, 5), (0, 1, 2), own, 48, 40 + 8 * at) for at, own in enumerate(ranks)]
+    cases = [make_case(grid, torch.float32, DEVICE, seed=at) for at, grid in enumerate(grids)]
+    x, segments, pairs = cases[0].x, cases[0].segments, [case.pairs for case in cases]
+    expected = [reference.lora_add(case.y, x, segments, case.pairs) for case in cases]
+    got = segmented.lora_add_group([case.y.clone() for case in cases], x, segments, pairs)
+    for mine, wanted in zip(got, expected, strict=True):
+        assert relative_error(mine, wanted) <= 1e-5
+
+
+def test_gradients_of_sites_of_one_input_together() -> None:
+    ranks = ((16, 8), (4, 0), (5, 3))
+    grids = [Grid(f"site{at}", (3, 2), (0, 1), own, 48, 40) for at, own in enumerate(ranks)]
+    cases = [make_case(grid, torch.float32, DEVICE, seed=at, grad=True) for at, grid in enumerate(grids)]
+    x, segments = cases[0].x, cases[0].segments
+    leaves = [x, *(leaf for case in cases for leaf in case.leaves() if leaf is not case.x)]
+
+    def gradients(outs: list[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+        return torch.autograd.grad(sum((out * (at + 1)).sum() for at, out in enumerate(outs)), leaves)
+
+    ys, pairs = [case.y for case in cases], [case.pairs for case in cases]
+    expected = gradients([reference.lora_add(y, x, segments, own) for y, own in zip(ys, pairs, strict=True)])
+    for mine, wanted in zip(gradients(segmented.lora_add_group(ys, x, segments, pairs)), expected, strict=True):
+        assert relative_error(mine, wanted) <= 2e-5
+
+
+def test_strided_outputs_are_written_in_place() -> None:
+    case = make_case(GRIDS[6], torch.float32, DEVICE)
+    wide = torch.zeros(case.y.shape[0], 2 * case.y.shape[1], device=DEVICE)
+    part = wide[:, case.y.shape[1] :]
+    part.copy_(case.y)
+    segmented.lora_add(part, case.x, case.segments, case.pairs)
+    assert relative_error(part, reference.lora_add(case.y, case.x, case.segments, case.pairs)) <= 1e-5
+    assert not wide[:, : case.y.shape[1]].any()
+
+
+@pytest.mark.parametrize("train", [False, True])
+def test_ops_keep_torch_library_rules(train: bool) -> None:
+    case = make_case(GRIDS[6], torch.float32, DEVICE, grad=train)
+    group = segmented.group_of(case.segments, [case.pairs], case.x.device)
+    plan = segmented.plan_of(case.segments, group, train=train)
+    tiles, table = plan.tiles, group.table
+    where = (table.addresses, table.ranks, table.scalings)
+    if train:
+        cuts = (group.totals, tiles.tiles, tiles.spans, tiles.counters)
+        arguments = ([case.y], case.x, group.a, group.b, *cuts, *where, table.starts, tiles.rows, plan.R)
+        torch.library.opcheck(ops.lora_train, arguments, test_utils=("test_schema", "test_faketensor"))
+    else:
+        arguments = ([case.y], case.x, tiles.tiles, tiles.items, *where, tiles.rows, plan.R)
+        torch.library.opcheck(ops.lora_decode_, arguments, test_utils=("test_schema", "test_faketensor"))

@@ -1,0 +1,93 @@
+from __future__ import annotations
+
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from coserve.kernels.segments import LoraPair, Segments
+from coserve.kernels.tables import RANK_BLOCK, Slots, StepTiles, cut, readable, site_table, uncovered, upload
+
+CPU = torch.device("cpu")
+batches = st.lists(st.tuples(st.integers(0, 9), st.integers(-1, 3)), max_size=12)
+
+
+def packed(shape: list[tuple[int, int]]) -> Segments:
+    bounds = [0]
+    for length, _ in shape:
+        bounds.append(bounds[-1] + length)
+    return Segments(tuple(bounds), tuple(adapter for _, adapter in shape))
+
+
+def pair(rank: int, inputs: int = 8, outputs: int = 6, scaling: float = 2.0) -> LoraPair:
+    return LoraPair(torch.randn(rank, inputs), torch.randn(outputs, rank), scaling)
+
+
+@given(batches, st.sampled_from([1, 4, 16]), st.tuples(*[st.integers(0, 40)] * 4))
+def test_tiles_hold_every_row_of_an_adapter_once(
+    shape: list[tuple[int, int]], rows: int, ranks: tuple[int, ...]
+) -> None:
+    segments = packed(shape)
+    host = cut(segments, ranks, rows)
+    owner = {row: slot for start, length, slot, _ in host.tiles for row in range(start, start + length)}
+    wanted = {
+        row: adapter
+        for adapter, start, end in zip(segments.adapters, segments.bounds, segments.bounds[1:], strict=False)
+        for row in range(start, end)
+        if adapter >= 0 and ranks[adapter]
+    }
+    assert owner == wanted
+    assert sum(length for _, length, _, _ in host.tiles) == len(wanted)
+    assert all(0 < length <= rows for _, length, _, _ in host.tiles)
+    for first, count, slot, _ in host.spans:
+        assert {tile[2] for tile in host.tiles[first : first + count]} == {slot}
+    assert sum(count for _, count, _, _ in host.spans) == len(host.tiles)
+    assert len(host.items) == sum(-(-ranks[slot] // RANK_BLOCK) for _, _, slot, _ in host.tiles)
+
+    rest = uncovered(segments, host, rows)
+    left = [row for start, length, _, _ in rest for row in range(start, start + length)]
+    assert sorted([*left, *wanted]) == list(range(segments.tokens))
+
+
+def test_a_step_marks_what_it_does_not_need_inactive() -> None:
+    step = StepTiles(4, 3, 6, 12, CPU)
+    full, small = (packed([(n, 0), (n, 1), (2, 2)]) for n in (4, 1))
+    step.load(cut(full, (20, 8, 4), 4))
+    addresses = step.tiles.tiles.data_ptr(), step.tiles.items.data_ptr()
+    small_host = cut(packed([(1, 2)]), (20, 8, 4), 4)
+    step.load(small_host)
+    assert step.tiles.tiles.tolist() == [[0, 1, 2, 1], [0] * 4, [0] * 4]
+    assert step.tiles.items[:, 1].tolist() == [1, 0, 0, 0, 0, 0]
+    assert addresses == (step.tiles.tiles.data_ptr(), step.tiles.items.data_ptr())
+    assert not step.fits(cut(packed([(16, 0)]), (20, 8, 4), 4))
+    assert upload(cut(small, (20, 8, 4), 4), 4, 4, CPU).tiles.shape == (3, 4)
+
+
+def test_slots_show_in_views_that_were_taken_before() -> None:
+    slots = Slots(2, 3, CPU)
+    view = slots.table(1, 2)
+    first = pair(4, scaling=0.5)
+    slots.put(1, [None, first, pair(8)])
+    assert view.ranks.tolist() == [[0, 0], [4, 8]]
+    assert view.scalings[1].tolist() == [0.5, 2.0]
+    assert view.addresses[1, 0, 0].item() == first.a_RD.data_ptr()
+    slots.clear(1)
+    assert view.ranks.tolist() == [[0, 0], [0, 0]]
+
+
+def test_a_pair_is_copied_only_where_it_cannot_be_read_as_it_is() -> None:
+    even = pair(16)
+    assert readable(even) is even
+    odd = readable(pair(5))
+    assert odd.b_OR.shape == (6, 8)
+    assert not odd.b_OR[:, 5:].any()
+    turned = LoraPair(torch.randn(8, 16).T, torch.randn(6, 16), 1.0)
+    assert readable(turned).a_RD.is_contiguous()
+    assert torch.equal(readable(turned).a_RD, turned.a_RD)
+
+
+def test_starts_count_the_ranks_ahead() -> None:
+    table, held = site_table([(pair(4), None, pair(8)), (None, pair(2), pair(3))], CPU)
+    assert table.ranks.tolist() == [[4, 0], [0, 2], [8, 3]]
+    assert table.starts is not None
+    assert table.starts.tolist() == [[0, 0], [4, 0], [4, 2]]
+    assert len(held) == 4
