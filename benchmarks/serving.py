@@ -18,7 +18,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -136,7 +136,7 @@ def requests(work: Work, run: str) -> list[Generate]:
 class Bench:
     """One engine over one base, and the API's end of its link."""
 
-    def __init__(self, base: Base) -> None:
+    def __init__(self, base: Base, options: dict[str, bool]) -> None:
         began = time.perf_counter()
         config = Config(inference_batch_size=MAX_RUNNING, step_tokens=STEP_TOKENS, device="cuda")
         self.base = base
@@ -145,7 +145,7 @@ class Bench:
         for i in range(32):
             self.residency.publish(AdapterRef(f"a{i}", 1), adapter(base, i))
         kv = KvCache.for_base(base, KV_TOKENS, config.page_tokens)
-        self.runner = Runner(FusedBase(base), kv, max_running=MAX_RUNNING)
+        self.runner = Runner(FusedBase(base, options=options), kv, max_running=MAX_RUNNING)
         self.runner.warm_up()
         torch.cuda.synchronize()
         self.start_seconds = time.perf_counter() - began
@@ -197,7 +197,7 @@ async def measure(bench: Bench, rows: Sequence[Work]) -> dict[str, list[float]]:
     found: dict[str, list[float]] = {}
     task = asyncio.create_task(bench.engine.run())
     for work in rows:
-        await bench.run(work, "warm")
+        await bench.run(replace(work, requests=min(work.requests, 128)), "warm")
         found[work.key] = [await bench.run(work, str(i)) for i in range(work.repeats)]
         print(work.key, [round(value) for value in found[work.key]], "target", work.target, flush=True)
     message: ToEngine = Shutdown()
@@ -206,12 +206,12 @@ async def measure(bench: Bench, rows: Sequence[Work]) -> dict[str, list[float]]:
     return found
 
 
-def profile(bench: Bench, batch: int, adapters: int, steps: int = 20) -> str:
+def profile(bench: Bench, batch: int, adapters: int, prompt: int = 16, warm: int = 20, steps: int = 20) -> str:
     """Kernel times of decode steps, and the share of the time in which the GPU had nothing to do."""
-    work = Work(f"profile.b{batch}.a{adapters}", batch, 16, steps + 40, adapters, None)
+    work = Work(f"profile.b{batch}.a{adapters}", batch, prompt, steps + 40, adapters, None)
     for one in requests(work, "p"):
         bench.generator.add(one)
-    for _ in range(20):
+    for _ in range(warm):
         bench.generator.step()
     torch.cuda.synchronize()
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as found:
@@ -301,18 +301,25 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results"))
     parser.add_argument("--rows", default="", help="only keys that contain one of these, separated by commas")
-    parser.add_argument("--profile", default="", help="BATCH.ADAPTERS,... whose decode steps are profiled")
+    parser.add_argument(
+        "--profile", default="", help="BATCH.ADAPTERS,... (decode steps) or BATCH.ADAPTERS.PROMPT (prompts) to profile"
+    )
+    parser.add_argument("--inductor", default="", help="options of torch._inductor to switch on")
     parser.add_argument("--layers", type=int, default=32)
     parser.add_argument("--commit", default="")
     options = parser.parse_args()
     began = time.perf_counter()
     base = llama_8b(options.layers)
     print(f"base after {time.perf_counter() - began:.1f} s", flush=True)
-    bench = Bench(base)
+    bench = Bench(base, {name: True for name in options.inductor.split(",") if name})
     print(f"compiled and captured in {bench.start_seconds:.1f} s", flush=True)
     for pair in options.profile.split(",") if options.profile else ():
-        batch, adapters = map(int, pair.split("."))
-        print(profile(bench, batch, adapters), flush=True)
+        batch, adapters, *prompt = map(int, pair.split("."))
+        if prompt:  # its first steps, of prompts alone
+            profile(bench, batch, adapters, *prompt, warm=1, steps=3)
+            print(profile(bench, batch, adapters, *prompt, warm=1, steps=3), flush=True)
+        else:
+            print(profile(bench, batch, adapters), flush=True)
     wanted = [part for part in options.rows.split(",") if part]
     rows = [work for work in ROWS if not wanted or any(part in work.key for part in wanted)]
     if wanted != ["none"]:

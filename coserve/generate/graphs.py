@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from coserve.generate.sampler import likeliest
 from coserve.generate.slots import AdapterSlots, StaticLora
 from coserve.kernels.attention_static import StaticPagedAttention
 from coserve.kernels.segments import Segments
@@ -23,7 +24,7 @@ class DecodeGraph:
     logits: Tensor
     """(B, V), of the last replay."""
     chosen: Tensor
-    """int64 (B), device: the likeliest tokens, `runner.NOT_FINITE` for none; they are in their lanes already."""
+    """int64 (B), device: the likeliest tokens, `NOT_FINITE` for none; they are in their lanes already."""
 
     def __init__(
         self,
@@ -78,8 +79,7 @@ class DecodeGraph:
         tokens = torch.where(given < 0, self._last.index_select(0, lanes), given)
         positions = self._attention.positions
         self.logits = self._fused.forward(tokens, positions, self._attention, lora=self._lora, keep=None)
-        value, token = self.logits.max(-1)
-        self.chosen = torch.where(value.isfinite(), token, -1)
+        self.chosen = likeliest(self.logits)
         self._last.index_copy_(0, lanes, self.chosen.clamp_min(0))
 
     def _capture(self, memory: tuple[int, int] | None) -> None:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from coserve.generate.batch import by_adapter
 from coserve.generate.graphs import DecodeGraph
-from coserve.generate.sampler import GREEDY_BELOW, knobs, sample, sorts_of
+from coserve.generate.sampler import GREEDY_BELOW, NOT_FINITE, knobs, likeliest, sample, sorts_of
 from coserve.generate.schedule import Share
 from coserve.generate.sequences import Sequence
 from coserve.generate.slots import WIDTHS, AdapterSlots, slot_lora, width_of
@@ -30,8 +30,6 @@ BUCKETS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256)
 """Sizes of decode batches that graphs are captured for; a batch is padded to the next one."""
 LANES = 4096
 """Sequences that have chosen a token and not ended, at most; lane 0 is nobody's."""
-NOT_FINITE = -1
-"""In place of a token: the logits were not finite."""
 
 
 @dataclass(frozen=True)
@@ -173,7 +171,7 @@ class Runner:
         lora = None if packed.segments is None else slot_lora(self._slots, packed.segments)
         attention = self._kv.attention(packed.runs)
         logits = self._fused.forward(tokens_T, positions_T, attention, lora=lora, keep=keep_R)[: len(ready)]
-        chosen = self._sampled(logits, greedy(logits), ready)
+        chosen = self._sampled(logits, likeliest(logits), ready)
         self._keep([self._lane(sequence) for sequence in ready], chosen)
         return chosen
 
@@ -230,9 +228,3 @@ def make_runner(base: Base, kv: KvCache, *, max_running: int, way: Way) -> tuple
         return None, (f"generation: steps run one by one, as torch.compile refuses {base.spec.family}: {reason}",)
     note = "generation: penalties, logit bias, min_tokens and logprobs are computed step by step for their whole batch"
     return runner, (note,)
-
-
-def greedy(logits_BV: Tensor) -> Tensor:
-    """The likeliest token of each row, the first of equals; `NOT_FINITE` where a row has no finite maximum."""
-    value, token = logits_BV.max(-1)
-    return torch.where(value.isfinite(), token, NOT_FINITE)

@@ -91,8 +91,21 @@ def _sample(logits_BV: Tensor, rows: Sequence[Row], *, sort: bool) -> Tensor:
     return sample(logits_BV, columns, sort=sort)
 
 
-KNOBS = 5
-"""Numbers that a row's choice takes besides its logits, where nothing about earlier tokens counts."""
+NOT_FINITE = -1
+"""In place of a token: the logits were not finite."""
+_CHUNK = 256
+
+
+def likeliest(logits_BV: Tensor) -> Tensor:
+    """(B) the first token of the highest logit; `NOT_FINITE` where a row has no finite maximum. Waits for nothing."""
+    rows, vocab = logits_BV.shape
+    if vocab % _CHUNK:
+        value, token = logits_BV.max(-1)
+    else:  # in two steps: a GPU leaves one long row to a few of its multiprocessors
+        values, places = logits_BV.view(rows, -1, _CHUNK).max(-1)
+        value, chunk = values.max(-1)
+        token = chunk * _CHUNK + places.gather(1, chunk[:, None])[:, 0]
+    return torch.where(value.isfinite(), token, NOT_FINITE)
 
 
 def knobs(params: SamplingParams, t: int) -> tuple[float, float, float, float, float]:

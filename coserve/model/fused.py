@@ -117,8 +117,15 @@ class FusedBase:
     of one stacked weight; modules, classes and values stay what they were.
     """
 
-    def __init__(self, base: Base, *, backend: str | Callable[..., object] = "inductor", compiled: bool = True) -> None:
-        """`backend`: of torch.compile. `compiled=False`: the layers run as they are, through the same two ops."""
+    def __init__(
+        self,
+        base: Base,
+        *,
+        backend: str | Callable[..., object] = "inductor",
+        compiled: bool = True,
+        options: dict[str, str | int | bool | Callable[..., object]] | None = None,
+    ) -> None:
+        """`backend`, `options`: of torch.compile. `compiled=False`: the layers run as they are, through the same two ops."""
         self.base = base
         self.groups = shared_inputs(base)
         """For each layer its groups of sites, in the order in which they run."""
@@ -129,7 +136,7 @@ class FusedBase:
         self._layers = [type(layer).forward for layer in base.layers]
         if compiled:
             made = {
-                forward: torch.compile(forward, backend=backend, dynamic=True, fullgraph=True)
+                forward: torch.compile(forward, backend=backend, dynamic=True, fullgraph=True, options=options)
                 for forward in dict.fromkeys(self._layers)
             }
             self._layers = [made[forward] for forward in self._layers]
