@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 
 import msgspec
 from aiohttp import web
@@ -29,9 +30,20 @@ def describe(error: CoserveError) -> ErrorInfo:
     return ErrorInfo(code=error.code, message=error.message, field=error.field, line=UNSET if line is None else line)
 
 
-def refuse(error: CoserveError) -> web.Response:
+@dataclass(frozen=True)
+class Refusal:
+    """How a route says no: the type of the body, and what makes it."""
+
+    body: type[msgspec.Struct]
+    make: Callable[[CoserveError], msgspec.Struct]
+
+
+NATIVE = Refusal(ErrorBody, lambda error: ErrorBody(error=describe(error)))
+
+
+def refuse(error: CoserveError, shape: Refusal = NATIVE) -> web.Response:
     """The answer for an error, with `Retry-After` where waiting helps."""
-    response = answer(ErrorBody(error=describe(error)), status=error.status)
+    response = answer(shape.make(error), status=error.status)
     if isinstance(error, QueueFull):
         response.headers["Retry-After"] = str(max(1, math.ceil(error.retry_after)))
     elif isinstance(error, CapacityError) and error.status == 503:

@@ -7,11 +7,16 @@ import logging
 import msgspec
 from aiohttp import web
 
+from coserve.api.intake import Intake
 from coserve.api.native import NativeApi
+from coserve.api.openai_api import OpenAIApi
+from coserve.api.openai_routes import openai_routes, tgi_routes, tokenizer_routes
 from coserve.api.openapi import describe_api
 from coserve.api.routes import Route, native_routes
 from coserve.api.security import Gate, finish_headers, guard
 from coserve.api.service import Service
+from coserve.api.tgi import TgiApi
+from coserve.api.tokenization import Tokenization
 from coserve.config import Config
 
 SERVICE = web.AppKey("service", Service)
@@ -20,7 +25,14 @@ ROUTES = web.AppKey("routes", tuple[Route, ...])
 
 def make_app(service: Service, config: Config) -> web.Application:
     """The application over a service. The caller opens and closes the service."""
-    described = native_routes(NativeApi(service, config))
+    intake = Intake(max_body_bytes=config.max_body_bytes, read_timeout=config.read_timeout)
+    tgi = TgiApi(service, config, intake)
+    described = (
+        *native_routes(NativeApi(service, config, intake, tgi)),
+        *tgi_routes(tgi),
+        *openai_routes(OpenAIApi(service, config, intake)),
+        *tokenizer_routes(Tokenization(service, intake)),
+    )
 
     async def openapi(request: web.Request) -> web.StreamResponse:
         return web.Response(body=document, content_type="application/json")
@@ -28,10 +40,11 @@ def make_app(service: Service, config: Config) -> web.Application:
     routes = (*described, Route("GET", "/openapi.json", openapi, "This description"))
     document = msgspec.json.encode(describe_api(routes))
     gate = Gate(config, frozenset(route.name for route in routes if route.public))
-    app = web.Application(middlewares=[guard(gate, service.metrics.answered)])
+    shapes = {route.name: route.refusals[0] for route in routes}
+    app = web.Application(middlewares=[guard(gate, service.metrics.answered, shapes)])
     app[SERVICE], app[ROUTES] = service, routes
     for route in routes:
-        app.router.add_route(route.method, route.path, route.handler, name=route.name)
+        app.router.add_route(route.method, route.pattern, route.handler, name=route.name)
     app.on_response_prepare.append(finish_headers)
     app.on_shutdown.append(_end_streams)
     return app

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import secrets
 import shutil
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 from typing import TypeVar
@@ -51,6 +51,10 @@ class Intake:
 
     async def json(self, request: web.Request, type: type[T]) -> T:
         """The body as `type`. Raises `MalformedJson`, `InvalidRequest`, `UnknownField`, `BodyTooLarge`..."""
+        return await self.read(request, lambda body: decode_json(body, type))
+
+    async def read(self, request: web.Request, decode: Callable[[bytes], T]) -> T:
+        """What `decode` makes of a JSON body. Raises `BodyTooLarge`, `RequestTimeout`, and what `decode` raises."""
         limit = min(self._max_body, MAX_JSON_BYTES)
         check_head(request, limit)
         body = bytearray()
@@ -58,7 +62,7 @@ class Intake:
             while piece := await self._next_piece(request, limit):
                 self._hold(len(piece))
                 body += piece
-            return decode_json(bytes(body), type)
+            return decode(bytes(body))
         finally:
             self._held -= len(body)
 

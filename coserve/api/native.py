@@ -5,13 +5,17 @@ from __future__ import annotations
 from contextlib import aclosing
 from pathlib import Path
 
+import msgspec
 from aiohttp import web
+from msgspec import UNSET, UnsetType
 
 from coserve.api.answers import answer, describe
 from coserve.api.intake import Intake, is_upload
-from coserve.api.requests import page, ref_from_path
+from coserve.api.requests import decode_json, page, ref_from_path
 from coserve.api.service import Service
 from coserve.api.sse import EventStream
+from coserve.api.tgi import TgiApi
+from coserve.api.tgi_schemas import TgiRequest
 from coserve.config import Config
 from coserve.errors import CoserveError, InvalidRequest
 from coserve.schemas import STREAM_END, ErrorBody, FinetuneRequest, GenerateRequest, ImportRequest
@@ -23,14 +27,15 @@ FILES = ("adapter_config.json", "adapter_model.safetensors")
 class NativeApi:
     """One method a route."""
 
-    def __init__(self, service: Service, config: Config) -> None:
-        self._service, self._config = service, config
-        self._intake = Intake(max_body_bytes=config.max_body_bytes, read_timeout=config.read_timeout)
+    def __init__(self, service: Service, config: Config, intake: Intake, tgi: TgiApi) -> None:
+        self._service, self._config, self._intake, self._tgi = service, config, intake, tgi
 
     # ---- generation
 
     async def generate(self, request: web.Request) -> web.StreamResponse:
-        body = await self._intake.json(request, GenerateRequest)
+        body = await self._intake.read(request, _decode_generate)
+        if isinstance(body, TgiRequest):
+            return await self._tgi.answer(request, body, stream=body.stream or False)
         if not body.stream:
             return answer(await self._service.generation.collect(body))
         stream = EventStream(request, write_timeout=self._config.read_timeout)
@@ -135,6 +140,17 @@ class NativeApi:
     @property
     def _staging(self) -> Path:
         return self._service.folder.staging
+
+
+class _Probe(msgspec.Struct):
+    inputs: msgspec.Raw | UnsetType = UNSET
+
+
+def _decode_generate(content: bytes) -> GenerateRequest | TgiRequest:
+    """Our own request, or LoRAX's and TGI's: theirs has `inputs`."""
+    if b'"inputs"' in content and decode_json(content, _Probe).inputs is not UNSET:
+        return decode_json(content, TgiRequest)
+    return decode_json(content, GenerateRequest)
 
 
 def _last_event(request: web.Request) -> int:

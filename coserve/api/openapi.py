@@ -9,8 +9,8 @@ from typing import Any
 import msgspec
 
 from coserve import __version__
-from coserve.api.routes import Route
-from coserve.schemas import PAGE_LIMIT, ErrorBody
+from coserve.api.routes import Route, Schema
+from coserve.schemas import PAGE_LIMIT
 
 _REF = "#/components/schemas/{name}"
 _QUERY: dict[str, dict[str, Any]] = {
@@ -22,8 +22,8 @@ _ALWAYS = (400, 401, 403)
 
 def describe_api(routes: Sequence[Route]) -> dict[str, Any]:
     """The document."""
-    used = {struct for route in routes for struct in (route.body, route.answer, route.events) if struct is not None}
-    types = sorted(used | {ErrorBody}, key=lambda struct: struct.__name__)
+    used = {struct for route in routes for schema in _schemas_of(route) for struct in _each(schema)}
+    types = sorted(used, key=lambda struct: struct.__name__)
     _, components = msgspec.json.schema_components(types, ref_template=_REF)
     paths: dict[str, dict[str, Any]] = {}
     for route in routes:
@@ -59,8 +59,18 @@ def _portable(node: Any) -> Any:  # noqa: ANN401 - any JSON
     return [_portable(entry) for entry in node] if isinstance(node, list | tuple) else node
 
 
-def _schema(struct: type[msgspec.Struct]) -> dict[str, Any]:
-    return {"schema": {"$ref": _REF.format(name=struct.__name__)}}
+def _schemas_of(route: Route) -> list[Schema]:
+    given = (route.body, route.answer, route.events, tuple(refusal.body for refusal in route.refusals))
+    return [schema for schema in given if schema is not None]
+
+
+def _each(schema: Schema) -> tuple[type[msgspec.Struct], ...]:
+    return schema if isinstance(schema, tuple) else (schema,)
+
+
+def _schema(schema: Schema) -> dict[str, Any]:
+    found = [{"$ref": _REF.format(name=struct.__name__)} for struct in _each(schema)]
+    return {"schema": found[0] if len(found) == 1 else {"anyOf": found}}
 
 
 def _operation(route: Route) -> dict[str, Any]:
@@ -68,7 +78,7 @@ def _operation(route: Route) -> dict[str, Any]:
         "operationId": route.name,
         "summary": route.summary,
         "responses": {str(route.status): {"description": "Done", "content": _content(route)}}
-        | {str(status): _error() for status in sorted({*_ALWAYS, *route.errors})},
+        | {str(status): _error(route) for status in sorted({*_ALWAYS, *route.errors})},
     }
     parameters = [
         {"name": name, "in": "path", "required": True, "schema": {"type": "string"}}
@@ -97,7 +107,7 @@ def _content(route: Route) -> dict[str, Any]:
     return content
 
 
-def _body(struct: type[msgspec.Struct], upload: bool) -> dict[str, Any]:
+def _body(struct: Schema, upload: bool) -> dict[str, Any]:
     content: dict[str, Any] = {"application/json": _schema(struct)}
     if upload:
         file = {"type": "string", "contentMediaType": "application/octet-stream"}
@@ -110,5 +120,6 @@ def _body(struct: type[msgspec.Struct], upload: bool) -> dict[str, Any]:
     return content
 
 
-def _error() -> dict[str, Any]:
-    return {"description": "Refused", "content": {"application/json": _schema(ErrorBody)}}
+def _error(route: Route) -> dict[str, Any]:
+    bodies = tuple(refusal.body for refusal in route.refusals)
+    return {"description": "Refused", "content": {"application/json": _schema(bodies)}}

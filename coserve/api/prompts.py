@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 
 from coserve.errors import EmptyPrompt, InvalidRequest, PromptTooLong
+from coserve.model.chat import Message
 from coserve.model.tokenizer import Tokenizer
-from coserve.schemas import MAX_PROMPT_LOGPROBS, GenerateRequest
+from coserve.schemas import MAX_PROMPT_LOGPROBS, ChatMessage, GenerateRequest
 from coserve.types import BaseSpec, SamplingParams
 
 LONGEST_TOKEN = 256
@@ -53,11 +55,7 @@ async def encode_prompt(request: GenerateRequest, spec: BaseSpec, tokenizer: Tok
         field, turns = "messages", request.messages or []
         size = sum(len(turn.content) for turn in turns)
         _check_length(size, spec.context * LONGEST_TOKEN, "characters", field)
-        messages = [
-            {"role": turn.role, "content": turn.content} | ({} if turn.name is None else {"name": turn.name})
-            for turn in turns
-        ]
-        ids = await asyncio.to_thread(tokenizer.chat, messages)
+        ids = await asyncio.to_thread(tokenizer.chat, chat_messages(turns))
     if not ids:
         raise EmptyPrompt("expected a prompt with at least one token", field=field)
     _check_length(len(ids), spec.context - 1, "tokens", field)
@@ -68,6 +66,14 @@ async def encode_prompt(request: GenerateRequest, spec: BaseSpec, tokenizer: Tok
             field="prompt_logprobs",
         )
     return tuple(ids)
+
+
+def chat_messages(turns: Sequence[ChatMessage]) -> list[Message]:
+    """Turns as templates know them."""
+    return [
+        {"role": turn.role, "content": turn.content} | ({} if turn.name is None else {"name": turn.name})
+        for turn in turns
+    ]
 
 
 async def encode_text(text: str, tokenizer: Tokenizer, *, add_special: bool = True) -> list[int]:

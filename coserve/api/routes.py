@@ -6,8 +6,11 @@ from dataclasses import dataclass
 
 import msgspec
 
+from coserve.api.answers import NATIVE, Refusal
 from coserve.api.native import NativeApi
 from coserve.api.security import Handler
+from coserve.api.tgi import TGI
+from coserve.api.tgi_schemas import TgiRequest, TgiResponse, TgiStreamEvent
 from coserve.schemas import (
     Adapter,
     AdapterList,
@@ -24,6 +27,11 @@ from coserve.schemas import (
 )
 
 PAGE = ("after", "limit")
+BODY_ERRORS = (408, 413, 415)
+BUSY_ERRORS = (429, 503)
+
+Schema = type[msgspec.Struct] | tuple[type[msgspec.Struct], ...]
+"""One type, or one of several."""
 
 
 @dataclass(frozen=True)
@@ -34,19 +42,28 @@ class Route:
     path: str
     handler: Handler
     summary: str
-    body: type[msgspec.Struct] | None = None
+    body: Schema | None = None
     upload: bool = False
     """The body may be multipart/form-data too, with files."""
-    answer: type[msgspec.Struct] | None = None
+    answer: Schema | None = None
     status: int = 200
-    events: type[msgspec.Struct] | None = None
+    events: Schema | None = None
     """What the data of server-sent events is."""
     media: str | None = None
     """Content type of an answer that is not JSON."""
     query: tuple[str, ...] = ()
     errors: tuple[int, ...] = ()
+    refusals: tuple[Refusal, ...] = (NATIVE,)
+    """How it says no; the gate does as the first."""
+    slashes: bool = False
+    """The last part of the path takes slashes too."""
     public: bool = False
     """Open without the key. Nothing else is."""
+
+    @property
+    def pattern(self) -> str:
+        """The path for the router."""
+        return self.path.replace("{id}", "{id:.+}") if self.slashes else self.path
 
     @property
     def name(self) -> str:
@@ -56,17 +73,18 @@ class Route:
 
 def native_routes(api: NativeApi) -> tuple[Route, ...]:
     """Every route of coserve's own API but `/openapi.json`, which is made from them."""
-    body, busy = (408, 413, 415), (429, 503)
+    body, busy = BODY_ERRORS, BUSY_ERRORS
     return (
         Route(
             "POST",
             "/generate",
             api.generate,
             "Generate text with the base or one adapter",
-            body=GenerateRequest,
-            answer=GenerateResponse,
-            events=GenerateChunk,
+            body=(GenerateRequest, TgiRequest),
+            answer=(GenerateResponse, TgiResponse),
+            events=(GenerateChunk, TgiStreamEvent),
             errors=(404, 422, *body, *busy),
+            refusals=(NATIVE, TGI),
         ),
         Route(
             "POST",

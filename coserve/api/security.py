@@ -10,13 +10,13 @@ import hmac
 import ipaddress
 import logging
 import secrets
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from urllib.parse import urlsplit
 
 from aiohttp import web
 from aiohttp.typedefs import Middleware
 
-from coserve.api.answers import refuse
+from coserve.api.answers import NATIVE, Refusal, refuse
 from coserve.config import Config
 from coserve.errors import (
     BodyTooLarge,
@@ -85,19 +85,20 @@ def _host(url: str) -> str:
     return (parts.hostname or "").lower()
 
 
-def guard(gate: Gate, count: Callable[[str, int], None]) -> Middleware:
-    """The middleware. `count` is told the route and the status of each answer."""
+def guard(gate: Gate, count: Callable[[str, int], None], shapes: Mapping[str, Refusal]) -> Middleware:
+    """The middleware. `count` is told the route and the status of each answer; `shapes`: how routes say no."""
 
     @web.middleware
     async def middleware(request: web.Request, handler: Handler) -> web.StreamResponse:
         request[REQUEST_ID] = secrets.token_hex(8)
+        shape = shapes.get(request.match_info.route.name or "", NATIVE)
         try:
             gate.check(request)
             response = await handler(request)
         except CoserveError as error:
-            response = _answer(request, error)
+            response = _answer(request, error, shape)
         except web.HTTPException as error:
-            response = refuse(_translate(error))
+            response = refuse(_translate(error), shape)
             if "Allow" in error.headers:
                 response.headers["Allow"] = error.headers["Allow"]
         except ConnectionError:
@@ -106,7 +107,7 @@ def guard(gate: Gate, count: Callable[[str, int], None]) -> Middleware:
             log.exception("request %s failed", request[REQUEST_ID])
             if BEGUN in request:
                 raise ConnectionResetError("the answer broke off") from None
-            response = _answer(request, InternalError("internal error"))
+            response = _answer(request, InternalError("internal error"), shape)
         if response.status in (401, 403, 408, 413, 415):
             response.force_close()  # of what may still come, nothing is wanted
         count(request.match_info.route.name or "none", response.status)
@@ -115,10 +116,10 @@ def guard(gate: Gate, count: Callable[[str, int], None]) -> Middleware:
     return middleware
 
 
-def _answer(request: web.Request, error: CoserveError) -> web.StreamResponse:
+def _answer(request: web.Request, error: CoserveError, shape: Refusal) -> web.StreamResponse:
     if error.status >= 500:
         log.warning("request %s: %s: %s", request[REQUEST_ID], error.code, error.message)
-    response = refuse(error)
+    response = refuse(error, shape)
     if error.status == 401:
         response.headers["WWW-Authenticate"] = "Bearer"
     return response

@@ -44,14 +44,14 @@ class Service:
     """Made without an engine; `attach` gives it one, again after each that died."""
 
     def __init__(self, config: Config, folder: DataFolder, registry: RegistryThread, tokenizer: Tokenizer) -> None:
-        self.folder = folder
+        self.folder, self.tokenizer = folder, tokenizer
         self.engine = Connection()
         self.metrics = Metrics()
         self._ledger = Ledger(folder, registry, self.engine, self.metrics)
         self.generation = Generation(config, self.engine, registry, tokenizer, self.metrics)
         self.jobs = Jobs(config, folder, registry, tokenizer, self.engine, self._ledger)
         self.adapters = Adapters(config, folder, registry, self.engine, self.generation.in_use)
-        self._born = time.monotonic()
+        self._born, self.started_at = time.monotonic(), time.time()
         self._receiver: asyncio.Task[None] | None = None
         self._writer: asyncio.Task[None] | None = None
 

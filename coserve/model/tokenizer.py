@@ -52,9 +52,12 @@ class Tokenizer:
         self.eos_token_ids = tuple(dict.fromkeys(first + eos_token_ids))
         """Ids that end a generation; the first is the one that training appends."""
         self.vocab_size = backend.get_vocab_size(with_added_tokens=True)
+        self.special_tokens, self.chat_template = special_tokens, chat_template
+        added = backend.get_added_tokens_decoder()
+        self.special_ids = frozenset(id for id, token in added.items() if token.special)
         self._chat: ChatTemplate | None = None
         if chat_template is not None:
-            specials = [token.content for token in backend.get_added_tokens_decoder().values() if token.special]
+            specials = [token.content for token in added.values() if token.special]
             self._chat = ChatTemplate(chat_template, special_tokens, specials)
 
     def _id(self, token: str | None) -> int | None:

@@ -48,7 +48,19 @@ async def test_the_description_is_whole(api: Api) -> None:
     assert document["paths"]["/health"]["get"]["security"] == []
 
 
-BODIES = {("post", "/generate"), ("post", "/finetune"), ("post", "/adapters")}
+BODIES = {
+    ("post", path)
+    for path in (
+        "/generate",
+        "/generate_stream",
+        "/finetune",
+        "/adapters",
+        "/v1/completions",
+        "/v1/chat/completions",
+        "/tokenize",
+        "/detokenize",
+    )
+}
 
 
 async def scrape(api: Api) -> dict[str, float]:

@@ -1,0 +1,84 @@
+"""The handlers of the OpenAI endpoints: translate, ask, translate back."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+
+import msgspec
+from aiohttp import web
+
+from coserve.api.answers import answer
+from coserve.api.intake import Intake
+from coserve.api.openai_chat import chat_completion, chat_events
+from coserve.api.openai_completions import completion, completion_events
+from coserve.api.openai_errors import openai_error
+from coserve.api.openai_models import get_model, list_models
+from coserve.api.openai_requests import chat_request, completion_requests
+from coserve.api.openai_schemas import Ask, ChatRequest, CompletionRequest
+from coserve.api.openai_usage import Head, new_head
+from coserve.api.service import Service
+from coserve.api.several import merged, together
+from coserve.api.sse import EventStream
+from coserve.config import Config
+from coserve.errors import CoserveError
+from coserve.schemas import STREAM_END, GenerateRequest
+
+
+class OpenAIApi:
+    """One method a route."""
+
+    def __init__(self, service: Service, config: Config, intake: Intake) -> None:
+        self._service, self._config, self._intake = service, config, intake
+
+    async def completions(self, request: web.Request) -> web.StreamResponse:
+        ask = await self._intake.json(request, CompletionRequest)
+        asked = completion_requests(ask, self._service.engine.spec)
+        echoes = [self._echo(ask, each) for each in asked]
+        head = self._head("cmpl", ask)
+        generation = self._service.generation
+        if not ask.stream:
+            answers = await together([generation.collect(each) for each in asked])
+            return answer(completion(ask, head, echoes, answers))
+        async with aclosing(merged([generation.stream(each) for each in asked])) as chunks:
+            return await self._stream(request, completion_events(ask, head, echoes, chunks))
+
+    async def chat_completions(self, request: web.Request) -> web.StreamResponse:
+        ask = await self._intake.json(request, ChatRequest)
+        asked = chat_request(ask, self._service.engine.spec)
+        head = self._head("chatcmpl", ask)
+        if not ask.stream:
+            return answer(chat_completion(ask, head, await self._service.generation.collect(asked)))
+        async with aclosing(self._service.generation.stream(asked)) as chunks:
+            return await self._stream(request, chat_events(ask, head, chunks))
+
+    async def list_models(self, request: web.Request) -> web.StreamResponse:
+        return answer(await list_models(self._service))
+
+    async def get_model(self, request: web.Request) -> web.StreamResponse:
+        return answer(await get_model(self._service, request.match_info["id"]))
+
+    def _head(self, kind: str, ask: Ask) -> Head:
+        return new_head(kind, self._service.engine.spec.name if ask.model is None else ask.model)
+
+    def _echo(self, ask: CompletionRequest, asked: GenerateRequest) -> str:
+        """The text before the answer's own."""
+        if not ask.echo or asked.prompt is None:
+            return ""
+        if isinstance(asked.prompt, str):
+            return asked.prompt
+        return self._service.tokenizer.decode(asked.prompt, skip_special=asked.skip_special_tokens)
+
+    async def _stream(self, request: web.Request, events: AsyncGenerator[msgspec.Struct, None]) -> web.StreamResponse:
+        """Events, then `[DONE]`; an error after the first event is an event too."""
+        stream = EventStream(request, write_timeout=self._config.read_timeout)
+        async with aclosing(events):
+            try:
+                async for event in events:
+                    await stream.send(event)
+            except CoserveError as error:
+                if not stream.begun:
+                    raise
+                await stream.send(openai_error(error))
+        await stream.send(STREAM_END)
+        return await stream.close()

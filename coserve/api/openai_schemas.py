@@ -1,0 +1,281 @@
+"""The requests and answers of the OpenAI endpoints, with vLLM's further parameters.
+
+Clients send `null` for what they leave out, so every field takes it. A field that is neither here nor in OpenAI's list of
+what changes no answer is refused by name.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+import msgspec
+from msgspec import UNSET, Meta, UnsetType
+
+from coserve.schemas import MAX_CHOICES, MAX_LOGIT_BIAS, MAX_LOGPROBS, MAX_STOPS, Seconds, StopText, TokenId
+from coserve.types import Wire
+
+MAX_PROMPTS = 1024
+MAX_SEQUENCES = 1024
+"""Most prompts times choices of one request."""
+MAX_MESSAGES = 1024
+
+ModelName = Annotated[str, Meta(min_length=1, max_length=512)]
+Finish = Literal["stop", "length", "cancelled"]
+
+
+class StreamOptions(Wire, frozen=True):
+    include_usage: bool | None = None
+    """One more chunk at the end, without choices."""
+    continuous_usage_stats: bool | None = None
+    """The usage so far in every chunk."""
+    include_obfuscation: bool | None = None
+    """Changes nothing."""
+
+
+class Ask(Wire, frozen=True):
+    """What completions and chats share. Of the fields after `slo_tpot`, the first change nothing here; the others must
+    say what is the case anyway.
+    """
+
+    model: ModelName | None = None
+    """The base's name (or null), `adapter` or `adapter@version`."""
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    n: Annotated[int, Meta(ge=1, le=MAX_CHOICES)] | None = None
+    """Choices of each prompt; choice i uses `seed + i`."""
+    temperature: Annotated[float, Meta(ge=0, le=100)] | None = None
+    top_p: Annotated[float, Meta(gt=0, le=1)] | None = None
+    seed: Annotated[int, Meta(ge=-1, le=(1 << 62) - 1)] | None = None
+    """null or -1: a random one."""
+    stop: StopText | Annotated[list[StopText], Meta(max_length=MAX_STOPS)] | None = None
+    presence_penalty: Annotated[float, Meta(ge=-2, le=2)] | None = None
+    frequency_penalty: Annotated[float, Meta(ge=-2, le=2)] | None = None
+    logit_bias: (
+        Annotated[dict[TokenId, Annotated[float, Meta(ge=-100, le=100)]], Meta(max_length=MAX_LOGIT_BIAS)] | None
+    ) = None
+
+    top_k: Annotated[int, Meta(ge=-1, le=(1 << 31) - 1)] | None = None
+    """-1 or 0: off."""
+    min_p: Annotated[float, Meta(ge=0, le=1)] | None = None
+    repetition_penalty: Annotated[float, Meta(gt=0, le=10)] | None = None
+    stop_token_ids: Annotated[list[TokenId], Meta(max_length=MAX_STOPS)] | None = None
+    include_stop_str_in_output: bool | None = None
+    ignore_eos: bool | None = None
+    min_tokens: Annotated[int, Meta(ge=0, le=1 << 20)] | None = None
+    skip_special_tokens: bool | None = None
+    return_token_ids: bool | None = None
+    return_tokens_as_token_ids: bool | None = None
+    """Log-probabilities name tokens as `token_id:123`."""
+    slo_ttft: Seconds | None = None
+    slo_tpot: Seconds | None = None
+
+    user: Any = None
+    metadata: Any = None
+    store: Any = None
+    service_tier: Any = None
+    safety_identifier: Any = None
+    prompt_cache_key: Any = None
+    prompt_cache_retention: Any = None
+
+    best_of: Any = None
+    response_format: Any = None
+    length_penalty: Any = None
+    use_beam_search: Any = None
+    spaces_between_special_tokens: Any = None
+    truncate_prompt_tokens: Any = None
+    prompt_logprobs: Any = None
+
+
+class CompletionRequest(Ask, frozen=True, kw_only=True):
+    """`POST /v1/completions`."""
+
+    prompt: str | Annotated[list[str | TokenId | list[TokenId]], Meta(min_length=1)]
+    """A text, token ids, or a list of texts or of token ids. Nothing is added to token ids."""
+    max_tokens: Annotated[int, Meta(ge=0, le=1 << 20)] | None = None
+    """null: 16. 0, with `echo`: the prompt is scored, nothing generated."""
+    echo: bool | None = None
+    """The prompt comes before the text, with its log-probabilities if `logprobs` are asked for."""
+    logprobs: Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)] | None = None
+    suffix: Any = None
+    add_special_tokens: Any = None
+
+
+class ContentPart(Wire, frozen=True):
+    """Text is the only kind of content there is."""
+
+    type: Literal["text"]
+    text: str
+
+
+class OpenAIMessage(Wire, frozen=True):
+    """One turn. `developer` is `system`."""
+
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: str | Annotated[list[ContentPart], Meta(max_length=MAX_MESSAGES)] | None = None
+    """Parts are joined by line breaks, as in vLLM."""
+    name: Annotated[str, Meta(max_length=64)] | None = None
+    refusal: None = None
+    tool_calls: Annotated[list[Any], Meta(max_length=0)] | None = None
+
+
+class ChatRequest(Ask, frozen=True, kw_only=True):
+    """`POST /v1/chat/completions`."""
+
+    messages: Annotated[list[OpenAIMessage], Meta(max_length=MAX_MESSAGES)]
+    max_completion_tokens: Annotated[int, Meta(ge=1, le=1 << 20)] | None = None
+    """null: as many as fit."""
+    max_tokens: Annotated[int, Meta(ge=1, le=1 << 20)] | None = None
+    """The old name."""
+    logprobs: bool | None = None
+    top_logprobs: Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)] | None = None
+    parallel_tool_calls: Any = None
+    tools: Any = None
+    tool_choice: Any = None
+    functions: Any = None
+    function_call: Any = None
+    modalities: Any = None
+    audio: Any = None
+    echo: Any = None
+    add_generation_prompt: Any = None
+    continue_final_message: Any = None
+    add_special_tokens: Any = None
+
+
+class OpenAIUsage(Wire, frozen=True):
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+
+
+class CompletionLogprobs(Wire, frozen=True):
+    """One entry a token; of the prompt's first token there is none but its text."""
+
+    tokens: list[str]
+    token_logprobs: list[float | None]
+    top_logprobs: list[dict[str, float] | None]
+    text_offset: list[int]
+
+
+class CompletionChoice(Wire, frozen=True):
+    index: int
+    text: str
+    logprobs: CompletionLogprobs | None = None
+    finish_reason: Finish | None = None
+    stop_reason: str | int | None = None
+    token_ids: list[int] | UnsetType = UNSET
+    prompt_token_ids: list[int] | UnsetType | None = UNSET
+
+
+class Completion(Wire, frozen=True):
+    """The answer, and each chunk of a stream."""
+
+    id: str
+    created: int
+    model: str
+    choices: list[CompletionChoice]
+    object: Literal["text_completion"] = "text_completion"
+    usage: OpenAIUsage | UnsetType | None = UNSET
+
+
+class ChatTopLogprob(Wire, frozen=True):
+    token: str
+    logprob: float
+    bytes: list[int] | None
+
+
+class ChatLogprob(Wire, frozen=True):
+    """`bytes` is null where the token is not a text of its own."""
+
+    token: str
+    logprob: float
+    bytes: list[int] | None
+    top_logprobs: list[ChatTopLogprob]
+
+
+class ChatLogprobs(Wire, frozen=True):
+    content: list[ChatLogprob]
+
+
+class ChatAnswer(Wire, frozen=True):
+    content: str
+    role: Literal["assistant"] = "assistant"
+    refusal: None = None
+
+
+class ChatChoice(Wire, frozen=True, kw_only=True):
+    index: int
+    message: ChatAnswer
+    logprobs: ChatLogprobs | None = None
+    finish_reason: Finish
+    stop_reason: str | int | None = None
+    token_ids: list[int] | UnsetType = UNSET
+
+
+class ChatCompletion(Wire, frozen=True):
+    """The whole answer."""
+
+    id: str
+    created: int
+    model: str
+    choices: list[ChatChoice]
+    usage: OpenAIUsage
+    object: Literal["chat.completion"] = "chat.completion"
+    prompt_token_ids: list[int] | UnsetType | None = UNSET
+
+
+class ChatDelta(Wire, frozen=True):
+    role: Literal["assistant"] | UnsetType = UNSET
+    content: str | UnsetType = UNSET
+
+
+class ChatChunkChoice(Wire, frozen=True):
+    index: int
+    delta: ChatDelta
+    logprobs: ChatLogprobs | None = None
+    finish_reason: Finish | None = None
+    stop_reason: str | int | UnsetType | None = UNSET
+    token_ids: list[int] | UnsetType = UNSET
+
+
+class ChatChunk(Wire, frozen=True):
+    """One event of a stream."""
+
+    id: str
+    created: int
+    model: str
+    choices: list[ChatChunkChoice]
+    object: Literal["chat.completion.chunk"] = "chat.completion.chunk"
+    usage: OpenAIUsage | UnsetType | None = UNSET
+    prompt_token_ids: list[int] | UnsetType | None = UNSET
+
+
+class Model(Wire, frozen=True):
+    """The base, or the latest version of an adapter: then `root` is `name@version` and `parent` the base."""
+
+    id: str
+    created: int
+    max_model_len: int
+    root: str
+    parent: str | None
+    object: Literal["model"] = "model"
+    owned_by: Literal["coserve"] = "coserve"
+
+
+class ModelList(Wire, frozen=True):
+    data: list[Model]
+    object: Literal["list"] = "list"
+
+
+class OpenAIErrorInfo(msgspec.Struct, frozen=True):
+    """`param` names the field; `code` is one of coserve's codes, or `model_not_found`."""
+
+    message: str
+    type: str
+    param: str | None
+    code: str
+
+
+class OpenAIError(msgspec.Struct, frozen=True):
+    """The body of every answer under `/v1` that is not 2xx."""
+
+    error: OpenAIErrorInfo

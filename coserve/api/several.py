@@ -1,0 +1,68 @@
+"""Several requests as one: their chunks side by side, their end together."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Coroutine, Sequence
+from contextlib import aclosing
+from functools import partial
+from typing import TypeVar
+
+from coserve.schemas import GenerateChunk
+
+Chunks = AsyncGenerator[GenerateChunk, None]
+Inbox = asyncio.Queue[tuple[int, GenerateChunk | None]]
+"""News of streams; None: the stream ended."""
+T = TypeVar("T")
+
+
+async def merged(streams: Sequence[Chunks]) -> AsyncGenerator[tuple[int, GenerateChunk], None]:
+    """The chunks of all streams as they come, each with the number of its stream.
+
+    The first error of one ends all; so does closing it early.
+    """
+    if len(streams) == 1:
+        async with aclosing(streams[0]) as chunks:
+            async for chunk in chunks:
+                yield 0, chunk
+        return
+    inbox: Inbox = asyncio.Queue()
+    tasks = [asyncio.create_task(_follow(number, stream, inbox)) for number, stream in enumerate(streams)]
+    for number, task in enumerate(tasks):
+        task.add_done_callback(partial(_report, number, inbox))
+    try:
+        left = len(tasks)
+        while left:
+            number, news = await inbox.get()
+            if news is not None:
+                yield number, news
+            else:
+                tasks[number].result()
+                left -= 1
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def _report(number: int, inbox: Inbox, _: asyncio.Task[None]) -> None:
+    inbox.put_nowait((number, None))
+
+
+async def _follow(number: int, stream: Chunks, inbox: Inbox) -> None:
+    async with aclosing(stream) as chunks:
+        async for chunk in chunks:
+            inbox.put_nowait((number, chunk))
+
+
+async def together(calls: Sequence[Coroutine[None, None, T]]) -> list[T]:
+    """All results, in order; the first error ends the others."""
+    if len(calls) == 1:
+        return [await calls[0]]
+    tasks = [asyncio.create_task(call) for call in calls]
+    try:
+        return await asyncio.gather(*tasks)
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)

@@ -1,0 +1,345 @@
+"""The real `openai` client against the API over a fake engine: what it reads, and what it raises."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import closing
+from pathlib import Path
+
+import openai
+import pytest
+from openai import AsyncOpenAI
+
+from coserve.link import Generate, RequestFailed
+from coserve.state.records import AdapterRecord
+from coserve.state.registry import Registry
+from coserve.types import AdapterRef, SamplingParams
+from tests.support.api_server import REPLY, Api, serve_api, tokenizer
+
+PROMPT = "hello there"
+IDS = tokenizer().encode(PROMPT)
+
+
+def client_of(api: Api, key: str = "none") -> AsyncOpenAI:
+    return AsyncOpenAI(base_url=f"http://127.0.0.1:{api.port}/v1", api_key=key, max_retries=0, timeout=30)
+
+
+@pytest.fixture
+async def client(api: Api) -> AsyncIterator[AsyncOpenAI]:
+    async with client_of(api) as client:
+        yield client
+
+
+async def sampled(api: Api) -> SamplingParams:
+    """How the last sequence is sampled."""
+    found = [message for message in await api.engine.saw(Generate) if isinstance(message, Generate)]
+    return found[-1].sampling
+
+
+def add_adapter(api: Api, name: str, version: int = 1, *, fingerprint: str = "") -> None:
+    record = AdapterRecord(
+        ref=AdapterRef(name, version),
+        rank=2,
+        alpha=4.0,
+        targets=("q_proj",),
+        base_fingerprint=fingerprint or api.base.fingerprint,
+        base_name=api.base.name,
+        source="import",
+        created_at=1000.0 + version,
+        bytes=1,
+        sha256="0" * 64,
+    )
+    with closing(Registry(api.folder.database)) as registry:
+        registry.add_adapter(record)
+
+
+async def test_a_completion(api: Api, client: AsyncOpenAI) -> None:
+    done = await client.completions.create(model="fake", prompt=PROMPT, seed=3, user="me", temperature=0.5)
+    assert (done.object, done.model) == ("text_completion", "fake")
+    (choice,) = done.choices
+    assert (choice.text, choice.finish_reason, choice.logprobs) == (REPLY, "length", None)
+    assert done.usage is not None
+    assert (done.usage.prompt_tokens, done.usage.completion_tokens) == (len(IDS), len(api.reply))
+    params = await sampled(api)
+    assert (params.max_tokens, params.temperature, params.seed) == (16, 0.5, 3)
+
+
+async def test_prompts_in_every_form(api: Api, client: AsyncOpenAI) -> None:
+    for prompt, count in ((PROMPT, 1), ([PROMPT, "x"], 2), (IDS, 1), ([IDS, [5]], 2)):
+        done = await client.completions.create(model="fake", prompt=prompt, n=2)
+        assert [choice.index for choice in done.choices] == list(range(2 * count))
+        assert {choice.text for choice in done.choices} == {REPLY}
+        assert done.usage is not None
+        assert done.usage.completion_tokens == 2 * count * len(api.reply)
+    sent = [message.prompt for message in await api.engine.saw(Generate) if isinstance(message, Generate)]
+    assert set(sent[-4:]) == {tuple(IDS), (5,)}  # nothing is put before token ids
+
+
+async def test_a_streamed_completion(client: AsyncOpenAI, api: Api) -> None:
+    stream = await client.completions.create(
+        model="fake", prompt=[PROMPT, "x"], stream=True, stream_options={"include_usage": True}
+    )
+    texts, ends, usages = ["", ""], {}, []
+    async for chunk in stream:
+        usages.append(chunk.usage)
+        for choice in chunk.choices:
+            texts[choice.index] += choice.text
+            if choice.finish_reason:
+                ends[choice.index] = choice.finish_reason
+    assert texts == [REPLY, REPLY]
+    assert ends == {0: "length", 1: "length"}
+    *others, last = usages
+    assert others == [None] * len(others)
+    assert last is not None
+    assert last.completion_tokens == 2 * len(api.reply)
+
+
+async def test_usage_so_far(client: AsyncOpenAI, api: Api) -> None:
+    extra = {"stream_options": {"include_usage": True, "continuous_usage_stats": True}}
+    stream = await client.completions.create(model="fake", prompt=PROMPT, stream=True, extra_body=extra)
+    counts = [chunk.usage.completion_tokens async for chunk in stream if chunk.usage is not None]
+    assert counts == [*range(1, len(api.reply) + 1), len(api.reply)]
+
+
+async def test_an_echo_with_logprobs(client: AsyncOpenAI, api: Api) -> None:
+    done = await client.completions.create(model="fake", prompt=IDS, echo=True, logprobs=1, max_tokens=1)
+    (choice,) = done.choices
+    first = tokenizer().token(api.reply[0])
+    assert choice.text == PROMPT + first
+    assert choice.logprobs is not None
+    assert choice.logprobs.tokens == [*map(tokenizer().token, IDS), first]
+    assert choice.logprobs.token_logprobs == [None, *[-0.25] * (len(IDS) - 1), -0.5]
+    assert choice.logprobs.text_offset == [
+        len("".join(choice.logprobs.tokens[:i])) for i in range(len(choice.logprobs.tokens))
+    ]
+    assert choice.logprobs.top_logprobs is not None
+    assert choice.logprobs.top_logprobs[0] is None
+    assert all(len(top) == 1 for top in choice.logprobs.top_logprobs[1:])
+
+
+async def test_an_echo_alone_and_a_score_alone(client: AsyncOpenAI) -> None:
+    done = await client.completions.create(model="fake", prompt=PROMPT, echo=True)
+    assert done.choices[0].text == PROMPT + REPLY
+    done = await client.completions.create(model="fake", prompt=PROMPT, echo=True, logprobs=0, max_tokens=0)
+    assert done.choices[0].text == PROMPT
+    assert done.choices[0].logprobs is not None
+    assert len(done.choices[0].logprobs.tokens or []) == len(IDS)
+    done = await client.completions.create(model="fake", prompt=PROMPT, echo=True, max_tokens=0)
+    assert (done.choices[0].text, done.choices[0].logprobs) == (PROMPT, None)
+
+
+async def test_an_echo_streamed_is_the_same(client: AsyncOpenAI) -> None:
+    whole = (await client.completions.create(model="fake", prompt=IDS, echo=True, logprobs=1)).choices[0]
+    stream = await client.completions.create(model="fake", prompt=IDS, echo=True, logprobs=1, stream=True)
+    choices = [choice async for chunk in stream for choice in chunk.choices]
+    assert "".join(choice.text for choice in choices) == whole.text
+    assert whole.logprobs is not None
+    for name in ("tokens", "token_logprobs", "top_logprobs", "text_offset"):
+        parts = [entry for choice in choices if choice.logprobs for entry in getattr(choice.logprobs, name)]
+        assert parts == getattr(whole.logprobs, name), name
+
+
+async def test_a_chat(client: AsyncOpenAI, api: Api) -> None:
+    parts = [{"type": "text", "text": "hi"}, {"type": "text", "text": "there"}]
+    done = await client.chat.completions.create(
+        model="fake",
+        messages=[{"role": "developer", "content": "be kind"}, {"role": "user", "content": parts}],  # type: ignore[list-item,misc]
+        max_completion_tokens=20,
+        logprobs=True,
+        top_logprobs=1,
+        store=False,
+        metadata={"a": "b"},
+    )
+    (choice,) = done.choices
+    assert (done.object, choice.message.role, choice.message.content) == ("chat.completion", "assistant", REPLY)
+    assert choice.logprobs is not None
+    assert choice.logprobs.content is not None
+    assert [entry.token for entry in choice.logprobs.content] == [tokenizer().token(id) for id in api.reply]
+    assert all(bytes(entry.bytes or []).decode() == entry.token for entry in choice.logprobs.content)
+    assert all(entry.top_logprobs[0].token == entry.token for entry in choice.logprobs.content)
+    (sent,) = await api.engine.saw(Generate)
+    assert isinstance(sent, Generate)
+    turns = [{"role": "system", "content": "be kind"}, {"role": "user", "content": "hi\nthere"}]
+    assert sent.prompt == tuple(tokenizer().chat(turns))
+
+
+async def test_a_streamed_chat(client: AsyncOpenAI, api: Api) -> None:
+    stream = await client.chat.completions.create(
+        model="fake",
+        messages=[{"role": "user", "content": "hi"}],
+        n=2,
+        stream=True,
+        stream_options={"include_usage": True},
+    )
+    texts, roles, ends = ["", ""], [], []
+    async for chunk in stream:
+        usage = chunk.usage
+        for choice in chunk.choices:
+            texts[choice.index] += choice.delta.content or ""
+            if choice.delta.role:
+                roles.append((choice.index, choice.delta.role))
+            if choice.finish_reason:
+                ends.append(choice.finish_reason)
+    assert texts == [REPLY, REPLY]
+    assert sorted(roles) == [(0, "assistant"), (1, "assistant")]
+    assert ends == ["length", "length"]
+    assert usage is not None
+    assert usage.completion_tokens == 2 * len(api.reply)
+
+
+async def test_a_chat_may_be_as_long_as_fits(client: AsyncOpenAI, api: Api) -> None:
+    await client.chat.completions.create(model="fake", messages=[{"role": "user", "content": "hi"}])
+    (sent,) = await api.engine.saw(Generate)
+    assert isinstance(sent, Generate)
+    assert sent.sampling.max_tokens == api.base.context - len(sent.prompt)
+
+
+async def test_further_parameters_reach_the_engine(client: AsyncOpenAI, api: Api) -> None:
+    extra = {
+        "top_k": 5,
+        "min_p": 0.1,
+        "repetition_penalty": 1.1,
+        "stop_token_ids": [7],
+        "ignore_eos": True,
+        "min_tokens": 2,
+        "include_stop_str_in_output": True,
+        "skip_special_tokens": False,
+        "return_token_ids": True,
+    }
+    done = await client.completions.create(model="fake", prompt=IDS, stop="sat", extra_body=extra)
+    params = await sampled(api)
+    assert (params.top_k, params.min_p, params.repetition_penalty) == (5, 0.1, 1.1)
+    assert (params.stop_token_ids, params.ignore_eos, params.min_tokens) == ((7,), True, 2)
+    choice = done.choices[0].model_dump()
+    assert choice["text"] == "the cat sat"
+    assert (choice["prompt_token_ids"], choice["stop_reason"], choice["finish_reason"]) == (IDS, "sat", "stop")
+    assert choice["token_ids"] == api.reply[: len(choice["token_ids"])]
+    await client.completions.create(model="fake", prompt=IDS, extra_body={"top_k": -1, "seed": -1, "best_of": 1})
+    assert (await sampled(api)).top_k == 0
+
+
+async def test_models(client: AsyncOpenAI, api: Api) -> None:
+    add_adapter(api, "poet")
+    add_adapter(api, "poet", 2)
+    add_adapter(api, "stranger", fingerprint="other")
+    base, poet = [model.model_dump() async for model in client.models.list()]
+    assert (base["id"], base["parent"], base["max_model_len"]) == ("fake", None, api.base.context)
+    assert (poet["id"], poet["root"], poet["parent"], poet["created"]) == ("poet", "poet@2", "fake", 1002)
+    assert (await client.models.retrieve("poet@1")).model_dump()["root"] == "poet@1"
+    assert (await client.models.retrieve("fake")).id == "fake"
+    for name in ("nobody", "poet@9", "org/model", "stranger", "a b"):
+        with pytest.raises(openai.NotFoundError):
+            await client.models.retrieve(name)
+    for name, version in (("poet", 2), ("poet@1", 1)):
+        done = await client.completions.create(model=name, prompt=PROMPT)
+        assert done.model == name
+        sent = (await api.engine.saw(Generate))[-1]
+        assert isinstance(sent, Generate)
+        assert sent.adapter == AdapterRef("poet", version)
+
+
+async def test_unknown_models(client: AsyncOpenAI) -> None:
+    for name in ("gpt-4", "poet@1", "org/model", "x" * 300):
+        with pytest.raises(openai.NotFoundError) as caught:
+            await client.chat.completions.create(model=name, messages=[{"role": "user", "content": "hi"}])
+        assert (caught.value.code, caught.value.param, caught.value.type) == (
+            "model_not_found",
+            "model",
+            "not_found_error",
+        )
+
+
+async def test_what_is_not_supported_is_refused_by_name(client: AsyncOpenAI) -> None:
+    chat = {
+        "tools": [{"type": "function"}],
+        "response_format": {"type": "json_object"},
+        "top_logprobs": 1,
+        "echo": True,
+    }
+    text = {"suffix": "x", "best_of": 2, "prompt_logprobs": 1, "guided_json": {}, "logprobs": 21, "max_tokens": 0}
+    for name, value in chat.items():
+        with pytest.raises(openai.BadRequestError) as caught:
+            await client.chat.completions.create(
+                model="fake", messages=[{"role": "user", "content": "x"}], extra_body={name: value}
+            )
+        assert (caught.value.param, caught.value.type) == (name, "invalid_request_error")
+    for name, value in text.items():
+        with pytest.raises(openai.BadRequestError) as caught:
+            await client.completions.create(model="fake", prompt="x", extra_body={name: value})
+        assert caught.value.param == name
+    picture = [{"type": "image_url", "image_url": {"url": "data:,"}}]
+    with pytest.raises(openai.BadRequestError) as caught:
+        await client.chat.completions.create(model="fake", messages=[{"role": "user", "content": picture}])  # type: ignore[list-item,misc]
+    assert caught.value.param is not None
+    assert caught.value.param.startswith("messages[0].content[0]")
+
+
+async def test_what_says_nothing_is_taken(client: AsyncOpenAI) -> None:
+    neutral = {
+        "tools": [],
+        "tool_choice": "none",
+        "response_format": {"type": "text"},
+        "modalities": ["text"],
+        "service_tier": "auto",
+        "parallel_tool_calls": True,
+        "stop": None,
+        "seed": None,
+        "temperature": None,
+    }
+    done = await client.chat.completions.create(
+        model="fake", messages=[{"role": "user", "content": "x"}], extra_body=neutral
+    )
+    assert done.choices[0].message.content == REPLY
+
+
+@pytest.mark.parametrize("prompt", [[], [[]], ["", "x"], ["x", 5], [5, [6]], [["x"]], "word " * 200, [4096], [-1]])
+async def test_bad_prompts(client: AsyncOpenAI, prompt: object) -> None:
+    with pytest.raises(openai.BadRequestError) as caught:
+        await client.completions.create(model="fake", prompt=prompt)  # type: ignore[call-overload]
+    assert str(caught.value.param).startswith("prompt")
+
+
+async def test_a_full_queue(client: AsyncOpenAI, api: Api) -> None:
+    for create in (
+        client.completions.create(model="fake", prompt=["x"] * 5),
+        client.completions.create(model="fake", prompt="x", n=5),
+    ):
+        with pytest.raises(openai.RateLimitError) as caught:
+            await create
+        assert (caught.value.code, caught.value.type) == ("queue_full", "rate_limit_error")
+        assert caught.value.response.headers["Retry-After"] == "1"
+    await api.works()  # nothing of them holds a place
+    await client.completions.create(model="fake", prompt=["x"] * 4)
+
+
+async def test_failures_in_the_engine(client: AsyncOpenAI, api: Api) -> None:
+    api.engine.fail_requests = RequestFailed(id="", code="internal_error", message="at 0x7f00")
+    with pytest.raises(openai.InternalServerError) as caught:
+        await client.completions.create(model="fake", prompt=["x", "y"])
+    assert (caught.value.message, caught.value.type) == ("Error code: 500 - internal error", "server_error")
+    await api.engine.die()
+    api.service.engine_lost()
+    with pytest.raises(openai.APIStatusError) as stopped:
+        await client.completions.create(model="fake", prompt="x")
+    assert stopped.value.status_code == 503
+
+
+async def test_a_stream_that_fails_says_so(client: AsyncOpenAI, api: Api) -> None:
+    api.engine.stall_after = 2
+    stream = await client.completions.create(model="fake", prompt="x", stream=True)
+    texts = []
+    with pytest.raises(openai.APIError) as caught:
+        async for chunk in stream:
+            texts.append(chunk.choices[0].text)
+            if len(texts) == 2:
+                await api.engine.die()
+    assert caught.value.code == "engine_unavailable"
+    assert len(texts) == 2
+
+
+async def test_a_key(tmp_path: Path) -> None:
+    async with serve_api(tmp_path / "data", api_key="k") as api, client_of(api, "k") as good, client_of(api) as bad:
+        assert (await good.models.list()).data[0].id == "fake"
+        with pytest.raises(openai.AuthenticationError) as caught:
+            await bad.models.list()
+        assert (caught.value.code, caught.value.type) == ("unauthorized", "authentication_error")

@@ -1,0 +1,142 @@
+"""`/generate` and `/generate_stream` in LoRAX's and TGI's words, over a fake engine."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from coserve.link import Generate
+from coserve.types import SamplingParams
+from tests.support.api_server import REPLY, Api, read_events, tokenizer
+
+PROMPT = "hello there"
+IDS = tokenizer().encode(PROMPT)
+
+
+async def ask(api: Api, **parameters: Any) -> dict[str, Any]:
+    status, answer = await api.call("POST", "/generate", json={"inputs": PROMPT, "parameters": parameters})
+    assert status == 200, answer
+    found: dict[str, Any] = answer
+    return found
+
+
+async def streamed(api: Api, path: str = "/generate_stream", **body: Any) -> list[dict[str, Any]]:
+    async with api.http.post(path, json={"inputs": PROMPT} | body) as response:
+        assert response.status == 200
+        return [event["data"] for event in read_events(await response.text())]
+
+
+async def sampled(api: Api) -> SamplingParams:
+    last = (await api.engine.saw(Generate))[-1]
+    assert isinstance(last, Generate)
+    return last.sampling
+
+
+async def test_a_text(api: Api) -> None:
+    assert await ask(api) == {"generated_text": REPLY, "details": None}
+    params = await sampled(api)
+    assert (params.max_tokens, params.temperature) == (100, 0.0)
+    assert (await ask(api, return_full_text=True))["generated_text"] == PROMPT + REPLY
+    status, answer = await api.call("POST", "/generate", json={"inputs": PROMPT})
+    assert (status, answer["generated_text"]) == (200, REPLY)
+
+
+async def test_sampling(api: Api) -> None:
+    await ask(api, do_sample=True)
+    assert (await sampled(api)).temperature == 1.0
+    await ask(api, top_k=3, top_p=0.5, repetition_penalty=1.2, ignore_eos_token=True, max_new_tokens=4, seed=9)
+    params = await sampled(api)
+    assert (params.temperature, params.top_k, params.top_p, params.repetition_penalty) == (1.0, 3, 0.5, 1.2)
+    assert (params.ignore_eos, params.max_tokens, params.seed) == (True, 4, 9)
+
+
+async def test_details(api: Api) -> None:
+    details = (await ask(api, details=True, decoder_input_details=True, temperature=0.5, seed=4))["details"]
+    assert (details["finish_reason"], details["prompt_tokens"], details["seed"]) == ("length", len(IDS), 4)
+    assert details["generated_tokens"] == len(api.reply)
+    assert [(token["id"], token["logprob"]) for token in details["prefill"]] == [
+        (id, -0.25 if place else None) for place, id in enumerate(IDS)
+    ]
+    assert [token["id"] for token in details["tokens"]] == api.reply
+    assert "".join(token["text"] for token in details["tokens"]) == REPLY
+    assert not any(token["special"] for token in details["tokens"])
+    assert (await ask(api, details=True))["details"]["seed"] is None  # nothing was drawn
+
+
+async def test_how_it_ends(api: Api) -> None:
+    stopped = await ask(api, stop=["sat"], details=True)
+    assert (stopped["generated_text"], stopped["details"]["finish_reason"]) == ("the cat sat", "stop_sequence")
+    api.reply = [*api.reply[:1], 0]
+    ended = await ask(api, details=True)
+    assert (ended["generated_text"], ended["details"]["finish_reason"]) == ("the", "eos_token")
+    assert ended["details"]["tokens"][-1] | {"logprob": 0} == {
+        "id": 0,
+        "text": tokenizer().token(0),
+        "logprob": 0,
+        "special": True,
+    }
+
+
+async def test_streams(api: Api) -> None:
+    for events in (
+        await streamed(api, parameters={"details": True}),
+        await streamed(api, "/generate", parameters={"details": True}, stream=True),
+    ):
+        *others, last = events
+        assert "".join(event["token"]["text"] for event in events) == REPLY
+        assert [event["index"] for event in events] == list(range(1, len(api.reply) + 1))
+        assert all(event["generated_text"] is event["details"] is None for event in others)
+        assert last["generated_text"] == REPLY
+        assert (last["details"]["finish_reason"], last["details"]["generated_tokens"]) == ("length", len(api.reply))
+
+
+async def test_a_stream_keeps_text_that_was_held_back(api: Api) -> None:
+    api.reply = [*api.reply[:2], 0]
+    events = await streamed(api, parameters={"stop": ["cat"]})  # "c" could become it
+    text = "".join(event["token"]["text"] for event in events if not event["token"]["special"])
+    assert text == events[-1]["generated_text"] == "the c"
+
+
+@pytest.mark.parametrize(
+    "parameters",
+    [
+        {"adapter_source": "hub"},
+        {"merged_adapters": {"ids": ["a"]}},
+        {"api_token": "x"},
+        {"best_of": 2},
+        {"typical_p": 0.5},
+        {"watermark": True},
+        {"truncate": 5},
+        {"schema": {}},
+        {"max_new_tokens": 0},
+        {"temperature": 0},
+        {"nonsense": 1},
+        {"adapter_id": "../x"},
+    ],
+    ids=str,
+)
+async def test_what_is_not_supported_is_refused_by_name(api: Api, parameters: dict[str, Any]) -> None:
+    for path in ("/generate", "/generate_stream"):
+        status, body = await api.call("POST", path, json={"inputs": "x", "parameters": parameters})
+        if path == "/generate" and "error_type" not in body:  # refused before it was known whose words these are
+            body = {"error": body["error"]["message"], "error_type": "validation"}
+            status = 422
+        assert (status, body["error_type"]) == (422, "validation"), body
+        assert isinstance(body["error"], str)
+        await api.works()
+
+
+async def test_other_errors(api: Api) -> None:
+    status, body = await api.call("POST", "/generate", json={"inputs": "x", "parameters": {"adapter_id": "nobody"}})
+    assert (status, body["error_type"]) == (404, "validation")
+    status, body = await api.call("POST", "/generate_stream", json={"inputs": ""})
+    assert (status, body["error_type"]) == (422, "validation")
+    api.engine.go_requests.clear()
+    waiting = asyncio.create_task(api.call("POST", "/generate", json={"prompt": "x", "n": 4}))
+    await api.engine.saw(Generate, 4)
+    status, body = await api.call("POST", "/generate_stream", json={"inputs": "x"})
+    assert (status, body["error_type"]) == (429, "overloaded")
+    api.engine.go_requests.set()
+    await waiting

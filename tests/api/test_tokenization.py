@@ -1,0 +1,86 @@
+"""`/tokenize`, `/detokenize`, `/tokenizer_info` and `/version`."""
+
+from __future__ import annotations
+
+import pytest
+
+from coserve import __version__
+from coserve.api import tokenization
+from tests.support.api_server import Api, tokenizer
+from tests.support.fake_engine import CONTEXT
+
+TEXT = "the cat sat"
+
+
+async def test_there_and_back(api: Api) -> None:
+    status, body = await api.call(
+        "POST", "/tokenize", json={"prompt": TEXT, "return_token_strs": True, "model": "fake"}
+    )
+    ids = tokenizer().encode(TEXT)
+    assert (status, body["tokens"], body["count"], body["max_model_len"]) == (200, ids, len(ids), CONTEXT)
+    assert "".join(body["token_strs"]) == TEXT
+    status, body = await api.call("POST", "/detokenize", json={"tokens": [*ids, 0]})
+    assert (status, body) == (200, {"prompt": TEXT + tokenizer().token(0)})
+    status, body = await api.call("POST", "/tokenize", json={"prompt": TEXT, "add_special_tokens": False})
+    assert body["tokens"] == tokenizer().encode(TEXT, add_special=False)
+    assert "token_strs" not in body
+
+
+async def test_texts_longer_than_the_context(api: Api) -> None:
+    status, body = await api.call("POST", "/tokenize", json={"prompt": "word " * 10_000})
+    assert status == 200
+    assert body["count"] > CONTEXT
+    status, again = await api.call("POST", "/detokenize", json={"tokens": body["tokens"]})
+    assert again["prompt"] == "word " * 10_000
+
+
+async def test_chats(api: Api) -> None:
+    turns = [{"role": "user", "content": "hi"}]
+    _, body = await api.call("POST", "/tokenize", json={"messages": turns})
+    assert body["tokens"] == tokenizer().chat(turns)
+    _, body = await api.call("POST", "/tokenize", json={"messages": turns, "add_generation_prompt": False})
+    assert body["tokens"] == tokenizer().chat(turns, add_generation_prompt=False)
+    turns.append({"role": "assistant", "content": "he"})
+    _, body = await api.call("POST", "/tokenize", json={"messages": turns, "continue_final_message": True})
+    assert body["tokens"] == tokenizer().chat(turns, add_generation_prompt=False, continue_final=True)
+
+
+async def test_what_the_tokenizer_is(api: Api) -> None:
+    status, body = await api.call("GET", "/tokenizer_info")
+    assert status == 200
+    assert tokenizer().encode(body["eos_token"]) == [tokenizer().eos_token_id]
+    assert "messages" in body["chat_template"]
+    assert body["model_max_length"] == CONTEXT
+    assert await api.call("GET", "/version") == (200, {"version": __version__})
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "status", "field"),
+    [
+        ("/tokenize", {}, 400, "prompt"),
+        ("/tokenize", {"prompt": "x", "messages": []}, 400, "prompt"),
+        ("/tokenize", {"prompt": 5}, 400, "prompt"),
+        ("/tokenize", {"prompt": "x", "model": "a b"}, 404, "model"),
+        ("/tokenize", {"messages": []}, 400, "messages"),
+        (
+            "/tokenize",
+            {"messages": [{"role": "user", "content": "x"}], "add_special_tokens": True},
+            400,
+            "add_special_tokens",
+        ),
+        ("/tokenize", {"prompt": "x", "truncate": 1}, 400, "truncate"),
+        ("/detokenize", {"tokens": [4096]}, 400, "tokens"),
+        ("/detokenize", {"tokens": [-1]}, 400, "tokens[0]"),
+        ("/detokenize", {}, 400, "tokens"),
+    ],
+)
+async def test_bad_input(api: Api, path: str, body: dict[str, object], status: int, field: str) -> None:
+    got, answer = await api.call("POST", path, json=body)
+    assert (got, answer["error"]["field"]) == (status, field)
+    await api.works()
+
+
+async def test_texts_in_memory_are_bounded(api: Api, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tokenization, "MAX_AT_ONCE", 0)
+    for path, body in (("/tokenize", {"prompt": "x"}), ("/detokenize", {"tokens": [5]})):
+        await api.refused(429, "queue_full", "POST", path, json=body)
