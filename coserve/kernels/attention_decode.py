@@ -8,7 +8,7 @@ writes it to its page on the way: no kernel of its own does that.
 
 q (H, T, D), k, v (K, T, D), any strides but 1 for D; keys, values (pages, PAGE, K, D); out (T, H, D); items (W, 8) int32:
 column of the table (-1: nothing to do), row of q, first key, key after the last, first item of the sequence, its items
-(0: write zeros), whether the last key is the new one. parts (W, H, D), stats (W, H, 2) and counters (rows, K) are scratch;
+(0: write zeros), whether the last key is the new one. parts (W, H, D), stats (W, H) and counters (rows, K) are scratch;
 counters are 0 before and after.
 """
 
@@ -55,7 +55,7 @@ def decode(
     BLOCK_D: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_S: tl.constexpr,
-    BLOCK_G: tl.constexpr,
+    BLOCK_C: tl.constexpr,
 ):
     head = tl.program_id(0)
     item = tl.program_id(1)
@@ -102,19 +102,19 @@ def decode(
         top, total, acc = accumulate(scores, v, top, total, acc, False)
     if count == 1:
         if SINKS:
-            total, acc = with_sinks(top, total, acc, sinks_ptr, head * G + g, g < G)
+            total, faded = with_sinks(top, total, sinks_ptr, head * G + g, g < G)
+            acc *= faded[:, None]
         tl.store(out_at, (acc / total[:, None]).to(out_ptr.dtype.element_ty), mask=mask)
         return
     part = (item * K + head) * G + g
-    tl.store(parts_ptr + part[:, None] * D + d[None, :], acc, mask=mask)
-    tl.store(stats_ptr + part * 2, top, mask=g < G)
-    tl.store(stats_ptr + part * 2 + 1, total, mask=g < G)
+    tl.store(parts_ptr + part[:, None] * D + d[None, :], acc / total[:, None], mask=mask)
+    tl.store(stats_ptr + part, top + tl.log2(total), mask=g < G)
     tl.debug_barrier()  # the whole program's parts are written before one of its threads says so
     ended = tl.atomic_add(counters_ptr + row * K + head, 1, sem="acq_rel")
     if ended == count - 1:
         tl.store(counters_ptr + row * K + head, 0)
-        parts = (parts_ptr, stats_ptr, sinks_ptr, out_ptr)
-        _join(parts, first, count, head, at, K, G, D, SINKS, BLOCK_G, BLOCK_D, BLOCK_S)
+        ptrs = (parts_ptr, stats_ptr, sinks_ptr, out_ptr)
+        _join(ptrs, first, count, head, at, K, G, D, SINKS, BLOCK_S, BLOCK_C)
 
 
 @triton.jit
@@ -128,34 +128,34 @@ def _join(
     G: tl.constexpr,
     D: tl.constexpr,
     SINKS: tl.constexpr,
-    BLOCK_G: tl.constexpr,
-    BLOCK_D: tl.constexpr,
     BLOCK_S: tl.constexpr,
+    BLOCK_C: tl.constexpr,
 ):
-    """The softmax over a sequence's items, of their parts. Past L1, which other programs' stores do not reach."""
+    """The softmax over a sequence's items, of their parts; a group's heads side by side, so that each thread sums alone.
+
+    Reads past L1, which other programs' stores do not reach.
+    """
     parts_ptr, stats_ptr, sinks_ptr, out_ptr = ptrs
-    g = tl.arange(0, BLOCK_G)
-    d = tl.arange(0, BLOCK_D)
-    mask = (g < G)[:, None] & (d < D)[None, :]
-    top = tl.full([BLOCK_G], float("-inf"), dtype=tl.float32)
-    total = tl.zeros([BLOCK_G], dtype=tl.float32)
-    acc = tl.zeros([BLOCK_G, BLOCK_D], dtype=tl.float32)
+    c = tl.arange(0, BLOCK_C)
+    g = c // D
+    top = tl.full([BLOCK_C], float("-inf"), dtype=tl.float32)
+    total = tl.zeros([BLOCK_C], dtype=tl.float32)
+    acc = tl.zeros([BLOCK_C], dtype=tl.float32)
     for start in range(0, count, BLOCK_S):
         s = start + tl.arange(0, BLOCK_S)
-        part = (((first + s) * K + head) * G)[:, None] + g[None, :]
-        real = (s < count)[:, None] & (g < G)[None, :]
-        tops = tl.load(stats_ptr + part * 2, mask=real, other=float("-inf"), cache_modifier=".cg")
-        totals = tl.load(stats_ptr + part * 2 + 1, mask=real, other=0.0, cache_modifier=".cg")
-        some_at = parts_ptr + part[:, :, None] * D + d[None, None, :]
-        some = tl.load(some_at, mask=real[:, :, None] & (d < D)[None, None, :], other=0.0, cache_modifier=".cg")
+        part = ((first + s) * K + head) * G
+        real = (s < count)[:, None] & (c < G * D)[None, :]
+        some = tl.load(parts_ptr + part[:, None] * D + c[None, :], mask=real, other=0.0, cache_modifier=".cg")
+        tops = tl.load(stats_ptr + part[:, None] + g[None, :], mask=real, other=float("-inf"), cache_modifier=".cg")
         new_top = tl.maximum(top, tl.max(tops, 0))
-        base = tl.where(new_top == float("-inf"), 0.0, new_top)  # rows that pad the group
+        base = tl.where(new_top == float("-inf"), 0.0, new_top)  # columns that pad the group
         faded = tl.exp2(top - base)
         weights = tl.exp2(tops - base[None, :])
-        total = total * faded + tl.sum(totals * weights, 0)
-        acc = acc * faded[:, None] + tl.sum(some * weights[:, :, None], 0)
+        total = total * faded + tl.sum(weights, 0)
+        acc = acc * faded + tl.sum(some * weights, 0)
         top = new_top
     if SINKS:
-        total, acc = with_sinks(top, total, acc, sinks_ptr, head * G + g, g < G)
-    out_at = out_ptr + ((at * K + head) * G + g)[:, None] * D + d[None, :]
-    tl.store(out_at, (acc / tl.maximum(total, 1e-30)[:, None]).to(out_ptr.dtype.element_ty), mask=mask)
+        total, faded = with_sinks(top, total, sinks_ptr, head * G + g, c < G * D)
+        acc *= faded
+    out_at = out_ptr + (at * K + head) * G * D + c
+    tl.store(out_at, (acc / tl.maximum(total, 1e-30)).to(out_ptr.dtype.element_ty), mask=c < G * D)

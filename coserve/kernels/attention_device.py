@@ -39,9 +39,9 @@ def accumulate(scores, v, top, total, acc, HOLES: tl.constexpr):
 
 
 @triton.jit
-def with_sinks(top, total, acc, sinks_ptr, heads, mask):
-    """The running softmax once each row's sink, a score without a value, has joined it."""
+def with_sinks(top, total, sinks_ptr, heads, mask):
+    """The total once each row's sink, a score without a value, has joined the softmax; and what values shrink by."""
     sink = tl.load(sinks_ptr + heads, mask=mask, other=0.0).to(tl.float32) * 1.4426950408889634
     new_top = tl.maximum(top, sink)
     faded = tl.exp2(top - new_top)
-    return total * faded + tl.exp2(sink - new_top), acc * faded[:, None]
+    return total * faded + tl.exp2(sink - new_top), faded

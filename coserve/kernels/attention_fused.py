@@ -8,9 +8,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from coserve.kernels import attention_launch as launch
 from coserve.kernels import attention_ops as ops
 from coserve.kernels.attention import Pages
-from coserve.kernels.attention_launch import Scratch, prefill_blocks, scratch, tile_tokens
 from coserve.kernels.attention_plan import Table, decode_items, items_for, page_table, prefill_tiles
 from coserve.kernels.tiles import Run
 
@@ -39,10 +39,11 @@ class FusedPagedAttention:
             if run.tokens:
                 (self._decodes if run.tokens == 1 else self._chunks).append((column, row, run))
             row += run.tokens
+        self._chunk_tokens = sum(run.tokens for _, _, run in self._chunks)
         self._table = upload(page_table(runs), self._device)
         self._items: dict[tuple[int, int | None], Tensor] = {}
         self._tiles: dict[int, Tensor] = {}
-        self._scratch: dict[tuple[int, int, int], Scratch] = {}
+        self._scratch: dict[tuple[int, int, int], launch.Scratch] = {}
 
     def attend(
         self,
@@ -64,8 +65,10 @@ class FusedPagedAttention:
         out_THD = torch.empty(rows, heads, width, dtype=q_HTD.dtype, device=q_HTD.device)
         qkv = q_HTD, k_KTD, v_KTD
         if self._chunks:
-            tiles = self._tiles_of(tile_tokens(heads // keys.shape[2], prefill_blocks(width, q_HTD.dtype)))
-            ops.paged_prefill_(out_THD, *qkv, *cache, tiles, scaling, window, softcap, sinks)
+            work = self._chunk_tokens * heads
+            blocks = launch.prefill_blocks(width, q_HTD.dtype, work)
+            tiles = self._tiles_of(launch.tile_tokens(heads // keys.shape[2], blocks))
+            ops.paged_prefill_(out_THD, *qkv, *cache, tiles, work, scaling, window, softcap, sinks)
         if self._decodes:
             items = self._items_of(keys.shape[2], window)
             held = self._scratch_of(heads, width, keys.shape[2])
@@ -78,7 +81,7 @@ class FusedPagedAttention:
         if kind not in self._items:
             contexts = np.array([run.position + 1 for _, _, run in self._decodes], dtype=np.int64)
             rows = np.array([row for _, row, _ in self._decodes], dtype=np.int64)
-            items = decode_items(contexts, rows, window, items_for(len(rows), kv_heads))
+            items = decode_items(contexts, rows, window, items_for(len(rows), kv_heads), kv_heads)
             columns = np.array([column for column, _, _ in self._decodes], dtype=np.int32)
             items[:, 0] = columns[items[:, 0]]
             self._items[kind] = upload(items, self._device)
@@ -89,9 +92,9 @@ class FusedPagedAttention:
             self._tiles[tokens] = upload(prefill_tiles(self._chunks, tokens), self._device)
         return self._tiles[tokens]
 
-    def _scratch_of(self, heads: int, width: int, kv_heads: int) -> Scratch:
+    def _scratch_of(self, heads: int, width: int, kv_heads: int) -> launch.Scratch:
         kind = heads, width, kv_heads
         if kind not in self._scratch:
             items = items_for(len(self._decodes), kv_heads)
-            self._scratch[kind] = scratch(items, heads, width, self._table.shape[1], kv_heads, self._device)
+            self._scratch[kind] = launch.scratch(items, heads, width, self._table.shape[1], kv_heads, self._device)
         return self._scratch[kind]

@@ -100,7 +100,7 @@ class FusedStaticAttention:
         """Cuts the sequences anew for one kind of layer, on the host."""
         kv_heads, window = self._kinds[kind]
         rows = np.arange(self.batch, dtype=np.int64)
-        items: Table = decode_items(self._contexts, rows, window, items_for(self.batch, kv_heads))
+        items: Table = decode_items(self._contexts, rows, window, items_for(self.batch, kv_heads), kv_heads)
         to = self._host[self._items_slice(kind)].reshape(self._most, 8)
         to[: len(items)] = items
         to[len(items) :, 0] = -1

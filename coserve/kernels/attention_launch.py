@@ -15,6 +15,9 @@ LOG2E = log2(e)
 JOINED = 4096
 """Elements of parts that the joining program holds at once."""
 
+FULL = 264
+"""Programs of a prefill that fill an H200's 132 multiprocessors."""
+
 
 @dataclass(frozen=True)
 class Blocks:
@@ -29,13 +32,16 @@ class Blocks:
 def decode_blocks(width: int, dtype: torch.dtype) -> Blocks:
     if dtype == torch.float32:
         return Blocks(16, 32, 4, 2)
-    return Blocks(16, 32, 4, 3) if width > 128 else Blocks(16, 64, 4, 3)
+    return Blocks(16, 32, 4, 3) if width > 128 else Blocks(16, 64, 2, 3)
 
 
-def prefill_blocks(width: int, dtype: torch.dtype) -> Blocks:
+def prefill_blocks(width: int, dtype: torch.dtype, rows: int) -> Blocks:
+    """`rows`: of all tiles and key-value heads together; few of them are cut finer, so that more programs share them."""
     if dtype == torch.float32:
         return Blocks(32, 32, 4, 2)
-    return Blocks(64, 64, 4, 2) if width > 128 else Blocks(128, 64, 8, 3)
+    if width > 128:
+        return Blocks(64, 64, 4, 2)
+    return Blocks(128, 64, 4, 3) if rows >= FULL * 128 else Blocks(64, 64, 4, 3)
 
 
 @dataclass(frozen=True)
@@ -65,7 +71,7 @@ class Layer:
 
 @dataclass(frozen=True)
 class Scratch:
-    """What decode needs besides: parts (W, H, D) and stats (W, H, 2) fp32; counters (columns, K) int32, 0 between calls."""
+    """What decode needs besides: parts (W, H, D) and stats (W, H) fp32; counters (columns, K) int32, 0 between calls."""
 
     parts: Tensor
     stats: Tensor
@@ -75,7 +81,7 @@ class Scratch:
 def scratch(items: int, heads: int, width: int, columns: int, kv_heads: int, device: torch.device) -> Scratch:
     return Scratch(
         torch.empty(items, heads, width, dtype=torch.float32, device=device),
-        torch.empty(items, heads, 2, dtype=torch.float32, device=device),
+        torch.empty(items, heads, dtype=torch.float32, device=device),
         torch.zeros(columns, kv_heads, dtype=torch.int32, device=device),
     )
 
@@ -102,7 +108,7 @@ def decode(
     group = heads // kv_heads
     blocks = blocks or decode_blocks(width, q_HTD.dtype)
     q, k, v = _unit(q_HTD, k_KTD, v_KTD)
-    wide, groups = triton.next_power_of_2(max(width, 16)), triton.next_power_of_2(group)
+    wide, side = triton.next_power_of_2(max(width, 16)), triton.next_power_of_2(group * width)
     attention_decode.decode[(kv_heads, items.shape[0])](
         q,
         k,
@@ -130,11 +136,11 @@ def decode(
         PAGE=page_tokens,
         SOFTCAP=scores.softcap is not None,
         SINKS=scores.sinks is not None,
-        BLOCK_M=max(16, groups),
+        BLOCK_M=max(16, triton.next_power_of_2(group)),
         BLOCK_D=wide,
         BLOCK_N=blocks.keys,
-        BLOCK_S=max(1, min(16, JOINED // (groups * wide))),
-        BLOCK_G=groups,
+        BLOCK_S=max(1, min(16, JOINED // side)),
+        BLOCK_C=side,
         num_warps=blocks.warps,
         num_stages=blocks.stages,
     )
@@ -153,13 +159,15 @@ def prefill(
     layer: Layer,
     tiles: Tensor,
     scores: Scores,
-    blocks: Blocks | None = None,
+    blocks: Blocks,
 ) -> None:
-    """Writes the tiles' new keys and values into their pages, then their rows of attention into `out_THD`."""
+    """Writes the tiles' new keys and values into their pages, then their rows of attention into `out_THD`.
+
+    The tiles must be of `tile_tokens` tokens at most.
+    """
     heads, _, width = q_HTD.shape
     kv_heads, page_tokens = layer.keys.shape[2], layer.keys.shape[1]
     group = heads // kv_heads
-    blocks = blocks or prefill_blocks(width, q_HTD.dtype)
     q, k, v = _unit(q_HTD, k_KTD, v_KTD)
     grid, wide = (kv_heads, tiles.shape[0]), triton.next_power_of_2(max(width, 16))
     cache = layer.keys, layer.values, layer.table

@@ -44,11 +44,16 @@ def paged_prefill_(
     values: Tensor,
     table: Tensor,
     tiles: Tensor,
+    rows: int,
     scaling: float,
     window: int | None,
     softcap: float | None,
     sinks: Tensor | None,
 ) -> None:
-    """Attention of the tiles' rows, into `out` (T, H, D); their keys and values go to their pages."""
+    """Attention of the tiles' rows, into `out` (T, H, D); their keys and values go to their pages.
+
+    `rows`: new tokens of all tiles, times query heads, as the tiles were cut for.
+    """
     scores = launch.Scores(scaling, window, softcap, sinks)
-    launch.prefill(out, q, k, v, launch.Layer(keys, values, table), tiles, scores)
+    blocks = launch.prefill_blocks(q.shape[2], q.dtype, rows)
+    launch.prefill(out, q, k, v, launch.Layer(keys, values, table), tiles, scores, blocks)

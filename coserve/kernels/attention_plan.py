@@ -14,18 +14,23 @@ Table = NDArray[np.int32]
 
 KEY_STEP = 64
 """Items are of whole steps of so many keys."""
-ITEM_KEYS = 256
-"""A sequence is cut into items of no fewer keys than so many."""
-PROGRAMS = 528
-"""Programs that keep an H200's 132 multiprocessors busy: items are cut until there are so many, beside one a sequence."""
+PROGRAMS = 264
+"""Programs of the decode kernel that an H200 runs at once (two on each of 132 multiprocessors): a wave."""
+WAVES = 2
+"""Waves that a step is cut into at most, beyond those that whole sequences fill."""
+PIECES = 40
+"""The longest sequence is cut into so many items at most (unless a wave takes more)."""
+START, JOIN, JOINED = 128, 64, 8
+"""What an item, a join, and each item of a join cost, in keys of one item."""
 
 
 def items_for(rows: int, kv_heads: int) -> int:
     """The most items that `decode_items` makes for `rows` sequences: what a graph's grid must hold."""
-    return rows + max(1, PROGRAMS // kv_heads)
+    wave = max(1, PROGRAMS // kv_heads)
+    return (-(-rows // wave) + (WAVES if rows > 4 else 0)) * wave
 
 
-def decode_items(contexts: Ints, rows: Ints, window: int | None, most: int) -> Table:
+def decode_items(contexts: Ints, rows: Ints, window: int | None, most: int, kv_heads: int) -> Table:
     """Items (W, 8), W <= `most`, of one new token for each sequence, as `attention_decode` takes them.
 
     `contexts` (N): tokens of each sequence with the new one, 0 for a row that is padding. `rows` (N): its row of q;
@@ -33,11 +38,10 @@ def decode_items(contexts: Ints, rows: Ints, window: int | None, most: int) -> T
     """
     begins = np.zeros_like(contexts) if window is None else np.maximum(contexts - window, 0)
     spans = contexts - begins
-    spare = most - len(contexts)
-    piece = max(ITEM_KEYS, _up(int(spans.sum()) / spare))
+    piece = _piece(spans, most, max(1, PROGRAMS // kv_heads))
     # As many items as pieces of that size need, but all of a sequence's of one size.
-    sizes = np.maximum(_steps(-(-spans // np.maximum(-(-spans // piece), 1))), KEY_STEP)
-    counts = np.maximum(-(-spans // sizes), 1)
+    sizes = np.maximum(_steps(_ceil(spans, np.maximum(_ceil(spans, piece), 1))), KEY_STEP)
+    counts = np.maximum(_ceil(spans, sizes), 1)
     firsts = counts.cumsum() - counts
     of = np.repeat(np.arange(len(contexts)), counts)
     index = np.arange(len(of)) - firsts[of]
@@ -50,12 +54,32 @@ def decode_items(contexts: Ints, rows: Ints, window: int | None, most: int) -> T
     return items
 
 
+def _piece(spans: Ints, most: int, wave: int) -> int:
+    """Keys of an item at most, such that the step should end soonest.
+
+    Sizes that cut the longest sequence into 1, 2, ... equal items are tried. A step ends no later than waves of items
+    of the largest size do, and no later than all work spread evenly, plus one item (Graham).
+    """
+    longest = spans.max(keepdims=True)
+    if longest[0] <= KEY_STEP:
+        return KEY_STEP
+    pieces = _steps(_ceil(longest, np.arange(1, min(max(PIECES, wave), most) + 1)))
+    counts = np.maximum(_ceil(spans[None, :], pieces[:, None]), 1).sum(1)
+    real = counts - int((spans == 0).sum())
+    each = pieces + START
+    waves = _ceil(real, wave) * each
+    spread = (int(spans.sum()) + real * START) / wave + each
+    joined = _ceil(longest, pieces)
+    cost = np.minimum(waves, spread) + np.where(joined > 1, JOIN + joined * JOINED, 0)
+    return int(pieces[np.where(counts <= most, cost, np.inf).argmin()])
+
+
+def _ceil(keys: Ints, size: Ints | int) -> Ints:
+    return -(-keys // size)
+
+
 def _steps(keys: Ints) -> Ints:
-    return -(-keys // KEY_STEP) * KEY_STEP
-
-
-def _up(keys: float) -> int:
-    return -(-int(np.ceil(keys)) // KEY_STEP) * KEY_STEP
+    return _ceil(keys, KEY_STEP) * KEY_STEP
 
 
 def prefill_tiles(runs: Sequence[tuple[int, int, Run]], tokens: int) -> Table:

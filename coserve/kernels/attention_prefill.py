@@ -122,7 +122,8 @@ def prefill(
         scores = tl.where(visible, scores, float("-inf"))
         top, total, acc = accumulate(scores, v, top, total, acc, WINDOW)
     if SINKS:
-        total, acc = with_sinks(top, total, acc, sinks_ptr, heads, token < tokens)
+        total, faded = with_sinks(top, total, sinks_ptr, heads, token < tokens)
+        acc *= faded[:, None]
     out_at = out_ptr + ((first + token) * K * G + heads)[:, None] * D + d[None, :]
     tl.store(out_at, (acc / tl.maximum(total, 1e-30)[:, None]).to(out_ptr.dtype.element_ty), mask=mask)
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from coserve.kernels.attention_fused import FusedPagedAttention
 from coserve.kernels.attention_fused_static import FusedStaticAttention
-from coserve.kernels.attention_plan import KEY_STEP, decode_items, items_for
+from coserve.kernels.attention_plan import decode_items, items_for
 from coserve.kernels.tiles import Run
 from tests.support.attention_cases import Case, Kind, worst
 
@@ -36,15 +36,10 @@ KINDS = {
     "all": Kind(8, 2, 64, window=40, softcap=2.0, sinks=True, page_tokens=5),
 }
 DECODES = [(0, 1), (15, 1), (16, 1), (63, 1), (64, 1), (3, 1), (150, 1)]
+"""The longest are cut into items, and joined."""
 CHUNKS = [(0, 1), (0, 17), (40, 1), (16, 3), (100, 30), (0, 70)]
 
 named = pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
-
-
-@pytest.fixture(autouse=True)
-def small_items(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Items of the least size: short sequences are cut too, and joined."""
-    monkeypatch.setattr("coserve.kernels.attention_plan.ITEM_KEYS", KEY_STEP)
 
 
 def attend(attention: FusedPagedAttention | FusedStaticAttention, case: Case, *qkv: Tensor) -> Tensor:
@@ -108,7 +103,7 @@ def test_a_sequence_that_grows_and_one_that_takes_its_row() -> None:
 def test_items_cover_each_key_once(contexts: list[int], window: int | None, kv_heads: int) -> None:
     most = items_for(len(contexts), kv_heads)
     rows = np.arange(len(contexts))
-    items = decode_items(np.array(contexts), rows, window, most)
+    items = decode_items(np.array(contexts), rows, window, most, kv_heads)
     assert len(items) <= most
     for row, context in enumerate(contexts):
         mine = np.flatnonzero(items[:, 0] == row)

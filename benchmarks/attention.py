@@ -1,0 +1,239 @@
+"""Paged attention on one GPU, one layer of Llama-3.1-8B's shape: ours against others; microseconds and share of the floor.
+
+    python -m benchmarks.attention --out benchmarks/results [--only decode,prefill,training,flex]
+    python -m benchmarks.attention --tune --out DIR
+
+Each part writes `attention_<part>.json`. Times are CUDA-graph replays over pages that together exceed the L2.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import asdict
+from datetime import date
+from functools import partial
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import torch
+import triton
+
+from benchmarks import attention_ways as ways
+from benchmarks.timing import event_us, graph_us
+from coserve.kernels import attention, attention_launch, attention_plan
+from coserve.kernels.tiles import Run
+
+BANDWIDTH = 4.30e12
+"""Bytes a second of a device-to-device copy on the H200, read plus written."""
+L2_BYTES = 60e6
+BATCHES = (1, 8, 32, 64, 256)
+CONTEXTS = (128, 512, 2048, 8192, 32768)
+CACHE_TOKENS = 8 << 20
+"""32 GiB of the shape's cache: batch 256 at 32768 tokens of context."""
+SHAPE = ways.Shape()
+PREFILLS: dict[str, list[tuple[int, int]]] = {
+    "8 x 512": [(0, 512)] * 8,
+    "1 x 2048": [(0, 2048)],
+    "1 x 8192": [(0, 8192)],
+    "512 behind 1536": [(1536, 512)],
+    "512 behind 7680": [(7680, 512)],
+    "2048 behind 30720": [(30720, 2048)],
+    "8 x 64 behind 960": [(960, 64)] * 8,
+}
+Row = dict[str, Any]
+Make = Callable[[ways.Cache, list[Run]], ways.Call]
+
+
+def _time(make: Make, cache: ways.Cache, spans: list[tuple[int, int]], replays: int = 9) -> float:
+    """Microseconds of one call over sets of pages that pass through the L2 twice over."""
+    size = sum(position + tokens for position, tokens in spans) * SHAPE.bytes_per_token
+    sets = max(1, min(16, int(2 * L2_BYTES / size) + 1))
+    calls = [make(cache, cache.runs(spans)) for _ in range(sets)]
+    us = graph_us(calls, replays=replays, repeat=max(1, 4 // sets)).us
+    del calls
+    gc.collect()
+    torch.cuda.empty_cache()
+    return round(us, 2)
+
+
+def _columns(makes: dict[str, Make | None], cache: ways.Cache, spans: list[tuple[int, int]]) -> dict[str, Any]:
+    columns: dict[str, Any] = {}
+    for name, make in makes.items():
+        if make is None:
+            continue
+        try:
+            columns[name] = _time(make, cache, spans)
+        except Exception as error:  # noqa: BLE001 - one library's failure is a result, too
+            columns[name] = f"{type(error).__name__}: {error}"[:200]
+            torch.cuda.empty_cache()
+    return columns
+
+
+def decode_part(cache: ways.Cache) -> list[Row]:
+    rows: list[Row] = []
+    flashinfer = {
+        "flashinfer": ways.flashinfer_decode_of(tensor_cores=True),
+        "flashinfer_cuda_cores": ways.flashinfer_decode_of(tensor_cores=False),
+    }
+    for batch, context in product(BATCHES, CONTEXTS):
+        size = batch * context * SHAPE.bytes_per_token
+        makes: dict[str, Make | None] = {"ours": ways.static, **flashinfer}
+        if size <= 2 << 30:
+            makes |= {"sdpa_gathered": ways.sdpa, "sdpa_not_paged": partial(ways.sdpa, gather=False)}
+        if size <= 1 << 28:
+            makes["plain"] = ways.plain
+        columns = _columns(makes, cache, [(context - 1, 1)] * batch)
+        floor = size / BANDWIDTH * 1e6
+        row = {"batch": batch, "context": context, "floor_us": round(floor, 2), "us": columns}
+        rows.append({**row, "of_floor": round(floor / columns["ours"], 3)})
+        print(rows[-1], flush=True)
+    uneven = [(100, 1)] * 63 + [(32767, 1)]
+    columns = _columns({"ours": ways.static, "flashinfer": flashinfer["flashinfer"]}, cache, uneven)
+    floor = sum(position + 1 for position, _ in uneven) * SHAPE.bytes_per_token / BANDWIDTH * 1e6
+    rows.append({"case": "63 of 101 and 1 of 32768", "floor_us": round(floor, 2), "us": columns})
+    print(rows[-1], flush=True)
+    return rows
+
+
+def prefill_part(cache: ways.Cache) -> list[Row]:
+    rows: list[Row] = []
+    makes: dict[str, Make | None] = {
+        "ours": ways.mixed,
+        "varlen": ways.varlen,
+        "fa3": ways.fa3_of(),
+        "flashinfer_fa2": ways.flashinfer_prefill_of("fa2"),
+        "flashinfer_fa3": ways.flashinfer_prefill_of("fa3"),
+    }
+    for name, spans in PREFILLS.items():
+        columns = _columns(makes, cache, spans)
+        pairs = sum(tokens * position + tokens * (tokens + 1) / 2 for position, tokens in spans)
+        flop = 4 * SHAPE.heads * SHAPE.width * pairs
+        tflops = {way: round(flop / us / 1e6, 1) for way, us in columns.items() if isinstance(us, float)}
+        rows.append({"case": name, "us": columns, "tflops": tflops})
+        print(rows[-1], flush=True)
+    return rows
+
+
+def training_part(cache: ways.Cache) -> list[Row]:
+    """Forward and backward of packed sequences: torch's kernel for them against one call a sequence."""
+    rows: list[Row] = []
+    takes = attention._varlen_takes
+    for sequences, tokens in ((8, 512), (2, 2048)):
+        bounds = [tokens * i for i in range(sequences + 1)]
+        q, k, v = (x.detach().requires_grad_() for x in cache.qkv(bounds[-1]))
+        weights = torch.randn(bounds[-1], SHAPE.heads, SHAPE.width, device="cuda", dtype=torch.bfloat16)
+        columns = {}
+        for name, takes_it in (("varlen", takes), ("one_by_one", lambda _: False)):
+            attention._varlen_takes = takes_it
+            packed = attention.PackedAttention(bounds)
+
+            def call(packed: attention.PackedAttention = packed) -> object:
+                out = packed.attend(0, q, k, v, **SHAPE.told)  # noqa: B023
+                return torch.autograd.grad(out, (q, k, v), weights)  # noqa: B023
+
+            columns[name] = round(event_us([call] * 4).us, 1)
+        attention._varlen_takes = takes
+        rows.append({"case": f"{sequences} x {tokens}, forward and backward", "us": columns})
+        print(rows[-1], flush=True)
+    return rows
+
+
+def flex_part(cache: ways.Cache) -> list[Row]:
+    rows: list[Row] = []
+    for batch, context in ((8, 2048), (64, 2048)):
+        try:
+            us: Any = round(graph_us([ways.flex(SHAPE, batch, context)]).us, 1)
+        except Exception as error:  # noqa: BLE001 - as above
+            us = f"{type(error).__name__}: {error}"[:300]
+        rows.append({"batch": batch, "context": context, "us": {"flex": us}})
+        print(rows[-1], flush=True)
+    return rows
+
+
+def tune(cache: ways.Cache) -> list[Row]:
+    """Block sizes, and how finely sequences are cut."""
+    rows: list[Row] = []
+    points = [(1, 512), (1, 8192), (8, 2048), (64, 256), (64, 2048), (256, 512), (32, 8192)]
+    default = attention_launch.decode_blocks, attention_launch.prefill_blocks
+
+    def measure(tag: Row, replays: int = 5) -> None:
+        us = {f"{b}x{c}": _time(ways.static, cache, [(c - 1, 1)] * b, replays) for b, c in points}
+        rows.append({**tag, "us": us})
+        print(rows[-1], flush=True)
+
+    for keys, warps, stages in ((64, 2, 3), (64, 4, 3), (64, 2, 4), (64, 1, 3), (32, 2, 6)):
+        blocks = attention_launch.Blocks(16, keys, warps, stages)
+        attention_launch.decode_blocks = lambda width, dtype, blocks=blocks: blocks
+        measure({"decode": asdict(blocks)})
+    attention_launch.decode_blocks = default[0]
+    for programs, start in ((264, 64), (264, 256), (396, 128), (528, 128)):
+        attention_plan.PROGRAMS, attention_plan.START = programs, start
+        measure({"programs": programs, "start": start})
+    attention_plan.PROGRAMS, attention_plan.START = 264, 128
+    for rows_, keys, warps, stages in ((128, 64, 4, 3), (64, 64, 4, 3), (128, 64, 4, 4), (64, 64, 4, 4)):
+        blocks = attention_launch.Blocks(rows_, keys, warps, stages)
+        attention_launch.prefill_blocks = lambda width, dtype, rows, blocks=blocks: blocks
+        try:
+            us = {name: _time(ways.mixed, cache, spans, 5) for name, spans in PREFILLS.items()}
+        except Exception as error:  # noqa: BLE001 - sizes that do not fit are a result, too
+            us = {"error": str(error)[:100]}
+        rows.append({"prefill": asdict(blocks), "us": us})
+        print(rows[-1], flush=True)
+    attention_launch.prefill_blocks = default[1]
+    return rows
+
+
+PARTS: dict[str, Callable[[ways.Cache], list[Row]]] = {
+    "decode": decode_part,
+    "prefill": prefill_part,
+    "training": training_part,
+    "flex": flex_part,
+}
+
+
+def provenance(part: str, seconds: float) -> Row:
+    def line(*command: str) -> str:
+        try:
+            return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+        except (OSError, subprocess.CalledProcessError):
+            return "unknown"
+
+    rivals = {name: getattr(sys.modules.get(name), "__version__", None) for name in ("flashinfer",)}
+    return {
+        "hardware": torch.cuda.get_device_name(),
+        "driver": line("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"),
+        "versions": {"torch": torch.__version__, "triton": triton.__version__, **rivals},
+        "commit": line("git", "rev-parse", "--short", "HEAD"),
+        "command": f"python -m benchmarks.attention --only {part}",
+        "seed": 0,
+        "date": date.today().isoformat(),
+        "seconds": round(seconds, 1),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--only", default=",".join(PARTS))
+    parser.add_argument("--tune", action="store_true")
+    args = parser.parse_args()
+    torch.manual_seed(0)
+    args.out.mkdir(parents=True, exist_ok=True)
+    cache = ways.Cache(SHAPE, CACHE_TOKENS)
+    parts = {"tune": tune} if args.tune else {name: PARTS[name] for name in args.only.split(",")}
+    for name, part in parts.items():
+        begin = time.monotonic()
+        rows = part(cache)
+        about = provenance(name, time.monotonic() - begin)
+        (args.out / f"attention_{name}.json").write_text(json.dumps({"about": about, "rows": rows}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
