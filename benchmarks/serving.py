@@ -22,6 +22,7 @@ from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
 
+import msgspec
 import torch
 import transformers
 import triton
@@ -47,6 +48,7 @@ RANK = 16
 MAX_RUNNING = 256
 STEP_TOKENS = 8192
 KV_TOKENS = 320_000
+GREEDY = SamplingParams(temperature=0.0)
 
 
 @dataclass(frozen=True)
@@ -60,6 +62,7 @@ class Work:
     adapters: int
     target: float | None
     repeats: int = 3
+    sampling: SamplingParams = GREEDY
 
 
 ROWS = (
@@ -71,6 +74,8 @@ ROWS = (
     Work("serving.decode_tok_s.b1.a1", 1, 16, 256, 1, 190),
     Work("serving.decode_tok_s.b64.a32", 64, 16, 256, 32, 8500),
     Work("serving.decode_tok_s.b32.a32", 32, 16, 256, 32, 4700),
+    Work("serving.decode_tok_s.b64.a0.drawn", 64, 16, 256, 0, None, 1, SamplingParams(temperature=0.8)),
+    Work("serving.decode_tok_s.b64.a0.top_p", 64, 16, 256, 0, None, 1, SamplingParams(temperature=0.8, top_p=0.95)),
     Work("serving.out_tok_s.512x128.a0", 512, 512, 128, 0, 6796, 2),
     Work("serving.out_tok_s.512x128.a1", 512, 512, 128, 1, 4821, 2),
     Work("serving.out_tok_s.512x128.a32", 512, 512, 128, 32, 6000, 2),
@@ -120,7 +125,7 @@ def adapter(base: Base, seed: int) -> LoraWeights:
 
 def requests(work: Work, run: str) -> list[Generate]:
     chance = random.Random(f"{SEED}/{work.key}/{run}")
-    sampling = SamplingParams(max_tokens=work.output, temperature=0.0, ignore_eos=True)
+    sampling = msgspec.structs.replace(work.sampling, max_tokens=work.output, ignore_eos=True)
     return [
         Generate(
             id=f"{work.key}/{run}/{i}",

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from coserve.errors import UnsupportedBase
 from coserve.generate.batch import by_adapter
 from coserve.generate.graphs import DecodeGraph
 from coserve.generate.sampler import GREEDY_BELOW, NOT_FINITE, knobs, likeliest, sample, sorts_of
@@ -220,10 +221,12 @@ def make_runner(base: Base, kv: KvCache, *, max_running: int, way: Way) -> tuple
         return None, (
             f"generation: steps run one by one without CUDA graphs, as the lora way {way} cannot be captured",
         )
-    runner = Runner(FusedBase(base), kv, max_running=max_running)
+    fused = FusedBase(base)
+    runner = Runner(fused, kv, max_running=max_running)
     try:
+        fused.check()
         runner.warm_up()
-    except torch._dynamo.exc.TorchDynamoException as error:
+    except (torch._dynamo.exc.TorchDynamoException, UnsupportedBase) as error:
         reason = str(error).splitlines()[0]
         return None, (f"generation: steps run one by one, as torch.compile refuses {base.spec.family}: {reason}",)
     note = "generation: penalties, logit bias, min_tokens and logprobs are computed step by step for their whole batch"

@@ -20,6 +20,7 @@ from torch.nn import functional
 from transformers.pytorch_utils import Conv1D
 
 from coserve.kernels.attention import PackedAttention
+from coserve.model import probe
 from coserve.model.base import Base
 from coserve.model.lora import SharedInput
 from coserve.model.seam import Attention
@@ -160,6 +161,16 @@ class FusedBase:
                 return self.base.run(tokens_T, positions_T.clone(), HERE, keep)
         finally:
             _steps.pop()
+
+    def check(self) -> None:
+        """Raises `UnsupportedBase` where compiled layers give other logits than the model does."""
+        length = probe.SEQUENCES[0]
+        tokens_T = probe.tokens(self.base.model, length)
+        positions_T, attention = torch.arange(length, device=self.base.device), PackedAttention((0, length))
+        with torch.no_grad():
+            expected_TV = self.base.run(tokens_T, positions_T, attention, keep=None)
+        got_TV = self.forward(tokens_T, positions_T, attention, lora=None, keep=None)
+        probe.check_equal(f"{self.base.spec.family}, compiled", got_TV, expected_TV)
 
     @contextmanager
     def _stubs(self, step: Step) -> Iterator[None]:

@@ -62,6 +62,7 @@ def test_sites_together_give_the_models_logits(family: str) -> None:
         got = fused.forward(TOKENS, POSITIONS, PackedAttention(BOUNDS), lora=lora, keep=None)
         torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-4)
     assert torch.equal(logits(base), plain)
+    fused.check()
 
 
 def test_groups_are_seen_not_named() -> None:
