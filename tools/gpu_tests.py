@@ -1,0 +1,38 @@
+"""Run the tests that need a GPU and keep what came of it: `python tools/gpu_tests.py OUT.json [pytest arguments]`."""
+
+from __future__ import annotations
+
+import json
+import platform
+import subprocess
+import sys
+from datetime import UTC, datetime
+from importlib.metadata import version
+from pathlib import Path
+
+import torch
+
+
+def main() -> int:
+    out, *arguments = sys.argv[1:]
+    command = [sys.executable, "-m", "pytest", "-q", "-m", "gpu", "-p", "no:cacheprovider", *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    print(done.stdout[-6000:], done.stderr[-2000:])
+    revision = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=False)
+    record = {
+        "summary": done.stdout.strip().splitlines()[-1],
+        "hardware": torch.cuda.get_device_name(),
+        "versions": {
+            "python": platform.python_version(),
+            **{name: version(name) for name in ("torch", "triton", "transformers", "stanford-stk")},
+        },
+        "commit": revision.stdout.strip(),
+        "command": " ".join(["python", *command[1:]]),
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+    }
+    Path(out).write_text(json.dumps(record, indent=1) + "\n")
+    return done.returncode
+
+
+if __name__ == "__main__":
+    sys.exit(main())
