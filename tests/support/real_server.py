@@ -1,0 +1,35 @@
+"""The API over a real engine on the bundled base, in this process and on this event loop: nothing is faked."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from coserve.link import Shutdown, local_pair
+from coserve.model.base import Base, load_base
+from coserve.worker import build_engine
+from tests.support.api_server import Api, serve_api
+
+
+@cache
+def bundled_base() -> Base:
+    return load_base("bundled", device="cpu", dtype="float32")
+
+
+@asynccontextmanager
+async def serve_real(path: Path, **settings: Any) -> AsyncIterator[Api]:
+    """As `serve_api`."""
+    async with serve_api(path, engine=False, **{"kv_tokens": 2048, **settings}) as api:
+        ours, theirs = local_pair()
+        engine, ready = build_engine(bundled_base(), api.config, theirs)
+        running = asyncio.create_task(engine.run())
+        await api.service.attach(ours, ready)
+        try:
+            yield api
+        finally:
+            ours.send(Shutdown())
+            await running
