@@ -27,6 +27,10 @@ class Connection:
             raise EngineUnavailable("the engine is starting")
         return self.ready.spec
 
+    def name(self) -> str:
+        """The base's, empty before the first engine."""
+        return "" if self.ready is None else self.ready.spec.name
+
     @property
     def room(self) -> int:
         """Tokens of the longest sequence: what the context and the KV pool take. Raises as `spec`."""

@@ -8,6 +8,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, gene
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from coserve.api.metrics_vllm import VllmNames
 from coserve.link import EngineStats
 from coserve.types import FinishReason, JobState
 
@@ -27,8 +28,11 @@ _TOTALS: tuple[tuple[str, str, Callable[[EngineStats], float]], ...] = (
 class Metrics:
     """What the handlers count, and (through `EngineGauges`) what the engine reports."""
 
-    def __init__(self) -> None:
+    def __init__(self, model: Callable[[], str]) -> None:
+        """`model` gives the base's name, a label of the names that vLLM has for these metrics."""
         self.registry = r = CollectorRegistry(auto_describe=True)
+        self._vllm = CollectorRegistry()
+        self._vllm.register(VllmNames(r, model))
         self.engine = EngineGauges()
         r.register(self.engine)
         self._ttft = Histogram(
@@ -137,7 +141,7 @@ class Metrics:
     def page(self, restarts: int) -> bytes:
         """The text format."""
         self._starts.set(restarts)
-        return generate_latest(self.registry)
+        return generate_latest(self.registry) + generate_latest(self._vllm)
 
 
 class EngineGauges(Collector):

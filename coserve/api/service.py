@@ -46,7 +46,7 @@ class Service:
     def __init__(self, config: Config, folder: DataFolder, registry: RegistryThread, tokenizer: Tokenizer) -> None:
         self.folder, self.tokenizer = folder, tokenizer
         self.engine = Connection()
-        self.metrics = Metrics()
+        self.metrics = Metrics(self.engine.name)
         self._ledger = Ledger(folder, registry, self.engine, self.metrics)
         self.generation = Generation(config, self.engine, registry, tokenizer, self.metrics)
         self.jobs = Jobs(config, folder, registry, tokenizer, self.engine, self._ledger)

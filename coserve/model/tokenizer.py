@@ -52,6 +52,7 @@ class Tokenizer:
         self.eos_token_ids = tuple(dict.fromkeys(first + eos_token_ids))
         """Ids that end a generation; the first is the one that training appends."""
         self.vocab_size = backend.get_vocab_size(with_added_tokens=True)
+        self._texts: dict[int, str] = {}
         self.special_tokens, self.chat_template = special_tokens, chat_template
         added = backend.get_added_tokens_decoder()
         self.special_ids = frozenset(id for id, token in added.items() if token.special)
@@ -112,7 +113,10 @@ class Tokenizer:
 
     def token(self, id: int) -> str:
         """One token's own text, special or not; bytes that are no character show as U+FFFD."""
-        return self.decode([id], skip_special=False)
+        text = self._texts.get(id)
+        if text is None:
+            text = self._texts[id] = self.decode([id], skip_special=False)
+        return text
 
     @property
     def has_chat(self) -> bool:

@@ -137,3 +137,44 @@ async def test_health_shows_the_base_and_what_runs(api: Api) -> None:
     assert (health["running"], health["waiting"], health["jobs"]) == (2, 1, 1)
     assert (health["lora_way"], health["kv_tokens"], health["notes"]) == ("reference", 1024, ["a fake"])
     assert await api.engine.saw(Generate)
+
+
+async def test_dashboards_find_vllms_names(api: Api) -> None:
+    await api.works()
+    await api.call("POST", "/generate", json={"prompt": "x", "stop": ["sat"]})
+    api.engine.stats(running=2, waiting=1)
+    await api.works()
+    found = await scrape(api)
+    labels = ",engine=0,model_name=fake"
+    same = {
+        "time_to_first_token_seconds_count": "time_to_first_token_seconds_count",
+        "inter_token_latency_seconds_sum": "inter_token_latency_seconds_sum",
+        "time_per_output_token_seconds_count": "inter_token_latency_seconds_count",
+        "e2e_request_latency_seconds_sum": "e2e_request_latency_seconds_sum",
+        "request_queue_time_seconds_count": "request_queue_time_seconds_count",
+        "request_prefill_time_seconds_sum": "request_prefill_time_seconds_sum",
+        "request_decode_time_seconds_sum": "request_decode_time_seconds_sum",
+        "request_inference_time_seconds_count": "request_inference_time_seconds_count",
+        "request_prompt_tokens_sum": "request_prompt_tokens_sum",
+        "request_generation_tokens_count": "request_generation_tokens_count",
+        "prompt_tokens_total": "prompt_tokens_total",
+        "generation_tokens_total": "generation_tokens_total",
+        "num_requests_running": "num_requests_running",
+        "num_requests_waiting": "num_requests_waiting",
+        "kv_cache_usage_perc": "kv_cache_usage_ratio",
+        "prefix_cache_queries_total": "prefix_cache_queries_total",
+        "prefix_cache_hits_total": "prefix_cache_hits_total",
+        "num_preemptions_total": "preemptions_total",
+    }
+    for theirs, ours in same.items():
+        assert found[f"vllm:{theirs}{labels}"] == found[f"coserve_{ours}"] > 0, theirs
+    ends = {
+        reason: found[f"vllm:request_success_total,engine=0,finished_reason={reason},model_name=fake"]
+        for reason in ("stop", "length", "abort")
+    }
+    assert ends == {"stop": 1, "length": 2, "abort": 0}
+    bucket = found["vllm:time_to_first_token_seconds_bucket,engine=0,le=+Inf,model_name=fake"]
+    assert bucket == found["coserve_time_to_first_token_seconds_bucket,le=+Inf"]
+    phases = ("prefill", "decode")
+    parts = sum(found[f"coserve_request_{phase}_time_seconds_sum"] for phase in phases)
+    assert abs(parts - found["coserve_request_inference_time_seconds_sum"]) < 1e-6
