@@ -1,0 +1,146 @@
+"""Bad input under `/v1`: OpenAI's shape of error, the field by name, and a good request succeeds after each."""
+
+from __future__ import annotations
+
+import io
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from coserve.api import openai_requests
+from tests.support.api_server import Api, serve_api
+from tests.support.fake_engine import CONTEXT
+
+TEXT: dict[str, Any] = {"model": "fake", "prompt": "x"}
+TURN = {"role": "user", "content": "x"}
+CHAT: dict[str, Any] = {"model": "fake", "messages": [TURN]}
+PATHS = ("/v1/completions", "/v1/chat/completions")
+
+BOTH: list[tuple[dict[str, Any], str]] = [
+    ({"n": 17}, "n"),
+    ({"n": 0}, "n"),
+    ({"temperature": -1}, "temperature"),
+    ({"temperature": "hot"}, "temperature"),
+    ({"top_p": 0}, "top_p"),
+    ({"top_k": -2}, "top_k"),
+    ({"stop": ["x"] * 17}, "stop"),
+    ({"stop": ""}, "stop"),
+    ({"stop_token_ids": [1] * 17}, "stop_token_ids"),
+    ({"stop_token_ids": [4096]}, "stop_token_ids"),
+    ({"logit_bias": {str(i): 1 for i in range(1025)}}, "logit_bias"),
+    ({"logit_bias": {"1": 101}}, "logit_bias[...]"),
+    ({"logit_bias": {"4096": 1}}, "logit_bias"),
+    ({"presence_penalty": 3}, "presence_penalty"),
+    ({"max_tokens": CONTEXT + 1}, "max_tokens"),
+    ({"max_tokens": -1}, "max_tokens"),
+    ({"max_tokens": 3, "min_tokens": 4}, "min_tokens"),
+    ({"seed": -2}, "seed"),
+    ({"seed": 1 << 62}, "seed"),
+    ({"stream_options": {"include_usage": True}}, "stream_options"),
+    ({"stream": True, "stream_options": {"x": 1}}, "stream_options.x"),
+    ({"stream": "yes"}, "stream"),
+    ({"model": ""}, "model"),
+    ({"model": "x" * 513}, "model"),
+    ({"model": 5}, "model"),
+    ({"best_of": 3}, "best_of"),
+    ({"truncate_prompt_tokens": 5}, "truncate_prompt_tokens"),
+    ({"chat_template_kwargs": {"tokenize": True}}, "chat_template_kwargs"),
+    ({"prompt_embeds": "x"}, "prompt_embeds"),
+    ({"priority": 1}, "priority"),
+]
+TEXTS: list[tuple[dict[str, Any], str]] = [
+    ({"logprobs": 21}, "logprobs"),
+    ({"logprobs": -1}, "logprobs"),
+    ({"prompt": ["x"] * 1025}, "prompt"),
+    ({"prompt": ["x"] * 1024, "n": 2}, "n"),
+    ({"echo": True, "logprobs": 1, "stream": True, "n": 2}, "n"),
+    ({"prompt": None}, "prompt"),
+    ({"prompt": {"text": "x"}}, "prompt"),
+]
+CHATS: list[tuple[dict[str, Any], str]] = [
+    ({"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
+    ({"max_completion_tokens": 0}, "max_completion_tokens"),
+    ({"messages": []}, "messages"),
+    ({"messages": [TURN] * 1025}, "messages"),
+    ({"messages": [TURN | {"content": [{"type": "text", "text": "x"}] * 1025}]}, "messages[0].content"),
+    ({"messages": [TURN | {"content": [{"type": "input_audio", "text": ""}]}]}, "messages[0].content[0].type"),
+    ({"messages": [TURN | {"role": "root"}]}, "messages[0].role"),
+    ({"messages": [TURN | {"tool_calls": [{"id": "x"}]}]}, "messages[0].tool_calls"),
+    ({"messages": [TURN | {"tool_call_id": "x"}]}, "messages[0].tool_call_id"),
+    ({"messages": [TURN | {"content": "word " * CONTEXT}]}, "messages"),
+]
+CASES = [
+    *((path, body, field) for body, field in BOTH for path in PATHS),
+    *((PATHS[0], *case) for case in TEXTS),
+    *((PATHS[1], *case) for case in CHATS),
+]
+
+
+def good(path: str) -> dict[str, Any]:
+    return TEXT if path == PATHS[0] else CHAT
+
+
+async def check_works(api: Api, path: str) -> None:
+    status, body = await api.call("POST", path, json=good(path))
+    assert status == 200, body
+
+
+@pytest.mark.parametrize(("path", "body", "field"), CASES, ids=lambda value: str(value)[:40])
+async def test_a_value_that_is_wrong(api: Api, path: str, body: dict[str, Any], field: str) -> None:
+    status, answer = await api.call("POST", path, json=good(path) | body)
+    assert status == 400, answer
+    error = answer["error"]
+    assert set(error) == {"message", "type", "param", "code"}
+    assert (error["param"], error["type"]) == (field, "invalid_request_error")
+    assert len(error["message"]) < 300
+    await check_works(api, path)
+
+
+@pytest.mark.parametrize("content", [b"", b"{", b"[]", b'{"model": NaN}', b'{"a":' + b"[" * 100_000, b"\xff"], ids=repr)
+@pytest.mark.parametrize("path", PATHS)
+async def test_malformed_json(api: Api, path: str, content: bytes) -> None:
+    status, answer = await api.call("POST", path, data=content)
+    assert (status, set(answer["error"])) == (400, {"message", "type", "param", "code"})
+    await check_works(api, path)
+
+
+async def test_bodies_over_the_limit_and_wrong_methods(api: Api) -> None:
+    large = json.dumps(TEXT | {"user": "x" * (1 << 20)})
+    status, answer = await api.call("POST", PATHS[0], data=io.BytesIO(large.encode()))
+    assert (status, answer["error"]["code"]) == (413, "body_too_large")
+    status, answer = await api.call("PUT", PATHS[0], data=b"{}")
+    assert (status, answer["error"]["code"]) == (405, "method_not_allowed")
+    status, answer = await api.call("GET", "/v1/nothing")
+    assert (status, answer["error"]["code"]) == (404, "not_found")
+
+
+def test_every_field_that_only_may_say_one_thing_exists() -> None:
+    known = {*openai_requests.CompletionRequest.__struct_fields__, *openai_requests.ChatRequest.__struct_fields__}
+    assert set(openai_requests._ONLY) <= known
+
+
+_JSON = st.recursive(
+    st.none() | st.booleans() | st.integers(-(1 << 70), 1 << 70) | st.floats() | st.text(max_size=20),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=10), inner, max_size=4),
+    max_leaves=8,
+)
+_FIELDS = st.sampled_from(
+    sorted({*openai_requests.CompletionRequest.__struct_fields__, *openai_requests.ChatRequest.__struct_fields__})
+)
+
+
+@settings(max_examples=60, suppress_health_check=list(HealthCheck))
+@given(bodies=st.lists(st.dictionaries(_FIELDS, _JSON, max_size=3), min_size=8, max_size=8))
+async def test_no_body_is_our_own_fault(tmp_path_factory: pytest.TempPathFactory, bodies: list[dict[str, Any]]) -> None:
+    path: Path = tmp_path_factory.mktemp("fuzz")
+    async with serve_api(path / "data", max_queue=8, read_timeout=5.0) as api:
+        for body in bodies:
+            for target in PATHS:
+                content = json.dumps(good(target) | body | {"stream": False}).encode(errors="surrogatepass")
+                status, answer = await api.call("POST", target, data=content)
+                assert status in (200, 400, 404, 413, 429), (status, answer)
+        await api.works()
