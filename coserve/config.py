@@ -41,6 +41,11 @@ class Config:
         choices=("auto", "reference", "naive", "grouped", "block_sparse", "segmented"),
     )
     trust_remote_code: bool = option(False, "run Python code that comes with the model's files")
+    load_format: str = option(
+        "auto",
+        "weights of the base: from its files (auto), or random ones made on the device, for benchmarks (dummy)",
+        choices=("auto", "dummy"),
+    )
 
     policy: str = option("slack", "who runs next", choices=("slack", "ets", "ts"))
     inference_batch_size: int = option(64, "ETS: dispatch when so many requests wait; also the most that run at once")

@@ -82,7 +82,9 @@ def build_engine(base: Base, config: Config, link: Link[FromEngine, ToEngine]) -
         step_tokens=step_tokens,
         clock=time.monotonic,
     )
-    ready = EngineReady(spec=base.spec, kv_tokens=kv.tokens, lora_way=way.value, notes=_notes(base, generator) + notes)
+    ready = EngineReady(
+        spec=base.spec, kv_tokens=kv.tokens, lora_way=way.value, notes=_notes(base, generator, config) + notes
+    )
     return engine, ready
 
 
@@ -91,9 +93,11 @@ def default_threads() -> int:
     return min(EXACT_THREADS, max(1, (os.cpu_count() or 2) - 1))
 
 
-def _notes(base: Base, generator: Generator) -> tuple[str, ...]:
+def _notes(base: Base, generator: Generator, config: Config) -> tuple[str, ...]:
     """What a user should know of how this engine runs; shown in /health."""
     notes = generator.notes
+    if config.load_format == "dummy":
+        notes += ("the base's weights are random (load_format dummy): its texts mean nothing",)
     if base.device.type == "cpu" and torch.get_num_threads() > EXACT_THREADS:
         notes += (f"more than {EXACT_THREADS} CPU threads: the same seed may give another text in another batch",)
     return notes
@@ -103,7 +107,11 @@ async def _run(config: Config, fd: int) -> None:
     link = await engine_end(socket.socket(fileno=fd))
     try:
         base = load_base(
-            config.model, device=config.device, dtype=config.dtype, trust_remote_code=config.trust_remote_code
+            config.model,
+            device=config.device,
+            dtype=config.dtype,
+            trust_remote_code=config.trust_remote_code,
+            load_format=config.load_format,
         )
         engine, ready = build_engine(base, config, link)
     except StartupError as error:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from coserve.errors import ConfigError, UnsupportedBase
 from coserve.model import probe, seam
@@ -23,6 +23,8 @@ __all__ = ["Attention", "Base", "load_base", "wrap_base"]
 
 CPU_ROWS = 16
 """On CPU the packed rows are padded to a multiple of this: below 8 rows a row's bits depend on the batch's size."""
+
+DUMMY_SEED = 0
 
 
 @dataclass
@@ -84,10 +86,14 @@ class Base:
         return self.sites.serve(batch)
 
 
-def load_base(source: str, *, device: str, dtype: str, trust_remote_code: bool = False) -> Base:
+def load_base(
+    source: str, *, device: str, dtype: str, trust_remote_code: bool = False, load_format: str = "auto"
+) -> Base:
     """The base `"bundled"`, of a folder, or of a hub name; safetensors only.
 
-    `device`: auto, cpu or cuda. `dtype`: auto (float32 on CPU, bfloat16 on CUDA) or a name of torch's.
+    `device`: auto, cpu or cuda. `dtype`: auto (float32 on CPU, bfloat16 on CUDA) or a name of torch's. `load_format`:
+    auto (the weights of its files) or dummy (no files but config.json: random weights, the same ones each time on one
+    kind of device).
 
     Raises:
         UnsupportedBase: see `wrap_base`; no readable weights; code or settings in the files that we don't run.
@@ -106,18 +112,34 @@ def load_base(source: str, *, device: str, dtype: str, trust_remote_code: bool =
         _refuse_settings(name, settings, trust_remote_code)
         if local and (folder / "adapter_config.json").exists():
             raise UnsupportedBase(f"{name}: the folder holds an adapter; expected a base model")
-        model = AutoModelForCausalLM.from_pretrained(
-            path,
-            dtype=kind,
-            use_safetensors=True,
-            trust_remote_code=trust_remote_code,
-            local_files_only=local,
-        )
+        if load_format == "dummy":
+            model = _random_model(path, where, kind, trust_remote_code=trust_remote_code, local=local)
+        else:
+            model = AutoModelForCausalLM.from_pretrained(
+                path,
+                dtype=kind,
+                use_safetensors=True,
+                trust_remote_code=trust_remote_code,
+                local_files_only=local,
+            )
     except (OSError, ValueError, KeyError, ImportError, RuntimeError) as error:
         raise UnsupportedBase(f"{name}: transformers cannot load it: {error}") from error
     if getattr(model, "_hf_peft_config_loaded", False):
         raise UnsupportedBase(f"{name}: it brings an adapter of its own; expected a base model")
     return wrap_base(model.to(where), name=name)
+
+
+def _random_model(
+    path: str, device: torch.device, dtype: torch.dtype, *, trust_remote_code: bool, local: bool
+) -> PreTrainedModel:
+    """The classes that config.json names, with the weights that their own initialisation draws, on the device."""
+    config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code, local_files_only=local)
+    with torch.random.fork_rng([device] if device.type == "cuda" else []), device:
+        torch.manual_seed(DUMMY_SEED)
+        model: PreTrainedModel = AutoModelForCausalLM.from_config(
+            config, dtype=dtype, trust_remote_code=trust_remote_code
+        )
+    return model
 
 
 def _device(device: str) -> torch.device:

@@ -245,6 +245,19 @@ def test_a_folder_that_would_run_code_or_cannot_be_read_is_refused(saved: Path, 
         load_base(str(saved), device="cpu", dtype="auto")
 
 
+def test_dummy_weights_need_no_files_but_the_config_and_are_the_same_each_time(saved: Path) -> None:
+    (saved / "model.safetensors").unlink()
+    before = torch.random.get_rng_state()
+    one, two = (load_base(str(saved), device="cpu", dtype="bfloat16", load_format="dummy") for _ in range(2))
+    assert torch.equal(before, torch.random.get_rng_state())
+    assert one.dtype == torch.bfloat16
+    assert one.spec.fingerprint == two.spec.fingerprint
+    assert torch.isfinite(packed(one, [tokens_of(9, 0)])[0]).all()
+    _edit(saved, auto_map={"AutoModelForCausalLM": "evil.Model"})
+    with pytest.raises(UnsupportedBase, match="Python code"):
+        load_base(str(saved), device="cpu", dtype="auto", load_format="dummy")
+
+
 def test_pickled_weights_are_never_opened(saved: Path) -> None:
     (saved / "model.safetensors").rename(saved / "pytorch_model.bin")
     with pytest.raises(UnsupportedBase):

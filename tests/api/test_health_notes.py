@@ -1,0 +1,16 @@
+"""What `/health` tells an operator of how the engine runs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.support.real_server import serve_real
+
+
+@pytest.mark.parametrize(("load_format", "says"), [("auto", False), ("dummy", True)])
+async def test_random_weights_are_owned_up_to(tmp_path: Path, load_format: str, says: bool) -> None:
+    async with serve_real(tmp_path, load_format=load_format) as api:
+        _, health = await api.call("GET", "/health")
+    assert any("random" in note for note in health["notes"]) is says
