@@ -80,6 +80,8 @@ class GenerateRequest(Wire, frozen=True, omit_defaults=True):
     """Special tokens are not part of the text."""
     seed: Annotated[int, Meta(ge=0, le=(1 << 62) - 1)] | None = None
     """None: a random one, which the answer repeats."""
+    cache_salt: Annotated[str, Meta(max_length=256)] = ""
+    """Only requests with the same one share what the prefix cache holds of their prompts."""
     slo_ttft: Seconds | None = None
     slo_tpot: Seconds | None = None
 

@@ -207,7 +207,16 @@ class Generation:
         slo = Slo(ttft=request.slo_ttft or config.slo_ttft, tpot=request.slo_tpot or config.slo_tpot)
         for index, sequence in enumerate(decoders):
             sampling = sampling_params(request, index, seed, room)
-            self._engine.send(Generate(id=sequence, prompt=prompt, sampling=sampling, adapter=adapter, slo=slo))
+            self._engine.send(
+                Generate(
+                    id=sequence,
+                    prompt=prompt,
+                    sampling=sampling,
+                    adapter=adapter,
+                    slo=slo,
+                    cache_salt=request.cache_salt,
+                )
+            )
             self._runs[sequence] = run
         if adapter is not None:
             self.in_use[adapter] += 1

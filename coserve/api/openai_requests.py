@@ -174,6 +174,7 @@ def _request(
         return_prompt_ids=bool(ask.return_token_ids or counted),
         skip_special_tokens=_or(ask.skip_special_tokens, True),
         seed=None if ask.seed == -1 else ask.seed,
+        cache_salt=ask.cache_salt or "",
         slo_ttft=ask.slo_ttft,
         slo_tpot=ask.slo_tpot,
     )

@@ -66,6 +66,8 @@ class Ask(Wire, frozen=True):
     return_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = None
     """Log-probabilities name tokens as `token_id:123`."""
+    cache_salt: Annotated[str, Meta(max_length=256)] | None = None
+    """Only requests with the same one share what the prefix cache holds."""
     slo_ttft: Seconds | None = None
     slo_tpot: Seconds | None = None
 

@@ -45,6 +45,7 @@ class GenerateOptions(TypedDict, total=False):
     return_prompt_ids: bool
     skip_special_tokens: bool
     seed: int
+    cache_salt: str
     slo_ttft: float
     slo_tpot: float
 

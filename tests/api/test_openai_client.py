@@ -214,6 +214,8 @@ async def test_further_parameters_reach_the_engine(client: AsyncOpenAI, api: Api
     assert choice["text"] == "the cat sat"
     assert (choice["prompt_token_ids"], choice["stop_reason"], choice["finish_reason"]) == (IDS, "sat", "stop")
     assert choice["token_ids"] == api.reply[: len(choice["token_ids"])]
+    await client.completions.create(model="fake", prompt=IDS, extra_body={"cache_salt": "tenant"})
+    assert [m.cache_salt for m in await api.engine.saw(Generate) if isinstance(m, Generate)] == ["", "tenant"]
     await client.completions.create(model="fake", prompt=IDS, extra_body={"top_k": -1, "seed": -1, "best_of": 1})
     assert (await sampled(api)).top_k == 0
 

@@ -6,6 +6,7 @@ lm-evaluation-harness itself runs where it is installed; what it sends and how i
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import AsyncIterator, Callable
 from functools import cache
 from importlib import resources
@@ -234,3 +235,62 @@ async def test_lm_evaluation_harness(real: Api, name: str, settings: dict[str, i
     ids = tokenizer().encode(PAIRS[0][0])
     own = model(weights_of).generate(torch.tensor([ids]), max_new_tokens=8, do_sample=False, pad_token_id=0)[0]
     assert texts == [tokenizer().decode(own[len(ids) :].tolist()).split(".")[0]]
+
+
+TASK = """task: tiny
+dataset_path: json
+dataset_kwargs:
+  cache_dir: {folder}/cache
+  data_files:
+    test: {folder}/rows.json
+test_split: test
+output_type: multiple_choice
+doc_to_text: "{{{{question}}}}"
+doc_to_choice: choices
+target_delimiter: ""
+doc_to_target: answer
+metric_list:
+  - metric: acc
+    aggregation: mean
+    higher_is_better: true
+"""
+
+
+@pytest.mark.filterwarnings("ignore")  # of the harness's own making
+async def test_a_task_of_the_harness(real: Api, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("HF_DATASETS_OFFLINE", "HF_HUB_OFFLINE"):
+        monkeypatch.setenv(name, "1")
+    evaluator = pytest.importorskip("lm_eval.evaluator", exc_type=ImportError)
+    tasks = pytest.importorskip("lm_eval.tasks", exc_type=ImportError)
+    rows = [
+        {"question": "The cat sat on the", "choices": [" mat", " moon of the"], "answer": 0},
+        {"question": "def f(x): return", "choices": [" x", " zebra"], "answer": 0},
+        {"question": "import", "choices": [" os", " the", " sys"], "answer": 2},
+    ]
+    (tmp_path / "rows.json").write_text("\n".join(map(json.dumps, rows)))
+    (tmp_path / "tiny.yaml").write_text(TASK.format(folder=tmp_path))
+
+    def evaluate() -> Any:
+        return evaluator.simple_evaluate(
+            model="local-completions",
+            model_args={
+                "base_url": f"http://127.0.0.1:{real.port}/v1/completions",
+                "model": "poet",
+                "max_length": 1024,
+                "num_concurrent": 4,
+            },
+            tasks=["tiny"],
+            task_manager=tasks.TaskManager(include_path=str(tmp_path), include_defaults=False),
+            bootstrap_iters=0,
+        )
+
+    result = await off_the_loop(evaluate)
+    expected = [[direct("poet", *encode_pair(row["question"], each)) for each in row["choices"]] for row in rows]
+    samples = sorted(result["samples"]["tiny"], key=itemgetter("doc_id"))
+    for sample, scores in zip(samples, expected, strict=True):
+        check([response for (response,) in sample["resps"]], scores)
+    right = [
+        max(range(len(scores)), key=scores.__getitem__) == row["answer"]
+        for row, scores in zip(rows, expected, strict=True)
+    ]
+    assert result["results"]["tiny"]["acc,none"] == pytest.approx(sum(right) / len(right))
