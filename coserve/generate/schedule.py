@@ -27,6 +27,10 @@ class PageSource(Protocol):
     def pages_for(self, tokens: int) -> int: ...
 
 
+SCORED_TOKENS = 512
+"""Most tokens of a step that belong to prompts which are scored: logits are kept for each of them, not for the last only."""
+
+
 @dataclass(frozen=True)
 class Share:
     """The next `tokens` tokens of a sequence, computed in one step."""
@@ -72,20 +76,28 @@ class Scheduler:
     def plan(self) -> list[Share]:
         """At most `step_tokens` tokens, one share a sequence: decodes, then prompts under way, then new ones.
 
-        The pages for all shares are taken.
+        The pages for all shares are taken. Of prompts that are scored at most `SCORED_TOKENS` are in it.
         """
         for sequence in self._active:
             self._label(sequence)
         before = self.preemptions
         shares = [Share(s, 1) for s in tuple(self._active) if s.pending == 1 and self._grow(s, before)]
         budget = self._step_tokens - len(shares)
+        scored = min(budget, SCORED_TOKENS)
         for sequence in self._active:
-            if budget and sequence.pending > 1:
-                shares.append(Share(sequence, min(budget, sequence.pending)))
+            room = min(budget, scored) if sequence.fresh else budget
+            if room and sequence.pending > 1:
+                shares.append(Share(sequence, min(room, sequence.pending)))
                 budget -= shares[-1].tokens
-        while budget and self._waiting and self.preemptions == before and (admitted := self._admit()):
-            shares.append(Share(admitted, min(budget, admitted.pending)))
+                scored -= shares[-1].tokens if sequence.fresh else 0
+        while budget and self._waiting and self.preemptions == before:
+            room = min(budget, scored) if self._waiting[0].fresh else budget
+            admitted = self._admit() if room else None
+            if admitted is None:
+                break
+            shares.append(Share(admitted, min(room, admitted.pending)))
             budget -= shares[-1].tokens
+            scored -= shares[-1].tokens if admitted.fresh else 0
         return shares
 
     def _grow(self, sequence: Sequence, before: int) -> bool:

@@ -6,19 +6,20 @@ import math
 import random
 from collections.abc import Iterable
 from functools import cache
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
 from coserve.errors import InvalidRequest
-from coserve.generate import scoring
+from coserve.generate import schedule, scoring
 from coserve.generate.generator import Generator
 from coserve.kernels.dispatch import Way
 from coserve.kernels.segments import LoraPair
 from coserve.link import Generate, RequestFailed, Tokens
 from coserve.memory.kv import KvCache
-from coserve.model.base import Base, wrap_base
+from coserve.model.base import Attention, Base, wrap_base
 from coserve.model.lora import LoraWeights
 from coserve.types import AdapterRef, FinishReason, LoraSettings, SamplingParams, Slo, TokenLogprob
 from tests.support.tiny_models import VOCAB, tiny_model
@@ -112,6 +113,24 @@ def test_chunks_change_nothing(monkeypatch: pytest.MonkeyPatch, step_tokens: int
     monkeypatch.setattr(scoring, "CHUNK", chunk)
     tokens = prompt(20)
     check(scores(run(generator(step_tokens=step_tokens), [ask("a", tokens)])["a"]), tokens)
+
+
+def test_few_logits_are_kept_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(schedule, "SCORED_TOKENS", 8)
+    asked = {str(i): prompt(12, i) for i in range(4)}
+    gen = generator(step_tokens=64)
+    forward, kept = gen._base.forward, []
+
+    def watched(tokens_T: Tensor, positions_T: Tensor, attention: Attention, **kwargs: Any) -> Tensor:
+        kept.append(len(kwargs["keep"]))
+        return forward(tokens_T, positions_T, attention, **kwargs)
+
+    monkeypatch.setattr(gen._base, "forward", watched)
+    plain = ask("plain", prompt(30), SamplingParams(max_tokens=2))
+    messages = run(gen, [*(ask(id, tokens) for id, tokens in asked.items()), plain])
+    assert max(kept) <= 8 + 1  # and the last row of the one that generates
+    for id, tokens in asked.items():
+        check(scores(messages[id]), tokens)
 
 
 def test_scores_come_before_the_tokens_and_do_not_change_them() -> None:
