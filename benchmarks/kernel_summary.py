@@ -95,6 +95,9 @@ def _grids(decode: list[Row], prefill: list[Row], put: Any) -> None:  # noqa: AN
     ]  # fmt: skip
     stk = sum(min(us(row, way) for way in STK) for row in layer)
     put("speedup_vs_stk.prefill", stk / sum(us(row, "segmented") for row in layer), "x", ">= 2", "prefill")
+    if all("block_sparse" in row["us"] for row in layer):
+        whole = sum(us(row, "block_sparse") for row in layer) / sum(us(row, "segmented") for row in layer)
+        put("speedup_vs_stk.prefill.with_gather_and_add", whole, "x", "(not set)", "prefill")
     ratios = []
     for row in [*decode, *prefill]:
         others = [us(row, way) for way in OTHERS if way in row["us"]]

@@ -1,4 +1,4 @@
-"""Block sizes of the segmented kernels, by measurement: `python -m benchmarks.kernel_tune decode|long`.
+"""Block sizes of the segmented kernels, by measurement: `python -m benchmarks.kernel_tune decode` or `long [kernel,...]`.
 
 One setting is varied at a time from the best so far. The winners are `segmented_launch.DECODE` and `LONG`.
 """
@@ -88,7 +88,7 @@ def long() -> None:
         layers = [cases.make_layer(cases.LLAMA[2], 4096, [rank] * 8) for _ in range(2)]
         segments = cases.batch(list(range(8)), 512)
         tables = [segmented.group_of(segments, layer.pairs, cases.DEVICE).table for layer in layers]
-        for rows in (64, 128) if rank == 16 else (64,):
+        for rows in (64,):
             host = cut(segments, [rank] * 8, rows)
             all_rows = HostTiles([*host.tiles, *uncovered(segments, host, rows)], [], host.spans)
             tiles = upload(all_rows, rows, 4096, cases.DEVICE)
@@ -107,7 +107,13 @@ def _long_kernels(name: str, layers: list[cases.Layer], tables: list, tiles: Til
     kernels = {
         "shrink": (
             lambda la, t, h, b: launch.long_shrink(la.x, *first, t.addresses, t.ranks, rows, rank, b),
-            [{"k": k, "shrink_warps": w, "shrink_stages": s} for k in (64, 128) for w in (4, 8) for s in (3, 4)],
+            [
+                {"k": k, "shrink_warps": w, "shrink_stages": s, "shrink_programs": p}
+                for p in (132, 264)
+                for k in (64, 128)
+                for w in (4, 8)
+                for s in (3, 4, 6)
+            ],
         ),
         "expand": (
             lambda la, t, h, b: launch.long_expand(
@@ -141,6 +147,8 @@ def _long_kernels(name: str, layers: list[cases.Layer], tables: list, tiles: Til
         ),
     }
     for kernel, (call, changes) in kernels.items():
+        if len(sys.argv) > 2 and kernel not in sys.argv[2].split(","):
+            continue
         climb(f"{name} {kernel}", launch.LONG, changes, timed(call))
 
 

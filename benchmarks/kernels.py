@@ -88,6 +88,8 @@ def measure(group: cases.SiteGroup, adapter_of: list[int], length: int, ranks: l
     column("grouped", lambda layer: ways.grouped_call(layer, segments), replays=7)
     for block in STK_BLOCKS:
         column(f"stk{block}", lambda layer, block=block: ways.stk_call(layer, segments, block), replays=7)
+    if segments.tokens in (64, 4096):
+        column("block_sparse", lambda layer: ways.block_sparse_call(layer, segments), replays=7)
     if length == 1 and len(set(adapter_of)) * max(ranks) <= 1024:
         column("gather_bmm", lambda layer: ways.gather_bmm_call(layer, segments), replays=7)
     weights = ways.base_weights(layers[0])

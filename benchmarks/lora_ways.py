@@ -106,6 +106,16 @@ def learning_call(layer: Layer, segments: Segments, way: str) -> Call:
     return lambda: torch.autograd.grad(forward(), wanted, layer.ys)
 
 
+def block_sparse_call(layer: Layer, segments: Segments) -> Call:
+    """The whole of `block_sparse` at each site: gather and pad the tokens, `sdd`, `dsd`, add into y."""
+
+    def call() -> None:
+        for y, pairs in zip(layer.ys, layer.pairs, strict=True):
+            block_sparse.lora_add(y, layer.x, segments, pairs)
+
+    return call
+
+
 def base_weights(layer: Layer) -> list[Tensor]:
     inputs = layer.group.inputs
     return [torch.randn(out, inputs, device=DEVICE, dtype=DTYPE) * inputs**-0.5 for out in layer.group.outputs]

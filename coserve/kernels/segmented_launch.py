@@ -37,8 +37,10 @@ class LongBlocks:
 
     k: int = 128
     shrink_warps: int = 8
-    shrink_stages: int = 4
-    o: int = 128
+    shrink_stages: int = 6
+    shrink_programs: int = PROGRAMS // 2
+    back_stages: int = 4
+    o: int = 64
     expand_warps: int = 4
     d: int = 128
     outer_n: int = 128
@@ -110,10 +112,10 @@ def rank_block(R: int) -> int:
     return min(64, max(RANK_BLOCK, int(triton.next_power_of_2(R))))
 
 
-def _splits(programs: int, length: int, block: int) -> tuple[int, int]:
+def _splits(programs: int, length: int, block: int, wanted: int = PROGRAMS) -> tuple[int, int]:
     """(splits, blocks in each): enough programs to fill the chip, four blocks each at least."""
     blocks = int(triton.cdiv(length, block))
-    splits = max(1, min(PROGRAMS // max(programs, 1), blocks // 4))
+    splits = max(1, min(wanted // max(programs, 1), blocks // 4))
     steps = int(triton.cdiv(blocks, splits))
     return int(triton.cdiv(blocks, steps)), steps
 
@@ -136,7 +138,7 @@ def long_shrink(
     if not tiles.shape[0] or not tokens:
         return h
     rank_blocks = triton.cdiv(R, block_r)
-    splits, steps = _splits(tiles.shape[0] * rank_blocks, inputs, k)
+    splits, steps = _splits(tiles.shape[0] * rank_blocks, inputs, k, blocks.shrink_programs)
     parts = h if splits == 1 else torch.empty(splits, *h.shape, dtype=torch.float32, device=h.device)
     segmented_prefill.shrink[(tiles.shape[0], splits, rank_blocks)](
         x_TD, h, parts, counters, tiles, addresses, ranks, inputs, x_TD.stride(0), ranks.stride(0), tokens, R, steps,
@@ -168,11 +170,12 @@ def long_expand(
     if not tiles.shape[0] or not tokens:
         return
     three, fresh = ([each[min(site, sites - 1)] for site in range(MAX_SITES)] for each in (ys, outs))
-    block_o = blocks.o if h.element_size() == 2 else blocks.o // 2
+    block_r = rank_block(R)
+    block_o = blocks.o // (2 if h.element_size() == 4 else 1)
     segmented_prefill.expand[(sum(triton.cdiv(y.shape[1], block_o) for y in ys), tiles.shape[0])](
         *three, *fresh, h, tiles, addresses, ranks, scalings, *(y.shape[1] for y in three),
         *(y.stride(0) for y in three), *(out.stride(0) for out in fresh), ranks.stride(0), tokens, R,
-        SITES=sites, ALIGNED=_aligned([*ys, *outs]), BLOCK_T=rows, BLOCK_R=rank_block(R), BLOCK_O=block_o,
+        SITES=sites, ALIGNED=_aligned([*ys, *outs]), BLOCK_T=rows, BLOCK_R=block_r, BLOCK_O=block_o,
         **_options(blocks.pdl and has_pdl(h.device), blocks.expand_warps, 1),
     )  # fmt: skip
 
@@ -221,7 +224,7 @@ def shrink_b(
             BLOCK_T=rows,
             BLOCK_R=block_r,
             BLOCK_K=k,
-            **_options(blocks.pdl and has_pdl(g.device), blocks.shrink_warps, blocks.shrink_stages),
+            **_options(blocks.pdl and has_pdl(g.device), blocks.shrink_warps, blocks.back_stages),
         )
     return g
 

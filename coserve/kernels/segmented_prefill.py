@@ -76,6 +76,8 @@ def shrink(
     ranks = (rank0, rank1, rank2)
     if BLOCK_R > 16 and most <= 16:  # a small rank costs what it costs alone
         _shrink_tile(ptrs, sizes, ranks, start, rows, slot, split, first, SITES, BLOCK_T, 16, BLOCK_K)
+    elif BLOCK_R > 32 and most <= 32:
+        _shrink_tile(ptrs, sizes, ranks, start, rows, slot, split, first, SITES, BLOCK_T, 32, BLOCK_K)
     else:
         _shrink_tile(ptrs, sizes, ranks, start, rows, slot, split, first, SITES, BLOCK_T, BLOCK_R, BLOCK_K)
     if SPLIT:
