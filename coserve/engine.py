@@ -11,7 +11,7 @@ import asyncio
 import logging
 import math
 from collections import deque
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Protocol
@@ -200,8 +200,7 @@ class Engine:
         now = self._clock()
         self._serve_cost.add(now - began)
         self._serve_seconds += now - began
-        for message in results:
-            self._emit_tokens(message, now)
+        self._emit_tokens(results, now)
         self._report(now)
 
     def _admit(self, request: Generate, deadline: float) -> None:
@@ -214,20 +213,23 @@ class Engine:
             self._running[request.id] = _Clocked(request.slo.tpot, deadline, steps)
             self._link.send(Admitted(id=request.id))
 
-    def _emit_tokens(self, message: Tokens | RequestFailed, now: float) -> None:
-        promise = self._running.get(message.id)
-        if promise is None:
-            return  # cancelled while the step ran
-        if isinstance(message, RequestFailed) or message.finished is not None:
-            del self._running[message.id]
-        else:
-            promise.due = now + promise.tpot
-            promise.steps = 1
-        self._link.send(message)
+    def _emit_tokens(self, messages: Sequence[Tokens | RequestFailed], now: float) -> None:
+        wanted: list[FromEngine] = []
+        for message in messages:
+            promise = self._running.get(message.id)
+            if promise is None:
+                continue  # cancelled while the step ran
+            if isinstance(message, RequestFailed) or message.finished is not None:
+                del self._running[message.id]
+            else:
+                promise.due = now + promise.tpot
+                promise.steps = 1
+            wanted.append(message)
+        self._link.send_all(wanted)
 
     async def _train(self, job: str, pieces: int | None) -> None:
-        for token in self._generator.land():  # chosen already: they need not wait for the slice
-            self._emit_tokens(token, self._clock())
+        # Chosen already: they need not wait for the slice.
+        self._emit_tokens(self._generator.land(), self._clock())
         began = self._clock()
         # Told before the loop breathes: a pause or a cancel that comes in then must not unsay what is durable.
         for message in self._trainer.advance(job, pieces):

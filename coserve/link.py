@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import socket
+from collections.abc import Sequence
 from typing import Generic, Protocol, TypeVar
 
 import msgspec
@@ -218,6 +219,10 @@ class Link(Protocol[Out_contra, In_co]):
 
     def send(self, message: Out_contra) -> None: ...
 
+    def send_all(self, messages: Sequence[Out_contra]) -> None:
+        """As `send` of each, with one write."""
+        ...
+
     async def receive(self) -> In_co: ...
 
     async def close(self) -> None: ...
@@ -231,6 +236,10 @@ class LocalLink(Generic[OutT, InT]):
 
     def send(self, message: OutT) -> None:
         self._outbox.put_nowait(message)
+
+    def send_all(self, messages: Sequence[OutT]) -> None:
+        for message in messages:
+            self.send(message)
 
     async def receive(self) -> InT:
         message = await self._inbox.get()
@@ -260,8 +269,15 @@ class StreamLink(Generic[OutT, InT]):
         self._encoder = msgspec.msgpack.Encoder()
 
     def send(self, message: OutT) -> None:
+        self._writer.write(self._frame(message))
+
+    def send_all(self, messages: Sequence[OutT]) -> None:
+        if messages:
+            self._writer.write(b"".join(map(self._frame, messages)))
+
+    def _frame(self, message: OutT) -> bytes:
         body = self._encoder.encode(message)
-        self._writer.write(len(body).to_bytes(4, "big") + body)
+        return len(body).to_bytes(4, "big") + body
 
     async def receive(self) -> InT:
         try:

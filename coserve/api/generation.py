@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import secrets
 import time
 from collections import Counter
@@ -15,6 +14,7 @@ import msgspec
 from coserve.api.answers import error_from_code
 from coserve.api.choices import ChoiceDecoder, Piece
 from coserve.api.connection import Connection
+from coserve.api.inbox import Answer, Inbox
 from coserve.api.metrics import Metrics
 from coserve.api.places import Places
 from coserve.api.prompts import check_generate, encode_prompt, sampling_params
@@ -30,8 +30,6 @@ from coserve.types import AdapterRef, Slo
 MAX_SCORING = 1 << 21
 """Most log-probabilities of prompts that the requests in flight may ask for, all together."""
 
-Answer = Admitted | Tokens | RequestFailed
-
 
 @dataclass
 class _Run:
@@ -43,7 +41,7 @@ class _Run:
     seed: int
     arrived: float
     decoders: dict[str, ChoiceDecoder]
-    inbox: asyncio.Queue[Answer] = field(default_factory=asyncio.Queue)
+    inbox: Inbox = field(default_factory=Inbox)
     admitted: float | None = None
     last: dict[str, float] = field(default_factory=dict)
     """When each sequence last gave tokens."""
@@ -85,12 +83,12 @@ class Generation:
     def deliver(self, message: Answer) -> None:
         """Hand a message to its request; one that was cancelled has nobody to hear it."""
         if (run := self._runs.get(message.id)) is not None:
-            run.inbox.put_nowait(message)
+            run.inbox.put(message)
 
     def fail_all(self, error: EngineUnavailable) -> None:
         """The engine is gone: every request in flight ends with this error."""
         for id, run in self._runs.items():
-            run.inbox.put_nowait(RequestFailed(id=id, code=error.code, message=error.message))
+            run.inbox.put(RequestFailed(id=id, code=error.code, message=error.message))
 
     # ---- what a client asks
 

@@ -8,6 +8,8 @@ import msgspec
 from aiohttp import web
 
 _encoder = msgspec.json.Encoder()
+SMALL = 1 << 14
+"""Bytes that a connection with nothing left to send takes without waiting."""
 
 
 class EventStream:
@@ -44,6 +46,10 @@ class EventStream:
     async def _write(self, data: bytes) -> None:
         if not self.begun:
             await self.open()
+        transport = self._request.transport
+        if transport is not None and len(data) <= SMALL and not transport.get_write_buffer_size():
+            await self._response.write(data)  # cannot wait, so needs no timer: one a token costs more than its write
+            return
         try:
             async with asyncio.timeout(self._timeout):
                 await self._response.write(data)

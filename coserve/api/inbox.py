@@ -1,0 +1,49 @@
+"""What the engine says of one request, until the request's handler takes it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+
+from coserve.link import Admitted, RequestFailed, Tokens
+
+Answer = Admitted | Tokens | RequestFailed
+
+
+class Inbox:
+    """In order; tokens that pile up behind a slow reader come out together, so that a message costs less the more there are."""
+
+    def __init__(self) -> None:
+        self._messages: deque[Answer] = deque()
+        self._came = asyncio.Event()
+
+    def put(self, message: Answer) -> None:
+        self._messages.append(message)
+        self._came.set()
+
+    async def get(self) -> Answer:
+        """The next message, joined with the ones right behind it that go on with the same sequence."""
+        while not self._messages:
+            self._came.clear()
+            await self._came.wait()
+        message = self._messages.popleft()
+        if not isinstance(message, Tokens):
+            return message
+        parts = [message]
+        while parts[-1].finished is None and self._messages and self._messages[0].id == message.id:
+            behind = self._messages[0]
+            if not isinstance(behind, Tokens):
+                break
+            parts.append(behind)
+            self._messages.popleft()
+        return message if len(parts) == 1 else _joined(parts)
+
+
+def _joined(parts: list[Tokens]) -> Tokens:
+    return Tokens(
+        id=parts[0].id,
+        tokens=tuple(token for part in parts for token in part.tokens),
+        logprobs=tuple(entry for part in parts for entry in part.logprobs),
+        prompt_logprobs=tuple(entry for part in parts for entry in part.prompt_logprobs),
+        finished=parts[-1].finished,
+    )
