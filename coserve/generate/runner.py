@@ -29,6 +29,8 @@ from coserve.model.fused import FusedBase
 
 BUCKETS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256)
 """Sizes of decode batches that graphs are captured for; a batch is padded to the next one."""
+INDUCTOR = {"combo_kernels": True}
+"""Options of torch.compile: small kernels that do not depend on each other run as one (rotary of q and of k)."""
 LANES = 4096
 """Sequences that have chosen a token and not ended, at most; lane 0 is nobody's."""
 
@@ -221,7 +223,7 @@ def make_runner(base: Base, kv: KvCache, *, max_running: int, way: Way) -> tuple
         return None, (
             f"generation: steps run one by one without CUDA graphs, as the lora way {way} cannot be captured",
         )
-    fused = FusedBase(base)
+    fused = FusedBase(base, options=INDUCTOR)
     runner = Runner(fused, kv, max_running=max_running)
     try:
         fused.check()

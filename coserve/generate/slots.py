@@ -12,7 +12,7 @@ from torch import Tensor
 from coserve.kernels import segmented
 from coserve.kernels.segmented import Plan
 from coserve.kernels.segments import Segments
-from coserve.kernels.tables import RANK_BLOCK, HostTiles, SiteTable, Slots, StepTiles, cut, upload
+from coserve.kernels.tables import RANK_BLOCK, HostTiles, SiteTable, Slots, StepTiles, Tiles, cut, upload
 from coserve.model.fused import AddsLora
 from coserve.model.lora import LoraWeights
 
@@ -97,6 +97,10 @@ class SlotLora(AddsLora):
     def add_(self, layer: int, group: int, ys: Sequence[Tensor], x_TD: Tensor) -> None:
         """See `AddsLora`."""
         segmented.add_(ys, x_TD, self._plan, self._tables[layer][group])
+
+    def tables(self, layer: int, group: int) -> tuple[Tiles, SiteTable, int] | None:
+        """See `AddsLora`."""
+        return (self._plan.tiles, self._tables[layer][group], self._plan.R) if self._plan.decode else None
 
 
 def slot_lora(slots: AdapterSlots, segments: Segments) -> SlotLora:

@@ -8,8 +8,9 @@ Both ops look up what the step needs (pages, adapters) when they run, not when t
 layer serves every layer, every batch, with and without adapters, and can be captured in CUDA graphs.
 """
 
-# No postponed annotations here: torch reads the ops' schemas from them.
-from collections.abc import Callable, Iterator, Sequence
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import cast
@@ -20,6 +21,8 @@ from torch.nn import functional
 from transformers.pytorch_utils import Conv1D
 
 from coserve.kernels.attention import PackedAttention
+from coserve.kernels.single import faster, single_row
+from coserve.kernels.tables import SiteTable, Tiles
 from coserve.model import probe
 from coserve.model.base import Base
 from coserve.model.lora import SharedInput
@@ -36,6 +39,10 @@ class AddsLora:
         """Adds each row's LoRA terms to the sites' outputs, in place."""
         raise NotImplementedError
 
+    def tables(self, layer: int, group: int) -> tuple[Tiles, SiteTable, int] | None:
+        """Of a step of one row: its tiles, the sites' table and the largest rank; None where only `add_` knows."""
+        return None
+
 
 @dataclass
 class Step:
@@ -43,6 +50,8 @@ class Step:
 
     attention: Attention
     lora: AddsLora | None
+    single: Mapping[tuple[int, ...], tuple[int, int]]
+    """How `single_row` runs the sites of D inputs and O... outputs; those missing go to torch."""
     layer: int = 0
 
 
@@ -50,7 +59,6 @@ _steps: list[Step] = []
 """The running forward's step, innermost last. Ops take tensors and numbers only, so this cannot be an argument."""
 
 
-@torch.library.custom_op("coserve::attend", mutates_args=())
 def _attend(
     q: Tensor, k: Tensor, v: Tensor, scaling: float, window: int | None, softcap: float | None, sinks: Tensor | None
 ) -> Tensor:
@@ -60,30 +68,50 @@ def _attend(
     return out_THD.contiguous()
 
 
-@_attend.register_fake
-def _(
+def _attend_fake(
     q: Tensor, k: Tensor, v: Tensor, scaling: float, window: int | None, softcap: float | None, sinks: Tensor | None
 ) -> Tensor:
     return q.new_empty((q.shape[1], q.shape[0], v.shape[2]))
 
 
-@torch.library.custom_op("coserve::linear", mutates_args=())
 def _linear(x: Tensor, weight: Tensor, bias: Tensor | None, turned: bool, sizes: Sequence[int], group: int) -> Tensor:
     """(..., D) -> (..., ΣO): the outputs of the sites of one input side by side, LoRA terms included.
 
     `turned`: the weight is (D, O), as Conv1D has it. `sizes`: each site's O.
     """
-    x_TD = x.reshape(-1, x.shape[-1])
+    x_TD, step = x.reshape(-1, x.shape[-1]), _steps[-1]
+    if x_TD.shape[0] == 1 and (shape := step.single.get((x.shape[-1], *sizes))):
+        lora = None if step.lora is None else step.lora.tables(step.layer, group)
+        if step.lora is None or lora is not None:
+            return single_row(x_TD[0], weight, bias, sizes, lora, shape=shape).view(*x.shape[:-1], -1)
     y_TO = functional.linear(x_TD, weight.T if turned else weight, bias)
-    step = _steps[-1]
     if step.lora is not None:
         step.lora.add_(step.layer, group, torch.split(y_TO, list(sizes), 1), x_TD)
     return y_TO.view(*x.shape[:-1], y_TO.shape[1])
 
 
-@_linear.register_fake
-def _(x: Tensor, weight: Tensor, bias: Tensor | None, turned: bool, sizes: Sequence[int], group: int) -> Tensor:
+def _linear_fake(
+    x: Tensor, weight: Tensor, bias: Tensor | None, turned: bool, sizes: Sequence[int], group: int
+) -> Tensor:
     return x.new_empty((*x.shape[:-1], sum(sizes)))
+
+
+def _register() -> torch.library.Library:
+    """The ops, by hand: `torch.library.custom_op` checks on every call what these few lines cannot do wrong."""
+    ops = torch.library.Library("coserve", "FRAGMENT")  # type: ignore[no-untyped-call]
+    attend = "(Tensor q, Tensor k, Tensor v, float scaling, int? window, float? softcap, Tensor? sinks) -> Tensor"
+    linear = "(Tensor x, Tensor weight, Tensor? bias, bool turned, int[] sizes, int group) -> Tensor"
+    for name, schema, real, fake in (
+        ("attend", attend, _attend, _attend_fake),
+        ("linear", linear, _linear, _linear_fake),
+    ):
+        ops.define(name + schema)  # type: ignore[no-untyped-call]
+        ops.impl(name, real, "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]
+        torch.library.register_fake(f"coserve::{name}", fake, lib=ops)
+    return ops
+
+
+_OPS = _register()
 
 
 class Here:
@@ -124,7 +152,7 @@ class FusedBase:
         *,
         backend: str | Callable[..., object] = "inductor",
         compiled: bool = True,
-        options: dict[str, str | int | bool | Callable[..., object]] | None = None,
+        options: Mapping[str, str | int | bool] | None = None,
     ) -> None:
         """`backend`, `options`: of torch.compile. `compiled=False`: the layers run as they are, through the same two ops."""
         self.base = base
@@ -134,13 +162,30 @@ class FusedBase:
         for layer in self.groups:
             for index, names in enumerate(layer):
                 base.sites.share(names, _stack([modules[name] for name in names], index))
+        self.single = self._single_rows() if base.device.type == "cuda" else {}
+        """Sites, by inputs and outputs, that `kernels.single` serves faster than torch when a step has one row."""
         self._layers = [type(layer).forward for layer in base.layers]
         if compiled:
             made = {
-                forward: torch.compile(forward, backend=backend, dynamic=True, fullgraph=True, options=options)
+                forward: torch.compile(
+                    forward,
+                    backend=backend,
+                    dynamic=True,
+                    fullgraph=True,
+                    options=None if options is None else dict(options),
+                )
                 for forward in dict.fromkeys(self._layers)
             }
             self._layers = [made[forward] for forward in self._layers]
+
+    @torch.no_grad()
+    def _single_rows(self) -> dict[tuple[int, ...], tuple[int, int]]:
+        found: dict[tuple[int, ...], list[Tensor]] = {}
+        for shared in self.base.sites.groups():
+            if not shared.turned and len(weights := found.setdefault((shared.weight.shape[1], *shared.sizes), [])) < 8:
+                weights.append(shared.weight)
+        chosen = {key: faster(weights, key[1:]) for key, weights in found.items()}
+        return {key: shape for key, shape in chosen.items() if shape is not None}
 
     @torch.no_grad()
     def forward(
@@ -153,7 +198,7 @@ class FusedBase:
         keep: Tensor | None,
     ) -> Tensor:
         """As `Base.forward`, never padded."""
-        step = Step(attention, lora)
+        step = Step(attention, lora, self.single)
         _steps.append(step)
         try:
             with self.base.sites.fused(), self._stubs(step):

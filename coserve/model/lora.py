@@ -105,6 +105,10 @@ class LoraSites:
         for place, name in enumerate(names):
             self._sites[name].place, self._sites[name].shared = place, shared
 
+    def groups(self) -> list[SharedInput]:
+        """What `share` was told, each once."""
+        return list(dict.fromkeys(site.shared for site in self._sites.values() if site.shared is not None))
+
     @contextmanager
     def fused(self) -> Iterator[None]:
         """Sites called inside run together with those that share their input."""

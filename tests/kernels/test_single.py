@@ -1,0 +1,44 @@
+from __future__ import annotations
+
+import pytest
+import torch
+
+from coserve.kernels import reference
+from coserve.kernels.segments import LoraPair, Segments
+from coserve.kernels.single import shapes_of, single_row
+from coserve.kernels.tables import Slots, StepTiles, cut
+
+
+@pytest.mark.parametrize(("sizes", "rank"), [((48, 16, 16), 4), ((32, 32), 20), ((40,), 16), ((24,), 0)])
+@pytest.mark.parametrize("bias", [False, True])
+def test_one_row_with_its_adapter(sizes: tuple[int, ...], rank: int, bias: bool) -> None:
+    """Among other adapters in the table; rank 0: no adapter in the tile."""
+    g = torch.Generator().manual_seed(rank)
+    x, weight = torch.randn(1, 72, generator=g), torch.randn(sum(sizes), 72, generator=g)
+    added = torch.randn(sum(sizes), generator=g) if bias else None
+    base = torch.nn.functional.linear(x, weight, added)
+    slots, step = Slots(3, len(sizes), x.device), StepTiles(8, 1, 2, 1, x.device)
+    pairs = [
+        LoraPair(torch.randn(rank or 4, 72, generator=g), torch.randn(size, rank or 4, generator=g), 0.5)
+        for size in sizes
+    ]
+    slots.put(2, pairs)
+    segments = Segments((0, 1), (2 if rank else -1,))
+    step.load(cut(segments, (0, 0, rank), 8))
+    expected = base
+    if rank:
+        parts = base.split(sizes, 1)
+        expected = torch.cat(
+            [reference.lora_add(y, x, Segments((0, 1), (0,)), [p]) for y, p in zip(parts, pairs, strict=True)], 1
+        )
+    got = single_row(x[0], weight, added, sizes, (step.tiles, slots.table(0, len(sizes)), 32), shape=(8, 4))
+    torch.testing.assert_close(got, expected[0], rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(
+        single_row(x[0], weight, added, sizes, None, shape=(4, 4)), base[0], rtol=1e-4, atol=1e-4
+    )
+
+
+def test_blocks_end_where_sites_end() -> None:
+    assert (4, 4) in shapes_of(4096, (4096, 1024, 1024))
+    assert all(block == 1 for block, _ in shapes_of(14336, (4097,)))
+    assert shapes_of(40000, (4096,)) == []
