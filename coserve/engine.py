@@ -221,7 +221,7 @@ class Engine:
                 continue  # cancelled while the step ran
             if isinstance(message, RequestFailed) or message.finished is not None:
                 del self._running[message.id]
-            else:
+            elif message.tokens:  # pieces of a prompt's scores bring none
                 promise.due = now + promise.tpot
                 promise.steps = 1
             wanted.append(message)
