@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from coserve.kernels import segmented
+from coserve.kernels import segmented_launch as launch
 from coserve.kernels.segmented import Plan
 from coserve.kernels.segments import Segments
 from coserve.kernels.tables import RANK_BLOCK, HostTiles, SiteTable, Slots, StepTiles, Tiles, cut, upload
@@ -95,8 +96,14 @@ class SlotLora(AddsLora):
         self._tables, self._plan = slots.tables, plan
 
     def add_(self, layer: int, group: int, ys: Sequence[Tensor], x_TD: Tensor) -> None:
-        """See `AddsLora`."""
-        segmented.add_(ys, x_TD, self._plan, self._tables[layer][group])
+        """See `AddsLora`. The launches themselves: the op around us is opaque to the compiler already."""
+        tiles, table, R = self._plan.tiles, self._tables[layer][group], self._plan.R
+        where = (table.addresses, table.ranks)
+        if self._plan.decode:
+            launch.decode(list(ys), x_TD, tiles.tiles, tiles.items, *where, table.scalings, tiles.rows, R)
+        else:
+            h = launch.long_shrink(x_TD, tiles.tiles, tiles.counters, *where, tiles.rows, R)
+            launch.long_expand(list(ys), list(ys), h, tiles.tiles, *where, table.scalings, tiles.rows)
 
     def tables(self, layer: int, group: int) -> tuple[Tiles, SiteTable, int] | None:
         """See `AddsLora`."""

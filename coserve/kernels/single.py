@@ -110,7 +110,7 @@ def _seconds(call: Callable[[Tensor], Tensor], weights_OD: Sequence[Tensor]) -> 
             call(weight)
     spans = []
     for _ in range(6):
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         begin.record()
         graph.replay()
         end.record()
