@@ -48,6 +48,7 @@ class _VirtualSelector(selectors.BaseSelector):
             raise Deadlock(f"at {self.now} s: everything waits and no timer is set")
         self._spins = 0 if timeout > 0 else self._spins + 1
         if self._spins > SPIN_LIMIT:
+            self._spins = 0  # once found out, the loop may be closed
             raise Livelock(f"at {self.now} s: {SPIN_LIMIT} turns without time passing")
         self.now += max(0.0, timeout)
         return []
