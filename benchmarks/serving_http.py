@@ -64,7 +64,7 @@ class Size:
     longest_out: int = 1024
     batch_tokens: int = 4096
     row_tokens: int = 512
-    kv_tokens: int = 320_000
+    kv_tokens: int = 200_000
     max_running: int = 256
     step_tokens: int = 2048
     processes: int = 4
@@ -324,13 +324,13 @@ async def offline(size: Size, model: Path, root: Path) -> None:
 
     config = Config(**serve_arguments(size, model, root / "offline"), prefix_cache=False)
     for i in range(ADAPTERS):
-        shutil.copytree(
-            root / "adapters" / f"a{i:02d}", DataFolder(config.data_dir).adapter(AdapterRef(f"a{i:02d}", 1))
-        )
+        copy = DataFolder(config.data_dir).adapter(AdapterRef(f"a{i:02d}", 1))
+        shutil.copytree(root / "adapters" / f"a{i:02d}", copy, copy_function=os.link)
     base = load_base(str(model), device=size.device, dtype="auto", load_format="dummy")
     api, theirs = local_pair()
     engine, ready = build_engine(base, config, theirs)
     print(json.dumps({"notes": ready.notes}), flush=True)
+    sys.stdin.readline()
     running = asyncio.create_task(engine.run())
     sampling = SamplingParams(max_tokens=size.output, temperature=0.0, ignore_eos=True)
     for adapters, run in ((0, "warm"), (0, "run"), (ADAPTERS, "warm"), (ADAPTERS, "run")):
@@ -354,12 +354,19 @@ async def offline(size: Size, model: Path, root: Path) -> None:
     await running
 
 
-def measure_offline(size: Size, options: argparse.Namespace, root: Path) -> dict[str, float]:
-    command = [sys.executable, "-m", "benchmarks.serving_http", "--offline", str(root), *(["--tiny"] * options.tiny)]
-    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
-    rows = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
-    print("offline", rows, flush=True)
-    return {f"a{row['adapters']}": row["tok_s"] for row in rows if row.get("run") == "run"}
+class Offline:
+    """The process of `offline`: it starts beside the daemon, and measures when told."""
+
+    def __init__(self, options: argparse.Namespace, root: Path) -> None:
+        tiny = ["--tiny"] if options.tiny else []
+        command = [sys.executable, "-m", "benchmarks.serving_http", "--offline", str(root), *tiny]
+        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+
+    def measure(self) -> dict[str, float]:
+        out, _ = self._process.communicate("go\n")
+        rows = [json.loads(line) for line in out.splitlines() if line.startswith("{")]
+        print("offline", rows, flush=True)
+        return {f"a{row['adapters']}": row["tok_s"] for row in rows if row.get("run") == "run"}
 
 
 def main() -> None:
@@ -393,9 +400,7 @@ def main() -> None:
         model = model_folder(root / "model", size)
         adapter_folders(root / "adapters", size.config)
         say("folders made")
-        if not options.skip_offline:
-            record["offline"] = measure_offline(size, options, root)
-            say("offline measured")
+        offline_process = None if options.skip_offline else Offline(options, root)
         log = options.out / "serving_http.log"
         options.out.mkdir(parents=True, exist_ok=True)
         with daemon(size, model, root, log) as url, Client(url) as client:
@@ -406,6 +411,9 @@ def main() -> None:
             for i in range(ADAPTERS):
                 import_adapter(url, f"a{i:02d}")
             say("adapters imported")
+            if offline_process is not None:
+                record["offline"] = offline_process.measure()
+                say("offline measured")
             record["closed"] = {}
             for adapters in (0, ADAPTERS):
                 load(url, size, closed_asks(size, adapters, "warm"), closed=True)
@@ -414,6 +422,7 @@ def main() -> None:
                     samples, record.get("offline", {}).get(f"a{adapters}")
                 )
                 say(f"closed, {adapters} adapters", row)
+                keep()
             record["online"], record["beside"] = [], []
             todo = [("online", rate) for rate in size.rates[:2]] + [("beside", rate) for rate in size.beside]
             for kind, rate in [*todo, *(("online", rate) for rate in size.rates[2:])]:
