@@ -76,9 +76,9 @@ ROWS = (
     Work("serving.decode_tok_s.b32.a32", 32, 16, 256, 32, 4700),
     Work("serving.decode_tok_s.b64.a0.drawn", 64, 16, 256, 0, None, 1, SamplingParams(temperature=0.8)),
     Work("serving.decode_tok_s.b64.a0.top_p", 64, 16, 256, 0, None, 1, SamplingParams(temperature=0.8, top_p=0.95)),
-    Work("serving.out_tok_s.512x128.a0", 512, 512, 128, 0, 6796),
-    Work("serving.out_tok_s.512x128.a1", 512, 512, 128, 1, 4821),
-    Work("serving.out_tok_s.512x128.a32", 512, 512, 128, 32, 6000),
+    Work("serving.out_tok_s.512x128.a0", 512, 512, 128, 0, 6796, 2),
+    Work("serving.out_tok_s.512x128.a1", 512, 512, 128, 1, 4821, 2),
+    Work("serving.out_tok_s.512x128.a32", 512, 512, 128, 32, 6000, 2),
 )
 
 
@@ -141,7 +141,7 @@ def requests(work: Work, run: str) -> list[Generate]:
 class Bench:
     """One engine over one base, and the API's end of its link."""
 
-    def __init__(self, base: Base, options: dict[str, bool]) -> None:
+    def __init__(self, base: Base, options: dict[str, bool], *, torch_rows: bool) -> None:
         began = time.perf_counter()
         config = Config(inference_batch_size=MAX_RUNNING, step_tokens=STEP_TOKENS, device="cuda")
         self.base = base
@@ -150,7 +150,11 @@ class Bench:
         for i in range(32):
             self.residency.publish(AdapterRef(f"a{i}", 1), adapter(base, i))
         kv = KvCache.for_base(base, KV_TOKENS, config.page_tokens)
-        self.runner = Runner(FusedBase(base, options=INDUCTOR | options), kv, max_running=MAX_RUNNING)
+        fused = FusedBase(base, options=INDUCTOR | options)
+        if torch_rows:
+            fused.single = {}
+        print("one row, by inputs and outputs:", fused.single, flush=True)
+        self.runner = Runner(fused, kv, max_running=MAX_RUNNING)
         self.runner.warm_up()
         torch.cuda.synchronize()
         self.start_seconds = time.perf_counter() - began
@@ -310,13 +314,14 @@ def main() -> None:
         "--profile", default="", help="BATCH.ADAPTERS,... (decode steps) or BATCH.ADAPTERS.PROMPT (prompts) to profile"
     )
     parser.add_argument("--inductor", default="", help="options of torch._inductor to switch on")
+    parser.add_argument("--torch-rows", action="store_true", help="steps of one row through torch's own products")
     parser.add_argument("--layers", type=int, default=32)
     parser.add_argument("--commit", default="")
     options = parser.parse_args()
     began = time.perf_counter()
     base = llama_8b(options.layers)
     print(f"base after {time.perf_counter() - began:.1f} s", flush=True)
-    bench = Bench(base, {name: True for name in options.inductor.split(",") if name})
+    bench = Bench(base, {name: True for name in options.inductor.split(",") if name}, torch_rows=options.torch_rows)
     print(f"compiled and captured in {bench.start_seconds:.1f} s", flush=True)
     for pair in options.profile.split(",") if options.profile else ():
         batch, adapters, *prompt = map(int, pair.split("."))
