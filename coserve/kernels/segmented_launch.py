@@ -15,6 +15,8 @@ from coserve.kernels.tables import RANK_BLOCK
 
 PROGRAMS = 264
 """As many programs as a long kernel should have at least: two for each of an H200's 132 multiprocessors."""
+SHARED_BYTES = 227 * 1024
+"""Shared memory that one program may use on sm_90."""
 MAX_SITES = 3
 """Sites that one launch can serve: q, k and v."""
 
@@ -139,11 +141,12 @@ def long_shrink(
         return h
     rank_blocks = triton.cdiv(R, block_r)
     splits, steps = _splits(tiles.shape[0] * rank_blocks, inputs, k, blocks.shrink_programs)
+    stage = (rows + sites * block_r) * k * x_TD.element_size()
     parts = h if splits == 1 else torch.empty(splits, *h.shape, dtype=torch.float32, device=h.device)
     segmented_prefill.shrink[(tiles.shape[0], splits, rank_blocks)](
         x_TD, h, parts, counters, tiles, addresses, ranks, inputs, x_TD.stride(0), ranks.stride(0), tokens, R, steps,
         SITES=sites, SPLIT=splits > 1, BLOCK_T=rows, BLOCK_R=block_r, BLOCK_K=k,
-        **_options(pdl, blocks.shrink_warps, blocks.shrink_stages),
+        **_options(pdl, blocks.shrink_warps, min(blocks.shrink_stages, SHARED_BYTES // stage)),
     )  # fmt: skip
     return h
 

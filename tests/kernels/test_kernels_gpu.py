@@ -90,6 +90,24 @@ def test_sites_of_one_input_together() -> None:
         assert relative_error(mine, wanted) <= 1e-2
 
 
+@pytest.mark.parametrize("rank", [8, 17, 32, 33, 64, 100, 256])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_long_kernels_of_three_sites_fit_at_every_rank(rank: int, dtype: torch.dtype) -> None:
+    grids = [Grid(name, (130, 90), (0, 1), (rank, 8), 1024, 512) for name in "qkv"]
+    cases = [make_case(grid, dtype, "cuda", seed=seed, grad=True) for seed, grid in enumerate(grids)]
+    x, segments, pairs = cases[0].x, cases[0].segments, [case.pairs for case in cases]
+    expected = [reference.lora_add(case.y, x, segments, case.pairs) for case in cases]
+    got = segmented.lora_add_group([case.y for case in cases], x, segments, pairs)
+    leaves = [x, *(leaf for case in cases for leaf in case.leaves()[2:])]
+    gradients = [torch.autograd.grad(sum(out.float().sum() for out in outs), leaves) for outs in (got, expected)]
+    with torch.no_grad():
+        in_place = segmented.lora_add_group([case.y.clone() for case in cases], x, segments, pairs)
+    for mine, wanted in (*zip(got, expected, strict=True), *zip(in_place, expected, strict=True)):
+        assert relative_error(mine, wanted) <= 1e-2
+    for mine, wanted in zip(*gradients, strict=True):
+        assert relative_error(mine, wanted) <= 2e-2
+
+
 def test_a_captured_graph_serves_other_adapters_and_batches() -> None:
     device = torch.device("cuda")
     ranks = (16, 8, 64, 5)
