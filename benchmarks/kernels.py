@@ -358,6 +358,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", default=",".join(PARTS), help="comma-separated parts")
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results"))
+    parser.add_argument("--commit", help="the measured commit, where there is no repository to ask")
     parser.add_argument("--summarize", action="store_true", help="write summary.json and the figures, and stop")
     chosen = parser.parse_args()
     if chosen.summarize:
@@ -372,7 +373,8 @@ def main() -> None:
         rows: list[Row] = []
         for row in PARTS[part]():  # written as it grows: a run that is cut short keeps what it measured
             rows.append(row)
-            result = {"part": part, **provenance(part), "seconds": round(time.perf_counter() - begun, 1), "rows": rows}
+            about = provenance(part) | ({"commit": chosen.commit} if chosen.commit else {})
+            result = {"part": part, **about, "seconds": round(time.perf_counter() - begun, 1), "rows": rows}
             (chosen.out / f"kernels_{part}.json").write_text(json.dumps(result, indent=1) + "\n")
         print(f"{part}: {time.perf_counter() - begun:.0f} s", file=sys.stderr, flush=True)
 
