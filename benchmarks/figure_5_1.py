@@ -46,7 +46,7 @@ SEED = 0
 RANKS = (16, 32, 64, 128)
 BATCH, ADAPTERS = 16, 24
 COUNTS = (1, 4, 16, 64)
-WAYS = ("naive", "grouped", "block_sparse", "segmented")
+WAYS = ("segmented", "block_sparse", "grouped", "naive")
 GRAPHS = "segmented+graphs"
 
 
@@ -183,10 +183,10 @@ def measure(base: Base, call: Callable[[int], int], repeats: int) -> dict[str, f
 
 
 def measure_all(base: Base, shape: Shape, ways: Sequence[str]) -> Iterator[dict[str, object]]:
-    """Every point of the figure. Generation with graphs compiles the base and comes last."""
+    """Every point of the figure, way by way; what compiles the base comes last."""
     points = [(BATCH, adapters) for adapters in COUNTS] + [(batch, ADAPTERS) for batch in COUNTS]
-    for task in reversed(TASKS):
-        for way in ways:
+    for way in ways:
+        for task in TASKS:
             if (task, way) == ("finetuning", GRAPHS):
                 continue
             generator = serving(base, way) if task == "inference" else None
@@ -211,12 +211,9 @@ def summarize(rows: list[dict[str, object]]) -> dict[str, float]:
 
 
 def run(shape: Shape, device: str, ways: tuple[str, ...], out: Path, commit: str) -> None:
+    """Measure and write after every point: a run that is cut short keeps what it has."""
     base = make_base(shape, device)
-    rows = []
-    for row in measure_all(base, shape, ways):
-        rows.append(row)
-        print(*row.values(), flush=True)
-    record = {
+    record: dict[str, object] = {
         "hardware": torch.cuda.get_device_name() if device == "cuda" else platform.processor(),
         "versions": {
             "python": platform.python_version(),
@@ -228,11 +225,14 @@ def run(shape: Shape, device: str, ways: tuple[str, ...], out: Path, commit: str
         "seed": SEED,
         "date": datetime.now(UTC).date().isoformat(),
         "shape": vars(shape),
-        "rows": rows,
-        "summary": summarize(rows),
     }
     out.mkdir(parents=True, exist_ok=True)
-    (out / "figure_5_1.json").write_text(json.dumps(record, indent=1) + "\n")
+    rows = []
+    for row in measure_all(base, shape, ways):
+        rows.append(row)
+        print(*row.values(), flush=True)
+        record |= {"rows": rows, "summary": summarize(rows)}
+        (out / "figure_5_1.json").write_text(json.dumps(record, indent=1) + "\n")
 
 
 def publish() -> None:
