@@ -48,6 +48,8 @@ BATCH, ADAPTERS = 16, 24
 COUNTS = (1, 4, 16, 64)
 WAYS = ("segmented", "block_sparse", "grouped", "naive")
 GRAPHS = "segmented+graphs"
+NAIVE_MOST = 24
+"""Beyond that many sequences or adapters `naive` takes minutes, and its fall is plain by then."""
 
 
 @dataclass(frozen=True)
@@ -191,6 +193,8 @@ def measure_all(base: Base, shape: Shape, ways: Sequence[str]) -> Iterator[dict[
                 continue
             generator = serving(base, way) if task == "inference" else None
             for batch, adapters in points:
+                if way == "naive" and max(batch, adapters) > NAIVE_MOST:
+                    continue
                 if generator is None:
                     call = finetuning(base, shape, way, batch, adapters)
                 else:
