@@ -50,7 +50,7 @@ class Size:
     config: dict[str, Any]
     device: str
     streams: int = 64
-    rounds: int = 4
+    rounds: int = 3
     prompt: int = 16
     output: int = 256
     rates: tuple[float, ...] = (5, 20, 10, 40)
@@ -169,7 +169,7 @@ def closed_asks(size: Size, adapters: int, run: str) -> list[Ask]:
             max_tokens=size.output,
             adapter=f"a{i % adapters:02d}" if adapters else None,
         )
-        for i in range(size.streams * size.rounds)
+        for i in range(size.streams * (1 if run == "warm" else size.rounds))
     ]
 
 

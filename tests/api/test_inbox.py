@@ -1,0 +1,70 @@
+"""What piles up behind a slow reader comes out together, and nothing changes but the cut."""
+
+from __future__ import annotations
+
+import asyncio
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from coserve.api.inbox import Answer, Inbox
+from coserve.link import Admitted, RequestFailed, Tokens
+from coserve.types import FinishReason, TokenLogprob
+
+
+def tokens(id: str, *ids: int, end: bool = False) -> Tokens:
+    logprobs = tuple(TokenLogprob(-float(each)) for each in ids)
+    return Tokens(id=id, tokens=ids, logprobs=logprobs, finished=FinishReason.LENGTH if end else None)
+
+
+async def drain(inbox: Inbox, until: Answer) -> list[Answer]:
+    found = [await inbox.get()]
+    while found[-1] != until:
+        found.append(await inbox.get())
+    return found
+
+
+messages = st.one_of(
+    st.builds(lambda id, count: tokens(id, *range(count)), st.sampled_from("ab"), st.integers(0, 3)),
+    st.builds(lambda id: tokens(id, 7, end=True), st.sampled_from("ab")),
+    st.builds(Admitted, id=st.sampled_from("ab")),
+    st.builds(lambda id: RequestFailed(id=id, code="internal_error", message="m"), st.sampled_from("ab")),
+)
+
+
+@given(st.lists(messages, max_size=12))
+def test_joining_keeps_order_tokens_and_ends(said: list[Answer]) -> None:
+    last = Admitted(id="last")
+
+    async def run() -> list[Answer]:
+        inbox = Inbox()
+        for message in (*said, last):
+            inbox.put(message)
+        return await drain(inbox, last)
+
+    found = asyncio.run(run())
+    assert _flat(found) == _flat([*said, last])
+    for before, after in zip(found, found[1:], strict=False):
+        if isinstance(before, Tokens) and isinstance(after, Tokens) and before.id == after.id:
+            assert before.finished is not None, "two messages that could have been one"
+
+
+def _flat(said: list[Answer]) -> list[object]:
+    """One entry a token, end or other message."""
+    flat: list[object] = []
+    for message in said:
+        if isinstance(message, Tokens):
+            flat += [(message.id, *pair) for pair in zip(message.tokens, message.logprobs, strict=True)]
+            flat += [] if message.finished is None else [(message.id, message.finished)]
+        else:
+            flat.append(message)
+    return flat
+
+
+async def test_a_message_alone_is_not_waited_for_more_of() -> None:
+    inbox = Inbox()
+    got = asyncio.create_task(inbox.get())
+    await asyncio.sleep(0)
+    assert not got.done()
+    inbox.put(tokens("a", 1))
+    assert await got == tokens("a", 1)
