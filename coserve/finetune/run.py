@@ -83,17 +83,23 @@ class Run:
         Returns the metrics of an optimizer step that is now done, evaluation included. Raises `NonFiniteLoss`.
         """
         self._began = self._clock()
-        done = 0
         try:
-            while pieces is None or done < pieces:
-                came = next(self._work, Boundary.MICRO_BATCH)
-                done += 1
-                self.mid_batch = came is None
-                if came is not None:
-                    return came if isinstance(came, StepMetrics) else None
-            return None
+            came = self._advance(pieces)
+            if self._device.type == "cuda":  # a slice takes as long as the device needs for it, not as long as to ask
+                torch.cuda.synchronize(self._device)
+            return came
         finally:
             self._seconds += self._clock() - self._began
+
+    def _advance(self, pieces: int | None) -> StepMetrics | None:
+        done = 0
+        while pieces is None or done < pieces:
+            came = next(self._work, Boundary.MICRO_BATCH)
+            done += 1
+            self.mid_batch = came is None
+            if came is not None:
+                return came if isinstance(came, StepMetrics) else None
+        return None
 
     def abandon(self) -> None:
         """Give up the optimizer step that is under way: its gradients are formed again."""
