@@ -168,8 +168,9 @@ def tune(cache: ways.Cache) -> list[Row]:
         rows.append({**tag, "us": us})
         print(rows[-1], flush=True)
 
-    for keys, warps, stages in ((64, 2, 3), (64, 4, 3), (64, 2, 4), (64, 1, 3), (32, 2, 6)):
-        blocks = attention_launch.Blocks(16, keys, warps, stages)
+    sizes = (64, 2, 3, True), (64, 2, 3, False), (64, 4, 3, True), (64, 2, 4, True), (32, 2, 6, True)
+    for keys, warps, stages, pdl in sizes:
+        blocks = attention_launch.Blocks(16, keys, warps, stages, pdl)
         attention_launch.decode_blocks = lambda width, dtype, blocks=blocks: blocks
         measure({"decode": asdict(blocks)})
     attention_launch.decode_blocks = default[0]

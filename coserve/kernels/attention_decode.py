@@ -4,7 +4,8 @@ A program takes one item, a stretch of one sequence's keys, for one key-value he
 The host cuts sequences into items of about one size (`attention_plan.decode_items`), so that one long sequence does not
 hold up the rest (flash-decoding, with the plan of FlashInfer, §3.3.1). The program that ends last for a sequence and head
 joins their results. The program with the sequence's last key takes it from k and v as they come from the layer, and
-writes it to its page on the way: no kernel of its own does that.
+writes it to its page on the way: no kernel of its own does that. Items do not depend on the kernel ahead: they are read
+before the wait for its end (programmatic dependent launch).
 
 q (H, T, D), k, v (K, T, D), any strides but 1 for D; keys, values (pages, PAGE, K, D); out (T, H, D); items (W, 8) int32:
 column of the table (-1: nothing to do), row of q, first key, key after the last, first item of the sequence, its items
@@ -55,10 +56,13 @@ def decode(
     BLOCK_D: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_S: tl.constexpr,
-    BLOCK_C: tl.constexpr,
+    BLOCK_G: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     head = tl.program_id(0)
     item = tl.program_id(1)
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
     item_ptr = items_ptr + item * 8
     row = tl.load(item_ptr)
     at = tl.load(item_ptr + 1)
@@ -67,6 +71,8 @@ def decode(
     first = tl.load(item_ptr + 4)
     count = tl.load(item_ptr + 5)
     newest = tl.load(item_ptr + 6)
+    if PDL:
+        tl.extra.cuda.gdc_wait()
     if row < 0:
         return
     g = tl.arange(0, BLOCK_M)
@@ -91,10 +97,15 @@ def decode(
         top = score(tl.sum(q.to(tl.float32) * k_new.to(tl.float32)[None, :], 1), scale, cap, SOFTCAP)
         total += 1.0
         acc += v_new.to(tl.float32)[None, :]
+    n = begin + tl.arange(0, BLOCK_N)
+    page = tl.load(table_ptr + (n // PAGE) * table_stride + row, mask=n < end, other=0)
     for start in range(begin, end, BLOCK_N):
         n = start + tl.arange(0, BLOCK_N)
-        key_at = key_rows(table_ptr, table_stride, row, n, n < end, K, head, PAGE, True)[:, None] * D + d[None, :]
+        key_at = ((page.to(tl.int64) * PAGE + n % PAGE) * K + head)[:, None] * D + d[None, :]
         key_mask = (n < end)[:, None] & in_d[None, :]
+        # A step ahead: were it loaded where it is used, the loads of keys could not be asked for ahead.
+        n_next = n + BLOCK_N
+        page = tl.load(table_ptr + (n_next // PAGE) * table_stride + row, mask=n_next < end, other=0)
         k = tl.load(keys_ptr + key_at, mask=key_mask, other=0.0)
         v = tl.load(values_ptr + key_at, mask=key_mask, other=0.0)
         scores = score(tl.dot(q, tl.trans(k), input_precision="ieee"), scale, cap, SOFTCAP)
@@ -114,7 +125,7 @@ def decode(
     if ended == count - 1:
         tl.store(counters_ptr + row * K + head, 0)
         ptrs = (parts_ptr, stats_ptr, sinks_ptr, out_ptr)
-        _join(ptrs, first, count, head, at, K, G, D, SINKS, BLOCK_S, BLOCK_C)
+        _join(ptrs, first, count, head, at, K, G, D, SINKS, BLOCK_S, BLOCK_G, BLOCK_D)
 
 
 @triton.jit
@@ -129,33 +140,33 @@ def _join(
     D: tl.constexpr,
     SINKS: tl.constexpr,
     BLOCK_S: tl.constexpr,
-    BLOCK_C: tl.constexpr,
+    BLOCK_G: tl.constexpr,
+    BLOCK_D: tl.constexpr,
 ):
-    """The softmax over a sequence's items, of their parts; a group's heads side by side, so that each thread sums alone.
-
-    Reads past L1, which other programs' stores do not reach.
-    """
+    """The softmax over a sequence's items, of their parts. Reads past L1, which other programs' stores do not reach."""
     parts_ptr, stats_ptr, sinks_ptr, out_ptr = ptrs
-    c = tl.arange(0, BLOCK_C)
-    g = c // D
-    top = tl.full([BLOCK_C], float("-inf"), dtype=tl.float32)
-    total = tl.zeros([BLOCK_C], dtype=tl.float32)
-    acc = tl.zeros([BLOCK_C], dtype=tl.float32)
+    g = tl.arange(0, BLOCK_G)
+    d = tl.arange(0, BLOCK_D)
+    mask = (g < G)[:, None] & (d < D)[None, :]
+    top = tl.full([BLOCK_G], float("-inf"), dtype=tl.float32)
+    total = tl.zeros([BLOCK_G], dtype=tl.float32)
+    acc = tl.zeros([BLOCK_G, BLOCK_D], dtype=tl.float32)
     for start in range(0, count, BLOCK_S):
         s = start + tl.arange(0, BLOCK_S)
-        part = ((first + s) * K + head) * G
-        real = (s < count)[:, None] & (c < G * D)[None, :]
-        some = tl.load(parts_ptr + part[:, None] * D + c[None, :], mask=real, other=0.0, cache_modifier=".cg")
-        tops = tl.load(stats_ptr + part[:, None] + g[None, :], mask=real, other=float("-inf"), cache_modifier=".cg")
+        part = (((first + s) * K + head) * G)[:, None] + g[None, :]
+        real = (s < count)[:, None] & (g < G)[None, :]
+        some_at = parts_ptr + part[:, :, None] * D + d[None, None, :]
+        some = tl.load(some_at, mask=real[:, :, None] & (d < D)[None, None, :], other=0.0, cache_modifier=".cg")
+        tops = tl.load(stats_ptr + part, mask=real, other=float("-inf"), cache_modifier=".cg")
         new_top = tl.maximum(top, tl.max(tops, 0))
-        base = tl.where(new_top == float("-inf"), 0.0, new_top)  # columns that pad the group
+        base = tl.where(new_top == float("-inf"), 0.0, new_top)  # rows that pad the group
         faded = tl.exp2(top - base)
         weights = tl.exp2(tops - base[None, :])
         total = total * faded + tl.sum(weights, 0)
-        acc = acc * faded + tl.sum(some * weights, 0)
+        acc = acc * faded[:, None] + tl.sum(some * weights[:, :, None], 0)
         top = new_top
     if SINKS:
-        total, faded = with_sinks(top, total, sinks_ptr, head * G + g, c < G * D)
-        acc *= faded
-    out_at = out_ptr + (at * K + head) * G * D + c
-    tl.store(out_at, (acc / tl.maximum(total, 1e-30)).to(out_ptr.dtype.element_ty), mask=c < G * D)
+        total, faded = with_sinks(top, total, sinks_ptr, head * G + g, g < G)
+        acc *= faded[:, None]
+    out_at = out_ptr + ((at * K + head) * G + g)[:, None] * D + d[None, :]
+    tl.store(out_at, (acc / tl.maximum(total, 1e-30)[:, None]).to(out_ptr.dtype.element_ty), mask=mask)

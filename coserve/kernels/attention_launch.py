@@ -10,6 +10,8 @@ import triton
 from torch import Tensor
 
 from coserve.kernels import attention_decode, attention_prefill
+from coserve.kernels.dispatch import interpreted
+from coserve.kernels.segmented_launch import has_pdl
 
 LOG2E = log2(e)
 JOINED = 4096
@@ -27,6 +29,8 @@ class Blocks:
     keys: int
     warps: int
     stages: int
+    pdl: bool = True
+    """May start before the kernel ahead has ended, where the device can."""
 
 
 def decode_blocks(width: int, dtype: torch.dtype) -> Blocks:
@@ -108,7 +112,8 @@ def decode(
     group = heads // kv_heads
     blocks = blocks or decode_blocks(width, q_HTD.dtype)
     q, k, v = _unit(q_HTD, k_KTD, v_KTD)
-    wide, side = triton.next_power_of_2(max(width, 16)), triton.next_power_of_2(group * width)
+    pdl = blocks.pdl and has_pdl(q.device)
+    wide, groups = triton.next_power_of_2(max(width, 16)), triton.next_power_of_2(group)
     attention_decode.decode[(kv_heads, items.shape[0])](
         q,
         k,
@@ -136,13 +141,15 @@ def decode(
         PAGE=page_tokens,
         SOFTCAP=scores.softcap is not None,
         SINKS=scores.sinks is not None,
-        BLOCK_M=max(16, triton.next_power_of_2(group)),
+        BLOCK_M=max(16, groups),
         BLOCK_D=wide,
         BLOCK_N=blocks.keys,
-        BLOCK_S=max(1, min(16, JOINED // side)),
-        BLOCK_C=side,
+        BLOCK_S=max(1, min(16, JOINED // (groups * wide))),
+        BLOCK_G=groups,
+        PDL=pdl,
         num_warps=blocks.warps,
         num_stages=blocks.stages,
+        **({} if interpreted() else {"launch_pdl": pdl}),
     )
 
 

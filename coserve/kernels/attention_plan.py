@@ -15,7 +15,7 @@ Table = NDArray[np.int32]
 KEY_STEP = 64
 """Items are of whole steps of so many keys."""
 PROGRAMS = 264
-"""Programs of the decode kernel that an H200 runs at once (two on each of 132 multiprocessors): a wave."""
+"""Programs of the decode kernel that make a wave: two on each of an H200's 132 multiprocessors."""
 WAVES = 2
 """Waves that a step is cut into at most, beyond those that whole sequences fill."""
 PIECES = 40
