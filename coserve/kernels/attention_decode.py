@@ -13,6 +13,7 @@ column of the table (-1: nothing to do), row of q, first key, key after the last
 counters are 0 before and after.
 """
 
+# mypy: disable-error-code="no-untyped-def, misc, no-untyped-call, untyped-decorator"
 # ruff: noqa: ANN001, ANN201, ANN202 - a kernel's arguments have the types of its launch
 
 from __future__ import annotations

@@ -7,6 +7,7 @@ Shapes as in `attention_decode`; tiles (N, 4) int32: column of the table (-1: no
 position of the first.
 """
 
+# mypy: disable-error-code="no-untyped-def, misc, no-untyped-call, untyped-decorator"
 # ruff: noqa: ANN001, ANN201, ANN202 - a kernel's arguments have the types of its launch
 
 from __future__ import annotations
