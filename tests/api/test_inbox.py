@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from itertools import pairwise
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -25,10 +26,10 @@ async def drain(inbox: Inbox, until: Answer) -> list[Answer]:
 
 
 messages = st.one_of(
-    st.builds(lambda id, count: tokens(id, *range(count)), st.sampled_from("ab"), st.integers(0, 3)),
-    st.builds(lambda id: tokens(id, 7, end=True), st.sampled_from("ab")),
+    st.builds(lambda name, count: tokens(name, *range(count)), st.sampled_from("ab"), st.integers(0, 3)),
+    st.builds(lambda name: tokens(name, 7, end=True), st.sampled_from("ab")),
     st.builds(Admitted, id=st.sampled_from("ab")),
-    st.builds(lambda id: RequestFailed(id=id, code="internal_error", message="m"), st.sampled_from("ab")),
+    st.builds(lambda name: RequestFailed(id=name, code="internal_error", message="m"), st.sampled_from("ab")),
 )
 
 
@@ -44,7 +45,7 @@ def test_joining_keeps_order_tokens_and_ends(said: list[Answer]) -> None:
 
     found = asyncio.run(run())
     assert _flat(found) == _flat([*said, last])
-    for before, after in zip(found, found[1:], strict=False):
+    for before, after in pairwise(found):
         if isinstance(before, Tokens) and isinstance(after, Tokens) and before.id == after.id:
             assert before.finished is not None, "two messages that could have been one"
 
