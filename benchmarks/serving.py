@@ -250,6 +250,18 @@ def profile(bench: Bench, batch: int, adapters: int, prompt: int = 16, warm: int
     return "\n".join(lines)
 
 
+def command() -> str:
+    """How this was called, without where it wrote to."""
+    hidden = {"--out", "--commit"}
+    shown = [a for a, before in zip(sys.argv[1:], sys.argv, strict=False) if not {a, before} & hidden]
+    return " ".join(["python benchmarks/serving.py", *shown])
+
+
+def reached(key: str, values: Sequence[float]) -> bool | None:
+    target = next(work.target for work in ROWS if work.key == key)
+    return None if target is None else statistics.median(values) >= target
+
+
 def commit() -> str:
     found = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=False)
     return found.stdout.strip() or "unknown"
@@ -267,7 +279,7 @@ def write(out: Path, found: dict[str, list[float]], start_seconds: float, revisi
             "transformers": transformers.__version__,
         },
         "commit": revision,
-        "command": " ".join(sys.argv),
+        "command": command(),
         "seed": SEED,
         "date": now,
         "start_seconds": round(start_seconds, 1),
@@ -278,6 +290,7 @@ def write(out: Path, found: dict[str, list[float]], start_seconds: float, revisi
                 "low": round(min(values), 1),
                 "high": round(max(values), 1),
                 "target": rows[key].target,
+                "reached": reached(key, values),
             }
             for key, values in found.items()
         },
