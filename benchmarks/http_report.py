@@ -1,4 +1,9 @@
-"""From the samples of the HTTP benchmark to rows, the result's file and the summary's keys."""
+"""From the samples of the HTTP benchmark to rows, the result's file and the summary's keys.
+
+    python -m benchmarks.http_report FOLDER/serving_http.json
+
+keeps a result that another machine made: in benchmarks/results, with its keys in the summary.
+"""
 
 from __future__ import annotations
 
@@ -91,7 +96,11 @@ def write(out: Path, record: dict[str, Any], *, seed: int, commit: str, tiny: bo
         "seed": seed,
         "date": now.isoformat(timespec="seconds"),
     }
-    (out / "serving_http.json").write_text(json.dumps(head | record, indent=1) + "\n")
+    keep(out, head | record)
+
+
+def keep(out: Path, record: dict[str, Any]) -> None:
+    (out / "serving_http.json").write_text(json.dumps(record, indent=1) + "\n")
     path = out / "summary.json"
     summary = json.loads(path.read_text()) if path.exists() else {}
     for key, (value, unit, target) in keys(record).items():
@@ -101,7 +110,7 @@ def write(out: Path, record: dict[str, Any], *, seed: int, commit: str, tiny: bo
             "target": target,
             "script": "benchmarks/serving_http.py",
             "result": "benchmarks/results/serving_http.json",
-            "date": now.date().isoformat(),
+            "date": record["date"][:10],
         }
     path.write_text(json.dumps(dict(sorted(summary.items())), indent=1) + "\n")
 
@@ -130,3 +139,7 @@ def keys(record: dict[str, Any]) -> dict[str, tuple[float, str, str]]:
             if "finetune_tok_s" in row:
                 found[f"{at}.finetune_tok_s"] = row["finetune_tok_s"], "tok/s", "(not set)"
     return found
+
+
+if __name__ == "__main__":
+    keep(Path("benchmarks/results"), json.loads(Path(sys.argv[1]).read_text()))

@@ -23,6 +23,7 @@ import tempfile
 import time
 import urllib.request
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from importlib import resources
 from pathlib import Path
@@ -240,6 +241,7 @@ def daemon(size: Size, model: Path, root: Path, log: Path) -> Iterator[str]:
                 process.wait(30)
             except subprocess.TimeoutExpired:
                 process.kill()
+            print("the daemon's last words:", *log.read_text().splitlines()[-6:], sep="\n  ", flush=True)
 
 
 def import_adapter(url: str, name: str) -> None:
@@ -250,10 +252,15 @@ def import_adapter(url: str, name: str) -> None:
         answer.read()
 
 
-def load(url: str, size: Size, asks: Sequence[Ask], *, closed: bool) -> list[Sample]:
-    """The samples of all load processes, which start together."""
+def soon() -> float:
+    """On the monotonic clock: load processes that start now have imported what they need."""
+    return time.monotonic() + 3.0
+
+
+def load(url: str, size: Size, asks: Sequence[Ask], *, closed: bool, start: float | None = None) -> list[Sample]:
+    """The samples of all load processes, which start together, at `start`."""
     count = size.processes
-    start = time.monotonic() + 1.0  # they import in less
+    start = soon() if start is None else start
     processes = []
     for i in range(count):
         streams = size.streams // count if closed else None
@@ -289,25 +296,22 @@ def beside(client: Client, size: Size, url: str, rate: float) -> dict[str, Any]:
     while client.job(job.id).info.step < 2 and time.monotonic() - waited < 60:  # the kernels are compiled
         time.sleep(0.2)
     asks = online_asks(size, rate)
-    with tempfile.TemporaryFile() as out:
-        marks = f"import benchmarks.serving_http as b; b.watch({url!r}, {job.id!r}, {size.seconds})"
-        watcher = subprocess.Popen([sys.executable, "-c", marks], stdout=out)
-        samples = load(url, size, asks, closed=False)
-        watcher.wait()
-        out.seek(0)
-        trained = float(out.read())
+    start = soon()
+    with ThreadPoolExecutor(1) as pool:
+        watcher = pool.submit(trained_between, client, job.id, start, start + size.seconds)
+        samples = load(url, size, asks, closed=False, start=start)
+        trained = watcher.result()
     info = client.job(job.id).cancel()
     return online_row(rate, size.seconds, samples) | {"finetune_tok_s": round(trained, 1), "steps": info.step}
 
 
-def watch(url: str, job: str, seconds: float) -> None:
-    """Prints the tokens a second that a job was trained on from now on."""
-    time.sleep(1.0)  # the load begins then
-    with Client(url) as client:
-        began, before = time.monotonic(), client.job(job).info.trained_tokens
-        time.sleep(seconds)
-        after = client.job(job).info.trained_tokens
-        print((after - before) / (time.monotonic() - began))
+def trained_between(client: Client, job: str, start: float, end: float) -> float:
+    """Tokens a second that a job was trained on between two times of the monotonic clock."""
+    time.sleep(max(0.0, start - time.monotonic()))
+    began, before = time.monotonic(), client.job(job).info.trained_tokens
+    time.sleep(max(0.0, end - time.monotonic()))
+    after = client.job(job).info.trained_tokens
+    return (after - before) / (time.monotonic() - began)
 
 
 # ---- in process
@@ -401,7 +405,7 @@ def main() -> None:
         adapter_folders(root / "adapters", size.config)
         say("folders made")
         offline_process = None if options.skip_offline else Offline(options, root)
-        log = options.out / "serving_http.log"
+        log = root / "daemon.log"
         options.out.mkdir(parents=True, exist_ok=True)
         with daemon(size, model, root, log) as url, Client(url) as client:
             health = client.health()
