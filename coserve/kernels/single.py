@@ -94,7 +94,10 @@ def faster(weights_OD: Sequence[Tensor], sizes: Sequence[int]) -> tuple[int, int
     best, chosen = _seconds(lambda w: torch.nn.functional.linear(x, w), weights_OD), None
     for block, warps in shapes_of(x.shape[1], sizes):
         own = partial(single_row, x[0], bias_O=None, sizes=sizes, lora=None, shape=(block, warps))
-        seconds = _seconds(lambda w, own=own: own(weight_OD=w), weights_OD)
+        try:
+            seconds = _seconds(lambda w, own=own: own(weight_OD=w), weights_OD)
+        except triton.runtime.errors.OutOfResources:  # a shape too large for this device
+            continue
         if seconds < best:
             best, chosen = seconds, (block, warps)
     return chosen
