@@ -63,7 +63,7 @@ def online_row(rate: float, seconds: float, samples: Sequence[Sample]) -> dict[s
     return row
 
 
-def _versions() -> dict[str, str]:
+def versions() -> dict[str, str]:
     found = {"python": platform.python_version()}
     for name in ("torch", "triton", "transformers", "aiohttp", "msgspec", "tokenizers"):
         try:
@@ -80,18 +80,18 @@ def _hardware(tiny: bool) -> str:
     return subprocess.run(query, capture_output=True, text=True, check=True).stdout.strip()
 
 
-def _commit() -> str:
+def commit() -> str:
     found = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=False)
     return found.stdout.strip() or "unknown"
 
 
-def write(out: Path, record: dict[str, Any], *, seed: int, commit: str, tiny: bool) -> None:
+def write(out: Path, record: dict[str, Any], *, seed: int, revision: str, tiny: bool) -> None:
     """`serving_http.json`, and this benchmark's own keys of `summary.json`."""
     now = datetime.now(UTC)
     head = {
         "hardware": _hardware(tiny),
-        "versions": _versions(),
-        "commit": commit or _commit(),
+        "versions": versions(),
+        "commit": revision or commit(),
         "command": " ".join(["python", "-m", "benchmarks.serving_http", *sys.argv[1:]]),
         "seed": seed,
         "date": now.isoformat(timespec="seconds"),

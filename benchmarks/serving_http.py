@@ -392,7 +392,7 @@ def main() -> None:
     record: dict[str, Any] = {"settings": {k: v for k, v in vars(size).items() if k != "config"} | {"rank": RANK}}
 
     def keep() -> None:
-        write(options.out, record, seed=SEED, commit=options.commit, tiny=options.tiny)
+        write(options.out, record, seed=SEED, revision=options.commit, tiny=options.tiny)
 
     began = time.monotonic()
 
