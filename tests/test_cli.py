@@ -14,6 +14,7 @@ from typer.testing import CliRunner
 from coserve.cli import app
 from coserve.config import Config, config_from_json, config_to_json, load_config
 from coserve.errors import ConfigError
+from coserve.state.folder import DataFolder
 
 COMMANDS = ["adapters", "bench", "config", "demo", "finetune", "generate", "jobs", "serve"]
 SETTINGS = [
@@ -138,6 +139,14 @@ def test_a_taken_port_ends_in_one_line(tmp_path: Path) -> None:
         done = run("serve", "--port", port, "--data-dir", str(tmp_path / "data"))
     assert done.returncode == 2
     assert done.stderr == f"coserve: port {port} on 127.0.0.1 is taken by another program\n"
+
+
+def test_the_data_folder_of_a_running_daemon_ends_in_one_line(tmp_path: Path) -> None:
+    with DataFolder(tmp_path).lock():
+        done = run("serve", "--port", "0", "--data-dir", str(tmp_path))
+    assert done.returncode == 2
+    assert done.stderr.startswith("coserve: ") and "daemon" in done.stderr
+    assert done.stderr.count("\n") == 1
 
 
 def test_no_daemon_ends_in_one_line() -> None:
