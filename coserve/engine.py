@@ -101,14 +101,16 @@ class _Clocked:
 
 
 class _Average:
-    """Exponentially weighted mean of measured seconds; starts at the first sample."""
+    """Exponentially weighted mean of measured seconds; starts at the first sample, and soon forgets one that was much
+    too long: the first steps and slices of a process compile kernels."""
 
     def __init__(self) -> None:
         self.value = 0.0
         self._seen = False
 
     def add(self, seconds: float) -> None:
-        self.value = 0.8 * self.value + 0.2 * seconds if self._seen else seconds
+        weight = 0.5 if seconds < self.value / 2 else 0.2
+        self.value += weight * (seconds - self.value) if self._seen else seconds
         self._seen = True
 
 

@@ -179,7 +179,7 @@ class Slack:
     starves. With no request at all, training runs freely.
     """
 
-    def __init__(self, max_running: int, patience: float, *, margin: float = 0.1) -> None:
+    def __init__(self, max_running: int, patience: float, *, margin: float = 0.2) -> None:
         assert max_running >= 1 and patience >= 0 and 0 <= margin < 1, (max_running, patience, margin)
         self._max_running = max_running
         self._patience = patience
