@@ -14,7 +14,6 @@ from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Protocol
 
 from coserve.errors import CoserveError, EngineUnavailable, QueueFull
 from coserve.link import (
@@ -27,10 +26,8 @@ from coserve.link import (
     FromEngine,
     Generate,
     JobCancelled,
-    JobCheckpoint,
     JobFailed,
     JobPaused,
-    JobStarted,
     JobSucceeded,
     Link,
     PauseJob,
@@ -44,51 +41,13 @@ from coserve.link import (
 from coserve.queues.finetune import JobQueue
 from coserve.queues.inference import InferenceQueue, Queued
 from coserve.queues.policy import Costs, Policy, Running, Serve, Train, View, Wait, Waiting
+from coserve.rooms import Adapters, Average, Generates, Trains
 from coserve.state.failpoints import failpoint
-from coserve.types import AdapterRef, JobSpec
+from coserve.types import JobSpec
 
 log = logging.getLogger(__name__)
 
 STATS_INTERVAL = 1.0
-
-
-class Generates(Protocol):
-    """What the engine needs of `generate.Generator`."""
-
-    @property
-    def running(self) -> int: ...
-    @property
-    def pages_used(self) -> int: ...
-    @property
-    def pages_total(self) -> int: ...
-    @property
-    def preemptions(self) -> int: ...
-    @property
-    def prefix_queries(self) -> int: ...
-    @property
-    def prefix_hits(self) -> int: ...
-
-    def add(self, request: Generate) -> None: ...
-    def cancel(self, id: str) -> None: ...
-    def step(self) -> list[Tokens | RequestFailed]: ...
-    def land(self) -> list[Tokens | RequestFailed]: ...
-
-
-class Trains(Protocol):
-    """What the engine needs of `finetune.Trainer`."""
-
-    def start(self, spec: JobSpec) -> JobStarted: ...
-    def advance(self, job: str, pieces: int | None) -> list[FromEngine]: ...
-    def mid_batch(self, job: str) -> bool: ...
-    def checkpoint(self, job: str) -> JobCheckpoint | None: ...
-    def drop(self, job: str) -> None: ...
-
-
-class Adapters(Protocol):
-    """What the engine needs of `adapters.Residency`."""
-
-    def drop(self, ref: AdapterRef) -> None: ...
-    def resident(self) -> tuple[AdapterRef, ...]: ...
 
 
 @dataclass
@@ -98,20 +57,6 @@ class _Clocked:
     tpot: float
     due: float
     steps: int
-
-
-class _Average:
-    """Exponentially weighted mean of measured seconds; starts at the first sample, and soon forgets one that was much
-    too long: the first steps and slices of a process compile kernels."""
-
-    def __init__(self) -> None:
-        self.value = 0.0
-        self._seen = False
-
-    def add(self, seconds: float) -> None:
-        weight = 0.5 if seconds < self.value / 2 else 0.2
-        self.value += weight * (seconds - self.value) if self._seen else seconds
-        self._seen = True
 
 
 async def _yield_to_loop() -> None:
@@ -156,7 +101,7 @@ class Engine:
         self._paused: dict[str, JobSpec] = {}
         self._changed = asyncio.Event()
         self._stopping = False
-        self._serve_cost, self._piece_cost = _Average(), _Average()
+        self._serve_cost, self._piece_cost = Average(), Average()
         self._serve_seconds = self._train_seconds = 0.0
         self._batches_since_train = 0
         self._train_waiting_since: float | None = None

@@ -28,6 +28,7 @@ FLOORS = {
     "generate": 6,
     "adapters": 6,
     "finetune": 7,
+    "rooms": 7,
     "engine": 8,
     "api": 8,
     "workloads": 8,
