@@ -42,6 +42,7 @@ async def test_a_job_from_rows_to_an_adapter_that_serves(api: Api) -> None:
     assert (done["state"], done["result"], done["progress"], done["loss"]) == ("succeeded", "poet@1", 1.0, 1.0)
     assert done["trained_tokens"] == 30
     assert done["started_at"] <= done["finished_at"]
+    await api.settled()
     assert not api.folder.job(job["id"]).exists()
     status, body = await api.call("POST", "/generate", json={"prompt": "x", "adapter": done["result"]})
     assert (status, body["adapter"], body["version"], body["choices"][0]["text"]) == (200, "poet", 1, REPLY)
@@ -115,6 +116,7 @@ async def test_pause_resume_cancel(api: Api) -> None:
     for order in ("pause", "resume", "cancel"):
         await api.refused(409, "wrong_job_state", "POST", f"{path}/{order}")
         await api.refused(404, "job_not_found", "POST", f"/finetune/job-none/{order}")
+    await api.settled()
     assert not api.folder.job(job["id"]).exists()
 
 

@@ -55,6 +55,10 @@ class Api:
     def _reply(self, request: Generate) -> Iterable[int]:
         return self.reply
 
+    async def settled(self) -> None:
+        """Until all that the engine has told is written down and done: a job's end is announced before its files go."""
+        await self.service._ledger.settled()
+
     async def call(self, method: str, path: str, **kwargs: Any) -> tuple[int, Any]:
         async with self.http.request(method, path, **kwargs) as response:
             return response.status, await response.json(content_type=None)
