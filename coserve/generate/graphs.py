@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from coserve.generate.sampler import likeliest
-from coserve.generate.slots import AdapterSlots, StaticLora
+from coserve.generate.slots import AdapterSlots, SlotLora, StaticLora
 from coserve.kernels.attention_static import StaticPagedAttention
 from coserve.kernels.segments import Segments
 from coserve.kernels.tiles import Run
@@ -18,8 +19,20 @@ WARM_UPS = 2
 """Runs ahead of the capture: kernels are compiled, buffers made."""
 
 
+@dataclass(frozen=True)
+class Captured:
+    """One graph, and where its results lie."""
+
+    graph: torch.cuda.CUDAGraph
+    logits: Tensor
+    chosen: Tensor
+
+
 class DecodeGraph:
-    """Steps of up to B sequences, one token each. `load` says which; `replay` runs what was captured."""
+    """Steps of up to B sequences, one token each. `load` says which; `replay` runs what was captured.
+
+    With adapters there is a graph for each of several numbers of tiles (`StaticLora.rooms`), all over the same buffers.
+    """
 
     logits: Tensor
     """(B, V), of the last replay."""
@@ -46,7 +59,8 @@ class DecodeGraph:
         self._host = torch.zeros(2, batch, dtype=torch.int64, pin_memory=device.type == "cuda")
         self._copied = torch.cuda.Event() if device.type == "cuda" else None  # type: ignore[no-untyped-call]
         self._loaded: tuple[list[int], list[int]] | None = None
-        self._graph: torch.cuda.CUDAGraph | None = None
+        self._room = 0
+        self._captured: dict[int, Captured] = {}
         self._attention.load(())
         if device.type == "cuda":
             self._capture(memory)
@@ -64,31 +78,40 @@ class DecodeGraph:
             self._inputs.copy_(self._host, non_blocking=True)
             self._loaded = wanted
         if self._lora is not None and segments is not None:
-            self._lora.load(segments)
+            self._room = self._lora.load(segments)
         if self._copied is not None:
             self._copied.record()
 
     def replay(self) -> None:
-        if self._graph is None:
-            self._step()
+        captured = self._captured.get(self._room)
+        if captured is None:
+            self.logits, self.chosen = self._step(self._terms(self._room))
         else:
-            self._graph.replay()
+            captured.graph.replay()
+            self.logits, self.chosen = captured.logits, captured.chosen
 
-    def _step(self) -> None:
+    def _terms(self, room: int) -> SlotLora | None:
+        return None if self._lora is None else self._lora.within(room)
+
+    def _step(self, lora: SlotLora | None) -> tuple[Tensor, Tensor]:
         lanes, given = self._inputs
         tokens = torch.where(given < 0, self._last.index_select(0, lanes), given)
         positions = self._attention.positions
-        self.logits = self._fused.forward(tokens, positions, self._attention, lora=self._lora, keep=None)
-        self.chosen = likeliest(self.logits)
-        self._last.index_copy_(0, lanes, self.chosen.clamp_min(0))
+        logits = self._fused.forward(tokens, positions, self._attention, lora=lora, keep=None)
+        chosen = likeliest(logits)
+        self._last.index_copy_(0, lanes, chosen.clamp_min(0))
+        return logits, chosen
 
     def _capture(self, memory: tuple[int, int] | None) -> None:
+        rooms = (0,) if self._lora is None else self._lora.rooms
         side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):
             for _ in range(WARM_UPS):
-                self._step()
+                self._step(self._terms(rooms[0]))
         torch.cuda.current_stream().wait_stream(side)
-        self._graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(self._graph, pool=memory):  # type: ignore[arg-type]  # an opaque handle
-            self._step()
+        for room in rooms:
+            graph, lora = torch.cuda.CUDAGraph(), self._terms(room)
+            with torch.cuda.graph(graph, pool=memory):  # type: ignore[arg-type]  # an opaque handle
+                results = self._step(lora)
+            self._captured[room] = Captured(graph, *results)

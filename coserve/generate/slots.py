@@ -124,20 +124,33 @@ def width_of(slots: AdapterSlots, segments: Segments) -> int:
     return max(1, -(-most // RANK_BLOCK)) * RANK_BLOCK
 
 
-class StaticLora(SlotLora):
+class StaticLora:
     """The LoRA terms of decode steps of one size in fixed buffers: a graph keeps the addresses, `load` the contents."""
 
     def __init__(self, slots: AdapterSlots, batch: int, R: int) -> None:
-        self._tiles = StepTiles(DECODE_ROWS, batch, batch * R // RANK_BLOCK, batch, slots.device)
+        self._blocks, self._R = R // RANK_BLOCK, R
+        self._tiles = StepTiles(DECODE_ROWS, batch, batch * self._blocks, batch, slots.device)
         self._slots = slots
         self._loaded: HostTiles | None = None
-        super().__init__(slots, Plan(self._tiles.tiles, R, True))
+        self.rooms = rooms(batch)
+        """Numbers of tiles to capture graphs for: a program whose tile stands empty costs its launch all the same."""
 
-    def load(self, segments: Segments) -> bool:
-        """What the next step adds, in stream order; False if that is what the last one added. The last copy has ended."""
+    def within(self, room: int) -> SlotLora:
+        """The terms of steps of at most `room` tiles."""
+        return SlotLora(self._slots, Plan(self._tiles.first(room, room * self._blocks), self._R, True))
+
+    def load(self, segments: Segments) -> int:
+        """What the next step adds, in stream order; the smallest room that holds it. The last copy has ended."""
         host = cut(segments, self._slots.ranks, DECODE_ROWS)
-        if host == self._loaded:
-            return False
-        self._tiles.load(host)
-        self._loaded = host
-        return True
+        if host != self._loaded:
+            self._tiles.load(host)
+            self._loaded = host
+        return next(room for room in self.rooms if room >= len(host.tiles))
+
+
+def rooms(batch: int) -> tuple[int, ...]:
+    """Ascending: from what one adapter's rows need, doubled up to a tile for each of the rows."""
+    found = [-(-batch // DECODE_ROWS)]
+    while found[-1] < batch:
+        found.append(min(2 * found[-1], batch))
+    return tuple(found)

@@ -194,6 +194,12 @@ class StepTiles:
     def fits(self, host: HostTiles) -> bool:
         return len(host.tiles) <= self._tiles and len(host.items) <= self._table.shape[0] - self._tiles
 
+    def first(self, tiles: int, items: int) -> Tiles:
+        """The beginnings of the tables: what a graph reads that serves fewer tiles. `load` fills these too."""
+        assert tiles <= self._tiles, f"expected at most {self._tiles} tiles, got {tiles}"
+        whole = self.tiles
+        return Tiles(whole.rows, whole.tiles[:tiles], whole.items[:items], whole.spans, whole.counters)
+
     def load(self, host: HostTiles) -> None:
         """Copies `host` in, in stream order. The caller sees to it that the last copy has ended."""
         assert self.fits(host), "expected a batch within the bucket"
