@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import AsyncIterator
 from contextlib import closing
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-import openai
 import pytest
-from openai import AsyncOpenAI
 
 from coserve.link import Generate, RequestFailed
 from coserve.state.records import AdapterRecord
@@ -16,12 +15,17 @@ from coserve.state.registry import Registry
 from coserve.types import AdapterRef, SamplingParams
 from tests.support.api_server import REPLY, Api, serve_api, tokenizer
 
+if TYPE_CHECKING:
+    from openai import AsyncOpenAI
+
+openai = pytest.importorskip("openai")
+
 PROMPT = "hello there"
 IDS = tokenizer().encode(PROMPT)
 
 
 def client_of(api: Api, key: str = "none") -> AsyncOpenAI:
-    return AsyncOpenAI(base_url=f"http://127.0.0.1:{api.port}/v1", api_key=key, max_retries=0, timeout=30)
+    return openai.AsyncOpenAI(base_url=f"http://127.0.0.1:{api.port}/v1", api_key=key, max_retries=0, timeout=30)
 
 
 @pytest.fixture

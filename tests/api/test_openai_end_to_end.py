@@ -12,11 +12,10 @@ from functools import cache
 from importlib import resources
 from operator import itemgetter
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from openai import AsyncOpenAI
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from coserve.adapters.files import save_adapter
@@ -25,6 +24,11 @@ from coserve.model.lora import LoraWeights
 from coserve.types import LoraSettings
 from tests.support.api_server import Api, tokenizer
 from tests.support.real_server import bundled_base, serve_real
+
+if TYPE_CHECKING:
+    from openai import AsyncOpenAI
+
+openai = pytest.importorskip("openai")
 
 Score = tuple[float, bool]
 """A continuation's log-probability, and whether every token of it is the likeliest."""
@@ -88,7 +92,7 @@ async def real(tmp_path: Path) -> AsyncIterator[Api]:
 
 
 def client_of(api: Api) -> AsyncOpenAI:
-    return AsyncOpenAI(base_url=f"http://127.0.0.1:{api.port}/v1", api_key="none", max_retries=0, timeout=60)
+    return openai.AsyncOpenAI(base_url=f"http://127.0.0.1:{api.port}/v1", api_key="none", max_retries=0, timeout=60)
 
 
 def encode_pair(context: str, continuation: str) -> tuple[list[int], list[int]]:
