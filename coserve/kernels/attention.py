@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from functools import partial
 from inspect import signature
 from itertools import pairwise
+from math import gcd
 from typing import cast
 
 import torch
@@ -23,7 +24,10 @@ from coserve.kernels.tiles import KEY_BLOCK, Layout, Run, Tiles, plan_tiles
 
 @dataclass(frozen=True)
 class Pages:
-    """A paged KV cache: for each layer `(P + 1, page_tokens, K, D)`; the last page is never written and holds zeros."""
+    """A paged KV cache: for each layer `(P + 1, page_tokens, K, D)`; the last page is never written and holds zeros.
+
+    A page lies in one piece; between a layer's pages there may be others, those of other layers for instance.
+    """
 
     keys: tuple[Tensor, ...]
     values: tuple[Tensor, ...]
@@ -145,11 +149,12 @@ class PagedAttention:
         self._page_tokens = pages.keys[0].shape[1]
         self._exact = self._device.type == "cpu"
         slots = [
-            run.pages[p // self._page_tokens] * self._page_tokens + p % self._page_tokens
+            (run.pages[p // self._page_tokens], p % self._page_tokens)
             for run in runs
             for p in range(run.position, run.position + run.tokens)
         ]
-        self._slots = torch.tensor(slots, dtype=torch.long, device=self._device)
+        at = torch.tensor(slots, dtype=torch.long).view(-1, 2).to(self._device)
+        self._new_at = at[:, 0], at[:, 1]
         self._plans: dict[Layout, Tiles] = {}
 
     def attend(
@@ -167,15 +172,22 @@ class PagedAttention:
         """As `PackedAttention.attend`, over each sequence's whole context: (T, H, D)."""
         keys, values = self._pages.keys[layer], self._pages.values[layer]
         for cache, new_KTD in ((keys, k_KTD), (values, v_KTD)):
-            cache.flatten(0, 1).index_copy_(0, self._slots, new_KTD.transpose(0, 1).to(cache.dtype))
+            cache.index_put_(self._new_at, new_KTD.transpose(0, 1).to(cache.dtype))
         heads, rows, width = q_HTD.shape
-        layout = Layout(heads=heads, kv_heads=keys.shape[2], window=window)
+        unit = gcd(keys.stride(0), width)
+        layout = Layout(
+            heads=heads,
+            kv_heads=keys.shape[2],
+            window=window,
+            key_units=width // unit,
+            page_units=keys.stride(0) // unit,
+        )
         tiles = self._tiles(layout)
         q_rows = q_HTD.transpose(0, 1).reshape(rows * heads, width) * scaling
         outputs = []
         for tile in tiles.batches:
             q_BKRD = _rows(q_rows, tile.queries)
-            k_BKLD, v_BKLD = _rows(keys.flatten(0, 2), tile.keys), _rows(values.flatten(0, 2), tile.keys)
+            k_BKLD, v_BKLD = (_keys(x, tile.keys, unit) for x in (keys, values))
             if self._exact:
                 q_BKRD, k_BKLD, v_BKLD = (_widen(x.float()) for x in (q_BKRD, k_BKLD, v_BKLD))
             out = _weigh(q_BKRD, k_BKLD, v_BKLD, tile.hidden, softcap, tile.sinks(sinks), exact=self._exact)
@@ -194,6 +206,15 @@ class PagedAttention:
 def _rows(x_ND: Tensor, at: Tensor) -> Tensor:
     """`x_ND[at]`; whole rows at a time, which indexing is not on CPU."""
     return x_ND.index_select(0, at.flatten()).view(*at.shape, -1)
+
+
+def _keys(cache: Tensor, at: Tensor, unit: int) -> Tensor:
+    """`cache` (P, page_tokens, K, D), and what lies between its pages, in rows of `unit` elements: those at `at` (B, K, L, D)."""
+    pages, _, kv_heads, width = cache.shape
+    assert cache.stride()[1:] == (kv_heads * width, width, 1), "expected pages in one piece"
+    elements = (pages - 1) * cache.stride(0) + cache[0].numel()
+    rows = _rows(cache.as_strided((elements // unit, unit), (unit, 1)), at)
+    return rows.view(*at.shape[:2], -1, width)
 
 
 def _widen(x: Tensor) -> Tensor:

@@ -7,7 +7,8 @@ joins their results. The program with the sequence's last key takes it from k an
 writes it to its page on the way: no kernel of its own does that. Items do not depend on the kernel ahead: they are read
 before the wait for its end (programmatic dependent launch).
 
-q (H, T, D), k, v (K, T, D), any strides but 1 for D; keys, values (pages, PAGE, K, D); out (T, H, D); items (W, 8) int32:
+q (H, T, D), k, v (K, T, D), any strides but 1 for D; keys, values (pages, PAGE, K, D), contiguous within
+a page; out (T, H, D); items (W, 8) int32:
 column of the table (-1: nothing to do), row of q, first key, key after the last, first item of the sequence, its items
 (0: write zeros), whether the last key is the new one. parts (W, H, D), stats (W, H) and counters (rows, K) are scratch;
 counters are 0 before and after.
@@ -21,7 +22,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from coserve.kernels.attention_device import accumulate, key_rows, score, with_sinks
+from coserve.kernels.attention_device import accumulate, key_offsets, key_rows, score, with_sinks
 
 
 @triton.jit
@@ -47,6 +48,7 @@ def decode(
     v_head,
     v_row,
     table_stride,
+    page_stride,
     K,
     G: tl.constexpr,
     D: tl.constexpr,
@@ -92,7 +94,7 @@ def decode(
         end -= 1
         k_new = tl.load(k_ptr + at * k_row + head * k_head + d, mask=in_d, other=0.0)
         v_new = tl.load(v_ptr + at * v_row + head * v_head + d, mask=in_d, other=0.0)
-        new_at = key_rows(table_ptr, table_stride, row, end, True, K, head, PAGE, False) * D + d
+        new_at = key_rows((table_ptr, table_stride, page_stride), row, end, True, K, head, D, PAGE, False) + d
         tl.store(keys_ptr + new_at, k_new, mask=in_d)
         tl.store(values_ptr + new_at, v_new, mask=in_d)
         top = score(tl.sum(q.to(tl.float32) * k_new.to(tl.float32)[None, :], 1), scale, cap, SOFTCAP)
@@ -102,7 +104,7 @@ def decode(
     page = tl.load(table_ptr + (n // PAGE) * table_stride + row, mask=n < end, other=0)
     for start in range(begin, end, BLOCK_N):
         n = start + tl.arange(0, BLOCK_N)
-        key_at = ((page.to(tl.int64) * PAGE + n % PAGE) * K + head)[:, None] * D + d[None, :]
+        key_at = key_offsets(page, page_stride, n, K, head, D, PAGE)[:, None] + d[None, :]
         key_mask = (n < end)[:, None] & in_d[None, :]
         # A step ahead: were it loaded where it is used, the loads of keys could not be asked for ahead.
         n_next = n + BLOCK_N

@@ -18,11 +18,18 @@ def score(products, scale, cap, SOFTCAP: tl.constexpr):
 
 
 @triton.jit
-def key_rows(table_ptr, table_stride, row, n, real, K, head, PAGE: tl.constexpr, MASKED: tl.constexpr):
-    """Rows of a layer's cache, seen as (pages * PAGE * K, D), of the positions `n` of the sequence in column `row`."""
+def key_offsets(page, page_stride, n, K, head, D: tl.constexpr, PAGE: tl.constexpr):
+    """Where keys of positions `n` begin in a layer's cache, in elements (int64: a pool of pages is large), if in `page`."""
+    return page.to(tl.int64) * page_stride + ((n % PAGE) * K + head) * D
+
+
+@triton.jit
+def key_rows(cache, row, n, real, K, head, D: tl.constexpr, PAGE: tl.constexpr, MASKED: tl.constexpr):
+    """As `key_offsets`, for the sequence in column `row`; `cache`: table, its stride, elements between pages."""
+    table_ptr, table_stride, page_stride = cache
     page_at = table_ptr + (n // PAGE) * table_stride + row
     page = tl.load(page_at, mask=real if MASKED else None, other=0 if MASKED else None)
-    return (page.to(tl.int64) * PAGE + n % PAGE) * K + head
+    return key_offsets(page, page_stride, n, K, head, D, PAGE)
 
 
 @triton.jit

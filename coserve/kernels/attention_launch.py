@@ -66,11 +66,22 @@ class Scores:
 
 @dataclass(frozen=True)
 class Layer:
-    """A layer's cache, (pages, page_tokens, K, D) each, and the table (longest, columns) int32 of who holds which page."""
+    """A layer's cache, (pages, page_tokens, K, D) each, and the table (longest, columns) int32 of who holds which page.
+
+    A page lies in one piece; between pages there may be anything, such as the pages of other layers.
+    """
 
     keys: Tensor
     values: Tensor
     table: Tensor
+
+    def page_stride(self) -> int:
+        """Elements from one page to the next."""
+        _, _, kv_heads, width = self.keys.shape
+        for x in (self.keys, self.values):
+            assert x.stride()[1:] == (kv_heads * width, width, 1), "expected pages in one piece"
+        assert self.keys.stride(0) == self.values.stride(0), "expected keys and values laid out alike"
+        return self.keys.stride(0)
 
 
 @dataclass(frozen=True)
@@ -135,6 +146,7 @@ def decode(
         v.stride(0),
         v.stride(1),
         layer.table.stride(0),
+        layer.page_stride(),
         kv_heads,
         G=group,
         D=width,
@@ -187,6 +199,7 @@ def prefill(
         tiles,
         *strides,
         layer.table.stride(0),
+        layer.page_stride(),
         kv_heads,
         D=width,
         PAGE=page_tokens,
@@ -204,6 +217,7 @@ def prefill(
         q.stride(0),
         q.stride(1),
         layer.table.stride(0),
+        layer.page_stride(),
         kv_heads,
         G=group,
         D=width,

@@ -31,6 +31,7 @@ def store(
     v_head,
     v_row,
     table_stride,
+    page_stride,
     K,
     D: tl.constexpr,
     PAGE: tl.constexpr,
@@ -49,7 +50,8 @@ def store(
     t = tl.arange(0, BLOCK_T)
     d = tl.arange(0, BLOCK_D)
     mask = (t < tokens)[:, None] & (d < D)[None, :]
-    to = key_rows(table_ptr, table_stride, row, position + t, t < tokens, K, head, PAGE, True)[:, None] * D + d[None, :]
+    cache = (table_ptr, table_stride, page_stride)
+    to = key_rows(cache, row, position + t, t < tokens, K, head, D, PAGE, True)[:, None] + d[None, :]
     k = tl.load(k_ptr + (first + t)[:, None] * k_row + head * k_head + d[None, :], mask=mask)
     v = tl.load(v_ptr + (first + t)[:, None] * v_row + head * v_head + d[None, :], mask=mask)
     tl.store(keys_ptr + to, k, mask=mask)
@@ -71,6 +73,7 @@ def prefill(
     q_head,
     q_row,
     table_stride,
+    page_stride,
     K,
     G: tl.constexpr,
     D: tl.constexpr,
@@ -106,16 +109,16 @@ def prefill(
     if WINDOW:
         begin = tl.maximum(position - window + 1, 0) // BLOCK_N * BLOCK_N
         seen = begin
-    cache = (keys_ptr, values_ptr, table_ptr, table_stride)
+    cache = (table_ptr, table_stride, page_stride)
     for start in range(begin, seen, BLOCK_N):
         n = start + tl.arange(0, BLOCK_N)
-        k, v = _block(cache, row, n, n < seen, head, d, K, D, PAGE, False)
+        k, v = _block(keys_ptr, values_ptr, cache, row, n, n < seen, head, d, K, D, PAGE, False)
         scores = score(tl.dot(q, tl.trans(k), input_precision="ieee"), scale, cap, SOFTCAP)
         top, total, acc = accumulate(scores, v, top, total, acc, False)
     end = position + tokens
     for start in range(seen, end, BLOCK_N):
         n = start + tl.arange(0, BLOCK_N)
-        k, v = _block(cache, row, n, n < end, head, d, K, D, PAGE, True)
+        k, v = _block(keys_ptr, values_ptr, cache, row, n, n < end, head, d, K, D, PAGE, True)
         scores = score(tl.dot(q, tl.trans(k), input_precision="ieee"), scale, cap, SOFTCAP)
         visible = n[None, :] <= at[:, None]
         if WINDOW:
@@ -130,10 +133,11 @@ def prefill(
 
 
 @triton.jit
-def _block(cache, row, n, real, head, d, K, D: tl.constexpr, PAGE: tl.constexpr, MASKED: tl.constexpr):
+def _block(
+    keys_ptr, values_ptr, cache, row, n, real, head, d, K, D: tl.constexpr, PAGE: tl.constexpr, MASKED: tl.constexpr
+):
     """Keys and values at the positions `n`; where MASKED, zero at those that are not `real`."""
-    keys_ptr, values_ptr, table_ptr, table_stride = cache
-    at = key_rows(table_ptr, table_stride, row, n, real, K, head, PAGE, MASKED)[:, None] * D + d[None, :]
+    at = key_rows(cache, row, n, real, K, head, D, PAGE, MASKED)[:, None] + d[None, :]
     mask = (d < D)[None, :]
     if MASKED:
         mask = mask & real[:, None]

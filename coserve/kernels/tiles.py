@@ -40,6 +40,10 @@ class Layout:
     heads: int
     kv_heads: int
     window: int | None
+    key_units: int
+    """A cache is read in rows of so many elements that keys and pages begin at rows: rows of a key, usually 1,"""
+    page_units: int
+    """and rows from one page to the next."""
 
 
 @dataclass(frozen=True)
@@ -49,7 +53,7 @@ class TileBatch:
     queries: Tensor
     """(B, K, R) rows of q seen as (T * H, D); R counts (token, head of the group), padded by row 0."""
     keys: Tensor
-    """(B, K, L) rows of a layer's cache seen as (pages * page_tokens * K, D)."""
+    """(B, K, L * key_units) rows of a layer's cache, as `Layout` says."""
     hidden: Tensor
     """(B, 1, S, L) bool: this row must not see that key. Every row sees at least one. S is R without its padding."""
 
@@ -159,12 +163,13 @@ def _batch(
 
     key_BL = start_B[:, None] + torch.arange(length)
     page_BL = table.gather(1, (key_BL // page_tokens).clamp(max=longest))
-    slot_BL = page_BL * page_tokens + key_BL % page_tokens
-    slot_BKL = slot_BL[:, None] * layout.kv_heads + kv_K[None, :, None]
+    within_BKL = (key_BL % page_tokens)[:, None] * layout.kv_heads + kv_K[None, :, None]
+    at_BKL = page_BL[:, None] * layout.page_units + within_BKL * layout.key_units
+    at_BKL = (at_BKL[..., None] + torch.arange(layout.key_units)).flatten(2)
 
     # Rows of padding stand at the tile's first key, so that they see one.
     at_BR = torch.where(real_BR, position_B[:, None] + local_R, start_B[:, None])
     hidden = key_BL[:, None] > at_BR[:, :, None]
     if layout.window is not None:
         hidden |= key_BL[:, None] <= at_BR[:, :, None] - layout.window
-    return TileBatch(query_BKR.to(device), slot_BKL.to(device), hidden[:, None].to(device))
+    return TileBatch(query_BKR.to(device), at_BKL.to(device), hidden[:, None].to(device))

@@ -16,6 +16,7 @@ from torch import Tensor
 from coserve.kernels.attention import PackedAttention, PagedAttention, Pages
 from coserve.kernels.attention_choice import attention_notes, paged_attention
 from coserve.kernels.tiles import KEY_BLOCK, Run
+from tests.support.attention_cases import spread
 
 
 @dataclass(frozen=True)
@@ -27,6 +28,8 @@ class Kind:
     softcap: float | None = None
     sinks: bool = False
     scaling: float = 0.4
+    apart: int = 0
+    """Elements of other things between a layer's pages."""
 
     def sink_logits(self) -> Tensor | None:
         return torch.linspace(-1, 2, self.heads) if self.sinks else None
@@ -48,6 +51,8 @@ KINDS = {
     "softcap": Kind(softcap=1.5),
     "sinks": Kind(sinks=True),
     "all": Kind(window=9, softcap=1.5, sinks=True),
+    "pages_apart": Kind(apart=40),
+    "pages_apart_by_half_keys": Kind(width=12, apart=6),
 }
 
 
@@ -81,7 +86,7 @@ class Cache:
 
     def __init__(self, kind: Kind, *, page_tokens: int = 16, pages: int = 64, dtype: torch.dtype = torch.float32):
         shape = (pages + 1, page_tokens, kind.kv_heads, kind.width)
-        self.pages = Pages((torch.zeros(shape, dtype=dtype),), (torch.zeros(shape, dtype=dtype),))
+        self.pages = Pages(*((spread(torch.zeros(shape, dtype=dtype), kind.apart),) for _ in range(2)))
         self.page_tokens = page_tokens
         self.free = list(torch.randperm(pages, generator=torch.Generator().manual_seed(5)).tolist())
 

@@ -34,6 +34,8 @@ KINDS = {
     "softcap": Kind(4, 2, 32, softcap=1.5),
     "sinks": Kind(4, 2, 32, sinks=True),
     "all": Kind(8, 2, 64, window=40, softcap=2.0, sinks=True, page_tokens=5),
+    "pages_apart": Kind(4, 2, 80, apart=1536),
+    "pages_apart_unaligned": Kind(4, 2, 32, window=40, page_tokens=5, apart=3),
 }
 DECODES = [(0, 1), (15, 1), (16, 1), (63, 1), (64, 1), (3, 1), (150, 1)]
 """The longest are cut into items, and joined."""
@@ -116,6 +118,16 @@ def test_items_cover_each_key_once(contexts: list[int], window: int | None, kv_h
         assert items[mine, 6].tolist() == [0] * (len(mine) - 1) + [1]
         if context:
             assert (items[mine, 3] > items[mine, 2]).all()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("runs", [DECODES, CHUNKS], ids=["decodes", "chunks"])
+def test_pages_far_apart(runs: list[tuple[int, int]]) -> None:
+    """Elements beyond what 32 bits count."""
+    case = Case(Kind(4, 2, 64, apart=(1 << 27) - 2048), runs, torch.bfloat16, "cuda")
+    assert case.pages.keys[0].stride(0) * len(case.pages.keys[0]) > 1 << 31
+    assert worst(attend(FusedPagedAttention(case.pages, case.runs), case), case.expected()) < 2e-2
+    case.check_written()
 
 
 @pytest.mark.gpu

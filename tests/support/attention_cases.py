@@ -21,6 +21,8 @@ class Kind:
     softcap: float | None = None
     sinks: bool = False
     page_tokens: int = 16
+    apart: int = 0
+    """Elements of other things between a layer's pages."""
 
     def scores(self, device: torch.device) -> dict[str, object]:
         """What `attend` is told about scores."""
@@ -55,7 +57,7 @@ class Case:
             self.runs.append(Run(tokens, position, held))
             self.sequences.append((q.float(), k.float(), v.float()))
             new.append((q, k[position:], v[position:]))
-        self.pages = Pages((keys.to(device),), (values.to(device),))
+        self.pages = Pages(*((spread(x.to(device), kind.apart),) for x in (keys, values)))
         packed = (torch.cat(parts).transpose(0, 1).to(device) for parts in zip(*new, strict=True))
         self.q_HTD, self.k_KTD, self.v_KTD = packed
 
@@ -78,7 +80,7 @@ class Case:
         return (scores_HN.softmax(-1)[:, None, : k_HND.shape[1]] @ v_HND)[:, 0]
 
     def check_written(self) -> None:
-        """Each position of each sequence is in its slot, and no other slot has changed."""
+        """Each position of each sequence is in its slot, and nothing else has changed, between pages neither."""
         keys, values = (x[0].float().cpu() for x in (self.pages.keys, self.pages.values))
         for run, (_, k, v) in zip(self.runs, self.sequences, strict=True):
             for at in range(len(k)):
@@ -86,8 +88,18 @@ class Case:
                 assert torch.equal(keys[slot], k[at])
                 assert torch.equal(values[slot], v[at])
         written = sum(len(k) for _, k, _ in self.sequences) * self.kind.kv_heads * self.kind.width
-        assert int(keys.isfinite().sum()) == written
-        assert int(values.isfinite().sum()) == written
+        for x in (self.pages.keys[0], self.pages.values[0]):
+            whole = x.as_strided((x.untyped_storage().nbytes() // x.itemsize,), (1,), 0)
+            assert int(whole.isfinite().sum()) == written
+
+
+def spread(cache: Tensor, apart: int) -> Tensor:
+    """A copy of `cache` (P, ...) in a larger buffer of NaN, with `apart` elements between two pages."""
+    size = cache[0].numel()
+    buffer = torch.full((len(cache), size + apart), float("nan"), dtype=cache.dtype, device=cache.device)
+    strides = size + apart, *cache.stride()[1:]
+    view = buffer.as_strided(cache.shape, strides, apart)  # begins behind something, as a layer that is not the first
+    return view.copy_(cache)
 
 
 def worst(got: Tensor, expected: Tensor) -> float:
