@@ -3,58 +3,73 @@
 from __future__ import annotations
 
 from collections import Counter
+from itertools import chain
 
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initialize, invariant, rule
 
-from coserve.memory.pages import PagePool
+from coserve.memory.pages import PagePool, Span
 
 KEYS = st.binary(min_size=1, max_size=1).map(lambda key: bytes([key[0] % 8]))
 
 
 class PoolMachine(RuleBasedStateMachine):
     held = Bundle("held")
+    spans = Bundle("spans")
 
-    @initialize(pages=st.integers(1, 12))
+    @initialize(pages=st.integers(1, 14))
     def start(self, pages: int) -> None:
         self.pool = PagePool(pages)
         self.out = Counter[int]()
+        self.lists = list[list[int]]()  # what takers and finders hold: they are told where pages moved
         self.labels = dict[bytes, int]()  # as far as nobody took the page since
-        self.idle = list[int]()  # longest first
+        self.idle = list[tuple[int, ...]]()  # pages and spans, longest first
+        self.fixed = set[int]()
+
+    def forget(self, entry: tuple[int, ...]) -> None:
+        self.idle.remove(entry)
+        self.labels = {key: page for key, page in self.labels.items() if page not in entry}
+
+    def make_room(self, n: int) -> None:
+        """What a taker of `n` pages evicts: as little as it needs, the longest idle first."""
+        free = self.pool.total - len(self.out) - len(self.fixed)
+        blank = free - sum(map(len, self.idle))
+        while blank < n:
+            blank += len(self.idle[0])
+            self.forget(self.idle[0])
 
     @rule(target=held, n=st.integers(0, 6))
     def take(self, n: int) -> list[int]:
         before = self.pool.free
-        assert before == self.pool.total - len(self.out)
+        assert before == self.pool.total - len(self.out) - len(self.fixed)
         pages = self.pool.take(n)
         assert (pages is None) == (n > before)
         if pages is None:
             assert self.pool.free == before
             return []
         assert len(pages) == len(set(pages)) == n
-        assert not set(pages) & set(self.out)
-        evicted = max(0, n - (before - len(self.idle)))
-        assert set(pages) & set(self.idle) == set(self.idle[:evicted]), "blank pages go first, then the longest idle"
-        self.idle = self.idle[evicted:]
-        self.labels = {key: page for key, page in self.labels.items() if page not in pages}
+        self.make_room(n)
+        assert not set(pages) & {*self.out, *self.fixed, *chain(*self.idle)}
         self.out.update(pages)
+        self.lists.append(pages)
         return pages
 
     @rule(pages=consumes(held))
     def give(self, pages: list[int]) -> None:
         self.pool.give(pages)
-        self.out.subtract(pages)
+        self.lists = [other for other in self.lists if other is not pages]
         for page in reversed(pages):
+            self.out[page] -= 1
             if not self.out[page] and page in self.labels.values():
-                self.idle.append(page)
+                self.idle.append((page,))
         self.out = +self.out
 
     @rule(pages=held, key=KEYS)
     def label(self, pages: list[int], key: bytes) -> None:
         for page in pages:
-            if page in self.out and page not in self.labels.values():
+            if page not in self.labels.values():
                 self.pool.label(page, key)
                 self.labels.setdefault(key, page)
 
@@ -67,21 +82,84 @@ class PoolMachine(RuleBasedStateMachine):
             expected.append(self.labels[key])
         found = self.pool.find(keys)
         assert found == expected
-        self.idle = [page for page in self.idle if page not in found]
+        self.idle = [entry for entry in self.idle if entry[0] not in found]
         self.out.update(found)
+        self.lists.append(found)
         return found
+
+    @rule(target=spans, n=st.integers(1, 5))
+    def take_span(self, n: int) -> Span | None:
+        windows = [range(first, first + n) for first in range(self.pool.total - n + 1)]
+        windows = [window for window in windows if not self.fixed.intersection(window)]
+        free = self.pool.total - len(self.out) - len(self.fixed)
+        taken = self.pool.take_span(n)
+        assert (taken is None) == (n > free or not windows)
+        if taken is None:
+            assert self.pool.free == free
+            return None
+        span, moved = taken
+        inside = range(span.first, span.first + span.pages)
+        assert inside in windows
+        assert set(moved) == {page for page in self.out if page in inside}
+        assert len(moved) == min(len(set(self.out).intersection(window)) for window in windows), "as few as can be"
+        for entry in [entry for entry in self.idle if set(entry) & set(inside)]:
+            self.forget(entry)
+        self.fixed.update(inside)
+        self.out = Counter({page: count for page, count in self.out.items() if page not in moved})
+        gone = Counter({moved[page]: sum(other.count(page) for other in self.lists) for page in moved})
+        self.make_room(len(moved))
+        assert not set(gone) & {*self.out, *self.fixed, *chain(*self.idle)}
+        self.out += gone
+        self.labels = {key: moved.get(page, page) for key, page in self.labels.items()}
+        for other in self.lists:
+            other[:] = [moved.get(page, page) for page in other]
+        return span
+
+    @rule(span=spans)
+    def hold_span(self, span: Span | None) -> None:
+        if span is None:
+            return
+        inside = tuple(range(span.first, span.first + span.pages))
+        lives = inside in self.idle or (span.holders > 0 and set(inside) <= self.fixed)
+        if self.pool.hold_span(span):
+            assert lives
+            self.idle = [entry for entry in self.idle if entry != inside]
+            self.fixed.update(inside)
+        else:
+            assert span.holders == 0
+
+    @rule(span=spans)
+    def give_span(self, span: Span | None) -> None:
+        if span is None or not span.holders:
+            return
+        self.pool.give_span(span)
+        if not span.holders:
+            inside = tuple(range(span.first, span.first + span.pages))
+            self.fixed.difference_update(inside)
+            self.idle.append(inside)
+
+    @rule(span=consumes(spans))
+    def drop_span(self, span: Span | None) -> None:
+        if span is None:
+            return
+        while span.holders:
+            self.give_span(span)
+        before = self.pool.idle
+        self.pool.drop_span(span)
+        if self.pool.idle != before:
+            self.forget(tuple(range(span.first, span.first + span.pages)))
 
     @invariant()
     def conserved(self) -> None:
         if hasattr(self, "pool"):
             self.pool.check_integrity()
-            assert self.pool.used == len(self.out)
+            assert self.pool.used == len(self.out) + len(self.fixed)
             assert self.pool.used + self.pool.free == self.pool.total
-            assert self.pool.idle == len(self.idle)
+            assert self.pool.idle == sum(map(len, self.idle))
 
 
 TestPool = PoolMachine.TestCase
-TestPool.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+TestPool.settings = settings(max_examples=100, stateful_step_count=40, deadline=None)
 
 
 def taken(pool: PagePool, n: int) -> list[int]:
@@ -168,3 +246,71 @@ def test_ten_thousand_contents_leave_no_more_behind_than_there_are_pages() -> No
     pool.check_integrity()
     assert len(pool._keys) == len(pool._pages) == pool.idle == pool.total
     assert len(pool._holders) == 0
+
+
+def spanned(pool: PagePool, n: int) -> tuple[Span, dict[int, int]]:
+    taken = pool.take_span(n)
+    assert taken is not None
+    return taken
+
+
+def test_single_pages_come_from_the_low_end_and_spans_from_the_high_end() -> None:
+    pool = PagePool(10)
+    assert taken(pool, 2) == [0, 1]
+    assert [(span.first, moved) for span, moved in (spanned(pool, 3), spanned(pool, 2))] == [(7, {}), (5, {})]
+    assert taken(pool, 2) == [2, 3]
+
+
+def test_what_was_used_longest_ago_gives_way_to_a_span() -> None:
+    pool = PagePool(6)
+    pages = taken(pool, 6)
+    for page in pages:
+        pool.label(page, bytes([page]))
+    for pair in ((2, 3), (4, 5), (0, 1)):
+        pool.give(pair)
+    assert spanned(pool, 2)[0].first == 2
+    assert pool.find([b"\x02"]) == []
+    assert pool.find([b"\x04"]) == [4]
+
+
+def test_an_idle_span_is_evicted_whole_and_in_its_turn() -> None:
+    pool = PagePool(5)
+    span, _ = spanned(pool, 3)
+    pages = taken(pool, 2)
+    pool.label(pages[0], b"x")
+    pool.give(pages[:1])
+    pool.give_span(span)
+    assert taken(pool, 1) == pages[:1], "the page was idle for longer"
+    assert pool.hold_span(span)
+    pool.give_span(span)
+    assert len(taken(pool, 1)) == 1
+    assert not pool.hold_span(span)
+    assert pool.free == 2
+
+
+def test_held_pages_move_out_of_the_way_with_their_keys_and_all_their_holders() -> None:
+    pool = PagePool(6)
+    pages = taken(pool, 6)
+    pool.label(4, b"x")
+    assert pool.find([b"x"]) == [4]
+    pool.give([0, 3, 5])
+    span, moved = spanned(pool, 2)
+    assert (span.first, moved) == (4, {4: 0})
+    assert pool.find([b"x"]) == [0]
+    pool.give([0, 0, 0])
+    assert pool.idle == 1
+    pool.check_integrity()
+    assert pages
+
+
+def test_a_span_waits_only_for_pages_or_for_held_spans() -> None:
+    pool = PagePool(5)
+    middle = [spanned(pool, 1)[0] for _ in range(5)][2]
+    for span in list(pool._spans.values()):
+        if span is not middle:
+            pool.give_span(span)
+    assert pool.take_span(3) is None
+    assert pool.take_span(6) is None
+    assert pool.free == 4
+    pool.give_span(middle)
+    assert spanned(pool, 5)[0].first == 0
