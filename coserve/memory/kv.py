@@ -1,4 +1,4 @@
-"""The KV cache: one tensor of pages per layer, and who holds which page."""
+"""The KV cache: what attention sees of the pool's pages."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from coserve.kernels.attention_choice import (
 )
 from coserve.kernels.attention_static import StaticPagedAttention
 from coserve.kernels.tiles import Run
-from coserve.memory.pages import PagePool
+from coserve.memory.buffer import PageBuffer, page_layout
 
 CPU_TOKENS = 16384
 """Tokens that the pool holds on CPU unless told otherwise."""
@@ -43,7 +43,7 @@ def bytes_per_token(kv_shapes: Sequence[tuple[int, int]], dtype: torch.dtype) ->
 
 
 class KvCache:
-    """Keys and values of each layer, `(P + 1, page_tokens, K, D)` with K and D that layer's own.
+    """Keys and values of each layer, `(P + 1, page_tokens, K, D)` with K and D that layer's own: views of one buffer.
 
     The last page belongs to nobody and stays zero: attention reads it where a table is longer than its sequence.
     """
@@ -57,15 +57,23 @@ class KvCache:
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
-        self.pool = PagePool(pages)
+        layout = page_layout(kv_shapes, page_tokens, dtype)
+        self.buffer = PageBuffer(pages, layout.page_bytes, device)
+        self.pool = self.buffer.pool
         self.page_tokens = page_tokens
         self.notes = attention_notes(device, dtype)
         self._clean = not reads_only_written_slots(device, dtype)
+        rows = self.buffer.bytes.view(dtype)
 
-        def tensors() -> tuple[torch.Tensor, ...]:
-            return tuple(torch.zeros(pages + 1, page_tokens, k, d, dtype=dtype, device=device) for k, d in kv_shapes)
+        def views(places: Sequence[int]) -> tuple[torch.Tensor, ...]:
+            """(P + 1, page_tokens, K, D) of each layer; from page to page the stride is that of the whole page."""
+            found = []
+            for place, (heads, width) in zip(places, kv_shapes, strict=True):
+                first, size = place // dtype.itemsize, page_tokens * heads * width
+                found.append(rows[:, first : first + size].view(pages + 1, page_tokens, heads, width))
+            return tuple(found)
 
-        self._pages = Pages(tensors(), tensors())
+        self._pages = Pages(views(layout.keys), views(layout.values))
 
     @classmethod
     def for_base(cls, base: HasKv, tokens: int | None, page_tokens: int) -> KvCache:
@@ -101,9 +109,7 @@ class KvCache:
         """
         pages = self.pool.take(n)
         if pages and self._clean:
-            at = torch.tensor(pages, device=self._pages.values[0].device)
-            for values in self._pages.values:
-                values.index_fill_(0, at, 0)
+            self.buffer.bytes.index_fill_(0, torch.tensor(pages).to(self.buffer.device), 0)
         return pages
 
     def give(self, pages: Sequence[int]) -> None:

@@ -37,8 +37,10 @@ def crowded(state: NDArray[np.int64], n: int) -> int | None:
 
 def _sums(of: NDArray[np.bool_], n: int) -> NDArray[np.int64]:
     """How many of `n` pages from each one on are."""
-    total = np.concatenate([np.zeros(1, dtype=np.int64), np.cumsum(of, dtype=np.int64)])
-    return total[n:] - total[:-n]
+    total = np.zeros(len(of) + 1, dtype=np.int64)
+    np.cumsum(of, out=total[1:])
+    sums: NDArray[np.int64] = total[n:] - total[:-n]
+    return sums
 
 
 def _last(true: NDArray[np.bool_]) -> int:

@@ -1,0 +1,64 @@
+"""The pool's bytes: what shares a page does not overlap, and what moves arrives."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import pytest
+import torch
+
+from coserve.kernels.tiles import Run
+from coserve.memory.buffer import ALIGNMENT, PageBuffer, page_layout
+from coserve.memory.kv import KvCache
+
+
+@pytest.mark.parametrize("shapes", [[(8, 128)] * 3, [(2, 8), (1, 16), (3, 5)], [(1, 1)]])
+@pytest.mark.parametrize("page_tokens", [1, 3, 16])
+def test_layers_lie_side_by_side_in_whole_lines(shapes: list[tuple[int, int]], page_tokens: int) -> None:
+    layout = page_layout(shapes, page_tokens, torch.bfloat16)
+    places = sorted((*layout.keys, *layout.values, layout.page_bytes))
+    assert all(place % ALIGNMENT == 0 for place in places)
+    sizes = [page_tokens * heads * width * 2 for heads, width in shapes for _ in range(2)]
+    assert [b - a >= size for (a, b), size in zip(pairwise(places), sizes, strict=True)] == [True] * len(sizes)
+    assert layout.page_bytes < sum(sizes) + ALIGNMENT * len(sizes)
+
+
+def test_a_page_of_the_8b_shape_is_2_mib() -> None:
+    assert page_layout([(8, 128)] * 32, 16, torch.bfloat16).page_bytes == 2 << 20
+
+
+def test_layers_of_one_page_keep_their_own() -> None:
+    """Each layer writes through attention; every one reads back its own values, whatever the others' shapes."""
+    shapes = [(2, 8), (1, 16), (2, 5)]
+    kv = KvCache(shapes, pages=4, page_tokens=3, dtype=torch.float32, device=torch.device("cpu"))
+    pages = kv.take(3)
+    assert pages is not None
+    run = Run(7, 0, tuple(pages))
+    given = [torch.randn(heads, 7, width) for heads, width in shapes]
+    zero = kv.attention([run])
+    for layer, values in enumerate(given):
+        zero.attend(layer, torch.zeros_like(values), values, values, scaling=1.0, window=1, softcap=None, sinks=None)
+    again = kv.attention([Run(1, 7, tuple(pages))])
+    for layer, values in enumerate(given):
+        last = torch.ones_like(values[:, :1])
+        out = again.attend(layer, last, last, last, scaling=0.0, window=None, softcap=None, sinks=None)
+        expected = (values.sum(1) + 1) / 8
+        torch.testing.assert_close(out[0], expected)
+
+
+def test_moved_pages_take_their_contents_along() -> None:
+    buffer = PageBuffer(6, ALIGNMENT, torch.device("cpu"))
+    pages = buffer.pool.take(6)
+    assert pages is not None
+    for page in pages:
+        buffer.bytes[page] = page + 1
+    buffer.pool.give([0, 2, 4])
+    taken = buffer.take_span(3)
+    assert taken is not None
+    span, moved = taken
+    assert sorted(moved) == sorted({1, 3, 5} & set(range(span.first, span.first + 3)))
+    for page in (1, 3, 5):
+        assert buffer.bytes[moved.get(page, page)].unique().tolist() == [page + 1]
+    assert buffer.of(span).shape == (3 * ALIGNMENT,)
+    assert buffer.of(span).data_ptr() == buffer.bytes[span.first].data_ptr()
+    assert not buffer.bytes[-1].any(), "the last page stays zero"
