@@ -17,15 +17,15 @@ from typing import cast
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 from transformers.pytorch_utils import Conv1D
 
 from coserve.kernels.attention import PackedAttention
-from coserve.kernels.single import faster, single_row
+from coserve.kernels.single import single_row
 from coserve.kernels.tables import SiteTable, Tiles
 from coserve.model import probe
 from coserve.model.base import Base
 from coserve.model.lora import SharedInput
+from coserve.model.products import Products, measured
 from coserve.model.seam import Attention
 
 RECOMPILES = 64
@@ -50,8 +50,7 @@ class Step:
 
     attention: Attention
     lora: AddsLora | None
-    single: Mapping[tuple[int, ...], tuple[int, int]]
-    """How `single_row` runs the sites of D inputs and O... outputs; those missing go to torch."""
+    products: Products
     layer: int = 0
 
 
@@ -80,11 +79,11 @@ def _linear(x: Tensor, weight: Tensor, bias: Tensor | None, turned: bool, sizes:
     `turned`: the weight is (D, O), as Conv1D has it. `sizes`: each site's O.
     """
     x_TD, step = x.reshape(-1, x.shape[-1]), _steps[-1]
-    if x_TD.shape[0] == 1 and (shape := step.single.get((x.shape[-1], *sizes))):
+    if x_TD.shape[0] == 1 and (shape := step.products.single.get((x.shape[-1], *sizes))):
         lora = None if step.lora is None else step.lora.tables(step.layer, group)
         if step.lora is None or lora is not None:
             return single_row(x_TD[0], weight, bias, sizes, lora, shape=shape).view(*x.shape[:-1], -1)
-    y_TO = functional.linear(x_TD, weight.T if turned else weight, bias)
+    y_TO = step.products.project(x_TD, weight, bias, turned)
     if step.lora is not None:
         step.lora.add_(step.layer, group, torch.split(y_TO, list(sizes), 1), x_TD)
     return y_TO.view(*x.shape[:-1], y_TO.shape[1])
@@ -162,8 +161,7 @@ class FusedBase:
         for layer in self.groups:
             for index, names in enumerate(layer):
                 base.sites.share(names, _stack([modules[name] for name in names], index))
-        self.single = self._single_rows() if base.device.type == "cuda" else {}
-        """Sites, by inputs and outputs, that `kernels.single` serves faster than torch when a step has one row."""
+        self.products = measured(base) if base.device.type == "cuda" else Products()
         self._layers = [type(layer).forward for layer in base.layers]
         if compiled:
             made = {
@@ -179,15 +177,6 @@ class FusedBase:
             self._layers = [made[forward] for forward in self._layers]
 
     @torch.no_grad()
-    def _single_rows(self) -> dict[tuple[int, ...], tuple[int, int]]:
-        found: dict[tuple[int, ...], list[Tensor]] = {}
-        for shared in self.base.sites.groups():
-            if not shared.turned and len(weights := found.setdefault((shared.weight.shape[1], *shared.sizes), [])) < 8:
-                weights.append(shared.weight)
-        chosen = {key: faster(weights, key[1:]) for key, weights in found.items()}
-        return {key: shape for key, shape in chosen.items() if shape is not None}
-
-    @torch.no_grad()
     def forward(
         self,
         tokens_T: Tensor,
@@ -198,7 +187,7 @@ class FusedBase:
         keep: Tensor | None,
     ) -> Tensor:
         """As `Base.forward`, never padded."""
-        step = Step(attention, lora, self.single)
+        step = Step(attention, lora, self.products)
         _steps.append(step)
         try:
             with self.base.sites.fused(), self._stubs(step):

@@ -1,0 +1,70 @@
+from __future__ import annotations
+
+import pytest
+import torch
+
+from coserve.kernels.dispatch import interpreted
+from coserve.kernels.few import ROWS, SHAPES, Shape, few_rows, make_counters, rows_of, shapes_of
+
+SMALL = (Shape(16, 16, 1, 4, 2), Shape(32, 16, 2, 4, 2), Shape(16, 32, 4, 4, 2))
+
+
+@pytest.mark.parametrize("shape", SMALL)
+@pytest.mark.parametrize("rows", [2, 9, 16, 17, 64])
+@pytest.mark.parametrize("bias", [False, True])
+def test_rows_through_a_weight(shape: Shape, rows: int, bias: bool) -> None:
+    """Outputs that are no multiple of a block, rows with a stride, and counters that are zeros again."""
+    g = torch.Generator().manual_seed(rows)
+    x = torch.randn(rows, 160, generator=g)[:, :128].half()
+    weight = torch.randn(40, 128, generator=g).half()
+    added = torch.randn(40, generator=g).half() if bias else None
+    counters = torch.zeros(3, dtype=torch.int32)
+    expected = torch.nn.functional.linear(x.float(), weight.float(), None if added is None else added.float())
+    for _ in range(2):
+        got = few_rows(x, weight, added, counters, shape)
+        torch.testing.assert_close(got.float(), expected, rtol=2e-3, atol=2e-2)
+    assert not counters.any()
+
+
+def test_who_is_served() -> None:
+    assert [rows_of(n) for n in (1, 2, 16, 17, 64, 65)] == [None, 16, 16, 32, 64, None]
+    assert shapes_of(4096, torch.bfloat16) == list(SHAPES)
+    assert shapes_of(4096, torch.float32) == []
+    assert shapes_of(4096 + 128, torch.bfloat16) == [shape for shape in SHAPES if shape.splits == 1]
+    assert shapes_of(100, torch.float16) == []
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(interpreted(), reason="the interpreter runs nothing side by side")
+@pytest.mark.parametrize(("inputs", "outputs"), [(4096, 6144), (4096, 4096), (14336, 4096), (1024, 3000)])
+@pytest.mark.parametrize("rows", [2, *ROWS, 33])
+def test_rows_in_a_graph(inputs: int, outputs: int, rows: int) -> None:
+    """In bfloat16, x made by the kernel right ahead, as often as a model has layers."""
+    device, g = torch.device("cuda"), torch.Generator("cuda").manual_seed(rows)
+
+    def draw(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=g, device=device, dtype=torch.bfloat16)
+
+    weight, bias, given = draw(outputs, inputs) * 0.02, draw(outputs), draw(rows, inputs)
+    x, counters = torch.empty_like(given), make_counters(outputs, device)
+    for shape in shapes_of(inputs, torch.bfloat16):
+
+        def run(shape: Shape = shape) -> list[torch.Tensor]:
+            found = []
+            for scale in range(1, 9):
+                torch.mul(given, scale, out=x)
+                found.append(few_rows(x, weight, bias, counters, shape))
+            return found
+
+        run()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            got = run()
+        for y in got:
+            y.fill_(float("nan"))
+        given.copy_(draw(rows, inputs))
+        graph.replay()
+        for scale, y in enumerate(got, 1):
+            expected = torch.nn.functional.linear((given * scale).float(), weight.float(), bias.float())
+            assert (y.float() - expected).norm() <= 1e-2 * expected.norm(), (shape, scale)
+        assert not counters.any()
