@@ -10,9 +10,11 @@ layer serves every layer, every batch, with and without adapters, and can be cap
 
 from __future__ import annotations
 
+import copy
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import cast
 
 import torch
@@ -24,6 +26,7 @@ from coserve.kernels.single import single_row
 from coserve.kernels.tables import SiteTable, Tiles
 from coserve.model import probe
 from coserve.model.base import Base
+from coserve.model.compiled import Backend, Layers, compiler
 from coserve.model.lora import SharedInput
 from coserve.model.products import Products, measured
 from coserve.model.seam import Attention
@@ -54,15 +57,22 @@ class Step:
     layer: int = 0
 
 
-_steps: list[Step] = []
-"""The running forward's step, innermost last. Ops take tensors and numbers only, so this cannot be an argument."""
+class _Running(threading.local):
+    """This thread's running forward. Ops take tensors and numbers only, so that its step cannot be an argument."""
+
+    def __init__(self) -> None:
+        self.steps: list[Step] = []
+        """Innermost last."""
+
+
+_running = _Running()
 
 
 def _attend(
     q: Tensor, k: Tensor, v: Tensor, scaling: float, window: int | None, softcap: float | None, sinks: Tensor | None
 ) -> Tensor:
     """`Attention.attend` of the running step and layer: (H, T, D), (K, T, D) twice -> (T, H, D)."""
-    step = _steps[-1]
+    step = _running.steps[-1]
     out_THD = step.attention.attend(step.layer, q, k, v, scaling=scaling, window=window, softcap=softcap, sinks=sinks)
     return out_THD.contiguous()
 
@@ -78,7 +88,7 @@ def _linear(x: Tensor, weight: Tensor, bias: Tensor | None, turned: bool, sizes:
 
     `turned`: the weight is (D, O), as Conv1D has it. `sizes`: each site's O.
     """
-    x_TD, step = x.reshape(-1, x.shape[-1]), _steps[-1]
+    x_TD, step = x.reshape(-1, x.shape[-1]), _running.steps[-1]
     if x_TD.shape[0] == 1 and (shape := step.products.single.get((x.shape[-1], *sizes))):
         lora = None if step.lora is None else step.lora.tables(step.layer, group)
         if step.lora is None or lora is not None:
@@ -149,11 +159,12 @@ class FusedBase:
         self,
         base: Base,
         *,
-        backend: str | Callable[..., object] = "inductor",
+        backend: Backend | None = None,
         compiled: bool = True,
         options: Mapping[str, str | int | bool] | None = None,
     ) -> None:
-        """`backend`, `options`: of torch.compile. `compiled=False`: the layers run as they are, through the same two ops."""
+        """`backend`: None is inductor with `options`. `compiled=False`: the layers run as they are, through the same
+        two ops."""
         self.base = base
         self.groups = shared_inputs(base)
         """For each layer its groups of sites, in the order in which they run."""
@@ -162,19 +173,34 @@ class FusedBase:
             for index, names in enumerate(layer):
                 base.sites.share(names, _stack([modules[name] for name in names], index))
         self.products = measured(base) if base.device.type == "cuda" else Products()
-        self._layers = [type(layer).forward for layer in base.layers]
+        forwards: list[Callable[..., object]] = [type(layer).forward for layer in base.layers]
         if compiled:
-            made = {
-                forward: torch.compile(
-                    forward,
-                    backend=backend,
-                    dynamic=True,
-                    fullgraph=True,
-                    options=None if options is None else dict(options),
-                )
-                for forward in dict.fromkeys(self._layers)
-            }
-            self._layers = [made[forward] for forward in self._layers]
+            made = compiler(_inductor(options) if backend is None else backend)
+            # One function for all layers of a class, so that they share what is compiled.
+            unique = {f: torch.compile(f, backend=made, dynamic=True, fullgraph=True) for f in dict.fromkeys(forwards)}
+            forwards = [unique[forward] for forward in forwards]
+        self._layers = Layers(base.layers, forwards)
+        self._stubs = [self._stub(index) for index in range(len(base.layers))]
+        self._step: Step | None = None
+
+    def shadow(self) -> FusedBase:
+        """The same weights and the same compiled code behind modules of their own.
+
+        What a shadow compiles, on whatever thread, this base need not compile again, and forwards of both do not meet:
+        each patches its own modules while it runs.
+        """
+        base, known = self.base, {}
+        shared = [tensor for group in base.sites.groups() for tensor in (group.weight, group.bias)]
+        owned = [value for module in base.model.modules() for value in vars(module).values()]
+        for tensor in (*base.model.parameters(), *base.model.buffers(), *shared, *owned):
+            if isinstance(tensor, Tensor):
+                known[id(tensor)] = tensor
+        model, layers, sites = copy.deepcopy((base.model, base.layers, base.sites), known)
+        shadow = copy.copy(self)
+        shadow.base = replace(base, model=model, layers=layers, sites=sites)
+        shadow._layers = self._layers.twin(layers)
+        shadow._stubs = [shadow._stub(index) for index in range(len(layers))]
+        return shadow
 
     @torch.no_grad()
     def forward(
@@ -187,14 +213,16 @@ class FusedBase:
         keep: Tensor | None,
     ) -> Tensor:
         """As `Base.forward`, never padded."""
-        step = Step(attention, lora, self.products)
-        _steps.append(step)
+        step = self._step = Step(attention, lora, self.products)
+        self._layers.begin(tokens_T.shape[0])
+        _running.steps.append(step)
         try:
-            with self.base.sites.fused(), self._stubs(step):
+            with self.base.sites.fused(), self._patched():
                 # Compiled code would ask that a view's whole storage be of the same size next time.
                 return self.base.run(tokens_T, positions_T.clone(), HERE, keep)
         finally:
-            _steps.pop()
+            _running.steps.pop()
+            self._step = None
 
     def check(self) -> None:
         """Raises `UnsupportedBase` where compiled layers give other logits than the model does: many rows, and one."""
@@ -206,26 +234,36 @@ class FusedBase:
             got_TV = self.forward(tokens_T, positions_T, attention, lora=None, keep=None)
             probe.check_equal(f"{self.base.spec.family}, compiled, {length} rows", got_TV, expected_TV)
 
+    def _stub(self, index: int) -> Callable[..., object]:
+        """What stands in for a layer's forward: it tells the step whose turn it is."""
+        layers = self._layers
+
+        def run(*args: object, **kwargs: object) -> object:
+            assert self._step is not None, "expected a layer to run within a forward"
+            self._step.layer = index
+            return layers.call(index, args, kwargs)
+
+        return run
+
     @contextmanager
-    def _stubs(self, step: Step) -> Iterator[None]:
-        """Each layer tells the step that it is its turn, then runs compiled."""
-
-        def stub(index: int, layer: nn.Module, forward: Callable[..., object]) -> Callable[..., object]:
-            def run(*args: object, **kwargs: object) -> object:
-                step.layer = index
-                return forward(layer, *args, **kwargs)
-
-            return run
-
+    def _patched(self) -> Iterator[None]:
         layers = self.base.layers
         try:
             with torch._dynamo.config.patch(recompile_limit=RECOMPILES):
-                for index, (layer, forward) in enumerate(zip(layers, self._layers, strict=True)):
-                    layer.forward = stub(index, layer, forward)
+                for layer, stub in zip(layers, self._stubs, strict=True):
+                    vars(layer)["forward"] = stub  # as by assignment, which would ask whether it is a parameter
                 yield
         finally:
             for layer in layers:
-                del layer.forward
+                vars(layer).pop("forward", None)
+
+
+def _inductor(options: Mapping[str, str | int | bool] | None) -> Backend:
+    def backend(module: torch.fx.GraphModule, inputs: Sequence[Tensor]) -> Callable[..., Sequence[object]]:
+        compiled = torch._inductor.compile(module, list(inputs), options=None if options is None else dict(options))
+        return cast("Callable[..., Sequence[object]]", compiled)
+
+    return backend
 
 
 def shared_inputs(base: Base) -> list[list[tuple[str, ...]]]:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from coserve.kernels.attention import PackedAttention
 from coserve.kernels.dispatch import Way
 from coserve.kernels.segments import LoraPair, Segments
 from coserve.model.base import Base, wrap_base
+from coserve.model.compiled import Layers
 from coserve.model.fused import FusedBase
 from coserve.model.lora import LoraBatch, LoraWeights
 from coserve.types import LoraSettings
@@ -96,3 +98,82 @@ def test_one_graph_serves_all_layers_of_a_kind(family: str) -> None:
     assert len(traced) == kinds
     fused.forward(TOKENS[:1], POSITIONS[:1], PackedAttention((0, 1)), lora=None, keep=None)
     assert len(traced) <= 2 * kinds
+
+
+def plainly(graph: torch.fx.GraphModule, inputs: Sequence[Tensor]) -> Callable[..., Sequence[object]]:
+    return graph.forward
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2", "gpt2", "phi3"])
+def test_torch_compile_is_asked_once_a_kind_of_layer(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Once layers are bound to graphs: with the same logits, whatever the rows, and with adapters."""
+    base = wrap_base(tiny_model(family, **({} if family.startswith("g") else {"num_hidden_layers": 5})), name=family)
+    weights, asked = adapter(base), list[int]()
+    fused, slow = FusedBase(base, backend=plainly), FusedBase(base, compiled=False)
+    real = Layers._observed
+
+    def observed(self: Layers, index: int, *given: object) -> object:
+        asked.append(index)
+        return real(self, index, *given)
+
+    def run(way: FusedBase, rows: int, lora: LoraWeights | None, start: int = 0) -> Tensor:
+        tokens, positions = torch.arange(start, start + rows), torch.arange(start, start + rows)
+        term = None if lora is None else Loop(way, lora)
+        return way.forward(tokens, positions, PackedAttention((0, rows)), lora=term, keep=None)
+
+    for rows in (13, 5, 1, 1):
+        run(fused, rows, None)
+    monkeypatch.setattr(Layers, "_observed", observed)
+    kinds = 2 if family == "gemma2" else 1
+    for rows in (2, 16, 1, 5, 5, 1):
+        for lora in (None, weights):
+            asked.clear()
+            got = run(fused, rows, lora, start=rows)
+            assert asked == list(range(kinds)), rows
+            torch.testing.assert_close(got, run(slow, rows, lora, start=rows), rtol=1e-4, atol=1e-4)
+
+
+def test_a_graph_that_is_new_is_made_for_all_layers() -> None:
+    """One row after many: layers that are bound to the graph of many must not take it."""
+    base = wrap_base(tiny_model("llama"), name="llama")
+    fused = FusedBase(base, backend=plainly)
+    for rows in (13, 5, 4, 1):
+        got = fused.forward(TOKENS[:rows], TOKENS[:rows], PackedAttention((0, rows)), lora=None, keep=None)
+        with torch.no_grad():
+            expected = base.run(TOKENS[:rows], TOKENS[:rows], PackedAttention((0, rows)), None)
+        torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2", "gpt2"])
+def test_a_shadow_compiles_for_the_base(family: str) -> None:
+    """On another thread, while the base runs as it is; the base's own first steps compile nothing."""
+    base = wrap_base(tiny_model(family), name=family)
+    expected = logits(base)
+    traced = []
+
+    def backend(graph: torch.fx.GraphModule, inputs: Sequence[Tensor]) -> Callable[..., Sequence[object]]:
+        traced.append(graph)
+        return graph.forward
+
+    fused = FusedBase(base, backend=backend)
+    shadow = fused.shadow()
+    assert not {id(m) for m in shadow.base.model.modules()} & {id(m) for m in base.model.modules()}
+    own, theirs = (dict(b.model.named_parameters()) for b in (base, shadow.base))
+    assert all(own[name] is theirs[name] for name in own)
+    assert [s.weight.data_ptr() for s in shadow.base.sites.groups()] == [
+        g.weight.data_ptr() for g in base.sites.groups()
+    ]
+    with ThreadPoolExecutor(1) as thread:
+        checking = thread.submit(shadow.check)
+        while not checking.done():
+            assert torch.equal(logits(base), expected)
+        checking.result()
+    made = len(traced)
+    assert made > 0
+    for rows in (16, 1, 7):
+        got = fused.forward(TOKENS[:rows], TOKENS[:rows], PackedAttention((0, rows)), lora=None, keep=None)
+        with torch.no_grad():
+            plain = base.run(TOKENS[:rows], TOKENS[:rows], PackedAttention((0, rows)), None)
+        torch.testing.assert_close(got, plain, rtol=1e-4, atol=1e-4)
+    assert len(traced) == made
+    assert torch.equal(logits(base), expected)

@@ -1,0 +1,189 @@
+"""Decoder layers compiled, at the cost of asking once a step, not once a layer, which graph fits.
+
+torch.compile checks some three hundred guards on every call of a layer, which takes longer than launching the layer's
+kernels. Layers of one kind are alike in all that the guards look at, and what differs between steps (one row or many)
+differs for all of them at once. So in each step the first layer of a kind goes through torch.compile, which picks the
+graph, or makes a new one; the others run that graph with their own weights. What a layer's inputs are is observed: a
+layer is bound to a graph after torch.compile has run it there twice with inputs that agree.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+Backend = Callable[[torch.fx.GraphModule, Sequence[Tensor]], Callable[..., Sequence[object]]]
+
+
+class _Last(threading.local):
+    """The graph that ran last in this thread, what it was given and what it gave."""
+
+    graph: Graph | None = None
+    inputs: tuple[object, ...] = ()
+    outputs: Sequence[object] = ()
+
+    def clear(self) -> None:
+        self.graph, self.inputs, self.outputs = None, (), ()
+
+
+_last = _Last()
+
+
+class Graph:
+    """What one trace of a layer was compiled to. Threads may run it at once."""
+
+    def __init__(self, run: Callable[..., Sequence[object]]) -> None:
+        self.run = run
+
+    def __call__(self, *inputs: object) -> Sequence[object]:
+        outputs = self.run(*inputs)
+        _last.graph, _last.inputs, _last.outputs = self, inputs, outputs
+        return outputs
+
+
+def compiler(backend: Backend) -> Backend:
+    """`backend`, whose graphs tell that they ran."""
+    return lambda module, inputs: Graph(backend(module, inputs))
+
+
+@dataclass(frozen=True)
+class Binding:
+    """A layer's own call of a graph."""
+
+    rows: int
+    """Of the step in which it was observed."""
+    fixed: tuple[object, ...]
+    """The graph's inputs; None where they change with every step."""
+    given: tuple[tuple[int, int], ...]
+    """(place, which) of the inputs that the layer is called with: `which` of the tensors among its arguments."""
+    counts: tuple[int, ...]
+    """Places of the inputs that are the step's number of rows."""
+    result: int | tuple[int | None, ...]
+    """Which of the graph's outputs the layer gives: one, or a tuple of them and Nones."""
+
+    def call(self, graph: Graph, tensors: Sequence[Tensor], rows: int) -> object:
+        """What the layer gives for these arguments."""
+        inputs = list(self.fixed)
+        for place, which in self.given:
+            inputs[place] = tensors[which]
+        for place in self.counts:
+            inputs[place] = rows
+        outputs = graph.run(*inputs)
+        if isinstance(self.result, int):
+            return outputs[self.result]
+        return tuple(None if which is None else outputs[which] for which in self.result)
+
+    def confirms(self, other: Binding) -> bool:
+        """Both were observed of the same call: what is a number of rows, and what is not, shows with another number.
+        (A graph of one row is of no other.)"""
+        numbers = bool(self.counts) or any(isinstance(value, int) for value in self.fixed)
+        return (
+            (self.given, self.counts, self.result) == (other.given, other.counts, other.result)
+            and all(_same(a, b) for a, b in zip(self.fixed, other.fixed, strict=True))
+            and (not numbers or self.rows != other.rows or self.rows == 1)
+        )
+
+
+def observe(tensors: Sequence[Tensor], rows: int, result: object) -> Binding | None:
+    """How the layer called what ran last; None where that is none of what a `Binding` can say."""
+    fixed, given, counts = list(_last.inputs), list[tuple[int, int]](), list[int]()
+    for place, value in enumerate(_last.inputs):
+        which = next((i for i, tensor in enumerate(tensors) if tensor is value), None)
+        if which is not None:
+            given.append((place, which))
+        elif isinstance(value, int) and value == rows:
+            counts.append(place)
+        elif isinstance(value, Tensor | int | float):
+            continue
+        else:
+            return None
+        fixed[place] = None
+    outputs: dict[int, int] = {id(output): i for i, output in enumerate(_last.outputs)}
+    found: int | tuple[int | None, ...]
+    if isinstance(result, tuple):
+        if any(part is not None and id(part) not in outputs for part in result):
+            return None
+        found = tuple(None if part is None else outputs[id(part)] for part in result)
+    elif id(result) in outputs:
+        found = outputs[id(result)]
+    else:
+        return None
+    return Binding(rows, tuple(fixed), tuple(given), tuple(counts), found)
+
+
+def _same(a: object, b: object) -> bool:
+    """The same tensor, or the same number: torch.compile makes a new tensor of a layer's constant for each call."""
+    if a is b or (isinstance(a, int | float) and a == b):
+        return True
+    if not (isinstance(a, Tensor) and isinstance(b, Tensor) and a.dim() == b.dim() == 0):
+        return False
+    return a.device.type == b.device.type == "cpu" and a.dtype == b.dtype and a.item() == b.item()
+
+
+class Layers:
+    """The layers of one base, to be called in order, all of them in each step. Not for two threads at once."""
+
+    def __init__(self, layers: Sequence[nn.Module], forwards: Sequence[Callable[..., object]]) -> None:
+        """`forwards`: compiled by `compiler`, or plain functions, which then always run as they are."""
+        self._layers, self._forwards = layers, forwards
+        self._leaders: list[int | None] = [None] * len(layers)
+        """For each layer that is bound the first one that runs the same graphs."""
+        self._bound: list[dict[Graph, Binding]] = [{} for _ in layers]
+        self._seen: list[dict[Graph, Binding]] = [{} for _ in layers]
+        """Bindings observed once."""
+        self._ran: list[Graph | None] = [None] * len(layers)
+        """The graphs of this step's layers; None: not run yet, or bound."""
+        self._rows = 0
+
+    def twin(self, layers: Sequence[nn.Module]) -> Layers:
+        """The same compiled code for other modules."""
+        return Layers(layers, self._forwards)
+
+    def begin(self, rows: int) -> None:
+        """A step of so many rows."""
+        self._rows, self._ran = rows, [None] * len(self._layers)
+
+    def call(self, index: int, args: tuple[object, ...], kwargs: Mapping[str, object]) -> object:
+        """What layer `index` gives for these arguments."""
+        leader = self._leaders[index]
+        if leader is not None:
+            graph = self._ran[leader]
+            binding = None if graph is None else self._bound[index].get(graph)
+            if graph is not None and binding is not None:
+                return binding.call(graph, _tensors(args, kwargs), self._rows)
+        return self._observed(index, args, kwargs)
+
+    def _observed(self, index: int, args: tuple[object, ...], kwargs: Mapping[str, object]) -> object:
+        _last.clear()
+        result = self._forwards[index](self._layers[index], *args, **kwargs)
+        graph = self._ran[index] = _last.graph
+        if graph is not None:
+            leader = self._ran.index(graph)
+            if leader < index and graph not in self._bound[index]:
+                self._learn(index, leader, graph, observe(_tensors(args, kwargs), self._rows, result))
+        _last.clear()
+        return result
+
+    def _learn(self, index: int, leader: int, graph: Graph, binding: Binding | None) -> None:
+        seen = self._seen[index].pop(graph, None)
+        if binding is None:
+            return
+        if seen is not None and binding.confirms(seen):
+            self._bound[index][graph], self._leaders[index] = binding, leader
+        else:
+            self._seen[index][graph] = binding
+
+
+def _tensors(args: tuple[object, ...], kwargs: Mapping[str, object]) -> list[Tensor]:
+    """The tensors among a layer's arguments, and in tuples among them, in their order."""
+    found = list[Tensor]()
+    for value in (*args, *kwargs.values()):
+        if isinstance(value, Tensor):
+            found.append(value)
+        elif isinstance(value, tuple):
+            found.extend(part for part in value if isinstance(part, Tensor))
+    return found
