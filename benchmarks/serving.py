@@ -1,353 +1,195 @@
-"""Serving in process, through the engine: offline throughput and decode speed with none, one and many adapters.
+"""Serving in process, through the engine: offline throughput and decode speed, the GPU's idle share, base-only texts.
 
-    python benchmarks/serving.py --out benchmarks/results
+    python -m benchmarks.serving --out benchmarks/results [--only KEY,...]
+    python -m benchmarks.serving --summarize                # the keys in summary.json; needs no GPU
+    TRITON_INTERPRET=1 python -m benchmarks.serving --tiny --out /tmp/tried
 
-An 8B Llama-3.1 shape with random bf16 weights, made on the GPU; adapters of rank 16 on all seven sites of a layer.
-Greedy, every request to its last token. Nothing here is timed in tests.
+An 8B Llama-3.1 shape with random bf16 weights, made on the GPU; adapters on all seven sites of a layer. Greedy, every
+request to its last token. Each row is written as soon as it is measured, beside the rows of earlier runs.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
-import json
-import platform
-import random
 import statistics
-import subprocess
-import sys
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
-from datetime import UTC, datetime
+from dataclasses import dataclass, replace
 from pathlib import Path
 
-import msgspec
-import torch
-import transformers
-import triton
-from transformers import AutoModelForCausalLM, LlamaConfig
+from benchmarks import serving_idle, serving_results
+from benchmarks.serving_case import ADAPTERS, FULL, RANKS, SEED, TINY, Bench, Load, hardware, make_base
+from benchmarks.serving_results import RESULTS, Results, Target
+from coserve.types import SamplingParams
 
-from coserve.adapters.residency import Residency
-from coserve.config import Config
-from coserve.engine import Engine
-from coserve.generate.generator import Generator
-from coserve.generate.runner import INDUCTOR, Runner
-from coserve.kernels.dispatch import Way
-from coserve.kernels.segments import LoraPair
-from coserve.link import FromEngine, Generate, RequestFailed, Shutdown, ToEngine, Tokens, local_pair
-from coserve.memory.kv import KvCache
-from coserve.model.base import Base, wrap_base
-from coserve.model.fused import FusedBase
-from coserve.model.lora import LoraWeights
-from coserve.queues.policy import make_policy
-from coserve.types import AdapterRef, LoraSettings, SamplingParams, Slo
-
-SEED = 7
-RANK = 16
-MAX_RUNNING = 256
-STEP_TOKENS = 8192
-KV_TOKENS = 320_000
-GREEDY = SamplingParams(temperature=0.0)
+DRAWN, TOP_P = SamplingParams(temperature=0.8), SamplingParams(temperature=0.8, top_p=0.95)
 
 
 @dataclass(frozen=True)
 class Work:
-    """One row of the table."""
+    """One row of the table: output tokens a second of a load."""
 
     key: str
-    requests: int
-    prompt: int
-    output: int
-    adapters: int
-    target: float | None
+    load: Load
+    target: float | None = None
     repeats: int = 3
-    sampling: SamplingParams = GREEDY
+
+
+def decode(sequences: int, adapters: int, family: str = "a") -> Load:
+    return Load(sequences, 16, 256, adapters, family)
+
+
+def offline(adapters: int, family: str = "a") -> Load:
+    return Load(512, 512, 128, adapters, family)
 
 
 ROWS = (
-    Work("serving.decode_tok_s.b64.a0", 64, 16, 256, 0, 10431),
-    Work("serving.decode_tok_s.b32.a0", 32, 16, 256, 0, 5830),
-    Work("serving.decode_tok_s.b1.a0", 1, 16, 256, 0, 201),
-    Work("serving.decode_tok_s.b64.a1", 64, 16, 256, 1, 7488),
-    Work("serving.decode_tok_s.b32.a1", 32, 16, 256, 1, 4245),
-    Work("serving.decode_tok_s.b1.a1", 1, 16, 256, 1, 190),
-    Work("serving.decode_tok_s.b64.a32", 64, 16, 256, 32, 8500),
-    Work("serving.decode_tok_s.b32.a32", 32, 16, 256, 32, 4700),
-    Work("serving.decode_tok_s.b64.a0.drawn", 64, 16, 256, 0, None, 1, SamplingParams(temperature=0.8)),
-    Work("serving.decode_tok_s.b64.a0.top_p", 64, 16, 256, 0, None, 1, SamplingParams(temperature=0.8, top_p=0.95)),
-    Work("serving.out_tok_s.512x128.a0", 512, 512, 128, 0, 6796, 2),
-    Work("serving.out_tok_s.512x128.a1", 512, 512, 128, 1, 4821, 2),
-    Work("serving.out_tok_s.512x128.a32", 512, 512, 128, 32, 6000, 2),
+    Work("serving.decode_tok_s.b64.a0", decode(64, 0), 10431),
+    Work("serving.decode_tok_s.b32.a0", decode(32, 0), 5830),
+    Work("serving.decode_tok_s.b1.a0", decode(1, 0), 201),
+    Work("serving.decode_tok_s.b64.a1", decode(64, 1), 7488),
+    Work("serving.decode_tok_s.b32.a1", decode(32, 1), 4245),
+    Work("serving.decode_tok_s.b1.a1", decode(1, 1), 190),
+    Work("serving.decode_tok_s.b64.a32", decode(64, 32), 8500),
+    Work("serving.decode_tok_s.b32.a32", decode(32, 32), 4700),
+    Work("serving.decode_tok_s.b64.a32.mixed", decode(64, 32, "m")),
+    Work("serving.decode_tok_s.b64.a0.drawn", replace(decode(64, 0), sampling=DRAWN), None, 1),
+    Work("serving.decode_tok_s.b64.a0.top_p", replace(decode(64, 0), sampling=TOP_P), None, 1),
+    Work("serving.out_tok_s.512x128.a0", offline(0), 6796, 2),
+    Work("serving.out_tok_s.512x128.a1", offline(1), 4821, 2),
+    Work("serving.out_tok_s.512x128.a32", offline(32), 6000, 2),
+    Work("serving.out_tok_s.512x128.a32.mixed", offline(32, "m"), None, 2),
 )
+IDLE = {"serving.gpu_idle.b64.a0": 0, "serving.gpu_idle.b64.a32": 32}
+BASE_ONLY = "serving.base_only_same"
+KEYS = (BASE_ONLY, *(work.key for work in ROWS), *IDLE)
 
 
-class NoJobs:
-    """A trainer that is never asked."""
-
-    def mid_batch(self, job: str) -> bool:
-        raise AssertionError(job)
-
-    start = advance = checkpoint = drop = mid_batch
+def smaller(load: Load) -> Load:
+    """What Triton's interpreter runs in seconds."""
+    few, short = min(load.requests, 4), min(load.prompt, 12)
+    return replace(load, requests=few, prompt=short, output=6, adapters=min(load.adapters, 2))
 
 
-def llama_8b(layers: int) -> Base:
-    config = LlamaConfig(
-        vocab_size=128256,
-        hidden_size=4096,
-        intermediate_size=14336,
-        num_hidden_layers=layers,
-        num_attention_heads=32,
-        num_key_value_heads=8,
-        max_position_embeddings=8192,
-        rope_theta=500000.0,
-        bos_token_id=128000,
-        eos_token_id=128001,
-    )
-    torch.manual_seed(SEED)
-    with torch.device("cuda"):
-        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
-    return wrap_base(model, name="llama-8b-random")
+def base_only(bench: Bench, results: Results, tiny: bool) -> None:
+    """Token ids of a batch without adapters before any adapter is resident, and with 32 of them loaded and used.
 
-
-def adapter(base: Base, seed: int) -> LoraWeights:
-    g = torch.Generator(base.device).manual_seed(seed)
-
-    def draw(*shape: int) -> torch.Tensor:
-        return torch.randn(*shape, generator=g, device=base.device, dtype=base.dtype) * 0.02
-
-    sites = {
-        name: LoraPair(draw(RANK, site.in_features), draw(site.out_features, RANK), 1.0)
-        for name, site in base.spec.sites.items()
+    And, for what it is worth, beside 32 requests that have adapters: other rows' terms are none of theirs, but the batch
+    has another size, so products may round differently.
+    """
+    load = Load(32, 100, 64)
+    load, beside = (smaller(one) if tiny else one for one in (load, replace(load, adapters=ADAPTERS)))
+    vocab = bench.shape.vocab
+    asked, others = load.asks("base_only", vocab), beside.asks("beside", vocab)
+    before = bench.texts(asked)
+    bench.publish("a")
+    bench.texts(others)
+    after = bench.texts(asked)
+    mixed = bench.texts([*asked, *others])
+    same = sum(before[id] == after[id] for id in before) / len(before)
+    about = {
+        "what": "sequences whose token ids are equal with and without 32 adapters resident",
+        "tokens": load.output,
+        "same_beside_adapters": sum(before[id] == mixed[id] for id in before) / len(before),
     }
-    return LoraWeights(LoraSettings(r=RANK, alpha=RANK), sites)
+    results.put(BASE_ONLY, same, "fraction", Target(1.0), about=about)
 
 
-def requests(work: Work, run: str) -> list[Generate]:
-    chance = random.Random(f"{SEED}/{work.key}/{run}")
-    sampling = msgspec.structs.replace(work.sampling, max_tokens=work.output, ignore_eos=True)
-    return [
-        Generate(
-            id=f"{work.key}/{run}/{i}",
-            prompt=tuple(chance.randrange(1000, 120_000) for _ in range(work.prompt)),
-            sampling=sampling,
-            adapter=AdapterRef(f"a{i % work.adapters}", 1) if work.adapters else None,
-            slo=Slo(ttft=3600.0, tpot=3600.0),
-        )
-        for i in range(work.requests)
-    ]
-
-
-class Bench:
-    """One engine over one base, and the API's end of its link."""
-
-    def __init__(self, base: Base, options: dict[str, bool], *, torch_rows: bool) -> None:
-        began = time.perf_counter()
-        config = Config(inference_batch_size=MAX_RUNNING, step_tokens=STEP_TOKENS, device="cuda")
-        self.base = base
-        made: dict[AdapterRef, LoraWeights] = {}
-        self.residency = Residency(made.__getitem__, 64)
-        for i in range(32):
-            self.residency.publish(AdapterRef(f"a{i}", 1), adapter(base, i))
-        kv = KvCache.for_base(base, KV_TOKENS, config.page_tokens)
-        fused = FusedBase(base, options=INDUCTOR | options)
-        if torch_rows:
-            fused.single = {}
-        print("one row, by inputs and outputs:", fused.single, flush=True)
-        self.runner = Runner(fused, kv, max_running=MAX_RUNNING)
-        self.runner.warm_up()
-        torch.cuda.synchronize()
-        self.start_seconds = time.perf_counter() - began
-        self.generator = Generator(
-            base,
-            self.residency,
-            kv,
-            max_running=MAX_RUNNING,
-            step_tokens=STEP_TOKENS,
-            way=Way.SEGMENTED,
-            prefix_cache=False,
-            runner=self.runner,
-        )
-        self.api, engine_end = local_pair()
-        self.engine = Engine(
-            self.generator,
-            NoJobs(),
-            self.residency,
-            make_policy(config),
-            engine_end,
-            max_running=MAX_RUNNING,
-            max_queue=4096,
-            fair=False,
-            max_active_jobs=1,
-            step_tokens=STEP_TOKENS,
-            clock=time.monotonic,
-        )
-
-    async def run(self, work: Work, run: str) -> float:
-        """Output tokens per second from the first request's sending to the last token's arrival."""
-        asked = requests(work, run)
-        torch.cuda.synchronize()
-        began = time.perf_counter()
-        for one in asked:
-            self.api.send(one)
-        left, tokens = len(asked), 0
-        while left:
-            message: FromEngine = await self.api.receive()
-            assert not isinstance(message, RequestFailed), message
-            if isinstance(message, Tokens):
-                tokens += len(message.tokens)
-                left -= message.finished is not None
-        seconds = time.perf_counter() - began
-        assert tokens == work.requests * work.output, f"expected every token, got {tokens}"
-        return tokens / seconds
-
-
-async def measure(bench: Bench, rows: Sequence[Work]) -> dict[str, list[float]]:
-    found: dict[str, list[float]] = {}
-    task = asyncio.create_task(bench.engine.run())
+async def measure(bench: Bench, rows: Sequence[Work], results: Results, deadline: float, tiny: bool) -> list[str]:
+    """Output tokens a second; the keys that no time was left for."""
+    vocab, left = bench.shape.vocab, list[str]()
     for work in rows:
-        await bench.run(work, "warm")
-        found[work.key] = [await bench.run(work, str(i)) for i in range(work.repeats)]
-        print(work.key, [round(value) for value in found[work.key]], "target", work.target, flush=True)
-    message: ToEngine = Shutdown()
-    bench.api.send(message)
-    await task
-    return found
+        if time.monotonic() > deadline:
+            left.append(work.key)
+            continue
+        load = smaller(work.load) if tiny else work.load
+        tokens = load.requests * load.output
+        await bench.serve(load.asks(f"{work.key}/warm", vocab))
+        found = [
+            tokens / await bench.serve(load.asks(f"{work.key}/{i}", vocab)) for i in range(1 if tiny else work.repeats)
+        ]
+        target = None if work.target is None else Target(work.target)
+        results.put(work.key, round(statistics.median(found), 1), "output tok/s", target, found)
+    return left
 
 
-def profile(bench: Bench, batch: int, adapters: int, prompt: int = 16, warm: int = 20, steps: int = 20) -> str:
-    """Kernel times of decode steps, and the share of the time in which the GPU had nothing to do."""
-    work = Work(f"profile.b{batch}.a{adapters}", batch, prompt, steps + 40, adapters, None)
-    for one in requests(work, "p"):
-        bench.generator.add(one)
-    for _ in range(warm):
-        bench.generator.step()
-    torch.cuda.synchronize()
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as found:
-        began = time.perf_counter()
-        for _ in range(steps):
-            bench.generator.step()
-        torch.cuda.synchronize()
-        seconds = time.perf_counter() - began
-    while bench.generator.running:
-        bench.generator.step()
-    spans: dict[str, tuple[int, float]] = {}
-    busy: list[tuple[float, float]] = []
-    for event in found.events() or []:
-        if event.device_type == torch.autograd.DeviceType.CUDA:
-            count, total = spans.get(event.name, (0, 0.0))
-            spans[event.name] = (count + 1, total + event.time_range.elapsed_us())
-            busy.append((event.time_range.start, event.time_range.end))
-    busy.sort()
-    covered, end = 0.0, float("-inf")
-    for start, stop in busy:
-        covered += max(0.0, stop - max(start, end))
-        end = max(end, stop)
-    window = busy[-1][1] - busy[0][0]
-    lines = [f"== {work.key}: {seconds / steps * 1e3:.3f} ms a step, GPU busy {covered / window:.1%} of the time"]
-    for name, (count, total) in sorted(spans.items(), key=lambda item: -item[1][1])[:22]:
-        lines.append(f"{total / steps:9.1f} us/step {count / steps:7.1f} calls  {name[:110]}")
-    return "\n".join(lines)
+async def everything(
+    bench: Bench, wanted: Sequence[str], results: Results, deadline: float, *, kernels: bool, tiny: bool
+) -> list[str]:
+    async with bench.serving():
+        left = await measure(bench, [work for work in ROWS if work.key in wanted], results, deadline, tiny)
+        for key in (key for key in IDLE if key in wanted):
+            if time.monotonic() > deadline:
+                left.append(key)
+                continue
+            load = Load(64, 16, 256, IDLE[key])
+            found = await serving_idle.measure(bench, smaller(load) if tiny else load, kernels=kernels)
+            results.put(key, found.idle, "fraction", Target(0.05, most=True), about=found.about())
+    return left
 
 
-def command() -> str:
-    """How this was called, without where it wrote to."""
-    hidden = {"--out", "--commit"}
-    shown = [a for a, before in zip(sys.argv[1:], sys.argv, strict=False) if not {a, before} & hidden]
-    return " ".join(["python benchmarks/serving.py", *shown])
-
-
-def reached(key: str, values: Sequence[float]) -> bool | None:
-    target = next(work.target for work in ROWS if work.key == key)
-    return None if target is None else statistics.median(values) >= target
-
-
-def commit() -> str:
-    found = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=False)
-    return found.stdout.strip() or "unknown"
-
-
-def write(out: Path, found: dict[str, list[float]], start_seconds: float, revision: str) -> None:
-    now = datetime.now(UTC).isoformat(timespec="seconds")
-    rows = {work.key: work for work in ROWS}
-    record = {
-        "hardware": torch.cuda.get_device_name(),
-        "versions": {
-            "python": platform.python_version(),
-            "torch": torch.__version__,
-            "triton": triton.__version__,
-            "transformers": transformers.__version__,
-        },
-        "commit": revision,
-        "command": command(),
-        "seed": SEED,
-        "date": now,
-        "start_seconds": round(start_seconds, 1),
-        "settings": {"max_running": MAX_RUNNING, "step_tokens": STEP_TOKENS, "kv_tokens": KV_TOKENS, "rank": RANK},
-        "rows": {
-            key: {
-                "tok_s": round(statistics.median(values), 1),
-                "low": round(min(values), 1),
-                "high": round(max(values), 1),
-                "target": rows[key].target,
-                "reached": reached(key, values),
-            }
-            for key, values in found.items()
-        },
-    }
-    out.mkdir(parents=True, exist_ok=True)
-    (out / "serving.json").write_text(json.dumps(record, indent=1) + "\n")
-    summary_path = out / "summary.json"
-    summary = json.loads(summary_path.read_text()) if summary_path.exists() else {}
-
-    def put(key: str, value: float, unit: str, target: float | None) -> None:
-        summary[key] = {
-            "value": value,
-            "unit": unit,
-            "target": target,
-            "script": "benchmarks/serving.py",
-            "result": "benchmarks/results/serving.json",
-            "date": now,
-        }
-
-    for key, values in found.items():
-        put(key, round(statistics.median(values), 1), "output tok/s", rows[key].target)
-    base, many = "serving.out_tok_s.512x128.a0", "serving.out_tok_s.512x128.a32"
-    if base in found and many in found:
-        kept = statistics.median(found[many]) / statistics.median(found[base])
-        put("serving.lora_retention.a32", round(kept, 4), "fraction", 0.85)
-    summary_path.write_text(json.dumps(dict(sorted(summary.items())), indent=1) + "\n")
+def chosen(only: str) -> list[str]:
+    """The keys that contain one of the parts; exits on a part that names none."""
+    parts = [part for part in only.split(",") if part]
+    for part in parts:
+        if not any(part in key for key in KEYS):
+            raise SystemExit(f"--only: no key contains {part!r}; the keys are\n  " + "\n  ".join(KEYS))
+    return [key for key in KEYS if not parts or any(part in key for part in parts)]
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--out", type=Path, default=Path("benchmarks/results"))
-    parser.add_argument("--rows", default="", help="only keys that contain one of these, separated by commas")
-    parser.add_argument(
-        "--profile", default="", help="BATCH.ADAPTERS,... (decode steps) or BATCH.ADAPTERS.PROMPT (prompts) to profile"
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, default=RESULTS)
+    parser.add_argument("--only", default="", help="only keys that contain one of these, separated by commas")
+    parser.add_argument("--budget", type=float, default=float("inf"), help="seconds after which no row is begun")
     parser.add_argument("--inductor", default="", help="options of torch._inductor to switch on")
     parser.add_argument("--torch-rows", action="store_true", help="steps of one row through torch's own products")
-    parser.add_argument("--layers", type=int, default=32)
-    parser.add_argument("--commit", default="")
+    parser.add_argument(
+        "--kernels", action="store_true", help="print the kernels of the steps whose idle share is taken"
+    )
+    parser.add_argument("--layers", type=int, default=None)
+    parser.add_argument("--tiny", action="store_true", help="a tiny shape on the CPU, to try the script")
+    parser.add_argument("--commit", default="", help="the commit that runs, where there is no repository to ask")
+    parser.add_argument("--summarize", action="store_true", help="bring summary.json up to date, and stop")
     options = parser.parse_args()
-    began = time.perf_counter()
-    base = llama_8b(options.layers)
-    print(f"base after {time.perf_counter() - began:.1f} s", flush=True)
-    bench = Bench(base, {name: True for name in options.inductor.split(",") if name}, torch_rows=options.torch_rows)
-    print(f"compiled and captured in {bench.start_seconds:.1f} s", flush=True)
-    for pair in options.profile.split(",") if options.profile else ():
-        batch, adapters, *prompt = map(int, pair.split("."))
-        if prompt:  # its first steps, of prompts alone
-            profile(bench, batch, adapters, *prompt, warm=1, steps=3)
-            print(profile(bench, batch, adapters, *prompt, warm=1, steps=3), flush=True)
-        else:
-            print(profile(bench, batch, adapters), flush=True)
-    wanted = [part for part in options.rows.split(",") if part]
-    rows = [work for work in ROWS if not wanted or any(part in work.key for part in wanted)]
-    if wanted != ["none"]:
-        found = asyncio.run(measure(bench, rows))
-        write(options.out, found, bench.start_seconds, options.commit or commit())
+    if options.summarize:
+        serving_results.summarize(options.out)
+        return
+    if options.tiny and options.out == RESULTS:
+        parser.error("--tiny needs an --out of its own: its numbers say nothing")
+    wanted, deadline, began = chosen(options.only), time.monotonic() + options.budget, time.monotonic()
+    shape = TINY if options.tiny else FULL
+    shape = shape if options.layers is None else replace(shape, layers=options.layers)
+    bench = Bench(
+        make_base(shape),
+        shape,
+        inductor=[name for name in options.inductor.split(",") if name],
+        torch_rows=options.torch_rows,
+    )
+    print(f"base after {time.monotonic() - began:.1f} s", flush=True)
+    families = {work.load.family for work in ROWS if work.key in wanted and work.load.adapters}
+    families |= {"a"} if BASE_ONLY in wanted or any(IDLE.get(key) for key in wanted) else set()
+    seconds = bench.capture([max(RANKS[family]) for family in sorted(families)])
+    print(f"compiled and captured in {seconds:.1f} s", flush=True)
+    settings = vars(shape) | {"ranks": {name: RANKS[name] for name in sorted(families)}, "capture_s": round(seconds, 1)}
+    results = Results(
+        options.out,
+        "serving.json",
+        script="benchmarks.serving",
+        hardware=hardware(shape),
+        seed=SEED,
+        revision=options.commit,
+        settings=settings,
+    )
+    if BASE_ONLY in wanted:  # first: it publishes the adapters `a` itself
+        base_only(bench, results, options.tiny)
+    for family in families - ({"a"} if BASE_ONLY in wanted else set()):
+        bench.publish(family)
+    left = asyncio.run(everything(bench, wanted, results, deadline, kernels=options.kernels, tiny=options.tiny))
+    if left:
+        print("no time was left for", *left, flush=True)
+    serving_results.summarize(options.out)
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ import json
 import platform
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
@@ -90,9 +90,9 @@ class Results:
         unit: str,
         target: Target | None = None,
         values: Sequence[float] = (),
-        **more: object,
+        about: Mapping[str, object] | None = None,
     ) -> None:
-        """`values`: of the repeats that `value` is the median of. `more`: whatever else the row should say."""
+        """`values`: of the repeats that `value` is the median of. `about`: whatever else the row should say."""
         row: dict[str, Any] = {"value": value, "unit": unit}
         if values:
             row |= {"low": round(min(values), 4), "high": round(max(values), 4), "repeats": len(values)}
@@ -102,7 +102,7 @@ class Results:
         if self._note is not None:
             row["note"] = self._note
         print(key, json.dumps({name: row[name] for name in ("value", "unit", "target", "reached")}), flush=True)
-        _merge(self._path, {self._date: self._run}, {key: row | more})
+        _merge(self._path, {self._date: self._run}, {key: row | dict(about or {})})
 
 
 def command(script: str) -> str:

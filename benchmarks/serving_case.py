@@ -1,0 +1,261 @@
+"""What the serving benchmarks run: an 8B Llama-3.1 shape with random weights, its adapters, and an engine in process."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import time
+from collections import defaultdict
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, replace
+
+import msgspec
+import torch
+from transformers import AutoModelForCausalLM, LlamaConfig
+
+from coserve.adapters.residency import Residency
+from coserve.config import Config
+from coserve.engine import Engine
+from coserve.generate.generator import Generator
+from coserve.generate.runner import INDUCTOR, Runner
+from coserve.kernels.dispatch import Way
+from coserve.kernels.segments import LoraPair
+from coserve.link import (
+    FromEngine,
+    Generate,
+    JobCheckpoint,
+    JobStarted,
+    RequestFailed,
+    Shutdown,
+    ToEngine,
+    Tokens,
+    local_pair,
+)
+from coserve.memory.kv import KvCache
+from coserve.model.base import Base, wrap_base
+from coserve.model.fused import FusedBase
+from coserve.model.lora import LoraWeights
+from coserve.queues.policy import make_policy
+from coserve.types import AdapterRef, JobSpec, LoraSettings, SamplingParams, Slo
+
+SEED = 7
+GREEDY = SamplingParams(temperature=0.0)
+ADAPTERS = 32
+RANKS = {"a": (16,), "m": (8, 16, 32, 64)}
+"""Ranks of the two sets of adapters, in turn: `a0` to `a31` are alike, `m0` to `m31` are mixed."""
+
+
+@dataclass(frozen=True)
+class Shape:
+    """The base's sizes and the engine's."""
+
+    device: str
+    layers: int
+    hidden: int
+    inner: int
+    heads: int
+    kv_heads: int
+    vocab: int
+    context: int
+    max_running: int
+    step_tokens: int
+    kv_tokens: int
+
+
+FULL = Shape("cuda", 32, 4096, 14336, 32, 8, 128256, 8192, 256, 8192, 320_000)
+TINY = Shape("cpu", 2, 64, 128, 4, 2, 512, 256, 8, 64, 8192)
+"""To try the scripts with, on any machine; its numbers say nothing."""
+
+
+def hardware(shape: Shape) -> str:
+    return torch.cuda.get_device_name() if shape.device == "cuda" else "CPU, a tiny shape"
+
+
+def synchronize(shape: Shape) -> None:
+    if shape.device == "cuda":
+        torch.cuda.synchronize()
+
+
+def make_base(shape: Shape) -> Base:
+    config = LlamaConfig(
+        vocab_size=shape.vocab,
+        hidden_size=shape.hidden,
+        intermediate_size=shape.inner,
+        num_hidden_layers=shape.layers,
+        num_attention_heads=shape.heads,
+        num_key_value_heads=shape.kv_heads,
+        max_position_embeddings=shape.context,
+        rope_theta=500000.0,
+        bos_token_id=0,
+        eos_token_id=1,
+    )
+    torch.manual_seed(SEED)
+    with torch.device(shape.device):
+        dtype = torch.bfloat16 if shape.device == "cuda" else torch.float32
+        model = AutoModelForCausalLM.from_config(config, dtype=dtype)
+    return wrap_base(model, name="llama-8b-random")
+
+
+def make_adapter(base: Base, seed: int, rank: int) -> LoraWeights:
+    """On all sites."""
+    g = torch.Generator(base.device).manual_seed(seed)
+
+    def draw(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=g, device=base.device, dtype=base.dtype) * 0.02
+
+    sites = {
+        name: LoraPair(draw(rank, site.in_features), draw(site.out_features, rank), 1.0)
+        for name, site in base.spec.sites.items()
+    }
+    return LoraWeights(LoraSettings(r=rank, alpha=rank), sites)
+
+
+@dataclass(frozen=True)
+class Load:
+    """Requests of one kind that come all at once."""
+
+    requests: int
+    prompt: int
+    output: int
+    adapters: int = 0
+    family: str = "a"
+    sampling: SamplingParams = GREEDY
+
+    def asks(self, run: str, vocab: int) -> list[Generate]:
+        """Every request to its last token; `run` makes the prompts and the ids."""
+        chance = random.Random(f"{SEED}/{run}")
+        sampling = msgspec.structs.replace(self.sampling, max_tokens=self.output, ignore_eos=True)
+        return [
+            Generate(
+                id=f"{run}/{i}",
+                prompt=tuple(chance.randrange(2, vocab) for _ in range(self.prompt)),
+                sampling=sampling,
+                adapter=AdapterRef(f"{self.family}{i % self.adapters}", 1) if self.adapters else None,
+                slo=Slo(ttft=3600.0, tpot=3600.0),
+            )
+            for i in range(self.requests)
+        ]
+
+
+class NoJobs:
+    """A trainer that is never asked."""
+
+    def start(self, spec: JobSpec) -> JobStarted:
+        raise AssertionError(spec)
+
+    def advance(self, job: str, pieces: int | None) -> list[FromEngine]:
+        raise AssertionError(job)
+
+    def mid_batch(self, job: str) -> bool:
+        raise AssertionError(job)
+
+    def checkpoint(self, job: str) -> JobCheckpoint | None:
+        raise AssertionError(job)
+
+    def drop(self, job: str) -> None:
+        raise AssertionError(job)
+
+
+class Bench:
+    """One engine over one base, and the API's end of its link."""
+
+    def __init__(
+        self,
+        base: Base,
+        shape: Shape,
+        *,
+        kv: KvCache | None = None,
+        prefix_cache: bool = False,
+        inductor: Sequence[str] = (),
+        torch_rows: bool = False,
+    ) -> None:
+        """`inductor`: further options of torch.compile to switch on; `torch_rows`: steps of one row through torch."""
+        self.base, self.shape = base, shape
+        config = Config(inference_batch_size=shape.max_running, step_tokens=shape.step_tokens, device=shape.device)
+        self._made: dict[AdapterRef, LoraWeights] = {}
+        self.residency = Residency(self._made.__getitem__, 2 * ADAPTERS)
+        self.kv = kv or KvCache.for_base(base, shape.kv_tokens, config.page_tokens)
+        options = INDUCTOR | dict.fromkeys(inductor, True)
+        fused = FusedBase(base, options=options) if shape.device == "cuda" else FusedBase(base, compiled=False)
+        if torch_rows:
+            fused.products = replace(fused.products, single={}, few={})
+        self.runner = Runner(fused, self.kv, max_running=shape.max_running)
+        self.generator = Generator(
+            base,
+            self.residency,
+            self.kv,
+            max_running=shape.max_running,
+            step_tokens=shape.step_tokens,
+            way=Way.SEGMENTED,
+            prefix_cache=prefix_cache,
+            runner=self.runner,
+        )
+        self.api, engine_end = local_pair()
+        self.engine = Engine(
+            self.generator,
+            NoJobs(),
+            self.residency,
+            make_policy(config),
+            engine_end,
+            max_running=shape.max_running,
+            max_queue=4096,
+            fair=False,
+            max_active_jobs=1,
+            step_tokens=shape.step_tokens,
+            clock=time.monotonic,
+        )
+
+    def publish(self, family: str) -> None:
+        """The family's 32 adapters, resident from now on."""
+        ranks = RANKS[family]
+        for i in range(ADAPTERS):
+            ref = AdapterRef(f"{family}{i}", 1)
+            self._made[ref] = make_adapter(self.base, 1000 * len(ranks) + i, ranks[i % len(ranks)])
+            self.residency.publish(ref, self._made[ref])
+
+    def capture(self, ranks: Sequence[int]) -> float:
+        """Compile, and capture the graphs of steps without adapters and with adapters of these ranks: seconds."""
+        began = time.perf_counter()
+        self.runner.warm_up(ranks)
+        synchronize(self.shape)
+        return time.perf_counter() - began
+
+    @asynccontextmanager
+    async def serving(self) -> AsyncIterator[None]:
+        """The engine runs."""
+        task = asyncio.create_task(self.engine.run())
+        yield
+        message: ToEngine = Shutdown()
+        self.api.send(message)
+        await task
+
+    async def serve(self, asked: Sequence[Generate], saw: Callable[[int], None] = lambda tokens: None) -> float:
+        """Seconds from the first request's sending to the last token's arrival. `saw` hears the tokens so far."""
+        synchronize(self.shape)
+        began = time.perf_counter()
+        for one in asked:
+            self.api.send(one)
+        left, tokens = len(asked), 0
+        while left:
+            message: FromEngine = await self.api.receive()
+            assert not isinstance(message, RequestFailed), message
+            if isinstance(message, Tokens):
+                tokens += len(message.tokens)
+                left -= message.finished is not None
+                saw(tokens)
+        seconds = time.perf_counter() - began
+        wanted = sum(one.sampling.max_tokens for one in asked)
+        assert tokens == wanted, f"expected {wanted} tokens, got {tokens}"
+        return seconds
+
+    def texts(self, asked: Sequence[Generate]) -> dict[str, list[int]]:
+        """Token ids by request, through the generator alone: what shares a step does not depend on when things come."""
+        for one in asked:
+            self.generator.add(one)
+        found: defaultdict[str, list[int]] = defaultdict(list)
+        while self.generator.running:
+            for message in self.generator.step():
+                assert isinstance(message, Tokens), message
+                found[message.id].extend(message.tokens)
+        return dict(found)
