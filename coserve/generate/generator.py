@@ -54,7 +54,7 @@ class Flight(Protocol):
 
     @property
     def ready(self) -> tuple[Sequence, ...]: ...
-    def land(self) -> list[int | None]: ...
+    def land(self) -> list[Choice | None]: ...
 
 
 class RunsSteps(Protocol):
@@ -169,18 +169,12 @@ class Generator:
         of the step before, which ran meanwhile.
         """
         shares = self._scheduler.plan()
-        if self._runner is not None and shares and all(plain(share.sequence) for share in shares):
-            flight = self._runner.launch(shares)
-            for share in shares:
-                share.sequence.computed += share.tokens
-            for sequence in flight.ready:
-                sequence.flying += 1
-            messages = self.land()
-            self._flight = flight
-            return messages
+        ahead = [] if self._runner is None else [share for share in shares if plain(share.sequence)]
+        flight = self._launch(ahead) if ahead else None
         messages = self.land()
-        shares = [share for share in shares if self._sequences.get(share.sequence.id) is share.sequence]
-        for batch in pack(shares, way=self._way, device=self._base.device):
+        self._flight = flight
+        rest = shares if self._runner is None else [share for share in shares if not plain(share.sequence)]
+        for batch in pack(rest, way=self._way, device=self._base.device):
             attention = self._kv.attention(batch.runs)
             logits_BV = self._base.forward(
                 batch.tokens_T, batch.positions_T, attention, lora=batch.lora, keep=batch.keep
@@ -188,16 +182,25 @@ class Generator:
             messages.extend(self._advance(batch, logits_BV))
         return messages
 
+    def _launch(self, shares: list[Share]) -> Flight:
+        assert self._runner is not None, "steps are launched by a runner"
+        flight = self._runner.launch(shares)
+        for share in shares:
+            share.sequence.computed += share.tokens
+        for sequence in flight.ready:
+            sequence.flying += 1
+        return flight
+
     def land(self) -> list[Tokens | RequestFailed]:
         """Waits for the step under way, if there is one, and gives its tokens."""
         flight, self._flight = self._flight, None
         messages: list[Tokens | RequestFailed] = []
         if flight is None:
             return messages
-        for sequence, token in zip(flight.ready, flight.land(), strict=True):
+        for sequence, choice in zip(flight.ready, flight.land(), strict=True):
             if self._sequences.get(sequence.id) is sequence:  # else it ended with the token before, or was cancelled
                 sequence.flying -= 1
-                messages.append(self._push(sequence, None if token is None else Choice(token, None)))
+                messages.append(self._push(sequence, choice))
         return messages
 
     def _keys(self, request: Generate) -> PageKeys:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from coserve.generate.sampler import likeliest
+from coserve.generate.draws import likeliest
 from coserve.generate.slots import AdapterSlots, SlotLora, StaticLora
 from coserve.kernels.attention_static import StaticPagedAttention
 from coserve.kernels.segments import Segments

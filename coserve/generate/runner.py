@@ -15,12 +15,15 @@ from torch import Tensor
 
 from coserve.errors import UnsupportedBase
 from coserve.generate.batch import by_adapter
+from coserve.generate.device_sampler import DeviceSampler
+from coserve.generate.draws import likeliest
 from coserve.generate.graphs import DecodeGraph
-from coserve.generate.sampler import GREEDY_BELOW, NOT_FINITE, knobs, likeliest, sample, sorts_of
+from coserve.generate.sampler import Choice, Chosen, choices, send_ids
 from coserve.generate.schedule import Share
 from coserve.generate.sequences import Sequence
 from coserve.generate.slots import WIDTHS, AdapterSlots, slot_lora, width_of
 from coserve.kernels.dispatch import Way
+from coserve.kernels.sampling import NOT_FINITE
 from coserve.kernels.segments import Segments
 from coserve.kernels.tiles import Run
 from coserve.memory.kv import KvCache
@@ -41,15 +44,15 @@ class Flight:
 
     ready: tuple[Sequence, ...]
     """Sequences whose next token it chooses."""
-    host: Tensor
+    host: Chosen
     done: torch.cuda.Event | None
     """After the copy of the tokens to `host`."""
 
-    def land(self) -> list[int | None]:
+    def land(self) -> list[Choice | None]:
         """Waits for the step's tokens; None where the logits were not finite."""
         if self.done is not None:
             self.done.synchronize()
-        return [None if token == NOT_FINITE else token for token in self.host.tolist()]
+        return choices(self.host)
 
 
 @dataclass(frozen=True)
@@ -70,7 +73,7 @@ class Runner:
         base = fused.base
         self._fused, self._kv, self._device = fused, kv, base.device
         self._max_tokens = min(base.spec.context, kv.tokens)
-        self._vocab = base.spec.vocab
+        self._sampler = DeviceSampler(base.spec.vocab, base.device)
         self._slots = AdapterSlots(fused.groups, max(slots or 0, max_running), base.device)
         self._buckets = tuple(b for b in BUCKETS if b < max_running) + tuple(b for b in BUCKETS if b >= max_running)[:1]
         self._graphs: dict[tuple[int, int], DecodeGraph] = {}
@@ -82,6 +85,7 @@ class Runner:
 
     def warm_up(self, ranks: Items[int] = (16,)) -> None:
         """Captures the graphs of steps without adapters, and of steps whose adapters are of these ranks."""
+        self._sampler.warm_up(self._fused.base.dtype)
         for width in (0, *ranks):
             for bucket in reversed(self._buckets):
                 self._graph(bucket, width)
@@ -96,8 +100,7 @@ class Runner:
             chosen = self._decode(packed, ready, width)
         else:
             chosen = self._mixed(packed, ready)
-        host = torch.empty(len(ready), dtype=torch.int64, pin_memory=self._device.type == "cuda")
-        host.copy_(chosen, non_blocking=True)
+        host = chosen.fetch()
         done = torch.cuda.Event() if self._device.type == "cuda" else None  # type: ignore[no-untyped-call]
         if done is not None:
             done.record()
@@ -105,6 +108,7 @@ class Runner:
 
     def forget(self, sequence: Sequence) -> None:
         """The sequence has ended."""
+        self._sampler.forget(sequence)
         lane = self._lanes.pop(sequence, None)
         if lane is not None:
             self._free.append(lane)
@@ -139,20 +143,18 @@ class Runner:
             )
         return self._graphs[bucket, width]
 
-    def _decode(self, packed: Packed, ready: tuple[Sequence, ...], width: int) -> Tensor:
+    def _decode(self, packed: Packed, ready: tuple[Sequence, ...], width: int) -> Chosen:
         graph = self._graph(next(bucket for bucket in self._buckets if bucket >= len(ready)), width)
         lanes = [self._lane(sequence) for sequence in ready]
         known = [NOT_FINITE if sequence.flying else sequence.tokens[-1] for sequence in ready]
         graph.load(packed.runs, lanes, known, packed.segments)
         graph.replay()
-        chosen = graph.chosen[: len(ready)]
-        if all(sequence.sampling.temperature < GREEDY_BELOW for sequence in ready):
-            return chosen
-        chosen = self._sampled(graph.logits[: len(ready)], chosen, ready)
-        self._keep(lanes, chosen)
+        chosen = self._sampler.choose(graph.logits[: len(ready)], graph.chosen[: len(ready)], ready)
+        if not chosen.likeliest:  # else the graph has kept them
+            self._keep(lanes, chosen.tokens)
         return chosen
 
-    def _mixed(self, packed: Packed, ready: tuple[Sequence, ...]) -> Tensor:
+    def _mixed(self, packed: Packed, ready: tuple[Sequence, ...]) -> Chosen:
         """A step with parts of prompts in it."""
         tokens: list[int] = []
         positions: list[int] = []
@@ -168,14 +170,16 @@ class Runner:
                 flying.append(self._lane(sequence))
             if share.tokens == sequence.pending:
                 keep.append(len(tokens) - 1)
-        tokens_T, positions_T, keep_R, rows_F, flying_F = self._upload(tokens, positions, keep or [0], rows, flying)
+        tokens_T, positions_T, keep_R, rows_F, flying_F = send_ids(
+            self._device, tokens, positions, keep or [0], rows, flying
+        )
         if rows:
             tokens_T.index_copy_(0, rows_F, self._last.index_select(0, flying_F))
         lora = None if packed.segments is None else slot_lora(self._slots, packed.segments)
         attention = self._kv.attention(packed.runs)
         logits = self._fused.forward(tokens_T, positions_T, attention, lora=lora, keep=keep_R)[: len(ready)]
-        chosen = self._sampled(logits, likeliest(logits), ready)
-        self._keep([self._lane(sequence) for sequence in ready], chosen)
+        chosen = self._sampler.choose(logits, likeliest(logits), ready)
+        self._keep([self._lane(sequence) for sequence in ready], chosen.tokens)
         return chosen
 
     def _lane(self, sequence: Sequence) -> int:
@@ -187,32 +191,7 @@ class Runner:
     def _keep(self, lanes: Items[int], chosen: Tensor) -> None:
         """The next step takes these tokens from the device."""
         if lanes:
-            self._last.index_copy_(0, self._upload(lanes)[0], chosen.clamp_min(0))
-
-    def _sampled(self, logits_BV: Tensor, greedy_B: Tensor, ready: Items[Sequence]) -> Tensor:
-        """(B) tokens: the likeliest ones, or drawn where a request's temperature says so."""
-        drawn = [i for i, sequence in enumerate(ready) if sequence.sampling.temperature >= GREEDY_BELOW]
-        for sort in (False, True):
-            some = [i for i in drawn if sorts_of(ready[i].sampling, self._vocab) == sort]
-            if not some:
-                continue
-            columns = [knobs(ready[i].sampling, ready[i].generated + ready[i].flying) for i in some]
-            columns_BK = self._device_copy(torch.tensor(columns, dtype=torch.float64))
-            at = self._upload(some)[0]
-            found = sample(logits_BV.index_select(0, at), columns_BK, sort=sort)
-            usable = greedy_B.index_select(0, at)
-            greedy_B = greedy_B.index_copy(0, at, torch.where(usable == NOT_FINITE, usable, found))
-        return greedy_B
-
-    def _upload(self, *columns: Items[int]) -> list[Tensor]:
-        """int64 columns in one copy that waits for nothing."""
-        flat = torch.tensor([value for column in columns for value in column], dtype=torch.int64)
-        return list(torch.split(self._device_copy(flat), [len(column) for column in columns]))
-
-    def _device_copy(self, host: Tensor) -> Tensor:
-        if self._device.type == "cuda":
-            host = host.pin_memory()  # from torch's own pool, which keeps it until the copy has ended
-        return host.to(self._device, non_blocking=True)
+            self._last.index_copy_(0, send_ids(self._device, lanes)[0], chosen.clamp_min(0))
 
 
 def make_runner(base: Base, kv: KvCache, *, max_running: int, way: Way) -> tuple[Runner | None, tuple[str, ...]]:
@@ -231,5 +210,5 @@ def make_runner(base: Base, kv: KvCache, *, max_running: int, way: Way) -> tuple
     except (torch._dynamo.exc.TorchDynamoException, UnsupportedBase) as error:
         reason = str(error).splitlines()[0]
         return None, (f"generation: steps run one by one, as torch.compile refuses {base.spec.family}: {reason}",)
-    note = "generation: penalties, logit bias, min_tokens and logprobs are computed step by step for their whole batch"
+    note = "generation: prompts whose log-probabilities are asked for are computed step by step, beside the others"
     return runner, (note,)

@@ -1,8 +1,8 @@
 """Choosing the next token: a function of a row's logits, its request's parameters, its seed and how many tokens are out.
 
 Order, as in vLLM: logit bias and barred tokens, penalties, temperature, min-p, top-k, top-p. Log-probabilities are those
-of the raw logits. Probabilities are fp64, and every operation treats its rows apart: a row's choice is the same alone
-and in any batch.
+of the raw logits. Every operation treats its rows apart: a row's choice is the same alone and in any batch, and the same
+where the host knows the earlier tokens (`choose`) and where only the device does (`DeviceSampler`).
 """
 
 from __future__ import annotations
@@ -11,15 +11,40 @@ import math
 from collections import Counter
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
+from coserve.generate.draws import (
+    SAID_ONCE,
+    Logprobs,
+    draw,
+    fetch,
+    likeliest,
+    logprobs_of,
+    penalise_,
+)
+from coserve.kernels.sampling import GREEDY_BELOW, NOT_FINITE
 from coserve.types import SamplingParams, TokenLogprob
 
-GREEDY_BELOW = 1e-5
-"""A temperature below this means the likeliest token."""
 _MASK = (1 << 64) - 1
+ROWS = 64
+"""Rows that are treated at once: copies of logits in fp32 are no larger."""
+
+
+class Asks(Protocol):
+    """What the choice of a token depends on besides the logits and what was said before."""
+
+    @property
+    def params(self) -> SamplingParams: ...
+    @property
+    def t(self) -> int:
+        """Tokens of the output before this one."""
+
+    @property
+    def barred(self) -> Collection[int]:
+        """Tokens that must not be chosen."""
 
 
 @dataclass(frozen=True)
@@ -32,6 +57,10 @@ class Row:
     barred: Collection[int] = ()
     """Tokens that must not be chosen."""
 
+    @property
+    def t(self) -> int:
+        return len(self.output)
+
 
 @dataclass(frozen=True)
 class Choice:
@@ -40,72 +69,119 @@ class Choice:
     """If the request asks for it."""
 
 
+@dataclass(frozen=True)
+class Said:
+    """What was said before, for the rows that have penalties, in their order: rows `slots` of a table (`penalise_`)."""
+
+    table: Tensor
+    slots: Sequence[int]
+
+
+@dataclass(frozen=True)
+class Chosen:
+    tokens: Tensor
+    """int64 (B); `NOT_FINITE` where the logits are not finite or leave no token to choose."""
+    logprobs: Logprobs | None
+    """Of the rows that ask for them, if any does."""
+    likeliest: bool = False
+    """All tokens are the likeliest of the raw logits."""
+
+    def fetch(self) -> Chosen:
+        """A copy on the host, which is filled in the background."""
+        return Chosen(fetch(self.tokens), None if self.logprobs is None else self.logprobs.fetch(), self.likeliest)
+
+
 def choose(logits_BV: Tensor, rows: Sequence[Row]) -> list[Choice | None]:
     """The next token of each row; None where the logits are not finite or leave no token to choose."""
-    raw = logits_BV.float()
-    logits = raw.clone()
-    for i, row in enumerate(rows):
-        _adjust(logits[i], row)
-    usable = (raw.amax(-1).isfinite() & logits.amax(-1).isfinite()).tolist()
-    tokens = logits.argmax(-1)  # the first of equals
-    sampled = [i for i, row in enumerate(rows) if usable[i] and row.params.temperature >= GREEDY_BELOW]
-    sorts = [sorts_of(row.params, logits.shape[1]) for row in rows]
-    for group in ([i for i in sampled if not sorts[i]], [i for i in sampled if sorts[i]]):
-        if group:
-            at = torch.tensor(group, device=logits.device)
-            tokens[at] = _sample(logits[at], [rows[i] for i in group], sort=sorts[group[0]])
-    chosen = tokens.tolist()
-    asked = [i for i, row in enumerate(rows) if usable[i] and row.params.logprobs is not None]
-    logprobs = _logprobs(raw, chosen, asked, rows)
-    return [Choice(chosen[i], logprobs.get(i)) if usable[i] else None for i in range(len(rows))]
+    found: list[Choice | None] = []
+    for start in range(0, len(rows), ROWS):
+        some = rows[start : start + ROWS]
+        logits = logits_BV[start : start + ROWS]
+        table, penalised = Tensor(), [row for row in some if is_penalised(row.params)]
+        if penalised:
+            table = torch.zeros(len(penalised), logits.shape[1], dtype=torch.int32)
+            for said_V, row in zip(table, penalised, strict=True):
+                entries = said(row.params, row.prompt, row.output)
+                said_V[torch.tensor(list(entries), dtype=torch.long)] = torch.tensor(
+                    list(entries.values()), dtype=torch.int32
+                )
+            table = table.to(logits.device)
+        chosen = decide(logits, likeliest(logits), some, Said(table, range(len(penalised))))
+        found += choices(chosen)
+    return found
 
 
-def _adjust(logits_V: Tensor, row: Row) -> None:
+def choices(chosen: Chosen) -> list[Choice | None]:
+    """Waits for the device, unless the tensors are on the host."""
+    entries = {} if chosen.logprobs is None else chosen.logprobs.entries()
+    tokens = chosen.tokens.tolist()
+    return [None if token == NOT_FINITE else Choice(token, entries.get(i)) for i, token in enumerate(tokens)]
+
+
+def decide(logits_BV: Tensor, likeliest_B: Tensor, rows: Sequence[Asks], said: Said) -> Chosen:
+    """Of at most `ROWS` rows; waits for nothing. `likeliest_B`: of these logits."""
+    assert len(rows) <= ROWS, f"expected at most {ROWS} rows, got {len(rows)}"
+    device = logits_BV.device
+    logits, tokens = logits_BV, likeliest_B
+    if any(is_adjusted(row) for row in rows):
+        logits = logits_BV.to(torch.float32, copy=True, memory_format=torch.contiguous_format)
+        _adjust(logits, rows, said)
+        tokens = torch.where(likeliest_B < 0, likeliest_B, likeliest(logits))
+    draws = any(row.params.temperature >= GREEDY_BELOW for row in rows)
+    if draws:
+        columns = torch.tensor([knobs(row.params, row.t) for row in rows], dtype=torch.float64)
+        filters = any(is_filtered(row.params, logits_BV.shape[1]) for row in rows)
+        tokens = draw(logits, tokens, send(columns, device), filters=filters)
+    plain = logits is logits_BV and not draws
+    asked = [i for i, row in enumerate(rows) if row.params.logprobs is not None]
+    if not asked:
+        return Chosen(tokens, None, plain)
+    counts = tuple(rows[i].params.logprobs or 0 for i in asked)
+    raw, chosen = logits_BV, tokens
+    if len(asked) < len(rows):
+        (at,) = send_ids(device, asked)
+        raw, chosen = logits_BV.index_select(0, at), tokens.index_select(0, at)
+    return Chosen(tokens, Logprobs(tuple(asked), counts, *logprobs_of(raw, chosen, max(counts))), plain)
+
+
+def _adjust(logits_BV: Tensor, rows: Sequence[Asks], said: Said) -> None:
     """Bias, barred tokens and penalties, in place."""
-    params, device = row.params, logits_V.device
-    if params.logit_bias:
-        at = torch.tensor(list(params.logit_bias), device=device)
-        logits_V[at] += torch.tensor(list(params.logit_bias.values()), device=device)
-    if row.barred:
-        logits_V[torch.tensor(list(row.barred), device=device)] = -torch.inf
+    device, vocab = logits_BV.device, logits_BV.shape[1]
+    flat = logits_BV.view(-1)
+    bias = [(i * vocab + token, value) for i, row in enumerate(rows) for token, value in row.params.logit_bias.items()]
+    barred = [i * vocab + token for i, row in enumerate(rows) for token in row.barred]
+    penalised = [i for i, row in enumerate(rows) if is_penalised(row.params)]
+    at_bias, at_barred, at, slots = send_ids(device, [place for place, _ in bias], barred, penalised, said.slots)
+    if bias:
+        flat.index_add_(0, at_bias, send(torch.tensor([value for _, value in bias], dtype=torch.float32), device))
+    if barred:
+        flat.index_fill_(0, at_barred, -torch.inf)
+    if penalised:
+        params = [rows[i].params for i in penalised]
+        values = [(p.repetition_penalty, p.presence_penalty, p.frequency_penalty) for p in params]
+        penalise_(logits_BV, at, said.table, slots, send(torch.tensor(values, dtype=torch.float32), device))
+
+
+def said(params: SamplingParams, prompt: Sequence[int], output: Sequence[int]) -> dict[int, int]:
+    """Entries of the table that `penalise_` reads, as far as these parameters need them; all others are 0."""
+    counts = {token: SAID_ONCE * times for token, times in Counter(output).items()}
     if params.repetition_penalty != 1.0:
-        seen = torch.tensor(list({*row.prompt, *row.output}), device=device, dtype=torch.long)
-        value = logits_V[seen]
-        logits_V[seen] = torch.where(value > 0, value / params.repetition_penalty, value * params.repetition_penalty)
-    if row.output and (params.presence_penalty or params.frequency_penalty):
-        counts = Counter(row.output)
-        at = torch.tensor(list(counts), device=device)
-        times = torch.tensor(list(counts.values()), device=device, dtype=logits_V.dtype)
-        logits_V[at] -= params.frequency_penalty * times + params.presence_penalty
+        for token in set(prompt):
+            counts[token] = counts.get(token, 0) + 1
+    return counts
 
 
-def sorts_of(params: SamplingParams, vocab: int) -> bool:
+def is_penalised(params: SamplingParams) -> bool:
+    return bool(params.repetition_penalty != 1.0 or params.presence_penalty or params.frequency_penalty)
+
+
+def is_adjusted(row: Asks) -> bool:
+    """Whether its logits are not taken as they are."""
+    return bool(row.params.logit_bias or row.barred or is_penalised(row.params))
+
+
+def is_filtered(params: SamplingParams, vocab: int) -> bool:
     return 0 < params.top_k < vocab or params.top_p < 1.0
-
-
-def _sample(logits_BV: Tensor, rows: Sequence[Row], *, sort: bool) -> Tensor:
-    """(B) tokens by inverting the distribution function at each row's own uniform number."""
-    columns = torch.tensor(
-        [knobs(row.params, len(row.output)) for row in rows], dtype=torch.float64, device=logits_BV.device
-    )
-    return sample(logits_BV, columns, sort=sort)
-
-
-NOT_FINITE = -1
-"""In place of a token: the logits were not finite."""
-_CHUNK = 256
-
-
-def likeliest(logits_BV: Tensor) -> Tensor:
-    """(B) the first token of the highest logit; `NOT_FINITE` where a row has no finite maximum. Waits for nothing."""
-    rows, vocab = logits_BV.shape
-    if vocab % _CHUNK:
-        value, token = logits_BV.max(-1)
-    else:  # in two steps: a GPU leaves one long row to a few of its multiprocessors
-        values, places = logits_BV.view(rows, -1, _CHUNK).max(-1)
-        value, chunk = values.max(-1)
-        token = chunk * _CHUNK + places.gather(1, chunk[:, None])[:, 0]
-    return torch.where(value.isfinite(), token, NOT_FINITE)
 
 
 def knobs(params: SamplingParams, t: int) -> tuple[float, float, float, float, float]:
@@ -114,43 +190,17 @@ def knobs(params: SamplingParams, t: int) -> tuple[float, float, float, float, f
     return params.temperature, params.min_p, top_k, params.top_p, uniform(params.seed, t)
 
 
-def sample(logits_BV: Tensor, columns_BK: Tensor, *, sort: bool) -> Tensor:
-    """(B) tokens; `columns_BK`: the rows' `knobs`, fp64; `sort`: whether any row has a top-k or top-p."""
-    temperature, min_p, top_k, top_p, number = torch.split(columns_BK, 1, dim=1)
-    probs = (logits_BV.double() / temperature).softmax(-1)
-    low = min_p * probs.amax(-1, keepdim=True)
-    probs = probs.masked_fill(probs < low, 0.0)
-    order: Tensor | None = None
-    if sort:
-        probs, order = probs.sort(stable=True, dim=-1, descending=True)
-        probs = probs.masked_fill(torch.arange(probs.shape[1], device=probs.device) >= top_k, 0.0)
-        mass = probs.cumsum(-1)
-        outside = mass - probs >= top_p * mass[:, -1:]
-        outside[:, 0] = False
-        probs = probs.masked_fill(outside, 0.0)
-    mass = probs.cumsum(-1)
-    total = mass[:, -1:]
-    # Below the total, so that the first place above the goal exists and has a probability of its own.
-    goal = torch.minimum(number * total, torch.nextafter(total, torch.zeros_like(total)))
-    place = torch.searchsorted(mass, goal, right=True)
-    return (place if order is None else order.gather(1, place))[:, 0]
+def send(host: Tensor, device: torch.device) -> Tensor:
+    """A copy on the device; waits for nothing."""
+    if device.type == "cuda":
+        host = host.pin_memory()  # from torch's own pool, which keeps it until the copy has ended
+    return host.to(device, non_blocking=True)
 
 
-def _logprobs(
-    raw_BV: Tensor, chosen: Sequence[int], asked: Sequence[int], rows: Sequence[Row]
-) -> dict[int, TokenLogprob]:
-    """Log-probabilities of the raw logits for the rows `asked`."""
-    found: dict[int, TokenLogprob] = {}
-    if not asked:
-        return found
-    logprobs = raw_BV[torch.tensor(asked, device=raw_BV.device)].log_softmax(-1)
-    most = min(max(rows[i].params.logprobs or 0 for i in asked), raw_BV.shape[1])
-    values, ids = (part.tolist() for part in logprobs.sort(stable=True, dim=-1, descending=True)) if most else ([], [])
-    for place, i in enumerate(asked):
-        n = rows[i].params.logprobs or 0
-        top = tuple(zip(ids[place][:n], values[place][:n], strict=True)) if n else ()
-        found[i] = TokenLogprob(logprobs[place, chosen[i]].item(), top)
-    return found
+def send_ids(device: torch.device, *columns: Sequence[int]) -> list[Tensor]:
+    """int64 columns in one copy."""
+    flat = torch.tensor([value for column in columns for value in column], dtype=torch.int64)
+    return list(torch.split(send(flat, device), [len(column) for column in columns]))
 
 
 def uniform(seed: int, t: int) -> float:

@@ -78,8 +78,8 @@ class Sequence:
         return len(self.tokens) + self.flying
 
     def barred(self) -> frozenset[int]:
-        """Tokens that must not be chosen next, because fewer than `min_tokens` are out."""
-        return self.stop_ids if self.generated < self.sampling.min_tokens else frozenset()
+        """Tokens that must not be chosen next, because fewer than `min_tokens` are out or under way."""
+        return self.stop_ids if self.generated + self.flying < self.sampling.min_tokens else frozenset()
 
     def push(self, token: int) -> FinishReason | None:
         """Append the chosen token (one that ends the sequence is part of its output) and say whether that was all."""
@@ -90,14 +90,6 @@ class Sequence:
 
 
 def plain(sequence: Sequence) -> bool:
-    """Whether its next token can be chosen on the device: nothing counts earlier tokens, nothing is asked about them."""
-    params = sequence.sampling
-    return not (
-        params.logit_bias
-        or params.logprobs is not None
-        or params.prompt_logprobs is not None
-        or params.repetition_penalty != 1.0
-        or params.presence_penalty
-        or params.frequency_penalty
-        or (sequence.stop_ids and sequence.generated + sequence.flying < params.min_tokens)
-    )
+    """Whether nothing is asked of its next step but a token (and its log-probabilities): all of the prompt is scored."""
+    scored = sequence.sampling.prompt_logprobs is None or sequence.scored >= len(sequence.request.prompt)
+    return scored and sequence.max_tokens > 0
