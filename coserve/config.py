@@ -40,6 +40,12 @@ class Config:
         "how LoRA terms are computed",
         choices=("auto", "reference", "naive", "grouped", "block_sparse", "segmented"),
     )
+    compile: str = option(
+        "background",
+        "on a GPU, when the base's layers are compiled: beside serving, which is slower until then (background), before "
+        "the first request (before), or not at all (off)",
+        choices=("background", "before", "off"),
+    )
     trust_remote_code: bool = option(False, "run Python code that comes with the model's files")
     load_format: str = option(
         "auto",
@@ -55,8 +61,10 @@ class Config:
     slo_tpot: float = option(0.2, "time per output token that 'slack' keeps")
     train_patience: float = option(1.0, "'slack': a job waits at most so long for its next slice")
 
-    kv_tokens: int | None = option(None, "tokens the KV pool holds; default: from free memory")
-    page_tokens: int = option(16, "tokens of one KV page")
+    kv_tokens: int | None = option(
+        None, "tokens the page pool holds, which adapters in use share; default: from free memory"
+    )
+    page_tokens: int = option(16, "tokens of one page")
     step_tokens: int | None = option(
         None, "most tokens of one generation step (decodes and prefill chunks); default: 512 on CPU, 2048 on a GPU"
     )
@@ -72,7 +80,7 @@ class Config:
     max_active_jobs: int = option(
         4, "jobs that train side by side, a micro-batch each in turn; the others wait in line"
     )
-    max_adapters_resident: int = option(64, "adapters kept in memory; idle ones beyond that go to disk")
+    max_adapters_resident: int = option(64, "adapters kept in host memory; idle ones beyond that stay on disk only")
     micro_batch_tokens: int = option(2048, "most tokens of one training forward")
     recompute: bool = option(False, "training: keep only each layer's input and compute the layer again")
     keep_checkpoints: int = option(2, "checkpoints kept per job")

@@ -13,6 +13,7 @@ import os
 import signal
 import socket
 import sys
+import threading
 import time
 
 import torch
@@ -25,7 +26,7 @@ from coserve.engine import Engine
 from coserve.errors import StartupError
 from coserve.finetune.trainer import Trainer
 from coserve.generate.generator import Generator
-from coserve.generate.runner import make_runner
+from coserve.generate.start import Upgrade, make_start
 from coserve.kernels.dispatch import choose_way
 from coserve.link import EngineReady, EngineRefused, FromEngine, Link, ToEngine, engine_end
 from coserve.memory.kv import KvCache
@@ -44,12 +45,13 @@ def build_engine(base: Base, config: Config, link: Link[FromEngine, ToEngine]) -
     folder = DataFolder(config.data_dir)
     way = choose_way(config.lora_way, base.device, base.dtype)
     residency = Residency(
-        lambda ref: load_adapter(folder.adapter(ref), base.spec, device=base.device, dtype=base.dtype),
+        lambda ref: load_adapter(folder.adapter(ref), base.spec, device="cpu", dtype=base.dtype),
         config.max_adapters_resident,
+        pinned=base.device.type == "cuda",
     )
     kv = KvCache.for_base(base, config.kv_tokens, config.page_tokens)
     step_tokens = config.step_tokens or STEP_TOKENS[base.device.type]
-    runner, notes = make_runner(base, kv, max_running=config.inference_batch_size, way=way)
+    start = make_start(base, kv, max_running=config.inference_batch_size, way=way, when=config.compile)
     generator = Generator(
         base,
         residency,
@@ -58,7 +60,7 @@ def build_engine(base: Base, config: Config, link: Link[FromEngine, ToEngine]) -
         step_tokens=step_tokens,
         way=way,
         prefix_cache=config.prefix_cache,
-        runner=runner,
+        runner=start.runner,
     )
     trainer = Trainer(
         base,
@@ -69,6 +71,7 @@ def build_engine(base: Base, config: Config, link: Link[FromEngine, ToEngine]) -
         keep_checkpoints=config.keep_checkpoints,
         way=way,
     )
+    notes = _notes(base, generator, config)
     engine = Engine(
         generator,
         trainer,
@@ -81,10 +84,9 @@ def build_engine(base: Base, config: Config, link: Link[FromEngine, ToEngine]) -
         max_active_jobs=config.max_active_jobs,
         step_tokens=step_tokens,
         clock=time.monotonic,
+        upgrade=None if start.compilation is None else Upgrade(start.compilation, generator, notes),
     )
-    ready = EngineReady(
-        spec=base.spec, kv_tokens=kv.tokens, lora_way=way.value, notes=_notes(base, generator, config) + notes
-    )
+    ready = EngineReady(spec=base.spec, kv_tokens=kv.tokens, lora_way=way.value, notes=notes + start.notes)
     return engine, ready
 
 
@@ -131,6 +133,9 @@ def main() -> None:
     disable_progress_bar()
     torch.set_num_threads(config.threads or default_threads())
     asyncio.run(_run(config, int(sys.argv[1])))
+    if any(not thread.daemon for thread in threading.enumerate() if thread is not threading.main_thread()):
+        logging.shutdown()
+        os._exit(0)  # a thread still compiles: nothing of it is needed, and nobody can stop it
 
 
 if __name__ == "__main__":

@@ -1,4 +1,7 @@
-"""Which adapters are in memory: those in use, and the most recently used idle ones."""
+"""Which adapters are in host memory: those in use, and the most recently used idle ones.
+
+The middle of three tiers: files (the truth), host memory, pages of the pool (`memory.adapters`).
+"""
 
 from __future__ import annotations
 
@@ -6,6 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from coserve.errors import AdapterBusy, AdapterNotFound
+from coserve.memory.adapters import packed
 from coserve.model.lora import LoraWeights
 from coserve.types import AdapterRef
 
@@ -24,19 +28,24 @@ class Residency:
     stays until something else comes.
     """
 
-    def __init__(self, load: Callable[[AdapterRef], LoraWeights], capacity: int) -> None:
-        """`load` reads an adapter's files; raises `AdapterNotFound` for one that has none."""
+    def __init__(self, load: Callable[[AdapterRef], LoraWeights], capacity: int, *, pinned: bool = False) -> None:
+        """`load` reads an adapter's files; raises `AdapterNotFound` for one that has none. `pinned`: adapters are kept
+        as copies in pinned memory, from which a GPU takes them without anybody waiting."""
         assert capacity >= 1, f"expected a capacity of at least 1, got {capacity}"
-        self._load = load
+        self._load, self._pinned = load, pinned
         self._capacity = capacity
         self._residents: dict[AdapterRef, _Resident] = {}  # least recently used first
 
     def acquire(self, ref: AdapterRef) -> LoraWeights:
-        """The adapter, in memory until `release` was called as often as this. Raises `AdapterNotFound`."""
+        """The adapter, in memory until `release` was called as often as this.
+
+        One version is one object as long as it is in memory, which is how the pool knows it. Raises `AdapterNotFound`,
+        and what `load` raises.
+        """
         resident = self._residents.pop(ref, None)
         if resident is None:
             self._evict(room=1)
-            resident = _Resident(self._load(ref))
+            resident = _Resident(self._kept(self._load(ref)))
         self._residents[ref] = resident
         if resident.dropped:
             raise AdapterNotFound(f"adapter {ref} was deleted")
@@ -59,7 +68,7 @@ class Residency:
             self._residents[ref] = before
             raise AdapterBusy(f"adapter {ref} is in use")
         self._evict(room=1)
-        self._residents[ref] = _Resident(weights)
+        self._residents[ref] = _Resident(self._kept(weights))
 
     def drop(self, ref: AdapterRef) -> None:
         """Forgets a deleted adapter: nobody acquires it any more, whoever holds it keeps it until released."""
@@ -74,6 +83,9 @@ class Residency:
     def resident(self) -> tuple[AdapterRef, ...]:
         """What is in memory and may be acquired, least recently used first."""
         return tuple(ref for ref, resident in self._residents.items() if not resident.dropped)
+
+    def _kept(self, weights: LoraWeights) -> LoraWeights:
+        return packed(weights, pinned=True) if self._pinned else weights
 
     def _evict(self, room: int) -> None:
         """Drops idle adapters, least recently used first, until `room` more fit."""

@@ -16,6 +16,7 @@ from coserve.generate.scoring import prompt_logprobs
 from coserve.generate.sequences import Sequence, plain
 from coserve.kernels.dispatch import Way
 from coserve.link import Generate, RequestFailed, Tokens
+from coserve.memory.adapters import AdapterPages
 from coserve.memory.kv import KvCache
 from coserve.memory.prefix import PageKeys
 from coserve.model.base import Attention
@@ -43,7 +44,10 @@ class RunsBase(Protocol):
 
 
 class HoldsAdapters(Protocol):
-    """What generation needs of `adapters.Residency`: a version acquired stays in memory until released."""
+    """What generation needs of `adapters.Residency`: a version acquired stays in memory until released.
+
+    It comes into the pool's pages when its request becomes active.
+    """
 
     def acquire(self, ref: AdapterRef) -> LoraWeights: ...
     def release(self, ref: AdapterRef) -> None: ...
@@ -62,6 +66,7 @@ class RunsSteps(Protocol):
 
     def launch(self, shares: Items[Share]) -> Flight: ...
     def forget(self, sequence: Sequence) -> None: ...
+    def prepare(self) -> bool: ...
 
 
 class Generator:
@@ -89,7 +94,8 @@ class Generator:
         assert max_running > 0, f"expected room for a sequence, got {max_running}"
         assert step_tokens > 0, f"expected room for a token, got {step_tokens}"
         self._base, self._residency, self._kv, self._way = base, residency, kv, way
-        self._scheduler = Scheduler(kv, max_running=max_running, step_tokens=step_tokens)
+        self._adapters = AdapterPages(kv.buffer)
+        self._scheduler = Scheduler(kv, self._adapters, max_running=max_running, step_tokens=step_tokens)
         self._prefix_cache = prefix_cache
         self._runner = runner
         self._flight: Flight | None = None
@@ -134,18 +140,18 @@ class Generator:
 
         Raises:
             EmptyPrompt: no prompt tokens.
-            PromptTooLong: the prompt fills the context, or the request could never fit the KV pool.
+            PromptTooLong: the prompt fills the context, or the request and its adapter could never fit the pool.
             InvalidRequest: an id that runs already, or a token id outside of the vocabulary.
             AdapterNotFound, AdapterError: what `Residency.acquire` raises.
         """
         max_tokens = self._check(request)
-        weights = None if request.adapter is None else self._residency.acquire(request.adapter)
+        source = None if request.adapter is None else self._acquire(request.adapter, request, max_tokens)
         sampling = request.sampling
         ends = () if sampling.ignore_eos else self._base.spec.eos_token_ids
         sequence = Sequence(
             request,
             arrival=self._arrivals,
-            weights=weights,
+            source=source,
             max_tokens=max_tokens,
             stop_ids=frozenset((*sampling.stop_token_ids, *ends)),
             tokens=list(request.prompt),
@@ -160,6 +166,16 @@ class Generator:
         sequence = self._sequences.get(id)
         if sequence is not None:
             self._end(sequence)
+
+    def adopt(self, runner: RunsSteps) -> None:
+        """From now on steps are run by `runner`, as if it had been there from the start."""
+        assert self._runner is None, "expected steps to have no runner yet"
+        self._runner = runner
+
+    @torch.no_grad()
+    def prepare(self) -> bool:
+        """Some tenths of a second of work that a later step would have to do; False if nothing is left of it."""
+        return self._runner is not None and self._runner.prepare()
 
     @torch.no_grad()
     def step(self) -> list[Tokens | RequestFailed]:
@@ -231,14 +247,29 @@ class Generator:
                 f"expected a prompt shorter than the context of {spec.context} tokens, got {prompt}", field="prompt"
             )
         max_tokens = min(sampling.max_tokens, spec.context - prompt)
+        self._check_room(request, max_tokens, beside=0)
+        return max_tokens
+
+    def _check_room(self, request: Generate, max_tokens: int, *, beside: int) -> None:
+        """Raises `PromptTooLong` for a request that does not fit what `beside` pages leave of the pool."""
+        prompt, room = len(request.prompt), max(0, self.pages_total - beside)
         # The last token's own keys and values are never needed.
-        if self._kv.pages_for(prompt + max(max_tokens, 1) - 1) > self.pages_total:
+        if self._kv.pages_for(prompt + max(max_tokens, 1) - 1) > room:
+            left = "" if not beside else f" ({room * self._kv.page_tokens} beside the adapter {request.adapter})"
             raise PromptTooLong(
-                f"expected prompt and max_tokens to fit the KV pool of {self._kv.tokens} tokens, "
+                f"expected prompt and max_tokens to fit the KV pool of {self._kv.tokens} tokens{left}, "
                 f"got {prompt} and {max_tokens}",
                 field="prompt",
             )
-        return max_tokens
+
+    def _acquire(self, ref: AdapterRef, request: Generate, max_tokens: int) -> LoraWeights:
+        source = self._residency.acquire(ref)
+        try:
+            self._check_room(request, max_tokens, beside=self._adapters.pages(source))
+        except PromptTooLong:
+            self._residency.release(ref)
+            raise
+        return source
 
     def _advance(self, batch: Batch, logits_BV: Tensor) -> list[Tokens | RequestFailed]:
         """Account for what a forward computed, and choose the next tokens."""

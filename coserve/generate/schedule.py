@@ -13,6 +13,8 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from coserve.generate.sequences import Sequence
+from coserve.memory.adapters import Entered
+from coserve.model.lora import LoraWeights
 
 
 class PageSource(Protocol):
@@ -20,11 +22,21 @@ class PageSource(Protocol):
 
     @property
     def page_tokens(self) -> int: ...
+    @property
+    def free(self) -> int: ...
     def take(self, n: int) -> list[int] | None: ...
     def give(self, pages: Items[int]) -> None: ...
     def label(self, page: int, key: bytes) -> None: ...
     def find(self, keys: Iterable[bytes]) -> list[int]: ...
     def pages_for(self, tokens: int) -> int: ...
+
+
+class AdapterSource(Protocol):
+    """What the scheduler needs of `memory.AdapterPages`, which takes its pages from the same pool."""
+
+    def needs(self, source: LoraWeights) -> int: ...
+    def enter(self, source: LoraWeights) -> Entered | None: ...
+    def leave(self, source: LoraWeights) -> None: ...
 
 
 SCORED_TOKENS = 512
@@ -40,19 +52,22 @@ class Share:
 
 
 class Scheduler:
-    """First come, first served. A sequence is waiting (no pages) or active (it holds pages).
+    """First come, first served. A sequence is waiting (no pages) or active (it holds pages, and its adapter is in some).
 
-    A sequence becomes active when the pool has pages for all its tokens so far; later it takes one page at a time, and
-    when there is none the latest arrival gives up its pages and waits again, ahead of those that came after it. The
-    earliest is never made to wait for pages, and every sequence fits the pool alone: so all of them end.
+    A sequence becomes active when the pool has pages for its adapter and for all its tokens so far; later it takes one
+    page at a time, and when there is none the latest arrival gives up its pages and waits again, ahead of those that came
+    after it. The earliest is never made to wait for pages, every sequence fits the pool alone with its adapter, and
+    whoever is first in line lets nobody pass: so all of them end. Only active sequences hold adapters in pages; when none
+    is active all pages are free, and then no adapter is in another's way.
 
     A page whose tokens are all computed can be found by later sequences that begin alike, also after its own sequence
     ended or gave way. Pages that nobody holds are as good as free: no sequence waits for them.
     """
 
-    def __init__(self, pages: PageSource, *, max_running: int, step_tokens: int) -> None:
+    def __init__(self, pages: PageSource, adapters: AdapterSource, *, max_running: int, step_tokens: int) -> None:
         # No more than a step holds: then every decode is in every step, and a prompt under way always moves.
         self._pages, self._max_running, self._step_tokens = pages, min(max_running, step_tokens), step_tokens
+        self._adapters = adapters
         self._waiting: list[Sequence] = []
         self._active: list[Sequence] = []
         self.preemptions = 0
@@ -65,7 +80,7 @@ class Scheduler:
         return len(self._waiting) + len(self._active)
 
     def add(self, sequence: Sequence) -> None:
-        """Put a sequence in line. Its tokens up to `max_tokens` must fit the pool."""
+        """Put a sequence in line. Its tokens up to `max_tokens` and its adapter must fit the pool."""
         insort(self._waiting, sequence, key=_arrival)
 
     def remove(self, sequence: Sequence) -> None:
@@ -129,12 +144,14 @@ class Scheduler:
             return None
         sequence = self._waiting[0]
         found = self._find(sequence)
-        others = self._pages.take(self._pages.pages_for(len(sequence.tokens)) - len(found))
-        if others is None:
+        others = self._pages.pages_for(len(sequence.tokens)) - len(found)
+        if not self._enter(sequence, found, others):
             self._pages.give(found)
             return None
+        pages = self._pages.take(others)
+        assert pages is not None, "fewer pages are free than were counted"
         self._waiting.pop(0)
-        sequence.pages = found + others
+        sequence.pages = found + pages
         sequence.labelled = len(found)
         sequence.computed = len(found) * self._pages.page_tokens
         if sequence.keys is not None and not (sequence.fresh or sequence.admitted):
@@ -143,6 +160,23 @@ class Scheduler:
         sequence.admitted = True
         insort(self._active, sequence, key=_arrival)
         return sequence
+
+    def _enter(self, sequence: Sequence, found: list[int], others: int) -> bool:
+        """Whether `others` pages are left once the adapter is in pages, which it then is. `found` may move."""
+        source = sequence.source
+        # Counted first: an adapter that came in for nothing would have thrown out others, at every step again.
+        if others + (0 if source is None else self._adapters.needs(source)) > self._pages.free:
+            return False
+        if source is None:
+            return True
+        entered = self._adapters.enter(source)
+        if entered is None:
+            return False
+        sequence.weights = entered.weights
+        if entered.moved:
+            for pages in (found, *(other.pages for other in self._active)):
+                pages[:] = [entered.moved.get(page, page) for page in pages]
+        return True
 
     def _find(self, sequence: Sequence) -> list[int]:
         """Pages that hold its first tokens; never the last token, which must be computed for what comes next."""
@@ -164,6 +198,9 @@ class Scheduler:
     def _release(self, sequence: Sequence) -> None:
         self._label(sequence)
         self._pages.give(sequence.pages)
+        if sequence.source is not None and sequence.weights is not None:
+            self._adapters.leave(sequence.source)
+        sequence.weights = None
         sequence.pages = []
         sequence.computed = sequence.labelled = 0
 

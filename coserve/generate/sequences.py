@@ -18,8 +18,8 @@ class Sequence:
     request: Generate
     arrival: int
     """Order of arrival; the earlier of two wins when pages run out."""
-    weights: LoraWeights | None
-    """The adapter version that it began with."""
+    source: LoraWeights | None
+    """The adapter version that it began with, as memory outside of the pool has it."""
     max_tokens: int
     """As asked for, but at most what the context leaves."""
     stop_ids: frozenset[int]
@@ -30,6 +30,8 @@ class Sequence:
     """Tokens behind those, which are chosen by steps that run: the device knows them."""
     keys: PageKeys | None = None
     """Under which others find its full pages; None: they don't."""
+    weights: LoraWeights | None = None
+    """The adapter in pages, while the sequence is active."""
     pages: list[int] = field(default_factory=list)
     computed: int = 0
     """Leading tokens whose keys and values are in the pages."""

@@ -99,6 +99,11 @@ class KvCache:
         """Tokens that all pages hold together."""
         return self.pool.total * self.page_tokens
 
+    @property
+    def free(self) -> int:
+        """Pages that can be taken."""
+        return self.pool.free
+
     def pages_for(self, tokens: int) -> int:
         return -(-tokens // self.page_tokens)
 

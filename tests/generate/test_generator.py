@@ -189,7 +189,7 @@ def test_neighbours_chunks_and_preemptions_change_no_bit(family: str) -> None:
     for shape in (
         {},
         {"step_tokens": 9, "page_tokens": 5},
-        {"tokens": 130, "page_tokens": 3},
+        {"tokens": 160, "page_tokens": 3},
         {"max_running": 2},
         {"way": Way.NAIVE},
     ):

@@ -13,6 +13,7 @@ from coserve.generate.schedule import Scheduler, Share
 from coserve.generate.sequences import Sequence
 from coserve.link import Generate
 from coserve.memory.pages import PagePool
+from coserve.model.lora import LoraWeights
 from coserve.types import FinishReason, SamplingParams, Slo
 
 
@@ -21,6 +22,10 @@ class Source:
 
     def __init__(self, pages: int, page_tokens: int) -> None:
         self.pool, self.page_tokens = PagePool(pages), page_tokens
+
+    @property
+    def free(self) -> int:
+        return self.pool.free
 
     def take(self, n: int) -> list[int] | None:
         return self.pool.take(n)
@@ -36,6 +41,15 @@ class Source:
 
     def pages_for(self, tokens: int) -> int:
         return -(-tokens // self.page_tokens)
+
+
+class NoAdapters:
+    """Nobody in these tests has one."""
+
+    def needs(self, source: LoraWeights) -> int:
+        raise NotImplementedError
+
+    enter = leave = needs
 
 
 def sequence(arrival: int, prompt: int, max_tokens: int) -> Sequence:
@@ -76,7 +90,7 @@ def test_everything_ends_and_nothing_is_left(
     seed: int, pages: int, page_tokens: int, step_tokens: int, max_running: int
 ) -> None:
     chance, source = random.Random(seed), Source(pages, page_tokens)
-    scheduler = Scheduler(source, max_running=max_running, step_tokens=step_tokens)
+    scheduler = Scheduler(source, NoAdapters(), max_running=max_running, step_tokens=step_tokens)
     live: dict[str, Sequence] = {}
     ended, arrivals = 0, 0
     room = pages * page_tokens
@@ -106,7 +120,7 @@ def test_everything_ends_and_nothing_is_left(
 
 def test_decodes_go_before_prefill_and_chunks_fill_the_step() -> None:
     source = Source(100, 4)
-    scheduler = Scheduler(source, max_running=8, step_tokens=10)
+    scheduler = Scheduler(source, NoAdapters(), max_running=8, step_tokens=10)
     for arrival, prompt in enumerate((4, 25)):
         scheduler.add(sequence(arrival, prompt, 50))
     plans = []
@@ -119,7 +133,7 @@ def test_decodes_go_before_prefill_and_chunks_fill_the_step() -> None:
 
 def test_no_more_run_than_a_step_has_tokens() -> None:
     source = Source(100, 4)
-    scheduler = Scheduler(source, max_running=5, step_tokens=2)
+    scheduler = Scheduler(source, NoAdapters(), max_running=5, step_tokens=2)
     for arrival in range(5):
         scheduler.add(sequence(arrival, 1, 20))
     ended = []
@@ -131,7 +145,7 @@ def test_no_more_run_than_a_step_has_tokens() -> None:
 
 def test_the_latest_gives_way_and_is_first_in_line_again() -> None:
     source = Source(4, 2)
-    scheduler = Scheduler(source, max_running=4, step_tokens=16)
+    scheduler = Scheduler(source, NoAdapters(), max_running=4, step_tokens=16)
     first, second, third = sequence(0, 3, 5), sequence(1, 3, 5), sequence(2, 1, 1)
     for one in (first, second, third):
         scheduler.add(one)
@@ -155,7 +169,7 @@ def test_the_latest_gives_way_and_is_first_in_line_again() -> None:
 
 def test_the_one_that_grows_may_be_the_one_that_gives_way() -> None:
     source = Source(3, 2)
-    scheduler = Scheduler(source, max_running=4, step_tokens=16)
+    scheduler = Scheduler(source, NoAdapters(), max_running=4, step_tokens=16)
     first, second = sequence(0, 3, 2), sequence(1, 2, 2)
     for one in (first, second):
         scheduler.add(one)
@@ -167,7 +181,7 @@ def test_the_one_that_grows_may_be_the_one_that_gives_way() -> None:
 
 def test_a_sequence_that_does_not_fit_alone_is_our_own_bug() -> None:
     source = Source(1, 2)
-    scheduler = Scheduler(source, max_running=4, step_tokens=16)
+    scheduler = Scheduler(source, NoAdapters(), max_running=4, step_tokens=16)
     scheduler.add(sequence(0, 2, 5))
     run(scheduler, source, scheduler.plan(), 16)
     with pytest.raises(AssertionError, match="alone"):

@@ -1,0 +1,155 @@
+"""Adapters in the pool's pages: each is one run of consecutive pages, beside the KV cache's (S-LoRA's unified paging).
+
+S-LoRA (§4.2) cuts an adapter into pages of one vector each, and its kernels gather them. Here a page holds the keys and
+values of `page_tokens` tokens in all layers (2 MiB at 8B), an adapter of rank 16 has 40 of them, and its matrices lie in
+one piece: kernels read them as if there were no pages, and less than one page an adapter is lost.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from coserve.kernels.segments import LoraPair
+from coserve.memory.buffer import PageBuffer, aligned
+from coserve.memory.pages import Span
+from coserve.model.lora import LoraWeights
+
+
+def packed_bytes(weights: LoraWeights) -> int:
+    """Bytes of an adapter's matrices one behind the other, each beginning at a whole line."""
+    return sum(aligned(pair.a_RD.nbytes) + aligned(pair.b_OR.nbytes) for pair in weights.sites.values())
+
+
+def views(bytes_N: Tensor, like: LoraWeights) -> LoraWeights:
+    """An adapter of the shapes of `like` whose matrices are views of `bytes_N` (uint8), one behind the other."""
+    at = 0
+
+    def view(matrix: Tensor) -> Tensor:
+        nonlocal at
+        part = bytes_N[at : at + matrix.nbytes].view(matrix.dtype).view(matrix.shape)
+        at += aligned(matrix.nbytes)
+        return part
+
+    sites = {
+        name: LoraPair(view(pair.a_RD), view(pair.b_OR), pair.scaling) for name, pair in like.sites.items()
+    }  # a before b, site by site
+    return LoraWeights(like.settings, sites)
+
+
+def packed(weights: LoraWeights, *, pinned: bool) -> LoraWeights:
+    """A copy on the host in one piece of memory, which one copy brings to the device; `pinned`: without waiting."""
+    bytes_N = torch.empty(packed_bytes(weights), dtype=torch.uint8, pin_memory=pinned)
+    copy = views(bytes_N, weights)
+    _copy(weights, copy)
+    return copy
+
+
+def _matrices(weights: LoraWeights) -> list[Tensor]:
+    return [matrix for pair in weights.sites.values() for matrix in (pair.a_RD, pair.b_OR)]
+
+
+def _one_piece(weights: LoraWeights) -> Tensor | None:
+    """uint8 (N): the memory of an adapter that `packed` made; None for another."""
+    matrices = _matrices(weights)
+    if not matrices or len({matrix.untyped_storage().data_ptr() for matrix in matrices}) != 1:
+        return None
+    storage = matrices[0].untyped_storage()
+    bytes_N = torch.empty(0, dtype=torch.uint8, device=matrices[0].device).set_(storage)
+    places = [matrix.data_ptr() for matrix in _matrices(views(bytes_N, weights))] if _fits(bytes_N, weights) else []
+    return bytes_N if places == [matrix.data_ptr() for matrix in matrices] else None
+
+
+def _fits(bytes_N: Tensor, weights: LoraWeights) -> bool:
+    return bytes_N.numel() == packed_bytes(weights) and all(matrix.is_contiguous() for matrix in _matrices(weights))
+
+
+@torch.no_grad()
+def _copy(source: LoraWeights, target: LoraWeights) -> None:
+    for ours, theirs in zip(_matrices(target), _matrices(source), strict=True):
+        ours.copy_(theirs)
+
+
+@dataclass(frozen=True)
+class Entered:
+    """An adapter in pages, and where pages moved that were in its way."""
+
+    weights: LoraWeights
+    moved: Mapping[int, int]
+
+
+@dataclass(frozen=True)
+class _Placed:
+    source: weakref.ref[LoraWeights]
+    span: Span
+    weights: LoraWeights
+
+
+class AdapterPages:
+    """Which adapters are in pages. A *source* is an adapter outside of the pool, known by its identity.
+
+    An adapter that nobody is in with stays in its pages until they are needed. When it comes back after that, it is
+    another `LoraWeights`: whoever kept addresses of the old one cannot take it for the new one. Pages may be written
+    while a step under way still reads what they held before: `PageBuffer` says why.
+    """
+
+    def __init__(self, buffer: PageBuffer) -> None:
+        self._buffer = buffer
+        self._placed: dict[int, _Placed] = {}
+        self._gone: list[int] = []
+
+    def pages(self, source: LoraWeights) -> int:
+        """Pages that the adapter takes."""
+        return max(1, self._buffer.pages_for(packed_bytes(source)))
+
+    def needs(self, source: LoraWeights) -> int:
+        """Pages, of those that are free now, that `enter` takes: none if somebody holds the adapter already."""
+        self._sweep()
+        placed = self._placed.get(id(source))
+        held = placed is not None and placed.span.holders > 0
+        return 0 if held else self.pages(source)
+
+    def enter(self, source: LoraWeights) -> Entered | None:
+        """The adapter in pages, until as many calls of `leave`; None if there is no room for it now.
+
+        There is whenever `needs` pages are free, unless other held adapters cut the pool into pieces too short for it.
+        """
+        self._sweep()
+        placed = self._placed.pop(id(source), None)
+        if placed is not None and self._buffer.pool.hold_span(placed.span):
+            self._placed[id(source)] = placed
+            return Entered(placed.weights, {})
+        taken = self._buffer.take_span(self.pages(source))
+        if taken is None:
+            return None
+        span, moved = taken
+        bytes_N = self._buffer.of(span)
+        weights = views(bytes_N, source)
+        whole = _one_piece(source)
+        if whole is None:
+            _copy(source, weights)
+        else:  # from pinned memory nobody waits for it; torch keeps that until the copy has ended
+            bytes_N[: whole.numel()].copy_(whole, non_blocking=True)
+        self._placed[id(source)] = _Placed(weakref.ref(source, self._forgets(id(source))), span, weights)
+        return Entered(weights, moved)
+
+    def leave(self, source: LoraWeights) -> None:
+        """Gives back one `enter`."""
+        self._buffer.pool.give_span(self._placed[id(source)].span)
+        self._sweep()
+
+    def _forgets(self, key: int) -> Callable[[object], None]:
+        gone = self._gone
+        return lambda _: gone.append(key)
+
+    def _sweep(self) -> None:
+        """Blank the pages of adapters that nobody can ask for again: their source is no more."""
+        while self._gone:
+            placed = self._placed.get(key := self._gone.pop())
+            if placed is not None and placed.source() is None:
+                del self._placed[key]
+                self._buffer.pool.drop_span(placed.span)
