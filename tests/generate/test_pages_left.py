@@ -1,7 +1,7 @@
-"""Ten thousand requests with cancels over the real scheduler, pool and prefix cache, and a base that is a function.
+"""Ten thousand requests with cancels over the real scheduler, pool, prefix cache and adapters, and a base that is a function.
 
 Each slot of a page holds a mark of everything that its keys and values would depend on, so that a page in the wrong hands
-shows at once; and each token is a function of the marks before it.
+shows at once; and each token is a function of the marks before it. Adapters have real matrices in the same pages.
 """
 
 from __future__ import annotations
@@ -12,28 +12,75 @@ from dataclasses import dataclass, field
 from zlib import crc32
 
 import pytest
+import torch
 
+from coserve.adapters.residency import Residency
 from coserve.generate.schedule import Scheduler, Share
 from coserve.generate.sequences import Sequence
+from coserve.kernels.segments import LoraPair
 from coserve.link import Generate
-from coserve.memory.pages import PagePool
+from coserve.memory.adapters import AdapterPages, Entered
+from coserve.memory.buffer import ALIGNMENT, PageBuffer
 from coserve.memory.prefix import PageKeys
-from coserve.types import AdapterRef, SamplingParams, Slo
+from coserve.memory.spans import crowded
+from coserve.model.lora import LoraWeights
+from coserve.types import AdapterRef, LoraSettings, SamplingParams, Slo
 
 PAGES, PAGE_TOKENS, STEP_TOKENS, RUNNING = 64, 4, 48, 12
-ROOM = PAGES * PAGE_TOKENS
+PAGE_BYTES = 2 * ALIGNMENT
+REFS = [AdapterRef("a", 1), AdapterRef("a", 2), *(AdapterRef(f"n{i}", 1) for i in range(6))]
+RESIDENT = 5
+
+
+def load(ref: AdapterRef) -> LoraWeights:
+    """An adapter of 2, 4, ... or 16 pages, full of its number."""
+    number = 1 + REFS.index(ref)
+    matrices = torch.full((number, ALIGNMENT // 2), float(number)), torch.full((ALIGNMENT // 2, number), float(number))
+    return LoraWeights(LoraSettings(r=number), {"site": LoraPair(*matrices, 1.0)})
+
+
+def is_in_pages(ref: AdapterRef, weights: LoraWeights) -> bool:
+    number, pair = float(1 + REFS.index(ref)), weights.sites["site"]
+    return bool((pair.a_RD == number).all() and (pair.b_OR == number).all())
 
 
 class Memory:
-    def __init__(self) -> None:
-        self.pool, self.page_tokens = PagePool(PAGES), PAGE_TOKENS
-        self.slots = [[0] * PAGE_TOKENS for _ in range(PAGES)]
+    """Pages of tokens and adapters, as the generator has them; the tokens' part is a list of marks."""
+
+    def __init__(self, pages: int = PAGES) -> None:
+        buffer = PageBuffer(pages, PAGE_BYTES, torch.device("cpu"))
+        self.pool, self.page_tokens = buffer.pool, PAGE_TOKENS
+        self.slots = [[0] * PAGE_TOKENS for _ in range(pages)]
+        self._adapters = AdapterPages(buffer)
+        self.entered = self.moved = 0
+
+    @property
+    def free(self) -> int:
+        return self.pool.free
 
     def take(self, n: int) -> list[int] | None:
         pages = self.pool.take(n)
         for page in pages or ():
             self.slots[page] = [0] * PAGE_TOKENS
         return pages
+
+    def needs(self, source: LoraWeights) -> int:
+        return self._adapters.needs(source)
+
+    def adapter_pages(self, source: LoraWeights) -> int:
+        return self._adapters.pages(source)
+
+    def enter(self, source: LoraWeights) -> Entered | None:
+        entered = self._adapters.enter(source)
+        if entered is not None:
+            self.entered += 1
+            self.moved += len(entered.moved)
+            for page, to in entered.moved.items():
+                self.slots[to] = self.slots[page]
+        return entered
+
+    def leave(self, source: LoraWeights) -> None:
+        self._adapters.leave(source)
 
     def give(self, pages: list[int]) -> None:
         self.pool.give(pages)
@@ -64,6 +111,9 @@ class Life:
 
     def compute(self, share: Share, memory: Memory) -> None:
         own, start = self.sequence, self.sequence.computed
+        if own.adapter is not None:
+            assert own.weights is not None
+            assert is_in_pages(own.adapter, own.weights)
         if start % PAGE_TOKENS == 0 or share.tokens > 1:
             self.check(memory)
         for at in range(start, start + share.tokens):
@@ -79,14 +129,16 @@ class Life:
             assert memory.slots[own.pages[at // PAGE_TOKENS]][at % PAGE_TOKENS] == self.mark(at), own.id
 
 
-def make(number: int, chance: random.Random, roots: list[list[int]]) -> Life:
+def make(number: int, chance: random.Random, roots: list[list[int]], memory: Memory, residency: Residency) -> Life:
     tokens = chance.choice(roots)[: chance.randint(0, 60)] + [
         chance.randrange(50) for _ in range(chance.randint(1, 12))
     ]
     max_tokens = chance.randint(1, 24)
-    if chance.random() < 0.01:
-        max_tokens = ROOM + 1 - len(tokens)  # it fits the pool, alone and to the last slot
-    adapter = chance.choice([None, AdapterRef("a", 1), AdapterRef("a", 2), AdapterRef("b", 1)])
+    adapter = chance.choice([None, REFS[0], REFS[1], *chance.choices(REFS, range(len(REFS), 0, -1))])
+    source = None if adapter is None else residency.acquire(adapter)
+    if chance.random() < 0.01:  # it fits the pool, alone with its adapter and to the last slot
+        room = memory.pool.total - (0 if source is None else memory.adapter_pages(source))
+        max_tokens = room * PAGE_TOKENS + 1 - len(tokens)
     scored = 1 if chance.random() < 0.05 else None
     request = Generate(
         id=str(number),
@@ -96,59 +148,117 @@ def make(number: int, chance: random.Random, roots: list[list[int]]) -> Life:
         slo=Slo(ttft=1, tpot=1),
     )
     keys = PageKeys(PAGE_TOKENS, base="b", adapter=adapter)
-    return Life(Sequence(request, number, None, max_tokens, frozenset(), tokens, keys=keys))
+    return Life(Sequence(request, number, source, max_tokens, frozenset(), tokens, keys=keys))
+
+
+class Traffic:
+    """Requests over one memory: who lives, and how many came, ended and were cancelled."""
+
+    def __init__(self, memory: Memory, seed: int, *, running: int, step_tokens: int) -> None:
+        self.memory, self.chance = memory, random.Random(seed)
+        self.residency = Residency(load, RESIDENT)
+        self.scheduler = Scheduler(memory, memory, max_running=running, step_tokens=step_tokens)
+        self.roots = [[self.chance.randrange(50) for _ in range(60)] for _ in range(2)]
+        self.live: dict[str, Life] = {}
+        self.made = self.ended = self.cancelled = 0
+
+    def arrive(self) -> None:
+        life = make(self.made, self.chance, self.roots, self.memory, self.residency)
+        self.live[life.sequence.id] = life
+        self.scheduler.add(life.sequence)
+        self.made += 1
+
+    def remove(self, id: str) -> None:
+        own = self.live.pop(id).sequence
+        self.scheduler.remove(own)
+        assert own.pages == []
+        assert own.weights is None
+        if own.adapter is not None:
+            self.residency.release(own.adapter)
+
+    def cancel(self) -> None:
+        self.remove(self.chance.choice(list(self.live)))
+        self.cancelled += 1
+
+    def run(self, shares: list[Share]) -> None:
+        for share in shares:
+            own, life = share.sequence, self.live[share.sequence.id]
+            life.compute(share, self.memory)
+            if own.pending == 0 and own.push(life.mark(own.computed - 1) // 2 % 50) is not None:
+                assert own.generated == own.sampling.max_tokens
+                life.check(self.memory)
+                self.remove(own.id)
+                self.ended += 1
+
+    @property
+    def waiting(self) -> list[Sequence]:
+        """In line, first come first."""
+        found = [life.sequence for life in self.live.values() if not life.sequence.pages]
+        return sorted(found, key=lambda sequence: sequence.arrival)
 
 
 @pytest.mark.parametrize("seed", [0])
 def test_ten_thousand_requests_with_cancels_leave_no_page_behind(seed: int) -> None:
-    chance, memory = random.Random(seed), Memory()
-    roots = [[chance.randrange(50) for _ in range(60)] for _ in range(2)]
-    scheduler = Scheduler(memory, max_running=RUNNING, step_tokens=STEP_TOKENS)
-    live: dict[str, Life] = {}
-    made = ended = cancelled = steps = 0
-    while made < 10_000 or live:
-        for _ in range(chance.choice((0, 0, 1, 4)) if made < 10_000 and len(live) < 60 else 0):
-            life = make(made, chance, roots)
-            live[life.sequence.id] = life
-            scheduler.add(life.sequence)
-            made += 1
-        if live and chance.random() < 0.1:
-            life = live.pop(chance.choice(list(live)))
-            scheduler.remove(life.sequence)
-            assert life.sequence.pages == []
-            cancelled += 1
+    memory = Memory()
+    traffic = Traffic(memory, seed, running=RUNNING, step_tokens=STEP_TOKENS)
+    chance, scheduler, steps = traffic.chance, traffic.scheduler, 0
+    while traffic.made < 10_000 or traffic.live:
+        for _ in range(chance.choice((0, 0, 1, 4)) if traffic.made < 10_000 and len(traffic.live) < 60 else 0):
+            traffic.arrive()
+        if traffic.live and chance.random() < 0.1:
+            traffic.cancel()
         before = scheduler.preemptions
         shares = scheduler.plan()
         steps += 1
-        assert bool(shares) == bool(live), "nobody moves"
-        check_nobody_waits_in_vain(live, shares, memory, preempted=scheduler.preemptions > before)
-        for share in shares:
-            own, life = share.sequence, live[share.sequence.id]
-            life.compute(share, memory)
-            if own.pending == 0:
-                finished = own.push(life.mark(own.computed - 1) // 2 % 50)
-                if finished is not None:
-                    assert own.generated == own.sampling.max_tokens
-                    life.check(memory)
-                    scheduler.remove(own)
-                    del live[own.id]
-                    ended += 1
+        assert bool(shares) == bool(traffic.live), "nobody moves"
+        check_nobody_waits_in_vain(traffic, shares, preempted=scheduler.preemptions > before)
+        traffic.run(shares)
         if steps % 100 == 0:
             memory.pool.check_integrity()
-    assert ended + cancelled == made
+    assert traffic.ended + traffic.cancelled == traffic.made
     assert (len(scheduler), memory.pool.used, memory.pool.free) == (0, 0, PAGES)
     memory.pool.check_integrity()
     assert memory.pool.idle > PAGES // 2
     assert scheduler.preemptions > 100
-    assert scheduler.prefix_queries > scheduler.prefix_hits > scheduler.prefix_queries // 5
-    assert cancelled > 500
+    assert scheduler.prefix_queries > scheduler.prefix_hits > scheduler.prefix_queries // 8
+    assert traffic.cancelled > 500
+    assert memory.entered > 5000
+    assert memory.moved > 1000, "pages were in adapters' ways"
 
 
-def check_nobody_waits_in_vain(live: dict[str, Life], shares: list[Share], memory: Memory, *, preempted: bool) -> None:
-    """Whoever is not let in lacks pages, and no idle page could have served."""
-    waiting = [life.sequence for life in live.values() if not life.sequence.pages]
-    active = len(live) - len(waiting)
-    room = active < RUNNING and sum(share.tokens for share in shares) < STEP_TOKENS
+def check_nobody_waits_in_vain(traffic: Traffic, shares: list[Share], *, preempted: bool) -> None:
+    """Whoever is not let in lacks pages, and no idle page could have served; or other adapters are in its adapter's way."""
+    waiting, memory = traffic.waiting, traffic.memory
+    room = len(traffic.live) - len(waiting) < RUNNING and sum(share.tokens for share in shares) < STEP_TOKENS
     if waiting and room and not preempted:
-        first = min(waiting, key=lambda sequence: sequence.arrival)
-        assert memory.pool.free < memory.pages_for(len(first.tokens))
+        first, source = waiting[0], waiting[0].source
+        need = memory.pages_for(len(first.tokens)) + (0 if source is None else memory.needs(source))
+        blocked = source is not None and crowded(memory.pool._state, memory.adapter_pages(source)) is None
+        assert memory.pool.free < need or blocked
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_nothing_waits_or_gives_way_before_95_percent_of_the_pool_are_used(seed: int) -> None:
+    """With adapters and tokens of a hundred sequences mixed, which come, grow and go."""
+    pages = 1000
+    memory = Memory(pages)
+    traffic = Traffic(memory, seed, running=10_000, step_tokens=10_000)
+    least, waited, gave_way = 1.0, 0, 0
+    for _ in range(120):
+        for _ in range(traffic.chance.randint(0, 25) if len(traffic.live) < 400 else 0):
+            traffic.arrive()
+        if traffic.live and traffic.chance.random() < 0.2:
+            traffic.cancel()
+        before, asked = traffic.scheduler.preemptions, memory.pool.used
+        shares = traffic.scheduler.plan()
+        if traffic.scheduler.preemptions > before:
+            gave_way += 1
+            least = min(least, asked / pages)
+        elif traffic.waiting:
+            waited += 1
+            least = min(least, memory.pool.used / pages)
+        traffic.run(shares)
+        memory.pool.check_integrity()
+    assert waited > 20
+    assert gave_way > 0
+    assert least >= 0.95
