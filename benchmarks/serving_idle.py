@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -104,9 +104,8 @@ def idle_of(spans: Sequence[tuple[float, float]], steps: int, plain_step: float)
 
 
 def _print_kernels(found: Sequence[tuple[str, float]], steps: int) -> None:
-    calls, total = Counter[str](), Counter[str]()
+    calls, total = Counter(name for name, _ in found), defaultdict[str, float](float)
     for name, us in found:
-        calls[name] += 1
         total[name] += us
-    for name, us in total.most_common(22):
+    for name, us in sorted(total.items(), key=lambda item: -item[1])[:22]:
         print(f"{us / steps:9.1f} us/step {calls[name] / steps:7.1f} calls  {name[:110]}")

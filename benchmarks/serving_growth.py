@@ -1,0 +1,136 @@
+"""How the cost of a decode step grows: 1 to 256 sequences, 128 to 32k tokens of context, with and without adapters.
+
+    python -m benchmarks.serving_growth --out benchmarks/results [--budget 200]
+    TRITON_INTERPRET=1 python -m benchmarks.serving_growth --tiny --out /tmp/tried
+
+Milliseconds from one step's tokens to the next step's, through the generator and its graphs. The prompts are not
+computed: the cache says of every prompt that it holds it already (all but its last tokens), in pages of random numbers of
+the size that keys and values have. A step reads as many pages, and does the same with them, as if they had been; no two
+sequences share one. Prompts of 16 x 32k tokens alone would take minutes of prefill, which is not what is measured here.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from benchmarks.serving_case import FULL, RANKS, SEED, TINY, Bench, Load, Shape, hardware, make_base, synchronize
+from benchmarks.serving_results import RESULTS, Results
+from coserve.memory.kv import KvCache
+
+SEQUENCES = (1, 4, 16, 64, 256)
+CONTEXTS = (128, 1024, 4096, 16384, 32768)
+WARM, STEPS = 6, 32
+PAGE_TOKENS = 16
+BIG = replace(FULL, context=CONTEXTS[-1] + 1024, kv_tokens=600_000)
+SMALL = replace(TINY, context=256)
+Cell = tuple[int, int, int]
+"""Sequences, context, adapters."""
+
+
+class FullCache(KvCache):
+    """Claims to hold whatever prefix it is asked for."""
+
+    def find(self, keys: Iterable[bytes]) -> list[int]:
+        """Pages of nobody else; what they hold is what `fill` put there."""
+        return self.take(sum(1 for _ in keys)) or []
+
+    def label(self, page: int, key: bytes) -> None:
+        """Nobody needs to find it."""
+
+    def fill(self, dtype: torch.dtype) -> None:
+        """Random keys and values in all pages but the last, which stays zero."""
+        self.buffer.bytes[:-1].view(dtype).normal_()
+
+
+def cells(shape: Shape, adapters: Iterable[int]) -> tuple[list[Cell], list[Cell]]:
+    """Those to measure, cheapest first, and those that the pool does not hold."""
+    every = [(n, c, a) for n in SEQUENCES for c in CONTEXTS for a in adapters]
+    every = [cell for cell in every if cell[0] <= shape.max_running and cell[1] + 64 <= shape.context]
+    room = 3 * shape.kv_tokens // 100  # for the adapters
+    fits = [cell for cell in every if cell[0] * (cell[1] + WARM + STEPS + 32) <= shape.kv_tokens - room]
+    return sorted(fits, key=lambda cell: cell[0] * cell[1]), [cell for cell in every if cell not in fits]
+
+
+def step_ms(bench: Bench, cell: Cell) -> list[float]:
+    """Of `STEPS` decode steps, the last of which has the cell's context."""
+    sequences, context, adapters = cell
+    load = Load(sequences, context - WARM - STEPS, WARM + STEPS + 8, adapters)
+    name = f"growth/{cell}"
+    for one in load.asks(name, bench.shape.vocab):
+        bench.generator.add(one)
+    times = list[float]()
+    for step in range(WARM + STEPS + 1):
+        began = time.perf_counter()
+        told = len(bench.generator.step())
+        times.append((time.perf_counter() - began) * 1e3)
+        assert step == 0 or told == sequences, f"expected a token of each of {sequences} sequences, got {told}"
+    bench.generator.land()
+    for i in range(sequences):
+        bench.generator.cancel(f"{name}/{i}")
+    synchronize(bench.shape)
+    return times[WARM + 1 :]
+
+
+def measure(bench: Bench, todo: Iterable[Cell], deadline: float) -> Iterator[tuple[Cell, list[float] | None]]:
+    """None: no time was left."""
+    for cell in todo:
+        yield cell, None if time.monotonic() > deadline else step_ms(bench, cell)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, default=RESULTS)
+    parser.add_argument("--budget", type=float, default=300.0, help="seconds after which no cell is begun")
+    parser.add_argument("--adapters", default="0,32", help="numbers of adapters, separated by commas")
+    parser.add_argument("--tiny", action="store_true", help="a tiny shape on the CPU, to try the script")
+    parser.add_argument("--commit", default="", help="the commit that runs, where there is no repository to ask")
+    options = parser.parse_args()
+    if options.tiny and options.out == RESULTS:
+        parser.error("--tiny needs an --out of its own: its numbers say nothing")
+    began, shape = time.monotonic(), SMALL if options.tiny else BIG
+    base = make_base(shape)
+    pages = shape.kv_tokens // PAGE_TOKENS
+    kv = FullCache(base.kv_shapes, pages=pages, page_tokens=PAGE_TOKENS, dtype=base.dtype, device=base.device)
+    kv.fill(base.dtype)
+    bench = Bench(base, shape, kv=kv, prefix_cache=True)
+    adapters = [int(count) for count in options.adapters.split(",")]
+    if any(adapters):
+        bench.publish("a")
+    print(f"compiled and captured in {bench.capture(RANKS['a'] if any(adapters) else ()):.1f} s", flush=True)
+    results = Results(
+        options.out,
+        "serving_growth.json",
+        script="benchmarks.serving_growth",
+        hardware=hardware(shape),
+        seed=SEED,
+        revision=options.commit,
+        settings=vars(shape) | {"warm": WARM, "steps": STEPS},
+    )
+    todo, too_large = cells(shape, adapters)
+    if too_large:
+        print(f"left out, as the pool of {shape.kv_tokens} tokens is too small:", *too_large, flush=True)
+    for cell, found in measure(bench, todo, began + options.budget):
+        sequences, context, count = cell
+        key = f"serving.step_ms.b{sequences}.c{context}.a{count}"
+        if found is None:
+            print(f"no time was left for {key}", flush=True)
+            continue
+        median = statistics.median(found)
+        about = {
+            "sequences": sequences,
+            "context": context,
+            "adapters": count,
+            "tok_s": round(sequences / median * 1e3),
+        }
+        results.put(key, round(median, 3), "ms a step", None, found, about)
+
+
+if __name__ == "__main__":
+    main()
