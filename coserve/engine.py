@@ -12,6 +12,7 @@ import logging
 import math
 from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import accumulate
 
@@ -21,6 +22,7 @@ from coserve.link import (
     CancelJob,
     CancelRequest,
     DropAdapter,
+    EngineNotes,
     EngineStats,
     EngineStopped,
     FromEngine,
@@ -41,13 +43,15 @@ from coserve.link import (
 from coserve.queues.finetune import JobQueue
 from coserve.queues.inference import InferenceQueue, Queued
 from coserve.queues.policy import Costs, Policy, Running, Serve, Train, View, Wait, Waiting
-from coserve.rooms import Adapters, Average, Generates, Trains
+from coserve.rooms import Adapters, Average, Generates, Trains, Upgrades
 from coserve.state.failpoints import failpoint
 from coserve.types import JobSpec
 
 log = logging.getLogger(__name__)
 
 STATS_INTERVAL = 1.0
+PREPARATION = 0.5
+"""Seconds: longer than a piece of `Generates.prepare`."""
 
 
 @dataclass
@@ -86,12 +90,13 @@ class Engine:
         step_tokens: int,
         clock: Callable[[], float],
         pace: Callable[[], Awaitable[None]] = _yield_to_loop,
+        upgrade: Upgrades | None = None,
     ) -> None:
         self._generator, self._trainer, self._adapters = generator, trainer, adapters
         self._policy, self._link = policy, link
         self._max_running, self._max_active_jobs = max_running, max_active_jobs
         self._step_tokens = step_tokens
-        self._clock, self._pace = clock, pace
+        self._clock, self._pace, self._upgrade = clock, pace, upgrade
         self._queue = InferenceQueue(max_queue, fair=fair)
         self._seen: tuple[tuple[Queued, ...], tuple[Waiting, ...]] = (), ()
         self._running: dict[str, _Clocked] = {}
@@ -109,16 +114,21 @@ class Engine:
 
     async def run(self) -> None:
         """Tick until `Shutdown` comes or the API process is gone."""
-        inbox = asyncio.create_task(self._receive())
-        inbox.add_done_callback(lambda _: self._changed.set())
+        beside = [asyncio.create_task(self._receive())]
+        if self._upgrade is not None:
+            beside.append(asyncio.create_task(self._take_up(self._upgrade)))
+        for task in beside:
+            task.add_done_callback(lambda _: self._changed.set())
         try:
-            while not (self._stopping or inbox.done()):
+            while not (self._stopping or beside[0].done()):
                 self._activate_jobs()
                 await self._tick(self._clock())
-            if inbox.done():
-                inbox.result()  # a fault in a message's handling must not leave the engine deaf
+                for task in beside:
+                    if task.done():
+                        task.result()  # a fault in a message's handling must not leave the engine deaf
         finally:
-            inbox.cancel()
+            for task in beside:
+                task.cancel()
         failpoint("shutdown")
         self._checkpoint_active()
         self._link.send(EngineStopped())
@@ -129,9 +139,19 @@ class Engine:
                 await self._serve(admit)
             case Train(job, pieces):
                 await self._train(job, pieces)
+            case Wait(until) if (until is None or until - now > PREPARATION) and self._generator.prepare():
+                await self._pace()
             case Wait(until):
                 self._report(now, force=True)
                 await self._wait(None if until is None else until - now)
+
+    async def _take_up(self, upgrade: Upgrades) -> None:
+        """Compile on a thread, which nobody waits for at the end, and go on with what came out."""
+        executor = ThreadPoolExecutor(1, "compile")
+        compiled = asyncio.get_running_loop().run_in_executor(executor, upgrade.compile)
+        executor.shutdown(wait=False)
+        await compiled
+        self._link.send(EngineNotes(notes=upgrade.adopt()))
 
     # ---- the two kinds of work
 

@@ -90,6 +90,12 @@ class EngineReady(Message, frozen=True):
     """What runs slower than it could, and why: shown in /health."""
 
 
+class EngineNotes(Message, frozen=True):
+    """From now on `EngineReady.notes` are these."""
+
+    notes: tuple[str, ...]
+
+
 class EngineRefused(Message, frozen=True):
     """The engine cannot start with these settings; `code` is that of a `StartupError`."""
 
@@ -192,6 +198,7 @@ class EngineStopped(Message, frozen=True):
 ToEngine = Generate | CancelRequest | StartJob | PauseJob | ResumeJob | CancelJob | DropAdapter | Shutdown
 FromEngine = (
     EngineReady
+    | EngineNotes
     | EngineRefused
     | Admitted
     | Tokens

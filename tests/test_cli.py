@@ -28,6 +28,7 @@ SETTINGS = [
     "dtype",
     "threads",
     "lora_way",
+    "compile",
     "trust_remote_code",
     "load_format",
     "policy",

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import msgspec
+
 from coserve.errors import EngineUnavailable
 from coserve.link import EngineReady, EngineStats, FromEngine, Link, ToEngine
 from coserve.types import AdapterRef, BaseSpec
@@ -46,6 +48,11 @@ class Connection:
     def open(self, link: Link[ToEngine, FromEngine], ready: EngineReady) -> None:
         self._link, self.ready = link, ready
         self.starts += 1
+
+    def note(self, notes: tuple[str, ...]) -> None:
+        """The engine says something else of itself than when it was ready."""
+        if self.ready is not None:
+            self.ready = msgspec.structs.replace(self.ready, notes=notes)
 
     def lost(self) -> None:
         self._link = self.stats = None

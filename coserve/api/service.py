@@ -22,6 +22,7 @@ from coserve.config import Config
 from coserve.errors import EngineUnavailable
 from coserve.link import (
     Admitted,
+    EngineNotes,
     EngineReady,
     EngineRefused,
     EngineStats,
@@ -107,6 +108,8 @@ class Service:
             case EngineStats():
                 self.engine.stats = message
                 self.metrics.engine.report(message)
+            case EngineNotes():
+                self.engine.note(message.notes)
             case EngineStopped():
                 log.info("the engine stopped")
             case EngineReady() | EngineRefused():

@@ -13,7 +13,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from coserve.errors import UnsupportedBase
 from coserve.generate.batch import by_adapter
 from coserve.generate.device_sampler import DeviceSampler
 from coserve.generate.draws import likeliest
@@ -22,12 +21,10 @@ from coserve.generate.sampler import Choice, Chosen, choices, send_ids
 from coserve.generate.schedule import Share
 from coserve.generate.sequences import Sequence
 from coserve.generate.slots import WIDTHS, AdapterSlots, slot_lora, width_of
-from coserve.kernels.dispatch import Way
 from coserve.kernels.sampling import NOT_FINITE
 from coserve.kernels.segments import Segments
 from coserve.kernels.tiles import Run
 from coserve.memory.kv import KvCache
-from coserve.model.base import Base
 from coserve.model.fused import FusedBase
 
 BUCKETS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256)
@@ -73,7 +70,7 @@ class Runner:
         base = fused.base
         self._fused, self._kv, self._device = fused, kv, base.device
         self._max_tokens = min(base.spec.context, kv.tokens)
-        self._sampler = DeviceSampler(base.spec.vocab, base.device)
+        self._sampler, self._sampler_warm = DeviceSampler(base.spec.vocab, base.device), False
         self._slots = AdapterSlots(fused.groups, max(slots or 0, max_running), base.device)
         self._buckets = tuple(b for b in BUCKETS if b < max_running) + tuple(b for b in BUCKETS if b >= max_running)[:1]
         self._graphs: dict[tuple[int, int], DecodeGraph] = {}
@@ -85,10 +82,20 @@ class Runner:
 
     def warm_up(self, ranks: Items[int] = (16,)) -> None:
         """Captures the graphs of steps without adapters, and of steps whose adapters are of these ranks."""
-        self._sampler.warm_up(self._fused.base.dtype)
-        for width in (0, *ranks):
-            for bucket in reversed(self._buckets):
-                self._graph(bucket, width)
+        while self.prepare(ranks):
+            pass
+
+    def prepare(self, ranks: Items[int] = (16,)) -> bool:
+        """A piece of `warm_up`: the sampler's kernels, or one graph. False if nothing was left of it."""
+        if not self._sampler_warm:
+            self._sampler.warm_up(self._fused.base.dtype)
+            self._sampler_warm = True
+            return True
+        wanted = ((bucket, width) for width in (0, *ranks) for bucket in reversed(self._buckets))
+        missing = next((key for key in wanted if key not in self._graphs), None)
+        if missing is not None:
+            self._graph(*missing)
+        return missing is not None
 
     def launch(self, shares: Items[Share]) -> Flight:
         """Start a step. What `computed` says of its sequences is from before it."""
@@ -192,23 +199,3 @@ class Runner:
         """The next step takes these tokens from the device."""
         if lanes:
             self._last.index_copy_(0, send_ids(self._device, lanes)[0], chosen.clamp_min(0))
-
-
-def make_runner(base: Base, kv: KvCache, *, max_running: int, way: Way) -> tuple[Runner | None, tuple[str, ...]]:
-    """A runner with its graphs captured where there is a GPU to run on, and what an operator should know of it."""
-    if base.device.type != "cuda":
-        return None, ()
-    if way is not Way.SEGMENTED:
-        return None, (
-            f"generation: steps run one by one without CUDA graphs, as the lora way {way} cannot be captured",
-        )
-    fused = FusedBase(base, options=INDUCTOR)
-    runner = Runner(fused, kv, max_running=max_running)
-    try:
-        fused.check()
-        runner.warm_up()
-    except (torch._dynamo.exc.TorchDynamoException, UnsupportedBase) as error:
-        reason = str(error).splitlines()[0]
-        return None, (f"generation: steps run one by one, as torch.compile refuses {base.spec.family}: {reason}",)
-    note = "generation: prompts whose log-probabilities are asked for are computed step by step, beside the others"
-    return runner, (note,)

@@ -6,6 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from coserve.link import EngineNotes
+from tests.support.api_server import serve_api
 from tests.support.real_server import serve_real
 
 
@@ -14,3 +16,11 @@ async def test_random_weights_are_owned_up_to(tmp_path: Path, load_format: str, 
     async with serve_real(tmp_path, load_format=load_format) as api:
         _, health = await api.call("GET", "/health")
     assert any("random" in note for note in health["notes"]) is says
+
+
+async def test_the_engine_may_say_something_else_later(tmp_path: Path) -> None:
+    async with serve_api(tmp_path) as api:
+        api.engine.link.send(EngineNotes(notes=("compiled",)))
+        await api.works()
+        _, health = await api.call("GET", "/health")
+    assert health["notes"] == ["compiled"]

@@ -100,6 +100,9 @@ class FakeGenerator:
     def land(self) -> list[Tokens | RequestFailed]:
         return []
 
+    def prepare(self) -> bool:
+        return False
+
     def step(self) -> list[Tokens | RequestFailed]:
         budget, results = self._step_tokens, list[Tokens | RequestFailed]()
         self._preempt_one()

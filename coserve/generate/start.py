@@ -1,0 +1,135 @@
+"""How generation gets to full speed: served at once, step by step; compiled meanwhile; then graphs, one at a time.
+
+Compilation runs on a thread of its own over a shadow of the base (`FusedBase.shadow`), which shares its weights and
+nothing that a forward changes. Everything that touches the base itself happens on the engine's thread: the stacking of
+weights and the measuring of kernels before the first request, the first steps of the runner after compilation.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+
+from coserve.errors import UnsupportedBase
+from coserve.generate.generator import Generator
+from coserve.generate.runner import INDUCTOR, Runner
+from coserve.kernels.dispatch import Way
+from coserve.memory.kv import KvCache
+from coserve.model.base import Base
+from coserve.model.fused import FusedBase
+
+COMPILING = "generation: steps run one by one until compilation ends"
+COMPILED = "generation: prompts whose log-probabilities are asked for are computed step by step, beside the others"
+SWITCH_INTERVAL = 2e-5
+"""Seconds after which the compiling thread gives way. A step takes and frees the interpreter with every operation: at
+Python's 5 ms it would wait so long a thousand times."""
+
+
+class Compilation:
+    """A base's layers on their way from plain to compiled."""
+
+    def __init__(self, fused: FusedBase, kv: KvCache, *, max_running: int) -> None:
+        self._fused, self._shadow = fused, fused.shadow()
+        self._kv, self._max_running = kv, max_running
+        self._refusal: str | None = None
+        self._done = False
+
+    def compile(self) -> None:
+        """Compiles the layers and checks their logits. On any thread, beside whatever the base is used for."""
+        with _giving_way():
+            try:
+                self._shadow.check()
+            except (torch._dynamo.exc.TorchDynamoException, UnsupportedBase) as error:
+                self._refusal = str(error).splitlines()[0]
+        self._done = True
+
+    def runner(self) -> tuple[Runner | None, tuple[str, ...]]:
+        """After `compile`, on the engine's thread: what runs steps from now on, None if they go on one by one, and
+        what an operator should know of it."""
+        assert self._done, "expected compilation to have ended"
+        if self._refusal is not None:
+            family = self._fused.base.spec.family
+            return None, (f"generation: steps run one by one, as torch.compile refuses {family}: {self._refusal}",)
+        return Runner(self._fused, self._kv, max_running=self._max_running), (COMPILED,)
+
+
+@dataclass(frozen=True)
+class Start:
+    """How steps run at first."""
+
+    runner: Runner | None
+    """None: one by one."""
+    notes: tuple[str, ...]
+    """What an operator should know of it."""
+    compilation: Compilation | None = None
+    """To be done beside serving."""
+
+
+@dataclass(frozen=True)
+class Upgrade:
+    """What the engine does with a compilation: `compile` on another thread, then `adopt` between two steps."""
+
+    compilation: Compilation
+    generator: Generator
+    notes: tuple[str, ...]
+    """What an operator should know of other things."""
+
+    def compile(self) -> None:
+        self.compilation.compile()
+
+    def adopt(self) -> tuple[str, ...]:
+        """From now on steps run compiled, if they can be; everything that an operator should know."""
+        runner, notes = self.compilation.runner()
+        if runner is not None:
+            self.generator.adopt(runner)
+        return self.notes + notes
+
+
+def make_start(base: Base, kv: KvCache, *, max_running: int, way: Way, when: str) -> Start:
+    """`when` layers are compiled: in the `background`, `before` the first request (with all graphs captured), or `off`.
+
+    Nothing is compiled where there is no GPU.
+    """
+    if base.device.type != "cuda":
+        return Start(None, ())
+    if way is not Way.SEGMENTED:
+        why = f"the lora way {way} cannot be captured"
+        return Start(None, (f"generation: steps run one by one without CUDA graphs, as {why}",))
+    if when == "off":
+        return Start(None, ("generation: steps run one by one without CUDA graphs, as compile is off",))
+    _wake_compiler(base.device)
+    compilation = Compilation(FusedBase(base, options=INDUCTOR), kv, max_running=max_running)
+    if when == "background":
+        return Start(None, (COMPILING,), compilation)
+    compilation.compile()
+    runner, notes = compilation.runner()
+    if runner is not None:
+        runner.warm_up()
+    return Start(runner, notes)
+
+
+def _wake_compiler(device: torch.device) -> None:
+    """Imports the compiler and lets it make what it makes once a process.
+
+    Some of that is traced by way of patches to `nn.Module`, which no forward of another thread may meet.
+    """
+    compiled = torch.compile(_one_more)
+    compiled(torch.zeros(64, device=device))
+
+
+def _one_more(x: torch.Tensor) -> torch.Tensor:
+    return (x + 1).sum()
+
+
+@contextmanager
+def _giving_way() -> Iterator[None]:
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(SWITCH_INTERVAL)
+    try:
+        yield
+    finally:
+        sys.setswitchinterval(before)

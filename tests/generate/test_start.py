@@ -1,0 +1,155 @@
+"""From steps one by one to compiled ones: nothing is compiled twice, no text changes, and who refuses goes on."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+
+import pytest
+import torch
+from torch import Tensor
+
+from coserve.generate.generator import Generator
+from coserve.generate.start import COMPILED, Compilation, Upgrade, make_start
+from coserve.kernels.dispatch import Way
+from coserve.link import Generate, Tokens
+from coserve.memory.kv import KvCache
+from coserve.model.base import Base, wrap_base
+from coserve.model.fused import FusedBase
+from coserve.model.lora import LoraWeights
+from coserve.types import AdapterRef, SamplingParams, Slo
+from tests.support.tiny_models import tiny_model
+
+OTHERS = ("something else",)
+
+
+class Counting:
+    """A backend that generates no code."""
+
+    def __init__(self) -> None:
+        self.traced = 0
+        self.threads: set[int] = set()
+
+    def __call__(self, graph: torch.fx.GraphModule, inputs: Sequence[Tensor]) -> Callable[..., Sequence[object]]:
+        self.traced += 1
+        self.threads.add(threading.get_ident())
+        return graph.forward
+
+
+def refusing(graph: torch.fx.GraphModule, inputs: Sequence[Tensor]) -> Callable[..., Sequence[object]]:
+    raise NotImplementedError("no such operation")
+
+
+def wrong(graph: torch.fx.GraphModule, inputs: Sequence[Tensor]) -> Callable[..., Sequence[object]]:
+    return lambda *args: [2 * part for part in graph.forward(*args)]
+
+
+class NoAdapters:
+    def acquire(self, ref: AdapterRef) -> LoraWeights:
+        raise AssertionError(ref)
+
+    def release(self, ref: AdapterRef) -> None:
+        raise AssertionError(ref)
+
+
+@pytest.fixture
+def base() -> Base:
+    return wrap_base(tiny_model("llama"), name="llama", eos_token_ids=())
+
+
+def served(base: Base, kv: KvCache) -> Generator:
+    return Generator(base, NoAdapters(), kv, max_running=8, step_tokens=64, way=Way.GROUPED)
+
+
+def ask(gen: Generator, id: str, length: int, seed: int | None = None) -> None:
+    sampling = SamplingParams(max_tokens=12, temperature=0.0 if seed is None else 1.2, seed=seed or 0)
+    gen.add(
+        Generate(id=id, prompt=tuple(range(3, 3 + length)), sampling=sampling, adapter=None, slo=Slo(ttft=1, tpot=1))
+    )
+
+
+def steps(gen: Generator, found: dict[str, list[int]], most: int = 1000) -> None:
+    while gen.running and most:
+        most -= 1
+        for message in gen.step():
+            assert isinstance(message, Tokens), message
+            found.setdefault(message.id, []).extend(message.tokens)
+
+
+def ask_all(gen: Generator) -> None:
+    for id, length, seed in (("short", 4, None), ("long", 30, None), ("drawn", 9, 3)):
+        ask(gen, id, length, seed)
+
+
+def test_requests_that_run_go_on_compiled(base: Base) -> None:
+    backend, kv = Counting(), KvCache.for_base(base, 1024, 16)
+    expected: dict[str, list[int]] = {}
+    gen = served(base, kv)
+    ask_all(gen)
+    steps(gen, expected)
+
+    compilation = Compilation(FusedBase(base, backend=backend), kv, max_running=8)
+    gen = served(base, kv)
+    upgrade, found = Upgrade(compilation, gen, OTHERS), dict[str, list[int]]()
+    ask_all(gen)
+    steps(gen, found, 3)
+    thread = threading.Thread(target=upgrade.compile)
+    thread.start()
+    while thread.is_alive():
+        other: dict[str, list[int]] = {}
+        beside = served(base, KvCache.for_base(base, 1024, 16))
+        ask_all(beside)
+        steps(beside, other)
+        assert other == expected
+    traced = backend.traced
+    assert backend.threads == {thread.ident}
+    assert not gen.prepare()
+    assert upgrade.adopt() == (*OTHERS, COMPILED)
+    ask(gen, "late", 5)
+    ask(gen, "later", 1)
+    while gen.prepare():
+        pass
+    steps(gen, found)
+    assert {id: found[id] for id in expected} == expected
+    again: dict[str, list[int]] = {}
+    plain = served(base, kv)
+    ask(plain, "late", 5)
+    ask(plain, "later", 1)
+    steps(plain, again)
+    assert {id: found[id] for id in again} == again
+    assert (backend.traced, backend.threads) == (traced, {thread.ident})
+
+
+@pytest.mark.parametrize(("backend", "why"), [(refusing, "torch.compile refuses llama"), (wrong, "compiled, 13 rows")])
+def test_who_cannot_be_compiled_runs_on(base: Base, backend: Counting, why: str) -> None:
+    kv = KvCache.for_base(base, 1024, 16)
+    compilation = Compilation(FusedBase(base, backend=backend), kv, max_running=8)
+    gen = served(base, kv)
+    upgrade, found = Upgrade(compilation, gen, OTHERS), dict[str, list[int]]()
+    upgrade.compile()
+    other, note = upgrade.adopt()
+    assert (other,) == OTHERS
+    assert note.startswith("generation: steps run one by one, as torch.compile refuses")
+    assert why in note
+    assert not gen.prepare()
+    ask_all(gen)
+    steps(gen, found)
+    assert {len(tokens) for tokens in found.values()} == {12}
+
+
+@pytest.mark.parametrize("when", ["background", "before", "off"])
+def test_nothing_is_compiled_without_a_gpu(base: Base, when: str) -> None:
+    start = make_start(base, KvCache.for_base(base, 64, 16), max_running=4, way=Way.SEGMENTED, when=when)
+    assert (start.runner, start.notes, start.compilation) == (None, (), None)
+
+
+def test_a_fault_in_the_compiling_thread_is_not_a_refusal(base: Base, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(self: FusedBase) -> None:
+        raise ZeroDivisionError
+
+    compilation = Compilation(FusedBase(base, compiled=False), KvCache.for_base(base, 64, 16), max_running=4)
+    monkeypatch.setattr(FusedBase, "check", broken)
+    with pytest.raises(ZeroDivisionError):
+        compilation.compile()
+    with pytest.raises(AssertionError):
+        compilation.runner()

@@ -1,0 +1,124 @@
+"""An upgrade beside serving: taken up between two steps, told to the API process, and never waited for at the end."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import threading
+
+import pytest
+
+from coserve.engine import Engine
+from coserve.link import (
+    EngineNotes,
+    EngineStopped,
+    FromEngine,
+    Generate,
+    LocalLink,
+    Shutdown,
+    ToEngine,
+    Tokens,
+    local_pair,
+)
+from coserve.queues.policy import Slack
+from coserve.types import SamplingParams, Slo
+from tests.support.fake_rooms import FakeGenerator, FakeTrainer, Meter, NoAdapters, Prices
+
+FREE = Prices(step=0.0, token=0.0, piece=0.0, spikes=0.0)
+
+
+class Preparing(FakeGenerator):
+    """Has some work to do ahead, once it was upgraded."""
+
+    pieces = 0
+    prepared: list[int]
+    """How many requests ran at each piece."""
+    ready: asyncio.Event
+
+    def prepare(self) -> bool:
+        if self.pieces:
+            self.pieces -= 1
+            self.prepared.append(self.running)
+            return True
+        if self.prepared:
+            self.ready.set()
+        return False
+
+
+class Work:
+    """Compiles until it is let go; may fail."""
+
+    def __init__(self, generator: Preparing, *, fails: bool = False) -> None:
+        self.generator, self.fails = generator, fails
+        self.go, self.thread = threading.Event(), threading.get_ident()
+
+    def compile(self) -> None:
+        self.thread = threading.get_ident()
+        self.go.wait()
+        if self.fails:
+            raise ZeroDivisionError
+
+    def adopt(self) -> tuple[str, ...]:
+        assert threading.get_ident() != self.thread
+        self.generator.pieces = 3
+        return ("fast",)
+
+
+def begin(fails: bool = False) -> tuple[Engine, Work, Preparing, LocalLink[ToEngine, FromEngine]]:
+    meter, rng, loop = Meter(), random.Random(0), asyncio.get_running_loop()
+    generator = Preparing(meter, FREE, 64, rng, 0.0)
+    generator.prepared, generator.ready = [], asyncio.Event()
+    work, (api, engine_end) = Work(generator, fails=fails), local_pair()
+    trainer = FakeTrainer(meter, FREE, {}, rng, loop.time)
+    engine = Engine(
+        generator, trainer, NoAdapters(), Slack(4, 1.0), engine_end, max_running=4, max_queue=4, fair=True,
+        max_active_jobs=1, step_tokens=64, clock=loop.time, upgrade=work,
+    )  # fmt: skip
+    return engine, work, generator, api
+
+
+async def until(api: LocalLink[ToEngine, FromEngine], kind: type[FromEngine]) -> list[FromEngine]:
+    heard = [await api.receive()]
+    while not isinstance(heard[-1], kind):
+        heard.append(await api.receive())
+    return heard
+
+
+def request(id: str, tokens: int) -> Generate:
+    return Generate(
+        id=id, prompt=(1, 2), sampling=SamplingParams(max_tokens=tokens), adapter=None, slo=Slo(ttft=1.0, tpot=1.0)
+    )
+
+
+async def test_requests_are_served_meanwhile_and_pieces_are_done_when_none_runs() -> None:
+    engine, work, generator, api = begin()
+    running = asyncio.create_task(engine.run())
+    api.send(request("early", 2))
+    heard = await until(api, Tokens)
+    assert not any(isinstance(message, EngineNotes) for message in heard)
+    api.send(request("long", 500))
+    work.go.set()
+    heard = await until(api, EngineNotes)
+    assert heard[-1] == EngineNotes(notes=("fast",))
+    await asyncio.wait_for(generator.ready.wait(), 30)
+    assert generator.prepared == [0, 0, 0]
+    api.send(Shutdown())
+    await until(api, EngineStopped)
+    await running
+
+
+async def test_a_shutdown_does_not_wait_for_the_thread() -> None:
+    engine, work, _, api = begin()
+    running = asyncio.create_task(engine.run())
+    api.send(Shutdown())
+    heard = await until(api, EngineStopped)
+    await running
+    assert not any(isinstance(message, EngineNotes) for message in heard)
+    work.go.set()
+
+
+async def test_a_fault_in_the_thread_ends_the_engine() -> None:
+    engine, work, _, _ = begin(fails=True)
+    work.go.set()
+    with pytest.raises(ZeroDivisionError):
+        await engine.run()
