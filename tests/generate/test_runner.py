@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterable, Iterator
+from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from coserve.generate.generator import Generator
 from coserve.generate.runner import Runner
@@ -18,7 +20,7 @@ from coserve.memory.kv import KvCache
 from coserve.model.base import Base, wrap_base
 from coserve.model.fused import FusedBase
 from coserve.model.lora import LoraWeights
-from coserve.types import AdapterRef, FinishReason, LoraSettings, SamplingParams, Slo
+from coserve.types import AdapterRef, FinishReason, LoraSettings, SamplingParams, Slo, TokenLogprob
 from tests.support.tiny_models import VOCAB, tiny_model
 
 GREEDY = SamplingParams(max_tokens=10, temperature=0.0)
@@ -118,7 +120,10 @@ def test_texts_are_those_of_steps_one_by_one(fused: FusedBase) -> None:
     sorted_ = SamplingParams(max_tokens=9, temperature=1.2, top_k=20, top_p=0.9, seed=4)
     exotic = SamplingParams(max_tokens=7, temperature=0.7, logprobs=2, frequency_penalty=0.4, seed=5)
     least = SamplingParams(max_tokens=12, min_tokens=6, temperature=0.0, stop_token_ids=tuple(range(0, VOCAB, 2)))
-    kinds = [GREEDY, stops, drawn, sorted_, exotic, least, SamplingParams(max_tokens=1, temperature=0.0)]
+    repeated = SamplingParams(max_tokens=9, temperature=0.0, repetition_penalty=1.5, presence_penalty=0.3, logprobs=0)
+    biased = SamplingParams(max_tokens=9, temperature=0.9, top_p=0.8, logit_bias={7: 4.0, 9: -50.0}, seed=6)
+    one = SamplingParams(max_tokens=1, temperature=0.0)
+    kinds = [GREEDY, stops, drawn, sorted_, exotic, least, repeated, biased, one]
     requests = [request(str(i), prompt(3 + 5 * i), kind) for i, kind in enumerate(kinds)]
     expected = collect(generator(fused, None, ahead=False), requests)
     assert {finished for _, finished in expected.values()} == {FinishReason.STOP, FinishReason.LENGTH}
@@ -128,6 +133,55 @@ def test_texts_are_those_of_steps_one_by_one(fused: FusedBase) -> None:
         assert bool(gen.preemptions) == ("tokens" in changes)
     for one in requests:
         assert collect(generator(fused, None, ahead=True), [one])[one.id] == expected[one.id]
+
+
+def test_only_prompts_that_are_scored_go_step_by_step(
+    base: Base, fused: FusedBase, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Beside the others, which stay a step ahead; once they are scored they go with them."""
+    odd = SamplingParams(max_tokens=6, min_tokens=3, presence_penalty=0.5, logprobs=2, logit_bias={5: 2.0}, seed=1)
+    scored = SamplingParams(max_tokens=5, temperature=0.9, frequency_penalty=0.8, prompt_logprobs=1, seed=2)
+    only_scored = SamplingParams(max_tokens=0, prompt_logprobs=1)
+    others = [request("greedy", prompt(5)), request("odd", prompt(9), odd)]
+    requests = [*others, request("scored", prompt(20), scored), request("only", prompt(12), only_scored)]
+    expected = messages(generator(fused, None, ahead=False), requests)
+    rows: list[int] = []
+    forward = Base.forward
+
+    def watched(self: Base, tokens_T: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        rows.append(len(tokens_T))
+        return forward(self, tokens_T, *args, **kwargs)
+
+    monkeypatch.setattr(Base, "forward", watched)
+    for step_tokens in (256, 7):
+        rows.clear()
+        assert messages(generator(fused, None, ahead=True, step_tokens=step_tokens), requests) == expected
+        assert sum(rows) == 20 + 12
+    rows.clear()
+    assert messages(generator(fused, None, ahead=True), others) == {one.id: expected[one.id] for one in others}
+    assert not rows
+
+
+def messages(gen: Generator, requests: Iterable[Generate]) -> dict[str, list[tuple[Any, ...]]]:
+    """All that is said of each request: tokens, log-probabilities one by one, and the end."""
+    for one in requests:
+        gen.add(one)
+    found: dict[str, list[tuple[Any, ...]]] = {}
+    while gen.running:
+        for message in gen.step():
+            assert isinstance(message, Tokens)
+            said = found.setdefault(message.id, [])
+            said += [("prompt", rounded(entry)) for entry in message.prompt_logprobs]
+            said += [("token", token) for token in message.tokens]
+            said += [("logprob", rounded(entry)) for entry in message.logprobs]
+            said += [("end", message.finished)] if message.finished else []
+    assert gen.step() == []
+    assert gen.pages_used == 0
+    return found
+
+
+def rounded(entry: TokenLogprob) -> tuple[Any, ...]:
+    return round(entry.logprob, 3), [(token, round(value, 3)) for token, value in entry.top]
 
 
 def test_mixed_adapters(base: Base, fused: FusedBase) -> None:

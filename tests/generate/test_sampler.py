@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+import msgspec
 import pytest
 import torch
 from hypothesis import given, settings
@@ -111,6 +112,18 @@ def test_temperature_zero_is_greedy_and_takes_the_first_of_equals() -> None:
 def test_top_k_of_one_takes_the_first_of_equals() -> None:
     values = torch.tensor([0.0, 3.0, 1.0, 3.0])
     assert {one(values, Row(SamplingParams(top_k=1, seed=s), (), ())) for s in range(20)} == {1}
+
+
+@pytest.mark.parametrize("params", PARAMS.values(), ids=PARAMS)
+def test_the_token_is_at_the_uniform_number_among_kept_tokens_in_order(params: SamplingParams) -> None:
+    """Of many equal logits, too, lower ids are kept first."""
+    for seed in range(40):
+        values = (logits(1, 30, seed)[0] * (1 + seed % 3)).round()
+        row = Row(msgspec.structs.replace(params, seed=seed), (), tuple(range(seed % 4)))
+        shares = distribution(values.tolist(), params)
+        chosen, number = one(values, row), uniform(seed, seed % 4)
+        before = sum(shares[:chosen])
+        assert before - 1e-6 <= number <= before + shares[chosen] + 1e-6
 
 
 @pytest.mark.parametrize("off", [{"top_k": 0}, {"top_k": -1}, {"top_k": 40}, {"top_p": 1.0}, {"min_p": 0.0}])

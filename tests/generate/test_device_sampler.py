@@ -1,0 +1,168 @@
+"""Tokens chosen ahead of the host are those that the host would choose, and so are their log-probabilities."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from coserve.generate import device_sampler, sampler
+from coserve.generate.device_sampler import DeviceSampler
+from coserve.generate.draws import likeliest, logprobs_of
+from coserve.generate.sampler import Choice, Row, choices, choose
+from coserve.generate.sequences import Sequence
+from coserve.link import Generate
+from coserve.types import SamplingParams, Slo
+
+VOCAB = 24
+DEVICE = torch.device("cpu")
+
+
+def sequence(params: SamplingParams, prompt: tuple[int, ...] = (1, 2, 3), stop_ids: frozenset[int] = frozenset()):
+    request = Generate(id="x", prompt=prompt, sampling=params, adapter=None, slo=Slo(ttft=1, tpot=1))
+    return Sequence(
+        request, arrival=0, source=None, max_tokens=params.max_tokens, stop_ids=stop_ids, tokens=list(prompt)
+    )
+
+
+def logits(rows: int, seed: int) -> Tensor:
+    """Rounded, so that some are equal."""
+    return (torch.randn(rows, VOCAB, generator=torch.Generator().manual_seed(seed)) * 4).round() / 2
+
+
+def by_the_host(logits_BV: Tensor, ready: list[Sequence]) -> list[Choice | None]:
+    return choose(logits_BV, [Row(s.sampling, s.request.prompt, s.output, s.barred()) for s in ready])
+
+
+params = st.builds(
+    SamplingParams,
+    temperature=st.sampled_from([0.0, 0.7, 1.5]),
+    top_k=st.sampled_from([0, 5]),
+    top_p=st.sampled_from([1.0, 0.8]),
+    min_p=st.sampled_from([0.0, 0.05]),
+    repetition_penalty=st.sampled_from([1.0, 1.0, 1.4, 0.8]),
+    presence_penalty=st.sampled_from([0.0, 0.9]),
+    frequency_penalty=st.sampled_from([0.0, 0.6, -0.5]),
+    logit_bias=st.dictionaries(st.integers(0, VOCAB - 1), st.floats(-9, 9, width=32), max_size=3),
+    logprobs=st.sampled_from([None, None, 0, 3]),
+    min_tokens=st.sampled_from([0, 4]),
+    seed=st.integers(0, 9),
+)
+prompts = st.lists(st.integers(0, VOCAB - 1), min_size=1, max_size=6).map(tuple)
+
+
+@settings(max_examples=60)
+@given(
+    asked=st.lists(st.tuples(params, prompts), min_size=1, max_size=5),
+    steps=st.lists(st.tuples(st.booleans(), st.booleans()), min_size=1, max_size=8),
+    seed=st.integers(0, 99),
+)
+def test_tokens_and_logprobs_are_those_of_the_host(
+    asked: list[tuple[SamplingParams, tuple[int, ...]]], steps: list[tuple[bool, bool]], seed: int
+) -> None:
+    """Some steps leave out a sequence, and some are chosen by the host, when nothing is under way."""
+    with pytest.MonkeyPatch.context() as patch:
+        for module in (sampler, device_sampler):
+            patch.setattr(module, "ROWS", 2)
+        device = DeviceSampler(VOCAB, DEVICE)
+        ahead = [sequence(*one, frozenset({0, 1, 2, 3})) for one in asked]
+        known = [sequence(*one, frozenset({0, 1, 2, 3})) for one in asked]
+        landing: list[tuple[Sequence, int]] = []
+        for t, (by_host, fewer) in enumerate(steps):
+            places = range(1 if fewer else 0, len(asked))
+            values = logits(len(asked), 100 * seed + t)[places.start :]
+            expected = by_the_host(values, [known[i] for i in places])
+            if by_host:
+                land(landing)
+                found = by_the_host(values, [ahead[i] for i in places])
+            else:  # the host does not know the tokens of the step before yet
+                ready = [ahead[i] for i in places]
+                chosen = device.choose(values, likeliest(values), ready)
+                found = choices(chosen.fetch())
+                for one in ready:
+                    one.flying += 1
+                land(landing)
+                landing = [(one, choice.token) for one, choice in zip(ready, found, strict=True) if choice]
+            assert found == expected
+            for i, choice in zip(places, expected, strict=True):
+                assert choice is not None
+                known[i].push(choice.token)
+                if by_host:
+                    ahead[i].push(choice.token)
+
+
+def land(landing: list[tuple[Sequence, int]]) -> None:
+    for one, token in landing:
+        one.flying -= 1
+        one.push(token)
+    landing.clear()
+
+
+def test_rows_of_ended_sequences_are_taken_again() -> None:
+    device = DeviceSampler(VOCAB, DEVICE)
+    penalised = SamplingParams(temperature=0.0, frequency_penalty=100.0)
+    for turn in range(20):
+        some = [sequence(penalised) for _ in range(3)]
+        for t in range(3):
+            values = logits(3, t)
+            found = choices(device.choose(values, likeliest(values), some))
+            assert found == by_the_host(values, some), turn
+            for one, choice in zip(some, found, strict=True):
+                assert choice is not None
+                one.push(choice.token)
+        for one in some:
+            device.forget(one)
+    assert len(device._history._table) == 4
+
+
+def test_only_rows_with_penalties_take_memory() -> None:
+    device = DeviceSampler(VOCAB, DEVICE)
+    kinds = [SamplingParams(), SamplingParams(logit_bias={3: 1.0}), SamplingParams(logprobs=5, top_p=0.5)]
+    values = logits(len(kinds), 0)
+    device.choose(values, likeliest(values), [sequence(kind) for kind in kinds])
+    assert device._history._table.numel() == 0
+
+
+def test_a_row_that_is_not_finite_fails_alone() -> None:
+    """Also where its bad token is barred, or the next step follows before anybody knows."""
+    device = DeviceSampler(VOCAB, DEVICE)
+    values = logits(3, 0)
+    values[1, 0] = math.nan
+    odd = SamplingParams(min_tokens=9, presence_penalty=1.0, logprobs=2)
+    some = [sequence(odd, stop_ids=frozenset({0})) for _ in range(3)]
+    for _ in range(2):
+        first, failed, last = choices(device.choose(values, likeliest(values), some))
+        assert failed is None
+        assert first is not None
+        assert last is not None
+        for one in some:
+            one.flying += 1
+
+
+def test_nothing_to_choose() -> None:
+    device = DeviceSampler(VOCAB, DEVICE)
+    empty = torch.zeros(0, 512)
+    assert choices(device.choose(empty, likeliest(empty), [])) == []
+
+
+@pytest.mark.parametrize("vocab", [100, 1024])
+@pytest.mark.parametrize("n", [0, 1, 20])
+def test_the_likeliest_are_those_of_a_stable_sort(vocab: int, n: int) -> None:
+    raw = (torch.randn(7, vocab, generator=torch.Generator().manual_seed(n)) * 3).round()
+    raw[0] = 0.0
+    raw[1] = -0.0
+    raw[1, ::2] = 0.0
+    raw[2, 5:] = -math.inf
+    chosen = raw.argmin(-1)
+    values, ids = logprobs_of(raw, chosen, n)
+    expected = raw.log_softmax(-1)
+    assert ids.tolist() == raw.sort(stable=True, descending=True, dim=-1).indices[:, :n].tolist()
+    assert torch.equal(values, expected.gather(1, torch.cat([chosen[:, None], ids], 1)))
+
+
+def test_warming_up_needs_nothing_but_a_type() -> None:
+    DeviceSampler(VOCAB, DEVICE).warm_up(torch.bfloat16)
