@@ -34,6 +34,7 @@ from coserve.kernels.attention import PackedAttention
 from coserve.kernels.dispatch import Way
 from coserve.kernels.segments import LoraPair, Segments
 from coserve.link import Generate, RequestFailed
+from coserve.memory.adapters import packed_bytes
 from coserve.memory.kv import KvCache
 from coserve.model.base import Base, wrap_base
 from coserve.model.fused import FusedBase
@@ -108,7 +109,9 @@ def serving(base: Base, way: str) -> Generator:
     residency = Residency(made.__getitem__, len(made))
     for ref, weights in made.items():
         residency.publish(ref, weights)
-    kv = KvCache.for_base(base, 128 * most, 16)
+    page = KvCache.for_base(base, 1, 16).buffer.page_bytes
+    in_adapters = sum(-(-packed_bytes(weights) // page) for weights in made.values())
+    kv = KvCache.for_base(base, 128 * most + 16 * in_adapters, 16)
     runner = Runner(FusedBase(base), kv, max_running=most) if way == GRAPHS else None
     if runner is not None:
         runner.warm_up()

@@ -18,6 +18,7 @@ from coserve.kernels.attention import PackedAttention
 from coserve.kernels.dispatch import Way
 from coserve.kernels.segments import LoraPair, Segments
 from coserve.link import Generate, JobSucceeded, Tokens
+from coserve.memory.adapters import packed_bytes
 from coserve.memory.kv import KvCache
 from coserve.model.base import Base, load_base, wrap_base
 from coserve.model.fused import FusedBase
@@ -39,6 +40,7 @@ class Shelf:
 
     def __init__(self, weights: dict[AdapterRef, LoraWeights]) -> None:
         self._weights = weights
+        self.largest = max(map(packed_bytes, weights.values()), default=0)
 
     def acquire(self, ref: AdapterRef) -> LoraWeights:
         return self._weights[ref]
@@ -80,8 +82,10 @@ def texts(
     prefix_cache: bool = True,
     fused: FusedBase | None = None,
 ) -> dict[str, list[int]]:
-    """`fused`: through the runner, one step ahead and with graphs."""
-    kv = KvCache.for_base(base, kv_tokens, 16)
+    """`fused`: through the runner, one step ahead and with graphs. The pool has `kv_tokens` beside the largest adapter."""
+    largest = shelf.largest if shelf is not None else 0
+    page = KvCache.for_base(base, 1, 16).buffer.page_bytes
+    kv = KvCache.for_base(base, kv_tokens + 16 * -(-largest // page), 16)
     runner = None if fused is None else Runner(fused, kv, max_running=16)
     generator = Generator(
         base,
