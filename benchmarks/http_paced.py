@@ -25,8 +25,10 @@ from typing import Any
 
 from aiohttp import web
 
-from benchmarks import serving_http
-from benchmarks.http_report import HTTP_TARGET, closed_row, commit, versions
+from benchmarks.http_case import SEED, TINY, Size, closed_asks
+from benchmarks.http_daemon import load
+from benchmarks.http_report import HTTP_TARGET, closed_row
+from benchmarks.serving_results import command, commit, versions
 from coserve.api.app import make_app, make_runner
 from coserve.api.service import Service
 from coserve.config import Config
@@ -108,16 +110,16 @@ async def api(step: float, data: Path) -> None:
 
 def measure(speed: int, processes: int) -> dict[str, Any]:
     """One closed loop at a step of `STREAMS / speed` seconds."""
-    config = serving_http.TINY | {"vocab_size": 4096}
-    size = serving_http.Size(config, "cpu", streams=STREAMS, rounds=4, processes=processes)
+    config = TINY | {"vocab_size": 4096}
+    size = Size(config, "cpu", streams=STREAMS, rounds=4, processes=processes)
     with tempfile.TemporaryDirectory() as data:
         child = [sys.executable, "-m", "benchmarks.http_paced", "--data", data, "--step", str(STREAMS / speed)]
         process = subprocess.Popen(child, stdout=subprocess.PIPE, text=True)
         assert process.stdout is not None
         url = process.stdout.readline().strip()
-        serving_http.load(url, size, serving_http.closed_asks(size, 0, "warm"), closed=True)
+        load(url, size, closed_asks(size, 0, "warm"), closed=True)
         before = _cpu_seconds(process.pid)
-        samples = serving_http.load(url, size, serving_http.closed_asks(size, 0, "run"), closed=True)
+        samples = load(url, size, closed_asks(size, 0, "run"), closed=True)
         busy = _cpu_seconds(process.pid) - before
         process.terminate()
         process.wait()
@@ -153,9 +155,9 @@ def main() -> None:
     record = {
         "hardware": f"{os.cpu_count()} CPU cores, no GPU; a stand-in for the engine",
         "versions": versions(),
-        "commit": commit(),
-        "command": " ".join(["python", "-m", "benchmarks.http_paced", *sys.argv[1:]]),
-        "seed": serving_http.SEED,
+        "commit": commit()[0],
+        "command": command("benchmarks.http_paced"),
+        "seed": SEED,
         "date": now.isoformat(timespec="seconds"),
         "rows": rows,
     }
@@ -166,7 +168,7 @@ def main() -> None:
     summary["serving.http_overhead.paced"] = {
         "value": max(row["http_overhead"] for row in rows.values()),
         "unit": "fraction",
-        "target": f"<= {HTTP_TARGET}",
+        "target": str(HTTP_TARGET),
         "script": "benchmarks/http_paced.py",
         "result": "benchmarks/results/http_paced.json",
         "date": now.date().isoformat(),
