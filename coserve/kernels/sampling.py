@@ -59,14 +59,14 @@ def weigh(logits_ptr, stride, likeliest_ptr, columns_ptr, weights_ptr, masses_pt
 
 
 @triton.jit
-def _sums(weights_ptr, V, low, high, a, b, c, COUNT: tl.constexpr, BLOCK: tl.constexpr):
+def _sums(weights_ptr, V, low, high, a, b, c, COUNT: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr):
     """Sums (counts) of the weights whose bits are above a, b and c, and the least and greatest bits in (low, high]."""
     above_a = tl.zeros([BLOCK], tl.float64)
     above_b = tl.zeros([BLOCK], tl.float64)
     above_c = tl.zeros([BLOCK], tl.float64)
     least = tl.full([BLOCK], 0x7FFFFFFF, tl.int32)
     most = tl.full([BLOCK], -1, tl.int32)
-    for start in range(0, V, BLOCK):
+    for start in tl.range(0, V, BLOCK, num_stages=STAGES):
         v = start + tl.arange(0, BLOCK)
         weight = tl.load(weights_ptr + v, mask=v < V, other=-1.0)
         bits = weight.to(tl.int32, bitcast=True)  # of -1: negative, below every bound
@@ -80,7 +80,7 @@ def _sums(weights_ptr, V, low, high, a, b, c, COUNT: tl.constexpr, BLOCK: tl.con
 
 
 @triton.jit
-def _search(weights_ptr, V, low, high, goal, COUNT: tl.constexpr, BLOCK: tl.constexpr):
+def _search(weights_ptr, V, low, high, goal, COUNT: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr):
     """The least bits that occur in (low, high] and have less than `goal` above them; and what is above them.
 
     There is at least `goal` above `low`, and less above `high`.
@@ -89,7 +89,7 @@ def _search(weights_ptr, V, low, high, goal, COUNT: tl.constexpr, BLOCK: tl.cons
     while high - low > 1:
         step = (high - low) // 4
         a, b, c = low + step, low + 2 * step, low + 3 * step
-        sum_a, sum_b, sum_c, least, most = _sums(weights_ptr, V, low, high, a, b, c, COUNT, BLOCK)
+        sum_a, sum_b, sum_c, least, most = _sums(weights_ptr, V, low, high, a, b, c, COUNT, BLOCK, STAGES)
         # Nothing occurs between the bounds and the extremes found, so these are bounds too.
         low, high = tl.maximum(low, least - 1), tl.minimum(high, most)
         low = tl.where(sum_c >= goal, tl.maximum(low, c), low)
@@ -98,14 +98,14 @@ def _search(weights_ptr, V, low, high, goal, COUNT: tl.constexpr, BLOCK: tl.cons
         high = tl.where(sum_c < goal, tl.minimum(high, c), high)
         high = tl.where(sum_b < goal, tl.minimum(high, b), high)
         high = tl.where(sum_a < goal, tl.minimum(high, a), high)
-    above, _, _, _, _ = _sums(weights_ptr, V, high, high, high, high, high, COUNT, BLOCK)
+    above, _, _, _, _ = _sums(weights_ptr, V, high, high, high, high, high, COUNT, BLOCK, STAGES)
     return high, above
 
 
 @triton.jit
 def threshold(
     likeliest_ptr, columns_ptr, weights_ptr, masses_ptr, bounds_ptr, V, chunks,
-    BLOCK: tl.constexpr, CHUNKS: tl.constexpr,
+    BLOCK: tl.constexpr, STAGES: tl.constexpr, CHUNKS: tl.constexpr,
 ):  # fmt: skip
     """Grid (rows). `bounds` (rows, 2): the bits of the last weight kept, and how many of its ties are kept."""
     row = tl.program_id(0).to(tl.int64)
@@ -122,14 +122,14 @@ def threshold(
     c = tl.arange(0, CHUNKS)
     total = tl.sum(tl.load(masses_ptr + row * chunks + c, mask=c < chunks, other=0.0), 0)
     if top_k < V:
-        bits, above = _search(weights_ptr, V, low, top, top_k, True, BLOCK)
+        bits, above = _search(weights_ptr, V, low, top, top_k, True, BLOCK, STAGES)
         ties = top_k - above
-        mass, _, _, _, _ = _sums(weights_ptr, V, bits, bits, bits, bits, bits, False, BLOCK)
+        mass, _, _, _, _ = _sums(weights_ptr, V, bits, bits, bits, bits, bits, False, BLOCK, STAGES)
         total = mass + ties * bits.to(tl.float32, bitcast=True).to(tl.float64)
         low = bits - 1
     if top_p < 1.0:
         goal = tl.maximum(top_p * total, 0.5)
-        last, above = _search(weights_ptr, V, low, top, goal, False, BLOCK)
+        last, above = _search(weights_ptr, V, low, top, goal, False, BLOCK, STAGES)
         weight = last.to(tl.float32, bitcast=True).to(tl.float64)
         fit = tl.ceil((goal - above) / weight)
         fit = tl.where(above + (fit - 1.0) * weight >= goal, fit - 1.0, fit)  # should the division have been rounded
@@ -210,7 +210,7 @@ def penalise(logits_ptr, rows_ptr, said_ptr, slots_ptr, penalties_ptr, V, CHUNK:
     tl.store(logits_ptr + row * V + v, logit, mask=v < V)
 
 
-THRESHOLD = {"BLOCK": 4096, "num_warps": 16}
+THRESHOLD = {"BLOCK": 4096, "STAGES": 1, "num_warps": 16}
 """Of a program that reads a whole row again and again."""
 
 

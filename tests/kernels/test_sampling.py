@@ -23,7 +23,7 @@ def small_programs() -> Iterator[None]:
     """So that rows have many chunks, and passes many blocks."""
     patch = pytest.MonkeyPatch()
     patch.setattr(sampling, "CHUNK", 16)
-    patch.setattr(sampling, "THRESHOLD", {"BLOCK": 64, "num_warps": 4})
+    patch.setattr(sampling, "THRESHOLD", {"BLOCK": 64, "STAGES": 1, "num_warps": 4})
     yield
     patch.undo()
 
