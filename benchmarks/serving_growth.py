@@ -20,7 +20,7 @@ from pathlib import Path
 
 import torch
 
-from benchmarks.serving_case import FULL, RANKS, SEED, TINY, Bench, Load, Shape, hardware, make_base, synchronize
+from benchmarks.serving_case import FULL, SEED, TINY, Bench, Load, Shape, hardware, make_base, synchronize
 from benchmarks.serving_results import RESULTS, Results
 from coserve.memory.kv import KvCache
 
@@ -103,7 +103,7 @@ def main() -> None:
     adapters = [int(count) for count in options.adapters.split(",")]
     if any(adapters):
         bench.publish("a")
-    print(f"compiled and captured in {bench.capture(RANKS['a'] if any(adapters) else ()):.1f} s", flush=True)
+    print(f"compiled and captured in {bench.capture():.1f} s", flush=True)
     results = Results(
         options.out,
         "serving_growth.json",

@@ -64,7 +64,7 @@ class Results:
     """A file of rows by key: what this run finds is written at once, what earlier runs found stays.
 
     A row is {value, unit, low, high, target, reached, commit, date, run, note?, ...}; `run` names an entry of `runs`,
-    which has hardware, versions, command, seed and settings.
+    which has script, hardware, versions, command, seed and settings.
     """
 
     def __init__(
@@ -78,6 +78,7 @@ class Results:
         self._run = {
             "hardware": hardware,
             "versions": versions(),
+            "script": script.replace(".", "/") + ".py",
             "command": command(script),
             "seed": seed,
             "settings": settings,
@@ -135,12 +136,14 @@ def summarize(out: Path = RESULTS) -> None:
 
     A note goes with its row: what was measured again at a known commit has none.
     """
-    rows = json.loads((out / "serving.json").read_text())["rows"]
+    record = json.loads((out / "serving.json").read_text())
+    rows, runs = record["rows"], record["runs"]
     path = out / "summary.json"
     summary = json.loads(path.read_text()) if path.exists() else {}
     about = {"script": "benchmarks/serving.py", "result": "benchmarks/results/serving.json"}
     for key, row in rows.items():
-        entry = {name: row[name] for name in ("value", "unit", "target")} | about | {"date": row["date"]}
+        entry = {name: row[name] for name in ("value", "unit", "target")} | about
+        entry |= {"script": runs[row["run"]].get("script", about["script"]), "date": row["date"]}
         summary[key] = entry | ({"note": row["note"]} if "note" in row else {})
     if all(part in rows for part in PARTS):
         many, none = (rows[part] for part in PARTS)
