@@ -1,32 +1,34 @@
 """Figure 5.1 of the ETS paper, end to end: throughput of GPT-2 medium over the number of adapters and the batch size.
 
-    python -m benchmarks.figure_5_1 --out benchmarks/results      (on a GPU)
-    python -m benchmarks.figure_5_1 --plot                        (draws the committed result)
+    python -m benchmarks.figure_5_1 --out benchmarks/results [--budget 500] [--ways segmented,block_sparse,...]
+    python -m benchmarks.figure_5_1 --plot [FOLDER/figure_5_1.json]     (draws the committed result, with this one in it)
+    TRITON_INTERPRET=1 python -m benchmarks.figure_5_1 --tiny --out /tmp/tried
 
 As in its section 5.1.1: bfloat16, a quarter of the adapters each of rank 16, 32, 64 and 128, on `c_attn` and `c_proj`,
-adapters of a batch drawn uniformly, 16 sequences and 24 adapters unless they vary. Inference is whole generations through
+adapters of a batch drawn uniformly, 16 sequences and 24 adapters unless they vary. One adapter alone has rank 64, the
+nearest to the others' mean of 60: the figure is about their number. Inference is whole generations through
 `Generator` (eager: every way runs the same code around the LoRA terms; `segmented+graphs` is how the daemon runs it);
 fine-tuning is forward and backward of one packed batch with every adapter learning. Weights and tokens are random.
+Each point is written as soon as it is measured: over the number of adapters first, then over the batch size.
 """
 
 from __future__ import annotations
 
 import argparse
+import gc
 import json
-import platform
 import random
 import statistics
-import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from datetime import UTC, datetime
 from pathlib import Path
+from typing import Any
 
 import torch
-import transformers
 from transformers import AutoModelForCausalLM, GPT2Config
 
+from benchmarks.serving_results import RESULTS, Results, Target, take_in
 from coserve.adapters.residency import Residency
 from coserve.generate.generator import Generator
 from coserve.generate.runner import Runner
@@ -34,29 +36,26 @@ from coserve.kernels.attention import PackedAttention
 from coserve.kernels.dispatch import Way
 from coserve.kernels.segments import LoraPair, Segments
 from coserve.link import Generate, RequestFailed
-from coserve.memory.adapters import packed_bytes
 from coserve.memory.kv import KvCache
 from coserve.model.base import Base, wrap_base
 from coserve.model.fused import FusedBase
 from coserve.model.lora import LoraBatch, LoraWeights
 from coserve.types import AdapterRef, LoraSettings, SamplingParams, Slo
 
-ROOT = Path(__file__).resolve().parent.parent
-RESULTS = ROOT / "benchmarks" / "results"
+FIGURE = Path("docs/figures/figure_5_1.png")
 SEED = 0
-RANKS = (16, 32, 64, 128)
-BATCH, ADAPTERS = 16, 24
-COUNTS = (1, 4, 16, 64)
-WAYS = ("segmented", "block_sparse", "grouped", "naive")
+RANKS = (64, 16, 128, 32)
 GRAPHS = "segmented+graphs"
-NAIVE_MOST = 24
-"""Beyond that many sequences or adapters `naive` takes minutes, and its fall is plain by then."""
+WAYS = ("segmented", GRAPHS, "block_sparse", "grouped", "naive")
+TASKS = ("inference", "finetuning")
+FLATNESS = Target(0.9)
 
 
 @dataclass(frozen=True)
 class Shape:
     """What is measured; the paper's, or a small one to try the script with."""
 
+    device: str
     layers: int
     hidden: int
     heads: int
@@ -65,19 +64,28 @@ class Shape:
     output: int
     length: int
     repeats: int
+    counts: tuple[int, ...]
+    """Of adapters, and of sequences."""
+    batch: int
+    adapters: int
+    naive_most: int
+    """Beyond that many sequences or adapters `naive` takes minutes, and its fall is plain by then."""
+    kv_tokens: int = 48_000
+    """For the adapters too."""
 
 
-PAPER = Shape(layers=24, hidden=1024, heads=16, vocab=50257, prompt=32, output=24, length=512, repeats=3)
-TINY = Shape(layers=2, hidden=64, heads=4, vocab=128, prompt=6, output=3, length=12, repeats=1)
+PAPER = Shape("cuda", 24, 1024, 16, 50257, 32, 24, 512, 3, (1, 4, 16, 64), 16, 24, 24)
+TINY = Shape("cpu", 2, 32, 2, 64, 4, 3, 8, 1, (1, 2), 2, 2, 2, 8192)
 
 
-def make_base(shape: Shape, device: str) -> Base:
+def make_base(shape: Shape) -> Base:
     config = GPT2Config(
         vocab_size=shape.vocab, n_positions=1024, n_embd=shape.hidden, n_layer=shape.layers, n_head=shape.heads
     )
     torch.manual_seed(SEED)
-    with torch.device(device):
-        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16 if device == "cuda" else torch.float32)
+    with torch.device(shape.device):
+        dtype = torch.bfloat16 if shape.device == "cuda" else torch.float32
+        model = AutoModelForCausalLM.from_config(config, dtype=dtype)
     return wrap_base(model, name="gpt2-medium-random")
 
 
@@ -102,19 +110,19 @@ def synchronize(base: Base) -> None:
         torch.cuda.synchronize()
 
 
-def serving(base: Base, way: str) -> Generator:
-    """A generator for at most 64 sequences; its 64 adapters are in memory."""
-    most = COUNTS[-1]
-    made = {AdapterRef(f"a{i}", 1): make_adapter(base, i) for i in range(COUNTS[-1])}
-    residency = Residency(made.__getitem__, len(made))
+def serving(base: Base, shape: Shape, way: str) -> Generator:
+    """A generator for as many sequences, with as many adapters in memory, as there are in any point."""
+    most = max(shape.counts)
+    made = {AdapterRef(f"a{i}", 1): make_adapter(base, i) for i in range(max(most, shape.adapters))}
+    residency = Residency(made.__getitem__, len(made), pinned=shape.device == "cuda")
     for ref, weights in made.items():
         residency.publish(ref, weights)
-    page = KvCache.for_base(base, 1, 16).buffer.page_bytes
-    in_adapters = sum(-(-packed_bytes(weights) // page) for weights in made.values())
-    kv = KvCache.for_base(base, 128 * most + 16 * in_adapters, 16)
-    runner = Runner(FusedBase(base), kv, max_running=most) if way == GRAPHS else None
-    if runner is not None:
-        runner.warm_up()
+    kv = KvCache.for_base(base, shape.kv_tokens, 16)
+    runner = None
+    if way == GRAPHS:
+        fused = FusedBase(base) if shape.device == "cuda" else FusedBase(base, compiled=False)
+        runner = Runner(fused, kv, max_running=most)
+        runner.warm_up(sorted(RANKS))
     chosen = Way.SEGMENTED if way == GRAPHS else Way(way)
     return Generator(
         base, residency, kv, max_running=most, step_tokens=4096, way=chosen, prefix_cache=False, runner=runner
@@ -155,7 +163,7 @@ def finetuning(base: Base, shape: Shape, way: str, batch: int, adapters: int) ->
         lora = LoraBatch(Segments(bounds, tuple(order)), learning, Way.GROUPED if way == "naive" else Way(way))
         with torch.enable_grad(), base.lora(lora):
             logits = base.run(tokens, positions.repeat(len(order)), PackedAttention(bounds), None)
-            torch.nn.functional.cross_entropy(logits, tokens.roll(-1)).backward()
+            torch.nn.functional.cross_entropy(logits, tokens.roll(-1)).backward()  # type: ignore[no-untyped-call]
 
     def train(run: int) -> int:
         chance = random.Random(f"{SEED}/{run}")
@@ -170,12 +178,10 @@ def finetuning(base: Base, shape: Shape, way: str, batch: int, adapters: int) ->
     return train
 
 
-TASKS = ("inference", "finetuning")
-
-
-def measure(base: Base, call: Callable[[int], int], repeats: int) -> dict[str, float]:
-    """Tokens a second: the median of `repeats` batches after one warm-up, the slowest and the fastest."""
-    call(-1)
+def measure(base: Base, call: Callable[[int], int], repeats: int, warm_ups: int) -> list[float]:
+    """Tokens a second of `repeats` batches."""
+    for run in range(warm_ups):
+        call(run)
     speeds = []
     for run in range(repeats):
         synchronize(base)
@@ -183,119 +189,153 @@ def measure(base: Base, call: Callable[[int], int], repeats: int) -> dict[str, f
         tokens = call(run)
         synchronize(base)
         speeds.append(tokens / (time.perf_counter() - began))
-    found = {"tok_s": statistics.median(speeds), "low": min(speeds), "high": max(speeds)}
-    return {name: round(value, 1) for name, value in found.items()}
+    return speeds
 
 
-def measure_all(base: Base, shape: Shape, ways: Sequence[str]) -> Iterator[dict[str, object]]:
-    """Every point of the figure, way by way; what compiles the base comes last."""
-    points = [(BATCH, adapters) for adapters in COUNTS] + [(batch, ADAPTERS) for batch in COUNTS]
-    for way in ways:
-        for task in TASKS:
-            if (task, way) == ("finetuning", GRAPHS):
+Point = tuple[str, str, int, int]
+"""Task, way, sequences, adapters."""
+
+
+def points(shape: Shape, ways: Sequence[str]) -> Iterator[list[Point]]:
+    """The points that one generator, or one kind of training, serves: over adapters way by way, then over the batch."""
+    ends_first = (shape.counts[0], shape.counts[-1], *shape.counts[1:-1])  # the flatness is between the ends
+    axes = ([(shape.batch, count) for count in ends_first], [(count, shape.adapters) for count in shape.counts])
+    for axis in axes:
+        for way in ways:
+            for task in TASKS:
+                if (task, way) != ("finetuning", GRAPHS):
+                    most = shape.naive_most if way == "naive" else max(shape.counts)
+                    yield [(task, way, batch, adapters) for batch, adapters in axis if max(batch, adapters) <= most]
+
+
+def measure_all(base: Base, shape: Shape, ways: Sequence[str], results: Results, deadline: float) -> None:
+    for group in points(shape, ways):
+        generator = None
+        gc.collect()  # the group before had pages and graphs of its own
+        for task, way, batch, adapters in group:
+            name = f"{task}.{way}.b{batch}.a{adapters}"
+            if time.monotonic() > deadline:
+                print(f"no time was left for {name}", flush=True)
                 continue
-            generator = serving(base, way) if task == "inference" else None
-            for batch, adapters in points:
-                if way == "naive" and max(batch, adapters) > NAIVE_MOST:
-                    continue
-                if generator is None:
-                    call = finetuning(base, shape, way, batch, adapters)
-                else:
-                    call = inference(generator, shape, batch, adapters)
-                speeds = measure(base, call, 1 if way == "naive" else shape.repeats)
-                yield {"task": task, "way": way, "batch": batch, "adapters": adapters, **speeds}
+            if task == "inference":
+                generator = generator or serving(base, shape, way)
+                call = inference(generator, shape, batch, adapters)
+            else:
+                call = finetuning(base, shape, way, batch, adapters)
+            repeats = 1 if way == "naive" else shape.repeats
+            # Our kernels are compiled for each width of ranks: every batch is run once before it is timed.
+            try:
+                speeds = measure(base, call, repeats, repeats if way.startswith("segmented") else 1)
+            except torch.OutOfMemoryError as error:
+                print(f"{name} does not fit: {str(error).splitlines()[0]}", flush=True)
+                continue
+            about = {"task": task, "way": way, "batch": batch, "adapters": adapters}
+            results.put(name, round(statistics.median(speeds), 1), "tok/s", None, speeds, about)
 
 
-def summarize(rows: list[dict[str, object]]) -> dict[str, float]:
-    """Throughput at 64 adapters over that at 1, at the default batch."""
-    speed = {(row["task"], row["way"], row["batch"], row["adapters"]): row["tok_s"] for row in rows}
+def flatness(rows: Sequence[dict[str, Any]], shape: Shape = PAPER) -> dict[str, tuple[float, dict[str, Any]]]:
+    """Throughput at the most adapters over that at one, at the default batch; and the row at the most.
+
+    `kernels.flatness.a64_vs_a1` is the smaller of inference, as the daemon runs it, and fine-tuning.
+    """
+    of = {(row["task"], row["way"], row["batch"], row["adapters"]): row for row in rows}
     found = {}
     for task, way in (("inference", GRAPHS), ("inference", "segmented"), ("finetuning", "segmented")):
-        last, first = speed.get((task, way, BATCH, COUNTS[-1])), speed.get((task, way, BATCH, COUNTS[0]))
-        if isinstance(last, float) and isinstance(first, float):
-            found[f"kernels.figure_5_1.flatness.{task}.{way}"] = round(last / first, 4)
+        ends = [of.get((task, way, shape.batch, shape.counts[at])) for at in (0, -1)]
+        if ends[0] is not None and ends[1] is not None:
+            ratio = round(ends[1]["value"] / ends[0]["value"], 4)
+            found[f"kernels.figure_5_1.flatness.{task}.{way}"] = ratio, ends[1]
+    both = [f"kernels.figure_5_1.flatness.{part}" for part in (f"inference.{GRAPHS}", "finetuning.segmented")]
+    if all(key in found for key in both):
+        found["kernels.flatness.a64_vs_a1"] = min((found[key] for key in both), key=lambda pair: pair[0])
     return found
-
-
-def run(shape: Shape, device: str, ways: tuple[str, ...], out: Path, commit: str) -> None:
-    """Measure and write after every point: a run that is cut short keeps what it has."""
-    base = make_base(shape, device)
-    record: dict[str, object] = {
-        "hardware": torch.cuda.get_device_name() if device == "cuda" else platform.processor(),
-        "versions": {
-            "python": platform.python_version(),
-            "torch": torch.__version__,
-            "transformers": transformers.__version__,
-        },
-        "commit": commit,
-        "command": " ".join(sys.argv),
-        "seed": SEED,
-        "date": datetime.now(UTC).date().isoformat(),
-        "shape": vars(shape),
-    }
-    out.mkdir(parents=True, exist_ok=True)
-    rows = []
-    for row in measure_all(base, shape, ways):
-        rows.append(row)
-        print(*row.values(), flush=True)
-        record |= {"rows": rows, "summary": summarize(rows)}
-        (out / "figure_5_1.json").write_text(json.dumps(record, indent=1) + "\n")
 
 
 def publish() -> None:
     """The figure, and the keys in summary.json, from the committed result."""
+    record = json.loads((RESULTS / "figure_5_1.json").read_text())
+    rows = list(record["rows"].values())
+    draw(rows, next(iter(record["runs"].values()))["hardware"])
+    path = RESULTS / "summary.json"
+    summary = json.loads(path.read_text())
+    for key, (value, row) in flatness(rows).items():
+        summary[key] = {
+            "value": value,
+            "unit": "ratio",
+            "target": str(FLATNESS),
+            "script": "benchmarks/figure_5_1.py",
+            "result": "benchmarks/results/figure_5_1.json",
+            "date": row["date"],
+        } | ({"note": row["note"]} if "note" in row else {})
+        print(key, value)
+    path.write_text(json.dumps(dict(sorted(summary.items())), indent=1) + "\n")
+
+
+def draw(rows: Sequence[dict[str, Any]], hardware: str, shape: Shape = PAPER) -> None:
     import matplotlib as mpl
 
     mpl.use("Agg")
     from matplotlib import pyplot as plt
 
-    record = json.loads((RESULTS / "figure_5_1.json").read_text())
     figure, grid = plt.subplots(2, 2, figsize=(10, 7), constrained_layout=True)
     for line, task in zip(grid, TASKS, strict=True):
         for axes, vary, fixed, value in (
-            (line[0], "adapters", "batch", BATCH),
-            (line[1], "batch", "adapters", ADAPTERS),
+            (line[0], "adapters", "batch", shape.batch),
+            (line[1], "batch", "adapters", shape.adapters),
         ):
-            for way in (*WAYS, GRAPHS):
-                found = [r for r in record["rows"] if r["task"] == task and r["way"] == way and r[fixed] == value]
-                curve = sorted((r[vary], r["tok_s"]) for r in found)
+            for way in WAYS:
+                curve = sorted(
+                    (row[vary], row["value"]) for row in rows
+                    if row["task"] == task and row["way"] == way and row[fixed] == value and row[vary] in shape.counts
+                )  # fmt: skip
                 if curve:
                     axes.plot(*zip(*curve, strict=True), marker="o", label=way)
             axes.set(xscale="log", yscale="log", xlabel=f"{vary} ({fixed} {value})", ylabel="tokens/s", title=task)
-            axes.set_xticks(COUNTS, [str(count) for count in COUNTS])
+            axes.set_xticks(shape.counts, [str(count) for count in shape.counts])
             axes.grid(alpha=0.3)
     grid[0][0].legend(fontsize=8)
-    figure.suptitle(f"GPT-2 medium, bf16, ranks 16 to 128, {record['hardware']}")
-    figure.savefig(ROOT / "docs" / "figures" / "figure_5_1.png", dpi=110)
-    path = RESULTS / "summary.json"
-    summary = json.loads(path.read_text())
-    for key, value in record["summary"].items():
-        summary[key] = {
-            "value": value,
-            "unit": "ratio",
-            "target": ">= 0.9",
-            "script": "benchmarks/figure_5_1.py",
-            "result": "benchmarks/results/figure_5_1.json",
-            "date": record["date"],
-        }
-    path.write_text(json.dumps(dict(sorted(summary.items())), indent=1) + "\n")
+    figure.suptitle(f"GPT-2 medium, bf16, ranks 16 to 128, {hardware}")
+    FIGURE.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(FIGURE, dpi=110)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=RESULTS)
     parser.add_argument(
-        "--plot", action="store_true", help="draw the committed result and put its keys in summary.json"
+        "--plot",
+        nargs="*",
+        type=Path,
+        help="take in the results named, draw all, put the keys in summary.json, and stop",
     )
+    parser.add_argument("--ways", default=",".join(WAYS))
+    parser.add_argument("--budget", type=float, default=float("inf"), help="seconds after which no point is begun")
     parser.add_argument("--tiny", action="store_true", help="a small shape on the CPU, to try the script")
-    parser.add_argument("--commit", default="", help="the commit that is measured")
+    parser.add_argument("--commit", default="", help="the commit that runs, where there is no repository to ask")
     given = parser.parse_args()
-    if given.plot:
+    if given.plot is not None:
+        for file in given.plot:
+            take_in(file)
         publish()
-    elif given.tiny:
-        run(TINY, "cpu", ("naive", "grouped"), given.out, given.commit)
-    else:
-        run(PAPER, "cuda", (*WAYS, GRAPHS), given.out, given.commit)
+        return
+    ways = given.ways.split(",")
+    if unknown := set(ways) - set(WAYS):
+        parser.error(f"--ways: expected some of {', '.join(WAYS)}, got {', '.join(sorted(unknown))}")
+    if given.tiny and given.out == RESULTS:
+        parser.error("--tiny needs an --out of its own: its numbers say nothing")
+    deadline, shape = time.monotonic() + given.budget, TINY if given.tiny else PAPER
+    results = Results(
+        given.out,
+        "figure_5_1.json",
+        script="benchmarks.figure_5_1",
+        hardware=torch.cuda.get_device_name() if shape.device == "cuda" else "CPU, a tiny shape",
+        seed=SEED,
+        revision=given.commit,
+        settings=vars(shape) | {"ranks": RANKS},
+    )
+    base = make_base(shape)
+    measure_all(base, shape, ways, results, deadline)
+    print(json.dumps({key: value for key, (value, _) in flatness(results.rows(), shape).items()}, indent=1))
 
 
 if __name__ == "__main__":

@@ -79,7 +79,7 @@ def _train(rows: list[Row], put: Any) -> None:  # noqa: ANN401
 
 
 def _scaling(rows: list[Row], put: Any) -> None:  # noqa: ANN401
-    for name, key in (("prefill", "flatness.a64_vs_a1"), ("decode", "flatness.decode.a64_vs_a1")):
+    for name, key in (("prefill", "flatness.sites.prefill.a64_vs_a1"), ("decode", "flatness.sites.decode.a64_vs_a1")):
         of = {row["adapters"]: row["us"] for row in rows if row["case"] == f"gpt2.{name}"}
         times = {adapters: of[adapters]["base"] + of[adapters]["segmented"] for adapters in of}
         put(key, times[1] / times[64], "ratio", ">= 0.9", "scaling")

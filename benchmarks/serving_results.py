@@ -105,6 +105,10 @@ class Results:
         print(key, json.dumps({name: row[name] for name in ("value", "unit", "target", "reached")}), flush=True)
         _merge(self._path, {self._date: self._run}, {key: row | dict(about or {})})
 
+    def rows(self) -> list[dict[str, Any]]:
+        """All rows of the file."""
+        return list(json.loads(self._path.read_text())["rows"].values()) if self._path.exists() else []
+
 
 def command(script: str) -> str:
     """How this was called, without where it wrote to."""
