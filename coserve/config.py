@@ -62,8 +62,10 @@ class Config:
     train_patience: float = option(1.0, "'slack': a job waits at most so long for its next slice")
 
     kv_tokens: int | None = option(
-        None, "tokens the page pool holds, which adapters in use share; default: from free memory"
+        None,
+        "tokens the page pool holds, which adapters in use share; default: what the memory plan leaves on a GPU, 16384 on CPU",
     )
+    memory_fraction: float = option(0.9, "share of the GPU's memory that the engine may take, if kv_tokens is not set")
     page_tokens: int = option(16, "tokens of one page")
     step_tokens: int | None = option(
         None, "most tokens of one generation step (decodes and prefill chunks); default: 512 on CPU, 2048 on a GPU"
@@ -110,6 +112,8 @@ class Config:
         ):
             if getattr(self, name) is not None and getattr(self, name) < 1:
                 raise ConfigError(f"{name}: expected at least 1, got {getattr(self, name)}")
+        if not 0 < self.memory_fraction <= 1:
+            raise ConfigError(f"memory_fraction: expected above 0 and at most 1, got {self.memory_fraction}")
         if not 0 <= self.port <= 65535:
             raise ConfigError(f"port: expected 0 to 65535, got {self.port}")
         if self.host not in ("127.0.0.1", "::1", "localhost") and self.api_key is None:

@@ -24,15 +24,19 @@ from coserve.adapters.residency import Residency
 from coserve.config import Config, config_from_json
 from coserve.engine import Engine
 from coserve.errors import StartupError
+from coserve.finetune.measure import Conditions, plan_memory
 from coserve.finetune.trainer import Trainer
 from coserve.generate.generator import Generator
 from coserve.generate.start import Upgrade, make_start
-from coserve.kernels.dispatch import choose_way
+from coserve.kernels.dispatch import Way, choose_way
 from coserve.link import EngineReady, EngineRefused, FromEngine, Link, ToEngine, engine_end
-from coserve.memory.kv import KvCache
+from coserve.memory.kv import CPU_TOKENS, KvCache
+from coserve.memory.plan import Work
 from coserve.model.base import Base, load_base
 from coserve.queues.policy import make_policy
 from coserve.state.folder import DataFolder
+
+log = logging.getLogger(__name__)
 
 PR_SET_PDEATHSIG = 1
 EXACT_THREADS = 2
@@ -49,8 +53,9 @@ def build_engine(base: Base, config: Config, link: Link[FromEngine, ToEngine]) -
         config.max_adapters_resident,
         pinned=base.device.type == "cuda",
     )
-    kv = KvCache.for_base(base, config.kv_tokens, config.page_tokens)
     step_tokens = config.step_tokens or STEP_TOKENS[base.device.type]
+    tokens, plan_notes = _pool_tokens(base, config, way, step_tokens, folder)
+    kv = KvCache.for_base(base, tokens, config.page_tokens)
     start = make_start(base, kv, max_running=config.inference_batch_size, way=way, when=config.compile)
     generator = Generator(
         base,
@@ -71,7 +76,7 @@ def build_engine(base: Base, config: Config, link: Link[FromEngine, ToEngine]) -
         keep_checkpoints=config.keep_checkpoints,
         way=way,
     )
-    notes = _notes(base, generator, config)
+    notes = _notes(base, generator, config) + plan_notes
     engine = Engine(
         generator,
         trainer,
@@ -88,6 +93,22 @@ def build_engine(base: Base, config: Config, link: Link[FromEngine, ToEngine]) -
     )
     ready = EngineReady(spec=base.spec, kv_tokens=kv.tokens, lora_way=way.value, notes=notes + start.notes)
     return engine, ready
+
+
+def _pool_tokens(
+    base: Base, config: Config, way: Way, step_tokens: int, folder: DataFolder
+) -> tuple[int, tuple[str, ...]]:
+    """Tokens of the page pool, and how the GPU's memory was divided if it was."""
+    if config.kv_tokens is not None:
+        return config.kv_tokens, ()
+    if base.device.type != "cuda":
+        return CPU_TOKENS, ()
+    work = Work(step_tokens, config.micro_batch_tokens, config.max_active_jobs)
+    conditions = Conditions(way, config.recompute, config.inference_batch_size, config.page_tokens, work)
+    plan = plan_memory(base, conditions, fraction=config.memory_fraction, path=folder.memory)
+    note = plan.note(config.page_tokens)
+    log.info("%s", note)
+    return plan.pages * config.page_tokens, (note,)
 
 
 def default_threads() -> int:

@@ -39,6 +39,7 @@ SETTINGS = [
     "slo_tpot",
     "train_patience",
     "kv_tokens",
+    "memory_fraction",
     "page_tokens",
     "step_tokens",
     "prefix_cache",

@@ -22,8 +22,6 @@ from coserve.memory.buffer import PageBuffer, page_layout
 
 CPU_TOKENS = 16384
 """Tokens that the pool holds on CPU unless told otherwise."""
-CUDA_FRACTION = 0.5
-"""Share of the free GPU memory that the pool takes unless told otherwise; the rest is for activations and training."""
 
 
 class HasKv(Protocol):
@@ -35,11 +33,6 @@ class HasKv(Protocol):
     def device(self) -> torch.device: ...
     @property
     def dtype(self) -> torch.dtype: ...
-
-
-def bytes_per_token(kv_shapes: Sequence[tuple[int, int]], dtype: torch.dtype) -> int:
-    """Bytes of keys and values that one token keeps in all layers of `(kv_heads, head_dim)`."""
-    return 2 * dtype.itemsize * sum(heads * width for heads, width in kv_shapes)
 
 
 class KvCache:
@@ -76,19 +69,12 @@ class KvCache:
         self._pages = Pages(views(layout.keys), views(layout.values))
 
     @classmethod
-    def for_base(cls, base: HasKv, tokens: int | None, page_tokens: int) -> KvCache:
-        """A cache for at least `tokens` tokens; None: `CPU_TOKENS`, or what `CUDA_FRACTION` of free GPU memory holds.
+    def for_base(cls, base: HasKv, tokens: int, page_tokens: int) -> KvCache:
+        """A cache for at least `tokens` tokens.
 
         Raises:
             ConfigError: no room for one page.
         """
-        if tokens is None:
-            tokens = CPU_TOKENS
-            if base.device.type == "cuda":
-                free, _ = torch.cuda.mem_get_info(base.device)
-                page_bytes = page_tokens * bytes_per_token(base.kv_shapes, base.dtype)
-                # One page less for the page that stays zero.
-                tokens = (int(free * CUDA_FRACTION) // page_bytes - 1) * page_tokens
         if tokens < 1:
             raise ConfigError(f"expected room for at least 1 token in the KV pool, got {tokens}", field="kv_tokens")
         pages = -(-tokens // page_tokens)

@@ -2,6 +2,7 @@
 
 registry.sqlite3                          jobs, events, adapters
 lock                                      held by the daemon that uses the folder
+memory.json                               what was measured of the GPU's memory; may be deleted
 adapters/<id>/<version>/                  PEFT files of one immutable version
 jobs/<job>/corpus.safetensors             the tokenised corpus
 jobs/<job>/checkpoint-<step>/             resumable state
@@ -35,6 +36,7 @@ class DataFolder:
         self.adapters = self.root / "adapters"
         self.jobs = self.root / "jobs"
         self.staging = self.root / "staging"
+        self.memory = self.root / "memory.json"
 
     def adapter(self, ref: AdapterRef) -> Path:
         return self.adapters / _checked(ref.id) / str(int(ref.version))

@@ -9,7 +9,7 @@ import torch
 
 from coserve.errors import ConfigError
 from coserve.kernels.tiles import Run
-from coserve.memory.kv import CPU_TOKENS, KvCache, bytes_per_token
+from coserve.memory.kv import KvCache
 
 
 @dataclass
@@ -19,20 +19,11 @@ class Shapes:
     dtype: torch.dtype = torch.float32
 
 
-def test_bytes_per_token_counts_keys_and_values_of_every_layer() -> None:
-    assert bytes_per_token([(2, 8), (1, 16)], torch.float32) == 2 * 4 * (16 + 16)
-    assert bytes_per_token([(8, 128)] * 32, torch.bfloat16) == 131072
-
-
 @pytest.mark.parametrize(("tokens", "pages"), [(1, 1), (16, 1), (17, 2), (160, 10)])
 def test_room_for_at_least_the_tokens_asked_for(tokens: int, pages: int) -> None:
     kv = KvCache.for_base(Shapes(), tokens, 16)
     assert kv.pool.total == pages
     assert kv.tokens == 16 * pages
-
-
-def test_default_on_cpu() -> None:
-    assert KvCache.for_base(Shapes(), None, 16).tokens == CPU_TOKENS
 
 
 def test_no_room_is_a_typed_error() -> None:

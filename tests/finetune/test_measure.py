@@ -1,0 +1,94 @@
+"""What is measured is the real step and the real micro-batch; on a GPU the plan is checked against the allocator."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from coserve.finetune.measure import Conditions, CudaMeter, OnDevice, plan_memory
+from coserve.kernels.dispatch import Way
+from coserve.memory.plan import GIB, Work
+from coserve.memory.profile import load_profile
+from coserve.model.base import Base, wrap_base
+from tests.support.tiny_models import tiny_model
+
+WORK = Work(step_tokens=64, micro_batch_tokens=96, jobs=2)
+
+
+class Steps:
+    """A meter whose numbers say when it was asked: each question is one more."""
+
+    def __init__(self) -> None:
+        self.asked = 0
+
+    def now(self) -> int:
+        self.asked += 1
+        return self.asked
+
+    peak = now
+
+    def reset(self) -> None: ...
+
+
+def conditions(way: Way, work: Work = WORK, *, recompute: bool = False) -> Conditions:
+    return Conditions(way, recompute, max_running=4, page_tokens=16, work=work)
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2", "gemma3"])
+@pytest.mark.parametrize("recompute", [False, True])
+def test_any_base_can_be_measured_and_stays_what_it_is(family: str, recompute: bool) -> None:
+    base = wrap_base(tiny_model(family), name=family, eos_token_ids=())
+    before = [parameter.clone() for parameter in base.model.parameters()]
+    device = OnDevice(base, Steps(), conditions(Way.GROUPED, recompute=recompute))
+    assert device.step(64) == 1
+    assert device.step(2 * base.spec.context) == 1, "longer than the context too"
+    peaks = device.micro_batch(96)
+    assert (peaks.job, peaks.forward, peaks.whole) == (1, 1, 2)
+    assert all(torch.equal(a, b) for a, b in zip(before, base.model.parameters(), strict=True))
+    assert all(parameter.grad is None for parameter in base.model.parameters())
+
+
+def gpu_base() -> Base:
+    model = tiny_model("llama", hidden_size=256, intermediate_size=1024, num_hidden_layers=4, vocab_size=4096)
+    return wrap_base(model.to("cuda", torch.bfloat16), name="tiny", eos_token_ids=())
+
+
+@pytest.mark.gpu
+def test_lines_predict_the_allocators_peak() -> None:
+    base, work = gpu_base(), Work(step_tokens=4096, micro_batch_tokens=4096, jobs=2)
+    device = OnDevice(base, CudaMeter(base.device), conditions(Way.SEGMENTED, work))
+    one, two, four = (device.micro_batch(tokens) for tokens in (2048, 4096, 8192))
+    assert one.job == two.job == four.job > 0
+    assert 0 < one.forward <= one.whole
+    assert four.whole - two.whole == pytest.approx(2 * (two.whole - one.whole), rel=0.1)
+    steps = [device.step(tokens) for tokens in (2048, 4096, 8192)]
+    assert steps[2] - steps[1] == pytest.approx(2 * (steps[1] - steps[0]), rel=0.1)
+
+
+@pytest.mark.gpu
+def test_a_plan_is_measured_once_and_kept(tmp_path: Path) -> None:
+    base, path = gpu_base(), tmp_path / "memory.json"
+    same = conditions(Way.SEGMENTED, Work(step_tokens=2048, micro_batch_tokens=2048, jobs=2))
+    plan = plan_memory(base, same, fraction=0.5, path=path)
+    written = path.stat().st_mtime_ns
+    total = torch.cuda.mem_get_info()[1]
+    assert plan.taken + plan.step + plan.training + plan.jobs + plan.pages * plan.page_bytes < 0.5 * total
+    assert plan.pages * plan.page_bytes > 0.5 * total - plan.taken - 6 * GIB
+    assert abs(plan.error) < 0.1
+    again = plan_memory(base, same, fraction=0.5, path=path)
+    assert path.stat().st_mtime_ns == written
+    assert again.pages == pytest.approx(plan.pages, rel=0.01)
+    assert load_profile(path, ("another",)) is None
+    print(plan.note(16))
+
+
+@pytest.mark.gpu
+def test_recomputing_layers_takes_less_memory() -> None:
+    base = gpu_base()
+    kept, recomputed = (
+        OnDevice(base, CudaMeter(base.device), conditions(Way.SEGMENTED, recompute=recompute)).micro_batch(8192).forward
+        for recompute in (False, True)
+    )
+    assert recomputed < 0.7 * kept

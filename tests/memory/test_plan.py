@@ -1,0 +1,78 @@
+"""The pool gets what nothing else can need; what does not fit is refused by name."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import assume, given
+from hypothesis import strategies as st
+
+from coserve.errors import ConfigError
+from coserve.memory.plan import GIB, GRAPHS, Gpu, Work, make_plan
+from coserve.memory.profile import Line, Profile
+
+PROFILE = Profile(
+    no_grad=Line(fixed=0.5 * GIB, per_token=0.5 * GIB / 2048),
+    act=Line(fixed=0, per_token=8 * GIB / 2048),
+    backward=Line(fixed=1 * GIB, per_token=0),
+    job=GIB // 2,
+    error=0.01,
+)
+WORK = Work(step_tokens=2048, micro_batch_tokens=2048, jobs=4)
+PAGE = 2 << 20
+
+
+def test_an_8b_shape_on_a_gpu_of_140_gib() -> None:
+    plan = make_plan(Gpu(140 * GIB, 124 * GIB), 0.9, PROFILE, WORK, page_bytes=PAGE, least=128)
+    assert (plan.taken, plan.step, plan.training, plan.jobs) == (16 * GIB, GIB, 9 * GIB, 2 * GIB)
+    left = 126 - 16 - 1 - 9 - 2 - GRAPHS // GIB
+    assert plan.pages == left * GIB // PAGE - 1
+    note = plan.note(16)
+    assert f"pool of {plan.pages} pages ({plan.pages * 16} tokens" in note
+    assert "off by +1.0%" in note
+
+
+@given(
+    total=st.integers(1, 200),
+    used=st.floats(0, 0.9),
+    fraction=st.floats(0.1, 1.0),
+    batch=st.integers(1, 1 << 16),
+    least=st.integers(1, 1000),
+)
+def test_the_parts_never_exceed_the_budget(total: int, used: float, fraction: float, batch: int, least: int) -> None:
+    gpu = Gpu(total * GIB, int(total * GIB * (1 - used)))
+    work = Work(2048, batch, 2)
+    try:
+        plan = make_plan(gpu, fraction, PROFILE, work, page_bytes=PAGE, least=least)
+    except ConfigError:
+        assume(False)
+    whole = plan.taken + plan.step + plan.training + plan.jobs + GRAPHS + (plan.pages + 1) * PAGE
+    assert whole <= total * GIB * fraction
+    assert whole > total * GIB * fraction - 2 * PAGE
+    assert plan.pages >= least
+
+
+@given(batch=st.integers(2048, 1 << 20))
+def test_training_that_does_not_fit_is_refused_with_what_would(batch: int) -> None:
+    gpu, least = Gpu(24 * GIB, 20 * GIB), 128
+    try:
+        make_plan(gpu, 0.9, PROFILE, Work(2048, batch, 4), page_bytes=PAGE, least=least)
+    except ConfigError as error:
+        assert error.field == "micro_batch_tokens"
+        most = int(error.message.split("at most ")[1].split(" ")[0])
+    else:
+        assume(False)
+    assert make_plan(gpu, 0.9, PROFILE, Work(2048, most, 4), page_bytes=PAGE, least=least)
+    with pytest.raises(ConfigError):
+        make_plan(gpu, 0.9, PROFILE, Work(2048, most + 2, 4), page_bytes=PAGE, least=least)
+
+
+def test_too_many_jobs_are_named() -> None:
+    with pytest.raises(ConfigError, match="max_active_jobs") as caught:
+        make_plan(Gpu(24 * GIB, 20 * GIB), 0.9, PROFILE, Work(2048, 16, 40), page_bytes=PAGE, least=128)
+    assert caught.value.field == "micro_batch_tokens"
+
+
+def test_a_base_that_leaves_no_room_is_refused() -> None:
+    with pytest.raises(ConfigError, match="memory_fraction") as caught:
+        make_plan(Gpu(24 * GIB, 5 * GIB), 0.9, PROFILE, WORK, page_bytes=PAGE, least=128)
+    assert caught.value.field == "memory_fraction"
