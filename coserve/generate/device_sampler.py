@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from coserve.generate.draws import SAID_ONCE, Logprobs, draw, likeliest, logprobs_of, penalise_
+from coserve.generate.draws import Logprobs, draw, likeliest, logprobs_of, penalise_
 from coserve.generate.sampler import ROWS, Chosen, Said, decide, is_penalised, said, send, send_ids
 from coserve.generate.sequences import Sequence
 from coserve.types import SamplingParams
@@ -40,12 +40,8 @@ class DeviceSampler:
         parts = []
         for start in range(0, len(rows), ROWS):
             part = slice(start, start + ROWS)
-            penalised = [i for i, s in enumerate(ready[part]) if is_penalised(s.sampling)]
-            counted = [ready[start + i] for i in penalised]
-            before = self._history.of(counted)
+            before = self._history.of([s for s in ready[part] if is_penalised(s.sampling)])
             parts.append(decide(logits_BV[part], likeliest_B[part], rows[part], before))
-            if counted:
-                self._history.add(counted, parts[-1].tokens, penalised)
         return _joined(parts)
 
     def forget(self, sequence: Sequence) -> None:
@@ -72,28 +68,21 @@ class History:
         self._table = self.empty(0)
         self._rows: dict[Sequence, int] = {}
         self._counted: dict[Sequence, int] = {}
-        """Tokens of the output that are in the table, those that the host does not know included."""
+        """Tokens of the output that are in the table, with those that the host does not know, and the next one."""
         self._free: list[int] = []
 
     def of(self, sequences: Items[Sequence]) -> Said:
-        """Their rows, up to date."""
+        """Their rows, for their next token, which will be counted there."""
         stale = [s for s in sequences if self._counted.get(s) != s.generated + s.flying]
         for sequence in stale:
             assert not sequence.flying, "a token on the device was not counted there"
             if sequence not in self._rows:
                 self._rows[sequence] = self._free.pop() if self._free else self._grow()
-            self._counted[sequence] = sequence.generated
         if stale:
             self._write(stale)
-        return Said(self._table, [self._rows[sequence] for sequence in sequences])
-
-    def add(self, sequences: Items[Sequence], tokens_B: Tensor, places: Items[int]) -> None:
-        """The device has chosen `tokens_B[place]` for each."""
-        at, rows = send_ids(self._device, places, [self._rows[sequence] for sequence in sequences])
-        flat = rows * self.vocab + tokens_B.index_select(0, at).clamp_min(0)
-        self._table.view(-1).index_add_(0, flat, torch.full_like(flat, SAID_ONCE, dtype=torch.int32))
         for sequence in sequences:
-            self._counted[sequence] += 1
+            self._counted[sequence] = sequence.generated + sequence.flying + 1
+        return Said(self._table, [self._rows[sequence] for sequence in sequences])
 
     def forget(self, sequence: Sequence) -> None:
         row = self._rows.pop(sequence, None)

@@ -23,13 +23,9 @@ SAID_ONCE = 2
 
 def likeliest(logits_BV: Tensor) -> Tensor:
     """(B) the first token of the highest logit; `NOT_FINITE` where a row has no finite maximum."""
-    rows, vocab = logits_BV.shape
-    if vocab % _CHUNK:
-        value, token = logits_BV.max(-1)
-    else:  # in two steps: a GPU leaves one long row to a few of its multiprocessors
-        values, places = logits_BV.view(rows, vocab // _CHUNK, _CHUNK).max(-1)
-        value, chunk = values.max(-1)
-        token = chunk * _CHUNK + places.gather(1, chunk[:, None])[:, 0]
+    if logits_BV.is_cuda:
+        return sampling.likeliest(logits_BV)
+    value, token = logits_BV.max(-1)
     return torch.where(value.isfinite(), token, NOT_FINITE)
 
 
@@ -73,7 +69,7 @@ def draw(logits_BV: Tensor, likeliest_B: Tensor, columns_BK: Tensor, *, filters:
 def weights(logits_BV: Tensor, temperature_B1: Tensor, min_p_B1: Tensor) -> Tensor:
     """fp32 (B, V): whole numbers in proportion to the probabilities; 0 for those below min-p."""
     logits = logits_BV.double()
-    shares = ((logits - logits.amax(-1, keepdim=True)) / temperature_B1.clamp_min(GREEDY_BELOW)).exp()
+    shares = ((logits - logits.amax(-1, keepdim=True)) * (1.0 / temperature_B1.clamp_min(GREEDY_BELOW))).exp()
     return (shares.masked_fill(shares < min_p_B1, 0.0) * UNIT + 0.5).floor().float()
 
 
@@ -129,6 +125,8 @@ def logprobs_of(logits_AV: Tensor, chosen_A: Tensor, n: int) -> tuple[Tensor, Te
 def _top(logits_AV: Tensor, n: int) -> Tensor:
     """int64 (A, n): the n likeliest tokens, found among the n chunks with the highest maxima."""
     rows, vocab = logits_AV.shape
+    if not n:
+        return torch.empty(rows, 0, dtype=torch.int64, device=logits_AV.device)
     width = _CHUNK if vocab % _CHUNK == 0 else vocab
     chunks = logits_AV.view(rows, vocab // width, width)
     best = _first(chunks.amax(-1).float(), torch.arange(vocab // width, device=logits_AV.device), n)

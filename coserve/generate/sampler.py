@@ -119,47 +119,94 @@ def choices(chosen: Chosen) -> list[Choice | None]:
 
 
 def decide(logits_BV: Tensor, likeliest_B: Tensor, rows: Sequence[Asks], said: Said) -> Chosen:
-    """Of at most `ROWS` rows; waits for nothing. `likeliest_B`: of these logits."""
+    """Of at most `ROWS` rows; waits for nothing. `likeliest_B`: of these logits. Counts the tokens in `said`."""
     assert len(rows) <= ROWS, f"expected at most {ROWS} rows, got {len(rows)}"
-    device = logits_BV.device
-    logits, tokens = logits_BV, likeliest_B
-    if any(is_adjusted(row) for row in rows):
-        logits = logits_BV.to(torch.float32, copy=True, memory_format=torch.contiguous_format)
-        _adjust(logits, rows, said)
-        tokens = torch.where(likeliest_B < 0, likeliest_B, likeliest(logits))
     draws = any(row.params.temperature >= GREEDY_BELOW for row in rows)
+    adjusts = any(is_adjusted(row) for row in rows)
+    asked = tuple(i for i, row in enumerate(rows) if row.params.logprobs is not None)
+    if not (draws or adjusts or asked):
+        return Chosen(likeliest_B, None, likeliest=True)
+    vocab = logits_BV.shape[1]
+    sent = _send(rows, asked, said, vocab, logits_BV.device)
+    logits, tokens = logits_BV, likeliest_B
+    if adjusts:
+        logits = _adjusted(logits_BV, sent, said)
+        tokens = torch.where(likeliest_B < 0, likeliest_B, likeliest(logits))
     if draws:
-        columns = torch.tensor([knobs(row.params, row.t) for row in rows], dtype=torch.float64)
-        filters = any(is_filtered(row.params, logits_BV.shape[1]) for row in rows)
-        tokens = draw(logits, tokens, send(columns, device), filters=filters)
-    plain = logits is logits_BV and not draws
-    asked = [i for i, row in enumerate(rows) if row.params.logprobs is not None]
+        filters = any(is_filtered(row.params, vocab) for row in rows)
+        tokens = draw(logits, tokens, sent.columns, filters=filters)
+    if said.slots:
+        places = sent.slots * vocab + tokens.index_select(0, sent.penalised).clamp_min(0)
+        said.table.view(-1).index_add_(0, places, torch.full_like(places, SAID_ONCE, dtype=torch.int32))
+    plain = not (draws or adjusts)
     if not asked:
         return Chosen(tokens, None, plain)
     counts = tuple(rows[i].params.logprobs or 0 for i in asked)
     raw, chosen = logits_BV, tokens
     if len(asked) < len(rows):
-        (at,) = send_ids(device, asked)
-        raw, chosen = logits_BV.index_select(0, at), tokens.index_select(0, at)
-    return Chosen(tokens, Logprobs(tuple(asked), counts, *logprobs_of(raw, chosen, max(counts))), plain)
+        raw, chosen = logits_BV.index_select(0, sent.asked), tokens.index_select(0, sent.asked)
+    return Chosen(tokens, Logprobs(asked, counts, *logprobs_of(raw, chosen, max(counts))), plain)
 
 
-def _adjust(logits_BV: Tensor, rows: Sequence[Asks], said: Said) -> None:
-    """Bias, barred tokens and penalties, in place."""
-    device, vocab = logits_BV.device, logits_BV.shape[1]
-    flat = logits_BV.view(-1)
-    bias = [(i * vocab + token, value) for i, row in enumerate(rows) for token, value in row.params.logit_bias.items()]
+@dataclass(frozen=True)
+class _Sent:
+    """What rows ask for, on the device. Places are in all logits of the batch side by side."""
+
+    columns: Tensor
+    """fp64 (B, 5): the `knobs`."""
+    biased: Tensor
+    """int64: places."""
+    biases: Tensor
+    """fp32: what is added there."""
+    barred: Tensor
+    """int64: places."""
+    penalised: Tensor
+    """int64 (P): rows."""
+    slots: Tensor
+    """int64 (P): `Said.slots`."""
+    penalties: Tensor
+    """fp32 (P, 3)."""
+    asked: Tensor
+    """int64 (A): rows."""
+
+
+def _send(rows: Sequence[Asks], asked: Sequence[int], said: Said, vocab: int, device: torch.device) -> _Sent:
+    """In two copies."""
+    bias = {i * vocab + token: value for i, row in enumerate(rows) for token, value in row.params.logit_bias.items()}
     barred = [i * vocab + token for i, row in enumerate(rows) for token in row.barred]
     penalised = [i for i, row in enumerate(rows) if is_penalised(row.params)]
-    at_bias, at_barred, at, slots = send_ids(device, [place for place, _ in bias], barred, penalised, said.slots)
-    if bias:
-        flat.index_add_(0, at_bias, send(torch.tensor([value for _, value in bias], dtype=torch.float32), device))
-    if barred:
-        flat.index_fill_(0, at_barred, -torch.inf)
-    if penalised:
-        params = [rows[i].params for i in penalised]
-        values = [(p.repetition_penalty, p.presence_penalty, p.frequency_penalty) for p in params]
-        penalise_(logits_BV, at, said.table, slots, send(torch.tensor(values, dtype=torch.float32), device))
+    biased, at_barred, at_penalised, slots, at_asked = send_ids(
+        device, tuple(bias), barred, penalised, tuple(said.slots), asked
+    )
+    values = [value for row in rows for value in knobs(row.params, row.t)]
+    values += bias.values()
+    for params in (rows[i].params for i in penalised):
+        values += (params.repetition_penalty, params.presence_penalty, params.frequency_penalty)
+    sizes = [5 * len(rows), len(bias), 3 * len(penalised)]
+    columns, biases, penalties = torch.split(send(torch.tensor(values, dtype=torch.float64), device), sizes)
+    return _Sent(
+        columns=columns.view(-1, 5),
+        biased=biased,
+        biases=biases.float(),
+        barred=at_barred,
+        penalised=at_penalised,
+        slots=slots,
+        penalties=penalties.float().view(-1, 3),
+        asked=at_asked,
+    )
+
+
+def _adjusted(logits_BV: Tensor, sent: _Sent, said: Said) -> Tensor:
+    """fp32 logits with bias, without barred tokens, and with penalties."""
+    logits = logits_BV.to(torch.float32, copy=True, memory_format=torch.contiguous_format)
+    flat = logits.view(-1)
+    if len(sent.biased):
+        flat.index_copy_(0, sent.biased, flat.index_select(0, sent.biased) + sent.biases)
+    if len(sent.barred):
+        flat.index_copy_(0, sent.barred, torch.full_like(sent.barred, -torch.inf, dtype=torch.float32))
+    if len(sent.penalised):
+        penalise_(logits, sent.penalised, said.table, sent.slots, sent.penalties)
+    return logits
 
 
 def said(params: SamplingParams, prompt: Sequence[int], output: Sequence[int]) -> dict[int, int]:

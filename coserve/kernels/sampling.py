@@ -1,5 +1,6 @@
 """Drawing tokens without sorting: a row of weights is read a few times, and nothing is written but the token.
 
+    peak, top  the first token of the highest logit, by chunk and of the row
     weigh      w[b, v] = round(UNIT exp((logit - highest) / temperature)), 0 below min-p; their sum over each chunk
     threshold  the weight and the number of its ties (lower ids first) at which top-k and top-p end
     sift       each chunk's sum of weights above the threshold, and its ties
@@ -30,13 +31,39 @@ NOT_FINITE = -1
 """In place of a token: the logits were not finite."""
 UNIT = 2.0**34
 """The largest weight: sums over up to 2^19 tokens are exact in fp64."""
-CHUNK = 2048
-"""Tokens of a program of `weigh` and `sift`."""
+CHUNK = 1024
+"""Tokens of a program that shares a row with others."""
 COLUMNS = 5
 
 _GREEDY = tl.constexpr(GREEDY_BELOW)
 _UNIT = tl.constexpr(UNIT)
 _UNIT_BITS = tl.constexpr((127 + 34) << 23)
+
+
+@triton.jit
+def peak(logits_ptr, stride, peaks_ptr, V, CHUNK: tl.constexpr):
+    """Grid (rows, chunks). A logit and its token as one number: the bits of the logit, in its order, then V less the id."""
+    row, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    v = chunk * CHUNK + tl.arange(0, CHUNK)
+    logits = tl.load(logits_ptr + row * stride + v, mask=v < V, other=-float("inf")).to(tl.float32)
+    logits = tl.where(logits == 0, 0.0, logits)  # no negative zeros
+    bits = logits.to(tl.int32, bitcast=True)
+    bits = tl.where((bits & 0x7FFFFFFF) > 0x7F800000, 0x7F800000, bits)  # not a number: as infinity
+    ordered = tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits).to(tl.int64)
+    best = tl.max((ordered << 32) | (0x7FFFFFFF - v).to(tl.int64), 0)
+    tl.store(peaks_ptr + row * tl.num_programs(1) + chunk, best)
+
+
+@triton.jit
+def top(peaks_ptr, tokens_ptr, chunks, CHUNKS: tl.constexpr):
+    """Grid (rows)."""
+    row = tl.program_id(0).to(tl.int64)
+    c = tl.arange(0, CHUNKS)
+    least = tl.full([CHUNKS], -0x8000000000000000, tl.int64)
+    best = tl.max(tl.load(peaks_ptr + row * chunks + c, mask=c < chunks, other=least), 0)
+    bits = (best >> 32).to(tl.int32)
+    finite = (bits < 0x7F800000) & (bits > -0x7F800001)  # of minus infinity, in this order
+    tl.store(tokens_ptr + row, tl.where(finite, 0x7FFFFFFF - (best & 0x7FFFFFFF), -1))
 
 
 @triton.jit
@@ -51,7 +78,7 @@ def weigh(logits_ptr, stride, likeliest_ptr, columns_ptr, weights_ptr, masses_pt
     highest = tl.load(logits_ptr + row * stride + token).to(tl.float64)
     v = chunk * CHUNK + tl.arange(0, CHUNK)
     logits = tl.load(logits_ptr + row * stride + v, mask=v < V, other=-float("inf")).to(tl.float64)
-    shares = tl.exp((logits - highest) / temperature)
+    shares = tl.exp((logits - highest) * (1.0 / temperature))
     shares = tl.where(shares < min_p, 0.0, shares)
     whole = (shares * _UNIT + 0.5).to(tl.int64).to(tl.float32)
     tl.store(weights_ptr + row * V + v, whole, mask=v < V)
@@ -61,44 +88,52 @@ def weigh(logits_ptr, stride, likeliest_ptr, columns_ptr, weights_ptr, masses_pt
 @triton.jit
 def _sums(weights_ptr, V, low, high, a, b, c, COUNT: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr):
     """Sums (counts) of the weights whose bits are above a, b and c, and the least and greatest bits in (low, high]."""
-    above_a = tl.zeros([BLOCK], tl.float64)
-    above_b = tl.zeros([BLOCK], tl.float64)
-    above_c = tl.zeros([BLOCK], tl.float64)
+    above_a = tl.zeros([BLOCK], tl.int32 if COUNT else tl.float64)
+    above_b = tl.zeros([BLOCK], tl.int32 if COUNT else tl.float64)
+    above_c = tl.zeros([BLOCK], tl.int32 if COUNT else tl.float64)
     least = tl.full([BLOCK], 0x7FFFFFFF, tl.int32)
     most = tl.full([BLOCK], -1, tl.int32)
     for start in tl.range(0, V, BLOCK, num_stages=STAGES):
         v = start + tl.arange(0, BLOCK)
         weight = tl.load(weights_ptr + v, mask=v < V, other=-1.0)
         bits = weight.to(tl.int32, bitcast=True)  # of -1: negative, below every bound
-        amount = tl.full([BLOCK], 1.0, tl.float64) if COUNT else weight.to(tl.float64)
-        above_a += tl.where(bits > a, amount, 0.0)
-        above_b += tl.where(bits > b, amount, 0.0)
-        above_c += tl.where(bits > c, amount, 0.0)
+        if COUNT:
+            above_a += (bits > a).to(tl.int32)
+            above_b += (bits > b).to(tl.int32)
+            above_c += (bits > c).to(tl.int32)
+        else:
+            amount = weight.to(tl.float64)
+            above_a += tl.where(bits > a, amount, 0.0)
+            above_b += tl.where(bits > b, amount, 0.0)
+            above_c += tl.where(bits > c, amount, 0.0)
         least = tl.minimum(least, tl.where(bits > low, bits, 0x7FFFFFFF))
         most = tl.maximum(most, tl.where(bits <= high, bits, -1))
-    return tl.sum(above_a, 0), tl.sum(above_b, 0), tl.sum(above_c, 0), tl.min(least, 0), tl.max(most, 0)
+    sums = (tl.sum(above_a, 0).to(tl.float64), tl.sum(above_b, 0).to(tl.float64), tl.sum(above_c, 0).to(tl.float64))
+    return sums[0], sums[1], sums[2], tl.min(least, 0), tl.max(most, 0)
 
 
 @triton.jit
 def _search(weights_ptr, V, low, high, goal, COUNT: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr):
     """The least bits that occur in (low, high] and have less than `goal` above them; and what is above them.
 
-    There is at least `goal` above `low`, and less above `high`.
+    There is at least `goal` above `low`, and nothing above `high`.
     """
     above = tl.full([], 0.0, tl.float64)
     while high - low > 1:
-        step = (high - low) // 4
-        a, b, c = low + step, low + 2 * step, low + 3 * step
+        step = tl.maximum((high - low) // 4, 1)
+        a, b, c = low + step, tl.minimum(low + 2 * step, high - 1), tl.minimum(low + 3 * step, high - 1)
         sum_a, sum_b, sum_c, least, most = _sums(weights_ptr, V, low, high, a, b, c, COUNT, BLOCK, STAGES)
         # Nothing occurs between the bounds and the extremes found, so these are bounds too.
         low, high = tl.maximum(low, least - 1), tl.minimum(high, most)
-        low = tl.where(sum_c >= goal, tl.maximum(low, c), low)
-        low = tl.where(sum_b >= goal, tl.maximum(low, b), low)
         low = tl.where(sum_a >= goal, tl.maximum(low, a), low)
+        low = tl.where(sum_b >= goal, tl.maximum(low, b), low)
+        low = tl.where(sum_c >= goal, tl.maximum(low, c), low)
         high = tl.where(sum_c < goal, tl.minimum(high, c), high)
         high = tl.where(sum_b < goal, tl.minimum(high, b), high)
         high = tl.where(sum_a < goal, tl.minimum(high, a), high)
-    above, _, _, _, _ = _sums(weights_ptr, V, high, high, high, high, high, COUNT, BLOCK, STAGES)
+        above = tl.where(sum_c < goal, sum_c, above)
+        above = tl.where(sum_b < goal, sum_b, above)
+        above = tl.where(sum_a < goal, sum_a, above)
     return high, above
 
 
@@ -129,6 +164,9 @@ def threshold(
         low = bits - 1
     if top_p < 1.0:
         goal = tl.maximum(top_p * total, 0.5)
+        # Weights below that are no more than 1 - top_p of all together: enough lies above.
+        rest = (total - goal) / V * 0.999
+        low = tl.maximum(low, rest.to(tl.float32).to(tl.int32, bitcast=True) - 1)
         last, above = _search(weights_ptr, V, low, top, goal, False, BLOCK, STAGES)
         weight = last.to(tl.float32, bitcast=True).to(tl.float64)
         fit = tl.ceil((goal - above) / weight)
@@ -212,6 +250,18 @@ def penalise(logits_ptr, rows_ptr, said_ptr, slots_ptr, penalties_ptr, V, CHUNK:
 
 THRESHOLD = {"BLOCK": 4096, "STAGES": 1, "num_warps": 16}
 """Of a program that reads a whole row again and again."""
+
+
+def likeliest(logits_BV: Tensor) -> Tensor:
+    """See `generate.draws.likeliest`. Rows of the logits may lie apart."""
+    rows, vocab = logits_BV.shape
+    assert logits_BV.stride(1) == 1, "expected the logits of a row side by side"
+    chunks, tokens = triton.cdiv(vocab, CHUNK), torch.empty(rows, dtype=torch.int64, device=logits_BV.device)
+    if rows:
+        peaks = torch.empty(rows, chunks, dtype=torch.int64, device=logits_BV.device)
+        peak[(rows, chunks)](logits_BV, logits_BV.stride(0), peaks, vocab, CHUNK=CHUNK, num_warps=4)
+        top[(rows,)](peaks, tokens, chunks, CHUNKS=triton.next_power_of_2(chunks), num_warps=4)
+    return tokens
 
 
 def draw(logits_BV: Tensor, likeliest_B: Tensor, columns_BK: Tensor, *, filters: bool) -> Tensor:

@@ -34,7 +34,7 @@ def both(logits_BV: Tensor, columns: list[tuple[float, ...]]) -> tuple[list[int]
     columns_BK = torch.tensor(columns, dtype=torch.float64)
     expected = draws.draw(logits_BV, draws.likeliest(logits_BV), columns_BK, filters=filters)
     on = logits_BV.to(DEVICE)
-    found = sampling.draw(on, draws.likeliest(on), columns_BK.to(DEVICE), filters=filters)
+    found = sampling.draw(on, sampling.likeliest(on), columns_BK.to(DEVICE), filters=filters)
     return found.tolist(), expected.tolist()
 
 
@@ -42,6 +42,23 @@ def random_logits(rows: int, vocab: int, seed: int, step: float) -> Tensor:
     """In multiples of `step`, so that some are equal; 0: any."""
     logits = torch.randn(rows, vocab, generator=torch.Generator().manual_seed(seed)) * 3
     return (logits / step).round() * step if step else logits
+
+
+@pytest.mark.parametrize("vocab", [1, 16, 100])
+def test_the_likeliest_is_the_first_of_the_highest(vocab: int) -> None:
+    logits = random_logits(12, vocab, vocab, 2.0)
+    logits[0] = 0.0
+    logits[1] = -0.0
+    logits[1, vocab // 2] = 0.0
+    logits[2] = -math.inf
+    logits[3, vocab // 2] = math.inf
+    logits[4, vocab // 3], logits[5, 0] = math.nan, -math.nan
+    logits[6, 1:] = -math.inf
+    logits[7] -= 100.0
+    expected = draws.likeliest(logits)
+    assert sampling.likeliest(logits.to(DEVICE)).tolist() == expected.tolist()
+    assert expected[2:6].tolist() == [sampling.NOT_FINITE] * 4
+    assert sampling.likeliest(logits[:0].to(DEVICE)).tolist() == []
 
 
 numbers = st.floats(0, 1, exclude_max=True)
