@@ -17,6 +17,7 @@ from benchmarks import lora_cases as cases
 from benchmarks.timing import graph_us
 from coserve.kernels import segmented
 from coserve.kernels import segmented_launch as launch
+from coserve.kernels import segmented_launch_backward as backward
 from coserve.kernels.segmented_launch import DecodeBlocks, LongBlocks
 from coserve.kernels.tables import HostTiles, Tiles, cut, uncovered, upload
 
@@ -119,18 +120,23 @@ def _long_kernels(name: str, layers: list[cases.Layer], tables: list, tiles: Til
             lambda la, t, h, b: launch.long_expand(
                 la.ys, la.ys, h, tiles.tiles, t.addresses, t.ranks, t.scalings, rows, b
             ),
-            [{"o": o, "expand_warps": w} for o in (64, 128, 256) for w in (2, 4, 8)],
+            [
+                {"run_o": o, "run_warps": w, "run_stages": s, "wide_run_stages": s, "run_blocks": n}
+                for o, w in ((64, 4), (128, 8))
+                for s in (3, 4)
+                for n in (1, 4, 8)
+            ],
         ),
         "shrink_b": (
-            lambda la, t, h, b: launch.shrink_b(la.ys, *first, t.addresses, t.ranks, t.scalings, rows, rank, b),
+            lambda la, t, h, b: backward.shrink_b(la.ys, *first, t.addresses, t.ranks, t.scalings, rows, rank, b),
             [{"k": k, "shrink_warps": w, "shrink_stages": s} for k in (64, 128) for w in (4, 8) for s in (3, 4)],
         ),
         "expand_a": (
-            lambda la, t, h, b: launch.expand_a(h, 14336, tiles.tiles, t.addresses, t.ranks, rows, b),
-            [{"d": d, "expand_warps": w} for d in (64, 128, 256) for w in (2, 4, 8)],
+            lambda la, t, h, b: backward.expand_a(h, 14336, tiles.tiles, t.addresses, t.ranks, rows, b),
+            [{"d": d, "d_warps": w} for d in (64, 128, 256) for w in (2, 4, 8)],
         ),
         "outer_b": (
-            lambda la, t, h, b: launch.outer(
+            lambda la, t, h, b: backward.outer(
                 la.ys[0],
                 h[:1],
                 [8 * rank],

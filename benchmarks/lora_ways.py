@@ -26,7 +26,7 @@ def present(site: tuple[LoraPair | None, ...]) -> list[LoraPair]:
 
 
 def segmented_call(layer: Layer, segments: Segments) -> Call:
-    """Our kernels: two launches for all sites of the group (three in long batches that split k)."""
+    """Our kernels: two launches for all sites of the group."""
     group = segmented.group_of(segments, layer.pairs, DEVICE)
     plan = segmented.plan_of(segments, group, train=False)
     return lambda: segmented.add_(layer.ys, layer.x, plan, group.table)

@@ -76,8 +76,9 @@ def shrink_b(
         splits = tl.num_programs(1)
         expected = splits * tl.cdiv(rank, BLOCK_R)
         finish(
-            parts_ptr, g_ptr, counters_ptr + start, expected, start, rows, rank, 0, split_stride, splits, R, 1, BLOCK_T
-        )
+            parts_ptr, g_ptr, counters_ptr + start, expected, start, rows, rank, 0, split_stride, splits, R,
+            1, BLOCK_T, BLOCK_R,
+        )  # fmt: skip
 
 
 @triton.jit(do_not_specialize_on_alignment=["ranks_ptr"])

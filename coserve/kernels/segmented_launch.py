@@ -1,4 +1,7 @@
-"""Launches of the segmented kernels: grids, block sizes, outputs. Sizes were chosen by `benchmarks/kernels.py --tune`."""
+"""Launches of the segmented kernels, forward: grids, block sizes, outputs. Sizes were chosen by `benchmarks/kernel_tune`.
+
+What a launch looks like follows from shapes alone, so that the same batch always gives the same bits.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,7 @@ import torch
 import triton
 from torch import Tensor
 
-from coserve.kernels import segmented_backward, segmented_decode, segmented_prefill
+from coserve.kernels import segmented_decode, segmented_prefill
 from coserve.kernels.dispatch import interpreted
 from coserve.kernels.tables import RANK_BLOCK
 
@@ -17,6 +20,13 @@ PROGRAMS = 264
 """As many programs as a long kernel should have at least: two for each of an H200's 132 multiprocessors."""
 SHARED_BYTES = 227 * 1024
 """Shared memory that one program may use on sm_90."""
+SPLIT_LENGTH = 512
+"""Inputs that a program should have at least where they are divided among several; below four times as many they are
+not divided: the sum of the parts costs about 2 µs."""
+EXPAND_PROGRAMS = 512
+"""Programs that the long expand should have before each takes several output blocks."""
+LOOP_RANK = 128
+"""The largest rank whose B streams past a standing h; beyond, each output block takes its ranks in turns."""
 MAX_SITES = 3
 """Sites that one launch can serve: q, k and v."""
 
@@ -41,10 +51,19 @@ class LongBlocks:
     shrink_warps: int = 8
     shrink_stages: int = 6
     shrink_programs: int = PROGRAMS // 2
+    shrink_r: int = 128
     back_stages: int = 4
+    run_o: int = 64
+    run_warps: int = 4
+    run_stages: int = 3
+    run_blocks: int = 8
+    wide_run_stages: int = 4
     o: int = 64
+    expand_r: int = 32
     expand_warps: int = 4
+    expand_stages: int = 2
     d: int = 128
+    d_warps: int = 4
     outer_n: int = 128
     outer_warps: int = 4
     outer_stages: int = 3
@@ -63,9 +82,10 @@ def has_pdl(device: torch.device) -> bool:
     return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
 
 
-def _options(pdl: bool, warps: int, stages: int) -> dict[str, int | bool]:
-    options: dict[str, int | bool] = {"num_warps": warps, "num_stages": stages, "PDL": pdl}
-    return options if interpreted() else {**options, "launch_pdl": pdl}
+def options(pdl: bool, warps: int, stages: int) -> dict[str, int | bool]:
+    """What every launch says of its kernel's form."""
+    found: dict[str, int | bool] = {"num_warps": warps, "num_stages": stages, "PDL": pdl}
+    return found if interpreted() else {**found, "launch_pdl": pdl}
 
 
 def decode_splits(inputs: int, blocks: DecodeBlocks = DECODE) -> int:
@@ -101,23 +121,24 @@ def decode(
     table, row, pdl = (addresses, ranks), ranks.stride(0), blocks.pdl and has_pdl(x_TD.device)
     segmented_decode.shrink[(items.shape[0], splits, sites)](
         x_TD, h, items, *table, inputs, x_TD.stride(0), row, tokens, R, **cut,
-        BLOCK_K=blocks.k, STEPS=blocks.steps, **_options(pdl, blocks.shrink_warps, 1),
+        BLOCK_K=blocks.k, STEPS=blocks.steps, **options(pdl, blocks.shrink_warps, 1),
     )  # fmt: skip
     segmented_decode.expand[(output_blocks, tiles.shape[0])](
         *three, h, tiles, *table, scalings, *widths, *strides, row, tokens, R, **sums, **cut,
-        BLOCK_O=blocks.o, SINGLE=R <= RANK_BLOCK, **_options(pdl, blocks.expand_warps, 1),
+        BLOCK_O=blocks.o, SINGLE=R <= RANK_BLOCK, **options(pdl, blocks.expand_warps, 1),
     )  # fmt: skip
 
 
-def rank_block(R: int) -> int:
+def rank_block(R: int, most: int = 64) -> int:
     """Ranks that one program of a long kernel works on together."""
-    return min(64, max(RANK_BLOCK, int(triton.next_power_of_2(R))))
+    return min(most, max(RANK_BLOCK, int(triton.next_power_of_2(R))))
 
 
-def _splits(programs: int, length: int, block: int, wanted: int = PROGRAMS) -> tuple[int, int]:
-    """(splits, blocks in each): enough programs to fill the chip, four blocks each at least."""
+def splits_of(programs: int, length: int, block: int, wanted: int = PROGRAMS) -> tuple[int, int]:
+    """(splits, blocks in each) of a sum over `length`: enough programs to fill the chip, and enough work in each."""
     blocks = int(triton.cdiv(length, block))
-    splits = max(1, min(wanted // max(programs, 1), blocks // 4))
+    most = length // SPLIT_LENGTH if length >= 4 * SPLIT_LENGTH else 1
+    splits = max(1, min(wanted // max(programs, 1), most))
     steps = int(triton.cdiv(blocks, splits))
     return int(triton.cdiv(blocks, steps)), steps
 
@@ -130,30 +151,39 @@ def long_shrink(
     ranks: Tensor,
     rows: int,
     R: int,
-    blocks: LongBlocks = LONG,
+    blocks: LongBlocks | None = None,
 ) -> Tensor:
     """h (G, T, R) in x's dtype, unwritten where there is nothing to write."""
+    blocks = blocks or LONG
     tokens, inputs = x_TD.shape
-    sites, block_r, pdl = ranks.shape[1], rank_block(R), blocks.pdl and has_pdl(x_TD.device)
-    k = _narrow(blocks.k, block_r, x_TD)
+    sites, block_r, pdl = ranks.shape[1], rank_block(R, blocks.shrink_r), blocks.pdl and has_pdl(x_TD.device)
+    k = narrow(blocks.k, block_r, x_TD)
     h = torch.empty(sites, tokens, R, dtype=x_TD.dtype, device=x_TD.device)
     if not tiles.shape[0] or not tokens:
         return h
     rank_blocks = triton.cdiv(R, block_r)
-    splits, steps = _splits(tiles.shape[0] * rank_blocks, inputs, k, blocks.shrink_programs)
+    splits, steps = splits_of(tiles.shape[0] * rank_blocks, inputs, k, blocks.shrink_programs)
     stage = (rows + sites * block_r) * k * x_TD.element_size()
     parts = h if splits == 1 else torch.empty(splits, *h.shape, dtype=torch.float32, device=h.device)
     segmented_prefill.shrink[(tiles.shape[0], splits, rank_blocks)](
         x_TD, h, parts, counters, tiles, addresses, ranks, inputs, x_TD.stride(0), ranks.stride(0), tokens, R, steps,
         SITES=sites, SPLIT=splits > 1, BLOCK_T=rows, BLOCK_R=block_r, BLOCK_K=k,
-        **_options(pdl, blocks.shrink_warps, min(blocks.shrink_stages, SHARED_BYTES // stage)),
+        **options(pdl, blocks.shrink_warps, min(blocks.shrink_stages, SHARED_BYTES // stage)),
     )  # fmt: skip
     return h
 
 
-def _narrow(k: int, block_r: int, like: Tensor) -> int:
+def narrow(k: int, block_r: int, like: Tensor) -> int:
     """A block of k that still fits in shared memory where ranks or elements are wide."""
     return max(16, k // (2 if block_r > 32 else 1) // (2 if like.element_size() == 4 else 1))
+
+
+def run_length(tiles: int, output_blocks: int, R: int, blocks: LongBlocks) -> int:
+    """Output blocks of a program of the long expand: a power of two; one where programs are few or ranks too large."""
+    if R > LOOP_RANK:
+        return 1
+    many = max(1, tiles * output_blocks // EXPAND_PROGRAMS)
+    return min(blocks.run_blocks, 1 << (many.bit_length() - 1))
 
 
 def long_expand(
@@ -165,150 +195,30 @@ def long_expand(
     ranks: Tensor,
     scalings: Tensor,
     rows: int,
-    blocks: LongBlocks = LONG,
+    blocks: LongBlocks | None = None,
 ) -> None:
     """`out = y + scaling h Bᵀ` for up to three sites in one launch; `outs` may be `ys`."""
+    blocks = blocks or LONG
     sites, tokens, R = h.shape
     assert sites == len(ys) <= MAX_SITES, f"expected the table's sites, {MAX_SITES} at most, got {len(ys)}"
     if not tiles.shape[0] or not tokens:
         return
     three, fresh = ([each[min(site, sites - 1)] for site in range(MAX_SITES)] for each in (ys, outs))
-    block_r = rank_block(R)
-    block_o = blocks.o // (2 if h.element_size() == 4 else 1)
-    segmented_prefill.expand[(sum(triton.cdiv(y.shape[1], block_o) for y in ys), tiles.shape[0])](
+    small = 2 if h.element_size() == 4 else 1
+    block_o, block_r = blocks.run_o // small, rank_block(R, LOOP_RANK)
+    run = run_length(tiles.shape[0], sum(triton.cdiv(y.shape[1], block_o) for y in ys), R, blocks)
+    warps, stages = blocks.run_warps, blocks.wide_run_stages if block_r > 64 else blocks.run_stages
+    if run == 1:
+        block_o, block_r = blocks.o // small, rank_block(R, blocks.expand_r)
+        warps, stages = blocks.expand_warps, blocks.expand_stages
+    segmented_prefill.expand[(sum(triton.cdiv(y.shape[1], block_o * run) for y in ys), tiles.shape[0])](
         *three, *fresh, h, tiles, addresses, ranks, scalings, *(y.shape[1] for y in three),
         *(y.stride(0) for y in three), *(out.stride(0) for out in fresh), ranks.stride(0), tokens, R,
-        SITES=sites, ALIGNED=_aligned([*ys, *outs]), BLOCK_T=rows, BLOCK_R=block_r, BLOCK_O=block_o,
-        **_options(blocks.pdl and has_pdl(h.device), blocks.expand_warps, 1),
+        SITES=sites, ALIGNED=_aligned([*ys, *outs]), BLOCK_T=rows, BLOCK_R=block_r, BLOCK_O=block_o, BLOCKS=run,
+        STAGES=stages, **options(blocks.pdl and has_pdl(h.device), warps, 1),
     )  # fmt: skip
 
 
 def _aligned(ys: list[Tensor]) -> bool:
     """Whether every row of every output can be read and written 16 bytes at a time."""
     return all(y.stride(0) % 8 == 0 and y.shape[1] % 8 == 0 and y.data_ptr() % 16 == 0 for y in ys)
-
-
-def shrink_b(
-    dys: list[Tensor],
-    tiles: Tensor,
-    counters: Tensor,
-    addresses: Tensor,
-    ranks: Tensor,
-    scalings: Tensor,
-    rows: int,
-    R: int,
-    blocks: LongBlocks = LONG,
-) -> Tensor:
-    """g (G, T, R) = scaling dy B for each site of a group."""
-    tokens, block_r = dys[0].shape[0], rank_block(R)
-    g = torch.empty(len(dys), tokens, R, dtype=dys[0].dtype, device=dys[0].device)
-    k = _narrow(blocks.k, block_r, g)
-    rank_blocks = triton.cdiv(R, block_r)
-    for site, dy in enumerate(dys):
-        splits, steps = _splits(tiles.shape[0] * rank_blocks, dy.shape[1], k)
-        shape = (splits, tokens, R)
-        parts = g[site] if splits == 1 else torch.empty(shape, dtype=torch.float32, device=g.device)
-        segmented_backward.shrink_b[(tiles.shape[0], splits, rank_blocks)](
-            dy,
-            g[site],
-            parts,
-            counters,
-            tiles,
-            addresses[:, site:],
-            ranks[:, site:],
-            scalings[:, site:],
-            dy.shape[1],
-            dy.stride(0),
-            ranks.stride(0),
-            tokens * R,
-            R,
-            steps,
-            SPLIT=splits > 1,
-            BLOCK_T=rows,
-            BLOCK_R=block_r,
-            BLOCK_K=k,
-            **_options(blocks.pdl and has_pdl(g.device), blocks.shrink_warps, blocks.back_stages),
-        )
-    return g
-
-
-def expand_a(
-    g: Tensor, inputs: int, tiles: Tensor, addresses: Tensor, ranks: Tensor, rows: int, blocks: LongBlocks = LONG
-) -> Tensor:
-    """dx (T, D) = Σ_site g_site A_site; `tiles` cover every row."""
-    sites, tokens, R = g.shape
-    dx = torch.empty(tokens, inputs, dtype=g.dtype, device=g.device)
-    block_d = blocks.d if g.element_size() == 2 else blocks.d // 2
-    segmented_backward.expand_a[(triton.cdiv(inputs, block_d), tiles.shape[0])](
-        dx,
-        g,
-        tiles,
-        addresses,
-        ranks,
-        inputs,
-        dx.stride(0),
-        ranks.stride(0),
-        tokens,
-        R,
-        SITES=sites,
-        BLOCK_T=rows,
-        BLOCK_R=rank_block(R),
-        BLOCK_D=block_d,
-        **_options(blocks.pdl and has_pdl(g.device), blocks.expand_warps, 1),
-    )
-    return dx
-
-
-def outer(
-    u_TN: Tensor,
-    v: Tensor,
-    totals: list[int],
-    tiles: Tensor,
-    spans: Tensor,
-    ranks: Tensor,
-    scalings: Tensor,
-    starts: Tensor,
-    rows: int,
-    *,
-    of_b: bool,
-    blocks: LongBlocks = LONG,
-) -> list[Tensor]:
-    """dA of each site that reads u = x (`v` is g), or dB of one site (u = dy, `v` its h), adapters one after another.
-
-    `totals` are the sites' ranks summed over slots; each result is flat, `totals * N` long.
-    """
-    sites, tokens, R = v.shape
-    width, block_r = u_TN.shape[1], rank_block(R)
-    block_n = blocks.outer_n if u_TN.element_size() == 2 else blocks.outer_n // 2
-    rank_blocks, wide = triton.cdiv(R, block_r), triton.cdiv(width, block_n)
-    adapters, warps = spans.shape[0], 8 if sites > 1 and block_r > 32 else blocks.outer_warps
-    parts = max(1, min(PROGRAMS // (wide * adapters * rank_blocks), tiles.shape[0] // adapters // 2))
-    full = adapters == ranks.shape[0]
-    new = torch.empty if full else torch.zeros  # a slot without tokens has no gradient
-    dtype = u_TN.dtype if parts == 1 else torch.float32
-    outs = [new(parts, total * width, dtype=dtype, device=u_TN.device) for total in totals]
-    three = [outs[min(site, sites - 1)] for site in range(MAX_SITES)]
-    segmented_backward.outer[(wide, adapters, parts * rank_blocks)](
-        u_TN,
-        v,
-        *three,
-        tiles,
-        spans,
-        ranks,
-        scalings,
-        starts,
-        width,
-        u_TN.stride(0),
-        ranks.stride(0),
-        tokens,
-        R,
-        parts,
-        *(out.stride(0) for out in three),
-        SITES=sites,
-        OF_B=of_b,
-        BLOCK_T=rows,
-        BLOCK_N=block_n,
-        BLOCK_R=block_r,
-        **_options(blocks.pdl and has_pdl(v.device), warps, blocks.outer_stages),
-    )
-    return [out[0] if parts == 1 else out.sum(0).to(u_TN.dtype) for out in outs]

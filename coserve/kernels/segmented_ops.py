@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from coserve.kernels import segmented_launch as launch
+from coserve.kernels import segmented_launch_backward as backward
 
 
 @torch.library.custom_op("coserve::lora_decode_", mutates_args=("ys",))
@@ -114,15 +115,15 @@ def lora_train_backward(
     weights_need: bool,
 ) -> list[Tensor]:
     """[dx] if `inputs_need`, then every site's dA and every site's dB, flat, if `weights_need`. Sums in fp32."""
-    g = launch.shrink_b(list(dys), tiles, counters, addresses, ranks, scalings, rows, R)
-    out = [launch.expand_a(g, x.shape[1], tiles, addresses, ranks, rows)] if inputs_need else []
+    g = backward.shrink_b(list(dys), tiles, counters, addresses, ranks, scalings, rows, R)
+    out = [backward.expand_a(g, x.shape[1], tiles, addresses, ranks, rows)] if inputs_need else []
     if not weights_need:
         return out
     where = (tiles, spans)
-    out += launch.outer(x, g, list(totals), *where, ranks, scalings, starts, rows, of_b=False)
+    out += backward.outer(x, g, list(totals), *where, ranks, scalings, starts, rows, of_b=False)
     for site, dy in enumerate(dys):
         column = (ranks[:, site:], scalings[:, site:], starts[:, site:])
-        out += launch.outer(dy, h[site : site + 1], [totals[site]], *where, *column, rows, of_b=True)
+        out += backward.outer(dy, h[site : site + 1], [totals[site]], *where, *column, rows, of_b=True)
     return out
 
 

@@ -18,6 +18,9 @@ WIDE = (
     Grid("llama_down", (1,) * 5, tuple(range(5)), (8, 16, 32, 64, 128), 14336, 4096),
     Grid("llama_gate", (64,), (0,), (16,), 4096, 14336),
     Grid("prefill", (512, 100, 1, 300), (0, 1, 2, 0), (16, 24, 64), 4096, 1024),
+    Grid("prefill_of_many_blocks", (1000, 500, 1, 1100), (0, 1, -1, 2), (16, 40, 100), 4096, 3072),
+    Grid("prefill_of_odd_rows", (1000, 500, 1, 1100), (0, 1, -1, 2), (5, 24, 17), 1000, 4095),
+    Grid("prefill_of_large_ranks", (700, 1500), (0, 1), (256, 130), 1024, 4096),
 )
 named = pytest.mark.parametrize("grid", WIDE, ids=lambda grid: grid.name)
 

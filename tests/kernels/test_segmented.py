@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from coserve.kernels import reference, segmented
+from coserve.kernels import segmented_launch as launch
 from coserve.kernels import segmented_ops as ops
+from coserve.kernels.segmented_launch import LongBlocks
 from tests.support.lora_grids import GRIDS, Grid, check_forward, check_gradients, make_case, relative_error
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -23,6 +27,61 @@ def test_decode_forward(grid: Grid, dtype: torch.dtype) -> None:
 def test_long_forward(grid: Grid, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(segmented, "tile_rows", lambda _: (segmented.LONG_ROWS, False))
     check_forward(segmented.lora_add, grid, torch.float32, DEVICE)
+
+
+def many_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Small batches are cut as large ones are: k among programs, several output blocks a program."""
+    monkeypatch.setattr(segmented, "tile_rows", lambda _: (segmented.LONG_ROWS, False))
+    monkeypatch.setattr(launch, "SPLIT_LENGTH", 16)
+    monkeypatch.setattr(launch, "EXPAND_PROGRAMS", 1)
+    monkeypatch.setattr(launch, "LONG", LongBlocks(k=32, run_o=32, run_blocks=4))
+
+
+@named
+def test_long_forward_in_many_blocks(grid: Grid, monkeypatch: pytest.MonkeyPatch) -> None:
+    many_blocks(monkeypatch)
+    check_forward(segmented.lora_add, grid, torch.float32, DEVICE)
+
+
+@pytest.mark.parametrize("ranks", [(8, 17, 0, 100), (128, 40, 3, 16), (130, 20, 256, 1)], ids=str)
+@pytest.mark.parametrize("many", [False, True])
+def test_long_kernels_of_three_sites_at_every_width(
+    ranks: tuple[int, ...], many: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if many:
+        many_blocks(monkeypatch)
+    lengths, adapters = (70, 0, 3, 65, 2), (0, 1, 2, 3, -1)
+    sites = (ranks, ranks[::-1], (5, 9, 30, 64))
+    grids = [Grid(f"site{at}", lengths, adapters, own, 72, 88 + 40 * at) for at, own in enumerate(sites)]
+    cases = [make_case(grid, torch.float32, DEVICE, seed=at, grad=True) for at, grid in enumerate(grids)]
+    x, segments, pairs = cases[0].x, cases[0].segments, [case.pairs for case in cases]
+    leaves = [x, *(leaf for case in cases for leaf in case.leaves() if leaf is not x)]
+    expected = [reference.lora_add(case.y, x, segments, case.pairs) for case in cases]
+    got = segmented.lora_add_group([case.y for case in cases], x, segments, pairs)
+    gradients = [
+        torch.autograd.grad(sum(out.square().sum() for out in outs), leaves, materialize_grads=True)
+        for outs in (got, expected)
+    ]
+    with torch.no_grad():
+        in_place = segmented.lora_add_group([case.y.clone() for case in cases], x, segments, pairs)
+    for mine, wanted in (*zip(got, expected, strict=True), *zip(in_place, expected, strict=True)):
+        assert relative_error(mine, wanted) <= 1e-5
+    for mine, wanted in zip(*gradients, strict=True):
+        assert relative_error(mine, wanted) <= 5e-5
+
+
+@given(st.integers(1, 5000), st.integers(0, 20000), st.sampled_from([16, 32, 64, 128]), st.integers(1, 300))
+def test_splits_cover_a_sum_once_and_none_is_empty(programs: int, length: int, block: int, wanted: int) -> None:
+    splits, steps = launch.splits_of(programs, max(1, length), block, wanted)
+    assert splits * steps * block >= length > (splits - 1) * steps * block or length == 0
+    assert splits == 1 or (programs * splits <= wanted and splits <= length // launch.SPLIT_LENGTH)
+
+
+@given(st.integers(1, 5000), st.integers(1, 1000), st.integers(1, 300))
+def test_runs_leave_enough_programs(tiles: int, output_blocks: int, R: int) -> None:
+    run = launch.run_length(tiles, output_blocks, R, launch.LONG)
+    assert run in (1, 2, 4, 8)
+    assert run == 1 or (tiles * output_blocks // run >= launch.EXPAND_PROGRAMS and launch.LOOP_RANK >= R)
 
 
 @named

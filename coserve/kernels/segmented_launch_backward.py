@@ -1,0 +1,149 @@
+"""Launches of the segmented kernels, backward; see `segmented_launch`."""
+
+from __future__ import annotations
+
+import torch
+import triton
+from torch import Tensor
+
+from coserve.kernels import segmented_backward
+from coserve.kernels.segmented_launch import (
+    LONG,
+    MAX_SITES,
+    PROGRAMS,
+    LongBlocks,
+    has_pdl,
+    narrow,
+    options,
+    rank_block,
+    splits_of,
+)
+
+
+def shrink_b(
+    dys: list[Tensor],
+    tiles: Tensor,
+    counters: Tensor,
+    addresses: Tensor,
+    ranks: Tensor,
+    scalings: Tensor,
+    rows: int,
+    R: int,
+    blocks: LongBlocks | None = None,
+) -> Tensor:
+    """g (G, T, R) = scaling dy B for each site of a group."""
+    blocks = blocks or LONG
+    tokens, block_r = dys[0].shape[0], rank_block(R)
+    g = torch.empty(len(dys), tokens, R, dtype=dys[0].dtype, device=dys[0].device)
+    k = narrow(blocks.k, block_r, g)
+    rank_blocks = triton.cdiv(R, block_r)
+    for site, dy in enumerate(dys):
+        splits, steps = splits_of(tiles.shape[0] * rank_blocks, dy.shape[1], k)
+        shape = (splits, tokens, R)
+        parts = g[site] if splits == 1 else torch.empty(shape, dtype=torch.float32, device=g.device)
+        segmented_backward.shrink_b[(tiles.shape[0], splits, rank_blocks)](
+            dy,
+            g[site],
+            parts,
+            counters,
+            tiles,
+            addresses[:, site:],
+            ranks[:, site:],
+            scalings[:, site:],
+            dy.shape[1],
+            dy.stride(0),
+            ranks.stride(0),
+            tokens * R,
+            R,
+            steps,
+            SPLIT=splits > 1,
+            BLOCK_T=rows,
+            BLOCK_R=block_r,
+            BLOCK_K=k,
+            **options(blocks.pdl and has_pdl(g.device), blocks.shrink_warps, blocks.back_stages),
+        )
+    return g
+
+
+def expand_a(
+    g: Tensor, inputs: int, tiles: Tensor, addresses: Tensor, ranks: Tensor, rows: int, blocks: LongBlocks | None = None
+) -> Tensor:
+    """dx (T, D) = Σ_site g_site A_site; `tiles` cover every row."""
+    blocks = blocks or LONG
+    sites, tokens, R = g.shape
+    dx = torch.empty(tokens, inputs, dtype=g.dtype, device=g.device)
+    block_d = blocks.d if g.element_size() == 2 else blocks.d // 2
+    segmented_backward.expand_a[(triton.cdiv(inputs, block_d), tiles.shape[0])](
+        dx,
+        g,
+        tiles,
+        addresses,
+        ranks,
+        inputs,
+        dx.stride(0),
+        ranks.stride(0),
+        tokens,
+        R,
+        SITES=sites,
+        BLOCK_T=rows,
+        BLOCK_R=rank_block(R),
+        BLOCK_D=block_d,
+        **options(blocks.pdl and has_pdl(g.device), blocks.d_warps, 1),
+    )
+    return dx
+
+
+def outer(
+    u_TN: Tensor,
+    v: Tensor,
+    totals: list[int],
+    tiles: Tensor,
+    spans: Tensor,
+    ranks: Tensor,
+    scalings: Tensor,
+    starts: Tensor,
+    rows: int,
+    *,
+    of_b: bool,
+    blocks: LongBlocks | None = None,
+) -> list[Tensor]:
+    """dA of each site that reads u = x (`v` is g), or dB of one site (u = dy, `v` its h), adapters one after another.
+
+    `totals` are the sites' ranks summed over slots; each result is flat, `totals * N` long.
+    """
+    blocks = blocks or LONG
+    sites, tokens, R = v.shape
+    width, block_r = u_TN.shape[1], rank_block(R)
+    block_n = blocks.outer_n if u_TN.element_size() == 2 else blocks.outer_n // 2
+    rank_blocks, wide = triton.cdiv(R, block_r), triton.cdiv(width, block_n)
+    adapters, warps = spans.shape[0], 8 if sites > 1 and block_r > 32 else blocks.outer_warps
+    parts = max(1, min(PROGRAMS // (wide * adapters * rank_blocks), tiles.shape[0] // adapters // 2))
+    full = adapters == ranks.shape[0]
+    new = torch.empty if full else torch.zeros  # a slot without tokens has no gradient
+    dtype = u_TN.dtype if parts == 1 else torch.float32
+    outs = [new(parts, total * width, dtype=dtype, device=u_TN.device) for total in totals]
+    three = [outs[min(site, sites - 1)] for site in range(MAX_SITES)]
+    segmented_backward.outer[(wide, adapters, parts * rank_blocks)](
+        u_TN,
+        v,
+        *three,
+        tiles,
+        spans,
+        ranks,
+        scalings,
+        starts,
+        width,
+        u_TN.stride(0),
+        ranks.stride(0),
+        tokens,
+        R,
+        parts,
+        *(out.stride(0) for out in three),
+        SITES=sites,
+        OF_B=of_b,
+        BLOCK_T=rows,
+        BLOCK_N=block_n,
+        BLOCK_R=block_r,
+        **options(blocks.pdl and has_pdl(v.device), warps, blocks.outer_stages),
+    )
+    return [out[0] if parts == 1 else out.sum(0).to(u_TN.dtype) for out in outs]
