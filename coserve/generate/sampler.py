@@ -97,18 +97,18 @@ def choose(logits_BV: Tensor, rows: Sequence[Row]) -> list[Choice | None]:
     for start in range(0, len(rows), ROWS):
         some = rows[start : start + ROWS]
         logits = logits_BV[start : start + ROWS]
-        table, penalised = Tensor(), [row for row in some if is_penalised(row.params)]
-        if penalised:
-            table = torch.zeros(len(penalised), logits.shape[1], dtype=torch.int32)
-            for said_V, row in zip(table, penalised, strict=True):
-                entries = said(row.params, row.prompt, row.output)
-                said_V[torch.tensor(list(entries), dtype=torch.long)] = torch.tensor(
-                    list(entries.values()), dtype=torch.int32
-                )
-            table = table.to(logits.device)
-        chosen = decide(logits, likeliest(logits), some, Said(table, range(len(penalised))))
-        found += choices(chosen)
+        found += choices(decide(logits, likeliest(logits), some, _said(some, logits)))
     return found
+
+
+def _said(rows: Sequence[Row], logits_BV: Tensor) -> Said:
+    """What was said in rows whose every token is known."""
+    penalised = [row for row in rows if is_penalised(row.params)]
+    table = torch.zeros(len(penalised), logits_BV.shape[1], dtype=torch.int32)
+    for said_V, row in zip(table, penalised, strict=True):
+        entries = said(row.params, row.prompt, row.output)
+        said_V[torch.tensor(list(entries), dtype=torch.long)] = torch.tensor(list(entries.values()), dtype=torch.int32)
+    return Said(table.to(logits_BV.device), range(len(penalised)))
 
 
 def choices(chosen: Chosen) -> list[Choice | None]:
