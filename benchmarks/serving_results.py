@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import platform
+import shutil
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
@@ -40,6 +41,8 @@ class Target:
 
 def commit() -> tuple[str, str | None]:
     """The commit of the tree that runs, and what keeps its results from describing that commit."""
+    if shutil.which("git") is None:
+        return "unknown", "the commit was not recorded"
     head = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=False)
     if head.returncode:
         return "unknown", "the commit was not recorded"

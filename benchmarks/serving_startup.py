@@ -4,8 +4,8 @@
     python -m benchmarks.serving_startup --tiny --out /tmp/tried
 
 `coserve serve` on the Llama-3.1-8B shape with random weights, twice, with the compilers' caches in a folder that is empty
-at first. Seconds from the process's start: until it answers, until a request's first token, until no note says that
-compilation is under way, and until a request runs at full speed.
+at first; all settings but `--compile` are the defaults. Seconds from the process's start: until it answers, until a
+request's first token, until no note says that compilation is under way, and until a request runs at full speed.
 """
 
 from __future__ import annotations
@@ -13,11 +13,10 @@ from __future__ import annotations
 import argparse
 import tempfile
 import time
-from dataclasses import replace
 from pathlib import Path
 
 from benchmarks.http_case import FULL, SEED, SMALL, Size, model_folder
-from benchmarks.http_daemon import daemon, serve_arguments
+from benchmarks.http_daemon import daemon
 from benchmarks.serving_http import hardware
 from benchmarks.serving_results import RESULTS, Results, Target, summarize
 from coserve.client import Client
@@ -31,7 +30,13 @@ TOKENS = 32
 
 def start(size: Size, model: Path, root: Path, *, when: str) -> dict[str, float]:
     """Seconds since the start of the daemon's process, by what had happened by then."""
-    settings = serve_arguments(size, model, root / "data") | {"compile": when}
+    settings = {
+        "model": model,
+        "data_dir": root / "data",
+        "load_format": "dummy",
+        "device": size.device,
+        "compile": when,
+    }
     caches = {name: str(root / name) for name in ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR")}
     began = time.monotonic()
     found = dict[str, float]()
@@ -70,7 +75,7 @@ def main() -> None:
     options = parser.parse_args()
     if options.tiny and options.out == RESULTS:
         parser.error("--tiny needs an --out of its own: its numbers say nothing")
-    size = replace(SMALL if options.tiny else FULL, max_running=64)
+    size = SMALL if options.tiny else FULL
     results = Results(
         options.out,
         "serving.json",
@@ -78,7 +83,7 @@ def main() -> None:
         hardware=hardware(options.tiny),
         seed=SEED,
         revision=options.commit,
-        settings={"compile": options.compile, "max_running": size.max_running, "kv_tokens": size.kv_tokens},
+        settings={"compile": options.compile},
     )
     with tempfile.TemporaryDirectory(dir=options.scratch) as scratch:
         root = Path(scratch)
