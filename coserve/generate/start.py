@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
+from torch._dynamo.exc import TorchDynamoException
 
 from coserve.errors import UnsupportedBase
 from coserve.generate.generator import Generator
@@ -43,8 +44,8 @@ class Compilation:
         with _giving_way():
             try:
                 self._shadow.check()
-            except (torch._dynamo.exc.TorchDynamoException, UnsupportedBase) as error:
-                self._refusal = str(error).splitlines()[0]
+            except (TorchDynamoException, UnsupportedBase) as error:
+                self._refusal = _refusal(self._fused.base, error)
         self._done = True
 
     def runner(self) -> tuple[Runner | None, tuple[str, ...]]:
@@ -52,8 +53,7 @@ class Compilation:
         what an operator should know of it."""
         assert self._done, "expected compilation to have ended"
         if self._refusal is not None:
-            family = self._fused.base.spec.family
-            return None, (f"generation: steps run one by one, as torch.compile refuses {family}: {self._refusal}",)
+            return None, (self._refusal,)
         return Runner(self._fused, self._kv, max_running=self._max_running), (COMPILED,)
 
 
@@ -101,7 +101,10 @@ def make_start(base: Base, kv: KvCache, *, max_running: int, way: Way, when: str
         return Start(None, (f"generation: steps run one by one without CUDA graphs, as {why}",))
     if when == "off":
         return Start(None, ("generation: steps run one by one without CUDA graphs, as compile is off",))
-    _wake_compiler(base.device)
+    try:
+        _wake_compiler(base.device)
+    except TorchDynamoException as error:
+        return Start(None, (_refusal(base, error),))
     compilation = Compilation(FusedBase(base, options=INDUCTOR), kv, max_running=max_running)
     if when == "background":
         return Start(None, (COMPILING,), compilation)
@@ -112,17 +115,23 @@ def make_start(base: Base, kv: KvCache, *, max_running: int, way: Way, when: str
     return Start(runner, notes)
 
 
+def _refusal(base: Base, error: Exception) -> str:
+    reason = str(error).splitlines()[0]
+    return f"generation: steps run one by one, as torch.compile refuses {base.spec.family}: {reason}"
+
+
 def _wake_compiler(device: torch.device) -> None:
     """Imports the compiler and lets it make what it makes once a process.
 
-    Some of that is traced by way of patches to `nn.Module`, which no forward of another thread may meet.
+    While inductor traces, it patches `nn.Module.__call__` for all threads. Its tracers let modules of others through,
+    but for one, which fails them: that of an empty graph that it makes once (`loop_body._dummy_gm`).
     """
-    compiled = torch.compile(_one_more)
-    compiled(torch.zeros(64, device=device))
+    with torch._inductor.config.patch(force_disable_caches=True):  # nothing would be traced for what is in a cache
+        torch.compile(_halved)(torch.zeros(64, device=device))
 
 
-def _one_more(x: torch.Tensor) -> torch.Tensor:
-    return (x + 1).sum()
+def _halved(x: torch.Tensor) -> torch.Tensor:
+    return (x / 2).sum()
 
 
 @contextmanager

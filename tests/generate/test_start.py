@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import threading
 from collections.abc import Callable, Sequence
 
@@ -9,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from coserve.generate import start
 from coserve.generate.generator import Generator
 from coserve.generate.start import COMPILED, Compilation, Upgrade, make_start
 from coserve.kernels.dispatch import Way
@@ -139,8 +141,8 @@ def test_who_cannot_be_compiled_runs_on(base: Base, backend: Counting, why: str)
 
 @pytest.mark.parametrize("when", ["background", "before", "off"])
 def test_nothing_is_compiled_without_a_gpu(base: Base, when: str) -> None:
-    start = make_start(base, KvCache.for_base(base, 64, 16), max_running=4, way=Way.SEGMENTED, when=when)
-    assert (start.runner, start.notes, start.compilation) == (None, (), None)
+    made = make_start(base, KvCache.for_base(base, 64, 16), max_running=4, way=Way.SEGMENTED, when=when)
+    assert (made.runner, made.notes, made.compilation) == (None, (), None)
 
 
 def test_a_fault_in_the_compiling_thread_is_not_a_refusal(base: Base, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -153,3 +155,21 @@ def test_a_fault_in_the_compiling_thread_is_not_a_refusal(base: Base, monkeypatc
         compilation.compile()
     with pytest.raises(AssertionError):
         compilation.runner()
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="on CPU inductor needs a compiler")
+def test_nothing_traced_beside_serving_fails_other_threads_modules(base: Base, monkeypatch: pytest.MonkeyPatch) -> None:
+    """fx patches `nn.Module.__call__` for all threads while it traces: once the compiler is awake, only with tracers
+    that call the module."""
+    start._wake_compiler(base.device)
+    tracers, real = list[type[torch.fx.Tracer]](), torch.fx.Tracer.trace
+
+    def trace(self: torch.fx.Tracer, *args: object, **kwargs: object) -> torch.fx.Graph:
+        tracers.append(type(self))
+        return real(self, *args, **kwargs)
+
+    monkeypatch.setattr(torch.fx.Tracer, "trace", trace)
+    with torch._inductor.config.patch(force_disable_caches=True):
+        Compilation(FusedBase(base), KvCache.for_base(base, 64, 16), max_running=4).compile()
+    assert tracers
+    assert all(tracer.call_module is not torch.fx.Tracer.call_module for tracer in tracers)
