@@ -126,7 +126,11 @@ def _wake_compiler(device: torch.device) -> None:
     While inductor traces, it patches `nn.Module.__call__` for all threads. Its tracers let modules of others through,
     but for one, which fails them: that of an empty graph that it makes once (`loop_body._dummy_gm`).
     """
-    with torch._inductor.config.patch(force_disable_caches=True):  # nothing would be traced for what is in a cache
+    uncached = (
+        torch._inductor.config.patch(fx_graph_cache=False),
+        torch._functorch.config.patch(enable_autograd_cache=False),
+    )
+    with uncached[0], uncached[1]:  # what is in a cache would not be traced
         torch.compile(_halved)(torch.zeros(64, device=device))
 
 
