@@ -31,8 +31,10 @@ NOT_FINITE = -1
 """In place of a token: the logits were not finite."""
 UNIT = 2.0**34
 """The largest weight: sums over up to 2^19 tokens are exact in fp64."""
-CHUNK = 1024
+CHUNK = 512
 """Tokens of a program that shares a row with others."""
+PEAK_CHUNK = 1024
+"""Tokens of a program of `peak`."""
 COLUMNS = 5
 
 _GREEDY = tl.constexpr(GREEDY_BELOW)
@@ -137,7 +139,7 @@ def _search(weights_ptr, V, low, high, goal, COUNT: tl.constexpr, BLOCK: tl.cons
     return high, above
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["bounds_ptr"])
 def threshold(
     likeliest_ptr, columns_ptr, weights_ptr, masses_ptr, bounds_ptr, V, chunks,
     BLOCK: tl.constexpr, STAGES: tl.constexpr, CHUNKS: tl.constexpr,
@@ -178,7 +180,7 @@ def threshold(
     tl.store(bounds_ptr + row * 2 + 1, ties.to(tl.int32))
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["ties_ptr", "bounds_ptr"])
 def sift(likeliest_ptr, columns_ptr, weights_ptr, masses_ptr, ties_ptr, bounds_ptr, V, CHUNK: tl.constexpr):
     """Grid (rows, chunks)."""
     row, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1)
@@ -193,7 +195,7 @@ def sift(likeliest_ptr, columns_ptr, weights_ptr, masses_ptr, ties_ptr, bounds_p
     tl.store(ties_ptr + at, tl.sum((bits == last).to(tl.int32), 0))
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["ties_ptr", "bounds_ptr"])
 def settle(
     likeliest_ptr, columns_ptr, weights_ptr, masses_ptr, ties_ptr, bounds_ptr, tokens_ptr, V, chunks,
     FILTERS: tl.constexpr, CHUNK: tl.constexpr, CHUNKS: tl.constexpr,
@@ -230,7 +232,7 @@ def settle(
     tl.store(tokens_ptr + row, (chunk * CHUNK + tl.minimum(place, CHUNK - 1)).to(tl.int64))
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["rows_ptr", "slots_ptr", "penalties_ptr"])
 def penalise(logits_ptr, rows_ptr, said_ptr, slots_ptr, penalties_ptr, V, CHUNK: tl.constexpr):
     """Grid (rows, chunks)."""
     at, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1)
@@ -248,7 +250,7 @@ def penalise(logits_ptr, rows_ptr, said_ptr, slots_ptr, penalties_ptr, V, CHUNK:
     tl.store(logits_ptr + row * V + v, logit, mask=v < V)
 
 
-THRESHOLD = {"BLOCK": 4096, "STAGES": 1, "num_warps": 16}
+THRESHOLD = {"BLOCK": 4096, "STAGES": 1, "num_warps": 32}
 """Of a program that reads a whole row again and again."""
 
 
@@ -256,10 +258,10 @@ def likeliest(logits_BV: Tensor) -> Tensor:
     """See `generate.draws.likeliest`. Rows of the logits may lie apart."""
     rows, vocab = logits_BV.shape
     assert logits_BV.stride(1) == 1, "expected the logits of a row side by side"
-    chunks, tokens = triton.cdiv(vocab, CHUNK), torch.empty(rows, dtype=torch.int64, device=logits_BV.device)
+    chunks, tokens = triton.cdiv(vocab, PEAK_CHUNK), torch.empty(rows, dtype=torch.int64, device=logits_BV.device)
     if rows:
         peaks = torch.empty(rows, chunks, dtype=torch.int64, device=logits_BV.device)
-        peak[(rows, chunks)](logits_BV, logits_BV.stride(0), peaks, vocab, CHUNK=CHUNK, num_warps=4)
+        peak[(rows, chunks)](logits_BV, logits_BV.stride(0), peaks, vocab, CHUNK=PEAK_CHUNK, num_warps=4)
         top[(rows,)](peaks, tokens, chunks, CHUNKS=triton.next_power_of_2(chunks), num_warps=4)
     return tokens
 

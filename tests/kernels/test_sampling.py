@@ -15,7 +15,7 @@ from coserve.generate import draws
 from coserve.kernels import sampling
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-SHIPPED = sampling.CHUNK, sampling.THRESHOLD
+SHIPPED = {name: getattr(sampling, name) for name in ("CHUNK", "PEAK_CHUNK", "THRESHOLD")}
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -23,6 +23,7 @@ def small_programs() -> Iterator[None]:
     """So that rows have many chunks, and passes many blocks."""
     patch = pytest.MonkeyPatch()
     patch.setattr(sampling, "CHUNK", 16)
+    patch.setattr(sampling, "PEAK_CHUNK", 16)
     patch.setattr(sampling, "THRESHOLD", {"BLOCK": 64, "STAGES": 1, "num_warps": 4})
     yield
     patch.undo()
@@ -145,8 +146,8 @@ def test_penalties_are_those_of_the_reference(seed: int, vocab: int, repetition:
 @pytest.mark.parametrize("step", [0.0, 0.0625])
 def test_whole_vocabularies_on_a_gpu(monkeypatch: pytest.MonkeyPatch, step: float) -> None:
     """As shipped: blocks, warps, bfloat16."""
-    monkeypatch.setattr(sampling, "CHUNK", SHIPPED[0])
-    monkeypatch.setattr(sampling, "THRESHOLD", SHIPPED[1])
+    for name, value in SHIPPED.items():
+        monkeypatch.setattr(sampling, name, value)
     logits = random_logits(16, 128256, 3, step).bfloat16()
     columns = [(0.8, 0.0, (math.inf, 40.0, 3000.0)[i % 3], (0.95, 1.0, 0.5)[i // 3 % 3], i / 16) for i in range(16)]
     found, expected = both(logits, columns)
