@@ -112,6 +112,11 @@ class Generator:
         return self._kv.pool.used
 
     @property
+    def adapter_pages(self) -> int:
+        """Pages that adapters lie in, also those of adapters that wait there for their next request."""
+        return self._adapters.total
+
+    @property
     def pages_total(self) -> int:
         return self._kv.pool.total
 

@@ -102,6 +102,12 @@ class AdapterPages:
         self._placed: dict[int, _Placed] = {}
         self._gone: list[int] = []
 
+    @property
+    def total(self) -> int:
+        """Pages that hold adapters now, whether somebody is in with them or not."""
+        self._sweep()
+        return self._buffer.pool.in_spans
+
     def pages(self, source: LoraWeights) -> int:
         """Pages that the adapter takes."""
         return max(1, self._buffer.pages_for(packed_bytes(source)))

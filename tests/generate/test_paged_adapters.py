@@ -1,0 +1,178 @@
+"""Texts with more adapters than the pool has room for are those with room for all: adapters come, go and come back."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+
+from coserve.adapters.residency import Residency
+from coserve.errors import AdapterNotFound, PromptTooLong
+from coserve.generate.generator import Generator
+from coserve.generate.runner import Runner
+from coserve.kernels.dispatch import Way
+from coserve.kernels.segments import LoraPair
+from coserve.link import Generate, Tokens
+from coserve.memory.adapters import AdapterPages
+from coserve.memory.kv import KvCache
+from coserve.model.base import Base, wrap_base
+from coserve.model.fused import FusedBase
+from coserve.model.lora import LoraWeights
+from coserve.types import AdapterRef, LoraSettings, SamplingParams, Slo
+from tests.support.tiny_models import VOCAB, tiny_model
+
+REFS = [AdapterRef(f"a{i}", 1) for i in range(7)]
+PAGE = 16
+GREEDY = SamplingParams(max_tokens=12, temperature=0.0, ignore_eos=True)
+DRAWN = SamplingParams(max_tokens=9, temperature=1.2, top_k=30, ignore_eos=True, seed=7)
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def adapter(base: Base, ref: AdapterRef) -> LoraWeights:
+    """Of rank 1 to 7, on the host; a new object each time, as from a file."""
+    number = REFS.index(ref)
+    g = torch.Generator().manual_seed(number)
+    sites = {
+        name: LoraPair(
+            (torch.randn(1 + number, site.in_features, generator=g) * 0.3).to(base.dtype),
+            (torch.randn(site.out_features, 1 + number, generator=g) * 0.3).to(base.dtype),
+            0.7,
+        )
+        for name, site in base.spec.sites.items()
+    }
+    return LoraWeights(LoraSettings(r=1 + number), sites)
+
+
+def requests() -> list[Generate]:
+    chance = random.Random(0)
+    found = []
+    for i in range(24):
+        tokens = tuple(chance.randrange(3, VOCAB) for _ in range(chance.choice((2, 12, 15, 30))))
+        ref = None if i % 8 == 7 else chance.choice(REFS)
+        sampling = chance.choice((GREEDY, DRAWN))
+        found.append(Generate(id=str(i), prompt=tokens, sampling=sampling, adapter=ref, slo=Slo(ttft=1, tpot=1)))
+    return found
+
+
+class Paged:
+    """A generator over a pool of `pages`, its adapters in a host tier of `capacity`."""
+
+    def __init__(self, base: Base, pages: int, capacity: int, way: Way, fused: FusedBase | None) -> None:
+        self.reads = 0
+
+        def load(ref: AdapterRef) -> LoraWeights:
+            if ref not in REFS:
+                raise AdapterNotFound(f"no adapter {ref}")
+            self.reads += 1
+            return adapter(base, ref)
+
+        self.residency = Residency(load, capacity, pinned=base.device.type == "cuda")
+        self.kv = KvCache.for_base(base, pages * PAGE, PAGE)
+        runner = None if fused is None else Runner(fused, self.kv, max_running=8)
+        self.generator = Generator(base, self.residency, self.kv, max_running=8, step_tokens=64, way=way, runner=runner)
+
+    def texts(self, asked: list[Generate]) -> dict[str, list[int]]:
+        return self.texts_beside(asked, held=0)
+
+    def texts_beside(self, asked: list[Generate], held: int) -> dict[str, list[int]]:
+        """While somebody else holds `held` pages."""
+        found: dict[str, list[int]] = {one.id: [] for one in asked}
+        waiting = list(asked)
+        while waiting or self.generator.running:
+            while waiting and self.generator.running < 4:
+                self.generator.add(waiting.pop(0))
+            for message in self.generator.step():
+                assert isinstance(message, Tokens), message
+                found[message.id].extend(message.tokens)
+            self.kv.pool.check_integrity()
+        assert self.kv.pool.used == held
+        return found
+
+
+def check(base: Base, way: Way, fuse: Callable[[Base], FusedBase] | None) -> None:
+    asked = requests()
+    largest = AdapterPages(KvCache.for_base(base, 1, PAGE).buffer).pages(adapter(base, REFS[-1]))
+    expected = Paged(base, 40 + len(REFS) * largest, len(REFS), way, None).texts(asked)
+    assert len({tuple(text) for text in expected.values()}) == len(asked)
+    small = Paged(base, largest + 5, 3, way, None if fuse is None else fuse(base))
+    assert small.texts(asked) == expected
+    assert small.reads > len(REFS), "the host tier is too small for all as well"
+    assert small.generator.preemptions > 0
+
+
+def test_one_step_at_a_time() -> None:
+    check(wrap_base(tiny_model("llama"), name="llama", eos_token_ids=()), Way.GROUPED, None)
+
+
+def test_addresses_of_an_adapter_that_left_are_never_used() -> None:
+    """It comes back elsewhere, and by way of the runner's table of addresses too that is where it is read."""
+    base = wrap_base(tiny_model("gpt2"), name="gpt2", eos_token_ids=())
+    turn = [one(5, 2, REFS[2])]
+    paged = Paged(base, 40, 2, Way.GROUPED, FusedBase(base, compiled=False))
+    expected = paged.texts(turn)
+    assert expected == Paged(base, 40, 2, Way.GROUPED, None).texts(turn)
+    pool, garbage = paged.kv.pool, paged.kv.buffer.bytes[:-1]
+    pages = pool.take(40)
+    assert pages is not None
+    garbage.fill_(0xFF)  # NaN
+    pool.give(pages)
+    in_the_way = pool.take_span(1)
+    assert paged.generator.adapter_pages == 1, "the adapter's pages are gone"
+    assert in_the_way is not None
+    assert paged.texts_beside(turn, held=1) == expected
+    assert paged.reads == 1, "it came back from the host"
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("family", ["llama", "gemma2"])
+def test_on_a_gpu_through_graphs(family: str) -> None:
+    base = wrap_base(tiny_model(family).to("cuda"), name=family, eos_token_ids=())
+    check(base, Way.SEGMENTED, FusedBase)
+
+
+def one(base_tokens: int, max_tokens: int, ref: AdapterRef | None) -> Generate:
+    sampling = SamplingParams(max_tokens=max_tokens, temperature=0.0, ignore_eos=True)
+    return Generate(id="x", prompt=(5,) * base_tokens, sampling=sampling, adapter=ref, slo=Slo(ttft=1, tpot=1))
+
+
+def test_what_fits_the_pool_beside_its_adapter_runs_and_what_does_not_is_refused() -> None:
+    base = wrap_base(tiny_model("llama"), name="llama", eos_token_ids=())
+    pages = AdapterPages(KvCache.for_base(base, 1, PAGE).buffer).pages(adapter(base, REFS[0]))
+    paged = Paged(base, pages + 2, 3, Way.GROUPED, None)
+    # The last token's keys and values are not needed: 33 tokens fit two pages.
+    assert len(paged.texts([one(10, 23, REFS[0])])["x"]) == 23
+    with pytest.raises(PromptTooLong, match=r"32 beside the adapter a0@1\), got 10 and 24"):
+        paged.generator.add(one(10, 24, REFS[0]))
+    with pytest.raises(PromptTooLong, match="0 beside the adapter a6@1"):
+        paged.generator.add(one(1, 1, REFS[-1]))
+    with pytest.raises(AdapterNotFound):
+        paged.generator.add(one(1, 1, AdapterRef("nobody", 1)))
+    assert len(paged.texts([one(10, 24, None)])["x"]) == 24
+    assert paged.generator.running == 0
+    assert paged.residency.resident() == (REFS[0], REFS[-1])
+    paged.residency.drop(REFS[-1])
+    with pytest.raises(AssertionError):
+        paged.residency.release(REFS[0])  # nobody holds it any more
+
+
+def test_a_deleted_adapter_serves_those_who_have_it_and_leaves_no_pages() -> None:
+    base = wrap_base(tiny_model("llama"), name="llama", eos_token_ids=())
+    paged = Paged(base, 40, 3, Way.GROUPED, None)
+    alone = paged.texts([one(10, 8, REFS[2])])["x"]
+    paged.generator.add(one(10, 8, REFS[2]))
+    paged.generator.step()
+    paged.residency.drop(REFS[2])
+    found: list[int] = []
+    while paged.generator.running:
+        found += [token for message in paged.generator.step() for token in message.tokens]
+    assert found == alone[1:]
+    assert paged.generator.adapter_pages == 0
