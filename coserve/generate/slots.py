@@ -98,12 +98,12 @@ class SlotLora(AddsLora):
     def add_(self, layer: int, group: int, ys: Sequence[Tensor], x_TD: Tensor) -> None:
         """See `AddsLora`. The launches themselves: the op around us is opaque to the compiler already."""
         tiles, table, R = self._plan.tiles, self._tables[layer][group], self._plan.R
-        where = (table.addresses, table.ranks)
+        where = (table.addresses, table.ranks, table.scalings)
         if self._plan.decode:
-            launch.decode(list(ys), x_TD, tiles.tiles, tiles.items, *where, table.scalings, tiles.rows, R)
+            launch.decode(list(ys), x_TD, tiles.tiles, tiles.items, *where, tiles.rows, R)
         else:
-            h = launch.long_shrink(x_TD, tiles.tiles, tiles.counters, *where, tiles.rows, R)
-            launch.long_expand(list(ys), list(ys), h, tiles.tiles, *where, table.scalings, tiles.rows)
+            own = (tiles.tiles, tiles.counters)
+            launch.long_forward(list(ys), list(ys), x_TD, *own, *where, tiles.rows, R, keep=False)
 
     def tables(self, layer: int, group: int) -> tuple[Tiles, SiteTable, int] | None:
         """See `AddsLora`."""

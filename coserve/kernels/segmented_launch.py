@@ -5,6 +5,7 @@ What a launch looks like follows from shapes alone, so that the same batch alway
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 
@@ -143,6 +144,47 @@ def splits_of(programs: int, length: int, block: int, wanted: int = PROGRAMS) ->
     return int(triton.cdiv(blocks, steps)), steps
 
 
+def long_forward(
+    ys: list[Tensor],
+    outs: list[Tensor],
+    x_TD: Tensor,
+    tiles: Tensor,
+    counters: Tensor,
+    addresses: Tensor,
+    ranks: Tensor,
+    scalings: Tensor,
+    rows: int,
+    R: int,
+    *,
+    keep: bool,
+    blocks: LongBlocks | None = None,
+) -> Tensor:
+    """`out = y + scaling (x Aᵀ) Bᵀ` for up to three sites that read x; `outs` may be `ys`.
+
+    With `keep` returns h (G, T, R) in x's dtype, of which only a slot's own ranks are written.
+    """
+    blocks = blocks or LONG
+    where = (tiles, addresses, ranks, scalings, rows)
+    block_o, run = _run(ys, tiles, R, blocks)
+    splits, _, _, _ = _shrink_cut(x_TD, tiles, len(ys), R, blocks)
+    if splits == 1 or run == 1 or splits * R > run * block_o:  # nothing to sum, or too much for so little of y
+        h = long_shrink(x_TD, tiles, counters, addresses, ranks, rows, R, blocks)
+        long_expand(ys, outs, h, *where, blocks=blocks)
+        return h
+    parts = long_shrink(x_TD, tiles, counters, addresses, ranks, rows, R, blocks, finish=False)
+    kept = torch.empty(parts.shape[1:], dtype=x_TD.dtype, device=x_TD.device) if keep else None
+    long_expand(ys, outs, parts, *where, kept=kept, blocks=blocks)
+    return parts if kept is None else kept
+
+
+def _shrink_cut(x_TD: Tensor, tiles: Tensor, sites: int, R: int, blocks: LongBlocks) -> tuple[int, int, int, int]:
+    """(splits of k, blocks of k in each, their size, ranks of a program) of a long shrink."""
+    block_r = rank_block(R, blocks.shrink_r)
+    k = narrow(blocks.k, block_r, x_TD)
+    programs = tiles.shape[0] * triton.cdiv(R, block_r)
+    return *splits_of(programs, x_TD.shape[1], k, blocks.shrink_programs), k, block_r
+
+
 def long_shrink(
     x_TD: Tensor,
     tiles: Tensor,
@@ -152,23 +194,26 @@ def long_shrink(
     rows: int,
     R: int,
     blocks: LongBlocks | None = None,
+    *,
+    finish: bool = True,
 ) -> Tensor:
-    """h (G, T, R) in x's dtype, unwritten where there is nothing to write."""
+    """h (G, T, R) in x's dtype, or without `finish` its parts (splits, G, T, R) fp32; only a slot's own ranks are written."""
     blocks = blocks or LONG
     tokens, inputs = x_TD.shape
-    sites, block_r, pdl = ranks.shape[1], rank_block(R, blocks.shrink_r), blocks.pdl and has_pdl(x_TD.device)
-    k = narrow(blocks.k, block_r, x_TD)
-    h = torch.empty(sites, tokens, R, dtype=x_TD.dtype, device=x_TD.device)
+    sites, pdl = ranks.shape[1], blocks.pdl and has_pdl(x_TD.device)
+    splits, steps, k, block_r = _shrink_cut(x_TD, tiles, sites, R, blocks)
+    assert finish or splits > 1, "expected parts"
+    h = parts = torch.empty(sites, tokens, R, dtype=x_TD.dtype, device=x_TD.device)
+    if splits > 1:
+        parts = torch.empty(splits, sites, tokens, R, dtype=torch.float32, device=x_TD.device)
+    h = h if finish else parts
     if not tiles.shape[0] or not tokens:
         return h
-    rank_blocks = triton.cdiv(R, block_r)
-    splits, steps = splits_of(tiles.shape[0] * rank_blocks, inputs, k, blocks.shrink_programs)
     stage = (rows + sites * block_r) * k * x_TD.element_size()
-    parts = h if splits == 1 else torch.empty(splits, *h.shape, dtype=torch.float32, device=h.device)
-    segmented_prefill.shrink[(tiles.shape[0], splits, rank_blocks)](
-        x_TD, h, parts, counters, tiles, addresses, ranks, inputs, x_TD.stride(0), ranks.stride(0), tokens, R, steps,
-        SITES=sites, SPLIT=splits > 1, BLOCK_T=rows, BLOCK_R=block_r, BLOCK_K=k,
-        **options(pdl, blocks.shrink_warps, min(blocks.shrink_stages, SHARED_BYTES // stage)),
+    segmented_prefill.shrink[(tiles.shape[0], splits, triton.cdiv(R, block_r))](
+        x_TD, h, parts, counters, tiles, addresses, ranks, inputs, x_TD.stride(0),
+        ranks.stride(0), tokens, R, steps, SITES=sites, SPLIT=finish and splits > 1, BLOCK_T=rows, BLOCK_R=block_r,
+        BLOCK_K=k, **options(pdl, blocks.shrink_warps, min(blocks.shrink_stages, SHARED_BYTES // stage)),
     )  # fmt: skip
     return h
 
@@ -186,6 +231,14 @@ def run_length(tiles: int, output_blocks: int, R: int, blocks: LongBlocks) -> in
     return min(blocks.run_blocks, 1 << (many.bit_length() - 1))
 
 
+def _run(ys: Sequence[Tensor], tiles: Tensor, R: int, blocks: LongBlocks) -> tuple[int, int]:
+    """(size of an output block, blocks of a program) of a long expand."""
+    small = 2 if ys[0].element_size() == 4 else 1
+    block_o = blocks.run_o // small
+    run = run_length(tiles.shape[0], sum(triton.cdiv(y.shape[1], block_o) for y in ys), R, blocks)
+    return (block_o, run) if run > 1 else (blocks.o // small, 1)
+
+
 def long_expand(
     ys: list[Tensor],
     outs: list[Tensor],
@@ -195,27 +248,32 @@ def long_expand(
     ranks: Tensor,
     scalings: Tensor,
     rows: int,
+    *,
+    kept: Tensor | None = None,
     blocks: LongBlocks | None = None,
 ) -> None:
-    """`out = y + scaling h Bᵀ` for up to three sites in one launch; `outs` may be `ys`."""
+    """`out = y + scaling h Bᵀ` for up to three sites in one launch; `outs` may be `ys`.
+
+    h: (G, T, R), or its parts (splits, G, T, R), whose sum is written to `kept`; parts need runs (`long_forward`).
+    """
     blocks = blocks or LONG
-    sites, tokens, R = h.shape
+    sites, tokens, R = h.shape[-3:]
     assert sites == len(ys) <= MAX_SITES, f"expected the table's sites, {MAX_SITES} at most, got {len(ys)}"
     if not tiles.shape[0] or not tokens:
         return
     three, fresh = ([each[min(site, sites - 1)] for site in range(MAX_SITES)] for each in (ys, outs))
-    small = 2 if h.element_size() == 4 else 1
-    block_o, block_r = blocks.run_o // small, rank_block(R, LOOP_RANK)
-    run = run_length(tiles.shape[0], sum(triton.cdiv(y.shape[1], block_o) for y in ys), R, blocks)
+    block_o, run = _run(ys, tiles, R, blocks)
+    block_r = rank_block(R, LOOP_RANK if run > 1 else blocks.expand_r)
     warps, stages = blocks.run_warps, blocks.wide_run_stages if block_r > 64 else blocks.run_stages
     if run == 1:
-        block_o, block_r = blocks.o // small, rank_block(R, blocks.expand_r)
+        assert h.dim() == 3, "expected whole h where a program has one output block"
         warps, stages = blocks.expand_warps, blocks.expand_stages
     segmented_prefill.expand[(sum(triton.cdiv(y.shape[1], block_o * run) for y in ys), tiles.shape[0])](
-        *three, *fresh, h, tiles, addresses, ranks, scalings, *(y.shape[1] for y in three),
-        *(y.stride(0) for y in three), *(out.stride(0) for out in fresh), ranks.stride(0), tokens, R,
-        SITES=sites, ALIGNED=_aligned([*ys, *outs]), BLOCK_T=rows, BLOCK_R=block_r, BLOCK_O=block_o, BLOCKS=run,
-        STAGES=stages, **options(blocks.pdl and has_pdl(h.device), warps, 1),
+        *three, *fresh, h, h if kept is None else kept, tiles, addresses, ranks, scalings,
+        *(y.shape[1] for y in three), *(y.stride(0) for y in three), *(out.stride(0) for out in fresh),
+        ranks.stride(0), tokens, R, SITES=sites, ALIGNED=_aligned([*ys, *outs]),
+        PARTS=h.shape[0] if h.dim() == 4 else 1, KEEP=kept is not None, BLOCK_T=rows, BLOCK_R=block_r,
+        BLOCK_O=block_o, BLOCKS=run, STAGES=stages, **options(blocks.pdl and has_pdl(h.device), warps, 1),
     )  # fmt: skip
 
 

@@ -44,8 +44,7 @@ def lora_long_(
     R: int,
 ) -> None:
     """y_g += scaling (x A_gᵀ) B_gᵀ in place for each y of the group; many rows an adapter."""
-    h = launch.long_shrink(x, tiles, counters, addresses, ranks, rows, R)
-    launch.long_expand(list(ys), list(ys), h, tiles, addresses, ranks, scalings, rows)
+    launch.long_forward(list(ys), list(ys), x, tiles, counters, addresses, ranks, scalings, rows, R, keep=False)
 
 
 @torch.library.custom_op("coserve::lora_train", mutates_args=())
@@ -70,9 +69,8 @@ def lora_train(
     `a` and `b` are the tensors that the table points at, site by site and slot by slot; `totals` each site's ranks,
     summed; `tiles` cover every row.
     """
-    h = launch.long_shrink(x, tiles, counters, addresses, ranks, rows, R)
     outs = [torch.empty_like(y) for y in ys]
-    launch.long_expand(list(ys), outs, h, tiles, addresses, ranks, scalings, rows)
+    h = launch.long_forward(list(ys), outs, x, tiles, counters, addresses, ranks, scalings, rows, R, keep=True)
     return [*outs, h]
 
 

@@ -3,8 +3,9 @@
     shrink  h[site, t, r] = Σ_k x[t, k] A_site[r, k]                          x is read once for all sites
     expand  out_site[t, o] = y_site[t, o] + scaling Σ_r h[site, t, r] B_site[o, r]
 
-Where there are few tiles and many inputs, k is split among programs: each writes a part in fp32, and the last to come
-to a tile sums the parts, always in the same order. The counter by which it knows itself the last ends at zero again.
+Where there are few tiles and many inputs, k is split among programs, and each writes a part in fp32. The expand sums
+the parts where it reads h seldom enough; elsewhere the last program to come to a tile does, by a counter that ends at
+zero again. The order of the sum is always the same.
 
 Expand is bound by how many bytes of y are under way. A program walks along several output blocks of its tile, and the
 next blocks' y and B are copied to shared memory meanwhile (`tl.range` with its own `num_stages` pipelines every load of
@@ -75,7 +76,7 @@ def shrink(
     SITES: tl.constexpr, SPLIT: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_K: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
-    """Grid (tiles, splits, rank blocks). Without `SPLIT`, `parts_ptr` is `h_ptr`."""
+    """Grid (tiles, splits, rank blocks). With `SPLIT` the parts are summed here; else `parts_ptr` is all that is written."""
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
     tile_ptr = tiles_ptr + tl.program_id(0) * 4
@@ -159,14 +160,15 @@ def _shrink_tile(
 
 @triton.jit(do_not_specialize_on_alignment=["ranks_ptr", "scalings_ptr"])
 def expand(
-    y0_ptr, y1_ptr, y2_ptr, out0_ptr, out1_ptr, out2_ptr, h_ptr, tiles_ptr, addresses_ptr, ranks_ptr, scalings_ptr,
-    O0, O1, O2, y0_stride, y1_stride, y2_stride, out0_stride, out1_stride, out2_stride, row, T, R,
-    SITES: tl.constexpr, ALIGNED: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_O: tl.constexpr,
-    BLOCKS: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
+    y0_ptr, y1_ptr, y2_ptr, out0_ptr, out1_ptr, out2_ptr, h_ptr, kept_ptr, tiles_ptr, addresses_ptr, ranks_ptr,
+    scalings_ptr, O0, O1, O2, y0_stride, y1_stride, y2_stride, out0_stride, out1_stride, out2_stride, row, T, R,
+    SITES: tl.constexpr, ALIGNED: tl.constexpr, PARTS: tl.constexpr, KEEP: tl.constexpr, BLOCK_T: tl.constexpr,
+    BLOCK_R: tl.constexpr, BLOCK_O: tl.constexpr, BLOCKS: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Grid (runs of `BLOCKS` output blocks of all sites, tiles). `out` may be `y`.
 
-    With several blocks a program no rank may be larger than `BLOCK_R`; with one, ranks are taken `BLOCK_R` at a time.
+    With several blocks a program no rank may be larger than `BLOCK_R`, `h_ptr` may be `PARTS` parts to sum, and `KEEP`
+    writes h to `kept_ptr`; with one, ranks are taken `BLOCK_R` at a time.
     """
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
@@ -188,32 +190,40 @@ def expand(
     if PDL:
         tl.extra.cuda.gdc_wait()
     line = start.to(tl.int64)
-    ptrs = (y_ptr + line * y_stride, out_ptr + line * out_stride, h_ptr + (site * T + start) * R, b_ptr)
-    sizes = (y_stride, out_stride, R, O, run * RUN, rows, rank, scaling)
+    h_at = (site * T + start) * R
+    ptrs = (y_ptr + line * y_stride, out_ptr + line * out_stride, h_ptr + h_at, kept_ptr + h_at, b_ptr)
+    sizes = (y_stride, out_stride, SITES * T * R, R, O, run * RUN, rows, rank, scaling)
     if BLOCKS == 1:
         _expand_block(ptrs, sizes, BLOCK_T, BLOCK_R, BLOCK_O, STAGES)
     elif BLOCK_R > 16 and rank <= 16:  # a small rank costs what it costs alone
-        _expand_run(ptrs, sizes, BLOCK_T, 16, BLOCK_O, RUN, STAGES)
+        _expand_run(ptrs, sizes, PARTS, KEEP, BLOCK_T, 16, BLOCK_O, RUN, STAGES)
     elif BLOCK_R > 32 and rank <= 32:
-        _expand_run(ptrs, sizes, BLOCK_T, 32, BLOCK_O, RUN, STAGES)
+        _expand_run(ptrs, sizes, PARTS, KEEP, BLOCK_T, 32, BLOCK_O, RUN, STAGES)
     elif BLOCK_R > 64 and rank <= 64:
-        _expand_run(ptrs, sizes, BLOCK_T, 64, BLOCK_O, RUN, STAGES)
+        _expand_run(ptrs, sizes, PARTS, KEEP, BLOCK_T, 64, BLOCK_O, RUN, STAGES)
     else:
-        _expand_run(ptrs, sizes, BLOCK_T, BLOCK_R, BLOCK_O, RUN, STAGES)
+        _expand_run(ptrs, sizes, PARTS, KEEP, BLOCK_T, BLOCK_R, BLOCK_O, RUN, STAGES)
 
 
 @triton.jit
 def _expand_run(
-    ptrs, sizes, BLOCK_T: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_O: tl.constexpr, RUN: tl.constexpr,
-    STAGES: tl.constexpr,
+    ptrs, sizes, PARTS: tl.constexpr, KEEP: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_R: tl.constexpr,
+    BLOCK_O: tl.constexpr, RUN: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """A run of output blocks; h stays, y and B stream past."""
-    y_ptr, out_ptr, h_ptr, b_ptr = ptrs
-    y_stride, out_stride, R, O, begin, rows, rank, scaling = sizes
+    y_ptr, out_ptr, h_ptr, kept_ptr, b_ptr = ptrs
+    y_stride, out_stride, split_stride, R, O, begin, rows, rank, scaling = sizes
     t = tl.arange(0, BLOCK_T)
     r = tl.arange(0, BLOCK_R)
     keep = (t < rows)[:, None]
-    h = tl.load(h_ptr + t[:, None] * R + r[None, :], mask=keep & (r < padded(rank))[None, :], other=0.0)
+    h_at = t[:, None] * R + r[None, :]
+    h_mask = keep & (r < padded(rank))[None, :]
+    h = tl.load(h_ptr + h_at, mask=h_mask, other=0.0)
+    for part in tl.static_range(1, PARTS):
+        h += tl.load(h_ptr + part * split_stride + h_at, mask=h_mask, other=0.0)
+    h = h.to(y_ptr.dtype.element_ty)
+    if KEEP and begin == 0:
+        tl.store(kept_ptr + h_at, h, mask=h_mask)
     for at in tl.range(begin, tl.minimum(begin + RUN, O), BLOCK_O, num_stages=STAGES):
         o = at + tl.arange(0, BLOCK_O)
         mask = keep & (o < O)[None, :]
@@ -228,8 +238,8 @@ def _expand_block(
     ptrs, sizes, BLOCK_T: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_O: tl.constexpr, STAGES: tl.constexpr
 ):  # fmt: skip
     """One output block, any rank; h and B stream past."""
-    y_ptr, out_ptr, h_ptr, b_ptr = ptrs
-    y_stride, out_stride, R, O, begin, rows, rank, scaling = sizes
+    y_ptr, out_ptr, h_ptr, _, b_ptr = ptrs
+    y_stride, out_stride, _, R, O, begin, rows, rank, scaling = sizes
     t = tl.arange(0, BLOCK_T)
     o = begin + tl.arange(0, BLOCK_O)
     keep = (t < rows)[:, None]

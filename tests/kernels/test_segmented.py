@@ -29,12 +29,12 @@ def test_long_forward(grid: Grid, monkeypatch: pytest.MonkeyPatch) -> None:
     check_forward(segmented.lora_add, grid, torch.float32, DEVICE)
 
 
-def many_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Small batches are cut as large ones are: k among programs, several output blocks a program."""
+def many_blocks(monkeypatch: pytest.MonkeyPatch, run: int = 4) -> None:
+    """Small batches are cut as large ones are: k among programs, up to `run` output blocks a program."""
     monkeypatch.setattr(segmented, "tile_rows", lambda _: (segmented.LONG_ROWS, False))
     monkeypatch.setattr(launch, "SPLIT_LENGTH", 16)
     monkeypatch.setattr(launch, "EXPAND_PROGRAMS", 1)
-    monkeypatch.setattr(launch, "LONG", LongBlocks(k=32, run_o=32, run_blocks=4))
+    monkeypatch.setattr(launch, "LONG", LongBlocks(k=32, run_o=32, run_blocks=run))
 
 
 @named
@@ -44,12 +44,14 @@ def test_long_forward_in_many_blocks(grid: Grid, monkeypatch: pytest.MonkeyPatch
 
 
 @pytest.mark.parametrize("ranks", [(8, 17, 0, 100), (128, 40, 3, 16), (130, 20, 256, 1)], ids=str)
-@pytest.mark.parametrize("many", [False, True])
+@pytest.mark.parametrize("run", [1, 4, 64])
 def test_long_kernels_of_three_sites_at_every_width(
-    ranks: tuple[int, ...], many: bool, monkeypatch: pytest.MonkeyPatch
+    ranks: tuple[int, ...], run: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    if many:
-        many_blocks(monkeypatch)
+    if run > 1:
+        many_blocks(monkeypatch, run)
+    dims, expand = set(), launch.long_expand
+    monkeypatch.setattr(launch, "long_expand", lambda *a, **k: (dims.add(a[2].dim()), expand(*a, **k)))
     lengths, adapters = (70, 0, 3, 65, 2), (0, 1, 2, 3, -1)
     sites = (ranks, ranks[::-1], (5, 9, 30, 64))
     grids = [Grid(f"site{at}", lengths, adapters, own, 72, 88 + 40 * at) for at, own in enumerate(sites)]
@@ -64,6 +66,7 @@ def test_long_kernels_of_three_sites_at_every_width(
     ]
     with torch.no_grad():
         in_place = segmented.lora_add_group([case.y.clone() for case in cases], x, segments, pairs)
+    assert dims == ({4} if run == 64 and max(ranks) <= launch.LOOP_RANK else {3}), "who sums the parts"
     for mine, wanted in (*zip(got, expected, strict=True), *zip(in_place, expected, strict=True)):
         assert relative_error(mine, wanted) <= 1e-5
     for mine, wanted in zip(*gradients, strict=True):
