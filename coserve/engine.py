@@ -391,6 +391,7 @@ class Engine:
                 jobs=len(self._active) + len(self._pending),
                 pages_used=self._generator.pages_used,
                 pages_total=self._generator.pages_total,
+                pages_adapters=self._generator.adapter_pages,
                 preemptions=self._generator.preemptions,
                 prefix_queries=self._generator.prefix_queries,
                 prefix_hits=self._generator.prefix_hits,

@@ -181,6 +181,8 @@ class EngineStats(Message, frozen=True):
     jobs: int
     pages_used: int
     pages_total: int
+    pages_adapters: int
+    """Pages that hold adapters, those included that nobody uses now."""
     preemptions: int
     prefix_queries: int
     prefix_hits: int

@@ -169,8 +169,9 @@ class EngineGauges(Collector):
             ("num_requests_waiting", "Sequences in the queue", s.waiting if s else 0),
             ("num_requests_running", "Sequences that run", s.running if s else 0),
             ("num_jobs_in_engine", "Jobs that train or wait for their turn", s.jobs if s else 0),
-            ("kv_cache_usage_ratio", "KV pages in use, 0 to 1", used),
-            ("kv_cache_pages", "KV pages there are", s.pages_total if s else 0),
+            ("kv_cache_usage_ratio", "Pages in use, by KV and adapters, 0 to 1", used),
+            ("kv_cache_pages", "Pages there are", s.pages_total if s else 0),
+            ("adapter_pages", "Pages that hold adapters, in use or not", s.pages_adapters if s else 0),
             ("adapters_resident", "Adapters in memory", len(s.resident) if s else 0),
         )
         for name, text, value in gauges:

@@ -222,6 +222,7 @@ class FakeEngine:
             "jobs": 0,
             "pages_used": 1,
             "pages_total": 4,
+            "pages_adapters": 3,
             "preemptions": 2,
             "prefix_queries": 50,
             "prefix_hits": 30,

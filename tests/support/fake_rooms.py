@@ -78,6 +78,7 @@ class FakeGenerator:
         self.preemptions = 0
         self.prefix_queries = self.prefix_hits = 0
         self.pages_total = 1 << 20
+        self.adapter_pages = 0
 
     @property
     def running(self) -> int:
