@@ -1,17 +1,17 @@
-"""The fused attention kernels as torch.library ops, so that torch.compile sees through them.
+"""The fused attention kernels as a step calls them, once a layer.
 
-`table`, `items`, `tiles`, `counters`, `parts`, `stats`: `attention_launch`. All arguments that an op names as changed are
-written in place.
+Plain functions: `coserve::attend` around them (`model.fused`) is opaque to torch.compile already, and an op of
+torch.library checks on every call what these cannot do wrong, which takes longer than the launch.
+`table`, `items`, `tiles`, `counters`, `parts`, `stats`: `attention_launch`; the last three are written in place.
 """
 
-# No postponed annotations here: torch reads the ops' schemas from them.
-import torch
+from __future__ import annotations
+
 from torch import Tensor
 
 from coserve.kernels import attention_launch as launch
 
 
-@torch.library.custom_op("coserve::paged_decode_", mutates_args=("out", "keys", "values", "counters", "parts", "stats"))
 def paged_decode_(
     out: Tensor,
     q: Tensor,
@@ -34,7 +34,6 @@ def paged_decode_(
     launch.decode(out, q, k, v, launch.Layer(keys, values, table), items, held, scores)
 
 
-@torch.library.custom_op("coserve::paged_prefill_", mutates_args=("out", "keys", "values"))
 def paged_prefill_(
     out: Tensor,
     q: Tensor,
