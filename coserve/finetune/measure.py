@@ -70,7 +70,7 @@ def _measured(base: Base, conditions: Conditions) -> Profile:
 
 
 def _key(base: Base, conditions: Conditions) -> tuple[str, ...]:
-    where = (torch.cuda.get_device_name(base.device), torch.__version__)
+    where = (torch.cuda.get_device_name(base.device), str(torch.__version__))  # a str of its own kind
     return (base.spec.fingerprint, base.spec.dtype, *where, repr(conditions))
 
 

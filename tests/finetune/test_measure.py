@@ -50,6 +50,26 @@ def test_any_base_can_be_measured_and_stays_what_it_is(family: str, recompute: b
     assert all(parameter.grad is None for parameter in base.model.parameters())
 
 
+def test_a_plan_is_measured_once_for_its_conditions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All but the numbers, which a fake device gives."""
+    base, path = wrap_base(tiny_model("llama"), name="llama", eos_token_ids=()), tmp_path / "memory.json"
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "a GPU")
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (60 * GIB, 64 * GIB))
+    meters: list[Steps] = []
+
+    def meter(_: torch.device) -> Steps:
+        meters.append(Steps())
+        return meters[-1]
+
+    monkeypatch.setattr("coserve.finetune.measure.CudaMeter", meter)
+    first = plan_memory(base, conditions(Way.GROUPED), fraction=0.5, path=path)
+    assert plan_memory(base, conditions(Way.GROUPED), fraction=0.5, path=path) == first
+    assert len(meters) == 1
+    assert first.pages * first.page_bytes == pytest.approx(26 * GIB, rel=1e-3)
+    plan_memory(base, conditions(Way.GROUPED, recompute=True), fraction=0.5, path=path)
+    assert len(meters) == 2
+
+
 def gpu_base() -> Base:
     model = tiny_model("llama", hidden_size=256, intermediate_size=1024, num_hidden_layers=4, vocab_size=4096)
     return wrap_base(model.to("cuda", torch.bfloat16), name="tiny", eos_token_ids=())
