@@ -1,6 +1,6 @@
 """Paged attention on one GPU, one layer of Llama-3.1-8B's shape: ours against others; microseconds and share of the floor.
 
-    python -m benchmarks.attention --out benchmarks/results [--only decode,prefill,training,flex]
+    python -m benchmarks.attention --out benchmarks/results [--only decode,pool,widths,prefill,training,flex]
     python -m benchmarks.attention --tune --out DIR
 
 Each part writes `attention_<part>.json`. Times are CUDA-graph replays over pages that together exceed the L2.
@@ -38,6 +38,9 @@ CONTEXTS = (128, 512, 2048, 8192, 32768)
 CACHE_TOKENS = 8 << 20
 """32 GiB of the shape's cache: batch 256 at 32768 tokens of context."""
 SHAPE = ways.Shape()
+PITCH = 2 << 20
+"""Bytes of a pool's page that holds all layers of Llama-3.1-8B."""
+WIDTHS = (ways.Shape(32, 8, 64), ways.Shape(32, 32, 80), ways.Shape(32, 32, 96), ways.Shape(16, 8, 256))
 PREFILLS: dict[str, list[tuple[int, int]]] = {
     "8 x 512": [(0, 512)] * 8,
     "1 x 2048": [(0, 2048)],
@@ -46,6 +49,7 @@ PREFILLS: dict[str, list[tuple[int, int]]] = {
     "512 behind 7680": [(7680, 512)],
     "2048 behind 30720": [(30720, 2048)],
     "8 x 64 behind 960": [(960, 64)] * 8,
+    "64 behind 30720": [(30720, 64)],
 }
 Row = dict[str, Any]
 Make = Callable[[ways.Cache, list[Run]], ways.Call]
@@ -53,7 +57,7 @@ Make = Callable[[ways.Cache, list[Run]], ways.Call]
 
 def _time(make: Make, cache: ways.Cache, spans: list[tuple[int, int]], replays: int = 9) -> float:
     """Microseconds of one call over sets of pages that pass through the L2 twice over."""
-    size = sum(position + tokens for position, tokens in spans) * SHAPE.bytes_per_token
+    size = sum(position + tokens for position, tokens in spans) * cache.shape.bytes_per_token
     sets = max(1, min(16, int(2 * L2_BYTES / size) + 1))
     calls = [make(cache, cache.runs(spans)) for _ in range(sets)]
     us = graph_us(calls, replays=replays, repeat=max(1, 4 // sets)).us
@@ -86,7 +90,7 @@ def decode_part(cache: ways.Cache) -> list[Row]:
         size = batch * context * SHAPE.bytes_per_token
         makes: dict[str, Make | None] = {"ours": ways.static, **flashinfer}
         if size <= 2 << 30:
-            makes |= {"sdpa_gathered": ways.sdpa, "sdpa_not_paged": partial(ways.sdpa, gather=False)}
+            makes |= {"sdpa_gathered": ways.sdpa, "sdpa_not_paged": _not_paged}
         if size <= 1 << 28:
             makes["plain"] = ways.plain
         columns = _columns(makes, cache, [(context - 1, 1)] * batch)
@@ -102,6 +106,50 @@ def decode_part(cache: ways.Cache) -> list[Row]:
     return rows
 
 
+def pool_part(_: ways.Cache) -> list[Row]:
+    """Decode where a layer's pages lie apart, in a pool whose pages hold all layers; and right behind each other."""
+    rows: list[Row] = []
+    tokens = 1 << 19
+    caches = {"pool": ways.Cache(SHAPE, tokens, PITCH), "contiguous": ways.Cache(SHAPE, tokens)}
+    for batch, context in (*product(BATCHES, (128, 512, 2048, 8192)), (32, 300)):
+        if batch * context > tokens:
+            continue
+        us = {name: _time(ways.static, cache, [(context - 1, 1)] * batch) for name, cache in caches.items()}
+        floor = batch * context * SHAPE.bytes_per_token / BANDWIDTH * 1e6
+        rows.append({"batch": batch, "context": context, "floor_us": round(floor, 2), "us": us})
+        print(rows[-1], flush=True)
+    return rows
+
+
+def widths_part(_: ways.Cache) -> list[Row]:
+    """Other head sizes: decode, and chunks of prompts."""
+    rows: list[Row] = []
+    for shape in WIDTHS:
+        cache, about = ways.Cache(shape, 1 << 18), asdict(shape)
+        for batch, context in ((1, 512), (1, 2048), (32, 512), (32, 2048), (64, 2048)):
+            spans = [(context - 1, 1)] * batch
+            us = {"ours": _time(ways.static, cache, spans), "sdpa_not_paged": _time(_not_paged, cache, spans)}
+            floor = batch * context * shape.bytes_per_token / BANDWIDTH * 1e6
+            rows.append({"shape": about, "batch": batch, "context": context, "floor_us": round(floor, 2), "us": us})
+            print(rows[-1], flush=True)
+        for name in ("8 x 512", "1 x 8192", "512 behind 7680"):
+            us = {"ours": _time(ways.mixed, cache, PREFILLS[name]), "varlen": _time(ways.varlen, cache, PREFILLS[name])}
+            rows.append({"shape": about, "case": name, "us": us, "tflops": _tflops(us, PREFILLS[name], shape)})
+            print(rows[-1], flush=True)
+        del cache
+        torch.cuda.empty_cache()
+    return rows
+
+
+_not_paged = partial(ways.sdpa, gather=False)
+
+
+def _tflops(us: dict[str, Any], spans: list[tuple[int, int]], shape: ways.Shape) -> dict[str, float]:
+    pairs = sum(tokens * position + tokens * (tokens + 1) / 2 for position, tokens in spans)
+    flop = 4 * shape.heads * shape.width * pairs
+    return {way: round(flop / some / 1e6, 1) for way, some in us.items() if isinstance(some, float)}
+
+
 def prefill_part(cache: ways.Cache) -> list[Row]:
     rows: list[Row] = []
     makes: dict[str, Make | None] = {
@@ -113,10 +161,7 @@ def prefill_part(cache: ways.Cache) -> list[Row]:
     }
     for name, spans in PREFILLS.items():
         columns = _columns(makes, cache, spans)
-        pairs = sum(tokens * position + tokens * (tokens + 1) / 2 for position, tokens in spans)
-        flop = 4 * SHAPE.heads * SHAPE.width * pairs
-        tflops = {way: round(flop / us / 1e6, 1) for way, us in columns.items() if isinstance(us, float)}
-        rows.append({"case": name, "us": columns, "tflops": tflops})
+        rows.append({"case": name, "us": columns, "tflops": _tflops(columns, spans, SHAPE)})
         print(rows[-1], flush=True)
     return rows
 
@@ -160,7 +205,8 @@ def flex_part(cache: ways.Cache) -> list[Row]:
 def tune(cache: ways.Cache) -> list[Row]:
     """Block sizes, and how finely sequences are cut."""
     rows: list[Row] = []
-    points = [(1, 512), (1, 8192), (8, 2048), (64, 256), (64, 2048), (256, 512), (32, 8192)]
+    points = [(1, 128), (1, 512), (1, 2048), (1, 8192), (4, 512), (8, 512), (8, 2048), (16, 512), (16, 2048), (32, 300)]
+    points += [(32, 2048), (48, 1024), (64, 512), (64, 2048), (256, 512)]
     default = attention_launch.decode_blocks, attention_launch.prefill_blocks
 
     def measure(tag: Row, replays: int = 5) -> None:
@@ -168,19 +214,21 @@ def tune(cache: ways.Cache) -> list[Row]:
         rows.append({**tag, "us": us})
         print(rows[-1], flush=True)
 
-    sizes = (64, 2, 3, True), (64, 2, 3, False), (64, 4, 3, True), (64, 2, 4, True), (32, 2, 6, True)
+    sizes = (128, 4, 3, True), (64, 4, 4, True), (64, 4, 3, True), (64, 2, 3, True), (32, 2, 4, True), (32, 2, 4, False)
     for keys, warps, stages, pdl in sizes:
         blocks = attention_launch.Blocks(16, keys, warps, stages, pdl)
-        attention_launch.decode_blocks = lambda width, dtype, blocks=blocks: blocks
+        attention_launch.decode_blocks = lambda *_, blocks=blocks: blocks
         measure({"decode": asdict(blocks)})
     attention_launch.decode_blocks = default[0]
-    for programs, start in ((264, 64), (264, 256), (396, 128), (528, 128)):
-        attention_plan.PROGRAMS, attention_plan.START = programs, start
-        measure({"programs": programs, "start": start})
-    attention_plan.PROGRAMS, attention_plan.START = 264, 128
-    for rows_, keys, warps, stages in ((128, 64, 4, 3), (64, 64, 4, 3), (128, 64, 4, 4), (64, 64, 4, 4)):
+    costs = attention_plan.START, attention_plan.JOIN, attention_plan.JOINED
+    for some in (costs, (64, 128, 4), (256, 128, 4), (128, 64, 4), (128, 256, 4), (128, 128, 8), (128, 128, 16)):
+        attention_plan.START, attention_plan.JOIN, attention_plan.JOINED = some
+        measure({"start, join, joined": some})
+    attention_plan.START, attention_plan.JOIN, attention_plan.JOINED = costs
+    tiles = (256, 64, 8, 3), (128, 128, 8, 3), (128, 64, 8, 3), (64, 64, 4, 3), (64, 64, 4, 4), (64, 32, 4, 3)
+    for rows_, keys, warps, stages in tiles:
         blocks = attention_launch.Blocks(rows_, keys, warps, stages)
-        attention_launch.prefill_blocks = lambda width, dtype, rows, blocks=blocks: blocks
+        attention_launch.prefill_blocks = lambda *_, blocks=blocks: blocks
         try:
             us = {name: _time(ways.mixed, cache, spans, 5) for name, spans in PREFILLS.items()}
         except Exception as error:  # noqa: BLE001 - sizes that do not fit are a result, too
@@ -193,13 +241,15 @@ def tune(cache: ways.Cache) -> list[Row]:
 
 PARTS: dict[str, Callable[[ways.Cache], list[Row]]] = {
     "decode": decode_part,
+    "pool": pool_part,
+    "widths": widths_part,
     "prefill": prefill_part,
     "training": training_part,
     "flex": flex_part,
 }
 
 
-def provenance(part: str, seconds: float) -> Row:
+def provenance(part: str, seconds: float, commit: str | None) -> Row:
     def line(*command: str) -> str:
         try:
             return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
@@ -211,7 +261,7 @@ def provenance(part: str, seconds: float) -> Row:
         "hardware": torch.cuda.get_device_name(),
         "driver": line("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"),
         "versions": {"torch": torch.__version__, "triton": triton.__version__, **rivals},
-        "commit": line("git", "rev-parse", "--short", "HEAD"),
+        "commit": commit or line("git", "rev-parse", "--short", "HEAD"),
         "command": f"python -m benchmarks.attention --only {part}",
         "seed": 0,
         "date": date.today().isoformat(),
@@ -224,6 +274,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--only", default=",".join(PARTS))
     parser.add_argument("--tune", action="store_true")
+    parser.add_argument("--commit", help="of this tree, where git cannot tell")
     args = parser.parse_args()
     torch.manual_seed(0)
     args.out.mkdir(parents=True, exist_ok=True)
@@ -232,7 +283,7 @@ def main() -> None:
     for name, part in parts.items():
         begin = time.monotonic()
         rows = part(cache)
-        about = provenance(name, time.monotonic() - begin)
+        about = provenance(name, time.monotonic() - begin, args.commit)
         (args.out / f"attention_{name}.json").write_text(json.dumps({"about": about, "rows": rows}, indent=1) + "\n")
 
 

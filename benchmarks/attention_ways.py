@@ -45,13 +45,22 @@ class Shape:
 
 
 class Cache:
-    """A cache of random bfloat16 for `tokens` tokens, one layer, handed out in random order."""
+    """A cache of random bfloat16 for `tokens` tokens, one layer, handed out in random order.
 
-    def __init__(self, shape: Shape, tokens: int) -> None:
+    `pitch`: bytes from one page to the next, as in a pool whose pages hold all layers; None: pages follow each other.
+    """
+
+    def __init__(self, shape: Shape, tokens: int, pitch: int | None = None) -> None:
         pages = -(-tokens // PAGE)
         size = (pages + 1, PAGE, shape.kv_heads, shape.width)
         self.shape = shape
-        self.pages = Pages(*((torch.empty(size, dtype=torch.bfloat16, device=DEVICE).normal_(),) for _ in range(2)))
+        if pitch is None:
+            parts = [torch.empty(size, dtype=torch.bfloat16, device=DEVICE).normal_() for _ in range(2)]
+        else:
+            pool = torch.empty(pages + 1, pitch // 2, dtype=torch.bfloat16, device=DEVICE)
+            page = PAGE * shape.kv_heads * shape.width
+            parts = [pool[:, i * page : (i + 1) * page].normal_().view(size) for i in range(2)]
+        self.pages = Pages((parts[0],), (parts[1],))
         self.order = torch.randperm(pages).tolist()
         self._at = 0
 

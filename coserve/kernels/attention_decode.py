@@ -3,15 +3,18 @@
 A program takes one item, a stretch of one sequence's keys, for one key-value head and all query heads of its group.
 The host cuts sequences into items of about one size (`attention_plan.decode_items`), so that one long sequence does not
 hold up the rest (flash-decoding, with the plan of FlashInfer, §3.3.1). The program that ends last for a sequence and head
-joins their results. The program with the sequence's last key takes it from k and v as they come from the layer, and
-writes it to its page on the way: no kernel of its own does that. Items do not depend on the kernel ahead: they are read
-before the wait for its end (programmatic dependent launch).
+joins their results. The program with the sequence's last key takes it from k and v as they come from the layer, behind
+its other keys, and writes it to its page: no kernel of its own does that. Items and page ids do not depend on the kernel
+ahead: they are read before the wait for its end (programmatic dependent launch).
 
-q (H, T, D), k, v (K, T, D), any strides but 1 for D; keys, values (pages, PAGE, K, D), contiguous within
-a page; out (T, H, D); items (W, 8) int32:
-column of the table (-1: nothing to do), row of q, first key, key after the last, first item of the sequence, its items
-(0: write zeros), whether the last key is the new one. parts (W, H, D), stats (W, H) and counters (rows, K) are scratch;
-counters are 0 before and after.
+What few sequences wait for is latency, so nothing stands between an item and its first keys that can come later; no load
+of the loop has a mask (behind the last key that key is read again, and weighs 0), and page ids are read a step ahead, or
+keys could not be asked for ahead; each thread keeps a sum of weights of its own until the end.
+
+q (H, T, D), k, v (K, T, D), any strides but 1 for D; keys, values (pages, PAGE, K, D), contiguous within a page;
+out (T, H, D); items (W, 8) int32: column of the table (-1: nothing to do), row of q, first key, key after the last, first
+item of the sequence, its items (0: write zeros), whether the last key is the new one. parts (W, H, D), stats (W, H) and
+counters (rows, K) are scratch; counters are 0 before and after.
 """
 
 # mypy: disable-error-code="no-untyped-def, misc, no-untyped-call, untyped-decorator"
@@ -22,10 +25,13 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from coserve.kernels.attention_device import accumulate, key_offsets, key_rows, score, with_sinks
+from coserve.kernels.attention_device import key_offsets, score, with_sinks
+
+LOWEST = tl.constexpr(-3.0e38)
+"""A best score where there is none; finite, so that differences to it are no NaN."""
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["table_stride"])
 def decode(
     q_ptr,
     k_ptr,
@@ -49,7 +55,7 @@ def decode(
     v_row,
     table_stride,
     page_stride,
-    K,
+    K: tl.constexpr,
     G: tl.constexpr,
     D: tl.constexpr,
     PAGE: tl.constexpr,
@@ -58,8 +64,8 @@ def decode(
     BLOCK_M: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_N: tl.constexpr,
-    BLOCK_S: tl.constexpr,
     BLOCK_G: tl.constexpr,
+    UNROLL: tl.constexpr,
     PDL: tl.constexpr,
 ):
     head = tl.program_id(0)
@@ -74,6 +80,13 @@ def decode(
     first = tl.load(item_ptr + 4)
     count = tl.load(item_ptr + 5)
     newest = tl.load(item_ptr + 6)
+    old = end - newest  # keys behind it are not in the cache yet
+    last = tl.maximum(old - 1, 0)
+    table_at = table_ptr + tl.maximum(row, 0)
+    r = tl.arange(0, BLOCK_N)
+    n = tl.minimum(begin + r, last)
+    page = tl.load(table_at + n // PAGE * table_stride)
+    new_page = tl.load(table_at + tl.maximum(end - 1, 0) // PAGE * table_stride)
     if PDL:
         tl.extra.cuda.gdc_wait()
     if row < 0:
@@ -81,46 +94,55 @@ def decode(
     g = tl.arange(0, BLOCK_M)
     d = tl.arange(0, BLOCK_D)
     in_d = d < D
+    heads = head * G + g
     mask = (g < G)[:, None] & in_d[None, :]
-    out_at = out_ptr + ((at * K + head) * G + g)[:, None] * D + d[None, :]
+    out_at = out_ptr + (at * K * G + heads)[:, None] * D + d[None, :]
     if count == 0:
         tl.store(out_at, tl.zeros([BLOCK_M, BLOCK_D], dtype=out_ptr.dtype.element_ty), mask=mask)
         return
-    q = tl.load(q_ptr + at * q_row + (head * G + g)[:, None] * q_head + d[None, :], mask=mask, other=0.0)
-    top = tl.full([BLOCK_M], float("-inf"), dtype=tl.float32)
-    total = tl.zeros([BLOCK_M], dtype=tl.float32)
+    q = tl.load(q_ptr + at * q_row + heads[:, None] * q_head + d[None, :], mask=mask, other=0.0)
+    k_new = tl.load(k_ptr + at * k_row + head * k_head + d, mask=in_d, other=0.0)
+    v_new = tl.load(v_ptr + at * v_row + head * v_head + d, mask=in_d, other=0.0)
+    top = tl.full([BLOCK_M], LOWEST, dtype=tl.float32)
+    totals = tl.zeros([BLOCK_M, BLOCK_N], dtype=tl.float32)
     acc = tl.zeros([BLOCK_M, BLOCK_D], dtype=tl.float32)
+    for start in range(begin, old, BLOCK_N):
+        key_at = key_offsets(page, page_stride, n, K, head, D, PAGE)[:, None] + d[None, :]
+        n = tl.minimum(start + BLOCK_N + r, last)
+        page = tl.load(table_at + n // PAGE * table_stride)
+        if D == BLOCK_D:
+            k = tl.load(keys_ptr + key_at)
+            v = tl.load(values_ptr + key_at)
+        else:
+            k = tl.load(keys_ptr + key_at, mask=in_d[None, :], other=0.0)
+            v = tl.load(values_ptr + key_at, mask=in_d[None, :], other=0.0)
+        scores = score(tl.dot(q, tl.trans(k), input_precision="ieee"), scale, cap, SOFTCAP)
+        scores = tl.where((start + r < old)[None, :], scores, float("-inf"))
+        new_top = tl.maximum(top, tl.max(scores, 1))
+        weights = tl.exp2(scores - new_top[:, None])
+        faded = tl.exp2(top - new_top)
+        totals = totals * faded[:, None] + weights
+        acc = tl.dot(weights.to(v.dtype), v, acc * faded[:, None], input_precision="ieee")
+        top = new_top
+    total = tl.sum(totals, 1)
     if newest:
-        end -= 1
-        k_new = tl.load(k_ptr + at * k_row + head * k_head + d, mask=in_d, other=0.0)
-        v_new = tl.load(v_ptr + at * v_row + head * v_head + d, mask=in_d, other=0.0)
-        new_at = key_rows((table_ptr, table_stride, page_stride), row, end, True, K, head, D, PAGE, False) + d
+        new_at = key_offsets(new_page, page_stride, old, K, head, D, PAGE) + d
         tl.store(keys_ptr + new_at, k_new, mask=in_d)
         tl.store(values_ptr + new_at, v_new, mask=in_d)
-        top = score(tl.sum(q.to(tl.float32) * k_new.to(tl.float32)[None, :], 1), scale, cap, SOFTCAP)
-        total += 1.0
-        acc += v_new.to(tl.float32)[None, :]
-    n = begin + tl.arange(0, BLOCK_N)
-    page = tl.load(table_ptr + (n // PAGE) * table_stride + row, mask=n < end, other=0)
-    for start in range(begin, end, BLOCK_N):
-        n = start + tl.arange(0, BLOCK_N)
-        key_at = key_offsets(page, page_stride, n, K, head, D, PAGE)[:, None] + d[None, :]
-        key_mask = (n < end)[:, None] & in_d[None, :]
-        # A step ahead: were it loaded where it is used, the loads of keys could not be asked for ahead.
-        n_next = n + BLOCK_N
-        page = tl.load(table_ptr + (n_next // PAGE) * table_stride + row, mask=n_next < end, other=0)
-        k = tl.load(keys_ptr + key_at, mask=key_mask, other=0.0)
-        v = tl.load(values_ptr + key_at, mask=key_mask, other=0.0)
-        scores = score(tl.dot(q, tl.trans(k), input_precision="ieee"), scale, cap, SOFTCAP)
-        scores = tl.where((n < end)[None, :], scores, float("-inf"))
-        top, total, acc = accumulate(scores, v, top, total, acc, False)
+        new_score = score(tl.sum(q.to(tl.float32) * k_new.to(tl.float32)[None, :], 1), scale, cap, SOFTCAP)
+        new_top = tl.maximum(top, new_score)
+        faded = tl.exp2(top - new_top)
+        weight = tl.exp2(new_score - new_top)
+        total = total * faded + weight
+        acc = acc * faded[:, None] + weight[:, None] * v_new.to(tl.float32)[None, :]
+        top = new_top
     if count == 1:
         if SINKS:
-            total, faded = with_sinks(top, total, sinks_ptr, head * G + g, g < G)
+            total, faded = with_sinks(top, total, sinks_ptr, heads, g < G)
             acc *= faded[:, None]
         tl.store(out_at, (acc / total[:, None]).to(out_ptr.dtype.element_ty), mask=mask)
         return
-    part = (item * K + head) * G + g
+    part = item * K * G + heads
     tl.store(parts_ptr + part[:, None] * D + d[None, :], acc / total[:, None], mask=mask)
     tl.store(stats_ptr + part, top + tl.log2(total), mask=g < G)
     tl.debug_barrier()  # the whole program's parts are written before one of its threads says so
@@ -128,7 +150,7 @@ def decode(
     if ended == count - 1:
         tl.store(counters_ptr + row * K + head, 0)
         ptrs = (parts_ptr, stats_ptr, sinks_ptr, out_ptr)
-        _join(ptrs, first, count, head, at, K, G, D, SINKS, BLOCK_S, BLOCK_G, BLOCK_D)
+        _join(ptrs, first, count, head, at, K, G, D, SINKS, BLOCK_G, BLOCK_D, UNROLL)
 
 
 @triton.jit
@@ -138,38 +160,40 @@ def _join(
     count,
     head,
     at,
-    K,
+    K: tl.constexpr,
     G: tl.constexpr,
     D: tl.constexpr,
     SINKS: tl.constexpr,
-    BLOCK_S: tl.constexpr,
     BLOCK_G: tl.constexpr,
     BLOCK_D: tl.constexpr,
+    UNROLL: tl.constexpr,
 ):
-    """The softmax over a sequence's items, of their parts. Reads past L1, which other programs' stores do not reach."""
+    """The softmax over a sequence's items, of their parts. Reads past L1, which other programs' stores do not reach.
+
+    Part after part, UNROLL asked for at once; each thread takes its own elements of all of them, and none exchanges any.
+    """
     parts_ptr, stats_ptr, sinks_ptr, out_ptr = ptrs
     g = tl.arange(0, BLOCK_G)
     d = tl.arange(0, BLOCK_D)
+    heads = head * G + g
     mask = (g < G)[:, None] & (d < D)[None, :]
-    top = tl.full([BLOCK_G], float("-inf"), dtype=tl.float32)
+    top = tl.full([BLOCK_G], LOWEST, dtype=tl.float32)
     total = tl.zeros([BLOCK_G], dtype=tl.float32)
     acc = tl.zeros([BLOCK_G, BLOCK_D], dtype=tl.float32)
-    for start in range(0, count, BLOCK_S):
-        s = start + tl.arange(0, BLOCK_S)
-        part = (((first + s) * K + head) * G)[:, None] + g[None, :]
-        real = (s < count)[:, None] & (g < G)[None, :]
-        some_at = parts_ptr + part[:, :, None] * D + d[None, None, :]
-        some = tl.load(some_at, mask=real[:, :, None] & (d < D)[None, None, :], other=0.0, cache_modifier=".cg")
-        tops = tl.load(stats_ptr + part, mask=real, other=float("-inf"), cache_modifier=".cg")
-        new_top = tl.maximum(top, tl.max(tops, 0))
-        base = tl.where(new_top == float("-inf"), 0.0, new_top)  # rows that pad the group
-        faded = tl.exp2(top - base)
-        weights = tl.exp2(tops - base[None, :])
-        total = total * faded + tl.sum(weights, 0)
-        acc = acc * faded[:, None] + tl.sum(some * weights[:, :, None], 0)
-        top = new_top
+    for start in range(0, count, UNROLL):
+        for i in tl.static_range(UNROLL):
+            # Behind the last part that part is read again, and weighs 0.
+            part = (first + tl.minimum(start + i, count - 1)) * (K * G) + heads
+            some = tl.load(parts_ptr + part[:, None] * D + d[None, :], mask=mask, other=0.0, cache_modifier=".cg")
+            its = tl.load(stats_ptr + part, mask=g < G, other=LOWEST, cache_modifier=".cg")
+            new_top = tl.maximum(top, its)
+            faded = tl.exp2(top - new_top)
+            weight = tl.where(start + i < count, tl.exp2(its - new_top), 0.0)
+            total = total * faded + weight
+            acc = acc * faded[:, None] + some * weight[:, None]
+            top = new_top
     if SINKS:
-        total, faded = with_sinks(top, total, sinks_ptr, head * G + g, g < G)
+        total, faded = with_sinks(top, total, sinks_ptr, heads, g < G)
         acc *= faded[:, None]
-    out_at = out_ptr + ((at * K + head) * G + g)[:, None] * D + d[None, :]
+    out_at = out_ptr + (at * K * G + heads)[:, None] * D + d[None, :]
     tl.store(out_at, (acc / tl.maximum(total, 1e-30)[:, None]).to(out_ptr.dtype.element_ty), mask=mask)

@@ -24,15 +24,6 @@ def key_offsets(page, page_stride, n, K, head, D: tl.constexpr, PAGE: tl.constex
 
 
 @triton.jit
-def key_rows(cache, row, n, real, K, head, D: tl.constexpr, PAGE: tl.constexpr, MASKED: tl.constexpr):
-    """As `key_offsets`, for the sequence in column `row`; `cache`: table, its stride, elements between pages."""
-    table_ptr, table_stride, page_stride = cache
-    page_at = table_ptr + (n // PAGE) * table_stride + row
-    page = tl.load(page_at, mask=real if MASKED else None, other=0 if MASKED else None)
-    return key_offsets(page, page_stride, n, K, head, D, PAGE)
-
-
-@triton.jit
 def accumulate(scores, v, top, total, acc, HOLES: tl.constexpr):
     """Takes a block of keys into the running softmax; `HOLES`: a row may have seen no key yet."""
     new_top = tl.maximum(top, tl.max(scores, 1))

@@ -66,14 +66,14 @@ class FusedPagedAttention:
         qkv = q_HTD, k_KTD, v_KTD
         if self._chunks:
             work = self._chunk_tokens * heads
-            blocks = launch.prefill_blocks(width, q_HTD.dtype, work)
+            blocks = launch.prefill_blocks(width, q_HTD.dtype, work, self._device)
             tiles = self._tiles_of(launch.tile_tokens(heads // keys.shape[2], blocks))
             ops.paged_prefill_(out_THD, *qkv, *cache, tiles, work, scaling, window, softcap, sinks)
         if self._decodes:
             items = self._items_of(keys.shape[2], window)
             held = self._scratch_of(heads, width, keys.shape[2])
             memory = held.parts, held.stats, held.counters
-            ops.paged_decode_(out_THD, *qkv, *cache, items, *memory, scaling, softcap, sinks)
+            ops.paged_decode_(out_THD, *qkv, *cache, items, *memory, len(self._decodes), scaling, softcap, sinks)
         return out_THD
 
     def _items_of(self, kv_heads: int, window: int | None) -> Tensor:

@@ -28,7 +28,7 @@ class FusedStaticAttention:
         self._pages, self._device = pages, device
         # In one buffer, so that one copy fills them: positions, items of each kind of layer, page table. A column of the
         # table is a sequence; what a step uses of it is a prefix of the buffer.
-        self._most = items_for(batch, min(keys.shape[2] for keys in pages.keys))
+        self._most = max(items_for(batch, keys.shape[2]) for keys in pages.keys)
         self._longest = -(-max_tokens // page_tokens)
         self._items_at = 2 * batch
         self._table_at = self._items_at + KINDS * self._most * 8
@@ -78,7 +78,7 @@ class FusedStaticAttention:
         out_THD = torch.empty(rows, heads, width, dtype=q_HTD.dtype, device=q_HTD.device)
         memory = held.parts, held.stats, held.counters
         cache = keys, values, self._table
-        ops.paged_decode_(out_THD, q_HTD, k_KTD, v_KTD, *cache, items, *memory, scaling, softcap, sinks)
+        ops.paged_decode_(out_THD, q_HTD, k_KTD, v_KTD, *cache, items, *memory, self.batch, scaling, softcap, sinks)
         return out_THD
 
     def _hold(self, runs: Sequence[Run]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cache
 from math import e, log2
 
 import torch
@@ -14,16 +15,17 @@ from coserve.kernels.dispatch import interpreted
 from coserve.kernels.segmented_launch import has_pdl
 
 LOG2E = log2(e)
-JOINED = 4096
-"""Elements of parts that the joining program holds at once."""
-
+JOINED = 8
+"""Items whose parts the joining program asks for at once."""
 FULL = 264
-"""Programs of a prefill that fill an H200's 132 multiprocessors."""
+"""Programs of a prefill that fill an H200's 132 multiprocessors twice."""
+FILLED = 120
+"""And that nearly fill them."""
 
 
 @dataclass(frozen=True)
 class Blocks:
-    """Sizes of a kernel: rows (prefill only), keys of a step, warps, stages of its loop."""
+    """Sizes of a kernel: rows (prefill only), keys of a step, warps, stages of its loop. Times: `attention_tune.json`."""
 
     rows: int
     keys: int
@@ -33,19 +35,41 @@ class Blocks:
     """May start before the kernel ahead has ended, where the device can."""
 
 
-def decode_blocks(width: int, dtype: torch.dtype) -> Blocks:
+@cache
+def _roomy(device: torch.device) -> bool:
+    """Whether a program may have as much shared memory as on an H100 or H200."""
+    return device.type != "cuda" or torch.cuda.get_device_capability(device)[0] in (9, 10)
+
+
+def decode_blocks(width: int, dtype: torch.dtype, group: int, each: int, device: torch.device) -> Blocks:
+    """`each`: programs that shall fit on a multiprocessor (`attention_plan.programs_each`); few get larger steps."""
     if dtype == torch.float32:
         return Blocks(16, 32, 4, 2)
-    return Blocks(16, 32, 4, 3) if width > 128 else Blocks(16, 64, 2, 3)
+    if not _roomy(device):
+        return Blocks(16, 32, 2, 3)
+    if group > 16:
+        return Blocks(16, 32, 4, 3) if width > 128 else Blocks(16, 64, 4, 3)
+    if width > 128:
+        return Blocks(16, 32, 2, 4)
+    if width <= 64:
+        return Blocks(16, 64, 2, 3)
+    return {1: Blocks(16, 128, 4, 3), 2: Blocks(16, 64, 4, 4), 4: Blocks(16, 32, 2, 4)}[each]
 
 
-def prefill_blocks(width: int, dtype: torch.dtype, rows: int) -> Blocks:
+def prefill_blocks(width: int, dtype: torch.dtype, rows: int, device: torch.device) -> Blocks:
     """`rows`: of all tiles and key-value heads together; few of them are cut finer, so that more programs share them."""
     if dtype == torch.float32:
         return Blocks(32, 32, 4, 2)
+    if not _roomy(device):
+        return Blocks(64, 32, 4, 2)
+    many = rows >= FULL * 128
     if width > 128:
-        return Blocks(64, 64, 4, 2)
-    return Blocks(128, 64, 4, 3) if rows >= FULL * 128 else Blocks(64, 64, 4, 3)
+        return Blocks(128, 64, 8, 2) if many else Blocks(64, 64, 4, 3)
+    if width <= 64:
+        return Blocks(128, 64, 8, 3) if many else Blocks(64, 64, 4, 3)
+    if many:
+        return Blocks(256, 64, 8, 3)
+    return Blocks(128, 128, 8, 3) if rows >= FILLED * 128 else Blocks(64, 64, 4, 3)
 
 
 @dataclass(frozen=True)
@@ -59,6 +83,7 @@ class Scores:
 
     def units(self) -> tuple[float, float]:
         """`scale` and `cap` of the kernels, whose exponentials are powers of 2."""
+        assert self.scaling > 0, "expected a scaling above 0"
         if self.softcap is None:
             return self.scaling * LOG2E, 0.0
         return 2 * self.scaling / self.softcap * LOG2E, self.softcap * LOG2E
@@ -115,13 +140,12 @@ def decode(
     items: Tensor,
     held: Scratch,
     scores: Scores,
-    blocks: Blocks | None = None,
+    blocks: Blocks,
 ) -> None:
     """Writes the items' new keys and values into their pages and their rows of attention into `out_THD`."""
     heads, _, width = q_HTD.shape
     kv_heads, page_tokens = layer.keys.shape[2], layer.keys.shape[1]
     group = heads // kv_heads
-    blocks = blocks or decode_blocks(width, q_HTD.dtype)
     q, k, v = _unit(q_HTD, k_KTD, v_KTD)
     pdl = blocks.pdl and has_pdl(q.device)
     wide, groups = triton.next_power_of_2(max(width, 16)), triton.next_power_of_2(group)
@@ -147,7 +171,7 @@ def decode(
         v.stride(1),
         layer.table.stride(0),
         layer.page_stride(),
-        kv_heads,
+        K=kv_heads,
         G=group,
         D=width,
         PAGE=page_tokens,
@@ -156,8 +180,8 @@ def decode(
         BLOCK_M=max(16, groups),
         BLOCK_D=wide,
         BLOCK_N=blocks.keys,
-        BLOCK_S=max(1, min(16, JOINED // (groups * wide))),
         BLOCK_G=groups,
+        UNROLL=JOINED,
         PDL=pdl,
         num_warps=blocks.warps,
         num_stages=blocks.stages,
@@ -205,6 +229,7 @@ def prefill(
         PAGE=page_tokens,
         BLOCK_T=triton.next_power_of_2(tokens),
         BLOCK_D=wide,
+        num_warps=8 if tokens > 64 else 4,
     )
     attention_prefill.prefill[grid](
         q,
@@ -218,7 +243,7 @@ def prefill(
         q.stride(1),
         layer.table.stride(0),
         layer.page_stride(),
-        kv_heads,
+        K=kv_heads,
         G=group,
         D=width,
         PAGE=page_tokens,

@@ -10,6 +10,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from coserve.kernels import attention_launch as launch
+from coserve.kernels.attention_plan import programs_each
 
 
 def paged_decode_(
@@ -24,14 +25,20 @@ def paged_decode_(
     parts: Tensor,
     stats: Tensor,
     counters: Tensor,
+    sequences: int,
     scaling: float,
     softcap: float | None,
     sinks: Tensor | None,
 ) -> None:
-    """Attention of the items' rows, into `out` (T, H, D); their keys and values go to their pages."""
+    """Attention of the items' rows, into `out` (T, H, D); their keys and values go to their pages.
+
+    `sequences`: as many as the items were cut for.
+    """
     held = launch.Scratch(parts, stats, counters)
     scores = launch.Scores(scaling, None, softcap, sinks)
-    launch.decode(out, q, k, v, launch.Layer(keys, values, table), items, held, scores)
+    group, each = q.shape[0] // k.shape[0], programs_each(sequences, k.shape[0])
+    blocks = launch.decode_blocks(q.shape[2], q.dtype, group, each, q.device)
+    launch.decode(out, q, k, v, launch.Layer(keys, values, table), items, held, scores, blocks)
 
 
 def paged_prefill_(
@@ -54,5 +61,5 @@ def paged_prefill_(
     `rows`: new tokens of all tiles, times query heads, as the tiles were cut for.
     """
     scores = launch.Scores(scaling, window, softcap, sinks)
-    blocks = launch.prefill_blocks(q.shape[2], q.dtype, rows)
+    blocks = launch.prefill_blocks(q.shape[2], q.dtype, rows, q.device)
     launch.prefill(out, q, k, v, launch.Layer(keys, values, table), tiles, scores, blocks)

@@ -14,20 +14,32 @@ Table = NDArray[np.int32]
 
 KEY_STEP = 64
 """Items are of whole steps of so many keys."""
-PROGRAMS = 264
-"""Programs of the decode kernel that make a wave: two on each of an H200's 132 multiprocessors."""
-WAVES = 2
-"""Waves that a step is cut into at most, beyond those that whole sequences fill."""
+PROCESSORS = 132
+"""Multiprocessors of an H200."""
 PIECES = 40
 """The longest sequence is cut into so many items at most (unless a wave takes more)."""
-START, JOIN, JOINED = 128, 64, 8
+START, JOIN, JOINED = 128, 128, 4
 """What an item, a join, and each item of a join cost, in keys of one item."""
+
+
+def programs_each(rows: int, kv_heads: int) -> int:
+    """Programs of the decode kernel that shall run side by side on one multiprocessor, in a step of `rows` sequences.
+
+    The fewer, the more memory each has and the larger its steps; but all sequences at once come before that.
+    """
+    return next((each for each in (1, 2) if rows * kv_heads <= each * PROCESSORS), 4)
+
+
+def _wave(rows: int, kv_heads: int) -> int:
+    """Items that run at once."""
+    return max(1, programs_each(rows, kv_heads) * PROCESSORS // kv_heads)
 
 
 def items_for(rows: int, kv_heads: int) -> int:
     """The most items that `decode_items` makes for `rows` sequences: what a graph's grid must hold."""
-    wave = max(1, PROGRAMS // kv_heads)
-    return (-(-rows // wave) + (WAVES if rows > 4 else 0)) * wave
+    wave = _wave(rows, kv_heads)
+    beyond = 0 if rows <= 4 else 1 if programs_each(rows, kv_heads) == 4 else 2
+    return (-(-rows // wave) + beyond) * wave
 
 
 def decode_items(contexts: Ints, rows: Ints, window: int | None, most: int, kv_heads: int) -> Table:
@@ -38,7 +50,7 @@ def decode_items(contexts: Ints, rows: Ints, window: int | None, most: int, kv_h
     """
     begins = np.zeros_like(contexts) if window is None else np.maximum(contexts - window, 0)
     spans = contexts - begins
-    piece = _piece(spans, most, max(1, PROGRAMS // kv_heads))
+    piece = _piece(spans, most, _wave(len(contexts), kv_heads))
     # As many items as pieces of that size need, but all of a sequence's of one size.
     sizes = np.maximum(_steps(_ceil(spans, np.maximum(_ceil(spans, piece), 1))), KEY_STEP)
     counts = np.maximum(_ceil(spans, sizes), 1)

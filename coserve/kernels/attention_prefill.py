@@ -8,17 +8,17 @@ position of the first.
 """
 
 # mypy: disable-error-code="no-untyped-def, misc, no-untyped-call, untyped-decorator"
-# ruff: noqa: ANN001, ANN201, ANN202 - a kernel's arguments have the types of its launch
+# ruff: noqa: ANN001, ANN201 - a kernel's arguments have the types of its launch
 
 from __future__ import annotations
 
 import triton
 import triton.language as tl
 
-from coserve.kernels.attention_device import accumulate, key_rows, score, with_sinks
+from coserve.kernels.attention_device import accumulate, key_offsets, score, with_sinks
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["table_stride"])
 def store(
     k_ptr,
     v_ptr,
@@ -50,15 +50,15 @@ def store(
     t = tl.arange(0, BLOCK_T)
     d = tl.arange(0, BLOCK_D)
     mask = (t < tokens)[:, None] & (d < D)[None, :]
-    cache = (table_ptr, table_stride, page_stride)
-    to = key_rows(cache, row, position + t, t < tokens, K, head, D, PAGE, True)[:, None] + d[None, :]
+    page = tl.load(table_ptr + row + (position + t) // PAGE * table_stride, mask=t < tokens, other=0)
+    to = key_offsets(page, page_stride, position + t, K, head, D, PAGE)[:, None] + d[None, :]
     k = tl.load(k_ptr + (first + t)[:, None] * k_row + head * k_head + d[None, :], mask=mask)
     v = tl.load(v_ptr + (first + t)[:, None] * v_row + head * v_head + d[None, :], mask=mask)
     tl.store(keys_ptr + to, k, mask=mask)
     tl.store(values_ptr + to, v, mask=mask)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["table_stride"])
 def prefill(
     q_ptr,
     out_ptr,
@@ -74,7 +74,7 @@ def prefill(
     q_row,
     table_stride,
     page_stride,
-    K,
+    K: tl.constexpr,
     G: tl.constexpr,
     D: tl.constexpr,
     PAGE: tl.constexpr,
@@ -95,9 +95,11 @@ def prefill(
     position = tl.load(tile_ptr + 3)
     m = tl.arange(0, BLOCK_M)
     d = tl.arange(0, BLOCK_D)
+    r = tl.arange(0, BLOCK_N)
     token = m // G
     heads = head * G + m % G
-    mask = (token < tokens)[:, None] & (d < D)[None, :]
+    in_d = (d < D)[None, :]
+    mask = (token < tokens)[:, None] & in_d
     q_at = q_ptr + (first + token)[:, None] * q_row + heads[:, None] * q_head + d[None, :]
     q = tl.load(q_at, mask=mask, other=0.0)
     at = position + token
@@ -109,16 +111,37 @@ def prefill(
     if WINDOW:
         begin = tl.maximum(position - window + 1, 0) // BLOCK_N * BLOCK_N
         seen = begin
-    cache = (table_ptr, table_stride, page_stride)
-    for start in range(begin, seen, BLOCK_N):
-        n = start + tl.arange(0, BLOCK_N)
-        k, v = _block(keys_ptr, values_ptr, cache, row, n, n < seen, head, d, K, D, PAGE, False)
-        scores = score(tl.dot(q, tl.trans(k), input_precision="ieee"), scale, cap, SOFTCAP)
-        top, total, acc = accumulate(scores, v, top, total, acc, False)
     end = position + tokens
+    table_at = table_ptr + row
+    # Page ids are read a step ahead: were they read where they are used, keys could be asked for one step less ahead.
+    page = tl.load(table_at + tl.minimum(begin + r, end - 1) // PAGE * table_stride)
+    for start in range(begin, seen, BLOCK_N):
+        key_at = key_offsets(page, page_stride, start + r, K, head, D, PAGE)[:, None] + d[None, :]
+        page = tl.load(table_at + tl.minimum(start + BLOCK_N + r, end - 1) // PAGE * table_stride)
+        if D == BLOCK_D:
+            k = tl.load(keys_ptr + key_at)
+            v = tl.load(values_ptr + key_at)
+        else:
+            k = tl.load(keys_ptr + key_at, mask=in_d, other=0.0)
+            v = tl.load(values_ptr + key_at, mask=in_d, other=0.0)
+        products = tl.dot(q, tl.trans(k), input_precision="ieee")
+        if SOFTCAP:
+            scores = score(products, scale, cap, SOFTCAP)
+            top, total, acc = accumulate(scores, v, top, total, acc, False)
+        else:  # as `accumulate`, with the scale and the difference to the best as one instruction
+            new_top = tl.maximum(top, tl.max(products, 1) * scale)
+            weights = tl.exp2(products * scale - new_top[:, None])
+            faded = tl.exp2(top - new_top)
+            total = total * faded + tl.sum(weights, 1)
+            acc = tl.dot(weights.to(v.dtype), v, acc * faded[:, None], input_precision="ieee")
+            top = new_top
     for start in range(seen, end, BLOCK_N):
-        n = start + tl.arange(0, BLOCK_N)
-        k, v = _block(keys_ptr, values_ptr, cache, row, n, n < end, head, d, K, D, PAGE, True)
+        n = start + r
+        key_at = key_offsets(page, page_stride, n, K, head, D, PAGE)[:, None] + d[None, :]
+        page = tl.load(table_at + tl.minimum(n + BLOCK_N, end - 1) // PAGE * table_stride)
+        real = (n < end)[:, None] & in_d
+        k = tl.load(keys_ptr + key_at, mask=real, other=0.0)
+        v = tl.load(values_ptr + key_at, mask=real, other=0.0)
         scores = score(tl.dot(q, tl.trans(k), input_precision="ieee"), scale, cap, SOFTCAP)
         visible = n[None, :] <= at[:, None]
         if WINDOW:
@@ -130,15 +153,3 @@ def prefill(
         acc *= faded[:, None]
     out_at = out_ptr + ((first + token) * K * G + heads)[:, None] * D + d[None, :]
     tl.store(out_at, (acc / tl.maximum(total, 1e-30)[:, None]).to(out_ptr.dtype.element_ty), mask=mask)
-
-
-@triton.jit
-def _block(
-    keys_ptr, values_ptr, cache, row, n, real, head, d, K, D: tl.constexpr, PAGE: tl.constexpr, MASKED: tl.constexpr
-):
-    """Keys and values at the positions `n`; where MASKED, zero at those that are not `real`."""
-    at = key_rows(cache, row, n, real, K, head, D, PAGE, MASKED)[:, None] + d[None, :]
-    mask = (d < D)[None, :]
-    if MASKED:
-        mask = mask & real[:, None]
-    return tl.load(keys_ptr + at, mask=mask, other=0.0), tl.load(values_ptr + at, mask=mask, other=0.0)
