@@ -1,0 +1,84 @@
+"""Which sites share an input, and their weights as one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import cast
+
+import torch
+from torch import Tensor, nn
+from transformers.pytorch_utils import Conv1D
+
+from coserve.kernels.attention import PackedAttention
+from coserve.model.base import Base
+from coserve.model.lora import SharedInput
+
+
+def shared_inputs(base: Base) -> list[list[tuple[str, ...]]]:
+    """For each layer, its sites in the order in which they run, those together that one tensor is handed to in a row.
+
+    Only `nn.Linear`s alike in whether they have a bias are put together, three at most.
+    """
+    runs: list[list[list[str]]] = [[] for _ in base.layers]
+    seen: list[Tensor] = []  # kept, so that no other tensor takes an address
+    modules = dict(base.model.named_modules())
+
+    def watch(name: str, layer: int) -> Callable[[nn.Module, tuple[Tensor, ...]], None]:
+        def hook(module: nn.Module, args: tuple[Tensor, ...]) -> None:
+            own = runs[layer]
+            if own and seen[-1] is args[0] and _stackable([modules[other] for other in own[-1]], module):
+                own[-1].append(name)
+            else:
+                own.append([name])
+            seen.append(args[0])
+
+        return hook
+
+    hooks = [modules[name].register_forward_pre_hook(watch(name, site.layer)) for name, site in base.spec.sites.items()]
+    tokens = torch.arange(4, device=base.device)
+    try:
+        with torch.no_grad():
+            base.run(tokens, tokens, PackedAttention((0, 4)), keep=None)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return [[tuple(names) for names in layer] for layer in runs]
+
+
+SHARED = 3
+"""Sites that the kernels serve at once (`segmented_launch.MAX_SITES`)."""
+
+
+def _stackable(before: Sequence[nn.Module], module: nn.Module) -> bool:
+    return (
+        len(before) < SHARED
+        and type(module) is nn.Linear
+        and all(type(other) is nn.Linear and (other.bias is None) == (module.bias is None) for other in before)
+    )
+
+
+def stack(modules: Sequence[nn.Module], index: int) -> SharedInput:
+    """The group of `modules`, whose weights (ΣO, D) become views of one tensor."""
+    turned = isinstance(modules[0], Conv1D)
+    weights = [cast(nn.Parameter, module.weight) for module in modules]
+    biases = [bias for module in modules if (bias := cast("nn.Parameter | None", module.bias)) is not None]
+    if len(modules) > 1:
+        _restack(weights)
+        if biases:
+            _restack(biases)
+    sizes = tuple(weight.shape[1 if turned else 0] for weight in weights)
+    whole = _whole(weights)
+    return SharedInput(index, whole, _whole(biases) if biases else None, turned, sizes)
+
+
+def _restack(parts: Sequence[nn.Parameter]) -> None:
+    stacked = torch.cat([part.data for part in parts])
+    for part, own in zip(parts, torch.split(stacked, [len(part) for part in parts]), strict=True):
+        part.data = own
+
+
+def _whole(parts: Sequence[nn.Parameter]) -> Tensor:
+    """The tensor that the parts are neighbouring rows of."""
+    first = parts[0].data
+    rows = sum(len(part) for part in parts)
+    return first.as_strided((rows, *first.shape[1:]), first.stride(), first.storage_offset())

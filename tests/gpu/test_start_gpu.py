@@ -1,0 +1,60 @@
+"""Compilation beside serving, and graphs one at a time, on a GPU. Run with `pytest -m gpu`."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+from torch._dynamo.utils import counters
+
+from coserve.generate.generator import Generator
+from coserve.generate.start import COMPILING, Upgrade, make_start
+from coserve.kernels.dispatch import Way
+from coserve.memory.kv import KvCache
+from tests.generate.test_start import NoAdapters, ask, ask_all, steps
+from tests.gpu.test_engine_gpu import gpu_base
+from tests.support.tiny_models import tiny_model
+
+pytestmark = pytest.mark.gpu
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2", "gpt2"])
+def test_requests_that_run_go_on_compiled_and_graphed(family: str) -> None:
+    base = gpu_base(tiny_model(family))
+    kv = KvCache.for_base(base, 1024, 16)
+
+    def plain() -> dict[str, list[int]]:
+        found: dict[str, list[int]] = {}
+        gen = Generator(base, NoAdapters(), kv, max_running=8, step_tokens=64, way=Way.SEGMENTED)
+        ask_all(gen)
+        steps(gen, found)
+        return found
+
+    expected = plain()
+    start = make_start(base, kv, max_running=8, way=Way.SEGMENTED, when="background")
+    assert (start.runner, start.notes) == (None, (COMPILING,))
+    assert start.compilation is not None
+    gen, found = (
+        Generator(base, NoAdapters(), kv, max_running=8, step_tokens=64, way=Way.SEGMENTED),
+        dict[str, list[int]](),
+    )
+    upgrade = Upgrade(start.compilation, gen, ())
+    ask_all(gen)
+    steps(gen, found, 3)
+    thread = threading.Thread(target=upgrade.compile)
+    thread.start()
+    while thread.is_alive():
+        assert plain() == expected
+    upgrade.adopt()
+    compiled = counters["stats"]["unique_graphs"]
+    pieces = 0
+    while gen.prepare():
+        pieces += 1
+        ask(gen, f"beside{pieces}", 3 + pieces)
+        steps(gen, found, 2)
+    assert pieces > 4
+    steps(gen, found)
+    assert {id: found[id] for id in expected} == expected
+    assert {len(tokens) for tokens in found.values()} == {12}
+    assert counters["stats"]["unique_graphs"] == compiled
+    assert plain() == expected
