@@ -56,8 +56,11 @@ def us(row: Row, column: str) -> float:
 
 def _step(rows: list[Row], put: Any) -> None:  # noqa: ANN401
     of = {row["case"]: row for row in rows}
-    put("lora_step_ms.b64.a32", us(of["step.a32"], "segmented") / 1e3, "ms", "<= 1.5", "step")
-    put("lora_step_ms.b64.a1", us(of["step.a1"], "segmented") / 1e3, "ms", "<= 0.9", "step")
+    for case, target in (("a32", "<= 1.5"), ("a1", "<= 0.9")):
+        for kind in ("", ".exact", ".bucket64"):
+            if f"step.{case}{kind}" in of:
+                value = us(of[f"step.{case}{kind}"], "segmented") / 1e3
+                put(f"lora_step_ms.b64.{case}{kind}", value, "ms", "(not set)" if kind else target, "step")
     own = us(of["layer.a32.segmented"], "segmented")
     stk = min(us(of[f"layer.a32.{way}"], way) for way in STK)
     put("speedup_vs_stk.decode.a32", stk / own, "x", ">= 6", "step")

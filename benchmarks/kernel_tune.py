@@ -108,28 +108,17 @@ def _long_kernels(name: str, layers: list[cases.Layer], tables: list, tiles: Til
     kernels = {
         "shrink": (
             lambda la, t, h, b: launch.long_shrink(la.x, *first, t.addresses, t.ranks, rows, rank, b),
-            [
-                {"k": k, "shrink_warps": w, "shrink_stages": s, "shrink_programs": p}
-                for p in (132, 264)
-                for k in (64, 128)
-                for w in (4, 8)
-                for s in (3, 4, 6)
-            ],
+            [{"k": k, "shrink_stages": s, "shrink_programs": p} for p in (132, 264) for k in (64, 128) for s in (3, 6)],
         ),
         "expand": (
             lambda la, t, h, b: launch.long_expand(
-                la.ys, la.ys, h, tiles.tiles, t.addresses, t.ranks, t.scalings, rows, b
+                la.ys, la.ys, h, tiles.tiles, t.addresses, t.ranks, t.scalings, rows, blocks=b
             ),
-            [
-                {"run_o": o, "run_warps": w, "run_stages": s, "wide_run_stages": s, "run_blocks": n}
-                for o, w in ((64, 4), (128, 8))
-                for s in (3, 4)
-                for n in (1, 4, 8)
-            ],
+            [{"o": o, "run_stages": s, "run_blocks": n} for o in (32, 64) for s in (2, 3, 4) for n in (1, 4, 8)],
         ),
         "shrink_b": (
             lambda la, t, h, b: backward.shrink_b(la.ys, *first, t.addresses, t.ranks, t.scalings, rows, rank, b),
-            [{"k": k, "shrink_warps": w, "shrink_stages": s} for k in (64, 128) for w in (4, 8) for s in (3, 4)],
+            [{"k": k, "back_warps": w, "back_stages": s} for k in (64, 128) for w in (4, 8) for s in (3, 4)],
         ),
         "expand_a": (
             lambda la, t, h, b: backward.expand_a(h, 14336, tiles.tiles, t.addresses, t.ranks, rows, b),

@@ -26,11 +26,12 @@ import triton
 from benchmarks import lora_cases as cases
 from benchmarks import lora_ways as ways
 from benchmarks.timing import Timing, event_us, graph_us
+from coserve.generate.slots import DECODE_ROWS, rooms
 from coserve.kernels import reference, segmented
 from coserve.kernels import segmented_launch as launch
 from coserve.kernels import segmented_ops as ops
 from coserve.kernels.segments import Segments
-from coserve.kernels.tables import StepTiles, cut, upload
+from coserve.kernels.tables import RANK_BLOCK, StepTiles, cut, upload
 
 BANDWIDTH = 4.30e12
 """Bytes a second of a device-to-device copy on the H200, read plus written."""
@@ -154,23 +155,24 @@ def decode_stack(layers: int, tokens: int, ranks: list[int]) -> list[cases.Layer
     return [cases.make_layer(group, tokens, ranks) for _ in range(layers) for group in cases.LLAMA]
 
 
-def step_call(sets: list[cases.Layer], adapter_of: list[int], ranks: list[int], bucket: int | None = None) -> ways.Call:
-    """The LoRA part of a decode step over a slot table, as a server would capture it.
+def step_call(sets: list[cases.Layer], adapter_of: list[int], ranks: list[int], room: int | None) -> ways.Call:
+    """The LoRA part of a decode step over a slot table, in a graph for steps of at most `room` tiles.
 
-    `bucket`: in buffers with room for so many tiles, those that are not needed inactive.
+    `room` 0: the smallest that the engine captures and that holds the batch; None: cut for exactly this batch.
     """
     slots, firsts = cases.fill_slots(sets, len(ranks))
     segments = cases.batch(adapter_of, 1)
-    rows, decode = segmented.tile_rows(segments)
-    host = cut(segments, ranks, rows)
-    R = -(-max(ranks) // 16) * 16
-    if bucket is None:
-        tiles = upload(host, rows, segments.tokens, cases.DEVICE)
+    tokens, R = segments.tokens, -(-max(ranks) // 16) * 16
+    if room is None:
+        rows, decode = segmented.tile_rows(segments)
+        tiles = upload(cut(segments, ranks, rows), rows, tokens, cases.DEVICE)
+        plan = segmented.Plan(tiles, R, decode)
     else:
-        static = StepTiles(rows, bucket, bucket * R // 16, segments.tokens, cases.DEVICE)
+        host = cut(segments, ranks, DECODE_ROWS)
+        static = StepTiles(DECODE_ROWS, tokens, tokens * R // RANK_BLOCK, tokens, cases.DEVICE)
         static.load(host)
-        tiles = static.tiles
-    plan = segmented.Plan(tiles, R, decode)
+        room = room or next(count for count in rooms(tokens) if count >= len(host.tiles))
+        plan = segmented.Plan(static.first(room, room * R // RANK_BLOCK), R, True)
     tables = [slots.table(first, len(layer.ys)) for layer, first in zip(sets, firsts, strict=True)]
 
     def call() -> None:
@@ -185,13 +187,15 @@ def step_part() -> list[Row]:
     pairs_of_two = [index // 2 for index in range(64)]
     rows: list[Row] = []
     sets = decode_stack(32, 64, [16] * 32)
-    for name, owner, bucket in (
-        ("a32", pairs_of_two, None),
-        ("a1", [0] * 64, None),
+    for name, owner, room in (
+        ("a32", pairs_of_two, 0),
+        ("a1", [0] * 64, 0),
+        ("a32.exact", pairs_of_two, None),
+        ("a1.exact", [0] * 64, None),
         ("a32.bucket64", pairs_of_two, 64),
         ("a1.bucket64", [0] * 64, 64),
     ):
-        timing = graph_us([step_call(sets, owner, [16] * 32, bucket)], replays=31)
+        timing = graph_us([step_call(sets, owner, [16] * 32, room)], replays=31)
         rows.append({"case": f"step.{name}", "layers": 32, "us": {"segmented": timing.record()}})
         print(rows[-1], flush=True)
     four = sets[:16]

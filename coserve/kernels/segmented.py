@@ -19,6 +19,8 @@ from coserve.kernels.tables import RANK_BLOCK, HostTiles, SiteTable, Tiles, cut,
 
 DECODE_RUN = 64
 """A batch whose longest run of one adapter is no longer goes to the decode kernels: reading weights is what costs."""
+LARGE_BATCH, LARGE_RUN = 512, 32
+"""From so many tokens on, runs longer than this go to the long kernels: each weight would be read for a few tokens."""
 DECODE_ROWS = (8, 16)
 """Fewest and most rows of a decode tile."""
 LONG_ROWS = 64
@@ -102,7 +104,7 @@ def tile_rows(segments: Segments) -> tuple[int, bool]:
     """(rows of a tile, whether the decode kernels serve this batch)."""
     longest = max((end - start for runs in segments.runs().values() for start, end in runs), default=1)
     fewest, most = DECODE_ROWS
-    if longest > DECODE_RUN:
+    if longest > (DECODE_RUN if segments.tokens < LARGE_BATCH else LARGE_RUN):
         return LONG_ROWS, False
     return fewest if longest <= fewest else most, True
 

@@ -24,8 +24,10 @@ SHARED_BYTES = 227 * 1024
 SPLIT_LENGTH = 512
 """Inputs that a program should have at least where they are divided among several; below four times as many they are
 not divided: the sum of the parts costs about 2 µs."""
-EXPAND_PROGRAMS = 512
+EXPAND_PROGRAMS = 384
 """Programs that the long expand should have before each takes several output blocks."""
+WIDE_BLOCKS = 6144
+"""From so many output blocks on in all tiles, ranks up to 64 take blocks twice as wide, with twice the warps."""
 LOOP_RANK = 128
 """The largest rank whose B streams past a standing h; beyond, each output block takes its ranks in turns."""
 MAX_SITES = 3
@@ -49,20 +51,20 @@ class LongBlocks:
     """Sizes of the prefill and training kernels."""
 
     k: int = 128
-    shrink_warps: int = 8
+    """Of x at a time; half where ranks are more than 32."""
     shrink_stages: int = 6
+    """For ranks of 33 to 64, which leave room: a third more."""
     shrink_programs: int = PROGRAMS // 2
     shrink_r: int = 128
-    back_stages: int = 4
-    run_o: int = 64
-    run_warps: int = 4
-    run_stages: int = 3
-    run_blocks: int = 8
-    wide_run_stages: int = 4
     o: int = 64
-    expand_r: int = 32
     expand_warps: int = 4
-    expand_stages: int = 2
+    run_blocks: int = 8
+    run_stages: int = 3
+    """For ranks of more than 64: one more."""
+    single_r: int = 32
+    single_stages: int = 2
+    back_warps: int = 8
+    back_stages: int = 4
     d: int = 128
     d_warps: int = 4
     outer_n: int = 128
@@ -165,7 +167,7 @@ def long_forward(
     """
     blocks = blocks or LONG
     where = (tiles, addresses, ranks, scalings, rows)
-    block_o, run = _run(ys, tiles, R, blocks)
+    block_o, run, _ = _run(ys, tiles, R, blocks)
     splits, _, _, _ = _shrink_cut(x_TD, tiles, len(ys), R, blocks)
     if splits == 1 or run == 1 or splits * R > run * block_o:  # nothing to sum, or too much for so little of y
         h = long_shrink(x_TD, tiles, counters, addresses, ranks, rows, R, blocks)
@@ -210,10 +212,12 @@ def long_shrink(
     if not tiles.shape[0] or not tokens:
         return h
     stage = (rows + sites * block_r) * k * x_TD.element_size()
+    stages = blocks.shrink_stages * 4 // 3 if block_r == 64 else blocks.shrink_stages
+    warps = 4 if block_r <= 32 else 8
     segmented_prefill.shrink[(tiles.shape[0], splits, triton.cdiv(R, block_r))](
         x_TD, h, parts, counters, tiles, addresses, ranks, inputs, x_TD.stride(0),
         ranks.stride(0), tokens, R, steps, SITES=sites, SPLIT=finish and splits > 1, BLOCK_T=rows, BLOCK_R=block_r,
-        BLOCK_K=k, **options(pdl, blocks.shrink_warps, min(blocks.shrink_stages, SHARED_BYTES // stage)),
+        BLOCK_K=k, **options(pdl, warps, min(stages, SHARED_BYTES // stage)),
     )  # fmt: skip
     return h
 
@@ -231,12 +235,14 @@ def run_length(tiles: int, output_blocks: int, R: int, blocks: LongBlocks) -> in
     return min(blocks.run_blocks, 1 << (many.bit_length() - 1))
 
 
-def _run(ys: Sequence[Tensor], tiles: Tensor, R: int, blocks: LongBlocks) -> tuple[int, int]:
-    """(size of an output block, blocks of a program) of a long expand."""
-    small = 2 if ys[0].element_size() == 4 else 1
-    block_o = blocks.run_o // small
-    run = run_length(tiles.shape[0], sum(triton.cdiv(y.shape[1], block_o) for y in ys), R, blocks)
-    return (block_o, run) if run > 1 else (blocks.o // small, 1)
+def _run(ys: Sequence[Tensor], tiles: Tensor, R: int, blocks: LongBlocks) -> tuple[int, int, int]:
+    """(size of an output block, blocks of a program, its warps) of a long expand."""
+    size, warps = blocks.o // (2 if ys[0].element_size() == 4 else 1), blocks.expand_warps
+    count = sum(triton.cdiv(y.shape[1], size) for y in ys)
+    if R <= 64 and tiles.shape[0] * count >= WIDE_BLOCKS:
+        size, warps = 2 * size, 2 * warps
+        count = sum(triton.cdiv(y.shape[1], size) for y in ys)
+    return size, run_length(tiles.shape[0], count, R, blocks), warps
 
 
 def long_expand(
@@ -262,12 +268,12 @@ def long_expand(
     if not tiles.shape[0] or not tokens:
         return
     three, fresh = ([each[min(site, sites - 1)] for site in range(MAX_SITES)] for each in (ys, outs))
-    block_o, run = _run(ys, tiles, R, blocks)
-    block_r = rank_block(R, LOOP_RANK if run > 1 else blocks.expand_r)
-    warps, stages = blocks.run_warps, blocks.wide_run_stages if block_r > 64 else blocks.run_stages
+    block_o, run, warps = _run(ys, tiles, R, blocks)
     if run == 1:
         assert h.dim() == 3, "expected whole h where a program has one output block"
-        warps, stages = blocks.expand_warps, blocks.expand_stages
+        block_r, stages = rank_block(R, blocks.single_r), blocks.single_stages
+    else:
+        block_r, stages = rank_block(R, LOOP_RANK), blocks.run_stages + (R > 64)
     segmented_prefill.expand[(sum(triton.cdiv(y.shape[1], block_o * run) for y in ys), tiles.shape[0])](
         *three, *fresh, h, h if kept is None else kept, tiles, addresses, ranks, scalings,
         *(y.shape[1] for y in three), *(y.stride(0) for y in three), *(out.stride(0) for out in fresh),

@@ -60,7 +60,7 @@ def shrink_b(
             BLOCK_T=rows,
             BLOCK_R=block_r,
             BLOCK_K=k,
-            **options(blocks.pdl and has_pdl(g.device), blocks.shrink_warps, blocks.back_stages),
+            **options(blocks.pdl and has_pdl(g.device), blocks.back_warps, blocks.back_stages),
         )
     return g
 

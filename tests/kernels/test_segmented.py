@@ -11,6 +11,7 @@ from coserve.kernels import reference, segmented
 from coserve.kernels import segmented_launch as launch
 from coserve.kernels import segmented_ops as ops
 from coserve.kernels.segmented_launch import LongBlocks
+from coserve.kernels.segments import Segments
 from tests.support.lora_grids import GRIDS, Grid, check_forward, check_gradients, make_case, relative_error
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -34,7 +35,8 @@ def many_blocks(monkeypatch: pytest.MonkeyPatch, run: int = 4) -> None:
     monkeypatch.setattr(segmented, "tile_rows", lambda _: (segmented.LONG_ROWS, False))
     monkeypatch.setattr(launch, "SPLIT_LENGTH", 16)
     monkeypatch.setattr(launch, "EXPAND_PROGRAMS", 1)
-    monkeypatch.setattr(launch, "LONG", LongBlocks(k=32, run_o=32, run_blocks=run))
+    monkeypatch.setattr(launch, "WIDE_BLOCKS", 60)
+    monkeypatch.setattr(launch, "LONG", LongBlocks(k=32, o=32, run_blocks=run))
 
 
 @named
@@ -78,6 +80,18 @@ def test_splits_cover_a_sum_once_and_none_is_empty(programs: int, length: int, b
     splits, steps = launch.splits_of(programs, max(1, length), block, wanted)
     assert splits * steps * block >= length > (splits - 1) * steps * block or length == 0
     assert splits == 1 or (programs * splits <= wanted and splits <= length // launch.SPLIT_LENGTH)
+
+
+def test_who_serves_a_batch() -> None:
+    def rows(*lengths: int) -> tuple[int, bool]:
+        bounds = [sum(lengths[:at]) for at in range(len(lengths) + 1)]
+        return segmented.tile_rows(Segments(tuple(bounds), tuple(range(len(lengths)))))
+
+    assert rows(1, 8, 2) == (8, True)
+    assert rows(64, 1) == (16, True)
+    assert rows(65) == (64, False)
+    assert rows(*[33] * 20) == (64, False)
+    assert rows(*[32] * 20) == (16, True)
 
 
 @given(st.integers(1, 5000), st.integers(1, 1000), st.integers(1, 300))
