@@ -74,6 +74,8 @@ def decode(
         tl.extra.cuda.gdc_launch_dependents()
     item_ptr = items_ptr + item * 8
     row = tl.load(item_ptr)
+    if row < 0:  # without a wait: those that have work wait, and the grid ends no sooner than they do
+        return
     at = tl.load(item_ptr + 1)
     begin = tl.load(item_ptr + 2)
     end = tl.load(item_ptr + 3)
@@ -82,15 +84,13 @@ def decode(
     newest = tl.load(item_ptr + 6)
     old = end - newest  # keys behind it are not in the cache yet
     last = tl.maximum(old - 1, 0)
-    table_at = table_ptr + tl.maximum(row, 0)
+    table_at = table_ptr + row
     r = tl.arange(0, BLOCK_N)
     n = tl.minimum(begin + r, last)
     page = tl.load(table_at + n // PAGE * table_stride)
     new_page = tl.load(table_at + tl.maximum(end - 1, 0) // PAGE * table_stride)
     if PDL:
         tl.extra.cuda.gdc_wait()
-    if row < 0:
-        return
     g = tl.arange(0, BLOCK_M)
     d = tl.arange(0, BLOCK_D)
     in_d = d < D

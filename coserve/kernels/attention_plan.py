@@ -12,10 +12,10 @@ from coserve.kernels.tiles import Run
 Ints = NDArray[np.int64]
 Table = NDArray[np.int32]
 
-KEY_STEP = 64
-"""Items are of whole steps of so many keys."""
 PROCESSORS = 132
 """Multiprocessors of an H200."""
+BEYOND = 128
+"""Programs that a grid has for cutting long sequences, beyond one for each sequence; those that find no work still start."""
 PIECES = 40
 """The longest sequence is cut into so many items at most (unless a wave takes more)."""
 START, JOIN, JOINED = 128, 128, 4
@@ -35,11 +35,14 @@ def _wave(rows: int, kv_heads: int) -> int:
     return max(1, programs_each(rows, kv_heads) * PROCESSORS // kv_heads)
 
 
+def _step(rows: int, kv_heads: int) -> int:
+    """Items are of whole steps of so many keys."""
+    return 128 if programs_each(rows, kv_heads) == 1 else 64
+
+
 def items_for(rows: int, kv_heads: int) -> int:
     """The most items that `decode_items` makes for `rows` sequences: what a graph's grid must hold."""
-    wave = _wave(rows, kv_heads)
-    beyond = 0 if rows <= 4 else 1 if programs_each(rows, kv_heads) == 4 else 2
-    return (-(-rows // wave) + beyond) * wave
+    return max(_wave(rows, kv_heads), rows + BEYOND // kv_heads)
 
 
 def decode_items(contexts: Ints, rows: Ints, window: int | None, most: int, kv_heads: int) -> Table:
@@ -50,9 +53,10 @@ def decode_items(contexts: Ints, rows: Ints, window: int | None, most: int, kv_h
     """
     begins = np.zeros_like(contexts) if window is None else np.maximum(contexts - window, 0)
     spans = contexts - begins
-    piece = _piece(spans, most, _wave(len(contexts), kv_heads))
+    step = _step(len(contexts), kv_heads)
+    piece = _piece(spans, most, _wave(len(contexts), kv_heads), step)
     # As many items as pieces of that size need, but all of a sequence's of one size.
-    sizes = np.maximum(_steps(_ceil(spans, np.maximum(_ceil(spans, piece), 1))), KEY_STEP)
+    sizes = np.maximum(_ceil(_ceil(spans, np.maximum(_ceil(spans, piece), 1)), step) * step, step)
     counts = np.maximum(_ceil(spans, sizes), 1)
     firsts = counts.cumsum() - counts
     of = np.repeat(np.arange(len(contexts)), counts)
@@ -66,16 +70,16 @@ def decode_items(contexts: Ints, rows: Ints, window: int | None, most: int, kv_h
     return items
 
 
-def _piece(spans: Ints, most: int, wave: int) -> int:
+def _piece(spans: Ints, most: int, wave: int, step: int) -> int:
     """Keys of an item at most, such that the step should end soonest.
 
     Sizes that cut the longest sequence into 1, 2, ... equal items are tried. A step ends no later than waves of items
     of the largest size do, and no later than all work spread evenly, plus one item (Graham).
     """
     longest = spans.max(keepdims=True)
-    if longest[0] <= KEY_STEP:
-        return KEY_STEP
-    pieces = _steps(_ceil(longest, np.arange(1, min(max(PIECES, wave), most) + 1)))
+    if longest[0] <= step:
+        return step
+    pieces = _ceil(_ceil(longest, np.arange(1, min(max(PIECES, wave), most) + 1)), step) * step
     counts = np.maximum(_ceil(spans[None, :], pieces[:, None]), 1).sum(1)
     real = counts - int((spans == 0).sum())
     each = pieces + START
@@ -88,10 +92,6 @@ def _piece(spans: Ints, most: int, wave: int) -> int:
 
 def _ceil(keys: Ints, size: Ints | int) -> Ints:
     return -(-keys // size)
-
-
-def _steps(keys: Ints) -> Ints:
-    return _ceil(keys, KEY_STEP) * KEY_STEP
 
 
 def prefill_tiles(runs: Sequence[tuple[int, int, Run]], tokens: int) -> Table:
