@@ -39,9 +39,6 @@ from coserve.state.folder import DataFolder
 log = logging.getLogger(__name__)
 
 PR_SET_PDEATHSIG = 1
-PR_SET_TIMERSLACK = 29
-TIMER_SLACK = 1000
-"""Nanoseconds, not Linux' 50,000: how late a thread may wake that waits for the interpreter while another compiles."""
 EXACT_THREADS = 2
 STEP_TOKENS = {"cpu": 512, "cuda": 2048}
 """Most tokens of a generation step unless told otherwise."""
@@ -152,7 +149,6 @@ def main() -> None:
     logging.basicConfig(level=logging.INFO, format="%(asctime)s engine %(levelname)s %(name)s: %(message)s")
     if sys.platform == "linux":  # a kill -9 of the parent must not leave a second writer in the data folder
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-        ctypes.CDLL(None).prctl(PR_SET_TIMERSLACK, TIMER_SLACK)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the parent says when to stop
     config = config_from_json(sys.stdin.buffer.read())
     disable_progress_bar()

@@ -25,7 +25,7 @@ from coserve.model.fused import FusedBase
 
 COMPILING = "generation: steps run one by one until compilation ends"
 COMPILED = "generation: prompts whose log-probabilities are asked for are computed step by step, beside the others"
-SWITCH_INTERVAL = 5e-6
+SWITCH_INTERVAL = 2e-5
 """Seconds after which the compiling thread gives way. A step takes and frees the interpreter with every operation: at
 Python's 5 ms it would wait so long a thousand times."""
 
