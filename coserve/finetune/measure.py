@@ -139,6 +139,7 @@ class OnDevice:
         base, empty = self._base, self._meter.now()
         learner = Learner(self._adapter(), base.spec, TrainingSettings(steps=1), base.dtype)
         learner.update(targets=1, learning_rate=0.0)  # makes the moments
+        job = self._meter.now() - empty
         rows = self._packed(tokens)
         lora = LoraBatch(Segments((0, tokens), (0,)), (learner.weights(),), self._way)
         self._meter.reset()
@@ -149,7 +150,7 @@ class OnDevice:
         forward = self._meter.peak() - before
         run_to_end(pieces)
         learner.update(targets=max(1, rows.targets), learning_rate=0.0)
-        return TrainingPeaks(forward=forward, whole=self._meter.peak() - before, job=before - empty)
+        return TrainingPeaks(forward=forward, whole=self._meter.peak() - before, job=job)
 
     def _adapter(self) -> LoraWeights:
         settings = LoraSettings(r=RANK)

@@ -48,8 +48,8 @@ class MemoryPlan:
         return (
             f"memory: pool of {self.pages} pages ({self.pages * page_tokens} tokens, {_gib(self.pages * self.page_bytes)}) "
             f"for KV and adapters; weights and context {_gib(self.taken)}, a step {_gib(self.step)}, training "
-            f"{_gib(self.training)}, jobs {_gib(self.jobs)}, graphs {_gib(GRAPHS)}; predictions were off by "
-            f"{self.error:+.1%} when measured"
+            f"{_gib(self.training)}, jobs {_gib(self.jobs)}, graphs {_gib(GRAPHS)}; half a step and "
+            f"half a micro-batch predicted the whole ones with an error of {self.error:+.1%}"
         )
 
 

@@ -42,8 +42,8 @@ class Profile(Wire, frozen=True):
     job: int
     """What one job of rank 16 keeps between micro-batches."""
     error: float
-    """How far lines through the smaller sizes were from the peak at the full ones: (predicted - measured) / measured of
-    the worse one."""
+    """How far lines through the smaller sizes were from the peaks of a step and a micro-batch of the full ones together:
+    (predicted - measured) / measured."""
 
 
 class TrainingPeaks(Wire, frozen=True):
@@ -86,22 +86,20 @@ def measure(measures: Measures, *, step_tokens: int, micro_batch_tokens: int) ->
     batches = [(tokens, measures.micro_batch(tokens)) for tokens in sizes(micro_batch_tokens)]
     whole = [(tokens, peaks.whole) for tokens, peaks in batches]
     act = fit([(tokens, peaks.forward) for tokens, peaks in batches])
-    errors = [_error(steps), _error(whole)]
+    predicted, measured = (sum(pair) for pair in zip(_check(steps), _check(whole), strict=True))
     return Profile(
         no_grad=fit(steps),
         act=act,
         backward=fit([(tokens, max(0, peaks.whole - act.at(tokens))) for tokens, peaks in batches]),
         job=max(peaks.job for _, peaks in batches),
-        error=max(errors, key=abs),
+        error=(predicted - measured) / max(measured, 1),
     )
 
 
-def _error(samples: Sequence[tuple[int, int]]) -> float:
-    """Of the line through all but the last sample at the last one."""
-    if len(samples) < 2:
-        return 0.0
+def _check(samples: Sequence[tuple[int, int]]) -> tuple[int, int]:
+    """What the line through all but the last sample says of the last one, and what was measured."""
     tokens, size = samples[-1]
-    return (fit(samples[:-1]).at(tokens) - size) / max(size, 1)
+    return (fit(samples[:-1]).at(tokens), size) if len(samples) > 1 else (size, size)
 
 
 class _Saved(Wire, frozen=True):

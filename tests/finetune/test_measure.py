@@ -9,9 +9,11 @@ import torch
 
 from coserve.finetune.measure import Conditions, CudaMeter, OnDevice, plan_memory
 from coserve.kernels.dispatch import Way
+from coserve.memory.adapters import packed_bytes
 from coserve.memory.plan import GIB, Work
 from coserve.memory.profile import load_profile
 from coserve.model.base import Base, wrap_base
+from tests.support.live_bytes import LiveBytes
 from tests.support.tiny_models import tiny_model
 
 WORK = Work(step_tokens=64, micro_batch_tokens=96, jobs=2)
@@ -45,9 +47,32 @@ def test_any_base_can_be_measured_and_stays_what_it_is(family: str, recompute: b
     assert device.step(64) == 1
     assert device.step(2 * base.spec.context) == 1, "longer than the context too"
     peaks = device.micro_batch(96)
-    assert (peaks.job, peaks.forward, peaks.whole) == (1, 1, 2)
+    assert (peaks.job, peaks.forward, peaks.whole) == (1, 1, 2), "asked in this order"
     assert all(torch.equal(a, b) for a, b in zip(before, base.model.parameters(), strict=True))
     assert all(parameter.grad is None for parameter in base.model.parameters())
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+def test_memory_grows_as_lines_say(recompute: bool) -> None:
+    """By torch's own storages on the CPU: what a job keeps does not grow, what a micro-batch takes is a line."""
+    base = wrap_base(tiny_model("llama"), name="llama", eos_token_ids=())
+    with LiveBytes() as meter:
+        device = OnDevice(base, meter, conditions(Way.GROUPED, recompute=recompute))
+        one, two, four = (device.micro_batch(tokens) for tokens in (64, 128, 256))
+    assert one.job == two.job == four.job > 4 * packed_bytes(device._adapter())
+    assert 0 < one.forward <= one.whole
+    assert four.whole - two.whole == pytest.approx(2 * (two.whole - one.whole), rel=0.02)
+    assert four.forward - two.forward == pytest.approx(2 * (two.forward - one.forward), rel=0.02)
+
+
+def test_recomputed_layers_leave_their_inputs_only() -> None:
+    base = wrap_base(tiny_model("llama", num_hidden_layers=6), name="llama", eos_token_ids=())
+    with LiveBytes() as meter:
+        kept, recomputed = (
+            OnDevice(base, meter, conditions(Way.GROUPED, recompute=recompute)).micro_batch(256).forward
+            for recompute in (False, True)
+        )
+    assert recomputed < 0.4 * kept
 
 
 def test_a_plan_is_measured_once_for_its_conditions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -28,7 +28,7 @@ def test_an_8b_shape_on_a_gpu_of_140_gib() -> None:
     assert plan.pages == left * GIB // PAGE - 1
     note = plan.note(16)
     assert f"pool of {plan.pages} pages ({plan.pages * 16} tokens" in note
-    assert "off by +1.0%" in note
+    assert "an error of +1.0%" in note
 
 
 @given(
