@@ -89,6 +89,7 @@ class Engine:
         max_active_jobs: int,
         step_tokens: int,
         clock: Callable[[], float],
+        planned_bytes: int = 0,
         pace: Callable[[], Awaitable[None]] = _yield_to_loop,
         upgrade: Upgrades | None = None,
     ) -> None:
@@ -97,6 +98,7 @@ class Engine:
         self._max_running, self._max_active_jobs = max_running, max_active_jobs
         self._step_tokens = step_tokens
         self._clock, self._pace, self._upgrade = clock, pace, upgrade
+        self._planned_bytes = planned_bytes
         self._queue = InferenceQueue(max_queue, fair=fair)
         self._seen: tuple[tuple[Queued, ...], tuple[Waiting, ...]] = (), ()
         self._running: dict[str, _Clocked] = {}
@@ -392,6 +394,8 @@ class Engine:
                 pages_used=self._generator.pages_used,
                 pages_total=self._generator.pages_total,
                 pages_adapters=self._generator.adapter_pages,
+                memory_planned=self._planned_bytes,
+                memory_peak=self._generator.memory_peak,
                 preemptions=self._generator.preemptions,
                 prefix_queries=self._generator.prefix_queries,
                 prefix_hits=self._generator.prefix_hits,

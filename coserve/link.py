@@ -183,6 +183,9 @@ class EngineStats(Message, frozen=True):
     pages_total: int
     pages_adapters: int
     """Pages that hold adapters, those included that nobody uses now."""
+    memory_planned: int
+    """Bytes that torch may have of the GPU's memory by the plan, and the most that it has had; 0 without a plan."""
+    memory_peak: int
     preemptions: int
     prefix_queries: int
     prefix_hits: int

@@ -15,6 +15,7 @@ import socket
 import sys
 import threading
 import time
+from dataclasses import dataclass
 
 import torch
 from transformers.utils.logging import disable_progress_bar
@@ -54,8 +55,8 @@ def build_engine(base: Base, config: Config, link: Link[FromEngine, ToEngine]) -
         pinned=base.device.type == "cuda",
     )
     step_tokens = config.step_tokens or STEP_TOKENS[base.device.type]
-    tokens, plan_notes = _pool_tokens(base, config, way, step_tokens, folder)
-    kv = KvCache.for_base(base, tokens, config.page_tokens)
+    pool = _pool_size(base, config, way, step_tokens, folder)
+    kv = KvCache.for_base(base, pool.tokens, config.page_tokens)
     start = make_start(base, kv, max_running=config.inference_batch_size, way=way, when=config.compile)
     generator = Generator(
         base,
@@ -76,7 +77,7 @@ def build_engine(base: Base, config: Config, link: Link[FromEngine, ToEngine]) -
         keep_checkpoints=config.keep_checkpoints,
         way=way,
     )
-    notes = _notes(base, generator, config) + plan_notes
+    notes = _notes(base, generator, config) + pool.notes
     engine = Engine(
         generator,
         trainer,
@@ -89,26 +90,34 @@ def build_engine(base: Base, config: Config, link: Link[FromEngine, ToEngine]) -
         max_active_jobs=config.max_active_jobs,
         step_tokens=step_tokens,
         clock=time.monotonic,
+        planned_bytes=pool.planned,
         upgrade=None if start.compilation is None else Upgrade(start.compilation, generator, notes),
     )
     ready = EngineReady(spec=base.spec, kv_tokens=kv.tokens, lora_way=way.value, notes=notes + start.notes)
     return engine, ready
 
 
-def _pool_tokens(
-    base: Base, config: Config, way: Way, step_tokens: int, folder: DataFolder
-) -> tuple[int, tuple[str, ...]]:
-    """Tokens of the page pool, and how the GPU's memory was divided if it was."""
+@dataclass(frozen=True)
+class _PoolSize:
+    tokens: int
+    planned: int = 0
+    """Bytes of the GPU's memory that torch should never need more than; 0 without a plan."""
+    notes: tuple[str, ...] = ()
+
+
+def _pool_size(base: Base, config: Config, way: Way, step_tokens: int, folder: DataFolder) -> _PoolSize:
+    """The page pool: as set, or what the memory plan leaves."""
     if config.kv_tokens is not None:
-        return config.kv_tokens, ()
+        return _PoolSize(config.kv_tokens)
     if base.device.type != "cuda":
-        return CPU_TOKENS, ()
+        return _PoolSize(CPU_TOKENS)
     work = Work(step_tokens, config.micro_batch_tokens, config.max_active_jobs)
     conditions = Conditions(way, config.recompute, config.inference_batch_size, config.page_tokens, work)
     plan = plan_memory(base, conditions, fraction=config.memory_fraction, path=folder.memory)
     note = plan.note(config.page_tokens)
     log.info("%s", note)
-    return plan.pages * config.page_tokens, (note,)
+    planned = torch.cuda.memory_allocated(base.device) + plan.set_aside
+    return _PoolSize(plan.pages * config.page_tokens, planned, (note,))
 
 
 def default_threads() -> int:

@@ -172,6 +172,8 @@ class EngineGauges(Collector):
             ("kv_cache_usage_ratio", "Pages in use, by KV and adapters, 0 to 1", used),
             ("kv_cache_pages", "Pages there are", s.pages_total if s else 0),
             ("adapter_pages", "Pages that hold adapters, in use or not", s.pages_adapters if s else 0),
+            ("memory_planned_bytes", "GPU memory that the plan gives to torch", s.memory_planned if s else 0),
+            ("memory_peak_bytes", "The most GPU memory that torch has had", s.memory_peak if s else 0),
             ("adapters_resident", "Adapters in memory", len(s.resident) if s else 0),
         )
         for name, text, value in gauges:

@@ -56,6 +56,7 @@ def plan_memory(base: Base, conditions: Conditions, *, fraction: float, path: Pa
         save_profile(path, key, profile)
     gc.collect()
     torch.cuda.empty_cache()
+    CudaMeter(base.device).reset()  # what was tried does not count as what was needed
     free, total = torch.cuda.mem_get_info(base.device)
     page_tokens, work = conditions.page_tokens, conditions.work
     page_bytes = page_layout(base.kv_shapes, page_tokens, base.dtype).page_bytes

@@ -117,6 +117,12 @@ class Generator:
         return self._adapters.total
 
     @property
+    def memory_peak(self) -> int:
+        """The most bytes of the GPU's memory that torch has had, pages, base and training included; 0 on CPU."""
+        device = self._base.device
+        return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else 0
+
+    @property
     def pages_total(self) -> int:
         return self._kv.pool.total
 

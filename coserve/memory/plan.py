@@ -43,6 +43,11 @@ class MemoryPlan:
     jobs: int
     error: float
 
+    @property
+    def set_aside(self) -> int:
+        """Bytes beside what was taken before."""
+        return self.step + self.training + self.jobs + GRAPHS + (self.pages + 1) * self.page_bytes
+
     def note(self, page_tokens: int) -> str:
         """For an operator."""
         return (

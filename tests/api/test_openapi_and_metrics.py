@@ -94,6 +94,8 @@ async def test_metrics_count_requests_and_jobs(api: Api) -> None:
     assert found["coserve_num_requests_running"] == 2
     assert found["coserve_kv_cache_usage_ratio"] == 0.25
     assert found["coserve_adapter_pages"] == 3
+    assert found["coserve_memory_planned_bytes"] == 1000
+    assert found["coserve_memory_peak_bytes"] == 900
     assert found["coserve_train_seconds_total"] == 2.5
     assert found["coserve_engine_up"] == 1
 

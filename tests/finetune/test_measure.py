@@ -89,10 +89,10 @@ def test_a_plan_is_measured_once_for_its_conditions(tmp_path: Path, monkeypatch:
     monkeypatch.setattr("coserve.finetune.measure.CudaMeter", meter)
     first = plan_memory(base, conditions(Way.GROUPED), fraction=0.5, path=path)
     assert plan_memory(base, conditions(Way.GROUPED), fraction=0.5, path=path) == first
-    assert len(meters) == 1
+    assert sum(meter.asked > 0 for meter in meters) == 1
     assert first.pages * first.page_bytes == pytest.approx(26 * GIB, rel=1e-3)
     plan_memory(base, conditions(Way.GROUPED, recompute=True), fraction=0.5, path=path)
-    assert len(meters) == 2
+    assert sum(meter.asked > 0 for meter in meters) == 2
 
 
 def gpu_base() -> Base:

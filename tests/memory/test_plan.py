@@ -45,7 +45,8 @@ def test_the_parts_never_exceed_the_budget(total: int, used: float, fraction: fl
         plan = make_plan(gpu, fraction, PROFILE, work, page_bytes=PAGE, least=least)
     except ConfigError:
         assume(False)
-    whole = plan.taken + plan.step + plan.training + plan.jobs + GRAPHS + (plan.pages + 1) * PAGE
+    whole = plan.taken + plan.set_aside
+    assert whole == plan.taken + plan.step + plan.training + plan.jobs + GRAPHS + (plan.pages + 1) * PAGE
     assert whole <= total * GIB * fraction
     assert whole > total * GIB * fraction - 2 * PAGE
     assert plan.pages >= least

@@ -223,6 +223,8 @@ class FakeEngine:
             "pages_used": 1,
             "pages_total": 4,
             "pages_adapters": 3,
+            "memory_planned": 1000,
+            "memory_peak": 900,
             "preemptions": 2,
             "prefix_queries": 50,
             "prefix_hits": 30,

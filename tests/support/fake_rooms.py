@@ -78,7 +78,7 @@ class FakeGenerator:
         self.preemptions = 0
         self.prefix_queries = self.prefix_hits = 0
         self.pages_total = 1 << 20
-        self.adapter_pages = 0
+        self.adapter_pages = self.memory_peak = 0
 
     @property
     def running(self) -> int:
