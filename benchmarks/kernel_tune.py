@@ -76,6 +76,7 @@ def decode(layers: int = 32) -> None:
 
     for name, owner, rows in (
         ("a32", [i // 2 for i in range(64)], 8),
+        ("a1", [0] * 64, 8),
         ("a1", [0] * 64, 16),
         ("a1", [0] * 64, 32),
     ):
