@@ -25,10 +25,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from coserve.kernels.attention_device import key_offsets, score, with_sinks
-
-LOWEST = tl.constexpr(-3.0e38)
-"""A best score where there is none; finite, so that differences to it are no NaN."""
+from coserve.kernels.attention_device import LOWEST, key_offsets, score, with_sinks
 
 
 @triton.jit(do_not_specialize=["table_stride"])

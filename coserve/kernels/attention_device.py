@@ -8,6 +8,9 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+LOWEST = tl.constexpr(-3.0e38)
+"""A best score where there is none; finite, so that differences to it are no NaN."""
+
 
 @triton.jit
 def score(products, scale, cap, SOFTCAP: tl.constexpr):

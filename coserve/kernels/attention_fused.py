@@ -42,7 +42,7 @@ class FusedPagedAttention:
         self._chunk_tokens = sum(run.tokens for _, _, run in self._chunks)
         self._table = upload(page_table(runs), self._device)
         self._items: dict[tuple[int, int | None], Tensor] = {}
-        self._tiles: dict[int, Tensor] = {}
+        self._tiles: dict[tuple[launch.Blocks, int, int, int, int | None], tuple[Tensor, launch.Scratch | None]] = {}
         self._scratch: dict[tuple[int, int, int], launch.Scratch] = {}
 
     def attend(
@@ -67,8 +67,8 @@ class FusedPagedAttention:
         if self._chunks:
             work = self._chunk_tokens * heads
             blocks = launch.prefill_blocks(width, q_HTD.dtype, work, self._device)
-            tiles = self._tiles_of(launch.tile_tokens(heads // keys.shape[2], blocks))
-            ops.paged_prefill_(out_THD, *qkv, *cache, tiles, work, scaling, window, softcap, sinks)
+            tiles, scratch = self._tiles_of(blocks, heads, keys.shape[2], width, window)
+            ops.paged_prefill_(out_THD, *qkv, *cache, tiles, scratch, work, scaling, window, softcap, sinks)
         if self._decodes:
             items = self._items_of(keys.shape[2], window)
             held = self._scratch_of(heads, width, keys.shape[2])
@@ -87,10 +87,18 @@ class FusedPagedAttention:
             self._items[kind] = upload(items, self._device)
         return self._items[kind]
 
-    def _tiles_of(self, tokens: int) -> Tensor:
-        if tokens not in self._tiles:
-            self._tiles[tokens] = upload(prefill_tiles(self._chunks, tokens), self._device)
-        return self._tiles[tokens]
+    def _tiles_of(
+        self, blocks: launch.Blocks, heads: int, kv_heads: int, width: int, window: int | None
+    ) -> tuple[Tensor, launch.Scratch | None]:
+        kind = blocks, heads, kv_heads, width, window
+        if kind not in self._tiles:
+            group = heads // kv_heads
+            tiles = prefill_tiles(self._chunks, launch.tile_tokens(group, blocks), window, kv_heads)
+            held = None
+            if (tiles[:, 7] > 1).any():
+                held = launch.chunk_scratch(len(tiles), group, kv_heads, width, blocks, self._device)
+            self._tiles[kind] = upload(tiles, self._device), held
+        return self._tiles[kind]
 
     def _scratch_of(self, heads: int, width: int, kv_heads: int) -> launch.Scratch:
         kind = heads, width, kv_heads

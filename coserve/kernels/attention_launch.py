@@ -111,7 +111,7 @@ class Layer:
 
 @dataclass(frozen=True)
 class Scratch:
-    """What decode needs besides: parts (W, H, D) and stats (W, H) fp32; counters (columns, K) int32, 0 between calls."""
+    """What a join needs. Of decode: parts (W, H, D) and stats (W, H) fp32; counters (columns, K) int32, 0 between calls."""
 
     parts: Tensor
     stats: Tensor
@@ -194,6 +194,20 @@ def tile_tokens(group: int, blocks: Blocks) -> int:
     return max(1, blocks.rows // group)
 
 
+def _tile_rows(group: int, blocks: Blocks) -> int:
+    return max(1 << (tile_tokens(group, blocks) * group - 1).bit_length(), 16)
+
+
+def chunk_scratch(items: int, group: int, kv_heads: int, width: int, blocks: Blocks, device: torch.device) -> Scratch:
+    """For a prefill whose tiles are cut into items: parts (items, K, rows, D) and stats (items, K, rows) fp32, counters."""
+    size = items, kv_heads, _tile_rows(group, blocks)
+    return Scratch(
+        torch.empty(*size, width, dtype=torch.float32, device=device),
+        torch.empty(size, dtype=torch.float32, device=device),
+        torch.zeros(items, kv_heads, dtype=torch.int32, device=device),
+    )
+
+
 def prefill(
     out_THD: Tensor,
     q_HTD: Tensor,
@@ -201,12 +215,13 @@ def prefill(
     v_KTD: Tensor,
     layer: Layer,
     tiles: Tensor,
+    held: Scratch | None,
     scores: Scores,
     blocks: Blocks,
 ) -> None:
     """Writes the tiles' new keys and values into their pages, then their rows of attention into `out_THD`.
 
-    The tiles must be of `tile_tokens` tokens at most.
+    The tiles must be of `tile_tokens` tokens at most. `held`: `chunk_scratch`, or None where each tile is one item.
     """
     heads, _, width = q_HTD.shape
     kv_heads, page_tokens = layer.keys.shape[2], layer.keys.shape[1]
@@ -236,6 +251,7 @@ def prefill(
         out_THD,
         *cache,
         tiles,
+        *((q, q, q) if held is None else (held.parts, held.stats, held.counters)),
         q if scores.sinks is None else scores.sinks,
         *scores.units(),
         scores.window or 0,
@@ -250,7 +266,8 @@ def prefill(
         WINDOW=scores.window is not None,
         SOFTCAP=scores.softcap is not None,
         SINKS=scores.sinks is not None,
-        BLOCK_M=max(triton.next_power_of_2(tokens * group), 16),
+        SPLIT=held is not None,
+        BLOCK_M=_tile_rows(group, blocks),
         BLOCK_D=wide,
         BLOCK_N=blocks.keys,
         num_warps=blocks.warps,

@@ -50,6 +50,7 @@ def paged_prefill_(
     values: Tensor,
     table: Tensor,
     tiles: Tensor,
+    held: launch.Scratch | None,
     rows: int,
     scaling: float,
     window: int | None,
@@ -58,8 +59,8 @@ def paged_prefill_(
 ) -> None:
     """Attention of the tiles' rows, into `out` (T, H, D); their keys and values go to their pages.
 
-    `rows`: new tokens of all tiles, times query heads, as the tiles were cut for.
+    `rows`: new tokens of all tiles, times query heads, as the tiles were cut for. `held`: None where each tile is one item.
     """
     scores = launch.Scores(scaling, window, softcap, sinks)
     blocks = launch.prefill_blocks(q.shape[2], q.dtype, rows, q.device)
-    launch.prefill(out, q, k, v, launch.Layer(keys, values, table), tiles, scores, blocks)
+    launch.prefill(out, q, k, v, launch.Layer(keys, values, table), tiles, held, scores, blocks)

@@ -16,6 +16,8 @@ PROCESSORS = 132
 """Multiprocessors of an H200."""
 BEYOND = 128
 """Programs that a grid has for cutting long sequences, beyond one for each sequence; those that find no work still start."""
+CHUNK_STEP, CHUNK_LEAST = 128, 512
+"""Items of a chunk's keys are of whole steps of so many, and hold at least so many."""
 PIECES = 40
 """The longest sequence is cut into so many items at most (unless a wave takes more)."""
 START, JOIN, JOINED = 128, 128, 4
@@ -94,15 +96,45 @@ def _ceil(keys: Ints, size: Ints | int) -> Ints:
     return -(-keys // size)
 
 
-def prefill_tiles(runs: Sequence[tuple[int, int, Run]], tokens: int) -> Table:
-    """Tiles (N, 4) of at most `tokens` tokens of `(column of the table, first row of q, run)`; those of most keys first."""
+def prefill_tiles(runs: Sequence[tuple[int, int, Run]], tokens: int, window: int | None, kv_heads: int) -> Table:
+    """Items (N, 8) of chunks, as `attention_prefill` takes them; those of most keys first.
+
+    `runs`: (column of the table, first row of q, run). A tile has at most `tokens` tokens. Where tiles are too few for the
+    multiprocessors, their keys are cut, too: a short chunk far down its sequence is not left to a few programs.
+    """
     tiles = [
         (column, row + start, min(tokens, run.tokens - start), run.position + start)
         for column, row, run in runs
         for start in range(0, run.tokens, tokens)
     ]
     tiles.sort(key=lambda tile: -tile[3])
-    return np.array(tiles, dtype=np.int32).reshape(-1, 4)
+    tiles_N4 = np.array(tiles, dtype=np.int64).reshape(-1, 4)
+    ends = tiles_N4[:, 2] + tiles_N4[:, 3]
+    begins = np.zeros_like(ends)
+    if window is not None:
+        begins = np.maximum(tiles_N4[:, 3] - window + 1, 0) // CHUNK_STEP * CHUNK_STEP
+    spans = ends - begins
+    sizes = np.maximum(_cut_chunks(spans, PROCESSORS // kv_heads), 1)
+    counts = np.maximum(_ceil(spans, sizes), 1)
+    firsts = counts.cumsum() - counts
+    of = np.repeat(np.arange(len(tiles)), counts)
+    items = np.zeros((len(of), 8), dtype=np.int32)
+    items[:, :4] = tiles_N4[of]
+    items[:, 4] = begins[of] + (np.arange(len(of)) - firsts[of]) * sizes[of]
+    items[:, 5] = np.minimum(items[:, 4] + sizes[of], ends[of])
+    items[:, 6], items[:, 7] = firsts[of], counts[of]
+    return items
+
+
+def _cut_chunks(spans: Ints, wave: int) -> Ints:
+    """Keys of an item of each tile, in whole steps, such that the items make about a wave."""
+    whole = _ceil(spans, CHUNK_STEP) * CHUNK_STEP
+    if len(spans) >= wave or not len(spans):
+        return whole
+    piece = max(CHUNK_LEAST, int(_ceil(spans.sum(keepdims=True), wave)[0]))
+    while int(_ceil(spans, piece).sum()) > wave:
+        piece += CHUNK_STEP
+    return _ceil(_ceil(spans, _ceil(spans, piece)), CHUNK_STEP) * CHUNK_STEP
 
 
 def page_table(runs: Sequence[Run]) -> Table:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from coserve.kernels.attention_fused import FusedPagedAttention
 from coserve.kernels.attention_fused_static import FusedStaticAttention
-from coserve.kernels.attention_plan import decode_items, items_for
+from coserve.kernels.attention_plan import PROCESSORS, decode_items, items_for, prefill_tiles
 from coserve.kernels.tiles import Run
 from tests.support.attention_cases import Case, Kind, worst
 
@@ -40,6 +40,8 @@ KINDS = {
 DECODES = [(0, 1), (15, 1), (16, 1), (63, 1), (64, 1), (3, 1), (150, 1)]
 """The longest are cut into items, and joined."""
 CHUNKS = [(0, 1), (0, 17), (40, 1), (16, 3), (100, 30), (0, 70)]
+FAR = [(1500, 20), (520, 3), (600, 40)]
+"""Chunks whose keys are cut into items, and joined; item bounds lie among the last one's own tokens, too."""
 
 named = pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
 
@@ -50,7 +52,7 @@ def attend(attention: FusedPagedAttention | FusedStaticAttention, case: Case, *q
 
 @named
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("runs", [DECODES, CHUNKS], ids=["decodes", "chunks"])
+@pytest.mark.parametrize("runs", [DECODES, CHUNKS, FAR], ids=["decodes", "chunks", "far"])
 def test_a_step(kind: Kind, dtype: torch.dtype, runs: list[tuple[int, int]]) -> None:
     case = Case(kind, runs, dtype, DEVICE)
     assert worst(attend(FusedPagedAttention(case.pages, case.runs), case), case.expected()) < TOLERANCE[dtype]
@@ -118,6 +120,40 @@ def test_items_cover_each_key_once(contexts: list[int], window: int | None, kv_h
         assert items[mine, 6].tolist() == [0] * (len(mine) - 1) + [1]
         if context:
             assert (items[mine, 3] > items[mine, 2]).all()
+
+
+@settings(max_examples=200)
+@given(
+    spans=st.lists(st.tuples(st.integers(0, 40000), st.integers(1, 300)), min_size=1, max_size=12),
+    window=st.none() | st.integers(1, 5000),
+    kv_heads=st.sampled_from([1, 2, 8, 32, 600]),
+    tokens=st.sampled_from([1, 16, 64]),
+)
+def test_tiles_cover_each_token_and_key_once(
+    spans: list[tuple[int, int]], window: int | None, kv_heads: int, tokens: int
+) -> None:
+    runs, row = [], 0
+    for column, (position, new) in enumerate(spans):
+        runs.append((column, row, Run(new, position, ())))
+        row += new
+    items = prefill_tiles(runs, tokens, window, kv_heads)
+    firsts = np.unique(items[:, 6])
+    if len(items) > len(firsts):
+        assert len(items) <= PROCESSORS // kv_heads
+    covered: list[int] = []
+    for first in firsts:
+        tile = items[items[:, 6] == first]
+        column, at, new, position = tile[0, :4].tolist()
+        assert (tile[:, :4] == tile[0, :4]).all()
+        assert np.flatnonzero(items[:, 6] == first).tolist() == list(range(first, first + tile[0, 7]))
+        assert at - runs[column][1] == position - spans[column][0]
+        assert tile[0, 4] <= (0 if window is None else max(0, position - window + 1))
+        assert tile[-1, 5] == position + new
+        assert (tile[1:, 4] == tile[:-1, 5]).all()
+        assert (tile[:, 4] % 128 == 0).all()
+        assert (tile[:, 5] > tile[:, 4]).all()
+        covered += range(at, at + new)
+    assert sorted(covered) == list(range(row))
 
 
 @pytest.mark.gpu
