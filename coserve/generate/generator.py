@@ -8,8 +8,9 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from coserve.errors import EmptyPrompt, InternalError, InvalidRequest, PromptTooLong
+from coserve.errors import InternalError, InvalidRequest, PromptTooLong
 from coserve.generate.batch import Batch, pack
+from coserve.generate.checks import allowed_tokens, check_room
 from coserve.generate.sampler import Choice, Row, choose
 from coserve.generate.schedule import Scheduler, Share
 from coserve.generate.scoring import prompt_logprobs
@@ -155,7 +156,10 @@ class Generator:
             InvalidRequest: an id that runs already, or a token id outside of the vocabulary.
             AdapterNotFound, AdapterError: what `Residency.acquire` raises.
         """
-        max_tokens = self._check(request)
+        if request.id in self._sequences:
+            raise InvalidRequest(f"expected a new request id, got {request.id!r}, which is running", field="id")
+        max_tokens = allowed_tokens(request, self._base.spec)
+        check_room(request, max_tokens, self._kv, beside=0)
         source = None if request.adapter is None else self._acquire(request.adapter, request, max_tokens)
         sampling = request.sampling
         ends = () if sampling.ignore_eos else self._base.spec.eos_token_ids
@@ -238,45 +242,10 @@ class Generator:
             salt=request.cache_salt,
         )
 
-    def _check(self, request: Generate) -> int:
-        """The tokens that the request may generate; raises what `add` says."""
-        spec, sampling, prompt = self._base.spec, request.sampling, len(request.prompt)
-        if request.id in self._sequences:
-            raise InvalidRequest(f"expected a new request id, got {request.id!r}, which is running", field="id")
-        if not request.prompt:
-            raise EmptyPrompt("expected at least one prompt token, got none", field="prompt")
-        least = 1 if sampling.prompt_logprobs is None else 0
-        if sampling.max_tokens < least:
-            raise InvalidRequest(
-                f"expected max_tokens of at least {least}, got {sampling.max_tokens}", field="max_tokens"
-            )
-        _check_ids(request.prompt, spec.vocab, "prompt")
-        _check_ids(sampling.stop_token_ids, spec.vocab, "stop_token_ids")
-        _check_ids(tuple(sampling.logit_bias), spec.vocab, "logit_bias")
-        if prompt >= spec.context:
-            raise PromptTooLong(
-                f"expected a prompt shorter than the context of {spec.context} tokens, got {prompt}", field="prompt"
-            )
-        max_tokens = min(sampling.max_tokens, spec.context - prompt)
-        self._check_room(request, max_tokens, beside=0)
-        return max_tokens
-
-    def _check_room(self, request: Generate, max_tokens: int, *, beside: int) -> None:
-        """Raises `PromptTooLong` for a request that does not fit what `beside` pages leave of the pool."""
-        prompt, room = len(request.prompt), max(0, self.pages_total - beside)
-        # The last token's own keys and values are never needed.
-        if self._kv.pages_for(prompt + max(max_tokens, 1) - 1) > room:
-            left = "" if not beside else f" ({room * self._kv.page_tokens} beside the adapter {request.adapter})"
-            raise PromptTooLong(
-                f"expected prompt and max_tokens to fit the KV pool of {self._kv.tokens} tokens{left}, "
-                f"got {prompt} and {max_tokens}",
-                field="prompt",
-            )
-
     def _acquire(self, ref: AdapterRef, request: Generate, max_tokens: int) -> LoraWeights:
         source = self._residency.acquire(ref)
         try:
-            self._check_room(request, max_tokens, beside=self._adapters.pages(source))
+            check_room(request, max_tokens, self._kv, beside=self._adapters.pages(source))
         except PromptTooLong:
             self._residency.release(ref)
             raise
@@ -333,10 +302,3 @@ class Generator:
         self._scheduler.remove(sequence)
         if sequence.adapter is not None:
             self._residency.release(sequence.adapter)
-
-
-def _check_ids(ids: Items[int], vocab: int, field: str) -> None:
-    """Raises `InvalidRequest` for an id that the base has no row for."""
-    for token in ids:
-        if not 0 <= token < vocab:
-            raise InvalidRequest(f"expected token ids from 0 to {vocab - 1}, got {token}", field=field)

@@ -1,0 +1,54 @@
+"""What a request must be like to be run at all."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from coserve.errors import EmptyPrompt, InvalidRequest, PromptTooLong
+from coserve.link import Generate
+from coserve.memory.kv import KvCache
+from coserve.types import BaseSpec
+
+
+def allowed_tokens(request: Generate, spec: BaseSpec) -> int:
+    """The tokens that it may generate: as asked for, but at most what the context leaves.
+
+    Raises:
+        EmptyPrompt: no prompt tokens.
+        PromptTooLong: the prompt fills the context.
+        InvalidRequest: too few tokens to generate, or a token id outside of the vocabulary.
+    """
+    sampling, prompt = request.sampling, len(request.prompt)
+    if not request.prompt:
+        raise EmptyPrompt("expected at least one prompt token, got none", field="prompt")
+    least = 1 if sampling.prompt_logprobs is None else 0
+    if sampling.max_tokens < least:
+        raise InvalidRequest(f"expected max_tokens of at least {least}, got {sampling.max_tokens}", field="max_tokens")
+    _check_ids(request.prompt, spec.vocab, "prompt")
+    _check_ids(sampling.stop_token_ids, spec.vocab, "stop_token_ids")
+    _check_ids(tuple(sampling.logit_bias), spec.vocab, "logit_bias")
+    if prompt >= spec.context:
+        raise PromptTooLong(
+            f"expected a prompt shorter than the context of {spec.context} tokens, got {prompt}", field="prompt"
+        )
+    return min(sampling.max_tokens, spec.context - prompt)
+
+
+def check_room(request: Generate, max_tokens: int, kv: KvCache, *, beside: int) -> None:
+    """Raises `PromptTooLong` for a request that does not fit what `beside` pages, its adapter's, leave of the pool."""
+    prompt, room = len(request.prompt), max(0, kv.pool.total - beside)
+    # The last token's own keys and values are never needed.
+    if kv.pages_for(prompt + max(max_tokens, 1) - 1) > room:
+        left = f" ({room * kv.page_tokens} beside the adapter {request.adapter})" if beside else ""
+        raise PromptTooLong(
+            f"expected prompt and max_tokens to fit the KV pool of {kv.tokens} tokens{left}, "
+            f"got {prompt} and {max_tokens}",
+            field="prompt",
+        )
+
+
+def _check_ids(ids: Sequence[int], vocab: int, field: str) -> None:
+    """Raises `InvalidRequest` for an id that the base has no row for."""
+    for token in ids:
+        if not 0 <= token < vocab:
+            raise InvalidRequest(f"expected token ids from 0 to {vocab - 1}, got {token}", field=field)
