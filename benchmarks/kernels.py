@@ -26,7 +26,7 @@ import triton
 from benchmarks import lora_cases as cases
 from benchmarks import lora_ways as ways
 from benchmarks.timing import Timing, event_us, graph_us
-from coserve.generate.slots import DECODE_ROWS, rooms
+from coserve.generate.slots import Room, settled
 from coserve.kernels import reference, segmented
 from coserve.kernels import segmented_launch as launch
 from coserve.kernels import segmented_ops as ops
@@ -155,24 +155,29 @@ def decode_stack(layers: int, tokens: int, ranks: list[int]) -> list[cases.Layer
     return [cases.make_layer(group, tokens, ranks) for _ in range(layers) for group in cases.LLAMA]
 
 
-def step_call(sets: list[cases.Layer], adapter_of: list[int], ranks: list[int], room: int | None) -> ways.Call:
-    """The LoRA part of a decode step over a slot table, in a graph for steps of at most `room` tiles.
+EXACT = Room(0, 0)
 
-    `room` 0: the smallest that the engine captures and that holds the batch; None: cut for exactly this batch.
+
+def step_call(sets: list[cases.Layer], adapter_of: list[int], ranks: list[int], room: Room | None) -> ways.Call:
+    """The LoRA part of a decode step over a slot table, in a graph for steps that fit the `room`.
+
+    None: the room that the engine takes; EXACT: cut for exactly this batch.
     """
     slots, firsts = cases.fill_slots(sets, len(ranks))
     segments = cases.batch(adapter_of, 1)
     tokens, R = segments.tokens, -(-max(ranks) // 16) * 16
-    if room is None:
+    if room == EXACT:
         rows, decode = segmented.tile_rows(segments)
         tiles = upload(cut(segments, ranks, rows), rows, tokens, cases.DEVICE)
         plan = segmented.Plan(tiles, R, decode)
     else:
-        host = cut(segments, ranks, DECODE_ROWS)
-        static = StepTiles(DECODE_ROWS, tokens, tokens * R // RANK_BLOCK, tokens, cases.DEVICE)
+        if room is None:
+            room, host = settled(segments, ranks, tokens)
+        else:
+            host = cut(segments, ranks, room.rows)
+        static = StepTiles(room.rows, room.tiles, room.tiles * R // RANK_BLOCK, tokens, cases.DEVICE)
         static.load(host)
-        room = room or next(count for count in rooms(tokens) if count >= len(host.tiles))
-        plan = segmented.Plan(static.first(room, room * R // RANK_BLOCK), R, True)
+        plan = segmented.Plan(static.tiles, R, True)
     tables = [slots.table(first, len(layer.ys)) for layer, first in zip(sets, firsts, strict=True)]
 
     def call() -> None:
@@ -188,12 +193,12 @@ def step_part() -> list[Row]:
     rows: list[Row] = []
     sets = decode_stack(32, 64, [16] * 32)
     for name, owner, room in (
-        ("a32", pairs_of_two, 0),
-        ("a1", [0] * 64, 0),
-        ("a32.exact", pairs_of_two, None),
-        ("a1.exact", [0] * 64, None),
-        ("a32.bucket64", pairs_of_two, 64),
-        ("a1.bucket64", [0] * 64, 64),
+        ("a32", pairs_of_two, None),
+        ("a1", [0] * 64, None),
+        ("a32.exact", pairs_of_two, EXACT),
+        ("a1.exact", [0] * 64, EXACT),
+        ("a32.bucket64", pairs_of_two, Room(8, 64)),
+        ("a1.bucket64", [0] * 64, Room(8, 64)),
     ):
         timing = graph_us([step_call(sets, owner, [16] * 32, room)], replays=31)
         rows.append({"case": f"step.{name}", "layers": 32, "us": {"segmented": timing.record()}})

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from coserve.generate.draws import likeliest
-from coserve.generate.slots import AdapterSlots, SlotLora, StaticLora
+from coserve.generate.slots import AdapterSlots, Room, SlotLora, StaticLora
 from coserve.kernels.attention_static import StaticPagedAttention
 from coserve.kernels.segments import Segments
 from coserve.kernels.tiles import Run
@@ -31,7 +31,7 @@ class Captured:
 class DecodeGraph:
     """Steps of up to B sequences, one token each. `load` says which; `replay` runs what was captured.
 
-    With adapters there is a graph for each of several numbers of tiles (`StaticLora.rooms`), all over the same buffers.
+    With adapters there is a graph for each of several ways to cut a step (`StaticLora.rooms`), all over the same buffers.
     """
 
     logits: Tensor
@@ -59,8 +59,8 @@ class DecodeGraph:
         self._host = torch.zeros(2, batch, dtype=torch.int64, pin_memory=device.type == "cuda")
         self._copied = torch.cuda.Event() if device.type == "cuda" else None  # type: ignore[no-untyped-call]
         self._loaded: tuple[list[int], list[int]] | None = None
-        self._room = 0
-        self._captured: dict[int, Captured] = {}
+        self._room: Room | None = None
+        self._captured: dict[Room | None, Captured] = {}
         self._attention.load(())
         if device.type == "cuda":
             self._capture(memory)
@@ -79,6 +79,7 @@ class DecodeGraph:
             self._loaded = wanted
         if self._lora is not None and segments is not None:
             self._room = self._lora.load(segments)
+        assert self._lora is None or self._room is not None, "expected the adapters of the first step"
         if self._copied is not None:
             self._copied.record()
 
@@ -90,8 +91,8 @@ class DecodeGraph:
             captured.graph.replay()
             self.logits, self.chosen = captured.logits, captured.chosen
 
-    def _terms(self, room: int) -> SlotLora | None:
-        return None if self._lora is None else self._lora.within(room)
+    def _terms(self, room: Room | None) -> SlotLora | None:
+        return None if self._lora is None or room is None else self._lora.within(room)
 
     def _step(self, lora: SlotLora | None) -> tuple[Tensor, Tensor]:
         lanes, given = self._inputs
@@ -103,7 +104,7 @@ class DecodeGraph:
         return logits, chosen
 
     def _capture(self, memory: tuple[int, int] | None) -> None:
-        rooms = (0,) if self._lora is None else self._lora.rooms
+        rooms: tuple[Room | None, ...] = (None,) if self._lora is None else self._lora.rooms
         side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import weakref
 from collections import OrderedDict
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -17,8 +18,8 @@ from coserve.kernels.tables import RANK_BLOCK, HostTiles, SiteTable, Slots, Step
 from coserve.model.fused import AddsLora
 from coserve.model.lora import LoraWeights
 
-DECODE_ROWS = 8
-"""Rows of a tile of a decode step."""
+DECODE_ROWS = (8, 16)
+"""Rows of low and of tall tiles of decode steps."""
 WIDTHS = (16, 32, 64, 128, 256)
 """Ranks that graphs are captured for; one serves every rank up to its own. Larger ranks go without a graph."""
 
@@ -124,33 +125,55 @@ def width_of(slots: AdapterSlots, segments: Segments) -> int:
     return max(1, -(-most // RANK_BLOCK)) * RANK_BLOCK
 
 
+@dataclass(frozen=True)
+class Room:
+    """What a graph has room for."""
+
+    rows: int
+    """Rows of a tile."""
+    tiles: int
+
+
 class StaticLora:
     """The LoRA terms of decode steps of one size in fixed buffers: a graph keeps the addresses, `load` the contents."""
 
     def __init__(self, slots: AdapterSlots, batch: int, R: int) -> None:
-        self._blocks, self._R = R // RANK_BLOCK, R
-        self._tiles = StepTiles(DECODE_ROWS, batch, batch * self._blocks, batch, slots.device)
-        self._slots = slots
-        self._loaded: HostTiles | None = None
+        self._slots, self._batch, self._R = slots, batch, R
+        self._blocks = R // RANK_BLOCK
         self.rooms = rooms(batch)
-        """Numbers of tiles to capture graphs for: a program whose tile stands empty costs its launch all the same."""
+        most = {room.rows: room.tiles for room in self.rooms}
+        self._tiles = {
+            rows: StepTiles(rows, tiles, tiles * self._blocks, batch, slots.device) for rows, tiles in most.items()
+        }
+        self._loaded: tuple[Room, HostTiles] | None = None
 
-    def within(self, room: int) -> SlotLora:
-        """The terms of steps of at most `room` tiles."""
-        return SlotLora(self._slots, Plan(self._tiles.first(room, room * self._blocks), self._R, True))
+    def within(self, room: Room) -> SlotLora:
+        """The terms of steps that the room holds."""
+        tiles = self._tiles[room.rows].first(room.tiles, room.tiles * self._blocks)
+        return SlotLora(self._slots, Plan(tiles, self._R, True))
 
-    def load(self, segments: Segments) -> int:
-        """What the next step adds, in stream order; the smallest room that holds it. The last copy has ended."""
-        host = cut(segments, self._slots.ranks, DECODE_ROWS)
-        if host != self._loaded:
-            self._tiles.load(host)
-            self._loaded = host
-        return next(room for room in self.rooms if room >= len(host.tiles))
+    def load(self, segments: Segments) -> Room:
+        """What the next step adds, in stream order; the room that holds it. The last copy has ended."""
+        room, host = settled(segments, self._slots.ranks, self._batch)
+        if (room, host) != self._loaded:
+            self._tiles[room.rows].load(host)
+            self._loaded = room, host
+        return room
 
 
-def rooms(batch: int) -> tuple[int, ...]:
-    """Ascending: from what one adapter's rows need, doubled up to a tile for each of the rows."""
-    found = [-(-batch // DECODE_ROWS)]
-    while found[-1] < batch:
-        found.append(min(2 * found[-1], batch))
-    return tuple(found)
+def rooms(batch: int) -> tuple[Room, ...]:
+    """What to capture graphs of up to `batch` rows for, least work first: a program costs its launch for an empty tile too.
+
+    Tall tiles for as many rows as one adapter's can be; low ones from there, doubled up to a tile for each of the rows.
+    """
+    low, tall = DECODE_ROWS
+    found = [Room(low, -(-batch // low))]
+    while found[-1].tiles < batch:
+        found.append(Room(low, min(2 * found[-1].tiles, batch)))
+    return (Room(tall, -(-batch // tall)), *found) if batch > low else tuple(found)
+
+
+def settled(segments: Segments, ranks: Sequence[int], batch: int) -> tuple[Room, HostTiles]:
+    """The first of a batch's rooms that holds the segments, and their tiles. `ranks`: each slot's largest."""
+    hosts = {rows: cut(segments, ranks, rows) for rows in DECODE_ROWS}
+    return next((room, hosts[room.rows]) for room in rooms(batch) if len(hosts[room.rows].tiles) <= room.tiles)
