@@ -30,6 +30,7 @@ KINDS = {
     "group_of_3": Kind(6, 2, 16, page_tokens=1),
     "wide": Kind(4, 2, 256),
     "window_within_a_page": Kind(4, 2, 32, window=5),
+    "width_of_llama": Kind(8, 2, 128),
     "window": Kind(8, 2, 128, window=70, page_tokens=24),
     "softcap": Kind(4, 2, 32, softcap=1.5),
     "sinks": Kind(4, 2, 32, sinks=True),
