@@ -19,8 +19,6 @@ JOINED = 8
 """Items whose parts the joining program asks for at once."""
 FULL = 264
 """Programs of a prefill that fill an H200's 132 multiprocessors twice."""
-FILLED = 120
-"""And that nearly fill them."""
 
 
 @dataclass(frozen=True)
@@ -53,7 +51,12 @@ def decode_blocks(width: int, dtype: torch.dtype, group: int, each: int, device:
         return Blocks(16, 32, 2, 4)
     if width <= 64:
         return Blocks(16, 64, 2, 3)
-    return {1: Blocks(16, 128, 4, 3), 2: Blocks(16, 64, 4, 4), 4: Blocks(16, 32, 2, 4)}[each]
+    return {
+        1: Blocks(16, 128, 4, 3),
+        2: Blocks(16, 64, 4, 4),
+        3: Blocks(16, 64, 4, 3),
+        4: Blocks(16, 32, 2, 4),
+    }[each]
 
 
 def prefill_blocks(width: int, dtype: torch.dtype, rows: int, device: torch.device) -> Blocks:
@@ -67,9 +70,7 @@ def prefill_blocks(width: int, dtype: torch.dtype, rows: int, device: torch.devi
         return Blocks(128, 64, 8, 2) if many else Blocks(64, 64, 4, 3)
     if width <= 64:
         return Blocks(128, 64, 8, 3) if many else Blocks(64, 64, 4, 3)
-    if many:
-        return Blocks(256, 64, 8, 3)
-    return Blocks(128, 128, 8, 3) if rows >= FILLED * 128 else Blocks(64, 64, 4, 3)
+    return Blocks(256, 64, 8, 3) if many else Blocks(128, 128, 8, 3)
 
 
 @dataclass(frozen=True)

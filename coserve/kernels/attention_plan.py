@@ -29,7 +29,7 @@ def programs_each(rows: int, kv_heads: int) -> int:
 
     The fewer, the more memory each has and the larger its steps; but all sequences at once come before that.
     """
-    return next((each for each in (1, 2) if rows * kv_heads <= each * PROCESSORS), 4)
+    return next((each for each in (1, 2, 3) if rows * kv_heads <= each * PROCESSORS), 4)
 
 
 def _wave(rows: int, kv_heads: int) -> int:
