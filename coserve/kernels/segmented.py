@@ -8,10 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
+from coserve.kernels import segmented_launch as launch
 from coserve.kernels import segmented_ops as ops
 from coserve.kernels.segmented_launch import MAX_SITES
 from coserve.kernels.segments import LoraPair, Segments
@@ -83,21 +86,77 @@ def _add(ys: list[Tensor], x_TD: Tensor, segments: Segments, group: Group) -> li
 
 def train(ys: Sequence[Tensor], x_TD: Tensor, plan: Plan, group: Group) -> list[Tensor]:
     """The terms of one group, as fresh tensors, differentiable; `plan` is made for training."""
-    table, tiles = group.table, plan.tiles
-    assert table.starts is not None, "expected a table made for training"
-    where = (table.addresses, table.ranks, table.scalings, table.starts)
+    if not torch.compiler.is_compiling():
+        found: tuple[Tensor, ...] = Terms.apply(  # type: ignore[no-untyped-call]
+            plan, group, len(ys), x_TD, *ys, *group.a, *group.b
+        )
+        return list(found)
+    tiles = plan.tiles
     cuts = (tiles.tiles, tiles.spans, tiles.counters)
+    where = _training_table(group)
     out: list[Tensor] = ops.lora_train(ys, x_TD, group.a, group.b, group.totals, *cuts, *where, tiles.rows, plan.R)
     return out[:-1]
+
+
+def _training_table(group: Group) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    table = group.table
+    assert table.starts is not None, "expected a table made for training"
+    return table.addresses, table.ranks, table.scalings, table.starts
+
+
+class Terms(torch.autograd.Function):
+    """`segmented_ops.lora_train` without what torch.library does around an op, which takes the host longer than all of
+    its launches: a training step runs layer by layer and is not compiled."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,  # noqa: ANN401 - torch's own signature
+        plan: Plan,
+        group: Group,
+        sites: int,
+        x: Tensor,
+        *rest: Tensor,
+    ) -> tuple[Tensor, ...]:
+        """`rest`: the sites' ys, then the group's a and b."""
+        tiles, table = plan.tiles, group.table
+        where = (tiles.tiles, tiles.counters, table.addresses, table.ranks, table.scalings)
+        *outs, h = ops.forward(rest[:sites], x, *where, tiles.rows, plan.R)
+        ctx.plan, ctx.group, ctx.sites = plan, group, sites
+        ctx.save_for_backward(x, h)
+        return tuple(outs)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:  # noqa: ANN401 - torch's own signature
+        plan, group, sites = ctx.plan, ctx.group, ctx.sites
+        x, h = ctx.saved_tensors
+        needs, tiles, dys = ctx.needs_input_grad[3:], plan.tiles, ops.dense(grads)
+        weights_need = any(needs[1 + sites :])
+        flat = ops.gradients(
+            dys, x, h, group.totals, tiles.tiles, tiles.spans, tiles.counters, *_training_table(group), tiles.rows,
+            plan.R, inputs_need=needs[0], weights_need=weights_need,
+        )  # fmt: skip
+        dx = flat.pop(0) if needs[0] else None
+        weights: list[Tensor | None] = [None] * (len(group.a) + len(group.b))
+        if weights_need:
+            shapes = [tensor.shape for tensor in (*group.a, *group.b)]
+            weights[:] = ops.cut_flat(flat, shapes)
+        return (None, None, None, dx, *dys, *weights)
 
 
 def add_(ys: Sequence[Tensor], x_TD: Tensor, plan: Plan, table: SiteTable) -> None:
     """Adds into ys in place. What a captured graph calls: only the contents of `plan` and `table` may change later."""
     tiles, where = plan.tiles, (table.addresses, table.ranks, table.scalings)
-    if plan.decode:
-        ops.lora_decode_(ys, x_TD, tiles.tiles, tiles.items, *where, tiles.rows, plan.R)
+    if torch.compiler.is_compiling():
+        if plan.decode:
+            ops.lora_decode_(ys, x_TD, tiles.tiles, tiles.items, *where, tiles.rows, plan.R)
+        else:
+            ops.lora_long_(ys, x_TD, tiles.tiles, tiles.counters, *where, tiles.rows, plan.R)
+    elif plan.decode:  # what the ops do, without what torch.library does around them
+        launch.decode(list(ys), x_TD, tiles.tiles, tiles.items, *where, tiles.rows, plan.R)
     else:
-        ops.lora_long_(ys, x_TD, tiles.tiles, tiles.counters, *where, tiles.rows, plan.R)
+        own = (tiles.tiles, tiles.counters)
+        launch.long_forward(list(ys), list(ys), x_TD, *own, *where, tiles.rows, plan.R, keep=False)
 
 
 def tile_rows(segments: Segments) -> tuple[int, bool]:

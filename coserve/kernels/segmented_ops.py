@@ -47,6 +47,54 @@ def lora_long_(
     launch.long_forward(list(ys), list(ys), x, tiles, counters, addresses, ranks, scalings, rows, R, keep=False)
 
 
+def forward(
+    ys: Sequence[Tensor],
+    x: Tensor,
+    tiles: Tensor,
+    counters: Tensor,
+    addresses: Tensor,
+    ranks: Tensor,
+    scalings: Tensor,
+    rows: int,
+    R: int,
+) -> list[Tensor]:
+    """What `lora_train` gives."""
+    outs = [torch.empty_like(y) for y in ys]
+    h = launch.long_forward(list(ys), outs, x, tiles, counters, addresses, ranks, scalings, rows, R, keep=True)
+    return [*outs, h]
+
+
+def gradients(
+    dys: Sequence[Tensor],
+    x: Tensor,
+    h: Tensor,
+    totals: Sequence[int],
+    tiles: Tensor,
+    spans: Tensor,
+    counters: Tensor,
+    addresses: Tensor,
+    ranks: Tensor,
+    scalings: Tensor,
+    starts: Tensor,
+    rows: int,
+    R: int,
+    *,
+    inputs_need: bool,
+    weights_need: bool,
+) -> list[Tensor]:
+    """What `lora_train_backward` gives."""
+    g = backward.shrink_b(list(dys), tiles, counters, addresses, ranks, scalings, rows, R)
+    out = [backward.expand_a(g, x.shape[1], tiles, addresses, ranks, rows)] if inputs_need else []
+    if not weights_need:
+        return out
+    where = (tiles, spans)
+    out += backward.outer(x, g, list(totals), *where, ranks, scalings, starts, rows, of_b=False)
+    for site, dy in enumerate(dys):
+        column = (ranks[:, site:], scalings[:, site:], starts[:, site:])
+        out += backward.outer(dy, h[site : site + 1], [totals[site]], *where, *column, rows, of_b=True)
+    return out
+
+
 @torch.library.custom_op("coserve::lora_train", mutates_args=())
 def lora_train(
     ys: Sequence[Tensor],
@@ -69,9 +117,7 @@ def lora_train(
     `a` and `b` are the tensors that the table points at, site by site and slot by slot; `totals` each site's ranks,
     summed; `tiles` cover every row.
     """
-    outs = [torch.empty_like(y) for y in ys]
-    h = launch.long_forward(list(ys), outs, x, tiles, counters, addresses, ranks, scalings, rows, R, keep=True)
-    return [*outs, h]
+    return forward(ys, x, tiles, counters, addresses, ranks, scalings, rows, R)
 
 
 @lora_train.register_fake
@@ -113,16 +159,8 @@ def lora_train_backward(
     weights_need: bool,
 ) -> list[Tensor]:
     """[dx] if `inputs_need`, then every site's dA and every site's dB, flat, if `weights_need`. Sums in fp32."""
-    g = backward.shrink_b(list(dys), tiles, counters, addresses, ranks, scalings, rows, R)
-    out = [backward.expand_a(g, x.shape[1], tiles, addresses, ranks, rows)] if inputs_need else []
-    if not weights_need:
-        return out
-    where = (tiles, spans)
-    out += backward.outer(x, g, list(totals), *where, ranks, scalings, starts, rows, of_b=False)
-    for site, dy in enumerate(dys):
-        column = (ranks[:, site:], scalings[:, site:], starts[:, site:])
-        out += backward.outer(dy, h[site : site + 1], [totals[site]], *where, *column, rows, of_b=True)
-    return out
+    tables = (tiles, spans, counters, addresses, ranks, scalings, starts)
+    return gradients(dys, x, h, totals, *tables, rows, R, inputs_need=inputs_need, weights_need=weights_need)
 
 
 @lora_train_backward.register_fake
@@ -158,7 +196,7 @@ def _setup(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:  # 
 
 def _backward(ctx: Any, grads: Sequence[Tensor]) -> tuple[Any, ...]:  # noqa: ANN401 - torch's own signature
     x, h, *tables = ctx.saved_tensors
-    dys = [grad if grad.stride(1) == 1 else grad.contiguous() for grad in grads[: ctx.sites]]
+    dys = dense(grads[: ctx.sites])
     _, x_needs, a_needs, b_needs = ctx.needs_input_grad[:4]
     weights_need = any(a_needs) or any(b_needs)
     flat = lora_train_backward(dys, x, h, ctx.totals, *tables, ctx.rows, ctx.R, x_needs, weights_need)
@@ -166,21 +204,26 @@ def _backward(ctx: Any, grads: Sequence[Tensor]) -> tuple[Any, ...]:  # noqa: AN
     da: list[Tensor | None] = [None] * len(ctx.a_shapes)
     db: list[Tensor | None] = [None] * len(ctx.b_shapes)
     if weights_need:
-        da[:] = _cut(flat[: ctx.sites], ctx.a_shapes)
-        db[:] = _cut(flat[ctx.sites :], ctx.b_shapes)
+        da[:] = cut_flat(flat[: ctx.sites], ctx.a_shapes)
+        db[:] = cut_flat(flat[ctx.sites :], ctx.b_shapes)
     return (dys, dx, da, db, *[None] * 10)
 
 
-def _cut(flats: Sequence[Tensor], shapes: Sequence[torch.Size]) -> list[Tensor]:
+def dense(dys: Sequence[Tensor]) -> list[Tensor]:
+    """The same with neighbouring columns."""
+    return [dy if dy.stride(1) == 1 else dy.contiguous() for dy in dys]
+
+
+def cut_flat(flats: Sequence[Tensor], shapes: Sequence[torch.Size]) -> list[Tensor]:
     """The tensors of `shapes`, in order, that lie one after another in each of `flats`."""
     pieces: list[Tensor] = []
-    rest = list(shapes)
     for flat in flats:
-        at = 0
-        while at < flat.numel():
-            shape = rest.pop(0)
-            pieces.append(flat[at : at + shape.numel()].view(shape))
-            at += shape.numel()
+        left, sizes = flat.numel(), list[int]()
+        while left:
+            sizes.append(shapes[len(pieces) + len(sizes)].numel())
+            left -= sizes[-1]
+        parts = torch.split(flat, sizes) if len(sizes) > 1 else (flat,)
+        pieces += [part.view(shapes[len(pieces) + i]) for i, part in enumerate(parts)]
     return pieces
 
 

@@ -78,21 +78,32 @@ class Slots:
 
 
 def site_table(pairs: Sequence[Sequence[LoraPair | None]], device: torch.device) -> tuple[SiteTable, list[LoraPair]]:
-    """A table for one step: `pairs[g][n]` at site g in slot n. Also the pairs it points at, which must stay alive."""
+    """A table for one step: `pairs[g][n]` at site g in slot n. Also the pairs it points at, which must stay alive.
+
+    Never waits for the device: training builds one for each site of each step.
+    """
     slots, sites = len(pairs[0]), len(pairs)
     rows = [[None if pair is None else readable(pair) for pair in slot] for slot in zip(*pairs, strict=True)]
-    host = torch.tensor([[[*_addresses(p), _rank(p), 0] for p in row] for row in rows], dtype=torch.int64)
+    sizes = torch.tensor([[_rank(p) for p in row] for row in rows], dtype=torch.int32)
     scalings = torch.tensor([[0.0 if p is None else p.scaling for p in row] for row in rows], dtype=torch.float32)
-    host = host.view(slots, sites, 4)
-    host[..., 3] = host[..., 2].cumsum(0) - host[..., 2]
-    table_NG4 = host.to(device)
+    addresses = torch.tensor([[_addresses(p) for p in row] for row in rows], dtype=torch.int64)
+    starts = sizes.cumsum(0, dtype=torch.int32) - sizes
+    columns = [column.view(torch.int32).view(-1) for column in (addresses, sizes, scalings, starts)]
+    padded = [pad(column, (0, -len(column) % VECTOR)) for column in columns]  # each begins at a whole vector
+    moved = torch.split(_to_device(torch.cat(padded), device), [len(column) for column in padded])
+    at = [column[: len(before)] for column, before in zip(moved, columns, strict=True)]
     table = SiteTable(
-        table_NG4[..., :2].contiguous(),
-        table_NG4[..., 2].to(torch.int32),
-        scalings.view(slots, sites).to(device),
-        table_NG4[..., 3].to(torch.int32),
+        at[0].view(torch.int64).view(slots, sites, 2),
+        at[1].view(slots, sites),
+        at[2].view(torch.float32).view(slots, sites),
+        at[3].view(slots, sites),
     )
     return table, [pair for row in rows for pair in row if pair is not None]
+
+
+def _to_device(host: Tensor, device: torch.device) -> Tensor:
+    """One copy that nobody waits for."""
+    return host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else host
 
 
 def readable(pair: LoraPair) -> LoraPair:
@@ -171,10 +182,7 @@ def uncovered(segments: Segments, host: HostTiles, rows: int) -> list[tuple[int,
 def upload(host: HostTiles, rows: int, tokens: int, device: torch.device) -> Tiles:
     """One copy to the device for all three tables."""
     parts = (host.tiles, host.items, host.spans)
-    flat = torch.tensor([entry for part in parts for entry in part], dtype=torch.int32).view(-1, 4)
-    if device.type == "cuda":
-        flat = flat.pin_memory()
-    flat = flat.to(device, non_blocking=True)
+    flat = _to_device(torch.tensor([entry for part in parts for entry in part], dtype=torch.int32).view(-1, 4), device)
     first, second = len(host.tiles), len(host.tiles) + len(host.items)
     counters = torch.zeros(tokens, dtype=torch.int32, device=device)
     return Tiles(rows, flat[:first], flat[first:second], flat[second:], counters)
