@@ -160,7 +160,9 @@ def finetuning(base: Base, shape: Shape, way: str, batch: int, adapters: int) ->
     def step(order: list[int]) -> None:
         bounds = tuple(i * shape.length for i in range(len(order) + 1))
         tokens = torch.randint(shape.vocab, (bounds[-1],), device=base.device)
-        lora = LoraBatch(Segments(bounds, tuple(order)), learning, Way.GROUPED if way == "naive" else Way(way))
+        present = tuple(dict.fromkeys(order))  # a batch names the adapters that it has, as the daemon's do
+        segments = Segments(bounds, tuple(present.index(adapter) for adapter in order))
+        lora = LoraBatch(segments, tuple(learning[a] for a in present), Way.GROUPED if way == "naive" else Way(way))
         with torch.enable_grad(), base.lora(lora):
             logits = base.run(tokens, positions.repeat(len(order)), PackedAttention(bounds), None)
             torch.nn.functional.cross_entropy(logits, tokens.roll(-1)).backward()  # type: ignore[no-untyped-call]
