@@ -1,7 +1,13 @@
-"""Run the tests that need a GPU and keep what came of it: `python tools/gpu_tests.py OUT.json [pytest arguments]`."""
+"""Run the tests that need a GPU and keep what came of it.
+
+    python tools/gpu_tests.py OUT.json [--commit REVISION] [pytest arguments]
+
+`--commit`: what runs, where the repository there does not know.
+"""
 
 from __future__ import annotations
 
+import argparse
 import json
 import platform
 import subprocess
@@ -14,7 +20,10 @@ import torch
 
 
 def main() -> int:
-    out, *arguments = sys.argv[1:]
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("out", type=Path)
+    parser.add_argument("--commit", default="")
+    given, arguments = parser.parse_known_args()
     command = [sys.executable, "-m", "pytest", "-q", "-m", "gpu", "-p", "no:cacheprovider", *arguments]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     print(done.stdout[-6000:], done.stderr[-2000:])
@@ -26,11 +35,11 @@ def main() -> int:
             "python": platform.python_version(),
             **{name: version(name) for name in ("torch", "triton", "transformers", "stanford-stk")},
         },
-        "commit": revision.stdout.strip(),
+        "commit": given.commit or revision.stdout.strip(),
         "command": " ".join(["python", *command[1:]]),
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
     }
-    Path(out).write_text(json.dumps(record, indent=1) + "\n")
+    given.out.write_text(json.dumps(record, indent=1) + "\n")
     return done.returncode
 
 

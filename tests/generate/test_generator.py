@@ -337,6 +337,32 @@ def test_logits_that_are_not_finite_fail_their_own_request_only() -> None:
     assert again == {one.id: results[one.id] for one in good}
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_logprobs_are_the_models(family: str, dtype: torch.dtype) -> None:
+    """In fp32 to 1e-3. In bf16 the model's own logits are coarser than that: ours are no farther from its fp32 ones."""
+    model = tiny_model(family).to(dtype).eval()
+    model.set_attn_implementation("eager")
+    exact = tiny_model(family).eval()
+    exact.load_state_dict({name: weight.float() for name, weight in model.state_dict().items()})
+    exact.set_attn_implementation("eager")
+    base = wrap_base(tiny_model(family).to(dtype), name=family, eos_token_ids=())
+    ours, theirs = [], []
+    for length in LENGTHS:
+        asked = prompt(length)
+        result = alone(base, request("x", asked, SamplingParams(max_tokens=16, temperature=0.0, logprobs=1)))
+        text, at = torch.tensor([[*asked, *result.tokens]]), torch.tensor(result.tokens)[:, None]
+        with torch.no_grad():
+            wanted, own = (of(text).logits[0, length - 1 : -1].float().log_softmax(-1) for of in (exact, model))
+        told = torch.tensor([one.logprob for one in result.logprobs])
+        ours.append((told - wanted.gather(1, at)[:, 0]).abs())
+        theirs.append((own - wanted).gather(1, at)[:, 0].abs())
+    if dtype is torch.float32:
+        assert torch.cat(ours).max() < 1e-3
+    else:
+        assert torch.cat(ours).mean() <= 1.5 * torch.cat(theirs).mean()
+
+
 def test_logprobs_come_one_a_token() -> None:
     base = base_of("llama")
     result = alone(base, request("x", prompt(5), SamplingParams(max_tokens=6, seed=2, logprobs=3)))
