@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from hypothesis import given
@@ -157,3 +159,26 @@ def test_ops_keep_torch_library_rules(train: bool) -> None:
     else:
         arguments = ([case.y], case.x, tiles.tiles, tiles.items, *where, tiles.rows, plan.R)
         torch.library.opcheck(ops.lora_decode_, arguments, test_utils=("test_schema", "test_faketensor"))
+
+
+def test_compiled_code_calls_the_ops_and_plain_code_does_not() -> None:
+    """The same terms and gradients both ways; fullgraph: compiled code sees nothing of the launches."""
+    case = make_case(GRIDS[6], torch.float32, DEVICE, grad=True)
+    group = segmented.group_of(case.segments, [case.pairs], case.x.device)
+    plan = segmented.plan_of(case.segments, group, train=True)
+    seen: list[str] = []
+
+    def backend(graph: torch.fx.GraphModule, _: list[torch.Tensor]) -> Callable[..., object]:
+        seen.extend(str(node.target) for node in graph.graph.nodes if "coserve" in str(node.target))
+        return graph.forward
+
+    def term(y: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        return segmented.train([y * 1.0], x, plan, group)[0] * 2
+
+    expected = term(case.y, case.x)
+    got = torch.compile(term, backend=backend, fullgraph=True)(case.y, case.x)
+    assert [name.split(".")[1] for name in seen] == ["lora_train"]
+    torch.testing.assert_close(got, expected)
+    wanted = torch.autograd.grad(expected.sum(), case.leaves())
+    for mine, theirs in zip(torch.autograd.grad(got.sum(), case.leaves()), wanted, strict=True):
+        torch.testing.assert_close(mine, theirs)
