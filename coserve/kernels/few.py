@@ -14,7 +14,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from statistics import median
 
 import torch
 import triton
@@ -23,6 +22,7 @@ from torch import Tensor
 
 from coserve.kernels.dispatch import interpreted
 from coserve.kernels.segmented_launch import has_pdl
+from coserve.kernels.stopwatch import graph_ms
 
 ROWS = (16, 32, 64)
 """Numbers of rows that kernels are made for; one serves every number up to its own."""
@@ -123,11 +123,11 @@ def faster(weights_OD: Sequence[Tensor], counters: Tensor, rows: int) -> Shape |
     kernel ahead of each product as a model has it.
     """
     x = torch.randn(rows, weights_OD[0].shape[1], dtype=weights_OD[0].dtype, device=weights_OD[0].device)
-    best, chosen = graph_ms(lambda x, w: torch.nn.functional.linear(x, w), x, weights_OD), None
+    best, chosen = _milliseconds(torch.nn.functional.linear, x, weights_OD), None
     for shape in shapes_of(x.shape[1], x.dtype):
         own = partial(few_rows, bias_O=None, counters=counters, shape=shape)
         try:
-            spent = graph_ms(own, x, weights_OD)
+            spent = _milliseconds(own, x, weights_OD)
         except triton.runtime.errors.OutOfResources:  # a shape too large for this device
             continue
         if spent < best:
@@ -135,8 +135,8 @@ def faster(weights_OD: Sequence[Tensor], counters: Tensor, rows: int) -> Shape |
     return chosen
 
 
-def graph_ms(product: Callable[[Tensor, Tensor], Tensor], x_TD: Tensor, weights_OD: Sequence[Tensor]) -> float:
-    """Median milliseconds of one product with each of the weights, in a graph; a small kernel makes x ahead of each."""
+def _milliseconds(product: Callable[[Tensor, Tensor], Tensor], x_TD: Tensor, weights_OD: Sequence[Tensor]) -> float:
+    """Of one product with each of the weights; a small kernel makes x ahead of each."""
     made = torch.empty_like(x_TD)
 
     def run() -> None:
@@ -145,16 +145,4 @@ def graph_ms(product: Callable[[Tensor, Tensor], Tensor], x_TD: Tensor, weights_
             product(made, weight)
 
     run()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        run()
-    spans = []
-    for _ in range(6):
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        begin.record()
-        graph.replay()
-        end.record()
-        end.synchronize()
-        spans.append(float(begin.elapsed_time(end)))
-    return median(spans)
+    return graph_ms(run)

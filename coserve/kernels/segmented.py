@@ -120,7 +120,7 @@ class Terms(torch.autograd.Function):
         """`rest`: the sites' ys, then the group's a and b."""
         tiles, table = plan.tiles, group.table
         where = (tiles.tiles, tiles.counters, table.addresses, table.ranks, table.scalings)
-        *outs, h = ops.forward(rest[:sites], x, *where, tiles.rows, plan.R)
+        *outs, h = ops.forward(rest[:sites], x, where, tiles.rows, plan.R)
         ctx.plan, ctx.group, ctx.sites = plan, group, sites
         ctx.save_for_backward(x, h)
         return tuple(outs)
@@ -133,8 +133,8 @@ class Terms(torch.autograd.Function):
         needs, tiles, dys = ctx.needs_input_grad[3:], plan.tiles, ops.dense(grads)
         weights_need = any(needs[1 + sites :])
         flat = ops.gradients(
-            dys, x, h, group.totals, tiles.tiles, tiles.spans, tiles.counters, *_training_table(group), tiles.rows,
-            plan.R, inputs_need=needs[0], weights_need=weights_need,
+            dys, x, h, group.totals, (tiles.tiles, tiles.spans, tiles.counters, *_training_table(group)),
+            tiles.rows, plan.R, inputs_need=needs[0], weights_need=weights_need,
         )  # fmt: skip
         dx = flat.pop(0) if needs[0] else None
         weights: list[Tensor | None] = [None] * (len(group.a) + len(group.b))

@@ -47,19 +47,10 @@ def lora_long_(
     launch.long_forward(list(ys), list(ys), x, tiles, counters, addresses, ranks, scalings, rows, R, keep=False)
 
 
-def forward(
-    ys: Sequence[Tensor],
-    x: Tensor,
-    tiles: Tensor,
-    counters: Tensor,
-    addresses: Tensor,
-    ranks: Tensor,
-    scalings: Tensor,
-    rows: int,
-    R: int,
-) -> list[Tensor]:
-    """What `lora_train` gives."""
+def forward(ys: Sequence[Tensor], x: Tensor, tables: Sequence[Tensor], rows: int, R: int) -> list[Tensor]:
+    """What `lora_train` gives. `tables`: tiles, counters, addresses, ranks and scalings."""
     outs = [torch.empty_like(y) for y in ys]
+    tiles, counters, addresses, ranks, scalings = tables
     h = launch.long_forward(list(ys), outs, x, tiles, counters, addresses, ranks, scalings, rows, R, keep=True)
     return [*outs, h]
 
@@ -69,20 +60,15 @@ def gradients(
     x: Tensor,
     h: Tensor,
     totals: Sequence[int],
-    tiles: Tensor,
-    spans: Tensor,
-    counters: Tensor,
-    addresses: Tensor,
-    ranks: Tensor,
-    scalings: Tensor,
-    starts: Tensor,
+    tables: Sequence[Tensor],
     rows: int,
     R: int,
     *,
     inputs_need: bool,
     weights_need: bool,
 ) -> list[Tensor]:
-    """What `lora_train_backward` gives."""
+    """What `lora_train_backward` gives. `tables`: its seven, in order."""
+    tiles, spans, counters, addresses, ranks, scalings, starts = tables
     g = backward.shrink_b(list(dys), tiles, counters, addresses, ranks, scalings, rows, R)
     out = [backward.expand_a(g, x.shape[1], tiles, addresses, ranks, rows)] if inputs_need else []
     if not weights_need:
@@ -117,7 +103,7 @@ def lora_train(
     `a` and `b` are the tensors that the table points at, site by site and slot by slot; `totals` each site's ranks,
     summed; `tiles` cover every row.
     """
-    return forward(ys, x, tiles, counters, addresses, ranks, scalings, rows, R)
+    return forward(ys, x, (tiles, counters, addresses, ranks, scalings), rows, R)
 
 
 @lora_train.register_fake
@@ -160,7 +146,7 @@ def lora_train_backward(
 ) -> list[Tensor]:
     """[dx] if `inputs_need`, then every site's dA and every site's dB, flat, if `weights_need`. Sums in fp32."""
     tables = (tiles, spans, counters, addresses, ranks, scalings, starts)
-    return gradients(dys, x, h, totals, *tables, rows, R, inputs_need=inputs_need, weights_need=weights_need)
+    return gradients(dys, x, h, totals, tables, rows, R, inputs_need=inputs_need, weights_need=weights_need)
 
 
 @lora_train_backward.register_fake

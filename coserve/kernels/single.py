@@ -14,7 +14,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from statistics import median
 
 import torch
 import triton
@@ -25,6 +24,7 @@ from coserve.kernels import segmented_decode
 from coserve.kernels.dispatch import interpreted
 from coserve.kernels.segmented_launch import DECODE, decode_splits, has_pdl
 from coserve.kernels.segmented_load import weights
+from coserve.kernels.stopwatch import graph_ms
 from coserve.kernels.tables import RANK_BLOCK, SiteTable, Tiles
 
 LONGEST = 32768
@@ -91,35 +91,26 @@ def faster(weights_OD: Sequence[Tensor], sizes: Sequence[int]) -> tuple[int, int
     Measured, in a CUDA graph over all of `weights_OD`, which together should be more than the cache holds.
     """
     x = torch.randn(1, weights_OD[0].shape[1], dtype=weights_OD[0].dtype, device=weights_OD[0].device)
-    best, chosen = _seconds(lambda w: torch.nn.functional.linear(x, w), weights_OD), None
+    best, chosen = _milliseconds(lambda w: torch.nn.functional.linear(x, w), weights_OD), None
     for block, warps in shapes_of(x.shape[1], sizes):
         own = partial(single_row, x[0], bias_O=None, sizes=sizes, lora=None, shape=(block, warps))
         try:
-            seconds = _seconds(lambda w, own=own: own(weight_OD=w), weights_OD)
+            spent = _milliseconds(lambda w, own=own: own(weight_OD=w), weights_OD)
         except triton.runtime.errors.OutOfResources:  # a shape too large for this device
             continue
-        if seconds < best:
-            best, chosen = seconds, (block, warps)
+        if spent < best:
+            best, chosen = spent, (block, warps)
     return chosen
 
 
-def _seconds(call: Callable[[Tensor], Tensor], weights_OD: Sequence[Tensor]) -> float:
-    for weight in weights_OD[:2]:
-        call(weight)
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+def _milliseconds(call: Callable[[Tensor], Tensor], weights_OD: Sequence[Tensor]) -> float:
+    def run() -> None:
         for weight in weights_OD:
             call(weight)
-    spans = []
-    for _ in range(6):
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        begin.record()
-        graph.replay()
-        end.record()
-        end.synchronize()
-        spans.append(float(begin.elapsed_time(end)))
-    return median(spans)
+
+    for weight in weights_OD[:2]:
+        call(weight)
+    return graph_ms(run)
 
 
 def single_row(
