@@ -53,11 +53,12 @@ class DeviceSampler:
         vocab = self._history.vocab
         columns = send(torch.tensor([[1.0, 0.0, 2.0, 0.5, 0.5]], dtype=torch.float64), self._device)
         at, table = torch.zeros(1, dtype=torch.int64, device=self._device), self._history.empty(1)
-        for logits in (torch.zeros(1, vocab, dtype=kind, device=self._device) for kind in {dtype, torch.float32}):
+        for kind in dict.fromkeys((dtype, torch.float32)):
+            logits = torch.zeros(1, vocab, dtype=kind, device=self._device)
             for filters in (False, True):
                 draw(logits, likeliest(logits), columns, filters=filters)
             logprobs_of(logits, at, MOST_LOGPROBS)
-        penalise_(logits, at, table, at, torch.ones(1, 3, device=self._device))
+        penalise_(torch.zeros(1, vocab, device=self._device), at, table, at, torch.ones(1, 3, device=self._device))
 
 
 class History:

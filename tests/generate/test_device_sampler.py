@@ -164,5 +164,23 @@ def test_the_likeliest_are_those_of_a_stable_sort(vocab: int, n: int) -> None:
     assert torch.equal(values, expected.gather(1, torch.cat([chosen[:, None], ids], 1)))
 
 
-def test_warming_up_needs_nothing_but_a_type() -> None:
+def test_warming_up_meets_all_that_a_request_can_ask_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Logits as the model gives them and as penalties make them, with filters and without."""
+    met: set[tuple[str, torch.dtype, bool]] = set()
+
+    def spied(name: str) -> None:
+        inner = getattr(device_sampler, name)
+
+        def spy(logits: torch.Tensor, *args: object, filters: bool = False, **options: object) -> object:
+            met.add((name, logits.dtype, filters))
+            return inner(logits, *args, **options, **({"filters": filters} if name == "draw" else {}))
+
+        monkeypatch.setattr(device_sampler, name, spy)
+
+    for name in ("draw", "logprobs_of", "penalise_"):
+        spied(name)
     DeviceSampler(VOCAB, DEVICE).warm_up(torch.bfloat16)
+    both = (torch.bfloat16, torch.float32)
+    assert {("draw", dtype, filters) for dtype in both for filters in (False, True)} <= met
+    assert {("logprobs_of", dtype, False) for dtype in both} <= met
+    assert ("penalise_", torch.float32, False) in met
