@@ -138,7 +138,7 @@ class StaticLora:
     """The LoRA terms of decode steps of one size in fixed buffers: a graph keeps the addresses, `load` the contents."""
 
     def __init__(self, slots: AdapterSlots, batch: int, R: int) -> None:
-        self._slots, self._batch, self._R = slots, batch, R
+        self._slots, self._R = slots, R
         self._blocks = R // RANK_BLOCK
         self.rooms = rooms(batch)
         most = {room.rows: room.tiles for room in self.rooms}
@@ -154,7 +154,7 @@ class StaticLora:
 
     def load(self, segments: Segments) -> Room:
         """What the next step adds, in stream order; the room that holds it. The last copy has ended."""
-        room, host = settled(segments, self._slots.ranks, self._batch)
+        room, host = settled(segments, self._slots.ranks, self.rooms)
         if (room, host) != self._loaded:
             self._tiles[room.rows].load(host)
             self._loaded = room, host
@@ -173,7 +173,12 @@ def rooms(batch: int) -> tuple[Room, ...]:
     return (Room(tall, -(-batch // tall)), *found) if batch > low else tuple(found)
 
 
-def settled(segments: Segments, ranks: Sequence[int], batch: int) -> tuple[Room, HostTiles]:
-    """The first of a batch's rooms that holds the segments, and their tiles. `ranks`: each slot's largest."""
-    hosts = {rows: cut(segments, ranks, rows) for rows in DECODE_ROWS}
-    return next((room, hosts[room.rows]) for room in rooms(batch) if len(hosts[room.rows].tiles) <= room.tiles)
+def settled(segments: Segments, ranks: Sequence[int], choice: Sequence[Room]) -> tuple[Room, HostTiles]:
+    """The first of a batch's `rooms` that holds the segments, and their tiles. `ranks`: each slot's largest."""
+    hosts: dict[int, HostTiles] = {}
+    for room in choice:
+        if room.rows not in hosts:
+            hosts[room.rows] = cut(segments, ranks, room.rows)
+        if len(hosts[room.rows].tiles) <= room.tiles:
+            return room, hosts[room.rows]
+    raise AssertionError("expected a batch within the bucket")

@@ -17,14 +17,18 @@ from torch._dynamo.exc import TorchDynamoException
 
 from coserve.errors import UnsupportedBase
 from coserve.generate.generator import Generator
-from coserve.generate.runner import INDUCTOR, Runner
+from coserve.generate.runner import BUCKETS, INDUCTOR, Runner
+from coserve.generate.slots import WIDTHS
 from coserve.kernels.dispatch import Way
 from coserve.memory.kv import KvCache
 from coserve.model.base import Base
 from coserve.model.fused import FusedBase
 
 COMPILING = "generation: steps run one by one until compilation ends"
-COMPILED = "generation: prompts whose log-probabilities are asked for are computed step by step, beside the others"
+COMPILED = (
+    "generation: prompts whose log-probabilities are asked for are computed step by step, beside the others; steps of more "
+    f"than {BUCKETS[-1]} sequences, and with an adapter of a rank above {WIDTHS[-1]}, run without CUDA graphs"
+)
 SWITCH_INTERVAL = 2e-5
 """Seconds after which the compiling thread gives way. A step takes and frees the interpreter with every operation: at
 Python's 5 ms it would wait so long a thousand times."""
