@@ -1,4 +1,4 @@
-"""Block sizes of the segmented kernels, by measurement: `python -m benchmarks.kernel_tune decode` or `long [kernel,...]`.
+"""Block sizes of the segmented kernels, by measurement: `python -m benchmarks.kernel_tune decode`, `wide` or `long [kernel,...]`.
 
 One setting is varied at a time from the best so far. The winners are `segmented_launch.DECODE` and `LONG`.
 """
@@ -19,7 +19,7 @@ from coserve.kernels import segmented
 from coserve.kernels import segmented_launch as launch
 from coserve.kernels import segmented_launch_backward as backward
 from coserve.kernels.segmented_launch import DecodeBlocks, LongBlocks
-from coserve.kernels.tables import HostTiles, Tiles, cut, uncovered, upload
+from coserve.kernels.tables import HostTiles, SiteTable, Tiles, cut, uncovered, upload
 
 Change = dict[str, int | bool]
 
@@ -39,7 +39,7 @@ def climb(name: str, start: object, changes: Iterable[Change], time_us: Callable
     for change in changes:
         attempt(replace(best, **change))
         best = min(times, key=times.__getitem__)
-    for blocks, us in sorted(times.items(), key=lambda item: item[1])[:6]:
+    for blocks, us in sorted(times.items(), key=lambda item: item[1])[:14]:
         print(f"{name} {us:10.2f} us {blocks}", flush=True)
     print(f"{name} {times[start]:10.2f} us at the start, worst {max(times.values()):.2f}", flush=True)
 
@@ -82,6 +82,54 @@ def decode(layers: int = 32) -> None:
     ):
         tiles = upload(cut(cases.batch(owner, 1), [16] * 32, rows), rows, 64, cases.DEVICE)
         climb(f"{name} rows {rows}", launch.DECODE, DECODE_CHANGES, timed(tiles))
+
+
+WIDE_CHANGES: tuple[Change, ...] = tuple(
+    {"r": r, "o": o, "expand_warps": warps}
+    for r in (32, 64, 128)
+    for o, warps in ((64, 4), (128, 4), (256, 4), (256, 8))
+)
+
+
+def wide() -> None:
+    """The decode expand where ranks are large: figure 5.1's batch on GPT-2 medium, and mixed ranks on Llama-3.1-8B."""
+    gpt2 = [group for group in cases.GPT2_MEDIUM if group.name != "c_fc"]
+    uniform = [0, 0, 1, 2, 3, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13]
+    for name, groups, layers, ranks, R, owner in (
+        ("gpt2 a14, ranks to 128", gpt2, 24, [(64, 16, 128, 32)[i % 4] for i in range(14)], 128, uniform),
+        ("gpt2 a1, rank 64", gpt2, 24, [64], 64, [0] * 16),
+        (
+            "llama a32, ranks to 64",
+            cases.LLAMA,
+            32,
+            [(8, 16, 32, 64)[i % 4] for i in range(32)],
+            64,
+            [i // 2 for i in range(64)],
+        ),
+        ("llama a1, rank 64", cases.LLAMA, 32, [64], 64, [0] * 64),
+    ):
+        sets = [cases.make_layer(group, len(owner), ranks) for _ in range(layers) for group in groups]
+        slots, firsts = cases.fill_slots(sets, len(ranks))
+        tables = [slots.table(first, len(layer.ys)) for layer, first in zip(sets, firsts, strict=True)]
+        rows = 16 if len(ranks) == 1 else 8
+        tiles = upload(cut(cases.batch(owner, 1), ranks, rows), rows, len(owner), cases.DEVICE)
+
+        def us(
+            blocks: DecodeBlocks,
+            sets: list[cases.Layer] = sets,
+            tables: list[SiteTable] = tables,
+            tiles: Tiles = tiles,
+            R: int = R,
+        ) -> float:
+            def call() -> None:
+                for layer, table in zip(sets, tables, strict=True):
+                    where = (table.addresses, table.ranks, table.scalings)
+                    launch.decode(layer.ys, layer.x, tiles.tiles, tiles.items, *where, tiles.rows, R, blocks)
+
+            return graph_us([call], replays=9).us
+
+        start = launch.DECODE if rows <= 8 else launch.DECODE_TALL
+        climb(name, start, WIDE_CHANGES, us)
 
 
 def long() -> None:
@@ -151,5 +199,5 @@ def _long_kernels(name: str, layers: list[cases.Layer], tables: list, tiles: Til
 if __name__ == "__main__":
     torch.manual_seed(0)
     begun = time.perf_counter()
-    {"decode": decode, "long": long}[sys.argv[1]]()
+    {"decode": decode, "wide": wide, "long": long}[sys.argv[1]]()
     print(f"{time.perf_counter() - begun:.0f} s")

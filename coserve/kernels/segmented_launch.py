@@ -42,6 +42,8 @@ class DecodeBlocks:
     steps: int = 2
     shrink_warps: int = 4
     o: int = 256
+    r: int = 16
+    """Ranks of the expand at a time."""
     expand_warps: int = 4
     pdl: bool = True
 
@@ -119,16 +121,16 @@ def decode(
     three = [ys[min(site, sites - 1)] for site in range(MAX_SITES)]
     widths, strides = [y.shape[1] for y in three], [y.stride(0) for y in three]
     output_blocks = sum(triton.cdiv(y.shape[1], blocks.o) for y in ys)
-    cut = {"BLOCK_T": rows, "BLOCK_R": RANK_BLOCK}
+    block_r = rank_block(R, blocks.r)
     sums = {"SITES": sites, "SPLITS": splits, "SPLITS_POW2": triton.next_power_of_2(splits), "ALIGNED": _aligned(ys)}
     table, row, pdl = (addresses, ranks), ranks.stride(0), blocks.pdl and has_pdl(x_TD.device)
     segmented_decode.shrink[(items.shape[0], splits, sites)](
-        x_TD, h, items, *table, inputs, x_TD.stride(0), row, tokens, R, **cut,
-        BLOCK_K=blocks.k, STEPS=blocks.steps, **options(pdl, blocks.shrink_warps, 1),
+        x_TD, h, items, *table, inputs, x_TD.stride(0), row, tokens, R,
+        BLOCK_T=rows, BLOCK_R=RANK_BLOCK, BLOCK_K=blocks.k, STEPS=blocks.steps, **options(pdl, blocks.shrink_warps, 1),
     )  # fmt: skip
     segmented_decode.expand[(output_blocks, tiles.shape[0])](
-        *three, h, tiles, *table, scalings, *widths, *strides, row, tokens, R, **sums, **cut,
-        BLOCK_O=blocks.o, SINGLE=R <= RANK_BLOCK, **options(pdl, blocks.expand_warps, 1),
+        *three, h, tiles, *table, scalings, *widths, *strides, row, tokens, R, **sums,
+        BLOCK_T=rows, BLOCK_R=block_r, BLOCK_O=blocks.o, SINGLE=R <= block_r, **options(pdl, blocks.expand_warps, 1),
     )  # fmt: skip
 
 
