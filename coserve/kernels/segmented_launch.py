@@ -6,7 +6,7 @@ What a launch looks like follows from shapes alone, so that the same batch alway
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 
 import torch
@@ -42,7 +42,7 @@ class DecodeBlocks:
     steps: int = 2
     shrink_warps: int = 4
     o: int = 256
-    r: int = 16
+    r: int = RANK_BLOCK
     """Ranks of the expand at a time."""
     expand_warps: int = 4
     pdl: bool = True
@@ -78,6 +78,9 @@ class LongBlocks:
 DECODE = DecodeBlocks()
 DECODE_TALL = DecodeBlocks(shrink_warps=2, expand_warps=8)
 """For tiles of more than 8 rows."""
+EXPAND_RANKS = ((264, 64), (1024, 32))
+"""(programs at most, ranks at a time) of the decode expand, with 8 warps. Few programs wait for one turn's loads after
+another's; many hide that from each other, and smaller ones find room side by side."""
 LONG = LongBlocks()
 
 
@@ -91,6 +94,14 @@ def options(pdl: bool, warps: int, stages: int) -> dict[str, int | bool]:
     """What every launch says of its kernel's form."""
     found: dict[str, int | bool] = {"num_warps": warps, "num_stages": stages, "PDL": pdl}
     return found if interpreted() else {**found, "launch_pdl": pdl}
+
+
+def decode_blocks(ys: Sequence[Tensor], tiles: int, rows: int, R: int) -> DecodeBlocks:
+    """The sizes for tiles of so many rows."""
+    blocks = DECODE if rows <= 8 else DECODE_TALL
+    programs = tiles * sum(triton.cdiv(y.shape[1], blocks.o) for y in ys)
+    ranks = next((ranks for most, ranks in EXPAND_RANKS if programs <= most), blocks.r)
+    return blocks if R <= RANK_BLOCK or ranks == blocks.r else replace(blocks, r=ranks, expand_warps=8)
 
 
 def decode_splits(inputs: int, blocks: DecodeBlocks = DECODE) -> int:
@@ -111,7 +122,7 @@ def decode(
     blocks: DecodeBlocks | None = None,
 ) -> None:
     """Adds into the ys of up to three sites that read x."""
-    blocks = blocks or (DECODE if rows <= 8 else DECODE_TALL)
+    blocks = blocks or decode_blocks(ys, tiles.shape[0], rows, R)
     tokens, inputs = x_TD.shape
     sites, splits = len(ys), decode_splits(inputs, blocks)
     assert sites == ranks.shape[1] <= MAX_SITES, f"expected the table's sites, {MAX_SITES} at most, got {sites}"
