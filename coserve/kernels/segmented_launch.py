@@ -81,6 +81,8 @@ DECODE_TALL = DecodeBlocks(shrink_warps=2, expand_warps=8)
 EXPAND_RANKS = ((264, 64), (1024, 32))
 """(programs at most, ranks at a time) of the decode expand, with 8 warps. Few programs wait for one turn's loads after
 another's; many hide that from each other, and smaller ones find room side by side."""
+EXPAND_H = 4096
+"""Elements of h, of all splits, that a program of the decode expand reads at a time, at most: it keeps them in registers."""
 LONG = LongBlocks()
 
 
@@ -96,12 +98,15 @@ def options(pdl: bool, warps: int, stages: int) -> dict[str, int | bool]:
     return found if interpreted() else {**found, "launch_pdl": pdl}
 
 
-def decode_blocks(ys: Sequence[Tensor], tiles: int, rows: int, R: int) -> DecodeBlocks:
-    """The sizes for tiles of so many rows."""
+def decode_blocks(ys: Sequence[Tensor], inputs: int, tiles: int, rows: int, R: int) -> DecodeBlocks:
+    """The sizes for so many tiles of so many rows."""
     blocks = DECODE if rows <= 8 else DECODE_TALL
+    if R <= RANK_BLOCK:
+        return blocks
     programs = tiles * sum(triton.cdiv(y.shape[1], blocks.o) for y in ys)
-    ranks = next((ranks for most, ranks in EXPAND_RANKS if programs <= most), blocks.r)
-    return blocks if R <= RANK_BLOCK or ranks == blocks.r else replace(blocks, r=ranks, expand_warps=8)
+    wanted = next((ranks for most, ranks in EXPAND_RANKS if programs <= most), RANK_BLOCK)
+    ranks = min(wanted, EXPAND_H // (rows * triton.next_power_of_2(decode_splits(inputs, blocks))))
+    return blocks if ranks <= RANK_BLOCK else replace(blocks, r=ranks, expand_warps=8)
 
 
 def decode_splits(inputs: int, blocks: DecodeBlocks = DECODE) -> int:
@@ -122,8 +127,8 @@ def decode(
     blocks: DecodeBlocks | None = None,
 ) -> None:
     """Adds into the ys of up to three sites that read x."""
-    blocks = blocks or decode_blocks(ys, tiles.shape[0], rows, R)
     tokens, inputs = x_TD.shape
+    blocks = blocks or decode_blocks(ys, inputs, tiles.shape[0], rows, R)
     sites, splits = len(ys), decode_splits(inputs, blocks)
     assert sites == ranks.shape[1] <= MAX_SITES, f"expected the table's sites, {MAX_SITES} at most, got {sites}"
     if not tiles.shape[0] or not tokens:
@@ -141,7 +146,7 @@ def decode(
     )  # fmt: skip
     segmented_decode.expand[(output_blocks, tiles.shape[0])](
         *three, h, tiles, *table, scalings, *widths, *strides, row, tokens, R, **sums,
-        BLOCK_T=rows, BLOCK_R=block_r, BLOCK_O=blocks.o, SINGLE=R <= block_r, **options(pdl, blocks.expand_warps, 1),
+        BLOCK_T=rows, BLOCK_R=block_r, BLOCK_O=blocks.o, SINGLE=block_r >= R, **options(pdl, blocks.expand_warps, 1),
     )  # fmt: skip
 
 
