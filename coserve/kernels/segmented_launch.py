@@ -81,7 +81,7 @@ DECODE_TALL = DecodeBlocks(shrink_warps=2, expand_warps=8)
 EXPAND_RANKS = ((264, 64), (1024, 32))
 """(programs at most, ranks at a time) of the decode expand, with 8 warps. Few programs wait for one turn's loads after
 another's; many hide that from each other, and smaller ones find room side by side."""
-EXPAND_H = 4096
+EXPAND_H = 2048
 """Elements of h, of all splits, that a program of the decode expand reads at a time, at most: it keeps them in registers."""
 LONG = LongBlocks()
 
