@@ -1,6 +1,6 @@
 """Block sizes of the segmented kernels, by measurement: `python -m benchmarks.kernel_tune decode`, `wide` or `long [kernel,...]`.
 
-One setting is varied at a time from the best so far. The winners are `segmented_launch.DECODE` and `LONG`.
+One setting is varied at a time from the best so far. The winners are in `segmented_launch`: `decode_blocks` and `LONG`.
 """
 
 from __future__ import annotations
@@ -45,15 +45,23 @@ def climb(name: str, start: object, changes: Iterable[Change], time_us: Callable
 
 
 DECODE_CHANGES: tuple[Change, ...] = (
-    {"pdl": False},
-    *({"o": o, "expand_warps": warps} for o, warps in ((128, 4), (256, 2), (256, 4), (512, 4), (512, 8), (1024, 8))),
     *(
         {"k": k, "steps": steps, "shrink_warps": warps}
-        for k, steps in ((256, 1), (256, 2), (256, 4), (512, 1), (512, 2))
-        for warps in (2, 4)
+        for k, steps, warps in ((512, 2, 4), (512, 1, 2), (1024, 1, 2), (1024, 1, 4), (1024, 2, 2), (2048, 1, 4))
     ),
-    {"pdl": False},
+    *({"o": o, "expand_warps": warps} for o, warps in ((64, 4), (128, 4), (128, 8), (256, 4), (256, 8), (512, 8))),
 )
+EXPAND_CHANGES: tuple[Change, ...] = tuple(
+    {"r": r, "o": o, "expand_warps": warps}
+    for r in (32, 64, 128)
+    for o, warps in ((64, 4), (128, 4), (128, 8), (256, 4), (256, 8))
+)
+
+
+def climb_decode(name: str, changes: Iterable[Change], us: Callable[[DecodeBlocks | None], float]) -> None:
+    """`climb`, and what `decode_blocks` chooses."""
+    climb(name, DecodeBlocks(), (*DECODE_CHANGES, *changes), us)
+    print(f"{name} {us(None):10.2f} us as decode_blocks chooses", flush=True)
 
 
 def decode(layers: int = 32) -> None:
@@ -62,8 +70,8 @@ def decode(layers: int = 32) -> None:
     slots, firsts = cases.fill_slots(sets, 32)
     tables = [slots.table(first, len(layer.ys)) for layer, first in zip(sets, firsts, strict=True)]
 
-    def timed(tiles: Tiles) -> Callable[[DecodeBlocks], float]:
-        def us(blocks: DecodeBlocks) -> float:
+    def timed(tiles: Tiles) -> Callable[[DecodeBlocks | None], float]:
+        def us(blocks: DecodeBlocks | None) -> float:
             def call() -> None:
                 for layer, table in zip(sets, tables, strict=True):
                     where = (table.addresses, table.ranks, table.scalings)
@@ -81,14 +89,7 @@ def decode(layers: int = 32) -> None:
         ("a1", [0] * 64, 32),
     ):
         tiles = upload(cut(cases.batch(owner, 1), [16] * 32, rows), rows, 64, cases.DEVICE)
-        climb(f"{name} rows {rows}", launch.DECODE, DECODE_CHANGES, timed(tiles))
-
-
-WIDE_CHANGES: tuple[Change, ...] = tuple(
-    {"r": r, "o": o, "expand_warps": warps}
-    for r in (32, 64, 128)
-    for o, warps in ((64, 4), (128, 4), (256, 4), (256, 8))
-)
+        climb_decode(f"{name} rows {rows}", (), timed(tiles))
 
 
 def wide() -> None:
@@ -115,7 +116,7 @@ def wide() -> None:
         tiles = upload(cut(cases.batch(owner, 1), ranks, rows), rows, len(owner), cases.DEVICE)
 
         def us(
-            blocks: DecodeBlocks,
+            blocks: DecodeBlocks | None,
             sets: list[cases.Layer] = sets,
             tables: list[SiteTable] = tables,
             tiles: Tiles = tiles,
@@ -128,8 +129,7 @@ def wide() -> None:
 
             return graph_us([call], replays=9).us
 
-        start = launch.DECODE if rows <= 8 else launch.DECODE_TALL
-        climb(name, start, WIDE_CHANGES, us)
+        climb_decode(name, EXPAND_CHANGES, us)
 
 
 def long() -> None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, lru_cache
 
 import torch
 import triton
@@ -38,9 +38,9 @@ MAX_SITES = 3
 class DecodeBlocks:
     """Sizes of the decode kernels."""
 
-    k: int = 512
-    steps: int = 2
-    shrink_warps: int = 4
+    k: int = 1024
+    steps: int = 1
+    shrink_warps: int = 2
     o: int = 256
     r: int = RANK_BLOCK
     """Ranks of the expand at a time."""
@@ -75,12 +75,11 @@ class LongBlocks:
     pdl: bool = True
 
 
-DECODE = DecodeBlocks()
-DECODE_TALL = DecodeBlocks(shrink_warps=2, expand_warps=8)
-"""For tiles of more than 8 rows."""
-EXPAND_RANKS = ((264, 64), (1024, 32))
-"""(programs at most, ranks at a time) of the decode expand, with 8 warps. Few programs wait for one turn's loads after
-another's; many hide that from each other, and smaller ones find room side by side."""
+MANY_SHRINKS = 512
+"""Programs of the decode shrink from which each takes two steps of k: the start of a program then costs more than its wait."""
+FEW_EXPANDS = 1024
+"""Programs of 128 outputs up to which the decode expand is cut so small: it waits for its loads, so more of them are
+under way at once, of more ranks; beyond, programs hide that from each other."""
 EXPAND_H = 2048
 """Elements of h, of all splits, that a program of the decode expand reads at a time, at most: it keeps them in registers."""
 LONG = LongBlocks()
@@ -98,18 +97,19 @@ def options(pdl: bool, warps: int, stages: int) -> dict[str, int | bool]:
     return found if interpreted() else {**found, "launch_pdl": pdl}
 
 
-def decode_blocks(ys: Sequence[Tensor], inputs: int, tiles: int, rows: int, R: int) -> DecodeBlocks:
-    """The sizes for so many tiles of so many rows."""
-    blocks = DECODE if rows <= 8 else DECODE_TALL
-    if R <= RANK_BLOCK:
-        return blocks
-    programs = tiles * sum(triton.cdiv(y.shape[1], blocks.o) for y in ys)
-    wanted = next((ranks for most, ranks in EXPAND_RANKS if programs <= most), RANK_BLOCK)
-    ranks = min(wanted, EXPAND_H // (rows * triton.next_power_of_2(decode_splits(inputs, blocks))))
-    return blocks if ranks <= RANK_BLOCK else replace(blocks, r=ranks, expand_warps=8)
+@lru_cache(4096)
+def decode_blocks(inputs: int, outputs: tuple[int, ...], tiles: int, items: int, rows: int, R: int) -> DecodeBlocks:
+    """The sizes for so many tiles, of so many rows each, at sites of so many inputs and outputs."""
+    start = DecodeBlocks()
+    steps = 2 if items * len(outputs) * triton.cdiv(inputs, start.k) > MANY_SHRINKS else 1
+    few = tiles * sum(triton.cdiv(width, 128) for width in outputs) <= FEW_EXPANDS
+    splits = triton.next_power_of_2(decode_splits(inputs, replace(start, steps=steps)))
+    ranks = rank_block(R, max(RANK_BLOCK, min(64 if few else 32, EXPAND_H // (rows * splits))))
+    warps = 8 if ranks > RANK_BLOCK or (few and rows > 8) else 4
+    return replace(start, steps=steps, o=128 if few else 256, r=ranks, expand_warps=warps)
 
 
-def decode_splits(inputs: int, blocks: DecodeBlocks = DECODE) -> int:
+def decode_splits(inputs: int, blocks: DecodeBlocks) -> int:
     """How many parts the decode shrink divides D `inputs` into."""
     return int(triton.cdiv(inputs, blocks.k * blocks.steps))
 
@@ -128,7 +128,8 @@ def decode(
 ) -> None:
     """Adds into the ys of up to three sites that read x."""
     tokens, inputs = x_TD.shape
-    blocks = blocks or decode_blocks(ys, inputs, tiles.shape[0], rows, R)
+    shape = tuple(y.shape[1] for y in ys), tiles.shape[0], items.shape[0]
+    blocks = blocks or decode_blocks(inputs, *shape, rows, R)
     sites, splits = len(ys), decode_splits(inputs, blocks)
     assert sites == ranks.shape[1] <= MAX_SITES, f"expected the table's sites, {MAX_SITES} at most, got {sites}"
     if not tiles.shape[0] or not tokens:

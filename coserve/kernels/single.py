@@ -22,7 +22,7 @@ from torch import Tensor
 
 from coserve.kernels import segmented_decode
 from coserve.kernels.dispatch import interpreted
-from coserve.kernels.segmented_launch import DECODE, decode_splits, has_pdl
+from coserve.kernels.segmented_launch import DecodeBlocks, decode_splits, has_pdl
 from coserve.kernels.segmented_load import weights
 from coserve.kernels.stopwatch import graph_ms
 from coserve.kernels.tables import RANK_BLOCK, SiteTable, Tiles
@@ -129,6 +129,7 @@ def single_row(
     O, D = weight_OD.shape
     device, block_k = x_D.device, int(triton.next_power_of_2(D))
     (block, warps), pdl = shape, has_pdl(x_D.device)
+    shrink = DecodeBlocks()
     options = {"PDL": pdl} if interpreted() else {"PDL": pdl, "launch_pdl": pdl}
     y = torch.empty(O, dtype=x_D.dtype, device=device)
     ends = [sum(sizes[: i + 1]) if i < len(sizes) - 1 else O for i in range(2)]
@@ -136,12 +137,12 @@ def single_row(
     h, tiles_, addresses, ranks, scalings = (y,) * 5
     if lora is not None:
         tiles, table, R = lora
-        splits, row = decode_splits(D), table.ranks.stride(0)
+        splits, row = decode_splits(D, shrink), table.ranks.stride(0)
         tiles_, addresses, ranks, scalings = tiles.tiles, table.addresses, table.ranks, table.scalings
         h = torch.empty(splits, sites, 1, R, dtype=torch.float32, device=device)
         segmented_decode.shrink[(tiles.items.shape[0], splits, sites)](
             x_D, h, tiles.items, addresses, ranks, D, D, row, 1, R, BLOCK_T=tiles.rows, BLOCK_R=RANK_BLOCK,
-            BLOCK_K=DECODE.k, STEPS=DECODE.steps, num_warps=DECODE.shrink_warps, num_stages=1, **options,
+            BLOCK_K=shrink.k, STEPS=shrink.steps, num_warps=shrink.shrink_warps, num_stages=1, **options,
         )  # fmt: skip
     project[(triton.cdiv(O, block),)](
         x_D, weight_OD, y if bias_O is None else bias_O, y, h, tiles_, addresses, ranks, scalings,
