@@ -15,6 +15,7 @@ from torch import Tensor
 
 from coserve.kernels import segmented_decode, segmented_prefill
 from coserve.kernels.dispatch import interpreted
+from coserve.kernels.launcher import Launcher
 from coserve.kernels.tables import RANK_BLOCK
 
 PROGRAMS = 264
@@ -83,6 +84,8 @@ under way at once, of more ranks; beyond, programs hide that from each other."""
 EXPAND_H = 2048
 """Elements of h, of all splits, that a program of the decode expand reads at a time, at most: it keeps them in registers."""
 LONG = LongBlocks()
+DECODE_SHRINK, DECODE_EXPAND = Launcher(segmented_decode.shrink), Launcher(segmented_decode.expand)
+LONG_SHRINK, LONG_EXPAND = Launcher(segmented_prefill.shrink), Launcher(segmented_prefill.expand)
 
 
 @cache
@@ -141,12 +144,12 @@ def decode(
     block_r = rank_block(R, blocks.r)
     sums = {"SITES": sites, "SPLITS": splits, "SPLITS_POW2": triton.next_power_of_2(splits), "ALIGNED": _aligned(ys)}
     table, row, pdl = (addresses, ranks), ranks.stride(0), blocks.pdl and has_pdl(x_TD.device)
-    segmented_decode.shrink[(items.shape[0], splits, sites)](
-        x_TD, h, items, *table, inputs, x_TD.stride(0), row, tokens, R,
+    DECODE_SHRINK(
+        (items.shape[0], splits, sites), (x_TD, h, items, *table), (inputs, x_TD.stride(0), row, tokens, R),
         BLOCK_T=rows, BLOCK_R=RANK_BLOCK, BLOCK_K=blocks.k, STEPS=blocks.steps, **options(pdl, blocks.shrink_warps, 1),
     )  # fmt: skip
-    segmented_decode.expand[(output_blocks, tiles.shape[0])](
-        *three, h, tiles, *table, scalings, *widths, *strides, row, tokens, R, **sums,
+    DECODE_EXPAND(
+        (output_blocks, tiles.shape[0], 1), (*three, h, tiles, *table, scalings), (*widths, *strides, row, tokens, R), **sums,
         BLOCK_T=rows, BLOCK_R=block_r, BLOCK_O=blocks.o, SINGLE=block_r >= R, **options(pdl, blocks.expand_warps, 1),
     )  # fmt: skip
 
@@ -233,9 +236,9 @@ def long_shrink(
     stage = (rows + sites * block_r) * k * x_TD.element_size()
     stages = blocks.shrink_stages * 4 // 3 if block_r == 64 else blocks.shrink_stages
     warps = 4 if block_r <= 32 else 8
-    segmented_prefill.shrink[(tiles.shape[0], splits, triton.cdiv(R, block_r))](
-        x_TD, h, parts, counters, tiles, addresses, ranks, inputs, x_TD.stride(0),
-        ranks.stride(0), tokens, R, steps, SITES=sites, SPLIT=finish and splits > 1, BLOCK_T=rows, BLOCK_R=block_r,
+    LONG_SHRINK(
+        (tiles.shape[0], splits, triton.cdiv(R, block_r)), (x_TD, h, parts, counters, tiles, addresses, ranks),
+        (inputs, x_TD.stride(0), ranks.stride(0), tokens, R, steps), SITES=sites, SPLIT=finish and splits > 1, BLOCK_T=rows, BLOCK_R=block_r,
         BLOCK_K=k, **options(pdl, warps, min(stages, SHARED_BYTES // stage)),
     )  # fmt: skip
     return h
@@ -293,10 +296,10 @@ def long_expand(
         block_r, stages = rank_block(R, blocks.single_r), blocks.single_stages
     else:
         block_r, stages = rank_block(R, LOOP_RANK), blocks.run_stages + (R > 64)
-    segmented_prefill.expand[(sum(triton.cdiv(y.shape[1], block_o * run) for y in ys), tiles.shape[0])](
-        *three, *fresh, h, h if kept is None else kept, tiles, addresses, ranks, scalings,
-        *(y.shape[1] for y in three), *(y.stride(0) for y in three), *(out.stride(0) for out in fresh),
-        ranks.stride(0), tokens, R, SITES=sites, ALIGNED=_aligned([*ys, *outs]),
+    LONG_EXPAND(
+        (sum(triton.cdiv(y.shape[1], block_o * run) for y in ys), tiles.shape[0], 1),
+        (*three, *fresh, h, h if kept is None else kept, tiles, addresses, ranks, scalings),
+        (*(y.shape[1] for y in three), *(y.stride(0) for y in (*three, *fresh)), ranks.stride(0), tokens, R), SITES=sites, ALIGNED=_aligned([*ys, *outs]),
         PARTS=h.shape[0] if h.dim() == 4 else 1, KEEP=kept is not None, BLOCK_T=rows, BLOCK_R=block_r,
         BLOCK_O=block_o, BLOCKS=run, STAGES=stages, **options(blocks.pdl and has_pdl(h.device), warps, 1),
     )  # fmt: skip

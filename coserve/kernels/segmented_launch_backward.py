@@ -7,6 +7,7 @@ import triton
 from torch import Tensor
 
 from coserve.kernels import segmented_backward
+from coserve.kernels.launcher import Launcher
 from coserve.kernels.segmented_launch import (
     LONG,
     MAX_SITES,
@@ -18,6 +19,9 @@ from coserve.kernels.segmented_launch import (
     rank_block,
     splits_of,
 )
+
+SHRINK_B, EXPAND_A = Launcher(segmented_backward.shrink_b), Launcher(segmented_backward.expand_a)
+OUTER = Launcher(segmented_backward.outer)
 
 
 def shrink_b(
@@ -41,21 +45,11 @@ def shrink_b(
         splits, steps = splits_of(tiles.shape[0] * rank_blocks, dy.shape[1], k)
         shape = (splits, tokens, R)
         parts = g[site] if splits == 1 else torch.empty(shape, dtype=torch.float32, device=g.device)
-        segmented_backward.shrink_b[(tiles.shape[0], splits, rank_blocks)](
-            dy,
-            g[site],
-            parts,
-            counters,
-            tiles,
-            addresses[:, site:],
-            ranks[:, site:],
-            scalings[:, site:],
-            dy.shape[1],
-            dy.stride(0),
-            ranks.stride(0),
-            tokens * R,
-            R,
-            steps,
+        column = (addresses[:, site:], ranks[:, site:], scalings[:, site:])
+        SHRINK_B(
+            (tiles.shape[0], splits, rank_blocks),
+            (dy, g[site], parts, counters, tiles, *column),
+            (dy.shape[1], dy.stride(0), ranks.stride(0), tokens * R, R, steps),
             SPLIT=splits > 1,
             BLOCK_T=rows,
             BLOCK_R=block_r,
@@ -73,17 +67,10 @@ def expand_a(
     sites, tokens, R = g.shape
     dx = torch.empty(tokens, inputs, dtype=g.dtype, device=g.device)
     block_d = blocks.d if g.element_size() == 2 else blocks.d // 2
-    segmented_backward.expand_a[(triton.cdiv(inputs, block_d), tiles.shape[0])](
-        dx,
-        g,
-        tiles,
-        addresses,
-        ranks,
-        inputs,
-        dx.stride(0),
-        ranks.stride(0),
-        tokens,
-        R,
+    EXPAND_A(
+        (triton.cdiv(inputs, block_d), tiles.shape[0], 1),
+        (dx, g, tiles, addresses, ranks),
+        (inputs, dx.stride(0), ranks.stride(0), tokens, R),
         SITES=sites,
         BLOCK_T=rows,
         BLOCK_R=rank_block(R),
@@ -123,22 +110,10 @@ def outer(
     dtype = u_TN.dtype if parts == 1 else torch.float32
     outs = [new(parts, total * width, dtype=dtype, device=u_TN.device) for total in totals]
     three = [outs[min(site, sites - 1)] for site in range(MAX_SITES)]
-    segmented_backward.outer[(wide, adapters, parts * rank_blocks)](
-        u_TN,
-        v,
-        *three,
-        tiles,
-        spans,
-        ranks,
-        scalings,
-        starts,
-        width,
-        u_TN.stride(0),
-        ranks.stride(0),
-        tokens,
-        R,
-        parts,
-        *(out.stride(0) for out in three),
+    OUTER(
+        (wide, adapters, parts * rank_blocks),
+        (u_TN, v, *three, tiles, spans, ranks, scalings, starts),
+        (width, u_TN.stride(0), ranks.stride(0), tokens, R, parts, *(out.stride(0) for out in three)),
         SITES=sites,
         OF_B=of_b,
         BLOCK_T=rows,

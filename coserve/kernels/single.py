@@ -20,9 +20,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from coserve.kernels import segmented_decode
 from coserve.kernels.dispatch import interpreted
-from coserve.kernels.segmented_launch import DecodeBlocks, decode_splits, has_pdl
+from coserve.kernels.segmented_launch import DECODE_SHRINK, DecodeBlocks, decode_splits, has_pdl
 from coserve.kernels.segmented_load import weights
 from coserve.kernels.stopwatch import graph_ms
 from coserve.kernels.tables import RANK_BLOCK, SiteTable, Tiles
@@ -140,8 +139,8 @@ def single_row(
         splits, row = decode_splits(D, shrink), table.ranks.stride(0)
         tiles_, addresses, ranks, scalings = tiles.tiles, table.addresses, table.ranks, table.scalings
         h = torch.empty(splits, sites, 1, R, dtype=torch.float32, device=device)
-        segmented_decode.shrink[(tiles.items.shape[0], splits, sites)](
-            x_D, h, tiles.items, addresses, ranks, D, D, row, 1, R, BLOCK_T=tiles.rows, BLOCK_R=RANK_BLOCK,
+        DECODE_SHRINK(
+            (tiles.items.shape[0], splits, sites), (x_D, h, tiles.items, addresses, ranks), (D, D, row, 1, R), BLOCK_T=tiles.rows, BLOCK_R=RANK_BLOCK,
             BLOCK_K=shrink.k, STEPS=shrink.steps, num_warps=shrink.shrink_warps, num_stages=1, **options,
         )  # fmt: skip
     project[(triton.cdiv(O, block),)](
