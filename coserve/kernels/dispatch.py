@@ -64,6 +64,15 @@ def interpreted() -> bool:
     return os.environ.get("TRITON_INTERPRET") == "1"
 
 
+def prepare(segments: Segments, sites: Sequence[tuple[LoraPair | None, ...]], way: Way) -> None:
+    """What can be done once for all `lora_add`s of a step: `sites[s]` are the pairs that site s will be called with."""
+    device = next((pair.a_RD.device for site in sites for pair in site if pair is not None), None)
+    if way is Way.SEGMENTED and device is not None:
+        from coserve.kernels import segmented  # Triton only where it is used
+
+        segmented.prepare(segments, sites, device)
+
+
 def lora_add(y_TO: Tensor, x_TD: Tensor, segments: Segments, pairs: Sequence[LoraPair | None], way: Way) -> Tensor:
     """`y_TO + scaling_a (x_TD a_RDᵀ) b_ORᵀ` for the adapter `a` of each token.
 

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from coserve.kernels.dispatch import interpreted
 from coserve.kernels.segmented_launch import has_pdl
+from coserve.kernels.sizes import cdiv
 from coserve.kernels.stopwatch import graph_ms
 
 ROWS = (16, 32, 64)
@@ -95,7 +96,7 @@ def shapes_of(inputs: int, dtype: torch.dtype) -> list[Shape]:
 
 def make_counters(outputs: int, device: torch.device) -> Tensor:
     """int32 zeros for `few_rows` of up to O `outputs`; zeros again after each call. For one stream."""
-    return torch.zeros(triton.cdiv(outputs, min(shape.n for shape in SHAPES)), dtype=torch.int32, device=device)
+    return torch.zeros(cdiv(outputs, min(shape.n for shape in SHAPES)), dtype=torch.int32, device=device)
 
 
 def few_rows(x_TD: Tensor, weight_OD: Tensor, bias_O: Tensor | None, counters: Tensor, shape: Shape) -> Tensor:
@@ -108,7 +109,7 @@ def few_rows(x_TD: Tensor, weight_OD: Tensor, bias_O: Tensor | None, counters: T
     parts = y
     if shape.splits > 1:
         parts = torch.empty(shape.splits, rows, outputs, dtype=torch.float32, device=x_TD.device)
-    project[(triton.cdiv(outputs, shape.n), shape.splits)](
+    project[(cdiv(outputs, shape.n), shape.splits)](
         x_TD, weight_OD, y if bias_O is None else bias_O, y, parts, counters, rows, outputs, inputs, x_TD.stride(0),
         BIAS=bias_O is not None, BLOCK_M=block, BLOCK_N=shape.n, BLOCK_K=shape.k, SPLITS=shape.splits,
         STAGES=shape.stages, PDL=pdl, num_warps=shape.warps, **({} if interpreted() else {"launch_pdl": pdl}),

@@ -24,6 +24,7 @@ import triton.language as tl
 from torch import Tensor
 
 from coserve.kernels.dispatch import interpreted
+from coserve.kernels.sizes import cdiv, next_power_of_2
 
 GREEDY_BELOW = 1e-5
 """A temperature below this means the likeliest token."""
@@ -258,11 +259,11 @@ def likeliest(logits_BV: Tensor) -> Tensor:
     """See `generate.draws.likeliest`. Rows of the logits may lie apart."""
     rows, vocab = logits_BV.shape
     assert logits_BV.stride(1) == 1, "expected the logits of a row side by side"
-    chunks, tokens = triton.cdiv(vocab, PEAK_CHUNK), torch.empty(rows, dtype=torch.int64, device=logits_BV.device)
+    chunks, tokens = cdiv(vocab, PEAK_CHUNK), torch.empty(rows, dtype=torch.int64, device=logits_BV.device)
     if rows:
         peaks = torch.empty(rows, chunks, dtype=torch.int64, device=logits_BV.device)
         peak[(rows, chunks)](logits_BV, logits_BV.stride(0), peaks, vocab, CHUNK=PEAK_CHUNK, num_warps=4)
-        top[(rows,)](peaks, tokens, chunks, CHUNKS=triton.next_power_of_2(chunks), num_warps=4)
+        top[(rows,)](peaks, tokens, chunks, CHUNKS=next_power_of_2(chunks), num_warps=4)
     return tokens
 
 
@@ -271,13 +272,13 @@ def draw(logits_BV: Tensor, likeliest_B: Tensor, columns_BK: Tensor, *, filters:
     rows, vocab = logits_BV.shape
     assert columns_BK.shape == (rows, COLUMNS), f"expected {COLUMNS} columns, got {tuple(columns_BK.shape)}"
     assert logits_BV.stride(1) == 1, "expected the logits of a row side by side"
-    device, chunks = logits_BV.device, triton.cdiv(vocab, CHUNK)
+    device, chunks = logits_BV.device, cdiv(vocab, CHUNK)
     weights = torch.empty(rows, vocab, dtype=torch.float32, device=device)
     masses = torch.empty(rows, chunks, dtype=torch.float64, device=device)
     counts = torch.empty(rows, chunks + 2, dtype=torch.int32, device=device)
     ties, bounds = counts.flatten()[: rows * chunks], counts.flatten()[rows * chunks :]
     tokens = torch.empty(rows, dtype=torch.int64, device=device)
-    padded = triton.next_power_of_2(chunks)
+    padded = next_power_of_2(chunks)
     common = (likeliest_B, columns_BK, weights, masses)
     weigh[(rows, chunks)](
         logits_BV, logits_BV.stride(0), likeliest_B, columns_BK, weights, masses, vocab, CHUNK=CHUNK, num_warps=4
@@ -295,6 +296,6 @@ def penalise_(logits_BV: Tensor, rows_P: Tensor, said_NV: Tensor, slots_P: Tenso
     """See `generate.draws.penalise_`: in place on some rows of fp32 logits, with rows `slots_P` of the table `said_NV`."""
     assert logits_BV.is_contiguous() and said_NV.is_contiguous(), "expected whole rows"
     vocab = logits_BV.shape[1]
-    grid = (len(rows_P), triton.cdiv(vocab, CHUNK))
+    grid = (len(rows_P), cdiv(vocab, CHUNK))
     exact = {} if interpreted() else {"enable_fp_fusion": False}  # to the last bit what PyTorch's operations give
     penalise[grid](logits_BV, rows_P, said_NV, slots_P, penalties_PK, vocab, CHUNK=CHUNK, num_warps=4, **exact)

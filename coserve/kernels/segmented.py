@@ -6,8 +6,9 @@ Decode batches (a few rows an adapter) and long ones (prefill, training) have ke
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -188,11 +189,23 @@ def plan_of(segments: Segments, group: Group, *, train: bool) -> Plan:
 def group_of(segments: Segments, pairs: Sequence[tuple[LoraPair | None, ...]], device: torch.device) -> Group:
     """The table of up to `MAX_SITES` sites that read one input: `pairs[g][adapter]`. Built once a step."""
 
-    def build() -> Group:
-        table, held = site_table(pairs, device)
-        own = [pair for site in pairs for pair in site if pair is not None]
-        totals = [sum(0 if pair is None else pair.rank for pair in site) for site in pairs]
-        a, b = [pair.a_RD for pair in own], [pair.b_OR for pair in own]
-        return Group(table, tuple(pairs), a, b, totals, held)
+    return segments.plan(_key(pairs, device), lambda: _group(pairs, *site_table(pairs, device)))
 
-    return segments.plan(("group", device, *(id(pair) for site in pairs for pair in site)), build)
+
+def prepare(segments: Segments, sites: Sequence[tuple[LoraPair | None, ...]], device: torch.device) -> None:
+    """Builds the tables of sites, `sites[s][adapter]`, in one piece: `lora_add` finds them. Each with an input of its own."""
+    table, held = site_table(sites, device)
+    for place, pairs in enumerate(sites):
+        column = table.columns(place, 1)
+        segments.plan(_key([pairs], device), partial(_group, [pairs], column, held))
+
+
+def _key(pairs: Sequence[tuple[LoraPair | None, ...]], device: torch.device) -> Hashable:
+    return ("group", device, *[id(pair) for site in pairs for pair in site])
+
+
+def _group(pairs: Sequence[tuple[LoraPair | None, ...]], table: SiteTable, held: list[LoraPair]) -> Group:
+    own = [pair for site in pairs for pair in site if pair is not None]
+    totals = [sum(0 if pair is None else pair.rank for pair in site) for site in pairs]
+    a, b = [pair.a_RD for pair in own], [pair.b_OR for pair in own]
+    return Group(table, tuple(pairs), a, b, totals, held)

@@ -10,12 +10,12 @@ from dataclasses import dataclass, replace
 from functools import cache, lru_cache
 
 import torch
-import triton
 from torch import Tensor
 
 from coserve.kernels import segmented_decode, segmented_prefill
 from coserve.kernels.dispatch import interpreted
 from coserve.kernels.launcher import Launcher
+from coserve.kernels.sizes import cdiv, next_power_of_2
 from coserve.kernels.tables import RANK_BLOCK
 
 PROGRAMS = 264
@@ -104,9 +104,9 @@ def options(pdl: bool, warps: int, stages: int) -> dict[str, int | bool]:
 def decode_blocks(inputs: int, outputs: tuple[int, ...], tiles: int, items: int, rows: int, R: int) -> DecodeBlocks:
     """The sizes for so many tiles, of so many rows each, at sites of so many inputs and outputs."""
     start = DecodeBlocks()
-    steps = 2 if items * len(outputs) * triton.cdiv(inputs, start.k) > MANY_SHRINKS else 1
-    few = tiles * sum(triton.cdiv(width, 128) for width in outputs) <= FEW_EXPANDS
-    splits = triton.next_power_of_2(decode_splits(inputs, replace(start, steps=steps)))
+    steps = 2 if items * len(outputs) * cdiv(inputs, start.k) > MANY_SHRINKS else 1
+    few = tiles * sum(cdiv(width, 128) for width in outputs) <= FEW_EXPANDS
+    splits = next_power_of_2(decode_splits(inputs, replace(start, steps=steps)))
     ranks = rank_block(R, max(RANK_BLOCK, min(64 if few else 32, EXPAND_H // (rows * splits))))
     warps = 8 if ranks > RANK_BLOCK or (few and rows > 8) else 4
     return replace(start, steps=steps, o=128 if few else 256, r=ranks, expand_warps=warps)
@@ -114,7 +114,7 @@ def decode_blocks(inputs: int, outputs: tuple[int, ...], tiles: int, items: int,
 
 def decode_splits(inputs: int, blocks: DecodeBlocks) -> int:
     """How many parts the decode shrink divides D `inputs` into."""
-    return int(triton.cdiv(inputs, blocks.k * blocks.steps))
+    return cdiv(inputs, blocks.k * blocks.steps)
 
 
 def decode(
@@ -140,9 +140,9 @@ def decode(
     h = torch.empty(splits, sites, tokens, R, dtype=torch.float32, device=x_TD.device)
     three = [ys[min(site, sites - 1)] for site in range(MAX_SITES)]
     widths, strides = [y.shape[1] for y in three], [y.stride(0) for y in three]
-    output_blocks = sum(triton.cdiv(y.shape[1], blocks.o) for y in ys)
+    output_blocks = sum(cdiv(y.shape[1], blocks.o) for y in ys)
     block_r = rank_block(R, blocks.r)
-    sums = {"SITES": sites, "SPLITS": splits, "SPLITS_POW2": triton.next_power_of_2(splits), "ALIGNED": _aligned(ys)}
+    sums = {"SITES": sites, "SPLITS": splits, "SPLITS_POW2": next_power_of_2(splits), "ALIGNED": _aligned(ys)}
     table, row, pdl = (addresses, ranks), ranks.stride(0), blocks.pdl and has_pdl(x_TD.device)
     DECODE_SHRINK(
         (items.shape[0], splits, sites), (x_TD, h, items, *table), (inputs, x_TD.stride(0), row, tokens, R),
@@ -156,16 +156,16 @@ def decode(
 
 def rank_block(R: int, most: int = 64) -> int:
     """Ranks that one program of a long kernel works on together."""
-    return min(most, max(RANK_BLOCK, int(triton.next_power_of_2(R))))
+    return min(most, max(RANK_BLOCK, next_power_of_2(R)))
 
 
 def splits_of(programs: int, length: int, block: int, wanted: int = PROGRAMS) -> tuple[int, int]:
     """(splits, blocks in each) of a sum over `length`: enough programs to fill the chip, and enough work in each."""
-    blocks = int(triton.cdiv(length, block))
+    blocks = cdiv(length, block)
     most = length // SPLIT_LENGTH if length >= 4 * SPLIT_LENGTH else 1
     splits = max(1, min(wanted // max(programs, 1), most))
-    steps = int(triton.cdiv(blocks, splits))
-    return int(triton.cdiv(blocks, steps)), steps
+    steps = cdiv(blocks, splits)
+    return cdiv(blocks, steps), steps
 
 
 def long_forward(
@@ -205,7 +205,7 @@ def _shrink_cut(x_TD: Tensor, tiles: Tensor, sites: int, R: int, blocks: LongBlo
     """(splits of k, blocks of k in each, their size, ranks of a program) of a long shrink."""
     block_r = rank_block(R, blocks.shrink_r)
     k = narrow(blocks.k, block_r, x_TD)
-    programs = tiles.shape[0] * triton.cdiv(R, block_r)
+    programs = tiles.shape[0] * cdiv(R, block_r)
     return *splits_of(programs, x_TD.shape[1], k, blocks.shrink_programs), k, block_r
 
 
@@ -237,7 +237,7 @@ def long_shrink(
     stages = blocks.shrink_stages * 4 // 3 if block_r == 64 else blocks.shrink_stages
     warps = 4 if block_r <= 32 else 8
     LONG_SHRINK(
-        (tiles.shape[0], splits, triton.cdiv(R, block_r)), (x_TD, h, parts, counters, tiles, addresses, ranks),
+        (tiles.shape[0], splits, cdiv(R, block_r)), (x_TD, h, parts, counters, tiles, addresses, ranks),
         (inputs, x_TD.stride(0), ranks.stride(0), tokens, R, steps), SITES=sites, SPLIT=finish and splits > 1, BLOCK_T=rows, BLOCK_R=block_r,
         BLOCK_K=k, **options(pdl, warps, min(stages, SHARED_BYTES // stage)),
     )  # fmt: skip
@@ -260,10 +260,10 @@ def run_length(tiles: int, output_blocks: int, R: int, blocks: LongBlocks) -> in
 def _run(ys: Sequence[Tensor], tiles: Tensor, R: int, blocks: LongBlocks) -> tuple[int, int, int]:
     """(size of an output block, blocks of a program, its warps) of a long expand."""
     size, warps = blocks.o // (2 if ys[0].element_size() == 4 else 1), blocks.expand_warps
-    count = sum(triton.cdiv(y.shape[1], size) for y in ys)
+    count = sum(cdiv(y.shape[1], size) for y in ys)
     if R <= 64 and tiles.shape[0] * count >= WIDE_BLOCKS:
         size, warps = 2 * size, 2 * warps
-        count = sum(triton.cdiv(y.shape[1], size) for y in ys)
+        count = sum(cdiv(y.shape[1], size) for y in ys)
     return size, run_length(tiles.shape[0], count, R, blocks), warps
 
 
@@ -297,7 +297,7 @@ def long_expand(
     else:
         block_r, stages = rank_block(R, LOOP_RANK), blocks.run_stages + (R > 64)
     LONG_EXPAND(
-        (sum(triton.cdiv(y.shape[1], block_o * run) for y in ys), tiles.shape[0], 1),
+        (sum(cdiv(y.shape[1], block_o * run) for y in ys), tiles.shape[0], 1),
         (*three, *fresh, h, h if kept is None else kept, tiles, addresses, ranks, scalings),
         (*(y.shape[1] for y in three), *(y.stride(0) for y in (*three, *fresh)), ranks.stride(0), tokens, R), SITES=sites, ALIGNED=_aligned([*ys, *outs]),
         PARTS=h.shape[0] if h.dim() == 4 else 1, KEEP=kept is not None, BLOCK_T=rows, BLOCK_R=block_r,

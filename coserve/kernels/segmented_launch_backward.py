@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import torch
-import triton
 from torch import Tensor
 
 from coserve.kernels import segmented_backward
@@ -19,6 +18,7 @@ from coserve.kernels.segmented_launch import (
     rank_block,
     splits_of,
 )
+from coserve.kernels.sizes import cdiv
 
 SHRINK_B, EXPAND_A = Launcher(segmented_backward.shrink_b), Launcher(segmented_backward.expand_a)
 OUTER = Launcher(segmented_backward.outer)
@@ -40,7 +40,7 @@ def shrink_b(
     tokens, block_r = dys[0].shape[0], rank_block(R)
     g = torch.empty(len(dys), tokens, R, dtype=dys[0].dtype, device=dys[0].device)
     k = narrow(blocks.k, block_r, g)
-    rank_blocks = triton.cdiv(R, block_r)
+    rank_blocks = cdiv(R, block_r)
     for site, dy in enumerate(dys):
         splits, steps = splits_of(tiles.shape[0] * rank_blocks, dy.shape[1], k)
         shape = (splits, tokens, R)
@@ -68,7 +68,7 @@ def expand_a(
     dx = torch.empty(tokens, inputs, dtype=g.dtype, device=g.device)
     block_d = blocks.d if g.element_size() == 2 else blocks.d // 2
     EXPAND_A(
-        (triton.cdiv(inputs, block_d), tiles.shape[0], 1),
+        (cdiv(inputs, block_d), tiles.shape[0], 1),
         (dx, g, tiles, addresses, ranks),
         (inputs, dx.stride(0), ranks.stride(0), tokens, R),
         SITES=sites,
@@ -102,7 +102,7 @@ def outer(
     sites, tokens, R = v.shape
     width, block_r = u_TN.shape[1], rank_block(R)
     block_n = blocks.outer_n if u_TN.element_size() == 2 else blocks.outer_n // 2
-    rank_blocks, wide = triton.cdiv(R, block_r), triton.cdiv(width, block_n)
+    rank_blocks, wide = cdiv(R, block_r), cdiv(width, block_n)
     adapters, warps = spans.shape[0], 8 if sites > 1 and block_r > 32 else blocks.outer_warps
     parts = max(1, min(PROGRAMS // (wide * adapters * rank_blocks), tiles.shape[0] // adapters // 2))
     full = adapters == ranks.shape[0]

@@ -201,15 +201,18 @@ def dense(dys: Sequence[Tensor]) -> list[Tensor]:
 
 
 def cut_flat(flats: Sequence[Tensor], shapes: Sequence[torch.Size]) -> list[Tensor]:
-    """The tensors of `shapes`, in order, that lie one after another in each of `flats`."""
+    """The matrices of `shapes`, in order, that lie one after another in each of `flats`."""
     pieces: list[Tensor] = []
     for flat in flats:
-        left, sizes = flat.numel(), list[int]()
+        left, own = flat.numel(), list[torch.Size]()
         while left:
-            sizes.append(shapes[len(pieces) + len(sizes)].numel())
-            left -= sizes[-1]
-        parts = torch.split(flat, sizes) if len(sizes) > 1 else (flat,)
-        pieces += [part.view(shapes[len(pieces) + i]) for i, part in enumerate(parts)]
+            own.append(shapes[len(pieces) + len(own)])
+            left -= own[-1].numel()
+        if len({width for _, width in own}) == 1:  # neighbouring rows: one view serves all
+            pieces += torch.split(flat.view(-1, own[0][1]), [rows for rows, _ in own])
+        else:
+            parts = torch.split(flat, [shape.numel() for shape in own])
+            pieces += [part.view(shape) for part, shape in zip(parts, own, strict=True)]
     return pieces
 
 

@@ -23,6 +23,7 @@ from torch import Tensor
 from coserve.kernels.dispatch import interpreted
 from coserve.kernels.segmented_launch import DECODE_SHRINK, DecodeBlocks, decode_splits, has_pdl
 from coserve.kernels.segmented_load import weights
+from coserve.kernels.sizes import cdiv, next_power_of_2
 from coserve.kernels.stopwatch import graph_ms
 from coserve.kernels.tables import RANK_BLOCK, SiteTable, Tiles
 
@@ -76,7 +77,7 @@ def shapes_of(inputs: int, sizes: Sequence[int]) -> list[tuple[int, int]]:
     """Those of `SHAPES` whose blocks end where sites end, and keep 32 to 128 registers of a thread busy."""
     if inputs > LONGEST or len(sizes) > 3:
         return []
-    wide = int(triton.next_power_of_2(inputs))
+    wide = next_power_of_2(inputs)
     return [
         (block, warps)
         for block, warps in SHAPES
@@ -126,7 +127,7 @@ def single_row(
     `shape`: one of `shapes_of`.
     """
     O, D = weight_OD.shape
-    device, block_k = x_D.device, int(triton.next_power_of_2(D))
+    device, block_k = x_D.device, next_power_of_2(D)
     (block, warps), pdl = shape, has_pdl(x_D.device)
     shrink = DecodeBlocks()
     options = {"PDL": pdl} if interpreted() else {"PDL": pdl, "launch_pdl": pdl}
@@ -143,10 +144,10 @@ def single_row(
             (tiles.items.shape[0], splits, sites), (x_D, h, tiles.items, addresses, ranks), (D, D, row, 1, R), BLOCK_T=tiles.rows, BLOCK_R=RANK_BLOCK,
             BLOCK_K=shrink.k, STEPS=shrink.steps, num_warps=shrink.shrink_warps, num_stages=1, **options,
         )  # fmt: skip
-    project[(triton.cdiv(O, block),)](
+    project[(cdiv(O, block),)](
         x_D, weight_OD, y if bias_O is None else bias_O, y, h, tiles_, addresses, ranks, scalings,
         D, O, *ends, row, R, LORA=lora is not None, BIAS=bias_O is not None, SITES=sites, SPLITS=splits,
-        SPLITS_POW2=triton.next_power_of_2(splits), BLOCK_N=block, BLOCK_K=block_k,
-        BLOCK_R=max(RANK_BLOCK, int(triton.next_power_of_2(R))), num_warps=warps, num_stages=1, **options,
+        SPLITS_POW2=next_power_of_2(splits), BLOCK_N=block, BLOCK_K=block_k,
+        BLOCK_R=max(RANK_BLOCK, next_power_of_2(R)), num_warps=warps, num_stages=1, **options,
     )  # fmt: skip
     return y

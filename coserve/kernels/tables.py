@@ -24,7 +24,7 @@ ALIGNMENT = 16
 
 @dataclass(frozen=True)
 class SiteTable:
-    """What G sites hold in each of N slots. A slot is one adapter; the sites read one input of D features."""
+    """What G sites hold in each of N slots. A slot is one adapter; sites of one launch read one input of D features."""
 
     addresses: Tensor
     """int64 (N, G, 2): of a_RD and of b_OR, both contiguous."""
@@ -42,6 +42,12 @@ class SiteTable:
     @property
     def slots(self) -> int:
         return self.ranks.shape[0]
+
+    def columns(self, first: int, count: int) -> SiteTable:
+        """What `count` neighbouring sites hold, as a view."""
+        part = slice(first, first + count)
+        starts = None if self.starts is None else self.starts[:, part]
+        return SiteTable(self.addresses[:, part], self.ranks[:, part], self.scalings[:, part], starts)
 
 
 class Slots:
@@ -73,14 +79,13 @@ class Slots:
 
     def table(self, first: int, count: int) -> SiteTable:
         """The columns of `count` neighbouring sites, as a view: later `put`s show in it."""
-        part = slice(first, first + count)
-        return SiteTable(self.addresses[:, part], self.ranks[:, part], self.scalings[:, part])
+        return SiteTable(self.addresses, self.ranks, self.scalings).columns(first, count)
 
 
 def site_table(pairs: Sequence[Sequence[LoraPair | None]], device: torch.device) -> tuple[SiteTable, list[LoraPair]]:
     """A table for one step: `pairs[g][n]` at site g in slot n. Also the pairs it points at, which must stay alive.
 
-    Never waits for the device: training builds one for each site of each step.
+    Never waits for the device.
     """
     slots, sites = len(pairs[0]), len(pairs)
     rows = [[None if pair is None else readable(pair) for pair in slot] for slot in zip(*pairs, strict=True)]

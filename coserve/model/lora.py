@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from types import MethodType
@@ -12,7 +12,7 @@ from typing import cast
 import torch
 from torch import Tensor, nn
 
-from coserve.kernels.dispatch import Way, lora_add
+from coserve.kernels.dispatch import Way, lora_add, prepare
 from coserve.kernels.segments import LoraPair, Segments
 from coserve.types import LoraSettings
 
@@ -52,6 +52,11 @@ class LoraBatch:
     adapters: tuple[LoraWeights, ...]
     way: Way
     dropout: DropoutSpec | None = None
+
+    def prepare(self, names: Iterable[str]) -> None:
+        """Does for all the sites `names` at once what need not be done at each; once a step."""
+        sites = [tuple(adapter.sites.get(name) for adapter in self.adapters) for name in names]
+        self.segments.plan(("prepared", *map(id, self.adapters)), lambda: prepare(self.segments, sites, self.way))
 
     def padded(self, rows: int) -> LoraBatch:
         """The same batch with tokens of no adapter behind it, `rows` tokens in all."""
@@ -121,6 +126,8 @@ class LoraSites:
     @contextmanager
     def serve(self, batch: LoraBatch | None) -> Iterator[None]:
         """Every wrapped module called inside adds `batch`'s terms; the batch from before is back afterwards."""
+        if batch is not None:
+            batch.prepare(self._sites)
         before, self.batch = self.batch, batch
         try:
             yield

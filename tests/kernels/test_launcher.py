@@ -110,5 +110,5 @@ def test_on_the_gpu_every_launch_computes_what_it_was_asked() -> None:
                 for number in (1, 16, 7):
                     x = whole[first : first + size]
                     y = torch.zeros(size, device="cuda")
-                    launch((triton.cdiv(size, 64), 1, 1), (x, y), (size, number), BLOCK=64, num_warps=2)
+                    launch((-(-size // 64), 1, 1), (x, y), (size, number), BLOCK=64, num_warps=2)
                     torch.testing.assert_close(y, x + number, rtol=0, atol=0)
