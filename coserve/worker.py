@@ -57,7 +57,9 @@ def build_engine(base: Base, config: Config, link: Link[FromEngine, ToEngine]) -
     step_tokens = config.step_tokens or STEP_TOKENS[base.device.type]
     pool = _pool_size(base, config, way, step_tokens, folder)
     kv = KvCache.for_base(base, pool.tokens, config.page_tokens)
-    start = make_start(base, kv, max_running=config.inference_batch_size, way=way, when=config.compile)
+    start = make_start(
+        base, kv, max_running=config.inference_batch_size, way=way, when=config.compile, step_tokens=step_tokens
+    )
     generator = Generator(
         base,
         residency,

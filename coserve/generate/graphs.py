@@ -1,15 +1,15 @@
-"""One decode step as one CUDA graph: a launch, whatever the model's number of kernels."""
+"""One step as one CUDA graph: a launch, whatever the model's number of kernels. Here what steps share, and decode steps."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from coserve.generate.draws import likeliest
-from coserve.generate.slots import AdapterSlots, Room, SlotLora, StaticLora
+from coserve.generate.slots import AdapterSlots, Room, SlotLora, StaticLora, decode_rooms
 from coserve.kernels.attention_static import StaticPagedAttention
 from coserve.kernels.segments import Segments
 from coserve.kernels.tiles import Run
@@ -26,6 +26,89 @@ class Captured:
     graph: torch.cuda.CUDAGraph
     logits: Tensor
     chosen: Tensor
+
+
+class Captures:
+    """A step over fixed buffers, captured once for each room that its adapters may take.
+
+    On CPU nothing is captured: `replay` runs the step.
+    """
+
+    def __init__(self, step: Callable[[SlotLora | None], tuple[Tensor, Tensor]], lora: StaticLora | None) -> None:
+        """`step`: launches the step with these terms and gives its logits and likeliest tokens."""
+        self._step, self._lora = step, lora
+        self._captured: dict[Room | None, Captured] = {}
+
+    def capture(self, memory: tuple[int, int] | None) -> None:
+        """`memory`: the pool of all graphs, of which no two run at once."""
+        rooms: tuple[Room | None, ...] = (None,) if self._lora is None else self._lora.rooms
+        side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            for _ in range(WARM_UPS):
+                self._step(self._terms(rooms[0]))
+        torch.cuda.current_stream().wait_stream(side)
+        for room in rooms:
+            graph, lora = torch.cuda.CUDAGraph(), self._terms(room)
+            with torch.cuda.graph(graph, pool=memory):  # type: ignore[arg-type]  # an opaque handle
+                results = self._step(lora)
+            self._captured[room] = Captured(graph, *results)
+
+    def replay(self, room: Room | None) -> tuple[Tensor, Tensor]:
+        """Logits and likeliest tokens, both the next replay's afterwards."""
+        captured = self._captured.get(room)
+        if captured is None:
+            return self._step(self._terms(room))
+        captured.graph.replay()
+        return captured.logits, captured.chosen
+
+    def _terms(self, room: Room | None) -> SlotLora | None:
+        return None if self._lora is None or room is None else self._lora.within(room)
+
+
+class Inputs:
+    """Columns of int64 in one buffer on the device, which `load` fills with one copy."""
+
+    def __init__(self, sizes: Sequence[int], device: torch.device) -> None:
+        self._sizes = tuple(sizes)
+        self._buffer = torch.zeros(sum(sizes), dtype=torch.int64, device=device)
+        self._host = torch.zeros(sum(sizes), dtype=torch.int64, pin_memory=device.type == "cuda")
+        self._loaded: list[list[int]] | None = None
+        self.columns = torch.split(self._buffer, list(sizes))
+        """What a graph reads."""
+
+    def load(self, *columns: Sequence[int]) -> None:
+        """Zeros behind each column's values. In stream order; the last copy has ended."""
+        wanted = [list(column) for column in columns]
+        if wanted == self._loaded:
+            return
+        self._host.zero_()
+        for to, column in zip(torch.split(self._host, list(self._sizes)), wanted, strict=True):
+            to[: len(column)] = torch.tensor(column, dtype=torch.int64)
+        self._buffer.copy_(self._host, non_blocking=True)
+        self._loaded = wanted
+
+
+class Copies:
+    """The copies of one graph's inputs, from host memory that is written again for its next step."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._ended = torch.cuda.Event() if device.type == "cuda" else None  # type: ignore[no-untyped-call]
+
+    def wait(self) -> None:
+        """For those of the step before: long done when the next one is made."""
+        if self._ended is not None:
+            self._ended.synchronize()
+
+    def under_way(self) -> None:
+        """All of this step's are in the stream."""
+        if self._ended is not None:
+            self._ended.record()
+
+
+def tokens_of(given_T: Tensor, last: Tensor, lanes_T: Tensor) -> Tensor:
+    """A step's input: what the host knows, and where that is negative what is in the lane."""
+    return torch.where(given_T < 0, last.index_select(0, lanes_T), given_T)
 
 
 class DecodeGraph:
@@ -48,71 +131,34 @@ class DecodeGraph:
         R: int,
         memory: tuple[int, int] | None,
     ) -> None:
-        """`last`: every lane's newest token. `slots`: None for steps without adapters. `R`: the largest rank to serve.
-
-        On CPU nothing is captured: `replay` runs the step.
-        """
+        """`last`: every lane's newest token. `slots`: None for steps without adapters. `R`: the largest rank to serve."""
         batch, device = attention.batch, last.device
         self._fused, self._attention, self._last = fused, attention, last
-        self._lora = None if slots is None else StaticLora(slots, batch, R)
-        self._inputs = torch.zeros(2, batch, dtype=torch.int64, device=device)
-        self._host = torch.zeros(2, batch, dtype=torch.int64, pin_memory=device.type == "cuda")
-        self._copied = torch.cuda.Event() if device.type == "cuda" else None  # type: ignore[no-untyped-call]
-        self._loaded: tuple[list[int], list[int]] | None = None
+        self._lora = None if slots is None else StaticLora(slots, batch, R, decode_rooms(batch), decode=True)
+        self._inputs, self._copies = Inputs((batch, batch), device), Copies(device)
         self._room: Room | None = None
-        self._captured: dict[Room | None, Captured] = {}
+        self._captures = Captures(self._step, self._lora)
         self._attention.load(())
         if device.type == "cuda":
-            self._capture(memory)
+            self._captures.capture(memory)
 
     def load(self, runs: Sequence[Run], lanes: Sequence[int], tokens: Sequence[int], segments: Segments | None) -> None:
         """The next step: the sequences' runs, lanes, and newest tokens (negative: the one in the lane)."""
-        if self._copied is not None:
-            self._copied.synchronize()  # of the step before: long done when the next one is made
+        self._copies.wait()
         self._attention.load(runs)
-        wanted = (list(lanes), list(tokens))
-        if wanted != self._loaded:
-            self._host.zero_()
-            self._host[0, : len(lanes)] = torch.tensor(lanes)
-            self._host[1, : len(lanes)] = torch.tensor(tokens)
-            self._inputs.copy_(self._host, non_blocking=True)
-            self._loaded = wanted
+        self._inputs.load(lanes, tokens)
         if self._lora is not None and segments is not None:
             self._room = self._lora.load(segments)
         assert self._lora is None or self._room is not None, "expected the adapters of the first step"
-        if self._copied is not None:
-            self._copied.record()
+        self._copies.under_way()
 
     def replay(self) -> None:
-        captured = self._captured.get(self._room)
-        if captured is None:
-            self.logits, self.chosen = self._step(self._terms(self._room))
-        else:
-            captured.graph.replay()
-            self.logits, self.chosen = captured.logits, captured.chosen
-
-    def _terms(self, room: Room | None) -> SlotLora | None:
-        return None if self._lora is None or room is None else self._lora.within(room)
+        self.logits, self.chosen = self._captures.replay(self._room)
 
     def _step(self, lora: SlotLora | None) -> tuple[Tensor, Tensor]:
-        lanes, given = self._inputs
-        tokens = torch.where(given < 0, self._last.index_select(0, lanes), given)
-        positions = self._attention.positions
+        lanes, given = self._inputs.columns
+        tokens, positions = tokens_of(given, self._last, lanes), self._attention.positions
         logits = self._fused.forward(tokens, positions, self._attention, lora=lora, keep=None)
         chosen = likeliest(logits)
         self._last.index_copy_(0, lanes, chosen.clamp_min(0))
         return logits, chosen
-
-    def _capture(self, memory: tuple[int, int] | None) -> None:
-        rooms: tuple[Room | None, ...] = (None,) if self._lora is None else self._lora.rooms
-        side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
-        side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(side):
-            for _ in range(WARM_UPS):
-                self._step(self._terms(rooms[0]))
-        torch.cuda.current_stream().wait_stream(side)
-        for room in rooms:
-            graph, lora = torch.cuda.CUDAGraph(), self._terms(room)
-            with torch.cuda.graph(graph, pool=memory):  # type: ignore[arg-type]  # an opaque handle
-                results = self._step(lora)
-            self._captured[room] = Captured(graph, *results)

@@ -2,7 +2,7 @@
 
 A chosen token goes on the device straight into the place from which the next step takes its input (a *lane*, one a
 sequence), and on its way to the host in the background. So step n + 1 is planned, packed and launched while step n runs,
-before anybody knows n's tokens. Decode steps run as one CUDA graph by batch size; steps with prompts run packed.
+before anybody knows n's tokens. A step runs as one CUDA graph, if there is one that holds it, else kernel by kernel.
 """
 
 from __future__ import annotations
@@ -16,11 +16,13 @@ from torch import Tensor
 from coserve.generate.batch import by_adapter
 from coserve.generate.device_sampler import DeviceSampler
 from coserve.generate.draws import likeliest
-from coserve.generate.graphs import DecodeGraph
+from coserve.generate.graphs import DecodeGraph, tokens_of
+from coserve.generate.mixed_graph import MIXED_BUCKETS, MixedGraph, Results, Rows, mixed_rooms, rows_of
 from coserve.generate.sampler import Choice, Chosen, choices, send_ids
 from coserve.generate.schedule import Share
 from coserve.generate.sequences import Sequence
 from coserve.generate.slots import WIDTHS, AdapterSlots, slot_lora, width_of
+from coserve.kernels.attention_static import MixedRoom
 from coserve.kernels.sampling import NOT_FINITE
 from coserve.kernels.segments import Segments
 from coserve.kernels.tiles import Run
@@ -65,15 +67,29 @@ class Packed:
 class Runner:
     """Launches steps of one base on the current stream. Not for two threads at once."""
 
-    def __init__(self, fused: FusedBase, kv: KvCache, *, max_running: int, slots: int | None = None) -> None:
-        """`slots`: adapters that steps find on the device at once, at least `max_running`."""
+    def __init__(
+        self,
+        fused: FusedBase,
+        kv: KvCache,
+        *,
+        max_running: int,
+        slots: int | None = None,
+        step_tokens: int = MIXED_BUCKETS[-1],
+    ) -> None:
+        """`slots`: adapters that steps find on the device at once, at least `max_running`. `step_tokens`: most tokens of a
+        step that graphs are captured for."""
         base = fused.base
         self._fused, self._kv, self._device = fused, kv, base.device
         self._max_tokens = min(base.spec.context, kv.tokens)
         self._sampler, self._sampler_warm = DeviceSampler(base.spec.vocab, base.device), False
         self._slots = AdapterSlots(fused.groups, max(slots or 0, max_running), base.device)
         self._buckets = tuple(b for b in BUCKETS if b < max_running) + tuple(b for b in BUCKETS if b >= max_running)[:1]
+        self._rooms = mixed_rooms(step_tokens, self._buckets[-1], self._max_tokens)
         self._graphs: dict[tuple[int, int], DecodeGraph] = {}
+        self._mixed_graphs: dict[tuple[MixedRoom, int], MixedGraph] = {}
+        self._results = Results(self._buckets[-1])
+        self._widths: dict[int, None] = {0: None}
+        """Of steps so far, and those that were asked for."""
         self._last = torch.zeros(LANES, dtype=torch.int64, device=base.device)
         """The newest token of each lane."""
         self._lanes: dict[Sequence, int] = {}
@@ -86,27 +102,39 @@ class Runner:
             pass
 
     def prepare(self, ranks: Items[int] = (16,)) -> bool:
-        """A piece of `warm_up`: the sampler's kernels, or one graph. False if nothing was left of it."""
+        """A piece of `warm_up`, for the ranks of steps so far, too: the sampler's kernels, or the graphs of one size.
+
+        False if nothing was left of it.
+        """
         if not self._sampler_warm:
             self._sampler.warm_up(self._fused.base.dtype)
             self._sampler_warm = True
             return True
-        wanted = ((bucket, width) for width in (0, *ranks) for bucket in reversed(self._buckets))
-        missing = next((key for key in wanted if key not in self._graphs), None)
-        if missing is not None:
-            self._graph(*missing)
-        return missing is not None
+        self._widths.update(dict.fromkeys(width for rank in ranks if (width := _width(rank)) is not None))
+        for width in self._widths:
+            # The largest first: the others find its memory, which graphs share, large enough.
+            for room in reversed(self._rooms):
+                if (room, width) not in self._mixed_graphs:
+                    self._mixed_graphs[room, width] = self._mixed_graph(room, width)
+                    return True
+            for bucket in reversed(self._buckets):
+                if (bucket, width) not in self._graphs:
+                    self._graph(bucket, width)
+                    return True
+        return False
 
     def launch(self, shares: Items[Share]) -> Flight:
         """Start a step. What `computed` says of its sequences is from before it."""
         packed = self._pack(shares)
         ready = tuple(s.sequence for s in packed.shares if s.tokens == s.sequence.pending)
-        width = 0 if packed.segments is None else self._width(packed.segments)
+        width = 0 if packed.segments is None else _width(width_of(self._slots, packed.segments))
+        if width is not None:
+            self._widths[width] = None
         decode = len(ready) == len(packed.shares) and all(s.tokens == 1 for s in packed.shares)
         if decode and width is not None and len(ready) <= self._buckets[-1]:
             chosen = self._decode(packed, ready, width)
         else:
-            chosen = self._mixed(packed, ready)
+            chosen = self._mixed(packed, ready, width)
         host = chosen.fetch()
         done = torch.cuda.Event() if self._device.type == "cuda" else None  # type: ignore[no-untyped-call]
         if done is not None:
@@ -133,11 +161,6 @@ class Runner:
             bounds.append(bounds[-1] + sum(share.tokens for share in group))
         return Packed(ordered, Segments(tuple(bounds), (*slots, *[-1] * (len(groups) - len(slots)))), runs)
 
-    def _width(self, segments: Segments) -> int | None:
-        """The width of the graph that serves the step's ranks; None: no graph is that wide."""
-        need = width_of(self._slots, segments)
-        return next((width for width in WIDTHS if width >= need), None)
-
     def _graph(self, bucket: int, width: int) -> DecodeGraph:
         if (bucket, width) not in self._graphs:
             self._graphs[bucket, width] = DecodeGraph(
@@ -161,33 +184,38 @@ class Runner:
             self._keep(lanes, chosen.tokens)
         return chosen
 
-    def _mixed(self, packed: Packed, ready: tuple[Sequence, ...]) -> Chosen:
-        """A step with parts of prompts in it."""
-        tokens: list[int] = []
-        positions: list[int] = []
-        keep: list[int] = []
-        rows, flying = list[int](), list[int]()
-        for share in packed.shares:
-            sequence, start, end = share.sequence, share.sequence.computed, share.sequence.computed + share.tokens
-            tokens.extend(sequence.tokens[start:end])
-            positions.extend(range(start, end))
-            if len(tokens) < len(positions):  # its last token is on the device only
-                tokens.append(0)
-                rows.append(len(tokens) - 1)
-                flying.append(self._lane(sequence))
-            if share.tokens == sequence.pending:
-                keep.append(len(tokens) - 1)
-        tokens_T, positions_T, keep_R, rows_F, flying_F = send_ids(
-            self._device, tokens, positions, keep or [0], rows, flying
+    def _mixed(self, packed: Packed, ready: tuple[Sequence, ...], width: int | None) -> Chosen:
+        """A step with parts of prompts in it: as a graph if one holds it, else kernel by kernel."""
+        rows = rows_of(packed.shares, {share.sequence: self._lane(share.sequence) for share in packed.shares})
+        graph = None if width is None else self._holding(packed.runs, width)
+        if graph is None:
+            logits, best = self._kernel_by_kernel(packed, rows)
+        else:
+            logits, best = graph.run(rows, packed.runs, packed.segments)
+        chosen = self._sampler.choose(logits, best, ready)
+        if graph is None or not chosen.likeliest:  # else the graph has kept them
+            self._keep(rows.to, chosen.tokens)
+        return chosen
+
+    def _holding(self, runs: Items[Run], width: int) -> MixedGraph | None:
+        """The smallest graph that holds the step, of those that are captured."""
+        found = (self._mixed_graphs.get((room, width)) for room in self._rooms if room.holds(runs))
+        return next((graph for graph in found if graph is not None), None)
+
+    def _mixed_graph(self, room: MixedRoom, width: int) -> MixedGraph:
+        attention, slots = self._kv.mixed_attention(room), self._slots if width else None
+        return MixedGraph(self._fused, attention, self._last, slots, width, self._results, self._memory)
+
+    def _kernel_by_kernel(self, packed: Packed, rows: Rows) -> tuple[Tensor, Tensor]:
+        """Logits of the ready sequences, and the likeliest tokens."""
+        given_T, lanes_T, positions_T, keep_R = send_ids(
+            self._device, rows.tokens, rows.lanes, rows.positions, rows.keep or [0]
         )
-        if rows:
-            tokens_T.index_copy_(0, rows_F, self._last.index_select(0, flying_F))
+        tokens_T = tokens_of(given_T, self._last, lanes_T)
         lora = None if packed.segments is None else slot_lora(self._slots, packed.segments)
         attention = self._kv.attention(packed.runs)
-        logits = self._fused.forward(tokens_T, positions_T, attention, lora=lora, keep=keep_R)[: len(ready)]
-        chosen = self._sampler.choose(logits, likeliest(logits), ready)
-        self._keep([self._lane(sequence) for sequence in ready], chosen.tokens)
-        return chosen
+        logits = self._fused.forward(tokens_T, positions_T, attention, lora=lora, keep=keep_R)[: len(rows.keep)]
+        return logits, likeliest(logits)
 
     def _lane(self, sequence: Sequence) -> int:
         lane = self._lanes.get(sequence)
@@ -199,3 +227,8 @@ class Runner:
         """The next step takes these tokens from the device."""
         if lanes:
             self._last.index_copy_(0, send_ids(self._device, lanes)[0], chosen.clamp_min(0))
+
+
+def _width(rank: int) -> int | None:
+    """The width of the graphs that serve a step's largest rank; None: no graph is that wide."""
+    return next((width for width in WIDTHS if width >= rank), None)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from coserve.kernels import segmented
 from coserve.kernels import segmented_launch as launch
-from coserve.kernels.segmented import Plan
+from coserve.kernels.segmented import LONG_ROWS, Plan
 from coserve.kernels.segments import Segments
 from coserve.kernels.tables import RANK_BLOCK, HostTiles, SiteTable, Slots, StepTiles, Tiles, cut, upload
 from coserve.model.fused import AddsLora
@@ -20,6 +20,8 @@ from coserve.model.lora import LoraWeights
 
 DECODE_ROWS = (8, 16)
 """Rows of low and of tall tiles of decode steps."""
+LONG_ADAPTERS = (8, 32)
+"""Adapters in a step with prompts that graphs are captured for, beside one for each sequence."""
 WIDTHS = (16, 32, 64, 128, 256)
 """Ranks that graphs are captured for; one serves every rank up to its own. Larger ranks go without a graph."""
 
@@ -135,34 +137,56 @@ class Room:
 
 
 class StaticLora:
-    """The LoRA terms of decode steps of one size in fixed buffers: a graph keeps the addresses, `load` the contents."""
+    """The LoRA terms of steps of one size in fixed buffers: a graph keeps the addresses, `load` the contents."""
 
-    def __init__(self, slots: AdapterSlots, batch: int, R: int) -> None:
-        self._slots, self._R = slots, R
-        self._blocks = R // RANK_BLOCK
-        self.rooms = rooms(batch)
-        most = {room.rows: room.tiles for room in self.rooms}
+    def __init__(self, slots: AdapterSlots, tokens: int, R: int, rooms: Sequence[Room], *, decode: bool) -> None:
+        """For steps of up to `tokens` rows. `decode`: by the kernels for few rows an adapter."""
+        self._slots, self._R, self._decode = slots, R, decode
+        self._blocks = R // RANK_BLOCK if decode else 0  # others have no items
+        self.rooms = tuple(rooms)
+        most: dict[int, int] = {}
+        for room in rooms:
+            most[room.rows] = max(most.get(room.rows, 0), room.tiles)
         self._tiles = {
-            rows: StepTiles(rows, tiles, tiles * self._blocks, batch, slots.device) for rows, tiles in most.items()
+            rows: StepTiles(rows, tiles, tiles * self._blocks, tokens, slots.device) for rows, tiles in most.items()
         }
+        self._most = most
         self._loaded: tuple[Room, HostTiles] | None = None
+        for rows in most:
+            self._put(rows, HostTiles([], [], []))
 
     def within(self, room: Room) -> SlotLora:
         """The terms of steps that the room holds."""
         tiles = self._tiles[room.rows].first(room.tiles, room.tiles * self._blocks)
-        return SlotLora(self._slots, Plan(tiles, self._R, True))
+        return SlotLora(self._slots, Plan(tiles, self._R, self._decode))
 
     def load(self, segments: Segments) -> Room:
         """What the next step adds, in stream order; the room that holds it. The last copy has ended."""
         room, host = settled(segments, self._slots.ranks, self.rooms)
         if (room, host) != self._loaded:
-            self._tiles[room.rows].load(host)
+            self._put(room.rows, host)
             self._loaded = room, host
         return room
 
+    def _put(self, rows: int, host: HostTiles) -> None:
+        if not self._decode:  # the long kernels know an idle tile by its slot
+            idle = self._most[rows] - len(host.tiles)
+            host = HostTiles([*host.tiles, *[(0, 0, -1, 0)] * idle], [], host.spans)
+        self._tiles[rows].load(host)
 
-def rooms(batch: int) -> tuple[Room, ...]:
-    """What to capture graphs of up to `batch` rows for, least work first: a program costs its launch for an empty tile too.
+
+def long_rooms(tokens: int, sequences: int) -> tuple[Room, ...]:
+    """What to capture graphs of steps with prompts for, of up to `tokens` rows of so many sequences.
+
+    A tile has one adapter's rows, so that there is one that is not full for each adapter, at most.
+    """
+    whole = -(-tokens // LONG_ROWS)
+    found = [Room(LONG_ROWS, whole + adapters) for adapters in LONG_ADAPTERS if max(whole, 1) < 2 * adapters]
+    return (*(room for room in found if room.tiles < whole + sequences), Room(LONG_ROWS, whole + sequences))
+
+
+def decode_rooms(batch: int) -> tuple[Room, ...]:
+    """What to capture graphs of decode steps of up to `batch` rows for, least work first: a program costs its launch for an empty tile too.
 
     Tall tiles for as many rows as one adapter's can be; low ones from there, doubled up to a tile for each of the rows.
     """
@@ -174,7 +198,7 @@ def rooms(batch: int) -> tuple[Room, ...]:
 
 
 def settled(segments: Segments, ranks: Sequence[int], choice: Sequence[Room]) -> tuple[Room, HostTiles]:
-    """The first of a batch's `rooms` that holds the segments, and their tiles. `ranks`: each slot's largest."""
+    """The first of the rooms that holds the segments, and their tiles. `ranks`: each slot's largest."""
     hosts: dict[int, HostTiles] = {}
     for room in choice:
         if room.rows not in hosts:

@@ -17,6 +17,7 @@ from torch._dynamo.exc import TorchDynamoException
 
 from coserve.errors import UnsupportedBase
 from coserve.generate.generator import Generator
+from coserve.generate.mixed_graph import MIXED_BUCKETS
 from coserve.generate.runner import BUCKETS, INDUCTOR, Runner
 from coserve.generate.slots import WIDTHS
 from coserve.kernels.dispatch import Way
@@ -27,7 +28,8 @@ from coserve.model.fused import FusedBase
 COMPILING = "generation: steps run one by one until compilation ends"
 COMPILED = (
     "generation: prompts whose log-probabilities are asked for are computed step by step, beside the others; steps of more "
-    f"than {BUCKETS[-1]} sequences, and with an adapter of a rank above {WIDTHS[-1]}, run without CUDA graphs"
+    f"than {BUCKETS[-1]} sequences, of more than {MIXED_BUCKETS[-1]} tokens or many short prompts, and with an adapter of a rank above "
+    f"{WIDTHS[-1]}, run without CUDA graphs; so do steps with prompts whose graphs are not captured yet"
 )
 SWITCH_INTERVAL = 2e-5
 """Seconds after which the compiling thread gives way. A step takes and frees the interpreter with every operation: at
@@ -37,9 +39,11 @@ Python's 5 ms it would wait so long a thousand times."""
 class Compilation:
     """A base's layers on their way from plain to compiled."""
 
-    def __init__(self, fused: FusedBase, kv: KvCache, *, max_running: int) -> None:
+    def __init__(
+        self, fused: FusedBase, kv: KvCache, *, max_running: int, step_tokens: int = MIXED_BUCKETS[-1]
+    ) -> None:
         self._fused, self._shadow = fused, fused.shadow()
-        self._kv, self._max_running = kv, max_running
+        self._kv, self._max_running, self._step_tokens = kv, max_running, step_tokens
         self._refusal: str | None = None
         self._done = False
 
@@ -58,7 +62,8 @@ class Compilation:
         assert self._done, "expected compilation to have ended"
         if self._refusal is not None:
             return None, (self._refusal,)
-        return Runner(self._fused, self._kv, max_running=self._max_running), (COMPILED,)
+        runner = Runner(self._fused, self._kv, max_running=self._max_running, step_tokens=self._step_tokens)
+        return runner, (COMPILED,)
 
 
 @dataclass(frozen=True)
@@ -93,7 +98,9 @@ class Upgrade:
         return self.notes + notes
 
 
-def make_start(base: Base, kv: KvCache, *, max_running: int, way: Way, when: str) -> Start:
+def make_start(
+    base: Base, kv: KvCache, *, max_running: int, way: Way, when: str, step_tokens: int = MIXED_BUCKETS[-1]
+) -> Start:
     """`when` layers are compiled: in the `background`, `before` the first request (with all graphs captured), or `off`.
 
     Nothing is compiled where there is no GPU.
@@ -109,7 +116,8 @@ def make_start(base: Base, kv: KvCache, *, max_running: int, way: Way, when: str
         _wake_compiler(base.device)
     except TorchDynamoException as error:
         return Start(None, (_refusal(base, error),))
-    compilation = Compilation(FusedBase(base, options=INDUCTOR), kv, max_running=max_running)
+    fused = FusedBase(base, options=INDUCTOR)
+    compilation = Compilation(fused, kv, max_running=max_running, step_tokens=step_tokens)
     if when == "background":
         return Start(None, (COMPILING,), compilation)
     compilation.compile()

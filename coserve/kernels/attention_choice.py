@@ -9,7 +9,13 @@ import torch
 from torch import Tensor
 
 from coserve.kernels.attention import PagedAttention, Pages
-from coserve.kernels.attention_static import GatheredStaticAttention, StaticPagedAttention
+from coserve.kernels.attention_static import (
+    GatheredMixedAttention,
+    GatheredStaticAttention,
+    MixedAttention,
+    MixedRoom,
+    StaticPagedAttention,
+)
 from coserve.kernels.tiles import Run
 
 FUSED_DTYPES = frozenset({torch.bfloat16, torch.float16, torch.float32})
@@ -60,6 +66,15 @@ def static_attention(pages: Pages, *, batch: int, max_tokens: int) -> StaticPage
     from coserve.kernels.attention_fused_static import FusedStaticAttention  # as above
 
     return FusedStaticAttention(pages, batch=batch, max_tokens=max_tokens)
+
+
+def mixed_attention(pages: Pages, room: MixedRoom) -> MixedAttention:
+    """Attention of steps of any mix, in buffers that a CUDA graph may keep."""
+    if not fused(pages.keys[0].device, pages.keys[0].dtype):
+        return GatheredMixedAttention(pages, room)
+    from coserve.kernels.attention_fused_mixed import FusedMixedAttention  # as above
+
+    return FusedMixedAttention(pages, room)
 
 
 def attention_notes(device: torch.device, dtype: torch.dtype) -> tuple[str, ...]:

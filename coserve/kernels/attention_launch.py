@@ -201,12 +201,17 @@ def _tile_rows(group: int, blocks: Blocks) -> int:
 
 def chunk_scratch(items: int, group: int, kv_heads: int, width: int, blocks: Blocks, device: torch.device) -> Scratch:
     """For a prefill whose tiles are cut into items: parts (items, K, rows, D) and stats (items, K, rows) fp32, counters."""
+    counters = torch.zeros(items, kv_heads, dtype=torch.int32, device=device)
+    return Scratch(*chunk_parts(items, group, kv_heads, width, blocks, device), counters)
+
+
+def chunk_parts(
+    items: int, group: int, kv_heads: int, width: int, blocks: Blocks, device: torch.device
+) -> tuple[Tensor, Tensor]:
+    """The parts and stats of `chunk_scratch`."""
     size = items, kv_heads, _tile_rows(group, blocks)
-    return Scratch(
-        torch.empty(*size, width, dtype=torch.float32, device=device),
-        torch.empty(size, dtype=torch.float32, device=device),
-        torch.zeros(items, kv_heads, dtype=torch.int32, device=device),
-    )
+    parts = torch.empty(*size, width, dtype=torch.float32, device=device)
+    return parts, torch.empty(size, dtype=torch.float32, device=device)
 
 
 def prefill(

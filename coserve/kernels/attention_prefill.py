@@ -7,7 +7,8 @@ Where SPLIT, several items share a tile, each with a stretch of its keys, and th
 `attention_decode`.
 
 Shapes as in `attention_decode`; tiles (N, 8) int32, one an item: column of the table, first row of q, tokens, position of
-the first, first key, key after the last, first item of the tile, its items. parts (N, K, BLOCK_M, D), stats (N, K, BLOCK_M)
+the first, first key, key after the last, first item of the tile, its items. Where SPLIT, an item of 0 tokens, whose first
+item is -1, is nothing to do. parts (N, K, BLOCK_M, D), stats (N, K, BLOCK_M)
 and counters (N, K) are scratch; counters are 0 before and after.
 """
 
@@ -100,6 +101,9 @@ def prefill(
     first = tl.load(tile_ptr + 1)
     tokens = tl.load(tile_ptr + 2)
     position = tl.load(tile_ptr + 3)
+    if SPLIT:  # noqa: SIM102 - settled when it is compiled
+        if tokens == 0:
+            return
     m = tl.arange(0, BLOCK_M)
     d = tl.arange(0, BLOCK_D)
     r = tl.arange(0, BLOCK_N)

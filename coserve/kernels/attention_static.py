@@ -1,8 +1,9 @@
-"""Attention of decode steps in fixed device buffers, for CUDA graphs: the graph keeps the addresses, `load` the contents."""
+"""Attention of steps in fixed device buffers, for CUDA graphs: the graph keeps the addresses, `load` the contents."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
@@ -79,9 +80,101 @@ class GatheredStaticAttention:
         softcap: float | None,
         sinks: Tensor | None,
     ) -> Tensor:
-        heads, rows, width = q_HTD.shape
-        if not self._rows:
-            return q_HTD.new_zeros(rows, heads, width)
-        q, k, v = (x[:, : self._rows] for x in (q_HTD, k_KTD, v_KTD))
-        out = self._inner.attend(layer, q, k, v, scaling=scaling, window=window, softcap=softcap, sinks=sinks)
-        return pad(out, (0, 0, 0, 0, 0, rows - self._rows))
+        return _padded(self._inner, self._rows, layer, q_HTD, k_KTD, v_KTD, scaling, window, softcap, sinks)
+
+
+@dataclass(frozen=True)
+class MixedRoom:
+    """What a graph of steps of any mix has room for."""
+
+    tokens: int
+    """T: rows of the step; those behind the last run are padding."""
+    sequences: int
+    chunks: int
+    """Sequences with more than one new token."""
+    context: int
+    """Longest, the new tokens included."""
+
+    def holds(self, runs: Sequence[Run]) -> bool:
+        return (
+            len(runs) <= self.sequences
+            and sum(run.tokens for run in runs) <= self.tokens
+            and sum(run.tokens > 1 for run in runs) <= self.chunks
+            and all(run.position + run.tokens <= self.context for run in runs)
+        )
+
+
+class MixedAttention(Protocol):
+    """Attention of steps of any mix, decodes and chunks of prompts, within a `MixedRoom`: an `Attention`.
+
+    Used as `StaticPagedAttention` is. Runs follow each other from row 0 on; rows behind the last are padding: nothing is
+    written for them and they get zeros. Grids and addresses depend on the room alone.
+    """
+
+    room: MixedRoom
+
+    def load(self, runs: Sequence[Run]) -> None:
+        """What the next step attends to; the room holds it. Copies in stream order, and does not wait for the device."""
+        ...
+
+    def attend(
+        self,
+        layer: int,
+        q_HTD: Tensor,
+        k_KTD: Tensor,
+        v_KTD: Tensor,
+        *,
+        scaling: float,
+        window: int | None,
+        softcap: float | None,
+        sinks: Tensor | None,
+    ) -> Tensor:
+        """As `PackedAttention.attend`, over each sequence's whole context: (T, H, D), T = `room.tokens`."""
+        ...
+
+
+class GatheredMixedAttention:
+    """`MixedAttention` through plain torch: for devices that capture nothing."""
+
+    def __init__(self, pages: Pages, room: MixedRoom) -> None:
+        self.room = room
+        self._pages, self._rows, self._inner = pages, 0, PagedAttention(pages, ())
+
+    def load(self, runs: Sequence[Run]) -> None:
+        assert self.room.holds(runs), "expected a step that the room holds"
+        self._rows, self._inner = sum(run.tokens for run in runs), PagedAttention(self._pages, runs)
+
+    def attend(
+        self,
+        layer: int,
+        q_HTD: Tensor,
+        k_KTD: Tensor,
+        v_KTD: Tensor,
+        *,
+        scaling: float,
+        window: int | None,
+        softcap: float | None,
+        sinks: Tensor | None,
+    ) -> Tensor:
+        return _padded(self._inner, self._rows, layer, q_HTD, k_KTD, v_KTD, scaling, window, softcap, sinks)
+
+
+def _padded(
+    inner: PagedAttention,
+    real: int,
+    layer: int,
+    q_HTD: Tensor,
+    k_KTD: Tensor,
+    v_KTD: Tensor,
+    scaling: float,
+    window: int | None,
+    softcap: float | None,
+    sinks: Tensor | None,
+) -> Tensor:
+    """Attention of the first `real` rows, and zeros for the others: (T, H, D)."""
+    heads, rows, width = q_HTD.shape
+    if not real:
+        return q_HTD.new_zeros(rows, heads, width)
+    q, k, v = (x[:, :real] for x in (q_HTD, k_KTD, v_KTD))
+    out = inner.attend(layer, q, k, v, scaling=scaling, window=window, softcap=softcap, sinks=sinks)
+    return pad(out, (0, 0, 0, 0, 0, rows - real))

@@ -189,6 +189,8 @@ def expand(
     b_ptr = weights(addresses_ptr, tl.maximum(slot, 0) * row + site, 1, y0_ptr)
     if PDL:
         tl.extra.cuda.gdc_wait()
+    if rows == 0:
+        return
     line = start.to(tl.int64)
     h_at = (site * T + start) * R
     ptrs = (y_ptr + line * y_stride, out_ptr + line * out_stride, h_ptr + h_at, kept_ptr + h_at, b_ptr)

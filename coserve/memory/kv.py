@@ -12,11 +12,12 @@ from coserve.kernels.attention import Pages
 from coserve.kernels.attention_choice import (
     StepAttention,
     attention_notes,
+    mixed_attention,
     paged_attention,
     reads_only_written_slots,
     static_attention,
 )
-from coserve.kernels.attention_static import StaticPagedAttention
+from coserve.kernels.attention_static import MixedAttention, MixedRoom, StaticPagedAttention
 from coserve.kernels.tiles import Run
 from coserve.memory.buffer import PageBuffer, page_layout
 
@@ -121,3 +122,7 @@ class KvCache:
     def static_attention(self, batch: int, max_tokens: int) -> StaticPagedAttention:
         """Attention of decode steps of up to `batch` sequences and `max_tokens` of context, for a CUDA graph to keep."""
         return static_attention(self._pages, batch=batch, max_tokens=max_tokens)
+
+    def mixed_attention(self, room: MixedRoom) -> MixedAttention:
+        """Attention of steps of any mix that the room holds, for a CUDA graph to keep."""
+        return mixed_attention(self._pages, room)

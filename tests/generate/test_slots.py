@@ -8,7 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from coserve.generate.slots import AdapterSlots, StaticLora, rooms
+from coserve.generate.slots import AdapterSlots, StaticLora, decode_rooms
 from coserve.kernels.segments import LoraPair, Segments
 from coserve.model.lora import LoraWeights
 from coserve.types import LoraSettings
@@ -22,8 +22,8 @@ def weights(rank: int) -> LoraWeights:
 
 @given(st.integers(1, 300))
 def test_rooms_reach_from_one_adapter_to_an_adapter_a_row(batch: int) -> None:
-    tall = [room.tiles for room in rooms(batch) if room.rows == 16]
-    low = [room.tiles for room in rooms(batch) if room.rows == 8]
+    tall = [room.tiles for room in decode_rooms(batch) if room.rows == 16]
+    low = [room.tiles for room in decode_rooms(batch) if room.rows == 8]
     assert tall == ([-(-batch // 16)] if batch > 8 else [])
     assert low[0] == -(-batch // 8)
     assert low[-1] == batch
@@ -39,7 +39,8 @@ def test_a_room_holds_all_rows_and_none_before_it_does(lengths: list[int]) -> No
     bounds = [0]
     for length in lengths:
         bounds.append(bounds[-1] + length)
-    lora = StaticLora(slots, max(96, bounds[-1]), 32)
+    most = max(96, bounds[-1])
+    lora = StaticLora(slots, most, 32, decode_rooms(most), decode=True)
     room = lora.load(Segments(tuple(bounds), tuple(placed)))
     needed = {rows: sum(-(-length // rows) for length in lengths) for rows in (8, 16)}
     assert room.tiles >= needed[room.rows]
@@ -60,7 +61,7 @@ def test_a_step_after_one_of_other_tiles_is_loaded_again() -> None:
     slots = AdapterSlots([[("q",)]], 3, CPU)
     held = [weights(rank=16) for _ in range(3)]
     placed = slots.place(held)
-    lora = StaticLora(slots, 16, 16)
+    lora = StaticLora(slots, 16, 16, decode_rooms(16), decode=True)
     one, three = Segments((0, 16), (placed[0],)), Segments((0, 1, 2, 3), tuple(placed))
     for segments in (one, three, one, three):
         room = lora.load(segments)

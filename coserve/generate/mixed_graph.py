@@ -1,0 +1,148 @@
+"""Steps with prompts as CUDA graphs: any mix of decodes and chunks, padded to one of a few sizes.
+
+Launched kernel by kernel such a step takes the host longer than the device, and its kernels have forms that follow from
+its size, which Triton would compile in the middle of serving. A graph is one launch, and its forms are compiled when it
+is captured.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Items
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from coserve.generate.draws import likeliest
+from coserve.generate.graphs import Captures, Copies, Inputs, tokens_of
+from coserve.generate.schedule import Share
+from coserve.generate.sequences import Sequence
+from coserve.generate.slots import AdapterSlots, Room, SlotLora, StaticLora, long_rooms
+from coserve.kernels.attention_static import MixedAttention, MixedRoom
+from coserve.kernels.sampling import NOT_FINITE
+from coserve.kernels.segments import Segments
+from coserve.kernels.tiles import Run
+from coserve.model.fused import FusedBase
+
+MIXED_BUCKETS = (32, 64, 128, 192, 256, 320, 384, 448, 512, 640, 768, 896, 1024, 1280, 1536, 2048)
+"""Tokens of steps with prompts that graphs are captured for. Up to some 256 rows reading the weights is what a step costs,
+and padding is free; beyond, it costs what tokens cost, and sizes are closer. Steps of more tokens keep the device busy
+for as long as the host needs to launch their kernels one by one."""
+TOKENS_A_CHUNK, LEAST_CHUNKS = 16, 4
+"""A graph has room for a prompt for each so many of its tokens: an idle tile of attention is a program, too."""
+
+
+def mixed_rooms(step_tokens: int, sequences: int, context: int) -> tuple[MixedRoom, ...]:
+    """What graphs hold that serve steps of up to `step_tokens` tokens, smallest first."""
+    least = next((tokens for tokens in MIXED_BUCKETS if tokens >= step_tokens), MIXED_BUCKETS[-1])
+    return tuple(
+        MixedRoom(
+            tokens=tokens,
+            sequences=min(tokens, sequences),
+            chunks=min(tokens, sequences, max(LEAST_CHUNKS, tokens // TOKENS_A_CHUNK)),
+            context=context,
+        )
+        for tokens in MIXED_BUCKETS
+        if tokens <= least
+    )
+
+
+@dataclass(frozen=True)
+class Rows:
+    """What a packed step computes, row by row, and what is wanted of it."""
+
+    tokens: list[int]
+    """`NOT_FINITE` where only the device knows it: it is in the lane."""
+    lanes: list[int]
+    """0 where the token is known."""
+    positions: list[int]
+    keep: list[int]
+    """Rows whose logits choose a token."""
+    ready: tuple[Sequence, ...]
+    """Whose tokens those are,"""
+    to: list[int]
+    """and their lanes."""
+
+
+def rows_of(shares: Items[Share], lanes: dict[Sequence, int]) -> Rows:
+    """`lanes`: of the sequences that have chosen a token, or choose one now."""
+    found = Rows([], [], [], [], tuple(s.sequence for s in shares if s.tokens == s.sequence.pending), [])
+    for share in shares:
+        sequence, start, end = share.sequence, share.sequence.computed, share.sequence.computed + share.tokens
+        found.positions.extend(range(start, end))
+        found.tokens.extend(sequence.tokens[start:end])
+        found.lanes.extend([0] * (len(found.tokens) - len(found.lanes)))
+        if len(found.tokens) < len(found.positions):  # its last token is on the device only
+            found.tokens.append(NOT_FINITE)
+            found.lanes.append(lanes[sequence])
+        if share.tokens == sequence.pending:
+            found.keep.append(len(found.tokens) - 1)
+            found.to.append(lanes[sequence])
+    return found
+
+
+class Results:
+    """Where mixed graphs leave what they compute: one place for all of them, as one's is read before the next one runs.
+
+    Kept by each graph, logits of some hundred sequences would take tens of MB a graph.
+    """
+
+    def __init__(self, sequences: int) -> None:
+        self._sequences = sequences
+        self._held: tuple[Tensor, Tensor] | None = None
+
+    def keep(self, logits_BV: Tensor, chosen_B: Tensor) -> tuple[Tensor, Tensor]:
+        """Copies. The first time takes the memory: not within a capture."""
+        rows, vocab = logits_BV.shape
+        if self._held is None:
+            self._held = logits_BV.new_empty(self._sequences, vocab), chosen_B.new_empty(self._sequences)
+        logits, chosen = (held[:rows] for held in self._held)
+        return logits.copy_(logits_BV), chosen.copy_(chosen_B)
+
+
+class MixedGraph:
+    """Steps of up to T tokens of any mix, padded. As `DecodeGraph`: `run` says which step, and runs what was captured."""
+
+    def __init__(
+        self,
+        fused: FusedBase,
+        attention: MixedAttention,
+        last: Tensor,
+        slots: AdapterSlots | None,
+        R: int,
+        results: Results,
+        memory: tuple[int, int] | None,
+    ) -> None:
+        """As `DecodeGraph`; `results` are those of all graphs that share `memory`."""
+        self.room, device = attention.room, last.device
+        tokens, sequences = self.room.tokens, self.room.sequences
+        self._fused, self._attention, self._last, self._results = fused, attention, last, results
+        rooms = long_rooms(tokens, sequences)
+        self._lora = None if slots is None else StaticLora(slots, tokens, R, rooms, decode=False)
+        self._inputs = Inputs((tokens, tokens, tokens, sequences, sequences), device)
+        self._copies, self._captures = Copies(device), Captures(self._step, self._lora)
+        self._attention.load(())
+        if device.type == "cuda":
+            self._captures.capture(memory)
+
+    def run(self, rows: Rows, runs: Items[Run], segments: Segments | None) -> tuple[Tensor, Tensor]:
+        """Starts a step that the room holds: logits of the ready sequences, and the likeliest tokens, which are in their
+        lanes already. `segments`: of slots; given if the graph has adapters."""
+        assert (self._lora is None) == (segments is None), "expected adapters where the graph adds them"
+        self._copies.wait()
+        self._attention.load(runs)
+        self._inputs.load(rows.tokens, rows.lanes, rows.positions, rows.keep, rows.to)
+        room: Room | None = None
+        if self._lora is not None and segments is not None:
+            room = self._lora.load(segments)
+        self._copies.under_way()
+        logits, chosen = self._captures.replay(room)
+        return logits[: len(rows.ready)], chosen[: len(rows.ready)]
+
+    def _step(self, lora: SlotLora | None) -> tuple[Tensor, Tensor]:
+        """Padding is token 0 at position 0, of which nothing is written; what is kept of it goes to nobody's lane."""
+        given, lanes, positions, keep, to = self._inputs.columns
+        tokens = tokens_of(given, self._last, lanes)
+        logits = self._fused.forward(tokens, positions, self._attention, lora=lora, keep=keep)
+        chosen = likeliest(logits)
+        self._last.index_copy_(0, to, chosen.clamp_min(0))
+        return self._results.keep(logits, chosen)

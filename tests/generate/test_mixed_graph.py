@@ -1,0 +1,229 @@
+"""Steps with prompts padded into fixed buffers: the same texts, pages and logits. On CPU nothing is captured."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from coserve.generate.generator import Generator
+from coserve.generate.mixed_graph import MIXED_BUCKETS, MixedGraph, Results, Rows, mixed_rooms
+from coserve.generate.runner import Runner
+from coserve.generate.sampler import send_ids
+from coserve.generate.slots import AdapterSlots, long_rooms, slot_lora
+from coserve.kernels.attention_static import MixedRoom
+from coserve.kernels.dispatch import Way
+from coserve.kernels.sampling import NOT_FINITE
+from coserve.kernels.segments import Segments
+from coserve.kernels.tiles import Run
+from coserve.memory.kv import KvCache
+from coserve.model.base import Base, wrap_base
+from coserve.model.fused import FusedBase
+from coserve.types import AdapterRef, SamplingParams
+from tests.generate.test_runner import Shelf, adapter, collect, prompt, request
+from tests.support.tiny_models import VOCAB, tiny_model
+
+SHORT = SamplingParams(max_tokens=4, temperature=0.0)
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def fused_base(family: str) -> FusedBase:
+    return FusedBase(wrap_base(tiny_model(family), name=family, eos_token_ids=()), compiled=False)
+
+
+@pytest.fixture(scope="module")
+def llama() -> FusedBase:
+    return fused_base("llama")
+
+
+class Ways:
+    """How steps with prompts were run."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.graphs: list[tuple[int, int]] = []
+        """(tokens of the step, of the graph)."""
+        self.others = 0
+        run, launch = MixedGraph.run, Runner._kernel_by_kernel
+
+        def ran(graph: MixedGraph, rows: Rows, *args: object) -> object:
+            self.graphs.append((len(rows.tokens), graph.room.tokens))
+            return run(graph, rows, *args)  # type: ignore[arg-type]
+
+        def launched(runner: Runner, *args: object) -> object:
+            self.others += 1
+            return launch(runner, *args)  # type: ignore[arg-type]
+
+        monkeypatch.setattr(MixedGraph, "run", ran)
+        monkeypatch.setattr(Runner, "_kernel_by_kernel", launched)
+
+
+@pytest.fixture
+def ways(monkeypatch: pytest.MonkeyPatch) -> Ways:
+    return Ways(monkeypatch)
+
+
+def generator(
+    fused: FusedBase,
+    shelf: Shelf | None = None,
+    *,
+    prepared: bool,
+    graph_tokens: int = 2048,
+    tokens: int = 2048,
+    step_tokens: int = 256,
+    ranks: tuple[int, ...] = (),
+) -> Generator:
+    kv = KvCache.for_base(fused.base, tokens, 4)
+    runner = Runner(fused, kv, max_running=16, step_tokens=graph_tokens)
+    if prepared:
+        runner.warm_up(ranks)
+    return Generator(
+        fused.base, shelf or Shelf({}), kv, max_running=16, step_tokens=step_tokens, way=Way.GROUPED, runner=runner
+    )
+
+
+@pytest.mark.parametrize("family", ["llama", "mistral", "gemma2"])
+def test_texts_are_those_of_packed_steps(family: str, ways: Ways) -> None:
+    """In chunks beside decodes, of one token, beginning as another began (prefix hits), in windows."""
+    fused, begun = fused_base(family), prompt(30)
+    drawn = SamplingParams(max_tokens=5, temperature=1.3, top_p=0.9, frequency_penalty=0.3, seed=3)
+    requests = [request(str(n), prompt(n), SHORT) for n in (1, 2, 17, 40)] + [request("drawn", prompt(23), drawn)]
+    again = [request("whole", begun, SHORT), request("longer", (*begun, *prompt(9)), SHORT)]
+    for changes in ({}, {"step_tokens": 13}, {"tokens": 48}):
+        plain, padded = (generator(fused, prepared=prepared, **changes) for prepared in (False, True))
+        expected = [collect(plain, [request("first", begun, SHORT)]), collect(plain, requests + again)]
+        assert not ways.graphs
+        ways.others = 0
+        assert [collect(padded, [request("first", begun, SHORT)]), collect(padded, requests + again)] == expected
+        assert ways.graphs
+        assert not ways.others
+        assert all(size == next(b for b in MIXED_BUCKETS if b >= tokens) for tokens, size in ways.graphs)
+        ways.graphs.clear()
+        assert bool(padded.preemptions) == ("tokens" in changes)
+
+
+def test_adapters_of_several_ranks(llama: FusedBase, ways: Ways) -> None:
+    refs = [AdapterRef(f"a{i}", 1) for i in range(3)]
+    ranks = 4, 1, 20
+    shelf = Shelf({ref: adapter(llama.base, i, rank) for i, (ref, rank) in enumerate(zip(refs, ranks, strict=True))})
+    chosen = [refs[0], None, refs[1], refs[2]]
+    few = SamplingParams(max_tokens=2, temperature=0.0)
+    requests = [request(str(i), prompt(2 + 3 * i), few, ref) for i, ref in enumerate(chosen)]
+    requests += [request("none", prompt(3), few), request("narrow", prompt(9), few, refs[1])]
+
+    def texts(gen: Generator) -> list[object]:
+        return [collect(gen, requests[:4]), collect(gen, requests[4:5]), collect(gen, requests[5:])]
+
+    expected = texts(generator(llama, shelf, prepared=False, step_tokens=14))
+    assert texts(generator(llama, shelf, prepared=True, graph_tokens=32, step_tokens=14, ranks=(3, 32))) == expected
+    assert len(ways.graphs) > 3
+
+
+def test_what_no_graph_holds_runs_packed(llama: FusedBase, ways: Ways) -> None:
+    """Steps of more tokens than the largest, and of more prompts."""
+    requests = [request(str(n), prompt(n), SHORT) for n in (70, 3)] + [request("few", prompt(8), SHORT)]
+    gen = generator(llama, prepared=True, graph_tokens=32)
+    assert collect(gen, requests) == collect(generator(llama, prepared=False), requests)
+    assert not ways.graphs
+    many = [request(str(n), prompt(2, n), SHORT) for n in range(6)]
+    assert collect(gen, many) == collect(generator(llama, prepared=False), many)
+    assert not ways.graphs
+    assert collect(gen, requests[1:]) == collect(generator(llama, prepared=False), requests[1:])
+    assert ways.graphs == [(3 + 8 - 4, 32)], "the first page of the 8 is found"
+
+
+def test_widths_that_steps_had_are_prepared_too(llama: FusedBase, ways: Ways) -> None:
+    ref = AdapterRef("wide", 1)
+    gen = generator(llama, Shelf({ref: adapter(llama.base, 0, 20)}), prepared=True, graph_tokens=32)
+    while gen.prepare():
+        pass
+    first = collect(gen, [request("a", prompt(5), SHORT, ref)])
+    assert (ways.graphs, ways.others) == ([], 1)
+    assert gen.prepare()
+    while gen.prepare():
+        pass
+    again = collect(gen, [request("a", prompt(5, 1), SHORT, ref)])
+    assert (ways.graphs, ways.others) == ([(5, 32)], 1)
+    assert len(first["a"][0]) == len(again["a"][0])
+
+
+@given(st.integers(1, 5000), st.integers(1, 300))
+def test_rooms_for_every_step(step_tokens: int, sequences: int) -> None:
+    rooms = mixed_rooms(step_tokens, sequences, 100)
+    assert [room.tokens for room in rooms] == list(MIXED_BUCKETS[: len(rooms)])
+    assert rooms[-1].tokens >= min(step_tokens, MIXED_BUCKETS[-1])
+    assert len(rooms) == 1 or rooms[-2].tokens < step_tokens
+    for room in rooms:
+        assert 1 <= room.chunks <= room.sequences <= min(sequences, room.tokens)
+        tiles = [found.tiles for found in long_rooms(room.tokens, room.sequences)]
+        assert tiles == sorted(set(tiles))
+        assert tiles[-1] == -(-room.tokens // 64) + room.sequences, "a tile is missing where each has an adapter"
+
+
+class Step:
+    """One step on a base of its own pages: what `mix` says, with random tokens, twice over the same contents."""
+
+    def __init__(self, base: Base, mix: list[tuple[int, int]], seed: int) -> None:
+        """`mix`: (position, new tokens)."""
+        g = torch.Generator().manual_seed(seed)
+        self.kv = KvCache.for_base(base, 4 * 160, 4)
+        self.kv.buffer.bytes.view(torch.float32).normal_(generator=g)
+        order = torch.randperm(160, generator=g).tolist()
+        self.runs = []
+        for position, tokens in mix:
+            pages = tuple(order.pop() for _ in range(-(-(position + tokens) // 4)))
+            self.runs.append(Run(tokens, position, pages))
+        total = sum(tokens for _, tokens in mix)
+        ids = torch.randint(3, VOCAB, (total,), generator=g).tolist()
+        positions = [p for position, tokens in mix for p in range(position, position + tokens)]
+        keep = [row - 1 for row in torch.tensor([run.tokens for run in self.runs]).cumsum(0).tolist()]
+        flying = [row if run.tokens == 1 else -1 for run, row in zip(self.runs, keep, strict=True)]
+        self.last = torch.randint(3, VOCAB, (32,), generator=g)
+        lanes = [flying.index(row) + 1 if row in flying else 0 for row in range(total)]
+        self.known = [int(self.last[lane]) if lane else token for token, lane in zip(ids, lanes, strict=True)]
+        given_ = [NOT_FINITE if lane else token for token, lane in zip(ids, lanes, strict=True)]
+        to = list(range(1, len(mix) + 1))
+        self.rows = Rows(given_, lanes, positions, keep, tuple(range(len(mix))), to)  # type: ignore[arg-type]
+
+
+@settings(max_examples=12)
+@given(
+    mix=st.lists(st.tuples(st.integers(0, 40), st.sampled_from([1, 1, 2, 5, 13])), min_size=1, max_size=8),
+    seed=st.integers(0, 1000),
+    adapters=st.booleans(),
+)
+@pytest.mark.parametrize("family", ["llama", "mistral"])
+def test_padding_changes_neither_pages_nor_logits(
+    family: str, mix: list[tuple[int, int]], seed: int, adapters: bool
+) -> None:
+    fused = fused_base(family)
+    one, two = (Step(fused.base, mix, seed) for _ in range(2))
+    slots = AdapterSlots(fused.groups, 4, fused.base.device)
+    segments = None
+    if adapters:
+        held = [adapter(fused.base, seed + i, rank) for i, rank in enumerate((3, 16))]
+        cuts = sorted({0, len(one.known), *(min(len(one.known), at) for at in (4, 9))})
+        segments = Segments(tuple(cuts), tuple([*slots.place(held), -1][: len(cuts) - 1]))
+    lora = None if segments is None else slot_lora(slots, segments)
+    tokens_T, positions_T, keep_R = send_ids(fused.base.device, one.known, one.rows.positions, one.rows.keep)
+    expected = fused.forward(tokens_T, positions_T, one.kv.attention(one.runs), lora=lora, keep=keep_R)
+    room = MixedRoom(tokens=128, sequences=9, chunks=8, context=80)
+    attention, results = two.kv.mixed_attention(room), Results(12)
+    graph = MixedGraph(fused, attention, two.last, slots if adapters else None, 16, results, None)
+    for _ in range(2):  # a step's own keys and values are written twice
+        logits, chosen = graph.run(two.rows, two.runs, segments)
+        torch.testing.assert_close(logits, expected, atol=2e-4, rtol=2e-4)
+        assert chosen.tolist() == logits.argmax(-1).tolist()
+        assert two.last[1 : len(mix) + 1].tolist() == chosen.tolist()
+        before, after = (step.kv.buffer.bytes.view(torch.float32) for step in (one, two))
+        torch.testing.assert_close(after, before, atol=2e-4, rtol=2e-4)
+        two.last.copy_(one.last)

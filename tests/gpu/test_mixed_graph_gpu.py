@@ -1,0 +1,118 @@
+"""Steps with prompts as captured graphs, on a GPU. Run with `pytest -m gpu`."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from coserve.generate.generator import Generator
+from coserve.generate.mixed_graph import MixedGraph, Results, Rows
+from coserve.generate.runner import Runner
+from coserve.generate.slots import AdapterSlots, slot_lora
+from coserve.kernels.attention_static import MixedRoom
+from coserve.kernels.dispatch import Way
+from coserve.kernels.sampling import NOT_FINITE
+from coserve.kernels.segments import Segments
+from coserve.kernels.tiles import Run
+from coserve.memory.kv import KvCache
+from coserve.model.fused import FusedBase
+from coserve.types import AdapterRef
+from tests.generate.test_mixed_graph import Ways
+from tests.generate.test_runner import collect
+from tests.gpu.test_engine_gpu import Shelf, adapter, gpu_base, prompt, request, texts
+from tests.support.tiny_models import VOCAB, tiny_model
+
+pytestmark = pytest.mark.gpu
+
+LIMIT = {torch.float32: 1e-3, torch.bfloat16: 6e-2}
+MIXES = (
+    [(0, 90), (30, 1), (0, 1), (17, 40), (5, 1)],
+    [(3, 2)],
+    [(20 + i, 1) for i in range(8)] + [(700, 20)],
+    [(700, 1), (0, 127)],
+    [(0, 1), (64, 16), (16, 64)],
+)
+
+
+def test_replays_give_what_packed_steps_give() -> None:
+    """One graph a room of adapters over steps of all kinds; everything else in the pages stays."""
+    for family, dtype in (("llama", torch.float32), ("llama", torch.bfloat16), ("gemma2", torch.float32)):
+        base = gpu_base(tiny_model(family, max_position_embeddings=1024), dtype)
+        fused, g = FusedBase(base, compiled=False), torch.Generator().manual_seed(0)
+        kv = KvCache.for_base(base, 4096, 16)
+        kv.buffer.bytes.view(dtype).copy_(torch.randn(kv.buffer.bytes.view(dtype).shape, generator=g).to(dtype))
+        last = torch.randint(3, VOCAB, (64,), generator=g).cuda()
+        slots, memory = AdapterSlots(fused.groups, 16, base.device), torch.cuda.graph_pool_handle()
+        held = [adapter(base, i, rank) for i, rank in enumerate((4, 16, 9, 1, 3, 16, 2, 8, 5))]
+        placed = slots.place(held)
+        room, results = MixedRoom(tokens=192, sequences=12, chunks=6, context=1000), Results(12)
+        graphs = {
+            width: MixedGraph(fused, kv.mixed_attention(room), last, slots if width else None, width, results, memory)
+            for width in (0, 16)
+        }
+        before = kv.buffer.bytes.clone()
+        for number, mix in enumerate((*MIXES, *MIXES)):
+            rows, runs, known = step(mix, number, last)
+            bounds = [0]
+            for _, tokens in mix:
+                bounds.append(bounds[-1] + tokens)
+            named = [*placed[: len(mix) - 1], -1] if number % 2 else placed[: len(mix)]
+            for segments in (None, Segments(tuple(bounds), tuple(named))):
+                kv.buffer.bytes.copy_(before)
+                lora = None if segments is None else slot_lora(slots, segments)
+                tokens_T = torch.tensor(known, device="cuda")
+                positions_T, keep = (torch.tensor(x, device="cuda") for x in (rows.positions, rows.keep))
+                expected = fused.forward(tokens_T, positions_T, kv.attention(runs), lora=lora, keep=keep)
+                pages = kv.buffer.bytes.view(dtype).clone()
+                kv.buffer.bytes.copy_(before)
+                lanes = last.clone()
+                logits, chosen = graphs[0 if segments is None else 16].run(rows, runs, segments)
+                close(logits, expected, dtype)
+                assert chosen.tolist() == logits.max(-1).indices.tolist()
+                assert last[1 : len(mix) + 1].tolist() == chosen.tolist()
+                assert last[len(mix) + 1 :].equal(lanes[len(mix) + 1 :])
+                close(kv.buffer.bytes.view(dtype), pages, dtype)
+                untouched = (before.view(dtype) == pages) & ~(kv.buffer.bytes.view(dtype) == pages)
+                assert not untouched.any(), "a row of padding has written"
+                last.copy_(lanes)
+
+
+def close(got: torch.Tensor, expected: torch.Tensor, dtype: torch.dtype) -> None:
+    got, expected = got.float(), expected.float()
+    assert float((got - expected).abs().max()) < LIMIT[dtype] * float(expected.abs().max())
+
+
+def step(mix: list[tuple[int, int]], seed: int, last: torch.Tensor) -> tuple[Rows, list[Run], list[int]]:
+    """The last token of every single one is in its sequence's lane; and the tokens as the device knows them."""
+    g = torch.Generator().manual_seed(seed)
+    order = torch.randperm(256, generator=g).tolist()
+    rows, runs, known = Rows([], [], [], [], (0,) * len(mix), list(range(1, len(mix) + 1))), [], list[int]()  # type: ignore[arg-type]
+    for lane, (position, tokens) in enumerate(mix, 1):
+        runs.append(Run(tokens, position, tuple(order.pop() for _ in range(-(-(position + tokens) // 16)))))
+        ids = torch.randint(3, VOCAB, (tokens,), generator=g).tolist()
+        flying = tokens == 1
+        rows.tokens.extend([NOT_FINITE] if flying else ids)
+        rows.lanes.extend([lane if flying else 0] * tokens)
+        rows.positions.extend(range(position, position + tokens))
+        rows.keep.append(len(rows.tokens) - 1)
+        known.extend([int(last[lane])] if flying else ids)
+    return rows, runs, known
+
+
+def test_texts_and_nothing_compiled_in_the_middle(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Compiled layers, prompts in chunks, adapters and none; every step with a prompt is a graph."""
+    base = gpu_base(tiny_model("llama"))
+    refs = [AdapterRef(f"a{i}", 1) for i in range(4)]
+    shelf = Shelf({ref: adapter(base, i, rank) for i, (ref, rank) in enumerate(zip(refs, (4, 1, 16, 9), strict=True))})
+    requests = [request(str(n), prompt(n), refs[n % 5] if n % 5 < 4 else None) for n in (3, 17, 40, 1, 5, 23, 34)]
+    expected = texts(base, requests, shelf)
+    ways, fused = Ways(monkeypatch), FusedBase(base)
+    for step_tokens in (256, 19):
+        kv = KvCache.for_base(base, 4096, 16)
+        runner = Runner(fused, kv, max_running=16, step_tokens=256)
+        runner.warm_up()
+        gen = Generator(base, shelf, kv, max_running=16, step_tokens=step_tokens, way=Way.SEGMENTED, runner=runner)
+        found = {id: tokens for id, (tokens, _) in collect(gen, requests).items()}
+        assert found == expected
+        assert ways.graphs
+        assert not ways.others

@@ -1,0 +1,148 @@
+"""Attention of steps of any mix in fixed buffers: Triton's interpreter without a GPU, else also captured and in bfloat16."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from coserve.kernels.attention_fused_mixed import FusedMixedAttention
+from coserve.kernels.attention_static import GatheredMixedAttention, MixedRoom
+from coserve.kernels.tiles import Run
+from tests.kernels.test_attention_fused import CHUNKS, DECODES, DEVICE, FAR, KINDS, TOLERANCE
+from tests.support.attention_cases import Case, Kind, worst
+
+ROOM = MixedRoom(tokens=128, sequences=9, chunks=5, context=1700)
+STEPS = [CHUNKS, DECODES[::-1], [(0, 1), (1500, 2), (520, 3)], []]
+"""Everything at once, decodes alone, keys that are cut, and nothing."""
+
+
+def padded(case: Case, rows: int) -> list[Tensor]:
+    """q, k and v with rows of padding, which nobody may look at."""
+    found = []
+    for x in (case.q_HTD, case.k_KTD, case.v_KTD):
+        to = torch.full((x.shape[0], rows, x.shape[2]), float("nan"), dtype=x.dtype, device=x.device)
+        to[:, : x.shape[1]] = x
+        found.append(to)
+    return found
+
+
+def check(attention: FusedMixedAttention | GatheredMixedAttention, case: Case, runs: int, limit: float) -> None:
+    got = attention.attend(0, *padded(case, attention.room.tokens), **case.kind.scores(case.device))
+    real = sum(run.tokens for run in case.runs) if runs else 0
+    assert torch.equal(got[real:], torch.zeros_like(got[real:]))
+    if runs:
+        assert worst(got[:real], case.expected()) < limit
+        case.check_written()
+
+
+@pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
+@pytest.mark.parametrize("dtype", [torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.gpu)], ids=str)
+def test_one_form_serves_steps_of_any_mix(kind: Kind, dtype: torch.dtype) -> None:
+    first = Case(kind, CHUNKS, dtype, DEVICE)
+    attention = FusedMixedAttention(first.pages, ROOM)
+    for runs in STEPS:
+        case = Case(kind, runs, dtype, DEVICE) if runs else first
+        attention._pages = case.pages
+        attention.load(case.runs if runs else [])
+        check(attention, case, len(runs), TOLERANCE[dtype])
+        plans = attention._plans.values()
+        assert plans
+        assert not any(plan.ended.any() for plan in plans), "a counter that does not end at 0 spoils the next step"
+
+
+def test_plain_torch_serves_the_same() -> None:
+    kind = Kind(8, 2, 32, window=40, sinks=True)
+    first = Case(kind, CHUNKS, torch.float32, "cpu")
+    attention = GatheredMixedAttention(first.pages, ROOM)
+    for runs in STEPS:
+        case = Case(kind, runs, torch.float32, "cpu") if runs else first
+        for cache in (*case.pages.keys, *case.pages.values):  # which plain torch needs
+            cache.nan_to_num_(0.0)
+        attention._pages = case.pages
+        attention.load(case.runs if runs else [])
+        got = attention.attend(0, *padded(case, ROOM.tokens), **kind.scores(torch.device("cpu")))
+        real = sum(run.tokens for run in case.runs) if runs else 0
+        assert torch.equal(got[real:], torch.zeros_like(got[real:]))
+        if runs:
+            assert worst(got[:real], case.expected()) < 1e-5
+
+
+def test_what_a_room_holds() -> None:
+    room = MixedRoom(tokens=20, sequences=4, chunks=2, context=30)
+
+    def holds(*runs: tuple[int, int]) -> bool:
+        return room.holds([Run(tokens, position, ()) for position, tokens in runs])
+
+    assert holds()
+    assert holds((0, 18), (29, 1), (5, 1))
+    assert not holds((0, 19), (29, 1), (5, 1))
+    assert not holds(*[(3, 1)] * 5)
+    assert not holds((0, 2), (0, 2), (0, 2))
+    assert not holds((29, 2))
+
+
+@settings(max_examples=150)
+@given(
+    mix=st.lists(st.tuples(st.integers(0, 40000), st.integers(1, 300)), max_size=20),
+    window=st.none() | st.integers(1, 5000),
+    heads=st.sampled_from([(8, 8), (32, 8), (16, 1), (64, 4), (600, 300)]),
+)
+def test_every_step_that_a_room_holds_has_a_plan(
+    mix: list[tuple[int, int]], window: int | None, heads: tuple[int, int]
+) -> None:
+    """Its items are those of the plain plan, as many as there is room for, and none of them uses another's counter."""
+    room = MixedRoom(tokens=512, sequences=12, chunks=8, context=40300)
+    runs = [Run(tokens, position, (0,)) for position, tokens in mix]
+    while not room.holds(runs):
+        runs.pop()
+    pages = Case(Kind(1, 1, 16), [(0, 1)], torch.float32, "cpu").pages
+    attention = FusedMixedAttention(pages, room)
+    attention._table = torch.zeros(1, room.sequences, dtype=torch.int32)
+    attention.load(runs)
+    plan = attention._of(*heads, 128, window, torch.zeros(0, dtype=torch.bfloat16))
+    items, tiles = plan.table[: plan.most_items], plan.table[plan.most_items :]
+    items, tiles = items[items[:, 0] >= 0], tiles[tiles[:, 2] > 0]
+    decodes = {i: run for i, run in enumerate(runs) if run.tokens == 1}
+    assert set(items[:, 0].tolist()) == set(decodes)
+    for column, run in decodes.items():
+        mine = items[items[:, 0] == column]
+        assert int(mine[:, 6].sum()) == 1
+        assert int((mine[:, 3] - mine[:, 2]).sum()) == min(run.position + 1, window or run.position + 1)
+    assert set(tiles[:, 0].tolist()) == {i for i, run in enumerate(runs) if run.tokens > 1}
+    whole = tiles[tiles[:, 6] == torch.arange(len(tiles))]
+    assert int(whole[:, 2].sum()) == sum(run.tokens for run in runs if run.tokens > 1)
+    wave = max(1, 132 // heads[1])
+    assert not (tiles[:, 7] > 1).any() or len(tiles) <= wave, "parts are kept for one wave"
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("window", [None, 70])
+def test_a_captured_form_serves_steps_of_any_mix(window: int | None) -> None:
+    kind = Kind(32, 8, 128, window=window)
+    room = MixedRoom(tokens=192, sequences=16, chunks=6, context=4096)
+    cases = [
+        Case(kind, runs, torch.bfloat16, "cuda", seed)
+        for seed, runs in enumerate((CHUNKS, DECODES, FAR, [(2500, 60), (3, 1), (0, 100)], [(4000, 1)]))
+    ]
+    q, k, v = (torch.zeros(heads, room.tokens, 128, dtype=torch.bfloat16, device="cuda") for heads in (32, 8, 8))
+    most = torch.full((800, 16, 8, 128), float("nan"), dtype=torch.bfloat16, device="cuda")
+    attention = FusedMixedAttention(type(cases[0].pages)((most.clone(),), (most.clone(),)), room)
+    attention.load([])
+    told = kind.scores(torch.device("cuda"))
+    attention.attend(0, q, k, v, **told)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = attention.attend(0, q, k, v, **told)
+    for case in (*cases, *cases):
+        for to, pages_of in ((attention._pages.keys, case.pages.keys), (attention._pages.values, case.pages.values)):
+            to[0][: len(pages_of[0])] = pages_of[0]
+        for to, x in zip((q, k, v), padded(case, room.tokens), strict=True):
+            to.copy_(x)
+        attention.load(case.runs)
+        graph.replay()
+        real = sum(run.tokens for run in case.runs)
+        assert worst(out[:real], case.expected()) < 2e-2
+        assert torch.equal(out[real:], torch.zeros_like(out[real:]))
