@@ -20,6 +20,23 @@ WARM_UPS = 2
 
 
 @dataclass(frozen=True)
+class Place:
+    """Where graphs are captured of which no two run at once."""
+
+    memory: tuple[int, int]
+    """A pool that they share."""
+    stream: torch.cuda.Stream
+    """One for all of them: cuBLAS keeps 32 MiB for each stream that it has seen."""
+
+
+def make_place(device: torch.device) -> Place | None:
+    """None on CPU, where nothing is captured."""
+    if device.type != "cuda":
+        return None
+    return Place(torch.cuda.graph_pool_handle(), torch.cuda.Stream())  # type: ignore[no-untyped-call]
+
+
+@dataclass(frozen=True)
 class Captured:
     """One graph, and where its results lie."""
 
@@ -39,18 +56,16 @@ class Captures:
         self._step, self._lora = step, lora
         self._captured: dict[Room | None, Captured] = {}
 
-    def capture(self, memory: tuple[int, int] | None) -> None:
-        """`memory`: the pool of all graphs, of which no two run at once."""
+    def capture(self, place: Place) -> None:
         rooms: tuple[Room | None, ...] = (None,) if self._lora is None else self._lora.rooms
-        side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
-        side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(side):
+        place.stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(place.stream):
             for _ in range(WARM_UPS):
                 self._step(self._terms(rooms[0]))
-        torch.cuda.current_stream().wait_stream(side)
+        torch.cuda.current_stream().wait_stream(place.stream)
         for room in rooms:
             graph, lora = torch.cuda.CUDAGraph(), self._terms(room)
-            with torch.cuda.graph(graph, pool=memory):  # type: ignore[arg-type]  # an opaque handle
+            with torch.cuda.graph(graph, pool=place.memory, stream=place.stream):  # type: ignore[arg-type]  # an opaque handle
                 results = self._step(lora)
             self._captured[room] = Captured(graph, *results)
 
@@ -64,6 +79,24 @@ class Captures:
 
     def _terms(self, room: Room | None) -> SlotLora | None:
         return None if self._lora is None or room is None else self._lora.within(room)
+
+
+class Results:
+    """Where graphs leave their logits: one place for all of them, as one's are read before the next one runs.
+
+    Kept by each graph they would take GBs: tens of MB for some hundred sequences, times the graphs.
+    """
+
+    def __init__(self, sequences: int) -> None:
+        self._sequences = sequences
+        self._held: Tensor | None = None
+
+    def keep(self, logits_BV: Tensor) -> Tensor:
+        """A copy. The first time takes the memory: not within a capture."""
+        rows, vocab = logits_BV.shape
+        if self._held is None:
+            self._held = logits_BV.new_empty(self._sequences, vocab)
+        return self._held[:rows].copy_(logits_BV)
 
 
 class Inputs:
@@ -118,7 +151,7 @@ class DecodeGraph:
     """
 
     logits: Tensor
-    """(B, V), of the last replay."""
+    """(B, V), of the last replay of any graph."""
     chosen: Tensor
     """int64 (B), device: the likeliest tokens, `NOT_FINITE` for none; they are in their lanes already."""
 
@@ -129,18 +162,20 @@ class DecodeGraph:
         last: Tensor,
         slots: AdapterSlots | None,
         R: int,
-        memory: tuple[int, int] | None,
+        results: Results,
+        place: Place | None,
     ) -> None:
-        """`last`: every lane's newest token. `slots`: None for steps without adapters. `R`: the largest rank to serve."""
+        """`last`: every lane's newest token. `slots`: None for steps without adapters. `R`: the largest rank to serve.
+        `results`: of all graphs that share `place`, which is None on CPU."""
         batch, device = attention.batch, last.device
-        self._fused, self._attention, self._last = fused, attention, last
+        self._fused, self._attention, self._last, self._results = fused, attention, last, results
         self._lora = None if slots is None else StaticLora(slots, batch, R, decode_rooms(batch), decode=True)
         self._inputs, self._copies = Inputs((batch, batch), device), Copies(device)
         self._room: Room | None = None
         self._captures = Captures(self._step, self._lora)
         self._attention.load(())
-        if device.type == "cuda":
-            self._captures.capture(memory)
+        if place is not None:
+            self._captures.capture(place)
 
     def load(self, runs: Sequence[Run], lanes: Sequence[int], tokens: Sequence[int], segments: Segments | None) -> None:
         """The next step: the sequences' runs, lanes, and newest tokens (negative: the one in the lane)."""
@@ -161,4 +196,4 @@ class DecodeGraph:
         logits = self._fused.forward(tokens, positions, self._attention, lora=lora, keep=None)
         chosen = likeliest(logits)
         self._last.index_copy_(0, lanes, chosen.clamp_min(0))
-        return logits, chosen
+        return self._results.keep(logits), chosen

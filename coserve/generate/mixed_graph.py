@@ -7,13 +7,14 @@ is captured.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence as Items
 from dataclasses import dataclass
 
 from torch import Tensor
 
 from coserve.generate.draws import likeliest
-from coserve.generate.graphs import Captures, Copies, Inputs, tokens_of
+from coserve.generate.graphs import Captures, Copies, Inputs, Place, Results, tokens_of
 from coserve.generate.schedule import Share
 from coserve.generate.sequences import Sequence
 from coserve.generate.slots import AdapterSlots, Room, SlotLora, StaticLora, long_rooms
@@ -21,6 +22,7 @@ from coserve.kernels.attention_static import MixedAttention, MixedRoom
 from coserve.kernels.sampling import NOT_FINITE
 from coserve.kernels.segments import Segments
 from coserve.kernels.tiles import Run
+from coserve.memory.kv import KvCache
 from coserve.model.fused import FusedBase
 
 MIXED_BUCKETS = (32, 64, 128, 192, 256, 320, 384, 448, 512, 640, 768, 896, 1024, 1280, 1536, 2048)
@@ -29,6 +31,10 @@ and padding is free; beyond, it costs what tokens cost, and sizes are closer. St
 for as long as the host needs to launch their kernels one by one."""
 TOKENS_A_CHUNK, LEAST_CHUNKS = 16, 4
 """A graph has room for a prompt for each so many of its tokens: an idle tile of attention is a program, too."""
+
+MISSES = 4
+"""Steps that found no graph of their size, after which it is captured though there is work: each takes the host several
+times as long as a launch, and may have Triton compile."""
 
 
 def mixed_rooms(step_tokens: int, sequences: int, context: int) -> tuple[MixedRoom, ...]:
@@ -80,25 +86,6 @@ def rows_of(shares: Items[Share], lanes: dict[Sequence, int]) -> Rows:
     return found
 
 
-class Results:
-    """Where mixed graphs leave what they compute: one place for all of them, as one's is read before the next one runs.
-
-    Kept by each graph, logits of some hundred sequences would take tens of MB a graph.
-    """
-
-    def __init__(self, sequences: int) -> None:
-        self._sequences = sequences
-        self._held: tuple[Tensor, Tensor] | None = None
-
-    def keep(self, logits_BV: Tensor, chosen_B: Tensor) -> tuple[Tensor, Tensor]:
-        """Copies. The first time takes the memory: not within a capture."""
-        rows, vocab = logits_BV.shape
-        if self._held is None:
-            self._held = logits_BV.new_empty(self._sequences, vocab), chosen_B.new_empty(self._sequences)
-        logits, chosen = (held[:rows] for held in self._held)
-        return logits.copy_(logits_BV), chosen.copy_(chosen_B)
-
-
 class MixedGraph:
     """Steps of up to T tokens of any mix, padded. As `DecodeGraph`: `run` says which step, and runs what was captured."""
 
@@ -110,9 +97,9 @@ class MixedGraph:
         slots: AdapterSlots | None,
         R: int,
         results: Results,
-        memory: tuple[int, int] | None,
+        place: Place | None,
     ) -> None:
-        """As `DecodeGraph`; `results` are those of all graphs that share `memory`."""
+        """As `DecodeGraph`."""
         self.room, device = attention.room, last.device
         tokens, sequences = self.room.tokens, self.room.sequences
         self._fused, self._attention, self._last, self._results = fused, attention, last, results
@@ -121,8 +108,8 @@ class MixedGraph:
         self._inputs = Inputs((tokens, tokens, tokens, sequences, sequences), device)
         self._copies, self._captures = Copies(device), Captures(self._step, self._lora)
         self._attention.load(())
-        if device.type == "cuda":
-            self._captures.capture(memory)
+        if place is not None:
+            self._captures.capture(place)
 
     def run(self, rows: Rows, runs: Items[Run], segments: Segments | None) -> tuple[Tensor, Tensor]:
         """Starts a step that the room holds: logits of the ready sequences, and the likeliest tokens, which are in their
@@ -145,4 +132,52 @@ class MixedGraph:
         logits = self._fused.forward(tokens, positions, self._attention, lora=lora, keep=keep)
         chosen = likeliest(logits)
         self._last.index_copy_(0, to, chosen.clamp_min(0))
-        return self._results.keep(logits, chosen)
+        return self._results.keep(logits), chosen
+
+
+class MixedGraphs:
+    """The graphs of one base's steps with prompts, by room and by the largest rank that they serve (0: no adapters)."""
+
+    def __init__(
+        self,
+        fused: FusedBase,
+        kv: KvCache,
+        last: Tensor,
+        slots: AdapterSlots,
+        rooms: Items[MixedRoom],
+        results: Results,
+        place: Place | None,
+    ) -> None:
+        """`last`, `slots`, `results`, `place`: as `DecodeGraph` has them. `rooms`: smallest first."""
+        self._fused, self._kv, self._last, self._slots, self._place = fused, kv, last, slots, place
+        self._rooms, self._results = tuple(rooms), results
+        self._attention: dict[MixedRoom, MixedAttention] = {}
+        self._graphs: dict[tuple[MixedRoom, int], MixedGraph] = {}
+        self._missed: Counter[tuple[MixedRoom, int]] = Counter()
+
+    def prepare(self, width: int) -> bool:
+        """Captures the largest graph that is missing; False if none is. The others find its memory large enough."""
+        room = next((room for room in reversed(self._rooms) if (room, width) not in self._graphs), None)
+        if room is not None:
+            self._capture(room, width)
+        return room is not None
+
+    def holding(self, runs: Items[Run], width: int) -> MixedGraph | None:
+        """The graph to run the step with; None: without one. No graph of more than the next size: padding has a price."""
+        fit = [room for room in self._rooms if room.holds(runs)][:2]
+        found = next((graph for room in fit if (graph := self._graphs.get((room, width))) is not None), None)
+        if found is None and fit:
+            self._missed[fit[0], width] += 1
+            if self._missed[fit[0], width] >= MISSES:
+                if not self._graphs:
+                    self._capture(self._rooms[-1], width)
+                found = self._graphs.get((fit[0], width)) or self._capture(fit[0], width)
+        return found
+
+    def _capture(self, room: MixedRoom, width: int) -> MixedGraph:
+        if room not in self._attention:
+            self._attention[room] = self._kv.mixed_attention(room)
+        slots = self._slots if width else None
+        graph = MixedGraph(self._fused, self._attention[room], self._last, slots, width, self._results, self._place)
+        self._graphs[room, width] = graph
+        return graph

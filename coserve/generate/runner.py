@@ -16,13 +16,12 @@ from torch import Tensor
 from coserve.generate.batch import by_adapter
 from coserve.generate.device_sampler import DeviceSampler
 from coserve.generate.draws import likeliest
-from coserve.generate.graphs import DecodeGraph, tokens_of
-from coserve.generate.mixed_graph import MIXED_BUCKETS, MixedGraph, Results, Rows, mixed_rooms, rows_of
+from coserve.generate.graphs import DecodeGraph, Results, make_place, tokens_of
+from coserve.generate.mixed_graph import MIXED_BUCKETS, MixedGraphs, Rows, mixed_rooms, rows_of
 from coserve.generate.sampler import Choice, Chosen, choices, send_ids
 from coserve.generate.schedule import Share
 from coserve.generate.sequences import Sequence
 from coserve.generate.slots import WIDTHS, AdapterSlots, slot_lora, width_of
-from coserve.kernels.attention_static import MixedRoom
 from coserve.kernels.sampling import NOT_FINITE
 from coserve.kernels.segments import Segments
 from coserve.kernels.tiles import Run
@@ -84,17 +83,17 @@ class Runner:
         self._sampler, self._sampler_warm = DeviceSampler(base.spec.vocab, base.device), False
         self._slots = AdapterSlots(fused.groups, max(slots or 0, max_running), base.device)
         self._buckets = tuple(b for b in BUCKETS if b < max_running) + tuple(b for b in BUCKETS if b >= max_running)[:1]
-        self._rooms = mixed_rooms(step_tokens, self._buckets[-1], self._max_tokens)
         self._graphs: dict[tuple[int, int], DecodeGraph] = {}
-        self._mixed_graphs: dict[tuple[MixedRoom, int], MixedGraph] = {}
-        self._results = Results(self._buckets[-1])
         self._widths: dict[int, None] = {0: None}
         """Of steps so far, and those that were asked for."""
         self._last = torch.zeros(LANES, dtype=torch.int64, device=base.device)
         """The newest token of each lane."""
         self._lanes: dict[Sequence, int] = {}
         self._free = list(range(LANES - 1, 0, -1))
-        self._memory = torch.cuda.graph_pool_handle() if base.device.type == "cuda" else None
+        self._place = make_place(base.device)
+        self._results = Results(self._buckets[-1])
+        rooms = mixed_rooms(step_tokens, self._buckets[-1], self._max_tokens)
+        self._mixed_graphs = MixedGraphs(fused, kv, self._last, self._slots, rooms, self._results, self._place)
 
     def warm_up(self, ranks: Items[int] = (16,)) -> None:
         """Captures the graphs of steps without adapters, and of steps whose adapters are of these ranks."""
@@ -112,15 +111,12 @@ class Runner:
             return True
         self._widths.update(dict.fromkeys(width for rank in ranks if (width := _width(rank)) is not None))
         for width in self._widths:
-            # The largest first: the others find its memory, which graphs share, large enough.
-            for room in reversed(self._rooms):
-                if (room, width) not in self._mixed_graphs:
-                    self._mixed_graphs[room, width] = self._mixed_graph(room, width)
-                    return True
-            for bucket in reversed(self._buckets):
-                if (bucket, width) not in self._graphs:
-                    self._graph(bucket, width)
-                    return True
+            if self._mixed_graphs.prepare(width):
+                return True
+            bucket = next((b for b in reversed(self._buckets) if (b, width) not in self._graphs), None)
+            if bucket is not None:
+                self._graph(bucket, width)
+                return True
         return False
 
     def launch(self, shares: Items[Share]) -> Flight:
@@ -169,7 +165,8 @@ class Runner:
                 self._last,
                 self._slots if width else None,
                 width,
-                self._memory,
+                self._results,
+                self._place,
             )
         return self._graphs[bucket, width]
 
@@ -187,7 +184,7 @@ class Runner:
     def _mixed(self, packed: Packed, ready: tuple[Sequence, ...], width: int | None) -> Chosen:
         """A step with parts of prompts in it: as a graph if one holds it, else kernel by kernel."""
         rows = rows_of(packed.shares, {share.sequence: self._lane(share.sequence) for share in packed.shares})
-        graph = None if width is None else self._holding(packed.runs, width)
+        graph = None if width is None else self._mixed_graphs.holding(packed.runs, width)
         if graph is None:
             logits, best = self._kernel_by_kernel(packed, rows)
         else:
@@ -196,15 +193,6 @@ class Runner:
         if graph is None or not chosen.likeliest:  # else the graph has kept them
             self._keep(rows.to, chosen.tokens)
         return chosen
-
-    def _holding(self, runs: Items[Run], width: int) -> MixedGraph | None:
-        """The smallest graph that holds the step, of those that are captured."""
-        found = (self._mixed_graphs.get((room, width)) for room in self._rooms if room.holds(runs))
-        return next((graph for graph in found if graph is not None), None)
-
-    def _mixed_graph(self, room: MixedRoom, width: int) -> MixedGraph:
-        attention, slots = self._kv.mixed_attention(room), self._slots if width else None
-        return MixedGraph(self._fused, attention, self._last, slots, width, self._results, self._memory)
 
     def _kernel_by_kernel(self, packed: Packed, rows: Rows) -> tuple[Tensor, Tensor]:
         """Logits of the ready sequences, and the likeliest tokens."""

@@ -29,7 +29,7 @@ COMPILING = "generation: steps run one by one until compilation ends"
 COMPILED = (
     "generation: prompts whose log-probabilities are asked for are computed step by step, beside the others; steps of more "
     f"than {BUCKETS[-1]} sequences, of more than {MIXED_BUCKETS[-1]} tokens or many short prompts, and with an adapter of a rank above "
-    f"{WIDTHS[-1]}, run without CUDA graphs; so do steps with prompts whose graphs are not captured yet"
+    f"{WIDTHS[-1]}, run without CUDA graphs; so do the first steps with prompts of a size"
 )
 SWITCH_INTERVAL = 2e-5
 """Seconds after which the compiling thread gives way. A step takes and frees the interpreter with every operation: at

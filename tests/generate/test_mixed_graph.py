@@ -9,8 +9,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from coserve.generate import mixed_graph
 from coserve.generate.generator import Generator
-from coserve.generate.mixed_graph import MIXED_BUCKETS, MixedGraph, Results, Rows, mixed_rooms
+from coserve.generate.graphs import Results
+from coserve.generate.mixed_graph import MIXED_BUCKETS, MixedGraph, Rows, mixed_rooms
 from coserve.generate.runner import Runner
 from coserve.generate.sampler import send_ids
 from coserve.generate.slots import AdapterSlots, long_rooms, slot_lora
@@ -69,6 +71,7 @@ class Ways:
 
 @pytest.fixture
 def ways(monkeypatch: pytest.MonkeyPatch) -> Ways:
+    monkeypatch.setattr(mixed_graph, "MISSES", 1000)
     return Ways(monkeypatch)
 
 
@@ -154,6 +157,21 @@ def test_widths_that_steps_had_are_prepared_too(llama: FusedBase, ways: Ways) ->
     again = collect(gen, [request("a", prompt(5, 1), SHORT, ref)])
     assert (ways.graphs, ways.others) == ([(5, 32)], 1)
     assert len(first["a"][0]) == len(again["a"][0])
+
+
+def test_sizes_that_steps_ask_for_are_captured_while_they_run(
+    llama: FusedBase, ways: Ways, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After some steps; and while a size is missing the next one serves, but none beyond that."""
+    monkeypatch.setattr(mixed_graph, "MISSES", 3)
+    requests = [request("a", prompt(5, seed), SHORT) for seed in range(4)]
+    gen = generator(llama, prepared=False, graph_tokens=128)
+    found = [collect(gen, [one]) for one in requests]
+    assert ([size for _, size in ways.graphs], ways.others) == ([32, 32], 2)
+    assert len(collect(gen, [request("b", prompt(50), SHORT)])["b"][0]) == 4
+    assert [size for _, size in ways.graphs] == [32, 32, 128], "the largest is captured ahead of all others"
+    assert ways.others == 2
+    assert found == [collect(generator(llama, prepared=False), [one]) for one in requests]
 
 
 @given(st.integers(1, 5000), st.integers(1, 300))

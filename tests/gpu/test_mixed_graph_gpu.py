@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from coserve.generate.generator import Generator
-from coserve.generate.mixed_graph import MixedGraph, Results, Rows
+from coserve.generate.graphs import Results, make_place
+from coserve.generate.mixed_graph import MixedGraph, Rows
 from coserve.generate.runner import Runner
 from coserve.generate.slots import AdapterSlots, slot_lora
 from coserve.kernels.attention_static import MixedRoom
@@ -42,12 +43,12 @@ def test_replays_give_what_packed_steps_give() -> None:
         kv = KvCache.for_base(base, 4096, 16)
         kv.buffer.bytes.view(dtype).copy_(torch.randn(kv.buffer.bytes.view(dtype).shape, generator=g).to(dtype))
         last = torch.randint(3, VOCAB, (64,), generator=g).cuda()
-        slots, memory = AdapterSlots(fused.groups, 16, base.device), torch.cuda.graph_pool_handle()
+        slots, place = AdapterSlots(fused.groups, 16, base.device), make_place(base.device)
         held = [adapter(base, i, rank) for i, rank in enumerate((4, 16, 9, 1, 3, 16, 2, 8, 5))]
         placed = slots.place(held)
         room, results = MixedRoom(tokens=192, sequences=12, chunks=6, context=1000), Results(12)
         graphs = {
-            width: MixedGraph(fused, kv.mixed_attention(room), last, slots if width else None, width, results, memory)
+            width: MixedGraph(fused, kv.mixed_attention(room), last, slots if width else None, width, results, place)
             for width in (0, 16)
         }
         before = kv.buffer.bytes.clone()
