@@ -154,7 +154,7 @@ def inference(generator: Generator, shape: Shape, batch: int, adapters: int) -> 
 def finetuning(base: Base, shape: Shape, way: str, batch: int, adapters: int) -> Callable[[int], int]:
     """One call is a forward and a backward of a packed batch of sequences of whatever adapters; returns its tokens."""
     learning = tuple(make_adapter(base, i, learns=True) for i in range(adapters))
-    tensors = [t for one in learning for pair in one.sites.values() for t in (pair.a_RD, pair.b_OR)]
+    tensors = [[t for pair in one.sites.values() for t in (pair.a_RD, pair.b_OR)] for one in learning]
     positions = torch.arange(shape.length, device=base.device)
 
     def step(order: list[int]) -> None:
@@ -173,8 +173,9 @@ def finetuning(base: Base, shape: Shape, way: str, batch: int, adapters: int) ->
         groups = [[a for a in order if a == one] for one in dict.fromkeys(order)] if way == "naive" else [order]
         for group in groups:
             step(group)
-        for tensor in tensors:
-            tensor.grad = None
+        for adapter in set(order):
+            for tensor in tensors[adapter]:
+                tensor.grad = None
         return batch * shape.length
 
     return train

@@ -8,15 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
-from inspect import signature
 from itertools import pairwise
 from math import gcd
-from typing import cast
 
 import torch
 from torch import Tensor
-from torch.nn.attention.varlen import varlen_attn
 from torch.nn.functional import pad, scaled_dot_product_attention
 
 from coserve.kernels.tiles import KEY_BLOCK, Layout, Run, Tiles, plan_tiles
@@ -97,15 +93,12 @@ class PackedAttention:
             self._on_device[device] = host.to(device, non_blocking=True)
         bounds, longest = self._on_device[device], self._longest
         q, k, v = (x.transpose(0, 1) for x in (q_HTD, k_KTD, v_KTD))
-        behind = -1 if window is None else window - 1
-        out = _varlen_attn(q, k, v, bounds, bounds, longest, longest, scale=scaling, window_size=(behind, 0))
-        return cast(Tensor, out)
-
-
-_varlen_attn = (
-    partial(varlen_attn, enable_gqa=True) if "enable_gqa" in signature(varlen_attn).parameters else varlen_attn
-)
-"""Takes fewer heads of keys than of queries, for which only later releases of torch ask to be told."""
+        # What `torch.nn.attention.varlen` calls; the op around it takes the host longer than the launches do.
+        out: Tensor = torch.ops.aten._flash_attention_forward(
+            q, k, v, bounds, bounds, longest, longest, 0.0, window is None, False,
+            scale=scaling, window_size_left=-1 if window is None else window - 1, window_size_right=0,
+        )[0]  # fmt: skip
+        return out
 
 
 def _varlen_takes(q_HTD: Tensor) -> bool:

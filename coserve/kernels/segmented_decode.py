@@ -98,6 +98,8 @@ def expand(
     o = block * BLOCK_O + tl.arange(0, BLOCK_O)
     r = tl.arange(0, BLOCK_R)
     b = load_b(b_ptr, o, r, O, rank)
+    if not SINGLE:
+        b_next = load_b(b_ptr, o, BLOCK_R + r, O, rank)
     if PDL:
         tl.extra.cuda.gdc_wait()
     y_at = y_ptr + (start + t)[None, :] * y_stride + o[:, None]
@@ -110,7 +112,10 @@ def expand(
     acc = tl.zeros([BLOCK_O, BLOCK_T], dtype=tl.float32)
     acc = tl.dot(b, tl.trans(h), acc, input_precision="ieee")
     if not SINGLE:
-        for first in range(BLOCK_R, rank, BLOCK_R):
+        if rank > BLOCK_R:
+            h = _h(h_at, BLOCK_R + r, rank, h_mask).to(b.dtype)
+            acc = tl.dot(b_next, tl.trans(h), acc, input_precision="ieee")
+        for first in range(2 * BLOCK_R, rank, BLOCK_R):
             h = _h(h_at, first + r, rank, h_mask).to(b.dtype)
             acc = tl.dot(load_b(b_ptr, o, first + r, O, rank), tl.trans(h), acc, input_precision="ieee")
     tl.store(y_at, (y.to(tl.float32) + acc * scaling).to(y.dtype), mask=y_mask)

@@ -78,9 +78,9 @@ class LongBlocks:
 
 MANY_SHRINKS = 512
 """Programs of the decode shrink from which each takes two steps of k: the start of a program then costs more than its wait."""
-FEW_EXPANDS = 1024
-"""Programs of 128 outputs up to which the decode expand is cut so small: it waits for its loads, so more of them are
-under way at once, of more ranks; beyond, programs hide that from each other."""
+FEWEST_EXPANDS, FEW_EXPANDS = 100, 1024
+"""Programs of 128 outputs up to which the decode expand waits for its loads: more of them are under way at once then, of
+more ranks. Beyond, programs hide that from each other."""
 EXPAND_H = 2048
 """Elements of h, of all splits, that a program of the decode expand reads at a time, at most: it keeps them in registers."""
 LONG = LongBlocks()
@@ -105,11 +105,13 @@ def decode_blocks(inputs: int, outputs: tuple[int, ...], tiles: int, items: int,
     """The sizes for so many tiles, of so many rows each, at sites of so many inputs and outputs."""
     start = DecodeBlocks()
     steps = 2 if items * len(outputs) * cdiv(inputs, start.k) > MANY_SHRINKS else 1
-    few = tiles * sum(cdiv(width, 128) for width in outputs) <= FEW_EXPANDS
+    programs = tiles * sum(cdiv(width, 128) for width in outputs)
     splits = next_power_of_2(decode_splits(inputs, replace(start, steps=steps)))
+    few, fewest = programs <= FEW_EXPANDS, programs <= FEWEST_EXPANDS
+    if R <= RANK_BLOCK:
+        return replace(start, steps=steps, o=128 if few else 256, expand_warps=8 if few and rows > 8 else 4)
     ranks = rank_block(R, max(RANK_BLOCK, min(64 if few else 32, EXPAND_H // (rows * splits))))
-    warps = 8 if ranks > RANK_BLOCK or (few and rows > 8) else 4
-    return replace(start, steps=steps, o=128 if few else 256, r=ranks, expand_warps=warps)
+    return replace(start, steps=steps, o=256 if few and not fewest else 128, r=ranks, expand_warps=8 if few else 4)
 
 
 def decode_splits(inputs: int, blocks: DecodeBlocks) -> int:
