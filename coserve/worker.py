@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import ctypes
+import gc
 import logging
 import os
 import signal
@@ -151,6 +152,8 @@ async def _run(config: Config, fd: int) -> None:
     except StartupError as error:
         link.send(EngineRefused(code=error.code, message=error.message))
     else:
+        gc.collect()
+        gc.freeze()  # the model and the libraries stay: a full collection in the middle of serving need not visit them
         link.send(ready)
         await engine.run()
     await link.close()

@@ -186,8 +186,7 @@ class Stepper:
             output_1TD = self._layer(i, input_1TD, inputs, lora, gradient=True)
         wanted = [*own.leaves] if own.bottom else [*own.leaves, input_1TD]
         found = torch.autograd.grad(output_1TD, wanted, gradient_1TD)
-        for total, gradient in zip(own.grads, found[: len(own.leaves)], strict=True):
-            total += gradient.float()
+        torch._foreach_add_([*own.grads], [*found[: len(own.leaves)]])  # of compute dtype, added in fp32
         return gradient_1TD if own.bottom else found[-1]
 
 
