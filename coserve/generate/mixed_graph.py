@@ -169,8 +169,8 @@ class MixedGraphs:
         if found is None and fit:
             self._missed[fit[0], width] += 1
             if self._missed[fit[0], width] >= MISSES:
-                if not self._graphs:
-                    self._capture(self._rooms[-1], width)
+                if not self._graphs:  # without adapters: fewer kernels to compile, and the same memory
+                    self._capture(self._rooms[-1], 0)
                 found = self._graphs.get((fit[0], width)) or self._capture(fit[0], width)
         return found
 

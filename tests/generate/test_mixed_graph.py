@@ -213,7 +213,7 @@ class Step:
         self.rows = Rows(given_, lanes, positions, keep, tuple(range(len(mix))), to)  # type: ignore[arg-type]
 
 
-@settings(max_examples=12)
+@settings(max_examples=8)
 @given(
     mix=st.lists(st.tuples(st.integers(0, 40), st.sampled_from([1, 1, 2, 5, 13])), min_size=1, max_size=8),
     seed=st.integers(0, 1000),
