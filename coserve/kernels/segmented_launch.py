@@ -64,7 +64,7 @@ class LongBlocks:
     run_blocks: int = 8
     run_stages: int = 3
     """For ranks of more than 64: one more."""
-    single_r: int = 32
+    single_r: int = 64
     single_stages: int = 2
     back_warps: int = 8
     back_stages: int = 4
@@ -205,7 +205,9 @@ def long_forward(
 
 def _shrink_cut(x_TD: Tensor, tiles: Tensor, sites: int, R: int, blocks: LongBlocks) -> tuple[int, int, int, int]:
     """(splits of k, blocks of k in each, their size, ranks of a program) of a long shrink."""
-    block_r = rank_block(R, blocks.shrink_r)
+    # Where programs are few anyway, more of them read x: a long rank's turns through k would be all that is waited for.
+    few = tiles.shape[0] * cdiv(R, 64) <= blocks.shrink_programs
+    block_r = rank_block(R, 64 if few else blocks.shrink_r)
     k = narrow(blocks.k, block_r, x_TD)
     programs = tiles.shape[0] * cdiv(R, block_r)
     return *splits_of(programs, x_TD.shape[1], k, blocks.shrink_programs), k, block_r
