@@ -184,7 +184,7 @@ def finetuning(base: Base, shape: Shape, way: str, batch: int, adapters: int) ->
 def measure(base: Base, call: Callable[[int], int], repeats: int, warm_ups: int) -> list[float]:
     """Tokens a second of `repeats` batches."""
     for run in range(warm_ups):
-        call(run)
+        call(run % repeats)
     speeds = []
     for run in range(repeats):
         synchronize(base)
@@ -215,6 +215,7 @@ def measure_all(base: Base, shape: Shape, ways: Sequence[str], results: Results,
     for group in points(shape, ways):
         generator = None
         gc.collect()  # the group before had pages and graphs of its own
+        gc.freeze()  # as the engine does
         for task, way, batch, adapters in group:
             name = f"{task}.{way}.b{batch}.a{adapters}"
             if time.monotonic() > deadline:
@@ -226,9 +227,9 @@ def measure_all(base: Base, shape: Shape, ways: Sequence[str], results: Results,
             else:
                 call = finetuning(base, shape, way, batch, adapters)
             repeats = 1 if way == "naive" else shape.repeats
-            # Our kernels are compiled for each width of ranks: every batch is run once before it is timed.
+            # Our kernels are compiled for each width of ranks: every batch is run before it is timed.
             try:
-                speeds = measure(base, call, repeats, repeats if way.startswith("segmented") else 1)
+                speeds = measure(base, call, repeats, 2 * repeats if way.startswith("segmented") else 1)
             except torch.OutOfMemoryError as error:
                 print(f"{name} does not fit: {str(error).splitlines()[0]}", flush=True)
                 continue
