@@ -26,7 +26,7 @@ import triton
 from benchmarks import lora_cases as cases
 from benchmarks import lora_ways as ways
 from benchmarks.timing import Timing, event_us, graph_us
-from coserve.generate.slots import Room, rooms, settled
+from coserve.generate.slots import Room, decode_rooms, settled
 from coserve.kernels import reference, segmented
 from coserve.kernels import segmented_launch as launch
 from coserve.kernels import segmented_ops as ops
@@ -172,7 +172,7 @@ def step_call(sets: list[cases.Layer], adapter_of: list[int], ranks: list[int], 
         plan = segmented.Plan(tiles, R, decode)
     else:
         if room is None:
-            room, host = settled(segments, ranks, rooms(tokens))
+            room, host = settled(segments, ranks, decode_rooms(tokens))
         else:
             host = cut(segments, ranks, room.rows)
         static = StepTiles(room.rows, room.tiles, room.tiles * R // RANK_BLOCK, tokens, cases.DEVICE)
