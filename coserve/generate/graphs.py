@@ -11,6 +11,7 @@ from torch import Tensor
 from coserve.generate.draws import likeliest
 from coserve.generate.slots import AdapterSlots, Room, SlotLora, StaticLora, decode_rooms
 from coserve.kernels.attention_static import StaticPagedAttention
+from coserve.kernels.capture import captured
 from coserve.kernels.segments import Segments
 from coserve.kernels.tiles import Run
 from coserve.model.fused import FusedBase
@@ -65,7 +66,7 @@ class Captures:
         torch.cuda.current_stream().wait_stream(place.stream)
         for room in rooms:
             graph, lora = torch.cuda.CUDAGraph(), self._terms(room)
-            with torch.cuda.graph(graph, pool=place.memory, stream=place.stream):  # type: ignore[arg-type]  # an opaque handle
+            with captured(graph, place.memory, place.stream):
                 results = self._step(lora)
             self._captured[room] = Captured(graph, *results)
 

@@ -7,6 +7,8 @@ from statistics import median
 
 import torch
 
+from coserve.kernels.capture import captured
+
 REPLAYS = 6
 
 
@@ -14,7 +16,7 @@ def graph_ms(run: Callable[[], None]) -> float:
     """Median milliseconds of `run` as a CUDA graph. It has run before, so that its kernels are compiled."""
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+    with captured(graph):
         run()
     spans = []
     for _ in range(REPLAYS):

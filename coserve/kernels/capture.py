@@ -1,0 +1,28 @@
+"""Capturing CUDA graphs."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+
+@contextmanager
+def captured(
+    graph: torch.cuda.CUDAGraph, memory: tuple[int, int] | None = None, stream: torch.cuda.Stream | None = None
+) -> Iterator[None]:
+    """What is launched inside becomes `graph`. `memory`: a pool that it shares with others.
+
+    The garbage collector rests meanwhile: what it finds may be graphs, events and pinned memory, and CUDA lets nobody
+    free those while a stream captures.
+    """
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        with torch.cuda.graph(graph, pool=memory, stream=stream):  # type: ignore[arg-type]  # an opaque handle
+            yield
+    finally:
+        if collects:
+            gc.enable()
