@@ -230,7 +230,7 @@ def tune(cache: ways.Cache) -> list[Row]:
         blocks = attention_launch.Blocks(rows_, keys, warps, stages)
         attention_launch.prefill_blocks = lambda *_, blocks=blocks: blocks
         try:
-            us = {name: _time(ways.mixed, cache, spans, 5) for name, spans in PREFILLS.items()}
+            us: dict[str, float | str] = {name: _time(ways.mixed, cache, spans, 5) for name, spans in PREFILLS.items()}
         except Exception as error:  # noqa: BLE001 - sizes that do not fit are a result, too
             us = {"error": str(error)[:100]}
         rows.append({"prefill": asdict(blocks), "us": us})

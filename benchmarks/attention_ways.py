@@ -249,7 +249,7 @@ def flex(shape: Shape, batch: int, context: int) -> Call:
     # Each query is the last position: all its keys are visible.
     logical = create_block_mask(
         lambda b, h, q, k: k <= q + context - 1, batch, None, 1, context, device="cuda", BLOCK_SIZE=(128, page)
-    )  # type: ignore[arg-type]
+    )
     mask = paged.convert_logical_block_mask(logical)
     compiled = torch.compile(flex_attention, fullgraph=True)
     # flex takes one cache for all sequences: the batch of keys is 1, expanded.

@@ -9,6 +9,8 @@ import sys
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import replace
+from functools import partial
+from typing import TypeVar
 
 import torch
 from triton.runtime.errors import OutOfResources
@@ -22,13 +24,15 @@ from coserve.kernels.segmented_launch import DecodeBlocks, LongBlocks
 from coserve.kernels.tables import HostTiles, SiteTable, Tiles, cut, uncovered, upload
 
 Change = dict[str, int | bool]
+Blocks = TypeVar("Blocks", DecodeBlocks, LongBlocks)
+LongCall = Callable[[cases.Layer, SiteTable, torch.Tensor, LongBlocks], object]
 
 
-def climb(name: str, start: object, changes: Iterable[Change], time_us: Callable[[object], float]) -> None:
+def climb(name: str, start: Blocks, changes: Iterable[Change], time_us: Callable[[Blocks], float]) -> None:
     """Tries each change on top of the best so far; prints every result and the winner."""
-    best, times = start, {}
+    best, times = start, dict[Blocks, float]()
 
-    def attempt(blocks: object) -> None:
+    def attempt(blocks: Blocks) -> None:
         if blocks not in times:
             try:
                 times[blocks] = time_us(blocks)
@@ -37,8 +41,8 @@ def climb(name: str, start: object, changes: Iterable[Change], time_us: Callable
 
     attempt(start)
     for change in changes:
-        attempt(replace(best, **change))
-        best = min(times, key=times.__getitem__)
+        attempt(replace(best, **change))  # type: ignore[arg-type]  # a change names fields of the blocks
+        best = min(times, key=lambda blocks: times[blocks])
     for blocks, us in sorted(times.items(), key=lambda item: item[1])[:14]:
         print(f"{name} {us:10.2f} us {blocks}", flush=True)
     print(f"{name} {times[start]:10.2f} us at the start, worst {max(times.values()):.2f}", flush=True)
@@ -145,16 +149,21 @@ def long() -> None:
             _long_kernels(f"r{rank} rows {rows}", layers, tables, tiles, rank)
 
 
-def _long_kernels(name: str, layers: list[cases.Layer], tables: list, tiles: Tiles, rank: int) -> None:
+def _starts(table: SiteTable) -> torch.Tensor:
+    assert table.starts is not None, "expected a table made for training"
+    return table.starts
+
+
+def _long_kernels(name: str, layers: list[cases.Layer], tables: list[SiteTable], tiles: Tiles, rank: int) -> None:
     h = [torch.randn(2, 4096, rank, device=cases.DEVICE, dtype=cases.DTYPE) for _ in layers]
     both = list(zip(layers, tables, h, strict=True))
     rows = tiles.rows
 
-    def timed(call: Callable[[cases.Layer, object, torch.Tensor, LongBlocks], object]) -> Callable[[object], float]:
-        return lambda blocks: graph_us([lambda i=i: call(*i, blocks) for i in both], replays=7, repeat=2).us
+    def timed(call: LongCall) -> Callable[[LongBlocks], float]:
+        return lambda blocks: graph_us([partial(call, *inputs, blocks) for inputs in both], replays=7, repeat=2).us
 
     first = (tiles.tiles, tiles.counters)
-    kernels = {
+    kernels: dict[str, tuple[LongCall, list[Change]]] = {
         "shrink": (
             lambda la, t, h, b: launch.long_shrink(la.x, *first, t.addresses, t.ranks, rows, rank, b),
             [{"k": k, "shrink_stages": s, "shrink_programs": p} for p in (132, 264) for k in (64, 128) for s in (3, 6)],
@@ -182,7 +191,7 @@ def _long_kernels(name: str, layers: list[cases.Layer], tables: list, tiles: Til
                 tiles.spans,
                 t.ranks,
                 t.scalings,
-                t.starts,
+                _starts(t),
                 rows,
                 of_b=True,
                 blocks=b,

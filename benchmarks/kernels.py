@@ -16,7 +16,7 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
 from datetime import date
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -71,7 +71,7 @@ def error_of(layer: cases.Layer, segments: Segments) -> float:
     wanted = [reference.lora_add(y.float(), layer.x, segments, pairs) for y, pairs in zip(ys, layer.pairs, strict=True)]
     with torch.no_grad():
         got = segmented.lora_add_group(ys, layer.x, segments, layer.pairs)
-    worst = [((g.float() - w).norm() / w.norm()).item() for g, w in zip(got, wanted, strict=True)]
+    worst = [float((g.float() - w).norm() / w.norm()) for g, w in zip(got, wanted, strict=True)]
     return max(worst)
 
 
@@ -88,7 +88,7 @@ def measure(group: cases.SiteGroup, adapter_of: list[int], length: int, ranks: l
     column("segmented", lambda layer: ways.segmented_call(layer, segments))
     column("grouped", lambda layer: ways.grouped_call(layer, segments), replays=7)
     for block in STK_BLOCKS:
-        column(f"stk{block}", lambda layer, block=block: ways.stk_call(layer, segments, block), replays=7)
+        column(f"stk{block}", partial(ways.stk_call, segments=segments, block=block), replays=7)
     if segments.tokens in (64, 4096):
         column("block_sparse", lambda layer: ways.block_sparse_call(layer, segments), replays=7)
     if length == 1 and len(set(adapter_of)) * max(ranks) <= 1024:
@@ -127,11 +127,11 @@ def grid(tokens: tuple[int, ...], sequences: Callable[[int], int]) -> Iterator[R
     for model, groups in (("llama-3.1-8b", cases.LLAMA), ("gpt2-medium", cases.GPT2_MEDIUM)):
         for group in groups:
             for count in tokens:
-                names = ("16",) if model == "llama-3.1-8b" else ("mixed",)
+                names: tuple[str, ...] = ("16",) if model == "llama-3.1-8b" else ("mixed",)
                 if count in middle and model == "llama-3.1-8b":
                     names += ("8", "64", "mixed")
                 for rank in names:
-                    some = POPULARITIES if rank == names[0] else ("distinct", "skewed")
+                    some: tuple[str, ...] = POPULARITIES if rank == names[0] else ("distinct", "skewed")
                     some = some if count > 1 else ("distinct",)  # one token: they are the same
                     for popularity in some:
                         units = sequences(count)
@@ -205,11 +205,12 @@ def step_part() -> list[Row]:
         print(rows[-1], flush=True)
     four = sets[:16]
     segments = cases.batch(pairs_of_two, 1)
-    for name, make in {
-        "segmented": lambda layer: ways.segmented_call(layer, segments),
-        "grouped": lambda layer: ways.grouped_call(layer, segments),
-        **{f"stk{b}": lambda layer, b=b: ways.stk_call(layer, segments, b) for b in STK_BLOCKS},
-    }.items():
+    makes: dict[str, Callable[[cases.Layer], ways.Call]] = {
+        "segmented": partial(ways.segmented_call, segments=segments),
+        "grouped": partial(ways.grouped_call, segments=segments),
+        **{f"stk{b}": partial(ways.stk_call, segments=segments, block=b) for b in STK_BLOCKS},
+    }
+    for name, make in makes.items():
         timing = graph_us([make(layer) for layer in four], replays=9)
         per_layer = Timing(timing.us * 4, timing.low * 4, timing.high * 4)
         rows.append({"case": f"layer.a32.{name}", "layers": 4, "us": {name: per_layer.record()}})
@@ -289,11 +290,12 @@ def scaling_part() -> list[Row]:
             for group in cases.GPT2_MEDIUM:
                 layers = rotating(group, segments.tokens, ranks)
                 weights = ways.base_weights(layers[0])
-                for way, make in {
-                    "base": lambda layer, w=weights: ways.base_call(layer, w),
-                    "segmented": lambda layer, s=segments: ways.segmented_call(layer, s),
-                    "grouped": lambda layer, s=segments: ways.grouped_call(layer, s),
-                }.items():
+                makes: dict[str, Callable[[cases.Layer], ways.Call]] = {
+                    "base": partial(ways.base_call, weights=weights),
+                    "segmented": partial(ways.segmented_call, segments=segments),
+                    "grouped": partial(ways.grouped_call, segments=segments),
+                }
+                for way, make in makes.items():
                     calls = [make(layer) for layer in layers]
                     total[way] = total.get(way, 0.0) + graph_us(calls, replays=7).us
             rows.append({"case": f"gpt2.{name}", "adapters": adapters, "tokens": segments.tokens, "us": total})

@@ -84,8 +84,8 @@ def make_layer(group: SiteGroup, tokens: int, ranks: list[int]) -> Layer:
     for outputs in group.outputs:
         a = torch.randn(sum(ranks), group.inputs, device=DEVICE, dtype=DTYPE) * group.inputs**-0.5
         b = torch.randn(outputs * sum(ranks), device=DEVICE, dtype=DTYPE) * 0.01
-        a_own = a.split(ranks)
-        b_own = [part.view(outputs, -1) for part in b.split([outputs * rank for rank in ranks])]
+        a_own = torch.split(a, ranks)
+        b_own = [part.view(outputs, -1) for part in torch.split(b, [outputs * rank for rank in ranks])]
         pairs.append(tuple(LoraPair(one, two, 2.0) for one, two in zip(a_own, b_own, strict=True)))
     return Layer(group, x, ys, pairs)
 

@@ -41,12 +41,12 @@ def graph_us(calls: Sequence[Callable[[], object]], *, replays: int = 15, repeat
 
 
 def _replay_ms(graph: torch.cuda.CUDAGraph) -> float:
-    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
     begin.record()
     graph.replay()
     end.record()
     end.synchronize()
-    return begin.elapsed_time(end)
+    return float(begin.elapsed_time(end))
 
 
 def event_us(calls: Sequence[Callable[[], object]], *, rounds: int = 10) -> Timing:
@@ -56,7 +56,7 @@ def event_us(calls: Sequence[Callable[[], object]], *, rounds: int = 10) -> Timi
     torch.cuda.synchronize()
     spans = []
     for _ in range(rounds):
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
         begin.record()
         for call in calls:
             call()
