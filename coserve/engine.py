@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from itertools import accumulate
 
 from coserve.errors import CoserveError, EngineUnavailable, QueueFull
+from coserve.fetches import Fetches
 from coserve.link import (
     Admitted,
     CancelJob,
@@ -107,6 +108,7 @@ class Engine:
         self._pending: deque[JobSpec] = deque()
         self._paused: dict[str, JobSpec] = {}
         self._changed = asyncio.Event()
+        self._fetches = Fetches(adapters, self._changed.set)
         self._stopping = False
         self._serve_cost, self._piece_cost = Average(), Average()
         self._serve_seconds = self._train_seconds = 0.0
@@ -124,6 +126,8 @@ class Engine:
         try:
             while not (self._stopping or beside[0].done()):
                 self._activate_jobs()
+                for request in self._fetches.arrived():
+                    self._admit(request)
                 await self._tick(self._clock())
                 for task in beside:
                     if task.done():
@@ -131,6 +135,7 @@ class Engine:
         finally:
             for task in beside:
                 task.cancel()
+            self._fetches.close()
         failpoint("shutdown")
         self._checkpoint_active()
         self._link.send(EngineStopped())
@@ -141,11 +146,15 @@ class Engine:
                 await self._serve(admit)
             case Train(job, pieces):
                 await self._train(job, pieces)
-            case Wait(until) if (until is None or until - now > PREPARATION) and self._generator.prepare():
+            case Wait(until) if self._idle_until(until, now) and self._generator.prepare():
                 await self._pace()
             case Wait(until):
                 self._report(now, force=True)
                 await self._wait(None if until is None else until - now)
+
+    def _idle_until(self, until: float | None, now: float) -> bool:
+        """Whether nothing is about to come."""
+        return not self._fetches and (until is None or until - now > PREPARATION)
 
     async def _take_up(self, upgrade: Upgrades) -> None:
         """Compile on a thread, which nobody waits for at the end, and go on with what came out."""
@@ -162,7 +171,11 @@ class Engine:
         if admit and not self._running:
             self._batches_since_train += 1
         for request in self._queue.take(admit):
-            self._admit(request.message, request.deadline)
+            if not self._fetches.take(request):
+                self._admit(request)
+        if not self._running:  # all were refused, or wait for their adapters
+            await (self._wait(None) if self._fetches and not self._jobs.ready() else self._pace())
+            return
         results = self._generator.step()
         failpoint("generate.mid_stream")
         await self._pace()
@@ -172,14 +185,15 @@ class Engine:
         self._emit_tokens(results, now)
         self._report(now)
 
-    def _admit(self, request: Generate, deadline: float) -> None:
+    def _admit(self, entry: Queued) -> None:
+        request = entry.message
         try:
             self._generator.add(request)
         except CoserveError as error:
             self._link.send(RequestFailed(id=request.id, code=error.code, message=error.message))
         else:
             steps = math.ceil(len(request.prompt) / self._step_tokens)
-            self._running[request.id] = _Clocked(request.slo.tpot, deadline, steps)
+            self._running[request.id] = _Clocked(request.slo.tpot, entry.deadline, steps)
             self._link.send(Admitted(id=request.id))
 
     def _emit_tokens(self, messages: Sequence[Tokens | RequestFailed], now: float) -> None:
@@ -242,7 +256,7 @@ class Engine:
         return View(
             waiting=self._waiting(),
             running=tuple(Running(id, promise.due, promise.steps) for id, promise in self._running.items()),
-            room=max(0, self._max_running - len(self._running)),
+            room=max(0, self._max_running - len(self._running) - len(self._fetches)),
             jobs=jobs,
             mid_batch=bool(jobs) and self._trainer.mid_batch(jobs[0]),
             batches_since_train=self._batches_since_train,
@@ -281,7 +295,7 @@ class Engine:
             case Generate():
                 self._enqueue(message)
             case CancelRequest(id=id):
-                if not self._queue.cancel(id) and id in self._running:
+                if not (self._queue.cancel(id) or self._fetches.cancel(id)) and id in self._running:
                     del self._running[id]
                     self._generator.cancel(id)
             case StartJob(spec=spec, paused=paused):
@@ -295,6 +309,7 @@ class Engine:
                 self._cancel_job(id)
             case DropAdapter(ref=ref):
                 self._adapters.drop(ref)
+                self._fetches.delete(ref)
             case Shutdown():
                 self._stopping = True
 
@@ -388,7 +403,7 @@ class Engine:
         self._stats_due = now + STATS_INTERVAL
         self._link.send(
             EngineStats(
-                waiting=len(self._queue),
+                waiting=len(self._queue) + len(self._fetches),
                 running=len(self._running),
                 jobs=len(self._active) + len(self._pending),
                 pages_used=self._generator.pages_used,

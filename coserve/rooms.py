@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Protocol
 
 from coserve.link import FromEngine, Generate, JobCheckpoint, JobStarted, RequestFailed, Tokens
@@ -48,6 +49,8 @@ class Trains(Protocol):
 class Adapters(Protocol):
     """What the engine needs of `adapters.Residency`."""
 
+    def missing(self, ref: AdapterRef) -> bool: ...
+    def read(self, ref: AdapterRef) -> Callable[[], None]: ...
     def drop(self, ref: AdapterRef) -> None: ...
     def resident(self) -> tuple[AdapterRef, ...]: ...
 

@@ -22,7 +22,7 @@ class _Resident:
 
 
 class Residency:
-    """A cache of adapters over their files. Not for two threads at once.
+    """A cache of adapters over their files. Not for two threads at once, but for `read`.
 
     At most `capacity` adapters stay, except that whatever somebody holds stays always, and what was just published
     stays until something else comes.
@@ -51,6 +51,24 @@ class Residency:
             raise AdapterNotFound(f"adapter {ref} was deleted")
         resident.holders += 1
         return resident.weights
+
+    def missing(self, ref: AdapterRef) -> bool:
+        """Whether `acquire` would read files."""
+        return ref not in self._residents
+
+    def read(self, ref: AdapterRef) -> Callable[[], None]:
+        """Reads the adapter's files, on any thread, beside everything else. Raises what `load` raises.
+
+        What it returns is to be called where all else is called: from then on the adapter is in memory.
+        """
+        weights = self._kept(self._load(ref))
+
+        def keep() -> None:
+            if ref not in self._residents:
+                self._evict(room=1)
+                self._residents[ref] = _Resident(weights)
+
+        return keep
 
     def release(self, ref: AdapterRef) -> None:
         """Gives back one `acquire`."""

@@ -16,12 +16,17 @@ def captured(
     """What is launched inside becomes `graph`. `memory`: a pool that it shares with others.
 
     The garbage collector rests meanwhile: what it finds may be graphs, events and pinned memory, and CUDA lets nobody
-    free those while a stream captures.
+    free those while a stream captures. What other threads ask of CUDA, those that read adapters for one, is their affair.
     """
     collects = gc.isenabled()
     gc.disable()
     try:
-        with torch.cuda.graph(graph, pool=memory, stream=stream):  # type: ignore[arg-type]  # an opaque handle
+        with torch.cuda.graph(
+            graph,
+            pool=memory,  # type: ignore[arg-type]  # an opaque handle
+            stream=stream,
+            capture_error_mode="thread_local",
+        ):
             yield
     finally:
         if collects:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -92,6 +94,8 @@ class ResidencyMachine(RuleBasedStateMachine):
         self.disk = Disk()
         self.residency = Residency(self.disk, CAPACITY)
         self.held: dict[AdapterRef, list[LoraWeights]] = {}
+        self.read_ones: dict[AdapterRef, Callable[[], None]] = {}
+        """Read, and not kept yet."""
 
     @rule(ref=st.sampled_from(REFS))
     def publish(self, ref: AdapterRef) -> None:
@@ -130,7 +134,27 @@ class ResidencyMachine(RuleBasedStateMachine):
     def drop(self, ref: AdapterRef) -> None:
         self.disk.files.discard(ref)
         self.residency.drop(ref)
+        self.read_ones.pop(ref, None)  # as who reads has to
         assert ref not in self.residency.resident()
+
+    @rule(ref=st.sampled_from(REFS))
+    def read(self, ref: AdapterRef) -> None:
+        before = self.residency.resident()
+        if ref in self.disk.files:
+            self.read_ones[ref] = self.residency.read(ref)
+        else:
+            with pytest.raises(AdapterNotFound):
+                self.residency.read(ref)
+        assert self.residency.resident() == before, "nothing is kept by reading"
+
+    @precondition(lambda self: self.read_ones)
+    @rule(data=st.data())
+    def keep(self, data: st.DataObject) -> None:
+        ref = data.draw(st.sampled_from(sorted(self.read_ones)))
+        missing = self.residency.missing(ref)
+        assert missing == (ref not in self.residency.resident())
+        self.read_ones.pop(ref)()
+        assert not self.residency.missing(ref)
 
     @invariant()
     def what_is_held_is_resident_and_the_rest_is_bounded(self) -> None:

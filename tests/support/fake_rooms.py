@@ -253,7 +253,13 @@ def _metrics(step: int, total: int) -> StepMetrics:
 
 
 class NoAdapters:
-    """A residency that holds nothing."""
+    """A residency that holds nothing, and misses nothing."""
+
+    def missing(self, ref: AdapterRef) -> bool:
+        return False
+
+    def read(self, ref: AdapterRef) -> Callable[[], None]:
+        raise AssertionError(ref)
 
     def drop(self, ref: AdapterRef) -> None:
         """Nothing is held."""

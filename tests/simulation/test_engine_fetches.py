@@ -1,0 +1,227 @@
+"""Adapters are read beside the steps of others: who waits for one is let in when it is there, and nobody else waits."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import threading
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+
+import pytest
+
+from coserve.engine import Engine
+from coserve.errors import AdapterNotFound
+from coserve.link import (
+    Admitted,
+    CancelRequest,
+    DropAdapter,
+    EngineStats,
+    FromEngine,
+    Generate,
+    LocalLink,
+    RequestFailed,
+    Shutdown,
+    ToEngine,
+    Tokens,
+    local_pair,
+)
+from coserve.queues.policy import Ets, Policy, Slack
+from coserve.types import AdapterRef, SamplingParams, Slo
+from tests.support.fake_rooms import FakeGenerator, FakeTrainer, Meter, NoAdapters, Prices
+
+FREE = Prices(step=0.0, token=0.0, piece=0.0, spikes=0.0)
+COLD, OTHER = AdapterRef("cold", 1), AdapterRef("other", 1)
+
+
+class Shelf(NoAdapters):
+    """Adapters whose files are read when the test says so."""
+
+    def __init__(self) -> None:
+        self.held: set[AdapterRef] = set()
+        self.lost: set[AdapterRef] = set()
+        self.go, self.begun = threading.Event(), threading.Event()
+        self.reads: list[AdapterRef] = []
+        self.thread = threading.get_ident()
+
+    def missing(self, ref: AdapterRef) -> bool:
+        return ref not in self.held
+
+    def read(self, ref: AdapterRef) -> Callable[[], None]:
+        assert threading.get_ident() != self.thread
+        self.reads.append(ref)
+        self.begun.set()
+        self.go.wait()
+        if ref in self.lost:
+            raise AdapterNotFound(f"adapter {ref} has no files")
+        return lambda: self.held.add(ref)
+
+
+class Reading(FakeGenerator):
+    """Asks the shelf for an adapter when a request comes."""
+
+    shelf: Shelf
+
+    def add(self, request: Generate) -> None:
+        if request.adapter is not None and self.shelf.missing(request.adapter):
+            raise AdapterNotFound(f"adapter {request.adapter} has no files")
+        super().add(request)
+
+
+@dataclass
+class Scene:
+    shelf: Shelf
+    api: LocalLink[ToEngine, FromEngine]
+    seen: list[FromEngine]
+
+    async def until(self, wanted: Callable[[FromEngine], bool]) -> list[FromEngine]:
+        """What comes up to the first such message."""
+        found: list[FromEngine] = []
+        while not found or not wanted(found[-1]):
+            found.append(await self.api.receive())
+        self.seen += found
+        return found
+
+    async def reading(self) -> None:
+        await asyncio.to_thread(self.shelf.begun.wait)
+
+
+@asynccontextmanager
+async def scene(policy: Policy | None = None, max_running: int = 4, shelf: Shelf | None = None) -> AsyncIterator[Scene]:
+    meter, rng, loop, shelf = Meter(), random.Random(0), asyncio.get_running_loop(), shelf or Shelf()
+    generator = Reading(meter, FREE, 64, rng, 0.0)
+    generator.shelf = shelf
+    api, engine_end = local_pair()
+    trainer = FakeTrainer(meter, FREE, {}, rng, loop.time)
+    engine = Engine(
+        generator, trainer, shelf, policy or Slack(max_running, 1.0), engine_end, max_running=max_running, max_queue=8,
+        fair=True, max_active_jobs=1, step_tokens=64, clock=loop.time,
+    )  # fmt: skip
+    running = asyncio.create_task(engine.run())
+    try:
+        yield Scene(shelf, api, [])
+        api.send(Shutdown())
+        await running
+    finally:
+        shelf.go.set()
+        running.cancel()
+
+
+def ask(id: str, adapter: AdapterRef | None, tokens: int = 3) -> Generate:
+    sampling = SamplingParams(max_tokens=tokens, temperature=0.0, ignore_eos=True)
+    return Generate(id=id, prompt=(1, 2, 3), sampling=sampling, adapter=adapter, slo=Slo(ttft=60.0, tpot=60.0))
+
+
+def ended(id: str) -> Callable[[FromEngine], bool]:
+    return lambda message: isinstance(message, Tokens) and message.id == id and message.finished is not None
+
+
+def admitted(messages: list[FromEngine]) -> list[str]:
+    return [message.id for message in messages if isinstance(message, Admitted)]
+
+
+async def test_others_are_served_while_an_adapter_is_read() -> None:
+    async with scene() as at:
+        at.api.send(ask("cold", COLD))
+        await at.reading()
+        at.api.send(ask("bare", None, 50))
+        before = await at.until(ended("bare"))
+        assert admitted(before) == ["bare"]
+        at.shelf.go.set()
+        assert admitted(await at.until(ended("cold"))) == ["cold"]
+
+
+async def test_two_who_want_the_same_wait_for_one_reading() -> None:
+    async with scene() as at:
+        for id in ("first", "second"):
+            at.api.send(ask(id, COLD))
+        await at.reading()
+        at.shelf.go.set()
+        await at.until(ended("second"))
+        assert admitted(at.seen) == ["first", "second"]
+        assert at.shelf.reads == [COLD]
+        at.api.send(ask("third", COLD))
+        await at.until(ended("third"))
+        assert at.shelf.reads == [COLD]
+
+
+async def test_who_waits_takes_room_and_is_counted() -> None:
+    async with scene(max_running=1) as at:
+        at.api.send(ask("cold", COLD))
+        await at.reading()
+        at.api.send(ask("bare", None))
+        await at.until(lambda message: isinstance(message, EngineStats) and message.waiting == 2)
+        at.shelf.go.set()
+        await at.until(ended("bare"))
+        assert admitted(at.seen) == ["cold", "bare"]
+
+
+async def test_who_is_cancelled_while_waiting_is_never_let_in() -> None:
+    async with scene() as at:
+        at.api.send(ask("cold", COLD))
+        await at.reading()
+        at.api.send(CancelRequest(id="cold"))
+        at.api.send(ask("bare", None))
+        await at.until(ended("bare"))
+        at.shelf.go.set()
+        at.api.send(ask("later", COLD))
+        await at.until(ended("later"))
+        assert admitted(at.seen) == ["bare", "later"]
+
+
+async def test_an_adapter_without_files_fails_its_request_alone() -> None:
+    async with scene() as at:
+        at.shelf.lost.add(COLD)
+        at.shelf.go.set()
+        at.api.send(ask("cold", COLD))
+        failed = (await at.until(lambda message: isinstance(message, RequestFailed)))[-1]
+        assert isinstance(failed, RequestFailed)
+        assert (failed.id, failed.code) == ("cold", AdapterNotFound.code)
+        at.api.send(ask("bare", None))
+        await at.until(ended("bare"))
+
+
+async def test_what_is_deleted_while_it_is_read_is_not_kept() -> None:
+    async with scene() as at:
+        at.api.send(ask("cold", COLD))
+        await at.reading()
+        at.api.send(DropAdapter(ref=COLD))
+        at.api.send(ask("bare", None))
+        await at.until(ended("bare"))
+        at.shelf.go.set()
+        await at.until(lambda message: isinstance(message, RequestFailed) and message.id == "cold")
+        assert COLD not in at.shelf.held
+
+
+async def test_the_end_does_not_wait_for_files() -> None:
+    async with scene() as at:
+        at.api.send(ask("cold", COLD))
+        await at.reading()
+    assert admitted(at.seen) == []
+
+
+@pytest.mark.parametrize("size", [1, 4])
+async def test_batches_that_run_to_their_end_wait_for_their_adapters(size: int) -> None:
+    async with scene(Ets(size, 0.0), max_running=1) as at:
+        at.api.send(ask("cold", COLD))
+        await at.reading()
+        at.api.send(ask("other", OTHER))
+        at.shelf.go.set()
+        await at.until(ended("other"))
+        assert admitted(at.seen) == ["cold", "other"]
+
+
+async def test_a_fault_in_reading_ends_the_engine() -> None:
+    class Faulty(Shelf):
+        def missing(self, ref: AdapterRef) -> bool:
+            if self.begun.is_set():
+                raise ZeroDivisionError
+            return True
+
+    with pytest.raises(ZeroDivisionError):
+        async with scene(shelf=Faulty()) as at:
+            at.shelf.go.set()
+            at.api.send(ask("cold", COLD))
+            await at.reading()
+            await asyncio.sleep(0.05)
