@@ -1,6 +1,6 @@
 """Figure 5.1 of the ETS paper, end to end: throughput of GPT-2 medium over the number of adapters and the batch size.
 
-    python -m benchmarks.figure_5_1 --out benchmarks/results [--budget 500] [--ways segmented,block_sparse,...]
+    python -m benchmarks.figure_5_1 --out benchmarks/results [--budget 500] [--ways segmented,...] [--axes batch]
     python -m benchmarks.figure_5_1 --plot [FOLDER/figure_5_1.json]     (draws the committed result, with this one in it)
     TRITON_INTERPRET=1 python -m benchmarks.figure_5_1 --tiny --out /tmp/tried
 
@@ -48,6 +48,7 @@ RANKS = (64, 16, 128, 32)
 GRAPHS = "segmented+graphs"
 WAYS = ("segmented", GRAPHS, "block_sparse", "grouped", "naive")
 TASKS = ("inference", "finetuning")
+AXES = ("adapters", "batch")
 FLATNESS = Target(0.9)
 
 
@@ -199,11 +200,14 @@ Point = tuple[str, str, int, int]
 """Task, way, sequences, adapters."""
 
 
-def points(shape: Shape, ways: Sequence[str]) -> Iterator[list[Point]]:
-    """The points that one generator, or one kind of training, serves: over adapters way by way, then over the batch."""
+def points(shape: Shape, ways: Sequence[str], axes: Sequence[str]) -> Iterator[list[Point]]:
+    """The points that one generator, or one kind of training, serves: axis by axis, way by way."""
     ends_first = (shape.counts[0], shape.counts[-1], *shape.counts[1:-1])  # the flatness is between the ends
-    axes = ([(shape.batch, count) for count in ends_first], [(count, shape.adapters) for count in shape.counts])
-    for axis in axes:
+    of = {
+        "adapters": [(shape.batch, count) for count in ends_first],
+        "batch": [(count, shape.adapters) for count in shape.counts],
+    }
+    for axis in (of[name] for name in axes):
         for way in ways:
             for task in TASKS:
                 if (task, way) != ("finetuning", GRAPHS):
@@ -211,8 +215,10 @@ def points(shape: Shape, ways: Sequence[str]) -> Iterator[list[Point]]:
                     yield [(task, way, batch, adapters) for batch, adapters in axis if max(batch, adapters) <= most]
 
 
-def measure_all(base: Base, shape: Shape, ways: Sequence[str], results: Results, deadline: float) -> None:
-    for group in points(shape, ways):
+def measure_all(
+    base: Base, shape: Shape, ways: Sequence[str], axes: Sequence[str], results: Results, deadline: float
+) -> None:
+    for group in points(shape, ways, axes):
         generator = None
         gc.collect()  # the group before had pages and graphs of its own
         gc.freeze()  # as the engine does
@@ -313,6 +319,7 @@ def main() -> None:
         help="take in the results named, draw all, put the keys in summary.json, and stop",
     )
     parser.add_argument("--ways", default=",".join(WAYS))
+    parser.add_argument("--axes", default=",".join(AXES))
     parser.add_argument("--budget", type=float, default=float("inf"), help="seconds after which no point is begun")
     parser.add_argument("--tiny", action="store_true", help="a small shape on the CPU, to try the script")
     parser.add_argument("--commit", default="", help="the commit that runs, where there is no repository to ask")
@@ -322,9 +329,11 @@ def main() -> None:
             take_in(file)
         publish()
         return
-    ways = given.ways.split(",")
+    ways, axes = given.ways.split(","), given.axes.split(",")
     if unknown := set(ways) - set(WAYS):
         parser.error(f"--ways: expected some of {', '.join(WAYS)}, got {', '.join(sorted(unknown))}")
+    if unknown := set(axes) - set(AXES):
+        parser.error(f"--axes: expected some of {', '.join(AXES)}, got {', '.join(sorted(unknown))}")
     if given.tiny and given.out == RESULTS:
         parser.error("--tiny needs an --out of its own: its numbers say nothing")
     deadline, shape = time.monotonic() + given.budget, TINY if given.tiny else PAPER
@@ -338,7 +347,7 @@ def main() -> None:
         settings=vars(shape) | {"ranks": RANKS},
     )
     base = make_base(shape)
-    measure_all(base, shape, ways, results, deadline)
+    measure_all(base, shape, ways, axes, results, deadline)
     print(json.dumps({key: value for key, (value, _) in flatness(results.rows(), shape).items()}, indent=1))
 
 
