@@ -1,0 +1,76 @@
+"""More adapters than memory holds, over a real engine: whoever asks when, each text is its adapter's own."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from coserve.adapters.files import save_adapter
+from coserve.kernels.segments import LoraPair
+from coserve.model.lora import LoraWeights
+from coserve.types import LoraSettings
+from tests.support.api_server import Api
+from tests.support.real_server import bundled_base, serve_real
+
+ADAPTERS = 5
+PROMPT = "Once upon a time there was a"
+
+
+def weights(seed: int) -> LoraWeights:
+    """An adapter that changes what the base says, in its own way."""
+    g = torch.Generator().manual_seed(seed)
+    sites = {
+        name: LoraPair(
+            torch.randn(4, site.in_features, generator=g) * 0.1,
+            torch.randn(site.out_features, 4, generator=g) * 0.1,
+            2.0,
+        )
+        for name, site in bundled_base().spec.sites.items()
+        if name.endswith(("q_proj", "down_proj"))
+    }
+    return LoraWeights(LoraSettings(r=4), sites)
+
+
+@pytest.fixture
+async def api(tmp_path: Path) -> AsyncIterator[Api]:
+    """Room for one idle adapter in memory, and for three requests at once."""
+    root = tmp_path / "root"
+    async with serve_real(
+        tmp_path / "data", data_root=root, max_adapters_resident=1, inference_batch_size=3, prefix_cache=False
+    ) as api:
+        for i in range(ADAPTERS):
+            (root / f"a{i}").mkdir(parents=True)
+            save_adapter(root / f"a{i}", weights(i), bundled_base().spec)
+            status, body = await api.call("POST", "/adapters", json={"name": f"a{i}", "path": f"a{i}"})
+            assert status == 201, body
+        yield api
+
+
+async def ask(api: Api, adapter: str | None) -> str:
+    body = {"prompt": PROMPT, "max_tokens": 12, "temperature": 0.0, "ignore_eos": True}
+    status, answer = await api.call("POST", "/generate", json=body | ({"adapter": adapter} if adapter else {}))
+    assert status == 200, answer
+    text: str = answer["choices"][0]["text"]
+    return text
+
+
+async def test_each_gets_its_own_adapters_text(api: Api) -> None:
+    names = [None, *(f"a{i}" for i in range(ADAPTERS))]
+    alone = {name: await ask(api, name) for name in names}
+    assert len(set(alone.values())) == len(names)
+    wanted = random.Random(0).choices(names, k=24)
+    assert await asyncio.gather(*(ask(api, name) for name in wanted)) == [alone[name] for name in wanted]
+
+
+async def test_a_deleted_adapter_fails_its_requests_alone(api: Api) -> None:
+    alone = await ask(api, "a1")
+    status, _ = await api.call("DELETE", "/adapters/a0")
+    assert status == 200
+    status, body = await api.call("POST", "/generate", json={"prompt": PROMPT, "adapter": "a0", "max_tokens": 1})
+    assert (status, body["error"]["code"]) == (404, "adapter_not_found")
+    assert await ask(api, "a1") == alone
