@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
-from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -18,6 +17,7 @@ from itertools import accumulate
 
 from coserve.errors import CoserveError, EngineUnavailable, QueueFull
 from coserve.fetches import Fetches
+from coserve.jobs import Jobs
 from coserve.link import (
     Admitted,
     CancelJob,
@@ -28,10 +28,6 @@ from coserve.link import (
     EngineStopped,
     FromEngine,
     Generate,
-    JobCancelled,
-    JobFailed,
-    JobPaused,
-    JobSucceeded,
     Link,
     PauseJob,
     RequestFailed,
@@ -41,12 +37,10 @@ from coserve.link import (
     ToEngine,
     Tokens,
 )
-from coserve.queues.finetune import JobQueue
 from coserve.queues.inference import InferenceQueue, Queued
 from coserve.queues.policy import Costs, Policy, Running, Serve, Train, View, Wait, Waiting
 from coserve.rooms import Adapters, Average, Generates, Trains, Upgrades
 from coserve.state.failpoints import failpoint
-from coserve.types import JobSpec
 
 log = logging.getLogger(__name__)
 
@@ -94,19 +88,15 @@ class Engine:
         pace: Callable[[], Awaitable[None]] = _yield_to_loop,
         upgrade: Upgrades | None = None,
     ) -> None:
-        self._generator, self._trainer, self._adapters = generator, trainer, adapters
+        self._generator, self._adapters = generator, adapters
         self._policy, self._link = policy, link
-        self._max_running, self._max_active_jobs = max_running, max_active_jobs
-        self._step_tokens = step_tokens
+        self._max_running, self._step_tokens = max_running, step_tokens
         self._clock, self._pace, self._upgrade = clock, pace, upgrade
         self._planned_bytes = planned_bytes
         self._queue = InferenceQueue(max_queue, fair=fair)
         self._seen: tuple[tuple[Queued, ...], tuple[Waiting, ...]] = (), ()
         self._running: dict[str, _Clocked] = {}
-        self._jobs = JobQueue()
-        self._active: dict[str, JobSpec] = {}
-        self._pending: deque[JobSpec] = deque()
-        self._paused: dict[str, JobSpec] = {}
+        self._jobs = Jobs(trainer, link.send, max_active=max_active_jobs)
         self._changed = asyncio.Event()
         self._fetches = Fetches(adapters, self._changed.set)
         self._stopping = False
@@ -125,7 +115,7 @@ class Engine:
             task.add_done_callback(lambda _: self._changed.set())
         try:
             while not (self._stopping or beside[0].done()):
-                self._activate_jobs()
+                self._jobs.activate()
                 for request in self._fetches.arrived():
                     self._admit(request)
                 await self._tick(self._clock())
@@ -137,7 +127,7 @@ class Engine:
                 task.cancel()
             self._fetches.close()
         failpoint("shutdown")
-        self._checkpoint_active()
+        self._jobs.checkpoint()
         self._link.send(EngineStopped())
 
     async def _tick(self, now: float) -> None:
@@ -214,16 +204,9 @@ class Engine:
         # Chosen already: they need not wait for the slice.
         self._emit_tokens(self._generator.land(), self._clock())
         began = self._clock()
-        # Told before the loop breathes: a pause or a cancel that comes in then must not unsay what is durable.
-        for message in self._trainer.advance(job, pieces):
-            self._link.send(message)
-            if isinstance(message, JobSucceeded | JobFailed):
-                self._retire(job)
-        suspended = job in self._active and self._trainer.mid_batch(job)
+        suspended = self._jobs.advance(job, pieces)
         if not suspended:
             self._batches_since_train = 0
-            if job in self._active:
-                self._jobs.rotate()
         await self._pace()
         now = self._clock()
         piece = (now - began) / (pieces or 1)
@@ -258,7 +241,7 @@ class Engine:
             running=tuple(Running(id, promise.due, promise.steps) for id, promise in self._running.items()),
             room=max(0, self._max_running - len(self._running) - len(self._fetches)),
             jobs=jobs,
-            mid_batch=bool(jobs) and self._trainer.mid_batch(jobs[0]),
+            mid_batch=self._jobs.mid_batch(),
             batches_since_train=self._batches_since_train,
             train_waiting_since=self._train_waiting_since,
             costs=Costs(serve=self._serve_cost.value, piece=self._piece_cost.value),
@@ -299,14 +282,13 @@ class Engine:
                     del self._running[id]
                     self._generator.cancel(id)
             case StartJob(spec=spec, paused=paused):
-                self._place(spec, paused=paused)
+                self._jobs.place(spec, paused=paused)
             case PauseJob(id=id):
-                self._pause(id)
+                self._jobs.pause(id)
             case ResumeJob(id=id):
-                if id in self._paused:
-                    self._pending.append(self._paused.pop(id))
+                self._jobs.resume(id)
             case CancelJob(id=id):
-                self._cancel_job(id)
+                self._jobs.cancel(id)
             case DropAdapter(ref=ref):
                 self._adapters.drop(ref)
                 self._fetches.delete(ref)
@@ -329,72 +311,6 @@ class Engine:
             RequestFailed(id=request.id, code=error.code, message=error.message, retry_after=error.retry_after)
         )
 
-    # ---- jobs
-
-    def _place(self, spec: JobSpec, *, paused: bool) -> None:
-        if paused:
-            self._paused[spec.id] = spec
-        else:
-            self._pending.append(spec)
-
-    def _activate_jobs(self) -> None:
-        """Start waiting jobs, first come first served, while there is room for them."""
-        while self._pending and len(self._active) < self._max_active_jobs:
-            spec = self._pending.popleft()
-            try:
-                started = self._trainer.start(spec)
-            except CoserveError as error:
-                self._link.send(JobFailed(id=spec.id, code=error.code, message=error.message))
-                continue
-            self._active[spec.id] = spec
-            self._jobs.add(spec.id)
-            self._link.send(started)
-
-    def _retire(self, job: str) -> JobSpec:
-        self._jobs.remove(job)
-        self._trainer.drop(job)
-        return self._active.pop(job)
-
-    def _withdraw(self, job: str) -> JobSpec | None:
-        """Take a waiting job out of the line."""
-        for spec in self._pending:
-            if spec.id == job:
-                self._pending.remove(spec)
-                return spec
-        return None
-
-    def _pause(self, job: str) -> None:
-        if job in self._active:
-            self._save(job)
-            spec = self._retire(job)
-        elif (waiting := self._withdraw(job)) is not None:
-            spec = waiting
-        else:
-            return
-        self._paused[job] = spec
-        self._link.send(JobPaused(id=job))
-
-    def _cancel_job(self, job: str) -> None:
-        if job in self._active:
-            self._retire(job)
-        elif self._paused.pop(job, None) is None and self._withdraw(job) is None:
-            return
-        self._link.send(JobCancelled(id=job))
-
-    def _save(self, job: str) -> None:
-        """A checkpoint at a pause or at the end; one that fails costs the steps since the last, never the job."""
-        try:
-            saved = self._trainer.checkpoint(job)
-        except CoserveError as error:
-            log.warning("job %s: no checkpoint: %s", job, error.message)
-            return
-        if saved is not None:
-            self._link.send(saved)
-
-    def _checkpoint_active(self) -> None:
-        for job in tuple(self._active):
-            self._save(job)
-
     # ---- gauges
 
     def _report(self, now: float, *, force: bool = False) -> None:
@@ -405,7 +321,7 @@ class Engine:
             EngineStats(
                 waiting=len(self._queue) + len(self._fetches),
                 running=len(self._running),
-                jobs=len(self._active) + len(self._pending),
+                jobs=len(self._jobs),
                 pages_used=self._generator.pages_used,
                 pages_total=self._generator.pages_total,
                 pages_adapters=self._generator.adapter_pages,

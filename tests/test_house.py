@@ -30,6 +30,7 @@ FLOORS = {
     "finetune": 7,
     "rooms": 7,
     "fetches": 8,
+    "jobs": 8,
     "engine": 9,
     "api": 8,
     "workloads": 8,
