@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import pytest
 import torch
@@ -13,7 +13,8 @@ from coserve.kernels import reference, segmented
 from coserve.kernels import segmented_launch as launch
 from coserve.kernels import segmented_ops as ops
 from coserve.kernels.segmented_launch import LongBlocks
-from coserve.kernels.segments import Segments
+from coserve.kernels.segments import LoraPair, Segments
+from coserve.kernels.tables import SiteTable
 from tests.support.lora_grids import GRIDS, Grid, check_forward, check_gradients, make_case, relative_error
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -145,6 +146,31 @@ def test_strided_outputs_are_written_in_place() -> None:
     assert not wide[:, : case.y.shape[1]].any()
 
 
+def test_tables_of_all_sites_in_one_piece(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sites of several widths, adapters that leave some out: each site finds its own columns, gradients included."""
+    lengths, adapters = (33, 5, 0, 20), (2, 0, 1, -1)
+    grids = [
+        Grid(f"site{at}", lengths, adapters, ranks, 40 + 8 * at, 72)
+        for at, ranks in enumerate([(8, 17, 3), (0, 0, 0), (0, 40, 16)])
+    ]
+    cases = [make_case(grid, torch.float32, DEVICE, seed=at, grad=True) for at, grid in enumerate(grids)]
+    segments, built = cases[0].segments, list[int]()
+    made = segmented.site_table
+
+    def counted(pairs: Sequence[Sequence[LoraPair | None]], device: torch.device) -> tuple[SiteTable, list[LoraPair]]:
+        built.append(len(pairs))
+        return made(pairs, device)
+
+    monkeypatch.setattr(segmented, "site_table", counted)
+    segmented.prepare(segments, [tuple(case.pairs) for case in cases], torch.device(DEVICE))
+    for case in cases:
+        found = [add(case.y, case.x, segments, case.pairs) for add in (segmented.lora_add, reference.lora_add)]
+        gradients = [torch.autograd.grad(out.square().sum(), case.leaves(), materialize_grads=True) for out in found]
+        for mine, wanted in ((found[0], found[1]), *zip(*gradients, strict=True)):
+            assert relative_error(mine, wanted) <= 1e-5
+    assert built == [3]
+
+
 @pytest.mark.parametrize("train", [False, True])
 def test_ops_keep_torch_library_rules(train: bool) -> None:
     case = make_case(GRIDS[6], torch.float32, DEVICE, grad=train)
@@ -182,3 +208,23 @@ def test_compiled_code_calls_the_ops_and_plain_code_does_not() -> None:
     wanted = torch.autograd.grad(expected.sum(), case.leaves())
     for mine, theirs in zip(torch.autograd.grad(got.sum(), case.leaves()), wanted, strict=True):
         torch.testing.assert_close(mine, theirs)
+
+
+@given(
+    inputs=st.integers(1, 60_000),
+    outputs=st.lists(st.integers(1, 60_000), min_size=1, max_size=3).map(tuple),
+    tiles=st.integers(1, 256),
+    blocks=st.integers(1, 16),
+    rows=st.sampled_from(segmented.DECODE_ROWS),
+    R=st.integers(1, 256),
+)
+def test_decode_sizes_fit_registers(
+    inputs: int, outputs: tuple[int, ...], tiles: int, blocks: int, rows: int, R: int
+) -> None:
+    found = launch.decode_blocks(inputs, outputs, tiles, tiles * blocks, rows, R)
+    splits = launch.decode_splits(inputs, found)
+    assert (splits - 1) * found.k * found.steps < inputs <= splits * found.k * found.steps
+    assert found.r in (16, 32, 64)
+    assert found.r == 16 or found.r < 2 * R
+    assert found.r == 16 or rows * splits * found.r <= launch.EXPAND_H
+    assert found.r * found.o <= 64 * 256
