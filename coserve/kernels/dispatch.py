@@ -11,7 +11,7 @@ from torch import Tensor
 
 from coserve.errors import ConfigError
 from coserve.kernels import grouped, reference
-from coserve.kernels.segments import LoraPair, Segments
+from coserve.kernels.segments import LoraPair, Segments, Stacked
 
 
 class Way(StrEnum):
@@ -64,13 +64,22 @@ def interpreted() -> bool:
     return os.environ.get("TRITON_INTERPRET") == "1"
 
 
-def prepare(segments: Segments, sites: Sequence[tuple[LoraPair | None, ...]], way: Way) -> None:
-    """What can be done once for all `lora_add`s of a step: `sites[s]` are the pairs that site s will be called with."""
-    device = next((pair.a_RD.device for site in sites for pair in site if pair is not None), None)
+def prepare(segments: Segments, groups: Sequence[Sequence[tuple[LoraPair | None, ...]]], way: Way) -> None:
+    """What can be done once for all sites of a step: `groups[g][site]` are the pairs of sites that will be called together."""
+    device = next((pair.a_RD.device for group in groups for site in group for pair in site if pair is not None), None)
     if way is Way.SEGMENTED and device is not None:
         from coserve.kernels import segmented  # Triton only where it is used
 
-        segmented.prepare(segments, sites, device)
+        segmented.prepare(segments, groups, device)
+
+
+def linear_group(
+    x_TD: Tensor, stacked: Stacked, segments: Segments, pairs: Sequence[Sequence[LoraPair | None]]
+) -> tuple[Tensor, ...]:
+    """Training's way through sites that share an input, for `Way.SEGMENTED`; see `segmented_linear`."""
+    from coserve.kernels import segmented_linear  # Triton only where it is used
+
+    return segmented_linear.linear_group(x_TD, stacked, segments, pairs)
 
 
 def lora_add(y_TO: Tensor, x_TD: Tensor, segments: Segments, pairs: Sequence[LoraPair | None], way: Way) -> Tensor:

@@ -94,12 +94,13 @@ def train(ys: Sequence[Tensor], x_TD: Tensor, plan: Plan, group: Group) -> list[
         return list(found)
     tiles = plan.tiles
     cuts = (tiles.tiles, tiles.spans, tiles.counters)
-    where = _training_table(group)
+    where = training_table(group)
     out: list[Tensor] = ops.lora_train(ys, x_TD, group.a, group.b, group.totals, *cuts, *where, tiles.rows, plan.R)
     return out[:-1]
 
 
-def _training_table(group: Group) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def training_table(group: Group) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Addresses, ranks, scalings and starts."""
     table = group.table
     assert table.starts is not None, "expected a table made for training"
     return table.addresses, table.ranks, table.scalings, table.starts
@@ -134,7 +135,7 @@ class Terms(torch.autograd.Function):
         needs, tiles, dys = ctx.needs_input_grad[3:], plan.tiles, ops.dense(grads)
         weights_need = any(needs[1 + sites :])
         flat = ops.gradients(
-            dys, x, h, group.totals, (tiles.tiles, tiles.spans, tiles.counters, *_training_table(group)),
+            dys, x, h, group.totals, (tiles.tiles, tiles.spans, tiles.counters, *training_table(group)),
             tiles.rows, plan.R, inputs_need=needs[0], weights_need=weights_need,
         )  # fmt: skip
         dx = flat.pop(0) if needs[0] else None
@@ -192,12 +193,14 @@ def group_of(segments: Segments, pairs: Sequence[tuple[LoraPair | None, ...]], d
     return segments.plan(_key(pairs, device), lambda: _group(pairs, *site_table(pairs, device)))
 
 
-def prepare(segments: Segments, sites: Sequence[tuple[LoraPair | None, ...]], device: torch.device) -> None:
-    """Builds the tables of sites, `sites[s][adapter]`, in one piece: `lora_add` finds them. Each with an input of its own."""
-    table, held = site_table(sites, device)
-    for place, pairs in enumerate(sites):
-        column = table.columns(place, 1)
-        segments.plan(_key([pairs], device), partial(_group, [pairs], column, held))
+def prepare(segments: Segments, groups: Sequence[Sequence[tuple[LoraPair | None, ...]]], device: torch.device) -> None:
+    """Builds the tables of all groups of sites in one piece, `groups[g][site][adapter]`: `group_of` finds them."""
+    table, held = site_table([pairs for group in groups for pairs in group], device)
+    first = 0
+    for group in groups:
+        columns = table.columns(first, len(group))
+        segments.plan(_key(group, device), partial(_group, group, columns, held))
+        first += len(group)
 
 
 def _key(pairs: Sequence[tuple[LoraPair | None, ...]], device: torch.device) -> Hashable:

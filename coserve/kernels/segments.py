@@ -25,6 +25,18 @@ class LoraPair:
 
 
 @dataclass(frozen=True)
+class Stacked:
+    """The frozen weights of up to three sites that read one input."""
+
+    weight: Tensor
+    """(ΣO, D); `turned`: (D, O), and one site."""
+    bias: Tensor | None
+    turned: bool
+    sizes: tuple[int, ...]
+    """Each site's O."""
+
+
+@dataclass(frozen=True)
 class Segments:
     """A packed batch of T tokens cut into S runs, each of one adapter.
 

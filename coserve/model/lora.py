@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import cached_property
 from types import MethodType
 from typing import cast
 
 import torch
 from torch import Tensor, nn
 
-from coserve.kernels.dispatch import Way, lora_add, prepare
-from coserve.kernels.segments import LoraPair, Segments
+from coserve.kernels.dispatch import Way, linear_group, lora_add, prepare
+from coserve.kernels.segments import LoraPair, Segments, Stacked
 from coserve.types import LoraSettings
 
 
@@ -53,10 +54,25 @@ class LoraBatch:
     way: Way
     dropout: DropoutSpec | None = None
 
-    def prepare(self, names: Iterable[str]) -> None:
-        """Does for all the sites `names` at once what need not be done at each; once a step."""
-        sites = [tuple(adapter.sites.get(name) for adapter in self.adapters) for name in names]
-        self.segments.plan(("prepared", *map(id, self.adapters)), lambda: prepare(self.segments, sites, self.way))
+    @cached_property
+    def trains_together(self) -> bool:
+        """Whether sites that share an input learn as one. With dropout each has an input of its own."""
+        pairs = (pair for adapter in self.adapters for pair in adapter.sites.values())
+        dropped = self.dropout is not None and self.dropout.p > 0
+        return self.way is Way.SEGMENTED and not dropped and any(pair.a_RD.requires_grad for pair in pairs)
+
+    def pairs(self, names: Sequence[str]) -> list[tuple[LoraPair | None, ...]]:
+        """Each adapter's pair at each of the sites."""
+        return [tuple(adapter.sites.get(name) for adapter in self.adapters) for name in names]
+
+    def prepare(self, groups: Sequence[Sequence[str]]) -> None:
+        """Does for all groups of sites at once what need not be done at each; once a step."""
+
+        def once() -> None:
+            found = [[own for own in self.pairs(names) if any(pair is not None for pair in own)] for names in groups]
+            prepare(self.segments, [group for group in found if group], self.way)
+
+        self.segments.plan(("prepared", *map(id, self.adapters)), once)
 
     def padded(self, rows: int) -> LoraBatch:
         """The same batch with tokens of no adapter behind it, `rows` tokens in all."""
@@ -70,6 +86,8 @@ class SharedInput:
     def __init__(self, index: int, weight: Tensor, bias: Tensor | None, turned: bool, sizes: tuple[int, ...]) -> None:
         """`index` among the layer's groups; `turned`: the weight is (D, O), not (O, D); `sizes`: each site's O."""
         self.index, self.weight, self.bias, self.turned, self.sizes = index, weight, bias, turned, sizes
+        self.names: tuple[str, ...] = ()
+        """Of the sites, once they are known."""
         self.waiting: tuple[Tensor, tuple[Tensor, ...]] | None = None
         """The input, and the outputs that are still to be asked for."""
 
@@ -80,6 +98,17 @@ class SharedInput:
             if len(self.sizes) == 1:
                 return cast(Tensor, y)
             self.waiting = (x, y.split(self.sizes, -1))
+        return self._kept(place, x)
+
+    def learned(self, place: int, x: Tensor, batch: LoraBatch) -> Tensor:
+        """What the site at `place` gives for `x`, LoRA terms of `batch` included; differentiable."""
+        if place == 0:
+            stacked = Stacked(self.weight, self.bias, self.turned, self.sizes)
+            parts = linear_group(x.reshape(-1, x.shape[-1]), stacked, batch.segments, batch.pairs(self.names))
+            self.waiting = (x, tuple(part.view(*x.shape[:-1], -1) for part in parts))
+        return self._kept(place, x)
+
+    def _kept(self, place: int, x: Tensor) -> Tensor:
         assert self.waiting is not None, "expected the sites of one input in the order in which they were seen"
         known, parts = self.waiting
         assert known is x, "expected the sites of one input to be called with that input"
@@ -107,6 +136,7 @@ class LoraSites:
 
     def share(self, names: Sequence[str], shared: SharedInput) -> None:
         """From now on the sites `names`, in this order, run together inside `fused`."""
+        shared.names = tuple(names)
         for place, name in enumerate(names):
             self._sites[name].place, self._sites[name].shared = place, shared
 
@@ -123,11 +153,17 @@ class LoraSites:
         finally:
             self.together = False
 
+    def _groups(self, batch: LoraBatch) -> list[Sequence[str]]:
+        """The sites that the batch runs together."""
+        shared = self.groups() if batch.trains_together else []
+        alone = [name for name, site in self._sites.items() if site.shared is None or not shared]
+        return [*(group.names for group in shared), *((name,) for name in alone)]
+
     @contextmanager
     def serve(self, batch: LoraBatch | None) -> Iterator[None]:
         """Every wrapped module called inside adds `batch`'s terms; the batch from before is back afterwards."""
         if batch is not None:
-            batch.prepare(self._sites)
+            batch.prepare(self._groups(batch))
         before, self.batch = self.batch, batch
         try:
             yield
@@ -142,8 +178,12 @@ SITE = "coserve_site"
 def _forward(module: nn.Module, x: Tensor) -> Tensor:
     """A wrapped module's `forward`."""
     site = cast(_Site, module.coserve_site)
-    if site.sites.together and site.shared is not None:
-        return site.shared.output(site.place, x)
+    if site.shared is not None:
+        if site.sites.together:
+            return site.shared.output(site.place, x)
+        batch = site.sites.batch
+        if batch is not None and batch.trains_together:
+            return site.shared.learned(site.place, x, batch)
     return site(x)
 
 

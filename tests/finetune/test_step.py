@@ -14,6 +14,7 @@ from coserve.kernels.attention import PackedAttention
 from coserve.kernels.dispatch import Way
 from coserve.kernels.segments import LoraPair, Segments
 from coserve.model.base import Base, wrap_base
+from coserve.model.fused import FusedBase
 from coserve.model.lora import DropoutSpec, LoraBatch, LoraWeights
 from coserve.types import LoraSettings, TrainingSettings
 from tests.support.finetuning import random_corpus, tiny_base
@@ -35,19 +36,26 @@ def started(base: Base, settings: LoraSettings = SETTINGS, training: TrainingSet
     return Learner(LoraWeights(settings, sites), base.spec, training or TrainingSettings(), base.dtype)
 
 
-def batch(learner: Learner, rows: PackedRows, dropout: DropoutSpec | None = None) -> LoraBatch:
-    return LoraBatch(Segments((0, rows.tokens), (0,)), (learner.weights(),), Way.GROUPED, dropout)
+def batch(learner: Learner, rows: PackedRows, dropout: DropoutSpec | None = None, way: Way = Way.GROUPED) -> LoraBatch:
+    return LoraBatch(Segments((0, rows.tokens), (0,)), (learner.weights(),), way, dropout)
 
 
 def gradients(
-    base: Base, packs: list[list[int]], *, settings: LoraSettings = SETTINGS, between=None, dropout=None, **options
+    base: Base,
+    packs: list[list[int]],
+    *,
+    settings: LoraSettings = SETTINGS,
+    between=None,
+    dropout=None,
+    way: Way = Way.GROUPED,
+    **options,
 ) -> tuple[float, list[torch.Tensor]]:
     """Summed NLL of the micro-batches, and the gradients of the adapter's tensors."""
     learner, stepper = started(base, settings), Stepper(base, **{"recompute": False, **options})
     total = 0.0
     for indices in packs:
         rows = pack_rows(CORPUS, indices, CPU)
-        pieces = stepper.learn(rows, batch(learner, rows, dropout), learner.leaves, learner.grads)
+        pieces = stepper.learn(rows, batch(learner, rows, dropout, way), learner.leaves, learner.grads)
         total += float(run_to_end(pieces, between))
     return total, [gradient.clone() for layer in learner.grads for gradient in layer]
 
@@ -242,3 +250,42 @@ def test_packing_keeps_rows_apart() -> None:
     assert rows.positions_T.tolist() == [*range(3), *range(9)]
     assert rows.targets == sum(int(CORPUS.row(row)[1].sum()) for row in (3, 0))
     assert torch.equal(rows.tokens_T[rows.keep_K + 1], rows.labels_K)
+
+
+@pytest.mark.parametrize("recompute", [False, True], ids=["kept", "recomputed"])
+@pytest.mark.parametrize(
+    ("family", "settings"),
+    [
+        ("llama", SETTINGS),
+        ("llama", LoraSettings(r=4, alpha=8, targets=("q_proj", "v_proj", "down_proj"))),
+        ("gpt2", SETTINGS),
+        ("gemma2", SETTINGS),
+    ],
+    ids=["llama", "some targets", "gpt2", "gemma2"],
+)
+def test_sites_of_one_input_learn_as_one(family: str, settings: LoraSettings, recompute: bool) -> None:
+    """Where a base's weights are stacked for serving, training goes through them too: the same NLL and gradients."""
+    packs = [[0, 1, 2], [3]]
+    nll, expected = gradients(tiny_base(family), packs, settings=settings, recompute=recompute)
+    base = tiny_base(family)
+    FusedBase(base, compiled=False)
+    calls = count(base)
+    got_nll, got = gradients(base, packs, settings=settings, recompute=recompute, way=Way.SEGMENTED)
+    assert got_nll == pytest.approx(nll, rel=1e-5)
+    for mine, wanted in zip(got, expected, strict=True):
+        torch.testing.assert_close(mine, wanted, rtol=1e-4, atol=1e-5)
+    assert all(calls.values()), "every shared input was taken as one"
+
+
+def count(base: Base) -> dict[int, int]:
+    """How often each shared input's product was asked for by training, from now on."""
+    calls: dict[int, int] = {}
+    for index, shared in enumerate(base.sites.groups()):
+        calls[index], learned = 0, shared.learned
+
+        def counted(place: int, x: torch.Tensor, batch: LoraBatch, index: int = index, learned=learned) -> torch.Tensor:
+            calls[index] += 1
+            return learned(place, x, batch)
+
+        shared.learned = counted  # type: ignore[method-assign]
+    return calls

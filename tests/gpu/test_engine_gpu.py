@@ -198,9 +198,13 @@ def test_jobs_learn_alike_in_both_ways(tmp_path: Path, recompute: bool) -> None:
     assert losses[Way.SEGMENTED] == pytest.approx(losses[Way.GROUPED], rel=2e-2)
 
 
-def test_a_job_learns_in_bfloat16(tmp_path: Path) -> None:
-    corpus = random_corpus(lengths=(40, 9, 64, 12, 30, 50))
-    bench = Bench(gpu_base(tiny_model("llama"), torch.bfloat16), tmp_path, way=Way.SEGMENTED)
+@pytest.mark.parametrize("stacked", [False, True])
+def test_a_job_learns_in_bfloat16(tmp_path: Path, stacked: bool) -> None:
+    """`stacked`: through the weights of shared inputs, as beside a compiled base."""
+    corpus, base = random_corpus(lengths=(40, 9, 64, 12, 30, 50)), gpu_base(tiny_model("llama"), torch.bfloat16)
+    if stacked:
+        FusedBase(base, compiled=False)
+    bench = Bench(base, tmp_path, way=Way.SEGMENTED)
     messages = bench.train(bench.place(corpus, job_spec(corpus, steps=20, batch_tokens=128, micro_batch_tokens=64)))
     losses = [metrics.loss for metrics in metrics_of(messages)]
     assert losses[-1] < losses[0] - 0.3

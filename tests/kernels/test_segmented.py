@@ -162,7 +162,7 @@ def test_tables_of_all_sites_in_one_piece(monkeypatch: pytest.MonkeyPatch) -> No
         return made(pairs, device)
 
     monkeypatch.setattr(segmented, "site_table", counted)
-    segmented.prepare(segments, [tuple(case.pairs) for case in cases], torch.device(DEVICE))
+    segmented.prepare(segments, [[tuple(case.pairs)] for case in cases], torch.device(DEVICE))
     for case in cases:
         found = [add(case.y, case.x, segments, case.pairs) for add in (segmented.lora_add, reference.lora_add)]
         gradients = [torch.autograd.grad(out.square().sum(), case.leaves(), materialize_grads=True) for out in found]

@@ -1,0 +1,88 @@
+"""Training through sites that read one input: one product of their stacked weights, one shrink, no additions of gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+from torch.nn import functional
+
+from coserve.kernels import segmented_launch as launch
+from coserve.kernels import segmented_ops as ops
+from coserve.kernels.segmented import Group, Plan, group_of, plan_of, training_table
+from coserve.kernels.segments import LoraPair, Segments, Stacked
+
+
+def linear_group(
+    x_TD: Tensor, stacked: Stacked, segments: Segments, pairs: Sequence[Sequence[LoraPair | None]]
+) -> tuple[Tensor, ...]:
+    """Each site's `x Wᵀ + bias + scaling (x Aᵀ) Bᵀ`: (T, O) each, columns of one tensor.
+
+    `pairs[site][adapter]`. Differentiable in x and every a_RD and b_OR, not in the weights.
+    """
+    live = [site for site, own in enumerate(pairs) if any(own[adapter] for adapter in segments.runs())]
+    x_TD = x_TD if x_TD.stride(1) == 1 else x_TD.contiguous()
+    if not live or not x_TD.shape[0]:
+        y_TO = functional.linear(x_TD, stacked.weight.T if stacked.turned else stacked.weight, stacked.bias)
+        return _outputs(y_TO, stacked)
+    group = group_of(segments, [tuple(pairs[site]) for site in live], x_TD.device)
+    plan = plan_of(segments, group, train=True)
+    found: tuple[Tensor, ...] = LinearGroup.apply(  # type: ignore[no-untyped-call]
+        stacked, plan, group, live, x_TD, *group.a, *group.b
+    )
+    return found
+
+
+class LinearGroup(torch.autograd.Function):
+    """`linear_group`. The terms are added in place, forward into the product, backward the products into their gradient:
+    torch would add up the gradients of x from each site's product and each site's terms one by one."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,  # noqa: ANN401 - torch's own signature
+        stacked: Stacked,
+        plan: Plan,
+        group: Group,
+        live: list[int],
+        x: Tensor,
+        *weights: Tensor,
+    ) -> tuple[Tensor, ...]:
+        """`weights`: the group's a and b."""
+        y = functional.linear(x, stacked.weight.T if stacked.turned else stacked.weight, stacked.bias)
+        ys = _outputs(y, stacked)
+        own, tiles, table = [ys[site] for site in live], plan.tiles, group.table
+        where = (tiles.tiles, tiles.counters, table.addresses, table.ranks, table.scalings)
+        h = launch.long_forward(own, own, x, *where, tiles.rows, plan.R, keep=True)
+        ctx.stacked, ctx.plan, ctx.group, ctx.live = stacked, plan, group, live
+        ctx.save_for_backward(x, h)
+        return ys
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:  # noqa: ANN401 - torch's own signature
+        stacked, plan, group = ctx.stacked, ctx.plan, ctx.group
+        x, h = ctx.saved_tensors
+        needs, tiles, dys = ctx.needs_input_grad[4:], plan.tiles, ops.dense(grads)
+        weights_need = any(needs[1:])
+        tables = (tiles.tiles, tiles.spans, tiles.counters, *training_table(group))
+        flat = ops.gradients(
+            [dys[site] for site in ctx.live], x, h, group.totals, tables, tiles.rows, plan.R,
+            inputs_need=needs[0], weights_need=weights_need,
+        )  # fmt: skip
+        dx = None
+        if needs[0]:
+            dx = flat.pop(0)
+            parts = (stacked.weight.T,) if stacked.turned else torch.split(stacked.weight, list(stacked.sizes))
+            for dy, weight in zip(dys, parts, strict=True):
+                dx.addmm_(dy, weight)
+        found: list[Tensor | None] = [None] * len(needs[1:])
+        if weights_need:
+            found[:] = ops.cut_flat(flat, [tensor.shape for tensor in (*group.a, *group.b)])
+        return (None, None, None, None, dx, *found)
+
+
+def _outputs(y_TO: Tensor, stacked: Stacked) -> tuple[Tensor, ...]:
+    return tuple(torch.split(y_TO, list(stacked.sizes), 1)) if len(stacked.sizes) > 1 else (y_TO,)

@@ -1,0 +1,102 @@
+"""Sites of one input in training, under Triton's interpreter: as torch's own products with the reference's terms."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from coserve.kernels import reference
+from coserve.kernels.segmented_linear import linear_group
+from coserve.kernels.segments import LoraPair, Segments, Stacked
+from tests.support.lora_grids import relative_error
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+D = 72
+SEGMENTS = Segments((0, 33, 33, 38, 60), (1, 2, 0, -1))
+
+Sites = list[tuple[LoraPair | None, ...]]
+
+
+def drawn(*size: int, seed: int) -> torch.Tensor:
+    return torch.randn(*size, generator=torch.Generator().manual_seed(seed)).to(DEVICE)
+
+
+def make_sites(sizes: tuple[int, ...], ranks: list[tuple[int, ...]]) -> Sites:
+    """Learning adapters; rank 0: the adapter leaves the site out."""
+
+    def pair(site: int, adapter: int, rank: int) -> LoraPair | None:
+        if not rank:
+            return None
+        a = drawn(rank, D, seed=10 * site + adapter) * 0.1
+        b = drawn(sizes[site], rank, seed=100 + 10 * site + adapter) * 0.1
+        return LoraPair(a.requires_grad_(), b.requires_grad_(), 0.5 + adapter)
+
+    return [tuple(pair(site, adapter, rank) for adapter, rank in enumerate(own)) for site, own in enumerate(ranks)]
+
+
+def leaves(sites: Sites) -> list[torch.Tensor]:
+    return [tensor for own in sites for pair in own if pair is not None for tensor in (pair.a_RD, pair.b_OR)]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("ranks", [[(8, 16, 4)]], ids=str)
+def test_on_a_gpu_in_bfloat16(ranks: list[tuple[int, ...]]) -> None:
+    sites, weight = make_sites((96,), ranks), drawn(96, D, seed=1)
+    x = drawn(60, D, seed=0)
+    exact = reference.lora_add(x @ weight.T, x, SEGMENTS, sites[0])
+    low = [tuple(None if p is None else LoraPair(p.a_RD.bfloat16(), p.b_OR.bfloat16(), p.scaling) for p in sites[0])]
+    got = linear_group(x.bfloat16(), Stacked(weight.bfloat16(), None, False, (96,)), SEGMENTS, low)[0]
+    assert relative_error(got, exact) <= 1e-2
+
+
+@pytest.mark.parametrize("biased", [False, True])
+@pytest.mark.parametrize("inputs_learn", [False, True])
+@pytest.mark.parametrize(
+    ("sizes", "ranks"),
+    [
+        ((96, 32, 40), [(8, 17, 3), (16, 4, 1), (5, 9, 130)]),
+        ((96, 32, 40), [(8, 0, 3), (0, 0, 0), (0, 9, 0)]),
+        ((64, 88), [(0, 0, 7), (0, 0, 2)]),
+        ((48,), [(8, 16, 4)]),
+    ],
+    ids=["three", "some left out", "of one that is absent", "one"],
+)
+def test_outputs_and_gradients(
+    sizes: tuple[int, ...], ranks: list[tuple[int, ...]], inputs_learn: bool, biased: bool
+) -> None:
+    x, weight = drawn(60, D, seed=0).requires_grad_(inputs_learn), drawn(sum(sizes), D, seed=1)
+    bias = drawn(sum(sizes), seed=2) if biased else None
+    sites = make_sites(sizes, ranks)
+    product = torch.split(torch.nn.functional.linear(x, weight, bias), list(sizes), 1)
+    expected = [reference.lora_add(y, x, SEGMENTS, own) for y, own in zip(product, sites, strict=True)]
+    got = linear_group(x, Stacked(weight, bias, False, sizes), SEGMENTS, sites)
+    wanted = [tensor for tensor in (x, *leaves(sites)) if tensor.requires_grad]
+    both = []
+    for outs in (got, expected):
+        loss = sum(((1 + i) * out.square().sum() for i, out in enumerate(outs)), torch.zeros((), device=DEVICE))
+        if loss.requires_grad:
+            both.append(torch.autograd.grad(loss, wanted, allow_unused=True, materialize_grads=True))
+        else:  # nobody learns
+            both.append(tuple(torch.zeros_like(tensor) for tensor in wanted))
+    for mine, other in (*zip(got, expected, strict=True), *zip(*both, strict=True)):
+        assert relative_error(mine, other) <= 1e-5
+
+
+def test_a_turned_weight() -> None:
+    x, weight = drawn(60, D, seed=0).requires_grad_(), drawn(D, 48, seed=1)
+    sites = make_sites((48,), [(8, 16, 4)])
+    expected = reference.lora_add(x @ weight, x, SEGMENTS, sites[0])
+    got = linear_group(x, Stacked(weight, None, True, (48,)), SEGMENTS, sites)[0]
+    gradients = [
+        torch.autograd.grad(out.square().sum(), (x, *leaves(sites)), materialize_grads=True) for out in (got, expected)
+    ]
+    for mine, other in ((got, expected), *zip(*gradients, strict=True)):
+        assert relative_error(mine, other) <= 1e-5
+
+
+def test_no_tokens() -> None:
+    sites = make_sites((48, 16), [(8, 16, 4), (1, 2, 3)])
+    got = linear_group(
+        drawn(0, D, seed=0), Stacked(drawn(64, D, seed=1), None, False, (48, 16)), Segments((0,), ()), sites
+    )
+    assert [out.shape for out in got] == [(0, 48), (0, 16)]
