@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from math import gcd
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -27,6 +28,25 @@ class Pages:
 
     keys: tuple[Tensor, ...]
     values: tuple[Tensor, ...]
+
+
+class StepAttention(Protocol):
+    """Attention of one step over cached keys, its own included."""
+
+    def attend(
+        self,
+        layer: int,
+        q_HTD: Tensor,
+        k_KTD: Tensor,
+        v_KTD: Tensor,
+        *,
+        scaling: float,
+        window: int | None,
+        softcap: float | None,
+        sinks: Tensor | None,
+    ) -> Tensor:
+        """As `PackedAttention.attend`, over each sequence's whole context: (T, H, D)."""
+        ...
 
 
 class PackedAttention:

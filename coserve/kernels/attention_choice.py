@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
 
 import torch
-from torch import Tensor
 
-from coserve.kernels.attention import PagedAttention, Pages
+from coserve.kernels.attention import PagedAttention, Pages, StepAttention
 from coserve.kernels.attention_static import (
     GatheredMixedAttention,
     GatheredStaticAttention,
@@ -19,25 +17,6 @@ from coserve.kernels.attention_static import (
 from coserve.kernels.tiles import Run
 
 FUSED_DTYPES = frozenset({torch.bfloat16, torch.float16, torch.float32})
-
-
-class StepAttention(Protocol):
-    """What `paged_attention` gives."""
-
-    def attend(
-        self,
-        layer: int,
-        q_HTD: Tensor,
-        k_KTD: Tensor,
-        v_KTD: Tensor,
-        *,
-        scaling: float,
-        window: int | None,
-        softcap: float | None,
-        sinks: Tensor | None,
-    ) -> Tensor:
-        """See `PagedAttention.attend`."""
-        ...
 
 
 def fused(device: torch.device, dtype: torch.dtype) -> bool:

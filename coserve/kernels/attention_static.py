@@ -10,12 +10,12 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from coserve.kernels.attention import PagedAttention, Pages
+from coserve.kernels.attention import PagedAttention, Pages, StepAttention
 from coserve.kernels.tiles import Run
 
 
-class StaticPagedAttention(Protocol):
-    """Attention of steps in which each of at most `batch` sequences has one new token: an `Attention`.
+class StaticPagedAttention(StepAttention, Protocol):
+    """Attention of steps in which each of at most `batch` sequences has one new token; T = `batch`.
 
     Use: `load(runs)` (any runs), warm up a forward over `batch` rows with it, capture that forward; then, for each step,
     `load(runs)` on the stream of the graph and replay. Row i of q, k and v belongs to `runs[i]`; rows behind the last
@@ -36,6 +36,18 @@ class StaticPagedAttention(Protocol):
         """
         ...
 
+
+class _Gathered:
+    """Attention of a step's real rows through plain torch, and zeros for padding: for devices that capture nothing."""
+
+    def __init__(self, pages: Pages) -> None:
+        self._pages = pages
+        self._take((), 0)
+
+    def _take(self, runs: Sequence[Run], rows: int) -> None:
+        """The next step, and its real rows."""
+        self._rows, self._inner = rows, PagedAttention(self._pages, runs)
+
     def attend(
         self,
         layer: int,
@@ -48,17 +60,22 @@ class StaticPagedAttention(Protocol):
         softcap: float | None,
         sinks: Tensor | None,
     ) -> Tensor:
-        """As `PackedAttention.attend`, over each sequence's whole context: (T, H, D), T = `batch`."""
-        ...
+        """See `StepAttention`."""
+        heads, rows, width = q_HTD.shape
+        if not self._rows:
+            return q_HTD.new_zeros(rows, heads, width)
+        q, k, v = (x[:, : self._rows] for x in (q_HTD, k_KTD, v_KTD))
+        out = self._inner.attend(layer, q, k, v, scaling=scaling, window=window, softcap=softcap, sinks=sinks)
+        return pad(out, (0, 0, 0, 0, 0, rows - self._rows))
 
 
-class GatheredStaticAttention:
-    """`StaticPagedAttention` through plain torch: for devices that capture nothing."""
+class GatheredStaticAttention(_Gathered):
+    """`StaticPagedAttention` on such devices."""
 
     def __init__(self, pages: Pages, *, batch: int, max_tokens: int) -> None:
+        super().__init__(pages)
         self.batch, self.max_tokens = batch, max_tokens
         self.positions = torch.zeros(batch, dtype=torch.int64, device=pages.keys[0].device)
-        self._pages, self._rows, self._inner = pages, 0, PagedAttention(pages, ())
 
     def load(self, runs: Sequence[Run]) -> None:
         assert len(runs) <= self.batch, f"expected at most {self.batch} sequences, got {len(runs)}"
@@ -66,21 +83,7 @@ class GatheredStaticAttention:
         host = torch.zeros(self.batch, dtype=torch.int64)
         host[: len(runs)] = torch.tensor([run.position for run in runs], dtype=torch.int64)
         self.positions.copy_(host)
-        self._rows, self._inner = len(runs), PagedAttention(self._pages, runs)
-
-    def attend(
-        self,
-        layer: int,
-        q_HTD: Tensor,
-        k_KTD: Tensor,
-        v_KTD: Tensor,
-        *,
-        scaling: float,
-        window: int | None,
-        softcap: float | None,
-        sinks: Tensor | None,
-    ) -> Tensor:
-        return _padded(self._inner, self._rows, layer, q_HTD, k_KTD, v_KTD, scaling, window, softcap, sinks)
+        self._take(runs, len(runs))
 
 
 @dataclass(frozen=True)
@@ -104,8 +107,8 @@ class MixedRoom:
         )
 
 
-class MixedAttention(Protocol):
-    """Attention of steps of any mix, decodes and chunks of prompts, within a `MixedRoom`: an `Attention`.
+class MixedAttention(StepAttention, Protocol):
+    """Attention of steps of any mix, decodes and chunks of prompts, within a `MixedRoom`; T = `room.tokens`.
 
     Used as `StaticPagedAttention` is. Runs follow each other from row 0 on; rows behind the last are padding: nothing is
     written for them and they get zeros. Grids and addresses depend on the room alone.
@@ -117,64 +120,14 @@ class MixedAttention(Protocol):
         """What the next step attends to; the room holds it. Copies in stream order, and does not wait for the device."""
         ...
 
-    def attend(
-        self,
-        layer: int,
-        q_HTD: Tensor,
-        k_KTD: Tensor,
-        v_KTD: Tensor,
-        *,
-        scaling: float,
-        window: int | None,
-        softcap: float | None,
-        sinks: Tensor | None,
-    ) -> Tensor:
-        """As `PackedAttention.attend`, over each sequence's whole context: (T, H, D), T = `room.tokens`."""
-        ...
 
-
-class GatheredMixedAttention:
-    """`MixedAttention` through plain torch: for devices that capture nothing."""
+class GatheredMixedAttention(_Gathered):
+    """`MixedAttention` on such devices."""
 
     def __init__(self, pages: Pages, room: MixedRoom) -> None:
+        super().__init__(pages)
         self.room = room
-        self._pages, self._rows, self._inner = pages, 0, PagedAttention(pages, ())
 
     def load(self, runs: Sequence[Run]) -> None:
         assert self.room.holds(runs), "expected a step that the room holds"
-        self._rows, self._inner = sum(run.tokens for run in runs), PagedAttention(self._pages, runs)
-
-    def attend(
-        self,
-        layer: int,
-        q_HTD: Tensor,
-        k_KTD: Tensor,
-        v_KTD: Tensor,
-        *,
-        scaling: float,
-        window: int | None,
-        softcap: float | None,
-        sinks: Tensor | None,
-    ) -> Tensor:
-        return _padded(self._inner, self._rows, layer, q_HTD, k_KTD, v_KTD, scaling, window, softcap, sinks)
-
-
-def _padded(
-    inner: PagedAttention,
-    real: int,
-    layer: int,
-    q_HTD: Tensor,
-    k_KTD: Tensor,
-    v_KTD: Tensor,
-    scaling: float,
-    window: int | None,
-    softcap: float | None,
-    sinks: Tensor | None,
-) -> Tensor:
-    """Attention of the first `real` rows, and zeros for the others: (T, H, D)."""
-    heads, rows, width = q_HTD.shape
-    if not real:
-        return q_HTD.new_zeros(rows, heads, width)
-    q, k, v = (x[:, :real] for x in (q_HTD, k_KTD, v_KTD))
-    out = inner.attend(layer, q, k, v, scaling=scaling, window=window, softcap=softcap, sinks=sinks)
-    return pad(out, (0, 0, 0, 0, 0, rows - real))
+        self._take(runs, sum(run.tokens for run in runs))

@@ -8,9 +8,8 @@ from typing import Protocol
 import torch
 
 from coserve.errors import ConfigError
-from coserve.kernels.attention import Pages
+from coserve.kernels.attention import Pages, StepAttention
 from coserve.kernels.attention_choice import (
-    StepAttention,
     attention_notes,
     mixed_attention,
     paged_attention,
