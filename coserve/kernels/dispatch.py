@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from enum import StrEnum
 
 import torch
@@ -28,6 +28,8 @@ class Way(StrEnum):
     SEGMENTED = "segmented"
     """Our Triton kernels."""
 
+
+Groups = Sequence[Sequence[tuple[LoraPair | None, ...]]]
 
 TRITON_WAYS = frozenset({Way.BLOCK_SPARSE, Way.SEGMENTED})
 
@@ -64,13 +66,16 @@ def interpreted() -> bool:
     return os.environ.get("TRITON_INTERPRET") == "1"
 
 
-def prepare(segments: Segments, groups: Sequence[Sequence[tuple[LoraPair | None, ...]]], way: Way) -> None:
-    """What can be done once for all sites of a step: `groups[g][site]` are the pairs of sites that will be called together."""
-    device = next((pair.a_RD.device for group in groups for site in group for pair in site if pair is not None), None)
-    if way is Way.SEGMENTED and device is not None:
+def prepare(segments: Segments, groups: Callable[[], Groups], way: Way) -> None:
+    """What can be done once for all sites of a step: `groups()[g][site]` are the pairs of sites that will be called together."""
+    if way is not Way.SEGMENTED:
+        return
+    found = groups()
+    device = next((pair.a_RD.device for group in found for site in group for pair in site if pair is not None), None)
+    if device is not None:
         from coserve.kernels import segmented  # Triton only where it is used
 
-        segmented.prepare(segments, groups, device)
+        segmented.prepare(segments, found, device)
 
 
 def linear_group(

@@ -94,12 +94,12 @@ def train(ys: Sequence[Tensor], x_TD: Tensor, plan: Plan, group: Group) -> list[
         return list(found)
     tiles = plan.tiles
     cuts = (tiles.tiles, tiles.spans, tiles.counters)
-    where = training_table(group)
+    where = _training_table(group)
     out: list[Tensor] = ops.lora_train(ys, x_TD, group.a, group.b, group.totals, *cuts, *where, tiles.rows, plan.R)
     return out[:-1]
 
 
-def training_table(group: Group) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def _training_table(group: Group) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Addresses, ranks, scalings and starts."""
     table = group.table
     assert table.starts is not None, "expected a table made for training"
@@ -132,18 +132,30 @@ class Terms(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:  # noqa: ANN401 - torch's own signature
         plan, group, sites = ctx.plan, ctx.group, ctx.sites
         x, h = ctx.saved_tensors
-        needs, tiles, dys = ctx.needs_input_grad[3:], plan.tiles, ops.dense(grads)
-        weights_need = any(needs[1 + sites :])
-        flat = ops.gradients(
-            dys, x, h, group.totals, (tiles.tiles, tiles.spans, tiles.counters, *training_table(group)),
-            tiles.rows, plan.R, inputs_need=needs[0], weights_need=weights_need,
-        )  # fmt: skip
-        dx = flat.pop(0) if needs[0] else None
-        weights: list[Tensor | None] = [None] * (len(group.a) + len(group.b))
-        if weights_need:
-            shapes = [tensor.shape for tensor in (*group.a, *group.b)]
-            weights[:] = ops.cut_flat(flat, shapes)
+        needs, dys = ctx.needs_input_grad[3:], ops.dense(grads)
+        dx, weights = gradients(dys, x, h, plan, group, inputs_need=needs[0], weights_need=any(needs[1 + sites :]))
         return (None, None, None, dx, *dys, *weights)
+
+
+def gradients(
+    dys: Sequence[Tensor],
+    x_TD: Tensor,
+    h: Tensor,
+    plan: Plan,
+    group: Group,
+    *,
+    inputs_need: bool,
+    weights_need: bool,
+) -> tuple[Tensor | None, list[Tensor | None]]:
+    """Of the group's terms: dx, and those of its a, then of its b; None where none is needed."""
+    tiles = plan.tiles
+    tables = (tiles.tiles, tiles.spans, tiles.counters, *_training_table(group))
+    flat = ops.gradients(
+        dys, x_TD, h, group.totals, tables, tiles.rows, plan.R, inputs_need=inputs_need, weights_need=weights_need
+    )
+    dx = flat.pop(0) if inputs_need else None
+    tensors = (*group.a, *group.b)
+    return dx, [*ops.cut_flat(flat, [tensor.shape for tensor in tensors])] if weights_need else [None] * len(tensors)
 
 
 def add_(ys: Sequence[Tensor], x_TD: Tensor, plan: Plan, table: SiteTable) -> None:

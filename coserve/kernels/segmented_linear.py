@@ -12,7 +12,7 @@ from torch.nn import functional
 
 from coserve.kernels import segmented_launch as launch
 from coserve.kernels import segmented_ops as ops
-from coserve.kernels.segmented import Group, Plan, group_of, plan_of, training_table
+from coserve.kernels.segmented import Group, Plan, gradients, group_of, plan_of
 from coserve.kernels.segments import LoraPair, Segments, Stacked
 
 
@@ -65,23 +65,14 @@ class LinearGroup(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:  # noqa: ANN401 - torch's own signature
         stacked, plan, group = ctx.stacked, ctx.plan, ctx.group
         x, h = ctx.saved_tensors
-        needs, tiles, dys = ctx.needs_input_grad[4:], plan.tiles, ops.dense(grads)
-        weights_need = any(needs[1:])
-        tables = (tiles.tiles, tiles.spans, tiles.counters, *training_table(group))
-        flat = ops.gradients(
-            [dys[site] for site in ctx.live], x, h, group.totals, tables, tiles.rows, plan.R,
-            inputs_need=needs[0], weights_need=weights_need,
-        )  # fmt: skip
-        dx = None
-        if needs[0]:
-            dx = flat.pop(0)
+        needs, dys = ctx.needs_input_grad[4:], ops.dense(grads)
+        own = [dys[site] for site in ctx.live]
+        dx, weights = gradients(own, x, h, plan, group, inputs_need=needs[0], weights_need=any(needs[1:]))
+        if dx is not None:
             parts = (stacked.weight.T,) if stacked.turned else torch.split(stacked.weight, list(stacked.sizes))
             for dy, weight in zip(dys, parts, strict=True):
                 dx.addmm_(dy, weight)
-        found: list[Tensor | None] = [None] * len(needs[1:])
-        if weights_need:
-            found[:] = ops.cut_flat(flat, [tensor.shape for tensor in (*group.a, *group.b)])
-        return (None, None, None, None, dx, *found)
+        return (None, None, None, None, dx, *weights)
 
 
 def _outputs(y_TO: Tensor, stacked: Stacked) -> tuple[Tensor, ...]:

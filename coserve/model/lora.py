@@ -65,14 +65,14 @@ class LoraBatch:
         """Each adapter's pair at each of the sites."""
         return [tuple(adapter.sites.get(name) for adapter in self.adapters) for name in names]
 
-    def prepare(self, groups: Sequence[Sequence[str]]) -> None:
-        """Does for all groups of sites at once what need not be done at each; once a step."""
+    def prepare(self, groups: Callable[[], Sequence[Sequence[str]]]) -> None:
+        """Does for all groups of sites at once what need not be done at each; once a step, however often it is asked for."""
 
-        def once() -> None:
-            found = [[own for own in self.pairs(names) if any(pair is not None for pair in own)] for names in groups]
-            prepare(self.segments, [group for group in found if group], self.way)
+        def pairs() -> list[list[tuple[LoraPair | None, ...]]]:
+            found = [[own for own in self.pairs(names) if any(pair is not None for pair in own)] for names in groups()]
+            return [group for group in found if group]
 
-        self.segments.plan(("prepared", *map(id, self.adapters)), once)
+        self.segments.plan(("prepared", *map(id, self.adapters)), lambda: prepare(self.segments, pairs, self.way))
 
     def padded(self, rows: int) -> LoraBatch:
         """The same batch with tokens of no adapter behind it, `rows` tokens in all."""
@@ -163,7 +163,7 @@ class LoraSites:
     def serve(self, batch: LoraBatch | None) -> Iterator[None]:
         """Every wrapped module called inside adds `batch`'s terms; the batch from before is back afterwards."""
         if batch is not None:
-            batch.prepare(self._groups(batch))
+            batch.prepare(lambda: self._groups(batch))
         before, self.batch = self.batch, batch
         try:
             yield

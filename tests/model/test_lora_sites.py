@@ -110,3 +110,17 @@ def test_gradients_reach_the_adapter_and_nothing_else() -> None:
     logits.square().mean().backward()
     assert all(pair.a_RD.grad is not None and pair.a_RD.grad.abs().sum() > 0 for pair in pairs)
     assert all(parameter.grad is None for parameter in base.model.parameters())
+
+
+@pytest.mark.parametrize(("way", "times"), [(Way.SEGMENTED, 1), (Way.GROUPED, 0)])
+def test_what_sites_share_is_made_once_a_step(way: Way, times: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However often the batch is taken up, as training does layer by layer; and only for the way that needs it."""
+    base = wrap_base(tiny_model("llama"), name="tiny")
+    adapter = new_adapter(LoraSettings(r=2), base.spec, seed=0, dtype=torch.float32, device="cpu")
+    asked, groups = list[int](), base.sites._groups
+    monkeypatch.setattr(base.sites, "_groups", lambda batch: asked.append(1) or groups(batch))
+    batch = LoraBatch(Segments((0, 3), (0,)), (adapter,), way)
+    for _ in range(3):
+        with base.lora(batch):
+            assert base.sites.batch is batch
+    assert len(asked) == times
