@@ -74,6 +74,7 @@ class Scene:
     shelf: Shelf
     api: LocalLink[ToEngine, FromEngine]
     seen: list[FromEngine]
+    engine: asyncio.Task[None]
 
     async def until(self, wanted: Callable[[FromEngine], bool]) -> list[FromEngine]:
         """What comes up to the first such message."""
@@ -100,7 +101,7 @@ async def scene(policy: Policy | None = None, max_running: int = 4, shelf: Shelf
     )  # fmt: skip
     running = asyncio.create_task(engine.run())
     try:
-        yield Scene(shelf, api, [])
+        yield Scene(shelf, api, [], running)
         api.send(Shutdown())
         await running
     finally:
@@ -224,4 +225,4 @@ async def test_a_fault_in_reading_ends_the_engine() -> None:
             at.shelf.go.set()
             at.api.send(ask("cold", COLD))
             await at.reading()
-            await asyncio.sleep(0.05)
+            await asyncio.wait([at.engine])
