@@ -17,9 +17,10 @@ from coserve.generate.draws import likeliest
 from coserve.generate.graphs import Captures, Copies, Inputs, Place, Results, tokens_of
 from coserve.generate.schedule import Share
 from coserve.generate.sequences import Sequence
-from coserve.generate.slots import AdapterSlots, Room, SlotLora, StaticLora, long_rooms
+from coserve.generate.slots import AdapterSlots, Room, SlotLora, StaticLora, prompt_rooms
 from coserve.kernels.attention_static import MixedAttention, MixedRoom
 from coserve.kernels.sampling import NOT_FINITE
+from coserve.kernels.segmented import LONG_ROWS
 from coserve.kernels.segments import Segments
 from coserve.kernels.tiles import Run
 from coserve.memory.kv import KvCache
@@ -103,8 +104,9 @@ class MixedGraph:
         self.room, device = attention.room, last.device
         tokens, sequences = self.room.tokens, self.room.sequences
         self._fused, self._attention, self._last, self._results = fused, attention, last, results
-        rooms = long_rooms(tokens, sequences)
-        self._lora = None if slots is None else StaticLora(slots, tokens, R, rooms, decode=False)
+        rooms = prompt_rooms(tokens, sequences)
+        decode = rooms[0].rows < LONG_ROWS
+        self._lora = None if slots is None else StaticLora(slots, tokens, R, rooms, decode=decode)
         self._inputs = Inputs((tokens, tokens, tokens, sequences, sequences), device)
         self._copies, self._captures = Copies(device), Captures(self._step, self._lora)
         self._attention.load(())

@@ -20,8 +20,11 @@ from coserve.model.lora import LoraWeights
 
 DECODE_ROWS = (8, 16)
 """Rows of low and of tall tiles of decode steps."""
-LONG_ADAPTERS = (8, 32)
-"""Adapters in a step with prompts that graphs are captured for, beside one for each sequence."""
+SMALL_STEP = 256
+"""Tokens up to which a step with prompts goes to the decode kernels as a graph, whatever its longest run is: a tile of 64
+rows takes as long with one of them."""
+PROMPT_ADAPTERS = (8, 32, 96)
+"""Adapters in a step with prompts that graphs are captured for, beside one for each sequence. Idle tiles take time."""
 WIDTHS = (16, 32, 64, 128, 256)
 """Ranks that graphs are captured for; one serves every rank up to its own. Larger ranks go without a graph."""
 
@@ -175,14 +178,17 @@ class StaticLora:
         self._tiles[rows].load(host)
 
 
-def long_rooms(tokens: int, sequences: int) -> tuple[Room, ...]:
+def prompt_rooms(tokens: int, sequences: int) -> tuple[Room, ...]:
     """What to capture graphs of steps with prompts for, of up to `tokens` rows of so many sequences.
 
     A tile has one adapter's rows, so that there is one that is not full for each adapter, at most.
     """
-    whole = -(-tokens // LONG_ROWS)
-    found = [Room(LONG_ROWS, whole + adapters) for adapters in LONG_ADAPTERS if max(whole, 1) < 2 * adapters]
-    return (*(room for room in found if room.tiles < whole + sequences), Room(LONG_ROWS, whole + sequences))
+    small = tokens <= SMALL_STEP
+    rows = DECODE_ROWS[0] if small else LONG_ROWS
+    whole = -(-tokens // rows)
+    most = min(whole + sequences, tokens)
+    some = [whole + adapters for adapters in PROMPT_ADAPTERS if small or whole < 2 * adapters]
+    return tuple(Room(rows, tiles) for tiles in (*(tiles for tiles in some if tiles < most), most))
 
 
 def decode_rooms(batch: int) -> tuple[Room, ...]:

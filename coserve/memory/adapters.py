@@ -110,7 +110,9 @@ class AdapterPages:
 
     def pages(self, source: LoraWeights) -> int:
         """Pages that the adapter takes."""
-        return max(1, self._buffer.pages_for(packed_bytes(source)))
+        self._sweep()
+        placed = self._placed.get(id(source))  # asked for with every request: its matrices are counted once
+        return max(1, self._buffer.pages_for(packed_bytes(source))) if placed is None else placed.span.pages
 
     def needs(self, source: LoraWeights) -> int:
         """Pages, of those that are free now, that `enter` takes: none if somebody holds the adapter already."""

@@ -10,12 +10,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from coserve.generate import mixed_graph
+from coserve.generate import slots as slots_module
 from coserve.generate.generator import Generator
 from coserve.generate.graphs import Results
 from coserve.generate.mixed_graph import MIXED_BUCKETS, MixedGraph, Rows, mixed_rooms
 from coserve.generate.runner import Runner
 from coserve.generate.sampler import send_ids
-from coserve.generate.slots import AdapterSlots, long_rooms, slot_lora
+from coserve.generate.slots import SMALL_STEP, AdapterSlots, prompt_rooms, slot_lora
 from coserve.kernels.attention_static import MixedRoom
 from coserve.kernels.dispatch import Way
 from coserve.kernels.sampling import NOT_FINITE
@@ -174,6 +175,15 @@ def test_sizes_that_steps_ask_for_are_captured_while_they_run(
     assert found == [collect(generator(llama, prepared=False), [one]) for one in requests]
 
 
+def worst(tokens: int, sequences: int, rows: int) -> list[int]:
+    """Lengths of runs that take the most tiles: as many runs as there are sequences, each one row over whole tiles."""
+    lengths = [1] * sequences
+    for at in range(sequences):
+        while sum(lengths) + rows <= tokens and lengths[at] < tokens:
+            lengths[at] += rows
+    return lengths
+
+
 @given(st.integers(1, 5000), st.integers(1, 300))
 def test_rooms_for_every_step(step_tokens: int, sequences: int) -> None:
     rooms = mixed_rooms(step_tokens, sequences, 100)
@@ -182,9 +192,12 @@ def test_rooms_for_every_step(step_tokens: int, sequences: int) -> None:
     assert len(rooms) == 1 or rooms[-2].tokens < step_tokens
     for room in rooms:
         assert 1 <= room.chunks <= room.sequences <= min(sequences, room.tokens)
-        tiles = [found.tiles for found in long_rooms(room.tokens, room.sequences)]
+        found, rows = prompt_rooms(room.tokens, room.sequences), 8 if room.tokens <= SMALL_STEP else 64
+        tiles = [one.tiles for one in found]
         assert tiles == sorted(set(tiles))
-        assert tiles[-1] == -(-room.tokens // 64) + room.sequences, "a tile is missing where each has an adapter"
+        assert {one.rows for one in found} == {rows}
+        all_apart = sum(-(-length // rows) for length in worst(room.tokens, room.sequences, rows))
+        assert tiles[-1] >= all_apart, "a tile is missing where each has an adapter"
 
 
 class Step:
@@ -217,17 +230,17 @@ class Step:
 @given(
     mix=st.lists(st.tuples(st.integers(0, 40), st.sampled_from([1, 1, 2, 5, 13])), min_size=1, max_size=8),
     seed=st.integers(0, 1000),
-    adapters=st.booleans(),
+    adapters=st.sampled_from(["none", "low tiles", "long tiles"]),
 )
 @pytest.mark.parametrize("family", ["llama", "mistral"])
 def test_padding_changes_neither_pages_nor_logits(
-    family: str, mix: list[tuple[int, int]], seed: int, adapters: bool
+    family: str, mix: list[tuple[int, int]], seed: int, adapters: str
 ) -> None:
     fused = fused_base(family)
     one, two = (Step(fused.base, mix, seed) for _ in range(2))
     slots = AdapterSlots(fused.groups, 4, fused.base.device)
     segments = None
-    if adapters:
+    if adapters != "none":
         held = [adapter(fused.base, seed + i, rank) for i, rank in enumerate((3, 16))]
         cuts = sorted({0, len(one.known), *(min(len(one.known), at) for at in (4, 9))})
         segments = Segments(tuple(cuts), tuple([*slots.place(held), -1][: len(cuts) - 1]))
@@ -236,7 +249,9 @@ def test_padding_changes_neither_pages_nor_logits(
     expected = fused.forward(tokens_T, positions_T, one.kv.attention(one.runs), lora=lora, keep=keep_R)
     room = MixedRoom(tokens=128, sequences=9, chunks=8, context=80)
     attention, results = two.kv.mixed_attention(room), Results(12)
-    graph = MixedGraph(fused, attention, two.last, slots if adapters else None, 16, results, None)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(slots_module, "SMALL_STEP", 0 if adapters == "long tiles" else 256)
+        graph = MixedGraph(fused, attention, two.last, None if segments is None else slots, 16, results, None)
     for _ in range(2):  # a step's own keys and values are written twice
         logits, chosen = graph.run(two.rows, two.runs, segments)
         torch.testing.assert_close(logits, expected, atol=2e-4, rtol=2e-4)
