@@ -123,7 +123,6 @@ def serving(base: Base, shape: Shape, way: str) -> Generator:
     if way == GRAPHS:
         fused = FusedBase(base) if shape.device == "cuda" else FusedBase(base, compiled=False)
         runner = Runner(fused, kv, max_running=most)
-        runner.warm_up(sorted(RANKS))
     chosen = Way.SEGMENTED if way == GRAPHS else Way(way)
     return Generator(
         base, residency, kv, max_running=most, step_tokens=4096, way=chosen, prefix_cache=False, runner=runner
@@ -182,10 +181,14 @@ def finetuning(base: Base, shape: Shape, way: str, batch: int, adapters: int) ->
     return train
 
 
-def measure(base: Base, call: Callable[[int], int], repeats: int, warm_ups: int) -> list[float]:
-    """Tokens a second of `repeats` batches."""
+def measure(
+    base: Base, call: Callable[[int], int], repeats: int, warm_ups: int, prepare: Callable[[], bool] | None = None
+) -> list[float]:
+    """Tokens a second of `repeats` batches. `prepare`: what the daemon does when it has nothing to do, until it is False."""
     for run in range(warm_ups):
         call(run % repeats)
+        while prepare is not None and prepare():
+            pass
     speeds = []
     for run in range(repeats):
         synchronize(base)
@@ -227,15 +230,16 @@ def measure_all(
             if time.monotonic() > deadline:
                 print(f"no time was left for {name}", flush=True)
                 continue
+            prepare = None
             if task == "inference":
                 generator = generator or serving(base, shape, way)
-                call = inference(generator, shape, batch, adapters)
+                call, prepare = inference(generator, shape, batch, adapters), generator.prepare
             else:
                 call = finetuning(base, shape, way, batch, adapters)
             repeats = 1 if way == "naive" else shape.repeats
             # Our kernels are compiled for each width of ranks: every batch is run before it is timed.
             try:
-                speeds = measure(base, call, repeats, 2 * repeats if way.startswith("segmented") else 1)
+                speeds = measure(base, call, repeats, 2 * repeats if way.startswith("segmented") else 1, prepare)
             except torch.OutOfMemoryError as error:
                 print(f"{name} does not fit: {str(error).splitlines()[0]}", flush=True)
                 continue

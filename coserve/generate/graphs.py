@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 
 from coserve.generate.draws import likeliest
-from coserve.generate.slots import AdapterSlots, Room, SlotLora, StaticLora, decode_rooms
+from coserve.generate.slots import AdapterSlots, Room, Scope, SlotLora, StaticLora, decode_rooms
 from coserve.kernels.attention_static import StaticPagedAttention
 from coserve.kernels.capture import captured
 from coserve.kernels.segments import Segments
 from coserve.kernels.tiles import Run
 from coserve.model.fused import FusedBase
+
+Size = TypeVar("Size", bound=Hashable)
+Graph = TypeVar("Graph")
 
 WARM_UPS = 2
 """Runs ahead of the capture: kernels are compiled, buffers made."""
@@ -140,6 +144,16 @@ class Copies:
             self._ended.record()
 
 
+def serving(graphs: Mapping[tuple[Size, Scope], Graph], size: Size, scope: Scope) -> Graph | None:
+    """Of the graphs of that size, the one that serves steps of this scope with the least beyond it."""
+    found = graphs.get((size, scope))
+    if found is not None or not scope.width:
+        return found
+    wider = [other for own, other in graphs if own == size and other.covers(scope)]
+    least = min(wider, key=lambda other: (other.width, len(other.groups)), default=None)
+    return None if least is None else graphs[size, least]
+
+
 def tokens_of(given_T: Tensor, last: Tensor, lanes_T: Tensor) -> Tensor:
     """A step's input: what the host knows, and where that is negative what is in the lane."""
     return torch.where(given_T < 0, last.index_select(0, lanes_T), given_T)
@@ -161,16 +175,16 @@ class DecodeGraph:
         fused: FusedBase,
         attention: StaticPagedAttention,
         last: Tensor,
-        slots: AdapterSlots | None,
-        R: int,
+        slots: AdapterSlots,
+        scope: Scope,
         results: Results,
         place: Place | None,
     ) -> None:
-        """`last`: every lane's newest token. `slots`: None for steps without adapters. `R`: the largest rank to serve.
-        `results`: of all graphs that share `place`, which is None on CPU."""
+        """`last`: every lane's newest token. `scope`: of the steps to serve. `results`: of all graphs that share `place`,
+        which is None on CPU."""
         batch, device = attention.batch, last.device
         self._fused, self._attention, self._last, self._results = fused, attention, last, results
-        self._lora = None if slots is None else StaticLora(slots, batch, R, decode_rooms(batch), decode=True)
+        self._lora = StaticLora(slots, batch, scope, decode_rooms(batch), decode=True) if scope.width else None
         self._inputs, self._copies = Inputs((batch, batch), device), Copies(device)
         self._room: Room | None = None
         self._captures = Captures(self._step, self._lora)

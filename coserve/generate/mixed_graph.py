@@ -14,10 +14,10 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from coserve.generate.draws import likeliest
-from coserve.generate.graphs import Captures, Copies, Inputs, Place, Results, tokens_of
+from coserve.generate.graphs import Captures, Copies, Inputs, Place, Results, serving, tokens_of
 from coserve.generate.schedule import Share
 from coserve.generate.sequences import Sequence
-from coserve.generate.slots import AdapterSlots, Room, SlotLora, StaticLora, prompt_rooms
+from coserve.generate.slots import NO_ADAPTERS, AdapterSlots, Room, Scope, SlotLora, StaticLora, prompt_rooms
 from coserve.kernels.attention_static import MixedAttention, MixedRoom
 from coserve.kernels.sampling import NOT_FINITE
 from coserve.kernels.segmented import LONG_ROWS
@@ -95,8 +95,8 @@ class MixedGraph:
         fused: FusedBase,
         attention: MixedAttention,
         last: Tensor,
-        slots: AdapterSlots | None,
-        R: int,
+        slots: AdapterSlots,
+        scope: Scope,
         results: Results,
         place: Place | None,
     ) -> None:
@@ -106,7 +106,7 @@ class MixedGraph:
         self._fused, self._attention, self._last, self._results = fused, attention, last, results
         rooms = prompt_rooms(tokens, sequences)
         decode = rooms[0].rows < LONG_ROWS
-        self._lora = None if slots is None else StaticLora(slots, tokens, R, rooms, decode=decode)
+        self._lora = StaticLora(slots, tokens, scope, rooms, decode=decode) if scope.width else None
         self._inputs = Inputs((tokens, tokens, tokens, sequences, sequences), device)
         self._copies, self._captures = Copies(device), Captures(self._step, self._lora)
         self._attention.load(())
@@ -138,7 +138,7 @@ class MixedGraph:
 
 
 class MixedGraphs:
-    """The graphs of one base's steps with prompts, by room and by the largest rank that they serve (0: no adapters)."""
+    """The graphs of one base's steps with prompts, by room and by what their adapters change."""
 
     def __init__(
         self,
@@ -154,32 +154,31 @@ class MixedGraphs:
         self._fused, self._kv, self._last, self._slots, self._place = fused, kv, last, slots, place
         self._rooms, self._results = tuple(rooms), results
         self._attention: dict[MixedRoom, MixedAttention] = {}
-        self._graphs: dict[tuple[MixedRoom, int], MixedGraph] = {}
-        self._missed: Counter[tuple[MixedRoom, int]] = Counter()
+        self._graphs: dict[tuple[MixedRoom, Scope], MixedGraph] = {}
+        self._missed: Counter[tuple[MixedRoom, Scope]] = Counter()
 
-    def prepare(self, width: int) -> bool:
+    def prepare(self, scope: Scope) -> bool:
         """Captures the largest graph that is missing; False if none is. The others find its memory large enough."""
-        room = next((room for room in reversed(self._rooms) if (room, width) not in self._graphs), None)
+        room = next((room for room in reversed(self._rooms) if (room, scope) not in self._graphs), None)
         if room is not None:
-            self._capture(room, width)
+            self._capture(room, scope)
         return room is not None
 
-    def holding(self, runs: Items[Run], width: int) -> MixedGraph | None:
+    def holding(self, runs: Items[Run], scope: Scope) -> MixedGraph | None:
         """The graph to run the step with; None: without one. No graph of more than the next size: padding has a price."""
         fit = [room for room in self._rooms if room.holds(runs)][:2]
-        found = next((graph for room in fit if (graph := self._graphs.get((room, width))) is not None), None)
+        found = next((graph for room in fit if (graph := serving(self._graphs, room, scope)) is not None), None)
         if found is None and fit:
-            self._missed[fit[0], width] += 1
-            if self._missed[fit[0], width] >= MISSES:
+            self._missed[fit[0], scope] += 1
+            if self._missed[fit[0], scope] >= MISSES:
                 if not self._graphs:  # without adapters: fewer kernels to compile, and the same memory
-                    self._capture(self._rooms[-1], 0)
-                found = self._graphs.get((fit[0], width)) or self._capture(fit[0], width)
+                    self._capture(self._rooms[-1], NO_ADAPTERS)
+                found = self._graphs.get((fit[0], scope)) or self._capture(fit[0], scope)
         return found
 
-    def _capture(self, room: MixedRoom, width: int) -> MixedGraph:
+    def _capture(self, room: MixedRoom, scope: Scope) -> MixedGraph:
         if room not in self._attention:
             self._attention[room] = self._kv.mixed_attention(room)
-        slots = self._slots if width else None
-        graph = MixedGraph(self._fused, self._attention[room], self._last, slots, width, self._results, self._place)
-        self._graphs[room, width] = graph
-        return graph
+        own = self._attention[room], self._last, self._slots, scope, self._results, self._place
+        self._graphs[room, scope] = MixedGraph(self._fused, *own)
+        return self._graphs[room, scope]

@@ -16,12 +16,12 @@ from torch import Tensor
 from coserve.generate.batch import by_adapter
 from coserve.generate.device_sampler import DeviceSampler
 from coserve.generate.draws import likeliest
-from coserve.generate.graphs import DecodeGraph, Results, make_place, tokens_of
+from coserve.generate.graphs import DecodeGraph, Results, make_place, serving, tokens_of
 from coserve.generate.mixed_graph import MIXED_BUCKETS, MixedGraphs, Rows, mixed_rooms, rows_of
 from coserve.generate.sampler import Choice, Chosen, choices, send_ids
 from coserve.generate.schedule import Share
 from coserve.generate.sequences import Sequence
-from coserve.generate.slots import WIDTHS, AdapterSlots, slot_lora, width_of
+from coserve.generate.slots import NO_ADAPTERS, WIDTHS, AdapterSlots, Scope, scope_of, slot_lora
 from coserve.kernels.sampling import NOT_FINITE
 from coserve.kernels.segments import Segments
 from coserve.kernels.tiles import Run
@@ -32,6 +32,8 @@ BUCKETS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256)
 """Sizes of decode batches that graphs are captured for; a batch is padded to the next one."""
 INDUCTOR = {"combo_kernels": True}
 """Options of torch.compile: small kernels that do not depend on each other run as one (rotary of q and of k)."""
+PART_SCOPES = 2
+"""Scopes that leave some groups of sites out and get graphs of their own, at most; others use those of all groups."""
 LANES = 4096
 """Sequences that have chosen a token and not ended, at most; lane 0 is nobody's."""
 
@@ -83,8 +85,8 @@ class Runner:
         self._sampler, self._sampler_warm = DeviceSampler(base.spec.vocab, base.device), False
         self._slots = AdapterSlots(fused.groups, max(slots or 0, max_running), base.device)
         self._buckets = tuple(b for b in BUCKETS if b < max_running) + tuple(b for b in BUCKETS if b >= max_running)[:1]
-        self._graphs: dict[tuple[int, int], DecodeGraph] = {}
-        self._widths: dict[int, None] = {0: None}
+        self._graphs: dict[tuple[int, Scope], DecodeGraph] = {}
+        self._scopes: dict[Scope, None] = {NO_ADAPTERS: None}
         """Of steps so far, and those that were asked for."""
         self._last = torch.zeros(LANES, dtype=torch.int64, device=base.device)
         """The newest token of each lane."""
@@ -96,12 +98,12 @@ class Runner:
         self._mixed_graphs = MixedGraphs(fused, kv, self._last, self._slots, rooms, self._results, self._place)
 
     def warm_up(self, ranks: Items[int] = (16,)) -> None:
-        """Captures the graphs of steps without adapters, and of steps whose adapters are of these ranks."""
+        """Captures the graphs of steps without adapters, and of steps whose adapters are of these ranks, at any sites."""
         while self.prepare(ranks):
             pass
 
     def prepare(self, ranks: Items[int] = (16,)) -> bool:
-        """A piece of `warm_up`, for the ranks of steps so far, too: the sampler's kernels, or the graphs of one size.
+        """A piece of `warm_up`, for the scopes of steps so far, too: the sampler's kernels, or the graphs of one size.
 
         False if nothing was left of it.
         """
@@ -109,13 +111,15 @@ class Runner:
             self._sampler.warm_up(self._fused.base.dtype)
             self._sampler_warm = True
             return True
-        self._widths.update(dict.fromkeys(width for rank in ranks if (width := _width(rank)) is not None))
-        for width in self._widths:
-            if self._mixed_graphs.prepare(width):
+        for rank in ranks:
+            if (width := _width(rank)) is not None:
+                self._scopes[Scope(width, self._slots.all_groups)] = None
+        for scope in self._scopes:
+            if self._mixed_graphs.prepare(scope):
                 return True
-            bucket = next((b for b in reversed(self._buckets) if (b, width) not in self._graphs), None)
+            bucket = next((b for b in reversed(self._buckets) if (b, scope) not in self._graphs), None)
             if bucket is not None:
-                self._graph(bucket, width)
+                self._graph(bucket, scope)
                 return True
         return False
 
@@ -123,14 +127,12 @@ class Runner:
         """Start a step. What `computed` says of its sequences is from before it."""
         packed = self._pack(shares)
         ready = tuple(s.sequence for s in packed.shares if s.tokens == s.sequence.pending)
-        width = 0 if packed.segments is None else _width(width_of(self._slots, packed.segments))
-        if width is not None:
-            self._widths[width] = None
+        scope = NO_ADAPTERS if packed.segments is None else self._scope(packed.segments)
         decode = len(ready) == len(packed.shares) and all(s.tokens == 1 for s in packed.shares)
-        if decode and width is not None and len(ready) <= self._buckets[-1]:
-            chosen = self._decode(packed, ready, width)
+        if decode and scope is not None and len(ready) <= self._buckets[-1]:
+            chosen = self._decode(packed, ready, scope)
         else:
-            chosen = self._mixed(packed, ready, width)
+            chosen = self._mixed(packed, ready, scope)
         host = chosen.fetch()
         done = torch.cuda.Event() if self._device.type == "cuda" else None  # type: ignore[no-untyped-call]
         if done is not None:
@@ -157,21 +159,28 @@ class Runner:
             bounds.append(bounds[-1] + sum(share.tokens for share in group))
         return Packed(ordered, Segments(tuple(bounds), (*slots, *[-1] * (len(groups) - len(slots)))), runs)
 
-    def _graph(self, bucket: int, width: int) -> DecodeGraph:
-        if (bucket, width) not in self._graphs:
-            self._graphs[bucket, width] = DecodeGraph(
-                self._fused,
-                self._kv.static_attention(bucket, self._max_tokens),
-                self._last,
-                self._slots if width else None,
-                width,
-                self._results,
-                self._place,
-            )
-        return self._graphs[bucket, width]
+    def _scope(self, segments: Segments) -> Scope | None:
+        """That of the graphs for the step, to be prepared from now on; None: its ranks are too large for any."""
+        exact = scope_of(self._slots, segments)
+        width, groups = _width(exact.width), self._slots.all_groups
+        if width is None:
+            return None
+        found = Scope(width, exact.groups)
+        parts = sum(scope.width > 0 and scope.groups != groups for scope in self._scopes)
+        if found not in self._scopes and parts >= PART_SCOPES:
+            found = Scope(width, groups)
+        self._scopes[found] = None
+        return found
 
-    def _decode(self, packed: Packed, ready: tuple[Sequence, ...], width: int) -> Chosen:
-        graph = self._graph(next(bucket for bucket in self._buckets if bucket >= len(ready)), width)
+    def _graph(self, bucket: int, scope: Scope) -> DecodeGraph:
+        attention = self._kv.static_attention(bucket, self._max_tokens)
+        own = attention, self._last, self._slots, scope, self._results, self._place
+        self._graphs[bucket, scope] = DecodeGraph(self._fused, *own)
+        return self._graphs[bucket, scope]
+
+    def _decode(self, packed: Packed, ready: tuple[Sequence, ...], scope: Scope) -> Chosen:
+        bucket = next(bucket for bucket in self._buckets if bucket >= len(ready))
+        graph = serving(self._graphs, bucket, scope) or self._graph(bucket, scope)
         lanes = [self._lane(sequence) for sequence in ready]
         known = [NOT_FINITE if sequence.flying else sequence.tokens[-1] for sequence in ready]
         graph.load(packed.runs, lanes, known, packed.segments)
@@ -181,10 +190,10 @@ class Runner:
             self._keep(lanes, chosen.tokens)
         return chosen
 
-    def _mixed(self, packed: Packed, ready: tuple[Sequence, ...], width: int | None) -> Chosen:
+    def _mixed(self, packed: Packed, ready: tuple[Sequence, ...], scope: Scope | None) -> Chosen:
         """A step with parts of prompts in it: as a graph if one holds it, else kernel by kernel."""
         rows = rows_of(packed.shares, {share.sequence: self._lane(share.sequence) for share in packed.shares})
-        graph = None if width is None else self._mixed_graphs.holding(packed.runs, width)
+        graph = None if scope is None else self._mixed_graphs.holding(packed.runs, scope)
         if graph is None:
             logits, best = self._kernel_by_kernel(packed, rows)
         else:

@@ -32,15 +32,35 @@ Groups = Sequence[Sequence[Sequence[str]]]
 """For each layer, its sites that share an input (`FusedBase.groups`)."""
 
 
+@dataclass(frozen=True)
+class Scope:
+    """What the adapters of a step change; a graph launches nothing for the rest."""
+
+    width: int
+    """Their largest rank, rounded up; 0: no adapters."""
+    groups: frozenset[int]
+    """Indices, in any layer, of the groups of sites that any of them changes."""
+
+    def covers(self, other: Scope) -> bool:
+        return self.width >= other.width and self.groups >= other.groups
+
+
+NO_ADAPTERS = Scope(0, frozenset())
+
+
 class AdapterSlots:
     """A table of N adapters by all sites. A slot stays with its adapter until another needs it or the adapter is gone."""
 
     def __init__(self, groups: Groups, slots: int, device: torch.device) -> None:
         self._names = [name for layer in groups for group in layer for name in group]
+        self._groups = {name: index for layer in groups for index, group in enumerate(layer) for name in group}
+        self.all_groups = frozenset(self._groups.values())
         self._table = Slots(slots, len(self._names), device)
         self.device = device
         self.ranks = [0] * slots
         """Each slot's largest rank; 0: empty."""
+        self.groups: list[frozenset[int]] = [frozenset()] * slots
+        """Those that each slot's adapter changes (`Scope.groups`)."""
         self._slots: OrderedDict[int, int] = OrderedDict()  # id of weights -> slot, least recently used first
         self._weights: dict[int, weakref.ref[LoraWeights]] = {}
         self._free = list(range(slots))
@@ -76,6 +96,7 @@ class AdapterSlots:
         slot, key = self._free.pop(), id(weights)
         self._table.put(slot, [weights.sites.get(name) for name in self._names])
         self.ranks[slot] = max((pair.rank for pair in weights.sites.values()), default=0)
+        self.groups[slot] = frozenset(self._groups[name] for name in weights.sites)
         self._slots[key] = slot
         self._weights[key] = weakref.ref(weights, lambda _: self._gone.append(key))
         return slot
@@ -91,15 +112,20 @@ class AdapterSlots:
             return
         del self._weights[key]
         self._table.clear(slot)
-        self.ranks[slot] = 0
+        self.ranks[slot], self.groups[slot] = 0, frozenset()
         self._free.append(slot)
 
 
 class SlotLora(AddsLora):
     """The LoRA terms of a step whose segments name slots."""
 
-    def __init__(self, slots: AdapterSlots, plan: Plan) -> None:
-        self._tables, self._plan = slots.tables, plan
+    def __init__(self, slots: AdapterSlots, plan: Plan, groups: frozenset[int]) -> None:
+        """`groups`: that the step's adapters change."""
+        self._tables, self._plan, self._groups = slots.tables, plan, groups
+
+    def changes(self, group: int) -> bool:
+        """See `AddsLora`."""
+        return group in self._groups
 
     def add_(self, layer: int, group: int, ys: Sequence[Tensor], x_TD: Tensor) -> None:
         """See `AddsLora`. The launches themselves: the op around us is opaque to the compiler already."""
@@ -120,14 +146,16 @@ def slot_lora(slots: AdapterSlots, segments: Segments) -> SlotLora:
     """The terms of one step of any shape. `segments.adapters` are slots."""
     rows, decode = segmented.tile_rows(segments)
     host = cut(segments, slots.ranks, rows)
-    R = width_of(slots, segments)
-    return SlotLora(slots, Plan(upload(host, rows, segments.tokens, slots.device), R, decode))
+    scope = scope_of(slots, segments)
+    return SlotLora(slots, Plan(upload(host, rows, segments.tokens, slots.device), scope.width, decode), scope.groups)
 
 
-def width_of(slots: AdapterSlots, segments: Segments) -> int:
-    """The largest rank in the step, rounded up to whole blocks."""
-    most = max((slots.ranks[slot] for slot in segments.adapters if slot >= 0), default=1)
-    return max(1, -(-most // RANK_BLOCK)) * RANK_BLOCK
+def scope_of(slots: AdapterSlots, segments: Segments) -> Scope:
+    """What the step changes; its width is a multiple of `RANK_BLOCK`."""
+    present = [slot for slot in segments.adapters if slot >= 0]
+    most = max((slots.ranks[slot] for slot in present), default=1)
+    groups = frozenset[int]().union(*(slots.groups[slot] for slot in present))
+    return Scope(max(1, -(-most // RANK_BLOCK)) * RANK_BLOCK, groups)
 
 
 @dataclass(frozen=True)
@@ -142,10 +170,10 @@ class Room:
 class StaticLora:
     """The LoRA terms of steps of one size in fixed buffers: a graph keeps the addresses, `load` the contents."""
 
-    def __init__(self, slots: AdapterSlots, tokens: int, R: int, rooms: Sequence[Room], *, decode: bool) -> None:
-        """For steps of up to `tokens` rows. `decode`: by the kernels for few rows an adapter."""
-        self._slots, self._R, self._decode = slots, R, decode
-        self._blocks = R // RANK_BLOCK if decode else 0  # others have no items
+    def __init__(self, slots: AdapterSlots, tokens: int, scope: Scope, rooms: Sequence[Room], *, decode: bool) -> None:
+        """For steps of up to `tokens` rows that `scope` covers. `decode`: by the kernels for few rows an adapter."""
+        self._slots, self._scope, self._decode = slots, scope, decode
+        self._blocks = scope.width // RANK_BLOCK if decode else 0  # others have no items
         self.rooms = tuple(rooms)
         most: dict[int, int] = {}
         for room in rooms:
@@ -161,7 +189,7 @@ class StaticLora:
     def within(self, room: Room) -> SlotLora:
         """The terms of steps that the room holds."""
         tiles = self._tiles[room.rows].first(room.tiles, room.tiles * self._blocks)
-        return SlotLora(self._slots, Plan(tiles, self._R, self._decode))
+        return SlotLora(self._slots, Plan(tiles, self._scope.width, self._decode), self._scope.groups)
 
     def load(self, segments: Segments) -> Room:
         """What the next step adds, in stream order; the room that holds it. The last copy has ended."""

@@ -37,6 +37,10 @@ RECOMPILES = 64
 class AddsLora:
     """What a step's adapters do at the sites of one shared input. Implemented by `generate.slots`."""
 
+    def changes(self, group: int) -> bool:
+        """Whether any of them changes the sites of this group, in any layer."""
+        raise NotImplementedError
+
     def add_(self, layer: int, group: int, ys: Sequence[Tensor], x_TD: Tensor) -> None:
         """Adds each row's LoRA terms to the sites' outputs, in place."""
         raise NotImplementedError
@@ -88,13 +92,14 @@ def _linear(x: Tensor, weight: Tensor, bias: Tensor | None, turned: bool, sizes:
     `turned`: the weight is (D, O), as Conv1D has it. `sizes`: each site's O.
     """
     x_TD, step = x.reshape(-1, x.shape[-1]), _running.steps[-1]
+    lora = step.lora if step.lora is not None and step.lora.changes(group) else None
     if x_TD.shape[0] == 1 and (shape := step.products.single.get((x.shape[-1], *sizes))):
-        lora = None if step.lora is None else step.lora.tables(step.layer, group)
-        if step.lora is None or lora is not None:
-            return single_row(x_TD[0], weight, bias, sizes, lora, shape=shape).view(*x.shape[:-1], -1)
+        tables = None if lora is None else lora.tables(step.layer, group)
+        if lora is None or tables is not None:
+            return single_row(x_TD[0], weight, bias, sizes, tables, shape=shape).view(*x.shape[:-1], -1)
     y_TO = step.products.project(x_TD, weight, bias, turned)
-    if step.lora is not None:
-        step.lora.add_(step.layer, group, torch.split(y_TO, list(sizes), 1), x_TD)
+    if lora is not None:
+        lora.add_(step.layer, group, torch.split(y_TO, list(sizes), 1), x_TD)
     return y_TO.view(*x.shape[:-1], y_TO.shape[1])
 
 

@@ -16,7 +16,7 @@ from coserve.generate.graphs import Results
 from coserve.generate.mixed_graph import MIXED_BUCKETS, MixedGraph, Rows, mixed_rooms
 from coserve.generate.runner import Runner
 from coserve.generate.sampler import send_ids
-from coserve.generate.slots import SMALL_STEP, AdapterSlots, prompt_rooms, slot_lora
+from coserve.generate.slots import NO_ADAPTERS, SMALL_STEP, AdapterSlots, prompt_rooms, scope_of, slot_lora
 from coserve.kernels.attention_static import MixedRoom
 from coserve.kernels.dispatch import Way
 from coserve.kernels.sampling import NOT_FINITE
@@ -251,7 +251,8 @@ def test_padding_changes_neither_pages_nor_logits(
     attention, results = two.kv.mixed_attention(room), Results(12)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(slots_module, "SMALL_STEP", 0 if adapters == "long tiles" else 256)
-        graph = MixedGraph(fused, attention, two.last, None if segments is None else slots, 16, results, None)
+        scope = NO_ADAPTERS if segments is None else scope_of(slots, segments)
+        graph = MixedGraph(fused, attention, two.last, slots, scope, results, None)
     for _ in range(2):  # a step's own keys and values are written twice
         logits, chosen = graph.run(two.rows, two.runs, segments)
         torch.testing.assert_close(logits, expected, atol=2e-4, rtol=2e-4)

@@ -8,7 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from coserve.generate.slots import AdapterSlots, StaticLora, decode_rooms
+from coserve.generate.slots import AdapterSlots, Scope, StaticLora, decode_rooms
 from coserve.kernels.segments import LoraPair, Segments
 from coserve.model.lora import LoraWeights
 from coserve.types import LoraSettings
@@ -40,7 +40,7 @@ def test_a_room_holds_all_rows_and_none_before_it_does(lengths: list[int]) -> No
     for length in lengths:
         bounds.append(bounds[-1] + length)
     most = max(96, bounds[-1])
-    lora = StaticLora(slots, most, 32, decode_rooms(most), decode=True)
+    lora = StaticLora(slots, most, Scope(32, slots.all_groups), decode_rooms(most), decode=True)
     room = lora.load(Segments(tuple(bounds), tuple(placed)))
     needed = {rows: sum(-(-length // rows) for length in lengths) for rows in (8, 16)}
     assert room.tiles >= needed[room.rows]
@@ -61,7 +61,7 @@ def test_a_step_after_one_of_other_tiles_is_loaded_again() -> None:
     slots = AdapterSlots([[("q",)]], 3, CPU)
     held = [weights(rank=16) for _ in range(3)]
     placed = slots.place(held)
-    lora = StaticLora(slots, 16, 16, decode_rooms(16), decode=True)
+    lora = StaticLora(slots, 16, Scope(16, slots.all_groups), decode_rooms(16), decode=True)
     one, three = Segments((0, 16), (placed[0],)), Segments((0, 1, 2, 3), tuple(placed))
     for segments in (one, three, one, three):
         room = lora.load(segments)

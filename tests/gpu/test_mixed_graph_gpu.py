@@ -9,7 +9,7 @@ from coserve.generate.generator import Generator
 from coserve.generate.graphs import Results, make_place
 from coserve.generate.mixed_graph import MixedGraph, Rows
 from coserve.generate.runner import Runner
-from coserve.generate.slots import AdapterSlots, slot_lora
+from coserve.generate.slots import NO_ADAPTERS, AdapterSlots, Scope, slot_lora
 from coserve.kernels.attention_static import MixedRoom
 from coserve.kernels.dispatch import Way
 from coserve.kernels.sampling import NOT_FINITE
@@ -48,8 +48,8 @@ def test_replays_give_what_packed_steps_give() -> None:
         placed = slots.place(held)
         room, results = MixedRoom(tokens=192, sequences=12, chunks=6, context=1000), Results(12)
         graphs = {
-            width: MixedGraph(fused, kv.mixed_attention(room), last, slots if width else None, width, results, place)
-            for width in (0, 16)
+            scope.width: MixedGraph(fused, kv.mixed_attention(room), last, slots, scope, results, place)
+            for scope in (NO_ADAPTERS, Scope(16, slots.all_groups))
         }
         before = kv.buffer.bytes.clone()
         for number, mix in enumerate((*MIXES, *MIXES)):

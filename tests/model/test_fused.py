@@ -34,6 +34,9 @@ class Loop:
     def __init__(self, fused: FusedBase, weights: LoraWeights) -> None:
         self._fused, self._weights = fused, weights
 
+    def changes(self, group: int) -> bool:
+        return True
+
     def add_(self, layer: int, group: int, ys: Sequence[Tensor], x_TD: Tensor) -> None:
         for name, y in zip(self._fused.groups[layer][group], ys, strict=True):
             pair = self._weights.sites[name]

@@ -1,0 +1,154 @@
+"""Steps launch LoRA terms only for the groups of sites that their adapters change."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from coserve.generate.generator import Generator
+from coserve.generate.graphs import DecodeGraph, serving
+from coserve.generate.runner import Runner
+from coserve.generate.slots import NO_ADAPTERS, AdapterSlots, Scope, SlotLora, scope_of
+from coserve.kernels.dispatch import Way
+from coserve.kernels.segments import Segments
+from coserve.memory.kv import KvCache
+from coserve.model.base import wrap_base
+from coserve.model.fused import FusedBase
+from coserve.model.lora import LoraWeights
+from coserve.types import AdapterRef, SamplingParams
+from tests.generate.test_runner import Shelf, adapter, collect, prompt, request
+from tests.support.tiny_models import tiny_model
+
+SHORT = SamplingParams(max_tokens=4, temperature=0.0)
+QKV, O, GATE_UP, DOWN = 0, 1, 2, 3
+"""Groups of a llama layer."""
+SITES = {
+    "qv": (("q_proj", "v_proj"), {QKV}),
+    "o": (("o_proj",), {O}),
+    "mlp": (("gate_proj", "down_proj"), {GATE_UP, DOWN}),
+    "all": (("proj",), {QKV, O, GATE_UP, DOWN}),
+}
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="module")
+def fused() -> FusedBase:
+    return FusedBase(wrap_base(tiny_model("llama"), name="llama", eos_token_ids=()), compiled=False)
+
+
+def part(fused: FusedBase, kind: str, rank: int = 4) -> LoraWeights:
+    whole = adapter(fused.base, len(kind), rank)
+    ends = SITES[kind][0]
+    return LoraWeights(whole.settings, {name: pair for name, pair in whole.sites.items() if name.endswith(ends)})
+
+
+def generator(fused: FusedBase, kinds: Sequence[str], *, ahead: bool = True) -> tuple[Generator, Runner]:
+    kv = KvCache.for_base(fused.base, 1024, 16)
+    runner = Runner(fused, kv, max_running=4)
+    shelf = Shelf({AdapterRef(kind, 1): part(fused, kind) for kind in kinds})
+    own = runner if ahead else None
+    return Generator(fused.base, shelf, kv, max_running=4, step_tokens=64, way=Way.GROUPED, runner=own), runner
+
+
+def asks(*kinds: str) -> list[object]:
+    return [request(kind, prompt(3 + 4 * i), SHORT, AdapterRef(kind, 1)) for i, kind in enumerate(kinds)]
+
+
+@pytest.mark.parametrize("kinds", [("qv",), ("qv", "o"), ("mlp",), ("all",), ("mlp", "all")])
+@pytest.mark.parametrize("prepared", [True, False])
+def test_only_changed_groups_are_launched(
+    fused: FusedBase, kinds: tuple[str, ...], prepared: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With graphs of their own and without any, the texts are those of the plain way."""
+    gen, _ = generator(fused, kinds)
+    if prepared:
+        collect(gen, asks(*kinds))
+        while gen.prepare():
+            pass
+    groups: set[int] = set()
+    add = SlotLora.add_
+
+    def watched(self: SlotLora, layer: int, group: int, ys: Sequence[Tensor], x_TD: Tensor) -> None:
+        groups.add(group)
+        add(self, layer, group, ys, x_TD)
+
+    monkeypatch.setattr(SlotLora, "add_", watched)
+    found = collect(gen, asks(*kinds))
+    assert groups == set().union(*(SITES[kind][1] for kind in kinds))
+    assert found == collect(generator(fused, kinds, ahead=False)[0], asks(*kinds))
+
+
+def test_a_wider_graph_serves_until_its_own_is_captured(fused: FusedBase, monkeypatch: pytest.MonkeyPatch) -> None:
+    gen, runner = generator(fused, ["qv"])
+    runner.warm_up()
+    made: list[Scope] = []
+    monkeypatch.setattr(DecodeGraph, "__init__", noting(made))
+    collect(gen, asks("qv"))
+    assert not made
+    while gen.prepare():
+        pass
+    assert set(made) == {Scope(16, frozenset({QKV}))}
+
+
+def test_few_scopes_that_leave_groups_out_get_graphs(fused: FusedBase, monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[Scope] = []
+    monkeypatch.setattr(DecodeGraph, "__init__", noting(made))
+    gen, _ = generator(fused, ["qv", "o", "mlp"])
+    for kind in ("qv", "o", "mlp"):
+        collect(gen, asks(kind))
+    whole = frozenset({QKV, O, GATE_UP, DOWN})
+    assert made == [Scope(16, frozenset({QKV})), Scope(16, frozenset({O})), Scope(16, whole)]
+
+
+def noting(made: list[Scope]) -> object:
+    init = DecodeGraph.__init__
+
+    def noted(self: DecodeGraph, *args: object) -> None:
+        made.extend(arg for arg in args if isinstance(arg, Scope))
+        init(self, *args)  # type: ignore[arg-type]
+
+    return noted
+
+
+def test_a_scope_is_that_of_the_step(fused: FusedBase) -> None:
+    slots = AdapterSlots(fused.groups, 3, fused.base.device)
+    held = [part(fused, "qv", 3), part(fused, "o", 17)]
+    qv, o = slots.place(held)
+    assert scope_of(slots, Segments((0, 1), (qv,))) == Scope(16, frozenset({QKV}))
+    assert scope_of(slots, Segments((0, 1, 2, 3), (qv, -1, o))) == Scope(32, frozenset({QKV, O}))
+    del held[1]
+    slots.place(held)
+    assert slots.groups[o] == frozenset(), "an empty slot changes something"
+
+
+scopes = st.builds(Scope, st.sampled_from([16, 32, 64]), st.frozensets(st.integers(0, 3)))
+
+
+@given(st.sets(st.tuples(st.integers(1, 2), scopes | st.just(NO_ADAPTERS))), scopes)
+def test_the_least_graph_that_covers_a_step_serves_it(keys: set[tuple[int, Scope]], scope: Scope) -> None:
+    graphs = {key: key for key in keys}
+    found = serving(graphs, 1, scope)
+    covering = [own for size, own in keys if size == 1 and own.width >= scope.width and own.groups >= scope.groups]
+    if (1, scope) in keys:
+        assert found == (1, scope)
+    elif covering:
+        assert found is not None
+        size, chosen = found
+        assert size == 1
+        assert chosen in covering
+        assert all((own.width, len(own.groups)) >= (chosen.width, len(chosen.groups)) for own in covering)
+    else:
+        assert found is None
+    assert serving(graphs, 1, NO_ADAPTERS) == graphs.get((1, NO_ADAPTERS)), "an adapter's graph serves none"
