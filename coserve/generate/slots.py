@@ -127,12 +127,12 @@ class SlotLora(AddsLora):
         """See `AddsLora`."""
         return group in self._groups
 
-    def add_(self, layer: int, group: int, ys: Sequence[Tensor], x_TD: Tensor) -> None:
+    def add_(self, layer: int, group: int, ys: Sequence[Tensor], x_TD: Tensor, *, beside: bool) -> None:
         """See `AddsLora`. The launches themselves: the op around us is opaque to the compiler already."""
         tiles, table, R = self._plan.tiles, self._tables[layer][group], self._plan.R
         where = (table.addresses, table.ranks, table.scalings)
         if self._plan.decode:
-            launch.decode(list(ys), x_TD, tiles.tiles, tiles.items, *where, tiles.rows, R)
+            launch.decode(list(ys), x_TD, tiles.tiles, tiles.items, *where, tiles.rows, R, beside=beside)
         else:
             own = (tiles.tiles, tiles.counters)
             launch.long_forward(list(ys), list(ys), x_TD, *own, *where, tiles.rows, R, keep=False)

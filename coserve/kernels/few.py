@@ -3,7 +3,8 @@
     y[m, n] = bias[n] + Σ_k x[m, k] W[n, k]        for 2 to 64 rows m, sums in fp32
 
 The weight is the product's left operand, so that its rows fill the tensor cores and the few x need no padding to 64. A
-program may start before the kernel ahead has ended (programmatic dependent launch), which saves most of a launch.
+program may start before the kernel ahead has ended (programmatic dependent launch), which saves most of a launch. The
+kernel behind may start once every program has waited for the one ahead: it finds x complete, and y not.
 """
 
 # mypy: disable-error-code="no-untyped-def, misc, no-untyped-call, untyped-decorator"
@@ -40,7 +41,17 @@ class Shape:
     stages: int
 
 
-SHAPES = (Shape(64, 128, 1, 4, 6), Shape(64, 128, 2, 4, 6), Shape(128, 128, 1, 4, 4))
+SHAPES = (
+    Shape(64, 128, 1, 4, 6),
+    Shape(64, 128, 2, 4, 6),
+    Shape(128, 128, 1, 4, 4),
+    Shape(32, 128, 1, 4, 6),
+    Shape(32, 128, 2, 4, 6),
+    Shape(16, 256, 1, 4, 4),
+    Shape(16, 256, 2, 4, 4),
+)
+PROGRAMS = (60, 600)
+"""Fewest and most programs of a shape that is tried: a GPU has some hundred multiprocessors, and each start costs."""
 
 
 @triton.jit
@@ -50,8 +61,6 @@ def project(
     SPLITS: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Grid (blocks of N, SPLITS). K is a multiple of SPLITS * BLOCK_K. The last of a block's parts sums them, in order."""
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
     block, split = tl.program_id(0), tl.program_id(1)
     n, m = block * BLOCK_N + tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_M)
     steps = K // (SPLITS * BLOCK_K)
@@ -61,6 +70,7 @@ def project(
     total = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
     if PDL:
         tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
     for step in tl.range(0, steps, num_stages=STAGES):
         w = tl.load(w_at + step * BLOCK_K, mask=(n < N)[:, None], other=0.0)
         x = tl.load(x_at + step * BLOCK_K, mask=(m < M)[:, None], other=0.0)
@@ -87,11 +97,13 @@ def rows_of(rows: int) -> int | None:
     return next((most for most in ROWS if most >= rows), None) if rows > 1 else None
 
 
-def shapes_of(inputs: int, dtype: torch.dtype) -> list[Shape]:
-    """Those of `SHAPES` that divide D `inputs`. None for fp32, which tensor cores would round."""
+def shapes_of(inputs: int, outputs: int, dtype: torch.dtype) -> list[Shape]:
+    """Those of `SHAPES` that divide D `inputs`, in a fair number of programs. None for fp32, which tensor cores would round."""
     if dtype not in (torch.bfloat16, torch.float16):
         return []
-    return [shape for shape in SHAPES if inputs % (shape.splits * shape.k) == 0]
+    fewest, most = PROGRAMS
+    fair = [shape for shape in SHAPES if fewest <= cdiv(outputs, shape.n) * shape.splits <= most]
+    return [shape for shape in fair or SHAPES if inputs % (shape.splits * shape.k) == 0]
 
 
 def make_counters(outputs: int, device: torch.device) -> Tensor:
@@ -99,8 +111,13 @@ def make_counters(outputs: int, device: torch.device) -> Tensor:
     return torch.zeros(cdiv(outputs, min(shape.n for shape in SHAPES)), dtype=torch.int32, device=device)
 
 
-def few_rows(x_TD: Tensor, weight_OD: Tensor, bias_O: Tensor | None, counters: Tensor, shape: Shape) -> Tensor:
-    """(T, O) in x's dtype: `x Wᵀ + bias` for 2 to 64 rows. D is a multiple of `shape.splits * shape.k`; x's rows are dense."""
+def few_rows(
+    x_TD: Tensor, weight_OD: Tensor, bias_O: Tensor | None, counters: Tensor, shape: Shape
+) -> tuple[Tensor, Tensor]:
+    """(T, O) in x's dtype: `x Wᵀ + bias` for 2 to 64 rows. D is a multiple of `shape.splits * shape.k`; x's rows are dense.
+
+    And what else it writes. A kernel behind it that does not wait before it writes must not be given that memory.
+    """
     (rows, inputs), outputs = x_TD.shape, weight_OD.shape[0]
     block, pdl = rows_of(rows), has_pdl(x_TD.device)
     assert block is not None, f"expected 2 to {ROWS[-1]} rows, got {rows}"
@@ -114,7 +131,7 @@ def few_rows(x_TD: Tensor, weight_OD: Tensor, bias_O: Tensor | None, counters: T
         BIAS=bias_O is not None, BLOCK_M=block, BLOCK_N=shape.n, BLOCK_K=shape.k, SPLITS=shape.splits,
         STAGES=shape.stages, PDL=pdl, num_warps=shape.warps, **({} if interpreted() else {"launch_pdl": pdl}),
     )  # fmt: skip
-    return y
+    return y, parts
 
 
 def faster(weights_OD: Sequence[Tensor], counters: Tensor, rows: int) -> Shape | None:
@@ -125,7 +142,7 @@ def faster(weights_OD: Sequence[Tensor], counters: Tensor, rows: int) -> Shape |
     """
     x = torch.randn(rows, weights_OD[0].shape[1], dtype=weights_OD[0].dtype, device=weights_OD[0].device)
     best, chosen = _milliseconds(torch.nn.functional.linear, x, weights_OD), None
-    for shape in shapes_of(x.shape[1], x.dtype):
+    for shape in shapes_of(x.shape[1], len(weights_OD[0]), x.dtype):
         own = partial(few_rows, bias_O=None, counters=counters, shape=shape)
         try:
             spent = _milliseconds(own, x, weights_OD)
@@ -136,7 +153,7 @@ def faster(weights_OD: Sequence[Tensor], counters: Tensor, rows: int) -> Shape |
     return chosen
 
 
-def _milliseconds(product: Callable[[Tensor, Tensor], Tensor], x_TD: Tensor, weights_OD: Sequence[Tensor]) -> float:
+def _milliseconds(product: Callable[[Tensor, Tensor], object], x_TD: Tensor, weights_OD: Sequence[Tensor]) -> float:
     """Of one product with each of the weights; a small kernel makes x ahead of each."""
     made = torch.empty_like(x_TD)
 

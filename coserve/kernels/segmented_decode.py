@@ -29,9 +29,13 @@ from coserve.kernels.segmented_load import load_b, output, padded, weights
 def shrink(
     x_ptr, h_ptr, items_ptr, addresses_ptr, ranks_ptr, D, x_stride, row, T, R,
     BLOCK_T: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_K: tl.constexpr, STEPS: tl.constexpr,
-    PDL: tl.constexpr,
+    BESIDE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Grid (items, splits, sites)."""
+    """Grid (items, splits, sites).
+
+    `BESIDE`: the kernel ahead is a product of x that lets this one start once it has itself waited for x, and h is not in
+    memory that it writes. So x is complete: it is read at once, past the L1, and the wait is for the product's end.
+    """
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
     item_ptr = items_ptr + tl.program_id(0) * 4
@@ -53,13 +57,16 @@ def shrink(
     for step in tl.static_range(STEPS):
         k = (split * STEPS + step) * BLOCK_K + tl.arange(0, BLOCK_K)
         a = tl.load(a_ptr + r[:, None] * D + k[None, :], mask=(r < rank)[:, None] & (k < D)[None, :], other=0.0)
-        if PDL and step == 0:
+        if PDL and step == 0 and not BESIDE:
             tl.extra.cuda.gdc_wait()
         x_at = x_ptr + (start + t)[:, None] * x_stride + k[None, :]
-        x = tl.load(x_at, mask=(t < rows)[:, None] & (k < D)[None, :], other=0.0)
+        x_mask = (t < rows)[:, None] & (k < D)[None, :]
+        x = tl.load(x_at, mask=x_mask, other=0.0, cache_modifier=".cg" if BESIDE else "")
         acc = tl.dot(a, tl.trans(x), acc, input_precision="ieee")
     h_at = h_ptr + ((split * tl.num_programs(2) + site) * T + start + t)[None, :] * R + r[:, None]
     tl.store(h_at, acc, mask=(t < rows)[None, :] & (r < padded(rank))[:, None])
+    if PDL and BESIDE:
+        tl.extra.cuda.gdc_wait()
 
 
 @triton.jit

@@ -130,8 +130,10 @@ def decode(
     rows: int,
     R: int,
     blocks: DecodeBlocks | None = None,
+    *,
+    beside: bool = False,
 ) -> None:
-    """Adds into the ys of up to three sites that read x."""
+    """Adds into the ys of up to three sites that read x. `beside`: see `segmented_decode.shrink`."""
     tokens, inputs = x_TD.shape
     shape = tuple(y.shape[1] for y in ys), tiles.shape[0], items.shape[0]
     blocks = blocks or decode_blocks(inputs, *shape, rows, R)
@@ -148,7 +150,8 @@ def decode(
     table, row, pdl = (addresses, ranks), ranks.stride(0), blocks.pdl and has_pdl(x_TD.device)
     DECODE_SHRINK(
         (items.shape[0], splits, sites), (x_TD, h, items, *table), (inputs, x_TD.stride(0), row, tokens, R),
-        BLOCK_T=rows, BLOCK_R=RANK_BLOCK, BLOCK_K=blocks.k, STEPS=blocks.steps, **options(pdl, blocks.shrink_warps, 1),
+        BLOCK_T=rows, BLOCK_R=RANK_BLOCK, BLOCK_K=blocks.k, STEPS=blocks.steps, BESIDE=beside and pdl,
+        **options(pdl, blocks.shrink_warps, 1),
     )  # fmt: skip
     DECODE_EXPAND(
         (output_blocks, tiles.shape[0], 1), (*three, h, tiles, *table, scalings), (*widths, *strides, row, tokens, R), **sums,

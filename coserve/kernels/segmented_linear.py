@@ -26,7 +26,7 @@ def linear_group(
     live = [site for site, own in enumerate(pairs) if any(own[adapter] for adapter in segments.runs())]
     x_TD = x_TD if x_TD.stride(1) == 1 else x_TD.contiguous()
     if not live or not x_TD.shape[0]:
-        y_TO = functional.linear(x_TD, stacked.weight.T if stacked.turned else stacked.weight, stacked.bias)
+        y_TO = functional.linear(x_TD, stacked.weight, stacked.bias)
         return _outputs(y_TO, stacked)
     group = group_of(segments, [tuple(pairs[site]) for site in live], x_TD.device)
     plan = plan_of(segments, group, train=True)
@@ -51,7 +51,7 @@ class LinearGroup(torch.autograd.Function):
         *weights: Tensor,
     ) -> tuple[Tensor, ...]:
         """`weights`: the group's a and b."""
-        y = functional.linear(x, stacked.weight.T if stacked.turned else stacked.weight, stacked.bias)
+        y = functional.linear(x, stacked.weight, stacked.bias)
         ys = _outputs(y, stacked)
         own, tiles, table = [ys[site] for site in live], plan.tiles, group.table
         where = (tiles.tiles, tiles.counters, table.addresses, table.ranks, table.scalings)
@@ -69,8 +69,7 @@ class LinearGroup(torch.autograd.Function):
         own = [dys[site] for site in ctx.live]
         dx, weights = gradients(own, x, h, plan, group, inputs_need=needs[0], weights_need=any(needs[1:]))
         if dx is not None:
-            parts = (stacked.weight.T,) if stacked.turned else torch.split(stacked.weight, list(stacked.sizes))
-            for dy, weight in zip(dys, parts, strict=True):
+            for dy, weight in zip(dys, torch.split(stacked.weight, list(stacked.sizes)), strict=True):
                 dx.addmm_(dy, weight)
         return (None, None, None, None, dx, *weights)
 

@@ -29,9 +29,8 @@ class Stacked:
     """The frozen weights of up to three sites that read one input."""
 
     weight: Tensor
-    """(ΣO, D); `turned`: (D, O), and one site."""
+    """(ΣO, D)."""
     bias: Tensor | None
-    turned: bool
     sizes: tuple[int, ...]
     """Each site's O."""
 

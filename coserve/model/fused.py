@@ -41,8 +41,9 @@ class AddsLora:
         """Whether any of them changes the sites of this group, in any layer."""
         raise NotImplementedError
 
-    def add_(self, layer: int, group: int, ys: Sequence[Tensor], x_TD: Tensor) -> None:
-        """Adds each row's LoRA terms to the sites' outputs, in place."""
+    def add_(self, layer: int, group: int, ys: Sequence[Tensor], x_TD: Tensor, *, beside: bool) -> None:
+        """Adds each row's LoRA terms to the sites' outputs, in place. `beside`: the kernel ahead is a product of x that lets
+        the next kernel start as soon as x is complete (`kernels.few`), and whose scratch memory is still held."""
         raise NotImplementedError
 
     def tables(self, layer: int, group: int) -> tuple[Tiles, SiteTable, int] | None:
@@ -86,10 +87,10 @@ def _attend_fake(
     return q.new_empty((q.shape[1], q.shape[0], v.shape[2]))
 
 
-def _linear(x: Tensor, weight: Tensor, bias: Tensor | None, turned: bool, sizes: Sequence[int], group: int) -> Tensor:
+def _linear(x: Tensor, weight: Tensor, bias: Tensor | None, sizes: Sequence[int], group: int) -> Tensor:
     """(..., D) -> (..., ΣO): the outputs of the sites of one input side by side, LoRA terms included.
 
-    `turned`: the weight is (D, O), as Conv1D has it. `sizes`: each site's O.
+    `sizes`: each site's O.
     """
     x_TD, step = x.reshape(-1, x.shape[-1]), _running.steps[-1]
     lora = step.lora if step.lora is not None and step.lora.changes(group) else None
@@ -97,15 +98,15 @@ def _linear(x: Tensor, weight: Tensor, bias: Tensor | None, turned: bool, sizes:
         tables = None if lora is None else lora.tables(step.layer, group)
         if lora is None or tables is not None:
             return single_row(x_TD[0], weight, bias, sizes, tables, shape=shape).view(*x.shape[:-1], -1)
-    y_TO = step.products.project(x_TD, weight, bias, turned)
+    product = step.products.project(x_TD, weight, bias)
+    y_TO = product.y
     if lora is not None:
-        lora.add_(step.layer, group, torch.split(y_TO, list(sizes), 1), x_TD)
+        ys = torch.split(y_TO, list(sizes), 1)
+        lora.add_(step.layer, group, ys, x_TD, beside=product.scratch is not None)
     return y_TO.view(*x.shape[:-1], y_TO.shape[1])
 
 
-def _linear_fake(
-    x: Tensor, weight: Tensor, bias: Tensor | None, turned: bool, sizes: Sequence[int], group: int
-) -> Tensor:
+def _linear_fake(x: Tensor, weight: Tensor, bias: Tensor | None, sizes: Sequence[int], group: int) -> Tensor:
     return x.new_empty((*x.shape[:-1], sum(sizes)))
 
 
@@ -113,7 +114,7 @@ def _register() -> torch.library.Library:
     """The ops, by hand: `torch.library.custom_op` checks on every call what these few lines cannot do wrong."""
     ops = torch.library.Library("coserve", "FRAGMENT")  # type: ignore[no-untyped-call]
     attend = "(Tensor q, Tensor k, Tensor v, float scaling, int? window, float? softcap, Tensor? sinks) -> Tensor"
-    linear = "(Tensor x, Tensor weight, Tensor? bias, bool turned, int[] sizes, int group) -> Tensor"
+    linear = "(Tensor x, Tensor weight, Tensor? bias, int[] sizes, int group) -> Tensor"
     for name, schema, real, fake in (
         ("attend", attend, _attend, _attend_fake),
         ("linear", linear, _linear, _linear_fake),

@@ -58,17 +58,23 @@ def _stackable(before: Sequence[nn.Module], module: nn.Module) -> bool:
 
 
 def stack(modules: Sequence[nn.Module], index: int) -> SharedInput:
-    """The group of `modules`, whose weights (ΣO, D) become views of one tensor."""
-    turned = isinstance(modules[0], Conv1D)
+    """The group of `modules`, whose weights become views of one tensor (ΣO, D)."""
     weights = [cast(nn.Parameter, module.weight) for module in modules]
     biases = [bias for module in modules if (bias := cast("nn.Parameter | None", module.bias)) is not None]
     if len(modules) > 1:
         _restack(weights)
         if biases:
             _restack(biases)
-    sizes = tuple(weight.shape[1 if turned else 0] for weight in weights)
-    whole = _whole(weights)
-    return SharedInput(index, whole, _whole(biases) if biases else None, turned, sizes)
+    whole = _turn(weights[0]) if isinstance(modules[0], Conv1D) else _whole(weights)
+    sizes = (len(whole),) if len(weights) == 1 else tuple(len(weight) for weight in weights)
+    return SharedInput(index, whole, _whole(biases) if biases else None, sizes)
+
+
+def _turn(part: nn.Parameter) -> Tensor:
+    """Conv1D's weight (D, O) as (O, D), as other linear modules have it; the parameter stays (D, O), as a view."""
+    if not part.data.T.is_contiguous():
+        part.data = part.data.T.contiguous().T
+    return part.data.T
 
 
 def _restack(parts: Sequence[nn.Parameter]) -> None:

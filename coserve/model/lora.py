@@ -83,9 +83,9 @@ class LoraBatch:
 class SharedInput:
     """Sites that read one input, their weights stacked: the first that is called computes the outputs of all."""
 
-    def __init__(self, index: int, weight: Tensor, bias: Tensor | None, turned: bool, sizes: tuple[int, ...]) -> None:
-        """`index` among the layer's groups; `turned`: the weight is (D, O), not (O, D); `sizes`: each site's O."""
-        self.index, self.weight, self.bias, self.turned, self.sizes = index, weight, bias, turned, sizes
+    def __init__(self, index: int, weight: Tensor, bias: Tensor | None, sizes: tuple[int, ...]) -> None:
+        """`index` among the layer's groups; `weight`: (ΣO, D); `sizes`: each site's O."""
+        self.index, self.weight, self.bias, self.sizes = index, weight, bias, sizes
         self.names: tuple[str, ...] = ()
         """Of the sites, once they are known."""
         self.waiting: tuple[Tensor, tuple[Tensor, ...]] | None = None
@@ -94,7 +94,7 @@ class SharedInput:
     def output(self, place: int, x: Tensor) -> Tensor:
         """What the site at `place` gives for `x`."""
         if place == 0:
-            y = torch.ops.coserve.linear(x, self.weight, self.bias, self.turned, self.sizes, self.index)
+            y = torch.ops.coserve.linear(x, self.weight, self.bias, self.sizes, self.index)
             if len(self.sizes) == 1:
                 return cast(Tensor, y)
             self.waiting = (x, y.split(self.sizes, -1))
@@ -103,7 +103,7 @@ class SharedInput:
     def learned(self, place: int, x: Tensor, batch: LoraBatch) -> Tensor:
         """What the site at `place` gives for `x`, LoRA terms of `batch` included; differentiable."""
         if place == 0:
-            stacked = Stacked(self.weight, self.bias, self.turned, self.sizes)
+            stacked = Stacked(self.weight, self.bias, self.sizes)
             parts = linear_group(x.reshape(-1, x.shape[-1]), stacked, batch.segments, batch.pairs(self.names))
             self.waiting = (x, tuple(part.view(*x.shape[:-1], -1) for part in parts))
         return self._kept(place, x)

@@ -17,6 +17,15 @@ MEASURED = 8
 
 
 @dataclass(frozen=True)
+class Product:
+    y: Tensor
+    """(T, O)."""
+    scratch: Tensor | None
+    """Memory that the product's kernel may still use while the next kernel runs, which may start once x is complete; None:
+    it starts behind this one."""
+
+
+@dataclass(frozen=True)
 class Products:
     """Kernels of ours where they are faster than torch's own product; nothing: torch's own for all."""
 
@@ -27,13 +36,13 @@ class Products:
     counters: Tensor | None = None
     """What programs of `kernels.few` wait on."""
 
-    def project(self, x_TD: Tensor, weight: Tensor, bias_O: Tensor | None, turned: bool) -> Tensor:
-        """(T, O): `x Wᵀ + bias`; `turned`: the weight is (D, O)."""
-        if self.counters is not None and not turned and x_TD.stride(1) == 1:
+    def project(self, x_TD: Tensor, weight_OD: Tensor, bias_O: Tensor | None) -> Product:
+        """(T, O): `x Wᵀ + bias`."""
+        if self.counters is not None and x_TD.stride(1) == 1:
             rows = few.rows_of(x_TD.shape[0])
-            if rows and (shape := self.few.get((rows, x_TD.shape[1], weight.shape[0]))):
-                return few.few_rows(x_TD, weight, bias_O, self.counters, shape)
-        return functional.linear(x_TD, weight.T if turned else weight, bias_O)
+            if rows and (shape := self.few.get((rows, x_TD.shape[1], weight_OD.shape[0]))):
+                return Product(*few.few_rows(x_TD, weight_OD, bias_O, self.counters, shape))
+        return Product(functional.linear(x_TD, weight_OD, bias_O), None)
 
 
 @torch.no_grad()
@@ -41,7 +50,7 @@ def measured(base: Base) -> Products:
     """The fastest kernels for the shared inputs of a base on a GPU (`LoraSites.share`)."""
     kinds: dict[tuple[int, ...], list[Tensor]] = {}
     for shared in base.sites.groups():
-        if not shared.turned and len(found := kinds.setdefault((shared.weight.shape[1], *shared.sizes), [])) < MEASURED:
+        if len(found := kinds.setdefault((shared.weight.shape[1], *shared.sizes), [])) < MEASURED:
             found.append(shared.weight)
     if not kinds:
         return Products()

@@ -3,8 +3,11 @@ from __future__ import annotations
 import pytest
 import torch
 
+from coserve.kernels import segmented_launch as launch
 from coserve.kernels.dispatch import interpreted
 from coserve.kernels.few import ROWS, SHAPES, Shape, few_rows, make_counters, rows_of, shapes_of
+from coserve.kernels.segments import LoraPair, Segments
+from coserve.kernels.tables import Slots, cut, upload
 
 SMALL = (Shape(16, 16, 1, 4, 2), Shape(32, 16, 2, 4, 2), Shape(16, 32, 4, 4, 2))
 
@@ -21,17 +24,20 @@ def test_rows_through_a_weight(shape: Shape, rows: int, bias: bool) -> None:
     counters = torch.zeros(3, dtype=torch.int32)
     expected = torch.nn.functional.linear(x.float(), weight.float(), None if added is None else added.float())
     for _ in range(2):
-        got = few_rows(x, weight, added, counters, shape)
+        got, _ = few_rows(x, weight, added, counters, shape)
         torch.testing.assert_close(got.float(), expected, rtol=2e-3, atol=2e-2)
     assert not counters.any()
 
 
 def test_who_is_served() -> None:
     assert [rows_of(n) for n in (1, 2, 16, 17, 64, 65)] == [None, 16, 16, 32, 64, None]
-    assert shapes_of(4096, torch.bfloat16) == list(SHAPES)
-    assert shapes_of(4096, torch.float32) == []
-    assert shapes_of(4096 + 128, torch.bfloat16) == [shape for shape in SHAPES if shape.splits == 1]
-    assert shapes_of(100, torch.float16) == []
+    assert [shape.n for shape in shapes_of(4096, 6144, torch.bfloat16)] == [64, 64, 32, 32, 16]
+    assert [shape.n for shape in shapes_of(1024, 1024, torch.bfloat16)] == [32, 16, 16]
+    assert shapes_of(4096, 6144, torch.float32) == []
+    assert {shape.splits for shape in shapes_of(4096 + 256, 6144, torch.bfloat16)} == {1, 2}
+    assert {shape.splits for shape in shapes_of(4096 + 128, 6144, torch.bfloat16)} == {1}
+    assert shapes_of(100, 6144, torch.float16) == []
+    assert shapes_of(4096, 16, torch.float16) == list(SHAPES), "expected some where none has a fair number of programs"
 
 
 @pytest.mark.gpu
@@ -47,13 +53,13 @@ def test_rows_in_a_graph(inputs: int, outputs: int, rows: int) -> None:
 
     weight, bias, given = draw(outputs, inputs) * 0.02, draw(outputs), draw(rows, inputs)
     x, counters = torch.empty_like(given), make_counters(outputs, device)
-    for shape in shapes_of(inputs, torch.bfloat16):
+    for shape in shapes_of(inputs, outputs, torch.bfloat16):
 
         def run(shape: Shape = shape) -> list[torch.Tensor]:
             found = []
             for scale in range(1, 9):
                 torch.mul(given, scale, out=x)
-                found.append(few_rows(x, weight, bias, counters, shape))
+                found.append(few_rows(x, weight, bias, counters, shape)[0])
             return found
 
         run()
@@ -68,3 +74,52 @@ def test_rows_in_a_graph(inputs: int, outputs: int, rows: int) -> None:
             expected = torch.nn.functional.linear((given * scale).float(), weight.float(), bias.float())
             assert (y.float() - expected).norm() <= 1e-2 * expected.norm(), (shape, scale)
         assert not counters.any()
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(interpreted(), reason="the interpreter runs nothing side by side")
+@pytest.mark.parametrize(("inputs", "sizes"), [(4096, (4096, 1024, 1024)), (14336, (4096,)), (1024, (3072,))])
+@pytest.mark.parametrize("rows", [2, 16, 64])
+def test_the_shrink_beside_a_product(inputs: int, sizes: tuple[int, ...], rows: int) -> None:
+    """LoRA terms that start when x is complete, not when the product is, are those that wait: in a graph, again and again,
+    over memory that holds other numbers each time."""
+    device, g = torch.device("cuda"), torch.Generator("cuda").manual_seed(rows)
+
+    def draw(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=g, device=device, dtype=torch.bfloat16)
+
+    outputs, slots = sum(sizes), Slots(4, len(sizes), device)
+    weight, given, x = draw(outputs, inputs) * 0.02, draw(rows, inputs), draw(rows, inputs)
+    ranks = (16, 40, 8, 64)
+    held = [[LoraPair(draw(rank, inputs), draw(width, rank), 0.5) for width in sizes] for rank in ranks]
+    for slot, pairs in enumerate(held):
+        slots.put(slot, pairs)
+    table, counters = slots.table(0, len(sizes)), make_counters(outputs, device)
+    bounds = sorted({0, 1, rows // 3, rows // 2, rows})
+    segments = Segments(tuple(bounds), tuple(range(len(bounds) - 1)))
+    tiles = upload(cut(segments, ranks, 8), 8, rows, device)
+    where = (table.addresses, table.ranks, table.scalings)
+    for shape in shapes_of(inputs, outputs, torch.bfloat16):
+
+        def run(beside: bool, shape: Shape = shape) -> list[torch.Tensor]:
+            found = []
+            for scale in range(1, 9):
+                torch.mul(given, scale, out=x)
+                y, _scratch = few_rows(x, weight, None, counters, shape)
+                ys = list(torch.split(y, list(sizes), 1))
+                launch.decode(ys, x, tiles.tiles, tiles.items, *where, 8, 64, beside=beside)
+                found.append(y)
+                x.fill_(float("nan"))
+            return found
+
+        expected = run(False)
+        run(True)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            got = run(True)
+        for again in range(5):
+            given.copy_(draw(rows, inputs))
+            expected = run(False)
+            graph.replay()
+            for scale, (mine, other) in enumerate(zip(got, expected, strict=True), 1):
+                assert mine.equal(other), (shape, again, scale)

@@ -57,7 +57,7 @@ def test_on_a_gpu_in_bfloat16() -> None:
     low, low_x = lowered(sites), x.detach().bfloat16().requires_grad_()
     product = torch.split(x @ weight.T, list(sizes), 1)
     exact = [reference.lora_add(y, x, SEGMENTS, own) for y, own in zip(product, sites, strict=True)]
-    got = linear_group(low_x, Stacked(weight.bfloat16(), None, False, sizes), SEGMENTS, low)
+    got = linear_group(low_x, Stacked(weight.bfloat16(), None, sizes), SEGMENTS, low)
     dys = [drawn(60, width, seed=50 + width) for width in sizes]
     wanted = torch.autograd.grad(exact, (x, *leaves(sites)), dys, materialize_grads=True)
     found = torch.autograd.grad(got, (low_x, *leaves(low)), [dy.bfloat16() for dy in dys], materialize_grads=True)
@@ -85,7 +85,7 @@ def test_outputs_and_gradients(
     sites = make_sites(sizes, ranks)
     product = torch.split(torch.nn.functional.linear(x, weight, bias), list(sizes), 1)
     expected = [reference.lora_add(y, x, SEGMENTS, own) for y, own in zip(product, sites, strict=True)]
-    got = linear_group(x, Stacked(weight, bias, False, sizes), SEGMENTS, sites)
+    got = linear_group(x, Stacked(weight, bias, sizes), SEGMENTS, sites)
     wanted = [tensor for tensor in (x, *leaves(sites)) if tensor.requires_grad]
     both = []
     for outs in (got, expected):
@@ -98,21 +98,7 @@ def test_outputs_and_gradients(
         assert relative_error(mine, other) <= 1e-5
 
 
-def test_a_turned_weight() -> None:
-    x, weight = drawn(60, D, seed=0).requires_grad_(), drawn(D, 48, seed=1)
-    sites = make_sites((48,), [(8, 16, 4)])
-    expected = reference.lora_add(x @ weight, x, SEGMENTS, sites[0])
-    got = linear_group(x, Stacked(weight, None, True, (48,)), SEGMENTS, sites)[0]
-    gradients = [
-        torch.autograd.grad(out.square().sum(), (x, *leaves(sites)), materialize_grads=True) for out in (got, expected)
-    ]
-    for mine, other in ((got, expected), *zip(*gradients, strict=True)):
-        assert relative_error(mine, other) <= 1e-5
-
-
 def test_no_tokens() -> None:
     sites = make_sites((48, 16), [(8, 16, 4), (1, 2, 3)])
-    got = linear_group(
-        drawn(0, D, seed=0), Stacked(drawn(64, D, seed=1), None, False, (48, 16)), Segments((0,), ()), sites
-    )
+    got = linear_group(drawn(0, D, seed=0), Stacked(drawn(64, D, seed=1), None, (48, 16)), Segments((0,), ()), sites)
     assert [out.shape for out in got] == [(0, 48), (0, 16)]

@@ -37,7 +37,7 @@ class Loop:
     def changes(self, group: int) -> bool:
         return True
 
-    def add_(self, layer: int, group: int, ys: Sequence[Tensor], x_TD: Tensor) -> None:
+    def add_(self, layer: int, group: int, ys: Sequence[Tensor], x_TD: Tensor, *, beside: bool) -> None:
         for name, y in zip(self._fused.groups[layer][group], ys, strict=True):
             pair = self._weights.sites[name]
             y += pair.scaling * (x_TD @ pair.a_RD.T) @ pair.b_OR.T
@@ -77,6 +77,20 @@ def test_groups_are_seen_not_named() -> None:
     ] * 2
     gpt2 = FusedBase(wrap_base(tiny_model("gpt2"), name="gpt2"), compiled=False)
     assert suffixes(gpt2.groups[0]) == [("c_attn",), ("c_proj",), ("c_fc",), ("c_proj",)]
+
+
+def test_conv1d_weights_lie_as_linear_ones_do() -> None:
+    """Their modules are what they were: shape, values, gradient-free parameters."""
+    base = wrap_base(tiny_model("gpt2"), name="gpt2")
+    before = {name: parameter.clone() for name, parameter in base.model.named_parameters()}
+    FusedBase(base, compiled=False)
+    for shared in base.sites.groups():
+        assert shared.weight.is_contiguous()
+        assert shared.weight.shape[0] == sum(shared.sizes)
+        module = base.model.get_submodule(shared.names[0])
+        assert module.weight.data_ptr() == shared.weight.data_ptr(), "a weight is in memory twice"
+        assert torch.equal(module.weight.T, shared.weight)
+    assert all(torch.equal(parameter, before[name]) for name, parameter in base.model.named_parameters())
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma2", "gpt2", "phi3"])
