@@ -142,7 +142,7 @@ def single_row(
         h = torch.empty(splits, sites, 1, R, dtype=torch.float32, device=device)
         DECODE_SHRINK(
             (tiles.items.shape[0], splits, sites), (x_D, h, tiles.items, addresses, ranks), (D, D, row, 1, R), BLOCK_T=tiles.rows, BLOCK_R=RANK_BLOCK,
-            BLOCK_K=shrink.k, STEPS=shrink.steps, num_warps=shrink.shrink_warps, num_stages=1, **options,
+            BLOCK_K=shrink.k, STEPS=shrink.steps, BESIDE=False, num_warps=shrink.shrink_warps, num_stages=1, **options,
         )  # fmt: skip
     project[(cdiv(O, block),)](
         x_D, weight_OD, y if bias_O is None else bias_O, y, h, tiles_, addresses, ranks, scalings,
