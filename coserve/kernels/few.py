@@ -47,8 +47,10 @@ SHAPES = (
     Shape(128, 128, 1, 4, 4),
     Shape(32, 128, 1, 4, 6),
     Shape(32, 128, 2, 4, 6),
+    Shape(32, 128, 4, 4, 6),
     Shape(16, 256, 1, 4, 4),
     Shape(16, 256, 2, 4, 4),
+    Shape(16, 256, 4, 4, 4),
 )
 PROGRAMS = (60, 600)
 """Fewest and most programs of a shape that is tried: a GPU has some hundred multiprocessors, and each start costs."""

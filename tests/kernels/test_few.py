@@ -32,10 +32,10 @@ def test_rows_through_a_weight(shape: Shape, rows: int, bias: bool) -> None:
 def test_who_is_served() -> None:
     assert [rows_of(n) for n in (1, 2, 16, 17, 64, 65)] == [None, 16, 16, 32, 64, None]
     assert [shape.n for shape in shapes_of(4096, 6144, torch.bfloat16)] == [64, 64, 32, 32, 16]
-    assert [shape.n for shape in shapes_of(1024, 1024, torch.bfloat16)] == [32, 16, 16]
+    assert [shape.n for shape in shapes_of(1024, 1024, torch.bfloat16)] == [32, 32, 16, 16, 16]
     assert shapes_of(4096, 6144, torch.float32) == []
-    assert {shape.splits for shape in shapes_of(4096 + 256, 6144, torch.bfloat16)} == {1, 2}
-    assert {shape.splits for shape in shapes_of(4096 + 128, 6144, torch.bfloat16)} == {1}
+    assert {shape.splits for shape in shapes_of(4096 + 256, 4096, torch.bfloat16)} == {1, 2}
+    assert {shape.splits for shape in shapes_of(4096 + 128, 4096, torch.bfloat16)} == {1}
     assert shapes_of(100, 6144, torch.float16) == []
     assert shapes_of(4096, 16, torch.float16) == list(SHAPES), "expected some where none has a fair number of programs"
 
