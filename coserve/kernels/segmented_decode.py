@@ -7,8 +7,7 @@ Two launches for all the sites that read one input. Tokens are the narrow side o
 of them, but 16 rows of weights.
 
 A kernel may start while the one ahead still runs (programmatic dependent launch): it reads tables and its first
-weights, which do not depend on that kernel, into registers, and then waits. Every program waits, idle ones too: a
-kernel's end then implies its predecessors' end.
+weights, which do not depend on that kernel, into registers, and then waits (`segmented_load.waits`).
 
 x: (T, D); y: (T, O); h: (splits, G, T, R) fp32; items, tiles: (N, 4) int32; addresses: (slots, G, 2) int64;
 ranks: (slots, G) int32; scalings: (slots, G) fp32; `row` is the distance in entries from one slot to the next.
@@ -22,7 +21,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from coserve.kernels.segmented_load import load_b, output, padded, weights
+from coserve.kernels.segmented_load import load_b, output, padded, waits, weights
 
 
 @triton.jit(do_not_specialize_on_alignment=["ranks_ptr"])
@@ -49,7 +48,8 @@ def shrink(
     a_ptr = weights(addresses_ptr, entry, 0, x_ptr)  # asked for before the branch: one latency, not two
     if (rows == 0) | (first >= rank):
         if PDL:
-            tl.extra.cuda.gdc_wait()
+            if waits(True):
+                tl.extra.cuda.gdc_wait()
         return
     t = tl.arange(0, BLOCK_T)
     r = first + tl.arange(0, BLOCK_R)
@@ -66,7 +66,8 @@ def shrink(
     h_at = h_ptr + ((split * tl.num_programs(2) + site) * T + start + t)[None, :] * R + r[:, None]
     tl.store(h_at, acc, mask=(t < rows)[None, :] & (r < padded(rank))[:, None])
     if PDL and BESIDE:
-        tl.extra.cuda.gdc_wait()
+        if waits(True):
+            tl.extra.cuda.gdc_wait()
 
 
 @triton.jit
@@ -99,7 +100,8 @@ def expand(
     b_ptr = weights(addresses_ptr, entry, 1, y0_ptr)
     if (rows == 0) | (rank == 0):
         if PDL:
-            tl.extra.cuda.gdc_wait()
+            if waits(True):
+                tl.extra.cuda.gdc_wait()
         return
     t = tl.arange(0, BLOCK_T)
     o = block * BLOCK_O + tl.arange(0, BLOCK_O)

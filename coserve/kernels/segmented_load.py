@@ -17,6 +17,13 @@ def weights(addresses_ptr, entry, which, like_ptr):
 
 
 @triton.jit
+def waits(idle):
+    """Whether this program waits for the kernel ahead. The first one always does, so that a kernel's end implies that of
+    the kernels ahead; other idle ones leave: they would hold the registers of those that have work."""
+    return (not idle) | ((tl.program_id(0) + tl.program_id(1) + tl.program_id(2)) == 0)
+
+
+@triton.jit
 def load_b(b_ptr, o, r, O, rank):
     """b_OR[o, r] as a (len(o), len(r)) tile, zero outside; its rows are padded to 16 bytes (`tables.readable`)."""
     stride = (rank + 7) // 8 * 8

@@ -24,7 +24,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from coserve.kernels.segmented_load import load_b, output, padded, weights
+from coserve.kernels.segmented_load import load_b, output, padded, waits, weights
 
 
 @triton.jit
@@ -90,7 +90,8 @@ def shrink(
     rank2 = rank_at(ranks_ptr, slot, row, 2) if SITES > 2 else 0
     most = tl.maximum(rank0, tl.maximum(rank1, rank2))
     if PDL:
-        tl.extra.cuda.gdc_wait()
+        if waits(first >= most):
+            tl.extra.cuda.gdc_wait()
     if first >= most:
         return
     sizes = (D, x_stride, row, T, R, steps)
@@ -188,7 +189,8 @@ def expand(
     scaling = tl.load(scalings_ptr + slot * row + site, mask=slot >= 0, other=0.0)
     b_ptr = weights(addresses_ptr, tl.maximum(slot, 0) * row + site, 1, y0_ptr)
     if PDL:
-        tl.extra.cuda.gdc_wait()
+        if waits(rows == 0):
+            tl.extra.cuda.gdc_wait()
     if rows == 0:
         return
     line = start.to(tl.int64)
