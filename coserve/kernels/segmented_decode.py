@@ -47,9 +47,8 @@ def shrink(
     rank = tl.load(ranks_ptr + entry)
     a_ptr = weights(addresses_ptr, entry, 0, x_ptr)  # asked for before the branch: one latency, not two
     if (rows == 0) | (first >= rank):
-        if PDL:
-            if waits(True):
-                tl.extra.cuda.gdc_wait()
+        if PDL and waits(True):
+            tl.extra.cuda.gdc_wait()
         return
     t = tl.arange(0, BLOCK_T)
     r = first + tl.arange(0, BLOCK_R)
@@ -65,9 +64,8 @@ def shrink(
         acc = tl.dot(a, tl.trans(x), acc, input_precision="ieee")
     h_at = h_ptr + ((split * tl.num_programs(2) + site) * T + start + t)[None, :] * R + r[:, None]
     tl.store(h_at, acc, mask=(t < rows)[None, :] & (r < padded(rank))[:, None])
-    if PDL and BESIDE:
-        if waits(True):
-            tl.extra.cuda.gdc_wait()
+    if PDL and BESIDE and waits(True):
+        tl.extra.cuda.gdc_wait()
 
 
 @triton.jit
@@ -99,9 +97,8 @@ def expand(
     scaling = tl.load(scalings_ptr + entry)
     b_ptr = weights(addresses_ptr, entry, 1, y0_ptr)
     if (rows == 0) | (rank == 0):
-        if PDL:
-            if waits(True):
-                tl.extra.cuda.gdc_wait()
+        if PDL and waits(True):
+            tl.extra.cuda.gdc_wait()
         return
     t = tl.arange(0, BLOCK_T)
     o = block * BLOCK_O + tl.arange(0, BLOCK_O)

@@ -89,9 +89,8 @@ def shrink(
     rank1 = rank_at(ranks_ptr, slot, row, 1) if SITES > 1 else 0
     rank2 = rank_at(ranks_ptr, slot, row, 2) if SITES > 2 else 0
     most = tl.maximum(rank0, tl.maximum(rank1, rank2))
-    if PDL:
-        if waits(first >= most):
-            tl.extra.cuda.gdc_wait()
+    if PDL and waits(first >= most):
+        tl.extra.cuda.gdc_wait()
     if first >= most:
         return
     sizes = (D, x_stride, row, T, R, steps)
@@ -188,9 +187,8 @@ def expand(
     rank = rank_at(ranks_ptr, slot, row, site)
     scaling = tl.load(scalings_ptr + slot * row + site, mask=slot >= 0, other=0.0)
     b_ptr = weights(addresses_ptr, tl.maximum(slot, 0) * row + site, 1, y0_ptr)
-    if PDL:
-        if waits(rows == 0):
-            tl.extra.cuda.gdc_wait()
+    if PDL and waits(rows == 0):
+        tl.extra.cuda.gdc_wait()
     if rows == 0:
         return
     line = start.to(tl.int64)
