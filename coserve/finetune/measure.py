@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -14,6 +16,7 @@ from coserve.adapters.init import new_adapter
 from coserve.finetune.optim import Learner, cast
 from coserve.finetune.step import PackedRows, Stepper, run_to_end
 from coserve.generate.schedule import SCORED_TOKENS
+from coserve.kernels.capture import uncollected
 from coserve.kernels.dispatch import Way
 from coserve.kernels.segments import Segments
 from coserve.kernels.tiles import Run
@@ -105,6 +108,14 @@ class CudaMeter:
         torch.cuda.reset_peak_memory_stats(self._device)
 
 
+@contextmanager
+def undisturbed() -> Iterator[None]:
+    """Nothing of before is freed inside: it would count as memory that what is measured gave back."""
+    gc.collect()
+    with uncollected():
+        yield
+
+
 class OnDevice:
     """`memory.profile.Measures` of a base: kernels were compiled and workspaces made ahead of the first call."""
 
@@ -117,6 +128,7 @@ class OnDevice:
         self.step(WARM_UP)
         self.micro_batch(WARM_UP)
 
+    @undisturbed()
     @torch.no_grad()
     def step(self, tokens: int) -> int:
         """A step of `tokens` tokens of one adapter, with as many rows of logits as a step may have: those of
@@ -135,6 +147,7 @@ class OnDevice:
         logits_KV[: self._chosen].float().log_softmax(-1)
         return self._meter.peak() - before
 
+    @undisturbed()
     def micro_batch(self, tokens: int) -> TrainingPeaks:
         """A micro-batch of `tokens` tokens, of which all but each sequence's first are learned, and the update."""
         base, empty = self._base, self._meter.now()

@@ -1,4 +1,4 @@
-"""Capturing CUDA graphs."""
+"""Capturing CUDA graphs, and what must not happen meanwhile."""
 
 from __future__ import annotations
 
@@ -10,6 +10,18 @@ import torch
 
 
 @contextmanager
+def uncollected() -> Iterator[None]:
+    """The garbage collector rests inside."""
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if collects:
+            gc.enable()
+
+
+@contextmanager
 def captured(
     graph: torch.cuda.CUDAGraph, memory: tuple[int, int] | None = None, stream: torch.cuda.Stream | None = None
 ) -> Iterator[None]:
@@ -18,16 +30,13 @@ def captured(
     The garbage collector rests meanwhile: what it finds may be graphs, events and pinned memory, and CUDA lets nobody
     free those while a stream captures. What other threads ask of CUDA, those that read adapters for one, is their affair.
     """
-    collects = gc.isenabled()
-    gc.disable()
-    try:
-        with torch.cuda.graph(
+    with (
+        uncollected(),
+        torch.cuda.graph(
             graph,
             pool=memory,  # type: ignore[arg-type]  # an opaque handle
             stream=stream,
             capture_error_mode="thread_local",
-        ):
-            yield
-    finally:
-        if collects:
-            gc.enable()
+        ),
+    ):
+        yield

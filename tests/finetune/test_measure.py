@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from pathlib import Path
 
 import pytest
 import torch
 
 from coserve.finetune.measure import Conditions, CudaMeter, OnDevice, plan_memory
+from coserve.kernels.capture import uncollected
 from coserve.kernels.dispatch import Way
 from coserve.memory.adapters import packed_bytes
 from coserve.memory.plan import GIB, Work
@@ -50,6 +53,42 @@ def test_any_base_can_be_measured_and_stays_what_it_is(family: str, recompute: b
     assert (peaks.job, peaks.forward, peaks.whole) == (1, 1, 2), "asked in this order"
     assert all(torch.equal(a, b) for a, b in zip(before, base.model.parameters(), strict=True))
     assert all(parameter.grad is None for parameter in base.model.parameters())
+
+
+class Ring:
+    """Only the collector frees it."""
+
+    def __init__(self) -> None:
+        self.itself = self
+
+
+class Watched(Steps):
+    """Notes whether the collector rests, and what is left of garbage from before, whenever memory is asked for."""
+
+    def __init__(self, garbage: weakref.ref[Ring]) -> None:
+        super().__init__()
+        self.garbage, self.seen = garbage, list[tuple[bool, bool]]()
+
+    def now(self) -> int:
+        self.seen.append((gc.isenabled(), self.garbage() is None))
+        return super().now()
+
+    peak = now
+
+
+def test_nothing_of_before_is_freed_while_memory_is_measured() -> None:
+    base = wrap_base(tiny_model("llama"), name="llama", eos_token_ids=())
+    device = OnDevice(base, Steps(), conditions(Way.GROUPED))
+    for measured in (lambda: device.step(64), lambda: device.micro_batch(96)):
+        with uncollected():  # or it might be gone too early
+            meter = device._meter = Watched(weakref.ref(Ring()))
+            assert meter.garbage() is not None
+            measured()
+        assert meter.seen
+        assert set(meter.seen) == {(False, True)}
+    assert gc.isenabled()
+    device.step(64)
+    assert gc.isenabled(), "the collector rests for good"
 
 
 @pytest.mark.parametrize("recompute", [False, True])
