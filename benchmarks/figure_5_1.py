@@ -131,17 +131,22 @@ def serving(base: Base, shape: Shape, way: str) -> Generator:
     )
 
 
+def ask(generator: Generator, shape: Shape, batch: int, adapters: int, run: int) -> None:
+    """A batch of requests; `run` makes the prompts, and whose adapters they name."""
+    chance = random.Random(f"{SEED}/{run}")
+    for i in range(batch):
+        prompt = tuple(chance.randrange(shape.vocab) for _ in range(shape.prompt))
+        sampling = SamplingParams(max_tokens=shape.output, temperature=0.0, ignore_eos=True)
+        adapter = AdapterRef(f"a{chance.randrange(adapters)}", 1)
+        slo = Slo(ttft=1e9, tpot=1e9)
+        generator.add(Generate(id=f"{run}/{i}", prompt=prompt, sampling=sampling, adapter=adapter, slo=slo))
+
+
 def inference(generator: Generator, shape: Shape, batch: int, adapters: int) -> Callable[[int], int]:
     """One call generates a batch; its argument makes the prompts; returns the tokens generated."""
 
     def generate(run: int) -> int:
-        chance = random.Random(f"{SEED}/{run}")
-        for i in range(batch):
-            prompt = tuple(chance.randrange(shape.vocab) for _ in range(shape.prompt))
-            sampling = SamplingParams(max_tokens=shape.output, temperature=0.0, ignore_eos=True)
-            adapter = AdapterRef(f"a{chance.randrange(adapters)}", 1)
-            slo = Slo(ttft=1e9, tpot=1e9)
-            generator.add(Generate(id=f"{run}/{i}", prompt=prompt, sampling=sampling, adapter=adapter, slo=slo))
+        ask(generator, shape, batch, adapters, run)
         tokens = 0
         while generator.running:
             for message in generator.step():

@@ -17,6 +17,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from datetime import date
 from functools import cache, partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -122,23 +123,22 @@ POPULARITIES = ("distinct", "uniform", "skewed", "identical")
 
 
 def grid(tokens: tuple[int, ...], sequences: Callable[[int], int]) -> Iterator[Row]:
-    """Rank 16 at every size and popularity; ranks 8, 64 and mixed at the middle sizes; GPT-2's sites, mixed ranks."""
-    middle = (64, 4096)
-    for model, groups in (("llama-3.1-8b", cases.LLAMA), ("gpt2-medium", cases.GPT2_MEDIUM)):
+    """Llama's sites with every rank at every size, rank 16 at every popularity, the others at two; GPT-2's with mixed
+    ranks at every size and popularity."""
+    for model, groups, ranks in (
+        ("llama-3.1-8b", cases.LLAMA, ("16", "8", "64", "mixed")),
+        ("gpt2-medium", cases.GPT2_MEDIUM, ("mixed",)),
+    ):
         for group in groups:
-            for count in tokens:
-                names: tuple[str, ...] = ("16",) if model == "llama-3.1-8b" else ("mixed",)
-                if count in middle and model == "llama-3.1-8b":
-                    names += ("8", "64", "mixed")
-                for rank in names:
-                    some: tuple[str, ...] = POPULARITIES if rank == names[0] else ("distinct", "skewed")
-                    some = some if count > 1 else ("distinct",)  # one token: they are the same
-                    for popularity in some:
-                        units = sequences(count)
-                        owner = cases.owners(popularity, units)
-                        tag = {"model": model, "popularity": popularity, "ranks": rank}
-                        yield measure(group, owner, count // units, _ranks(rank, max(owner) + 1), tag)
-                        gc.collect()
+            for count, rank in product(tokens, ranks):
+                some: tuple[str, ...] = POPULARITIES if rank == ranks[0] else ("distinct", "skewed")
+                some = some if count > 1 else ("distinct",)  # one token: they are the same
+                for popularity in some:
+                    units = sequences(count)
+                    owner = cases.owners(popularity, units)
+                    tag = {"model": model, "popularity": popularity, "ranks": rank}
+                    yield measure(group, owner, count // units, _ranks(rank, max(owner) + 1), tag)
+                    gc.collect()
 
 
 def decode_part() -> Iterator[Row]:
