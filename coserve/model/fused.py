@@ -102,6 +102,7 @@ def _linear(x: Tensor, weight: Tensor, bias: Tensor | None, sizes: Sequence[int]
     y_TO = product.y
     if lora is not None:
         ys = torch.split(y_TO, list(sizes), 1)
+        # `product` holds the scratch memory until the terms have memory of their own.
         lora.add_(step.layer, group, ys, x_TD, beside=product.scratch is not None)
     return y_TO.view(*x.shape[:-1], y_TO.shape[1])
 
