@@ -214,7 +214,7 @@ def prompt_rooms(tokens: int, sequences: int) -> tuple[Room, ...]:
     small = tokens <= SMALL_STEP
     rows = DECODE_ROWS[0] if small else LONG_ROWS
     whole = -(-tokens // rows)
-    most = min(whole + sequences, tokens)
+    most = min(whole + sequences - 1, tokens)
     some = [whole + adapters for adapters in PROMPT_ADAPTERS if small or whole < 2 * adapters]
     return tuple(Room(rows, tiles) for tiles in (*(tiles for tiles in some if tiles < most), most))
 
