@@ -8,7 +8,8 @@ As in its section 5.1.1: bfloat16, a quarter of the adapters each of rank 16, 32
 adapters of a batch drawn uniformly, 16 sequences and 24 adapters unless they vary. One adapter alone has rank 64, the
 nearest to the others' mean of 60: the figure is about their number. Inference is whole generations through
 `Generator` (eager: every way runs the same code around the LoRA terms; `segmented+graphs` is how the daemon runs it);
-fine-tuning is forward and backward of one packed batch with every adapter learning. Weights and tokens are random.
+fine-tuning is forward and backward of one packed batch with every adapter learning (`segmented` adds the gradients to
+sums in fp32, as the daemon does; the others leave them to autograd). Weights and tokens are random.
 Each point is written as soon as it is measured: over the number of adapters first, then over the batch size.
 """
 
@@ -21,7 +22,7 @@ import random
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +35,7 @@ from coserve.generate.generator import Generator
 from coserve.generate.runner import Runner
 from coserve.kernels.attention import PackedAttention
 from coserve.kernels.dispatch import Way
-from coserve.kernels.segments import LoraPair, Segments
+from coserve.kernels.segments import LoraPair, MainGrads, Segments
 from coserve.link import Generate, RequestFailed
 from coserve.memory.kv import KvCache
 from coserve.model.base import Base, wrap_base
@@ -108,6 +109,17 @@ def make_adapter(base: Base, index: int, *, learns: bool = False) -> LoraWeights
     return LoraWeights(LoraSettings(r=rank), sites)
 
 
+def with_main_grads(weights: LoraWeights) -> LoraWeights:
+    """The same adapter with fp32 sums, to which the kernels add its gradients."""
+    sites = {
+        name: replace(
+            pair, main_grads=MainGrads(torch.zeros_like(pair.a_RD).float(), torch.zeros_like(pair.b_OR).float())
+        )
+        for name, pair in weights.sites.items()
+    }
+    return LoraWeights(weights.settings, sites)
+
+
 def synchronize(base: Base) -> None:
     if base.device.type == "cuda":
         torch.cuda.synchronize()
@@ -161,6 +173,8 @@ def inference(generator: Generator, shape: Shape, batch: int, adapters: int) -> 
 def finetuning(base: Base, shape: Shape, way: str, batch: int, adapters: int) -> Callable[[int], int]:
     """One call is a forward and a backward of a packed batch of sequences of whatever adapters; returns its tokens."""
     learning = tuple(make_adapter(base, i, learns=True) for i in range(adapters))
+    if way == "segmented":  # as the daemon's learners have them
+        learning = tuple(with_main_grads(one) for one in learning)
     tensors = [[t for pair in one.sites.values() for t in (pair.a_RD, pair.b_OR)] for one in learning]
     positions = torch.arange(shape.length, device=base.device)
 
@@ -180,7 +194,7 @@ def finetuning(base: Base, shape: Shape, way: str, batch: int, adapters: int) ->
         groups = [[a for a in order if a == one] for one in dict.fromkeys(order)] if way == "naive" else [order]
         for group in groups:
             step(group)
-        for adapter in set(order):
+        for adapter in set(order) if way != "segmented" else ():
             for tensor in tensors[adapter]:
                 tensor.grad = None
         return batch * shape.length

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from coserve.errors import CheckpointUnreadable, NonFiniteLoss
-from coserve.kernels.segments import LoraPair
+from coserve.kernels.segments import LoraPair, MainGrads
 from coserve.model.lora import LoraWeights
 from coserve.types import BaseSpec, TrainingSettings
 
@@ -26,7 +27,14 @@ class Learner:
         self._sites = sorted(start.sites, key=lambda site: (base.sites[site].layer, site))
         self._masters = {name: tensor.detach().float().clone() for name, tensor in named_tensors(start)}
         self._copies = {name: master.to(dtype, copy=True).requires_grad_() for name, master in self._masters.items()}
-        self._grads = {name: torch.zeros_like(master) for name, master in self._masters.items()}
+        self._grads = {
+            name: torch.zeros_like(master, memory_format=torch.contiguous_format)
+            for name, master in self._masters.items()
+        }
+        copies = self.adapter(self._copies)
+        sums = {site: MainGrads(self._grads[f"{site}.a"], self._grads[f"{site}.b"]) for site in self._sites}
+        pairs = {site: replace(pair, main_grads=sums[site]) for site, pair in copies.sites.items()}
+        self._weights = LoraWeights(self._settings, pairs)
         self._layers = [[site for site in self._sites if base.sites[site].layer == i] for i in range(base.layers)]
         self._adamw = torch.optim.AdamW(
             [self._masters[name] for name in self._names()],
@@ -53,8 +61,8 @@ class Learner:
         return self._by_layer(self._grads)
 
     def weights(self) -> LoraWeights:
-        """The copies as an adapter: they change with every update."""
-        return self.adapter(self._copies)
+        """The copies as an adapter, with the sums of their gradients: both change with every update."""
+        return self._weights
 
     def masters(self) -> LoraWeights:
         """The fp32 weights as an adapter: they change with every update."""

@@ -97,7 +97,8 @@ class Stepper:
     def learn(self, rows: PackedRows, lora: LoraBatch, leaves: Leaves, grads: Leaves) -> Generator[None, None, Tensor]:
         """Adds to `grads` (fp32, shaped as `leaves`) the gradient of the rows' summed NLL; returns that sum.
 
-        `leaves[i]` are the tensors of `lora` at layer i's sites, each requiring gradients. The sum (fp64, scalar, nats)
+        `leaves[i]` are the tensors of `lora` at layer i's sites, each requiring gradients; `grads` are the pairs' `MainGrads`,
+        if they have any. The sum (fp64, scalar, nats)
         is not divided by the number of targets, so that micro-batches of one optimizer step simply add up.
         """
         passed: list[_Passed] = []
@@ -184,6 +185,10 @@ class Stepper:
         if output_1TD is None:
             input_1TD = input_1TD.detach().requires_grad_(not own.bottom)
             output_1TD = self._layer(i, input_1TD, inputs, lora, gradient=True)
+        if lora.sums_gradients:  # to `own.grads`, as it goes
+            reached = lora.segments.anchor if own.bottom else input_1TD
+            (gradient,) = torch.autograd.grad(output_1TD, reached, gradient_1TD, allow_unused=own.bottom)
+            return gradient_1TD if own.bottom else gradient
         wanted = [*own.leaves] if own.bottom else [*own.leaves, input_1TD]
         found = torch.autograd.grad(output_1TD, wanted, gradient_1TD)
         torch._foreach_add_([*own.grads], [*found[: len(own.leaves)]])  # of compute dtype, added in fp32

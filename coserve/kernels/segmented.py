@@ -48,11 +48,14 @@ class Group:
     pairs: tuple[tuple[LoraPair | None, ...], ...]
     a: list[Tensor]
     b: list[Tensor]
-    """The pairs' own tensors, site by site and adapter by adapter: what gradients go to."""
+    """The pairs' own tensors, site by site and adapter by adapter: what gradients go to. None of them where the kernels add
+    them to `MainGrads`."""
     totals: list[int]
     """Each site's ranks, summed."""
     held: list[LoraPair]
     """What the table points at."""
+    anchor: Tensor | None
+    """`Segments.anchor`, where the kernels add the gradients."""
 
 
 def lora_add(y_TO: Tensor, x_TD: Tensor, segments: Segments, pairs: Sequence[LoraPair | None]) -> Tensor:
@@ -79,7 +82,8 @@ def lora_add_group(
 
 def _add(ys: list[Tensor], x_TD: Tensor, segments: Segments, group: Group) -> list[Tensor]:
     x_TD = x_TD if x_TD.stride(1) == 1 else x_TD.contiguous()
-    if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (*ys, x_TD, *group.a, *group.b)):
+    learned = (*group.a, *group.b) if group.anchor is None else (group.anchor,)
+    if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (*ys, x_TD, *learned)):
         return train(ys, x_TD, plan_of(segments, group, train=True), group)
     add_(ys, x_TD, plan_of(segments, group, train=False), group.table)
     return ys
@@ -89,9 +93,10 @@ def train(ys: Sequence[Tensor], x_TD: Tensor, plan: Plan, group: Group) -> list[
     """The terms of one group, as fresh tensors, differentiable; `plan` is made for training."""
     if not torch.compiler.is_compiling():
         found: tuple[Tensor, ...] = Terms.apply(  # type: ignore[no-untyped-call]
-            plan, group, len(ys), x_TD, *ys, *group.a, *group.b
+            plan, group, len(ys), x_TD, group.anchor, *ys, *group.a, *group.b
         )
         return list(found)
+    assert group.anchor is None, "expected gradients for autograd where torch.compile traces"
     tiles = plan.tiles
     cuts = (tiles.tiles, tiles.spans, tiles.counters)
     where = _training_table(group)
@@ -117,6 +122,7 @@ class Terms(torch.autograd.Function):
         group: Group,
         sites: int,
         x: Tensor,
+        anchor: Tensor | None,
         *rest: Tensor,
     ) -> tuple[Tensor, ...]:
         """`rest`: the sites' ys, then the group's a and b."""
@@ -133,8 +139,9 @@ class Terms(torch.autograd.Function):
         plan, group, sites = ctx.plan, ctx.group, ctx.sites
         x, h = ctx.saved_tensors
         needs, dys = ctx.needs_input_grad[3:], ops.dense(grads)
-        dx, weights = gradients(dys, x, h, plan, group, inputs_need=needs[0], weights_need=any(needs[1 + sites :]))
-        return (None, None, None, dx, *dys, *weights)
+        weights_need = needs[1] or any(needs[2 + sites :])
+        dx, weights = gradients(dys, x, h, plan, group, inputs_need=needs[0], weights_need=weights_need)
+        return (None, None, None, dx, None, *dys, *weights)
 
 
 def gradients(
@@ -147,12 +154,14 @@ def gradients(
     inputs_need: bool,
     weights_need: bool,
 ) -> tuple[Tensor | None, list[Tensor | None]]:
-    """Of the group's terms: dx, and those of its a, then of its b; None where none is needed."""
+    """Of the group's terms: dx, and those of its a, then of its b; None where none is needed, or where it is added to
+    `MainGrads`."""
     tiles = plan.tiles
     tables = (tiles.tiles, tiles.spans, tiles.counters, *_training_table(group))
     flat = ops.gradients(
-        dys, x_TD, h, group.totals, tables, tiles.rows, plan.R, inputs_need=inputs_need, weights_need=weights_need
-    )
+        dys, x_TD, h, group.totals, tables, tiles.rows, plan.R, inputs_need=inputs_need, weights_need=weights_need,
+        sums=None if group.anchor is None else group.table.sums,
+    )  # fmt: skip
     dx = flat.pop(0) if inputs_need else None
     tensors = (*group.a, *group.b)
     return dx, [*ops.cut_flat(flat, [tensor.shape for tensor in tensors])] if weights_need else [None] * len(tensors)
@@ -202,7 +211,7 @@ def plan_of(segments: Segments, group: Group, *, train: bool) -> Plan:
 def group_of(segments: Segments, pairs: Sequence[tuple[LoraPair | None, ...]], device: torch.device) -> Group:
     """The table of up to `MAX_SITES` sites that read one input: `pairs[g][adapter]`. Built once a step."""
 
-    return segments.plan(_key(pairs, device), lambda: _group(pairs, *site_table(pairs, device)))
+    return segments.plan(_key(pairs, device), lambda: _group(segments, pairs, *site_table(pairs, device)))
 
 
 def prepare(segments: Segments, groups: Sequence[Sequence[tuple[LoraPair | None, ...]]], device: torch.device) -> None:
@@ -211,7 +220,7 @@ def prepare(segments: Segments, groups: Sequence[Sequence[tuple[LoraPair | None,
     first = 0
     for group in groups:
         columns = table.columns(first, len(group))
-        segments.plan(_key(group, device), partial(_group, group, columns, held))
+        segments.plan(_key(group, device), partial(_group, segments, group, columns, held))
         first += len(group)
 
 
@@ -219,8 +228,14 @@ def _key(pairs: Sequence[tuple[LoraPair | None, ...]], device: torch.device) -> 
     return ("group", device, *[id(pair) for site in pairs for pair in site])
 
 
-def _group(pairs: Sequence[tuple[LoraPair | None, ...]], table: SiteTable, held: list[LoraPair]) -> Group:
+def _group(
+    segments: Segments, pairs: Sequence[tuple[LoraPair | None, ...]], table: SiteTable, held: list[LoraPair]
+) -> Group:
     own = [pair for site in pairs for pair in site if pair is not None]
     totals = [sum(0 if pair is None else pair.rank for pair in site) for site in pairs]
+    summed = [pair.main_grads is not None for pair in own]
+    assert all(summed) or not any(summed), "expected sums of the gradients of all pairs in a batch, or of none"
+    if own and all(summed):
+        return Group(table, tuple(pairs), [], [], totals, held, segments.anchor)
     a, b = [pair.a_RD for pair in own], [pair.b_OR for pair in own]
-    return Group(table, tuple(pairs), a, b, totals, held)
+    return Group(table, tuple(pairs), a, b, totals, held, None)

@@ -136,6 +136,7 @@ def outer(
     ranks_ptr,
     scalings_ptr,
     starts_ptr,
+    sums_ptr,
     N,
     u_stride,
     row,
@@ -147,6 +148,7 @@ def outer(
     part2_stride,
     SITES: tl.constexpr,
     OF_B: tl.constexpr,
+    ADD: tl.constexpr,
     BLOCK_T: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_R: tl.constexpr,
@@ -189,11 +191,18 @@ def outer(
             acc2 = tl.dot(u, v2, acc2, input_precision="ieee")
     if OF_B:
         acc0 *= tl.load(scalings_ptr + entry)
-    _store(out0_ptr + part.to(tl.int64) * part0_stride, acc0, starts_ptr + entry, n, r, N, rank0, OF_B)
-    if SITES > 1:
-        _store(out1_ptr + part.to(tl.int64) * part1_stride, acc1, starts_ptr + entry + 1, n, r, N, rank1, OF_B)
-    if SITES > 2:
-        _store(out2_ptr + part.to(tl.int64) * part2_stride, acc2, starts_ptr + entry + 2, n, r, N, rank2, OF_B)
+    if ADD:
+        _add(weights(sums_ptr, entry, 1 if OF_B else 0, scalings_ptr), acc0, n, r, N, rank0, OF_B)
+        if SITES > 1:
+            _add(weights(sums_ptr, entry + 1, 1 if OF_B else 0, scalings_ptr), acc1, n, r, N, rank1, OF_B)
+        if SITES > 2:
+            _add(weights(sums_ptr, entry + 2, 1 if OF_B else 0, scalings_ptr), acc2, n, r, N, rank2, OF_B)
+    else:
+        _store(out0_ptr + part.to(tl.int64) * part0_stride, acc0, starts_ptr + entry, n, r, N, rank0, OF_B)
+        if SITES > 1:
+            _store(out1_ptr + part.to(tl.int64) * part1_stride, acc1, starts_ptr + entry + 1, n, r, N, rank1, OF_B)
+        if SITES > 2:
+            _store(out2_ptr + part.to(tl.int64) * part2_stride, acc2, starts_ptr + entry + 2, n, r, N, rank2, OF_B)
 
 
 @triton.jit
@@ -205,3 +214,35 @@ def _store(out_ptr, acc, start_ptr, n, r, N, rank, OF_B: tl.constexpr):
         tl.store(own_ptr + n[:, None] * rank + r[None, :], acc.to(out_ptr.dtype.element_ty), mask=mask)
     else:
         tl.store(own_ptr + r[None, :] * N + n[:, None], acc.to(out_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _add(sums_ptr, acc, n, r, N, rank, OF_B: tl.constexpr):
+    """Adds dA (R, N) or dB (N, R) of one adapter to its sums in fp32. No other program has these entries."""
+    mask = (n < N)[:, None] & (r < rank)[None, :]
+    at = sums_ptr + (n[:, None] * rank + r[None, :] if OF_B else r[None, :] * N + n[:, None])
+    tl.store(at, tl.load(at, mask=mask, other=0.0) + acc, mask=mask)
+
+
+@triton.jit(do_not_specialize_on_alignment=["ranks_ptr", "scalings_ptr", "starts_ptr"])
+def fold(
+    parts_ptr, spans_ptr, ranks_ptr, scalings_ptr, starts_ptr, sums_ptr, N, row, parts, part_stride,
+    OF_B: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Adds the parts that `outer` left to the sums, in order. Grid (blocks of the largest matrix, adapters)."""
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+    entry = tl.load(spans_ptr + tl.program_id(1) * 4 + 2) * row
+    rank = tl.load(ranks_ptr + entry)
+    start = tl.load(starts_ptr + entry)
+    sums = weights(sums_ptr, entry, 1 if OF_B else 0, scalings_ptr)
+    i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    mask = i < rank * N
+    own = parts_ptr + start.to(tl.int64) * N + i
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+    total = tl.zeros([BLOCK], dtype=tl.float32)
+    for _ in range(parts):
+        total += tl.load(own, mask=mask, other=0.0)
+        own += part_stride
+    tl.store(sums + i, tl.load(sums + i, mask=mask, other=0.0) + total, mask=mask)

@@ -21,7 +21,9 @@ from coserve.kernels.segmented_launch import (
 from coserve.kernels.sizes import cdiv
 
 SHRINK_B, EXPAND_A = Launcher(segmented_backward.shrink_b), Launcher(segmented_backward.expand_a)
-OUTER = Launcher(segmented_backward.outer)
+OUTER, FOLD = Launcher(segmented_backward.outer), Launcher(segmented_backward.fold)
+FOLD_BLOCK = 1024
+"""Entries of a matrix whose parts one program sums."""
 
 
 def shrink_b(
@@ -92,11 +94,13 @@ def outer(
     rows: int,
     *,
     of_b: bool,
+    sums: Tensor | None = None,
     blocks: LongBlocks | None = None,
 ) -> list[Tensor]:
     """dA of each site that reads u = x (`v` is g), or dB of one site (u = dy, `v` its h), adapters one after another.
 
-    `totals` are the sites' ranks summed over slots; each result is flat, `totals * N` long.
+    `totals` are the sites' ranks summed over slots; each result is flat, `totals * N` long. With `sums`
+    (`SiteTable.sums`) there is none: it is added there.
     """
     blocks = blocks or LONG
     sites, tokens, R = v.shape
@@ -105,20 +109,30 @@ def outer(
     rank_blocks, wide = cdiv(R, block_r), cdiv(width, block_n)
     adapters, warps = spans.shape[0], 8 if sites > 1 and block_r > 32 else blocks.outer_warps
     parts = max(1, min(PROGRAMS // (wide * adapters * rank_blocks), tiles.shape[0] // adapters // 2))
-    full = adapters == ranks.shape[0]
-    new = torch.empty if full else torch.zeros  # a slot without tokens has no gradient
+    full, add = adapters == ranks.shape[0], sums is not None and parts == 1
+    # A slot without tokens has no gradient.
+    new = torch.empty if full or sums is not None else torch.zeros
     dtype = u_TN.dtype if parts == 1 else torch.float32
-    outs = [new(parts, total * width, dtype=dtype, device=u_TN.device) for total in totals]
+    outs = [new(parts, 0 if add else total * width, dtype=dtype, device=u_TN.device) for total in totals]
     three = [outs[min(site, sites - 1)] for site in range(MAX_SITES)]
     OUTER(
         (wide, adapters, parts * rank_blocks),
-        (u_TN, v, *three, tiles, spans, ranks, scalings, starts),
+        (u_TN, v, *three, tiles, spans, ranks, scalings, starts, starts if sums is None else sums),
         (width, u_TN.stride(0), ranks.stride(0), tokens, R, parts, *(out.stride(0) for out in three)),
         SITES=sites,
         OF_B=of_b,
+        ADD=add,
         BLOCK_T=rows,
         BLOCK_N=block_n,
         BLOCK_R=block_r,
         **options(blocks.pdl and has_pdl(v.device), warps, blocks.outer_stages),
     )
-    return [out[0] if parts == 1 else out.sum(0).to(u_TN.dtype) for out in outs]
+    if sums is None:
+        return [out[0] if parts == 1 else out.sum(0).to(u_TN.dtype) for out in outs]
+    for site, out in enumerate(outs if parts > 1 else ()):
+        column = (ranks[:, site:], scalings[:, site:], starts[:, site:], sums[:, site:])
+        FOLD(
+            (cdiv(R * width, FOLD_BLOCK), adapters, 1), (out, spans, *column), (width, ranks.stride(0), parts, out.stride(0)),
+            OF_B=of_b, BLOCK=FOLD_BLOCK, **options(blocks.pdl and has_pdl(v.device), 4, 1),
+        )  # fmt: skip
+    return []

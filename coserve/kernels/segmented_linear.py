@@ -31,7 +31,7 @@ def linear_group(
     group = group_of(segments, [tuple(pairs[site]) for site in live], x_TD.device)
     plan = plan_of(segments, group, train=True)
     found: tuple[Tensor, ...] = LinearGroup.apply(  # type: ignore[no-untyped-call]
-        stacked, plan, group, live, x_TD, *group.a, *group.b
+        stacked, plan, group, live, x_TD, group.anchor, *group.a, *group.b
     )
     return found
 
@@ -48,6 +48,7 @@ class LinearGroup(torch.autograd.Function):
         group: Group,
         live: list[int],
         x: Tensor,
+        anchor: Tensor | None,
         *weights: Tensor,
     ) -> tuple[Tensor, ...]:
         """`weights`: the group's a and b."""
@@ -71,7 +72,7 @@ class LinearGroup(torch.autograd.Function):
         if dx is not None:
             for dy, weight in zip(dys, torch.split(stacked.weight, list(stacked.sizes)), strict=True):
                 dx.addmm_(dy, weight)
-        return (None, None, None, None, dx, *weights)
+        return (None, None, None, None, dx, None, *weights)
 
 
 def _outputs(y_TO: Tensor, stacked: Stacked) -> tuple[Tensor, ...]:

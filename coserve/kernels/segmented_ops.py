@@ -66,18 +66,21 @@ def gradients(
     *,
     inputs_need: bool,
     weights_need: bool,
+    sums: Tensor | None = None,
 ) -> list[Tensor]:
-    """What `lora_train_backward` gives. `tables`: its seven, in order."""
+    """What `lora_train_backward` gives. `tables`: its seven, in order. With `sums` the weights' gradients are added there,
+    and not given."""
     tiles, spans, counters, addresses, ranks, scalings, starts = tables
     g = backward.shrink_b(list(dys), tiles, counters, addresses, ranks, scalings, rows, R)
     out = [backward.expand_a(g, x.shape[1], tiles, addresses, ranks, rows)] if inputs_need else []
     if not weights_need:
         return out
     where = (tiles, spans)
-    out += backward.outer(x, g, list(totals), *where, ranks, scalings, starts, rows, of_b=False)
+    out += backward.outer(x, g, list(totals), *where, ranks, scalings, starts, rows, of_b=False, sums=sums)
     for site, dy in enumerate(dys):
         column = (ranks[:, site:], scalings[:, site:], starts[:, site:])
-        out += backward.outer(dy, h[site : site + 1], [totals[site]], *where, *column, rows, of_b=True)
+        own = None if sums is None else sums[:, site:]
+        out += backward.outer(dy, h[site : site + 1], [totals[site]], *where, *column, rows, of_b=True, sums=own)
     return out
 
 

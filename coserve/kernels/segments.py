@@ -6,9 +6,18 @@ from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 from typing import TypeVar, cast
 
+import torch
 from torch import Tensor
 
 Plan = TypeVar("Plan")
+
+
+@dataclass(frozen=True)
+class MainGrads:
+    """Sums of a pair's gradients over micro-batches: fp32, contiguous, shaped as the pair's matrices."""
+
+    a_RD: Tensor  # noqa: N815
+    b_OR: Tensor  # noqa: N815
 
 
 @dataclass(frozen=True)
@@ -18,6 +27,8 @@ class LoraPair:
     a_RD: Tensor  # noqa: N815
     b_OR: Tensor  # noqa: N815
     scaling: float
+    main_grads: MainGrads | None = None
+    """Where `segmented` adds the pair's gradients itself, if it is given; autograd gets none then. Other ways don't look."""
 
     @property
     def rank(self) -> int:
@@ -72,6 +83,11 @@ class Segments:
             else:
                 own.append((start, end))
         return runs
+
+    @property
+    def anchor(self) -> Tensor:
+        """What a backward reaches that adds to `MainGrads` where nothing below it learns; it gets no gradient."""
+        return self.plan("anchor", lambda: torch.empty(0, requires_grad=True))
 
     def plan(self, key: Hashable, build: Callable[[], Plan]) -> Plan:
         """The plan kept under `key`, built on first use: once a step, not once a layer."""

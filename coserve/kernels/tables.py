@@ -6,7 +6,7 @@ Both tables have fixed addresses and free contents, so that a captured CUDA grap
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -34,6 +34,8 @@ class SiteTable:
     """float32 (N, G)."""
     starts: Tensor | None = None
     """int32 (N, G): the ranks of the slots ahead, summed; only where gradients are wanted."""
+    sums: Tensor | None = None
+    """int64 (N, G, 2): the addresses of the `MainGrads`; 0: none."""
 
     @property
     def sites(self) -> int:
@@ -46,8 +48,8 @@ class SiteTable:
     def columns(self, first: int, count: int) -> SiteTable:
         """What `count` neighbouring sites hold, as a view."""
         part = slice(first, first + count)
-        starts = None if self.starts is None else self.starts[:, part]
-        return SiteTable(self.addresses[:, part], self.ranks[:, part], self.scalings[:, part], starts)
+        starts, sums = (None if own is None else own[:, part] for own in (self.starts, self.sums))
+        return SiteTable(self.addresses[:, part], self.ranks[:, part], self.scalings[:, part], starts, sums)
 
 
 class Slots:
@@ -93,15 +95,17 @@ def site_table(pairs: Sequence[Sequence[LoraPair | None]], device: torch.device)
     scalings = torch.tensor([[0.0 if p is None else p.scaling for p in row] for row in rows], dtype=torch.float32)
     addresses = torch.tensor([[_addresses(p) for p in row] for row in rows], dtype=torch.int64)
     starts = sizes.cumsum(0, dtype=torch.int32) - sizes
-    columns = [column.view(torch.int32).view(-1) for column in (addresses, sizes, scalings, starts)]
+    sums = torch.tensor([[_sums(p) for p in row] for row in rows], dtype=torch.int64)
+    columns = [column.view(torch.int32).view(-1) for column in (addresses, sums, sizes, scalings, starts)]
     padded = [pad(column, (0, -len(column) % VECTOR)) for column in columns]  # each begins at a whole vector
     moved = torch.split(_to_device(torch.cat(padded), device), [len(column) for column in padded])
     at = [column[: len(before)] for column, before in zip(moved, columns, strict=True)]
     table = SiteTable(
         at[0].view(torch.int64).view(slots, sites, 2),
-        at[1].view(slots, sites),
-        at[2].view(torch.float32).view(slots, sites),
-        at[3].view(slots, sites),
+        at[2].view(slots, sites),
+        at[3].view(torch.float32).view(slots, sites),
+        at[4].view(slots, sites),
+        at[1].view(torch.int64).view(slots, sites, 2),
     )
     return table, [pair for row in rows for pair in row if pair is not None]
 
@@ -118,7 +122,7 @@ def readable(pair: LoraPair) -> LoraPair:
     """
     a_RD, b_OR = _readable(pair.a_RD), pair.b_OR
     b_OR = _readable(pad(b_OR.detach(), (0, -pair.rank % VECTOR)) if pair.rank % VECTOR else b_OR)
-    return pair if a_RD is pair.a_RD and b_OR is pair.b_OR else LoraPair(a_RD, b_OR, pair.scaling)
+    return pair if a_RD is pair.a_RD and b_OR is pair.b_OR else replace(pair, a_RD=a_RD, b_OR=b_OR)
 
 
 def _readable(weight: Tensor) -> Tensor:
@@ -128,6 +132,16 @@ def _readable(weight: Tensor) -> Tensor:
 
 def _addresses(pair: LoraPair | None) -> list[int]:
     return [0, 0] if pair is None else [pair.a_RD.data_ptr(), pair.b_OR.data_ptr()]
+
+
+def _sums(pair: LoraPair | None) -> list[int]:
+    if pair is None or pair.main_grads is None:
+        return [0, 0]
+    both = pair.main_grads.a_RD, pair.main_grads.b_OR
+    for own in both:
+        assert own.dtype == torch.float32 and own.is_contiguous(), "expected contiguous sums in fp32"
+        assert own.data_ptr() % ALIGNMENT == 0, "expected sums at whole vectors"
+    return [own.data_ptr() for own in both]
 
 
 def _rank(pair: LoraPair | None) -> int:

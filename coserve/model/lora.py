@@ -61,6 +61,12 @@ class LoraBatch:
         dropped = self.dropout is not None and self.dropout.p > 0
         return self.way is Way.SEGMENTED and not dropped and any(pair.a_RD.requires_grad for pair in pairs)
 
+    @cached_property
+    def sums_gradients(self) -> bool:
+        """Whether the kernels add gradients to the pairs' `MainGrads`, so that autograd gives none."""
+        pairs = (pair for adapter in self.adapters for pair in adapter.sites.values())
+        return self.way is Way.SEGMENTED and all(pair.main_grads is not None for pair in pairs)
+
     def pairs(self, names: Sequence[str]) -> list[tuple[LoraPair | None, ...]]:
         """Each adapter's pair at each of the sites."""
         return [tuple(adapter.sites.get(name) for adapter in self.adapters) for name in names]

@@ -277,6 +277,30 @@ def test_sites_of_one_input_learn_as_one(family: str, settings: LoraSettings, re
     assert all(calls.values()), "every shared input was taken as one"
 
 
+@pytest.mark.parametrize("dropout", [None, DropoutSpec(0.4, 7)], ids=["plain", "dropout"])
+def test_gradients_are_added_by_the_kernels(dropout: DropoutSpec | None) -> None:
+    """At sites that learn alone, too, and down to the lowest layer, below which nothing learns."""
+    packs = [[0, 1, 2], [3]]
+    nll, expected = gradients(tiny_base("llama"), packs, dropout=dropout)
+    got_nll, got = gradients(tiny_base("llama"), packs, dropout=dropout, way=Way.SEGMENTED)
+    assert got_nll == pytest.approx(nll, rel=1e-5)
+    for mine, wanted in zip(got, expected, strict=True):
+        torch.testing.assert_close(mine, wanted, rtol=1e-4, atol=1e-5)
+
+
+def test_sums_of_gradients_lie_as_kernels_add_to_them() -> None:
+    """Whatever the start's strides are."""
+    base = tiny_base("llama")
+    site = base.spec.sites["model.layers.0.self_attn.q_proj"]
+    turned = LoraPair(torch.randn(site.in_features, 4).T, torch.randn(4, site.out_features).T, 1.0)
+    start = LoraWeights(SETTINGS, {"model.layers.0.self_attn.q_proj": turned})
+    (pair,) = Learner(start, base.spec, TrainingSettings(), base.dtype).weights().sites.values()
+    assert pair.main_grads is not None
+    for own, matrix in ((pair.main_grads.a_RD, turned.a_RD), (pair.main_grads.b_OR, turned.b_OR)):
+        assert own.is_contiguous()
+        assert (own.shape, own.dtype) == (matrix.shape, torch.float32)
+
+
 def count(base: Base) -> dict[int, int]:
     """How often each shared input's product was asked for by training, from now on."""
     calls: dict[int, int] = {}

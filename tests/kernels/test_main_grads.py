@@ -1,0 +1,113 @@
+"""Gradients that the kernels add to sums in fp32: those that autograd would give, added to what was there."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from coserve.kernels.segmented import lora_add_group
+from coserve.kernels.segmented_linear import linear_group
+from coserve.kernels.segments import LoraPair, MainGrads, Segments, Stacked
+from tests.kernels.test_segmented_linear import Sites, drawn, leaves, make_sites
+from tests.support.lora_grids import relative_error
+
+D = 72
+SIZES = (96, 32, 40)
+RANKS = [(8, 17, 3, 4), (16, 0, 1, 4), (5, 9, 130, 4)]
+BATCHES = {
+    "few rows each": Segments((0, 33, 33, 38, 60), (1, 2, 0, -1)),
+    "so many that parts are summed": Segments((0, 400, 470, 600), (0, 2, 1)),
+    "one adapter": Segments((0, 700), (2,)),
+}
+"""Adapter 3 never has a row."""
+
+Run = Callable[[Tensor, Segments, Sites], Sequence[Tensor]]
+
+
+def with_sums(sites: Sites, dtype: torch.dtype) -> Sites:
+    """The same pairs with sums that hold something already."""
+
+    def pair(p: LoraPair | None) -> LoraPair | None:
+        if p is None:
+            return None
+        a, b = (tensor.detach().to(dtype).requires_grad_() for tensor in (p.a_RD, p.b_OR))
+        return replace(p, a_RD=a, b_OR=b, main_grads=MainGrads(torch.ones_like(a).float(), torch.ones_like(b).float()))
+
+    return [tuple(pair(p) for p in own) for own in sites]
+
+
+def sums(sites: Sites) -> list[Tensor]:
+    held = [pair.main_grads for own in sites for pair in own if pair is not None]
+    return [tensor.detach() for own in held if own is not None for tensor in (own.a_RD, own.b_OR)]
+
+
+def stacked(x: Tensor, segments: Segments, sites: Sites) -> Sequence[Tensor]:
+    weight = drawn(sum(SIZES), D, seed=1).to(x.dtype) * 0.1
+    return linear_group(x, Stacked(weight, None, SIZES), segments, sites)
+
+
+def alone(x: Tensor, segments: Segments, sites: Sites) -> Sequence[Tensor]:
+    weight = drawn(sum(SIZES), D, seed=1).to(x.dtype) * 0.1
+    return lora_add_group(torch.split(x @ weight.T, list(SIZES), 1), x, segments, sites)
+
+
+def fresh(segments: Segments) -> Segments:
+    return Segments(segments.bounds, segments.adapters)
+
+
+def compare(run: Run, segments: Segments, dtype: torch.dtype, *, inputs_learn: bool, limit: float) -> None:
+    plain = make_sites(SIZES, RANKS)
+    summed = with_sums(plain, dtype)
+    x = drawn(segments.tokens, D, seed=0)
+    mine = x.to(dtype).detach().requires_grad_(inputs_learn)
+    expected = [torch.ones_like(tensor) for tensor in leaves(plain)]
+    for micro_batch in range(2):
+        dys = [drawn(segments.tokens, width, seed=50 + width + micro_batch) for width in SIZES]
+        theirs = x.detach().requires_grad_()
+        outs = run(theirs, fresh(segments), plain)
+        dx, *gradients = torch.autograd.grad(outs, (theirs, *leaves(plain)), dys, materialize_grads=True)
+        for total, gradient in zip(expected, gradients, strict=True):
+            total += gradient
+        batch = fresh(segments)
+        got = run(mine, batch, summed)
+        reached = mine if inputs_learn else batch.anchor
+        (found,) = torch.autograd.grad(got, reached, [dy.to(dtype) for dy in dys], allow_unused=not inputs_learn)
+        if inputs_learn:
+            assert relative_error(found, dx) <= limit
+        for own, other in zip(got, outs, strict=True):
+            assert relative_error(own, other) <= limit
+    for total, other in zip(sums(summed), expected, strict=True):
+        assert relative_error(total, other) <= limit
+    assert all(tensor.grad is None for tensor in leaves(summed))
+    absent = {0, 1, 2, 3} - set(segments.adapters)
+    for own in summed:
+        for adapter in absent:
+            pair = own[adapter]
+            if pair is not None and pair.main_grads is not None:
+                assert (pair.main_grads.a_RD == 1).all()
+                assert (pair.main_grads.b_OR == 1).all()
+
+
+@pytest.mark.parametrize("inputs_learn", [False, True])
+@pytest.mark.parametrize("run", [stacked, alone])
+@pytest.mark.parametrize("segments", BATCHES.values(), ids=BATCHES)
+def test_sums(run: Run, segments: Segments, inputs_learn: bool) -> None:
+    compare(run, segments, torch.float32, inputs_learn=inputs_learn, limit=1e-5)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("run", [stacked, alone])
+@pytest.mark.parametrize("segments", BATCHES.values(), ids=BATCHES)
+def test_sums_on_a_gpu_in_bfloat16(run: Run, segments: Segments) -> None:
+    compare(run, segments, torch.bfloat16, inputs_learn=True, limit=2e-2)
+
+
+def test_some_with_sums_and_some_without_are_refused() -> None:
+    sites = make_sites(SIZES, RANKS)
+    mixed = [(with_sums(sites, torch.float32)[0][0], *sites[0][1:]), *sites[1:]]
+    with pytest.raises(AssertionError, match="or of none"):
+        stacked(drawn(60, D, seed=0), BATCHES["few rows each"], mixed)
