@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from functools import cache
 
@@ -117,15 +117,6 @@ def collect(gen: Generator, requests: Iterable[Generate] = ()) -> dict[str, Resu
 
 def alone(base: Base, one: Generate, shelf: Shelf | None = None) -> Result:
     return collect(generator(base, shelf), [one])[one.id]
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """Where a test says nothing else: threads that wait for each other are slow on a busy machine."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 from hypothesis import given, settings
@@ -30,14 +28,6 @@ from tests.generate.test_runner import Shelf, adapter, collect, prompt, request
 from tests.support.tiny_models import VOCAB, tiny_model
 
 SHORT = SamplingParams(max_tokens=4, temperature=0.0)
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def fused_base(family: str) -> FusedBase:

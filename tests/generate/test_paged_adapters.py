@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -27,14 +27,6 @@ REFS = [AdapterRef(f"a{i}", 1) for i in range(7)]
 PAGE = 16
 GREEDY = SamplingParams(max_tokens=12, temperature=0.0, ignore_eos=True)
 DRAWN = SamplingParams(max_tokens=9, temperature=1.2, top_k=30, ignore_eos=True, seed=7)
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def adapter(base: Base, ref: AdapterRef) -> LoraWeights:

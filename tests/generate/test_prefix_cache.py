@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
 
 import msgspec
 import pytest
@@ -21,14 +20,6 @@ from tests.support.tiny_models import FAMILIES, VOCAB, tiny_model
 
 Results = dict[str, tuple[list[int], list[TokenLogprob]]]
 REFS = (AdapterRef("a", 1), AdapterRef("a", 2), AdapterRef("b", 1))
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 class Shelf:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from typing import Any
 
 import pytest
@@ -24,14 +24,6 @@ from coserve.types import AdapterRef, FinishReason, LoraSettings, SamplingParams
 from tests.support.tiny_models import VOCAB, tiny_model
 
 GREEDY = SamplingParams(max_tokens=10, temperature=0.0)
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="module")
