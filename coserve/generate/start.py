@@ -18,7 +18,7 @@ from torch._dynamo.exc import TorchDynamoException
 from coserve.errors import UnsupportedBase
 from coserve.generate.generator import Generator
 from coserve.generate.mixed_graph import MIXED_BUCKETS
-from coserve.generate.runner import BUCKETS, INDUCTOR, Runner
+from coserve.generate.runner import BUCKETS, INDUCTOR, PART_SCOPES, Runner
 from coserve.generate.slots import WIDTHS
 from coserve.kernels.dispatch import Way
 from coserve.memory.kv import KvCache
@@ -29,7 +29,8 @@ COMPILING = "generation: steps run one by one until compilation ends"
 COMPILED = (
     "generation: prompts whose log-probabilities are asked for are computed step by step, beside the others; steps of more "
     f"than {BUCKETS[-1]} sequences, of more than {MIXED_BUCKETS[-1]} tokens or many short prompts, and with an adapter of a rank above "
-    f"{WIDTHS[-1]}, run without CUDA graphs; so do the first steps with prompts of a size"
+    f"{WIDTHS[-1]}, run without CUDA graphs; so do the first steps with prompts of a size; where adapters change some sites only, "
+    f"the first {PART_SCOPES} such choices of sites have graphs of their own, others use those for all sites"
 )
 SWITCH_INTERVAL = 2e-5
 """Seconds after which the compiling thread gives way. A step takes and frees the interpreter with every operation: at
