@@ -50,7 +50,7 @@ def climb(name: str, start: Blocks, changes: Iterable[Change], time_us: Callable
 
 DECODE_CHANGES: tuple[Change, ...] = (
     *(
-        {"k": k, "steps": steps, "shrink_warps": warps}
+        {"k": k, "steps": steps, "shrink_warps": warps, "parts": warps}
         for k, steps, warps in ((512, 2, 4), (512, 1, 2), (1024, 1, 2), (1024, 1, 4), (1024, 2, 2), (2048, 1, 4))
     ),
     *({"o": o, "expand_warps": warps} for o, warps in ((64, 4), (128, 4), (128, 8), (256, 4), (256, 8), (512, 8))),

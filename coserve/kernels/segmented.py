@@ -45,7 +45,8 @@ class Group:
     """Sites that read one input, their table for this step, and what must stay alive while it is used."""
 
     table: SiteTable
-    pairs: tuple[tuple[LoraPair | None, ...], ...]
+    ranks: tuple[int, ...]
+    """Each slot's largest."""
     a: list[Tensor]
     b: list[Tensor]
     """The pairs' own tensors, site by site and adapter by adapter: what gradients go to. None of them where the kernels add
@@ -193,9 +194,7 @@ def tile_rows(segments: Segments) -> tuple[int, bool]:
 
 def plan_of(segments: Segments, group: Group, *, train: bool) -> Plan:
     """How `segments` is cut for `group`; built once a step, for all groups whose adapters have the same ranks."""
-    slots = zip(*group.pairs, strict=True)
-    ranks = tuple(max(0 if pair is None else pair.rank for pair in slot) for slot in slots)
-    device = group.table.ranks.device
+    device, ranks = group.table.ranks.device, group.ranks
 
     def build() -> Plan:
         rows, decode = (LONG_ROWS, False) if train else tile_rows(segments)
@@ -232,10 +231,11 @@ def _group(
     segments: Segments, pairs: Sequence[tuple[LoraPair | None, ...]], table: SiteTable, held: list[LoraPair]
 ) -> Group:
     own = [pair for site in pairs for pair in site if pair is not None]
-    totals = [sum(0 if pair is None else pair.rank for pair in site) for site in pairs]
+    assert table.sizes is not None, "expected a table of one step"
+    totals, ranks = table.sizes.sum(0).tolist(), tuple(table.sizes.amax(1).tolist())
     summed = [pair.main_grads is not None for pair in own]
     assert all(summed) or not any(summed), "expected sums of the gradients of all pairs in a batch, or of none"
     if own and all(summed):
-        return Group(table, tuple(pairs), [], [], totals, held, segments.anchor)
+        return Group(table, ranks, [], [], totals, held, segments.anchor)
     a, b = [pair.a_RD for pair in own], [pair.b_OR for pair in own]
-    return Group(table, tuple(pairs), a, b, totals, held, None)
+    return Group(table, ranks, a, b, totals, held, None)

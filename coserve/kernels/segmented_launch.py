@@ -41,7 +41,13 @@ class DecodeBlocks:
 
     k: int = 1024
     steps: int = 1
-    shrink_warps: int = 2
+    beside_k: int = 512
+    """`k` where the shrink runs beside a product: as many steps more, whose loads are all under way at once."""
+    parts: int = 4
+    """Of a step's k; each has a sum of its own."""
+    shrink_warps: int = 4
+    beside_warps: int = 2
+    """Fewer: the product is what the registers and the shared memory are for."""
     o: int = 256
     r: int = RANK_BLOCK
     """Ranks of the expand at a time."""
@@ -78,11 +84,11 @@ class LongBlocks:
 
 MANY_SHRINKS = 512
 """Programs of the decode shrink from which each takes two steps of k: the start of a program then costs more than its wait."""
-FEWEST_EXPANDS, FEW_EXPANDS = 100, 1024
-"""Programs of 128 outputs up to which the decode expand waits for its loads: more of them are under way at once then, of
-more ranks. Beyond, programs hide that from each other."""
-EXPAND_H = 2048
-"""Elements of h, of all splits, that a program of the decode expand reads at a time, at most: it keeps them in registers."""
+FEW_EXPANDS = 512
+"""Programs of 128 outputs up to which those of the decode expand are made small, so that there are more of them, with more
+ranks each: what they wait for is their loads. Beyond, programs hide that from each other."""
+AHEAD = 3
+"""Steps of the decode shrink whose loads are under way at once, where it runs beside a product."""
 LONG = LongBlocks()
 DECODE_SHRINK, DECODE_EXPAND = Launcher(segmented_decode.shrink), Launcher(segmented_decode.expand)
 LONG_SHRINK, LONG_EXPAND = Launcher(segmented_prefill.shrink), Launcher(segmented_prefill.expand)
@@ -106,12 +112,12 @@ def decode_blocks(inputs: int, outputs: tuple[int, ...], tiles: int, items: int,
     start = DecodeBlocks()
     steps = 2 if items * len(outputs) * cdiv(inputs, start.k) > MANY_SHRINKS else 1
     programs = tiles * sum(cdiv(width, 128) for width in outputs)
-    splits = next_power_of_2(decode_splits(inputs, replace(start, steps=steps)))
-    few, fewest = programs <= FEW_EXPANDS, programs <= FEWEST_EXPANDS
     if R <= RANK_BLOCK:
-        return replace(start, steps=steps, o=128 if few else 256, expand_warps=8 if few and rows > 8 else 4)
-    ranks = rank_block(R, max(RANK_BLOCK, min(64 if few else 32, EXPAND_H // (rows * splits))))
-    return replace(start, steps=steps, o=256 if few and not fewest else 128, r=ranks, expand_warps=8 if few else 4)
+        o = 64 if programs <= FEW_EXPANDS else 128 if programs <= 2 * FEW_EXPANDS else 256
+        return replace(start, steps=steps, o=o)
+    if programs <= FEW_EXPANDS:
+        return replace(start, steps=steps, o=64, r=rank_block(R), expand_warps=2 if rows <= 8 else 4)
+    return replace(start, steps=steps, r=rank_block(R, 32))
 
 
 def decode_splits(inputs: int, blocks: DecodeBlocks) -> int:
@@ -146,17 +152,25 @@ def decode(
     widths, strides = [y.shape[1] for y in three], [y.stride(0) for y in three]
     output_blocks = sum(cdiv(y.shape[1], blocks.o) for y in ys)
     block_r = rank_block(R, blocks.r)
-    sums = {"SITES": sites, "SPLITS": splits, "SPLITS_POW2": next_power_of_2(splits), "ALIGNED": _aligned(ys)}
+    sums = {"SITES": sites, "SPLITS": splits, "ALIGNED": _aligned(ys)}
     table, row, pdl = (addresses, ranks), ranks.stride(0), blocks.pdl and has_pdl(x_TD.device)
     DECODE_SHRINK(
         (items.shape[0], splits, sites), (x_TD, h, items, *table), (inputs, x_TD.stride(0), row, tokens, R),
-        BLOCK_T=rows, BLOCK_R=RANK_BLOCK, BLOCK_K=blocks.k, STEPS=blocks.steps, BESIDE=beside and pdl,
-        **options(pdl, blocks.shrink_warps, 1),
+        BLOCK_T=rows, BLOCK_R=RANK_BLOCK, **shrink_steps(blocks, beside=beside),
+        **options(pdl, blocks.beside_warps if beside else blocks.shrink_warps, 1),
     )  # fmt: skip
     DECODE_EXPAND(
         (output_blocks, tiles.shape[0], 1), (*three, h, tiles, *table, scalings), (*widths, *strides, row, tokens, R), **sums,
         BLOCK_T=rows, BLOCK_R=block_r, BLOCK_O=blocks.o, SINGLE=block_r >= R, **options(pdl, blocks.expand_warps, 1),
     )  # fmt: skip
+
+
+def shrink_steps(blocks: DecodeBlocks, *, beside: bool) -> dict[str, int | bool]:
+    """How a program of the decode shrink goes through its inputs."""
+    k, steps = blocks.k, blocks.steps
+    if beside:
+        k, steps = blocks.beside_k, blocks.k * blocks.steps // blocks.beside_k
+    return {"BLOCK_K": k, "STEPS": steps, "PARTS": blocks.parts, "STAGES": min(steps, AHEAD) + 1, "BESIDE": beside}
 
 
 def rank_block(R: int, most: int = 64) -> int:

@@ -24,6 +24,17 @@ def waits(idle):
 
 
 @triton.jit
+def held(tile):
+    """The tile, complete and in registers here. Otherwise the compiler begins to use it as it comes, to save registers, and
+    has only a few of the loads under way at once."""
+    if tile.dtype.primitive_bitwidth == 16:
+        tile = tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [tile], dtype=tile.dtype, is_pure=False, pack=2)
+    elif tile.dtype.primitive_bitwidth == 32:
+        tile = tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [tile], dtype=tile.dtype, is_pure=False, pack=1)
+    return tile
+
+
+@triton.jit
 def load_b(b_ptr, o, r, O, rank):
     """b_OR[o, r] as a (len(o), len(r)) tile, zero outside; its rows are padded to 16 bytes (`tables.readable`)."""
     stride = (rank + 7) // 8 * 8

@@ -21,7 +21,7 @@ import triton.language as tl
 from torch import Tensor
 
 from coserve.kernels.dispatch import interpreted
-from coserve.kernels.segmented_launch import DECODE_SHRINK, DecodeBlocks, decode_splits, has_pdl
+from coserve.kernels.segmented_launch import DECODE_SHRINK, DecodeBlocks, decode_splits, has_pdl, shrink_steps
 from coserve.kernels.segmented_load import weights
 from coserve.kernels.sizes import cdiv, next_power_of_2
 from coserve.kernels.stopwatch import graph_ms
@@ -142,7 +142,7 @@ def single_row(
         h = torch.empty(splits, sites, 1, R, dtype=torch.float32, device=device)
         DECODE_SHRINK(
             (tiles.items.shape[0], splits, sites), (x_D, h, tiles.items, addresses, ranks), (D, D, row, 1, R), BLOCK_T=tiles.rows, BLOCK_R=RANK_BLOCK,
-            BLOCK_K=shrink.k, STEPS=shrink.steps, BESIDE=False, num_warps=shrink.shrink_warps, num_stages=1, **options,
+            **shrink_steps(shrink, beside=False), num_warps=shrink.shrink_warps, num_stages=1, **options,
         )  # fmt: skip
     project[(cdiv(O, block),)](
         x_D, weight_OD, y if bias_O is None else bias_O, y, h, tiles_, addresses, ranks, scalings,

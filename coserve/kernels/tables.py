@@ -12,14 +12,11 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from coserve.kernels.segments import LoraPair, Segments
+from coserve.kernels.segments import VECTOR, Entry, LoraPair, Segments, lies_well
 
 RANK_BLOCK = 16
 """Ranks are worked on in blocks of so many: the least that a tensor core multiplies."""
-VECTOR = 8
-"""Elements of a row of b_OR that are read together."""
-ALIGNMENT = 16
-"""Bytes; weights start at a multiple of it, so that they are read 16 bytes at a time."""
+NO_ENTRY = Entry(0, 0, 0, 0, 0, 0.0)
 
 
 @dataclass(frozen=True)
@@ -36,6 +33,8 @@ class SiteTable:
     """int32 (N, G): the ranks of the slots ahead, summed; only where gradients are wanted."""
     sums: Tensor | None = None
     """int64 (N, G, 2): the addresses of the `MainGrads`; 0: none."""
+    sizes: Tensor | None = None
+    """What is in `ranks`, on the host; only where it cannot change."""
 
     @property
     def sites(self) -> int:
@@ -48,8 +47,8 @@ class SiteTable:
     def columns(self, first: int, count: int) -> SiteTable:
         """What `count` neighbouring sites hold, as a view."""
         part = slice(first, first + count)
-        starts, sums = (None if own is None else own[:, part] for own in (self.starts, self.sums))
-        return SiteTable(self.addresses[:, part], self.ranks[:, part], self.scalings[:, part], starts, sums)
+        rest = (None if own is None else own[:, part] for own in (self.starts, self.sums, self.sizes))
+        return SiteTable(self.addresses[:, part], self.ranks[:, part], self.scalings[:, part], *rest)
 
 
 class Slots:
@@ -69,9 +68,10 @@ class Slots:
         """Point `slot` at one adapter's pairs, one a site; keeps them alive. They must be contiguous and aligned."""
         assert len(pairs) == self.ranks.shape[1], f"expected {self.ranks.shape[1]} sites, got {len(pairs)}"
         kept = tuple(None if pair is None else readable(pair) for pair in pairs)
-        self.addresses[slot].copy_(torch.tensor([_addresses(pair) for pair in kept], dtype=torch.int64))
-        self.ranks[slot].copy_(torch.tensor([_rank(pair) for pair in kept], dtype=torch.int32))
-        self.scalings[slot].copy_(torch.tensor([0.0 if pair is None else pair.scaling for pair in kept]))
+        a, b, _, _, ranks, scalings = zip(*map(_entry, kept), strict=True)
+        self.addresses[slot].copy_(torch.tensor([a, b], dtype=torch.int64).T)
+        self.ranks[slot].copy_(torch.tensor(ranks, dtype=torch.int32))
+        self.scalings[slot].copy_(torch.tensor(scalings))
         self._held[slot] = kept
 
     def clear(self, slot: int) -> None:
@@ -90,12 +90,12 @@ def site_table(pairs: Sequence[Sequence[LoraPair | None]], device: torch.device)
     Never waits for the device.
     """
     slots, sites = len(pairs[0]), len(pairs)
-    rows = [[None if pair is None else readable(pair) for pair in slot] for slot in zip(*pairs, strict=True)]
-    sizes = torch.tensor([[_rank(p) for p in row] for row in rows], dtype=torch.int32)
-    scalings = torch.tensor([[0.0 if p is None else p.scaling for p in row] for row in rows], dtype=torch.float32)
-    addresses = torch.tensor([[_addresses(p) for p in row] for row in rows], dtype=torch.int64)
+    kept = [None if pair is None else readable(pair) for slot in zip(*pairs, strict=True) for pair in slot]
+    a, b, sum_a, sum_b, ranks, scalings_ = zip(*map(_entry, kept), strict=True)
+    sizes = torch.tensor(ranks, dtype=torch.int32).view(slots, sites)
+    scalings = torch.tensor(scalings_, dtype=torch.float32)
+    addresses, sums = (torch.tensor(both, dtype=torch.int64).T.contiguous() for both in ((a, b), (sum_a, sum_b)))
     starts = sizes.cumsum(0, dtype=torch.int32) - sizes
-    sums = torch.tensor([[_sums(p) for p in row] for row in rows], dtype=torch.int64)
     columns = [column.view(torch.int32).view(-1) for column in (addresses, sums, sizes, scalings, starts)]
     padded = [pad(column, (0, -len(column) % VECTOR)) for column in columns]  # each begins at a whole vector
     moved = torch.split(_to_device(torch.cat(padded), device), [len(column) for column in padded])
@@ -106,8 +106,9 @@ def site_table(pairs: Sequence[Sequence[LoraPair | None]], device: torch.device)
         at[3].view(torch.float32).view(slots, sites),
         at[4].view(slots, sites),
         at[1].view(torch.int64).view(slots, sites, 2),
+        sizes,
     )
-    return table, [pair for row in rows for pair in row if pair is not None]
+    return table, [pair for pair in kept if pair is not None]
 
 
 def _to_device(host: Tensor, device: torch.device) -> Tensor:
@@ -120,32 +121,22 @@ def readable(pair: LoraPair) -> LoraPair:
 
     b_OR's rows are padded with zeros to whole vectors of 8, so an odd rank is a copy too, of (O, R rounded up).
     """
-    a_RD, b_OR = _readable(pair.a_RD), pair.b_OR
-    b_OR = _readable(pad(b_OR.detach(), (0, -pair.rank % VECTOR)) if pair.rank % VECTOR else b_OR)
-    return pair if a_RD is pair.a_RD and b_OR is pair.b_OR else replace(pair, a_RD=a_RD, b_OR=b_OR)
+    if pair.entry is not None:
+        return pair
+    b_OR = pad(pair.b_OR.detach(), (0, -pair.rank % VECTOR)) if pair.rank % VECTOR else pair.b_OR
+    return replace(pair, a_RD=_well(pair.a_RD), b_OR=_well(b_OR))
 
 
-def _readable(weight: Tensor) -> Tensor:
-    aligned = weight.is_contiguous() and weight.data_ptr() % ALIGNMENT == 0
-    return weight if aligned else weight.detach().clone(memory_format=torch.contiguous_format)
+def _well(weight: Tensor) -> Tensor:
+    return weight if lies_well(weight) else weight.detach().clone(memory_format=torch.contiguous_format)
 
 
-def _addresses(pair: LoraPair | None) -> list[int]:
-    return [0, 0] if pair is None else [pair.a_RD.data_ptr(), pair.b_OR.data_ptr()]
-
-
-def _sums(pair: LoraPair | None) -> list[int]:
-    if pair is None or pair.main_grads is None:
-        return [0, 0]
-    both = pair.main_grads.a_RD, pair.main_grads.b_OR
-    for own in both:
-        assert own.dtype == torch.float32 and own.is_contiguous(), "expected contiguous sums in fp32"
-        assert own.data_ptr() % ALIGNMENT == 0, "expected sums at whole vectors"
-    return [own.data_ptr() for own in both]
-
-
-def _rank(pair: LoraPair | None) -> int:
-    return 0 if pair is None else pair.a_RD.shape[0]
+def _entry(pair: LoraPair | None) -> Entry:
+    """Of a pair that is readable."""
+    if pair is None:
+        return NO_ENTRY
+    assert pair.entry is not None, "expected a readable pair"
+    return pair.entry
 
 
 @dataclass(frozen=True)

@@ -69,7 +69,8 @@ class LoraBatch:
 
     def pairs(self, names: Sequence[str]) -> list[tuple[LoraPair | None, ...]]:
         """Each adapter's pair at each of the sites."""
-        return [tuple(adapter.sites.get(name) for adapter in self.adapters) for name in names]
+        sites = [adapter.sites for adapter in self.adapters]
+        return [tuple([own.get(name) for own in sites]) for name in names]
 
     def prepare(self, groups: Callable[[], Sequence[Sequence[str]]]) -> None:
         """Does for all groups of sites at once what need not be done at each; once a step, however often it is asked for."""

@@ -1,10 +1,13 @@
 from __future__ import annotations
 
+from dataclasses import replace
+
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from coserve.kernels.segments import LoraPair, Segments
+from coserve.kernels.segments import LoraPair, MainGrads, Segments
 from coserve.kernels.tables import RANK_BLOCK, Slots, StepTiles, cut, readable, site_table, uncovered, upload
 
 CPU = torch.device("cpu")
@@ -83,6 +86,22 @@ def test_a_pair_is_copied_only_where_it_cannot_be_read_as_it_is() -> None:
     turned = LoraPair(torch.randn(8, 16).T, torch.randn(6, 16), 1.0)
     assert readable(turned).a_RD.is_contiguous()
     assert torch.equal(readable(turned).a_RD, turned.a_RD)
+
+
+def test_what_a_table_says_of_a_pair() -> None:
+    even, odd = pair(16, scaling=0.5), pair(5)
+    assert even.entry == (even.a_RD.data_ptr(), even.b_OR.data_ptr(), 0, 0, 16, 0.5)
+    assert odd.entry is None
+    copied = readable(odd).entry
+    assert copied is not None
+    assert copied.rank == 5
+    summed = replace(even, main_grads=MainGrads(torch.zeros(16, 8), torch.zeros(6, 16)))
+    assert summed.main_grads is not None
+    assert summed.entry is not None
+    assert summed.entry[2:4] == (summed.main_grads.a_RD.data_ptr(), summed.main_grads.b_OR.data_ptr())
+    half = replace(even, main_grads=MainGrads(torch.zeros(16, 8).half(), torch.zeros(6, 16)))
+    with pytest.raises(AssertionError, match="fp32 sums"):
+        _ = half.entry
 
 
 def test_starts_count_the_ranks_ahead() -> None:
