@@ -73,6 +73,7 @@ def _train(rows: list[Row], put: Any) -> None:  # noqa: ANN401
 
     put("prefill_fwd_overhead", total("forward") / total("base_forward"), "fraction", "<= 0.13", "train")
     put("train_bwd_overhead", total("backward") / total("base_backward"), "fraction", "<= 0.22", "train")
+    put("train_bwd_overhead.sums", total("backward_summed") / total("base_backward"), "fraction", "<= 0.22", "train")
     and_add = total("backward_and_add") / total("base_backward")
     put("train_bwd_overhead.with_autograd_add", and_add, "fraction", "(not set)", "train")
     if not all("autograd_stk64" in row["us"] and "autograd_stk128" in row["us"] for row in rows):

@@ -14,7 +14,8 @@ import json
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
 from datetime import date
 from functools import cache, partial
 from itertools import product
@@ -31,7 +32,7 @@ from coserve.generate.slots import Room, decode_rooms, settled
 from coserve.kernels import reference, segmented
 from coserve.kernels import segmented_launch as launch
 from coserve.kernels import segmented_ops as ops
-from coserve.kernels.segments import Segments
+from coserve.kernels.segments import LoraPair, MainGrads, Segments
 from coserve.kernels.tables import RANK_BLOCK, StepTiles, cut, upload
 
 BANDWIDTH = 4.30e12
@@ -218,6 +219,17 @@ def step_part() -> list[Row]:
     return rows
 
 
+def _with_sums(pairs: Sequence[LoraPair | None]) -> tuple[LoraPair | None, ...]:
+    """The same pairs with fp32 sums of their gradients."""
+
+    def sums(pair: LoraPair) -> MainGrads:
+        return MainGrads(
+            torch.zeros_like(pair.a_RD, dtype=torch.float32), torch.zeros_like(pair.b_OR, dtype=torch.float32)
+        )
+
+    return tuple(None if pair is None else replace(pair, main_grads=sums(pair)) for pair in pairs)
+
+
 def train_part() -> list[Row]:
     """4096 tokens over 8 adapters of rank 16, a layer's seven sites: LoRA forward and backward beside the base's."""
     segments = cases.batch(list(range(8)), 512)
@@ -232,14 +244,15 @@ def train_part() -> list[Row]:
             tiles, table = plan.tiles, own.table
             where = (tiles.tiles, tiles.counters, table.addresses, table.ranks)
             h = launch.long_shrink(layer.x, *where, tiles.rows, plan.R)
-            prepared.append((layer, own, plan, h, torch.zeros_like(layer.x)))
+            summed = segmented.group_of(segments, [_with_sums(pairs) for pairs in layer.pairs], cases.DEVICE)
+            prepared.append((layer, own, plan, h, torch.zeros_like(layer.x), summed))
 
         def forward(item: tuple[Any, ...]) -> ways.Call:
-            layer, own, plan, _, _ = item
+            layer, own, plan, *_ = item
             return lambda: segmented.train(layer.ys, layer.x, plan, own)
 
         def backward(item: tuple[Any, ...], *, add: bool) -> ways.Call:
-            layer, own, plan, h, dx = item
+            layer, own, plan, h, dx, _ = item
             table, tiles = own.table, plan.tiles
             where = (table.addresses, table.ranks, table.scalings, table.starts)
 
@@ -253,6 +266,12 @@ def train_part() -> list[Row]:
 
             return call
 
+        def backward_summed(item: tuple[Any, ...]) -> ways.Call:
+            """As fine-tuning runs it: the kernels add dA and dB to fp32 sums; dX is what the base's products are added to."""
+            layer, _, plan, h, _, own = item
+            needs = {"inputs_need": True, "weights_need": True}
+            return lambda: segmented.gradients(layer.ys, layer.x, h, plan, own, **needs)
+
         def base_backward(layer: cases.Layer) -> ways.Call:
             return lambda: [torch.mm(dy, weight) for dy, weight in zip(layer.ys, weights, strict=True)]  # noqa: B023
 
@@ -262,6 +281,7 @@ def train_part() -> list[Row]:
             "add_": graph_us([ways.segmented_call(layer, segments) for layer in layers], replays=9, repeat=3),
             "forward": graph_us([forward(item) for item in prepared], replays=9, repeat=3),
             "backward": graph_us([backward(item, add=False) for item in prepared], replays=9, repeat=3),
+            "backward_summed": graph_us([backward_summed(item) for item in prepared], replays=9, repeat=3),
             "backward_and_add": graph_us([backward(item, add=True) for item in prepared], replays=9, repeat=3),
         }
         for way in ("segmented", "stk64", "stk128", "grouped"):
