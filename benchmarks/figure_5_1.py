@@ -50,6 +50,8 @@ GRAPHS = "segmented+graphs"
 WAYS = ("segmented", GRAPHS, "block_sparse", "grouped", "naive")
 TASKS = ("inference", "finetuning")
 AXES = ("adapters", "batch")
+FINETUNING_REPEATS = 7
+"""Times that each batch of fine-tuning by `segmented` is timed."""
 FLATNESS = Target(0.9)
 
 
@@ -203,18 +205,24 @@ def finetuning(base: Base, shape: Shape, way: str, batch: int, adapters: int) ->
 
 
 def measure(
-    base: Base, call: Callable[[int], int], repeats: int, warm_ups: int, prepare: Callable[[], bool] | None = None
+    base: Base,
+    call: Callable[[int], int],
+    batches: int,
+    repeats: int,
+    warm_ups: int,
+    prepare: Callable[[], bool] | None = None,
 ) -> list[float]:
-    """Tokens a second of `repeats` batches. `prepare`: what the daemon does when it has nothing to do, until it is False."""
+    """Tokens a second of `repeats` runs of so many batches in turn. `prepare`: what the daemon does when it has nothing to
+    do, until it is False."""
     for run in range(warm_ups):
-        call(run % repeats)
+        call(run % batches)
         while prepare is not None and prepare():
             pass
     speeds = []
     for run in range(repeats):
         synchronize(base)
         began = time.perf_counter()
-        tokens = call(run)
+        tokens = call(run % batches)
         synchronize(base)
         speeds.append(tokens / (time.perf_counter() - began))
     return speeds
@@ -257,10 +265,13 @@ def measure_all(
                 call, prepare = inference(generator, shape, batch, adapters), generator.prepare
             else:
                 call = finetuning(base, shape, way, batch, adapters)
-            repeats = 1 if way == "naive" else shape.repeats
+            batches = 1 if way == "naive" else shape.repeats
+            # A fine-tuning batch takes a tenth of a second, most of it the host's, which other work disturbs.
+            repeats = FINETUNING_REPEATS * batches if task == "finetuning" and way == "segmented" else batches
             # Our kernels are compiled for each width of ranks: every batch is run before it is timed.
+            warm_ups = 2 * batches if way.startswith("segmented") else 1
             try:
-                speeds = measure(base, call, repeats, 2 * repeats if way.startswith("segmented") else 1, prepare)
+                speeds = measure(base, call, batches, repeats, warm_ups, prepare)
             except torch.OutOfMemoryError as error:
                 print(f"{name} does not fit: {str(error).splitlines()[0]}", flush=True)
                 continue

@@ -36,21 +36,22 @@ class Launcher:
     """Launches one kernel whose parameters are tensors, then numbers, then constants."""
 
     def __init__(self, kernel: JITFunction[Callable[..., None]]) -> None:
-        self._kernel = kernel
-        self._forms: dict[Hashable, Form] = {}
+        self._kernel, self._interpreted = kernel, interpreted()
+        self._forms: dict[Hashable, tuple[Form, list[Constant]]] = {}
 
     def __call__(self, grid: Grid, tensors: Sequence[Tensor], numbers: tuple[int, ...], **rest: Constant) -> None:
         """`rest`: the kernel's constants and Triton's options, always in the same order."""
-        if interpreted():
+        if self._interpreted:
             self._kernel[grid](*tensors, *numbers, **rest)
             return
         types, places = [t.dtype for t in tensors], [t.data_ptr() & ALIGNMENT for t in tensors]
         key = (tensors[0].get_device(), numbers, *rest.values(), *types, *places)
-        form = self._forms.get(key)
-        if form is not None:
-            constants = self._kernel.arg_names[len(tensors) + len(numbers) :]
-            form[grid](*tensors, *numbers, *[rest[name] for name in constants])
+        known = self._forms.get(key)
+        if known is not None:
+            form, constants = known
+            form[grid](*tensors, *numbers, *constants)
             return
         if len(self._forms) >= FORMS:
             self._forms.clear()
-        self._forms[key] = self._kernel[grid](*tensors, *numbers, **rest)
+        names = self._kernel.arg_names[len(tensors) + len(numbers) :]
+        self._forms[key] = self._kernel[grid](*tensors, *numbers, **rest), [rest[name] for name in names]

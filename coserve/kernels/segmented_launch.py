@@ -100,6 +100,7 @@ def has_pdl(device: torch.device) -> bool:
     return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
 
 
+@cache
 def options(pdl: bool, warps: int, stages: int) -> dict[str, int | bool]:
     """What every launch says of its kernel's form."""
     found: dict[str, int | bool] = {"num_warps": warps, "num_stages": stages, "PDL": pdl}
@@ -173,6 +174,7 @@ def shrink_steps(blocks: DecodeBlocks, *, beside: bool) -> dict[str, int | bool]
     return {"BLOCK_K": k, "STEPS": steps, "PARTS": blocks.parts, "STAGES": min(steps, AHEAD) + 1, "BESIDE": beside}
 
 
+@cache
 def rank_block(R: int, most: int = 64) -> int:
     """Ranks that one program of a long kernel works on together."""
     return min(most, max(RANK_BLOCK, next_power_of_2(R)))

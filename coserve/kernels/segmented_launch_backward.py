@@ -47,7 +47,7 @@ def shrink_b(
         splits, steps = splits_of(tiles.shape[0] * rank_blocks, dy.shape[1], k)
         shape = (splits, tokens, R)
         parts = g[site] if splits == 1 else torch.empty(shape, dtype=torch.float32, device=g.device)
-        column = (addresses[:, site:], ranks[:, site:], scalings[:, site:])
+        column = (addresses[:, site:], ranks[:, site:], scalings[:, site:]) if site else (addresses, ranks, scalings)
         SHRINK_B(
             (tiles.shape[0], splits, rank_blocks),
             (dy, g[site], parts, counters, tiles, *column),
@@ -130,7 +130,11 @@ def outer(
     if sums is None:
         return [out[0] if parts == 1 else out.sum(0).to(u_TN.dtype) for out in outs]
     for site, out in enumerate(outs if parts > 1 else ()):
-        column = (ranks[:, site:], scalings[:, site:], starts[:, site:], sums[:, site:])
+        column = (
+            (ranks[:, site:], scalings[:, site:], starts[:, site:], sums[:, site:])
+            if site
+            else (ranks, scalings, starts, sums)
+        )
         FOLD(
             (cdiv(R * width, FOLD_BLOCK), adapters, 1), (out, spans, *column), (width, ranks.stride(0), parts, out.stride(0)),
             OF_B=of_b, BLOCK=FOLD_BLOCK, **options(blocks.pdl and has_pdl(v.device), 4, 1),

@@ -78,8 +78,8 @@ def gradients(
     where = (tiles, spans)
     out += backward.outer(x, g, list(totals), *where, ranks, scalings, starts, rows, of_b=False, sums=sums)
     for site, dy in enumerate(dys):
-        column = (ranks[:, site:], scalings[:, site:], starts[:, site:])
-        own = None if sums is None else sums[:, site:]
+        column = (ranks[:, site:], scalings[:, site:], starts[:, site:]) if site else (ranks, scalings, starts)
+        own = sums[:, site:] if site and sums is not None else sums
         out += backward.outer(dy, h[site : site + 1], [totals[site]], *where, *column, rows, of_b=True, sums=own)
     return out
 
