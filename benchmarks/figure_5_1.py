@@ -329,13 +329,13 @@ def draw(rows: Sequence[dict[str, Any]], hardware: str, shape: Shape = PAPER) ->
             (line[0], "adapters", "batch", shape.batch),
             (line[1], "batch", "adapters", shape.adapters),
         ):
-            for way in WAYS:
+            for index, way in enumerate(WAYS):
                 curve = sorted(
                     (row[vary], row["value"]) for row in rows
                     if row["task"] == task and row["way"] == way and row[fixed] == value and row[vary] in shape.counts
                 )  # fmt: skip
                 if curve:
-                    axes.plot(*zip(*curve, strict=True), marker="o", label=way)
+                    axes.plot(*zip(*curve, strict=True), marker="o", label=way, color=f"C{index}")
             axes.set(xscale="log", yscale="log", xlabel=f"{vary} ({fixed} {value})", ylabel="tokens/s", title=task)
             axes.set_xticks(shape.counts, [str(count) for count in shape.counts])
             axes.grid(alpha=0.3)
