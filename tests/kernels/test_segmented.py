@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -31,15 +32,20 @@ def test_decode_forward(grid: Grid, dtype: torch.dtype) -> None:
 LONG_INPUTS = Grid("2500 inputs", (3, 0, 5, 1), (0, 1, 2, -1), (16, 40, 8), 2500, 64)
 
 
-@pytest.mark.parametrize("grid", [*GRIDS, LONG_INPUTS], ids=lambda grid: grid.name)
-@pytest.mark.parametrize("many", [1, 10_000])
-def test_decode_forward_beside_a_product(grid: Grid, many: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """`many`: in more steps of k, or fewer."""
-    launch.decode_blocks.cache_clear()
-    monkeypatch.setattr(launch, "MANY_SHRINKS", many)
+@named
+def test_decode_forward_beside_a_product(grid: Grid, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(launch, "decode", partial(launch.decode, beside=True))
     check_forward(segmented.lora_add, grid, torch.float32, DEVICE)
-    launch.decode_blocks.cache_clear()
+
+
+@pytest.mark.parametrize("beside", [False, True])
+@pytest.mark.parametrize("steps", [1, 2])
+def test_decode_forward_of_many_inputs(steps: int, beside: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A program's inputs in one step of k or several, the last of them partly there."""
+    blocks = launch.decode_blocks(2500, (64,), 3, 4, 8, 48)
+    monkeypatch.setattr(launch, "decode_blocks", lambda *_: replace(blocks, steps=steps))
+    monkeypatch.setattr(launch, "decode", partial(launch.decode, beside=beside))
+    check_forward(segmented.lora_add, LONG_INPUTS, torch.float32, DEVICE)
 
 
 @named
