@@ -26,6 +26,11 @@ FOLD_BLOCK = 1024
 """Entries of a matrix whose parts one program sums."""
 
 
+def from_site(site: int, *tables: Tensor) -> tuple[Tensor, ...]:
+    """The columns of a table's parts from one site on; the parts themselves for the first, as a view takes the host time."""
+    return tuple([table[:, site:] for table in tables]) if site else tables
+
+
 def shrink_b(
     dys: list[Tensor],
     tiles: Tensor,
@@ -47,7 +52,7 @@ def shrink_b(
         splits, steps = splits_of(tiles.shape[0] * rank_blocks, dy.shape[1], k)
         shape = (splits, tokens, R)
         parts = g[site] if splits == 1 else torch.empty(shape, dtype=torch.float32, device=g.device)
-        column = (addresses[:, site:], ranks[:, site:], scalings[:, site:]) if site else (addresses, ranks, scalings)
+        column = from_site(site, addresses, ranks, scalings)
         SHRINK_B(
             (tiles.shape[0], splits, rank_blocks),
             (dy, g[site], parts, counters, tiles, *column),
@@ -130,11 +135,7 @@ def outer(
     if sums is None:
         return [out[0] if parts == 1 else out.sum(0).to(u_TN.dtype) for out in outs]
     for site, out in enumerate(outs if parts > 1 else ()):
-        column = (
-            (ranks[:, site:], scalings[:, site:], starts[:, site:], sums[:, site:])
-            if site
-            else (ranks, scalings, starts, sums)
-        )
+        column = from_site(site, ranks, scalings, starts, sums)
         FOLD(
             (cdiv(R * width, FOLD_BLOCK), adapters, 1), (out, spans, *column), (width, ranks.stride(0), parts, out.stride(0)),
             OF_B=of_b, BLOCK=FOLD_BLOCK, **options(blocks.pdl and has_pdl(v.device), 4, 1),

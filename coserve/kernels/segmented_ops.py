@@ -78,9 +78,9 @@ def gradients(
     where = (tiles, spans)
     out += backward.outer(x, g, list(totals), *where, ranks, scalings, starts, rows, of_b=False, sums=sums)
     for site, dy in enumerate(dys):
-        column = (ranks[:, site:], scalings[:, site:], starts[:, site:]) if site else (ranks, scalings, starts)
-        own = sums[:, site:] if site and sums is not None else sums
-        out += backward.outer(dy, h[site : site + 1], [totals[site]], *where, *column, rows, of_b=True, sums=own)
+        r, s, first = backward.from_site(site, ranks, scalings, starts)
+        own = None if sums is None else backward.from_site(site, sums)[0]
+        out += backward.outer(dy, h[site : site + 1], [totals[site]], *where, r, s, first, rows, of_b=True, sums=own)
     return out
 
 

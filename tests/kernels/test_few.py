@@ -8,6 +8,7 @@ from coserve.kernels.dispatch import interpreted
 from coserve.kernels.few import ROWS, SHAPES, Shape, few_rows, make_counters, rows_of, shapes_of
 from coserve.kernels.segments import LoraPair, Segments
 from coserve.kernels.tables import Slots, cut, upload
+from tests.support.lora_grids import relative_error
 
 SMALL = (Shape(16, 16, 1, 4, 2), Shape(32, 16, 2, 4, 2), Shape(16, 32, 4, 4, 2))
 
@@ -101,7 +102,7 @@ def test_the_shrink_beside_a_product(inputs: int, sizes: tuple[int, ...], rows: 
     where = (table.addresses, table.ranks, table.scalings)
     for shape in shapes_of(inputs, outputs, torch.bfloat16):
 
-        def run(*, apart: bool, shape: Shape = shape) -> list[torch.Tensor]:
+        def run(*, apart: bool, beside: bool = True, shape: Shape = shape) -> list[torch.Tensor]:
             found = []
             for scale in range(1, 9):
                 torch.mul(given, scale, out=x)
@@ -109,7 +110,7 @@ def test_the_shrink_beside_a_product(inputs: int, sizes: tuple[int, ...], rows: 
                 ys = list(torch.split(y, list(sizes), 1))
                 if apart:
                     torch.cuda.synchronize()
-                launch.decode(ys, x, tiles.tiles, tiles.items, *where, 8, 64, beside=True)
+                launch.decode(ys, x, tiles.tiles, tiles.items, *where, 8, 64, beside=beside)
                 found.append(y)
                 x.fill_(float("nan"))
             return found
@@ -120,7 +121,8 @@ def test_the_shrink_beside_a_product(inputs: int, sizes: tuple[int, ...], rows: 
             got = run(apart=False)
         for again in range(5):
             given.copy_(draw(rows, inputs))
-            expected = run(apart=True)
+            expected, behind = run(apart=True), run(apart=True, beside=False)
             graph.replay()
-            for scale, (mine, other) in enumerate(zip(got, expected, strict=True), 1):
+            for scale, (mine, other, third) in enumerate(zip(got, expected, behind, strict=True), 1):
                 assert mine.equal(other), (shape, again, scale)
+                assert relative_error(mine, third) <= 1e-2, (shape, again, scale)
