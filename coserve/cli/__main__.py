@@ -1,0 +1,5 @@
+"""`python -m coserve.cli`."""
+
+from coserve.cli.app import main
+
+main()

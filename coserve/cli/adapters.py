@@ -1,0 +1,57 @@
+"""`coserve adapters`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgspec
+import typer
+
+from coserve.cli.common import DEFAULT_URL, AsJson, Key, Url
+from coserve.client import Client
+from coserve.schemas import Adapter
+
+adapters_app = typer.Typer(no_args_is_help=True, help="List, import, download and delete adapters.")
+
+
+@adapters_app.command("list")
+def list_adapters(as_json: AsJson = False, url: Url = DEFAULT_URL, key: Key = None) -> None:
+    """Every adapter, its latest version."""
+    with Client(url, api_key=key) as client:
+        for adapter in client.adapters().data:
+            _show_adapter(adapter, as_json)
+
+
+@adapters_app.command("show")
+def show_adapter(name: str, url: Url = DEFAULT_URL, key: Key = None) -> None:
+    """All that is known of an adapter, as JSON."""
+    with Client(url, api_key=key) as client:
+        _show_adapter(client.adapter(name), True)
+
+
+@adapters_app.command("import")
+def import_adapter(name: str, folder: Path, url: Url = DEFAULT_URL, key: Key = None) -> None:
+    """Upload a folder of PEFT files as the next version of NAME."""
+    with Client(url, api_key=key) as client:
+        _show_adapter(client.import_adapter(name, folder), False)
+
+
+@adapters_app.command("download")
+def download_adapter(name: str, folder: Path, url: Url = DEFAULT_URL, key: Key = None) -> None:
+    """Save an adapter's PEFT files into a new folder."""
+    with Client(url, api_key=key) as client:
+        print(client.download_adapter(name, folder))
+
+
+@adapters_app.command("delete")
+def delete_adapter(name: str, url: Url = DEFAULT_URL, key: Key = None) -> None:
+    """Delete every version of an adapter."""
+    with Client(url, api_key=key) as client:
+        print(f"deleted {name}, versions {', '.join(map(str, client.delete_adapter(name).versions))}")
+
+
+def _show_adapter(adapter: Adapter, as_json: bool) -> None:
+    if as_json:
+        print(msgspec.json.encode(adapter).decode())
+        return
+    print(f"{adapter.ref}  rank {adapter.rank}  {adapter.bytes / 2**20:.1f} MiB  {adapter.source}")

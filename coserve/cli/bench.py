@@ -1,0 +1,81 @@
+"""`coserve bench`."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from coserve.cli.common import DEFAULT_URL, Key, Url
+from coserve.client import AsyncClient
+from coserve.workloads.arrivals import Arrivals, Process
+from coserve.workloads.metrics import summarise
+from coserve.workloads.popularity import Popularity, Shape
+from coserve.workloads.replay import Rest, Run, replay
+from coserve.workloads.scenario import (
+    Scenario,
+    Trace,
+    bundled_prompts,
+    bundled_rows,
+    load_trace,
+    make_trace,
+    save_trace,
+)
+from coserve.workloads.target import NO_RETRIES, DaemonTarget
+
+
+def bench(
+    duration: Annotated[float, typer.Option(help="seconds in which requests arrive")] = 60.0,
+    rate: Annotated[float, typer.Option(help="requests a second")] = 10.0,
+    process: Annotated[Process, typer.Option(help="how requests arrive")] = Process.CONSTANT,
+    finetune_period: Annotated[float, typer.Option(help="seconds between bursts of fine-tuning rows")] = 20.0,
+    finetune_rows: Annotated[int, typer.Option(help="most rows of a burst; 0: no fine-tuning")] = 512,
+    adapters: Annotated[int, typer.Option(help="adapters that requests and rows are spread over")] = 32,
+    rank: Annotated[int, typer.Option(help="rank of the adapters")] = 32,
+    popularity: Annotated[Shape, typer.Option(help="how often each adapter is asked for")] = Shape.UNIFORM,
+    max_tokens: Annotated[int, typer.Option(help="most new tokens of a request")] = 64,
+    seed: Annotated[int, typer.Option(help="the same seed gives the same workload")] = 0,
+    trace: Annotated[Path | None, typer.Option(help="replay this trace instead of making one")] = None,
+    save: Annotated[Path | None, typer.Option(help="save the trace here")] = None,
+    rest: Annotated[Rest, typer.Option(help="what becomes of unfinished jobs at the end")] = Rest.CANCEL,
+    report: Annotated[Path, typer.Option(help="folder for report.json and report.png")] = Path("bench-report"),
+    url: Url = DEFAULT_URL,
+    key: Key = None,
+) -> None:
+    """Put the ETS paper's synthetic workload (its table 5.1 by default) on a running daemon and report."""
+    scenario = Scenario(
+        seed=seed,
+        duration=duration,
+        arrivals=Arrivals(process=process, rate=rate),
+        finetune_period=finetune_period,
+        finetune_rows=finetune_rows,
+        adapters=adapters,
+        rank=rank,
+        popularity=Popularity(shape=popularity),
+        min_new_tokens=min(16, max_tokens),
+        max_new_tokens=max_tokens,
+    )
+    made = make_trace(scenario, bundled_prompts(), bundled_rows()) if trace is None else load_trace(trace)
+    if save is not None:
+        save_trace(made, save)
+    run = asyncio.run(_replay(made, rest, url, key))
+    _print_report(report, run)
+
+
+async def _replay(trace: Trace, rest: Rest, url: str, key: str | None) -> Run:
+    async with AsyncClient(url, api_key=key, retry=NO_RETRIES) as client:
+        target = DaemonTarget(client, trace.scenario)
+        await target.prepare()
+        return await replay(trace, target, rest=rest)
+
+
+def _print_report(folder: Path, run: Run) -> None:
+    from coserve.workloads.report import latency_table, totals_table, write_report
+
+    console, summary = Console(), summarise(run)
+    console.print(latency_table(summary))
+    console.print(totals_table(summary))
+    print("saved:", *write_report(folder, run, summary))

@@ -1,0 +1,17 @@
+"""`coserve demo`."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+
+def demo(report: Annotated[Path, typer.Option(help="folder for the report")] = Path("demo-report")) -> None:
+    """Show everything once, in about two minutes: stream, fine-tune two adapters under load, compare, report."""
+    from coserve.demo import demo as run
+
+    report.mkdir(parents=True, exist_ok=True)
+    asyncio.run(run(report))

@@ -1,0 +1,58 @@
+"""`coserve serve`: one option per setting of `config.Config`."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import inspect
+import logging
+from collections.abc import Callable
+from typing import Any, get_type_hints
+
+import typer
+
+from coserve.config import Config, load_config
+
+
+def _with_config_options(run: Callable[[dict[str, object]], None]) -> Callable[..., None]:
+    """A command with one option per setting; `run` gets the settings that were given."""
+    hints = get_type_hints(Config)
+
+    def command(**given: object) -> None:
+        settings = {name: value for name, value in given.items() if value is not None}
+        for name, value in settings.items():
+            if isinstance(value, list):
+                settings[name] = tuple(value)
+        run({name: value for name, value in settings.items() if value != ()})
+
+    parameters = []
+    for f in dataclasses.fields(Config):
+        kind = list[str] if hints[f.name] == tuple[str, ...] else hints[f.name]
+        note = f.metadata["help"]
+        if f.metadata["choices"]:
+            note += f" [{'|'.join(f.metadata['choices'])}]"
+        if f.default is not None and f.default != ():
+            note += f" [default: {f.default}]"
+        flag = f"--{f.name.replace('_', '-')}"
+        declared = f"{flag}/--no-{flag[2:]}" if kind is bool else flag
+        option = typer.Option(None, declared, help=note, show_default=False)
+        annotation: Any = kind | None
+        parameters.append(
+            inspect.Parameter(f.name, inspect.Parameter.KEYWORD_ONLY, default=option, annotation=annotation)
+        )
+    command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    command.__annotations__ = {p.name: p.annotation for p in parameters}
+    command.__doc__ = run.__doc__
+    return command
+
+
+def _serve(given: dict[str, object]) -> None:
+    """Start the daemon. Settings also come from COSERVE_<NAME> and from the TOML file of --config."""
+    config = load_config(given)
+    from coserve.daemon import serve
+
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s api %(levelname)s %(name)s: %(message)s")
+    asyncio.run(serve(config, ready=lambda port: print(f"coserve listens on http://{config.host}:{port}", flush=True)))
+
+
+serve = _with_config_options(_serve)
