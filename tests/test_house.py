@@ -15,6 +15,7 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 
 FLOORS = {
     "types": 1,
+    "cancellation": 1,
     "errors": 1,
     "config": 2,
     "schemas": 2,

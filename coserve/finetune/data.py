@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import safetensors.numpy
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 
+from coserve.cancellation import unchecked
 from coserve.errors import CheckpointUnreadable, EmptyCorpus, InvalidRequest, MalformedRow, NoTargets
 from coserve.finetune.rows import ChatRow, CompletionRow, Row, TextRow, parse_jsonl, parse_row, parse_rows
 from coserve.model.tokenizer import Tokenizer
@@ -19,6 +21,8 @@ from coserve.state.durable import write_file
 __all__ = ["Corpus", "Row", "parse_jsonl", "parse_row", "parse_rows", "tokenize_rows"]
 
 MAX_TOKENS = 1 << 30
+PIECE = 1 << 20
+"""Elements that are read from a file at once: the library that reads them keeps the interpreter's lock."""
 
 
 @dataclass(frozen=True)
@@ -64,12 +68,14 @@ class Corpus:
         write_file(path, safetensors.numpy.save(arrays), point="corpus")
 
     @classmethod
-    def load(cls, path: Path) -> Corpus:
-        """Raises `CheckpointUnreadable` for a file that is not there, or not what `save` wrote."""
+    def load(cls, path: Path, check: Callable[[], None] = unchecked) -> Corpus:
+        """Raises `CheckpointUnreadable` for a file that is not there, or not what `save` wrote, and what `check` raises,
+        which is called now and then."""
         try:
-            arrays = safetensors.numpy.load_file(path)
-            corpus = cls(arrays["tokens"], arrays["target"], arrays["bounds"])
-        except (OSError, SafetensorError, KeyError, ValueError) as error:
+            with safe_open(path, framework="numpy") as file:
+                tokens, target, bounds = (_read(file, name, check) for name in ("tokens", "target", "bounds"))
+                corpus = cls(tokens, target, bounds)
+        except (OSError, SafetensorError, ValueError) as error:
             raise CheckpointUnreadable("the job's corpus cannot be read") from error
         if not corpus._is_sound():
             raise CheckpointUnreadable("the job's corpus is damaged")
@@ -84,6 +90,19 @@ class Corpus:
         ):
             return False
         return bool(np.all(tokens >= 0)) and bool(np.all(target <= 1)) and not target[bounds[:-1]].any()
+
+
+def _read(file: safe_open, name: str, check: Callable[[], None]) -> npt.NDArray[Any]:
+    """One array (N), of whatever type the file says, in pieces."""
+    whole = file.get_slice(name)  # type: ignore[no-untyped-call]
+    (size,) = whole.get_shape()
+    if size == 0:
+        raise CheckpointUnreadable("the job's corpus is damaged")
+    pieces = []
+    for start in range(0, size, PIECE):
+        check()
+        pieces.append(whole[start : min(start + PIECE, size)])
+    return np.concatenate(pieces)
 
 
 def tokenize_rows(rows: Iterable[Row], tokenizer: Tokenizer, max_length: int) -> Corpus:

@@ -8,13 +8,15 @@ from __future__ import annotations
 
 import bisect
 import math
-from collections.abc import Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
+from coserve.cancellation import unchecked
 from coserve.errors import InvalidRequest
+from coserve.finetune.packing import pack
 from coserve.types import Schedule, TrainingSettings
 
 DEFAULT_EPOCHS = 3.0
@@ -24,6 +26,9 @@ MAX_STEPS = 1_000_000
 MAX_EPOCHS = 1000
 MAX_ROW_VISITS = 100_000_000
 """Rows times epochs: the plan orders them all before the job starts."""
+
+AT_ONCE = 2048
+"""Rows that may be ordered or packed between two ticks; what concerns more of them belongs on a thread."""
 
 Ints = npt.NDArray[np.int64]
 
@@ -95,9 +100,15 @@ class StepPlan:
 
 
 class Plan:
-    """What a job reads, and when."""
+    """What a job reads, and when. `check`, everywhere: called now and then, on the thread that works; may raise."""
 
-    def __init__(self, lengths: Ints, training: TrainingSettings, micro_batch_tokens: int) -> None:
+    def __init__(
+        self,
+        lengths: Ints,
+        training: TrainingSettings,
+        micro_batch_tokens: int,
+        check: Callable[[], None] = unchecked,
+    ) -> None:
         """For rows of `lengths` tokens (S); `micro_batch_tokens` is what the engine allows.
 
         An epoch is cut into as many optimizer steps as it holds `batch_tokens`, rounded up, all of about one size (no
@@ -108,9 +119,11 @@ class Plan:
         check_training(training)
         self._lengths, self._training = lengths, training
         self._limit = micro_batch_limit(training, micro_batch_tokens)
-        self._train, self._valid = _split(len(lengths), training)
+        self._train, held = _split(len(lengths), training)
+        self._validation = self._packed(held, check)
         self._starts = [0]
-        self._epoch: tuple[int, Ints, list[int]] | None = None
+        self._epoch: tuple[int, Ints, Ints] | None = None
+        self._ahead: tuple[int, StepPlan] | None = None
         if training.steps is not None:
             self.total_steps = training.steps
             return
@@ -118,26 +131,51 @@ class Plan:
         if epochs * len(lengths) > MAX_ROW_VISITS:
             raise InvalidRequest(f"expected at most {MAX_ROW_VISITS} rows over all epochs", field="training.epochs")
         whole = math.ceil(epochs)
-        self._extend(whole)
+        self._extend(whole, check)
         last = self._starts[whole] - self._starts[whole - 1]
         self.total_steps = self._starts[whole - 1] + max(1, round(last * (epochs - (whole - 1))))
+
+    def prepared(self, step: int) -> bool:
+        """Whether `step(step)` concerns few rows only; otherwise `prepare` it on a thread, before."""
+        if step >= self.total_steps:
+            return True
+        if len(self._train) <= AT_ONCE:
+            return step <= self._starts[-1]
+        if self._epoch is None or not self._starts[self._epoch[0]] <= step < self._starts[self._epoch[0] + 1]:
+            return False
+        start, end = self._bounds(step)
+        return end - start <= AT_ONCE or (self._ahead is not None and self._ahead[0] == step)
+
+    def prepare(self, step: int, check: Callable[[], None] = unchecked) -> None:
+        """Order the rows of the step's epoch and pack those of the step."""
+        while self._starts[-1] <= step:
+            self._extend(len(self._starts), check)
+        epoch = bisect.bisect_right(self._starts, step) - 1
+        if self._epoch is None or self._epoch[0] != epoch:
+            order = self._order(epoch)
+            check()
+            self._epoch = epoch, order, self._cuts(order)
+        if self._ahead is None or self._ahead[0] != step:
+            order, (start, end) = self._epoch[1], self._bounds(step)
+            self._ahead = step, StepPlan(self._packed(order[start:end], check), epoch + end / len(order))
 
     def step(self, step: int) -> StepPlan:
         """Optimizer step `step` (from 0)."""
         assert 0 <= step < self.total_steps, f"expected a step below {self.total_steps}, got {step}"
-        while self._starts[-1] <= step:
-            self._extend(len(self._starts))
-        epoch = bisect.bisect_right(self._starts, step) - 1
-        if self._epoch is None or self._epoch[0] != epoch:
-            order = self._order(epoch)
-            self._epoch = epoch, order, self._cuts(order)
-        _, order, cuts = self._epoch
-        start, end = cuts[step - self._starts[epoch] :][:2]
-        return StepPlan(self._packed(order[start:end]), epoch + end / len(order))
+        self.prepare(step)
+        assert self._ahead is not None, "the step was just packed"
+        return self._ahead[1]
 
     def validation(self) -> tuple[tuple[int, ...], ...]:
         """The held-back rows by micro-batch; none without a `validation_split`."""
-        return self._packed(self._valid)
+        return self._validation
+
+    def _bounds(self, step: int) -> tuple[int, int]:
+        """Where the step starts and ends in its epoch's order, which is known."""
+        assert self._epoch is not None, "the epoch was just ordered"
+        epoch, _, cuts = self._epoch
+        place = step - self._starts[epoch]
+        return int(cuts[place]), int(cuts[place + 1])
 
     def learning_rate(self, step: int) -> float:
         """Rate of optimizer step `step` (from 0): a linear rise over `warmup_steps`, then the schedule down to 0."""
@@ -153,27 +191,34 @@ class Plan:
             case Schedule.COSINE:
                 return peak * 0.5 * (1 + math.cos(math.pi * done))
 
-    def _packed(self, rows: Ints) -> tuple[tuple[int, ...], ...]:
-        packs = pack([int(self._lengths[row]) for row in rows], self._limit)
-        return tuple(tuple(int(rows[i]) for i in one) for one in packs)
+    def _packed(self, rows: Ints, check: Callable[[], None]) -> tuple[tuple[int, ...], ...]:
+        """The rows by micro-batch."""
+        indices: list[int] = rows.tolist()
+        sizes: list[int] = self._lengths[rows].tolist()
+        packed: list[tuple[int, ...]] = []
+        for one in pack(sizes, self._limit, check):
+            check()
+            packed.append(tuple([indices[i] for i in one]))
+        return tuple(packed)
 
-    def _extend(self, epochs: int) -> None:
+    def _extend(self, epochs: int, check: Callable[[], None]) -> None:
         """Know where the first `epochs` epochs end."""
         for epoch in range(len(self._starts) - 1, epochs):
+            check()
             self._starts.append(self._starts[-1] + len(self._cuts(self._order(epoch))) - 1)
 
     def _order(self, epoch: int) -> Ints:
         return self._train[_random(self._training.seed, epoch + 1).permutation(len(self._train))]
 
-    def _cuts(self, order: Ints) -> list[int]:
+    def _cuts(self, order: Ints) -> Ints:
         """Where each step starts in `order`, and where the last one ends."""
         ends = np.cumsum(self._lengths[order])
         steps = -(-int(ends[-1]) // self._training.batch_tokens)
         if steps >= len(order):
-            return list(range(len(order) + 1))
+            return np.arange(len(order) + 1)
         shares = ends[-1] * np.arange(1, steps) / steps
-        inner = np.searchsorted(ends, shares, side="left") + 1
-        return [0, *(int(cut) for cut in np.unique(inner) if cut < len(order)), len(order)]
+        inner = np.unique(np.searchsorted(ends, shares, side="left") + 1)
+        return np.concatenate(([0], inner[inner < len(order)], [len(order)]))
 
 
 def _split(rows: int, training: TrainingSettings) -> tuple[Ints, Ints]:
@@ -191,20 +236,3 @@ def _split(rows: int, training: TrainingSettings) -> tuple[Ints, Ints]:
 
 def _random(seed: int, stream: int) -> np.random.Generator:
     return np.random.Generator(np.random.Philox(key=np.array([seed, stream], np.uint64)))
-
-
-def pack(sizes: Sequence[int], limit: int) -> list[list[int]]:
-    """Indices of `sizes` in bins of at most `limit`: each goes to the first bin with room, in order.
-
-    A larger one stands alone.
-    """
-    bins: list[list[int]] = []
-    free: list[int] = []
-    for index, size in enumerate(sizes):
-        place = next((i for i, room in enumerate(free) if room >= size), len(bins))
-        if place == len(bins):
-            bins.append([])
-            free.append(limit)
-        bins[place].append(index)
-        free[place] -= size
-    return bins

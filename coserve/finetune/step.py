@@ -185,14 +185,24 @@ class Stepper:
         if output_1TD is None:
             input_1TD = input_1TD.detach().requires_grad_(not own.bottom)
             output_1TD = self._layer(i, input_1TD, inputs, lora, gradient=True)
-        if lora.sums_gradients:  # to `own.grads`, as it goes
-            reached = lora.segments.anchor if own.bottom else input_1TD
-            (gradient,) = torch.autograd.grad(output_1TD, reached, gradient_1TD, allow_unused=own.bottom)
-            return gradient_1TD if own.bottom else gradient
-        wanted = [*own.leaves] if own.bottom else [*own.leaves, input_1TD]
-        found = torch.autograd.grad(output_1TD, wanted, gradient_1TD)
-        torch._foreach_add_([*own.grads], [*found[: len(own.leaves)]])  # of compute dtype, added in fp32
-        return gradient_1TD if own.bottom else found[-1]
+        if not output_1TD.requires_grad:  # the bottom layer's sites did not run: no token was sent to their expert
+            return gradient_1TD
+        learned = [] if lora.sums_gradients else own.leaves  # `segmented` adds to `own.grads` itself, as it goes
+        reached = [] if own.bottom and not lora.sums_gradients else [lora.segments.anchor if own.bottom else input_1TD]
+        wanted = [*learned, *reached]
+        found = torch.autograd.grad(output_1TD, wanted, gradient_1TD, allow_unused=True)
+        _add(own.grads, found[: len(learned)])
+        if own.bottom:
+            return gradient_1TD
+        assert found[-1] is not None, "a layer's output depends on its input"
+        return found[-1]
+
+
+def _add(grads: Sequence[Tensor], found: Sequence[Tensor | None]) -> None:
+    """Adds what autograd found, in the compute dtype, to the fp32 sums; None: the tensor has no part in the output."""
+    pairs = [(total, gradient) for total, gradient in zip(grads, found, strict=False) if gradient is not None]
+    if pairs:
+        torch._foreach_add_([total for total, _ in pairs], [gradient for _, gradient in pairs])
 
 
 Pieces = Generator[None, None, Tensor]

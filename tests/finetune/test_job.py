@@ -9,7 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from coserve.errors import InvalidRequest
-from coserve.finetune.job import MAX_EPOCHS, MAX_STEPS, Plan, check_training, longest_row, pack
+from coserve.finetune.job import AT_ONCE, MAX_EPOCHS, MAX_STEPS, Plan, check_training, longest_row
+from coserve.finetune.packing import pack
 from coserve.types import JobState, Schedule, TrainingSettings
 
 LENGTHS = st.lists(st.integers(2, 40), min_size=1, max_size=30)
@@ -181,3 +182,68 @@ def test_moves_between_states() -> None:
     assert {other for one, other in legal if one is JobState.RUNNING} == set(JobState) - {JobState.RUNNING}
     for state in (JobState.QUEUED, JobState.RUNNING, JobState.PAUSED):
         assert {(state, JobState.FAILED), (state, JobState.CANCELLED)} <= legal
+
+
+def first_fit(sizes: list[int], limit: int) -> list[list[int]]:
+    """As a plain loop."""
+    bins: list[list[int]] = []
+    for index, size in enumerate(sizes):
+        room = (b for b in bins if sum(sizes[i] for i in b) + size <= limit)
+        found = next(room, None)
+        if found is None:
+            bins.append([index])
+        else:
+            found.append(index)
+    return bins
+
+
+@given(st.lists(st.integers(1, 50), max_size=60), st.integers(1, 80))
+def test_packing_is_what_a_plain_loop_gives(sizes: list[int], limit: int) -> None:
+    """Jobs go on after an upgrade: what they read must not change."""
+    assert pack(sizes, limit) == first_fit(sizes, limit)
+
+
+class Counted(int):
+    """A size that counts how often it is compared."""
+
+    comparisons = 0
+
+    def __gt__(self, other: int) -> bool:
+        Counted.comparisons += 1
+        return int(self) > int(other)
+
+
+def comparisons(sizes: list[int], limit: int) -> int:
+    Counted.comparisons = 0
+    pack([Counted(size) for size in sizes], limit)
+    return Counted.comparisons
+
+
+@pytest.mark.parametrize("shape", ["one word", "alone", "falling"])
+def test_packing_many_rows_takes_few_comparisons(shape: str) -> None:
+    for rows in (500, 4000):
+        sizes = {"one word": [2] * rows, "alone": [60] * rows, "falling": [50 - i * 50 // rows for i in range(rows)]}
+        found = comparisons(sizes[shape], 64)
+        assert 0 < found <= rows * (2 + math.log2(rows))
+
+
+def test_work_on_many_rows_is_prepared_ahead_and_can_be_stopped() -> None:
+    class Enough(Exception): ...
+
+    def stop() -> None:
+        raise Enough
+
+    lengths = [3] * (2 * AT_ONCE)
+    with pytest.raises(Enough):
+        Plan(np.array(lengths), TrainingSettings(epochs=2), 64, stop)
+    few_rows_a_step, one_step = plan(lengths, epochs=2, batch_tokens=300), plan(lengths, epochs=2, batch_tokens=1 << 40)
+    for one, ahead in ((few_rows_a_step, True), (one_step, False)):
+        for step in (0, one.total_steps // 2):  # the first of each epoch
+            assert not one.prepared(step)
+            with pytest.raises(Enough):
+                one.prepare(step, stop)
+            one.prepare(step)
+            assert one.prepared(step)
+            assert one.prepared(step + 1) == (ahead or step + 1 == one.total_steps)
+    assert all(plan([3] * 40, epochs=2, batch_tokens=30).prepared(step) for step in (0, 1))
+    assert not plan([3] * 40, steps=1000, batch_tokens=30).prepared(900), "all epochs before it have to be counted"

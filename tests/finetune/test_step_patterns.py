@@ -1,0 +1,90 @@
+"""Jobs over any set of sites: some layers, some sites of each, one alone. Against torch's backward through the whole model."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from coserve.adapters.init import new_adapter
+from coserve.finetune.optim import Learner
+from coserve.finetune.step import Stepper, _add, pack_rows, run_to_end
+from coserve.kernels.attention import PackedAttention
+from coserve.kernels.dispatch import Way
+from coserve.kernels.segments import LoraPair, Segments
+from coserve.model.base import Base, wrap_base
+from coserve.model.lora import LoraBatch, LoraWeights
+from coserve.types import LoraSettings, TrainingSettings
+from tests.support.finetuning import random_corpus
+from tests.support.tiny_models import tiny_model
+
+CPU = torch.device("cpu")
+CORPUS = random_corpus(lengths=(5, 4))
+ROWS = [0, 1]
+LAYERS = 3
+BASE = wrap_base(tiny_model("llama", num_hidden_layers=LAYERS), name="llama")
+BY_LAYER = [sorted(site for site, spec in BASE.spec.sites.items() if spec.layer == i) for i in range(LAYERS)]
+STEPPERS = {recompute: Stepper(BASE, recompute=recompute) for recompute in (False, True)}
+SITES = st.lists(st.sets(st.sampled_from(range(len(BY_LAYER[0])))), min_size=LAYERS, max_size=LAYERS)
+PATTERNS = SITES.filter(any).map(
+    lambda layers: tuple(own[i] for own, some in zip(BY_LAYER, layers, strict=True) for i in sorted(some))
+)
+
+
+def learner_of(targets: tuple[str, ...]) -> Learner:
+    """Of an adapter whose B is not zero, so that A has gradients too."""
+    lora = LoraSettings(r=2, targets=targets)
+    start = new_adapter(lora, BASE.spec, seed=3, dtype=torch.float32, device="cpu")
+    pairs = {site: LoraPair(p.a_RD, torch.full_like(p.b_OR, 0.1), p.scaling) for site, p in start.sites.items()}
+    return Learner(LoraWeights(lora, pairs), BASE.spec, TrainingSettings(), BASE.dtype)
+
+
+def batch(learner: Learner, tokens: int, way: Way) -> LoraBatch:
+    return LoraBatch(Segments((0, tokens), (0,)), (learner.weights(),), way)
+
+
+def expected(base: Base, targets: tuple[str, ...]) -> tuple[float, list[torch.Tensor]]:
+    """The summed NLL and its gradients, from one graph of the whole model."""
+    learner, rows = learner_of(targets), pack_rows(CORPUS, ROWS, CPU)
+    attention, lora = PackedAttention(rows.bounds), batch(learner, rows.tokens, Way.REFERENCE)
+    logits = base.forward(rows.tokens_T, rows.positions_T, attention, lora=lora, keep=rows.keep_K)
+    nll = torch.nn.functional.cross_entropy(logits, rows.labels_K, reduction="sum")
+    return float(nll.detach()), list(torch.autograd.grad(nll, [leaf for own in learner.leaves for leaf in own]))
+
+
+@pytest.mark.parametrize("way", [Way.REFERENCE, Way.NAIVE, Way.GROUPED])
+@settings(max_examples=12)
+@example(targets=(BY_LAYER[0][0],), recompute=False)
+@given(targets=PATTERNS, recompute=st.booleans())
+def test_any_sites_learn_as_by_one_backward_of_the_whole_model(
+    way: Way, targets: tuple[str, ...], recompute: bool
+) -> None:
+    learner, rows = learner_of(targets), pack_rows(CORPUS, ROWS, CPU)
+    lora, stepper = batch(learner, rows.tokens, way), STEPPERS[recompute]
+    nll = run_to_end(stepper.learn(rows, lora, learner.leaves, learner.grads))
+    loss, gradients = expected(BASE, targets)
+    assert float(nll) == pytest.approx(loss, rel=1e-4)
+    assert float(run_to_end(stepper.measure(rows, lora))) == pytest.approx(loss, rel=1e-4)
+    for found, wanted in zip([g for own in learner.grads for g in own], gradients, strict=True):
+        torch.testing.assert_close(found, wanted, rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("way", "recompute"), [(Way.SEGMENTED, False), (Way.SEGMENTED, True), (Way.BLOCK_SPARSE, True)]
+)
+def test_kernels_pass_layers_that_learn_nothing(way: Way, recompute: bool) -> None:
+    targets = (BY_LAYER[0][0], BY_LAYER[2][2])
+    learner, rows = learner_of(targets), pack_rows(CORPUS, ROWS, CPU)
+    stepper = STEPPERS[recompute]
+    run_to_end(stepper.learn(rows, batch(learner, rows.tokens, way), learner.leaves, learner.grads))
+    for found, wanted in zip([g for own in learner.grads for g in own], expected(BASE, targets)[1], strict=True):
+        torch.testing.assert_close(found, wanted, rtol=1e-3, atol=1e-4)
+
+
+def test_a_tensor_that_took_no_part_gets_no_gradient() -> None:
+    """An expert that no token was sent to, say."""
+    sums = [torch.zeros(2), torch.zeros(2)]
+    _add(sums, [None, torch.ones(2)])
+    _add(sums, [None, None])
+    assert [total.tolist() for total in sums] == [[0, 0], [1, 1]]
