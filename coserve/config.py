@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import os
+import re
 import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -21,6 +23,10 @@ def option(default: object, help: str, *, choices: tuple[str, ...] = ()) -> Any:
     return field(default=default, metadata={"help": help, "choices": choices})
 
 
+MIN_SECRET = 16
+"""Characters of the shortest API key. A random key of 16 characters cannot be guessed over a network."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Config:
     """Settings of `coserve serve`. Times in seconds unless the name says otherwise; sizes in bytes or tokens."""
@@ -29,7 +35,9 @@ class Config:
     data_dir: Path = option(Path("coserve-data"), "folder of the registry, the adapters and the checkpoints")
     host: str = option("127.0.0.1", "address to bind; anything but loopback needs --api-key")
     port: int = option(8000, "TCP port; 0 takes a free one")
-    api_key: str | None = option(None, "require 'Authorization: Bearer KEY' on every route but /health")
+    api_key: str | None = option(
+        None, "require 'Authorization: Bearer KEY' on every route but /health; at least 16 characters"
+    )
     allowed_hosts: tuple[str, ...] = option((), "further names allowed in the Host and Origin headers")
 
     device: str = option("auto", "where the base lives", choices=("auto", "cpu", "cuda"))
@@ -102,6 +110,8 @@ class Config:
             "ts_n",
             "page_tokens",
             "step_tokens",
+            "threads",
+            "kv_tokens",
             "max_queue",
             "max_jobs",
             "max_active_jobs",
@@ -112,10 +122,22 @@ class Config:
         ):
             if getattr(self, name) is not None and getattr(self, name) < 1:
                 raise ConfigError(f"{name}: expected at least 1, got {getattr(self, name)}")
+        for f in dataclasses.fields(self):
+            value = getattr(self, f.name)
+            if isinstance(value, float) and not (math.isfinite(value) and value >= 0):
+                raise ConfigError(f"{f.name}: expected a finite number of at least 0, got {value}")
+        if not self.read_timeout > 0:
+            raise ConfigError(f"read_timeout: expected above 0, got {self.read_timeout}")
         if not 0 < self.memory_fraction <= 1:
             raise ConfigError(f"memory_fraction: expected above 0 and at most 1, got {self.memory_fraction}")
         if not 0 <= self.port <= 65535:
             raise ConfigError(f"port: expected 0 to 65535, got {self.port}")
+        if self.api_key is not None:
+            _check_secret("api_key", self.api_key)
+        for name, hosts in (("host", (self.host,)), ("allowed_hosts", self.allowed_hosts)):
+            for host in hosts:
+                if not re.fullmatch(r"[A-Za-z0-9._:-]+", host):
+                    raise ConfigError(f"{name}: expected a host name or address, got {host!r}")
         if self.host not in ("127.0.0.1", "::1", "localhost") and self.api_key is None:
             raise ConfigError(f"host: {self.host!r} is not loopback; set api_key to serve others")
 
@@ -125,13 +147,28 @@ class Config:
         return self.fairness == "drr" or (self.fairness == "auto" and self.policy == "slack")
 
 
+def _check_secret(name: str, secret: str) -> None:
+    """Refuse a secret that is empty, short, or no header could carry. The message does not repeat it."""
+    if len(secret) < MIN_SECRET:
+        raise ConfigError(f"{name}: expected at least {MIN_SECRET} characters, got {len(secret)}")
+    if not (secret.isascii() and secret.isprintable() and " " not in secret):
+        raise ConfigError(f"{name}: expected printable ASCII characters without blanks")
+
+
+def child_environment(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
+    """The environment for the processes that the daemon starts: without its secrets, which they do not need."""
+    return {name: value for name, value in environ.items() if name.upper() != "COSERVE_API_KEY"}
+
+
 def _parse(name: str, text: str) -> object:
-    """A setting from the text of an environment variable."""
+    """A setting from the text of an environment variable. Raises `ConfigError`; a secret's value is not repeated."""
     hint = get_type_hints(Config)[name]
     kinds = [kind for kind in (get_args(hint) or (hint,)) if kind not in (type(None), Ellipsis)]
     kind = kinds[0]
     if hint == tuple[str, ...]:
-        return tuple(part for part in text.split(",") if part)
+        return tuple(part.strip() for part in text.split(",")) if text.strip() else ()
+    if kind is Path:
+        return setting_path(text, name)
     if kind is bool:
         if text.lower() not in ("0", "1", "true", "false"):
             raise ConfigError(f"{name}: expected true or false, got {text!r}")
@@ -142,6 +179,13 @@ def _parse(name: str, text: str) -> object:
         raise ConfigError(f"{name}: expected {kind.__name__}, got {text!r}") from error
 
 
+def setting_path(text: str, name: str = "path") -> Path:
+    """Raises `ConfigError` for an empty text, which `Path` would take for the current folder."""
+    if not text.strip():
+        raise ConfigError(f"{name}: expected a path, got {text!r}")
+    return Path(text)
+
+
 def load_config(given: Mapping[str, object], environ: Mapping[str, str] = os.environ) -> Config:
     """Settings from the command line (`given`, without what was left out), environment, file and defaults.
 
@@ -149,9 +193,9 @@ def load_config(given: Mapping[str, object], environ: Mapping[str, str] = os.env
     """
     names = {f.name for f in dataclasses.fields(Config)}
     settings: dict[str, object] = {}
-    path = given.get("config") or environ.get("COSERVE_CONFIG")
+    path = given.get("config", environ.get("COSERVE_CONFIG"))
     if path is not None:
-        settings |= _read_file(Path(str(path)), names)
+        settings |= _read_file(setting_path(str(path), "config"), names)
     for name in names:
         text = environ.get(f"COSERVE_{name.upper()}")
         # Kubernetes injects COSERVE_PORT=tcp://... for a Service called coserve.
@@ -171,9 +215,23 @@ def _read_file(path: Path, names: set[str]) -> dict[str, object]:
         name = key.replace("-", "_")
         if name not in names:
             raise ConfigError(f"config: unknown setting {key!r} in {path}")
-        text = ",".join(value) if isinstance(value, list) else str(value)
-        settings[name] = _parse(name, text)
+        settings[name] = _parse(name, _setting_text(name, value))
     return settings
+
+
+def _setting_text(name: str, value: object) -> str:
+    """A value of the file as the text that the environment would hold. Raises `ConfigError` for another type."""
+    hint = get_type_hints(Config)[name]
+    if isinstance(value, list) and hint == tuple[str, ...] and all(isinstance(part, str) for part in value):
+        if any(not part.strip() for part in value):
+            raise ConfigError(f"{name}: expected no empty names")
+        return ",".join(value)
+    if isinstance(value, bool) == (hint is bool) and isinstance(value, bool | int | float | str):
+        return str(value)
+    if isinstance(value, str):
+        return value
+    expected = "a list of texts" if hint == tuple[str, ...] else getattr(hint, "__name__", str(hint))
+    raise ConfigError(f"{name}: expected {expected}, got {type(value).__name__}")
 
 
 def config_to_json(config: Config) -> bytes:

@@ -21,7 +21,7 @@ from aiohttp import web
 
 from coserve.api.app import make_app, make_runner
 from coserve.api.service import Service
-from coserve.config import Config, config_to_json
+from coserve.config import Config, child_environment, config_to_json
 from coserve.errors import (
     EngineUnavailable,
     PortInUse,
@@ -61,6 +61,7 @@ class EngineProcess:
                 str(theirs.fileno()),
                 stdin=asyncio.subprocess.PIPE,
                 pass_fds=(theirs.fileno(),),
+                env=child_environment(),
             )
         assert process.stdin is not None
         process.stdin.write(config_to_json(config))

@@ -127,7 +127,7 @@ def test_an_unknown_key_of_the_file_is_refused(tmp_path: Path) -> None:
 
 
 def test_settings_reach_the_engine_process_without_the_key(tmp_path: Path) -> None:
-    config = Config(api_key="secret", host="0.0.0.0", data_dir=tmp_path, allowed_hosts=("x",), kv_tokens=7)
+    config = Config(api_key="secret-of-sixteen", host="0.0.0.0", data_dir=tmp_path, allowed_hosts=("x",), kv_tokens=7)
     sent = config_to_json(config)
     assert b"secret" not in sent
     assert config_from_json(sent) == dataclasses.replace(config, api_key=None, host="127.0.0.1")

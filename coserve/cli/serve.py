@@ -7,11 +7,13 @@ import dataclasses
 import inspect
 import logging
 from collections.abc import Callable
-from typing import Any, get_type_hints
+from functools import partial
+from pathlib import Path
+from typing import Any, get_args, get_type_hints
 
 import typer
 
-from coserve.config import Config, load_config
+from coserve.config import Config, load_config, setting_path
 
 
 def _with_config_options(run: Callable[[dict[str, object]], None]) -> Callable[..., None]:
@@ -35,7 +37,8 @@ def _with_config_options(run: Callable[[dict[str, object]], None]) -> Callable[.
             note += f" [default: {f.default}]"
         flag = f"--{f.name.replace('_', '-')}"
         declared = f"{flag}/--no-{flag[2:]}" if kind is bool else flag
-        option = typer.Option(None, declared, help=note, show_default=False)
+        parser = partial(setting_path, name=f.name) if Path in (kind, *get_args(kind)) else None
+        option = typer.Option(None, declared, help=note, show_default=False, parser=parser)
         annotation: Any = kind | None
         parameters.append(
             inspect.Parameter(f.name, inspect.Parameter.KEYWORD_ONLY, default=option, annotation=annotation)

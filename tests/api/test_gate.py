@@ -16,7 +16,7 @@ from coserve.api.app import ROUTES
 from coserve.api.routes import Route
 from tests.support.api_server import Api, serve_api
 
-KEY = "s3cret-key"
+KEY = "s3cret-key-of-16-or-more"
 FOREIGN_HOSTS = [
     "evil.example",
     "127.0.0.1.evil.example",

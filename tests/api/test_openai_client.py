@@ -344,7 +344,11 @@ async def test_a_stream_that_fails_says_so(client: AsyncOpenAI, api: Api) -> Non
 
 
 async def test_a_key(tmp_path: Path) -> None:
-    async with serve_api(tmp_path / "data", api_key="k") as api, client_of(api, "k") as good, client_of(api) as bad:
+    async with (
+        serve_api(tmp_path / "data", api_key="k" * 16) as api,
+        client_of(api, "k" * 16) as good,
+        client_of(api) as bad,
+    ):
         assert (await good.models.list()).data[0].id == "fake"
         with pytest.raises(openai.AuthenticationError) as caught:
             await bad.models.list()

@@ -144,7 +144,7 @@ async def test_a_daemon_whose_engine_died_and_came_back(tmp_path: Path) -> None:
 
 
 async def test_the_key(tmp_path: Path) -> None:
-    async with daemon(tmp_path, api_key="secret") as (api, client):
+    async with daemon(tmp_path, api_key="secret-of-sixteen") as (api, client):
         assert (await client.generate("hello")).choices[0].text == REPLY
         async with AsyncClient(f"http://127.0.0.1:{api.port}", retry=FAST) as stranger:
             assert (await stranger.health()).status == "ok"
