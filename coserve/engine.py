@@ -118,6 +118,8 @@ class Engine:
                 self._jobs.activate()
                 for request in self._fetches.arrived():
                     self._admit(request)
+                for request, error in self._fetches.failed():
+                    self._link.send(RequestFailed(id=request.message.id, code=error.code, message=error.message))
                 await self._tick(self._clock())
                 for task in beside:
                     if task.done():
@@ -333,5 +335,6 @@ class Engine:
                 resident=self._adapters.resident(),
                 serve_seconds=self._serve_seconds,
                 train_seconds=self._train_seconds,
+                troubles=self._fetches.troubles,
             )
         )

@@ -15,8 +15,10 @@ CoserveError
 │   ├── UnsupportedAdapter           ├── CorruptAdapter        ├── UnsafeAdapter
 │   ├── BaseMismatch                 ├── ShapeMismatch
 ├── CapacityError                    right, but not now
-│   ├── QueueFull 429                ├── EngineUnavailable 503 ├── StorageFull 507
-│   ├── StorageFailed 500            ├── Unreachable 503 (raised by the SDK: no daemon answers)
+│   ├── QueueFull 429                ├── EngineUnavailable 503
+│   ├── Unreachable 503              raised by the SDK: no daemon answers
+│   ├── StorageError                 a file could not be read or written now; says nothing of its content
+│   │   ├── StorageFull 507          ├── StorageFailed 500     ├── StorageBusy 503
 ├── JobError                         a job ended badly (never an HTTP answer of its own; status 500)
 │   ├── NonFiniteLoss                ├── EngineCrashed         ├── CheckpointUnreadable
 │   ├── JobOutOfMemory
@@ -200,12 +202,24 @@ class EngineUnavailable(CapacityError):
     code = "engine_unavailable"
 
 
-class StorageFull(CapacityError):
+class StorageError(CapacityError):
+    """A file could not be read or written now. Another attempt may succeed; nothing is said of the file's content."""
+
+    code = "storage_error"
+
+
+class StorageFull(StorageError):
     status = 507
     code = "storage_full"
 
 
-class StorageFailed(CapacityError):
+class StorageBusy(StorageError):
+    """The machine is out of file descriptors or memory, or another process holds a lock."""
+
+    code = "storage_busy"
+
+
+class StorageFailed(StorageError):
     """The disk answered a read or a write with an error of its own."""
 
     status = 500

@@ -16,6 +16,7 @@ import msgspec
 
 from coserve.errors import EngineUnavailable
 from coserve.types import (
+    AdapterDigests,
     AdapterRef,
     BaseSpec,
     FinishReason,
@@ -44,6 +45,8 @@ class Generate(Message, frozen=True):
     slo: Slo
     cache_salt: str = ""
     """Only requests with the same one share what the prefix cache holds."""
+    digests: AdapterDigests | None = None
+    """What the adapter's files are checked against when they are read."""
 
 
 class CancelRequest(Message, frozen=True):
@@ -194,6 +197,8 @@ class EngineStats(Message, frozen=True):
     serve_seconds: float
     train_seconds: float
     """Time spent so far in generation steps and in fine-tuning slices."""
+    troubles: tuple[str, ...] = ()
+    """What cannot be read or written now and is tried again: shown in /health."""
 
 
 class EngineStopped(Message, frozen=True):

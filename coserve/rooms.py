@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Protocol
 
 from coserve.link import FromEngine, Generate, JobCheckpoint, JobStarted, RequestFailed, Tokens
-from coserve.types import AdapterRef, JobSpec
+from coserve.types import AdapterDigests, AdapterRef, JobSpec
 
 
 class Generates(Protocol):
@@ -49,6 +49,7 @@ class Trains(Protocol):
 class Adapters(Protocol):
     """What the engine needs of `adapters.Residency`."""
 
+    def expect(self, ref: AdapterRef, digests: AdapterDigests) -> None: ...
     def missing(self, ref: AdapterRef) -> bool: ...
     def read(self, ref: AdapterRef) -> Callable[[], None]: ...
     def drop(self, ref: AdapterRef) -> None: ...

@@ -331,7 +331,7 @@ class Health(Wire, frozen=True):
     lora_way: str | None
     kv_tokens: int | None
     notes: list[str]
-    """What runs slower than it could, and why."""
+    """What runs slower than it could, and why; what cannot be read or written now and is tried again."""
     waiting: int
     running: int
     jobs: int

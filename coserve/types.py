@@ -29,6 +29,14 @@ class AdapterRef(msgspec.Struct, frozen=True, order=True):
         return f"{self.id}@{self.version}"
 
 
+class AdapterDigests(msgspec.Struct, frozen=True):
+    """SHA-256 of an adapter's files, in hex, as the registry knows them."""
+
+    weights: str
+    config: str = ""
+    """Empty for a version that was registered before this was kept: not checked."""
+
+
 class SiteSpec(msgspec.Struct, frozen=True):
     """One linear module of the base that an adapter may change."""
 
@@ -198,6 +206,8 @@ class JobSpec(Wire, frozen=True):
     tokens: int
     """Tokens of the corpus once through."""
     target_tokens: int
+    init_digests: AdapterDigests | None = None
+    """What the files of `init_from` are checked against."""
 
 
 class StepMetrics(Wire, frozen=True):

@@ -25,7 +25,7 @@ from coserve.adapters.files import load_adapter
 from coserve.adapters.residency import Residency
 from coserve.config import Config, config_from_json
 from coserve.engine import Engine
-from coserve.errors import StartupError
+from coserve.errors import AdapterNotFound, StartupError
 from coserve.finetune.measure import Conditions, plan_memory
 from coserve.finetune.trainer import Trainer
 from coserve.generate.generator import Generator
@@ -35,8 +35,10 @@ from coserve.link import EngineReady, EngineRefused, FromEngine, Link, ToEngine,
 from coserve.memory.kv import CPU_TOKENS, KvCache
 from coserve.memory.plan import Work
 from coserve.model.base import Base, load_base
+from coserve.model.lora import LoraWeights
 from coserve.queues.policy import make_policy
 from coserve.state.folder import DataFolder
+from coserve.types import AdapterRef
 
 log = logging.getLogger(__name__)
 
@@ -50,8 +52,15 @@ def build_engine(base: Base, config: Config, link: Link[FromEngine, ToEngine]) -
     """The engine over a loaded base, and the message that says it is ready."""
     folder = DataFolder(config.data_dir)
     way = choose_way(config.lora_way, base.device, base.dtype)
+
+    def load(ref: AdapterRef) -> LoraWeights:
+        path, digests = folder.adapter(ref), residency.expected(ref)
+        if not path.is_dir():
+            raise AdapterNotFound(f"no adapter {str(ref)!r}", field="adapter")
+        return load_adapter(path, base.spec, device="cpu", dtype=base.dtype, digests=digests)
+
     residency = Residency(
-        lambda ref: load_adapter(folder.adapter(ref), base.spec, device="cpu", dtype=base.dtype),
+        load,
         config.max_adapters_resident,
         pinned=base.device.type == "cuda",
     )

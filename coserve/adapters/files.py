@@ -11,24 +11,39 @@ from torch import Tensor
 
 from coserve.adapters.gate import CONFIG, read_config
 from coserve.adapters.peft import FINGERPRINT, PREFIX, WEIGHTS, adapter_config, read_layout
-from coserve.adapters.tensorfile import Entry, TensorFile
+from coserve.adapters.tensorfile import Entry, TensorFile, check_digest, digest_file
 from coserve.errors import CorruptAdapter
 from coserve.kernels.segments import LoraPair
 from coserve.model.lora import LoraWeights
-from coserve.types import BaseSpec
+from coserve.types import AdapterDigests, BaseSpec
 
 _DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 
-def load_adapter(folder: Path, base: BaseSpec, *, device: torch.device | str, dtype: torch.dtype) -> LoraWeights:
+def load_adapter(
+    folder: Path,
+    base: BaseSpec,
+    *,
+    device: torch.device | str,
+    dtype: torch.dtype,
+    digests: AdapterDigests | None = None,
+) -> LoraWeights:
     """The adapter of a PEFT folder, in `dtype` on `device`; block-diagonal matrices (BD-LoRA) become dense.
 
+    `digests`: what the registry knows of the files; None: they are taken as they are.
+
     Raises:
-        AdapterError: as `peft.inspect_adapter`, and `CorruptAdapter` for values that are not finite in `dtype`.
+        AdapterError: as `peft.inspect_adapter`; `CorruptAdapter` for values that are not finite in `dtype`, and for
+            files that are not those of `digests`.
+        StorageError: the machine cannot read the files now.
     """
+    if digests is not None and digests.config:
+        check_digest(digest_file(folder, CONFIG), digests.config, CONFIG)
     config = read_config(folder)
     sites = {}
     with TensorFile(folder, WEIGHTS) as file:
+        if digests is not None:
+            check_digest(file.sha256(), digests.weights, WEIGHTS)
         layout = read_layout(config, file, base)
         for name, shape in layout.sites.items():
             a_RD = _dense(_tensor(file, layout.a[name]), shape.block_a)

@@ -12,6 +12,8 @@ from pathlib import Path
 
 from coserve.adapters.tensorfile import read_json
 from coserve.errors import CorruptAdapter, UnsafeAdapter, UnsupportedAdapter
+from coserve.state.durable import disk_errors
+from coserve.state.failpoints import failpoint
 
 CONFIG = "adapter_config.json"
 
@@ -36,7 +38,9 @@ def read_config(folder: Path) -> dict[str, object]:
 def refuse_pickles(folder: Path) -> None:
     """Raises `UnsafeAdapter` for a folder with files that unpickling would run; they are never opened."""
     try:
-        names = sorted(os.listdir(folder))  # noqa: PTH208  # names only: no stat, no open
+        with disk_errors():
+            failpoint("adapter.open")
+            names = sorted(os.listdir(folder))  # noqa: PTH208  # names only: no stat, no open
     except OSError as error:
         raise CorruptAdapter("expected a folder that can be read") from error
     if len(names) > _MAX_FILES:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from coserve.errors import AdapterBusy, AdapterNotFound
 from coserve.memory.adapters import packed
 from coserve.model.lora import LoraWeights
-from coserve.types import AdapterRef
+from coserve.types import AdapterDigests, AdapterRef
 
 
 @dataclass
@@ -35,6 +35,7 @@ class Residency:
         self._load, self._pinned = load, pinned
         self._capacity = capacity
         self._residents: dict[AdapterRef, _Resident] = {}  # least recently used first
+        self._digests: dict[AdapterRef, AdapterDigests] = {}
 
     def acquire(self, ref: AdapterRef) -> LoraWeights:
         """The adapter, in memory until `release` was called as often as this.
@@ -51,6 +52,14 @@ class Residency:
             raise AdapterNotFound(f"adapter {ref} was deleted")
         resident.holders += 1
         return resident.weights
+
+    def expect(self, ref: AdapterRef, digests: AdapterDigests) -> None:
+        """Remember what the adapter's files must be, for `load` to check."""
+        self._digests[ref] = digests
+
+    def expected(self, ref: AdapterRef) -> AdapterDigests | None:
+        """What `expect` was told of the adapter."""
+        return self._digests.get(ref)
 
     def missing(self, ref: AdapterRef) -> bool:
         """Whether `acquire` would read files."""
@@ -90,6 +99,7 @@ class Residency:
 
     def drop(self, ref: AdapterRef) -> None:
         """Forgets a deleted adapter: nobody acquires it any more, whoever holds it keeps it until released."""
+        self._digests.pop(ref, None)
         resident = self._residents.get(ref)
         if resident is None:
             return

@@ -14,6 +14,8 @@ from types import TracebackType
 from typing import Self
 
 from coserve.errors import CorruptAdapter, UnsafeAdapter, UnsupportedAdapter
+from coserve.state.durable import disk_errors
+from coserve.state.failpoints import failpoint
 
 MAX_HEADER = 4 << 20
 MAX_CONFIG = 1 << 20
@@ -32,9 +34,15 @@ class Entry:
 
 
 def open_regular(folder: Path, name: str) -> int:
-    """A file descriptor of `folder/name`; refuses links, pipes and devices (`UnsafeAdapter`)."""
+    """A file descriptor of `folder/name`.
+
+    Raises `UnsafeAdapter` for links, pipes, devices and files that may not be read, `CorruptAdapter` for none, and
+    `StorageError` where the machine cannot open it now.
+    """
     try:
-        fd = os.open(folder / name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+        with disk_errors():
+            failpoint("adapter.open")
+            fd = os.open(folder / name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     except FileNotFoundError as error:
         raise CorruptAdapter(f"expected a file {name}, found none") from error
     except OSError as error:
@@ -45,10 +53,22 @@ def open_regular(folder: Path, name: str) -> int:
     return fd
 
 
+def digest_file(folder: Path, name: str) -> str:
+    """SHA-256 of a file, hex. Raises as `open_regular`."""
+    with disk_errors(), os.fdopen(open_regular(folder, name), "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def check_digest(found: str, registered: str, name: str) -> None:
+    """Raises `CorruptAdapter` unless a file is the one that was registered."""
+    if found != registered:
+        raise CorruptAdapter(f"{name}: the file is not the one that was registered: its SHA-256 differs")
+
+
 def read_json(folder: Path, name: str) -> dict[str, object]:
     """A JSON object of at most 1 MiB, without repeated keys, NaN or Infinity."""
     fd = open_regular(folder, name)
-    with os.fdopen(fd, "rb") as file:
+    with disk_errors(), os.fdopen(fd, "rb") as file:
         data = file.read(MAX_CONFIG + 1)
     if len(data) > MAX_CONFIG:
         raise CorruptAdapter(f"{name}: expected at most {MAX_CONFIG} bytes")
@@ -84,8 +104,9 @@ class TensorFile:
         """Raises `CorruptAdapter`, `UnsafeAdapter`, or `UnsupportedAdapter` for a type that adapters don't have."""
         self._fd = open_regular(folder, name)
         try:
-            self.bytes = os.fstat(self._fd).st_size
-            self.metadata, self.entries = self._header(name)
+            with disk_errors():
+                self.bytes = os.fstat(self._fd).st_size
+                self.metadata, self.entries = self._header(name)
         except BaseException:
             os.close(self._fd)
             raise
@@ -103,7 +124,8 @@ class TensorFile:
         data = bytearray(entry.end - entry.start)
         view, at = memoryview(data), entry.start
         while view:
-            got = os.preadv(self._fd, [view], at)
+            with disk_errors():
+                got = os.preadv(self._fd, [view], at)
             if got == 0:
                 raise CorruptAdapter("the weights' file became shorter while it was read")
             view, at = view[got:], at + got
@@ -112,9 +134,10 @@ class TensorFile:
     def sha256(self) -> str:
         """Of the whole file, hex."""
         digest, at = hashlib.sha256(), 0
-        while chunk := os.pread(self._fd, _CHUNK, at):
-            digest.update(chunk)
-            at += len(chunk)
+        with disk_errors():
+            while chunk := os.pread(self._fd, _CHUNK, at):
+                digest.update(chunk)
+                at += len(chunk)
         return digest.hexdigest()
 
     def _header(self, name: str) -> tuple[dict[str, str], dict[str, Entry]]:

@@ -12,6 +12,7 @@ from functools import partial
 from pathlib import Path
 
 from coserve.adapters.peft import inspect_adapter
+from coserve.adapters.record import record_adapter
 from coserve.api.connection import Connection
 from coserve.api.requests import local_path
 from coserve.config import Config
@@ -97,19 +98,7 @@ class Adapters:
                 if not stat.S_ISREG((source / name).lstat().st_mode):
                     raise UnsafeAdapter(f"{name}: expected a regular file")
                 shutil.copyfile(source / name, target / name, follow_symlinks=False)
-            info = inspect_adapter(target, spec)
-        return AdapterRecord(
-            ref=ref,
-            rank=info.rank,
-            alpha=info.alpha,
-            targets=tuple(info.targets),
-            base_fingerprint=spec.fingerprint,
-            base_name=spec.name,
-            source="import",
-            created_at=self._clock(),
-            bytes=info.bytes,
-            sha256=info.sha256,
-        )
+            return record_adapter(target, ref, spec, source="import", created_at=self._clock())
 
     # ---- show
 

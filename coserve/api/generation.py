@@ -24,6 +24,7 @@ from coserve.errors import BaseMismatch, EngineUnavailable, QueueFull
 from coserve.link import Admitted, CancelRequest, Generate, RequestFailed, Tokens
 from coserve.model.tokenizer import Tokenizer
 from coserve.schemas import Choice, GenerateChunk, GenerateRequest, GenerateResponse, Timing, Usage
+from coserve.state.records import AdapterRecord
 from coserve.state.thread import RegistryThread
 from coserve.types import AdapterRef, Slo
 
@@ -130,9 +131,9 @@ class Generation:
         try:
             check_generate(request, self._engine.spec)
             prompt = await encode_prompt(request, self._engine.spec, self._tokenizer)
-            adapter = await self._resolve(request.adapter)
+            record = await self._resolve(request.adapter)
             scoring = self._take_scoring(request, len(prompt))
-            run = self._start(request, prompt, adapter, arrived)
+            run = self._start(request, prompt, record, arrived)
             while run.decoders.keys() & self._runs.keys():
                 message = await run.inbox.get()
                 if isinstance(message, Tokens) and places:
@@ -168,7 +169,7 @@ class Generation:
         self._places.give(adapter, count)
         return 0
 
-    async def _resolve(self, text: str | None) -> AdapterRef | None:
+    async def _resolve(self, text: str | None) -> AdapterRecord | None:
         """The version that serves this request, to its end. Raises `AdapterNotFound`, `BaseMismatch`."""
         if text is None:
             return None
@@ -176,12 +177,13 @@ class Generation:
         record = await self._registry(lambda registry: registry.adapter(name, version))
         if record.base_fingerprint != self._engine.spec.fingerprint:
             raise BaseMismatch(f"adapter {record.ref} belongs to another base, {record.base_name!r}", field="adapter")
-        return record.ref
+        return record
 
     def _start(
-        self, request: GenerateRequest, prompt: tuple[int, ...], adapter: AdapterRef | None, arrived: float
+        self, request: GenerateRequest, prompt: tuple[int, ...], record: AdapterRecord | None, arrived: float
     ) -> _Run:
         """Send the sequences to the engine. Raises `EngineUnavailable`."""
+        adapter = None if record is None else record.ref
         id = f"gen-{secrets.token_hex(8)}"
         seed = secrets.randbits(31) if request.seed is None else request.seed
         stops = [request.stop] if isinstance(request.stop, str) else request.stop or []
@@ -213,6 +215,7 @@ class Generation:
                     adapter=adapter,
                     slo=slo,
                     cache_salt=request.cache_salt,
+                    digests=None if record is None else record.digests,
                 )
             )
             self._runs[sequence] = run

@@ -8,9 +8,10 @@ import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager, suppress
+from functools import partial
 from typing import TypeVar
 
-from coserve.adapters.peft import inspect_adapter
+from coserve.adapters.record import record_adapter
 from coserve.api.connection import Connection
 from coserve.api.metrics import Metrics
 from coserve.errors import (
@@ -18,8 +19,7 @@ from coserve.errors import (
     CoserveError,
     EngineUnavailable,
     JobNotFound,
-    StorageFailed,
-    StorageFull,
+    StorageBusy,
     WrongJobState,
 )
 from coserve.link import (
@@ -36,10 +36,11 @@ from coserve.link import (
 from coserve.schemas import ErrorInfo
 from coserve.state.durable import remove_dir
 from coserve.state.folder import DataFolder
-from coserve.state.records import AdapterRecord
+from coserve.state.records import JobRecord
 from coserve.state.registry import Registry
+from coserve.state.retries import Backoff, Retries
 from coserve.state.thread import RegistryThread
-from coserve.types import BaseSpec, JobState
+from coserve.types import JobState
 
 log = logging.getLogger(__name__)
 
@@ -47,28 +48,12 @@ JobMessage = JobStarted | JobPaused | JobProgress | JobCheckpoint | JobSucceeded
 
 T = TypeVar("T")
 
-MAX_RETRY_DELAY = 30.0
-
-
-def record_adapter(folder: DataFolder, spec: BaseSpec, message: JobSucceeded, now: float) -> AdapterRecord:
-    """The row of an adapter whose files the engine has published. Raises `AdapterError` leaves."""
-    info = inspect_adapter(folder.adapter(message.ref), spec)
-    return AdapterRecord(
-        ref=message.ref,
-        rank=info.rank,
-        alpha=info.alpha,
-        targets=tuple(info.targets),
-        base_fingerprint=spec.fingerprint,
-        base_name=spec.name,
-        source=f"job:{message.id}",
-        created_at=now,
-        bytes=info.bytes,
-        sha256=info.sha256,
-    )
+FOR_EVER = Backoff(first=0.25, longest=30.0)
 
 
 class Ledger:
-    """Writes the story of jobs and tells who watches. `retry_delay`: seconds before a full disk is tried again."""
+    """Writes the story of jobs and tells who watches. `backoff`: how what the machine cannot do now is tried again;
+    `sleep` takes seconds."""
 
     def __init__(
         self,
@@ -77,15 +62,23 @@ class Ledger:
         engine: Connection,
         metrics: Metrics,
         *,
-        retry_delay: float = 1.0,
+        backoff: Backoff = FOR_EVER,
+        sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
         clock: Callable[[], float] = time.time,
     ) -> None:
         self._folder, self._registry, self._engine, self._metrics = folder, registry, engine, metrics
-        self._retry_delay, self._clock = retry_delay, clock
+        self._clock = clock
+        self._retries = Retries(backoff, sleep=sleep)
+        self._waits = Retries(backoff, errors=StorageBusy, sleep=sleep)
         self._inbox: asyncio.Queue[JobMessage] = asyncio.Queue()
         self._watchers: dict[str, set[asyncio.Event]] = {}
         self.deaths: Counter[str] = Counter()
         """Engines that ended while they ran a job, since its last checkpoint."""
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What cannot be written now and is tried again; for /health."""
+        return self._retries.notes + self._waits.notes
 
     def deliver(self, message: JobMessage) -> None:
         self._inbox.put_nowait(message)
@@ -111,22 +104,16 @@ class Ledger:
             self.announce(message.id)
 
     async def _write(self, message: JobMessage) -> None:
-        """Progress may be lost to a full disk; a change of state is tried again until it is written."""
+        """Progress may be lost to a full disk; a change of state is tried again until it is written, and nothing is
+        lost to a lock. Later messages wait, so that the order stays."""
         if isinstance(message, JobProgress | JobCheckpoint):
-            await self._apply(message)
+            await self._waits.run(f"progress of job {message.id}", lambda: self._apply(message))
         else:
             await self.insist(lambda: self._apply(message), f"job {message.id}")
 
     async def insist(self, write: Callable[[], Awaitable[T]], what: str) -> T:
-        """Write what must not be lost, again and again while the disk is full."""
-        delay = self._retry_delay
-        while True:
-            try:
-                return await write()
-            except (StorageFull, StorageFailed) as error:
-                log.error("%s: %s; trying again in %.0f s", what, error.message, delay)
-                await asyncio.sleep(delay)
-                delay = min(2 * delay, MAX_RETRY_DELAY)
+        """Write what must not be lost, again and again while the machine refuses it."""
+        return await self._retries.run(what, write)
 
     async def _apply(self, message: JobMessage) -> None:
         id = message.id
@@ -151,42 +138,51 @@ class Ledger:
 
     async def _succeed(self, message: JobSucceeded) -> None:
         """Commit the adapter and the job's end together; files that cannot be read back fail the job."""
-        id, now = message.id, self._clock()
+        id, path, spec = message.id, self._folder.adapter(message.ref), self._engine.spec
+        describe = partial(record_adapter, path, message.ref, spec, source=f"job:{id}", created_at=self._clock())
         try:
-            record = await asyncio.to_thread(record_adapter, self._folder, self._engine.spec, message, now)
+            record = await asyncio.to_thread(describe)
         except AdapterError as error:
             info = ErrorInfo(code=error.code, message=error.message)
             await self.end(id, lambda registry: registry.set_state(id, JobState.FAILED, error=info))
         else:
             await self.end(id, lambda registry: registry.succeed(id, record))
 
-    async def end(self, id: str, change: Callable[[Registry], object]) -> None:
-        """Commit a job's end; then its corpus and its checkpoints go."""
-        await self._registry(change)
+    async def end(self, id: str, change: Callable[[Registry], JobRecord]) -> JobRecord:
+        """Commit a job's end; then its corpus and its checkpoints go. Once it is committed nothing is raised: another
+        attempt would find the job ended."""
+        record = await self._registry(change)
         self.deaths.pop(id, None)
-        record = await self._registry(lambda registry: registry.job(id))
         self._metrics.job_ended(record.state)
         if record.state is not JobState.FAILED:
             try:
                 await asyncio.to_thread(remove_dir, self._folder.job(id))
             except (OSError, CoserveError) as error:
                 log.warning("job %s: its files stay: %s", id, error)
+        return record
 
     async def _contradict(self, message: JobMessage, error: CoserveError) -> None:
-        """The engine runs what the registry says is over: it is told so, and what it published goes."""
+        """The engine runs what the registry says is over: it is told so, and what it published goes. Raises nothing."""
         log.warning("job %s: %s refused: %s", message.id, type(message).__name__, error.message)
-        with suppress(EngineUnavailable):
-            if isinstance(message, JobSucceeded):
-                self._engine.send(DropAdapter(ref=message.ref))
-                await asyncio.to_thread(remove_dir, self._folder.adapter(message.ref))
-            elif await self._is_over(message.id):
-                self._engine.send(CancelJob(id=message.id))
-
-    async def _is_over(self, id: str) -> bool:
         try:
-            return (await self._registry(lambda registry: registry.job(id))).state.terminal
+            record = await self.insist(lambda: self._find(message.id), f"job {message.id}")
+            if isinstance(message, JobSucceeded):
+                if record is not None and record.result == message.ref:
+                    return  # it is this adapter's own job: the message came twice
+                with suppress(EngineUnavailable):
+                    self._engine.send(DropAdapter(ref=message.ref))
+                await asyncio.to_thread(remove_dir, self._folder.adapter(message.ref))
+            elif record is None or record.state.terminal:
+                with suppress(EngineUnavailable):
+                    self._engine.send(CancelJob(id=message.id))
+        except (OSError, CoserveError) as problem:
+            log.warning("job %s: files of its adapter stay until the next start: %s", message.id, problem)
+
+    async def _find(self, id: str) -> JobRecord | None:
+        try:
+            return await self._registry(lambda registry: registry.job(id))
         except JobNotFound:
-            return True
+            return None
 
     # ---- who watches
 

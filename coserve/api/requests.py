@@ -11,6 +11,7 @@ import msgspec
 
 from coserve.errors import ForbiddenPath, InvalidRequest, MalformedJson, NotFound, UnknownField
 from coserve.schemas import PAGE_LIMIT, AdapterRefText
+from coserve.state.durable import disk_errors
 
 T = TypeVar("T")
 
@@ -107,7 +108,8 @@ def local_path(text: str, root: Path | None) -> Path:
         raise InvalidRequest("expected a path without null characters", field="path")
     base = root.resolve()
     try:
-        path = (base / text).resolve()
+        with disk_errors():
+            path = (base / text).resolve()
     except OSError:
         raise ForbiddenPath("expected a path under data_root", field="path") from None
     if not path.is_relative_to(base):

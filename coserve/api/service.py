@@ -48,6 +48,7 @@ class Service:
         self.folder, self.tokenizer = folder, tokenizer
         self.engine = Connection()
         self.metrics = Metrics(self.engine.name)
+        self._registry = registry
         self._ledger = Ledger(folder, registry, self.engine, self.metrics)
         self.generation = Generation(config, self.engine, registry, tokenizer, self.metrics)
         self.jobs = Jobs(config, folder, registry, tokenizer, self.engine, self._ledger)
@@ -141,7 +142,12 @@ class Service:
             base=base,
             lora_way=ready.lora_way if ready is not None else None,
             kv_tokens=ready.kv_tokens if ready is not None else None,
-            notes=list(ready.notes) if ready is not None else [],
+            notes=[
+                *(ready.notes if ready is not None else ()),
+                *(stats.troubles if stats is not None else ()),
+                *self._registry.notes,
+                *self._ledger.notes,
+            ],
             waiting=stats.waiting if stats is not None else 0,
             running=stats.running if stats is not None else 0,
             jobs=stats.jobs if stats is not None else 0,

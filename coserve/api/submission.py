@@ -17,9 +17,9 @@ from coserve.finetune.job import Plan, check_training, longest_row
 from coserve.model.tokenizer import Tokenizer
 from coserve.schemas import FinetuneRequest
 from coserve.state.folder import DataFolder
-from coserve.state.records import JobRecord
+from coserve.state.records import AdapterRecord, JobRecord
 from coserve.state.thread import RegistryThread
-from coserve.types import AdapterRef, BaseSpec, JobSpec, JobState, LoraSettings
+from coserve.types import BaseSpec, JobSpec, JobState, LoraSettings
 
 MAX_PREPARING = 2
 """Corpora that are tokenised at once."""
@@ -49,7 +49,7 @@ class Submission:
         training, limit = request.training, self._config.micro_batch_tokens
         check_training(training)
         longest = longest_row(training, spec.context, limit)
-        init_from, lora = await self._shape(request, spec)
+        source, lora = await self._shape(request, spec)
         rows = self._rows(request, upload)
         async with self._preparing:
             corpus = await asyncio.to_thread(tokenize_rows, rows, self._tokenizer, longest)
@@ -58,12 +58,13 @@ class Submission:
             id=f"job-{secrets.token_hex(8)}",
             adapter=request.adapter,
             version=1,
-            init_from=init_from,
+            init_from=None if source is None else source.ref,
             lora=lora,
             training=training,
             rows=corpus.rows,
             tokens=len(corpus.tokens),
             target_tokens=corpus.target_tokens,
+            init_digests=None if source is None else source.digests,
         )
         record = JobRecord(
             spec=job,
@@ -75,7 +76,7 @@ class Submission:
         )
         return record, corpus
 
-    async def _shape(self, request: FinetuneRequest, spec: BaseSpec) -> tuple[AdapterRef | None, LoraSettings]:
+    async def _shape(self, request: FinetuneRequest, spec: BaseSpec) -> tuple[AdapterRecord | None, LoraSettings]:
         """What to start from: an adapter and its shape, or nothing and the settings of the request."""
         if request.continue_from is None:
             lora = request.lora or LoraSettings()
@@ -93,7 +94,7 @@ class Submission:
                 f"adapter {record.ref} belongs to another base, {record.base_name!r}", field="continue_from"
             )
         info = await asyncio.to_thread(inspect_adapter, self._folder.adapter(record.ref), spec)
-        return record.ref, info.settings
+        return record, info.settings
 
     def _rows(self, request: FinetuneRequest, upload: Path | None) -> Iterator[Row]:
         given = [name for name in ("data", "path") if getattr(request, name) is not None]

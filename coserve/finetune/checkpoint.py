@@ -17,7 +17,8 @@ from torch import Tensor
 
 from coserve.errors import CheckpointUnreadable
 from coserve.finetune.run import Progress
-from coserve.state.durable import remove_dir, replace_dir
+from coserve.state.durable import disk_errors, remove_dir, replace_dir, safetensors_errors
+from coserve.state.failpoints import failpoint
 from coserve.state.folder import DataFolder
 from coserve.types import BaseSpec, JobSpec, Wire
 
@@ -53,10 +54,13 @@ def save_checkpoint(
 
 
 def load_checkpoint(path: Path, spec: JobSpec, base: BaseSpec) -> Checkpoint:
-    """Raises `CheckpointUnreadable` for files that are not there, damaged, or of another job or base."""
+    """Raises `CheckpointUnreadable` for files that are not there, damaged, or of another job or base; `StorageError`
+    where the machine cannot read them now."""
     try:
-        state = msgspec.json.decode((path / STATE).read_bytes(), type=_State)
-        tensors: dict[str, Tensor] = load_file(path / TENSORS)
+        with safetensors_errors(path / TENSORS):
+            failpoint("job.open")
+            state = msgspec.json.decode((path / STATE).read_bytes(), type=_State)
+            tensors: dict[str, Tensor] = load_file(path / TENSORS)
     except (OSError, msgspec.DecodeError, SafetensorError) as error:
         raise CheckpointUnreadable("the checkpoint's files cannot be read") from error
     if (state.job, state.base_fingerprint) != (spec.id, base.fingerprint):
@@ -66,5 +70,6 @@ def load_checkpoint(path: Path, spec: JobSpec, base: BaseSpec) -> Checkpoint:
 
 def prune(folder: DataFolder, job: str, keep: int) -> None:
     """Delete all checkpoints but the last `keep`."""
-    for _, path in folder.checkpoints(job)[:-keep]:
-        remove_dir(path)
+    with disk_errors():
+        for _, path in folder.checkpoints(job)[:-keep]:
+            remove_dir(path)

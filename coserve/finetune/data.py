@@ -16,7 +16,8 @@ from coserve.cancellation import unchecked
 from coserve.errors import CheckpointUnreadable, EmptyCorpus, InvalidRequest, MalformedRow, NoTargets
 from coserve.finetune.rows import ChatRow, CompletionRow, Row, TextRow, parse_jsonl, parse_row, parse_rows
 from coserve.model.tokenizer import Tokenizer
-from coserve.state.durable import write_file
+from coserve.state.durable import safetensors_errors, write_file
+from coserve.state.failpoints import failpoint
 
 __all__ = ["Corpus", "Row", "parse_jsonl", "parse_row", "parse_rows", "tokenize_rows"]
 
@@ -69,12 +70,14 @@ class Corpus:
 
     @classmethod
     def load(cls, path: Path, check: Callable[[], None] = unchecked) -> Corpus:
-        """Raises `CheckpointUnreadable` for a file that is not there, or not what `save` wrote, and what `check` raises,
-        which is called now and then."""
+        """Raises `CheckpointUnreadable` for a file that is not there, or not what `save` wrote; `StorageError` where the
+        machine cannot read it now; and what `check` raises, which is called now and then."""
         try:
-            with safe_open(path, framework="numpy") as file:
-                tokens, target, bounds = (_read(file, name, check) for name in ("tokens", "target", "bounds"))
-                corpus = cls(tokens, target, bounds)
+            with safetensors_errors(path):
+                failpoint("job.open")
+                with safe_open(path, framework="numpy") as file:
+                    tokens, target, bounds = (_read(file, name, check) for name in ("tokens", "target", "bounds"))
+            corpus = cls(tokens, target, bounds)
         except (OSError, SafetensorError, ValueError) as error:
             raise CheckpointUnreadable("the job's corpus cannot be read") from error
         if not corpus._is_sound():

@@ -12,6 +12,7 @@ from typing import BinaryIO, Literal, NoReturn
 import msgspec
 
 from coserve.errors import EmptyCorpus, MalformedRow
+from coserve.state.durable import disk_errors
 from coserve.types import Wire
 
 MAX_ROWS = 1_000_000
@@ -186,7 +187,8 @@ def parse_jsonl(source: bytes | Path) -> Iterator[Row]:
 
 def _open(path: Path) -> BinaryIO:
     try:
-        return path.open("rb")
+        with disk_errors():
+            return path.open("rb")
     except OSError as error:
         raise EmptyCorpus(f"the corpus cannot be read: {error.strerror}", field="path") from error
 

@@ -139,7 +139,7 @@ class Trainer:
         path = self._folder.adapter(spec.init_from)
         if not path.is_dir():
             raise AdapterNotFound(f"no adapter {str(spec.init_from)!r}", field="continue_from")
-        return load_adapter(path, self._base.spec, device=where, dtype=dtype)
+        return load_adapter(path, self._base.spec, device=where, dtype=dtype, digests=spec.init_digests)
 
     def _resume(self, run: Run) -> None:
         """Take over the last checkpoint that can be read; without one the job starts from its beginning."""

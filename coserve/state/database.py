@@ -1,7 +1,8 @@
 """The registry's SQLite file: schema, transactions, and what the disk may answer.
 
 Write-ahead log with `synchronous=FULL`: a commit survives kill -9 and a power cut. One connection, used by the thread
-that made it. A transaction that fails for a full disk raises `StorageFull` and leaves what was there before.
+that made it. A transaction that fails for a full disk raises `StorageFull`, for
+another process's lock `StorageBusy`, and leaves what was there before.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Final
 
-from coserve.errors import StartupError, StorageFailed, StorageFull
+from coserve.errors import StartupError, StorageBusy, StorageFailed, StorageFull
 from coserve.state.durable import disk_errors
 from coserve.state.failpoints import failpoint
 
@@ -38,9 +39,23 @@ CREATE TABLE notes (position INTEGER PRIMARY KEY AUTOINCREMENT, created_at REAL 
 """
 
 
+LOCK_TIMEOUT: Final = 0.1
+"""Seconds that SQLite itself waits for another process's lock: `RegistryThread` waits longer, without its thread."""
+
+_BUSY: Final = frozenset(
+    {
+        sqlite3.SQLITE_BUSY,
+        sqlite3.SQLITE_LOCKED,
+        sqlite3.SQLITE_PROTOCOL,
+        sqlite3.SQLITE_NOMEM,
+        sqlite3.SQLITE_CANTOPEN,  # the file is open: its log, or a temporary file, found no descriptor
+    }
+)
+
+
 @contextmanager
-def _database_errors() -> Iterator[None]:
-    """Turn what SQLite says of the disk into `StorageFull` and `StorageFailed`."""
+def database_errors() -> Iterator[None]:
+    """Turn what SQLite says of the machine into `StorageFull`, `StorageFailed` and `StorageBusy`."""
     with disk_errors():
         try:
             yield
@@ -50,6 +65,8 @@ def _database_errors() -> Iterator[None]:
                 raise StorageFull("the disk is full") from error
             if code in (sqlite3.SQLITE_IOERR, sqlite3.SQLITE_READONLY):
                 raise StorageFailed("the disk refused a write of the registry") from error
+            if code in _BUSY:
+                raise StorageBusy(f"the registry cannot be used now: {error}") from error
             raise
 
 
@@ -57,16 +74,25 @@ class Database:
     """`clock` gives seconds since the epoch."""
 
     def __init__(self, path: Path, clock: Callable[[], float] = time.time) -> None:
-        """Open, or create. Raises `StartupError` for a file that is no registry of this version."""
+        """Open, or create. Raises `StartupError` for a file that is no registry of this version, `StorageBusy` for one
+        that another process has locked."""
         self._clock = clock
         try:
-            self._db = sqlite3.connect(path, isolation_level=None, timeout=5.0)
+            self._db = sqlite3.connect(path, isolation_level=None, timeout=LOCK_TIMEOUT)
+        except sqlite3.DatabaseError as error:
+            raise StartupError(f"cannot open the registry {path.name}: {error}") from error
+        try:
             self._db.execute("PRAGMA journal_mode = WAL")
             self._db.execute("PRAGMA synchronous = FULL")
             self._db.execute("PRAGMA foreign_keys = ON")
             self._prepare()
-        except sqlite3.DatabaseError as error:
-            raise StartupError(f"cannot open the registry {path.name}: {error}") from error
+        except BaseException as error:
+            self._db.close()
+            if isinstance(error, sqlite3.DatabaseError):
+                if error.sqlite_errorcode & 0xFF in (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED):
+                    raise StorageBusy("the registry is locked by another process") from error
+                raise StartupError(f"cannot open the registry {path.name}: {error}") from error
+            raise
 
     def _prepare(self) -> None:
         found = self._db.execute("SELECT name FROM sqlite_master WHERE type = 'table' AND name = 'meta'").fetchone()
@@ -81,7 +107,7 @@ class Database:
 
     @contextmanager
     def _transaction(self) -> Iterator[None]:
-        with _database_errors():
+        with database_errors():
             self._db.execute("BEGIN IMMEDIATE")
             try:
                 yield

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 import secrets
 import shutil
 from collections.abc import Iterator
@@ -20,29 +21,68 @@ from pathlib import Path
 
 from safetensors import SafetensorError
 
-from coserve.errors import StorageFailed, StorageFull
+from coserve.errors import StorageBusy, StorageError, StorageFailed, StorageFull
 from coserve.state.failpoints import failpoint
 
 TEMP, TRASH, OLD = ".tmp-", ".trash-", ".old-"
 
 
+FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
+FAILED = frozenset({errno.EIO, errno.EROFS})
+BUSY = frozenset(
+    {
+        errno.EMFILE,
+        errno.ENFILE,
+        errno.EAGAIN,
+        errno.EINTR,
+        errno.ENOMEM,
+        errno.ENOBUFS,
+        errno.ENOLCK,
+        errno.EBUSY,
+        errno.ESTALE,
+    }
+)
+
+
+def storage_error(number: int | None) -> StorageError | None:
+    """What an `errno` says of the machine; None for one that is about the file itself, such as ENOENT or ELOOP."""
+    if number in FULL:
+        return StorageFull("the disk is full")
+    if number in FAILED:
+        return StorageFailed(f"the disk failed: {os.strerror(number)}")
+    if number in BUSY:
+        return StorageBusy(f"the machine cannot do this now: {os.strerror(number)}")
+    return None
+
+
 @contextmanager
 def disk_errors() -> Iterator[None]:
-    """Turn what a disk answers into `StorageFull` (ENOSPC, EDQUOT) or `StorageFailed` (EIO, EROFS)."""
+    """Turn what the machine answers into `StorageFull`, `StorageFailed` or `StorageBusy`; other errors stay."""
     try:
         yield
     except OSError as error:
-        if error.errno in (errno.ENOSPC, errno.EDQUOT):
-            raise StorageFull("the disk is full") from error
-        if error.errno in (errno.EIO, errno.EROFS):
-            raise StorageFailed(f"the disk refused a write: {os.strerror(error.errno)}") from error
+        if (typed := storage_error(error.errno)) is not None:
+            raise typed from error
         raise
-    except SafetensorError as error:  # its writer knows no errno
-        if f"os error {errno.ENOSPC}" in str(error) or f"os error {errno.EDQUOT}" in str(error):
-            raise StorageFull("the disk is full") from error
-        if f"os error {errno.EIO}" in str(error):
-            raise StorageFailed("the disk refused a write: Input/output error") from error
+    except SafetensorError as error:  # its writer gives the errno as text
+        found = re.search(r"os error (\d+)", str(error))
+        if found is not None and (typed := storage_error(int(found[1]))) is not None:
+            raise typed from error
         raise
+
+
+@contextmanager
+def safetensors_errors(path: Path) -> Iterator[None]:
+    """As `disk_errors`, around a reader of safetensors: it calls any file that it cannot open a missing one."""
+    try:
+        with disk_errors():
+            yield
+    except FileNotFoundError as error:
+        if error.errno is not None:
+            raise
+        with disk_errors():
+            path.open("rb").close()
+        raise StorageBusy("the machine could not open a file") from error
 
 
 def fsync_path(path: Path) -> None:

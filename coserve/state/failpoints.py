@@ -3,8 +3,8 @@
 Free when off. Armed by `COSERVE_FAILPOINTS="NAME=ACTION[@N][;...]"`, or by `armed(...)` inside one process:
 
 - NAME is one of `FAILPOINTS`, or `*` for whichever is passed;
-- ACTION is `kill` (this process dies as if by kill -9), `kill-group` (its whole process group does), `ENOSPC` or `EIO`
-  (an `OSError`), or `delay:2s`;
+- ACTION is `kill` (this process dies as if by kill -9), `kill-group` (its whole process group does), the name of an
+  `errno` such as `ENOSPC` (an `OSError`), or `delay:2s`;
 - N: only at the N-th hit; without it, at every hit. A name may have several rules.
 """
 
@@ -48,11 +48,13 @@ FAILPOINTS = frozenset(f"{point}.{step}" for point in DURABLE_POINTS for step in
     "generate.mid_stream",  # the engine has tokens of a running request in hand
     "finetune.mid_step",  # gradients are there, the optimizer has not stepped
     "adapter.publish",  # the adapter's files are durable, nobody knows of them
+    "adapter.open",  # a file of an adapter is about to be opened
+    "job.open",  # a job's corpus or a file of its checkpoint is about to be opened
     "shutdown",  # the daemon was told to stop and saves what runs
 }
 
 _RULE = re.compile(
-    r"(?P<name>\*|[a-z_.]+)=(?P<action>kill-group|kill|ENOSPC|EIO|delay:\d+(\.\d+)?s)(@(?P<at>[1-9]\d*))?"
+    r"(?P<name>\*|[a-z_.]+)=(?P<action>kill-group|kill|E[A-Z0-9]+|delay:\d+(\.\d+)?s)(@(?P<at>[1-9]\d*))?"
 )
 
 
@@ -87,11 +89,11 @@ def _act(action: str) -> None:
             os.kill(os.getpid(), signal.SIGKILL)
         case "kill-group":
             os.killpg(os.getpgrp(), signal.SIGKILL)
-        case "ENOSPC" | "EIO":
+        case _ if action.startswith("delay:"):
+            time.sleep(float(action.removeprefix("delay:").removesuffix("s")))
+        case _:
             number = getattr(errno, action)
             raise OSError(number, os.strerror(number))
-        case _:
-            time.sleep(float(action.removeprefix("delay:").removesuffix("s")))
 
 
 def parse(text: str) -> tuple[Rule, ...]:
@@ -99,8 +101,8 @@ def parse(text: str) -> tuple[Rule, ...]:
     rules: list[Rule] = []
     for part in filter(None, (part.strip() for part in text.split(";"))):
         rule = _RULE.fullmatch(part)
-        if rule is None:
-            raise ConfigError(f"{VARIABLE}: expected name=kill|kill-group|ENOSPC|EIO|delay:2s[@n], got {part!r}")
+        if rule is None or (rule["action"].startswith("E") and not hasattr(errno, rule["action"])):
+            raise ConfigError(f"{VARIABLE}: expected name=kill|kill-group|ERRNO|delay:2s[@n], got {part!r}")
         if rule["name"] != "*" and rule["name"] not in FAILPOINTS:
             raise ConfigError(f"{VARIABLE}: unknown failpoint {rule['name']!r}")
         rules.append(Rule(rule["name"], rule["action"], int(rule["at"]) if rule["at"] else None))
@@ -119,7 +121,7 @@ class _Switch:
 
 
 def failpoint(name: str) -> None:
-    """Fail here if `name` is armed. Raises `OSError` for ENOSPC and EIO."""
+    """Fail here if `name` is armed. Raises `OSError` for an `errno`."""
     if _Switch.armed is not None:
         _Switch.armed.hit(name)
 

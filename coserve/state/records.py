@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Literal
 
 from coserve.schemas import ErrorInfo
-from coserve.types import AdapterRef, JobSpec, JobState, StepMetrics, Wire
+from coserve.types import AdapterDigests, AdapterRef, JobSpec, JobState, StepMetrics, Wire
 
 
 class JobRecord(Wire, frozen=True):
@@ -54,3 +54,10 @@ class AdapterRecord(Wire, frozen=True):
     created_at: float
     bytes: int
     sha256: str
+    """Of the weights' file."""
+    config_sha256: str = ""
+    """Of `adapter_config.json`; empty for a version that was registered before this was kept."""
+
+    @property
+    def digests(self) -> AdapterDigests:
+        return AdapterDigests(self.sha256, self.config_sha256)

@@ -3,34 +3,54 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
+from coserve.errors import StorageBusy
+from coserve.state.database import database_errors
 from coserve.state.registry import Registry
+from coserve.state.retries import Backoff, Retries
 
 T = TypeVar("T")
+
+PATIENCE = Backoff(total=5.0)
 
 
 class RegistryThread:
     """`await thread(lambda registry: registry.job(id))`: calls run one at a time, in order, off the event loop.
 
-    A call that was begun runs to its end even if its caller is cancelled. The registry opens at the first call, which
-    raises what `Registry` raises.
+    A call that was begun runs to its end even if its caller is cancelled. One that another process's lock stops has
+    changed nothing: it is tried again as `backoff` says, while others take their turns, and raises `StorageBusy` then.
+    The registry opens at the first call, which raises what `Registry` raises.
     """
 
-    def __init__(self, registry_factory: Callable[[], Registry]) -> None:
+    def __init__(
+        self,
+        registry_factory: Callable[[], Registry],
+        *,
+        backoff: Backoff = PATIENCE,
+        sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
+    ) -> None:
         self._factory = registry_factory
         self._registry: Registry | None = None
         self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="registry")
+        self._retries = Retries(backoff, errors=StorageBusy, sleep=sleep)
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What of the registry is being tried again now."""
+        return self._retries.notes
 
     async def __call__(self, fn: Callable[[Registry], T]) -> T:
-        return await asyncio.get_running_loop().run_in_executor(self._executor, self._call, fn)
+        loop = asyncio.get_running_loop()
+        return await self._retries.run("registry", lambda: loop.run_in_executor(self._executor, self._call, fn))
 
     def _call(self, fn: Callable[[Registry], T]) -> T:
         if self._registry is None:
             self._registry = self._factory()
-        return fn(self._registry)
+        with database_errors():
+            return fn(self._registry)
 
     def _close(self) -> None:
         if self._registry is not None:

@@ -24,7 +24,7 @@ from coserve.link import (
     RequestFailed,
     Tokens,
 )
-from coserve.types import AdapterRef, FinishReason, JobSpec, StepMetrics
+from coserve.types import AdapterDigests, AdapterRef, FinishReason, JobSpec, StepMetrics
 
 CONTEXT = 64
 """Longer prompts are refused."""
@@ -254,6 +254,9 @@ def _metrics(step: int, total: int) -> StepMetrics:
 
 class NoAdapters:
     """A residency that holds nothing, and misses nothing."""
+
+    def expect(self, ref: AdapterRef, digests: AdapterDigests) -> None:
+        """Nothing is read."""
 
     def missing(self, ref: AdapterRef) -> bool:
         return False

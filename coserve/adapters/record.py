@@ -1,0 +1,33 @@
+"""The registry's record of an adapter, read off its files. Knows no torch."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from coserve.adapters.gate import CONFIG
+from coserve.adapters.peft import inspect_adapter
+from coserve.adapters.tensorfile import digest_file
+from coserve.state.records import AdapterRecord
+from coserve.types import AdapterRef, BaseSpec
+
+
+def record_adapter(folder: Path, ref: AdapterRef, base: BaseSpec, *, source: str, created_at: float) -> AdapterRecord:
+    """What the registry keeps of the PEFT files in `folder`. Raises `AdapterError` leaves, `StorageError`.
+
+    `source`: `import` or `job:<id>`; `created_at`: seconds since the epoch.
+    """
+    config_sha256 = digest_file(folder, CONFIG)
+    info = inspect_adapter(folder, base)
+    return AdapterRecord(
+        ref=ref,
+        rank=info.rank,
+        alpha=info.alpha,
+        targets=tuple(info.targets),
+        base_fingerprint=base.fingerprint,
+        base_name=base.name,
+        source=source,
+        created_at=created_at,
+        bytes=info.bytes,
+        sha256=info.sha256,
+        config_sha256=config_sha256,
+    )

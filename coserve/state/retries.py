@@ -1,0 +1,86 @@
+"""Work that the machine cannot do now is tried again, with back-off; one log line says so and one says that it is over."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import Counter
+from collections.abc import Awaitable, Callable, Iterator
+from dataclasses import dataclass
+from typing import TypeVar
+
+from coserve.errors import StorageError
+
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Backoff:
+    """Seconds between attempts: doubled from `first` up to `longest`, until they add up to `total` (None: for ever)."""
+
+    first: float = 0.05
+    longest: float = 2.0
+    total: float | None = None
+
+    def delays(self) -> Iterator[float]:
+        delay, waited = self.first, 0.0
+        while self.total is None or waited < self.total:
+            yield delay
+            waited += delay
+            delay = min(2 * delay, self.longest)
+
+
+class Retries:
+    """Runs work until it succeeds, on the event loop. `errors`: those that another attempt may mend.
+
+    `sleep` takes seconds.
+    """
+
+    def __init__(
+        self,
+        backoff: Backoff,
+        *,
+        errors: type[StorageError] = StorageError,
+        sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
+    ) -> None:
+        self._backoff, self._errors, self._sleep = backoff, errors, sleep
+        self._failing: Counter[str] = Counter()
+        self._reasons: dict[str, str] = {}
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What is being tried again at this moment, and why; for /health."""
+        return tuple(f"{what}: {reason}; it is tried again" for what, reason in self._reasons.items())
+
+    async def run(self, what: str, work: Callable[[], Awaitable[T]]) -> T:
+        """What `work` returns. Raises what it raised last once the back-off is used up, and other errors at once.
+
+        `what` names the work in the log and in `notes`; calls of the same name that fail together are told once.
+        """
+        failed = 0
+        try:
+            for delay in self._backoff.delays():
+                try:
+                    return await work()
+                except self._errors as error:
+                    failed += 1
+                    self._tell(what, error, first=failed == 1)
+                await self._sleep(delay)
+            return await work()
+        finally:
+            if failed:
+                self._over(what)
+
+    def _tell(self, what: str, error: StorageError, *, first: bool) -> None:
+        if not self._failing[what]:
+            log.warning("%s: %s; trying again", what, error.message)
+        self._failing[what] += first
+        self._reasons[what] = error.message
+
+    def _over(self, what: str) -> None:
+        self._failing[what] -= 1
+        if not self._failing[what]:
+            del self._failing[what], self._reasons[what]
+            log.info("%s: no longer tried again", what)
