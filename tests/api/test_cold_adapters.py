@@ -13,7 +13,7 @@ import torch
 from coserve.adapters.files import save_adapter
 from coserve.kernels.segments import LoraPair
 from coserve.model.lora import LoraWeights
-from coserve.types import LoraSettings
+from coserve.types import AdapterRef, LoraSettings
 from tests.support.api_server import Api
 from tests.support.real_server import bundled_base, serve_real
 
@@ -65,6 +65,20 @@ async def test_each_gets_its_own_adapters_text(api: Api) -> None:
     assert len(set(alone.values())) == len(names)
     wanted = random.Random(0).choices(names, k=24)
     assert await asyncio.gather(*(ask(api, name) for name in wanted)) == [alone[name] for name in wanted]
+
+
+@pytest.mark.parametrize("file", ["adapter_model.safetensors", "adapter_config.json"])
+async def test_files_that_are_not_the_registered_ones_fail_their_requests_alone(api: Api, file: str) -> None:
+    alone = await ask(api, "a1")
+    mine, other = (api.folder.adapter(AdapterRef(name, 1)) / file for name in ("a0", "a1"))
+    other_bytes = other.read_bytes()
+    mine.write_bytes(other_bytes.replace(b'"lora_alpha": 8', b'"lora_alpha": 9'))
+    status, body = await api.call("POST", "/generate", json={"prompt": PROMPT, "adapter": "a0", "max_tokens": 1})
+    assert (status, body["error"]["code"]) == (422, "corrupt_adapter")
+    assert await ask(api, "a1") == alone
+    job = {"adapter": "next", "continue_from": "a0", "data": [{"text": "a b"}], "training": {"steps": 1}}
+    _, accepted = await api.call("POST", "/finetune", json=job)
+    assert (await api.job_until(accepted["id"], "failed"))["error"]["code"] == "corrupt_adapter"
 
 
 async def test_a_deleted_adapter_fails_its_requests_alone(api: Api) -> None:

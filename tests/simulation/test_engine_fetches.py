@@ -12,7 +12,8 @@ from dataclasses import dataclass
 import pytest
 
 from coserve.engine import Engine
-from coserve.errors import AdapterNotFound
+from coserve.errors import AdapterNotFound, StorageBusy
+from coserve.fetches import Fetches
 from coserve.link import (
     Admitted,
     CancelRequest,
@@ -27,7 +28,9 @@ from coserve.link import (
     Tokens,
     local_pair,
 )
+from coserve.queues.inference import Queued
 from coserve.queues.policy import Ets, Policy, Slack
+from coserve.state.retries import Backoff
 from coserve.types import AdapterRef, SamplingParams, Slo
 from tests.support.fake_rooms import FakeGenerator, FakeTrainer, Meter, NoAdapters, Prices
 
@@ -41,6 +44,8 @@ class Shelf(NoAdapters):
     def __init__(self) -> None:
         self.held: set[AdapterRef] = set()
         self.lost: set[AdapterRef] = set()
+        self.busy = 0
+        """Reads that fail for a machine that has no descriptors."""
         self.go, self.begun = threading.Event(), threading.Event()
         self.reads: list[AdapterRef] = []
         self.thread = threading.get_ident()
@@ -53,6 +58,9 @@ class Shelf(NoAdapters):
         self.reads.append(ref)
         self.begun.set()
         self.go.wait()
+        if self.busy:
+            self.busy -= 1
+            raise StorageBusy("no descriptors")
         if ref in self.lost:
             raise AdapterNotFound(f"adapter {ref} has no files")
         return lambda: self.held.add(ref)
@@ -181,6 +189,35 @@ async def test_an_adapter_without_files_fails_its_request_alone() -> None:
         assert (failed.id, failed.code) == ("cold", AdapterNotFound.code)
         at.api.send(ask("bare", None))
         await at.until(ended("bare"))
+
+
+async def test_a_machine_that_is_busy_is_tried_again_and_told() -> None:
+    async with scene() as at:
+        at.shelf.busy = 3
+        at.shelf.go.set()
+        at.api.send(ask("cold", COLD))
+        at.api.send(ask("bare", None, 50))
+        await at.until(lambda message: isinstance(message, EngineStats) and bool(message.troubles))
+        await at.until(ended("cold"))
+        assert at.shelf.reads == [COLD] * 4
+        await at.until(lambda message: isinstance(message, EngineStats) and not message.troubles)
+
+
+async def test_a_machine_that_stays_busy_fails_the_request_alone() -> None:
+    async def sleep(_: float) -> None:
+        await asyncio.sleep(0)
+
+    shelf, changed = Shelf(), asyncio.Event()
+    shelf.go.set()
+    shelf.busy = 1000
+    fetches = Fetches(shelf, changed.set, backoff=Backoff(first=1.0, total=3.0), sleep=sleep)
+    assert fetches.take(Queued(ask("cold", COLD), arrived=0.0, deadline=1.0))
+    await changed.wait()
+    assert fetches.arrived() == []
+    ((request, error),) = fetches.failed()
+    assert (request.message.id, error.code) == ("cold", StorageBusy.code)
+    assert len(fetches) == 0
+    fetches.close()
 
 
 async def test_what_is_deleted_while_it_is_read_is_not_kept() -> None:

@@ -14,13 +14,15 @@ import aiohttp
 from aiohttp import web
 
 from coserve.api.app import make_app, make_runner
+from coserve.api.ledger import JobMessage
 from coserve.api.service import Service
 from coserve.config import Config
 from coserve.link import Generate, local_pair
 from coserve.model.tokenizer import Tokenizer
 from coserve.state.folder import DataFolder
 from coserve.state.registry import Registry
-from coserve.state.thread import RegistryThread
+from coserve.state.retries import Backoff
+from coserve.state.thread import PATIENCE, RegistryThread
 from coserve.types import BaseSpec
 from tests.support.fake_engine import FakeEngine, make_base
 
@@ -58,6 +60,11 @@ class Api:
     async def settled(self) -> None:
         """Until all that the engine has told is written down and done: a job's end is announced before its files go."""
         await self.service._ledger.settled()
+
+    async def hear(self, message: JobMessage) -> None:
+        """As if the engine had said it; until it is written down."""
+        self.service._ledger.deliver(message)
+        await self.settled()
 
     async def call(self, method: str, path: str, **kwargs: Any) -> tuple[int, Any]:
         async with self.http.request(method, path, **kwargs) as response:
@@ -107,12 +114,14 @@ def read_events(text: str) -> list[dict[str, Any]]:
 
 
 @asynccontextmanager
-async def serve_api(path: Path, *, engine: bool = True, **settings: Any) -> AsyncIterator[Api]:
-    """The API over a fresh data folder at `path`; `settings` are those of `Config`."""
+async def serve_api(
+    path: Path, *, engine: bool = True, patience: Backoff = PATIENCE, **settings: Any
+) -> AsyncIterator[Api]:
+    """The API over a fresh data folder at `path`; `settings` are those of `Config`, `patience`: with a locked registry."""
     config = Config(data_dir=path, **settings)
     folder = DataFolder(path)
     with folder.lock():
-        registry = RegistryThread(lambda: Registry(folder.database))
+        registry = RegistryThread(lambda: Registry(folder.database), backoff=patience)
         service = Service(config, folder, registry, tokenizer())
         app = make_app(service, config)
         runner = make_runner(app, config)

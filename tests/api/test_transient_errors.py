@@ -1,0 +1,102 @@
+"""Out of descriptors, a locked registry, a failing disk: nobody's adapter is called corrupt and no job is lost for it."""
+
+from __future__ import annotations
+
+import asyncio
+import sqlite3
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+
+from coserve.link import JobSucceeded
+from coserve.state.failpoints import armed
+from coserve.state.retries import Backoff
+from coserve.types import AdapterRef, BaseSpec
+from tests.support.api_server import Api, serve_api
+from tests.support.fake_engine import write_peft
+
+JOB = {"adapter": "poet", "data": [{"text": "a b"}]}
+
+
+@pytest.fixture
+async def api(tmp_path: Path) -> AsyncIterator[Api]:
+    """An API that waits a tenth of a second for a lock before it says so."""
+    (tmp_path / "root").mkdir()
+    patience = Backoff(first=0.05, total=0.1)
+    async with serve_api(tmp_path / "data", data_root=tmp_path / "root", patience=patience) as api:
+        write_peft(tmp_path / "root" / "peft", api.base)
+        yield api
+
+
+@pytest.mark.parametrize("number", ["EMFILE", "ENFILE", "EIO", "EAGAIN", "ENOMEM", "ENOSPC"])
+async def test_a_finished_job_is_published_once_its_files_can_be_read(api: Api, number: str) -> None:
+    with armed(f"adapter.open={number}@1;adapter.open={number}@2;adapter.open={number}@4") as state:
+        _, job = await api.call("POST", "/finetune", json=JOB)
+        done = await api.job_until(job["id"], "succeeded")
+        assert state.hits["adapter.open"] > 4
+    assert (done["state"], done["result"], done["error"]) == ("succeeded", "poet@1", None)
+    assert (await api.call("GET", "/adapters/poet"))[0] == 200
+
+
+@pytest.mark.parametrize(("number", "status"), [("EMFILE", 503), ("ENOMEM", 503), ("EIO", 500), ("ENOSPC", 507)])
+async def test_an_import_that_cannot_read_says_so_and_leaves_nothing(api: Api, number: str, status: int) -> None:
+    ask = {"name": "poet", "path": "peft"}
+    with armed() as state:
+        assert (await api.call("POST", "/adapters", json=ask))[0] == 201
+    for hit in range(1, state.hits["adapter.open"] + 1):
+        with armed(f"adapter.open={number}@{hit}"):
+            got, body = await api.call("POST", "/adapters", json=ask)
+        assert got == status, body
+        assert body["error"]["code"].startswith("storage_"), body
+        assert api.folder.adapter_refs() == [AdapterRef("poet", 1)]
+    assert (await api.call("POST", "/adapters", json=ask))[0] == 201
+
+
+async def test_a_busy_machine_says_when_to_come_again(api: Api) -> None:
+    with armed("adapter.open=EMFILE"):
+        async with api.http.post("/adapters", json={"name": "poet", "path": "peft"}) as response:
+            assert response.status == 503
+            assert int(response.headers["Retry-After"]) >= 1
+
+
+async def test_a_locked_registry_loses_no_change_and_keeps_the_order(api: Api) -> None:
+    """Locked from before the job's first step until after its end has been said."""
+    written = asyncio.Event()
+
+    def write(folder: Path, base: BaseSpec) -> None:
+        write_peft(folder, base)
+        written.set()
+
+    api.engine.write_adapter = write
+    api.engine.go_jobs.clear()
+    _, job = await api.call("POST", "/finetune", json=JOB)
+    await api.job_until(job["id"], "running")
+    lock = sqlite3.connect(api.folder.database, isolation_level=None)
+    lock.execute("BEGIN IMMEDIATE")
+    api.engine.go_jobs.set()
+    await written.wait()
+
+    status, body = await api.call("POST", "/finetune", json=JOB)
+    assert (status, body["error"]["code"]) == (503, "storage_busy")
+    assert (await api.call("GET", f"/finetune/{job['id']}"))[1]["state"] == "running"
+    _, health = await api.call("GET", "/health")
+    assert any("job" in note and "tried again" in note for note in health["notes"]), health["notes"]
+
+    lock.execute("ROLLBACK")
+    lock.close()
+    events = [event for _, event in await api.events(job["id"])]
+    assert [event["metrics"]["step"] for event in events if event["metrics"]] == [1, 2, 3]
+    assert [event["state"] for event in events if event["type"] == "state"] == ["queued", "running", "succeeded"]
+    await api.settled()
+    _, health = await api.call("GET", "/health")
+    assert not any("tried again" in note for note in health["notes"])
+    assert (await api.call("GET", "/finetune"))[1]["data"][0]["id"] == job["id"]
+
+
+async def test_an_end_that_is_said_twice_keeps_its_adapter(api: Api) -> None:
+    _, job = await api.call("POST", "/finetune", json=JOB)
+    await api.job_until(job["id"], "succeeded")
+    await api.hear(JobSucceeded(id=job["id"], ref=AdapterRef("poet", 1), final_loss=1.0, trained_tokens=30))
+    assert api.folder.adapter_refs() == [AdapterRef("poet", 1)]
+    assert (await api.call("GET", "/adapters/poet"))[0] == 200
