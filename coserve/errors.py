@@ -67,7 +67,15 @@ class EmptyPrompt(RequestError):
 
 
 class PromptTooLong(RequestError):
+    """`context`: the base's, in tokens; `length`: the prompt's tokens. None: not counted."""
+
     code = "prompt_too_long"
+
+    def __init__(
+        self, message: str, *, field: str | None = None, context: int | None = None, length: int | None = None
+    ) -> None:
+        super().__init__(message, field=field)
+        self.context, self.length = context, length
 
 
 class Unauthorized(RequestError):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import msgspec
@@ -18,7 +18,7 @@ JSON = "application/json"
 _encoder = msgspec.json.Encoder()
 
 
-def answer(body: msgspec.Struct, *, status: int = 200) -> web.Response:
+def answer(body: msgspec.Struct | Sequence[msgspec.Struct], *, status: int = 200) -> web.Response:
     return web.Response(status=status, body=_encoder.encode(body), content_type=JSON)
 
 

@@ -7,9 +7,11 @@ import logging
 import msgspec
 from aiohttp import web
 
+from coserve.api.answers import NATIVE, Refusal
 from coserve.api.intake import Intake
 from coserve.api.native import NativeApi
 from coserve.api.openai_api import OpenAIApi
+from coserve.api.openai_errors import OPENAI, is_openai
 from coserve.api.openai_routes import openai_routes, tgi_routes, tokenizer_routes
 from coserve.api.openapi import describe_api
 from coserve.api.routes import Route, native_routes
@@ -41,7 +43,12 @@ def make_app(service: Service, config: Config) -> web.Application:
     document = msgspec.json.encode(describe_api(routes))
     gate = Gate(config, frozenset(route.name for route in routes if route.public))
     shapes = {route.name: route.refusals[0] for route in routes}
-    app = web.Application(middlewares=[guard(gate, service.metrics.answered, shapes)])
+
+    def shape_of(request: web.Request) -> Refusal:
+        default = OPENAI if is_openai(request.path) else NATIVE
+        return shapes.get(request.match_info.route.name or "", default)
+
+    app = web.Application(middlewares=[guard(gate, service.metrics.answered, shape_of)])
     app[SERVICE], app[ROUTES] = service, routes
     for route in routes:
         app.router.add_route(route.method, route.pattern, route.handler, name=route.name)

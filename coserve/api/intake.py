@@ -18,7 +18,7 @@ from aiohttp import BodyPartReader, MultipartReader, web
 from aiohttp.client_exceptions import ClientPayloadError
 from aiohttp.http_exceptions import HttpProcessingError
 
-from coserve.api.requests import decode_json
+from coserve.api.requests import decode_dialect, decode_json
 from coserve.errors import (
     BodyTooLarge,
     InvalidRequest,
@@ -52,6 +52,10 @@ class Intake:
     async def json(self, request: web.Request, type: type[T]) -> T:
         """The body as `type`. Raises `MalformedJson`, `InvalidRequest`, `UnknownField`, `BodyTooLarge`..."""
         return await self.read(request, lambda body: decode_json(body, type))
+
+    async def dialect(self, request: web.Request, type: type[T]) -> T:
+        """As `json`, for the bodies of other servers' clients: unknown fields that ask for nothing are taken."""
+        return await self.read(request, lambda body: decode_dialect(body, type))
 
     async def read(self, request: web.Request, decode: Callable[[bytes], T]) -> T:
         """What `decode` makes of a JSON body. Raises `BodyTooLarge`, `RequestTimeout`, and what `decode` raises."""

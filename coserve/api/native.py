@@ -11,13 +11,13 @@ from msgspec import UNSET, UnsetType
 
 from coserve.api.answers import answer, describe
 from coserve.api.intake import Intake, is_upload
-from coserve.api.requests import decode_json, page, ref_from_path
+from coserve.api.requests import decode_dialect, decode_json, page, ref_from_path
 from coserve.api.service import Service
 from coserve.api.sse import EventStream
-from coserve.api.tgi import TgiApi
+from coserve.api.tgi import TgiApi, refuse_tgi
 from coserve.api.tgi_schemas import TgiRequest
 from coserve.config import Config
-from coserve.errors import CoserveError, InvalidRequest
+from coserve.errors import CoserveError, InvalidRequest, RequestError
 from coserve.schemas import STREAM_END, ErrorBody, FinetuneRequest, GenerateRequest, ImportRequest
 
 HEARTBEAT = 15.0
@@ -34,8 +34,10 @@ class NativeApi:
 
     async def generate(self, request: web.Request) -> web.StreamResponse:
         body = await self._intake.read(request, _decode_generate)
+        if isinstance(body, RequestError):
+            return refuse_tgi(body)
         if isinstance(body, TgiRequest):
-            return await self._tgi.answer(request, body, stream=body.stream or False)
+            return await self._tgi.answer(request, body)
         if not body.stream:
             return answer(await self._service.generation.collect(body))
         stream = EventStream(request, write_timeout=self._config.read_timeout)
@@ -146,10 +148,13 @@ class _Probe(msgspec.Struct):
     inputs: msgspec.Raw | UnsetType = UNSET
 
 
-def _decode_generate(content: bytes) -> GenerateRequest | TgiRequest:
-    """Our own request, or LoRAX's and TGI's: theirs has `inputs`."""
+def _decode_generate(content: bytes) -> GenerateRequest | TgiRequest | RequestError:
+    """Our own request, or LoRAX's and TGI's: theirs has `inputs`. An error: what is wrong with theirs."""
     if b'"inputs"' in content and decode_json(content, _Probe).inputs is not UNSET:
-        return decode_json(content, TgiRequest)
+        try:
+            return decode_dialect(content, TgiRequest)
+        except RequestError as error:
+            return error
     return decode_json(content, GenerateRequest)
 
 

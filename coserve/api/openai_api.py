@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
+from typing import TypeVar
 
 import msgspec
 from aiohttp import web
@@ -21,8 +22,13 @@ from coserve.api.service import Service
 from coserve.api.several import merged, together
 from coserve.api.sse import EventStream
 from coserve.config import Config
-from coserve.errors import CoserveError
+from coserve.errors import AdapterNotFound, CoserveError
 from coserve.schemas import STREAM_END, GenerateRequest
+
+STAND_INS = ("tgi", "dummy")
+"""What TGI's client and huggingface_hub's say for the one model that a server has."""
+
+AskT = TypeVar("AskT", bound=Ask)
 
 
 class OpenAIApi:
@@ -32,7 +38,7 @@ class OpenAIApi:
         self._service, self._config, self._intake = service, config, intake
 
     async def completions(self, request: web.Request) -> web.StreamResponse:
-        ask = await self._intake.json(request, CompletionRequest)
+        ask = await self._named(await self._intake.dialect(request, CompletionRequest))
         asked = completion_requests(ask, self._service.engine.spec)
         echoes = [self._echo(ask, each) for each in asked]
         head = self._head("cmpl", ask)
@@ -44,7 +50,7 @@ class OpenAIApi:
             return await self._stream(request, completion_events(ask, head, echoes, chunks))
 
     async def chat_completions(self, request: web.Request) -> web.StreamResponse:
-        ask = await self._intake.json(request, ChatRequest)
+        ask = await self._named(await self._intake.dialect(request, ChatRequest))
         asked = chat_request(ask, self._service.engine.spec)
         head = self._head("chatcmpl", ask)
         if not ask.stream:
@@ -58,8 +64,17 @@ class OpenAIApi:
     async def get_model(self, request: web.Request) -> web.StreamResponse:
         return answer(await get_model(self._service, request.match_info["id"]))
 
+    async def _named(self, ask: AskT) -> AskT:
+        """The request with null for a model's name that stands for the base, unless an adapter is called so."""
+        if ask.model in STAND_INS:
+            try:
+                await self._service.adapters.get(ask.model, None)
+            except AdapterNotFound:
+                return msgspec.structs.replace(ask, model=None)
+        return ask
+
     def _head(self, kind: str, ask: Ask) -> Head:
-        return new_head(kind, self._service.engine.spec.name if ask.model is None else ask.model)
+        return new_head(kind, ask.model, self._service.engine.spec)
 
     def _echo(self, ask: CompletionRequest, asked: GenerateRequest) -> str:
         """The text before the answer's own."""

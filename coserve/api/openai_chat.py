@@ -30,6 +30,7 @@ def chat_completion(ask: ChatRequest, head: Head, answer: GenerateResponse) -> C
         id=head.id,
         created=head.created,
         model=head.model,
+        system_fingerprint=head.fingerprint,
         choices=[
             ChatChoice(
                 index=choice.index,
@@ -99,10 +100,18 @@ async def chat_events(
                 id=head.id,
                 created=head.created,
                 model=head.model,
+                system_fingerprint=head.fingerprint,
                 choices=[choice],
                 usage=tally.of_chunk,
                 prompt_token_ids=UNSET if shown is None else shown,
             )
             shown = None
     if tally.wanted.include_usage:
-        yield ChatChunk(id=head.id, created=head.created, model=head.model, choices=[], usage=tally.so_far)
+        yield ChatChunk(
+            id=head.id,
+            created=head.created,
+            model=head.model,
+            system_fingerprint=head.fingerprint,
+            choices=[],
+            usage=tally.so_far,
+        )

@@ -56,7 +56,14 @@ def completion(
                 )
             )
     usage = total(answer.usage for answer in answers)
-    return Completion(id=head.id, created=head.created, model=head.model, choices=choices, usage=usage)
+    return Completion(
+        id=head.id,
+        created=head.created,
+        model=head.model,
+        system_fingerprint=head.fingerprint,
+        choices=choices,
+        usage=usage,
+    )
 
 
 def logprobs_of(entries: Iterable[Entry], name: Name, offset: int = 0) -> CompletionLogprobs:
@@ -117,6 +124,20 @@ async def completion_events(
             token_ids=chunk.token_ids if ask.return_token_ids else UNSET,
             prompt_token_ids=shown,
         )
-        yield Completion(id=head.id, created=head.created, model=head.model, choices=[choice], usage=tally.of_chunk)
+        yield Completion(
+            id=head.id,
+            created=head.created,
+            model=head.model,
+            system_fingerprint=head.fingerprint,
+            choices=[choice],
+            usage=tally.of_chunk,
+        )
     if tally.wanted.include_usage:
-        yield Completion(id=head.id, created=head.created, model=head.model, choices=[], usage=tally.so_far)
+        yield Completion(
+            id=head.id,
+            created=head.created,
+            model=head.model,
+            system_fingerprint=head.fingerprint,
+            choices=[],
+            usage=tally.so_far,
+        )

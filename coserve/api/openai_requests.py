@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from typing import TypeVar
 
+from coserve.api.body_types import is_empty
 from coserve.api.openai_schemas import (
     MAX_PROMPTS,
     MAX_SEQUENCES,
@@ -13,6 +14,7 @@ from coserve.api.openai_schemas import (
     CompletionRequest,
     ModelName,
     OpenAIMessage,
+    StreamOptions,
 )
 from coserve.errors import AdapterNotFound, EmptyPrompt, InvalidRequest
 from coserve.schemas import ChatMessage, GenerateRequest, TokenId
@@ -22,32 +24,39 @@ DEFAULT_TOKENS = 16
 """Of `/v1/completions`, as OpenAI has it."""
 
 _REF = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}(@[1-9][0-9]{0,8})?")
-_ONLY: dict[str, tuple[object, ...]] = {
-    "suffix": ("",),
+_NEUTRAL: dict[str, tuple[object, ...]] = {
     "response_format": ({"type": "text"},),
     "length_penalty": (1, 1.0),
     "use_beam_search": (False,),
     "spaces_between_special_tokens": (True,),
-    "add_special_tokens": (),
     "truncate_prompt_tokens": (),
     "prompt_logprobs": (),
-    "tools": ([],),
-    "tool_choice": ("none",),
-    "functions": ([],),
-    "function_call": ("none",),
+    "priority": (0,),
+    "reasoning_effort": ("none",),
+    "include_reasoning": (True,),
+    "verbosity": ("medium",),
+}
+"""What a field that stands for something we don't do may say, besides what is empty: the default that its server gives it."""
+_NEUTRAL_IN_COMPLETIONS: dict[str, tuple[object, ...]] = {"suffix": (), "add_special_tokens": (True,)}
+_NEUTRAL_IN_CHATS: dict[str, tuple[object, ...]] = {
+    "add_special_tokens": (False,),
+    "tools": (),
+    "tool_choice": ("none", "auto"),
+    "functions": (),
+    "function_call": ("none", "auto"),
     "modalities": (["text"],),
     "audio": (),
+    "echo": (False,),
     "add_generation_prompt": (True,),
     "continue_final_message": (False,),
 }
-"""What a field that stands for something we don't do may say, besides null."""
 
 T = TypeVar("T")
 
 
 def adapter_of(model: ModelName | None, spec: BaseSpec) -> str | None:
     """The adapter that `model` names; None: the base. Raises `AdapterNotFound`."""
-    if model is None or model == spec.name:
+    if not model or model == spec.name:
         return None
     if not _REF.fullmatch(model):
         raise AdapterNotFound(f"there is no model {model[:80]!r}", field="model")
@@ -56,7 +65,7 @@ def adapter_of(model: ModelName | None, spec: BaseSpec) -> str | None:
 
 def completion_requests(ask: CompletionRequest, spec: BaseSpec) -> list[GenerateRequest]:
     """One request a prompt. Raises `InvalidRequest`, `EmptyPrompt`, `AdapterNotFound`."""
-    _check(ask)
+    _check(ask, _NEUTRAL | _NEUTRAL_IN_COMPLETIONS)
     prompts = _prompts(ask.prompt)
     if len(prompts) * (ask.n or 1) > MAX_SEQUENCES:
         raise InvalidRequest(
@@ -80,9 +89,7 @@ def completion_requests(ask: CompletionRequest, spec: BaseSpec) -> list[Generate
 
 def chat_request(ask: ChatRequest, spec: BaseSpec) -> GenerateRequest:
     """Raises `InvalidRequest`, `AdapterNotFound`."""
-    _check(ask)
-    if ask.echo:
-        raise InvalidRequest("echo is not supported in chats", field="echo")
+    _check(ask, _NEUTRAL | _NEUTRAL_IN_CHATS)
     if ask.top_logprobs and not ask.logprobs:
         raise InvalidRequest("top_logprobs needs logprobs", field="top_logprobs")
     return _request(
@@ -99,20 +106,25 @@ def message_of(message: OpenAIMessage) -> ChatMessage:
     content = message.content or ""
     text = content if isinstance(content, str) else "\n".join(part.text for part in content)
     role = "system" if message.role == "developer" else message.role
-    return ChatMessage(role=role, content=text, name=message.name)
+    return ChatMessage(role=role, content=text, name=message.name or None)
 
 
-def _check(ask: Ask) -> None:
+def _check(ask: Ask, neutral: dict[str, tuple[object, ...]]) -> None:
     """Refuse by name what we don't do. Raises `InvalidRequest`."""
-    for name, neutral in _ONLY.items():
-        value = getattr(ask, name, None)
-        if value is not None and value not in neutral:
-            left = "expected it left out" + "".join(f" or {choice!r}" for choice in neutral[:1])
-            raise InvalidRequest(f"{name} is not supported: {left}", field=name)
-    if ask.best_of not in (None, ask.n or 1):
+    for name, defaults in neutral.items():
+        refuse_unless_neutral(name, getattr(ask, name), defaults)
+    if not is_empty(ask.best_of) and ask.best_of != (ask.n or 1):
         raise InvalidRequest("best_of is not supported: expected it left out or equal to n", field="best_of")
-    if ask.stream_options is not None and not ask.stream:
+    options = ask.stream_options or StreamOptions()
+    if (options.include_usage or options.continuous_usage_stats) and not ask.stream:
         raise InvalidRequest("expected stream_options with stream only", field="stream_options")
+
+
+def refuse_unless_neutral(name: str, value: object, defaults: tuple[object, ...], *, within: str = "") -> None:
+    """Raises `InvalidRequest` for a field that asks for something we don't do. `within`: the path before its name."""
+    if not is_empty(value) and value not in defaults:
+        left = "expected it left out" + "".join(f" or {choice!r}" for choice in defaults[:1])
+        raise InvalidRequest(f"{name} is not supported: {left}", field=within + name)
 
 
 def _prompts(prompt: str | list[str | TokenId | list[TokenId]]) -> list[str | list[TokenId]]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from coserve.api.answers import NATIVE
 from coserve.api.openai_api import OpenAIApi
 from coserve.api.openai_errors import OPENAI
 from coserve.api.openai_schemas import (
@@ -16,7 +15,7 @@ from coserve.api.openai_schemas import (
 )
 from coserve.api.routes import BODY_ERRORS, BUSY_ERRORS, Route
 from coserve.api.tgi import TGI, TgiApi
-from coserve.api.tgi_schemas import TgiRequest, TgiStreamEvent
+from coserve.api.tgi_schemas import TgiInfo, TgiRequest, TgiResponse, TgiStreamEvent
 from coserve.api.tokenization import (
     DetokenizeRequest,
     DetokenizeResponse,
@@ -103,8 +102,22 @@ def tokenizer_routes(api: Tokenization) -> tuple[Route, ...]:
 
 
 def tgi_routes(api: TgiApi) -> tuple[Route, ...]:
-    """What LoRAX and TGI have beside `/generate`."""
+    """What LoRAX and TGI have beside `/generate` and `/health`."""
+    errors = (404, 422, *BODY_ERRORS, *BUSY_ERRORS)
     return (
+        Route(
+            "POST",
+            "/",
+            api.generate_root,
+            "Generate text, as the clients of LoRAX, TGI and huggingface_hub ask for it",
+            body=TgiRequest,
+            answer=TgiResponse,
+            listed=True,
+            events=TgiStreamEvent,
+            errors=errors,
+            refusals=(TGI,),
+        ),
+        Route("GET", "/info", api.info, "The base and the limits, as TGI says them", answer=TgiInfo, errors=(503,)),
         Route(
             "POST",
             "/generate_stream",
@@ -112,7 +125,7 @@ def tgi_routes(api: TgiApi) -> tuple[Route, ...]:
             "Generate text as LoRAX and TGI do, a token an event",
             body=TgiRequest,
             events=TgiStreamEvent,
-            errors=(404, 422, *BODY_ERRORS, *BUSY_ERRORS),
-            refusals=(NATIVE, TGI),
+            errors=errors,
+            refusals=(TGI,),
         ),
     )

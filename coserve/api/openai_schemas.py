@@ -1,7 +1,7 @@
 """The requests and answers of the OpenAI endpoints, with vLLM's further parameters.
 
-Clients send `null` for what they leave out, so every field takes it. A field that is neither here nor in OpenAI's list of
-what changes no answer is refused by name.
+Clients send `null` for what they leave out, so every optional field takes it. A field that is not here is refused by name,
+unless it asks for nothing: null, `""`, `[]`, `{}`, or an object of nothing but these.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ MAX_SEQUENCES = 1024
 """Most prompts times choices of one request."""
 MAX_MESSAGES = 1024
 
-ModelName = Annotated[str, Meta(min_length=1, max_length=512)]
+ModelName = Annotated[str, Meta(max_length=512)]
+"""Empty: the base."""
 Finish = Literal["stop", "length", "cancelled"]
 
 
@@ -33,8 +34,8 @@ class StreamOptions(Wire, frozen=True):
 
 
 class Ask(Wire, frozen=True):
-    """What completions and chats share. Of the fields after `slo_tpot`, the first change nothing here; the others must
-    say what is the case anyway.
+    """What completions and chats share. Of the fields after `slo_tpot`, those up to `prompt_cache_retention` change
+    nothing here; the others must ask for nothing, or for what is the case anyway.
     """
 
     model: ModelName | None = None
@@ -86,6 +87,11 @@ class Ask(Wire, frozen=True):
     spaces_between_special_tokens: Any = None
     truncate_prompt_tokens: Any = None
     prompt_logprobs: Any = None
+    add_special_tokens: Any = None
+    priority: Any = None
+    reasoning_effort: Any = None
+    include_reasoning: Any = None
+    verbosity: Any = None
 
 
 class CompletionRequest(Ask, frozen=True, kw_only=True):
@@ -99,7 +105,6 @@ class CompletionRequest(Ask, frozen=True, kw_only=True):
     """The prompt comes before the text, with its log-probabilities if `logprobs` are asked for."""
     logprobs: Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)] | None = None
     suffix: Any = None
-    add_special_tokens: Any = None
 
 
 class ContentPart(Wire, frozen=True):
@@ -110,14 +115,14 @@ class ContentPart(Wire, frozen=True):
 
 
 class OpenAIMessage(Wire, frozen=True):
-    """One turn. `developer` is `system`."""
+    """One turn. `developer` is `system`. What SDKs put into the turns that they send back (`refusal`, `annotations`,
+    `tool_calls`, ...) is taken while it is empty.
+    """
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: str | Annotated[list[ContentPart], Meta(max_length=MAX_MESSAGES)] | None = None
     """Parts are joined by line breaks, as in vLLM."""
     name: Annotated[str, Meta(max_length=64)] | None = None
-    refusal: None = None
-    tool_calls: Annotated[list[Any], Meta(max_length=0)] | None = None
 
 
 class ChatRequest(Ask, frozen=True, kw_only=True):
@@ -140,7 +145,6 @@ class ChatRequest(Ask, frozen=True, kw_only=True):
     echo: Any = None
     add_generation_prompt: Any = None
     continue_final_message: Any = None
-    add_special_tokens: Any = None
 
 
 class OpenAIUsage(Wire, frozen=True):
@@ -174,6 +178,8 @@ class Completion(Wire, frozen=True):
     id: str
     created: int
     model: str
+    system_fingerprint: str
+    """The base's fingerprint."""
     choices: list[CompletionChoice]
     object: Literal["text_completion"] = "text_completion"
     usage: OpenAIUsage | UnsetType | None = UNSET
@@ -219,6 +225,7 @@ class ChatCompletion(Wire, frozen=True):
     id: str
     created: int
     model: str
+    system_fingerprint: str
     choices: list[ChatChoice]
     usage: OpenAIUsage
     object: Literal["chat.completion"] = "chat.completion"
@@ -245,6 +252,7 @@ class ChatChunk(Wire, frozen=True):
     id: str
     created: int
     model: str
+    system_fingerprint: str
     choices: list[ChatChunkChoice]
     object: Literal["chat.completion.chunk"] = "chat.completion.chunk"
     usage: OpenAIUsage | UnsetType | None = UNSET
@@ -269,7 +277,7 @@ class ModelList(Wire, frozen=True):
 
 
 class OpenAIErrorInfo(msgspec.Struct, frozen=True):
-    """`param` names the field; `code` is one of coserve's codes, or `model_not_found`."""
+    """`param` names the field; `code` is one of coserve's codes, `model_not_found` or `context_length_exceeded`."""
 
     message: str
     type: str

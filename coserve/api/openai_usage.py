@@ -11,19 +11,22 @@ from msgspec import UNSET, UnsetType
 
 from coserve.api.openai_schemas import OpenAIUsage, StreamOptions
 from coserve.schemas import GenerateChunk, Usage
+from coserve.types import BaseSpec
 
 
 @dataclass(frozen=True)
 class Head:
-    """`created`: seconds since the epoch; `model` as the client called it."""
+    """`created`: seconds since the epoch; `model` as the client called it; `fingerprint`: the base's."""
 
     id: str
     created: int
     model: str
+    fingerprint: str
 
 
-def new_head(kind: str, model: str) -> Head:
-    return Head(f"{kind}-{secrets.token_hex(12)}", int(time.time()), model)
+def new_head(kind: str, model: str | None, spec: BaseSpec) -> Head:
+    """`model`: what the request says; empty: the base."""
+    return Head(f"{kind}-{secrets.token_hex(12)}", int(time.time()), model or spec.name, spec.fingerprint)
 
 
 def _usage(prompt: int, completion: int) -> OpenAIUsage:

@@ -98,6 +98,8 @@ def _content(route: Route) -> dict[str, Any]:
     content: dict[str, Any] = {}
     if route.answer is not None:
         content["application/json"] = _schema(route.answer)
+        if route.listed:
+            content["application/json"] = {"schema": {"type": "array", "items": _schema(route.answer)["schema"]}}
     if route.events is not None:
         content["text/event-stream"] = _schema(route.events)
     if route.media is not None:

@@ -49,16 +49,17 @@ async def encode_prompt(request: GenerateRequest, spec: BaseSpec, tokenizer: Tok
         field, ids = "prompt", request.prompt
     elif request.prompt is not None:
         field, text = "prompt", request.prompt
-        _check_length(len(text), spec.context * LONGEST_TOKEN, "characters", field)
+        _check_characters(len(text), spec.context, field)
         ids = await encode_text(text, tokenizer)
     else:
         field, turns = "messages", request.messages or []
-        size = sum(len(turn.content) for turn in turns)
-        _check_length(size, spec.context * LONGEST_TOKEN, "characters", field)
+        _check_characters(sum(len(turn.content) for turn in turns), spec.context, field)
         ids = await asyncio.to_thread(tokenizer.chat, chat_messages(turns))
     if not ids:
         raise EmptyPrompt("expected a prompt with at least one token", field=field)
-    _check_length(len(ids), spec.context - 1, "tokens", field)
+    if len(ids) >= spec.context:
+        message = f"expected at most {spec.context - 1} tokens, got {len(ids)}"
+        raise PromptTooLong(message, field=field, context=spec.context, length=len(ids))
     if request.prompt_logprobs is not None and len(ids) * (request.prompt_logprobs + 1) > MAX_PROMPT_LOGPROBS:
         raise InvalidRequest(
             f"expected at most {MAX_PROMPT_LOGPROBS} log-probabilities of a prompt, "
@@ -83,9 +84,11 @@ async def encode_text(text: str, tokenizer: Tokenizer, *, add_special: bool = Tr
     return await asyncio.to_thread(tokenizer.encode, text, add_special=add_special)
 
 
-def _check_length(length: int, limit: int, unit: str, field: str) -> None:
+def _check_characters(length: int, context: int, field: str) -> None:
+    """Raises `PromptTooLong` for a text that cannot fit, before it is tokenised."""
+    limit = context * LONGEST_TOKEN
     if length > limit:
-        raise PromptTooLong(f"expected at most {limit} {unit}, got {length}", field=field)
+        raise PromptTooLong(f"expected at most {limit} characters, got {length}", field=field, context=context)
 
 
 def sampling_params(request: GenerateRequest, index: int, seed: int, room: int) -> SamplingParams:

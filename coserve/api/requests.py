@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
 import msgspec
 
+from coserve.api.body_types import alternatives, drop_empty
 from coserve.errors import ForbiddenPath, InvalidRequest, MalformedJson, NotFound, UnknownField
 from coserve.schemas import PAGE_LIMIT, AdapterRefText
 from coserve.state.durable import disk_errors
@@ -24,10 +25,29 @@ def decode_json(content: bytes, type: type[T]) -> T:
 
     Raises `MalformedJson`, `UnknownField`, `InvalidRequest`; the last two name the field.
     """
+    return _decoded(content, lambda: msgspec.json.decode(content, type=type), type)
+
+
+def decode_dialect(content: bytes, type: type[T]) -> T:
+    """As `decode_json`, for the bodies of other servers' clients: a field that is not known and asks for nothing is none.
+
+    Clients send back what they got and write `null`, `[]`, `{}` or `""` for what they leave out.
+    """
     try:
-        return msgspec.json.decode(content, type=type)
+        return decode_json(content, type)
+    except UnknownField:
+        pass
+    value: object = _decoded(content, lambda: msgspec.json.decode(content), type)
+    drop_empty(value, type)
+    return _decoded(content, lambda: msgspec.convert(value, type, str_keys=True), type)
+
+
+def _decoded(content: bytes, decode: Callable[[], T], type: type[Any]) -> T:
+    """What `decode` gives, msgspec's errors as ours. `content`: what it decodes."""
+    try:
+        return decode()
     except msgspec.ValidationError as error:
-        raise _explain(str(error), content) from None
+        raise _explain(str(error), content, type) from None
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         detail = "it is not UTF-8" if isinstance(error, UnicodeDecodeError) else str(error).removeprefix("JSON is ")
         raise MalformedJson(f"the body is no JSON: {detail}") from None
@@ -35,8 +55,8 @@ def decode_json(content: bytes, type: type[T]) -> T:
         raise MalformedJson("the body is nested too deeply") from None
 
 
-def _explain(message: str, content: bytes) -> InvalidRequest | UnknownField:
-    """msgspec's message as ours: "expected X, got Y", and the path as the field."""
+def _explain(message: str, content: bytes, type: type) -> InvalidRequest | UnknownField:
+    """msgspec's message as ours: "expected X, got Y", and the path as the field. An enum's alternatives are listed."""
     found = _PLACE.search(message)
     place = found[1] if found else ""
     message = (message[: found.start()] if found else message).replace("`", "")
@@ -47,6 +67,8 @@ def _explain(message: str, content: bytes) -> InvalidRequest | UnknownField:
             if leaf is not None:
                 return UnknownField(f"unknown field {name[:80]!r}", field=field[:200])
             return InvalidRequest(f"expected a field {name!r}, got none", field=field)
+    if message.startswith("Invalid enum value"):
+        return InvalidRequest(f"expected one of {', '.join(alternatives(type, place))}", field=place[:200] or None)
     if "matching regex" in message:
         message = f"expected {_NAME_RULE}" + (" (or name@version)" if "@" in message else "")
     if ", got" not in message:

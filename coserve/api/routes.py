@@ -46,6 +46,8 @@ class Route:
     upload: bool = False
     """The body may be multipart/form-data too, with files."""
     answer: Schema | None = None
+    listed: bool = False
+    """The answer is a list of these."""
     status: int = 200
     events: Schema | None = None
     """What the data of server-sent events is."""

@@ -10,13 +10,14 @@ import hmac
 import ipaddress
 import logging
 import secrets
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable
 from urllib.parse import urlsplit
 
 from aiohttp import web
 from aiohttp.typedefs import Middleware
 
-from coserve.api.answers import NATIVE, Refusal, refuse
+from coserve.api.answers import Refusal, refuse
+from coserve.api.openai_errors import is_openai, no_such_path
 from coserve.config import Config
 from coserve.errors import (
     BodyTooLarge,
@@ -85,20 +86,20 @@ def _host(url: str) -> str:
     return (parts.hostname or "").lower()
 
 
-def guard(gate: Gate, count: Callable[[str, int], None], shapes: Mapping[str, Refusal]) -> Middleware:
-    """The middleware. `count` is told the route and the status of each answer; `shapes`: how routes say no."""
+def guard(gate: Gate, count: Callable[[str, int], None], shape_of: Callable[[web.Request], Refusal]) -> Middleware:
+    """The middleware. `count` is told the route and the status of each answer; `shape_of`: how it says no."""
 
     @web.middleware
     async def middleware(request: web.Request, handler: Handler) -> web.StreamResponse:
         request[REQUEST_ID] = secrets.token_hex(8)
-        shape = shapes.get(request.match_info.route.name or "", NATIVE)
+        shape = shape_of(request)
         try:
             gate.check(request)
             response = await handler(request)
         except CoserveError as error:
             response = _answer(request, error, shape)
         except web.HTTPException as error:
-            response = refuse(_translate(error), shape)
+            response = refuse(_translate(error, request.path), shape)
             if "Allow" in error.headers:
                 response.headers["Allow"] = error.headers["Allow"]
         except ConnectionError:
@@ -125,11 +126,11 @@ def _answer(request: web.Request, error: CoserveError, shape: Refusal) -> web.St
     return response
 
 
-def _translate(error: web.HTTPException) -> CoserveError:
+def _translate(error: web.HTTPException, path: str) -> CoserveError:
     """What aiohttp itself refuses."""
     match error.status:
         case 404:
-            return NotFound("there is no such path")
+            return no_such_path(path) if is_openai(path) else NotFound("there is no such path")
         case 405:
             return MethodNotAllowed("the path has no such method")
         case 413:

@@ -5,80 +5,99 @@ from __future__ import annotations
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 
+import msgspec
 from aiohttp import web
+from msgspec import UNSET, UnsetType
 
+from coserve import __version__
 from coserve.api.answers import Refusal, answer, describe, refuse
 from coserve.api.intake import Intake
 from coserve.api.openai_completions import FLOOR
+from coserve.api.openai_requests import refuse_unless_neutral
 from coserve.api.service import Service
 from coserve.api.sse import EventStream
 from coserve.api.tgi_schemas import (
+    BASE_NAME,
+    TgiAlternative,
     TgiDetails,
     TgiError,
+    TgiErrorType,
     TgiFinish,
+    TgiInfo,
     TgiParameters,
     TgiPrefillToken,
     TgiRequest,
     TgiResponse,
+    TgiSequence,
     TgiStreamDetails,
     TgiStreamEvent,
     TgiToken,
 )
 from coserve.config import Config
-from coserve.errors import CoserveError, InvalidRequest, QueueFull, RequestError
-from coserve.schemas import ChosenLogprob, GenerateChunk, GenerateRequest, PromptLogprob
+from coserve.errors import CoserveError, InvalidRequest, QueueFull
+from coserve.schemas import (
+    MAX_CHOICES,
+    MAX_STOPS,
+    Choice,
+    ChosenLogprob,
+    GenerateChunk,
+    GenerateRequest,
+    PromptLogprob,
+)
 
 DEFAULT_TOKENS = 100
 
-_ONLY: dict[str, tuple[object, ...]] = {
+_NEUTRAL: dict[str, tuple[object, ...]] = {
     "adapter_source": ("local",),
     "api_token": (),
     "merged_adapters": (),
-    "best_of": (1,),
     "typical_p": (1, 1.0),
     "truncate": (),
     "watermark": (False,),
-    "top_n_tokens": (0,),
-    "return_k_alternatives": (0,),
     "apply_chat_template": (False,),
     "schema": (),
     "response_format": (),
     "grammar": (),
 }
-"""What a parameter that stands for something we don't do may say, besides null."""
+"""What a parameter that stands for something we don't do may say, besides what is empty."""
 
 
 def tgi_error(error: CoserveError) -> TgiError:
-    match error:
-        case QueueFull():
-            kind = "overloaded"
-        case RequestError():
-            kind = "validation"
-        case _:
-            kind = "generation"
-    return TgiError(error=describe(error).message, error_type=kind)  # type: ignore[arg-type]  # one of the three
+    kind: TgiErrorType = "validation" if error.status < 500 else "generation"
+    if isinstance(error, QueueFull):
+        kind = "overloaded"
+    return TgiError(error=describe(error).message, error_type=kind)
 
 
 TGI = Refusal(TgiError, tgi_error)
 
 
+def refuse_tgi(error: CoserveError) -> web.Response:
+    response = refuse(error, TGI)
+    if error.status == 400:
+        response.set_status(422)  # what TGI's clients know as a validation error
+    return response
+
+
 def tgi_request(ask: TgiRequest, *, stream: bool) -> GenerateRequest:
     """Raises `InvalidRequest`, which names the parameter."""
     given = ask.parameters or TgiParameters()
-    for name, neutral in _ONLY.items():
-        value = getattr(given, name)
-        if value is not None and value not in neutral:
-            left = "expected it left out" + "".join(f" or {choice!r}" for choice in neutral[:1])
-            raise InvalidRequest(f"{name} is not supported: {left}", field=f"parameters.{name}")
+    for name, defaults in _NEUTRAL.items():
+        refuse_unless_neutral(name, getattr(given, name), defaults, within="parameters.")
     if stream and given.decoder_input_details:
         raise InvalidRequest("expected it left out in streams", field="parameters.decoder_input_details")
     warped = any(value is not None for value in (given.temperature, given.top_k, given.top_p))
+    sampled = (given.do_sample or warped) and given.temperature != 0
+    if (given.best_of or 1) > 1 and (stream or not sampled or given.seed is not None):
+        raise InvalidRequest("more than 1 needs sampling, no seed and no stream", field="parameters.best_of")
+    scored = stream or _has_details(given) or (given.best_of or 1) > 1
     return GenerateRequest(
         prompt=ask.inputs,
-        adapter=given.adapter_id,
+        adapter=None if given.adapter_id == BASE_NAME else given.adapter_id or None,
         stream=stream,
+        n=given.best_of or 1,
         max_tokens=given.max_new_tokens or DEFAULT_TOKENS,
-        temperature=(given.temperature or 1.0) if given.do_sample or warped else 0.0,
+        temperature=(given.temperature or 1.0) if sampled else 0.0,
         top_k=given.top_k or 0,
         top_p=given.top_p or 1.0,
         repetition_penalty=given.repetition_penalty or 1.0,
@@ -86,51 +105,106 @@ def tgi_request(ask: TgiRequest, *, stream: bool) -> GenerateRequest:
         stop=given.stop,
         include_stop_str_in_output=True,
         ignore_eos=given.ignore_eos_token or False,
-        logprobs=0 if stream or given.details else None,
-        prompt_logprobs=0 if given.details and given.decoder_input_details else None,
+        logprobs=max(given.top_n_tokens or 0, given.return_k_alternatives or 0) if scored else None,
+        prompt_logprobs=0 if given.decoder_input_details else None,
         seed=given.seed,
     )
 
 
+def _has_details(given: TgiParameters) -> bool:
+    return bool(given.details or given.decoder_input_details)
+
+
 class TgiApi:
-    """`generate_stream` is a route; `answer` is for a body that came to `/generate`."""
+    """`generate_root`, `generate_stream` and `info` are routes; `answer` is for a body that came to `/generate`."""
 
     def __init__(self, service: Service, config: Config, intake: Intake) -> None:
         self._service, self._config, self._intake = service, config, intake
 
+    async def generate_root(self, request: web.Request) -> web.StreamResponse:
+        """As TGI's own: a list of one answer, or a stream; the prompt is part of the text unless the request says no."""
+        try:
+            ask = await self._intake.dialect(request, TgiRequest)
+            given = ask.parameters or TgiParameters()
+            if given.return_full_text is None:
+                given = msgspec.structs.replace(given, return_full_text=True)
+                ask = msgspec.structs.replace(ask, parameters=given)
+            if ask.stream:
+                return await self._stream(request, ask)
+            return answer([await self._collect(ask)])
+        except CoserveError as error:
+            return refuse_tgi(error)
+
     async def generate_stream(self, request: web.Request) -> web.StreamResponse:
         try:
-            ask = await self._intake.json(request, TgiRequest)
+            return await self._stream(request, await self._intake.dialect(request, TgiRequest))
         except CoserveError as error:
-            return _refuse(error)
-        return await self.answer(request, ask, stream=True)
+            return refuse_tgi(error)
 
-    async def answer(self, request: web.Request, ask: TgiRequest, *, stream: bool) -> web.StreamResponse:
+    async def answer(self, request: web.Request, ask: TgiRequest) -> web.StreamResponse:
         """The answer in TGI's shape, errors too."""
         try:
-            asked = tgi_request(ask, stream=stream)
-            if stream:
-                return await self._stream(request, ask, asked)
-            return answer(await self._collect(ask, asked))
+            return await self._stream(request, ask) if ask.stream else answer(await self._collect(ask))
         except CoserveError as error:
-            return _refuse(error)
+            return refuse_tgi(error)
 
-    async def _collect(self, ask: TgiRequest, asked: GenerateRequest) -> TgiResponse:
-        given = ask.parameters or TgiParameters()
-        found = await self._service.generation.collect(asked)
-        (choice,) = found.choices
-        details = TgiDetails(
-            finish_reason=_finish(choice.finish_reason, choice.stop_reason),
-            prompt_tokens=found.usage.prompt_tokens,
-            generated_tokens=found.usage.completion_tokens,
-            seed=found.seed if asked.temperature else None,
-            prefill=[_prefill(entry) for entry in found.prompt_logprobs or []],
-            tokens=[self._token(entry, entry.token) for entry in choice.logprobs or []],
+    async def info(self, request: web.Request) -> web.StreamResponse:
+        engine = self._service.engine
+        spec = engine.spec
+        return answer(
+            TgiInfo(
+                model_id=spec.name,
+                model_sha=spec.fingerprint,
+                model_dtype=spec.dtype,
+                model_device_type=spec.device,
+                model_pipeline_tag="text-generation",
+                max_concurrent_requests=self._config.max_queue,
+                max_best_of=MAX_CHOICES,
+                max_stop_sequences=MAX_STOPS,
+                max_input_tokens=engine.room - 1,
+                max_total_tokens=engine.room,
+                router="coserve",
+                version=__version__,
+            )
         )
-        text = ask.inputs + choice.text if given.return_full_text else choice.text
-        return TgiResponse(generated_text=text, details=details if given.details else None)
 
-    async def _stream(self, request: web.Request, ask: TgiRequest, asked: GenerateRequest) -> web.StreamResponse:
+    async def _collect(self, ask: TgiRequest) -> TgiResponse:
+        given = ask.parameters or TgiParameters()
+        asked = tgi_request(ask, stream=False)
+        found = await self._service.generation.collect(asked)
+        best, *others = sorted(found.choices, key=_mean_logprob, reverse=True)
+        before = ask.inputs if given.return_full_text else ""
+        text = before + best.text
+        if not _has_details(given):
+            return TgiResponse(generated_text=text)
+        prefill = [_prefill(entry) for entry in found.prompt_logprobs or []]
+        details = TgiDetails(
+            finish_reason=_finish(best.finish_reason, best.stop_reason),
+            prompt_tokens=found.usage.prompt_tokens,
+            generated_tokens=len(best.token_ids),
+            seed=found.seed + best.index if asked.temperature else None,
+            prefill=prefill,
+            tokens=self._tokens(best, given),
+            top_tokens=self._tops(best, given),
+            best_of_sequences=[
+                TgiSequence(
+                    generated_text=before + other.text,
+                    finish_reason=_finish(other.finish_reason, other.stop_reason),
+                    generated_tokens=len(other.token_ids),
+                    seed=found.seed + other.index,
+                    prefill=prefill,
+                    tokens=self._tokens(other, given),
+                    top_tokens=self._tops(other, given),
+                )
+                for other in others
+            ]
+            if others
+            else UNSET,
+        )
+        return TgiResponse(generated_text=text, details=details)
+
+    async def _stream(self, request: web.Request, ask: TgiRequest) -> web.StreamResponse:
+        asked = tgi_request(ask, stream=True)
         stream = EventStream(request, write_timeout=self._config.read_timeout)
         async with (
             aclosing(self._service.generation.stream(asked)) as chunks,
@@ -157,34 +231,62 @@ class TgiApi:
             for place, entry in enumerate(entries, start=1):
                 index += 1
                 last = place == len(entries)
-                token = self._token(entry, chunk.text if last else "")
+                token = self._token(entry, chunk.text if last else "", given)
+                top = self._top(entry, given)
                 if not last or chunk.finish_reason is None:
-                    yield TgiStreamEvent(index=index, token=token)
+                    yield TgiStreamEvent(index=index, token=token, top_tokens=top)
                     continue
                 assert chunk.usage is not None, "the last chunk counts"
                 details = TgiStreamDetails(
                     finish_reason=_finish(chunk.finish_reason, chunk.stop_reason),
                     prompt_tokens=chunk.usage.prompt_tokens,
+                    input_length=chunk.usage.prompt_tokens,
                     generated_tokens=chunk.usage.completion_tokens,
                     seed=chunk.seed if asked.temperature else None,
                 )
-                text = "".join(parts)
                 yield TgiStreamEvent(
-                    index=index, token=token, generated_text=text, details=details if given.details else None
+                    index=index,
+                    token=token,
+                    top_tokens=top,
+                    generated_text="".join(parts),
+                    details=details if given.details else None,
                 )
 
-    def _token(self, entry: ChosenLogprob, text: str) -> TgiToken:
+    def _tokens(self, choice: Choice, given: TgiParameters) -> list[TgiToken]:
+        return [self._token(entry, entry.token, given) for entry in choice.logprobs or []]
+
+    def _tops(self, choice: Choice, given: TgiParameters) -> list[list[TgiToken]] | UnsetType:
+        tops = [self._top(entry, given) for entry in choice.logprobs or []]
+        found = [top for top in tops if top is not UNSET]
+        return found if given.top_n_tokens else UNSET
+
+    def _top(self, entry: ChosenLogprob, given: TgiParameters) -> list[TgiToken] | UnsetType:
+        """The likeliest tokens at the place of `entry`, for `top_n_tokens`."""
+        if not given.top_n_tokens:
+            return UNSET
+        special = self._service.tokenizer.special_ids
+        return [
+            TgiToken(id=top.token_id, text=top.token, logprob=max(top.logprob, FLOOR), special=top.token_id in special)
+            for top in entry.top[: given.top_n_tokens]
+        ]
+
+    def _token(self, entry: ChosenLogprob, text: str, given: TgiParameters) -> TgiToken:
         """Readers leave special tokens out of the text: one that brings text held back before it is not special."""
         special = entry.token_id in self._service.tokenizer.special_ids and text in ("", entry.token)
         shown = entry.token if special else text
-        return TgiToken(id=entry.token_id, text=shown, logprob=max(entry.logprob, FLOOR), special=special)
+        others: list[TgiAlternative] | UnsetType = UNSET
+        if given.return_k_alternatives:
+            others = [
+                TgiAlternative(id=top.token_id, text=top.token, logprob=max(top.logprob, FLOOR))
+                for top in entry.top[: given.return_k_alternatives]
+            ]
+        logprob = max(entry.logprob, FLOOR)
+        return TgiToken(id=entry.token_id, text=shown, logprob=logprob, special=special, alternative_tokens=others)
 
 
-def _refuse(error: CoserveError) -> web.Response:
-    response = refuse(error, TGI)
-    if error.status == 400:
-        response.set_status(422)  # what TGI's clients know as a validation error
-    return response
+def _mean_logprob(choice: Choice) -> float:
+    entries = choice.logprobs or []
+    return sum(max(entry.logprob, FLOOR) for entry in entries) / max(1, len(entries))
 
 
 def _finish(reason: str, stop: str | int | None) -> TgiFinish:

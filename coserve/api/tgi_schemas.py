@@ -4,20 +4,26 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from msgspec import Meta
+from msgspec import UNSET, Meta, UnsetType
 
-from coserve.schemas import MAX_STOPS, AdapterRefText, StopText
+from coserve.schemas import MAX_CHOICES, MAX_LOGPROBS, MAX_STOPS, StopText
 from coserve.types import Wire
+
+BASE_NAME = "__base_model__"
+"""What LoRAX calls the base where adapters are named."""
+
+AdapterId = Annotated[str, Meta(pattern=rf"\A(|{BASE_NAME}|[A-Za-z0-9][A-Za-z0-9._-]{{0,63}}(@[1-9][0-9]{{0,8}})?)\Z")]
 
 
 class TgiParameters(Wire, frozen=True):
-    """Of the fields after `return_full_text`, each must say what is the case anyway."""
+    """Of the fields after `return_full_text`, each must ask for nothing, or for what is the case anyway."""
 
-    adapter_id: AdapterRefText | None = None
-    """`name` or `name@version` of an adapter here; null: the base."""
+    adapter_id: AdapterId | None = None
+    """`name` or `name@version` of an adapter here; null, empty or `__base_model__`: the base."""
     max_new_tokens: Annotated[int, Meta(ge=1, le=1 << 20)] | None = None
     """null: 100."""
-    temperature: Annotated[float, Meta(gt=0, le=100)] | None = None
+    temperature: Annotated[float, Meta(ge=0, le=100)] | None = None
+    """0: always the likeliest token."""
     top_k: Annotated[int, Meta(ge=0, le=(1 << 31) - 1)] | None = None
     top_p: Annotated[float, Meta(gt=0, le=1)] | None = None
     do_sample: bool | None = None
@@ -28,20 +34,24 @@ class TgiParameters(Wire, frozen=True):
     """Texts that end the answer; they are part of it."""
     seed: Annotated[int, Meta(ge=0, le=(1 << 62) - 1)] | None = None
     ignore_eos_token: bool | None = None
+    best_of: Annotated[int, Meta(ge=1, le=MAX_CHOICES)] | None = None
+    """Of so many answers, the one with the largest mean log-probability. Above 1 it needs sampling, no seed, no stream."""
     details: bool | None = None
     decoder_input_details: bool | None = None
-    """Log-probabilities of the prompt; not in streams."""
+    """Log-probabilities of the prompt, and `details`; not in streams."""
+    top_n_tokens: Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)] | None = None
+    """TGI's: the likeliest tokens at each place."""
+    return_k_alternatives: Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)] | None = None
+    """LoRAX's: the same, with each token."""
     return_full_text: bool | None = None
+    """The prompt comes before the text. null: only in answers of `POST /`."""
 
     adapter_source: Any = None
     api_token: Any = None
     merged_adapters: Any = None
-    best_of: Any = None
     typical_p: Any = None
     truncate: Any = None
     watermark: Any = None
-    top_n_tokens: Any = None
-    return_k_alternatives: Any = None
     apply_chat_template: Any = None
     schema: Any = None
     response_format: Any = None
@@ -49,13 +59,14 @@ class TgiParameters(Wire, frozen=True):
 
 
 class TgiRequest(Wire, frozen=True):
-    """`POST /generate` and `POST /generate_stream`, in LoRAX's and TGI's words."""
+    """`POST /`, `POST /generate` and `POST /generate_stream`, in LoRAX's and TGI's words."""
 
     inputs: str
     parameters: TgiParameters | None = None
     stream: bool | None = None
 
 
+TgiErrorType = Literal["validation", "generation", "overloaded"]
 TgiFinish = Literal["length", "eos_token", "stop_sequence"]
 
 
@@ -65,20 +76,44 @@ class TgiPrefillToken(Wire, frozen=True):
     logprob: float | None
 
 
+class TgiAlternative(Wire, frozen=True):
+    id: int
+    text: str
+    logprob: float
+
+
 class TgiToken(Wire, frozen=True):
     id: int
     text: str
     logprob: float
     special: bool
+    alternative_tokens: list[TgiAlternative] | UnsetType = UNSET
+    """With `return_k_alternatives`."""
+
+
+class TgiSequence(Wire, frozen=True):
+    """One of the answers that `best_of` did not choose."""
+
+    generated_text: str
+    finish_reason: TgiFinish
+    generated_tokens: int
+    seed: int | None
+    prefill: list[TgiPrefillToken] = []
+    tokens: list[TgiToken] = []
+    top_tokens: list[list[TgiToken]] | UnsetType = UNSET
 
 
 class TgiDetails(Wire, frozen=True):
+    """`top_tokens`: one list a token, with `top_n_tokens`."""
+
     finish_reason: TgiFinish
     prompt_tokens: int
     generated_tokens: int
     seed: int | None
     prefill: list[TgiPrefillToken] = []
     tokens: list[TgiToken] = []
+    top_tokens: list[list[TgiToken]] | UnsetType = UNSET
+    best_of_sequences: list[TgiSequence] | UnsetType = UNSET
 
 
 class TgiResponse(Wire, frozen=True):
@@ -89,6 +124,8 @@ class TgiResponse(Wire, frozen=True):
 class TgiStreamDetails(Wire, frozen=True):
     finish_reason: TgiFinish
     prompt_tokens: int
+    input_length: int
+    """The same, by TGI's newer name."""
     generated_tokens: int
     seed: int | None
 
@@ -98,10 +135,28 @@ class TgiStreamEvent(Wire, frozen=True):
 
     index: int
     token: TgiToken
+    top_tokens: list[TgiToken] | UnsetType = UNSET
     generated_text: str | None = None
     details: TgiStreamDetails | None = None
 
 
 class TgiError(Wire, frozen=True):
     error: str
-    error_type: Literal["validation", "generation", "overloaded"]
+    error_type: TgiErrorType
+
+
+class TgiInfo(Wire, frozen=True):
+    """`GET /info`. Lengths are tokens."""
+
+    model_id: str
+    model_sha: str
+    model_dtype: str
+    model_device_type: str
+    model_pipeline_tag: Literal["text-generation"]
+    max_concurrent_requests: int
+    max_best_of: int
+    max_stop_sequences: int
+    max_input_tokens: int
+    max_total_tokens: int
+    router: Literal["coserve"]
+    version: str

@@ -84,7 +84,7 @@ class Tokenization:
         self._running = 0
 
     async def tokenize(self, request: web.Request) -> web.StreamResponse:
-        body = await self._intake.json(request, TokenizeRequest)
+        body = await self._intake.dialect(request, TokenizeRequest)
         spec = self._service.engine.spec
         adapter_of(body.model, spec)
         with self._place():
@@ -114,7 +114,7 @@ class Tokenization:
         )
 
     async def detokenize(self, request: web.Request) -> web.StreamResponse:
-        body = await self._intake.json(request, DetokenizeRequest)
+        body = await self._intake.dialect(request, DetokenizeRequest)
         spec = self._service.engine.spec
         adapter_of(body.model, spec)
         if body.tokens and max(body.tokens) >= spec.vocab:

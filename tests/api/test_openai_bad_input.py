@@ -43,7 +43,6 @@ BOTH: list[tuple[dict[str, Any], str]] = [
     ({"stream_options": {"include_usage": True}}, "stream_options"),
     ({"stream": True, "stream_options": {"x": 1}}, "stream_options.x"),
     ({"stream": "yes"}, "stream"),
-    ({"model": ""}, "model"),
     ({"model": "x" * 513}, "model"),
     ({"model": 5}, "model"),
     ({"best_of": 3}, "best_of"),
@@ -114,13 +113,67 @@ async def test_bodies_over_the_limit_and_wrong_methods(api: Api) -> None:
     assert (status, answer["error"]["code"]) == (413, "body_too_large")
     status, answer = await api.call("PUT", PATHS[0], data=b"{}")
     assert (status, answer["error"]["code"]) == (405, "method_not_allowed")
-    status, answer = await api.call("GET", "/v1/nothing")
-    assert (status, answer["error"]["code"]) == (404, "not_found")
+    assert answer["error"]["type"] == "invalid_request_error"
+    for method, path, said in (
+        ("GET", "/v1/nothing", "there is no such path"),
+        ("GET", "/v1", "there is no such path"),
+        ("POST", "/v1/embeddings", "embeddings are not implemented"),
+        ("POST", "/v1/responses", "responses (use /v1/chat/completions) are not implemented"),
+        ("POST", "/v1/audio/speech", "speech and transcription are not implemented"),
+        ("GET", "/v1/files", "files are not implemented"),
+        ("GET", "/v1/files/file-1/content", "files are not implemented"),
+        ("POST", "/v1/fine_tuning/jobs", "OpenAI's fine-tuning jobs (use POST /finetune) are not implemented"),
+        ("POST", "/v1/images/generations", "images are not implemented"),
+        ("POST", "/v1/moderations", "moderations are not implemented"),
+        ("POST", "/v1/batches", "batches are not implemented"),
+    ):
+        status, answer = await api.call(method, path, data=b"{}")
+        assert (status, answer["error"]) == (
+            404,
+            {"message": said, "type": "not_found_error", "param": None, "code": "not_found"},
+        )
+    await api.refused(404, "not_found", "GET", "/nothing")  # no path of OpenAI's: our own shape
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "asked"),
+    [
+        (PATHS[0], {"prompt": [5] * CONTEXT}, f"{CONTEXT} in the prompt"),
+        (PATHS[1], {"messages": [TURN | {"content": "word " * CONTEXT}]}, "in the messages"),
+        (PATHS[0], {"prompt": "x" * 100_000}, "100000"),
+        (PATHS[0], {"prompt": "word " * CONTEXT, "stream": True}, "in the prompt"),
+    ],
+    ids=["ids", "chat", "characters", "stream"],
+)
+async def test_a_prompt_longer_than_the_context(api: Api, path: str, body: dict[str, Any], asked: str) -> None:
+    status, answer = await api.call("POST", path, json=good(path) | body)
+    error = answer["error"]
+    assert (status, error["type"], error["code"]) == (400, "invalid_request_error", "context_length_exceeded")
+    assert error["message"].startswith(f"This model's maximum context length is {CONTEXT} tokens. However, ")
+    assert asked in error["message"]
+
+
+async def test_an_enum_lists_its_values_and_not_the_one_that_came(api: Api) -> None:
+    role = {"messages": [TURN, TURN | {"role": "p4ssw0rd"}]}
+    _, answer = await api.call("POST", PATHS[1], json=CHAT | role)
+    listed = "expected one of assistant, developer, system, tool, user"
+    assert (answer["error"]["message"], answer["error"]["param"]) == (listed, "messages[1].role")
+    error = await api.refused(400, "invalid_request", "POST", "/generate", json=role)
+    assert (error["message"], error["field"]) == ("expected one of assistant, system, tool, user", "messages[1].role")
+    job = {"adapter": "a", "data": [{"text": "x"}], "training": {"schedule": "p4ssw0rd"}}
+    error = await api.refused(400, "invalid_request", "POST", "/finetune", json=job)
+    assert error["message"].startswith("expected one of ")
+    assert "p4ssw0rd" not in error["message"]
 
 
 def test_every_field_that_only_may_say_one_thing_exists() -> None:
-    known = {*openai_requests.CompletionRequest.__struct_fields__, *openai_requests.ChatRequest.__struct_fields__}
-    assert set(openai_requests._ONLY) <= known
+    shared, texts, chats = (
+        openai_requests._NEUTRAL,
+        openai_requests._NEUTRAL_IN_COMPLETIONS,
+        openai_requests._NEUTRAL_IN_CHATS,
+    )
+    assert {*shared, *texts} <= {*openai_requests.CompletionRequest.__struct_fields__}
+    assert {*shared, *chats} <= {*openai_requests.ChatRequest.__struct_fields__}
 
 
 _JSON = st.recursive(

@@ -262,7 +262,14 @@ async def test_what_is_not_supported_is_refused_by_name(client: AsyncOpenAI) -> 
         "top_logprobs": 1,
         "echo": True,
     }
-    text = {"suffix": "x", "best_of": 2, "prompt_logprobs": 1, "guided_json": {}, "logprobs": 21, "max_tokens": 0}
+    text = {
+        "suffix": "x",
+        "best_of": 2,
+        "prompt_logprobs": 1,
+        "guided_json": {"type": "object"},
+        "logprobs": 21,
+        "max_tokens": 0,
+    }
     for name, value in chat.items():
         with pytest.raises(openai.BadRequestError) as caught:
             await client.chat.completions.create(

@@ -52,6 +52,7 @@ BODIES = {
     ("post", path)
     for path in (
         "/generate",
+        "/",
         "/generate_stream",
         "/finetune",
         "/adapters",

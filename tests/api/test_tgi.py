@@ -46,6 +46,8 @@ async def test_a_text(api: Api) -> None:
 async def test_sampling(api: Api) -> None:
     await ask(api, do_sample=True)
     assert (await sampled(api)).temperature == 1.0
+    await ask(api, do_sample=True, temperature=0)
+    assert (await sampled(api)).temperature == 0.0
     await ask(api, top_k=3, top_p=0.5, repetition_penalty=1.2, ignore_eos_token=True, max_new_tokens=4, seed=9)
     params = await sampled(api)
     assert (params.temperature, params.top_k, params.top_p, params.repetition_penalty) == (1.0, 3, 0.5, 1.2)
@@ -109,20 +111,19 @@ async def test_a_stream_keeps_text_that_was_held_back(api: Api) -> None:
         {"typical_p": 0.5},
         {"watermark": True},
         {"truncate": 5},
-        {"schema": {}},
+        {"schema": {"type": "object"}},
+        {"best_of": 2, "do_sample": True, "seed": 1},
+        {"top_n_tokens": 21},
         {"max_new_tokens": 0},
-        {"temperature": 0},
+        {"temperature": -1},
         {"nonsense": 1},
         {"adapter_id": "../x"},
     ],
     ids=str,
 )
 async def test_what_is_not_supported_is_refused_by_name(api: Api, parameters: dict[str, Any]) -> None:
-    for path in ("/generate", "/generate_stream"):
+    for path in ("/", "/generate", "/generate_stream"):
         status, body = await api.call("POST", path, json={"inputs": "x", "parameters": parameters})
-        if path == "/generate" and "error_type" not in body:  # refused before it was known whose words these are
-            body = {"error": body["error"]["message"], "error_type": "validation"}
-            status = 422
         assert (status, body["error_type"]) == (422, "validation"), body
         assert isinstance(body["error"], str)
         await api.works()
