@@ -30,6 +30,7 @@ CoserveError
 
 from __future__ import annotations
 
+import re
 from typing import ClassVar
 
 
@@ -43,6 +44,12 @@ class CoserveError(Exception):
         super().__init__(message)
         self.message = message
         self.field = field
+
+    def __str__(self) -> str:
+        """The message, with the field in front of it unless the message names the field itself."""
+        if self.field is None or re.search(rf"\b{re.escape(self.field.rpartition('.')[2])}\b", self.message):
+            return self.message
+        return f"{self.field}: {self.message}"
 
 
 class RequestError(CoserveError):

@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal
 
 from msgspec import UNSET, Meta, UnsetType
 
-from coserve.types import AdapterName, JobState, LoraSettings, StepMetrics, TrainingSettings, Wire
+from coserve.types import AdapterName, JobState, LoraSettings, StepMetrics, TrainingRequest, TrainingSettings, Wire
 
 MAX_CHOICES = 16
 MAX_STOPS = 16
@@ -187,7 +187,7 @@ class FinetuneRequest(Wire, frozen=True, omit_defaults=True):
     continue_from: AdapterRefText | None = None
     """Go on from this adapter instead of a new one; then `lora` must be left out."""
     lora: LoraSettings | None = None
-    training: TrainingSettings = TrainingSettings()
+    training: TrainingRequest = TrainingRequest()
     metadata: Annotated[
         dict[Annotated[str, Meta(max_length=64)], Annotated[str, Meta(max_length=512)]], Meta(max_length=16)
     ] = {}
@@ -240,6 +240,11 @@ class Job(Wire, frozen=True):
     error: ErrorInfo | None
     result: str | None
     """`name@version` once succeeded: use it as `adapter` of `POST /generate`."""
+    rows_cut: int = 0
+    """Rows that were longer than the longest sequence (`training.max_length`, the base's context or `micro_batch_tokens`)
+    and lost a part."""
+    auto: list[str] = []
+    """The fields of `training` that the daemon chose from the size of the corpus and of the base."""
 
 
 class JobList(Wire, frozen=True):

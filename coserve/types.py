@@ -7,7 +7,7 @@ Times are seconds (`float`), on the clock of whoever made them; token ids are `i
 from __future__ import annotations
 
 from enum import StrEnum
-from typing import Annotated
+from typing import Annotated, Literal
 
 import msgspec
 from msgspec import Meta
@@ -129,18 +129,28 @@ class LoraSettings(Wire, frozen=True):
     """`default` (Kaiming A, zero B), `gaussian` (normal A / r, zero B) or `orthogonal`."""
 
 
-class TrainingSettings(Wire, frozen=True):
-    """How a job learns. Exactly one of `epochs` and `steps` bounds it; batches are counted in tokens."""
+Auto = Literal["auto"]
+"""The daemon chooses the value from the size of the corpus and of the base (`finetune/auto.py`)."""
 
-    epochs: float | None = None
+
+class TrainingRequest(Wire, frozen=True):
+    """How a job is to train, as a user asks for it. At most one of `epochs` and `steps`; batches are counted in tokens.
+
+    `epochs` (unless `steps` is given), `batch_tokens` and `learning_rate` are chosen by the daemon unless they are given.
+    """
+
+    epochs: float | Auto | None = None
+    """Passes over the corpus; None is "auto"."""
     steps: int | None = None
-    batch_tokens: int = 2048
+    """Optimizer steps, instead of `epochs`."""
+    batch_tokens: int | Auto = "auto"
     """Tokens per optimizer step."""
     micro_batch_tokens: int | None = None
     """Tokens per forward and backward; None: as many as the memory plan allows, at most `batch_tokens`."""
     max_length: int | None = None
     """Longest sequence in tokens; None: the base's context."""
-    learning_rate: float = 2e-4
+    learning_rate: float | Auto = "auto"
+    """The peak; the schedule goes up to it and down from it."""
     schedule: Schedule = Schedule.LINEAR
     warmup_steps: int = 0
     beta1: float = 0.9
@@ -155,6 +165,14 @@ class TrainingSettings(Wire, frozen=True):
     eval_steps: int = 20
     checkpoint_steps: int = 20
     seed: int = 0
+
+
+class TrainingSettings(TrainingRequest, frozen=True):
+    """How a job trains: as `TrainingRequest`, with every value fixed. A request may also be one of these."""
+
+    epochs: float | None = None
+    batch_tokens: int = 2048
+    learning_rate: float = 2e-4
 
 
 class JobState(StrEnum):
@@ -208,6 +226,10 @@ class JobSpec(Wire, frozen=True):
     target_tokens: int
     init_digests: AdapterDigests | None = None
     """What the files of `init_from` are checked against."""
+    rows_cut: int = 0
+    """Rows that were longer than the longest sequence and lost a part."""
+    auto: tuple[str, ...] = ()
+    """The fields of `training` that the daemon chose."""
 
 
 class StepMetrics(Wire, frozen=True):

@@ -17,6 +17,7 @@ FLOORS = {
     "types": 1,
     "cancellation": 1,
     "errors": 1,
+    "hints": 1,
     "config": 2,
     "schemas": 2,
     "link": 2,

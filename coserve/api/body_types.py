@@ -10,6 +10,8 @@ from functools import cache
 from msgspec.inspect import (
     DictType,
     EnumType,
+    FloatType,
+    IntType,
     ListType,
     LiteralType,
     StructType,
@@ -51,6 +53,8 @@ def alternatives(type: type, place: str) -> list[str]:
                 values += [str(value) for value in leaf.values]
             elif isinstance(leaf, EnumType):
                 values += [str(member.value) for member in leaf.cls]
+            elif isinstance(leaf, IntType | FloatType):
+                values.append("a number")
     return values
 
 

@@ -117,4 +117,6 @@ def view(record: JobRecord, line: dict[str, int]) -> Job:
         metadata=record.metadata,
         error=record.error,
         result=None if record.result is None else str(record.result),
+        rows_cut=spec.rows_cut,
+        auto=list(spec.auto),
     )

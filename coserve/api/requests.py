@@ -11,6 +11,7 @@ import msgspec
 
 from coserve.api.body_types import alternatives, drop_empty
 from coserve.errors import ForbiddenPath, InvalidRequest, MalformedJson, NotFound, UnknownField
+from coserve.hints import fields_of, hint
 from coserve.schemas import PAGE_LIMIT, AdapterRefText
 from coserve.state.durable import disk_errors
 
@@ -65,7 +66,9 @@ def _explain(message: str, content: bytes, type: type) -> InvalidRequest | Unkno
             name = message.removeprefix(start)
             field = f"{place}.{name}" if place else name
             if leaf is not None:
-                return UnknownField(f"unknown field {name[:80]!r}", field=field[:200])
+                return UnknownField(
+                    f"unknown field {name[:80]!r}{hint(name, place, fields_of(type))}", field=field[:200]
+                )
             return InvalidRequest(f"expected a field {name!r}, got none", field=field)
     if message.startswith("Invalid enum value"):
         return InvalidRequest(f"expected one of {', '.join(alternatives(type, place))}", field=place[:200] or None)

@@ -12,6 +12,7 @@ from coserve.adapters.targets import resolve_targets
 from coserve.api.requests import local_path, split_ref
 from coserve.config import Config
 from coserve.errors import BaseMismatch, InvalidRequest
+from coserve.finetune.auto import choose_training
 from coserve.finetune.data import Corpus, Row, parse_jsonl, parse_rows, tokenize_rows
 from coserve.finetune.job import Plan, check_training, longest_row
 from coserve.model.tokenizer import Tokenizer
@@ -46,13 +47,17 @@ class Submission:
         Raises `InvalidRequest`, `CorpusError` leaves (with the line), `AdapterNotFound`, `BaseMismatch`,
         `ForbiddenPath`.
         """
-        training, limit = request.training, self._config.micro_batch_tokens
-        check_training(training)
-        longest = longest_row(training, spec.context, limit)
+        limit = self._config.micro_batch_tokens
+        asked, _ = choose_training(request.training, rows=1, tokens=1, hidden=spec.hidden)
+        check_training(asked)  # before the corpus is read
+        longest = longest_row(asked, spec.context, limit)
         source, lora = await self._shape(request, spec)
         rows = self._rows(request, upload)
         async with self._preparing:
             corpus = await asyncio.to_thread(tokenize_rows, rows, self._tokenizer, longest)
+            training, auto = choose_training(
+                request.training, rows=corpus.rows, tokens=len(corpus.tokens), hidden=spec.hidden
+            )
             plan = await asyncio.to_thread(Plan, corpus.lengths, training, limit)
         job = JobSpec(
             id=f"job-{secrets.token_hex(8)}",
@@ -65,6 +70,8 @@ class Submission:
             tokens=len(corpus.tokens),
             target_tokens=corpus.target_tokens,
             init_digests=None if source is None else source.digests,
+            rows_cut=corpus.rows_cut,
+            auto=auto,
         )
         record = JobRecord(
             spec=job,

@@ -40,7 +40,7 @@ from coserve.schemas import (
     Job,
     JobList,
 )
-from coserve.types import LoraSettings, TrainingSettings
+from coserve.types import LoraSettings, TrainingRequest
 
 DEFAULT_URL = "http://127.0.0.1:8000"
 
@@ -129,7 +129,7 @@ class AsyncClient:
         path: str | None = None,
         continue_from: str | None = None,
         lora: LoraSettings | Mapping[str, Any] | None = None,
-        training: TrainingSettings | Mapping[str, Any] | None = None,
+        training: TrainingRequest | Mapping[str, Any] | None = None,
         metadata: Mapping[str, str] | None = None,
         idempotency_key: str | None = None,
     ) -> AsyncJobHandle:

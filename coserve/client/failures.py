@@ -66,7 +66,10 @@ async def response_error(response: Response) -> CoserveError:
 
 def event_error(data: str) -> CoserveError:
     """The error of a stream that failed after its first byte."""
-    info = msgspec.json.decode(data, type=ErrorBody).error
+    try:
+        info = msgspec.json.decode(data, type=ErrorBody).error
+    except msgspec.DecodeError:
+        return InternalError(f"the stream failed, and not with an error that coserve wrote: {data[:200]!r}")
     return _made(_BY_CODE.get(info.code, InternalError), info)
 
 

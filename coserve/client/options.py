@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypedDict, TypeVar
@@ -10,8 +11,9 @@ import msgspec
 
 from coserve.client.transport import Upload
 from coserve.errors import InvalidRequest
+from coserve.hints import fields_of, hint
 from coserve.schemas import ChatMessage, FinetuneRequest, GenerateRequest, ImportRequest
-from coserve.types import LoraSettings, TrainingSettings
+from coserve.types import LoraSettings, TrainingRequest
 
 T = TypeVar("T")
 
@@ -68,7 +70,7 @@ def finetune_request(
     path: str | None,
     continue_from: str | None,
     lora: LoraSettings | Mapping[str, Any] | None,
-    training: TrainingSettings | Mapping[str, Any] | None,
+    training: TrainingRequest | Mapping[str, Any] | None,
     metadata: Mapping[str, str] | None,
 ) -> FinetuneRequest:
     request = FinetuneRequest(
@@ -81,7 +83,7 @@ def finetune_request(
     )
     if training is None:
         return request  # the daemon's defaults hold, not ours
-    return msgspec.structs.replace(request, training=as_struct(training, TrainingSettings, "training"))
+    return msgspec.structs.replace(request, training=as_struct(training, TrainingRequest, "training"))
 
 
 def corpus_upload(request: FinetuneRequest, file: Path | bytes) -> Upload:
@@ -97,11 +99,22 @@ def adapter_upload(name: str, folder: Path) -> Upload:
     return Upload(msgspec.json.encode(ImportRequest(name=name)), tuple((file, folder / file) for file in ADAPTER_FILES))
 
 
+_UNKNOWN = re.compile(r"Object contains unknown field `([^`]*)`")
+_PLACE = re.compile(r" - at (?:`key` in )?`\$\.?([^`]*)`$")
+
+
 def as_struct(value: object, type: type[T], field: str) -> T:
-    """A struct, or a mapping that says the same. Raises `InvalidRequest`."""
+    """A struct, or a mapping that says the same. Raises `InvalidRequest` with the path of what is wrong."""
     if isinstance(value, type):
         return value
     try:
         return msgspec.convert(value, type=type)
     except msgspec.ValidationError as error:
-        raise InvalidRequest(str(error), field=field) from None
+        text = str(error)
+        place = found[1] if (found := _PLACE.search(text)) else ""
+        path = f"{field}.{place}" if place else field
+        if unknown := _UNKNOWN.match(text):
+            said = f"unknown field {unknown[1]!r}{hint(unknown[1], place, fields_of(type))}"
+            raise InvalidRequest(f"{path}.{unknown[1]}: {said}", field=f"{path}.{unknown[1]}") from None
+        message = _PLACE.sub("", text).replace("`", "")
+        raise InvalidRequest(f"{path}: {message[:1].lower()}{message[1:]}", field=path) from None

@@ -26,7 +26,7 @@ from coserve.schemas import (
     JobEvent,
     JobList,
 )
-from coserve.types import LoraSettings, TrainingSettings
+from coserve.types import LoraSettings, TrainingRequest
 
 T = TypeVar("T")
 
@@ -182,7 +182,7 @@ class Client:
         path: str | None = None,
         continue_from: str | None = None,
         lora: LoraSettings | Mapping[str, Any] | None = None,
-        training: TrainingSettings | Mapping[str, Any] | None = None,
+        training: TrainingRequest | Mapping[str, Any] | None = None,
         metadata: Mapping[str, str] | None = None,
         idempotency_key: str | None = None,
     ) -> JobHandle:

@@ -9,8 +9,9 @@ from pathlib import Path
 from typing import Protocol
 
 import aiohttp
+from yarl import URL
 
-from coserve.errors import Unreachable
+from coserve.errors import InvalidRequest, Unreachable
 
 CONNECT_TIMEOUT = 10.0
 
@@ -82,14 +83,13 @@ class Transport(Protocol):
 
 
 class HttpTransport:
-    """Over HTTP, with kept-alive connections. `read_timeout`: seconds of silence after which a connection is given up.
+    """Over HTTP, with kept-alive connections. Raises `InvalidRequest` for a `base_url` that is none. `read_timeout`: seconds of silence after which a connection is given up.
 
     The session opens with the first request, so that the object may be made outside of an event loop.
     """
 
     def __init__(self, base_url: str, *, read_timeout: float) -> None:
-        if not base_url.startswith(("http://", "https://")):
-            raise ValueError(f"base_url: expected http://... or https://..., got {base_url!r}")
+        _check_url(base_url)
         self._base_url, self._read_timeout = base_url.rstrip("/"), read_timeout
         self._session: aiohttp.ClientSession | None = None
 
@@ -120,6 +120,16 @@ class HttpTransport:
         if self._session is not None:
             await self._session.close()
             self._session = None
+
+
+def _check_url(text: str) -> None:
+    try:
+        url = URL(text)
+        sound = url.scheme in ("http", "https") and bool(url.host) and url.port is not None
+    except ValueError:
+        sound = False
+    if not sound:
+        raise InvalidRequest(f"expected a URL like http://127.0.0.1:8000, got {text!r}", field="base_url")
 
 
 def _headers(request: Request) -> dict[str, str]:

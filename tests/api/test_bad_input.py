@@ -102,7 +102,7 @@ FINETUNE: list[tuple[dict[str, Any], int, str, str | None]] = [
     (JOB | {"training": {"epochs": 0}}, 400, BAD, "training.epochs"),
     (JOB | {"training": {"steps": 0}}, 400, BAD, "training.steps"),
     (JOB | {"training": {"learning_rate": 0}}, 400, BAD, "training.learning_rate"),
-    (JOB | {"training": {"learning_rate": "auto"}}, 400, BAD, "training.learning_rate"),
+    (JOB | {"training": {"learning_rate": "fast"}}, 400, BAD, "training.learning_rate"),
     (JOB | {"training": {"max_length": CONTEXT + 1}}, 400, BAD, "training.max_length"),
     (JOB | {"training": {"schedule": "zigzag"}}, 400, BAD, "training.schedule"),
     (JOB | {"training": {"validation_split": 1}}, 400, BAD, "training.validation_split"),

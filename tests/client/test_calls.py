@@ -76,7 +76,7 @@ async def test_wrong_arguments_are_found_here() -> None:
         await daemon.client.generate("hi", tempratur=1)  # type: ignore[call-arg]
     with pytest.raises(InvalidRequest) as caught:
         await daemon.client.finetune("a", [], lora={"rank": 8})
-    assert caught.value.field == "lora"
+    assert caught.value.field == "lora.rank"
     with pytest.raises(InvalidRequest):
         await daemon.client.finetune("a", [{"text": "x"}], file=b"{}")
     with pytest.raises(InvalidRequest):

@@ -12,7 +12,7 @@ import pytest
 from aiohttp import BodyPartReader, web
 
 from coserve.client import AsyncClient, HttpTransport, Request, RetryPolicy, Upload
-from coserve.errors import Unreachable
+from coserve.errors import InvalidRequest, Unreachable
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
@@ -143,9 +143,9 @@ async def test_leaving_a_stream_closes_its_connection() -> None:
             await gone.wait()
 
 
-@pytest.mark.parametrize("url", ["localhost:8000", "ftp://x", ""])
+@pytest.mark.parametrize("url", ["localhost:8000", "ftp://x", "", "http://", "http://h:x", "http://h:99999"])
 def test_addresses_are_checked(url: str) -> None:
-    with pytest.raises(ValueError, match="base_url"):
+    with pytest.raises(InvalidRequest, match="base_url"):
         AsyncClient(url)
 
 

@@ -65,7 +65,7 @@ async def test_other_errors_are_final_and_say_what_the_daemon_said() -> None:
     with pytest.raises(AdapterNotFound, match="no adapter 'x'") as lost:
         await daemon.client.generate("hi", adapter="x")
     assert lost.value.field == "adapter"
-    with pytest.raises(MalformedRow, match=r"^line 3: no text$") as row:
+    with pytest.raises(MalformedRow, match=r"^data: line 3: no text$") as row:
         await daemon.client.finetune("a", [])
     assert row.value.line == 3 and row.value.field == "data"
     with pytest.raises(StorageFull):

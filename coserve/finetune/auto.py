@@ -1,0 +1,72 @@
+"""The training settings that a user leaves to the daemon: epochs, batch and learning rate. Pure; no torch.
+
+The rules, and what they rest on (docs/decisions.md has the measurements):
+
+- `learning_rate`: the best rate for LoRA is about ten times that of full fine-tuning, depends little on the rank, and
+  falls with the base's width (Thinking Machines, "LoRA Without Regret", 2025): `5e-4 * 2048 / hidden`.
+- `batch_tokens`: LoRA loses more to large batches than full fine-tuning does (same source), and a small corpus in large
+  batches has too few steps. An epoch has about 16 steps; a batch has 64 to 8192 tokens.
+- `epochs`: at least 3, and more for a small corpus, until it has had about 200 steps or 30 epochs. A corpus of
+  more than 20,000 steps in three epochs gets fewer, down to 1.
+"""
+
+from __future__ import annotations
+
+import math
+
+import msgspec
+
+from coserve.types import TrainingRequest, TrainingSettings
+
+STEPS_PER_EPOCH = 16
+MIN_BATCH_TOKENS = 64
+MAX_BATCH_TOKENS = 8192
+MIN_STEPS = 200
+MAX_STEPS = 20_000
+USUAL_EPOCHS = 3
+MAX_EPOCHS = 30
+RATE_AT_2048 = 5e-4
+RATE_BOUNDS = (1e-4, 4e-3)
+
+
+def choose_training(
+    request: TrainingRequest, *, rows: int, tokens: int, hidden: int
+) -> tuple[TrainingSettings, tuple[str, ...]]:
+    """The settings with every "auto" replaced, and the names of the fields that were chosen here.
+
+    `rows` and `tokens` are those of the corpus, once through; `hidden` is the base's width. Explicit values stay as they
+    are, and the others follow them: with a given batch, epochs are counted in its steps.
+    """
+    chosen: list[str] = []
+    batch, rate, epochs = request.batch_tokens, request.learning_rate, request.epochs
+    if rate == "auto":
+        rate = choose_learning_rate(hidden)
+        chosen.append("learning_rate")
+    if batch == "auto":
+        batch = choose_batch_tokens(tokens)
+        chosen.append("batch_tokens")
+    if epochs == "auto" or epochs is None:
+        epochs = None
+        if request.steps is None:
+            epochs = choose_epochs(min(rows, math.ceil(tokens / max(1, batch))))
+            chosen.append("epochs")
+    fields = msgspec.structs.asdict(request) | {"epochs": epochs, "batch_tokens": batch, "learning_rate": rate}
+    return TrainingSettings(**fields), tuple(sorted(chosen))
+
+
+def choose_learning_rate(hidden: int) -> float:
+    """Two digits, so that it reads well where it is told."""
+    low, high = RATE_BOUNDS
+    return float(f"{min(high, max(low, RATE_AT_2048 * 2048 / max(1, hidden))):.1e}")
+
+
+def choose_batch_tokens(tokens: int) -> int:
+    """A sixteenth of the corpus, within bounds."""
+    return min(MAX_BATCH_TOKENS, max(MIN_BATCH_TOKENS, math.ceil(tokens / STEPS_PER_EPOCH)))
+
+
+def choose_epochs(steps_per_epoch: int) -> float:
+    """Whole epochs."""
+    steps = max(1, steps_per_epoch)
+    wanted = max(USUAL_EPOCHS, math.ceil(MIN_STEPS / steps))
+    return float(max(1, min(wanted, MAX_EPOCHS, MAX_STEPS // steps)))

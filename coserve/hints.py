@@ -1,0 +1,97 @@
+"""What a wrong field name was probably meant to be: other libraries' names for our fields, and near misses. Pure."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable, Iterator
+
+import msgspec
+
+ALIASES = {
+    # PEFT and the libraries around it
+    "lora_alpha": "alpha",
+    "lora_r": "r",
+    "rank": "r",
+    "lora_rank": "r",
+    "use_rslora": "rslora",
+    "lora_dropout": "dropout",
+    "target_modules": "targets",
+    "init_lora_weights": "init",
+    # transformers' and TRL's trainers
+    "num_train_epochs": "epochs",
+    "num_epochs": "epochs",
+    "max_steps": "steps",
+    "per_device_train_batch_size": "batch_tokens",
+    "train_batch_size": "batch_tokens",
+    "gradient_accumulation_steps": "batch_tokens",
+    "lr": "learning_rate",
+    "lr_scheduler_type": "schedule",
+    "warmup_ratio": "warmup_steps",
+    "max_seq_length": "max_length",
+    "max_seq_len": "max_length",
+    "cutoff_len": "max_length",
+    "save_steps": "checkpoint_steps",
+    "adam_beta1": "beta1",
+    "adam_beta2": "beta2",
+    "adam_epsilon": "eps",
+    # OpenAI's fine-tuning
+    "n_epochs": "epochs",
+    "batch_size": "batch_tokens",
+    "learning_rate_multiplier": "learning_rate",
+    "training_file": "path",
+    "hyperparameters": "training",
+    "suffix": "adapter",
+    # generation, as elsewhere
+    "max_new_tokens": "max_tokens",
+    "max_completion_tokens": "max_tokens",
+    "max_length": "max_tokens",
+    "min_new_tokens": "min_tokens",
+    "stop_sequences": "stop",
+    "stop_strings": "stop",
+    "num_return_sequences": "n",
+    "best_of": "n",
+    "adapter_id": "adapter",
+    "adapter_name": "adapter",
+    "lora_request": "adapter",
+    "model": "adapter",
+    "typical_p": "top_p",
+    "inputs": "prompt",
+    "dataset": "data",
+}
+NEAR = 0.75
+"""How alike two names must be (`difflib`'s ratio) for one to be a slip of the other."""
+
+
+def hint(name: str, place: str, known: Iterable[str]) -> str:
+    """`"; did you mean 'alpha'?"`, or nothing. `known`: dotted paths of all fields of the request; `place`: the path of the
+    object that `name` stood in, empty for the request itself.
+    """
+    paths = list(known)
+    here = f"{place}." if place else ""
+    beside = [path.removeprefix(here) for path in paths if path.startswith(here) and "." not in path[len(here) :]]
+    for wanted in (ALIASES.get(name, name), name):
+        if wanted in beside and wanted != name:
+            return f"; did you mean {wanted!r}?"
+        elsewhere = [path for path in paths if path.rpartition(".")[2] == wanted and path != here + name]
+        if elsewhere:
+            return f"; did you mean {elsewhere[0]!r}?"
+    near = difflib.get_close_matches(name[:80].lower().replace("-", "_"), beside, n=1, cutoff=NEAR)
+    return f"; did you mean {near[0]!r}?" if near else ""
+
+
+def fields_of(type: object) -> tuple[str, ...]:
+    """Dotted paths of a struct's fields, those of structs within it included; nothing for another type."""
+    return tuple(_walk(msgspec.inspect.type_info(type), ""))
+
+
+def _walk(info: msgspec.inspect.Type, place: str) -> Iterator[str]:
+    match info:
+        case msgspec.inspect.StructType(fields=fields):
+            for field in fields:
+                yield place + field.encode_name
+                yield from _walk(field.type, f"{place}{field.encode_name}.")
+        case msgspec.inspect.UnionType(types=types):
+            for one in types:
+                yield from _walk(one, place)
+        case _:
+            return

@@ -1,0 +1,77 @@
+"""A wrong field name is answered with the right one: other libraries' names, slips, and fields in the wrong object."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from coserve.api.requests import decode_json
+from coserve.client.options import as_struct
+from coserve.errors import InvalidRequest, UnknownField
+from coserve.hints import ALIASES, fields_of
+from coserve.schemas import FinetuneRequest, GenerateRequest
+from coserve.types import LoraSettings
+
+
+def message(body: dict[str, object], kind: type) -> str:
+    with pytest.raises(UnknownField) as refused:
+        decode_json(json.dumps(body).encode(), kind)
+    return str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("lora", "meant"),
+    [("lora_alpha", "alpha"), ("rank", "r"), ("lora_r", "r"), ("target_modules", "targets"), ("lora_dropout", "dropout"),
+     ("alhpa", "alpha"), ("use_rslora", "rslora")],
+)  # fmt: skip
+def test_names_of_lora_settings(lora: str, meant: str) -> None:
+    said = message({"adapter": "a", "lora": {lora: 1}}, FinetuneRequest)
+    assert f"unknown field {lora!r}; did you mean {meant!r}?" in said
+
+
+@pytest.mark.parametrize(
+    ("name", "meant"),
+    [
+        ("num_train_epochs", "epochs"), ("n_epochs", "epochs"), ("learning_rate_multiplier", "learning_rate"),
+        ("per_device_train_batch_size", "batch_tokens"), ("batch_size", "batch_tokens"),
+        ("gradient_accumulation_steps", "batch_tokens"), ("max_seq_length", "max_length"), ("epoch", "epochs"),
+        ("learning-rate", "learning_rate"),
+    ],
+)  # fmt: skip
+def test_names_of_training_settings(name: str, meant: str) -> None:
+    assert f"did you mean {meant!r}?" in message({"adapter": "a", "training": {name: 1}}, FinetuneRequest)
+
+
+@pytest.mark.parametrize(
+    ("name", "meant"), [("epochs", "training.epochs"), ("lora_alpha", "lora.alpha"), ("n_epochs", "training.epochs")]
+)
+def test_a_field_of_another_object_is_named_with_its_path(name: str, meant: str) -> None:
+    assert f"did you mean {meant!r}?" in message({"adapter": "a", name: 1}, FinetuneRequest)
+
+
+@pytest.mark.parametrize(
+    ("name", "meant"),
+    [("max_new_tokens", "max_tokens"), ("stop_sequences", "stop"), ("temprature", "temperature"), ("topp", "top_p")],
+)
+def test_names_of_generation(name: str, meant: str) -> None:
+    assert f"did you mean {meant!r}?" in message({"prompt": "x", name: 1}, GenerateRequest)
+
+
+def test_what_is_like_nothing_gets_no_hint() -> None:
+    assert "did you mean" not in message({"prompt": "x", "zzz": 1}, GenerateRequest)
+
+
+def test_every_alias_leads_to_a_field() -> None:
+    known = {path.rpartition(".")[2] for kind in (FinetuneRequest, GenerateRequest) for path in fields_of(kind)}
+    assert set(ALIASES.values()) <= known
+
+
+def test_the_sdk_hints_too_and_every_error_shows_its_field() -> None:
+    with pytest.raises(InvalidRequest, match=r"lora\.lora_alpha.*did you mean 'alpha'"):
+        as_struct({"lora_alpha": 1}, LoraSettings, "lora")
+    with pytest.raises(InvalidRequest, match=r"^temperature: expected float >= 0.0, got -1.0$"):
+        decode_json(b'{"prompt": "x", "temperature": -1.0}', GenerateRequest)
+    with pytest.raises(InvalidRequest, match=r"^lora\.r: expected int, got str$"):
+        decode_json(b'{"adapter": "a", "lora": {"r": "x"}}', FinetuneRequest)
+    assert str(InvalidRequest("lora.r: wrong", field="lora.r")) == "lora.r: wrong"
