@@ -9,6 +9,7 @@ CoserveError
 │   ├── MethodNotAllowed 405         ├── RequestTimeout 408
 │   ├── AdapterExists 409            ├── AdapterBusy 409       ├── WrongJobState 409
 │   ├── BodyTooLarge 413             ├── UnsupportedEncoding 415
+│   ├── NonFiniteLogits 422          the adapter (or the base) computes NaN or infinity for this prompt
 ├── CorpusError 422                  a row is wrong (`line`)
 │   ├── MalformedRow                 ├── NoTargets             ├── EmptyCorpus
 ├── AdapterError 422                 an adapter's files are wrong
@@ -148,6 +149,11 @@ class BodyTooLarge(RequestError):
 class UnsupportedEncoding(RequestError):
     status = 415
     code = "unsupported_encoding"
+
+
+class NonFiniteLogits(RequestError):
+    status = 422
+    code = "non_finite_logits"
 
 
 class CorpusError(CoserveError):

@@ -8,6 +8,7 @@ import math
 import os
 import stat
 import struct
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -130,6 +131,15 @@ class TensorFile:
                 raise CorruptAdapter("the weights' file became shorter while it was read")
             view, at = view[got:], at + got
         return data
+
+    def pieces(self, entry: Entry) -> Iterator[bytes]:
+        """A tensor's bytes, at most 1 MiB at once."""
+        for at in range(entry.start, entry.end, _CHUNK):
+            size = min(_CHUNK, entry.end - at)
+            piece = os.pread(self._fd, size, at)
+            if len(piece) < size:
+                raise CorruptAdapter("the weights' file became shorter while it was read")
+            yield piece
 
     def sha256(self) -> str:
         """Of the whole file, hex."""

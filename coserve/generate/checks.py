@@ -1,10 +1,12 @@
-"""What a request must be like to be run at all."""
+"""What a request must be like to be run at all, and why one ends without a token."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-from coserve.errors import EmptyPrompt, InvalidRequest, PromptTooLong
+from coserve.errors import EmptyPrompt, InvalidRequest, NonFiniteLogits, PromptTooLong, RequestError
+from coserve.generate.sampler import NoToken
+from coserve.generate.sequences import Sequence as Running
 from coserve.link import Generate
 from coserve.memory.kv import KvCache
 from coserve.types import BaseSpec
@@ -45,6 +47,17 @@ def check_room(request: Generate, max_tokens: int, kv: KvCache, *, beside: int) 
             f"got {prompt} and {max_tokens}",
             field="prompt",
         )
+
+
+def no_token_error(sequence: Running, reason: NoToken) -> RequestError:
+    """The error that ends a request for which no token can be chosen."""
+    if reason is NoToken.NONE_LEFT:
+        return InvalidRequest("logit_bias, penalties and min_tokens leave no token to choose")
+    whose = f"the adapter {sequence.adapter}" if sequence.adapter else "the base without an adapter"
+    return NonFiniteLogits(
+        f"expected finite logits, got NaN or infinity from {whose} at token {len(sequence.tokens)}",
+        field="adapter" if sequence.adapter else None,
+    )
 
 
 def _check_ids(ids: Sequence[int], vocab: int, field: str) -> None:

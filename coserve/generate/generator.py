@@ -8,10 +8,10 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from coserve.errors import InternalError, InvalidRequest, PromptTooLong
+from coserve.errors import InvalidRequest, PromptTooLong
 from coserve.generate.batch import Batch, pack
-from coserve.generate.checks import allowed_tokens, check_room
-from coserve.generate.sampler import Choice, Row, choose
+from coserve.generate.checks import allowed_tokens, check_room, no_token_error
+from coserve.generate.sampler import Choice, NoToken, Row, choose
 from coserve.generate.schedule import Scheduler, Share
 from coserve.generate.scoring import prompt_logprobs
 from coserve.generate.sequences import Sequence, plain
@@ -59,7 +59,7 @@ class Flight(Protocol):
 
     @property
     def ready(self) -> tuple[Sequence, ...]: ...
-    def land(self) -> list[Choice | None]: ...
+    def land(self) -> list[Choice | NoToken]: ...
 
 
 class RunsSteps(Protocol):
@@ -271,7 +271,7 @@ class Generator:
         for score, entries in zip(batch.scores, prompt_logprobs(logits_KV, batch.scores), strict=True):
             score.sequence.scored += score.rows
             if entries is None:
-                messages.append(self._fail(score.sequence))
+                messages.append(self._fail(score.sequence, NoToken.NOT_FINITE))
             else:
                 messages.append(Tokens(id=score.sequence.id, tokens=(), prompt_logprobs=entries))
         for share in batch.shares:
@@ -280,15 +280,16 @@ class Generator:
                 messages.append(Tokens(id=share.sequence.id, tokens=(), finished=FinishReason.LENGTH))
         return messages
 
-    def _fail(self, sequence: Sequence) -> RequestFailed:
+    def _fail(self, sequence: Sequence, reason: NoToken) -> RequestFailed:
+        if reason is NoToken.NOT_FINITE:
+            self._scheduler.disown(sequence)
         self._end(sequence)
-        return RequestFailed(
-            id=sequence.id, code=InternalError.code, message="the model gave no finite logits to choose from"
-        )
+        error = no_token_error(sequence, reason)
+        return RequestFailed(id=sequence.id, code=error.code, message=error.message)
 
-    def _push(self, sequence: Sequence, choice: Choice | None) -> Tokens | RequestFailed:
-        if choice is None:
-            return self._fail(sequence)
+    def _push(self, sequence: Sequence, choice: Choice | NoToken) -> Tokens | RequestFailed:
+        if isinstance(choice, NoToken):
+            return self._fail(sequence, choice)
         finished = sequence.push(choice.token)
         if finished is not None:
             self._end(sequence)

@@ -18,7 +18,7 @@ from coserve.generate.device_sampler import DeviceSampler
 from coserve.generate.draws import likeliest
 from coserve.generate.graphs import DecodeGraph, Results, make_place, serving, tokens_of
 from coserve.generate.mixed_graph import MIXED_BUCKETS, MixedGraphs, Rows, mixed_rooms, rows_of
-from coserve.generate.sampler import Choice, Chosen, choices, send_ids
+from coserve.generate.sampler import Choice, Chosen, NoToken, choices, send_ids
 from coserve.generate.schedule import Share
 from coserve.generate.sequences import Sequence
 from coserve.generate.slots import NO_ADAPTERS, WIDTHS, AdapterSlots, Scope, scope_of, slot_lora
@@ -48,8 +48,8 @@ class Flight:
     done: torch.cuda.Event | None
     """After the copy of the tokens to `host`."""
 
-    def land(self) -> list[Choice | None]:
-        """Waits for the step's tokens; None where the logits were not finite."""
+    def land(self) -> list[Choice | NoToken]:
+        """Waits for the step's tokens."""
         if self.done is not None:
             self.done.synchronize()
         return choices(self.host)

@@ -11,6 +11,7 @@ import math
 from collections import Counter
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from enum import IntEnum
 from typing import Protocol
 
 import torch
@@ -25,7 +26,7 @@ from coserve.generate.draws import (
     logprobs_of,
     penalise_,
 )
-from coserve.kernels.sampling import GREEDY_BELOW, NOT_FINITE
+from coserve.kernels.sampling import GREEDY_BELOW, NONE_LEFT, NOT_FINITE
 from coserve.types import SamplingParams, TokenLogprob
 
 _MASK = (1 << 64) - 1
@@ -69,6 +70,15 @@ class Choice:
     """If the request asks for it."""
 
 
+class NoToken(IntEnum):
+    """Why no token could be chosen."""
+
+    NOT_FINITE = NOT_FINITE
+    """The model's logits are NaN or infinite."""
+    NONE_LEFT = NONE_LEFT
+    """The request's own bias, penalties and barred tokens leave none."""
+
+
 @dataclass(frozen=True)
 class Said:
     """What was said before, for the rows that have penalties, in their order: rows `slots` of a table (`penalise_`)."""
@@ -80,7 +90,7 @@ class Said:
 @dataclass(frozen=True)
 class Chosen:
     tokens: Tensor
-    """int64 (B); `NOT_FINITE` where the logits are not finite or leave no token to choose."""
+    """int64 (B); a `NoToken` where the logits are not finite or the request leaves no token to choose."""
     logprobs: Logprobs | None
     """Of the rows that ask for them, if any does."""
     likeliest: bool = False
@@ -91,9 +101,9 @@ class Chosen:
         return Chosen(fetch(self.tokens), None if self.logprobs is None else self.logprobs.fetch(), self.likeliest)
 
 
-def choose(logits_BV: Tensor, rows: Sequence[Row]) -> list[Choice | None]:
-    """The next token of each row; None where the logits are not finite or leave no token to choose."""
-    found: list[Choice | None] = []
+def choose(logits_BV: Tensor, rows: Sequence[Row]) -> list[Choice | NoToken]:
+    """The next token of each row, or why there is none."""
+    found: list[Choice | NoToken] = []
     for start in range(0, len(rows), ROWS):
         some = rows[start : start + ROWS]
         logits = logits_BV[start : start + ROWS]
@@ -111,11 +121,11 @@ def _said(rows: Sequence[Row], logits_BV: Tensor) -> Said:
     return Said(table.to(logits_BV.device), range(len(penalised)))
 
 
-def choices(chosen: Chosen) -> list[Choice | None]:
+def choices(chosen: Chosen) -> list[Choice | NoToken]:
     """Waits for the device, unless the tensors are on the host."""
     entries = {} if chosen.logprobs is None else chosen.logprobs.entries()
     tokens = chosen.tokens.tolist()
-    return [None if token == NOT_FINITE else Choice(token, entries.get(i)) for i, token in enumerate(tokens)]
+    return [NoToken(token) if token < 0 else Choice(token, entries.get(i)) for i, token in enumerate(tokens)]
 
 
 def decide(logits_BV: Tensor, likeliest_B: Tensor, rows: Sequence[Asks], said: Said) -> Chosen:
@@ -131,7 +141,9 @@ def decide(logits_BV: Tensor, likeliest_B: Tensor, rows: Sequence[Asks], said: S
     logits, tokens = logits_BV, likeliest_B
     if adjusts:
         logits = _adjusted(logits_BV, sent, said)
-        tokens = torch.where(likeliest_B < 0, likeliest_B, likeliest(logits))
+        adjusted = likeliest(logits)
+        adjusted = torch.where(adjusted < 0, NONE_LEFT, adjusted)
+        tokens = torch.where(likeliest_B < 0, likeliest_B, adjusted)
     if draws:
         filters = any(is_filtered(row.params, vocab) for row in rows)
         tokens = draw(logits, tokens, sent.columns, filters=filters)

@@ -27,6 +27,7 @@ class PageSource(Protocol):
     def take(self, n: int) -> list[int] | None: ...
     def give(self, pages: Items[int]) -> None: ...
     def label(self, page: int, key: bytes) -> None: ...
+    def unlabel(self, page: int) -> None: ...
     def find(self, keys: Iterable[bytes]) -> list[int]: ...
     def pages_for(self, tokens: int) -> int: ...
 
@@ -87,6 +88,12 @@ class Scheduler:
         """Forget a sequence and free its pages."""
         (self._active if sequence in self._active else self._waiting).remove(sequence)
         self._release(sequence)
+
+    def disown(self, sequence: Sequence) -> None:
+        """Nobody finds the sequence's pages any more: what they hold is not finite."""
+        for page in sequence.pages:
+            self._pages.unlabel(page)
+        sequence.keys = None
 
     def plan(self) -> list[Share]:
         """At most `step_tokens` tokens, one share a sequence: decodes, then prompts under way, then new ones.

@@ -30,6 +30,8 @@ GREEDY_BELOW = 1e-5
 """A temperature below this means the likeliest token."""
 NOT_FINITE = -1
 """In place of a token: the logits were not finite."""
+NONE_LEFT = -2
+"""In place of a token: logit bias, penalties and barred tokens left no token to choose."""
 UNIT = 2.0**34
 """The largest weight: sums over up to 2^19 tokens are exact in fp64."""
 CHUNK = 512

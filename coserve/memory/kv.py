@@ -110,6 +110,10 @@ class KvCache:
         """Let `find` hand out a held page whose slots are all written."""
         self.pool.label(page, key)
 
+    def unlabel(self, page: int) -> None:
+        """`find` no longer hands out this page, which is held."""
+        self.pool.unlabel(page)
+
     def find(self, keys: Iterable[bytes]) -> list[int]:
         """The pages of the first keys that are known, held once more."""
         return self.pool.find(keys)

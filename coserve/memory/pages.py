@@ -110,6 +110,12 @@ class PagePool:
             self._pages[key] = page
             self._keys[page] = key
 
+    def unlabel(self, page: int) -> None:
+        """`find` no longer knows a held page; nothing happens if it has no key."""
+        assert page in self._holders, f"page {page} is unlabelled but not held"
+        if (key := self._keys.pop(page, None)) is not None:
+            del self._pages[key]
+
     def find(self, keys: Iterable[bytes]) -> list[int]:
         """The pages of the first keys, up to one that no page has; each has one more holder now."""
         found: list[int] = []

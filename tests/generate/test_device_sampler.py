@@ -13,7 +13,7 @@ from torch import Tensor
 from coserve.generate import device_sampler, sampler
 from coserve.generate.device_sampler import DeviceSampler
 from coserve.generate.draws import likeliest, logprobs_of
-from coserve.generate.sampler import Choice, Row, choices, choose
+from coserve.generate.sampler import Choice, NoToken, Row, choices, choose
 from coserve.generate.sequences import Sequence
 from coserve.link import Generate
 from coserve.types import SamplingParams, Slo
@@ -34,7 +34,7 @@ def logits(rows: int, seed: int) -> Tensor:
     return (torch.randn(rows, VOCAB, generator=torch.Generator().manual_seed(seed)) * 4).round() / 2
 
 
-def by_the_host(logits_BV: Tensor, ready: list[Sequence]) -> list[Choice | None]:
+def by_the_host(logits_BV: Tensor, ready: list[Sequence]) -> list[Choice | NoToken]:
     return choose(logits_BV, [Row(s.sampling, s.request.prompt, s.output, s.barred()) for s in ready])
 
 
@@ -136,11 +136,19 @@ def test_a_row_that_is_not_finite_fails_alone() -> None:
     some = [sequence(odd, stop_ids=frozenset({0})) for _ in range(3)]
     for _ in range(2):
         first, failed, last = choices(device.choose(values, likeliest(values), some))
-        assert failed is None
-        assert first is not None
-        assert last is not None
+        assert failed is NoToken.NOT_FINITE
+        assert isinstance(first, Choice)
+        assert isinstance(last, Choice)
         for one in some:
             one.flying += 1
+
+
+def test_a_request_that_leaves_itself_no_token_is_told_apart_from_logits_that_are_not_finite() -> None:
+    some = [sequence(SamplingParams(min_tokens=9), stop_ids=frozenset(range(VOCAB))) for _ in range(2)]
+    values = logits(2, 0)
+    values[1] = math.inf
+    got = choices(DeviceSampler(VOCAB, DEVICE).choose(values, likeliest(values), some))
+    assert got == [NoToken.NONE_LEFT, NoToken.NOT_FINITE]
 
 
 def test_nothing_to_choose() -> None:

@@ -312,20 +312,49 @@ def test_a_bad_request_is_refused_and_the_others_go_on(bad: Generate, error: typ
     assert rest == alone(base, good).tokens[1:]
 
 
-def test_logits_that_are_not_finite_fail_their_own_request_only() -> None:
+@pytest.mark.parametrize("way", [Way.REFERENCE, Way.NAIVE, Way.GROUPED])
+def test_logits_that_are_not_finite_fail_their_own_request_only(way: Way) -> None:
+    """The weights are finite, as an import checks; what they add to the layers is not."""
     base = base_of("llama")
     broken, fine = AdapterRef("broken", 1), AdapterRef("fine", 1)
     weights = adapter(base, 1, 2)
-    poisoned = {name: LoraPair(pair.a_RD, pair.b_OR * torch.nan, 1.0) for name, pair in weights.sites.items()}
+    poisoned = {name: LoraPair(pair.a_RD, pair.b_OR * 3e38, 1.0) for name, pair in weights.sites.items()}
     shelf = Shelf({broken: LoraWeights(weights.settings, poisoned), fine: weights})
     good = [request("base", prompt(30), GREEDY), request("fine", prompt(12), GREEDY, fine)]
-    gen = generator(base, shelf, tokens=96)
+    gen = generator(base, shelf, tokens=96, way=way)
     results = collect(gen, [request("bad", prompt(30), GREEDY, broken), *good])
-    assert results["bad"].failed == "internal_error"
-    assert {one.id: results[one.id] for one in good} == {one.id: alone(base, one, shelf) for one in good}
+    assert results["bad"].failed == "non_finite_logits"
+    healthy = Shelf({fine: weights})
+    assert {one.id: results[one.id] for one in good} == collect(generator(base, healthy, tokens=96, way=way), good)
     assert not +shelf.held
     again = collect(gen, good)  # on the pages that the broken one left
     assert again == {one.id: results[one.id] for one in good}
+
+
+@pytest.mark.parametrize("ref", [None, AdapterRef("loud", 3)])
+def test_the_error_names_whose_logits_are_not_finite_and_nobody_finds_the_pages(
+    ref: AdapterRef | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    base = base_of("llama")
+    gen = generator(base, Shelf({} if ref is None else {ref: adapter(base, 1, 2)}), step_tokens=32)
+    forward = Base.forward
+
+    def spoiled(self: Base, tokens_T: Tensor, *args: object, **options: object) -> Tensor:
+        return forward(self, tokens_T, *args, **options) * torch.nan
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Base, "forward", spoiled)
+        gen.add(request("bad", prompt(70), GREEDY, ref))
+        messages = [message for _ in range(3) for message in gen.step()]
+    [failed] = messages
+    assert isinstance(failed, RequestFailed)
+    assert failed.code == "non_finite_logits"
+    assert ("loud@3" if ref else "the base") in failed.message
+    assert gen.pages_used == 0
+    collect(gen, [request("again", prompt(70), GREEDY, ref)])
+    assert gen.prefix_hits == 0
+    collect(gen, [request("good pages stay", prompt(70), GREEDY, ref)])
+    assert gen.prefix_hits > 0
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -89,6 +89,9 @@ class Memory:
         assert all(self.slots[page]), "a page can be found before it is complete"
         self.pool.label(page, key)
 
+    def unlabel(self, page: int) -> None:
+        self.pool.unlabel(page)
+
     def find(self, keys: Iterable[bytes]) -> list[int]:
         return self.pool.find(keys)
 

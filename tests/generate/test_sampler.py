@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from coserve.generate.sampler import Row, choose, uniform
+from coserve.generate.sampler import Choice, NoToken, Row, choose, uniform
 from coserve.types import SamplingParams
 
 
@@ -21,7 +21,7 @@ def logits(rows: int, vocab: int, seed: int = 0) -> Tensor:
 
 def one(logits_V: Tensor, row: Row) -> int:
     [choice] = choose(logits_V[None], [row])
-    assert choice is not None
+    assert isinstance(choice, Choice)
     return choice.token
 
 
@@ -87,7 +87,7 @@ def test_chi_square_against_the_reference(params: SamplingParams) -> None:
         for s in range(draws)
     ]
     for choice in choose(values.expand(draws, -1), rows):
-        assert choice is not None
+        assert isinstance(choice, Choice)
         counts[choice.token] += 1
     assert all(count == 0 for count, p in zip(counts, expected, strict=True) if p == 0)
     chi = sum((c - draws * p) ** 2 / (draws * p) for c, p in zip(counts, expected, strict=True) if p > 0)
@@ -214,7 +214,7 @@ def test_logprobs_are_of_the_raw_logits() -> None:
     params = SamplingParams(temperature=0.2, top_k=2, logit_bias={3: 50.0}, repetition_penalty=1.5, logprobs=3)
     [choice] = choose(values[None], [Row(params, (1, 2), ())])
     expected = values.double().log_softmax(-1)
-    assert choice is not None
+    assert isinstance(choice, Choice)
     assert choice.token == 3
     assert choice.logprob is not None
     assert choice.logprob.logprob == pytest.approx(expected[3].item(), abs=1e-5)
@@ -226,9 +226,9 @@ def test_logprobs_are_of_the_raw_logits() -> None:
 def test_no_logprobs_unless_asked_for_and_none_but_the_chosen_for_zero() -> None:
     values = logits(2, 20)
     without, chosen = choose(values, [Row(SamplingParams(), (), ()), Row(SamplingParams(logprobs=0), (), ())])
-    assert without is not None
+    assert isinstance(without, Choice)
     assert without.logprob is None
-    assert chosen is not None
+    assert isinstance(chosen, Choice)
     assert chosen.logprob is not None
     assert chosen.logprob.top == ()
 
@@ -239,9 +239,9 @@ def test_a_row_that_is_not_finite_fails_alone(bad: float) -> None:
     values[1, 7] = bad
     rows = [Row(SamplingParams(seed=i, logprobs=1, top_p=0.9), (), ()) for i in range(3)]
     first, failed, last = choose(values, rows)
-    assert failed is None
+    assert failed is NoToken.NOT_FINITE
     assert [first, last] == choose(values[[0, 2]], [rows[0], rows[2]])
 
 
 def test_nothing_left_to_choose_is_a_failure_not_a_token() -> None:
-    assert choose(torch.zeros(1, 2), [Row(SamplingParams(), (), (), {0, 1})]) == [None]
+    assert choose(torch.zeros(1, 2), [Row(SamplingParams(), (), (), {0, 1})]) == [NoToken.NONE_LEFT]

@@ -36,6 +36,9 @@ class Source:
     def label(self, page: int, key: bytes) -> None:
         self.pool.label(page, key)
 
+    def unlabel(self, page: int) -> None:
+        self.pool.unlabel(page)
+
     def find(self, keys: Iterable[bytes]) -> list[int]:
         return self.pool.find(keys)
 

@@ -73,6 +73,12 @@ class PoolMachine(RuleBasedStateMachine):
                 self.pool.label(page, key)
                 self.labels.setdefault(key, page)
 
+    @rule(pages=held)
+    def unlabel(self, pages: list[int]) -> None:
+        for page in pages:
+            self.pool.unlabel(page)
+        self.labels = {key: page for key, page in self.labels.items() if page not in pages}
+
     @rule(target=held, keys=st.lists(KEYS, max_size=4, unique=True))
     def find(self, keys: list[bytes]) -> list[int]:
         expected = []

@@ -1,0 +1,30 @@
+"""Refuses weights that are not finite in the base's dtype, by their bits: no torch, one piece of the file at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import numpy as np
+
+from coserve.adapters.tensorfile import Entry, TensorFile
+from coserve.errors import CorruptAdapter
+
+_MAGNITUDE = {"F32": (np.uint32, 0x7FFFFFFF), "F16": (np.uint16, 0x7FFF), "BF16": (np.uint16, 0x7FFF)}
+"""Of each type in a file: its bits as a number, and all of them but the sign."""
+_INFINITY = {"F32": 0x7F800000, "F16": 0x7C00, "BF16": 0x7F80}
+_TOO_LARGE = {
+    ("F32", "bfloat16"): 0x7F7F8000,
+    ("F32", "float16"): 0x477FF000,
+    ("BF16", "float16"): 0x4780,
+}
+"""The least magnitude that is rounded to infinity in the base's dtype (ties to even), if that is below infinity."""
+
+
+def refuse_non_finite(file: TensorFile, tensors: Mapping[str, Entry], dtype: str) -> None:
+    """Raises `CorruptAdapter` for the first tensor with NaN, infinity, or a number that overflows in `dtype`."""
+    for name, entry in tensors.items():
+        kind, magnitude = _MAGNITUDE[entry.dtype]
+        least = _TOO_LARGE.get((entry.dtype, dtype), _INFINITY[entry.dtype])
+        for piece in file.pieces(entry):
+            if piece and int((np.frombuffer(piece, kind) & magnitude).max()) >= least:
+                raise CorruptAdapter(f"tensor {name[:120]!r}: expected weights that are finite in {dtype}")
