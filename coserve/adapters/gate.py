@@ -74,6 +74,11 @@ def _names(value: object) -> bool:
     return isinstance(value, list) and bool(value) and all(isinstance(name, str) and name for name in value)
 
 
+def _modules(value: object) -> bool:
+    """Names, a regular expression, or PEFT's own choice (null)."""
+    return value is None or (isinstance(value, str) and bool(value)) or _names(value)
+
+
 def _layers(value: object) -> bool:
     return value is None or type(value) is int or (isinstance(value, list) and all(type(i) is int for i in value))
 
@@ -105,19 +110,20 @@ _ALLOWED: dict[str, Callable[[object], bool]] = {
     "task_type": _is("CAUSAL_LM", None),
     "r": _rank,
     "lora_alpha": _number,
-    "use_rslora": _is(True, False),
+    "use_rslora": _is(True, False, None),
     "rank_pattern": _table(_rank),
     "alpha_pattern": _table(_number),
-    "target_modules": _names,
-    "exclude_modules": lambda value: _off(value) or _names(value),
+    "target_modules": _modules,
+    "exclude_modules": lambda value: value in ([], "") or _modules(value),
     "layers_to_transform": _layers,
     "use_bdlora": _block_diagonal,
     "bias": _is("none"),
-    "init_lora_weights": _is(True, False, "gaussian", "orthogonal", "eva", "mica"),
+    "init_lora_weights": _is(True, False, None, "gaussian", "orthogonal", "eva", "mica"),
     "lora_dropout": lambda value: isinstance(value, int | float) and 0 <= value <= 1,
     # What they don't depend on.
-    "fan_in_fan_out": _is(True, False),
-    "layers_pattern": _any,
+    "fan_in_fan_out": _is(True, False, None),
+    "layers_pattern": lambda value: value in ([], "") or _modules(value),
+    "ensure_weight_tying": _is(True, False, None),
     "velora_config": _any,
     "eva_config": _any,
     "base_model_name_or_path": _any,
@@ -128,11 +134,15 @@ _ALLOWED: dict[str, Callable[[object], bool]] = {
     "megatron_core": _any,
     "qalora_group_size": _any,
     "runtime_config": _any,
+    "lora_dtype": _any,
+    "lorap_lr_ratio": _any,
+    "lorap_emb_lr": _any,
 }
 _CHANGES_BASE = "it changes the base's own weights; convert the adapter to plain LoRA when saving it"
 _REASONS = {
-    "target_modules": "expected a list of module names (a pattern from a file is never run)",
-    "exclude_modules": "expected a list of module names (a pattern from a file is never run)",
+    "target_modules": "expected module names or a regular expression",
+    "exclude_modules": "expected module names or a regular expression",
+    "layers_pattern": "expected names of lists of layers",
     "task_type": "expected CAUSAL_LM",
     "use_dora": "DoRA is not implemented",
     "lora_bias": "LoRA with a bias is not implemented",

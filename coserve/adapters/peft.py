@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
 
+from coserve.adapters.finite import refuse_non_finite
 from coserve.adapters.gate import CONFIG, read_config
-from coserve.adapters.targets import UnsafePattern, alpha_of, pattern_matches, rank_and_scaling, targets_match
+from coserve.adapters.matching import Matching
+from coserve.adapters.targets import alpha_of, exact, targets_match
 from coserve.adapters.tensorfile import Entry, TensorFile
 from coserve.errors import BaseMismatch, CorruptAdapter, ShapeMismatch, UnsupportedAdapter
 from coserve.types import BaseSpec, LoraSettings
@@ -64,12 +67,13 @@ def inspect_adapter(folder: Path, base: BaseSpec) -> AdapterInfo:
     Raises:
         UnsafeAdapter: files that could run code, links or devices; nothing of them is opened.
         UnsupportedAdapter: settings or tensors that coserve does not implement, by name.
-        CorruptAdapter: files that are damaged or contradict each other.
+        CorruptAdapter: files that are damaged or contradict each other, weights that are not finite in the base's dtype.
         BaseMismatch, ShapeMismatch: an adapter of another base.
     """
     config = read_config(folder)
     with TensorFile(folder, WEIGHTS) as file:
         layout = read_layout(config, file, base)
+        refuse_non_finite(file, file.entries, base.dtype)
         return AdapterInfo(
             settings=layout.settings,
             rank=max(site.rank for site in layout.sites.values()),
@@ -97,15 +101,19 @@ def read_layout(config: dict[str, object], file: TensorFile, base: BaseSpec) -> 
     lonely = next(iter(sorted(a.keys() ^ b.keys())), None)
     if lonely is not None:
         raise CorruptAdapter(f"{lonely}: expected both lora_A and lora_B, got only one of them")
-    sites = {}
+    matching = Matching(config)
+    sites, alphas = {}, {}
     for site in base.sites:  # the base's order
-        if site in a:
-            _check_targeted(site, config, settings, base)
-            sites[site] = _shape(site, config, settings, base, a[site].shape, b[site].shape)
-    targets = settings.targets or ()
-    if {site for site in base.sites if targets_match(targets, site)} != set(sites):
-        targets = tuple(sites)
-    return Layout(msgspec.structs.replace(settings, targets=targets), sites, a, b)
+        if site not in a:
+            continue
+        if not matching.targeted(site):  # PEFT would drop its tensors
+            raise CorruptAdapter(f"{site}: the file has tensors for it, but {CONFIG} does not target it")
+        shape = a[site].shape
+        rank = matching.rank(site) or (shape[0] if len(shape) == 2 and shape[0] else settings.r)
+        alphas[site] = matching.alpha(site)
+        sites[site] = _shape(site, rank, alphas[site], config, base, shape, b[site].shape)
+    settings = _resolved(settings, config, base, sites, alphas, named=matching.named)
+    return Layout(settings, sites, a, b)
 
 
 def adapter_config(settings: LoraSettings, base: BaseSpec, sites: Collection[str]) -> dict[str, object]:
@@ -136,27 +144,52 @@ def _plain(number: float) -> int | float:
 
 
 def _settings(config: dict[str, object]) -> LoraSettings:
-    """The config's values, whose types the gate has checked; PEFT's defaults for what is missing."""
+    """The config's values, whose types the gate has checked; PEFT's defaults for what is missing.
+
+    Targets are what a list of names says; patterns are left out: `_resolved` puts both in terms of sites.
+    """
     targets = config.get("target_modules")
-    if targets is None:
-        raise CorruptAdapter(f"{CONFIG}: expected target_modules", field="target_modules")
-    rank_pattern: dict[str, int] = config.get("rank_pattern") or {}  # type: ignore[assignment]
-    alpha_pattern: dict[str, float] = config.get("alpha_pattern") or {}  # type: ignore[assignment]
-    for field, patterns in (("rank_pattern", rank_pattern), ("alpha_pattern", alpha_pattern)):
-        for pattern in patterns:
-            try:
-                pattern_matches(pattern, "")
-            except UnsafePattern as error:
-                raise UnsupportedAdapter(f"{CONFIG}: {field}: {error}", field=field) from error
     return LoraSettings(
         r=config.get("r", 8),  # type: ignore[arg-type]
         alpha=float(config.get("lora_alpha", 8)),  # type: ignore[arg-type]
         rslora=config.get("use_rslora", False) is True,
         dropout=float(config.get("lora_dropout", 0.0)),  # type: ignore[arg-type]
-        targets=tuple(targets),  # type: ignore[arg-type]
-        rank_pattern=rank_pattern,
-        alpha_pattern={pattern: float(alpha) for pattern, alpha in alpha_pattern.items()},
+        targets=tuple(targets) if isinstance(targets, list) else None,
     )
+
+
+def _resolved(
+    settings: LoraSettings,
+    config: dict[str, object],
+    base: BaseSpec,
+    sites: dict[str, SiteShape],
+    alphas: dict[str, float],
+    *,
+    named: bool,
+) -> LoraSettings:
+    """The settings whose names and patterns mean just these sites, ranks and alphas.
+
+    `named`: the config's patterns are plain names, and stay. Otherwise each site that differs gets a pattern of its own.
+    """
+    if named:
+        ranks: dict[str, int] = config.get("rank_pattern") or {}  # type: ignore[assignment]
+        alpha_names: dict[str, float] = config.get("alpha_pattern") or {}  # type: ignore[assignment]
+        alpha_names = {name: float(alpha) for name, alpha in alpha_names.items()}
+    else:
+        ranks = {exact(site): shape.rank for site, shape in sites.items() if shape.rank != settings.r}
+        alpha_names = {exact(site): alpha for site, alpha in alphas.items() if alpha != settings.alpha}
+    return msgspec.structs.replace(
+        settings, targets=_targets(settings.targets, base, sites), rank_pattern=ranks, alpha_pattern=alpha_names
+    )
+
+
+def _targets(names: tuple[str, ...] | None, base: BaseSpec, sites: Collection[str]) -> tuple[str, ...]:
+    """`names`, or the last parts of the sites' names, if they mean just these sites; else the sites."""
+    last = tuple(dict.fromkeys(site.rsplit(".", 1)[-1] for site in sites))
+    for some in (names, last):
+        if some is not None and {site for site in base.sites if targets_match(some, site)} == set(sites):
+            return some
+    return tuple(sites)
 
 
 _KINDS = {
@@ -186,27 +219,17 @@ def _site_of(name: str, base: BaseSpec) -> tuple[str, str]:
     raise BaseMismatch(f"tensor {shown}: {base.name} has no such module")
 
 
-def _check_targeted(site: str, config: dict[str, object], settings: LoraSettings, base: BaseSpec) -> None:
-    """Raises `CorruptAdapter` for a site that has tensors but that the config does not name: PEFT would drop them."""
-    excluded = config.get("exclude_modules") or []
-    layers = config.get("layers_to_transform")
-    chosen = [layers] if isinstance(layers, int) else layers
-    assert isinstance(excluded, list)
-    named = targets_match(settings.targets or (), site) and not targets_match(excluded, site)
-    if not named or (chosen and site not in (settings.targets or ()) and base.sites[site].layer not in chosen):  # type: ignore[operator]
-        raise CorruptAdapter(f"{site}: the file has tensors for it, but {CONFIG} does not target it")
-
-
 def _shape(
     site: str,
+    rank: int,
+    alpha: float,
     config: dict[str, object],
-    settings: LoraSettings,
     base: BaseSpec,
     a: tuple[int, ...],
     b: tuple[int, ...],
 ) -> SiteShape:
     """Rank, scaling and blocks of a site; raises `ShapeMismatch` unless both matrices have the shapes they imply."""
-    rank, scaling = rank_and_scaling(settings, site)
+    scaling = alpha / (math.sqrt(rank) if config.get("use_rslora") is True else rank)
     block_a, block_b = _blocks(site, config)
     spec = base.sites[site]
     sizes = ((block_a, spec.in_features, rank), (block_b, rank, spec.out_features))

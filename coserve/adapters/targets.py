@@ -33,7 +33,7 @@ def pattern_matches(pattern: str, site: str) -> bool:
     A name may hold letters, digits, `_`, `-`, `.` (any character, as in a regular expression) and `\.` (a dot), and be
     anchored by `^` and `$`. Raises `UnsafePattern` for any other pattern.
     """
-    if len(pattern) > _MAX_PATTERN or not _SAFE.fullmatch(pattern):
+    if not is_name(pattern):
         raise UnsafePattern(f"expected a module's name, got the pattern {pattern[:80]!r}")
     anchored = pattern.startswith("^")
     name = pattern.removeprefix("^").removesuffix("$").replace("\\.", "\0").replace(".", "\1").replace("\0", ".")
@@ -41,6 +41,16 @@ def pattern_matches(pattern: str, site: str) -> bool:
     if start < 0 or (start > 0 and (anchored or site[start - 1] != ".")):
         return False
     return all(want in ("\1", got) for want, got in zip(name, site[start:], strict=True))
+
+
+def is_name(pattern: str) -> bool:
+    """Whether `pattern_matches` can match it."""
+    return len(pattern) <= _MAX_PATTERN and _SAFE.fullmatch(pattern) is not None
+
+
+def exact(site: str) -> str:
+    """The pattern that matches this site alone."""
+    return "^" + site.replace(".", "\\.") + "$"
 
 
 def lookup(patterns: Mapping[str, Value], site: str, default: Value) -> Value:

@@ -5,10 +5,13 @@ from __future__ import annotations
 import json
 import warnings
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import msgspec
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from peft import BdLoraConfig, PeftModel
 
 from coserve.adapters.files import load_adapter, save_adapter
@@ -77,6 +80,30 @@ CASES: dict[str, tuple[str, dict[str, object]]] = {
         },
     ),
     "qwen3": ("qwen3", {"r": 3, "target_modules": ["k_proj", "v_proj", "gate_proj"], "rank_pattern": {"k_proj": 9}}),
+    "llama-regex": (
+        "llama",
+        {
+            "r": 4,
+            "target_modules": r"(?:.*?(?:language|text).*?(?:q_proj).*?)|(?:\bmodel\.layers\.[\d]{1,}\.(?:self_attn|mlp)\.(?:(?:q_proj|o_proj|up_proj)))",
+            "exclude_modules": r".*\.1\..*o_proj",
+            "rank_pattern": {r"layers\.(?:0|[2-9])\..*": 7, "o_proj|up_proj": 2},
+            "alpha_pattern": {r".*attn\.[qk]_proj": 20, r"layers\.\d+\.mlp\..*?": 5, "o_proj": 3},
+            "use_rslora": True,
+        },
+    ),
+    "llama-unmatched-ranks": (
+        "llama",
+        {
+            "r": 4,
+            "target_modules": r"(?=.*attn).*\.[qv]_proj",
+            "rank_pattern": {r"(?!.*v_proj).*layers\.1.*": 5},
+            "alpha_pattern": {"v_proj": 3.5},
+        },
+    ),
+    "llama-layers-pattern": (
+        "llama",
+        {"r": 4, "target_modules": ["q_proj"], "layers_to_transform": 1, "layers_pattern": "lay[a-z]+"},
+    ),
     "phi3-fused": ("phi3", {"r": 3, "target_modules": ["qkv_proj", "gate_up_proj"]}),
 }
 
@@ -89,6 +116,40 @@ def test_a_peft_adapter_gives_pefts_logits(case: str, tmp_path: Path) -> None:
     want = alone(peft_model, tokens_of(TOKENS))
     torch.testing.assert_close(_logits(base, _load(base, tmp_path)), want, rtol=1e-4, atol=1e-4)
     assert not torch.allclose(want, packed(base, [tokens_of(TOKENS)])[0], atol=1e-3)
+
+
+_SITE_PATTERNS = st.sampled_from(
+    [
+        r".*q_proj",
+        r"layers\.0\..*",
+        "self_attn.[qv]_proj",
+        r"(?:.*\.)?mlp\.(?:up|down)_proj",
+        r"\w+_proj",
+        "model|v_proj",
+        r"^model\.layers\.\d\.mlp.*$",
+        "up_proj",
+        r"[^.]*\.[^.]*_proj",
+        r"(?!.*mlp).*_proj",
+    ]
+)
+
+
+@settings(max_examples=8, deadline=None)
+@given(
+    ranks=st.dictionaries(_SITE_PATTERNS, st.integers(1, 9), max_size=3),
+    alphas=st.dictionaries(_SITE_PATTERNS.filter(lambda p: "(?!" not in p), st.integers(1, 30), max_size=3),
+    rslora=st.booleans(),
+)
+def test_random_patterns_give_pefts_logits(ranks: dict[str, int], alphas: dict[str, float], rslora: bool) -> None:
+    model, base = tiny_model("llama"), wrap_base(tiny_model("llama"), name="tiny")
+    # PEFT saves its patterns sorted, and the first that matches counts.
+    patterns = {"rank_pattern": dict(sorted(ranks.items())), "alpha_pattern": dict(sorted(alphas.items()))}
+    with TemporaryDirectory() as folder:
+        peft_model = save_peft(
+            model, Path(folder), r=4, target_modules=r".*\.(?:q|v|up|down)_proj", use_rslora=rslora, **patterns
+        )
+        got = _logits(base, _load(base, Path(folder)))
+    torch.testing.assert_close(got, alone(peft_model, tokens_of(TOKENS)), rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("case", CASES)

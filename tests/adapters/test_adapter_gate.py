@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import struct
 import subprocess
@@ -10,7 +11,9 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+import msgspec
 import pytest
+import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from peft import LoraConfig
@@ -117,12 +120,11 @@ def test_pefts_own_defaults_pass(tmp_path: Path) -> None:
         ("arrow_config", {"x": 1}),
         ("kasa_config", {"x": 1}),
         ("monteclora_config", {"x": 1}),
-        ("ensure_weight_tying", True),
-        ("target_modules", "(a+)+$"),
-        ("target_modules", "all-linear"),
+        ("target_modules", ""),
         ("target_modules", []),
         ("target_modules", [3]),
-        ("exclude_modules", ".*"),
+        ("exclude_modules", [3]),
+        ("layers_pattern", [3]),
         ("auto_map", {"AutoModel": "evil.Model"}),
         ("a_variant_of_tomorrow", True),
         ("a_variant_of_tomorrow", {"strength": 1}),
@@ -135,9 +137,9 @@ def test_pefts_own_defaults_pass(tmp_path: Path) -> None:
         ("use_rslora", 1),
         ("rank_pattern", {"q_proj": 0}),
         ("rank_pattern", ["q_proj"]),
-        ("rank_pattern", {"(a+)+$": 2}),
         ("alpha_pattern", {"q_proj": None}),
-        ("alpha_pattern", {"q|v": 3}),
+        ("alpha_pattern", {"(?=q)q_proj": 3}),
+        ("alpha_pattern", {r"(q)_proj|\1": 3}),
         ("use_bdlora", {"nblocks": 0}),
         ("use_bdlora", {"nblocks": 2, "new": 1}),
         ("use_bdlora", True),
@@ -155,6 +157,8 @@ def test_a_config_that_is_not_implemented_is_refused_by_name(tmp_path: Path, key
 def test_every_key_of_pefts_is_gated(tmp_path: Path, key: str) -> None:
     """A value that no key means anything by is accepted only where the key has no effect."""
     harmless = {
+        "target_modules",
+        "exclude_modules",
         "layers_pattern",
         "velora_config",
         "eva_config",
@@ -166,7 +170,7 @@ def test_every_key_of_pefts_is_gated(tmp_path: Path, key: str) -> None:
         "megatron_core",
         "qalora_group_size",
     }
-    write(tmp_path, CONFIG | {key: "nonsense"})
+    write(tmp_path, CONFIG | {key: ".*q_proj" if key == "target_modules" else "nonsense"})
     if key in harmless:
         assert inspect_adapter(tmp_path, BASE).rank == 2
     else:
@@ -381,11 +385,127 @@ def test_a_missing_folder_is_refused_without_its_path(tmp_path: Path) -> None:
     assert str(tmp_path) not in str(refused.value)
 
 
-def test_a_long_pattern_costs_nothing(tmp_path: Path) -> None:
-    """A backtracking match would never end."""
-    config = CONFIG | {"rank_pattern": {"a" * 100_000: 2, "(a*)*" * 20_000: 3}}
-    with pytest.raises(UnsupportedAdapter, match="rank_pattern"):
-        inspect_adapter(write(tmp_path, config), BASE)
+LONG = {
+    "one long name": "a" * 100_000,
+    "nested stars": "(a*)*" * 20_000,
+    "catastrophic": "(?:(?:a|a)+)+" * 8_000,
+    "nested groups": "(" * 50_000 + ")" * 50_000,
+    "counts": "a{1000}" * 14_000,
+    "counts of counts": "((a{100}){100}){100}",
+    "alternatives": "|".join(f"x{i}" for i in range(14_000)),
+    "any": ".*.*.*" * 16_000 + "x",
+}
+
+
+@pytest.mark.parametrize("case", LONG)
+def test_a_long_pattern_is_refused_where_it_matters_and_costs_bounded_steps(tmp_path: Path, case: str) -> None:
+    """A backtracking match would never end. Of ranks and targets the tensors tell."""
+    config = CONFIG | {"rank_pattern": {LONG[case]: 3}, "target_modules": f".*(?:_proj|{LONG[case]})"}
+    assert inspect_adapter(write(tmp_path, config), BASE).rank == 2
+    config = CONFIG | {"alpha_pattern": {LONG[case]: 3}}
+    try:
+        assert inspect_adapter(write(tmp_path, config), BASE).alpha == 8.0
+    except UnsupportedAdapter as error:
+        assert error.field == "alpha_pattern"
+        assert len(str(error)) < 400
+
+
+def test_settings_that_ask_for_nothing_pass_as_other_tools_write_them(tmp_path: Path) -> None:
+    """Null and default fields of PEFT 0.13 to 0.21, of Unsloth, LLaMA-Factory, TRL, ms-swift and Megatron's export."""
+    unsloth = r"(?:.*?(?:language|text).*?(?:self_attn|mlp).*?(?:q_proj|v_proj).*?)|(?:\bmodel\.layers\.[\d]{1,}\.(?:self_attn|mlp)\.(?:(?:q_proj|v_proj)))"
+    off = dict.fromkeys(
+        [
+            "alora_invocation_tokens",
+            "arrow_config",
+            "corda_config",
+            "eva_config",
+            "exclude_modules",
+            "kasa_config",
+            "layer_replication",
+            "layers_pattern",
+            "layers_to_transform",
+            "loftq_config",
+            "lora_ga_config",
+            "megatron_config",
+            "modules_to_save",
+            "revision",
+            "monteclora_config",
+            "target_parameters",
+            "trainable_token_indices",
+            "use_bdlora",
+            "velora_config",
+            "lora_dtype",
+            "lorap_lr_ratio",
+            "enable_lora",
+            "rank_pattern",
+            "alpha_pattern",
+            "fan_in_fan_out",
+            "init_lora_weights",
+            "use_rslora",
+        ]
+    )
+    empty = {
+        "loftq_config": {},
+        "exclude_modules": [],
+        "target_parameters": [],
+        "rank_pattern": {},
+        "layers_pattern": [],
+    }
+    extra = {
+        "auto_mapping": {"base_model_class": "LlamaForCausalLM", "parent_library": "x", "unsloth_fixed": True},
+        "ensure_weight_tying": False,
+        "inference_mode": True,
+        "lora_bias": False,
+        "lorap_emb_lr": 1e-6,
+        "megatron_core": "megatron.core",
+        "merge_weights": False,
+        "peft_version": "0.21.2",
+        "qalora_group_size": 16,
+        "use_dora": False,
+        "use_qalora": False,
+    }
+    for targets in (unsloth, "all-linear", None, ["q_proj"]):
+        for changes in (off, empty):
+            write(tmp_path, CONFIG | off | extra | changes | {"target_modules": targets})
+            info = inspect_adapter(tmp_path, BASE)
+            assert list(info.sites) == ["model.layers.0.self_attn.q_proj"]
+            assert info.targets == ("model.layers.0.self_attn.q_proj",)
+
+
+def _bits(dtype: str, value: float) -> bytes:
+    return torch.full((2, 8), value, dtype=getattr(torch, dtype)).view(torch.uint8).numpy().tobytes()
+
+
+@pytest.mark.parametrize(
+    ("stored", "kind", "base", "value", "fits"),
+    [
+        ("float32", "F32", "float32", math.nan, False),
+        ("float32", "F32", "float32", -math.inf, False),
+        ("float32", "F32", "float32", 3.4e38, True),
+        ("float32", "F32", "bfloat16", 3.3895e38, True),
+        ("float32", "F32", "bfloat16", -3.4e38, False),
+        ("float32", "F32", "float16", 65519.9, True),
+        ("float32", "F32", "float16", 65520.0, False),
+        ("bfloat16", "BF16", "bfloat16", math.nan, False),
+        ("bfloat16", "BF16", "float32", 3.38e38, True),
+        ("bfloat16", "BF16", "float16", -65280.0, True),
+        ("bfloat16", "BF16", "float16", 65536.0, False),
+        ("float16", "F16", "bfloat16", 65504.0, True),
+        ("float16", "F16", "float32", math.inf, False),
+    ],
+)
+def test_weights_that_are_not_finite_in_the_bases_dtype_are_refused_at_import(
+    tmp_path: Path, stored: str, kind: str, base: str, value: float, fits: bool
+) -> None:
+    loaded = torch.full((1,), value, dtype=getattr(torch, stored)).to(getattr(torch, base))
+    assert bool(loaded.isfinite()) == fits, "torch agrees"
+    write(tmp_path, file=_with(A, (kind, [2, 8], _bits(stored, value))))
+    spec = msgspec.structs.replace(BASE, dtype=base)
+    if fits:
+        assert inspect_adapter(tmp_path, spec).rank == 2
+    else:
+        with pytest.raises(CorruptAdapter, match=f"q_proj.*finite in {base}"):
+            inspect_adapter(tmp_path, spec)
 
 
 def test_blocks_that_do_not_divide_are_refused(tmp_path: Path) -> None:

@@ -1,0 +1,119 @@
+"""What an `adapter_config.json` says of each site: whether it is targeted, its rank, its alpha. PEFT's own rules.
+
+Its values have passed the gate. Where a pattern cannot be matched in bounded time the file's tensors tell, but for alpha,
+which nothing else tells.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from typing import Generic, TypeVar, cast
+
+from coserve.adapters.gate import CONFIG
+from coserve.adapters.patterns import FirstMatch, Pattern, Steps, UnsupportedPattern, whole
+from coserve.adapters.targets import is_name, targets_match
+from coserve.errors import UnsupportedAdapter
+
+Value = TypeVar("Value", int, float)
+
+ALL_LINEAR = "all-linear"
+_LAYER = re.compile(r".*?\.[^.]*\.(?P<idx>\d+)\.")
+
+
+class PatternTable(Generic[Value]):
+    """`rank_pattern` or `alpha_pattern`."""
+
+    def __init__(self, values: Mapping[str, Value], default: Value) -> None:
+        self._values: Mapping[str, Value] = values
+        self._default: Value = default
+        self._first = FirstMatch(values, Steps())
+        self.named = all(is_name(pattern) for pattern in values)
+        """Every pattern is a name, which a job's settings may hold as it is."""
+
+    def of(self, site: str) -> Value:
+        """The value of the first pattern that matches, or the default. Raises `UnsupportedPattern`."""
+        pattern = self._first.find(site)
+        return self._default if pattern is None else self._values[pattern]
+
+
+class Matching:
+    """The patterns of one config."""
+
+    def __init__(self, config: Mapping[str, object]) -> None:
+        self._rank = PatternTable(
+            cast("dict[str, int]", config.get("rank_pattern") or {}), cast("int", config.get("r", 8))
+        )
+        self._alpha = PatternTable(
+            cast("dict[str, float]", config.get("alpha_pattern") or {}), cast("float", config.get("lora_alpha", 8))
+        )
+        self._targets = _chooser(config.get("target_modules"), otherwise=True)
+        self._excluded = _chooser(config.get("exclude_modules") or (), otherwise=False)
+        self._in_layers = _layer_chooser(config)
+        self.named = self._rank.named and self._alpha.named
+        """Every pattern of ranks and alphas is a name."""
+
+    def rank(self, site: str) -> int | None:
+        """None: only the tensors tell."""
+        try:
+            return self._rank.of(site)
+        except UnsupportedPattern:
+            self.named = False
+            return None
+
+    def alpha(self, site: str) -> float:
+        """Raises `UnsupportedAdapter` where its patterns cannot be matched."""
+        try:
+            return float(self._alpha.of(site))
+        except UnsupportedPattern as error:
+            raise UnsupportedAdapter(f"{CONFIG}: alpha_pattern: {error}", field="alpha_pattern") from error
+
+    def targeted(self, site: str) -> bool:
+        """Whether PEFT would adapt the site; True where only the tensors tell."""
+        return self._targets(site) and self._in_layers(site) and not self._excluded(site)
+
+
+def _chooser(modules: object, *, otherwise: bool) -> Callable[[str], bool]:
+    """Whether names or a regular expression name a site; `otherwise`: where that cannot be told."""
+    if modules is None or (isinstance(modules, str) and modules.lower() == ALL_LINEAR and otherwise):
+        return lambda site: True
+    if not isinstance(modules, str):
+        names = cast("list[str]", modules)
+        return lambda site: targets_match(names, site)
+    pattern = whole(modules, Steps())
+
+    def matches(site: str) -> bool:
+        try:
+            return pattern.match(site) is not None
+        except UnsupportedPattern:
+            return otherwise
+
+    return matches
+
+
+def _layer_chooser(config: Mapping[str, object]) -> Callable[[str], bool]:
+    """Whether a site is in one of `layers_to_transform`; sites that are targeted by their whole name always are."""
+    layers, targets = config.get("layers_to_transform"), config.get("target_modules")
+    chosen = [layers] if isinstance(layers, int) else cast("list[int]", layers or [])
+    if not chosen or not isinstance(targets, list):
+        return lambda site: True
+    lists = config.get("layers_pattern") or []
+    names = [lists] if isinstance(lists, str) else cast("list[str]", lists)
+    steps = Steps()
+    patterns = [Pattern(name, steps, form=r"(?:^|.*?\.){}\.(?P<idx>\d+)\.") for name in names]
+
+    def inside(site: str) -> bool:
+        if site in targets:
+            return True
+        try:
+            found = _first_match(patterns, site) if patterns else _LAYER.match(site)
+        except UnsupportedPattern:
+            return True
+        layer = None if found is None else found.group("idx")
+        return layer is not None and int(layer) in chosen
+
+    return inside
+
+
+def _first_match(patterns: list[Pattern], site: str) -> re.Match[str] | None:
+    return next((found for pattern in patterns if (found := pattern.match(site))), None)
