@@ -25,7 +25,7 @@ PAGE_LIMIT = 100
 """Most entries of one page of a list."""
 
 AdapterRefText = Annotated[str, Meta(pattern=r"\A[A-Za-z0-9][A-Za-z0-9._-]{0,63}(@[1-9][0-9]{0,8})?\Z")]
-"""`name` (the latest version) or `name@version`."""
+"""`name` (the newest version, or the one that it was rolled back to) or `name@version`."""
 TokenId = Annotated[int, Meta(ge=0, le=(1 << 31) - 1)]
 StopText = Annotated[str, Meta(min_length=1, max_length=256)]
 Seconds = Annotated[float, Meta(ge=0.001, le=3600)]
@@ -245,6 +245,8 @@ class Job(Wire, frozen=True):
     and lost a part."""
     auto: list[str] = []
     """The fields of `training` that the daemon chose from the size of the corpus and of the base."""
+    notes: list[str] = []
+    """What whoever submitted it should know: that it replaces another version, for one."""
 
 
 class JobList(Wire, frozen=True):
@@ -300,10 +302,18 @@ class Adapter(Wire, frozen=True):
     """In memory now."""
     versions: list[int] | None = None
     """All versions, ascending; null in lists."""
+    current: bool = True
+    """The name without a version means this one."""
+
+
+class RollbackRequest(Wire, frozen=True):
+    """`POST /adapters/{id}/rollback`: the name means this version until a newer one is published."""
+
+    version: Annotated[int, Meta(ge=1, le=999_999_999)]
 
 
 class AdapterList(Wire, frozen=True):
-    """Latest versions, by name; the next page is `?after=<id of the last one>`."""
+    """The version that each name means, by name; the next page is `?after=<id of the last one>`."""
 
     data: list[Adapter]
     has_more: bool

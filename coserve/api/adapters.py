@@ -8,7 +8,6 @@ import stat
 import tarfile
 import time
 from collections.abc import AsyncIterator, Callable, Collection
-from functools import partial
 from pathlib import Path
 
 from coserve.adapters.peft import inspect_adapter
@@ -18,15 +17,14 @@ from coserve.api.requests import local_path
 from coserve.config import Config
 from coserve.errors import (
     AdapterBusy,
-    AdapterExists,
     AdapterNotFound,
-    CoserveError,
     EngineUnavailable,
     InvalidRequest,
     UnsafeAdapter,
 )
 from coserve.link import DropAdapter
 from coserve.schemas import Adapter, AdapterList, DeletedAdapter, ImportRequest
+from coserve.state.commits import Commits
 from coserve.state.durable import remove_dir, replace_dir
 from coserve.state.failpoints import failpoint
 from coserve.state.folder import DataFolder
@@ -54,6 +52,11 @@ class Adapters:
         self._config, self._folder, self._registry = config, folder, registry
         self._engine, self._in_use, self._clock = engine, in_use, clock
         self._importing = asyncio.Lock()
+        self._commits = Commits()
+
+    async def close(self) -> None:
+        """Finish what was begun."""
+        await self._commits.close()
 
     # ---- import
 
@@ -69,28 +72,23 @@ class Adapters:
         source = upload or local_path(str(request.path), self._config.data_root)
         if not source.is_dir():
             raise InvalidRequest("expected a folder with PEFT files", field="path")
+        refuse_base_name(request.name, spec, field="name")
         await asyncio.to_thread(inspect_adapter, source, spec)  # refused before anything is copied
         async with self._importing:
-            record = await self._install(source, request.name, spec)
+            record = await self._commits.run(self._install(source, request.name, spec))
         failpoint("api.before_reply")
         return self._view(record)
 
     async def _install(self, source: Path, name: str, spec: BaseSpec) -> AdapterRecord:
-        """Copy, check the copy, register it; a job that takes the version first moves the import to the next one."""
-        while True:
-            version = await self._registry(lambda registry: registry.next_version(name))
-            ref = AdapterRef(name, version)
-            record = await asyncio.to_thread(self._copy, source, ref, spec)
-            try:
-                await self._registry(partial(_add, record))
-            except AdapterExists:
-                # The job's files would land on the same path only after training: nothing of it is there yet.
-                await asyncio.to_thread(remove_dir, self._folder.adapter(ref))
-            except CoserveError:
-                await asyncio.to_thread(remove_dir, self._folder.adapter(ref))
-                raise
-            else:
-                return record
+        """Take a version, copy, check the copy, register it; what fails leaves no files."""
+        ref = await self._registry(lambda registry: registry.reserve_version(name))
+        record = await asyncio.to_thread(self._copy, source, ref, spec)
+        try:
+            await self._registry(lambda registry: registry.add_reserved(record))
+        except BaseException:
+            await asyncio.to_thread(remove_dir, self._folder.adapter(ref))
+            raise
+        return record
 
     def _copy(self, source: Path, ref: AdapterRef, spec: BaseSpec) -> AdapterRecord:
         with replace_dir(self._folder.adapter(ref), point="import") as target:
@@ -102,7 +100,7 @@ class Adapters:
 
     # ---- show
 
-    def _view(self, record: AdapterRecord, versions: list[int] | None = None) -> Adapter:
+    def _view(self, record: AdapterRecord, versions: list[int] | None = None, *, current: bool = True) -> Adapter:
         return Adapter(
             id=record.ref.id,
             version=record.ref.version,
@@ -118,16 +116,20 @@ class Adapters:
             sha256=record.sha256,
             resident=self._engine.resident(record.ref),
             versions=versions,
+            current=current,
         )
 
     async def get(self, name: str, version: int | None) -> Adapter:
-        """One version (the latest) and the numbers of all. Raises `AdapterNotFound`."""
-        record = await self._registry(lambda registry: registry.adapter(name, version))
-        records = await self._registry(lambda registry: registry.versions(name))
-        return self._view(record, [each.ref.version for each in records])
+        """One version (the one that the name means) and the numbers of all. Raises `AdapterNotFound`."""
+
+        def find(registry: Registry) -> tuple[AdapterRecord, list[AdapterRecord], int | None]:
+            return registry.adapter(name, version), registry.versions(name), registry.current_version(name)
+
+        record, records, current = await self._registry(find)
+        return self._view(record, [each.ref.version for each in records], current=record.ref.version == current)
 
     async def list(self, after: str | None, limit: int) -> AdapterList:
-        """Latest versions, by name."""
+        """The version that each name means, by name."""
         records = await self._registry(lambda registry: registry.adapters(after=after, limit=limit + 1))
         return AdapterList(data=[self._view(record) for record in records[:limit]], has_more=len(records) > limit)
 
@@ -149,13 +151,29 @@ class Adapters:
         total = sum(len(head) + size + -size % tarfile.BLOCKSIZE for _, head, size in heads) + 2 * tarfile.BLOCKSIZE
         return record.ref, total, _tar(heads)
 
-    # ---- delete
+    # ---- roll back and delete
 
-    async def delete(self, name: str) -> DeletedAdapter:
-        """Every version. Raises `AdapterNotFound`, `AdapterBusy` while a job or a request uses one."""
-        if any(ref.id == name for ref in self._in_use):
-            raise AdapterBusy(f"adapter {name!r} is in use by running requests", field="id")
-        refs = await self._registry(lambda registry: registry.delete_adapter(name))
+    async def roll_back(self, name: str, version: int) -> Adapter:
+        """The name means `version` from now on; running requests finish on theirs. Raises `AdapterNotFound`."""
+        await self._registry(lambda registry: registry.roll_back(AdapterRef(name, version)))
+        return await self.get(name, version)
+
+    async def delete(self, name: str, version: int | None = None) -> DeletedAdapter:
+        """Every version, or one. Raises `AdapterNotFound`, `AdapterBusy` while a job or a request uses one of them."""
+        if any(ref.id == name and version in (None, ref.version) for ref in self._in_use):
+            shown = name if version is None else f"{name}@{version}"
+            raise AdapterBusy(f"adapter {shown!r} is in use by running requests", field="id")
+        return await self._commits.run(self._delete(name, version))
+
+    async def _delete(self, name: str, version: int | None) -> DeletedAdapter:
+        def forget(registry: Registry) -> list[AdapterRef]:
+            if version is None:
+                return registry.delete_adapter(name)
+            ref = AdapterRef(name, version)
+            registry.delete_version(ref)
+            return [ref]
+
+        refs = await self._registry(forget)
         for ref in refs:
             try:
                 self._engine.send(DropAdapter(ref=ref))
@@ -166,8 +184,10 @@ class Adapters:
         return DeletedAdapter(id=name, versions=[ref.version for ref in refs])
 
 
-def _add(record: AdapterRecord, registry: Registry) -> None:
-    registry.add_adapter(record)
+def refuse_base_name(name: str, base: BaseSpec, *, field: str) -> None:
+    """Raises `InvalidRequest` for an adapter that would be called as the base is."""
+    if name.casefold() == base.name.casefold():
+        raise InvalidRequest(f"{name!r} is the name of the base: choose another one for the adapter", field=field)
 
 
 async def _tar(heads: list[tuple[Path, bytes, int]]) -> AsyncIterator[bytes]:

@@ -27,6 +27,7 @@ from coserve.errors import (
     UnsafeAdapter,
     UnsupportedEncoding,
 )
+from coserve.state.commits import uncancelled
 from coserve.state.durable import disk_errors
 
 MAX_JSON_BYTES = 16 << 20
@@ -100,13 +101,13 @@ class Intake:
         self._uploads += 1
         folder = staging / f"upload-{secrets.token_hex(8)}"
         try:
-            await asyncio.to_thread(folder.mkdir, parents=True)
+            await uncancelled(asyncio.create_task(asyncio.to_thread(folder.mkdir, parents=True)))
             with _body_errors():
                 settings = await self._receive(request, folder, names)
             yield decode_json(settings, type), folder
         finally:
             self._uploads -= 1
-            await asyncio.shield(asyncio.to_thread(shutil.rmtree, folder, ignore_errors=True))
+            await uncancelled(asyncio.create_task(asyncio.to_thread(shutil.rmtree, folder, ignore_errors=True)))
 
     async def _receive(self, request: web.Request, folder: Path, names: tuple[str, ...]) -> bytes:
         """Save the files, return the settings."""
@@ -159,7 +160,7 @@ class Intake:
     async def _save(self, request: web.Request, part: BodyPartReader, path: Path) -> None:
         with disk_errors(), path.open("xb") as file:
             async for piece in self._pieces(request, part):
-                await asyncio.to_thread(file.write, piece)
+                await uncancelled(asyncio.create_task(asyncio.to_thread(file.write, piece)))
 
 
 def check_head(request: web.Request, limit: int) -> None:

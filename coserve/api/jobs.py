@@ -21,6 +21,7 @@ from coserve.finetune.data import Corpus
 from coserve.link import CancelJob, PauseJob, ResumeJob, StartJob
 from coserve.model.tokenizer import Tokenizer
 from coserve.schemas import ErrorInfo, FinetuneRequest, Job
+from coserve.state.commits import Commits
 from coserve.state.durable import remove_dir
 from coserve.state.failpoints import failpoint
 from coserve.state.folder import DataFolder
@@ -62,7 +63,7 @@ class Jobs:
         """Orders that the engine has not obeyed yet; they hold for the next engine too."""
         self._changes = asyncio.Lock()
         """Held where registry and engine must agree on what was said to the engine."""
-        self._accepting: set[asyncio.Task[JobRecord]] = set()
+        self._commits = Commits()
 
     # ---- the engine comes and goes
 
@@ -113,8 +114,8 @@ class Jobs:
             self._started.add(spec.id)
 
     async def close(self) -> None:
-        """Finish accepting what is being accepted."""
-        await asyncio.gather(*self._accepting, return_exceptions=True)
+        """Finish what was begun."""
+        await self._commits.close()
 
     # ---- accept
 
@@ -131,10 +132,8 @@ class Jobs:
             return await self.views.show(first)
         await self._registry(self._check_room)
         record, corpus = await self._submission.prepare(request, upload, spec)
-        task = asyncio.create_task(self._accept(record, corpus, key))
-        self._accepting.add(task)
-        task.add_done_callback(self._accepting.discard)
-        return await self.views.show(await asyncio.shield(task))  # a client that leaves now has a job all the same
+        # A client that leaves now has a job all the same.
+        return await self.views.show(await self._commits.run(self._accept(record, corpus, key)))
 
     def _check_room(self, registry: Registry) -> None:
         if (count := len(registry.unfinished())) >= self._config.max_jobs:
@@ -147,8 +146,12 @@ class Jobs:
         def create(registry: Registry) -> JobRecord:
             if key is None or registry.job_with_key(key) is None:
                 self._check_room(registry)
+            source = record.spec.init_from
+            if source is not None:
+                registry.adapter(source.id, source.version)  # it may have been deleted meanwhile
             job = msgspec.structs.replace(record.spec, version=registry.next_version(adapter))
-            made = registry.create_job(msgspec.structs.replace(record, spec=job), idempotency_key=key)
+            notes = _replaced(job, registry.current_version(adapter))
+            made = registry.create_job(msgspec.structs.replace(record, spec=job, notes=notes), idempotency_key=key)
             if made.spec.id == id and corpus.rows_cut:
                 _say_cut(registry, id, corpus)
             return made
@@ -159,7 +162,7 @@ class Jobs:
                 made = await self._registry(create)
                 if made.spec.id == id:
                     self._start(made.spec)
-        except CoserveError:
+        except BaseException:
             await asyncio.to_thread(remove_dir, self._folder.job(id))
             raise
         if made.spec.id != id:  # the key was used before
@@ -179,6 +182,11 @@ class Jobs:
 
     async def resume(self, id: str) -> Job:
         """Put a paused job back in line. Raises `JobNotFound`, `WrongJobState`."""
+        record = await self._commits.run(self._put_back(id))
+        self._ledger.announce(id)
+        return await self.views.show(record)
+
+    async def _put_back(self, id: str) -> JobRecord:
         async with self._changes:
             record = await self._registry(lambda registry: registry.job(id))
             if record.state is not JobState.PAUSED:
@@ -190,13 +198,12 @@ class Jobs:
                     self._engine.send(ResumeJob(id=id))
             elif record.base_fingerprint == self._engine.spec.fingerprint:
                 self._start(record.spec)
-        self._ledger.announce(id)
-        return await self.views.show(record)
+        return record
 
     async def _order(self, id: str, wanted: JobState, message: PauseJob | CancelJob) -> Job:
         """Have a job paused or cancelled, and wait until it is; an engine that takes too long is not waited for."""
         with self._ledger.watch(id) as news:
-            record = await self._ask(id, wanted, message)
+            record = await self._commits.run(self._ask(id, wanted, message))
             try:
                 async with asyncio.timeout(self._answer_timeout):
                     while record.state is not wanted and not record.state.terminal:
@@ -221,10 +228,21 @@ class Jobs:
                 self._engine.send(message)
                 return record
             if wanted is JobState.CANCELLED:
-                await self._ledger.end(id, lambda registry: registry.set_state(id, wanted))
-            else:
-                await self._registry(lambda registry: registry.set_state(id, wanted))
-            return await self._registry(lambda registry: registry.job(id))
+                return await self._ledger.end(id, lambda registry: registry.set_state(id, wanted))
+            return await self._registry(lambda registry: registry.set_state(id, wanted))
+
+
+def _replaced(job: JobSpec, current: int | None) -> tuple[str, ...]:
+    """What a job does to an adapter that has its name and that it does not go on from."""
+    if current is None or (job.init_from is not None and job.init_from.id == job.adapter):
+        return ()
+    name, version = job.adapter, job.version
+    note = (
+        f"this job makes version {version} of {name!r} anew: once it succeeds, {name!r} means version {version} instead "
+        f"of version {current}, which stays as {name}@{current}; to go on from it, set continue_from to {name!r}; to keep "
+        "both names apart, choose another one"
+    )
+    return (note,)
 
 
 def _unfinished(registry: Registry) -> list[tuple[JobState, str]]:

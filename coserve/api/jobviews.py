@@ -119,4 +119,5 @@ def view(record: JobRecord, line: dict[str, int]) -> Job:
         result=None if record.result is None else str(record.result),
         rows_cut=spec.rows_cut,
         auto=list(spec.auto),
+        notes=list(record.notes),
     )

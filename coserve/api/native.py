@@ -18,7 +18,7 @@ from coserve.api.tgi import TgiApi, refuse_tgi
 from coserve.api.tgi_schemas import TgiRequest
 from coserve.config import Config
 from coserve.errors import CoserveError, InvalidRequest, RequestError
-from coserve.schemas import STREAM_END, ErrorBody, FinetuneRequest, GenerateRequest, ImportRequest
+from coserve.schemas import STREAM_END, ErrorBody, FinetuneRequest, GenerateRequest, ImportRequest, RollbackRequest
 
 HEARTBEAT = 15.0
 FILES = ("adapter_config.json", "adapter_model.safetensors")
@@ -122,10 +122,14 @@ class NativeApi:
         return response
 
     async def delete_adapter(self, request: web.Request) -> web.StreamResponse:
+        return answer(await self._service.adapters.delete(*ref_from_path(request.match_info["id"])))
+
+    async def roll_back_adapter(self, request: web.Request) -> web.StreamResponse:
         name, version = ref_from_path(request.match_info["id"])
         if version is not None:
-            raise InvalidRequest("expected a name without a version: all versions go together", field="id")
-        return answer(await self._service.adapters.delete(name))
+            raise InvalidRequest("expected a name without a version: the body names it", field="id")
+        body = await self._intake.json(request, RollbackRequest)
+        return answer(await self._service.adapters.roll_back(name, body.version))
 
     # ---- the daemon
 

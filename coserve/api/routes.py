@@ -24,6 +24,7 @@ from coserve.schemas import (
     Job,
     JobEvent,
     JobList,
+    RollbackRequest,
 )
 
 PAGE = ("after", "limit")
@@ -138,9 +139,18 @@ def native_routes(api: NativeApi) -> tuple[Route, ...]:
             "DELETE",
             "/adapters/{id}",
             api.delete_adapter,
-            "Delete all versions of an adapter",
+            "Delete an adapter: one version of it (`name@version`) or all (`name`)",
             answer=DeletedAdapter,
-            errors=(404, 409),
+            errors=(404, 409, 503, 507),
+        ),
+        Route(
+            "POST",
+            "/adapters/{id}/rollback",
+            api.roll_back_adapter,
+            "Have an adapter's name mean an older version",
+            body=RollbackRequest,
+            answer=Adapter,
+            errors=(404, *body, 503, 507),
         ),
         Route("GET", "/health", api.health, "What works", answer=Health, errors=(503,), public=True),
         Route("GET", "/metrics", api.metrics, "Prometheus metrics", media="text/plain"),

@@ -84,6 +84,7 @@ class Service:
     async def close(self) -> None:
         """Write what the engine has said; requests in flight end with `EngineUnavailable`."""
         await self.jobs.close()
+        await self.adapters.close()
         await self._ledger.settled()
         self.engine_lost()
         if self._writer is not None:

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from coserve.adapters.peft import inspect_adapter
 from coserve.adapters.targets import resolve_targets
+from coserve.api.adapters import refuse_base_name
 from coserve.api.requests import local_path, split_ref
 from coserve.config import Config
 from coserve.errors import BaseMismatch, InvalidRequest
@@ -47,6 +48,7 @@ class Submission:
         Raises `InvalidRequest`, `CorpusError` leaves (with the line), `AdapterNotFound`, `BaseMismatch`,
         `ForbiddenPath`.
         """
+        refuse_base_name(request.adapter, spec, field="adapter")
         limit = self._config.micro_batch_tokens
         asked, _ = choose_training(request.training, rows=1, tokens=1, hidden=spec.hidden)
         check_training(asked)  # before the corpus is read

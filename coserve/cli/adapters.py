@@ -11,7 +11,7 @@ from coserve.cli.common import DEFAULT_URL, AsJson, Key, Url
 from coserve.client import Client
 from coserve.schemas import Adapter
 
-adapters_app = typer.Typer(no_args_is_help=True, help="List, import, download and delete adapters.")
+adapters_app = typer.Typer(no_args_is_help=True, help="List, import, download, roll back and delete adapters.")
 
 
 @adapters_app.command("list")
@@ -45,9 +45,17 @@ def download_adapter(name: str, folder: Path, url: Url = DEFAULT_URL, key: Key =
 
 @adapters_app.command("delete")
 def delete_adapter(name: str, url: Url = DEFAULT_URL, key: Key = None) -> None:
-    """Delete every version of an adapter."""
+    """Delete one version of an adapter (NAME@VERSION), or all of them (NAME)."""
     with Client(url, api_key=key) as client:
-        print(f"deleted {name}, versions {', '.join(map(str, client.delete_adapter(name).versions))}")
+        gone = client.delete_adapter(name)
+        print(f"deleted {gone.id}, versions {', '.join(map(str, gone.versions))}")
+
+
+@adapters_app.command("rollback")
+def roll_back_adapter(name: str, version: int, url: Url = DEFAULT_URL, key: Key = None) -> None:
+    """Have NAME mean an older VERSION, until a newer one is published."""
+    with Client(url, api_key=key) as client:
+        _show_adapter(client.rollback_adapter(name, version), False)
 
 
 def _show_adapter(adapter: Adapter, as_json: bool) -> None:

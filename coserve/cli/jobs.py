@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import Annotated
 
@@ -35,6 +36,8 @@ def finetune(
     lora = None if rank is None else {"r": rank}
     with Client(url, api_key=key) as client:
         job = client.finetune(adapter, file=file, continue_from=continue_from, lora=lora, training=training)
+        for note in job.info.notes:
+            print(f"note: {note}", file=sys.stderr)
         _show_job(job.info if detach else job.wait(), as_json)
 
 

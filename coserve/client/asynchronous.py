@@ -39,6 +39,7 @@ from coserve.schemas import (
     ImportRequest,
     Job,
     JobList,
+    RollbackRequest,
 )
 from coserve.types import LoraSettings, TrainingRequest
 
@@ -168,7 +169,7 @@ class AsyncClient:
         return await self._caller.json(self._caller.request("GET", "/adapters", query=query), AdapterList)
 
     async def adapter(self, ref: str) -> Adapter:
-        """`name` (the latest version) or `name@version`. Raises `AdapterNotFound`."""
+        """`name` (the version that it means) or `name@version`. Raises `AdapterNotFound`."""
         return await self._caller.json(self._caller.request("GET", f"/adapters/{_quoted(ref)}"), Adapter)
 
     async def import_adapter(self, name: str, folder: Path | None = None, *, path: str | None = None) -> Adapter:
@@ -183,9 +184,15 @@ class AsyncClient:
         response = await self._caller.stream(self._caller.request("GET", f"/adapters/{_quoted(ref)}/download"))
         return await save_adapter(response, folder)
 
-    async def delete_adapter(self, name: str) -> DeletedAdapter:
-        """Delete every version. Raises `AdapterNotFound`, `AdapterBusy`."""
-        return await self._caller.json(self._caller.request("DELETE", f"/adapters/{_quoted(name)}"), DeletedAdapter)
+    async def delete_adapter(self, ref: str) -> DeletedAdapter:
+        """Delete one version (`name@version`) or every one (`name`). Raises `AdapterNotFound`, `AdapterBusy`."""
+        return await self._caller.json(self._caller.request("DELETE", f"/adapters/{_quoted(ref)}"), DeletedAdapter)
+
+    async def rollback_adapter(self, name: str, version: int) -> Adapter:
+        """Have `name` mean an older version, until a newer one is published. Raises `AdapterNotFound`."""
+        body = RollbackRequest(version=version)
+        request = self._caller.request("POST", f"/adapters/{_quoted(name)}/rollback", body=body)
+        return await self._caller.json(request, Adapter)
 
     # ---- the daemon
 

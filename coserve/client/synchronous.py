@@ -217,8 +217,11 @@ class Client:
     def download_adapter(self, ref: str, folder: Path) -> Path:
         return self._portal.call(self._client.download_adapter(ref, folder))
 
-    def delete_adapter(self, name: str) -> DeletedAdapter:
-        return self._portal.call(self._client.delete_adapter(name))
+    def delete_adapter(self, ref: str) -> DeletedAdapter:
+        return self._portal.call(self._client.delete_adapter(ref))
+
+    def rollback_adapter(self, name: str, version: int) -> Adapter:
+        return self._portal.call(self._client.rollback_adapter(name, version))
 
     def health(self) -> Health:
         return self._portal.call(self._client.health())

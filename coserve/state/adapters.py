@@ -1,4 +1,4 @@
-"""The registry's adapters: immutable versions, and which number is next."""
+"""The registry's adapters: immutable versions, which number is next, and which version a name without one means."""
 
 from __future__ import annotations
 
@@ -17,13 +17,31 @@ class AdapterTable(Database):
     """A version number is given out once: also one that a failed job or a deleted adapter had never comes back."""
 
     def add_adapter(self, record: AdapterRecord) -> None:
-        """Register an import. Raises `AdapterExists` if the version was given out before."""
+        """Register a version. Raises `AdapterExists` if its number was given out before."""
         with self._transaction():
             self._take_version(record.ref)
             self._insert_adapter(record)
 
+    def reserve_version(self, id: str) -> AdapterRef:
+        """Give out the next version of a name: nobody else ever gets it, and its files have a place of their own."""
+        with self._transaction():
+            ref = AdapterRef(id, self.next_version(id))
+            self._take_version(ref)
+        return ref
+
+    def add_reserved(self, record: AdapterRecord) -> None:
+        """Register a version that `reserve_version` gave out."""
+        with self._transaction():
+            self._insert_adapter(record)
+
     def _insert_adapter(self, record: AdapterRecord) -> None:
-        self._db.execute("INSERT INTO adapters VALUES (?, ?, ?)", (record.ref.id, record.ref.version, _encode(record)))
+        """The name means the newest version from now on."""
+        id, version = record.ref.id, record.ref.version
+        self._db.execute("INSERT INTO adapters VALUES (?, ?, ?)", (id, version, _encode(record)))
+        self._db.execute(
+            "DELETE FROM current WHERE id = ? AND ? = (SELECT max(version) FROM adapters WHERE id = ?)",
+            (id, version, id),
+        )
 
     def _take_version(self, ref: AdapterRef) -> None:
         if ref.version < self.next_version(ref.id):
@@ -39,21 +57,27 @@ class AdapterTable(Database):
         return 1 if row is None else int(row[0]) + 1
 
     def adapter(self, id: str, version: int | None = None) -> AdapterRecord:
-        """One version, or the latest. Raises `AdapterNotFound`."""
+        """One version, or the one that the name means. Raises `AdapterNotFound`."""
         row = self._db.execute(
-            "SELECT record FROM adapters WHERE id = ? AND (? IS NULL OR version = ?) ORDER BY version DESC LIMIT 1",
-            (id, version, version),
+            "SELECT record FROM adapters WHERE id = ?1 "
+            "AND version = coalesce(?2, (SELECT version FROM current_versions WHERE id = ?1))",
+            (id, version),
         ).fetchone()
         if row is None:
             name = id if version is None else f"{id}@{version}"
             raise AdapterNotFound(f"no adapter {name!r}", field="adapter")
         return _decode(row[0])
 
+    def current_version(self, id: str) -> int | None:
+        """The version that the name means; None for a name that has none."""
+        row = self._db.execute("SELECT version FROM current_versions WHERE id = ?", (id,)).fetchone()
+        return None if row is None else int(row[0])
+
     def adapters(self, *, after: str | None = None, limit: int = 100) -> list[AdapterRecord]:
-        """The latest version of each, by name; from the one behind `after` on."""
+        """The version that each name means, by name; from the one behind `after` on."""
         rows = self._db.execute(
             "SELECT record FROM adapters AS one WHERE id > ? "
-            "AND version = (SELECT max(version) FROM adapters WHERE id = one.id) ORDER BY id LIMIT ?",
+            "AND version = (SELECT version FROM current_versions WHERE id = one.id) ORDER BY id LIMIT ?",
             (after or "", limit),
         )
         return [_decode(row[0]) for row in rows]
@@ -69,8 +93,34 @@ class AdapterTable(Database):
         """Every version of every adapter."""
         return [AdapterRef(*row) for row in self._db.execute("SELECT id, version FROM adapters ORDER BY id, version")]
 
+    def roll_back(self, ref: AdapterRef) -> AdapterRecord:
+        """The name means this version from now on, until a newer one is published. Raises `AdapterNotFound`."""
+        with self._transaction():
+            record = self.adapter(ref.id, ref.version)
+            self._set_current(ref)
+        return record
+
+    def _set_current(self, ref: AdapterRef) -> None:
+        self._db.execute(
+            "INSERT INTO current VALUES (?, ?) ON CONFLICT (id) DO UPDATE SET version = excluded.version",
+            (ref.id, ref.version),
+        )
+
     def drop_version(self, ref: AdapterRef, reason: str) -> None:
         """Forget one version and keep a note that says why."""
         with self._transaction():
-            self._db.execute("DELETE FROM adapters WHERE id = ? AND version = ?", (ref.id, ref.version))
+            self._remove_version(ref)
             self._insert_note(f"adapter {ref} dropped: {reason}")
+
+    def _remove_version(self, ref: AdapterRef) -> None:
+        """A name that meant this version means the next older one, or, if there is none, the newest."""
+        was_current = self.current_version(ref.id) == ref.version
+        self._db.execute("DELETE FROM adapters WHERE id = ? AND version = ?", (ref.id, ref.version))
+        if not was_current:
+            return
+        self._db.execute("DELETE FROM current WHERE id = ?", (ref.id,))
+        (older,) = self._db.execute(
+            "SELECT max(version) FROM adapters WHERE id = ? AND version < ?", (ref.id, ref.version)
+        ).fetchone()
+        if older is not None:
+            self._set_current(AdapterRef(ref.id, older))

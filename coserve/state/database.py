@@ -18,7 +18,7 @@ from coserve.errors import StartupError, StorageBusy, StorageFailed, StorageFull
 from coserve.state.durable import disk_errors
 from coserve.state.failpoints import failpoint
 
-SCHEMA_VERSION: Final = 1
+SCHEMA_VERSION: Final = 2
 SCHEMA: Final = """
 CREATE TABLE meta (name TEXT PRIMARY KEY, value INTEGER NOT NULL) STRICT;
 CREATE TABLE jobs (
@@ -35,6 +35,11 @@ CREATE TABLE adapters (
 ) STRICT, WITHOUT ROWID;
 -- The highest version ever given out, also to jobs that failed: a version means one thing for ever.
 CREATE TABLE versions (id TEXT PRIMARY KEY, last INTEGER NOT NULL) STRICT, WITHOUT ROWID;
+-- Names that were rolled back: any other name means its newest version.
+CREATE TABLE current (id TEXT PRIMARY KEY, version INTEGER NOT NULL) STRICT, WITHOUT ROWID;
+CREATE VIEW current_versions (id, version) AS SELECT id, coalesce(
+    (SELECT version FROM current WHERE current.id = adapters.id), max(version)
+) FROM adapters GROUP BY id;
 CREATE TABLE notes (position INTEGER PRIMARY KEY AUTOINCREMENT, created_at REAL NOT NULL, message TEXT NOT NULL) STRICT;
 """
 
@@ -51,6 +56,8 @@ _BUSY: Final = frozenset(
         sqlite3.SQLITE_CANTOPEN,  # the file is open: its log, or a temporary file, found no descriptor
     }
 )
+UPGRADES: Final = {1: tuple(statement for statement in SCHEMA.split(";") if "current" in statement)}
+"""Statements that make the next schema of each older one."""
 
 
 @contextmanager
@@ -102,6 +109,12 @@ class Database:
                     self._db.execute(statement)
                 self._db.execute("INSERT INTO meta VALUES ('schema', ?)", (SCHEMA_VERSION,))
         (version,) = self._db.execute("SELECT value FROM meta WHERE name = 'schema'").fetchone()
+        while version in UPGRADES:
+            with self._transaction():
+                for statement in UPGRADES[version]:
+                    self._db.execute(statement)
+                version += 1
+                self._db.execute("UPDATE meta SET value = ? WHERE name = 'schema'", (version,))
         if version != SCHEMA_VERSION:
             raise StartupError(f"the registry has schema {version}; this coserve reads {SCHEMA_VERSION}")
 

@@ -24,6 +24,8 @@ class JobRecord(Wire, frozen=True):
     error: ErrorInfo | None = None
     result: AdapterRef | None = None
     metadata: dict[str, str] = {}
+    notes: tuple[str, ...] = ()
+    """What whoever submitted it should know."""
 
 
 class JobEvent(Wire, frozen=True):

@@ -43,6 +43,8 @@ class Registry(AdapterTable):
                 (spec.id, record.state, idempotency_key, _encode(record)),
             )
             self._append(spec.id, "state", f"job {record.state}", state=record.state)
+            for note in record.notes:
+                self._append(spec.id, "message", note, level="warning")
         return record
 
     def job_with_key(self, idempotency_key: str) -> JobRecord | None:
@@ -207,4 +209,14 @@ class Registry(AdapterTable):
                 if job.spec.adapter == id or (job.spec.init_from is not None and job.spec.init_from.id == id):
                     raise AdapterBusy(f"adapter {id!r} is in use by job {job.spec.id}", field="adapter")
             self._db.execute("DELETE FROM adapters WHERE id = ?", (id,))
+            self._db.execute("DELETE FROM current WHERE id = ?", (id,))
         return refs
+
+    def delete_version(self, ref: AdapterRef) -> None:
+        """Forget one version. Raises `AdapterNotFound`, or `AdapterBusy` while an unfinished job continues it."""
+        with self._transaction():
+            self.adapter(ref.id, ref.version)
+            for job in self.unfinished():
+                if job.spec.init_from == ref:
+                    raise AdapterBusy(f"adapter {ref} is in use by job {job.spec.id}", field="adapter")
+            self._remove_version(ref)

@@ -56,6 +56,7 @@ BODIES = {
         "/generate_stream",
         "/finetune",
         "/adapters",
+        "/adapters/{id}/rollback",
         "/v1/completions",
         "/v1/chat/completions",
         "/tokenize",

@@ -55,6 +55,7 @@ def test_methods() -> None:
         "jobs",
         "metrics",
         "openapi",
+        "rollback_adapter",
         "stream",
     }
     assert set(public(AsyncJobHandle)) == {"cancel", "events", "pause", "refresh", "resume", "wait"}

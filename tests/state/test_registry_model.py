@@ -43,6 +43,8 @@ class RegistryMachine(RuleBasedStateMachine):
         self.keys: dict[str, str] = {}
         self.adapters: set[AdapterRef] = set()
         self.last: dict[str, int] = {}
+        self.current: dict[str, int] = {}
+        """What each name means."""
         self.ids = (f"job-{n}" for n in itertools.count())
 
     def teardown(self) -> None:
@@ -71,8 +73,16 @@ class RegistryMachine(RuleBasedStateMachine):
     def import_adapter(self, name: str) -> None:
         version = self.registry.next_version(name)
         self.registry.add_adapter(make_adapter(name, version))
-        self.adapters.add(AdapterRef(name, version))
+        self.published(AdapterRef(name, version))
         self.last[name] = version
+
+    @rule(name=NAMES)
+    def import_in_two_steps(self, name: str) -> None:
+        ref = self.registry.reserve_version(name)
+        assert ref == AdapterRef(name, self.last.get(name, 0) + 1)
+        self.last[name] = ref.version
+        self.registry.add_reserved(make_adapter(name, ref.version))
+        self.published(ref)
 
     @precondition(lambda self: self.jobs)
     @rule(data=st.data(), state=STATES)
@@ -110,10 +120,52 @@ class RegistryMachine(RuleBasedStateMachine):
             assert self.registry.succeed(job.id, record).result == record.ref
             job.state = JobState.SUCCEEDED
             job.events += 1
-            self.adapters.add(record.ref)
+            self.published(record.ref)
         else:
             with pytest.raises(WrongJobState):
                 self.registry.succeed(job.id, record)
+
+    def published(self, ref: AdapterRef) -> None:
+        if ref.version > max((other.version for other in self.adapters if other.id == ref.id), default=0):
+            self.current[ref.id] = ref.version
+        self.adapters.add(ref)
+
+    @rule(name=NAMES, version=st.integers(1, 4))
+    def roll_back(self, name: str, version: int) -> None:
+        ref = AdapterRef(name, version)
+        if ref not in self.adapters:
+            with pytest.raises(AdapterNotFound):
+                self.registry.roll_back(ref)
+        else:
+            assert self.registry.roll_back(ref).ref == ref
+            self.current[name] = version
+
+    @rule(name=NAMES, version=st.integers(1, 4))
+    def delete_version(self, name: str, version: int) -> None:
+        ref = AdapterRef(name, version)
+        if ref not in self.adapters:
+            with pytest.raises(AdapterNotFound):
+                self.registry.delete_version(ref)
+        elif any(not job.state.terminal and job.init_from == ref for job in self.jobs.values()):
+            with pytest.raises(AdapterBusy):
+                self.registry.delete_version(ref)
+        else:
+            self.registry.delete_version(ref)
+            self.adapters.discard(ref)
+            left = [other.version for other in self.adapters if other.id == name]
+            if self.current[name] == version:
+                older = [other for other in left if other < version]
+                self.current[name] = max(older or left, default=0)
+
+    @invariant()
+    def a_name_means_one_of_its_versions(self) -> None:
+        for name in ("bard", "poet", "sage"):
+            versions = [ref.version for ref in self.adapters if ref.id == name]
+            assert self.registry.current_version(name) == (self.current[name] if versions else None)
+            if versions:
+                assert self.registry.adapter(name).ref.version == self.current[name]
+        shown = [(record.ref.id, record.ref.version) for record in self.registry.adapters()]
+        assert shown == sorted((name, self.current[name]) for name in {ref.id for ref in self.adapters})
 
     @rule(name=NAMES)
     def delete_adapter(self, name: str) -> None:

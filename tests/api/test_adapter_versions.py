@@ -1,0 +1,159 @@
+"""Versions of one name: a new one replaces the one before and says so; older ones stay, come back, and go alone."""
+
+from __future__ import annotations
+
+import sqlite3
+from pathlib import Path
+
+import pytest
+
+from coserve.client import AsyncClient, Client
+from coserve.errors import AdapterNotFound
+from coserve.link import DropAdapter, Generate
+from coserve.state.registry import Registry
+from coserve.types import AdapterRef
+from tests.support.api_server import Api
+from tests.support.fake_engine import write_peft
+
+ROWS = [{"text": "a b"}]
+
+
+@pytest.fixture
+async def poet(api: Api) -> Api:
+    """Three versions of one adapter."""
+    assert api.config.data_root is not None
+    write_peft(api.config.data_root / "peft", api.base)
+    for _ in range(3):
+        await bring_in(api)
+    return api
+
+
+async def bring_in(api: Api, name: str = "poet") -> int:
+    status, adapter = await api.call("POST", "/adapters", json={"name": name, "path": "peft"})
+    assert status == 201, adapter
+    return int(adapter["version"])
+
+
+async def meant(api: Api) -> int:
+    """The version that answers for the bare name, by each way to ask."""
+    _, answered = await api.call("POST", "/generate", json={"prompt": "x", "adapter": "poet"})
+    _, shown = await api.call("GET", "/adapters/poet")
+    _, listed = await api.call("GET", "/adapters")
+    _, model = await api.call("GET", "/v1/models/poet")
+    (found,) = {answered["version"], shown["version"], listed["data"][0]["version"], int(model["root"].split("@")[1])}
+    assert shown["current"]
+    return int(found)
+
+
+async def test_a_job_that_replaces_a_version_says_so(poet: Api) -> None:
+    _, job = await poet.call("POST", "/finetune", json={"adapter": "poet", "data": ROWS})
+    (note,) = job["notes"]
+    for words in ("version 4", "instead of version 3", "poet@3", "continue_from", "choose another"):
+        assert words in note
+    await poet.job_until(job["id"], "succeeded")
+    said = [event for _, event in await poet.events(job["id"]) if event["type"] == "message"]
+    assert [(event["level"], event["message"]) for event in said] == [("warning", note)]
+    assert await meant(poet) == 4
+    assert (await poet.call("GET", "/adapters/poet@3"))[1]["current"] is False
+    assert (await poet.call("POST", "/generate", json={"prompt": "x", "adapter": "poet@3"}))[1]["version"] == 3
+
+
+async def test_a_job_that_replaces_nothing_says_nothing(poet: Api) -> None:
+    for body in ({"adapter": "new"}, {"adapter": "poet", "continue_from": "poet"}):
+        _, job = await poet.call("POST", "/finetune", json=body | {"data": ROWS})
+        assert job["notes"] == []
+        await poet.job_until(job["id"], "succeeded")
+    body = {"adapter": "new", "continue_from": "poet", "data": ROWS}
+    assert "new@1" in (await poet.call("POST", "/finetune", json=body))[1]["notes"][0]
+
+
+async def test_a_rollback_holds_until_something_newer_comes(poet: Api) -> None:
+    status, adapter = await poet.call("POST", "/adapters/poet/rollback", json={"version": 1})
+    assert (status, adapter["ref"], adapter["current"], adapter["versions"]) == (200, "poet@1", True, [1, 2, 3])
+    assert await meant(poet) == 1
+    again = Registry(poet.folder.database)  # durable
+    assert again.current_version("poet") == 1
+    again.close()
+    _, job = await poet.call("POST", "/finetune", json={"adapter": "poet", "data": ROWS})
+    assert job["version"] == 4
+    assert "instead of version 1" in job["notes"][0]
+    assert await meant(poet) == 1
+    await poet.job_until(job["id"], "succeeded")
+    assert await meant(poet) == 4
+    await poet.call("POST", "/adapters/poet/rollback", json={"version": 2})
+    assert await meant(poet) == 2
+    assert await bring_in(poet) == 5
+    assert await meant(poet) == 5
+
+
+async def test_a_rollback_to_nothing_is_refused(poet: Api) -> None:
+    await poet.refused(404, "adapter_not_found", "POST", "/adapters/poet/rollback", json={"version": 9})
+    await poet.refused(404, "adapter_not_found", "POST", "/adapters/bard/rollback", json={"version": 1})
+    await poet.refused(400, "invalid_request", "POST", "/adapters/poet/rollback", json={"version": 0})
+    await poet.refused(400, "invalid_request", "POST", "/adapters/poet@1/rollback", json={"version": 1})
+    assert await meant(poet) == 3
+
+
+async def test_one_version_is_deleted_alone(poet: Api) -> None:
+    assert await poet.call("DELETE", "/adapters/poet@3") == (200, {"id": "poet", "versions": [3]})
+    assert await poet.engine.saw(DropAdapter) == [DropAdapter(ref=AdapterRef("poet", 3))]
+    assert poet.folder.adapter_refs() == [AdapterRef("poet", 1), AdapterRef("poet", 2)]
+    assert await meant(poet) == 2
+    await poet.refused(404, "adapter_not_found", "DELETE", "/adapters/poet@3")
+    await poet.call("POST", "/adapters/poet/rollback", json={"version": 1})
+    await poet.call("DELETE", "/adapters/poet@1")  # nothing older is left
+    assert await meant(poet) == 2
+    await poet.call("DELETE", "/adapters/poet@2")
+    await poet.refused(404, "adapter_not_found", "GET", "/adapters/poet")
+    assert poet.folder.adapter_refs() == []
+    assert await bring_in(poet) == 4
+
+
+async def test_a_version_in_use_stays_and_the_others_may_go(poet: Api) -> None:
+    poet.engine.stall_after = 1
+    async with poet.http.post("/generate", json={"prompt": "x", "adapter": "poet@2", "stream": True}) as response:
+        await poet.engine.saw(Generate)
+        await response.content.readline()
+        status, body = await poet.call("DELETE", "/adapters/poet@2")
+        assert (status, body["error"]["code"]) == (409, "adapter_busy")
+        assert (await poet.call("DELETE", "/adapters/poet@3"))[0] == 200
+        response.close()
+    poet.engine.stall_after = None
+    poet.engine.go_jobs.clear()
+    job = {"adapter": "other", "continue_from": "poet@1", "data": ROWS}
+    _, accepted = await poet.call("POST", "/finetune", json=job)
+    await poet.refused(409, "adapter_busy", "DELETE", "/adapters/poet@1")
+    await poet.call("POST", f"/finetune/{accepted['id']}/cancel")
+    assert (await poet.call("DELETE", "/adapters/poet@1"))[0] == 200
+
+
+@pytest.mark.parametrize("name", ["fake", "FAKE"])
+async def test_no_adapter_is_called_as_the_base(poet: Api, name: str) -> None:
+    body = await poet.refused(400, "invalid_request", "POST", "/finetune", json={"adapter": name, "data": ROWS})
+    assert body["field"] == "adapter"
+    body = await poet.refused(400, "invalid_request", "POST", "/adapters", json={"name": name, "path": "peft"})
+    assert body["field"] == "name"
+
+
+async def test_the_sdk(poet: Api) -> None:
+    async with AsyncClient(f"http://127.0.0.1:{poet.port}") as client:
+        assert (await client.rollback_adapter("poet", 1)).current
+        assert (await client.adapter("poet")).version == 1
+        assert (await client.delete_adapter("poet@1")).versions == [1]
+        with pytest.raises(AdapterNotFound):
+            await client.rollback_adapter("poet", 1)
+    assert {"rollback_adapter", "delete_adapter"} <= set(dir(Client))
+
+
+def test_a_registry_of_the_schema_before_is_brought_up(tmp_path: Path) -> None:
+    path = tmp_path / "registry.sqlite3"
+    Registry(path).close()
+    with sqlite3.connect(path) as old:
+        old.executescript("DROP VIEW current_versions; DROP TABLE current; UPDATE meta SET value = 1")
+    old.close()
+    registry = Registry(path)
+    ref = registry.reserve_version("poet")
+    assert registry.current_version("poet") is None
+    assert ref == AdapterRef("poet", 1)
+    registry.check()
+    registry.close()
