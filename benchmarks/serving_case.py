@@ -37,7 +37,7 @@ from coserve.model.base import Base, wrap_base
 from coserve.model.fused import FusedBase
 from coserve.model.lora import LoraWeights
 from coserve.queues.policy import make_policy
-from coserve.types import AdapterRef, JobSpec, LoraSettings, SamplingParams, Slo
+from coserve.types import AdapterRef, JobSpec, LoraSettings, Piece, SamplingParams, Slo
 
 SEED = 7
 GREEDY = SamplingParams(temperature=0.0)
@@ -141,6 +141,8 @@ class Load:
 class NoJobs:
     """A trainer that is never asked."""
 
+    pieces_done = 0
+
     def start(self, spec: JobSpec) -> JobStarted:
         raise AssertionError(spec)
 
@@ -148,6 +150,9 @@ class NoJobs:
         raise AssertionError(job)
 
     def mid_batch(self, job: str) -> bool:
+        raise AssertionError(job)
+
+    def next_piece(self, job: str) -> Piece:
         raise AssertionError(job)
 
     def checkpoint(self, job: str) -> JobCheckpoint | None:

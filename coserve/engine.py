@@ -12,8 +12,10 @@ import logging
 import math
 from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import accumulate
+from typing import Literal, get_args
 
 from coserve.errors import CoserveError, EngineUnavailable, QueueFull
 from coserve.fetches import Fetches
@@ -37,9 +39,11 @@ from coserve.link import (
     ToEngine,
     Tokens,
 )
+from coserve.queues.costs import Estimates
 from coserve.queues.inference import InferenceQueue, Queued
 from coserve.queues.policy import Costs, Policy, Running, Serve, Train, View, Wait, Waiting
-from coserve.rooms import Adapters, Average, Generates, Trains, Upgrades
+from coserve.queues.slices import Slices
+from coserve.rooms import Adapters, Generates, Trains, Upgrades
 from coserve.state.failpoints import failpoint
 
 log = logging.getLogger(__name__)
@@ -47,6 +51,10 @@ log = logging.getLogger(__name__)
 STATS_INTERVAL = 1.0
 PREPARATION = 0.5
 """Seconds: longer than a piece of `Generates.prepare`."""
+
+StepKind = Literal["prefill", "decode"]
+"""Kinds of generation steps: with a prompt still to be read, or without."""
+STEP_KINDS: tuple[StepKind, ...] = get_args(StepKind)
 
 
 @dataclass
@@ -56,6 +64,8 @@ class _Clocked:
     tpot: float
     due: float
     steps: int
+    begun: bool = False
+    """It has had a token."""
 
 
 async def _yield_to_loop() -> None:
@@ -100,10 +110,9 @@ class Engine:
         self._changed = asyncio.Event()
         self._fetches = Fetches(adapters, self._changed.set)
         self._stopping = False
-        self._serve_cost, self._piece_cost = Average(), Average()
+        self._steps, self._slices = Estimates(), Slices()
         self._serve_seconds = self._train_seconds = 0.0
         self._batches_since_train = 0
-        self._train_waiting_since: float | None = None
         self._stats_due = 0.0
 
     async def run(self) -> None:
@@ -115,6 +124,7 @@ class Engine:
             task.add_done_callback(lambda _: self._changed.set())
         try:
             while not (self._stopping or beside[0].done()):
+                self._changed.clear()  # what came until now, the policy sees now
                 self._jobs.activate()
                 for request in self._fetches.arrived():
                     self._admit(request)
@@ -136,8 +146,8 @@ class Engine:
         match self._policy.decide(self._view(), now):
             case Serve(admit):
                 await self._serve(admit)
-            case Train(job, pieces):
-                await self._train(job, pieces)
+            case Train() as decision:
+                await self._train(decision)
             case Wait(until) if self._idle_until(until, now) and self._generator.prepare():
                 await self._pace()
             case Wait(until):
@@ -166,13 +176,14 @@ class Engine:
             if not self._fetches.take(request):
                 self._admit(request)
         if not self._running:  # all were refused, or wait for their adapters
-            await (self._wait(None) if self._fetches and not self._jobs.ready() else self._pace())
+            await self._pace()
             return
+        kind = self._step_kind()
         results = self._generator.step()
         failpoint("generate.mid_stream")
         await self._pace()
         now = self._clock()
-        self._serve_cost.add(now - began)
+        self._steps.add(kind, now - began)
         self._serve_seconds += now - began
         self._emit_tokens(results, now)
         self._report(now)
@@ -198,24 +209,25 @@ class Engine:
                 del self._running[message.id]
             elif message.tokens:  # pieces of a prompt's scores bring none
                 promise.due = now + promise.tpot
-                promise.steps = 1
+                promise.steps, promise.begun = 1, True
             wanted.append(message)
         self._link.send_all(wanted)
 
-    async def _train(self, job: str, pieces: int | None) -> None:
+    def _step_kind(self) -> StepKind:
+        return "decode" if all(promise.begun for promise in self._running.values()) else "prefill"
+
+    async def _train(self, decision: Train) -> None:
         # Chosen already: they need not wait for the slice.
         self._emit_tokens(self._generator.land(), self._clock())
-        began = self._clock()
-        suspended = self._jobs.advance(job, pieces)
+        began, job = self._clock(), decision.job
+        kind = self._jobs.next_piece(job)
+        suspended = self._jobs.advance(job, decision.pieces)
         if not suspended:
             self._batches_since_train = 0
         await self._pace()
         now = self._clock()
-        piece = (now - began) / (pieces or 1)
-        if suspended or piece > self._piece_cost.value:  # where a micro-batch ends, the slice may have had fewer pieces
-            self._piece_cost.add(piece)
+        self._slices.ran(decision, kind, self._jobs.pieces_done, now - began, now)
         self._train_seconds += now - began
-        self._train_waiting_since = now
         self._report(now)
 
     async def _wait(self, seconds: float | None) -> None:
@@ -223,30 +235,29 @@ class Engine:
         if seconds is not None and seconds <= 0:
             await asyncio.sleep(0)
             return
-        try:
+        with suppress(TimeoutError):
             async with asyncio.timeout(seconds):
                 await self._changed.wait()
-        except TimeoutError:
-            return
-        self._changed.clear()
 
     # ---- what the policy sees
 
     def _view(self) -> View:
         jobs = self._jobs.ready()
-        if not jobs:
-            self._train_waiting_since = None
-        elif self._train_waiting_since is None:
-            self._train_waiting_since = self._clock()
+        self._slices.ready(jobs, self._clock())
+        waiting, room = self._waiting(), max(0, self._max_running - len(self._running) - len(self._fetches))
+        step: StepKind = "prefill" if waiting and room else self._step_kind()
         return View(
-            waiting=self._waiting(),
+            waiting=waiting,
             running=tuple(Running(id, promise.due, promise.steps) for id, promise in self._running.items()),
-            room=max(0, self._max_running - len(self._running) - len(self._fetches)),
+            room=room,
             jobs=jobs,
             mid_batch=self._jobs.mid_batch(),
             batches_since_train=self._batches_since_train,
-            train_waiting_since=self._train_waiting_since,
-            costs=Costs(serve=self._serve_cost.value, piece=self._piece_cost.value),
+            train_waiting_since=self._slices.waiting_since,
+            costs=Costs(
+                serve=self._steps.predict(step, *STEP_KINDS),
+                piece=self._slices.predict(jobs[0], self._jobs.next_piece(jobs[0])) if jobs else 0.0,
+            ),
         )
 
     def _waiting(self) -> tuple[Waiting, ...]:
@@ -336,5 +347,7 @@ class Engine:
                 serve_seconds=self._serve_seconds,
                 train_seconds=self._train_seconds,
                 troubles=self._fetches.troubles,
+                patience_slices=self._slices.by_patience,
+                starving=self._slices.starving(now),
             )
         )

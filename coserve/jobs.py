@@ -10,7 +10,7 @@ from coserve.errors import CoserveError
 from coserve.link import FromEngine, JobCancelled, JobFailed, JobPaused, JobSucceeded
 from coserve.queues.finetune import JobQueue
 from coserve.rooms import Trains
-from coserve.types import JobSpec
+from coserve.types import JobSpec, Piece
 
 log = logging.getLogger(__name__)
 
@@ -37,6 +37,15 @@ class Jobs:
         """Whether the next one's micro-batch is under way."""
         jobs = self.ready()
         return bool(jobs) and self._trainer.mid_batch(jobs[0])
+
+    def next_piece(self, job: str) -> Piece:
+        """The kind of the piece that an active job's next slice begins with."""
+        return self._trainer.next_piece(job)
+
+    @property
+    def pieces_done(self) -> int:
+        """Of the last slice."""
+        return self._trainer.pieces_done
 
     def place(self, spec: JobSpec, *, paused: bool) -> None:
         """A job that was submitted, or goes on after a restart."""

@@ -176,6 +176,15 @@ class JobCancelled(Message, frozen=True):
     id: str
 
 
+class Starving(msgspec.Struct, frozen=True):
+    """Training has run by `train_patience` alone for `seconds`: the last slice's piece was predicted to take `piece`
+    seconds, and the deadlines left `slack` (negative: one had passed)."""
+
+    seconds: float
+    piece: float
+    slack: float
+
+
 class EngineStats(Message, frozen=True):
     """Gauges, about once a second and after every change of state."""
 
@@ -199,6 +208,9 @@ class EngineStats(Message, frozen=True):
     """Time spent so far in generation steps and in fine-tuning slices."""
     troubles: tuple[str, ...] = ()
     """What cannot be read or written now and is tried again: shown in /health."""
+    patience_slices: int = 0
+    """Fine-tuning slices so far that ran only because their job had waited `train_patience`."""
+    starving: Starving | None = None
 
 
 class EngineStopped(Message, frozen=True):

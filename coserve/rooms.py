@@ -1,4 +1,4 @@
-"""What the engine needs of the rooms below it, and the measure that it takes of their work."""
+"""What the engine needs of the rooms below it."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Protocol
 
 from coserve.link import FromEngine, Generate, JobCheckpoint, JobStarted, RequestFailed, Tokens
-from coserve.types import AdapterDigests, AdapterRef, JobSpec
+from coserve.types import AdapterDigests, AdapterRef, JobSpec, Piece
 
 
 class Generates(Protocol):
@@ -42,6 +42,12 @@ class Trains(Protocol):
     def start(self, spec: JobSpec) -> JobStarted: ...
     def advance(self, job: str, pieces: int | None) -> list[FromEngine]: ...
     def mid_batch(self, job: str) -> bool: ...
+    def next_piece(self, job: str) -> Piece: ...
+    @property
+    def pieces_done(self) -> int:
+        """Of the last slice."""
+        ...
+
     def checkpoint(self, job: str) -> JobCheckpoint | None: ...
     def drop(self, job: str) -> None: ...
 
@@ -61,17 +67,3 @@ class Upgrades(Protocol):
 
     def compile(self) -> None: ...
     def adopt(self) -> tuple[str, ...]: ...
-
-
-class Average:
-    """Exponentially weighted mean of measured seconds; starts at the first sample, and soon forgets one that was much
-    too long: the first steps and slices of a process compile kernels."""
-
-    def __init__(self) -> None:
-        self.value = 0.0
-        self._seen = False
-
-    def add(self, seconds: float) -> None:
-        weight = 0.5 if seconds < self.value / 2 else 0.2
-        self.value += weight * (seconds - self.value) if self._seen else seconds
-        self._seen = True

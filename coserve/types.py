@@ -100,6 +100,21 @@ class FinishReason(StrEnum):
     CANCELLED = "cancelled"
 
 
+class Piece(StrEnum):
+    """Kinds of training pieces: within one kind, those of a job cost about the same."""
+
+    BEGIN = "begin"
+    """Rows packed and embedded, and the first layer's forward."""
+    FORWARD = "forward"
+    HEAD = "head"
+    BACKWARD = "backward"
+    UPDATE = "update"
+    """The last backward of an optimizer step, the step itself, and what follows it: a checkpoint, the publication."""
+    MEASURE = "measure"
+    """A layer's forward in a validation, without gradients."""
+    MEASURE_HEAD = "measure_head"
+
+
 class TokenLogprob(msgspec.Struct, frozen=True):
     """Natural-log probability of the chosen token, and the `(token, logprob)` of the likeliest ones."""
 

@@ -21,6 +21,7 @@ _TOTALS: tuple[tuple[str, str, Callable[[EngineStats], float]], ...] = (
     ("prefix_cache_hits", "Prompt tokens found in the prefix cache", lambda s: s.prefix_hits),
     ("serve_seconds", "Time in generation steps", lambda s: s.serve_seconds),
     ("train_seconds", "Time in fine-tuning slices", lambda s: s.train_seconds),
+    ("train_patience_slices", "Fine-tuning slices that ran only for train_patience", lambda s: s.patience_slices),
 )
 """What an engine counts from its start on."""
 

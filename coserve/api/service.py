@@ -146,6 +146,7 @@ class Service:
             notes=[
                 *(ready.notes if ready is not None else ()),
                 *(stats.troubles if stats is not None else ()),
+                *_starving(stats),
                 *self._registry.notes,
                 *self._ledger.notes,
             ],
@@ -154,3 +155,12 @@ class Service:
             jobs=stats.jobs if stats is not None else 0,
             adapters_resident=len(stats.resident) if stats is not None else 0,
         )
+
+
+def _starving(stats: EngineStats | None) -> tuple[str, ...]:
+    """Why training hardly goes on, if so."""
+    if stats is None or (why := stats.starving) is None:
+        return ()
+    piece, slack = round(1000 * why.piece), round(1000 * why.slack)
+    since = f"training runs only by train_patience since {why.seconds:.0f} s"
+    return (f"{since}: a piece is predicted at {piece} ms, the slack is {slack} ms",)

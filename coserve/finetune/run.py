@@ -19,7 +19,7 @@ from coserve.kernels.segments import Segments
 from coserve.model.lora import DropoutSpec, LoraBatch, LoraWeights
 from coserve.state.durable import disk_errors
 from coserve.state.failpoints import failpoint
-from coserve.types import JobSpec, StepMetrics, Wire
+from coserve.types import JobSpec, Piece, StepMetrics, Wire
 
 
 class Progress(Wire, frozen=True):
@@ -41,8 +41,8 @@ class Boundary(Enum):
     MICRO_BATCH = "micro_batch"
 
 
-Work = Generator[StepMetrics | Boundary | None, None, None]
-"""Yields None after a piece in the middle of a micro-batch, a `Boundary`, or what an optimizer step came to."""
+Work = Generator[StepMetrics | Boundary | Piece, None, None]
+"""Yields the next piece's kind in the middle of a micro-batch, a `Boundary`, or what an optimizer step came to."""
 
 
 class Run:
@@ -64,7 +64,9 @@ class Run:
         self.progress = Progress()
         self.best: LoraWeights | None = None
         """fp32 weights of the best evaluation; kept where early stopping is on."""
-        self.mid_batch = False
+        self.next_piece = Piece.BEGIN
+        self.pieces_done = 0
+        """In the last slice."""
         self._corpus, self._stepper, self._way, self._device, self._clock = corpus, stepper, way, device, clock
         self._validation = plan.validation()
         self._seconds, self._began = 0.0, 0.0
@@ -77,8 +79,13 @@ class Run:
         gone_stale = patience is not None and self.progress.evaluations_without_gain >= patience
         return self.progress.pending is None and (self.progress.step >= self.plan.total_steps or gone_stale)
 
+    @property
+    def mid_batch(self) -> bool:
+        """A micro-batch is suspended."""
+        return self.next_piece is not Piece.BEGIN
+
     def advance(self, pieces: int | None) -> StepMetrics | None:
-        """Run `pieces` pieces, or (None) to the end of the micro-batch; never beyond it.
+        """Run `pieces` pieces, fewer if one of another kind comes next, or (None) to the end of the micro-batch; never beyond it.
 
         Returns the metrics of an optimizer step that is now done, evaluation included. Raises `NonFiniteLoss`.
         """
@@ -92,12 +99,12 @@ class Run:
             self._seconds += self._clock() - self._began
 
     def _advance(self, pieces: int | None) -> StepMetrics | None:
-        done = 0
-        while pieces is None or done < pieces:
+        kind, self.pieces_done = self.next_piece, 0
+        while pieces is None or (self.pieces_done < pieces and self.next_piece is kind):
             came = next(self._work, Boundary.MICRO_BATCH)
-            done += 1
-            self.mid_batch = came is None
-            if came is not None:
+            self.pieces_done += 1
+            self.next_piece = came if isinstance(came, Piece) else Piece.BEGIN
+            if not isinstance(came, Piece):
                 return came if isinstance(came, StepMetrics) else None
         return None
 
@@ -105,7 +112,7 @@ class Run:
         """Give up the optimizer step that is under way: its gradients are formed again."""
         self._work.close()
         self.learner.clear()
-        self.mid_batch = False
+        self.next_piece = Piece.BEGIN
         self._work = self._steps()
 
     def final_weights(self) -> LoraWeights:
@@ -135,7 +142,8 @@ class Run:
                 yield Boundary.MICRO_BATCH
             rows = pack_rows(self._corpus, indices, self._device)
             lora = self._batch(rows, self._dropout(step, micro))
-            nll += yield from self._stepper.learn(rows, lora, self.learner.leaves, self.learner.grads)
+            last = Piece.UPDATE if micro + 1 == len(planned.micro_batches) else Piece.BACKWARD
+            nll += yield from self._stepper.learn(rows, lora, self.learner.leaves, self.learner.grads, last=last)
             tokens += rows.tokens
             targets += rows.targets
         loss = self._finite(nll / targets, "loss")

@@ -4,7 +4,7 @@ Each layer's input is detached into a leaf, so that a layer's graph is a piece o
 layer with `torch.autograd.grad` on that leaf and the layer's LoRA tensors. The gradients of the base (the `M_backward`
 of full fine-tuning, paper §4.2) are never formed. With `recompute` only the inputs stay between forward and backward.
 
-The generators below yield after each piece and hold no context (gradient mode, LoRA batch) while they are suspended:
+The generators below yield after each piece, and hold no context (gradient mode, LoRA batch) while they are suspended:
 whatever runs in between, inference of other adapters above all, changes nothing.
 
 Letters: T packed tokens, D hidden, V vocabulary, K kept tokens (those whose next token is learned), L layers.
@@ -24,9 +24,13 @@ from coserve.kernels.attention import PackedAttention
 from coserve.model.base import Base
 from coserve.model.layers import LayerCut, LayerInputs
 from coserve.model.lora import LoraBatch
+from coserve.types import Piece
 
 LOGITS_AT_ONCE = 1 << 25
 """Elements of one piece of logits: 128 MiB in fp32, whatever the vocabulary."""
+
+Pieces = Generator[Piece, None, Tensor]
+"""Yields after each piece but the last, which kind of piece comes next. The first is a `Piece.BEGIN`."""
 
 Leaves = Sequence[Sequence[Tensor]]
 """The tensors to learn, by layer (L)."""
@@ -94,12 +98,15 @@ class Stepper:
         self._base, self._cut, self._recompute = base, LayerCut(base), recompute
         self._kept_at_once = max(16, logits_at_once // base.spec.vocab)
 
-    def learn(self, rows: PackedRows, lora: LoraBatch, leaves: Leaves, grads: Leaves) -> Generator[None, None, Tensor]:
+    def learn(
+        self, rows: PackedRows, lora: LoraBatch, leaves: Leaves, grads: Leaves, *, last: Piece = Piece.BACKWARD
+    ) -> Pieces:
         """Adds to `grads` (fp32, shaped as `leaves`) the gradient of the rows' summed NLL; returns that sum.
 
         `leaves[i]` are the tensors of `lora` at layer i's sites, each requiring gradients; `grads` are the pairs' `MainGrads`,
         if they have any. The sum (fp64, scalar, nats)
-        is not divided by the number of targets, so that micro-batches of one optimizer step simply add up.
+        is not divided by the number of targets, so that micro-batches of one optimizer step simply add up. `last` is the kind
+        of its last piece.
         """
         passed: list[_Passed] = []
         layers, first = len(leaves), next(i for i, own in enumerate(leaves) if own)
@@ -107,29 +114,31 @@ class Stepper:
         h_1TD = inputs.h_1TD
         for i in range(layers):
             h_1TD = self._forward(i, h_1TD, inputs, lora, passed, learn=i >= first, leaf=i > first)
-            yield
+            yield Piece.FORWARD if i + 1 < layers else Piece.HEAD
         nll, gradient_1TD = torch.zeros((), dtype=torch.float64, device=h_1TD.device), torch.zeros_like(h_1TD)
-        for keep_K, labels_K in self._kept(rows):
+        kept, backward = self._kept(rows), Piece.BACKWARD if first + 1 < layers else last
+        for place, (keep_K, labels_K) in enumerate(kept, start=1):
             nll += self._head(h_1TD, inputs, keep_K, labels_K, gradient_1TD)
-            yield
+            yield Piece.HEAD if place < len(kept) else backward
         for i in reversed(range(first, layers)):
             own = _Own(leaves[i], grads[i], bottom=i == first)
             gradient_1TD = self._backward(i, passed.pop(), gradient_1TD, inputs, lora, own)
             if not own.bottom:
-                yield
+                yield Piece.BACKWARD if i > first + 1 else last
         return nll
 
-    def measure(self, rows: PackedRows, lora: LoraBatch) -> Generator[None, None, Tensor]:
+    def measure(self, rows: PackedRows, lora: LoraBatch) -> Pieces:
         """The rows' summed NLL (fp64, scalar) without gradients."""
         inputs = self._embed(rows)
         h_1TD = inputs.h_1TD
-        for i in range(len(self._base.layers)):
+        layers = len(self._base.layers)
+        for i in range(layers):
             h_1TD = self._forward(i, h_1TD, inputs, lora, [], learn=False, leaf=False)
-            yield
+            yield Piece.MEASURE if i + 1 < layers else Piece.MEASURE_HEAD
         nll = torch.zeros((), dtype=torch.float64, device=h_1TD.device)
         for place, (keep_K, labels_K) in enumerate(self._kept(rows)):
             if place:
-                yield
+                yield Piece.MEASURE_HEAD
             nll += self._head(h_1TD, inputs, keep_K, labels_K, None)
         return nll
 
@@ -203,9 +212,6 @@ def _add(grads: Sequence[Tensor], found: Sequence[Tensor | None]) -> None:
     pairs = [(total, gradient) for total, gradient in zip(grads, found, strict=False) if gradient is not None]
     if pairs:
         torch._foreach_add_([total for total, _ in pairs], [gradient for _, gradient in pairs])
-
-
-Pieces = Generator[None, None, Tensor]
 
 
 def run_to_end(pieces: Pieces, between: Callable[[], None] | None = None) -> Tensor:

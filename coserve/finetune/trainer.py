@@ -33,7 +33,7 @@ from coserve.model.lora import LoraWeights
 from coserve.state.durable import disk_errors, replace_dir
 from coserve.state.failpoints import failpoint
 from coserve.state.folder import DataFolder
-from coserve.types import AdapterRef, JobSpec
+from coserve.types import AdapterRef, JobSpec, Piece
 
 log = logging.getLogger(__name__)
 
@@ -68,6 +68,8 @@ class Trainer:
         self._stepper = Stepper(base, recompute=recompute)
         self._runs: dict[str, Run] = {}
         self._saved: dict[str, Progress] = {}
+        self.pieces_done = 0
+        """In the last slice."""
 
     def start(self, spec: JobSpec) -> JobStarted:
         """Load the job; it goes on from its last readable checkpoint.
@@ -82,7 +84,8 @@ class Trainer:
         return JobStarted(id=spec.id, total_steps=run.plan.total_steps, resumed_from=run.progress.step)
 
     def advance(self, job: str, pieces: int | None) -> list[FromEngine]:
-        """One slice: `pieces` pieces (layers forward or backward, parts of the head), or None: to the micro-batch's end.
+        """One slice: `pieces` pieces (layers forward or backward, parts of the head), fewer if one of another kind comes
+        next; or None: to the micro-batch's end.
 
         The optimizer step, an evaluation's end, a checkpoint and the publication belong to the piece before them.
         """
@@ -91,6 +94,7 @@ class Trainer:
         try:
             with _memory_errors():
                 metrics = run.advance(pieces)
+            self.pieces_done = run.pieces_done
             if metrics is not None:
                 messages.append(JobProgress(id=job, metrics=metrics))
             if run.finished:
@@ -104,6 +108,10 @@ class Trainer:
     def mid_batch(self, job: str) -> bool:
         """A micro-batch of the job is suspended."""
         return self._runs[job].mid_batch
+
+    def next_piece(self, job: str) -> Piece:
+        """The kind of the piece that the job's next slice begins with."""
+        return self._runs[job].next_piece
 
     def checkpoint(self, job: str) -> JobCheckpoint | None:
         """At a pause or the end: gives up the optimizer step under way and saves the state after the last one.

@@ -50,10 +50,12 @@ class Costs:
 class View:
     """What a policy may know.
 
-    `waiting` is in the order in which they will be admitted, which need not be that of their arrivals. `room` is how many requests may still be admitted; at least 1 while none runs. `jobs`
-    are trainable, next first, and `mid_batch` says that a micro-batch of `jobs[0]` is suspended. `batches_since_train`
+    `waiting` is in the order in which they will be admitted, which need not be that of their arrivals. `room` is how many
+    requests may still be admitted. Requests that were admitted and wait for their adapters to be read are in neither
+    `waiting` nor `running`, but take room: there may be none while nobody runs. `jobs` are trainable, next first: a
+    slice of `jobs[0]` brings it further. `mid_batch` says that a micro-batch of it is suspended. `batches_since_train`
     counts the inference batches dispatched since the last whole micro-batch. `train_waiting_since` is when the last
-    slice ended or the first job came; None without jobs.
+    slice ended or the first job came; None without jobs. `costs.piece` is that of the next piece of `jobs[0]`.
     """
 
     waiting: tuple[Waiting, ...]
@@ -74,11 +76,21 @@ class Serve:
 
 
 @dataclass(frozen=True, slots=True)
+class Overdue:
+    """Why a slice had to wait until patience ran out: its predicted seconds, and those that the deadlines left."""
+
+    piece: float
+    slack: float
+
+
+@dataclass(frozen=True, slots=True)
 class Train:
-    """Do `pieces` pieces of the job's micro-batch, fewer if it ends before; None: all that are left of it."""
+    """Do `pieces` pieces of the job's micro-batch, fewer if a piece of another kind comes next or it ends before; None: all
+    that are left of it. `overdue`: it does not fit into the slack, and runs all the same."""
 
     job: str
     pieces: int | None
+    overdue: Overdue | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +104,9 @@ Decision = Serve | Train | Wait
 
 
 class Policy(Protocol):
-    def decide(self, view: View, now: float) -> Decision: ...
+    def decide(self, view: View, now: float) -> Decision:
+        """Every decision changes the view, lets time pass, or is a `Wait` for what changes it: nothing is asked twice."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,14 +119,20 @@ class _Batches:
     def __post_init__(self) -> None:
         assert self.size >= 1 and self.delay >= 0, (self.size, self.delay)
 
-    def ready(self, waiting: tuple[Waiting, ...], now: float) -> bool:
-        return bool(waiting) and (len(waiting) >= self.size or now - _first_arrival(waiting) > self.delay)
+    def ready(self, view: View, now: float) -> bool:
+        """Whether a batch can be dispatched; never without room, where the one before waits for its adapters."""
+        waiting = view.waiting
+        if not waiting or not view.room:
+            return False
+        return len(waiting) >= self.size or now - _first_arrival(waiting) > self.delay
 
     def take(self, view: View) -> Serve:
         return Serve(min(self.size, len(view.waiting), view.room))
 
-    def wait(self, waiting: tuple[Waiting, ...]) -> Wait:
-        return Wait(_first_arrival(waiting) + self.delay + TIMER_MARGIN if waiting else None)
+    def wait(self, view: View) -> Wait:
+        if not view.waiting or not view.room:
+            return Wait(None)
+        return Wait(_first_arrival(view.waiting) + self.delay + TIMER_MARGIN)
 
 
 def _first_arrival(waiting: tuple[Waiting, ...]) -> float:
@@ -134,11 +154,11 @@ class Ets:
     def decide(self, view: View, now: float) -> Decision:
         if view.running:
             return Serve(0)
-        if self._batches.ready(view.waiting, now):
+        if self._batches.ready(view, now):
             return self._batches.take(view)
         if view.jobs:
             return Train(view.jobs[0], None)
-        return self._batches.wait(view.waiting)
+        return self._batches.wait(view)
 
 
 class TemporalSharing:
@@ -161,11 +181,11 @@ class TemporalSharing:
         turn = view.mid_batch or view.batches_since_train >= self._n
         if view.jobs and turn:
             return Train(view.jobs[0], None)
-        if self._batches.ready(view.waiting, now):
+        if self._batches.ready(view, now):
             return self._batches.take(view)
         if view.jobs:
             return Train(view.jobs[0], None)
-        return self._batches.wait(view.waiting)
+        return self._batches.wait(view)
 
 
 class Slack:
@@ -197,7 +217,7 @@ class Slack:
         if slack > 0 and slack >= piece:
             return Train(view.jobs[0], _pieces(min(slack, MAX_SLICE), piece))
         if view.train_waiting_since is not None and now - view.train_waiting_since >= self._patience:
-            return Train(view.jobs[0], 1)
+            return Train(view.jobs[0], 1, Overdue(piece, slack))
         return Serve(admit)
 
     def _slack(self, view: View, now: float) -> float:

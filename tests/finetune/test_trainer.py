@@ -20,7 +20,7 @@ from coserve.link import JobCheckpoint, JobFailed, JobProgress, JobSucceeded
 from coserve.model.base import Base
 from coserve.model.lora import LoraBatch, LoraWeights
 from coserve.state.failpoints import armed
-from coserve.types import AdapterRef, LoraSettings, Schedule
+from coserve.types import AdapterRef, LoraSettings, Piece, Schedule
 from tests.support.finetuning import Bench, job_spec, metrics_of, random_corpus, tiny_base
 
 CORPUS = random_corpus()
@@ -84,7 +84,18 @@ def test_advance_stops_at_the_end_of_a_micro_batch(base: Base, tmp_path: Path) -
     assert not bench.trainer.mid_batch(spec.id)
     assert bench.trainer.advance(spec.id, 2) == [] and bench.trainer.mid_batch(spec.id)
     assert bench.trainer.advance(spec.id, None) == [] and not bench.trainer.mid_batch(spec.id)
-    assert bench.trainer.advance(spec.id, 1000) == [] and not bench.trainer.mid_batch(spec.id)
+    slices = list[tuple[Piece, int]]()
+    while not slices or bench.trainer.mid_batch(spec.id):
+        kind = bench.trainer.next_piece(spec.id)
+        assert bench.trainer.advance(spec.id, 1000) == []
+        slices.append((kind, bench.trainer.pieces_done))
+    layers = len(base.layers)
+    assert slices == [
+        (Piece.BEGIN, 1),
+        (Piece.FORWARD, layers - 1),
+        (Piece.HEAD, 1),
+        (Piece.BACKWARD, layers),
+    ], "a slice is of one kind"
     assert isinstance(bench.run(spec.id)[-1], JobSucceeded)
 
 

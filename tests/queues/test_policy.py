@@ -10,6 +10,7 @@ from coserve.queues.policy import (
     MAX_SLICE,
     Costs,
     Ets,
+    Overdue,
     Running,
     Serve,
     Slack,
@@ -70,6 +71,10 @@ class TestEts:
     def test_a_batch_takes_at_most_the_batch_size(self) -> None:
         assert self.policy.decide(view([0.0] * 9), 0.0) == Serve(4)
         assert self.policy.decide(view([0.0] * 9, room=3), 0.0) == Serve(3)
+
+    def test_a_batch_that_waits_for_its_adapters_gives_the_turn_to_training(self) -> None:
+        assert self.policy.decide(view([0.0] * 9, room=0, jobs=("j",)), 99.0) == Train("j", None)
+        assert self.policy.decide(view([0.0] * 9, room=0), 99.0) == Wait(None)
 
     def test_a_dispatched_batch_is_performed_to_its_end(self) -> None:
         assert self.policy.decide(view([0.0] * 9, [1.0], jobs=("j",)), 99.0) == Serve(0)
@@ -159,7 +164,8 @@ class TestSlack:
     def test_patience_gives_one_piece_whatever_the_deadlines_say(self) -> None:
         pressed = view([0.0] * 9, [0.0], jobs=("j",), serve=0.1, piece=0.5, train_waiting_since=10.0)
         assert self.policy.decide(pressed, 10.9) == Serve(3)
-        assert self.policy.decide(pressed, 11.0) == Train("j", 1)
+        decision = self.policy.decide(pressed, 11.0)
+        assert decision == Train("j", 1, Overdue(piece=0.5, slack=pytest.approx(-11.1)))
 
     def test_the_margin_keeps_a_share_of_the_slack(self) -> None:
         careful = Slack(4, 1.0, margin=0.5)

@@ -22,7 +22,7 @@ def views(draw: st.DrawFn, max_running: int = 8) -> View:
     return View(
         waiting=tuple(Waiting(f"w{i}", t, t + draw(times), draw(st.integers(1, 4))) for i, t in enumerate(arrivals)),
         running=running,
-        room=room if running else max(1, room),
+        room=room,
         jobs=jobs,
         mid_batch=bool(jobs) and draw(st.booleans()),
         batches_since_train=draw(st.integers(0, 6)),
@@ -66,7 +66,11 @@ def test_ets_is_algorithm_1(batch_size: int, delay: float, view: View, now: floa
     decision = Ets(batch_size, delay).decide(view, now)
     if view.running:  # "perform the inference request (synchronously)"
         assert decision == Serve(0)
-    elif view.waiting and (len(view.waiting) >= batch_size or now - min(each.arrived for each in view.waiting) > delay):
+    elif (
+        view.waiting
+        and view.room  # the batch before does not wait for its adapters
+        and (len(view.waiting) >= batch_size or now - min(each.arrived for each in view.waiting) > delay)
+    ):
         assert decision == Serve(min(batch_size, len(view.waiting), view.room))
     elif view.jobs:
         assert decision == Train(view.jobs[0], None)

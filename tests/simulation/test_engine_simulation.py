@@ -37,13 +37,13 @@ def seeds() -> Iterator[int]:
     yield from range(SEEDS) if one is None else [int(one)]
 
 
-def outcomes(policy: str, *, calm: bool = False) -> Iterator[Outcome]:
-    """Plays each seed; a failure anywhere names the seed to replay."""
+def outcomes(policy: str, *, calm: bool = False, cold: bool = False) -> Iterator[Outcome]:
+    """Plays each seed; a failure anywhere names the seed to replay. `play` checks that no decision is made in vain."""
     for seed in seeds():
         try:
-            yield play(make_scenario(seed, policy=policy, calm=calm))
+            yield play(make_scenario(seed, policy=policy, calm=calm, cold=cold))
         except BaseException as error:
-            error.add_note(f"replay with COSERVE_SIM_SEED={seed} ({policy}, calm={calm})")
+            error.add_note(f"replay with COSERVE_SIM_SEED={seed} ({policy}, calm={calm}, cold={cold})")
             raise
 
 
@@ -122,6 +122,13 @@ def test_nothing_is_lost_and_nothing_runs_twice(policy: str) -> None:
         check_order(outcome)
         check_jobs(outcome)
         assert isinstance(outcome.messages[-1][1], EngineStopped)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_nothing_is_lost_and_nothing_spins_while_adapters_are_read(policy: str) -> None:
+    for outcome in outcomes(policy, cold=True):
+        check_requests(outcome)
+        check_jobs(outcome)
 
 
 @pytest.mark.parametrize("policy", POLICIES)

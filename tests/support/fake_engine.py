@@ -36,6 +36,7 @@ from coserve.link import (
     ResumeJob,
     Shutdown,
     StartJob,
+    Starving,
     ToEngine,
     Tokens,
 )
@@ -214,7 +215,7 @@ class FakeEngine:
         self.write_adapter(self.folder.adapter(ref), self.base)
         self.link.send(JobSucceeded(id=spec.id, ref=ref, final_loss=1.0, trained_tokens=10 * self.steps))
 
-    def stats(self, **changes: int) -> None:
+    def stats(self, *, starving: Starving | None = None, **changes: int) -> None:
         """Report gauges."""
         values = {
             "waiting": 0,
@@ -229,4 +230,4 @@ class FakeEngine:
             "prefix_queries": 50,
             "prefix_hits": 30,
         } | changes
-        self.link.send(EngineStats(**values, resident=(), serve_seconds=1.5, train_seconds=2.5))
+        self.link.send(EngineStats(**values, resident=(), serve_seconds=1.5, train_seconds=2.5, starving=starving))

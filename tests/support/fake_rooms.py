@@ -24,7 +24,7 @@ from coserve.link import (
     RequestFailed,
     Tokens,
 )
-from coserve.types import AdapterDigests, AdapterRef, FinishReason, JobSpec, StepMetrics
+from coserve.types import AdapterDigests, AdapterRef, FinishReason, JobSpec, Piece, StepMetrics
 
 CONTEXT = 64
 """Longer prompts are refused."""
@@ -168,6 +168,7 @@ class FakeTrainer:
     ran: dict[str, list[int]] = field(default_factory=dict)
     saved: dict[str, int] = field(default_factory=dict)
     published: list[str] = field(default_factory=list)
+    pieces_done: int = 0
     gaps: list[float] = field(default_factory=list)
     """How long the jobs waited for each slice, all together."""
     _runs: dict[str, _Run] = field(default_factory=dict)
@@ -191,10 +192,12 @@ class FakeTrainer:
         suspended = [id for id, other in self._runs.items() if other.piece]
         assert suspended in ([], [job]), f"{suspended} suspended while {job} trains"
         self.gaps.append(self.clock() - self._idle_since)
-        left = plan.pieces - run.piece
-        done = left if pieces is None else min(pieces, left)
+        kinds = [_kind(piece, plan.pieces) for piece in range(run.piece, plan.pieces)]
+        alike = next((i for i, kind in enumerate(kinds) if kind is not kinds[0]), len(kinds))
+        done = len(kinds) if pieces is None else min(pieces, alike)
+        self.pieces_done = done
         factor = 10 if self.rng.random() < self.prices.spikes else 1
-        cost = done * factor * self.prices.piece
+        cost = factor * sum(self.cost(kind) for kind in kinds[:done])
         self.meter.charge("train", cost)
         self._idle_since = self.clock() + cost
         run.piece += done
@@ -204,6 +207,13 @@ class FakeTrainer:
         run.step += 1
         self.ran[job].append(run.step)
         return self._end_of_step(run, plan)
+
+    def cost(self, kind: Piece) -> float:
+        """Virtual seconds of a piece."""
+        return self.prices.piece
+
+    def next_piece(self, job: str) -> Piece:
+        return _kind(self._runs[job].piece, self.plans[job].pieces)
 
     def _end_of_step(self, run: _Run, plan: JobPlan) -> list[FromEngine]:
         job = run.spec.id
@@ -238,6 +248,14 @@ class FakeTrainer:
         return len(self._runs)
 
 
+def _kind(piece: int, pieces: int) -> Piece:
+    if piece == 0:
+        return Piece.BEGIN
+    if piece + 1 == pieces:
+        return Piece.UPDATE
+    return Piece.FORWARD if piece < pieces // 2 else Piece.BACKWARD
+
+
 def _metrics(step: int, total: int) -> StepMetrics:
     return StepMetrics(
         step=step,
@@ -269,3 +287,26 @@ class NoAdapters:
 
     def resident(self) -> tuple[AdapterRef, ...]:
         return ()
+
+
+class DiskAdapters(NoAdapters):
+    """Holds the last `capacity` adapters that were read; others are on disk. `came` is called whenever one was read."""
+
+    def __init__(self, capacity: int, came: Callable[[], None]) -> None:
+        self._capacity, self._came = capacity, came
+        self._held: dict[AdapterRef, None] = {}
+
+    def missing(self, ref: AdapterRef) -> bool:
+        return ref not in self._held
+
+    def read(self, ref: AdapterRef) -> Callable[[], None]:
+        def keep() -> None:
+            self._came()
+            self._held[ref] = None
+            while len(self._held) > self._capacity:
+                del self._held[next(iter(self._held))]
+
+        return keep
+
+    def resident(self) -> tuple[AdapterRef, ...]:
+        return tuple(self._held)

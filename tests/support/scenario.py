@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import random
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
 from coserve.engine import Engine
@@ -25,12 +26,20 @@ from coserve.link import (
     StartJob,
     ToEngine,
     Tokens,
-    local_pair,
 )
-from coserve.queues.policy import Ets, Policy, Slack, TemporalSharing
+from coserve.queues.policy import Decision, Ets, Policy, Slack, TemporalSharing, View
 from coserve.types import AdapterRef, JobSpec, LoraSettings, SamplingParams, Slo, TrainingSettings
-from tests.support.fake_rooms import CONTEXT, FakeGenerator, FakeTrainer, JobPlan, Meter, NoAdapters, Prices
-from tests.support.virtual_clock import run_virtual
+from tests.support.fake_rooms import (
+    CONTEXT,
+    DiskAdapters,
+    FakeGenerator,
+    FakeTrainer,
+    JobPlan,
+    Meter,
+    NoAdapters,
+    Prices,
+)
+from tests.support.virtual_clock import VirtualClockLoop, run_virtual
 
 
 @dataclass(frozen=True)
@@ -50,15 +59,18 @@ class Scenario:
     chaos: float
     patience: float
     delay: float
+    cold: float = 0.0
+    """Mean seconds of reading an adapter; 0: all are in memory."""
 
     def without_jobs(self) -> Scenario:
         kept = tuple(event for event in self.script if isinstance(event[1], Generate | CancelRequest))
         return replace(self, script=kept, plans={})
 
 
-def make_scenario(seed: int, *, policy: str, calm: bool = False) -> Scenario:
-    """`calm`: no cancels, failures or spikes, long queue, and gaps that leave the engine time to breathe."""
-    rng = random.Random(f"{seed} {policy} {calm}")
+def make_scenario(seed: int, *, policy: str, calm: bool = False, cold: bool = False) -> Scenario:
+    """`calm`: no cancels, failures or spikes, long queue, and gaps that leave the engine time to breathe. `cold`:
+    adapters are read from disk, and few stay in memory."""
+    rng = random.Random(f"{seed} {policy} {calm}" + " cold" * cold)
     delay, patience, max_running = rng.uniform(0, 2), rng.uniform(0, 1), rng.randint(4 if calm else 1, 8)
     policies: dict[str, Policy] = {
         "ets": Ets(max_running, delay),
@@ -94,6 +106,7 @@ def make_scenario(seed: int, *, policy: str, calm: bool = False) -> Scenario:
         chaos=0.0 if calm else rng.choice((0, 0.02)),
         patience=patience,
         delay=delay,
+        cold=rng.uniform(0.01, 1.0) if cold else 0.0,
     )
 
 
@@ -172,6 +185,34 @@ def _ends(message: FromEngine) -> bool:
     return isinstance(message, RequestFailed | JobSucceeded | JobFailed | JobCancelled)
 
 
+class Watched:
+    """A policy under watch: no decision is made twice about one view at one time, unless `event` was called between."""
+
+    def __init__(self, policy: Policy) -> None:
+        self._policy = policy
+        self._last: tuple[View, float, Decision] | None = None
+
+    def event(self) -> None:
+        self._last = None
+
+    def decide(self, view: View, now: float) -> Decision:
+        made = view, now, self._policy.decide(view, now)
+        assert made != self._last, f"changed nothing, and is repeated: {made}"
+        self._last = made
+        return made[2]
+
+
+class _WatchedLink(LocalLink[FromEngine, ToEngine]):
+    """The engine's end: what comes in is an event."""
+
+    event: Callable[[], None]
+
+    async def receive(self) -> ToEngine:
+        message = await super().receive()
+        self.event()
+        return message
+
+
 class _Api:
     """The other end of the link: sends the script, notes the answers, says when all has ended."""
 
@@ -225,12 +266,18 @@ async def _play(scenario: Scenario) -> Outcome:
     loop, rng, meter = asyncio.get_running_loop(), random.Random(scenario.seed), Meter()
     generator = FakeGenerator(meter, scenario.prices, scenario.step_tokens, rng, scenario.chaos)
     trainer = FakeTrainer(meter, scenario.prices, scenario.plans, rng, loop.time)
-    api_end, engine_end = local_pair()
+    policy = Watched(scenario.policy)
+    to_engine, from_engine = asyncio.Queue[ToEngine | None](), asyncio.Queue[FromEngine | None]()
+    api_end, engine_end = LocalLink(to_engine, from_engine), _WatchedLink(from_engine, to_engine)
+    engine_end.event = policy.event
+    if scenario.cold:
+        assert isinstance(loop, VirtualClockLoop)
+        loop.thread_seconds = lambda: rng.expovariate(1 / scenario.cold)
     engine = Engine(
         generator,
         trainer,
-        NoAdapters(),
-        scenario.policy,
+        DiskAdapters(1, policy.event) if scenario.cold else NoAdapters(),
+        policy,
         engine_end,
         max_running=scenario.max_running,
         max_queue=scenario.max_queue,

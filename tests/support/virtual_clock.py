@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import selectors
-from collections.abc import Coroutine, Mapping
+from collections.abc import Callable, Coroutine, Mapping
 from typing import Any, TypeVar
 
 T = TypeVar("T")
@@ -55,11 +55,20 @@ class _VirtualSelector(selectors.BaseSelector):
 
 
 class VirtualClockLoop(asyncio.SelectorEventLoop):
-    """`time()` starts at 0 and moves only when everything waits."""
+    """`time()` starts at 0 and moves only when everything waits. Work for a thread is done by the loop itself, once
+    `thread_seconds()` have passed."""
 
     def __init__(self) -> None:
         self._virtual = _VirtualSelector()
+        self.thread_seconds: Callable[[], float] = lambda: 0.0
         super().__init__(self._virtual)
+
+    def run_in_executor(self, executor: object, func: Callable[..., Any], *args: Any) -> asyncio.Future[Any]:
+        async def work() -> Any:
+            await asyncio.sleep(self.thread_seconds())
+            return func(*args)
+
+        return self.create_task(work())
 
     def time(self) -> float:
         return self._virtual.now

@@ -1,0 +1,124 @@
+"""Training goes on wherever there is slack, whatever a piece took once; where there is none, it is said why.
+
+A steady stream of tokens 46 ms apart, which may be 200 ms apart: a third of each gap is needed, the rest is slack.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Callable
+from itertools import pairwise
+
+import pytest
+
+from coserve.engine import Engine
+from coserve.link import (
+    EngineStats,
+    EngineStopped,
+    FromEngine,
+    Generate,
+    JobProgress,
+    Shutdown,
+    StartJob,
+    local_pair,
+)
+from coserve.queues.policy import Slack
+from coserve.types import Piece, SamplingParams, Slo
+from tests.support.fake_rooms import FakeGenerator, FakeTrainer, JobPlan, Meter, NoAdapters, Prices
+from tests.support.scenario import job_spec
+from tests.support.virtual_clock import run_virtual
+
+PRICES = Prices(step=0.046, token=0.0, piece=0.01, spikes=0.0)
+PIECES, PATIENCE, SECONDS = 12, 1.0, 30.0
+STREAM = Generate(
+    id="r", prompt=(1, 2), sampling=SamplingParams(max_tokens=1 << 20), adapter=None, slo=Slo(ttft=2.0, tpot=0.2)
+)
+
+Cost = Callable[[Piece, int], float]
+"""Seconds of a piece, from its kind and its number."""
+
+
+class _Trainer(FakeTrainer):
+    cost_of: Cost
+    pieces = 0
+
+    def cost(self, kind: Piece) -> float:
+        self.pieces += 1
+        return self.cost_of(kind, self.pieces)
+
+
+def live(cost: Cost) -> list[tuple[float, FromEngine]]:
+    """What the engine says in `SECONDS`, and when."""
+
+    async def main() -> list[tuple[float, FromEngine]]:
+        loop, rng, meter = asyncio.get_running_loop(), random.Random(0), Meter()
+        trainer = _Trainer(meter, PRICES, {"j0": JobPlan(1 << 20, PIECES, 1 << 20, None)}, rng, loop.time)
+        trainer.cost_of = cost
+        api, engine_end = local_pair()
+        engine = Engine(
+            FakeGenerator(meter, PRICES, 64, rng, 0.0), trainer, NoAdapters(), Slack(64, PATIENCE), engine_end,
+            max_running=64, max_queue=4, fair=True, max_active_jobs=1, step_tokens=64, clock=loop.time, pace=meter.pace,
+        )  # fmt: skip
+        run = asyncio.create_task(engine.run())
+        api.send(STREAM)
+        api.send(StartJob(spec=job_spec("j0")))
+        loop.call_later(SECONDS, api.send, Shutdown())
+        said: list[tuple[float, FromEngine]] = []
+        while not said or not isinstance(said[-1][1], EngineStopped):
+            said.append((loop.time(), message)) if (message := await api.receive()) else None
+        await run
+        return said
+
+    return run_virtual(main())
+
+
+def gaps(said: list[tuple[float, FromEngine]]) -> list[float]:
+    """Seconds between optimizer steps."""
+    return [b - a for a, b in pairwise(at for at, message in said if isinstance(message, JobProgress))]
+
+
+def last_stats(said: list[tuple[float, FromEngine]]) -> EngineStats:
+    return [message for _, message in said if isinstance(message, EngineStats)][-1]
+
+
+STEP = 1.0
+"""More seconds than an optimizer step takes beside the stream."""
+
+
+@pytest.mark.parametrize("at", [1, 2, 50, 60, 61, 72, 100])
+@pytest.mark.parametrize("seconds", [0.3, 2.0, 5.0])
+def test_one_slow_piece_costs_itself_and_nothing_else(at: int, seconds: float) -> None:
+    said = live(lambda kind, number: seconds if number == at else 0.01)
+    assert max(gaps(said), default=0.0) <= seconds + STEP
+    assert sorted(gaps(said))[-2] <= STEP
+    assert last_stats(said).patience_slices == 0
+
+
+def test_a_kind_that_is_too_slow_holds_up_itself_alone() -> None:
+    """An optimizer step of 1.2 s never fits: it waits for its patience once, and the pieces of other kinds for nothing.
+    While all kinds were one average, the gaps were up to 5.6 s."""
+    said = live(lambda kind, number: 1.2 if kind is Piece.UPDATE else 0.01)
+    assert max(gaps(said)) <= 1.2 + PATIENCE + STEP
+    stats = last_stats(said)
+    assert 0 < stats.patience_slices <= len(gaps(said)) + 1
+    assert stats.starving is None, "the other pieces fit"
+
+
+def test_training_that_runs_by_patience_alone_says_so() -> None:
+    said = live(lambda kind, number: 0.21)
+    stats = last_stats(said)
+    assert stats.patience_slices > 10
+    assert stats.starving is not None
+    assert stats.starving.seconds > 10
+    assert stats.starving.piece == pytest.approx(0.21)
+    assert 0 < stats.starving.slack < 0.21
+
+
+@pytest.mark.parametrize(("slow", "fast"), [(0.4, 0.01), (0.15, 0.05)])
+def test_a_lasting_change_is_followed(slow: float, fast: float) -> None:
+    """Slow for a while, then fast for good: each kind of piece needs two samples to believe it."""
+    said = live(lambda kind, number: slow if 100 <= number < 112 else fast)
+    assert max(gaps(said)) <= 12 * slow + 12 * PATIENCE + STEP
+    late = [at for at, message in said if isinstance(message, JobProgress)][-8:]
+    assert max(b - a for a, b in pairwise(late)) <= STEP
