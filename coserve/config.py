@@ -208,7 +208,7 @@ def load_config(given: Mapping[str, object], environ: Mapping[str, str] = os.env
 def _read_file(path: Path, names: set[str]) -> dict[str, object]:
     try:
         content = tomllib.loads(path.read_text())
-    except (OSError, tomllib.TOMLDecodeError) as error:
+    except (OSError, ValueError) as error:  # not TOML, or not UTF-8
         raise ConfigError(f"config: cannot read {path}: {error}") from error
     settings: dict[str, object] = {}
     for key, value in content.items():

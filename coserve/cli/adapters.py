@@ -2,51 +2,61 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
+from typing import Annotated
 
 import msgspec
 import typer
 
-from coserve.cli.common import DEFAULT_URL, AsJson, Key, Url
-from coserve.client import Client
-from coserve.schemas import Adapter
+from coserve.cli.common import DEFAULT_URL, AsJson, Key, Url, connect
+from coserve.schemas import PAGE_LIMIT, Adapter
 
 adapters_app = typer.Typer(no_args_is_help=True, help="List, import, download, roll back and delete adapters.")
 
 
 @adapters_app.command("list")
-def list_adapters(as_json: AsJson = False, url: Url = DEFAULT_URL, key: Key = None) -> None:
+def list_adapters(
+    limit: Annotated[int, typer.Option(help="most adapters to list", min=1, max=PAGE_LIMIT)] = 20,
+    after: Annotated[str | None, typer.Option(help="list those whose names come after this one")] = None,
+    as_json: AsJson = False,
+    url: Url = DEFAULT_URL,
+    key: Key = None,
+) -> None:
     """Every adapter, its latest version."""
-    with Client(url, api_key=key) as client:
-        for adapter in client.adapters().data:
-            _show_adapter(adapter, as_json)
+    with connect(url, key) as client:
+        page = client.adapters(after=after, limit=limit)
+    for adapter in page.data:
+        _show_adapter(adapter, as_json)
+    if page.has_more:
+        print(f"there are more: coserve adapters list --limit {limit} --after {page.data[-1].id}", file=sys.stderr)
 
 
 @adapters_app.command("show")
 def show_adapter(name: str, url: Url = DEFAULT_URL, key: Key = None) -> None:
     """All that is known of an adapter, as JSON."""
-    with Client(url, api_key=key) as client:
+    with connect(url, key) as client:
         _show_adapter(client.adapter(name), True)
 
 
 @adapters_app.command("import")
 def import_adapter(name: str, folder: Path, url: Url = DEFAULT_URL, key: Key = None) -> None:
     """Upload a folder of PEFT files as the next version of NAME."""
-    with Client(url, api_key=key) as client:
+    with connect(url, key) as client:
         _show_adapter(client.import_adapter(name, folder), False)
 
 
 @adapters_app.command("download")
 def download_adapter(name: str, folder: Path, url: Url = DEFAULT_URL, key: Key = None) -> None:
     """Save an adapter's PEFT files into a new folder."""
-    with Client(url, api_key=key) as client:
+    with connect(url, key) as client:
         print(client.download_adapter(name, folder))
 
 
 @adapters_app.command("delete")
 def delete_adapter(name: str, url: Url = DEFAULT_URL, key: Key = None) -> None:
     """Delete one version of an adapter (NAME@VERSION), or all of them (NAME)."""
-    with Client(url, api_key=key) as client:
+    with connect(url, key) as client:
         gone = client.delete_adapter(name)
         print(f"deleted {gone.id}, versions {', '.join(map(str, gone.versions))}")
 
@@ -54,7 +64,7 @@ def delete_adapter(name: str, url: Url = DEFAULT_URL, key: Key = None) -> None:
 @adapters_app.command("rollback")
 def roll_back_adapter(name: str, version: int, url: Url = DEFAULT_URL, key: Key = None) -> None:
     """Have NAME mean an older VERSION, until a newer one is published."""
-    with Client(url, api_key=key) as client:
+    with connect(url, key) as client:
         _show_adapter(client.rollback_adapter(name, version), False)
 
 

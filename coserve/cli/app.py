@@ -9,11 +9,11 @@ import typer
 from coserve.cli.adapters import adapters_app
 from coserve.cli.bench import bench
 from coserve.cli.demo import demo
+from coserve.cli.failures import run_safely
 from coserve.cli.generate import generate
 from coserve.cli.jobs import finetune, jobs_app
 from coserve.cli.serve import serve
 from coserve.cli.settings import show_config
-from coserve.errors import CoserveError, StartupError
 
 app = typer.Typer(no_args_is_help=True, pretty_exceptions_enable=False, help="Fine-tune and serve many LoRA adapters.")
 app.add_typer(jobs_app, name="jobs")
@@ -27,12 +27,5 @@ app.command("config")(show_config)
 
 
 def main() -> None:
-    """The console script. A refused start or a failed request ends with one line, not with a traceback."""
-    try:
-        app()
-    except StartupError as error:
-        print(f"coserve: {error.message}", file=sys.stderr)
-        sys.exit(2)
-    except CoserveError as error:
-        print(f"coserve: {error.code}: {error.message}", file=sys.stderr)
-        sys.exit(1)
+    """The console script. Whatever goes wrong ends with one line, not with a traceback."""
+    sys.exit(run_safely(lambda: app(standalone_mode=True)))

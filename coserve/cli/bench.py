@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import asyncio
+import secrets
+import sys
 from pathlib import Path
 from typing import Annotated
 
 import typer
 from rich.console import Console
 
+from coserve.cli.benchprogress import BenchProgress, CountedTarget, shown
 from coserve.cli.common import DEFAULT_URL, Key, Url
 from coserve.client import AsyncClient
 from coserve.workloads.arrivals import Arrivals, Process
 from coserve.workloads.metrics import summarise
 from coserve.workloads.popularity import Popularity, Shape
 from coserve.workloads.replay import Rest, Run, replay
+from coserve.workloads.report import check_folder, latency_table, totals_table, write_report
 from coserve.workloads.scenario import (
     Scenario,
     Trace,
@@ -45,7 +49,11 @@ def bench(
     url: Url = DEFAULT_URL,
     key: Key = None,
 ) -> None:
-    """Put the ETS paper's synthetic workload (its table 5.1 by default) on a running daemon and report."""
+    """Put the ETS paper's synthetic workload (its table 5.1 by default) on a running daemon and report.
+
+    The run makes adapters of its own, under names that no other run has, and deletes them at its end, after Ctrl-C too.
+    """
+    check_folder(report)
     scenario = Scenario(
         seed=seed,
         duration=duration,
@@ -66,15 +74,28 @@ def bench(
 
 
 async def _replay(trace: Trace, rest: Rest, url: str, key: str | None) -> Run:
-    async with AsyncClient(url, api_key=key, retry=NO_RETRIES) as client:
-        target = DaemonTarget(client, trace.scenario)
-        await target.prepare()
-        return await replay(trace, target, rest=rest)
+    progress = BenchProgress(trace)
+    async with AsyncClient(url, api_key=key or None, retry=NO_RETRIES) as client:
+        target = CountedTarget(client, trace.scenario, prefix=f"bench-{secrets.token_hex(4)}-")
+        target.progress = progress
+        await client.health()  # whoever is not there, or no daemon, is told before anything is made
+        try:
+            async with shown(progress):
+                await target.prepare()
+                progress.begin()
+                return await replay(trace, target, rest=rest, observe=progress.observe)
+        finally:
+            if rest is not Rest.LEAVE:
+                await _clean_up(target)
+
+
+async def _clean_up(target: DaemonTarget) -> None:
+    kept = await target.clean_up()
+    if kept:
+        print(f"could not delete {', '.join(kept)}: coserve adapters delete NAME", file=sys.stderr)
 
 
 def _print_report(folder: Path, run: Run) -> None:
-    from coserve.workloads.report import latency_table, totals_table, write_report
-
     console, summary = Console(), summarise(run)
     console.print(latency_table(summary))
     console.print(totals_table(summary))

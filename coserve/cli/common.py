@@ -1,4 +1,4 @@
-"""Options that several commands share."""
+"""Options that several commands share, and the client that they speak through."""
 
 from __future__ import annotations
 
@@ -6,10 +6,19 @@ from typing import Annotated
 
 import typer
 
+from coserve.client import Client, RetryPolicy
 from coserve.client.asynchronous import DEFAULT_URL
 
-__all__ = ["DEFAULT_URL", "AsJson", "Key", "Url"]
+__all__ = ["DEFAULT_URL", "RETRY", "AsJson", "Key", "Url", "connect"]
 
 Url = Annotated[str, typer.Option("--url", envvar="COSERVE_URL", help="where the daemon listens")]
 Key = Annotated[str | None, typer.Option("--key", envvar="COSERVE_API_KEY", help="API key")]
 AsJson = Annotated[bool, typer.Option("--json", help="print JSON, one object a line")]
+
+RETRY = RetryPolicy(attempts=3, first=0.2)
+"""Somebody sits in front of it: a daemon that is not there is told within a second."""
+
+
+def connect(url: str, key: str | None) -> Client:
+    """The daemon that --url and --key name."""
+    return Client(url, api_key=key or None, retry=RETRY)

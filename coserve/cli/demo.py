@@ -12,6 +12,7 @@ import typer
 def demo(report: Annotated[Path, typer.Option(help="folder for the report")] = Path("demo-report")) -> None:
     """Show everything once, in about two minutes: stream, fine-tune two adapters under load, compare, report."""
     from coserve.demo import demo as run
+    from coserve.workloads.report import check_folder
 
-    report.mkdir(parents=True, exist_ok=True)
+    check_folder(report)
     asyncio.run(run(report))

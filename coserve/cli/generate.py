@@ -7,8 +7,8 @@ from typing import Annotated, Any
 
 import typer
 
-from coserve.cli.common import DEFAULT_URL, Key, Url
-from coserve.client import Client, GenerateOptions
+from coserve.cli.common import DEFAULT_URL, Key, Url, connect
+from coserve.client import GenerateOptions
 
 
 def generate(
@@ -27,7 +27,7 @@ def generate(
     if seed is not None:
         options["seed"] = seed
     source: dict[str, Any] = {"messages": [{"role": "user", "content": text}]} if chat else {"prompt": text}
-    with Client(url, api_key=key) as client:
+    with connect(url, key) as client:
         for chunk in client.stream(adapter=adapter, **source, **options):
             print(chunk.text, end="", flush=True)
     print()

@@ -9,9 +9,10 @@ from typing import Annotated
 import msgspec
 import typer
 
-from coserve.cli.common import DEFAULT_URL, AsJson, Key, Url
-from coserve.client import Client
-from coserve.schemas import Job
+from coserve.cli.common import DEFAULT_URL, AsJson, Key, Url, connect
+from coserve.cli.jobtable import chosen_line, cut_line, job_line, job_table
+from coserve.client import JobHandle
+from coserve.schemas import PAGE_LIMIT, Job
 
 jobs_app = typer.Typer(no_args_is_help=True, help="List, watch and steer fine-tuning jobs.")
 
@@ -34,60 +35,85 @@ def finetune(
     given = {"epochs": epochs, "steps": steps, "learning_rate": learning_rate, "batch_tokens": batch_tokens}
     training = {name: value for name, value in given.items() if value is not None}
     lora = None if rank is None else {"r": rank}
-    with Client(url, api_key=key) as client:
+    with connect(url, key) as client:
         job = client.finetune(adapter, file=file, continue_from=continue_from, lora=lora, training=training)
         for note in job.info.notes:
-            print(f"note: {note}", file=sys.stderr)
-        _show_job(job.info if detach else job.wait(), as_json)
+            _warn(f"note: {note}")
+        _warn(cut_line(job.info))
+        if not as_json and (chosen := chosen_line(job.info)) is not None:
+            print(chosen)
+        _show_job(job.info if detach else _wait(job), as_json)
+
+
+def _wait(job: JobHandle) -> Job:
+    try:
+        return job.wait()
+    except KeyboardInterrupt:
+        _warn(f"the job goes on without you: coserve jobs watch {job.id}, or coserve jobs cancel {job.id}")
+        raise
+
+
+def _warn(line: str | None) -> None:
+    if line is not None:
+        print(line, file=sys.stderr)
 
 
 @jobs_app.command("list")
-def list_jobs(as_json: AsJson = False, url: Url = DEFAULT_URL, key: Key = None) -> None:
-    """The newest jobs."""
-    with Client(url, api_key=key) as client:
-        for job in client.jobs().data:
-            _show_job(job, as_json)
+def list_jobs(
+    limit: Annotated[int, typer.Option(help="most jobs to list", min=1, max=PAGE_LIMIT)] = 20,
+    after: Annotated[str | None, typer.Option(help="list the jobs older than this one")] = None,
+    as_json: AsJson = False,
+    url: Url = DEFAULT_URL,
+    key: Key = None,
+) -> None:
+    """The newest jobs, and what each is doing."""
+    with connect(url, key) as client:
+        page = client.jobs(after=after, limit=limit)
+    if as_json:
+        for job in page.data:
+            _show_job(job, True)
+    else:
+        print("\n".join(job_table(page.data)))
+    if page.has_more:
+        _warn(f"there are more: coserve jobs list --limit {limit} --after {page.data[-1].id}")
 
 
 @jobs_app.command("show")
 def show_job(id: str, url: Url = DEFAULT_URL, key: Key = None) -> None:
     """All that is known of a job, as JSON."""
-    with Client(url, api_key=key) as client:
+    with connect(url, key) as client:
         _show_job(client.job(id).info, True)
 
 
 @jobs_app.command("watch")
 def watch_job(id: str, url: Url = DEFAULT_URL, key: Key = None) -> None:
     """Follow a job to its end."""
-    with Client(url, api_key=key) as client:
-        _show_job(client.job(id).wait(), False)
+    with connect(url, key) as client:
+        job = client.job(id)
+        _warn(cut_line(job.info))
+        _show_job(_wait(job), False)
 
 
 @jobs_app.command("pause")
 def pause_job(id: str, url: Url = DEFAULT_URL, key: Key = None) -> None:
     """Stop a job at a checkpoint."""
-    with Client(url, api_key=key) as client:
+    with connect(url, key) as client:
         _show_job(client.job(id).pause(), False)
 
 
 @jobs_app.command("resume")
 def resume_job(id: str, url: Url = DEFAULT_URL, key: Key = None) -> None:
     """Put a paused job back in line."""
-    with Client(url, api_key=key) as client:
+    with connect(url, key) as client:
         _show_job(client.job(id).resume(), False)
 
 
 @jobs_app.command("cancel")
 def cancel_job(id: str, url: Url = DEFAULT_URL, key: Key = None) -> None:
     """End a job without an adapter."""
-    with Client(url, api_key=key) as client:
+    with connect(url, key) as client:
         _show_job(client.job(id).cancel(), False)
 
 
 def _show_job(job: Job, as_json: bool) -> None:
-    if as_json:
-        print(msgspec.json.encode(job).decode())
-        return
-    loss = "" if job.loss is None else f"  loss {job.loss:.3f}"
-    error = "" if job.error is None else f"  {job.error.code}: {job.error.message}"
-    print(f"{job.id}  {job.adapter}@{job.version}  {job.state}  step {job.step}/{job.total_steps}{loss}{error}")
+    print(msgspec.json.encode(job).decode() if as_json else job_line(job))

@@ -65,6 +65,10 @@ class AsyncClient:
         sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
         rng: random.Random | None = None,
     ) -> None:
+        if api_key is not None and not (
+            api_key.isascii() and api_key.isprintable() and api_key.strip() == api_key != ""
+        ):
+            raise InvalidRequest("expected printable ASCII without spaces around it", field="api_key")
         self._own = HttpTransport(base_url, read_timeout=read_timeout) if transport is None else None
         chosen = transport or self._own
         assert chosen is not None, "one of the two"

@@ -93,6 +93,8 @@ def corpus_upload(request: FinetuneRequest, file: Path | bytes) -> Upload:
 
 def adapter_upload(name: str, folder: Path) -> Upload:
     """The two files of a PEFT folder. Raises `InvalidRequest` if one is not there."""
+    if not folder.is_dir():
+        raise InvalidRequest(f"expected a folder of PEFT files, got {str(folder)!r}, which is none", field="folder")
     for file in ADAPTER_FILES:
         if not (folder / file).is_file():
             raise InvalidRequest(f"expected a file {file!r} in the folder, got none", field="folder")

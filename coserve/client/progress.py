@@ -6,6 +6,7 @@ import sys
 from types import TracebackType
 from typing import Protocol, Self
 
+from coserve.client.pace import Pace
 from coserve.schemas import Job, JobEvent
 
 
@@ -40,7 +41,7 @@ class Bar:
     def __init__(self, job: Job) -> None:
         # A program without a terminal, or without progress=True, need not load rich.
         from rich.console import Console
-        from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
+        from rich.progress import BarColumn, MofNCompleteColumn, TextColumn
         from rich.progress import Progress as RichProgress
 
         self._bar = RichProgress(
@@ -48,9 +49,9 @@ class Bar:
             BarColumn(),
             MofNCompleteColumn(),
             TextColumn("{task.fields[note]}"),
-            TimeRemainingColumn(),
             console=Console(stderr=True),
         )
+        self._pace = Pace()
         name = f"{job.adapter}@{job.version}"
         self._task = self._bar.add_task(name, total=job.total_steps or None, completed=job.step, note=job.state.value)
 
@@ -64,13 +65,23 @@ class Bar:
         self._bar.stop()
 
     def show(self, event: JobEvent) -> None:
+        self._pace.see(event)
         if event.metrics is not None:
             metrics = event.metrics
             speed = metrics.tokens / metrics.seconds if metrics.seconds > 0 else 0.0
             note = f"loss {metrics.loss:.3f}  {speed:,.0f} tokens/s"
+            if (left := self._pace.left) is not None:
+                note += f"  {clock(left)} left"
             self._bar.update(self._task, total=metrics.total_steps, completed=metrics.step, note=note)
         elif event.state is not None:
             self._bar.update(self._task, note=event.state.value)
+
+
+def clock(seconds: float) -> str:
+    """`1:05`, `2:00:09`."""
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
 
 
 def progress_for(job: Job, wanted: bool | None) -> Progress:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import tempfile
 from itertools import accumulate
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -10,6 +11,7 @@ from typing import TYPE_CHECKING
 import msgspec
 from rich.table import Table
 
+from coserve.errors import InvalidRequest
 from coserve.types import Wire
 from coserve.workloads.metrics import Spread, Summary, e2e, ttft
 from coserve.workloads.replay import Run
@@ -25,6 +27,17 @@ class Report(Wire, frozen=True):
 
     summary: Summary
     run: Run
+
+
+def check_folder(folder: Path) -> None:
+    """Make the folder of a report, and see that files can be written there. Raises `InvalidRequest`."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        reason = error.strerror or str(error)
+        raise InvalidRequest(f"cannot write into the folder {str(folder)!r}: {reason}", field="report") from error
 
 
 def write_report(folder: Path, run: Run, summary: Summary) -> list[Path]:

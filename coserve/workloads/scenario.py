@@ -162,9 +162,12 @@ def _finetunes(scenario: Scenario, rows: Sequence[dict[str, Any]]) -> list[Finet
 
 
 def save_trace(trace: Trace, path: Path) -> None:
-    """JSON lines: the scenario, then one line an arrival."""
+    """JSON lines: the scenario, then one line an arrival. Raises `InvalidRequest` where nothing can be written."""
     lines = [trace.scenario, *trace.arrivals]
-    path.write_bytes(msgspec.json.Encoder().encode_lines(lines))
+    try:
+        path.write_bytes(msgspec.json.Encoder().encode_lines(lines))
+    except OSError as error:
+        raise InvalidRequest(f"cannot write the trace to {str(path)!r}: {error.strerror}", field="save") from error
 
 
 def load_trace(path: Path) -> Trace:

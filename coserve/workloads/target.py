@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
-from contextlib import aclosing
+from contextlib import aclosing, suppress
 
 from coserve.client import AsyncClient, AsyncJobHandle, RetryPolicy
-from coserve.errors import AdapterNotFound, InvalidRequest
+from coserve.errors import AdapterBusy, AdapterNotFound, CoserveError, InvalidRequest
 from coserve.schemas import JobEvent
 from coserve.types import LoraSettings, TrainingSettings
 from coserve.workloads.replay import Progress
@@ -15,28 +15,42 @@ from coserve.workloads.scenario import FinetuneArrival, PromptArrival, Scenario
 
 NO_RETRIES = RetryPolicy(attempts=1)
 """For the client of a replay: a refusal is a result, and a request sent twice is not the load that was asked for."""
+DELETE_ATTEMPTS = 6
 SEED_ROW = {"text": "A first row, so that the adapter exists."}
 
 
 class DaemonTarget:
-    """Sends a trace's arrivals with `client`; every job continues its adapter, which `prepare` makes first."""
+    """Sends a trace's arrivals with `client`; every job continues its adapter, which `prepare` makes first.
 
-    def __init__(self, client: AsyncClient, scenario: Scenario) -> None:
-        self._client, self._scenario = client, scenario
+    `prefix`: the daemon knows each adapter of the scenario by its name behind this, so that a run has adapters of its own,
+    which `clean_up` deletes.
+    """
+
+    def __init__(self, client: AsyncClient, scenario: Scenario, *, prefix: str = "") -> None:
+        self._client, self._scenario, self._prefix = client, scenario, prefix
         self._jobs: dict[str, AsyncJobHandle] = {}
+        self._touched: set[str] = set()
+
+    def served_name(self, adapter: str) -> str:
+        """What the daemon calls an adapter of the scenario."""
+        return self._prefix + adapter
 
     async def prepare(self) -> int:
         """Make the scenario's adapters that the daemon lacks; how many. Raises what keeps it from that, and
         `InvalidRequest` where one is there with another rank.
         """
-        return sum(await asyncio.gather(*(self._ensure(name) for name in self._scenario.adapter_names)))
+        return sum(
+            await asyncio.gather(*(self._ensure(self.served_name(name)) for name in self._scenario.adapter_names))
+        )
 
     async def _ensure(self, name: str) -> bool:
         try:
             adapter = await self._client.adapter(name)
         except AdapterNotFound:
             settings = LoraSettings(r=self._scenario.rank)
+            self._touched.add(name)
             job = await self._client.finetune(name, [SEED_ROW], lora=settings, training=TrainingSettings(steps=1))
+            self._jobs[job.id] = job
             await job.wait(progress=False)
             return True
         if adapter.rank != self._scenario.rank:
@@ -46,7 +60,7 @@ class DaemonTarget:
     async def generate(self, arrival: PromptArrival) -> AsyncIterator[int]:
         chunks = self._client.stream(
             arrival.prompt,
-            adapter=arrival.adapter,
+            adapter=None if arrival.adapter is None else self.served_name(arrival.adapter),
             max_tokens=arrival.max_tokens,
             seed=arrival.seed,
             ignore_eos=True,
@@ -62,10 +76,8 @@ class DaemonTarget:
 
     async def start(self, arrival: FinetuneArrival) -> AsyncJobHandle:
         """The request that makes a job of an arrival."""
-        training = self._scenario.training
-        return await self._client.finetune(
-            arrival.adapter, arrival.rows, continue_from=arrival.adapter, training=training
-        )
+        name, training = self.served_name(arrival.adapter), self._scenario.training
+        return await self._client.finetune(name, arrival.rows, continue_from=name, training=training)
 
     async def watch(self, job: str) -> AsyncIterator[Progress]:
         events = self._jobs[job].events()
@@ -79,3 +91,30 @@ class DaemonTarget:
 
     async def cancel(self, job: str) -> None:
         await self._jobs[job].cancel()
+
+    async def clean_up(self) -> list[str]:
+        """Cancel what still runs of this target's jobs and delete the adapters that `prepare` made; the names of those
+        that could not be deleted.
+        """
+        await asyncio.gather(*(self._end(job) for job in self._jobs.values()))
+        names = sorted(self._touched)
+        gone = await asyncio.gather(*(self._delete(name) for name in names))
+        return [name for name, deleted in zip(names, gone, strict=True) if not deleted]
+
+    async def _end(self, job: AsyncJobHandle) -> None:
+        with suppress(CoserveError):  # it ended long ago, mostly
+            await job.cancel()
+
+    async def _delete(self, name: str) -> bool:
+        for attempt in range(DELETE_ATTEMPTS):
+            try:
+                await self._client.delete_adapter(name)
+            except AdapterNotFound:  # its first job never ended
+                return True
+            except AdapterBusy:
+                await asyncio.sleep(0.1 * 2**attempt)
+            except CoserveError:
+                return False
+            else:
+                return True
+        return False

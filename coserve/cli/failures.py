@@ -1,0 +1,103 @@
+"""What the command line says when something goes wrong: one line, with what to do where that is known, and no traceback.
+
+`COSERVE_DEBUG=1` shows the traceback of an error that nobody foresaw.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+import traceback
+from collections.abc import Callable
+
+from coserve.errors import CoserveError, EngineUnavailable, StartupError, Unauthorized, Unreachable
+
+DEBUG = "COSERVE_DEBUG"
+USAGE, FAILED, INTERRUPTED = 2, 1, 130
+"""Exit statuses: the daemon refuses to start, a command failed, Ctrl-C."""
+
+
+def run_safely(command: Callable[[], object]) -> int:
+    """Run `command`; the exit status. Every error becomes one line on standard error."""
+    _print_any_text()
+    try:
+        command()
+        sys.stdout.flush()
+        return 0
+    except SystemExit as leaving:
+        return _status(leaving)
+    except KeyboardInterrupt:
+        _say("stopped")
+        return INTERRUPTED
+    except BrokenPipeError:
+        return _nobody_reads()
+    except BaseExceptionGroup as group:
+        return _failed(_first(group))
+    except Exception as error:  # noqa: BLE001 - the last stop: nothing may end in a traceback
+        return _failed(error)
+
+
+def explain(error: BaseException) -> str:
+    """One line for an error that is somebody's mistake or misfortune; an unexpected one names its type."""
+    match error:
+        case Unauthorized():
+            return f"{error}; give the daemon's key with --key or COSERVE_API_KEY"
+        case Unreachable(sent=False):
+            return f"{error}; is it running (coserve serve)? --url or COSERVE_URL say where"
+        case EngineUnavailable() | StartupError():
+            return str(error)
+        case CoserveError():
+            return f"{error.code}: {error}"
+        case OSError(strerror=str(reason)) if error.filename is not None:
+            return f"{os.fsdecode(error.filename)}: {reason}"
+        case OSError() if str(error):
+            return str(error)
+        case UnicodeEncodeError():
+            return "an argument is not valid UTF-8 text"
+        case UnicodeDecodeError():
+            return "expected UTF-8 text, got other bytes"
+        case _:
+            detail = f": {error}" if str(error) else ""
+            return f"unexpected {type(error).__name__}{detail}; {DEBUG}=1 shows where"
+
+
+def _failed(error: BaseException) -> int:
+    if os.environ.get(DEBUG):
+        traceback.print_exception(error)
+    _say(explain(error))
+    return USAGE if isinstance(error, StartupError) else FAILED
+
+
+def _say(line: str) -> None:
+    with contextlib.suppress(OSError):  # standard error may be gone too
+        print(f"coserve: {' '.join(line.split())}", file=sys.stderr, flush=True)
+
+
+def _status(leaving: SystemExit) -> int:
+    """The status of a command that ended by itself; what it printed goes out first."""
+    try:
+        sys.stdout.flush()
+    except BrokenPipeError:
+        return _nobody_reads()
+    return leaving.code if isinstance(leaving.code, int) else int(leaving.code is not None)
+
+
+def _nobody_reads() -> int:
+    """Standard output was closed by its reader (`| head -1`): nobody is left to be told, at exit neither."""
+    with open(os.devnull, "w") as nowhere:  # noqa: PTH123 - a device
+        os.dup2(nowhere.fileno(), sys.stdout.fileno())
+    return FAILED
+
+
+def _first(group: BaseExceptionGroup[BaseException]) -> BaseException:
+    inner = group.exceptions[0]
+    return _first(inner) if isinstance(inner, BaseExceptionGroup) else inner
+
+
+def _print_any_text() -> None:
+    """A terminal that cannot show a character shows a question mark."""
+    for stream in (sys.stdout, sys.stderr):
+        reconfigure = getattr(stream, "reconfigure", None)
+        if reconfigure is not None:
+            reconfigure(errors="replace")

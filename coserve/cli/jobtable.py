@@ -1,0 +1,73 @@
+"""Jobs as lines for people."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Iterator
+
+from coserve.client.progress import clock
+from coserve.schemas import Job
+
+HEADERS = ("ID", "ADAPTER", "STATE", "STEP", "LOSS", "AGE", "LEFT", "NOTE")
+
+
+def age(seconds: float) -> str:
+    """In the largest unit that fits: `5s`, `12m`, `3h`, `9d`."""
+    for unit, size in (("d", 86400), ("h", 3600), ("m", 60)):
+        if seconds >= size:
+            return f"{int(seconds // size)}{unit}"
+    return f"{max(0, int(seconds))}s"
+
+
+def job_table(jobs: Iterable[Job], now: float | None = None) -> Iterator[str]:
+    """A header, then one line a job, in columns."""
+    now = time.time() if now is None else now
+    rows = [HEADERS, *(_cells(job, now) for job in jobs)]
+    widths = [max(len(row[column]) for row in rows) for column in range(len(HEADERS))]
+    for row in rows:
+        yield "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+
+
+def _cells(job: Job, now: float) -> tuple[str, ...]:
+    notes = [] if job.error is None else [job.error.code]
+    notes += [] if job.queue_position is None else [f"{job.queue_position} ahead"]
+    notes += [f"{job.rows_cut} rows cut"] if job.rows_cut else []
+    return (
+        job.id,
+        f"{job.adapter}@{job.version}",
+        job.state.value,
+        f"{job.step}/{job.total_steps}",
+        "-" if job.loss is None else f"{job.loss:.3f}",
+        age(now - job.created_at),
+        "-" if job.eta is None else clock(job.eta),
+        ", ".join(notes),
+    )
+
+
+def job_line(job: Job) -> str:
+    """One job on its own."""
+    loss = "" if job.loss is None else f"  loss {job.loss:.3f}"
+    error = "" if job.error is None else f"  {job.error.code}: {job.error.message}"
+    return f"{job.id}  {job.adapter}@{job.version}  {job.state}  step {job.step}/{job.total_steps}{loss}{error}"
+
+
+def chosen_line(job: Job) -> str | None:
+    """What the daemon chose of the training settings; None: nothing."""
+    training, parts = job.training, []
+    if "epochs" in job.auto and training.epochs is not None:
+        parts.append(f"{training.epochs:g} epochs")
+    if "batch_tokens" in job.auto:
+        parts.append(f"batches of {training.batch_tokens} tokens")
+    if "learning_rate" in job.auto:
+        parts.append(f"learning rate {training.learning_rate:g}")
+    return f"chosen for {job.rows} rows of {job.tokens} tokens: {', '.join(parts)}" if parts else None
+
+
+def cut_line(job: Job) -> str | None:
+    """A warning if rows lost a part."""
+    if not job.rows_cut:
+        return None
+    return (
+        f"warning: {job.rows_cut} of {job.rows} rows were too long and lost a part "
+        "(the limit is the smallest of max_length, the base's context and the daemon's micro_batch_tokens)"
+    )

@@ -1,0 +1,209 @@
+"""Every command, whatever it is given and whoever answers: no traceback, one line, a status that is not 0."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+import coserve.cli.bench
+import coserve.cli.common
+from coserve.cli.app import app
+from coserve.cli.failures import explain, run_safely
+from coserve.client import RetryPolicy
+from coserve.errors import InvalidRequest, QueueFull
+from tests.support.hostile_server import ANSWERS, hostile_server
+
+NOBODY = "http://127.0.0.1:1"
+ASKING = [
+    ["generate", "hi"],
+    ["finetune", "a", "ROWS"],
+    ["jobs", "list"],
+    ["jobs", "show", "x"],
+    ["jobs", "watch", "x"],
+    ["jobs", "pause", "x"],
+    ["jobs", "resume", "x"],
+    ["jobs", "cancel", "x"],
+    ["adapters", "list"],
+    ["adapters", "show", "x"],
+    ["adapters", "import", "x", "PEFT"],
+    ["adapters", "download", "x", "NEW"],
+    ["adapters", "delete", "x"],
+    ["bench", "--duration", "1", "--report", "NEW"],
+]
+
+
+@pytest.fixture(autouse=True)
+def one_attempt(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(coserve.cli.common, "RETRY", RetryPolicy(attempts=1))
+    monkeypatch.chdir(tmp_path)
+
+
+def paths(folder: Path) -> dict[str, str]:
+    (folder / "rows.jsonl").write_text('{"text": "one two three"}\n')
+    (folder / "peft").mkdir(exist_ok=True)
+    for name in ("adapter_config.json", "adapter_model.safetensors"):
+        (folder / "peft" / name).write_text("{}")
+    return {"ROWS": str(folder / "rows.jsonl"), "PEFT": str(folder / "peft"), "NEW": str(folder / "new")}
+
+
+def run(args: list[str], capsys: pytest.CaptureFixture[str]) -> str:
+    """The one line that a failing command says."""
+    assert run_safely(lambda: app(args)) in (1, 2)
+    said = capsys.readouterr().err
+    assert "Traceback" not in said and "unexpected" not in said, said
+    assert said.startswith("coserve: ") and said.count("\n") == 1, said
+    return said
+
+
+@pytest.mark.parametrize("answer", ANSWERS)
+@pytest.mark.parametrize("command", ASKING, ids=lambda command: " ".join(command[:2]))
+def test_no_daemon_answers_as_it_should(
+    command: list[str], answer: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    places = paths(tmp_path)
+    with hostile_server(ANSWERS[answer]) as url:
+        said = run([*(places.get(word, word) for word in command), "--url", url], capsys)
+    if answer == "wrong key":
+        assert "--key" in said
+    assert not (tmp_path / "new").exists() or not any((tmp_path / "new").iterdir())
+
+
+@pytest.mark.parametrize("command", ASKING, ids=lambda command: " ".join(command[:2]))
+@pytest.mark.parametrize(
+    ("url", "says"),
+    [(NOBODY, "is it running"), ("localhost:8000", "expected a URL"), ("http://", "expected a URL"), ("", "URL"),
+     ("http://no-such-host.invalid", "no daemon answers")],
+)  # fmt: skip
+def test_wrong_addresses(
+    command: list[str], url: str, says: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    places = paths(tmp_path)
+    assert says in run([*(places.get(word, word) for word in command), "--url", url], capsys)
+
+
+@pytest.mark.parametrize("key", ["with\nnewline", "schlüssel", " x"])
+def test_keys_that_no_header_can_hold(key: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert "api_key" in run(["jobs", "list", "--url", NOBODY, "--key", key], capsys)
+
+
+def unreadable(make: Callable[[Path], object], tmp_path: Path) -> str:
+    path = tmp_path / "bad"
+    make(path)
+    return str(path)
+
+
+@pytest.mark.parametrize(
+    ("command", "says"),
+    [
+        (["adapters", "import", "x", "/nonexistent"], "/nonexistent"),
+        (["adapters", "import", "x", "EMPTY"], "adapter_config.json"),
+        (["adapters", "import", "x", "FILE"], "folder"),
+        (["bench", "--trace", "FILE"], "line 1"),
+        (["bench", "--trace", "EMPTY"], "trace"),
+        (["bench", "--trace", "/nonexistent"], "trace"),
+        (["bench", "--trace", "BINARY"], "line 1"),
+        (["bench", "--rate", "-1"], "rate"),
+        (["bench", "--adapters", "-1"], "adapters"),
+        (["bench", "--report", "FILE"], "report"),
+        (["bench", "--report", "FILE/below"], "report"),
+        (["bench", "--report", "/proc/report"], "report"),
+        (["bench", "--save", "/proc/trace"], "/proc"),
+        (["demo", "--report", "FILE/below"], "report"),
+        (["config", "--config", "/nonexistent"], "/nonexistent"),
+        (["config", "--config", "BINARY"], "config"),
+        (["config", "--config", "EMPTY"], "config"),
+        (["config", "--config", "FILE"], "config"),
+        (["generate", "\udcff"], "UTF-8"),
+    ],
+)
+def test_files_that_are_not_what_they_should_be(
+    command: list[str], says: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    (tmp_path / "file").write_text("not what you expect")
+    (tmp_path / "binary").write_bytes(bytes(range(256)))
+    (tmp_path / "empty").mkdir()
+    for word, path in (("FILE", "file"), ("BINARY", "binary"), ("EMPTY", "empty")):
+        command = [part.replace(word, str(tmp_path / path)) for part in command]
+    command += ["--url", NOBODY] if command[0] not in ("config", "demo") else []
+    assert says in run(command, capsys)
+
+
+def test_usage_errors_are_no_tracebacks(capsys: pytest.CaptureFixture[str]) -> None:
+    for command in (
+        ["nope"],
+        ["jobs", "nope"],
+        ["finetune", "a", "/nonexistent"],
+        ["generate"],
+        ["jobs", "list", "--x"],
+    ):
+        assert run_safely(lambda command=command: app(command)) == 2
+        assert "Traceback" not in capsys.readouterr().err
+
+
+def test_an_error_that_nobody_foresaw_says_how_to_see_more(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail() -> None:
+        raise KeyError("gone")
+
+    assert run_safely(fail) == 1
+    assert capsys.readouterr().err == "coserve: unexpected KeyError: 'gone'; COSERVE_DEBUG=1 shows where\n"
+    monkeypatch.setenv("COSERVE_DEBUG", "1")
+    run_safely(fail)
+    assert "in fail" in capsys.readouterr().err
+
+
+def test_errors_that_came_in_a_group_and_in_lines() -> None:
+    async def fail() -> None:
+        async with asyncio.TaskGroup() as group:
+            group.create_task(refuse())
+
+    async def refuse() -> None:
+        raise QueueFull("too\nmany")
+
+    assert run_safely(lambda: asyncio.run(fail())) == 1
+    assert explain(InvalidRequest("expected more", field="rank")) == "invalid_request: rank: expected more"
+
+
+def process(*args: str, **environ: str) -> subprocess.Popen[bytes]:
+    return subprocess.Popen(
+        [sys.executable, "-P", "-m", "coserve.cli", *args],
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, env={"PATH": "", **environ},
+    )  # fmt: skip
+
+
+def test_a_reader_that_leaves_and_a_terminal_without_unicode() -> None:
+    with process("config") as left:
+        assert left.stdout is not None and left.stderr is not None
+        left.stdout.close()
+        assert left.stderr.read() == b""
+    environ = {"PYTHONIOENCODING": "ascii", "COSERVE_MODEL": "modèle", "PYTHONUTF8": "0"}
+    with process("config", **environ) as shown:
+        out, err = shown.communicate(timeout=60)
+    assert (shown.returncode, err) == (0, b"")
+    assert b"mod?le" in out
+
+
+def test_ctrl_c_while_a_daemon_is_silent() -> None:
+    """A server that accepts and says nothing."""
+    import socket
+
+    with socket.socket() as silent:
+        silent.bind(("127.0.0.1", 0))
+        silent.listen()
+        url = f"http://127.0.0.1:{silent.getsockname()[1]}"
+        with process("generate", "hi", "--url", url) as waiting:
+            connection, _ = silent.accept()
+            connection.recv(1)
+            os.kill(waiting.pid, signal.SIGINT)
+            _, err = waiting.communicate(timeout=60)
+            connection.close()
+    assert waiting.returncode == 130
+    assert b"Traceback" not in err and b"Exception" not in err
