@@ -26,11 +26,12 @@ help:
 
 venv: $(STAMP)
 
-$(STAMP): pyproject.toml constraints.txt
+$(STAMP): pyproject.toml constraints.txt tests/clients.txt
 	@test -n "$(PYTHON)" || { echo "coserve needs Python 3.11 or 3.12 with venv (Debian: apt install python3-venv)" >&2; exit 1; }
 	@test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	@echo "installing into .venv (a few minutes the first time)"
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[test]'
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps -r tests/clients.txt
 	@touch $@
 
 check: venv

@@ -119,4 +119,4 @@ def _check_ranges(settings: LoraSettings) -> None:
     if not 0 <= settings.dropout < 1:
         raise InvalidRequest(f"expected a dropout from 0 to below 1, got {settings.dropout}", field="dropout")
     if settings.init not in INITS:
-        raise InvalidRequest(f"expected init among {', '.join(INITS)}, got {settings.init[:80]!r}", field="init")
+        raise InvalidRequest(f"expected one of {', '.join(INITS)}", field="init")

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 
-import msgspec
 from aiohttp import web
 from msgspec import UNSET, UnsetType
 
@@ -122,13 +121,9 @@ class TgiApi:
         self._service, self._config, self._intake = service, config, intake
 
     async def generate_root(self, request: web.Request) -> web.StreamResponse:
-        """As TGI's own: a list of one answer, or a stream; the prompt is part of the text unless the request says no."""
+        """As TGI's own: a list of one answer, or a stream."""
         try:
             ask = await self._intake.dialect(request, TgiRequest)
-            given = ask.parameters or TgiParameters()
-            if given.return_full_text is None:
-                given = msgspec.structs.replace(given, return_full_text=True)
-                ask = msgspec.structs.replace(ask, parameters=given)
             if ask.stream:
                 return await self._stream(request, ask)
             return answer([await self._collect(ask)])

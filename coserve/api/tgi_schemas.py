@@ -44,7 +44,7 @@ class TgiParameters(Wire, frozen=True):
     return_k_alternatives: Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)] | None = None
     """LoRAX's: the same, with each token."""
     return_full_text: bool | None = None
-    """The prompt comes before the text. null: only in answers of `POST /`."""
+    """The prompt comes before the text."""
 
     adapter_source: Any = None
     api_token: Any = None
