@@ -15,6 +15,7 @@ import torch
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from coserve.adapters.residency import Residency
+from coserve.cancellation import Cancellation
 from coserve.config import Config
 from coserve.engine import Engine
 from coserve.generate.generator import Generator
@@ -143,8 +144,11 @@ class NoJobs:
 
     pieces_done = 0
 
-    def start(self, spec: JobSpec) -> JobStarted:
+    def load(self, spec: JobSpec, cancellation: Cancellation) -> Callable[[], JobStarted]:
         raise AssertionError(spec)
+
+    def preparation(self, job: str) -> Callable[[Cancellation], None] | None:
+        raise AssertionError(job)
 
     def advance(self, job: str, pieces: int | None) -> list[FromEngine]:
         raise AssertionError(job)

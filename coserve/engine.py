@@ -11,13 +11,13 @@ import asyncio
 import logging
 import math
 from collections.abc import Awaitable, Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Executor, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Literal, get_args
 
-from coserve.errors import CoserveError, EngineUnavailable, QueueFull
+from coserve.errors import CoserveError, EngineFault, EngineUnavailable, InternalError, QueueFull
 from coserve.fetches import Fetches
 from coserve.jobs import Jobs
 from coserve.link import (
@@ -97,6 +97,7 @@ class Engine:
         planned_bytes: int = 0,
         pace: Callable[[], Awaitable[None]] = _yield_to_loop,
         upgrade: Upgrades | None = None,
+        job_threads: Executor | None = None,
     ) -> None:
         self._generator, self._adapters = generator, adapters
         self._policy, self._link = policy, link
@@ -106,8 +107,12 @@ class Engine:
         self._queue = InferenceQueue(max_queue, fair=fair)
         self._seen: tuple[tuple[Queued, ...], tuple[Waiting, ...]] = (), ()
         self._running: dict[str, _Clocked] = {}
-        self._jobs = Jobs(trainer, link.send, max_active=max_active_jobs)
         self._changed = asyncio.Event()
+        self._loop: asyncio.AbstractEventLoop | None = None
+        threads = ThreadPoolExecutor(max_active_jobs, "jobs") if job_threads is None else job_threads
+        self._jobs = Jobs(
+            trainer, link.send, max_active=max_active_jobs, threads=threads, changed=self._change_from_a_thread
+        )
         self._fetches = Fetches(adapters, self._changed.set)
         self._stopping = False
         self._steps, self._slices = Estimates(), Slices()
@@ -116,7 +121,9 @@ class Engine:
         self._stats_due = 0.0
 
     async def run(self) -> None:
-        """Tick until `Shutdown` comes or the API process is gone."""
+        """Tick until `Shutdown` comes or the API process is gone. Raises what only a new process mends: `EngineFault`, and
+        any error outside of the work of one request or one job."""
+        self._loop = asyncio.get_running_loop()
         beside = [asyncio.create_task(self._receive())]
         if self._upgrade is not None:
             beside.append(asyncio.create_task(self._take_up(self._upgrade)))
@@ -138,9 +145,15 @@ class Engine:
             for task in beside:
                 task.cancel()
             self._fetches.close()
+            self._jobs.close()
         failpoint("shutdown")
         self._jobs.checkpoint()
         self._link.send(EngineStopped())
+
+    def _change_from_a_thread(self) -> None:
+        assert self._loop is not None, "jobs start while the engine runs"
+        with suppress(RuntimeError):  # the loop has ended, and the engine with it
+            self._loop.call_soon_threadsafe(self._changed.set)
 
     async def _tick(self, now: float) -> None:
         match self._policy.decide(self._view(), now):
@@ -192,12 +205,23 @@ class Engine:
         request = entry.message
         try:
             self._generator.add(request)
-        except CoserveError as error:
-            self._link.send(RequestFailed(id=request.id, code=error.code, message=error.message))
+        except Exception as error:  # noqa: BLE001 - whatever it is, it is this request's alone
+            self._fail(request, error)
         else:
             steps = math.ceil(len(request.prompt) / self._step_tokens)
             self._running[request.id] = _Clocked(request.slo.tpot, entry.deadline, steps)
             self._link.send(Admitted(id=request.id))
+
+    def _fail(self, request: Generate, error: Exception) -> None:
+        """The request ends with what its own work raised. Raises an `EngineFault`."""
+        if isinstance(error, EngineFault):
+            raise error
+        if isinstance(error, CoserveError):
+            code, message = error.code, error.message
+        else:
+            log.error("request %s: internal error", request.id, exc_info=error)
+            code, message = InternalError.code, f"internal error ({type(error).__name__})"
+        self._link.send(RequestFailed(id=request.id, code=code, message=message))
 
     def _emit_tokens(self, messages: Sequence[Tokens | RequestFailed], now: float) -> None:
         wanted: list[FromEngine] = []

@@ -27,6 +27,7 @@ CoserveError
 └── StartupError                     the daemon refuses to start (exit status 2)
     ├── ConfigError                  ├── UnsupportedBase       ├── PortInUse
     └── DataFolderInUse
+EngineFault                          the engine's shared state is wrong: its process ends and is started again
 """
 
 from __future__ import annotations
@@ -300,3 +301,8 @@ class PortInUse(StartupError):
 
 class DataFolderInUse(StartupError):
     code = "data_folder_in_use"
+
+
+class EngineFault(Exception):
+    """What requests and jobs share in the engine cannot be trusted any more: its process ends. Nobody is answered with it;
+    any other error ends the request or the job whose work raised it."""

@@ -1,13 +1,21 @@
-"""The jobs of one engine: active ones, one in line, paused ones. What becomes of them is told over the link."""
+"""The jobs of one engine: active ones, one in line, paused ones. What becomes of them is told over the link.
+
+Whatever a job's own work raises ends that job alone; only an `EngineFault` ends the engine. What may take long, however
+large the job, runs on threads: a job starts there, and goes back there between two optimizer steps where the next one has
+much to prepare. Everything else happens on the event loop, between two ticks.
+"""
 
 from __future__ import annotations
 
 import logging
 from collections import deque
 from collections.abc import Callable
+from concurrent.futures import Executor, Future
+from dataclasses import dataclass
 
-from coserve.errors import CoserveError
-from coserve.link import FromEngine, JobCancelled, JobFailed, JobPaused, JobSucceeded
+from coserve.cancellation import Cancellation
+from coserve.errors import CoserveError, EngineFault, InternalError
+from coserve.link import FromEngine, JobCancelled, JobFailed, JobPaused, JobStarted, JobSucceeded
 from coserve.queues.finetune import JobQueue
 from coserve.rooms import Trains
 from coserve.types import JobSpec, Piece
@@ -15,13 +23,36 @@ from coserve.types import JobSpec, Piece
 log = logging.getLogger(__name__)
 
 
+@dataclass(frozen=True)
+class _Background:
+    """Work of a job on a thread, whose result is a call to be made on the event loop."""
+
+    cancellation: Cancellation
+    future: Future[Callable[[], JobStarted | None]]
+
+
 class Jobs:
     """At most `max_active` jobs take turns; further ones wait, first come, first served."""
 
-    def __init__(self, trainer: Trains, send: Callable[[FromEngine], None], *, max_active: int) -> None:
+    def __init__(
+        self,
+        trainer: Trains,
+        send: Callable[[FromEngine], None],
+        *,
+        max_active: int,
+        threads: Executor,
+        changed: Callable[[], None],
+    ) -> None:
+        """`threads` run what may take long; `changed` is called, on any thread, when something of that is done."""
         self._trainer, self._send, self._max_active = trainer, send, max_active
+        self._threads, self._changed = threads, changed
         self._turns = JobQueue()
         self._active: dict[str, JobSpec] = {}
+        """Jobs that have a place: those that start, too."""
+        self._background: dict[str, _Background] = {}
+        """Active ones that have no turn now."""
+        self._started: set[str] = set()
+        """Active ones that the trainer has in memory."""
         self._pending: deque[JobSpec] = deque()
         self._paused: dict[str, JobSpec] = {}
 
@@ -30,7 +61,7 @@ class Jobs:
         return len(self._active) + len(self._pending)
 
     def ready(self) -> tuple[str, ...]:
-        """Active jobs, the next one to train first."""
+        """Active jobs that can train, the next one first."""
         return self._turns.ready()
 
     def mid_batch(self) -> bool:
@@ -55,29 +86,36 @@ class Jobs:
             self._pending.append(spec)
 
     def activate(self) -> None:
-        """Start jobs in line while there is room for them."""
-        while self._pending and len(self._active) < self._max_active:
-            spec = self._pending.popleft()
-            try:
-                started = self._trainer.start(spec)
-            except CoserveError as error:
-                self._send(JobFailed(id=spec.id, code=error.code, message=error.message))
-                continue
-            self._active[spec.id] = spec
-            self._turns.add(spec.id)
-            self._send(started)
+        """Start jobs in line while there is room for them; give turns to those that are done on their threads."""
+        while True:
+            while self._pending and len(self._active) < self._max_active:
+                spec = self._pending.popleft()
+                self._active[spec.id] = spec
+                self._start(spec)
+            done = [job for job, work in self._background.items() if work.future.done()]
+            for job in done:
+                self._take_up(job)
+            if not done:
+                return
 
     def advance(self, job: str, pieces: int | None) -> bool:
         """Train an active job. Whether its micro-batch is still under way; otherwise the turn is the next one's."""
+        try:
+            messages = self._trainer.advance(job, pieces)
+            suspended = self._trainer.mid_batch(job)
+        except Exception as error:  # noqa: BLE001 - whatever it is, it is this job's alone
+            self._fail(job, error)
+            return False
         # Told before the loop breathes: a pause or a cancel that comes in then must not unsay what is durable.
-        for message in self._trainer.advance(job, pieces):
+        for message in messages:
             self._send(message)
             if isinstance(message, JobSucceeded | JobFailed):
                 self._retire(job)
-        suspended = job in self._active and self._trainer.mid_batch(job)
-        if job in self._active and not suspended:
-            self._turns.rotate()
-        return suspended
+        if job not in self._active or suspended:
+            return job in self._active
+        self._turns.rotate()
+        self._prepare(job)
+        return False
 
     def pause(self, job: str) -> None:
         if job in self._active:
@@ -106,9 +144,81 @@ class Jobs:
         for job in tuple(self._active):
             self._save(job)
 
-    def _retire(self, job: str) -> JobSpec:
+    def close(self) -> None:
+        """Nobody waits any more for what runs on threads."""
+        for work in self._background.values():
+            work.cancellation.cancel()
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
+    # ---- on threads
+
+    def _start(self, spec: JobSpec) -> None:
+        cancellation = Cancellation()
+        self._leave(spec.id, cancellation, lambda: self._trainer.load(spec, cancellation))
+
+    def _prepare(self, job: str) -> None:
+        """The job loses its turn for as long as its next optimizer step takes to prepare."""
+        try:
+            preparation = self._trainer.preparation(job)
+        except Exception as error:  # noqa: BLE001 - whatever it is, it is this job's alone
+            self._fail(job, error)
+            return
+        if preparation is None:
+            return
+        cancellation = Cancellation()
+
+        def prepare() -> Callable[[], None]:
+            preparation(cancellation)
+            return lambda: None
+
         self._turns.remove(job)
-        self._trainer.drop(job)
+        self._leave(job, cancellation, prepare)
+
+    def _leave(self, job: str, cancellation: Cancellation, work: Callable[[], Callable[[], JobStarted | None]]) -> None:
+        future = self._threads.submit(work)
+        self._background[job] = _Background(cancellation, future)
+        future.add_done_callback(lambda _: self._changed())
+
+    def _take_up(self, job: str) -> None:
+        """What the job's thread came to."""
+        try:
+            started = self._background.pop(job).future.result()()
+        except Exception as error:  # noqa: BLE001 - whatever it is, it is this job's alone
+            self._fail(job, error)
+            return
+        self._turns.add(job)
+        if started is not None:
+            self._started.add(job)
+            self._send(started)
+
+    # ---- ends
+
+    def _fail(self, job: str, error: Exception) -> None:
+        """The job ends with what its own work raised. Raises an `EngineFault`."""
+        if isinstance(error, EngineFault):
+            raise error
+        if isinstance(error, CoserveError):
+            code, message = error.code, error.message
+        else:
+            log.error("job %s: internal error", job, exc_info=error)
+            code = InternalError.code
+            message = f"internal error ({type(error).__name__}); the daemon's log says where"
+        self._retire(job)
+        self._send(JobFailed(id=job, code=code, message=message))
+
+    def _retire(self, job: str) -> JobSpec:
+        if job in self._turns:
+            self._turns.remove(job)
+        if (work := self._background.pop(job, None)) is not None:
+            work.cancellation.cancel()
+        if job in self._started:
+            self._started.remove(job)
+            try:
+                self._trainer.drop(job)
+            except EngineFault:
+                raise
+            except Exception:  # it is out of the trainer's books all the same
+                log.exception("job %s: internal error while it was dropped", job)
         return self._active.pop(job)
 
     def _withdraw(self, job: str) -> JobSpec | None:
@@ -121,10 +231,16 @@ class Jobs:
 
     def _save(self, job: str) -> None:
         """A checkpoint at a pause or at the end; one that fails costs the steps since the last, never the job."""
+        if job not in self._started:
+            return
         try:
             saved = self._trainer.checkpoint(job)
+        except EngineFault:
+            raise
         except CoserveError as error:
             log.warning("job %s: no checkpoint: %s", job, error.message)
-            return
-        if saved is not None:
-            self._send(saved)
+        except Exception:
+            log.exception("job %s: internal error; no checkpoint", job)
+        else:
+            if saved is not None:
+                self._send(saved)

@@ -67,6 +67,8 @@ class Run:
         self.next_piece = Piece.BEGIN
         self.pieces_done = 0
         """In the last slice."""
+        self.mid_step = False
+        """Some of an optimizer step's micro-batches are done, or of its evaluation's."""
         self._corpus, self._stepper, self._way, self._device, self._clock = corpus, stepper, way, device, clock
         self._validation = plan.validation()
         self._seconds, self._began = 0.0, 0.0
@@ -104,6 +106,7 @@ class Run:
             came = next(self._work, Boundary.MICRO_BATCH)
             self.pieces_done += 1
             self.next_piece = came if isinstance(came, Piece) else Piece.BEGIN
+            self.mid_step = not isinstance(came, StepMetrics)
             if not isinstance(came, Piece):
                 return came if isinstance(came, StepMetrics) else None
         return None
@@ -112,7 +115,7 @@ class Run:
         """Give up the optimizer step that is under way: its gradients are formed again."""
         self._work.close()
         self.learner.clear()
-        self.next_piece = Piece.BEGIN
+        self.next_piece, self.mid_step = Piece.BEGIN, False
         self._work = self._steps()
 
     def final_weights(self) -> LoraWeights:

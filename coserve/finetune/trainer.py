@@ -12,6 +12,7 @@ import torch
 from coserve.adapters.files import load_adapter, save_adapter
 from coserve.adapters.init import new_adapter
 from coserve.adapters.residency import Residency
+from coserve.cancellation import Cancellation
 from coserve.errors import (
     AdapterNotFound,
     CapacityError,
@@ -29,6 +30,7 @@ from coserve.finetune.step import Stepper
 from coserve.kernels.dispatch import Way
 from coserve.link import FromEngine, JobCheckpoint, JobFailed, JobProgress, JobStarted, JobSucceeded
 from coserve.model.base import Base
+from coserve.model.faults import contained
 from coserve.model.lora import LoraWeights
 from coserve.state.durable import disk_errors, replace_dir
 from coserve.state.failpoints import failpoint
@@ -71,17 +73,32 @@ class Trainer:
         self.pieces_done = 0
         """In the last slice."""
 
-    def start(self, spec: JobSpec) -> JobStarted:
-        """Load the job; it goes on from its last readable checkpoint.
+    def load(self, spec: JobSpec, cancellation: Cancellation) -> Callable[[], JobStarted]:
+        """Everything that a job needs in memory, as its last readable checkpoint left it; on any thread.
 
-        Raises `CheckpointUnreadable` (its corpus), `AdapterNotFound` (what it continues), `InvalidRequest` (settings
-        that don't fit the base), `JobOutOfMemory`.
+        What it returns is to be called where all else is called: from then on the job can be trained. Raises `Cancelled`,
+        `CheckpointUnreadable` (its corpus), `AdapterNotFound` (what it continues), `InvalidRequest` (settings that don't
+        fit the base), `JobOutOfMemory`.
         """
-        assert spec.id not in self._runs, f"job {spec.id} runs already"
-        with _memory_errors():
-            run = self._load(spec)
-        self._runs[spec.id] = run
-        return JobStarted(id=spec.id, total_steps=run.plan.total_steps, resumed_from=run.progress.step)
+        with self._own_errors():
+            run, saved = self._load(spec, cancellation.check)
+
+        def start() -> JobStarted:
+            assert spec.id not in self._runs, f"job {spec.id} runs already"
+            self._runs[spec.id] = run
+            if saved is not None:
+                self._saved[spec.id] = saved
+            return JobStarted(id=spec.id, total_steps=run.plan.total_steps, resumed_from=run.progress.step)
+
+        return start
+
+    def preparation(self, job: str) -> Callable[[Cancellation], None] | None:
+        """What has to be done on a thread before the job goes on; it is not to be advanced meanwhile. Mostly None."""
+        run = self._runs[job]
+        step = run.progress.step
+        if run.mid_step or run.plan.prepared(step):
+            return None
+        return lambda cancellation: run.plan.prepare(step, cancellation.check)
 
     def advance(self, job: str, pieces: int | None) -> list[FromEngine]:
         """One slice: `pieces` pieces (layers forward or backward, parts of the head), fewer if one of another kind comes
@@ -92,15 +109,15 @@ class Trainer:
         run = self._runs[job]
         messages: list[FromEngine] = []
         try:
-            with _memory_errors():
+            with self._own_errors():
                 metrics = run.advance(pieces)
-            self.pieces_done = run.pieces_done
-            if metrics is not None:
-                messages.append(JobProgress(id=job, metrics=metrics))
-            if run.finished:
-                messages.append(self._publish(run))
-            elif metrics is not None and metrics.step % run.spec.training.checkpoint_steps == 0:
-                messages += self._checkpoint_on_the_way(run)
+                self.pieces_done = run.pieces_done
+                if metrics is not None:
+                    messages.append(JobProgress(id=job, metrics=metrics))
+                if run.finished:
+                    messages.append(self._publish(run))
+                elif metrics is not None and metrics.step % run.spec.training.checkpoint_steps == 0:
+                    messages += self._checkpoint_on_the_way(run)
         except CoserveError as error:
             messages.append(JobFailed(id=job, code=error.code, message=error.message))
         return messages
@@ -119,25 +136,31 @@ class Trainer:
         None if that is on disk already. Raises `StorageFull`, `StorageFailed`.
         """
         run = self._runs[job]
-        run.abandon()
-        return self._save(run)
+        with self._own_errors():
+            run.abandon()
+            return self._save(run)
 
     def drop(self, job: str) -> None:
         """Forget the job; its files stay."""
         run = self._runs.pop(job)
-        run.abandon()
         self._saved.pop(job, None)
+        with self._own_errors():
+            run.abandon()
 
-    def _load(self, spec: JobSpec) -> Run:
+    def _load(self, spec: JobSpec, check: Callable[[], None]) -> tuple[Run, Progress | None]:
+        """The job, and the progress of the checkpoint that it goes on from."""
         base = self._base
-        corpus = Corpus.load(self._folder.corpus(spec.id))
+        corpus = Corpus.load(self._folder.corpus(spec.id), check)
         if int(corpus.tokens.max()) >= base.spec.vocab:
             raise CheckpointUnreadable("the job's corpus has tokens that the base does not know")
-        plan = Plan(corpus.lengths, spec.training, self._micro_batch_tokens)
+        plan = Plan(corpus.lengths, spec.training, self._micro_batch_tokens, check)
         learner = Learner(self._first_weights(spec), base.spec, spec.training, base.dtype)
         run = Run(spec, corpus, plan, learner, self._stepper, way=self._way, device=base.device, clock=self._clock)
-        self._resume(run)
-        return run
+        check()
+        saved = self._resume(run)
+        if run.progress.step < plan.total_steps:
+            plan.prepare(run.progress.step, check)
+        return run, saved
 
     def _first_weights(self, spec: JobSpec) -> LoraWeights:
         """fp32: those of a new adapter, or the continued one's own from its files, which a 16-bit base rounds."""
@@ -149,8 +172,9 @@ class Trainer:
             raise AdapterNotFound(f"no adapter {str(spec.init_from)!r}", field="continue_from")
         return load_adapter(path, self._base.spec, device=where, dtype=dtype, digests=spec.init_digests)
 
-    def _resume(self, run: Run) -> None:
-        """Take over the last checkpoint that can be read; without one the job starts from its beginning."""
+    def _resume(self, run: Run) -> Progress | None:
+        """Take over the last checkpoint that can be read, and return its progress; without one the job starts from its
+        beginning."""
         spec = run.spec
         for step, path in reversed(self._folder.checkpoints(spec.id)):
             try:
@@ -161,8 +185,8 @@ class Trainer:
                 log.warning("job %s: checkpoint %d left aside: %s", spec.id, step, error.message)
                 continue
             run.progress, run.best = found.progress, best
-            self._saved[spec.id] = found.progress
-            return
+            return found.progress
+        return None
 
     def _best(self, run: Run, found: Checkpoint) -> LoraWeights | None:
         tensors = {
@@ -206,10 +230,13 @@ class Trainer:
         assert loss is not None, "a job ends after at least one step"
         return JobSucceeded(id=spec.id, ref=ref, final_loss=loss, trained_tokens=run.progress.trained_tokens)
 
-
-@contextmanager
-def _memory_errors() -> Iterator[None]:
-    try:
-        yield
-    except torch.OutOfMemoryError as error:
-        raise JobOutOfMemory("not enough GPU memory; try fewer micro_batch_tokens or a smaller rank") from error
+    @contextmanager
+    def _own_errors(self) -> Iterator[None]:
+        """Errors inside are the job's own: see `contained`."""
+        with contained(self._base.device):
+            try:
+                yield
+            except torch.OutOfMemoryError as error:
+                raise JobOutOfMemory("not enough GPU memory; try fewer micro_batch_tokens or a smaller rank") from error
+            except MemoryError as error:
+                raise JobOutOfMemory("not enough memory") from error

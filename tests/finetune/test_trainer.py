@@ -80,7 +80,7 @@ def test_slices_change_nothing(base: Base, tmp_path: Path, pieces: int) -> None:
 def test_advance_stops_at_the_end_of_a_micro_batch(base: Base, tmp_path: Path) -> None:
     bench = Bench(base, tmp_path)
     spec = bench.place(CORPUS, job_spec(CORPUS, batch_tokens=100, micro_batch_tokens=16, steps=1))
-    bench.trainer.start(spec)
+    bench.start(spec)
     assert not bench.trainer.mid_batch(spec.id)
     assert bench.trainer.advance(spec.id, 2) == [] and bench.trainer.mid_batch(spec.id)
     assert bench.trainer.advance(spec.id, None) == [] and not bench.trainer.mid_batch(spec.id)
@@ -108,7 +108,7 @@ def test_jobs_that_alternate_learn_what_they_learn_alone(base: Base, tmp_path: P
     alone, together = Bench(base, tmp_path / "alone"), Bench(base, tmp_path / "together")
     expected = [metrics_of(alone.train(alone.place(corpus, spec))) for corpus, spec in specs]
     for corpus, spec in specs:
-        together.trainer.start(together.place(corpus, spec))
+        together.start(together.place(corpus, spec))
     found = {spec.id: [] for _, spec in specs}
     for turn in range(200):
         for id, messages in found.items():
@@ -133,12 +133,12 @@ def test_a_resumed_job_ends_as_the_uninterrupted_one(
     whole, cut = Bench(base, tmp_path / "whole"), Bench(base, tmp_path / "cut")
     spec = job_spec(CORPUS, steps=6, checkpoint_steps=2, **changes)
     expected = whole.train(whole.place(CORPUS, spec))
-    cut.trainer.start(cut.place(CORPUS, spec))
+    cut.start(cut.place(CORPUS, spec))
     before = [m for _ in range(cut_at) for m in cut.trainer.advance(spec.id, 1)]
     assert not isinstance(before[-1] if before else None, JobSucceeded)
     cut.trainer.checkpoint(spec.id)
     again = Bench(base, tmp_path / "cut")
-    started = again.trainer.start(spec)
+    started = again.start(spec)
     after = again.run(spec.id)
     steps = {m.step: m for m in [*metrics_of(before), *metrics_of(after)]}
     assert list(steps.values()) == metrics_of(expected)
@@ -151,10 +151,10 @@ def test_a_killed_job_resumes_from_the_last_checkpoint_on_its_way(base: Base, tm
     whole, cut = Bench(base, tmp_path / "whole"), Bench(base, tmp_path / "cut")
     spec = job_spec(CORPUS, steps=6, checkpoint_steps=2)
     expected = whole.train(whole.place(CORPUS, spec))
-    cut.trainer.start(cut.place(CORPUS, spec))
+    cut.start(cut.place(CORPUS, spec))
     cut.run(spec.id, until=lambda m: isinstance(m, JobProgress) and m.metrics.step == 5)
     again = Bench(base, tmp_path / "cut")
-    assert again.trainer.start(spec).resumed_from == 4
+    assert again.start(spec).resumed_from == 4
     after = again.run(spec.id)
     assert metrics_of(after) == metrics_of(expected)[4:]
     assert after[-1] == expected[-1]
@@ -163,7 +163,7 @@ def test_a_killed_job_resumes_from_the_last_checkpoint_on_its_way(base: Base, tm
 def test_checkpoints_are_few_and_not_repeated(base: Base, tmp_path: Path) -> None:
     bench = Bench(base, tmp_path, keep_checkpoints=2)
     spec = bench.place(CORPUS, job_spec(CORPUS, steps=8, checkpoint_steps=1))
-    bench.trainer.start(spec)
+    bench.start(spec)
     assert bench.trainer.checkpoint(spec.id) is None
     bench.run(spec.id, until=lambda m: isinstance(m, JobCheckpoint) and m.step == 5)
     assert [step for step, _ in bench.folder.checkpoints(spec.id)] == [4, 5]
@@ -178,7 +178,7 @@ def test_a_damaged_checkpoint_is_left_aside(base: Base, tmp_path: Path, damage: 
     whole, cut = Bench(base, tmp_path / "whole"), Bench(base, tmp_path / "cut")
     spec = job_spec(CORPUS, steps=6, checkpoint_steps=2)
     expected = whole.train(whole.place(CORPUS, spec))
-    cut.trainer.start(cut.place(CORPUS, spec))
+    cut.start(cut.place(CORPUS, spec))
     cut.run(spec.id, until=lambda m: isinstance(m, JobCheckpoint) and m.step == 4)
     last = cut.folder.checkpoint(spec.id, 4)
     match damage:
@@ -196,14 +196,14 @@ def test_a_damaged_checkpoint_is_left_aside(base: Base, tmp_path: Path, damage: 
         case "other_rank":
             (last / TENSORS).write_bytes(_tensors_of_rank(base, tmp_path, 2))
     again = Bench(base, tmp_path / "cut")
-    assert again.trainer.start(spec).resumed_from == 2
+    assert again.start(spec).resumed_from == 2
     after = again.run(spec.id)
     assert metrics_of(after) == metrics_of(expected)[2:] and after[-1] == expected[-1]
 
 
 def _tensors_of_rank(base: Base, tmp_path: Path, rank: int) -> bytes:
     other = Bench(base, tmp_path / "other")
-    other.trainer.start(other.place(CORPUS, job_spec(CORPUS, r=rank, checkpoint_steps=1)))
+    other.start(other.place(CORPUS, job_spec(CORPUS, r=rank, checkpoint_steps=1)))
     other.run("job-1", until=lambda m: isinstance(m, JobCheckpoint))
     return (other.folder.checkpoint("job-1", 1) / TENSORS).read_bytes()
 
@@ -211,10 +211,10 @@ def _tensors_of_rank(base: Base, tmp_path: Path, rank: int) -> bytes:
 def test_without_a_readable_checkpoint_the_job_starts_over(base: Base, tmp_path: Path) -> None:
     bench = Bench(base, tmp_path)
     spec = bench.place(CORPUS, job_spec(CORPUS, checkpoint_steps=2))
-    bench.trainer.start(spec)
+    bench.start(spec)
     bench.run(spec.id, until=lambda m: isinstance(m, JobCheckpoint))
     (bench.folder.checkpoint(spec.id, 2) / STATE).unlink()
-    assert Bench(base, tmp_path).trainer.start(spec).resumed_from == 0
+    assert Bench(base, tmp_path).start(spec).resumed_from == 0
 
 
 def test_recomputing_gives_the_same_job(base: Base, tmp_path: Path) -> None:
@@ -238,32 +238,32 @@ def test_what_cannot_start_says_why(base: Base, tmp_path: Path) -> None:
     bench = Bench(base, tmp_path)
     spec = job_spec(CORPUS)
     with pytest.raises(CheckpointUnreadable, match="corpus"):
-        bench.trainer.start(spec)
+        bench.start(spec)
     bench.place(CORPUS, spec)
     with pytest.raises(AdapterNotFound):
-        bench.trainer.start(job_spec(CORPUS, init_from=AdapterRef("nobody", 3)))
+        bench.start(job_spec(CORPUS, init_from=AdapterRef("nobody", 3)))
     with pytest.raises(InvalidRequest, match="targets"):
-        bench.trainer.start(job_spec(CORPUS, targets=("nowhere",)))
+        bench.start(job_spec(CORPUS, targets=("nowhere",)))
     with pytest.raises(InvalidRequest):
-        bench.trainer.start(job_spec(CORPUS, learning_rate=float("nan")))
+        bench.start(job_spec(CORPUS, learning_rate=float("nan")))
     folder = bench.folder.adapter(AdapterRef("broken", 1))
     folder.mkdir(parents=True)
     with pytest.raises(CorruptAdapter):
-        bench.trainer.start(job_spec(CORPUS, init_from=AdapterRef("broken", 1)))
+        bench.start(job_spec(CORPUS, init_from=AdapterRef("broken", 1)))
     large = random_corpus()
     large.tokens[3] = 5000
     bench.place(large, spec)
     with pytest.raises(CheckpointUnreadable, match="tokens that the base does not know"):
-        bench.trainer.start(spec)
+        bench.start(spec)
     bench.place(CORPUS, spec)
-    assert bench.trainer.start(spec).resumed_from == 0
+    assert bench.start(spec).resumed_from == 0
 
 
 def test_a_loss_that_is_not_finite_fails_the_job(tmp_path: Path) -> None:
     own = tiny_base("llama")
     bench = Bench(own, tmp_path)
     spec = bench.place(CORPUS, job_spec(CORPUS, steps=8))
-    bench.trainer.start(spec)
+    bench.start(spec)
     bench.run(spec.id, until=lambda m: isinstance(m, JobProgress))
     with torch.no_grad():
         own.model.lm_head.weight[5] = float("inf")
@@ -328,7 +328,7 @@ def _best_step(metrics) -> int:
 def test_a_full_disk_costs_a_checkpoint_not_the_job(base: Base, tmp_path: Path) -> None:
     bench = Bench(base, tmp_path)
     spec = bench.place(CORPUS, job_spec(CORPUS, checkpoint_steps=1))
-    bench.trainer.start(spec)
+    bench.start(spec)
     with armed("checkpoint.before_file_fsync=ENOSPC"):
         messages = bench.run(spec.id, until=lambda m: isinstance(m, JobProgress) and m.metrics.step == 2)
         assert not any(isinstance(m, JobCheckpoint) for m in messages)
@@ -381,7 +381,7 @@ def test_seconds_are_those_of_the_slices(base: Base, tmp_path: Path) -> None:
     spec = bench.place(CORPUS, job_spec(CORPUS, steps=1, batch_tokens=5, targets=("q_proj",)))
     now = [0.0]
     bench.trainer._clock = lambda: now.__setitem__(0, now[0] + 1.0) or now[0]
-    bench.trainer.start(spec)
+    bench.start(spec)
     messages = []
     while not messages:
         now[0] += 1000

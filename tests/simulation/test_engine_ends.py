@@ -26,7 +26,7 @@ from coserve.link import (
 )
 from coserve.queues.policy import Slack
 from coserve.types import SamplingParams, Slo
-from tests.support.fake_rooms import FakeGenerator, FakeTrainer, JobPlan, Meter, NoAdapters, Prices
+from tests.support.fake_rooms import FakeGenerator, FakeTrainer, Inline, JobPlan, Meter, NoAdapters, Prices
 from tests.support.scenario import job_spec
 from tests.support.virtual_clock import run_virtual
 
@@ -60,6 +60,7 @@ def live(script: Script, generator_type: type[FakeGenerator] = FakeGenerator) ->
             step_tokens=64,
             clock=loop.time,
             pace=meter.pace,
+            job_threads=Inline(),
         )
         run = asyncio.create_task(engine.run())
         await script(api_end)

@@ -250,16 +250,22 @@ async def test_batches_that_run_to_their_end_wait_for_their_adapters(size: int) 
         assert admitted(at.seen) == ["cold", "other"]
 
 
-async def test_a_fault_in_reading_ends_the_engine() -> None:
+async def test_a_fault_in_reading_ends_that_request_alone() -> None:
     class Faulty(Shelf):
         def missing(self, ref: AdapterRef) -> bool:
             if self.begun.is_set():
                 raise ZeroDivisionError
             return True
 
-    with pytest.raises(ZeroDivisionError):
-        async with scene(shelf=Faulty()) as at:
-            at.shelf.go.set()
-            at.api.send(ask("cold", COLD))
-            await at.reading()
-            await asyncio.wait([at.engine])
+        def read(self, ref: AdapterRef) -> Callable[[], None]:
+            super().read(ref)
+            raise ZeroDivisionError
+
+    async with scene(shelf=Faulty()) as at:
+        at.shelf.go.set()
+        at.api.send(ask("cold", COLD))
+        await at.reading()
+        failed = (await at.until(lambda message: isinstance(message, RequestFailed)))[-1]
+        assert isinstance(failed, RequestFailed) and (failed.id, failed.code) == ("cold", "internal_error")
+        at.api.send(ask("bare", None))
+        await at.until(ended("bare"))

@@ -10,8 +10,11 @@ import asyncio
 import random
 import zlib
 from collections.abc import Callable
+from concurrent.futures import Executor, Future
 from dataclasses import dataclass, field
+from typing import Any
 
+from coserve.cancellation import Cancellation
 from coserve.errors import CheckpointUnreadable, PromptTooLong
 from coserve.link import (
     FromEngine,
@@ -174,18 +177,25 @@ class FakeTrainer:
     _runs: dict[str, _Run] = field(default_factory=dict)
     _idle_since: float = 0.0
 
-    def start(self, spec: JobSpec) -> JobStarted:
+    def load(self, spec: JobSpec, cancellation: Cancellation) -> Callable[[], JobStarted]:
         assert spec.id not in self._runs, f"{spec.id} started twice"
         assert spec.id not in self.published, f"{spec.id} started after its end"
         plan = self.plans[spec.id]
         if plan.fails_at == 0:
             raise CheckpointUnreadable("chaos")
-        if not self._runs:
-            self._idle_since = self.clock()
         step = self.saved.get(spec.id, 0)
-        self._runs[spec.id] = _Run(spec, step)
-        self.ran[spec.id] = []
-        return JobStarted(id=spec.id, total_steps=plan.steps, resumed_from=step)
+
+        def start() -> JobStarted:
+            if not self._runs:
+                self._idle_since = self.clock()
+            self._runs[spec.id] = _Run(spec, step)
+            self.ran[spec.id] = []
+            return JobStarted(id=spec.id, total_steps=plan.steps, resumed_from=step)
+
+        return start
+
+    def preparation(self, job: str) -> Callable[[Cancellation], None] | None:
+        return None
 
     def advance(self, job: str, pieces: int | None) -> list[FromEngine]:
         run, plan = self._runs[job], self.plans[job]
@@ -268,6 +278,18 @@ def _metrics(step: int, total: int) -> StepMetrics:
         target_tokens=1,
         seconds=0.1,
     )
+
+
+class Inline(Executor):
+    """Threads that are none: what is submitted runs at once. Virtual time knows no threads."""
+
+    def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
+        future: Future[Any] = Future()
+        try:
+            future.set_result(fn(*args, **kwargs))
+        except Exception as error:  # noqa: BLE001 - a future keeps any
+            future.set_exception(error)
+        return future
 
 
 class NoAdapters:

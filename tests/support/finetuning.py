@@ -10,10 +10,11 @@ import numpy as np
 
 from coserve.adapters.files import load_adapter
 from coserve.adapters.residency import Residency
+from coserve.cancellation import Cancellation
 from coserve.finetune.data import Corpus
 from coserve.finetune.trainer import Trainer
 from coserve.kernels.dispatch import Way
-from coserve.link import FromEngine, JobFailed, JobProgress, JobSucceeded
+from coserve.link import FromEngine, JobFailed, JobProgress, JobStarted, JobSucceeded
 from coserve.model.base import Base, wrap_base
 from coserve.state.folder import DataFolder
 from coserve.types import AdapterRef, JobSpec, LoraSettings, StepMetrics, TrainingSettings
@@ -102,8 +103,11 @@ class Bench:
             messages += self.trainer.advance(job, pieces)
         return messages
 
+    def start(self, spec: JobSpec) -> JobStarted:
+        return self.trainer.load(spec, Cancellation())()
+
     def train(self, spec: JobSpec, *, pieces: int | None = None) -> list[FromEngine]:
-        self.trainer.start(spec)
+        self.start(spec)
         messages = self.run(spec.id, pieces=pieces)
         self.trainer.drop(spec.id)
         return messages

@@ -34,6 +34,7 @@ from tests.support.fake_rooms import (
     DiskAdapters,
     FakeGenerator,
     FakeTrainer,
+    Inline,
     JobPlan,
     Meter,
     NoAdapters,
@@ -286,6 +287,7 @@ async def _play(scenario: Scenario) -> Outcome:
         step_tokens=scenario.step_tokens,
         clock=loop.time,
         pace=meter.pace,
+        job_threads=Inline(),
     )
     outcome = Outcome(scenario, generator, trainer, meter)
     api = _Api(outcome, api_end)
