@@ -136,7 +136,7 @@ class Engine:
                 for request in self._fetches.arrived():
                     self._admit(request)
                 for request, error in self._fetches.failed():
-                    self._link.send(RequestFailed(id=request.message.id, code=error.code, message=error.message))
+                    self._fail(request.message, error)
                 await self._tick(self._clock())
                 for task in beside:
                     if task.done():

@@ -10,7 +10,7 @@ import asyncio
 from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
 
-from coserve.errors import AdapterNotFound, CoserveError
+from coserve.errors import AdapterNotFound
 from coserve.queues.inference import Queued
 from coserve.rooms import Adapters
 from coserve.state.retries import Backoff, Retries
@@ -38,7 +38,7 @@ class Fetches:
         self._threads = ThreadPoolExecutor(READERS, "adapters")
         self._waiting: dict[str, Queued] = {}
         self._arrived: dict[str, Queued] = {}
-        self._failed: dict[str, tuple[Queued, CoserveError]] = {}
+        self._failed: dict[str, tuple[Queued, Exception]] = {}
         self._retries = Retries(backoff, sleep=sleep)
         self._reading: dict[AdapterRef, asyncio.Task[None]] = {}
         self._deleted: set[AdapterRef] = set()
@@ -73,8 +73,8 @@ class Fetches:
         found, self._arrived = list(self._arrived.values()), {}
         return [request for request in found if not self.take(request)]
 
-    def failed(self) -> list[tuple[Queued, CoserveError]]:
-        """Remove and return the requests whose adapters could not be read, and why."""
+    def failed(self) -> list[tuple[Queued, Exception]]:
+        """Remove and return the requests whose adapters could not be read, and what was raised."""
         found, self._failed = list(self._failed.values()), {}
         return found
 
@@ -97,7 +97,7 @@ class Fetches:
 
     async def _read(self, ref: AdapterRef) -> None:
         loop = asyncio.get_running_loop()
-        failure: CoserveError | None = None
+        failure: Exception | None = None
         try:
             keep = await self._retries.run(
                 f"adapter {ref}", lambda: loop.run_in_executor(self._threads, self._adapters.read, ref)
@@ -106,7 +106,7 @@ class Fetches:
                 failure = AdapterNotFound(f"no adapter {str(ref)!r}", field="adapter")
             else:
                 keep()
-        except CoserveError as error:
+        except Exception as error:  # noqa: BLE001 - whatever it is, it is of those who wait for the adapter
             failure = error
         finally:
             del self._reading[ref]

@@ -252,11 +252,6 @@ async def test_batches_that_run_to_their_end_wait_for_their_adapters(size: int) 
 
 async def test_a_fault_in_reading_ends_that_request_alone() -> None:
     class Faulty(Shelf):
-        def missing(self, ref: AdapterRef) -> bool:
-            if self.begun.is_set():
-                raise ZeroDivisionError
-            return True
-
         def read(self, ref: AdapterRef) -> Callable[[], None]:
             super().read(ref)
             raise ZeroDivisionError
