@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence as Items
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from coserve.errors import InvalidRequest, PromptTooLong
+from coserve.errors import EngineFault, InternalError, InvalidRequest
 from coserve.generate.batch import Batch, pack
 from coserve.generate.checks import allowed_tokens, check_room, no_token_error
 from coserve.generate.sampler import Choice, NoToken, Row, choose
@@ -21,8 +22,11 @@ from coserve.memory.adapters import AdapterPages
 from coserve.memory.kv import KvCache
 from coserve.memory.prefix import PageKeys
 from coserve.model.base import Attention
+from coserve.model.faults import contained
 from coserve.model.lora import LoraBatch, LoraWeights
 from coserve.types import AdapterRef, BaseSpec, FinishReason
+
+log = logging.getLogger(__name__)
 
 
 class RunsBase(Protocol):
@@ -206,12 +210,34 @@ class Generator:
         self._flight = flight
         rest = shares if self._runner is None else [share for share in shares if not plain(share.sequence)]
         for batch in pack(rest, way=self._way, device=self._base.device):
-            attention = self._kv.attention(batch.runs)
-            logits_BV = self._base.forward(
-                batch.tokens_T, batch.positions_T, attention, lora=batch.lora, keep=batch.keep
-            )
-            messages.extend(self._advance(batch, logits_BV))
+            messages.extend(self._run(batch))
         return messages
+
+    def _run(self, batch: Batch) -> list[Tokens | RequestFailed]:
+        """One forward. What it raises ends the requests in it: nothing of it is in what the others share."""
+        try:
+            with contained(self._base.device):
+                attention = self._kv.attention(batch.runs)
+                logits_BV = self._base.forward(
+                    batch.tokens_T, batch.positions_T, attention, lora=batch.lora, keep=batch.keep
+                )
+                return self._advance(batch, logits_BV)
+        except EngineFault:
+            raise
+        except Exception as error:
+            log.exception("requests %s: internal error", ", ".join(share.sequence.id for share in batch.shares))
+            return [self._abort(share.sequence, error) for share in batch.shares]
+
+    def _abort(self, sequence: Sequence, error: Exception) -> RequestFailed:
+        """The end of a request whose step raised. Raises `EngineFault` if its pages cannot be given back."""
+        try:
+            if self._sequences.get(sequence.id) is sequence:  # else it ended in the step, and its last message is lost
+                self._scheduler.disown(sequence)
+                self._end(sequence)
+        except Exception as broken:
+            raise EngineFault("the pages of a request that failed cannot be given back") from broken
+        message = f"internal error ({type(error).__name__})"
+        return RequestFailed(id=sequence.id, code=InternalError.code, message=message)
 
     def _launch(self, shares: list[Share]) -> Flight:
         assert self._runner is not None, "steps are launched by a runner"
@@ -246,7 +272,7 @@ class Generator:
         source = self._residency.acquire(ref)
         try:
             check_room(request, max_tokens, self._kv, beside=self._adapters.pages(source))
-        except PromptTooLong:
+        except Exception:
             self._residency.release(ref)
             raise
         return source

@@ -1,0 +1,106 @@
+"""What a forward raises ends the requests in it, and nothing else: pages, adapters and later requests are as before."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from coserve.errors import EngineFault
+from coserve.generate import generator as module
+from coserve.generate.generator import Generator
+from coserve.kernels.dispatch import Way
+from coserve.link import Generate, RequestFailed, Tokens
+from coserve.memory.kv import KvCache
+from coserve.model.base import Base, wrap_base
+from coserve.model.faults import contained
+from coserve.types import SamplingParams, Slo
+from tests.support.tiny_models import tiny_model
+
+PROMPT = tuple(range(3, 43))
+
+
+class NoShelf:
+    def acquire(self, ref: object) -> Any:
+        raise AssertionError(ref)
+
+    def release(self, ref: object) -> None:
+        raise AssertionError(ref)
+
+
+def generator_of(base: Base) -> Generator:
+    kv = KvCache.for_base(base, 256, 16)
+    return Generator(base, NoShelf(), kv, max_running=4, step_tokens=64, way=Way.GROUPED)
+
+
+def ask(id: str) -> Generate:
+    sampling = SamplingParams(max_tokens=6, temperature=0.0, ignore_eos=True)
+    return Generate(id=id, prompt=PROMPT, sampling=sampling, adapter=None, slo=Slo(ttft=1.0, tpot=1.0))
+
+
+def finish(generator: Generator, id: str) -> list[int]:
+    generator.add(ask(id))
+    tokens: list[int] = []
+    for _ in range(20):
+        for message in generator.step():
+            assert isinstance(message, Tokens), message
+            tokens += message.tokens
+    return tokens
+
+
+def raising(original: Callable[..., Any], at: int) -> Callable[..., Any]:
+    """The call number `at` does its work, and then raises."""
+    calls = 0
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        found = original(*args, **kwargs)
+        if calls == at:
+            raise ZeroDivisionError("in /some/private/path")
+        return found
+
+    return call
+
+
+@pytest.mark.parametrize("place", ["forward", "choose"])
+def test_a_step_that_raises_ends_its_requests_alone(place: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    base = wrap_base(tiny_model("llama"), name="llama", eos_token_ids=())
+    expected = finish(generator_of(base), "alone")
+    generator = generator_of(base)
+    for id in ("one", "two"):
+        generator.add(ask(id))
+    target = base if place == "forward" else module
+    monkeypatch.setattr(target, place, raising(getattr(target, place), 3))
+    messages = [message for _ in range(6) for message in generator.step()]
+    failed = [message for message in messages if isinstance(message, RequestFailed)]
+    assert sorted(message.id for message in failed) == ["one", "two"]
+    for message in failed:
+        assert message.code == "internal_error" and "/some" not in message.message
+    assert generator.running == 0 and generator.pages_used == 0
+    assert finish(generator, "after") == expected
+    hits = generator.prefix_hits
+    assert finish(generator, "again") == expected and generator.prefix_hits > hits
+
+
+def test_pages_that_cannot_be_given_back_end_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    base = wrap_base(tiny_model("llama"), name="llama", eos_token_ids=())
+    generator = generator_of(base)
+    generator.add(ask("one"))
+    monkeypatch.setattr(base, "forward", raising(base.forward, 1))
+    monkeypatch.setattr(generator._kv, "give", raising(generator._kv.give, 1))
+    with pytest.raises(EngineFault):
+        generator.step()
+
+
+def test_a_device_that_works_no_more_ends_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(device: torch.device) -> None:
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    monkeypatch.setattr(torch.cuda, "synchronize", broken)
+    with pytest.raises(EngineFault), contained(torch.device("cuda")):
+        raise ZeroDivisionError
+    with pytest.raises(ZeroDivisionError), contained(torch.device("cpu")):
+        raise ZeroDivisionError
