@@ -23,6 +23,16 @@ def option(default: object, help: str, *, choices: tuple[str, ...] = ()) -> Any:
     return field(default=default, metadata={"help": help, "choices": choices})
 
 
+SECTIONS = {
+    "model": "Model, data and network",
+    "device": "Device and precision",
+    "policy": "Schedule and latency targets",
+    "kv_tokens": "Memory and steps",
+    "max_queue": "Queues and jobs",
+    "data_root": "Requests and files",
+}
+"""Where a section of the settings begins, in their order below, and its title."""
+
 MIN_SECRET = 16
 """Characters of the shortest API key. A random key of 16 characters cannot be guessed over a network."""
 
@@ -147,6 +157,16 @@ class Config:
         return self.fairness == "drr" or (self.fairness == "auto" and self.policy == "slack")
 
 
+def sections() -> dict[str, list[str]]:
+    """Titles of the sections, with the names of their settings."""
+    found: dict[str, list[str]] = {}
+    title = ""
+    for f in dataclasses.fields(Config):
+        title = SECTIONS.get(f.name, title)
+        found.setdefault(title, []).append(f.name)
+    return found
+
+
 def _check_secret(name: str, secret: str) -> None:
     """Refuse a secret that is empty, short, or no header could carry. The message does not repeat it."""
     if len(secret) < MIN_SECRET:
@@ -203,6 +223,20 @@ def load_config(given: Mapping[str, object], environ: Mapping[str, str] = os.env
             settings[name] = _parse(name, text)
     settings |= given
     return Config(**settings)  # type: ignore[arg-type]  # names and types were checked above
+
+
+def setting_sources(given: Mapping[str, object], environ: Mapping[str, str] = os.environ) -> dict[str, str]:
+    """Where `load_config` takes each setting from: the command line, the name of a variable, a file, or the default."""
+    names = {f.name for f in dataclasses.fields(Config)}
+    sources = dict.fromkeys(names, "default")
+    path = given.get("config", environ.get("COSERVE_CONFIG"))
+    if path is not None:
+        sources |= dict.fromkeys(_read_file(setting_path(str(path), "config"), names), str(path))
+    for name in names:
+        variable = f"COSERVE_{name.upper()}"
+        if variable in environ and not (name == "port" and environ[variable].startswith("tcp://")):
+            sources[name] = variable
+    return sources | dict.fromkeys(given, "command line")
 
 
 def _read_file(path: Path, names: set[str]) -> dict[str, object]:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import sys
+from typing import Annotated
 
 import typer
 
+from coserve import __version__
 from coserve.cli.adapters import adapters_app
 from coserve.cli.bench import bench
 from coserve.cli.demo import demo
@@ -14,11 +16,33 @@ from coserve.cli.generate import generate
 from coserve.cli.jobs import finetune, jobs_app
 from coserve.cli.serve import serve
 from coserve.cli.settings import show_config
+from coserve.cli.settingshelp import SettingsCommand
 
-app = typer.Typer(no_args_is_help=True, pretty_exceptions_enable=False, help="Fine-tune and serve many LoRA adapters.")
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        print(f"coserve {__version__}")
+        raise typer.Exit
+
+
+def _top(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="print the version and exit")
+    ] = False,
+) -> None:
+    """Fine-tune and serve many LoRA adapters."""
+
+
+app = typer.Typer(
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    help="Fine-tune and serve many LoRA adapters.",
+)
+app.callback()(_top)
 app.add_typer(jobs_app, name="jobs")
 app.add_typer(adapters_app, name="adapters")
-app.command("serve")(serve)
+app.command("serve", cls=SettingsCommand)(serve)
 app.command("generate")(generate)
 app.command("finetune")(finetune)
 app.command("bench")(bench)
@@ -28,4 +52,4 @@ app.command("config")(show_config)
 
 def main() -> None:
     """The console script. Whatever goes wrong ends with one line, not with a traceback."""
-    sys.exit(run_safely(lambda: app(standalone_mode=True)))
+    sys.exit(run_safely(lambda: app(prog_name="coserve")))

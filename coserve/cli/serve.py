@@ -30,15 +30,10 @@ def _with_config_options(run: Callable[[dict[str, object]], None]) -> Callable[.
     parameters = []
     for f in dataclasses.fields(Config):
         kind = list[str] if hints[f.name] == tuple[str, ...] else hints[f.name]
-        note = f.metadata["help"]
-        if f.metadata["choices"]:
-            note += f" [{'|'.join(f.metadata['choices'])}]"
-        if f.default is not None and f.default != ():
-            note += f" [default: {f.default}]"
         flag = f"--{f.name.replace('_', '-')}"
         declared = f"{flag}/--no-{flag[2:]}" if kind is bool else flag
         parser = partial(setting_path, name=f.name) if Path in (kind, *get_args(kind)) else None
-        option = typer.Option(None, declared, help=note, show_default=False, parser=parser)
+        option = typer.Option(None, declared, show_default=False, parser=parser)
         annotation: Any = kind | None
         parameters.append(
             inspect.Parameter(f.name, inspect.Parameter.KEYWORD_ONLY, default=option, annotation=annotation)

@@ -1,0 +1,64 @@
+"""The help of `serve`: settings by section, with types, choices and defaults, in any width."""
+
+from __future__ import annotations
+
+import dataclasses
+import shutil
+import textwrap
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, get_args, get_type_hints
+
+from typer.core import TyperCommand
+
+from coserve.config import Config, sections
+
+WIDEST = 100
+"""Columns beyond which lines of text are hard to read."""
+_TYPES: dict[object, str] = {str: "TEXT", Path: "PATH", int: "N", float: "NUMBER"}
+
+
+def option_line(field: dataclasses.Field[Any], hint: Any) -> str:  # noqa: ANN401 - a type or a union of types
+    """`--policy slack|ets|ts`."""
+    flag = f"--{field.name.replace('_', '-')}"
+    if hint is bool:
+        return f"{flag} / --no-{flag[2:]}"
+    if field.metadata["choices"]:
+        return f"{flag} {'|'.join(field.metadata['choices'])}"
+    if hint == tuple[str, ...]:
+        return f"{flag} TEXT (may be repeated)"
+    kind = next(kind for kind in (get_args(hint) or (hint,)) if kind is not type(None))
+    return f"{flag} {_TYPES.get(kind, 'TEXT')}"
+
+
+def default_text(field: dataclasses.Field[Any]) -> str:
+    """What holds for a setting that is not given; empty where its help says so or nothing does."""
+    if field.default is None or field.default == ():
+        return ""
+    return str(field.default).lower() if isinstance(field.default, bool) else str(field.default)
+
+
+def settings_help(width: int) -> Iterator[str]:
+    """Lines for every setting."""
+    hints = get_type_hints(Config)
+    fields = {f.name: f for f in dataclasses.fields(Config)}
+    for title, names in sections().items():
+        yield ""
+        yield f"{title}:"
+        for name in names:
+            default = default_text(fields[name])
+            yield f"  {option_line(fields[name], hints[name])}"
+            text = fields[name].metadata["help"] + (f" [default: {default}]" if default else "")
+            yield from textwrap.wrap(
+                text, width, initial_indent=" " * 6, subsequent_indent=" " * 6, break_on_hyphens=False
+            )
+
+
+class SettingsCommand(TyperCommand):
+    """A command whose options are the settings."""
+
+    def format_help(self, ctx: Any, formatter: Any) -> None:  # noqa: ANN401 - click's own types, wherever typer keeps them
+        width = min(WIDEST, shutil.get_terminal_size().columns)
+        intro = textwrap.wrap(" ".join((self.help or "").split()), width)
+        lines = [f"Usage: {ctx.command_path} [OPTIONS]", "", *intro, *settings_help(width), "", "  --help", ""]
+        print("\n".join(lines))
