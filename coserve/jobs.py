@@ -177,7 +177,8 @@ class Jobs:
     def _leave(self, job: str, cancellation: Cancellation, work: Callable[[], Callable[[], JobStarted | None]]) -> None:
         future = self._threads.submit(work)
         self._background[job] = _Background(cancellation, future)
-        future.add_done_callback(lambda _: self._changed())
+        if not future.done():  # else it is taken up in this turn, or the next
+            future.add_done_callback(lambda _: self._changed())
 
     def _take_up(self, job: str) -> None:
         """What the job's thread came to."""
