@@ -24,6 +24,7 @@ from coserve.state.registry import Registry
 from coserve.state.retries import Backoff
 from coserve.state.thread import PATIENCE, RegistryThread
 from coserve.types import BaseSpec
+from tests.support.cutting import Cutter
 from tests.support.fake_engine import FakeEngine, make_base
 
 REPLY = "the cat sat on the mat"
@@ -45,6 +46,7 @@ class Api:
     port: int
     app: web.Application
     base: BaseSpec
+    cutter: Cutter | None
     engine: FakeEngine = field(init=False)
     reply: list[int] = field(default_factory=lambda: tokenizer().encode(REPLY, add_special=False))
 
@@ -115,15 +117,18 @@ def read_events(text: str) -> list[dict[str, Any]]:
 
 @asynccontextmanager
 async def serve_api(
-    path: Path, *, engine: bool = True, patience: Backoff = PATIENCE, **settings: Any
+    path: Path, *, engine: bool = True, patience: Backoff = PATIENCE, cutter: Cutter | None = None, **settings: Any
 ) -> AsyncIterator[Api]:
-    """The API over a fresh data folder at `path`; `settings` are those of `Config`, `patience`: with a locked registry."""
+    """The API over a fresh data folder at `path`; `settings` are those of `Config`, `patience`: with a locked registry,
+    `cutter` cancels handlers."""
     config = Config(data_dir=path, **settings)
     folder = DataFolder(path)
     with folder.lock():
         registry = RegistryThread(lambda: Registry(folder.database), backoff=patience)
         service = Service(config, folder, registry, tokenizer())
         app = make_app(service, config)
+        if cutter is not None:
+            app.middlewares.insert(0, cutter.middleware())
         runner = make_runner(app, config)
         await runner.setup()
         site = web.TCPSite(runner, "127.0.0.1", 0)
@@ -131,7 +136,7 @@ async def serve_api(
         port = runner.addresses[0][1]
         base = make_base(tokenizer().vocab_size)
         async with aiohttp.ClientSession(f"http://127.0.0.1:{port}") as http:
-            api = Api(config, service, folder, http, port, app, base)
+            api = Api(config, service, folder, http, port, app, base, cutter)
             try:
                 if engine:
                     await api.start_engine()

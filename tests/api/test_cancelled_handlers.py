@@ -1,0 +1,276 @@
+"""Whoever leaves, and whenever: files and rows agree, nothing is half done, nothing stays taken, and the next one works."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import json
+from collections.abc import AsyncIterator, Awaitable, Callable
+from pathlib import Path
+
+import aiohttp
+import pytest
+
+from coserve.link import CancelJob, StartJob
+from coserve.state.recover import recover
+from coserve.state.registry import Registry
+from coserve.types import AdapterRef, JobState
+from tests.support.api_server import Api, serve_api
+from tests.support.cutting import Cutter
+from tests.support.fake_engine import write_peft
+
+MOST_AWAITS = 80
+ROWS = [{"text": "a b"}]
+WEIGHTS = "adapter_model.safetensors"
+Call = tuple[str, str, dict[str, object]]
+"""Method, path, and arguments of the HTTP client."""
+
+
+@pytest.fixture
+async def api(tmp_path: Path) -> AsyncIterator[Api]:
+    root = tmp_path / "root"
+    async with serve_api(tmp_path / "data", data_root=root, max_jobs=1000, cutter=Cutter()) as api:
+        for rank in (1, 2):
+            write_peft(root / f"rank{rank}", api.base, rank=rank)
+        yield api
+
+
+@pytest.fixture(params=["at once", "late"])
+def late(request: pytest.FixtureRequest) -> bool:
+    """Whether threads have done what the handler waits for when it is cancelled."""
+    return bool(request.param == "late")
+
+
+async def attempt(api: Api, call: Call, at: int, late: bool) -> tuple[int | None, bool]:
+    """The answer's status (None: the client was cut off), and whether the handler was cancelled."""
+    assert api.cutter is not None
+    method, path, arguments = call
+    cut = api.cutter.aim(at, late=late)
+    status: int | None = None
+    try:
+        async with asyncio.timeout(20), api.http.request(method, path, **arguments) as response:  # type: ignore[arg-type]
+            await response.read()
+            status = response.status
+    except aiohttp.ClientError:
+        pass
+    async with asyncio.timeout(20):
+        await cut.ended.wait()
+    await api.settled()
+    return status, cut.done
+
+
+async def at_every_await(
+    api: Api, late: bool, call: Callable[[int], Awaitable[Call]], check: Callable[[int, int | None], Awaitable[None]]
+) -> None:
+    """Cut the call at its first await, at its second..., until it ends uncut. `check` gets the round and the status."""
+    for at in range(1, MOST_AWAITS):
+        status, cut = await attempt(api, await call(at), at, late)
+        agree(api)
+        await check(at, status)
+        if not cut:
+            assert status is not None
+            assert status < 300, status
+            assert at > 1, "nothing was cut"
+            return
+    raise AssertionError("the call never ended")
+
+
+def agree(api: Api) -> None:
+    """Rows and files are one to one and the same; nothing is half written; no upload is left."""
+    registry = Registry(api.folder.database)
+    try:
+        refs = registry.adapter_refs()
+        assert refs == api.folder.adapter_refs()
+        for ref in refs:
+            content = (api.folder.adapter(ref) / WEIGHTS).read_bytes()
+            assert hashlib.sha256(content).hexdigest() == registry.adapter(ref.id, ref.version).sha256
+        jobs = registry.jobs(limit=-1)
+        assert set(api.folder.job_ids()) == {job.spec.id for job in jobs if not job.state.terminal}
+        told = [message.spec.id for message in api.engine.told if isinstance(message, StartJob)]
+        assert sorted(told) == sorted(job.spec.id for job in jobs), "the engine knows each job, once"
+    finally:
+        registry.close()
+    assert list(api.folder.staging.iterdir()) == []
+    hidden = [path for folder in (api.folder.adapters, api.folder.jobs) for path in folder.rglob(".*")]
+    assert hidden == []
+
+
+def open_files() -> list[Path]:
+    """Of this process."""
+    return [link.resolve() for link in Path("/proc/self/fd").iterdir() if link.exists()]
+
+
+async def submit(api: Api, name: str) -> str:
+    status, job = await api.call("POST", "/finetune", json={"adapter": name, "data": ROWS})
+    assert status == 202, job
+    return str(job["id"])
+
+
+async def bring_in(api: Api, name: str, rank: int = 1) -> AdapterRef:
+    status, adapter = await api.call("POST", "/adapters", json={"name": name, "path": f"rank{rank}"})
+    assert status == 201, adapter
+    assert adapter["rank"] == rank
+    return AdapterRef(name, adapter["version"])
+
+
+def upload(api: Api, settings: dict[str, object], *files: Path) -> dict[str, object]:
+    form = aiohttp.FormData()
+    form.add_field("settings", json.dumps(settings), content_type="application/json")
+    for file in files:
+        form.add_field("file", file.read_bytes(), filename=file.name)
+    return {"data": form}
+
+
+@pytest.mark.parametrize("how", ["path", "upload"])
+async def test_imports(api: Api, late: bool, how: str) -> None:
+    """The one that comes next gets its own files, whatever became of the first."""
+    root = api.config.data_root
+    assert root is not None
+
+    async def call(at: int) -> Call:
+        if how == "path":
+            return "POST", "/adapters", {"json": {"name": "poet", "path": "rank2"}}
+        return "POST", "/adapters", upload(api, {"name": "poet"}, *sorted((root / "rank2").iterdir()))
+
+    async def check(at: int, status: int | None) -> None:
+        ref = await bring_in(api, "poet", rank=1)
+        assert (await api.call("GET", f"/adapters/{ref}"))[1]["rank"] == 1
+        agree(api)
+
+    await at_every_await(api, late, call, check)
+
+
+@pytest.mark.parametrize("how", ["json", "upload"])
+async def test_submissions(api: Api, late: bool, how: str, tmp_path: Path) -> None:
+    """A job is there and the engine knows of it, or there is none: its key then makes one, and only one."""
+    (tmp_path / "rows.jsonl").write_text(json.dumps(ROWS[0]))
+    api.engine.go_jobs.clear()
+
+    async def call(at: int) -> Call:
+        body: dict[str, object] = {"adapter": "poet"}
+        data = {"json": body | {"data": ROWS}} if how == "json" else upload(api, body, tmp_path / "rows.jsonl")
+        return "POST", "/finetune", data | {"headers": {"Idempotency-Key": f"key-{at}"}}
+
+    async def check(at: int, status: int | None) -> None:
+        method, path, arguments = await call(at)
+        again = [await api.call(method, path, **arguments) for _ in range(2 if how == "json" else 1)]
+        assert {code for code, _ in again} == {202}
+        _, listed = await api.call("GET", "/finetune", params={"limit": "100"})
+        assert len(listed["data"]) == at
+
+    await at_every_await(api, late, call, check)
+
+
+@pytest.mark.parametrize("what", ["poet", "poet@1"])
+async def test_deletions(api: Api, late: bool, what: str) -> None:
+    async def call(at: int) -> Call:
+        await api.call("DELETE", "/adapters/poet")
+        ref = await bring_in(api, "poet")
+        return "DELETE", f"/adapters/{ref if '@' in what else 'poet'}", {}
+
+    async def check(at: int, status: int | None) -> None:
+        await bring_in(api, "poet", rank=2)
+
+    await at_every_await(api, late, call, check)
+
+
+async def test_rollbacks(api: Api, late: bool) -> None:
+    refs = [await bring_in(api, "poet", rank) for rank in (1, 2)]
+
+    async def call(at: int) -> Call:
+        return "POST", "/adapters/poet/rollback", {"json": {"version": refs[at % 2].version}}
+
+    async def check(at: int, status: int | None) -> None:
+        _, shown = await api.call("GET", "/adapters/poet")
+        assert shown["version"] == refs[at % 2].version or status is None
+
+    await at_every_await(api, late, call, check)
+
+
+async def test_downloads(api: Api, late: bool) -> None:
+    await bring_in(api, "poet")
+
+    async def call(at: int) -> Call:
+        return "GET", "/adapters/poet/download", {}
+
+    async def check(at: int, status: int | None) -> None:
+        assert not [path for path in open_files() if path.name == WEIGHTS]
+
+    await at_every_await(api, late, call, check)
+
+
+async def test_cancelling_jobs(api: Api, late: bool) -> None:
+    api.engine.go_jobs.clear()
+    jobs: list[str] = []
+
+    async def call(at: int) -> Call:
+        jobs.append(await submit(api, "poet"))
+        await api.job_until(jobs[-1], "running")
+        return "POST", f"/finetune/{jobs[-1]}/cancel", {}
+
+    async def check(at: int, status: int | None) -> None:
+        if CancelJob(id=jobs[-1]) not in api.engine.told:
+            assert (await api.call("POST", f"/finetune/{jobs[-1]}/cancel"))[0] == 200
+        job = await api.job_until(jobs[-1], "cancelled")
+        assert job["state"] == "cancelled"
+        await api.settled()
+
+    await at_every_await(api, late, call, check)
+
+
+@pytest.mark.parametrize("order", ["pause", "resume"])
+async def test_pausing_and_resuming_jobs(api: Api, late: bool, order: str) -> None:
+    """What the registry says of the job, the engine does: in the end it succeeds."""
+    jobs: list[str] = []
+
+    async def call(at: int) -> Call:
+        api.engine.go_jobs.clear()
+        jobs.append(await submit(api, f"poet-{at}"))
+        await api.job_until(jobs[-1], "running")
+        if order == "resume":
+            assert (await api.call("POST", f"/finetune/{jobs[-1]}/pause"))[1]["state"] == "paused"
+        return "POST", f"/finetune/{jobs[-1]}/{order}", {}
+
+    async def check(at: int, status: int | None) -> None:
+        await asyncio.sleep(0)
+        _, job = await api.call("GET", f"/finetune/{jobs[-1]}")
+        if job["state"] == "paused":
+            assert (await api.call("POST", f"/finetune/{jobs[-1]}/resume"))[0] == 200
+        api.engine.go_jobs.set()
+        async with asyncio.timeout(20):
+            job = await api.job_until(jobs[-1], "succeeded")
+        assert job["state"] == "succeeded"
+        await api.settled()
+
+    await at_every_await(api, late, call, check)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_generations(api: Api, late: bool, stream: bool) -> None:
+    """Nothing stays taken: the adapter can be deleted at once."""
+
+    async def call(at: int) -> Call:
+        await bring_in(api, "poet")
+        return "POST", "/generate", {"json": {"prompt": "x", "adapter": "poet", "stream": stream}}
+
+    async def check(at: int, status: int | None) -> None:
+        assert (await api.call("DELETE", "/adapters/poet"))[0] == 200
+
+    await at_every_await(api, late, call, check)
+
+
+async def test_a_restart_finds_nothing_to_clear_away(api: Api, late: bool) -> None:
+    """After imports and submissions that were cut."""
+    for at in range(1, 12):
+        await attempt(api, ("POST", "/adapters", {"json": {"name": "poet", "path": "rank2"}}), at, late)
+        await attempt(api, ("POST", "/finetune", {"json": {"adapter": "bard", "data": ROWS}}), at, late)
+    registry = Registry(api.folder.database)
+    try:
+        rows, files = registry.adapter_refs(), api.folder.adapter_refs()
+        for job in registry.unfinished():
+            registry.set_state(job.spec.id, JobState.CANCELLED)
+        recover(registry, api.folder)
+        assert (registry.adapter_refs(), api.folder.adapter_refs()) == (rows, files)
+        assert registry.notes() == []
+    finally:
+        registry.close()
