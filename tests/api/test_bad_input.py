@@ -257,7 +257,7 @@ async def test_paths_methods_pages(api: Api) -> None:
     await api.refused(404, "job_not_found", "GET", "/finetune/job-none")
     await api.refused(404, "job_not_found", "GET", "/finetune/job-none/events")
     await api.refused(404, "job_not_found", "GET", "/finetune?after=job-none")
-    await api.refused(400, BAD, "DELETE", "/adapters/a@1")
+    await api.refused(404, "adapter_not_found", "DELETE", "/adapters/a@1")
     for limit in ("0", "101", "-1", "x", "1e1", "9" * 5000, ""):
         assert (await api.refused(400, BAD, "GET", "/adapters", params={"limit": limit}))["field"] == "limit"
     await api.refused(400, "unknown_field", "GET", "/finetune?page=2")
