@@ -16,7 +16,7 @@ CoserveError
 │   ├── UnsupportedAdapter           ├── CorruptAdapter        ├── UnsafeAdapter
 │   ├── BaseMismatch                 ├── ShapeMismatch
 ├── CapacityError                    right, but not now
-│   ├── QueueFull 429                ├── EngineUnavailable 503
+│   ├── QueueFull 429                ├── EngineUnavailable 503 ├── HelperLost 503
 │   ├── Unreachable 503              raised by the SDK: no daemon answers
 │   ├── StorageError                 a file could not be read or written now; says nothing of its content
 │   │   ├── StorageFull 507          ├── StorageFailed 500     ├── StorageBusy 503
@@ -222,6 +222,13 @@ class QueueFull(CapacityError):
 class EngineUnavailable(CapacityError):
     status = 503
     code = "engine_unavailable"
+
+
+class HelperLost(CapacityError):
+    """The helper process that worked on the request was killed, by the kernel for its memory, say."""
+
+    status = 503
+    code = "helper_lost"
 
 
 class StorageError(CapacityError):

@@ -26,6 +26,7 @@ FLOORS = {
     "kernels": 2,
     "state": 2,
     "model": 4,
+    "offload": 5,
     "memory": 5,
     "generate": 6,
     "adapters": 6,
@@ -52,6 +53,7 @@ TORCH_FREE = (
     "coserve.finetune.data",
     "coserve.finetune.job",
     "coserve.model.chat",
+    "coserve.offload.main",
     "coserve.api.app",
     "coserve.workloads.report",
 )

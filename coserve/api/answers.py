@@ -2,24 +2,32 @@
 
 from __future__ import annotations
 
+import io
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import msgspec
 from aiohttp import web
 from msgspec import UNSET
 
-from coserve import errors
 from coserve.errors import CapacityError, CorpusError, CoserveError, InternalError, QueueFull
+from coserve.offload.protocol import leaves
 from coserve.schemas import ErrorBody, ErrorInfo
 
 JSON = "application/json"
+PIECE = 256 << 10
+"""Bytes that are handed to a connection at once."""
 _encoder = msgspec.json.Encoder()
 
 
 def answer(body: msgspec.Struct | Sequence[msgspec.Struct], *, status: int = 200) -> web.Response:
     return web.Response(status=status, body=_encoder.encode(body), content_type=JSON)
+
+
+def document(content: bytes) -> web.Response:
+    """JSON that is encoded already. A large one leaves in pieces."""
+    return web.Response(body=content if len(content) <= PIECE else io.BytesIO(content), content_type=JSON)
 
 
 def describe(error: CoserveError) -> ErrorInfo:
@@ -51,17 +59,11 @@ def refuse(error: CoserveError, shape: Refusal = NATIVE) -> web.Response:
     return response
 
 
-def _leaves(tree: type[CoserveError]) -> Iterator[type[CoserveError]]:
-    for leaf in tree.__subclasses__():
-        yield leaf
-        yield from _leaves(leaf)
-
-
 def error_from_code(code: str, message: str, retry_after: float | None = None) -> CoserveError:
     """The error that the engine named by its code; an unknown code is our own fault."""
     if code == QueueFull.code and retry_after is not None:
         return QueueFull(message, retry_after=retry_after)
-    for leaf in _leaves(errors.CoserveError):
+    for leaf in leaves():
         if leaf.code == code:
             return leaf(message)
     return InternalError(f"{code}: {message}")

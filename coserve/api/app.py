@@ -27,7 +27,12 @@ ROUTES = web.AppKey("routes", tuple[Route, ...])
 
 def make_app(service: Service, config: Config) -> web.Application:
     """The application over a service. The caller opens and closes the service."""
-    intake = Intake(max_body_bytes=config.max_body_bytes, read_timeout=config.read_timeout)
+    intake = Intake(
+        service.helpers,
+        lambda: None if service.engine.ready is None else service.engine.ready.spec.context,
+        max_body_bytes=config.max_body_bytes,
+        read_timeout=config.read_timeout,
+    )
     tgi = TgiApi(service, config, intake)
     described = (
         *native_routes(NativeApi(service, config, intake, tgi)),

@@ -19,6 +19,7 @@ from coserve.api.metrics import Metrics
 from coserve.api.places import Places
 from coserve.api.prompts import check_generate, encode_prompt, sampling_params
 from coserve.api.requests import split_ref
+from coserve.api.tasks.texts import Texts
 from coserve.config import Config
 from coserve.errors import BaseMismatch, EngineUnavailable, QueueFull
 from coserve.link import Admitted, CancelRequest, Generate, RequestFailed, Tokens
@@ -68,11 +69,12 @@ class Generation:
         engine: Connection,
         registry: RegistryThread,
         tokenizer: Tokenizer,
+        texts: Texts,
         metrics: Metrics,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._config, self._engine, self._registry, self._tokenizer = config, engine, registry, tokenizer
-        self._metrics, self._clock = metrics, clock
+        self._texts, self._metrics, self._clock = texts, metrics, clock
         self._runs: dict[str, _Run] = {}
         """By the id of each sequence that has not ended."""
         self._places = Places(config.max_queue, fair=config.fair)
@@ -130,7 +132,7 @@ class Generation:
         places = self._take_places(name, request.n)
         try:
             check_generate(request, self._engine.spec)
-            prompt = await encode_prompt(request, self._engine.spec, self._tokenizer)
+            prompt = await encode_prompt(request, self._engine.spec, self._texts)
             record = await self._resolve(request.adapter)
             scoring = self._take_scoring(request, len(prompt))
             run = self._start(request, prompt, record, arrived)

@@ -12,13 +12,15 @@ import shutil
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
-from typing import TypeVar
+from typing import TypeVar, cast
 
+import msgspec
 from aiohttp import BodyPartReader, MultipartReader, web
 from aiohttp.client_exceptions import ClientPayloadError
 from aiohttp.http_exceptions import HttpProcessingError
 
-from coserve.api.requests import decode_dialect, decode_json
+from coserve.api.requests import decode_json
+from coserve.api.tasks.decode import Decode, DecodeCorpus, decode_body, decode_corpus, decoded, unpack
 from coserve.errors import (
     BodyTooLarge,
     InvalidRequest,
@@ -27,11 +29,16 @@ from coserve.errors import (
     UnsafeAdapter,
     UnsupportedEncoding,
 )
+from coserve.offload.pool import HelperPool
+from coserve.offload.protocol import name_of
+from coserve.schemas import FinetuneRequest
 from coserve.state.commits import uncancelled
 from coserve.state.durable import disk_errors
 
 MAX_JSON_BYTES = 16 << 20
 """Largest JSON body; a larger corpus goes as a file."""
+SMALL_BODY = 64 << 10
+"""Bytes of JSON that are decoded on the event loop."""
 MAX_SETTINGS_BYTES = 1 << 20
 TOTAL_BYTES = 256 << 20
 """What all bodies that are being read hold in memory."""
@@ -45,21 +52,36 @@ T = TypeVar("T")
 class Intake:
     """Reads bodies for all handlers. `read_timeout` in seconds, `max_body_bytes` for one upload."""
 
-    def __init__(self, *, max_body_bytes: int, read_timeout: float) -> None:
+    def __init__(
+        self, helpers: HelperPool, context: Callable[[], int | None], *, max_body_bytes: int, read_timeout: float
+    ) -> None:
+        """`context`: of the base, in tokens; None while no engine has started."""
+        self._helpers, self._context = helpers, context
         self._max_body, self._timeout = max_body_bytes, read_timeout
         self._held = 0
         self._uploads = 0
 
     async def json(self, request: web.Request, type: type[T]) -> T:
         """The body as `type`. Raises `MalformedJson`, `InvalidRequest`, `UnknownField`, `BodyTooLarge`..."""
-        return await self.read(request, lambda body: decode_json(body, type))
+        async with self.body(request) as body:
+            return await self._decode(body, type)
 
     async def dialect(self, request: web.Request, type: type[T]) -> T:
         """As `json`, for the bodies of other servers' clients: unknown fields that ask for nothing are taken."""
-        return await self.read(request, lambda body: decode_dialect(body, type))
+        async with self.body(request) as body:
+            return await self._decode(body, type, dialect=True)
 
     async def read(self, request: web.Request, decode: Callable[[bytes], T]) -> T:
-        """What `decode` makes of a JSON body. Raises `BodyTooLarge`, `RequestTimeout`, and what `decode` raises."""
+        """What `decode`, a function at the level of its module, makes of a JSON body.
+
+        Raises `BodyTooLarge`, `RequestTimeout`, and what `decode` raises.
+        """
+        async with self.body(request) as body:
+            return await self._decode(body, decode)
+
+    @asynccontextmanager
+    async def body(self, request: web.Request) -> AsyncIterator[bytearray]:
+        """A JSON body, counted as held in memory until the block ends. Raises `BodyTooLarge`, `RequestTimeout`."""
         limit = min(self._max_body, MAX_JSON_BYTES)
         check_head(request, limit)
         body = bytearray()
@@ -67,9 +89,34 @@ class Intake:
             while piece := await self._next_piece(request, limit):
                 self._hold(len(piece))
                 body += piece
-            return decode(bytes(body))
+            yield body
         finally:
             self._held -= len(body)
+
+    async def _decode(
+        self, body: bytearray | bytes, decoder: type[T] | Callable[[bytes], T], *, dialect: bool = False
+    ) -> T:
+        """A small body here, a large one in a helper process: decoding keeps the interpreter's lock to the end."""
+        if len(body) <= SMALL_BODY:
+            return decoded(bytes(body), decoder, dialect=dialect)
+        asked = Decode(name_of(decoder), dialect, self._context())
+        return cast("T", unpack(await self._helpers.run(decode_body, asked, body)))
+
+    @asynccontextmanager
+    async def corpus(self, request: web.Request, staging: Path) -> AsyncIterator[tuple[FinetuneRequest, Path | None]]:
+        """A `FinetuneRequest` as JSON. The rows of a large one come as a JSONL file, which goes when the block ends."""
+        async with self.body(request) as body:
+            if len(body) <= SMALL_BODY:
+                settings, file = decode_json(bytes(body), FinetuneRequest), None
+            else:
+                file = staging / f"rows-{secrets.token_hex(8)}"
+                packed = await self._helpers.run(decode_corpus, DecodeCorpus(str(file)), body)
+                settings = msgspec.msgpack.decode(packed, type=FinetuneRequest)
+        try:
+            yield settings, file if file is not None and file.exists() else None
+        finally:
+            if file is not None:
+                file.unlink(missing_ok=True)
 
     def _hold(self, size: int) -> None:
         self._held += size
@@ -104,7 +151,7 @@ class Intake:
             await uncancelled(asyncio.create_task(asyncio.to_thread(folder.mkdir, parents=True)))
             with _body_errors():
                 settings = await self._receive(request, folder, names)
-            yield decode_json(settings, type), folder
+            yield await self._decode(settings, type), folder
         finally:
             self._uploads -= 1
             await uncancelled(asyncio.create_task(asyncio.to_thread(shutil.rmtree, folder, ignore_errors=True)))

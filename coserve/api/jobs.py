@@ -17,9 +17,10 @@ from coserve.api.ledger import Ledger
 from coserve.api.submission import Submission
 from coserve.config import Config
 from coserve.errors import CoserveError, EngineCrashed, EngineUnavailable, InvalidRequest, QueueFull, WrongJobState
-from coserve.finetune.data import Corpus
+from coserve.finetune.corpora import MadeCorpus
 from coserve.link import CancelJob, PauseJob, ResumeJob, StartJob
 from coserve.model.tokenizer import Tokenizer
+from coserve.offload.pool import HelperPool
 from coserve.schemas import ErrorInfo, FinetuneRequest, Job
 from coserve.state.commits import Commits
 from coserve.state.durable import remove_dir
@@ -46,6 +47,7 @@ class Jobs:
         folder: DataFolder,
         registry: RegistryThread,
         tokenizer: Tokenizer,
+        helpers: HelperPool,
         engine: Connection,
         ledger: Ledger,
         *,
@@ -55,7 +57,7 @@ class Jobs:
         self._config, self._folder, self._registry = config, folder, registry
         self._engine, self._ledger = engine, ledger
         self._answer_timeout = answer_timeout
-        self._submission = Submission(config, folder, registry, tokenizer, clock)
+        self._submission = Submission(config, folder, registry, tokenizer, helpers, clock)
         self.views = JobViews(registry, ledger)
         self._started: set[str] = set()
         """Jobs that the engine of this moment knows."""
@@ -139,7 +141,7 @@ class Jobs:
         if (count := len(registry.unfinished())) >= self._config.max_jobs:
             raise QueueFull(f"{count} jobs wait or run; the daemon takes {self._config.max_jobs}", retry_after=10)
 
-    async def _accept(self, record: JobRecord, corpus: Corpus, key: str | None) -> JobRecord:
+    async def _accept(self, record: JobRecord, corpus: MadeCorpus, key: str | None) -> JobRecord:
         """Corpus on disk, then the row, then the engine."""
         id, adapter = record.spec.id, record.spec.adapter
 
@@ -249,7 +251,7 @@ def _unfinished(registry: Registry) -> list[tuple[JobState, str]]:
     return [(record.state, record.spec.id) for record in registry.unfinished()]
 
 
-def _say_cut(registry: Registry, id: str, corpus: Corpus) -> None:
+def _say_cut(registry: Registry, id: str, corpus: MadeCorpus) -> None:
     """A line in the job's story; the job is accepted whether or not it can be written."""
     try:
         text = f"{corpus.rows_cut} of {corpus.rows} rows were longer than max_length and lost a part"

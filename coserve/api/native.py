@@ -33,7 +33,7 @@ class NativeApi:
     # ---- generation
 
     async def generate(self, request: web.Request) -> web.StreamResponse:
-        body = await self._intake.read(request, _decode_generate)
+        body = await self._intake.read(request, decode_generate)
         if isinstance(body, RequestError):
             return refuse_tgi(body)
         if isinstance(body, TgiRequest):
@@ -58,8 +58,8 @@ class NativeApi:
     async def finetune(self, request: web.Request) -> web.StreamResponse:
         key = request.headers.get("Idempotency-Key")
         if not is_upload(request):
-            body = await self._intake.json(request, FinetuneRequest)
-            return answer(await self._service.jobs.submit(body, None, key), status=202)
+            async with self._intake.corpus(request, self._staging) as (settings, file):
+                return answer(await self._service.jobs.submit(settings, file, key), status=202)
         async with self._intake.upload(request, FinetuneRequest, self._staging) as (settings, folder):
             return answer(await self._service.jobs.submit(settings, folder / "file", key), status=202)
 
@@ -152,7 +152,7 @@ class _Probe(msgspec.Struct):
     inputs: msgspec.Raw | UnsetType = UNSET
 
 
-def _decode_generate(content: bytes) -> GenerateRequest | TgiRequest | RequestError:
+def decode_generate(content: bytes) -> GenerateRequest | TgiRequest | RequestError:
     """Our own request, or LoRAX's and TGI's: theirs has `inputs`. An error: what is wrong with theirs."""
     if b'"inputs"' in content and decode_json(content, _Probe).inputs is not UNSET:
         try:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
 from coserve.api.body_types import is_empty
 from coserve.api.openai_schemas import (
@@ -54,7 +54,12 @@ _NEUTRAL_IN_CHATS: dict[str, tuple[object, ...]] = {
 T = TypeVar("T")
 
 
-def adapter_of(model: ModelName | None, spec: BaseSpec) -> str | None:
+class Named(Protocol):
+    @property
+    def name(self) -> str: ...
+
+
+def adapter_of(model: ModelName | None, spec: Named) -> str | None:
     """The adapter that `model` names; None: the base. Raises `AdapterNotFound`."""
     if not model or model == spec.name:
         return None

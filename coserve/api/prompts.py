@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Sequence
 
+from coserve.api.tasks.texts import Texts, check_tokens
 from coserve.errors import EmptyPrompt, InvalidRequest, PromptTooLong
 from coserve.model.chat import Message
-from coserve.model.tokenizer import Tokenizer
 from coserve.schemas import MAX_PROMPT_LOGPROBS, ChatMessage, GenerateRequest
 from coserve.types import BaseSpec, SamplingParams
 
 LONGEST_TOKEN = 256
 """Characters; a text with more than so many times the context need not be tokenised to be refused."""
-SMALL_PROMPT = 4096
-"""Characters that are tokenised on the event loop; more would hold it up."""
 
 
 def check_generate(request: GenerateRequest, spec: BaseSpec) -> None:
@@ -43,23 +40,21 @@ def check_generate(request: GenerateRequest, spec: BaseSpec) -> None:
             raise InvalidRequest(f"expected token ids below {spec.vocab}, got {max(tokens)}", field=field)
 
 
-async def encode_prompt(request: GenerateRequest, spec: BaseSpec, tokenizer: Tokenizer) -> tuple[int, ...]:
+async def encode_prompt(request: GenerateRequest, spec: BaseSpec, texts: Texts) -> tuple[int, ...]:
     """Token ids. Raises `EmptyPrompt`, `PromptTooLong`, and `InvalidRequest` from the chat template."""
     if isinstance(request.prompt, list):
         field, ids = "prompt", request.prompt
     elif request.prompt is not None:
         field, text = "prompt", request.prompt
-        _check_characters(len(text), spec.context, field)
-        ids = await encode_text(text, tokenizer)
+        check_characters(len(text), spec.context, field)
+        ids = await texts.encode(text, context=spec.context, field=field)
     else:
         field, turns = "messages", request.messages or []
-        _check_characters(sum(len(turn.content) for turn in turns), spec.context, field)
-        ids = await asyncio.to_thread(tokenizer.chat, chat_messages(turns))
+        check_characters(sum(len(turn.content) for turn in turns), spec.context, field)
+        ids = await texts.chat(chat_messages(turns), context=spec.context)
     if not ids:
         raise EmptyPrompt("expected a prompt with at least one token", field=field)
-    if len(ids) >= spec.context:
-        message = f"expected at most {spec.context - 1} tokens, got {len(ids)}"
-        raise PromptTooLong(message, field=field, context=spec.context, length=len(ids))
+    check_tokens(len(ids), spec.context, field)
     if request.prompt_logprobs is not None and len(ids) * (request.prompt_logprobs + 1) > MAX_PROMPT_LOGPROBS:
         raise InvalidRequest(
             f"expected at most {MAX_PROMPT_LOGPROBS} log-probabilities of a prompt, "
@@ -77,14 +72,7 @@ def chat_messages(turns: Sequence[ChatMessage]) -> list[Message]:
     ]
 
 
-async def encode_text(text: str, tokenizer: Tokenizer, *, add_special: bool = True) -> list[int]:
-    """Token ids of a text; a long one does not hold up the event loop."""
-    if len(text) <= SMALL_PROMPT:
-        return tokenizer.encode(text, add_special=add_special)
-    return await asyncio.to_thread(tokenizer.encode, text, add_special=add_special)
-
-
-def _check_characters(length: int, context: int, field: str) -> None:
+def check_characters(length: int, context: int, field: str) -> None:
     """Raises `PromptTooLong` for a text that cannot fit, before it is tokenised."""
     limit = context * LONGEST_TOKEN
     if length > limit:

@@ -18,6 +18,8 @@ from coserve.api.generation import Generation
 from coserve.api.jobs import Jobs
 from coserve.api.ledger import Ledger
 from coserve.api.metrics import Metrics
+from coserve.api.submission import MAX_PREPARING
+from coserve.api.tasks.texts import Texts
 from coserve.config import Config
 from coserve.errors import EngineUnavailable
 from coserve.link import (
@@ -34,11 +36,15 @@ from coserve.link import (
     Tokens,
 )
 from coserve.model.tokenizer import Tokenizer
+from coserve.offload.pool import HelperPool
 from coserve.schemas import BaseInfo, Health
 from coserve.state.folder import DataFolder
 from coserve.state.thread import RegistryThread
 
 log = logging.getLogger(__name__)
+
+MAX_READING = 2
+"""Processes for large requests."""
 
 
 class Service:
@@ -50,8 +56,11 @@ class Service:
         self.metrics = Metrics(self.engine.name)
         self._registry = registry
         self._ledger = Ledger(folder, registry, self.engine, self.metrics)
-        self.generation = Generation(config, self.engine, registry, tokenizer, self.metrics)
-        self.jobs = Jobs(config, folder, registry, tokenizer, self.engine, self._ledger)
+        self.helpers = HelperPool(tokenizer.state, MAX_READING)
+        self._preparers = HelperPool(tokenizer.state, MAX_PREPARING)
+        texts = Texts(tokenizer, self.helpers)
+        self.generation = Generation(config, self.engine, registry, tokenizer, texts, self.metrics)
+        self.jobs = Jobs(config, folder, registry, tokenizer, self._preparers, self.engine, self._ledger)
         self.adapters = Adapters(config, folder, registry, self.engine, self.generation.in_use)
         self._born, self.started_at = time.monotonic(), time.time()
         self._receiver: asyncio.Task[None] | None = None
@@ -85,6 +94,8 @@ class Service:
         """Write what the engine has said; requests in flight end with `EngineUnavailable`."""
         await self.jobs.close()
         await self.adapters.close()
+        await self.helpers.close()
+        await self._preparers.close()
         await self._ledger.settled()
         self.engine_lost()
         if self._writer is not None:

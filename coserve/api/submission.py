@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
+
+import msgspec
 
 from coserve.adapters.peft import inspect_adapter
 from coserve.adapters.targets import resolve_targets
@@ -14,9 +17,11 @@ from coserve.api.requests import local_path, split_ref
 from coserve.config import Config
 from coserve.errors import BaseMismatch, InvalidRequest
 from coserve.finetune.auto import choose_training
-from coserve.finetune.data import Corpus, Row, parse_jsonl, parse_rows, tokenize_rows
+from coserve.finetune.corpora import CorpusFile, MadeCorpus, TokenizeFile, tokenize_file
+from coserve.finetune.data import parse_jsonl, parse_rows, tokenize_rows
 from coserve.finetune.job import Plan, check_training, longest_row
 from coserve.model.tokenizer import Tokenizer
+from coserve.offload.pool import HelperPool
 from coserve.schemas import FinetuneRequest
 from coserve.state.folder import DataFolder
 from coserve.state.records import AdapterRecord, JobRecord
@@ -24,7 +29,9 @@ from coserve.state.thread import RegistryThread
 from coserve.types import BaseSpec, JobSpec, JobState, LoraSettings
 
 MAX_PREPARING = 2
-"""Corpora that are tokenised at once."""
+"""Processes that tokenise corpora."""
+SMALL_FILE = 64 << 10
+"""Bytes of a file that is tokenised in a thread."""
 
 
 class Submission:
@@ -36,13 +43,15 @@ class Submission:
         folder: DataFolder,
         registry: RegistryThread,
         tokenizer: Tokenizer,
+        helpers: HelperPool,
         clock: Callable[[], float],
     ) -> None:
         self._config, self._folder, self._registry, self._tokenizer = config, folder, registry, tokenizer
-        self._clock = clock
-        self._preparing = asyncio.Semaphore(MAX_PREPARING)
+        self._helpers, self._clock = helpers, clock
 
-    async def prepare(self, request: FinetuneRequest, upload: Path | None, spec: BaseSpec) -> tuple[JobRecord, Corpus]:
+    async def prepare(
+        self, request: FinetuneRequest, upload: Path | None, spec: BaseSpec
+    ) -> tuple[JobRecord, MadeCorpus]:
         """The job's record (its version is still to be given out) and its corpus.
 
         Raises `InvalidRequest`, `CorpusError` leaves (with the line), `AdapterNotFound`, `BaseMismatch`,
@@ -54,13 +63,15 @@ class Submission:
         check_training(asked)  # before the corpus is read
         longest = longest_row(asked, spec.context, limit)
         source, lora = await self._shape(request, spec)
-        rows = self._rows(request, upload)
-        async with self._preparing:
-            corpus = await asyncio.to_thread(tokenize_rows, rows, self._tokenizer, longest)
+        corpus = await self._tokenize(self._source(request, upload), longest)
+        try:
             training, auto = choose_training(
-                request.training, rows=corpus.rows, tokens=len(corpus.tokens), hidden=spec.hidden
+                request.training, rows=corpus.rows, tokens=corpus.token_count, hidden=spec.hidden
             )
-            plan = await asyncio.to_thread(Plan, corpus.lengths, training, limit)
+            plan = await asyncio.to_thread(Plan, await asyncio.to_thread(corpus.read_lengths), training, limit)
+        except BaseException:
+            corpus.discard()
+            raise
         job = JobSpec(
             id=f"job-{secrets.token_hex(8)}",
             adapter=request.adapter,
@@ -69,7 +80,7 @@ class Submission:
             lora=lora,
             training=training,
             rows=corpus.rows,
-            tokens=len(corpus.tokens),
+            tokens=corpus.token_count,
             target_tokens=corpus.target_tokens,
             init_digests=None if source is None else source.digests,
             rows_cut=corpus.rows_cut,
@@ -105,7 +116,22 @@ class Submission:
         info = await asyncio.to_thread(inspect_adapter, self._folder.adapter(record.ref), spec)
         return record, info.settings
 
-    def _rows(self, request: FinetuneRequest, upload: Path | None) -> Iterator[Row]:
+    async def _tokenize(self, source: list[dict[str, Any]] | Path, longest: int) -> MadeCorpus:
+        """A few rows in a thread, a file that may be large in a helper process, which ends when the client leaves."""
+        if isinstance(source, list):
+            return await asyncio.to_thread(tokenize_rows, parse_rows(source), self._tokenizer, longest)
+        size = (await asyncio.to_thread(source.stat)).st_size
+        if size <= SMALL_FILE:
+            return await asyncio.to_thread(tokenize_rows, parse_jsonl(source), self._tokenizer, longest)
+        made = self._folder.staging / f"corpus-{secrets.token_hex(8)}"
+        try:
+            found = await self._helpers.run(tokenize_file, TokenizeFile(str(source), str(made), longest))
+        except BaseException:
+            made.unlink(missing_ok=True)
+            raise
+        return msgspec.msgpack.decode(found, type=CorpusFile)
+
+    def _source(self, request: FinetuneRequest, upload: Path | None) -> list[dict[str, Any]] | Path:
         given = [name for name in ("data", "path") if getattr(request, name) is not None]
         given += [] if upload is None else ["file"]
         if len(given) != 1:
@@ -113,10 +139,10 @@ class Submission:
                 f"expected one of data, path and file, got {' and '.join(given) or 'none'}", field="data"
             )
         if request.data is not None:
-            return parse_rows(request.data)
+            return request.data
         if upload is not None:
-            return parse_jsonl(upload)
+            return upload
         path = local_path(str(request.path), self._config.data_root)
         if not path.is_file():
             raise InvalidRequest("expected a file", field="path")
-        return parse_jsonl(path)
+        return path

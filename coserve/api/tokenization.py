@@ -7,17 +7,21 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Annotated
 
+import msgspec
 from aiohttp import web
 from msgspec import UNSET, Meta, UnsetType
 
 from coserve import __version__
-from coserve.api.answers import answer
-from coserve.api.intake import Intake
+from coserve.api.answers import answer, document
+from coserve.api.intake import SMALL_BODY, Intake
 from coserve.api.openai_requests import adapter_of, message_of
 from coserve.api.openai_schemas import MAX_MESSAGES, ModelName, OpenAIMessage
-from coserve.api.prompts import chat_messages, encode_text
+from coserve.api.prompts import chat_messages
+from coserve.api.requests import decode_dialect
 from coserve.api.service import Service
 from coserve.errors import InvalidRequest, QueueFull
+from coserve.model.tokenizer import Tokenizer
+from coserve.offload.protocol import Context, Task
 from coserve.schemas import TokenId
 from coserve.types import Wire
 
@@ -84,44 +88,21 @@ class Tokenization:
         self._running = 0
 
     async def tokenize(self, request: web.Request) -> web.StreamResponse:
-        body = await self._intake.dialect(request, TokenizeRequest)
-        spec = self._service.engine.spec
-        adapter_of(body.model, spec)
-        with self._place():
-            ids = await self._encode(body)
-            strings: list[str] | UnsetType = UNSET
-            if body.return_token_strs:
-                strings = await asyncio.to_thread(lambda: [self._service.tokenizer.token(id) for id in ids])
-        return answer(TokenizeResponse(tokens=ids, count=len(ids), max_model_len=spec.context, token_strs=strings))
-
-    async def _encode(self, body: TokenizeRequest) -> list[int]:
-        tokenizer = self._service.tokenizer
-        if (body.prompt is None) == (body.messages is None):
-            got = "none" if body.prompt is None else "both"
-            raise InvalidRequest(f"expected one of prompt and messages, got {got}", field="prompt")
-        if body.prompt is not None:
-            return await encode_text(body.prompt, tokenizer, add_special=body.add_special_tokens is not False)
-        if body.add_special_tokens:
-            raise InvalidRequest("expected it left out with messages", field="add_special_tokens")
-        turns = [message_of(message) for message in body.messages or []]
-        if sum(len(turn.content) for turn in turns) > MAX_CHARACTERS:
-            raise InvalidRequest(f"expected at most {MAX_CHARACTERS} characters", field="messages")
-        return await asyncio.to_thread(
-            tokenizer.chat,
-            chat_messages(turns),
-            add_generation_prompt=body.add_generation_prompt is not False and not body.continue_final_message,
-            continue_final=body.continue_final_message or False,
-        )
+        return await self._run(request, tokenize)
 
     async def detokenize(self, request: web.Request) -> web.StreamResponse:
-        body = await self._intake.dialect(request, DetokenizeRequest)
-        spec = self._service.engine.spec
-        adapter_of(body.model, spec)
-        if body.tokens and max(body.tokens) >= spec.vocab:
-            raise InvalidRequest(f"expected token ids below {spec.vocab}, got {max(body.tokens)}", field="tokens")
-        with self._place():
-            text = await asyncio.to_thread(self._service.tokenizer.decode, body.tokens, skip_special=False)
-        return answer(DetokenizeResponse(prompt=text))
+        return await self._run(request, detokenize)
+
+    async def _run(self, request: web.Request, task: Task) -> web.StreamResponse:
+        """The task's document: a small body's in a thread, a large one's in a helper process."""
+        async with self._intake.body(request) as body:
+            spec = self._service.engine.spec
+            base = TokenizedBase(spec.name, spec.context, spec.vocab)
+            with self._place():
+                if len(body) > SMALL_BODY:
+                    return document(await self._service.helpers.run(task, base, body))
+                context = Context(self._service.tokenizer, progress=lambda: None)
+                return document(await asyncio.to_thread(task, context, msgspec.msgpack.encode(base), bytes(body)))
 
     @contextmanager
     def _place(self) -> Iterator[None]:
@@ -151,3 +132,50 @@ class Tokenization:
 
     async def version(self, request: web.Request) -> web.StreamResponse:
         return answer(Version(version=__version__))
+
+
+class TokenizedBase(msgspec.Struct, frozen=True):
+    """What the tasks must know of the base."""
+
+    name: str
+    context: int
+    vocab: int
+
+
+def tokenize(context: Context, arguments: bytes, body: bytes) -> bytes:
+    """The task of `POST /tokenize`: its answer as JSON."""
+    asked, base = decode_dialect(body, TokenizeRequest), msgspec.msgpack.decode(arguments, type=TokenizedBase)
+    adapter_of(asked.model, base)
+    ids = _encode(asked, context.tokenizer)
+    strings = [context.tokenizer.token(id) for id in ids] if asked.return_token_strs else UNSET
+    return msgspec.json.encode(
+        TokenizeResponse(tokens=ids, count=len(ids), max_model_len=base.context, token_strs=strings)
+    )
+
+
+def _encode(asked: TokenizeRequest, tokenizer: Tokenizer) -> list[int]:
+    if (asked.prompt is None) == (asked.messages is None):
+        got = "none" if asked.prompt is None else "both"
+        raise InvalidRequest(f"expected one of prompt and messages, got {got}", field="prompt")
+    if asked.prompt is not None:
+        return tokenizer.encode(asked.prompt, add_special=asked.add_special_tokens is not False)
+    if asked.add_special_tokens:
+        raise InvalidRequest("expected it left out with messages", field="add_special_tokens")
+    turns = [message_of(message) for message in asked.messages or []]
+    if sum(len(turn.content) for turn in turns) > MAX_CHARACTERS:
+        raise InvalidRequest(f"expected at most {MAX_CHARACTERS} characters", field="messages")
+    return tokenizer.chat(
+        chat_messages(turns),
+        add_generation_prompt=asked.add_generation_prompt is not False and not asked.continue_final_message,
+        continue_final=asked.continue_final_message or False,
+    )
+
+
+def detokenize(context: Context, arguments: bytes, body: bytes) -> bytes:
+    """The task of `POST /detokenize`: its answer as JSON."""
+    asked, base = decode_dialect(body, DetokenizeRequest), msgspec.msgpack.decode(arguments, type=TokenizedBase)
+    adapter_of(asked.model, base)
+    if asked.tokens and max(asked.tokens) >= base.vocab:
+        raise InvalidRequest(f"expected token ids below {base.vocab}, got {max(asked.tokens)}", field="tokens")
+    text = context.tokenizer.decode(asked.tokens, skip_special=False)
+    return msgspec.json.encode(DetokenizeResponse(prompt=text))

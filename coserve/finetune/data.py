@@ -55,6 +55,16 @@ class Corpus:
         return np.diff(self.bounds)
 
     @property
+    def token_count(self) -> int:
+        return len(self.tokens)
+
+    def read_lengths(self) -> npt.NDArray[np.int64]:
+        return self.lengths
+
+    def discard(self) -> None:
+        """Nothing of it is on disk."""
+
+    @property
     def target_tokens(self) -> int:
         return int(self.target.sum())
 

@@ -217,8 +217,9 @@ def decode_line(content: bytes, line: int) -> object:
 def _object(pairs: list[tuple[str, object]]) -> dict[str, object]:
     found = dict(pairs)
     if len(found) != len(pairs):
-        names = [name for name, _ in pairs]
-        raise ValueError(f"field {next(name for name in found if names.count(name) > 1)!r:.80} twice in one object")
+        seen: set[str] = set()
+        twice = next(name for name, _ in pairs if name in seen or seen.add(name))  # type: ignore[func-returns-value]
+        raise ValueError(f"field {twice!r:.80} twice in one object")
     return found
 
 

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import tokenizers
 
 from coserve.errors import InvalidRequest, UnsupportedBase
@@ -28,6 +29,17 @@ _FILES = (
 )
 _HELD_TOKENS = 16
 """Tokens that the detokenizer keeps back at most: bytes that never become a character are given as they are."""
+
+
+SHORT = 2048
+"""Characters of a text that is tokenised at once, without handing it to `tokenizers`' own threads."""
+
+
+class _State(msgspec.Struct, frozen=True):
+    backend: str
+    special_tokens: dict[str, str]
+    eos_token_ids: tuple[int, ...]
+    chat_template: str | None
 
 
 class Tokenizer:
@@ -88,21 +100,43 @@ class Tokenizer:
         eos_token_ids = [id for end in ends for id in (end if isinstance(end, list) else [end]) if isinstance(id, int)]
         return cls(backend, special_tokens=special_tokens, eos_token_ids=tuple(eos_token_ids), chat_template=template)
 
+    def state(self) -> bytes:
+        """What `from_state` makes the same tokenizer from, in another process."""
+        return msgspec.msgpack.encode(
+            _State(self._backend.to_str(), self.special_tokens, self.eos_token_ids, self.chat_template)
+        )
+
+    @classmethod
+    def from_state(cls, state: bytes) -> Tokenizer:
+        found = msgspec.msgpack.decode(state, type=_State)
+        return cls(
+            tokenizers.Tokenizer.from_str(found.backend),
+            special_tokens=found.special_tokens,
+            eos_token_ids=found.eos_token_ids,
+            chat_template=found.chat_template,
+        )
+
+    def _encode(self, text: str, *, add_special: bool) -> tokenizers.Encoding:
+        """With offsets. `Tokenizer.encode` keeps the interpreter's lock, `encode_batch` does not."""
+        if len(text) <= SHORT:
+            return self._backend.encode(text, add_special_tokens=add_special)
+        return self._backend.encode_batch([text], add_special_tokens=add_special)[0]
+
     def encode(self, text: str, *, add_special: bool = True) -> list[int]:
         """Token ids; `add_special` adds what the base expects before a text (a BOS token, mostly).
 
         What a tokenizer would add behind the text (EOS) is left out: every text here goes on.
         """
-        ids: list[int] = self._backend.encode(text, add_special_tokens=add_special).ids
+        ids: list[int] = self._encode(text, add_special=add_special).ids
         return ids[: len(ids) - self._added_behind] if add_special else ids
 
     def encode_continuation(self, text: str) -> list[int]:
         """Token ids of a text that goes on from another: without the space that some tokenizers put before a text."""
-        plain = self._backend.encode(text, add_special_tokens=False)
+        plain = self._encode(text, add_special=False)
         if not plain.tokens or not plain.tokens[0].startswith("▁") or text.startswith("▁"):
             return list(plain.ids)
         # After a line break nothing is put before it; what the break itself became is cut off.
-        after = self._backend.encode("\n" + text, add_special_tokens=False)
+        after = self._encode("\n" + text, add_special=False)
         if any(start < 1 < end for start, end in after.offsets):
             return list(plain.ids)
         return [id for id, (start, _) in zip(after.ids, after.offsets, strict=True) if start >= 1]
@@ -141,7 +175,7 @@ class Tokenizer:
         plain = [{key: value for key, value in m.items() if key != "weight"} for m in messages]
         text, spans = self._template().render_for_training(plain)
         learned = [span for span, weight in zip(spans, weights, strict=True) if weight != 0]
-        encoding = self._backend.encode(text, add_special_tokens=False)
+        encoding = self._encode(text, add_special=False)
         learn, spans_left = [], iter(learned)
         span = next(spans_left, None)
         for start, end in encoding.offsets:

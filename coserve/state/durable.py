@@ -131,6 +131,20 @@ def write_file(path: Path, data: bytes, *, point: str) -> None:
         failpoint(f"{point}.after_dir_fsync")
 
 
+def move_file(source: Path, path: Path, *, point: str) -> None:
+    """Rename a durable file of the same file system to `path`; durable when it returns. `point` as for `write_file`.
+
+    Raises `StorageFull`, `StorageFailed`.
+    """
+    make_folder(path.parent)
+    with disk_errors():
+        failpoint(f"{point}.before_rename")
+        source.replace(path)
+        failpoint(f"{point}.after_rename")
+        fsync_path(path.parent)
+        failpoint(f"{point}.after_dir_fsync")
+
+
 @contextmanager
 def replace_dir(target: Path, *, point: str) -> Iterator[Path]:
     """Fill the folder that is yielded; at the end of the block it becomes `target`, whole and durable.

@@ -1,0 +1,91 @@
+"""The helper process: `python -m coserve.offload.main FD`. It reads calls from socket FD and answers them in order.
+
+It ends when the other end closes. It never imports torch, and knows no secret.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import resource
+import signal
+import socket
+import sys
+import time
+from typing import BinaryIO
+
+import msgspec
+
+from coserve.errors import CoserveError, InternalError
+from coserve.model.tokenizer import Tokenizer
+from coserve.offload.protocol import Call, Context, Reply, Task, failure_of, find
+
+log = logging.getLogger(__name__)
+
+PR_SET_PDEATHSIG = 1
+SIGN_OF_LIFE = 1.0
+"""Seconds between two signs of life of a long task."""
+
+
+class _Answers:
+    """The writing end. Signs of life are sent at most once a second."""
+
+    def __init__(self, file: BinaryIO) -> None:
+        self._file, self._last = file, time.monotonic()
+
+    def progress(self) -> None:
+        if time.monotonic() - self._last >= SIGN_OF_LIFE:
+            self.send(Reply(working=True))
+
+    def send(self, reply: Reply, result: bytes = b"") -> None:
+        self._last = time.monotonic()
+        header = msgspec.msgpack.encode(reply)
+        self._file.write(len(header).to_bytes(4, "big") + header)
+        self._file.write(result)
+        self._file.flush()
+
+
+def _read_call(file: BinaryIO) -> tuple[Call, bytes] | None:
+    """The next call and its body; None at the end."""
+    size = file.read(4)
+    if len(size) < 4:
+        return None
+    call = msgspec.msgpack.decode(file.read(int.from_bytes(size, "big")), type=Call)
+    return call, file.read(call.size)
+
+
+def _peak_memory() -> int:
+    """Bytes."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def _run(context: Context, call: Call, body: bytes) -> tuple[Reply, bytes]:
+    task: Task = find(call.task)
+    try:
+        result = task(context, call.arguments, body)
+    except CoserveError as error:
+        return Reply(failure=failure_of(error), memory=_peak_memory()), b""
+    except Exception:
+        log.exception("task %s failed", call.task)
+        return Reply(failure=failure_of(InternalError("internal error")), memory=_peak_memory()), b""
+    return Reply(memory=_peak_memory(), size=len(result)), result
+
+
+def main() -> None:
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s helper %(levelname)s %(name)s: %(message)s")
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the parent closes the socket
+    with socket.socket(fileno=int(sys.argv[1])) as sock, sock.makefile("rb") as calls, sock.makefile("wb") as file:
+        answers = _Answers(file)
+        first = _read_call(calls)
+        if first is None:
+            return
+        context = Context(Tokenizer.from_state(first[1]), answers.progress)
+        while (found := _read_call(calls)) is not None:
+            answers.send(*_run(context, *found))
+            del found
+
+
+if __name__ == "__main__":
+    main()

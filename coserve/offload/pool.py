@@ -1,0 +1,170 @@
+"""Helper processes for what would hold the interpreter's lock: long texts, large JSON, corpora.
+
+`tokenizers` and `msgspec` work on a whole text or document in one native call that keeps the lock, so a thread does not
+help: the event loop stops with it. A process does, and it can be killed: when its client leaves, or when it is stuck.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+import sys
+from collections.abc import Callable
+from functools import cached_property
+
+import msgspec
+
+from coserve.config import child_environment
+from coserve.errors import CoserveError, HelperLost, InvalidRequest
+from coserve.offload.protocol import Call, Reply, Task, error_of, name_of
+
+PIECE = 256 << 10
+"""Bytes that are written, or read, in one turn of the event loop."""
+SILENCE = 120.0
+"""Seconds without a sign of life after which a process counts as stuck."""
+MOST_MEMORY = 1 << 30
+"""Bytes: a process that has grown beyond that is replaced after its task."""
+
+
+class HelperProcess:
+    """One process; one call at a time."""
+
+    def __init__(
+        self, process: asyncio.subprocess.Process, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+    ) -> None:
+        self._process, self._reader, self._writer = process, reader, writer
+        self.memory = 0
+
+    @classmethod
+    async def start(cls, setup: bytes) -> HelperProcess:
+        """`setup`: the tokenizer's state."""
+        ours, theirs = socket.socketpair()
+        with theirs:
+            process = await asyncio.create_subprocess_exec(
+                sys.executable,
+                "-m",
+                "coserve.offload.main",
+                str(theirs.fileno()),
+                stdin=asyncio.subprocess.DEVNULL,
+                pass_fds=(theirs.fileno(),),
+                env=child_environment(),
+            )
+        reader, writer = await asyncio.open_connection(sock=ours, limit=PIECE)
+        helper = cls(process, reader, writer)
+        try:
+            await helper._send("", b"", setup)
+        except BaseException:
+            await asyncio.shield(helper.end())
+            raise
+        return helper
+
+    @property
+    def alive(self) -> bool:
+        return not self._reader.at_eof()
+
+    async def call(self, task: str, arguments: bytes, body: bytes | bytearray) -> bytes:
+        """The task's result. Raises what the task raised, `HelperLost`, and `TimeoutError` for a stuck process."""
+        try:
+            async with asyncio.timeout(SILENCE):
+                await self._send(task, arguments, body)
+            while (reply := await self._reply()).working:
+                pass
+            self.memory = reply.memory
+            if reply.failure is not None:
+                raise error_of(reply.failure)
+            return await self._read(reply.size)
+        except (asyncio.IncompleteReadError, ConnectionError):
+            raise HelperLost("the process that read this request ended before it was done; try again") from None
+
+    async def _send(self, task: str, arguments: bytes, body: bytes | bytearray) -> None:
+        header = msgspec.msgpack.encode(Call(task, arguments, len(body)))
+        self._writer.write(len(header).to_bytes(4, "big") + header)
+        with memoryview(body) as view:
+            for start in range(0, len(body), PIECE):
+                self._writer.write(bytes(view[start : start + PIECE]))
+                await self._writer.drain()
+
+    async def _reply(self) -> Reply:
+        async with asyncio.timeout(SILENCE):
+            size = int.from_bytes(await self._reader.readexactly(4), "big")
+            return msgspec.msgpack.decode(await self._reader.readexactly(size), type=Reply)
+
+    async def _read(self, size: int) -> bytes:
+        pieces = []
+        while size:
+            pieces.append(await self._reader.readexactly(min(size, PIECE)))
+            size -= len(pieces[-1])
+        return b"".join(pieces)
+
+    async def end(self) -> None:
+        """Kill the process, whatever it does, and wait until it is gone."""
+        with contextlib.suppress(ProcessLookupError):
+            self._process.kill()
+        self._writer.close()
+        with contextlib.suppress(ConnectionError):
+            await self._writer.wait_closed()
+        await self._process.wait()
+
+
+class HelperPool:
+    """At most `size` processes, started when there is work. `setup` gives the tokenizer's state."""
+
+    def __init__(self, setup: Callable[[], bytes], size: int) -> None:
+        self._make_setup = setup
+        self._turns = asyncio.Semaphore(size)
+        self._idle: list[HelperProcess] = []
+        self._ends: set[asyncio.Task[None]] = set()
+
+    @cached_property
+    def _setup(self) -> bytes:
+        return self._make_setup()
+
+    async def run(self, task: Task, arguments: msgspec.Struct, body: bytes | bytearray = b"") -> bytes:
+        """The result of `task`, run in a process. Cancelling it kills the process.
+
+        Raises what the task raises, `HelperLost`, and `InvalidRequest` if the task gave no sign of life for `SILENCE`.
+        """
+        encoded = msgspec.msgpack.encode(arguments)
+        async with self._turns:
+            helper = self._take_idle()
+            done = False
+            try:
+                helper = helper or await HelperProcess.start(await asyncio.to_thread(lambda: self._setup))
+                try:
+                    result = await helper.call(name_of(task), encoded, body)
+                except TimeoutError:
+                    raise InvalidRequest(f"expected input that is read within {SILENCE:.0f} s") from None
+                except HelperLost:
+                    raise
+                except CoserveError:
+                    done = True
+                    raise
+                done = True
+                return result
+            finally:
+                if helper is not None:
+                    if done and helper.memory <= MOST_MEMORY:
+                        self._idle.append(helper)
+                    else:
+                        self._end(helper)
+
+    def _take_idle(self) -> HelperProcess | None:
+        """One that still lives."""
+        while self._idle:
+            helper = self._idle.pop()
+            if helper.alive:
+                return helper
+            self._end(helper)
+        return None
+
+    def _end(self, helper: HelperProcess) -> None:
+        task = asyncio.create_task(helper.end())
+        self._ends.add(task)
+        task.add_done_callback(self._ends.discard)
+
+    async def close(self) -> None:
+        """End all processes. No call may be running."""
+        while self._idle:
+            self._end(self._idle.pop())
+        await asyncio.gather(*self._ends)

@@ -1,0 +1,85 @@
+"""What the API process and a helper process say to each other: a header, then raw bytes, over a socket pair."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+from coserve.errors import CoserveError, InternalError
+from coserve.model.tokenizer import Tokenizer
+
+
+@dataclass(frozen=True)
+class Context:
+    """What a task may use. `progress()`: call it between rows, so that the caller knows the process is not stuck."""
+
+    tokenizer: Tokenizer
+    progress: Callable[[], None]
+
+
+Task = Callable[[Context, bytes, bytes], bytes]
+"""A module-level function of coserve: `(context, arguments, body) -> result`. It may raise `CoserveError` leaves."""
+
+
+class Call(msgspec.Struct, frozen=True):
+    """Run a task. `size` bytes of body follow."""
+
+    task: str
+    arguments: bytes
+    size: int
+
+
+class Failure(msgspec.Struct, frozen=True):
+    """A `CoserveError` on its way."""
+
+    code: str
+    attributes: dict[str, str | int | float | None]
+
+
+class Reply(msgspec.Struct, frozen=True):
+    """`size` bytes of result follow, unless it is only a sign of life (`working`)."""
+
+    working: bool = False
+    failure: Failure | None = None
+    memory: int = 0
+    """Largest resident memory of the process so far, in bytes."""
+    size: int = 0
+
+
+def name_of(function: Callable[..., object]) -> str:
+    """By which the helper process finds a module-level function or class of coserve."""
+    name = f"{function.__module__}:{function.__qualname__}"
+    assert "<" not in name and "." not in function.__qualname__, f"{name} is not at the level of its module"
+    return name
+
+
+def find(name: str) -> Any:  # noqa: ANN401 - a function or a class
+    """What `name_of` named."""
+    module, _, attribute = name.partition(":")
+    assert module.split(".")[0] in ("coserve", "tests"), name
+    return getattr(importlib.import_module(module), attribute)
+
+
+def leaves(tree: type[CoserveError] = CoserveError) -> Iterator[type[CoserveError]]:
+    """Every error class below `tree`."""
+    for leaf in tree.__subclasses__():
+        yield leaf
+        yield from leaves(leaf)
+
+
+def failure_of(error: CoserveError) -> Failure:
+    return Failure(error.code, vars(error))
+
+
+def error_of(failure: Failure) -> CoserveError:
+    """The error as it was raised; an unknown code is our own fault."""
+    for leaf in leaves():
+        if leaf.code == failure.code:
+            error = leaf(str(failure.attributes["message"]))
+            vars(error).update(failure.attributes)
+            return error
+    return InternalError(f"{failure.code}: {failure.attributes['message']}")

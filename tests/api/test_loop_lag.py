@@ -1,0 +1,131 @@
+"""No input within the limits holds the API's event loop for more than 50 ms. Large and hostile ones come over HTTP."""
+
+from __future__ import annotations
+
+import http.client
+import json
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from tests.support.watched_server import Watched, watched_server
+
+MOST = 50.0
+"""Milliseconds of the process's CPU time between two heartbeats of its loop."""
+MIB = 1 << 20
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Watched]:
+    with watched_server(tmp_path_factory.mktemp("watched")) as server:
+        yield server
+
+
+def post(server: Watched, path: str, body: bytes, kind: str = "application/json") -> tuple[int, bytes]:
+    connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=120)
+    try:
+        connection.request("POST", path, body, {"Content-Type": kind})
+        response = connection.getresponse()
+        return response.status, response.read()
+    finally:
+        connection.close()
+
+
+def joined(head: bytes, item: bytes, size: int, tail: bytes) -> bytes:
+    return head + b",".join([item] * (size // (len(item) + 1))) + tail
+
+
+def corpus(*lines: bytes) -> bytes:
+    """A multipart body with a corpus."""
+    settings = b'--b\r\nContent-Disposition: form-data; name="settings"\r\n\r\n{"adapter": "poet"}\r\n'
+    file = b'--b\r\nContent-Disposition: form-data; name="file"; filename="a"\r\n\r\n'
+    return settings + file + b"\n".join(lines) + b"\r\n--b--\r\n"
+
+
+def duplicates(size: int) -> bytes:
+    names = [b'"%d":0' % number for number in range(size // 10)]
+    return b"{" + b",".join([*names, names[-1]]) + b"}"
+
+
+BIG = 14 * MIB
+JSON_BODIES: dict[str, tuple[str, Callable[[], bytes], set[int]]] = {
+    "2 MB text to tokens": ("/tokenize", lambda: b'{"prompt": "' + b"the cat sat " * (MIB // 6) + b'"}', {200}),
+    "3 MB text to generate": ("/generate", lambda: b'{"prompt": "' + b"the cat sat " * (MIB // 4) + b'"}', {400}),
+    "14 MB of text": ("/generate", lambda: b'{"prompt": "' + b"x" * BIG + b'"}', {400}),
+    "14 MB of escapes": ("/v1/completions", lambda: b'{"prompt": "' + b"\\u4f60" * (BIG // 6) + b'"}', {400}),
+    "5 MB of UTF-8 in TGI's shape": ("/generate", lambda: b'{"inputs": "' + "你".encode() * (5 * MIB // 3) + b'"}', {400, 422}),
+    "60,000 characters": ("/generate", lambda: b'{"prompt": "' + b"the cat sat " * 5000 + b'"}', {400}),
+    "a million token ids": ("/detokenize", lambda: joined(b'{"tokens": [', b"77", 3 * MIB, b"]}"), {200}),
+    "token ids to generate": ("/generate", lambda: joined(b'{"prompt": [', b"1000", BIG, b"]}"), {400}),
+    "many prompts": ("/v1/completions", lambda: joined(b'{"prompt": [', b"[1,2,3]", 4 * MIB, b"]}"), {400}),
+    "wide rows": ("/finetune", lambda: joined(b'{"adapter": "a", "data": [', b"{}", 2 * MIB, b"]}"), {422}),
+    "rows of small lists": ("/finetune", lambda: joined(b'{"adapter":"a","data":[{"a":[', b"[]", BIG, b"]}]}"), {422}),
+    "rows of keys": ("/finetune", lambda: b'{"adapter":"a","data":[' + duplicates(6 * MIB) + b"]}", {422}),
+    "good rows": ("/finetune", lambda: joined(b'{"adapter":"a","data":[', b'{"text":"the cat"}', MIB, b"]}"), {202, 422}),
+    "deep JSON": ("/finetune", lambda: b'{"adapter":"a","data":[{"a":' + b"[" * 7 * MIB, {400}),
+    "a refused field before 14 MB": ("/finetune", lambda: joined(b'{"adapter":5,"data":[', b"{}", BIG, b"]}"), {400}),
+    "an unknown field of 14 MB": ("/generate", lambda: joined(b'{"x": [', b"{}", BIG, b"]}"), {400}),
+    "a field that anything may be": ("/v1/completions", lambda: joined(b'{"prompt":"x","user":[', b"[]", 4 * MIB, b"]}"), {400}),
+    "1024 messages": (
+        "/v1/chat/completions",
+        lambda: joined(b'{"messages": [', b'{"role":"user","content":"' + b"the cat " * 512 + b'"}', 4 * MIB, b"]}"),
+        {400},
+    ),
+    "half a million parts": (
+        "/v1/chat/completions",
+        lambda: b'{"messages": [' + b",".join(
+            [joined(b'{"role":"user","content":[', b'{"type":"text","text":""}', 26 * 1000, b"]}")] * 500
+        ) + b"]}",
+        {400},
+    ),
+    "a large import": ("/adapters", lambda: b'{"name": "' + b"x" * BIG + b'"}', {400}),
+    "logit biases": ("/generate", lambda: b'{"prompt":"x","logit_bias":{' + b",".join(b'"%d":1' % i for i in range(500_000)) + b"}}", {400}),
+    "stop texts": ("/generate", lambda: joined(b'{"prompt": "x", "stop": [', b'"aa"', BIG, b"]}"), {400}),
+}  # fmt: skip
+CORPORA: dict[str, tuple[Callable[[], bytes], set[int]]] = {
+    "a row of 3 MB": (lambda: corpus(b'{"text": "' + b"the cat sat " * (MIB // 4) + b'"}'), {202}),
+    "a field twice": (lambda: corpus(duplicates(2 * MIB)), {422}),
+    "a row of small lists": (lambda: corpus(joined(b'{"text": [', b"[]", 8 * MIB, b"]}")), {422}),
+    "20,000 rows of a word": (lambda: corpus(*[b'{"text": "cat"}'] * 20_000), {202}),
+    "settings of 1 MB": (
+        lambda: (
+            b'--b\r\nContent-Disposition: form-data; name="settings"\r\n\r\n'
+            + joined(b'{"adapter": "a", "data": [', b"{}", MIB - 100, b"]}")
+            + b'\r\n--b\r\nContent-Disposition: form-data; name="file"; filename="a"\r\n\r\nx\r\n--b--\r\n'
+        ),
+        {400},
+    ),
+}
+
+
+def test_the_watchdog_sees_a_thread_that_holds_the_lock(server: Watched) -> None:
+    server.ask("measure")
+    assert server.ask("hold") > 2 * MOST
+
+
+@pytest.mark.parametrize("name", JSON_BODIES)
+def test_json(server: Watched, name: str) -> None:
+    path, make, statuses = JSON_BODIES[name]
+    body = make()
+    assert len(body) <= 16 * MIB
+    server.ask("measure")
+    status, answer = post(server, path, body)
+    longest = server.ask("measure")
+    assert status in statuses, answer[:500]
+    assert longest < MOST, f"{longest:.0f} ms"
+
+
+@pytest.mark.parametrize("name", CORPORA)
+def test_corpora(server: Watched, name: str) -> None:
+    make, statuses = CORPORA[name]
+    body = make()
+    server.ask("measure")
+    status, answer = post(server, "/finetune", body, "multipart/form-data; boundary=b")
+    longest = server.ask("measure")
+    assert status in statuses, answer[:500]
+    assert longest < MOST, f"{longest:.0f} ms"
+
+
+def test_and_a_good_request_is_answered(server: Watched) -> None:
+    status, answer = post(server, "/generate", b'{"prompt": "hello"}')
+    assert (status, json.loads(answer)["choices"][0]["finish_reason"]) == (200, "length")

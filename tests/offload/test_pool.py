@@ -1,0 +1,174 @@
+"""Helper processes: results, errors, death, cancellation."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import time
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import aiohttp
+import msgspec
+import pytest
+
+from coserve.errors import HelperLost, InternalError, InvalidRequest, MalformedRow
+from coserve.offload import pool as pool_module
+from coserve.offload.pool import HelperPool
+from tests.support import tasks
+from tests.support.api_server import serve_api, tokenizer
+from tests.support.tokenizers import sentencepiece_like
+
+
+class Nothing(msgspec.Struct):
+    pass
+
+
+NOTHING = Nothing()
+
+
+@pytest.fixture
+async def pool() -> AsyncIterator[HelperPool]:
+    pool = HelperPool(tokenizer().state, 1)
+    yield pool
+    await pool.close()
+
+
+async def helper_pid(pool: HelperPool) -> int:
+    return int(await pool.run(tasks.pid, NOTHING))
+
+
+async def gone(pid: int) -> None:
+    """Until the process has ended and this one has heard of it."""
+    await asyncio.to_thread(_wait_gone, pid)
+    await asyncio.sleep(0.01)
+
+
+def _wait_gone(pid: int) -> None:
+    stat = Path(f"/proc/{pid}/stat")
+    while stat.exists() and ") Z " not in stat.read_text():
+        time.sleep(0.01)
+
+
+async def test_results_errors_and_large_bodies(pool: HelperPool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COSERVE_API_KEY", "0123456789abcdef")
+    assert await pool.run(tasks.key, NOTHING) == b"none"
+    first = await helper_pid(pool)
+    body = bytes(range(256)) * 20_000
+    assert await pool.run(tasks.echo, NOTHING, body) == body
+    with pytest.raises(InvalidRequest, match="expected more") as refused:
+        await pool.run(tasks.refuse, NOTHING)
+    assert refused.value.field == "a.b"
+    with pytest.raises(MalformedRow, match=r"^line 7: expected text$") as row:
+        await pool.run(tasks.refuse_row, NOTHING)
+    assert row.value.line == 7
+    with pytest.raises(InternalError, match=r"^internal error$"):
+        await pool.run(tasks.fail, NOTHING)
+    text = "the cat sat"
+    assert await pool.run(tasks.tokens, NOTHING, text.encode()) == str(tokenizer().encode(text)).encode()
+    assert await helper_pid(pool) == first  # errors don't cost a process
+
+
+async def test_a_call_that_is_cancelled_takes_its_process_with_it(pool: HelperPool) -> None:
+    first = await helper_pid(pool)
+    call = asyncio.create_task(pool.run(tasks.sleep, NOTHING))
+    await asyncio.sleep(0.05)
+    call.cancel()
+    await asyncio.gather(call, return_exceptions=True)
+    await gone(first)
+    assert await helper_pid(pool) != first
+
+
+async def test_a_process_that_is_killed_is_replaced(pool: HelperPool) -> None:
+    first = await helper_pid(pool)
+    call = asyncio.create_task(pool.run(tasks.sleep, NOTHING))
+    await asyncio.sleep(0.05)
+    os.kill(first, signal.SIGKILL)
+    with pytest.raises(HelperLost):
+        await call
+    second = await helper_pid(pool)
+    os.kill(second, signal.SIGKILL)  # while it has nothing to do
+    await gone(second)
+    assert await helper_pid(pool) not in (first, second)
+
+
+async def test_a_stuck_process_is_killed_and_one_that_works_is_not(
+    pool: HelperPool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = await helper_pid(pool)
+    monkeypatch.setattr(pool_module, "SILENCE", 1.9)
+    assert await pool.run(tasks.work, NOTHING) == b"done"
+    assert await helper_pid(pool) == first
+    with pytest.raises(InvalidRequest, match="within 2 s"):
+        await pool.run(tasks.sleep, NOTHING)
+    await gone(first)
+
+
+async def test_a_process_that_has_grown_is_replaced(pool: HelperPool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pool_module, "MOST_MEMORY", 1)
+    first = await helper_pid(pool)
+    assert await helper_pid(pool) != first
+
+
+async def test_other_tokenizers_cross_too() -> None:
+    from coserve.model.tokenizer import Tokenizer
+
+    mine = Tokenizer(sentencepiece_like(), special_tokens={"bos_token": "<bos>", "eos_token": "<eos>"})
+    there = Tokenizer.from_state(mine.state())
+    for text in ("hello there", "x" * 5000, "the <eos> lo"):
+        assert there.encode(text) == mine.encode(text)
+    assert (there.eos_token_ids, there.bos_token_id) == (mine.eos_token_ids, mine.bos_token_id)
+
+
+async def test_a_client_that_leaves_ends_the_work_on_its_corpus(tmp_path: Path) -> None:
+    """A job's rows are read in a process that ends with its client, and nothing of them stays on the disk."""
+    root = tmp_path / "root"
+    root.mkdir()
+    (root / "rows.jsonl").write_text('{"text": "' + "the cat sat " * 400_000 + '"}\n')
+    async with serve_api(tmp_path / "data", data_root=root) as api:
+        before = children()
+        call = asyncio.create_task(api.call("POST", "/finetune", json={"adapter": "poet", "path": "rows.jsonl"}))
+        started = await asyncio.to_thread(_wait_children, before)
+        call.cancel()
+        await asyncio.gather(call, return_exceptions=True)
+        for pid in started:
+            await gone(pid)
+        await api.works()
+        assert api.folder.job_ids() == []
+        assert list(api.folder.staging.iterdir()) == []
+
+
+async def test_a_large_corpus_becomes_the_same_job_as_in_this_process(tmp_path: Path) -> None:
+    rows = [{"text": f"row {number} of the corpus, the cat sat on the mat"} for number in range(3000)]
+    async with serve_api(tmp_path / "data") as api:
+        api.engine.go_jobs.clear()
+        status, inline = await api.call("POST", "/finetune", json={"adapter": "inline", "data": rows})
+        assert status == 202
+        form = aiohttp.FormData()
+        form.add_field("settings", '{"adapter": "file"}')
+        form.add_field("file", b"".join(msgspec.json.encode(row) + b"\n" for row in rows), filename="rows.jsonl")
+        status, upload = await api.call("POST", "/finetune", data=form)
+        assert status == 202
+        assert (inline["rows"], inline["tokens"]) == (upload["rows"], upload["tokens"])
+        first, second = (api.folder.corpus(job["id"]).read_bytes() for job in (inline, upload))
+        assert first == second
+        assert list(api.folder.staging.iterdir()) == []
+        bad = [*rows, {"txt": "x"}]
+        status, body = await api.call("POST", "/finetune", json={"adapter": "bad", "data": bad})
+        assert (status, body["error"]["code"], body["error"]["line"]) == (422, "malformed_row", 3001)
+
+
+def _wait_children(before: set[int]) -> set[int]:
+    """Until there are others than before."""
+    while not (found := children() - before):
+        time.sleep(0.01)
+    return found
+
+
+def children() -> set[int]:
+    """Helper processes of this one."""
+    found = set()
+    for task in Path("/proc/self/task").iterdir():
+        found |= set(map(int, (task / "children").read_text().split()))
+    return found
