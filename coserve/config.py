@@ -108,6 +108,10 @@ class Config:
     data_root: Path | None = option(None, "folder from which /finetune and /adapters may read local paths")
     max_body_bytes: int = option(64 << 20, "largest request body")
     read_timeout: float = option(30.0, "deadline for a request's headers, and between parts of its body")
+
+    log_level: str = option("info", "least level that is logged", choices=("debug", "info", "warning", "error"))
+    log_format: str = option("text", "a line of text or a JSON object for each record", choices=("text", "json"))
+    access_log: bool = option(False, "log every HTTP answer")
     config: Path | None = option(None, "TOML file with these settings")
 
     def __post_init__(self) -> None:

@@ -1,7 +1,8 @@
 """The daemon: startup, serve, shutdown. One API process (this one) and one engine process.
 
-The API process holds the socket, the tokenizer and the registry; it never touches the GPU. An engine that dies is
-started again: its requests get a clear error, its jobs go on from their last checkpoints.
+The API process holds the socket, the tokenizer and the registry; it never touches the GPU. An engine that dies, while
+it starts or later, is started again (`supervisor.py`): its requests get a clear error, its jobs go on from their last
+checkpoints.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import asyncio
 import contextlib
 import errno
 import logging
+import os
 import signal
 import socket
 import sys
@@ -19,30 +21,32 @@ from contextlib import asynccontextmanager
 
 from aiohttp import web
 
-from coserve.api.app import make_app, make_runner
+from coserve import __version__
+from coserve.api.answers import error_from_code
+from coserve.api.app import STREAMS_TIMEOUT, make_app, make_runner
 from coserve.api.service import Service
 from coserve.config import Config, child_environment, config_to_json
 from coserve.errors import (
     EngineUnavailable,
     PortInUse,
     StartupError,
-    UnsupportedBase,
 )
 from coserve.link import EngineReady, EngineRefused, FromEngine, Link, Shutdown, ToEngine, api_end
+from coserve.logs.format import log_event
 from coserve.model.tokenizer import Tokenizer
 from coserve.state.folder import DataFolder
 from coserve.state.registry import Registry
 from coserve.state.thread import RegistryThread
+from coserve.supervisor import EngineDied, Supervisor
 
 log = logging.getLogger(__name__)
 
 STOP_TIMEOUT = 60.0
-QUICK_DEATH = 10.0
-MAX_QUICK_DEATHS = 5
+"""Seconds that the engine has to save checkpoints."""
 
 
 class EngineProcess:
-    """The engine process of this moment and the link to it."""
+    """An engine process that is ready, and the link to it."""
 
     def __init__(
         self, process: asyncio.subprocess.Process, link: Link[ToEngine, FromEngine], ready: EngineReady
@@ -51,7 +55,8 @@ class EngineProcess:
 
     @classmethod
     async def start(cls, config: Config) -> EngineProcess:
-        """Start the process and wait until its base is loaded. Raises the `StartupError` that it names."""
+        """Start the process and wait until its base is loaded. Raises `EngineDied`, or the `StartupError` that it names."""
+        began = time.monotonic()
         ours, theirs = socket.socketpair()
         with theirs:
             process = await asyncio.create_subprocess_exec(
@@ -63,21 +68,51 @@ class EngineProcess:
                 pass_fds=(theirs.fileno(),),
                 env=child_environment(),
             )
+        log_event(log, "engine starts", engine_pid=process.pid, model=config.model)
+        link = await api_end(ours)
+        try:
+            ready = await cls._hear(process, link, config)
+        except BaseException:
+            if process.returncode is None:
+                process.kill()
+                await process.wait()
+            await link.close()
+            raise
+        log_event(
+            log,
+            "engine ready",
+            engine_pid=process.pid,
+            model=ready.spec.name,
+            family=ready.spec.family,
+            device=ready.spec.device,
+            dtype=ready.spec.dtype,
+            kv_tokens=ready.kv_tokens,
+            lora=ready.lora_way,
+            seconds=round(time.monotonic() - began, 3),
+            notes="; ".join(ready.notes) or None,
+        )
+        return cls(process, link, ready)
+
+    @staticmethod
+    async def _hear(
+        process: asyncio.subprocess.Process, link: Link[ToEngine, FromEngine], config: Config
+    ) -> EngineReady:
         assert process.stdin is not None
         process.stdin.write(config_to_json(config))
         process.stdin.close()
-        link = await api_end(ours)
         try:
             message = await link.receive()
         except EngineUnavailable:
-            raise StartupError(
-                f"the engine process ended with status {await process.wait()} while it started"
-            ) from None
+            raise EngineDied(await process.wait()) from None
         if isinstance(message, EngineRefused):
             await process.wait()
-            raise UnsupportedBase(message.message)
+            error = error_from_code(message.code, message.message)
+            raise error if isinstance(error, StartupError) else StartupError(message.message)
         assert isinstance(message, EngineReady), message
-        return cls(process, link, message)
+        return message
+
+    async def wait(self) -> int:
+        return await self.process.wait()
 
     async def stop(self) -> None:
         """Ask for a clean end (the engine saves checkpoints); kill what does not end in time."""
@@ -109,46 +144,42 @@ def bind(host: str, port: int) -> socket.socket:
     return sock
 
 
-async def _supervise(service: Service, engine: EngineProcess, config: Config) -> None:
-    """Keep one engine alive until cancelled; stop it then. Gives up when it dies at once again and again."""
-    quick_deaths = 0
-    try:
-        while True:
-            born = time.monotonic()
-            status = await engine.process.wait()
-            log.error("the engine process ended with status %s; starting it again", status)
-            await engine.link.close()
-            service.engine_lost()
-            quick_deaths = quick_deaths + 1 if time.monotonic() - born < QUICK_DEATH else 0
-            if quick_deaths >= MAX_QUICK_DEATHS:
-                raise StartupError(f"the engine died {quick_deaths} times within {QUICK_DEATH:.0f} s of its start")
-            engine = await EngineProcess.start(config)
-            await service.attach(engine.link, engine.ready)
-    finally:
-        await engine.stop()
-
-
 @asynccontextmanager
-async def _serving(config: Config) -> AsyncIterator[tuple[int, asyncio.Task[None]]]:
-    """Startup and shutdown around serving: yields the port and the task that supervises the engine."""
+async def _serving(config: Config) -> AsyncIterator[tuple[int, Supervisor, asyncio.Task[None]]]:
+    """Startup and shutdown around serving: yields the port, the engine's supervisor and the task that it runs in.
+
+    HTTP is answered from here on: until the first engine is there, `/health` says `starting` and why it takes long.
+    """
     folder = DataFolder(config.data_dir)
     async with contextlib.AsyncExitStack() as stack:
         sock = stack.enter_context(contextlib.closing(bind(config.host, config.port)))
         stack.enter_context(folder.lock())
+        port = sock.getsockname()[1]
+        log_event(
+            log,
+            "daemon starts",
+            version=__version__,
+            pid=os.getpid(),
+            model=config.model,
+            device=config.device,
+            policy=config.policy,
+            data_dir=str(config.data_dir),
+            host=config.host,
+            port=port,
+        )
         registry = RegistryThread(lambda: Registry(folder.database))
         stack.push_async_callback(registry.close)
-        tokenizer = Tokenizer.load(config.model)
-        engine = await EngineProcess.start(config)
-        service = Service(config, folder, registry, tokenizer)
-        await service.attach(engine.link, engine.ready)
+        service = Service(config, folder, registry, await asyncio.to_thread(Tokenizer.load, config.model))
         stack.push_async_callback(service.close)  # after the engine: its last words are heard and written down
-        supervisor = asyncio.create_task(_supervise(service, engine, config))
-        stack.push_async_callback(_end, supervisor)
+        await service.open()
+        supervisor = Supervisor(lambda: EngineProcess.start(config), service)
+        supervising = asyncio.create_task(supervisor.run())
+        stack.push_async_callback(_end, supervising)
         runner = make_runner(make_app(service, config), config)
         await runner.setup()
         stack.push_async_callback(runner.cleanup)
         await web.SockSite(runner, sock).start()
-        yield sock.getsockname()[1], supervisor
+        yield port, supervisor, supervising
 
 
 async def _end(task: asyncio.Task[None]) -> None:
@@ -157,19 +188,45 @@ async def _end(task: asyncio.Task[None]) -> None:
         await task
 
 
+class _Signals:
+    """SIGINT and SIGTERM: the first asks for an orderly stop, the second stops at once."""
+
+    def __init__(self) -> None:
+        self._came = asyncio.Event()
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGINT, signal.SIGTERM):
+            loop.add_signal_handler(number, self._take, number)
+
+    async def wait(self) -> None:
+        """Until the first."""
+        await self._came.wait()
+
+    def _take(self, number: signal.Signals) -> None:
+        if self._came.is_set():
+            log.warning("stopped at once: what was not saved goes on from the last checkpoints")
+            logging.shutdown()
+            os._exit(128 + number)  # the engine process dies with this one
+        self._came.set()
+        log.info("stopping, at most %.0f s; a second signal stops at once", STREAMS_TIMEOUT + STOP_TIMEOUT)
+
+
 async def serve(config: Config, *, ready: Callable[[int], None]) -> None:
-    """Run until SIGINT or SIGTERM. `ready` is called with the port once requests are answered.
+    """Run until SIGINT or SIGTERM. `ready` is called with the port once requests are answered by an engine.
 
     Raises a `StartupError` leaf when the daemon cannot start, or when its engine cannot stay alive.
     """
-    stop = asyncio.Event()
-    loop = asyncio.get_running_loop()
-    for number in (signal.SIGINT, signal.SIGTERM):
-        loop.add_signal_handler(number, stop.set)
-    async with _serving(config) as (port, supervisor):
-        ready(port)
-        stopping = asyncio.create_task(stop.wait())
-        await asyncio.wait({stopping, supervisor}, return_when=asyncio.FIRST_COMPLETED)
+    began, signals = time.monotonic(), _Signals()
+    async with _serving(config) as (port, supervisor, supervising):
+        stopping = asyncio.create_task(signals.wait())
+        attached = asyncio.create_task(supervisor.attached.wait())
+        await asyncio.wait({stopping, supervising, attached}, return_when=asyncio.FIRST_COMPLETED)
+        if attached.done():
+            log_event(log, "daemon ready", host=config.host, port=port, seconds=round(time.monotonic() - began, 3))
+            ready(port)
+            await asyncio.wait({stopping, supervising}, return_when=asyncio.FIRST_COMPLETED)
         stopping.cancel()
-        if supervisor.done():
-            supervisor.result()
+        attached.cancel()
+        if supervising.done():
+            supervising.result()
+        ended = time.monotonic()
+    log_event(log, "daemon stopped", seconds=round(time.monotonic() - ended, 3))

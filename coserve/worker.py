@@ -32,11 +32,14 @@ from coserve.generate.generator import Generator
 from coserve.generate.start import Upgrade, make_start
 from coserve.kernels.dispatch import Way, choose_way
 from coserve.link import EngineReady, EngineRefused, FromEngine, Link, ToEngine, engine_end
+from coserve.logs.format import log_event
+from coserve.logs.setup import set_up_logging
 from coserve.memory.kv import CPU_TOKENS, KvCache
 from coserve.memory.plan import Work
 from coserve.model.base import Base, load_base
 from coserve.model.lora import LoraWeights
 from coserve.queues.policy import make_policy
+from coserve.state.failpoints import failpoint
 from coserve.state.folder import DataFolder
 from coserve.types import AdapterRef
 
@@ -149,6 +152,8 @@ def _notes(base: Base, generator: Generator, config: Config) -> tuple[str, ...]:
 
 async def _run(config: Config, fd: int) -> None:
     link = await engine_end(socket.socket(fileno=fd))
+    failpoint("engine.start")
+    began = time.monotonic()
     try:
         base = load_base(
             config.model,
@@ -163,17 +168,29 @@ async def _run(config: Config, fd: int) -> None:
     else:
         gc.collect()
         gc.freeze()  # the model and the libraries stay: a full collection in the middle of serving need not visit them
+        log_event(
+            log,
+            "base loaded",
+            model=base.spec.name,
+            device=base.spec.device,
+            dtype=base.spec.dtype,
+            memory_bytes=torch.cuda.memory_allocated(base.device) if base.device.type == "cuda" else None,
+            kv_tokens=ready.kv_tokens,
+            seconds=round(time.monotonic() - began, 3),
+        )
         link.send(ready)
         await engine.run()
+        log_event(log, "engine stops")
     await link.close()
 
 
 def main() -> None:
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s engine %(levelname)s %(name)s: %(message)s")
     if sys.platform == "linux":  # a kill -9 of the parent must not leave a second writer in the data folder
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the parent says when to stop
+    for number in (signal.SIGINT, signal.SIGTERM):  # they reach the whole group; the parent says when to stop
+        signal.signal(number, signal.SIG_IGN)
     config = config_from_json(sys.stdin.buffer.read())
+    set_up_logging("engine", config)
     disable_progress_bar()
     torch.set_num_threads(config.threads or default_threads())
     asyncio.run(_run(config, int(sys.argv[1])))

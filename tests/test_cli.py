@@ -54,6 +54,9 @@ SETTINGS = [
     "data_root",
     "max_body_bytes",
     "read_timeout",
+    "log_level",
+    "log_format",
+    "access_log",
     "config",
 ]
 

@@ -20,8 +20,12 @@ from coserve.api.service import Service
 from coserve.api.tgi import TgiApi
 from coserve.api.tokenization import Tokenization
 from coserve.config import Config
+from coserve.logs.access import AccessLogger
+from coserve.logs.setup import ACCESS
 
 SERVICE = web.AppKey("service", Service)
+STREAMS_TIMEOUT = 5.0
+"""Seconds that answers under way have to end once the daemon stops."""
 ROUTES = web.AppKey("routes", tuple[Route, ...])
 
 
@@ -63,8 +67,8 @@ def make_app(service: Service, config: Config) -> web.Application:
 
 
 async def _end_streams(app: web.Application) -> None:
-    """Streams of events would hold the shutdown up."""
-    app[SERVICE].jobs.views.close()
+    """Nobody is served any more: requests in flight end with an error, streams with an event that says so."""
+    app[SERVICE].stop()
 
 
 def make_runner(app: web.Application, config: Config) -> web.AppRunner:
@@ -80,7 +84,8 @@ def make_runner(app: web.Application, config: Config) -> web.AppRunner:
         lingering_time=min(2.0, config.read_timeout),
         handler_cancellation=True,  # a client that leaves takes its request with it
         auto_decompress=False,
-        access_log=None,
+        access_log=logging.getLogger(ACCESS) if config.access_log else None,
+        access_log_class=AccessLogger,
         logger=quiet,
-        shutdown_timeout=5.0,
+        shutdown_timeout=STREAMS_TIMEOUT,
     )

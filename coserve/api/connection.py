@@ -17,6 +17,9 @@ class Connection:
         self.ready: EngineReady | None = None
         self.stats: EngineStats | None = None
         self.starts = 0
+        self.troubles: tuple[str, ...] = ()
+        """Why there is no engine, where one died."""
+        self._failed_starts = 0
 
     @property
     def alive(self) -> bool:
@@ -46,8 +49,18 @@ class Connection:
         self._link.send(message)
 
     def open(self, link: Link[ToEngine, FromEngine], ready: EngineReady) -> None:
-        self._link, self.ready = link, ready
+        self._link, self.ready, self.troubles = link, ready, ()
         self.starts += 1
+
+    @property
+    def restarts(self) -> int:
+        """Times that an engine was started again, or will be now, because the one before had died while it started."""
+        return max(0, self.starts - 1) + self._failed_starts
+
+    def failed(self, note: str, *, started: bool) -> None:
+        """The engine died; `started`: it had been ready."""
+        self.troubles = (note,)
+        self._failed_starts += not started
 
     def note(self, notes: tuple[str, ...]) -> None:
         """The engine says something else of itself than when it was ready."""

@@ -79,6 +79,7 @@ class Generation:
         """By the id of each sequence that has not ended."""
         self._places = Places(config.max_queue, fair=config.fair)
         self._scoring = 0
+        self._stopped: EngineUnavailable | None = None
         self.in_use: Counter[AdapterRef] = Counter()
 
     # ---- what the engine says
@@ -92,6 +93,11 @@ class Generation:
         """The engine is gone: every request in flight ends with this error."""
         for id, run in self._runs.items():
             run.inbox.put(RequestFailed(id=id, code=error.code, message=error.message))
+
+    def stop(self, error: EngineUnavailable) -> None:
+        """Every request in flight ends with this error, and so does every one that comes."""
+        self._stopped = error
+        self.fail_all(error)
 
     # ---- what a client asks
 
@@ -185,6 +191,8 @@ class Generation:
         self, request: GenerateRequest, prompt: tuple[int, ...], record: AdapterRecord | None, arrived: float
     ) -> _Run:
         """Send the sequences to the engine. Raises `EngineUnavailable`."""
+        if self._stopped is not None:
+            raise self._stopped
         adapter = None if record is None else record.ref
         id = f"gen-{secrets.token_hex(8)}"
         seed = secrets.randbits(31) if request.seed is None else request.seed

@@ -69,16 +69,18 @@ class Jobs:
 
     # ---- the engine comes and goes
 
-    async def attach(self, open_link: Callable[[], None]) -> None:
-        """Give the unfinished jobs to a new engine, oldest first. Raises `StartupError` for a damaged registry."""
+    async def recover(self) -> None:
+        """Bring registry and files into agreement, once, before anything else. Raises `StartupError` for a damaged registry."""
         async with self._changes:
-            if self._engine.starts == 0:
-                records = await self._registry(lambda registry: recover(registry, self._folder))
-            else:
-                await self._ledger.settled()
-                for state, id in await self._registry(_unfinished):
-                    self._ledger.deaths[id] += state is JobState.RUNNING
-                records = await self._ledger.insist(lambda: self._registry(self._requeue), "jobs of the last engine")
+            await self._registry(lambda registry: recover(registry, self._folder))
+
+    async def attach(self, open_link: Callable[[], None]) -> None:
+        """Give the unfinished jobs to a new engine, oldest first."""
+        async with self._changes:
+            await self._ledger.settled()
+            for state, id in await self._registry(_unfinished):
+                self._ledger.deaths[id] += state is JobState.RUNNING
+            records = await self._ledger.insist(lambda: self._registry(self._requeue), "jobs of the last engine")
             open_link()
             self._started.clear()
             for record in records:

@@ -140,7 +140,7 @@ class NativeApi:
     async def metrics(self, request: web.Request) -> web.StreamResponse:
         service = self._service
         service.metrics.jobs(await service.jobs.views.states())
-        page = service.metrics.page(restarts=max(0, service.engine.starts - 1))
+        page = service.metrics.page(restarts=service.engine.restarts)
         return web.Response(body=page, headers={"Content-Type": "text/plain; version=0.0.4; charset=utf-8"})
 
     @property

@@ -66,12 +66,18 @@ class Service:
         self._receiver: asyncio.Task[None] | None = None
         self._writer: asyncio.Task[None] | None = None
 
-    async def attach(self, link: Link[ToEngine, FromEngine], ready: EngineReady) -> None:
-        """Take up a new engine: it gets the unfinished jobs, oldest first. The first call brings registry and files
-        into agreement; raises `StartupError` if the registry is damaged.
+    async def open(self) -> None:
+        """Bring registry and files into agreement: before the first request. A second call does nothing.
+
+        Raises `StartupError` if the registry is damaged.
         """
         if self._writer is None:
             self._writer = asyncio.create_task(self._ledger.run())
+            await self.jobs.recover()
+
+    async def attach(self, link: Link[ToEngine, FromEngine], ready: EngineReady) -> None:
+        """Take up a new engine: it gets the unfinished jobs, oldest first. Raises as `open`."""
+        await self.open()
         self.engine_lost()
         await self.jobs.attach(lambda: self._open(link, ready))
 
@@ -89,6 +95,15 @@ class Service:
         self.engine.lost()
         self.metrics.engine.report(None)
         self.generation.fail_all(EngineUnavailable("the engine stopped while it ran this request"))
+
+    def engine_failed(self, note: str, *, started: bool) -> None:
+        """There is no engine, and a new one is on its way; `note` says why, and `started` that the last one had served."""
+        self.engine.failed(note, started=started)
+
+    def stop(self) -> None:
+        """The daemon stops: requests in flight and new ones end with `EngineUnavailable`, streams of events end."""
+        self.generation.stop(EngineUnavailable("the daemon is stopping; try again later"))
+        self.jobs.views.close()
 
     async def close(self) -> None:
         """Write what the engine has said; requests in flight end with `EngineUnavailable`."""
@@ -150,11 +165,12 @@ class Service:
             version=__version__,
             uptime=time.monotonic() - self._born,
             engine_alive=self.engine.alive,
-            engine_restarts=max(0, self.engine.starts - 1),
+            engine_restarts=self.engine.restarts,
             base=base,
             lora_way=ready.lora_way if ready is not None else None,
             kv_tokens=ready.kv_tokens if ready is not None else None,
             notes=[
+                *self.engine.troubles,
                 *(ready.notes if ready is not None else ()),
                 *(stats.troubles if stats is not None else ()),
                 *_starving(stats),

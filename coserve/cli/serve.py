@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import inspect
-import logging
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -48,8 +47,9 @@ def _serve(given: dict[str, object]) -> None:
     """Start the daemon. Settings also come from COSERVE_<NAME> and from the TOML file of --config."""
     config = load_config(given)
     from coserve.daemon import serve
+    from coserve.logs.setup import set_up_logging
 
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s api %(levelname)s %(name)s: %(message)s")
+    set_up_logging("api", config)
     asyncio.run(serve(config, ready=lambda port: print(f"coserve listens on http://{config.host}:{port}", flush=True)))
 
 

@@ -21,6 +21,7 @@ class AdapterTable(Database):
         with self._transaction():
             self._take_version(record.ref)
             self._insert_adapter(record)
+            self._say("adapter imported", adapter=record.ref.id, version=record.ref.version, bytes=record.bytes)
 
     def reserve_version(self, id: str) -> AdapterRef:
         """Give out the next version of a name: nobody else ever gets it, and its files have a place of their own."""
@@ -33,6 +34,7 @@ class AdapterTable(Database):
         """Register a version that `reserve_version` gave out."""
         with self._transaction():
             self._insert_adapter(record)
+            self._say("adapter imported", adapter=record.ref.id, version=record.ref.version, bytes=record.bytes)
 
     def _insert_adapter(self, record: AdapterRecord) -> None:
         """The name means the newest version from now on."""
@@ -98,6 +100,7 @@ class AdapterTable(Database):
         with self._transaction():
             record = self.adapter(ref.id, ref.version)
             self._set_current(ref)
+            self._say("adapter rolled back", adapter=ref.id, version=ref.version)
         return record
 
     def _set_current(self, ref: AdapterRef) -> None:

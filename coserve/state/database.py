@@ -7,6 +7,7 @@ another process's lock `StorageBusy`, and leaves what was there before.
 
 from __future__ import annotations
 
+import logging
 import sqlite3
 import time
 from collections.abc import Callable, Iterator
@@ -15,8 +16,11 @@ from pathlib import Path
 from typing import Final
 
 from coserve.errors import StartupError, StorageBusy, StorageFailed, StorageFull
+from coserve.logs.format import Value, log_event
 from coserve.state.durable import disk_errors
 from coserve.state.failpoints import failpoint
+
+log = logging.getLogger(__name__)
 
 SCHEMA_VERSION: Final = 2
 SCHEMA: Final = """
@@ -84,6 +88,7 @@ class Database:
         """Open, or create. Raises `StartupError` for a file that is no registry of this version, `StorageBusy` for one
         that another process has locked."""
         self._clock = clock
+        self._said: list[tuple[str, dict[str, Value]]] = []
         try:
             self._db = sqlite3.connect(path, isolation_level=None, timeout=LOCK_TIMEOUT)
         except sqlite3.DatabaseError as error:
@@ -127,10 +132,18 @@ class Database:
                 failpoint("registry.before_commit")
                 self._db.execute("COMMIT")
             except BaseException:
+                self._said.clear()
                 if self._db.in_transaction:
                     self._db.execute("ROLLBACK")
                 raise
         failpoint("registry.after_commit")
+        said, self._said = self._said, []
+        for message, fields in said:
+            log_event(log, message, **fields)
+
+    def _say(self, message: str, **fields: Value) -> None:
+        """A line of the log, once the transaction is committed."""
+        self._said.append((message, fields))
 
     def close(self) -> None:
         self._db.close()

@@ -45,6 +45,14 @@ class Registry(AdapterTable):
             self._append(spec.id, "state", f"job {record.state}", state=record.state)
             for note in record.notes:
                 self._append(spec.id, "message", note, level="warning")
+            self._say(
+                "job accepted",
+                job=spec.id,
+                adapter=spec.adapter,
+                version=spec.version,
+                rows=spec.rows,
+                tokens=spec.tokens,
+            )
         return record
 
     def job_with_key(self, idempotency_key: str) -> JobRecord | None:
@@ -128,6 +136,9 @@ class Registry(AdapterTable):
             record = msgspec.structs.replace(self._move(self.job(id), state), error=error)
             said = message or (error.message if error is not None else f"job {state}")
             self._append(id, "state", said, level="info" if error is None else "error", state=state)
+            spec, why = record.spec, error.message if error is not None else message or None
+            code = None if error is None else error.code
+            self._say(f"job {state}", job=id, adapter=spec.adapter, step=record.step, error=code, reason=why)
             return self._save(record)
 
     def record_start(self, id: str, total_steps: int, resumed_from: int) -> JobRecord:
@@ -146,6 +157,8 @@ class Registry(AdapterTable):
             )
             message = f"goes on from step {resumed_from} of {total_steps}" if resumed_from else f"{total_steps} steps"
             self._append(id, "state", f"job running: {message}", state=JobState.RUNNING)
+            what = "job resumed" if resumed_from else "job started"
+            self._say(what, job=id, adapter=record.spec.adapter, step=resumed_from, steps=total_steps)
             return self._save(record)
 
     def _metrics_until(self, id: str, step: int) -> list[StepMetrics]:
@@ -196,6 +209,9 @@ class Registry(AdapterTable):
             record = msgspec.structs.replace(record, result=adapter.ref)
             self._insert_adapter(adapter)
             self._append(id, "state", f"published {adapter.ref}", state=JobState.SUCCEEDED)
+            seconds = self._clock() - (record.started_at or record.created_at)
+            self._say("job succeeded", job=id, adapter=adapter.ref.id, steps=record.step, seconds=round(seconds, 3))
+            self._say("adapter published", adapter=adapter.ref.id, version=adapter.ref.version, job=id)
             return self._save(record)
 
     # ---- adapters
@@ -210,6 +226,7 @@ class Registry(AdapterTable):
                     raise AdapterBusy(f"adapter {id!r} is in use by job {job.spec.id}", field="adapter")
             self._db.execute("DELETE FROM adapters WHERE id = ?", (id,))
             self._db.execute("DELETE FROM current WHERE id = ?", (id,))
+            self._say("adapter deleted", adapter=id, versions=", ".join(str(ref.version) for ref in refs))
         return refs
 
     def delete_version(self, ref: AdapterRef) -> None:
@@ -220,3 +237,4 @@ class Registry(AdapterTable):
                 if job.spec.init_from == ref:
                     raise AdapterBusy(f"adapter {ref} is in use by job {job.spec.id}", field="adapter")
             self._remove_version(ref)
+            self._say("adapter deleted", adapter=ref.id, versions=str(ref.version))

@@ -8,7 +8,8 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+import time
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, Self
@@ -36,7 +37,16 @@ class DaemonProcess:
     All its processes are one session, so that `kill-group` ends the daemon and not the tests.
     """
 
-    def __init__(self, model: Path, data: Path, *, failpoints: str = "", data_root: Path | None = None) -> None:
+    def __init__(
+        self,
+        model: Path,
+        data: Path,
+        *,
+        failpoints: str = "",
+        data_root: Path | None = None,
+        options: Sequence[str] = (),
+    ) -> None:
+        """`options`: further ones of `coserve serve`."""
         environment = {name: value for name, value in os.environ.items() if not name.startswith("COSERVE_")}
         environment |= {"OMP_NUM_THREADS": "1", VARIABLE: failpoints, "PYTHONUNBUFFERED": "1"}
         command = [sys.executable, "-P", "-m", "coserve.cli", "serve", "--model", str(model), "--data-dir", str(data)]
@@ -45,7 +55,7 @@ class DaemonProcess:
         self._log.write(f"---- failpoints: {failpoints or 'none'}\n")
         self._log.flush()
         self.process = subprocess.Popen(
-            [*command, "--port", "0", "--threads", "1", "--data-root", str(data_root or data)],
+            [*command, "--port", "0", "--threads", "1", "--data-root", str(data_root or data), *options],
             env=environment,
             stdout=subprocess.PIPE,
             stderr=self._log,
@@ -89,6 +99,28 @@ class DaemonProcess:
             self.process.stdout.read()
             self.process.stdout.close()
         return self.process.wait()
+
+    def logged(self, message: str) -> Json:
+        """The first line of that message in the log (`--log-format json`), as soon as it is there."""
+        for _ in range(3000):
+            for entry in self.entries():
+                if entry["message"] == message:
+                    return entry
+            time.sleep(0.05)
+        raise AssertionError(f"never logged: {message}")
+
+    def entries(self) -> list[Json]:
+        """The log's lines that are whole; the first is the tests' own."""
+        text = self.log.read_text()
+        return [json.loads(line) for line in text[: text.rfind("\n") + 1].splitlines()[1:]]
+
+    def interrupt(self) -> None:
+        """Ctrl-C at a terminal: every process of the daemon gets it."""
+        os.killpg(self.process.pid, signal.SIGINT)
+
+    def at_port(self, port: int) -> None:
+        """Requests go there, though it is not ready."""
+        self._port = port
 
     def stop(self) -> int:
         """SIGTERM, and the status that it ends with."""

@@ -1,0 +1,30 @@
+"""The access log: one line an answer, once its last byte is written."""
+
+from __future__ import annotations
+
+import logging
+
+from aiohttp import web
+from aiohttp.abc import AbstractAccessLogger
+
+from coserve.logs.format import log_event
+
+
+class AccessLogger(AbstractAccessLogger):
+    """Method, path without query, status, bytes, seconds, the peer, and the `X-Request-Id` of the answer."""
+
+    def __init__(self, logger: logging.Logger, log_format: str) -> None:
+        super().__init__(logger, log_format)
+
+    def log(self, request: web.BaseRequest, response: web.StreamResponse, time: float) -> None:
+        log_event(
+            self.logger,
+            "answered",
+            method=request.method,
+            path=request.path,
+            status=response.status,
+            bytes=response.body_length,
+            seconds=round(time, 6),
+            peer=request.remote,
+            request=response.headers.get("X-Request-Id"),
+        )

@@ -1,0 +1,75 @@
+"""One line a record: text for people, or a JSON object for machines. What users wrote never begins a line of its own."""
+
+from __future__ import annotations
+
+import json
+import logging
+from datetime import UTC, datetime
+
+Value = str | int | float | bool | None
+
+
+def log_event(log: logging.Logger, message: str, /, **fields: Value) -> None:
+    """An info line with fields: ids, counts, seconds. A field that is None is left out."""
+    log.info(message, extra={"fields": {name: value for name, value in fields.items() if value is not None}})
+
+
+def escaped(text: str) -> str:
+    """Control and format characters, line ends too, as backslash escapes."""
+    if text.isprintable():
+        return text
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+
+
+def _fields(record: logging.LogRecord) -> dict[str, Value]:
+    return getattr(record, "fields", {})
+
+
+def _time(record: logging.LogRecord) -> str:
+    """ISO 8601, UTC, milliseconds."""
+    return datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
+
+
+class TextFormatter(logging.Formatter):
+    """`TIME PROCESS LEVEL LOGGER: MESSAGE NAME=VALUE ...`; a traceback's lines follow, each indented."""
+
+    def __init__(self, process: str) -> None:
+        super().__init__()
+        self._process = process
+
+    def format(self, record: logging.LogRecord) -> str:
+        head = f"{_time(record)} {self._process} {record.levelname} {record.name}: {escaped(record.getMessage())}"
+        line = head + "".join(f" {name}={_shown(value)}" for name, value in _fields(record).items())
+        return "\n".join([line, *(f"    {escaped(part)}" for part in self._traceback(record))])
+
+    def _traceback(self, record: logging.LogRecord) -> list[str]:
+        return self.formatException(record.exc_info).split("\n") if record.exc_info else []
+
+
+def _shown(value: Value) -> str:
+    if isinstance(value, float):
+        return f"{value:.3f}"
+    text = escaped(str(value))
+    return json.dumps(text, ensure_ascii=False) if not text or " " in text or '"' in text else text
+
+
+class JsonFormatter(logging.Formatter):
+    """One JSON object: `ts`, `level`, `process`, `logger`, `message`, the record's fields, and `traceback` if there is one."""
+
+    def __init__(self, process: str) -> None:
+        super().__init__()
+        self._process = process
+
+    def format(self, record: logging.LogRecord) -> str:
+        entry: dict[str, Value] = {
+            "ts": _time(record),
+            "level": record.levelname.lower(),
+            "process": self._process,
+            "logger": record.name,
+            "message": record.getMessage(),
+        }
+        assert not entry.keys() & _fields(record).keys(), _fields(record)
+        entry |= _fields(record)
+        if record.exc_info:
+            entry["traceback"] = self.formatException(record.exc_info)
+        return json.dumps(entry)

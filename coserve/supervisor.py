@@ -1,0 +1,138 @@
+"""One engine at a time, kept alive: its first start and every further one go the same way."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import signal
+import time
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+from coserve.errors import StartupError
+from coserve.link import EngineReady, FromEngine, Link, ToEngine
+
+log = logging.getLogger(__name__)
+
+
+class EngineDied(Exception):
+    """The engine process ended, with this status, before it was ready."""
+
+    def __init__(self, status: int) -> None:
+        super().__init__(status)
+        self.status = status
+
+
+class RunningEngine(Protocol):
+    """An engine that is ready."""
+
+    @property
+    def link(self) -> Link[ToEngine, FromEngine]: ...
+    @property
+    def ready(self) -> EngineReady: ...
+
+    async def wait(self) -> int:
+        """Until it has ended; its status."""
+        ...
+
+    async def stop(self) -> None:
+        """Ask for a clean end, wait for it, close the link. Of one that has ended: close the link."""
+        ...
+
+
+class UsesEngine(Protocol):
+    """What the supervisor needs of `api.Service`."""
+
+    async def attach(self, link: Link[ToEngine, FromEngine], ready: EngineReady) -> None: ...
+    def engine_lost(self) -> None: ...
+    def engine_failed(self, note: str, *, started: bool) -> None: ...
+
+
+@dataclass(frozen=True)
+class Restarts:
+    """When an engine that died is started again. An early death comes before `early` seconds of service, or while it
+    starts; the n-th in a row is followed by a pause of `first` * 2^(n-1) seconds, `longest` at most, the `most`-th by none:
+    the daemon gives up. One that has served for longer is started again at once."""
+
+    early: float = 10.0
+    first: float = 0.5
+    longest: float = 30.0
+    most: int = 5
+
+    def pause(self, deaths: int) -> float:
+        return min(self.longest, self.first * 2.0 ** (deaths - 1)) if deaths else 0.0
+
+
+class Supervisor:
+    """`start` gives an engine that is ready. It raises `EngineDied`, or a `StartupError` where another start would end alike."""
+
+    def __init__(
+        self,
+        start: Callable[[], Awaitable[RunningEngine]],
+        service: UsesEngine,
+        restarts: Restarts | None = None,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._start, self._service, self._clock = start, service, clock
+        self._restarts = restarts or Restarts()
+        self.attached = asyncio.Event()
+        """An engine has served."""
+
+    async def run(self) -> None:
+        """Keep an engine alive until cancelled; stop it then.
+
+        Raises `StartupError` where the engine refuses to start, or dies early again and again.
+        """
+        deaths = 0
+        while True:
+            end = await self._live()
+            deaths = deaths + 1 if end.served < self._restarts.early else 0
+            if deaths >= self._restarts.most:
+                raise StartupError(f"the engine died {deaths} times in a row, the last time it {end.text}; see the log")
+            pause = self._restarts.pause(deaths)
+            log.error(
+                "the engine %s; it is started again in %.1f s (death %d in a row of at most %d)",
+                end.text, pause, deaths, self._restarts.most,
+                extra={"fields": {"status": end.status, "seconds": round(end.served, 3)}},
+            )  # fmt: skip
+            note = f"the engine {end.text} and is being started again"
+            self._service.engine_failed(note, started=end.started)
+            await asyncio.sleep(pause)
+
+    async def _live(self) -> _End:
+        """One engine from its start to its death."""
+        try:
+            engine = await self._start()
+        except EngineDied as died:
+            return _End(died.status)
+        began = self._clock()
+        try:
+            await self._service.attach(engine.link, engine.ready)
+            self.attached.set()
+            status = await engine.wait()
+        finally:
+            await engine.stop()
+        self._service.engine_lost()
+        return _End(status, self._clock() - began, started=True)
+
+
+@dataclass(frozen=True)
+class _End:
+    """How an engine ended, after how many seconds of service."""
+
+    status: int
+    served: float = 0.0
+    started: bool = False
+
+    @property
+    def text(self) -> str:
+        when = f"after {self.served:.0f} s of service" if self.started else "while it started"
+        if self.status >= 0:
+            return f"ended with status {self.status} {when}"
+        try:
+            name = signal.Signals(-self.status).name
+        except ValueError:
+            name = f"signal {-self.status}"
+        return f"was killed by {name} {when}"

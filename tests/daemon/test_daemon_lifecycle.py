@@ -1,0 +1,147 @@
+"""A real daemon's life: what it logs, how it stops, and that its engine may die while it starts."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import os
+import signal
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.crash_oracle import PROMPT, job_request
+from tests.support.daemon_process import DaemonProcess, Died, Json
+
+JSON_LOG = ("--log-format", "json", "--access-log")
+STREAMS: dict[str, tuple[str, Json]] = {
+    "native": ("/generate", {"prompt": "The", "stream": True}),
+    "openai": ("/v1/completions", {"prompt": "The", "stream": True}),
+    "openai chat": ("/v1/chat/completions", {"messages": [{"role": "user", "content": "Hi"}], "stream": True}),
+    "tgi": ("/generate_stream", {"inputs": "The"}),
+}
+LONG = {"max_tokens": 100, "ignore_eos": True}
+TGI_LONG = {"parameters": {"max_new_tokens": 100, "ignore_eos_token": True}}
+
+
+class Stream:
+    """A stream of events that has begun."""
+
+    def __init__(self, port: int, path: str, body: Json) -> None:
+        self._connection = http.client.HTTPConnection("127.0.0.1", port, timeout=120)
+        self._connection.request("POST", path, json.dumps(body), {"Content-Type": "application/json"})
+        self._response = self._connection.getresponse()
+        assert self._response.status == 200
+        assert self._response.getheader("Transfer-Encoding") == "chunked"
+        self._begun = self._response.readline()
+
+    def rest(self) -> list[Any]:
+        """The events to the end of the transfer, which must be well-formed: http.client raises otherwise."""
+        text = (self._begun + self._response.read()).decode()
+        self._connection.close()
+        data = [line.removeprefix("data:").strip() for line in text.splitlines() if line.startswith("data:")]
+        return ["[DONE]" if each == "[DONE]" else json.loads(each) for each in data]
+
+
+def wait_for(daemon: DaemonProcess) -> int:
+    """Its port, once it listens."""
+    port = int(daemon.logged("daemon starts")["port"])
+    daemon.at_port(port)
+    return port
+
+
+def messages(entries: list[Json]) -> Iterator[str]:
+    return (entry["message"] for entry in entries)
+
+
+def test_ctrl_c_ends_streams_properly_and_the_log_tells_the_whole_story(model: Path, tmp_path: Path) -> None:
+    with DaemonProcess(
+        model, tmp_path / "data", failpoints="generate.mid_stream=delay:0.3s", options=JSON_LOG
+    ) as daemon:
+        daemon.wait_ready()
+        port = wait_for(daemon)
+        _, job = daemon.call("POST", "/finetune", job_request("pirate"))
+        assert list(daemon.events("GET", f"/finetune/{job['id']}/events"))[-1]["state"] == "succeeded"
+        endless = job_request("endless")
+        endless["training"]["steps"] = 5000
+        _, other = daemon.call("POST", "/finetune", endless)
+        daemon.logged("job started")
+        assert daemon.call("POST", f"/finetune/{other['id']}/pause")[0] == 200
+        assert daemon.call("POST", f"/finetune/{other['id']}/cancel")[0] == 200
+        assert daemon.call("DELETE", "/adapters/pirate")[0] == 200
+
+        opened = {}
+        for name, (path, body) in STREAMS.items():
+            opened[name] = Stream(port, path, body | (TGI_LONG if name == "tgi" else LONG))
+        with ThreadPoolExecutor(1) as pool:
+            whole = pool.submit(daemon.call, "POST", "/generate", {"prompt": "The", **LONG})
+            opened["last"] = Stream(port, "/generate", STREAMS["native"][1] | LONG)  # by then the whole one is there
+            daemon.interrupt()
+            ends = {name: stream.rest() for name, stream in opened.items()}
+            status, refusal = whole.result()
+        assert (status, refusal["error"]["code"]) == (503, "engine_unavailable")
+        assert daemon.wait() == 0
+
+    for name, events in ends.items():
+        if events[-1] == "[DONE]":
+            events.pop()
+        assert "error" in events[-1], (name, events[-1])
+        assert "stopping" in json.dumps(events[-1]), (name, events[-1])
+
+    entries = daemon.entries()  # every line is an object
+    assert {entry["process"] for entry in entries} == {"api", "engine"}
+    assert all({"ts", "level", "logger", "message"} <= entry.keys() for entry in entries)
+    told = [
+        "daemon starts", "engine starts", "base loaded", "engine ready", "daemon ready", "job accepted", "job started",
+        "job succeeded", "adapter published", "job paused", "job cancelled", "adapter deleted",
+        "stopping, at most 65 s; a second signal stops at once", "engine stops", "daemon stopped",
+    ]  # fmt: skip
+    seen = list(messages(entries))
+    assert [message for message in told if message not in seen] == []
+    by_message = {entry["message"]: entry for entry in reversed(entries)}
+    assert by_message["engine ready"].keys() >= {"model", "device", "dtype", "kv_tokens", "seconds"}
+    assert by_message["job accepted"]["job"] == job["id"]
+    assert by_message["adapter published"]["adapter"] == "pirate"
+    answered = [entry for entry in entries if entry["logger"] == "coserve.access"]
+    assert any(entry["path"] == "/generate" and entry["status"] == 200 for entry in answered)
+
+
+def test_an_engine_killed_while_it_starts_is_started_again_and_a_second_ctrl_c_stops_at_once(
+    model: Path, tmp_path: Path
+) -> None:
+    points = "engine.start=delay:2s;shutdown=delay:200s"
+    with DaemonProcess(model, tmp_path / "data", failpoints=points, options=JSON_LOG) as daemon:
+        wait_for(daemon)
+        os.kill(int(daemon.logged("engine starts")["engine_pid"]), signal.SIGKILL)
+        daemon.logged(
+            "the engine was killed by SIGKILL while it started; it is started again in 0.5 s (death 1 in a row of at most 5)"
+        )
+        status, health = daemon.call("GET", "/health")
+        assert (status, health["status"], health["engine_restarts"]) == (503, "starting", 1)
+        assert "while it started" in health["notes"][0]
+        status, refusal = daemon.call("POST", "/generate", PROMPT)
+        assert (status, refusal["error"]["code"]) == (503, "engine_unavailable")
+
+        daemon.wait_ready()
+        assert daemon.call("POST", "/generate", PROMPT)[0] == 200
+        _, health = daemon.call("GET", "/health")
+        assert (health["status"], health["engine_restarts"], health["notes"]) == ("ok", 1, [])
+
+        daemon.interrupt()
+        daemon.logged("stopping, at most 65 s; a second signal stops at once")
+        daemon.interrupt()
+        assert daemon.wait() == 128 + signal.SIGINT
+    assert "stopped at once: what was not saved goes on from the last checkpoints" in messages(daemon.entries())
+
+
+def test_ctrl_c_while_the_engine_starts(model: Path, tmp_path: Path) -> None:
+    with DaemonProcess(model, tmp_path / "data", failpoints="engine.start=delay:200s", options=JSON_LOG) as daemon:
+        daemon.logged("engine starts")
+        daemon.interrupt()
+        with pytest.raises(Died):
+            daemon.wait_ready()
+        assert daemon.wait() == 0
+    assert "daemon stopped" in messages(daemon.entries())
