@@ -19,6 +19,21 @@ MAX_SEQUENCES = 1024
 """Most prompts times choices of one request."""
 MAX_MESSAGES = 1024
 
+UNSUPPORTED = frozenset(
+    {
+        # in turns
+        *("annotations", "audio", "function_call", "provider_specific_fields", "reasoning", "reasoning_content"),
+        *("refusal", "thinking_blocks", "tool_call_id", "tool_calls"),
+        # of OpenAI
+        *("prediction", "web_search_options"),
+        # of vLLM
+        *("allowed_token_ids", "bad_words", "chat_template", "chat_template_kwargs", "documents", "guided_choice"),
+        *("guided_grammar", "guided_json", "guided_regex", "kv_transfer_params", "logits_processors"),
+        *("mm_processor_kwargs", "prompt_embeds", "request_id", "structured_outputs", "vllm_xargs"),
+    }
+)
+"""Fields that other servers have and that are no field here: refused as that, not as a slip."""
+
 ModelName = Annotated[str, Meta(max_length=512)]
 """Empty: the base."""
 Finish = Literal["stop", "length", "cancelled"]

@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from coserve.api.body_types import alternatives, drop_empty
+from coserve.api.openai_schemas import UNSUPPORTED
 from coserve.errors import ForbiddenPath, InvalidRequest, MalformedJson, NotFound, UnknownField
 from coserve.hints import fields_of, hint
 from coserve.schemas import PAGE_LIMIT, AdapterRefText
@@ -40,7 +41,13 @@ def decode_dialect(content: bytes, type: type[T]) -> T:
         pass
     value: object = _decoded(content, lambda: msgspec.json.decode(content), type)
     drop_empty(value, type)
-    return _decoded(content, lambda: msgspec.convert(value, type, str_keys=True), type)
+    try:
+        return _decoded(content, lambda: msgspec.convert(value, type, str_keys=True), type)
+    except UnknownField as error:
+        name = (error.field or "").rpartition(".")[2]
+        if name in UNSUPPORTED:
+            raise InvalidRequest(f"{name} is not supported: expected it left out", field=error.field) from None
+        raise
 
 
 def _decoded(content: bytes, decode: Callable[[], T], type: type[Any]) -> T:

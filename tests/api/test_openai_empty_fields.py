@@ -158,7 +158,8 @@ async def test_turns_that_ask_for_something(client: AsyncOpenAI, extra: dict[str
     turn: Any = {"role": "assistant", "content": "yes"} | extra
     with pytest.raises(openai.BadRequestError) as caught:
         await client.chat.completions.create(model="fake", messages=[TURN, turn])  # type: ignore[list-item]
-    assert caught.value.param == f"messages[1].{name}"
+    assert (caught.value.param, caught.value.code) == (f"messages[1].{name}", "invalid_request")
+    assert f"{name} is not supported" in str(caught.value)
 
 
 SAYS_NOTHING: dict[str, list[Any]] = {
