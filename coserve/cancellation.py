@@ -33,6 +33,11 @@ class Cancellation:
         if self._cancelled.is_set():
             raise Cancelled
 
+    def wait(self, seconds: float) -> None:
+        """On the thread that works: pause. Raises `Cancelled`, at once where that comes meanwhile."""
+        if self._cancelled.wait(seconds):
+            raise Cancelled
+
 
 def unchecked() -> None:
     """The `check` of work that nobody cancels."""

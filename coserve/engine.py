@@ -370,7 +370,7 @@ class Engine:
                 resident=self._adapters.resident(),
                 serve_seconds=self._serve_seconds,
                 train_seconds=self._train_seconds,
-                troubles=self._fetches.troubles,
+                troubles=self._fetches.troubles + self._jobs.troubles,
                 patience_slices=self._slices.by_patience,
                 starving=self._slices.starving(now),
             )

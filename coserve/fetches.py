@@ -39,7 +39,7 @@ class Fetches:
         self._waiting: dict[str, Queued] = {}
         self._arrived: dict[str, Queued] = {}
         self._failed: dict[str, tuple[Queued, Exception]] = {}
-        self._retries = Retries(backoff, sleep=sleep)
+        self._retries = Retries(backoff, sleep=sleep, changed=changed)
         self._reading: dict[AdapterRef, asyncio.Task[None]] = {}
         self._deleted: set[AdapterRef] = set()
         """Of those that are being read."""

@@ -12,15 +12,20 @@ from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Executor, Future
 from dataclasses import dataclass
+from functools import partial
 
 from coserve.cancellation import Cancellation
 from coserve.errors import CoserveError, EngineFault, InternalError
 from coserve.link import FromEngine, JobCancelled, JobFailed, JobPaused, JobStarted, JobSucceeded
 from coserve.queues.finetune import JobQueue
 from coserve.rooms import Trains
+from coserve.state.retries import Backoff, Retries
 from coserve.types import JobSpec, Piece
 
 log = logging.getLogger(__name__)
+
+FOR_EVER = Backoff(first=0.25, longest=30.0)
+"""How a job starts whose files cannot be read now: it waits, and never fails for that."""
 
 
 @dataclass(frozen=True)
@@ -55,6 +60,12 @@ class Jobs:
         """Active ones that the trainer has in memory."""
         self._pending: deque[JobSpec] = deque()
         self._paused: dict[str, JobSpec] = {}
+        self._retries = Retries(FOR_EVER, changed=changed)
+
+    @property
+    def troubles(self) -> tuple[str, ...]:
+        """Starts of jobs that are being tried again."""
+        return self._retries.notes
 
     def __len__(self) -> int:
         """Jobs that are active or in line."""
@@ -154,7 +165,9 @@ class Jobs:
 
     def _start(self, spec: JobSpec) -> None:
         cancellation = Cancellation()
-        self._leave(spec.id, cancellation, lambda: self._trainer.load(spec, cancellation))
+        load = partial(self._trainer.load, spec, cancellation)
+        what = f"start of job {spec.id}"
+        self._leave(spec.id, cancellation, lambda: self._retries.run_here(what, load, cancellation.wait))
 
     def _prepare(self, job: str) -> None:
         """The job loses its turn for as long as its next optimizer step takes to prepare."""

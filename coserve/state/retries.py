@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import threading
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass
@@ -33,9 +34,9 @@ class Backoff:
 
 
 class Retries:
-    """Runs work until it succeeds, on the event loop. `errors`: those that another attempt may mend.
+    """Runs work until it succeeds. `errors`: those that another attempt may mend.
 
-    `sleep` takes seconds.
+    `sleep` takes seconds; `changed` is called, on the thread that works, whenever `notes` are others.
     """
 
     def __init__(
@@ -44,18 +45,22 @@ class Retries:
         *,
         errors: type[StorageError] = StorageError,
         sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
+        changed: Callable[[], None] = lambda: None,
     ) -> None:
-        self._backoff, self._errors, self._sleep = backoff, errors, sleep
+        self._backoff, self._errors, self._sleep, self._changed = backoff, errors, sleep, changed
+        self._lock = threading.Lock()
         self._failing: Counter[str] = Counter()
         self._reasons: dict[str, str] = {}
 
     @property
     def notes(self) -> tuple[str, ...]:
         """What is being tried again at this moment, and why; for /health."""
-        return tuple(f"{what}: {reason}; it is tried again" for what, reason in self._reasons.items())
+        with self._lock:
+            return tuple(f"{what}: {reason}; it is tried again" for what, reason in self._reasons.items())
 
     async def run(self, what: str, work: Callable[[], Awaitable[T]]) -> T:
-        """What `work` returns. Raises what it raised last once the back-off is used up, and other errors at once.
+        """What `work` returns, on the event loop. Raises what it raised last once the back-off is used up, and other
+        errors at once.
 
         `what` names the work in the log and in `notes`; calls of the same name that fail together are told once.
         """
@@ -73,14 +78,34 @@ class Retries:
             if failed:
                 self._over(what)
 
+    def run_here(self, what: str, work: Callable[[], T], wait: Callable[[float], None]) -> T:
+        """As `run`, on a thread that may wait: `wait` takes seconds, and ends the work by what it raises."""
+        failed = 0
+        try:
+            for delay in self._backoff.delays():
+                try:
+                    return work()
+                except self._errors as error:
+                    failed += 1
+                    self._tell(what, error, first=failed == 1)
+                wait(delay)
+            return work()
+        finally:
+            if failed:
+                self._over(what)
+
     def _tell(self, what: str, error: StorageError, *, first: bool) -> None:
-        if not self._failing[what]:
-            log.warning("%s: %s; trying again", what, error.message)
-        self._failing[what] += first
-        self._reasons[what] = error.message
+        with self._lock:
+            if not self._failing[what]:
+                log.warning("%s: %s; trying again", what, error.message)
+            self._failing[what] += first
+            self._reasons[what] = error.message
+        self._changed()
 
     def _over(self, what: str) -> None:
-        self._failing[what] -= 1
-        if not self._failing[what]:
-            del self._failing[what], self._reasons[what]
-            log.info("%s: no longer tried again", what)
+        with self._lock:
+            self._failing[what] -= 1
+            if not self._failing[what]:
+                del self._failing[what], self._reasons[what]
+                log.info("%s: no longer tried again", what)
+        self._changed()

@@ -15,6 +15,7 @@ from coserve.state.retries import Backoff
 from coserve.types import AdapterRef, BaseSpec
 from tests.support.api_server import Api, serve_api
 from tests.support.fake_engine import write_peft
+from tests.support.real_server import serve_real
 
 JOB = {"adapter": "poet", "data": [{"text": "a b"}]}
 
@@ -100,3 +101,18 @@ async def test_an_end_that_is_said_twice_keeps_its_adapter(api: Api) -> None:
     await api.hear(JobSucceeded(id=job["id"], ref=AdapterRef("poet", 1), final_loss=1.0, trained_tokens=30))
     assert api.folder.adapter_refs() == [AdapterRef("poet", 1)]
     assert (await api.call("GET", "/adapters/poet"))[0] == 200
+
+
+async def test_an_engine_without_descriptors_trains_and_serves_once_it_has_some(tmp_path: Path) -> None:
+    """A job's corpus cannot be opened twice, then its adapter, of which nothing stays in memory, cannot be read twice."""
+    async with serve_real(tmp_path / "data", max_adapters_resident=1) as api:
+        training = {"steps": 1, "batch_tokens": 16, "max_length": 16}
+        for name in ("poet", "bard"):
+            with armed("job.open=EMFILE@1;job.open=EIO@2;adapter.open=ENFILE@1") as state:
+                _, job = await api.call("POST", "/finetune", json=JOB | {"adapter": name, "training": training})
+                assert (await api.job_until(job["id"], "succeeded"))["state"] == "succeeded"
+                assert state.hits["job.open"] == 3
+        body = {"prompt": "Once", "adapter": "poet", "max_tokens": 2}
+        with armed("adapter.open=EMFILE@1;adapter.open=EMFILE@2") as state:
+            assert (await api.call("POST", "/generate", json=body))[0] == 200
+            assert state.hits["adapter.open"] > 2
