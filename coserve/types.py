@@ -61,6 +61,8 @@ class BaseSpec(Wire, frozen=True):
     sites: dict[str, SiteSpec]
     default_targets: tuple[str, ...]
     """Suffixes of the sites that a new adapter targets unless told otherwise (all linear sites of a layer)."""
+    context_note: str = ""
+    """Why `context` is less than what the model itself claims; empty if it is not."""
 
 
 class SamplingParams(Wire, frozen=True):

@@ -143,6 +143,9 @@ def default_threads() -> int:
 def _notes(base: Base, generator: Generator, config: Config) -> tuple[str, ...]:
     """What a user should know of how this engine runs; shown in /health."""
     notes = generator.notes
+    if base.spec.context_note:
+        log.warning("%s", base.spec.context_note)
+        notes += (base.spec.context_note,)
     if config.load_format == "dummy":
         notes += ("the base's weights are random (load_format dummy): its texts mean nothing",)
     if base.device.type == "cpu" and torch.get_num_threads() > EXACT_THREADS:

@@ -42,6 +42,16 @@ def check_generate(request: GenerateRequest, spec: BaseSpec) -> None:
 
 async def encode_prompt(request: GenerateRequest, spec: BaseSpec, texts: Texts) -> tuple[int, ...]:
     """Token ids. Raises `EmptyPrompt`, `PromptTooLong`, and `InvalidRequest` from the chat template."""
+    try:
+        return await _encoded(request, spec, texts)
+    except PromptTooLong as error:
+        if not spec.context_note:
+            raise
+        message = f"{error.message} ({spec.context_note})"
+        raise PromptTooLong(message, field=error.field, context=error.context, length=error.length) from error
+
+
+async def _encoded(request: GenerateRequest, spec: BaseSpec, texts: Texts) -> tuple[int, ...]:
     if isinstance(request.prompt, list):
         field, ids = "prompt", request.prompt
     elif request.prompt is not None:

@@ -14,9 +14,11 @@ from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, Pre
 
 from coserve.errors import ConfigError, UnsupportedBase
 from coserve.model import probe, seam
+from coserve.model.context import Context, context_of
 from coserve.model.fingerprint import fingerprint
 from coserve.model.lora import LoraBatch, LoraSites
 from coserve.model.seam import Attention, PaddedAttention, ReferenceAttention
+from coserve.model.settings import refuse_settings
 from coserve.types import BaseSpec, SiteSpec
 
 __all__ = ["Attention", "Base", "load_base", "wrap_base"]
@@ -109,7 +111,7 @@ def load_base(
     path = str(folder) if local else source
     try:
         settings, _ = PretrainedConfig.get_config_dict(path, local_files_only=local)
-        _refuse_settings(name, settings, trust_remote_code)
+        refuse_settings(name, settings, trust_remote_code)
         if local and (folder / "adapter_config.json").exists():
             raise UnsupportedBase(f"{name}: the folder holds an adapter; expected a base model")
         if load_format == "dummy":
@@ -148,29 +150,6 @@ def _device(device: str) -> torch.device:
     return torch.device(("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device)
 
 
-_PRIVATE: dict[str, tuple[type, ...]] = {
-    "_name_or_path": (str,),
-    "_commit_hash": (str, type(None)),
-    "_attn_implementation_autoset": (bool,),
-    "_sliding_window_pattern": (int,),
-    "_num_labels": (int,),
-}
-"""Underscored settings that published models carry and that do nothing but describe."""
-
-
-def _refuse_settings(name: str, settings: dict[str, object], trust_remote_code: bool) -> None:
-    """Refuses what a config.json can make transformers run, at any depth: code, and kernels from the hub."""
-    if "auto_map" in settings and not trust_remote_code:
-        raise UnsupportedBase(f"{name}: its files bring Python code; pass --trust-remote-code to run it")
-    for key, value in settings.items():
-        if key.startswith("_") and not isinstance(value, _PRIVATE.get(key, ())):
-            raise UnsupportedBase(f"{name}: config.json sets {key!r}, which only transformers itself may set")
-        if key in ("attn_implementation", "experts_implementation", "kernel_config"):
-            raise UnsupportedBase(f"{name}: config.json sets {key!r}, which can load code")
-        if isinstance(value, dict):
-            _refuse_settings(name, value, trust_remote_code)
-
-
 def wrap_base(model: PreTrainedModel, *, name: str, eos_token_ids: Collection[int] | None = None) -> Base:
     """Freezes a loaded causal LM, installs the two seams in it and checks that its logits stay what they were.
 
@@ -183,9 +162,9 @@ def wrap_base(model: PreTrainedModel, *, name: str, eos_token_ids: Collection[in
     probe.refuse_statically(model)
     model.eval().requires_grad_(False)
     model.config.return_dict = True
-    context = _context(model.config)
+    context = context_of(model.config, least=2 * max(probe.SEQUENCES))
     expected_TV, linears = probe.eager_logits(model)
-    seen = probe.observe(model, context)
+    seen = probe.observe(model, context.tokens)
     path, layers = probe.decoder_layers(model, seen)
     model.set_attn_implementation(seam.NAME)
     modules = {n: m for n, m in linears.items() if n.startswith(f"{path}.")}
@@ -216,26 +195,10 @@ def _check_forward(base: Base, expected_TV: Tensor) -> None:
     probe.check_equal(f"{base.spec.family}, tokens that meet in attention only", turned_TV.flip(0), expected_TV)
 
 
-def _context(config: PretrainedConfig) -> int:
-    """Longest sequence (tokens) whose logits depend on nothing but itself."""
-    text = config.get_text_config()
-    context = getattr(text, "max_position_embeddings", None)
-    if not isinstance(context, int) or context < 2 * max(probe.SEQUENCES):
-        least = 2 * max(probe.SEQUENCES)
-        raise UnsupportedBase(f"{config.model_type}: expected a context of at least {least} tokens, got {context}")
-    rotary = getattr(text, "rope_parameters", None) or {}
-    per_layer_type = [value for value in rotary.values() if isinstance(value, dict)] or [rotary]
-    for settings in per_layer_type:
-        if settings.get("rope_type") == "longrope":
-            # Beyond the original context longrope changes the frequencies of the whole batch, short sequences too.
-            context = min(context, settings["original_max_position_embeddings"])
-    return context
-
-
 def _spec(
     model: PreTrainedModel,
     name: str,
-    context: int,
+    context: Context,
     path: str,
     modules: dict[str, nn.Module],
     eos_token_ids: Collection[int] | None,
@@ -257,7 +220,8 @@ def _spec(
         layers=text.num_hidden_layers,
         hidden=text.hidden_size,
         vocab=text.vocab_size,
-        context=context,
+        context=context.tokens,
+        context_note=context.note,
         eos_token_ids=tuple(sorted(_eos(model) if eos_token_ids is None else set(eos_token_ids))),
         sites=sites,
         default_targets=tuple(dict.fromkeys(site.rsplit(".", 1)[1] for site in sites)),

@@ -27,6 +27,11 @@ _FILES = (
     "merges.txt",
     "added_tokens.json",
 )
+_SAMPLE = "Hello, world 1"
+_WHAT_TO_DO = (
+    "put its tokenizer.json beside config.json "
+    "(AutoTokenizer.from_pretrained(<the model it comes from>).save_pretrained(<the folder>) writes one)"
+)
 _HELD_TOKENS = 16
 """Tokens that the detokenizer keeps back at most: bytes that never become a character are given as they are."""
 
@@ -98,7 +103,10 @@ class Tokenizer:
             template = beside.read_text(encoding="utf-8")
         ends = [_read(folder / name).get("eos_token_id") for name in ("generation_config.json", "config.json")]
         eos_token_ids = [id for end in ends for id in (end if isinstance(end, list) else [end]) if isinstance(id, int)]
-        return cls(backend, special_tokens=special_tokens, eos_token_ids=tuple(eos_token_ids), chat_template=template)
+        found = cls(backend, special_tokens=special_tokens, eos_token_ids=tuple(eos_token_ids), chat_template=template)
+        if not found.decode(found.encode(_SAMPLE)):  # what transformers makes of a folder without a vocabulary
+            raise UnsupportedBase(f"the base's tokenizer knows no words: {_WHAT_TO_DO}")
+        return found
 
     def state(self) -> bytes:
         """What `from_state` makes the same tokenizer from, in another process."""
@@ -273,10 +281,12 @@ def _backend(folder: Path) -> tokenizers.Tokenizer:
     try:
         loaded = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     except (OSError, ValueError, ImportError, KeyError) as error:
-        raise UnsupportedBase("the base has no tokenizer.json, and transformers cannot make one") from error
+        raise UnsupportedBase(
+            f"the base has no tokenizer.json, and transformers cannot make one: {_WHAT_TO_DO}"
+        ) from error
     backend = getattr(loaded, "backend_tokenizer", None)
     if not isinstance(backend, tokenizers.Tokenizer):
-        raise UnsupportedBase("the base has no tokenizer.json, and its tokenizer has no fast form")
+        raise UnsupportedBase(f"the base has no tokenizer.json, and its tokenizer has no fast form: {_WHAT_TO_DO}")
     return backend
 
 

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from coserve.link import EngineNotes, Starving
 from tests.support.api_server import serve_api
-from tests.support.real_server import serve_real
+from tests.support.real_server import bundled_base, serve_real
 
 
 @pytest.mark.parametrize(("load_format", "says"), [("auto", False), ("dummy", True)])
@@ -37,3 +39,14 @@ async def test_training_that_starves_is_explained(tmp_path: Path) -> None:
         "training runs only by train_patience since 12 s: a piece is predicted at 210 ms, the slack is 150 ms"
     )
     assert "coserve_train_patience_slices_total 7.0" in page
+
+
+async def test_a_context_that_is_cut_is_told_in_health_and_to_whom_it_refuses(tmp_path: Path) -> None:
+    spec = msgspec.structs.replace(bundled_base().spec, context=64, context_note="longrope: 64 of its 128 tokens")
+    async with serve_real(tmp_path, dataclasses.replace(bundled_base(), spec=spec)) as api:
+        _, health = await api.call("GET", "/health")
+        status, refused = await api.call("POST", "/generate", json={"prompt": [5] * 100, "max_tokens": 4})
+    assert "longrope: 64 of its 128 tokens" in health["notes"]
+    assert status == 400
+    assert refused["error"]["code"] == "prompt_too_long"
+    assert "longrope: 64 of its 128 tokens" in refused["error"]["message"]

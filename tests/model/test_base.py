@@ -13,7 +13,6 @@ from transformers.models.bloom import BloomConfig
 from transformers.models.gpt_oss import GptOssConfig
 from transformers.models.llama4 import Llama4TextConfig
 from transformers.models.mamba import MambaConfig
-from transformers.models.phi3 import Phi3Config
 
 from coserve.errors import ConfigError, UnsupportedBase
 from coserve.model.base import load_base, wrap_base
@@ -97,19 +96,6 @@ def test_fingerprints_tell_bases_apart_but_not_dtypes() -> None:
     with torch.no_grad():
         edited.model.layers[1].mlp.up_proj.weight[3, 5] += 1
     assert wrap_base(edited, name="a").spec.fingerprint != fingerprint
-
-
-def test_longrope_keeps_to_the_context_where_sequences_do_not_change_each_other() -> None:
-    rotary = {
-        "rope_type": "longrope",
-        "rope_theta": 10000.0,
-        "short_factor": [1.0] * 4,
-        "long_factor": [4.0] * 4,
-        "original_max_position_embeddings": 64,
-    }
-    model = tiny_model("phi3", rope_parameters=rotary, original_max_position_embeddings=64)
-    assert isinstance(model.config, Phi3Config)
-    assert wrap_base(model, name="tiny").spec.context == 64
 
 
 SMALL = {

@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tokenizers import processors
+from tokenizers import Tokenizer as Backend
+from tokenizers import models, processors
 
 from coserve.errors import InvalidRequest, UnsupportedBase
 from coserve.model.tokenizer import Detokenizer, Tokenizer
@@ -170,3 +171,20 @@ def test_importing_needs_no_torch() -> None:
         "import coserve.finetune.data, coserve.finetune.job; assert 'torch' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2", "qwen3", "gemma3_text", "opt"])
+def test_a_folder_without_a_tokenizer_is_refused_with_what_to_do(tmp_path: Path, family: str) -> None:
+    """For most families transformers makes an empty one, which turns every text into no tokens or unknown ones."""
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": family}))
+    with pytest.raises(UnsupportedBase, match=r"put its tokenizer\.json beside config\.json"):
+        Tokenizer.load(str(tmp_path))
+
+
+@pytest.mark.parametrize("model", [models.BPE(), models.WordLevel({"<unk>": 0}, unk_token="<unk>"), models.Unigram()])
+def test_an_empty_tokenizer_is_refused(tmp_path: Path, model: models.Model) -> None:
+    backend = Backend(model)
+    backend.add_special_tokens(["<unk>"])
+    backend.save(str(tmp_path / "tokenizer.json"))
+    with pytest.raises(UnsupportedBase, match="knows no words"):
+        Tokenizer.from_folder(tmp_path)

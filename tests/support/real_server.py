@@ -21,11 +21,11 @@ def bundled_base() -> Base:
 
 
 @asynccontextmanager
-async def serve_real(path: Path, **settings: Any) -> AsyncIterator[Api]:
-    """As `serve_api`."""
+async def serve_real(path: Path, base: Base | None = None, **settings: Any) -> AsyncIterator[Api]:
+    """As `serve_api`; `base`: the bundled one unless told otherwise."""
     async with serve_api(path, engine=False, **{"kv_tokens": 2048, **settings}) as api:
         ours, theirs = local_pair()
-        engine, ready = build_engine(bundled_base(), api.config, theirs)
+        engine, ready = build_engine(base or bundled_base(), api.config, theirs)
         running = asyncio.create_task(engine.run())
         await api.service.attach(ours, ready)
         try:

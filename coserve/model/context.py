@@ -1,0 +1,62 @@
+"""How long a sequence the base may serve, from its rotary scaling, and what to say where the model claims more."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from transformers import PretrainedConfig
+
+from coserve.errors import UnsupportedBase
+
+
+@dataclass(frozen=True)
+class Context:
+    tokens: int
+    """Longest sequence whose logits depend on nothing but itself."""
+    note: str = ""
+    """Why that is less than the model's own context; empty if it is not."""
+
+
+def context_of(config: PretrainedConfig, *, least: int) -> Context:
+    """The context of a config, by its type of rotary scaling.
+
+    - default, linear, llama3, proportional: the frequencies are fixed, up to `max_position_embeddings`.
+    - yarn (Peng et al., ICLR '24): fixed too, up to `factor` times the original context: published configs often keep
+      `max_position_embeddings` at the original.
+    - longrope (Ding et al., ICML '24) and dynamic: beyond the original context transformers changes the frequencies of
+      all sequences of a batch by the longest of them, short ones and cached keys too. We stay within it and say so.
+
+    Raises `UnsupportedBase` for less than `least` tokens.
+    """
+    text = config.get_text_config()
+    context = getattr(text, "max_position_embeddings", None)
+    if not isinstance(context, int) or context < least:
+        raise UnsupportedBase(f"{config.model_type}: expected a context of at least {least} tokens, got {context}")
+    rotary = getattr(text, "rope_parameters", None) or {}
+    found = [
+        _limit(one, context) for one in [value for value in rotary.values() if isinstance(value, dict)] or [rotary]
+    ]
+    return min(found, key=lambda one: one.tokens)
+
+
+def _limit(rotary: dict[str, object], context: int) -> Context:
+    """The limit of one type of layers."""
+    kind, factor = rotary.get("rope_type"), rotary.get("factor")
+    original = rotary.get("original_max_position_embeddings")
+    stretched = context
+    if isinstance(factor, int | float) and factor > 1:
+        stretched = int(factor * (original if isinstance(original, int) else context))
+    if kind == "yarn":
+        return Context(max(context, stretched))
+    if kind == "longrope" and isinstance(original, int) and original < context:
+        return Context(original, _note("longrope", original, context))
+    if kind == "dynamic" and stretched > context:
+        return Context(context, _note("dynamic", context, stretched))
+    return Context(context)
+
+
+def _note(kind: str, served: int, full: int) -> str:
+    return (
+        f"context: the base serves {served} of its {full} tokens: beyond them its rotary scaling ({kind}) "
+        "would change the other sequences of a batch"
+    )

@@ -1,0 +1,48 @@
+"""The gate for a base's config.json: nothing in it may make transformers run code."""
+
+from __future__ import annotations
+
+from dataclasses import fields, is_dataclass
+
+from transformers import CONFIG_MAPPING, PretrainedConfig
+
+from coserve.errors import UnsupportedBase
+
+_PRIVATE: dict[str, tuple[type, ...]] = {
+    "_name_or_path": (str,),
+    "_commit_hash": (str,),
+    "_attn_implementation_autoset": (bool,),
+    "_sliding_window_pattern": (int,),
+    "_num_labels": (int,),
+}
+"""Underscored settings that published models carry and that do nothing but describe."""
+
+
+def refuse_settings(name: str, settings: dict[str, object], trust_remote_code: bool) -> None:
+    """Refuses what a config.json can make transformers run, at any depth: code, and kernels from the hub."""
+    if "auto_map" in settings and not trust_remote_code:
+        raise UnsupportedBase(f"{name}: its files bring Python code; pass --trust-remote-code to run it")
+    own = _own_private(settings.get("model_type"))
+    for key, value in settings.items():
+        allowed = _NUMBERS if key in own else _PRIVATE.get(key, ())
+        if key.startswith("_") and value is not None and not isinstance(value, allowed):
+            raise UnsupportedBase(f"{name}: config.json sets {key!r}, which only transformers itself may set")
+        if key in ("attn_implementation", "experts_implementation", "kernel_config"):
+            raise UnsupportedBase(f"{name}: config.json sets {key!r}, which can load code")
+        if isinstance(value, dict):
+            refuse_settings(name, value, trust_remote_code)
+
+
+_NUMBERS = (bool, int, float)
+"""Types of a setting that can name no code."""
+
+
+def _own_private(model_type: object) -> frozenset[str]:
+    """Underscored fields that the family's own config class declares, and that transformers writes (OPT has one)."""
+    if not isinstance(model_type, str) or model_type not in CONFIG_MAPPING:
+        return frozenset()
+    own, common = (
+        {one.name for one in fields(kind)} if is_dataclass(kind) else set()
+        for kind in (CONFIG_MAPPING[model_type], PretrainedConfig)
+    )
+    return frozenset(key for key in own - common if key.startswith("_"))

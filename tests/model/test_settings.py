@@ -1,0 +1,32 @@
+"""The gate for config.json lets through what transformers itself writes, for every causal LM that it knows."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from transformers import CONFIG_MAPPING
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+from transformers.models.opt import OPTConfig
+
+from coserve.errors import UnsupportedBase
+from coserve.model.settings import refuse_settings
+
+WITHOUT_DEFAULTS = {"musicgen", "musicgen_melody"}
+"""Their configs must be put together from others; they are no text models."""
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_every_familys_own_config_passes() -> None:
+    families = sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.keys() - WITHOUT_DEFAULTS)
+    assert len(families) > 100
+    for family in families:
+        refuse_settings(family, json.loads(CONFIG_MAPPING[family]().to_json_string()), False)
+
+
+def test_a_key_of_the_familys_own_is_a_number() -> None:
+    refuse_settings("opt", json.loads(OPTConfig(_remove_final_layer_norm=True).to_json_string()), False)
+    with pytest.raises(UnsupportedBase, match="_remove_final_layer_norm"):
+        refuse_settings("opt", {"model_type": "opt", "_remove_final_layer_norm": "someone/kernel"}, False)
+    with pytest.raises(UnsupportedBase, match="_remove_final_layer_norm"):
+        refuse_settings("llama", {"model_type": "llama", "_remove_final_layer_norm": True}, False)
