@@ -33,6 +33,7 @@ from coserve.errors import (
 )
 from coserve.link import EngineReady, EngineRefused, FromEngine, Link, Shutdown, ToEngine, api_end
 from coserve.logs.format import log_event
+from coserve.model.source import check_source
 from coserve.model.tokenizer import Tokenizer
 from coserve.state.folder import DataFolder
 from coserve.state.registry import Registry
@@ -169,6 +170,7 @@ async def _serving(config: Config) -> AsyncIterator[tuple[int, Supervisor, async
         )
         registry = RegistryThread(lambda: Registry(folder.database))
         stack.push_async_callback(registry.close)
+        check_source(config.model, weights=config.load_format == "auto")
         service = Service(config, folder, registry, await asyncio.to_thread(Tokenizer.load, config.model))
         stack.push_async_callback(service.close)  # after the engine: its last words are heard and written down
         await service.open()

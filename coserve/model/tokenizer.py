@@ -13,8 +13,8 @@ import tokenizers
 
 from coserve.errors import InvalidRequest, UnsupportedBase
 from coserve.model.chat import ChatTemplate, Message, choose_template
+from coserve.model.source import BUNDLED, fetch_files
 
-BUNDLED = "bundled"
 _FILES = (
     "tokenizer.json",
     "tokenizer_config.json",
@@ -88,7 +88,7 @@ class Tokenizer:
             with importlib.resources.as_file(importlib.resources.files("coserve") / "assets" / "tiny") as folder:
                 return cls.from_folder(folder)
         folder = Path(source)
-        return cls.from_folder(folder if folder.is_dir() else _fetch(source))
+        return cls.from_folder(folder if folder.is_dir() else fetch_files(source, _FILES))
 
     @classmethod
     def from_folder(cls, folder: Path) -> Tokenizer:
@@ -299,14 +299,3 @@ def _add_bos(backend: tokenizers.Tokenizer, config: dict[str, Any], special_toke
     if (id in backend.encode("a", add_special_tokens=True).ids) != wanted:
         template = f"{bos} $A" if wanted else "$A"
         backend.post_processor = tokenizers.processors.TemplateProcessing(single=template, special_tokens=[(bos, id)])
-
-
-def _fetch(name: str) -> Path:
-    """The tokenizer's files of a hub model, from the local cache or the hub."""
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
-
-    try:
-        return Path(snapshot_download(name, allow_patterns=list(_FILES)))
-    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
-        raise UnsupportedBase(f"model: {name!r} is neither a folder nor a model that the hub gives") from error

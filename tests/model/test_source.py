@@ -1,0 +1,81 @@
+"""A base that cannot be loaded is refused before anything starts, each time with the text of its own mistake."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import huggingface_hub
+import pytest
+from huggingface_hub.errors import GatedRepoError, HFValidationError, LocalEntryNotFoundError, RepositoryNotFoundError
+
+from coserve.errors import UnsupportedBase
+from coserve.model.source import INDEX, check_source, fetch_files
+
+
+def refused(source: object, **kwargs: bool) -> str:
+    with pytest.raises(UnsupportedBase) as error:
+        check_source(str(source), **kwargs)
+    assert error.value.message.startswith("model: ")
+    return error.value.message
+
+
+def folder(path: Path, **files: str) -> Path:
+    path.mkdir()
+    for name, content in files.items():
+        (path / name.replace("__", ".").replace("--", "-")).write_text(content)
+    return path
+
+
+@pytest.mark.parametrize("source", ["./llama", "/no/such/llama", "~/no-such-llama", "a/b/c", "llama/"])
+def test_a_path_that_leads_nowhere(source: str) -> None:
+    assert "no such folder" in refused(source)
+    assert "hub" not in refused(source)
+
+
+def test_folders_that_hold_no_model(tmp_path: Path) -> None:
+    assert "no config.json" in refused(folder(tmp_path / "empty"))
+    assert "holds an adapter" in refused(folder(tmp_path / "adapter", adapter_config__json="{}"))
+    (tmp_path / "file").write_text("x")
+    assert "got a file" in refused(tmp_path / "file")
+
+
+def test_folders_whose_weights_are_missing(tmp_path: Path) -> None:
+    none = folder(tmp_path / "none", config__json="{}")
+    assert "not there" in refused(none)
+    check_source(str(none), weights=False)
+    assert "pickle" in refused(folder(tmp_path / "bin", config__json="{}", pytorch_model__bin="x"))
+    shards = folder(tmp_path / "shards", config__json="{}")
+    (shards / "model-1.safetensors").write_text("x")
+    (shards / INDEX).write_text(json.dumps({"weight_map": {"a": "model-1.safetensors", "b": "model-2.safetensors"}}))
+    assert "1 of 2" in refused(shards) and "model-2.safetensors" in refused(shards)
+    (shards / "model-2.safetensors").write_text("version https://git-lfs.github.com/spec/v1\n")
+    assert "git lfs pull" in refused(shards)
+    (shards / "model-2.safetensors").write_text("x")
+    check_source(str(shards))
+    (shards / INDEX).write_text("[]")
+    assert "damaged" in refused(shards)
+
+
+def test_names_pass() -> None:
+    for name in ("bundled", "gpt2", "owner/name"):
+        check_source(name)
+
+
+@pytest.mark.parametrize(
+    ("error", "says"),
+    [
+        (HFValidationError("bad"), "nor is it a name on the hub"),
+        (GatedRepoError.__new__(GatedRepoError), "gated"),
+        (RepositoryNotFoundError.__new__(RepositoryNotFoundError), "the hub has no model of that name"),
+        (LocalEntryNotFoundError("offline"), "cannot be reached"),
+        (ConnectionError("down"), "cannot be reached"),
+    ],
+)
+def test_what_is_wrong_with_a_hub_name(error: Exception, says: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*args: object, **kwargs: object) -> str:
+        raise error
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", fail)
+    with pytest.raises(UnsupportedBase, match=says):
+        fetch_files("gpt22", ["*.json"])
