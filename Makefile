@@ -30,7 +30,9 @@ $(STAMP): pyproject.toml constraints.txt tests/clients.txt
 	@test -n "$(PYTHON)" || { echo "coserve needs Python 3.11 or 3.12 with venv (Debian: apt install python3-venv)" >&2; exit 1; }
 	@test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	@echo "installing into .venv (a few minutes the first time)"
-	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[test]'
+	@# "compat": a path, so that Python beside this folder finds the package in it, and does not take the folder for one.
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt \
+		--config-settings editable_mode=compat -e '.[test]'
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps -r tests/clients.txt
 	@touch $@
 

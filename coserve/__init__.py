@@ -14,7 +14,7 @@ __all__ = ["AsyncClient", "Client", "__version__"]
 def __getattr__(name: str) -> object:
     """The SDK loads when it is asked for: `import coserve` alone stays light."""
     if name not in ("AsyncClient", "Client"):
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}; it has {', '.join(__all__)}")
     from coserve import client
 
     return getattr(client, name)

@@ -30,6 +30,8 @@ SECTIONS = {
     "kv_tokens": "Memory and steps",
     "max_queue": "Queues and jobs",
     "data_root": "Requests and files",
+    "log_level": "Logging",
+    "config": "Settings file",
 }
 """Where a section of the settings begins, in their order below, and its title."""
 

@@ -73,6 +73,8 @@ async def shown(progress: BenchProgress) -> AsyncIterator[None]:
     finally:
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
+        if not progress.preparing:
+            console.print(progress.line(), highlight=False, soft_wrap=True)
 
 
 async def _redraw(console: Console, progress: BenchProgress) -> None:

@@ -1,0 +1,71 @@
+"""`jobs list`: columns with headers; what was chosen and what was cut."""
+
+from __future__ import annotations
+
+from typing import Self
+
+import msgspec
+import pytest
+from typer.testing import CliRunner
+
+import coserve.cli.jobs
+from coserve.cli.app import app
+from coserve.cli.jobtable import age, chosen_line, cut_line, job_table
+from coserve.schemas import ErrorInfo, Job, JobList
+from coserve.types import JobState, LoraSettings, TrainingSettings
+
+JOB = Job(
+    id="job-1", adapter="poet", version=2, state=JobState.RUNNING, created_at=1000.0, started_at=1001.0,
+    finished_at=None, queue_position=None, step=5, total_steps=20, progress=0.25, eta=65.4, loss=1.2345, metrics=None,
+    trained_tokens=50, rows=30, tokens=900, target_tokens=900, continue_from=None, lora=LoraSettings(),
+    training=TrainingSettings(epochs=12, batch_tokens=64, learning_rate=0.004), metadata={}, error=None, result=None,
+    rows_cut=3, auto=["batch_tokens", "epochs", "learning_rate"],
+)  # fmt: skip
+FAILED = msgspec.structs.replace(
+    JOB, id="job-2", state=JobState.FAILED, eta=None, loss=None, rows_cut=0, auto=[],
+    error=ErrorInfo(code="non_finite_loss", message="x"),
+)  # fmt: skip
+QUEUED = msgspec.structs.replace(FAILED, id="job-3", state=JobState.QUEUED, queue_position=4, error=None)
+
+
+def test_columns() -> None:
+    header, running, failed, queued = job_table([JOB, FAILED, QUEUED], now=1000.0 + 7300)
+    assert header.split() == ["ID", "ADAPTER", "STATE", "STEP", "LOSS", "AGE", "LEFT", "NOTE"]
+    assert running.split() == ["job-1", "poet@2", "running", "5/20", "1.234", "2h", "1:05", "3", "rows", "cut"]
+    assert failed.endswith("non_finite_loss") and queued.endswith("4 ahead")
+    assert len({line.index(word) for line, word in ((header, "AGE"), (running, "2h"), (failed, "2h"))}) == 1
+    assert list(job_table([])) == ["  ".join(header.split())]
+
+
+@pytest.mark.parametrize(("seconds", "text"), [(-5, "0s"), (59, "59s"), (60, "1m"), (7199, "1h"), (200_000, "2d")])
+def test_ages(seconds: float, text: str) -> None:
+    assert age(seconds) == text
+
+
+def test_what_was_chosen_and_what_was_cut() -> None:
+    assert chosen_line(JOB) == "chosen for 30 rows of 900 tokens: 12 epochs, batches of 64 tokens, learning rate 0.004"
+    assert chosen_line(FAILED) is None
+    assert str(cut_line(JOB)).startswith("warning: 3 of 30 rows were too long")
+    assert cut_line(FAILED) is None
+
+
+def test_pages(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[tuple[str | None, int | None]] = []
+
+    class Daemon:
+        def __enter__(self) -> Self:
+            return self
+
+        def __exit__(self, *_: object) -> None:
+            pass
+
+        def jobs(self, *, after: str | None, limit: int | None) -> JobList:
+            asked.append((after, limit))
+            return JobList(data=[JOB], has_more=True)
+
+    monkeypatch.setattr(coserve.cli.jobs, "connect", lambda url, key: Daemon())
+    shown = CliRunner().invoke(app, ["jobs", "list", "--limit", "1", "--after", "job-9"])
+    assert asked == [("job-9", 1)]
+    assert "coserve jobs list --limit 1 --after job-1" in shown.stderr
+    as_json = CliRunner().invoke(app, ["jobs", "list", "--json"])
+    assert msgspec.json.decode(as_json.stdout, type=Job) == JOB
