@@ -61,11 +61,19 @@ _NEUTRAL: dict[str, tuple[object, ...]] = {
 """What a parameter that stands for something we don't do may say, besides what is empty."""
 
 
+_FIELDS = {"prompt": "inputs", "adapter": "adapter_id", "max_tokens": "max_new_tokens"}
+"""Our fields that TGI calls otherwise."""
+
+
 def tgi_error(error: CoserveError) -> TgiError:
+    """A text, which names the field, and one of TGI's kinds."""
     kind: TgiErrorType = "validation" if error.status < 500 else "generation"
     if isinstance(error, QueueFull):
         kind = "overloaded"
-    return TgiError(error=describe(error).message, error_type=kind)
+    said = describe(error)
+    field = None if said.field is None else _FIELDS.get(said.field, said.field.removeprefix("parameters."))
+    message = said.message if field is None or field in said.message else f"{field}: {said.message}"
+    return TgiError(error=message, error_type=kind)
 
 
 TGI = Refusal(TgiError, tgi_error)

@@ -132,8 +132,17 @@ async def test_what_is_not_supported_is_refused_by_name(api: Api, parameters: di
 async def test_other_errors(api: Api) -> None:
     status, body = await api.call("POST", "/generate", json={"inputs": "x", "parameters": {"adapter_id": "nobody"}})
     assert (status, body["error_type"]) == (404, "validation")
-    status, body = await api.call("POST", "/generate_stream", json={"inputs": ""})
-    assert (status, body["error_type"]) == (422, "validation")
+    for body, said in (
+        ({"inputs": ""}, "inputs: expected a prompt"),
+        ({"inputs": "word " * 1000}, "inputs: expected at most"),
+        ({"inputs": 5}, "inputs: expected str"),
+        ({"inputs": "x", "parameters": {"seed": -1}}, "seed: expected int >= 0"),
+        ({"inputs": "x", "parameters": {"max_new_tokens": 1000}}, "max_new_tokens: expected at most the context"),
+    ):
+        for path in ("/", "/generate", "/generate_stream"):
+            status, refused = await api.call("POST", path, json=body)
+            assert (status, refused["error_type"]) == (422, "validation")
+            assert refused["error"].startswith(said)
     api.engine.go_requests.clear()
     waiting = asyncio.create_task(api.call("POST", "/generate", json={"prompt": "x", "n": 4}))
     await api.engine.saw(Generate, 4)
