@@ -33,7 +33,7 @@ from coserve.generate.start import Upgrade, make_start
 from coserve.kernels.dispatch import Way, choose_way
 from coserve.link import EngineReady, EngineRefused, FromEngine, Link, ToEngine, engine_end
 from coserve.logs.format import log_event
-from coserve.logs.setup import set_up_logging
+from coserve.logs.setup import LogSettings, set_up_logging
 from coserve.memory.kv import CPU_TOKENS, KvCache
 from coserve.memory.plan import Work
 from coserve.model.base import Base, load_base
@@ -193,7 +193,7 @@ def main() -> None:
     for number in (signal.SIGINT, signal.SIGTERM):  # they reach the whole group; the parent says when to stop
         signal.signal(number, signal.SIG_IGN)
     config = config_from_json(sys.stdin.buffer.read())
-    set_up_logging("engine", config)
+    set_up_logging("engine", LogSettings.of(config))
     disable_progress_bar()
     torch.set_num_threads(config.threads or default_threads())
     asyncio.run(_run(config, int(sys.argv[1])))

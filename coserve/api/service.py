@@ -35,6 +35,7 @@ from coserve.link import (
     ToEngine,
     Tokens,
 )
+from coserve.logs.setup import LogSettings
 from coserve.model.tokenizer import Tokenizer
 from coserve.offload.pool import HelperPool
 from coserve.schemas import BaseInfo, Health
@@ -56,8 +57,8 @@ class Service:
         self.metrics = Metrics(self.engine.name)
         self._registry = registry
         self._ledger = Ledger(folder, registry, self.engine, self.metrics)
-        self.helpers = HelperPool(tokenizer.state, MAX_READING)
-        self._preparers = HelperPool(tokenizer.state, MAX_PREPARING)
+        self.helpers = HelperPool(tokenizer.state, MAX_READING, LogSettings.of(config))
+        self._preparers = HelperPool(tokenizer.state, MAX_PREPARING, LogSettings.of(config))
         texts = Texts(tokenizer, self.helpers)
         self.generation = Generation(config, self.engine, registry, tokenizer, texts, self.metrics)
         self.jobs = Jobs(config, folder, registry, tokenizer, self._preparers, self.engine, self._ledger)

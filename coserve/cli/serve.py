@@ -47,9 +47,9 @@ def _serve(given: dict[str, object]) -> None:
     """Start the daemon. Settings also come from COSERVE_<NAME> and from the TOML file of --config."""
     config = load_config(given)
     from coserve.daemon import serve
-    from coserve.logs.setup import set_up_logging
+    from coserve.logs.setup import LogSettings, set_up_logging
 
-    set_up_logging("api", config)
+    set_up_logging("api", LogSettings.of(config))
     asyncio.run(serve(config, ready=lambda port: print(f"coserve listens on http://{config.host}:{port}", flush=True)))
 
 

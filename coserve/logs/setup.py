@@ -1,9 +1,10 @@
-"""Logging as both processes set it up: one handler on standard error, for the libraries' records too."""
+"""Logging as all processes set it up: one handler on standard error, for the libraries' records too."""
 
 from __future__ import annotations
 
 import logging
 import sys
+from dataclasses import dataclass
 from types import TracebackType
 from typing import Literal
 
@@ -13,18 +14,31 @@ from coserve.logs.format import JsonFormatter, TextFormatter
 ACCESS = "coserve.access"
 
 
-def set_up_logging(process: Literal["api", "engine"], config: Config) -> None:
+@dataclass(frozen=True)
+class LogSettings:
+    """Those of `Config`."""
+
+    level: str = "info"
+    format: str = "text"
+    access: bool = False
+
+    @classmethod
+    def of(cls, config: Config) -> LogSettings:
+        return cls(config.log_level, config.log_format, config.access_log)
+
+
+def set_up_logging(process: Literal["api", "engine", "helper"], settings: LogSettings) -> None:
     """Call it after the imports: handlers that libraries gave themselves go."""
     handler = logging.StreamHandler()
-    handler.setFormatter(JsonFormatter(process) if config.log_format == "json" else TextFormatter(process))
+    handler.setFormatter(JsonFormatter(process) if settings.format == "json" else TextFormatter(process))
     root = logging.getLogger()
     for logger in list(logging.Logger.manager.loggerDict.values()):
         if isinstance(logger, logging.Logger) and any(isinstance(h, logging.StreamHandler) for h in logger.handlers):
             logger.handlers.clear()
             logger.propagate = True
     root.handlers[:] = [handler]
-    root.setLevel(config.log_level.upper())
-    logging.getLogger(ACCESS).setLevel(logging.INFO if config.access_log else logging.CRITICAL)
+    root.setLevel(settings.level.upper())
+    logging.getLogger(ACCESS).setLevel(logging.INFO if settings.access else logging.CRITICAL)
     logging.captureWarnings(True)
     sys.excepthook = _log_uncaught
 

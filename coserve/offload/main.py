@@ -1,4 +1,4 @@
-"""The helper process: `python -m coserve.offload.main FD`. It reads calls from socket FD and answers them in order.
+"""The helper process: `python -m coserve.offload.main FD LOG_LEVEL LOG_FORMAT`. It reads calls from socket FD and answers them in order.
 
 It ends when the other end closes. It never imports torch, and knows no secret.
 """
@@ -17,6 +17,7 @@ from typing import BinaryIO
 import msgspec
 
 from coserve.errors import CoserveError, InternalError
+from coserve.logs.setup import LogSettings, set_up_logging
 from coserve.model.tokenizer import Tokenizer
 from coserve.offload.protocol import Call, Context, Reply, Task, failure_of, find
 
@@ -72,7 +73,7 @@ def _run(context: Context, call: Call, body: bytes) -> tuple[Reply, bytes]:
 
 
 def main() -> None:
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s helper %(levelname)s %(name)s: %(message)s")
+    set_up_logging("helper", LogSettings(level=sys.argv[2], format=sys.argv[3]))
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the parent closes the socket

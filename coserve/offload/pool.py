@@ -17,6 +17,7 @@ import msgspec
 
 from coserve.config import child_environment
 from coserve.errors import CoserveError, HelperLost, InvalidRequest
+from coserve.logs.setup import LogSettings
 from coserve.offload.protocol import Call, Reply, Task, error_of, name_of
 
 PIECE = 256 << 10
@@ -37,7 +38,7 @@ class HelperProcess:
         self.memory = 0
 
     @classmethod
-    async def start(cls, setup: bytes) -> HelperProcess:
+    async def start(cls, setup: bytes, log: LogSettings) -> HelperProcess:
         """`setup`: the tokenizer's state."""
         ours, theirs = socket.socketpair()
         with theirs:
@@ -46,6 +47,8 @@ class HelperProcess:
                 "-m",
                 "coserve.offload.main",
                 str(theirs.fileno()),
+                log.level,
+                log.format,
                 stdin=asyncio.subprocess.DEVNULL,
                 pass_fds=(theirs.fileno(),),
                 env=child_environment(),
@@ -110,8 +113,8 @@ class HelperProcess:
 class HelperPool:
     """At most `size` processes, started when there is work. `setup` gives the tokenizer's state."""
 
-    def __init__(self, setup: Callable[[], bytes], size: int) -> None:
-        self._make_setup = setup
+    def __init__(self, setup: Callable[[], bytes], size: int, log: LogSettings | None = None) -> None:
+        self._make_setup, self._log = setup, log or LogSettings()
         self._turns = asyncio.Semaphore(size)
         self._idle: list[HelperProcess] = []
         self._ends: set[asyncio.Task[None]] = set()
@@ -130,7 +133,7 @@ class HelperPool:
             helper = self._take_idle()
             done = False
             try:
-                helper = helper or await HelperProcess.start(await asyncio.to_thread(lambda: self._setup))
+                helper = helper or await HelperProcess.start(await asyncio.to_thread(lambda: self._setup), self._log)
                 try:
                     result = await helper.call(name_of(task), encoded, body)
                 except TimeoutError:
