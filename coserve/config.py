@@ -108,6 +108,9 @@ class Config:
     keep_checkpoints: int = option(2, "checkpoints kept per job")
 
     data_root: Path | None = option(None, "folder from which /finetune and /adapters may read local paths")
+    max_connections: int = option(
+        1024, "most open connections; idle ones make room for new ones, further ones get 503 (but for /health)"
+    )
     max_body_bytes: int = option(64 << 20, "largest request body")
     read_timeout: float = option(30.0, "deadline for a request's headers, and between parts of its body")
 
@@ -134,6 +137,7 @@ class Config:
             "max_adapters_resident",
             "micro_batch_tokens",
             "keep_checkpoints",
+            "max_connections",
             "max_body_bytes",
         ):
             if getattr(self, name) is not None and getattr(self, name) < 1:

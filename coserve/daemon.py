@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import errno
 import logging
 import os
@@ -24,6 +25,7 @@ from aiohttp import web
 from coserve import __version__
 from coserve.api.answers import error_from_code
 from coserve.api.app import STREAMS_TIMEOUT, make_app, make_runner
+from coserve.api.http.connections import connection_limit, quiet_accept
 from coserve.api.service import Service
 from coserve.config import Config, child_environment, config_to_json
 from coserve.errors import (
@@ -151,6 +153,8 @@ async def _serving(config: Config) -> AsyncIterator[tuple[int, Supervisor, async
 
     HTTP is answered from here on: until the first engine is there, `/health` says `starting` and why it takes long.
     """
+    config = dataclasses.replace(config, max_connections=connection_limit(config.max_connections))
+    asyncio.get_running_loop().set_exception_handler(quiet_accept())
     folder = DataFolder(config.data_dir)
     async with contextlib.AsyncExitStack() as stack:
         sock = stack.enter_context(contextlib.closing(bind(config.host, config.port)))

@@ -17,7 +17,7 @@ CoserveError
 │   ├── BaseMismatch                 ├── ShapeMismatch
 ├── CapacityError                    right, but not now
 │   ├── QueueFull 429                ├── EngineUnavailable 503 ├── HelperLost 503
-│   ├── Unreachable 503              raised by the SDK: no daemon answers
+│   ├── TooManyConnections 503       ├── Unreachable 503       raised by the SDK: no daemon answers
 │   ├── StorageError                 a file could not be read or written now; says nothing of its content
 │   │   ├── StorageFull 507          ├── StorageFailed 500     ├── StorageBusy 503
 ├── JobError                         a job ended badly (never an HTTP answer of its own; status 500)
@@ -229,6 +229,10 @@ class HelperLost(CapacityError):
 
     status = 503
     code = "helper_lost"
+
+
+class TooManyConnections(CapacityError):
+    code = "too_many_connections"
 
 
 class StorageError(CapacityError):

@@ -52,6 +52,7 @@ SETTINGS = [
     "recompute",
     "keep_checkpoints",
     "data_root",
+    "max_connections",
     "max_body_bytes",
     "read_timeout",
     "log_level",

@@ -34,6 +34,7 @@ REFUSED: dict[str, tuple[str, ...]] = {
     "config": BLANK,
     "trust_remote_code": (*BLANK, "maybe"),
     "max_body_bytes": (*BLANK, "0", "-1", "1e6", "inf"),
+    "max_connections": (*BLANK, "0", "-1", "1e6"),
     "read_timeout": (*BLANK, "0", "-1", "nan", "inf"),
     "port": (*BLANK, "-1", "70000"),
 }

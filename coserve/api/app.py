@@ -8,6 +8,7 @@ import msgspec
 from aiohttp import web
 
 from coserve.api.answers import NATIVE, Refusal
+from coserve.api.http.connections import CappedRunner, Connections
 from coserve.api.intake import Intake
 from coserve.api.native import NativeApi
 from coserve.api.openai_api import OpenAIApi
@@ -23,6 +24,7 @@ from coserve.config import Config
 from coserve.logs.access import AccessLogger
 from coserve.logs.setup import ACCESS
 
+CONNECTIONS = web.AppKey("connections", Connections)
 SERVICE = web.AppKey("service", Service)
 STREAMS_TIMEOUT = 5.0
 """Seconds that answers under way have to end once the daemon stops."""
@@ -57,8 +59,9 @@ def make_app(service: Service, config: Config) -> web.Application:
         default = OPENAI if is_openai(request.path) else NATIVE
         return shapes.get(request.match_info.route.name or "", default)
 
-    app = web.Application(middlewares=[guard(gate, service.metrics.answered, shape_of)])
-    app[SERVICE], app[ROUTES] = service, routes
+    connections = Connections(config.max_connections)
+    app = web.Application(middlewares=[guard(gate, service.metrics.answered, shape_of), connections.middleware()])
+    app[SERVICE], app[ROUTES], app[CONNECTIONS] = service, routes, connections
     for route in routes:
         app.router.add_route(route.method, route.pattern, route.handler, name=route.name)
     app.on_response_prepare.append(finish_headers)
@@ -77,8 +80,9 @@ def make_runner(app: web.Application, config: Config) -> web.AppRunner:
     quiet.setLevel(
         logging.CRITICAL
     )  # aiohttp logs a traceback for every malformed request; our own faults the gate logs
-    return web.AppRunner(
+    return CappedRunner(
         app,
+        app[CONNECTIONS],
         # It runs from the connection's first byte on, and again after each answer: headers must be whole by then.
         keepalive_timeout=config.read_timeout,
         lingering_time=min(2.0, config.read_timeout),

@@ -1,0 +1,174 @@
+"""How many clients may be connected: idle ones make room for new ones, and nobody takes the last descriptors."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import logging
+import resource
+import time
+from collections.abc import Callable
+from typing import Any, Final, cast
+
+import msgspec
+from aiohttp import web
+from aiohttp.typedefs import Middleware
+
+from coserve.api.answers import NATIVE
+from coserve.api.security import Handler
+from coserve.errors import TooManyConnections
+
+log = logging.getLogger(__name__)
+
+RESERVE: Final = 16
+"""Connections beyond the limit that are accepted for /health alone."""
+GRACE: Final = 1.0
+"""Seconds without a request after which a connection may be closed for another one."""
+OWN_DESCRIPTORS: Final = 96
+"""What the API process opens besides connections: the registry, files of adapters and uploads, the engine's pipe."""
+HEALTH: Final = "/health"
+
+
+class Connections:
+    """Counts connections and says which may stay. `limit`: most that serve requests; `clock` gives seconds."""
+
+    def __init__(self, limit: int, clock: Callable[[], float] = time.monotonic) -> None:
+        self._limit, self._clock = limit, clock
+        self._fresh: set[web.RequestHandler] = set()
+        """Accepted in this turn of the loop: not connected to their transports yet."""
+        self._idle: dict[web.RequestHandler, float] = {}
+        """Since when; longest first."""
+        self._busy: set[web.RequestHandler] = set()
+        self._storm = Storm("connections refused: all are busy; see --max-connections", clock)
+
+    def accept(self, make: Callable[[], web.RequestHandler]) -> asyncio.BaseProtocol:
+        """The protocol of a new connection: `make`'s, or one that refuses."""
+        self._idle = {handler: since for handler, since in self._idle.items() if handler.transport is not None}
+        self._busy = {handler for handler in self._busy if handler.transport is not None}
+        count = len(self._fresh) + len(self._idle) + len(self._busy)
+        if count >= self._limit and not self._close_idle() and count >= self._limit + RESERVE:
+            self._storm.tell()
+            return _Refusal()
+        handler = make()
+        self._fresh.add(handler)
+        loop = asyncio.get_running_loop()
+        loop.call_soon(loop.call_soon, self._made, handler)  # behind `connection_made`, which is called soon too
+        return handler
+
+    def _made(self, handler: web.RequestHandler) -> None:
+        self._fresh.discard(handler)
+        if handler.transport is not None and handler not in self._busy:
+            self._idle[handler] = self._clock()
+
+    def _close_idle(self) -> bool:
+        """Close the connection that has been idle longest; False if none may be closed."""
+        for handler, since in self._idle.items():
+            if self._clock() - since < GRACE:
+                return False
+            transport = cast("asyncio.Transport", handler.transport)
+            if transport.get_write_buffer_size() == 0:  # else its answer is still on the way
+                del self._idle[handler]
+                handler.force_close()
+                return True
+        return False
+
+    def middleware(self) -> Middleware:
+        """Notes which connections are busy; raises `TooManyConnections` for those beyond the limit."""
+
+        @web.middleware
+        async def connections(request: web.Request, handler: Handler) -> web.StreamResponse:
+            connection = request.protocol
+            self._idle.pop(connection, None)
+            self._busy.add(connection)
+            try:
+                if len(self._busy) > self._limit and request.path != HEALTH:
+                    self._storm.tell()
+                    raise TooManyConnections(f"{self._limit} connections are busy already")
+                return await handler(request)
+            finally:
+                self._busy.discard(connection)
+                if connection.transport is not None:
+                    self._idle[connection] = self._clock()
+
+        return connections
+
+
+class CappedRunner(web.AppRunner):
+    """A runner whose sites accept as `Connections` says."""
+
+    def __init__(self, app: web.Application, connections: Connections, **options: Any) -> None:  # noqa: ANN401
+        super().__init__(app, **options)
+        self._connections = connections
+
+    @property
+    def server(self) -> web.Server | None:
+        """What a site makes the protocols of its connections with."""
+        server = super().server
+        if server is None:
+            return None
+        return cast("web.Server", lambda: self._connections.accept(server))
+
+
+class _Refusal(asyncio.Protocol):
+    """Answers without having read, and closes."""
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        body = msgspec.json.encode(NATIVE.make(TooManyConnections("all connections are busy")))
+        head = (
+            "HTTP/1.1 503 Service Unavailable\r\nContent-Type: application/json\r\nRetry-After: 2\r\n"
+            f"Connection: close\r\nContent-Length: {len(body)}\r\n\r\n"
+        )
+        stream = cast("asyncio.Transport", transport)
+        stream.write(head.encode() + body)
+        stream.close()
+
+
+class Storm:
+    """Something that may happen a thousand times a second and is logged once a minute, with a count."""
+
+    INTERVAL: Final = 60.0
+
+    def __init__(self, what: str, clock: Callable[[], float] = time.monotonic) -> None:
+        self._what, self._clock = what, clock
+        self._last: float | None = None
+        self._untold = 0
+
+    def tell(self) -> None:
+        now = self._clock()
+        if self._last is not None and now - self._last < self.INTERVAL:
+            self._untold += 1
+            return
+        more = f" ({self._untold} times more since it was said last)" if self._untold else ""
+        log.warning("%s%s", self._what, more)
+        self._last, self._untold = now, 0
+
+
+def quiet_accept(clock: Callable[[], float] = time.monotonic) -> Callable[[asyncio.AbstractEventLoop, Any], None]:
+    """An exception handler for the loop: asyncio reports each connection that it has no descriptor to accept."""
+    storm = Storm("connections cannot be accepted: the machine is out of file descriptors or memory", clock)
+
+    def handle(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+        error = context.get("exception")
+        if isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOBUFS):
+            storm.tell()
+        else:
+            loop.default_exception_handler(context)
+
+    return handle
+
+
+def connection_limit(wanted: int) -> int:
+    """Raise this process's limit of file descriptors as far as it may be; how many of `wanted` connections fit in."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != hard:
+        try:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+            soft = hard
+        except (OSError, ValueError) as error:  # some systems take no unlimited value
+            log.warning("the limit of file descriptors stays at %d: %s", soft, error)
+    if soft == resource.RLIM_INFINITY:
+        return wanted
+    fitting = max(8, soft - OWN_DESCRIPTORS - RESERVE)
+    if fitting < wanted:
+        log.warning("max_connections: %d instead of %d: the process may open %d files", fitting, wanted, soft)
+    return min(wanted, fitting)

@@ -1,0 +1,166 @@
+"""More clients than the daemon has room for: idle ones go, busy ones stay, /health answers, and the log stays short."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import errno
+import os
+import resource
+import subprocess
+import sys
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+
+from coserve.api.http.connections import GRACE, OWN_DESCRIPTORS, RESERVE, Storm, connection_limit, quiet_accept
+from coserve.link import Generate
+from tests.support.api_server import Api, serve_api
+
+LIMIT = 4
+Streams = tuple[asyncio.StreamReader, asyncio.StreamWriter]
+
+
+@pytest.fixture
+async def api(tmp_path: Path) -> AsyncIterator[Api]:
+    async with serve_api(tmp_path / "data", max_connections=LIMIT) as api:
+        yield api
+
+
+async def connect(api: Api) -> Streams:
+    return await asyncio.open_connection("127.0.0.1", api.port)
+
+
+async def ask(streams: Streams, path: str) -> int:
+    """The status of one request; the connection stays open."""
+    reader, writer = streams
+    writer.write(f"GET {path} HTTP/1.1\r\nHost: localhost\r\n\r\n".encode())
+    head = await reader.readuntil(b"\r\n\r\n")
+    length = next(int(line.split()[1]) for line in head.splitlines() if line.lower().startswith(b"content-length"))
+    await reader.readexactly(length)
+    return int(head.split()[1])
+
+
+async def close(*opened: Streams) -> None:
+    for _, writer in opened:
+        writer.close()
+        with contextlib.suppress(ConnectionError):
+            await writer.wait_closed()
+
+
+async def test_idle_connections_make_room(api: Api) -> None:
+    opened = [await connect(api) for _ in range(LIMIT)]
+    for streams in opened:
+        assert await ask(streams, "/adapters") == 200
+    await asyncio.sleep(1.2 * GRACE)
+    newer = [await connect(api) for _ in range(LIMIT)]
+    for streams in newer:
+        assert await ask(streams, "/adapters") == 200
+    for reader, _ in opened:
+        assert await reader.read() == b""  # closed
+    await close(*opened, *newer)
+
+
+async def test_busy_connections_stay_and_health_answers(api: Api) -> None:
+    api.engine.go_requests.clear()
+    body = b'{"prompt": "x"}'
+    opened = [await connect(api) for _ in range(LIMIT)]
+    for _, writer in opened:
+        writer.write(b"POST /generate HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n")
+        writer.write(f"Content-Length: {len(body)}\r\n\r\n".encode() + body)
+    await api.engine.saw(Generate, LIMIT)
+    await asyncio.sleep(1.2 * GRACE)
+    further = [await connect(api), await connect(api)]
+    assert await ask(further[0], "/health") == 200
+    assert await ask(further[1], "/adapters") == 503
+    more = [await connect(api) for _ in range(2 * RESERVE)]
+    refused = await asyncio.gather(*(reader.read(12) for reader, _ in more[RESERVE:]))
+    assert set(refused) == {b"HTTP/1.1 503"}
+    api.engine.go_requests.set()
+    for reader, _ in opened:
+        assert (await reader.readline()).split()[1] == b"200"
+    await close(*opened, *further, *more)
+    await api.works()
+
+
+def test_a_storm_is_logged_once_a_minute(caplog: pytest.LogCaptureFixture) -> None:
+    now = 0.0
+    storm = Storm("no room", lambda: now)
+    for now in (0.0, 0.1, 30.0, 61.0, 62.0):  # noqa: B007  # the clock reads it
+        storm.tell()
+    assert [record.getMessage() for record in caplog.records] == [
+        "no room",
+        "no room (2 times more since it was said last)",
+    ]
+
+
+async def test_asyncios_reports_of_accept_are_joined(caplog: pytest.LogCaptureFixture) -> None:
+    handle, loop = quiet_accept(lambda: 0.0), asyncio.get_running_loop()
+    for _ in range(500):
+        handle(loop, {"message": "socket.accept() out of system resource", "exception": OSError(errno.EMFILE, "")})
+    assert len(caplog.records) == 1
+    handle(loop, {"message": "a fault of our own", "exception": ValueError("x")})
+    assert len(caplog.records) == 2
+
+
+def test_the_limit_is_raised_and_connections_fit_into_it() -> None:
+    code = (
+        "import resource as r; from coserve.api.http.connections import connection_limit; "
+        "r.setrlimit(r.RLIMIT_NOFILE, (100, 400)); print(connection_limit(1024), r.getrlimit(r.RLIMIT_NOFILE)[0])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == [str(400 - OWN_DESCRIPTORS - RESERVE), "400"]
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    assert connection_limit(8) == 8
+    resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+SERVER = """
+import asyncio, resource, sys
+from pathlib import Path
+from coserve.api.http.connections import connection_limit, quiet_accept
+from tests.support.api_server import serve_api
+
+async def main():
+    resource.setrlimit(resource.RLIMIT_NOFILE, (160, 160))
+    asyncio.get_running_loop().set_exception_handler(quiet_accept())
+    async with serve_api(Path(sys.argv[1]), max_connections=connection_limit(1024)) as api:
+        print(api.port, flush=True)
+        await asyncio.to_thread(sys.stdin.read)
+
+asyncio.run(main())
+"""
+
+
+async def test_a_process_with_few_descriptors_outlives_a_crowd(tmp_path: Path) -> None:
+    """Three hundred connect at once and say nothing; jobs, imports and /health go on."""
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, "-c", SERVER, str(tmp_path / "data"),
+        stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE,
+        env=os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])},
+    )  # fmt: skip
+    assert process.stdin is not None
+    assert process.stdout is not None
+    assert process.stderr is not None
+    port = int(await process.stdout.readline())
+    crowd = [await asyncio.open_connection("127.0.0.1", port) for _ in range(300)]
+    await asyncio.sleep(1.2 * GRACE)
+    import aiohttp
+
+    async with aiohttp.ClientSession(f"http://127.0.0.1:{port}") as http:
+        async with http.get("/health") as response:
+            assert response.status == 200
+        body = {"adapter": "poet", "data": [{"text": "a b"}]}
+        async with http.post("/finetune", json=body) as response:
+            assert response.status == 202
+            job = await response.json()
+        async with http.get(f"/finetune/{job['id']}/events") as response:
+            assert '"succeeded"' in await response.text()
+        async with http.post("/generate", json={"prompt": "x", "adapter": "poet"}) as response:
+            assert response.status == 200
+    await close(*crowd)
+    process.stdin.close()
+    said = (await process.stderr.read()).decode()
+    assert await process.wait() == 0, said
+    assert len(said.splitlines()) < 10, said
