@@ -111,8 +111,10 @@ async def test_bodies_over_the_limit_and_wrong_methods(api: Api) -> None:
     large = json.dumps(TEXT | {"user": "x" * (1 << 20)})
     status, answer = await api.call("POST", PATHS[0], data=io.BytesIO(large.encode()))
     assert (status, answer["error"]["code"]) == (413, "body_too_large")
-    status, answer = await api.call("PUT", PATHS[0], data=b"{}")
-    assert (status, answer["error"]["code"]) == (405, "method_not_allowed")
+    async with api.http.put(PATHS[0], data=b"{}") as response:
+        answer = await response.json()
+    assert (response.status, response.headers["Allow"]) == (405, "POST")
+    assert answer["error"]["code"] == "method_not_allowed"
     assert answer["error"]["type"] == "invalid_request_error"
     for method, path, said in (
         ("GET", "/v1/nothing", "there is no such path"),
