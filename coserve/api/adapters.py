@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import shutil
 import stat
-import tarfile
 import time
 from collections.abc import AsyncIterator, Callable, Collection
+from contextlib import asynccontextmanager
 from pathlib import Path
 
+from coserve.adapters.archive import Archive
 from coserve.adapters.peft import inspect_adapter
 from coserve.adapters.record import record_adapter
 from coserve.api.connection import Connection
@@ -17,14 +19,14 @@ from coserve.api.requests import local_path
 from coserve.config import Config
 from coserve.errors import (
     AdapterBusy,
-    AdapterNotFound,
     EngineUnavailable,
     InvalidRequest,
+    StorageError,
     UnsafeAdapter,
 )
 from coserve.link import DropAdapter
 from coserve.schemas import Adapter, AdapterList, DeletedAdapter, ImportRequest
-from coserve.state.commits import Commits
+from coserve.state.commits import Commits, uncancelled
 from coserve.state.durable import remove_dir, replace_dir
 from coserve.state.failpoints import failpoint
 from coserve.state.folder import DataFolder
@@ -33,8 +35,9 @@ from coserve.state.registry import Registry
 from coserve.state.thread import RegistryThread
 from coserve.types import AdapterRef, BaseSpec
 
+log = logging.getLogger(__name__)
+
 FILES = ("adapter_config.json", "adapter_model.safetensors")
-PIECE = 256 << 10
 
 
 class Adapters:
@@ -135,21 +138,16 @@ class Adapters:
 
     # ---- hand out
 
-    async def archive(self, name: str, version: int | None) -> tuple[AdapterRef, int, AsyncIterator[bytes]]:
-        """A tar file of PEFT files: its version, its size in bytes, its pieces. Raises `AdapterNotFound`."""
+    @asynccontextmanager
+    async def archive(self, name: str, version: int | None) -> AsyncIterator[Archive]:
+        """A tar file of PEFT files. Raises `AdapterNotFound`, `StorageError`."""
         record = await self._registry(lambda registry: registry.adapter(name, version))
-        folder = self._folder.adapter(record.ref)
-        heads: list[tuple[Path, bytes, int]] = []
-        for file in FILES:
-            try:
-                size = (folder / file).stat().st_size
-            except FileNotFoundError:
-                raise AdapterNotFound(f"no files of adapter {record.ref}", field="id") from None
-            info = tarfile.TarInfo(f"{record.ref.id}-{record.ref.version}/{file}")
-            info.size, info.mtime, info.mode = size, int(record.created_at), 0o644
-            heads.append((folder / file, info.tobuf(tarfile.GNU_FORMAT), size))
-        total = sum(len(head) + size + -size % tarfile.BLOCKSIZE for _, head, size in heads) + 2 * tarfile.BLOCKSIZE
-        return record.ref, total, _tar(heads)
+        opening = asyncio.create_task(asyncio.to_thread(Archive, record, self._folder.adapter(record.ref)))
+        try:
+            yield await uncancelled(opening)
+        finally:
+            if not opening.cancelled() and opening.exception() is None:
+                opening.result().close()
 
     # ---- roll back and delete
 
@@ -180,7 +178,10 @@ class Adapters:
             except EngineUnavailable:
                 break  # the next engine has nothing in memory
         for ref in refs:
-            await asyncio.to_thread(remove_dir, self._folder.adapter(ref))
+            try:
+                await asyncio.to_thread(remove_dir, self._folder.adapter(ref))
+            except (OSError, StorageError) as error:  # it is deleted all the same
+                log.warning("files of adapter %s stay until the next start: %s", ref, error)
         return DeletedAdapter(id=name, versions=[ref.version for ref in refs])
 
 
@@ -188,13 +189,3 @@ def refuse_base_name(name: str, base: BaseSpec, *, field: str) -> None:
     """Raises `InvalidRequest` for an adapter that would be called as the base is."""
     if name.casefold() == base.name.casefold():
         raise InvalidRequest(f"{name!r} is the name of the base: choose another one for the adapter", field=field)
-
-
-async def _tar(heads: list[tuple[Path, bytes, int]]) -> AsyncIterator[bytes]:
-    for path, head, size in heads:
-        yield head
-        with path.open("rb") as file:  # stays readable if the adapter is deleted meanwhile
-            while piece := await asyncio.to_thread(file.read, PIECE):
-                yield piece
-        yield bytes(-size % tarfile.BLOCKSIZE)
-    yield bytes(2 * tarfile.BLOCKSIZE)

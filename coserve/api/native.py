@@ -107,19 +107,19 @@ class NativeApi:
         return answer(await self._service.adapters.get(*ref_from_path(request.match_info["id"])))
 
     async def download_adapter(self, request: web.Request) -> web.StreamResponse:
-        ref, size, pieces = await self._service.adapters.archive(*ref_from_path(request.match_info["id"]))
-        response = web.StreamResponse(
-            headers={
-                "Content-Type": "application/x-tar",
-                "Content-Length": str(size),
-                "Content-Disposition": f'attachment; filename="{ref.id}-{ref.version}.tar"',
-            }
-        )
-        await response.prepare(request)
-        async for piece in pieces:
-            await response.write(piece)
-        await response.write_eof()
-        return response
+        async with self._service.adapters.archive(*ref_from_path(request.match_info["id"])) as archive:
+            response = web.StreamResponse(
+                headers={
+                    "Content-Type": "application/x-tar",
+                    "Content-Length": str(archive.size),
+                    "Content-Disposition": f'attachment; filename="{archive.ref.id}-{archive.ref.version}.tar"',
+                }
+            )
+            await response.prepare(request)
+            async for piece in archive.pieces():
+                await response.write(piece)
+            await response.write_eof()
+            return response
 
     async def delete_adapter(self, request: web.Request) -> web.StreamResponse:
         return answer(await self._service.adapters.delete(*ref_from_path(request.match_info["id"])))

@@ -54,6 +54,22 @@ async def test_an_import_that_cannot_read_says_so_and_leaves_nothing(api: Api, n
     assert (await api.call("POST", "/adapters", json=ask))[0] == 201
 
 
+async def test_a_download_without_descriptors_is_refused_before_it_begins(api: Api) -> None:
+    await api.call("POST", "/adapters", json={"name": "poet", "path": "peft"})
+    for hit in (1, 2):
+        with armed(f"adapter.open=EMFILE@{hit}"):
+            await api.refused(503, "storage_busy", "GET", "/adapters/poet/download")
+
+
+@pytest.mark.parametrize("number", ["EMFILE", "EIO"])
+async def test_what_is_deleted_is_gone_though_its_files_cannot_be_removed_now(api: Api, number: str) -> None:
+    await api.call("POST", "/adapters", json={"name": "poet", "path": "peft"})
+    with armed(f"remove.before_rename={number}"):
+        assert (await api.call("DELETE", "/adapters/poet"))[0] == 200
+    await api.refused(404, "adapter_not_found", "GET", "/adapters/poet")
+    assert (await api.call("POST", "/adapters", json={"name": "poet", "path": "peft"}))[1]["version"] == 2
+
+
 async def test_a_busy_machine_says_when_to_come_again(api: Api) -> None:
     with armed("adapter.open=EMFILE"):
         async with api.http.post("/adapters", json={"name": "poet", "path": "peft"}) as response:

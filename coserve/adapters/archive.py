@@ -1,0 +1,55 @@
+"""A tar file of an adapter's PEFT files, made while it is sent. Knows no torch."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import tarfile
+from collections.abc import AsyncIterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import BinaryIO, Final
+
+from coserve.adapters.gate import CONFIG
+from coserve.adapters.peft import WEIGHTS
+from coserve.adapters.tensorfile import open_regular
+from coserve.errors import AdapterNotFound
+from coserve.state.records import AdapterRecord
+
+PIECE: Final = 256 << 10
+
+
+class Archive:
+    """Holds the files open: they stay readable if the adapter is deleted meanwhile. To be closed."""
+
+    def __init__(self, record: AdapterRecord, folder: Path) -> None:
+        """Raises `AdapterNotFound` for a folder that is gone, `StorageError` where the machine cannot open a file now."""
+        if not folder.is_dir():
+            raise AdapterNotFound(f"no files of adapter {record.ref}", field="id")
+        self.ref = record.ref
+        self._members: list[tuple[bytes, BinaryIO, int]] = []
+        with ExitStack() as stack:
+            for name in (CONFIG, WEIGHTS):
+                file = stack.enter_context(os.fdopen(open_regular(folder, name), "rb"))
+                info = tarfile.TarInfo(f"{record.ref.id}-{record.ref.version}/{name}")
+                info.size, info.mtime, info.mode = os.fstat(file.fileno()).st_size, int(record.created_at), 0o644
+                self._members.append((info.tobuf(tarfile.GNU_FORMAT), file, info.size))
+            self._open = stack.pop_all()
+
+    @property
+    def size(self) -> int:
+        """Bytes of the tar file."""
+        block = tarfile.BLOCKSIZE
+        return sum(len(head) + size + -size % block for head, _, size in self._members) + 2 * block
+
+    async def pieces(self) -> AsyncIterator[bytes]:
+        """The tar file, once."""
+        for head, file, size in self._members:
+            yield head
+            while piece := await asyncio.to_thread(file.read, PIECE):
+                yield piece
+            yield bytes(-size % tarfile.BLOCKSIZE)
+        yield bytes(2 * tarfile.BLOCKSIZE)
+
+    def close(self) -> None:
+        self._open.close()
