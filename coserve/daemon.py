@@ -156,6 +156,7 @@ async def _serving(config: Config) -> AsyncIterator[tuple[int, Supervisor, async
     config = dataclasses.replace(config, max_connections=connection_limit(config.max_connections))
     asyncio.get_running_loop().set_exception_handler(quiet_accept())
     folder = DataFolder(config.data_dir)
+    check_source(config.model, weights=config.load_format == "auto")
     async with contextlib.AsyncExitStack() as stack:
         sock = stack.enter_context(contextlib.closing(bind(config.host, config.port)))
         stack.enter_context(folder.lock())
@@ -174,7 +175,6 @@ async def _serving(config: Config) -> AsyncIterator[tuple[int, Supervisor, async
         )
         registry = RegistryThread(lambda: Registry(folder.database))
         stack.push_async_callback(registry.close)
-        check_source(config.model, weights=config.load_format == "auto")
         service = Service(config, folder, registry, await asyncio.to_thread(Tokenizer.load, config.model))
         stack.push_async_callback(service.close)  # after the engine: its last words are heard and written down
         await service.open()

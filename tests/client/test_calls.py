@@ -81,7 +81,7 @@ async def test_wrong_arguments_are_found_here() -> None:
         await daemon.client.finetune("a", [{"text": "x"}], file=b"{}")
     with pytest.raises(InvalidRequest):
         await daemon.client.import_adapter("a")
-    with pytest.raises(InvalidRequest, match=r"adapter_config\.json"):
+    with pytest.raises(InvalidRequest, match=r"expected a folder of PEFT files"):
         await daemon.client.import_adapter("a", Path("/nonexistent"))
     assert daemon.requests == []
 
