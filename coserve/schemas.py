@@ -342,11 +342,13 @@ class Health(Wire, frozen=True):
     uptime: float
     engine_alive: bool
     engine_restarts: int
+    """Times that it was started again after it had died, while it started or later."""
     base: BaseInfo | None
     lora_way: str | None
     kv_tokens: int | None
     notes: list[str]
-    """What runs slower than it could, and why; what cannot be read or written now and is tried again."""
+    """Why there is no engine, if one died; what runs slower than it could, and why, training above all; what cannot be read or
+    written now and is tried again."""
     waiting: int
     running: int
     jobs: int
