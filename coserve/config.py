@@ -112,7 +112,9 @@ class Config:
         1024, "most open connections; idle ones make room for new ones, further ones get 503 (but for /health)"
     )
     max_body_bytes: int = option(64 << 20, "largest request body")
-    read_timeout: float = option(30.0, "deadline for a request's headers, and between parts of its body")
+    read_timeout: float = option(
+        30.0, "deadline for a request's headers, between parts of its body, and for a reader to take more of an answer"
+    )
 
     log_level: str = option("info", "least level that is logged", choices=("debug", "info", "warning", "error"))
     log_format: str = option("text", "a line of text or a JSON object for each record", choices=("text", "json"))

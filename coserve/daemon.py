@@ -159,7 +159,9 @@ async def _serving(config: Config) -> AsyncIterator[tuple[int, Supervisor, async
     check_source(config.model, weights=config.load_format == "auto")
     async with contextlib.AsyncExitStack() as stack:
         sock = stack.enter_context(contextlib.closing(bind(config.host, config.port)))
+        os.umask(0o077)  # what the daemon writes, and its processes, is for its user alone: corpora, adapters, logs
         stack.enter_context(folder.lock())
+        folder.close_to_others()
         port = sock.getsockname()[1]
         log_event(
             log,

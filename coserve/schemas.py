@@ -60,7 +60,7 @@ class GenerateRequest(Wire, frozen=True, omit_defaults=True):
     """0: off."""
     top_p: Annotated[float, Meta(gt=0, le=1)] = 1.0
     min_p: Annotated[float, Meta(ge=0, le=1)] = 0.0
-    repetition_penalty: Annotated[float, Meta(gt=0, le=10)] = 1.0
+    repetition_penalty: Annotated[float, Meta(ge=0.01, le=10)] = 1.0
     presence_penalty: Annotated[float, Meta(ge=-2, le=2)] = 0.0
     frequency_penalty: Annotated[float, Meta(ge=-2, le=2)] = 0.0
     stop: StopText | Annotated[list[StopText], Meta(max_length=MAX_STOPS)] | None = None

@@ -8,7 +8,8 @@ import msgspec
 from aiohttp import web
 
 from coserve.api.answers import NATIVE, Refusal
-from coserve.api.http.connections import CappedRunner, Connections
+from coserve.api.http.connections import Connections
+from coserve.api.http.server import HttpRunner
 from coserve.api.intake import Intake
 from coserve.api.native import NativeApi
 from coserve.api.openai_api import OpenAIApi
@@ -75,14 +76,15 @@ async def _end_streams(app: web.Application) -> None:
 
 
 def make_runner(app: web.Application, config: Config) -> web.AppRunner:
-    """The runner, with what aiohttp leaves open closed: a deadline for headers, no decompression, no log floods."""
+    """The runner, with what aiohttp leaves open closed: deadlines for headers and for readers, no decompression, no log floods."""
     quiet = logging.getLogger("coserve.http")
     quiet.setLevel(
         logging.CRITICAL
     )  # aiohttp logs a traceback for every malformed request; our own faults the gate logs
-    return CappedRunner(
+    return HttpRunner(
         app,
         app[CONNECTIONS],
+        write_timeout=config.read_timeout,
         # It runs from the connection's first byte on, and again after each answer: headers must be whole by then.
         keepalive_timeout=config.read_timeout,
         lingering_time=min(2.0, config.read_timeout),

@@ -19,6 +19,7 @@ from aiohttp import BodyPartReader, MultipartReader, web
 from aiohttp.client_exceptions import ClientPayloadError
 from aiohttp.http_exceptions import HttpProcessingError
 
+from coserve.api.http.server import ask_for_body
 from coserve.api.requests import decode_json
 from coserve.api.tasks.decode import Decode, DecodeCorpus, decode_body, decode_corpus, decoded, unpack
 from coserve.errors import (
@@ -84,6 +85,7 @@ class Intake:
         """A JSON body, counted as held in memory until the block ends. Raises `BodyTooLarge`, `RequestTimeout`."""
         limit = min(self._max_body, MAX_JSON_BYTES)
         check_head(request, limit)
+        await ask_for_body(request)
         body = bytearray()
         try:
             while piece := await self._next_piece(request, limit):
@@ -145,6 +147,7 @@ class Intake:
         check_head(request, self._max_body)
         if self._uploads >= MAX_UPLOADS:
             raise QueueFull(f"{MAX_UPLOADS} uploads are running already")
+        await ask_for_body(request)
         self._uploads += 1
         folder = staging / f"upload-{secrets.token_hex(8)}"
         try:

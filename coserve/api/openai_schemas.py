@@ -73,7 +73,7 @@ class Ask(Wire, frozen=True):
     top_k: Annotated[int, Meta(ge=-1, le=(1 << 31) - 1)] | None = None
     """-1 or 0: off."""
     min_p: Annotated[float, Meta(ge=0, le=1)] | None = None
-    repetition_penalty: Annotated[float, Meta(gt=0, le=10)] | None = None
+    repetition_penalty: Annotated[float, Meta(ge=0.01, le=10)] | None = None
     stop_token_ids: Annotated[list[TokenId], Meta(max_length=MAX_STOPS)] | None = None
     include_stop_str_in_output: bool | None = None
     ignore_eos: bool | None = None

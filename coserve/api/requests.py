@@ -142,10 +142,11 @@ def local_path(text: str, root: Path | None) -> Path:
     try:
         with disk_errors():
             path = (base / text).resolve()
-    except OSError:
-        raise ForbiddenPath("expected a path under data_root", field="path") from None
-    if not path.is_relative_to(base):
-        raise ForbiddenPath("expected a path under data_root", field="path")
-    if not path.exists():
-        raise InvalidRequest("expected a path that exists under data_root", field="path")
-    return path
+            if path.is_relative_to(base):
+                path.stat()
+                return path
+    except FileNotFoundError:
+        raise InvalidRequest("expected a path that exists under data_root", field="path") from None
+    except (OSError, RuntimeError, ValueError):  # a name that is too long, a loop of links, a folder that is closed
+        raise InvalidRequest("expected a path that can be read", field="path") from None
+    raise ForbiddenPath("expected a path under data_root", field="path")

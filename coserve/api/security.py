@@ -94,6 +94,7 @@ def guard(gate: Gate, count: Callable[[str, int], None], shape_of: Callable[[web
         request[REQUEST_ID] = secrets.token_hex(8)
         shape = shape_of(request)
         try:
+            await request.writer.drain()  # answers of earlier requests of this connection that nobody has read
             gate.check(request)
             response = await handler(request)
         except CoserveError as error:

@@ -28,7 +28,7 @@ class TgiParameters(Wire, frozen=True):
     top_p: Annotated[float, Meta(gt=0, le=1)] | None = None
     do_sample: bool | None = None
     """Without it, and without `temperature`, `top_k` and `top_p`, the likeliest token is taken."""
-    repetition_penalty: Annotated[float, Meta(gt=0, le=10)] | None = None
+    repetition_penalty: Annotated[float, Meta(ge=0.01, le=10)] | None = None
     frequency_penalty: Annotated[float, Meta(ge=-2, le=2)] | None = None
     stop: Annotated[list[StopText], Meta(max_length=MAX_STOPS)] | None = None
     """Texts that end the answer; they are part of it."""

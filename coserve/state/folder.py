@@ -12,6 +12,7 @@ staging/                                  uploads on their way; emptied at every
 from __future__ import annotations
 
 import fcntl
+import logging
 import os
 import re
 import shutil
@@ -22,6 +23,8 @@ from pathlib import Path
 from coserve.errors import DataFolderInUse, ForbiddenPath, StartupError
 from coserve.state.durable import make_folder, sweep
 from coserve.types import AdapterRef
+
+log = logging.getLogger(__name__)
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 _CHECKPOINT = re.compile(r"checkpoint-(\d{8,})")
@@ -91,6 +94,13 @@ class DataFolder:
             yield
         finally:
             os.close(descriptor)
+
+    def close_to_others(self) -> None:
+        """Let only the folder's owner in; files of earlier versions in it may be readable for all."""
+        try:
+            self.root.chmod(0o700)
+        except PermissionError as error:
+            log.warning("data_dir: others may be able to read it: %s", error.strerror)
 
     def sweep(self) -> list[str]:
         """Clear away what a crash left of unfinished writes; returns what was found. Call it under the lock."""

@@ -57,6 +57,7 @@ GENERATE: list[tuple[dict[str, Any], str, str | None]] = [
     (PROMPT | {"top_k": -1}, BAD, "top_k"),
     (PROMPT | {"min_p": 2}, BAD, "min_p"),
     (PROMPT | {"repetition_penalty": 0}, BAD, "repetition_penalty"),
+    (PROMPT | {"repetition_penalty": 5e-324}, BAD, "repetition_penalty"),
     (PROMPT | {"presence_penalty": 2.1}, BAD, "presence_penalty"),
     (PROMPT | {"frequency_penalty": -2.1}, BAD, "frequency_penalty"),
     (PROMPT | {"stop": [""]}, BAD, "stop[0]"),
@@ -115,6 +116,11 @@ FINETUNE: list[tuple[dict[str, Any], int, str, str | None]] = [
     ({"adapter": "poet", "path": "none.jsonl"}, 400, BAD, "path"),
     ({"adapter": "poet", "path": "a\0b"}, 400, BAD, "path"),
     ({"adapter": "poet", "path": "."}, 400, BAD, "path"),
+    ({"adapter": "poet", "path": "loop"}, 400, BAD, "path"),
+    ({"adapter": "poet", "path": "loop/rows.jsonl"}, 400, BAD, "path"),
+    ({"adapter": "poet", "path": "x" * 300}, 400, BAD, "path"),
+    ({"adapter": "poet", "path": "x/" * 2000}, 400, BAD, "path"),
+    ({"adapter": "poet", "path": "file.jsonl/rows.jsonl"}, 400, BAD, "path"),
 ]
 
 
@@ -132,6 +138,10 @@ async def test_finetune(
     (tmp_path / "secret.jsonl").write_text('{"text": "secret"}')
     assert api.config.data_root is not None
     (api.config.data_root / "link.jsonl").symlink_to(tmp_path / "secret.jsonl")
+    (api.config.data_root / "loop").symlink_to("loop")
+    (api.config.data_root / "file.jsonl").touch()
+    if body.get("path") not in (None, "."):  # imports read the same paths; a folder is what they want
+        await api.refused(status, code, "POST", "/adapters", json={"name": "poet", "path": body["path"]})
     error = await api.refused(status, code, "POST", "/finetune", json=body)
     assert error["field"] == field
     assert str(tmp_path) not in error["message"]

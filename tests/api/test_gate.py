@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import socket
 import time
 import zlib
 from collections.abc import AsyncIterator
@@ -219,6 +220,11 @@ async def test_what_is_no_http_is_refused_without_a_word_in_the_log(
         answer, _ = await raw(locked, request_bytes)
     assert answer.startswith((b"HTTP/1.1 400", b"HTTP/1.1 403", b"HTTP/1.0 400")), answer
     assert b"Traceback" not in answer
+    head, _, body = answer.partition(b"\r\n\r\n")
+    assert set(json.loads(body)["error"]) == {"code", "message", "field"}
+    for word in (b"aiohttp", b"Python", b"Server:", b"aaaa", b"9.9", b"\\x16"):
+        assert word not in answer
+    assert b"application/json" in head
     assert "Traceback" not in caplog.text
     assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
     await locked.works()
@@ -228,3 +234,69 @@ def test_a_route_is_closed_unless_it_says_otherwise() -> None:
     async def handler(request: object) -> None: ...
 
     assert not Route("GET", "/new", handler, "new").public  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("head", "status"),
+    [
+        (b"POST /generate HTTP/1.1\r\nHost: localhost\r\nContent-Length: 15\r\n", 401),
+        (HEAD.replace(b"localhost", b"evil.example") + b"Content-Length: 15\r\n", 403),
+        (HEAD.replace(b"/generate", b"/nowhere") + b"Content-Length: 15\r\n", 404),
+        (HEAD.replace(b"POST", b"PUT") + b"Content-Length: 15\r\n", 405),
+        (HEAD + b"Content-Length: 99999999999\r\n", 413),
+        (HEAD + b"Content-Length: 15\r\nContent-Encoding: gzip\r\n", 415),
+        (HEAD.replace(b"/generate", b"/finetune") + b"Content-Length: 15\r\n", 100),
+        (HEAD + b"Content-Length: 15\r\n", 100),
+    ],
+)
+async def test_a_body_is_asked_for_only_when_it_will_be_read(locked: Api, head: bytes, status: int) -> None:
+    end = b"Connection: close\r\nExpect: 100-continue\r\n\r\n"
+    answer, _ = await raw(locked, head + end, 0.2, b'{"prompt": "x"}')
+    assert answer.startswith(b"HTTP/1.1 %d " % status)
+    assert answer.count(b"100 Continue") == (status == 100)
+    if status == 100:
+        assert answer.count(b"HTTP/1.1 ") == 2
+    await locked.works()
+
+
+@pytest.mark.parametrize("path", [b"/openapi.json", b"/nowhere"], ids=["bodies", "refusals"])
+async def test_answers_that_nobody_reads_have_a_deadline_and_do_not_pile_up(tmp_path: Path, path: bytes) -> None:
+    async with serve_api(tmp_path / "data", read_timeout=0.4) as api:
+        asked = 40_000 if path == b"/nowhere" else 4000
+        with socket.socket() as client:
+            client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+            client.connect(("127.0.0.1", api.port))
+            client.setblocking(False)
+            left = (b"GET " + path + b" HTTP/1.1\r\nHost: localhost\r\n\r\n") * asked
+            broken = False
+            deadline = time.monotonic() + 30
+            while not broken and time.monotonic() < deadline:
+                try:
+                    left = left[client.send(left or b"x") :]
+                except BlockingIOError:
+                    await asyncio.sleep(0.02)
+                except (ConnectionResetError, BrokenPipeError):
+                    broken = True
+            assert broken
+        page = api.service.metrics.page(restarts=0).decode()
+        answered = sum(
+            float(line.rsplit(" ", 1)[1]) for line in page.splitlines() if "coserve_http_answers_total{" in line
+        )
+        assert answered < asked / 2
+        await api.works()
+
+
+async def test_a_reader_that_is_slow_but_reads_gets_the_whole_answer(tmp_path: Path) -> None:
+    async with serve_api(tmp_path / "data", read_timeout=0.5) as api:
+        ids = ",".join(["77"] * 500_000).encode()
+        body = b'{"tokens": [' + ids + b"]}"
+        reader, writer = await asyncio.open_connection("127.0.0.1", api.port, limit=1 << 16)
+        head = b"POST /detokenize HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\nContent-Length: %d\r\n\r\n"
+        writer.write(head % len(body) + body)
+        taken = b""
+        while piece := await reader.read(1 << 18):
+            taken += piece
+            await asyncio.sleep(0.05)
+        writer.close()
+        answer = json.loads(taken.partition(b"\r\n\r\n")[2])
+        assert len(answer["prompt"]) >= 500_000

@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, Self
@@ -45,10 +45,11 @@ class DaemonProcess:
         failpoints: str = "",
         data_root: Path | None = None,
         options: Sequence[str] = (),
+        environ: Mapping[str, str] | None = None,
     ) -> None:
-        """`options`: further ones of `coserve serve`."""
+        """`options`: further ones of `coserve serve`; `environ`: further variables."""
         environment = {name: value for name, value in os.environ.items() if not name.startswith("COSERVE_")}
-        environment |= {"OMP_NUM_THREADS": "1", VARIABLE: failpoints, "PYTHONUNBUFFERED": "1"}
+        environment |= {"OMP_NUM_THREADS": "1", VARIABLE: failpoints, "PYTHONUNBUFFERED": "1"} | dict(environ or {})
         command = [sys.executable, "-P", "-m", "coserve.cli", "serve", "--model", str(model), "--data-dir", str(data)]
         self.log = data.with_name(f"{data.name}.log")
         self._log = self.log.open("a")

@@ -1,0 +1,170 @@
+"""The server below the routes: what aiohttp leaves open on a connection, closed.
+
+- An answer that nobody reads has a deadline, as a body that nobody sends has one.
+- Bytes that are no HTTP get one fixed answer, which names neither the server nor what came.
+- `100 Continue` is sent when a handler wants the body: after host, key and size were checked.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import socket
+from typing import Any
+
+import msgspec
+from aiohttp import web
+from aiohttp.abc import AbstractStreamWriter
+from aiohttp.http_parser import RawRequestMessage
+from aiohttp.streams import StreamReader
+from aiohttp.web_protocol import RequestHandler
+from multidict import CIMultiDict, CIMultiDictProxy
+
+from coserve.api.answers import JSON, NATIVE
+from coserve.api.http.connections import CappedRunner, Connections
+from coserve.errors import InternalError, InvalidRequest
+
+log = logging.getLogger(__name__)
+
+EXPECTS = web.RequestKey("expects", bool)
+"""The client waits for `100 Continue` before it sends the body."""
+LEAST = 64 << 10
+"""Bytes that a reader must take within the deadline, if so many wait for it."""
+
+
+async def ask_for_body(request: web.Request) -> None:
+    """Tell a client that waits for it to send the body. Once; later calls do nothing."""
+    if request.get(EXPECTS):
+        request[EXPECTS] = False
+        await request.writer.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+        request.writer.output_size = 0  # it is no part of the answer
+
+
+class _Bare(web.Response):
+    """An answer outside of the application, where no signal takes the server's name away."""
+
+    async def _prepare_headers(self) -> None:
+        await super()._prepare_headers()
+        self.headers.pop("Server", None)
+
+
+class HttpConnection(RequestHandler):
+    """One connection. `write_timeout`: seconds in which its reader must take all that waits, or 64 KiB of it."""
+
+    __slots__ = ("_deadline", "_left", "_wire", "_write_timeout")
+
+    def __init__(self, server: web.Server, *, write_timeout: float, **options: Any) -> None:  # noqa: ANN401
+        super().__init__(server, **options)
+        self._write_timeout = write_timeout
+        self._deadline: asyncio.TimerHandle | None = None
+        self._wire: asyncio.Transport | None = None
+        self._left = 0
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        assert isinstance(transport, asyncio.Transport)
+        self._wire = transport  # aiohttp forgets its own when it closes, though bytes may still wait in it
+        transport.set_write_buffer_limits(high=0)  # "paused" then means that something waits for the reader
+        sock = transport.get_extra_info("socket")
+        if sock is not None and hasattr(socket, "TCP_USER_TIMEOUT"):  # for what is left when the connection is closed
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(1000 * self._write_timeout))
+        super().connection_made(transport)
+
+    def connection_lost(self, exc: BaseException | None) -> None:
+        self._stop_deadline()
+        super().connection_lost(exc)
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._start_deadline()
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        self._stop_deadline()
+
+    def _start_deadline(self) -> None:
+        assert self._wire is not None, "only a connection that was made can be paused"
+        self._left = self._wire.get_write_buffer_size()
+        self._deadline = self._loop.call_later(self._write_timeout, self._check_reader)
+
+    def _stop_deadline(self) -> None:
+        if self._deadline is not None:
+            self._deadline.cancel()
+            self._deadline = None
+
+    def _check_reader(self) -> None:
+        assert self._wire is not None, "the deadline ends with the connection"
+        if self._wire.get_write_buffer_size() > self._left - LEAST:
+            self._wire.abort()
+        else:
+            self._start_deadline()
+
+    def handle_error(
+        self,
+        request: web.BaseRequest,
+        status: int = 500,
+        exc: BaseException | None = None,
+        message: str | None = None,
+    ) -> web.StreamResponse:
+        """One fixed body for what is no HTTP; `message` could repeat the client's bytes, so nobody sees it."""
+        if request.writer.output_size > 0:
+            raise ConnectionError("the answer has begun: no other can be given")
+        fault = status >= 500
+        if fault:
+            log.error("a request failed outside of its handler", exc_info=exc)
+        error = InternalError("internal error") if fault else InvalidRequest("the request is not valid HTTP")
+        response = _Bare(status=error.status, body=msgspec.json.encode(NATIVE.make(error)), content_type=JSON)
+        response.headers["X-Content-Type-Options"] = "nosniff"
+        response.force_close()
+        return response
+
+
+class _HttpServer(web.Server):
+    def __init__(self, made: web.Server, write_timeout: float) -> None:
+        super().__init__(
+            made.request_handler,
+            request_factory=self._without_expect,
+            handler_cancellation=made.handler_cancellation,
+            loop=made._loop,
+            **made._kwargs,
+        )
+        self._make, self._write_timeout = made.request_factory, write_timeout
+
+    def __call__(self) -> RequestHandler:
+        return HttpConnection(self, loop=self._loop, write_timeout=self._write_timeout, **self._kwargs)
+
+    def _without_expect(
+        self,
+        message: RawRequestMessage,
+        payload: StreamReader,
+        protocol: RequestHandler,
+        writer: AbstractStreamWriter,
+        task: asyncio.Task[None],
+    ) -> web.BaseRequest:
+        """aiohttp sends `100 Continue` before any middleware runs; a request without the header it leaves alone."""
+        expects = message.headers.get("Expect")
+        if expects is not None:
+            headers = CIMultiDict(message.headers)
+            del headers["Expect"]
+            message = message._replace(headers=CIMultiDictProxy(headers))
+        request = self._make(message, payload, protocol, writer, task)
+        if expects is not None and expects.lower() == "100-continue":
+            request[EXPECTS] = True
+        return request
+
+
+class HttpRunner(CappedRunner):
+    """A runner whose connections are `HttpConnection`s."""
+
+    def __init__(
+        self,
+        app: web.Application,
+        connections: Connections,
+        *,
+        write_timeout: float,
+        **options: Any,  # noqa: ANN401
+    ) -> None:
+        super().__init__(app, connections, **options)
+        self._write_timeout = write_timeout
+
+    async def _make_server(self) -> web.Server:
+        return _HttpServer(await super()._make_server(), self._write_timeout)
