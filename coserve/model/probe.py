@@ -35,7 +35,9 @@ def refuse_statically(model: PreTrainedModel) -> None:
     if getattr(config, "quantization_config", None) is not None:
         raise UnsupportedBase(f"{family}: quantized weights are not supported")
     if not getattr(model, "_supports_attention_backend", False):
-        raise UnsupportedBase(f"{family} does not support attention backends in this version of transformers")
+        raise UnsupportedBase(
+            f"{family} does not support attention backends in this version of transformers: its attention cannot read our pages"
+        )
     if "logits_to_keep" not in inspect.signature(model.forward).parameters:
         raise UnsupportedBase(f"{family} cannot compute the logits of chosen tokens only (no `logits_to_keep`)")
     if model.get_output_embeddings() is None:
@@ -168,13 +170,16 @@ def decoder_layers(model: PreTrainedModel, seen: Observed) -> tuple[str, list[nn
 
 def eager_logits(model: PreTrainedModel) -> tuple[Tensor, dict[str, nn.Module]]:
     """The model's own logits of the check's sequences, each alone (T, V), and the linear modules by path that saw
-    every token exactly once: the modules that a site can be."""
+    every token exactly once and gave one tensor (some routers of experts give more): the modules that a site can be."""
     family, rows, logits = model.config.model_type, [], []
     calls: dict[str, list[int]] = {}
     modules = {n: m for n, m in model.named_modules() if isinstance(m, nn.Linear | Conv1D)}
 
-    def watch(name: str) -> Callable[[nn.Module, tuple[Tensor, ...], Tensor], None]:
-        return lambda module, args, _: calls.setdefault(name, []).append(args[0].shape[:-1].numel())
+    def watch(name: str) -> Callable[[nn.Module, tuple[Tensor, ...], object], None]:
+        def saw(module: nn.Module, args: tuple[Tensor, ...], output: object) -> None:
+            calls.setdefault(name, []).append(args[0].shape[:-1].numel() if isinstance(output, Tensor) else 0)
+
+        return saw
 
     hooks = [module.register_forward_hook(watch(name)) for name, module in modules.items()]
     try:
