@@ -90,6 +90,7 @@ async def _replay(trace: Trace, rest: Rest, url: str, key: str | None) -> Run:
 
 
 async def _clean_up(target: DaemonTarget) -> None:
+    print("deleting the adapters of this run", file=sys.stderr)
     kept = await target.clean_up()
     if kept:
         print(f"could not delete {', '.join(kept)}: coserve adapters delete NAME", file=sys.stderr)

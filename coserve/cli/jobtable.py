@@ -31,7 +31,7 @@ def job_table(jobs: Iterable[Job], now: float | None = None) -> Iterator[str]:
 def _cells(job: Job, now: float) -> tuple[str, ...]:
     notes = [] if job.error is None else [job.error.code]
     notes += [] if job.queue_position is None else [f"{job.queue_position} ahead"]
-    notes += [f"{job.rows_cut} rows cut"] if job.rows_cut else []
+    notes += [f"{_count(job.rows_cut, 'row')} cut"] if job.rows_cut else []
     return (
         job.id,
         f"{job.adapter}@{job.version}",
@@ -60,7 +60,11 @@ def chosen_line(job: Job) -> str | None:
         parts.append(f"batches of {training.batch_tokens} tokens")
     if "learning_rate" in job.auto:
         parts.append(f"learning rate {training.learning_rate:g}")
-    return f"chosen for {job.rows} rows of {job.tokens} tokens: {', '.join(parts)}" if parts else None
+    return f"chosen for {_count(job.rows, 'row')} of {job.tokens} tokens: {', '.join(parts)}" if parts else None
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}{'' if number == 1 else 's'}"
 
 
 def cut_line(job: Job) -> str | None:
@@ -68,6 +72,6 @@ def cut_line(job: Job) -> str | None:
     if not job.rows_cut:
         return None
     return (
-        f"warning: {job.rows_cut} of {job.rows} rows were too long and lost a part "
+        f"warning: {job.rows_cut} of {_count(job.rows, 'row')} were too long and lost a part "
         "(the limit is the smallest of max_length, the base's context and the daemon's micro_batch_tokens)"
     )

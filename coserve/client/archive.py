@@ -37,8 +37,11 @@ async def save_adapter(response: Response, folder: Path) -> Path:
 def _beside(folder: Path) -> Path:
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise FileExistsError(f"expected nothing there, or an empty folder: {folder}")
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    return Path(tempfile.mkdtemp(prefix=".download-", dir=folder.parent))
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        return Path(tempfile.mkdtemp(prefix=".download-", dir=folder.parent))
+    except OSError as error:  # its path may be one that nobody knows
+        raise OSError(error.errno, error.strerror, str(folder)) from error
 
 
 def _unpack(archive: Path, folder: Path) -> None:

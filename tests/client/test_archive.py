@@ -89,3 +89,11 @@ async def test_what_is_there_stays(tmp_path: Path) -> None:
     with pytest.raises(FileExistsError):
         await save_adapter(Response(200, {}, tar(FILES), close=lambda: closed.append(True)), tmp_path)
     assert closed and names(tmp_path) == ["mine"]
+
+
+async def test_a_place_where_nothing_can_be_made_is_named(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("x")
+    for folder in (tmp_path / "file" / "adapter", Path("/proc/adapter")):
+        with pytest.raises(OSError) as refused:
+            await save_adapter(Response(200, {}, tar(FILES)), folder)
+        assert refused.value.filename == str(folder)
