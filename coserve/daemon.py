@@ -39,6 +39,7 @@ from coserve.model.source import check_source
 from coserve.model.tokenizer import Tokenizer
 from coserve.state.folder import DataFolder
 from coserve.state.registry import Registry
+from coserve.state.reserve import Reserve
 from coserve.state.thread import RegistryThread
 from coserve.supervisor import EngineDied, Supervisor
 
@@ -175,7 +176,7 @@ async def _serving(config: Config) -> AsyncIterator[tuple[int, Supervisor, async
             host=config.host,
             port=port,
         )
-        registry = RegistryThread(lambda: Registry(folder.database))
+        registry = RegistryThread(lambda: Registry(folder.database), reserve=Reserve(folder.reserve))
         stack.push_async_callback(registry.close)
         service = Service(config, folder, registry, await asyncio.to_thread(Tokenizer.load, config.model))
         stack.push_async_callback(service.close)  # after the engine: its last words are heard and written down

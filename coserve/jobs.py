@@ -7,16 +7,17 @@ much to prepare. Everything else happens on the event loop, between two ticks.
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Executor, Future
 from dataclasses import dataclass
 from functools import partial
 
 from coserve.cancellation import Cancellation
 from coserve.errors import CoserveError, EngineFault, InternalError
-from coserve.link import FromEngine, JobCancelled, JobFailed, JobPaused, JobStarted, JobSucceeded
+from coserve.link import FromEngine, JobCancelled, JobFailed, JobPaused, JobStarted, JobSucceeded, JobWaiting
 from coserve.queues.finetune import JobQueue
 from coserve.rooms import Trains
 from coserve.state.retries import Backoff, Retries
@@ -25,7 +26,7 @@ from coserve.types import JobSpec, Piece
 log = logging.getLogger(__name__)
 
 FOR_EVER = Backoff(first=0.25, longest=30.0)
-"""How a job starts whose files cannot be read now: it waits, and never fails for that."""
+"""How a job is tried again whose files cannot be read or written now, at its start and at its end: it never fails for that."""
 
 
 @dataclass(frozen=True)
@@ -34,6 +35,14 @@ class _Background:
 
     cancellation: Cancellation
     future: Future[Callable[[], JobStarted | None]]
+
+
+@dataclass
+class _Wait:
+    """A finished job until the disk takes its files: `delays` in seconds, `timer` of the next attempt."""
+
+    delays: Iterator[float]
+    timer: asyncio.TimerHandle | None = None
 
 
 class Jobs:
@@ -56,6 +65,8 @@ class Jobs:
         """Jobs that have a place: those that start, too."""
         self._background: dict[str, _Background] = {}
         """Active ones that have no turn now."""
+        self._waiting: dict[str, _Wait] = {}
+        """Active ones that have no turn, or their next attempt now."""
         self._started: set[str] = set()
         """Active ones that the trainer has in memory."""
         self._pending: deque[JobSpec] = deque()
@@ -119,11 +130,14 @@ class Jobs:
             return False
         # Told before the loop breathes: a pause or a cancel that comes in then must not unsay what is durable.
         for message in messages:
+            if isinstance(message, JobWaiting):
+                self._wait(message)
+                continue
             self._send(message)
             if isinstance(message, JobSucceeded | JobFailed):
                 self._retire(job)
-        if job not in self._active or suspended:
-            return job in self._active
+        if job not in self._turns or suspended:
+            return suspended
         self._turns.rotate()
         self._prepare(job)
         return False
@@ -159,7 +173,27 @@ class Jobs:
         """Nobody waits any more for what runs on threads."""
         for work in self._background.values():
             work.cancellation.cancel()
+        for wait in self._waiting.values():
+            if wait.timer is not None:
+                wait.timer.cancel()
         self._threads.shutdown(wait=False, cancel_futures=True)
+
+    # ---- finished, and the disk is full
+
+    def _wait(self, message: JobWaiting) -> None:
+        """The job keeps its place and its memory, and loses its turns until the next attempt."""
+        job = message.id
+        self._turns.remove(job)
+        wait = self._waiting.get(job)
+        if wait is None:
+            wait = self._waiting[job] = _Wait(FOR_EVER.delays())
+            log.warning("job %s: %s", job, message.message)
+            self._send(message)
+        wait.timer = asyncio.get_running_loop().call_later(next(wait.delays), self._attempt, job)
+
+    def _attempt(self, job: str) -> None:
+        self._turns.add(job)
+        self._changed()
 
     # ---- on threads
 
@@ -225,6 +259,8 @@ class Jobs:
             self._turns.remove(job)
         if (work := self._background.pop(job, None)) is not None:
             work.cancellation.cancel()
+        if (wait := self._waiting.pop(job, None)) is not None and wait.timer is not None:
+            wait.timer.cancel()
         if job in self._started:
             self._started.remove(job)
             try:

@@ -157,6 +157,13 @@ class JobCheckpoint(Message, frozen=True):
     step: int
 
 
+class JobWaiting(Message, frozen=True):
+    """All steps are done, and the adapter's files cannot be written now; it is tried again until they are. Sent once."""
+
+    id: str
+    message: str
+
+
 class JobSucceeded(Message, frozen=True):
     """The adapter's files are durable and the version serves already."""
 
@@ -229,6 +236,7 @@ FromEngine = (
     | JobPaused
     | JobProgress
     | JobCheckpoint
+    | JobWaiting
     | JobSucceeded
     | JobFailed
     | JobCancelled

@@ -216,6 +216,8 @@ class Job(Wire, frozen=True):
     version: int
     """The version that success publishes."""
     state: JobState
+    waiting: str | None
+    """What a running job waits for: `waiting for space` once all its steps are done and the disk is full."""
     created_at: float
     started_at: float | None
     finished_at: float | None

@@ -171,7 +171,7 @@ class Adapters:
             registry.delete_version(ref)
             return [ref]
 
-        refs = await self._registry(forget)
+        refs = await self._registry.freeing(forget)
         for ref in refs:
             try:
                 self._engine.send(DropAdapter(ref=ref))

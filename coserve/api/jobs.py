@@ -72,7 +72,7 @@ class Jobs:
     async def recover(self) -> None:
         """Bring registry and files into agreement, once, before anything else. Raises `StartupError` for a damaged registry."""
         async with self._changes:
-            await self._registry(lambda registry: recover(registry, self._folder))
+            await self._registry.freeing(lambda registry: recover(registry, self._folder))
 
     async def attach(self, open_link: Callable[[], None]) -> None:
         """Give the unfinished jobs to a new engine, oldest first."""
@@ -80,7 +80,9 @@ class Jobs:
             await self._ledger.settled()
             for state, id in await self._registry(_unfinished):
                 self._ledger.deaths[id] += state is JobState.RUNNING
-            records = await self._ledger.insist(lambda: self._registry(self._requeue), "jobs of the last engine")
+            records = await self._ledger.insist(
+                lambda: self._registry.freeing(self._requeue), "jobs of the last engine"
+            )
             open_link()
             self._started.clear()
             for record in records:
@@ -195,7 +197,7 @@ class Jobs:
             record = await self._registry(lambda registry: registry.job(id))
             if record.state is not JobState.PAUSED:
                 raise WrongJobState(f"expected a paused job, got one that is {record.state}", field="id")
-            record = await self._registry(lambda registry: registry.set_state(id, JobState.QUEUED))
+            record = await self._registry.freeing(lambda registry: registry.set_state(id, JobState.QUEUED))
             self._wanted.pop(id, None)  # of a pause whose caller did not wait for its end
             if id in self._started:
                 with suppress(EngineUnavailable):
@@ -233,7 +235,7 @@ class Jobs:
                 return record
             if wanted is JobState.CANCELLED:
                 return await self._ledger.end(id, lambda registry: registry.set_state(id, wanted))
-            return await self._registry(lambda registry: registry.set_state(id, wanted))
+            return await self._registry.freeing(lambda registry: registry.set_state(id, wanted))
 
 
 def _replaced(job: JobSpec, current: int | None) -> tuple[str, ...]:

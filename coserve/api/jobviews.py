@@ -97,6 +97,7 @@ def view(record: JobRecord, line: dict[str, int]) -> Job:
         adapter=spec.adapter,
         version=spec.version,
         state=record.state,
+        waiting=record.waiting,
         created_at=record.created_at,
         started_at=record.started_at,
         finished_at=record.finished_at,

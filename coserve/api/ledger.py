@@ -32,6 +32,7 @@ from coserve.link import (
     JobProgress,
     JobStarted,
     JobSucceeded,
+    JobWaiting,
 )
 from coserve.schemas import ErrorInfo
 from coserve.state.durable import remove_dir
@@ -44,7 +45,7 @@ from coserve.types import JobState
 
 log = logging.getLogger(__name__)
 
-JobMessage = JobStarted | JobPaused | JobProgress | JobCheckpoint | JobSucceeded | JobFailed | JobCancelled
+JobMessage = JobStarted | JobPaused | JobProgress | JobCheckpoint | JobWaiting | JobSucceeded | JobFailed | JobCancelled
 
 T = TypeVar("T")
 
@@ -106,7 +107,7 @@ class Ledger:
     async def _write(self, message: JobMessage) -> None:
         """Progress may be lost to a full disk; a change of state is tried again until it is written, and nothing is
         lost to a lock. Later messages wait, so that the order stays."""
-        if isinstance(message, JobProgress | JobCheckpoint):
+        if isinstance(message, JobProgress | JobCheckpoint | JobWaiting):
             await self._waits.run(f"progress of job {message.id}", lambda: self._apply(message))
         else:
             await self.insist(lambda: self._apply(message), f"job {message.id}")
@@ -119,7 +120,7 @@ class Ledger:
         id = message.id
         match message:
             case JobStarted(total_steps=total, resumed_from=step):
-                await self._registry(lambda registry: registry.record_start(id, total, step))
+                await self._registry.freeing(lambda registry: registry.record_start(id, total, step))
             case JobProgress(metrics=metrics):
                 await self._registry(lambda registry: registry.record_step(id, metrics))
                 self._metrics.step(metrics.tokens)
@@ -127,7 +128,9 @@ class Ledger:
                 await self._registry(lambda registry: registry.record_checkpoint(id, step))
                 self.deaths.pop(id, None)
             case JobPaused():
-                await self._registry(lambda registry: registry.set_state(id, JobState.PAUSED))
+                await self._registry.freeing(lambda registry: registry.set_state(id, JobState.PAUSED))
+            case JobWaiting(message=text):
+                await self._registry.freeing(lambda registry: registry.record_waiting(id, text))
             case JobSucceeded():
                 await self._succeed(message)
             case JobFailed(code=code, message=text):
@@ -151,7 +154,7 @@ class Ledger:
     async def end(self, id: str, change: Callable[[Registry], JobRecord]) -> JobRecord:
         """Commit a job's end; then its corpus and its checkpoints go. Once it is committed nothing is raised: another
         attempt would find the job ended."""
-        record = await self._registry(change)
+        record = await self._registry.freeing(change)
         self.deaths.pop(id, None)
         self._metrics.job_ended(record.state)
         if record.state is not JobState.FAILED:

@@ -20,6 +20,8 @@ from coserve.errors import (
     CoserveError,
     JobOutOfMemory,
     NonFiniteLoss,
+    StorageError,
+    StorageFull,
 )
 from coserve.finetune.checkpoint import Checkpoint, load_checkpoint, prune, save_checkpoint
 from coserve.finetune.data import Corpus
@@ -28,7 +30,7 @@ from coserve.finetune.optim import Learner, cast, named_tensors
 from coserve.finetune.run import Progress, Run
 from coserve.finetune.step import Stepper
 from coserve.kernels.dispatch import Way
-from coserve.link import FromEngine, JobCheckpoint, JobFailed, JobProgress, JobStarted, JobSucceeded
+from coserve.link import FromEngine, JobCheckpoint, JobFailed, JobProgress, JobStarted, JobSucceeded, JobWaiting
 from coserve.model.base import Base
 from coserve.model.faults import contained
 from coserve.model.lora import LoraWeights
@@ -115,7 +117,7 @@ class Trainer:
                 if metrics is not None:
                     messages.append(JobProgress(id=job, metrics=metrics))
                 if run.finished:
-                    messages.append(self._publish(run))
+                    messages.append(self._publish_if_it_fits(run))
                 elif metrics is not None and metrics.step % run.spec.training.checkpoint_steps == 0:
                     messages += self._checkpoint_on_the_way(run)
         except CoserveError as error:
@@ -214,6 +216,14 @@ class Trainer:
         self._saved[spec.id] = progress
         prune(self._folder, spec.id, self._keep)
         return JobCheckpoint(id=spec.id, step=progress.step)
+
+    def _publish_if_it_fits(self, run: Run) -> JobSucceeded | JobWaiting:
+        """A disk that is full costs the job time, not its life: the next slice tries again."""
+        try:
+            return self._publish(run)
+        except StorageError as error:
+            what = "space" if isinstance(error, StorageFull) else "the disk"
+            return JobWaiting(id=run.spec.id, message=f"waiting for {what}: {error.message}")
 
     def _publish(self, run: Run) -> JobSucceeded:
         """Files first, durably; then memory, where every later request finds the version."""

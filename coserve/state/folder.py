@@ -2,6 +2,7 @@
 
 registry.sqlite3                          jobs, events, adapters
 lock                                      held by the daemon that uses the folder
+reserve                                   space for what must be written when the disk is full: `state.reserve`
 memory.json                               what was measured of the GPU's memory; may be deleted
 adapters/<id>/<version>/                  PEFT files of one immutable version
 jobs/<job>/corpus.safetensors             the tokenised corpus
@@ -40,6 +41,7 @@ class DataFolder:
         self.jobs = self.root / "jobs"
         self.staging = self.root / "staging"
         self.memory = self.root / "memory.json"
+        self.reserve = self.root / "reserve"
 
     def adapter(self, ref: AdapterRef) -> Path:
         return self.adapters / _checked(ref.id) / str(int(ref.version))

@@ -17,6 +17,8 @@ class JobRecord(Wire, frozen=True):
     base_fingerprint: str
     started_at: float | None = None
     finished_at: float | None = None
+    waiting: str | None = None
+    """What a running job waits for, if it does."""
     step: int = 0
     total_steps: int = 0
     metrics: StepMetrics | None = None

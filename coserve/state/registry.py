@@ -126,7 +126,7 @@ class Registry(AdapterTable):
         now = self._clock()
         started = now if state is JobState.RUNNING and record.started_at is None else record.started_at
         return msgspec.structs.replace(
-            record, state=state, started_at=started, finished_at=now if state.terminal else None
+            record, state=state, waiting=None, started_at=started, finished_at=now if state.terminal else None
         )
 
     def set_state(self, id: str, state: JobState, *, error: ErrorInfo | None = None, message: str = "") -> JobRecord:
@@ -150,6 +150,7 @@ class Registry(AdapterTable):
             metrics = self._metrics_until(id, resumed_from)
             record = msgspec.structs.replace(
                 record,
+                waiting=None,
                 step=resumed_from,
                 total_steps=total_steps,
                 metrics=metrics[-1] if metrics else None,
@@ -186,6 +187,15 @@ class Registry(AdapterTable):
     def record_checkpoint(self, id: str, step: int) -> None:
         """A checkpoint is durable. Raises `JobNotFound`."""
         self.record_message(id, f"checkpoint at step {step}", type="checkpoint")
+
+    def record_waiting(self, id: str, message: str) -> JobRecord:
+        """A running job cannot go on now. Raises `JobNotFound`, `WrongJobState`."""
+        with self._transaction():
+            record = self.job(id)
+            if record.state is not JobState.RUNNING:
+                raise WrongJobState(f"job {id} is {record.state}: it waits for nothing")
+            self._append(id, "message", message, level="warning")
+            return self._save(msgspec.structs.replace(record, waiting=message))
 
     def record_message(self, id: str, message: str, *, level: Level = "info", type: Type = "message") -> None:
         """Add a line to the job's story. Raises `JobNotFound`."""

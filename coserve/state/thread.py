@@ -7,9 +7,10 @@ from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
-from coserve.errors import StorageBusy
+from coserve.errors import StorageBusy, StorageFull
 from coserve.state.database import database_errors
 from coserve.state.registry import Registry
+from coserve.state.reserve import Reserve
 from coserve.state.retries import Backoff, Retries
 
 T = TypeVar("T")
@@ -30,9 +31,11 @@ class RegistryThread:
         registry_factory: Callable[[], Registry],
         *,
         backoff: Backoff = PATIENCE,
+        reserve: Reserve | None = None,
         sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
     ) -> None:
-        self._factory = registry_factory
+        """`reserve`: the space that `freeing` may use; None: none is kept back."""
+        self._factory, self._reserve = registry_factory, reserve
         self._registry: Registry | None = None
         self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="registry")
         self._retries = Retries(backoff, errors=StorageBusy, sleep=sleep)
@@ -43,14 +46,40 @@ class RegistryThread:
         return self._retries.notes
 
     async def __call__(self, fn: Callable[[Registry], T]) -> T:
+        return await self._run(self._call, fn)
+
+    async def freeing(self, fn: Callable[[Registry], T]) -> T:
+        """The same for a change that frees space or ends a job: where the disk is full, `fn` runs once more with the
+        space that is kept back."""
+        return await self._run(self._call_again, fn)
+
+    async def _run(self, call: Callable[[Callable[[Registry], T]], T], fn: Callable[[Registry], T]) -> T:
         loop = asyncio.get_running_loop()
-        return await self._retries.run("registry", lambda: loop.run_in_executor(self._executor, self._call, fn))
+        return await self._retries.run("registry", lambda: loop.run_in_executor(self._executor, call, fn))
 
     def _call(self, fn: Callable[[Registry], T]) -> T:
-        if self._registry is None:
-            self._registry = self._factory()
         with database_errors():
-            return fn(self._registry)
+            return fn(self._opened())
+
+    def _call_again(self, fn: Callable[[Registry], T]) -> T:
+        try:
+            return self._call(fn)
+        except StorageFull:
+            if self._reserve is None or self._registry is None:
+                raise
+            with self._reserve.released(), database_errors():
+                return fn(self._registry)
+
+    def _opened(self) -> Registry:
+        if self._reserve is None:
+            if self._registry is None:
+                self._registry = self._factory()
+        elif self._registry is None:
+            with self._reserve.released():  # SQLite makes two files beside the registry
+                self._registry = self._factory()
+        else:
+            self._reserve.make()  # what was used, or did not fit
+        return self._registry
 
     def _close(self) -> None:
         if self._registry is not None:

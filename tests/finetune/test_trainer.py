@@ -16,7 +16,7 @@ from coserve.finetune.optim import Learner
 from coserve.kernels.attention import PackedAttention
 from coserve.kernels.dispatch import Way
 from coserve.kernels.segments import Segments
-from coserve.link import JobCheckpoint, JobFailed, JobProgress, JobSucceeded
+from coserve.link import JobCheckpoint, JobFailed, JobProgress, JobSucceeded, JobWaiting
 from coserve.model.base import Base
 from coserve.model.lora import LoraBatch, LoraWeights
 from coserve.state.failpoints import armed
@@ -339,13 +339,42 @@ def test_a_full_disk_costs_a_checkpoint_not_the_job(base: Base, tmp_path: Path) 
     assert isinstance(messages[-1], JobSucceeded)
 
 
-@pytest.mark.parametrize("point", ["adapter.before_rename", "adapter.publish", "finetune.mid_step"])
-def test_a_disk_that_fails_the_adapter_fails_the_job(base: Base, tmp_path: Path, point: str) -> None:
+@pytest.mark.parametrize("point", ["adapter.temp_write", "adapter.before_rename", "adapter.publish"])
+@pytest.mark.parametrize(("error", "said"), [("ENOSPC", "waiting for space"), ("EIO", "waiting for the disk")])
+def test_a_disk_that_refuses_the_adapter_is_asked_again(
+    base: Base, tmp_path: Path, point: str, error: str, said: str
+) -> None:
     bench = Bench(base, tmp_path)
     spec = bench.place(CORPUS, job_spec(CORPUS))
-    with armed(f"{point}=ENOSPC") as state:
-        messages = bench.train(spec)
-        assert state.hits[point] == 1
+    bench.start(spec)
+    with armed(f"{point}={error}"):
+        messages = bench.run(spec.id, until=lambda m: isinstance(m, JobWaiting))
+        assert isinstance(messages[-1], JobWaiting) and messages[-1].message.startswith(said)
+        assert bench.trainer.advance(spec.id, 1) == messages[-1:]
+        assert bench.residency.resident() == ()
+    (succeeded,) = bench.run(spec.id)
+    assert isinstance(succeeded, JobSucceeded) and bench.residency.resident() == (REF,)
+
+
+def test_a_job_that_waits_for_space_goes_on_waiting_after_a_restart(base: Base, tmp_path: Path) -> None:
+    bench = Bench(base, tmp_path)
+    spec = bench.place(CORPUS, job_spec(CORPUS))
+    with armed("adapter.temp_write=ENOSPC"):
+        bench.start(spec)
+        bench.run(spec.id, until=lambda m: isinstance(m, JobWaiting))
+        bench.trainer.checkpoint(spec.id)
+        again = Bench(base, tmp_path)
+        assert again.start(spec).resumed_from == 4
+        (waits,) = again.trainer.advance(spec.id, 1)
+        assert isinstance(waits, JobWaiting)
+    (succeeded,) = again.run(spec.id)
+    assert isinstance(succeeded, JobSucceeded)
+
+
+def test_a_disk_that_fails_in_a_step_fails_the_job(base: Base, tmp_path: Path) -> None:
+    bench = Bench(base, tmp_path)
+    with armed("finetune.mid_step=ENOSPC"):
+        messages = bench.train(bench.place(CORPUS, job_spec(CORPUS)))
     assert isinstance(messages[-1], JobFailed) and messages[-1].code == "storage_full"
     assert bench.residency.resident() == ()
 

@@ -26,6 +26,7 @@ from coserve.link import (
     JobPaused,
     JobStarted,
     JobSucceeded,
+    JobWaiting,
     LocalLink,
     PauseJob,
     RequestFailed,
@@ -37,7 +38,7 @@ from coserve.link import (
     local_pair,
 )
 from coserve.queues.policy import Slack
-from coserve.types import JobSpec, SamplingParams, Slo
+from coserve.types import AdapterRef, JobSpec, SamplingParams, Slo
 from tests.support.fake_rooms import FakeGenerator, FakeTrainer, JobPlan, Meter, NoAdapters, Prices
 from tests.support.records import make_spec
 
@@ -130,10 +131,10 @@ class Scene:
 
 @asynccontextmanager
 async def scene(
-    operation: str = "", error: type[Exception] = ZeroDivisionError, active: int = 2
+    operation: str = "", error: type[Exception] = ZeroDivisionError, active: int = 2, kind: type[Trouble] = Trouble
 ) -> AsyncIterator[Scene]:
     meter, rng, loop = Meter(), random.Random(0), asyncio.get_running_loop()
-    trainer = Trouble(meter, FREE, PLANS, rng, loop.time, operation=operation, error=error)
+    trainer = kind(meter, FREE, PLANS, rng, loop.time, operation=operation, error=error)
     api, engine_end = local_pair()
     engine = Engine(
         Picky(meter, FREE, 64, rng, 0.0), trainer, NoAdapters(), Slack(4, 1.0), engine_end, max_running=4, max_queue=8,
@@ -293,3 +294,59 @@ async def test_whatever_admitting_a_request_raises_ends_that_request_alone() -> 
         seen = await at.until(said(RequestFailed, "poison"), ended("before"), ended("after"))
         (failed,) = [message for message in seen if isinstance(message, RequestFailed)]
         assert failed.code == "internal_error" and "/some" not in failed.message
+
+
+@dataclass
+class Full(Trouble):
+    """The disk has no room for the adapter of job `one` until `room`."""
+
+    room: bool = False
+    attempts: int = 0
+    thrice: asyncio.Event = field(default_factory=asyncio.Event)
+
+    def advance(self, job: str, pieces: int | None) -> list[FromEngine]:
+        if job == "one" and self.ran[job][-1:] == [5]:
+            return self._publish()
+        messages = super().advance(job, pieces)
+        if job == "one" and isinstance(messages[-1] if messages else None, JobSucceeded):
+            self.published.remove(job)
+            return messages[:-1] + self._publish()
+        return messages
+
+    def _publish(self) -> list[FromEngine]:
+        self.attempts += 1
+        if self.attempts == 3:
+            self.thrice.set()
+        if not self.room:
+            return [JobWaiting(id="one", message="waiting for space: the disk is full")]
+        self.published.append("one")
+        return [JobSucceeded(id="one", ref=AdapterRef("one", 1), final_loss=1.0, trained_tokens=5)]
+
+
+async def test_a_job_that_waits_for_space_says_so_once_and_lets_others_train() -> None:
+    async with scene(kind=Full) as at:
+        assert isinstance(at.trainer, Full)
+        at.trainer.go.set()
+        at.api.send(start("one"))
+        await at.until(said(JobWaiting, "one"))
+        at.api.send(start("two"))
+        at.api.send(ask("text"))
+        await at.until(said(JobSucceeded, "two"), ended("text"))
+        await asyncio.wait_for(at.trainer.thrice.wait(), 60)
+        at.trainer.room = True
+        seen = await at.until(said(JobSucceeded, "one"))
+        assert len([message for message in seen if isinstance(message, JobWaiting)]) == 1
+
+
+@pytest.mark.parametrize(
+    ("order", "answer"),
+    [(PauseJob(id="one"), JobPaused), (CancelJob(id="one"), JobCancelled), (Shutdown(), EngineStopped)],
+)
+async def test_a_job_that_waits_for_space_obeys(order: ToEngine, answer: type[FromEngine]) -> None:
+    async with scene(kind=Full) as at:
+        at.trainer.go.set()
+        at.api.send(start("one"))
+        await at.until(said(JobWaiting, "one"))
+        at.api.send(order)
+        await at.until(lambda message: isinstance(message, answer))
+        assert isinstance(order, Shutdown) or at.trainer.active == 0

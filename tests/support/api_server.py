@@ -21,12 +21,14 @@ from coserve.link import Generate, local_pair
 from coserve.model.tokenizer import Tokenizer
 from coserve.state.folder import DataFolder
 from coserve.state.registry import Registry
+from coserve.state.reserve import Reserve
 from coserve.state.retries import Backoff
 from coserve.state.thread import PATIENCE, RegistryThread
 from coserve.types import BaseSpec
 from tests.support.cutting import Cutter
 from tests.support.fake_engine import FakeEngine, make_base
 
+RESERVE = 1 << 20
 REPLY = "the cat sat on the mat"
 
 
@@ -124,7 +126,9 @@ async def serve_api(
     config = Config(data_dir=path, **settings)
     folder = DataFolder(path)
     with folder.lock():
-        registry = RegistryThread(lambda: Registry(folder.database), backoff=patience)
+        registry = RegistryThread(
+            lambda: Registry(folder.database), backoff=patience, reserve=Reserve(folder.reserve, RESERVE)
+        )
         service = Service(config, folder, registry, tokenizer())
         app = make_app(service, config)
         if cutter is not None:
