@@ -14,8 +14,8 @@ from tests.support.small_disk import fill, small_disk
 ROWS = [{"text": "the cat sat on the mat"}] * 4
 
 
-async def submit(api: Api, adapter: str) -> str:
-    body = {"adapter": adapter, "data": ROWS, "lora": {"r": 32}, "training": {"steps": 2, "batch_tokens": 16}}
+async def submit(api: Api, adapter: str, rank: int) -> str:
+    body = {"adapter": adapter, "data": ROWS, "lora": {"r": rank}, "training": {"steps": 2, "batch_tokens": 16}}
     status, job = await api.call("POST", "/finetune", json=body)
     assert status in (200, 201, 202), job
     id: str = job["id"]
@@ -37,10 +37,10 @@ async def until_it_waits(api: Api, id: str) -> dict[str, Any]:
 async def test_a_job_waits_for_space_and_space_can_be_made(tmp_path: Path, order: str) -> None:
     with small_disk(tmp_path / "disk", 24 << 20) as disk:
         async with serve_real(disk / "data") as api:
-            await api.job_until(await submit(api, "old"), "succeeded")
+            await api.job_until(await submit(api, "old", 64), "succeeded")
             size = sum(file.stat().st_size for file in (disk / "data" / "adapters" / "old" / "1").iterdir())
-            fill(disk, leave=size // 2)
-            id = await submit(api, "new")
+            fill(disk, leave=size // 8)
+            id = await submit(api, "new", 16)
             job = await until_it_waits(api, id)
             assert (job["state"], job["step"]) == ("running", 2)
             assert job["waiting"].startswith("waiting for space")
