@@ -216,8 +216,6 @@ class Job(Wire, frozen=True):
     version: int
     """The version that success publishes."""
     state: JobState
-    waiting: str | None
-    """What a running job waits for: `waiting for space` once all its steps are done and the disk is full."""
     created_at: float
     started_at: float | None
     finished_at: float | None
@@ -242,6 +240,8 @@ class Job(Wire, frozen=True):
     error: ErrorInfo | None
     result: str | None
     """`name@version` once succeeded: use it as `adapter` of `POST /generate`."""
+    waiting: str | None = None
+    """What a running job waits for: `waiting for space` once all its steps are done and the disk is full."""
     rows_cut: int = 0
     """Rows that were longer than the longest sequence (`training.max_length`, the base's context or `micro_batch_tokens`)
     and lost a part."""
