@@ -78,12 +78,13 @@ class Jobs:
         """Give the unfinished jobs to a new engine, oldest first."""
         async with self._changes:
             await self._ledger.settled()
-            for state, id in await self._registry(_unfinished):
+            what = "jobs of the last engine"
+            for state, id in await self._ledger.insist(lambda: self._registry(_unfinished), what):
                 self._ledger.deaths[id] += state is JobState.RUNNING
-            records = await self._ledger.insist(
-                lambda: self._registry.freeing(self._requeue), "jobs of the last engine"
-            )
+            records = await self._ledger.insist(lambda: self._registry.freeing(self._requeue), what)
             open_link()
+            left = {record.spec.id for record in records}
+            self._wanted = {id: wanted for id, wanted in self._wanted.items() if id in left}
             self._started.clear()
             for record in records:
                 if record.base_fingerprint == self._engine.spec.fingerprint:
