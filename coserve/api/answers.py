@@ -11,17 +11,19 @@ import msgspec
 from aiohttp import web
 from msgspec import UNSET
 
+from coserve.api.http.pieces import JSON, LIGHT, LargeAnswer, weight
 from coserve.errors import CapacityError, CorpusError, CoserveError, InternalError, QueueFull
 from coserve.offload.protocol import leaves
 from coserve.schemas import ErrorBody, ErrorInfo
 
-JSON = "application/json"
 PIECE = 256 << 10
 """Bytes that are handed to a connection at once."""
 _encoder = msgspec.json.Encoder()
 
 
 def answer(body: msgspec.Struct | Sequence[msgspec.Struct], *, status: int = 200) -> web.Response:
+    if weight(body) > LIGHT:
+        return LargeAnswer(body, status)
     return web.Response(status=status, body=_encoder.encode(body), content_type=JSON)
 
 

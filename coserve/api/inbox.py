@@ -5,7 +5,12 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 
+import msgspec
+
 from coserve.link import Admitted, RequestFailed, Tokens
+
+MOST = 256
+"""Tokens, or positions of a prompt, that are made into text in one turn of the event loop."""
 
 Answer = Admitted | Tokens | RequestFailed
 
@@ -22,21 +27,35 @@ class Inbox:
         self._came.set()
 
     async def get(self) -> Answer:
-        """The next message, joined with the ones right behind it that go on with the same sequence."""
+        """The next message, joined with the ones right behind it that go on with the same sequence, up to `MOST` entries.
+
+        One of more entries comes in parts. Others have a turn of the event loop between two messages.
+        """
+        if self._messages:
+            await asyncio.sleep(0)
         while not self._messages:
             self._came.clear()
             await self._came.wait()
         message = self._messages.popleft()
         if not isinstance(message, Tokens):
             return message
-        parts = [message]
-        while parts[-1].finished is None and self._messages and self._messages[0].id == message.id:
+        if len(message.prompt_logprobs) > MOST:
+            first = Tokens(id=message.id, tokens=(), prompt_logprobs=message.prompt_logprobs[:MOST])
+            rest = msgspec.structs.replace(message, prompt_logprobs=message.prompt_logprobs[MOST:])
+            self._messages.appendleft(rest)
+            return first
+        parts, size = [message], _size(message)
+        while size < MOST and parts[-1].finished is None and self._messages and self._messages[0].id == message.id:
             behind = self._messages[0]
-            if not isinstance(behind, Tokens):
+            if not isinstance(behind, Tokens) or (size := size + _size(behind)) > MOST:
                 break
             parts.append(behind)
             self._messages.popleft()
         return message if len(parts) == 1 else _joined(parts)
+
+
+def _size(message: Tokens) -> int:
+    return len(message.tokens) + len(message.prompt_logprobs)
 
 
 def _joined(parts: list[Tokens]) -> Tokens:

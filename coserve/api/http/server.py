@@ -20,8 +20,9 @@ from aiohttp.streams import StreamReader
 from aiohttp.web_protocol import RequestHandler
 from multidict import CIMultiDict, CIMultiDictProxy
 
-from coserve.api.answers import JSON, NATIVE
+from coserve.api.answers import NATIVE
 from coserve.api.http.connections import CappedRunner, Connections
+from coserve.api.http.pieces import JSON
 from coserve.errors import InternalError, InvalidRequest
 
 log = logging.getLogger(__name__)
