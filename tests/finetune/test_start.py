@@ -1,0 +1,69 @@
+"""Starting a job on a thread: it can be cancelled, leaves nothing behind, and prepares what belongs to many rows ahead."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from pathlib import Path
+
+import pytest
+
+from coserve.cancellation import Cancellation, Cancelled
+from coserve.finetune import job
+from coserve.finetune.run import Run
+from coserve.link import JobSucceeded
+from coserve.model.base import Base
+from tests.support.finetuning import Bench, job_spec, metrics_of, random_corpus, tiny_base
+
+CORPUS = random_corpus()
+
+
+@pytest.fixture(scope="module")
+def base() -> Base:
+    return tiny_base("llama")
+
+
+def test_a_cancelled_start_is_not_finished(base: Base, tmp_path: Path) -> None:
+    bench, cancellation = Bench(base, tmp_path), Cancellation()
+    spec = bench.place(CORPUS, job_spec(CORPUS))
+    cancellation.cancel()
+    with pytest.raises(Cancelled):
+        bench.trainer.load(spec, cancellation)
+    bench.start(spec)
+
+
+def test_what_belongs_to_many_rows_is_prepared_between_two_steps(
+    base: Base, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    few, many = Bench(base, tmp_path / "few"), Bench(base, tmp_path / "many")
+    changes = {"steps": 6, "batch_tokens": 1000, "validation_split": 0.3, "eval_steps": 2}
+    expected = metrics_of(few.train(few.place(CORPUS, job_spec(CORPUS, **changes))))
+    monkeypatch.setattr(job, "AT_ONCE", 1)
+    spec = many.place(CORPUS, job_spec(CORPUS, **changes))
+    many.start(spec)
+    messages, prepared = [], []
+    while not messages or not isinstance(messages[-1], JobSucceeded):
+        messages += many.trainer.advance(spec.id, 3)
+        if (prepare := many.trainer.preparation(spec.id)) is not None:
+            prepared.append(len(metrics_of(messages)))
+            prepare(Cancellation())
+            assert many.trainer.preparation(spec.id) is None
+    assert metrics_of(messages) == expected
+    assert prepared == [1, 2, 3, 4, 5], "each step is an epoch; the first was prepared by the start"
+
+
+def test_a_job_that_is_dropped_leaves_no_memory(base: Base, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(self: Run, pieces: int | None) -> None:
+        raise ZeroDivisionError
+
+    bench = Bench(base, tmp_path)
+    spec = bench.place(CORPUS, job_spec(CORPUS))
+    bench.start(spec)
+    bench.trainer.advance(spec.id, 2)
+    kept = weakref.ref(bench.trainer._runs[spec.id].learner)
+    monkeypatch.setattr(Run, "advance", broken)
+    with pytest.raises(ZeroDivisionError):
+        bench.trainer.advance(spec.id, 2)
+    bench.trainer.drop(spec.id)
+    gc.collect()
+    assert kept() is None
