@@ -43,7 +43,9 @@ SLOS = (10.0, 60.0)
 
 
 def _refusal(log: Path) -> StartupError:
-    return StartupError(f"the daemon did not start: {log.read_text().strip()}")
+    """The last line of the log says why."""
+    last = log.read_text().strip().rpartition("\n")[2]
+    return StartupError(f"the daemon did not start: {last.removeprefix('coserve: ')}")
 
 
 @asynccontextmanager
