@@ -30,6 +30,7 @@ def job_table(jobs: Iterable[Job], now: float | None = None) -> Iterator[str]:
 
 def _cells(job: Job, now: float) -> tuple[str, ...]:
     notes = [] if job.error is None else [job.error.code]
+    notes += [] if job.waiting is None else [job.waiting]
     notes += [] if job.queue_position is None else [f"{job.queue_position} ahead"]
     notes += [f"{_count(job.rows_cut, 'row')} cut"] if job.rows_cut else []
     return (
@@ -48,7 +49,8 @@ def job_line(job: Job) -> str:
     """One job on its own."""
     loss = "" if job.loss is None else f"  loss {job.loss:.3f}"
     error = "" if job.error is None else f"  {job.error.code}: {job.error.message}"
-    return f"{job.id}  {job.adapter}@{job.version}  {job.state}  step {job.step}/{job.total_steps}{loss}{error}"
+    waiting = "" if job.waiting is None else f"  {job.waiting}"
+    return f"{job.id}  {job.adapter}@{job.version}  {job.state}  step {job.step}/{job.total_steps}{loss}{waiting}{error}"
 
 
 def chosen_line(job: Job) -> str | None:
