@@ -27,8 +27,10 @@ import triton
 
 from benchmarks import attention_ways as ways
 from benchmarks.timing import event_us, graph_us
-from coserve.kernels import attention, attention_launch, attention_plan
-from coserve.kernels.tiles import Run
+from coserve.kernels.attention import packed as attention
+from coserve.kernels.attention.interface import Run
+from coserve.kernels.attention.triton_paged import launch as attention_launch
+from coserve.kernels.attention.triton_paged import plan as attention_plan
 
 BANDWIDTH = 4.30e12
 """Bytes a second of a device-to-device copy on the H200, read plus written."""
@@ -180,7 +182,7 @@ def training_part(cache: ways.Cache) -> list[Row]:
             packed = attention.PackedAttention(bounds)
 
             def call(packed: attention.PackedAttention = packed) -> object:
-                out = packed.attend(0, q, k, v, **SHAPE.told)  # noqa: B023
+                out = packed.attend(0, q, k, v, SHAPE.params)  # noqa: B023
                 return torch.autograd.grad(out, (q, k, v), weights)  # noqa: B023
 
             columns[name] = round(event_us([call] * 4).us, 1)

@@ -11,7 +11,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from types import ModuleType
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,10 +18,10 @@ from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 from torch.nn.attention.varlen import varlen_attn
 from torch.nn.functional import scaled_dot_product_attention
 
-from coserve.kernels.attention import PagedAttention, Pages
-from coserve.kernels.attention_fused import FusedPagedAttention
-from coserve.kernels.attention_fused_static import FusedStaticAttention
-from coserve.kernels.tiles import Run
+from coserve.kernels.attention.interface import AttentionParams, Pages, Run
+from coserve.kernels.attention.torch_paged.paged import PagedAttention
+from coserve.kernels.attention.triton_paged.decode_steps import FusedStaticAttention
+from coserve.kernels.attention.triton_paged.step import FusedPagedAttention
 
 DEVICE = torch.device("cuda")
 PAGE = 16
@@ -40,8 +39,8 @@ class Shape:
         return 2 * 2 * self.kv_heads * self.width
 
     @property
-    def told(self) -> dict[str, Any]:
-        return {"scaling": self.width**-0.5, "window": None, "softcap": None, "sinks": None}
+    def params(self) -> AttentionParams:
+        return AttentionParams(self.width**-0.5)
 
 
 class Cache:
@@ -95,20 +94,20 @@ def static(cache: Cache, runs: list[Run]) -> Call:
     attention = FusedStaticAttention(cache.pages, batch=len(runs), max_tokens=max(r.position for r in runs) + 1)
     attention.load(runs)
     q, k, v = cache.qkv(len(runs))
-    return lambda: attention.attend(0, q, k, v, **cache.shape.told)
+    return lambda: attention.attend(0, q, k, v, cache.shape.params)
 
 
 def mixed(cache: Cache, runs: list[Run]) -> Call:
     attention = FusedPagedAttention(cache.pages, runs)
     q, k, v = cache.qkv(sum(run.tokens for run in runs))
-    return lambda: attention.attend(0, q, k, v, **cache.shape.told)
+    return lambda: attention.attend(0, q, k, v, cache.shape.params)
 
 
 def plain(cache: Cache, runs: list[Run]) -> Call:
     """The fallback for CPU, in torch."""
     attention = PagedAttention(cache.pages, runs)
     q, k, v = cache.qkv(sum(run.tokens for run in runs))
-    return lambda: attention.attend(0, q, k, v, **cache.shape.told)
+    return lambda: attention.attend(0, q, k, v, cache.shape.params)
 
 
 def _gathered(cache: Cache, runs: list[Run]) -> Callable[[], tuple[Tensor, Tensor]]:

@@ -33,9 +33,10 @@ from benchmarks.serving_results import RESULTS, Results, Target, take_in
 from coserve.adapters.residency import Residency
 from coserve.generate.generator import Generator
 from coserve.generate.runner import Runner
-from coserve.kernels.attention import PackedAttention
-from coserve.kernels.dispatch import Way
-from coserve.kernels.segments import LoraPair, MainGrads, Segments
+from coserve.kernels.attention.packed import PackedAttention
+from coserve.kernels.lora.backend import Way
+from coserve.kernels.lora.segments import Segments
+from coserve.kernels.lora.types import LoraPair, MainGrads
 from coserve.link import Generate, RequestFailed
 from coserve.memory.kv import KvCache
 from coserve.model.base import Base, wrap_base

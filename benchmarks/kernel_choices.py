@@ -5,7 +5,7 @@
 `tiles`: the LoRA part of a layer in a graph, for mixes of prompts and decodes, by the long kernels (tiles of 64 rows) and
 by the decode kernels (8 and 16 rows), each with room for exactly the batch and for 32 tiles more. What follows from it is
 `generate.slots.SMALL_STEP`. `beside`: a layer's products with the LoRA terms of 16 to 64 rows, the shrink waiting for the
-product or not (`segmented_decode.shrink`). Llama-3.1-8B's sites and GPT-2 medium's without c_fc; adapters of random bf16.
+product or not (`decode_kernel.shrink`). Llama-3.1-8B's sites and GPT-2 medium's without c_fc; adapters of random bf16.
 """
 
 from __future__ import annotations
@@ -21,10 +21,12 @@ import torch
 from benchmarks import lora_cases as cases
 from benchmarks.serving_results import RESULTS, Results
 from benchmarks.timing import Timing, graph_us
-from coserve.kernels import few
-from coserve.kernels import segmented_launch as launch
-from coserve.kernels.segments import Segments
-from coserve.kernels.tables import RANK_BLOCK, HostTiles, SiteTable, StepTiles, cut
+from coserve.kernels.gemm import skinny as few
+from coserve.kernels.lora.segmented.adapter_table import RANK_BLOCK, SiteTable
+from coserve.kernels.lora.segmented.plan import TilePlan
+from coserve.kernels.lora.segmented.terms import add_
+from coserve.kernels.lora.segmented.tiles import HostTiles, StepTiles, cut
+from coserve.kernels.lora.segments import Segments
 
 ADAPTERS = 32
 TOKENS = (32, 64, 128, 256, 512, 1024, 2048)
@@ -99,16 +101,11 @@ def terms(stack: Stack, segments: Segments, rows: int, room: int, *, decode: boo
     idle = [] if decode else [(0, 0, -1, 0)] * (tiles - len(host.tiles))
     static = StepTiles(rows, tiles, tiles * blocks, segments.tokens, cases.DEVICE)
     static.load(HostTiles([*host.tiles, *idle], host.items if decode else [], host.spans))
-    own = static.tiles
+    plan = TilePlan(static.tiles, stack.R, decode)
 
     def call() -> None:
         for layer, table in zip(stack.sets, stack.tables, strict=True):
-            where = (table.addresses, table.ranks, table.scalings)
-            if decode:
-                launch.decode(layer.ys, layer.x, own.tiles, own.items, *where, rows, stack.R)
-            else:
-                cuts = (own.tiles, own.counters)
-                launch.long_forward(layer.ys, layer.ys, layer.x, *cuts, *where, rows, stack.R, keep=False)
+            add_(layer.ys, layer.x, plan, table)
 
     return a_layer(call, stack.layers)
 
@@ -150,7 +147,7 @@ def beside_part(results: Results) -> None:
         host = cut(cases.batch(sorted(i % adapters for i in range(rows)), 1), stack.ranks, tile)
         static = StepTiles(tile, len(host.tiles), len(host.items), rows, cases.DEVICE)
         static.load(host)
-        own = static.tiles
+        plan = TilePlan(static.tiles, stack.R, True)
 
         def run(how: str) -> Callable[[], None]:
             def call() -> None:
@@ -160,12 +157,11 @@ def beside_part(results: Results) -> None:
                     if shape is None:
                         y = torch.nn.functional.linear(layer.x, weight)
                     else:
-                        y, scratch = few.few_rows(layer.x, weight, None, counters, shape)  # noqa: B023
+                        y, scratch = few.skinny_gemm(layer.x, weight, None, counters, shape)  # noqa: B023
                     if how != "base":
                         ys = list(torch.split(y, [out.shape[1] for out in layer.ys], 1))
-                        where = (table.addresses, table.ranks, table.scalings, own.rows, stack.R)  # noqa: B023
                         early = how == "beside" and scratch is not None
-                        launch.decode(ys, layer.x, own.tiles, own.items, *where, beside=early)  # noqa: B023
+                        add_(ys, layer.x, plan, table, overlapped=early)  # noqa: B023
 
             return call
 

@@ -1,6 +1,6 @@
 """Block sizes of the segmented kernels, by measurement: `python -m benchmarks.kernel_tune decode`, `wide` or `long [kernel,...]`.
 
-One setting is varied at a time from the best so far. The winners are in `segmented_launch`: `decode_blocks` and `LONG`.
+One setting is varied at a time from the best so far. The winners are in `lora/segmented/block_sizes.py`: `decode_blocks` and `PREFILL_BLOCKS`.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ from triton.runtime.errors import OutOfResources
 
 from benchmarks import lora_cases as cases
 from benchmarks.timing import graph_us
-from coserve.kernels import segmented
-from coserve.kernels import segmented_launch as launch
-from coserve.kernels import segmented_launch_backward as backward
-from coserve.kernels.segmented_launch import DecodeBlocks, LongBlocks
-from coserve.kernels.tables import HostTiles, SiteTable, Tiles, cut, uncovered, upload
+from coserve.kernels.lora.segmented import block_sizes, launch_backward, launch_decode, launch_prefill
+from coserve.kernels.lora.segmented.adapter_table import SiteTable
+from coserve.kernels.lora.segmented.block_sizes import DecodeBlocks, PrefillBlocks
+from coserve.kernels.lora.segmented.plan import TilePlan, group_of
+from coserve.kernels.lora.segmented.tiles import HostTiles, Tiles, base_only_tiles, cut, upload
 
 Change = dict[str, int | bool]
-Blocks = TypeVar("Blocks", DecodeBlocks, LongBlocks)
-LongCall = Callable[[cases.Layer, SiteTable, torch.Tensor, LongBlocks], object]
+Blocks = TypeVar("Blocks", DecodeBlocks, PrefillBlocks)
+LongCall = Callable[[cases.Layer, SiteTable, torch.Tensor, PrefillBlocks], object]
 
 
 def climb(name: str, start: Blocks, changes: Iterable[Change], time_us: Callable[[Blocks], float]) -> None:
@@ -78,9 +78,7 @@ def decode(layers: int = 32) -> None:
         def us(blocks: DecodeBlocks | None) -> float:
             def call() -> None:
                 for layer, table in zip(sets, tables, strict=True):
-                    where = (table.addresses, table.ranks, table.scalings)
-                    cut_as = (tiles.tiles, tiles.items)
-                    launch.decode(layer.ys, layer.x, *cut_as, *where, tiles.rows, 16, blocks)
+                    launch_decode.decode(layer.ys, layer.x, TilePlan(tiles, 16, True), table, blocks=blocks)
 
             return graph_us([call], replays=9).us
 
@@ -128,8 +126,7 @@ def wide() -> None:
         ) -> float:
             def call() -> None:
                 for layer, table in zip(sets, tables, strict=True):
-                    where = (table.addresses, table.ranks, table.scalings)
-                    launch.decode(layer.ys, layer.x, tiles.tiles, tiles.items, *where, tiles.rows, R, blocks)
+                    launch_decode.decode(layer.ys, layer.x, TilePlan(tiles, R, True), table, blocks=blocks)
 
             return graph_us([call], replays=9).us
 
@@ -141,68 +138,48 @@ def long() -> None:
     for rank in (16, 64):
         layers = [cases.make_layer(cases.LLAMA[2], 4096, [rank] * 8) for _ in range(2)]
         segments = cases.batch(list(range(8)), 512)
-        tables = [segmented.group_of(segments, layer.pairs, cases.DEVICE).table for layer in layers]
+        tables = [group_of(segments, layer.pairs, cases.DEVICE).table for layer in layers]
         for rows in (64,):
             host = cut(segments, [rank] * 8, rows)
-            all_rows = HostTiles([*host.tiles, *uncovered(segments, host, rows)], [], host.spans)
+            all_rows = HostTiles([*host.tiles, *base_only_tiles(segments, host, rows)], [], host.spans)
             tiles = upload(all_rows, rows, 4096, cases.DEVICE)
             _long_kernels(f"r{rank} rows {rows}", layers, tables, tiles, rank)
-
-
-def _starts(table: SiteTable) -> torch.Tensor:
-    assert table.starts is not None, "expected a table made for training"
-    return table.starts
 
 
 def _long_kernels(name: str, layers: list[cases.Layer], tables: list[SiteTable], tiles: Tiles, rank: int) -> None:
     h = [torch.randn(2, 4096, rank, device=cases.DEVICE, dtype=cases.DTYPE) for _ in layers]
     both = list(zip(layers, tables, h, strict=True))
-    rows = tiles.rows
+    plan = TilePlan(tiles, rank, False)
 
-    def timed(call: LongCall) -> Callable[[LongBlocks], float]:
+    def timed(call: LongCall) -> Callable[[PrefillBlocks], float]:
         return lambda blocks: graph_us([partial(call, *inputs, blocks) for inputs in both], replays=7, repeat=2).us
 
-    first = (tiles.tiles, tiles.counters)
     kernels: dict[str, tuple[LongCall, list[Change]]] = {
         "shrink": (
-            lambda la, t, h, b: launch.long_shrink(la.x, *first, t.addresses, t.ranks, rows, rank, b),
-            [{"k": k, "shrink_stages": s, "shrink_programs": p} for p in (132, 264) for k in (64, 128) for s in (3, 6)],
+            lambda la, t, h, b: launch_prefill.prefill_shrink(la.x, plan, t, b),
+            [{"k": k, "shrink_stages": s, "shrink_programs": p} for p in (1, 2) for k in (64, 128) for s in (3, 6)],
         ),
         "expand": (
-            lambda la, t, h, b: launch.long_expand(
-                la.ys, la.ys, h, tiles.tiles, t.addresses, t.ranks, t.scalings, rows, blocks=b
-            ),
+            lambda la, t, h, b: launch_prefill.prefill_expand(la.ys, la.ys, h, plan, t, blocks=b),
             [{"o": o, "run_stages": s, "run_blocks": n} for o in (32, 64) for s in (2, 3, 4) for n in (1, 4, 8)],
         ),
         "shrink_b": (
-            lambda la, t, h, b: backward.shrink_b(la.ys, *first, t.addresses, t.ranks, t.scalings, rows, rank, b),
+            lambda la, t, h, b: launch_backward.shrink_b(la.ys, plan, t, b),
             [{"k": k, "back_warps": w, "back_stages": s} for k in (64, 128) for w in (4, 8) for s in (3, 4)],
         ),
         "expand_a": (
-            lambda la, t, h, b: backward.expand_a(h, 14336, tiles.tiles, t.addresses, t.ranks, rows, b),
+            lambda la, t, h, b: launch_backward.expand_a(h, 14336, plan, t, b),
             [{"d": d, "d_warps": w} for d in (64, 128, 256) for w in (2, 4, 8)],
         ),
         "outer_b": (
-            lambda la, t, h, b: backward.outer(
-                la.ys[0],
-                h[:1],
-                [8 * rank],
-                tiles.tiles,
-                tiles.spans,
-                t.ranks,
-                t.scalings,
-                _starts(t),
-                rows,
-                of_b=True,
-                blocks=b,
-            ),
+            lambda la, t, h, b: launch_backward.outer(la.ys[0], h[:1], [8 * rank], plan, t, of_b=0, blocks=b),
             [{"outer_n": n, "outer_warps": w, "outer_stages": s} for n in (64, 128) for w in (4, 8) for s in (2, 3)],
         ),
     }
     for kernel, (call, changes) in kernels.items():
         if len(sys.argv) > 2 and kernel not in sys.argv[2].split(","):
             continue
-        climb(f"{name} {kernel}", launch.LONG, changes, timed(call))
+        climb(f"{name} {kernel}", block_sizes.PREFILL_BLOCKS, changes, timed(call))
 
 
 if __name__ == "__main__":

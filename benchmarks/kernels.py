@@ -29,11 +29,15 @@ from benchmarks import lora_cases as cases
 from benchmarks import lora_ways as ways
 from benchmarks.timing import Timing, event_us, graph_us
 from coserve.generate.slots import Room, decode_rooms, settled
-from coserve.kernels import reference, segmented
-from coserve.kernels import segmented_launch as launch
-from coserve.kernels import segmented_ops as ops
-from coserve.kernels.segments import LoraPair, MainGrads, Segments
-from coserve.kernels.tables import RANK_BLOCK, StepTiles, cut, upload
+from coserve.kernels.lora import reference
+from coserve.kernels.lora.segmented import terms
+from coserve.kernels.lora.segmented.adapter_table import RANK_BLOCK
+from coserve.kernels.lora.segmented.gradients import gradients
+from coserve.kernels.lora.segmented.launch_prefill import prefill_shrink
+from coserve.kernels.lora.segmented.plan import TilePlan, group_of, plan_of, tile_rows
+from coserve.kernels.lora.segmented.tiles import StepTiles, cut, upload
+from coserve.kernels.lora.segments import Segments
+from coserve.kernels.lora.types import LoraPair, MainGrads
 
 BANDWIDTH = 4.30e12
 """Bytes a second of a device-to-device copy on the H200, read plus written."""
@@ -72,7 +76,7 @@ def error_of(layer: cases.Layer, segments: Segments) -> float:
     ys = [torch.zeros_like(y) for y in layer.ys]
     wanted = [reference.lora_add(y.float(), layer.x, segments, pairs) for y, pairs in zip(ys, layer.pairs, strict=True)]
     with torch.no_grad():
-        got = segmented.lora_add_group(ys, layer.x, segments, layer.pairs)
+        got = terms.lora_add_group(ys, layer.x, segments, layer.pairs)
     worst = [float((g.float() - w).norm() / w.norm()) for g, w in zip(got, wanted, strict=True)]
     return max(worst)
 
@@ -168,9 +172,9 @@ def step_call(sets: list[cases.Layer], adapter_of: list[int], ranks: list[int], 
     segments = cases.batch(adapter_of, 1)
     tokens, R = segments.tokens, -(-max(ranks) // 16) * 16
     if room == EXACT:
-        rows, decode = segmented.tile_rows(segments)
+        rows, decode = tile_rows(segments)
         tiles = upload(cut(segments, ranks, rows), rows, tokens, cases.DEVICE)
-        plan = segmented.Plan(tiles, R, decode)
+        cut_as = TilePlan(tiles, R, decode)
     else:
         if room is None:
             room, host = settled(segments, ranks, decode_rooms(tokens))
@@ -178,12 +182,12 @@ def step_call(sets: list[cases.Layer], adapter_of: list[int], ranks: list[int], 
             host = cut(segments, ranks, room.rows)
         static = StepTiles(room.rows, room.tiles, room.tiles * R // RANK_BLOCK, tokens, cases.DEVICE)
         static.load(host)
-        plan = segmented.Plan(static.tiles, R, True)
+        cut_as = TilePlan(static.tiles, R, True)
     tables = [slots.table(first, len(layer.ys)) for layer, first in zip(sets, firsts, strict=True)]
 
     def call() -> None:
         for layer, table in zip(sets, tables, strict=True):
-            segmented.add_(layer.ys, layer.x, plan, table)
+            terms.add_(layer.ys, layer.x, cut_as, table)
 
     return call
 
@@ -239,38 +243,30 @@ def train_part() -> list[Row]:
         weights = ways.base_weights(layers[0])
         prepared = []
         for layer in layers:
-            own = segmented.group_of(segments, layer.pairs, cases.DEVICE)
-            plan = segmented.plan_of(segments, own, train=True)
-            tiles, table = plan.tiles, own.table
-            where = (tiles.tiles, tiles.counters, table.addresses, table.ranks)
-            h = launch.long_shrink(layer.x, *where, tiles.rows, plan.R)
-            summed = segmented.group_of(segments, [_with_sums(pairs) for pairs in layer.pairs], cases.DEVICE)
+            own = group_of(segments, layer.pairs, cases.DEVICE)
+            plan = plan_of(segments, own, train=True)
+            h = prefill_shrink(layer.x, plan, own.table)
+            summed = group_of(segments, [_with_sums(pairs) for pairs in layer.pairs], cases.DEVICE)
             prepared.append((layer, own, plan, h, torch.zeros_like(layer.x), summed))
 
         def forward(item: tuple[Any, ...]) -> ways.Call:
             layer, own, plan, *_ = item
-            return lambda: segmented.train(layer.ys, layer.x, plan, own)
+            return lambda: terms.train(layer.ys, layer.x, plan, own)
 
         def backward(item: tuple[Any, ...], *, add: bool) -> ways.Call:
             layer, own, plan, h, dx, _ = item
-            table, tiles = own.table, plan.tiles
-            where = (table.addresses, table.ranks, table.scalings, table.starts)
 
             def call() -> None:
-                cuts = (tiles.tiles, tiles.spans, tiles.counters)
-                grads = ops.lora_train_backward(
-                    layer.ys, layer.x, h, own.totals, *cuts, *where, tiles.rows, plan.R, True, True
-                )
+                own_dx, _ = gradients(layer.ys, layer.x, h, plan, own, inputs_need=True, weights_need=True)
                 if add:  # autograd adds the term to the base's own dx
-                    dx.add_(grads[0])
+                    dx.add_(own_dx)
 
             return call
 
         def backward_summed(item: tuple[Any, ...]) -> ways.Call:
             """As fine-tuning runs it: the kernels add dA and dB to fp32 sums; dX is what the base's products are added to."""
             layer, _, plan, h, _, own = item
-            needs = {"inputs_need": True, "weights_need": True}
-            return lambda: segmented.gradients(layer.ys, layer.x, h, plan, own, **needs)
+            return lambda: gradients(layer.ys, layer.x, h, plan, own, inputs_need=True, weights_need=True)
 
         def base_backward(layer: cases.Layer) -> ways.Call:
             return lambda: [torch.mm(dy, weight) for dy, weight in zip(layer.ys, weights, strict=True)]  # noqa: B023

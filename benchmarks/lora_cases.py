@@ -9,8 +9,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from coserve.kernels.segments import LoraPair, Segments
-from coserve.kernels.tables import Slots
+from coserve.kernels.lora.segmented.adapter_table import Slots
+from coserve.kernels.lora.segments import Segments
+from coserve.kernels.lora.types import LoraPair
 
 DEVICE = torch.device("cuda")
 DTYPE = torch.bfloat16

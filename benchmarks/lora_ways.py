@@ -14,9 +14,14 @@ from torch import Tensor, nn
 from torch.nn.functional import linear
 
 from benchmarks.lora_cases import DEVICE, DTYPE, Layer
-from coserve.kernels import block_sparse, dispatch, grouped, naive, segmented
-from coserve.kernels.dispatch import Way
-from coserve.kernels.segments import LoraPair, Segments
+from coserve.kernels.lora import backend as dispatch
+from coserve.kernels.lora import block_sparse, grouped
+from coserve.kernels.lora import per_adapter as naive
+from coserve.kernels.lora.backend import Way
+from coserve.kernels.lora.segmented import terms
+from coserve.kernels.lora.segmented.plan import group_of, plan_of
+from coserve.kernels.lora.segments import Segments
+from coserve.kernels.lora.types import LoraPair
 
 Call = Callable[[], object]
 
@@ -27,9 +32,9 @@ def present(site: tuple[LoraPair | None, ...]) -> list[LoraPair]:
 
 def segmented_call(layer: Layer, segments: Segments) -> Call:
     """Our kernels: two launches for all sites of the group."""
-    group = segmented.group_of(segments, layer.pairs, DEVICE)
-    plan = segmented.plan_of(segments, group, train=False)
-    return lambda: segmented.add_(layer.ys, layer.x, plan, group.table)
+    group = group_of(segments, layer.pairs, DEVICE)
+    plan = plan_of(segments, group, train=False)
+    return lambda: terms.add_(layer.ys, layer.x, plan, group.table)
 
 
 def grouped_call(layer: Layer, segments: Segments) -> Call:
@@ -97,7 +102,7 @@ def learning_call(layer: Layer, segments: Segments, way: str) -> Call:
 
     def forward() -> list[Tensor]:
         if way == "segmented":
-            return segmented.lora_add_group(layer.ys, x, segments, sites)
+            return terms.lora_add_group(layer.ys, x, segments, sites)
         if way == "grouped":
             return [grouped.lora_add(y, x, segments, site) for y, site in zip(layer.ys, sites, strict=True)]
         block = int(way.removeprefix("stk"))

@@ -20,8 +20,8 @@ from coserve.config import Config
 from coserve.engine import Engine
 from coserve.generate.generator import Generator
 from coserve.generate.runner import INDUCTOR, Runner
-from coserve.kernels.dispatch import Way
-from coserve.kernels.segments import LoraPair
+from coserve.kernels.lora.backend import Way
+from coserve.kernels.lora.types import LoraPair
 from coserve.link import (
     FromEngine,
     Generate,

@@ -43,6 +43,9 @@ from benchmarks.serving_results import RESULTS, Results
 from coserve.client import Client
 from coserve.types import TrainingSettings
 
+WATCH_INTERVAL = 0.05
+"""Seconds between two looks at a job."""
+
 
 def beside(client: Client, size: Size, url: str, rate: float) -> dict[str, Any]:
     """Online load while one job fine-tunes; its tokens a second while requests arrive."""
@@ -56,20 +59,28 @@ def beside(client: Client, size: Size, url: str, rate: float) -> dict[str, Any]:
     asks = online_asks(size, rate)
     start = soon()
     with ThreadPoolExecutor(1) as pool:
-        watcher = pool.submit(trained_between, client, job.id, start, start + size.seconds)
+        watcher = pool.submit(watch_training, client, job.id, start, start + size.seconds)
         samples = load(url, size, asks, closed=False, start=start)
         trained = watcher.result()
     info = client.job(job.id).cancel()
-    return online_row(rate, size.seconds, samples) | {"finetune_tok_s": round(trained, 1), "steps": info.step}
+    return online_row(rate, size.seconds, samples) | trained | {"steps": info.step}
 
 
-def trained_between(client: Client, job: str, start: float, end: float) -> float:
-    """Tokens a second that a job was trained on between two times of the monotonic clock."""
+def watch_training(client: Client, job: str, start: float, end: float) -> dict[str, float]:
+    """Tokens a second that a job was trained on between two times of the monotonic clock, and its longest time without a step."""
     time.sleep(max(0.0, start - time.monotonic()))
-    began, before = time.monotonic(), client.job(job).info.trained_tokens
-    time.sleep(max(0.0, end - time.monotonic()))
-    after = client.job(job).info.trained_tokens
-    return (after - before) / (time.monotonic() - began)
+    first = info = client.job(job).info
+    began = stepped = time.monotonic()
+    longest = 0.0
+    while (now := time.monotonic()) < end:
+        time.sleep(WATCH_INTERVAL)
+        found = client.job(job).info
+        if found.step != info.step:
+            stepped = now
+        longest = max(longest, now - stepped)
+        info = found
+    tokens = (info.trained_tokens - first.trained_tokens) / (time.monotonic() - began)
+    return {"finetune_tok_s": round(tokens, 1), "longest_step_gap_s": round(longest, 2)}
 
 
 class Run:

@@ -30,7 +30,7 @@ from coserve.finetune.measure import Conditions, plan_memory
 from coserve.finetune.trainer import Trainer
 from coserve.generate.generator import Generator
 from coserve.generate.start import Upgrade, make_start
-from coserve.kernels.dispatch import Way, choose_way
+from coserve.kernels.lora.backend import Way, choose_way
 from coserve.link import EngineReady, EngineRefused, FromEngine, Link, ToEngine, engine_end
 from coserve.logs.format import log_event
 from coserve.logs.setup import LogSettings, set_up_logging

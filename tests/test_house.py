@@ -89,6 +89,23 @@ def test_arrows_run_downward(path: Path) -> None:
             assert FLOORS[other] < FLOORS[here] or FLOORS[here] == FLOORS[other] == 2, f"{here} imports {other}"
 
 
+def imported_files(path: Path) -> set[Path]:
+    """The package's files that `path` imports, anywhere in it."""
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ImportFrom) and node.module and node.module.startswith("coserve"):
+            names = [node.module, *(f"{node.module}.{alias.name}" for alias in node.names)]
+            found |= {ROOT.joinpath(*name.split(".")).with_suffix(".py") for name in names}
+    return found & set(FILES)
+
+
+def test_no_file_imports_itself_through_others() -> None:
+    imports = {path: imported_files(path) for path in FILES}
+    while leaves := {path for path, own in imports.items() if not own}:  # what is left in the end stands in a circle
+        imports = {path: own - leaves for path, own in imports.items() if path not in leaves}
+    assert not imports, sorted(str(path.relative_to(PACKAGE)) for path in imports)
+
+
 def test_every_room_has_a_floor() -> None:
     assert {room(path) for path in FILES} - {"__init__"} <= set(FLOORS)
 

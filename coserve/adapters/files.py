@@ -13,7 +13,7 @@ from coserve.adapters.gate import CONFIG, read_config
 from coserve.adapters.peft import FINGERPRINT, PREFIX, WEIGHTS, adapter_config, read_layout
 from coserve.adapters.tensorfile import Entry, TensorFile, check_digest, digest_file
 from coserve.errors import CorruptAdapter
-from coserve.kernels.segments import LoraPair
+from coserve.kernels.lora.types import LoraPair
 from coserve.model.lora import LoraWeights
 from coserve.types import AdapterDigests, BaseSpec
 

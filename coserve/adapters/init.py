@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from coserve.adapters.targets import rank_and_scaling, resolve_targets
-from coserve.kernels.segments import LoraPair
+from coserve.kernels.lora.types import LoraPair
 from coserve.model.lora import LoraWeights
 from coserve.types import BaseSpec, LoraSettings, SiteSpec
 

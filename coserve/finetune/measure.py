@@ -16,10 +16,10 @@ from coserve.adapters.init import new_adapter
 from coserve.finetune.optim import Learner, cast
 from coserve.finetune.step import PackedRows, Stepper, run_to_end
 from coserve.generate.schedule import SCORED_TOKENS
-from coserve.kernels.capture import uncollected
-from coserve.kernels.dispatch import Way
-from coserve.kernels.segments import Segments
-from coserve.kernels.tiles import Run
+from coserve.kernels.attention.interface import Run
+from coserve.kernels.gpu.capture import gc_paused
+from coserve.kernels.lora.backend import Way
+from coserve.kernels.lora.segments import Segments
 from coserve.memory.buffer import page_layout
 from coserve.memory.kv import KvCache
 from coserve.memory.plan import Gpu, MemoryPlan, Work, make_plan
@@ -112,7 +112,7 @@ class CudaMeter:
 def undisturbed() -> Iterator[None]:
     """Nothing of before is freed inside: it would count as memory that what is measured gave back."""
     gc.collect()
-    with uncollected():
+    with gc_paused():
         yield
 
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from coserve.errors import CheckpointUnreadable, NonFiniteLoss
-from coserve.kernels.segments import LoraPair, MainGrads
+from coserve.kernels.lora.types import LoraPair, MainGrads
 from coserve.model.lora import LoraWeights
 from coserve.types import BaseSpec, TrainingSettings
 

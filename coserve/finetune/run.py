@@ -14,8 +14,8 @@ from coserve.finetune.data import Corpus
 from coserve.finetune.job import Plan
 from coserve.finetune.optim import Learner
 from coserve.finetune.step import PackedRows, Stepper, pack_rows
-from coserve.kernels.dispatch import Way
-from coserve.kernels.segments import Segments
+from coserve.kernels.lora.backend import Way
+from coserve.kernels.lora.segments import Segments
 from coserve.model.lora import DropoutSpec, LoraBatch, LoraWeights
 from coserve.state.durable import disk_errors
 from coserve.state.failpoints import failpoint

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from coserve.finetune.data import Corpus
-from coserve.kernels.attention import PackedAttention
+from coserve.kernels.attention.packed import PackedAttention
 from coserve.model.base import Base
 from coserve.model.layers import LayerCut, LayerInputs
 from coserve.model.lora import LoraBatch

@@ -29,7 +29,7 @@ from coserve.finetune.job import Plan
 from coserve.finetune.optim import Learner, cast, named_tensors
 from coserve.finetune.run import Progress, Run
 from coserve.finetune.step import Stepper
-from coserve.kernels.dispatch import Way
+from coserve.kernels.lora.backend import Way
 from coserve.link import FromEngine, JobCheckpoint, JobFailed, JobProgress, JobStarted, JobSucceeded, JobWaiting
 from coserve.model.base import Base
 from coserve.model.faults import contained

@@ -12,9 +12,9 @@ from torch import Tensor
 from coserve.generate.schedule import Share
 from coserve.generate.scoring import Score, score_of
 from coserve.generate.sequences import Sequence
-from coserve.kernels.dispatch import Way
-from coserve.kernels.segments import Segments
-from coserve.kernels.tiles import Run
+from coserve.kernels.attention.interface import Run
+from coserve.kernels.lora.backend import Way
+from coserve.kernels.lora.segments import Segments
 from coserve.model.lora import LoraBatch, LoraWeights
 from coserve.types import AdapterRef
 

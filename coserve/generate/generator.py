@@ -16,7 +16,7 @@ from coserve.generate.sampler import Choice, NoToken, Row, choose
 from coserve.generate.schedule import Scheduler, Share
 from coserve.generate.scoring import prompt_logprobs
 from coserve.generate.sequences import Sequence, plain
-from coserve.kernels.dispatch import Way
+from coserve.kernels.lora.backend import Way
 from coserve.link import Generate, RequestFailed, Tokens
 from coserve.memory.adapters import AdapterPages
 from coserve.memory.kv import KvCache

@@ -11,10 +11,9 @@ from torch import Tensor
 
 from coserve.generate.draws import likeliest
 from coserve.generate.slots import AdapterSlots, Room, Scope, SlotLora, StaticLora, decode_rooms
-from coserve.kernels.attention_static import StaticPagedAttention
-from coserve.kernels.capture import captured
-from coserve.kernels.segments import Segments
-from coserve.kernels.tiles import Run
+from coserve.kernels.attention.interface import Run, StaticPagedAttention
+from coserve.kernels.gpu.capture import captured
+from coserve.kernels.lora.segments import Segments
 from coserve.model.fused import FusedBase
 
 Size = TypeVar("Size", bound=Hashable)

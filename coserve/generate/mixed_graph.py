@@ -18,11 +18,10 @@ from coserve.generate.graphs import Captures, Copies, Inputs, Place, Results, se
 from coserve.generate.schedule import Share
 from coserve.generate.sequences import Sequence
 from coserve.generate.slots import NO_ADAPTERS, AdapterSlots, Room, Scope, SlotLora, StaticLora, prompt_rooms
-from coserve.kernels.attention_static import MixedAttention, MixedRoom
+from coserve.kernels.attention.interface import MixedAttention, MixedCapacity, Run
+from coserve.kernels.lora.segmented.plan import PREFILL_TILE_ROWS
+from coserve.kernels.lora.segments import Segments
 from coserve.kernels.sampling import NOT_FINITE
-from coserve.kernels.segmented import LONG_ROWS
-from coserve.kernels.segments import Segments
-from coserve.kernels.tiles import Run
 from coserve.memory.kv import KvCache
 from coserve.model.fused import FusedBase
 
@@ -38,11 +37,11 @@ MISSES = 4
 times as long as a launch, and may have Triton compile."""
 
 
-def mixed_rooms(step_tokens: int, sequences: int, context: int) -> tuple[MixedRoom, ...]:
+def mixed_rooms(step_tokens: int, sequences: int, context: int) -> tuple[MixedCapacity, ...]:
     """What graphs hold that serve steps of up to `step_tokens` tokens, smallest first."""
     least = next((tokens for tokens in MIXED_BUCKETS if tokens >= step_tokens), MIXED_BUCKETS[-1])
     return tuple(
-        MixedRoom(
+        MixedCapacity(
             tokens=tokens,
             sequences=min(tokens, sequences),
             chunks=min(tokens, sequences, max(LEAST_CHUNKS, tokens // TOKENS_A_CHUNK)),
@@ -101,11 +100,11 @@ class MixedGraph:
         place: Place | None,
     ) -> None:
         """As `DecodeGraph`."""
-        self.room, device = attention.room, last.device
-        tokens, sequences = self.room.tokens, self.room.sequences
+        self.capacity, device = attention.capacity, last.device
+        tokens, sequences = self.capacity.tokens, self.capacity.sequences
         self._fused, self._attention, self._last, self._results = fused, attention, last, results
         rooms = prompt_rooms(tokens, sequences)
-        decode = rooms[0].rows < LONG_ROWS
+        decode = rooms[0].rows < PREFILL_TILE_ROWS
         self._lora = StaticLora(slots, tokens, scope, rooms, decode=decode) if scope.width else None
         self._inputs = Inputs((tokens, tokens, tokens, sequences, sequences), device)
         self._copies, self._captures = Copies(device), Captures(self._step, self._lora)
@@ -146,16 +145,16 @@ class MixedGraphs:
         kv: KvCache,
         last: Tensor,
         slots: AdapterSlots,
-        rooms: Items[MixedRoom],
+        rooms: Items[MixedCapacity],
         results: Results,
         place: Place | None,
     ) -> None:
         """`last`, `slots`, `results`, `place`: as `DecodeGraph` has them. `rooms`: smallest first."""
         self._fused, self._kv, self._last, self._slots, self._place = fused, kv, last, slots, place
         self._rooms, self._results = tuple(rooms), results
-        self._attention: dict[MixedRoom, MixedAttention] = {}
-        self._graphs: dict[tuple[MixedRoom, Scope], MixedGraph] = {}
-        self._missed: Counter[tuple[MixedRoom, Scope]] = Counter()
+        self._attention: dict[MixedCapacity, MixedAttention] = {}
+        self._graphs: dict[tuple[MixedCapacity, Scope], MixedGraph] = {}
+        self._missed: Counter[tuple[MixedCapacity, Scope]] = Counter()
 
     def prepare(self, scope: Scope) -> bool:
         """Captures the largest graph that is missing; False if none is. The others find its memory large enough."""
@@ -176,7 +175,7 @@ class MixedGraphs:
                 found = self._graphs.get((fit[0], scope)) or self._capture(fit[0], scope)
         return found
 
-    def _capture(self, room: MixedRoom, scope: Scope) -> MixedGraph:
+    def _capture(self, room: MixedCapacity, scope: Scope) -> MixedGraph:
         if room not in self._attention:
             self._attention[room] = self._kv.mixed_attention(room)
         own = self._attention[room], self._last, self._slots, scope, self._results, self._place

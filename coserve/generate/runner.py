@@ -22,9 +22,9 @@ from coserve.generate.sampler import Choice, Chosen, NoToken, choices, send_ids
 from coserve.generate.schedule import Share
 from coserve.generate.sequences import Sequence
 from coserve.generate.slots import NO_ADAPTERS, WIDTHS, AdapterSlots, Scope, scope_of, slot_lora
+from coserve.kernels.attention.interface import Run
+from coserve.kernels.lora.segments import Segments
 from coserve.kernels.sampling import NOT_FINITE
-from coserve.kernels.segments import Segments
-from coserve.kernels.tiles import Run
 from coserve.memory.kv import KvCache
 from coserve.model.fused import FusedBase
 

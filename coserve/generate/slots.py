@@ -10,11 +10,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from coserve.kernels import segmented
-from coserve.kernels import segmented_launch as launch
-from coserve.kernels.segmented import LONG_ROWS, Plan
-from coserve.kernels.segments import Segments
-from coserve.kernels.tables import RANK_BLOCK, HostTiles, SiteTable, Slots, StepTiles, Tiles, cut, upload
+from coserve.kernels.lora.segmented import plan, terms
+from coserve.kernels.lora.segmented.adapter_table import RANK_BLOCK, SiteTable, Slots
+from coserve.kernels.lora.segmented.plan import PREFILL_TILE_ROWS, TilePlan
+from coserve.kernels.lora.segmented.tiles import HostTiles, StepTiles, Tiles, cut, upload
+from coserve.kernels.lora.segments import Segments
 from coserve.model.fused import AddsLora
 from coserve.model.lora import LoraWeights
 
@@ -119,7 +119,7 @@ class AdapterSlots:
 class SlotLora(AddsLora):
     """The LoRA terms of a step whose segments name slots."""
 
-    def __init__(self, slots: AdapterSlots, plan: Plan, groups: frozenset[int]) -> None:
+    def __init__(self, slots: AdapterSlots, plan: TilePlan, groups: frozenset[int]) -> None:
         """`groups`: that the step's adapters change."""
         self._tables, self._plan, self._groups = slots.tables, plan, groups
 
@@ -129,13 +129,7 @@ class SlotLora(AddsLora):
 
     def add_(self, layer: int, group: int, ys: Sequence[Tensor], x_TD: Tensor, *, beside: bool) -> None:
         """See `AddsLora`. The launches themselves: the op around us is opaque to the compiler already."""
-        tiles, table, R = self._plan.tiles, self._tables[layer][group], self._plan.R
-        where = (table.addresses, table.ranks, table.scalings)
-        if self._plan.decode:
-            launch.decode(list(ys), x_TD, tiles.tiles, tiles.items, *where, tiles.rows, R, beside=beside)
-        else:
-            own = (tiles.tiles, tiles.counters)
-            launch.long_forward(list(ys), list(ys), x_TD, *own, *where, tiles.rows, R, keep=False)
+        terms.add_(ys, x_TD, self._plan, self._tables[layer][group], overlapped=beside)
 
     def tables(self, layer: int, group: int) -> tuple[Tiles, SiteTable, int] | None:
         """See `AddsLora`."""
@@ -144,10 +138,12 @@ class SlotLora(AddsLora):
 
 def slot_lora(slots: AdapterSlots, segments: Segments) -> SlotLora:
     """The terms of one step of any shape. `segments.adapters` are slots."""
-    rows, decode = segmented.tile_rows(segments)
+    rows, decode = plan.tile_rows(segments)
     host = cut(segments, slots.ranks, rows)
     scope = scope_of(slots, segments)
-    return SlotLora(slots, Plan(upload(host, rows, segments.tokens, slots.device), scope.width, decode), scope.groups)
+    return SlotLora(
+        slots, TilePlan(upload(host, rows, segments.tokens, slots.device), scope.width, decode), scope.groups
+    )
 
 
 def scope_of(slots: AdapterSlots, segments: Segments) -> Scope:
@@ -189,7 +185,7 @@ class StaticLora:
     def within(self, room: Room) -> SlotLora:
         """The terms of steps that the room holds."""
         tiles = self._tiles[room.rows].first(room.tiles, room.tiles * self._blocks)
-        return SlotLora(self._slots, Plan(tiles, self._scope.width, self._decode), self._scope.groups)
+        return SlotLora(self._slots, TilePlan(tiles, self._scope.width, self._decode), self._scope.groups)
 
     def load(self, segments: Segments) -> Room:
         """What the next step adds, in stream order; the room that holds it. The last copy has ended."""
@@ -212,7 +208,7 @@ def prompt_rooms(tokens: int, sequences: int) -> tuple[Room, ...]:
     A tile has one adapter's rows, so that there is one that is not full for each adapter, at most.
     """
     small = tokens <= SMALL_STEP
-    rows = DECODE_ROWS[0] if small else LONG_ROWS
+    rows = DECODE_ROWS[0] if small else PREFILL_TILE_ROWS
     whole = -(-tokens // rows)
     most = min(whole + sequences - 1, tokens)
     some = [whole + adapters for adapters in PROMPT_ADAPTERS if small or whole < 2 * adapters]

@@ -20,7 +20,7 @@ from coserve.generate.generator import Generator
 from coserve.generate.mixed_graph import MIXED_BUCKETS
 from coserve.generate.runner import BUCKETS, INDUCTOR, PART_SCOPES, Runner
 from coserve.generate.slots import WIDTHS
-from coserve.kernels.dispatch import Way
+from coserve.kernels.lora.backend import Way
 from coserve.memory.kv import KvCache
 from coserve.model.base import Base
 from coserve.model.fused import FusedBase

@@ -23,8 +23,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from coserve.kernels.dispatch import interpreted
-from coserve.kernels.sizes import cdiv, next_power_of_2
+from coserve.kernels.gpu.device import interpreted
+from coserve.kernels.gpu.rounding import cdiv, next_power_of_2
 
 GREEDY_BELOW = 1e-5
 """A temperature below this means the likeliest token."""

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from coserve.kernels.segments import LoraPair
+from coserve.kernels.lora.types import LoraPair
 from coserve.memory.buffer import PageBuffer, aligned
 from coserve.memory.pages import Span
 from coserve.model.lora import LoraWeights

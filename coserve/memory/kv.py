@@ -8,16 +8,21 @@ from typing import Protocol
 import torch
 
 from coserve.errors import ConfigError
-from coserve.kernels.attention import Pages, StepAttention
-from coserve.kernels.attention_choice import (
+from coserve.kernels.attention.backend import (
     attention_notes,
     mixed_attention,
     paged_attention,
     reads_only_written_slots,
     static_attention,
 )
-from coserve.kernels.attention_static import MixedAttention, MixedRoom, StaticPagedAttention
-from coserve.kernels.tiles import Run
+from coserve.kernels.attention.interface import (
+    Attention,
+    MixedAttention,
+    MixedCapacity,
+    Pages,
+    Run,
+    StaticPagedAttention,
+)
 from coserve.memory.buffer import PageBuffer, page_layout
 
 CPU_TOKENS = 16384
@@ -118,7 +123,7 @@ class KvCache:
         """The pages of the first keys that are known, held once more."""
         return self.pool.find(keys)
 
-    def attention(self, runs: Sequence[Run]) -> StepAttention:
+    def attention(self, runs: Sequence[Run]) -> Attention:
         """Attention of one packed step, which writes the step's keys and values into the pages."""
         return paged_attention(self._pages, runs)
 
@@ -126,6 +131,6 @@ class KvCache:
         """Attention of decode steps of up to `batch` sequences and `max_tokens` of context, for a CUDA graph to keep."""
         return static_attention(self._pages, batch=batch, max_tokens=max_tokens)
 
-    def mixed_attention(self, room: MixedRoom) -> MixedAttention:
+    def mixed_attention(self, room: MixedCapacity) -> MixedAttention:
         """Attention of steps of any mix that the room holds, for a CUDA graph to keep."""
         return mixed_attention(self._pages, room)

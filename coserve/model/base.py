@@ -13,11 +13,12 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from coserve.errors import ConfigError, UnsupportedBase
+from coserve.kernels.attention.interface import Attention
 from coserve.model import probe, seam
 from coserve.model.context import Context, context_of
 from coserve.model.fingerprint import fingerprint
 from coserve.model.lora import LoraBatch, LoraSites
-from coserve.model.seam import Attention, PaddedAttention, ReferenceAttention
+from coserve.model.seam import PaddedAttention, ReferenceAttention
 from coserve.model.settings import refuse_settings
 from coserve.types import BaseSpec, SiteSpec
 

@@ -20,15 +20,16 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from coserve.kernels.attention import PackedAttention
-from coserve.kernels.single import single_row
-from coserve.kernels.tables import SiteTable, Tiles
+from coserve.kernels.attention.interface import Attention, AttentionParams
+from coserve.kernels.attention.packed import PackedAttention
+from coserve.kernels.gemm.gemv import gemv
+from coserve.kernels.lora.segmented.adapter_table import SiteTable
+from coserve.kernels.lora.segmented.tiles import Tiles
 from coserve.model import probe
 from coserve.model.base import Base
 from coserve.model.compiled import Backend, Layers, compiler
 from coserve.model.groups import shared_inputs, stack
 from coserve.model.products import Products, measured
-from coserve.model.seam import Attention
 
 RECOMPILES = 64
 """Variants of one layer that may be compiled: kinds of layers, windows, one row and many."""
@@ -77,7 +78,7 @@ def _attend(
 ) -> Tensor:
     """`Attention.attend` of the running step and layer: (H, T, D), (K, T, D) twice -> (T, H, D)."""
     step = _running.steps[-1]
-    out_THD = step.attention.attend(step.layer, q, k, v, scaling=scaling, window=window, softcap=softcap, sinks=sinks)
+    out_THD = step.attention.attend(step.layer, q, k, v, AttentionParams(scaling, window, softcap, sinks))
     return out_THD.contiguous()
 
 
@@ -97,7 +98,7 @@ def _linear(x: Tensor, weight: Tensor, bias: Tensor | None, sizes: Sequence[int]
     if x_TD.shape[0] == 1 and (shape := step.products.single.get((x.shape[-1], *sizes))):
         tables = None if lora is None else lora.tables(step.layer, group)
         if lora is None or tables is not None:
-            return single_row(x_TD[0], weight, bias, sizes, tables, shape=shape).view(*x.shape[:-1], -1)
+            return gemv(x_TD[0], weight, bias, sizes, tables, shape=shape).view(*x.shape[:-1], -1)
     product = step.products.project(x_TD, weight, bias)
     y_TO = product.y
     if lora is not None:
@@ -140,14 +141,10 @@ class Here:
         q_HTD: Tensor,
         k_KTD: Tensor,
         v_KTD: Tensor,
-        *,
-        scaling: float,
-        window: int | None,
-        softcap: float | None,
-        sinks: Tensor | None,
+        params: AttentionParams,
     ) -> Tensor:
         """As `Attention.attend`; `layer` is not looked at."""
-        out: Tensor = torch.ops.coserve.attend(q_HTD, k_KTD, v_KTD, scaling, window, softcap, sinks)
+        out: Tensor = torch.ops.coserve.attend(q_HTD, k_KTD, v_KTD, *params)
         return out
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
-from coserve.kernels.attention import PackedAttention
+from coserve.kernels.attention.packed import PackedAttention
 from coserve.model.base import Base
 from coserve.model.lora import SharedInput
 
@@ -46,7 +46,7 @@ def shared_inputs(base: Base) -> list[list[tuple[str, ...]]]:
 
 
 SHARED = 3
-"""Sites that the kernels serve at once (`segmented_launch.MAX_SITES`)."""
+"""Sites that the kernels serve at once (`block_sizes.MAX_SITES`)."""
 
 
 def _stackable(before: Sequence[nn.Module], module: nn.Module) -> bool:

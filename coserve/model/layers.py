@@ -10,9 +10,10 @@ import torch
 from torch import Tensor, nn
 
 from coserve.errors import UnsupportedBase
+from coserve.kernels.attention.interface import Attention
 from coserve.model import probe
 from coserve.model.base import Base
-from coserve.model.seam import Attention, ReferenceAttention
+from coserve.model.seam import ReferenceAttention
 
 
 @dataclass(frozen=True)

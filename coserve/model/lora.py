@@ -13,8 +13,9 @@ from typing import cast
 import torch
 from torch import Tensor, nn
 
-from coserve.kernels.dispatch import Way, linear_group, lora_add, prepare
-from coserve.kernels.segments import LoraPair, Segments, Stacked
+from coserve.kernels.lora.backend import Way, linear_group, lora_add, prepare
+from coserve.kernels.lora.segments import Segments
+from coserve.kernels.lora.types import LoraPair, StackedWeights
 from coserve.types import LoraSettings
 
 
@@ -110,7 +111,7 @@ class SharedInput:
     def learned(self, place: int, x: Tensor, batch: LoraBatch) -> Tensor:
         """What the site at `place` gives for `x`, LoRA terms of `batch` included; differentiable."""
         if place == 0:
-            stacked = Stacked(self.weight, self.bias, self.sizes)
+            stacked = StackedWeights(self.weight, self.bias, self.sizes)
             parts = linear_group(x.reshape(-1, x.shape[-1]), stacked, batch.segments, batch.pairs(self.names))
             self.waiting = (x, tuple(part.view(*x.shape[:-1], -1) for part in parts))
         return self._kept(place, x)

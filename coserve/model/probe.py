@@ -17,6 +17,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 from transformers.pytorch_utils import Conv1D
 
 from coserve.errors import UnsupportedBase
+from coserve.kernels.attention.interface import Attention, AttentionParams
 from coserve.model import seam
 
 _PROBE = "coserve_probe"
@@ -136,7 +137,7 @@ class Reversed:
     A convolution or a recurrence between tokens needs state of its own to go on from a page or a chunk.
     """
 
-    def __init__(self, inner: seam.Attention) -> None:
+    def __init__(self, inner: Attention) -> None:
         self._inner = inner
 
     def attend(
@@ -145,16 +146,10 @@ class Reversed:
         q_HTD: Tensor,
         k_KTD: Tensor,
         v_KTD: Tensor,
-        *,
-        scaling: float,
-        window: int | None,
-        softcap: float | None,
-        sinks: Tensor | None,
+        params: AttentionParams,
     ) -> Tensor:
         q_HTD, k_KTD, v_KTD = q_HTD.flip(1), k_KTD.flip(1), v_KTD.flip(1)
-        return self._inner.attend(
-            layer, q_HTD, k_KTD, v_KTD, scaling=scaling, window=window, softcap=softcap, sinks=sinks
-        ).flip(0)
+        return self._inner.attend(layer, q_HTD, k_KTD, v_KTD, params).flip(0)
 
 
 def decoder_layers(model: PreTrainedModel, seen: Observed) -> tuple[str, list[nn.Module]]:

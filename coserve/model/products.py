@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from coserve.kernels import few, single
+from coserve.kernels.gemm import gemv as single
+from coserve.kernels.gemm import skinny as few
 from coserve.model.base import Base
 
 MEASURED = 8
@@ -41,7 +42,7 @@ class Products:
         if self.counters is not None and x_TD.stride(1) == 1:
             rows = few.rows_of(x_TD.shape[0])
             if rows and (shape := self.few.get((rows, x_TD.shape[1], weight_OD.shape[0]))):
-                return Product(*few.few_rows(x_TD, weight_OD, bias_O, self.counters, shape))
+                return Product(*few.skinny_gemm(x_TD, weight_OD, bias_O, self.counters, shape))
         return Product(functional.linear(x_TD, weight_OD, bias_O), None)
 
 

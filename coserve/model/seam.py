@@ -5,13 +5,12 @@ Shape letters: T packed tokens, H query heads, K key/value heads, D head size.
 
 from __future__ import annotations
 
-from typing import Protocol
-
 import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface
 
 from coserve.errors import UnsupportedBase
+from coserve.kernels.attention.interface import Attention, AttentionParams
 
 NAME = "coserve"
 
@@ -31,30 +30,6 @@ _HARMLESS = frozenset(
 """Arguments that families hand on to attention and that do not change its result."""
 
 
-class Attention(Protocol):
-    """What a forward needs of attention: it knows the batch's sequences and where their keys and values live."""
-
-    def attend(
-        self,
-        layer: int,
-        q_HTD: Tensor,
-        k_KTD: Tensor,
-        v_KTD: Tensor,
-        *,
-        scaling: float,
-        window: int | None,
-        softcap: float | None,
-        sinks: Tensor | None,
-    ) -> Tensor:
-        """Causal attention of each token within its own sequence; returns (T, H, D).
-
-        Rotary positions are applied already; H is a multiple of K. `window`: a token sees itself and the
-        `window - 1` tokens before it. `softcap`: scores become `softcap * tanh(scores / softcap)`. `sinks` (H): a
-        score per head that takes part in the softmax and gives no value.
-        """
-        ...
-
-
 class PaddedAttention:
     """An `Attention` for a batch whose last rows are padding: hides them from `inner` and gives zeros for them."""
 
@@ -68,11 +43,7 @@ class PaddedAttention:
         q_HTD: Tensor,
         k_KTD: Tensor,
         v_KTD: Tensor,
-        *,
-        scaling: float,
-        window: int | None,
-        softcap: float | None,
-        sinks: Tensor | None,
+        params: AttentionParams,
     ) -> Tensor:
         rows, real = q_HTD.shape[1], slice(0, self._tokens)
         out_THD = self._inner.attend(
@@ -80,10 +51,7 @@ class PaddedAttention:
             q_HTD[:, real],
             k_KTD[:, real],
             v_KTD[:, real],
-            scaling=scaling,
-            window=window,
-            softcap=softcap,
-            sinks=sinks,
+            params,
         )
         return nn.functional.pad(out_THD, (0, 0, 0, 0, 0, rows - self._tokens))
 
@@ -128,10 +96,12 @@ def _attention(
         query_1HTD[0],
         key_1KTD[0],
         value_1KTD[0],
-        scaling=query_1HTD.shape[-1] ** -0.5 if scaling is None else float(scaling),
-        window=sliding_window,
-        softcap=softcap,
-        sinks=s_aux,
+        AttentionParams(
+            scaling=query_1HTD.shape[-1] ** -0.5 if scaling is None else float(scaling),
+            window=sliding_window,
+            softcap=softcap,
+            sinks=s_aux,
+        ),
     )
     return out_THD[None], None
 
@@ -159,12 +129,9 @@ class ReferenceAttention:
         q_HTD: Tensor,
         k_KTD: Tensor,
         v_KTD: Tensor,
-        *,
-        scaling: float,
-        window: int | None,
-        softcap: float | None,
-        sinks: Tensor | None,
+        params: AttentionParams,
     ) -> Tensor:
+        scaling, window, softcap, sinks = params
         groups = q_HTD.shape[0] // k_KTD.shape[0]
         k_HTD, v_HTD = k_KTD.repeat_interleave(groups, 0), v_KTD.repeat_interleave(groups, 0)
         outputs = []

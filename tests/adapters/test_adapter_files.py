@@ -18,8 +18,9 @@ from coserve.adapters.files import load_adapter, save_adapter
 from coserve.adapters.init import new_adapter
 from coserve.adapters.peft import inspect_adapter
 from coserve.errors import BaseMismatch, CorruptAdapter
-from coserve.kernels.dispatch import Way
-from coserve.kernels.segments import LoraPair, Segments
+from coserve.kernels.lora.backend import Way
+from coserve.kernels.lora.segments import Segments
+from coserve.kernels.lora.types import LoraPair
 from coserve.model.base import Base, wrap_base
 from coserve.model.lora import LoraBatch, LoraWeights
 from coserve.types import LoraSettings

@@ -11,7 +11,7 @@ import torch
 
 from coserve.adapters.files import save_adapter
 from coserve.adapters.init import new_adapter
-from coserve.kernels.segments import LoraPair
+from coserve.kernels.lora.types import LoraPair
 from coserve.model.lora import LoraWeights
 from coserve.types import LoraSettings
 from tests.support.api_server import Api

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from coserve.finetune.measure import Conditions, CudaMeter, OnDevice, plan_memory
-from coserve.kernels.capture import uncollected
-from coserve.kernels.dispatch import Way
+from coserve.kernels.gpu.capture import gc_paused
+from coserve.kernels.lora.backend import Way
 from coserve.memory.adapters import packed_bytes
 from coserve.memory.plan import GIB, Work
 from coserve.memory.profile import fit, load_profile
@@ -80,7 +80,7 @@ def test_nothing_of_before_is_freed_while_memory_is_measured() -> None:
     base = wrap_base(tiny_model("llama"), name="llama", eos_token_ids=())
     device = OnDevice(base, Steps(), conditions(Way.GROUPED))
     for measured in (lambda: device.step(64), lambda: device.micro_batch(96)):
-        with uncollected():  # or it might be gone too early
+        with gc_paused():  # or it might be gone too early
             meter = device._meter = Watched(weakref.ref(Ring()))
             assert meter.garbage() is not None
             measured()

@@ -10,9 +10,10 @@ from hypothesis import strategies as st
 from coserve.adapters.init import new_adapter
 from coserve.finetune.optim import Learner
 from coserve.finetune.step import Stepper, _add, pack_rows, run_to_end
-from coserve.kernels.attention import PackedAttention
-from coserve.kernels.dispatch import Way
-from coserve.kernels.segments import LoraPair, Segments
+from coserve.kernels.attention.packed import PackedAttention
+from coserve.kernels.lora.backend import Way
+from coserve.kernels.lora.segments import Segments
+from coserve.kernels.lora.types import LoraPair
 from coserve.model.base import Base, wrap_base
 from coserve.model.lora import LoraBatch, LoraWeights
 from coserve.types import LoraSettings, TrainingSettings

@@ -13,9 +13,9 @@ from coserve.adapters.init import new_adapter
 from coserve.errors import AdapterNotFound, CheckpointUnreadable, CorruptAdapter, InvalidRequest, StorageFull
 from coserve.finetune.checkpoint import STATE, TENSORS
 from coserve.finetune.optim import Learner
-from coserve.kernels.attention import PackedAttention
-from coserve.kernels.dispatch import Way
-from coserve.kernels.segments import Segments
+from coserve.kernels.attention.packed import PackedAttention
+from coserve.kernels.lora.backend import Way
+from coserve.kernels.lora.segments import Segments
 from coserve.link import JobCheckpoint, JobFailed, JobProgress, JobSucceeded, JobWaiting
 from coserve.model.base import Base
 from coserve.model.lora import LoraBatch, LoraWeights

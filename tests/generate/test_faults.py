@@ -11,7 +11,7 @@ import torch
 from coserve.errors import EngineFault
 from coserve.generate import generator as module
 from coserve.generate.generator import Generator
-from coserve.kernels.dispatch import Way
+from coserve.kernels.lora.backend import Way
 from coserve.link import Generate, RequestFailed, Tokens
 from coserve.memory.kv import KvCache
 from coserve.model.base import Base, wrap_base

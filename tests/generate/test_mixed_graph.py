@@ -15,11 +15,10 @@ from coserve.generate.mixed_graph import MIXED_BUCKETS, MixedGraph, Rows, mixed_
 from coserve.generate.runner import Runner
 from coserve.generate.sampler import send_ids
 from coserve.generate.slots import NO_ADAPTERS, SMALL_STEP, AdapterSlots, prompt_rooms, scope_of, slot_lora
-from coserve.kernels.attention_static import MixedRoom
-from coserve.kernels.dispatch import Way
+from coserve.kernels.attention.interface import MixedCapacity, Run
+from coserve.kernels.lora.backend import Way
+from coserve.kernels.lora.segments import Segments
 from coserve.kernels.sampling import NOT_FINITE
-from coserve.kernels.segments import Segments
-from coserve.kernels.tiles import Run
 from coserve.memory.kv import KvCache
 from coserve.model.base import Base, wrap_base
 from coserve.model.fused import FusedBase
@@ -49,7 +48,7 @@ class Ways:
         run, launch = MixedGraph.run, Runner._kernel_by_kernel
 
         def ran(graph: MixedGraph, rows: Rows, *args: object) -> object:
-            self.graphs.append((len(rows.tokens), graph.room.tokens))
+            self.graphs.append((len(rows.tokens), graph.capacity.tokens))
             return run(graph, rows, *args)  # type: ignore[arg-type]
 
         def launched(runner: Runner, *args: object) -> object:
@@ -237,7 +236,7 @@ def test_padding_changes_neither_pages_nor_logits(
     lora = None if segments is None else slot_lora(slots, segments)
     tokens_T, positions_T, keep_R = send_ids(fused.base.device, one.known, one.rows.positions, one.rows.keep)
     expected = fused.forward(tokens_T, positions_T, one.kv.attention(one.runs), lora=lora, keep=keep_R)
-    room = MixedRoom(tokens=128, sequences=9, chunks=8, context=80)
+    room = MixedCapacity(tokens=128, sequences=9, chunks=8, context=80)
     attention, results = two.kv.mixed_attention(room), Results(12)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(slots_module, "SMALL_STEP", 0 if adapters == "long tiles" else 256)

@@ -12,8 +12,8 @@ from coserve.adapters.residency import Residency
 from coserve.errors import AdapterNotFound, PromptTooLong
 from coserve.generate.generator import Generator
 from coserve.generate.runner import Runner
-from coserve.kernels.dispatch import Way
-from coserve.kernels.segments import LoraPair
+from coserve.kernels.lora.backend import Way
+from coserve.kernels.lora.types import LoraPair
 from coserve.link import Generate, Tokens
 from coserve.memory.adapters import AdapterPages
 from coserve.memory.kv import KvCache

@@ -17,7 +17,7 @@ import torch
 from coserve.adapters.residency import Residency
 from coserve.generate.schedule import Scheduler, Share
 from coserve.generate.sequences import Sequence
-from coserve.kernels.segments import LoraPair
+from coserve.kernels.lora.types import LoraPair
 from coserve.link import Generate
 from coserve.memory.adapters import AdapterPages, Entered
 from coserve.memory.buffer import ALIGNMENT, PageBuffer

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from coserve.generate.generator import Generator
-from coserve.kernels.dispatch import Way
-from coserve.kernels.segments import LoraPair
+from coserve.kernels.lora.backend import Way
+from coserve.kernels.lora.types import LoraPair
 from coserve.link import Generate, Tokens
 from coserve.memory.kv import KvCache
 from coserve.model.base import Base, wrap_base

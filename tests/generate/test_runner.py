@@ -13,8 +13,8 @@ from torch import Tensor
 from coserve.generate.generator import Generator
 from coserve.generate.runner import Runner
 from coserve.generate.slots import AdapterSlots
-from coserve.kernels.dispatch import Way
-from coserve.kernels.segments import LoraPair
+from coserve.kernels.lora.backend import Way
+from coserve.kernels.lora.types import LoraPair
 from coserve.link import Generate, RequestFailed, Tokens
 from coserve.memory.kv import KvCache
 from coserve.model.base import Base, wrap_base

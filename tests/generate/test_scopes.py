@@ -13,8 +13,8 @@ from coserve.generate.generator import Generator
 from coserve.generate.graphs import DecodeGraph, serving
 from coserve.generate.runner import Runner
 from coserve.generate.slots import NO_ADAPTERS, AdapterSlots, Scope, SlotLora, scope_of
-from coserve.kernels.dispatch import Way
-from coserve.kernels.segments import Segments
+from coserve.kernels.lora.backend import Way
+from coserve.kernels.lora.segments import Segments
 from coserve.memory.kv import KvCache
 from coserve.model.base import wrap_base
 from coserve.model.fused import FusedBase

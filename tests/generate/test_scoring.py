@@ -15,8 +15,8 @@ from torch import Tensor
 from coserve.errors import InvalidRequest
 from coserve.generate import schedule, scoring
 from coserve.generate.generator import Generator
-from coserve.kernels.dispatch import Way
-from coserve.kernels.segments import LoraPair
+from coserve.kernels.lora.backend import Way
+from coserve.kernels.lora.types import LoraPair
 from coserve.link import Generate, RequestFailed, Tokens
 from coserve.memory.kv import KvCache
 from coserve.model.base import Attention, Base, wrap_base

@@ -9,7 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from coserve.generate.slots import AdapterSlots, Scope, StaticLora, decode_rooms
-from coserve.kernels.segments import LoraPair, Segments
+from coserve.kernels.lora.segments import Segments
+from coserve.kernels.lora.types import LoraPair
 from coserve.model.lora import LoraWeights
 from coserve.types import LoraSettings
 

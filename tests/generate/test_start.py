@@ -13,7 +13,7 @@ from torch import Tensor
 from coserve.generate import start
 from coserve.generate.generator import Generator
 from coserve.generate.start import COMPILED, Compilation, Upgrade, make_start
-from coserve.kernels.dispatch import Way
+from coserve.kernels.lora.backend import Way
 from coserve.link import Generate, Tokens
 from coserve.memory.kv import KvCache
 from coserve.model.base import Base, wrap_base

@@ -14,9 +14,10 @@ from transformers import PreTrainedModel
 
 from coserve.generate.generator import Generator
 from coserve.generate.runner import Runner
-from coserve.kernels.attention import PackedAttention
-from coserve.kernels.dispatch import Way
-from coserve.kernels.segments import LoraPair, Segments
+from coserve.kernels.attention.packed import PackedAttention
+from coserve.kernels.lora.backend import Way
+from coserve.kernels.lora.segments import Segments
+from coserve.kernels.lora.types import LoraPair
 from coserve.link import Generate, JobSucceeded, Tokens
 from coserve.memory.adapters import packed_bytes
 from coserve.memory.kv import KvCache

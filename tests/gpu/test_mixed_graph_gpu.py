@@ -10,11 +10,10 @@ from coserve.generate.graphs import Results, make_place
 from coserve.generate.mixed_graph import MixedGraph, Rows
 from coserve.generate.runner import Runner
 from coserve.generate.slots import NO_ADAPTERS, AdapterSlots, Scope, slot_lora
-from coserve.kernels.attention_static import MixedRoom
-from coserve.kernels.dispatch import Way
+from coserve.kernels.attention.interface import MixedCapacity, Run
+from coserve.kernels.lora.backend import Way
+from coserve.kernels.lora.segments import Segments
 from coserve.kernels.sampling import NOT_FINITE
-from coserve.kernels.segments import Segments
-from coserve.kernels.tiles import Run
 from coserve.memory.kv import KvCache
 from coserve.model.fused import FusedBase
 from coserve.types import AdapterRef
@@ -46,7 +45,7 @@ def test_replays_give_what_packed_steps_give() -> None:
         slots, place = AdapterSlots(fused.groups, 16, base.device), make_place(base.device)
         held = [adapter(base, i, rank) for i, rank in enumerate((4, 16, 9, 1, 3, 16, 2, 8, 5))]
         placed = slots.place(held)
-        room, results = MixedRoom(tokens=192, sequences=12, chunks=6, context=1000), Results(12)
+        room, results = MixedCapacity(tokens=192, sequences=12, chunks=6, context=1000), Results(12)
         graphs = {
             scope.width: MixedGraph(fused, kv.mixed_attention(room), last, slots, scope, results, place)
             for scope in (NO_ADAPTERS, Scope(16, slots.all_groups))

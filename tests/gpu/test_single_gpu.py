@@ -5,10 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 
-from coserve.kernels import reference
-from coserve.kernels.segments import LoraPair, Segments
-from coserve.kernels.single import shapes_of, single_row
-from coserve.kernels.tables import Slots, StepTiles, cut
+from coserve.kernels.gemm.gemv import gemv, shapes_of
+from coserve.kernels.lora import reference
+from coserve.kernels.lora.segmented.adapter_table import Slots
+from coserve.kernels.lora.segmented.tiles import StepTiles, cut
+from coserve.kernels.lora.segments import Segments
+from coserve.kernels.lora.types import LoraPair
 
 pytestmark = pytest.mark.gpu
 
@@ -32,7 +34,7 @@ def test_single_row_in_a_graph(inputs: int, sizes: tuple[int, ...]) -> None:
         def run(shape: tuple[int, int] = shape) -> torch.Tensor:
             torch.mul(given, 2, out=x)
             lora = (step.tiles, slots.table(0, len(sizes)), 32)
-            return single_row(x[0], weight, None, sizes, lora, shape=shape)
+            return gemv(x[0], weight, None, sizes, lora, shape=shape)
 
         run()
         graph = torch.cuda.CUDAGraph()

@@ -9,7 +9,7 @@ from torch._dynamo.utils import counters
 
 from coserve.generate.generator import Generator
 from coserve.generate.start import COMPILING, Upgrade, make_start
-from coserve.kernels.dispatch import Way
+from coserve.kernels.lora.backend import Way
 from coserve.memory.kv import KvCache
 from tests.generate.test_start import NoAdapters, ask, ask_all, steps
 from tests.gpu.test_engine_gpu import gpu_base

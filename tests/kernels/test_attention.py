@@ -13,9 +13,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from coserve.kernels.attention import PackedAttention, PagedAttention, Pages
-from coserve.kernels.attention_choice import attention_notes, paged_attention
-from coserve.kernels.tiles import KEY_BLOCK, Run
+from coserve.kernels.attention.backend import attention_notes, paged_attention
+from coserve.kernels.attention.interface import AttentionParams, Pages, Run
+from coserve.kernels.attention.packed import PackedAttention
+from coserve.kernels.attention.torch_paged.paged import PagedAttention
+from coserve.kernels.attention.torch_paged.tiles import KEY_BLOCK
 from tests.support.attention_cases import spread
 
 
@@ -76,9 +78,7 @@ def reference(kind: Kind, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 
 def call(attention: PackedAttention | PagedAttention, kind: Kind, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    return attention.attend(
-        0, q, k, v, scaling=kind.scaling, window=kind.window, softcap=kind.softcap, sinks=kind.sink_logits()
-    )
+    return attention.attend(0, q, k, v, AttentionParams(kind.scaling, kind.window, kind.softcap, kind.sink_logits()))
 
 
 class Cache:

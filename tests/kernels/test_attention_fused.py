@@ -9,10 +9,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from coserve.kernels.attention_fused import FusedPagedAttention
-from coserve.kernels.attention_fused_static import FusedStaticAttention
-from coserve.kernels.attention_plan import PROCESSORS, decode_items, items_for, prefill_tiles
-from coserve.kernels.tiles import Run
+from coserve.kernels.attention.interface import Run
+from coserve.kernels.attention.triton_paged.decode_steps import FusedStaticAttention
+from coserve.kernels.attention.triton_paged.plan import decode_items, items_for, prefill_tiles
+from coserve.kernels.attention.triton_paged.step import FusedPagedAttention
+from coserve.kernels.gpu.device import H200
 from tests.support.attention_cases import Case, Kind, worst
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -23,6 +24,7 @@ DTYPES = [
     pytest.param(torch.bfloat16, marks=pytest.mark.gpu),
 ]
 
+PROCESSORS = H200.multiprocessors
 KINDS = {
     "group_of_4": Kind(8, 2, 64),
     "one_head_each": Kind(2, 2, 80),
@@ -48,7 +50,7 @@ named = pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
 
 
 def attend(attention: FusedPagedAttention | FusedStaticAttention, case: Case, *qkv: Tensor) -> Tensor:
-    return attention.attend(0, *(qkv or (case.q_HTD, case.k_KTD, case.v_KTD)), **case.kind.scores(case.device))
+    return attention.attend(0, *(qkv or (case.q_HTD, case.k_KTD, case.v_KTD)), case.kind.params(case.device))
 
 
 @named
@@ -106,9 +108,9 @@ def test_a_sequence_that_grows_and_one_that_takes_its_row() -> None:
     kv_heads=st.sampled_from([1, 2, 8, 32, 600]),
 )
 def test_items_cover_each_key_once(contexts: list[int], window: int | None, kv_heads: int) -> None:
-    most = items_for(len(contexts), kv_heads)
+    most = items_for(len(contexts), kv_heads, PROCESSORS)
     rows = np.arange(len(contexts))
-    items = decode_items(np.array(contexts), rows, window, most, kv_heads)
+    items = decode_items(np.array(contexts), rows, window, most, kv_heads, PROCESSORS)
     assert len(items) <= most
     for row, context in enumerate(contexts):
         mine = np.flatnonzero(items[:, 0] == row)
@@ -137,7 +139,7 @@ def test_tiles_cover_each_token_and_key_once(
     for column, (position, new) in enumerate(spans):
         runs.append((column, row, Run(new, position, ())))
         row += new
-    items = prefill_tiles(runs, tokens, window, kv_heads)
+    items = prefill_tiles(runs, tokens, window, kv_heads, PROCESSORS)
     firsts = np.unique(items[:, 6])
     if len(items) > len(firsts):
         assert len(items) <= PROCESSORS // kv_heads
@@ -181,11 +183,11 @@ def test_a_captured_graph_serves_other_sequences() -> None:
     most = torch.full((300, 16, 8, 128), float("nan"), dtype=torch.bfloat16, device="cuda")
     attention._pages = type(pages)((most.clone(),), (most.clone(),))
     attention.load([])
-    told = kind.scores(torch.device("cuda"))
-    attention.attend(0, q, k, v, **told)
+    params = kind.params(torch.device("cuda"))
+    attention.attend(0, q, k, v, params)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        out = attention.attend(0, q, k, v, **told)
+        out = attention.attend(0, q, k, v, params)
     for case in (*cases, *cases):
         for to, pages_of in ((attention._pages.keys, case.pages.keys), (attention._pages.values, case.pages.values)):
             to[0][: len(pages_of[0])] = pages_of[0]

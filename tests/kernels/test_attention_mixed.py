@@ -8,13 +8,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from coserve.kernels.attention_fused_mixed import FusedMixedAttention
-from coserve.kernels.attention_static import GatheredMixedAttention, MixedRoom
-from coserve.kernels.tiles import Run
+from coserve.kernels.attention.interface import MixedCapacity, Run
+from coserve.kernels.attention.torch_paged.static import GatheredMixedAttention
+from coserve.kernels.attention.triton_paged.mixed_steps import FusedMixedAttention
 from tests.kernels.test_attention_fused import CHUNKS, DECODES, DEVICE, FAR, KINDS, TOLERANCE
 from tests.support.attention_cases import Case, Kind, worst
 
-ROOM = MixedRoom(tokens=128, sequences=9, chunks=5, context=1700)
+ROOM = MixedCapacity(tokens=128, sequences=9, chunks=5, context=1700)
 STEPS = [CHUNKS, DECODES[::-1], [(0, 1), (1500, 2), (520, 3)], []]
 """Everything at once, decodes alone, keys that are cut, and nothing."""
 
@@ -30,7 +30,7 @@ def padded(case: Case, rows: int) -> list[Tensor]:
 
 
 def check(attention: FusedMixedAttention | GatheredMixedAttention, case: Case, runs: int, limit: float) -> None:
-    got = attention.attend(0, *padded(case, attention.room.tokens), **case.kind.scores(case.device))
+    got = attention.attend(0, *padded(case, attention.capacity.tokens), case.kind.params(case.device))
     real = sum(run.tokens for run in case.runs) if runs else 0
     assert torch.equal(got[real:], torch.zeros_like(got[real:]))
     if runs:
@@ -63,7 +63,7 @@ def test_plain_torch_serves_the_same() -> None:
             cache.nan_to_num_(0.0)
         attention._pages = case.pages
         attention.load(case.runs if runs else [])
-        got = attention.attend(0, *padded(case, ROOM.tokens), **kind.scores(torch.device("cpu")))
+        got = attention.attend(0, *padded(case, ROOM.tokens), kind.params(torch.device("cpu")))
         real = sum(run.tokens for run in case.runs) if runs else 0
         assert torch.equal(got[real:], torch.zeros_like(got[real:]))
         if runs:
@@ -71,7 +71,7 @@ def test_plain_torch_serves_the_same() -> None:
 
 
 def test_what_a_room_holds() -> None:
-    room = MixedRoom(tokens=20, sequences=4, chunks=2, context=30)
+    room = MixedCapacity(tokens=20, sequences=4, chunks=2, context=30)
 
     def holds(*runs: tuple[int, int]) -> bool:
         return room.holds([Run(tokens, position, ()) for position, tokens in runs])
@@ -94,7 +94,7 @@ def test_every_step_that_a_room_holds_has_a_plan(
     mix: list[tuple[int, int]], window: int | None, heads: tuple[int, int]
 ) -> None:
     """Its items are those of the plain plan, as many as there is room for, and none of them uses another's counter."""
-    room = MixedRoom(tokens=512, sequences=12, chunks=8, context=40300)
+    room = MixedCapacity(tokens=512, sequences=12, chunks=8, context=40300)
     runs = [Run(tokens, position, (0,)) for position, tokens in mix]
     while not room.holds(runs):
         runs.pop()
@@ -122,7 +122,7 @@ def test_every_step_that_a_room_holds_has_a_plan(
 @pytest.mark.parametrize("window", [None, 70])
 def test_a_captured_form_serves_steps_of_any_mix(window: int | None) -> None:
     kind = Kind(32, 8, 128, window=window)
-    room = MixedRoom(tokens=192, sequences=16, chunks=6, context=4096)
+    room = MixedCapacity(tokens=192, sequences=16, chunks=6, context=4096)
     cases = [
         Case(kind, runs, torch.bfloat16, "cuda", seed)
         for seed, runs in enumerate((CHUNKS, DECODES, FAR, [(2500, 60), (3, 1), (0, 100)], [(4000, 1)]))
@@ -131,11 +131,11 @@ def test_a_captured_form_serves_steps_of_any_mix(window: int | None) -> None:
     most = torch.full((800, 16, 8, 128), float("nan"), dtype=torch.bfloat16, device="cuda")
     attention = FusedMixedAttention(type(cases[0].pages)((most.clone(),), (most.clone(),)), room)
     attention.load([])
-    told = kind.scores(torch.device("cuda"))
-    attention.attend(0, q, k, v, **told)
+    params = kind.params(torch.device("cuda"))
+    attention.attend(0, q, k, v, params)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        out = attention.attend(0, q, k, v, **told)
+        out = attention.attend(0, q, k, v, params)
     for case in (*cases, *cases):
         for to, pages_of in ((attention._pages.keys, case.pages.keys), (attention._pages.values, case.pages.values)):
             to[0][: len(pages_of[0])] = pages_of[0]

@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from coserve.kernels import block_sparse
+from coserve.kernels.lora import block_sparse
 from tests.support.lora_grids import GRIDS, Grid, check_forward, check_gradients, make_case, relative_error
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"

@@ -10,7 +10,7 @@ from typing import cast
 import pytest
 import torch
 
-from coserve.kernels.capture import captured
+from coserve.kernels.gpu.capture import captured
 
 GRAPH = cast(torch.cuda.CUDAGraph, None)
 

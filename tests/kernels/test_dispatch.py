@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from coserve.errors import ConfigError
-from coserve.kernels.dispatch import TRITON_WAYS, Way, choose_way, lora_add
+from coserve.kernels.lora.backend import TRITON_WAYS, Way, choose_way, lora_add
 from tests.support.lora_grids import GRIDS, make_case, relative_error
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda")

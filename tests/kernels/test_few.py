@@ -3,11 +3,14 @@ from __future__ import annotations
 import pytest
 import torch
 
-from coserve.kernels import segmented_launch as launch
-from coserve.kernels.dispatch import interpreted
-from coserve.kernels.few import ROWS, SHAPES, Shape, few_rows, make_counters, rows_of, shapes_of
-from coserve.kernels.segments import LoraPair, Segments
-from coserve.kernels.tables import Slots, cut, upload
+from coserve.kernels.gemm.skinny import ROWS, SHAPES, Shape, make_counters, rows_of, shapes_of, skinny_gemm
+from coserve.kernels.gpu.device import interpreted
+from coserve.kernels.lora.segmented.adapter_table import Slots
+from coserve.kernels.lora.segmented.plan import TilePlan
+from coserve.kernels.lora.segmented.terms import add_
+from coserve.kernels.lora.segmented.tiles import cut, upload
+from coserve.kernels.lora.segments import Segments
+from coserve.kernels.lora.types import LoraPair
 from tests.support.lora_grids import relative_error
 
 SMALL = (Shape(16, 16, 1, 4, 2), Shape(32, 16, 2, 4, 2), Shape(16, 32, 4, 4, 2))
@@ -25,7 +28,7 @@ def test_rows_through_a_weight(shape: Shape, rows: int, bias: bool) -> None:
     counters = torch.zeros(3, dtype=torch.int32)
     expected = torch.nn.functional.linear(x.float(), weight.float(), None if added is None else added.float())
     for _ in range(2):
-        got, _ = few_rows(x, weight, added, counters, shape)
+        got, _ = skinny_gemm(x, weight, added, counters, shape)
         torch.testing.assert_close(got.float(), expected, rtol=2e-3, atol=2e-2)
     assert not counters.any()
 
@@ -60,7 +63,7 @@ def test_rows_in_a_graph(inputs: int, outputs: int, rows: int) -> None:
             found = []
             for scale in range(1, 9):
                 torch.mul(given, scale, out=x)
-                found.append(few_rows(x, weight, bias, counters, shape)[0])
+                found.append(skinny_gemm(x, weight, bias, counters, shape)[0])
             return found
 
         run()
@@ -99,18 +102,18 @@ def test_the_shrink_beside_a_product(inputs: int, sizes: tuple[int, ...], rows: 
     bounds = sorted({0, 1, rows // 3, rows // 2, rows})
     segments = Segments(tuple(bounds), tuple(range(len(bounds) - 1)))
     tiles = upload(cut(segments, ranks, 8), 8, rows, device)
-    where = (table.addresses, table.ranks, table.scalings)
+    plan = TilePlan(tiles, 64, True)
     for shape in shapes_of(inputs, outputs, torch.bfloat16):
 
-        def run(*, apart: bool, beside: bool = True, shape: Shape = shape) -> list[torch.Tensor]:
+        def run(*, apart: bool, overlapped: bool = True, shape: Shape = shape) -> list[torch.Tensor]:
             found = []
             for scale in range(1, 9):
                 torch.mul(given, scale, out=x)
-                y, _scratch = few_rows(x, weight, None, counters, shape)
+                y, _scratch = skinny_gemm(x, weight, None, counters, shape)
                 ys = list(torch.split(y, list(sizes), 1))
                 if apart:
                     torch.cuda.synchronize()
-                launch.decode(ys, x, tiles.tiles, tiles.items, *where, 8, 64, beside=beside)
+                add_(ys, x, plan, table, overlapped=overlapped)
                 found.append(y)
                 x.fill_(float("nan"))
             return found
@@ -121,7 +124,7 @@ def test_the_shrink_beside_a_product(inputs: int, sizes: tuple[int, ...], rows: 
             got = run(apart=False)
         for again in range(5):
             given.copy_(draw(rows, inputs))
-            expected, behind = run(apart=True), run(apart=True, beside=False)
+            expected, behind = run(apart=True), run(apart=True, overlapped=False)
             graph.replay()
             for scale, (mine, other, third) in enumerate(zip(got, expected, behind, strict=True), 1):
                 assert mine.equal(other), (shape, again, scale)

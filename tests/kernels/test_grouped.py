@@ -3,8 +3,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from coserve.kernels import grouped, reference
-from coserve.kernels.segments import LoraPair, Segments
+from coserve.kernels.lora import grouped, reference
+from coserve.kernels.lora.segments import Segments
+from coserve.kernels.lora.types import LoraPair
 from tests.support.lora_grids import GRIDS, Grid, check_forward, check_gradients, make_case
 
 named = pytest.mark.parametrize("grid", GRIDS, ids=lambda grid: grid.name)

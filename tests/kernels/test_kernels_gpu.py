@@ -6,9 +6,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from coserve.kernels import block_sparse, reference, segmented
-from coserve.kernels.segments import LoraPair, Segments
-from coserve.kernels.tables import Slots, StepTiles, cut
+from coserve.kernels.lora import block_sparse, reference
+from coserve.kernels.lora.segmented import plan, terms
+from coserve.kernels.lora.segmented.adapter_table import Slots
+from coserve.kernels.lora.segmented.tiles import StepTiles, cut
+from coserve.kernels.lora.segments import Segments
+from coserve.kernels.lora.types import LoraPair
 from tests.support.lora_grids import GRIDS, Case, Grid, check_gradients, make_case, relative_error
 
 pytestmark = pytest.mark.gpu
@@ -49,18 +52,18 @@ def poisoned_case(grid: Grid) -> Case:
 @named
 @pytest.mark.parametrize("long", [False, True], ids=["decode", "long"])
 def test_segmented_bf16_among_poison(grid: Grid, long: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    rows = (segmented.LONG_ROWS, False) if long else segmented.tile_rows(grid.segments)
-    monkeypatch.setattr(segmented, "tile_rows", lambda _: rows)
+    rows = (plan.PREFILL_TILE_ROWS, False) if long else plan.tile_rows(grid.segments)
+    monkeypatch.setattr(plan, "tile_rows", lambda _: rows)
     case = poisoned_case(grid)
     expected = reference.lora_add(case.y, case.x, case.segments, case.pairs)
     with torch.no_grad():
-        got = segmented.lora_add(case.y, case.x, case.segments, case.pairs)
+        got = terms.lora_add(case.y, case.x, case.segments, case.pairs)
     assert relative_error(got, expected) <= 1e-2
 
 
 @named
 def test_segmented_gradients_bf16(grid: Grid) -> None:
-    check_gradients(segmented.lora_add, grid, torch.bfloat16, "cuda")
+    check_gradients(terms.lora_add, grid, torch.bfloat16, "cuda")
 
 
 @named
@@ -88,7 +91,7 @@ def test_sites_of_one_input_together() -> None:
     cases = [make_case(grid, torch.bfloat16, "cuda", seed=seed) for seed, grid in enumerate(grids)]
     x, segments = cases[0].x, cases[0].segments
     expected = [reference.lora_add(case.y, x, segments, case.pairs) for case in cases]
-    got = segmented.lora_add_group([case.y for case in cases], x, segments, [case.pairs for case in cases])
+    got = terms.lora_add_group([case.y for case in cases], x, segments, [case.pairs for case in cases])
     for mine, wanted in zip(got, expected, strict=True):
         assert relative_error(mine, wanted) <= 1e-2
 
@@ -100,11 +103,11 @@ def test_long_kernels_of_three_sites_fit_at_every_rank(rank: int, dtype: torch.d
     cases = [make_case(grid, dtype, "cuda", seed=seed, grad=True) for seed, grid in enumerate(grids)]
     x, segments, pairs = cases[0].x, cases[0].segments, [case.pairs for case in cases]
     expected = [reference.lora_add(case.y, x, segments, case.pairs) for case in cases]
-    got = segmented.lora_add_group([case.y for case in cases], x, segments, pairs)
+    got = terms.lora_add_group([case.y for case in cases], x, segments, pairs)
     leaves = [x, *(leaf for case in cases for leaf in case.leaves()[2:])]
     gradients = [torch.autograd.grad(sum(out.float().sum() for out in outs), leaves) for outs in (got, expected)]
     with torch.no_grad():
-        in_place = segmented.lora_add_group([case.y.clone() for case in cases], x, segments, pairs)
+        in_place = terms.lora_add_group([case.y.clone() for case in cases], x, segments, pairs)
     for mine, wanted in (*zip(got, expected, strict=True), *zip(in_place, expected, strict=True)):
         assert relative_error(mine, wanted) <= 1e-2
     for mine, wanted in zip(*gradients, strict=True):
@@ -118,7 +121,7 @@ def test_a_captured_graph_serves_other_adapters_and_batches() -> None:
     second = make_case(Grid("second", (4, 1, 3), (3, -1, 0), ranks, 4096, 1024), torch.bfloat16, "cuda", seed=2)
     slots, step = Slots(4, 1, device), StepTiles(8, 8, 32, 8, device)
     x, y = torch.empty_like(first.x), torch.empty_like(first.y)
-    plan = segmented.Plan(step.tiles, 64, True)
+    cut_as = plan.TilePlan(step.tiles, 64, True)
 
     def load(case: Case) -> None:
         for slot, pair in enumerate(case.pairs):
@@ -128,10 +131,10 @@ def test_a_captured_graph_serves_other_adapters_and_batches() -> None:
         y.copy_(case.y)
 
     load(first)
-    segmented.add_([y], x, plan, slots.table(0, 1))
+    terms.add_([y], x, cut_as, slots.table(0, 1))
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        segmented.add_([y], x, plan, slots.table(0, 1))
+        terms.add_([y], x, cut_as, slots.table(0, 1))
     for case in (first, second, first):
         torch.cuda.synchronize()
         load(case)
@@ -140,22 +143,7 @@ def test_a_captured_graph_serves_other_adapters_and_batches() -> None:
         assert relative_error(y, expected) <= 1e-2
 
 
-def test_compiles_into_one_graph() -> None:
-    case = make_case(GRIDS[8], torch.bfloat16, "cuda", grad=True)
-
-    group = segmented.group_of(case.segments, [case.pairs], torch.device("cuda"))
-    plan = segmented.plan_of(case.segments, group, train=True)
-
-    def term(y: Tensor, x: Tensor) -> Tensor:
-        return segmented.train([y * 1.0], x, plan, group)[0] * 2
-
-    expected = torch.autograd.grad(term(case.y, case.x).sum(), case.leaves())
-    got = torch.autograd.grad(torch.compile(term, fullgraph=True)(case.y, case.x).sum(), case.leaves())
-    for mine, wanted in zip(got, expected, strict=True):
-        assert relative_error(mine, wanted) <= 1e-2
-
-
 def test_long_batches_of_more_rows_than_int16() -> None:
     case = make_case(Grid("long", (40000,), (0,), (16,), 64, 64), torch.bfloat16, "cuda")
     expected = reference.lora_add(case.y, case.x, case.segments, case.pairs)
-    assert relative_error(segmented.lora_add(case.y, case.x, Segments((0, 40000), (0,)), case.pairs), expected) <= 1e-2
+    assert relative_error(terms.lora_add(case.y, case.x, Segments((0, 40000), (0,)), case.pairs), expected) <= 1e-2

@@ -11,8 +11,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from coserve.kernels import launcher
-from coserve.kernels.launcher import Launcher
+from coserve.kernels.gpu import launcher
+from coserve.kernels.gpu.launcher import Launcher
 
 
 @pytest.fixture

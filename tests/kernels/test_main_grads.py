@@ -10,10 +10,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from coserve.kernels import reference
-from coserve.kernels.segmented import lora_add_group
-from coserve.kernels.segmented_linear import linear_group
-from coserve.kernels.segments import LoraPair, MainGrads, Segments, Stacked
+from coserve.kernels.lora import reference
+from coserve.kernels.lora.segmented.linear_group import linear_group
+from coserve.kernels.lora.segmented.terms import lora_add_group
+from coserve.kernels.lora.segments import Segments
+from coserve.kernels.lora.types import LoraPair, MainGrads, StackedWeights
 from tests.kernels.test_segmented_linear import Sites, drawn, leaves, make_sites
 from tests.support.lora_grids import relative_error
 
@@ -53,7 +54,7 @@ def sums(sites: Sites) -> list[Tensor]:
 
 def stacked(x: Tensor, segments: Segments, sites: Sites) -> Sequence[Tensor]:
     weight = drawn(sum(SIZES), D, seed=1).to(x.dtype) * 0.1
-    return linear_group(x, Stacked(weight, None, SIZES), segments, sites)
+    return linear_group(x, StackedWeights(weight, None, SIZES), segments, sites)
 
 
 def alone(x: Tensor, segments: Segments, sites: Sites) -> Sequence[Tensor]:

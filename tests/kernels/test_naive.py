@@ -3,8 +3,8 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from coserve.kernels.naive import split
-from coserve.kernels.segments import Segments
+from coserve.kernels.lora.per_adapter import split
+from coserve.kernels.lora.segments import Segments
 
 
 @given(st.lists(st.tuples(st.integers(0, 5), st.integers(-1, 3)), max_size=12))

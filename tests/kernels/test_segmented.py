@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -11,12 +11,12 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from coserve.kernels import reference, segmented
-from coserve.kernels import segmented_launch as launch
-from coserve.kernels import segmented_ops as ops
-from coserve.kernels.segmented_launch import LongBlocks
-from coserve.kernels.segments import LoraPair, Segments
-from coserve.kernels.tables import SiteTable
+from coserve.kernels.lora import reference
+from coserve.kernels.lora.segmented import block_sizes, launch_decode, launch_prefill, plan, terms
+from coserve.kernels.lora.segmented.adapter_table import SiteTable
+from coserve.kernels.lora.segmented.block_sizes import PrefillBlocks
+from coserve.kernels.lora.segments import Segments
+from coserve.kernels.lora.types import LoraPair
 from tests.support.lora_grids import GRIDS, Grid, check_forward, check_gradients, make_case, relative_error
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -26,7 +26,7 @@ named = pytest.mark.parametrize("grid", GRIDS, ids=lambda grid: grid.name)
 @named
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
 def test_decode_forward(grid: Grid, dtype: torch.dtype) -> None:
-    check_forward(segmented.lora_add, grid, dtype, DEVICE)
+    check_forward(terms.lora_add, grid, dtype, DEVICE)
 
 
 LONG_INPUTS = Grid("2500 inputs", (3, 0, 5, 1), (0, 1, 2, -1), (16, 40, 8), 2500, 64)
@@ -34,39 +34,39 @@ LONG_INPUTS = Grid("2500 inputs", (3, 0, 5, 1), (0, 1, 2, -1), (16, 40, 8), 2500
 
 @named
 def test_decode_forward_beside_a_product(grid: Grid, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(launch, "decode", partial(launch.decode, beside=True))
-    check_forward(segmented.lora_add, grid, torch.float32, DEVICE)
+    monkeypatch.setattr(launch_decode, "decode", partial(launch_decode.decode, overlapped=True))
+    check_forward(terms.lora_add, grid, torch.float32, DEVICE)
 
 
-@pytest.mark.parametrize("beside", [False, True])
+@pytest.mark.parametrize("overlapped", [False, True])
 @pytest.mark.parametrize("steps", [1, 2])
-def test_decode_forward_of_many_inputs(steps: int, beside: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_decode_forward_of_many_inputs(steps: int, overlapped: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """A program's inputs in one step of k or several, the last of them partly there."""
-    blocks = launch.decode_blocks(2500, (64,), 3, 4, 8, 48)
-    monkeypatch.setattr(launch, "decode_blocks", lambda *_: replace(blocks, steps=steps))
-    monkeypatch.setattr(launch, "decode", partial(launch.decode, beside=beside))
-    check_forward(segmented.lora_add, LONG_INPUTS, torch.float32, DEVICE)
+    blocks = block_sizes.decode_blocks(2500, (64,), 3, 4, 8, 48)
+    monkeypatch.setattr(launch_decode, "decode_blocks", lambda *_: replace(blocks, steps=steps))
+    monkeypatch.setattr(launch_decode, "decode", partial(launch_decode.decode, overlapped=overlapped))
+    check_forward(terms.lora_add, LONG_INPUTS, torch.float32, DEVICE)
 
 
 @named
 def test_long_forward(grid: Grid, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(segmented, "tile_rows", lambda _: (segmented.LONG_ROWS, False))
-    check_forward(segmented.lora_add, grid, torch.float32, DEVICE)
+    monkeypatch.setattr(plan, "tile_rows", lambda _: (plan.PREFILL_TILE_ROWS, False))
+    check_forward(terms.lora_add, grid, torch.float32, DEVICE)
 
 
 def many_blocks(monkeypatch: pytest.MonkeyPatch, run: int = 4) -> None:
     """Small batches are cut as large ones are: k among programs, up to `run` output blocks a program."""
-    monkeypatch.setattr(segmented, "tile_rows", lambda _: (segmented.LONG_ROWS, False))
-    monkeypatch.setattr(launch, "SPLIT_LENGTH", 16)
-    monkeypatch.setattr(launch, "EXPAND_PROGRAMS", 1)
-    monkeypatch.setattr(launch, "WIDE_BLOCKS", 60)
-    monkeypatch.setattr(launch, "LONG", LongBlocks(k=32, o=32, run_blocks=run))
+    monkeypatch.setattr(plan, "tile_rows", lambda _: (plan.PREFILL_TILE_ROWS, False))
+    monkeypatch.setattr(block_sizes, "SPLIT_LENGTH", 16)
+    monkeypatch.setattr(block_sizes, "EXPAND_PROGRAMS", 1)
+    monkeypatch.setattr(launch_prefill, "WIDE_BLOCKS", 60)
+    monkeypatch.setattr(launch_prefill, "PREFILL_BLOCKS", PrefillBlocks(k=32, o=32, run_blocks=run))
 
 
 @named
 def test_long_forward_in_many_blocks(grid: Grid, monkeypatch: pytest.MonkeyPatch) -> None:
     many_blocks(monkeypatch)
-    check_forward(segmented.lora_add, grid, torch.float32, DEVICE)
+    check_forward(terms.lora_add, grid, torch.float32, DEVICE)
 
 
 @pytest.mark.parametrize("ranks", [(8, 17, 0, 100), (128, 40, 3, 16), (130, 20, 256, 1)], ids=str)
@@ -76,8 +76,8 @@ def test_long_kernels_of_three_sites_at_every_width(
 ) -> None:
     if run > 1:
         many_blocks(monkeypatch, run)
-    dims, expand = set(), launch.long_expand
-    monkeypatch.setattr(launch, "long_expand", lambda *a, **k: (dims.add(a[2].dim()), expand(*a, **k)))
+    dims, expand = set(), launch_prefill.prefill_expand
+    monkeypatch.setattr(launch_prefill, "prefill_expand", lambda *a, **k: (dims.add(a[2].dim()), expand(*a, **k)))
     lengths, adapters = (70, 0, 3, 65, 2), (0, 1, 2, 3, -1)
     sites = (ranks, ranks[::-1], (5, 9, 30, 64))
     grids = [Grid(f"site{at}", lengths, adapters, own, 72, 88 + 40 * at) for at, own in enumerate(sites)]
@@ -85,14 +85,14 @@ def test_long_kernels_of_three_sites_at_every_width(
     x, segments, pairs = cases[0].x, cases[0].segments, [case.pairs for case in cases]
     leaves = [x, *(leaf for case in cases for leaf in case.leaves() if leaf is not x)]
     expected = [reference.lora_add(case.y, x, segments, case.pairs) for case in cases]
-    got = segmented.lora_add_group([case.y for case in cases], x, segments, pairs)
+    got = terms.lora_add_group([case.y for case in cases], x, segments, pairs)
     gradients = [
         torch.autograd.grad(sum(out.square().sum() for out in outs), leaves, materialize_grads=True)
         for outs in (got, expected)
     ]
     with torch.no_grad():
-        in_place = segmented.lora_add_group([case.y.clone() for case in cases], x, segments, pairs)
-    assert dims == ({4} if run == 64 and max(ranks) <= launch.LOOP_RANK else {3}), "who sums the parts"
+        in_place = terms.lora_add_group([case.y.clone() for case in cases], x, segments, pairs)
+    assert dims == ({4} if run == 64 and max(ranks) <= block_sizes.LOOPED_MAX_RANK else {3}), "who sums the parts"
     for mine, wanted in (*zip(got, expected, strict=True), *zip(in_place, expected, strict=True)):
         assert relative_error(mine, wanted) <= 1e-5
     for mine, wanted in zip(*gradients, strict=True):
@@ -101,15 +101,15 @@ def test_long_kernels_of_three_sites_at_every_width(
 
 @given(st.integers(1, 5000), st.integers(0, 20000), st.sampled_from([16, 32, 64, 128]), st.integers(1, 300))
 def test_splits_cover_a_sum_once_and_none_is_empty(programs: int, length: int, block: int, wanted: int) -> None:
-    splits, steps = launch.splits_of(programs, max(1, length), block, wanted)
+    splits, steps = block_sizes.splits_of(programs, max(1, length), block, wanted)
     assert splits * steps * block >= length > (splits - 1) * steps * block or length == 0
-    assert splits == 1 or (programs * splits <= wanted and splits <= length // launch.SPLIT_LENGTH)
+    assert splits == 1 or (programs * splits <= wanted and splits <= length // block_sizes.SPLIT_LENGTH)
 
 
 def test_who_serves_a_batch() -> None:
     def rows(*lengths: int) -> tuple[int, bool]:
         bounds = [sum(lengths[:at]) for at in range(len(lengths) + 1)]
-        return segmented.tile_rows(Segments(tuple(bounds), tuple(range(len(lengths)))))
+        return plan.tile_rows(Segments(tuple(bounds), tuple(range(len(lengths)))))
 
     assert rows(1, 8, 2) == (8, True)
     assert rows(64, 1) == (16, True)
@@ -120,14 +120,16 @@ def test_who_serves_a_batch() -> None:
 
 @given(st.integers(1, 5000), st.integers(1, 1000), st.integers(1, 300))
 def test_runs_leave_enough_programs(tiles: int, output_blocks: int, R: int) -> None:
-    run = launch.run_length(tiles, output_blocks, R, launch.LONG)
+    run = block_sizes.run_length(tiles, output_blocks, R, block_sizes.PREFILL_BLOCKS)
     assert run in (1, 2, 4, 8)
-    assert run == 1 or (tiles * output_blocks // run >= launch.EXPAND_PROGRAMS and launch.LOOP_RANK >= R)
+    assert run == 1 or (
+        tiles * output_blocks // run >= block_sizes.EXPAND_PROGRAMS and block_sizes.LOOPED_MAX_RANK >= R
+    )
 
 
 @named
 def test_gradients(grid: Grid) -> None:
-    check_gradients(segmented.lora_add, grid, torch.float32, DEVICE)
+    check_gradients(terms.lora_add, grid, torch.float32, DEVICE)
 
 
 def test_sites_of_one_input_together() -> None:
@@ -136,7 +138,7 @@ def test_sites_of_one_input_together() -> None:
     cases = [make_case(grid, torch.float32, DEVICE, seed=at) for at, grid in enumerate(grids)]
     x, segments, pairs = cases[0].x, cases[0].segments, [case.pairs for case in cases]
     expected = [reference.lora_add(case.y, x, segments, case.pairs) for case in cases]
-    got = segmented.lora_add_group([case.y.clone() for case in cases], x, segments, pairs)
+    got = terms.lora_add_group([case.y.clone() for case in cases], x, segments, pairs)
     for mine, wanted in zip(got, expected, strict=True):
         assert relative_error(mine, wanted) <= 1e-5
 
@@ -153,7 +155,7 @@ def test_gradients_of_sites_of_one_input_together() -> None:
 
     ys, pairs = [case.y for case in cases], [case.pairs for case in cases]
     expected = gradients([reference.lora_add(y, x, segments, own) for y, own in zip(ys, pairs, strict=True)])
-    for mine, wanted in zip(gradients(segmented.lora_add_group(ys, x, segments, pairs)), expected, strict=True):
+    for mine, wanted in zip(gradients(terms.lora_add_group(ys, x, segments, pairs)), expected, strict=True):
         assert relative_error(mine, wanted) <= 2e-5
 
 
@@ -162,7 +164,7 @@ def test_strided_outputs_are_written_in_place() -> None:
     wide = torch.zeros(case.y.shape[0], 2 * case.y.shape[1], device=DEVICE)
     part = wide[:, case.y.shape[1] :]
     part.copy_(case.y)
-    segmented.lora_add(part, case.x, case.segments, case.pairs)
+    terms.lora_add(part, case.x, case.segments, case.pairs)
     assert relative_error(part, reference.lora_add(case.y, case.x, case.segments, case.pairs)) <= 1e-5
     assert not wide[:, : case.y.shape[1]].any()
 
@@ -176,59 +178,20 @@ def test_tables_of_all_sites_in_one_piece(monkeypatch: pytest.MonkeyPatch) -> No
     ]
     cases = [make_case(grid, torch.float32, DEVICE, seed=at, grad=True) for at, grid in enumerate(grids)]
     segments, built = cases[0].segments, list[int]()
-    made = segmented.site_table
+    made = plan.site_table
 
     def counted(pairs: Sequence[Sequence[LoraPair | None]], device: torch.device) -> tuple[SiteTable, list[LoraPair]]:
         built.append(len(pairs))
         return made(pairs, device)
 
-    monkeypatch.setattr(segmented, "site_table", counted)
-    segmented.prepare(segments, [[tuple(case.pairs)] for case in cases], torch.device(DEVICE))
+    monkeypatch.setattr(plan, "site_table", counted)
+    plan.prepare(segments, [[tuple(case.pairs)] for case in cases], torch.device(DEVICE))
     for case in cases:
-        found = [add(case.y, case.x, segments, case.pairs) for add in (segmented.lora_add, reference.lora_add)]
+        found = [add(case.y, case.x, segments, case.pairs) for add in (terms.lora_add, reference.lora_add)]
         gradients = [torch.autograd.grad(out.square().sum(), case.leaves(), materialize_grads=True) for out in found]
         for mine, wanted in ((found[0], found[1]), *zip(*gradients, strict=True)):
             assert relative_error(mine, wanted) <= 1e-5
     assert built == [3]
-
-
-@pytest.mark.parametrize("train", [False, True])
-def test_ops_keep_torch_library_rules(train: bool) -> None:
-    case = make_case(GRIDS[6], torch.float32, DEVICE, grad=train)
-    group = segmented.group_of(case.segments, [case.pairs], case.x.device)
-    plan = segmented.plan_of(case.segments, group, train=train)
-    tiles, table = plan.tiles, group.table
-    where = (table.addresses, table.ranks, table.scalings)
-    if train:
-        cuts = (group.totals, tiles.tiles, tiles.spans, tiles.counters)
-        arguments = ([case.y], case.x, group.a, group.b, *cuts, *where, table.starts, tiles.rows, plan.R)
-        torch.library.opcheck(ops.lora_train, arguments, test_utils=("test_schema", "test_faketensor"))
-    else:
-        arguments = ([case.y], case.x, tiles.tiles, tiles.items, *where, tiles.rows, plan.R)
-        torch.library.opcheck(ops.lora_decode_, arguments, test_utils=("test_schema", "test_faketensor"))
-
-
-def test_compiled_code_calls_the_ops_and_plain_code_does_not() -> None:
-    """The same terms and gradients both ways; fullgraph: compiled code sees nothing of the launches."""
-    case = make_case(GRIDS[6], torch.float32, DEVICE, grad=True)
-    group = segmented.group_of(case.segments, [case.pairs], case.x.device)
-    plan = segmented.plan_of(case.segments, group, train=True)
-    seen: list[str] = []
-
-    def backend(graph: torch.fx.GraphModule, _: list[torch.Tensor]) -> Callable[..., object]:
-        seen.extend(str(node.target) for node in graph.graph.nodes if "coserve" in str(node.target))
-        return graph.forward
-
-    def term(y: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-        return segmented.train([y * 1.0], x, plan, group)[0] * 2
-
-    expected = term(case.y, case.x)
-    got = torch.compile(term, backend=backend, fullgraph=True)(case.y, case.x)
-    assert [name.split(".")[1] for name in seen] == ["lora_train"]
-    torch.testing.assert_close(got, expected)
-    wanted = torch.autograd.grad(expected.sum(), case.leaves())
-    for mine, theirs in zip(torch.autograd.grad(got.sum(), case.leaves()), wanted, strict=True):
-        torch.testing.assert_close(mine, theirs)
 
 
 @given(
@@ -236,14 +199,14 @@ def test_compiled_code_calls_the_ops_and_plain_code_does_not() -> None:
     outputs=st.lists(st.integers(1, 60_000), min_size=1, max_size=3).map(tuple),
     tiles=st.integers(1, 256),
     blocks=st.integers(1, 16),
-    rows=st.sampled_from(segmented.DECODE_ROWS),
+    rows=st.sampled_from(plan.DECODE_ROWS),
     R=st.integers(1, 256),
 )
 def test_decode_sizes_fit_registers(
     inputs: int, outputs: tuple[int, ...], tiles: int, blocks: int, rows: int, R: int
 ) -> None:
-    found = launch.decode_blocks(inputs, outputs, tiles, tiles * blocks, rows, R)
-    splits = launch.decode_splits(inputs, found)
+    found = block_sizes.decode_blocks(inputs, outputs, tiles, tiles * blocks, rows, R)
+    splits = block_sizes.decode_splits(inputs, found)
     assert (splits - 1) * found.k * found.steps < inputs <= splits * found.k * found.steps
     assert found.r in (16, 32, 64)
     assert found.r == 16 or found.r < 2 * R

@@ -5,9 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from coserve.kernels import reference
-from coserve.kernels.segmented_linear import linear_group
-from coserve.kernels.segments import LoraPair, Segments, Stacked
+from coserve.kernels.lora import reference
+from coserve.kernels.lora.segmented.linear_group import linear_group
+from coserve.kernels.lora.segments import Segments
+from coserve.kernels.lora.types import LoraPair, StackedWeights
 from tests.support.lora_grids import relative_error
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -57,7 +58,7 @@ def test_on_a_gpu_in_bfloat16() -> None:
     low, low_x = lowered(sites), x.detach().bfloat16().requires_grad_()
     product = torch.split(x @ weight.T, list(sizes), 1)
     exact = [reference.lora_add(y, x, SEGMENTS, own) for y, own in zip(product, sites, strict=True)]
-    got = linear_group(low_x, Stacked(weight.bfloat16(), None, sizes), SEGMENTS, low)
+    got = linear_group(low_x, StackedWeights(weight.bfloat16(), None, sizes), SEGMENTS, low)
     dys = [drawn(60, width, seed=50 + width) for width in sizes]
     wanted = torch.autograd.grad(exact, (x, *leaves(sites)), dys, materialize_grads=True)
     found = torch.autograd.grad(got, (low_x, *leaves(low)), [dy.bfloat16() for dy in dys], materialize_grads=True)
@@ -85,7 +86,7 @@ def test_outputs_and_gradients(
     sites = make_sites(sizes, ranks)
     product = torch.split(torch.nn.functional.linear(x, weight, bias), list(sizes), 1)
     expected = [reference.lora_add(y, x, SEGMENTS, own) for y, own in zip(product, sites, strict=True)]
-    got = linear_group(x, Stacked(weight, bias, sizes), SEGMENTS, sites)
+    got = linear_group(x, StackedWeights(weight, bias, sizes), SEGMENTS, sites)
     wanted = [tensor for tensor in (x, *leaves(sites)) if tensor.requires_grad]
     both = []
     for outs in (got, expected):
@@ -100,5 +101,7 @@ def test_outputs_and_gradients(
 
 def test_no_tokens() -> None:
     sites = make_sites((48, 16), [(8, 16, 4), (1, 2, 3)])
-    got = linear_group(drawn(0, D, seed=0), Stacked(drawn(64, D, seed=1), None, (48, 16)), Segments((0,), ()), sites)
+    got = linear_group(
+        drawn(0, D, seed=0), StackedWeights(drawn(64, D, seed=1), None, (48, 16)), Segments((0,), ()), sites
+    )
     assert [out.shape for out in got] == [(0, 48), (0, 16)]

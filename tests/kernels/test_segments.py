@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from coserve.kernels.segments import Segments
+from coserve.kernels.lora.segments import Segments
 
 
 def test_runs_join_neighbours_and_drop_empty_segments() -> None:

@@ -3,10 +3,12 @@ from __future__ import annotations
 import pytest
 import torch
 
-from coserve.kernels import reference
-from coserve.kernels.segments import LoraPair, Segments
-from coserve.kernels.single import shapes_of, single_row
-from coserve.kernels.tables import Slots, StepTiles, cut
+from coserve.kernels.gemm.gemv import gemv, shapes_of
+from coserve.kernels.lora import reference
+from coserve.kernels.lora.segmented.adapter_table import Slots
+from coserve.kernels.lora.segmented.tiles import StepTiles, cut
+from coserve.kernels.lora.segments import Segments
+from coserve.kernels.lora.types import LoraPair
 
 
 @pytest.mark.parametrize(("sizes", "rank"), [((48, 16, 16), 4), ((32, 32), 20), ((40,), 16), ((24,), 0)])
@@ -31,11 +33,9 @@ def test_one_row_with_its_adapter(sizes: tuple[int, ...], rank: int, bias: bool)
         expected = torch.cat(
             [reference.lora_add(y, x, Segments((0, 1), (0,)), [p]) for y, p in zip(parts, pairs, strict=True)], 1
         )
-    got = single_row(x[0], weight, added, sizes, (step.tiles, slots.table(0, len(sizes)), 32), shape=(8, 4))
+    got = gemv(x[0], weight, added, sizes, (step.tiles, slots.table(0, len(sizes)), 32), shape=(8, 4))
     torch.testing.assert_close(got, expected[0], rtol=1e-4, atol=1e-4)
-    torch.testing.assert_close(
-        single_row(x[0], weight, added, sizes, None, shape=(4, 4)), base[0], rtol=1e-4, atol=1e-4
-    )
+    torch.testing.assert_close(gemv(x[0], weight, added, sizes, None, shape=(4, 4)), base[0], rtol=1e-4, atol=1e-4)
 
 
 def test_blocks_end_where_sites_end() -> None:

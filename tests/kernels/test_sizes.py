@@ -6,7 +6,7 @@ import triton
 from hypothesis import given
 from hypothesis import strategies as st
 
-from coserve.kernels.sizes import cdiv, next_power_of_2
+from coserve.kernels.gpu.rounding import cdiv, next_power_of_2
 
 
 @given(st.integers(0, 1 << 40), st.integers(1, 1 << 20))

@@ -7,8 +7,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from coserve.kernels.segments import LoraPair, MainGrads, Segments
-from coserve.kernels.tables import RANK_BLOCK, Slots, StepTiles, cut, readable, site_table, uncovered, upload
+from coserve.kernels.lora.segmented.adapter_table import RANK_BLOCK, Slots, kernel_layout, site_table
+from coserve.kernels.lora.segmented.tiles import StepTiles, base_only_tiles, cut, upload
+from coserve.kernels.lora.segments import Segments
+from coserve.kernels.lora.types import LoraPair, MainGrads
 
 CPU = torch.device("cpu")
 batches = st.lists(st.tuples(st.integers(0, 9), st.integers(-1, 3)), max_size=12)
@@ -46,7 +48,7 @@ def test_tiles_hold_every_row_of_an_adapter_once(
     assert sum(count for _, count, _, _ in host.spans) == len(host.tiles)
     assert len(host.items) == sum(-(-ranks[slot] // RANK_BLOCK) for _, _, slot, _ in host.tiles)
 
-    rest = uncovered(segments, host, rows)
+    rest = base_only_tiles(segments, host, rows)
     left = [row for start, length, _, _ in rest for row in range(start, start + length)]
     assert sorted([*left, *wanted]) == list(range(segments.tokens))
 
@@ -79,20 +81,20 @@ def test_slots_show_in_views_that_were_taken_before() -> None:
 
 def test_a_pair_is_copied_only_where_it_cannot_be_read_as_it_is() -> None:
     even = pair(16)
-    assert readable(even) is even
-    odd = readable(pair(5))
+    assert kernel_layout(even) is even
+    odd = kernel_layout(pair(5))
     assert odd.b_OR.shape == (6, 8)
     assert not odd.b_OR[:, 5:].any()
     turned = LoraPair(torch.randn(8, 16).T, torch.randn(6, 16), 1.0)
-    assert readable(turned).a_RD.is_contiguous()
-    assert torch.equal(readable(turned).a_RD, turned.a_RD)
+    assert kernel_layout(turned).a_RD.is_contiguous()
+    assert torch.equal(kernel_layout(turned).a_RD, turned.a_RD)
 
 
 def test_what_a_table_says_of_a_pair() -> None:
     even, odd = pair(16, scaling=0.5), pair(5)
     assert even.entry == (even.a_RD.data_ptr(), even.b_OR.data_ptr(), 0, 0, 16, 0.5)
     assert odd.entry is None
-    copied = readable(odd).entry
+    copied = kernel_layout(odd).entry
     assert copied is not None
     assert copied.rank == 5
     summed = replace(even, main_grads=MainGrads(torch.zeros(16, 8), torch.zeros(6, 16)))

@@ -7,7 +7,7 @@ from itertools import pairwise
 import pytest
 import torch
 
-from coserve.kernels.tiles import Run
+from coserve.kernels.attention.interface import AttentionParams, Run
 from coserve.memory.buffer import ALIGNMENT, PageBuffer, page_layout
 from coserve.memory.kv import KvCache
 
@@ -37,11 +37,11 @@ def test_layers_of_one_page_keep_their_own() -> None:
     given = [torch.randn(heads, 7, width) for heads, width in shapes]
     zero = kv.attention([run])
     for layer, values in enumerate(given):
-        zero.attend(layer, torch.zeros_like(values), values, values, scaling=1.0, window=1, softcap=None, sinks=None)
+        zero.attend(layer, torch.zeros_like(values), values, values, AttentionParams(scaling=1.0, window=1))
     again = kv.attention([Run(1, 7, tuple(pages))])
     for layer, values in enumerate(given):
         last = torch.ones_like(values[:, :1])
-        out = again.attend(layer, last, last, last, scaling=0.0, window=None, softcap=None, sinks=None)
+        out = again.attend(layer, last, last, last, AttentionParams(scaling=0.0))
         expected = (values.sum(1) + 1) / 8
         torch.testing.assert_close(out[0], expected)
 

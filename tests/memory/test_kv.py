@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from coserve.errors import ConfigError
-from coserve.kernels.tiles import Run
+from coserve.kernels.attention.interface import AttentionParams, Run
 from coserve.memory.kv import KvCache
 
 
@@ -45,7 +45,7 @@ def test_what_an_earlier_holder_left_does_not_reach_the_next() -> None:
         assert pages is not None
         attention = kv.attention([Run(tokens, 0, tuple(pages))])
         x = torch.full((1, tokens, 4), value)
-        out = attention.attend(0, x, x, x, scaling=1.0, window=None, softcap=None, sinks=None)
+        out = attention.attend(0, x, x, x, AttentionParams(scaling=1.0))
         kv.give(pages)
         return out
 

@@ -11,7 +11,7 @@ import torch
 from coserve.adapters.files import load_adapter
 from coserve.errors import UnsupportedBase
 from coserve.generate.generator import Generator
-from coserve.kernels.dispatch import Way
+from coserve.kernels.lora.backend import Way
 from coserve.link import Generate, Tokens
 from coserve.memory.kv import KvCache
 from coserve.model.base import Base, wrap_base

@@ -9,9 +9,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from coserve.kernels.attention import PackedAttention
-from coserve.kernels.dispatch import Way
-from coserve.kernels.segments import LoraPair, Segments
+from coserve.kernels.attention.packed import PackedAttention
+from coserve.kernels.lora.backend import Way
+from coserve.kernels.lora.segments import Segments
+from coserve.kernels.lora.types import LoraPair
 from coserve.model.base import Base, wrap_base
 from coserve.model.compiled import Layers
 from coserve.model.fused import FusedBase

@@ -9,8 +9,8 @@ import torch
 
 from coserve.adapters.init import new_adapter
 from coserve.errors import UnsupportedBase
-from coserve.kernels.dispatch import Way
-from coserve.kernels.segments import Segments
+from coserve.kernels.lora.backend import Way
+from coserve.kernels.lora.segments import Segments
 from coserve.model.base import Base, wrap_base
 from coserve.model.layers import LayerCut
 from coserve.model.lora import DropoutSpec, LoraBatch

@@ -10,8 +10,8 @@ import torch
 
 from coserve.adapters.files import load_adapter
 from coserve.adapters.init import new_adapter
-from coserve.kernels.dispatch import Way
-from coserve.kernels.segments import Segments
+from coserve.kernels.lora.backend import Way
+from coserve.kernels.lora.segments import Segments
 from coserve.model.base import wrap_base
 from coserve.model.lora import DropoutSpec, LoraBatch
 from coserve.types import LoraSettings

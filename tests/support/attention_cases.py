@@ -8,8 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from coserve.kernels.attention import Pages
-from coserve.kernels.tiles import Run
+from coserve.kernels.attention.interface import AttentionParams, Pages, Run
 
 
 @dataclass(frozen=True)
@@ -24,14 +23,9 @@ class Kind:
     apart: int = 0
     """Elements of other things between a layer's pages."""
 
-    def scores(self, device: torch.device) -> dict[str, object]:
-        """What `attend` is told about scores."""
-        return {
-            "scaling": self.width**-0.5,
-            "window": self.window,
-            "softcap": self.softcap,
-            "sinks": torch.linspace(-2, 3, self.heads, device=device) if self.sinks else None,
-        }
+    def params(self, device: torch.device) -> AttentionParams:
+        sinks = torch.linspace(-2, 3, self.heads, device=device) if self.sinks else None
+        return AttentionParams(self.width**-0.5, self.window, self.softcap, sinks)
 
 
 class Case:
@@ -63,20 +57,20 @@ class Case:
 
     def expected(self) -> Tensor:
         """(T, H, D) fp32."""
-        scores, outputs = self.kind.scores(torch.device("cpu")), []
+        params, outputs = self.kind.params(torch.device("cpu")), []
         for run, (q, k, v) in zip(self.runs, self.sequences, strict=True):
-            outputs.extend(self._row(q[i], k, v, run.position + i, scores) for i in range(run.tokens))
+            outputs.extend(self._row(q[i], k, v, run.position + i, params.sinks) for i in range(run.tokens))
         return torch.stack(outputs)
 
-    def _row(self, q_HD: Tensor, k: Tensor, v: Tensor, at: int, told: dict[str, object]) -> Tensor:
+    def _row(self, q_HD: Tensor, k: Tensor, v: Tensor, at: int, sinks_H: Tensor | None) -> Tensor:
         first = 0 if self.kind.window is None else max(0, at - self.kind.window + 1)
         group = self.kind.heads // self.kind.kv_heads
         k_HND, v_HND = (x[first : at + 1].transpose(0, 1).repeat_interleave(group, 0) for x in (k, v))
         scores_HN = (k_HND @ q_HD[:, :, None])[..., 0] * self.kind.width**-0.5
         if self.kind.softcap is not None:
             scores_HN = self.kind.softcap * torch.tanh(scores_HN / self.kind.softcap)
-        if isinstance(told["sinks"], Tensor):
-            scores_HN = torch.cat([scores_HN, told["sinks"][:, None]], 1)
+        if sinks_H is not None:
+            scores_HN = torch.cat([scores_HN, sinks_H[:, None]], 1)
         return (scores_HN.softmax(-1)[:, None, : k_HND.shape[1]] @ v_HND)[:, 0]
 
     def check_written(self) -> None:

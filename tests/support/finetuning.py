@@ -13,7 +13,7 @@ from coserve.adapters.residency import Residency
 from coserve.cancellation import Cancellation
 from coserve.finetune.data import Corpus
 from coserve.finetune.trainer import Trainer
-from coserve.kernels.dispatch import Way
+from coserve.kernels.lora.backend import Way
 from coserve.link import FromEngine, JobFailed, JobProgress, JobStarted, JobSucceeded
 from coserve.model.base import Base, wrap_base
 from coserve.state.folder import DataFolder

@@ -9,8 +9,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from coserve.kernels import reference
-from coserve.kernels.segments import LoraPair, Segments
+from coserve.kernels.lora import reference
+from coserve.kernels.lora.segments import Segments
+from coserve.kernels.lora.types import LoraPair
 
 Add = Callable[[Tensor, Tensor, Segments, Sequence[LoraPair | None]], Tensor]
 

@@ -1,0 +1,64 @@
+"""The one place that chooses how generation attends."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from coserve.kernels.attention.interface import (
+    Attention,
+    MixedAttention,
+    MixedCapacity,
+    Pages,
+    Run,
+    StaticPagedAttention,
+)
+from coserve.kernels.attention.torch_paged.paged import PagedAttention
+from coserve.kernels.attention.torch_paged.static import GatheredMixedAttention, GatheredStaticAttention
+
+FUSED_DTYPES = frozenset({torch.bfloat16, torch.float16, torch.float32})
+
+
+def fused(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether our kernels attend; plain torch does elsewhere, and on CPU always."""
+    return device.type == "cuda" and dtype in FUSED_DTYPES
+
+
+def reads_only_written_slots(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether what an earlier holder left in a page is never read; else values must be zeroed before a page is used."""
+    return fused(device, dtype)
+
+
+def paged_attention(pages: Pages, runs: Sequence[Run]) -> Attention:
+    """Attention of one packed step of any mix: decodes and chunks of prompts."""
+    if not fused(pages.keys[0].device, pages.keys[0].dtype):
+        return PagedAttention(pages, runs)
+    from coserve.kernels.attention.triton_paged.step import FusedPagedAttention  # needs Triton, which not every CPU has
+
+    return FusedPagedAttention(pages, runs)
+
+
+def static_attention(pages: Pages, *, batch: int, max_tokens: int) -> StaticPagedAttention:
+    """Attention of decode steps of one batch size, in buffers that a CUDA graph may keep."""
+    if not fused(pages.keys[0].device, pages.keys[0].dtype):
+        return GatheredStaticAttention(pages, batch=batch, max_tokens=max_tokens)
+    from coserve.kernels.attention.triton_paged.decode_steps import FusedStaticAttention  # as above
+
+    return FusedStaticAttention(pages, batch=batch, max_tokens=max_tokens)
+
+
+def mixed_attention(pages: Pages, capacity: MixedCapacity) -> MixedAttention:
+    """Attention of steps of any mix, in buffers that a CUDA graph may keep."""
+    if not fused(pages.keys[0].device, pages.keys[0].dtype):
+        return GatheredMixedAttention(pages, capacity)
+    from coserve.kernels.attention.triton_paged.mixed_steps import FusedMixedAttention  # as above
+
+    return FusedMixedAttention(pages, capacity)
+
+
+def attention_notes(device: torch.device, dtype: torch.dtype) -> tuple[str, ...]:
+    """What runs slower than it could on `device`, in words for an operator."""
+    if device.type == "cuda" and not fused(device, dtype):
+        return (f"attention: plain torch over gathered pages, as the fused kernels do not take {dtype}",)
+    return ()

@@ -1,0 +1,196 @@
+"""Paged attention of single new tokens: reading the keys and values is all the work there is.
+
+A program takes one item, a stretch of one sequence's keys, for one key-value head and all query heads of its group.
+The host cuts sequences into items of about one size (`plan.decode_items`), so that one long sequence does not
+hold up the rest (flash-decoding, with the plan of FlashInfer, §3.3.1). The program that ends last for a sequence and head
+joins their results. The program with the sequence's last key takes it from k and v as they come from the layer, behind
+its other keys, and writes it to its page: no kernel of its own does that. Items and page ids do not depend on the kernel
+ahead: they are read before the wait for its end (programmatic dependent launch).
+
+What few sequences wait for is latency, so nothing stands between an item and its first keys that can come later; no load
+of the loop has a mask (behind the last key that key is read again, and weighs 0), and page ids are read a step ahead, or
+keys could not be asked for ahead; each thread keeps a sum of weights of its own until the end.
+
+q (H, T, D), k, v (K, T, D), any strides but 1 for D; keys, values (pages, PAGE, K, D), contiguous within a page;
+out (T, H, D); items (W, 8) int32: column of the table (-1: nothing to do), row of q, first key, key after the last, first
+item of the sequence, its items (0: write zeros), whether the last key is the new one. parts (W, H, D), stats (W, H) and
+counters (rows, K) are scratch; counters are 0 before and after.
+"""
+
+# mypy: disable-error-code="no-untyped-def, misc, no-untyped-call, untyped-decorator"
+# ruff: noqa: ANN001, ANN201, ANN202 - a kernel's arguments have the types of its launch
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from coserve.kernels.attention.triton_paged.softmax import LOWEST, key_offsets, score, with_sinks
+
+
+@triton.jit(do_not_specialize=["table_stride"])
+def decode(
+    q_ptr,
+    k_ptr,
+    v_ptr,
+    out_ptr,
+    keys_ptr,
+    values_ptr,
+    table_ptr,
+    items_ptr,
+    counters_ptr,
+    parts_ptr,
+    stats_ptr,
+    sinks_ptr,
+    scale,
+    cap,
+    q_head,
+    q_row,
+    k_head,
+    k_row,
+    v_head,
+    v_row,
+    table_stride,
+    page_stride,
+    K: tl.constexpr,
+    G: tl.constexpr,
+    D: tl.constexpr,
+    PAGE: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+    SINKS: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_G: tl.constexpr,
+    UNROLL: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    head = tl.program_id(0)
+    item = tl.program_id(1)
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+    item_ptr = items_ptr + item * 8
+    row = tl.load(item_ptr)
+    if row < 0:  # without a wait: those that have work wait, and the grid ends no sooner than they do
+        return
+    at = tl.load(item_ptr + 1)
+    begin = tl.load(item_ptr + 2)
+    end = tl.load(item_ptr + 3)
+    first = tl.load(item_ptr + 4)
+    count = tl.load(item_ptr + 5)
+    newest = tl.load(item_ptr + 6)
+    old = end - newest  # keys behind it are not in the cache yet
+    last = tl.maximum(old - 1, 0)
+    table_at = table_ptr + row
+    r = tl.arange(0, BLOCK_N)
+    n = tl.minimum(begin + r, last)
+    page = tl.load(table_at + n // PAGE * table_stride)
+    new_page = tl.load(table_at + tl.maximum(end - 1, 0) // PAGE * table_stride)
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+    g = tl.arange(0, BLOCK_M)
+    d = tl.arange(0, BLOCK_D)
+    in_d = d < D
+    heads = head * G + g
+    mask = (g < G)[:, None] & in_d[None, :]
+    out_at = out_ptr + (at * K * G + heads)[:, None] * D + d[None, :]
+    if count == 0:
+        tl.store(out_at, tl.zeros([BLOCK_M, BLOCK_D], dtype=out_ptr.dtype.element_ty), mask=mask)
+        return
+    q = tl.load(q_ptr + at * q_row + heads[:, None] * q_head + d[None, :], mask=mask, other=0.0)
+    k_new = tl.load(k_ptr + at * k_row + head * k_head + d, mask=in_d, other=0.0)
+    v_new = tl.load(v_ptr + at * v_row + head * v_head + d, mask=in_d, other=0.0)
+    top = tl.full([BLOCK_M], LOWEST, dtype=tl.float32)
+    totals = tl.zeros([BLOCK_M, BLOCK_N], dtype=tl.float32)
+    acc = tl.zeros([BLOCK_M, BLOCK_D], dtype=tl.float32)
+    for start in range(begin, old, BLOCK_N):
+        key_at = key_offsets(page, page_stride, n, K, head, D, PAGE)[:, None] + d[None, :]
+        n = tl.minimum(start + BLOCK_N + r, last)
+        page = tl.load(table_at + n // PAGE * table_stride)
+        if D == BLOCK_D:
+            k = tl.load(keys_ptr + key_at)
+            v = tl.load(values_ptr + key_at)
+        else:
+            k = tl.load(keys_ptr + key_at, mask=in_d[None, :], other=0.0)
+            v = tl.load(values_ptr + key_at, mask=in_d[None, :], other=0.0)
+        scores = score(tl.dot(q, tl.trans(k), input_precision="ieee"), scale, cap, SOFTCAP)
+        scores = tl.where((start + r < old)[None, :], scores, float("-inf"))
+        new_top = tl.maximum(top, tl.max(scores, 1))
+        weights = tl.exp2(scores - new_top[:, None])
+        faded = tl.exp2(top - new_top)
+        totals = totals * faded[:, None] + weights
+        acc = tl.dot(weights.to(v.dtype), v, acc * faded[:, None], input_precision="ieee")
+        top = new_top
+    total = tl.sum(totals, 1)
+    if newest:
+        new_at = key_offsets(new_page, page_stride, old, K, head, D, PAGE) + d
+        tl.store(keys_ptr + new_at, k_new, mask=in_d)
+        tl.store(values_ptr + new_at, v_new, mask=in_d)
+        new_score = score(tl.sum(q.to(tl.float32) * k_new.to(tl.float32)[None, :], 1), scale, cap, SOFTCAP)
+        new_top = tl.maximum(top, new_score)
+        faded = tl.exp2(top - new_top)
+        weight = tl.exp2(new_score - new_top)
+        total = total * faded + weight
+        acc = acc * faded[:, None] + weight[:, None] * v_new.to(tl.float32)[None, :]
+        top = new_top
+    if count == 1:
+        if SINKS:
+            total, faded = with_sinks(top, total, sinks_ptr, heads, g < G)
+            acc *= faded[:, None]
+        tl.store(out_at, (acc / total[:, None]).to(out_ptr.dtype.element_ty), mask=mask)
+        return
+    part = item * K * G + heads
+    tl.store(parts_ptr + part[:, None] * D + d[None, :], acc / total[:, None], mask=mask)
+    tl.store(stats_ptr + part, top + tl.log2(total), mask=g < G)
+    tl.debug_barrier()  # the whole program's parts are written before one of its threads says so
+    ended = tl.atomic_add(counters_ptr + row * K + head, 1, sem="acq_rel")
+    if ended == count - 1:
+        tl.store(counters_ptr + row * K + head, 0)
+        ptrs = (parts_ptr, stats_ptr, sinks_ptr, out_ptr)
+        _join(ptrs, first, count, head, at, K, G, D, SINKS, BLOCK_G, BLOCK_D, UNROLL)
+
+
+@triton.jit
+def _join(
+    ptrs,
+    first,
+    count,
+    head,
+    at,
+    K: tl.constexpr,
+    G: tl.constexpr,
+    D: tl.constexpr,
+    SINKS: tl.constexpr,
+    BLOCK_G: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    UNROLL: tl.constexpr,
+):
+    """The softmax over a sequence's items, of their parts. Reads past L1, which other programs' stores do not reach.
+
+    Part after part, UNROLL asked for at once; each thread takes its own elements of all of them, and none exchanges any.
+    """
+    parts_ptr, stats_ptr, sinks_ptr, out_ptr = ptrs
+    g = tl.arange(0, BLOCK_G)
+    d = tl.arange(0, BLOCK_D)
+    heads = head * G + g
+    mask = (g < G)[:, None] & (d < D)[None, :]
+    top = tl.full([BLOCK_G], LOWEST, dtype=tl.float32)
+    total = tl.zeros([BLOCK_G], dtype=tl.float32)
+    acc = tl.zeros([BLOCK_G, BLOCK_D], dtype=tl.float32)
+    for start in range(0, count, UNROLL):
+        for i in tl.static_range(UNROLL):
+            # Behind the last part that part is read again, and weighs 0.
+            part = (first + tl.minimum(start + i, count - 1)) * (K * G) + heads
+            some = tl.load(parts_ptr + part[:, None] * D + d[None, :], mask=mask, other=0.0, cache_modifier=".cg")
+            its = tl.load(stats_ptr + part, mask=g < G, other=LOWEST, cache_modifier=".cg")
+            new_top = tl.maximum(top, its)
+            faded = tl.exp2(top - new_top)
+            weight = tl.where(start + i < count, tl.exp2(its - new_top), 0.0)
+            total = total * faded + weight
+            acc = acc * faded[:, None] + some * weight[:, None]
+            top = new_top
+    if SINKS:
+        total, faded = with_sinks(top, total, sinks_ptr, heads, g < G)
+        acc *= faded[:, None]
+    out_at = out_ptr + (at * K * G + heads)[:, None] * D + d[None, :]
+    tl.store(out_at, (acc / tl.maximum(total, 1e-30)[:, None]).to(out_ptr.dtype.element_ty), mask=mask)

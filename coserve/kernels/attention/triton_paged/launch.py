@@ -1,0 +1,278 @@
+"""Launches of the fused attention kernels: grids and block sizes. Sizes were chosen by `benchmarks/attention.py --tune`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import e, log2
+
+import torch
+import triton
+from torch import Tensor
+
+from coserve.kernels.attention.interface import AttentionParams
+from coserve.kernels.attention.triton_paged import decode_kernel, prefill_kernel
+from coserve.kernels.attention.triton_paged.plan import programs_each
+from coserve.kernels.gpu.device import H200, device_info, interpreted
+
+LOG2E = log2(e)
+JOINED = 8
+"""Items whose parts the joining program asks for at once."""
+FULL_WAVES = 2
+"""Waves of programs from which on a prefill takes larger blocks."""
+
+
+@dataclass(frozen=True)
+class Blocks:
+    """Sizes of a kernel: rows (prefill only), keys of a step, warps, stages of its loop. Times: `attention_tune.json`."""
+
+    rows: int
+    keys: int
+    warps: int
+    stages: int
+    pdl: bool = True
+    """May start before the kernel ahead has ended, where the device can."""
+
+
+def _large_shared(device: torch.device) -> bool:
+    """Whether a program may have as much shared memory as on an H200, which the block sizes were measured on."""
+    return device_info(device).shared_bytes >= H200.shared_bytes
+
+
+def decode_blocks(width: int, dtype: torch.dtype, group: int, each: int, device: torch.device) -> Blocks:
+    """`each`: programs that shall fit on a multiprocessor (`plan.programs_each`); few get larger steps."""
+    if dtype == torch.float32:
+        return Blocks(16, 32, 4, 2)
+    if not _large_shared(device):
+        return Blocks(16, 32, 2, 3)
+    if group > 16:
+        return Blocks(16, 32, 4, 3) if width > 128 else Blocks(16, 64, 4, 3)
+    if width > 128:
+        return Blocks(16, 32, 2, 4)
+    if width <= 64:
+        return Blocks(16, 64, 2, 3)
+    return {
+        1: Blocks(16, 128, 4, 3),
+        2: Blocks(16, 64, 4, 4),
+        3: Blocks(16, 64, 4, 3),
+        4: Blocks(16, 32, 2, 4),
+    }[each]
+
+
+def decode_blocks_for(q_HTD: Tensor, kv_heads: int, sequences: int) -> Blocks:
+    """The blocks of a decode step whose items were cut for so many sequences."""
+    heads, _, width = q_HTD.shape
+    each = programs_each(sequences, kv_heads, device_info(q_HTD.device).multiprocessors)
+    return decode_blocks(width, q_HTD.dtype, heads // kv_heads, each, q_HTD.device)
+
+
+def prefill_blocks(width: int, dtype: torch.dtype, rows: int, device: torch.device) -> Blocks:
+    """`rows`: of all tiles and key-value heads together; few of them are cut finer, so that more programs share them."""
+    if dtype == torch.float32:
+        return Blocks(32, 32, 4, 2)
+    if not _large_shared(device):
+        return Blocks(64, 32, 4, 2)
+    many = rows >= FULL_WAVES * device_info(device).multiprocessors * 128
+    if width > 128:
+        return Blocks(128, 64, 8, 2) if many else Blocks(64, 64, 4, 3)
+    if width <= 64:
+        return Blocks(128, 64, 8, 3) if many else Blocks(64, 64, 4, 3)
+    return Blocks(256, 64, 8, 3) if many else Blocks(128, 128, 8, 3)
+
+
+def _score_units(params: AttentionParams) -> tuple[float, float]:
+    """`scale` and `cap` of the kernels, whose exponentials are powers of 2."""
+    assert params.scaling > 0, "expected a scaling above 0"
+    if params.softcap is None:
+        return params.scaling * LOG2E, 0.0
+    return 2 * params.scaling / params.softcap * LOG2E, params.softcap * LOG2E
+
+
+@dataclass(frozen=True)
+class LayerCache:
+    """A layer's cache, (pages, page_tokens, K, D) each, and the table (longest, columns) int32 of who holds which page.
+
+    A page lies in one piece; between pages there may be anything, such as the pages of other layers.
+    """
+
+    keys: Tensor
+    values: Tensor
+    table: Tensor
+
+    def page_stride(self) -> int:
+        """Elements from one page to the next."""
+        _, _, kv_heads, width = self.keys.shape
+        for x in (self.keys, self.values):
+            assert x.stride()[1:] == (kv_heads * width, width, 1), "expected pages in one piece"
+        assert self.keys.stride(0) == self.values.stride(0), "expected keys and values laid out alike"
+        return self.keys.stride(0)
+
+
+@dataclass(frozen=True)
+class Scratch:
+    """What a join needs. Of decode: parts (W, H, D) and stats (W, H) fp32; counters (columns, K) int32, 0 between calls."""
+
+    parts: Tensor
+    stats: Tensor
+    counters: Tensor
+
+
+def decode_scratch(items: int, heads: int, width: int, columns: int, kv_heads: int, device: torch.device) -> Scratch:
+    return Scratch(
+        torch.empty(items, heads, width, dtype=torch.float32, device=device),
+        torch.empty(items, heads, dtype=torch.float32, device=device),
+        torch.zeros(columns, kv_heads, dtype=torch.int32, device=device),
+    )
+
+
+def _unit(*tensors: Tensor) -> list[Tensor]:
+    """The tensors, copied where neighbours in a head do not lie side by side."""
+    return [x if x.stride(2) == 1 else x.contiguous() for x in tensors]
+
+
+def decode(
+    out_THD: Tensor,
+    q_HTD: Tensor,
+    k_KTD: Tensor,
+    v_KTD: Tensor,
+    cache: LayerCache,
+    items: Tensor,
+    scratch: Scratch,
+    params: AttentionParams,
+    blocks: Blocks,
+) -> None:
+    """Writes the items' new keys and values into their pages and their rows of attention into `out_THD`."""
+    heads, _, width = q_HTD.shape
+    kv_heads, page_tokens = cache.keys.shape[2], cache.keys.shape[1]
+    group = heads // kv_heads
+    q, k, v = _unit(q_HTD, k_KTD, v_KTD)
+    pdl = blocks.pdl and device_info(q.device).early_launch
+    wide, groups = triton.next_power_of_2(max(width, 16)), triton.next_power_of_2(group)
+    decode_kernel.decode[(kv_heads, items.shape[0])](
+        q,
+        k,
+        v,
+        out_THD,
+        cache.keys,
+        cache.values,
+        cache.table,
+        items,
+        scratch.counters,
+        scratch.parts,
+        scratch.stats,
+        q if params.sinks is None else params.sinks,
+        *_score_units(params),
+        q.stride(0),
+        q.stride(1),
+        k.stride(0),
+        k.stride(1),
+        v.stride(0),
+        v.stride(1),
+        cache.table.stride(0),
+        cache.page_stride(),
+        K=kv_heads,
+        G=group,
+        D=width,
+        PAGE=page_tokens,
+        SOFTCAP=params.softcap is not None,
+        SINKS=params.sinks is not None,
+        BLOCK_M=max(16, groups),
+        BLOCK_D=wide,
+        BLOCK_N=blocks.keys,
+        BLOCK_G=groups,
+        UNROLL=JOINED,
+        PDL=pdl,
+        num_warps=blocks.warps,
+        num_stages=blocks.stages,
+        **({} if interpreted() else {"launch_pdl": pdl}),
+    )
+
+
+def tile_tokens(group: int, blocks: Blocks) -> int:
+    """Tokens of a prefill tile of `blocks.rows` rows (more, if the group alone is more)."""
+    return max(1, blocks.rows // group)
+
+
+def _tile_rows(group: int, blocks: Blocks) -> int:
+    return max(1 << (tile_tokens(group, blocks) * group - 1).bit_length(), 16)
+
+
+def prefill_scratch(items: int, group: int, kv_heads: int, width: int, blocks: Blocks, device: torch.device) -> Scratch:
+    """For a prefill whose tiles are cut into items: parts (items, K, rows, D) and stats (items, K, rows) fp32, counters."""
+    counters = torch.zeros(items, kv_heads, dtype=torch.int32, device=device)
+    return Scratch(*prefill_parts(items, group, kv_heads, width, blocks, device), counters)
+
+
+def prefill_parts(
+    items: int, group: int, kv_heads: int, width: int, blocks: Blocks, device: torch.device
+) -> tuple[Tensor, Tensor]:
+    """The parts and stats of `prefill_scratch`."""
+    size = items, kv_heads, _tile_rows(group, blocks)
+    parts = torch.empty(*size, width, dtype=torch.float32, device=device)
+    return parts, torch.empty(size, dtype=torch.float32, device=device)
+
+
+def prefill(
+    out_THD: Tensor,
+    q_HTD: Tensor,
+    k_KTD: Tensor,
+    v_KTD: Tensor,
+    cache: LayerCache,
+    tiles: Tensor,
+    scratch: Scratch | None,
+    params: AttentionParams,
+    blocks: Blocks,
+) -> None:
+    """Writes the tiles' new keys and values into their pages, then their rows of attention into `out_THD`.
+
+    The tiles must be of `tile_tokens` tokens at most. `scratch`: `prefill_scratch`, or None where each tile is one item.
+    """
+    heads, _, width = q_HTD.shape
+    kv_heads, page_tokens = cache.keys.shape[2], cache.keys.shape[1]
+    group = heads // kv_heads
+    q, k, v = _unit(q_HTD, k_KTD, v_KTD)
+    grid, wide = (kv_heads, tiles.shape[0]), triton.next_power_of_2(max(width, 16))
+    where = cache.keys, cache.values, cache.table
+    tokens = tile_tokens(group, blocks)
+    strides = k.stride(0), k.stride(1), v.stride(0), v.stride(1)
+    prefill_kernel.store[grid](
+        k,
+        v,
+        *where,
+        tiles,
+        *strides,
+        cache.table.stride(0),
+        cache.page_stride(),
+        kv_heads,
+        D=width,
+        PAGE=page_tokens,
+        BLOCK_T=triton.next_power_of_2(tokens),
+        BLOCK_D=wide,
+        num_warps=8 if tokens > 64 else 4,
+    )
+    prefill_kernel.prefill[grid](
+        q,
+        out_THD,
+        *where,
+        tiles,
+        *((q, q, q) if scratch is None else (scratch.parts, scratch.stats, scratch.counters)),
+        q if params.sinks is None else params.sinks,
+        *_score_units(params),
+        params.window or 0,
+        q.stride(0),
+        q.stride(1),
+        cache.table.stride(0),
+        cache.page_stride(),
+        K=kv_heads,
+        G=group,
+        D=width,
+        PAGE=page_tokens,
+        WINDOW=params.window is not None,
+        SOFTCAP=params.softcap is not None,
+        SINKS=params.sinks is not None,
+        SPLIT=scratch is not None,
+        BLOCK_M=_tile_rows(group, blocks),
+        BLOCK_D=wide,
+        BLOCK_N=blocks.keys,
+        num_warps=blocks.warps,
+        num_stages=blocks.stages,
+    )

@@ -1,0 +1,164 @@
+"""Attention of steps of any mix in fixed device buffers, for CUDA graphs: decodes and chunks of prompts side by side."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from coserve.kernels.attention.interface import AttentionParams, MixedCapacity, Pages, Run
+from coserve.kernels.attention.triton_paged import launch
+from coserve.kernels.attention.triton_paged.plan import (
+    Table,
+    decode_items,
+    items_for,
+    page_table,
+    prefill_tiles,
+    programs_each,
+)
+from coserve.kernels.gpu.device import device_info
+
+Placed = tuple[int, int, Run]
+"""Column of the page table, first row of q, run."""
+
+
+@dataclass(frozen=True)
+class LayerPlan:
+    """What layers of one kind (heads, window) read of a step: grids and addresses are fixed, contents are not."""
+
+    capacity: MixedCapacity
+    heads: int
+    kv_heads: int
+    width: int
+    window: int | None
+    chunks: launch.Blocks
+    decodes: launch.Blocks
+    table: Tensor
+    """int32 (W + N, 8), device: items of decodes, then of chunks."""
+    ended: Tensor
+    """int32 (W + N, K), device: counters of both kernels."""
+
+    @property
+    def most_items(self) -> int:
+        """W."""
+        return items_for(self.capacity.sequences, self.kv_heads, self.multiprocessors)
+
+    @property
+    def multiprocessors(self) -> int:
+        return device_info(self.table.device).multiprocessors
+
+    def load(self, decodes: Sequence[Placed], chunks: Sequence[Placed]) -> None:
+        """Plans a step on the host, and copies the plan in stream order."""
+        host = np.zeros(self.table.shape, dtype=np.int32)
+        items, tiles = host[: self.most_items], host[self.most_items :]
+        items[:, 0], tiles[:, 6] = -1, -1
+        if decodes:
+            found = self._items(decodes)
+            items[: len(found)] = found
+        if chunks:
+            tokens = launch.tile_tokens(self.heads // self.kv_heads, self.chunks)
+            found = prefill_tiles(chunks, tokens, self.window, self.kv_heads, self.multiprocessors)
+            tiles[: len(found)] = found
+        _send(host, self.table)
+
+    def _items(self, decodes: Sequence[Placed]) -> Table:
+        """As for a step of as many sequences as there is capacity for, whose blocks the graph has; the missing ones inactive."""
+        columns, contexts, rows = (np.zeros(self.capacity.sequences, dtype=np.int64) for _ in range(3))
+        columns[: len(decodes)] = [column for column, _, _ in decodes]
+        rows[: len(decodes)] = [row for _, row, _ in decodes]
+        contexts[: len(decodes)] = [run.position + 1 for _, _, run in decodes]
+        items = decode_items(contexts, rows, self.window, self.most_items, self.kv_heads, self.multiprocessors)
+        items[:, 0] = np.where(items[:, 5] > 0, columns[items[:, 0]], -1)
+        return items
+
+
+def _send(host: Table, to: Tensor) -> None:
+    """In stream order. Pinned memory of its own, which torch keeps until the copy has ended: the next may come at any time."""
+    source = torch.from_numpy(host)
+    to.copy_(source.pin_memory() if to.is_cuda else source, non_blocking=True)
+
+
+def _plan(capacity: MixedCapacity, heads: int, kv_heads: int, width: int, window: int | None, q: Tensor) -> LayerPlan:
+    group, device = heads // kv_heads, q.device
+    multiprocessors = device_info(device).multiprocessors
+    chunks = launch.prefill_blocks(width, q.dtype, capacity.tokens * heads, device)
+    decodes = launch.decode_blocks(
+        width, q.dtype, group, programs_each(capacity.sequences, kv_heads, multiprocessors), device
+    )
+    tiles = capacity.tokens // launch.tile_tokens(group, chunks) + capacity.chunks
+    # Keys are cut only where items are no more than a wave.
+    size = items_for(capacity.sequences, kv_heads, multiprocessors) + max(tiles, multiprocessors // kv_heads)
+    table = torch.zeros(size, 8, dtype=torch.int32, device=device)
+    ended = torch.zeros(size, kv_heads, dtype=torch.int32, device=device)
+    # A grid of idle programs, which wait for nothing, must not start before the kernel ahead has ended: what comes behind
+    # it waits for it alone.
+    return LayerPlan(capacity, heads, kv_heads, width, window, chunks, replace(decodes, pdl=False), table, ended)
+
+
+class FusedMixedAttention:
+    """`MixedAttention` through the fused kernels; `attend` may be captured, and never waits for the device."""
+
+    def __init__(self, pages: Pages, capacity: MixedCapacity) -> None:
+        self.capacity = capacity
+        self._pages, self._device = pages, pages.keys[0].device
+        longest = -(-capacity.context // pages.keys[0].shape[1])
+        self._table = torch.zeros(longest, capacity.sequences, dtype=torch.int32, device=self._device)
+        self._plans: dict[tuple[int, int, int, int | None], LayerPlan] = {}
+        self._decodes: list[Placed] = []
+        self._chunks: list[Placed] = []
+
+    def load(self, runs: Sequence[Run]) -> None:
+        """See `MixedAttention`. One copy for the page table, one for each kind of layer."""
+        assert self.capacity.holds(runs), "expected a step that the capacity holds"
+        self._decodes, self._chunks, row = [], [], 0
+        for column, run in enumerate(runs):
+            if run.tokens:
+                (self._decodes if run.tokens == 1 else self._chunks).append((column, row, run))
+            row += run.tokens
+        if runs:
+            table = page_table(runs)
+            host = np.zeros((len(table), self.capacity.sequences), dtype=np.int32)
+            host[:, : len(runs)] = table
+            _send(host, self._table[: len(host)])
+        for plan in self._plans.values():
+            plan.load(self._decodes, self._chunks)
+
+    def attend(
+        self,
+        layer: int,
+        q_HTD: Tensor,
+        k_KTD: Tensor,
+        v_KTD: Tensor,
+        params: AttentionParams,
+    ) -> Tensor:
+        """See `Attention.attend`. T new tokens over each sequence's whole context, zeros for padding."""
+        heads, rows, width = q_HTD.shape
+        assert rows == self.capacity.tokens, f"expected {self.capacity.tokens} rows, got {rows}"
+        keys, values = self._pages.keys[layer], self._pages.values[layer]
+        plan = self._of(heads, keys.shape[2], width, params.window, q_HTD)
+        cache, qkv = launch.LayerCache(keys, values, self._table), (q_HTD, k_KTD, v_KTD)
+        out_THD = torch.zeros(rows, heads, width, dtype=q_HTD.dtype, device=q_HTD.device)
+        items, tiles = plan.table[: plan.most_items], plan.table[plan.most_items :]
+        # What one kernel keeps for itself is memory of the graph's, which others take afterwards.
+        wave = max(1, plan.multiprocessors // plan.kv_heads)
+        held = launch.prefill_parts(wave, heads // plan.kv_heads, plan.kv_heads, width, plan.chunks, self._device)
+        ended = plan.ended[plan.most_items :]
+        launch.prefill(out_THD, *qkv, cache, tiles, launch.Scratch(*held, ended), params, plan.chunks)
+        parts = torch.empty(len(items), heads, width, dtype=torch.float32, device=self._device)
+        stats = torch.empty(len(items), heads, dtype=torch.float32, device=self._device)
+        scratch = launch.Scratch(parts, stats, plan.ended)
+        launch.decode(out_THD, *qkv, cache, items, scratch, params, plan.decodes)
+        return out_THD
+
+    def _of(self, heads: int, kv_heads: int, width: int, window: int | None, q: Tensor) -> LayerPlan:
+        """A new kind is planned and copied at once: warm up ahead of a capture."""
+        kind = heads, kv_heads, width, window
+        if kind not in self._plans:
+            captured = self._device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+            assert not captured, "expected a warm-up ahead of the capture"
+            self._plans[kind] = _plan(self.capacity, *kind, q)
+            self._plans[kind].load(self._decodes, self._chunks)
+        return self._plans[kind]

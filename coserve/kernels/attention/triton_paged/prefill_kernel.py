@@ -1,0 +1,216 @@
+"""Paged attention of chunks of prompts: tiles of neighbouring new tokens against all pages of their sequence.
+
+A tile's rows are (token, query head of one key-value head's group), so that keys are read once for the whole group and a
+tile of few tokens still fills the tensor cores. Keys that every row sees are read without a mask.
+
+Where SPLIT, several items share a tile, each with a stretch of its keys, and the last to end joins their parts, as in
+`attention_decode`.
+
+Shapes as in `attention_decode`; tiles (N, 8) int32, one an item: column of the table, first row of q, tokens, position of
+the first, first key, key after the last, first item of the tile, its items. Where SPLIT, an item of 0 tokens, whose first
+item is -1, is nothing to do. parts (N, K, BLOCK_M, D), stats (N, K, BLOCK_M)
+and counters (N, K) are scratch; counters are 0 before and after.
+"""
+
+# mypy: disable-error-code="no-untyped-def, misc, no-untyped-call, untyped-decorator"
+# ruff: noqa: ANN001, ANN201, ANN202 - a kernel's arguments have the types of its launch
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from coserve.kernels.attention.triton_paged.softmax import LOWEST, accumulate, key_offsets, score, with_sinks
+
+
+@triton.jit(do_not_specialize=["table_stride"])
+def store(
+    k_ptr,
+    v_ptr,
+    keys_ptr,
+    values_ptr,
+    table_ptr,
+    tiles_ptr,
+    k_head,
+    k_row,
+    v_head,
+    v_row,
+    table_stride,
+    page_stride,
+    K,
+    D: tl.constexpr,
+    PAGE: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    """Writes the tiles' keys and values into their pages."""
+    head = tl.program_id(0)
+    tile_ptr = tiles_ptr + tl.program_id(1) * 8
+    if tl.load(tile_ptr + 6) != tl.program_id(1):
+        return
+    row = tl.load(tile_ptr)
+    first = tl.load(tile_ptr + 1)
+    tokens = tl.load(tile_ptr + 2)
+    position = tl.load(tile_ptr + 3)
+    t = tl.arange(0, BLOCK_T)
+    d = tl.arange(0, BLOCK_D)
+    mask = (t < tokens)[:, None] & (d < D)[None, :]
+    page = tl.load(table_ptr + row + (position + t) // PAGE * table_stride, mask=t < tokens, other=0)
+    to = key_offsets(page, page_stride, position + t, K, head, D, PAGE)[:, None] + d[None, :]
+    k = tl.load(k_ptr + (first + t)[:, None] * k_row + head * k_head + d[None, :], mask=mask)
+    v = tl.load(v_ptr + (first + t)[:, None] * v_row + head * v_head + d[None, :], mask=mask)
+    tl.store(keys_ptr + to, k, mask=mask)
+    tl.store(values_ptr + to, v, mask=mask)
+
+
+@triton.jit(do_not_specialize=["table_stride"])
+def prefill(
+    q_ptr,
+    out_ptr,
+    keys_ptr,
+    values_ptr,
+    table_ptr,
+    tiles_ptr,
+    parts_ptr,
+    stats_ptr,
+    counters_ptr,
+    sinks_ptr,
+    scale,
+    cap,
+    window,
+    q_head,
+    q_row,
+    table_stride,
+    page_stride,
+    K: tl.constexpr,
+    G: tl.constexpr,
+    D: tl.constexpr,
+    PAGE: tl.constexpr,
+    WINDOW: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+    SINKS: tl.constexpr,
+    SPLIT: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    head = tl.program_id(0)
+    item = tl.program_id(1)
+    tile_ptr = tiles_ptr + item * 8
+    row = tl.load(tile_ptr)
+    first = tl.load(tile_ptr + 1)
+    tokens = tl.load(tile_ptr + 2)
+    position = tl.load(tile_ptr + 3)
+    if SPLIT:  # noqa: SIM102 - settled when it is compiled
+        if tokens == 0:
+            return
+    m = tl.arange(0, BLOCK_M)
+    d = tl.arange(0, BLOCK_D)
+    r = tl.arange(0, BLOCK_N)
+    token = m // G
+    heads = head * G + m % G
+    in_d = (d < D)[None, :]
+    mask = (token < tokens)[:, None] & in_d
+    q_at = q_ptr + (first + token)[:, None] * q_row + heads[:, None] * q_head + d[None, :]
+    q = tl.load(q_at, mask=mask, other=0.0)
+    at = position + token
+    top = tl.full([BLOCK_M], float("-inf"), dtype=tl.float32)
+    total = tl.zeros([BLOCK_M], dtype=tl.float32)
+    acc = tl.zeros([BLOCK_M, BLOCK_D], dtype=tl.float32)
+    begin = 0
+    seen = (position + 1) // BLOCK_N * BLOCK_N  # keys ahead of it are seen by every row
+    if WINDOW:
+        begin = tl.maximum(position - window + 1, 0) // BLOCK_N * BLOCK_N
+        seen = begin
+    end = position + tokens
+    if SPLIT:
+        begin = tl.load(tile_ptr + 4)
+        end = tl.load(tile_ptr + 5)
+        seen = begin if WINDOW else tl.maximum(tl.minimum(seen, end), begin)
+    table_at = table_ptr + row
+    # Page ids are read a step ahead: were they read where they are used, keys could be asked for one step less ahead.
+    page = tl.load(table_at + tl.minimum(begin + r, end - 1) // PAGE * table_stride)
+    for start in range(begin, seen, BLOCK_N):
+        key_at = key_offsets(page, page_stride, start + r, K, head, D, PAGE)[:, None] + d[None, :]
+        page = tl.load(table_at + tl.minimum(start + BLOCK_N + r, end - 1) // PAGE * table_stride)
+        if D == BLOCK_D:
+            k = tl.load(keys_ptr + key_at)
+            v = tl.load(values_ptr + key_at)
+        else:
+            k = tl.load(keys_ptr + key_at, mask=in_d, other=0.0)
+            v = tl.load(values_ptr + key_at, mask=in_d, other=0.0)
+        products = tl.dot(q, tl.trans(k), input_precision="ieee")
+        if SOFTCAP:
+            scores = score(products, scale, cap, SOFTCAP)
+            top, total, acc = accumulate(scores, v, top, total, acc, False)
+        else:  # as `accumulate`, with the scale and the difference to the best as one instruction
+            new_top = tl.maximum(top, tl.max(products, 1) * scale)
+            weights = tl.exp2(products * scale - new_top[:, None])
+            faded = tl.exp2(top - new_top)
+            total = total * faded + tl.sum(weights, 1)
+            acc = tl.dot(weights.to(v.dtype), v, acc * faded[:, None], input_precision="ieee")
+            top = new_top
+    for start in range(seen, end, BLOCK_N):
+        n = start + r
+        key_at = key_offsets(page, page_stride, n, K, head, D, PAGE)[:, None] + d[None, :]
+        page = tl.load(table_at + tl.minimum(n + BLOCK_N, end - 1) // PAGE * table_stride)
+        real = (n < end)[:, None] & in_d
+        k = tl.load(keys_ptr + key_at, mask=real, other=0.0)
+        v = tl.load(values_ptr + key_at, mask=real, other=0.0)
+        scores = score(tl.dot(q, tl.trans(k), input_precision="ieee"), scale, cap, SOFTCAP)
+        visible = n[None, :] <= at[:, None]
+        if WINDOW:
+            visible = visible & (n[None, :] > (at - window)[:, None])
+        scores = tl.where(visible, scores, float("-inf"))
+        top, total, acc = accumulate(scores, v, top, total, acc, WINDOW or SPLIT)
+    if SPLIT:
+        count = tl.load(tile_ptr + 7)
+        if count > 1:
+            joined = tl.load(tile_ptr + 6)
+            part = (item * K + head) * BLOCK_M + m
+            part_at = parts_ptr + part[:, None] * D + d[None, :]
+            tl.store(part_at, acc / tl.maximum(total, 1e-30)[:, None], mask=mask)
+            tl.store(stats_ptr + part, tl.where(total > 0.0, top + tl.log2(total), LOWEST))
+            tl.debug_barrier()  # as in decode
+            ended = tl.atomic_add(counters_ptr + joined * K + head, 1, sem="acq_rel")
+            if ended != count - 1:
+                return
+            tl.store(counters_ptr + joined * K + head, 0)
+            top, total, acc = _joined(parts_ptr, stats_ptr, joined, count, head, mask, K, D, BLOCK_M, BLOCK_D)
+    if SINKS:
+        total, faded = with_sinks(top, total, sinks_ptr, heads, token < tokens)
+        acc *= faded[:, None]
+    out_at = out_ptr + ((first + token) * K * G + heads)[:, None] * D + d[None, :]
+    tl.store(out_at, (acc / tl.maximum(total, 1e-30)[:, None]).to(out_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _joined(
+    parts_ptr,
+    stats_ptr,
+    first,
+    count,
+    head,
+    mask,
+    K: tl.constexpr,
+    D: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    """A tile's best scores, totals and sums of values, from the parts of its items. Reads past L1, as in decode."""
+    m = tl.arange(0, BLOCK_M)
+    d = tl.arange(0, BLOCK_D)
+    top = tl.full([BLOCK_M], LOWEST, dtype=tl.float32)
+    total = tl.zeros([BLOCK_M], dtype=tl.float32)
+    acc = tl.zeros([BLOCK_M, BLOCK_D], dtype=tl.float32)
+    for i in range(count):
+        part = ((first + i) * K + head) * BLOCK_M + m
+        some = tl.load(parts_ptr + part[:, None] * D + d[None, :], mask=mask, other=0.0, cache_modifier=".cg")
+        its = tl.load(stats_ptr + part, cache_modifier=".cg")
+        new_top = tl.maximum(top, its)
+        faded = tl.exp2(top - new_top)
+        weight = tl.exp2(its - new_top)
+        total = total * faded + weight
+        acc = acc * faded[:, None] + some * weight[:, None]
+        top = new_top
+    return top, total, acc

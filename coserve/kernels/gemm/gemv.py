@@ -1,0 +1,155 @@
+"""One row through linear sites that share an input, with its adapter: reading the stacked weight is all the work.
+
+    shrink   h[split, site, r] = Σ_{k in split} A_site[r, k] x[k]        (`decode_kernel.shrink`)
+    project  y[n] = bias[n] + Σ_k W[n, k] x[k] + scaling Σ_r B_site[n, r] (Σ_split h[split, site, r])
+
+A program of `project` has all its weights under way before it waits for the kernels ahead (programmatic dependent
+launch): the shrink runs behind that, and the expand is a few multiplications at the end.
+"""
+
+# mypy: disable-error-code="no-untyped-def, misc, no-untyped-call, untyped-decorator"
+# ruff: noqa: ANN001, ANN201 - a kernel's arguments have the types of its launch
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from coserve.kernels.gpu.device import device_info, interpreted
+from coserve.kernels.gpu.rounding import cdiv, next_power_of_2
+from coserve.kernels.gpu.timing import graph_ms
+from coserve.kernels.lora.segmented.adapter_table import RANK_BLOCK, SiteTable
+from coserve.kernels.lora.segmented.block_sizes import DecodeBlocks, decode_splits, shrink_steps
+from coserve.kernels.lora.segmented.launch_decode import DECODE_SHRINK
+from coserve.kernels.lora.segmented.loads import weights
+from coserve.kernels.lora.segmented.tiles import Tiles
+
+LONGEST = 32768
+"""Inputs that a program can read at once."""
+SHAPES = ((1, 4), (1, 8), (2, 4), (2, 8), (4, 4), (4, 8), (8, 8))
+"""Rows of the weight that a program reads, and its warps."""
+
+
+@triton.jit(do_not_specialize_on_alignment=["ranks_ptr", "scalings_ptr"])
+def project(
+    x_ptr, w_ptr, bias_ptr, y_ptr, h_ptr, tiles_ptr, addresses_ptr, ranks_ptr, scalings_ptr,
+    K, N, first, second, row, R,
+    LORA: tl.constexpr, BIAS: tl.constexpr, SITES: tl.constexpr, SPLITS: tl.constexpr, SPLITS_POW2: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_R: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Grid (blocks of N). Sites end at `first`, `second` and N, at ends of blocks."""
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+    start = tl.program_id(0) * BLOCK_N
+    n = start + tl.arange(0, BLOCK_N)
+    k = tl.arange(0, BLOCK_K)
+    w = tl.load(w_ptr + n[:, None].to(tl.int64) * K + k[None, :], mask=(n < N)[:, None] & (k < K)[None, :], other=0.0)
+    if LORA:
+        site = (start >= first).to(tl.int32) + (start >= second).to(tl.int32)
+        begin = tl.where(start >= second, second, tl.where(start >= first, first, 0))
+        rows = tl.load(tiles_ptr + 1)
+        entry = tl.load(tiles_ptr + 2) * row + site
+        rank = tl.where(rows > 0, tl.load(ranks_ptr + entry), 0)
+        scaling = tl.load(scalings_ptr + entry)
+        b_ptr = weights(addresses_ptr, entry, 1, w_ptr)
+        r = tl.arange(0, BLOCK_R)
+        stride = (rank + 7) // 8 * 8
+        b_mask = (n < N)[:, None] & (r < rank)[None, :]
+        b = tl.load(b_ptr + (n - begin)[:, None] * stride + r[None, :], mask=b_mask, other=0.0)
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+    x = tl.load(x_ptr + k, mask=k < K, other=0.0)
+    y = tl.sum(w.to(tl.float32) * x.to(tl.float32)[None, :], 1)
+    if BIAS:
+        y += tl.load(bias_ptr + n, mask=n < N, other=0.0).to(tl.float32)
+    if LORA:
+        split = tl.arange(0, SPLITS_POW2)
+        h_mask = (split < SPLITS)[:, None] & (r < rank)[None, :]
+        h = tl.sum(tl.load(h_ptr + (split[:, None] * SITES + site) * R + r[None, :], mask=h_mask, other=0.0), 0)
+        y += scaling * tl.sum(b.to(tl.float32) * h[None, :], 1)
+    tl.store(y_ptr + n, y.to(y_ptr.dtype.element_ty), mask=n < N)
+
+
+def shapes_of(inputs: int, sizes: Sequence[int]) -> list[tuple[int, int]]:
+    """Those of `SHAPES` whose blocks end where sites end, and keep 32 to 128 registers of a thread busy."""
+    if inputs > LONGEST or len(sizes) > 3:
+        return []
+    wide = next_power_of_2(inputs)
+    return [
+        (block, warps)
+        for block, warps in SHAPES
+        if all(size % block == 0 for size in sizes) and 32 <= block * wide // (64 * warps) <= 128
+    ]
+
+
+def faster(weights_OD: Sequence[Tensor], sizes: Sequence[int]) -> tuple[int, int] | None:
+    """The shape with which `gemv` reads such weights faster than torch's own product; None if none does.
+
+    Measured, in a CUDA graph over all of `weights_OD`, which together should be more than the cache holds.
+    """
+    x = torch.randn(1, weights_OD[0].shape[1], dtype=weights_OD[0].dtype, device=weights_OD[0].device)
+    best, chosen = _milliseconds(lambda w: torch.nn.functional.linear(x, w), weights_OD), None
+    for block, warps in shapes_of(x.shape[1], sizes):
+        own = partial(gemv, x[0], bias_O=None, sizes=sizes, lora=None, shape=(block, warps))
+        try:
+            spent = _milliseconds(lambda w, own=own: own(weight_OD=w), weights_OD)
+        except triton.runtime.errors.OutOfResources:  # a shape too large for this device
+            continue
+        if spent < best:
+            best, chosen = spent, (block, warps)
+    return chosen
+
+
+def _milliseconds(call: Callable[[Tensor], Tensor], weights_OD: Sequence[Tensor]) -> float:
+    def run() -> None:
+        for weight in weights_OD:
+            call(weight)
+
+    for weight in weights_OD[:2]:
+        call(weight)
+    return graph_ms(run)
+
+
+def gemv(
+    x_D: Tensor,
+    weight_OD: Tensor,
+    bias_O: Tensor | None,
+    sizes: Sequence[int],
+    lora: tuple[Tiles, SiteTable, int] | None,
+    *,
+    shape: tuple[int, int],
+) -> Tensor:
+    """(O): `weight x + bias`, and the adapter of `lora`'s only tile: its tiles, the sites' table, the largest rank.
+
+    `shape`: one of `shapes_of`.
+    """
+    O, D = weight_OD.shape
+    device, block_k = x_D.device, next_power_of_2(D)
+    (block, warps), pdl = shape, device_info(x_D.device).early_launch
+    shrink = DecodeBlocks()
+    options = {"PDL": pdl} if interpreted() else {"PDL": pdl, "launch_pdl": pdl}
+    y = torch.empty(O, dtype=x_D.dtype, device=device)
+    ends = [sum(sizes[: i + 1]) if i < len(sizes) - 1 else O for i in range(2)]
+    sites, splits, R, row = len(sizes), 1, RANK_BLOCK, 0
+    h, tiles_, addresses, ranks, scalings = (y,) * 5
+    if lora is not None:
+        tiles, table, R = lora
+        splits, row = decode_splits(D, shrink), table.ranks.stride(0)
+        tiles_, addresses, ranks, scalings = tiles.tiles, table.addresses, table.ranks, table.scalings
+        h = torch.empty(splits, sites, 1, R, dtype=torch.float32, device=device)
+        DECODE_SHRINK(
+            (tiles.items.shape[0], splits, sites), (x_D, h, tiles.items, addresses, ranks), (D, D, row, 1, R), BLOCK_T=tiles.rows, BLOCK_R=RANK_BLOCK,
+            **shrink_steps(shrink, overlapped=False), num_warps=shrink.shrink_warps, num_stages=1, **options,
+        )  # fmt: skip
+    project[(cdiv(O, block),)](
+        x_D, weight_OD, y if bias_O is None else bias_O, y, h, tiles_, addresses, ranks, scalings,
+        D, O, *ends, row, R, LORA=lora is not None, BIAS=bias_O is not None, SITES=sites, SPLITS=splits,
+        SPLITS_POW2=next_power_of_2(splits), BLOCK_N=block, BLOCK_K=block_k,
+        BLOCK_R=max(RANK_BLOCK, next_power_of_2(R)), num_warps=warps, num_stages=1, **options,
+    )  # fmt: skip
+    return y

@@ -1,0 +1,167 @@
+"""A few rows through a linear site: reading the weight is all the work.
+
+    y[m, n] = bias[n] + Σ_k x[m, k] W[n, k]        for 2 to 64 rows m, sums in fp32
+
+The weight is the product's left operand, so that its rows fill the tensor cores and the few x need no padding to 64. A
+program may start before the kernel ahead has ended (programmatic dependent launch), which saves most of a launch. The
+kernel behind may start once every program has waited for the one ahead: it finds x complete, and y not.
+"""
+
+# mypy: disable-error-code="no-untyped-def, misc, no-untyped-call, untyped-decorator"
+# ruff: noqa: ANN001, ANN201 - a kernel's arguments have the types of its launch
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from coserve.kernels.gpu.device import device_info, interpreted
+from coserve.kernels.gpu.rounding import cdiv
+from coserve.kernels.gpu.timing import graph_ms
+
+ROWS = (16, 32, 64)
+"""Numbers of rows that kernels are made for; one serves every number up to its own."""
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Outputs and inputs of a program's step, parts of the inputs, warps, and steps under way at once."""
+
+    n: int
+    k: int
+    splits: int
+    warps: int
+    stages: int
+
+
+SHAPES = (
+    Shape(64, 128, 1, 4, 6),
+    Shape(64, 128, 2, 4, 6),
+    Shape(128, 128, 1, 4, 4),
+    Shape(32, 128, 1, 4, 6),
+    Shape(32, 128, 2, 4, 6),
+    Shape(32, 128, 4, 4, 6),
+    Shape(16, 256, 1, 4, 4),
+    Shape(16, 256, 2, 4, 4),
+    Shape(16, 256, 4, 4, 4),
+)
+PROGRAMS = (60, 600)
+"""Fewest and most programs of a shape that is tried: a GPU has some hundred multiprocessors, and each start costs."""
+
+
+@triton.jit
+def project(
+    x_ptr, w_ptr, bias_ptr, y_ptr, parts_ptr, counters_ptr, M, N, K, x_stride,
+    BIAS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    SPLITS: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Grid (blocks of N, SPLITS). K is a multiple of SPLITS * BLOCK_K. The last of a block's parts sums them, in order."""
+    block, split = tl.program_id(0), tl.program_id(1)
+    n, m = block * BLOCK_N + tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_M)
+    steps = K // (SPLITS * BLOCK_K)
+    k = split * steps * BLOCK_K + tl.arange(0, BLOCK_K)
+    w_at = w_ptr + n[:, None].to(tl.int64) * K + k[None, :]
+    x_at = x_ptr + m[:, None] * x_stride + k[None, :]
+    total = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    for step in tl.range(0, steps, num_stages=STAGES):
+        w = tl.load(w_at + step * BLOCK_K, mask=(n < N)[:, None], other=0.0)
+        x = tl.load(x_at + step * BLOCK_K, mask=(m < M)[:, None], other=0.0)
+        total = tl.dot(w, tl.trans(x), total)
+    at, real = m[None, :] * N + n[:, None], (n < N)[:, None] & (m < M)[None, :]
+    last = True
+    if SPLITS > 1:
+        tl.store(parts_ptr + split * (M * N) + at, total, mask=real)
+        tl.debug_barrier()  # all threads have written before one says so
+        last = tl.atomic_add(counters_ptr + block, 1, sem="acq_rel") == SPLITS - 1
+        if last:
+            total = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
+            for part in tl.static_range(SPLITS):
+                total += tl.load(parts_ptr + part * (M * N) + at, mask=real, other=0.0, cache_modifier=".cg")
+            tl.atomic_xchg(counters_ptr + block, 0, sem="relaxed")
+    if last:
+        if BIAS:
+            total += tl.load(bias_ptr + n, mask=n < N, other=0.0).to(tl.float32)[:, None]
+        tl.store(y_ptr + at, total.to(y_ptr.dtype.element_ty), mask=real)
+
+
+def rows_of(rows: int) -> int | None:
+    """Which of `ROWS` serves so many rows; None: one row, or too many."""
+    return next((most for most in ROWS if most >= rows), None) if rows > 1 else None
+
+
+def shapes_of(inputs: int, outputs: int, dtype: torch.dtype) -> list[Shape]:
+    """Those of `SHAPES` that divide D `inputs`, in a fair number of programs. None for fp32, which tensor cores would round."""
+    if dtype not in (torch.bfloat16, torch.float16):
+        return []
+    fewest, most = PROGRAMS
+    fair = [shape for shape in SHAPES if fewest <= cdiv(outputs, shape.n) * shape.splits <= most]
+    return [shape for shape in fair or SHAPES if inputs % (shape.splits * shape.k) == 0]
+
+
+def make_counters(outputs: int, device: torch.device) -> Tensor:
+    """int32 zeros for `skinny_gemm` of up to O `outputs`; zeros again after each call. For one stream."""
+    return torch.zeros(cdiv(outputs, min(shape.n for shape in SHAPES)), dtype=torch.int32, device=device)
+
+
+def skinny_gemm(
+    x_TD: Tensor, weight_OD: Tensor, bias_O: Tensor | None, counters: Tensor, shape: Shape
+) -> tuple[Tensor, Tensor]:
+    """(T, O) in x's dtype: `x Wᵀ + bias` for 2 to 64 rows. D is a multiple of `shape.splits * shape.k`; x's rows are dense.
+
+    And what else it writes. A kernel behind it that does not wait before it writes must not be given that memory.
+    """
+    (rows, inputs), outputs = x_TD.shape, weight_OD.shape[0]
+    block, pdl = rows_of(rows), device_info(x_TD.device).early_launch
+    assert block is not None, f"expected 2 to {ROWS[-1]} rows, got {rows}"
+    assert x_TD.stride(1) == 1 and weight_OD.is_contiguous(), "expected dense rows"
+    y = torch.empty(rows, outputs, dtype=x_TD.dtype, device=x_TD.device)
+    parts = y
+    if shape.splits > 1:
+        parts = torch.empty(shape.splits, rows, outputs, dtype=torch.float32, device=x_TD.device)
+    project[(cdiv(outputs, shape.n), shape.splits)](
+        x_TD, weight_OD, y if bias_O is None else bias_O, y, parts, counters, rows, outputs, inputs, x_TD.stride(0),
+        BIAS=bias_O is not None, BLOCK_M=block, BLOCK_N=shape.n, BLOCK_K=shape.k, SPLITS=shape.splits,
+        STAGES=shape.stages, PDL=pdl, num_warps=shape.warps, **({} if interpreted() else {"launch_pdl": pdl}),
+    )  # fmt: skip
+    return y, parts
+
+
+def faster(weights_OD: Sequence[Tensor], counters: Tensor, rows: int) -> Shape | None:
+    """The shape with which `skinny_gemm` takes `rows` rows faster than torch's own product; None if none does.
+
+    Measured, in a CUDA graph over all of `weights_OD`, which together should be more than the cache holds, with a small
+    kernel ahead of each product as a model has it.
+    """
+    x = torch.randn(rows, weights_OD[0].shape[1], dtype=weights_OD[0].dtype, device=weights_OD[0].device)
+    best, chosen = _milliseconds(torch.nn.functional.linear, x, weights_OD), None
+    for shape in shapes_of(x.shape[1], len(weights_OD[0]), x.dtype):
+        own = partial(skinny_gemm, bias_O=None, counters=counters, shape=shape)
+        try:
+            spent = _milliseconds(own, x, weights_OD)
+        except triton.runtime.errors.OutOfResources:  # a shape too large for this device
+            continue
+        if spent < best:
+            best, chosen = spent, shape
+    return chosen
+
+
+def _milliseconds(product: Callable[[Tensor, Tensor], object], x_TD: Tensor, weights_OD: Sequence[Tensor]) -> float:
+    """Of one product with each of the weights; a small kernel makes x ahead of each."""
+    made = torch.empty_like(x_TD)
+
+    def run() -> None:
+        for weight in weights_OD:
+            torch.mul(x_TD, 0.5, out=made)
+            product(made, weight)
+
+    run()
+    return graph_ms(run)

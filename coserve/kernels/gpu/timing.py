@@ -1,0 +1,29 @@
+"""How long work takes on a GPU, for choices that are made by measurement at start."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from statistics import median
+
+import torch
+
+from coserve.kernels.gpu.capture import captured
+
+REPLAYS = 6
+
+
+def graph_ms(run: Callable[[], None]) -> float:
+    """Median milliseconds of `run` as a CUDA graph. It has run before, so that its kernels are compiled."""
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with captured(graph):
+        run()
+    spans = []
+    for _ in range(REPLAYS):
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+        begin.record()
+        graph.replay()
+        end.record()
+        end.synchronize()
+        spans.append(float(begin.elapsed_time(end)))
+    return median(spans)

@@ -1,0 +1,55 @@
+"""`grouped`: the base runs batched, and each site loops over its adapters (what PEFT does). CPU's way, and a baseline."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from torch.nn.functional import linear, pad
+
+from coserve.kernels.lora.segments import Segments
+from coserve.kernels.lora.types import LoraPair
+
+CPU_MIN_ROWS = 16
+"""torch's CPU matrix product gives a row the same bits whatever the other rows are, from 8 rows on; below it does not."""
+
+
+def lora_add(y_TO: Tensor, x_TD: Tensor, segments: Segments, pairs: Sequence[LoraPair | None]) -> Tensor:
+    """`y + scaling_a (x a_RDᵀ) b_ORᵀ` for each adapter's tokens together; differentiable in y, x, a_RD and b_OR.
+
+    Writes into y when no gradient is asked for. On CPU a row's result does not depend on the batch's other rows.
+    """
+    at: list[Tensor] = []
+    deltas: list[Tensor] = []
+    for adapter, runs in segments.runs().items():
+        pair = pairs[adapter]
+        if pair is None:
+            continue
+        rows = _rows(segments, adapter, runs, x_TD.device)
+        x_ND = x_TD[runs[0][0] : runs[0][1]] if len(runs) == 1 else x_TD.index_select(0, rows)
+        at.append(rows)
+        deltas.append(_delta(x_ND, pair))
+    if not deltas:
+        return y_TO
+    rows_N, delta_NO = (at[0], deltas[0]) if len(at) == 1 else (torch.cat(at), torch.cat(deltas))
+    if torch.is_grad_enabled() and (y_TO.requires_grad or delta_NO.requires_grad):
+        return y_TO.index_add(0, rows_N, delta_NO)
+    return y_TO.index_add_(0, rows_N, delta_NO)
+
+
+def _rows(segments: Segments, adapter: int, runs: list[tuple[int, int]], device: torch.device) -> Tensor:
+    def build() -> Tensor:
+        return torch.tensor([row for start, end in runs for row in range(start, end)], device=device)
+
+    return segments.plan(("rows", adapter, device), build)
+
+
+def _delta(x_ND: Tensor, pair: LoraPair) -> Tensor:
+    rows, a_RD, b_OR = x_ND.shape[0], pair.a_RD, pair.b_OR
+    if x_ND.device.type == "cpu":
+        if rows < CPU_MIN_ROWS:
+            x_ND = pad(x_ND, (0, 0, 0, CPU_MIN_ROWS - rows))
+        if pair.rank == 1:  # a product with a vector is another routine, and varies with the rows
+            a_RD, b_OR = pad(a_RD, (0, 0, 0, 1)), pad(b_OR, (0, 1))
+    return linear(linear(x_ND, a_RD) * pair.scaling, b_OR)[:rows]

@@ -1,0 +1,24 @@
+"""The formula, spelled out in fp32, for tests to compare with."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from coserve.kernels.lora.segments import Segments
+from coserve.kernels.lora.types import LoraPair
+
+
+def lora_add(y_TO: Tensor, x_TD: Tensor, segments: Segments, pairs: Sequence[LoraPair | None]) -> Tensor:
+    """`y + scaling_a (x a_RDᵀ) b_ORᵀ`, segment by segment in fp32, in y's dtype. Differentiable; writes nothing."""
+    rows: list[Tensor] = []
+    for adapter, start, end in zip(segments.adapters, segments.bounds, segments.bounds[1:], strict=False):
+        row = y_TO[start:end].float()
+        pair = pairs[adapter] if adapter >= 0 else None
+        if pair is not None:
+            shrunk = x_TD[start:end].float() @ pair.a_RD.float().T
+            row = row + pair.scaling * (shrunk @ pair.b_OR.float().T)
+        rows.append(row)
+    return torch.cat(rows).to(y_TO.dtype) if rows else y_TO.clone()

@@ -1,0 +1,139 @@
+"""The adapters' matrices on the device: where each lies, by slot and site.
+
+Addresses of the table are fixed and its contents free, so that a captured CUDA graph can serve other adapters.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from coserve.kernels.lora.types import VECTOR, Entry, LoraPair, is_aligned
+
+RANK_BLOCK = 16
+"""Ranks are worked on in blocks of so many: the least that a tensor core multiplies."""
+NO_ENTRY = Entry(0, 0, 0, 0, 0, 0.0)
+
+
+@dataclass(frozen=True)
+class SiteTable:
+    """What G sites hold in each of N slots. A slot is one adapter; sites of one launch read one input of D features."""
+
+    addresses: Tensor
+    """int64 (N, G, 2): of a_RD and of b_OR, both contiguous."""
+    ranks: Tensor
+    """int32 (N, G); 0: the slot's adapter does not change the site."""
+    scalings: Tensor
+    """float32 (N, G)."""
+    starts: Tensor | None = None
+    """int32 (N, G): the ranks of the slots ahead, summed; only where gradients are wanted."""
+    sums: Tensor | None = None
+    """int64 (N, G, 2): the addresses of the `MainGrads`; 0: none."""
+    sizes: Tensor | None = None
+    """What is in `ranks`, on the host; only where it cannot change."""
+
+    @property
+    def sites(self) -> int:
+        return self.ranks.shape[1]
+
+    @property
+    def slots(self) -> int:
+        return self.ranks.shape[0]
+
+    def columns(self, first: int, count: int) -> SiteTable:
+        """What `count` neighbouring sites hold, as a view."""
+        part = slice(first, first + count)
+        rest = (None if own is None else own[:, part] for own in (self.starts, self.sums, self.sizes))
+        return SiteTable(self.addresses[:, part], self.ranks[:, part], self.scalings[:, part], *rest)
+
+
+class Slots:
+    """A page table of adapters: N slots by all the sites of a base, on the device.
+
+    `put` takes effect in stream order. A kernel reads the table and the weights before the kernel ahead of it has
+    ended (programmatic dependent launch), so no kernel that writes weights may stand directly before a LoRA kernel.
+    """
+
+    def __init__(self, slots: int, sites: int, device: torch.device) -> None:
+        self.addresses = torch.zeros(slots, sites, 2, dtype=torch.int64, device=device)
+        self.ranks = torch.zeros(slots, sites, dtype=torch.int32, device=device)
+        self.scalings = torch.zeros(slots, sites, dtype=torch.float32, device=device)
+        self._held: dict[int, tuple[LoraPair | None, ...]] = {}
+
+    def put(self, slot: int, pairs: Sequence[LoraPair | None]) -> None:
+        """Point `slot` at one adapter's pairs, one a site; keeps them alive. They must be contiguous and aligned."""
+        assert len(pairs) == self.ranks.shape[1], f"expected {self.ranks.shape[1]} sites, got {len(pairs)}"
+        kept = tuple(None if pair is None else kernel_layout(pair) for pair in pairs)
+        a, b, _, _, ranks, scalings = zip(*map(_entry, kept), strict=True)
+        self.addresses[slot].copy_(torch.tensor([a, b], dtype=torch.int64).T)
+        self.ranks[slot].copy_(torch.tensor(ranks, dtype=torch.int32))
+        self.scalings[slot].copy_(torch.tensor(scalings))
+        self._held[slot] = kept
+
+    def clear(self, slot: int) -> None:
+        """Empty `slot`: tokens that still name it get the base alone."""
+        self.ranks[slot].zero_()
+        self._held.pop(slot, None)
+
+    def table(self, first: int, count: int) -> SiteTable:
+        """The columns of `count` neighbouring sites, as a view: later `put`s show in it."""
+        return SiteTable(self.addresses, self.ranks, self.scalings).columns(first, count)
+
+
+def site_table(pairs: Sequence[Sequence[LoraPair | None]], device: torch.device) -> tuple[SiteTable, list[LoraPair]]:
+    """A table for one step: `pairs[g][n]` at site g in slot n. Also the pairs it points at, which must stay alive.
+
+    Never waits for the device.
+    """
+    slots, sites = len(pairs[0]), len(pairs)
+    kept = [None if pair is None else kernel_layout(pair) for slot in zip(*pairs, strict=True) for pair in slot]
+    a, b, sum_a, sum_b, ranks, scalings_ = zip(*map(_entry, kept), strict=True)
+    sizes = torch.tensor(ranks, dtype=torch.int32).view(slots, sites)
+    scalings = torch.tensor(scalings_, dtype=torch.float32)
+    addresses, sums = (torch.tensor(both, dtype=torch.int64).T.contiguous() for both in ((a, b), (sum_a, sum_b)))
+    starts = sizes.cumsum(0, dtype=torch.int32) - sizes
+    columns = [column.view(torch.int32).view(-1) for column in (addresses, sums, sizes, scalings, starts)]
+    padded = [pad(column, (0, -len(column) % VECTOR)) for column in columns]  # each begins at a whole vector
+    moved = torch.split(_to_device(torch.cat(padded), device), [len(column) for column in padded])
+    at = [column[: len(before)] for column, before in zip(moved, columns, strict=True)]
+    table = SiteTable(
+        at[0].view(torch.int64).view(slots, sites, 2),
+        at[2].view(slots, sites),
+        at[3].view(torch.float32).view(slots, sites),
+        at[4].view(slots, sites),
+        at[1].view(torch.int64).view(slots, sites, 2),
+        sizes,
+    )
+    return table, [pair for pair in kept if pair is not None]
+
+
+def _to_device(host: Tensor, device: torch.device) -> Tensor:
+    """One copy that nobody waits for."""
+    return host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else host
+
+
+def kernel_layout(pair: LoraPair) -> LoraPair:
+    """The pair as the kernels read it: itself, or a copy where a tensor is not contiguous and aligned.
+
+    b_OR's rows are padded with zeros to whole vectors of 8, so an odd rank is a copy too, of (O, R rounded up).
+    """
+    if pair.entry is not None:
+        return pair
+    b_OR = pad(pair.b_OR.detach(), (0, -pair.rank % VECTOR)) if pair.rank % VECTOR else pair.b_OR
+    return replace(pair, a_RD=_well(pair.a_RD), b_OR=_well(b_OR))
+
+
+def _well(weight: Tensor) -> Tensor:
+    return weight if is_aligned(weight) else weight.detach().clone(memory_format=torch.contiguous_format)
+
+
+def _entry(pair: LoraPair | None) -> Entry:
+    """The table entry of a pair in the kernels' layout."""
+    if pair is None:
+        return NO_ENTRY
+    assert pair.entry is not None, "expected a pair in the kernels' layout"
+    return pair.entry

@@ -1,0 +1,248 @@
+"""Segmented LoRA, backward. With dy the gradient of a site's output and g = scaling dy B:
+
+    shrink_b  g[site, t, r] = scaling Σ_o dy[t, o] B_site[o, r]
+    expand_a  dx[t, d] = Σ_site Σ_r g[site, t, r] A_site[r, d]                 the sites that read x together
+    outer     dA_site[r, d] = Σ_t g[site, t, r] x[t, d]                        x is read once for all sites
+              dB_site[o, r] = scaling Σ_t dy[t, o] h[site, t, r]
+
+Sums are kept in fp32. Where an adapter's tokens are divided among programs, each writes its own fp32 part, so that
+the result does not depend on their order. Shapes as in `prefill_kernel`; spans: (A, 4) int32; starts: (slots, G)
+int32, the rows of dA (and columns of dB) that lie ahead of a slot's own.
+"""
+
+# mypy: disable-error-code="no-untyped-def, misc, no-untyped-call, untyped-decorator"
+# ruff: noqa: ANN001, ANN201, ANN202 - a kernel's arguments have the types of its launch
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from coserve.kernels.lora.segmented.loads import load_b, padded, weights
+from coserve.kernels.lora.segmented.prefill_kernel import finish, rank_at
+
+
+@triton.jit(do_not_specialize_on_alignment=["ranks_ptr", "scalings_ptr"])
+def shrink_b(
+    dy_ptr,
+    g_ptr,
+    parts_ptr,
+    counters_ptr,
+    tiles_ptr,
+    addresses_ptr,
+    ranks_ptr,
+    scalings_ptr,
+    O,
+    dy_stride,
+    row,
+    split_stride,
+    R,
+    steps,
+    SPLIT: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+    tile_ptr = tiles_ptr + tl.program_id(0) * 4
+    split = tl.program_id(1)
+    first = tl.program_id(2) * BLOCK_R
+    start = tl.load(tile_ptr)
+    rows = tl.load(tile_ptr + 1)
+    slot = tl.load(tile_ptr + 2)
+    rank = rank_at(ranks_ptr, slot, row, 0)
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+    if first >= rank:
+        return
+    b_ptr = weights(addresses_ptr, slot * row, 1, dy_ptr)
+    t = tl.arange(0, BLOCK_T)
+    r = first + tl.arange(0, BLOCK_R)
+    keep = (t < rows)[:, None]
+    dy_at = dy_ptr + (start + t)[:, None].to(tl.int64) * dy_stride
+    begin = split * steps * BLOCK_K
+    end = tl.minimum(begin + steps * BLOCK_K, O)
+    acc = tl.zeros([BLOCK_T, BLOCK_R], dtype=tl.float32)
+    for at in range(begin, end, BLOCK_K):
+        o = at + tl.arange(0, BLOCK_K)
+        dy = tl.load(dy_at + o[None, :], mask=keep & (o < O)[None, :], other=0.0)
+        acc = tl.dot(dy, load_b(b_ptr, o, r, O, rank), acc, input_precision="ieee")
+    acc *= tl.load(scalings_ptr + slot * row)
+    g_at = parts_ptr + split * split_stride + (start + t)[:, None] * R + r[None, :]
+    tl.store(g_at, acc.to(parts_ptr.dtype.element_ty), mask=keep & (r < padded(rank))[None, :])
+    if SPLIT:
+        splits = tl.num_programs(1)
+        expected = splits * tl.cdiv(rank, BLOCK_R)
+        finish(
+            parts_ptr, g_ptr, counters_ptr + start, expected, start, rows, rank, 0, split_stride, splits, R,
+            1, BLOCK_T, BLOCK_R,
+        )  # fmt: skip
+
+
+@triton.jit(do_not_specialize_on_alignment=["ranks_ptr"])
+def expand_a(
+    dx_ptr,
+    g_ptr,
+    tiles_ptr,
+    addresses_ptr,
+    ranks_ptr,
+    D,
+    dx_stride,
+    row,
+    T,
+    R,
+    SITES: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+    tile_ptr = tiles_ptr + tl.program_id(1) * 4
+    start = tl.load(tile_ptr)
+    rows = tl.load(tile_ptr + 1)
+    slot = tl.load(tile_ptr + 2)
+    t = tl.arange(0, BLOCK_T)
+    d = tl.program_id(0) * BLOCK_D + tl.arange(0, BLOCK_D)
+    keep = (t < rows)[:, None]
+    acc = tl.zeros([BLOCK_T, BLOCK_D], dtype=tl.float32)
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+    for site in tl.static_range(SITES):
+        rank = rank_at(ranks_ptr, slot, row, site)
+        a_ptr = weights(addresses_ptr, tl.maximum(slot, 0) * row + site, 0, dx_ptr)
+        g_at = g_ptr + (site * T + start + t)[:, None] * R
+        for first in range(0, rank, BLOCK_R):
+            r = first + tl.arange(0, BLOCK_R)
+            g = tl.load(g_at + r[None, :], mask=keep & (r < padded(rank))[None, :], other=0.0)
+            a = tl.load(a_ptr + r[:, None] * D + d[None, :], mask=(r < rank)[:, None] & (d < D)[None, :], other=0.0)
+            acc = tl.dot(g, a, acc, input_precision="ieee")
+    dx_at = dx_ptr + (start + t)[:, None].to(tl.int64) * dx_stride + d[None, :]
+    tl.store(dx_at, acc.to(dx_ptr.dtype.element_ty), mask=keep & (d < D)[None, :])
+
+
+@triton.jit(do_not_specialize_on_alignment=["ranks_ptr", "scalings_ptr", "starts_ptr"])
+def outer(
+    u_ptr,
+    v_ptr,
+    out0_ptr,
+    out1_ptr,
+    out2_ptr,
+    tiles_ptr,
+    spans_ptr,
+    ranks_ptr,
+    scalings_ptr,
+    starts_ptr,
+    sums_ptr,
+    N,
+    u_stride,
+    row,
+    T,
+    R,
+    parts,
+    part0_stride,
+    part1_stride,
+    part2_stride,
+    SITES: tl.constexpr,
+    OF_B: tl.constexpr,
+    ADD: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+    span_ptr = spans_ptr + tl.program_id(1) * 4
+    part = tl.program_id(2) % parts
+    first = tl.program_id(2) // parts * BLOCK_R
+    first_tile = tl.load(span_ptr)
+    tiles = tl.load(span_ptr + 1)
+    entry = tl.load(span_ptr + 2) * row
+    rank0 = tl.load(ranks_ptr + entry)
+    rank1 = tl.load(ranks_ptr + entry + 1) if SITES > 1 else 0
+    rank2 = tl.load(ranks_ptr + entry + 2) if SITES > 2 else 0
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+    if first >= tl.maximum(rank0, tl.maximum(rank1, rank2)):
+        return
+    t = tl.arange(0, BLOCK_T)
+    n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    r = first + tl.arange(0, BLOCK_R)
+    acc0 = tl.zeros([BLOCK_N, BLOCK_R], dtype=tl.float32)
+    acc1 = acc0
+    acc2 = acc0
+    for tile in range(first_tile + tiles * part // parts, first_tile + tiles * (part + 1) // parts):
+        start = tl.load(tiles_ptr + tile * 4)
+        keep = (t < tl.load(tiles_ptr + tile * 4 + 1))[:, None]
+        u_at = u_ptr + (start + t)[:, None].to(tl.int64) * u_stride + n[None, :]
+        u = tl.trans(tl.load(u_at, mask=keep & (n < N)[None, :], other=0.0))
+        v_at = v_ptr + (start + t)[:, None] * R + r[None, :]
+        v0 = tl.load(v_at, mask=keep & (r < padded(rank0))[None, :], other=0.0)
+        acc0 = tl.dot(u, v0, acc0, input_precision="ieee")
+        if SITES > 1:
+            v1 = tl.load(v_at + T * R, mask=keep & (r < padded(rank1))[None, :], other=0.0)
+            acc1 = tl.dot(u, v1, acc1, input_precision="ieee")
+        if SITES > 2:
+            v2 = tl.load(v_at + 2 * T * R, mask=keep & (r < padded(rank2))[None, :], other=0.0)
+            acc2 = tl.dot(u, v2, acc2, input_precision="ieee")
+    if OF_B:
+        acc0 *= tl.load(scalings_ptr + entry)
+    if ADD:
+        _add(weights(sums_ptr, entry, 1 if OF_B else 0, scalings_ptr), acc0, n, r, N, rank0, OF_B)
+        if SITES > 1:
+            _add(weights(sums_ptr, entry + 1, 1 if OF_B else 0, scalings_ptr), acc1, n, r, N, rank1, OF_B)
+        if SITES > 2:
+            _add(weights(sums_ptr, entry + 2, 1 if OF_B else 0, scalings_ptr), acc2, n, r, N, rank2, OF_B)
+    else:
+        _store(out0_ptr + part.to(tl.int64) * part0_stride, acc0, starts_ptr + entry, n, r, N, rank0, OF_B)
+        if SITES > 1:
+            _store(out1_ptr + part.to(tl.int64) * part1_stride, acc1, starts_ptr + entry + 1, n, r, N, rank1, OF_B)
+        if SITES > 2:
+            _store(out2_ptr + part.to(tl.int64) * part2_stride, acc2, starts_ptr + entry + 2, n, r, N, rank2, OF_B)
+
+
+@triton.jit
+def _store(out_ptr, acc, start_ptr, n, r, N, rank, OF_B: tl.constexpr):
+    """Adapters one after another: dA as (R, N) each, dB as (N, R) each; both begin `start * N` entries in."""
+    own_ptr = out_ptr + tl.load(start_ptr).to(tl.int64) * N
+    mask = (n < N)[:, None] & (r < rank)[None, :]
+    if OF_B:
+        tl.store(own_ptr + n[:, None] * rank + r[None, :], acc.to(out_ptr.dtype.element_ty), mask=mask)
+    else:
+        tl.store(own_ptr + r[None, :] * N + n[:, None], acc.to(out_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _add(sums_ptr, acc, n, r, N, rank, OF_B: tl.constexpr):
+    """Adds dA (R, N) or dB (N, R) of one adapter to its sums in fp32. No other program has these entries."""
+    mask = (n < N)[:, None] & (r < rank)[None, :]
+    at = sums_ptr + (n[:, None] * rank + r[None, :] if OF_B else r[None, :] * N + n[:, None])
+    tl.store(at, tl.load(at, mask=mask, other=0.0) + acc, mask=mask)
+
+
+@triton.jit(do_not_specialize_on_alignment=["ranks_ptr", "scalings_ptr", "starts_ptr"])
+def fold(
+    parts_ptr, spans_ptr, ranks_ptr, scalings_ptr, starts_ptr, sums_ptr, N, row, parts, part_stride,
+    OF_B: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Adds the parts that `outer` left to the sums, in order. Grid (blocks of the largest matrix, adapters)."""
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+    entry = tl.load(spans_ptr + tl.program_id(1) * 4 + 2) * row
+    rank = tl.load(ranks_ptr + entry)
+    start = tl.load(starts_ptr + entry)
+    sums = weights(sums_ptr, entry, 1 if OF_B else 0, scalings_ptr)
+    i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    mask = i < rank * N
+    own = parts_ptr + start.to(tl.int64) * N + i
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+    total = tl.zeros([BLOCK], dtype=tl.float32)
+    for _ in range(parts):
+        total += tl.load(own, mask=mask, other=0.0)
+        own += part_stride
+    tl.store(sums + i, tl.load(sums + i, mask=mask, other=0.0) + total, mask=mask)

@@ -1,0 +1,153 @@
+"""Block sizes of the segmented kernels, chosen by measurement (`benchmarks/kernel_tune`), from shapes alone.
+
+The same batch always gets the same launches, and so the same bits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cache, lru_cache
+
+from torch import Tensor
+
+from coserve.kernels.gpu.rounding import cdiv, next_power_of_2
+from coserve.kernels.lora.segmented.adapter_table import RANK_BLOCK
+
+PROGRAMS = 2
+"""As many programs as a prefill or training kernel should have at least, for each multiprocessor."""
+SPLIT_LENGTH = 512
+"""Inputs that a program should have at least where they are divided among several; below four times as many they are
+not divided: the sum of the parts costs about 2 µs."""
+EXPAND_PROGRAMS = 384
+"""Programs that the prefill expand should have before each takes several output blocks."""
+WIDE_BLOCKS = 6144
+"""From so many output blocks on in all tiles, ranks up to 64 take blocks twice as wide, with twice the warps."""
+LOOPED_MAX_RANK = 128
+"""The largest rank whose B streams past a standing h; beyond, each output block takes its ranks in turns."""
+MAX_SITES = 3
+"""Sites that one launch can serve: q, k and v."""
+
+
+@dataclass(frozen=True)
+class DecodeBlocks:
+    """Sizes of the decode kernels."""
+
+    k: int = 1024
+    steps: int = 1
+    overlapped_k: int = 512
+    """`k` where the shrink overlaps the product ahead: as many steps more, whose loads are all under way at once."""
+    parts: int = 4
+    """Of a step's k; each has a sum of its own."""
+    shrink_warps: int = 4
+    overlapped_warps: int = 2
+    """Fewer: the product is what the registers and the shared memory are for."""
+    o: int = 256
+    r: int = RANK_BLOCK
+    """Ranks of the expand at a time."""
+    expand_warps: int = 4
+    pdl: bool = True
+
+
+@dataclass(frozen=True)
+class PrefillBlocks:
+    """Sizes of the prefill and training kernels."""
+
+    k: int = 128
+    """Of x at a time; half where ranks are more than 32."""
+    shrink_stages: int = 6
+    """For ranks of 33 to 64, which leave room: a third more."""
+    shrink_programs: int = 1
+    """For each multiprocessor."""
+    shrink_r: int = 128
+    o: int = 64
+    expand_warps: int = 4
+    run_blocks: int = 8
+    run_stages: int = 3
+    """For ranks of more than 64: one more."""
+    single_r: int = 64
+    single_stages: int = 2
+    back_warps: int = 8
+    back_stages: int = 4
+    d: int = 128
+    d_warps: int = 4
+    outer_n: int = 128
+    outer_warps: int = 4
+    outer_stages: int = 3
+    pdl: bool = True
+
+
+MANY_SHRINKS = 512
+"""Programs of the decode shrink from which each takes two steps of k: the start of a program then costs more than its wait."""
+FEW_EXPANDS = 512
+"""Programs of 128 outputs up to which those of the decode expand are made small, so that there are more of them, with more
+ranks each: what they wait for is their loads. Beyond, programs hide that from each other."""
+AHEAD = 3
+"""Steps of the decode shrink whose loads are under way at once, where it overlaps the product ahead."""
+PREFILL_BLOCKS = PrefillBlocks()
+
+
+@lru_cache(4096)
+def decode_blocks(inputs: int, outputs: tuple[int, ...], tiles: int, items: int, rows: int, R: int) -> DecodeBlocks:
+    """The sizes for so many tiles, of so many rows each, at sites of so many inputs and outputs."""
+    start = DecodeBlocks()
+    steps = 2 if items * len(outputs) * cdiv(inputs, start.k) > MANY_SHRINKS else 1
+    programs = tiles * sum(cdiv(width, 128) for width in outputs)
+    if R <= RANK_BLOCK:
+        o = 64 if programs <= FEW_EXPANDS else 128 if programs <= 2 * FEW_EXPANDS else 256
+        return replace(start, steps=steps, o=o)
+    if programs <= FEW_EXPANDS:
+        return replace(start, steps=steps, o=64, r=rank_block(R), expand_warps=2 if rows <= 8 else 4)
+    return replace(start, steps=steps, r=rank_block(R, 32))
+
+
+def decode_splits(inputs: int, blocks: DecodeBlocks) -> int:
+    """How many parts the decode shrink divides D `inputs` into."""
+    return cdiv(inputs, blocks.k * blocks.steps)
+
+
+def shrink_steps(blocks: DecodeBlocks, *, overlapped: bool) -> dict[str, int | bool]:
+    """How a program of the decode shrink goes through its inputs."""
+    k, steps = blocks.k, blocks.steps
+    if overlapped:
+        k, steps = blocks.overlapped_k, blocks.k * blocks.steps // blocks.overlapped_k
+    return {
+        "BLOCK_K": k,
+        "STEPS": steps,
+        "PARTS": blocks.parts,
+        "STAGES": min(steps, AHEAD) + 1,
+        "OVERLAPPED": overlapped,
+    }
+
+
+@cache
+def rank_block(R: int, most: int = 64) -> int:
+    """Ranks that one program of a prefill kernel works on together."""
+    return min(most, max(RANK_BLOCK, next_power_of_2(R)))
+
+
+def splits_of(programs: int, length: int, block: int, wanted: int) -> tuple[int, int]:
+    """(splits, blocks in each) of a sum over `length`: enough programs to fill the chip, and enough work in each."""
+    blocks = cdiv(length, block)
+    most = length // SPLIT_LENGTH if length >= 4 * SPLIT_LENGTH else 1
+    splits = max(1, min(wanted // max(programs, 1), most))
+    steps = cdiv(blocks, splits)
+    return cdiv(blocks, steps), steps
+
+
+def narrow(k: int, block_r: int, like: Tensor) -> int:
+    """A block of k that still fits in shared memory where ranks or elements are wide."""
+    return max(16, k // (2 if block_r > 32 else 1) // (2 if like.element_size() == 4 else 1))
+
+
+def run_length(tiles: int, output_blocks: int, R: int, blocks: PrefillBlocks) -> int:
+    """Output blocks of a program of the prefill expand: a power of two; one where programs are few or ranks too large."""
+    if R > LOOPED_MAX_RANK:
+        return 1
+    many = max(1, tiles * output_blocks // EXPAND_PROGRAMS)
+    return min(blocks.run_blocks, 1 << (many.bit_length() - 1))
+
+
+def rows_aligned(ys: Sequence[Tensor]) -> bool:
+    """Whether every row of every output can be read and written 16 bytes at a time."""
+    return all(y.stride(0) % 8 == 0 and y.shape[1] % 8 == 0 and y.data_ptr() % 16 == 0 for y in ys)

@@ -1,0 +1,150 @@
+"""Segmented LoRA for decode: tiles of a few rows of one adapter; reading the weights is all the work there is.
+
+    shrink  h[split, site, t, r] = Σ_{k in split} A_site[r, k] x[t, k]        split over k: the whole chip reads
+    expand  y_site[t, o] += scaling Σ_r B_site[o, r] (Σ_split h[split, site, t, r])
+
+Two launches for all the sites that read one input. Tokens are the narrow side of each product: a tensor core takes 8
+of them, but 16 rows of weights. A tile of the shrink's result is a single warp's, so that its sum over k is cut once more:
+each warp has a part of k of its own, and the parts meet at the end.
+
+A kernel may start while the one ahead still runs (programmatic dependent launch): it reads tables and its first
+weights, which do not depend on that kernel, into registers, and then waits (`loads.waits`).
+
+x: (T, D); y: (T, O); h: (splits, G, T, R) fp32; items, tiles: (N, 4) int32; addresses: (slots, G, 2) int64;
+ranks: (slots, G) int32; scalings: (slots, G) fp32; `row` is the distance in entries from one slot to the next.
+"""
+
+# mypy: disable-error-code="no-untyped-def, misc, no-untyped-call, untyped-decorator"
+# ruff: noqa: ANN001, ANN201, ANN202 - a kernel's arguments have the types of its launch
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from coserve.kernels.lora.segmented.loads import held, load_b, output, padded, waits, weights
+
+
+@triton.jit(do_not_specialize_on_alignment=["ranks_ptr"])
+def shrink(
+    x_ptr, h_ptr, items_ptr, addresses_ptr, ranks_ptr, D, x_stride, row, T, R,
+    BLOCK_T: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_K: tl.constexpr, STEPS: tl.constexpr,
+    PARTS: tl.constexpr, STAGES: tl.constexpr, OVERLAPPED: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Grid (items, splits, sites).
+
+    `OVERLAPPED`: the kernel ahead is a product of x that lets this one start once it has itself waited for x, and h is not in
+    memory that it writes. So x is complete: it is read at once, past the L1, and the wait is for the product's end.
+    """
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+    item_ptr = items_ptr + tl.program_id(0) * 4
+    split = tl.program_id(1)
+    site = tl.program_id(2)
+    start = tl.load(item_ptr)
+    rows = tl.load(item_ptr + 1)
+    entry = tl.load(item_ptr + 2) * row + site
+    first = tl.load(item_ptr + 3) * BLOCK_R
+    rank = tl.load(ranks_ptr + entry)
+    a_ptr = weights(addresses_ptr, entry, 0, x_ptr)  # asked for before the branch: one latency, not two
+    if (rows == 0) | (first >= rank):
+        if PDL and waits(True):
+            tl.extra.cuda.gdc_wait()
+        return
+    t = tl.arange(0, BLOCK_T)
+    r = first + tl.arange(0, BLOCK_R)
+    width: tl.constexpr = BLOCK_K // PARTS
+    part = tl.arange(0, PARTS)[:, None, None] * width + tl.arange(0, width)[None, None, :]
+    k = split * STEPS * BLOCK_K + part
+    a_at = a_ptr + r[None, :, None] * D + k
+    x_at = x_ptr + (start + t)[None, :, None] * x_stride + k
+    a_real, x_real = (r < rank)[None, :, None], (t < rows)[None, :, None]
+    acc = tl.zeros([PARTS, BLOCK_R, BLOCK_T], dtype=tl.float32)
+    if OVERLAPPED:  # a loop, so that all its loads are under way at once, on their way to shared memory
+        for step in tl.range(0, STEPS, num_stages=STAGES):
+            a = tl.load(a_at + step * BLOCK_K, mask=a_real & (k + step * BLOCK_K < D), other=0.0)
+            x_mask = x_real & (k + step * BLOCK_K < D)
+            x = tl.load(x_at + step * BLOCK_K, mask=x_mask, other=0.0, cache_modifier=".cg")
+            acc = tl.dot(a, tl.permute(x, (0, 2, 1)), acc, input_precision="ieee")
+    else:  # the first A is in registers before the wait
+        for step in tl.static_range(STEPS):
+            a = tl.load(a_at + step * BLOCK_K, mask=a_real & (k + step * BLOCK_K < D), other=0.0)
+            if PDL and step == 0:
+                tl.extra.cuda.gdc_wait()
+                a = held(a)
+            x = tl.load(x_at + step * BLOCK_K, mask=x_real & (k + step * BLOCK_K < D), other=0.0)
+            acc = tl.dot(a, tl.permute(x, (0, 2, 1)), acc, input_precision="ieee")
+    h_at = h_ptr + ((split * tl.num_programs(2) + site) * T + start + t)[None, :] * R + r[:, None]
+    tl.store(h_at, tl.sum(acc, 0), mask=(t < rows)[None, :] & (r < padded(rank))[:, None])
+    if PDL and OVERLAPPED and waits(True):
+        tl.extra.cuda.gdc_wait()
+
+
+@triton.jit
+def _h(h_at, stride, r, rank, keep, SPLITS: tl.constexpr):
+    """h[t, r], its splits summed, in order."""
+    mask = keep[:, None] & (r < padded(rank))[None, :]
+    total = tl.load(h_at + r[None, :], mask=mask, other=0.0)
+    for split in tl.static_range(1, SPLITS):
+        total += tl.load(h_at + split * stride + r[None, :], mask=mask, other=0.0)
+    return total
+
+
+@triton.jit(do_not_specialize_on_alignment=["ranks_ptr", "scalings_ptr"])
+def expand(
+    y0_ptr, y1_ptr, y2_ptr, h_ptr, tiles_ptr, addresses_ptr, ranks_ptr, scalings_ptr,
+    O0, O1, O2, y0_stride, y1_stride, y2_stride, row, T, R,
+    SITES: tl.constexpr, SPLITS: tl.constexpr, ALIGNED: tl.constexpr,
+    BLOCK_T: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_O: tl.constexpr, SINGLE: tl.constexpr,
+    PDL: tl.constexpr,
+):  # fmt: skip
+    """Grid (output blocks of all sites, tiles)."""
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+    tile_ptr = tiles_ptr + tl.program_id(1) * 4
+    site, block, y_ptr, O, y_stride = output(
+        tl.program_id(0), y0_ptr, y1_ptr, y2_ptr, O0, O1, O2, y0_stride, y1_stride, y2_stride, SITES, ALIGNED, BLOCK_O
+    )
+    start = tl.load(tile_ptr)
+    rows = tl.load(tile_ptr + 1)
+    entry = tl.load(tile_ptr + 2) * row + site
+    rank = tl.load(ranks_ptr + entry)
+    scaling = tl.load(scalings_ptr + entry)
+    b_ptr = weights(addresses_ptr, entry, 1, y0_ptr)
+    if (rows == 0) | (rank == 0):
+        if PDL and waits(True):
+            tl.extra.cuda.gdc_wait()
+        return
+    t = tl.arange(0, BLOCK_T)
+    o = block * BLOCK_O + tl.arange(0, BLOCK_O)
+    r = tl.arange(0, BLOCK_R)
+    b = load_b(b_ptr, o, r, O, rank)
+    if not SINGLE:
+        b_next = load_b(b_ptr, o, BLOCK_R + r, O, rank)
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+    y_at = y_ptr + (start + t)[None, :] * y_stride + o[:, None]
+    y_mask = (t < rows)[None, :] & (o < O)[:, None]
+    y = tl.load(y_at, mask=y_mask, other=0.0)
+    keep, stride = t < rows, SITES * T * R
+    h_at = h_ptr + (site * T + start + t)[:, None] * R
+    h = _h(h_at, stride, r, rank, keep, SPLITS)
+    if not SINGLE:
+        h_next = _h(h_at, stride, BLOCK_R + r, rank, keep, SPLITS)
+    if PDL:  # all of it under way at once: one latency
+        h = held(h)
+        if not SINGLE:
+            h_next = held(h_next)
+        y = held(y)
+    acc = tl.zeros([BLOCK_O, BLOCK_T], dtype=tl.float32)
+    acc = tl.dot(b, tl.trans(h.to(b.dtype)), acc, input_precision="ieee")
+    if not SINGLE:
+        if rank > BLOCK_R:
+            acc = tl.dot(b_next, tl.trans(h_next.to(b.dtype)), acc, input_precision="ieee")
+        for first in range(2 * BLOCK_R, rank, BLOCK_R):
+            b_more = load_b(b_ptr, o, first + r, O, rank)
+            h_more = _h(h_at, stride, first + r, rank, keep, SPLITS)
+            if PDL:
+                h_more = held(h_more)
+            acc = tl.dot(b_more, tl.trans(h_more.to(b.dtype)), acc, input_precision="ieee")
+    tl.store(y_at, (y.to(tl.float32) + acc * scaling).to(y.dtype), mask=y_mask)

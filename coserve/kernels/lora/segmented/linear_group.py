@@ -1,0 +1,79 @@
+"""Training through sites that read one input: one product of their stacked weights, one shrink, no additions of gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+from torch.nn import functional
+
+from coserve.kernels.lora.segmented import launch_prefill
+from coserve.kernels.lora.segmented.gradients import dense, gradients
+from coserve.kernels.lora.segmented.plan import SiteGroup, TilePlan, group_of, plan_of
+from coserve.kernels.lora.segments import Segments
+from coserve.kernels.lora.types import LoraPair, StackedWeights
+
+
+def linear_group(
+    x_TD: Tensor, stacked: StackedWeights, segments: Segments, pairs: Sequence[Sequence[LoraPair | None]]
+) -> tuple[Tensor, ...]:
+    """Each site's `x Wᵀ + bias + scaling (x Aᵀ) Bᵀ`: (T, O) each, columns of one tensor.
+
+    `pairs[site][adapter]`. Differentiable in x and every a_RD and b_OR, not in the weights.
+    """
+    live = [site for site, own in enumerate(pairs) if any(own[adapter] for adapter in segments.runs())]
+    x_TD = x_TD if x_TD.stride(1) == 1 else x_TD.contiguous()
+    if not live or not x_TD.shape[0]:
+        y_TO = functional.linear(x_TD, stacked.weight, stacked.bias)
+        return _outputs(y_TO, stacked)
+    group = group_of(segments, [tuple(pairs[site]) for site in live], x_TD.device)
+    plan = plan_of(segments, group, train=True)
+    found: tuple[Tensor, ...] = LinearGroup.apply(  # type: ignore[no-untyped-call]
+        stacked, plan, group, live, x_TD, group.anchor, *group.a, *group.b
+    )
+    return found
+
+
+class LinearGroup(torch.autograd.Function):
+    """`linear_group`. The terms are added in place, forward into the product, backward the products into their gradient:
+    torch would add up the gradients of x from each site's product and each site's terms one by one."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,  # noqa: ANN401 - torch's own signature
+        stacked: StackedWeights,
+        plan: TilePlan,
+        group: SiteGroup,
+        live: list[int],
+        x: Tensor,
+        anchor: Tensor | None,
+        *weights: Tensor,
+    ) -> tuple[Tensor, ...]:
+        """`weights`: the group's a and b."""
+        y = functional.linear(x, stacked.weight, stacked.bias)
+        ys = _outputs(y, stacked)
+        own = [ys[site] for site in live]
+        h = launch_prefill.prefill(own, own, x, plan, group.table, keep=True)
+        ctx.stacked, ctx.plan, ctx.group, ctx.live = stacked, plan, group, live
+        ctx.save_for_backward(x, h)
+        return ys
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:  # noqa: ANN401 - torch's own signature
+        stacked, plan, group = ctx.stacked, ctx.plan, ctx.group
+        x, h = ctx.saved_tensors
+        needs, dys = ctx.needs_input_grad[4:], dense(grads)
+        own = [dys[site] for site in ctx.live]
+        dx, weights = gradients(own, x, h, plan, group, inputs_need=needs[0], weights_need=any(needs[1:]))
+        if dx is not None:
+            for dy, weight in zip(dys, torch.split(stacked.weight, list(stacked.sizes)), strict=True):
+                dx.addmm_(dy, weight)
+        return (None, None, None, None, dx, None, *weights)
+
+
+def _outputs(y_TO: Tensor, stacked: StackedWeights) -> tuple[Tensor, ...]:
+    return tuple(torch.split(y_TO, list(stacked.sizes), 1)) if len(stacked.sizes) > 1 else (y_TO,)

@@ -1,0 +1,256 @@
+"""Segmented LoRA for prefill and training, forward: tiles of many rows of one adapter. Reading x and y is the work.
+
+    shrink  h[site, t, r] = Σ_k x[t, k] A_site[r, k]                          x is read once for all sites
+    expand  out_site[t, o] = y_site[t, o] + scaling Σ_r h[site, t, r] B_site[o, r]
+
+Where there are few tiles and many inputs, k is split among programs, and each writes a part in fp32. The expand sums
+the parts where it reads h seldom enough; elsewhere the last program to come to a tile does, by a counter that ends at
+zero again. The order of the sum is always the same.
+
+Expand is bound by how many bytes of y are under way. A program walks along several output blocks of its tile, and the
+next blocks' y and B are copied to shared memory meanwhile (`tl.range` with its own `num_stages` pipelines every load of
+the loop, not only the product's). Each rank up to 16, 32, 64 and 128 has a loop of its own width.
+
+x: (T, D); y, out: (T, O); h: (G, T, R); parts: (splits, G, T, R) fp32; tiles: (N, 4) int32; counters: (T) int32, zeros;
+addresses: (slots, G, 2) int64; ranks: (slots, G) int32; scalings: (slots, G) fp32; `row` is the distance in entries
+from one slot to the next. A slot of -1 has rank 0: its rows are copied.
+"""
+
+# mypy: disable-error-code="no-untyped-def, misc, no-untyped-call, untyped-decorator"
+# ruff: noqa: ANN001, ANN201, ANN202 - a kernel's arguments have the types of its launch
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from coserve.kernels.lora.segmented.loads import load_b, output, padded, waits, weights
+
+
+@triton.jit
+def rank_at(ranks_ptr, slot, row, site):
+    """The rank of a (slot, site) entry, 0 for slot -1."""
+    return tl.load(ranks_ptr + slot * row + site, mask=slot >= 0, other=0)
+
+
+@triton.jit
+def _sum_parts(parts_ptr, at, mask, split_stride, splits):
+    total = tl.load(parts_ptr + at, mask=mask, other=0.0)
+    for split in range(1, splits):
+        total += tl.load(parts_ptr + split * split_stride + at, mask=mask, other=0.0)
+    return total
+
+
+@triton.jit
+def finish(
+    parts_ptr, h_ptr, counter_ptr, expected, start, rows, rank, site_stride, split_stride, splits, R,
+    SITES: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_R: tl.constexpr,
+):  # fmt: skip
+    """Counts a program that has written its part of a tile; the last one sums the parts into h."""
+    tl.debug_barrier()  # all threads have written before one says so
+    if tl.atomic_add(counter_ptr, 1, sem="acq_rel") == expected - 1:
+        t = start + tl.arange(0, BLOCK_T)
+        dtype = h_ptr.dtype.element_ty
+        for first in range(0, rank, BLOCK_R):
+            r = first + tl.arange(0, BLOCK_R)
+            at = t[:, None] * R + r[None, :]
+            mask = (t < start + rows)[:, None] & (r < padded(rank))[None, :]
+            total0 = _sum_parts(parts_ptr, at, mask, split_stride, splits)
+            total1 = total0
+            total2 = total0
+            if SITES > 1:  # all loads ahead of the first store: they share one latency
+                total1 = _sum_parts(parts_ptr + site_stride, at, mask, split_stride, splits)
+            if SITES > 2:
+                total2 = _sum_parts(parts_ptr + 2 * site_stride, at, mask, split_stride, splits)
+            tl.store(h_ptr + at, total0.to(dtype), mask=mask)
+            if SITES > 1:
+                tl.store(h_ptr + site_stride + at, total1.to(dtype), mask=mask)
+            if SITES > 2:
+                tl.store(h_ptr + 2 * site_stride + at, total2.to(dtype), mask=mask)
+        tl.atomic_xchg(counter_ptr, 0, sem="relaxed")
+
+
+@triton.jit(do_not_specialize_on_alignment=["ranks_ptr"])
+def shrink(
+    x_ptr, h_ptr, parts_ptr, counters_ptr, tiles_ptr, addresses_ptr, ranks_ptr, D, x_stride, row, T, R, steps,
+    SITES: tl.constexpr, SPLIT: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_K: tl.constexpr,
+    PDL: tl.constexpr,
+):  # fmt: skip
+    """Grid (tiles, splits, rank blocks). With `SPLIT` the parts are summed here; else `parts_ptr` is all that is written."""
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+    tile_ptr = tiles_ptr + tl.program_id(0) * 4
+    split = tl.program_id(1)
+    first = tl.program_id(2) * BLOCK_R
+    start = tl.load(tile_ptr)
+    rows = tl.load(tile_ptr + 1)
+    slot = tl.load(tile_ptr + 2)
+    rank0 = rank_at(ranks_ptr, slot, row, 0)
+    rank1 = rank_at(ranks_ptr, slot, row, 1) if SITES > 1 else 0
+    rank2 = rank_at(ranks_ptr, slot, row, 2) if SITES > 2 else 0
+    most = tl.maximum(rank0, tl.maximum(rank1, rank2))
+    if PDL and waits(first >= most):
+        tl.extra.cuda.gdc_wait()
+    if first >= most:
+        return
+    sizes = (D, x_stride, row, T, R, steps)
+    ptrs = (x_ptr, h_ptr, parts_ptr, counters_ptr, addresses_ptr)
+    ranks = (rank0, rank1, rank2, most)
+    tile = (start, rows, slot, split, first)
+    if BLOCK_R > 16 and most <= 16:  # a small rank costs what it costs alone
+        _shrink_tile(ptrs, sizes, ranks, tile, SITES, SPLIT, BLOCK_T, 16, BLOCK_K)
+    elif BLOCK_R > 32 and most <= 32:
+        _shrink_tile(ptrs, sizes, ranks, tile, SITES, SPLIT, BLOCK_T, 32, BLOCK_K)
+    elif BLOCK_R > 64 and most <= 64:
+        _shrink_tile(ptrs, sizes, ranks, tile, SITES, SPLIT, BLOCK_T, 64, BLOCK_K)
+    else:
+        _shrink_tile(ptrs, sizes, ranks, tile, SITES, SPLIT, BLOCK_T, BLOCK_R, BLOCK_K)
+
+
+@triton.jit
+def _shrink_tile(
+    ptrs, sizes, ranks, tile,
+    SITES: tl.constexpr, SPLIT: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    x_ptr, h_ptr, parts_ptr, counters_ptr, addresses_ptr = ptrs
+    D, x_stride, row, T, R, steps = sizes
+    rank0, rank1, rank2, most = ranks
+    start, rows, slot, split, first = tile
+    t = tl.arange(0, BLOCK_T)
+    k = tl.arange(0, BLOCK_K)
+    r = first + tl.arange(0, BLOCK_R)
+    a0_at = weights(addresses_ptr, slot * row, 0, x_ptr) + r[:, None] * D + k[None, :]
+    a1_at = a0_at
+    a2_at = a0_at
+    if SITES > 1:
+        a1_at = weights(addresses_ptr, slot * row + 1, 0, x_ptr) + r[:, None] * D + k[None, :]
+    if SITES > 2:
+        a2_at = weights(addresses_ptr, slot * row + 2, 0, x_ptr) + r[:, None] * D + k[None, :]
+    x_at = x_ptr + (start + t)[:, None].to(tl.int64) * x_stride + k[None, :]
+    acc0 = tl.zeros([BLOCK_T, BLOCK_R], dtype=tl.float32)
+    acc1 = acc0
+    acc2 = acc0
+    for at in range(split * steps * BLOCK_K, tl.minimum((split + 1) * steps * BLOCK_K, D), BLOCK_K):
+        inside = (k < D - at)[None, :]
+        x = tl.load(x_at + at, mask=(t < rows)[:, None] & inside, other=0.0)
+        a0 = tl.load(a0_at + at, mask=(r < rank0)[:, None] & inside, other=0.0)
+        acc0 = tl.dot(x, tl.trans(a0), acc0, input_precision="ieee")
+        if SITES > 1:
+            a1 = tl.load(a1_at + at, mask=(r < rank1)[:, None] & inside, other=0.0)
+            acc1 = tl.dot(x, tl.trans(a1), acc1, input_precision="ieee")
+        if SITES > 2:
+            a2 = tl.load(a2_at + at, mask=(r < rank2)[:, None] & inside, other=0.0)
+            acc2 = tl.dot(x, tl.trans(a2), acc2, input_precision="ieee")
+    h_at = parts_ptr + (split * SITES * T + start + t)[:, None] * R + r[None, :]
+    keep = (t < rows)[:, None]
+    out_type = parts_ptr.dtype.element_ty
+    tl.store(h_at, acc0.to(out_type), mask=keep & (r < padded(rank0))[None, :])
+    if SITES > 1:
+        tl.store(h_at + T * R, acc1.to(out_type), mask=keep & (r < padded(rank1))[None, :])
+    if SITES > 2:
+        tl.store(h_at + 2 * T * R, acc2.to(out_type), mask=keep & (r < padded(rank2))[None, :])
+    if SPLIT:
+        splits = tl.num_programs(1)
+        expected = splits * tl.cdiv(most, BLOCK_R)
+        finish(
+            parts_ptr, h_ptr, counters_ptr + start, expected, start, rows, most, T * R, SITES * T * R, splits, R,
+            SITES, BLOCK_T, BLOCK_R,
+        )  # fmt: skip
+
+
+@triton.jit(do_not_specialize_on_alignment=["ranks_ptr", "scalings_ptr"])
+def expand(
+    y0_ptr, y1_ptr, y2_ptr, out0_ptr, out1_ptr, out2_ptr, h_ptr, kept_ptr, tiles_ptr, addresses_ptr, ranks_ptr,
+    scalings_ptr, O0, O1, O2, y0_stride, y1_stride, y2_stride, out0_stride, out1_stride, out2_stride, row, T, R,
+    SITES: tl.constexpr, ALIGNED: tl.constexpr, PARTS: tl.constexpr, KEEP: tl.constexpr, BLOCK_T: tl.constexpr,
+    BLOCK_R: tl.constexpr, BLOCK_O: tl.constexpr, BLOCKS: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Grid (runs of `BLOCKS` output blocks of all sites, tiles). `out` may be `y`.
+
+    With several blocks a program no rank may be larger than `BLOCK_R`, `h_ptr` may be `PARTS` parts to sum, and `KEEP`
+    writes h to `kept_ptr`; with one, ranks are taken `BLOCK_R` at a time.
+    """
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+    tile_ptr = tiles_ptr + tl.program_id(1) * 4
+    RUN: tl.constexpr = BLOCK_O * BLOCKS
+    _, _, out_ptr, _, out_stride = output(
+        tl.program_id(0), out0_ptr, out1_ptr, out2_ptr, O0, O1, O2, out0_stride, out1_stride, out2_stride,
+        SITES, ALIGNED, RUN,
+    )  # fmt: skip
+    site, run, y_ptr, O, y_stride = output(
+        tl.program_id(0), y0_ptr, y1_ptr, y2_ptr, O0, O1, O2, y0_stride, y1_stride, y2_stride, SITES, ALIGNED, RUN
+    )
+    start = tl.load(tile_ptr)
+    rows = tl.load(tile_ptr + 1)
+    slot = tl.load(tile_ptr + 2)
+    rank = rank_at(ranks_ptr, slot, row, site)
+    scaling = tl.load(scalings_ptr + slot * row + site, mask=slot >= 0, other=0.0)
+    b_ptr = weights(addresses_ptr, tl.maximum(slot, 0) * row + site, 1, y0_ptr)
+    if PDL and waits(rows == 0):
+        tl.extra.cuda.gdc_wait()
+    if rows == 0:
+        return
+    line = start.to(tl.int64)
+    h_at = (site * T + start) * R
+    ptrs = (y_ptr + line * y_stride, out_ptr + line * out_stride, h_ptr + h_at, kept_ptr + h_at, b_ptr)
+    sizes = (y_stride, out_stride, SITES * T * R, R, O, run * RUN, rows, rank, scaling)
+    if BLOCKS == 1:
+        _expand_block(ptrs, sizes, BLOCK_T, BLOCK_R, BLOCK_O, STAGES)
+    elif BLOCK_R > 16 and rank <= 16:  # a small rank costs what it costs alone
+        _expand_run(ptrs, sizes, PARTS, KEEP, BLOCK_T, 16, BLOCK_O, RUN, STAGES)
+    elif BLOCK_R > 32 and rank <= 32:
+        _expand_run(ptrs, sizes, PARTS, KEEP, BLOCK_T, 32, BLOCK_O, RUN, STAGES)
+    elif BLOCK_R > 64 and rank <= 64:
+        _expand_run(ptrs, sizes, PARTS, KEEP, BLOCK_T, 64, BLOCK_O, RUN, STAGES)
+    else:
+        _expand_run(ptrs, sizes, PARTS, KEEP, BLOCK_T, BLOCK_R, BLOCK_O, RUN, STAGES)
+
+
+@triton.jit
+def _expand_run(
+    ptrs, sizes, PARTS: tl.constexpr, KEEP: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_R: tl.constexpr,
+    BLOCK_O: tl.constexpr, RUN: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """A run of output blocks; h stays, y and B stream past."""
+    y_ptr, out_ptr, h_ptr, kept_ptr, b_ptr = ptrs
+    y_stride, out_stride, split_stride, R, O, begin, rows, rank, scaling = sizes
+    t = tl.arange(0, BLOCK_T)
+    r = tl.arange(0, BLOCK_R)
+    keep = (t < rows)[:, None]
+    h_at = t[:, None] * R + r[None, :]
+    h_mask = keep & (r < padded(rank))[None, :]
+    h = tl.load(h_ptr + h_at, mask=h_mask, other=0.0)
+    for part in tl.static_range(1, PARTS):
+        h += tl.load(h_ptr + part * split_stride + h_at, mask=h_mask, other=0.0)
+    h = h.to(y_ptr.dtype.element_ty)
+    if KEEP and begin == 0:
+        tl.store(kept_ptr + h_at, h, mask=h_mask)
+    for at in tl.range(begin, tl.minimum(begin + RUN, O), BLOCK_O, num_stages=STAGES):
+        o = at + tl.arange(0, BLOCK_O)
+        mask = keep & (o < O)[None, :]
+        y = tl.load(y_ptr + t[:, None] * y_stride + o[None, :], mask=mask, other=0.0)
+        acc = tl.dot(h, tl.trans(load_b(b_ptr, o, r, O, rank)), input_precision="ieee")
+        out_at = out_ptr + t[:, None] * out_stride + o[None, :]
+        tl.store(out_at, (y.to(tl.float32) + acc * scaling).to(y.dtype), mask=mask)
+
+
+@triton.jit
+def _expand_block(
+    ptrs, sizes, BLOCK_T: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_O: tl.constexpr, STAGES: tl.constexpr
+):  # fmt: skip
+    """One output block, any rank; h and B stream past."""
+    y_ptr, out_ptr, h_ptr, _, b_ptr = ptrs
+    y_stride, out_stride, _, R, O, begin, rows, rank, scaling = sizes
+    t = tl.arange(0, BLOCK_T)
+    o = begin + tl.arange(0, BLOCK_O)
+    keep = (t < rows)[:, None]
+    mask = keep & (o < O)[None, :]
+    y = tl.load(y_ptr + t[:, None] * y_stride + o[None, :], mask=mask, other=0.0)
+    acc = tl.zeros([BLOCK_T, BLOCK_O], dtype=tl.float32)
+    for first in tl.range(0, rank, BLOCK_R, num_stages=STAGES):
+        r = first + tl.arange(0, BLOCK_R)
+        h = tl.load(h_ptr + t[:, None] * R + r[None, :], mask=keep & (r < padded(rank))[None, :], other=0.0)
+        acc = tl.dot(h, tl.trans(load_b(b_ptr, o, r, O, rank)), acc, input_precision="ieee")
+    out_at = out_ptr + t[:, None] * out_stride + o[None, :]
+    tl.store(out_at, (y.to(tl.float32) + acc * scaling).to(y.dtype), mask=mask)

@@ -1,0 +1,101 @@
+"""A packed batch cut into tiles: which rows belong to which adapter slot."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from coserve.kernels.lora.segmented.adapter_table import RANK_BLOCK, _to_device
+from coserve.kernels.lora.segments import Segments
+
+
+@dataclass(frozen=True)
+class Tiles:
+    """A batch cut into tiles of at most `rows` rows of one adapter, in order of slot. int32, device."""
+
+    rows: int
+    tiles: Tensor
+    """(N, 4): first row, rows (0: inactive), slot (-1: no adapter), rank blocks of the slot."""
+    items: Tensor
+    """(M, 4): first row, rows (0: inactive), slot, rank block. One for each RANK_BLOCK of each tile's adapter."""
+    spans: Tensor
+    """(A, 4): first tile, tiles, slot, 0. One for each adapter that has rows."""
+    counters: Tensor
+    """(T): zeros, and zeros again after each launch; what programs of one launch wait on."""
+
+
+@dataclass(frozen=True)
+class HostTiles:
+    """`Tiles` before they go to the device."""
+
+    tiles: list[tuple[int, int, int, int]]
+    items: list[tuple[int, int, int, int]]
+    spans: list[tuple[int, int, int, int]]
+
+
+def cut(segments: Segments, ranks: Sequence[int], rows: int) -> HostTiles:
+    """Tiles of at most `rows` rows; `ranks` (slots) is each adapter's largest rank among the sites that will read this."""
+    tiles: list[tuple[int, int, int, int]] = []
+    spans: list[tuple[int, int, int, int]] = []
+    for slot, runs in sorted(segments.runs().items()):
+        if not ranks[slot]:
+            continue
+        first, blocks = len(tiles), -(-ranks[slot] // RANK_BLOCK)
+        for start, end in runs:
+            tiles.extend((row, min(rows, end - row), slot, blocks) for row in range(start, end, rows))
+        spans.append((first, len(tiles) - first, slot, 0))
+    items = [(start, length, slot, block) for start, length, slot, blocks in tiles for block in range(blocks)]
+    return HostTiles(tiles, items, spans)
+
+
+def base_only_tiles(segments: Segments, host: HostTiles, rows: int) -> list[tuple[int, int, int, int]]:
+    """Tiles with slot -1 for the rows that `host` leaves out: what a kernel that writes a fresh output must copy."""
+    covered = sorted((start, start + length) for start, length, _, _ in host.tiles)
+    tiles: list[tuple[int, int, int, int]] = []
+    row = 0
+    for start, end in [*covered, (segments.tokens, segments.tokens)]:
+        tiles.extend((at, min(rows, start - at), -1, 0) for at in range(row, start, rows))
+        row = end
+    return tiles
+
+
+def upload(host: HostTiles, rows: int, tokens: int, device: torch.device) -> Tiles:
+    """One copy to the device for all three tables."""
+    parts = (host.tiles, host.items, host.spans)
+    flat = _to_device(torch.tensor([entry for part in parts for entry in part], dtype=torch.int32).view(-1, 4), device)
+    first, second = len(host.tiles), len(host.tiles) + len(host.items)
+    counters = torch.zeros(tokens, dtype=torch.int32, device=device)
+    return Tiles(rows, flat[:first], flat[first:second], flat[second:], counters)
+
+
+class StepTiles:
+    """`Tiles` of fixed capacity and addresses for a captured graph: `load` fills them, and marks the rest inactive."""
+
+    def __init__(self, rows: int, tiles: int, items: int, tokens: int, device: torch.device) -> None:
+        self._table = torch.zeros(tiles + items, 4, dtype=torch.int32, device=device)
+        self._host = torch.zeros(tiles + items, 4, dtype=torch.int32, pin_memory=device.type == "cuda")
+        self._tiles = tiles
+        empty = torch.zeros(0, 4, dtype=torch.int32, device=device)
+        counters = torch.zeros(tokens, dtype=torch.int32, device=device)
+        self.tiles = Tiles(rows, self._table[:tiles], self._table[tiles:], empty, counters)
+
+    def fits(self, host: HostTiles) -> bool:
+        return len(host.tiles) <= self._tiles and len(host.items) <= self._table.shape[0] - self._tiles
+
+    def first(self, tiles: int, items: int) -> Tiles:
+        """The beginnings of the tables: what a graph reads that serves fewer tiles. `load` fills these too."""
+        assert tiles <= self._tiles, f"expected at most {self._tiles} tiles, got {tiles}"
+        whole = self.tiles
+        return Tiles(whole.rows, whole.tiles[:tiles], whole.items[:items], whole.spans, whole.counters)
+
+    def load(self, host: HostTiles) -> None:
+        """Copies `host` in, in stream order. The caller sees to it that the last copy has ended."""
+        assert self.fits(host), "expected a batch within the bucket"
+        self._host.zero_()
+        for first, part in ((0, host.tiles), (self._tiles, host.items)):
+            if part:
+                self._host[first : first + len(part)] = torch.tensor(part, dtype=torch.int32)
+        self._table.copy_(self._host, non_blocking=True)

@@ -1,0 +1,84 @@
+"""What every LoRA backend is given: an adapter's matrices at one site, and the frozen weights beside them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+VECTOR = 8
+"""Elements of a row of b_OR that are read together."""
+ALIGNMENT = 16
+"""Bytes; weights start at a multiple of it, so that they are read 16 bytes at a time."""
+
+
+@dataclass(frozen=True)
+class MainGrads:
+    """Sums of a pair's gradients over micro-batches: fp32, contiguous, shaped as the pair's matrices."""
+
+    a_RD: Tensor  # noqa: N815
+    b_OR: Tensor  # noqa: N815
+
+
+class Entry(NamedTuple):
+    """What a table tells the kernels of a pair: the addresses of its matrices and of their `MainGrads` (0: none), its rank
+    and its scaling."""
+
+    a: int
+    b: int
+    sum_a: int
+    sum_b: int
+    rank: int
+    scaling: float
+
+
+@dataclass(frozen=True)
+class LoraPair:
+    """One adapter at one site, in the compute dtype: `x_TD -> scaling * (x_TD a_RDᵀ) b_ORᵀ`, any rank R >= 1.
+
+    The contents of its tensors may change, not where they lie.
+    """
+
+    a_RD: Tensor  # noqa: N815
+    b_OR: Tensor  # noqa: N815
+    scaling: float
+    main_grads: MainGrads | None = None
+    """Where `segmented` adds the pair's gradients itself, if it is given; autograd gets none then. Other ways don't look."""
+
+    @property
+    def rank(self) -> int:
+        return self.a_RD.shape[0]
+
+    @cached_property
+    def entry(self) -> Entry | None:
+        """None where the kernels cannot read the pair as it lies: contiguous, aligned, b_OR's rows whole vectors."""
+        if self.b_OR.shape[1] % VECTOR or not (is_aligned(self.a_RD) and is_aligned(self.b_OR)):
+            return None
+        sums = (0, 0)
+        if self.main_grads is not None:
+            both = self.main_grads.a_RD, self.main_grads.b_OR
+            assert all(own.dtype == torch.float32 and own.is_contiguous() for own in both), (
+                "expected contiguous fp32 sums"
+            )
+            assert all(own.data_ptr() % ALIGNMENT == 0 for own in both), "expected sums at whole vectors"
+            sums = both[0].data_ptr(), both[1].data_ptr()
+        return Entry(self.a_RD.data_ptr(), self.b_OR.data_ptr(), *sums, self.rank, self.scaling)
+
+
+def is_aligned(weight: Tensor) -> bool:
+    """Contiguous and aligned."""
+    return weight.is_contiguous() and weight.data_ptr() % ALIGNMENT == 0
+
+
+@dataclass(frozen=True)
+class StackedWeights:
+    """The frozen weights of up to three sites that read one input."""
+
+    weight: Tensor
+    """(ΣO, D)."""
+    bias: Tensor | None
+    sizes: tuple[int, ...]
+    """Each site's O."""
