@@ -50,7 +50,9 @@ def job_line(job: Job) -> str:
     loss = "" if job.loss is None else f"  loss {job.loss:.3f}"
     error = "" if job.error is None else f"  {job.error.code}: {job.error.message}"
     waiting = "" if job.waiting is None else f"  {job.waiting}"
-    return f"{job.id}  {job.adapter}@{job.version}  {job.state}  step {job.step}/{job.total_steps}{loss}{waiting}{error}"
+    return (
+        f"{job.id}  {job.adapter}@{job.version}  {job.state}  step {job.step}/{job.total_steps}{loss}{waiting}{error}"
+    )
 
 
 def chosen_line(job: Job) -> str | None:
