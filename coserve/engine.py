@@ -39,11 +39,11 @@ from coserve.link import (
     ToEngine,
     Tokens,
 )
+from coserve.ports import Adapters, Generates, Trains, Upgrades
 from coserve.queues.costs import Estimates
 from coserve.queues.inference import InferenceQueue, Queued
 from coserve.queues.policy import Costs, Policy, Running, Serve, Train, View, Wait, Waiting
 from coserve.queues.slices import Slices
-from coserve.rooms import Adapters, Generates, Trains, Upgrades
 from coserve.state.failpoints import failpoint
 
 log = logging.getLogger(__name__)
@@ -168,7 +168,7 @@ class Engine:
                 await self._wait(None if until is None else until - now)
 
     def _idle_until(self, until: float | None, now: float) -> bool:
-        """Whether nothing is about to come."""
+        """No adapter read is pending and no timer fires soon."""
         return not self._fetches and (until is None or until - now > PREPARATION)
 
     async def _take_up(self, upgrade: Upgrades) -> None:
@@ -213,7 +213,7 @@ class Engine:
             self._link.send(Admitted(id=request.id))
 
     def _fail(self, request: Generate, error: Exception) -> None:
-        """The request ends with what its own work raised. Raises an `EngineFault`."""
+        """Report `error` as the request's end; re-raise an `EngineFault`."""
         if isinstance(error, EngineFault):
             raise error
         if isinstance(error, CoserveError):

@@ -11,8 +11,8 @@ from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
 
 from coserve.errors import AdapterNotFound
+from coserve.ports import Adapters
 from coserve.queues.inference import Queued
-from coserve.rooms import Adapters
 from coserve.state.retries import Backoff, Retries
 from coserve.types import AdapterRef
 

@@ -18,8 +18,8 @@ from functools import partial
 from coserve.cancellation import Cancellation
 from coserve.errors import CoserveError, EngineFault, InternalError
 from coserve.link import FromEngine, JobCancelled, JobFailed, JobPaused, JobStarted, JobSucceeded, JobWaiting
+from coserve.ports import Trains
 from coserve.queues.finetune import JobQueue
-from coserve.rooms import Trains
 from coserve.state.retries import Backoff, Retries
 from coserve.types import JobSpec, Piece
 
@@ -66,7 +66,7 @@ class Jobs:
         self._background: dict[str, _Background] = {}
         """Active ones that have no turn now."""
         self._waiting: dict[str, _Wait] = {}
-        """Active ones that have no turn, or their next attempt now."""
+        """Finished jobs whose publication is being retried."""
         self._started: set[str] = set()
         """Active ones that the trainer has in memory."""
         self._pending: deque[JobSpec] = deque()
@@ -242,7 +242,7 @@ class Jobs:
     # ---- ends
 
     def _fail(self, job: str, error: Exception) -> None:
-        """The job ends with what its own work raised. Raises an `EngineFault`."""
+        """Report `error` as the job's end; re-raise an `EngineFault`."""
         if isinstance(error, EngineFault):
             raise error
         if isinstance(error, CoserveError):

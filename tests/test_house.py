@@ -32,7 +32,7 @@ FLOORS = {
     "generate": 6,
     "adapters": 6,
     "finetune": 7,
-    "rooms": 7,
+    "ports": 7,
     "fetches": 8,
     "jobs": 8,
     "engine": 9,

@@ -68,7 +68,7 @@ class Residency:
     def read(self, ref: AdapterRef) -> Callable[[], None]:
         """Reads the adapter's files, on any thread, beside everything else. Raises what `load` raises.
 
-        What it returns is to be called where all else is called: from then on the adapter is in memory.
+        Call the returned function on the event-loop thread to commit the load.
         """
         weights = self._kept(self._load(ref))
 

@@ -78,9 +78,9 @@ class Trainer:
     def load(self, spec: JobSpec, cancellation: Cancellation) -> Callable[[], JobStarted]:
         """Everything that a job needs in memory, as its last readable checkpoint left it; on any thread.
 
-        What it returns is to be called where all else is called: from then on the job can be trained. Raises `Cancelled`,
-        `CheckpointUnreadable` (its corpus), `AdapterNotFound` (what it continues), `InvalidRequest` (settings that don't
-        fit the base), `JobOutOfMemory`.
+        Call the returned function on the event-loop thread to commit the load. Raises `Cancelled`, `CheckpointUnreadable`
+        (its corpus), `AdapterNotFound` (what it continues), `InvalidRequest` (settings that don't fit the base),
+        `JobOutOfMemory`.
         """
         with self._own_errors():
             run, saved = self._load(spec, cancellation.check)

@@ -90,7 +90,7 @@ class Scheduler:
         self._release(sequence)
 
     def disown(self, sequence: Sequence) -> None:
-        """Nobody finds the sequence's pages any more: what they hold is not finite."""
+        """Remove the sequence's pages from the prefix cache."""
         for page in sequence.pages:
             self._pages.unlabel(page)
         sequence.keys = None

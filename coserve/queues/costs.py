@@ -10,10 +10,10 @@ WINDOW = 5
 
 
 class Estimate:
-    """Seconds of one kind of work: a sample may be an outlier (a kernel is compiled, a disk is slow), several are a change.
+    """Median of the last five samples; two low samples lower it at once.
 
-    The prediction is the median of the last `WINDOW` samples, so that one outlier of any size never shows in it, and a
-    rise that lasts does within three samples. A fall is believed after two: to predict too much stops training, to
+    A sample may be an outlier (a kernel is compiled, a disk is slow), several are a change: one outlier of any size never
+    shows in the median, a rise that lasts does within three samples. A fall is believed after two: to predict too much stops training, to
     predict too little makes one slice late. A single sample predicts nothing: the first one is often an outlier.
     """
 

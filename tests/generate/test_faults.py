@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from coserve.cancellation import Cancelled
 from coserve.errors import EngineFault
 from coserve.generate import generator as module
 from coserve.generate.generator import Generator
@@ -95,12 +96,32 @@ def test_pages_that_cannot_be_given_back_end_the_engine(monkeypatch: pytest.Monk
         generator.step()
 
 
-def test_a_device_that_works_no_more_ends_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
-    def broken(device: torch.device) -> None:
+class BrokenStream:
+    def synchronize(self) -> None:
         raise RuntimeError("CUDA error: an illegal memory access was encountered")
 
-    monkeypatch.setattr(torch.cuda, "synchronize", broken)
+
+def test_a_device_that_works_no_more_ends_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: BrokenStream())
     with pytest.raises(EngineFault), contained(torch.device("cuda")):
         raise ZeroDivisionError
     with pytest.raises(ZeroDivisionError), contained(torch.device("cpu")):
         raise ZeroDivisionError
+
+
+def test_an_error_or_a_cancellation_never_waits_for_the_whole_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """That would break a graph capture on another thread."""
+
+    class Stream:
+        def synchronize(self) -> None:
+            waits.append("stream")
+
+    waits = list[str]()
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda *_: waits.append("device"))
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: Stream())
+    with pytest.raises(Cancelled), contained(torch.device("cuda")):
+        raise Cancelled
+    assert waits == []
+    with pytest.raises(ZeroDivisionError), contained(torch.device("cuda")):
+        raise ZeroDivisionError
+    assert waits == ["stream"]

@@ -1,4 +1,4 @@
-"""What the engine needs of the rooms below it."""
+"""Protocols that the engine's generator, trainer and adapter cache implement."""
 
 from __future__ import annotations
 
