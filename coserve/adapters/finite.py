@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import numpy as np
 
@@ -20,11 +20,14 @@ _TOO_LARGE = {
 """The least magnitude that is rounded to infinity in the base's dtype (ties to even), if that is below infinity."""
 
 
-def refuse_non_finite(file: TensorFile, tensors: Mapping[str, Entry], dtype: str) -> None:
+def refuse_non_finite(
+    file: TensorFile, tensors: Mapping[str, Entry], dtype: str, progress: Callable[[], None] = lambda: None
+) -> None:
     """Raises `CorruptAdapter` for the first tensor with NaN, infinity, or a number that overflows in `dtype`."""
     for name, entry in tensors.items():
         kind, magnitude = _MAGNITUDE[entry.dtype]
         least = _TOO_LARGE.get((entry.dtype, dtype), _INFINITY[entry.dtype])
         for piece in file.pieces(entry):
+            progress()
             if piece and int((np.frombuffer(piece, kind) & magnitude).max()) >= least:
                 raise CorruptAdapter(f"tensor {name[:120]!r}: expected weights that are finite in {dtype}")

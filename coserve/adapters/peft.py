@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -61,8 +61,8 @@ class Layout:
     b: dict[str, Entry]
 
 
-def inspect_adapter(folder: Path, base: BaseSpec) -> AdapterInfo:
-    """Checks an adapter folder against a base without loading weights.
+def inspect_adapter(folder: Path, base: BaseSpec, progress: Callable[[], None] = lambda: None) -> AdapterInfo:
+    """Checks an adapter folder against a base without loading weights. `progress` is called every few MiB that are read.
 
     Raises:
         UnsafeAdapter: files that could run code, links or devices; nothing of them is opened.
@@ -73,7 +73,7 @@ def inspect_adapter(folder: Path, base: BaseSpec) -> AdapterInfo:
     config = read_config(folder)
     with TensorFile(folder, WEIGHTS) as file:
         layout = read_layout(config, file, base)
-        refuse_non_finite(file, file.entries, base.dtype)
+        refuse_non_finite(file, file.entries, base.dtype, progress)
         return AdapterInfo(
             settings=layout.settings,
             rank=max(site.rank for site in layout.sites.values()),
@@ -81,7 +81,7 @@ def inspect_adapter(folder: Path, base: BaseSpec) -> AdapterInfo:
             targets=layout.settings.targets or base.default_targets,
             sites=layout.sites,
             bytes=file.bytes,
-            sha256=file.sha256(),
+            sha256=file.sha256(progress),
         )
 
 

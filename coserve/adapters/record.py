@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 from coserve.adapters.gate import CONFIG
@@ -11,13 +12,21 @@ from coserve.state.records import AdapterRecord
 from coserve.types import AdapterRef, BaseSpec
 
 
-def record_adapter(folder: Path, ref: AdapterRef, base: BaseSpec, *, source: str, created_at: float) -> AdapterRecord:
+def record_adapter(
+    folder: Path,
+    ref: AdapterRef,
+    base: BaseSpec,
+    *,
+    source: str,
+    created_at: float,
+    progress: Callable[[], None] = lambda: None,
+) -> AdapterRecord:
     """What the registry keeps of the PEFT files in `folder`. Raises `AdapterError` leaves, `StorageError`.
 
-    `source`: `import` or `job:<id>`; `created_at`: seconds since the epoch.
+    `source`: `import` or `job:<id>`; `created_at`: seconds since the epoch; `progress` as for `inspect_adapter`.
     """
     config_sha256 = digest_file(folder, CONFIG)
-    info = inspect_adapter(folder, base)
+    info = inspect_adapter(folder, base, progress)
     return AdapterRecord(
         ref=ref,
         rank=info.rank,

@@ -8,7 +8,7 @@ import math
 import os
 import stat
 import struct
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -141,12 +141,13 @@ class TensorFile:
                 raise CorruptAdapter("the weights' file became shorter while it was read")
             yield piece
 
-    def sha256(self) -> str:
-        """Of the whole file, hex."""
+    def sha256(self, progress: Callable[[], None] = lambda: None) -> str:
+        """Of the whole file, hex. `progress` is called for each MiB."""
         digest, at = hashlib.sha256(), 0
         with disk_errors():
             while chunk := os.pread(self._fd, _CHUNK, at):
                 digest.update(chunk)
+                progress()
                 at += len(chunk)
         return digest.hexdigest()
 

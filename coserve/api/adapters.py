@@ -8,14 +8,14 @@ import shutil
 import stat
 import time
 from collections.abc import AsyncIterator, Callable, Collection
-from contextlib import asynccontextmanager
+from contextlib import AbstractContextManager, ExitStack, asynccontextmanager
 from pathlib import Path
+from typing import TypeVar
 
 from coserve.adapters.archive import Archive
-from coserve.adapters.peft import inspect_adapter
-from coserve.adapters.record import record_adapter
 from coserve.api.connection import Connection
 from coserve.api.requests import local_path
+from coserve.api.tasks.inspection import Inspection
 from coserve.config import Config
 from coserve.errors import (
     AdapterBusy,
@@ -25,6 +25,7 @@ from coserve.errors import (
     UnsafeAdapter,
 )
 from coserve.link import DropAdapter
+from coserve.offload.pool import HelperPool
 from coserve.schemas import Adapter, AdapterList, DeletedAdapter, ImportRequest
 from coserve.state.commits import Commits, uncancelled
 from coserve.state.durable import remove_dir, replace_dir
@@ -37,6 +38,8 @@ from coserve.types import AdapterRef, BaseSpec
 
 log = logging.getLogger(__name__)
 
+T = TypeVar("T")
+
 FILES = ("adapter_config.json", "adapter_model.safetensors")
 
 
@@ -48,12 +51,14 @@ class Adapters:
         config: Config,
         folder: DataFolder,
         registry: RegistryThread,
+        helpers: HelperPool,
         engine: Connection,
         in_use: Collection[AdapterRef],
         clock: Callable[[], float] = time.time,
     ) -> None:
         self._config, self._folder, self._registry = config, folder, registry
         self._engine, self._in_use, self._clock = engine, in_use, clock
+        self._inspection = Inspection(helpers)
         self._importing = asyncio.Lock()
         self._commits = Commits()
 
@@ -76,7 +81,7 @@ class Adapters:
         if not source.is_dir():
             raise InvalidRequest("expected a folder with PEFT files", field="path")
         refuse_base_name(request.name, spec, field="name")
-        await asyncio.to_thread(inspect_adapter, source, spec)  # refused before anything is copied
+        await self._inspection.settings(source, spec)  # refused before anything is copied
         async with self._importing:
             record = await self._commits.run(self._install(source, request.name, spec))
         failpoint("api.before_reply")
@@ -85,21 +90,15 @@ class Adapters:
     async def _install(self, source: Path, name: str, spec: BaseSpec) -> AdapterRecord:
         """Take a version, copy, check the copy, register it; what fails leaves no files."""
         ref = await self._registry(lambda registry: registry.reserve_version(name))
-        record = await asyncio.to_thread(self._copy, source, ref, spec)
+        async with in_threads(replace_dir(self._folder.adapter(ref), point="import")) as target:
+            await asyncio.to_thread(_copy, source, target)
+            record = await self._inspection.record(target, ref, spec, source="import", created_at=self._clock())
         try:
             await self._registry(lambda registry: registry.add_reserved(record))
         except BaseException:
             await asyncio.to_thread(remove_dir, self._folder.adapter(ref))
             raise
         return record
-
-    def _copy(self, source: Path, ref: AdapterRef, spec: BaseSpec) -> AdapterRecord:
-        with replace_dir(self._folder.adapter(ref), point="import") as target:
-            for name in FILES:
-                if not stat.S_ISREG((source / name).lstat().st_mode):
-                    raise UnsafeAdapter(f"{name}: expected a regular file")
-                shutil.copyfile(source / name, target / name, follow_symlinks=False)
-            return record_adapter(target, ref, spec, source="import", created_at=self._clock())
 
     # ---- show
 
@@ -183,6 +182,27 @@ class Adapters:
             except (OSError, StorageError) as error:  # it is deleted all the same
                 log.warning("files of adapter %s stay until the next start: %s", ref, error)
         return DeletedAdapter(id=name, versions=[ref.version for ref in refs])
+
+
+def _copy(source: Path, target: Path) -> None:
+    for name in FILES:
+        if not stat.S_ISREG((source / name).lstat().st_mode):
+            raise UnsafeAdapter(f"{name}: expected a regular file")
+        shutil.copyfile(source / name, target / name, follow_symlinks=False)
+
+
+@asynccontextmanager
+async def in_threads(block: AbstractContextManager[T]) -> AsyncIterator[T]:
+    """A context manager whose beginning and end run in threads. The caller must not be cancelled in between."""
+    stack = ExitStack()
+    entered = await asyncio.to_thread(stack.enter_context, block)
+    try:
+        yield entered
+    except BaseException as error:
+        if not await asyncio.to_thread(stack.__exit__, type(error), error, error.__traceback__):
+            raise
+    else:
+        await asyncio.to_thread(stack.close)
 
 
 def refuse_base_name(name: str, base: BaseSpec, *, field: str) -> None:

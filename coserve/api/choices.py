@@ -15,33 +15,54 @@ class StopTexts:
     """Finds the stop text that ends first in a growing text, and never lets a part of one out.
 
     The result does not depend on how the text is cut into pushes: what could still become a stop text is held back.
+    The cost of a character does not depend on the text or on the length of the stop texts (Knuth, Morris and Pratt 1977).
     """
 
     def __init__(self, stops: Sequence[str]) -> None:
-        self._stops = tuple(stops)
+        self._stops = [_Search(stop) for stop in stops]
         self._held = ""
 
     def push(self, text: str) -> tuple[str, str | None]:
         """The text that is free to go, and the stop text if one is complete: then nothing follows."""
-        text = self._held + text
-        hits = [(start + len(stop), -len(stop), stop) for stop in self._stops if (start := text.find(stop)) >= 0]
-        if hits:
-            end, _, stop = min(hits)
-            self._held = ""
-            return text[: end - len(stop)], stop
-        keep = max((self._beginning(text, stop) for stop in self._stops), default=0)
-        self._held = text[len(text) - keep :]
-        return text[: len(text) - keep], None
-
-    @staticmethod
-    def _beginning(text: str, stop: str) -> int:
-        """How many of the last characters of `text` begin `stop`."""
-        return next((n for n in range(min(len(stop) - 1, len(text)), 0, -1) if text.endswith(stop[:n])), 0)
+        if not self._stops:
+            return text, None
+        begun = len(self._held)
+        whole = self._held + text
+        for end, character in enumerate(text, start=begun + 1):
+            found = [search.stop for search in self._stops if search.step(character)]
+            if found:
+                stop = max(found, key=len)
+                self._held = ""
+                return whole[: end - len(stop)], stop
+        free = len(whole) - max(search.matched for search in self._stops)
+        self._held = whole[free:]
+        return whole[:free], None
 
     def flush(self) -> str:
         """What was held back, at the end of the text."""
         held, self._held = self._held, ""
         return held
+
+
+class _Search:
+    """One stop text. `matched`: how many of its first characters the text so far ends with."""
+
+    def __init__(self, stop: str) -> None:
+        self.stop, self.matched = stop, 0
+        self._shorter = [0] * len(stop)
+        """For each beginning of the stop text: the longest shorter beginning that it ends with."""
+        for place in range(1, len(stop)):
+            self._shorter[place] = self._next(self._shorter[place - 1], stop[place])
+
+    def _next(self, matched: int, character: str) -> int:
+        while matched and self.stop[matched] != character:
+            matched = self._shorter[matched - 1]
+        return matched + (self.stop[matched] == character)
+
+    def step(self, character: str) -> bool:
+        """The next character of the text; true if the stop text is complete. Nothing may follow then."""
+        self.matched = self._next(self.matched, character)
+        return self.matched == len(self.stop)
 
 
 @dataclass(frozen=True)

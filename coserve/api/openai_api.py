@@ -21,6 +21,7 @@ from coserve.api.openai_usage import Head, new_head
 from coserve.api.service import Service
 from coserve.api.several import merged, together
 from coserve.api.sse import EventStream
+from coserve.api.tasks.texts import check_tokens
 from coserve.config import Config
 from coserve.errors import AdapterNotFound, CoserveError
 from coserve.schemas import STREAM_END, GenerateRequest
@@ -40,7 +41,7 @@ class OpenAIApi:
     async def completions(self, request: web.Request) -> web.StreamResponse:
         ask = await self._named(await self._intake.dialect(request, CompletionRequest))
         asked = completion_requests(ask, self._service.engine.spec)
-        echoes = [self._echo(ask, each) for each in asked]
+        echoes = [await self._echo(ask, each) for each in asked]
         head = self._head("cmpl", ask)
         generation = self._service.generation
         if not ask.stream:
@@ -76,13 +77,14 @@ class OpenAIApi:
     def _head(self, kind: str, ask: Ask) -> Head:
         return new_head(kind, ask.model, self._service.engine.spec)
 
-    def _echo(self, ask: CompletionRequest, asked: GenerateRequest) -> str:
-        """The text before the answer's own."""
+    async def _echo(self, ask: CompletionRequest, asked: GenerateRequest) -> str:
+        """The text before the answer's own. Raises `PromptTooLong`."""
         if not ask.echo or asked.prompt is None:
             return ""
         if isinstance(asked.prompt, str):
             return asked.prompt
-        return self._service.tokenizer.decode(asked.prompt, skip_special=asked.skip_special_tokens)
+        check_tokens(len(asked.prompt), self._service.engine.spec.context, "prompt")  # before it is decoded
+        return await self._service.texts.decode(asked.prompt, skip_special=asked.skip_special_tokens)
 
     async def _stream(self, request: web.Request, events: AsyncGenerator[msgspec.Struct, None]) -> web.StreamResponse:
         """Events, then `[DONE]`; an error after the first event is an event too."""

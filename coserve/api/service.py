@@ -59,10 +59,10 @@ class Service:
         self._ledger = Ledger(folder, registry, self.engine, self.metrics)
         self.helpers = HelperPool(tokenizer.state, MAX_READING, LogSettings.of(config))
         self._preparers = HelperPool(tokenizer.state, MAX_PREPARING, LogSettings.of(config))
-        texts = Texts(tokenizer, self.helpers)
-        self.generation = Generation(config, self.engine, registry, tokenizer, texts, self.metrics)
+        self.texts = Texts(tokenizer, self.helpers)
+        self.generation = Generation(config, self.engine, registry, tokenizer, self.texts, self.metrics)
         self.jobs = Jobs(config, folder, registry, tokenizer, self._preparers, self.engine, self._ledger)
-        self.adapters = Adapters(config, folder, registry, self.engine, self.generation.in_use)
+        self.adapters = Adapters(config, folder, registry, self._preparers, self.engine, self.generation.in_use)
         self._born, self.started_at = time.monotonic(), time.time()
         self._receiver: asyncio.Task[None] | None = None
         self._writer: asyncio.Task[None] | None = None

@@ -10,10 +10,10 @@ from typing import Any
 
 import msgspec
 
-from coserve.adapters.peft import inspect_adapter
 from coserve.adapters.targets import resolve_targets
 from coserve.api.adapters import refuse_base_name
 from coserve.api.requests import local_path, split_ref
+from coserve.api.tasks.inspection import Inspection
 from coserve.config import Config
 from coserve.errors import BaseMismatch, InvalidRequest
 from coserve.finetune.auto import choose_training
@@ -47,7 +47,7 @@ class Submission:
         clock: Callable[[], float],
     ) -> None:
         self._config, self._folder, self._registry, self._tokenizer = config, folder, registry, tokenizer
-        self._helpers, self._clock = helpers, clock
+        self._helpers, self._inspection, self._clock = helpers, Inspection(helpers), clock
 
     async def prepare(
         self, request: FinetuneRequest, upload: Path | None, spec: BaseSpec
@@ -113,8 +113,7 @@ class Submission:
             raise BaseMismatch(
                 f"adapter {record.ref} belongs to another base, {record.base_name!r}", field="continue_from"
             )
-        info = await asyncio.to_thread(inspect_adapter, self._folder.adapter(record.ref), spec)
-        return record, info.settings
+        return record, await self._inspection.settings(self._folder.adapter(record.ref), spec)
 
     async def _tokenize(self, source: list[dict[str, Any]] | Path, longest: int) -> MadeCorpus:
         """A few rows in a thread, a file that may be large in a helper process, which ends when the client leaves."""

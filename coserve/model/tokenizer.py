@@ -229,8 +229,9 @@ class Detokenizer:
         before, text = self._decode(self._ids[: self._given]), self._decode(self._ids)
         if not force and (len(text) <= len(before) or text.endswith("\N{REPLACEMENT CHARACTER}")):
             return ""
-        # The tokens just given are the context of the next ones; what stands before them no longer matters.
-        self._ids = self._ids[self._given :] if len(text) > len(before) else self._ids
+        # The tokens just given are the context of the next ones; what stands before them no longer matters. Tokens without
+        # a text are forgotten: any number of them may follow each other, and all of `_ids` is decoded at each push.
+        self._ids = self._ids[self._given :] if len(text) > len(before) else self._ids[: self._given]
         self._given = len(self._ids)
         return text[len(before) :]
 

@@ -21,6 +21,10 @@ IN_A_THREAD = 64 << 10
 is copied with it."""
 
 
+IDS_AT_ONCE = 1024
+"""Token ids that are decoded on the event loop: decoding keeps the lock, so a thread would not help."""
+
+
 class Encode(msgspec.Struct, frozen=True):
     """`context`: of the base, in tokens; `field` is named by what refuses a longer prompt. One of `text` (the body, if null) and `messages`."""
 
@@ -28,6 +32,12 @@ class Encode(msgspec.Struct, frozen=True):
     field: str
     add_special: bool = True
     messages: list[dict[str, object]] | None = None
+
+
+class Decode(msgspec.Struct, frozen=True):
+    """The body: token ids as int32."""
+
+    skip_special: bool
 
 
 class Texts:
@@ -52,6 +62,17 @@ class Texts:
             return _checked(await asyncio.to_thread(self._tokenizer.chat, messages), context, "messages")
         arguments = Encode(context, "messages", messages=[dict(message) for message in messages])
         return _ids(await self._helpers.run(encode, arguments))
+
+    async def decode(self, ids: Sequence[int], *, skip_special: bool) -> str:
+        if len(ids) <= IDS_AT_ONCE:
+            return self._tokenizer.decode(ids, skip_special=skip_special)
+        return (await self._helpers.run(decode, Decode(skip_special), array("i", ids).tobytes())).decode()
+
+
+def decode(context: Context, arguments: bytes, body: bytes) -> bytes:
+    """The task: text as UTF-8."""
+    asked = msgspec.msgpack.decode(arguments, type=Decode)
+    return context.tokenizer.decode(_ids(body), skip_special=asked.skip_special).encode()
 
 
 def encode(context: Context, arguments: bytes, body: bytes) -> bytes:
