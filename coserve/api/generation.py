@@ -6,7 +6,7 @@ import secrets
 import time
 from collections import Counter
 from collections.abc import AsyncGenerator, Callable
-from contextlib import aclosing, suppress
+from contextlib import suppress
 from dataclasses import dataclass, field
 
 import msgspec
@@ -24,7 +24,7 @@ from coserve.config import Config
 from coserve.errors import BaseMismatch, EngineUnavailable, QueueFull
 from coserve.link import Admitted, CancelRequest, Generate, RequestFailed, Tokens
 from coserve.model.tokenizer import Tokenizer
-from coserve.schemas import Choice, GenerateChunk, GenerateRequest, GenerateResponse, Timing, Usage
+from coserve.schemas import GenerateChunk, GenerateRequest, Timing, Usage
 from coserve.state.records import AdapterRecord
 from coserve.state.thread import RegistryThread
 from coserve.types import AdapterRef, Slo
@@ -100,30 +100,6 @@ class Generation:
         self.fail_all(error)
 
     # ---- what a client asks
-
-    async def collect(self, request: GenerateRequest) -> GenerateResponse:
-        """The whole answer at once. Raises what `stream` raises."""
-        pieces: dict[int, list[GenerateChunk]] = {index: [] for index in range(request.n)}
-        last: GenerateChunk | None = None
-        async with aclosing(self.stream(request)) as chunks:
-            async for last in chunks:
-                pieces[last.index].append(last)
-        assert last is not None, "a stream has at least one chunk"
-        assert last.usage is not None, "its last chunk counts"
-        assert last.timing is not None, "its last chunk counts"
-        return GenerateResponse(
-            id=last.id,
-            adapter=last.adapter,
-            version=last.version,
-            seed=last.seed,
-            choices=[_join(index, parts) for index, parts in pieces.items()],
-            usage=last.usage,
-            timing=last.timing,
-            prompt_token_ids=pieces[0][0].prompt_token_ids,
-            prompt_logprobs=None
-            if request.prompt_logprobs is None
-            else [entry for chunk in pieces[0] for entry in chunk.prompt_logprobs or []],
-        )
 
     async def stream(self, request: GenerateRequest) -> AsyncGenerator[GenerateChunk, None]:
         """The chunks of all choices as they come. Closing it early frees what the request holds in the engine.
@@ -294,20 +270,3 @@ class Generation:
             self.in_use[run.adapter] -= 1
             if not self.in_use[run.adapter]:
                 del self.in_use[run.adapter]
-
-
-def _join(index: int, chunks: list[GenerateChunk]) -> Choice:
-    """The chunks of one choice as one."""
-    last = chunks[-1]
-    assert last.finish_reason is not None, "every choice ends"
-    logprobs = None
-    if last.logprobs is not None:
-        logprobs = [entry for chunk in chunks for entry in chunk.logprobs or []]
-    return Choice(
-        index=index,
-        text="".join(chunk.text for chunk in chunks),
-        token_ids=[token for chunk in chunks for token in chunk.token_ids],
-        finish_reason=last.finish_reason,
-        stop_reason=last.stop_reason,
-        logprobs=logprobs,
-    )

@@ -14,6 +14,7 @@ from coserve.api.intake import Intake, is_upload
 from coserve.api.requests import decode_dialect, decode_json, page, ref_from_path
 from coserve.api.service import Service
 from coserve.api.sse import EventStream
+from coserve.api.tasks.collect import collect_native
 from coserve.api.tgi import TgiApi, refuse_tgi
 from coserve.api.tgi_schemas import TgiRequest
 from coserve.config import Config
@@ -39,7 +40,7 @@ class NativeApi:
         if isinstance(body, TgiRequest):
             return await self._tgi.answer(request, body)
         if not body.stream:
-            return answer(await self._service.generation.collect(body))
+            return answer(await collect_native(body, self._service.generation.stream(body)))
         stream = EventStream(request, write_timeout=self._config.read_timeout)
         async with aclosing(self._service.generation.stream(body)) as chunks:
             try:

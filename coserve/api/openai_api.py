@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
+from functools import partial
 from typing import TypeVar
 
 import msgspec
@@ -11,8 +12,8 @@ from aiohttp import web
 
 from coserve.api.answers import answer
 from coserve.api.intake import Intake
-from coserve.api.openai_chat import chat_completion, chat_events
-from coserve.api.openai_completions import completion, completion_events
+from coserve.api.openai_chat import ChatScores, chat_completion, chat_events
+from coserve.api.openai_completions import CompletionScores, completion, completion_events, name_of
 from coserve.api.openai_errors import openai_error
 from coserve.api.openai_models import get_model, list_models
 from coserve.api.openai_requests import chat_request, completion_requests
@@ -21,6 +22,7 @@ from coserve.api.openai_usage import Head, new_head
 from coserve.api.service import Service
 from coserve.api.several import merged, together
 from coserve.api.sse import EventStream
+from coserve.api.tasks.collect import collect
 from coserve.api.tasks.texts import check_tokens
 from coserve.config import Config
 from coserve.errors import AdapterNotFound, CoserveError
@@ -45,8 +47,9 @@ class OpenAIApi:
         head = self._head("cmpl", ask)
         generation = self._service.generation
         if not ask.stream:
-            answers = await together([generation.collect(each) for each in asked])
-            return answer(completion(ask, head, echoes, answers))
+            new = partial(CompletionScores, name_of(ask))
+            answers = await together([collect(each, generation.stream(each), new) for each in asked])
+            return answer(await completion(ask, head, echoes, answers))
         async with aclosing(merged([generation.stream(each) for each in asked])) as chunks:
             return await self._stream(request, completion_events(ask, head, echoes, chunks))
 
@@ -55,7 +58,8 @@ class OpenAIApi:
         asked = chat_request(ask, self._service.engine.spec)
         head = self._head("chatcmpl", ask)
         if not ask.stream:
-            return answer(chat_completion(ask, head, await self._service.generation.collect(asked)))
+            chunks = self._service.generation.stream(asked)
+            return answer(chat_completion(ask, head, await collect(asked, chunks, partial(ChatScores, ask))))
         async with aclosing(self._service.generation.stream(asked)) as chunks:
             return await self._stream(request, chat_events(ask, head, chunks))
 

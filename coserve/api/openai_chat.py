@@ -6,6 +6,7 @@ from collections.abc import AsyncGenerator, Sequence
 
 from msgspec import UNSET
 
+from coserve.api.http.pieces import Packed
 from coserve.api.openai_completions import FLOOR, by_id, by_text
 from coserve.api.openai_schemas import (
     ChatAnswer,
@@ -21,11 +22,26 @@ from coserve.api.openai_schemas import (
     StreamOptions,
 )
 from coserve.api.openai_usage import Head, Tally, total
-from coserve.schemas import ChosenLogprob, GenerateChunk, GenerateResponse
+from coserve.api.tasks.collect import Entry, Whole
+from coserve.schemas import ChosenLogprob, GenerateChunk
 
 
-def chat_completion(ask: ChatRequest, head: Head, answer: GenerateResponse) -> ChatCompletion:
+class ChatScores:
+    """The log-probabilities of a choice as they come."""
+
+    def __init__(self, ask: ChatRequest) -> None:
+        self._ask, self._content = ask, Packed[ChatLogprob]()
+
+    def add(self, entries: Sequence[Entry], /) -> None:
+        self._content.add(_entries(self._ask, entries))
+
+    def shown(self) -> ChatLogprobs:
+        return ChatLogprobs(content=self._content.as_list())
+
+
+def chat_completion(ask: ChatRequest, head: Head, whole: Whole[ChatScores]) -> ChatCompletion:
     """The whole answer."""
+    answer = whole.answer
     return ChatCompletion(
         id=head.id,
         created=head.created,
@@ -35,12 +51,12 @@ def chat_completion(ask: ChatRequest, head: Head, answer: GenerateResponse) -> C
             ChatChoice(
                 index=choice.index,
                 message=ChatAnswer(content=choice.text),
-                logprobs=_logprobs(ask, choice.logprobs),
+                logprobs=None if scores is None else scores.shown(),
                 finish_reason=choice.finish_reason,
                 stop_reason=choice.stop_reason,
                 token_ids=choice.token_ids if ask.return_token_ids else UNSET,
             )
-            for choice in answer.choices
+            for choice, scores in zip(answer.choices, whole.scores, strict=True)
         ],
         usage=total([answer.usage]),
         prompt_token_ids=answer.prompt_token_ids if ask.return_token_ids else UNSET,
@@ -48,23 +64,23 @@ def chat_completion(ask: ChatRequest, head: Head, answer: GenerateResponse) -> C
 
 
 def _logprobs(ask: ChatRequest, entries: Sequence[ChosenLogprob] | None) -> ChatLogprobs | None:
-    if entries is None:
-        return None
+    return None if entries is None else ChatLogprobs(content=_entries(ask, entries))
+
+
+def _entries(ask: ChatRequest, entries: Sequence[Entry]) -> list[ChatLogprob]:
     name = by_id if ask.return_tokens_as_token_ids else by_text
-    return ChatLogprobs(
-        content=[
-            ChatLogprob(
-                token=name(entry),
-                logprob=max(entry.logprob, FLOOR),
-                bytes=_bytes(entry.token),
-                top_logprobs=[
-                    ChatTopLogprob(token=name(top), logprob=max(top.logprob, FLOOR), bytes=_bytes(top.token))
-                    for top in entry.top
-                ],
-            )
-            for entry in entries
-        ]
-    )
+    return [
+        ChatLogprob(
+            token=name(entry),
+            logprob=max(FLOOR if entry.logprob is None else entry.logprob, FLOOR),
+            bytes=_bytes(entry.token),
+            top_logprobs=[
+                ChatTopLogprob(token=name(top), logprob=max(top.logprob, FLOOR), bytes=_bytes(top.token))
+                for top in entry.top
+            ],
+        )
+        for entry in entries
+    ]
 
 
 def _bytes(token: str) -> list[int] | None:

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
+import itertools
+from array import array
 from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
 
 from msgspec import UNSET, UnsetType
 
+from coserve.api.http.pieces import Packed
 from coserve.api.openai_schemas import (
     Completion,
     CompletionChoice,
@@ -14,12 +18,12 @@ from coserve.api.openai_schemas import (
     StreamOptions,
 )
 from coserve.api.openai_usage import Head, Tally, total
-from coserve.schemas import ChosenLogprob, GenerateChunk, GenerateResponse, Logprob, PromptLogprob
+from coserve.api.tasks.collect import Entry, Whole
+from coserve.schemas import GenerateChunk, Logprob
 
 FLOOR = -9999.0
 """JSON has no infinity."""
 
-Entry = ChosenLogprob | PromptLogprob
 Name = Callable[[Entry | Logprob], str]
 
 
@@ -36,26 +40,57 @@ def name_of(ask: CompletionRequest) -> Name:
     return by_id if ask.return_tokens_as_token_ids else by_text
 
 
-def completion(
-    ask: CompletionRequest, head: Head, echoes: Sequence[str], answers: Sequence[GenerateResponse]
+class CompletionScores:
+    """The log-probabilities of a choice or a prompt as they come."""
+
+    def __init__(self, name: Name) -> None:
+        self._name = name
+        self._tokens, self._values = Packed[str](), Packed[float | None]()
+        self._tops = Packed[dict[str, float] | None]()
+        self._lengths = array("i")
+        """Characters of each token."""
+
+    def add(self, entries: Sequence[Entry], /) -> None:
+        found = logprobs_of(entries, self._name)
+        self._tokens.add(found.tokens)
+        self._values.add(found.token_logprobs)
+        self._tops.add(found.top_logprobs)
+        self._lengths.extend(len(entry.token) for entry in entries)
+
+    def after(self, prompt: CompletionScores | None) -> CompletionLogprobs:
+        """Those of the prompt, if any, and these behind them."""
+        both = [self] if prompt is None else [prompt, self]
+        lengths = itertools.chain.from_iterable(each._lengths for each in both)
+        offsets = list(itertools.accumulate(lengths, initial=0))[:-1]
+        return CompletionLogprobs(
+            tokens=Packed.joined(each._tokens for each in both),
+            token_logprobs=Packed.joined(each._values for each in both),
+            top_logprobs=Packed.joined(each._tops for each in both),
+            text_offset=offsets,
+        )
+
+
+async def completion(
+    ask: CompletionRequest, head: Head, echoes: Sequence[str], answers: Sequence[Whole[CompletionScores]]
 ) -> Completion:
     """The answer to all prompts. `echoes`: the text before each one's own, or empty."""
     choices = []
-    for number, (echo, answer) in enumerate(zip(echoes, answers, strict=True)):
-        for choice in answer.choices:
-            entries: list[Entry] = [*(answer.prompt_logprobs or []), *(choice.logprobs or [])]
+    for number, (echo, whole) in enumerate(zip(echoes, answers, strict=True)):
+        answer = whole.answer
+        for choice, scores in zip(answer.choices, whole.scores, strict=True):
             choices.append(
                 CompletionChoice(
                     index=number * len(answer.choices) + choice.index,
                     text=echo + choice.text,
-                    logprobs=None if ask.logprobs is None else logprobs_of(entries, name_of(ask)),
+                    logprobs=None if scores is None else scores.after(whole.prompt),
                     finish_reason=choice.finish_reason,
                     stop_reason=choice.stop_reason,
                     token_ids=choice.token_ids if ask.return_token_ids else UNSET,
                     prompt_token_ids=answer.prompt_token_ids if ask.return_token_ids else UNSET,
                 )
             )
-    usage = total(answer.usage for answer in answers)
+            await asyncio.sleep(0)  # offsets of many tokens take their time
+    usage = total(whole.answer.usage for whole in answers)
     return Completion(
         id=head.id,
         created=head.created,

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Collection, Sequence
 from contextlib import aclosing
+from functools import partial
 
 from aiohttp import web
 from msgspec import UNSET, UnsetType
 
 from coserve import __version__
 from coserve.api.answers import Refusal, answer, describe, refuse
+from coserve.api.http.pieces import Packed
 from coserve.api.intake import Intake
 from coserve.api.openai_completions import FLOOR
 from coserve.api.openai_requests import refuse_unless_neutral
 from coserve.api.service import Service
 from coserve.api.sse import EventStream
+from coserve.api.tasks.collect import Entry, collect
 from coserve.api.tgi_schemas import (
     BASE_NAME,
     TgiAlternative,
@@ -34,15 +37,7 @@ from coserve.api.tgi_schemas import (
 )
 from coserve.config import Config
 from coserve.errors import CoserveError, InvalidRequest, QueueFull
-from coserve.schemas import (
-    MAX_CHOICES,
-    MAX_STOPS,
-    Choice,
-    ChosenLogprob,
-    GenerateChunk,
-    GenerateRequest,
-    PromptLogprob,
-)
+from coserve.schemas import MAX_CHOICES, MAX_STOPS, GenerateChunk, GenerateRequest, PromptLogprob
 
 DEFAULT_TOKENS = 100
 
@@ -174,21 +169,24 @@ class TgiApi:
     async def _collect(self, ask: TgiRequest) -> TgiResponse:
         given = ask.parameters or TgiParameters()
         asked = tgi_request(ask, stream=False)
-        found = await self._service.generation.collect(asked)
-        best, *others = sorted(found.choices, key=_mean_logprob, reverse=True)
+        new = partial(_Scores, given, self._service.tokenizer.special_ids)
+        whole = await collect(asked, self._service.generation.stream(asked), new)
+        found = whole.answer
+        pairs = [(choice, scores or new()) for choice, scores in zip(found.choices, whole.scores, strict=True)]
+        (best, best_scores), *others = sorted(pairs, key=lambda pair: pair[1].mean, reverse=True)
         before = ask.inputs if given.return_full_text else ""
         text = before + best.text
         if not _has_details(given):
             return TgiResponse(generated_text=text)
-        prefill = [_prefill(entry) for entry in found.prompt_logprobs or []]
+        prefill = [] if whole.prompt is None else whole.prompt.prefill.as_list()
         details = TgiDetails(
             finish_reason=_finish(best.finish_reason, best.stop_reason),
             prompt_tokens=found.usage.prompt_tokens,
             generated_tokens=len(best.token_ids),
             seed=found.seed + best.index if asked.temperature else None,
             prefill=prefill,
-            tokens=self._tokens(best, given),
-            top_tokens=self._tops(best, given),
+            tokens=best_scores.tokens.as_list(),
+            top_tokens=best_scores.tops(),
             best_of_sequences=[
                 TgiSequence(
                     generated_text=before + other.text,
@@ -196,10 +194,10 @@ class TgiApi:
                     generated_tokens=len(other.token_ids),
                     seed=found.seed + other.index,
                     prefill=prefill,
-                    tokens=self._tokens(other, given),
-                    top_tokens=self._tops(other, given),
+                    tokens=scores.tokens.as_list(),
+                    top_tokens=scores.tops(),
                 )
-                for other in others
+                for other, scores in others
             ]
             if others
             else UNSET,
@@ -225,7 +223,7 @@ class TgiApi:
     async def _events(
         self, ask: TgiRequest, asked: GenerateRequest, chunks: AsyncGenerator[GenerateChunk, None]
     ) -> AsyncGenerator[TgiStreamEvent, None]:
-        given = ask.parameters or TgiParameters()
+        given, special = ask.parameters or TgiParameters(), self._service.tokenizer.special_ids
         parts = [ask.inputs] if given.return_full_text else []
         index = 0
         async for chunk in chunks:
@@ -234,8 +232,8 @@ class TgiApi:
             for place, entry in enumerate(entries, start=1):
                 index += 1
                 last = place == len(entries)
-                token = self._token(entry, chunk.text if last else "", given)
-                top = self._top(entry, given)
+                token = _token(entry, chunk.text if last else "", given, special)
+                top = _top(entry, given, special)
                 if not last or chunk.finish_reason is None:
                     yield TgiStreamEvent(index=index, token=token, top_tokens=top)
                     continue
@@ -255,42 +253,6 @@ class TgiApi:
                     details=details if given.details else None,
                 )
 
-    def _tokens(self, choice: Choice, given: TgiParameters) -> list[TgiToken]:
-        return [self._token(entry, entry.token, given) for entry in choice.logprobs or []]
-
-    def _tops(self, choice: Choice, given: TgiParameters) -> list[list[TgiToken]] | UnsetType:
-        tops = [self._top(entry, given) for entry in choice.logprobs or []]
-        found = [top for top in tops if top is not UNSET]
-        return found if given.top_n_tokens else UNSET
-
-    def _top(self, entry: ChosenLogprob, given: TgiParameters) -> list[TgiToken] | UnsetType:
-        """The likeliest tokens at the place of `entry`, for `top_n_tokens`."""
-        if not given.top_n_tokens:
-            return UNSET
-        special = self._service.tokenizer.special_ids
-        return [
-            TgiToken(id=top.token_id, text=top.token, logprob=max(top.logprob, FLOOR), special=top.token_id in special)
-            for top in entry.top[: given.top_n_tokens]
-        ]
-
-    def _token(self, entry: ChosenLogprob, text: str, given: TgiParameters) -> TgiToken:
-        """Readers leave special tokens out of the text: one that brings text held back before it is not special."""
-        special = entry.token_id in self._service.tokenizer.special_ids and text in ("", entry.token)
-        shown = entry.token if special else text
-        others: list[TgiAlternative] | UnsetType = UNSET
-        if given.return_k_alternatives:
-            others = [
-                TgiAlternative(id=top.token_id, text=top.token, logprob=max(top.logprob, FLOOR))
-                for top in entry.top[: given.return_k_alternatives]
-            ]
-        logprob = max(entry.logprob, FLOOR)
-        return TgiToken(id=entry.token_id, text=shown, logprob=logprob, special=special, alternative_tokens=others)
-
-
-def _mean_logprob(choice: Choice) -> float:
-    entries = choice.logprobs or []
-    return sum(max(entry.logprob, FLOOR) for entry in entries) / max(1, len(entries))
-
 
 def _finish(reason: str, stop: str | int | None) -> TgiFinish:
     if reason == "length":
@@ -298,6 +260,64 @@ def _finish(reason: str, stop: str | int | None) -> TgiFinish:
     return "stop_sequence" if isinstance(stop, str) else "eos_token"
 
 
-def _prefill(entry: PromptLogprob) -> TgiPrefillToken:
+def _prefill(entry: Entry) -> TgiPrefillToken:
     logprob = None if entry.logprob is None else max(entry.logprob, FLOOR)
     return TgiPrefillToken(id=entry.token_id, text=entry.token, logprob=logprob)
+
+
+def _top(entry: Entry, given: TgiParameters, special: Collection[int]) -> list[TgiToken] | UnsetType:
+    """The likeliest tokens at the place of `entry`, for `top_n_tokens`. `special`: ids of special tokens."""
+    if not given.top_n_tokens:
+        return UNSET
+    return [
+        TgiToken(id=top.token_id, text=top.token, logprob=max(top.logprob, FLOOR), special=top.token_id in special)
+        for top in entry.top[: given.top_n_tokens]
+    ]
+
+
+def _token(entry: Entry, text: str, given: TgiParameters, special: Collection[int]) -> TgiToken:
+    """Readers leave special tokens out of the text: one that brings text held back before it is not special."""
+    left_out = entry.token_id in special and text in ("", entry.token)
+    others: list[TgiAlternative] | UnsetType = UNSET
+    if given.return_k_alternatives:
+        others = [
+            TgiAlternative(id=top.token_id, text=top.token, logprob=max(top.logprob, FLOOR))
+            for top in entry.top[: given.return_k_alternatives]
+        ]
+    return TgiToken(
+        id=entry.token_id,
+        text=entry.token if left_out else text,
+        logprob=_bounded(entry),
+        special=left_out,
+        alternative_tokens=others,
+    )
+
+
+def _bounded(entry: Entry) -> float:
+    return FLOOR if entry.logprob is None else max(entry.logprob, FLOOR)
+
+
+class _Scores:
+    """The log-probabilities of a choice, or of the prompt, as they come."""
+
+    def __init__(self, given: TgiParameters, special: Collection[int]) -> None:
+        self._given, self._special = given, special
+        self.tokens, self.prefill = Packed[TgiToken](), Packed[TgiPrefillToken]()
+        self._tops = Packed[list[TgiToken]]()
+        self._sum, self._count = 0.0, 0
+
+    def add(self, entries: Sequence[Entry], /) -> None:
+        if isinstance(entries[0], PromptLogprob):
+            self.prefill.add([_prefill(entry) for entry in entries])
+            return
+        self.tokens.add([_token(entry, entry.token, self._given, self._special) for entry in entries])
+        tops = (_top(entry, self._given, self._special) for entry in entries)
+        self._tops.add([top for top in tops if top is not UNSET])
+        self._sum, self._count = self._sum + sum(map(_bounded, entries)), self._count + len(entries)
+
+    @property
+    def mean(self) -> float:
+        return self._sum / max(1, self._count)
+
+    def tops(self) -> list[list[TgiToken]] | UnsetType:
+        return self._tops.as_list() if self._given.top_n_tokens else UNSET

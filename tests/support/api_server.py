@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import aiohttp
+import msgspec
 from aiohttp import web
 
 from coserve.api.app import make_app, make_runner
@@ -26,7 +27,7 @@ from coserve.state.retries import Backoff
 from coserve.state.thread import PATIENCE, RegistryThread
 from coserve.types import BaseSpec
 from tests.support.cutting import Cutter
-from tests.support.fake_engine import FakeEngine, make_base
+from tests.support.fake_engine import CONTEXT, FakeEngine, make_base
 
 RESERVE = 1 << 20
 REPLY = "the cat sat on the mat"
@@ -50,12 +51,13 @@ class Api:
     base: BaseSpec
     cutter: Cutter | None
     engine: FakeEngine = field(init=False)
+    engine_type: type[FakeEngine] = FakeEngine
     reply: list[int] = field(default_factory=lambda: tokenizer().encode(REPLY, add_special=False))
 
     async def start_engine(self) -> None:
         """A new engine, attached; the one before it must be dead."""
         ours, theirs = local_pair()
-        self.engine = FakeEngine(theirs, self.base, self.folder, self._reply)
+        self.engine = self.engine_type(theirs, self.base, self.folder, self._reply)
         await self.service.attach(ours, self.engine.ready)
 
     def _reply(self, request: Generate) -> Iterable[int]:
@@ -119,9 +121,16 @@ def read_events(text: str) -> list[dict[str, Any]]:
 
 @asynccontextmanager
 async def serve_api(
-    path: Path, *, engine: bool = True, patience: Backoff = PATIENCE, cutter: Cutter | None = None, **settings: Any
+    path: Path,
+    *,
+    engine: bool = True,
+    engine_type: type[FakeEngine] = FakeEngine,
+    context: int = CONTEXT,
+    patience: Backoff = PATIENCE,
+    cutter: Cutter | None = None,
+    **settings: Any,
 ) -> AsyncIterator[Api]:
-    """The API over a fresh data folder at `path`; `settings` are those of `Config`, `patience`: with a locked registry,
+    """The API over the data folder at `path`; `settings` are those of `Config`, `patience`: with a locked registry,
     `cutter` cancels handlers."""
     config = Config(data_dir=path, **settings)
     folder = DataFolder(path)
@@ -138,9 +147,9 @@ async def serve_api(
         site = web.TCPSite(runner, "127.0.0.1", 0)
         await site.start()
         port = runner.addresses[0][1]
-        base = make_base(tokenizer().vocab_size)
+        base = msgspec.structs.replace(make_base(tokenizer().vocab_size), context=context)
         async with aiohttp.ClientSession(f"http://127.0.0.1:{port}") as http:
-            api = Api(config, service, folder, http, port, app, base, cutter)
+            api = Api(config, service, folder, http, port, app, base, cutter, engine_type)
             try:
                 if engine:
                     await api.start_engine()

@@ -19,10 +19,26 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import msgspec
+from msgspec.structs import replace
+
+from coserve.link import Admitted, EngineReady, Generate, Tokens
+from coserve.state.folder import DataFolder
+from coserve.state.records import JobEvent
+from coserve.state.registry import Registry
+from coserve.types import FinishReason, JobState, TokenLogprob
 from tests.support.api_server import serve_api, tokenizer
+from tests.support.fake_engine import FakeEngine
+from tests.support.records import make_adapter, make_job, make_metrics
 
 BEAT = 0.002
 """Seconds between heartbeats."""
+CONTEXT = 32_768
+TOKEN = 300
+RUNNING, TOGETHER = 32, 16
+"""Sequences that the engine runs at once, and tokens that it sends in a message."""
+ADAPTERS, JOBS, EVENTS = 10_000, 250, 100_000
+OLD_JOB = "job-old"
 
 
 class Heart:
@@ -52,11 +68,82 @@ def unit() -> float:
     return time.process_time() - began
 
 
+class ScoringEngine(FakeEngine):
+    """As many tokens as were asked for, each with as many log-probabilities, `TOGETHER` in a message."""
+
+    @property
+    def ready(self) -> EngineReady:
+        return msgspec.structs.replace(super().ready, kv_tokens=CONTEXT)
+
+    async def _generate(self, request: Generate) -> None:
+        self._turns = getattr(self, "_turns", None) or asyncio.Semaphore(RUNNING)
+        async with self._turns:
+            sampling, id = request.sampling, request.id
+            self.link.send(Admitted(id=id))
+            if sampling.prompt_logprobs is not None:
+                scores = (_score(sampling.prompt_logprobs),) * (len(request.prompt) - 1)
+                self.link.send(Tokens(id=id, tokens=(), prompt_logprobs=scores))
+            scored = () if sampling.logprobs is None else (_score(sampling.logprobs),)
+            left = min(sampling.max_tokens, CONTEXT - len(request.prompt))
+            while True:
+                count = min(left, TOGETHER)
+                left -= count
+                finished = None if left else FinishReason.LENGTH
+                self.link.send(Tokens(id=id, tokens=(TOKEN,) * count, logprobs=scored * count, finished=finished))
+                await asyncio.sleep(0)
+                if finished:
+                    return
+
+
+def _score(top: int) -> TokenLogprob:
+    return TokenLogprob(-0.5, tuple((TOKEN + place, -0.5 - place) for place in range(top)))
+
+
+def fill(folder: DataFolder) -> None:
+    """A registry with `ADAPTERS` adapters, `JOBS` queued jobs and one that has ended, `OLD_JOB`, with `EVENTS` events."""
+    registry = Registry(folder.database)
+    encode = msgspec.msgpack.encode
+    adapters = (replace(make_adapter(f"adapter-{number:05}"), base_fingerprint="f" * 16) for number in range(ADAPTERS))
+    jobs = [replace(make_job(f"job-{number}", f"a-{number}"), base_fingerprint="other") for number in range(JOBS)]
+    jobs.append(replace(make_job(OLD_JOB, "old"), state=JobState.CANCELLED))
+    events = (
+        JobEvent(
+            seq=seq,
+            job=OLD_JOB,
+            created_at=1.0,
+            level="info",
+            type="metrics",
+            message="step",
+            metrics=make_metrics(seq),
+        )
+        for seq in range(1, EVENTS + 1)
+    )
+    with registry._transaction():
+        db = registry._db
+        db.executemany("INSERT INTO adapters VALUES (?, ?, ?)", ((a.ref.id, 1, encode(a)) for a in adapters))
+        db.executemany(
+            "INSERT INTO jobs (id, state, record) VALUES (?, ?, ?)", ((j.spec.id, j.state, encode(j)) for j in jobs)
+        )
+        db.executemany(
+            "INSERT INTO events VALUES (?, ?, ?, ?, ?)", ((e.job, e.seq, e.type, e.seq, encode(e)) for e in events)
+        )
+    registry.close()
+
+
 async def serve(folder: Path) -> None:
     loop = asyncio.get_running_loop()
     root = folder / "root"
     root.mkdir()
-    async with serve_api(folder / "data", data_root=root, read_timeout=60.0) as api:
+    async with serve_api(
+        folder / "data",
+        data_root=root,
+        read_timeout=60.0,
+        engine_type=ScoringEngine,
+        context=CONTEXT,
+        max_queue=4096,
+        max_jobs=2 * JOBS,
+    ) as api:
+        fill(api.folder)
         unit()
         slow = max(1.0, unit() / 0.010)
         print(json.dumps({"port": api.port, "slow": slow}), flush=True)

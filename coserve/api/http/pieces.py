@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import io
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Generic, TypeVar, cast
 
 import msgspec
 from aiohttp import web
@@ -18,14 +19,49 @@ CHARACTERS = 64
 _encoder = msgspec.json.Encoder()
 
 
+FEW = 1024
+"""Entries of a list that are weighed one by one; those of a longer one are taken to be like its first and last."""
+
+T = TypeVar("T")
+
+
+class Packed(Generic[T]):
+    """A list that is encoded as it grows."""
+
+    def __init__(self) -> None:
+        self._parts: list[bytes] = []
+
+    def add(self, entries: Sequence[T], /) -> None:
+        if entries:
+            self._parts.append(_encoder.encode(entries)[1:-1])
+
+    @staticmethod
+    def joined(some: Iterable[Packed[T]]) -> list[T]:
+        """As `as_list`, of several one behind the other."""
+        whole = Packed[T]()
+        for each in some:
+            whole._parts += each._parts
+        return whole.as_list()
+
+    def as_list(self) -> list[T]:
+        """The list, for an answer that is encoded and not read: JSON stands for it."""
+        if len(self._parts) > 1:
+            self._parts = [b",".join(self._parts)]
+        return cast(list[T], msgspec.Raw(b"[" + b"".join(self._parts) + b"]"))
+
+
 def weight(value: object) -> int:
-    """Roughly how many values `value` holds; the entries of a list are taken to be like its first and last."""
+    """Roughly how many values `value` holds."""
+    if isinstance(value, msgspec.Raw):
+        return 1 + memoryview(value).nbytes // CHARACTERS
     if isinstance(value, str):
         return 1 + len(value) // CHARACTERS
     if isinstance(value, msgspec.Struct):
         return 1 + sum(weight(getattr(value, name)) for name in value.__struct_fields__)
     if isinstance(value, list | tuple) and value:
-        return 1 + len(value) * max(weight(value[0]), weight(value[-1]))
+        if isinstance(value[0], int | float) or len(value) > FEW:
+            return 1 + len(value) * max(weight(value[0]), weight(value[-1]))
+        return 1 + sum(map(weight, value))
     if isinstance(value, dict):
         return 1 + sum(1 + weight(entry) for entry in value.values())
     return 1
@@ -43,18 +79,34 @@ def pieces(value: object) -> Iterator[bytes]:
                 start = b","
         yield b"}" if start == b"," else b"{}"
     elif heavy and isinstance(value, list | tuple) and value:
-        each = max(1, LIGHT // max(weight(value[0]), weight(value[-1])))
         start = b"["
-        for first in range(0, len(value), each):
+        for group in _groups(value):
             yield start
-            if each > 1:
-                yield _encoder.encode(value[first : first + each])[1:-1]
+            if len(group) > 1:
+                yield _encoder.encode(group)[1:-1]
             else:
-                yield from pieces(value[first])
+                yield from pieces(group[0])
             start = b","
         yield b"]"
+    elif isinstance(value, msgspec.Raw):
+        yield bytes(value)
     else:
         yield _encoder.encode(value)
+
+
+def _groups(values: Sequence[object]) -> Iterator[Sequence[object]]:
+    """Neighbours that weigh about `LIGHT` together; what is heavier stands alone."""
+    if isinstance(values[0], int | float):
+        yield from (values[first : first + LIGHT] for first in range(0, len(values), LIGHT))
+        return
+    first, total = 0, 0
+    for place, value in enumerate(values):
+        own = weight(value)
+        if place > first and total + own > LIGHT:
+            yield values[first:place]
+            first, total = place, 0
+        total += own
+    yield values[first:]
 
 
 class LargeAnswer(web.Response):

@@ -1,0 +1,106 @@
+"""A whole answer out of a stream's chunks. Log-probabilities are made into JSON as they come.
+
+As objects they would be millions: building, encoding and freeing them at the end would hold the event loop.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Callable, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass, field
+from typing import Generic, Protocol, TypeVar
+
+import msgspec
+
+from coserve.api.http.pieces import Packed
+from coserve.schemas import Choice, ChosenLogprob, GenerateChunk, GenerateRequest, GenerateResponse, PromptLogprob
+
+Entry = ChosenLogprob | PromptLogprob
+
+
+class Scores(Protocol):
+    """Log-probabilities of one choice, or of the prompt, in the shape of an API."""
+
+    def add(self, entries: Sequence[Entry], /) -> None: ...
+
+
+S = TypeVar("S", bound=Scores)
+
+
+@dataclass(frozen=True)
+class Whole(Generic[S]):
+    """`answer` is without log-probabilities: those of the prompt are `prompt`, those of each choice `scores`."""
+
+    answer: GenerateResponse
+    prompt: S | None
+    scores: list[S | None]
+
+
+@dataclass
+class _Growing(Generic[S]):
+    """One choice."""
+
+    scores: S | None
+    texts: list[str] = field(default_factory=list)
+    token_ids: list[int] = field(default_factory=list)
+    last: GenerateChunk | None = None
+
+    def add(self, chunk: GenerateChunk) -> None:
+        self.texts.append(chunk.text)
+        self.token_ids += chunk.token_ids
+        if self.scores is not None and chunk.logprobs:
+            self.scores.add(chunk.logprobs)
+        self.last = chunk
+
+    def choice(self, index: int) -> Choice:
+        assert self.last is not None, "every choice has a chunk"
+        assert self.last.finish_reason is not None, "every choice ends"
+        return Choice(
+            index=index,
+            text="".join(self.texts),
+            token_ids=self.token_ids,
+            finish_reason=self.last.finish_reason,
+            stop_reason=self.last.stop_reason,
+        )
+
+
+async def collect(
+    request: GenerateRequest, stream: AsyncGenerator[GenerateChunk, None], new: Callable[[], S]
+) -> Whole[S]:
+    """The whole answer to `request`, whose chunks `stream` has. Raises what it raises. `new` makes empty scores."""
+    prompt = None if request.prompt_logprobs is None else new()
+    choices = [_Growing(None if request.logprobs is None else new()) for _ in range(request.n)]
+    prompt_ids: list[int] | None = None
+    last: GenerateChunk | None = None
+    async with aclosing(stream) as chunks:
+        async for last in chunks:
+            if prompt is not None and last.prompt_logprobs:
+                prompt.add(last.prompt_logprobs)
+            if last.prompt_token_ids is not None:
+                prompt_ids = last.prompt_token_ids
+            choices[last.index].add(last)
+    assert last is not None, "a stream has at least one chunk"
+    assert last.usage is not None, "its last chunk counts"
+    assert last.timing is not None, "its last chunk counts"
+    answer = GenerateResponse(
+        id=last.id,
+        adapter=last.adapter,
+        version=last.version,
+        seed=last.seed,
+        choices=[choice.choice(index) for index, choice in enumerate(choices)],
+        usage=last.usage,
+        timing=last.timing,
+        prompt_token_ids=prompt_ids,
+    )
+    return Whole(answer, prompt, [choice.scores for choice in choices])
+
+
+async def collect_native(request: GenerateRequest, stream: AsyncGenerator[GenerateChunk, None]) -> GenerateResponse:
+    """The answer as `/generate` gives it."""
+    whole = await collect(request, stream, Packed[Entry])
+    choices = [
+        choice if scores is None else msgspec.structs.replace(choice, logprobs=scores.as_list())
+        for choice, scores in zip(whole.answer.choices, whole.scores, strict=True)
+    ]
+    prompt = None if whole.prompt is None else whole.prompt.as_list()
+    return msgspec.structs.replace(whole.answer, choices=choices, prompt_logprobs=prompt)
