@@ -26,6 +26,7 @@ from coserve import __version__
 from coserve.api.answers import error_from_code
 from coserve.api.app import STREAMS_TIMEOUT, make_app, make_runner
 from coserve.api.http.connections import connection_limit, quiet_accept
+from coserve.api.http.heap import freeze_heap
 from coserve.api.service import Service
 from coserve.config import Config, child_environment, config_to_json
 from coserve.errors import (
@@ -187,6 +188,7 @@ async def _serving(config: Config) -> AsyncIterator[tuple[int, Supervisor, async
         runner = make_runner(make_app(service, config), config)
         await runner.setup()
         stack.push_async_callback(runner.cleanup)
+        freeze_heap()
         await web.SockSite(runner, sock).start()
         yield port, supervisor, supervising
 

@@ -47,6 +47,7 @@ def test_what_is_missing_is_closed() -> None:
     assert not CLOSED.trust_remote_code
     assert CLOSED.read_timeout > 0
     assert CLOSED.max_body_bytes > 0
+    assert CLOSED.max_connections > 0
 
 
 @pytest.mark.parametrize(("name", "value"), CASES)
@@ -89,6 +90,9 @@ def test_the_command_line(name: str, value: str, monkeypatch: pytest.MonkeyPatch
         "data_root = false",
         'trust_remote_code = ["true"]',
         "host = true",
+        "max_connections = true",
+        "max_connections = []",
+        "max_connections = 1.5",
         "read_timeout = true",
     ],
 )

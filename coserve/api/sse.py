@@ -11,7 +11,8 @@ _encoder = msgspec.json.Encoder()
 SMALL = 1 << 14
 """Bytes that a connection with nothing left to send takes without waiting."""
 RUN = 16
-"""Events that are sent in one turn of the event loop, however fast their reader is."""
+RUN_BYTES = 1 << 14
+"""Events, and bytes of events, that are sent in one turn of the event loop, however fast their reader is."""
 
 
 class EventStream:
@@ -19,7 +20,7 @@ class EventStream:
 
     def __init__(self, request: web.Request, *, write_timeout: float) -> None:
         self._request, self._timeout = request, write_timeout
-        self._sent = 0
+        self._run, self._run_bytes = 0, 0
         self._response = web.StreamResponse(
             headers={
                 "Content-Type": "text/event-stream; charset=utf-8",
@@ -41,8 +42,9 @@ class EventStream:
         data = body.encode() if isinstance(body, str) else _encoder.encode(body)
         head = (f"event: {event}\n" if event else "") + (f"id: {id}\n" if id is not None else "")
         await self._write(head.encode() + b"data: " + data + b"\n\n")
-        self._sent += 1
-        if self._sent % RUN == 0:
+        self._run, self._run_bytes = self._run + 1, self._run_bytes + len(data)
+        if self._run >= RUN or self._run_bytes >= RUN_BYTES:
+            self._run, self._run_bytes = 0, 0
             await asyncio.sleep(0)
 
     async def heartbeat(self) -> None:

@@ -16,7 +16,9 @@ import pytest
 
 from coserve.api.app import ROUTES
 from coserve.api.routes import Route
-from tests.support.api_server import Api, serve_api
+from tests.support.api_server import REPLY, Api, serve_api, tokenizer
+from tests.support.fake_engine import write_peft
+from tests.support.watched_server import OLD_JOB, fill
 
 KEY = "s3cret-key-of-16-or-more"
 FOREIGN_HOSTS = [
@@ -283,6 +285,47 @@ async def test_answers_that_nobody_reads_have_a_deadline_and_do_not_pile_up(tmp_
             float(line.rsplit(" ", 1)[1]) for line in page.splitlines() if "coserve_http_answers_total{" in line
         )
         assert answered < asked / 2
+        await api.works()
+
+
+async def cut_off(client: socket.socket) -> bool:
+    """Whether the answer that waits here ends before its end."""
+    loop, last = asyncio.get_running_loop(), b""
+    try:
+        while piece := await asyncio.wait_for(loop.sock_recv(client, 1 << 20), 20):
+            last = piece
+    except ConnectionResetError:
+        return True
+    return not last.endswith((b"0\r\n\r\n", bytes(1024)))
+
+
+@pytest.mark.parametrize("kind", ["download", "events of a job", "stream"])
+async def test_long_answers_that_nobody_reads_have_a_deadline(tmp_path: Path, kind: str) -> None:
+    context = 60_000
+    async with serve_api(tmp_path / "data", read_timeout=0.4, context=context, data_root=tmp_path) as api:
+        body = b""
+        if kind == "download":
+            write_peft(tmp_path / "large", api.base, rank=200_000)
+            asked = {"name": "large", "path": str(tmp_path / "large")}
+            assert (await api.call("POST", "/adapters", json=asked))[0] == 201
+            line = b"GET /adapters/large/download"
+        elif kind == "events of a job":
+            fill(api.folder, adapters=0, jobs=0, events=50_000)
+            line = b"GET /finetune/" + OLD_JOB.encode() + b"/events"
+        else:
+            api.reply = [77] * context
+            line, tokens = b"POST /generate", context - 10
+            body = json.dumps({"prompt": "x", "max_tokens": tokens, "stream": True, "logprobs": 1}).encode()
+        with socket.socket() as client:
+            client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+            client.connect(("127.0.0.1", api.port))
+            client.setblocking(False)
+            head = b" HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\nContent-Length: %d\r\n\r\n" % len(body)
+            client.send(line + head + body)
+            await asyncio.sleep(2.0)  # nothing is read for five deadlines
+            assert await cut_off(client)
+        if kind == "stream":
+            api.reply = tokenizer().encode(REPLY, add_special=False)
         await api.works()
 
 

@@ -8,7 +8,8 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from tests.support.watched_server import Watched, watched_server
+from tests.support.fake_engine import SITE
+from tests.support.watched_server import OLD_JOB, Watched, watched_server
 
 MOST = 50.0
 """Milliseconds of the process's CPU time between two heartbeats of its loop."""
@@ -42,6 +43,27 @@ def corpus(*lines: bytes) -> bytes:
     return settings + file + b"\n".join(lines) + b"\r\n--b--\r\n"
 
 
+def get(server: Watched, path: str) -> tuple[int, bytes]:
+    connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=120)
+    try:
+        connection.request("GET", path)
+        response = connection.getresponse()
+        return response.status, response.read()
+    finally:
+        connection.close()
+
+
+def adapter(header: bytes, config: bytes, name: str = "x", data: bytes = b"") -> bytes:
+    """A multipart body with an adapter's files."""
+    weights = len(header).to_bytes(8, "little") + header + data
+    parts = [b'--b\r\nContent-Disposition: form-data; name="settings"\r\n\r\n' + json.dumps({"name": name}).encode()]
+    for file, content in (("adapter_config.json", config), ("adapter_model.safetensors", weights)):
+        parts.append(
+            b'--b\r\nContent-Disposition: form-data; name="file"; filename="%s"\r\n\r\n' % file.encode() + content
+        )
+    return b"\r\n".join([*parts, b"--b--\r\n"])
+
+
 def duplicates(size: int) -> bytes:
     names = [b'"%d":0' % number for number in range(size // 10)]
     return b"{" + b",".join([*names, names[-1]]) + b"}"
@@ -54,7 +76,7 @@ JSON_BODIES: dict[str, tuple[str, Callable[[], bytes], set[int]]] = {
     "14 MB of text": ("/generate", lambda: b'{"prompt": "' + b"x" * BIG + b'"}', {400}),
     "14 MB of escapes": ("/v1/completions", lambda: b'{"prompt": "' + b"\\u4f60" * (BIG // 6) + b'"}', {400}),
     "5 MB of UTF-8 in TGI's shape": ("/generate", lambda: b'{"inputs": "' + "你".encode() * (5 * MIB // 3) + b'"}', {400, 422}),
-    "60,000 characters": ("/generate", lambda: b'{"prompt": "' + b"the cat sat " * 5000 + b'"}', {400}),
+    "60,000 characters": ("/generate", lambda: b'{"prompt": "' + b"the cat sat " * 5000 + b'"}', {200}),
     "a million token ids": ("/detokenize", lambda: joined(b'{"tokens": [', b"77", 3 * MIB, b"]}"), {200}),
     "token ids to generate": ("/generate", lambda: joined(b'{"prompt": [', b"1000", BIG, b"]}"), {400}),
     "many prompts": ("/v1/completions", lambda: joined(b'{"prompt": [', b"[1,2,3]", 4 * MIB, b"]}"), {400}),
@@ -97,6 +119,70 @@ CORPORA: dict[str, tuple[Callable[[], bytes], set[int]]] = {
     ),
 }
 
+LORA = b'{"peft_type": "LORA", "r": 2, "target_modules": ["q_proj"]}'
+TENSORS = {
+    f"base_model.model.{SITE}.lora_A.weight": {"dtype": "F32", "shape": [2, 8], "data_offsets": [0, 64]},
+    f"base_model.model.{SITE}.lora_B.weight": {"dtype": "F32", "shape": [8, 2], "data_offsets": [64, 128]},
+}
+IMPORTS: dict[str, tuple[Callable[[], bytes], int]] = {
+    "a shape of a million numbers": (
+        lambda: adapter(joined(b'{"a":{"dtype":"F32","shape":[', b"0", 3 * MIB, b'],"data_offsets":[0,0]}}'), LORA),
+        422,
+    ),
+    "60,000 tensors": (
+        lambda: adapter(
+            b"{"
+            + b",".join(b'"t%d":{"dtype":"F32","shape":[0],"data_offsets":[0,0]}' % i for i in range(60_000))
+            + b"}",
+            LORA,
+        ),
+        422,
+    ),
+    "a config of small lists": (
+        lambda: adapter(b"{}", joined(b'{"peft_type":"LORA","target_modules":[', b"[]", MIB - 100, b"]}")),
+        422,
+    ),
+    "a good one with 3 MB of metadata": (
+        lambda: adapter(
+            json.dumps(TENSORS | {"__metadata__": {str(i): "x" for i in range(200_000)}}).encode(),
+            LORA,
+            "large",
+            bytes(128),
+        ),
+        201,
+    ),
+}
+CHAT = [{"role": "user", "content": "x"}]
+DETAILS = {"details": True, "top_n_tokens": 5}
+IDS = [300] * 12_000
+STOPS = ["a" * 255 + "b", *(chr(100 + i) + "c" + "a" * 254 for i in range(15))]
+ANSWERS: dict[str, tuple[str, dict[str, object]]] = {
+    "1,024 scored completions": ("/v1/completions", {"prompt": ["x"] * 1024, "logprobs": 20}),
+    "a long scored completion": ("/v1/completions", {"prompt": "x", "logprobs": 20, "max_tokens": 8000}),
+    "1,024 completions": ("/v1/completions", {"prompt": ["x"] * 1024, "max_tokens": 128, "return_token_ids": True}),
+    "a scored chat": ("/v1/chat/completions", {"messages": CHAT, "n": 16, "logprobs": True, "top_logprobs": 20, "max_tokens": 512}),
+    "scored choices": ("/generate", {"prompt": "x", "n": 16, "logprobs": 20, "max_tokens": 512}),
+    "TGI's best of 4": ("/generate", {"inputs": "x", "parameters": DETAILS | {"best_of": 4, "do_sample": True, "max_new_tokens": 2048}}),
+    "an echo": ("/v1/completions", {"prompt": [300] * 30_000, "echo": True, "max_tokens": 1}),
+    "a scored echo": ("/v1/completions", {"prompt": IDS, "echo": True, "logprobs": 20, "max_tokens": 0}),
+    "1,024 scored streams": ("/v1/completions", {"prompt": ["x"] * 1024, "logprobs": 20, "stream": True}),
+    "a stream of 16 scored choices": (
+        "/v1/chat/completions",
+        {"messages": CHAT, "n": 16, "logprobs": True, "top_logprobs": 20, "max_tokens": 256, "stream": True},
+    ),
+    "a stream of a scored prompt": ("/generate", {"prompt": IDS, "prompt_logprobs": 20, "max_tokens": 1, "stream": True}),
+    "TGI's stream": ("/generate_stream", {"inputs": "x", "parameters": DETAILS | {"max_new_tokens": 2048}}),
+    "16 streams with 16 stop texts": ("/generate", {"prompt": "x", "n": 16, "max_tokens": 512, "stream": True, "stop": STOPS}),
+}  # fmt: skip
+PAGES = [
+    "/v1/models",
+    "/adapters?limit=100",
+    "/finetune?limit=100",
+    f"/finetune/{OLD_JOB}/events",
+    "/metrics",
+    "/health",
+]
+
 
 def test_the_watchdog_sees_a_thread_that_holds_the_lock(server: Watched) -> None:
     server.ask("measure")
@@ -123,6 +209,44 @@ def test_corpora(server: Watched, name: str) -> None:
     status, answer = post(server, "/finetune", body, "multipart/form-data; boundary=b")
     longest = server.ask("measure")
     assert status in statuses, answer[:500]
+    assert longest < MOST, f"{longest:.0f} ms"
+
+
+@pytest.mark.parametrize("name", IMPORTS)
+def test_imports(server: Watched, name: str) -> None:
+    make, wanted = IMPORTS[name]
+    body = make()
+    server.ask("measure")
+    status, answer = post(server, "/adapters", body, "multipart/form-data; boundary=b")
+    longest = server.ask("measure")
+    assert status == wanted, answer[:500]
+    assert longest < MOST, f"{longest:.0f} ms"
+    if status == 201:  # and a job may go on from it
+        asked = {"adapter": "larger", "continue_from": "large", "data": [{"text": "the cat"}]}
+        status, answer = post(server, "/finetune", json.dumps(asked).encode())
+        longest = server.ask("measure")
+        assert status == 202, answer[:500]
+        assert longest < MOST, f"{longest:.0f} ms"
+
+
+@pytest.mark.parametrize("name", ANSWERS)
+def test_answers(server: Watched, name: str) -> None:
+    path, asked = ANSWERS[name]
+    server.ask("measure")
+    status, answer = post(server, path, json.dumps(asked).encode())
+    longest = server.ask("measure")
+    assert status == 200, answer[:500]
+    if not asked.get("stream") and path != "/generate_stream":
+        json.loads(answer)
+    assert longest < MOST, f"{longest:.0f} ms"
+
+
+@pytest.mark.parametrize("path", PAGES)
+def test_pages_of_a_full_registry(server: Watched, path: str) -> None:
+    server.ask("measure")
+    status, answer = get(server, path)
+    longest = server.ask("measure")
+    assert status == 200, answer[:500]
     assert longest < MOST, f"{longest:.0f} ms"
 
 

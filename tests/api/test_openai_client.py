@@ -102,7 +102,8 @@ async def test_usage_so_far(client: AsyncOpenAI, api: Api) -> None:
     extra = {"stream_options": {"include_usage": True, "continuous_usage_stats": True}}
     stream = await client.completions.create(model="fake", prompt=PROMPT, stream=True, extra_body=extra)
     counts = [chunk.usage.completion_tokens async for chunk in stream if chunk.usage is not None]
-    assert counts == [*range(1, len(api.reply) + 1), len(api.reply)]
+    assert counts[:-1] == sorted(set(counts))  # tokens that pile up come in one chunk
+    assert counts[-2:] == [len(api.reply), len(api.reply)]
 
 
 async def test_an_echo_with_logprobs(client: AsyncOpenAI, api: Api) -> None:

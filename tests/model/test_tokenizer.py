@@ -75,6 +75,20 @@ def test_bytes_that_never_become_a_character_are_not_held_for_ever() -> None:
     assert len(detokenizer._ids) < 64
 
 
+def test_tokens_without_a_text_are_not_kept() -> None:
+    bos, eos = BYTE_LEVEL.bos_token_id, BYTE_LEVEL.eos_token_id
+    assert bos is not None
+    assert eos is not None
+    prompt, (first, *rest) = BYTE_LEVEL.encode("say"), BYTE_LEVEL.encode("🙂 and hi", add_special=False)
+    detokenizer = Detokenizer(BYTE_LEVEL, prompt)
+    text, longest = "", 0
+    for id in [*[eos] * 500, first, *rest, *[bos] * 500, *rest[-1:]]:
+        text += detokenizer.push([id])
+        longest = max(longest, len(detokenizer._ids))
+    assert text + detokenizer.flush() == "🙂 and hi" + BYTE_LEVEL.decode(rest[-1:])
+    assert longest < 64
+
+
 def test_special_tokens_are_skipped_or_shown() -> None:
     ids = [*BYTE_LEVEL.encode("hi"), BYTE_LEVEL.eos_token_id or 0]
     assert BYTE_LEVEL.decode(ids) == "hi"

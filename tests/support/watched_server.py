@@ -22,6 +22,7 @@ from typing import Any
 import msgspec
 from msgspec.structs import replace
 
+from coserve.api.http.heap import freeze_heap
 from coserve.link import Admitted, EngineReady, Generate, Tokens
 from coserve.state.folder import DataFolder
 from coserve.state.records import JobEvent
@@ -99,14 +100,14 @@ def _score(top: int) -> TokenLogprob:
     return TokenLogprob(-0.5, tuple((TOKEN + place, -0.5 - place) for place in range(top)))
 
 
-def fill(folder: DataFolder) -> None:
-    """A registry with `ADAPTERS` adapters, `JOBS` queued jobs and one that has ended, `OLD_JOB`, with `EVENTS` events."""
+def fill(folder: DataFolder, *, adapters: int, jobs: int, events: int) -> None:
+    """Rows of so many adapters and queued jobs, and of one that has ended, `OLD_JOB`, with so many events."""
     registry = Registry(folder.database)
     encode = msgspec.msgpack.encode
-    adapters = (replace(make_adapter(f"adapter-{number:05}"), base_fingerprint="f" * 16) for number in range(ADAPTERS))
-    jobs = [replace(make_job(f"job-{number}", f"a-{number}"), base_fingerprint="other") for number in range(JOBS)]
-    jobs.append(replace(make_job(OLD_JOB, "old"), state=JobState.CANCELLED))
-    events = (
+    made = (replace(make_adapter(f"adapter-{number:05}"), base_fingerprint="f" * 16) for number in range(adapters))
+    queued = [replace(make_job(f"job-{number}", f"a-{number}"), base_fingerprint="other") for number in range(jobs)]
+    queued.append(replace(make_job(OLD_JOB, "old"), state=JobState.CANCELLED))
+    story = (
         JobEvent(
             seq=seq,
             job=OLD_JOB,
@@ -116,16 +117,16 @@ def fill(folder: DataFolder) -> None:
             message="step",
             metrics=make_metrics(seq),
         )
-        for seq in range(1, EVENTS + 1)
+        for seq in range(1, events + 1)
     )
     with registry._transaction():
         db = registry._db
-        db.executemany("INSERT INTO adapters VALUES (?, ?, ?)", ((a.ref.id, 1, encode(a)) for a in adapters))
+        db.executemany("INSERT INTO adapters VALUES (?, ?, ?)", ((a.ref.id, 1, encode(a)) for a in made))
         db.executemany(
-            "INSERT INTO jobs (id, state, record) VALUES (?, ?, ?)", ((j.spec.id, j.state, encode(j)) for j in jobs)
+            "INSERT INTO jobs (id, state, record) VALUES (?, ?, ?)", ((j.spec.id, j.state, encode(j)) for j in queued)
         )
         db.executemany(
-            "INSERT INTO events VALUES (?, ?, ?, ?, ?)", ((e.job, e.seq, e.type, e.seq, encode(e)) for e in events)
+            "INSERT INTO events VALUES (?, ?, ?, ?, ?)", ((e.job, e.seq, e.type, e.seq, encode(e)) for e in story)
         )
     registry.close()
 
@@ -143,7 +144,8 @@ async def serve(folder: Path) -> None:
         max_queue=4096,
         max_jobs=2 * JOBS,
     ) as api:
-        fill(api.folder)
+        fill(api.folder, adapters=ADAPTERS, jobs=JOBS, events=EVENTS)
+        freeze_heap()  # as the daemon does
         unit()
         slow = max(1.0, unit() / 0.010)
         print(json.dumps({"port": api.port, "slow": slow}), flush=True)
