@@ -16,7 +16,9 @@ import socket
 import sys
 import threading
 import time
+from collections.abc import Coroutine
 from dataclasses import dataclass
+from typing import NoReturn
 
 import torch
 from transformers.utils.logging import disable_progress_bar
@@ -196,10 +198,26 @@ def main() -> None:
     set_up_logging("engine", LogSettings.of(config))
     disable_progress_bar()
     torch.set_num_threads(config.threads or default_threads())
-    asyncio.run(_run(config, int(sys.argv[1])))
+    run_to_exit(_run(config, int(sys.argv[1])))
+
+
+def run_to_exit(work: Coroutine[None, None, None]) -> None:
+    """Run `work`, then end the process: with status 1 and a line in the log if `work` raised.
+
+    No thread is waited for: one may still compile, nobody can stop it, and nothing of it is needed.
+    """
+    try:
+        asyncio.run(work)
+    except BaseException as error:  # whatever it is, the process must end: that is how its clients are told
+        log.critical("the engine ends: %s", type(error).__name__, exc_info=error)
+        _exit_now(1)
     if any(not thread.daemon for thread in threading.enumerate() if thread is not threading.main_thread()):
-        logging.shutdown()
-        os._exit(0)  # a thread still compiles: nothing of it is needed, and nobody can stop it
+        _exit_now(0)
+
+
+def _exit_now(status: int) -> NoReturn:
+    logging.shutdown()
+    os._exit(status)
 
 
 if __name__ == "__main__":
