@@ -1,4 +1,8 @@
-"""What a wrong field name was probably meant to be: other libraries' names for our fields, and near misses. Pure."""
+"""What a wrong field name was probably meant to be: other libraries' names for our fields, and near misses. Pure.
+
+A name is an alias only if its value may stand as it is: the same meaning in the same unit. For names of what coserve says
+in another unit, `OTHER_UNITS` says the unit.
+"""
 
 from __future__ import annotations
 
@@ -21,12 +25,8 @@ ALIASES = {
     "num_train_epochs": "epochs",
     "num_epochs": "epochs",
     "max_steps": "steps",
-    "per_device_train_batch_size": "batch_tokens",
-    "train_batch_size": "batch_tokens",
-    "gradient_accumulation_steps": "batch_tokens",
     "lr": "learning_rate",
     "lr_scheduler_type": "schedule",
-    "warmup_ratio": "warmup_steps",
     "max_seq_length": "max_length",
     "max_seq_len": "max_length",
     "cutoff_len": "max_length",
@@ -36,38 +36,49 @@ ALIASES = {
     "adam_epsilon": "eps",
     # OpenAI's fine-tuning
     "n_epochs": "epochs",
-    "batch_size": "batch_tokens",
-    "learning_rate_multiplier": "learning_rate",
-    "training_file": "path",
     "hyperparameters": "training",
-    "suffix": "adapter",
     # generation, as elsewhere
     "max_new_tokens": "max_tokens",
     "max_completion_tokens": "max_tokens",
-    "max_length": "max_tokens",
     "min_new_tokens": "min_tokens",
     "stop_sequences": "stop",
     "stop_strings": "stop",
     "num_return_sequences": "n",
-    "best_of": "n",
     "adapter_id": "adapter",
     "adapter_name": "adapter",
     "lora_request": "adapter",
     "model": "adapter",
-    "typical_p": "top_p",
     "inputs": "prompt",
     "dataset": "data",
 }
+_BATCH = ("batch_tokens", "coserve counts a batch in tokens")
+OTHER_UNITS = {
+    "batch_size": _BATCH,
+    "train_batch_size": _BATCH,
+    "per_device_train_batch_size": _BATCH,
+    "gradient_accumulation_steps": _BATCH,
+    "warmup_ratio": ("warmup_steps", "coserve counts the warm-up in steps"),
+    "learning_rate_multiplier": ("learning_rate", "coserve takes the rate itself"),
+    "max_length": ("max_tokens", "coserve counts new tokens alone"),
+    "training_file": ("path", "coserve takes a file under its data_root"),
+    "suffix": ("adapter", "coserve takes the whole name"),
+}
+"""Other libraries' names: our field for it, and what differs."""
 NEAR = 0.75
 """How alike two names must be (`difflib`'s ratio) for one to be a slip of the other."""
 
 
 def hint(name: str, place: str, known: Iterable[str]) -> str:
-    """`"; did you mean 'alpha'?"`, or nothing. `known`: dotted paths of all fields of the request; `place`: the path of the
+    """`"; did you mean 'alpha'?"`, `"; coserve counts a batch in tokens: training.batch_tokens"`, or nothing. `known`: dotted paths of all fields of the request; `place`: the path of the
     object that `name` stood in, empty for the request itself.
     """
     paths = list(known)
     here = f"{place}." if place else ""
+    if name in OTHER_UNITS:
+        field, difference = OTHER_UNITS[name]
+        ours = next((path for path in paths if path.rpartition(".")[2] == field), None)
+        if ours is not None:
+            return f"; {difference}: {ours}"
     beside = [path.removeprefix(here) for path in paths if path.startswith(here) and "." not in path[len(here) :]]
     for wanted in (ALIASES.get(name, name), name):
         if wanted in beside and wanted != name:

@@ -73,7 +73,7 @@ class CancelJob(Message, frozen=True):
 
 
 class DropAdapter(Message, frozen=True):
-    """Forget a version (all its files are about to go). The API process sends it for idle versions only."""
+    """Forget a version: its files are about to go. Requests may still hold it; holders keep it until they end."""
 
     ref: AdapterRef
 

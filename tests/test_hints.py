@@ -9,7 +9,7 @@ import pytest
 from coserve.api.requests import decode_json
 from coserve.client.options import as_struct
 from coserve.errors import InvalidRequest, UnknownField
-from coserve.hints import ALIASES, fields_of
+from coserve.hints import ALIASES, OTHER_UNITS, fields_of
 from coserve.schemas import FinetuneRequest, GenerateRequest
 from coserve.types import LoraSettings
 
@@ -33,14 +33,37 @@ def test_names_of_lora_settings(lora: str, meant: str) -> None:
 @pytest.mark.parametrize(
     ("name", "meant"),
     [
-        ("num_train_epochs", "epochs"), ("n_epochs", "epochs"), ("learning_rate_multiplier", "learning_rate"),
-        ("per_device_train_batch_size", "batch_tokens"), ("batch_size", "batch_tokens"),
-        ("gradient_accumulation_steps", "batch_tokens"), ("max_seq_length", "max_length"), ("epoch", "epochs"),
-        ("learning-rate", "learning_rate"),
+        ("num_train_epochs", "epochs"), ("n_epochs", "epochs"), ("max_steps", "steps"), ("lr", "learning_rate"),
+        ("max_seq_length", "max_length"), ("epoch", "epochs"), ("learning-rate", "learning_rate"),
     ],
 )  # fmt: skip
 def test_names_of_training_settings(name: str, meant: str) -> None:
     assert f"did you mean {meant!r}?" in message({"adapter": "a", "training": {name: 1}}, FinetuneRequest)
+
+
+IN_TOKENS = "coserve counts a batch in tokens: training.batch_tokens"
+
+
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [
+        ("batch_size", IN_TOKENS), ("per_device_train_batch_size", IN_TOKENS), ("train_batch_size", IN_TOKENS),
+        ("gradient_accumulation_steps", IN_TOKENS),
+        ("warmup_ratio", "coserve counts the warm-up in steps: training.warmup_steps"),
+        ("learning_rate_multiplier", "coserve takes the rate itself: training.learning_rate"),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("place", ["training", None])
+def test_a_name_with_another_unit_is_answered_with_the_unit(name: str, says: str, place: str | None) -> None:
+    """Its value under our name would train wrongly: 8 tokens a step, a rate of 2."""
+    body = {"training": {name: 1}} if place else {name: 1}
+    said = message({"adapter": "a", **body}, FinetuneRequest)
+    assert says in said and "did you mean" not in said
+
+
+@pytest.mark.parametrize("name", ["max_length", "typical_p", "best_of"])
+def test_a_name_of_generation_that_means_something_else_is_no_alias(name: str) -> None:
+    assert "did you mean" not in message({"prompt": "x", name: 1}, GenerateRequest)
 
 
 @pytest.mark.parametrize(
@@ -64,7 +87,8 @@ def test_what_is_like_nothing_gets_no_hint() -> None:
 
 def test_every_alias_leads_to_a_field() -> None:
     known = {path.rpartition(".")[2] for kind in (FinetuneRequest, GenerateRequest) for path in fields_of(kind)}
-    assert set(ALIASES.values()) <= known
+    assert set(ALIASES.values()) | {field for field, _ in OTHER_UNITS.values()} <= known
+    assert not set(ALIASES) & set(OTHER_UNITS)
 
 
 def test_the_sdk_hints_too_and_every_error_shows_its_field() -> None:

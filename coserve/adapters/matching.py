@@ -1,7 +1,7 @@
 """What an `adapter_config.json` says of each site: whether it is targeted, its rank, its alpha. PEFT's own rules.
 
-Its values have passed the gate. Where a pattern cannot be matched in bounded time the file's tensors tell, but for alpha,
-which nothing else tells.
+Its values have passed the gate. Where a pattern cannot be matched in bounded time, rank and targets are read from the
+tensors; alpha has no other source.
 """
 
 from __future__ import annotations

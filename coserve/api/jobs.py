@@ -219,8 +219,8 @@ class Jobs:
                         record = await self._registry(lambda registry: registry.job(id))
             except TimeoutError:
                 log.warning("job %s: still %s, though it was to be %s", id, record.state, wanted)
-        if record.state is wanted or record.state.terminal:
-            self._wanted.pop(id, None)
+        if (record.state is wanted or record.state.terminal) and self._wanted.get(id) is wanted:
+            del self._wanted[id]  # an order that was given meanwhile stays
         if record.state.terminal and record.state is not wanted:
             raise WrongJobState(f"the job is {record.state}: it cannot become {wanted}", field="id")
         return await self.views.show(record)

@@ -23,7 +23,7 @@ def list_adapters(
     url: Url = DEFAULT_URL,
     key: Key = None,
 ) -> None:
-    """Every adapter, its latest version."""
+    """Every adapter, the version that its name means now."""
     with connect(url, key) as client:
         page = client.adapters(after=after, limit=limit)
     for adapter in page.data:

@@ -77,17 +77,27 @@ def _shards(index: Path) -> list[str]:
 
 def fetch_files(name: str, patterns: Sequence[str]) -> Path:
     """A folder with files of a hub model, from the local cache or the hub. Raises `UnsupportedBase`."""
+    import httpx
     from huggingface_hub import snapshot_download
 
     try:
         return Path(snapshot_download(name, allow_patterns=list(patterns)))
-    except (OSError, ValueError) as error:  # the hub's own errors are OSErrors, those of names ValueErrors
+    except (OSError, ValueError, httpx.TransportError) as error:
+        # The hub's own errors are OSErrors, those of names ValueErrors, those of a connection that breaks httpx's.
         raise UnsupportedBase(f"model: {hub_problem(name, error)}") from error
 
 
 def hub_problem(name: str, error: BaseException) -> str:
     """What is wrong with a hub name, by the error that fetching it raised."""
-    from huggingface_hub.errors import GatedRepoError, HfHubHTTPError, HFValidationError, RepositoryNotFoundError
+    import httpx
+    from huggingface_hub.errors import (
+        GatedRepoError,
+        HfHubHTTPError,
+        HFValidationError,
+        IncompleteSnapshotError,
+        LocalEntryNotFoundError,
+        RepositoryNotFoundError,
+    )
 
     match error:
         case HFValidationError():
@@ -97,9 +107,19 @@ def hub_problem(name: str, error: BaseException) -> str:
         case RepositoryNotFoundError():
             return f"no such folder: {name!r}; and the hub has no model of that name (or a private one: set HF_TOKEN)"
         case HfHubHTTPError():
-            return f"the hub refused {name!r}: {str(error).splitlines()[0]}"
-        case _:
+            return f"the hub refused {name!r}: {_first_line(error)}"
+        case IncompleteSnapshotError():
+            return f"the local cache has only a part of {name!r}, and the hub cannot be reached for the rest"
+        case LocalEntryNotFoundError() | ConnectionError() | httpx.TransportError():
             return (
                 f"no such folder: {name!r}; nor is a model of that name in the local cache, and the hub cannot be reached "
                 "to look for it"
             )
+        case OSError(strerror=reason) if reason:
+            return f"{name!r} cannot be fetched into the local cache: {reason}"
+        case _:
+            return f"{name!r} cannot be fetched: {_first_line(error)}"
+
+
+def _first_line(error: BaseException) -> str:
+    return next(iter(str(error).splitlines()), type(error).__name__)

@@ -3,23 +3,33 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Coroutine
 from typing import Any, TypeVar
 
+from coserve.errors import AdapterError, CorpusError, QueueFull, RequestError
+
+log = logging.getLogger(__name__)
+
 T = TypeVar("T")
+
+_REFUSALS = (RequestError, CorpusError, AdapterError, QueueFull)
+"""What a client does wrong, or must come back for: with the client gone, nobody needs to hear of it."""
 
 
 async def uncancelled(task: asyncio.Task[T]) -> T:
-    """The task's result. A caller that is cancelled meanwhile waits for the task's end, and only then is cancelled."""
+    """The task's result. A caller that is cancelled meanwhile waits for the task's end, and only then is cancelled; a
+    failure that it would have been told is logged instead, unless it is an error of the request."""
     cancelled: asyncio.CancelledError | None = None
     while not task.done():
         try:
             await asyncio.wait({task})
-        except asyncio.CancelledError as error:
-            cancelled = error
+        except asyncio.CancelledError as left:
+            cancelled = left
     if cancelled is not None:
-        if not task.cancelled():
-            task.exception()  # seen: nobody is left to tell
+        error = None if task.cancelled() else task.exception()
+        if error is not None and not isinstance(error, _REFUSALS):
+            log.error("a change failed after its client had left: %s", error, exc_info=error)
         raise cancelled
     return task.result()
 

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 from pathlib import Path
 
+import httpx
 import huggingface_hub
 import pytest
 from huggingface_hub.errors import GatedRepoError, HFValidationError, LocalEntryNotFoundError, RepositoryNotFoundError
@@ -70,6 +73,7 @@ def test_names_pass() -> None:
         (RepositoryNotFoundError.__new__(RepositoryNotFoundError), "the hub has no model of that name"),
         (LocalEntryNotFoundError("offline"), "cannot be reached"),
         (ConnectionError("down"), "cannot be reached"),
+        (httpx.ReadTimeout("late"), "cannot be reached"),
     ],
 )
 def test_what_is_wrong_with_a_hub_name(error: Exception, says: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -79,3 +83,16 @@ def test_what_is_wrong_with_a_hub_name(error: Exception, says: str, monkeypatch:
     monkeypatch.setattr(huggingface_hub, "snapshot_download", fail)
     with pytest.raises(UnsupportedBase, match=says):
         fetch_files("gpt22", ["*.json"])
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EACCES, errno.EIO])
+def test_what_the_machine_refuses_while_it_downloads_is_not_blamed_on_the_hub(
+    number: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*args: object, **kwargs: object) -> str:
+        raise OSError(number, os.strerror(number), "/cache/blobs/1")
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", fail)
+    with pytest.raises(UnsupportedBase, match=os.strerror(number)) as refused:
+        fetch_files("org/model", ["*.json"])
+    assert "no such folder" not in refused.value.message and "cannot be reached" not in refused.value.message
