@@ -21,8 +21,9 @@ PATIENCE = Backoff(total=5.0)
 class RegistryThread:
     """`await thread(lambda registry: registry.job(id))`: calls run one at a time, in order, off the event loop.
 
-    A call that was begun runs to its end even if its caller is cancelled. One that another process's lock stops has
-    changed nothing: it is tried again as `backoff` says, while others take their turns, and raises `StorageBusy` then.
+    A call that was begun runs to its end even if its caller is cancelled. One that another process's lock stops is tried
+    again as `backoff` says, while others take their turns, and raises `StorageBusy` then. So `fn` must be safe to repeat:
+    only its last transaction is undone, those before it stand.
     The registry opens at the first call, which raises what `Registry` raises.
     """
 
@@ -42,8 +43,8 @@ class RegistryThread:
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """What of the registry is being tried again now."""
-        return self._retries.notes
+        """What of the registry is being tried again now, and why no space is kept back, if so."""
+        return self._retries.notes + (() if self._reserve is None else self._reserve.notes)
 
     async def __call__(self, fn: Callable[[Registry], T]) -> T:
         return await self._run(self._call, fn)

@@ -12,7 +12,7 @@ import msgspec
 
 from coserve.api.jobs import MAX_DEATHS
 from coserve.finetune.data import Corpus
-from coserve.link import CancelJob, JobFailed, PauseJob, StartJob
+from coserve.link import CancelJob, JobFailed, JobPaused, PauseJob, StartJob
 from coserve.state.failpoints import armed
 from coserve.types import BaseSpec
 from tests.support.api_server import REPLY, Api, serve_api
@@ -285,3 +285,23 @@ async def test_a_pause_that_nobody_waited_for_does_not_come_back(api: Api) -> No
     await api.engine.die()
     await api.start_engine()
     assert (await api.job_until(job["id"], "succeeded"))["result"] == "poet@1"
+
+
+async def test_a_pause_that_is_obeyed_does_not_forget_a_later_cancel(api: Api) -> None:
+    api.engine.go_jobs.clear()
+    job = await submit(api)
+    await api.job_until(job["id"], "running")
+    path = f"/finetune/{job['id']}"
+    api.engine._handle = lambda message: None  # type: ignore[method-assign]  # hears, and does nothing
+    pause = asyncio.create_task(api.call("POST", f"{path}/pause"))
+    await api.engine.saw(PauseJob)
+    cancel = asyncio.create_task(api.call("POST", f"{path}/cancel"))
+    await api.engine.saw(CancelJob)
+    await api.hear(JobPaused(id=job["id"]))
+    assert (await pause)[1]["state"] == "paused"
+    await api.engine.die()
+    await api.start_engine()
+    _, now = await api.call("GET", path)
+    assert now["state"] == "cancelled"
+    assert (await cancel)[1]["state"] == "cancelled"
+    assert not [message for message in api.engine.told if isinstance(message, StartJob)]

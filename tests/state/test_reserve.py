@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -9,7 +11,7 @@ import pytest
 
 from coserve.errors import StorageFull
 from coserve.state.registry import Registry
-from coserve.state.reserve import Reserve
+from coserve.state.reserve import PIECE, Reserve
 from coserve.state.thread import RegistryThread
 from coserve.types import JobState
 from tests.support.records import make_adapter, make_job
@@ -75,4 +77,73 @@ async def test_a_change_that_is_refused_for_another_reason_is_not_repeated(disk:
     with pytest.raises(ZeroDivisionError):
         await thread.freeing(change)
     assert len(calls) == 1
+    await thread.close()
+
+
+@pytest.mark.parametrize("number", [errno.EROFS, errno.EIO, errno.EMFILE])
+async def test_a_disk_that_refuses_the_reserve_is_told_once_and_costs_no_change(
+    number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    tries, allocate = [], os.posix_fallocate
+
+    def refuse(*args: int) -> None:
+        tries.append(args)
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(os, "posix_fallocate", refuse)
+    thread = RegistryThread(
+        lambda: Registry(tmp_path / "registry.sqlite3"), reserve=Reserve(tmp_path / "reserve", 1 << 20)
+    )
+    for n in range(3):
+        await thread(lambda r, n=n: r.add_adapter(make_adapter(f"a{n}")))
+    await thread.freeing(lambda r: r.delete_adapter("a0"))
+    assert len(await thread(lambda r: r.adapters())) == 2
+    assert len(tries) == 5, "one attempt a call"
+    assert [os.strerror(number) in record.message for record in caplog.records] == [True]
+    assert os.strerror(number) in thread.notes[0]
+    monkeypatch.setattr(os, "posix_fallocate", allocate)
+    await thread(lambda r: r.adapters())
+    assert thread.notes == ()
+    assert (tmp_path / "reserve").stat().st_size == 1 << 20
+    await thread.close()
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT])
+def test_a_lack_of_space_makes_the_reserve_smaller(
+    number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    allocate = os.posix_fallocate
+
+    def refuse(file: int, start: int, size: int) -> None:
+        if size > 2 * PIECE:
+            raise OSError(number, os.strerror(number))
+        allocate(file, start, size)
+
+    monkeypatch.setattr(os, "posix_fallocate", refuse)
+    reserve = Reserve(tmp_path / "reserve", 8 * PIECE)
+    reserve.make()
+    assert (tmp_path / "reserve").stat().st_size == 2 * PIECE
+    assert reserve.notes == () and not caplog.records
+
+
+async def test_a_committed_change_stays_one_though_the_reserve_cannot_be_kept_back_again(
+    disk: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    thread = thread_on(disk)
+    await thread(lambda r: r.add_adapter(make_adapter("old")))
+    fill(disk)
+
+    def refuse(path: object) -> None:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    def change(registry: Registry) -> None:
+        if not calls:
+            calls.append("full")
+            raise StorageFull("the disk is full")
+        registry.delete_adapter("old")
+        monkeypatch.setattr(os, "statvfs", refuse)
+
+    calls: list[str] = []
+    await thread.freeing(change)
+    assert await thread(lambda r: r.adapters()) == []
     await thread.close()
