@@ -60,6 +60,7 @@ def openai_error(error: CoserveError) -> OpenAIError:
     elif isinstance(error, PromptTooLong):
         message, code = _too_long(error), "context_length_exceeded"
     param = None if said.field is None else _PARAMS.get(said.field, said.field)
+    message = str(CoserveError(message, field=param))  # with the field in front, as everywhere else
     return OpenAIError(error=OpenAIErrorInfo(message=message, type=_type(error), param=param, code=code))
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import warnings
 from pathlib import Path
 from typing import Annotated
 
@@ -36,7 +37,8 @@ def finetune(
     training = {name: value for name, value in given.items() if value is not None}
     lora = None if rank is None else {"r": rank}
     with connect(url, key) as client:
-        job = client.finetune(adapter, file=file, continue_from=continue_from, lora=lora, training=training)
+        with warnings.catch_warnings(action="ignore", category=UserWarning):  # told below, in a line of our own
+            job = client.finetune(adapter, file=file, continue_from=continue_from, lora=lora, training=training)
         for note in job.info.notes:
             _warn(f"note: {note}")
         _warn(cut_line(job.info))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable, Iterator
 
+from coserve.client.options import cut_warning
 from coserve.client.progress import clock
 from coserve.schemas import Job
 
@@ -73,9 +74,5 @@ def _count(number: int, noun: str) -> str:
 
 def cut_line(job: Job) -> str | None:
     """A warning if rows lost a part."""
-    if not job.rows_cut:
-        return None
-    return (
-        f"warning: {job.rows_cut} of {_count(job.rows, 'row')} were too long and lost a part "
-        "(the limit is the smallest of max_length, the base's context and the daemon's micro_batch_tokens)"
-    )
+    warning = cut_warning(job)
+    return None if warning is None else f"warning: {warning}"

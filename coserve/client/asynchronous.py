@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import random
 import uuid
+import warnings
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Mapping
 from contextlib import aclosing
 from pathlib import Path
@@ -22,6 +24,7 @@ from coserve.client.options import (
     Prompt,
     adapter_upload,
     corpus_upload,
+    cut_warning,
     finetune_request,
     generate_request,
 )
@@ -52,11 +55,13 @@ class AsyncClient:
     Every method raises the leaf of `coserve.errors` that the daemon names, and `Unreachable` where none answers. Answers
     of 429 and 503 are tried again as `retry` says. `read_timeout`: seconds of silence after which a connection is given
     up; `sleep` and `rng` are for tests.
+
+    As for the command line, `base_url` is COSERVE_URL unless it is given, and `api_key` is COSERVE_API_KEY.
     """
 
     def __init__(
         self,
-        base_url: str = DEFAULT_URL,
+        base_url: str | None = None,
         *,
         api_key: str | None = None,
         retry: RetryPolicy | None = None,
@@ -65,6 +70,8 @@ class AsyncClient:
         sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
         rng: random.Random | None = None,
     ) -> None:
+        base_url = base_url or os.environ.get("COSERVE_URL") or DEFAULT_URL
+        api_key = os.environ.get("COSERVE_API_KEY") or None if api_key is None else api_key
         if api_key is not None and not (
             api_key.isascii() and api_key.isprintable() and api_key.strip() == api_key != ""
         ):
@@ -128,9 +135,9 @@ class AsyncClient:
     async def finetune(
         self,
         adapter: str,
-        data: Iterable[Mapping[str, Any]] | None = None,
+        data: Iterable[Mapping[str, Any]] | Path | str | None = None,
         *,
-        file: Path | bytes | None = None,
+        file: Path | str | bytes | None = None,
         path: str | None = None,
         continue_from: str | None = None,
         lora: LoraSettings | Mapping[str, Any] | None = None,
@@ -139,21 +146,28 @@ class AsyncClient:
         idempotency_key: str | None = None,
     ) -> AsyncJobHandle:
         """Start a job that makes the next version of `adapter` from one of: rows, a JSONL file (or its content) from
-        here, or the path of a file at the daemon.
+        here, or the path of a file at the daemon. As `data`, a path names a file from here. docs/data.md describes rows.
+
+        Warns (`UserWarning`) if rows were too long and lost a part.
 
         An accepted job survives any crash of the daemon. `idempotency_key` names the request: repeated, it gives the job
         that it made first; without one, each call has its own, so that retries never make two jobs.
         """
-        body = finetune_request(adapter, data, path, continue_from, lora, training, metadata)
         if file is not None and (data is not None or path is not None):
             raise InvalidRequest("expected one of data, file and path, got more", field="file")
+        if isinstance(data, str | Path):
+            data, file = None, data
+        body = finetune_request(adapter, data, path, continue_from, lora, training, metadata)
         request = self._caller.request(
             "POST",
             "/finetune",
             headers={"Idempotency-Key": idempotency_key or uuid.uuid4().hex},
             body=body if file is None else corpus_upload(body, file),
         )
-        return AsyncJobHandle(self._caller, await self._caller.json(request, Job))
+        job = await self._caller.json(request, Job)
+        if (warning := cut_warning(job)) is not None:
+            warnings.warn(warning, stacklevel=2)
+        return AsyncJobHandle(self._caller, job)
 
     async def job(self, id: str) -> AsyncJobHandle:
         """Raises `JobNotFound`."""
@@ -176,17 +190,17 @@ class AsyncClient:
         """`name` (the version that it means) or `name@version`. Raises `AdapterNotFound`."""
         return await self._caller.json(self._caller.request("GET", f"/adapters/{_quoted(ref)}"), Adapter)
 
-    async def import_adapter(self, name: str, folder: Path | None = None, *, path: str | None = None) -> Adapter:
+    async def import_adapter(self, name: str, folder: Path | str | None = None, *, path: str | None = None) -> Adapter:
         """Make PEFT files the next version of `name`: a folder from here, or the path of one at the daemon."""
         if (folder is None) == (path is None):
             raise InvalidRequest("expected one of folder and path", field="folder")
-        body = ImportRequest(name=name, path=path) if folder is None else adapter_upload(name, folder)
+        body = ImportRequest(name=name, path=path) if folder is None else adapter_upload(name, Path(folder))
         return await self._caller.json(self._caller.request("POST", "/adapters", body=body), Adapter)
 
-    async def download_adapter(self, ref: str, folder: Path) -> Path:
+    async def download_adapter(self, ref: str, folder: Path | str) -> Path:
         """Save PEFT files into `folder`, which must not exist or be empty; returns it."""
         response = await self._caller.stream(self._caller.request("GET", f"/adapters/{_quoted(ref)}/download"))
-        return await save_adapter(response, folder)
+        return await save_adapter(response, Path(folder))
 
     async def delete_adapter(self, ref: str) -> DeletedAdapter:
         """Delete one version (`name@version`) or every one (`name`). Raises `AdapterNotFound`, `AdapterBusy`."""

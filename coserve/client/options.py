@@ -12,7 +12,7 @@ import msgspec
 from coserve.client.transport import Upload
 from coserve.errors import InvalidRequest
 from coserve.hints import fields_of, hint
-from coserve.schemas import ChatMessage, FinetuneRequest, GenerateRequest, ImportRequest
+from coserve.schemas import ChatMessage, FinetuneRequest, GenerateRequest, ImportRequest, Job
 from coserve.types import LoraSettings, TrainingRequest
 
 T = TypeVar("T")
@@ -86,9 +86,25 @@ def finetune_request(
     return msgspec.structs.replace(request, training=as_struct(training, TrainingRequest, "training"))
 
 
-def corpus_upload(request: FinetuneRequest, file: Path | bytes) -> Upload:
-    """A JSONL file, or its content, beside the settings."""
+def corpus_upload(request: FinetuneRequest, file: Path | str | bytes) -> Upload:
+    """A JSONL file, or its content, beside the settings. Raises `InvalidRequest` for a path that is no file."""
+    if not isinstance(file, bytes):
+        file = Path(file)
+        if not file.is_file():
+            found = "a folder" if file.is_dir() else "nothing there"
+            raise InvalidRequest(f"expected a JSONL file, got {str(file)!r}: {found}", field="file")
     return Upload(msgspec.json.encode(request), (("corpus.jsonl", file),))
+
+
+def cut_warning(job: Job) -> str | None:
+    """What to say of rows that lost a part; None: none did."""
+    if not job.rows_cut:
+        return None
+    rows = f"{job.rows_cut} of {job.rows} row{'' if job.rows == 1 else 's'}"
+    return (
+        f"{rows} {'was' if job.rows_cut == 1 else 'were'} too long and lost a part (the limit is the smallest of "
+        "max_length, the base's context and the daemon's micro_batch_tokens)"
+    )
 
 
 def adapter_upload(name: str, folder: Path) -> Upload:

@@ -10,7 +10,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, TypeVar, Unpack
 
-from coserve.client.asynchronous import DEFAULT_URL, AsyncClient
+from coserve.client.asynchronous import AsyncClient
 from coserve.client.handles import AsyncJobHandle
 from coserve.client.options import GenerateOptions, Messages, Prompt
 from coserve.client.retry import RetryPolicy
@@ -129,7 +129,7 @@ class Client:
 
     def __init__(
         self,
-        base_url: str = DEFAULT_URL,
+        base_url: str | None = None,
         *,
         api_key: str | None = None,
         retry: RetryPolicy | None = None,
@@ -176,9 +176,9 @@ class Client:
     def finetune(
         self,
         adapter: str,
-        data: Iterable[Mapping[str, Any]] | None = None,
+        data: Iterable[Mapping[str, Any]] | Path | str | None = None,
         *,
-        file: Path | bytes | None = None,
+        file: Path | str | bytes | None = None,
         path: str | None = None,
         continue_from: str | None = None,
         lora: LoraSettings | Mapping[str, Any] | None = None,
@@ -211,10 +211,10 @@ class Client:
     def adapter(self, ref: str) -> Adapter:
         return self._portal.call(self._client.adapter(ref))
 
-    def import_adapter(self, name: str, folder: Path | None = None, *, path: str | None = None) -> Adapter:
+    def import_adapter(self, name: str, folder: Path | str | None = None, *, path: str | None = None) -> Adapter:
         return self._portal.call(self._client.import_adapter(name, folder, path=path))
 
-    def download_adapter(self, ref: str, folder: Path) -> Path:
+    def download_adapter(self, ref: str, folder: Path | str) -> Path:
         return self._portal.call(self._client.download_adapter(ref, folder))
 
     def delete_adapter(self, ref: str) -> DeletedAdapter:

@@ -159,7 +159,10 @@ async def test_an_enum_lists_its_values_and_not_the_one_that_came(api: Api) -> N
     role = {"messages": [TURN, TURN | {"role": "p4ssw0rd"}]}
     _, answer = await api.call("POST", PATHS[1], json=CHAT | role)
     listed = "expected one of assistant, developer, system, tool, user"
-    assert (answer["error"]["message"], answer["error"]["param"]) == (listed, "messages[1].role")
+    assert (answer["error"]["message"], answer["error"]["param"]) == (
+        f"messages[1].role: {listed}",
+        "messages[1].role",
+    )
     error = await api.refused(400, "invalid_request", "POST", "/generate", json=role)
     assert (error["message"], error["field"]) == ("expected one of assistant, system, tool, user", "messages[1].role")
     job = {"adapter": "a", "data": [{"text": "x"}], "training": {"schedule": "p4ssw0rd"}}
@@ -199,3 +202,11 @@ async def test_no_body_is_our_own_fault(tmp_path_factory: pytest.TempPathFactory
                 status, answer = await api.call("POST", target, data=content)
                 assert status in (200, 400, 404, 413, 429), (status, answer)
         await api.works()
+
+
+async def test_a_message_begins_with_its_field(api: Api) -> None:
+    """Clients print the message alone."""
+    _, answer = await api.call("POST", PATHS[0], json=TEXT | {"max_tokens": -1})
+    assert answer["error"]["message"].startswith("max_tokens: expected")
+    _, answer = await api.call("POST", PATHS[0], json=TEXT | {"model": "nobody"})
+    assert answer["error"]["param"] == "model" and answer["error"]["message"].count("model") <= 1

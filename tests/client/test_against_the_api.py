@@ -18,6 +18,7 @@ from coserve.errors import (
     MalformedRow,
     QueueFull,
     Unauthorized,
+    Unreachable,
     WrongJobState,
 )
 from coserve.link import CancelRequest, Generate, StartJob
@@ -53,6 +54,23 @@ async def test_generate_and_stream(tmp_path: Path) -> None:
         with pytest.raises(InvalidRequest) as caught:
             await client.generate("hello", temperature=-1)
         assert caught.value.field == "temperature"
+
+
+async def test_the_environment_says_where_the_daemon_is_and_its_key(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    key = "key-of-the-environment"
+    async with daemon(tmp_path, api_key=key) as (api, _):
+        monkeypatch.setenv("COSERVE_URL", f"http://127.0.0.1:{api.port}")
+        monkeypatch.setenv("COSERVE_API_KEY", key)
+        async with AsyncClient() as client:
+            assert (await client.jobs()).data == []
+        async with AsyncClient(api_key="another-key-of-some-length") as client:
+            with pytest.raises(Unauthorized):
+                await client.jobs()
+        async with AsyncClient("http://127.0.0.1:1", retry=ONCE) as client:
+            with pytest.raises(Unreachable):
+                await client.jobs()
 
 
 async def test_who_stops_reading_stops_the_daemon(tmp_path: Path) -> None:

@@ -132,6 +132,33 @@ async def test_finetune_takes_rows_a_file_or_a_path(tmp_path: Path) -> None:
     assert {sent(request)[:2] for request in daemon.requests} == {("POST", "/finetune")}
 
 
+@pytest.mark.parametrize("named", [str, Path])
+async def test_finetune_takes_the_path_of_a_file_as_data_too(tmp_path: Path, named: type) -> None:
+    corpus = tmp_path / "rows.jsonl"
+    corpus.write_text('{"text": "x"}\n')
+    daemon = Daemon(reply(job(), 202), reply(job(), 202))
+    await daemon.client.finetune("a", named(corpus))
+    await daemon.client.finetune("a", file=named(corpus))
+    for request in daemon.requests:
+        assert isinstance(request.body, Upload) and request.body.files == (("corpus.jsonl", corpus),)
+
+
+async def test_a_file_that_is_missing_is_told_before_anything_is_sent(tmp_path: Path) -> None:
+    daemon = Daemon()
+    for path, says in ((tmp_path / "rows.jsonl", "nothing there"), (tmp_path, "a folder")):
+        for given in ({"data": str(path)}, {"file": str(path)}, {"file": path}):
+            with pytest.raises(InvalidRequest, match=rf"^expected a JSONL file, got .*: {says}$"):
+                await daemon.client.finetune("a", **given)  # type: ignore[arg-type]
+    assert daemon.requests == []
+
+
+async def test_rows_that_lost_a_part_are_warned_of() -> None:
+    daemon = Daemon(reply(msgspec.structs.replace(job(), rows=3, rows_cut=1), 202), reply(job(), 202))
+    with pytest.warns(UserWarning, match="1 of 3 rows was too long and lost a part"):
+        await daemon.client.finetune("a", [{"text": "x"}])
+    await daemon.client.finetune("a", [{"text": "x"}])  # warnings are errors in these tests
+
+
 async def test_jobs() -> None:
     page = JobList(data=[job()], has_more=True)
     daemon = Daemon(reply(page), reply(page), *[reply(job()) for _ in range(5)])
