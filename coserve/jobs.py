@@ -20,13 +20,10 @@ from coserve.errors import CoserveError, EngineFault, InternalError
 from coserve.link import FromEngine, JobCancelled, JobFailed, JobPaused, JobStarted, JobSucceeded, JobWaiting
 from coserve.ports import Trains
 from coserve.queues.finetune import JobQueue
-from coserve.state.retries import Backoff, Retries
+from coserve.state.retries import FOR_EVER, Retries
 from coserve.types import JobSpec, Piece
 
 log = logging.getLogger(__name__)
-
-FOR_EVER = Backoff(first=0.25, longest=30.0)
-"""How a job is tried again whose files cannot be read or written now, at its start and at its end: it never fails for that."""
 
 
 @dataclass(frozen=True)

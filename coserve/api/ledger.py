@@ -39,7 +39,7 @@ from coserve.state.durable import remove_dir
 from coserve.state.folder import DataFolder
 from coserve.state.records import JobRecord
 from coserve.state.registry import Registry
-from coserve.state.retries import Backoff, Retries
+from coserve.state.retries import FOR_EVER, Backoff, Retries
 from coserve.state.thread import RegistryThread
 from coserve.types import JobState
 
@@ -48,8 +48,6 @@ log = logging.getLogger(__name__)
 JobMessage = JobStarted | JobPaused | JobProgress | JobCheckpoint | JobWaiting | JobSucceeded | JobFailed | JobCancelled
 
 T = TypeVar("T")
-
-FOR_EVER = Backoff(first=0.25, longest=30.0)
 
 
 class Ledger:

@@ -18,8 +18,9 @@ from coserve.config import Config
 from coserve.errors import BaseMismatch, InvalidRequest
 from coserve.finetune.auto import choose_training
 from coserve.finetune.corpora import CorpusFile, MadeCorpus, TokenizeFile, tokenize_file
-from coserve.finetune.data import parse_jsonl, parse_rows, tokenize_rows
+from coserve.finetune.data import tokenize_rows
 from coserve.finetune.job import Plan, check_training, longest_row
+from coserve.finetune.rows import parse_jsonl, parse_rows
 from coserve.model.tokenizer import Tokenizer
 from coserve.offload.pool import HelperPool
 from coserve.schemas import FinetuneRequest

@@ -11,7 +11,8 @@ import numpy as np
 import numpy.typing as npt
 from safetensors import safe_open
 
-from coserve.finetune.data import Row, parse_jsonl, tokenize_rows
+from coserve.finetune.data import tokenize_rows
+from coserve.finetune.rows import Row, parse_jsonl
 from coserve.offload.protocol import Context
 from coserve.state.durable import move_file
 

@@ -14,12 +14,10 @@ from safetensors import SafetensorError, safe_open
 
 from coserve.cancellation import unchecked
 from coserve.errors import CheckpointUnreadable, EmptyCorpus, InvalidRequest, MalformedRow, NoTargets
-from coserve.finetune.rows import ChatRow, CompletionRow, Row, TextRow, parse_jsonl, parse_row, parse_rows
+from coserve.finetune.rows import ChatRow, CompletionRow, Row, TextRow
 from coserve.model.tokenizer import Tokenizer
 from coserve.state.durable import safetensors_errors, write_file
 from coserve.state.failpoints import failpoint
-
-__all__ = ["Corpus", "Row", "parse_jsonl", "parse_row", "parse_rows", "tokenize_rows"]
 
 MAX_TOKENS = 1 << 30
 PIECE = 1 << 20

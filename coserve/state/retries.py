@@ -1,4 +1,4 @@
-"""Work that the machine cannot do now is tried again, with back-off; one log line says so and one says that it is over."""
+"""Work that the machine cannot do now is tried again, with back-off; one log line says so and one how it ended."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import logging
 import threading
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -31,6 +32,10 @@ class Backoff:
             yield delay
             waited += delay
             delay = min(2 * delay, self.longest)
+
+
+FOR_EVER = Backoff(first=0.25, longest=30.0)
+"""For what must not be lost: a job never fails for files that cannot be read or written now, nor does the story of one."""
 
 
 class Retries:
@@ -64,35 +69,50 @@ class Retries:
 
         `what` names the work in the log and in `notes`; calls of the same name that fail together are told once.
         """
-        failed = 0
-        try:
-            for delay in self._backoff.delays():
+        with self._course(what) as failed:
+            while True:
                 try:
                     return await work()
                 except self._errors as error:
-                    failed += 1
-                    self._tell(what, error, first=failed == 1)
+                    delay = failed(error)
                 await self._sleep(delay)
-            return await work()
-        finally:
-            if failed:
-                self._over(what)
 
     def run_here(self, what: str, work: Callable[[], T], wait: Callable[[float], None]) -> T:
-        """As `run`, on a thread that may wait: `wait` takes seconds, and ends the work by what it raises."""
-        failed = 0
-        try:
-            for delay in self._backoff.delays():
+        """As `run`, on a thread that may wait: `wait` takes seconds; an exception from `wait` aborts the retries."""
+        with self._course(what) as failed:
+            while True:
                 try:
                     return work()
                 except self._errors as error:
-                    failed += 1
-                    self._tell(what, error, first=failed == 1)
+                    delay = failed(error)
                 wait(delay)
-            return work()
+
+    @contextmanager
+    def _course(self, what: str) -> Iterator[Callable[[StorageError], float]]:
+        """Around all attempts of one piece of work. Gives a function that takes the error of an attempt and returns the
+        seconds until the next one; it raises the error once the back-off is used up."""
+        delays, failures, waited, given_up = self._backoff.delays(), 0, 0.0, False
+
+        def failed(error: StorageError) -> float:
+            nonlocal failures, waited, given_up
+            delay = next(delays, None)
+            if delay is None:
+                given_up = True
+                raise error
+            failures += 1
+            waited += delay
+            self._tell(what, error, first=failures == 1)
+            return delay
+
+        outcome, level = "no longer tried again", logging.INFO
+        try:
+            yield failed
+            outcome = f"works again after {failures + 1} attempts"
         finally:
-            if failed:
-                self._over(what)
+            if given_up:
+                outcome, level = f"given up after {waited:.3g} s", logging.WARNING
+            if failures:
+                self._over(what, outcome, level)
 
     def _tell(self, what: str, error: StorageError, *, first: bool) -> None:
         with self._lock:
@@ -102,10 +122,10 @@ class Retries:
             self._reasons[what] = error.message
         self._changed()
 
-    def _over(self, what: str) -> None:
+    def _over(self, what: str, outcome: str, level: int) -> None:
         with self._lock:
             self._failing[what] -= 1
             if not self._failing[what]:
                 del self._failing[what], self._reasons[what]
-                log.info("%s: no longer tried again", what)
+                log.log(level, "%s: %s", what, outcome)
         self._changed()

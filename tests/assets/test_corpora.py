@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 import coserve
-from coserve.finetune.data import parse_jsonl, tokenize_rows
+from coserve.finetune.data import tokenize_rows
+from coserve.finetune.rows import parse_jsonl
 from coserve.model.tokenizer import Tokenizer
 
 ASSETS = Path(coserve.__file__).parent / "assets"

@@ -7,6 +7,7 @@ import errno
 import os
 import sqlite3
 import threading
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -57,13 +58,48 @@ async def test_work_is_tried_until_it_succeeds(caplog: pytest.LogCaptureFixture)
     assert await retries.run("the registry", Flaky(3)) == 4
     assert sleep.naps == [1.0, 2.0, 2.0]
     assert [record.levelname for record in caplog.records] == ["WARNING", "INFO"]
+    assert caplog.messages[-1] == "the registry: works again after 4 attempts"
     assert retries.notes == ()
 
 
-async def test_the_last_error_is_raised_once_the_total_is_used_up() -> None:
+async def test_the_last_error_is_raised_once_the_total_is_used_up(caplog: pytest.LogCaptureFixture) -> None:
     retries = Retries(Backoff(first=1.0, longest=1.0, total=2.0), sleep=Clockless())
     with pytest.raises(StorageFull):
         await retries.run("a write", Flaky(9, StorageFull("full")))
+    assert retries.notes == ()
+    assert caplog.messages[-1] == "a write: given up after 2 s"
+
+
+def test_work_on_a_thread_is_told_of_in_the_same_way(caplog: pytest.LogCaptureFixture) -> None:
+    class Stopped(Exception): ...
+
+    caplog.set_level("INFO")
+    naps: list[float] = []
+
+    def wait(seconds: float) -> None:
+        naps.append(seconds)
+        if len(naps) == 6:
+            raise Stopped
+
+    def flaky(times: int) -> Callable[[], str]:
+        left = iter(range(times))
+
+        def work() -> str:
+            if next(left, None) is not None:
+                raise StorageBusy("no descriptors")
+            return "done"
+
+        return work
+
+    retries = Retries(Backoff(first=1.0, longest=1.0, total=3.0))
+    assert retries.run_here("a start", flaky(2), wait) == "done"
+    assert (naps, caplog.messages[-1]) == ([1.0, 1.0], "a start: works again after 3 attempts")
+    with pytest.raises(StorageBusy):
+        retries.run_here("a start", flaky(9), wait)
+    assert (len(naps), caplog.messages[-1]) == (5, "a start: given up after 3 s")
+    with pytest.raises(Stopped):
+        retries.run_here("a start", flaky(9), wait)
+    assert caplog.messages[-1] == "a start: no longer tried again"
     assert retries.notes == ()
 
 

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from coserve.errors import CoserveError, EmptyCorpus, InvalidRequest, MalformedRow
-from coserve.finetune.data import parse_row
+from coserve.finetune.rows import parse_row
 from coserve.workloads.arrivals import Arrivals, Process
 from coserve.workloads.popularity import Popularity, Shape
 from coserve.workloads.scenario import (
