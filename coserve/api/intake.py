@@ -107,18 +107,19 @@ class Intake:
     @asynccontextmanager
     async def corpus(self, request: web.Request, staging: Path) -> AsyncIterator[tuple[FinetuneRequest, Path | None]]:
         """A `FinetuneRequest` as JSON. The rows of a large one come as a JSONL file, which goes when the block ends."""
-        async with self.body(request) as body:
-            if len(body) <= SMALL_BODY:
-                settings, file = decode_json(bytes(body), FinetuneRequest), None
-            else:
-                file = staging / f"rows-{secrets.token_hex(8)}"
-                packed = await self._helpers.run(decode_corpus, DecodeCorpus(str(file)), body)
-                settings = msgspec.msgpack.decode(packed, type=FinetuneRequest)
+        file: Path | None = None
         try:
-            yield settings, file if file is not None and file.exists() else None
+            async with self.body(request) as body:
+                if len(body) <= SMALL_BODY:
+                    settings = decode_json(bytes(body), FinetuneRequest)
+                else:
+                    file = staging / f"rows-{secrets.token_hex(8)}"
+                    packed = await self._helpers.run(decode_corpus, DecodeCorpus(str(file)), body)
+                    settings = msgspec.msgpack.decode(packed, type=FinetuneRequest)
+            yield settings, file if file is not None and await asyncio.to_thread(file.exists) else None
         finally:
             if file is not None:
-                file.unlink(missing_ok=True)
+                await uncancelled(asyncio.create_task(asyncio.to_thread(file.unlink, missing_ok=True)))
 
     def _hold(self, size: int) -> None:
         self._held += size

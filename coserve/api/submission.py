@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import secrets
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,7 @@ from coserve.finetune.rows import parse_jsonl, parse_rows
 from coserve.model.tokenizer import Tokenizer
 from coserve.offload.pool import HelperPool
 from coserve.schemas import FinetuneRequest
+from coserve.state.commits import uncancelled
 from coserve.state.folder import DataFolder
 from coserve.state.records import AdapterRecord, JobRecord
 from coserve.state.thread import RegistryThread
@@ -123,11 +125,11 @@ class Submission:
         size = (await asyncio.to_thread(source.stat)).st_size
         if size <= SMALL_FILE:
             return await asyncio.to_thread(tokenize_rows, parse_jsonl(source), self._tokenizer, longest)
-        made = self._folder.staging / f"corpus-{secrets.token_hex(8)}"
+        folder = self._folder.staging / f"corpus-{secrets.token_hex(8)}"  # what is half written has a name of its own
         try:
-            found = await self._helpers.run(tokenize_file, TokenizeFile(str(source), str(made), longest))
+            found = await self._helpers.run(tokenize_file, TokenizeFile(str(source), str(folder / "corpus"), longest))
         except BaseException:
-            made.unlink(missing_ok=True)
+            await uncancelled(asyncio.create_task(asyncio.to_thread(shutil.rmtree, folder, ignore_errors=True)))
             raise
         return msgspec.msgpack.decode(found, type=CorpusFile)
 

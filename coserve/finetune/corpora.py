@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Protocol
@@ -35,7 +36,7 @@ class MadeCorpus(Protocol):
 
 
 class CorpusFile(msgspec.Struct, frozen=True):
-    """A corpus in a staged file. `save` moves it, `discard` deletes it."""
+    """A corpus in a staged file, alone in its folder. `save` moves it, `discard` deletes it; both delete the folder."""
 
     path: str
     rows: int
@@ -53,12 +54,11 @@ class CorpusFile(msgspec.Struct, frozen=True):
         """Durable when it returns. Raises `StorageFull`, `StorageFailed`; then the staged file is gone."""
         try:
             move_file(Path(self.path), path, point="corpus")
-        except BaseException:
+        finally:
             self.discard()
-            raise
 
     def discard(self) -> None:
-        Path(self.path).unlink(missing_ok=True)
+        shutil.rmtree(Path(self.path).parent, ignore_errors=True)
 
 
 class TokenizeFile(msgspec.Struct, frozen=True):

@@ -24,18 +24,17 @@ from coserve.offload.protocol import Call, Context, Reply, Task, failure_of, fin
 log = logging.getLogger(__name__)
 
 PR_SET_PDEATHSIG = 1
-SIGN_OF_LIFE = 1.0
-"""Seconds between two signs of life of a long task."""
 
 
 class _Answers:
-    """The writing end. Signs of life are sent at most once a second."""
+    """The writing end. Signs of life are sent at most once in `signs` seconds."""
 
     def __init__(self, file: BinaryIO) -> None:
         self._file, self._last = file, time.monotonic()
+        self.signs = 0.0
 
     def progress(self) -> None:
-        if time.monotonic() - self._last >= SIGN_OF_LIFE:
+        if time.monotonic() - self._last >= self.signs:
             self.send(Reply(working=True))
 
     def send(self, reply: Reply, result: bytes = b"") -> None:
@@ -84,6 +83,7 @@ def main() -> None:
             return
         context = Context(Tokenizer.from_state(first[1]), answers.progress)
         while (found := _read_call(calls)) is not None:
+            answers.signs = found[0].signs
             answers.send(*_run(context, *found))
             del found
 

@@ -19,11 +19,14 @@ from coserve.config import child_environment
 from coserve.errors import CoserveError, HelperLost, InvalidRequest
 from coserve.logs.setup import LogSettings
 from coserve.offload.protocol import Call, Reply, Task, error_of, name_of
+from coserve.state.commits import uncancelled
 
-PIECE = 256 << 10
+CHUNK = 256 << 10
 """Bytes that are written, or read, in one turn of the event loop."""
 SILENCE = 120.0
 """Seconds without a sign of life after which a process counts as stuck."""
+SIGNS = 120
+"""Signs of life that a task which works gives in that time."""
 MOST_MEMORY = 1 << 30
 """Bytes: a process that has grown beyond that is replaced after its task."""
 
@@ -38,8 +41,8 @@ class HelperProcess:
         self.memory = 0
 
     @classmethod
-    async def start(cls, setup: bytes, log: LogSettings) -> HelperProcess:
-        """`setup`: the tokenizer's state."""
+    async def start(cls, setup: bytes, log: LogSettings, silence: float) -> HelperProcess:
+        """`setup`: the tokenizer's state. Raises `ConnectionError` if it dies, `TimeoutError` if it does not read."""
         ours, theirs = socket.socketpair()
         with theirs:
             process = await asyncio.create_subprocess_exec(
@@ -53,12 +56,13 @@ class HelperProcess:
                 pass_fds=(theirs.fileno(),),
                 env=child_environment(),
             )
-        reader, writer = await asyncio.open_connection(sock=ours, limit=PIECE)
+        reader, writer = await asyncio.open_connection(sock=ours, limit=CHUNK)
         helper = cls(process, reader, writer)
         try:
-            await helper._send("", b"", setup)
+            async with asyncio.timeout(silence):
+                await helper._send("", b"", setup, silence)
         except BaseException:
-            await asyncio.shield(helper.end())
+            await uncancelled(asyncio.create_task(helper.end()))
             raise
         return helper
 
@@ -66,39 +70,41 @@ class HelperProcess:
     def alive(self) -> bool:
         return not self._reader.at_eof()
 
-    async def call(self, task: str, arguments: bytes, body: bytes | bytearray) -> bytes:
-        """The task's result. Raises what the task raised, `HelperLost`, and `TimeoutError` for a stuck process."""
-        try:
-            async with asyncio.timeout(SILENCE):
-                await self._send(task, arguments, body)
-            while (reply := await self._reply()).working:
-                pass
-            self.memory = reply.memory
-            if reply.failure is not None:
-                raise error_of(reply.failure)
-            return await self._read(reply.size)
-        except (asyncio.IncompleteReadError, ConnectionError):
-            raise HelperLost("the process that read this request ended before it was done; try again") from None
+    async def call(self, task: str, arguments: bytes, body: bytes | bytearray, silence: float) -> bytes:
+        """The task's result. `silence`: seconds without a sign of life after which the process counts as stuck.
 
-    async def _send(self, task: str, arguments: bytes, body: bytes | bytearray) -> None:
-        header = msgspec.msgpack.encode(Call(task, arguments, len(body)))
+        Raises what the task raised, `TimeoutError` for a stuck process, `ConnectionError` and `IncompleteReadError` for
+        one that died.
+        """
+        async with asyncio.timeout(silence):
+            await self._send(task, arguments, body, silence)
+        while (reply := await self._reply(silence)).working:
+            pass
+        self.memory = reply.memory
+        if reply.failure is not None:
+            raise error_of(reply.failure)
+        return await self._read(reply.size, silence)
+
+    async def _send(self, task: str, arguments: bytes, body: bytes | bytearray, silence: float) -> None:
+        header = msgspec.msgpack.encode(Call(task, arguments, len(body), silence / SIGNS))
         self._writer.write(len(header).to_bytes(4, "big") + header)
         with memoryview(body) as view:
-            for start in range(0, len(body), PIECE):
-                self._writer.write(bytes(view[start : start + PIECE]))
+            for start in range(0, len(body), CHUNK):
+                self._writer.write(bytes(view[start : start + CHUNK]))
                 await self._writer.drain()
 
-    async def _reply(self) -> Reply:
-        async with asyncio.timeout(SILENCE):
+    async def _reply(self, silence: float) -> Reply:
+        async with asyncio.timeout(silence):
             size = int.from_bytes(await self._reader.readexactly(4), "big")
             return msgspec.msgpack.decode(await self._reader.readexactly(size), type=Reply)
 
-    async def _read(self, size: int) -> bytes:
-        pieces = []
+    async def _read(self, size: int, silence: float) -> bytes:
+        chunks = []
         while size:
-            pieces.append(await self._reader.readexactly(min(size, PIECE)))
-            size -= len(pieces[-1])
-        return b"".join(pieces)
+            async with asyncio.timeout(silence):
+                chunks.append(await self._reader.readexactly(min(size, CHUNK)))
+            size -= len(chunks[-1])
+        return b"".join(chunks)
 
     async def end(self) -> None:
         """Kill the process, whatever it does, and wait until it is gone."""
@@ -111,10 +117,15 @@ class HelperProcess:
 
 
 class HelperPool:
-    """At most `size` processes, started when there is work. `setup` gives the tokenizer's state."""
+    """At most `size` processes, started when there is work. `setup` gives the tokenizer's state.
 
-    def __init__(self, setup: Callable[[], bytes], size: int, log: LogSettings | None = None) -> None:
-        self._make_setup, self._log = setup, log or LogSettings()
+    `silence`: seconds without a sign of life after which a process counts as stuck.
+    """
+
+    def __init__(
+        self, setup: Callable[[], bytes], size: int, log: LogSettings | None = None, silence: float = SILENCE
+    ) -> None:
+        self._make_setup, self._log, self.silence = setup, log or LogSettings(), silence
         self._turns = asyncio.Semaphore(size)
         self._idle: list[HelperProcess] = []
         self._ends: set[asyncio.Task[None]] = set()
@@ -126,31 +137,34 @@ class HelperPool:
     async def run(self, task: Task, arguments: msgspec.Struct, body: bytes | bytearray = b"") -> bytes:
         """The result of `task`, run in a process. Cancelling it kills the process.
 
-        Raises what the task raises, `HelperLost`, and `InvalidRequest` if the task gave no sign of life for `SILENCE`.
+        When it raises, the task works no more. Raises what the task raises, `HelperLost`, and `InvalidRequest` if the
+        task gave no sign of life for `silence` seconds.
         """
         encoded = msgspec.msgpack.encode(arguments)
         async with self._turns:
             helper = self._take_idle()
             done = False
             try:
-                helper = helper or await HelperProcess.start(await asyncio.to_thread(lambda: self._setup), self._log)
-                try:
-                    result = await helper.call(name_of(task), encoded, body)
-                except TimeoutError:
-                    raise InvalidRequest(f"expected input that is read within {SILENCE:.0f} s") from None
-                except HelperLost:
-                    raise
-                except CoserveError:
-                    done = True
-                    raise
+                helper = helper or await self._start()
+                result = await helper.call(name_of(task), encoded, body, self.silence)
                 done = True
                 return result
+            except TimeoutError:
+                raise InvalidRequest(f"expected input that is read within {self.silence:.0f} s") from None
+            except (asyncio.IncompleteReadError, ConnectionError):
+                raise HelperLost("the process that read this request ended before it was done; try again") from None
+            except CoserveError:  # what the task raised
+                done = True
+                raise
             finally:
                 if helper is not None:
                     if done and helper.memory <= MOST_MEMORY:
                         self._idle.append(helper)
                     else:
-                        self._end(helper)
+                        await uncancelled(self._end(helper))
+
+    async def _start(self) -> HelperProcess:
+        return await HelperProcess.start(await asyncio.to_thread(lambda: self._setup), self._log, self.silence)
 
     def _take_idle(self) -> HelperProcess | None:
         """One that still lives."""
@@ -161,10 +175,11 @@ class HelperPool:
             self._end(helper)
         return None
 
-    def _end(self, helper: HelperProcess) -> None:
+    def _end(self, helper: HelperProcess) -> asyncio.Task[None]:
         task = asyncio.create_task(helper.end())
         self._ends.add(task)
         task.add_done_callback(self._ends.discard)
+        return task
 
     async def close(self) -> None:
         """End all processes. No call may be running."""

@@ -31,6 +31,8 @@ class Call(msgspec.Struct, frozen=True):
     task: str
     arguments: bytes
     size: int
+    signs: float
+    """Seconds between two signs of life."""
 
 
 class Failure(msgspec.Struct, frozen=True):

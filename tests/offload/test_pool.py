@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import asyncio
 import os
+import shutil
 import signal
-import time
-from collections.abc import AsyncIterator
+import sys
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 
 import aiohttp
 import msgspec
 import pytest
 
+from coserve.api import intake
 from coserve.errors import HelperLost, InternalError, InvalidRequest, MalformedRow
 from coserve.offload import pool as pool_module
 from coserve.offload.pool import HelperPool
+from coserve.state import failpoints
 from tests.support import tasks
 from tests.support.api_server import serve_api, tokenizer
 from tests.support.tokenizers import sentencepiece_like
@@ -39,16 +42,24 @@ async def helper_pid(pool: HelperPool) -> int:
     return int(await pool.run(tasks.pid, NOTHING))
 
 
+async def until(found: Callable[[], bool]) -> None:
+    """Until `found()`; a minute at most."""
+    async with asyncio.timeout(60):
+        while not found():  # noqa: ASYNC110  # files and processes send no events
+            await asyncio.sleep(0.002)
+
+
+def lives(pid: int) -> bool:
+    try:
+        return ") Z " not in Path(f"/proc/{pid}/stat").read_text()
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+
+
 async def gone(pid: int) -> None:
     """Until the process has ended and this one has heard of it."""
-    await asyncio.to_thread(_wait_gone, pid)
+    await until(lambda: not lives(pid))
     await asyncio.sleep(0.01)
-
-
-def _wait_gone(pid: int) -> None:
-    stat = Path(f"/proc/{pid}/stat")
-    while stat.exists() and ") Z " not in stat.read_text():
-        time.sleep(0.01)
 
 
 async def test_results_errors_and_large_bodies(pool: HelperPool, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -76,7 +87,7 @@ async def test_a_call_that_is_cancelled_takes_its_process_with_it(pool: HelperPo
     await asyncio.sleep(0.05)
     call.cancel()
     await asyncio.gather(call, return_exceptions=True)
-    await gone(first)
+    assert not lives(first)
     assert await helper_pid(pool) != first
 
 
@@ -94,15 +105,33 @@ async def test_a_process_that_is_killed_is_replaced(pool: HelperPool) -> None:
 
 
 async def test_a_stuck_process_is_killed_and_one_that_works_is_not(
-    pool: HelperPool, monkeypatch: pytest.MonkeyPatch
+    pool: HelperPool,
 ) -> None:
     first = await helper_pid(pool)
-    monkeypatch.setattr(pool_module, "SILENCE", 1.9)
+    pool.silence = 0.6
     assert await pool.run(tasks.work, NOTHING) == b"done"
     assert await helper_pid(pool) == first
-    with pytest.raises(InvalidRequest, match="within 2 s"):
+    pool.silence = 0.1
+    with pytest.raises(InvalidRequest, match="within 0 s"):
         await pool.run(tasks.sleep, NOTHING)
-    await gone(first)
+    assert not lives(first)
+
+
+async def test_a_process_that_stops_within_its_answer_is_stuck_too(pool: HelperPool) -> None:
+    first = await helper_pid(pool)
+    pool.silence = 0.1
+    with pytest.raises(InvalidRequest):
+        await pool.run(tasks.half_an_answer, NOTHING)
+    assert not lives(first)
+
+
+async def test_a_process_that_dies_while_it_starts_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is gone before it has read its set-up."""
+    pool = HelperPool(lambda: bytes(64 << 20), 1)
+    monkeypatch.setattr(sys, "executable", shutil.which("true"))
+    with pytest.raises(HelperLost):
+        await pool.run(tasks.echo, NOTHING)
+    await pool.close()
 
 
 async def test_a_process_that_has_grown_is_replaced(pool: HelperPool, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -121,21 +150,45 @@ async def test_other_tokenizers_cross_too() -> None:
     assert (there.eos_token_ids, there.bos_token_id) == (mine.eos_token_ids, mine.bos_token_id)
 
 
-async def test_a_client_that_leaves_ends_the_work_on_its_corpus(tmp_path: Path) -> None:
+ROWS = [{"text": f"row {number}: the cat sat on the mat"} for number in range(20_000)]
+
+
+@pytest.mark.parametrize(
+    ("body", "written"),
+    [
+        ({"path": "rows.jsonl"}, ".tmp-corpus-*"),
+        ({"data": ROWS}, ".tmp-corpus-*"),
+        ({"data": ROWS}, "rows-*"),
+    ],
+    ids=["a file", "rows", "rows while they are decoded"],
+)
+async def test_a_client_that_leaves_ends_the_work_on_its_corpus(
+    tmp_path: Path, body: dict[str, object], written: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A job's rows are read in a process that ends with its client, and nothing of them stays on the disk."""
+    monkeypatch.setenv(failpoints.VARIABLE, "corpus.temp_write=delay:600s")  # of the process that tokenises
     root = tmp_path / "root"
     root.mkdir()
-    (root / "rows.jsonl").write_text('{"text": "' + "the cat sat " * 400_000 + '"}\n')
+    (root / "rows.jsonl").write_bytes(b"".join(msgspec.json.encode(row) + b"\n" for row in ROWS[:2000]))
     async with serve_api(tmp_path / "data", data_root=root) as api:
         before = children()
-        call = asyncio.create_task(api.call("POST", "/finetune", json={"adapter": "poet", "path": "rows.jsonl"}))
-        started = await asyncio.to_thread(_wait_children, before)
+        call = asyncio.create_task(api.call("POST", "/finetune", json={"adapter": "poet", **body}))
+        await until(lambda: any(api.folder.staging.rglob(written)))
+        started = children() - before
+        assert started
         call.cancel()
         await asyncio.gather(call, return_exceptions=True)
-        for pid in started:
-            await gone(pid)
+        await until(lambda: not all(map(lives, started)))  # the one that decoded the rows may wait for more
         await api.works()
         assert api.folder.job_ids() == []
+        await until(lambda: not any(api.folder.staging.iterdir()))
+
+
+async def test_rows_that_the_disk_does_not_take_leave_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(intake, "decode_corpus", tasks.full_disk)
+    async with serve_api(tmp_path / "data") as api:
+        status, body = await api.call("POST", "/finetune", json={"adapter": "poet", "data": ROWS[:3000]})
+        assert (status, body["error"]["code"]) == (507, "storage_full")
         assert list(api.folder.staging.iterdir()) == []
 
 
@@ -157,13 +210,6 @@ async def test_a_large_corpus_becomes_the_same_job_as_in_this_process(tmp_path: 
         bad = [*rows, {"txt": "x"}]
         status, body = await api.call("POST", "/finetune", json={"adapter": "bad", "data": bad})
         assert (status, body["error"]["code"], body["error"]["line"]) == (422, "malformed_row", 3001)
-
-
-def _wait_children(before: set[int]) -> set[int]:
-    """Until there are others than before."""
-    while not (found := children() - before):
-        time.sleep(0.01)
-    return found
 
 
 def children() -> set[int]:

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import os
 import time
+from pathlib import Path
 
-from coserve.errors import InvalidRequest, MalformedRow
+import msgspec
+
+from coserve.errors import InvalidRequest, MalformedRow, StorageFull
 from coserve.offload.protocol import Context
 
 
@@ -35,11 +38,28 @@ def sleep(context: Context, arguments: bytes, body: bytes) -> bytes:
 
 
 def work(context: Context, arguments: bytes, body: bytes) -> bytes:
-    """Two signs of life, then the end."""
-    for _ in range(2):
-        time.sleep(1.1)
+    """A second in all, with signs of life."""
+    for _ in range(100):
+        time.sleep(0.01)
         context.progress()
     return b"done"
+
+
+class Half(bytes):
+    """A result that says it is longer than it is."""
+
+    def __len__(self) -> int:
+        return 1 << 20
+
+
+def half_an_answer(context: Context, arguments: bytes, body: bytes) -> bytes:
+    return Half(b"x")
+
+
+def full_disk(context: Context, arguments: bytes, body: bytes) -> bytes:
+    """`decode_corpus` on a disk that fills up."""
+    Path(msgspec.msgpack.decode(arguments)["file"]).write_bytes(b"{")
+    raise StorageFull("the disk is full")
 
 
 def key(context: Context, arguments: bytes, body: bytes) -> bytes:
