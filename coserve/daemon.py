@@ -63,26 +63,23 @@ class EngineProcess:
         """Start the process and wait until its base is loaded. Raises `EngineDied`, or the `StartupError` that it names."""
         began = time.monotonic()
         ours, theirs = socket.socketpair()
-        with theirs:
-            process = await asyncio.create_subprocess_exec(
-                sys.executable,
-                "-m",
-                "coserve.worker",
-                str(theirs.fileno()),
-                stdin=asyncio.subprocess.PIPE,
-                pass_fds=(theirs.fileno(),),
-                env=child_environment(),
-            )
-        log_event(log, "engine starts", engine_pid=process.pid, model=config.model)
-        link = await api_end(ours)
-        try:
+        async with contextlib.AsyncExitStack() as undo:
+            with theirs:
+                link = await api_end(ours)
+                undo.push_async_callback(link.close)
+                process = await asyncio.create_subprocess_exec(
+                    sys.executable,
+                    "-m",
+                    "coserve.worker",
+                    str(theirs.fileno()),
+                    stdin=asyncio.subprocess.PIPE,
+                    pass_fds=(theirs.fileno(),),
+                    env=child_environment(),
+                )
+            undo.push_async_callback(_kill, process)
+            log_event(log, "engine starts", engine_pid=process.pid, model=config.model)
             ready = await cls._hear(process, link, config)
-        except BaseException:
-            if process.returncode is None:
-                process.kill()
-                await process.wait()
-            await link.close()
-            raise
+            undo.pop_all()
         log_event(
             log,
             "engine ready",
@@ -128,9 +125,14 @@ class EngineProcess:
                     await self.process.wait()
             except TimeoutError:
                 log.warning("the engine did not stop within %.0f s: killed", STOP_TIMEOUT)
-                self.process.kill()
-                await self.process.wait()
+                await _kill(self.process)
         await self.link.close()
+
+
+async def _kill(process: asyncio.subprocess.Process) -> None:
+    if process.returncode is None:
+        process.kill()
+        await process.wait()
 
 
 def bind(host: str, port: int) -> socket.socket:

@@ -45,6 +45,10 @@ class UsesEngine(Protocol):
     """What the supervisor needs of `api.Service`."""
 
     async def attach(self, link: Link[ToEngine, FromEngine], ready: EngineReady) -> None: ...
+    async def disconnected(self) -> Exception | None:
+        """Until nobody reads the attached engine any more. The error that ended the reading; None if the link closed."""
+        ...
+
     def engine_lost(self) -> None: ...
     def engine_failed(self, note: str, *, started: bool) -> None: ...
 
@@ -52,16 +56,15 @@ class UsesEngine(Protocol):
 @dataclass(frozen=True)
 class Restarts:
     """When an engine that died is started again. An early death comes before `early` seconds of service, or while it
-    starts; the n-th in a row is followed by a pause of `first` * 2^(n-1) seconds, `longest` at most, the `most`-th by none:
-    the daemon gives up. One that has served for longer is started again at once."""
+    starts; the n-th in a row is followed by a pause of `first` * 2^(n-1) seconds, the `most`-th by none: the daemon gives
+    up. One that has served for longer is started again at once."""
 
     early: float = 10.0
     first: float = 0.5
-    longest: float = 30.0
     most: int = 5
 
     def pause(self, deaths: int) -> float:
-        return min(self.longest, self.first * 2.0 ** (deaths - 1)) if deaths else 0.0
+        return self.first * 2.0 ** (deaths - 1) if deaths else 0.0
 
 
 class Supervisor:
@@ -92,11 +95,13 @@ class Supervisor:
             if deaths >= self._restarts.most:
                 raise StartupError(f"the engine died {deaths} times in a row, the last time it {end.text}; see the log")
             pause = self._restarts.pause(deaths)
+            when = f"in {pause:.1f} s (early death {deaths} in a row, number {self._restarts.most} ends the daemon)"
             log.error(
-                "the engine %s; it is started again in %.1f s (death %d in a row of at most %d)",
-                end.text, pause, deaths, self._restarts.most,
+                "the engine %s; it is started again %s",
+                end.text,
+                when if deaths else "at once",
                 extra={"fields": {"status": end.status, "seconds": round(end.served, 3)}},
-            )  # fmt: skip
+            )
             note = f"the engine {end.text} and is being started again"
             self._service.engine_failed(note, started=end.started)
             await asyncio.sleep(pause)
@@ -107,15 +112,29 @@ class Supervisor:
             engine = await self._start()
         except EngineDied as died:
             return _End(died.status)
-        began = self._clock()
+        ended = asyncio.create_task(engine.wait())
+        tasks: list[asyncio.Task[object]] = [ended]
         try:
-            await self._service.attach(engine.link, engine.ready)
+            attaching = asyncio.create_task(self._service.attach(engine.link, engine.ready))
+            tasks.append(attaching)
+            await asyncio.wait({ended, attaching}, return_when=asyncio.FIRST_COMPLETED)
+            if not attaching.done():
+                return _End(ended.result())
+            attaching.result()
+            began = self._clock()
             self.attached.set()
-            status = await engine.wait()
+            disconnected = asyncio.create_task(self._service.disconnected())
+            tasks.append(disconnected)
+            await asyncio.wait({ended, disconnected}, return_when=asyncio.FIRST_COMPLETED)
+            served = self._clock() - began
+            unreadable = disconnected.result() if disconnected.done() else None
         finally:
+            for task in tasks:
+                task.cancel()
             await engine.stop()
+            await asyncio.gather(*tasks, return_exceptions=True)
         self._service.engine_lost()
-        return _End(status, self._clock() - began, started=True)
+        return _End(await engine.wait(), served, started=True, unreadable=unreadable)
 
 
 @dataclass(frozen=True)
@@ -125,10 +144,14 @@ class _End:
     status: int
     served: float = 0.0
     started: bool = False
+    unreadable: Exception | None = None
+    """Why its messages could not be read any more, where that is why it was stopped."""
 
     @property
     def text(self) -> str:
         when = f"after {self.served:.0f} s of service" if self.started else "while it started"
+        if self.unreadable is not None:
+            return f"was stopped {when}: its messages could not be read ({type(self.unreadable).__name__})"
         if self.status >= 0:
             return f"ended with status {self.status} {when}"
         try:

@@ -7,6 +7,7 @@ import logging
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 
 import msgspec
@@ -79,9 +80,10 @@ class Jobs:
         async with self._changes:
             await self._ledger.settled()
             what = "jobs of the last engine"
-            for state, id in await self._ledger.insist(lambda: self._registry(_unfinished), what):
-                self._ledger.deaths[id] += state is JobState.RUNNING
-            records = await self._ledger.insist(lambda: self._registry.freeing(self._requeue), what)
+            unfinished = await self._ledger.insist(lambda: self._registry(_unfinished), what)
+            ran = frozenset(id for state, id in unfinished if state is JobState.RUNNING)
+            records = await self._ledger.insist(lambda: self._registry.freeing(partial(self._requeue, ran=ran)), what)
+            self._ledger.deaths.update(ran)  # last: an engine that dies meanwhile cancels this, and never ran them
             open_link()
             left = {record.spec.id for record in records}
             self._wanted = {id: wanted for id, wanted in self._wanted.items() if id in left}
@@ -93,13 +95,13 @@ class Jobs:
                     log.warning("job %s waits for another base than this one", record.spec.id)
         self._ledger.announce_all()
 
-    def _requeue(self, registry: Registry) -> list[JobRecord]:
-        """The jobs that a new engine gets, when the last one died."""
+    def _requeue(self, registry: Registry, *, ran: frozenset[str]) -> list[JobRecord]:
+        """The jobs that a new engine gets, when the last one died while it `ran` those."""
         kept = []
         for record in registry.unfinished():
             id = record.spec.id
             wanted = self._wanted.get(id)
-            if self._ledger.deaths[id] >= MAX_DEATHS:
+            if self._ledger.deaths[id] + (id in ran) >= MAX_DEATHS:
                 error = ErrorInfo(
                     code=EngineCrashed.code, message=f"the engine died {MAX_DEATHS} times while it ran this job"
                 )

@@ -64,7 +64,9 @@ class Service:
         self.jobs = Jobs(config, folder, registry, tokenizer, self._preparers, self.engine, self._ledger)
         self.adapters = Adapters(config, folder, registry, self._preparers, self.engine, self.generation.in_use)
         self._born, self.started_at = time.monotonic(), time.time()
-        self._receiver: asyncio.Task[None] | None = None
+        self._receiver: asyncio.Task[Exception | None] | None = None
+        self._last_receiver: asyncio.Task[Exception | None] | None = None
+        """The same, also once the engine is lost."""
         self._writer: asyncio.Task[None] | None = None
 
     async def open(self) -> None:
@@ -84,7 +86,7 @@ class Service:
 
     def _open(self, link: Link[ToEngine, FromEngine], ready: EngineReady) -> None:
         self.engine.open(link, ready)
-        self._receiver = asyncio.create_task(self._receive(link))
+        self._receiver = self._last_receiver = asyncio.create_task(self._receive(link))
 
     def engine_lost(self) -> None:
         """The engine is gone: requests in flight end with `EngineUnavailable`, jobs wait for the next engine."""
@@ -119,12 +121,23 @@ class Service:
             with contextlib.suppress(asyncio.CancelledError):
                 await self._writer
 
-    async def _receive(self, link: Link[ToEngine, FromEngine]) -> None:
+    async def disconnected(self) -> Exception | None:
+        """Until nobody reads the engine any more. The error that ended the reading; None if the link closed."""
+        if self._last_receiver is None:
+            return None
+        await asyncio.wait({self._last_receiver})
+        return None if self._last_receiver.cancelled() else self._last_receiver.result()
+
+    async def _receive(self, link: Link[ToEngine, FromEngine]) -> Exception | None:
         try:
             while True:
                 self._dispatch(await link.receive())
         except EngineUnavailable:
             log.info("the link to the engine closed")
+            return None
+        except Exception as error:
+            log.exception("a message of the engine cannot be read")
+            return error
         finally:
             if self._receiver is asyncio.current_task():  # whatever ended it: nobody reads the engine any more
                 self._receiver = None

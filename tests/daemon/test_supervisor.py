@@ -5,9 +5,13 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
 
 import pytest
 
+from coserve.config import Config
+from coserve.daemon import EngineProcess
 from coserve.errors import StartupError, UnsupportedBase
 from coserve.link import EngineReady, FromEngine, Link, ToEngine, local_pair
 from coserve.supervisor import EngineDied, Restarts, Supervisor
@@ -24,6 +28,8 @@ class Dies:
 
     served: float | None = None
     status: int = -9
+    unreadable: bool = False
+    """It lives on, and what it says cannot be read."""
 
 
 @dataclass
@@ -32,14 +38,20 @@ class Engine:
     link: Link[ToEngine, FromEngine] = field(default_factory=lambda: local_pair()[0])
     ready: EngineReady = READY
     stopped: bool = False
+    stopping: asyncio.Event = field(default_factory=asyncio.Event)
+    born: float = field(default_factory=lambda: asyncio.get_running_loop().time())
 
     async def wait(self) -> int:
         assert self.end.served is not None
-        await asyncio.sleep(self.end.served)
+        if self.end.unreadable:
+            await self.stopping.wait()
+        else:
+            await asyncio.sleep(self.end.served - (asyncio.get_running_loop().time() - self.born))
         return self.end.status
 
     async def stop(self) -> None:
         self.stopped = True
+        self.stopping.set()
 
 
 @dataclass
@@ -49,6 +61,8 @@ class World:
     ends: list[Dies | StartupError]
     started: list[float] = field(default_factory=list)
     engines: list[Engine] = field(default_factory=list)
+    attach_takes: float = 0.0
+    start_cancelled: bool = False
     attached: int = 0
     lost: int = 0
     notes: list[tuple[str, bool]] = field(default_factory=list)
@@ -56,7 +70,11 @@ class World:
     async def start(self) -> Engine:
         self.started.append(asyncio.get_running_loop().time())
         end = self.ends.pop(0)
-        await asyncio.sleep(LOAD)
+        try:
+            await asyncio.sleep(LOAD)
+        except asyncio.CancelledError:
+            self.start_cancelled = True
+            raise
         if isinstance(end, StartupError):
             raise end
         if end.served is None:
@@ -65,7 +83,16 @@ class World:
         return self.engines[-1]
 
     async def attach(self, link: Link[ToEngine, FromEngine], ready: EngineReady) -> None:
+        await asyncio.sleep(self.attach_takes)
         self.attached += 1
+
+    async def disconnected(self) -> Exception | None:
+        end = self.engines[-1].end
+        if not end.unreadable:
+            await asyncio.Event().wait()
+        assert end.served is not None
+        await asyncio.sleep(end.served)
+        return ValueError("no message")
 
     def engine_lost(self) -> None:
         self.lost += 1
@@ -74,9 +101,9 @@ class World:
         self.notes.append((note, started))
 
 
-def live(ends: Sequence[Dies | StartupError]) -> tuple[World, str]:
+def live(ends: Sequence[Dies | StartupError], *, attach_takes: float = 0.0) -> tuple[World, str]:
     """What happened until the supervisor gave up, and what it said."""
-    world = World(list(ends))
+    world = World(list(ends), attach_takes=attach_takes)
 
     async def main() -> str:
         supervisor = Supervisor(world.start, world, clock=asyncio.get_running_loop().time)
@@ -121,9 +148,26 @@ def test_one_that_has_served_long_is_started_again_at_once_and_counts_for_nothin
     assert world.notes[2] == ("the engine ended with status 1 after 100 s of service and is being started again", True)
 
 
-def test_the_pause_doubles_up_to_a_cap() -> None:
-    restarts = Restarts(most=100)
-    assert [restarts.pause(deaths) for deaths in range(9)] == [0.0, 0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 30.0, 30.0]
+def test_the_pause_doubles() -> None:
+    assert [Restarts().pause(deaths) for deaths in range(Restarts().most)] == [0.0, 0.5, 1.0, 2.0, 4.0]
+
+
+def test_one_whose_messages_cannot_be_read_is_stopped_and_started_again() -> None:
+    world, _ = live([Dies(50.0, status=0, unreadable=True), REFUSAL])
+    assert world.engines[0].stopped and world.lost == 1
+    (note, started), *_ = world.notes
+    assert started and note.startswith("the engine was stopped after 50 s of service: its messages could not be read")
+
+
+def test_one_that_dies_while_it_is_attached_died_early() -> None:
+    world, said = live([Dies(20.0)] * 10, attach_takes=1000.0)
+    assert said.startswith("the engine died 5 times in a row") and len(world.started) == Restarts().most
+    assert world.attached == 0 and all(engine.stopped for engine in world.engines)
+
+
+def test_the_time_to_attach_it_is_no_service() -> None:
+    world, said = live([Dies(25.0)] * 10, attach_takes=20.0)
+    assert said.startswith("the engine died 5 times in a row") and world.attached == Restarts().most
 
 
 def test_a_refusal_ends_at_once() -> None:
@@ -133,17 +177,58 @@ def test_a_refusal_ends_at_once() -> None:
     assert world.notes == []
 
 
-@pytest.mark.parametrize("at", [1.0, LOAD + 0.2, LOAD + 5.0])
-def test_cancelled_while_it_starts_pauses_or_serves_it_leaves_no_engine(at: float) -> None:
-    world = World([Dies() if at == LOAD + 0.2 else Dies(100.0), Dies(100.0)])
+@dataclass(frozen=True)
+class Cut:
+    """When the supervisor is cancelled, and what is there then."""
+
+    at: float
+    end: Dies
+    attach_takes: float = 0.0
+    engines: int = 0
+
+
+@pytest.mark.parametrize(
+    "cut",
+    [
+        Cut(1.0, Dies(100.0)),
+        Cut(LOAD + 0.2, Dies()),
+        Cut(LOAD + 5.0, Dies(100.0), attach_takes=50.0, engines=1),
+        Cut(LOAD + 5.0, Dies(100.0), engines=1),
+    ],
+    ids=["starts", "pauses", "attaches", "serves"],
+)
+def test_cancelled_it_leaves_no_engine(cut: Cut) -> None:
+    world = World([cut.end, Dies(100.0)], attach_takes=cut.attach_takes)
 
     async def main() -> None:
         task = asyncio.create_task(Supervisor(world.start, world).run())
-        await asyncio.sleep(at)
+        await asyncio.sleep(cut.at)
         task.cancel()
         await asyncio.wait([task])
         assert task.cancelled()
+        await asyncio.sleep(1000.0)
 
     run_virtual(main())
-    assert all(engine.stopped for engine in world.engines)
-    assert len(world.started) == 1
+    assert len(world.started) == 1, "no further one"
+    assert world.start_cancelled == (cut.at < LOAD)
+    assert [engine.stopped for engine in world.engines] == [True] * cut.engines
+
+
+async def test_a_start_that_is_cancelled_ends_the_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A stand-in that never says anything."""
+    real, made = asyncio.create_subprocess_exec, list[asyncio.subprocess.Process]()
+    born = asyncio.Event()
+
+    async def stand_in(program: str, *args: str, **kwargs: Any) -> asyncio.subprocess.Process:
+        made.append(await real(program, "-c", "import time; time.sleep(600)", **kwargs))
+        born.set()
+        return made[0]
+
+    monkeypatch.setattr(asyncio, "create_subprocess_exec", stand_in)
+    task = asyncio.create_task(EngineProcess.start(Config(data_dir=tmp_path)))
+    await born.wait()
+    for _ in range(5):
+        await asyncio.sleep(0)
+    task.cancel()
+    await asyncio.wait([task])
+    assert task.cancelled() and made[0].returncode == -9
