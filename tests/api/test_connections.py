@@ -10,11 +10,24 @@ import resource
 import subprocess
 import sys
 from collections.abc import AsyncIterator
+from dataclasses import dataclass
 from pathlib import Path
+from typing import cast
 
 import pytest
+from aiohttp import web
+from aiohttp.abc import AbstractStreamWriter
 
-from coserve.api.http.connections import GRACE, OWN_DESCRIPTORS, RESERVE, Storm, connection_limit, quiet_accept
+from coserve.api.http.connections import (
+    GRACE,
+    OWN_DESCRIPTORS,
+    RESERVE,
+    Connections,
+    Storm,
+    connection_limit,
+    quiet_accept,
+)
+from coserve.api.http.server import HttpConnection, HttpRunner
 from coserve.link import Generate
 from tests.support.api_server import Api, serve_api
 
@@ -47,6 +60,117 @@ async def close(*opened: Streams) -> None:
         writer.close()
         with contextlib.suppress(ConnectionError):
             await writer.wait_closed()
+
+
+@dataclass
+class Clock:
+    now: float = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+class Gated(web.Response):
+    """An answer whose body is made only when it is sent, as a large one's is."""
+
+    def __init__(self) -> None:
+        super().__init__(body=b"x" * 1000)
+        self.began, self.go = asyncio.Event(), asyncio.Event()
+
+    async def prepare(self, request: web.BaseRequest) -> object:  # type: ignore[override]
+        self.began.set()
+        await self.go.wait()
+        return await super().prepare(request)
+
+
+async def test_a_connection_whose_answer_is_still_being_made_is_busy() -> None:
+    clock, answer = Clock(), Gated()
+    connections = Connections(1, clock)
+    app = web.Application(middlewares=[connections.middleware()])
+
+    async def handle(request: web.Request) -> web.StreamResponse:
+        return answer
+
+    async def health(request: web.Request) -> web.StreamResponse:
+        return web.Response(text="well")
+
+    app.router.add_get("/", handle)
+    app.router.add_get("/health", health)
+    runner = HttpRunner(app, connections, write_timeout=10.0, keepalive_timeout=7.0)
+    await runner.setup()
+    await web.TCPSite(runner, "127.0.0.1", 0).start()
+    port = runner.addresses[0][1]
+    try:
+        first = await asyncio.open_connection("127.0.0.1", port)
+        asked = asyncio.create_task(ask(first, "/"))
+        await answer.began.wait()
+        clock.now += 2 * GRACE
+        second = await asyncio.open_connection("127.0.0.1", port)
+        assert await ask(second, "/health") == 200
+        answer.go.set()
+        assert await asked == 200
+        clock.now += 2 * GRACE
+        third = await asyncio.open_connection("127.0.0.1", port)  # the first, or the second, is idle now
+        assert await ask(third, "/health") == 200
+        await close(first, second, third)
+    finally:
+        await runner.cleanup()
+
+
+class Wire(asyncio.Transport):
+    """A transport with `waiting` bytes that its reader has not taken."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.waiting, self.aborted = 0, False
+
+    def get_write_buffer_size(self) -> int:
+        return self.waiting
+
+    def set_write_buffer_limits(self, high: int | None = None, low: int | None = None) -> None:
+        pass
+
+    def is_reading(self) -> bool:
+        return True
+
+    def close(self) -> None:
+        pass
+
+    def abort(self) -> None:
+        self.aborted = True
+
+
+@dataclass
+class Writer:
+    output_size: int = 0
+
+
+async def after_the_deadline(written: int, waiting: int) -> bool:
+    """Whether a reader is let go for which 1000 bytes waited, if so many were written and waited by the deadline."""
+
+    async def handle(request: web.BaseRequest) -> web.StreamResponse:
+        raise AssertionError("no request comes")
+
+    wire, writer = Wire(), Writer(1000)
+    connection = HttpConnection(
+        web.Server(handle), Connections(1), write_timeout=0.0, loop=asyncio.get_running_loop(), keepalive_timeout=7.0
+    )
+    connection.connection_made(wire)
+    connection.writes_with(cast("AbstractStreamWriter", writer))
+    wire.waiting = 1000
+    connection.pause_writing()
+    writer.output_size, wire.waiting = written, waiting
+    for _ in range(2):  # turns of the loop: the deadline of no seconds ends once
+        await asyncio.sleep(0)
+    aborted = wire.aborted
+    connection.connection_lost(None)
+    return aborted
+
+
+async def test_bytes_that_are_added_do_not_count_against_the_reader() -> None:
+    assert await after_the_deadline(written=1000, waiting=1000)
+    assert await after_the_deadline(written=70_000, waiting=70_000)
+    assert not await after_the_deadline(written=70_000, waiting=60_000)
 
 
 async def test_idle_connections_make_room(api: Api) -> None:
@@ -102,6 +226,9 @@ async def test_asyncios_reports_of_accept_are_joined(caplog: pytest.LogCaptureFi
     assert len(caplog.records) == 1
     handle(loop, {"message": "a fault of our own", "exception": ValueError("x")})
     assert len(caplog.records) == 2
+    handle(loop, {"message": "Task exception was never retrieved", "exception": OSError(errno.EMFILE, "no more files")})
+    assert "Task exception" in caplog.records[2].getMessage()
+    assert caplog.records[2].exc_info
 
 
 def test_the_limit_is_raised_and_connections_fit_into_it() -> None:
@@ -111,9 +238,11 @@ def test_the_limit_is_raised_and_connections_fit_into_it() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.split() == [str(400 - OWN_DESCRIPTORS - RESERVE), "400"]
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    assert connection_limit(8) == 8
-    resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    try:
+        assert connection_limit(8) == 8
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
 
 
 SERVER = """

@@ -27,6 +27,7 @@ GRACE: Final = 1.0
 OWN_DESCRIPTORS: Final = 96
 """What the API process opens besides connections: the registry, files of adapters and uploads, the engine's pipe."""
 HEALTH: Final = "/health"
+OUT_OF_RESOURCES: Final = (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOBUFS)
 
 
 class Connections:
@@ -73,24 +74,30 @@ class Connections:
         return False
 
     def middleware(self) -> Middleware:
-        """Notes which connections are busy; raises `TooManyConnections` for those beyond the limit."""
+        """Notes which connections are busy, until `answered`; raises `TooManyConnections` for those beyond the limit."""
 
         @web.middleware
         async def connections(request: web.Request, handler: Handler) -> web.StreamResponse:
             connection = request.protocol
             self._idle.pop(connection, None)
             self._busy.add(connection)
-            try:
-                if len(self._busy) > self._limit and request.path != HEALTH:
-                    self._storm.tell()
-                    raise TooManyConnections(f"{self._limit} connections are busy already")
-                return await handler(request)
-            finally:
-                self._busy.discard(connection)
-                if connection.transport is not None:
-                    self._idle[connection] = self._clock()
+            if len(self._busy) > self._limit and request.path != HEALTH:
+                self._storm.tell()
+                raise TooManyConnections(f"{self._limit} connections are busy already")
+            return await handler(request)
 
         return connections
+
+    def answered(self, connection: web.RequestHandler) -> None:
+        """Its answer has been sent, which most are after the middleware: the connection is idle, if it still is one."""
+        self._busy.discard(connection)
+        self._idle.pop(connection, None)
+        if connection.transport is not None:
+            self._idle[connection] = self._clock()
+
+    def lost(self, connection: web.RequestHandler) -> None:
+        self._busy.discard(connection)
+        self._idle.pop(connection, None)
 
 
 class CappedRunner(web.AppRunner):
@@ -149,7 +156,8 @@ def quiet_accept(clock: Callable[[], float] = time.monotonic) -> Callable[[async
 
     def handle(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
         error = context.get("exception")
-        if isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOBUFS):
+        of_accept = context.get("message") == "socket.accept() out of system resource"
+        if of_accept and isinstance(error, OSError) and error.errno in OUT_OF_RESOURCES:
             storm.tell()
         else:
             loop.default_exception_handler(context)

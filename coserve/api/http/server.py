@@ -29,6 +29,8 @@ log = logging.getLogger(__name__)
 
 EXPECTS = web.RequestKey("expects", bool)
 """The client waits for `100 Continue` before it sends the body."""
+OF_THE_RUNNER = ("handle_signals", "handler_cancellation", "shutdown_timeout")
+"""Options that are none of a connection's."""
 LEAST = 64 << 10
 """Bytes that a reader must take within the deadline, if so many wait for it."""
 
@@ -52,14 +54,40 @@ class _Bare(web.Response):
 class HttpConnection(RequestHandler):
     """One connection. `write_timeout`: seconds in which its reader must take all that waits, or 64 KiB of it."""
 
-    __slots__ = ("_deadline", "_left", "_wire", "_write_timeout")
+    __slots__ = ("_connections", "_deadline", "_due", "_earlier", "_wire", "_write_timeout", "_writer")
 
-    def __init__(self, server: web.Server, *, write_timeout: float, **options: Any) -> None:  # noqa: ANN401
+    def __init__(
+        self,
+        server: web.Server,
+        connections: Connections,
+        *,
+        write_timeout: float,
+        **options: Any,  # noqa: ANN401
+    ) -> None:
         super().__init__(server, **options)
-        self._write_timeout = write_timeout
+        self._connections, self._write_timeout = connections, write_timeout
         self._deadline: asyncio.TimerHandle | None = None
         self._wire: asyncio.Transport | None = None
-        self._left = 0
+        self._due = 0
+        self._writer: AbstractStreamWriter | None = None
+        self._earlier = 0
+
+    def writes_with(self, writer: AbstractStreamWriter) -> None:
+        """The next answer goes through `writer`, which counts its bytes."""
+        self._earlier, self._writer = self._written(), writer
+
+    def _written(self) -> int:
+        """Bytes of all answers so far."""
+        return self._earlier + (0 if self._writer is None else self._writer.output_size)
+
+    async def finish_response(
+        self, request: web.BaseRequest, resp: web.StreamResponse, start_time: float | None
+    ) -> tuple[web.StreamResponse, bool]:
+        """aiohttp sends an answer here, after the middlewares."""
+        try:
+            return await super().finish_response(request, resp, start_time)
+        finally:
+            self._connections.answered(self)
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         assert isinstance(transport, asyncio.Transport)
@@ -73,6 +101,7 @@ class HttpConnection(RequestHandler):
     def connection_lost(self, exc: BaseException | None) -> None:
         self._stop_deadline()
         super().connection_lost(exc)
+        self._connections.lost(self)
 
     def pause_writing(self) -> None:
         super().pause_writing()
@@ -84,8 +113,13 @@ class HttpConnection(RequestHandler):
 
     def _start_deadline(self) -> None:
         assert self._wire is not None, "only a connection that was made can be paused"
-        self._left = self._wire.get_write_buffer_size()
+        self._due = self._taken() + min(LEAST, max(1, self._wire.get_write_buffer_size()))
         self._deadline = self._loop.call_later(self._write_timeout, self._check_reader)
+
+    def _taken(self) -> int:
+        """Bytes that the reader's side has taken so far."""
+        assert self._wire is not None, "only a connection that was made has bytes"
+        return self._written() - self._wire.get_write_buffer_size()
 
     def _stop_deadline(self) -> None:
         if self._deadline is not None:
@@ -94,7 +128,7 @@ class HttpConnection(RequestHandler):
 
     def _check_reader(self) -> None:
         assert self._wire is not None, "the deadline ends with the connection"
-        if self._wire.get_write_buffer_size() > self._left - LEAST:
+        if self._taken() < self._due:
             self._wire.abort()
         else:
             self._start_deadline()
@@ -120,18 +154,18 @@ class HttpConnection(RequestHandler):
 
 
 class _HttpServer(web.Server):
-    def __init__(self, made: web.Server, write_timeout: float) -> None:
+    """As `made`, of which it takes what handles a request. `options`: of `HttpConnection`."""
+
+    def __init__(self, made: web.Server, connections: Connections, options: dict[str, Any]) -> None:
         super().__init__(
             made.request_handler,
             request_factory=self._without_expect,
             handler_cancellation=made.handler_cancellation,
-            loop=made._loop,
-            **made._kwargs,
         )
-        self._make, self._write_timeout = made.request_factory, write_timeout
+        self._make, self._limits, self._options = made.request_factory, connections, options
 
     def __call__(self) -> RequestHandler:
-        return HttpConnection(self, loop=self._loop, write_timeout=self._write_timeout, **self._kwargs)
+        return HttpConnection(self, self._limits, loop=asyncio.get_running_loop(), **self._options)
 
     def _without_expect(
         self,
@@ -147,6 +181,8 @@ class _HttpServer(web.Server):
             headers = CIMultiDict(message.headers)
             del headers["Expect"]
             message = message._replace(headers=CIMultiDictProxy(headers))
+        assert isinstance(protocol, HttpConnection)
+        protocol.writes_with(writer)
         request = self._make(message, payload, protocol, writer, task)
         if expects is not None and expects.lower() == "100-continue":
             request[EXPECTS] = True
@@ -165,7 +201,8 @@ class HttpRunner(CappedRunner):
         **options: Any,  # noqa: ANN401
     ) -> None:
         super().__init__(app, connections, **options)
-        self._write_timeout = write_timeout
+        for_connections = {name: value for name, value in options.items() if name not in OF_THE_RUNNER}
+        self._options = {**for_connections, "write_timeout": write_timeout}
 
     async def _make_server(self) -> web.Server:
-        return _HttpServer(await super()._make_server(), self._write_timeout)
+        return _HttpServer(await super()._make_server(), self._connections, self._options)
