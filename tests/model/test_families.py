@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import re
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 import torch
+from torch import Tensor
 
 from coserve.adapters.files import load_adapter
 from coserve.errors import UnsupportedBase
@@ -22,6 +24,9 @@ from tests.support.lora_reference import alone, save_peft
 
 PROMPT = (5, 77, 31, 8, 90, 14, 63, 22, 41, 7, 119)
 NEW_TOKENS = 4
+LOGPROBS = 5
+TOLERANCE = 1e-4
+"""Of log-probabilities in fp32: between one forward of all tokens and chunks whose keys come from pages."""
 REF = AdapterRef("a", 1)
 TABLE = Path(__file__).parents[2] / "docs" / "families.md"
 
@@ -36,40 +41,58 @@ class _OneAdapter:
     def release(self, ref: AdapterRef) -> None: ...
 
 
-def _greedy(model: torch.nn.Module) -> list[int]:
-    """By the model's own forward, without a cache."""
-    tokens = list(PROMPT)
+@dataclass(frozen=True)
+class _Told:
+    """Greedy tokens (N), and for each of them the log-probabilities of the `LOGPROBS` likeliest, by token."""
+
+    tokens: list[int]
+    top: list[dict[int, float]]
+
+
+def _by_its_own_forward(model: torch.nn.Module) -> tuple[list[int], Tensor]:
+    """Greedy tokens (N) and the log-probabilities of the whole vocabulary (N, V), without a cache."""
+    tokens, rows = list(PROMPT), []
     for _ in range(NEW_TOKENS):
-        tokens.append(int(alone(model, torch.tensor(tokens))[-1].argmax()))
-    return tokens[len(PROMPT) :]
+        rows.append(alone(model, torch.tensor(tokens))[-1].log_softmax(-1))
+        tokens.append(int(rows[-1].argmax()))
+    return tokens[len(PROMPT) :], torch.stack(rows)
 
 
-def _served(base: Base, weights: LoraWeights) -> dict[str, list[int]]:
+def _served(base: Base, weights: LoraWeights) -> dict[str, _Told]:
     """What one batch gives for the base and for the adapter, prompts in chunks and tokens from pages."""
     kv = KvCache.for_base(base, 1024, 4)
     generator = Generator(base, _OneAdapter(weights), kv, max_running=4, step_tokens=8, way=Way.GROUPED)
-    sampling = SamplingParams(max_tokens=NEW_TOKENS, temperature=0.0, ignore_eos=True)
+    sampling = SamplingParams(max_tokens=NEW_TOKENS, temperature=0.0, ignore_eos=True, logprobs=LOGPROBS)
     for id, adapter in (("base", None), ("adapter", REF)):
         generator.add(Generate(id=id, prompt=PROMPT, sampling=sampling, adapter=adapter, slo=Slo(ttft=1, tpot=1)))
-    found: dict[str, list[int]] = {"base": [], "adapter": []}
+    found = {id: _Told([], []) for id in ("base", "adapter")}
     while generator.running:
         for message in generator.step():
             assert isinstance(message, Tokens), message
-            found[message.id] += message.tokens
+            found[message.id].tokens.extend(message.tokens)
+            found[message.id].top.extend(dict(one.top) for one in message.logprobs)
     return found
 
 
 @pytest.mark.parametrize("family", SERVED)
 @pytest.mark.filterwarnings("ignore")
-def test_a_familys_greedy_tokens_are_those_of_transformers_and_peft(family: str, tmp_path: Path) -> None:
+def test_a_familys_tokens_and_logprobs_are_those_of_transformers_and_peft(family: str, tmp_path: Path) -> None:
     base = wrap_base(tiny_family(family), name=family)
     every = family not in ATTENTION_ONLY
     sites = [site for site in base.spec.sites if every or site.endswith(("q_proj", "k_proj", "v_proj", "o_proj"))]
     peft_model = save_peft(tiny_family(family), tmp_path, r=3, target_modules=sites)
     weights = load_adapter(tmp_path, base.spec, device="cpu", dtype=torch.float32)
-    expected = {"base": _greedy(tiny_family(family)), "adapter": _greedy(peft_model)}
-    assert _served(base, weights) == expected
     assert list(weights.sites) == sites
+    expected = {"base": _by_its_own_forward(tiny_family(family)), "adapter": _by_its_own_forward(peft_model)}
+    apart = (expected["base"][1][0] - expected["adapter"][1][0]).abs().max()
+    assert apart > 1000 * TOLERANCE, "an adapter that is left out would not be seen"
+    for id, told in _served(base, weights).items():
+        tokens, logprobs_NV = expected[id]
+        assert told.tokens == tokens, id
+        assert [len(top) for top in told.top] == [LOGPROBS] * NEW_TOKENS
+        for top, logprobs_V in zip(told.top, logprobs_NV, strict=True):
+            found = torch.tensor(list(top.values()))
+            torch.testing.assert_close(found, logprobs_V[list(top)], atol=TOLERANCE, rtol=0)
 
 
 @pytest.mark.parametrize("family", REFUSED)
