@@ -13,10 +13,10 @@ from msgspec import UNSET
 
 from coserve.api.http.pieces import JSON, LIGHT, LargeAnswer, weight
 from coserve.errors import CapacityError, CorpusError, CoserveError, InternalError, QueueFull
-from coserve.offload.protocol import leaves
+from coserve.offload.protocol import error_with
 from coserve.schemas import ErrorBody, ErrorInfo
 
-PIECE = 256 << 10
+CHUNK = 256 << 10
 """Bytes that are handed to a connection at once."""
 _encoder = msgspec.json.Encoder()
 
@@ -28,8 +28,8 @@ def answer(body: msgspec.Struct | Sequence[msgspec.Struct], *, status: int = 200
 
 
 def document(content: bytes) -> web.Response:
-    """JSON that is encoded already. A large one leaves in pieces."""
-    return web.Response(body=content if len(content) <= PIECE else io.BytesIO(content), content_type=JSON)
+    """JSON that is encoded already. A large one leaves in chunks."""
+    return web.Response(body=content if len(content) <= CHUNK else io.BytesIO(content), content_type=JSON)
 
 
 def describe(error: CoserveError) -> ErrorInfo:
@@ -65,7 +65,4 @@ def error_from_code(code: str, message: str, retry_after: float | None = None) -
     """The error that the engine named by its code; an unknown code is our own fault."""
     if code == QueueFull.code and retry_after is not None:
         return QueueFull(message, retry_after=retry_after)
-    for leaf in leaves():
-        if leaf.code == code:
-            return leaf(message)
-    return InternalError(f"{code}: {message}")
+    return error_with(code, message)

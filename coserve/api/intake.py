@@ -43,7 +43,7 @@ SMALL_BODY = 64 << 10
 MAX_SETTINGS_BYTES = 1 << 20
 TOTAL_BYTES = 256 << 20
 """What all bodies that are being read hold in memory."""
-PIECE = 64 << 10
+CHUNK = 64 << 10
 MAX_UPLOADS = 8
 PICKLES = (".bin", ".pt", ".pth", ".pkl", ".pickle", ".ckpt")
 
@@ -88,9 +88,9 @@ class Intake:
         await ask_for_body(request)
         body = bytearray()
         try:
-            while piece := await self._next_piece(request, limit):
-                self._hold(len(piece))
-                body += piece
+            while chunk := await self._next_chunk(request, limit):
+                self._hold(len(chunk))
+                body += chunk
             yield body
         finally:
             self._held -= len(body)
@@ -127,15 +127,15 @@ class Intake:
             self._held -= size
             raise QueueFull("too many request bodies at once")
 
-    async def _next_piece(self, request: web.Request, limit: int) -> bytes:
+    async def _next_chunk(self, request: web.Request, limit: int) -> bytes:
         """The next 64 KiB of the body, or its rest; empty at its end."""
-        piece = bytearray()
+        chunk = bytearray()
         with _body_errors():
             async with asyncio.timeout(self._timeout):
-                while len(piece) < PIECE and (some := await request.content.read(PIECE - len(piece))):
-                    piece += some
+                while len(chunk) < CHUNK and (some := await request.content.read(CHUNK - len(chunk))):
+                    chunk += some
         check_size(request, limit)
-        return bytes(piece)
+        return bytes(chunk)
 
     @asynccontextmanager
     async def upload(
@@ -189,29 +189,29 @@ class Intake:
             raise UnsupportedEncoding("parts with an encoding are not accepted")
         return part
 
-    async def _pieces(self, request: web.Request, part: BodyPartReader) -> AsyncIterator[bytes]:
+    async def _chunks(self, request: web.Request, part: BodyPartReader) -> AsyncIterator[bytes]:
         while True:
-            piece = bytearray()
+            chunk = bytearray()
             async with asyncio.timeout(self._timeout):
-                while len(piece) < PIECE and (some := await part.read_chunk(PIECE)):
-                    piece += some
+                while len(chunk) < CHUNK and (some := await part.read_chunk(CHUNK)):
+                    chunk += some
             check_size(request, self._max_body)
-            if not piece:
+            if not chunk:
                 return
-            yield bytes(piece)
+            yield bytes(chunk)
 
     async def _settings(self, request: web.Request, part: BodyPartReader) -> bytes:
         body = bytearray()
-        async for piece in self._pieces(request, part):
-            body += piece
+        async for chunk in self._chunks(request, part):
+            body += chunk
             if len(body) > MAX_SETTINGS_BYTES:
                 raise BodyTooLarge(f"expected settings of at most {MAX_SETTINGS_BYTES} bytes", field="settings")
         return bytes(body)
 
     async def _save(self, request: web.Request, part: BodyPartReader, path: Path) -> None:
         with disk_errors(), path.open("xb") as file:
-            async for piece in self._pieces(request, part):
-                await uncancelled(asyncio.create_task(asyncio.to_thread(file.write, piece)))
+            async for chunk in self._chunks(request, part):
+                await uncancelled(asyncio.create_task(asyncio.to_thread(file.write, chunk)))
 
 
 def check_head(request: web.Request, limit: int) -> None:

@@ -77,11 +77,17 @@ def failure_of(error: CoserveError) -> Failure:
     return Failure(error.code, vars(error))
 
 
-def error_of(failure: Failure) -> CoserveError:
-    """The error as it was raised; an unknown code is our own fault."""
+def error_with(code: str, message: str) -> CoserveError:
+    """The error that `code` names; an unknown code is our own fault."""
     for leaf in leaves():
-        if leaf.code == failure.code:
-            error = leaf(str(failure.attributes["message"]))
-            vars(error).update(failure.attributes)
-            return error
-    return InternalError(f"{failure.code}: {failure.attributes['message']}")
+        if leaf.code == code:
+            return leaf(message)
+    return InternalError(f"{code}: {message}")
+
+
+def error_of(failure: Failure) -> CoserveError:
+    """The error as it was raised."""
+    error = error_with(failure.code, str(failure.attributes["message"]))
+    if error.code == failure.code:
+        vars(error).update(failure.attributes)
+    return error

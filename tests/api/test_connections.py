@@ -263,7 +263,7 @@ asyncio.run(main())
 
 
 async def test_a_process_with_few_descriptors_outlives_a_crowd(tmp_path: Path) -> None:
-    """Three hundred connect at once and say nothing; jobs, imports and /health go on."""
+    """Two hundred connect at once and say nothing; jobs, imports and /health go on."""
     process = await asyncio.create_subprocess_exec(
         sys.executable, "-c", SERVER, str(tmp_path / "data"),
         stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE,
@@ -273,7 +273,7 @@ async def test_a_process_with_few_descriptors_outlives_a_crowd(tmp_path: Path) -
     assert process.stdout is not None
     assert process.stderr is not None
     port = int(await process.stdout.readline())
-    crowd = [await asyncio.open_connection("127.0.0.1", port) for _ in range(300)]
+    crowd = [await asyncio.open_connection("127.0.0.1", port) for _ in range(200)]
     await asyncio.sleep(1.2 * GRACE)
     import aiohttp
 

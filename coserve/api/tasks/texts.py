@@ -26,7 +26,7 @@ IDS_AT_ONCE = 1024
 
 
 class Encode(msgspec.Struct, frozen=True):
-    """`context`: of the base, in tokens; `field` is named by what refuses a longer prompt. One of `text` (the body, if null) and `messages`."""
+    """`context`: of the base, in tokens; `field`: the request field named in `PromptTooLong`. One of `text` (the body, if null) and `messages`."""
 
     context: int
     field: str
