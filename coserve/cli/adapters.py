@@ -2,22 +2,21 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from typing import Annotated
 
 import msgspec
 import typer
 
-from coserve.cli.common import DEFAULT_URL, AsJson, Key, Url, connect
-from coserve.schemas import PAGE_LIMIT, Adapter
+from coserve.cli.common import DEFAULT_URL, AsJson, Key, Limit, Url, connect, say_more
+from coserve.schemas import Adapter
 
 adapters_app = typer.Typer(no_args_is_help=True, help="List, import, download, roll back and delete adapters.")
 
 
 @adapters_app.command("list")
 def list_adapters(
-    limit: Annotated[int, typer.Option(help="most adapters to list", min=1, max=PAGE_LIMIT)] = 20,
+    limit: Limit = 20,
     after: Annotated[str | None, typer.Option(help="list those whose names come after this one")] = None,
     as_json: AsJson = False,
     url: Url = DEFAULT_URL,
@@ -29,7 +28,7 @@ def list_adapters(
     for adapter in page.data:
         _show_adapter(adapter, as_json)
     if page.has_more:
-        print(f"there are more: coserve adapters list --limit {limit} --after {page.data[-1].id}", file=sys.stderr)
+        say_more("adapters list", limit, page.data[-1].id)
 
 
 @adapters_app.command("show")

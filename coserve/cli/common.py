@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Annotated
 
 import typer
 
 from coserve.client import Client, RetryPolicy
 from coserve.client.asynchronous import DEFAULT_URL
+from coserve.schemas import PAGE_LIMIT
 
-__all__ = ["DEFAULT_URL", "RETRY", "AsJson", "Key", "Url", "connect"]
+__all__ = ["DEFAULT_URL", "RETRY", "AsJson", "Key", "Limit", "Url", "connect", "say_more"]
 
 Url = Annotated[str, typer.Option("--url", envvar="COSERVE_URL", help="where the daemon listens")]
 Key = Annotated[str | None, typer.Option("--key", envvar="COSERVE_API_KEY", help="API key")]
 AsJson = Annotated[bool, typer.Option("--json", help="print JSON, one object a line")]
+Limit = Annotated[int, typer.Option(help="most to list", min=1, max=PAGE_LIMIT)]
 
 RETRY = RetryPolicy(attempts=3, first=0.2)
 """Somebody sits in front of it: a daemon that is not there is told within a second."""
@@ -22,3 +25,8 @@ RETRY = RetryPolicy(attempts=3, first=0.2)
 def connect(url: str, key: str | None) -> Client:
     """The daemon that --url and --key name."""
     return Client(url, api_key=key or None, retry=RETRY)
+
+
+def say_more(command: str, limit: int, last: str) -> None:
+    """How to list what comes behind `last`, on standard error."""
+    print(f"there are more: coserve {command} --limit {limit} --after {last}", file=sys.stderr)

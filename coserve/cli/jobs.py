@@ -10,10 +10,10 @@ from typing import Annotated
 import msgspec
 import typer
 
-from coserve.cli.common import DEFAULT_URL, AsJson, Key, Url, connect
+from coserve.cli.common import DEFAULT_URL, AsJson, Key, Limit, Url, connect, say_more
 from coserve.cli.jobtable import chosen_line, cut_line, job_line, job_table
 from coserve.client import JobHandle
-from coserve.schemas import PAGE_LIMIT, Job
+from coserve.schemas import Job
 
 jobs_app = typer.Typer(no_args_is_help=True, help="List, watch and steer fine-tuning jobs.")
 
@@ -62,7 +62,7 @@ def _warn(line: str | None) -> None:
 
 @jobs_app.command("list")
 def list_jobs(
-    limit: Annotated[int, typer.Option(help="most jobs to list", min=1, max=PAGE_LIMIT)] = 20,
+    limit: Limit = 20,
     after: Annotated[str | None, typer.Option(help="list the jobs older than this one")] = None,
     as_json: AsJson = False,
     url: Url = DEFAULT_URL,
@@ -77,7 +77,7 @@ def list_jobs(
     else:
         print("\n".join(job_table(page.data)))
     if page.has_more:
-        _warn(f"there are more: coserve jobs list --limit {limit} --after {page.data[-1].id}")
+        say_more("jobs list", limit, page.data[-1].id)
 
 
 @jobs_app.command("show")
