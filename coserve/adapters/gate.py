@@ -10,6 +10,7 @@ import os
 from collections.abc import Callable
 from pathlib import Path
 
+from coserve.adapters.targets import MAX_ALPHA
 from coserve.adapters.tensorfile import read_json
 from coserve.errors import CorruptAdapter, UnsafeAdapter, UnsupportedAdapter
 from coserve.state.durable import disk_errors
@@ -66,8 +67,8 @@ def _is(*values: object) -> Callable[[object], bool]:
     return lambda value: any(type(value) is type(one) and value == one for one in values)
 
 
-def _number(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < 1e9
+def _alpha(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= MAX_ALPHA
 
 
 def _names(value: object) -> bool:
@@ -109,10 +110,10 @@ _ALLOWED: dict[str, Callable[[object], bool]] = {
     "peft_type": _is("LORA"),
     "task_type": _is("CAUSAL_LM", None),
     "r": _rank,
-    "lora_alpha": _number,
+    "lora_alpha": _alpha,
     "use_rslora": _is(True, False, None),
     "rank_pattern": _table(_rank),
-    "alpha_pattern": _table(_number),
+    "alpha_pattern": _table(_alpha),
     "target_modules": _modules,
     "exclude_modules": lambda value: value in ([], "") or _modules(value),
     "layers_to_transform": _layers,
@@ -140,6 +141,8 @@ _ALLOWED: dict[str, Callable[[object], bool]] = {
 }
 _CHANGES_BASE = "it changes the base's own weights; convert the adapter to plain LoRA when saving it"
 _REASONS = {
+    "lora_alpha": f"expected a number of at most {MAX_ALPHA:.0e}",
+    "alpha_pattern": f"expected numbers of at most {MAX_ALPHA:.0e}",
     "target_modules": "expected module names or a regular expression",
     "exclude_modules": "expected module names or a regular expression",
     "layers_pattern": "expected names of lists of layers",

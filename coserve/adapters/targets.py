@@ -15,6 +15,8 @@ from coserve.types import BaseSpec, LoraSettings
 
 MAX_RANK = 1024
 """Largest rank of a new adapter; imported ones have the rank of their tensors."""
+MAX_ALPHA = 1e9
+"""Largest alpha of any adapter, new or imported: what is trained with it can be published and imported again."""
 INITS = ("default", "gaussian", "orthogonal")
 
 Value = TypeVar("Value")
@@ -114,8 +116,10 @@ def _check_ranges(settings: LoraSettings) -> None:
         f"alpha_pattern[{k[:80]!r}]": a for k, a in settings.alpha_pattern.items()
     }
     for name, alpha in alphas.items():
-        if not (math.isfinite(alpha) and alpha > 0):
-            raise InvalidRequest(f"{name}: expected a number above 0, got {alpha}", field=name.split("[")[0])
+        if not 0 < alpha <= MAX_ALPHA:
+            raise InvalidRequest(
+                f"{name}: expected a number above 0 and at most {MAX_ALPHA:.0e}, got {alpha}", field=name.split("[")[0]
+            )
     if not 0 <= settings.dropout < 1:
         raise InvalidRequest(f"expected a dropout from 0 to below 1, got {settings.dropout}", field="dropout")
     if settings.init not in INITS:

@@ -18,7 +18,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from peft import LoraConfig
 
-from coserve.adapters.peft import inspect_adapter
+from coserve.adapters.peft import adapter_config, inspect_adapter
+from coserve.adapters.targets import MAX_ALPHA, resolve_targets
 from coserve.adapters.tensorfile import MAX_HEADER
 from coserve.errors import (
     AdapterError,
@@ -28,7 +29,7 @@ from coserve.errors import (
     UnsafeAdapter,
     UnsupportedAdapter,
 )
-from coserve.types import BaseSpec, SiteSpec
+from coserve.types import BaseSpec, LoraSettings, SiteSpec
 
 SITES = {f"model.layers.{i}.self_attn.{name}": SiteSpec(8, 8, i) for i in (0, 1) for name in ("q_proj", "v_proj")}
 BASE = BaseSpec(
@@ -134,6 +135,8 @@ def test_pefts_own_defaults_pass(tmp_path: Path) -> None:
         ("r", "2"),
         ("lora_alpha", "8"),
         ("lora_alpha", 10**400),
+        ("lora_alpha", 2 * MAX_ALPHA),
+        ("alpha_pattern", {"q_proj": 2 * MAX_ALPHA}),
         ("use_rslora", 1),
         ("rank_pattern", {"q_proj": 0}),
         ("rank_pattern", ["q_proj"]),
@@ -151,6 +154,13 @@ def test_a_config_that_is_not_implemented_is_refused_by_name(tmp_path: Path, key
         inspect_adapter(write(tmp_path, CONFIG | {key: value}), BASE)
     assert refused.value.field == key
     assert len(str(refused.value)) < 400
+
+
+def test_what_may_be_submitted_may_be_imported(tmp_path: Path) -> None:
+    (site, *_) = SITES
+    lora = LoraSettings(r=2, alpha=MAX_ALPHA, targets=(site,), alpha_pattern={"q_proj": MAX_ALPHA})
+    config = adapter_config(lora, BASE, resolve_targets(lora, BASE))
+    assert inspect_adapter(write(tmp_path, config), BASE).alpha == MAX_ALPHA
 
 
 @pytest.mark.parametrize("key", sorted(LoraConfig().to_dict()))

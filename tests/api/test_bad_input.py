@@ -94,6 +94,7 @@ FINETUNE: list[tuple[dict[str, Any], int, str, str | None]] = [
     (JOB | {"lora": {"r": 0}}, 400, BAD, "lora.r"),
     (JOB | {"lora": {"r": 1025}}, 400, BAD, "lora.r"),
     (JOB | {"lora": {"alpha": 0}}, 400, BAD, "lora.alpha"),
+    (JOB | {"lora": {"alpha": 9223372036854775807}}, 400, BAD, "lora.alpha"),
     (JOB | {"lora": {"dropout": 1}}, 400, BAD, "lora.dropout"),
     (JOB | {"lora": {"targets": ["nope"]}}, 400, BAD, "lora.targets"),
     (JOB | {"lora": {"targets": "q_proj"}}, 400, BAD, "lora.targets"),
