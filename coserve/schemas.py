@@ -174,14 +174,21 @@ class GenerateChunk(Wire, frozen=True):
     timing: Timing | None = None
 
 
+ROWS = """Rows, each of one of these formats (docs/data.md says how each is rendered and what of it is learned):
+`{"text": "..."}`;
+`{"prompt": "...", "completion": "..."}`;
+`{"messages": [{"role": "system|user|assistant|tool", "content": "...", "weight": 0 or 1, of the assistant's alone}]}`;
+`{"instruction": "...", "input": "...", "output": "..."}` (alpaca; `input` may be left out);
+`{"conversations": [{"from": "human|gpt|system|tool", "value": "..."}]}` (ShareGPT)."""
+
+
 class FinetuneRequest(Wire, frozen=True, omit_defaults=True):
     """`POST /finetune`: as a JSON body with `data` or `path`, or as multipart/form-data with a part `settings` (this, as
     JSON, without both) and then a part `file` (JSONL). A header `Idempotency-Key` makes the request safe to repeat.
     """
 
     adapter: AdapterName
-    data: Annotated[list[dict[str, Any]], Meta(max_length=MAX_ROWS)] | None = None
-    """Rows: text, prompt/completion, messages, alpaca or ShareGPT."""
+    data: Annotated[list[dict[str, Any]], Meta(max_length=MAX_ROWS, description=ROWS)] | None = None
     path: Annotated[str, Meta(min_length=1, max_length=4096)] | None = None
     """A JSONL file under the daemon's `data_root`."""
     continue_from: AdapterRefText | None = None

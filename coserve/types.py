@@ -131,7 +131,9 @@ class Schedule(StrEnum):
 
 
 class LoraSettings(Wire, frozen=True):
-    """The shape of a new adapter; names and meaning as in PEFT's `LoraConfig`."""
+    """The shape of a new adapter. The meaning is PEFT's, some names are ours: `alpha` is PEFT's `lora_alpha`, `rslora` is
+    `use_rslora`, `dropout` is `lora_dropout`, `targets` is `target_modules` and `init` is `init_lora_weights`.
+    """
 
     r: int = 16
     alpha: float | None = None

@@ -18,6 +18,7 @@ OTHERS = {
     "GraphModule",
     "InferenceClient",
     "JITFunction",
+    "LoraConfig",
     "MultiheadAttention",
     "AdamW",
     "PyTorch",

@@ -14,6 +14,10 @@ from coserve.cli.common import DEFAULT_URL, AsJson, Key, Limit, Url, connect, sa
 from coserve.cli.jobtable import chosen_line, cut_line, job_line, job_table
 from coserve.client import JobHandle
 from coserve.schemas import Job
+from coserve.types import LoraSettings
+
+LORA = LoraSettings()
+"""What holds for an adapter unless it is told otherwise."""
 
 jobs_app = typer.Typer(no_args_is_help=True, help="List, watch and steer fine-tuning jobs.")
 
@@ -21,21 +25,45 @@ jobs_app = typer.Typer(no_args_is_help=True, help="List, watch and steer fine-tu
 def finetune(
     adapter: Annotated[str, typer.Argument(help="name of the adapter to make, or to add a version to")],
     file: Annotated[Path, typer.Argument(help="JSONL file of rows", exists=True, dir_okay=False)],
-    rank: Annotated[int | None, typer.Option(help="rank of a new adapter")] = None,
-    continue_from: Annotated[str | None, typer.Option(help="go on from NAME or NAME@VERSION")] = None,
-    epochs: Annotated[float | None, typer.Option(help="times through the corpus")] = None,
+    rank: Annotated[int | None, typer.Option(help=f"rank of a new adapter [default: {LORA.r}]")] = None,
+    alpha: Annotated[float | None, typer.Option(help="its scale is alpha / rank [default: twice the rank]")] = None,
+    targets: Annotated[
+        list[str] | None,
+        typer.Option(help="a linear module to adapt, q_proj say; may be repeated [default: all of the decoder layers]"),
+    ] = None,
+    continue_from: Annotated[
+        str | None, typer.Option(help="go on from NAME or NAME@VERSION, whose rank, alpha and targets hold")
+    ] = None,
+    epochs: Annotated[float | None, typer.Option(help="times through the corpus [default: chosen]")] = None,
     steps: Annotated[int | None, typer.Option(help="optimizer steps, instead of epochs")] = None,
-    learning_rate: Annotated[float | None, typer.Option(help="peak learning rate")] = None,
-    batch_tokens: Annotated[int | None, typer.Option(help="tokens of one optimizer step")] = None,
+    learning_rate: Annotated[float | None, typer.Option(help="peak learning rate [default: chosen]")] = None,
+    batch_tokens: Annotated[int | None, typer.Option(help="tokens of one optimizer step [default: chosen]")] = None,
+    validation_split: Annotated[
+        float | None, typer.Option(help="share of the rows held back to measure the loss on, from 0 to 1 [default: 0]")
+    ] = None,
     detach: Annotated[bool, typer.Option(help="print the job and do not wait for it")] = False,
     as_json: AsJson = False,
     url: Url = DEFAULT_URL,
     key: Key = None,
 ) -> None:
-    """Upload a corpus, start a job and follow it to its end."""
-    given = {"epochs": epochs, "steps": steps, "learning_rate": learning_rate, "batch_tokens": batch_tokens}
-    training = {name: value for name, value in given.items() if value is not None}
-    lora = None if rank is None else {"r": rank}
+    """Upload a corpus, start a job and follow it to its end.
+
+    Rows are JSON objects, one a line: {"text": ...}, {"prompt": ..., "completion": ...}, {"messages": [...]},
+    {"instruction": ..., "output": ...} (alpaca) or {"conversations": [...]} (ShareGPT); docs/data.md describes them.
+
+    Epochs, learning rate and batch are chosen from the size of the corpus and the width of the base unless they are
+    given. POST /finetune has further settings (schedule, dropout, early stopping, checkpoints, ...).
+    """
+    training = _given(
+        epochs=epochs,
+        steps=steps,
+        learning_rate=learning_rate,
+        batch_tokens=batch_tokens,
+        validation_split=validation_split,
+    )
+    lora = _given(r=rank, alpha=alpha, targets=targets) or None
+    if continue_from is not None and lora is not None:
+        raise typer.BadParameter("--rank, --alpha and --targets shape a new adapter; --continue-from has its own")
     with connect(url, key) as client:
         with warnings.catch_warnings(action="ignore", category=UserWarning):  # told below, in a line of our own
             job = client.finetune(adapter, file=file, continue_from=continue_from, lora=lora, training=training)
@@ -45,6 +73,11 @@ def finetune(
         if not as_json and (chosen := chosen_line(job.info)) is not None:
             print(chosen)
         _show_job(job.info if detach else _wait(job), as_json)
+
+
+def _given(**options: object) -> dict[str, object]:
+    """The options that were given."""
+    return {name: value for name, value in options.items() if value not in (None, [])}
 
 
 def _wait(job: JobHandle) -> Job:

@@ -46,6 +46,9 @@ async def test_the_description_is_whole(api: Api) -> None:
     assert "\\A" not in str(document)
     assert re.fullmatch(schemas["FinetuneRequest"]["properties"]["adapter"]["pattern"], "a-1")
     assert document["paths"]["/health"]["get"]["security"] == []
+    for field in ("text", "completion", "messages", "instruction", "conversations"):
+        assert f'"{field}":' in str(schemas["FinetuneRequest"]["properties"]["data"]), "the formats of rows are told"
+    assert "lora_alpha" in schemas["LoraSettings"]["description"], "so are PEFT's names for ours"
 
 
 BODIES = {
