@@ -19,7 +19,7 @@ export PYTHONSAFEPATH := 1
 help:
 	@echo "make demo               fine-tune and generate at once on the bundled base, with a report"
 	@echo "make test               lint, types and the whole CPU test suite"
-	@echo "make serve MODEL=NAME   the daemon on a model folder or a hub name"
+	@echo "make serve MODEL=NAME   the daemon on a model folder or a hub name; PORT= and DATA= too"
 	@echo "make bench              the benchmark workload against a running daemon"
 	@echo "make check              lint and types only"
 	@echo "make clean              remove the virtual environment and every cache"
@@ -48,7 +48,8 @@ demo: venv
 	@$(BIN)/coserve demo
 
 serve: venv
-	@$(BIN)/coserve serve --model "$(MODEL)"
+	@$(BIN)/coserve serve --model "$(MODEL)" \
+		$(if $(filter command,$(origin PORT)),--port "$(PORT)") $(if $(filter command,$(origin DATA)),--data-dir "$(DATA)")
 
 bench: venv
 	@$(BIN)/coserve bench
