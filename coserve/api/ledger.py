@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
@@ -20,6 +20,7 @@ from coserve.errors import (
     EngineUnavailable,
     JobNotFound,
     StorageBusy,
+    StorageError,
     WrongJobState,
 )
 from coserve.link import (
@@ -47,6 +48,10 @@ log = logging.getLogger(__name__)
 
 JobMessage = JobStarted | JobPaused | JobProgress | JobCheckpoint | JobWaiting | JobSucceeded | JobFailed | JobCancelled
 
+Progress = JobProgress | JobCheckpoint
+Writing = Callable[[Callable[[Registry], object]], Awaitable[object]]
+"""How the registry is changed: `RegistryThread` itself, or its `freeing`."""
+
 T = TypeVar("T")
 
 
@@ -69,6 +74,12 @@ class Ledger:
         self._clock = clock
         self._retries = Retries(backoff, sleep=sleep)
         self._waits = Retries(backoff, errors=StorageBusy, sleep=sleep)
+        self._late: dict[str, deque[Progress]] = {}
+        """Progress that the disk refused, of each job, oldest first; kept in memory until it can be written. A job
+        whose checkpoint finds no space waits, so these are at most the steps between two checkpoints."""
+        self._catching_up: asyncio.Task[None] | None = None
+        self._one_at_a_time = asyncio.Lock()
+        """Held while late progress is written: by the catch-up, or before a change of state."""
         self._inbox: asyncio.Queue[JobMessage] = asyncio.Queue()
         self._watchers: dict[str, set[asyncio.Event]] = {}
         self.deaths: Counter[str] = Counter()
@@ -103,12 +114,74 @@ class Ledger:
             self.announce(message.id)
 
     async def _write(self, message: JobMessage) -> None:
-        """Progress may be lost to a full disk; a change of state is tried again until it is written, and nothing is
-        lost to a lock. Later messages wait, so that the order stays."""
-        if isinstance(message, JobProgress | JobCheckpoint | JobWaiting):
-            await self._waits.run(f"progress of job {message.id}", lambda: self._apply(message))
+        """Progress that the disk refuses is written later, so that no change of state waits for it; a change of state is
+        tried again until it is written, after the progress before it. Nothing is lost to a lock."""
+        id = message.id
+        if isinstance(message, Progress):
+            if id in self._late:
+                self._postpone(message)
+                return
+            try:
+                await self._waits.run(f"progress of job {id}", lambda: self._apply(message))
+            except StorageError:
+                self._postpone(message)
+            return
+        if id in self._late:
+            await self._before_change(id)
+        if isinstance(message, JobWaiting):
+            await self._waits.run(f"job {id}", lambda: self._apply(message))
         else:
-            await self.insist(lambda: self._apply(message), f"job {message.id}")
+            await self.insist(lambda: self._apply(message), f"job {id}")
+
+    # ---- progress that the disk refused
+
+    def _postpone(self, message: Progress) -> None:
+        self._late.setdefault(message.id, deque()).append(message)
+        if self._catching_up is None or self._catching_up.done():
+            self._catching_up = asyncio.create_task(self._catch_up())
+
+    async def close(self) -> None:
+        """Write what is late with the space that is kept back, if need be; what does not fit is lost with the process."""
+        if self._catching_up is not None:
+            async with self._one_at_a_time:  # a step that is being written is written once
+                self._catching_up.cancel()
+        for id in list(self._late):
+            await self._before_change(id)
+
+    async def _catch_up(self) -> None:
+        """Write all that is late, as soon as the disk takes it."""
+        while self._late:
+            id = next(iter(self._late))
+            try:
+                await self._retries.run("progress of jobs", partial(self._write_late, id, self._registry))
+            except (WrongJobState, JobNotFound):  # the job was deleted meanwhile
+                self._late.pop(id, None)
+            self.announce(id)
+
+    async def _before_change(self, id: str) -> None:
+        """Write a job's late progress before a change of its state, with the space that is kept back."""
+        try:
+            await self._write_late(id, self._registry.freeing)
+        except StorageError as error:
+            log.warning("job %s: its last steps are written later: %s", id, error.message)
+        except CoserveError:
+            self._late.pop(id, None)
+
+    async def _write_late(self, id: str, write: Writing) -> None:
+        async with self._one_at_a_time:
+            while waiting := self._late.get(id):
+                await self._record(waiting[0], write)
+                waiting.popleft()
+            self._late.pop(id, None)
+
+    async def _record(self, message: Progress, write: Writing) -> None:
+        match message:
+            case JobProgress(id=id, metrics=metrics):
+                await write(lambda registry: registry.record_step(id, metrics))
+                self._metrics.step(metrics.tokens)
+            case JobCheckpoint(id=id, step=step):
+                await write(lambda registry: registry.record_checkpoint(id, step))
+                self.deaths.pop(id, None)
 
     async def insist(self, write: Callable[[], Awaitable[T]], what: str) -> T:
         """Write what must not be lost, again and again while the machine refuses it."""
@@ -119,12 +192,8 @@ class Ledger:
         match message:
             case JobStarted(total_steps=total, resumed_from=step):
                 await self._registry.freeing(lambda registry: registry.record_start(id, total, step))
-            case JobProgress(metrics=metrics):
-                await self._registry(lambda registry: registry.record_step(id, metrics))
-                self._metrics.step(metrics.tokens)
-            case JobCheckpoint(step=step):
-                await self._registry(lambda registry: registry.record_checkpoint(id, step))
-                self.deaths.pop(id, None)
+            case JobProgress() | JobCheckpoint():
+                await self._record(message, self._registry)
             case JobPaused():
                 await self._registry.freeing(lambda registry: registry.set_state(id, JobState.PAUSED))
             case JobWaiting(message=text):

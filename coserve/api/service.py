@@ -115,6 +115,7 @@ class Service:
         await self.helpers.close()
         await self._preparers.close()
         await self._ledger.settled()
+        await self._ledger.close()
         self.engine_lost()
         if self._writer is not None:
             self._writer.cancel()

@@ -9,12 +9,13 @@ from typing import Any
 
 import aiohttp
 import msgspec
+import pytest
 
 from coserve.api.jobs import MAX_DEATHS
 from coserve.finetune.data import Corpus
-from coserve.link import CancelJob, JobFailed, JobPaused, PauseJob, StartJob
+from coserve.link import CancelJob, JobFailed, JobPaused, JobProgress, JobWaiting, PauseJob, StartJob
 from coserve.state.failpoints import armed
-from coserve.types import BaseSpec
+from coserve.types import BaseSpec, StepMetrics
 from tests.support.api_server import REPLY, Api, serve_api
 from tests.support.fake_engine import write_peft
 
@@ -62,12 +63,54 @@ async def test_events_from_the_first_to_the_last_and_again_from_the_middle(api: 
     assert await api.events(job["id"], params={"after": "7"}) == []
 
 
-async def test_a_full_disk_may_cost_progress_but_no_state(api: Api) -> None:
-    api.service._ledger._retry_delay = 0.01
+def step(job: str, number: int) -> JobProgress:
+    metrics = StepMetrics(
+        step=number,
+        total_steps=40,
+        epoch=1.0,
+        loss=1.0,
+        learning_rate=1e-3,
+        grad_norm=1.0,
+        tokens=8,
+        target_tokens=8,
+        seconds=0.1,
+    )
+    return JobProgress(id=job, metrics=metrics)
+
+
+async def test_steps_that_a_full_disk_refuses_are_told_once_and_written_later(
+    api: Api, caplog: pytest.LogCaptureFixture
+) -> None:
+    api.engine.go_jobs.clear()
+    job = (await submit(api))["id"]
+    await api.job_until(job, "running")
+    with armed("registry.before_commit=ENOSPC"):
+        for number in range(1, 30):
+            await api.hear(step(job, number))
+        for _ in range(1000):
+            _, health = await api.call("GET", "/health")
+            if health["notes"]:
+                break
+            await asyncio.sleep(0.01)
+        told = [record.getMessage() for record in caplog.records if "disk is full" in record.getMessage()]
+    assert len(told) == 1, told
+    assert [note for note in health["notes"] if "the disk is full" in note], health["notes"]
+    await api.hear(JobWaiting(id=job, message="waiting for space"))  # after its last step
+    _, now = await api.call("GET", f"/finetune/{job}")
+    assert (now["step"], now["waiting"]) == (29, "waiting for space")
+    api.engine.go_jobs.set()
+    story = await api.events(job)
+    steps = [event["metrics"]["step"] for _, event in story if event["metrics"]]
+    assert steps[:29] == list(range(1, 30))
+
+
+async def test_a_full_disk_costs_neither_progress_nor_state(api: Api) -> None:
     with armed("registry.before_commit=ENOSPC@3;registry.before_commit=ENOSPC@6"):
         job = await submit(api)
         done = await api.job_until(job["id"], "succeeded")
     assert done["state"] == "succeeded"
+    story = await api.events(job["id"])
+    assert [event["metrics"]["loss"] for _, event in story if event["metrics"]] == [3.0, 1.5, 1.0]
 
 
 async def test_an_uploaded_file_and_a_local_path(api: Api) -> None:
