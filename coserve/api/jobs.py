@@ -218,7 +218,10 @@ class Jobs:
                     while record.state is not wanted and not record.state.terminal:
                         await news.wait()
                         news.clear()
-                        record = await self._registry(lambda registry: registry.job(id))
+                        if self._engine.alive:
+                            record = await self._registry(lambda registry: registry.job(id))
+                        else:
+                            record = await self._commits.run(self._change_without_engine(id, wanted))
             except TimeoutError:
                 log.warning("job %s: still %s, though it was to be %s", id, record.state, wanted)
         if (record.state is wanted or record.state.terminal) and self._wanted.get(id) is wanted:
@@ -236,9 +239,21 @@ class Jobs:
                 self._wanted[id] = wanted
                 self._engine.send(message)
                 return record
-            if wanted is JobState.CANCELLED:
-                return await self._ledger.end(id, lambda registry: registry.set_state(id, wanted))
-            return await self._registry.freeing(lambda registry: registry.set_state(id, wanted))
+            return await self._change(id, wanted)
+
+    async def _change_without_engine(self, id: str, wanted: JobState) -> JobRecord:
+        """The engine died before it obeyed: the registry changes at once, after all that this engine has said."""
+        async with self._changes:
+            await self._ledger.settled()
+            record = await self._registry(lambda registry: registry.job(id))
+            if self._engine.alive or not record.state.can_become(wanted):
+                return record
+            return await self._change(id, wanted)
+
+    async def _change(self, id: str, wanted: JobState) -> JobRecord:
+        if wanted is JobState.CANCELLED:
+            return await self._ledger.end(id, lambda registry: registry.set_state(id, wanted))
+        return await self._registry.freeing(lambda registry: registry.set_state(id, wanted))
 
 
 def _replaced(job: JobSpec, current: int | None) -> tuple[str, ...]:

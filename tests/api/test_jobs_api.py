@@ -224,6 +224,19 @@ async def test_an_order_outlives_the_engine_that_did_not_obey(api: Api) -> None:
     assert not [message for message in api.engine.told if isinstance(message, StartJob)]
 
 
+@pytest.mark.parametrize(("order", "state"), [("pause", "paused"), ("cancel", "cancelled")])
+async def test_an_order_does_not_wait_for_the_next_engine(api: Api, order: str, state: str) -> None:
+    api.engine.go_jobs.clear()
+    job = await submit(api)
+    await api.job_until(job["id"], "running")
+    api.engine._handle = lambda message: None  # type: ignore[method-assign]  # hears, and does nothing
+    asked = asyncio.create_task(api.call("POST", f"/finetune/{job['id']}/{order}"))
+    await api.engine.saw(PauseJob if order == "pause" else CancelJob)
+    await api.engine.die()
+    status, answer = await asyncio.wait_for(asked, 20)  # less than the time that an order waits for an engine
+    assert (status, answer["state"]) == (200, state)
+
+
 async def test_a_job_that_fails_says_why(api: Api) -> None:
     api.engine.fail_jobs = JobFailed(id="", code="non_finite_loss", message="the loss is nan at step 2")
     job = await submit(api)
