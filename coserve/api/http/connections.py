@@ -40,6 +40,8 @@ class Connections:
         self._idle: dict[web.RequestHandler, float] = {}
         """Since when; longest first."""
         self._busy: set[web.RequestHandler] = set()
+        self._passing: set[web.RequestHandler] = set()
+        """In the reserve: closed once they are answered, whatever of a body is still to come."""
         self._storm = Storm("connections refused: all are busy; see --max-connections", clock)
 
     def accept(self, make: Callable[[], web.RequestHandler]) -> asyncio.BaseProtocol:
@@ -81,7 +83,12 @@ class Connections:
             connection = request.protocol
             self._idle.pop(connection, None)
             self._busy.add(connection)
-            if len(self._busy) > self._limit and request.path != HEALTH:
+            if len(self._busy) > self._limit:
+                self._passing.add(connection)
+                if request.path == HEALTH and request.method in ("GET", "HEAD"):
+                    answer = await handler(request)
+                    answer.force_close()  # says so in its head
+                    return answer
                 self._storm.tell()
                 raise TooManyConnections(f"{self._limit} connections are busy already")
             return await handler(request)
@@ -92,10 +99,14 @@ class Connections:
         """Its answer has been sent, which most are after the middleware: the connection is idle, if it still is one."""
         self._busy.discard(connection)
         self._idle.pop(connection, None)
-        if connection.transport is not None:
+        if connection in self._passing:
+            self._passing.discard(connection)
+            connection.force_close()
+        elif connection.transport is not None:
             self._idle[connection] = self._clock()
 
     def lost(self, connection: web.RequestHandler) -> None:
+        self._passing.discard(connection)
         self._busy.discard(connection)
         self._idle.pop(connection, None)
 
