@@ -13,8 +13,8 @@ import re2
 
 from coserve.adapters.targets import is_name, pattern_matches
 
-MAX_STEPS = 1 << 28
-"""What all patterns of one config may cost (`Steps`): at most some seconds."""
+MAX_STEPS = 1 << 26
+"""What all patterns of one config may cost (`Steps`): at most about half a second."""
 _LEAST_STEPS = 1 << 8
 _COMPILED_STEPS = 1 << 6
 """Per instruction of a compiled pattern."""
@@ -34,6 +34,10 @@ _SHARED = re.compile(
     )*+""",
     re.VERBOSE,
 )
+
+
+MAX_EXPRESSIONS = 64
+"""Regular expressions in a table of ranks or alphas: compiling one takes about 60 us. Names are not counted."""
 
 
 class UnsupportedPattern(ValueError):
@@ -92,9 +96,12 @@ class FirstMatch:
         self._patterns = {
             source: None if is_name(source) else Pattern(source, steps, form=r"(.*\.)?({})$") for source in sources
         }
+        self._too_many = sum(pattern is not None for pattern in self._patterns.values()) > MAX_EXPRESSIONS
 
     def find(self, site: str) -> str | None:
         """The pattern. Raises `UnsupportedPattern` if one that must be tried for that cannot be."""
+        if self._too_many:
+            raise UnsupportedPattern(f"expected at most {MAX_EXPRESSIONS} regular expressions, got more")
         for source, pattern in self._patterns.items():
             if pattern is None:
                 self._steps.spend(_LEAST_STEPS)

@@ -156,6 +156,13 @@ def test_a_config_that_is_not_implemented_is_refused_by_name(tmp_path: Path, key
     assert len(str(refused.value)) < 400
 
 
+def test_many_regular_expressions_are_refused_by_name(tmp_path: Path) -> None:
+    config = CONFIG | {"alpha_pattern": {f"(a|b){i}": 3 for i in range(9_000)}}
+    with pytest.raises(UnsupportedAdapter, match="alpha_pattern: expected at most 64 regular expressions") as refused:
+        inspect_adapter(write(tmp_path, config), BASE)
+    assert refused.value.field == "alpha_pattern"
+
+
 def test_what_may_be_submitted_may_be_imported(tmp_path: Path) -> None:
     (site, *_) = SITES
     lora = LoraSettings(r=2, alpha=MAX_ALPHA, targets=(site,), alpha_pattern={"q_proj": MAX_ALPHA})
