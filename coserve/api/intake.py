@@ -19,6 +19,7 @@ from aiohttp import BodyPartReader, MultipartReader, web
 from aiohttp.client_exceptions import ClientPayloadError
 from aiohttp.http_exceptions import HttpProcessingError
 
+from coserve.api.http.multipart import multipart_reader
 from coserve.api.http.server import ask_for_body
 from coserve.api.requests import decode_json
 from coserve.api.tasks.decode import Decode, DecodeCorpus, decode_body, decode_corpus, decoded, unpack
@@ -134,6 +135,7 @@ class Intake:
             async with asyncio.timeout(self._timeout):
                 while len(chunk) < CHUNK and (some := await request.content.read(CHUNK - len(chunk))):
                     chunk += some
+                    await asyncio.sleep(0)  # what has come already is read without waiting
         check_size(request, limit)
         return bytes(chunk)
 
@@ -164,7 +166,7 @@ class Intake:
         """Save the files, return the settings."""
         settings: bytes | None = None
         files: set[str] = set()
-        reader = await request.multipart()
+        reader = multipart_reader(request)
         while (part := await self._next_part(reader)) is not None:
             if part.name == "settings" and settings is None:
                 settings = await self._settings(request, part)

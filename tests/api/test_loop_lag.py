@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import http.client
 import json
+import socket
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 
 import pytest
 
@@ -105,6 +107,8 @@ JSON_BODIES: dict[str, tuple[str, Callable[[], bytes], set[int]]] = {
     "stop texts": ("/generate", lambda: joined(b'{"prompt": "x", "stop": [', b'"aa"', BIG, b"]}"), {400}),
 }  # fmt: skip
 CORPORA: dict[str, tuple[Callable[[], bytes], set[int]]] = {
+    "blank lines": (lambda: b"\n" * (4 * MIB), {400}),
+    "blank lines behind a part": (lambda: corpus(b'{"text": "cat"}')[:-7] + b"\r\n--b" + b"\r\n" * MIB, {400}),
     "a row of 3 MB": (lambda: corpus(b'{"text": "' + b"the cat sat " * (MIB // 4) + b'"}'), {202}),
     "a field twice": (lambda: corpus(duplicates(2 * MIB)), {422}),
     "a row of small lists": (lambda: corpus(joined(b'{"text": [', b"[]", 8 * MIB, b"]}")), {422}),
@@ -209,6 +213,21 @@ def test_corpora(server: Watched, name: str) -> None:
     status, answer = post(server, "/finetune", body, "multipart/form-data; boundary=b")
     longest = server.ask("measure")
     assert status in statuses, answer[:500]
+    assert longest < MOST, f"{longest:.0f} ms"
+
+
+@pytest.mark.parametrize("kind", ["application/json", "multipart/form-data; boundary=b"])
+def test_chunks_of_one_byte(server: Watched, kind: str) -> None:
+    server.ask("measure")
+    with socket.create_connection(("127.0.0.1", server.port), timeout=120) as sock:
+        head = (
+            f"POST /finetune HTTP/1.1\r\nHost: localhost\r\nContent-Type: {kind}\r\nTransfer-Encoding: chunked\r\n\r\n"
+        )
+        with suppress(ConnectionError):  # it may be refused before its end
+            sock.sendall(head.encode() + b"1\r\n \r\n" * 300_000 + b"0\r\n\r\n")
+        answer = sock.recv(1024)
+    longest = server.ask("measure")
+    assert answer.startswith(b"HTTP/1.1 400 "), answer
     assert longest < MOST, f"{longest:.0f} ms"
 
 

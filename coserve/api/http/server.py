@@ -31,6 +31,8 @@ EXPECTS = web.RequestKey("expects", bool)
 """The client waits for `100 Continue` before it sends the body."""
 OF_THE_RUNNER = ("handle_signals", "handler_cancellation", "shutdown_timeout")
 """Options that are none of a connection's."""
+READ_SIZE = 8 << 10
+"""Bytes that are received and parsed in one turn of the event loop: chunks of one byte cost some µs each."""
 LEAST = 64 << 10
 """Bytes that a reader must take within the deadline, if so many wait for it."""
 
@@ -92,6 +94,10 @@ class HttpConnection(RequestHandler):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         assert isinstance(transport, asyncio.Transport)
         self._wire = transport  # aiohttp forgets its own when it closes, though bytes may still wait in it
+        if hasattr(
+            transport, "max_size"
+        ):  # asyncio's own socket transports: what one receives at once is parsed at once
+            transport.max_size = READ_SIZE
         transport.set_write_buffer_limits(high=0)  # "paused" then means that something waits for the reader
         sock = transport.get_extra_info("socket")
         if sock is not None and hasattr(socket, "TCP_USER_TIMEOUT"):  # for what is left when the connection is closed
