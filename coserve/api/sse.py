@@ -10,8 +10,8 @@ from aiohttp import web
 _encoder = msgspec.json.Encoder()
 SMALL = 1 << 14
 """Bytes that a connection with nothing left to send takes without waiting."""
-RUN = 16
-RUN_BYTES = 1 << 14
+RUN = 4
+RUN_BYTES = 1 << 12
 """Events, and bytes of events, that are sent in one turn of the event loop, however fast their reader is."""
 
 

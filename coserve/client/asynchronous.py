@@ -70,7 +70,7 @@ class AsyncClient:
         sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
         rng: random.Random | None = None,
     ) -> None:
-        base_url = base_url or os.environ.get("COSERVE_URL") or DEFAULT_URL
+        base_url = (os.environ.get("COSERVE_URL") or DEFAULT_URL) if base_url is None else base_url
         api_key = os.environ.get("COSERVE_API_KEY") or None if api_key is None else api_key
         if api_key is not None and not (
             api_key.isascii() and api_key.isprintable() and api_key.strip() == api_key != ""

@@ -91,7 +91,8 @@ async def test_metrics_count_requests_and_jobs(api: Api) -> None:
     assert found["coserve_generation_tokens_total"] == 2 * len(api.reply)
     assert found["coserve_time_to_first_token_seconds_count"] == 2
     assert found["coserve_request_queue_time_seconds_count"] == 2
-    assert found["coserve_inter_token_latency_seconds_count"] == 2 * (len(api.reply) - 1)
+    # Tokens that have piled up leave in one chunk, which has one latency.
+    assert 0 < found["coserve_inter_token_latency_seconds_count"] <= 2 * (len(api.reply) - 1)
     assert found["coserve_e2e_request_latency_seconds_count"] == 2
     assert found["coserve_train_tokens_total"] == 30
     assert found["coserve_jobs_ended_total,state=succeeded"] == 1

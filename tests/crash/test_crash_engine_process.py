@@ -4,23 +4,33 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from coserve.state.failpoints import FILE_STEPS
 from tests.support.crash_oracle import Oracle, Reference, curve_of
 
+OTHERS = [
+    ("adapter.publish=kill-group", "job"),
+    ("finetune.mid_step=kill-group@3", "job"),
+    ("remove.before_rename=kill-group", "job"),
+    ("remove.after_rename=kill-group", "job"),
+    ("generate.mid_stream=kill-group@3", "stream"),
+    ("shutdown=kill-group", "stop"),
+]
+DEATHS = {
+    "checkpoint": [(f"checkpoint.{step}=kill-group@2", "job") for step in FILE_STEPS],
+    "adapter": [(f"adapter.{step}=kill-group", "job") for step in FILE_STEPS],
+    "others": OTHERS,
+}
 
+
+@pytest.mark.parametrize("where", DEATHS)
 def test_a_daemon_killed_at_each_failpoint_of_the_engine_process(
-    model: Path, reference: Reference, tmp_path: Path
+    model: Path, reference: Reference, tmp_path: Path, where: str
 ) -> None:
     oracle = Oracle(model, tmp_path / "data", reference)
-    for step in FILE_STEPS:
-        oracle.die_at(f"checkpoint.{step}=kill-group@2", "job")
-        oracle.die_at(f"adapter.{step}=kill-group", "job")
-    oracle.die_at("adapter.publish=kill-group", "job")
-    oracle.die_at("finetune.mid_step=kill-group@3", "job")
-    oracle.die_at("remove.before_rename=kill-group", "job")
-    oracle.die_at("remove.after_rename=kill-group", "job")
-    oracle.die_at("generate.mid_stream=kill-group@3", "stream")
-    oracle.die_at("shutdown=kill-group", "stop")
+    for rule, act in DEATHS[where]:
+        oracle.die_at(rule, act)
     oracle.settle()
 
 

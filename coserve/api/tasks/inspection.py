@@ -15,7 +15,7 @@ from coserve.adapters.gate import CONFIG
 from coserve.adapters.peft import WEIGHTS, inspect_adapter
 from coserve.adapters.record import record_adapter
 from coserve.adapters.tensorfile import open_regular
-from coserve.errors import CoserveError
+from coserve.errors import CoserveError, StorageError
 from coserve.offload.pool import HelperPool
 from coserve.offload.protocol import Context
 from coserve.state.records import AdapterRecord
@@ -81,12 +81,17 @@ def record(context: Context, arguments: bytes, body: bytes) -> bytes:
 
 
 def _json_bytes(folder: Path) -> int:
-    """How much JSON the files claim to hold; 0 if they cannot be read: whoever reads them says why."""
+    """How much JSON the files claim to hold; 0 for files that are none of an adapter: whoever reads them says why.
+
+    Raises `StorageError` leaves.
+    """
     try:
         with (
             os.fdopen(open_regular(folder, CONFIG), "rb") as config,
             os.fdopen(open_regular(folder, WEIGHTS), "rb") as file,
         ):
             return os.fstat(config.fileno()).st_size + int.from_bytes(file.read(8), "little")
+    except StorageError:
+        raise
     except (CoserveError, OSError):
         return 0
