@@ -69,7 +69,11 @@ class Submission:
         corpus = await self._tokenize(self._source(request, upload), longest)
         try:
             training, auto = choose_training(
-                request.training, rows=corpus.rows, tokens=corpus.token_count, hidden=spec.hidden
+                request.training,
+                rows=corpus.rows,
+                tokens=corpus.token_count,
+                targets=corpus.target_tokens,
+                hidden=spec.hidden,
             )
             plan = await asyncio.to_thread(Plan, await asyncio.to_thread(corpus.read_lengths), training, limit)
         except BaseException:

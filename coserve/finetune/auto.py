@@ -6,6 +6,8 @@ The rules, and what they rest on (docs/decisions.md has the measurements):
   falls with the base's width (Thinking Machines, "LoRA Without Regret", 2025): `5e-4 * 2048 / hidden`.
 - `batch_tokens`: LoRA loses more to large batches than full fine-tuning does (same source), and a small corpus in large
   batches has too few steps. An epoch has about 16 steps; a batch has 64 to 8192 tokens.
+  Where less than a quarter of the tokens is learned (long templates and prompts, short answers), the lower bound counts
+  four tokens for each one learned: the same answers then get as many epochs behind a long template as behind a short one.
 - `epochs`: at least 3, and more for a small corpus, until it has had about 200 steps or 30 epochs. A corpus of
   more than 20,000 steps in three epochs gets fewer, down to 1.
 """
@@ -25,16 +27,19 @@ MIN_STEPS = 200
 MAX_STEPS = 20_000
 USUAL_EPOCHS = 3
 MAX_EPOCHS = 30
+MAX_CONTEXT_SHARE = 4
+"""Tokens that count for each one that is learned, at most."""
 RATE_AT_2048 = 5e-4
 RATE_BOUNDS = (1e-4, 4e-3)
 
 
 def choose_training(
-    request: TrainingRequest, *, rows: int, tokens: int, hidden: int
+    request: TrainingRequest, *, rows: int, tokens: int, hidden: int, targets: int | None = None
 ) -> tuple[TrainingSettings, tuple[str, ...]]:
     """The settings with every "auto" replaced, and the names of the fields that were chosen here.
 
-    `rows` and `tokens` are those of the corpus, once through; `hidden` is the base's width. Explicit values stay as they
+    `rows`, `tokens` and `targets` (the tokens that are learned; None: all) are those of the corpus, once through; `hidden`
+    is the base's width. Explicit values stay as they
     are, and the others follow them: with a given batch, epochs are counted in its steps.
     """
     chosen: list[str] = []
@@ -43,7 +48,7 @@ def choose_training(
         rate = choose_learning_rate(hidden)
         chosen.append("learning_rate")
     if batch == "auto":
-        batch = choose_batch_tokens(tokens)
+        batch = choose_batch_tokens(tokens, targets)
         chosen.append("batch_tokens")
     if epochs == "auto" or epochs is None:
         epochs = None
@@ -60,9 +65,11 @@ def choose_learning_rate(hidden: int) -> float:
     return float(f"{min(high, max(low, RATE_AT_2048 * 2048 / max(1, hidden))):.1e}")
 
 
-def choose_batch_tokens(tokens: int) -> int:
-    """A sixteenth of the corpus, within bounds."""
-    return min(MAX_BATCH_TOKENS, max(MIN_BATCH_TOKENS, math.ceil(tokens / STEPS_PER_EPOCH)))
+def choose_batch_tokens(tokens: int, targets: int | None = None) -> int:
+    """A sixteenth of the corpus, within bounds; the lower one counts little of what is context, the upper one all."""
+    counted = tokens if targets is None else min(tokens, MAX_CONTEXT_SHARE * max(1, targets))
+    batch = max(MIN_BATCH_TOKENS, math.ceil(counted / STEPS_PER_EPOCH)) * tokens / max(1, counted)
+    return min(MAX_BATCH_TOKENS, math.ceil(batch))
 
 
 def choose_epochs(steps_per_epoch: int) -> float:

@@ -39,6 +39,16 @@ def test_small_corpora_get_enough_steps(rows: int, length: int) -> None:
     assert steps >= (30 if rows < 4 else 100)
 
 
+def test_a_long_template_takes_no_epochs_from_what_is_learned() -> None:
+    """30 short answers, behind short questions and behind the alpaca template."""
+    short, _ = choose_training(TrainingRequest(), rows=30, tokens=512, targets=150, hidden=256)
+    long, _ = choose_training(TrainingRequest(), rows=30, tokens=1862, targets=150, hidden=256)
+    assert short.epochs is not None and long.epochs is not None and long.epochs >= 0.8 * short.epochs
+    for rows, tokens in ((48, 4012), (100_000, 10_000_000)):  # mostly learned, or large: as before
+        given = choose_training(TrainingRequest(), rows=rows, tokens=tokens, targets=tokens // 2, hidden=256)
+        assert given == choose_training(TrainingRequest(), rows=rows, tokens=tokens, hidden=256)
+
+
 def test_less_data_never_means_fewer_epochs() -> None:
     epochs = [
         choose_training(TrainingRequest(), rows=rows, tokens=rows * 100, hidden=4096)[0].epochs or 0
