@@ -39,6 +39,7 @@ class _Wait:
     """A finished job until the disk takes its files: `delays` in seconds, `timer` of the next attempt."""
 
     delays: Iterator[float]
+    message: str
     timer: asyncio.TimerHandle | None = None
 
 
@@ -72,8 +73,9 @@ class Jobs:
 
     @property
     def troubles(self) -> tuple[str, ...]:
-        """Starts of jobs that are being tried again."""
-        return self._retries.notes
+        """Starts and publications of jobs that are being tried again."""
+        waiting = (f"end of job {job}: {wait.message}; it is tried again" for job, wait in self._waiting.items())
+        return (*self._retries.notes, *waiting)
 
     def __len__(self) -> int:
         """Jobs that are active or in line."""
@@ -183,7 +185,7 @@ class Jobs:
         self._turns.remove(job)
         wait = self._waiting.get(job)
         if wait is None:
-            wait = self._waiting[job] = _Wait(FOR_EVER.delays())
+            wait = self._waiting[job] = _Wait(FOR_EVER.delays(), message.message)
             log.warning("job %s: %s", job, message.message)
             self._send(message)
         wait.timer = asyncio.get_running_loop().call_later(next(wait.delays), self._attempt, job)

@@ -103,7 +103,9 @@ class Run:
     def _advance(self, pieces: int | None) -> StepMetrics | None:
         kind, self.pieces_done = self.next_piece, 0
         while pieces is None or (self.pieces_done < pieces and self.next_piece is kind):
-            came = next(self._work, Boundary.MICRO_BATCH)
+            came = next(self._work, None)
+            if came is None:  # the job had finished before: no piece
+                return None
             self.pieces_done += 1
             self.next_piece = came if isinstance(came, Piece) else Piece.BEGIN
             self.mid_step = not isinstance(came, StepMetrics)

@@ -109,6 +109,7 @@ class Trainer:
         The optimizer step, an evaluation's end, a checkpoint and the publication belong to the piece before them.
         """
         run = self._runs[job]
+        self.pieces_done = 0  # also where the slice fails: its time says nothing of pieces
         messages: list[FromEngine] = []
         try:
             with self._own_errors():
