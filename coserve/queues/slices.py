@@ -9,6 +9,9 @@ from coserve.types import Piece
 
 ANY = "any"
 """Pieces of all kinds together."""
+ONCE_A_STEP = (Piece.UPDATE,)
+"""Kinds that come once an optimizer step and cannot be cut. They are predicted as any piece is: where no slack ever holds
+one, each step would wait `train_patience` for it; so one slice of a step may be late instead."""
 
 
 class Slices:
@@ -39,6 +42,8 @@ class Slices:
     def predict(self, job: str, kind: Piece) -> float:
         """Seconds of the job's next piece; before it had any of its kind, of other jobs' pieces of that kind, or of any piece.
         0 if nothing is known."""
+        if kind in ONCE_A_STEP:
+            return self._costs.predict(ANY)
         return self._costs.predict((job, kind), kind, ANY)
 
     def ran(self, decision: Train, kind: Piece, pieces: int, seconds: float, now: float) -> None:

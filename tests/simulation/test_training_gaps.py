@@ -107,12 +107,19 @@ def test_no_gap_where_pieces_fill_most_of_the_slack(at: int, seconds: float) -> 
 
 
 def test_a_kind_that_is_too_slow_holds_up_itself_alone() -> None:
-    """An optimizer step of 1.2 s never fits: it waits for its patience once, and the pieces of other kinds for nothing."""
-    said = live(lambda kind, number: 1.2 if kind is Piece.UPDATE else 0.01)
+    """A micro-batch whose first piece takes 1.2 s: that never fits, it waits for its patience once, and the pieces of other kinds for nothing."""
+    said = live(lambda kind, number: 1.2 if kind is Piece.BEGIN else 0.01)
     assert max(gaps(said)) <= 1.2 + PATIENCE + STEP
     stats = last_stats(said)
     assert 0 < stats.patience_slices <= len(gaps(said)) + 1
     assert stats.starving is None, "the other pieces fit"
+
+
+def test_an_optimizer_step_that_no_slack_holds_waits_for_nothing() -> None:
+    """It comes once a step and cannot be cut: it is late once a step, instead of stopping training for its patience."""
+    said = live(lambda kind, number: 0.3 if kind is Piece.UPDATE else 0.01)
+    assert max(gaps(said)) <= 0.3 + STEP
+    assert last_stats(said).patience_slices == 0
 
 
 def test_training_that_runs_by_patience_alone_says_so() -> None:
