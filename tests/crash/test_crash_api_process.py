@@ -19,6 +19,7 @@ DEATHS = {
 }
 
 
+@pytest.mark.timeout(1200)  # a slow machine starts each daemon in many seconds
 @pytest.mark.parametrize("where", DEATHS)
 def test_a_daemon_killed_at_each_failpoint_of_the_api_process(
     model: Path, reference: Reference, tmp_path: Path, where: str
