@@ -187,11 +187,6 @@ def _check_secret(name: str, secret: str) -> None:
         raise ConfigError(f"{name}: expected printable ASCII characters without blanks")
 
 
-def child_environment(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """The environment for the processes that the daemon starts: without its secrets, which they do not need."""
-    return {name: value for name, value in environ.items() if name.upper() != "COSERVE_API_KEY"}
-
-
 def _parse(name: str, text: str) -> object:
     """A setting from the text of an environment variable. Raises `ConfigError`; a secret's value is not repeated."""
     hint = get_type_hints(Config)[name]

@@ -15,7 +15,6 @@ import logging
 import os
 import signal
 import socket
-import sys
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
@@ -28,7 +27,7 @@ from coserve.api.app import STREAMS_TIMEOUT, make_app, make_runner
 from coserve.api.http.connections import connection_limit, quiet_accept
 from coserve.api.http.heap import freeze_heap
 from coserve.api.service import Service
-from coserve.config import Config, child_environment, config_to_json
+from coserve.config import Config, config_to_json
 from coserve.errors import (
     EngineUnavailable,
     PortInUse,
@@ -38,6 +37,7 @@ from coserve.link import EngineReady, EngineRefused, FromEngine, Link, Shutdown,
 from coserve.logs.format import log_event
 from coserve.model.source import check_source
 from coserve.model.tokenizer import Tokenizer
+from coserve.processes import start_child
 from coserve.state.folder import DataFolder
 from coserve.state.registry import Registry
 from coserve.state.reserve import Reserve
@@ -67,15 +67,7 @@ class EngineProcess:
             with theirs:
                 link = await api_end(ours)
                 undo.push_async_callback(link.close)
-                process = await asyncio.create_subprocess_exec(
-                    sys.executable,
-                    "-m",
-                    "coserve.worker",
-                    str(theirs.fileno()),
-                    stdin=asyncio.subprocess.PIPE,
-                    pass_fds=(theirs.fileno(),),
-                    env=child_environment(),
-                )
+                process = await start_child("coserve.worker", theirs, stdin=asyncio.subprocess.PIPE)
             undo.push_async_callback(_kill, process)
             log_event(log, "engine starts", engine_pid=process.pid, model=config.model)
             ready = await cls._hear(process, link, config)

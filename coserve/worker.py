@@ -7,11 +7,9 @@ socket pair as file descriptor FD. It talks to nobody else, and dies with its pa
 from __future__ import annotations
 
 import asyncio
-import ctypes
 import gc
 import logging
 import os
-import signal
 import socket
 import sys
 import threading
@@ -40,6 +38,7 @@ from coserve.memory.kv import CPU_TOKENS, KvCache
 from coserve.memory.plan import Work
 from coserve.model.base import Base, load_base
 from coserve.model.lora import LoraWeights
+from coserve.processes import obey_parent
 from coserve.queues.policy import make_policy
 from coserve.state.failpoints import failpoint
 from coserve.state.folder import DataFolder
@@ -47,7 +46,6 @@ from coserve.types import AdapterRef
 
 log = logging.getLogger(__name__)
 
-PR_SET_PDEATHSIG = 1
 EXACT_THREADS = 2
 STEP_TOKENS = {"cpu": 512, "cuda": 2048}
 """Most tokens of a generation step unless told otherwise."""
@@ -190,10 +188,7 @@ async def _run(config: Config, fd: int) -> None:
 
 
 def main() -> None:
-    if sys.platform == "linux":  # a kill -9 of the parent must not leave a second writer in the data folder
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    for number in (signal.SIGINT, signal.SIGTERM):  # they reach the whole group; the parent says when to stop
-        signal.signal(number, signal.SIG_IGN)
+    obey_parent()
     config = config_from_json(sys.stdin.buffer.read())
     set_up_logging("engine", LogSettings.of(config))
     disable_progress_bar()

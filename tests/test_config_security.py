@@ -8,8 +8,9 @@ import pytest
 from typer.testing import CliRunner
 
 from coserve.cli import app
-from coserve.config import Config, child_environment, load_config
+from coserve.config import Config, load_config
 from coserve.errors import ConfigError
+from coserve.processes import child_environment
 
 KEY = "0123456789abcdef"
 BLANK = ("", " ", " " * 20, "\t\n")

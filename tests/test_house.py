@@ -20,6 +20,7 @@ FLOORS = {
     "hints": 1,
     "logs": 2,
     "config": 2,
+    "processes": 2,
     "schemas": 2,
     "link": 2,
     "client": 2,

@@ -5,13 +5,12 @@ It ends when the other end closes. It never imports torch, and knows no secret.
 
 from __future__ import annotations
 
-import ctypes
 import logging
 import resource
-import signal
 import socket
 import sys
 import time
+from pathlib import Path
 from typing import BinaryIO
 
 import msgspec
@@ -20,10 +19,9 @@ from coserve.errors import CoserveError, InternalError
 from coserve.logs.setup import LogSettings, set_up_logging
 from coserve.model.tokenizer import Tokenizer
 from coserve.offload.protocol import Call, Context, Reply, Task, failure_of, find
+from coserve.processes import obey_parent
 
 log = logging.getLogger(__name__)
-
-PR_SET_PDEATHSIG = 1
 
 
 class _Answers:
@@ -55,8 +53,15 @@ def _read_call(file: BinaryIO) -> tuple[Call, bytes] | None:
 
 
 def _peak_memory() -> int:
-    """Bytes."""
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    """Bytes that this process had resident at most.
+
+    Not `ru_maxrss` where the kernel tells better: a new process inherits there what its parent had.
+    """
+    try:
+        status = Path("/proc/self/status").read_text()
+    except OSError:
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+    return int(status.partition("VmHWM:")[2].split()[0]) * 1024
 
 
 def _run(context: Context, call: Call, body: bytes) -> tuple[Reply, bytes]:
@@ -73,9 +78,7 @@ def _run(context: Context, call: Call, body: bytes) -> tuple[Reply, bytes]:
 
 def main() -> None:
     set_up_logging("helper", LogSettings(level=sys.argv[2], format=sys.argv[3]))
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the parent closes the socket
+    obey_parent()
     with socket.socket(fileno=int(sys.argv[1])) as sock, sock.makefile("rb") as calls, sock.makefile("wb") as file:
         answers = _Answers(file)
         first = _read_call(calls)

@@ -9,16 +9,15 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import socket
-import sys
 from collections.abc import Callable
 from functools import cached_property
 
 import msgspec
 
-from coserve.config import child_environment
 from coserve.errors import CoserveError, HelperLost, InvalidRequest
 from coserve.logs.setup import LogSettings
 from coserve.offload.protocol import Call, Reply, Task, error_of, name_of
+from coserve.processes import start_child
 from coserve.state.commits import uncancelled
 
 CHUNK = 256 << 10
@@ -45,16 +44,8 @@ class HelperProcess:
         """`setup`: the tokenizer's state. Raises `ConnectionError` if it dies, `TimeoutError` if it does not read."""
         ours, theirs = socket.socketpair()
         with theirs:
-            process = await asyncio.create_subprocess_exec(
-                sys.executable,
-                "-m",
-                "coserve.offload.main",
-                str(theirs.fileno()),
-                log.level,
-                log.format,
-                stdin=asyncio.subprocess.DEVNULL,
-                pass_fds=(theirs.fileno(),),
-                env=child_environment(),
+            process = await start_child(
+                "coserve.offload.main", theirs, log.level, log.format, stdin=asyncio.subprocess.DEVNULL
             )
         reader, writer = await asyncio.open_connection(sock=ours, limit=CHUNK)
         helper = cls(process, reader, writer)

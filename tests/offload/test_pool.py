@@ -81,6 +81,14 @@ async def test_results_errors_and_large_bodies(pool: HelperPool, monkeypatch: py
     assert await helper_pid(pool) == first  # errors don't cost a process
 
 
+async def test_a_parent_with_much_memory_costs_no_process(pool: HelperPool) -> None:
+    """Linux counts the parent's resident memory into the peak of a process that it starts."""
+    held = b"x" * (pool_module.MOST_MEMORY + (64 << 20))
+    first = await helper_pid(pool)
+    assert await helper_pid(pool) == first
+    del held
+
+
 async def test_a_call_that_is_cancelled_takes_its_process_with_it(pool: HelperPool) -> None:
     first = await helper_pid(pool)
     call = asyncio.create_task(pool.run(tasks.sleep, NOTHING))
