@@ -8,6 +8,7 @@ checkpoints.
 from __future__ import annotations
 
 import asyncio
+import concurrent.futures
 import contextlib
 import dataclasses
 import errno
@@ -15,9 +16,11 @@ import logging
 import os
 import signal
 import socket
+import threading
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from typing import TypeVar
 
 from aiohttp import web
 
@@ -38,6 +41,7 @@ from coserve.logs.format import log_event
 from coserve.model.source import check_source
 from coserve.model.tokenizer import Tokenizer
 from coserve.processes import start_child
+from coserve.state.failpoints import failpoint
 from coserve.state.folder import DataFolder
 from coserve.state.registry import Registry
 from coserve.state.reserve import Reserve
@@ -45,6 +49,8 @@ from coserve.state.thread import RegistryThread
 from coserve.supervisor import EngineDied, Supervisor
 
 log = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 STOP_TIMEOUT = 60.0
 """Seconds that the engine has to save checkpoints."""
@@ -152,7 +158,6 @@ async def _serving(config: Config) -> AsyncIterator[tuple[int, Supervisor, async
     config = dataclasses.replace(config, max_connections=connection_limit(config.max_connections))
     asyncio.get_running_loop().set_exception_handler(quiet_accept())
     folder = DataFolder(config.data_dir)
-    check_source(config.model, weights=config.load_format == "auto")
     async with contextlib.AsyncExitStack() as stack:
         sock = stack.enter_context(contextlib.closing(bind(config.host, config.port)))
         os.umask(0o077)  # what the daemon writes, and its processes, is for its user alone: corpora, adapters, logs
@@ -171,9 +176,10 @@ async def _serving(config: Config) -> AsyncIterator[tuple[int, Supervisor, async
             host=config.host,
             port=port,
         )
+        tokenizer = await _unwaited(lambda: _load_tokenizer(config))
         registry = RegistryThread(lambda: Registry(folder.database), reserve=Reserve(folder.reserve))
         stack.push_async_callback(registry.close)
-        service = Service(config, folder, registry, await asyncio.to_thread(Tokenizer.load, config.model))
+        service = Service(config, folder, registry, tokenizer)
         stack.push_async_callback(service.close)  # after the engine: its last words are heard and written down
         await service.open()
         supervisor = Supervisor(lambda: EngineProcess.start(config), service)
@@ -221,17 +227,44 @@ async def serve(config: Config, *, ready: Callable[[int], None]) -> None:
     Raises a `StartupError` leaf when the daemon cannot start, or when its engine cannot stay alive.
     """
     began, signals = time.monotonic(), _Signals()
-    async with _serving(config) as (port, supervisor, supervising):
-        stopping = asyncio.create_task(signals.wait())
-        attached = asyncio.create_task(supervisor.attached.wait())
-        await asyncio.wait({stopping, supervising, attached}, return_when=asyncio.FIRST_COMPLETED)
-        if attached.done():
-            log_event(log, "daemon ready", host=config.host, port=port, seconds=round(time.monotonic() - began, 3))
-            ready(port)
-            await asyncio.wait({stopping, supervising}, return_when=asyncio.FIRST_COMPLETED)
+    stopping = asyncio.create_task(signals.wait())
+    async with contextlib.AsyncExitStack() as stack:
+        opening = asyncio.create_task(stack.enter_async_context(_serving(config)))
+        await asyncio.wait({stopping, opening}, return_when=asyncio.FIRST_COMPLETED)
+        if opening.done():
+            port, supervisor, supervising = opening.result()
+            attached = asyncio.create_task(supervisor.attached.wait())
+            await asyncio.wait({stopping, supervising, attached}, return_when=asyncio.FIRST_COMPLETED)
+            if attached.done():
+                log_event(log, "daemon ready", host=config.host, port=port, seconds=round(time.monotonic() - began, 3))
+                ready(port)
+                await asyncio.wait({stopping, supervising}, return_when=asyncio.FIRST_COMPLETED)
+            attached.cancel()
+            if supervising.done():
+                supervising.result()
+        else:
+            opening.cancel()
+            await asyncio.wait({opening})
         stopping.cancel()
-        attached.cancel()
-        if supervising.done():
-            supervising.result()
         ended = time.monotonic()
     log_event(log, "daemon stopped", seconds=round(time.monotonic() - ended, 3))
+
+
+async def _unwaited(work: Callable[[], T]) -> T:
+    """The result of `work`, run in a thread that the end of the process does not wait for: it may download for minutes."""
+    found: concurrent.futures.Future[T] = concurrent.futures.Future()
+
+    def run() -> None:
+        try:
+            found.set_result(work())
+        except BaseException as error:  # noqa: BLE001  # the waiting end raises it
+            found.set_exception(error)
+
+    threading.Thread(target=run, name="startup", daemon=True).start()
+    return await asyncio.wrap_future(found)
+
+
+def _load_tokenizer(config: Config) -> Tokenizer:
+    failpoint("daemon.start")
+    check_source(config.model, weights=config.load_format == "auto")
+    return Tokenizer.load(config.model)

@@ -50,6 +50,7 @@ FAILPOINTS = frozenset(f"{point}.{step}" for point in DURABLE_POINTS for step in
     "adapter.publish",  # the adapter's files are durable, nobody knows of them
     "adapter.open",  # a file of an adapter is about to be opened
     "job.open",  # a job's corpus or a file of its checkpoint is about to be opened
+    "daemon.start",  # the tokenizer is about to be found, which may download it
     "engine.start",  # the engine process is there, its base is not
     "shutdown",  # the daemon was told to stop and saves what runs
 }

@@ -149,3 +149,14 @@ def test_ctrl_c_while_the_engine_starts(model: Path, tmp_path: Path) -> None:
             daemon.wait_ready()
         assert daemon.wait() == 0
     assert "daemon stopped" in messages(daemon.entries())
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_stop_while_the_tokenizer_is_fetched(model: Path, tmp_path: Path, number: int) -> None:
+    with DaemonProcess(model, tmp_path / "data", failpoints="daemon.start=delay:200s", options=JSON_LOG) as daemon:
+        daemon.logged("daemon starts")
+        os.killpg(daemon.process.pid, number)
+        with pytest.raises(Died):
+            daemon.wait_ready()
+        assert daemon.wait() == 0
+    assert "daemon stopped" in messages(daemon.entries())
