@@ -30,9 +30,9 @@ import torch
 from transformers import AutoModelForCausalLM, GPT2Config
 
 from benchmarks.serving_results import RESULTS, Results, Target, take_in
-from coserve.adapters.residency import Residency
+from coserve.adapter_store.host import Residency
+from coserve.generate.execution.runner import Runner
 from coserve.generate.generator import Generator
-from coserve.generate.runner import Runner
 from coserve.kernels.attention.packed import PackedAttention
 from coserve.kernels.lora.backend import Way
 from coserve.kernels.lora.segments import Segments

@@ -109,11 +109,11 @@ def load(url: str, size: Size, asks: Sequence[Ask], *, closed: bool, start: floa
 async def offline(size: Size, model: Path, root: Path) -> None:
     """The closed loops without HTTP; prints a line of JSON for each."""
     from coserve.config import Config
+    from coserve.engine.worker import build_engine
     from coserve.link import FromEngine, Generate, RequestFailed, Shutdown, Tokens, local_pair
     from coserve.model.base import load_base
     from coserve.state.folder import DataFolder
     from coserve.types import AdapterRef, SamplingParams, Slo
-    from coserve.worker import build_engine
 
     config = Config(**serve_arguments(size, model, root / "offline"), prefix_cache=False)
     for i in range(ADAPTERS):

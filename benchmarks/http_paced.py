@@ -33,7 +33,7 @@ from coserve.api.app import make_app, make_runner
 from coserve.api.service import Service
 from coserve.config import Config
 from coserve.link import Admitted, CancelRequest, EngineReady, Generate, Tokens, api_end, engine_end
-from coserve.model.tokenizer import Tokenizer
+from coserve.pretrained.tokenizer import Tokenizer
 from coserve.state.folder import DataFolder
 from coserve.state.registry import Registry
 from coserve.state.thread import RegistryThread

@@ -4,7 +4,7 @@
 
 `tiles`: the LoRA part of a layer in a graph, for mixes of prompts and decodes, by the long kernels (tiles of 64 rows) and
 by the decode kernels (8 and 16 rows), each with room for exactly the batch and for 32 tiles more. What follows from it is
-`generate.slots.SMALL_STEP`. `beside`: a layer's products with the LoRA terms of 16 to 64 rows, the shrink waiting for the
+`generate.execution.slots.SMALL_STEP`. `beside`: a layer's products with the LoRA terms of 16 to 64 rows, the shrink waiting for the
 product or not (`decode_kernel.shrink`). Llama-3.1-8B's sites and GPT-2 medium's without c_fc; adapters of random bf16.
 """
 

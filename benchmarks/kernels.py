@@ -28,7 +28,7 @@ import triton
 from benchmarks import lora_cases as cases
 from benchmarks import lora_ways as ways
 from benchmarks.timing import Timing, event_us, graph_us
-from coserve.generate.slots import Room, decode_rooms, settled
+from coserve.generate.execution.slots import Room, decode_rooms, settled
 from coserve.kernels.lora import reference
 from coserve.kernels.lora.segmented import terms
 from coserve.kernels.lora.segmented.adapter_table import RANK_BLOCK

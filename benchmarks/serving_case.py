@@ -14,12 +14,12 @@ import msgspec
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig
 
-from coserve.adapters.residency import Residency
+from coserve.adapter_store.host import Residency
 from coserve.cancellation import Cancellation
 from coserve.config import Config
-from coserve.engine import Engine
+from coserve.engine.engine import Engine
+from coserve.generate.execution.runner import INDUCTOR, Runner
 from coserve.generate.generator import Generator
-from coserve.generate.runner import INDUCTOR, Runner
 from coserve.kernels.lora.backend import Way
 from coserve.kernels.lora.types import LoraPair
 from coserve.link import (

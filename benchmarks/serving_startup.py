@@ -22,7 +22,7 @@ from benchmarks.serving_results import RESULTS, Results, Target, summarize
 from coserve.client import Client
 
 COMPILING = "until compilation ends"
-"""In the note of an engine that serves while it compiles (`coserve.generate.start.COMPILING`)."""
+"""In the note of an engine that serves while it compiles (`coserve.generate.execution.start.COMPILING`)."""
 TARGETS = {"cold": None, "second": Target(60.0, most=True)}
 PATIENCE = 240.0
 TOKENS = 32

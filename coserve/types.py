@@ -149,7 +149,7 @@ class LoraSettings(Wire, frozen=True):
 
 
 Auto = Literal["auto"]
-"""The daemon chooses the value from the size of the corpus and of the base (`finetune/auto.py`)."""
+"""The daemon chooses the value from the size of the corpus and of the base (`corpus/auto.py`)."""
 
 
 class TrainingRequest(Wire, frozen=True):

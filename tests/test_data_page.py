@@ -11,10 +11,10 @@ import msgspec
 import numpy as np
 import pytest
 
-from coserve.finetune import rows
-from coserve.finetune.data import tokenize_rows
-from coserve.finetune.rows import CompletionRow, parse_jsonl, parse_row
-from coserve.model.tokenizer import Tokenizer
+from coserve.corpus import rows
+from coserve.corpus.data import tokenize_rows
+from coserve.corpus.rows import CompletionRow, parse_jsonl, parse_row
+from coserve.pretrained.tokenizer import Tokenizer
 from coserve.types import LoraSettings
 
 ROOT = Path(__file__).resolve().parent.parent

@@ -47,7 +47,7 @@ def defined() -> set[str]:
 
 
 def modules() -> set[str]:
-    """`generate`, `generate.graphs`, ...: the package's modules and folders, seen from inside it."""
+    """`generate`, `generate.execution.graphs.decode`, ...: the package's modules and folders, seen from inside it."""
     found = {path.relative_to(ROOT / "coserve").with_suffix("") for path in (ROOT / "coserve").rglob("*.py")}
     return {".".join(path.parts) for each in found for path in (each, *each.parents) if path.parts}
 

@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from coserve.api.requests import decode_json
+from coserve.api.http.parsing import decode_json
 from coserve.client.options import as_struct
 from coserve.errors import InvalidRequest, UnknownField
 from coserve.hints import ALIASES, OTHER_UNITS, fields_of

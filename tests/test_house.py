@@ -1,10 +1,11 @@
-"""The rules of the house: arrows downward, torch-free rooms, no pickles, safe names at the top of the repository."""
+"""The rules of the house: layers, no torch in the API process, no pickles, safe names at the top of the repository."""
 
 from __future__ import annotations
 
 import ast
 import subprocess
 import sys
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import pytest
@@ -13,81 +14,69 @@ ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / "coserve"
 FILES = sorted(PACKAGE.rglob("*.py"))
 
-FLOORS = {
-    "types": 1,
-    "cancellation": 1,
-    "errors": 1,
-    "hints": 1,
-    "logs": 2,
-    "config": 2,
-    "processes": 2,
-    "schemas": 2,
-    "link": 2,
-    "client": 2,
-    "queues": 2,
-    "kernels": 2,
-    "state": 2,
-    "model": 4,
-    "offload": 5,
-    "memory": 5,
-    "generate": 6,
-    "adapters": 6,
-    "finetune": 7,
-    "ports": 7,
-    "fetches": 8,
-    "jobs": 8,
-    "engine": 9,
-    "api": 8,
-    "workloads": 8,
-    "worker": 10,
-    "supervisor": 9,
-    "daemon": 10,
-    "demo": 10,
-    "cli": 11,
-}
-TORCH_FREE = (
-    "coserve",
-    "coserve.cli",
-    "coserve.client",
-    "coserve.engine",
-    "coserve.state.registry",
-    "coserve.queues.policy",
-    "coserve.adapters.peft",
-    "coserve.finetune.data",
-    "coserve.finetune.job",
-    "coserve.model.chat",
-    "coserve.offload.main",
-    "coserve.api.app",
-    "coserve.workloads.report",
+LAYERS = (
+    {"types", "errors", "hints", "cancellation", "processes"},
+    {"link", "config", "schemas", "pretrained", "kernels"},
+    {"client", "logs", "model", "queues", "memory"},
+    {"state", "workloads"},
+    {"adapters", "offload", "demo"},
+    {"corpus", "adapter_store"},
+    {"api", "generate"},
+    {"daemon", "finetune"},
+    {"engine", "cli"},
 )
+"""Packages import those of earlier layers only."""
+ENGINE_SIDE = {"kernels", "model", "memory", "generate", "adapter_store", "finetune", "engine"}
+"""What only the engine process imports. No other package imports one of these, or torch, when it is imported."""
 
 
-def room(path: Path) -> str:
+def package(path: Path) -> str:
     return path.relative_to(PACKAGE).parts[0].removesuffix(".py")
 
 
-def imported_rooms(path: Path) -> set[str]:
-    found = set()
-    for node in ast.walk(ast.parse(path.read_text())):
+def layer(name: str) -> int:
+    return next(number for number, names in enumerate(LAYERS) if name in names)
+
+
+def imported(nodes: Iterable[ast.stmt]) -> Iterator[str]:
+    """The modules that these statements import."""
+    for node in nodes:
         if isinstance(node, ast.ImportFrom) and node.module:
-            assert node.level == 0, f"{path}: relative import"
-            names = [node.module]
+            assert node.level == 0, "relative import"
+            yield node.module
         elif isinstance(node, ast.Import):
-            names = [alias.name for alias in node.names]
-        else:
-            continue
-        found |= {name.split(".")[1] for name in names if name.startswith("coserve.")}
-    return found
+            yield from (alias.name for alias in node.names)
 
 
-@pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(PACKAGE)))
-def test_arrows_run_downward(path: Path) -> None:
-    here = room(path)
-    if here == "__init__":
+def imported_packages(path: Path) -> set[str]:
+    every = (node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.stmt))
+    return {name.split(".")[1] for name in imported(every) if name.startswith("coserve.")} - {package(path)}
+
+
+OWN = [path for path in FILES if package(path) != "__init__"]
+
+
+@pytest.mark.parametrize("path", OWN, ids=lambda p: str(p.relative_to(PACKAGE)))
+def test_packages_import_those_below_them(path: Path) -> None:
+    here = package(path)
+    wrong = [other for other in imported_packages(path) if layer(other) >= layer(here)]
+    assert not wrong, f"{here} imports {wrong}"
+
+
+@pytest.mark.parametrize("path", OWN, ids=lambda p: str(p.relative_to(PACKAGE)))
+def test_the_api_process_imports_nothing_of_the_engine(path: Path) -> None:
+    if package(path) in ENGINE_SIDE:
         return
-    for other in imported_rooms(path):
-        if other != here:
-            assert FLOORS[other] < FLOORS[here] or FLOORS[here] == FLOORS[other] == 2, f"{here} imports {other}"
+    assert not imported_packages(path) & ENGINE_SIDE
+    at_import = {name.split(".")[0] for name in imported(ast.parse(path.read_text()).body)}
+    assert not at_import & {"torch", "triton", "transformers", "peft", "megablocks", "stk"}
+
+
+def test_no_folder_is_crowded_and_no_file_is_long() -> None:
+    for folder in {path.parent for path in FILES}:
+        files = [path for path in FILES if path.parent == folder]
+        assert len(files) <= 20, folder
+    assert not [path for path in FILES if len(path.read_text().splitlines()) > 400]
 
 
 def imported_files(path: Path) -> set[Path]:
@@ -107,12 +96,8 @@ def test_no_file_imports_itself_through_others() -> None:
     assert not imports, sorted(str(path.relative_to(PACKAGE)) for path in imports)
 
 
-def test_every_room_has_a_floor() -> None:
-    assert {room(path) for path in FILES} - {"__init__"} <= set(FLOORS)
-
-
-@pytest.mark.parametrize("module", TORCH_FREE)
-def test_rooms_of_the_api_process_do_not_import_torch(module: str) -> None:
+@pytest.mark.parametrize("module", ["coserve.cli.app", "coserve.daemon.serve", "coserve.offload.main"])
+def test_the_api_process_does_not_load_torch(module: str) -> None:
     code = f"import {module}, sys; assert 'torch' not in sys.modules, 'torch'"
     done = subprocess.run([sys.executable, "-c", code], check=False, capture_output=True, text=True, cwd="/")
     assert done.returncode == 0, done.stderr

@@ -7,20 +7,23 @@ import logging
 import msgspec
 from aiohttp import web
 
-from coserve.api.answers import NATIVE, Refusal
+from coserve.api.http.answers import NATIVE, Refusal
 from coserve.api.http.connections import Connections
+from coserve.api.http.intake import Intake
+from coserve.api.http.openapi import describe_api
+from coserve.api.http.route import Route
+from coserve.api.http.security import Gate, finish_headers, guard
 from coserve.api.http.server import HttpRunner
-from coserve.api.intake import Intake
-from coserve.api.native import NativeApi
-from coserve.api.openai_api import OpenAIApi
-from coserve.api.openai_errors import OPENAI, is_openai
-from coserve.api.openai_routes import openai_routes, tgi_routes, tokenizer_routes
-from coserve.api.openapi import describe_api
-from coserve.api.routes import Route, native_routes
-from coserve.api.security import Gate, finish_headers, guard
+from coserve.api.native.handlers import NativeApi
+from coserve.api.native.routes import native_routes
+from coserve.api.openai.errors import OPENAI, is_openai
+from coserve.api.openai.handlers import OpenAIApi
+from coserve.api.openai.routes import openai_routes
 from coserve.api.service import Service
-from coserve.api.tgi import TgiApi
-from coserve.api.tokenization import Tokenization
+from coserve.api.tgi.handlers import TgiApi
+from coserve.api.tgi.routes import tgi_routes
+from coserve.api.tokenizer.handlers import Tokenization
+from coserve.api.tokenizer.routes import tokenizer_routes
 from coserve.config import Config
 from coserve.logs.access import AccessLogger
 from coserve.logs.setup import ACCESS

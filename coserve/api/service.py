@@ -12,14 +12,14 @@ import logging
 import time
 
 from coserve import __version__
-from coserve.api.adapters import Adapters
+from coserve.api.adapters.adapters import Adapters
 from coserve.api.connection import Connection
-from coserve.api.generation import Generation
-from coserve.api.jobs import Jobs
-from coserve.api.ledger import Ledger
-from coserve.api.metrics import Metrics
-from coserve.api.submission import MAX_PREPARING
-from coserve.api.tasks.texts import Texts
+from coserve.api.generation.generation import Generation
+from coserve.api.generation.texts import Texts
+from coserve.api.jobs.jobs import Jobs
+from coserve.api.jobs.ledger import Ledger
+from coserve.api.jobs.submission import MAX_PREPARING
+from coserve.api.metrics.prometheus import Metrics
 from coserve.config import Config
 from coserve.errors import EngineUnavailable
 from coserve.link import (
@@ -36,8 +36,8 @@ from coserve.link import (
     Tokens,
 )
 from coserve.logs.setup import LogSettings
-from coserve.model.tokenizer import Tokenizer
 from coserve.offload.pool import HelperPool
+from coserve.pretrained.tokenizer import Tokenizer
 from coserve.schemas import BaseInfo, Health
 from coserve.state.folder import DataFolder
 from coserve.state.thread import RegistryThread

@@ -46,7 +46,7 @@ def _with_config_options(run: Callable[[dict[str, object]], None]) -> Callable[.
 def _serve(given: dict[str, object]) -> None:
     """Start the daemon. Settings also come from COSERVE_<NAME> and from the TOML file of --config."""
     config = load_config(given)
-    from coserve.daemon import serve
+    from coserve.daemon.serve import serve
     from coserve.logs.setup import LogSettings, set_up_logging
 
     set_up_logging("api", LogSettings.of(config))

@@ -12,7 +12,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from coserve.adapters.init import new_adapter
+from coserve.finetune.init import new_adapter
 from coserve.finetune.optim import Learner, cast
 from coserve.finetune.step import PackedRows, Stepper, run_to_end
 from coserve.generate.schedule import SCORED_TOKENS

@@ -9,9 +9,9 @@ from enum import Enum
 import msgspec
 import torch
 
+from coserve.corpus.data import Corpus
+from coserve.corpus.plan import Plan
 from coserve.errors import NonFiniteLoss
-from coserve.finetune.data import Corpus
-from coserve.finetune.job import Plan
 from coserve.finetune.optim import Learner
 from coserve.finetune.step import PackedRows, Stepper, pack_rows
 from coserve.kernels.lora.backend import Way

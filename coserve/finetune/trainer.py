@@ -9,10 +9,11 @@ from contextlib import contextmanager
 
 import torch
 
-from coserve.adapters.files import load_adapter, save_adapter
-from coserve.adapters.init import new_adapter
-from coserve.adapters.residency import Residency
+from coserve.adapter_store.files import load_adapter, save_adapter
+from coserve.adapter_store.host import Residency
 from coserve.cancellation import Cancellation
+from coserve.corpus.data import Corpus
+from coserve.corpus.plan import Plan
 from coserve.errors import (
     AdapterNotFound,
     CapacityError,
@@ -24,8 +25,7 @@ from coserve.errors import (
     StorageFull,
 )
 from coserve.finetune.checkpoint import Checkpoint, load_checkpoint, prune, save_checkpoint
-from coserve.finetune.data import Corpus
-from coserve.finetune.job import Plan
+from coserve.finetune.init import new_adapter
 from coserve.finetune.optim import Learner, cast, named_tensors
 from coserve.finetune.run import Progress, Run
 from coserve.finetune.step import Stepper

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from coserve.generate.sampling.scoring import Score, score_of
 from coserve.generate.schedule import Share
-from coserve.generate.scoring import Score, score_of
 from coserve.generate.sequences import Sequence
 from coserve.kernels.attention.interface import Run
 from coserve.kernels.lora.backend import Way

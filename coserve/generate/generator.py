@@ -9,16 +9,16 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from coserve.adapter_store.pages import AdapterPages
 from coserve.errors import EngineFault, InternalError, InvalidRequest
 from coserve.generate.batch import Batch, pack
 from coserve.generate.checks import allowed_tokens, check_room, no_token_error
-from coserve.generate.sampler import Choice, NoToken, Row, choose
+from coserve.generate.sampling.sampler import Choice, NoToken, Row, choose
+from coserve.generate.sampling.scoring import prompt_logprobs
 from coserve.generate.schedule import Scheduler, Share
-from coserve.generate.scoring import prompt_logprobs
 from coserve.generate.sequences import Sequence, plain
 from coserve.kernels.lora.backend import Way
 from coserve.link import Generate, RequestFailed, Tokens
-from coserve.memory.adapters import AdapterPages
 from coserve.memory.kv import KvCache
 from coserve.memory.prefix import PageKeys
 from coserve.model.base import Attention

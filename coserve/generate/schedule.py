@@ -12,8 +12,8 @@ from collections.abc import Sequence as Items
 from dataclasses import dataclass
 from typing import Protocol
 
+from coserve.adapter_store.pages import Entered
 from coserve.generate.sequences import Sequence
-from coserve.memory.adapters import Entered
 from coserve.model.lora import LoraWeights
 
 

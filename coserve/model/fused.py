@@ -36,7 +36,7 @@ RECOMPILES = 64
 
 
 class AddsLora:
-    """What a step's adapters do at the sites of one shared input. Implemented by `generate.slots`."""
+    """What a step's adapters do at the sites of one shared input. Implemented by `generate.execution.slots`."""
 
     def changes(self, group: int) -> bool:
         """Whether any of them changes the sites of this group, in any layer."""

@@ -17,8 +17,8 @@ import msgspec
 
 from coserve.errors import CoserveError, InternalError
 from coserve.logs.setup import LogSettings, set_up_logging
-from coserve.model.tokenizer import Tokenizer
 from coserve.offload.protocol import Call, Context, Reply, Task, failure_of, find
+from coserve.pretrained.tokenizer import Tokenizer
 from coserve.processes import obey_parent
 
 log = logging.getLogger(__name__)

@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 
 from coserve.errors import CoserveError, InternalError
-from coserve.model.tokenizer import Tokenizer
+from coserve.pretrained.tokenizer import Tokenizer
 
 
 @dataclass(frozen=True)

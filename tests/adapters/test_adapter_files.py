@@ -14,10 +14,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from peft import BdLoraConfig, PeftModel
 
-from coserve.adapters.files import load_adapter, save_adapter
-from coserve.adapters.init import new_adapter
+from coserve.adapter_store.files import load_adapter, save_adapter
 from coserve.adapters.peft import inspect_adapter
 from coserve.errors import BaseMismatch, CorruptAdapter
+from coserve.finetune.init import new_adapter
 from coserve.kernels.lora.backend import Way
 from coserve.kernels.lora.segments import Segments
 from coserve.kernels.lora.types import LoraPair

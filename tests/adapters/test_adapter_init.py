@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from coserve.adapters.init import new_adapter
+from coserve.finetune.init import new_adapter
 from coserve.model.lora import LoraWeights
 from coserve.types import BaseSpec, LoraSettings, SiteSpec
 

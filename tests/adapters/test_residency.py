@@ -9,7 +9,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from coserve.adapters.residency import Residency
+from coserve.adapter_store.host import Residency
 from coserve.errors import AdapterBusy, AdapterNotFound
 from coserve.model.lora import LoraWeights
 from coserve.types import AdapterRef, LoraSettings

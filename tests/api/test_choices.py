@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from coserve.api.choices import ChoiceDecoder, StopTexts
+from coserve.api.generation.detokenize import ChoiceDecoder, StopTexts
 from coserve.link import Tokens
 from coserve.types import FinishReason
 from tests.support.api_server import tokenizer

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from coserve.adapters.files import save_adapter
+from coserve.adapter_store.files import save_adapter
 from coserve.kernels.lora.types import LoraPair
 from coserve.model.lora import LoraWeights
 from coserve.types import AdapterRef, LoraSettings

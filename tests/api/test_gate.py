@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from coserve.api.app import ROUTES
-from coserve.api.routes import Route
+from coserve.api.http.route import Route
 from tests.support.api_server import REPLY, Api, serve_api, tokenizer
 from tests.support.fake_engine import write_peft
 from tests.support.watched_server import OLD_JOB, fill

@@ -8,7 +8,7 @@ from itertools import pairwise
 from hypothesis import given
 from hypothesis import strategies as st
 
-from coserve.api.inbox import Answer, Inbox
+from coserve.api.generation.inbox import Answer, Inbox
 from coserve.link import Admitted, RequestFailed, Tokens
 from coserve.types import FinishReason, TokenLogprob
 

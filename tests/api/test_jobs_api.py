@@ -11,8 +11,8 @@ import aiohttp
 import msgspec
 import pytest
 
-from coserve.api.jobs import MAX_DEATHS
-from coserve.finetune.data import Corpus
+from coserve.api.jobs.jobs import MAX_DEATHS
+from coserve.corpus.data import Corpus
 from coserve.link import CancelJob, JobFailed, JobPaused, JobProgress, JobWaiting, PauseJob, StartJob
 from coserve.state.failpoints import armed
 from coserve.types import BaseSpec, StepMetrics

@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
-from coserve.adapters.files import save_adapter
-from coserve.adapters.init import new_adapter
+from coserve.adapter_store.files import save_adapter
+from coserve.finetune.init import new_adapter
 from coserve.kernels.lora.types import LoraPair
 from coserve.model.lora import LoraWeights
 from coserve.types import LoraSettings

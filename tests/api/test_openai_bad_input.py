@@ -11,7 +11,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from coserve.api import openai_requests
+from coserve.api.openai import requests as openai_requests
 from tests.support.api_server import Api, serve_api
 from tests.support.fake_engine import CONTEXT
 

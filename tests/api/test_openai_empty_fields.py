@@ -11,15 +11,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from msgspec.inspect import StructType, type_info
 
-from coserve.api.openai_schemas import (
-    ChatRequest,
-    CompletionRequest,
-    ContentPart,
-    OpenAIMessage,
-    StreamOptions,
-)
-from coserve.api.requests import decode_dialect
-from coserve.api.tgi_schemas import TgiParameters, TgiRequest
+from coserve.api.http.parsing import decode_dialect
+from coserve.api.openai.schemas import ChatRequest, CompletionRequest, ContentPart, OpenAIMessage, StreamOptions
+from coserve.api.tgi.schemas import TgiParameters, TgiRequest
 from coserve.errors import CoserveError, UnknownField
 from tests.support.api_server import REPLY, Api
 

@@ -18,7 +18,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from coserve.adapters.files import save_adapter
+from coserve.adapter_store.files import save_adapter
 from coserve.kernels.lora.types import LoraPair
 from coserve.model.lora import LoraWeights
 from coserve.types import LoraSettings

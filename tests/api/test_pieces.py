@@ -5,8 +5,8 @@ from __future__ import annotations
 import msgspec
 import pytest
 
+from coserve.api.generation.inbox import MOST, Inbox
 from coserve.api.http.pieces import LIGHT, pieces, weight
-from coserve.api.inbox import MOST, Inbox
 from coserve.link import Tokens
 from coserve.schemas import Choice, GenerateResponse, Logprob, PromptLogprob, Timing, Usage
 from coserve.types import FinishReason, TokenLogprob

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from coserve.api.places import Places
+from coserve.api.generation.waiting import Places
 from coserve.errors import QueueFull
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from coserve.api import generation
+from coserve.api.generation import generation
 from coserve.link import Generate
 from tests.support.api_server import REPLY, Api, read_events, tokenizer
 

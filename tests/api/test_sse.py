@@ -8,7 +8,7 @@ import pytest
 from aiohttp import web
 from aiohttp.test_utils import make_mocked_request
 
-from coserve.api.sse import EventStream
+from coserve.api.http.sse import EventStream
 from coserve.schemas import ErrorBody, ErrorInfo
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from coserve import __version__
-from coserve.api import tokenization
+from coserve.api.tokenizer import handlers as tokenization
 from tests.support.api_server import Api, tokenizer
 from tests.support.fake_engine import CONTEXT
 

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 import coserve
-from coserve.finetune.data import tokenize_rows
-from coserve.finetune.rows import parse_jsonl
-from coserve.model.tokenizer import Tokenizer
+from coserve.corpus.data import tokenize_rows
+from coserve.corpus.rows import parse_jsonl
+from coserve.pretrained.tokenizer import Tokenizer
 
 ASSETS = Path(coserve.__file__).parent / "assets"
 CORPORA = sorted((ASSETS / "corpora").glob("*.jsonl"))

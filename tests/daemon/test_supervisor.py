@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 
 from coserve.config import Config
-from coserve.daemon import EngineProcess
+from coserve.daemon.engine_process import EngineProcess
+from coserve.daemon.supervisor import EngineDied, Restarts, Supervisor
 from coserve.errors import StartupError, UnsupportedBase
 from coserve.link import EngineReady, FromEngine, Link, ToEngine, local_pair
-from coserve.supervisor import EngineDied, Restarts, Supervisor
 from tests.support.fake_engine import make_base
 from tests.support.virtual_clock import run_virtual
 

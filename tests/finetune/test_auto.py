@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from coserve.finetune.auto import MAX_STEPS, choose_learning_rate, choose_training
-from coserve.finetune.job import MAX_EPOCHS, Plan, check_training
+from coserve.corpus.auto import MAX_STEPS, choose_learning_rate, choose_training
+from coserve.corpus.plan import MAX_EPOCHS, Plan, check_training
 from coserve.types import JobSpec, TrainingRequest, TrainingSettings
 from tests.support.records import make_job
 

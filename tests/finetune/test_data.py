@@ -8,11 +8,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from coserve.corpus import rows as rows_module
+from coserve.corpus.data import Corpus, tokenize_rows
+from coserve.corpus.rows import ChatRow, CompletionRow, TextRow, parse_jsonl, parse_row, parse_rows
 from coserve.errors import CheckpointUnreadable, EmptyCorpus, InvalidRequest, MalformedRow, NoTargets
-from coserve.finetune import rows as rows_module
-from coserve.finetune.data import Corpus, tokenize_rows
-from coserve.finetune.rows import ChatRow, CompletionRow, TextRow, parse_jsonl, parse_row, parse_rows
-from coserve.model.tokenizer import Tokenizer
+from coserve.pretrained.tokenizer import Tokenizer
 from tests.support.finetuning import random_corpus
 from tests.support.tokenizers import byte_level, sentencepiece_like
 

@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from coserve.corpus.packing import pack
+from coserve.corpus.plan import AT_ONCE, MAX_EPOCHS, MAX_STEPS, Plan, check_training, longest_row
 from coserve.errors import InvalidRequest
-from coserve.finetune.job import AT_ONCE, MAX_EPOCHS, MAX_STEPS, Plan, check_training, longest_row
-from coserve.finetune.packing import pack
 from coserve.types import JobState, Schedule, TrainingSettings
 
 LENGTHS = st.lists(st.integers(2, 40), min_size=1, max_size=30)

@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from coserve.adapter_store.pages import packed_bytes
 from coserve.finetune.measure import Conditions, CudaMeter, OnDevice, plan_memory
 from coserve.kernels.gpu.capture import gc_paused
 from coserve.kernels.lora.backend import Way
-from coserve.memory.adapters import packed_bytes
 from coserve.memory.plan import GIB, Work
 from coserve.memory.profile import fit, load_profile
 from coserve.model.base import Base, wrap_base

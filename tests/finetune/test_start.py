@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from coserve.cancellation import Cancellation, Cancelled
-from coserve.finetune import job
+from coserve.corpus import plan as job
 from coserve.finetune.run import Run
 from coserve.link import JobSucceeded
 from coserve.model.base import Base

@@ -6,8 +6,8 @@ import peft
 import pytest
 import torch
 
-from coserve.adapters.init import new_adapter
-from coserve.finetune.data import Corpus
+from coserve.corpus.data import Corpus
+from coserve.finetune.init import new_adapter
 from coserve.finetune.optim import Learner, named_tensors
 from coserve.finetune.step import PackedRows, Stepper, pack_rows, run_to_end
 from coserve.kernels.attention.packed import PackedAttention

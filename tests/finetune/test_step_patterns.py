@@ -7,7 +7,7 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from coserve.adapters.init import new_adapter
+from coserve.finetune.init import new_adapter
 from coserve.finetune.optim import Learner
 from coserve.finetune.step import Stepper, _add, pack_rows, run_to_end
 from coserve.kernels.attention.packed import PackedAttention

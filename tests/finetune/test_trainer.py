@@ -8,10 +8,10 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from coserve.adapters.files import load_adapter
-from coserve.adapters.init import new_adapter
+from coserve.adapter_store.files import load_adapter
 from coserve.errors import AdapterNotFound, CheckpointUnreadable, CorruptAdapter, InvalidRequest, StorageFull
 from coserve.finetune.checkpoint import STATE, TENSORS
+from coserve.finetune.init import new_adapter
 from coserve.finetune.optim import Learner
 from coserve.kernels.attention.packed import PackedAttention
 from coserve.kernels.lora.backend import Way

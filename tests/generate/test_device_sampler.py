@@ -10,10 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from coserve.generate import device_sampler, sampler
-from coserve.generate.device_sampler import DeviceSampler
-from coserve.generate.draws import likeliest, logprobs_of
-from coserve.generate.sampler import Choice, NoToken, Row, choices, choose
+from coserve.generate.sampling import device_sampler, sampler
+from coserve.generate.sampling.device_sampler import DeviceSampler
+from coserve.generate.sampling.draws import likeliest, logprobs_of
+from coserve.generate.sampling.sampler import Choice, NoToken, Row, choices, choose
 from coserve.generate.sequences import Sequence
 from coserve.link import Generate
 from coserve.types import SamplingParams, Slo

@@ -7,18 +7,18 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from coserve.generate import mixed_graph
-from coserve.generate import slots as slots_module
+from coserve.generate.execution import slots as slots_module
+from coserve.generate.execution.graphs import mixed as mixed_graph
+from coserve.generate.execution.graphs.decode import Results
+from coserve.generate.execution.graphs.mixed import MIXED_BUCKETS, MixedGraph, Rows, mixed_rooms
+from coserve.generate.execution.runner import Runner
+from coserve.generate.execution.slots import NO_ADAPTERS, SMALL_STEP, AdapterSlots, prompt_rooms, scope_of, slot_lora
 from coserve.generate.generator import Generator
-from coserve.generate.graphs import Results
-from coserve.generate.mixed_graph import MIXED_BUCKETS, MixedGraph, Rows, mixed_rooms
-from coserve.generate.runner import Runner
-from coserve.generate.sampler import send_ids
-from coserve.generate.slots import NO_ADAPTERS, SMALL_STEP, AdapterSlots, prompt_rooms, scope_of, slot_lora
+from coserve.generate.sampling.sampler import send_ids
 from coserve.kernels.attention.interface import MixedCapacity, Run
 from coserve.kernels.lora.backend import Way
 from coserve.kernels.lora.segments import Segments
-from coserve.kernels.sampling import NOT_FINITE
+from coserve.kernels.sampling.sampling import NOT_FINITE
 from coserve.memory.kv import KvCache
 from coserve.model.base import Base, wrap_base
 from coserve.model.fused import FusedBase

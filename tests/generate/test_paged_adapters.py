@@ -8,14 +8,14 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from coserve.adapters.residency import Residency
+from coserve.adapter_store.host import Residency
+from coserve.adapter_store.pages import AdapterPages
 from coserve.errors import AdapterNotFound, PromptTooLong
+from coserve.generate.execution.runner import Runner
 from coserve.generate.generator import Generator
-from coserve.generate.runner import Runner
 from coserve.kernels.lora.backend import Way
 from coserve.kernels.lora.types import LoraPair
 from coserve.link import Generate, Tokens
-from coserve.memory.adapters import AdapterPages
 from coserve.memory.kv import KvCache
 from coserve.model.base import Base, wrap_base
 from coserve.model.fused import FusedBase

@@ -14,12 +14,12 @@ from zlib import crc32
 import pytest
 import torch
 
-from coserve.adapters.residency import Residency
+from coserve.adapter_store.host import Residency
+from coserve.adapter_store.pages import AdapterPages, Entered
 from coserve.generate.schedule import Scheduler, Share
 from coserve.generate.sequences import Sequence
 from coserve.kernels.lora.types import LoraPair
 from coserve.link import Generate
-from coserve.memory.adapters import AdapterPages, Entered
 from coserve.memory.buffer import ALIGNMENT, PageBuffer
 from coserve.memory.prefix import PageKeys
 from coserve.memory.spans import crowded

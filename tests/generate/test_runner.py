@@ -10,9 +10,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from coserve.generate.execution.runner import Runner
+from coserve.generate.execution.slots import AdapterSlots
 from coserve.generate.generator import Generator
-from coserve.generate.runner import Runner
-from coserve.generate.slots import AdapterSlots
 from coserve.kernels.lora.backend import Way
 from coserve.kernels.lora.types import LoraPair
 from coserve.link import Generate, RequestFailed, Tokens

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from coserve.generate.sampler import Choice, NoToken, Row, choose, uniform
+from coserve.generate.sampling.sampler import Choice, NoToken, Row, choose, uniform
 from coserve.types import SamplingParams
 
 

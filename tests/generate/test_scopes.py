@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from coserve.generate.execution.graphs.decode import DecodeGraph, serving
+from coserve.generate.execution.runner import Runner
+from coserve.generate.execution.slots import NO_ADAPTERS, AdapterSlots, Scope, SlotLora, scope_of
 from coserve.generate.generator import Generator
-from coserve.generate.graphs import DecodeGraph, serving
-from coserve.generate.runner import Runner
-from coserve.generate.slots import NO_ADAPTERS, AdapterSlots, Scope, SlotLora, scope_of
 from coserve.kernels.lora.backend import Way
 from coserve.kernels.lora.segments import Segments
 from coserve.memory.kv import KvCache

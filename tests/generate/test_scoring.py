@@ -13,8 +13,9 @@ import torch
 from torch import Tensor
 
 from coserve.errors import InvalidRequest
-from coserve.generate import schedule, scoring
+from coserve.generate import schedule
 from coserve.generate.generator import Generator
+from coserve.generate.sampling import scoring
 from coserve.kernels.lora.backend import Way
 from coserve.kernels.lora.types import LoraPair
 from coserve.link import Generate, RequestFailed, Tokens

@@ -8,7 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from coserve.generate.slots import AdapterSlots, Scope, StaticLora, decode_rooms
+from coserve.generate.execution.slots import AdapterSlots, Scope, StaticLora, decode_rooms
 from coserve.kernels.lora.segments import Segments
 from coserve.kernels.lora.types import LoraPair
 from coserve.model.lora import LoraWeights

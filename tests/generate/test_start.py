@@ -10,9 +10,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from coserve.generate import start
+from coserve.generate.execution import start
+from coserve.generate.execution.start import COMPILED, Compilation, Upgrade, make_start
 from coserve.generate.generator import Generator
-from coserve.generate.start import COMPILED, Compilation, Upgrade, make_start
 from coserve.kernels.lora.backend import Way
 from coserve.link import Generate, Tokens
 from coserve.memory.kv import KvCache

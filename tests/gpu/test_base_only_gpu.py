@@ -7,9 +7,9 @@ import random
 import pytest
 import torch
 
-from coserve.adapters.residency import Residency
+from coserve.adapter_store.host import Residency
+from coserve.generate.execution.runner import Runner
 from coserve.generate.generator import Generator
-from coserve.generate.runner import Runner
 from coserve.kernels.lora.backend import Way
 from coserve.kernels.lora.types import LoraPair
 from coserve.link import Generate, Tokens

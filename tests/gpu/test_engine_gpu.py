@@ -12,14 +12,14 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from coserve.adapter_store.pages import packed_bytes
+from coserve.generate.execution.runner import Runner
 from coserve.generate.generator import Generator
-from coserve.generate.runner import Runner
 from coserve.kernels.attention.packed import PackedAttention
 from coserve.kernels.lora.backend import Way
 from coserve.kernels.lora.segments import Segments
 from coserve.kernels.lora.types import LoraPair
 from coserve.link import Generate, JobSucceeded, Tokens
-from coserve.memory.adapters import packed_bytes
 from coserve.memory.kv import KvCache
 from coserve.model.base import Base, load_base, wrap_base
 from coserve.model.fused import FusedBase

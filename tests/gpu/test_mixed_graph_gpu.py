@@ -5,15 +5,15 @@ from __future__ import annotations
 import pytest
 import torch
 
+from coserve.generate.execution.graphs.decode import Results, make_place
+from coserve.generate.execution.graphs.mixed import MixedGraph, Rows
+from coserve.generate.execution.runner import Runner
+from coserve.generate.execution.slots import NO_ADAPTERS, AdapterSlots, Scope, slot_lora
 from coserve.generate.generator import Generator
-from coserve.generate.graphs import Results, make_place
-from coserve.generate.mixed_graph import MixedGraph, Rows
-from coserve.generate.runner import Runner
-from coserve.generate.slots import NO_ADAPTERS, AdapterSlots, Scope, slot_lora
 from coserve.kernels.attention.interface import MixedCapacity, Run
 from coserve.kernels.lora.backend import Way
 from coserve.kernels.lora.segments import Segments
-from coserve.kernels.sampling import NOT_FINITE
+from coserve.kernels.sampling.sampling import NOT_FINITE
 from coserve.memory.kv import KvCache
 from coserve.model.fused import FusedBase
 from coserve.types import AdapterRef

@@ -7,8 +7,8 @@ import threading
 import pytest
 from torch._dynamo.utils import counters
 
+from coserve.generate.execution.start import COMPILING, Upgrade, make_start
 from coserve.generate.generator import Generator
-from coserve.generate.start import COMPILING, Upgrade, make_start
 from coserve.kernels.lora.backend import Way
 from coserve.memory.kv import KvCache
 from tests.generate.test_start import NoAdapters, ask, ask_all, steps

@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from coserve.generate import draws
-from coserve.kernels import sampling
+from coserve.generate.sampling import draws
+from coserve.kernels.sampling import sampling
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 SHIPPED = {name: getattr(sampling, name) for name in ("CHUNK", "PEAK_CHUNK", "THRESHOLD")}

@@ -10,8 +10,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from coserve.adapter_store.pages import AdapterPages, Entered, _one_piece, packed, packed_bytes
 from coserve.kernels.lora.types import LoraPair
-from coserve.memory.adapters import AdapterPages, Entered, _one_piece, packed, packed_bytes
 from coserve.memory.buffer import ALIGNMENT, PageBuffer
 from coserve.model.lora import LoraWeights
 from coserve.types import LoraSettings

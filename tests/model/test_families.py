@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from coserve.adapters.files import load_adapter
+from coserve.adapter_store.files import load_adapter
 from coserve.errors import UnsupportedBase
 from coserve.generate.generator import Generator
 from coserve.kernels.lora.backend import Way

@@ -7,8 +7,8 @@ from itertools import pairwise
 import pytest
 import torch
 
-from coserve.adapters.init import new_adapter
 from coserve.errors import UnsupportedBase
+from coserve.finetune.init import new_adapter
 from coserve.kernels.lora.backend import Way
 from coserve.kernels.lora.segments import Segments
 from coserve.model.base import Base, wrap_base

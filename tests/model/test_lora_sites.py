@@ -8,8 +8,8 @@ import msgspec
 import pytest
 import torch
 
-from coserve.adapters.files import load_adapter
-from coserve.adapters.init import new_adapter
+from coserve.adapter_store.files import load_adapter
+from coserve.finetune.init import new_adapter
 from coserve.kernels.lora.backend import Way
 from coserve.kernels.lora.segments import Segments
 from coserve.model.base import wrap_base

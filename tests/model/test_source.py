@@ -13,7 +13,7 @@ import pytest
 from huggingface_hub.errors import GatedRepoError, HFValidationError, LocalEntryNotFoundError, RepositoryNotFoundError
 
 from coserve.errors import UnsupportedBase
-from coserve.model.source import INDEX, check_source, fetch_files
+from coserve.pretrained.source import INDEX, check_source, fetch_files
 
 
 def refused(source: object, **kwargs: bool) -> str:

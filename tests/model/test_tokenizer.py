@@ -12,7 +12,7 @@ from tokenizers import Tokenizer as Backend
 from tokenizers import models, processors
 
 from coserve.errors import InvalidRequest, UnsupportedBase
-from coserve.model.tokenizer import Detokenizer, Tokenizer
+from coserve.pretrained.tokenizer import Detokenizer, Tokenizer
 from tests.support.tokenizers import byte_level, sentencepiece_like, write_folder
 
 ROLES = {"bos_token": "<bos>", "eos_token": "<eos>"}

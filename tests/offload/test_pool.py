@@ -14,7 +14,7 @@ import aiohttp
 import msgspec
 import pytest
 
-from coserve.api import intake
+from coserve.api.http import intake
 from coserve.errors import HelperLost, InternalError, InvalidRequest, MalformedRow
 from coserve.offload import pool as pool_module
 from coserve.offload.pool import HelperPool
@@ -149,7 +149,7 @@ async def test_a_process_that_has_grown_is_replaced(pool: HelperPool, monkeypatc
 
 
 async def test_other_tokenizers_cross_too() -> None:
-    from coserve.model.tokenizer import Tokenizer
+    from coserve.pretrained.tokenizer import Tokenizer
 
     mine = Tokenizer(sentencepiece_like(), special_tokens={"bos_token": "<bos>", "eos_token": "<eos>"})
     there = Tokenizer.from_state(mine.state())

@@ -8,7 +8,7 @@ from collections.abc import Awaitable, Callable
 
 import pytest
 
-from coserve.engine import Engine
+from coserve.engine.engine import Engine
 from coserve.link import (
     CancelRequest,
     EngineStats,

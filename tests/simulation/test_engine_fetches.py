@@ -11,9 +11,9 @@ from dataclasses import dataclass
 
 import pytest
 
-from coserve.engine import Engine
+from coserve.adapter_store.fetches import Fetches
+from coserve.engine.engine import Engine
 from coserve.errors import AdapterNotFound, StorageBusy
-from coserve.fetches import Fetches
 from coserve.link import (
     Admitted,
     CancelRequest,

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 import pytest
 
 from coserve.cancellation import Cancellation, Cancelled
-from coserve.engine import Engine
+from coserve.engine.engine import Engine
 from coserve.errors import EngineFault
 from coserve.link import (
     CancelJob,

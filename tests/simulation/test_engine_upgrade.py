@@ -8,7 +8,7 @@ import threading
 
 import pytest
 
-from coserve.engine import Engine
+from coserve.engine.engine import Engine
 from coserve.link import (
     EngineNotes,
     EngineStopped,

@@ -12,7 +12,7 @@ from itertools import pairwise
 
 import pytest
 
-from coserve.engine import Engine
+from coserve.engine.engine import Engine
 from coserve.link import (
     EngineStats,
     EngineStopped,

@@ -15,11 +15,11 @@ import msgspec
 from aiohttp import web
 
 from coserve.api.app import make_app, make_runner
-from coserve.api.ledger import JobMessage
+from coserve.api.jobs.ledger import JobMessage
 from coserve.api.service import Service
 from coserve.config import Config
 from coserve.link import Generate, local_pair
-from coserve.model.tokenizer import Tokenizer
+from coserve.pretrained.tokenizer import Tokenizer
 from coserve.state.folder import DataFolder
 from coserve.state.registry import Registry
 from coserve.state.reserve import Reserve

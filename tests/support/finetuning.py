@@ -8,10 +8,10 @@ from pathlib import Path
 import msgspec
 import numpy as np
 
-from coserve.adapters.files import load_adapter
-from coserve.adapters.residency import Residency
+from coserve.adapter_store.files import load_adapter
+from coserve.adapter_store.host import Residency
 from coserve.cancellation import Cancellation
-from coserve.finetune.data import Corpus
+from coserve.corpus.data import Corpus
 from coserve.finetune.trainer import Trainer
 from coserve.kernels.lora.backend import Way
 from coserve.link import FromEngine, JobFailed, JobProgress, JobStarted, JobSucceeded

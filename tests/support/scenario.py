@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
-from coserve.engine import Engine
+from coserve.engine.engine import Engine
 from coserve.link import (
     CancelJob,
     CancelRequest,

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from coserve.corpus.rows import parse_row
 from coserve.errors import CoserveError, EmptyCorpus, InvalidRequest, MalformedRow
-from coserve.finetune.rows import parse_row
 from coserve.workloads.arrivals import Arrivals, Process
 from coserve.workloads.popularity import Popularity, Shape
 from coserve.workloads.scenario import (

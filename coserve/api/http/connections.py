@@ -14,8 +14,8 @@ import msgspec
 from aiohttp import web
 from aiohttp.typedefs import Middleware
 
-from coserve.api.answers import NATIVE
-from coserve.api.security import Handler
+from coserve.api.http.answers import NATIVE
+from coserve.api.http.security import Handler
 from coserve.errors import TooManyConnections
 
 log = logging.getLogger(__name__)

@@ -20,7 +20,7 @@ from aiohttp.streams import StreamReader
 from aiohttp.web_protocol import RequestHandler
 from multidict import CIMultiDict, CIMultiDictProxy
 
-from coserve.api.answers import NATIVE
+from coserve.api.http.answers import NATIVE
 from coserve.api.http.connections import CappedRunner, Connections
 from coserve.api.http.pieces import JSON
 from coserve.errors import InternalError, InvalidRequest

@@ -1,0 +1,211 @@
+"""Adapters: import, show, hand out and delete them. Files first and rows second; on deletion the other way round."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import shutil
+import stat
+import time
+from collections.abc import AsyncIterator, Callable, Collection
+from contextlib import AbstractContextManager, ExitStack, asynccontextmanager
+from pathlib import Path
+from typing import TypeVar
+
+from coserve.adapters.archive import Archive
+from coserve.api.adapters.inspection import Inspection
+from coserve.api.connection import Connection
+from coserve.api.http.parsing import local_path
+from coserve.config import Config
+from coserve.errors import (
+    AdapterBusy,
+    EngineUnavailable,
+    InvalidRequest,
+    StorageError,
+    UnsafeAdapter,
+)
+from coserve.link import DropAdapter
+from coserve.offload.pool import HelperPool
+from coserve.schemas import Adapter, AdapterList, DeletedAdapter, ImportRequest
+from coserve.state.commits import Commits, uncancelled
+from coserve.state.durable import remove_dir, replace_dir
+from coserve.state.failpoints import failpoint
+from coserve.state.folder import DataFolder
+from coserve.state.records import AdapterRecord
+from coserve.state.registry import Registry
+from coserve.state.thread import RegistryThread
+from coserve.types import AdapterRef, BaseSpec
+
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+FILES = ("adapter_config.json", "adapter_model.safetensors")
+
+
+class Adapters:
+    """All adapters of the registry. `in_use`: versions that running requests hold."""
+
+    def __init__(
+        self,
+        config: Config,
+        folder: DataFolder,
+        registry: RegistryThread,
+        helpers: HelperPool,
+        engine: Connection,
+        in_use: Collection[AdapterRef],
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        self._config, self._folder, self._registry = config, folder, registry
+        self._engine, self._in_use, self._clock = engine, in_use, clock
+        self._inspection = Inspection(helpers)
+        self._importing = asyncio.Lock()
+        self._commits = Commits()
+
+    async def close(self) -> None:
+        """Finish what was begun."""
+        await self._commits.close()
+
+    # ---- import
+
+    async def take(self, request: ImportRequest, upload: Path | None) -> Adapter:
+        """Import PEFT files as the next version of `request.name`; durable when this returns.
+
+        Raises `AdapterError` leaves, `ForbiddenPath`, `InvalidRequest`, `StorageFull`, `EngineUnavailable`.
+        """
+        if (request.path is None) == (upload is None):
+            got = "none" if upload is None else "both"
+            raise InvalidRequest(f"expected a path or files, got {got}", field="path")
+        spec = self._engine.spec
+        source = upload or local_path(str(request.path), self._config.data_root)
+        if not source.is_dir():
+            raise InvalidRequest("expected a folder with PEFT files", field="path")
+        refuse_base_name(request.name, spec, field="name")
+        await self._inspection.settings(source, spec)  # refused before anything is copied
+        async with self._importing:
+            record = await self._commits.run(self._install(source, request.name, spec))
+        failpoint("api.before_reply")
+        return self._view(record)
+
+    async def _install(self, source: Path, name: str, spec: BaseSpec) -> AdapterRecord:
+        """Take a version, copy, check the copy, register it; what fails leaves no files."""
+        ref = await self._registry(lambda registry: registry.reserve_version(name))
+        async with in_threads(replace_dir(self._folder.adapter(ref), point="import")) as target:
+            await asyncio.to_thread(_copy, source, target)
+            record = await self._inspection.record(target, ref, spec, source="import", created_at=self._clock())
+        try:
+            await self._registry(lambda registry: registry.add_reserved(record))
+        except BaseException:
+            await asyncio.to_thread(remove_dir, self._folder.adapter(ref))
+            raise
+        return record
+
+    # ---- show
+
+    def _view(self, record: AdapterRecord, versions: list[int] | None = None, *, current: bool = True) -> Adapter:
+        return Adapter(
+            id=record.ref.id,
+            version=record.ref.version,
+            ref=str(record.ref),
+            rank=record.rank,
+            alpha=record.alpha,
+            targets=list(record.targets),
+            base=record.base_name,
+            base_fingerprint=record.base_fingerprint,
+            source=record.source,
+            created_at=record.created_at,
+            bytes=record.bytes,
+            sha256=record.sha256,
+            resident=self._engine.resident(record.ref),
+            versions=versions,
+            current=current,
+        )
+
+    async def get(self, name: str, version: int | None) -> Adapter:
+        """One version (the one that the name means) and the numbers of all. Raises `AdapterNotFound`."""
+
+        def find(registry: Registry) -> tuple[AdapterRecord, list[AdapterRecord], int | None]:
+            return registry.adapter(name, version), registry.versions(name), registry.current_version(name)
+
+        record, records, current = await self._registry(find)
+        return self._view(record, [each.ref.version for each in records], current=record.ref.version == current)
+
+    async def list(self, after: str | None, limit: int) -> AdapterList:
+        """The version that each name means, by name."""
+        records = await self._registry(lambda registry: registry.adapters(after=after, limit=limit + 1))
+        return AdapterList(data=[self._view(record) for record in records[:limit]], has_more=len(records) > limit)
+
+    # ---- hand out
+
+    @asynccontextmanager
+    async def archive(self, name: str, version: int | None) -> AsyncIterator[Archive]:
+        """A tar file of PEFT files. Raises `AdapterNotFound`, `StorageError`."""
+        record = await self._registry(lambda registry: registry.adapter(name, version))
+        opening = asyncio.create_task(asyncio.to_thread(Archive, record, self._folder.adapter(record.ref)))
+        try:
+            yield await uncancelled(opening)
+        finally:
+            if not opening.cancelled() and opening.exception() is None:
+                opening.result().close()
+
+    # ---- roll back and delete
+
+    async def roll_back(self, name: str, version: int) -> Adapter:
+        """The name means `version` from now on; running requests finish on theirs. Raises `AdapterNotFound`."""
+        await self._registry(lambda registry: registry.roll_back(AdapterRef(name, version)))
+        return await self.get(name, version)
+
+    async def delete(self, name: str, version: int | None = None) -> DeletedAdapter:
+        """Every version, or one. Raises `AdapterNotFound`, `AdapterBusy` while a job or a request uses one of them."""
+        if any(ref.id == name and version in (None, ref.version) for ref in self._in_use):
+            shown = name if version is None else f"{name}@{version}"
+            raise AdapterBusy(f"adapter {shown!r} is in use by running requests", field="id")
+        return await self._commits.run(self._delete(name, version))
+
+    async def _delete(self, name: str, version: int | None) -> DeletedAdapter:
+        def forget(registry: Registry) -> list[AdapterRef]:
+            if version is None:
+                return registry.delete_adapter(name)
+            ref = AdapterRef(name, version)
+            registry.delete_version(ref)
+            return [ref]
+
+        refs = await self._registry.freeing(forget)
+        for ref in refs:
+            try:
+                self._engine.send(DropAdapter(ref=ref))
+            except EngineUnavailable:
+                break  # the next engine has nothing in memory
+        for ref in refs:
+            try:
+                await asyncio.to_thread(remove_dir, self._folder.adapter(ref))
+            except (OSError, StorageError) as error:  # it is deleted all the same
+                log.warning("files of adapter %s stay until the next start: %s", ref, error)
+        return DeletedAdapter(id=name, versions=[ref.version for ref in refs])
+
+
+def _copy(source: Path, target: Path) -> None:
+    for name in FILES:
+        if not stat.S_ISREG((source / name).lstat().st_mode):
+            raise UnsafeAdapter(f"{name}: expected a regular file")
+        shutil.copyfile(source / name, target / name, follow_symlinks=False)
+
+
+@asynccontextmanager
+async def in_threads(block: AbstractContextManager[T]) -> AsyncIterator[T]:
+    """A context manager whose beginning and end run in threads. The caller must not be cancelled in between."""
+    stack = ExitStack()
+    entered = await asyncio.to_thread(stack.enter_context, block)
+    try:
+        yield entered
+    except BaseException as error:
+        if not await asyncio.to_thread(stack.__exit__, type(error), error, error.__traceback__):
+            raise
+    else:
+        await asyncio.to_thread(stack.close)
+
+
+def refuse_base_name(name: str, base: BaseSpec, *, field: str) -> None:
+    """Raises `InvalidRequest` for an adapter that would be called as the base is."""
+    if name.casefold() == base.name.casefold():
+        raise InvalidRequest(f"{name!r} is the name of the base: choose another one for the adapter", field=field)

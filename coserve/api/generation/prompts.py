@@ -1,0 +1,110 @@
+"""What a generation request says, in the words of the engine: token ids and sampling parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from coserve.api.generation.texts import Texts, check_tokens
+from coserve.errors import EmptyPrompt, InvalidRequest, PromptTooLong
+from coserve.pretrained.chat import Message
+from coserve.schemas import MAX_PROMPT_LOGPROBS, ChatMessage, GenerateRequest
+from coserve.types import BaseSpec, SamplingParams
+
+LONGEST_TOKEN = 256
+"""Characters; a text with more than so many times the context need not be tokenised to be refused."""
+
+
+def check_generate(request: GenerateRequest, spec: BaseSpec) -> None:
+    """What the types cannot say. Raises `InvalidRequest`, `EmptyPrompt`."""
+    if (request.prompt is None) == (request.messages is None):
+        got = "none" if request.prompt is None else "both"
+        raise InvalidRequest(f"expected one of prompt and messages, got {got}", field="prompt")
+    if request.prompt is not None and len(request.prompt) == 0:
+        raise EmptyPrompt("expected a prompt with at least one token", field="prompt")
+    if request.messages is not None and not request.messages:
+        raise EmptyPrompt("expected at least one message", field="messages")
+    most = spec.context if request.max_tokens is None else request.max_tokens
+    if most > spec.context:
+        raise InvalidRequest(f"expected at most the context, {spec.context}, got {most}", field="max_tokens")
+    if most == 0 and request.prompt_logprobs is None:
+        raise InvalidRequest("expected at least 1 (0 needs prompt_logprobs), got 0", field="max_tokens")
+    if request.min_tokens > most:
+        raise InvalidRequest(f"expected at most max_tokens, {most}, got {request.min_tokens}", field="min_tokens")
+    prompt = request.prompt if isinstance(request.prompt, list) else []
+    for field, tokens in (
+        ("prompt", prompt),
+        ("stop_token_ids", request.stop_token_ids),
+        ("logit_bias", request.logit_bias),
+    ):
+        if tokens and max(tokens) >= spec.vocab:
+            raise InvalidRequest(f"expected token ids below {spec.vocab}, got {max(tokens)}", field=field)
+
+
+async def encode_prompt(request: GenerateRequest, spec: BaseSpec, texts: Texts) -> tuple[int, ...]:
+    """Token ids. Raises `EmptyPrompt`, `PromptTooLong`, and `InvalidRequest` from the chat template."""
+    try:
+        return await _encoded(request, spec, texts)
+    except PromptTooLong as error:
+        if not spec.context_note:
+            raise
+        message = f"{error.message} ({spec.context_note})"
+        raise PromptTooLong(message, field=error.field, context=error.context, length=error.length) from error
+
+
+async def _encoded(request: GenerateRequest, spec: BaseSpec, texts: Texts) -> tuple[int, ...]:
+    if isinstance(request.prompt, list):
+        field, ids = "prompt", request.prompt
+    elif request.prompt is not None:
+        field, text = "prompt", request.prompt
+        check_characters(len(text), spec.context, field)
+        ids = await texts.encode(text, context=spec.context, field=field)
+    else:
+        field, turns = "messages", request.messages or []
+        check_characters(sum(len(turn.content) for turn in turns), spec.context, field)
+        ids = await texts.chat(chat_messages(turns), context=spec.context)
+    if not ids:
+        raise EmptyPrompt("expected a prompt with at least one token", field=field)
+    check_tokens(len(ids), spec.context, field)
+    if request.prompt_logprobs is not None and len(ids) * (request.prompt_logprobs + 1) > MAX_PROMPT_LOGPROBS:
+        raise InvalidRequest(
+            f"expected at most {MAX_PROMPT_LOGPROBS} log-probabilities of a prompt, "
+            f"got {len(ids)} tokens and {request.prompt_logprobs}",
+            field="prompt_logprobs",
+        )
+    return tuple(ids)
+
+
+def chat_messages(turns: Sequence[ChatMessage]) -> list[Message]:
+    """Turns as templates know them."""
+    return [
+        {"role": turn.role, "content": turn.content} | ({} if turn.name is None else {"name": turn.name})
+        for turn in turns
+    ]
+
+
+def check_characters(length: int, context: int, field: str) -> None:
+    """Raises `PromptTooLong` for a text that cannot fit, before it is tokenised."""
+    limit = context * LONGEST_TOKEN
+    if length > limit:
+        raise PromptTooLong(f"expected at most {limit} characters, got {length}", field=field, context=context)
+
+
+def sampling_params(request: GenerateRequest, index: int, seed: int, room: int) -> SamplingParams:
+    """What of the request the engine samples choice `index` by. `room`: tokens that fit behind the prompt."""
+    return SamplingParams(
+        max_tokens=room if request.max_tokens is None else request.max_tokens,
+        min_tokens=request.min_tokens,
+        temperature=request.temperature,
+        top_k=request.top_k,
+        top_p=request.top_p,
+        min_p=request.min_p,
+        repetition_penalty=request.repetition_penalty,
+        presence_penalty=request.presence_penalty,
+        frequency_penalty=request.frequency_penalty,
+        stop_token_ids=tuple(request.stop_token_ids),
+        ignore_eos=request.ignore_eos,
+        logit_bias=request.logit_bias,
+        logprobs=request.logprobs,
+        prompt_logprobs=request.prompt_logprobs if index == 0 else None,
+        seed=seed + index,
+    )

@@ -1,0 +1,127 @@
+"""`/openapi.json`, OpenAPI 3.1: from the table of routes and the structs themselves, so that it cannot say otherwise."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+
+from coserve import __version__
+from coserve.api.http.route import Route, Schema
+from coserve.schemas import PAGE_LIMIT
+
+_REF = "#/components/schemas/{name}"
+_QUERY: dict[str, dict[str, Any]] = {
+    "after": {"type": "string", "description": "Go on behind this entry."},
+    "limit": {"type": "integer", "minimum": 1, "maximum": PAGE_LIMIT, "default": 20},
+}
+_ALWAYS = (400, 401, 403)
+
+
+def describe_api(routes: Sequence[Route]) -> dict[str, Any]:
+    """The document."""
+    used = {struct for route in routes for schema in _schemas_of(route) for struct in _each(schema)}
+    types = sorted(used, key=lambda struct: struct.__name__)
+    _, components = msgspec.json.schema_components(types, ref_template=_REF)
+    paths: dict[str, dict[str, Any]] = {}
+    for route in routes:
+        paths.setdefault(route.path, {})[route.method.lower()] = _operation(route)
+    document = {
+        "openapi": "3.1.0",
+        "info": {
+            "title": "coserve",
+            "version": __version__,
+            "summary": "Fine-tune and serve many LoRA adapters from one copy of a base model",
+            "license": {"name": "Apache-2.0", "identifier": "Apache-2.0"},
+        },
+        "paths": paths,
+        "components": {
+            "schemas": components,
+            "securitySchemes": {"key": {"type": "http", "scheme": "bearer"}},
+        },
+        "security": [{"key": []}, {}],
+    }
+    plain: dict[str, Any] = _portable(document)
+    return plain
+
+
+def _portable(node: Any) -> Any:  # noqa: ANN401 - any JSON
+    """Patterns in the dialect of JSON Schema, which knows neither `\\A` nor `\\Z`."""
+    if isinstance(node, dict):
+        return {
+            key: value.replace("\\A", "^").replace("\\Z", "$")
+            if key == "pattern" and isinstance(value, str)
+            else _portable(value)
+            for key, value in node.items()
+        }
+    return [_portable(entry) for entry in node] if isinstance(node, list | tuple) else node
+
+
+def _schemas_of(route: Route) -> list[Schema]:
+    given = (route.body, route.answer, route.events, tuple(refusal.body for refusal in route.refusals))
+    return [schema for schema in given if schema is not None]
+
+
+def _each(schema: Schema) -> tuple[type[msgspec.Struct], ...]:
+    return schema if isinstance(schema, tuple) else (schema,)
+
+
+def _schema(schema: Schema) -> dict[str, Any]:
+    found = [{"$ref": _REF.format(name=struct.__name__)} for struct in _each(schema)]
+    return {"schema": found[0] if len(found) == 1 else {"anyOf": found}}
+
+
+def _operation(route: Route) -> dict[str, Any]:
+    operation: dict[str, Any] = {
+        "operationId": route.name,
+        "summary": route.summary,
+        "responses": {str(route.status): {"description": "Done", "content": _content(route)}}
+        | {str(status): _error(route) for status in sorted({*_ALWAYS, *route.errors})},
+    }
+    parameters = [
+        {"name": name, "in": "path", "required": True, "schema": {"type": "string"}}
+        for name in re.findall(r"{(\w+)}", route.path)
+    ]
+    parameters += [{"name": name, "in": "query", "schema": _QUERY[name]} for name in route.query]
+    if parameters:
+        operation["parameters"] = parameters
+    if route.body is not None:
+        operation["requestBody"] = {"required": True, "content": _body(route.body, route.upload)}
+    if route.public:
+        operation["security"] = []
+    return operation
+
+
+def _content(route: Route) -> dict[str, Any]:
+    content: dict[str, Any] = {}
+    if route.answer is not None:
+        content["application/json"] = _schema(route.answer)
+        if route.listed:
+            content["application/json"] = {"schema": {"type": "array", "items": _schema(route.answer)["schema"]}}
+    if route.events is not None:
+        content["text/event-stream"] = _schema(route.events)
+    if route.media is not None:
+        content[route.media] = {"schema": {"type": "string"}}
+    if not content:
+        content["application/json"] = {"schema": {"type": "object"}}
+    return content
+
+
+def _body(struct: Schema, upload: bool) -> dict[str, Any]:
+    content: dict[str, Any] = {"application/json": _schema(struct)}
+    if upload:
+        file = {"type": "string", "contentMediaType": "application/octet-stream"}
+        parts = {"settings": _schema(struct)["schema"], "file": {"type": "array", "items": file}}
+        schema = {"type": "object", "properties": parts, "required": ["settings", "file"]}
+        content["multipart/form-data"] = {
+            "schema": schema,
+            "encoding": {"settings": {"contentType": "application/json"}},
+        }
+    return content
+
+
+def _error(route: Route) -> dict[str, Any]:
+    bodies = tuple(refusal.body for refusal in route.refusals)
+    return {"description": "Refused", "content": {"application/json": _schema(bodies)}}

@@ -1,0 +1,56 @@
+"""What one route is: the router, the gate and `/openapi.json` are made from the table of them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import msgspec
+
+from coserve.api.http.answers import NATIVE, Refusal
+from coserve.api.http.security import Handler
+
+PAGE = ("after", "limit")
+BODY_ERRORS = (408, 413, 415)
+BUSY_ERRORS = (429, 503)
+
+Schema = type[msgspec.Struct] | tuple[type[msgspec.Struct], ...]
+"""One type, or one of several."""
+
+
+@dataclass(frozen=True)
+class Route:
+    """One method of one path. `errors`: statuses besides 400, 401 and 403, which every route may answer with."""
+
+    method: str
+    path: str
+    handler: Handler
+    summary: str
+    body: Schema | None = None
+    upload: bool = False
+    """The body may be multipart/form-data too, with files."""
+    answer: Schema | None = None
+    listed: bool = False
+    """The answer is a list of these."""
+    status: int = 200
+    events: Schema | None = None
+    """What the data of server-sent events is."""
+    media: str | None = None
+    """Content type of an answer that is not JSON."""
+    query: tuple[str, ...] = ()
+    errors: tuple[int, ...] = ()
+    refusals: tuple[Refusal, ...] = (NATIVE,)
+    """How it says no; the gate does as the first."""
+    slashes: bool = False
+    """The last part of the path takes slashes too."""
+    public: bool = False
+    """Open without the key. Nothing else is."""
+
+    @property
+    def pattern(self) -> str:
+        """The path for the router."""
+        return self.path.replace("{id}", "{id:.+}") if self.slashes else self.path
+
+    @property
+    def name(self) -> str:
+        """By which the router, the gate and the metrics know it."""
+        return self.handler.__name__

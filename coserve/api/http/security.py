@@ -1,0 +1,149 @@
+"""What stands before every handler: who may ask, from where, and that every answer is one of ours.
+
+Authorisation looks at the route that matched, never at the path's text, and denies by default: a route is open only if
+the table says so, and an unknown path is as closed as a known one.
+"""
+
+from __future__ import annotations
+
+import hmac
+import ipaddress
+import logging
+import secrets
+from collections.abc import Awaitable, Callable
+from urllib.parse import urlsplit
+
+from aiohttp import web
+from aiohttp.typedefs import Middleware
+
+from coserve.api.http.answers import Refusal, refuse
+from coserve.api.openai.errors import is_openai, no_such_path
+from coserve.config import Config
+from coserve.errors import (
+    BodyTooLarge,
+    CoserveError,
+    ForbiddenOrigin,
+    InternalError,
+    InvalidRequest,
+    MethodNotAllowed,
+    NotFound,
+    Unauthorized,
+    UnsupportedEncoding,
+)
+
+log = logging.getLogger(__name__)
+
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+LOOPBACK = frozenset({"localhost", "127.0.0.1", "::1"})
+REQUEST_ID = web.RequestKey("request_id", str)
+BEGUN = web.RequestKey("begun", bool)
+"""The headers of the answer are out: no other answer can be given."""
+
+
+class Gate:
+    """Host, Origin, key and encoding of a request. `public`: names of the routes that need no key."""
+
+    def __init__(self, config: Config, public: frozenset[str]) -> None:
+        self._hosts = LOOPBACK | {host.lower() for host in config.allowed_hosts}
+        if not _is_wildcard(config.host):
+            self._hosts |= {config.host.lower()}
+        self._key = None if config.api_key is None else config.api_key.encode()
+        self._public = public
+
+    def check(self, request: web.Request) -> None:
+        """Raises `ForbiddenOrigin`, `Unauthorized`, `UnsupportedEncoding`."""
+        if _host(f"//{request.headers.get('Host', '')}") not in self._hosts:
+            raise ForbiddenOrigin(
+                "the Host header names none of this daemon's hosts; see --allowed-hosts", field="Host"
+            )
+        origin = request.headers.get("Origin")
+        if origin is not None and not (origin.startswith(("http://", "https://")) and _host(origin) in self._hosts):
+            raise ForbiddenOrigin("pages of this origin may not use the daemon; see --allowed-hosts", field="Origin")
+        if self._key is not None and request.match_info.route.name not in self._public:
+            scheme, _, given = request.headers.get("Authorization", "").partition(" ")
+            if scheme.lower() != "bearer" or not hmac.compare_digest(given.encode(errors="replace"), self._key):
+                raise Unauthorized("expected 'Authorization: Bearer KEY' with the daemon's key", field="Authorization")
+        if "Content-Encoding" in request.headers:
+            raise UnsupportedEncoding("compressed bodies are not accepted", field="Content-Encoding")
+
+
+def _is_wildcard(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_unspecified
+    except ValueError:
+        return host == ""
+
+
+def _host(url: str) -> str:
+    """The host of a URL, or an empty text for what is none."""
+    try:
+        parts = urlsplit(url)
+        _ = parts.port  # raises for a port that is none
+    except ValueError:
+        return ""
+    if parts.path or parts.query or parts.fragment or "@" in parts.netloc:
+        return ""
+    return (parts.hostname or "").lower()
+
+
+def guard(gate: Gate, count: Callable[[str, int], None], shape_of: Callable[[web.Request], Refusal]) -> Middleware:
+    """The middleware. `count` is told the route and the status of each answer; `shape_of`: how it says no."""
+
+    @web.middleware
+    async def middleware(request: web.Request, handler: Handler) -> web.StreamResponse:
+        request[REQUEST_ID] = secrets.token_hex(8)
+        shape = shape_of(request)
+        try:
+            await request.writer.drain()  # answers of earlier requests of this connection that nobody has read
+            gate.check(request)
+            response = await handler(request)
+        except CoserveError as error:
+            response = _answer(request, error, shape)
+        except web.HTTPException as error:
+            response = refuse(_translate(error, request.path), shape)
+            if "Allow" in error.headers:
+                response.headers["Allow"] = error.headers["Allow"]
+        except ConnectionError:
+            raise  # the client is gone: nobody to answer
+        except Exception:  # the last line: whatever it was, the client gets a fixed body
+            log.exception("request %s failed", request[REQUEST_ID])
+            if BEGUN in request:
+                raise ConnectionResetError("the answer broke off") from None
+            response = _answer(request, InternalError("internal error"), shape)
+        if response.status in (401, 403, 408, 413, 415):
+            response.force_close()  # of what may still come, nothing is wanted
+        count(request.match_info.route.name or "none", response.status)
+        return response
+
+    return middleware
+
+
+def _answer(request: web.Request, error: CoserveError, shape: Refusal) -> web.StreamResponse:
+    if error.status >= 500:
+        log.warning("request %s: %s: %s", request[REQUEST_ID], error.code, error.message)
+    response = refuse(error, shape)
+    if error.status == 401:
+        response.headers["WWW-Authenticate"] = "Bearer"
+    return response
+
+
+def _translate(error: web.HTTPException, path: str) -> CoserveError:
+    """What aiohttp itself refuses."""
+    match error.status:
+        case 404:
+            return no_such_path(path) if is_openai(path) else NotFound("there is no such path")
+        case 405:
+            return MethodNotAllowed("the path has no such method")
+        case 413:
+            return BodyTooLarge("the body is too large")
+        case status if status < 500:
+            return InvalidRequest(f"the request is refused: {error.reason}")
+    return InternalError("internal error")
+
+
+async def finish_headers(request: web.Request, response: web.StreamResponse) -> None:
+    """Signal before any answer's headers leave."""
+    request[BEGUN] = True
+    response.headers["X-Request-Id"] = request.get(REQUEST_ID, "")
+    response.headers["X-Content-Type-Options"] = "nosniff"
+    response.headers.pop("Server", None)

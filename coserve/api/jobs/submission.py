@@ -1,0 +1,154 @@
+"""From a fine-tuning request to a job that can be accepted: settings checked, corpus tokenised."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from coserve.adapters.targets import resolve_targets
+from coserve.api.adapters.adapters import refuse_base_name
+from coserve.api.adapters.inspection import Inspection
+from coserve.api.http.parsing import local_path, split_ref
+from coserve.config import Config
+from coserve.corpus.auto import choose_training
+from coserve.corpus.corpora import CorpusFile, MadeCorpus, TokenizeFile, tokenize_file
+from coserve.corpus.data import tokenize_rows
+from coserve.corpus.plan import Plan, check_training, longest_row
+from coserve.corpus.rows import parse_jsonl, parse_rows
+from coserve.errors import BaseMismatch, InvalidRequest
+from coserve.offload.pool import HelperPool
+from coserve.pretrained.tokenizer import Tokenizer
+from coserve.schemas import FinetuneRequest
+from coserve.state.commits import uncancelled
+from coserve.state.folder import DataFolder
+from coserve.state.records import AdapterRecord, JobRecord
+from coserve.state.thread import RegistryThread
+from coserve.types import BaseSpec, JobSpec, JobState, LoraSettings
+
+MAX_PREPARING = 2
+"""Processes that tokenise corpora."""
+SMALL_FILE = 64 << 10
+"""Bytes of a file that is tokenised in a thread."""
+
+
+class Submission:
+    """Checks what a job needs, before anything of it is kept. `clock` gives seconds since the epoch."""
+
+    def __init__(
+        self,
+        config: Config,
+        folder: DataFolder,
+        registry: RegistryThread,
+        tokenizer: Tokenizer,
+        helpers: HelperPool,
+        clock: Callable[[], float],
+    ) -> None:
+        self._config, self._folder, self._registry, self._tokenizer = config, folder, registry, tokenizer
+        self._helpers, self._inspection, self._clock = helpers, Inspection(helpers), clock
+
+    async def prepare(
+        self, request: FinetuneRequest, upload: Path | None, spec: BaseSpec
+    ) -> tuple[JobRecord, MadeCorpus]:
+        """The job's record (its version is still to be given out) and its corpus.
+
+        Raises `InvalidRequest`, `CorpusError` leaves (with the line), `AdapterNotFound`, `BaseMismatch`,
+        `ForbiddenPath`.
+        """
+        refuse_base_name(request.adapter, spec, field="adapter")
+        limit = self._config.micro_batch_tokens
+        asked, _ = choose_training(request.training, rows=1, tokens=1, hidden=spec.hidden)
+        check_training(asked)  # before the corpus is read
+        longest = longest_row(asked, spec.context, limit)
+        source, lora = await self._shape(request, spec)
+        corpus = await self._tokenize(self._source(request, upload), longest)
+        try:
+            training, auto = choose_training(
+                request.training,
+                rows=corpus.rows,
+                tokens=corpus.token_count,
+                targets=corpus.target_tokens,
+                hidden=spec.hidden,
+            )
+            plan = await asyncio.to_thread(Plan, await asyncio.to_thread(corpus.read_lengths), training, limit)
+        except BaseException:
+            corpus.discard()
+            raise
+        job = JobSpec(
+            id=f"job-{secrets.token_hex(8)}",
+            adapter=request.adapter,
+            version=1,
+            init_from=None if source is None else source.ref,
+            lora=lora,
+            training=training,
+            rows=corpus.rows,
+            tokens=corpus.token_count,
+            target_tokens=corpus.target_tokens,
+            init_digests=None if source is None else source.digests,
+            rows_cut=corpus.rows_cut,
+            auto=auto,
+        )
+        record = JobRecord(
+            spec=job,
+            state=JobState.QUEUED,
+            created_at=self._clock(),
+            base_fingerprint=spec.fingerprint,
+            total_steps=plan.total_steps,
+            metadata=request.metadata,
+        )
+        return record, corpus
+
+    async def _shape(self, request: FinetuneRequest, spec: BaseSpec) -> tuple[AdapterRecord | None, LoraSettings]:
+        """What to start from: an adapter and its shape, or nothing and the settings of the request."""
+        if request.continue_from is None:
+            lora = request.lora or LoraSettings()
+            try:
+                resolve_targets(lora, spec)
+            except InvalidRequest as error:
+                raise InvalidRequest(error.message, field=f"lora.{error.field}") from None
+            return None, lora
+        if request.lora is not None:
+            raise InvalidRequest("expected no lora settings: continue_from has its own", field="lora")
+        name, version = split_ref(request.continue_from)
+        record = await self._registry(lambda registry: registry.adapter(name, version))
+        if record.base_fingerprint != spec.fingerprint:
+            raise BaseMismatch(
+                f"adapter {record.ref} belongs to another base, {record.base_name!r}", field="continue_from"
+            )
+        return record, await self._inspection.settings(self._folder.adapter(record.ref), spec)
+
+    async def _tokenize(self, source: list[dict[str, Any]] | Path, longest: int) -> MadeCorpus:
+        """A few rows in a thread, a file that may be large in a helper process, which ends when the client leaves."""
+        if isinstance(source, list):
+            return await asyncio.to_thread(tokenize_rows, parse_rows(source), self._tokenizer, longest)
+        size = (await asyncio.to_thread(source.stat)).st_size
+        if size <= SMALL_FILE:
+            return await asyncio.to_thread(tokenize_rows, parse_jsonl(source), self._tokenizer, longest)
+        folder = self._folder.staging / f"corpus-{secrets.token_hex(8)}"  # what is half written has a name of its own
+        try:
+            found = await self._helpers.run(tokenize_file, TokenizeFile(str(source), str(folder / "corpus"), longest))
+        except BaseException:
+            await uncancelled(asyncio.create_task(asyncio.to_thread(shutil.rmtree, folder, ignore_errors=True)))
+            raise
+        return msgspec.msgpack.decode(found, type=CorpusFile)
+
+    def _source(self, request: FinetuneRequest, upload: Path | None) -> list[dict[str, Any]] | Path:
+        given = [name for name in ("data", "path") if getattr(request, name) is not None]
+        given += [] if upload is None else ["file"]
+        if len(given) != 1:
+            raise InvalidRequest(
+                f"expected one of data, path and file, got {' and '.join(given) or 'none'}", field="data"
+            )
+        if request.data is not None:
+            return request.data
+        if upload is not None:
+            return upload
+        path = local_path(str(request.path), self._config.data_root)
+        if not path.is_file():
+            raise InvalidRequest("expected a file", field="path")
+        return path

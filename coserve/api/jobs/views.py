@@ -1,0 +1,124 @@
+"""Jobs as the API shows them, and their story as it goes on."""
+
+from __future__ import annotations
+
+import asyncio
+import builtins
+from collections.abc import AsyncGenerator
+
+import msgspec
+
+from coserve.api.jobs.ledger import Ledger
+from coserve.errors import QueueFull
+from coserve.schemas import Job, JobEvent, JobList
+from coserve.state.records import JobRecord
+from coserve.state.thread import RegistryThread
+from coserve.types import JobState
+
+MAX_WATCHERS = 256
+"""Streams of events at once."""
+
+
+class JobViews:
+    """What the registry says of jobs."""
+
+    def __init__(self, registry: RegistryThread, ledger: Ledger) -> None:
+        self._registry, self._ledger = registry, ledger
+        self._watching = 0
+        self._closing = False
+
+    def close(self) -> None:
+        """End every stream of events; who followed one may come back to the next daemon."""
+        self._closing = True
+        self._ledger.announce_all()
+
+    async def get(self, id: str) -> Job:
+        """Raises `JobNotFound`."""
+        return await self.show(await self._registry(lambda registry: registry.job(id)))
+
+    async def list(self, after: str | None, limit: int) -> JobList:
+        """Newest first. Raises `JobNotFound` for an unknown `after`."""
+        records = await self._registry(lambda registry: registry.jobs(after=after, limit=limit + 1))
+        line = await self._line()
+        return JobList(data=[view(record, line) for record in records[:limit]], has_more=len(records) > limit)
+
+    async def states(self) -> builtins.list[JobState]:
+        """Of all unfinished jobs."""
+        return await self._registry(lambda registry: [record.state for record in registry.unfinished()])
+
+    async def _line(self) -> dict[str, int]:
+        """Place in the queue of each queued job; 0 is next."""
+        queued = await self._registry(lambda registry: registry.jobs(limit=-1, states=(JobState.QUEUED,)))
+        return {record.spec.id: place for place, record in enumerate(reversed(queued))}
+
+    async def _events(self, id: str, after: int) -> builtins.list[JobEvent]:
+        found = await self._registry(lambda registry: registry.events(id, after=after))
+        return [msgspec.convert(event, JobEvent, from_attributes=True) for event in found]
+
+    async def show(self, record: JobRecord) -> Job:
+        return view(record, await self._line() if record.state is JobState.QUEUED else {})
+
+    async def events(self, id: str, after: int, heartbeat: float) -> AsyncGenerator[JobEvent | None, None]:
+        """The story from event `after` on, live until the job's end; None every `heartbeat` seconds of silence.
+
+        Raises, before the first event, `JobNotFound` and `QueueFull`.
+        """
+        if self._watching >= MAX_WATCHERS:
+            raise QueueFull(f"{MAX_WATCHERS} streams of events are open already")
+        self._watching += 1
+        try:
+            with self._ledger.watch(id) as news:
+                while True:
+                    news.clear()
+                    record = await self._registry(lambda registry: registry.job(id))
+                    events = await self._events(id, after)
+                    for event in events:
+                        after = event.seq
+                        yield event
+                    if events:
+                        continue  # there may be more than one page
+                    if record.state.terminal or self._closing:
+                        return
+                    try:
+                        async with asyncio.timeout(heartbeat):
+                            await news.wait()
+                    except TimeoutError:
+                        yield None
+        finally:
+            self._watching -= 1
+
+
+def view(record: JobRecord, line: dict[str, int]) -> Job:
+    """A job as the API shows it; `line`: places of the queued ones."""
+    spec, metrics = record.spec, record.metrics
+    left = record.total_steps - record.step
+    return Job(
+        id=spec.id,
+        adapter=spec.adapter,
+        version=spec.version,
+        state=record.state,
+        waiting=record.waiting,
+        created_at=record.created_at,
+        started_at=record.started_at,
+        finished_at=record.finished_at,
+        queue_position=line.get(spec.id) if record.state is JobState.QUEUED else None,
+        step=record.step,
+        total_steps=record.total_steps,
+        progress=1.0 if record.state is JobState.SUCCEEDED else record.step / max(1, record.total_steps),
+        eta=None if metrics is None or record.state.terminal else left * metrics.seconds,
+        loss=None if metrics is None else metrics.loss,
+        metrics=metrics,
+        trained_tokens=record.trained_tokens,
+        rows=spec.rows,
+        tokens=spec.tokens,
+        target_tokens=spec.target_tokens,
+        continue_from=None if spec.init_from is None else str(spec.init_from),
+        lora=spec.lora,
+        training=spec.training,
+        metadata=record.metadata,
+        error=record.error,
+        result=None if record.result is None else str(record.result),
+        rows_cut=spec.rows_cut,
+        auto=list(spec.auto),
+        notes=list(record.notes),
+    )

@@ -1,0 +1,183 @@
+"""Prometheus metrics, in a registry of their own. No label grows with users: adapters, jobs and paths are not labels."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from coserve.api.metrics.vllm_names import VllmNames
+from coserve.link import EngineStats
+from coserve.types import FinishReason, JobState
+
+_LATENCY = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
+_TOKENS = (1, 4, 16, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768, 131072)
+
+_TOTALS: tuple[tuple[str, str, Callable[[EngineStats], float]], ...] = (
+    ("preemptions", "Sequences sent back to the queue", lambda s: s.preemptions),
+    ("prefix_cache_queries", "Prompt tokens looked for in the prefix cache", lambda s: s.prefix_queries),
+    ("prefix_cache_hits", "Prompt tokens found in the prefix cache", lambda s: s.prefix_hits),
+    ("serve_seconds", "Time in generation steps", lambda s: s.serve_seconds),
+    ("train_seconds", "Time in fine-tuning slices", lambda s: s.train_seconds),
+    ("train_patience_slices", "Fine-tuning slices that ran only for train_patience", lambda s: s.patience_slices),
+)
+"""What an engine counts from its start on."""
+
+
+class Metrics:
+    """What the handlers count, and (through `EngineGauges`) what the engine reports."""
+
+    def __init__(self, model: Callable[[], str]) -> None:
+        """`model` gives the base's name, a label of the names that vLLM has for these metrics."""
+        self.registry = r = CollectorRegistry(auto_describe=True)
+        self._vllm = CollectorRegistry()
+        self._vllm.register(VllmNames(r, model))
+        self.engine = EngineGauges()
+        r.register(self.engine)
+        self._ttft = Histogram(
+            "coserve_time_to_first_token_seconds", "Arrival to first token", buckets=_LATENCY, registry=r
+        )
+        self._itl = Histogram(
+            "coserve_inter_token_latency_seconds", "Between tokens of a sequence", buckets=_LATENCY, registry=r
+        )
+        self._e2e = Histogram(
+            "coserve_e2e_request_latency_seconds", "Arrival to last token", buckets=_LATENCY, registry=r
+        )
+        self._queue = Histogram(
+            "coserve_request_queue_time_seconds", "Arrival to admission", buckets=_LATENCY, registry=r
+        )
+        self._prefill = Histogram(
+            "coserve_request_prefill_time_seconds", "Admission to first token", buckets=_LATENCY, registry=r
+        )
+        self._decode = Histogram(
+            "coserve_request_decode_time_seconds", "First token to last", buckets=_LATENCY, registry=r
+        )
+        self._inference = Histogram(
+            "coserve_request_inference_time_seconds", "Admission to last token", buckets=_LATENCY, registry=r
+        )
+        self._prompt_size = Histogram(
+            "coserve_request_prompt_tokens", "Prompt tokens of a request", buckets=_TOKENS, registry=r
+        )
+        self._output_size = Histogram(
+            "coserve_request_generation_tokens", "Generated tokens of a sequence", buckets=_TOKENS, registry=r
+        )
+        self._prompt = Counter("coserve_prompt_tokens", "Prompt tokens taken in", registry=r)
+        self._generated = Counter("coserve_generation_tokens", "Tokens generated", registry=r)
+        self._finished = Counter("coserve_requests", "Ended sequences", ["finish_reason"], registry=r)
+        for reason in FinishReason:
+            self._finished.labels(reason.value)
+        self._refused = Counter("coserve_requests_refused", "Requests that met a full queue", registry=r)
+        self._answers = Counter("coserve_http_answers", "HTTP answers", ["route", "status"], registry=r)
+        self._trained = Counter("coserve_train_tokens", "Tokens read by optimizer steps", registry=r)
+        self._steps = Counter("coserve_train_steps", "Optimizer steps", registry=r)
+        self._ended_jobs = Counter("coserve_jobs_ended", "Jobs by how they ended", ["state"], registry=r)
+        for state in JobState:
+            if state.terminal:
+                self._ended_jobs.labels(state.value)
+        self._jobs = Gauge("coserve_jobs", "Unfinished jobs by state", ["state"], registry=r)
+        self._starts = Gauge("coserve_engine_restarts", "Times that the engine was started again", registry=r)
+
+    # ---- requests
+
+    def prompt(self, tokens: int) -> None:
+        self._prompt.inc(tokens)
+        self._prompt_size.observe(tokens)
+
+    def queued(self, seconds: float) -> None:
+        self._queue.observe(seconds)
+
+    def tokens(self, count: int, arrived: float, last: float | None, now: float) -> None:
+        """`count` tokens of one sequence came at `now`; the ones before them, if any, at `last`."""
+        self._generated.inc(count)
+        if last is None:
+            self._ttft.observe(now - arrived)
+        for _ in range(count if last is not None else 0):
+            self._itl.observe((now - (last or now)) / count)
+
+    def finished(self, reason: FinishReason, tokens: int, seconds: float) -> None:
+        self._finished.labels(reason.value).inc()
+        self._output_size.observe(tokens)
+        self._e2e.observe(seconds)
+
+    def phases(self, admitted: float | None, first: float | None, now: float) -> None:
+        """A sequence ended `now`: when its request was admitted, and when it gave its first token."""
+        if admitted is not None:
+            self._inference.observe(now - admitted)
+            if first is not None:
+                self._prefill.observe(first - admitted)
+        if first is not None:
+            self._decode.observe(now - first)
+
+    def cancelled(self) -> None:
+        self._finished.labels(FinishReason.CANCELLED.value).inc()
+
+    def refused(self) -> None:
+        self._refused.inc()
+
+    def answered(self, route: str, status: int) -> None:
+        """`route` is the pattern of the table, never the path."""
+        self._answers.labels(route, str(status)).inc()
+
+    # ---- jobs
+
+    def step(self, tokens: int) -> None:
+        self._steps.inc()
+        self._trained.inc(tokens)
+
+    def job_ended(self, state: JobState) -> None:
+        self._ended_jobs.labels(state.value).inc()
+
+    def jobs(self, states: Iterable[JobState]) -> None:
+        """The states of all unfinished jobs, now."""
+        counts = dict.fromkeys((state for state in JobState if not state.terminal), 0)
+        for state in states:
+            counts[state] += 1
+        for state, count in counts.items():
+            self._jobs.labels(state.value).set(count)
+
+    # ---- the page
+
+    def page(self, restarts: int) -> bytes:
+        """The text format."""
+        self._starts.set(restarts)
+        return generate_latest(self.registry) + generate_latest(self._vllm)
+
+
+class EngineGauges(Collector):
+    """The engine's last report. Its counters go on over restarts: the ended engine's are kept as an offset."""
+
+    def __init__(self) -> None:
+        self._stats: EngineStats | None = None
+        self._before = (0.0,) * len(_TOTALS)
+
+    def report(self, stats: EngineStats | None) -> None:
+        """None: the engine is gone."""
+        if stats is None:
+            self._before = self._totals()
+        self._stats = stats
+
+    def _totals(self) -> tuple[float, ...]:
+        now = [0.0 if self._stats is None else float(value(self._stats)) for _, _, value in _TOTALS]
+        return tuple(before + since for before, since in zip(self._before, now, strict=True))
+
+    def collect(self) -> Iterable[Metric]:
+        s = self._stats
+        used = s.pages_used / s.pages_total if s is not None and s.pages_total else 0.0
+        gauges = (
+            ("engine_up", "1: there is an engine", float(s is not None)),
+            ("num_requests_waiting", "Sequences in the queue", s.waiting if s else 0),
+            ("num_requests_running", "Sequences that run", s.running if s else 0),
+            ("num_jobs_in_engine", "Jobs that train or wait for their turn", s.jobs if s else 0),
+            ("kv_cache_usage_ratio", "Pages in use, by KV and adapters, 0 to 1", used),
+            ("kv_cache_pages", "Pages there are", s.pages_total if s else 0),
+            ("adapter_pages", "Pages that hold adapters, in use or not", s.pages_adapters if s else 0),
+            ("memory_planned_bytes", "GPU memory that the plan gives to torch", s.memory_planned if s else 0),
+            ("memory_peak_bytes", "The most GPU memory that torch has had", s.memory_peak if s else 0),
+            ("adapters_resident", "Adapters in memory", len(s.resident) if s else 0),
+        )
+        for name, text, value in gauges:
+            yield GaugeMetricFamily(f"coserve_{name}", text, value=value)
+        for (name, text, _), total in zip(_TOTALS, self._totals(), strict=True):
+            yield CounterMetricFamily(f"coserve_{name}", text, value=total)

@@ -1,0 +1,171 @@
+"""The handlers of coserve's own API: take a request in, ask the service, answer."""
+
+from __future__ import annotations
+
+from contextlib import aclosing
+from pathlib import Path
+
+import msgspec
+from aiohttp import web
+from msgspec import UNSET, UnsetType
+
+from coserve.api.generation.collect import collect_native
+from coserve.api.http.answers import answer, describe
+from coserve.api.http.intake import Intake, is_upload
+from coserve.api.http.parsing import decode_dialect, decode_json, page, ref_from_path
+from coserve.api.http.sse import EventStream
+from coserve.api.service import Service
+from coserve.api.tgi.handlers import TgiApi, refuse_tgi
+from coserve.api.tgi.schemas import TgiRequest
+from coserve.config import Config
+from coserve.errors import CoserveError, InvalidRequest, RequestError
+from coserve.schemas import STREAM_END, ErrorBody, FinetuneRequest, GenerateRequest, ImportRequest, RollbackRequest
+
+HEARTBEAT = 15.0
+FILES = ("adapter_config.json", "adapter_model.safetensors")
+
+
+class NativeApi:
+    """One method a route."""
+
+    def __init__(self, service: Service, config: Config, intake: Intake, tgi: TgiApi) -> None:
+        self._service, self._config, self._intake, self._tgi = service, config, intake, tgi
+
+    # ---- generation
+
+    async def generate(self, request: web.Request) -> web.StreamResponse:
+        body = await self._intake.read(request, decode_generate)
+        if isinstance(body, RequestError):
+            return refuse_tgi(body)
+        if isinstance(body, TgiRequest):
+            return await self._tgi.answer(request, body)
+        if not body.stream:
+            return answer(await collect_native(body, self._service.generation.stream(body)))
+        stream = EventStream(request, write_timeout=self._config.read_timeout)
+        async with aclosing(self._service.generation.stream(body)) as chunks:
+            try:
+                async for chunk in chunks:
+                    await stream.send(chunk)
+            except CoserveError as error:
+                if not stream.begun:
+                    raise
+                await stream.send(ErrorBody(error=describe(error)), event="error")
+            else:
+                await stream.send(STREAM_END)
+        return await stream.close()
+
+    # ---- jobs
+
+    async def finetune(self, request: web.Request) -> web.StreamResponse:
+        key = request.headers.get("Idempotency-Key")
+        if not is_upload(request):
+            async with self._intake.corpus(request, self._staging) as (settings, file):
+                return answer(await self._service.jobs.submit(settings, file, key), status=202)
+        async with self._intake.upload(request, FinetuneRequest, self._staging) as (settings, folder):
+            return answer(await self._service.jobs.submit(settings, folder / "file", key), status=202)
+
+    async def list_jobs(self, request: web.Request) -> web.StreamResponse:
+        return answer(await self._service.jobs.views.list(*page(request.query)))
+
+    async def get_job(self, request: web.Request) -> web.StreamResponse:
+        return answer(await self._service.jobs.views.get(request.match_info["id"]))
+
+    async def pause_job(self, request: web.Request) -> web.StreamResponse:
+        return answer(await self._service.jobs.pause(request.match_info["id"]))
+
+    async def resume_job(self, request: web.Request) -> web.StreamResponse:
+        return answer(await self._service.jobs.resume(request.match_info["id"]))
+
+    async def cancel_job(self, request: web.Request) -> web.StreamResponse:
+        return answer(await self._service.jobs.cancel(request.match_info["id"]))
+
+    async def job_events(self, request: web.Request) -> web.StreamResponse:
+        id, after = request.match_info["id"], _last_event(request)
+        stream = EventStream(request, write_timeout=self._config.read_timeout)
+        async with aclosing(self._service.jobs.views.events(id, after, HEARTBEAT)) as events:
+            async for event in events:
+                if event is None:
+                    await stream.heartbeat()
+                else:
+                    await stream.send(event, id=event.seq)
+        if not stream.begun:
+            await stream.open()  # all was seen before
+        return await stream.close()
+
+    # ---- adapters
+
+    async def import_adapter(self, request: web.Request) -> web.StreamResponse:
+        if not is_upload(request):
+            body = await self._intake.json(request, ImportRequest)
+            return answer(await self._service.adapters.take(body, None), status=201)
+        async with self._intake.upload(request, ImportRequest, self._staging, FILES) as (settings, folder):
+            return answer(await self._service.adapters.take(settings, folder), status=201)
+
+    async def list_adapters(self, request: web.Request) -> web.StreamResponse:
+        return answer(await self._service.adapters.list(*page(request.query)))
+
+    async def get_adapter(self, request: web.Request) -> web.StreamResponse:
+        return answer(await self._service.adapters.get(*ref_from_path(request.match_info["id"])))
+
+    async def download_adapter(self, request: web.Request) -> web.StreamResponse:
+        async with self._service.adapters.archive(*ref_from_path(request.match_info["id"])) as archive:
+            response = web.StreamResponse(
+                headers={
+                    "Content-Type": "application/x-tar",
+                    "Content-Length": str(archive.size),
+                    "Content-Disposition": f'attachment; filename="{archive.ref.id}-{archive.ref.version}.tar"',
+                }
+            )
+            await response.prepare(request)
+            async for piece in archive.pieces():
+                await response.write(piece)
+            await response.write_eof()
+            return response
+
+    async def delete_adapter(self, request: web.Request) -> web.StreamResponse:
+        return answer(await self._service.adapters.delete(*ref_from_path(request.match_info["id"])))
+
+    async def roll_back_adapter(self, request: web.Request) -> web.StreamResponse:
+        name, version = ref_from_path(request.match_info["id"])
+        if version is not None:
+            raise InvalidRequest("expected a name without a version: the body names it", field="id")
+        body = await self._intake.json(request, RollbackRequest)
+        return answer(await self._service.adapters.roll_back(name, body.version))
+
+    # ---- the daemon
+
+    async def health(self, request: web.Request) -> web.StreamResponse:
+        health = self._service.health()
+        return answer(health, status=200 if health.status == "ok" else 503)
+
+    async def metrics(self, request: web.Request) -> web.StreamResponse:
+        service = self._service
+        service.metrics.jobs(await service.jobs.views.states())
+        page = service.metrics.page(restarts=service.engine.restarts)
+        return web.Response(body=page, headers={"Content-Type": "text/plain; version=0.0.4; charset=utf-8"})
+
+    @property
+    def _staging(self) -> Path:
+        return self._service.folder.staging
+
+
+class _Probe(msgspec.Struct):
+    inputs: msgspec.Raw | UnsetType = UNSET
+
+
+def decode_generate(content: bytes) -> GenerateRequest | TgiRequest | RequestError:
+    """Our own request, or LoRAX's and TGI's: theirs has `inputs`. An error: what is wrong with theirs."""
+    if b'"inputs"' in content and decode_json(content, _Probe).inputs is not UNSET:
+        try:
+            return decode_dialect(content, TgiRequest)
+        except RequestError as error:
+            return error
+    return decode_json(content, GenerateRequest)
+
+
+def _last_event(request: web.Request) -> int:
+    """What the reader has seen: the header of a browser that connects again, or `?after=`."""
+    text = request.headers.get("Last-Event-ID") or request.query.get("after") or "0"
+    if not (text.isascii() and text.isdigit() and len(text) <= 15):
+        raise InvalidRequest(f"expected a number, got {text[:80]!r}", field="Last-Event-ID")
+    return int(text)

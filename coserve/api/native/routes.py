@@ -1,0 +1,107 @@
+"""The routes of coserve's own API."""
+
+from __future__ import annotations
+
+from coserve.api.http.answers import NATIVE
+from coserve.api.http.route import BODY_ERRORS, BUSY_ERRORS, PAGE, Route
+from coserve.api.native.handlers import NativeApi
+from coserve.api.tgi.handlers import TGI
+from coserve.api.tgi.schemas import TgiRequest, TgiResponse, TgiStreamEvent
+from coserve.schemas import (
+    Adapter,
+    AdapterList,
+    DeletedAdapter,
+    FinetuneRequest,
+    GenerateChunk,
+    GenerateRequest,
+    GenerateResponse,
+    Health,
+    ImportRequest,
+    Job,
+    JobEvent,
+    JobList,
+    RollbackRequest,
+)
+
+
+def native_routes(api: NativeApi) -> tuple[Route, ...]:
+    """Every route of coserve's own API but `/openapi.json`, which is made from them."""
+    body, busy = BODY_ERRORS, BUSY_ERRORS
+    return (
+        Route(
+            "POST",
+            "/generate",
+            api.generate,
+            "Generate text with the base or one adapter",
+            body=(GenerateRequest, TgiRequest),
+            answer=(GenerateResponse, TgiResponse),
+            events=(GenerateChunk, TgiStreamEvent),
+            errors=(404, 422, *body, *busy),
+            refusals=(NATIVE, TGI),
+        ),
+        Route(
+            "POST",
+            "/finetune",
+            api.finetune,
+            "Start a fine-tuning job",
+            body=FinetuneRequest,
+            upload=True,
+            answer=Job,
+            status=202,
+            errors=(404, 422, *body, *busy, 507),
+        ),
+        Route("GET", "/finetune", api.list_jobs, "List jobs, newest first", answer=JobList, query=PAGE, errors=(404,)),
+        Route("GET", "/finetune/{id}", api.get_job, "Show a job", answer=Job, errors=(404,)),
+        Route(
+            "GET",
+            "/finetune/{id}/events",
+            api.job_events,
+            "Follow a job: its story so far, then live, until its end",
+            events=JobEvent,
+            query=("after",),
+            errors=(404, 429),
+        ),
+        Route("POST", "/finetune/{id}/pause", api.pause_job, "Pause a job", answer=Job, errors=(404, 409, 507)),
+        Route("POST", "/finetune/{id}/resume", api.resume_job, "Resume a job", answer=Job, errors=(404, 409, 507)),
+        Route("POST", "/finetune/{id}/cancel", api.cancel_job, "Cancel a job", answer=Job, errors=(404, 409, 507)),
+        Route("GET", "/adapters", api.list_adapters, "List adapters by name", answer=AdapterList, query=PAGE),
+        Route(
+            "POST",
+            "/adapters",
+            api.import_adapter,
+            "Import PEFT files",
+            body=ImportRequest,
+            upload=True,
+            answer=Adapter,
+            status=201,
+            errors=(422, *body, *busy, 507),
+        ),
+        Route("GET", "/adapters/{id}", api.get_adapter, "Show an adapter", answer=Adapter, errors=(404,)),
+        Route(
+            "GET",
+            "/adapters/{id}/download",
+            api.download_adapter,
+            "Download PEFT files",
+            media="application/x-tar",
+            errors=(404,),
+        ),
+        Route(
+            "DELETE",
+            "/adapters/{id}",
+            api.delete_adapter,
+            "Delete an adapter: one version of it (`name@version`) or all (`name`)",
+            answer=DeletedAdapter,
+            errors=(404, 409, 503, 507),
+        ),
+        Route(
+            "POST",
+            "/adapters/{id}/rollback",
+            api.roll_back_adapter,
+            "Have an adapter's name mean an older version",
+            body=RollbackRequest,
+            answer=Adapter,
+            errors=(404, *body, 503, 507),
+        ),
+        Route("GET", "/health", api.health, "What works", answer=Health, errors=(503,), public=True),
+        Route("GET", "/metrics", api.metrics, "Prometheus metrics", media="text/plain"),
+    )

@@ -1,0 +1,133 @@
+"""Answers of `/v1/chat/completions`: whole, and as the chunks of a stream."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Sequence
+
+from msgspec import UNSET
+
+from coserve.api.generation.collect import Entry, Whole
+from coserve.api.http.pieces import Packed
+from coserve.api.openai.completions import FLOOR, by_id, by_text
+from coserve.api.openai.schemas import (
+    ChatAnswer,
+    ChatChoice,
+    ChatChunk,
+    ChatChunkChoice,
+    ChatCompletion,
+    ChatDelta,
+    ChatLogprob,
+    ChatLogprobs,
+    ChatRequest,
+    ChatTopLogprob,
+    StreamOptions,
+)
+from coserve.api.openai.usage import Head, Tally, total
+from coserve.schemas import ChosenLogprob, GenerateChunk
+
+
+class ChatScores:
+    """The log-probabilities of a choice as they come."""
+
+    def __init__(self, ask: ChatRequest) -> None:
+        self._ask, self._content = ask, Packed[ChatLogprob]()
+
+    def add(self, entries: Sequence[Entry], /) -> None:
+        self._content.add(_entries(self._ask, entries))
+
+    def shown(self) -> ChatLogprobs:
+        return ChatLogprobs(content=self._content.as_list())
+
+
+def chat_completion(ask: ChatRequest, head: Head, whole: Whole[ChatScores]) -> ChatCompletion:
+    """The whole answer."""
+    answer = whole.answer
+    return ChatCompletion(
+        id=head.id,
+        created=head.created,
+        model=head.model,
+        system_fingerprint=head.fingerprint,
+        choices=[
+            ChatChoice(
+                index=choice.index,
+                message=ChatAnswer(content=choice.text),
+                logprobs=None if scores is None else scores.shown(),
+                finish_reason=choice.finish_reason,
+                stop_reason=choice.stop_reason,
+                token_ids=choice.token_ids if ask.return_token_ids else UNSET,
+            )
+            for choice, scores in zip(answer.choices, whole.scores, strict=True)
+        ],
+        usage=total([answer.usage]),
+        prompt_token_ids=answer.prompt_token_ids if ask.return_token_ids else UNSET,
+    )
+
+
+def _logprobs(ask: ChatRequest, entries: Sequence[ChosenLogprob] | None) -> ChatLogprobs | None:
+    return None if entries is None else ChatLogprobs(content=_entries(ask, entries))
+
+
+def _entries(ask: ChatRequest, entries: Sequence[Entry]) -> list[ChatLogprob]:
+    name = by_id if ask.return_tokens_as_token_ids else by_text
+    return [
+        ChatLogprob(
+            token=name(entry),
+            logprob=max(FLOOR if entry.logprob is None else entry.logprob, FLOOR),
+            bytes=_bytes(entry.token),
+            top_logprobs=[
+                ChatTopLogprob(token=name(top), logprob=max(top.logprob, FLOOR), bytes=_bytes(top.token))
+                for top in entry.top
+            ],
+        )
+        for entry in entries
+    ]
+
+
+def _bytes(token: str) -> list[int] | None:
+    """UTF-8; None for a part of a character."""
+    return None if "\N{REPLACEMENT CHARACTER}" in token else list(token.encode())
+
+
+async def chat_events(
+    ask: ChatRequest, head: Head, chunks: AsyncGenerator[GenerateChunk, None]
+) -> AsyncGenerator[ChatChunk, None]:
+    """The events of a stream: each choice begins with its role."""
+    tally = Tally(ask.stream_options or StreamOptions())
+    begun: set[int] = set()
+    async for chunk in chunks:
+        tally.add(0, chunk)
+        choices = []
+        if chunk.index not in begun:
+            begun.add(chunk.index)
+            choices.append(ChatChunkChoice(index=chunk.index, delta=ChatDelta(role="assistant", content="")))
+        choices.append(
+            ChatChunkChoice(
+                index=chunk.index,
+                delta=ChatDelta(content=chunk.text) if chunk.text else ChatDelta(),
+                logprobs=_logprobs(ask, chunk.logprobs),
+                finish_reason=chunk.finish_reason,
+                stop_reason=UNSET if chunk.finish_reason is None else chunk.stop_reason,
+                token_ids=chunk.token_ids if ask.return_token_ids else UNSET,
+            )
+        )
+        shown = chunk.prompt_token_ids if ask.return_token_ids else None
+        for choice in choices:
+            yield ChatChunk(
+                id=head.id,
+                created=head.created,
+                model=head.model,
+                system_fingerprint=head.fingerprint,
+                choices=[choice],
+                usage=tally.of_chunk,
+                prompt_token_ids=UNSET if shown is None else shown,
+            )
+            shown = None
+    if tally.wanted.include_usage:
+        yield ChatChunk(
+            id=head.id,
+            created=head.created,
+            model=head.model,
+            system_fingerprint=head.fingerprint,
+            choices=[],
+            usage=tally.so_far,
+        )

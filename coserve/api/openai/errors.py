@@ -1,0 +1,91 @@
+"""Errors in OpenAI's shape and words, and the names of fields that go by another name there."""
+
+from __future__ import annotations
+
+from coserve.api.http.answers import Refusal, describe
+from coserve.api.openai.schemas import OpenAIError, OpenAIErrorInfo
+from coserve.errors import AdapterNotFound, CoserveError, NotFound, PromptTooLong, QueueFull, Unauthorized
+
+PREFIX = "/v1"
+"""OpenAI's paths: every error under it has OpenAI's shape."""
+
+_PARAMS = {"adapter": "model"}
+_FEATURES = {
+    "assistants": "assistants are",
+    "audio": "speech and transcription are",
+    "batches": "batches are",
+    "classify": "classification is",
+    "containers": "containers are",
+    "conversations": "conversations are",
+    "embeddings": "embeddings are",
+    "evals": "evals are",
+    "files": "files are",
+    "fine_tuning": "OpenAI's fine-tuning jobs (use POST /finetune) are",
+    "images": "images are",
+    "load_lora_adapter": "vLLM's way to load adapters (use POST /adapters) is",
+    "messages": "Anthropic's messages (use /v1/chat/completions) are",
+    "moderations": "moderations are",
+    "organization": "organizations are",
+    "pooling": "pooling is",
+    "realtime": "realtime sessions are",
+    "rerank": "reranking is",
+    "responses": "responses (use /v1/chat/completions) are",
+    "score": "scores of pairs of texts are",
+    "threads": "threads are",
+    "unload_lora_adapter": "vLLM's way to unload adapters (use DELETE /adapters/NAME) is",
+    "uploads": "uploads are",
+    "vector_stores": "vector stores are",
+    "videos": "videos are",
+}
+"""What OpenAI and vLLM have under `/v1` besides, by the first part of the path there."""
+
+
+def _type(error: CoserveError) -> str:
+    match error:
+        case Unauthorized():
+            return "authentication_error"
+        case QueueFull():
+            return "rate_limit_error"
+    if error.status == 404:
+        return "not_found_error"
+    return "invalid_request_error" if error.status < 500 else "server_error"
+
+
+def openai_error(error: CoserveError) -> OpenAIError:
+    """`{"error": {"message", "type", "param", "code"}}`."""
+    said = describe(error)
+    message, code = said.message, said.code
+    if isinstance(error, AdapterNotFound):
+        code = "model_not_found"
+    elif isinstance(error, PromptTooLong):
+        message, code = _too_long(error), "context_length_exceeded"
+    param = None if said.field is None else _PARAMS.get(said.field, said.field)
+    message = str(CoserveError(message, field=param))  # with the field in front, as everywhere else
+    return OpenAIError(error=OpenAIErrorInfo(message=message, type=_type(error), param=param, code=code))
+
+
+def _too_long(error: PromptTooLong) -> str:
+    """As OpenAI says it: clients look for these words, and for the numbers."""
+    if error.context is None:
+        return error.message
+    part = error.field or "prompt"
+    said = f"This model's maximum context length is {error.context} tokens. "
+    if error.length is None:
+        said += f"However, your {part} cannot fit: {error.message}. "
+    else:
+        asked = f"{error.length} in the {part}, at least 1 in the completion"
+        said += f"However, you requested {error.length + 1} tokens ({asked}). "
+    return said + f"Please reduce the length of the {part}."
+
+
+def is_openai(path: str) -> bool:
+    return path == PREFIX or path.startswith(PREFIX + "/")
+
+
+def no_such_path(path: str) -> NotFound:
+    """What a path under `/v1` that is no route stands for, by name."""
+    feature = _FEATURES.get(path.removeprefix(PREFIX).strip("/").partition("/")[0])
+    return NotFound("there is no such path" if feature is None else f"{feature} not implemented")
+
+
+OPENAI = Refusal(OpenAIError, openai_error)

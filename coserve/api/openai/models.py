@@ -1,0 +1,45 @@
+"""`/v1/models`: the base and the latest version of each adapter that fits it."""
+
+from __future__ import annotations
+
+from coserve.api.http.parsing import split_ref
+from coserve.api.openai.requests import adapter_of
+from coserve.api.openai.schemas import Model, ModelList
+from coserve.api.service import Service
+from coserve.errors import AdapterNotFound
+from coserve.schemas import PAGE_LIMIT, Adapter
+from coserve.types import BaseSpec
+
+
+def _base(spec: BaseSpec, created: float) -> Model:
+    return Model(id=spec.name, created=int(created), max_model_len=spec.context, root=spec.name, parent=None)
+
+
+def _adapter(id: str, adapter: Adapter, spec: BaseSpec) -> Model:
+    created = int(adapter.created_at)
+    return Model(id=id, created=created, max_model_len=spec.context, root=adapter.ref, parent=spec.name)
+
+
+async def list_models(service: Service) -> ModelList:
+    """All that `model` may say; older versions besides. Raises `EngineUnavailable` before the first engine."""
+    spec = service.engine.spec
+    models = [_base(spec, service.started_at)]
+    after: str | None = None
+    while True:
+        page = await service.adapters.list(after, PAGE_LIMIT)
+        models += [_adapter(found.id, found, spec) for found in page.data if found.base_fingerprint == spec.fingerprint]
+        if not page.has_more:
+            return ModelList(data=models)
+        after = page.data[-1].id
+
+
+async def get_model(service: Service, id: str) -> Model:
+    """Raises `AdapterNotFound`, `EngineUnavailable`."""
+    spec = service.engine.spec
+    name = adapter_of(id, spec)
+    if name is None:
+        return _base(spec, service.started_at)
+    adapter = await service.adapters.get(*split_ref(name))
+    if adapter.base_fingerprint != spec.fingerprint:
+        raise AdapterNotFound(f"adapter {adapter.ref} belongs to another base", field="model")
+    return _adapter(id, adapter, spec)

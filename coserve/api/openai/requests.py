@@ -1,0 +1,197 @@
+"""From OpenAI's requests to ours."""
+
+from __future__ import annotations
+
+import re
+from typing import Protocol, TypeVar
+
+from coserve.api.http.body_types import is_empty
+from coserve.api.openai.schemas import (
+    MAX_PROMPTS,
+    MAX_SEQUENCES,
+    Ask,
+    ChatRequest,
+    CompletionRequest,
+    ModelName,
+    OpenAIMessage,
+    StreamOptions,
+)
+from coserve.errors import AdapterNotFound, EmptyPrompt, InvalidRequest
+from coserve.schemas import ChatMessage, GenerateRequest, TokenId
+from coserve.types import BaseSpec
+
+DEFAULT_TOKENS = 16
+"""Of `/v1/completions`, as OpenAI has it."""
+
+_REF = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}(@[1-9][0-9]{0,8})?")
+_NEUTRAL: dict[str, tuple[object, ...]] = {
+    "response_format": ({"type": "text"},),
+    "length_penalty": (1, 1.0),
+    "use_beam_search": (False,),
+    "spaces_between_special_tokens": (True,),
+    "truncate_prompt_tokens": (),
+    "prompt_logprobs": (),
+    "priority": (0,),
+    "reasoning_effort": ("none",),
+    "include_reasoning": (True,),
+    "verbosity": ("medium",),
+}
+"""What a field that stands for something we don't do may say, besides what is empty: the default that its server gives it."""
+_NEUTRAL_IN_COMPLETIONS: dict[str, tuple[object, ...]] = {"suffix": (), "add_special_tokens": (True,)}
+_NEUTRAL_IN_CHATS: dict[str, tuple[object, ...]] = {
+    "add_special_tokens": (False,),
+    "tools": (),
+    "tool_choice": ("none", "auto"),
+    "functions": (),
+    "function_call": ("none", "auto"),
+    "modalities": (["text"],),
+    "audio": (),
+    "echo": (False,),
+    "add_generation_prompt": (True,),
+    "continue_final_message": (False,),
+}
+
+T = TypeVar("T")
+
+
+class Named(Protocol):
+    @property
+    def name(self) -> str: ...
+
+
+def adapter_of(model: ModelName | None, spec: Named) -> str | None:
+    """The adapter that `model` names; None: the base. Raises `AdapterNotFound`."""
+    if not model or model == spec.name:
+        return None
+    if not _REF.fullmatch(model):
+        raise AdapterNotFound(f"there is no model {model[:80]!r}", field="model")
+    return model
+
+
+def completion_requests(ask: CompletionRequest, spec: BaseSpec) -> list[GenerateRequest]:
+    """One request a prompt. Raises `InvalidRequest`, `EmptyPrompt`, `AdapterNotFound`."""
+    _check(ask, _NEUTRAL | _NEUTRAL_IN_COMPLETIONS)
+    prompts = _prompts(ask.prompt)
+    if len(prompts) * (ask.n or 1) > MAX_SEQUENCES:
+        raise InvalidRequest(
+            f"expected at most {MAX_SEQUENCES} choices of all prompts, got {len(prompts) * (ask.n or 1)}", field="n"
+        )
+    echo = ask.echo or False
+    if ask.max_tokens == 0 and not echo:
+        raise InvalidRequest("expected at least 1 (0 needs echo), got 0", field="max_tokens")
+    scored = echo and (ask.logprobs is not None or ask.max_tokens == 0)
+    if scored and ask.stream and (ask.n or 1) > 1:
+        raise InvalidRequest(f"expected 1 with echo, logprobs and stream, got {ask.n}", field="n")
+    max_tokens = DEFAULT_TOKENS if ask.max_tokens is None else ask.max_tokens
+    prompt_logprobs = (ask.logprobs or 0) if scored else None
+    return [
+        _request(
+            ask, spec, max_tokens=max_tokens, prompt=prompt, logprobs=ask.logprobs, prompt_logprobs=prompt_logprobs
+        )
+        for prompt in prompts
+    ]
+
+
+def chat_request(ask: ChatRequest, spec: BaseSpec) -> GenerateRequest:
+    """Raises `InvalidRequest`, `AdapterNotFound`."""
+    _check(ask, _NEUTRAL | _NEUTRAL_IN_CHATS)
+    if ask.top_logprobs and not ask.logprobs:
+        raise InvalidRequest("top_logprobs needs logprobs", field="top_logprobs")
+    return _request(
+        ask,
+        spec,
+        max_tokens=ask.max_tokens if ask.max_completion_tokens is None else ask.max_completion_tokens,
+        messages=[message_of(message) for message in ask.messages],
+        logprobs=(ask.top_logprobs or 0) if ask.logprobs else None,
+    )
+
+
+def message_of(message: OpenAIMessage) -> ChatMessage:
+    """Parts of text as one text."""
+    content = message.content or ""
+    text = content if isinstance(content, str) else "\n".join(part.text for part in content)
+    role = "system" if message.role == "developer" else message.role
+    return ChatMessage(role=role, content=text, name=message.name or None)
+
+
+def _check(ask: Ask, neutral: dict[str, tuple[object, ...]]) -> None:
+    """Refuse by name what we don't do. Raises `InvalidRequest`."""
+    for name, defaults in neutral.items():
+        refuse_unless_neutral(name, getattr(ask, name), defaults)
+    if not is_empty(ask.best_of) and ask.best_of != (ask.n or 1):
+        raise InvalidRequest("best_of is not supported: expected it left out or equal to n", field="best_of")
+    options = ask.stream_options or StreamOptions()
+    if (options.include_usage or options.continuous_usage_stats) and not ask.stream:
+        raise InvalidRequest("expected stream_options with stream only", field="stream_options")
+
+
+def refuse_unless_neutral(name: str, value: object, defaults: tuple[object, ...], *, within: str = "") -> None:
+    """Raises `InvalidRequest` for a field that asks for something we don't do. `within`: the path before its name."""
+    if not is_empty(value) and value not in defaults:
+        left = "expected it left out" + "".join(f" or {choice!r}" for choice in defaults[:1])
+        raise InvalidRequest(f"{name} is not supported: {left}", field=within + name)
+
+
+def _prompts(prompt: str | list[str | TokenId | list[TokenId]]) -> list[str | list[TokenId]]:
+    """A text, token ids, or a list of either."""
+    if isinstance(prompt, str):
+        return [prompt]
+    ids = [entry for entry in prompt if isinstance(entry, int)]
+    if ids and len(ids) == len(prompt):
+        return [ids]
+    texts = [entry for entry in prompt if isinstance(entry, str)]
+    lists = [entry for entry in prompt if isinstance(entry, list)]
+    if len(prompt) > MAX_PROMPTS:
+        raise InvalidRequest(f"expected at most {MAX_PROMPTS} prompts, got {len(prompt)}", field="prompt")
+    if len(prompt) not in (len(texts), len(lists)):
+        raise InvalidRequest("expected a text, token ids, or a list of one of them, got a mixture", field="prompt")
+    found: list[str | list[TokenId]] = [*texts, *lists]
+    if any(not entry for entry in found):
+        raise EmptyPrompt("expected prompts with at least one token each", field="prompt")
+    return found
+
+
+def _or(value: T | None, default: T) -> T:
+    return default if value is None else value
+
+
+def _request(
+    ask: Ask,
+    spec: BaseSpec,
+    *,
+    max_tokens: int | None,
+    logprobs: int | None,
+    prompt: str | list[TokenId] | None = None,
+    messages: list[ChatMessage] | None = None,
+    prompt_logprobs: int | None = None,
+) -> GenerateRequest:
+    counted = ask.stream_options is not None and ask.stream_options.continuous_usage_stats
+    return GenerateRequest(
+        prompt=prompt,
+        messages=messages,
+        adapter=adapter_of(ask.model, spec),
+        stream=ask.stream or False,
+        n=_or(ask.n, 1),
+        max_tokens=max_tokens,
+        min_tokens=_or(ask.min_tokens, 0),
+        temperature=_or(ask.temperature, 1.0),
+        top_k=max(0, ask.top_k or 0),
+        top_p=_or(ask.top_p, 1.0),
+        min_p=_or(ask.min_p, 0.0),
+        repetition_penalty=_or(ask.repetition_penalty, 1.0),
+        presence_penalty=_or(ask.presence_penalty, 0.0),
+        frequency_penalty=_or(ask.frequency_penalty, 0.0),
+        stop=ask.stop,
+        include_stop_str_in_output=ask.include_stop_str_in_output or False,
+        stop_token_ids=_or(ask.stop_token_ids, []),
+        ignore_eos=ask.ignore_eos or False,
+        logit_bias=_or(ask.logit_bias, {}),
+        logprobs=logprobs,
+        prompt_logprobs=prompt_logprobs,
+        return_prompt_ids=bool(ask.return_token_ids or counted),
+        skip_special_tokens=_or(ask.skip_special_tokens, True),
+        seed=None if ask.seed == -1 else ask.seed,
+        cache_salt=ask.cache_salt or "",
+        slo_ttft=ask.slo_ttft,
+        slo_tpot=ask.slo_tpot,
+    )

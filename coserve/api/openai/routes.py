@@ -1,0 +1,64 @@
+"""The routes of OpenAI's API."""
+
+from __future__ import annotations
+
+from coserve.api.http.route import BODY_ERRORS, BUSY_ERRORS, Route
+from coserve.api.openai.errors import OPENAI
+from coserve.api.openai.handlers import OpenAIApi
+from coserve.api.openai.schemas import (
+    ChatChunk,
+    ChatCompletion,
+    ChatRequest,
+    Completion,
+    CompletionRequest,
+    Model,
+    ModelList,
+)
+
+
+def openai_routes(api: OpenAIApi) -> tuple[Route, ...]:
+    """Everything under `/v1`."""
+    errors = (404, 422, *BODY_ERRORS, *BUSY_ERRORS)
+    return (
+        Route(
+            "POST",
+            "/v1/completions",
+            api.completions,
+            "Generate text, as OpenAI and vLLM do",
+            body=CompletionRequest,
+            answer=Completion,
+            events=Completion,
+            errors=errors,
+            refusals=(OPENAI,),
+        ),
+        Route(
+            "POST",
+            "/v1/chat/completions",
+            api.chat_completions,
+            "Answer a chat, as OpenAI and vLLM do",
+            body=ChatRequest,
+            answer=ChatCompletion,
+            events=ChatChunk,
+            errors=errors,
+            refusals=(OPENAI,),
+        ),
+        Route(
+            "GET",
+            "/v1/models",
+            api.list_models,
+            "List the base and the adapters",
+            answer=ModelList,
+            errors=(503,),
+            refusals=(OPENAI,),
+        ),
+        Route(
+            "GET",
+            "/v1/models/{id}",
+            api.get_model,
+            "Show the base or an adapter",
+            answer=Model,
+            slashes=True,
+            errors=(404, 503),
+            refusals=(OPENAI,),
+        ),
+    )

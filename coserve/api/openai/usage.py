@@ -1,0 +1,66 @@
+"""What all answers of the OpenAI endpoints have in common: their head, and the tokens they count."""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from msgspec import UNSET, UnsetType
+
+from coserve.api.openai.schemas import OpenAIUsage, StreamOptions
+from coserve.schemas import GenerateChunk, Usage
+from coserve.types import BaseSpec
+
+
+@dataclass(frozen=True)
+class Head:
+    """`created`: seconds since the epoch; `model` as the client called it; `fingerprint`: the base's."""
+
+    id: str
+    created: int
+    model: str
+    fingerprint: str
+
+
+def new_head(kind: str, model: str | None, spec: BaseSpec) -> Head:
+    """`model`: what the request says; empty: the base."""
+    return Head(f"{kind}-{secrets.token_hex(12)}", int(time.time()), model or spec.name, spec.fingerprint)
+
+
+def _usage(prompt: int, completion: int) -> OpenAIUsage:
+    return OpenAIUsage(prompt_tokens=prompt, completion_tokens=completion, total_tokens=prompt + completion)
+
+
+def total(usages: Iterable[Usage]) -> OpenAIUsage:
+    found = list(usages)
+    return _usage(sum(usage.prompt_tokens for usage in found), sum(usage.completion_tokens for usage in found))
+
+
+@dataclass
+class Tally:
+    """Tokens of a stream so far. A prompt counts from the first chunk that shows or counts it."""
+
+    wanted: StreamOptions
+    _prompts: dict[int, int] = field(default_factory=dict)
+    _completion: int = 0
+
+    def add(self, number: int, chunk: GenerateChunk) -> None:
+        """The next chunk of the prompt `number`."""
+        self._completion += len(chunk.token_ids)
+        if chunk.prompt_token_ids is not None:
+            self._prompts[number] = len(chunk.prompt_token_ids)
+        if chunk.usage is not None:
+            self._prompts[number] = chunk.usage.prompt_tokens
+
+    @property
+    def so_far(self) -> OpenAIUsage:
+        return _usage(sum(self._prompts.values()), self._completion)
+
+    @property
+    def of_chunk(self) -> OpenAIUsage | UnsetType | None:
+        """What a chunk with choices says."""
+        if self.wanted.continuous_usage_stats:
+            return self.so_far
+        return None if self.wanted.include_usage else UNSET

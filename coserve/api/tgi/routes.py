@@ -1,0 +1,37 @@
+"""The routes of LoRAX and TGI."""
+
+from __future__ import annotations
+
+from coserve.api.http.route import BODY_ERRORS, BUSY_ERRORS, Route
+from coserve.api.tgi.handlers import TGI, TgiApi
+from coserve.api.tgi.schemas import TgiInfo, TgiRequest, TgiResponse, TgiStreamEvent
+
+
+def tgi_routes(api: TgiApi) -> tuple[Route, ...]:
+    """What LoRAX and TGI have beside `/generate` and `/health`."""
+    errors = (404, 422, *BODY_ERRORS, *BUSY_ERRORS)
+    return (
+        Route(
+            "POST",
+            "/",
+            api.generate_root,
+            "Generate text, as the clients of LoRAX, TGI and huggingface_hub ask for it",
+            body=TgiRequest,
+            answer=TgiResponse,
+            listed=True,
+            events=TgiStreamEvent,
+            errors=errors,
+            refusals=(TGI,),
+        ),
+        Route("GET", "/info", api.info, "The base and the limits, as TGI says them", answer=TgiInfo, errors=(503,)),
+        Route(
+            "POST",
+            "/generate_stream",
+            api.generate_stream,
+            "Generate text as LoRAX and TGI do, a token an event",
+            body=TgiRequest,
+            events=TgiStreamEvent,
+            errors=errors,
+            refusals=(TGI,),
+        ),
+    )

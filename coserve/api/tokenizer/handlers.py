@@ -1,0 +1,181 @@
+"""`/tokenize`, `/detokenize`, `/tokenizer_info` and `/version`: what clients need to count and cut texts themselves."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Annotated
+
+import msgspec
+from aiohttp import web
+from msgspec import UNSET, Meta, UnsetType
+
+from coserve import __version__
+from coserve.api.generation.prompts import chat_messages
+from coserve.api.http.answers import answer, document
+from coserve.api.http.intake import SMALL_BODY, Intake
+from coserve.api.http.parsing import decode_dialect
+from coserve.api.openai.requests import adapter_of, message_of
+from coserve.api.openai.schemas import MAX_MESSAGES, ModelName, OpenAIMessage
+from coserve.api.service import Service
+from coserve.errors import InvalidRequest, QueueFull
+from coserve.offload.protocol import Context, Task
+from coserve.pretrained.tokenizer import Tokenizer
+from coserve.schemas import TokenId
+from coserve.types import Wire
+
+MAX_CHARACTERS = 4 << 20
+MAX_TOKENS = 1 << 20
+MAX_AT_ONCE = 64
+"""Texts that are being cut at one time; more get 429."""
+
+
+class TokenizeRequest(Wire, frozen=True):
+    """`POST /tokenize`. One of `prompt` and `messages`. A text may be longer than the context."""
+
+    prompt: Annotated[str, Meta(max_length=MAX_CHARACTERS)] | None = None
+    messages: Annotated[list[OpenAIMessage], Meta(max_length=MAX_MESSAGES)] | None = None
+    model: ModelName | None = None
+    """The base or an adapter: they share the tokenizer."""
+    add_special_tokens: bool | None = None
+    """What the base expects before a text; null: yes for a prompt. A chat's template says so itself."""
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    return_token_strs: bool | None = None
+
+
+class TokenizeResponse(Wire, frozen=True):
+    tokens: list[int]
+    count: int
+    max_model_len: int
+    token_strs: list[str] | UnsetType = UNSET
+
+
+class DetokenizeRequest(Wire, frozen=True):
+    """`POST /detokenize`. Special tokens are part of the text."""
+
+    tokens: Annotated[list[TokenId], Meta(max_length=MAX_TOKENS)]
+    model: ModelName | None = None
+
+
+class DetokenizeResponse(Wire, frozen=True):
+    prompt: str
+
+
+class TokenizerInfo(Wire, frozen=True):
+    """As a `tokenizer_config.json` has it."""
+
+    tokenizer_class: str
+    vocab_size: int
+    model_max_length: int
+    bos_token: str | None
+    eos_token: str | None
+    pad_token: str | None
+    unk_token: str | None
+    chat_template: str | None
+
+
+class Version(Wire, frozen=True):
+    version: str
+
+
+class Tokenization:
+    """One method a route."""
+
+    def __init__(self, service: Service, intake: Intake) -> None:
+        self._service, self._intake = service, intake
+        self._running = 0
+
+    async def tokenize(self, request: web.Request) -> web.StreamResponse:
+        return await self._run(request, tokenize)
+
+    async def detokenize(self, request: web.Request) -> web.StreamResponse:
+        return await self._run(request, detokenize)
+
+    async def _run(self, request: web.Request, task: Task) -> web.StreamResponse:
+        """The task's document: a small body's in a thread, a large one's in a helper process."""
+        async with self._intake.body(request) as body:
+            spec = self._service.engine.spec
+            base = TokenizedBase(spec.name, spec.context, spec.vocab)
+            with self._place():
+                if len(body) > SMALL_BODY:
+                    return document(await self._service.helpers.run(task, base, body))
+                context = Context(self._service.tokenizer, progress=lambda: None)
+                return document(await asyncio.to_thread(task, context, msgspec.msgpack.encode(base), bytes(body)))
+
+    @contextmanager
+    def _place(self) -> Iterator[None]:
+        """Texts wait for a thread, in memory: there is a limit to that."""
+        if self._running >= MAX_AT_ONCE:
+            raise QueueFull(f"{MAX_AT_ONCE} texts are being tokenised already")
+        self._running += 1
+        try:
+            yield
+        finally:
+            self._running -= 1
+
+    async def tokenizer_info(self, request: web.Request) -> web.StreamResponse:
+        tokenizer, special = self._service.tokenizer, self._service.tokenizer.special_tokens
+        return answer(
+            TokenizerInfo(
+                tokenizer_class="PreTrainedTokenizerFast",
+                vocab_size=tokenizer.vocab_size,
+                model_max_length=self._service.engine.spec.context,
+                bos_token=special.get("bos_token"),
+                eos_token=special.get("eos_token"),
+                pad_token=special.get("pad_token"),
+                unk_token=special.get("unk_token"),
+                chat_template=tokenizer.chat_template,
+            )
+        )
+
+    async def version(self, request: web.Request) -> web.StreamResponse:
+        return answer(Version(version=__version__))
+
+
+class TokenizedBase(msgspec.Struct, frozen=True):
+    """What the tasks must know of the base."""
+
+    name: str
+    context: int
+    vocab: int
+
+
+def tokenize(context: Context, arguments: bytes, body: bytes) -> bytes:
+    """The task of `POST /tokenize`: its answer as JSON."""
+    asked, base = decode_dialect(body, TokenizeRequest), msgspec.msgpack.decode(arguments, type=TokenizedBase)
+    adapter_of(asked.model, base)
+    ids = _encode(asked, context.tokenizer)
+    strings = [context.tokenizer.token(id) for id in ids] if asked.return_token_strs else UNSET
+    return msgspec.json.encode(
+        TokenizeResponse(tokens=ids, count=len(ids), max_model_len=base.context, token_strs=strings)
+    )
+
+
+def _encode(asked: TokenizeRequest, tokenizer: Tokenizer) -> list[int]:
+    if (asked.prompt is None) == (asked.messages is None):
+        got = "none" if asked.prompt is None else "both"
+        raise InvalidRequest(f"expected one of prompt and messages, got {got}", field="prompt")
+    if asked.prompt is not None:
+        return tokenizer.encode(asked.prompt, add_special=asked.add_special_tokens is not False)
+    if asked.add_special_tokens:
+        raise InvalidRequest("expected it left out with messages", field="add_special_tokens")
+    turns = [message_of(message) for message in asked.messages or []]
+    if sum(len(turn.content) for turn in turns) > MAX_CHARACTERS:
+        raise InvalidRequest(f"expected at most {MAX_CHARACTERS} characters", field="messages")
+    return tokenizer.chat(
+        chat_messages(turns),
+        add_generation_prompt=asked.add_generation_prompt is not False and not asked.continue_final_message,
+        continue_final=asked.continue_final_message or False,
+    )
+
+
+def detokenize(context: Context, arguments: bytes, body: bytes) -> bytes:
+    """The task of `POST /detokenize`: its answer as JSON."""
+    asked, base = decode_dialect(body, DetokenizeRequest), msgspec.msgpack.decode(arguments, type=TokenizedBase)
+    adapter_of(asked.model, base)
+    if asked.tokens and max(asked.tokens) >= base.vocab:
+        raise InvalidRequest(f"expected token ids below {base.vocab}, got {max(asked.tokens)}", field="tokens")
+    text = context.tokenizer.decode(asked.tokens, skip_special=False)
+    return msgspec.json.encode(DetokenizeResponse(prompt=text))

@@ -1,0 +1,40 @@
+"""The routes of the tokenizer, as vLLM has them."""
+
+from __future__ import annotations
+
+from coserve.api.http.route import BODY_ERRORS, BUSY_ERRORS, Route
+from coserve.api.tokenizer.handlers import (
+    DetokenizeRequest,
+    DetokenizeResponse,
+    Tokenization,
+    TokenizeRequest,
+    TokenizeResponse,
+    TokenizerInfo,
+    Version,
+)
+
+
+def tokenizer_routes(api: Tokenization) -> tuple[Route, ...]:
+    """What vLLM has beside `/v1`."""
+    return (
+        Route(
+            "POST",
+            "/tokenize",
+            api.tokenize,
+            "Text or a chat to token ids",
+            body=TokenizeRequest,
+            answer=TokenizeResponse,
+            errors=(404, *BODY_ERRORS, *BUSY_ERRORS),
+        ),
+        Route(
+            "POST",
+            "/detokenize",
+            api.detokenize,
+            "Token ids to text",
+            body=DetokenizeRequest,
+            answer=DetokenizeResponse,
+            errors=(404, *BODY_ERRORS, *BUSY_ERRORS),
+        ),
+        Route("GET", "/tokenizer_info", api.tokenizer_info, "The tokenizer", answer=TokenizerInfo, errors=(503,)),
+        Route("GET", "/version", api.version, "coserve's version", answer=Version),
+    )

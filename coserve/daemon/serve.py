@@ -1,0 +1,165 @@
+"""The daemon: startup, serve, shutdown. One API process (this one) and one engine process.
+
+The API process holds the socket, the tokenizer and the registry; it never touches the GPU. An engine that dies, while
+it starts or later, is started again (`daemon/supervisor.py`): its requests get a clear error, its jobs go on from their last
+checkpoints.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import contextlib
+import dataclasses
+import errno
+import logging
+import os
+import socket
+import threading
+import time
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from typing import TypeVar
+
+from aiohttp import web
+
+from coserve import __version__
+from coserve.api.app import make_app, make_runner
+from coserve.api.http.connections import connection_limit, quiet_accept
+from coserve.api.http.heap import freeze_heap
+from coserve.api.service import Service
+from coserve.config import Config
+from coserve.daemon.engine_process import EngineProcess
+from coserve.daemon.signals import StopSignals
+from coserve.daemon.supervisor import Supervisor
+from coserve.errors import (
+    PortInUse,
+    StartupError,
+)
+from coserve.logs.format import log_event
+from coserve.pretrained.source import check_source
+from coserve.pretrained.tokenizer import Tokenizer
+from coserve.state.failpoints import failpoint
+from coserve.state.folder import DataFolder
+from coserve.state.registry import Registry
+from coserve.state.reserve import Reserve
+from coserve.state.thread import RegistryThread
+
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+
+def bind(host: str, port: int) -> socket.socket:
+    """A listening socket, taken before anything expensive is started. Raises `PortInUse`."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    sock = socket.socket(family, socket.SOCK_STREAM)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        sock.bind((host, port))
+        sock.listen(1024)
+    except OSError as error:
+        sock.close()
+        if error.errno == errno.EADDRINUSE:
+            raise PortInUse(f"port {port} on {host} is taken by another program") from None
+        raise StartupError(f"cannot listen on {host}:{port}: {error.strerror}") from None
+    return sock
+
+
+@asynccontextmanager
+async def _serving(config: Config) -> AsyncIterator[tuple[int, Supervisor, asyncio.Task[None]]]:
+    """Startup and shutdown around serving: yields the port, the engine's supervisor and the task that it runs in.
+
+    HTTP is answered from here on: until the first engine is there, `/health` says `starting` and why it takes long.
+    """
+    config = dataclasses.replace(config, max_connections=connection_limit(config.max_connections))
+    asyncio.get_running_loop().set_exception_handler(quiet_accept())
+    folder = DataFolder(config.data_dir)
+    async with contextlib.AsyncExitStack() as stack:
+        sock = stack.enter_context(contextlib.closing(bind(config.host, config.port)))
+        os.umask(0o077)  # what the daemon writes, and its processes, is for its user alone: corpora, adapters, logs
+        stack.enter_context(folder.lock())
+        folder.close_to_others()
+        port = sock.getsockname()[1]
+        log_event(
+            log,
+            "daemon starts",
+            version=__version__,
+            pid=os.getpid(),
+            model=config.model,
+            device=config.device,
+            policy=config.policy,
+            data_dir=str(config.data_dir),
+            host=config.host,
+            port=port,
+        )
+        tokenizer = await _unwaited(lambda: _load_tokenizer(config))
+        registry = RegistryThread(lambda: Registry(folder.database), reserve=Reserve(folder.reserve))
+        stack.push_async_callback(registry.close)
+        service = Service(config, folder, registry, tokenizer)
+        stack.push_async_callback(service.close)  # after the engine: its last words are heard and written down
+        await service.open()
+        supervisor = Supervisor(lambda: EngineProcess.start(config), service)
+        supervising = asyncio.create_task(supervisor.run())
+        stack.push_async_callback(_end, supervising)
+        runner = make_runner(make_app(service, config), config)
+        await runner.setup()
+        stack.push_async_callback(runner.cleanup)
+        freeze_heap()
+        await web.SockSite(runner, sock).start()
+        yield port, supervisor, supervising
+
+
+async def _end(task: asyncio.Task[None]) -> None:
+    task.cancel()
+    with contextlib.suppress(asyncio.CancelledError, StartupError):
+        await task
+
+
+async def serve(config: Config, *, ready: Callable[[int], None]) -> None:
+    """Run until SIGINT or SIGTERM. `ready` is called with the port once requests are answered by an engine.
+
+    Raises a `StartupError` leaf when the daemon cannot start, or when its engine cannot stay alive.
+    """
+    began, signals = time.monotonic(), StopSignals()
+    stopping = asyncio.create_task(signals.wait())
+    async with contextlib.AsyncExitStack() as stack:
+        opening = asyncio.create_task(stack.enter_async_context(_serving(config)))
+        await asyncio.wait({stopping, opening}, return_when=asyncio.FIRST_COMPLETED)
+        if opening.done():
+            port, supervisor, supervising = opening.result()
+            attached = asyncio.create_task(supervisor.attached.wait())
+            await asyncio.wait({stopping, supervising, attached}, return_when=asyncio.FIRST_COMPLETED)
+            if attached.done():
+                log_event(log, "daemon ready", host=config.host, port=port, seconds=round(time.monotonic() - began, 3))
+                ready(port)
+                await asyncio.wait({stopping, supervising}, return_when=asyncio.FIRST_COMPLETED)
+            attached.cancel()
+            if supervising.done():
+                supervising.result()
+        else:
+            opening.cancel()
+            await asyncio.wait({opening})
+        stopping.cancel()
+        ended = time.monotonic()
+    log_event(log, "daemon stopped", seconds=round(time.monotonic() - ended, 3))
+
+
+async def _unwaited(work: Callable[[], T]) -> T:
+    """The result of `work`, run in a thread that the end of the process does not wait for: it may download for minutes."""
+    found: concurrent.futures.Future[T] = concurrent.futures.Future()
+
+    def run() -> None:
+        try:
+            found.set_result(work())
+        except BaseException as error:  # noqa: BLE001  # the waiting end raises it
+            found.set_exception(error)
+
+    threading.Thread(target=run, name="startup", daemon=True).start()
+    return await asyncio.wrap_future(found)
+
+
+def _load_tokenizer(config: Config) -> Tokenizer:
+    failpoint("daemon.start")
+    check_source(config.model, weights=config.load_format == "auto")
+    return Tokenizer.load(config.model)

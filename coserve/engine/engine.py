@@ -1,0 +1,378 @@
+"""The tick: ask the policy, do what it says, hand the results back.
+
+The engine knows neither HTTP nor text nor the registry. Requests and jobs come in as messages over a `Link`, tokens and
+the events of jobs go out the same way. All state changes happen on the event loop between two ticks, so that a
+generation step or a fine-tuning slice never sees its batch change.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+from collections.abc import Awaitable, Callable, Sequence
+from concurrent.futures import Executor, ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Literal, get_args
+
+from coserve.adapter_store.fetches import Fetches
+from coserve.adapter_store.interface import Adapters
+from coserve.engine.jobs import Jobs
+from coserve.engine.ports import Generates, Trains, Upgrades
+from coserve.errors import CoserveError, EngineFault, EngineUnavailable, InternalError, QueueFull
+from coserve.link import (
+    Admitted,
+    CancelJob,
+    CancelRequest,
+    DropAdapter,
+    EngineNotes,
+    EngineStats,
+    EngineStopped,
+    FromEngine,
+    Generate,
+    Link,
+    PauseJob,
+    RequestFailed,
+    ResumeJob,
+    Shutdown,
+    StartJob,
+    ToEngine,
+    Tokens,
+)
+from coserve.queues.costs import Estimates
+from coserve.queues.inference import InferenceQueue, Queued
+from coserve.queues.policy import Costs, Policy, Running, Serve, Train, View, Wait, Waiting
+from coserve.queues.slices import Slices
+from coserve.state.failpoints import failpoint
+
+log = logging.getLogger(__name__)
+
+STATS_INTERVAL = 1.0
+PREPARATION = 0.5
+"""Seconds: longer than a piece of `Generates.prepare`."""
+
+StepKind = Literal["prefill", "decode"]
+"""Kinds of generation steps: with a prompt still to be read, or without."""
+STEP_KINDS: tuple[StepKind, ...] = get_args(StepKind)
+
+
+@dataclass
+class _Clocked:
+    """A running request's promise: when its next token is due, and about how many steps it takes until then."""
+
+    tpot: float
+    due: float
+    steps: int
+    begun: bool = False
+    """It has had a token."""
+
+
+async def _yield_to_loop() -> None:
+    """Let the link deliver what has come in: a frame takes a read, a wake-up and a decode."""
+    for _ in range(3):
+        await asyncio.sleep(0)
+
+
+class Engine:
+    """One base, one GPU, one loop.
+
+    `clock` gives seconds; `pace` runs after each step (the simulation spends the step's virtual time in it).
+    """
+
+    def __init__(
+        self,
+        generator: Generates,
+        trainer: Trains,
+        adapters: Adapters,
+        policy: Policy,
+        link: Link[FromEngine, ToEngine],
+        *,
+        max_running: int,
+        max_queue: int,
+        fair: bool,
+        max_active_jobs: int,
+        step_tokens: int,
+        clock: Callable[[], float],
+        planned_bytes: int = 0,
+        pace: Callable[[], Awaitable[None]] = _yield_to_loop,
+        upgrade: Upgrades | None = None,
+        job_threads: Executor | None = None,
+    ) -> None:
+        self._generator, self._adapters = generator, adapters
+        self._policy, self._link = policy, link
+        self._max_running, self._step_tokens = max_running, step_tokens
+        self._clock, self._pace, self._upgrade = clock, pace, upgrade
+        self._planned_bytes = planned_bytes
+        self._queue = InferenceQueue(max_queue, fair=fair)
+        self._seen: tuple[tuple[Queued, ...], tuple[Waiting, ...]] = (), ()
+        self._running: dict[str, _Clocked] = {}
+        self._changed = asyncio.Event()
+        self._loop: asyncio.AbstractEventLoop | None = None
+        threads = ThreadPoolExecutor(max_active_jobs, "jobs") if job_threads is None else job_threads
+        self._jobs = Jobs(
+            trainer, link.send, max_active=max_active_jobs, threads=threads, changed=self._change_from_a_thread
+        )
+        self._fetches = Fetches(adapters, self._changed.set)
+        self._stopping = False
+        self._steps, self._slices = Estimates(), Slices()
+        self._serve_seconds = self._train_seconds = 0.0
+        self._batches_since_train = 0
+        self._stats_due = 0.0
+
+    async def run(self) -> None:
+        """Tick until `Shutdown` comes or the API process is gone. Raises what only a new process mends: `EngineFault`, and
+        any error outside of the work of one request or one job."""
+        self._loop = asyncio.get_running_loop()
+        beside = [asyncio.create_task(self._receive())]
+        if self._upgrade is not None:
+            beside.append(asyncio.create_task(self._take_up(self._upgrade)))
+        for task in beside:
+            task.add_done_callback(lambda _: self._changed.set())
+        try:
+            while not (self._stopping or beside[0].done()):
+                self._changed.clear()  # what came until now, the policy sees now
+                self._jobs.activate()
+                for request in self._fetches.arrived():
+                    self._admit(request)
+                for request, error in self._fetches.failed():
+                    self._fail(request.message, error)
+                await self._tick(self._clock())
+                for task in beside:
+                    if task.done():
+                        task.result()  # a fault in a message's handling must not leave the engine deaf
+        finally:
+            for task in beside:
+                task.cancel()
+            self._fetches.close()
+            self._jobs.close()
+        failpoint("shutdown")
+        self._jobs.checkpoint()
+        self._link.send(EngineStopped())
+
+    def _change_from_a_thread(self) -> None:
+        assert self._loop is not None, "jobs start while the engine runs"
+        with suppress(RuntimeError):  # the loop has ended, and the engine with it
+            self._loop.call_soon_threadsafe(self._changed.set)
+
+    async def _tick(self, now: float) -> None:
+        match self._policy.decide(self._view(), now):
+            case Serve(admit):
+                await self._serve(admit)
+            case Train() as decision:
+                await self._train(decision)
+            case Wait(until) if self._idle_until(until, now) and self._generator.prepare():
+                await self._pace()
+            case Wait(until):
+                self._report(now, force=True)
+                await self._wait(None if until is None else until - now)
+
+    def _idle_until(self, until: float | None, now: float) -> bool:
+        """No adapter read is pending and no timer fires soon."""
+        return not self._fetches and (until is None or until - now > PREPARATION)
+
+    async def _take_up(self, upgrade: Upgrades) -> None:
+        """Compile on a thread, which nobody waits for at the end, and go on with what came out."""
+        executor = ThreadPoolExecutor(1, "compile")
+        compiled = asyncio.get_running_loop().run_in_executor(executor, upgrade.compile)
+        executor.shutdown(wait=False)
+        await compiled
+        self._link.send(EngineNotes(notes=upgrade.adopt()))
+
+    # ---- the two kinds of work
+
+    async def _serve(self, admit: int) -> None:
+        began = self._clock()
+        if admit and not self._running:
+            self._batches_since_train += 1
+        for request in self._queue.take(admit):
+            if not self._fetches.take(request):
+                self._admit(request)
+        if not self._running:  # all were refused, or wait for their adapters
+            await self._pace()
+            return
+        kind = self._step_kind()
+        results = self._generator.step()
+        failpoint("generate.mid_stream")
+        await self._pace()
+        now = self._clock()
+        self._steps.add(kind, now - began)
+        self._serve_seconds += now - began
+        self._emit_tokens(results, now)
+        self._report(now)
+
+    def _admit(self, entry: Queued) -> None:
+        request = entry.message
+        try:
+            self._generator.add(request)
+        except Exception as error:  # noqa: BLE001 - whatever it is, it is this request's alone
+            self._fail(request, error)
+        else:
+            steps = math.ceil(len(request.prompt) / self._step_tokens)
+            self._running[request.id] = _Clocked(request.slo.tpot, entry.deadline, steps)
+            self._link.send(Admitted(id=request.id))
+
+    def _fail(self, request: Generate, error: Exception) -> None:
+        """Report `error` as the request's end; re-raise an `EngineFault`."""
+        if isinstance(error, EngineFault):
+            raise error
+        if isinstance(error, CoserveError):
+            code, message = error.code, error.message
+        else:
+            log.error("request %s: internal error", request.id, exc_info=error)
+            code, message = InternalError.code, f"internal error ({type(error).__name__})"
+        self._link.send(RequestFailed(id=request.id, code=code, message=message))
+
+    def _emit_tokens(self, messages: Sequence[Tokens | RequestFailed], now: float) -> None:
+        wanted: list[FromEngine] = []
+        for message in messages:
+            promise = self._running.get(message.id)
+            if promise is None:
+                continue  # cancelled while the step ran
+            if isinstance(message, RequestFailed) or message.finished is not None:
+                del self._running[message.id]
+            elif message.tokens:  # pieces of a prompt's scores bring none
+                promise.due = now + promise.tpot
+                promise.steps, promise.begun = 1, True
+            wanted.append(message)
+        self._link.send_all(wanted)
+
+    def _step_kind(self) -> StepKind:
+        return "decode" if all(promise.begun for promise in self._running.values()) else "prefill"
+
+    async def _train(self, decision: Train) -> None:
+        # Chosen already: they need not wait for the slice.
+        self._emit_tokens(self._generator.land(), self._clock())
+        began, job = self._clock(), decision.job
+        kind = self._jobs.next_piece(job)
+        suspended = self._jobs.advance(job, decision.pieces)
+        if not suspended:
+            self._batches_since_train = 0
+        await self._pace()
+        now = self._clock()
+        self._slices.ran(decision, kind, self._jobs.pieces_done, now - began, now)
+        self._train_seconds += now - began
+        self._report(now)
+
+    async def _wait(self, seconds: float | None) -> None:
+        """Sleep until a message changes something, or `seconds` have passed."""
+        if seconds is not None and seconds <= 0:
+            await asyncio.sleep(0)
+            return
+        with suppress(TimeoutError):
+            async with asyncio.timeout(seconds):
+                await self._changed.wait()
+
+    # ---- what the policy sees
+
+    def _view(self) -> View:
+        jobs = self._jobs.ready()
+        self._slices.ready(jobs, self._clock())
+        waiting, room = self._waiting(), max(0, self._max_running - len(self._running) - len(self._fetches))
+        step: StepKind = "prefill" if waiting and room else self._step_kind()
+        return View(
+            waiting=waiting,
+            running=tuple(Running(id, promise.due, promise.steps) for id, promise in self._running.items()),
+            room=room,
+            jobs=jobs,
+            mid_batch=self._jobs.mid_batch(),
+            batches_since_train=self._batches_since_train,
+            train_waiting_since=self._slices.waiting_since,
+            costs=Costs(
+                serve=self._steps.predict(step, *STEP_KINDS),
+                piece=self._slices.predict(jobs[0], self._jobs.next_piece(jobs[0])) if jobs else 0.0,
+            ),
+        )
+
+    def _waiting(self) -> tuple[Waiting, ...]:
+        """The queue in its order; a prompt's steps count those of the prompts before it."""
+        entries = self._queue.waiting()
+        if entries is not self._seen[0]:  # made anew only where something changed: the queue may be long
+            tokens = accumulate(len(entry.message.prompt) for entry in entries)
+            waiting = tuple(
+                Waiting(entry.message.id, entry.arrived, entry.deadline, math.ceil(total / self._step_tokens))
+                for entry, total in zip(entries, tokens, strict=True)
+            )
+            self._seen = entries, waiting
+        return self._seen[1]
+
+    # ---- messages
+
+    async def _receive(self) -> None:
+        while True:
+            try:
+                message = await self._link.receive()
+            except EngineUnavailable:
+                log.info("the API process is gone")
+                self._stopping = True
+                self._changed.set()
+                return
+            self._handle(message)
+            self._changed.set()
+
+    def _handle(self, message: ToEngine) -> None:
+        match message:
+            case Generate():
+                self._enqueue(message)
+            case CancelRequest(id=id):
+                if not (self._queue.cancel(id) or self._fetches.cancel(id)) and id in self._running:
+                    del self._running[id]
+                    self._generator.cancel(id)
+            case StartJob(spec=spec, paused=paused):
+                self._jobs.place(spec, paused=paused)
+            case PauseJob(id=id):
+                self._jobs.pause(id)
+            case ResumeJob(id=id):
+                self._jobs.resume(id)
+            case CancelJob(id=id):
+                self._jobs.cancel(id)
+            case DropAdapter(ref=ref):
+                self._adapters.drop(ref)
+                self._fetches.delete(ref)
+            case Shutdown():
+                self._stopping = True
+
+    def _enqueue(self, request: Generate) -> None:
+        now = self._clock()
+        try:
+            displaced = self._queue.push(request, arrived=now, deadline=now + request.slo.ttft)
+        except QueueFull as error:
+            self._refuse(request, error)
+        else:
+            if displaced is not None:
+                why = "the queue is full, and most of it is of this adapter; try again later"
+                self._refuse(displaced.message, QueueFull(why, retry_after=self._queue.retry_after(now)))
+
+    def _refuse(self, request: Generate, error: QueueFull) -> None:
+        self._link.send(
+            RequestFailed(id=request.id, code=error.code, message=error.message, retry_after=error.retry_after)
+        )
+
+    # ---- gauges
+
+    def _report(self, now: float, *, force: bool = False) -> None:
+        if now < self._stats_due and not force:
+            return
+        self._stats_due = now + STATS_INTERVAL
+        self._link.send(
+            EngineStats(
+                waiting=len(self._queue) + len(self._fetches),
+                running=len(self._running),
+                jobs=len(self._jobs),
+                pages_used=self._generator.pages_used,
+                pages_total=self._generator.pages_total,
+                pages_adapters=self._generator.adapter_pages,
+                memory_planned=self._planned_bytes,
+                memory_peak=self._generator.memory_peak,
+                preemptions=self._generator.preemptions,
+                prefix_queries=self._generator.prefix_queries,
+                prefix_hits=self._generator.prefix_hits,
+                resident=self._adapters.resident(),
+                serve_seconds=self._serve_seconds,
+                train_seconds=self._train_seconds,
+                troubles=self._fetches.troubles + self._jobs.troubles,
+                patience_slices=self._slices.by_patience,
+                starving=self._slices.starving(now),
+            )
+        )

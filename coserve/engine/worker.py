@@ -1,0 +1,219 @@
+"""The engine process: load the base, build the rooms, run the tick.
+
+Started by `daemon/serve.py` as `python -m coserve.worker FD`, with the settings as JSON on standard input and one end of a
+socket pair as file descriptor FD. It talks to nobody else, and dies with its parent.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import logging
+import os
+import socket
+import sys
+import threading
+import time
+from collections.abc import Coroutine
+from dataclasses import dataclass
+from typing import NoReturn
+
+import torch
+from transformers.utils.logging import disable_progress_bar
+
+from coserve.adapter_store.files import load_adapter
+from coserve.adapter_store.host import Residency
+from coserve.config import Config, config_from_json
+from coserve.engine.engine import Engine
+from coserve.errors import AdapterNotFound, StartupError
+from coserve.finetune.measure import Conditions, plan_memory
+from coserve.finetune.trainer import Trainer
+from coserve.generate.execution.start import Upgrade, make_start
+from coserve.generate.generator import Generator
+from coserve.kernels.lora.backend import Way, choose_way
+from coserve.link import EngineReady, EngineRefused, FromEngine, Link, ToEngine, engine_end
+from coserve.logs.format import log_event
+from coserve.logs.setup import LogSettings, set_up_logging
+from coserve.memory.kv import CPU_TOKENS, KvCache
+from coserve.memory.plan import Work
+from coserve.model.base import Base, load_base
+from coserve.model.lora import LoraWeights
+from coserve.processes import obey_parent
+from coserve.queues.policy import make_policy
+from coserve.state.failpoints import failpoint
+from coserve.state.folder import DataFolder
+from coserve.types import AdapterRef
+
+log = logging.getLogger(__name__)
+
+EXACT_THREADS = 2
+STEP_TOKENS = {"cpu": 512, "cuda": 2048}
+"""Most tokens of a generation step unless told otherwise."""
+
+
+def build_engine(base: Base, config: Config, link: Link[FromEngine, ToEngine]) -> tuple[Engine, EngineReady]:
+    """The engine over a loaded base, and the message that says it is ready."""
+    folder = DataFolder(config.data_dir)
+    way = choose_way(config.lora_way, base.device, base.dtype)
+
+    def load(ref: AdapterRef) -> LoraWeights:
+        path, digests = folder.adapter(ref), residency.expected(ref)
+        if not path.is_dir():
+            raise AdapterNotFound(f"no adapter {str(ref)!r}", field="adapter")
+        return load_adapter(path, base.spec, device="cpu", dtype=base.dtype, digests=digests)
+
+    residency = Residency(
+        load,
+        config.max_adapters_resident,
+        pinned=base.device.type == "cuda",
+    )
+    step_tokens = config.step_tokens or STEP_TOKENS[base.device.type]
+    pool = _pool_size(base, config, way, step_tokens, folder)
+    kv = KvCache.for_base(base, pool.tokens, config.page_tokens)
+    start = make_start(
+        base, kv, max_running=config.inference_batch_size, way=way, when=config.compile, step_tokens=step_tokens
+    )
+    generator = Generator(
+        base,
+        residency,
+        kv,
+        max_running=config.inference_batch_size,
+        step_tokens=step_tokens,
+        way=way,
+        prefix_cache=config.prefix_cache,
+        runner=start.runner,
+    )
+    trainer = Trainer(
+        base,
+        residency,
+        folder,
+        micro_batch_tokens=config.micro_batch_tokens,
+        recompute=config.recompute,
+        keep_checkpoints=config.keep_checkpoints,
+        way=way,
+    )
+    notes = _notes(base, generator, config) + pool.notes
+    engine = Engine(
+        generator,
+        trainer,
+        residency,
+        make_policy(config),
+        link,
+        max_running=config.inference_batch_size,
+        max_queue=config.max_queue,
+        fair=config.fair,
+        max_active_jobs=config.max_active_jobs,
+        step_tokens=step_tokens,
+        clock=time.monotonic,
+        planned_bytes=pool.planned,
+        upgrade=None if start.compilation is None else Upgrade(start.compilation, generator, notes),
+    )
+    ready = EngineReady(spec=base.spec, kv_tokens=kv.tokens, lora_way=way.value, notes=notes + start.notes)
+    return engine, ready
+
+
+@dataclass(frozen=True)
+class _PoolSize:
+    tokens: int
+    planned: int = 0
+    """Bytes of the GPU's memory that torch should never need more than; 0 without a plan."""
+    notes: tuple[str, ...] = ()
+
+
+def _pool_size(base: Base, config: Config, way: Way, step_tokens: int, folder: DataFolder) -> _PoolSize:
+    """The page pool: as set, or what the memory plan leaves."""
+    if config.kv_tokens is not None:
+        return _PoolSize(config.kv_tokens)
+    if base.device.type != "cuda":
+        return _PoolSize(CPU_TOKENS)
+    work = Work(step_tokens, config.micro_batch_tokens, config.max_active_jobs)
+    conditions = Conditions(way, config.recompute, config.inference_batch_size, config.page_tokens, work)
+    plan = plan_memory(base, conditions, fraction=config.memory_fraction, path=folder.memory)
+    note = plan.note(config.page_tokens)
+    log.info("%s", note)
+    planned = torch.cuda.memory_allocated(base.device) + plan.set_aside
+    return _PoolSize(plan.pages * config.page_tokens, planned, (note,))
+
+
+def default_threads() -> int:
+    """All cores but one, two at most: with more, torch's CPU kernels round a row differently in different batches."""
+    return min(EXACT_THREADS, max(1, (os.cpu_count() or 2) - 1))
+
+
+def _notes(base: Base, generator: Generator, config: Config) -> tuple[str, ...]:
+    """What a user should know of how this engine runs; shown in /health."""
+    notes = generator.notes
+    if base.spec.context_note:
+        log.warning("%s", base.spec.context_note)
+        notes += (base.spec.context_note,)
+    if config.load_format == "dummy":
+        notes += ("the base's weights are random (load_format dummy): its texts mean nothing",)
+    if base.device.type == "cpu" and torch.get_num_threads() > EXACT_THREADS:
+        notes += (f"more than {EXACT_THREADS} CPU threads: the same seed may give another text in another batch",)
+    return notes
+
+
+async def _run(config: Config, fd: int) -> None:
+    link = await engine_end(socket.socket(fileno=fd))
+    failpoint("engine.start")
+    began = time.monotonic()
+    try:
+        base = load_base(
+            config.model,
+            device=config.device,
+            dtype=config.dtype,
+            trust_remote_code=config.trust_remote_code,
+            load_format=config.load_format,
+        )
+        engine, ready = build_engine(base, config, link)
+    except StartupError as error:
+        link.send(EngineRefused(code=error.code, message=error.message))
+    else:
+        gc.collect()
+        gc.freeze()  # the model and the libraries stay: a full collection in the middle of serving need not visit them
+        log_event(
+            log,
+            "base loaded",
+            model=base.spec.name,
+            device=base.spec.device,
+            dtype=base.spec.dtype,
+            memory_bytes=torch.cuda.memory_allocated(base.device) if base.device.type == "cuda" else None,
+            kv_tokens=ready.kv_tokens,
+            seconds=round(time.monotonic() - began, 3),
+        )
+        link.send(ready)
+        await engine.run()
+        log_event(log, "engine stops")
+    await link.close()
+
+
+def main() -> None:
+    obey_parent()
+    config = config_from_json(sys.stdin.buffer.read())
+    set_up_logging("engine", LogSettings.of(config))
+    disable_progress_bar()
+    torch.set_num_threads(config.threads or default_threads())
+    run_to_exit(_run(config, int(sys.argv[1])))
+
+
+def run_to_exit(work: Coroutine[None, None, None]) -> None:
+    """Run `work`, then end the process: with status 1 and a line in the log if `work` raised.
+
+    No thread is waited for: one may still compile, nobody can stop it, and nothing of it is needed.
+    """
+    try:
+        asyncio.run(work)
+    except BaseException as error:  # whatever it is, the process must end: that is how its clients are told
+        log.critical("the engine ends: %s", type(error).__name__, exc_info=error)
+        _exit_now(1)
+    if any(not thread.daemon for thread in threading.enumerate() if thread is not threading.main_thread()):
+        _exit_now(0)
+
+
+def _exit_now(status: int) -> NoReturn:
+    logging.shutdown()
+    os._exit(status)
+
+
+if __name__ == "__main__":
+    main()

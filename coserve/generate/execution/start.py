@@ -1,0 +1,161 @@
+"""How generation gets to full speed: served at once, step by step; compiled meanwhile; then graphs, one at a time.
+
+Compilation runs on a thread of its own over a shadow of the base (`FusedBase.shadow`), which shares its weights and
+nothing that a forward changes. Everything that touches the base itself happens on the engine's thread: the stacking of
+weights and the measuring of kernels before the first request, the first steps of the runner after compilation.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+from torch._dynamo.exc import TorchDynamoException
+
+from coserve.errors import UnsupportedBase
+from coserve.generate.execution.graphs.mixed import MIXED_BUCKETS
+from coserve.generate.execution.runner import BUCKETS, INDUCTOR, PART_SCOPES, Runner
+from coserve.generate.execution.slots import WIDTHS
+from coserve.generate.generator import Generator
+from coserve.kernels.lora.backend import Way
+from coserve.memory.kv import KvCache
+from coserve.model.base import Base
+from coserve.model.fused import FusedBase
+
+COMPILING = "generation: steps run one by one until compilation ends"
+COMPILED = (
+    "generation: prompts whose log-probabilities are asked for are computed step by step, beside the others; steps of more "
+    f"than {BUCKETS[-1]} sequences, of more than {MIXED_BUCKETS[-1]} tokens or many short prompts, and with an adapter of a rank above "
+    f"{WIDTHS[-1]}, run without CUDA graphs; so do the first steps with prompts of a size; where adapters change some sites only, "
+    f"the first {PART_SCOPES} such choices of sites have graphs of their own, others use those for all sites"
+)
+SWITCH_INTERVAL = 2e-5
+"""Seconds after which the compiling thread gives way. A step takes and frees the interpreter with every operation: at
+Python's 5 ms it would wait so long a thousand times."""
+
+
+class Compilation:
+    """A base's layers on their way from plain to compiled."""
+
+    def __init__(
+        self, fused: FusedBase, kv: KvCache, *, max_running: int, step_tokens: int = MIXED_BUCKETS[-1]
+    ) -> None:
+        self._fused, self._shadow = fused, fused.shadow()
+        self._kv, self._max_running, self._step_tokens = kv, max_running, step_tokens
+        self._refusal: str | None = None
+        self._done = False
+
+    def compile(self) -> None:
+        """Compiles the layers and checks their logits. On any thread, beside whatever the base is used for."""
+        with _giving_way():
+            try:
+                self._shadow.check()
+            except (TorchDynamoException, UnsupportedBase) as error:
+                self._refusal = _refusal(self._fused.base, error)
+        self._done = True
+
+    def runner(self) -> tuple[Runner | None, tuple[str, ...]]:
+        """After `compile`, on the engine's thread: what runs steps from now on, None if they go on one by one, and
+        what an operator should know of it."""
+        assert self._done, "expected compilation to have ended"
+        if self._refusal is not None:
+            return None, (self._refusal,)
+        runner = Runner(self._fused, self._kv, max_running=self._max_running, step_tokens=self._step_tokens)
+        return runner, (COMPILED,)
+
+
+@dataclass(frozen=True)
+class Start:
+    """How steps run at first."""
+
+    runner: Runner | None
+    """None: one by one."""
+    notes: tuple[str, ...]
+    """What an operator should know of it."""
+    compilation: Compilation | None = None
+    """To be done beside serving."""
+
+
+@dataclass(frozen=True)
+class Upgrade:
+    """What the engine does with a compilation: `compile` on another thread, then `adopt` between two steps."""
+
+    compilation: Compilation
+    generator: Generator
+    notes: tuple[str, ...]
+    """What an operator should know of other things."""
+
+    def compile(self) -> None:
+        self.compilation.compile()
+
+    def adopt(self) -> tuple[str, ...]:
+        """From now on steps run compiled, if they can be; everything that an operator should know."""
+        runner, notes = self.compilation.runner()
+        if runner is not None:
+            self.generator.adopt(runner)
+        return self.notes + notes
+
+
+def make_start(
+    base: Base, kv: KvCache, *, max_running: int, way: Way, when: str, step_tokens: int = MIXED_BUCKETS[-1]
+) -> Start:
+    """`when` layers are compiled: in the `background`, `before` the first request (with all graphs captured), or `off`.
+
+    Nothing is compiled where there is no GPU.
+    """
+    if base.device.type != "cuda":
+        return Start(None, ())
+    if way is not Way.SEGMENTED:
+        why = f"the lora way {way} cannot be captured"
+        return Start(None, (f"generation: steps run one by one without CUDA graphs, as {why}",))
+    if when == "off":
+        return Start(None, ("generation: steps run one by one without CUDA graphs, as compile is off",))
+    try:
+        _wake_compiler(base.device)
+    except TorchDynamoException as error:
+        return Start(None, (_refusal(base, error),))
+    fused = FusedBase(base, options=INDUCTOR)
+    compilation = Compilation(fused, kv, max_running=max_running, step_tokens=step_tokens)
+    if when == "background":
+        return Start(None, (COMPILING,), compilation)
+    compilation.compile()
+    runner, notes = compilation.runner()
+    if runner is not None:
+        runner.warm_up()
+    return Start(runner, notes)
+
+
+def _refusal(base: Base, error: Exception) -> str:
+    reason = str(error).splitlines()[0]
+    return f"generation: steps run one by one, as torch.compile refuses {base.spec.family}: {reason}"
+
+
+def _wake_compiler(device: torch.device) -> None:
+    """Imports the compiler and lets it make what it makes once a process.
+
+    While inductor traces, it patches `nn.Module.__call__` for all threads. Its tracers let modules of others through,
+    but for one, which fails them: that of an empty graph that it makes once (`loop_body._dummy_gm`).
+    """
+    uncached = (
+        torch._inductor.config.patch(fx_graph_cache=False),
+        torch._functorch.config.patch(enable_autograd_cache=False),
+    )
+    with uncached[0], uncached[1]:  # what is in a cache would not be traced
+        torch.compile(_halved)(torch.zeros(64, device=device))
+
+
+def _halved(x: torch.Tensor) -> torch.Tensor:
+    return (x / 2).sum()
+
+
+@contextmanager
+def _giving_way() -> Iterator[None]:
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(SWITCH_INTERVAL)
+    try:
+        yield
+    finally:
+        sys.setswitchinterval(before)

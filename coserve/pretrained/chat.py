@@ -1,0 +1,183 @@
+"""Chat: a base's own template turns messages into text, for generation and for training. No torch."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Mapping, Sequence
+from functools import cached_property
+
+import jinja2
+from jinja2 import Template, nodes
+from jinja2.ext import Extension
+from jinja2.parser import Parser
+from jinja2.runtime import Context, Macro
+
+from coserve.errors import InvalidRequest
+from coserve.pretrained import sandbox
+
+Message = Mapping[str, object]
+Span = tuple[int, int]
+"""Characters `start` to `end` (exclusive) of a rendered chat."""
+
+_END = "\N{SYMBOL FOR END OF TEXT}coserve"
+"""Marks the end of a message that is to be continued."""
+_TEMPLATE_FAULTS = (
+    jinja2.TemplateError,
+    TypeError,
+    ValueError,
+    LookupError,
+    ArithmeticError,
+    AttributeError,
+    SyntaxError,
+    RecursionError,
+    MemoryError,
+)
+
+
+class _GenerationBlocks(Extension):
+    """`{% generation %}...{% endgeneration %}`: what the assistant wrote, as transformers marks it."""
+
+    tags = {"generation"}
+
+    def parse(self, parser: Parser) -> nodes.Node:
+        line = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        call = self.call_method("mark", [nodes.ContextReference()])
+        return nodes.CallBlock(call, [], [], body).set_lineno(line)
+
+    def mark(self, context: Context, caller: Macro) -> str:
+        text = str(caller())
+        context["coserve_marks"].add(text)
+        return text
+
+
+class _Marks:
+    """Where the `{% generation %}` blocks landed: their texts, and the length of what stood before each."""
+
+    def __init__(self) -> None:
+        self.length = 0
+        self.spans: list[tuple[int, str]] = []
+
+    def add(self, text: str) -> None:
+        self.spans.append((self.length, text))
+
+
+class ChatTemplate:
+    """The template of a base, with the special tokens it may name (`bos_token`, `eos_token`...)."""
+
+    def __init__(self, source: str, tokens: Mapping[str, str], specials: Collection[str] = ()) -> None:
+        """`specials`: every special token of the vocabulary; one of them ends a turn."""
+        self._source, self._tokens = source, dict(tokens)
+        known = sorted({token for token in (*tokens.values(), *specials) if token}, key=len, reverse=True)
+        self._special = re.compile("|".join(map(re.escape, known)) or "(?!)")
+
+    @cached_property
+    def _template(self) -> Template:
+        return sandbox.SandboxedEnvironment([_GenerationBlocks]).compile_template(self._source)
+
+    def _render(self, messages: Sequence[Message], add_generation_prompt: bool) -> tuple[str, list[Span]]:
+        marks, parts = _Marks(), []
+        values: dict[str, object] = {
+            **self._tokens,
+            "messages": [dict(message) for message in messages],
+            "add_generation_prompt": add_generation_prompt,
+            "tools": None,
+            "documents": None,
+            "coserve_marks": marks,
+        }
+        try:
+            template = self._template
+            with sandbox.limits() as budget:
+                budget.size(values["messages"])
+                for part in sandbox.render(template, values):
+                    parts.append(part)
+                    marks.length += len(part)
+        except sandbox.LimitExceeded as error:
+            raise InvalidRequest(f"the base's chat template exceeds its limits: {error}", field="messages") from error
+        except _TEMPLATE_FAULTS as error:
+            detail = str(error)[:500] if isinstance(error, jinja2.TemplateError) else type(error).__name__
+            raise InvalidRequest(
+                f"the base's chat template refuses the messages: {detail}", field="messages"
+            ) from error
+        text = "".join(parts)
+        spans = [(start, start + len(part)) for start, part in marks.spans]
+        if any(text[start:end] != part for (start, end), (_, part) in zip(spans, marks.spans, strict=True)):
+            spans = []  # a mark inside a captured block: its place is unknown
+        return text, spans
+
+    def render(
+        self, messages: Sequence[Message], *, add_generation_prompt: bool = True, continue_final: bool = False
+    ) -> str:
+        """The chat as text; `continue_final` leaves the last message open, for the model to go on with it.
+
+        Raises `InvalidRequest` for messages that the template refuses, and for a template beyond its limits.
+        """
+        if not messages:
+            raise InvalidRequest("expected at least one message", field="messages")
+        if not continue_final:
+            return self._render(messages, add_generation_prompt)[0]
+        content = str(messages[-1].get("content", ""))
+        last = {**messages[-1], "content": content + _END}
+        text, _ = self._render([*messages[:-1], last], add_generation_prompt=False)
+        if text.count(_END) != 1:
+            raise InvalidRequest("the base's chat template cannot continue a message", field="messages")
+        text = text[: text.index(_END)]
+        return text if text.endswith(content) else text.rstrip()
+
+    def render_for_training(self, messages: Sequence[Message]) -> tuple[str, list[Span]]:
+        """The chat as text, and for each assistant message the span to learn: its content and its end-of-turn token.
+
+        A span is what rendering the message adds to its prompt: the chat before it with the generation prompt. Where
+        that does not hold for a template (it rewrites earlier turns, say), its `{% generation %}` marks are taken.
+        Raises `InvalidRequest` if it has none: loss on the wrong tokens would go unnoticed.
+        """
+        text, marks = self._render(messages, add_generation_prompt=False)
+        assistant = [i for i, message in enumerate(messages) if message.get("role") == "assistant"]
+        spans = [self._added_by(messages, i, text) for i in assistant]
+        found = [span for span in spans if span is not None]
+        if len(found) == len(assistant):
+            return text, found
+        if len(marks) == len(assistant):
+            return text, [self._with_end_of_turn(text, span) for span in marks]
+        raise InvalidRequest(
+            "cannot tell what the assistant wrote in what the base's chat template makes of these messages: it changes "
+            "earlier turns and has no {% generation %} blocks; train on prompt/completion rows instead",
+            field="messages",
+        )
+
+    def _added_by(self, messages: Sequence[Message], index: int, text: str) -> Span | None:
+        """Characters of `text` that message `index` adds to its prompt; None where a prefix does not hold."""
+        try:
+            prompt = self._render(messages[:index], add_generation_prompt=True)[0]
+            turn = (
+                text
+                if index + 1 == len(messages)
+                else self._render(messages[: index + 1], add_generation_prompt=False)[0]
+            )
+        except InvalidRequest:
+            return None  # it takes whole conversations only
+        content = str(messages[index].get("content", "")).strip()
+        if not (turn.startswith(prompt) and text.startswith(turn) and content in turn[len(prompt) :]):
+            return None
+        return len(prompt), self._trim(turn, len(prompt))
+
+    def _trim(self, turn: str, start: int) -> int:
+        """The end of the turn's last special token, if only white space follows it; else the end of the turn."""
+        ends = [match.end() for match in self._special.finditer(turn, start)]
+        return ends[-1] if ends and not turn[ends[-1] :].strip() else len(turn)
+
+    def _with_end_of_turn(self, text: str, span: Span) -> Span:
+        """`span` with the special token right behind it, unless it ends in one."""
+        start, end = span
+        if any(match.end() == end for match in self._special.finditer(text, start, end)):
+            return span
+        match = self._special.match(text, end)
+        return (start, match.end()) if match else span
+
+
+def choose_template(found: object) -> str | None:
+    """The default one of `tokenizer_config.json`'s `chat_template`: a text, or a list of named ones."""
+    if isinstance(found, list):
+        named = {entry.get("name"): entry.get("template") for entry in found if isinstance(entry, dict)}
+        found = named.get("default")
+    return found if isinstance(found, str) else None

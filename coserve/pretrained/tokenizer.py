@@ -1,0 +1,302 @@
+"""Text to token ids and back, for the API process: no torch (a hub tokenizer without `tokenizer.json` pulls it in)."""
+
+from __future__ import annotations
+
+import importlib.resources
+import json
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import tokenizers
+
+from coserve.errors import InvalidRequest, UnsupportedBase
+from coserve.pretrained.chat import ChatTemplate, Message, choose_template
+from coserve.pretrained.source import BUNDLED, fetch_files
+
+_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "chat_template.jinja",
+    "config.json",
+    "generation_config.json",
+    "tokenizer.model",
+    "vocab.json",
+    "merges.txt",
+    "added_tokens.json",
+)
+_SAMPLE = "Hello, world 1"
+_WHAT_TO_DO = (
+    "put its tokenizer.json beside config.json "
+    "(AutoTokenizer.from_pretrained(<the model it comes from>).save_pretrained(<the folder>) writes one)"
+)
+_HELD_TOKENS = 16
+"""Tokens that the detokenizer keeps back at most: bytes that never become a character are given as they are."""
+
+
+SHORT = 2048
+"""Characters of a text that is tokenised at once, without handing it to `tokenizers`' own threads."""
+
+
+class _State(msgspec.Struct, frozen=True):
+    backend: str
+    special_tokens: dict[str, str]
+    eos_token_ids: tuple[int, ...]
+    chat_template: str | None
+
+
+class Tokenizer:
+    """One base's tokenizer. Safe to use from several threads."""
+
+    def __init__(
+        self,
+        backend: tokenizers.Tokenizer,
+        *,
+        special_tokens: dict[str, str],
+        eos_token_ids: tuple[int, ...] = (),
+        chat_template: str | None = None,
+    ) -> None:
+        """`special_tokens` names the roles (`bos_token`, `eos_token`...); `eos_token_ids` further ends of generation."""
+        backend.no_truncation()
+        backend.no_padding()
+        self._backend = backend
+        self._added_behind = _added_behind(backend)
+        self.bos_token_id = self._id(special_tokens.get("bos_token"))
+        self.eos_token_id = self._id(special_tokens.get("eos_token"))
+        first = () if self.eos_token_id is None else (self.eos_token_id,)
+        self.eos_token_ids = tuple(dict.fromkeys(first + eos_token_ids))
+        """Ids that end a generation; the first is the one that training appends."""
+        self.vocab_size = backend.get_vocab_size(with_added_tokens=True)
+        self._texts: dict[int, str] = {}
+        self.special_tokens, self.chat_template = special_tokens, chat_template
+        added = backend.get_added_tokens_decoder()
+        self.special_ids = frozenset(id for id, token in added.items() if token.special)
+        self._chat: ChatTemplate | None = None
+        if chat_template is not None:
+            specials = [token.content for token in added.values() if token.special]
+            self._chat = ChatTemplate(chat_template, special_tokens, specials)
+
+    def _id(self, token: str | None) -> int | None:
+        return None if token is None else self._backend.token_to_id(token)
+
+    @classmethod
+    def load(cls, source: str) -> Tokenizer:
+        """The tokenizer of a base: "bundled", a folder, or a hub name. Raises `UnsupportedBase`."""
+        if source == BUNDLED:
+            with importlib.resources.as_file(importlib.resources.files("coserve") / "assets" / "tiny") as folder:
+                return cls.from_folder(folder)
+        folder = Path(source)
+        return cls.from_folder(folder if folder.is_dir() else fetch_files(source, _FILES))
+
+    @classmethod
+    def from_folder(cls, folder: Path) -> Tokenizer:
+        """Reads `tokenizer.json` and the configs beside it. Raises `UnsupportedBase`."""
+        config = _read(folder / "tokenizer_config.json")
+        special_tokens = _special_tokens(_read(folder / "special_tokens_map.json") | config)
+        backend = _backend(folder)
+        _add_bos(backend, config, special_tokens)
+        template = choose_template(config.get("chat_template"))
+        beside = folder / "chat_template.jinja"
+        if beside.is_file():
+            template = beside.read_text(encoding="utf-8")
+        ends = [_read(folder / name).get("eos_token_id") for name in ("generation_config.json", "config.json")]
+        eos_token_ids = [id for end in ends for id in (end if isinstance(end, list) else [end]) if isinstance(id, int)]
+        found = cls(backend, special_tokens=special_tokens, eos_token_ids=tuple(eos_token_ids), chat_template=template)
+        if not found.decode(found.encode(_SAMPLE)):  # what transformers makes of a folder without a vocabulary
+            raise UnsupportedBase(f"the base's tokenizer knows no words: {_WHAT_TO_DO}")
+        return found
+
+    def state(self) -> bytes:
+        """What `from_state` makes the same tokenizer from, in another process."""
+        return msgspec.msgpack.encode(
+            _State(self._backend.to_str(), self.special_tokens, self.eos_token_ids, self.chat_template)
+        )
+
+    @classmethod
+    def from_state(cls, state: bytes) -> Tokenizer:
+        found = msgspec.msgpack.decode(state, type=_State)
+        return cls(
+            tokenizers.Tokenizer.from_str(found.backend),
+            special_tokens=found.special_tokens,
+            eos_token_ids=found.eos_token_ids,
+            chat_template=found.chat_template,
+        )
+
+    def _encode(self, text: str, *, add_special: bool) -> tokenizers.Encoding:
+        """With offsets. `Tokenizer.encode` keeps the interpreter's lock, `encode_batch` does not."""
+        if len(text) <= SHORT:
+            return self._backend.encode(text, add_special_tokens=add_special)
+        return self._backend.encode_batch([text], add_special_tokens=add_special)[0]
+
+    def encode(self, text: str, *, add_special: bool = True) -> list[int]:
+        """Token ids; `add_special` adds what the base expects before a text (a BOS token, mostly).
+
+        What a tokenizer would add behind the text (EOS) is left out: every text here goes on.
+        """
+        ids: list[int] = self._encode(text, add_special=add_special).ids
+        return ids[: len(ids) - self._added_behind] if add_special else ids
+
+    def encode_continuation(self, text: str) -> list[int]:
+        """Token ids of a text that goes on from another: without the space that some tokenizers put before a text."""
+        plain = self._encode(text, add_special=False)
+        if not plain.tokens or not plain.tokens[0].startswith("▁") or text.startswith("▁"):
+            return list(plain.ids)
+        # After a line break nothing is put before it; what the break itself became is cut off.
+        after = self._encode("\n" + text, add_special=False)
+        if any(start < 1 < end for start, end in after.offsets):
+            return list(plain.ids)
+        return [id for id, (start, _) in zip(after.ids, after.offsets, strict=True) if start >= 1]
+
+    def decode(self, ids: Sequence[int], *, skip_special: bool = True) -> str:
+        text: str = self._backend.decode(list(ids), skip_special_tokens=skip_special)
+        return text
+
+    def token(self, id: int) -> str:
+        """One token's own text, special or not; bytes that are no character show as U+FFFD."""
+        text = self._texts.get(id)
+        if text is None:
+            text = self._texts[id] = self.decode([id], skip_special=False)
+        return text
+
+    @property
+    def has_chat(self) -> bool:
+        return self._chat is not None
+
+    def chat(
+        self, messages: Sequence[Message], *, add_generation_prompt: bool = True, continue_final: bool = False
+    ) -> list[int]:
+        """Token ids of a chat by the base's template. Raises `InvalidRequest` (no template, or it refuses)."""
+        text = self._template().render(
+            messages, add_generation_prompt=add_generation_prompt, continue_final=continue_final
+        )
+        return self.encode(text, add_special=False)
+
+    def encode_chat_for_training(self, messages: Sequence[Message]) -> tuple[list[int], list[bool]]:
+        """Token ids of a whole chat, and which of them to learn: assistant turns with their end-of-turn token.
+
+        A message's `weight` of 0 leaves it out. A token that is only partly an assistant's is not learned.
+        Raises `InvalidRequest` as `ChatTemplate.render_for_training` does.
+        """
+        weights = [m.get("weight") for m in messages if m.get("role") == "assistant"]
+        plain = [{key: value for key, value in m.items() if key != "weight"} for m in messages]
+        text, spans = self._template().render_for_training(plain)
+        learned = [span for span, weight in zip(spans, weights, strict=True) if weight != 0]
+        encoding = self._encode(text, add_special=False)
+        learn, spans_left = [], iter(learned)
+        span = next(spans_left, None)
+        for start, end in encoding.offsets:
+            while span is not None and start >= span[1]:
+                span = next(spans_left, None)
+            learn.append(span is not None and span[0] <= start < end <= span[1])
+        return list(encoding.ids), learn
+
+    def _template(self) -> ChatTemplate:
+        if self._chat is None:
+            raise InvalidRequest("the base has no chat template; send a prompt instead of messages", field="messages")
+        return self._chat
+
+
+class Detokenizer:
+    """Text of a growing sequence of tokens: the pushes and the flush together are what `decode` gives.
+
+    Nothing ends inside a character. `prompt` is what the tokens go on from (its last few tokens are enough): some
+    tokenizers drop the space before a text's first word, which is wrong in the middle of one.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int] = (), *, skip_special: bool = True) -> None:
+        self._tokenizer, self._skip_special = tokenizer, skip_special
+        self._ids = list(prompt[-8:])
+        self._given = len(self._ids)
+
+    def _decode(self, ids: Sequence[int]) -> str:
+        return self._tokenizer.decode(ids, skip_special=self._skip_special)
+
+    def push(self, ids: Iterable[int]) -> str:
+        """The new text; empty while the last character is incomplete."""
+        parts = []
+        for id in ids:
+            self._ids.append(id)
+            parts.append(self._advance(force=len(self._ids) - self._given >= _HELD_TOKENS))
+        return "".join(parts)
+
+    def flush(self) -> str:
+        """What was kept back, at the end of the sequence."""
+        return self._advance(force=True)
+
+    def _advance(self, *, force: bool) -> str:
+        before, text = self._decode(self._ids[: self._given]), self._decode(self._ids)
+        if not force and (len(text) <= len(before) or text.endswith("\N{REPLACEMENT CHARACTER}")):
+            return ""
+        # The tokens just given are the context of the next ones; what stands before them no longer matters. Tokens without
+        # a text are forgotten: any number of them may follow each other, and all of `_ids` is decoded at each push.
+        self._ids = self._ids[self._given :] if len(text) > len(before) else self._ids[: self._given]
+        self._given = len(self._ids)
+        return text[len(before) :]
+
+
+def _added_behind(backend: tokenizers.Tokenizer) -> int:
+    """Number of special tokens that the post-processor puts behind a text."""
+    plain, full = (backend.encode("a", add_special_tokens=special) for special in (False, True))
+    behind = 0
+    for mask in reversed(full.special_tokens_mask):
+        if not mask:
+            break
+        behind += 1
+    return behind if len(full.ids) > len(plain.ids) else 0
+
+
+def _read(path: Path) -> dict[str, Any]:
+    """A JSON object from a file; empty if there is none."""
+    if not path.is_file():
+        return {}
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (UnicodeDecodeError, json.JSONDecodeError) as error:
+        raise UnsupportedBase(f"{path.name} of the base is not JSON") from error
+    if not isinstance(content, dict):
+        raise UnsupportedBase(f"{path.name} of the base: expected an object, got {type(content).__name__}")
+    return content
+
+
+def _special_tokens(config: dict[str, Any]) -> dict[str, str]:
+    """`bos_token`, `eos_token` and their like, by role; each is a text or `{"content": text}`."""
+    tokens = {}
+    for role, value in config.items():
+        content = value.get("content") if isinstance(value, dict) else value
+        if role.endswith("_token") and isinstance(content, str):
+            tokens[role] = content
+    return tokens
+
+
+def _backend(folder: Path) -> tokenizers.Tokenizer:
+    path = folder / "tokenizer.json"
+    if path.is_file():
+        try:
+            return tokenizers.Tokenizer.from_str(path.read_text(encoding="utf-8"))
+        except Exception as error:  # `tokenizers` raises bare `Exception` for a bad file
+            raise UnsupportedBase(f"tokenizer.json of the base is not valid: {error}") from error
+    from transformers import AutoTokenizer  # slow to import, with torch: only for folders without tokenizer.json
+
+    try:
+        loaded = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+    except (OSError, ValueError, ImportError, KeyError) as error:
+        raise UnsupportedBase(
+            f"the base has no tokenizer.json, and transformers cannot make one: {_WHAT_TO_DO}"
+        ) from error
+    backend = getattr(loaded, "backend_tokenizer", None)
+    if not isinstance(backend, tokenizers.Tokenizer):
+        raise UnsupportedBase(f"the base has no tokenizer.json, and its tokenizer has no fast form: {_WHAT_TO_DO}")
+    return backend
+
+
+def _add_bos(backend: tokenizers.Tokenizer, config: dict[str, Any], special_tokens: dict[str, str]) -> None:
+    """Follow an explicit `add_bos_token` where `tokenizer.json` says otherwise, as transformers does."""
+    wanted, bos = config.get("add_bos_token"), special_tokens.get("bos_token")
+    id = None if bos is None else backend.token_to_id(bos)
+    if not isinstance(wanted, bool) or bos is None or id is None:
+        return
+    if (id in backend.encode("a", add_special_tokens=True).ids) != wanted:
+        template = f"{bos} $A" if wanted else "$A"
+        backend.post_processor = tokenizers.processors.TemplateProcessing(single=template, special_tokens=[(bos, id)])
