@@ -73,7 +73,7 @@ def test_the_command_line(name: str, value: str, monkeypatch: pytest.MonkeyPatch
     async def never(config: Config, **_: object) -> None:
         raise AssertionError("it started")
 
-    monkeypatch.setattr("coserve.daemon.serve", never)
+    monkeypatch.setattr("coserve.daemon.serve.serve", never)
     found = CliRunner().invoke(app, ["serve", f"--{name.replace('_', '-')}", value])
     assert found.exit_code != 0
     assert isinstance(found.exception, ConfigError | SystemExit)
