@@ -75,6 +75,7 @@ async def _serving(config: Config) -> AsyncIterator[tuple[int, Supervisor, async
     config = dataclasses.replace(config, max_connections=connection_limit(config.max_connections))
     asyncio.get_running_loop().set_exception_handler(quiet_accept())
     folder = DataFolder(config.data_dir)
+    check_source(config.model, weights=config.load_format == "auto")
     async with contextlib.AsyncExitStack() as stack:
         sock = stack.enter_context(contextlib.closing(bind(config.host, config.port)))
         os.umask(0o077)  # what the daemon writes, and its processes, is for its user alone: corpora, adapters, logs
@@ -161,5 +162,4 @@ async def _unwaited(work: Callable[[], T]) -> T:
 
 def _load_tokenizer(config: Config) -> Tokenizer:
     failpoint("daemon.start")
-    check_source(config.model, weights=config.load_format == "auto")
     return Tokenizer.load(config.model)
