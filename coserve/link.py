@@ -15,6 +15,7 @@ from typing import Generic, Protocol, TypeVar
 import msgspec
 
 from coserve.errors import EngineUnavailable
+from coserve.logprobs import PackedLogprobs
 from coserve.types import (
     AdapterDigests,
     AdapterRef,
@@ -24,8 +25,12 @@ from coserve.types import (
     SamplingParams,
     Slo,
     StepMetrics,
-    TokenLogprob,
 )
+
+MAX_PROMPT_LOGPROBS = 256
+"""Most prompt tokens whose log-probabilities one `Tokens` holds: the API process handles one in one turn of its event loop."""
+TURN_BYTES = 1 << 16
+"""Bytes of messages that a `StreamLink` receives before the event loop has another turn."""
 
 
 class Message(msgspec.Struct, frozen=True, kw_only=True, tag=True):
@@ -115,13 +120,14 @@ class Admitted(Message, frozen=True):
 class Tokens(Message, frozen=True):
     """New tokens of one request, in order. `logprobs` has one entry a token if they were asked for.
 
-    `prompt_logprobs`, if asked for, come in pieces before the first token: one entry for each prompt token but the first.
+    `prompt_logprobs`, if asked for, come before the first token, at most `MAX_PROMPT_LOGPROBS` in a message: one entry for
+    each prompt token but the first.
     """
 
     id: str
     tokens: tuple[int, ...]
-    logprobs: tuple[TokenLogprob, ...] = ()
-    prompt_logprobs: tuple[TokenLogprob, ...] = ()
+    logprobs: PackedLogprobs = PackedLogprobs()
+    prompt_logprobs: PackedLogprobs = PackedLogprobs()
     finished: FinishReason | None = None
 
 
@@ -304,6 +310,8 @@ class StreamLink(Generic[OutT, InT]):
     ) -> None:
         self._reader, self._writer, self._decoder = reader, writer, decoder
         self._encoder = msgspec.msgpack.Encoder()
+        self._received = 0
+        """Bytes since the event loop last had a turn."""
 
     def send(self, message: OutT) -> None:
         self._writer.write(self._frame(message))
@@ -318,7 +326,11 @@ class StreamLink(Generic[OutT, InT]):
 
     async def receive(self) -> InT:
         try:
+            if self._received >= TURN_BYTES:  # reading what is buffered already does not suspend
+                self._received = 0
+                await asyncio.sleep(0)
             size = int.from_bytes(await self._reader.readexactly(4), "big")
+            self._received += size
             return self._decoder.decode(await self._reader.readexactly(size))
         except (asyncio.IncompleteReadError, ConnectionError) as error:
             raise EngineUnavailable("the other end of the link closed") from error

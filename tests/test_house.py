@@ -16,6 +16,7 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 
 LAYERS = (
     {"types", "errors", "hints", "cancellation", "processes"},
+    {"logprobs"},
     {"link", "config", "schemas", "pretrained", "kernels"},
     {"client", "logs", "model", "queues", "memory"},
     {"state", "workloads"},

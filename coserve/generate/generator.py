@@ -18,7 +18,8 @@ from coserve.generate.sampling.scoring import prompt_logprobs
 from coserve.generate.schedule import Scheduler, Share
 from coserve.generate.sequences import Sequence, plain
 from coserve.kernels.lora.backend import Way
-from coserve.link import Generate, RequestFailed, Tokens
+from coserve.link import MAX_PROMPT_LOGPROBS, Generate, RequestFailed, Tokens
+from coserve.logprobs import PackedLogprobs
 from coserve.memory.kv import KvCache
 from coserve.memory.prefix import PageKeys
 from coserve.model.base import Attention
@@ -299,7 +300,9 @@ class Generator:
             if entries is None:
                 messages.append(self._fail(score.sequence, NoToken.NOT_FINITE))
             else:
-                messages.append(Tokens(id=score.sequence.id, tokens=(), prompt_logprobs=entries))
+                for first in range(0, len(entries), MAX_PROMPT_LOGPROBS):
+                    some = PackedLogprobs.of(entries[first : first + MAX_PROMPT_LOGPROBS])
+                    messages.append(Tokens(id=score.sequence.id, tokens=(), prompt_logprobs=some))
         for share in batch.shares:
             if not share.sequence.max_tokens and not share.sequence.pending and share.sequence.id in self._sequences:
                 self._end(share.sequence)
@@ -319,7 +322,7 @@ class Generator:
         finished = sequence.push(choice.token)
         if finished is not None:
             self._end(sequence)
-        logprobs = () if choice.logprob is None else (choice.logprob,)
+        logprobs = PackedLogprobs.of(() if choice.logprob is None else (choice.logprob,))
         return Tokens(id=sequence.id, tokens=(choice.token,), logprobs=logprobs, finished=finished)
 
     def _end(self, sequence: Sequence) -> None:

@@ -10,11 +10,12 @@ from hypothesis import strategies as st
 
 from coserve.api.generation.inbox import Answer, Inbox
 from coserve.link import Admitted, RequestFailed, Tokens
+from coserve.logprobs import PackedLogprobs
 from coserve.types import FinishReason, TokenLogprob
 
 
 def tokens(id: str, *ids: int, end: bool = False) -> Tokens:
-    logprobs = tuple(TokenLogprob(-float(each)) for each in ids)
+    logprobs = PackedLogprobs.of(TokenLogprob(-float(each)) for each in ids)
     return Tokens(id=id, tokens=ids, logprobs=logprobs, finished=FinishReason.LENGTH if end else None)
 
 

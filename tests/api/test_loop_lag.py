@@ -6,6 +6,7 @@ import http.client
 import json
 import socket
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 
 import pytest
@@ -281,6 +282,18 @@ def test_answers(server: Watched, name: str) -> None:
         assert status == 200, answer[:500]
         if not asked.get("stream") and path != "/generate_stream":
             json.loads(answer)
+
+    check(server, act)
+
+
+def test_four_scored_prompts_at_the_same_time(server: Watched) -> None:
+    body = json.dumps({"prompt": IDS, "prompt_logprobs": 20, "max_tokens": 1}).encode()
+
+    def act() -> None:
+        with ThreadPoolExecutor(4) as threads:
+            for status, answer in threads.map(lambda _: post(server, "/generate", body), range(4)):
+                assert status == 200, answer[:500]
+                assert len(json.loads(answer)["prompt_logprobs"]) == len(IDS)
 
     check(server, act)
 

@@ -6,8 +6,9 @@ import msgspec
 import pytest
 
 from coserve.api.generation.inbox import MOST, Inbox
-from coserve.api.http.pieces import LIGHT, pieces, weight
+from coserve.api.http.pieces import LIGHT, Packed, pieces, weight
 from coserve.link import Tokens
+from coserve.logprobs import PackedLogprobs
 from coserve.schemas import Choice, GenerateResponse, Logprob, PromptLogprob, Timing, Usage
 from coserve.types import FinishReason, TokenLogprob
 
@@ -33,9 +34,31 @@ def test_pieces_are_what_one_call_gives(value: object) -> None:
     assert len(parts) > 1 or weight(value) <= LIGHT
 
 
+@pytest.mark.parametrize("count", [0, 1, 40, 30_000])
+def test_a_list_that_was_encoded_as_it_grew(count: int) -> None:
+    entries = [PromptLogprob(token_id=id, token="a", logprob=None) for id in range(count)]
+    packed, rest = Packed[PromptLogprob](), Packed[PromptLogprob]()
+    for first in range(0, count, 7):
+        (packed if first < count // 2 else rest).add(entries[first : first + 7])
+    whole = response(3, 0)
+    grown = msgspec.structs.replace(whole, prompt_logprobs=Packed.joined([packed, rest]))
+    listed = msgspec.json.encode(msgspec.structs.replace(whole, prompt_logprobs=entries))
+    parts = list(pieces(grown))
+    assert b"".join(parts) == listed
+    assert max(map(len, parts)) < 70 * LIGHT
+
+
+def test_heavy_entries_in_the_middle_of_a_long_list_are_weighed() -> None:
+    light, heavy = ["x"], ["x"] * 100
+    for count in (1000, 5000):
+        value = [light] * count + [heavy] * count + [light] * count
+        assert 0.9 < weight(value) / (count * 107) < 1.1
+
+
 async def test_messages_that_pile_up_come_in_parts() -> None:
     inbox, scored = Inbox(), TokenLogprob(-0.5)
-    inbox.put(Tokens(id="a", tokens=(), prompt_logprobs=(scored,) * 1000))
+    for _ in range(100):
+        inbox.put(Tokens(id="a", tokens=(), prompt_logprobs=PackedLogprobs.of([scored] * 10)))
     for number in range(1000):
         inbox.put(Tokens(id="a", tokens=(number,), finished=FinishReason.STOP if number == 999 else None))
     found = []

@@ -40,6 +40,7 @@ from coserve.link import (
     ToEngine,
     Tokens,
 )
+from coserve.logprobs import PackedLogprobs
 from coserve.state.folder import DataFolder
 from coserve.types import (
     AdapterRef,
@@ -184,7 +185,7 @@ class FakeEngine:
         if request.sampling.prompt_logprobs is not None:
             scores = tuple(TokenLogprob(-0.25, ((token, -0.25),)) for token in request.prompt[1:])
             for some in (scores[:1], scores[1:]):
-                self.link.send(Tokens(id=request.id, tokens=(), prompt_logprobs=some))
+                self.link.send(Tokens(id=request.id, tokens=(), prompt_logprobs=PackedLogprobs.of(some)))
             if request.sampling.max_tokens == 0:
                 self.link.send(Tokens(id=request.id, tokens=(), finished=FinishReason.LENGTH))
                 return
@@ -194,7 +195,8 @@ class FakeEngine:
             last = index + 1 == min(len(tokens), request.sampling.max_tokens)
             finished = FinishReason.STOP if token in stops else FinishReason.LENGTH if last else None
             logprobs = (TokenLogprob(-0.5, ((token, -0.5),)),) if request.sampling.logprobs is not None else ()
-            self.link.send(Tokens(id=request.id, tokens=(token,), logprobs=logprobs, finished=finished))
+            packed = PackedLogprobs.of(logprobs)
+            self.link.send(Tokens(id=request.id, tokens=(token,), logprobs=packed, finished=finished))
             await asyncio.sleep(0)
             if finished is not None:
                 return

@@ -23,7 +23,8 @@ import msgspec
 from msgspec.structs import replace
 
 from coserve.api.http.heap import freeze_heap
-from coserve.link import Admitted, EngineReady, Generate, Tokens
+from coserve.link import MAX_PROMPT_LOGPROBS, Admitted, EngineReady, Generate, Tokens
+from coserve.logprobs import PackedLogprobs
 from coserve.state.folder import DataFolder
 from coserve.state.records import JobEvent
 from coserve.state.registry import Registry
@@ -82,15 +83,18 @@ class ScoringEngine(FakeEngine):
             sampling, id = request.sampling, request.id
             self.link.send(Admitted(id=id))
             if sampling.prompt_logprobs is not None:
-                scores = (_score(sampling.prompt_logprobs),) * (len(request.prompt) - 1)
-                self.link.send(Tokens(id=id, tokens=(), prompt_logprobs=scores))
-            scored = () if sampling.logprobs is None else (_score(sampling.logprobs),)
+                score = PackedLogprobs.of([_score(sampling.prompt_logprobs)])
+                for first in range(1, len(request.prompt), MAX_PROMPT_LOGPROBS):
+                    some = [score] * min(MAX_PROMPT_LOGPROBS, len(request.prompt) - first)
+                    self.link.send(Tokens(id=id, tokens=(), prompt_logprobs=PackedLogprobs.joined(some)))
+            scored = PackedLogprobs() if sampling.logprobs is None else PackedLogprobs.of([_score(sampling.logprobs)])
             left = min(sampling.max_tokens, CONTEXT - len(request.prompt))
             while True:
                 count = min(left, TOGETHER)
                 left -= count
                 finished = None if left else FinishReason.LENGTH
-                self.link.send(Tokens(id=id, tokens=(TOKEN,) * count, logprobs=scored * count, finished=finished))
+                logprobs = PackedLogprobs.joined([scored] * count)
+                self.link.send(Tokens(id=id, tokens=(TOKEN,) * count, logprobs=logprobs, finished=finished))
                 await asyncio.sleep(0)
                 if finished:
                     return

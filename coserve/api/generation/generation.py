@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import secrets
 import time
 from collections import Counter
@@ -16,6 +17,7 @@ from coserve.api.generation.detokenize import ChoiceDecoder, Piece
 from coserve.api.generation.inbox import Answer, Inbox
 from coserve.api.generation.prompts import check_generate, encode_prompt, sampling_params
 from coserve.api.generation.texts import Texts
+from coserve.api.generation.turns import Turns
 from coserve.api.generation.waiting import Places
 from coserve.api.http.answers import error_from_code
 from coserve.api.http.parsing import split_ref
@@ -23,6 +25,7 @@ from coserve.api.metrics.prometheus import Metrics
 from coserve.config import Config
 from coserve.errors import BaseMismatch, EngineUnavailable, QueueFull
 from coserve.link import Admitted, CancelRequest, Generate, RequestFailed, Tokens
+from coserve.logprobs import BYTES_PER_TOP
 from coserve.pretrained.tokenizer import Tokenizer
 from coserve.schemas import GenerateChunk, GenerateRequest, Timing, Usage
 from coserve.state.records import AdapterRecord
@@ -31,6 +34,16 @@ from coserve.types import AdapterRef, Slo
 
 MAX_SCORING = 1 << 21
 """Most log-probabilities of prompts that the requests in flight may ask for, all together."""
+
+
+TURN_VALUES = 4096
+"""Tokens and log-probabilities that are made into chunks in one turn of the event loop: 5 to 10 ms with what follows."""
+
+
+def _values(message: Tokens) -> int:
+    """What `TURN_VALUES` counts."""
+    packed = len(message.logprobs.data) + len(message.prompt_logprobs.data)
+    return len(message.tokens) + packed // BYTES_PER_TOP
 
 
 @dataclass
@@ -77,6 +90,7 @@ class Generation:
         self._texts, self._metrics, self._clock = texts, metrics, clock
         self._runs: dict[str, _Run] = {}
         """By the id of each sequence that has not ended."""
+        self._turns = Turns(TURN_VALUES)
         self._places = Places(config.max_queue, fair=config.fair)
         self._scoring = 0
         self._stopped: EngineUnavailable | None = None
@@ -101,13 +115,18 @@ class Generation:
 
     # ---- what a client asks
 
-    async def stream(self, request: GenerateRequest) -> AsyncGenerator[GenerateChunk, None]:
+    async def stream(
+        self, request: GenerateRequest, turns: asyncio.Semaphore | None = None
+    ) -> AsyncGenerator[GenerateChunk, None]:
         """The chunks of all choices as they come. Closing it early frees what the request holds in the engine.
+
+        `turns` bounds the chunks that several streams hold: one is made, and yielded, while the semaphore is held.
 
         Raises, before the first chunk only: `InvalidRequest`, `EmptyPrompt`, `PromptTooLong`, `AdapterNotFound`,
         `BaseMismatch`, `QueueFull`; at any time: `EngineUnavailable`.
         """
         arrived = self._clock()
+        turns = asyncio.Semaphore() if turns is None else turns
         run: _Run | None = None
         shown, scoring = False, 0
         name = None if request.adapter is None else split_ref(request.adapter)[0]
@@ -122,11 +141,14 @@ class Generation:
                 message = await run.inbox.get()
                 if isinstance(message, Tokens) and places:
                     places = self._give_places(name, places)
-                if (chunk := self._take(run, message)) is not None:
-                    if request.return_prompt_ids and not shown and chunk.index == 0:
-                        chunk = msgspec.structs.replace(chunk, prompt_token_ids=list(prompt))
-                        shown = True
-                    yield chunk
+                async with turns:
+                    if isinstance(message, Tokens):
+                        await self._turns.take(_values(message))
+                    if (chunk := self._take(run, message)) is not None:
+                        if request.return_prompt_ids and not shown and chunk.index == 0:
+                            chunk = msgspec.structs.replace(chunk, prompt_token_ids=list(prompt))
+                            shown = True
+                        yield chunk
         finally:
             self._give_places(name, places)
             self._scoring -= scoring

@@ -5,11 +5,10 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 
-import msgspec
+from coserve.link import MAX_PROMPT_LOGPROBS, Admitted, RequestFailed, Tokens
+from coserve.logprobs import PackedLogprobs
 
-from coserve.link import Admitted, RequestFailed, Tokens
-
-MOST = 256
+MOST = MAX_PROMPT_LOGPROBS
 """Tokens, or positions of a prompt, that are made into text in one turn of the event loop."""
 
 Answer = Admitted | Tokens | RequestFailed
@@ -29,7 +28,7 @@ class Inbox:
     async def get(self) -> Answer:
         """The next message, joined with the ones right behind it that go on with the same sequence, up to `MOST` entries.
 
-        One of more entries comes in parts. Others have a turn of the event loop between two messages.
+        Others have a turn of the event loop between two messages.
         """
         if self._messages:
             await asyncio.sleep(0)
@@ -39,11 +38,6 @@ class Inbox:
         message = self._messages.popleft()
         if not isinstance(message, Tokens):
             return message
-        if len(message.prompt_logprobs) > MOST:
-            first = Tokens(id=message.id, tokens=(), prompt_logprobs=message.prompt_logprobs[:MOST])
-            rest = msgspec.structs.replace(message, prompt_logprobs=message.prompt_logprobs[MOST:])
-            self._messages.appendleft(rest)
-            return first
         parts, size = [message], _size(message)
         while size < MOST and parts[-1].finished is None and self._messages and self._messages[0].id == message.id:
             behind = self._messages[0]
@@ -62,7 +56,7 @@ def _joined(parts: list[Tokens]) -> Tokens:
     return Tokens(
         id=parts[0].id,
         tokens=tuple(token for part in parts for token in part.tokens),
-        logprobs=tuple(entry for part in parts for entry in part.logprobs),
-        prompt_logprobs=tuple(entry for part in parts for entry in part.prompt_logprobs),
+        logprobs=PackedLogprobs.joined(part.logprobs for part in parts),
+        prompt_logprobs=PackedLogprobs.joined(part.prompt_logprobs for part in parts),
         finished=parts[-1].finished,
     )

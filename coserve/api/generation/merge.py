@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Coroutine, Iterable, Sequence
+from collections.abc import AsyncGenerator, Callable, Coroutine, Iterable, Sequence
 from contextlib import aclosing
-from functools import partial
 from typing import TypeVar
 
 from coserve.schemas import GenerateChunk
 
 Chunks = AsyncGenerator[GenerateChunk, None]
-Inbox = asyncio.Queue[tuple[int, GenerateChunk | None]]
-"""News of streams; None: the stream ended."""
+Inbox = asyncio.Queue[tuple[int, GenerateChunk | Exception | None]]
+"""News of streams; None, or the error that it raised: the stream ended."""
 T = TypeVar("T")
 GROUP = 16
 """Requests that begin, or end early, in one turn of the event loop."""
+CHUNKS = 16
+"""Chunks that wait for their reader, and again as many that wait to wait: what the engine says beyond stays packed."""
 
 
 async def _begin(works: Iterable[Coroutine[None, None, T]], tasks: list[asyncio.Task[T]]) -> None:
@@ -40,42 +41,46 @@ async def _end(tasks: Sequence[asyncio.Task[T]]) -> None:
         await asyncio.gather(*group, return_exceptions=True)
 
 
-async def merged(streams: Sequence[Chunks]) -> AsyncGenerator[tuple[int, GenerateChunk], None]:
+async def merged(
+    streams: Sequence[Callable[[asyncio.Semaphore], Chunks]],
+) -> AsyncGenerator[tuple[int, GenerateChunk], None]:
     """The chunks of all streams as they come, each with the number of its stream.
 
-    The first error of one ends all; so does closing it early.
+    Each stream makes a chunk, and yields it, only while it holds the semaphore that it is called with. The first error of
+    one ends all; so does closing it early.
     """
+    turns = asyncio.Semaphore(CHUNKS)
     if len(streams) == 1:
-        async with aclosing(streams[0]) as chunks:
+        async with aclosing(streams[0](turns)) as chunks:
             async for chunk in chunks:
                 yield 0, chunk
         return
-    inbox: Inbox = asyncio.Queue()
+    inbox: Inbox = asyncio.Queue(CHUNKS)
     tasks: list[asyncio.Task[None]] = []
     try:
-        await _begin((_follow(number, stream, inbox) for number, stream in enumerate(streams)), tasks)
-        for number, task in enumerate(tasks):
-            task.add_done_callback(partial(_report, number, inbox))
+        await _begin((_follow(number, stream(turns), inbox) for number, stream in enumerate(streams)), tasks)
         left = len(tasks)
         while left:
             number, news = await inbox.get()
-            if news is not None:
-                yield number, news
-            else:
-                tasks[number].result()
+            if isinstance(news, Exception):
+                raise news
+            if news is None:
                 left -= 1
+            else:
+                yield number, news
     finally:
         await _end(tasks)
 
 
-def _report(number: int, inbox: Inbox, _: asyncio.Task[None]) -> None:
-    inbox.put_nowait((number, None))
-
-
 async def _follow(number: int, stream: Chunks, inbox: Inbox) -> None:
-    async with aclosing(stream) as chunks:
-        async for chunk in chunks:
-            inbox.put_nowait((number, chunk))
+    end: Exception | None = None
+    try:
+        async with aclosing(stream) as chunks:
+            async for chunk in chunks:
+                await inbox.put((number, chunk))
+    except Exception as error:  # noqa: BLE001 - the reader raises it
+        end = error
+    await inbox.put((number, end))
 
 
 async def together(calls: Sequence[Coroutine[None, None, T]]) -> list[T]:

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import io
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
 from typing import Generic, TypeVar, cast
 
 import msgspec
@@ -16,51 +15,93 @@ LIGHT = 4096
 """Values that are encoded at once: a few milliseconds at most."""
 CHARACTERS = 64
 """Characters of a text that cost as much as a value."""
-_encoder = msgspec.json.Encoder()
-
-
 FEW = 1024
-"""Entries of a list that are weighed one by one; those of a longer one are taken to be like its first and last."""
+"""Entries of a list that are weighed; of a longer one, as many at even distances stand for the others."""
+BLOCK = 1 << 16
+"""Bytes that are joined, copied or sent at once."""
 
 T = TypeVar("T")
+
+
+class Blocks:
+    """A list in JSON that is too large for one `Raw`: its entries without brackets, in blocks of whole ones."""
+
+    def __init__(self, blocks: list[bytes]) -> None:
+        self.blocks = blocks
+        self.bytes = sum(map(len, blocks))
+
+    def __iter__(self) -> Iterator[bytes]:
+        start = b"["
+        for block in self.blocks:
+            yield start
+            yield block
+            start = b","
+        yield b"]"
+
+
+def _whole(value: object) -> msgspec.Raw:
+    if not isinstance(value, Blocks):
+        raise NotImplementedError(f"expected what JSON can say, got {type(value)}")
+    return msgspec.Raw(b"".join(value))
+
+
+_encoder = msgspec.json.Encoder(enc_hook=_whole)
 
 
 class Packed(Generic[T]):
     """A list that is encoded as it grows."""
 
     def __init__(self) -> None:
+        self._blocks: list[bytes] = []
         self._parts: list[bytes] = []
+        self._open = 0
+        """Bytes of `_parts`."""
 
     def add(self, entries: Sequence[T], /) -> None:
         if entries:
             self._parts.append(_encoder.encode(entries)[1:-1])
+            self._open += len(self._parts[-1])
+            if self._open >= BLOCK:
+                self._close()
+
+    def _close(self) -> None:
+        if self._parts:
+            self._blocks.append(b",".join(self._parts))
+            self._parts, self._open = [], 0
 
     @staticmethod
     def joined(some: Iterable[Packed[T]]) -> list[T]:
         """As `as_list`, of several one behind the other."""
         whole = Packed[T]()
         for each in some:
-            whole._parts += each._parts
+            each._close()
+            whole._blocks += each._blocks
         return whole.as_list()
 
     def as_list(self) -> list[T]:
         """The list, for an answer that is encoded and not read: JSON stands for it."""
-        if len(self._parts) > 1:
-            self._parts = [b",".join(self._parts)]
-        return cast(list[T], msgspec.Raw(b"[" + b"".join(self._parts) + b"]"))
+        self._close()
+        blocks = Blocks(self._blocks)
+        light = blocks.bytes < LIGHT * CHARACTERS
+        return cast(list[T], msgspec.Raw(b"[" + b",".join(self._blocks) + b"]") if light else blocks)
 
 
 def weight(value: object) -> int:
     """Roughly how many values `value` holds."""
     if isinstance(value, msgspec.Raw):
         return 1 + memoryview(value).nbytes // CHARACTERS
+    if isinstance(value, Blocks):
+        return 1 + value.bytes // CHARACTERS
     if isinstance(value, str):
         return 1 + len(value) // CHARACTERS
     if isinstance(value, msgspec.Struct):
         return 1 + sum(weight(getattr(value, name)) for name in value.__struct_fields__)
     if isinstance(value, list | tuple) and value:
-        if isinstance(value[0], int | float) or len(value) > FEW:
-            return 1 + len(value) * max(weight(value[0]), weight(value[-1]))
+        if isinstance(value[0], int | float):
+            return 1 + len(value)
+        if len(value) > FEW:
+            some = sum(weight(value[place * len(value) // FEW]) for place in range(FEW))
+            return 1 + some * len(value) // FEW
         return 1 + sum(map(weight, value))
     if isinstance(value, dict):
         return 1 + sum(1 + weight(entry) for entry in value.values())
@@ -88,6 +129,8 @@ def pieces(value: object) -> Iterator[bytes]:
                 yield from pieces(group[0])
             start = b","
         yield b"]"
+    elif isinstance(value, Blocks):
+        yield from value
     elif isinstance(value, msgspec.Raw):
         yield bytes(value)
     else:
@@ -122,5 +165,22 @@ class LargeAnswer(web.Response):
             for part in pieces(self._value):
                 parts.append(part)
                 await asyncio.sleep(0)
-            self.body = io.BytesIO(b"".join(parts))
+            self.body = _sent(parts)
         return await super().prepare(request)
+
+
+async def _sent(parts: Iterable[bytes]) -> AsyncIterator[bytes]:
+    """`parts` in blocks; others have a turn of the event loop between two."""
+    waiting: list[bytes] = []
+    size = 0
+    for part in parts:
+        for first in range(0, len(part), BLOCK):
+            block = part[first : first + BLOCK]
+            waiting.append(block)
+            size += len(block)
+            if size >= BLOCK:
+                yield b"".join(waiting)
+                waiting, size = [], 0
+                await asyncio.sleep(0)
+    if waiting:
+        yield b"".join(waiting)

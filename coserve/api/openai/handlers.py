@@ -50,7 +50,7 @@ class OpenAIApi:
             new = partial(CompletionScores, name_of(ask))
             answers = await together([collect(each, generation.stream(each), new) for each in asked])
             return answer(await completion(ask, head, echoes, answers))
-        async with aclosing(merged([generation.stream(each) for each in asked])) as chunks:
+        async with aclosing(merged([partial(generation.stream, each) for each in asked])) as chunks:
             return await self._stream(request, completion_events(ask, head, echoes, chunks))
 
     async def chat_completions(self, request: web.Request) -> web.StreamResponse:

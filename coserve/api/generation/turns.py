@@ -1,0 +1,40 @@
+"""How much work runs in one turn of the event loop, however many tasks are ready."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+
+
+class Turns:
+    """Shares turns of the running event loop. `limit`: units of work that begin in one, in the order of asking."""
+
+    def __init__(self, limit: int) -> None:
+        assert limit > 0, f"expected a limit above 0, got {limit}"
+        self._limit = self._left = limit
+        self._waiting: deque[tuple[asyncio.Future[None], int]] = deque()
+        self._renewing = False
+
+    async def take(self, units: int) -> None:
+        """Returns in a turn that has units left; work larger than a whole turn's gets one of its own."""
+        if self._left > 0 and not self._waiting:
+            self._spend(units)
+            return
+        future = asyncio.get_running_loop().create_future()
+        self._waiting.append((future, units))
+        await future
+
+    def _spend(self, units: int) -> None:
+        self._left -= units
+        if not self._renewing:
+            self._renewing = True
+            asyncio.get_running_loop().call_soon(self._renew)
+
+    def _renew(self) -> None:
+        """The next turn: those that wait come first."""
+        self._left, self._renewing = self._limit, False
+        while self._waiting and self._left > 0:
+            future, units = self._waiting.popleft()
+            if not future.done():  # else its task was cancelled
+                future.set_result(None)
+                self._spend(units)
