@@ -331,6 +331,8 @@ class AdapterList(Wire, frozen=True):
 class DeletedAdapter(Wire, frozen=True):
     id: str
     versions: list[int]
+    current_ref: str | None = None
+    """The version that the name means from now on (`"pirate@1"`); None: no version is left."""
 
 
 class BaseInfo(Wire, frozen=True):

@@ -58,6 +58,8 @@ def delete_adapter(name: str, url: Url = DEFAULT_URL, key: Key = None) -> None:
     with connect(url, key) as client:
         gone = client.delete_adapter(name)
         print(f"deleted {gone.id}, versions {', '.join(map(str, gone.versions))}")
+        if gone.current_ref is not None:
+            print(f"{gone.id} now means {gone.current_ref}")
 
 
 @adapters_app.command("rollback")

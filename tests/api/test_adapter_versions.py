@@ -95,15 +95,17 @@ async def test_a_rollback_to_nothing_is_refused(poet: Api) -> None:
 
 
 async def test_one_version_is_deleted_alone(poet: Api) -> None:
-    assert await poet.call("DELETE", "/adapters/poet@3") == (200, {"id": "poet", "versions": [3]})
+    deleted = {"id": "poet", "versions": [3], "current_ref": "poet@2"}
+    assert await poet.call("DELETE", "/adapters/poet@3") == (200, deleted)
     assert await poet.engine.saw(DropAdapter) == [DropAdapter(ref=AdapterRef("poet", 3))]
     assert poet.folder.adapter_refs() == [AdapterRef("poet", 1), AdapterRef("poet", 2)]
     assert await meant(poet) == 2
     await poet.refused(404, "adapter_not_found", "DELETE", "/adapters/poet@3")
     await poet.call("POST", "/adapters/poet/rollback", json={"version": 1})
-    await poet.call("DELETE", "/adapters/poet@1")  # nothing older is left
+    _, deleted = await poet.call("DELETE", "/adapters/poet@1")  # nothing older is left
+    assert deleted["current_ref"] == "poet@2"
     assert await meant(poet) == 2
-    await poet.call("DELETE", "/adapters/poet@2")
+    assert (await poet.call("DELETE", "/adapters/poet@2"))[1]["current_ref"] is None
     await poet.refused(404, "adapter_not_found", "GET", "/adapters/poet")
     assert poet.folder.adapter_refs() == []
     assert await bring_in(poet) == 4

@@ -163,14 +163,14 @@ class Adapters:
         return await self._commits.run(self._delete(name, version))
 
     async def _delete(self, name: str, version: int | None) -> DeletedAdapter:
-        def forget(registry: Registry) -> list[AdapterRef]:
+        def forget(registry: Registry) -> tuple[list[AdapterRef], int | None]:
             if version is None:
-                return registry.delete_adapter(name)
+                return registry.delete_adapter(name), None
             ref = AdapterRef(name, version)
             registry.delete_version(ref)
-            return [ref]
+            return [ref], registry.current_version(name)
 
-        refs = await self._registry.freeing(forget)
+        refs, current = await self._registry.freeing(forget)
         for ref in refs:
             try:
                 self._engine.send(DropAdapter(ref=ref))
@@ -181,7 +181,8 @@ class Adapters:
                 await asyncio.to_thread(remove_dir, self._folder.adapter(ref))
             except (OSError, StorageError) as error:  # it is deleted all the same
                 log.warning("files of adapter %s stay until the next start: %s", ref, error)
-        return DeletedAdapter(id=name, versions=[ref.version for ref in refs])
+        current_ref = None if current is None else str(AdapterRef(name, current))
+        return DeletedAdapter(id=name, versions=[ref.version for ref in refs], current_ref=current_ref)
 
 
 def _copy(source: Path, target: Path) -> None:
