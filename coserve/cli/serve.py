@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import inspect
+import logging
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -12,7 +13,9 @@ from typing import Any, get_args, get_type_hints
 
 import typer
 
-from coserve.config import Config, load_config, setting_path
+from coserve.config import Config, load_config, misspelt_variables, setting_path
+
+log = logging.getLogger(__name__)
 
 
 def _with_config_options(run: Callable[[dict[str, object]], None]) -> Callable[..., None]:
@@ -50,6 +53,8 @@ def _serve(given: dict[str, object]) -> None:
     from coserve.logs.setup import LogSettings, set_up_logging
 
     set_up_logging("api", LogSettings.of(config))
+    for warning in misspelt_variables():
+        log.warning("%s", warning)
     asyncio.run(serve(config, ready=lambda port: print(f"coserve listens on http://{config.host}:{port}", flush=True)))
 
 
