@@ -38,7 +38,7 @@ from coserve.model.base import Base, wrap_base
 from coserve.model.fused import FusedBase
 from coserve.model.lora import LoraWeights
 from coserve.queues.policy import make_policy
-from coserve.types import AdapterRef, JobSpec, LoraSettings, Piece, SamplingParams, Slo
+from coserve.types import AdapterRef, JobSpec, LoraSettings, MicroStep, SamplingParams, Slo
 
 SEED = 7
 GREEDY = SamplingParams(temperature=0.0)
@@ -142,7 +142,7 @@ class Load:
 class NoJobs:
     """A trainer that is never asked."""
 
-    pieces_done = 0
+    micro_steps_done = 0
 
     def load(self, spec: JobSpec, cancellation: Cancellation) -> Callable[[], JobStarted]:
         raise AssertionError(spec)
@@ -150,13 +150,13 @@ class NoJobs:
     def preparation(self, job: str) -> Callable[[Cancellation], None] | None:
         raise AssertionError(job)
 
-    def advance(self, job: str, pieces: int | None) -> list[FromEngine]:
+    def advance(self, job: str, micro_steps: int | None) -> list[FromEngine]:
         raise AssertionError(job)
 
     def mid_batch(self, job: str) -> bool:
         raise AssertionError(job)
 
-    def next_piece(self, job: str) -> Piece:
+    def next_micro_step(self, job: str) -> MicroStep:
         raise AssertionError(job)
 
     def checkpoint(self, job: str) -> JobCheckpoint | None:

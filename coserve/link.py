@@ -190,11 +190,11 @@ class JobCancelled(Message, frozen=True):
 
 
 class Starving(msgspec.Struct, frozen=True):
-    """Training has run by `train_patience` alone for `seconds`: the last slice's piece was predicted to take `piece`
+    """Training has run by `train_patience` alone for `seconds`: the last slice's micro-step was predicted to take `micro_step`
     seconds, and the deadlines left `slack` (negative: one had passed)."""
 
     seconds: float
-    piece: float
+    micro_step: float
     slack: float
 
 

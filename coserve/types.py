@@ -102,8 +102,8 @@ class FinishReason(StrEnum):
     CANCELLED = "cancelled"
 
 
-class Piece(StrEnum):
-    """Kinds of training pieces: within one kind, those of a job cost about the same."""
+class MicroStep(StrEnum):
+    """Kinds of training micro-steps: within one kind, those of a job cost about the same."""
 
     BEGIN = "begin"
     """Rows packed and embedded, and the first layer's forward."""

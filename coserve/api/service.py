@@ -204,6 +204,6 @@ def _starving(stats: EngineStats | None) -> tuple[str, ...]:
     """Why training hardly goes on, if so."""
     if stats is None or (why := stats.starving) is None:
         return ()
-    piece, slack = round(1000 * why.piece), round(1000 * why.slack)
+    piece, slack = round(1000 * why.micro_step), round(1000 * why.slack)
     since = f"training runs only by train_patience since {why.seconds:.0f} s"
     return (f"{since}: a piece is predicted at {piece} ms, the slack is {slack} ms",)

@@ -245,13 +245,13 @@ class Engine:
         # Chosen already: they need not wait for the slice.
         self._emit_tokens(self._generator.land(), self._clock())
         began, job = self._clock(), decision.job
-        kind = self._jobs.next_piece(job)
-        suspended = self._jobs.advance(job, decision.pieces)
+        kind = self._jobs.next_micro_step(job)
+        suspended = self._jobs.advance(job, decision.micro_steps)
         if not suspended:
             self._batches_since_train = 0
         await self._pace()
         now = self._clock()
-        self._slices.ran(decision, kind, self._jobs.pieces_done, now - began, now)
+        self._slices.ran(decision, kind, self._jobs.micro_steps_done, now - began, now)
         self._train_seconds += now - began
         self._report(now)
 
@@ -281,7 +281,7 @@ class Engine:
             train_waiting_since=self._slices.waiting_since,
             costs=Costs(
                 serve=self._steps.predict(step, *STEP_KINDS),
-                piece=self._slices.predict(jobs[0], self._jobs.next_piece(jobs[0])) if jobs else 0.0,
+                micro_step=self._slices.predict(jobs[0], self._jobs.next_micro_step(jobs[0])) if jobs else 0.0,
             ),
         )
 

@@ -21,7 +21,7 @@ from coserve.errors import CoserveError, EngineFault, InternalError
 from coserve.link import FromEngine, JobCancelled, JobFailed, JobPaused, JobStarted, JobSucceeded, JobWaiting
 from coserve.queues.finetune import JobQueue
 from coserve.state.retries import FOR_EVER, Retries
-from coserve.types import JobSpec, Piece
+from coserve.types import JobSpec, MicroStep
 
 log = logging.getLogger(__name__)
 
@@ -90,14 +90,14 @@ class Jobs:
         jobs = self.ready()
         return bool(jobs) and self._trainer.mid_batch(jobs[0])
 
-    def next_piece(self, job: str) -> Piece:
-        """The kind of the piece that an active job's next slice begins with."""
-        return self._trainer.next_piece(job)
+    def next_micro_step(self, job: str) -> MicroStep:
+        """The kind of the micro-step that an active job's next slice begins with."""
+        return self._trainer.next_micro_step(job)
 
     @property
-    def pieces_done(self) -> int:
+    def micro_steps_done(self) -> int:
         """Of the last slice."""
-        return self._trainer.pieces_done
+        return self._trainer.micro_steps_done
 
     def place(self, spec: JobSpec, *, paused: bool) -> None:
         """A job that was submitted, or goes on after a restart."""
@@ -119,10 +119,10 @@ class Jobs:
             if not done:
                 return
 
-    def advance(self, job: str, pieces: int | None) -> bool:
+    def advance(self, job: str, micro_steps: int | None) -> bool:
         """Train an active job. Whether its micro-batch is still under way; otherwise the turn is the next one's."""
         try:
-            messages = self._trainer.advance(job, pieces)
+            messages = self._trainer.advance(job, micro_steps)
             suspended = self._trainer.mid_batch(job)
         except Exception as error:  # noqa: BLE001 - whatever it is, it is this job's alone
             self._fail(job, error)

@@ -158,11 +158,11 @@ class OnDevice:
         lora = LoraBatch(Segments((0, tokens), (0,)), (learner.weights(),), self._way)
         self._meter.reset()
         before = self._meter.now()
-        pieces = self._stepper.learn(rows, lora, learner.leaves, learner.grads)
+        micro_steps = self._stepper.learn(rows, lora, learner.leaves, learner.grads)
         for _ in base.layers:
-            next(pieces)
+            next(micro_steps)
         forward = self._meter.peak() - before
-        run_to_end(pieces)
+        run_to_end(micro_steps)
         learner.update(targets=max(1, rows.targets), learning_rate=0.0)
         return TrainingPeaks(forward=forward, whole=self._meter.peak() - before, job=job)
 

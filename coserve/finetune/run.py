@@ -1,4 +1,4 @@
-"""One job while it runs: a generator of pieces over its plan, and where it stands between optimizer steps."""
+"""One job while it runs: a generator of micro-steps over its plan, and where it stands between optimizer steps."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from coserve.kernels.lora.segments import Segments
 from coserve.model.lora import DropoutSpec, LoraBatch, LoraWeights
 from coserve.state.durable import disk_errors
 from coserve.state.failpoints import failpoint
-from coserve.types import JobSpec, Piece, StepMetrics, Wire
+from coserve.types import JobSpec, MicroStep, StepMetrics, Wire
 
 
 class Progress(Wire, frozen=True):
@@ -41,8 +41,8 @@ class Boundary(Enum):
     MICRO_BATCH = "micro_batch"
 
 
-Work = Generator[StepMetrics | Boundary | Piece, None, None]
-"""Yields the next piece's kind in the middle of a micro-batch, a `Boundary`, or what an optimizer step came to."""
+Work = Generator[StepMetrics | Boundary | MicroStep, None, None]
+"""Yields the next micro-step's kind in the middle of a micro-batch, a `Boundary`, or what an optimizer step came to."""
 
 
 class Run:
@@ -64,8 +64,8 @@ class Run:
         self.progress = Progress()
         self.best: LoraWeights | None = None
         """fp32 weights of the best evaluation; kept where early stopping is on."""
-        self.next_piece = Piece.BEGIN
-        self.pieces_done = 0
+        self.next_micro_step = MicroStep.BEGIN
+        self.micro_steps_done = 0
         """In the last slice."""
         self.mid_step = False
         """Some of an optimizer step's micro-batches are done, or of its evaluation's."""
@@ -84,32 +84,32 @@ class Run:
     @property
     def mid_batch(self) -> bool:
         """A micro-batch is suspended."""
-        return self.next_piece is not Piece.BEGIN
+        return self.next_micro_step is not MicroStep.BEGIN
 
-    def advance(self, pieces: int | None) -> StepMetrics | None:
-        """Run `pieces` pieces, fewer if one of another kind comes next, or (None) to the end of the micro-batch; never beyond it.
+    def advance(self, micro_steps: int | None) -> StepMetrics | None:
+        """Run `micro_steps` micro-steps, fewer if one of another kind comes next, or (None) to the end of the micro-batch; never beyond it.
 
         Returns the metrics of an optimizer step that is now done, evaluation included. Raises `NonFiniteLoss`.
         """
         self._began = self._clock()
         try:
-            came = self._advance(pieces)
+            came = self._advance(micro_steps)
             if self._device.type == "cuda":  # a slice takes as long as the device needs for it, not as long as to ask
                 torch.cuda.synchronize(self._device)
             return came
         finally:
             self._seconds += self._clock() - self._began
 
-    def _advance(self, pieces: int | None) -> StepMetrics | None:
-        kind, self.pieces_done = self.next_piece, 0
-        while pieces is None or (self.pieces_done < pieces and self.next_piece is kind):
+    def _advance(self, micro_steps: int | None) -> StepMetrics | None:
+        kind, self.micro_steps_done = self.next_micro_step, 0
+        while micro_steps is None or (self.micro_steps_done < micro_steps and self.next_micro_step is kind):
             came = next(self._work, None)
-            if came is None:  # the job had finished before: no piece
+            if came is None:  # the job had finished before: no micro-step
                 return None
-            self.pieces_done += 1
-            self.next_piece = came if isinstance(came, Piece) else Piece.BEGIN
+            self.micro_steps_done += 1
+            self.next_micro_step = came if isinstance(came, MicroStep) else MicroStep.BEGIN
             self.mid_step = not isinstance(came, StepMetrics)
-            if not isinstance(came, Piece):
+            if not isinstance(came, MicroStep):
                 return came if isinstance(came, StepMetrics) else None
         return None
 
@@ -117,7 +117,7 @@ class Run:
         """Give up the optimizer step that is under way: its gradients are formed again."""
         self._work.close()
         self.learner.clear()
-        self.next_piece, self.mid_step = Piece.BEGIN, False
+        self.next_micro_step, self.mid_step = MicroStep.BEGIN, False
         self._work = self._steps()
 
     def final_weights(self) -> LoraWeights:
@@ -147,7 +147,7 @@ class Run:
                 yield Boundary.MICRO_BATCH
             rows = pack_rows(self._corpus, indices, self._device)
             lora = self._batch(rows, self._dropout(step, micro))
-            last = Piece.UPDATE if micro + 1 == len(planned.micro_batches) else Piece.BACKWARD
+            last = MicroStep.UPDATE if micro + 1 == len(planned.micro_batches) else MicroStep.BACKWARD
             nll += yield from self._stepper.learn(rows, lora, self.learner.leaves, self.learner.grads, last=last)
             tokens += rows.tokens
             targets += rows.targets

@@ -1,10 +1,10 @@
 """The suspendable step: one micro-batch forward and backward, cut at every decoder layer.
 
-Each layer's input is detached into a leaf, so that a layer's graph is a piece of its own, and the backward goes layer by
+Each layer's input is detached into a leaf, so that a layer's graph is a micro-step of its own, and the backward goes layer by
 layer with `torch.autograd.grad` on that leaf and the layer's LoRA tensors. The gradients of the base (the `M_backward`
 of full fine-tuning, paper §4.2) are never formed. With `recompute` only the inputs stay between forward and backward.
 
-The generators below yield after each piece, and hold no context (gradient mode, LoRA batch) while they are suspended:
+The generators below yield after each micro-step, and hold no context (gradient mode, LoRA batch) while they are suspended:
 whatever runs in between, inference of other adapters above all, changes nothing.
 
 Letters: T packed tokens, D hidden, V vocabulary, K kept tokens (those whose next token is learned), L layers.
@@ -24,13 +24,13 @@ from coserve.kernels.attention.packed import PackedAttention
 from coserve.model.base import Base
 from coserve.model.layers import LayerCut, LayerInputs
 from coserve.model.lora import LoraBatch
-from coserve.types import Piece
+from coserve.types import MicroStep
 
 LOGITS_AT_ONCE = 1 << 25
-"""Elements of one piece of logits: 128 MiB in fp32, whatever the vocabulary."""
+"""Elements of one micro-step of logits: 128 MiB in fp32, whatever the vocabulary."""
 
-Pieces = Generator[Piece, None, Tensor]
-"""Yields after each piece but the last, which kind of piece comes next. The first is a `Piece.BEGIN`."""
+Pieces = Generator[MicroStep, None, Tensor]
+"""Yields after each micro-step but the last, which kind of micro-step comes next. The first is a `MicroStep.BEGIN`."""
 
 Leaves = Sequence[Sequence[Tensor]]
 """The tensors to learn, by layer (L)."""
@@ -99,14 +99,14 @@ class Stepper:
         self._kept_at_once = max(16, logits_at_once // base.spec.vocab)
 
     def learn(
-        self, rows: PackedRows, lora: LoraBatch, leaves: Leaves, grads: Leaves, *, last: Piece = Piece.BACKWARD
+        self, rows: PackedRows, lora: LoraBatch, leaves: Leaves, grads: Leaves, *, last: MicroStep = MicroStep.BACKWARD
     ) -> Pieces:
         """Adds to `grads` (fp32, shaped as `leaves`) the gradient of the rows' summed NLL; returns that sum.
 
         `leaves[i]` are the tensors of `lora` at layer i's sites, each requiring gradients; `grads` are the pairs' `MainGrads`,
         if they have any. The sum (fp64, scalar, nats)
         is not divided by the number of targets, so that micro-batches of one optimizer step simply add up. `last` is the kind
-        of its last piece.
+        of its last micro-step.
         """
         passed: list[_Passed] = []
         layers, first = len(leaves), next(i for i, own in enumerate(leaves) if own)
@@ -114,17 +114,17 @@ class Stepper:
         h_1TD = inputs.h_1TD
         for i in range(layers):
             h_1TD = self._forward(i, h_1TD, inputs, lora, passed, learn=i >= first, leaf=i > first)
-            yield Piece.FORWARD if i + 1 < layers else Piece.HEAD
+            yield MicroStep.FORWARD if i + 1 < layers else MicroStep.HEAD
         nll, gradient_1TD = torch.zeros((), dtype=torch.float64, device=h_1TD.device), torch.zeros_like(h_1TD)
-        kept, backward = self._kept(rows), Piece.BACKWARD if first + 1 < layers else last
+        kept, backward = self._kept(rows), MicroStep.BACKWARD if first + 1 < layers else last
         for place, (keep_K, labels_K) in enumerate(kept, start=1):
             nll += self._head(h_1TD, inputs, keep_K, labels_K, gradient_1TD)
-            yield Piece.HEAD if place < len(kept) else backward
+            yield MicroStep.HEAD if place < len(kept) else backward
         for i in reversed(range(first, layers)):
             own = _Own(leaves[i], grads[i], bottom=i == first)
             gradient_1TD = self._backward(i, passed.pop(), gradient_1TD, inputs, lora, own)
             if not own.bottom:
-                yield Piece.BACKWARD if i > first + 1 else last
+                yield MicroStep.BACKWARD if i > first + 1 else last
         return nll
 
     def measure(self, rows: PackedRows, lora: LoraBatch) -> Pieces:
@@ -134,11 +134,11 @@ class Stepper:
         layers = len(self._base.layers)
         for i in range(layers):
             h_1TD = self._forward(i, h_1TD, inputs, lora, [], learn=False, leaf=False)
-            yield Piece.MEASURE if i + 1 < layers else Piece.MEASURE_HEAD
+            yield MicroStep.MEASURE if i + 1 < layers else MicroStep.MEASURE_HEAD
         nll = torch.zeros((), dtype=torch.float64, device=h_1TD.device)
         for place, (keep_K, labels_K) in enumerate(self._kept(rows)):
             if place:
-                yield Piece.MEASURE_HEAD
+                yield MicroStep.MEASURE_HEAD
             nll += self._head(h_1TD, inputs, keep_K, labels_K, None)
         return nll
 
@@ -214,11 +214,11 @@ def _add(grads: Sequence[Tensor], found: Sequence[Tensor | None]) -> None:
         torch._foreach_add_([total for total, _ in pairs], [gradient for _, gradient in pairs])
 
 
-def run_to_end(pieces: Pieces, between: Callable[[], None] | None = None) -> Tensor:
-    """What the pieces return in the end; `between` runs after each."""
+def run_to_end(micro_steps: Pieces, between: Callable[[], None] | None = None) -> Tensor:
+    """What the micro-steps return in the end; `between` runs after each."""
     while True:
         try:
-            next(pieces)
+            next(micro_steps)
         except StopIteration as end:
             result: Tensor = end.value
             return result

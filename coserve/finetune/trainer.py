@@ -37,7 +37,7 @@ from coserve.model.lora import LoraWeights
 from coserve.state.durable import disk_errors, replace_dir
 from coserve.state.failpoints import failpoint
 from coserve.state.folder import DataFolder
-from coserve.types import AdapterRef, JobSpec, Piece
+from coserve.types import AdapterRef, JobSpec, MicroStep
 
 log = logging.getLogger(__name__)
 
@@ -72,7 +72,7 @@ class Trainer:
         self._stepper = Stepper(base, recompute=recompute)
         self._runs: dict[str, Run] = {}
         self._saved: dict[str, Progress] = {}
-        self.pieces_done = 0
+        self.micro_steps_done = 0
         """In the last slice."""
 
     def load(self, spec: JobSpec, cancellation: Cancellation) -> Callable[[], JobStarted]:
@@ -102,19 +102,19 @@ class Trainer:
             return None
         return lambda cancellation: run.plan.prepare(step, cancellation.check)
 
-    def advance(self, job: str, pieces: int | None) -> list[FromEngine]:
-        """One slice: `pieces` pieces (layers forward or backward, parts of the head), fewer if one of another kind comes
+    def advance(self, job: str, micro_steps: int | None) -> list[FromEngine]:
+        """One slice: `micro_steps` micro-steps (layers forward or backward, parts of the head), fewer if one of another kind comes
         next; or None: to the micro-batch's end.
 
-        The optimizer step, an evaluation's end, a checkpoint and the publication belong to the piece before them.
+        The optimizer step, an evaluation's end, a checkpoint and the publication belong to the micro-step before them.
         """
         run = self._runs[job]
-        self.pieces_done = 0  # also where the slice fails: its time says nothing of pieces
+        self.micro_steps_done = 0  # also where the slice fails: its time says nothing of micro-steps
         messages: list[FromEngine] = []
         try:
             with self._own_errors():
-                metrics = run.advance(pieces)
-                self.pieces_done = run.pieces_done
+                metrics = run.advance(micro_steps)
+                self.micro_steps_done = run.micro_steps_done
                 if metrics is not None:
                     messages.append(JobProgress(id=job, metrics=metrics))
                 if run.finished:
@@ -129,9 +129,9 @@ class Trainer:
         """A micro-batch of the job is suspended."""
         return self._runs[job].mid_batch
 
-    def next_piece(self, job: str) -> Piece:
-        """The kind of the piece that the job's next slice begins with."""
-        return self._runs[job].next_piece
+    def next_micro_step(self, job: str) -> MicroStep:
+        """The kind of the micro-step that the job's next slice begins with."""
+        return self._runs[job].next_micro_step
 
     def checkpoint(self, job: str) -> JobCheckpoint | None:
         """At a pause or the end: gives up the optimizer step under way and saves the state after the last one.

@@ -1,4 +1,4 @@
-"""Predicted seconds of steps and pieces, learned from measured ones. Pure: no torch, no IO, no clock."""
+"""Predicted seconds of steps and micro-steps, learned from measured ones. Pure: no torch, no IO, no clock."""
 
 from __future__ import annotations
 

@@ -15,8 +15,8 @@ from coserve.config import Config
 TIMER_MARGIN = 1e-6
 """Seconds by which a wake-up lies behind the moment it waits for: timers round, and Algorithm 1 says `>`."""
 MAX_SLICE = 0.05
-"""Predicted seconds of the longest slice of several pieces: what a request that arrives meanwhile may wait for it."""
-MAX_PIECES = 16
+"""Predicted seconds of the longest slice of several micro-steps: what a request that arrives meanwhile may wait for it."""
+MAX_MICRO_STEPS = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,10 +40,10 @@ class Running:
 
 @dataclass(frozen=True, slots=True)
 class Costs:
-    """Predicted seconds of one generation step and of one training piece; 0 until one was measured."""
+    """Predicted seconds of one generation step and of one training micro-step; 0 until one was measured."""
 
     serve: float
-    piece: float
+    micro_step: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +55,7 @@ class View:
     `waiting` nor `running`, but take room: there may be none while nobody runs. `jobs` are trainable, next first: a
     slice of `jobs[0]` brings it further. `mid_batch` says that a micro-batch of it is suspended. `batches_since_train`
     counts the inference batches dispatched since the last whole micro-batch. `train_waiting_since` is when the last
-    slice ended or the first job came; None without jobs. `costs.piece` is that of the next piece of `jobs[0]`.
+    slice ended or the first job came; None without jobs. `costs.micro_step` is that of the next micro-step of `jobs[0]`.
     """
 
     waiting: tuple[Waiting, ...]
@@ -79,17 +79,17 @@ class Serve:
 class Overdue:
     """Why a slice had to wait until patience ran out: its predicted seconds, and those that the deadlines left."""
 
-    piece: float
+    micro_step: float
     slack: float
 
 
 @dataclass(frozen=True, slots=True)
 class Train:
-    """Do `pieces` pieces of the job's micro-batch, fewer if a piece of another kind comes next or it ends before; None: all
+    """Do `micro_steps` micro-steps of the job's micro-batch, fewer if a micro-step of another kind comes next or it ends before; None: all
     that are left of it. `overdue`: it does not fit into the slack, and runs all the same."""
 
     job: str
-    pieces: int | None
+    micro_steps: int | None
     overdue: Overdue | None = None
 
 
@@ -194,8 +194,8 @@ class Slack:
     Requests join and leave the batch at every generation step. The slack is the time to the tightest deadline (first
     token of the waiting, next token of the running) less the generation steps that it takes to meet it. A training slice
     runs only where its predicted time fits into the slack, less a share `margin` of it for what predictions miss; all
-    else goes to generation. A slice has as many pieces as fit, up to `MAX_PIECES` and `MAX_SLICE` seconds, and at least
-    one. A job that has waited `patience` seconds for its slice gets one piece whatever the deadlines say: training never
+    else goes to generation. A slice has as many micro-steps as fit, up to `MAX_MICRO_STEPS` and `MAX_SLICE` seconds, and at least
+    one. A job that has waited `patience` seconds for its slice gets one micro-step whatever the deadlines say: training never
     starves. With no request at all, training runs freely.
     """
 
@@ -210,14 +210,14 @@ class Slack:
         serves = bool(view.running) or admit > 0
         if not view.jobs:
             return Serve(admit) if serves else Wait(None)
-        piece = view.costs.piece
+        micro_step = view.costs.micro_step
         if not serves:
-            return Train(view.jobs[0], _pieces(MAX_SLICE, piece))
+            return Train(view.jobs[0], _micro_steps(MAX_SLICE, micro_step))
         slack = self._slack(view, now)
-        if slack > 0 and slack >= piece:
-            return Train(view.jobs[0], _pieces(min(slack, MAX_SLICE), piece))
+        if slack > 0 and slack >= micro_step:
+            return Train(view.jobs[0], _micro_steps(min(slack, MAX_SLICE), micro_step))
         if view.train_waiting_since is not None and now - view.train_waiting_since >= self._patience:
-            return Train(view.jobs[0], 1, Overdue(piece, slack))
+            return Train(view.jobs[0], 1, Overdue(micro_step, slack))
         return Serve(admit)
 
     def _slack(self, view: View, now: float) -> float:
@@ -228,9 +228,9 @@ class Slack:
         return (latest - now) * (1 - self._margin)
 
 
-def _pieces(seconds: float, piece: float) -> int:
-    """As many pieces as fit; one while their cost is unknown."""
-    return max(1, math.floor(min(seconds / piece, MAX_PIECES))) if piece > 0 else 1
+def _micro_steps(seconds: float, micro_step: float) -> int:
+    """As many micro-steps as fit; one while their cost is unknown."""
+    return max(1, math.floor(min(seconds / micro_step, MAX_MICRO_STEPS))) if micro_step > 0 else 1
 
 
 def make_policy(config: Config) -> Policy:

@@ -5,12 +5,12 @@ from __future__ import annotations
 from coserve.link import Starving
 from coserve.queues.costs import Estimates
 from coserve.queues.policy import Train
-from coserve.types import Piece
+from coserve.types import MicroStep
 
 ANY = "any"
-"""Pieces of all kinds together."""
-ONCE_A_STEP = (Piece.UPDATE,)
-"""Kinds that come once an optimizer step and cannot be cut. They are predicted as any piece is: where no slack ever holds
+"""Micro-steps of all kinds together."""
+ONCE_A_STEP = (MicroStep.UPDATE,)
+"""Kinds that come once an optimizer step and cannot be cut. They are predicted as any micro-step is: where no slack ever holds
 one, each step would wait `train_patience` for it; so one slice of a step may be late instead."""
 
 
@@ -39,18 +39,18 @@ class Slices:
         elif self.waiting_since is None:
             self.waiting_since = now
 
-    def predict(self, job: str, kind: Piece) -> float:
-        """Seconds of the job's next piece; before it had any of its kind, of other jobs' pieces of that kind, or of any piece.
+    def predict(self, job: str, kind: MicroStep) -> float:
+        """Seconds of the job's next micro-step; before it had any of its kind, of other jobs' micro-steps of that kind, or of any micro-step.
         0 if nothing is known."""
         if kind in ONCE_A_STEP:
             return self._costs.predict(ANY)
         return self._costs.predict((job, kind), kind, ANY)
 
-    def ran(self, decision: Train, kind: Piece, pieces: int, seconds: float, now: float) -> None:
-        """A slice of `pieces` pieces ended now. Only slices of one kind are learned from: all but whole micro-batches."""
-        if decision.pieces is not None and pieces:
+    def ran(self, decision: Train, kind: MicroStep, micro_steps: int, seconds: float, now: float) -> None:
+        """A slice of `micro_steps` micro-steps ended now. Only slices of one kind are learned from: all but whole micro-batches."""
+        if decision.micro_steps is not None and micro_steps:
             for key in ((decision.job, kind), kind, ANY):
-                self._costs.add(key, seconds / pieces)
+                self._costs.add(key, seconds / micro_steps)
         if decision.overdue is None:
             self._late, self._in_a_row = None, 0
         else:
@@ -66,4 +66,4 @@ class Slices:
             return None
         since, decision = self._late
         assert decision.overdue is not None, "kept for its reason"
-        return Starving(seconds=now - since, piece=decision.overdue.piece, slack=decision.overdue.slack)
+        return Starving(seconds=now - since, micro_step=decision.overdue.micro_step, slack=decision.overdue.slack)

@@ -30,7 +30,7 @@ async def test_the_engine_may_say_something_else_later(tmp_path: Path) -> None:
 
 async def test_training_that_starves_is_explained(tmp_path: Path) -> None:
     async with serve_api(tmp_path) as api:
-        api.engine.stats(patience_slices=7, starving=Starving(seconds=12.4, piece=0.21, slack=0.15))
+        api.engine.stats(patience_slices=7, starving=Starving(seconds=12.4, micro_step=0.21, slack=0.15))
         await api.works()
         _, health = await api.call("GET", "/health")
         async with api.http.get("/metrics") as response:

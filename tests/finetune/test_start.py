@@ -53,7 +53,7 @@ def test_what_belongs_to_many_rows_is_prepared_between_two_steps(
 
 
 def test_a_job_that_is_dropped_leaves_no_memory(base: Base, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def broken(self: Run, pieces: int | None) -> None:
+    def broken(self: Run, micro_steps: int | None) -> None:
         raise ZeroDivisionError
 
     bench = Bench(base, tmp_path)

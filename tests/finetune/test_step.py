@@ -56,8 +56,8 @@ def gradients(
     total = 0.0
     for indices in packs:
         rows = pack_rows(CORPUS, indices, CPU)
-        pieces = stepper.learn(rows, batch(learner, rows, dropout, way), learner.leaves, learner.grads)
-        total += float(run_to_end(pieces, between))
+        micro_steps = stepper.learn(rows, batch(learner, rows, dropout, way), learner.leaves, learner.grads)
+        total += float(run_to_end(micro_steps, between))
     return total, [gradient.clone() for layer in learner.grads for gradient in layer]
 
 
@@ -154,7 +154,7 @@ def test_recomputing_changes_no_bit(dropout: DropoutSpec | None) -> None:
         assert gradients(base, [[0, 1], [2]])[0] != total
 
 
-def test_small_pieces_of_the_head_change_nothing() -> None:
+def test_small_micro_steps_of_the_head_change_nothing() -> None:
     base = tiny_base("gemma2")
     total, whole = gradients(base, [[0, 1, 2, 3, 4, 5]])
     parts, split = gradients(base, [[0, 1, 2, 3, 4, 5]], logits_at_once=1)
@@ -163,7 +163,7 @@ def test_small_pieces_of_the_head_change_nothing() -> None:
         torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
 
 
-def test_inference_between_the_pieces_changes_nothing() -> None:
+def test_inference_between_the_micro_steps_changes_nothing() -> None:
     base = tiny_base("llama")
     other = new_adapter(LoraSettings(r=2, init="orthogonal"), base.spec, seed=1, dtype=torch.float32, device="cpu")
     tokens, positions = torch.arange(10), torch.arange(10)
@@ -171,7 +171,7 @@ def test_inference_between_the_pieces_changes_nothing() -> None:
     seen = []
 
     def infer() -> None:
-        assert torch.is_grad_enabled() and base.sites.batch is None, "a suspended piece holds a context"
+        assert torch.is_grad_enabled() and base.sites.batch is None, "a suspended micro-step holds a context"
         with torch.no_grad():
             seen.append(base.forward(tokens, positions, PackedAttention((0, 10)), lora=served, keep=None))
 
@@ -182,31 +182,31 @@ def test_inference_between_the_pieces_changes_nothing() -> None:
     assert all(torch.equal(logits, seen[0]) for logits in seen)
 
 
-def test_pieces_are_layers() -> None:
+def test_micro_steps_are_layers() -> None:
     base = tiny_base("llama")
-    pieces = 0
+    micro_steps = 0
 
     def count() -> None:
-        nonlocal pieces
-        pieces += 1
+        nonlocal micro_steps
+        micro_steps += 1
 
     gradients(base, [[0]], between=count)
-    assert pieces + 1 == len(base.layers) + 1 + len(base.layers)
+    assert micro_steps + 1 == len(base.layers) + 1 + len(base.layers)
 
 
 def test_layers_below_the_lowest_target_have_no_backward() -> None:
     base = tiny_base("llama")
     settings = LoraSettings(r=4, alpha=8, targets=("model.layers.1.self_attn.q_proj", "model.layers.1.mlp.down_proj"))
-    pieces = 0
+    micro_steps = 0
 
     def count() -> None:
-        nonlocal pieces
-        pieces += 1
+        nonlocal micro_steps
+        micro_steps += 1
 
     for recompute in (False, True):
-        pieces = 0
+        micro_steps = 0
         _, found = gradients(base, [[0]], settings=settings, between=count, recompute=recompute)
-        assert pieces + 1 == len(base.layers) + 1 + 1
+        assert micro_steps + 1 == len(base.layers) + 1 + 1
         assert len(found) == 4 and all(gradient.abs().sum() > 0 for gradient in found)
 
 

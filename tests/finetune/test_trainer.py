@@ -20,7 +20,7 @@ from coserve.link import JobCheckpoint, JobFailed, JobProgress, JobSucceeded, Jo
 from coserve.model.base import Base
 from coserve.model.lora import LoraBatch, LoraWeights
 from coserve.state.failpoints import armed
-from coserve.types import AdapterRef, LoraSettings, Piece, Schedule
+from coserve.types import AdapterRef, LoraSettings, MicroStep, Schedule
 from tests.support.finetuning import Bench, job_spec, metrics_of, random_corpus, tiny_base
 
 CORPUS = random_corpus()
@@ -70,11 +70,14 @@ def test_a_job_learns_and_publishes(base: Base, tmp_path: Path) -> None:
     assert all(not pair.a_RD.requires_grad for pair in served.sites.values())
 
 
-@pytest.mark.parametrize("pieces", [1, 3, 7])
-def test_slices_change_nothing(base: Base, tmp_path: Path, pieces: int) -> None:
+@pytest.mark.parametrize("micro_steps", [1, 3, 7])
+def test_slices_change_nothing(base: Base, tmp_path: Path, micro_steps: int) -> None:
     whole, cut = Bench(base, tmp_path / "whole"), Bench(base, tmp_path / "cut")
     expected = whole.train(whole.place(CORPUS, job_spec(CORPUS, validation_split=0.3, eval_steps=2)))
-    assert cut.train(cut.place(CORPUS, job_spec(CORPUS, validation_split=0.3, eval_steps=2)), pieces=pieces) == expected
+    assert (
+        cut.train(cut.place(CORPUS, job_spec(CORPUS, validation_split=0.3, eval_steps=2)), micro_steps=micro_steps)
+        == expected
+    )
 
 
 def test_advance_stops_at_the_end_of_a_micro_batch(base: Base, tmp_path: Path) -> None:
@@ -84,17 +87,17 @@ def test_advance_stops_at_the_end_of_a_micro_batch(base: Base, tmp_path: Path) -
     assert not bench.trainer.mid_batch(spec.id)
     assert bench.trainer.advance(spec.id, 2) == [] and bench.trainer.mid_batch(spec.id)
     assert bench.trainer.advance(spec.id, None) == [] and not bench.trainer.mid_batch(spec.id)
-    slices = list[tuple[Piece, int]]()
+    slices = list[tuple[MicroStep, int]]()
     while not slices or bench.trainer.mid_batch(spec.id):
-        kind = bench.trainer.next_piece(spec.id)
+        kind = bench.trainer.next_micro_step(spec.id)
         assert bench.trainer.advance(spec.id, 1000) == []
-        slices.append((kind, bench.trainer.pieces_done))
+        slices.append((kind, bench.trainer.micro_steps_done))
     layers = len(base.layers)
     assert slices == [
-        (Piece.BEGIN, 1),
-        (Piece.FORWARD, layers - 1),
-        (Piece.HEAD, 1),
-        (Piece.BACKWARD, layers),
+        (MicroStep.BEGIN, 1),
+        (MicroStep.FORWARD, layers - 1),
+        (MicroStep.HEAD, 1),
+        (MicroStep.BACKWARD, layers),
     ], "a slice is of one kind"
     assert isinstance(bench.run(spec.id)[-1], JobSucceeded)
 
@@ -129,7 +132,7 @@ RESUMED = {
 def test_a_resumed_job_ends_as_the_uninterrupted_one(
     base: Base, tmp_path: Path, changes: dict[str, object], cut_at: int
 ) -> None:
-    """Cut after any number of pieces, in the middle of an epoch, of a micro-batch or of an evaluation."""
+    """Cut after any number of micro-steps, in the middle of an epoch, of a micro-batch or of an evaluation."""
     whole, cut = Bench(base, tmp_path / "whole"), Bench(base, tmp_path / "cut")
     spec = job_spec(CORPUS, steps=6, checkpoint_steps=2, **changes)
     expected = whole.train(whole.place(CORPUS, spec))

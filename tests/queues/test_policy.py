@@ -6,7 +6,7 @@ import pytest
 
 from coserve.config import Config
 from coserve.queues.policy import (
-    MAX_PIECES,
+    MAX_MICRO_STEPS,
     MAX_SLICE,
     Costs,
     Ets,
@@ -33,7 +33,7 @@ def view(
     batches_since_train: int = 0,
     train_waiting_since: float | None = None,
     serve: float = 0.0,
-    piece: float = 0.0,
+    micro_step: float = 0.0,
     ttft: float = 2.0,
 ) -> View:
     """`waiting`: arrivals; `running`: deadlines."""
@@ -45,7 +45,7 @@ def view(
         mid_batch=mid_batch,
         batches_since_train=batches_since_train,
         train_waiting_since=train_waiting_since,
-        costs=Costs(serve, piece),
+        costs=Costs(serve, micro_step),
     )
 
 
@@ -130,46 +130,46 @@ class TestSlack:
         assert self.policy.decide(view(), 0.0) == Wait(None)
 
     def test_trains_freely_without_requests_in_slices_that_a_newcomer_can_bear(self) -> None:
-        assert self.policy.decide(view(jobs=("j", "k"), piece=MAX_SLICE / 4), 0.0) == Train("j", 4)
-        assert self.policy.decide(view(jobs=("j",), piece=1e-9), 0.0) == Train("j", MAX_PIECES)
-        assert self.policy.decide(view(jobs=("j",), piece=9.0), 0.0) == Train("j", 1)
+        assert self.policy.decide(view(jobs=("j", "k"), micro_step=MAX_SLICE / 4), 0.0) == Train("j", 4)
+        assert self.policy.decide(view(jobs=("j",), micro_step=1e-9), 0.0) == Train("j", MAX_MICRO_STEPS)
+        assert self.policy.decide(view(jobs=("j",), micro_step=9.0), 0.0) == Train("j", 1)
         assert self.policy.decide(view(jobs=("j",)), 0.0) == Train("j", 1), "the cost is not known yet"
 
     @pytest.mark.parametrize(
         ("now", "decision"), [(27 / 32, Train("j", 2)), (55 / 64, Train("j", 1)), (0.86, Serve(0))]
     )
-    def test_trains_only_where_the_tightest_deadline_leaves_room_for_a_piece(
+    def test_trains_only_where_the_tightest_deadline_leaves_room_for_a_micro_step(
         self, now: float, decision: object
     ) -> None:
-        seen = view([], [1.0, 5.0], jobs=("j",), serve=1 / 8, piece=1 / 64, train_waiting_since=now)
+        seen = view([], [1.0, 5.0], jobs=("j",), serve=1 / 8, micro_step=1 / 64, train_waiting_since=now)
         assert self.policy.decide(seen, now) == decision
 
     def test_the_waiting_press_as_the_running_do(self) -> None:
-        due_soon = view([0.0], [9.0], jobs=("j",), serve=0.1, piece=0.01, ttft=0.1, train_waiting_since=0.0)
+        due_soon = view([0.0], [9.0], jobs=("j",), serve=0.1, micro_step=0.01, ttft=0.1, train_waiting_since=0.0)
         assert self.policy.decide(due_soon, 0.0) == Serve(1)
-        due_late = view([0.0], [9.0], jobs=("j",), serve=0.1, piece=0.04, ttft=2.0, train_waiting_since=0.0)
+        due_late = view([0.0], [9.0], jobs=("j",), serve=0.1, micro_step=0.04, ttft=2.0, train_waiting_since=0.0)
         assert self.policy.decide(due_late, 0.0) == Train("j", 1)
 
     def test_steps_until_the_token_count(self) -> None:
         def seen(steps: int) -> View:
-            return View((), (Running("r", 1.0, steps),), 3, ("j",), False, 0, 0.0, Costs(serve=0.3, piece=0.02))
+            return View((), (Running("r", 1.0, steps),), 3, ("j",), False, 0, 0.0, Costs(serve=0.3, micro_step=0.02))
 
         assert self.policy.decide(seen(3), 0.0) == Train("j", 2)
         assert self.policy.decide(seen(4), 0.0) == Serve(0)
 
-    def test_several_pieces_where_they_fit_but_no_slice_longer_than_the_longest(self) -> None:
-        seen = view([], [9.0], jobs=("j",), piece=MAX_SLICE / 8, train_waiting_since=0.0)
+    def test_several_micro_steps_where_they_fit_but_no_slice_longer_than_the_longest(self) -> None:
+        seen = view([], [9.0], jobs=("j",), micro_step=MAX_SLICE / 8, train_waiting_since=0.0)
         assert self.policy.decide(seen, 0.0) == Train("j", 8)
 
-    def test_patience_gives_one_piece_whatever_the_deadlines_say(self) -> None:
-        pressed = view([0.0] * 9, [0.0], jobs=("j",), serve=0.1, piece=0.5, train_waiting_since=10.0)
+    def test_patience_gives_one_micro_step_whatever_the_deadlines_say(self) -> None:
+        pressed = view([0.0] * 9, [0.0], jobs=("j",), serve=0.1, micro_step=0.5, train_waiting_since=10.0)
         assert self.policy.decide(pressed, 10.9) == Serve(3)
         decision = self.policy.decide(pressed, 11.0)
-        assert decision == Train("j", 1, Overdue(piece=0.5, slack=pytest.approx(-11.1)))
+        assert decision == Train("j", 1, Overdue(micro_step=0.5, slack=pytest.approx(-11.1)))
 
     def test_the_margin_keeps_a_share_of_the_slack(self) -> None:
         careful = Slack(4, 1.0, margin=0.5)
-        seen = view([], [1.0], jobs=("j",), piece=0.03, train_waiting_since=0.9)
+        seen = view([], [1.0], jobs=("j",), micro_step=0.03, train_waiting_since=0.9)
         assert self.policy.decide(seen, 0.95) == Train("j", 1)
         assert careful.decide(seen, 0.95) == Serve(0)
 

@@ -44,9 +44,9 @@ def test_every_decision_can_be_carried_out(policy: Policy, view: View, now: floa
         case Serve(admit):
             assert 0 <= admit <= min(view.room, len(view.waiting))
             assert admit or view.running, "a step of nobody"
-        case Train(job, pieces):
+        case Train(job, micro_steps):
             assert job == view.jobs[0]
-            assert pieces is None or pieces >= 1
+            assert micro_steps is None or micro_steps >= 1
         case Wait(until):
             assert not view.running and not view.jobs, "something was runnable"
             assert until is None or until > now
@@ -95,18 +95,18 @@ def test_slack_lets_no_job_wait_beyond_its_patience(size: int, patience: float, 
         assert isinstance(decision, Train)
 
 
-TINY_PIECE = View((), (), 1, ("j",), False, 0, 0.0, Costs(0.0, 5e-324))
+TINY_MICRO_STEP = View((), (), 1, ("j",), False, 0, 0.0, Costs(0.0, 5e-324))
 
 
-@example(1, TINY_PIECE, 0.0)
+@example(1, TINY_MICRO_STEP, 0.0)
 @given(st.integers(1, 9), views(), times)
 def test_slack_breaks_no_promise_that_it_can_keep(size: int, view: View, now: float) -> None:
     """A slice beside requests, of a job that still has patience, ends early enough for every deadline."""
     decision = Slack(size, patience=1e9).decide(view, now)
     serves = view.running or min(view.room, size, len(view.waiting)) > 0
     if isinstance(decision, Train) and serves:
-        assert decision.pieces is not None
-        end = now + decision.pieces * view.costs.piece
+        assert decision.micro_steps is not None
+        end = now + decision.micro_steps * view.costs.micro_step
         for due in [*view.waiting, *view.running]:
             assert end + due.steps * view.costs.serve <= due.deadline + 1e-9
 

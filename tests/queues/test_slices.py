@@ -5,48 +5,48 @@ from __future__ import annotations
 from coserve.link import Starving
 from coserve.queues.policy import Overdue, Train
 from coserve.queues.slices import Slices
-from coserve.types import Piece
+from coserve.types import MicroStep
 
-LATE = Train("j", 1, Overdue(piece=0.21, slack=0.15))
-
-
-def run(slices: Slices, job: str, kind: Piece, seconds: float, pieces: int = 1) -> None:
-    slices.ran(Train(job, pieces), kind, pieces, seconds, now=0.0)
+LATE = Train("j", 1, Overdue(micro_step=0.21, slack=0.15))
 
 
-def test_costs_are_those_of_one_piece_of_one_job_and_kind() -> None:
+def run(slices: Slices, job: str, kind: MicroStep, seconds: float, micro_steps: int = 1) -> None:
+    slices.ran(Train(job, micro_steps), kind, micro_steps, seconds, now=0.0)
+
+
+def test_costs_are_those_of_one_micro_step_of_one_job_and_kind() -> None:
     slices = Slices()
     slices.ready(("j", "k"), 0.0)
     for _ in range(2):
-        run(slices, "j", Piece.FORWARD, 0.4, pieces=4)
-        run(slices, "j", Piece.HEAD, 0.3)
-        run(slices, "k", Piece.FORWARD, 0.8)
-    assert slices.predict("j", Piece.FORWARD) == 0.1
-    assert slices.predict("j", Piece.HEAD) == 0.3
-    assert slices.predict("j", Piece.BACKWARD) in (0.1, 0.3, 0.8), "a kind without samples begins with the others'"
-    assert slices.predict("k", Piece.HEAD) == 0.3, "a job without samples begins with the others'"
+        run(slices, "j", MicroStep.FORWARD, 0.4, micro_steps=4)
+        run(slices, "j", MicroStep.HEAD, 0.3)
+        run(slices, "k", MicroStep.FORWARD, 0.8)
+    assert slices.predict("j", MicroStep.FORWARD) == 0.1
+    assert slices.predict("j", MicroStep.HEAD) == 0.3
+    assert slices.predict("j", MicroStep.BACKWARD) in (0.1, 0.3, 0.8), "a kind without samples begins with the others'"
+    assert slices.predict("k", MicroStep.HEAD) == 0.3, "a job without samples begins with the others'"
     slices.ready(("j",), 0.0)
     slices.ready(("j", "k"), 0.0)
-    assert slices.predict("j", Piece.FORWARD) == 0.1
-    assert slices.predict("k", Piece.FORWARD) != 0.8, "what ended is forgotten"
+    assert slices.predict("j", MicroStep.FORWARD) == 0.1
+    assert slices.predict("k", MicroStep.FORWARD) != 0.8, "what ended is forgotten"
 
 
 def test_whole_micro_batches_teach_nothing() -> None:
     slices = Slices()
     for _ in range(3):
-        slices.ran(Train("j", None), Piece.BEGIN, 20, 9.0, now=0.0)
-    assert slices.predict("j", Piece.BEGIN) == 0.0
+        slices.ran(Train("j", None), MicroStep.BEGIN, 20, 9.0, now=0.0)
+    assert slices.predict("j", MicroStep.BEGIN) == 0.0
 
 
 def test_two_slices_by_patience_are_a_famine_until_one_fits() -> None:
     slices = Slices()
     slices.ready(("j",), 10.0)
-    slices.ran(LATE, Piece.HEAD, 1, 0.2, now=11.2)
+    slices.ran(LATE, MicroStep.HEAD, 1, 0.2, now=11.2)
     assert slices.starving(11.2) is None
-    slices.ran(LATE, Piece.HEAD, 1, 0.2, now=12.4)
-    assert slices.starving(13.0) == Starving(seconds=3.0, piece=0.21, slack=0.15)
+    slices.ran(LATE, MicroStep.HEAD, 1, 0.2, now=12.4)
+    assert slices.starving(13.0) == Starving(seconds=3.0, micro_step=0.21, slack=0.15)
     assert slices.by_patience == 2
-    slices.ran(Train("j", 1), Piece.HEAD, 1, 0.1, now=13.0)
+    slices.ran(Train("j", 1), MicroStep.HEAD, 1, 0.1, now=13.0)
     assert slices.starving(13.0) is None
     assert slices.by_patience == 2
 
@@ -55,7 +55,7 @@ def test_without_jobs_nobody_starves() -> None:
     slices = Slices()
     slices.ready(("j",), 0.0)
     for now in (1.0, 2.0):
-        slices.ran(LATE, Piece.HEAD, 1, 0.2, now=now)
+        slices.ran(LATE, MicroStep.HEAD, 1, 0.2, now=now)
     slices.ready((), 3.0)
     assert slices.starving(3.0) is None
     assert slices.waiting_since is None

@@ -30,7 +30,7 @@ from tests.support.fake_rooms import FakeGenerator, FakeTrainer, Inline, JobPlan
 from tests.support.scenario import job_spec
 from tests.support.virtual_clock import run_virtual
 
-PRICES = Prices(step=0.01, token=0.0, piece=0.01, spikes=0.0)
+PRICES = Prices(step=0.01, token=0.0, micro_step=0.01, spikes=0.0)
 REQUEST = Generate(
     id="r", prompt=(1, 2), sampling=SamplingParams(max_tokens=1000), adapter=None, slo=Slo(ttft=1.0, tpot=1.0)
 )

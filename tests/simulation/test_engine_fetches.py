@@ -34,7 +34,7 @@ from coserve.state.retries import Backoff
 from coserve.types import AdapterRef, SamplingParams, Slo
 from tests.support.fake_rooms import FakeGenerator, FakeTrainer, Meter, NoAdapters, Prices
 
-FREE = Prices(step=0.0, token=0.0, piece=0.0, spikes=0.0)
+FREE = Prices(step=0.0, token=0.0, micro_step=0.0, spikes=0.0)
 COLD, OTHER = AdapterRef("cold", 1), AdapterRef("other", 1)
 
 

@@ -42,8 +42,8 @@ from coserve.types import AdapterRef, JobSpec, SamplingParams, Slo
 from tests.support.fake_rooms import FakeGenerator, FakeTrainer, JobPlan, Meter, NoAdapters, Prices
 from tests.support.records import make_spec
 
-FREE = Prices(step=0.0, token=0.0, piece=0.0, spikes=0.0)
-PLANS = {job: JobPlan(steps=5, pieces=4, checkpoint_every=2, fails_at=None) for job in ("one", "two")}
+FREE = Prices(step=0.0, token=0.0, micro_step=0.0, spikes=0.0)
+PLANS = {job: JobPlan(steps=5, micro_steps=4, checkpoint_every=2, fails_at=None) for job in ("one", "two")}
 
 
 @dataclass
@@ -88,10 +88,10 @@ class Trouble(FakeTrainer):
 
         return prepare
 
-    def advance(self, job: str, pieces: int | None) -> list[FromEngine]:
+    def advance(self, job: str, micro_steps: int | None) -> list[FromEngine]:
         if self.ran[job]:
             self._trouble("advance", job)
-        return super().advance(job, pieces)
+        return super().advance(job, micro_steps)
 
     def checkpoint(self, job: str) -> JobCheckpoint | None:
         self._trouble("checkpoint", job)
@@ -258,7 +258,7 @@ async def test_what_a_checkpoint_or_a_drop_raises_costs_no_more_than_that(
 ) -> None:
     async with scene(operation) as at:
         at.trainer.plans = {
-            job: JobPlan(steps=10_000, pieces=4, checkpoint_every=20_000, fails_at=None) for job in PLANS
+            job: JobPlan(steps=10_000, micro_steps=4, checkpoint_every=20_000, fails_at=None) for job in PLANS
         }
         at.trainer.go.set()
         at.api.send(start("one"))
@@ -304,10 +304,10 @@ class Full(Trouble):
     attempts: int = 0
     thrice: asyncio.Event = field(default_factory=asyncio.Event)
 
-    def advance(self, job: str, pieces: int | None) -> list[FromEngine]:
+    def advance(self, job: str, micro_steps: int | None) -> list[FromEngine]:
         if job == "one" and self.ran[job][-1:] == [5]:
             return self._publish()
-        messages = super().advance(job, pieces)
+        messages = super().advance(job, micro_steps)
         if job == "one" and isinstance(messages[-1] if messages else None, JobSucceeded):
             self.published.remove(job)
             return messages[:-1] + self._publish()

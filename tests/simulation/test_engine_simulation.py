@@ -174,7 +174,7 @@ def missed(outcome: Outcome) -> int:
 
 
 def test_slack_keeps_its_promises_while_jobs_train() -> None:
-    """Below capacity, with no patience to run out: training costs hardly a deadline, however many pieces it runs.
+    """Below capacity, with no patience to run out: training costs hardly a deadline, however many micro-steps it runs.
 
     Hardly: the first steps of a life are taken before anything was measured.
     """

@@ -24,7 +24,7 @@ from coserve.queues.policy import Slack
 from coserve.types import SamplingParams, Slo
 from tests.support.fake_rooms import FakeGenerator, FakeTrainer, Meter, NoAdapters, Prices
 
-FREE = Prices(step=0.0, token=0.0, piece=0.0, spikes=0.0)
+FREE = Prices(step=0.0, token=0.0, micro_step=0.0, spikes=0.0)
 
 
 class Preparing(FakeGenerator):

@@ -37,7 +37,7 @@ def flood(seed: int, policy: str, *, fair: bool, max_queue: int) -> Scenario:
     return replace(
         make_scenario(seed, policy=policy, calm=True),
         script=tuple(sorted(script, key=lambda event: event[0])),
-        prices=Prices(step=0.01, token=0.0, piece=0.01, spikes=0.0),
+        prices=Prices(step=0.01, token=0.0, micro_step=0.01, spikes=0.0),
         max_running=RUNNING,
         max_queue=max_queue,
         fair=fair,

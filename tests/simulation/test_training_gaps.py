@@ -1,4 +1,4 @@
-"""Training goes on wherever there is slack, whatever a piece took once; where there is none, it is said why.
+"""Training goes on wherever there is slack, whatever a micro-step took once; where there is none, it is said why.
 
 A steady stream of tokens 46 ms apart, which may be 200 ms apart: a third of each gap is needed, the rest is slack.
 """
@@ -24,28 +24,28 @@ from coserve.link import (
     local_pair,
 )
 from coserve.queues.policy import Slack
-from coserve.types import Piece, SamplingParams, Slo
+from coserve.types import MicroStep, SamplingParams, Slo
 from tests.support.fake_rooms import FakeGenerator, FakeTrainer, JobPlan, Meter, NoAdapters, Prices
 from tests.support.scenario import job_spec
 from tests.support.virtual_clock import run_virtual
 
-PRICES = Prices(step=0.046, token=0.0, piece=0.01, spikes=0.0)
-PIECES, PATIENCE, SECONDS = 12, 1.0, 30.0
+PRICES = Prices(step=0.046, token=0.0, micro_step=0.01, spikes=0.0)
+MICRO_STEPS, PATIENCE, SECONDS = 12, 1.0, 30.0
 STREAM = Generate(
     id="r", prompt=(1, 2), sampling=SamplingParams(max_tokens=1 << 20), adapter=None, slo=Slo(ttft=2.0, tpot=0.2)
 )
 
-Cost = Callable[[Piece, int], float]
-"""Seconds of a piece, from its kind and its number."""
+Cost = Callable[[MicroStep, int], float]
+"""Seconds of a micro-step, from its kind and its number."""
 
 
 class _Trainer(FakeTrainer):
     cost_of: Cost
-    pieces = 0
+    micro_steps = 0
 
-    def cost(self, kind: Piece) -> float:
-        self.pieces += 1
-        return self.cost_of(kind, self.pieces)
+    def cost(self, kind: MicroStep) -> float:
+        self.micro_steps += 1
+        return self.cost_of(kind, self.micro_steps)
 
 
 def live(cost: Cost) -> list[tuple[float, FromEngine]]:
@@ -53,7 +53,7 @@ def live(cost: Cost) -> list[tuple[float, FromEngine]]:
 
     async def main() -> list[tuple[float, FromEngine]]:
         loop, rng, meter = asyncio.get_running_loop(), random.Random(0), Meter()
-        trainer = _Trainer(meter, PRICES, {"j0": JobPlan(1 << 20, PIECES, 1 << 20, None)}, rng, loop.time)
+        trainer = _Trainer(meter, PRICES, {"j0": JobPlan(1 << 20, MICRO_STEPS, 1 << 20, None)}, rng, loop.time)
         trainer.cost_of = cost
         api, engine_end = local_pair()
         engine = Engine(
@@ -88,7 +88,7 @@ STEP = 1.0
 
 @pytest.mark.parametrize("at", [1, 2, 50, 60, 61, 72, 100])
 @pytest.mark.parametrize("seconds", [0.3, 2.0, 5.0])
-def test_one_slow_piece_costs_itself_and_nothing_else(at: int, seconds: float) -> None:
+def test_one_slow_micro_step_costs_itself_and_nothing_else(at: int, seconds: float) -> None:
     said = live(lambda kind, number: seconds if number == at else 0.01)
     assert max(gaps(said), default=0.0) <= seconds + STEP
     assert sorted(gaps(said))[-2] <= STEP
@@ -97,9 +97,9 @@ def test_one_slow_piece_costs_itself_and_nothing_else(at: int, seconds: float) -
 
 @pytest.mark.parametrize("at", [59, 60, 61, 66, 71])
 @pytest.mark.parametrize("seconds", [0.5, 0.78, 1.5])
-def test_no_gap_where_pieces_fill_most_of_the_slack(at: int, seconds: float) -> None:
-    """Pieces of 80 ms, slack of 123 ms, one slow piece: an average of all pieces stayed above the slack for seconds
-    (a gap of 6.1 s after one of 0.78 s), for it was corrected by the one piece a second that patience let through."""
+def test_no_gap_where_micro_steps_fill_most_of_the_slack(at: int, seconds: float) -> None:
+    """Micro-steps of 80 ms, slack of 123 ms, one slow micro-step: an average of all micro-steps stayed above the slack for seconds
+    (a gap of 6.1 s after one of 0.78 s), for it was corrected by the one micro-step a second that patience let through."""
     usual = live(lambda kind, number: 0.08)
     said = live(lambda kind, number: seconds if number == at else 0.08)
     assert max(gaps(said)) <= max(gaps(usual)) + seconds
@@ -107,17 +107,17 @@ def test_no_gap_where_pieces_fill_most_of_the_slack(at: int, seconds: float) -> 
 
 
 def test_a_kind_that_is_too_slow_holds_up_itself_alone() -> None:
-    """A micro-batch whose first piece takes 1.2 s: that never fits, it waits for its patience once, and the pieces of other kinds for nothing."""
-    said = live(lambda kind, number: 1.2 if kind is Piece.BEGIN else 0.01)
+    """A micro-batch whose first micro-step takes 1.2 s: that never fits, it waits for its patience once, and the micro-steps of other kinds for nothing."""
+    said = live(lambda kind, number: 1.2 if kind is MicroStep.BEGIN else 0.01)
     assert max(gaps(said)) <= 1.2 + PATIENCE + STEP
     stats = last_stats(said)
     assert 0 < stats.patience_slices <= len(gaps(said)) + 1
-    assert stats.starving is None, "the other pieces fit"
+    assert stats.starving is None, "the other micro-steps fit"
 
 
 def test_an_optimizer_step_that_no_slack_holds_waits_for_nothing() -> None:
     """It comes once a step and cannot be cut: it is late once a step, instead of stopping training for its patience."""
-    said = live(lambda kind, number: 0.3 if kind is Piece.UPDATE else 0.01)
+    said = live(lambda kind, number: 0.3 if kind is MicroStep.UPDATE else 0.01)
     assert max(gaps(said)) <= 0.3 + STEP
     assert last_stats(said).patience_slices == 0
 
@@ -128,13 +128,13 @@ def test_training_that_runs_by_patience_alone_says_so() -> None:
     assert stats.patience_slices > 10
     assert stats.starving is not None
     assert stats.starving.seconds > 10
-    assert stats.starving.piece == pytest.approx(0.21)
+    assert stats.starving.micro_step == pytest.approx(0.21)
     assert 0 < stats.starving.slack < 0.21
 
 
 @pytest.mark.parametrize(("slow", "fast"), [(0.4, 0.01), (0.15, 0.05)])
 def test_a_lasting_change_is_followed(slow: float, fast: float) -> None:
-    """Slow for a while, then fast for good: each kind of piece needs two samples to believe it."""
+    """Slow for a while, then fast for good: each kind of micro-step needs two samples to believe it."""
     said = live(lambda kind, number: slow if 100 <= number < 112 else fast)
     assert max(gaps(said)) <= 12 * slow + 12 * PATIENCE + STEP
     late = [at for at, message in said if isinstance(message, JobProgress)][-8:]

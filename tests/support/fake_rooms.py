@@ -27,7 +27,7 @@ from coserve.link import (
     RequestFailed,
     Tokens,
 )
-from coserve.types import AdapterDigests, AdapterRef, FinishReason, JobSpec, Piece, StepMetrics
+from coserve.types import AdapterDigests, AdapterRef, FinishReason, JobSpec, MicroStep, StepMetrics
 
 CONTEXT = 64
 """Longer prompts are refused."""
@@ -56,11 +56,11 @@ class Meter:
 
 @dataclass(frozen=True)
 class Prices:
-    """Virtual seconds: a generation step, each of its tokens, a training piece; `spikes`: share of ten-fold steps."""
+    """Virtual seconds: a generation step, each of its tokens, a training micro-step; `spikes`: share of ten-fold steps."""
 
     step: float
     token: float
-    piece: float
+    micro_step: float
     spikes: float
 
 
@@ -144,10 +144,10 @@ class FakeGenerator:
 
 @dataclass(frozen=True)
 class JobPlan:
-    """How a fake job goes. A step is one micro-batch of `pieces` pieces; `fails_at` is a step, 0 refuses the start."""
+    """How a fake job goes. A step is one micro-batch of `micro_steps` micro-steps; `fails_at` is a step, 0 refuses the start."""
 
     steps: int
-    pieces: int
+    micro_steps: int
     checkpoint_every: int
     fails_at: int | None
 
@@ -156,7 +156,7 @@ class JobPlan:
 class _Run:
     spec: JobSpec
     step: int
-    piece: int = 0
+    micro_step: int = 0
 
 
 @dataclass
@@ -171,7 +171,7 @@ class FakeTrainer:
     ran: dict[str, list[int]] = field(default_factory=dict)
     saved: dict[str, int] = field(default_factory=dict)
     published: list[str] = field(default_factory=list)
-    pieces_done: int = 0
+    micro_steps_done: int = 0
     gaps: list[float] = field(default_factory=list)
     """How long the jobs waited for each slice, all together."""
     _runs: dict[str, _Run] = field(default_factory=dict)
@@ -197,33 +197,33 @@ class FakeTrainer:
     def preparation(self, job: str) -> Callable[[Cancellation], None] | None:
         return None
 
-    def advance(self, job: str, pieces: int | None) -> list[FromEngine]:
+    def advance(self, job: str, micro_steps: int | None) -> list[FromEngine]:
         run, plan = self._runs[job], self.plans[job]
-        suspended = [id for id, other in self._runs.items() if other.piece]
+        suspended = [id for id, other in self._runs.items() if other.micro_step]
         assert suspended in ([], [job]), f"{suspended} suspended while {job} trains"
         self.gaps.append(self.clock() - self._idle_since)
-        kinds = [_kind(piece, plan.pieces) for piece in range(run.piece, plan.pieces)]
+        kinds = [_kind(micro_step, plan.micro_steps) for micro_step in range(run.micro_step, plan.micro_steps)]
         alike = next((i for i, kind in enumerate(kinds) if kind is not kinds[0]), len(kinds))
-        done = len(kinds) if pieces is None else min(pieces, alike)
-        self.pieces_done = done
+        done = len(kinds) if micro_steps is None else min(micro_steps, alike)
+        self.micro_steps_done = done
         factor = 10 if self.rng.random() < self.prices.spikes else 1
         cost = factor * sum(self.cost(kind) for kind in kinds[:done])
         self.meter.charge("train", cost)
         self._idle_since = self.clock() + cost
-        run.piece += done
-        if run.piece < plan.pieces:
+        run.micro_step += done
+        if run.micro_step < plan.micro_steps:
             return []
-        run.piece = 0
+        run.micro_step = 0
         run.step += 1
         self.ran[job].append(run.step)
         return self._end_of_step(run, plan)
 
-    def cost(self, kind: Piece) -> float:
-        """Virtual seconds of a piece."""
-        return self.prices.piece
+    def cost(self, kind: MicroStep) -> float:
+        """Virtual seconds of a micro-step."""
+        return self.prices.micro_step
 
-    def next_piece(self, job: str) -> Piece:
-        return _kind(self._runs[job].piece, self.plans[job].pieces)
+    def next_micro_step(self, job: str) -> MicroStep:
+        return _kind(self._runs[job].micro_step, self.plans[job].micro_steps)
 
     def _end_of_step(self, run: _Run, plan: JobPlan) -> list[FromEngine]:
         job = run.spec.id
@@ -240,11 +240,11 @@ class FakeTrainer:
         return results
 
     def mid_batch(self, job: str) -> bool:
-        return self._runs[job].piece > 0
+        return self._runs[job].micro_step > 0
 
     def checkpoint(self, job: str) -> JobCheckpoint | None:
         run = self._runs[job]
-        run.piece = 0
+        run.micro_step = 0
         if run.step == self.saved.get(job, 0):
             return None
         self.saved[job] = run.step
@@ -258,12 +258,12 @@ class FakeTrainer:
         return len(self._runs)
 
 
-def _kind(piece: int, pieces: int) -> Piece:
-    if piece == 0:
-        return Piece.BEGIN
-    if piece + 1 == pieces:
-        return Piece.UPDATE
-    return Piece.FORWARD if piece < pieces // 2 else Piece.BACKWARD
+def _kind(micro_step: int, micro_steps: int) -> MicroStep:
+    if micro_step == 0:
+        return MicroStep.BEGIN
+    if micro_step + 1 == micro_steps:
+        return MicroStep.UPDATE
+    return MicroStep.FORWARD if micro_step < micro_steps // 2 else MicroStep.BACKWARD
 
 
 def _metrics(step: int, total: int) -> StepMetrics:

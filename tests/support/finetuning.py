@@ -95,20 +95,20 @@ class Bench:
         return spec
 
     def run(
-        self, job: str, *, pieces: int | None = None, until: Callable[[FromEngine], bool] = lambda message: False
+        self, job: str, *, micro_steps: int | None = None, until: Callable[[FromEngine], bool] = lambda message: False
     ) -> list[FromEngine]:
-        """Slices of `pieces` until the job ends, or a message satisfies `until`."""
+        """Slices of `micro_steps` until the job ends, or a message satisfies `until`."""
         messages: list[FromEngine] = []
         while not messages or not (isinstance(messages[-1], JobSucceeded | JobFailed) or any(map(until, messages))):
-            messages += self.trainer.advance(job, pieces)
+            messages += self.trainer.advance(job, micro_steps)
         return messages
 
     def start(self, spec: JobSpec) -> JobStarted:
         return self.trainer.load(spec, Cancellation())()
 
-    def train(self, spec: JobSpec, *, pieces: int | None = None) -> list[FromEngine]:
+    def train(self, spec: JobSpec, *, micro_steps: int | None = None) -> list[FromEngine]:
         self.start(spec)
-        messages = self.run(spec.id, pieces=pieces)
+        messages = self.run(spec.id, micro_steps=micro_steps)
         self.trainer.drop(spec.id)
         return messages
 

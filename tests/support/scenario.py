@@ -81,7 +81,7 @@ def make_scenario(seed: int, *, policy: str, calm: bool = False, cold: bool = Fa
     plans = {
         f"j{i}": JobPlan(
             steps=rng.randint(1, 6),
-            pieces=rng.randint(1, 8),
+            micro_steps=rng.randint(1, 8),
             checkpoint_every=rng.randint(1, 4),
             fails_at=None if calm or rng.random() < 0.75 else rng.randint(0, 6),
         )
@@ -96,7 +96,7 @@ def make_scenario(seed: int, *, policy: str, calm: bool = False, cold: bool = Fa
         prices=Prices(
             step=rng.uniform(0.005, 0.02),
             token=rng.uniform(0, 5e-4),
-            piece=rng.uniform(0.002, 0.05),
+            micro_step=rng.uniform(0.002, 0.05),
             spikes=0.0 if calm else rng.choice((0, 0.05)),
         ),
         max_running=max_running,
