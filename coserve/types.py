@@ -30,11 +30,14 @@ class AdapterRef(msgspec.Struct, frozen=True, order=True):
 
 
 class AdapterDigests(msgspec.Struct, frozen=True):
-    """SHA-256 of an adapter's files, in hex, as the registry knows them."""
+    """What the registry knows of an adapter's files: their SHA-256, in hex, and what the config's patterns said."""
 
     weights: str
     config: str = ""
     """Empty for a version that was registered before this was kept: not checked."""
+    alphas: tuple[float, ...] | None = None
+    """The alpha of each adapted module, in order of their names; empty: the config's `lora_alpha` for all. None: not known
+    (registered before this was kept), the config's patterns are matched when the files are read."""
 
 
 class SiteSpec(msgspec.Struct, frozen=True):

@@ -44,7 +44,7 @@ def load_adapter(
     with TensorFile(folder, WEIGHTS) as file:
         if digests is not None:
             check_digest(file.sha256(), digests.weights, WEIGHTS)
-        layout = read_layout(config, file, base)
+        layout = read_layout(config, file, base, None if digests is None else digests.alphas)
         for name, shape in layout.sites.items():
             a_RD = _dense(_tensor(file, layout.a[name]), shape.block_a)
             b_OR = _dense(_tensor(file, layout.b[name]), shape.block_b)

@@ -7,13 +7,13 @@ tensors; alpha has no other source.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Generic, TypeVar, cast
 
 from coserve.adapters.gate import CONFIG
 from coserve.adapters.patterns import FirstMatch, Pattern, Steps, UnsupportedPattern, whole
 from coserve.adapters.targets import is_name, targets_match
-from coserve.errors import UnsupportedAdapter
+from coserve.errors import CorruptAdapter, UnsupportedAdapter
 
 Value = TypeVar("Value", int, float)
 
@@ -71,6 +71,31 @@ class Matching:
     def targeted(self, site: str) -> bool:
         """Whether PEFT would adapt the site; True where only the tensors tell."""
         return self._targets(site) and self._in_layers(site) and not self._excluded(site)
+
+
+class Known:
+    """What `Matching` found when the adapter was registered. No pattern is matched."""
+
+    def __init__(self, config: Mapping[str, object], sites: Iterable[str], alphas: Sequence[float]) -> None:
+        """`alphas`: as `AdapterDigests.alphas`. Raises `CorruptAdapter` if they are not those of these sites."""
+        names = sorted(sites)
+        if alphas and len(alphas) != len(names):
+            raise CorruptAdapter(f"expected {len(alphas)} adapted modules, as when it was registered, got {len(names)}")
+        default = float(cast("float", config.get("lora_alpha", 8)))
+        self._alphas = dict(zip(names, alphas, strict=True)) if alphas else dict.fromkeys(names, default)
+        tables = (cast("dict[str, object]", config.get(key) or {}) for key in ("rank_pattern", "alpha_pattern"))
+        self.named = all(is_name(pattern) for table in tables for pattern in table)
+
+    def rank(self, site: str) -> int | None:
+        """None: only the tensors tell."""
+        return None
+
+    def alpha(self, site: str) -> float:
+        return self._alphas[site]
+
+    def targeted(self, site: str) -> bool:
+        """True: what is not targeted was not registered."""
+        return True
 
 
 def _chooser(modules: object, *, otherwise: bool) -> Callable[[str], bool]:

@@ -11,7 +11,7 @@ import msgspec
 
 from coserve.adapters.finite import refuse_non_finite
 from coserve.adapters.gate import CONFIG, read_config
-from coserve.adapters.matching import Matching
+from coserve.adapters.matching import Known, Matching
 from coserve.adapters.targets import alpha_of, exact, targets_match
 from coserve.adapters.tensorfile import Entry, TensorFile
 from coserve.errors import BaseMismatch, CorruptAdapter, ShapeMismatch, UnsupportedAdapter
@@ -44,6 +44,8 @@ class AdapterInfo:
     rank: int
     """The largest of its sites."""
     alpha: float
+    alphas: tuple[float, ...]
+    """Of each site, as `AdapterDigests.alphas`."""
     targets: tuple[str, ...]
     sites: dict[str, SiteShape]
     bytes: int
@@ -57,6 +59,7 @@ class Layout:
 
     settings: LoraSettings
     sites: dict[str, SiteShape]
+    alphas: dict[str, float]
     a: dict[str, Entry]
     b: dict[str, Entry]
 
@@ -78,6 +81,7 @@ def inspect_adapter(folder: Path, base: BaseSpec, progress: Callable[[], None] =
             settings=layout.settings,
             rank=max(site.rank for site in layout.sites.values()),
             alpha=alpha_of(layout.settings),
+            alphas=_alphas_in_order(layout),
             targets=layout.settings.targets or base.default_targets,
             sites=layout.sites,
             bytes=file.bytes,
@@ -85,8 +89,22 @@ def inspect_adapter(folder: Path, base: BaseSpec, progress: Callable[[], None] =
         )
 
 
-def read_layout(config: dict[str, object], file: TensorFile, base: BaseSpec) -> Layout:
-    """Settings and sites of an open weights' file; every tensor is one of a site's two matrices, of the right shape."""
+def _alphas_in_order(layout: Layout) -> tuple[float, ...]:
+    """Those of the sites in order of their names; empty if all are the config's `lora_alpha`."""
+    default = alpha_of(layout.settings)
+    if all(alpha == default for alpha in layout.alphas.values()):
+        return ()
+    return tuple(layout.alphas[site] for site in sorted(layout.alphas))
+
+
+def read_layout(
+    config: dict[str, object], file: TensorFile, base: BaseSpec, alphas: tuple[float, ...] | None = None
+) -> Layout:
+    """Settings and sites of an open weights' file; every tensor is one of a site's two matrices, of the right shape.
+
+    `alphas`: what was found when these files were registered (`AdapterDigests.alphas`); the config's patterns are matched
+    only without it.
+    """
     trained_on = file.metadata.get(FINGERPRINT)
     if trained_on is not None and trained_on != base.fingerprint:
         raise BaseMismatch(f"the adapter was trained on another base than {base.name}")
@@ -101,8 +119,8 @@ def read_layout(config: dict[str, object], file: TensorFile, base: BaseSpec) -> 
     lonely = next(iter(sorted(a.keys() ^ b.keys())), None)
     if lonely is not None:
         raise CorruptAdapter(f"{lonely}: expected both lora_A and lora_B, got only one of them")
-    matching = Matching(config)
-    sites, alphas = {}, {}
+    matching = Matching(config) if alphas is None else Known(config, a, alphas)
+    sites, own_alphas = {}, {}
     for site in base.sites:  # the base's order
         if site not in a:
             continue
@@ -110,10 +128,10 @@ def read_layout(config: dict[str, object], file: TensorFile, base: BaseSpec) -> 
             raise CorruptAdapter(f"{site}: the file has tensors for it, but {CONFIG} does not target it")
         shape = a[site].shape
         rank = matching.rank(site) or (shape[0] if len(shape) == 2 and shape[0] else settings.r)
-        alphas[site] = matching.alpha(site)
-        sites[site] = _shape(site, rank, alphas[site], config, base, shape, b[site].shape)
-    settings = _resolved(settings, config, base, sites, alphas, named=matching.named)
-    return Layout(settings, sites, a, b)
+        own_alphas[site] = matching.alpha(site)
+        sites[site] = _shape(site, rank, own_alphas[site], config, base, shape, b[site].shape)
+    settings = _resolved(settings, config, base, sites, own_alphas, named=matching.named)
+    return Layout(settings, sites, own_alphas, a, b)
 
 
 def adapter_config(settings: LoraSettings, base: BaseSpec, sites: Collection[str]) -> dict[str, object]:

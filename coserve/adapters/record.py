@@ -39,4 +39,5 @@ def record_adapter(
         bytes=info.bytes,
         sha256=info.sha256,
         config_sha256=config_sha256,
+        alphas=info.alphas,
     )

@@ -61,7 +61,9 @@ class AdapterRecord(Wire, frozen=True):
     """Of the weights' file."""
     config_sha256: str = ""
     """Of `adapter_config.json`; empty for a version that was registered before this was kept."""
+    alphas: tuple[float, ...] | None = None
+    """As `AdapterDigests.alphas`."""
 
     @property
     def digests(self) -> AdapterDigests:
-        return AdapterDigests(self.sha256, self.config_sha256)
+        return AdapterDigests(self.sha256, self.config_sha256, self.alphas)

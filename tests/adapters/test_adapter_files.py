@@ -16,6 +16,7 @@ from peft import BdLoraConfig, PeftModel
 
 from coserve.adapter_store.files import load_adapter, save_adapter
 from coserve.adapters.peft import inspect_adapter
+from coserve.adapters.record import record_adapter
 from coserve.errors import BaseMismatch, CorruptAdapter
 from coserve.finetune.init import new_adapter
 from coserve.kernels.lora.backend import Way
@@ -23,7 +24,8 @@ from coserve.kernels.lora.segments import Segments
 from coserve.kernels.lora.types import LoraPair
 from coserve.model.base import Base, wrap_base
 from coserve.model.lora import LoraBatch, LoraWeights
-from coserve.types import LoraSettings
+from coserve.state.records import AdapterRecord
+from coserve.types import AdapterRef, LoraSettings
 from tests.support.lora_reference import alone, packed, save_peft, tokens_of
 from tests.support.tiny_models import tiny_model
 
@@ -133,6 +135,40 @@ _SITE_PATTERNS = st.sampled_from(
         r"(?!.*mlp).*_proj",
     ]
 )
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_registered_adapter_is_loaded_without_matching_a_pattern(
+    case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    family, config = CASES[case]
+    save_peft(tiny_model(family), tmp_path, **config)
+    base = wrap_base(tiny_model(family), name="tiny")
+    matched = _load(base, tmp_path)
+    record = record_adapter(tmp_path, AdapterRef("a", 1), base.spec, source="import", created_at=0.0)
+    assert bool(record.alphas) == bool(config.get("alpha_pattern"))
+    content = msgspec.msgpack.encode(record)
+    assert msgspec.msgpack.decode(content, type=AdapterRecord) == record
+    old = {key: value for key, value in msgspec.msgpack.decode(content).items() if key != "alphas"}
+    assert msgspec.convert(old, AdapterRecord).digests.alphas is None
+    monkeypatch.setattr("coserve.adapters.peft.Matching", None)
+    with pytest.raises(TypeError):  # as a record of an earlier version
+        _load(base, tmp_path)
+    known = load_adapter(tmp_path, base.spec, device="cpu", dtype=torch.float32, digests=record.digests)
+    assert known.settings == matched.settings
+    assert list(known.sites) == list(matched.sites)
+    for site, pair in known.sites.items():
+        assert torch.equal(pair.a_RD, matched.sites[site].a_RD)
+        assert torch.equal(pair.b_OR, matched.sites[site].b_OR)
+        assert pair.scaling == matched.sites[site].scaling
+
+
+def test_alphas_of_other_modules_are_refused(saved: tuple[Base, Path]) -> None:
+    base, folder = saved
+    record = record_adapter(folder, AdapterRef("a", 1), base.spec, source="import", created_at=0.0)
+    digests = msgspec.structs.replace(record.digests, alphas=(1.0,))
+    with pytest.raises(CorruptAdapter, match="expected 1 adapted modules"):
+        load_adapter(folder, base.spec, device="cpu", dtype=torch.float32, digests=digests)
 
 
 @settings(max_examples=8, deadline=None)
