@@ -133,15 +133,19 @@ def chosen(only: str) -> list[str]:
     """The keys that contain one of the parts; exits on a part that names none."""
     parts = [part for part in only.split(",") if part]
     for part in parts:
-        if not any(part in key for key in KEYS):
+        if not any(part in f"{key}$" for key in KEYS):
             raise SystemExit(f"--only: no key contains {part!r}; the keys are\n  " + "\n  ".join(KEYS))
-    return [key for key in KEYS if not parts or any(part in key for part in parts)]
+    return [key for key in KEYS if not parts or any(part in f"{key}$" for part in parts)]
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=RESULTS)
-    parser.add_argument("--only", default="", help="only keys that contain one of these, separated by commas")
+    parser.add_argument(
+        "--only",
+        default="",
+        help="only keys that contain one of these, separated by commas; a $ at the end: that end with it",
+    )
     parser.add_argument("--budget", type=float, default=float("inf"), help="seconds after which no row is begun")
     parser.add_argument("--inductor", default="", help="options of torch._inductor to switch on")
     parser.add_argument("--torch-rows", action="store_true", help="steps of one row through torch's own products")

@@ -1,0 +1,70 @@
+"""One benchmark in two source trees on one machine, in turn: what a change without new behaviour did to its numbers.
+
+    python -m benchmarks.compare_trees BEFORE AFTER --out FILE -- -m benchmarks.serving --only ...
+
+BEFORE and AFTER are folders with the whole repository; each command runs in its own, with `--out` behind it. FILE gets
+each key's value in both and the ratio.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+
+def run(tree: Path, command: list[str]) -> dict[str, Any]:
+    """The rows that the command writes, and the run that they name."""
+    with tempfile.TemporaryDirectory() as out:
+        environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(tree), os.environ.get("PYTHONPATH", "")])}
+        subprocess.run([sys.executable, *command, "--out", out], cwd=tree, env=environment, check=True)
+        found: dict[str, Any] = {"rows": {}, "runs": {}}
+        for file in Path(out).glob("*.json"):
+            content = json.loads(file.read_text())
+            if isinstance(content, dict) and "rows" in content:
+                found["rows"] |= content["rows"]
+                found["runs"] |= content["runs"]
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("before", type=Path)
+    parser.add_argument("after", type=Path)
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--commits", default="", help="the two revisions, with a comma")
+    parser.add_argument("command", nargs=argparse.REMAINDER, help="what runs in both, behind --")
+    options = parser.parse_args()
+    command = options.command[1:] if options.command[:1] == ["--"] else options.command
+    found = {
+        name: run(tree.resolve(), command) for name, tree in (("before", options.before), ("after", options.after))
+    }
+    rows = {
+        key: {
+            "before": row["value"],
+            "after": found["after"]["rows"][key]["value"],
+            "ratio": round(found["after"]["rows"][key]["value"] / row["value"], 4),
+            "unit": row["unit"],
+            **{f"{name}_{end}": found[name]["rows"][key].get(end) for name in found for end in ("low", "high")},
+        }
+        for key, row in found["before"]["rows"].items()
+        if key in found["after"]["rows"]
+    }
+    record = {
+        "commits": dict(zip(("before", "after"), options.commits.split(","), strict=False)),
+        "command": ["python", *command],
+        "runs": {name: list(each["runs"].values()) for name, each in found.items()},
+        "rows": rows,
+    }
+    options.out.parent.mkdir(parents=True, exist_ok=True)
+    options.out.write_text(json.dumps(record, indent=1) + "\n")
+    print(json.dumps({key: row["ratio"] for key, row in rows.items()}))
+
+
+if __name__ == "__main__":
+    main()
