@@ -152,7 +152,7 @@ class LoraSettings(Wire, frozen=True):
 
 
 Auto = Literal["auto"]
-"""The daemon chooses the value from the size of the corpus and of the base (`corpus/auto.py`)."""
+"""The daemon chooses the value from the size of the corpus and of the base (`corpus/defaults.py`)."""
 
 
 class TrainingRequest(Wire, frozen=True):

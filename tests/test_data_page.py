@@ -12,8 +12,9 @@ import numpy as np
 import pytest
 
 from coserve.corpus import rows
-from coserve.corpus.data import tokenize_rows
-from coserve.corpus.rows import CompletionRow, parse_jsonl, parse_row
+from coserve.corpus.jsonl import parse_jsonl
+from coserve.corpus.rows import CompletionRow, parse_row
+from coserve.corpus.tokenize import tokenize_rows
 from coserve.pretrained.tokenizer import Tokenizer
 from coserve.types import LoraSettings
 

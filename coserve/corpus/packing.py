@@ -1,4 +1,4 @@
-"""Rows into micro-batches. No torch."""
+"""First-fit packing of rows into micro-batches. No torch."""
 
 from __future__ import annotations
 
@@ -6,41 +6,41 @@ from collections.abc import Callable, Sequence
 
 from coserve.cancellation import unchecked
 
-CHECKED_ROWS = 64
+CHECK_INTERVAL = 64
 """Rows between two calls of `check`."""
 
 
 def pack(sizes: Sequence[int], limit: int, check: Callable[[], None] = unchecked) -> list[list[int]]:
-    """Indices of `sizes` in bins of at most `limit`: each goes to the first bin with room, in order.
+    """Indices of `sizes` in bins of at most `limit` tokens: each goes to the first bin that has space, in order.
 
-    A larger one stands alone. First-fit (Johnson, "Near-optimal bin packing algorithms", 1973) in O(n log n): a tree over
-    the bins knows the most room in any part of them. `check` is called now and then, and may raise.
+    A size above `limit` gets a bin of its own. First-fit (Johnson, "Near-optimal bin packing algorithms", 1973) in
+    O(n log n). `check` is called every `CHECK_INTERVAL` rows and may raise.
     """
     bins: list[list[int]] = []
-    rooms = _Rooms()
+    free = _FreeTokens()
     for index, size in enumerate(sizes):
-        if index % CHECKED_ROWS == 0:
+        if index % CHECK_INTERVAL == 0:
             check()
-        place = rooms.first(size)
-        if place is None:
-            place = len(bins)
+        found = free.first_fit(size)
+        if found is None:
+            found = len(bins)
             bins.append([])
-            rooms.append(limit)
-        bins[place].append(index)
-        rooms.take(place, size)
+            free.append(limit)
+        bins[found].append(index)
+        free.subtract(found, size)
     return bins
 
 
-class _Rooms:
-    """The room left in each bin; a complete binary tree: node i holds the most of nodes 2i and 2i + 1, the leaves are the
-    bins, in order, and -1 where there is none yet."""
+class _FreeTokens:
+    """Free tokens of each bin, in a max segment tree: node i is the maximum of nodes 2i and 2i + 1, the leaves are the bins in
+    order, -1 for leaves without a bin."""
 
     def __init__(self) -> None:
         self._count, self._leaves = 0, 1
         self._most = [-1, -1]
 
-    def first(self, size: int) -> int | None:
-        """The first bin with room for `size`."""
+    def first_fit(self, size: int) -> int | None:
+        """The first bin with at least `size` free tokens."""
         most, node = self._most, 1
         if most[1] < size:
             return None
@@ -50,32 +50,32 @@ class _Rooms:
                 node += 1
         return node - self._leaves
 
-    def append(self, room: int) -> None:
+    def append(self, free: int) -> None:
         if self._count == self._leaves:
-            self._grow()
-        self._set(self._leaves + self._count, room)
+            self._double()
+        self._set(self._leaves + self._count, free)
         self._count += 1
 
-    def take(self, place: int, size: int) -> None:
-        node = self._leaves + place
+    def subtract(self, index: int, size: int) -> None:
+        node = self._leaves + index
         self._set(node, self._most[node] - size)
 
-    def _set(self, node: int, room: int) -> None:
+    def _set(self, node: int, free: int) -> None:
         most = self._most
-        most[node] = room
+        most[node] = free
         while node > 1:
             node //= 2
-            room = max(most[2 * node], most[2 * node + 1])
-            if most[node] == room:
+            free = max(most[2 * node], most[2 * node + 1])
+            if most[node] == free:
                 return
-            most[node] = room
+            most[node] = free
 
-    def _grow(self) -> None:
-        """Twice as many leaves."""
+    def _double(self) -> None:
+        """Double the number of leaves."""
         level = self._most[self._leaves :] + [-1] * self._leaves
         levels = [level]
         while len(level) > 1:
             level = [max(pair) for pair in zip(level[::2], level[1::2], strict=True)]
             levels.append(level)
         self._leaves *= 2
-        self._most = [-1, *(room for one in reversed(levels) for room in one)]
+        self._most = [-1, *(free for one in reversed(levels) for free in one)]

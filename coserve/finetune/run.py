@@ -9,8 +9,9 @@ from enum import Enum
 import msgspec
 import torch
 
-from coserve.corpus.data import Corpus
-from coserve.corpus.plan import Plan
+from coserve.corpus.batch_plan import BatchPlan
+from coserve.corpus.lr_schedule import learning_rate
+from coserve.corpus.tokenized import Corpus
 from coserve.errors import NonFiniteLoss
 from coserve.finetune.optim import Learner
 from coserve.finetune.step import PackedRows, Stepper, pack_rows
@@ -52,7 +53,7 @@ class Run:
         self,
         spec: JobSpec,
         corpus: Corpus,
-        plan: Plan,
+        plan: BatchPlan,
         learner: Learner,
         stepper: Stepper,
         *,
@@ -154,7 +155,7 @@ class Run:
         loss = self._finite(nll / targets, "loss")
         with disk_errors():
             failpoint("finetune.mid_step")
-        rate = self.plan.learning_rate(step)
+        rate = learning_rate(self.spec.training, step, self.plan.total_steps)
         norm = self.learner.update(targets=targets, learning_rate=rate)
         metrics = StepMetrics(
             step=step + 1,

@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from coserve.corpus.data import Corpus
+from coserve.corpus.tokenized import Corpus
 from coserve.kernels.attention.packed import PackedAttention
 from coserve.model.base import Base
 from coserve.model.layers import LayerCut, LayerInputs

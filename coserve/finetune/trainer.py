@@ -12,8 +12,8 @@ import torch
 from coserve.adapter_store.files import load_adapter, save_adapter
 from coserve.adapter_store.host import Residency
 from coserve.cancellation import Cancellation
-from coserve.corpus.data import Corpus
-from coserve.corpus.plan import Plan
+from coserve.corpus.batch_plan import BatchPlan
+from coserve.corpus.tokenized import Corpus
 from coserve.errors import (
     AdapterNotFound,
     CapacityError,
@@ -156,7 +156,7 @@ class Trainer:
         corpus = Corpus.load(self._folder.corpus(spec.id), check)
         if int(corpus.tokens.max()) >= base.spec.vocab:
             raise CheckpointUnreadable("the job's corpus has tokens that the base does not know")
-        plan = Plan(corpus.lengths, spec.training, self._micro_batch_tokens, check)
+        plan = BatchPlan(corpus.lengths, spec.training, self._micro_batch_tokens, check)
         learner = Learner(self._first_weights(spec), base.spec, spec.training, base.dtype)
         run = Run(spec, corpus, plan, learner, self._stepper, way=self._way, device=base.device, clock=self._clock)
         check()

@@ -12,7 +12,7 @@ import msgspec
 import pytest
 
 from coserve.api.jobs.jobs import MAX_DEATHS
-from coserve.corpus.data import Corpus
+from coserve.corpus.tokenized import Corpus
 from coserve.link import CancelJob, JobFailed, JobPaused, JobProgress, JobWaiting, PauseJob, StartJob
 from coserve.state.failpoints import armed
 from coserve.types import BaseSpec, StepMetrics

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 import coserve
-from coserve.corpus.data import tokenize_rows
-from coserve.corpus.rows import parse_jsonl
+from coserve.corpus.jsonl import parse_jsonl
+from coserve.corpus.tokenize import tokenize_rows
 from coserve.pretrained.tokenizer import Tokenizer
 
 ASSETS = Path(coserve.__file__).parent / "assets"

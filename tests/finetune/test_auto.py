@@ -10,8 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from coserve.corpus.auto import MAX_STEPS, choose_learning_rate, choose_training
-from coserve.corpus.plan import MAX_EPOCHS, Plan, check_training
+from coserve.corpus.batch_plan import BatchPlan
+from coserve.corpus.defaults import MAX_STEPS, choose_learning_rate, choose_training
+from coserve.corpus.limits import MAX_EPOCHS, check_training
 from coserve.types import JobSpec, TrainingRequest, TrainingSettings
 from tests.support.records import make_job
 
@@ -29,13 +30,13 @@ def test_any_corpus_gets_settings_that_pass_and_a_bounded_number_of_steps(
     check_training(training)
     assert auto == ("batch_tokens", "epochs", "learning_rate")
     assert training.epochs is not None and 1 <= training.epochs <= MAX_EPOCHS and training.epochs.is_integer()
-    assert Plan(np.array(lengths), training, 4096).total_steps <= 2 * MAX_STEPS
+    assert BatchPlan(np.array(lengths), training, 4096).total_steps <= 2 * MAX_STEPS
 
 
 @pytest.mark.parametrize(("rows", "length"), [(2, 8), (10, 80), (30, 75), (48, 70), (1000, 60)])
 def test_small_corpora_get_enough_steps(rows: int, length: int) -> None:
     training, _ = choose_training(TrainingRequest(), rows=rows, tokens=rows * length, hidden=256)
-    steps = Plan(np.full(rows, length), training, 2048).total_steps
+    steps = BatchPlan(np.full(rows, length), training, 2048).total_steps
     assert steps >= (30 if rows < 4 else 100)
 
 

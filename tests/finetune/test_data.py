@@ -8,9 +8,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from coserve.corpus import rows as rows_module
-from coserve.corpus.data import Corpus, tokenize_rows
-from coserve.corpus.rows import ChatRow, CompletionRow, TextRow, parse_jsonl, parse_row, parse_rows
+from coserve.corpus.jsonl import parse_jsonl
+from coserve.corpus.rows import ChatRow, CompletionRow, CorpusLimits, TextRow, parse_row, parse_rows
+from coserve.corpus.tokenize import tokenize_rows
+from coserve.corpus.tokenized import Corpus
 from coserve.errors import CheckpointUnreadable, EmptyCorpus, InvalidRequest, MalformedRow, NoTargets
 from coserve.pretrained.tokenizer import Tokenizer
 from tests.support.finetuning import random_corpus
@@ -110,7 +111,7 @@ def test_a_corpus_is_sound_however_it_is_cut(
     prompt: str, completion: str, max_length: int, tokenizer: Tokenizer
 ) -> None:
     corpus = tokenize_rows([CompletionRow(1, prompt, completion), TextRow(2, "x" + prompt)], tokenizer, max_length)
-    assert corpus._is_sound() and corpus.lengths.max() <= max_length
+    assert corpus.is_valid() and corpus.lengths.max() <= max_length
     whole_row = tokenize_rows([CompletionRow(1, prompt, completion)], tokenizer, 1000)
     if whole_row.lengths[0] <= max_length:
         assert corpus.row(0)[0].tolist() == whole_row.tokens.tolist()
@@ -207,14 +208,13 @@ def test_files_and_bytes_are_read_alike(tmp_path: Path) -> None:
         list(parse_jsonl(tmp_path / "none.jsonl"))
 
 
-@pytest.mark.parametrize(("name", "limit"), [("MAX_ROWS", 2), ("MAX_ROW_BYTES", 20), ("MAX_BYTES", 60)])
-def test_intake_is_bounded(name: str, limit: int, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("name", "limit"), [("rows", 2), ("row_bytes", 20), ("total_bytes", 60)])
+def test_intake_is_bounded(name: str, limit: int) -> None:
     rows = [{"text": "a"}, {"text": "b"}, {"text": "x" * 60}]
     content = "\n".join(map(json.dumps, rows)).encode()
     assert len(list(parse_jsonl(content))) == 3
-    monkeypatch.setattr(rows_module, name, limit)
     with pytest.raises(MalformedRow, match=f"line 3: expected .*at most {limit}"):
-        list(parse_jsonl(content))
+        list(parse_jsonl(content, CorpusLimits(**{name: limit})))
 
 
 @given(st.binary(max_size=80))

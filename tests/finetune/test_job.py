@@ -8,19 +8,21 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from coserve.corpus.batch_plan import MAX_ROWS_ON_TICK, BatchPlan
+from coserve.corpus.limits import MAX_EPOCHS, MAX_STEPS, check_training, longest_row
+from coserve.corpus.lr_schedule import learning_rate
 from coserve.corpus.packing import pack
-from coserve.corpus.plan import AT_ONCE, MAX_EPOCHS, MAX_STEPS, Plan, check_training, longest_row
 from coserve.errors import InvalidRequest
 from coserve.types import JobState, Schedule, TrainingSettings
 
 LENGTHS = st.lists(st.integers(2, 40), min_size=1, max_size=30)
 
 
-def plan(lengths: list[int], limit: int = 1000, **settings: object) -> Plan:
-    return Plan(np.array(lengths, np.int64), TrainingSettings(**settings), limit)
+def plan(lengths: list[int], limit: int = 1000, **settings: object) -> BatchPlan:
+    return BatchPlan(np.array(lengths, np.int64), TrainingSettings(**settings), limit)
 
 
-def rows_of(steps: Plan, step: int) -> list[int]:
+def rows_of(steps: BatchPlan, step: int) -> list[int]:
     return [row for micro in steps.step(step).micro_batches for row in micro]
 
 
@@ -105,7 +107,7 @@ def test_the_engine_bounds_micro_batches() -> None:
 def test_learning_rates(warmup: int) -> None:
     rates = {
         schedule: [
-            plan([5] * 4, steps=12, learning_rate=1.0, warmup_steps=warmup, schedule=schedule).learning_rate(step)
+            learning_rate(TrainingSettings(learning_rate=1.0, warmup_steps=warmup, schedule=schedule), step, 12)
             for step in range(12)
         ]
         for schedule in Schedule
@@ -162,7 +164,7 @@ def test_settings_that_make_no_sense(name: str, value: float) -> None:
         check_training(training)
     assert refused.value.field == f"training.{name}"
     with pytest.raises(InvalidRequest):
-        Plan(np.array([4]), training, 64)
+        BatchPlan(np.array([4]), training, 64)
 
 
 def test_settings_that_do_not_fit_the_corpus() -> None:
@@ -251,9 +253,9 @@ def test_work_on_many_rows_is_prepared_ahead_and_can_be_stopped() -> None:
     def stop() -> None:
         raise Enough
 
-    lengths = [3] * (2 * AT_ONCE)
+    lengths = [3] * (2 * MAX_ROWS_ON_TICK)
     with pytest.raises(Enough):
-        Plan(np.array(lengths), TrainingSettings(epochs=2), 64, stop)
+        BatchPlan(np.array(lengths), TrainingSettings(epochs=2), 64, stop)
     few_rows_a_step, one_step = plan(lengths, epochs=2, batch_tokens=300), plan(lengths, epochs=2, batch_tokens=1 << 40)
     for one, ahead in ((few_rows_a_step, True), (one_step, False)):
         for step in (0, one.total_steps // 2):  # the first of each epoch

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from coserve.cancellation import Cancellation, Cancelled
-from coserve.corpus import plan as job
+from coserve.corpus import batch_plan
 from coserve.finetune.run import Run
 from coserve.link import JobSucceeded
 from coserve.model.base import Base
@@ -38,7 +38,7 @@ def test_what_belongs_to_many_rows_is_prepared_between_two_steps(
     few, many = Bench(base, tmp_path / "few"), Bench(base, tmp_path / "many")
     changes = {"steps": 6, "batch_tokens": 1000, "validation_split": 0.3, "eval_steps": 2}
     expected = metrics_of(few.train(few.place(CORPUS, job_spec(CORPUS, **changes))))
-    monkeypatch.setattr(job, "AT_ONCE", 1)
+    monkeypatch.setattr(batch_plan, "MAX_ROWS_ON_TICK", 1)
     spec = many.place(CORPUS, job_spec(CORPUS, **changes))
     many.start(spec)
     messages, prepared = [], []

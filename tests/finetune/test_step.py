@@ -6,7 +6,7 @@ import peft
 import pytest
 import torch
 
-from coserve.corpus.data import Corpus
+from coserve.corpus.tokenized import Corpus
 from coserve.finetune.init import new_adapter
 from coserve.finetune.optim import Learner, named_tensors
 from coserve.finetune.step import PackedRows, Stepper, pack_rows, run_to_end

@@ -11,7 +11,7 @@ import numpy as np
 from coserve.adapter_store.files import load_adapter
 from coserve.adapter_store.host import Residency
 from coserve.cancellation import Cancellation
-from coserve.corpus.data import Corpus
+from coserve.corpus.tokenized import Corpus
 from coserve.finetune.trainer import Trainer
 from coserve.kernels.lora.backend import Way
 from coserve.link import FromEngine, JobFailed, JobProgress, JobStarted, JobSucceeded

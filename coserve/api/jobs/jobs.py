@@ -17,7 +17,7 @@ from coserve.api.jobs.ledger import Ledger
 from coserve.api.jobs.submission import Submission
 from coserve.api.jobs.views import JobViews
 from coserve.config import Config
-from coserve.corpus.corpora import MadeCorpus
+from coserve.corpus.staging import PendingCorpus
 from coserve.errors import CoserveError, EngineCrashed, EngineUnavailable, InvalidRequest, QueueFull, WrongJobState
 from coserve.link import CancelJob, PauseJob, ResumeJob, StartJob
 from coserve.offload.pool import HelperPool
@@ -148,7 +148,7 @@ class Jobs:
         if (count := len(registry.unfinished())) >= self._config.max_jobs:
             raise QueueFull(f"{count} jobs wait or run; the daemon takes {self._config.max_jobs}", retry_after=10)
 
-    async def _accept(self, record: JobRecord, corpus: MadeCorpus, key: str | None) -> JobRecord:
+    async def _accept(self, record: JobRecord, corpus: PendingCorpus, key: str | None) -> JobRecord:
         """Corpus on disk, then the row, then the engine."""
         id, adapter = record.spec.id, record.spec.adapter
 
@@ -273,7 +273,7 @@ def _unfinished(registry: Registry) -> list[tuple[JobState, str]]:
     return [(record.state, record.spec.id) for record in registry.unfinished()]
 
 
-def _say_cut(registry: Registry, id: str, corpus: MadeCorpus) -> None:
+def _say_cut(registry: Registry, id: str, corpus: PendingCorpus) -> None:
     """A line in the job's story; the job is accepted whether or not it can be written."""
     try:
         text = f"{corpus.rows_cut} of {corpus.rows} rows were longer than max_length and lost a part"

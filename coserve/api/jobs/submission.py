@@ -16,11 +16,13 @@ from coserve.api.adapters.adapters import refuse_base_name
 from coserve.api.adapters.inspection import Inspection
 from coserve.api.http.parsing import local_path, split_ref
 from coserve.config import Config
-from coserve.corpus.auto import choose_training
-from coserve.corpus.corpora import CorpusFile, MadeCorpus, TokenizeFile, tokenize_file
-from coserve.corpus.data import tokenize_rows
-from coserve.corpus.plan import Plan, check_training, longest_row
-from coserve.corpus.rows import parse_jsonl, parse_rows
+from coserve.corpus.batch_plan import BatchPlan
+from coserve.corpus.defaults import choose_training
+from coserve.corpus.jsonl import parse_jsonl
+from coserve.corpus.limits import check_training, longest_row
+from coserve.corpus.rows import parse_rows
+from coserve.corpus.staging import PendingCorpus, StagedCorpus, TokenizeFile, tokenize_file
+from coserve.corpus.tokenize import tokenize_rows
 from coserve.errors import BaseMismatch, InvalidRequest
 from coserve.offload.pool import HelperPool
 from coserve.pretrained.tokenizer import Tokenizer
@@ -54,7 +56,7 @@ class Submission:
 
     async def prepare(
         self, request: FinetuneRequest, upload: Path | None, spec: BaseSpec
-    ) -> tuple[JobRecord, MadeCorpus]:
+    ) -> tuple[JobRecord, PendingCorpus]:
         """The job's record (its version is still to be given out) and its corpus.
 
         Raises `InvalidRequest`, `CorpusError` leaves (with the line), `AdapterNotFound`, `BaseMismatch`,
@@ -75,7 +77,7 @@ class Submission:
                 targets=corpus.target_tokens,
                 hidden=spec.hidden,
             )
-            plan = await asyncio.to_thread(Plan, await asyncio.to_thread(corpus.read_lengths), training, limit)
+            plan = await asyncio.to_thread(BatchPlan, await asyncio.to_thread(corpus.read_lengths), training, limit)
         except BaseException:
             corpus.discard()
             raise
@@ -122,7 +124,7 @@ class Submission:
             )
         return record, await self._inspection.settings(self._folder.adapter(record.ref), spec)
 
-    async def _tokenize(self, source: list[dict[str, Any]] | Path, longest: int) -> MadeCorpus:
+    async def _tokenize(self, source: list[dict[str, Any]] | Path, longest: int) -> PendingCorpus:
         """A few rows in a thread, a file that may be large in a helper process, which ends when the client leaves."""
         if isinstance(source, list):
             return await asyncio.to_thread(tokenize_rows, parse_rows(source), self._tokenizer, longest)
@@ -135,7 +137,7 @@ class Submission:
         except BaseException:
             await uncancelled(asyncio.create_task(asyncio.to_thread(shutil.rmtree, folder, ignore_errors=True)))
             raise
-        return msgspec.msgpack.decode(found, type=CorpusFile)
+        return msgspec.msgpack.decode(found, type=StagedCorpus)
 
     def _source(self, request: FinetuneRequest, upload: Path | None) -> list[dict[str, Any]] | Path:
         given = [name for name in ("data", "path") if getattr(request, name) is not None]

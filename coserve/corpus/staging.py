@@ -1,4 +1,4 @@
-"""Corpora that a helper process tokenised: a file, and what the API process must know of it. No torch."""
+"""Corpora on their way into a job's folder; the helper-process task that tokenises a large file. No torch."""
 
 from __future__ import annotations
 
@@ -12,14 +12,15 @@ import numpy as np
 import numpy.typing as npt
 from safetensors import safe_open
 
-from coserve.corpus.data import tokenize_rows
-from coserve.corpus.rows import Row, parse_jsonl
+from coserve.corpus.jsonl import parse_jsonl
+from coserve.corpus.rows import Row
+from coserve.corpus.tokenize import tokenize_rows
 from coserve.offload.protocol import Context
 from coserve.state.durable import move_file
 
 
-class MadeCorpus(Protocol):
-    """A tokenised corpus on its way into a job's folder: a `Corpus` in memory, or a `CorpusFile`."""
+class PendingCorpus(Protocol):
+    """A tokenised corpus not yet in a job's folder: a `Corpus` in memory, or a `StagedCorpus` on disk."""
 
     @property
     def rows(self) -> int: ...
@@ -35,8 +36,8 @@ class MadeCorpus(Protocol):
     def discard(self) -> None: ...
 
 
-class CorpusFile(msgspec.Struct, frozen=True):
-    """A corpus in a staged file, alone in its folder. `save` moves it, `discard` deletes it; both delete the folder."""
+class StagedCorpus(msgspec.Struct, frozen=True):
+    """A corpus file in a temporary folder of its own. `save` moves the file, `discard` deletes it; both delete the folder."""
 
     path: str
     rows: int
@@ -45,13 +46,13 @@ class CorpusFile(msgspec.Struct, frozen=True):
     rows_cut: int
 
     def read_lengths(self) -> npt.NDArray[np.int64]:
-        """Tokens of each row (S)."""
+        """Tokens of each row: int64 (S)."""
         with safe_open(self.path, framework="numpy") as file:
             bounds: npt.NDArray[np.int64] = file.get_tensor("bounds")
         return np.diff(bounds)
 
     def save(self, path: Path) -> None:
-        """Durable when it returns. Raises `StorageFull`, `StorageFailed`; then the staged file is gone."""
+        """Durable when it returns. Raises `StorageFull`, `StorageFailed`; the staged file is deleted then, too."""
         try:
             move_file(Path(self.path), path, point="corpus")
         finally:
@@ -70,18 +71,18 @@ class TokenizeFile(msgspec.Struct, frozen=True):
 
 
 def tokenize_file(context: Context, arguments: bytes, body: bytes) -> bytes:
-    """The task: a `CorpusFile` as MessagePack. Raises `CorpusError` leaves, `StorageFull`, `StorageFailed`."""
-    asked = msgspec.msgpack.decode(arguments, type=TokenizeFile)
-    rows = _told(parse_jsonl(Path(asked.source)), context.progress)
-    corpus = tokenize_rows(rows, context.tokenizer, asked.max_length)
-    corpus.save(Path(asked.target))
+    """Task of a helper process: `TokenizeFile` in, `StagedCorpus` out, as MessagePack. Raises `CorpusError` leaves, `StorageFull`, `StorageFailed`."""
+    request = msgspec.msgpack.decode(arguments, type=TokenizeFile)
+    rows = _with_progress(parse_jsonl(Path(request.source)), context.progress)
+    corpus = tokenize_rows(rows, context.tokenizer, request.max_length)
+    corpus.save(Path(request.target))
     return msgspec.msgpack.encode(
-        CorpusFile(asked.target, corpus.rows, corpus.token_count, corpus.target_tokens, corpus.rows_cut)
+        StagedCorpus(request.target, corpus.rows, corpus.token_count, corpus.target_tokens, corpus.rows_cut)
     )
 
 
-def _told(rows: Iterable[Row], progress: Callable[[], None]) -> Iterator[Row]:
-    """The rows, with a sign of life before each."""
+def _with_progress(rows: Iterable[Row], progress: Callable[[], None]) -> Iterator[Row]:
+    """Call `progress` before each row, so that the caller knows that the process is alive."""
     for row in rows:
         progress()
         yield row

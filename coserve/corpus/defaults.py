@@ -1,15 +1,15 @@
-"""The training settings that a user leaves to the daemon: epochs, batch and learning rate. Pure; no torch.
+"""Default epochs, batch size and learning rate, chosen from the corpus and the base. Pure; no torch.
 
-The rules, and what they rest on (docs/decisions.md has the measurements):
+The rules and their sources (docs/decisions.md has the measurements):
 
 - `learning_rate`: the best rate for LoRA is about ten times that of full fine-tuning, depends little on the rank, and
   falls with the base's width (Thinking Machines, "LoRA Without Regret", 2025): `5e-4 * 2048 / hidden`.
-- `batch_tokens`: LoRA loses more to large batches than full fine-tuning does (same source), and a small corpus in large
-  batches has too few steps. An epoch has about 16 steps; a batch has 64 to 8192 tokens.
-  Where less than a quarter of the tokens is learned (long templates and prompts, short answers), the lower bound counts
-  four tokens for each one learned: the same answers then get as many epochs behind a long template as behind a short one.
-- `epochs`: at least 3, and more for a small corpus, until it has had about 200 steps or 30 epochs. A corpus of
-  more than 20,000 steps in three epochs gets fewer, down to 1.
+- `batch_tokens`: large batches hurt LoRA more than full fine-tuning (same source), and a small corpus in large batches has
+  too few steps. So an epoch has about 16 steps, and a batch 64 to 8192 tokens. If less than a quarter of the tokens are
+  targets (long prompts, short answers), the lower bound counts four tokens for each target: the same answers then get as
+  many epochs behind a long template as behind a short one.
+- `epochs`: at least 3; for a small corpus more, up to about 200 steps or 30 epochs. A corpus that would need more than
+  20,000 steps in three epochs gets fewer, down to 1.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ MAX_STEPS = 20_000
 USUAL_EPOCHS = 3
 MAX_EPOCHS = 30
 MAX_CONTEXT_SHARE = 4
-"""Tokens that count for each one that is learned, at most."""
+"""Most tokens counted per target token."""
 RATE_AT_2048 = 5e-4
 RATE_BOUNDS = (1e-4, 4e-3)
 
@@ -36,11 +36,10 @@ RATE_BOUNDS = (1e-4, 4e-3)
 def choose_training(
     request: TrainingRequest, *, rows: int, tokens: int, hidden: int, targets: int | None = None
 ) -> tuple[TrainingSettings, tuple[str, ...]]:
-    """The settings with every "auto" replaced, and the names of the fields that were chosen here.
+    """Replace every "auto"; return the settings and the names of the fields that were chosen.
 
-    `rows`, `tokens` and `targets` (the tokens that are learned; None: all) are those of the corpus, once through; `hidden`
-    is the base's width. Explicit values stay as they
-    are, and the others follow them: with a given batch, epochs are counted in its steps.
+    `rows`, `tokens` and `targets` (target tokens; None: all) count the corpus once; `hidden` is the base's hidden size.
+    Explicit values stay, and the others follow them: with an explicit batch size, epochs are chosen by its steps.
     """
     chosen: list[str] = []
     batch, rate, epochs = request.batch_tokens, request.learning_rate, request.epochs
@@ -60,20 +59,20 @@ def choose_training(
 
 
 def choose_learning_rate(hidden: int) -> float:
-    """Two digits, so that it reads well where it is told."""
+    """Rounded to two digits, because users see it."""
     low, high = RATE_BOUNDS
     return float(f"{min(high, max(low, RATE_AT_2048 * 2048 / max(1, hidden))):.1e}")
 
 
 def choose_batch_tokens(tokens: int, targets: int | None = None) -> int:
-    """A sixteenth of the corpus, within bounds; the lower one counts little of what is context, the upper one all."""
+    """A sixteenth of the corpus within bounds. The lower bound counts at most `MAX_CONTEXT_SHARE` tokens per target."""
     counted = tokens if targets is None else min(tokens, MAX_CONTEXT_SHARE * max(1, targets))
     batch = max(MIN_BATCH_TOKENS, math.ceil(counted / STEPS_PER_EPOCH)) * tokens / max(1, counted)
     return min(MAX_BATCH_TOKENS, math.ceil(batch))
 
 
 def choose_epochs(steps_per_epoch: int) -> float:
-    """Whole epochs."""
+    """A whole number of epochs."""
     steps = max(1, steps_per_epoch)
     wanted = max(USUAL_EPOCHS, math.ceil(MIN_STEPS / steps))
     return float(max(1, min(wanted, MAX_EPOCHS, MAX_STEPS // steps)))

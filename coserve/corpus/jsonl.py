@@ -1,0 +1,76 @@
+"""Read rows from JSONL files, strictly. No torch."""
+
+from __future__ import annotations
+
+import io
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import BinaryIO, NoReturn
+
+from coserve.corpus.rows import LIMITS, CorpusLimits, Row, parse_row
+from coserve.errors import EmptyCorpus, MalformedRow
+from coserve.state.durable import disk_errors
+
+
+def parse_jsonl(source: bytes | Path, limits: CorpusLimits = LIMITS) -> Iterator[Row]:
+    """Rows of a JSONL file, read line by line; empty lines are skipped but counted.
+
+    Raises `MalformedRow` with the line: not JSON, not UTF-8, a duplicate or unknown field, NaN or Infinity, more
+    than `limits` allow. Raises `EmptyCorpus` for a file that cannot be opened.
+    """
+    with io.BytesIO(source) if isinstance(source, bytes) else _open(source) as file:
+        read = 0
+        for line, content in enumerate(iter(lambda: file.readline(limits.row_bytes + 1), b""), start=1):
+            read += len(content)
+            limits.check_line(line)
+            if len(content) > limits.row_bytes:
+                raise MalformedRow(f"expected at most {limits.row_bytes} bytes a line", line=line)
+            if read > limits.total_bytes:
+                raise MalformedRow(f"expected a corpus of at most {limits.total_bytes} bytes", line=line)
+            if content.strip():
+                yield parse_row(_decode_line(content, line), line)
+
+
+def _open(path: Path) -> BinaryIO:
+    try:
+        with disk_errors():
+            return path.open("rb")
+    except OSError as error:
+        raise EmptyCorpus(f"the corpus cannot be read: {error.strerror}", field="path") from error
+
+
+def _decode_line(content: bytes, line: int) -> object:
+    """Decode strict JSON: no NaN, no Infinity, no duplicate field."""
+    try:
+        text = content.decode("utf-8-sig" if line == 1 else "utf-8")
+        found: object = json.loads(text, object_pairs_hook=_object, parse_constant=_refuse, parse_float=_finite)
+    except UnicodeDecodeError as error:
+        raise MalformedRow("expected UTF-8", line=line) from error
+    except json.JSONDecodeError as error:
+        raise MalformedRow(f"expected JSON: {error.msg} (column {error.colno})", line=line) from error
+    except ValueError as error:
+        raise MalformedRow(str(error)[:200], line=line) from error
+    except RecursionError as error:
+        raise MalformedRow("expected JSON of moderate depth", line=line) from error
+    return found
+
+
+def _object(pairs: list[tuple[str, object]]) -> dict[str, object]:
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        seen: set[str] = set()
+        twice = next(name for name, _ in pairs if name in seen or seen.add(name))  # type: ignore[func-returns-value]
+        raise ValueError(f"field {twice!r:.80} twice in one object")
+    return found
+
+
+def _refuse(constant: str) -> NoReturn:
+    raise ValueError(f"expected a finite number, got {constant}")
+
+
+def _finite(digits: str) -> float:
+    number = float(digits)
+    if number in (float("inf"), float("-inf")):
+        _refuse(digits[:40])
+    return number

@@ -1,0 +1,70 @@
+"""Which training settings are valid, and how long a row and a micro-batch may be. Pure; no torch."""
+
+from __future__ import annotations
+
+from coserve.errors import InvalidRequest
+from coserve.types import TrainingSettings
+
+MAX_STEPS = 1_000_000
+MAX_EPOCHS = 1000
+
+
+def check_training(training: TrainingSettings) -> None:
+    """Raises `InvalidRequest` with the field for settings that are invalid for any corpus."""
+    if training.epochs is not None and training.steps is not None:
+        raise InvalidRequest("expected epochs or steps, got both", field="training.steps")
+    at_least: dict[str, float] = {
+        "steps": 1,
+        "batch_tokens": 1,
+        "micro_batch_tokens": 1,
+        "max_length": 2,
+        "warmup_steps": 0,
+        "max_grad_norm": 0,
+        "weight_decay": 0,
+        "early_stopping_patience": 1,
+        "eval_steps": 1,
+        "checkpoint_steps": 1,
+        "seed": 0,
+    }
+    for name, least in at_least.items():
+        value = getattr(training, name)
+        if value is not None and not least <= value < 2**62:
+            raise InvalidRequest(
+                f"expected at least {least:g} and less than 2^62, got {value}", field=f"training.{name}"
+            )
+    if training.steps is not None and training.steps > MAX_STEPS:
+        raise InvalidRequest(f"expected at most {MAX_STEPS}, got {training.steps}", field="training.steps")
+    if training.epochs is not None and not 0 < training.epochs <= MAX_EPOCHS:
+        raise InvalidRequest(
+            f"expected more than 0 and at most {MAX_EPOCHS}, got {training.epochs}", field="training.epochs"
+        )
+    if not 0 < training.learning_rate <= 100:
+        raise InvalidRequest(
+            f"expected more than 0 and at most 100, got {training.learning_rate}", field="training.learning_rate"
+        )
+    for name in ("beta1", "beta2", "validation_split"):
+        if not 0 <= getattr(training, name) < 1:
+            got = getattr(training, name)
+            raise InvalidRequest(f"expected at least 0 and less than 1, got {got}", field=f"training.{name}")
+    if not 0 < training.eps <= 1:
+        raise InvalidRequest(f"expected more than 0 and at most 1, got {training.eps}", field="training.eps")
+    if training.early_stopping_patience is not None and training.validation_split == 0:
+        raise InvalidRequest("expected a validation_split above 0", field="training.early_stopping_patience")
+
+
+def longest_row(training: TrainingSettings, context: int, micro_batch_tokens: int) -> int:
+    """Largest tokens per row: the least of `max_length`, the base's context length and one micro-batch.
+
+    Raises `InvalidRequest` for a `max_length` above the context length.
+    """
+    if training.max_length is not None and training.max_length > context:
+        raise InvalidRequest(
+            f"expected at most the base's context of {context} tokens, got {training.max_length}",
+            field="training.max_length",
+        )
+    return min(training.max_length or context, context, micro_batch_limit(training, micro_batch_tokens))
+
+
+def micro_batch_limit(training: TrainingSettings, micro_batch_tokens: int) -> int:
+    """Tokens per forward: what the job asks for, at most `micro_batch_tokens`, the engine's limit."""
+    return min(training.micro_batch_tokens or micro_batch_tokens, micro_batch_tokens)

@@ -1,0 +1,111 @@
+"""Tokenise rows and mark the tokens that contribute to the loss. No torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from coserve.corpus.rows import ChatRow, CompletionRow, Row, TextRow
+from coserve.corpus.tokenized import Corpus
+from coserve.errors import EmptyCorpus, InvalidRequest, MalformedRow, NoTargets
+from coserve.pretrained.tokenizer import Tokenizer
+
+MAX_TOKENS = 1 << 30
+"""Of a whole corpus."""
+
+
+@dataclass(frozen=True)
+class TokenizedRow:
+    """`targets[i]`: token i contributes to the loss. `cut`: the row was truncated."""
+
+    tokens: list[int]
+    targets: list[bool]
+    cut: bool = False
+
+
+def tokenize_rows(rows: Iterable[Row], tokenizer: Tokenizer, max_length: int) -> Corpus:
+    """Tokenise `rows` in order, each to at most `max_length` tokens.
+
+    Targets (tokens that contribute to the loss): of a text all tokens, of a completion its tokens, of a chat the
+    assistant's turns with their end-of-turn token. Texts and completions end with EOS, which is a target too. The first
+    token of a row is never a target, because no token precedes it.
+
+    Truncation: a text or chat loses its end (a text its EOS too). A prompt loses its beginning except a BOS token, so that
+    the completion stays whole; only if that is not enough does the completion lose its end.
+
+    Raises `NoTargets` and `MalformedRow` (a chat that the template refuses) with the row's line, `EmptyCorpus`.
+    """
+    if max_length < 2:
+        raise InvalidRequest(f"expected at least 2, got {max_length}", field="training.max_length")
+    tokens: list[npt.NDArray[np.int32]] = []
+    targets: list[npt.NDArray[np.uint8]] = []
+    bounds, cut = [0], 0
+    for row, tokenized in _tokenized_rows(rows, tokenizer, max_length):
+        if not any(tokenized.targets):
+            raise NoTargets("the row has nothing to learn", line=row.line)
+        tokens.append(np.array(tokenized.tokens, np.int32))
+        targets.append(np.array(tokenized.targets, np.uint8))
+        bounds.append(bounds[-1] + len(tokenized.tokens))
+        cut += tokenized.cut
+        if bounds[-1] > MAX_TOKENS:
+            raise MalformedRow(f"expected a corpus of at most {MAX_TOKENS} tokens", line=row.line)
+    if not tokens:
+        raise EmptyCorpus("expected at least one row")
+    return Corpus(np.concatenate(tokens), np.concatenate(targets), np.array(bounds, np.int64), cut)
+
+
+def _tokenized_rows(rows: Iterable[Row], tokenizer: Tokenizer, max_length: int) -> Iterator[tuple[Row, TokenizedRow]]:
+    for row in rows:
+        match row:
+            case TextRow(text=text):
+                tokenized = _text(text, tokenizer, max_length)
+            case CompletionRow(prompt=prompt, completion=completion):
+                tokenized = _completion(prompt, completion, tokenizer, max_length)
+            case ChatRow():
+                tokenized = _chat(row, tokenizer, max_length)
+        if tokenized.targets:
+            tokenized.targets[0] = False
+        yield row, tokenized
+
+
+def _eos(tokenizer: Tokenizer) -> list[int]:
+    return [] if not tokenizer.eos_token_ids else [tokenizer.eos_token_ids[0]]
+
+
+def _text(text: str, tokenizer: Tokenizer, max_length: int) -> TokenizedRow:
+    if not text.strip():
+        return TokenizedRow([], [])
+    tokens = tokenizer.encode(text)
+    if not tokens or tokens[-1] not in tokenizer.eos_token_ids:
+        tokens += _eos(tokenizer)
+    kept = tokens[:max_length]
+    return TokenizedRow(kept, [True] * len(kept), cut=len(kept) < len(tokens))
+
+
+def _completion(prompt: str, completion: str, tokenizer: Tokenizer, max_length: int) -> TokenizedRow:
+    if not completion:
+        return TokenizedRow([], [])
+    before = tokenizer.encode(prompt)
+    after = tokenizer.encode_continuation(completion) if prompt else tokenizer.encode(completion, add_special=False)
+    after += _eos(tokenizer)
+    head = before[:1] if before[:1] == [tokenizer.bos_token_id] else []
+    prompt_limit = min(max(max_length - len(after), len(head) + 1 if prompt else len(head)), max_length - 1)
+    total = len(before) + len(after)
+    if len(before) > prompt_limit:
+        before = head + before[len(before) - prompt_limit + len(head) :]
+    after = after[: max_length - len(before)]
+    targets = [False] * len(before) + [True] * len(after)
+    return TokenizedRow(before + after, targets, cut=len(targets) < total)
+
+
+def _chat(row: ChatRow, tokenizer: Tokenizer, max_length: int) -> TokenizedRow:
+    if not any(message["role"] == "assistant" and message.get("weight") != 0 for message in row.messages):
+        return TokenizedRow([], [])
+    try:
+        tokens, targets = tokenizer.encode_chat_for_training(row.messages)
+    except InvalidRequest as error:
+        raise MalformedRow(error.message, line=row.line, field="messages") from error
+    return TokenizedRow(tokens[:max_length], targets[:max_length], cut=len(tokens) > max_length)
