@@ -38,9 +38,8 @@ def main() -> None:
     parser.add_argument("after", type=Path)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--commits", default="", help="the two revisions, with a comma")
-    parser.add_argument("command", nargs=argparse.REMAINDER, help="what runs in both, behind --")
-    options = parser.parse_args()
-    command = options.command[1:] if options.command[:1] == ["--"] else options.command
+    split = sys.argv.index("--")
+    options, command = parser.parse_args(sys.argv[1:split]), sys.argv[split + 1 :]
     found = {
         name: run(tree.resolve(), command) for name, tree in (("before", options.before), ("after", options.after))
     }
