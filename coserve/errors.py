@@ -317,3 +317,10 @@ class DataFolderInUse(StartupError):
 class EngineFault(Exception):
     """What requests and jobs share in the engine cannot be trusted any more: its process ends. Nobody is answered with it;
     any other error ends the request or the job whose work raised it."""
+
+
+def failure_text(error: Exception) -> tuple[str, str]:
+    """The code and the message that the end of a request or a job is told with. Of a fault of our own, its type alone."""
+    if isinstance(error, CoserveError):
+        return error.code, error.message
+    return InternalError.code, f"internal error ({type(error).__name__}); the daemon's log says where"

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import time
+from collections.abc import Callable
 
 import msgspec
 from aiohttp import web
@@ -35,8 +37,8 @@ STREAMS_TIMEOUT = 5.0
 ROUTES = web.AppKey("routes", tuple[Route, ...])
 
 
-def make_app(service: Service, config: Config) -> web.Application:
-    """The application over a service. The caller opens and closes the service."""
+def make_app(service: Service, config: Config, clock: Callable[[], float] = time.monotonic) -> web.Application:
+    """The application over a service. The caller opens and closes the service. `clock`: seconds, for idle connections."""
     intake = Intake(
         service.helpers,
         lambda: None if service.engine.ready is None else service.engine.ready.spec.context,
@@ -63,7 +65,7 @@ def make_app(service: Service, config: Config) -> web.Application:
         default = OPENAI if is_openai(request.path) else NATIVE
         return shapes.get(request.match_info.route.name or "", default)
 
-    connections = Connections(config.max_connections)
+    connections = Connections(config.max_connections, clock)
     app = web.Application(middlewares=[guard(gate, service.metrics.answered, shape_of), connections.middleware()])
     app[SERVICE], app[ROUTES], app[CONNECTIONS] = service, routes, connections
     for route in routes:

@@ -21,7 +21,7 @@ from coserve.adapter_store.fetches import Fetches
 from coserve.adapter_store.interface import Adapters
 from coserve.engine.jobs import Jobs
 from coserve.engine.ports import Generates, Trains, Upgrades
-from coserve.errors import CoserveError, EngineFault, EngineUnavailable, InternalError, QueueFull
+from coserve.errors import CoserveError, EngineFault, EngineUnavailable, QueueFull, failure_text
 from coserve.link import (
     Admitted,
     CancelJob,
@@ -217,11 +217,9 @@ class Engine:
         """Report `error` as the request's end; re-raise an `EngineFault`."""
         if isinstance(error, EngineFault):
             raise error
-        if isinstance(error, CoserveError):
-            code, message = error.code, error.message
-        else:
+        if not isinstance(error, CoserveError):
             log.error("request %s: internal error", request.id, exc_info=error)
-            code, message = InternalError.code, f"internal error ({type(error).__name__})"
+        code, message = failure_text(error)
         self._link.send(RequestFailed(id=request.id, code=code, message=message))
 
     def _emit_tokens(self, messages: Sequence[Tokens | RequestFailed], now: float) -> None:

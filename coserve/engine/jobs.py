@@ -17,7 +17,7 @@ from functools import partial
 
 from coserve.cancellation import Cancellation
 from coserve.engine.ports import Trains
-from coserve.errors import CoserveError, EngineFault, InternalError
+from coserve.errors import CoserveError, EngineFault, failure_text
 from coserve.link import FromEngine, JobCancelled, JobFailed, JobPaused, JobStarted, JobSucceeded, JobWaiting
 from coserve.queues.finetune import JobQueue
 from coserve.state.retries import FOR_EVER, Retries
@@ -244,12 +244,9 @@ class Jobs:
         """Report `error` as the job's end; re-raise an `EngineFault`."""
         if isinstance(error, EngineFault):
             raise error
-        if isinstance(error, CoserveError):
-            code, message = error.code, error.message
-        else:
+        if not isinstance(error, CoserveError):
             log.error("job %s: internal error", job, exc_info=error)
-            code = InternalError.code
-            message = f"internal error ({type(error).__name__}); the daemon's log says where"
+        code, message = failure_text(error)
         self._retire(job)
         self._send(JobFailed(id=job, code=code, message=message))
 

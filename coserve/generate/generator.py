@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from coserve.adapter_store.pages import AdapterPages
-from coserve.errors import EngineFault, InternalError, InvalidRequest
+from coserve.errors import EngineFault, InvalidRequest, failure_text
 from coserve.generate.batch import Batch, pack
 from coserve.generate.checks import allowed_tokens, check_room, no_token_error
 from coserve.generate.sampling.sampler import Choice, NoToken, Row, choose
@@ -237,8 +237,8 @@ class Generator:
                 self._end(sequence)
         except Exception as broken:
             raise EngineFault("the pages of a request that failed cannot be given back") from broken
-        message = f"internal error ({type(error).__name__})"
-        return RequestFailed(id=sequence.id, code=InternalError.code, message=message)
+        code, message = failure_text(error)
+        return RequestFailed(id=sequence.id, code=code, message=message)
 
     def _launch(self, shares: list[Share]) -> Flight:
         assert self._runner is not None, "steps are launched by a runner"

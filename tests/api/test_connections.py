@@ -35,9 +35,22 @@ LIMIT = 4
 Streams = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 
 
+@dataclass
+class Clock:
+    now: float = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
 @pytest.fixture
-async def api(tmp_path: Path) -> AsyncIterator[Api]:
-    async with serve_api(tmp_path / "data", max_connections=LIMIT) as api:
+def clock() -> Clock:
+    return Clock()
+
+
+@pytest.fixture
+async def api(tmp_path: Path, clock: Clock) -> AsyncIterator[Api]:
+    async with serve_api(tmp_path / "data", max_connections=LIMIT, clock=clock) as api:
         yield api
 
 
@@ -60,14 +73,6 @@ async def close(*opened: Streams) -> None:
         writer.close()
         with contextlib.suppress(ConnectionError):
             await writer.wait_closed()
-
-
-@dataclass
-class Clock:
-    now: float = 0.0
-
-    def __call__(self) -> float:
-        return self.now
 
 
 class Gated(web.Response):
@@ -173,11 +178,11 @@ async def test_bytes_that_are_added_do_not_count_against_the_reader() -> None:
     assert not await after_the_deadline(written=70_000, waiting=60_000)
 
 
-async def test_idle_connections_make_room(api: Api) -> None:
+async def test_idle_connections_make_room(api: Api, clock: Clock) -> None:
     opened = [await connect(api) for _ in range(LIMIT)]
     for streams in opened:
         assert await ask(streams, "/adapters") == 200
-    await asyncio.sleep(1.2 * GRACE)
+    clock.now += 2 * GRACE
     newer = [await connect(api) for _ in range(LIMIT)]
     for streams in newer:
         assert await ask(streams, "/adapters") == 200
@@ -186,7 +191,7 @@ async def test_idle_connections_make_room(api: Api) -> None:
     await close(*opened, *newer)
 
 
-async def test_busy_connections_stay_and_health_answers(api: Api) -> None:
+async def test_busy_connections_stay_and_health_answers(api: Api, clock: Clock) -> None:
     api.engine.go_requests.clear()
     body = b'{"prompt": "x"}'
     opened = [await connect(api) for _ in range(LIMIT)]
@@ -194,7 +199,7 @@ async def test_busy_connections_stay_and_health_answers(api: Api) -> None:
         writer.write(b"POST /generate HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n")
         writer.write(f"Content-Length: {len(body)}\r\n\r\n".encode() + body)
     await api.engine.saw(Generate, LIMIT)
-    await asyncio.sleep(1.2 * GRACE)
+    clock.now += 2 * GRACE
     further = [await connect(api), await connect(api)]
     assert await ask(further[0], "/health") == 200
     assert await ask(further[1], "/adapters") == 503
@@ -252,15 +257,18 @@ def test_the_limit_is_raised_and_connections_fit_into_it() -> None:
 
 
 SERVER = """
-import asyncio, resource, sys
+import asyncio, resource, sys, time
 from pathlib import Path
 from coserve.api.http.connections import connection_limit, quiet_accept
 from tests.support.api_server import serve_api
 
+def fast():
+    return 1000 * time.monotonic()
+
 async def main():
     resource.setrlimit(resource.RLIMIT_NOFILE, (160, 160))
     asyncio.get_running_loop().set_exception_handler(quiet_accept())
-    async with serve_api(Path(sys.argv[1]), max_connections=connection_limit(1024)) as api:
+    async with serve_api(Path(sys.argv[1]), max_connections=connection_limit(1024), clock=fast) as api:
         print(api.port, flush=True)
         await asyncio.to_thread(sys.stdin.read)
 
@@ -280,7 +288,6 @@ async def test_a_process_with_few_descriptors_outlives_a_crowd(tmp_path: Path) -
     assert process.stderr is not None
     port = int(await process.stdout.readline())
     crowd = [await asyncio.open_connection("127.0.0.1", port) for _ in range(200)]
-    await asyncio.sleep(1.2 * GRACE)
     import aiohttp
 
     async with aiohttp.ClientSession(f"http://127.0.0.1:{port}") as http:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncIterator, Iterable
+import time
+from collections.abc import AsyncIterator, Callable, Iterable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from functools import cache
@@ -128,10 +129,11 @@ async def serve_api(
     context: int = CONTEXT,
     patience: Backoff = PATIENCE,
     cutter: Cutter | None = None,
+    clock: Callable[[], float] = time.monotonic,
     **settings: Any,
 ) -> AsyncIterator[Api]:
     """The API over the data folder at `path`; `settings` are those of `Config`, `patience`: with a locked registry,
-    `cutter` cancels handlers."""
+    `cutter` cancels handlers, `clock` tells how long connections have been idle."""
     config = Config(data_dir=path, **settings)
     folder = DataFolder(path)
     with folder.lock():
@@ -139,7 +141,7 @@ async def serve_api(
             lambda: Registry(folder.database), backoff=patience, reserve=Reserve(folder.reserve, RESERVE)
         )
         service = Service(config, folder, registry, tokenizer())
-        app = make_app(service, config)
+        app = make_app(service, config, clock)
         if cutter is not None:
             app.middlewares.insert(0, cutter.middleware())
         runner = make_runner(app, config)
