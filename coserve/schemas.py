@@ -345,6 +345,17 @@ class BaseInfo(Wire, frozen=True):
     vocab: int
 
 
+class Pointers(Wire, frozen=True):
+    """What `GET /` answers: where to look."""
+
+    version: str
+    docs: dict[str, str]
+    """Pages in the project's repository, and what they are about."""
+    name: str = "coserve"
+    health: str = "/health"
+    openapi: str = "/openapi.json"
+
+
 class Health(Wire, frozen=True):
     """`ok`; `starting`: the engine is not there yet; `degraded`: it is gone and being restarted (HTTP status 503)."""
 

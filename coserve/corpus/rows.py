@@ -147,22 +147,26 @@ _FORMATS: dict[str, type[_Format]] = {
 }
 
 
+FORMATS = (
+    'a row is {"text"}, {"prompt", "completion"}, {"messages": [{"role", "content"}, ...]}, '
+    '{"instruction", "output"} (alpaca; "input" may be added) or {"conversations": [{"from", "value"}, ...]} (ShareGPT)'
+)
+"""What every error of a row's shape ends with."""
+
+
 def parse_row(obj: object, line: int) -> Row:
     """Convert decoded JSON to a row. Raises `MalformedRow` with `line`, which counts from 1."""
     if not isinstance(obj, dict):
-        raise MalformedRow(f"expected an object, got {type(obj).__name__}", line=line)
+        raise MalformedRow(f"expected an object, got {type(obj).__name__}; {FORMATS}", line=line)
     row_format = next((_FORMATS[key] for key in _FORMATS if key in obj), None)
     if row_format is None:
         found = ", ".join(sorted(repr(key)[:40] for key in list(obj)[:8])) or "none"
-        raise MalformedRow(
-            "expected the fields of a text, prompt/completion, messages, alpaca or ShareGPT row, got " + found,
-            line=line,
-        )
+        raise MalformedRow(f"expected the fields of a row, got {found}; {FORMATS}", line=line)
     try:
         row = msgspec.convert(obj, row_format).row(line)
         msgspec.json.encode(row)  # raises for text that UTF-8, and so the tokenizer, cannot hold
     except msgspec.ValidationError as error:
-        raise MalformedRow(str(error)[:300], line=line) from error
+        raise MalformedRow(f"{str(error)[:300]}; {FORMATS}", line=line) from error
     except UnicodeEncodeError as error:
         raise MalformedRow("expected valid Unicode, got half of a surrogate pair", line=line) from error
     return row

@@ -51,6 +51,15 @@ async def test_the_description_is_whole(api: Api) -> None:
     assert "lora_alpha" in schemas["LoraSettings"]["description"], "so are PEFT's names for ours"
 
 
+async def test_the_root_says_where_to_look(api: Api) -> None:
+    status, found = await api.call("GET", "/")
+    assert (status, found["name"]) == (200, "coserve")
+    for path in (found["health"], found["openapi"]):
+        assert (await api.call("GET", path))[0] == 200
+    for page in found["docs"]:
+        assert (Path(__file__).parents[2] / page).is_file()
+
+
 BODIES = {
     ("post", path)
     for path in (

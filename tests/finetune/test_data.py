@@ -192,6 +192,14 @@ def test_malformed_rows_are_refused_with_their_line(content: str) -> None:
     assert refused.value.line == 3 and len(str(refused.value)) < 600
 
 
+@pytest.mark.parametrize("row", ["x", {"txt": "a"}, {"text": 5}, {"prompt": "a"}, {"messages": [{"role": "me"}]}])
+def test_the_error_of_a_row_lists_the_formats(row: object) -> None:
+    with pytest.raises(MalformedRow) as refused:
+        list(parse_rows([row]))
+    for field in ("text", "prompt", "completion", "messages", "instruction", "output", "conversations"):
+        assert f'"{field}"' in refused.value.message
+
+
 def test_bytes_that_are_no_text() -> None:
     with pytest.raises(MalformedRow, match="line 1: expected UTF-8"):
         list(parse_jsonl(b'{"text": "\xff"}'))

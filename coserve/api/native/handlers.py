@@ -9,6 +9,7 @@ import msgspec
 from aiohttp import web
 from msgspec import UNSET, UnsetType
 
+from coserve import __version__
 from coserve.api.generation.collect import collect_native
 from coserve.api.http.answers import answer, describe
 from coserve.api.http.intake import Intake, is_upload
@@ -19,9 +20,23 @@ from coserve.api.tgi.handlers import TgiApi, refuse_tgi
 from coserve.api.tgi.schemas import TgiRequest
 from coserve.config import Config
 from coserve.errors import CoserveError, InvalidRequest, RequestError
-from coserve.schemas import STREAM_END, ErrorBody, FinetuneRequest, GenerateRequest, ImportRequest, RollbackRequest
+from coserve.schemas import (
+    STREAM_END,
+    ErrorBody,
+    FinetuneRequest,
+    GenerateRequest,
+    ImportRequest,
+    Pointers,
+    RollbackRequest,
+)
 
 HEARTBEAT = 15.0
+DOCS = {
+    "README.md": "how to start, serve and fine-tune",
+    "docs/data.md": "rows to fine-tune on",
+    "docs/families.md": "families of models, and what works with each",
+    "docs/structures.md": "how the code is built",
+}
 FILES = ("adapter_config.json", "adapter_model.safetensors")
 
 
@@ -133,6 +148,9 @@ class NativeApi:
         return answer(await self._service.adapters.roll_back(name, body.version))
 
     # ---- the daemon
+
+    async def root(self, request: web.Request) -> web.StreamResponse:
+        return answer(Pointers(version=__version__, docs=DOCS))
 
     async def health(self, request: web.Request) -> web.StreamResponse:
         health = self._service.health()

@@ -20,6 +20,7 @@ from coserve.schemas import (
     Job,
     JobEvent,
     JobList,
+    Pointers,
     RollbackRequest,
 )
 
@@ -102,6 +103,7 @@ def native_routes(api: NativeApi) -> tuple[Route, ...]:
             answer=Adapter,
             errors=(404, *body, 503, 507),
         ),
+        Route("GET", "/", api.root, "Where to look", answer=Pointers),
         Route("GET", "/health", api.health, "What works", answer=Health, errors=(503,), public=True),
         Route("GET", "/metrics", api.metrics, "Prometheus metrics", media="text/plain"),
     )
