@@ -10,15 +10,18 @@ JOBS ?= 2
 
 BIN := .venv/bin
 STAMP := .venv/.installed
+HARNESS := .venv/.installed-harness
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/pytest -q -n $(JOBS) --dist worksteal
 
 # The working folder is never an import path: a folder called kernels stands at the top, and others look for that name.
 export PYTHONSAFEPATH := 1
 
-.PHONY: help venv test check demo serve bench clean
+.PHONY: help venv test test-all check demo serve bench clean
 
 help:
 	@echo "make demo               fine-tune and generate at once on the bundled base, with a report"
-	@echo "make test               lint, types and the whole CPU test suite"
+	@echo "make test               lint, types and the CPU tests, without the slow ones"
+	@echo "make test-all           lint, types and every CPU test: what CI runs"
 	@echo "make serve MODEL=NAME   the daemon on a model folder or a hub name; PORT= and DATA= too"
 	@echo "make bench              the benchmark workload against a running daemon"
 	@echo "make check              lint and types only"
@@ -36,13 +39,20 @@ $(STAMP): pyproject.toml constraints.txt tests/clients.txt
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps -r tests/clients.txt
 	@touch $@
 
+$(HARNESS): $(STAMP) tests/harness.txt
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps -c constraints.txt -r tests/harness.txt
+	@touch $@
+
 check: venv
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
 test: check
-	OMP_NUM_THREADS=1 $(BIN)/pytest -q -n $(JOBS) --dist worksteal
+	$(PYTEST) -m "not gpu and not slow" --hypothesis-profile fast
+
+test-all: check $(HARNESS)
+	$(PYTEST) -m "not gpu"
 
 demo: venv
 	@$(BIN)/coserve demo

@@ -9,4 +9,5 @@ if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
 
 settings.register_profile("coserve", deadline=None)
+settings.register_profile("fast", deadline=None, max_examples=20)
 settings.load_profile("coserve")
