@@ -33,7 +33,8 @@ EngineFault                          the engine's shared state is wrong: its pro
 from __future__ import annotations
 
 import re
-from typing import ClassVar
+from collections.abc import Iterator
+from typing import ClassVar, Final
 
 
 class CoserveError(Exception):
@@ -324,3 +325,23 @@ def failure_text(error: Exception) -> tuple[str, str]:
     if isinstance(error, CoserveError):
         return error.code, error.message
     return InternalError.code, f"internal error ({type(error).__name__}); the daemon's log says where"
+
+
+def _subclasses(root: type[CoserveError]) -> Iterator[type[CoserveError]]:
+    for error in root.__subclasses__():
+        yield error
+        yield from _subclasses(error)
+
+
+BY_CODE: Final = {error.code: error for error in _subclasses(CoserveError)}
+
+
+def error_from_code(code: str, message: str, retry_after: float | None = None) -> CoserveError:
+    """The error that another process named by its code; an unknown code is our own fault."""
+    kind = BY_CODE.get(code)
+    if kind is None:
+        return InternalError(f"{code}: {message}")
+    error = kind(message)
+    if retry_after is not None and isinstance(error, QueueFull):
+        error.retry_after = retry_after
+    return error

@@ -12,7 +12,8 @@ from typing import Annotated, Any, Literal
 
 from msgspec import UNSET, Meta, UnsetType
 
-from coserve.types import AdapterName, JobState, LoraSettings, StepMetrics, TrainingRequest, TrainingSettings, Wire
+from coserve.names import MAX_VERSION, AdapterName, AdapterRefText
+from coserve.types import JobState, LoraSettings, StepMetrics, TrainingRequest, TrainingSettings, Wire
 
 MAX_CHOICES = 16
 MAX_STOPS = 16
@@ -23,13 +24,12 @@ MAX_LOGIT_BIAS = 1024
 MAX_ROWS = 1_000_000
 PAGE_LIMIT = 100
 """Most entries of one page of a list."""
+PAGE_SIZE = 20
+"""Entries of a page unless `limit` is given."""
 
-AdapterRefText = Annotated[str, Meta(pattern=r"\A[A-Za-z0-9][A-Za-z0-9._-]{0,63}(@[1-9][0-9]{0,8})?\Z")]
-"""`name` (the newest version, or the one that it was rolled back to) or `name@version`."""
 TokenId = Annotated[int, Meta(ge=0, le=(1 << 31) - 1)]
 StopText = Annotated[str, Meta(min_length=1, max_length=256)]
 Seconds = Annotated[float, Meta(ge=0.001, le=3600)]
-IdempotencyKey = Annotated[str, Meta(min_length=1, max_length=128)]
 
 
 class ChatMessage(Wire, frozen=True):
@@ -265,18 +265,25 @@ class JobList(Wire, frozen=True):
     has_more: bool
 
 
+EventLevel = Literal["info", "warning", "error"]
+EventType = Literal["state", "message", "metrics", "checkpoint"]
+
+
 class JobEvent(Wire, frozen=True):
-    """`GET /finetune/{id}/events`: server-sent events, `id:` is `seq` (send it back as `Last-Event-ID`)."""
+    """One event of a job, as the registry stores it. `seq` counts from 1 within the job, without gaps.
+
+    `GET /finetune/{id}/events` sends them as server-sent events; `id:` is `seq` (send it back as `Last-Event-ID`).
+    """
 
     seq: int
     job: str
     created_at: float
-    level: str
-    type: Literal["state", "message", "metrics", "checkpoint"]
+    level: EventLevel
+    type: EventType
     message: str
     metrics: StepMetrics | None = None
     state: JobState | None = None
-    """Of `type: state`; the stream ends after a terminal one."""
+    """The new state, for `type: state`. The stream ends after a terminal one."""
 
 
 class ImportRequest(Wire, frozen=True, omit_defaults=True):
@@ -318,7 +325,7 @@ class Adapter(Wire, frozen=True):
 class RollbackRequest(Wire, frozen=True):
     """`POST /adapters/{id}/rollback`: the name means this version until a newer one is published."""
 
-    version: Annotated[int, Meta(ge=1, le=999_999_999)]
+    version: Annotated[int, Meta(ge=1, le=MAX_VERSION)]
 
 
 class AdapterList(Wire, frozen=True):

@@ -7,12 +7,9 @@ Times are seconds (`float`), on the clock of whoever made them; token ids are `i
 from __future__ import annotations
 
 from enum import StrEnum
-from typing import Annotated, Literal
+from typing import Literal
 
 import msgspec
-from msgspec import Meta
-
-AdapterName = Annotated[str, Meta(pattern=r"\A[A-Za-z0-9][A-Za-z0-9._-]{0,63}\Z")]
 
 
 class Wire(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -9,12 +9,13 @@ import torch
 from safetensors.torch import save
 from torch import Tensor
 
-from coserve.adapters.gate import CONFIG, read_config
-from coserve.adapters.peft import FINGERPRINT, PREFIX, WEIGHTS, adapter_config, read_layout
+from coserve.adapters.gate import read_config
+from coserve.adapters.peft import FINGERPRINT, PREFIX, adapter_config, read_layout
 from coserve.adapters.tensorfile import Entry, TensorFile, check_digest, digest_file
 from coserve.errors import CorruptAdapter
 from coserve.kernels.lora.types import LoraPair
 from coserve.model.lora import LoraWeights
+from coserve.names import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 from coserve.types import AdapterDigests, BaseSpec
 
 _DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
@@ -38,12 +39,12 @@ def load_adapter(
         StorageError: the machine cannot read the files now.
     """
     if digests is not None and digests.config:
-        check_digest(digest_file(folder, CONFIG), digests.config, CONFIG)
+        check_digest(digest_file(folder, ADAPTER_CONFIG), digests.config, ADAPTER_CONFIG)
     config = read_config(folder)
     sites = {}
-    with TensorFile(folder, WEIGHTS) as file:
+    with TensorFile(folder, ADAPTER_WEIGHTS) as file:
         if digests is not None:
-            check_digest(file.sha256(), digests.weights, WEIGHTS)
+            check_digest(file.sha256(), digests.weights, ADAPTER_WEIGHTS)
         layout = read_layout(config, file, base, None if digests is None else digests.alphas)
         for name, shape in layout.sites.items():
             a_RD = _dense(_tensor(file, layout.a[name]), shape.block_a)
@@ -65,9 +66,9 @@ def save_adapter(folder: Path, weights: LoraWeights, base: BaseSpec) -> None:
         tensors[f"{PREFIX}{site}.lora_A.weight"] = pair.a_RD.detach().float().cpu().contiguous()
         tensors[f"{PREFIX}{site}.lora_B.weight"] = pair.b_OR.detach().float().cpu().contiguous()
     content = save(tensors, metadata={"format": "pt", FINGERPRINT: base.fingerprint})
-    (folder / WEIGHTS).write_bytes(_canonical(content))
+    (folder / ADAPTER_WEIGHTS).write_bytes(_canonical(content))
     config = adapter_config(weights.settings, base, weights.sites)
-    (folder / CONFIG).write_text(json.dumps(config, indent=2) + "\n")
+    (folder / ADAPTER_CONFIG).write_text(json.dumps(config, indent=2) + "\n")
 
 
 def _canonical(content: bytes) -> bytes:

@@ -10,10 +10,9 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import BinaryIO, Final
 
-from coserve.adapters.gate import CONFIG
-from coserve.adapters.peft import WEIGHTS
 from coserve.adapters.tensorfile import open_regular
 from coserve.errors import AdapterNotFound
+from coserve.names import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 from coserve.state.records import AdapterRecord
 
 PIECE: Final = 256 << 10
@@ -29,7 +28,7 @@ class Archive:
         self.ref = record.ref
         self._members: list[tuple[bytes, BinaryIO, int]] = []
         with ExitStack() as stack:
-            for name in (CONFIG, WEIGHTS):
+            for name in (ADAPTER_CONFIG, ADAPTER_WEIGHTS):
                 file = stack.enter_context(os.fdopen(open_regular(folder, name), "rb"))
                 info = tarfile.TarInfo(f"{record.ref.id}-{record.ref.version}/{name}")
                 info.size, info.mtime, info.mode = os.fstat(file.fileno()).st_size, int(record.created_at), 0o644

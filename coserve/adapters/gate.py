@@ -13,26 +13,24 @@ from pathlib import Path
 from coserve.adapters.targets import MAX_ALPHA
 from coserve.adapters.tensorfile import read_json
 from coserve.errors import CorruptAdapter, UnsafeAdapter, UnsupportedAdapter
+from coserve.names import ADAPTER_CONFIG, PICKLE_SUFFIXES
 from coserve.state.durable import disk_errors
 from coserve.state.failpoints import failpoint
 
-CONFIG = "adapter_config.json"
-
-_PICKLES = frozenset({".bin", ".pt", ".pth", ".pkl", ".pickle", ".ckpt", ".joblib", ".npy", ".npz"})
 _MAX_FILES = 1000
 
 
 def read_config(folder: Path) -> dict[str, object]:
     """`adapter_config.json` of a folder that holds nothing unsafe, each key allowed."""
     refuse_pickles(folder)
-    config = read_json(folder, CONFIG)
+    config = read_json(folder, ADAPTER_CONFIG)
     if config.get("peft_type") != "LORA":
         raise UnsupportedAdapter(f"expected peft_type LORA, got {_show(config.get('peft_type'))}", field="peft_type")
     for key, value in config.items():
         allowed = _ALLOWED.get(key, _off)
         if not allowed(value):
             what = _REASONS.get(key, "coserve does not implement it")
-            raise UnsupportedAdapter(f"{CONFIG}: {key[:80]} = {_show(value)}: {what}", field=key[:80])
+            raise UnsupportedAdapter(f"{ADAPTER_CONFIG}: {key[:80]} = {_show(value)}: {what}", field=key[:80])
     return config
 
 
@@ -47,7 +45,7 @@ def refuse_pickles(folder: Path) -> None:
     if len(names) > _MAX_FILES:
         raise UnsafeAdapter(f"expected at most {_MAX_FILES} files, got {len(names)}")
     for name in names:
-        if Path(name).suffix.lower() in _PICKLES:
+        if name.lower().endswith(PICKLE_SUFFIXES):
             raise UnsafeAdapter(f"{name[:80]!r}: only safetensors weights are accepted; remove this file")
 
 

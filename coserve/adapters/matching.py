@@ -10,10 +10,10 @@ import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Generic, TypeVar, cast
 
-from coserve.adapters.gate import CONFIG
 from coserve.adapters.patterns import FirstMatch, Pattern, Steps, UnsupportedPattern, whole
 from coserve.adapters.targets import is_name, targets_match
 from coserve.errors import CorruptAdapter, UnsupportedAdapter
+from coserve.names import ADAPTER_CONFIG
 
 Value = TypeVar("Value", int, float)
 
@@ -66,7 +66,7 @@ class Matching:
         try:
             return float(self._alpha.of(site))
         except UnsupportedPattern as error:
-            raise UnsupportedAdapter(f"{CONFIG}: alpha_pattern: {error}", field="alpha_pattern") from error
+            raise UnsupportedAdapter(f"{ADAPTER_CONFIG}: alpha_pattern: {error}", field="alpha_pattern") from error
 
     def targeted(self, site: str) -> bool:
         """Whether PEFT would adapt the site; True where only the tensors tell."""

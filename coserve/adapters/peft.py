@@ -10,14 +10,14 @@ from pathlib import Path
 import msgspec
 
 from coserve.adapters.finite import refuse_non_finite
-from coserve.adapters.gate import CONFIG, read_config
+from coserve.adapters.gate import read_config
 from coserve.adapters.matching import Known, Matching
 from coserve.adapters.targets import alpha_of, exact, targets_match
 from coserve.adapters.tensorfile import Entry, TensorFile
 from coserve.errors import BaseMismatch, CorruptAdapter, ShapeMismatch, UnsupportedAdapter
+from coserve.names import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 from coserve.types import BaseSpec, LoraSettings
 
-WEIGHTS = "adapter_model.safetensors"
 FINGERPRINT = "coserve.base_fingerprint"
 """Key of the safetensors metadata that names the base of an adapter trained here."""
 PREFIX = "base_model.model."
@@ -74,7 +74,7 @@ def inspect_adapter(folder: Path, base: BaseSpec, progress: Callable[[], None] =
         BaseMismatch, ShapeMismatch: an adapter of another base.
     """
     config = read_config(folder)
-    with TensorFile(folder, WEIGHTS) as file:
+    with TensorFile(folder, ADAPTER_WEIGHTS) as file:
         layout = read_layout(config, file, base)
         refuse_non_finite(file, file.entries, base.dtype, progress)
         return AdapterInfo(
@@ -125,7 +125,7 @@ def read_layout(
         if site not in a:
             continue
         if not matching.targeted(site):  # PEFT would drop its tensors
-            raise CorruptAdapter(f"{site}: the file has tensors for it, but {CONFIG} does not target it")
+            raise CorruptAdapter(f"{site}: the file has tensors for it, but {ADAPTER_CONFIG} does not target it")
         shape = a[site].shape
         rank = matching.rank(site) or (shape[0] if len(shape) == 2 and shape[0] else settings.r)
         own_alphas[site] = matching.alpha(site)

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
-from coserve.adapters.gate import CONFIG
 from coserve.adapters.peft import inspect_adapter
 from coserve.adapters.tensorfile import digest_file
+from coserve.names import ADAPTER_CONFIG
 from coserve.state.records import AdapterRecord
 from coserve.types import AdapterRef, BaseSpec
 
@@ -25,7 +25,7 @@ def record_adapter(
 
     `source`: `import` or `job:<id>`; `created_at`: seconds since the epoch; `progress` as for `inspect_adapter`.
     """
-    config_sha256 = digest_file(folder, CONFIG)
+    config_sha256 = digest_file(folder, ADAPTER_CONFIG)
     info = inspect_adapter(folder, base, progress)
     return AdapterRecord(
         ref=ref,

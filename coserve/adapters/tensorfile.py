@@ -101,7 +101,7 @@ def parse_object(data: bytes, name: str) -> dict[str, object]:
 class TensorFile:
     """An open safetensors file whose header holds: known types, no holes, no overlaps, nothing past the end."""
 
-    def __init__(self, folder: Path, name: str = "adapter_model.safetensors") -> None:
+    def __init__(self, folder: Path, name: str) -> None:
         """Raises `CorruptAdapter`, `UnsafeAdapter`, or `UnsupportedAdapter` for a type that adapters don't have."""
         self._fd = open_regular(folder, name)
         try:

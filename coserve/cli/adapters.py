@@ -9,14 +9,14 @@ import msgspec
 import typer
 
 from coserve.cli.common import DEFAULT_URL, AsJson, Key, Limit, Url, connect, say_more
-from coserve.schemas import Adapter
+from coserve.schemas import PAGE_SIZE, Adapter
 
 adapters_app = typer.Typer(no_args_is_help=True, help="List, import, download, roll back and delete adapters.")
 
 
 @adapters_app.command("list")
 def list_adapters(
-    limit: Limit = 20,
+    limit: Limit = PAGE_SIZE,
     after: Annotated[str | None, typer.Option(help="list those whose names come after this one")] = None,
     as_json: AsJson = False,
     url: Url = DEFAULT_URL,

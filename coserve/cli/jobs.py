@@ -13,7 +13,7 @@ import typer
 from coserve.cli.common import DEFAULT_URL, AsJson, Key, Limit, Url, connect, say_more
 from coserve.cli.jobtable import chosen_line, cut_line, job_line, job_table
 from coserve.client import JobHandle
-from coserve.schemas import Job
+from coserve.schemas import PAGE_SIZE, Job
 from coserve.types import LoraSettings
 
 LORA = LoraSettings()
@@ -95,7 +95,7 @@ def _warn(line: str | None) -> None:
 
 @jobs_app.command("list")
 def list_jobs(
-    limit: Limit = 20,
+    limit: Limit = PAGE_SIZE,
     after: Annotated[str | None, typer.Option(help="list the jobs older than this one")] = None,
     as_json: AsJson = False,
     url: Url = DEFAULT_URL,

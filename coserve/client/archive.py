@@ -8,9 +8,9 @@ import tarfile
 import tempfile
 from pathlib import Path, PurePosixPath
 
-from coserve.client.options import ADAPTER_FILES
 from coserve.client.transport import Response
 from coserve.errors import CorruptAdapter
+from coserve.names import ADAPTER_FILES
 
 
 async def save_adapter(response: Response, folder: Path) -> Path:

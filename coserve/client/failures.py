@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import msgspec
 from msgspec import UNSET
 
 from coserve.client.transport import Response
 from coserve.errors import (
+    BY_CODE,
     BodyTooLarge,
     CapacityError,
     CorpusError,
@@ -23,14 +22,6 @@ from coserve.errors import (
 )
 from coserve.schemas import ErrorBody, ErrorInfo
 
-
-def _below(root: type[CoserveError]) -> Iterator[type[CoserveError]]:
-    for error in root.__subclasses__():
-        yield error
-        yield from _below(error)
-
-
-_BY_CODE = {error.code: error for error in _below(CoserveError)}
 _BY_STATUS: dict[int, type[CoserveError]] = {
     401: Unauthorized,
     404: NotFound,
@@ -42,7 +33,7 @@ _BY_STATUS: dict[int, type[CoserveError]] = {
 
 def job_error(info: ErrorInfo) -> CoserveError:
     """Why a job failed."""
-    return _made(_BY_CODE.get(info.code, JobError), info)
+    return _made(BY_CODE.get(info.code, JobError), info)
 
 
 async def response_error(response: Response) -> CoserveError:
@@ -57,7 +48,7 @@ async def response_error(response: Response) -> CoserveError:
     except (msgspec.DecodeError, UnicodeDecodeError):
         info = ErrorInfo(code="", message=f"the answer has status {response.status} and no error that coserve wrote")
     generic = RequestError if response.status < 500 else InternalError
-    error = _made(_BY_CODE.get(info.code, _BY_STATUS.get(response.status, generic)), info)
+    error = _made(BY_CODE.get(info.code, _BY_STATUS.get(response.status, generic)), info)
     seconds = response.headers.get("retry-after", "")
     if isinstance(error, CapacityError) and seconds.isascii() and seconds.isdigit():
         error.retry_after = float(seconds)
@@ -70,7 +61,7 @@ def event_error(data: str) -> CoserveError:
         info = msgspec.json.decode(data, type=ErrorBody).error
     except msgspec.DecodeError:
         return InternalError(f"the stream failed, and not with an error that coserve wrote: {data[:200]!r}")
-    return _made(_BY_CODE.get(info.code, InternalError), info)
+    return _made(BY_CODE.get(info.code, InternalError), info)
 
 
 def _made(kind: type[CoserveError], info: ErrorInfo) -> CoserveError:

@@ -12,12 +12,12 @@ import msgspec
 from coserve.client.transport import Upload
 from coserve.errors import InvalidRequest
 from coserve.hints import fields_of, hint
+from coserve.names import ADAPTER_FILES
 from coserve.schemas import ChatMessage, FinetuneRequest, GenerateRequest, ImportRequest, Job
 from coserve.types import LoraSettings, TrainingRequest
 
 T = TypeVar("T")
 
-ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors")
 Messages = Iterable[ChatMessage | Mapping[str, str]]
 Prompt = str | Sequence[int]
 

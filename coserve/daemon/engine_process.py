@@ -8,12 +8,12 @@ import logging
 import socket
 import time
 
-from coserve.api.http.answers import error_from_code
 from coserve.config import Config, config_to_json
 from coserve.daemon.supervisor import EngineDied
 from coserve.errors import (
     EngineUnavailable,
     StartupError,
+    error_from_code,
 )
 from coserve.link import EngineReady, EngineRefused, FromEngine, Link, Shutdown, ToEngine, api_end
 from coserve.logs.format import log_event

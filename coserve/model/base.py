@@ -20,6 +20,7 @@ from coserve.model.fingerprint import fingerprint
 from coserve.model.lora import LoraBatch, LoraSites
 from coserve.model.seam import PaddedAttention, ReferenceAttention
 from coserve.model.settings import refuse_settings
+from coserve.names import ADAPTER_CONFIG
 from coserve.types import BaseSpec, SiteSpec
 
 __all__ = ["Attention", "Base", "load_base", "wrap_base"]
@@ -113,7 +114,7 @@ def load_base(
     try:
         settings, _ = PretrainedConfig.get_config_dict(path, local_files_only=local)
         refuse_settings(name, settings, trust_remote_code)
-        if local and (folder / "adapter_config.json").exists():
+        if local and (folder / ADAPTER_CONFIG).exists():
             raise UnsupportedBase(f"{name}: the folder holds an adapter; expected a base model")
         if load_format == "dummy":
             model = _random_model(path, where, kind, trust_remote_code=trust_remote_code, local=local)

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import msgspec
 
-from coserve.errors import CoserveError, InternalError
+from coserve.errors import CoserveError, error_from_code
 from coserve.pretrained.tokenizer import Tokenizer
 
 
@@ -66,28 +66,13 @@ def find(name: str) -> Any:  # noqa: ANN401 - a function or a class
     return getattr(importlib.import_module(module), attribute)
 
 
-def leaves(tree: type[CoserveError] = CoserveError) -> Iterator[type[CoserveError]]:
-    """Every error class below `tree`."""
-    for leaf in tree.__subclasses__():
-        yield leaf
-        yield from leaves(leaf)
-
-
 def failure_of(error: CoserveError) -> Failure:
     return Failure(error.code, vars(error))
 
 
-def error_with(code: str, message: str) -> CoserveError:
-    """The error that `code` names; an unknown code is our own fault."""
-    for leaf in leaves():
-        if leaf.code == code:
-            return leaf(message)
-    return InternalError(f"{code}: {message}")
-
-
 def error_of(failure: Failure) -> CoserveError:
     """The error as it was raised."""
-    error = error_with(failure.code, str(failure.attributes["message"]))
+    error = error_from_code(failure.code, str(failure.attributes["message"]))
     if error.code == failure.code:
         vars(error).update(failure.attributes)
     return error

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from coserve.errors import UnsupportedBase
+from coserve.names import ADAPTER_CONFIG
 
 BUNDLED = "bundled"
 INDEX = "model.safetensors.index.json"
@@ -42,7 +43,7 @@ def is_path(source: str) -> bool:
 def _check_folder(folder: Path, weights: bool) -> None:
     names = {path.name for path in folder.iterdir()}
     if "config.json" not in names:
-        if "adapter_config.json" in names:
+        if ADAPTER_CONFIG in names:
             raise UnsupportedBase(
                 f"model: {folder} holds an adapter; expected a base model (import it once one serves)"
             )

@@ -22,12 +22,12 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from coserve.errors import DataFolderInUse, ForbiddenPath, StartupError
+from coserve.names import is_name
 from coserve.state.durable import make_folder, sweep
 from coserve.types import AdapterRef
 
 log = logging.getLogger(__name__)
 
-_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 _CHECKPOINT = re.compile(r"checkpoint-(\d{8,})")
 
 
@@ -122,6 +122,6 @@ def _folders(parent: Path) -> list[Path]:
 
 
 def _checked(name: str) -> str:
-    if not _NAME.fullmatch(name):
+    if not is_name(name):
         raise ForbiddenPath("expected a name of letters, digits, '.', '_' and '-'")
     return name

@@ -1,8 +1,6 @@
-"""What the registry keeps: jobs, their events, and adapters. Times are seconds since the epoch."""
+"""What the registry keeps: jobs and adapters (their events are `coserve.schemas.JobEvent`). Times are seconds since the epoch."""
 
 from __future__ import annotations
-
-from typing import Literal
 
 from coserve.schemas import ErrorInfo
 from coserve.types import AdapterDigests, AdapterRef, JobSpec, JobState, StepMetrics, Wire
@@ -28,20 +26,6 @@ class JobRecord(Wire, frozen=True):
     metadata: dict[str, str] = {}
     notes: tuple[str, ...] = ()
     """What whoever submitted it should know."""
-
-
-class JobEvent(Wire, frozen=True):
-    """One line of a job's story; `seq` counts from 1 within the job, without gaps."""
-
-    seq: int
-    job: str
-    created_at: float
-    level: Literal["info", "warning", "error"]
-    type: Literal["state", "message", "metrics", "checkpoint"]
-    message: str
-    metrics: StepMetrics | None = None
-    state: JobState | None = None
-    """Of `type: state`: what the job became."""
 
 
 class AdapterRecord(Wire, frozen=True):

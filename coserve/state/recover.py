@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 
 from coserve.errors import JobNotFound
+from coserve.names import ADAPTER_FILES
 from coserve.schemas import ErrorInfo
 from coserve.state.durable import remove_dir
 from coserve.state.folder import DataFolder
@@ -18,8 +19,6 @@ from coserve.state.registry import Registry
 from coserve.types import AdapterRef, JobState
 
 log = logging.getLogger(__name__)
-
-ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors")
 
 
 def recover(registry: Registry, folder: DataFolder) -> list[JobRecord]:

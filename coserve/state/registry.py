@@ -3,21 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Collection
-from typing import Final, Literal
+from typing import Final
 
 import msgspec
 
 from coserve.errors import AdapterBusy, JobNotFound, WrongJobState
-from coserve.schemas import ErrorInfo
+from coserve.schemas import ErrorInfo, EventLevel, EventType, JobEvent
 from coserve.state.adapters import AdapterTable
-from coserve.state.records import AdapterRecord, JobEvent, JobRecord
+from coserve.state.records import AdapterRecord, JobRecord
 from coserve.types import AdapterRef, JobState, StepMetrics
 
 __all__ = ["AdapterRecord", "JobEvent", "JobRecord", "Registry"]
 
 UNFINISHED: Final = tuple(state for state in JobState if not state.terminal)
-Level = Literal["info", "warning", "error"]
-Type = Literal["state", "message", "metrics", "checkpoint"]
 
 # msgpack, unlike JSON, gives back every float as it was.
 _encode = msgspec.msgpack.Encoder().encode
@@ -96,10 +94,10 @@ class Registry(AdapterTable):
     def _append(
         self,
         job: str,
-        type: Type,
+        type: EventType,
         message: str,
         *,
-        level: Level = "info",
+        level: EventLevel = "info",
         metrics: StepMetrics | None = None,
         state: JobState | None = None,
     ) -> None:
@@ -197,7 +195,7 @@ class Registry(AdapterTable):
             self._append(id, "message", message, level="warning")
             return self._save(msgspec.structs.replace(record, waiting=message))
 
-    def record_message(self, id: str, message: str, *, level: Level = "info", type: Type = "message") -> None:
+    def record_message(self, id: str, message: str, *, level: EventLevel = "info", type: EventType = "message") -> None:
         """Add a line to the job's story. Raises `JobNotFound`."""
         with self._transaction():
             self.job(id)

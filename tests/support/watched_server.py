@@ -25,8 +25,8 @@ from msgspec.structs import replace
 from coserve.api.http.heap import freeze_heap
 from coserve.link import MAX_PROMPT_LOGPROBS, Admitted, EngineReady, Generate, Tokens
 from coserve.logprobs import PackedLogprobs
+from coserve.schemas import JobEvent
 from coserve.state.folder import DataFolder
-from coserve.state.records import JobEvent
 from coserve.state.registry import Registry
 from coserve.types import FinishReason, JobState, TokenLogprob
 from tests.support.api_server import serve_api, tokenizer

@@ -25,6 +25,7 @@ from coserve.errors import (
     UnsafeAdapter,
 )
 from coserve.link import DropAdapter
+from coserve.names import ADAPTER_FILES
 from coserve.offload.pool import HelperPool
 from coserve.schemas import Adapter, AdapterList, DeletedAdapter, ImportRequest
 from coserve.state.commits import Commits, uncancelled
@@ -39,8 +40,6 @@ from coserve.types import AdapterRef, BaseSpec
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
-
-FILES = ("adapter_config.json", "adapter_model.safetensors")
 
 
 class Adapters:
@@ -186,7 +185,7 @@ class Adapters:
 
 
 def _copy(source: Path, target: Path) -> None:
-    for name in FILES:
+    for name in ADAPTER_FILES:
         if not stat.S_ISREG((source / name).lstat().st_mode):
             raise UnsafeAdapter(f"{name}: expected a regular file")
         shutil.copyfile(source / name, target / name, follow_symlinks=False)

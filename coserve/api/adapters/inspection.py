@@ -11,11 +11,11 @@ from pathlib import Path
 
 import msgspec
 
-from coserve.adapters.gate import CONFIG
-from coserve.adapters.peft import WEIGHTS, inspect_adapter
+from coserve.adapters.peft import inspect_adapter
 from coserve.adapters.record import record_adapter
 from coserve.adapters.tensorfile import open_regular
 from coserve.errors import CoserveError, StorageError
+from coserve.names import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 from coserve.offload.pool import HelperPool
 from coserve.offload.protocol import Context
 from coserve.state.records import AdapterRecord
@@ -87,8 +87,8 @@ def _json_bytes(folder: Path) -> int:
     """
     try:
         with (
-            os.fdopen(open_regular(folder, CONFIG), "rb") as config,
-            os.fdopen(open_regular(folder, WEIGHTS), "rb") as file,
+            os.fdopen(open_regular(folder, ADAPTER_CONFIG), "rb") as config,
+            os.fdopen(open_regular(folder, ADAPTER_WEIGHTS), "rb") as file,
         ):
             return os.fstat(config.fileno()).st_size + int.from_bytes(file.read(8), "little")
     except StorageError:

@@ -19,13 +19,12 @@ from coserve.api.generation.prompts import check_generate, encode_prompt, sampli
 from coserve.api.generation.texts import Texts
 from coserve.api.generation.turns import Turns
 from coserve.api.generation.waiting import Places
-from coserve.api.http.answers import error_from_code
-from coserve.api.http.parsing import split_ref
 from coserve.api.metrics.prometheus import Metrics
 from coserve.config import Config
-from coserve.errors import BaseMismatch, EngineUnavailable, QueueFull
+from coserve.errors import BaseMismatch, EngineUnavailable, QueueFull, error_from_code
 from coserve.link import Admitted, CancelRequest, Generate, RequestFailed, Tokens
 from coserve.logprobs import BYTES_PER_TOP
+from coserve.names import split_ref
 from coserve.pretrained.tokenizer import Tokenizer
 from coserve.schemas import GenerateChunk, GenerateRequest, Timing, Usage
 from coserve.state.records import AdapterRecord

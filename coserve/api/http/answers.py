@@ -13,7 +13,6 @@ from msgspec import UNSET
 
 from coserve.api.http.pieces import JSON, LIGHT, LargeAnswer, weight
 from coserve.errors import CapacityError, CorpusError, CoserveError, InternalError, QueueFull
-from coserve.offload.protocol import error_with
 from coserve.schemas import ErrorBody, ErrorInfo
 
 CHUNK = 256 << 10
@@ -59,10 +58,3 @@ def refuse(error: CoserveError, shape: Refusal = NATIVE) -> web.Response:
     elif isinstance(error, CapacityError) and error.status == 503:
         response.headers["Retry-After"] = "2"
     return response
-
-
-def error_from_code(code: str, message: str, retry_after: float | None = None) -> CoserveError:
-    """The error that the engine named by its code; an unknown code is our own fault."""
-    if code == QueueFull.code and retry_after is not None:
-        return QueueFull(message, retry_after=retry_after)
-    return error_with(code, message)

@@ -31,6 +31,7 @@ from coserve.errors import (
     UnsafeAdapter,
     UnsupportedEncoding,
 )
+from coserve.names import PICKLE_SUFFIXES
 from coserve.offload.pool import HelperPool
 from coserve.offload.protocol import name_of
 from coserve.schemas import FinetuneRequest
@@ -46,7 +47,6 @@ TOTAL_BYTES = 256 << 20
 """What all bodies that are being read hold in memory."""
 CHUNK = 64 << 10
 MAX_UPLOADS = 8
-PICKLES = (".bin", ".pt", ".pth", ".pkl", ".pickle", ".ckpt")
 
 T = TypeVar("T")
 
@@ -241,7 +241,7 @@ def _file_name(part: BodyPartReader, names: tuple[str, ...], seen: set[str]) -> 
             raise InvalidRequest("expected one file, got more", field="file")
         return "file"
     given = part.filename or ""
-    if given.lower().endswith(PICKLES):
+    if given.lower().endswith(PICKLE_SUFFIXES):
         raise UnsafeAdapter(f"expected safetensors, got {given[-80:]!r}: pickle files are never opened", field="file")
     if given not in names or given in seen:
         raise InvalidRequest(f"expected one file each of {' and '.join(names)}, got {given[-80:]!r}", field="file")

@@ -10,12 +10,12 @@ import msgspec
 
 from coserve import __version__
 from coserve.api.http.route import Route, Schema
-from coserve.schemas import PAGE_LIMIT
+from coserve.schemas import PAGE_LIMIT, PAGE_SIZE
 
 _REF = "#/components/schemas/{name}"
 _QUERY: dict[str, dict[str, Any]] = {
     "after": {"type": "string", "description": "Go on behind this entry."},
-    "limit": {"type": "integer", "minimum": 1, "maximum": PAGE_LIMIT, "default": 20},
+    "limit": {"type": "integer", "minimum": 1, "maximum": PAGE_LIMIT, "default": PAGE_SIZE},
 }
 _ALWAYS = (400, 401, 403)
 

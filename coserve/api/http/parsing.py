@@ -13,13 +13,13 @@ from coserve.api.http.body_types import alternatives, drop_empty
 from coserve.api.openai.schemas import UNSUPPORTED
 from coserve.errors import ForbiddenPath, InvalidRequest, MalformedJson, NotFound, UnknownField
 from coserve.hints import fields_of, hint
-from coserve.schemas import PAGE_LIMIT, AdapterRefText
+from coserve.names import NAME_RULE, is_adapter_ref, split_ref
+from coserve.schemas import PAGE_LIMIT, PAGE_SIZE
 from coserve.state.durable import disk_errors
 
 T = TypeVar("T")
 
 _PLACE = re.compile(r" - at (?:`key` in )?`\$\.?([^`]*)`$")
-_NAME_RULE = "a name of at most 64 letters, digits, '.', '_' and '-', that starts with a letter or digit"
 
 
 def decode_json(content: bytes, type: type[T]) -> T:
@@ -80,7 +80,7 @@ def _explain(message: str, content: bytes, type: type) -> InvalidRequest | Unkno
     if message.startswith("Invalid enum value"):
         return InvalidRequest(f"expected one of {', '.join(alternatives(type, place))}", field=place[:200] or None)
     if "matching regex" in message:
-        message = f"expected {_NAME_RULE}" + (" (or name@version)" if "@" in message else "")
+        message = f"expected {NAME_RULE}" + (" (or name@version)" if "@" in message else "")
     if ", got" not in message:
         message += _got(place, content)
     return InvalidRequest(message[:1].lower() + message[1:], field=place[:200] or None)
@@ -105,19 +105,10 @@ def _got(place: str, content: bytes) -> str:
     return f", got {shown}" if len(shown) <= 80 else f", got {len(shown)} characters"
 
 
-def split_ref(text: AdapterRefText) -> tuple[str, int | None]:
-    """`name` or `name@version`."""
-    name, _, version = text.partition("@")
-    return name, int(version) if version else None
-
-
-_REF = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}(@[1-9][0-9]{0,8})?")
-
-
 def ref_from_path(text: str) -> tuple[str, int | None]:
     """The `{id}` of a path. A text that can be no name is a name that nobody has: `NotFound`."""
-    if not _REF.fullmatch(text):
-        raise NotFound(f"expected {_NAME_RULE} (or name@version)", field="id")
+    if not is_adapter_ref(text):
+        raise NotFound(f"expected {NAME_RULE} (or name@version)", field="id")
     return split_ref(text)
 
 
@@ -126,7 +117,7 @@ def page(query: Mapping[str, str]) -> tuple[str | None, int]:
     for name in query:
         if name not in ("after", "limit"):
             raise UnknownField(f"unknown parameter {name[:80]!r}", field=name[:200])
-    text = query.get("limit", "20")
+    text = query.get("limit", str(PAGE_SIZE))
     if not (text.isascii() and text.isdigit() and len(text) <= 9 and 1 <= int(text) <= PAGE_LIMIT):
         raise InvalidRequest(f"expected 1 to {PAGE_LIMIT}, got {text[:80]!r}", field="limit")
     return query.get("after"), int(text)

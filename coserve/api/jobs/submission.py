@@ -14,7 +14,7 @@ import msgspec
 from coserve.adapters.targets import resolve_targets
 from coserve.api.adapters.adapters import refuse_base_name
 from coserve.api.adapters.inspection import Inspection
-from coserve.api.http.parsing import local_path, split_ref
+from coserve.api.http.parsing import local_path
 from coserve.config import Config
 from coserve.corpus.batch_plan import BatchPlan
 from coserve.corpus.defaults import choose_training
@@ -24,6 +24,7 @@ from coserve.corpus.rows import parse_rows
 from coserve.corpus.staging import PendingCorpus, StagedCorpus, TokenizeFile, tokenize_file
 from coserve.corpus.tokenize import tokenize_rows
 from coserve.errors import BaseMismatch, InvalidRequest
+from coserve.names import split_ref
 from coserve.offload.pool import HelperPool
 from coserve.pretrained.tokenizer import Tokenizer
 from coserve.schemas import FinetuneRequest

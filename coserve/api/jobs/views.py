@@ -6,8 +6,6 @@ import asyncio
 import builtins
 from collections.abc import AsyncGenerator
 
-import msgspec
-
 from coserve.api.jobs.ledger import Ledger
 from coserve.errors import QueueFull
 from coserve.schemas import Job, JobEvent, JobList
@@ -52,8 +50,7 @@ class JobViews:
         return {record.spec.id: place for place, record in enumerate(reversed(queued))}
 
     async def _events(self, id: str, after: int) -> builtins.list[JobEvent]:
-        found = await self._registry(lambda registry: registry.events(id, after=after))
-        return [msgspec.convert(event, JobEvent, from_attributes=True) for event in found]
+        return await self._registry(lambda registry: registry.events(id, after=after))
 
     async def show(self, record: JobRecord) -> Job:
         return view(record, await self._line() if record.state is JobState.QUEUED else {})

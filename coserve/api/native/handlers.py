@@ -20,6 +20,7 @@ from coserve.api.tgi.handlers import TgiApi, refuse_tgi
 from coserve.api.tgi.schemas import TgiRequest
 from coserve.config import Config
 from coserve.errors import CoserveError, InvalidRequest, RequestError
+from coserve.names import ADAPTER_FILES
 from coserve.schemas import (
     STREAM_END,
     ErrorBody,
@@ -37,7 +38,6 @@ DOCS = {
     "docs/families.md": "families of models, and what works with each",
     "docs/structures.md": "how the code is built",
 }
-FILES = ("adapter_config.json", "adapter_model.safetensors")
 
 
 class NativeApi:
@@ -113,7 +113,7 @@ class NativeApi:
         if not is_upload(request):
             body = await self._intake.json(request, ImportRequest)
             return answer(await self._service.adapters.take(body, None), status=201)
-        async with self._intake.upload(request, ImportRequest, self._staging, FILES) as (settings, folder):
+        async with self._intake.upload(request, ImportRequest, self._staging, ADAPTER_FILES) as (settings, folder):
             return answer(await self._service.adapters.take(settings, folder), status=201)
 
     async def list_adapters(self, request: web.Request) -> web.StreamResponse:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from coserve.api.http.parsing import split_ref
 from coserve.api.openai.requests import adapter_of
 from coserve.api.openai.schemas import Model, ModelList
 from coserve.api.service import Service
 from coserve.errors import AdapterNotFound
+from coserve.names import split_ref
 from coserve.schemas import PAGE_LIMIT, Adapter
 from coserve.types import BaseSpec
 

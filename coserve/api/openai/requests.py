@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from typing import Protocol, TypeVar
 
 from coserve.api.http.body_types import is_empty
@@ -17,13 +16,13 @@ from coserve.api.openai.schemas import (
     StreamOptions,
 )
 from coserve.errors import AdapterNotFound, EmptyPrompt, InvalidRequest
+from coserve.names import is_adapter_ref
 from coserve.schemas import ChatMessage, GenerateRequest, TokenId
 from coserve.types import BaseSpec
 
 DEFAULT_TOKENS = 16
 """Of `/v1/completions`, as OpenAI has it."""
 
-_REF = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}(@[1-9][0-9]{0,8})?")
 _NEUTRAL: dict[str, tuple[object, ...]] = {
     "response_format": ({"type": "text"},),
     "length_penalty": (1, 1.0),
@@ -63,7 +62,7 @@ def adapter_of(model: ModelName | None, spec: Named) -> str | None:
     """The adapter that `model` names; None: the base. Raises `AdapterNotFound`."""
     if not model or model == spec.name:
         return None
-    if not _REF.fullmatch(model):
+    if not is_adapter_ref(model):
         raise AdapterNotFound(f"there is no model {model[:80]!r}", field="model")
     return model
 

@@ -6,13 +6,14 @@ from typing import Annotated, Any, Literal
 
 from msgspec import UNSET, Meta, UnsetType
 
+from coserve.names import VERSIONED_NAME
 from coserve.schemas import MAX_CHOICES, MAX_LOGPROBS, MAX_STOPS, StopText
 from coserve.types import Wire
 
 BASE_NAME = "__base_model__"
 """What LoRAX calls the base where adapters are named."""
 
-AdapterId = Annotated[str, Meta(pattern=rf"\A(|{BASE_NAME}|[A-Za-z0-9][A-Za-z0-9._-]{{0,63}}(@[1-9][0-9]{{0,8}})?)\Z")]
+AdapterId = Annotated[str, Meta(pattern=rf"\A(|{BASE_NAME}|{VERSIONED_NAME})\Z")]
 
 
 class TgiParameters(Wire, frozen=True):
