@@ -79,11 +79,11 @@ class Config:
 
     policy: str = option("slack", "who runs next", choices=("slack", "ets", "ts"))
     inference_batch_size: int = option(64, "ETS: dispatch when so many requests wait; also the most that run at once")
-    inference_delay: float = option(5.0, "ETS: dispatch when the first request has waited so long")
+    inference_delay: float = option(5.0, "ETS: dispatch when the first request has waited so long, in seconds")
     ts_n: int = option(10, "TS(n): inference batches per fine-tuning batch")
-    slo_ttft: float = option(2.0, "time to first token that 'slack' keeps")
-    slo_tpot: float = option(0.2, "time per output token that 'slack' keeps")
-    train_patience: float = option(1.0, "'slack': a job waits at most so long for its next slice")
+    slo_ttft: float = option(2.0, "time to first token that 'slack' keeps, in seconds")
+    slo_tpot: float = option(0.2, "time per output token that 'slack' keeps, in seconds")
+    train_patience: float = option(1.0, "'slack': a job waits at most so long for its next slice, in seconds")
 
     kv_tokens: int | None = option(
         None,
@@ -115,9 +115,10 @@ class Config:
     max_connections: int = option(
         1024, "most open connections; idle ones make room for new ones, further ones get 503 (but for /health)"
     )
-    max_body_bytes: int = option(64 << 20, "largest request body")
+    max_body_bytes: int = option(64 << 20, "largest request body, in bytes")
     read_timeout: float = option(
-        30.0, "deadline for a request's headers, between parts of its body, and for a reader to take more of an answer"
+        30.0,
+        "deadline in seconds: for a request's headers, between parts of its body, and for a reader to take more of an answer",
     )
 
     log_level: str = option("info", "least level that is logged", choices=("debug", "info", "warning", "error"))

@@ -43,6 +43,16 @@ def test_help_of_serve_has_sections_types_choices_and_defaults(columns: int) -> 
     assert "--recompute / --no-recompute" in text and "[default: false]" in flat
 
 
+def test_numbers_have_units() -> None:
+    """A time says seconds, an amount of memory or text says bytes or tokens; the others count what their help names."""
+    for f in dataclasses.fields(Config):
+        if isinstance(f.default, float) and f.name != "memory_fraction":
+            assert "seconds" in f.metadata["help"], f.name
+        for unit in ("tokens", "bytes"):
+            if f.name.endswith(f"_{unit}"):
+                assert unit in f.metadata["help"], f.name
+
+
 def test_every_setting_is_in_one_section() -> None:
     assert [name for names in sections().values() for name in names] == [f.name for f in dataclasses.fields(Config)]
 
