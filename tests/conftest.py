@@ -1,12 +1,16 @@
 """Set before anything imports Triton: without a GPU its kernels run in its interpreter. No test is timed."""
 
 import os
+import signal
 
 import torch
 from hypothesis import settings
 
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
+
+# A shell starts what runs behind an & deaf to Ctrl-C, and so the processes that tests start and interrupt.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 settings.register_profile("coserve", deadline=None)
 settings.register_profile("fast", deadline=None, max_examples=20)
