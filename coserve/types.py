@@ -103,18 +103,22 @@ class FinishReason(StrEnum):
 
 
 class MicroStep(StrEnum):
-    """Kinds of training micro-steps: within one kind, those of a job cost about the same."""
+    """Kinds of micro-steps. A micro-step is a part of a training micro-batch that runs without interruption; within a job,
+    those of one kind take about the same time."""
 
     BEGIN = "begin"
     """Rows packed and embedded, and the first layer's forward."""
     FORWARD = "forward"
+    """One layer's forward."""
     HEAD = "head"
+    """Logits, loss and its gradient, for a chunk of the target tokens."""
     BACKWARD = "backward"
+    """One layer's backward."""
     UPDATE = "update"
     """The last backward of an optimizer step, the step itself, and what follows it: a checkpoint, the publication."""
-    MEASURE = "measure"
-    """A layer's forward in a validation, without gradients."""
-    MEASURE_HEAD = "measure_head"
+    EVALUATE = "evaluate"
+    """One layer's forward in an evaluation."""
+    EVALUATE_HEAD = "evaluate_head"
 
 
 class TokenLogprob(msgspec.Struct, frozen=True):

@@ -26,7 +26,7 @@ from coserve.adapter_store.host import Residency
 from coserve.config import Config, config_from_json
 from coserve.engine.engine import Engine
 from coserve.errors import AdapterNotFound, StartupError
-from coserve.finetune.measure import Conditions, plan_memory
+from coserve.finetune.memory_profiling import Conditions, plan_memory
 from coserve.finetune.trainer import Trainer
 from coserve.generate.execution.start import Upgrade, make_start
 from coserve.generate.generator import Generator

@@ -1,6 +1,6 @@
-"""Checkpoints of a job: fp32 weights, the optimizer's moments, and where the job stands. safetensors and JSON only.
+"""Checkpoint files of a job: fp32 weights and AdamW moments (safetensors), progress (JSON).
 
-There is no state of a random generator in them: order, dropout and initial weights are functions of the job's seed.
+No random-generator state: data order, dropout and initial weights are functions of the job's seed.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from coserve.errors import CheckpointUnreadable
-from coserve.finetune.run import Progress
+from coserve.finetune.progress import TrainingProgress
 from coserve.state.durable import disk_errors, remove_dir, replace_dir, safetensors_errors
 from coserve.state.failpoints import failpoint
 from coserve.state.folder import DataFolder
@@ -28,23 +28,23 @@ TENSORS, STATE = "state.safetensors", "state.json"
 
 
 class _State(Wire, frozen=True):
-    """`state.json`. A checkpoint of another job or another base is refused."""
+    """Content of `state.json`. A checkpoint of another job or base is refused."""
 
     job: str
     base_fingerprint: str
-    progress: Progress
+    progress: TrainingProgress
 
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """What a checkpoint holds, on the CPU."""
+    """A loaded checkpoint; tensors are on the CPU."""
 
-    progress: Progress
+    progress: TrainingProgress
     tensors: dict[str, Tensor]
 
 
 def save_checkpoint(
-    folder: DataFolder, spec: JobSpec, base: BaseSpec, progress: Progress, tensors: Mapping[str, Tensor]
+    folder: DataFolder, spec: JobSpec, base: BaseSpec, progress: TrainingProgress, tensors: Mapping[str, Tensor]
 ) -> None:
     """Durable when it returns. Raises `StorageFull`, `StorageFailed`."""
     state = _State(job=spec.id, base_fingerprint=base.fingerprint, progress=progress)
@@ -54,8 +54,8 @@ def save_checkpoint(
 
 
 def load_checkpoint(path: Path, spec: JobSpec, base: BaseSpec) -> Checkpoint:
-    """Raises `CheckpointUnreadable` for files that are not there, damaged, or of another job or base; `StorageError`
-    where the machine cannot read them now."""
+    """Raises `CheckpointUnreadable` for files that are missing, damaged, or of another job or base; `StorageError` where the
+    machine cannot read them now."""
     try:
         with safetensors_errors(path / TENSORS):
             failpoint("job.open")

@@ -1,4 +1,4 @@
-"""New adapters: PEFT's initialisations, a function of the seed and the site alone."""
+"""Initial weights of new adapters: PEFT's initialisations, as a function of seed and site."""
 
 from __future__ import annotations
 
@@ -13,16 +13,14 @@ from coserve.kernels.lora.types import LoraPair
 from coserve.model.lora import LoraWeights
 from coserve.types import BaseSpec, LoraSettings, SiteSpec
 
-__all__ = ["new_adapter", "resolve_targets"]
-
 
 def new_adapter(
     settings: LoraSettings, base: BaseSpec, *, seed: int, dtype: torch.dtype, device: torch.device | str
 ) -> LoraWeights:
-    """An adapter as PEFT would start it; `default` and `gaussian` change nothing yet (B is zero).
+    """A new adapter, initialised as by PEFT; with `default` and `gaussian` its output is zero (B is zero).
 
-    The numbers are drawn in float32 on the CPU: one seed gives one adapter on any machine, whatever other sites there
-    are. Raises `InvalidRequest` as `resolve_targets`.
+    Numbers are drawn in float32 on the CPU for each site alone, so a seed gives the same adapter on any machine and with any
+    other targets. Raises `InvalidRequest` as `resolve_targets`.
     """
     sites = {}
     for site in resolve_targets(settings, base):
@@ -39,7 +37,7 @@ def _start(init: str, rank: int, site: SiteSpec, generator: torch.Generator) -> 
     if init == "gaussian":
         return a_RD.normal_(std=1 / rank, generator=generator), b_OR
     if init == "orthogonal":
-        # Rows of one orthogonal matrix, odd ones to A and even ones to B: B A starts at zero, neither factor does.
+        # Even rows of an orthogonal matrix go to A, odd rows to B: B A is zero although neither factor is.
         q_RR, _ = torch.linalg.qr(torch.randn(rank, rank, generator=generator))
         a_RD = (torch.randn(site.in_features, rank // 2, generator=generator) @ q_RR[0::2]).T / 10
         b_OR = (torch.randn(site.out_features, rank // 2, generator=generator) @ q_RR[1::2]) / 10

@@ -10,7 +10,7 @@ import pytest
 
 from coserve.cancellation import Cancellation, Cancelled
 from coserve.corpus import batch_plan
-from coserve.finetune.run import Run
+from coserve.finetune.job import TrainingJob
 from coserve.link import JobSucceeded
 from coserve.model.base import Base
 from tests.support.finetuning import Bench, job_spec, metrics_of, random_corpus, tiny_base
@@ -53,15 +53,15 @@ def test_what_belongs_to_many_rows_is_prepared_between_two_steps(
 
 
 def test_a_job_that_is_dropped_leaves_no_memory(base: Base, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def broken(self: Run, micro_steps: int | None) -> None:
+    def broken(self: TrainingJob, micro_steps: int | None) -> None:
         raise ZeroDivisionError
 
     bench = Bench(base, tmp_path)
     spec = bench.place(CORPUS, job_spec(CORPUS))
     bench.start(spec)
     bench.trainer.advance(spec.id, 2)
-    kept = weakref.ref(bench.trainer._runs[spec.id].learner)
-    monkeypatch.setattr(Run, "advance", broken)
+    kept = weakref.ref(bench.trainer._jobs[spec.id].loop.optimizer)
+    monkeypatch.setattr(TrainingJob, "advance", broken)
     with pytest.raises(ZeroDivisionError):
         bench.trainer.advance(spec.id, 2)
     bench.trainer.drop(spec.id)

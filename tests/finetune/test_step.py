@@ -8,8 +8,10 @@ import torch
 
 from coserve.corpus.tokenized import Corpus
 from coserve.finetune.init import new_adapter
-from coserve.finetune.optim import Learner, named_tensors
-from coserve.finetune.step import PackedRows, Stepper, pack_rows, run_to_end
+from coserve.finetune.lora_tensors import named_tensors
+from coserve.finetune.micro_batch import MicroBatchRunner, run_to_end
+from coserve.finetune.optimizer import AdapterOptimizer
+from coserve.finetune.packed_rows import PackedRows, pack_rows
 from coserve.kernels.attention.packed import PackedAttention
 from coserve.kernels.lora.backend import Way
 from coserve.kernels.lora.segments import Segments
@@ -26,7 +28,9 @@ CPU = torch.device("cpu")
 CORPUS = random_corpus()
 
 
-def started(base: Base, settings: LoraSettings = SETTINGS, training: TrainingSettings | None = None) -> Learner:
+def started(
+    base: Base, settings: LoraSettings = SETTINGS, training: TrainingSettings | None = None
+) -> AdapterOptimizer:
     """An adapter whose B is not zero, so that A has gradients too."""
     weights = new_adapter(settings, base.spec, seed=3, dtype=torch.float32, device="cpu")
     generator = torch.Generator().manual_seed(5)
@@ -34,11 +38,13 @@ def started(base: Base, settings: LoraSettings = SETTINGS, training: TrainingSet
         site: LoraPair(pair.a_RD, torch.randn(pair.b_OR.shape, generator=generator) * 0.1, pair.scaling)
         for site, pair in weights.sites.items()
     }
-    return Learner(LoraWeights(settings, sites), base.spec, training or TrainingSettings(), base.dtype)
+    return AdapterOptimizer(LoraWeights(settings, sites), base.spec, training or TrainingSettings(), base.dtype)
 
 
-def batch(learner: Learner, rows: PackedRows, dropout: DropoutSpec | None = None, way: Way = Way.GROUPED) -> LoraBatch:
-    return LoraBatch(Segments((0, rows.tokens), (0,)), (learner.weights(),), way, dropout)
+def batch(
+    optimizer: AdapterOptimizer, rows: PackedRows, dropout: DropoutSpec | None = None, way: Way = Way.GROUPED
+) -> LoraBatch:
+    return LoraBatch(Segments((0, rows.tokens), (0,)), (optimizer.weights(),), way, dropout)
 
 
 def gradients(
@@ -52,25 +58,27 @@ def gradients(
     **options,
 ) -> tuple[float, list[torch.Tensor]]:
     """Summed NLL of the micro-batches, and the gradients of the adapter's tensors."""
-    learner, stepper = started(base, settings), Stepper(base, **{"recompute": False, **options})
+    optimizer, runner = started(base, settings), MicroBatchRunner(base, **{"recompute": False, **options})
     total = 0.0
     for indices in packs:
         rows = pack_rows(CORPUS, indices, CPU)
-        micro_steps = stepper.learn(rows, batch(learner, rows, dropout, way), learner.leaves, learner.grads)
+        micro_steps = runner.forward_backward(
+            rows, batch(optimizer, rows, dropout, way), optimizer.trainable, optimizer.grads
+        )
         total += float(run_to_end(micro_steps, between))
-    return total, [gradient.clone() for layer in learner.grads for gradient in layer]
+    return total, [gradient.clone() for layer in optimizer.grads for gradient in layer]
 
 
 class PeftReference:
     """The same adapter in PEFT, trained one row at a time by plain torch."""
 
-    def __init__(self, family: str, learner: Learner) -> None:
+    def __init__(self, family: str, optimizer: AdapterOptimizer) -> None:
         base = tiny_base(family)
         targets = list({site.rsplit(".", 1)[1] for site in base.spec.sites})
         config = peft.LoraConfig(r=4, lora_alpha=8, target_modules=targets, fan_in_fan_out=family == "gpt2")
         self.model = peft.get_peft_model(tiny_model(family), config)
         self.parameters: dict[str, torch.nn.Parameter] = {}
-        for site, pair in learner.masters().sites.items():
+        for site, pair in optimizer.masters().sites.items():
             module = self.model.get_submodule(f"base_model.model.{site}")
             for name, layers, tensor in (("a", module.lora_A, pair.a_RD), ("b", module.lora_B, pair.b_OR)):
                 layers["default"].weight.data.copy_(tensor)
@@ -91,27 +99,27 @@ def test_loss_and_gradients_equal_pefts(family: str) -> None:
     base = tiny_base(family)
     packs = [[0, 3], [1], [4, 2]]
     total, found = gradients(base, packs)
-    learner = started(base)
-    reference = PeftReference(family, learner)
+    optimizer = started(base)
+    reference = PeftReference(family, optimizer)
     expected = reference.nll(CORPUS, [0, 3, 1, 4, 2])
     expected.backward()
     assert total == pytest.approx(float(expected.detach()), abs=1e-4)
-    names = [name for layer in _names(learner) for name in layer]
+    names = [name for layer in _names(optimizer) for name in layer]
     for name, gradient in zip(names, found, strict=True):
         torch.testing.assert_close(gradient, reference.parameters[name].grad, rtol=1e-4, atol=1e-5, msg=name)
 
 
-def _names(learner: Learner) -> list[list[str]]:
-    by_tensor = {id(tensor): name for name, tensor in named_tensors(learner.weights())}
-    return [[by_tensor[id(leaf)] for leaf in layer] for layer in learner.leaves]
+def _names(optimizer: AdapterOptimizer) -> list[list[str]]:
+    by_tensor = {id(tensor): name for name, tensor in named_tensors(optimizer.weights())}
+    return [[by_tensor[id(leaf)] for leaf in layer] for layer in optimizer.trainable]
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
 def test_five_optimizer_steps_equal_pefts(family: str) -> None:
     base = tiny_base(family)
     training = TrainingSettings(learning_rate=0.02, weight_decay=0.1, max_grad_norm=0.5)
-    learner, stepper = started(base, training=training), Stepper(base, recompute=False)
-    reference = PeftReference(family, learner)
+    optimizer, runner = started(base, training=training), MicroBatchRunner(base, recompute=False)
+    reference = PeftReference(family, optimizer)
     adamw = torch.optim.AdamW(list(reference.parameters.values()), lr=0.02, weight_decay=0.1)
     curve, expected_curve = [], []
     for step in range(5):
@@ -119,9 +127,12 @@ def test_five_optimizer_steps_equal_pefts(family: str) -> None:
         rows = [pack_rows(CORPUS, part, CPU) for part in (indices[:2], indices[2:])]
         targets = sum(part.targets for part in rows)
         nll = sum(
-            float(run_to_end(stepper.learn(part, batch(learner, part), learner.leaves, learner.grads))) for part in rows
+            float(
+                run_to_end(runner.forward_backward(part, batch(optimizer, part), optimizer.trainable, optimizer.grads))
+            )
+            for part in rows
         )
-        learner.update(targets=targets, learning_rate=0.02)
+        optimizer.step(targets=targets, learning_rate=0.02)
         curve.append(nll / targets)
         loss = reference.nll(CORPUS, indices) / targets
         adamw.zero_grad()
@@ -130,7 +141,7 @@ def test_five_optimizer_steps_equal_pefts(family: str) -> None:
         adamw.step()
         expected_curve.append(float(loss.detach()))
     assert curve == pytest.approx(expected_curve, abs=1e-5)
-    for name, tensor in named_tensors(learner.masters()):
+    for name, tensor in named_tensors(optimizer.masters()):
         torch.testing.assert_close(tensor, reference.parameters[name].data, rtol=1e-4, atol=2e-5, msg=name)
 
 
@@ -157,7 +168,7 @@ def test_recomputing_changes_no_bit(dropout: DropoutSpec | None) -> None:
 def test_small_micro_steps_of_the_head_change_nothing() -> None:
     base = tiny_base("gemma2")
     total, whole = gradients(base, [[0, 1, 2, 3, 4, 5]])
-    parts, split = gradients(base, [[0, 1, 2, 3, 4, 5]], logits_at_once=1)
+    parts, split = gradients(base, [[0, 1, 2, 3, 4, 5]], logits_elements=1)
     assert total == pytest.approx(parts, abs=1e-4)
     for one, other in zip(whole, split, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
@@ -212,10 +223,10 @@ def test_layers_below_the_lowest_target_have_no_backward() -> None:
 
 def test_measuring_equals_learning_without_gradients() -> None:
     base = tiny_base("llama")
-    learner, stepper = started(base), Stepper(base, recompute=False, logits_at_once=1)
+    optimizer, runner = started(base), MicroBatchRunner(base, recompute=False, logits_elements=1)
     rows = pack_rows(CORPUS, [0, 2, 4], CPU)
-    measured = run_to_end(stepper.measure(rows, batch(learner, rows)))
-    learned = run_to_end(stepper.learn(rows, batch(learner, rows), learner.leaves, learner.grads))
+    measured = run_to_end(runner.evaluate(rows, batch(optimizer, rows)))
+    learned = run_to_end(runner.forward_backward(rows, batch(optimizer, rows), optimizer.trainable, optimizer.grads))
     assert float(measured) == pytest.approx(float(learned), abs=1e-6)
 
 
@@ -232,7 +243,7 @@ def test_a_base_that_is_not_frozen_is_a_bug() -> None:
     base = tiny_base("llama")
     next(base.model.parameters()).requires_grad_()
     with pytest.raises(AssertionError, match="frozen"):
-        Stepper(base, recompute=False)
+        MicroBatchRunner(base, recompute=False)
 
 
 def test_bfloat16_base_learns_in_float32() -> None:
@@ -295,7 +306,7 @@ def test_sums_of_gradients_lie_as_kernels_add_to_them() -> None:
     site = base.spec.sites["model.layers.0.self_attn.q_proj"]
     turned = LoraPair(torch.randn(site.in_features, 4).T, torch.randn(4, site.out_features).T, 1.0)
     start = LoraWeights(SETTINGS, {"model.layers.0.self_attn.q_proj": turned})
-    (pair,) = Learner(start, base.spec, TrainingSettings(), base.dtype).weights().sites.values()
+    (pair,) = AdapterOptimizer(start, base.spec, TrainingSettings(), base.dtype).weights().sites.values()
     assert pair.main_grads is not None
     for own, matrix in ((pair.main_grads.a_RD, turned.a_RD), (pair.main_grads.b_OR, turned.b_OR)):
         assert own.is_contiguous()

@@ -8,8 +8,9 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from coserve.finetune.init import new_adapter
-from coserve.finetune.optim import Learner
-from coserve.finetune.step import Stepper, _add, pack_rows, run_to_end
+from coserve.finetune.micro_batch import MicroBatchRunner, _add, run_to_end
+from coserve.finetune.optimizer import AdapterOptimizer
+from coserve.finetune.packed_rows import pack_rows
 from coserve.kernels.attention.packed import PackedAttention
 from coserve.kernels.lora.backend import Way
 from coserve.kernels.lora.segments import Segments
@@ -26,32 +27,32 @@ ROWS = [0, 1]
 LAYERS = 3
 BASE = wrap_base(tiny_model("llama", num_hidden_layers=LAYERS), name="llama")
 BY_LAYER = [sorted(site for site, spec in BASE.spec.sites.items() if spec.layer == i) for i in range(LAYERS)]
-STEPPERS = {recompute: Stepper(BASE, recompute=recompute) for recompute in (False, True)}
+RUNNERS = {recompute: MicroBatchRunner(BASE, recompute=recompute) for recompute in (False, True)}
 SITES = st.lists(st.sets(st.sampled_from(range(len(BY_LAYER[0])))), min_size=LAYERS, max_size=LAYERS)
 PATTERNS = SITES.filter(any).map(
     lambda layers: tuple(own[i] for own, some in zip(BY_LAYER, layers, strict=True) for i in sorted(some))
 )
 
 
-def learner_of(targets: tuple[str, ...]) -> Learner:
+def optimizer_of(targets: tuple[str, ...]) -> AdapterOptimizer:
     """Of an adapter whose B is not zero, so that A has gradients too."""
     lora = LoraSettings(r=2, targets=targets)
     start = new_adapter(lora, BASE.spec, seed=3, dtype=torch.float32, device="cpu")
     pairs = {site: LoraPair(p.a_RD, torch.full_like(p.b_OR, 0.1), p.scaling) for site, p in start.sites.items()}
-    return Learner(LoraWeights(lora, pairs), BASE.spec, TrainingSettings(), BASE.dtype)
+    return AdapterOptimizer(LoraWeights(lora, pairs), BASE.spec, TrainingSettings(), BASE.dtype)
 
 
-def batch(learner: Learner, tokens: int, way: Way) -> LoraBatch:
-    return LoraBatch(Segments((0, tokens), (0,)), (learner.weights(),), way)
+def batch(optimizer: AdapterOptimizer, tokens: int, way: Way) -> LoraBatch:
+    return LoraBatch(Segments((0, tokens), (0,)), (optimizer.weights(),), way)
 
 
 def expected(base: Base, targets: tuple[str, ...]) -> tuple[float, list[torch.Tensor]]:
     """The summed NLL and its gradients, from one graph of the whole model."""
-    learner, rows = learner_of(targets), pack_rows(CORPUS, ROWS, CPU)
-    attention, lora = PackedAttention(rows.bounds), batch(learner, rows.tokens, Way.REFERENCE)
+    optimizer, rows = optimizer_of(targets), pack_rows(CORPUS, ROWS, CPU)
+    attention, lora = PackedAttention(rows.bounds), batch(optimizer, rows.tokens, Way.REFERENCE)
     logits = base.forward(rows.tokens_T, rows.positions_T, attention, lora=lora, keep=rows.keep_K)
     nll = torch.nn.functional.cross_entropy(logits, rows.labels_K, reduction="sum")
-    return float(nll.detach()), list(torch.autograd.grad(nll, [leaf for own in learner.leaves for leaf in own]))
+    return float(nll.detach()), list(torch.autograd.grad(nll, [leaf for own in optimizer.trainable for leaf in own]))
 
 
 @pytest.mark.parametrize("way", [Way.REFERENCE, Way.NAIVE, Way.GROUPED])
@@ -61,13 +62,13 @@ def expected(base: Base, targets: tuple[str, ...]) -> tuple[float, list[torch.Te
 def test_any_sites_learn_as_by_one_backward_of_the_whole_model(
     way: Way, targets: tuple[str, ...], recompute: bool
 ) -> None:
-    learner, rows = learner_of(targets), pack_rows(CORPUS, ROWS, CPU)
-    lora, stepper = batch(learner, rows.tokens, way), STEPPERS[recompute]
-    nll = run_to_end(stepper.learn(rows, lora, learner.leaves, learner.grads))
+    optimizer, rows = optimizer_of(targets), pack_rows(CORPUS, ROWS, CPU)
+    lora, runner = batch(optimizer, rows.tokens, way), RUNNERS[recompute]
+    nll = run_to_end(runner.forward_backward(rows, lora, optimizer.trainable, optimizer.grads))
     loss, gradients = expected(BASE, targets)
     assert float(nll) == pytest.approx(loss, rel=1e-4)
-    assert float(run_to_end(stepper.measure(rows, lora))) == pytest.approx(loss, rel=1e-4)
-    for found, wanted in zip([g for own in learner.grads for g in own], gradients, strict=True):
+    assert float(run_to_end(runner.evaluate(rows, lora))) == pytest.approx(loss, rel=1e-4)
+    for found, wanted in zip([g for own in optimizer.grads for g in own], gradients, strict=True):
         torch.testing.assert_close(found, wanted, rtol=1e-3, atol=1e-4)
 
 
@@ -76,10 +77,10 @@ def test_any_sites_learn_as_by_one_backward_of_the_whole_model(
 )
 def test_kernels_pass_layers_that_learn_nothing(way: Way, recompute: bool) -> None:
     targets = (BY_LAYER[0][0], BY_LAYER[2][2])
-    learner, rows = learner_of(targets), pack_rows(CORPUS, ROWS, CPU)
-    stepper = STEPPERS[recompute]
-    run_to_end(stepper.learn(rows, batch(learner, rows.tokens, way), learner.leaves, learner.grads))
-    for found, wanted in zip([g for own in learner.grads for g in own], expected(BASE, targets)[1], strict=True):
+    optimizer, rows = optimizer_of(targets), pack_rows(CORPUS, ROWS, CPU)
+    runner = RUNNERS[recompute]
+    run_to_end(runner.forward_backward(rows, batch(optimizer, rows.tokens, way), optimizer.trainable, optimizer.grads))
+    for found, wanted in zip([g for own in optimizer.grads for g in own], expected(BASE, targets)[1], strict=True):
         torch.testing.assert_close(found, wanted, rtol=1e-3, atol=1e-4)
 
 

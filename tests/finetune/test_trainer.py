@@ -12,7 +12,7 @@ from coserve.adapter_store.files import load_adapter
 from coserve.errors import AdapterNotFound, CheckpointUnreadable, CorruptAdapter, InvalidRequest, StorageFull
 from coserve.finetune.checkpoint import STATE, TENSORS
 from coserve.finetune.init import new_adapter
-from coserve.finetune.optim import Learner
+from coserve.finetune.optimizer import AdapterOptimizer
 from coserve.kernels.attention.packed import PackedAttention
 from coserve.kernels.lora.backend import Way
 from coserve.kernels.lora.segments import Segments
@@ -285,14 +285,14 @@ def test_a_diverging_job_fails(base: Base, tmp_path: Path) -> None:
 def test_weights_that_the_last_step_broke_are_not_published(
     base: Base, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    update = Learner.update
+    update = AdapterOptimizer.step
 
-    def breaking(self: Learner, *, targets: int, learning_rate: float) -> float:
+    def breaking(self: AdapterOptimizer, *, targets: int, learning_rate: float) -> float:
         norm = update(self, targets=targets, learning_rate=learning_rate)
         next(iter(self._masters.values()))[0, 0] = float("nan")
         return norm
 
-    monkeypatch.setattr(Learner, "update", breaking)
+    monkeypatch.setattr(AdapterOptimizer, "step", breaking)
     bench = Bench(base, tmp_path)
     messages = bench.train(bench.place(CORPUS, job_spec(CORPUS, steps=1)))
     assert isinstance(messages[-1], JobFailed) and messages[-1].code == "non_finite_loss"

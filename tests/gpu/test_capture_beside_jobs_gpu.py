@@ -11,7 +11,7 @@ import torch
 
 from coserve.cancellation import Cancellation, Cancelled
 from coserve.finetune import trainer
-from coserve.finetune.run import Run
+from coserve.finetune.loop import TrainingLoop
 from coserve.kernels.gpu.capture import captured
 from tests.gpu.test_engine_gpu import gpu_base
 from tests.support.finetuning import Bench, job_spec, random_corpus
@@ -49,13 +49,13 @@ def test_a_start_that_is_cancelled(after_gpu_work: bool, tmp_path: Path, monkeyp
     bench, cancellation = Bench(gpu_base(tiny_model("llama")), tmp_path), Cancellation()
     spec = bench.place(CORPUS, job_spec(CORPUS))
     if after_gpu_work:
-        made = Run.__init__
+        made = TrainingLoop.__init__
 
-        def make(self: Run, *args: object, **kwargs: object) -> None:
+        def make(self: TrainingLoop, *args: object, **kwargs: object) -> None:
             made(self, *args, **kwargs)  # type: ignore[arg-type]
             cancellation.cancel()
 
-        monkeypatch.setattr(Run, "__init__", make)
+        monkeypatch.setattr(TrainingLoop, "__init__", make)
     else:
         cancellation.cancel()
     assert isinstance(during_a_capture(lambda: bench.trainer.load(spec, cancellation)), Cancelled)
@@ -69,5 +69,5 @@ def test_a_start_that_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
         torch.ones(8, device="cuda").sum().item()
         raise KeyError("broken")
 
-    monkeypatch.setattr(trainer, "Learner", broken)
+    monkeypatch.setattr(trainer, "AdapterOptimizer", broken)
     assert isinstance(during_a_capture(lambda: bench.trainer.load(spec, Cancellation())), KeyError)

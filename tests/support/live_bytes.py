@@ -14,7 +14,7 @@ BLOCK = 512
 
 
 class LiveBytes(TorchDispatchMode):
-    """`finetune.measure.Meter` of what is made inside `with`."""
+    """`finetune.memory_profiling.MemoryMeter` of what is made inside `with`."""
 
     def __init__(self) -> None:
         super().__init__()

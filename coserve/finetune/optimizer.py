@@ -1,15 +1,16 @@
-"""AdamW on fp32 master weights, and the compute-dtype copies that forwards use: the learning side of one adapter."""
+"""AdamW on fp32 master weights of one adapter, with compute-dtype copies for the forward."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from coserve.errors import CheckpointUnreadable, NonFiniteLoss
+from coserve.finetune.lora_tensors import named_tensors
 from coserve.kernels.lora.types import LoraPair, MainGrads
 from coserve.model.lora import LoraWeights
 from coserve.types import BaseSpec, TrainingSettings
@@ -17,11 +18,11 @@ from coserve.types import BaseSpec, TrainingSettings
 _MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
-class Learner:
-    """One adapter while it learns. The masters are the truth; the copies follow them after every step."""
+class AdapterOptimizer:
+    """Master weights, gradient sums and AdamW state of one adapter (all fp32), and the copies that forwards read."""
 
     def __init__(self, start: LoraWeights, base: BaseSpec, training: TrainingSettings, dtype: torch.dtype) -> None:
-        """`start` in fp32 on the base's device; the tensors are taken over. `dtype`: of the copies."""
+        """`start`: initial weights, fp32, on the base's device. `dtype`: of the copies."""
         self._settings, self._training = start.settings, training
         self._scaling = {site: pair.scaling for site, pair in start.sites.items()}
         self._sites = sorted(start.sites, key=lambda site: (base.sites[site].layer, site))
@@ -51,45 +52,44 @@ class Learner:
         return [[tensors[f"{site}.{part}"] for site in sites for part in ("a", "b")] for sites in self._layers]
 
     @property
-    def leaves(self) -> list[list[Tensor]]:
-        """The copies, by layer: what a step differentiates by."""
+    def trainable(self) -> list[list[Tensor]]:
+        """The copies, by layer: the tensors to differentiate by."""
         return self._by_layer(self._copies)
 
     @property
     def grads(self) -> list[list[Tensor]]:
-        """fp32 sums of gradients, by layer, shaped as `leaves`: a step adds to them, `update` uses and clears them."""
+        """fp32 gradient sums, by layer, shaped as `trainable`: micro-batches add to them, `step` consumes them."""
         return self._by_layer(self._grads)
 
     def weights(self) -> LoraWeights:
-        """The copies as an adapter, with the sums of their gradients: both change with every update."""
+        """The copies as an adapter, with their `MainGrads`: a view, changed by every step."""
         return self._weights
 
     def masters(self) -> LoraWeights:
-        """The fp32 weights as an adapter: they change with every update."""
+        """The fp32 weights as an adapter: a view, changed by every step."""
         return self.adapter(self._masters)
 
-    def copied_masters(self) -> LoraWeights:
-        """The fp32 weights as they are now, for good."""
+    def snapshot(self) -> LoraWeights:
+        """A copy of the fp32 weights."""
         return self.adapter({name: master.clone() for name, master in self._masters.items()})
 
     def adapter(self, tensors: Mapping[str, Tensor]) -> LoraWeights:
-        """The adapter of `tensors` named as `named_tensors` does. Raises `CheckpointUnreadable` if one is missing."""
+        """An adapter of `tensors`, named as by `named_tensors`. Raises `CheckpointUnreadable` if one is missing."""
         try:
             pairs = {s: LoraPair(tensors[f"{s}.a"], tensors[f"{s}.b"], self._scaling[s]) for s in self._sites}
         except KeyError as error:
             raise CheckpointUnreadable("the checkpoint's weights do not fit the job's adapter") from error
         return LoraWeights(self._settings, pairs)
 
-    def clear(self) -> None:
-        """Forget the gradients: the step they belong to is abandoned."""
+    def zero_grad(self) -> None:
         for gradient in self._grads.values():
             gradient.zero_()
 
     @torch.no_grad()
-    def update(self, *, targets: int, learning_rate: float) -> float:
-        """One AdamW step on the gradients divided by `targets`; returns their norm before clipping.
+    def step(self, *, targets: int, learning_rate: float) -> float:
+        """One AdamW step on the gradient sums divided by `targets`; returns their norm before clipping.
 
-        Raises `NonFiniteLoss` if they hold NaN or infinity; then nothing has changed.
+        Raises `NonFiniteLoss` for NaN or infinite gradients; the weights are unchanged then.
         """
         grads = [self._grads[name].div_(targets) for name in self._names()]
         norm = torch.nn.utils.get_total_norm(grads)
@@ -107,11 +107,11 @@ class Learner:
         for name, master in self._masters.items():
             master.grad = None
             self._copies[name].copy_(master)
-        self.clear()
+        self.zero_grad()
         return size
 
     def state(self) -> dict[str, Tensor]:
-        """All that a later `restore` needs to go on bit for bit, on the CPU."""
+        """Weights and moments on the CPU: `restore` continues from them bit for bit."""
         state = {f"weights/{name}": master for name, master in self._masters.items()}
         for name, master in self._masters.items():
             moments = self._adamw.state[master]
@@ -120,7 +120,7 @@ class Learner:
 
     @torch.no_grad()
     def restore(self, state: Mapping[str, Tensor], *, steps: int) -> None:
-        """Take over what `state` gave after `steps` updates. Raises `CheckpointUnreadable` if it does not fit."""
+        """Load what `state` returned after `steps` steps. Raises `CheckpointUnreadable` if shapes or dtypes differ."""
         for kind in ("weights", *_MOMENTS):
             for name, master in self._masters.items():
                 found = state.get(f"{kind}/{name}")
@@ -133,20 +133,4 @@ class Learner:
             for moment in _MOMENTS:
                 moments[moment] = torch.empty_like(master).copy_(state[f"{moment}/{name}"])
             self._adamw.state[master] = moments
-        self.clear()
-
-
-def named_tensors(weights: LoraWeights) -> Iterator[tuple[str, Tensor]]:
-    """`<site>.a` and `<site>.b` of every site."""
-    for site, pair in weights.sites.items():
-        yield f"{site}.a", pair.a_RD
-        yield f"{site}.b", pair.b_OR
-
-
-def cast(weights: LoraWeights, dtype: torch.dtype) -> LoraWeights:
-    """A copy in `dtype` that shares nothing with `weights`."""
-    pairs = {
-        site: LoraPair(pair.a_RD.detach().to(dtype, copy=True), pair.b_OR.detach().to(dtype, copy=True), pair.scaling)
-        for site, pair in weights.sites.items()
-    }
-    return LoraWeights(weights.settings, pairs)
+        self.zero_grad()

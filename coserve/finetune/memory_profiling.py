@@ -1,4 +1,4 @@
-"""The real step and the real micro-batch on a GPU, to see how much memory they take; and the plan that follows."""
+"""Memory profiling: run a generation step and a training micro-batch on the GPU, and plan the page pool from their peaks."""
 
 from __future__ import annotations
 
@@ -13,8 +13,10 @@ import torch
 from torch import Tensor
 
 from coserve.finetune.init import new_adapter
-from coserve.finetune.optim import Learner, cast
-from coserve.finetune.step import PackedRows, Stepper, run_to_end
+from coserve.finetune.lora_tensors import cast
+from coserve.finetune.micro_batch import MicroBatchRunner, run_to_end
+from coserve.finetune.optimizer import AdapterOptimizer
+from coserve.finetune.packed_rows import PackedRows
 from coserve.generate.schedule import SCORED_TOKENS
 from coserve.kernels.attention.interface import Run
 from coserve.kernels.gpu.capture import gc_paused
@@ -30,13 +32,13 @@ from coserve.types import LoraSettings, TrainingSettings
 
 RANK = 16
 SEQUENCE = 512
-"""Longest sequence of the micro-batches; attention takes no memory that grows faster than tokens."""
-WARM_UP = 16
+"""Longest sequence of the micro-batches. Attention memory is linear in tokens, so longer ones take no more."""
+WARM_UP_TOKENS = 16
 
 
 @dataclass(frozen=True)
 class Conditions:
-    """What a profile depends on, besides the base, the GPU and torch."""
+    """Settings that a profile depends on, besides the base, the GPU and torch's version."""
 
     way: Way
     recompute: bool
@@ -46,7 +48,7 @@ class Conditions:
 
 
 def plan_memory(base: Base, conditions: Conditions, *, fraction: float, path: Path) -> MemoryPlan:
-    """What `fraction` of the base's GPU leaves for pages. Measured at the first start, and kept at `path` for the next.
+    """The page pool that fits into `fraction` of the GPU's memory. The profile is measured once and kept at `path`.
 
     Raises:
         UnsupportedBase: a base that cannot be trained layer by layer.
@@ -55,11 +57,11 @@ def plan_memory(base: Base, conditions: Conditions, *, fraction: float, path: Pa
     key = _key(base, conditions)
     profile = load_profile(path, key)
     if profile is None:
-        profile = _measured(base, conditions)
+        profile = _measure(base, conditions)
         save_profile(path, key, profile)
     gc.collect()
     torch.cuda.empty_cache()
-    CudaMeter(base.device).reset()  # what was tried does not count as what was needed
+    CudaMemoryMeter(base.device).reset()  # profiling does not count in the peak that is compared with the plan
     free, total = torch.cuda.mem_get_info(base.device)
     page_tokens, work = conditions.page_tokens, conditions.work
     page_bytes = page_layout(base.kv_shapes, page_tokens, base.dtype).page_bytes
@@ -67,30 +69,30 @@ def plan_memory(base: Base, conditions: Conditions, *, fraction: float, path: Pa
     return make_plan(Gpu(total, free), fraction, profile, work, page_bytes=page_bytes, least=least)
 
 
-def _measured(base: Base, conditions: Conditions) -> Profile:
+def _measure(base: Base, conditions: Conditions) -> Profile:
     work = conditions.work
-    measures = OnDevice(base, CudaMeter(base.device), conditions)
-    return measure(measures, step_tokens=work.step_tokens, micro_batch_tokens=work.micro_batch_tokens)
+    profiler = MemoryProfiler(base, CudaMemoryMeter(base.device), conditions)
+    return measure(profiler, step_tokens=work.step_tokens, micro_batch_tokens=work.micro_batch_tokens)
 
 
 def _key(base: Base, conditions: Conditions) -> tuple[str, ...]:
-    where = (torch.cuda.get_device_name(base.device), str(torch.__version__))  # a str of its own kind
+    where = (torch.cuda.get_device_name(base.device), str(torch.__version__))  # torch's version is a subclass of str
     return (base.spec.fingerprint, base.spec.dtype, *where, repr(conditions))
 
 
-class Meter(Protocol):
-    """Bytes that torch has allocated on a device. All wait for the device first."""
+class MemoryMeter(Protocol):
+    """Bytes that torch has allocated on a device. Every method synchronises the device first."""
 
     def now(self) -> int: ...
     def peak(self) -> int:
-        """The most since `reset`."""
+        """The maximum since `reset`."""
         ...
 
     def reset(self) -> None: ...
 
 
-class CudaMeter:
-    """`Meter` of a GPU."""
+class CudaMemoryMeter:
+    """`MemoryMeter` of a GPU."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -109,61 +111,61 @@ class CudaMeter:
 
 
 @contextmanager
-def undisturbed() -> Iterator[None]:
-    """Nothing of before is freed inside: it would count as memory that what is measured gave back."""
+def gc_disabled() -> Iterator[None]:
+    """Collect garbage first and none inside: memory freed inside would lower the measured peak."""
     gc.collect()
     with gc_paused():
         yield
 
 
-class OnDevice:
-    """`memory.profile.Measures` of a base: kernels were compiled and workspaces made ahead of the first call."""
+class MemoryProfiler:
+    """Implements `memory.profile.Measures` for a base. The constructor warms up: kernels are compiled, workspaces allocated."""
 
-    def __init__(self, base: Base, meter: Meter, conditions: Conditions) -> None:
+    def __init__(self, base: Base, meter: MemoryMeter, conditions: Conditions) -> None:
         """Raises `UnsupportedBase` for a base that cannot be trained layer by layer."""
         self._base, self._meter = base, meter
         self._way, self._page_tokens = conditions.way, conditions.page_tokens
-        self._chosen, self._rows = conditions.max_running, conditions.max_running + SCORED_TOKENS
-        self._stepper = Stepper(base, recompute=conditions.recompute)
-        self.step(WARM_UP)
-        self.micro_batch(WARM_UP)
+        self._sampled, self._logit_rows = conditions.max_running, conditions.max_running + SCORED_TOKENS
+        self._runner = MicroBatchRunner(base, recompute=conditions.recompute)
+        self.step(WARM_UP_TOKENS)
+        self.micro_batch(WARM_UP_TOKENS)
 
-    @undisturbed()
+    @gc_disabled()
     @torch.no_grad()
     def step(self, tokens: int) -> int:
-        """A step of `tokens` tokens of one adapter, with as many rows of logits as a step may have: those of
-        `max_running` sequences, of which tokens are chosen in fp32, and those of scored prompts."""
+        """Peak bytes of a generation step: `tokens` tokens of one adapter, with the most logits that a step may have (those
+        of `max_running` sequences, sampled in fp32, and those of scored prompts)."""
         base = self._base
         kv = KvCache.for_base(base, tokens, self._page_tokens)
         pages = kv.take(kv.pages_for(tokens))
-        assert pages is not None, "the cache was made for them"
+        assert pages is not None, "the cache was sized for them"
         batch = LoraBatch(Segments((0, tokens), (0,)), (cast(self._adapter(), base.dtype),), self._way)
         tokens_T, positions_T = self._tokens(tokens), torch.arange(tokens, device=base.device) % base.spec.context
-        keep = torch.arange(self._rows, device=base.device) % tokens
+        keep = torch.arange(self._logit_rows, device=base.device) % tokens
         self._meter.reset()
         before = self._meter.now()
         attention = kv.attention([Run(tokens, 0, tuple(pages))])
         logits_KV = base.forward(tokens_T, positions_T, attention, lora=batch, keep=keep)
-        logits_KV[: self._chosen].float().log_softmax(-1)
+        logits_KV[: self._sampled].float().log_softmax(-1)
         return self._meter.peak() - before
 
-    @undisturbed()
+    @gc_disabled()
     def micro_batch(self, tokens: int) -> TrainingPeaks:
-        """A micro-batch of `tokens` tokens, of which all but each sequence's first are learned, and the update."""
+        """Peak bytes of a micro-batch of `tokens` tokens, all but the first of each row targets, and of the optimizer step."""
         base, empty = self._base, self._meter.now()
-        learner = Learner(self._adapter(), base.spec, TrainingSettings(steps=1), base.dtype)
-        learner.update(targets=1, learning_rate=0.0)  # makes the moments
+        optimizer = AdapterOptimizer(self._adapter(), base.spec, TrainingSettings(steps=1), base.dtype)
+        optimizer.step(targets=1, learning_rate=0.0)  # allocates the moments
         job = self._meter.now() - empty
         rows = self._packed(tokens)
-        lora = LoraBatch(Segments((0, tokens), (0,)), (learner.weights(),), self._way)
+        lora = LoraBatch(Segments((0, tokens), (0,)), (optimizer.weights(),), self._way)
         self._meter.reset()
         before = self._meter.now()
-        micro_steps = self._stepper.learn(rows, lora, learner.leaves, learner.grads)
+        micro_steps = self._runner.forward_backward(rows, lora, optimizer.trainable, optimizer.grads)
         for _ in base.layers:
             next(micro_steps)
         forward = self._meter.peak() - before
         run_to_end(micro_steps)
-        learner.update(targets=max(1, rows.targets), learning_rate=0.0)
+        optimizer.step(targets=max(1, rows.targets), learning_rate=0.0)
         return TrainingPeaks(forward=forward, whole=self._meter.peak() - before, job=job)
 
     def _adapter(self) -> LoraWeights:
@@ -176,7 +178,7 @@ class OnDevice:
     def _packed(self, tokens: int) -> PackedRows:
         longest = min(SEQUENCE, self._base.spec.context)
         bounds = (*range(0, tokens, longest), tokens)
-        place_T = torch.arange(tokens, device=self._base.device)
-        learned_K = place_T[place_T % longest > 0]
+        index_T = torch.arange(tokens, device=self._base.device)
+        target_K = index_T[index_T % longest > 0]
         tokens_T = self._tokens(tokens)
-        return PackedRows(tokens_T, place_T % longest, bounds, learned_K - 1, tokens_T[learned_K])
+        return PackedRows(tokens_T, index_T % longest, bounds, target_K - 1, tokens_T[target_K])

@@ -1,0 +1,65 @@
+"""A job in memory, advanced slice by slice."""
+
+from __future__ import annotations
+
+import torch
+
+from coserve.finetune.loop import Events, SliceTimer, TrainingLoop
+from coserve.model.lora import LoraWeights
+from coserve.types import MicroStep, StepMetrics
+
+
+class TrainingJob:
+    """A training loop and where it is suspended. Only `advance` and `abandon` move it."""
+
+    def __init__(self, loop: TrainingLoop, timer: SliceTimer, device: torch.device) -> None:
+        """`timer`: the loop's own."""
+        self.loop = loop
+        self.next_micro_step = MicroStep.BEGIN
+        self.micro_steps_done = 0
+        """In the last slice."""
+        self.mid_step = False
+        """Suspended within an optimizer step or its evaluation."""
+        self._timer, self._device = timer, device
+        self._events: Events = loop.run()
+
+    @property
+    def mid_batch(self) -> bool:
+        """Suspended within a micro-batch."""
+        return self.next_micro_step is not MicroStep.BEGIN
+
+    def advance(self, micro_steps: int | None) -> StepMetrics | None:
+        """Run `micro_steps` micro-steps of one kind, fewer if another kind or the end of the micro-batch comes first.
+
+        None: run to the end of the micro-batch. Returns the metrics of an optimizer step that is now done, evaluation
+        included. Raises `NonFiniteLoss`.
+        """
+        with self._timer.slice():
+            metrics = self._advance(micro_steps)
+            if self._device.type == "cuda":  # the policy needs the device's time, not the time of the launches
+                torch.cuda.synchronize(self._device)
+            return metrics
+
+    def _advance(self, micro_steps: int | None) -> StepMetrics | None:
+        kind, self.micro_steps_done = self.next_micro_step, 0
+        while micro_steps is None or (self.micro_steps_done < micro_steps and self.next_micro_step is kind):
+            event = next(self._events, None)
+            if event is None:  # the job had finished before
+                return None
+            self.micro_steps_done += 1
+            self.next_micro_step = event if isinstance(event, MicroStep) else MicroStep.BEGIN
+            self.mid_step = not isinstance(event, StepMetrics)
+            if not isinstance(event, MicroStep):
+                return event if isinstance(event, StepMetrics) else None
+        return None
+
+    def abandon(self) -> None:
+        """Drop the unfinished optimizer step; `advance` then computes it again."""
+        self._events.close()
+        self.loop.optimizer.zero_grad()
+        self.next_micro_step, self.mid_step = MicroStep.BEGIN, False
+        self._events = self.loop.run()
+
+    def final_weights(self) -> LoraWeights:
+        """The fp32 result: the weights of the best evaluation with early stopping, else the last ones."""
+        return self.loop.best or self.loop.optimizer.masters()

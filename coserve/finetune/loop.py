@@ -1,0 +1,188 @@
+"""The training loop of one job, as a generator that is suspended after every micro-step."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Generator, Iterator
+from contextlib import contextmanager
+from enum import Enum
+
+import msgspec
+import torch
+
+from coserve.corpus.batch_plan import BatchPlan
+from coserve.corpus.lr_schedule import learning_rate
+from coserve.corpus.tokenized import Corpus
+from coserve.errors import NonFiniteLoss
+from coserve.finetune.micro_batch import MicroBatchRunner
+from coserve.finetune.optimizer import AdapterOptimizer
+from coserve.finetune.packed_rows import PackedRows, pack_rows
+from coserve.finetune.progress import TrainingProgress
+from coserve.kernels.lora.backend import Way
+from coserve.kernels.lora.segments import Segments
+from coserve.model.lora import DropoutSpec, LoraBatch, LoraWeights
+from coserve.state.durable import disk_errors
+from coserve.state.failpoints import failpoint
+from coserve.types import JobSpec, MicroStep, StepMetrics
+
+
+class Boundary(Enum):
+    """End of a micro-batch within an optimizer step or evaluation: another job may run."""
+
+    MICRO_BATCH = "micro_batch"
+
+
+Events = Generator[StepMetrics | Boundary | MicroStep, None, None]
+"""Yields after each micro-step: the kind of the next one within a micro-batch, a `Boundary`, or the metrics of a finished
+optimizer step."""
+
+
+class SliceTimer:
+    """Seconds spent in slices since the last `restart`; the pauses between slices do not count."""
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock, self._before, self._began = clock, 0.0, 0.0
+
+    @contextmanager
+    def slice(self) -> Iterator[None]:
+        self._began = self._clock()
+        try:
+            yield
+        finally:
+            self._before += self._clock() - self._began
+
+    def restart(self) -> None:
+        """Call inside a slice."""
+        self._before, self._began = 0.0, self._clock()
+
+    def seconds(self) -> float:
+        """Call inside a slice."""
+        return self._before + self._clock() - self._began
+
+
+class TrainingLoop:
+    """Optimizer steps, evaluations and early stopping of one job. `progress` is up to date whenever `run` is suspended."""
+
+    def __init__(
+        self,
+        spec: JobSpec,
+        corpus: Corpus,
+        plan: BatchPlan,
+        optimizer: AdapterOptimizer,
+        runner: MicroBatchRunner,
+        *,
+        way: Way,
+        device: torch.device,
+        timer: SliceTimer,
+    ) -> None:
+        self.spec, self.plan, self.optimizer = spec, plan, optimizer
+        self.progress = TrainingProgress()
+        self.best: LoraWeights | None = None
+        """fp32 weights of the best evaluation; only with early stopping."""
+        self._corpus, self._runner, self._way, self._device, self._timer = corpus, runner, way, device, timer
+        self._validation = plan.validation()
+
+    @property
+    def finished(self) -> bool:
+        """All steps are done, or early stopping ended the job."""
+        patience = self.spec.training.early_stopping_patience
+        stopped = patience is not None and self.progress.evaluations_without_gain >= patience
+        return self.progress.pending is None and (self.progress.step >= self.plan.total_steps or stopped)
+
+    def run(self) -> Events:
+        """Continue from `progress` to the end. Raises `NonFiniteLoss`."""
+        while not self.finished:
+            if self.progress.pending is None:
+                self._timer.restart()
+                yield from self._optimizer_step()
+                if self._evaluation_is_due():
+                    yield Boundary.MICRO_BATCH
+            if self._evaluation_is_due():
+                yield from self._evaluate()
+            yield self._finish_step()
+
+    def _optimizer_step(self) -> Events:
+        """Sum the gradients of the step's micro-batches, then update the weights."""
+        step = self.progress.step
+        batches = self.plan.step(step)
+        self.optimizer.zero_grad()
+        nll = torch.zeros((), dtype=torch.float64, device=self._device)
+        tokens = targets = 0
+        for micro, indices in enumerate(batches.micro_batches):
+            if micro:
+                yield Boundary.MICRO_BATCH
+            rows = pack_rows(self._corpus, indices, self._device)
+            lora = self._lora_batch(rows, self._dropout(step, micro))
+            last = MicroStep.UPDATE if micro + 1 == len(batches.micro_batches) else MicroStep.BACKWARD
+            trainable, grads = self.optimizer.trainable, self.optimizer.grads
+            nll += yield from self._runner.forward_backward(rows, lora, trainable, grads, last=last)
+            tokens += rows.tokens
+            targets += rows.targets
+        loss = self._finite(nll / targets, "loss")
+        with disk_errors():
+            failpoint("finetune.mid_step")
+        rate = learning_rate(self.spec.training, step, self.plan.total_steps)
+        norm = self.optimizer.step(targets=targets, learning_rate=rate)
+        metrics = StepMetrics(
+            step=step + 1,
+            total_steps=self.plan.total_steps,
+            epoch=batches.epoch,
+            loss=loss,
+            learning_rate=rate,
+            grad_norm=norm,
+            tokens=tokens,
+            target_tokens=targets,
+            seconds=self._timer.seconds(),
+        )
+        trained = self.progress.trained_tokens + tokens
+        self.progress = msgspec.structs.replace(
+            self.progress, step=step + 1, trained_tokens=trained, last_loss=loss, pending=metrics
+        )
+
+    def _evaluation_is_due(self) -> bool:
+        step = self.progress.step
+        return bool(self._validation) and (step % self.spec.training.eval_steps == 0 or step == self.plan.total_steps)
+
+    def _evaluate(self) -> Events:
+        """Add the mean NLL of the validation rows to the pending metrics."""
+        nll, targets = torch.zeros((), dtype=torch.float64, device=self._device), 0
+        for micro, indices in enumerate(self._validation):
+            if micro:
+                yield Boundary.MICRO_BATCH
+            rows = pack_rows(self._corpus, indices, self._device)
+            nll += yield from self._runner.evaluate(rows, self._lora_batch(rows, None))
+            targets += rows.targets
+        loss = self._finite(nll / targets, "validation loss")
+        assert self.progress.pending is not None, "an evaluation follows a step"
+        pending = msgspec.structs.replace(self.progress.pending, valid_loss=loss)
+        self.progress = msgspec.structs.replace(self.progress, pending=pending)
+
+    def _finish_step(self) -> StepMetrics:
+        """Return the pending metrics, now complete, and update early stopping."""
+        metrics = self.progress.pending
+        assert metrics is not None, "a step was done"
+        best, stale = self.progress.best_valid_loss, self.progress.evaluations_without_gain
+        if metrics.valid_loss is not None and self.spec.training.early_stopping_patience is not None:
+            if best is None or metrics.valid_loss < best:
+                best, stale = metrics.valid_loss, 0
+                self.best = self.optimizer.snapshot()
+            else:
+                stale += 1
+        self.progress = msgspec.structs.replace(
+            self.progress, best_valid_loss=best, evaluations_without_gain=stale, pending=None
+        )
+        return metrics
+
+    def _finite(self, value: torch.Tensor, name: str) -> float:
+        number = float(value)
+        if not math.isfinite(number):
+            raise NonFiniteLoss(f"the {name} is not finite at step {self.progress.step}; try a lower learning rate")
+        return number
+
+    def _lora_batch(self, rows: PackedRows, dropout: DropoutSpec | None) -> LoraBatch:
+        return LoraBatch(Segments((0, rows.tokens), (0,)), (self.optimizer.weights(),), self._way, dropout)
+
+    def _dropout(self, step: int, micro: int) -> DropoutSpec | None:
+        """Masks depend on the job's seed, the step and the micro-batch alone: a resumed job drops the same elements."""
+        p = self.spec.lora.dropout
+        return DropoutSpec(p, (self.spec.training.seed << 96) | (step << 32) | micro) if p > 0 else None

@@ -1,0 +1,27 @@
+"""The tensors of an adapter by name, and copies of it in another dtype."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from coserve.kernels.lora.types import LoraPair
+from coserve.model.lora import LoraWeights
+
+
+def named_tensors(weights: LoraWeights) -> Iterator[tuple[str, Tensor]]:
+    """Names `<site>.a` (R, D) and `<site>.b` (O, R), and the tensors, of every site."""
+    for site, pair in weights.sites.items():
+        yield f"{site}.a", pair.a_RD
+        yield f"{site}.b", pair.b_OR
+
+
+def cast(weights: LoraWeights, dtype: torch.dtype) -> LoraWeights:
+    """A copy in `dtype` that shares nothing with `weights`."""
+    pairs = {
+        site: LoraPair(pair.a_RD.detach().to(dtype, copy=True), pair.b_OR.detach().to(dtype, copy=True), pair.scaling)
+        for site, pair in weights.sites.items()
+    }
+    return LoraWeights(weights.settings, pairs)

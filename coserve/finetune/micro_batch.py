@@ -1,0 +1,203 @@
+"""Forward and backward of one micro-batch, suspended after every decoder layer.
+
+Each layer's input is detached into a leaf, so that every layer has an autograd graph of its own, and the backward runs layer
+by layer: `torch.autograd.grad` on that leaf and the layer's LoRA tensors. Gradients of the base (`M_backward` of full
+fine-tuning, ETS paper section 4.2) are never computed. With `recompute` only the layer inputs are kept between forward and
+backward (activation checkpointing).
+
+The generators below yield after each micro-step. While suspended they hold no context (gradient mode, LoRA batch), so
+inference may run in between.
+
+Letters: T packed tokens, D hidden, V vocabulary, K kept tokens (those whose next token is a target), L layers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from coserve.finetune.packed_rows import PackedRows
+from coserve.kernels.attention.packed import PackedAttention
+from coserve.model.base import Base
+from coserve.model.layers import LayerCut, LayerInputs
+from coserve.model.lora import LoraBatch
+from coserve.types import MicroStep
+
+LOGITS_ELEMENTS = 1 << 25
+"""Elements of the logits computed at once: 128 MiB in fp32, for any vocabulary."""
+
+MicroSteps = Generator[MicroStep, None, Tensor]
+"""Yields, after each micro-step but the last, the kind of the next one. The first is a `MicroStep.BEGIN`."""
+
+LayerTensors = Sequence[Sequence[Tensor]]
+"""Tensors by layer (L)."""
+
+
+@dataclass
+class _SavedLayer:
+    """What one layer keeps for its backward. `output_1TD` is None if the layer is recomputed."""
+
+    input_1TD: Tensor  # noqa: N815
+    output_1TD: Tensor | None  # noqa: N815
+
+
+@dataclass(frozen=True)
+class _TrainableLayer:
+    """The LoRA tensors of one layer and their fp32 gradient sums. `bottom`: no layer below is trained; the backward ends here."""
+
+    tensors: Sequence[Tensor]
+    grads: Sequence[Tensor]
+    bottom: bool
+
+
+class MicroBatchRunner:
+    """Runs micro-batches of any adapter through one frozen base."""
+
+    def __init__(self, base: Base, *, recompute: bool, logits_elements: int = LOGITS_ELEMENTS) -> None:
+        """Raises `UnsupportedBase` for a base that cannot be run layer by layer."""
+        assert not any(parameter.requires_grad for parameter in base.model.parameters()), "the base must be frozen"
+        self._base, self._cut, self._recompute = base, LayerCut(base), recompute
+        self._targets_at_once = max(16, logits_elements // base.spec.vocab)
+
+    def forward_backward(
+        self,
+        rows: PackedRows,
+        lora: LoraBatch,
+        trainable: LayerTensors,
+        grads: LayerTensors,
+        *,
+        last: MicroStep = MicroStep.BACKWARD,
+    ) -> MicroSteps:
+        """Add the gradient of the rows' summed NLL to `grads`; return that NLL (fp64, scalar, nats).
+
+        `trainable[i]`: the tensors of `lora` at layer i's sites, each requiring gradients. `grads`: fp32, same shapes; the
+        pairs' `MainGrads` if they have any. The sum is not divided by the number of targets, so micro-batches of one
+        optimizer step add up. `last`: the kind of the last micro-step.
+        """
+        saved: list[_SavedLayer] = []
+        layers, first = len(trainable), next(i for i, tensors in enumerate(trainable) if tensors)
+        inputs = self._embed(rows)
+        h_1TD = inputs.h_1TD
+        for i in range(layers):
+            h_1TD = self._forward(i, h_1TD, inputs, lora, saved, train=i >= first, leaf=i > first)
+            yield MicroStep.FORWARD if i + 1 < layers else MicroStep.HEAD
+        nll, gradient_1TD = torch.zeros((), dtype=torch.float64, device=h_1TD.device), torch.zeros_like(h_1TD)
+        chunks, backward = self._target_chunks(rows), MicroStep.BACKWARD if first + 1 < layers else last
+        for number, (keep_K, labels_K) in enumerate(chunks, start=1):
+            nll += self._head(h_1TD, inputs, keep_K, labels_K, gradient_1TD)
+            yield MicroStep.HEAD if number < len(chunks) else backward
+        for i in reversed(range(first, layers)):
+            layer = _TrainableLayer(trainable[i], grads[i], bottom=i == first)
+            gradient_1TD = self._backward(i, saved.pop(), gradient_1TD, inputs, lora, layer)
+            if not layer.bottom:
+                yield MicroStep.BACKWARD if i > first + 1 else last
+        return nll
+
+    def evaluate(self, rows: PackedRows, lora: LoraBatch) -> MicroSteps:
+        """Return the rows' summed NLL (fp64, scalar, nats), without gradients."""
+        inputs = self._embed(rows)
+        h_1TD = inputs.h_1TD
+        layers = len(self._base.layers)
+        for i in range(layers):
+            h_1TD = self._forward(i, h_1TD, inputs, lora, [], train=False, leaf=False)
+            yield MicroStep.EVALUATE if i + 1 < layers else MicroStep.EVALUATE_HEAD
+        nll = torch.zeros((), dtype=torch.float64, device=h_1TD.device)
+        for number, (keep_K, labels_K) in enumerate(self._target_chunks(rows)):
+            if number:
+                yield MicroStep.EVALUATE_HEAD
+            nll += self._head(h_1TD, inputs, keep_K, labels_K, None)
+        return nll
+
+    def _embed(self, rows: PackedRows) -> LayerInputs:
+        return self._cut.embed(rows.tokens_T, rows.positions_T, PackedAttention(rows.bounds))
+
+    def _target_chunks(self, rows: PackedRows) -> list[tuple[Tensor, Tensor]]:
+        """`keep_K` and `labels_K`, in chunks whose logits are computed at once."""
+        starts, size = range(0, rows.targets, self._targets_at_once), self._targets_at_once
+        return [(rows.keep_K[start : start + size], rows.labels_K[start : start + size]) for start in starts]
+
+    def _forward(
+        self,
+        i: int,
+        h_1TD: Tensor,
+        inputs: LayerInputs,
+        lora: LoraBatch,
+        saved: list[_SavedLayer],
+        *,
+        train: bool,
+        leaf: bool,
+    ) -> Tensor:
+        """Run layer i. `train`: it will have a backward. `leaf`: that backward needs the gradient of the layer's input."""
+        keep_graph = train and not self._recompute
+        input_1TD = h_1TD.detach().requires_grad_(leaf and keep_graph)
+        output_1TD = self._layer(i, input_1TD, inputs, lora, gradient=keep_graph)
+        if train:
+            saved.append(_SavedLayer(input_1TD, output_1TD if keep_graph else None))
+        return output_1TD.detach()
+
+    def _layer(self, i: int, h_1TD: Tensor, inputs: LayerInputs, lora: LoraBatch, *, gradient: bool) -> Tensor:
+        with torch.set_grad_enabled(gradient), self._base.lora(lora):
+            return self._cut.layer(i, h_1TD, inputs)
+
+    def _head(
+        self, h_1TD: Tensor, inputs: LayerInputs, keep_K: Tensor, labels_K: Tensor, gradient_1TD: Tensor | None
+    ) -> Tensor:
+        """Summed NLL of some kept tokens; adds its gradient to `gradient_1TD` unless that is None."""
+        wanted = gradient_1TD is not None
+        leaf_1TD = h_1TD.detach().requires_grad_(wanted)
+        with torch.set_grad_enabled(wanted):
+            logits_KV = self._cut.head(leaf_1TD, inputs, keep_K)
+            nll = torch.nn.functional.cross_entropy(logits_KV.float(), labels_K, reduction="sum")
+        if gradient_1TD is not None:
+            gradient_1TD += torch.autograd.grad(nll, leaf_1TD)[0]
+        return nll.detach().double()
+
+    def _backward(
+        self,
+        i: int,
+        saved: _SavedLayer,
+        gradient_1TD: Tensor,
+        inputs: LayerInputs,
+        lora: LoraBatch,
+        layer: _TrainableLayer,
+    ) -> Tensor:
+        """Add layer i's LoRA gradients to its sums; return the gradient of its input (unchanged for the bottom layer)."""
+        input_1TD, output_1TD = saved.input_1TD, saved.output_1TD
+        if output_1TD is None:
+            input_1TD = input_1TD.detach().requires_grad_(not layer.bottom)
+            output_1TD = self._layer(i, input_1TD, inputs, lora, gradient=True)
+        if not output_1TD.requires_grad:  # no site of the bottom layer ran: no token was routed to its expert
+            return gradient_1TD
+        learned = [] if lora.sums_gradients else layer.tensors  # otherwise the kernels add to `layer.grads` themselves
+        reached = (
+            [] if layer.bottom and not lora.sums_gradients else [lora.segments.anchor if layer.bottom else input_1TD]
+        )
+        wanted = [*learned, *reached]
+        found = torch.autograd.grad(output_1TD, wanted, gradient_1TD, allow_unused=True)
+        _add(layer.grads, found[: len(learned)])
+        if layer.bottom:
+            return gradient_1TD
+        assert found[-1] is not None, "a layer's output depends on its input"
+        return found[-1]
+
+
+def _add(grads: Sequence[Tensor], found: Sequence[Tensor | None]) -> None:
+    """Add gradients in the compute dtype to the fp32 sums. None: the tensor does not contribute to the output."""
+    pairs = [(total, gradient) for total, gradient in zip(grads, found, strict=False) if gradient is not None]
+    if pairs:
+        torch._foreach_add_([total for total, _ in pairs], [gradient for _, gradient in pairs])
+
+
+def run_to_end(micro_steps: MicroSteps, between: Callable[[], None] | None = None) -> Tensor:
+    """Run all micro-steps and return their result; `between` is called after each but the last."""
+    while True:
+        try:
+            next(micro_steps)
+        except StopIteration as end:
+            result: Tensor = end.value
+            return result
+        if between is not None:
+            between()

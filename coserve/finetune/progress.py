@@ -1,0 +1,18 @@
+"""Where a job stands; saved in its checkpoints."""
+
+from __future__ import annotations
+
+from coserve.types import StepMetrics, Wire
+
+
+class TrainingProgress(Wire, frozen=True):
+    """A job after its last optimizer step. With the optimizer's state, all that a checkpoint needs."""
+
+    step: int = 0
+    """Optimizer steps done."""
+    trained_tokens: int = 0
+    last_loss: float | None = None
+    best_valid_loss: float | None = None
+    evaluations_without_gain: int = 0
+    pending: StepMetrics | None = None
+    """Metrics of the last step, while its evaluation is still to come."""
