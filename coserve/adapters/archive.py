@@ -18,7 +18,7 @@ from coserve.state.records import AdapterRecord
 PIECE: Final = 256 << 10
 
 
-class Archive:
+class AdapterArchive:
     """Holds the files open: they stay readable if the adapter is deleted meanwhile. To be closed."""
 
     def __init__(self, record: AdapterRecord, folder: Path) -> None:

@@ -54,7 +54,7 @@ class AdapterInfo:
 
 
 @dataclass(frozen=True)
-class Layout:
+class AdapterTensors:
     """Where a loader finds each site's matrices: names of tensors."""
 
     settings: LoraSettings
@@ -89,7 +89,7 @@ def inspect_adapter(folder: Path, base: BaseSpec, progress: Callable[[], None] =
         )
 
 
-def _alphas_in_order(layout: Layout) -> tuple[float, ...]:
+def _alphas_in_order(layout: AdapterTensors) -> tuple[float, ...]:
     """Those of the sites in order of their names; empty if all are the config's `lora_alpha`."""
     default = alpha_of(layout.settings)
     if all(alpha == default for alpha in layout.alphas.values()):
@@ -99,7 +99,7 @@ def _alphas_in_order(layout: Layout) -> tuple[float, ...]:
 
 def read_layout(
     config: dict[str, object], file: TensorFile, base: BaseSpec, alphas: tuple[float, ...] | None = None
-) -> Layout:
+) -> AdapterTensors:
     """Settings and sites of an open weights' file; every tensor is one of a site's two matrices, of the right shape.
 
     `alphas`: what was found when these files were registered (`AdapterDigests.alphas`); the config's patterns are matched
@@ -131,7 +131,7 @@ def read_layout(
         own_alphas[site] = matching.alpha(site)
         sites[site] = _shape(site, rank, own_alphas[site], config, base, shape, b[site].shape)
     settings = _resolved(settings, config, base, sites, own_alphas, named=matching.named)
-    return Layout(settings, sites, own_alphas, a, b)
+    return AdapterTensors(settings, sites, own_alphas, a, b)
 
 
 def adapter_config(settings: LoraSettings, base: BaseSpec, sites: Collection[str]) -> dict[str, object]:

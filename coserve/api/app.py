@@ -9,22 +9,22 @@ from collections.abc import Callable
 import msgspec
 from aiohttp import web
 
-from coserve.api.http.answers import NATIVE, Refusal
+from coserve.api.http.bodies import BodyReader
 from coserve.api.http.connections import Connections
-from coserve.api.http.intake import Intake
 from coserve.api.http.openapi import describe_api
+from coserve.api.http.responses import NATIVE_ERRORS, ErrorFormat
 from coserve.api.http.route import Route
 from coserve.api.http.security import Gate, finish_headers, guard
 from coserve.api.http.server import HttpRunner
 from coserve.api.native.handlers import NativeApi
 from coserve.api.native.routes import native_routes
-from coserve.api.openai.errors import OPENAI, is_openai
+from coserve.api.openai.errors import OPENAI_ERRORS, is_openai
 from coserve.api.openai.handlers import OpenAIApi
 from coserve.api.openai.routes import openai_routes
 from coserve.api.service import Service
 from coserve.api.tgi.handlers import TgiApi
 from coserve.api.tgi.routes import tgi_routes
-from coserve.api.tokenizer.handlers import Tokenization
+from coserve.api.tokenizer.handlers import TokenizerApi
 from coserve.api.tokenizer.routes import tokenizer_routes
 from coserve.config import Config
 from coserve.logs.access import AccessLogger
@@ -39,18 +39,18 @@ ROUTES = web.AppKey("routes", tuple[Route, ...])
 
 def make_app(service: Service, config: Config, clock: Callable[[], float] = time.monotonic) -> web.Application:
     """The application over a service. The caller opens and closes the service. `clock`: seconds, for idle connections."""
-    intake = Intake(
+    bodies = BodyReader(
         service.helpers,
         lambda: None if service.engine.ready is None else service.engine.ready.spec.context,
         max_body_bytes=config.max_body_bytes,
         read_timeout=config.read_timeout,
     )
-    tgi = TgiApi(service, config, intake)
+    tgi = TgiApi(service, config, bodies)
     described = (
-        *native_routes(NativeApi(service, config, intake, tgi)),
+        *native_routes(NativeApi(service, config, bodies, tgi)),
         *tgi_routes(tgi),
-        *openai_routes(OpenAIApi(service, config, intake)),
-        *tokenizer_routes(Tokenization(service, intake)),
+        *openai_routes(OpenAIApi(service, config, bodies)),
+        *tokenizer_routes(TokenizerApi(service, bodies)),
     )
 
     async def openapi(request: web.Request) -> web.StreamResponse:
@@ -59,10 +59,10 @@ def make_app(service: Service, config: Config, clock: Callable[[], float] = time
     routes = (*described, Route("GET", "/openapi.json", openapi, "This description"))
     document = msgspec.json.encode(describe_api(routes))
     gate = Gate(config, frozenset(route.name for route in routes if route.public))
-    shapes = {route.name: route.refusals[0] for route in routes}
+    shapes = {route.name: route.error_formats[0] for route in routes}
 
-    def shape_of(request: web.Request) -> Refusal:
-        default = OPENAI if is_openai(request.path) else NATIVE
+    def shape_of(request: web.Request) -> ErrorFormat:
+        default = OPENAI_ERRORS if is_openai(request.path) else NATIVE_ERRORS
         return shapes.get(request.match_info.route.name or "", default)
 
     connections = Connections(config.max_connections, clock)

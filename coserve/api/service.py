@@ -12,12 +12,12 @@ import logging
 import time
 
 from coserve import __version__
-from coserve.api.adapters.adapters import Adapters
-from coserve.api.connection import Connection
-from coserve.api.generation.generation import Generation
-from coserve.api.generation.texts import Texts
-from coserve.api.jobs.jobs import Jobs
-from coserve.api.jobs.ledger import Ledger
+from coserve.api.adapters.catalog import AdapterCatalog
+from coserve.api.engine_client import EngineClient
+from coserve.api.generation.async_tokenizer import AsyncTokenizer
+from coserve.api.generation.in_flight import InFlightRequests
+from coserve.api.jobs.manager import JobManager
+from coserve.api.jobs.recorder import JobRecorder
 from coserve.api.jobs.submission import MAX_PREPARING
 from coserve.api.metrics.prometheus import Metrics
 from coserve.config import Config
@@ -53,16 +53,16 @@ class Service:
 
     def __init__(self, config: Config, folder: DataFolder, registry: RegistryThread, tokenizer: Tokenizer) -> None:
         self.folder, self.tokenizer = folder, tokenizer
-        self.engine = Connection()
+        self.engine = EngineClient()
         self.metrics = Metrics(self.engine.name)
         self._registry = registry
-        self._ledger = Ledger(folder, registry, self.engine, self.metrics)
+        self._recorder = JobRecorder(folder, registry, self.engine, self.metrics)
         self.helpers = HelperPool(tokenizer.state, MAX_READING, LogSettings.of(config))
         self._preparers = HelperPool(tokenizer.state, MAX_PREPARING, LogSettings.of(config))
-        self.texts = Texts(tokenizer, self.helpers)
-        self.generation = Generation(config, self.engine, registry, tokenizer, self.texts, self.metrics)
-        self.jobs = Jobs(config, folder, registry, tokenizer, self._preparers, self.engine, self._ledger)
-        self.adapters = Adapters(config, folder, registry, self._preparers, self.engine, self.generation.in_use)
+        self.texts = AsyncTokenizer(tokenizer, self.helpers)
+        self.generation = InFlightRequests(config, self.engine, registry, tokenizer, self.texts, self.metrics)
+        self.jobs = JobManager(config, folder, registry, tokenizer, self._preparers, self.engine, self._recorder)
+        self.adapters = AdapterCatalog(config, folder, registry, self._preparers, self.engine, self.generation.in_use)
         self._born, self.started_at = time.monotonic(), time.time()
         self._receiver: asyncio.Task[Exception | None] | None = None
         self._last_receiver: asyncio.Task[Exception | None] | None = None
@@ -75,7 +75,7 @@ class Service:
         Raises `StartupError` if the registry is damaged.
         """
         if self._writer is None:
-            self._writer = asyncio.create_task(self._ledger.run())
+            self._writer = asyncio.create_task(self._recorder.run())
             await self.jobs.recover()
 
     async def attach(self, link: Link[ToEngine, FromEngine], ready: EngineReady) -> None:
@@ -98,7 +98,7 @@ class Service:
         self.engine.lost()
         self.metrics.engine.report(None)
         self.generation.fail_all(EngineUnavailable("the engine stopped while it ran this request"))
-        self._ledger.announce_all()  # who waits for the engine to obey must not wait for the next one
+        self._recorder.announce_all()  # who waits for the engine to obey must not wait for the next one
 
     def engine_failed(self, note: str, *, started: bool) -> None:
         """There is no engine, and a new one is on its way; `note` says why, and `started` that the last one had served."""
@@ -115,8 +115,8 @@ class Service:
         await self.adapters.close()
         await self.helpers.close()
         await self._preparers.close()
-        await self._ledger.settled()
-        await self._ledger.close()
+        await self._recorder.settled()
+        await self._recorder.close()
         self.engine_lost()
         if self._writer is not None:
             self._writer.cancel()
@@ -159,7 +159,7 @@ class Service:
             case EngineReady() | EngineRefused():
                 log.warning("the engine answered twice whether it is ready")
             case _:
-                self._ledger.deliver(message)
+                self._recorder.deliver(message)
 
     def health(self) -> Health:
         """What works, and what does not."""
@@ -191,7 +191,7 @@ class Service:
                 *(stats.troubles if stats is not None else ()),
                 *_starving(stats),
                 *self._registry.notes,
-                *self._ledger.notes,
+                *self._recorder.notes,
             ],
             waiting=stats.waiting if stats is not None else 0,
             running=stats.running if stats is not None else 0,

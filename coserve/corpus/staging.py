@@ -15,7 +15,7 @@ from safetensors import safe_open
 from coserve.corpus.jsonl import parse_jsonl
 from coserve.corpus.rows import Row
 from coserve.corpus.tokenize import tokenize_rows
-from coserve.offload.protocol import Context
+from coserve.offload.protocol import TaskContext
 from coserve.state.durable import move_file
 
 
@@ -70,7 +70,7 @@ class TokenizeFile(msgspec.Struct, frozen=True):
     max_length: int
 
 
-def tokenize_file(context: Context, arguments: bytes, body: bytes) -> bytes:
+def tokenize_file(context: TaskContext, arguments: bytes, body: bytes) -> bytes:
     """Task of a helper process: `TokenizeFile` in, `StagedCorpus` out, as MessagePack. Raises `CorpusError` leaves, `StorageFull`, `StorageFailed`."""
     request = msgspec.msgpack.decode(arguments, type=TokenizeFile)
     rows = _with_progress(parse_jsonl(Path(request.source)), context.progress)

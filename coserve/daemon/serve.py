@@ -94,7 +94,7 @@ async def _serving(config: Config) -> AsyncIterator[tuple[int, Supervisor, async
             host=config.host,
             port=port,
         )
-        tokenizer = await _unwaited(lambda: _load_tokenizer(config))
+        tokenizer = await _in_daemon_thread(lambda: _load_tokenizer(config))
         registry = RegistryThread(lambda: Registry(folder.database), reserve=Reserve(folder.reserve))
         stack.push_async_callback(registry.close)
         service = Service(config, folder, registry, tokenizer)
@@ -146,7 +146,7 @@ async def serve(config: Config, *, ready: Callable[[int], None]) -> None:
     log_event(log, "daemon stopped", seconds=round(time.monotonic() - ended, 3))
 
 
-async def _unwaited(work: Callable[[], T]) -> T:
+async def _in_daemon_thread(work: Callable[[], T]) -> T:
     """The result of `work`, run in a thread that the end of the process does not wait for: it may download for minutes."""
     found: concurrent.futures.Future[T] = concurrent.futures.Future()
 

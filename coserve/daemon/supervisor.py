@@ -41,7 +41,7 @@ class RunningEngine(Protocol):
         ...
 
 
-class UsesEngine(Protocol):
+class EngineOwner(Protocol):
     """What the supervisor needs of `api.Service`."""
 
     async def attach(self, link: Link[ToEngine, FromEngine], ready: EngineReady) -> None: ...
@@ -73,7 +73,7 @@ class Supervisor:
     def __init__(
         self,
         start: Callable[[], Awaitable[RunningEngine]],
-        service: UsesEngine,
+        service: EngineOwner,
         restarts: Restarts | None = None,
         *,
         clock: Callable[[], float] = time.monotonic,
@@ -106,12 +106,12 @@ class Supervisor:
             self._service.engine_failed(note, started=end.started)
             await asyncio.sleep(pause)
 
-    async def _live(self) -> _End:
+    async def _live(self) -> _EngineExit:
         """One engine from its start to its death."""
         try:
             engine = await self._start()
         except EngineDied as died:
-            return _End(died.status)
+            return _EngineExit(died.status)
         ended = asyncio.create_task(engine.wait())
         tasks: list[asyncio.Task[object]] = [ended]
         try:
@@ -119,7 +119,7 @@ class Supervisor:
             tasks.append(attaching)
             await asyncio.wait({ended, attaching}, return_when=asyncio.FIRST_COMPLETED)
             if not attaching.done():
-                return _End(ended.result())
+                return _EngineExit(ended.result())
             attaching.result()
             began = self._clock()
             self.attached.set()
@@ -134,11 +134,11 @@ class Supervisor:
             await engine.stop()
             await asyncio.gather(*tasks, return_exceptions=True)
         self._service.engine_lost()
-        return _End(await engine.wait(), served, started=True, unreadable=unreadable)
+        return _EngineExit(await engine.wait(), served, started=True, unreadable=unreadable)
 
 
 @dataclass(frozen=True)
-class _End:
+class _EngineExit:
     """How an engine ended, after how many seconds of service."""
 
     status: int

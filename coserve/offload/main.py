@@ -17,7 +17,7 @@ import msgspec
 
 from coserve.errors import CoserveError, InternalError
 from coserve.logs.setup import LogSettings, set_up_logging
-from coserve.offload.protocol import Call, Context, Reply, Task, failure_of, find
+from coserve.offload.protocol import Call, Reply, Task, TaskContext, failure_of, find
 from coserve.pretrained.tokenizer import Tokenizer
 from coserve.processes import obey_parent
 
@@ -64,7 +64,7 @@ def _peak_memory() -> int:
     return int(status.partition("VmHWM:")[2].split()[0]) * 1024
 
 
-def _run(context: Context, call: Call, body: bytes) -> tuple[Reply, bytes]:
+def _run(context: TaskContext, call: Call, body: bytes) -> tuple[Reply, bytes]:
     task: Task = find(call.task)
     try:
         result = task(context, call.arguments, body)
@@ -84,7 +84,7 @@ def main() -> None:
         first = _read_call(calls)
         if first is None:
             return
-        context = Context(Tokenizer.from_state(first[1]), answers.progress)
+        context = TaskContext(Tokenizer.from_state(first[1]), answers.progress)
         while (found := _read_call(calls)) is not None:
             answers.signs = found[0].signs
             answers.send(*_run(context, *found))

@@ -14,14 +14,14 @@ from coserve.pretrained.tokenizer import Tokenizer
 
 
 @dataclass(frozen=True)
-class Context:
+class TaskContext:
     """What a task may use. `progress()`: call it between rows, so that the caller knows the process is not stuck."""
 
     tokenizer: Tokenizer
     progress: Callable[[], None]
 
 
-Task = Callable[[Context, bytes, bytes], bytes]
+Task = Callable[[TaskContext, bytes, bytes], bytes]
 """A module-level function of coserve: `(context, arguments, body) -> result`. It may raise `CoserveError` leaves."""
 
 

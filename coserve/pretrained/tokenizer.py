@@ -40,7 +40,7 @@ SHORT = 2048
 """Characters of a text that is tokenised at once, without handing it to `tokenizers`' own threads."""
 
 
-class _State(msgspec.Struct, frozen=True):
+class _TokenizerState(msgspec.Struct, frozen=True):
     backend: str
     special_tokens: dict[str, str]
     eos_token_ids: tuple[int, ...]
@@ -111,12 +111,12 @@ class Tokenizer:
     def state(self) -> bytes:
         """What `from_state` makes the same tokenizer from, in another process."""
         return msgspec.msgpack.encode(
-            _State(self._backend.to_str(), self.special_tokens, self.eos_token_ids, self.chat_template)
+            _TokenizerState(self._backend.to_str(), self.special_tokens, self.eos_token_ids, self.chat_template)
         )
 
     @classmethod
     def from_state(cls, state: bytes) -> Tokenizer:
-        found = msgspec.msgpack.decode(state, type=_State)
+        found = msgspec.msgpack.decode(state, type=_TokenizerState)
         return cls(
             tokenizers.Tokenizer.from_str(found.backend),
             special_tokens=found.special_tokens,

@@ -19,22 +19,26 @@ class AdapterTable(Database):
     def add_adapter(self, record: AdapterRecord) -> None:
         """Register a version. Raises `AdapterExists` if its number was given out before."""
         with self._transaction():
-            self._take_version(record.ref)
+            self._claim_version(record.ref)
             self._insert_adapter(record)
-            self._say("adapter imported", adapter=record.ref.id, version=record.ref.version, bytes=record.bytes)
+            self._log_on_commit(
+                "adapter imported", adapter=record.ref.id, version=record.ref.version, bytes=record.bytes
+            )
 
     def reserve_version(self, id: str) -> AdapterRef:
         """Give out the next version of a name: nobody else ever gets it, and its files have a place of their own."""
         with self._transaction():
             ref = AdapterRef(id, self.next_version(id))
-            self._take_version(ref)
+            self._claim_version(ref)
         return ref
 
     def add_reserved(self, record: AdapterRecord) -> None:
         """Register a version that `reserve_version` gave out."""
         with self._transaction():
             self._insert_adapter(record)
-            self._say("adapter imported", adapter=record.ref.id, version=record.ref.version, bytes=record.bytes)
+            self._log_on_commit(
+                "adapter imported", adapter=record.ref.id, version=record.ref.version, bytes=record.bytes
+            )
 
     def _insert_adapter(self, record: AdapterRecord) -> None:
         """The name means the newest version from now on."""
@@ -45,7 +49,7 @@ class AdapterTable(Database):
             (id, version, id),
         )
 
-    def _take_version(self, ref: AdapterRef) -> None:
+    def _claim_version(self, ref: AdapterRef) -> None:
         if ref.version < self.next_version(ref.id):
             raise AdapterExists(f"version {ref.version} of adapter {ref.id!r} is taken", field="adapter")
         self._db.execute(
@@ -100,7 +104,7 @@ class AdapterTable(Database):
         with self._transaction():
             record = self.adapter(ref.id, ref.version)
             self._set_current(ref)
-            self._say("adapter rolled back", adapter=ref.id, version=ref.version)
+            self._log_on_commit("adapter rolled back", adapter=ref.id, version=ref.version)
         return record
 
     def _set_current(self, ref: AdapterRef) -> None:

@@ -88,7 +88,7 @@ class Database:
         """Open, or create. Raises `StartupError` for a file that is no registry of this version, `StorageBusy` for one
         that another process has locked."""
         self._clock = clock
-        self._said: list[tuple[str, dict[str, Value]]] = []
+        self._log_lines: list[tuple[str, dict[str, Value]]] = []
         try:
             self._db = sqlite3.connect(path, isolation_level=None, timeout=LOCK_TIMEOUT)
         except sqlite3.DatabaseError as error:
@@ -132,18 +132,18 @@ class Database:
                 failpoint("registry.before_commit")
                 self._db.execute("COMMIT")
             except BaseException:
-                self._said.clear()
+                self._log_lines.clear()
                 if self._db.in_transaction:
                     self._db.execute("ROLLBACK")
                 raise
         failpoint("registry.after_commit")
-        said, self._said = self._said, []
-        for message, fields in said:
+        lines, self._log_lines = self._log_lines, []
+        for message, fields in lines:
             log_event(log, message, **fields)
 
-    def _say(self, message: str, **fields: Value) -> None:
+    def _log_on_commit(self, message: str, **fields: Value) -> None:
         """A line of the log, once the transaction is committed."""
-        self._said.append((message, fields))
+        self._log_lines.append((message, fields))
 
     def close(self) -> None:
         self._db.close()

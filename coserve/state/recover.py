@@ -34,11 +34,11 @@ def recover(registry: Registry, folder: DataFolder) -> list[JobRecord]:
     _match_jobs(registry, folder)
     jobs = [job for job in registry.unfinished() if _has_corpus(registry, folder, job)]
     for job in jobs:
-        drop_unheard_checkpoints(folder, job)
+        drop_unrecorded_checkpoints(folder, job)
     return [_wait_again(registry, job) for job in jobs]
 
 
-def drop_unheard_checkpoints(folder: DataFolder, job: JobRecord) -> None:
+def drop_unrecorded_checkpoints(folder: DataFolder, job: JobRecord) -> None:
     """Remove the checkpoints of steps that the registry has not heard of, once the engine that wrote them is gone.
 
     A job that went on from one would lack those steps in its loss curve for ever; so they run again.

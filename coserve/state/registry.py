@@ -35,7 +35,7 @@ class Registry(AdapterTable):
         with self._transaction():
             if idempotency_key is not None and (first := self.job_with_key(idempotency_key)) is not None:
                 return first
-            self._take_version(AdapterRef(spec.adapter, spec.version))
+            self._claim_version(AdapterRef(spec.adapter, spec.version))
             self._db.execute(
                 "INSERT INTO jobs (id, state, idempotency_key, record) VALUES (?, ?, ?, ?)",
                 (spec.id, record.state, idempotency_key, _encode(record)),
@@ -43,7 +43,7 @@ class Registry(AdapterTable):
             self._append(spec.id, "state", f"job {record.state}", state=record.state)
             for note in record.notes:
                 self._append(spec.id, "message", note, level="warning")
-            self._say(
+            self._log_on_commit(
                 "job accepted",
                 job=spec.id,
                 adapter=spec.adapter,
@@ -136,7 +136,7 @@ class Registry(AdapterTable):
             self._append(id, "state", said, level="info" if error is None else "error", state=state)
             spec, why = record.spec, error.message if error is not None else message or None
             code = None if error is None else error.code
-            self._say(f"job {state}", job=id, adapter=spec.adapter, step=record.step, error=code, reason=why)
+            self._log_on_commit(f"job {state}", job=id, adapter=spec.adapter, step=record.step, error=code, reason=why)
             return self._save(record)
 
     def record_start(self, id: str, total_steps: int, resumed_from: int) -> JobRecord:
@@ -157,7 +157,7 @@ class Registry(AdapterTable):
             message = f"goes on from step {resumed_from} of {total_steps}" if resumed_from else f"{total_steps} steps"
             self._append(id, "state", f"job running: {message}", state=JobState.RUNNING)
             what = "job resumed" if resumed_from else "job started"
-            self._say(what, job=id, adapter=record.spec.adapter, step=resumed_from, steps=total_steps)
+            self._log_on_commit(what, job=id, adapter=record.spec.adapter, step=resumed_from, steps=total_steps)
             return self._save(record)
 
     def _metrics_until(self, id: str, step: int) -> list[StepMetrics]:
@@ -218,8 +218,10 @@ class Registry(AdapterTable):
             self._insert_adapter(adapter)
             self._append(id, "state", f"published {adapter.ref}", state=JobState.SUCCEEDED)
             seconds = self._clock() - (record.started_at or record.created_at)
-            self._say("job succeeded", job=id, adapter=adapter.ref.id, steps=record.step, seconds=round(seconds, 3))
-            self._say("adapter published", adapter=adapter.ref.id, version=adapter.ref.version, job=id)
+            self._log_on_commit(
+                "job succeeded", job=id, adapter=adapter.ref.id, steps=record.step, seconds=round(seconds, 3)
+            )
+            self._log_on_commit("adapter published", adapter=adapter.ref.id, version=adapter.ref.version, job=id)
             return self._save(record)
 
     # ---- adapters
@@ -234,7 +236,7 @@ class Registry(AdapterTable):
                     raise AdapterBusy(f"adapter {id!r} is in use by job {job.spec.id}", field="adapter")
             self._db.execute("DELETE FROM adapters WHERE id = ?", (id,))
             self._db.execute("DELETE FROM current WHERE id = ?", (id,))
-            self._say("adapter deleted", adapter=id, versions=", ".join(str(ref.version) for ref in refs))
+            self._log_on_commit("adapter deleted", adapter=id, versions=", ".join(str(ref.version) for ref in refs))
         return refs
 
     def delete_version(self, ref: AdapterRef) -> None:
@@ -245,4 +247,4 @@ class Registry(AdapterTable):
                 if job.spec.init_from == ref:
                     raise AdapterBusy(f"adapter {ref} is in use by job {job.spec.id}", field="adapter")
             self._remove_version(ref)
-            self._say("adapter deleted", adapter=ref.id, versions=str(ref.version))
+            self._log_on_commit("adapter deleted", adapter=ref.id, versions=str(ref.version))

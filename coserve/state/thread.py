@@ -35,7 +35,7 @@ class RegistryThread:
         reserve: Reserve | None = None,
         sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
     ) -> None:
-        """`reserve`: the space that `freeing` may use; None: none is kept back."""
+        """`reserve`: the space that `with_reserve` may use; None: none is kept back."""
         self._factory, self._reserve = registry_factory, reserve
         self._registry: Registry | None = None
         self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="registry")
@@ -49,7 +49,7 @@ class RegistryThread:
     async def __call__(self, fn: Callable[[Registry], T]) -> T:
         return await self._run(self._call, fn)
 
-    async def freeing(self, fn: Callable[[Registry], T]) -> T:
+    async def with_reserve(self, fn: Callable[[Registry], T]) -> T:
         """The same for a change that frees space or ends a job: where the disk is full, `fn` runs once more with the
         space that is kept back."""
         return await self._run(self._call_again, fn)

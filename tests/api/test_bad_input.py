@@ -14,7 +14,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from coserve.api.http.intake import MAX_JSON_BYTES
+from coserve.api.http.bodies import MAX_JSON_BYTES
 from coserve.errors import CoserveError
 from coserve.state.failpoints import armed
 from tests.support.api_server import Api, serve_api

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from coserve.api.generation.detokenize import ChoiceDecoder, StopTexts
+from coserve.api.generation.choice_decoder import ChoiceDecoder, StopStrings
 from coserve.link import Tokens
 from coserve.types import FinishReason
 from tests.support.api_server import tokenizer
@@ -25,7 +25,7 @@ def reference(text: str, stops: list[str]) -> tuple[str, str | None]:
 
 @given(LETTERS, st.lists(st.text("ab", min_size=1, max_size=4), max_size=3), st.data())
 def test_stop_texts_do_not_depend_on_the_cuts(text: str, stops: list[str], data: st.DataObject) -> None:
-    finder, out, rest = StopTexts(stops), "", text
+    finder, out, rest = StopStrings(stops), "", text
     wanted, wanted_stop = reference(text, stops)
     while rest:
         size = data.draw(st.integers(1, len(rest)))

@@ -11,7 +11,7 @@ import aiohttp
 import msgspec
 import pytest
 
-from coserve.api.jobs.jobs import MAX_DEATHS
+from coserve.api.jobs.manager import MAX_DEATHS
 from coserve.corpus.tokenized import Corpus
 from coserve.link import CancelJob, JobFailed, JobPaused, JobProgress, JobWaiting, PauseJob, StartJob
 from coserve.state.failpoints import armed
@@ -305,7 +305,7 @@ async def test_rows_that_lose_a_part_are_told(api: Api) -> None:
 
 
 async def test_a_full_disk_does_not_keep_the_next_engine_out(api: Api) -> None:
-    api.service._ledger._retry_delay = 0.01
+    api.service._recorder._retry_delay = 0.01
     api.engine.go_jobs.clear()
     job = await submit(api)
     await api.job_until(job["id"], "running")

@@ -39,8 +39,8 @@ async def test_what_frees_space_is_written_on_a_full_disk(disk: Path) -> None:
             await thread(lambda r, n=n: r.create_job(make_job(f"more-{n}", adapter=f"more-{n}")))
     for n in range(6):
         fill(disk)
-        await thread.freeing(lambda r, n=n: r.delete_adapter(f"a{n}"))
-    assert (await thread.freeing(lambda r: r.set_state("job-1", JobState.CANCELLED))).state is JobState.CANCELLED
+        await thread.with_reserve(lambda r, n=n: r.delete_adapter(f"a{n}"))
+    assert (await thread.with_reserve(lambda r: r.set_state("job-1", JobState.CANCELLED))).state is JobState.CANCELLED
     await thread.close()
 
 
@@ -51,7 +51,7 @@ async def test_a_registry_opens_on_a_full_disk(disk: Path) -> None:
     fill(disk)
     again = thread_on(disk)
     assert await again(lambda r: r.adapters()) != []
-    await again.freeing(lambda r: r.delete_adapter("old"))
+    await again.with_reserve(lambda r: r.delete_adapter("old"))
     assert await again(lambda r: r.adapters()) == []
     await again.close()
 
@@ -60,7 +60,7 @@ async def test_space_is_kept_back_again_once_there_is_some(disk: Path) -> None:
     thread = thread_on(disk)
     await thread(lambda r: r.add_adapter(make_adapter("old")))
     fill(disk)
-    await thread.freeing(lambda r: r.delete_adapter("old"))
+    await thread.with_reserve(lambda r: r.delete_adapter("old"))
     (disk / "filler").unlink()
     await thread(lambda r: r.adapters())
     assert (disk / "reserve").stat().st_size == 1 << 20
@@ -75,7 +75,7 @@ async def test_a_change_that_is_refused_for_another_reason_is_not_repeated(disk:
         raise ZeroDivisionError
 
     with pytest.raises(ZeroDivisionError):
-        await thread.freeing(change)
+        await thread.with_reserve(change)
     assert len(calls) == 1
     await thread.close()
 
@@ -96,7 +96,7 @@ async def test_a_disk_that_refuses_the_reserve_is_told_once_and_costs_no_change(
     )
     for n in range(3):
         await thread(lambda r, n=n: r.add_adapter(make_adapter(f"a{n}")))
-    await thread.freeing(lambda r: r.delete_adapter("a0"))
+    await thread.with_reserve(lambda r: r.delete_adapter("a0"))
     assert len(await thread(lambda r: r.adapters())) == 2
     assert len(tries) == 5, "one attempt a call"
     assert [os.strerror(number) in record.message for record in caplog.records] == [True]
@@ -144,6 +144,6 @@ async def test_a_committed_change_stays_one_though_the_reserve_cannot_be_kept_ba
         monkeypatch.setattr(os, "statvfs", refuse)
 
     calls: list[str] = []
-    await thread.freeing(change)
+    await thread.with_reserve(change)
     assert await thread(lambda r: r.adapters()) == []
     await thread.close()

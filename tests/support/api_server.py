@@ -16,7 +16,7 @@ import msgspec
 from aiohttp import web
 
 from coserve.api.app import make_app, make_runner
-from coserve.api.jobs.ledger import JobMessage
+from coserve.api.jobs.recorder import JobMessage
 from coserve.api.service import Service
 from coserve.config import Config
 from coserve.link import Generate, local_pair
@@ -66,11 +66,11 @@ class Api:
 
     async def settled(self) -> None:
         """Until all that the engine has told is written down and done: a job's end is announced before its files go."""
-        await self.service._ledger.settled()
+        await self.service._recorder.settled()
 
     async def hear(self, message: JobMessage) -> None:
         """As if the engine had said it; until it is written down."""
-        self.service._ledger.deliver(message)
+        self.service._recorder.deliver(message)
         await self.settled()
 
     async def call(self, method: str, path: str, **kwargs: Any) -> tuple[int, Any]:

@@ -9,35 +9,35 @@ from pathlib import Path
 import msgspec
 
 from coserve.errors import InvalidRequest, MalformedRow, StorageFull
-from coserve.offload.protocol import Context
+from coserve.offload.protocol import TaskContext
 
 
-def echo(context: Context, arguments: bytes, body: bytes) -> bytes:
+def echo(context: TaskContext, arguments: bytes, body: bytes) -> bytes:
     return body
 
 
-def pid(context: Context, arguments: bytes, body: bytes) -> bytes:
+def pid(context: TaskContext, arguments: bytes, body: bytes) -> bytes:
     return str(os.getpid()).encode()
 
 
-def refuse(context: Context, arguments: bytes, body: bytes) -> bytes:
+def refuse(context: TaskContext, arguments: bytes, body: bytes) -> bytes:
     raise InvalidRequest("expected more", field="a.b")
 
 
-def refuse_row(context: Context, arguments: bytes, body: bytes) -> bytes:
+def refuse_row(context: TaskContext, arguments: bytes, body: bytes) -> bytes:
     raise MalformedRow("expected text", line=7)
 
 
-def fail(context: Context, arguments: bytes, body: bytes) -> bytes:
+def fail(context: TaskContext, arguments: bytes, body: bytes) -> bytes:
     raise KeyError("/secret/path")
 
 
-def sleep(context: Context, arguments: bytes, body: bytes) -> bytes:
+def sleep(context: TaskContext, arguments: bytes, body: bytes) -> bytes:
     time.sleep(600)
     return b""
 
 
-def work(context: Context, arguments: bytes, body: bytes) -> bytes:
+def work(context: TaskContext, arguments: bytes, body: bytes) -> bytes:
     """A second in all, with signs of life."""
     for _ in range(100):
         time.sleep(0.01)
@@ -52,19 +52,19 @@ class Half(bytes):
         return 1 << 20
 
 
-def half_an_answer(context: Context, arguments: bytes, body: bytes) -> bytes:
+def half_an_answer(context: TaskContext, arguments: bytes, body: bytes) -> bytes:
     return Half(b"x")
 
 
-def full_disk(context: Context, arguments: bytes, body: bytes) -> bytes:
+def full_disk(context: TaskContext, arguments: bytes, body: bytes) -> bytes:
     """`decode_corpus` on a disk that fills up."""
     Path(msgspec.msgpack.decode(arguments)["file"]).write_bytes(b"{")
     raise StorageFull("the disk is full")
 
 
-def key(context: Context, arguments: bytes, body: bytes) -> bytes:
+def key(context: TaskContext, arguments: bytes, body: bytes) -> bytes:
     return os.environ.get("COSERVE_API_KEY", "none").encode()
 
 
-def tokens(context: Context, arguments: bytes, body: bytes) -> bytes:
+def tokens(context: TaskContext, arguments: bytes, body: bytes) -> bytes:
     return str(context.tokenizer.encode(body.decode())).encode()

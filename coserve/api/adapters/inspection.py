@@ -17,7 +17,7 @@ from coserve.adapters.tensorfile import open_regular
 from coserve.errors import CoserveError, StorageError
 from coserve.names import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 from coserve.offload.pool import HelperPool
-from coserve.offload.protocol import Context
+from coserve.offload.protocol import TaskContext
 from coserve.state.records import AdapterRecord
 from coserve.types import AdapterRef, BaseSpec, LoraSettings
 
@@ -63,13 +63,13 @@ class Inspection:
         return msgspec.msgpack.decode(found, type=AdapterRecord)
 
 
-def inspect(context: Context, arguments: bytes, body: bytes) -> bytes:
+def inspect(context: TaskContext, arguments: bytes, body: bytes) -> bytes:
     """The task of `Inspection.settings`."""
     asked = msgspec.msgpack.decode(arguments, type=Inspect)
     return msgspec.msgpack.encode(inspect_adapter(Path(asked.folder), asked.base, context.progress).settings)
 
 
-def record(context: Context, arguments: bytes, body: bytes) -> bytes:
+def record(context: TaskContext, arguments: bytes, body: bytes) -> bytes:
     """The task of `Inspection.record`."""
     asked = msgspec.msgpack.decode(arguments, type=Record)
     folder = Path(asked.folder)

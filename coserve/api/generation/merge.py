@@ -10,7 +10,7 @@ from typing import TypeVar
 from coserve.schemas import GenerateChunk
 
 Chunks = AsyncGenerator[GenerateChunk, None]
-Inbox = asyncio.Queue[tuple[int, GenerateChunk | Exception | None]]
+ChunkQueue = asyncio.Queue[tuple[int, GenerateChunk | Exception | None]]
 """News of streams; None, or the error that it raised: the stream ended."""
 T = TypeVar("T")
 GROUP = 16
@@ -55,7 +55,7 @@ async def merged(
             async for chunk in chunks:
                 yield 0, chunk
         return
-    inbox: Inbox = asyncio.Queue(CHUNKS)
+    inbox: ChunkQueue = asyncio.Queue(CHUNKS)
     tasks: list[asyncio.Task[None]] = []
     try:
         await _begin((_follow(number, stream(turns), inbox) for number, stream in enumerate(streams)), tasks)
@@ -72,7 +72,7 @@ async def merged(
         await _end(tasks)
 
 
-async def _follow(number: int, stream: Chunks, inbox: Inbox) -> None:
+async def _follow(number: int, stream: Chunks, inbox: ChunkQueue) -> None:
     end: Exception | None = None
     try:
         async with aclosing(stream) as chunks:

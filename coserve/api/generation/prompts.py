@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from coserve.api.generation.texts import Texts, check_tokens
+from coserve.api.generation.async_tokenizer import AsyncTokenizer, check_tokens
 from coserve.errors import EmptyPrompt, InvalidRequest, PromptTooLong
 from coserve.pretrained.chat import Message
 from coserve.schemas import MAX_PROMPT_LOGPROBS, ChatMessage, GenerateRequest
@@ -40,7 +40,7 @@ def check_generate(request: GenerateRequest, spec: BaseSpec) -> None:
             raise InvalidRequest(f"expected token ids below {spec.vocab}, got {max(tokens)}", field=field)
 
 
-async def encode_prompt(request: GenerateRequest, spec: BaseSpec, texts: Texts) -> tuple[int, ...]:
+async def encode_prompt(request: GenerateRequest, spec: BaseSpec, texts: AsyncTokenizer) -> tuple[int, ...]:
     """Token ids. Raises `EmptyPrompt`, `PromptTooLong`, and `InvalidRequest` from the chat template."""
     try:
         return await _encoded(request, spec, texts)
@@ -51,7 +51,7 @@ async def encode_prompt(request: GenerateRequest, spec: BaseSpec, texts: Texts) 
         raise PromptTooLong(message, field=error.field, context=error.context, length=error.length) from error
 
 
-async def _encoded(request: GenerateRequest, spec: BaseSpec, texts: Texts) -> tuple[int, ...]:
+async def _encoded(request: GenerateRequest, spec: BaseSpec, texts: AsyncTokenizer) -> tuple[int, ...]:
     if isinstance(request.prompt, list):
         field, ids = "prompt", request.prompt
     elif request.prompt is not None:

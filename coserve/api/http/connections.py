@@ -14,7 +14,7 @@ import msgspec
 from aiohttp import web
 from aiohttp.typedefs import Middleware
 
-from coserve.api.http.answers import NATIVE
+from coserve.api.http.responses import NATIVE_ERRORS
 from coserve.api.http.security import Handler
 from coserve.errors import TooManyConnections
 
@@ -42,7 +42,7 @@ class Connections:
         self._busy: set[web.RequestHandler] = set()
         self._passing: set[web.RequestHandler] = set()
         """In the reserve: closed once they are answered, whatever of a body is still to come."""
-        self._storm = Storm("connections refused: all are busy; see --max-connections", clock)
+        self._storm = StormLog("connections refused: all are busy; see --max-connections", clock)
 
     def accept(self, make: Callable[[], web.RequestHandler]) -> asyncio.BaseProtocol:
         """The protocol of a new connection: `make`'s, or one that refuses."""
@@ -51,7 +51,7 @@ class Connections:
         count = len(self._fresh) + len(self._idle) + len(self._busy)
         if count >= self._limit and not self._close_idle() and count >= self._limit + RESERVE:
             self._storm.tell()
-            return _Refusal()
+            return _RejectProtocol()
         handler = make()
         self._fresh.add(handler)
         loop = asyncio.get_running_loop()
@@ -127,11 +127,11 @@ class CappedRunner(web.AppRunner):
         return cast("web.Server", lambda: self._connections.accept(server))
 
 
-class _Refusal(asyncio.Protocol):
+class _RejectProtocol(asyncio.Protocol):
     """Answers without having read, and closes."""
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        body = msgspec.json.encode(NATIVE.make(TooManyConnections("all connections are busy")))
+        body = msgspec.json.encode(NATIVE_ERRORS.make(TooManyConnections("all connections are busy")))
         head = (
             "HTTP/1.1 503 Service Unavailable\r\nContent-Type: application/json\r\nRetry-After: 2\r\n"
             f"Connection: close\r\nContent-Length: {len(body)}\r\n\r\n"
@@ -141,7 +141,7 @@ class _Refusal(asyncio.Protocol):
         stream.close()
 
 
-class Storm:
+class StormLog:
     """Something that may happen a thousand times a second and is logged once a minute, with a count."""
 
     INTERVAL: Final = 60.0
@@ -163,7 +163,7 @@ class Storm:
 
 def quiet_accept(clock: Callable[[], float] = time.monotonic) -> Callable[[asyncio.AbstractEventLoop, Any], None]:
     """An exception handler for the loop: asyncio reports each connection that it has no descriptor to accept."""
-    storm = Storm("connections cannot be accepted: the machine is out of file descriptors or memory", clock)
+    storm = StormLog("connections cannot be accepted: the machine is out of file descriptors or memory", clock)
 
     def handle(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
         error = context.get("exception")

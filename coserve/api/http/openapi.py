@@ -60,7 +60,7 @@ def _portable(node: Any) -> Any:  # noqa: ANN401 - any JSON
 
 
 def _schemas_of(route: Route) -> list[Schema]:
-    given = (route.body, route.answer, route.events, tuple(refusal.body for refusal in route.refusals))
+    given = (route.body, route.answer, route.events, tuple(refusal.body for refusal in route.error_formats))
     return [schema for schema in given if schema is not None]
 
 
@@ -123,5 +123,5 @@ def _body(struct: Schema, upload: bool) -> dict[str, Any]:
 
 
 def _error(route: Route) -> dict[str, Any]:
-    bodies = tuple(refusal.body for refusal in route.refusals)
+    bodies = tuple(refusal.body for refusal in route.error_formats)
     return {"description": "Refused", "content": {"application/json": _schema(bodies)}}

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import msgspec
 
-from coserve.api.http.answers import NATIVE, Refusal
+from coserve.api.http.responses import NATIVE_ERRORS, ErrorFormat
 from coserve.api.http.security import Handler
 
 PAGE = ("after", "limit")
@@ -38,7 +38,7 @@ class Route:
     """Content type of an answer that is not JSON."""
     query: tuple[str, ...] = ()
     errors: tuple[int, ...] = ()
-    refusals: tuple[Refusal, ...] = (NATIVE,)
+    error_formats: tuple[ErrorFormat, ...] = (NATIVE_ERRORS,)
     """How it says no; the gate does as the first."""
     slashes: bool = False
     """The last part of the path takes slashes too."""

@@ -16,7 +16,7 @@ from urllib.parse import urlsplit
 from aiohttp import web
 from aiohttp.typedefs import Middleware
 
-from coserve.api.http.answers import Refusal, refuse
+from coserve.api.http.responses import ErrorFormat, error_response
 from coserve.api.openai.errors import is_openai, no_such_path
 from coserve.config import Config
 from coserve.errors import (
@@ -86,7 +86,7 @@ def _host(url: str) -> str:
     return (parts.hostname or "").lower()
 
 
-def guard(gate: Gate, count: Callable[[str, int], None], shape_of: Callable[[web.Request], Refusal]) -> Middleware:
+def guard(gate: Gate, count: Callable[[str, int], None], shape_of: Callable[[web.Request], ErrorFormat]) -> Middleware:
     """The middleware. `count` is told the route and the status of each answer; `shape_of`: how it says no."""
 
     @web.middleware
@@ -100,7 +100,7 @@ def guard(gate: Gate, count: Callable[[str, int], None], shape_of: Callable[[web
         except CoserveError as error:
             response = _answer(request, error, shape)
         except web.HTTPException as error:
-            response = refuse(_translate(error, request.path), shape)
+            response = error_response(_translate(error, request.path), shape)
             if "Allow" in error.headers:
                 response.headers["Allow"] = error.headers["Allow"]
         except ConnectionError:
@@ -118,10 +118,10 @@ def guard(gate: Gate, count: Callable[[str, int], None], shape_of: Callable[[web
     return middleware
 
 
-def _answer(request: web.Request, error: CoserveError, shape: Refusal) -> web.StreamResponse:
+def _answer(request: web.Request, error: CoserveError, shape: ErrorFormat) -> web.StreamResponse:
     if error.status >= 500:
         log.warning("request %s: %s: %s", request[REQUEST_ID], error.code, error.message)
-    response = refuse(error, shape)
+    response = error_response(error, shape)
     if error.status == 401:
         response.headers["WWW-Authenticate"] = "Bearer"
     return response

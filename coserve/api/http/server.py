@@ -20,9 +20,9 @@ from aiohttp.streams import StreamReader
 from aiohttp.web_protocol import RequestHandler
 from multidict import CIMultiDict, CIMultiDictProxy
 
-from coserve.api.http.answers import NATIVE
 from coserve.api.http.connections import CappedRunner, Connections
-from coserve.api.http.pieces import JSON
+from coserve.api.http.json_blocks import JSON
+from coserve.api.http.responses import NATIVE_ERRORS
 from coserve.errors import InternalError, InvalidRequest
 
 log = logging.getLogger(__name__)
@@ -153,7 +153,7 @@ class HttpConnection(RequestHandler):
         if fault:
             log.error("a request failed outside of its handler", exc_info=exc)
         error = InternalError("internal error") if fault else InvalidRequest("the request is not valid HTTP")
-        response = _Bare(status=error.status, body=msgspec.json.encode(NATIVE.make(error)), content_type=JSON)
+        response = _Bare(status=error.status, body=msgspec.json.encode(NATIVE_ERRORS.make(error)), content_type=JSON)
         response.headers["X-Content-Type-Options"] = "nosniff"
         response.force_close()
         return response

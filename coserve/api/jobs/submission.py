@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 
 from coserve.adapters.targets import resolve_targets
-from coserve.api.adapters.adapters import refuse_base_name
+from coserve.api.adapters.catalog import refuse_base_name
 from coserve.api.adapters.inspection import Inspection
 from coserve.api.http.parsing import local_path
 from coserve.config import Config

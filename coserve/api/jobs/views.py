@@ -6,7 +6,7 @@ import asyncio
 import builtins
 from collections.abc import AsyncGenerator
 
-from coserve.api.jobs.ledger import Ledger
+from coserve.api.jobs.recorder import JobRecorder
 from coserve.errors import QueueFull
 from coserve.schemas import Job, JobEvent, JobList
 from coserve.state.records import JobRecord
@@ -20,15 +20,15 @@ MAX_WATCHERS = 256
 class JobViews:
     """What the registry says of jobs."""
 
-    def __init__(self, registry: RegistryThread, ledger: Ledger) -> None:
-        self._registry, self._ledger = registry, ledger
+    def __init__(self, registry: RegistryThread, recorder: JobRecorder) -> None:
+        self._registry, self._recorder = registry, recorder
         self._watching = 0
         self._closing = False
 
     def close(self) -> None:
         """End every stream of events; who followed one may come back to the next daemon."""
         self._closing = True
-        self._ledger.announce_all()
+        self._recorder.announce_all()
 
     async def get(self, id: str) -> Job:
         """Raises `JobNotFound`."""
@@ -64,7 +64,7 @@ class JobViews:
             raise QueueFull(f"{MAX_WATCHERS} streams of events are open already")
         self._watching += 1
         try:
-            with self._ledger.watch(id) as news:
+            with self._recorder.watch(id) as news:
                 while True:
                     news.clear()
                     record = await self._registry(lambda registry: registry.job(id))

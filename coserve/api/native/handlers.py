@@ -10,13 +10,13 @@ from aiohttp import web
 from msgspec import UNSET, UnsetType
 
 from coserve import __version__
-from coserve.api.generation.collect import collect_native
-from coserve.api.http.answers import answer, describe
-from coserve.api.http.intake import Intake, is_upload
+from coserve.api.generation.full_response import collect_native
+from coserve.api.http.bodies import BodyReader, is_upload
 from coserve.api.http.parsing import decode_dialect, decode_json, page, ref_from_path
+from coserve.api.http.responses import error_info, json_response
 from coserve.api.http.sse import EventStream
 from coserve.api.service import Service
-from coserve.api.tgi.handlers import TgiApi, refuse_tgi
+from coserve.api.tgi.handlers import TgiApi, tgi_error_response
 from coserve.api.tgi.schemas import TgiRequest
 from coserve.config import Config
 from coserve.errors import CoserveError, InvalidRequest, RequestError
@@ -43,19 +43,19 @@ DOCS = {
 class NativeApi:
     """One method a route."""
 
-    def __init__(self, service: Service, config: Config, intake: Intake, tgi: TgiApi) -> None:
-        self._service, self._config, self._intake, self._tgi = service, config, intake, tgi
+    def __init__(self, service: Service, config: Config, bodies: BodyReader, tgi: TgiApi) -> None:
+        self._service, self._config, self._bodies, self._tgi = service, config, bodies, tgi
 
     # ---- generation
 
     async def generate(self, request: web.Request) -> web.StreamResponse:
-        body = await self._intake.read(request, decode_generate)
+        body = await self._bodies.read(request, decode_generate)
         if isinstance(body, RequestError):
-            return refuse_tgi(body)
+            return tgi_error_response(body)
         if isinstance(body, TgiRequest):
             return await self._tgi.answer(request, body)
         if not body.stream:
-            return answer(await collect_native(body, self._service.generation.stream(body)))
+            return json_response(await collect_native(body, self._service.generation.stream(body)))
         stream = EventStream(request, write_timeout=self._config.read_timeout)
         async with aclosing(self._service.generation.stream(body)) as chunks:
             try:
@@ -64,7 +64,7 @@ class NativeApi:
             except CoserveError as error:
                 if not stream.begun:
                     raise
-                await stream.send(ErrorBody(error=describe(error)), event="error")
+                await stream.send(ErrorBody(error=error_info(error)), event="error")
             else:
                 await stream.send(STREAM_END)
         return await stream.close()
@@ -74,25 +74,25 @@ class NativeApi:
     async def finetune(self, request: web.Request) -> web.StreamResponse:
         key = request.headers.get("Idempotency-Key")
         if not is_upload(request):
-            async with self._intake.corpus(request, self._staging) as (settings, file):
-                return answer(await self._service.jobs.submit(settings, file, key), status=202)
-        async with self._intake.upload(request, FinetuneRequest, self._staging) as (settings, folder):
-            return answer(await self._service.jobs.submit(settings, folder / "file", key), status=202)
+            async with self._bodies.corpus(request, self._staging) as (settings, file):
+                return json_response(await self._service.jobs.submit(settings, file, key), status=202)
+        async with self._bodies.upload(request, FinetuneRequest, self._staging) as (settings, folder):
+            return json_response(await self._service.jobs.submit(settings, folder / "file", key), status=202)
 
     async def list_jobs(self, request: web.Request) -> web.StreamResponse:
-        return answer(await self._service.jobs.views.list(*page(request.query)))
+        return json_response(await self._service.jobs.views.list(*page(request.query)))
 
     async def get_job(self, request: web.Request) -> web.StreamResponse:
-        return answer(await self._service.jobs.views.get(request.match_info["id"]))
+        return json_response(await self._service.jobs.views.get(request.match_info["id"]))
 
     async def pause_job(self, request: web.Request) -> web.StreamResponse:
-        return answer(await self._service.jobs.pause(request.match_info["id"]))
+        return json_response(await self._service.jobs.pause(request.match_info["id"]))
 
     async def resume_job(self, request: web.Request) -> web.StreamResponse:
-        return answer(await self._service.jobs.resume(request.match_info["id"]))
+        return json_response(await self._service.jobs.resume(request.match_info["id"]))
 
     async def cancel_job(self, request: web.Request) -> web.StreamResponse:
-        return answer(await self._service.jobs.cancel(request.match_info["id"]))
+        return json_response(await self._service.jobs.cancel(request.match_info["id"]))
 
     async def job_events(self, request: web.Request) -> web.StreamResponse:
         id, after = request.match_info["id"], _last_event(request)
@@ -111,16 +111,16 @@ class NativeApi:
 
     async def import_adapter(self, request: web.Request) -> web.StreamResponse:
         if not is_upload(request):
-            body = await self._intake.json(request, ImportRequest)
-            return answer(await self._service.adapters.take(body, None), status=201)
-        async with self._intake.upload(request, ImportRequest, self._staging, ADAPTER_FILES) as (settings, folder):
-            return answer(await self._service.adapters.take(settings, folder), status=201)
+            body = await self._bodies.json(request, ImportRequest)
+            return json_response(await self._service.adapters.take(body, None), status=201)
+        async with self._bodies.upload(request, ImportRequest, self._staging, ADAPTER_FILES) as (settings, folder):
+            return json_response(await self._service.adapters.take(settings, folder), status=201)
 
     async def list_adapters(self, request: web.Request) -> web.StreamResponse:
-        return answer(await self._service.adapters.list(*page(request.query)))
+        return json_response(await self._service.adapters.list(*page(request.query)))
 
     async def get_adapter(self, request: web.Request) -> web.StreamResponse:
-        return answer(await self._service.adapters.get(*ref_from_path(request.match_info["id"])))
+        return json_response(await self._service.adapters.get(*ref_from_path(request.match_info["id"])))
 
     async def download_adapter(self, request: web.Request) -> web.StreamResponse:
         async with self._service.adapters.archive(*ref_from_path(request.match_info["id"])) as archive:
@@ -138,23 +138,23 @@ class NativeApi:
             return response
 
     async def delete_adapter(self, request: web.Request) -> web.StreamResponse:
-        return answer(await self._service.adapters.delete(*ref_from_path(request.match_info["id"])))
+        return json_response(await self._service.adapters.delete(*ref_from_path(request.match_info["id"])))
 
     async def roll_back_adapter(self, request: web.Request) -> web.StreamResponse:
         name, version = ref_from_path(request.match_info["id"])
         if version is not None:
             raise InvalidRequest("expected a name without a version: the body names it", field="id")
-        body = await self._intake.json(request, RollbackRequest)
-        return answer(await self._service.adapters.roll_back(name, body.version))
+        body = await self._bodies.json(request, RollbackRequest)
+        return json_response(await self._service.adapters.roll_back(name, body.version))
 
     # ---- the daemon
 
     async def root(self, request: web.Request) -> web.StreamResponse:
-        return answer(Pointers(version=__version__, docs=DOCS))
+        return json_response(Pointers(version=__version__, docs=DOCS))
 
     async def health(self, request: web.Request) -> web.StreamResponse:
         health = self._service.health()
-        return answer(health, status=200 if health.status == "ok" else 503)
+        return json_response(health, status=200 if health.status == "ok" else 503)
 
     async def metrics(self, request: web.Request) -> web.StreamResponse:
         service = self._service

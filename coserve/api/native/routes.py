@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from coserve.api.http.answers import NATIVE
+from coserve.api.http.responses import NATIVE_ERRORS
 from coserve.api.http.route import BODY_ERRORS, BUSY_ERRORS, PAGE, Route
 from coserve.api.native.handlers import NativeApi
-from coserve.api.tgi.handlers import TGI
+from coserve.api.tgi.handlers import TGI_ERRORS
 from coserve.api.tgi.schemas import TgiRequest, TgiResponse, TgiStreamEvent
 from coserve.schemas import (
     Adapter,
@@ -38,7 +38,7 @@ def native_routes(api: NativeApi) -> tuple[Route, ...]:
             answer=(GenerateResponse, TgiResponse),
             events=(GenerateChunk, TgiStreamEvent),
             errors=(404, 422, *body, *busy),
-            refusals=(NATIVE, TGI),
+            error_formats=(NATIVE_ERRORS, TGI_ERRORS),
         ),
         Route(
             "POST",

@@ -6,8 +6,8 @@ from collections.abc import AsyncGenerator, Sequence
 
 from msgspec import UNSET
 
-from coserve.api.generation.collect import Entry, Whole
-from coserve.api.http.pieces import Packed
+from coserve.api.generation.full_response import FullResponse, LogprobEntry
+from coserve.api.http.json_blocks import JsonListBuilder
 from coserve.api.openai.completions import FLOOR, by_id, by_text
 from coserve.api.openai.schemas import (
     ChatAnswer,
@@ -22,31 +22,31 @@ from coserve.api.openai.schemas import (
     ChatTopLogprob,
     StreamOptions,
 )
-from coserve.api.openai.usage import Head, Tally, total
+from coserve.api.openai.usage import ResponseMeta, UsageCounter, total
 from coserve.schemas import ChosenLogprob, GenerateChunk
 
 
-class ChatScores:
+class ChatLogprobsBuilder:
     """The log-probabilities of a choice as they come."""
 
-    def __init__(self, ask: ChatRequest) -> None:
-        self._ask, self._content = ask, Packed[ChatLogprob]()
+    def __init__(self, body: ChatRequest) -> None:
+        self._body, self._content = body, JsonListBuilder[ChatLogprob]()
 
-    def add(self, entries: Sequence[Entry], /) -> None:
-        self._content.add(_entries(self._ask, entries))
+    def add(self, entries: Sequence[LogprobEntry], /) -> None:
+        self._content.add(_entries(self._body, entries))
 
     def shown(self) -> ChatLogprobs:
         return ChatLogprobs(content=self._content.as_list())
 
 
-def chat_completion(ask: ChatRequest, head: Head, whole: Whole[ChatScores]) -> ChatCompletion:
+def chat_completion(body: ChatRequest, meta: ResponseMeta, whole: FullResponse[ChatLogprobsBuilder]) -> ChatCompletion:
     """The whole answer."""
     answer = whole.answer
     return ChatCompletion(
-        id=head.id,
-        created=head.created,
-        model=head.model,
-        system_fingerprint=head.fingerprint,
+        id=meta.id,
+        created=meta.created,
+        model=meta.model,
+        system_fingerprint=meta.fingerprint,
         choices=[
             ChatChoice(
                 index=choice.index,
@@ -54,21 +54,21 @@ def chat_completion(ask: ChatRequest, head: Head, whole: Whole[ChatScores]) -> C
                 logprobs=None if scores is None else scores.shown(),
                 finish_reason=choice.finish_reason,
                 stop_reason=choice.stop_reason,
-                token_ids=choice.token_ids if ask.return_token_ids else UNSET,
+                token_ids=choice.token_ids if body.return_token_ids else UNSET,
             )
             for choice, scores in zip(answer.choices, whole.scores, strict=True)
         ],
         usage=total([answer.usage]),
-        prompt_token_ids=answer.prompt_token_ids if ask.return_token_ids else UNSET,
+        prompt_token_ids=answer.prompt_token_ids if body.return_token_ids else UNSET,
     )
 
 
-def _logprobs(ask: ChatRequest, entries: Sequence[ChosenLogprob] | None) -> ChatLogprobs | None:
-    return None if entries is None else ChatLogprobs(content=_entries(ask, entries))
+def _logprobs(body: ChatRequest, entries: Sequence[ChosenLogprob] | None) -> ChatLogprobs | None:
+    return None if entries is None else ChatLogprobs(content=_entries(body, entries))
 
 
-def _entries(ask: ChatRequest, entries: Sequence[Entry]) -> list[ChatLogprob]:
-    name = by_id if ask.return_tokens_as_token_ids else by_text
+def _entries(body: ChatRequest, entries: Sequence[LogprobEntry]) -> list[ChatLogprob]:
+    name = by_id if body.return_tokens_as_token_ids else by_text
     return [
         ChatLogprob(
             token=name(entry),
@@ -89,13 +89,13 @@ def _bytes(token: str) -> list[int] | None:
 
 
 async def chat_events(
-    ask: ChatRequest, head: Head, chunks: AsyncGenerator[GenerateChunk, None]
+    body: ChatRequest, meta: ResponseMeta, chunks: AsyncGenerator[GenerateChunk, None]
 ) -> AsyncGenerator[ChatChunk, None]:
     """The events of a stream: each choice begins with its role."""
-    tally = Tally(ask.stream_options or StreamOptions())
+    counter = UsageCounter(body.stream_options or StreamOptions())
     begun: set[int] = set()
     async for chunk in chunks:
-        tally.add(0, chunk)
+        counter.add(0, chunk)
         choices = []
         if chunk.index not in begun:
             begun.add(chunk.index)
@@ -104,30 +104,30 @@ async def chat_events(
             ChatChunkChoice(
                 index=chunk.index,
                 delta=ChatDelta(content=chunk.text) if chunk.text else ChatDelta(),
-                logprobs=_logprobs(ask, chunk.logprobs),
+                logprobs=_logprobs(body, chunk.logprobs),
                 finish_reason=chunk.finish_reason,
                 stop_reason=UNSET if chunk.finish_reason is None else chunk.stop_reason,
-                token_ids=chunk.token_ids if ask.return_token_ids else UNSET,
+                token_ids=chunk.token_ids if body.return_token_ids else UNSET,
             )
         )
-        shown = chunk.prompt_token_ids if ask.return_token_ids else None
+        shown = chunk.prompt_token_ids if body.return_token_ids else None
         for choice in choices:
             yield ChatChunk(
-                id=head.id,
-                created=head.created,
-                model=head.model,
-                system_fingerprint=head.fingerprint,
+                id=meta.id,
+                created=meta.created,
+                model=meta.model,
+                system_fingerprint=meta.fingerprint,
                 choices=[choice],
-                usage=tally.of_chunk,
+                usage=counter.for_chunk,
                 prompt_token_ids=UNSET if shown is None else shown,
             )
             shown = None
-    if tally.wanted.include_usage:
+    if counter.wanted.include_usage:
         yield ChatChunk(
-            id=head.id,
-            created=head.created,
-            model=head.model,
-            system_fingerprint=head.fingerprint,
+            id=meta.id,
+            created=meta.created,
+            model=meta.model,
+            system_fingerprint=meta.fingerprint,
             choices=[],
-            usage=tally.so_far,
+            usage=counter.so_far,
         )

@@ -9,8 +9,8 @@ from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
 
 from msgspec import UNSET, UnsetType
 
-from coserve.api.generation.collect import Entry, Whole
-from coserve.api.http.pieces import Packed
+from coserve.api.generation.full_response import FullResponse, LogprobEntry
+from coserve.api.http.json_blocks import JsonListBuilder
 from coserve.api.openai.schemas import (
     Completion,
     CompletionChoice,
@@ -18,60 +18,63 @@ from coserve.api.openai.schemas import (
     CompletionRequest,
     StreamOptions,
 )
-from coserve.api.openai.usage import Head, Tally, total
+from coserve.api.openai.usage import ResponseMeta, UsageCounter, total
 from coserve.schemas import GenerateChunk, Logprob
 
 FLOOR = -9999.0
 """JSON has no infinity."""
 
-Name = Callable[[Entry | Logprob], str]
+Name = Callable[[LogprobEntry | Logprob], str]
 
 
-def by_text(entry: Entry | Logprob) -> str:
+def by_text(entry: LogprobEntry | Logprob) -> str:
     return entry.token
 
 
-def by_id(entry: Entry | Logprob) -> str:
+def by_id(entry: LogprobEntry | Logprob) -> str:
     return f"token_id:{entry.token_id}"
 
 
-def name_of(ask: CompletionRequest) -> Name:
+def name_of(body: CompletionRequest) -> Name:
     """How the request wants tokens named."""
-    return by_id if ask.return_tokens_as_token_ids else by_text
+    return by_id if body.return_tokens_as_token_ids else by_text
 
 
-class CompletionScores:
+class CompletionLogprobsBuilder:
     """The log-probabilities of a choice or a prompt as they come."""
 
     def __init__(self, name: Name) -> None:
         self._name = name
-        self._tokens, self._values = Packed[str](), Packed[float | None]()
-        self._tops = Packed[dict[str, float] | None]()
+        self._tokens, self._values = JsonListBuilder[str](), JsonListBuilder[float | None]()
+        self._tops = JsonListBuilder[dict[str, float] | None]()
         self._lengths = array("i")
         """Characters of each token."""
 
-    def add(self, entries: Sequence[Entry], /) -> None:
+    def add(self, entries: Sequence[LogprobEntry], /) -> None:
         found = logprobs_of(entries, self._name)
         self._tokens.add(found.tokens)
         self._values.add(found.token_logprobs)
         self._tops.add(found.top_logprobs)
         self._lengths.extend(len(entry.token) for entry in entries)
 
-    def after(self, prompt: CompletionScores | None) -> CompletionLogprobs:
+    def after(self, prompt: CompletionLogprobsBuilder | None) -> CompletionLogprobs:
         """Those of the prompt, if any, and these behind them."""
         both = [self] if prompt is None else [prompt, self]
         lengths = itertools.chain.from_iterable(each._lengths for each in both)
         offsets = list(itertools.accumulate(lengths, initial=0))[:-1]
         return CompletionLogprobs(
-            tokens=Packed.joined(each._tokens for each in both),
-            token_logprobs=Packed.joined(each._values for each in both),
-            top_logprobs=Packed.joined(each._tops for each in both),
+            tokens=JsonListBuilder.joined(each._tokens for each in both),
+            token_logprobs=JsonListBuilder.joined(each._values for each in both),
+            top_logprobs=JsonListBuilder.joined(each._tops for each in both),
             text_offset=offsets,
         )
 
 
 async def completion(
-    ask: CompletionRequest, head: Head, echoes: Sequence[str], answers: Sequence[Whole[CompletionScores]]
+    body: CompletionRequest,
+    meta: ResponseMeta,
+    echoes: Sequence[str],
+    answers: Sequence[FullResponse[CompletionLogprobsBuilder]],
 ) -> Completion:
     """The answer to all prompts. `echoes`: the text before each one's own, or empty."""
     choices = []
@@ -85,23 +88,23 @@ async def completion(
                     logprobs=None if scores is None else scores.after(whole.prompt),
                     finish_reason=choice.finish_reason,
                     stop_reason=choice.stop_reason,
-                    token_ids=choice.token_ids if ask.return_token_ids else UNSET,
-                    prompt_token_ids=answer.prompt_token_ids if ask.return_token_ids else UNSET,
+                    token_ids=choice.token_ids if body.return_token_ids else UNSET,
+                    prompt_token_ids=answer.prompt_token_ids if body.return_token_ids else UNSET,
                 )
             )
             await asyncio.sleep(0)  # offsets of many tokens take their time
     usage = total(whole.answer.usage for whole in answers)
     return Completion(
-        id=head.id,
-        created=head.created,
-        model=head.model,
-        system_fingerprint=head.fingerprint,
+        id=meta.id,
+        created=meta.created,
+        model=meta.model,
+        system_fingerprint=meta.fingerprint,
         choices=choices,
         usage=usage,
     )
 
 
-def logprobs_of(entries: Iterable[Entry], name: Name, offset: int = 0) -> CompletionLogprobs:
+def logprobs_of(entries: Iterable[LogprobEntry], name: Name, offset: int = 0) -> CompletionLogprobs:
     """`offset`: characters of the text before the first of `entries`."""
     tokens: list[str] = []
     values: list[float | None] = []
@@ -120,7 +123,7 @@ def logprobs_of(entries: Iterable[Entry], name: Name, offset: int = 0) -> Comple
     return CompletionLogprobs(tokens=tokens, token_logprobs=values, top_logprobs=tops, text_offset=offsets)
 
 
-def _top(entry: Entry, logprob: float, name: Name) -> dict[str, float]:
+def _top(entry: LogprobEntry, logprob: float, name: Name) -> dict[str, float]:
     """The likeliest tokens and the chosen one; of tokens with one text, the likeliest stands."""
     top: dict[str, float] = {}
     for key, value in [*((name(other), other.logprob) for other in entry.top), (name(entry), logprob)]:
@@ -129,26 +132,26 @@ def _top(entry: Entry, logprob: float, name: Name) -> dict[str, float]:
 
 
 async def completion_events(
-    ask: CompletionRequest,
-    head: Head,
+    body: CompletionRequest,
+    meta: ResponseMeta,
     echoes: Sequence[str],
     chunks: AsyncGenerator[tuple[int, GenerateChunk], None],
 ) -> AsyncGenerator[Completion, None]:
     """The events of a stream. `chunks`: those of all prompts, each with its prompt's number."""
-    tally = Tally(ask.stream_options or StreamOptions())
+    counter = UsageCounter(body.stream_options or StreamOptions())
     offsets: dict[int, int] = {}
     async for number, chunk in chunks:
-        tally.add(number, chunk)
-        index = number * (ask.n or 1) + chunk.index
+        counter.add(number, chunk)
+        index = number * (body.n or 1) + chunk.index
         before = "" if index in offsets else echoes[number]
-        entries: list[Entry] = [*(chunk.prompt_logprobs or []), *(chunk.logprobs or [])]
+        entries: list[LogprobEntry] = [*(chunk.prompt_logprobs or []), *(chunk.logprobs or [])]
         logprobs: CompletionLogprobs | None = None
         at = offsets.setdefault(index, 0)
-        if ask.logprobs is not None and entries:
-            logprobs = logprobs_of(entries, name_of(ask), at)
+        if body.logprobs is not None and entries:
+            logprobs = logprobs_of(entries, name_of(body), at)
             offsets[index] += sum(len(entry.token) for entry in entries)
         shown: list[int] | UnsetType | None = UNSET
-        if ask.return_token_ids and chunk.prompt_token_ids is not None:
+        if body.return_token_ids and chunk.prompt_token_ids is not None:
             shown = chunk.prompt_token_ids
         choice = CompletionChoice(
             index=index,
@@ -156,23 +159,23 @@ async def completion_events(
             logprobs=logprobs,
             finish_reason=chunk.finish_reason,
             stop_reason=chunk.stop_reason,
-            token_ids=chunk.token_ids if ask.return_token_ids else UNSET,
+            token_ids=chunk.token_ids if body.return_token_ids else UNSET,
             prompt_token_ids=shown,
         )
         yield Completion(
-            id=head.id,
-            created=head.created,
-            model=head.model,
-            system_fingerprint=head.fingerprint,
+            id=meta.id,
+            created=meta.created,
+            model=meta.model,
+            system_fingerprint=meta.fingerprint,
             choices=[choice],
-            usage=tally.of_chunk,
+            usage=counter.for_chunk,
         )
-    if tally.wanted.include_usage:
+    if counter.wanted.include_usage:
         yield Completion(
-            id=head.id,
-            created=head.created,
-            model=head.model,
-            system_fingerprint=head.fingerprint,
+            id=meta.id,
+            created=meta.created,
+            model=meta.model,
+            system_fingerprint=meta.fingerprint,
             choices=[],
-            usage=tally.so_far,
+            usage=counter.so_far,
         )

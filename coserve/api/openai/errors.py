@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from coserve.api.http.answers import Refusal, describe
+from coserve.api.http.responses import ErrorFormat, error_info
 from coserve.api.openai.schemas import OpenAIError, OpenAIErrorInfo
 from coserve.errors import AdapterNotFound, CoserveError, NotFound, PromptTooLong, QueueFull, Unauthorized
 
@@ -53,7 +53,7 @@ def _type(error: CoserveError) -> str:
 
 def openai_error(error: CoserveError) -> OpenAIError:
     """`{"error": {"message", "type", "param", "code"}}`."""
-    said = describe(error)
+    said = error_info(error)
     message, code = said.message, said.code
     if isinstance(error, AdapterNotFound):
         code = "model_not_found"
@@ -88,4 +88,4 @@ def no_such_path(path: str) -> NotFound:
     return NotFound("there is no such path" if feature is None else f"{feature} not implemented")
 
 
-OPENAI = Refusal(OpenAIError, openai_error)
+OPENAI_ERRORS = ErrorFormat(OpenAIError, openai_error)

@@ -1,4 +1,4 @@
-"""The handlers of the OpenAI endpoints: translate, ask, translate back."""
+"""The handlers of the OpenAI endpoints: translate the request, run it, translate the response."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ from typing import TypeVar
 import msgspec
 from aiohttp import web
 
-from coserve.api.generation.collect import collect
+from coserve.api.generation.async_tokenizer import check_tokens
+from coserve.api.generation.full_response import collect
 from coserve.api.generation.merge import merged, together
-from coserve.api.generation.texts import check_tokens
-from coserve.api.http.answers import answer
-from coserve.api.http.intake import Intake
+from coserve.api.http.bodies import BodyReader
+from coserve.api.http.responses import json_response
 from coserve.api.http.sse import EventStream
-from coserve.api.openai.chat import ChatScores, chat_completion, chat_events
-from coserve.api.openai.completions import CompletionScores, completion, completion_events, name_of
+from coserve.api.openai.chat import ChatLogprobsBuilder, chat_completion, chat_events
+from coserve.api.openai.completions import CompletionLogprobsBuilder, completion, completion_events, name_of
 from coserve.api.openai.errors import openai_error
 from coserve.api.openai.models import get_model, list_models
 from coserve.api.openai.requests import chat_request, completion_requests
-from coserve.api.openai.schemas import Ask, ChatRequest, CompletionRequest
-from coserve.api.openai.usage import Head, new_head
+from coserve.api.openai.schemas import ChatRequest, CompletionRequest, SharedParams
+from coserve.api.openai.usage import ResponseMeta, new_meta
 from coserve.api.service import Service
 from coserve.config import Config
 from coserve.errors import AdapterNotFound, CoserveError
@@ -31,59 +31,61 @@ from coserve.schemas import STREAM_END, GenerateRequest
 STAND_INS = ("tgi", "dummy")
 """What TGI's client and huggingface_hub's say for the one model that a server has."""
 
-AskT = TypeVar("AskT", bound=Ask)
+RequestT = TypeVar("RequestT", bound=SharedParams)
 
 
 class OpenAIApi:
     """One method a route."""
 
-    def __init__(self, service: Service, config: Config, intake: Intake) -> None:
-        self._service, self._config, self._intake = service, config, intake
+    def __init__(self, service: Service, config: Config, bodies: BodyReader) -> None:
+        self._service, self._config, self._bodies = service, config, bodies
 
     async def completions(self, request: web.Request) -> web.StreamResponse:
-        ask = await self._named(await self._intake.dialect(request, CompletionRequest))
-        asked = completion_requests(ask, self._service.engine.spec)
-        echoes = [await self._echo(ask, each) for each in asked]
-        head = self._head("cmpl", ask)
+        body = await self._named(await self._bodies.dialect(request, CompletionRequest))
+        asked = completion_requests(body, self._service.engine.spec)
+        echoes = [await self._echo(body, each) for each in asked]
+        meta = self._meta("cmpl", body)
         generation = self._service.generation
-        if not ask.stream:
-            new = partial(CompletionScores, name_of(ask))
+        if not body.stream:
+            new = partial(CompletionLogprobsBuilder, name_of(body))
             answers = await together([collect(each, generation.stream(each), new) for each in asked])
-            return answer(await completion(ask, head, echoes, answers))
+            return json_response(await completion(body, meta, echoes, answers))
         async with aclosing(merged([partial(generation.stream, each) for each in asked])) as chunks:
-            return await self._stream(request, completion_events(ask, head, echoes, chunks))
+            return await self._stream(request, completion_events(body, meta, echoes, chunks))
 
     async def chat_completions(self, request: web.Request) -> web.StreamResponse:
-        ask = await self._named(await self._intake.dialect(request, ChatRequest))
-        asked = chat_request(ask, self._service.engine.spec)
-        head = self._head("chatcmpl", ask)
-        if not ask.stream:
+        body = await self._named(await self._bodies.dialect(request, ChatRequest))
+        asked = chat_request(body, self._service.engine.spec)
+        meta = self._meta("chatcmpl", body)
+        if not body.stream:
             chunks = self._service.generation.stream(asked)
-            return answer(chat_completion(ask, head, await collect(asked, chunks, partial(ChatScores, ask))))
+            return json_response(
+                chat_completion(body, meta, await collect(asked, chunks, partial(ChatLogprobsBuilder, body)))
+            )
         async with aclosing(self._service.generation.stream(asked)) as chunks:
-            return await self._stream(request, chat_events(ask, head, chunks))
+            return await self._stream(request, chat_events(body, meta, chunks))
 
     async def list_models(self, request: web.Request) -> web.StreamResponse:
-        return answer(await list_models(self._service))
+        return json_response(await list_models(self._service))
 
     async def get_model(self, request: web.Request) -> web.StreamResponse:
-        return answer(await get_model(self._service, request.match_info["id"]))
+        return json_response(await get_model(self._service, request.match_info["id"]))
 
-    async def _named(self, ask: AskT) -> AskT:
+    async def _named(self, body: RequestT) -> RequestT:
         """The request with null for a model's name that stands for the base, unless an adapter is called so."""
-        if ask.model in STAND_INS:
+        if body.model in STAND_INS:
             try:
-                await self._service.adapters.get(ask.model, None)
+                await self._service.adapters.get(body.model, None)
             except AdapterNotFound:
-                return msgspec.structs.replace(ask, model=None)
-        return ask
+                return msgspec.structs.replace(body, model=None)
+        return body
 
-    def _head(self, kind: str, ask: Ask) -> Head:
-        return new_head(kind, ask.model, self._service.engine.spec)
+    def _meta(self, kind: str, body: SharedParams) -> ResponseMeta:
+        return new_meta(kind, body.model, self._service.engine.spec)
 
-    async def _echo(self, ask: CompletionRequest, asked: GenerateRequest) -> str:
+    async def _echo(self, body: CompletionRequest, asked: GenerateRequest) -> str:
         """The text before the answer's own. Raises `PromptTooLong`."""
-        if not ask.echo or asked.prompt is None:
+        if not body.echo or asked.prompt is None:
             return ""
         if isinstance(asked.prompt, str):
             return asked.prompt

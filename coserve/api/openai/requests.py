@@ -8,11 +8,11 @@ from coserve.api.http.body_types import is_empty
 from coserve.api.openai.schemas import (
     MAX_PROMPTS,
     MAX_SEQUENCES,
-    Ask,
     ChatRequest,
     CompletionRequest,
     ModelName,
     OpenAIMessage,
+    SharedParams,
     StreamOptions,
 )
 from coserve.errors import AdapterNotFound, EmptyPrompt, InvalidRequest
@@ -67,41 +67,41 @@ def adapter_of(model: ModelName | None, spec: Named) -> str | None:
     return model
 
 
-def completion_requests(ask: CompletionRequest, spec: BaseSpec) -> list[GenerateRequest]:
+def completion_requests(body: CompletionRequest, spec: BaseSpec) -> list[GenerateRequest]:
     """One request a prompt. Raises `InvalidRequest`, `EmptyPrompt`, `AdapterNotFound`."""
-    _check(ask, _NEUTRAL | _NEUTRAL_IN_COMPLETIONS)
-    prompts = _prompts(ask.prompt)
-    if len(prompts) * (ask.n or 1) > MAX_SEQUENCES:
+    _check(body, _NEUTRAL | _NEUTRAL_IN_COMPLETIONS)
+    prompts = _prompts(body.prompt)
+    if len(prompts) * (body.n or 1) > MAX_SEQUENCES:
         raise InvalidRequest(
-            f"expected at most {MAX_SEQUENCES} choices of all prompts, got {len(prompts) * (ask.n or 1)}", field="n"
+            f"expected at most {MAX_SEQUENCES} choices of all prompts, got {len(prompts) * (body.n or 1)}", field="n"
         )
-    echo = ask.echo or False
-    if ask.max_tokens == 0 and not echo:
+    echo = body.echo or False
+    if body.max_tokens == 0 and not echo:
         raise InvalidRequest("expected at least 1 (0 needs echo), got 0", field="max_tokens")
-    scored = echo and (ask.logprobs is not None or ask.max_tokens == 0)
-    if scored and ask.stream and (ask.n or 1) > 1:
-        raise InvalidRequest(f"expected 1 with echo, logprobs and stream, got {ask.n}", field="n")
-    max_tokens = DEFAULT_TOKENS if ask.max_tokens is None else ask.max_tokens
-    prompt_logprobs = (ask.logprobs or 0) if scored else None
+    scored = echo and (body.logprobs is not None or body.max_tokens == 0)
+    if scored and body.stream and (body.n or 1) > 1:
+        raise InvalidRequest(f"expected 1 with echo, logprobs and stream, got {body.n}", field="n")
+    max_tokens = DEFAULT_TOKENS if body.max_tokens is None else body.max_tokens
+    prompt_logprobs = (body.logprobs or 0) if scored else None
     return [
         _request(
-            ask, spec, max_tokens=max_tokens, prompt=prompt, logprobs=ask.logprobs, prompt_logprobs=prompt_logprobs
+            body, spec, max_tokens=max_tokens, prompt=prompt, logprobs=body.logprobs, prompt_logprobs=prompt_logprobs
         )
         for prompt in prompts
     ]
 
 
-def chat_request(ask: ChatRequest, spec: BaseSpec) -> GenerateRequest:
+def chat_request(body: ChatRequest, spec: BaseSpec) -> GenerateRequest:
     """Raises `InvalidRequest`, `AdapterNotFound`."""
-    _check(ask, _NEUTRAL | _NEUTRAL_IN_CHATS)
-    if ask.top_logprobs and not ask.logprobs:
+    _check(body, _NEUTRAL | _NEUTRAL_IN_CHATS)
+    if body.top_logprobs and not body.logprobs:
         raise InvalidRequest("top_logprobs needs logprobs", field="top_logprobs")
     return _request(
-        ask,
+        body,
         spec,
-        max_tokens=ask.max_tokens if ask.max_completion_tokens is None else ask.max_completion_tokens,
-        messages=[message_of(message) for message in ask.messages],
-        logprobs=(ask.top_logprobs or 0) if ask.logprobs else None,
+        max_tokens=body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens,
+        messages=[message_of(message) for message in body.messages],
+        logprobs=(body.top_logprobs or 0) if body.logprobs else None,
     )
 
 
@@ -113,14 +113,14 @@ def message_of(message: OpenAIMessage) -> ChatMessage:
     return ChatMessage(role=role, content=text, name=message.name or None)
 
 
-def _check(ask: Ask, neutral: dict[str, tuple[object, ...]]) -> None:
+def _check(body: SharedParams, neutral: dict[str, tuple[object, ...]]) -> None:
     """Refuse by name what we don't do. Raises `InvalidRequest`."""
     for name, defaults in neutral.items():
-        refuse_unless_neutral(name, getattr(ask, name), defaults)
-    if not is_empty(ask.best_of) and ask.best_of != (ask.n or 1):
+        refuse_unless_neutral(name, getattr(body, name), defaults)
+    if not is_empty(body.best_of) and body.best_of != (body.n or 1):
         raise InvalidRequest("best_of is not supported: expected it left out or equal to n", field="best_of")
-    options = ask.stream_options or StreamOptions()
-    if (options.include_usage or options.continuous_usage_stats) and not ask.stream:
+    options = body.stream_options or StreamOptions()
+    if (options.include_usage or options.continuous_usage_stats) and not body.stream:
         raise InvalidRequest("expected stream_options with stream only", field="stream_options")
 
 
@@ -155,7 +155,7 @@ def _or(value: T | None, default: T) -> T:
 
 
 def _request(
-    ask: Ask,
+    body: SharedParams,
     spec: BaseSpec,
     *,
     max_tokens: int | None,
@@ -164,33 +164,33 @@ def _request(
     messages: list[ChatMessage] | None = None,
     prompt_logprobs: int | None = None,
 ) -> GenerateRequest:
-    counted = ask.stream_options is not None and ask.stream_options.continuous_usage_stats
+    counted = body.stream_options is not None and body.stream_options.continuous_usage_stats
     return GenerateRequest(
         prompt=prompt,
         messages=messages,
-        adapter=adapter_of(ask.model, spec),
-        stream=ask.stream or False,
-        n=_or(ask.n, 1),
+        adapter=adapter_of(body.model, spec),
+        stream=body.stream or False,
+        n=_or(body.n, 1),
         max_tokens=max_tokens,
-        min_tokens=_or(ask.min_tokens, 0),
-        temperature=_or(ask.temperature, 1.0),
-        top_k=max(0, ask.top_k or 0),
-        top_p=_or(ask.top_p, 1.0),
-        min_p=_or(ask.min_p, 0.0),
-        repetition_penalty=_or(ask.repetition_penalty, 1.0),
-        presence_penalty=_or(ask.presence_penalty, 0.0),
-        frequency_penalty=_or(ask.frequency_penalty, 0.0),
-        stop=ask.stop,
-        include_stop_str_in_output=ask.include_stop_str_in_output or False,
-        stop_token_ids=_or(ask.stop_token_ids, []),
-        ignore_eos=ask.ignore_eos or False,
-        logit_bias=_or(ask.logit_bias, {}),
+        min_tokens=_or(body.min_tokens, 0),
+        temperature=_or(body.temperature, 1.0),
+        top_k=max(0, body.top_k or 0),
+        top_p=_or(body.top_p, 1.0),
+        min_p=_or(body.min_p, 0.0),
+        repetition_penalty=_or(body.repetition_penalty, 1.0),
+        presence_penalty=_or(body.presence_penalty, 0.0),
+        frequency_penalty=_or(body.frequency_penalty, 0.0),
+        stop=body.stop,
+        include_stop_str_in_output=body.include_stop_str_in_output or False,
+        stop_token_ids=_or(body.stop_token_ids, []),
+        ignore_eos=body.ignore_eos or False,
+        logit_bias=_or(body.logit_bias, {}),
         logprobs=logprobs,
         prompt_logprobs=prompt_logprobs,
-        return_prompt_ids=bool(ask.return_token_ids or counted),
-        skip_special_tokens=_or(ask.skip_special_tokens, True),
-        seed=None if ask.seed == -1 else ask.seed,
-        cache_salt=ask.cache_salt or "",
-        slo_ttft=ask.slo_ttft,
-        slo_tpot=ask.slo_tpot,
+        return_prompt_ids=bool(body.return_token_ids or counted),
+        skip_special_tokens=_or(body.skip_special_tokens, True),
+        seed=None if body.seed == -1 else body.seed,
+        cache_salt=body.cache_salt or "",
+        slo_ttft=body.slo_ttft,
+        slo_tpot=body.slo_tpot,
     )

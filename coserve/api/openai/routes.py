@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from coserve.api.http.route import BODY_ERRORS, BUSY_ERRORS, Route
-from coserve.api.openai.errors import OPENAI
+from coserve.api.openai.errors import OPENAI_ERRORS
 from coserve.api.openai.handlers import OpenAIApi
 from coserve.api.openai.schemas import (
     ChatChunk,
@@ -29,7 +29,7 @@ def openai_routes(api: OpenAIApi) -> tuple[Route, ...]:
             answer=Completion,
             events=Completion,
             errors=errors,
-            refusals=(OPENAI,),
+            error_formats=(OPENAI_ERRORS,),
         ),
         Route(
             "POST",
@@ -40,7 +40,7 @@ def openai_routes(api: OpenAIApi) -> tuple[Route, ...]:
             answer=ChatCompletion,
             events=ChatChunk,
             errors=errors,
-            refusals=(OPENAI,),
+            error_formats=(OPENAI_ERRORS,),
         ),
         Route(
             "GET",
@@ -49,7 +49,7 @@ def openai_routes(api: OpenAIApi) -> tuple[Route, ...]:
             "List the base and the adapters",
             answer=ModelList,
             errors=(503,),
-            refusals=(OPENAI,),
+            error_formats=(OPENAI_ERRORS,),
         ),
         Route(
             "GET",
@@ -59,6 +59,6 @@ def openai_routes(api: OpenAIApi) -> tuple[Route, ...]:
             answer=Model,
             slashes=True,
             errors=(404, 503),
-            refusals=(OPENAI,),
+            error_formats=(OPENAI_ERRORS,),
         ),
     )

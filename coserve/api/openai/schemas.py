@@ -48,7 +48,7 @@ class StreamOptions(Wire, frozen=True):
     """Changes nothing."""
 
 
-class Ask(Wire, frozen=True):
+class SharedParams(Wire, frozen=True):
     """What completions and chats share. Of the fields after `slo_tpot`, those up to `prompt_cache_retention` change
     nothing here; the others must ask for nothing, or for what is the case anyway.
     """
@@ -109,7 +109,7 @@ class Ask(Wire, frozen=True):
     verbosity: Any = None
 
 
-class CompletionRequest(Ask, frozen=True, kw_only=True):
+class CompletionRequest(SharedParams, frozen=True, kw_only=True):
     """`POST /v1/completions`."""
 
     prompt: str | Annotated[list[str | TokenId | list[TokenId]], Meta(min_length=1)]
@@ -140,7 +140,7 @@ class OpenAIMessage(Wire, frozen=True):
     name: Annotated[str, Meta(max_length=64)] | None = None
 
 
-class ChatRequest(Ask, frozen=True, kw_only=True):
+class ChatRequest(SharedParams, frozen=True, kw_only=True):
     """`POST /v1/chat/completions`."""
 
     messages: Annotated[list[OpenAIMessage], Meta(max_length=MAX_MESSAGES)]

@@ -1,4 +1,4 @@
-"""What all answers of the OpenAI endpoints have in common: their head, and the tokens they count."""
+"""Parts that all OpenAI responses share: id, time, model, and token counts."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from coserve.types import BaseSpec
 
 
 @dataclass(frozen=True)
-class Head:
+class ResponseMeta:
     """`created`: seconds since the epoch; `model` as the client called it; `fingerprint`: the base's."""
 
     id: str
@@ -24,9 +24,9 @@ class Head:
     fingerprint: str
 
 
-def new_head(kind: str, model: str | None, spec: BaseSpec) -> Head:
+def new_meta(kind: str, model: str | None, spec: BaseSpec) -> ResponseMeta:
     """`model`: what the request says; empty: the base."""
-    return Head(f"{kind}-{secrets.token_hex(12)}", int(time.time()), model or spec.name, spec.fingerprint)
+    return ResponseMeta(f"{kind}-{secrets.token_hex(12)}", int(time.time()), model or spec.name, spec.fingerprint)
 
 
 def _usage(prompt: int, completion: int) -> OpenAIUsage:
@@ -39,7 +39,7 @@ def total(usages: Iterable[Usage]) -> OpenAIUsage:
 
 
 @dataclass
-class Tally:
+class UsageCounter:
     """Tokens of a stream so far. A prompt counts from the first chunk that shows or counts it."""
 
     wanted: StreamOptions
@@ -59,7 +59,7 @@ class Tally:
         return _usage(sum(self._prompts.values()), self._completion)
 
     @property
-    def of_chunk(self) -> OpenAIUsage | UnsetType | None:
+    def for_chunk(self) -> OpenAIUsage | UnsetType | None:
         """What a chunk with choices says."""
         if self.wanted.continuous_usage_stats:
             return self.so_far

@@ -10,10 +10,10 @@ from aiohttp import web
 from msgspec import UNSET, UnsetType
 
 from coserve import __version__
-from coserve.api.generation.collect import Entry, collect
-from coserve.api.http.answers import Refusal, answer, describe, refuse
-from coserve.api.http.intake import Intake
-from coserve.api.http.pieces import Packed
+from coserve.api.generation.full_response import LogprobEntry, collect
+from coserve.api.http.bodies import BodyReader
+from coserve.api.http.json_blocks import JsonListBuilder
+from coserve.api.http.responses import ErrorFormat, error_info, error_response, json_response
 from coserve.api.http.sse import EventStream
 from coserve.api.openai.completions import FLOOR
 from coserve.api.openai.requests import refuse_unless_neutral
@@ -65,17 +65,17 @@ def tgi_error(error: CoserveError) -> TgiError:
     kind: TgiErrorType = "validation" if error.status < 500 else "generation"
     if isinstance(error, QueueFull):
         kind = "overloaded"
-    said = describe(error)
+    said = error_info(error)
     field = None if said.field is None else _FIELDS.get(said.field, said.field.removeprefix("parameters."))
     message = said.message if field is None or field in said.message else f"{field}: {said.message}"
     return TgiError(error=message, error_type=kind)
 
 
-TGI = Refusal(TgiError, tgi_error)
+TGI_ERRORS = ErrorFormat(TgiError, tgi_error)
 
 
-def refuse_tgi(error: CoserveError) -> web.Response:
-    response = refuse(error, TGI)
+def tgi_error_response(error: CoserveError) -> web.Response:
+    response = error_response(error, TGI_ERRORS)
     if error.status == 400:
         response.set_status(422)  # what TGI's clients know as a validation error
     return response
@@ -120,36 +120,36 @@ def _has_details(given: TgiParameters) -> bool:
 class TgiApi:
     """`generate_root`, `generate_stream` and `info` are routes; `answer` is for a body that came to `/generate`."""
 
-    def __init__(self, service: Service, config: Config, intake: Intake) -> None:
-        self._service, self._config, self._intake = service, config, intake
+    def __init__(self, service: Service, config: Config, bodies: BodyReader) -> None:
+        self._service, self._config, self._bodies = service, config, bodies
 
     async def generate_root(self, request: web.Request) -> web.StreamResponse:
         """As TGI's own: a list of one answer, or a stream."""
         try:
-            ask = await self._intake.dialect(request, TgiRequest)
+            ask = await self._bodies.dialect(request, TgiRequest)
             if ask.stream:
                 return await self._stream(request, ask)
-            return answer([await self._collect(ask)])
+            return json_response([await self._collect(ask)])
         except CoserveError as error:
-            return refuse_tgi(error)
+            return tgi_error_response(error)
 
     async def generate_stream(self, request: web.Request) -> web.StreamResponse:
         try:
-            return await self._stream(request, await self._intake.dialect(request, TgiRequest))
+            return await self._stream(request, await self._bodies.dialect(request, TgiRequest))
         except CoserveError as error:
-            return refuse_tgi(error)
+            return tgi_error_response(error)
 
     async def answer(self, request: web.Request, ask: TgiRequest) -> web.StreamResponse:
         """The answer in TGI's shape, errors too."""
         try:
-            return await self._stream(request, ask) if ask.stream else answer(await self._collect(ask))
+            return await self._stream(request, ask) if ask.stream else json_response(await self._collect(ask))
         except CoserveError as error:
-            return refuse_tgi(error)
+            return tgi_error_response(error)
 
     async def info(self, request: web.Request) -> web.StreamResponse:
         engine = self._service.engine
         spec = engine.spec
-        return answer(
+        return json_response(
             TgiInfo(
                 model_id=spec.name,
                 model_sha=spec.fingerprint,
@@ -169,7 +169,7 @@ class TgiApi:
     async def _collect(self, ask: TgiRequest) -> TgiResponse:
         given = ask.parameters or TgiParameters()
         asked = tgi_request(ask, stream=False)
-        new = partial(_Scores, given, self._service.tokenizer.special_ids)
+        new = partial(_TgiLogprobs, given, self._service.tokenizer.special_ids)
         whole = await collect(asked, self._service.generation.stream(asked), new)
         found = whole.answer
         pairs = [(choice, scores or new()) for choice, scores in zip(found.choices, whole.scores, strict=True)]
@@ -260,12 +260,12 @@ def _finish(reason: str, stop: str | int | None) -> TgiFinish:
     return "stop_sequence" if isinstance(stop, str) else "eos_token"
 
 
-def _prefill(entry: Entry) -> TgiPrefillToken:
+def _prefill(entry: LogprobEntry) -> TgiPrefillToken:
     logprob = None if entry.logprob is None else max(entry.logprob, FLOOR)
     return TgiPrefillToken(id=entry.token_id, text=entry.token, logprob=logprob)
 
 
-def _top(entry: Entry, given: TgiParameters, special: Collection[int]) -> list[TgiToken] | UnsetType:
+def _top(entry: LogprobEntry, given: TgiParameters, special: Collection[int]) -> list[TgiToken] | UnsetType:
     """The likeliest tokens at the place of `entry`, for `top_n_tokens`. `special`: ids of special tokens."""
     if not given.top_n_tokens:
         return UNSET
@@ -275,7 +275,7 @@ def _top(entry: Entry, given: TgiParameters, special: Collection[int]) -> list[T
     ]
 
 
-def _token(entry: Entry, text: str, given: TgiParameters, special: Collection[int]) -> TgiToken:
+def _token(entry: LogprobEntry, text: str, given: TgiParameters, special: Collection[int]) -> TgiToken:
     """Readers leave special tokens out of the text: one that brings text held back before it is not special."""
     left_out = entry.token_id in special and text in ("", entry.token)
     others: list[TgiAlternative] | UnsetType = UNSET
@@ -293,20 +293,20 @@ def _token(entry: Entry, text: str, given: TgiParameters, special: Collection[in
     )
 
 
-def _bounded(entry: Entry) -> float:
+def _bounded(entry: LogprobEntry) -> float:
     return FLOOR if entry.logprob is None else max(entry.logprob, FLOOR)
 
 
-class _Scores:
+class _TgiLogprobs:
     """The log-probabilities of a choice, or of the prompt, as they come."""
 
     def __init__(self, given: TgiParameters, special: Collection[int]) -> None:
         self._given, self._special = given, special
-        self.tokens, self.prefill = Packed[TgiToken](), Packed[TgiPrefillToken]()
-        self._tops = Packed[list[TgiToken]]()
+        self.tokens, self.prefill = JsonListBuilder[TgiToken](), JsonListBuilder[TgiPrefillToken]()
+        self._tops = JsonListBuilder[list[TgiToken]]()
         self._sum, self._count = 0.0, 0
 
-    def add(self, entries: Sequence[Entry], /) -> None:
+    def add(self, entries: Sequence[LogprobEntry], /) -> None:
         if isinstance(entries[0], PromptLogprob):
             self.prefill.add([_prefill(entry) for entry in entries])
             return

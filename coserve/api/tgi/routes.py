@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from coserve.api.http.route import BODY_ERRORS, BUSY_ERRORS, Route
-from coserve.api.tgi.handlers import TGI, TgiApi
+from coserve.api.tgi.handlers import TGI_ERRORS, TgiApi
 from coserve.api.tgi.schemas import TgiInfo, TgiRequest, TgiResponse, TgiStreamEvent
 
 
@@ -21,7 +21,7 @@ def tgi_routes(api: TgiApi) -> tuple[Route, ...]:
             listed=True,
             events=TgiStreamEvent,
             errors=errors,
-            refusals=(TGI,),
+            error_formats=(TGI_ERRORS,),
         ),
         Route("GET", "/info", api.info, "The base and the limits, as TGI says them", answer=TgiInfo, errors=(503,)),
         Route(
@@ -32,6 +32,6 @@ def tgi_routes(api: TgiApi) -> tuple[Route, ...]:
             body=TgiRequest,
             events=TgiStreamEvent,
             errors=errors,
-            refusals=(TGI,),
+            error_formats=(TGI_ERRORS,),
         ),
     )

@@ -13,14 +13,14 @@ from msgspec import UNSET, Meta, UnsetType
 
 from coserve import __version__
 from coserve.api.generation.prompts import chat_messages
-from coserve.api.http.answers import answer, document
-from coserve.api.http.intake import SMALL_BODY, Intake
+from coserve.api.http.bodies import SMALL_BODY, BodyReader
 from coserve.api.http.parsing import decode_dialect
+from coserve.api.http.responses import encoded_json, json_response
 from coserve.api.openai.requests import adapter_of, message_of
 from coserve.api.openai.schemas import MAX_MESSAGES, ModelName, OpenAIMessage
 from coserve.api.service import Service
 from coserve.errors import InvalidRequest, QueueFull
-from coserve.offload.protocol import Context, Task
+from coserve.offload.protocol import Task, TaskContext
 from coserve.pretrained.tokenizer import Tokenizer
 from coserve.schemas import TokenId
 from coserve.types import Wire
@@ -80,11 +80,11 @@ class Version(Wire, frozen=True):
     version: str
 
 
-class Tokenization:
+class TokenizerApi:
     """One method a route."""
 
-    def __init__(self, service: Service, intake: Intake) -> None:
-        self._service, self._intake = service, intake
+    def __init__(self, service: Service, bodies: BodyReader) -> None:
+        self._service, self._bodies = service, bodies
         self._running = 0
 
     async def tokenize(self, request: web.Request) -> web.StreamResponse:
@@ -95,14 +95,14 @@ class Tokenization:
 
     async def _run(self, request: web.Request, task: Task) -> web.StreamResponse:
         """The task's document: a small body's in a thread, a large one's in a helper process."""
-        async with self._intake.body(request) as body:
+        async with self._bodies.body(request) as body:
             spec = self._service.engine.spec
-            base = TokenizedBase(spec.name, spec.context, spec.vocab)
+            base = BaseLimits(spec.name, spec.context, spec.vocab)
             with self._place():
                 if len(body) > SMALL_BODY:
-                    return document(await self._service.helpers.run(task, base, body))
-                context = Context(self._service.tokenizer, progress=lambda: None)
-                return document(await asyncio.to_thread(task, context, msgspec.msgpack.encode(base), bytes(body)))
+                    return encoded_json(await self._service.helpers.run(task, base, body))
+                context = TaskContext(self._service.tokenizer, progress=lambda: None)
+                return encoded_json(await asyncio.to_thread(task, context, msgspec.msgpack.encode(base), bytes(body)))
 
     @contextmanager
     def _place(self) -> Iterator[None]:
@@ -117,7 +117,7 @@ class Tokenization:
 
     async def tokenizer_info(self, request: web.Request) -> web.StreamResponse:
         tokenizer, special = self._service.tokenizer, self._service.tokenizer.special_tokens
-        return answer(
+        return json_response(
             TokenizerInfo(
                 tokenizer_class="PreTrainedTokenizerFast",
                 vocab_size=tokenizer.vocab_size,
@@ -131,10 +131,10 @@ class Tokenization:
         )
 
     async def version(self, request: web.Request) -> web.StreamResponse:
-        return answer(Version(version=__version__))
+        return json_response(Version(version=__version__))
 
 
-class TokenizedBase(msgspec.Struct, frozen=True):
+class BaseLimits(msgspec.Struct, frozen=True):
     """What the tasks must know of the base."""
 
     name: str
@@ -142,9 +142,9 @@ class TokenizedBase(msgspec.Struct, frozen=True):
     vocab: int
 
 
-def tokenize(context: Context, arguments: bytes, body: bytes) -> bytes:
+def tokenize(context: TaskContext, arguments: bytes, body: bytes) -> bytes:
     """The task of `POST /tokenize`: its answer as JSON."""
-    asked, base = decode_dialect(body, TokenizeRequest), msgspec.msgpack.decode(arguments, type=TokenizedBase)
+    asked, base = decode_dialect(body, TokenizeRequest), msgspec.msgpack.decode(arguments, type=BaseLimits)
     adapter_of(asked.model, base)
     ids = _encode(asked, context.tokenizer)
     strings = [context.tokenizer.token(id) for id in ids] if asked.return_token_strs else UNSET
@@ -171,9 +171,9 @@ def _encode(asked: TokenizeRequest, tokenizer: Tokenizer) -> list[int]:
     )
 
 
-def detokenize(context: Context, arguments: bytes, body: bytes) -> bytes:
+def detokenize(context: TaskContext, arguments: bytes, body: bytes) -> bytes:
     """The task of `POST /detokenize`: its answer as JSON."""
-    asked, base = decode_dialect(body, DetokenizeRequest), msgspec.msgpack.decode(arguments, type=TokenizedBase)
+    asked, base = decode_dialect(body, DetokenizeRequest), msgspec.msgpack.decode(arguments, type=BaseLimits)
     adapter_of(asked.model, base)
     if asked.tokens and max(asked.tokens) >= base.vocab:
         raise InvalidRequest(f"expected token ids below {base.vocab}, got {max(asked.tokens)}", field="tokens")

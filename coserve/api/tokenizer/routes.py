@@ -6,7 +6,7 @@ from coserve.api.http.route import BODY_ERRORS, BUSY_ERRORS, Route
 from coserve.api.tokenizer.handlers import (
     DetokenizeRequest,
     DetokenizeResponse,
-    Tokenization,
+    TokenizerApi,
     TokenizeRequest,
     TokenizeResponse,
     TokenizerInfo,
@@ -14,7 +14,7 @@ from coserve.api.tokenizer.handlers import (
 )
 
 
-def tokenizer_routes(api: Tokenization) -> tuple[Route, ...]:
+def tokenizer_routes(api: TokenizerApi) -> tuple[Route, ...]:
     """What vLLM has beside `/v1`."""
     return (
         Route(

@@ -12,9 +12,9 @@ from contextlib import AbstractContextManager, ExitStack, asynccontextmanager
 from pathlib import Path
 from typing import TypeVar
 
-from coserve.adapters.archive import Archive
+from coserve.adapters.archive import AdapterArchive
 from coserve.api.adapters.inspection import Inspection
-from coserve.api.connection import Connection
+from coserve.api.engine_client import EngineClient
 from coserve.api.http.parsing import local_path
 from coserve.config import Config
 from coserve.errors import (
@@ -42,7 +42,7 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 
-class Adapters:
+class AdapterCatalog:
     """All adapters of the registry. `in_use`: versions that running requests hold."""
 
     def __init__(
@@ -51,7 +51,7 @@ class Adapters:
         folder: DataFolder,
         registry: RegistryThread,
         helpers: HelperPool,
-        engine: Connection,
+        engine: EngineClient,
         in_use: Collection[AdapterRef],
         clock: Callable[[], float] = time.time,
     ) -> None:
@@ -137,10 +137,10 @@ class Adapters:
     # ---- hand out
 
     @asynccontextmanager
-    async def archive(self, name: str, version: int | None) -> AsyncIterator[Archive]:
+    async def archive(self, name: str, version: int | None) -> AsyncIterator[AdapterArchive]:
         """A tar file of PEFT files. Raises `AdapterNotFound`, `StorageError`."""
         record = await self._registry(lambda registry: registry.adapter(name, version))
-        opening = asyncio.create_task(asyncio.to_thread(Archive, record, self._folder.adapter(record.ref)))
+        opening = asyncio.create_task(asyncio.to_thread(AdapterArchive, record, self._folder.adapter(record.ref)))
         try:
             yield await uncancelled(opening)
         finally:
@@ -169,7 +169,7 @@ class Adapters:
             registry.delete_version(ref)
             return [ref], registry.current_version(name)
 
-        refs, current = await self._registry.freeing(forget)
+        refs, current = await self._registry.with_reserve(forget)
         for ref in refs:
             try:
                 self._engine.send(DropAdapter(ref=ref))

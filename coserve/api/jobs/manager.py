@@ -12,8 +12,8 @@ from pathlib import Path
 
 import msgspec
 
-from coserve.api.connection import Connection
-from coserve.api.jobs.ledger import Ledger
+from coserve.api.engine_client import EngineClient
+from coserve.api.jobs.recorder import JobRecorder
 from coserve.api.jobs.submission import Submission
 from coserve.api.jobs.views import JobViews
 from coserve.config import Config
@@ -28,7 +28,7 @@ from coserve.state.durable import remove_dir
 from coserve.state.failpoints import failpoint
 from coserve.state.folder import DataFolder
 from coserve.state.records import JobRecord
-from coserve.state.recover import drop_unheard_checkpoints, recover
+from coserve.state.recover import drop_unrecorded_checkpoints, recover
 from coserve.state.registry import Registry
 from coserve.state.thread import RegistryThread
 from coserve.types import JobSpec, JobState
@@ -39,7 +39,7 @@ MAX_DEATHS = 3
 """Engines that one job may end, without a checkpoint in between, before it is taken for the cause."""
 
 
-class Jobs:
+class JobManager:
     """All jobs. `answer_timeout`: seconds that an order waits for the engine to obey."""
 
     def __init__(
@@ -49,17 +49,17 @@ class Jobs:
         registry: RegistryThread,
         tokenizer: Tokenizer,
         helpers: HelperPool,
-        engine: Connection,
-        ledger: Ledger,
+        engine: EngineClient,
+        recorder: JobRecorder,
         *,
         answer_timeout: float = 30.0,
         clock: Callable[[], float] = time.time,
     ) -> None:
         self._config, self._folder, self._registry = config, folder, registry
-        self._engine, self._ledger = engine, ledger
+        self._engine, self._recorder = engine, recorder
         self._answer_timeout = answer_timeout
         self._submission = Submission(config, folder, registry, tokenizer, helpers, clock)
-        self.views = JobViews(registry, ledger)
+        self.views = JobViews(registry, recorder)
         self._started: set[str] = set()
         """Jobs that the engine of this moment knows."""
         self._wanted: dict[str, JobState] = {}
@@ -73,17 +73,19 @@ class Jobs:
     async def recover(self) -> None:
         """Bring registry and files into agreement, once, before anything else. Raises `StartupError` for a damaged registry."""
         async with self._changes:
-            await self._registry.freeing(lambda registry: recover(registry, self._folder))
+            await self._registry.with_reserve(lambda registry: recover(registry, self._folder))
 
     async def attach(self, open_link: Callable[[], None]) -> None:
         """Give the unfinished jobs to a new engine, oldest first."""
         async with self._changes:
-            await self._ledger.settled()
+            await self._recorder.settled()
             what = "jobs of the last engine"
-            unfinished = await self._ledger.insist(lambda: self._registry(_unfinished), what)
+            unfinished = await self._recorder.insist(lambda: self._registry(_unfinished), what)
             ran = frozenset(id for state, id in unfinished if state is JobState.RUNNING)
-            records = await self._ledger.insist(lambda: self._registry.freeing(partial(self._requeue, ran=ran)), what)
-            self._ledger.deaths.update(ran)  # last: an engine that dies meanwhile cancels this, and never ran them
+            records = await self._recorder.insist(
+                lambda: self._registry.with_reserve(partial(self._requeue, ran=ran)), what
+            )
+            self._recorder.deaths.update(ran)  # last: an engine that dies meanwhile cancels this, and never ran them
             open_link()
             left = {record.spec.id for record in records}
             self._wanted = {id: wanted for id, wanted in self._wanted.items() if id in left}
@@ -93,7 +95,7 @@ class Jobs:
                     self._start(record.spec, paused=record.state is JobState.PAUSED)
                 else:
                     log.warning("job %s waits for another base than this one", record.spec.id)
-        self._ledger.announce_all()
+        self._recorder.announce_all()
 
     def _requeue(self, registry: Registry, *, ran: frozenset[str]) -> list[JobRecord]:
         """The jobs that a new engine gets, when the last one died while it `ran` those."""
@@ -101,7 +103,7 @@ class Jobs:
         for record in registry.unfinished():
             id = record.spec.id
             wanted = self._wanted.get(id)
-            if self._ledger.deaths[id] + (id in ran) >= MAX_DEATHS:
+            if self._recorder.deaths[id] + (id in ran) >= MAX_DEATHS:
                 error = ErrorInfo(
                     code=EngineCrashed.code, message=f"the engine died {MAX_DEATHS} times while it ran this job"
                 )
@@ -112,7 +114,7 @@ class Jobs:
             elif record.state is JobState.RUNNING:
                 record = registry.set_state(id, JobState.QUEUED, message="interrupted: the engine died while it ran")
             if not record.state.terminal:
-                drop_unheard_checkpoints(self._folder, record)
+                drop_unrecorded_checkpoints(self._folder, record)
                 kept.append(record)
         return kept
 
@@ -192,7 +194,7 @@ class Jobs:
     async def resume(self, id: str) -> Job:
         """Put a paused job back in line. Raises `JobNotFound`, `WrongJobState`."""
         record = await self._commits.run(self._put_back(id))
-        self._ledger.announce(id)
+        self._recorder.announce(id)
         return await self.views.show(record)
 
     async def _put_back(self, id: str) -> JobRecord:
@@ -200,7 +202,7 @@ class Jobs:
             record = await self._registry(lambda registry: registry.job(id))
             if record.state is not JobState.PAUSED:
                 raise WrongJobState(f"expected a paused job, got one that is {record.state}", field="id")
-            record = await self._registry.freeing(lambda registry: registry.set_state(id, JobState.QUEUED))
+            record = await self._registry.with_reserve(lambda registry: registry.set_state(id, JobState.QUEUED))
             self._wanted.pop(id, None)  # of a pause whose caller did not wait for its end
             if id in self._started:
                 with suppress(EngineUnavailable):
@@ -211,7 +213,7 @@ class Jobs:
 
     async def _order(self, id: str, wanted: JobState, message: PauseJob | CancelJob) -> Job:
         """Have a job paused or cancelled, and wait until it is; an engine that takes too long is not waited for."""
-        with self._ledger.watch(id) as news:
+        with self._recorder.watch(id) as news:
             record = await self._commits.run(self._ask(id, wanted, message))
             try:
                 async with asyncio.timeout(self._answer_timeout):
@@ -244,7 +246,7 @@ class Jobs:
     async def _change_without_engine(self, id: str, wanted: JobState) -> JobRecord:
         """The engine died before it obeyed: the registry changes at once, after all that this engine has said."""
         async with self._changes:
-            await self._ledger.settled()
+            await self._recorder.settled()
             record = await self._registry(lambda registry: registry.job(id))
             if self._engine.alive or not record.state.can_become(wanted):
                 return record
@@ -252,8 +254,8 @@ class Jobs:
 
     async def _change(self, id: str, wanted: JobState) -> JobRecord:
         if wanted is JobState.CANCELLED:
-            return await self._ledger.end(id, lambda registry: registry.set_state(id, wanted))
-        return await self._registry.freeing(lambda registry: registry.set_state(id, wanted))
+            return await self._recorder.end(id, lambda registry: registry.set_state(id, wanted))
+        return await self._registry.with_reserve(lambda registry: registry.set_state(id, wanted))
 
 
 def _replaced(job: JobSpec, current: int | None) -> tuple[str, ...]:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from coserve.api.generation.inbox import MOST, Inbox
-from coserve.api.http.pieces import LIGHT, Packed, pieces, weight
+from coserve.api.generation.output_queue import MAX_MERGED, OutputQueue
+from coserve.api.http.json_blocks import VALUES_AT_ONCE, JsonListBuilder, count_values, encode_in_chunks
 from coserve.link import Tokens
 from coserve.logprobs import PackedLogprobs
 from coserve.schemas import Choice, GenerateResponse, Logprob, PromptLogprob, Timing, Usage
@@ -28,35 +28,35 @@ def response(tokens: int, scored: int) -> GenerateResponse:
     "value", [response(3, 0), response(0, 0), response(50_000, 20_000), [], [1] * 9000, {"a": [2]}]
 )
 def test_pieces_are_what_one_call_gives(value: object) -> None:
-    parts = list(pieces(value))
+    parts = list(encode_in_chunks(value))
     assert b"".join(parts) == msgspec.json.encode(value)
-    assert max(map(len, parts)) < 70 * LIGHT
-    assert len(parts) > 1 or weight(value) <= LIGHT
+    assert max(map(len, parts)) < 70 * VALUES_AT_ONCE
+    assert len(parts) > 1 or count_values(value) <= VALUES_AT_ONCE
 
 
 @pytest.mark.parametrize("count", [0, 1, 40, 30_000])
 def test_a_list_that_was_encoded_as_it_grew(count: int) -> None:
     entries = [PromptLogprob(token_id=id, token="a", logprob=None) for id in range(count)]
-    packed, rest = Packed[PromptLogprob](), Packed[PromptLogprob]()
+    packed, rest = JsonListBuilder[PromptLogprob](), JsonListBuilder[PromptLogprob]()
     for first in range(0, count, 7):
         (packed if first < count // 2 else rest).add(entries[first : first + 7])
     whole = response(3, 0)
-    grown = msgspec.structs.replace(whole, prompt_logprobs=Packed.joined([packed, rest]))
+    grown = msgspec.structs.replace(whole, prompt_logprobs=JsonListBuilder.joined([packed, rest]))
     listed = msgspec.json.encode(msgspec.structs.replace(whole, prompt_logprobs=entries))
-    parts = list(pieces(grown))
+    parts = list(encode_in_chunks(grown))
     assert b"".join(parts) == listed
-    assert max(map(len, parts)) < 70 * LIGHT
+    assert max(map(len, parts)) < 70 * VALUES_AT_ONCE
 
 
 def test_heavy_entries_in_the_middle_of_a_long_list_are_weighed() -> None:
     light, heavy = ["x"], ["x"] * 100
     for count in (1000, 5000):
         value = [light] * count + [heavy] * count + [light] * count
-        assert 0.9 < weight(value) / (count * 107) < 1.1
+        assert 0.9 < count_values(value) / (count * 107) < 1.1
 
 
 async def test_messages_that_pile_up_come_in_parts() -> None:
-    inbox, scored = Inbox(), TokenLogprob(-0.5)
+    inbox, scored = OutputQueue(), TokenLogprob(-0.5)
     for _ in range(100):
         inbox.put(Tokens(id="a", tokens=(), prompt_logprobs=PackedLogprobs.of([scored] * 10)))
     for number in range(1000):
@@ -65,7 +65,7 @@ async def test_messages_that_pile_up_come_in_parts() -> None:
     while not found or found[-1].finished is None:
         message = await inbox.get()
         assert isinstance(message, Tokens)
-        assert len(message.tokens) + len(message.prompt_logprobs) <= MOST
+        assert len(message.tokens) + len(message.prompt_logprobs) <= MAX_MERGED
         found.append(message)
     assert [token for message in found for token in message.tokens] == list(range(1000))
     assert sum(len(message.prompt_logprobs) for message in found) == 1000

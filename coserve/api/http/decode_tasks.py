@@ -8,11 +8,11 @@ from typing import Any, TypeVar
 
 import msgspec
 
+from coserve.api.generation.async_tokenizer import check_tokens
 from coserve.api.generation.prompts import check_characters
-from coserve.api.generation.texts import check_tokens
 from coserve.api.http.parsing import decode_dialect, decode_json
 from coserve.errors import CoserveError, InvalidRequest
-from coserve.offload.protocol import Context, Failure, error_of, failure_of, find, name_of
+from coserve.offload.protocol import Failure, TaskContext, error_of, failure_of, find, name_of
 from coserve.pretrained.tokenizer import Tokenizer
 from coserve.schemas import FinetuneRequest
 from coserve.state.durable import disk_errors
@@ -43,7 +43,7 @@ def decoded(body: bytes, decoder: type[T] | Callable[[bytes], T], *, dialect: bo
     return decode_dialect(body, decoder) if dialect else decode_json(body, decoder)
 
 
-def decode_body(context: Context, arguments: bytes, body: bytes) -> bytes:
+def decode_body(context: TaskContext, arguments: bytes, body: bytes) -> bytes:
     """The name of the value's type, a line break, and the value as MessagePack."""
     options = msgspec.msgpack.decode(arguments, type=Decode)
     value = decoded(body, find(options.decoder), dialect=options.dialect)
@@ -120,7 +120,7 @@ class DecodeCorpus(msgspec.Struct, frozen=True):
     file: str
 
 
-def decode_corpus(context: Context, arguments: bytes, body: bytes) -> bytes:
+def decode_corpus(context: TaskContext, arguments: bytes, body: bytes) -> bytes:
     """A `FinetuneRequest` as MessagePack; its `data`, if it has no `path` too, goes to a JSONL file instead."""
     options = msgspec.msgpack.decode(arguments, type=DecodeCorpus)
     request = decode_json(body, FinetuneRequest)

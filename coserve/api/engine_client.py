@@ -9,7 +9,7 @@ from coserve.link import EngineReady, EngineStats, FromEngine, Link, ToEngine
 from coserve.types import AdapterRef, BaseSpec
 
 
-class Connection:
+class EngineClient:
     """The link to the engine of this moment; `starts` counts engines."""
 
     def __init__(self) -> None:

@@ -8,7 +8,7 @@ from itertools import pairwise
 from hypothesis import given
 from hypothesis import strategies as st
 
-from coserve.api.generation.inbox import Answer, Inbox
+from coserve.api.generation.output_queue import EngineOutput, OutputQueue
 from coserve.link import Admitted, RequestFailed, Tokens
 from coserve.logprobs import PackedLogprobs
 from coserve.types import FinishReason, TokenLogprob
@@ -19,7 +19,7 @@ def tokens(id: str, *ids: int, end: bool = False) -> Tokens:
     return Tokens(id=id, tokens=ids, logprobs=logprobs, finished=FinishReason.LENGTH if end else None)
 
 
-async def drain(inbox: Inbox, until: Answer) -> list[Answer]:
+async def drain(inbox: OutputQueue, until: EngineOutput) -> list[EngineOutput]:
     found = [await inbox.get()]
     while found[-1] != until:
         found.append(await inbox.get())
@@ -35,11 +35,11 @@ messages = st.one_of(
 
 
 @given(st.lists(messages, max_size=12))
-def test_joining_keeps_order_tokens_and_ends(said: list[Answer]) -> None:
+def test_joining_keeps_order_tokens_and_ends(said: list[EngineOutput]) -> None:
     last = Admitted(id="last")
 
-    async def run() -> list[Answer]:
-        inbox = Inbox()
+    async def run() -> list[EngineOutput]:
+        inbox = OutputQueue()
         for message in (*said, last):
             inbox.put(message)
         return await drain(inbox, last)
@@ -51,7 +51,7 @@ def test_joining_keeps_order_tokens_and_ends(said: list[Answer]) -> None:
             assert before.finished is not None, "two messages that could have been one"
 
 
-def _flat(said: list[Answer]) -> list[object]:
+def _flat(said: list[EngineOutput]) -> list[object]:
     """One entry a token, end or other message."""
     flat: list[object] = []
     for message in said:
@@ -64,7 +64,7 @@ def _flat(said: list[Answer]) -> list[object]:
 
 
 async def test_a_message_alone_is_not_waited_for_more_of() -> None:
-    inbox = Inbox()
+    inbox = OutputQueue()
     got = asyncio.create_task(inbox.get())
     await asyncio.sleep(0)
     assert not got.done()

@@ -7,7 +7,7 @@ from collections import Counter
 from coserve.errors import QueueFull
 
 
-class Places:
+class WaitingLimit:
     """`limit` sequences. If `fair`, an adapter that fills them does not keep others out: each may have its part of the
     limit, divided by the adapters in line, also when all places are taken; the engine's queue then makes the room."""
 
@@ -15,7 +15,7 @@ class Places:
         self._limit, self._fair = limit, fair
         self._taken = Counter[str | None]()
 
-    def take(self, adapter: str | None, count: int) -> None:
+    def acquire(self, adapter: str | None, count: int) -> None:
         """Raises `QueueFull`. `adapter`: its id; None: the base."""
         total, own = self._taken.total(), self._taken[adapter]
         flows = len({adapter, *self._taken})
@@ -23,7 +23,7 @@ class Places:
             raise QueueFull(f"{total} requests wait already; the queue takes {self._limit}")
         self._taken[adapter] += count
 
-    def give(self, adapter: str | None, count: int) -> None:
+    def release(self, adapter: str | None, count: int) -> None:
         self._taken[adapter] -= count
         if not self._taken[adapter]:
             del self._taken[adapter]

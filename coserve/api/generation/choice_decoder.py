@@ -11,7 +11,7 @@ from coserve.schemas import ChosenLogprob, Logprob, PromptLogprob
 from coserve.types import FinishReason, TokenLogprob
 
 
-class StopTexts:
+class StopStrings:
     """Finds the stop text that ends first in a growing text, and never lets a part of one out.
 
     The result does not depend on how the text is cut into pushes: what could still become a stop text is held back.
@@ -66,7 +66,7 @@ class _Search:
 
 
 @dataclass(frozen=True)
-class Piece:
+class ChoiceDelta:
     """What one message of the engine adds to a choice. `token_ids` includes the token that ended it."""
 
     text: str
@@ -95,7 +95,7 @@ class ChoiceDecoder:
     ) -> None:
         self._tokenizer = tokenizer
         self._text = Detokenizer(tokenizer, prompt, skip_special=skip_special)
-        self._stops = StopTexts(stops)
+        self._stops = StopStrings(stops)
         self._stop_token_ids = frozenset(stop_token_ids)
         self._min_tokens = min_tokens
         self._logprobs = logprobs
@@ -104,7 +104,7 @@ class ChoiceDecoder:
         self._include_stop = include_stop
         self.count = 0
 
-    def feed(self, message: Tokens) -> Piece:
+    def feed(self, message: Tokens) -> ChoiceDelta:
         """The piece that `message` makes. After one with `finished` set, no more may be fed."""
         parts: list[str] = []
         last = len(message.tokens) - 1 if message.finished is FinishReason.STOP else None
@@ -135,12 +135,12 @@ class ChoiceDecoder:
 
     def _piece(
         self, message: Tokens, count: int, parts: list[str], finished: FinishReason | None, reason: str | int | None
-    ) -> Piece:
+    ) -> ChoiceDelta:
         ids = message.tokens[:count]
         logprobs = None
         if self._logprobs:
             logprobs = tuple(map(self._chosen, ids, message.logprobs))
-        return Piece("".join(parts), ids, logprobs, self._prompt(message), finished, reason)
+        return ChoiceDelta("".join(parts), ids, logprobs, self._prompt(message), finished, reason)
 
     def _chosen(self, token: int, found: TokenLogprob) -> ChosenLogprob:
         text = self._tokenizer.token(token)

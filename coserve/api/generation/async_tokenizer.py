@@ -10,7 +10,7 @@ import msgspec
 
 from coserve.errors import PromptTooLong
 from coserve.offload.pool import HelperPool
-from coserve.offload.protocol import Context
+from coserve.offload.protocol import TaskContext
 from coserve.pretrained.chat import Message
 from coserve.pretrained.tokenizer import Tokenizer
 
@@ -40,7 +40,7 @@ class Decode(msgspec.Struct, frozen=True):
     skip_special: bool
 
 
-class Texts:
+class AsyncTokenizer:
     """Token ids of texts and chats that leave room in the context; `PromptTooLong` for others."""
 
     def __init__(self, tokenizer: Tokenizer, helpers: HelperPool) -> None:
@@ -69,13 +69,13 @@ class Texts:
         return (await self._helpers.run(decode, Decode(skip_special), array("i", ids).tobytes())).decode()
 
 
-def decode(context: Context, arguments: bytes, body: bytes) -> bytes:
+def decode(context: TaskContext, arguments: bytes, body: bytes) -> bytes:
     """The task: text as UTF-8."""
     asked = msgspec.msgpack.decode(arguments, type=Decode)
     return context.tokenizer.decode(_ids(body), skip_special=asked.skip_special).encode()
 
 
-def encode(context: Context, arguments: bytes, body: bytes) -> bytes:
+def encode(context: TaskContext, arguments: bytes, body: bytes) -> bytes:
     """The task: token ids as int32."""
     asked = msgspec.msgpack.decode(arguments, type=Encode)
     if asked.messages is None:

@@ -8,25 +8,25 @@ from collections import deque
 from coserve.link import MAX_PROMPT_LOGPROBS, Admitted, RequestFailed, Tokens
 from coserve.logprobs import PackedLogprobs
 
-MOST = MAX_PROMPT_LOGPROBS
+MAX_MERGED = MAX_PROMPT_LOGPROBS
 """Tokens, or positions of a prompt, that are made into text in one turn of the event loop."""
 
-Answer = Admitted | Tokens | RequestFailed
+EngineOutput = Admitted | Tokens | RequestFailed
 
 
-class Inbox:
+class OutputQueue:
     """In order; tokens that pile up behind a slow reader come out together, so that a message costs less the more there are."""
 
     def __init__(self) -> None:
-        self._messages: deque[Answer] = deque()
+        self._messages: deque[EngineOutput] = deque()
         self._came = asyncio.Event()
 
-    def put(self, message: Answer) -> None:
+    def put(self, message: EngineOutput) -> None:
         self._messages.append(message)
         self._came.set()
 
-    async def get(self) -> Answer:
-        """The next message, joined with the ones right behind it that go on with the same sequence, up to `MOST` entries.
+    async def get(self) -> EngineOutput:
+        """The next message, joined with the ones right behind it that go on with the same sequence, up to `MAX_MERGED` entries.
 
         Others have a turn of the event loop between two messages.
         """
@@ -39,9 +39,11 @@ class Inbox:
         if not isinstance(message, Tokens):
             return message
         parts, size = [message], _size(message)
-        while size < MOST and parts[-1].finished is None and self._messages and self._messages[0].id == message.id:
+        while (
+            size < MAX_MERGED and parts[-1].finished is None and self._messages and self._messages[0].id == message.id
+        ):
             behind = self._messages[0]
-            if not isinstance(behind, Tokens) or (size := size + _size(behind)) > MOST:
+            if not isinstance(behind, Tokens) or (size := size + _size(behind)) > MAX_MERGED:
                 break
             parts.append(behind)
             self._messages.popleft()

@@ -1,4 +1,4 @@
-"""JSON of a large answer in pieces: one call of the encoder keeps the interpreter's lock, and the loop, to its end."""
+"""JSON of a large response in blocks: one call of the encoder keeps the interpreter's lock, and the loop, to its end."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from aiohttp import web
 from msgspec import UNSET
 
 JSON = "application/json"
-LIGHT = 4096
+VALUES_AT_ONCE = 4096
 """Values that are encoded at once: a few milliseconds at most."""
 CHARACTERS = 64
 """Characters of a text that cost as much as a value."""
-FEW = 1024
+SAMPLED_ENTRIES = 1024
 """Entries of a list that are weighed; of a longer one, as many at even distances stand for the others."""
 BLOCK = 1 << 16
 """Bytes that are joined, copied or sent at once."""
@@ -23,7 +23,7 @@ BLOCK = 1 << 16
 T = TypeVar("T")
 
 
-class Blocks:
+class JsonBlocks:
     """A list in JSON that is too large for one `Raw`: its entries without brackets, in blocks of whole ones."""
 
     def __init__(self, blocks: list[bytes]) -> None:
@@ -40,7 +40,7 @@ class Blocks:
 
 
 def _whole(value: object) -> msgspec.Raw:
-    if not isinstance(value, Blocks):
+    if not isinstance(value, JsonBlocks):
         raise NotImplementedError(f"expected what JSON can say, got {type(value)}")
     return msgspec.Raw(b"".join(value))
 
@@ -48,7 +48,7 @@ def _whole(value: object) -> msgspec.Raw:
 _encoder = msgspec.json.Encoder(enc_hook=_whole)
 
 
-class Packed(Generic[T]):
+class JsonListBuilder(Generic[T]):
     """A list that is encoded as it grows."""
 
     def __init__(self) -> None:
@@ -70,9 +70,9 @@ class Packed(Generic[T]):
             self._parts, self._open = [], 0
 
     @staticmethod
-    def joined(some: Iterable[Packed[T]]) -> list[T]:
+    def joined(some: Iterable[JsonListBuilder[T]]) -> list[T]:
         """As `as_list`, of several one behind the other."""
-        whole = Packed[T]()
+        whole = JsonListBuilder[T]()
         for each in some:
             each._close()
             whole._blocks += each._blocks
@@ -81,42 +81,42 @@ class Packed(Generic[T]):
     def as_list(self) -> list[T]:
         """The list, for an answer that is encoded and not read: JSON stands for it."""
         self._close()
-        blocks = Blocks(self._blocks)
-        light = blocks.bytes < LIGHT * CHARACTERS
+        blocks = JsonBlocks(self._blocks)
+        light = blocks.bytes < VALUES_AT_ONCE * CHARACTERS
         return cast(list[T], msgspec.Raw(b"[" + b",".join(self._blocks) + b"]") if light else blocks)
 
 
-def weight(value: object) -> int:
+def count_values(value: object) -> int:
     """Roughly how many values `value` holds."""
     if isinstance(value, msgspec.Raw):
         return 1 + memoryview(value).nbytes // CHARACTERS
-    if isinstance(value, Blocks):
+    if isinstance(value, JsonBlocks):
         return 1 + value.bytes // CHARACTERS
     if isinstance(value, str):
         return 1 + len(value) // CHARACTERS
     if isinstance(value, msgspec.Struct):
-        return 1 + sum(weight(getattr(value, name)) for name in value.__struct_fields__)
+        return 1 + sum(count_values(getattr(value, name)) for name in value.__struct_fields__)
     if isinstance(value, list | tuple) and value:
         if isinstance(value[0], int | float):
             return 1 + len(value)
-        if len(value) > FEW:
-            some = sum(weight(value[place * len(value) // FEW]) for place in range(FEW))
-            return 1 + some * len(value) // FEW
-        return 1 + sum(map(weight, value))
+        if len(value) > SAMPLED_ENTRIES:
+            some = sum(count_values(value[place * len(value) // SAMPLED_ENTRIES]) for place in range(SAMPLED_ENTRIES))
+            return 1 + some * len(value) // SAMPLED_ENTRIES
+        return 1 + sum(map(count_values, value))
     if isinstance(value, dict):
-        return 1 + sum(1 + weight(entry) for entry in value.values())
+        return 1 + sum(1 + count_values(entry) for entry in value.values())
     return 1
 
 
-def pieces(value: object) -> Iterator[bytes]:
-    """What `msgspec.json.encode(value)` gives, in pieces of about `LIGHT` values."""
-    heavy = weight(value) > LIGHT
+def encode_in_chunks(value: object) -> Iterator[bytes]:
+    """The bytes of `msgspec.json.encode(value)`, in chunks of about `VALUES_AT_ONCE` values."""
+    heavy = count_values(value) > VALUES_AT_ONCE
     if heavy and isinstance(value, msgspec.Struct) and not value.__struct_config__.omit_defaults:
         start = b"{"
         for field in msgspec.structs.fields(type(value)):
             if (entry := getattr(value, field.name)) is not UNSET:
                 yield start + _encoder.encode(field.encode_name) + b":"
-                yield from pieces(entry)
+                yield from encode_in_chunks(entry)
                 start = b","
         yield b"}" if start == b"," else b"{}"
     elif heavy and isinstance(value, list | tuple) and value:
@@ -126,10 +126,10 @@ def pieces(value: object) -> Iterator[bytes]:
             if len(group) > 1:
                 yield _encoder.encode(group)[1:-1]
             else:
-                yield from pieces(group[0])
+                yield from encode_in_chunks(group[0])
             start = b","
         yield b"]"
-    elif isinstance(value, Blocks):
+    elif isinstance(value, JsonBlocks):
         yield from value
     elif isinstance(value, msgspec.Raw):
         yield bytes(value)
@@ -138,21 +138,21 @@ def pieces(value: object) -> Iterator[bytes]:
 
 
 def _groups(values: Sequence[object]) -> Iterator[Sequence[object]]:
-    """Neighbours that weigh about `LIGHT` together; what is heavier stands alone."""
+    """Neighbours that weigh about `VALUES_AT_ONCE` together; what is heavier stands alone."""
     if isinstance(values[0], int | float):
-        yield from (values[first : first + LIGHT] for first in range(0, len(values), LIGHT))
+        yield from (values[first : first + VALUES_AT_ONCE] for first in range(0, len(values), VALUES_AT_ONCE))
         return
     first, total = 0, 0
     for place, value in enumerate(values):
-        own = weight(value)
-        if place > first and total + own > LIGHT:
+        own = count_values(value)
+        if place > first and total + own > VALUES_AT_ONCE:
             yield values[first:place]
             first, total = place, 0
         total += own
     yield values[first:]
 
 
-class LargeAnswer(web.Response):
+class LargeJsonResponse(web.Response):
     """Encodes its body when it is sent, with turns of the loop in between."""
 
     def __init__(self, value: object, status: int) -> None:
@@ -162,7 +162,7 @@ class LargeAnswer(web.Response):
     async def prepare(self, request: web.BaseRequest) -> object:  # type: ignore[override]
         if not self.prepared:
             parts = []
-            for part in pieces(self._value):
+            for part in encode_in_chunks(self._value):
                 parts.append(part)
                 await asyncio.sleep(0)
             self.body = _sent(parts)

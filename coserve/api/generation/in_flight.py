@@ -12,13 +12,13 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from coserve.api.connection import Connection
-from coserve.api.generation.detokenize import ChoiceDecoder, Piece
-from coserve.api.generation.inbox import Answer, Inbox
+from coserve.api.engine_client import EngineClient
+from coserve.api.generation.async_tokenizer import AsyncTokenizer
+from coserve.api.generation.choice_decoder import ChoiceDecoder, ChoiceDelta
+from coserve.api.generation.output_queue import EngineOutput, OutputQueue
 from coserve.api.generation.prompts import check_generate, encode_prompt, sampling_params
-from coserve.api.generation.texts import Texts
 from coserve.api.generation.turns import Turns
-from coserve.api.generation.waiting import Places
+from coserve.api.generation.waiting_limit import WaitingLimit
 from coserve.api.metrics.prometheus import Metrics
 from coserve.config import Config
 from coserve.errors import BaseMismatch, EngineUnavailable, QueueFull, error_from_code
@@ -46,7 +46,7 @@ def _values(message: Tokens) -> int:
 
 
 @dataclass
-class _Run:
+class RequestState:
     """One request in flight: its sequences, one a choice."""
 
     id: str
@@ -55,7 +55,7 @@ class _Run:
     seed: int
     arrived: float
     decoders: dict[str, ChoiceDecoder]
-    inbox: Inbox = field(default_factory=Inbox)
+    inbox: OutputQueue = field(default_factory=OutputQueue)
     admitted: float | None = None
     last: dict[str, float] = field(default_factory=dict)
     """When each sequence last gave tokens."""
@@ -72,32 +72,32 @@ class _Run:
         return Usage(prompt_tokens=len(self.prompt), completion_tokens=out, total_tokens=len(self.prompt) + out)
 
 
-class Generation:
+class InFlightRequests:
     """All requests in flight. `clock` gives seconds for `timing`."""
 
     def __init__(
         self,
         config: Config,
-        engine: Connection,
+        engine: EngineClient,
         registry: RegistryThread,
         tokenizer: Tokenizer,
-        texts: Texts,
+        texts: AsyncTokenizer,
         metrics: Metrics,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._config, self._engine, self._registry, self._tokenizer = config, engine, registry, tokenizer
         self._texts, self._metrics, self._clock = texts, metrics, clock
-        self._runs: dict[str, _Run] = {}
+        self._runs: dict[str, RequestState] = {}
         """By the id of each sequence that has not ended."""
         self._turns = Turns(TURN_VALUES)
-        self._places = Places(config.max_queue, fair=config.fair)
+        self._places = WaitingLimit(config.max_queue, fair=config.fair)
         self._scoring = 0
         self._stopped: EngineUnavailable | None = None
         self.in_use: Counter[AdapterRef] = Counter()
 
     # ---- what the engine says
 
-    def deliver(self, message: Answer) -> None:
+    def deliver(self, message: EngineOutput) -> None:
         """Hand a message to its request; one that was cancelled has nobody to hear it."""
         if (run := self._runs.get(message.id)) is not None:
             run.inbox.put(message)
@@ -126,7 +126,7 @@ class Generation:
         """
         arrived = self._clock()
         turns = asyncio.Semaphore() if turns is None else turns
-        run: _Run | None = None
+        run: RequestState | None = None
         shown, scoring = False, 0
         name = None if request.adapter is None else split_ref(request.adapter)[0]
         places = self._take_places(name, request.n)
@@ -156,7 +156,7 @@ class Generation:
 
     def _take_places(self, adapter: str | None, count: int) -> int:
         try:
-            self._places.take(adapter, count)
+            self._places.acquire(adapter, count)
         except QueueFull:
             self._metrics.refused()
             raise
@@ -171,7 +171,7 @@ class Generation:
         return count
 
     def _give_places(self, adapter: str | None, count: int) -> int:
-        self._places.give(adapter, count)
+        self._places.release(adapter, count)
         return 0
 
     async def _resolve(self, text: str | None) -> AdapterRecord | None:
@@ -186,7 +186,7 @@ class Generation:
 
     def _start(
         self, request: GenerateRequest, prompt: tuple[int, ...], record: AdapterRecord | None, arrived: float
-    ) -> _Run:
+    ) -> RequestState:
         """Send the sequences to the engine. Raises `EngineUnavailable`."""
         if self._stopped is not None:
             raise self._stopped
@@ -208,7 +208,7 @@ class Generation:
             )
             for index in range(request.n)
         }
-        run = _Run(id, adapter, prompt, seed, arrived, decoders)
+        run = RequestState(id, adapter, prompt, seed, arrived, decoders)
         room = max(1, self._engine.room - len(prompt))
         config = self._config
         slo = Slo(ttft=request.slo_ttft or config.slo_ttft, tpot=request.slo_tpot or config.slo_tpot)
@@ -231,7 +231,7 @@ class Generation:
         self._metrics.prompt(len(prompt))
         return run
 
-    def _take(self, run: _Run, message: Answer) -> GenerateChunk | None:
+    def _take(self, run: RequestState, message: EngineOutput) -> GenerateChunk | None:
         """What a message adds to the stream. Raises the error that it brings."""
         now = self._clock()
         if isinstance(message, Admitted):
@@ -259,7 +259,7 @@ class Generation:
                     self._engine.send(CancelRequest(id=message.id))
         return self._chunk(run, message.id, piece, now)
 
-    def _chunk(self, run: _Run, sequence: str, piece: Piece, now: float) -> GenerateChunk:
+    def _chunk(self, run: RequestState, sequence: str, piece: ChoiceDelta, now: float) -> GenerateChunk:
         over = not run.decoders.keys() & self._runs.keys()
         if piece.finished is not None:
             self._metrics.finished(piece.finished, run.decoders[sequence].count, now - run.arrived)
@@ -280,7 +280,7 @@ class Generation:
             timing=run.timing(now) if over else None,
         )
 
-    def _end(self, run: _Run) -> None:
+    def _end(self, run: RequestState) -> None:
         """Forget a request; what of it still runs is cancelled, so that its pages are free at once."""
         for sequence in run.decoders:
             if self._runs.pop(sequence, None) is not None:

@@ -19,10 +19,10 @@ from aiohttp import BodyPartReader, MultipartReader, web
 from aiohttp.client_exceptions import ClientPayloadError
 from aiohttp.http_exceptions import HttpProcessingError
 
+from coserve.api.http.decode_tasks import Decode, DecodeCorpus, decode_body, decode_corpus, decoded, unpack
 from coserve.api.http.multipart import multipart_reader
 from coserve.api.http.parsing import decode_json
 from coserve.api.http.server import ask_for_body
-from coserve.api.jobs.decode import Decode, DecodeCorpus, decode_body, decode_corpus, decoded, unpack
 from coserve.errors import (
     BodyTooLarge,
     InvalidRequest,
@@ -51,7 +51,7 @@ MAX_UPLOADS = 8
 T = TypeVar("T")
 
 
-class Intake:
+class BodyReader:
     """Reads bodies for all handlers. `read_timeout` in seconds, `max_body_bytes` for one upload."""
 
     def __init__(

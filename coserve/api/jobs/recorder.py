@@ -12,7 +12,7 @@ from functools import partial
 from typing import TypeVar
 
 from coserve.adapters.record import record_adapter
-from coserve.api.connection import Connection
+from coserve.api.engine_client import EngineClient
 from coserve.api.metrics.prometheus import Metrics
 from coserve.errors import (
     AdapterError,
@@ -50,12 +50,12 @@ JobMessage = JobStarted | JobPaused | JobProgress | JobCheckpoint | JobWaiting |
 
 Progress = JobProgress | JobCheckpoint
 Writing = Callable[[Callable[[Registry], object]], Awaitable[object]]
-"""How the registry is changed: `RegistryThread` itself, or its `freeing`."""
+"""How the registry is changed: `RegistryThread` itself, or its `with_reserve`."""
 
 T = TypeVar("T")
 
 
-class Ledger:
+class JobRecorder:
     """Writes the story of jobs and tells who watches. `backoff`: how what the machine cannot do now is tried again;
     `sleep` takes seconds."""
 
@@ -63,7 +63,7 @@ class Ledger:
         self,
         folder: DataFolder,
         registry: RegistryThread,
-        engine: Connection,
+        engine: EngineClient,
         metrics: Metrics,
         *,
         backoff: Backoff = FOR_EVER,
@@ -161,7 +161,7 @@ class Ledger:
     async def _before_change(self, id: str) -> None:
         """Write a job's late progress before a change of its state, with the space that is kept back."""
         try:
-            await self._write_late(id, self._registry.freeing)
+            await self._write_late(id, self._registry.with_reserve)
         except StorageError as error:
             log.warning("job %s: its last steps are written later: %s", id, error.message)
         except CoserveError:
@@ -191,13 +191,13 @@ class Ledger:
         id = message.id
         match message:
             case JobStarted(total_steps=total, resumed_from=step):
-                await self._registry.freeing(lambda registry: registry.record_start(id, total, step))
+                await self._registry.with_reserve(lambda registry: registry.record_start(id, total, step))
             case JobProgress() | JobCheckpoint():
                 await self._record(message, self._registry)
             case JobPaused():
-                await self._registry.freeing(lambda registry: registry.set_state(id, JobState.PAUSED))
+                await self._registry.with_reserve(lambda registry: registry.set_state(id, JobState.PAUSED))
             case JobWaiting(message=text):
-                await self._registry.freeing(lambda registry: registry.record_waiting(id, text))
+                await self._registry.with_reserve(lambda registry: registry.record_waiting(id, text))
             case JobSucceeded():
                 await self._succeed(message)
             case JobFailed(code=code, message=text):
@@ -221,7 +221,7 @@ class Ledger:
     async def end(self, id: str, change: Callable[[Registry], JobRecord]) -> JobRecord:
         """Commit a job's end; then its corpus and its checkpoints go. Once it is committed nothing is raised: another
         attempt would find the job ended."""
-        record = await self._registry.freeing(change)
+        record = await self._registry.with_reserve(change)
         self.deaths.pop(id, None)
         self._metrics.job_ended(record.state)
         if record.state is not JobState.FAILED:

@@ -12,23 +12,23 @@ from typing import Generic, Protocol, TypeVar
 
 import msgspec
 
-from coserve.api.http.pieces import Packed
+from coserve.api.http.json_blocks import JsonListBuilder
 from coserve.schemas import Choice, ChosenLogprob, GenerateChunk, GenerateRequest, GenerateResponse, PromptLogprob
 
-Entry = ChosenLogprob | PromptLogprob
+LogprobEntry = ChosenLogprob | PromptLogprob
 
 
-class Scores(Protocol):
+class LogprobsBuilder(Protocol):
     """Log-probabilities of one choice, or of the prompt, in the shape of an API."""
 
-    def add(self, entries: Sequence[Entry], /) -> None: ...
+    def add(self, entries: Sequence[LogprobEntry], /) -> None: ...
 
 
-S = TypeVar("S", bound=Scores)
+S = TypeVar("S", bound=LogprobsBuilder)
 
 
 @dataclass(frozen=True)
-class Whole(Generic[S]):
+class FullResponse(Generic[S]):
     """`answer` is without log-probabilities: those of the prompt are `prompt`, those of each choice `scores`."""
 
     answer: GenerateResponse
@@ -37,7 +37,7 @@ class Whole(Generic[S]):
 
 
 @dataclass
-class _Growing(Generic[S]):
+class _ChoiceBuilder(Generic[S]):
     """One choice."""
 
     scores: S | None
@@ -66,10 +66,10 @@ class _Growing(Generic[S]):
 
 async def collect(
     request: GenerateRequest, stream: AsyncGenerator[GenerateChunk, None], new: Callable[[], S]
-) -> Whole[S]:
+) -> FullResponse[S]:
     """The whole answer to `request`, whose chunks `stream` has. Raises what it raises. `new` makes empty scores."""
     prompt = None if request.prompt_logprobs is None else new()
-    choices = [_Growing(None if request.logprobs is None else new()) for _ in range(request.n)]
+    choices = [_ChoiceBuilder(None if request.logprobs is None else new()) for _ in range(request.n)]
     prompt_ids: list[int] | None = None
     last: GenerateChunk | None = None
     async with aclosing(stream) as chunks:
@@ -92,12 +92,12 @@ async def collect(
         timing=last.timing,
         prompt_token_ids=prompt_ids,
     )
-    return Whole(answer, prompt, [choice.scores for choice in choices])
+    return FullResponse(answer, prompt, [choice.scores for choice in choices])
 
 
 async def collect_native(request: GenerateRequest, stream: AsyncGenerator[GenerateChunk, None]) -> GenerateResponse:
     """The answer as `/generate` gives it."""
-    whole = await collect(request, stream, Packed[Entry])
+    whole = await collect(request, stream, JsonListBuilder[LogprobEntry])
     choices = [
         choice if scores is None else msgspec.structs.replace(choice, logprobs=scores.as_list())
         for choice, scores in zip(whole.answer.choices, whole.scores, strict=True)

@@ -11,7 +11,7 @@ import msgspec
 from aiohttp import web
 from msgspec import UNSET
 
-from coserve.api.http.pieces import JSON, LIGHT, LargeAnswer, weight
+from coserve.api.http.json_blocks import JSON, VALUES_AT_ONCE, LargeJsonResponse, count_values
 from coserve.errors import CapacityError, CorpusError, CoserveError, InternalError, QueueFull
 from coserve.schemas import ErrorBody, ErrorInfo
 
@@ -20,18 +20,18 @@ CHUNK = 256 << 10
 _encoder = msgspec.json.Encoder()
 
 
-def answer(body: msgspec.Struct | Sequence[msgspec.Struct], *, status: int = 200) -> web.Response:
-    if weight(body) > LIGHT:
-        return LargeAnswer(body, status)
+def json_response(body: msgspec.Struct | Sequence[msgspec.Struct], *, status: int = 200) -> web.Response:
+    if count_values(body) > VALUES_AT_ONCE:
+        return LargeJsonResponse(body, status)
     return web.Response(status=status, body=_encoder.encode(body), content_type=JSON)
 
 
-def document(content: bytes) -> web.Response:
+def encoded_json(content: bytes) -> web.Response:
     """JSON that is encoded already. A large one leaves in chunks."""
     return web.Response(body=content if len(content) <= CHUNK else io.BytesIO(content), content_type=JSON)
 
 
-def describe(error: CoserveError) -> ErrorInfo:
+def error_info(error: CoserveError) -> ErrorInfo:
     """What a client may know of an error. Of our own faults, nothing: their text could name paths or addresses."""
     if error.status == 500 and not isinstance(error, CapacityError):
         return ErrorInfo(code=InternalError.code, message="internal error")
@@ -40,19 +40,19 @@ def describe(error: CoserveError) -> ErrorInfo:
 
 
 @dataclass(frozen=True)
-class Refusal:
+class ErrorFormat:
     """How a route says no: the type of the body, and what makes it."""
 
     body: type[msgspec.Struct]
     make: Callable[[CoserveError], msgspec.Struct]
 
 
-NATIVE = Refusal(ErrorBody, lambda error: ErrorBody(error=describe(error)))
+NATIVE_ERRORS = ErrorFormat(ErrorBody, lambda error: ErrorBody(error=error_info(error)))
 
 
-def refuse(error: CoserveError, shape: Refusal = NATIVE) -> web.Response:
+def error_response(error: CoserveError, shape: ErrorFormat = NATIVE_ERRORS) -> web.Response:
     """The answer for an error, with `Retry-After` where waiting helps."""
-    response = answer(shape.make(error), status=error.status)
+    response = json_response(shape.make(error), status=error.status)
     if isinstance(error, QueueFull):
         response.headers["Retry-After"] = str(max(1, math.ceil(error.retry_after)))
     elif isinstance(error, CapacityError) and error.status == 503:
