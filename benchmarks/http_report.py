@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.serving_results import RESULTS, Target, take_in
-from coserve.workloads.metrics import Limits, Spread, itl, keeps, spread, tpot, ttft
+from coserve.workloads.metrics import Limits, Spread, attains, itl, spread, tpot, ttft
 from coserve.workloads.replay import Sample
 
 TIGHT, LOOSE = Limits(ttft=1.0, tpot=0.02), Limits(ttft=5.0, tpot=0.045)
@@ -53,7 +53,7 @@ def online_row(rate: float, seconds: float, samples: Sequence[Sample]) -> dict[s
     """Poisson arrivals over `seconds`; goodput counts the requests that kept both limits, a second of arrivals."""
     row: dict[str, Any] = {"rate": rate} | latencies(samples)
     for name, limits in (("1s_20ms", TIGHT), ("5s_45ms", LOOSE)):
-        kept = sum(keeps(sample, limits) for sample in samples)
+        kept = sum(attains(sample, limits) for sample in samples)
         row[f"in_slo_{name}"] = round(kept / max(1, len(samples)), 4)
         row[f"goodput_{name}"] = round(kept / seconds, 2)
     row["out_tok_s"] = round(sum(s.tokens for s in samples) / max(s.finished for s in samples), 1)

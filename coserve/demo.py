@@ -26,7 +26,7 @@ from coserve.errors import StartupError
 from coserve.schemas import JobEvent
 from coserve.types import LoraSettings, Schedule, TrainingSettings
 from coserve.workloads.metrics import Limits, Summary, summarise
-from coserve.workloads.replay import JobSample, Run, Sample, replay
+from coserve.workloads.replay import JobSample, ReplayResult, Sample, replay
 from coserve.workloads.report import latency_table, totals_table, write_report
 from coserve.workloads.scenario import FinetuneArrival, PromptArrival, Scenario, Trace, bundled_prompts
 from coserve.workloads.target import DaemonTarget
@@ -43,14 +43,14 @@ SLOS = (10.0, 60.0)
 
 
 def _refusal(log: Path) -> StartupError:
-    """The last line of the log says why."""
+    """The daemon's last log line is the reason."""
     last = log.read_text().strip().rpartition("\n")[2]
     return StartupError(f"the daemon did not start: {last.removeprefix('coserve: ')}")
 
 
 @asynccontextmanager
 async def _daemon(folder: Path, log: Path) -> AsyncIterator[str]:
-    """A daemon on a free port, for as long as the block runs; yields its URL."""
+    """Run a daemon on a free port; yields its URL."""
     command = (sys.executable, "-P", "-m", "coserve.cli", "serve", "--port", "0", "--data-dir", str(folder))
     with log.open("wb") as stderr:
         process = await asyncio.create_subprocess_exec(*command, stdout=asyncio.subprocess.PIPE, stderr=stderr)
@@ -72,7 +72,7 @@ def _rows(name: str) -> tuple[dict[str, Any], ...]:
 
 
 def _trace() -> Trace:
-    """Both jobs at the start, and a request every so often from then on."""
+    """Both jobs at the start, and requests at a constant rate."""
     scenario = Scenario(duration=SECONDS, adapters=len(RANKS), training=TRAINING)
     jobs = [FinetuneArrival(at=0.0, index=i, adapter=name, rows=_rows(name)) for i, name in enumerate(RANKS)]
     prompts = bundled_prompts()
@@ -87,7 +87,7 @@ def _trace() -> Trace:
 
 
 class _ShownTarget(DaemonTarget):
-    """A target whose jobs make new adapters, each of its rank, and move progress bars."""
+    """A target whose jobs create new adapters, each with its rank, and update progress bars."""
 
     def __init__(self, client: AsyncClient, scenario: Scenario, bars: Progress) -> None:
         super().__init__(client, scenario)
@@ -125,7 +125,7 @@ async def _stream(client: AsyncClient, console: Console, prompt: str) -> None:
     console.print("\n")
 
 
-async def _train_and_serve(client: AsyncClient, console: Console) -> Run:
+async def _train_and_serve(client: AsyncClient, console: Console) -> ReplayResult:
     columns = (
         TextColumn("{task.description:>18}"),
         BarColumn(),
@@ -154,7 +154,7 @@ def _comparison(before: str, after: dict[str, str]) -> Table:
     return table
 
 
-async def _show(client: AsyncClient, console: Console) -> Run:
+async def _show(client: AsyncClient, console: Console) -> ReplayResult:
     console.rule("1. The bundled base streams")
     for prompt in ("The with statement", "Return a list of"):
         await _stream(client, console, prompt)
@@ -166,7 +166,7 @@ async def _show(client: AsyncClient, console: Console) -> Run:
     return run
 
 
-def _report(console: Console, run: Run, summary: Summary, folder: Path) -> None:
+def _report(console: Console, run: ReplayResult, summary: Summary, folder: Path) -> None:
     console.rule("4. What the requests saw meanwhile")
     console.print(latency_table(summary))
     console.print(totals_table(summary))

@@ -17,7 +17,7 @@ from coserve.client import AsyncClient
 from coserve.workloads.arrivals import Arrivals, Process
 from coserve.workloads.metrics import summarise
 from coserve.workloads.popularity import Popularity, Shape
-from coserve.workloads.replay import Rest, Run, replay
+from coserve.workloads.replay import ReplayResult, Rest, replay
 from coserve.workloads.report import check_folder, latency_table, totals_table, write_report
 from coserve.workloads.scenario import (
     Scenario,
@@ -73,7 +73,7 @@ def bench(
     _print_report(report, run)
 
 
-async def _replay(trace: Trace, rest: Rest, url: str, key: str | None) -> Run:
+async def _replay(trace: Trace, rest: Rest, url: str, key: str | None) -> ReplayResult:
     progress = BenchProgress(trace)
     async with AsyncClient(url, api_key=key or None, retry=NO_RETRIES) as client:
         target = CountedTarget(client, trace.scenario, prefix=f"bench-{secrets.token_hex(4)}-")
@@ -96,7 +96,7 @@ async def _clean_up(target: DaemonTarget) -> None:
         print(f"could not delete {', '.join(kept)}: coserve adapters delete NAME", file=sys.stderr)
 
 
-def _print_report(folder: Path, run: Run) -> None:
+def _print_report(folder: Path, run: ReplayResult) -> None:
     console, summary = Console(), summarise(run)
     console.print(latency_table(summary))
     console.print(totals_table(summary))

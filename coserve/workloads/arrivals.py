@@ -1,4 +1,4 @@
-"""When requests come: open-loop arrival processes as pure generators of times."""
+"""Open-loop arrival processes, as pure generators of arrival times."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
-"""From what a replay noted to numbers. Pure.
+"""Latency and throughput metrics of a replay. Pure.
 
 TTFT, TPOT, ITL, E2E and goodput as `vllm bench serve` defines them: TTFT from the arrival to the first token, TPOT the time
 after it divided by the tokens after it, ITL every gap between two chunks, E2E from the arrival to the end, goodput the
-answers a second that keep every limit. Inference latency (mean E2E), SLO attainment and fine-tuning tokens a second
-as in the ETS paper (section 5.2.3, table 5.2). Requests that failed have no latency and keep no SLO.
+answers a second within every limit. Inference latency (mean E2E), SLO attainment and fine-tuning tokens a second
+as in the ETS paper (section 5.2.3, table 5.2). Failed requests have no latency and attain no SLO.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from itertools import pairwise
 import numpy as np
 
 from coserve.types import JobState, Wire
-from coserve.workloads.replay import JobSample, Run, Sample
+from coserve.workloads.replay import JobSample, ReplayResult, Sample
 
 PAPER_SLOS = (10.0, 60.0)
 
 
 class Limits(Wire, frozen=True):
-    """Upper limits in seconds that an answer must keep to count as good; None: none."""
+    """Upper limits in seconds of a good answer; None: no limit."""
 
     ttft: float | None = None
     tpot: float | None = None
@@ -55,9 +55,9 @@ class Summary(Wire, frozen=True):
     itl: Spread | None
     e2e: Spread | None
     lag: Spread | None
-    """How late the replay itself sent; large values mean that the load was not the one asked for."""
+    """How late the replay sent requests; large values mean that the load was not the intended one."""
     slo_attainment: dict[str, float]
-    """E2E limit in seconds -> share of all requests that kept it, 0 to 1."""
+    """E2E limit in seconds -> share of all requests within it, 0 to 1."""
     jobs: int
     jobs_succeeded: int
     job_errors: dict[str, int]
@@ -70,7 +70,7 @@ def ttft(sample: Sample) -> float | None:
 
 
 def tpot(sample: Sample) -> float | None:
-    """None with fewer than two tokens: there is nothing after the first."""
+    """None with fewer than two tokens."""
     if sample.tokens < 2:
         return None
     return (sample.times[-1] - sample.times[0]) / (sample.tokens - 1)
@@ -84,8 +84,8 @@ def e2e(sample: Sample) -> float:
     return sample.finished - sample.due
 
 
-def keeps(sample: Sample, limits: Limits) -> bool:
-    """An answer of one token has no TPOT and so cannot break its limit."""
+def attains(sample: Sample, limits: Limits) -> bool:
+    """Whether an answer is within the limits. An answer of one token has no TPOT and cannot exceed its limit."""
     if sample.error is not None:
         return False
     pairs = ((ttft(sample), limits.ttft), (tpot(sample), limits.tpot), (e2e(sample), limits.e2e))
@@ -104,7 +104,7 @@ def trained_until(jobs: Sequence[JobSample], time: float) -> int:
     return sum(tokens for job in jobs for at, tokens in job.trained if at <= time)
 
 
-def summarise(run: Run, *, slos: Sequence[float] = PAPER_SLOS, limits: Limits = Limits()) -> Summary:  # noqa: B008  # frozen
+def summarise(run: ReplayResult, *, slos: Sequence[float] = PAPER_SLOS, limits: Limits = Limits()) -> Summary:  # noqa: B008  # frozen
     """The numbers of a run; `slos` are E2E limits in seconds, `limits` are those of the goodput."""
     good = [sample for sample in run.samples if sample.error is None]
     seconds = max(run.duration, 1e-9)
@@ -119,7 +119,7 @@ def summarise(run: Run, *, slos: Sequence[float] = PAPER_SLOS, limits: Limits = 
         output_tokens=tokens,
         output_throughput=tokens / seconds,
         limits=limits,
-        goodput=sum(keeps(sample, limits) for sample in run.samples) / seconds,
+        goodput=sum(attains(sample, limits) for sample in run.samples) / seconds,
         ttft=spread([value for sample in good if (value := ttft(sample)) is not None]),
         tpot=spread([value for sample in good if (value := tpot(sample)) is not None]),
         itl=spread([gap for sample in good for gap in itl(sample)]),
@@ -138,4 +138,4 @@ def attainment(samples: Sequence[Sample], slo: float) -> float:
     """The share of all requests, failed ones included, that ended within `slo` seconds; 1 where there were none."""
     if not samples:
         return 1.0
-    return sum(keeps(sample, Limits(e2e=slo)) for sample in samples) / len(samples)
+    return sum(attains(sample, Limits(e2e=slo)) for sample in samples) / len(samples)

@@ -1,4 +1,4 @@
-"""Which adapter a request is for."""
+"""Distributions of requests over adapters."""
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
-"""Send a trace to a daemon and note when everything happened.
+"""Send a trace to a daemon and record when everything happened.
 
-Open loop: each arrival is a task of its own, started at its time whatever became of the ones before it, so a slow server
-meets the same load as a fast one. Latencies count from the time an arrival was due, not from when this process got
-round to sending it; `Sample.sent` shows the difference.
+Open loop: each arrival is sent at its time, whether or not earlier ones were answered, so a slow server gets the same load as
+a fast one. Latencies count from the time an arrival was due, not from when it was sent; `Sample.sent` shows the difference.
 """
 
 from __future__ import annotations
@@ -17,43 +16,44 @@ from coserve.errors import CoserveError
 from coserve.types import JobState, Wire
 from coserve.workloads.scenario import FinetuneArrival, PromptArrival, Scenario, Trace
 
-PATIENCE = 600.0
+REQUEST_TIMEOUT = 600.0
+"""Seconds."""
 
 
 @dataclass(frozen=True)
-class Progress:
-    """A job moved: `tokens` more were trained (0 for a mere change of state)."""
+class JobUpdate:
+    """An event of a job: `tokens` more were trained, or its state changed."""
 
     tokens: int = 0
     state: JobState | None = None
 
 
 class Target(Protocol):
-    """What a replay needs of a daemon. Everything may raise `CoserveError` or `OSError`; both are noted, not raised."""
+    """The daemon as seen by a replay. Every method may raise `CoserveError` or `OSError`; both are recorded as errors."""
 
     def generate(self, arrival: PromptArrival) -> AsyncIterator[int]:
         """Stream a generation: the number of new tokens of each chunk, as it arrives."""
         ...
 
     async def submit(self, arrival: FinetuneArrival) -> str:
-        """Start a job; its id."""
+        """Start a job; returns its id."""
         ...
 
-    def watch(self, job: str) -> AsyncIterator[Progress]:
-        """What happens to a job from its start on, until it ended."""
+    def watch(self, job: str) -> AsyncIterator[JobUpdate]:
+        """Stream the updates of a job until it ends."""
         ...
 
     async def cancel(self, job: str) -> None: ...
 
 
 class Rest(StrEnum):
-    """What becomes of the jobs that still run when the last prompt is answered."""
+    """What to do with jobs that still run when the last prompt is answered."""
 
     DRAIN = "drain"
-    """Wait for them: they count to their end."""
+    """Wait for them; they count to their end."""
     CANCEL = "cancel"
     LEAVE = "leave"
-    """Let the daemon go on with them."""
+    """Leave them running."""
 
 
 class Sample(Wire, frozen=True):
@@ -68,7 +68,7 @@ class Sample(Wire, frozen=True):
     tokens: int
     finished: float
     error: str | None = None
-    """The code of what went wrong; then `finished` is when it did."""
+    """Error code; `finished` is then the time of the error."""
 
 
 class JobSample(Wire, frozen=True):
@@ -82,14 +82,14 @@ class JobSample(Wire, frozen=True):
     job: str | None
     """None: it was not accepted."""
     trained: tuple[tuple[float, int], ...]
-    """When an optimizer step was reported, and the tokens that it read."""
+    """Time at which each optimizer step was reported, and its tokens."""
     state: JobState | None
-    """The last one seen."""
+    """The last one reported."""
     error: str | None = None
 
 
-class Run(Wire, frozen=True):
-    """All that was noted. `duration`: from the start to the last answer, or to the last job's end if jobs were awaited."""
+class ReplayResult(Wire, frozen=True):
+    """All samples. `duration`: from the start to the last answer, or to the end of the last job if jobs were awaited."""
 
     scenario: Scenario
     duration: float
@@ -105,15 +105,15 @@ async def replay(
     target: Target,
     *,
     rest: Rest = Rest.DRAIN,
-    patience: float = PATIENCE,
+    request_timeout: float = REQUEST_TIMEOUT,
     observe: Observer | None = None,
-) -> Run:
-    """Send every arrival at its time and wait for the answers.
+) -> ReplayResult:
+    """Send every arrival at its time, and wait for the answers.
 
-    A generation that takes longer than `patience` seconds is given up (error `timeout`). `observe` is called with each
+    A generation that takes longer than `request_timeout` seconds is abandoned (error `timeout`). `observe` is called with each
     sample as soon as it is complete.
     """
-    recorder = _Recorder(target, asyncio.get_running_loop().time(), patience, observe or (lambda sample: None))
+    recorder = _Recorder(target, asyncio.get_running_loop().time(), request_timeout, observe or (lambda sample: None))
     async with asyncio.TaskGroup() as watching:
         async with asyncio.TaskGroup() as sending:
             for arrival in trace.arrivals:
@@ -129,7 +129,7 @@ async def replay(
         duration = recorder.now()
     if rest is Rest.CANCEL:
         await recorder.cancel_unfinished()
-    return Run(
+    return ReplayResult(
         scenario=trace.scenario,
         duration=duration,
         samples=tuple(sorted(recorder.samples, key=lambda sample: sample.index)),
@@ -139,7 +139,7 @@ async def replay(
 
 @dataclass
 class _Watched:
-    """What is known of a job so far."""
+    """A job so far."""
 
     arrival: FinetuneArrival
     sent: float
@@ -166,7 +166,7 @@ class _Watched:
 class _Recorder:
     target: Target
     start: float
-    patience: float
+    request_timeout: float
     observe: Observer
     samples: list[Sample] = field(default_factory=list)
     jobs: list[JobSample] = field(default_factory=list)
@@ -178,7 +178,7 @@ class _Recorder:
     async def generate(self, arrival: PromptArrival) -> None:
         sent, times, tokens, error = self.now(), [], 0, None
         try:
-            async with asyncio.timeout(self.patience):
+            async with asyncio.timeout(self.request_timeout):
                 async for new in self.target.generate(arrival):
                     if new:
                         times.append(self.now())

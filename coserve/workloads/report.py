@@ -1,4 +1,4 @@
-"""What a replay came to, for people and for programs: a table, a JSON file, a plot."""
+"""Reports of a replay: tables, a JSON file, a plot."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from rich.table import Table
 from coserve.errors import InvalidRequest
 from coserve.types import Wire
 from coserve.workloads.metrics import Spread, Summary, e2e, ttft
-from coserve.workloads.replay import Run
+from coserve.workloads.replay import ReplayResult
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -26,11 +26,11 @@ class Report(Wire, frozen=True):
     """The content of the JSON file."""
 
     summary: Summary
-    run: Run
+    run: ReplayResult
 
 
 def check_folder(folder: Path) -> None:
-    """Make the folder of a report, and see that files can be written there. Raises `InvalidRequest`."""
+    """Make the folder of a report. Raises `InvalidRequest` if no file can be written there."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=folder):
@@ -40,7 +40,7 @@ def check_folder(folder: Path) -> None:
         raise InvalidRequest(f"cannot write into the folder {str(folder)!r}: {reason}", field="report") from error
 
 
-def write_report(folder: Path, run: Run, summary: Summary) -> list[Path]:
+def write_report(folder: Path, run: ReplayResult, summary: Summary) -> list[Path]:
     """`report.json` and `report.png` in `folder`, which is made if need be; the paths."""
     folder.mkdir(parents=True, exist_ok=True)
     json, plot = folder / "report.json", folder / "report.png"
@@ -72,7 +72,7 @@ def _cells(values: Spread | None) -> list[str]:
 
 
 def duration_text(seconds: float) -> str:
-    """Three digits that matter: `12.3 ms`, `1.23 s`."""
+    """Three significant digits: `12.3 ms`, `1.23 s`."""
     if not math.isfinite(seconds):
         return "-"
     value, unit = (seconds, "s") if abs(seconds) >= 1 else (seconds * 1000, "ms")
@@ -81,7 +81,7 @@ def duration_text(seconds: float) -> str:
 
 
 def totals_table(summary: Summary) -> Table:
-    """What table 5.2 of the ETS paper has, and the rates."""
+    """The rows of table 5.2 of the ETS paper, and rates."""
     table = Table(title="Totals", title_justify="left", show_header=False)
     table.add_column("")
     table.add_column("", justify="right")
@@ -109,7 +109,7 @@ def _limits_text(summary: Summary) -> str:
     return f" ({', '.join(parts)})" if parts else ""
 
 
-def save_plot(path: Path, run: Run, summary: Summary) -> None:
+def save_plot(path: Path, run: ReplayResult, summary: Summary) -> None:
     """Three panels: latency of each request by arrival, its distribution against the SLOs, tokens trained over time."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
@@ -126,7 +126,7 @@ def save_plot(path: Path, run: Run, summary: Summary) -> None:
     figure.savefig(path, dpi=120)
 
 
-def _plot_by_arrival(axes: Axes, run: Run) -> None:
+def _plot_by_arrival(axes: Axes, run: ReplayResult) -> None:
     good = [sample for sample in run.samples if sample.error is None]
     failed = [sample.due for sample in run.samples if sample.error is not None]
     due = [sample.due for sample in good]
@@ -143,8 +143,8 @@ def _plot_by_arrival(axes: Axes, run: Run) -> None:
         axes.legend(frameon=False)
 
 
-def _plot_distribution(axes: Axes, run: Run, slos: list[float]) -> None:
-    """The share of all requests that had ended, or had their first token, so many seconds after they came."""
+def _plot_distribution(axes: Axes, run: ReplayResult, slos: list[float]) -> None:
+    """Cumulative distribution of E2E and TTFT over all requests."""
     good = [sample for sample in run.samples if sample.error is None]
     for name, values in (("ttft", [ttft(sample) for sample in good]), ("e2e", [e2e(sample) for sample in good])):
         ordered = sorted(value for value in values if value is not None)
@@ -159,7 +159,7 @@ def _plot_distribution(axes: Axes, run: Run, slos: list[float]) -> None:
         axes.legend(frameon=False, loc="center right")
 
 
-def _plot_training(axes: Axes, run: Run) -> None:
+def _plot_training(axes: Axes, run: ReplayResult) -> None:
     steps = sorted(step for job in run.jobs for step in job.trained)
     times = [0.0, *(at for at, _ in steps), run.duration]
     totals = [0, *accumulate(tokens for _, tokens in steps)]

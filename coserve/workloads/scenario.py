@@ -1,4 +1,4 @@
-"""What a run sends and when: a scenario and its seed give a trace, and a trace can be saved and sent again.
+"""Synthetic workloads: a scenario and its seed give a trace of arrivals, which can be saved and replayed.
 
 The defaults are the synthetic workload of the ETS paper (section 5.2.1, table 5.1): a prompt every 0.1 s, and every 20 s
 up to 512 rows to fine-tune on, all for one of 32 adapters of rank 32. The paper's fine-tuning request is one row; here
@@ -25,7 +25,7 @@ from coserve.workloads.popularity import Popularity, choices
 T = TypeVar("T")
 
 CORPORA = ("pirate", "recipes")
-"""Of the package's own corpora, those whose rows the default workload learns."""
+"""Bundled corpora that the default workload trains on."""
 
 
 class Scenario(Wire, frozen=True, tag="scenario"):
@@ -33,7 +33,7 @@ class Scenario(Wire, frozen=True, tag="scenario"):
 
     seed: int = 0
     duration: float = 60.0
-    """Arrivals come before this time; what they started may end after it."""
+    """Arrivals come before this time; their answers may end after it."""
     arrivals: Arrivals = Arrivals()
     finetune_period: float = 20.0
     """Seconds from one burst of rows to the next, the first at 0."""
@@ -45,7 +45,7 @@ class Scenario(Wire, frozen=True, tag="scenario"):
     popularity: Popularity = Popularity()
     min_new_tokens: int = 16
     max_new_tokens: int = 64
-    """A prompt asks for this many tokens, drawn uniformly, and gets them: the end-of-text token is ignored."""
+    """`max_tokens` of a prompt is uniform between both bounds; EOS is ignored."""
     training: TrainingSettings = TrainingSettings(epochs=1)
     adapter_prefix: str = "load"
 
@@ -93,7 +93,7 @@ Arrival = PromptArrival | FinetuneArrival
 
 
 class Trace(Wire, frozen=True):
-    """A scenario played out: everything that will be sent, by time."""
+    """All arrivals of a scenario, by time."""
 
     scenario: Scenario
     arrivals: tuple[Arrival, ...]

@@ -10,11 +10,11 @@ from coserve.client import AsyncClient, AsyncJobHandle, RetryPolicy
 from coserve.errors import AdapterBusy, AdapterNotFound, CoserveError, InvalidRequest
 from coserve.schemas import JobEvent
 from coserve.types import LoraSettings, TrainingSettings
-from coserve.workloads.replay import Progress
+from coserve.workloads.replay import JobUpdate
 from coserve.workloads.scenario import FinetuneArrival, PromptArrival, Scenario
 
 NO_RETRIES = RetryPolicy(attempts=1)
-"""For the client of a replay: a refusal is a result, and a request sent twice is not the load that was asked for."""
+"""For the client of a replay: a refusal is a result, and retries would change the load."""
 DELETE_ATTEMPTS = 6
 SEED_ROW = {"text": "A first row, so that the adapter exists."}
 
@@ -22,8 +22,7 @@ SEED_ROW = {"text": "A first row, so that the adapter exists."}
 class DaemonTarget:
     """Sends a trace's arrivals with `client`; every job continues its adapter, which `prepare` makes first.
 
-    `prefix`: the daemon knows each adapter of the scenario by its name behind this, so that a run has adapters of its own,
-    which `clean_up` deletes.
+    `prefix` of the adapters' names on the daemon, so that a replay has adapters of its own; `clean_up` deletes them.
     """
 
     def __init__(self, client: AsyncClient, scenario: Scenario, *, prefix: str = "") -> None:
@@ -32,12 +31,13 @@ class DaemonTarget:
         self._touched: set[str] = set()
 
     def served_name(self, adapter: str) -> str:
-        """What the daemon calls an adapter of the scenario."""
+        """The adapter's name on the daemon."""
         return self._prefix + adapter
 
     async def prepare(self) -> int:
-        """Make the scenario's adapters that the daemon lacks; how many. Raises what keeps it from that, and
-        `InvalidRequest` where one is there with another rank.
+        """Create the scenario's adapters that the daemon lacks; returns how many.
+
+        Raises `CoserveError` leaves of the client, and `InvalidRequest` for an existing adapter of another rank.
         """
         return sum(
             await asyncio.gather(*(self._ensure(self.served_name(name)) for name in self._scenario.adapter_names))
@@ -75,26 +75,26 @@ class DaemonTarget:
         return job.id
 
     async def start(self, arrival: FinetuneArrival) -> AsyncJobHandle:
-        """The request that makes a job of an arrival."""
+        """Submit the job of an arrival."""
         name, training = self.served_name(arrival.adapter), self._scenario.training
         return await self._client.finetune(name, arrival.rows, continue_from=name, training=training)
 
-    async def watch(self, job: str) -> AsyncIterator[Progress]:
+    async def watch(self, job: str) -> AsyncIterator[JobUpdate]:
         events = self._jobs[job].events()
         async with aclosing(events):
             async for event in events:
                 self.seen(event)
-                yield Progress(tokens=0 if event.metrics is None else event.metrics.tokens, state=event.state)
+                yield JobUpdate(tokens=0 if event.metrics is None else event.metrics.tokens, state=event.state)
 
     def seen(self, event: JobEvent) -> None:
-        """For those who show the jobs' progress."""
+        """Hook for showing the progress of jobs."""
 
     async def cancel(self, job: str) -> None:
         await self._jobs[job].cancel()
 
     async def clean_up(self) -> list[str]:
-        """Cancel what still runs of this target's jobs and delete the adapters that `prepare` made; the names of those
-        that could not be deleted.
+        """Cancel this target's running jobs and delete the adapters that `prepare` created; returns the names of those that
+        could not be deleted.
         """
         await asyncio.gather(*(self._end(job) for job in self._jobs.values()))
         names = sorted(self._touched)
@@ -102,7 +102,7 @@ class DaemonTarget:
         return [name for name, deleted in zip(names, gone, strict=True) if not deleted]
 
     async def _end(self, job: AsyncJobHandle) -> None:
-        with suppress(CoserveError):  # it ended long ago, mostly
+        with suppress(CoserveError):  # mostly: it has ended
             await job.cancel()
 
     async def _delete(self, name: str) -> bool:

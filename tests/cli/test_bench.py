@@ -12,7 +12,7 @@ from coserve.cli import bench
 from coserve.cli.benchprogress import BenchProgress
 from coserve.types import TrainingSettings
 from coserve.workloads.arrivals import Arrivals
-from coserve.workloads.replay import Rest, Run
+from coserve.workloads.replay import ReplayResult, Rest
 from coserve.workloads.scenario import Scenario, Trace, bundled_prompts, make_trace
 from tests.support.api_server import Api
 from tests.support.real_server import serve_real
@@ -34,7 +34,7 @@ async def api(tmp_path: Path) -> AsyncIterator[Api]:
         yield server
 
 
-async def run(api: Api, made: Trace, rest: Rest = Rest.DRAIN) -> Run:
+async def run(api: Api, made: Trace, rest: Rest = Rest.DRAIN) -> ReplayResult:
     return await bench._replay(made, rest, f"http://127.0.0.1:{api.port}", None)
 
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from coserve.errors import QueueFull, WrongJobState
 from coserve.types import JobState
 from coserve.workloads.arrivals import Arrivals
-from coserve.workloads.replay import JobSample, Progress, Rest, Run, Sample, replay
+from coserve.workloads.replay import JobSample, JobUpdate, ReplayResult, Rest, Sample, replay
 from coserve.workloads.scenario import FinetuneArrival, PromptArrival, Scenario, Trace, make_trace
 from tests.support.virtual_clock import run_virtual
 
@@ -49,12 +49,12 @@ class FakeTarget:
             raise QueueFull("full")
         return f"job-{arrival.index}"
 
-    async def watch(self, job: str) -> AsyncIterator[Progress]:
-        yield Progress(state=JobState.RUNNING)
+    async def watch(self, job: str) -> AsyncIterator[JobUpdate]:
+        yield JobUpdate(state=JobState.RUNNING)
         for _ in range(self.steps):
             await asyncio.sleep(1)
-            yield Progress(tokens=100)
-        yield Progress(state=JobState.SUCCEEDED)
+            yield JobUpdate(tokens=100)
+        yield JobUpdate(state=JobState.SUCCEEDED)
 
     async def cancel(self, job: str) -> None:
         self.cancelled.append(job)
@@ -75,7 +75,7 @@ def trace(*, duration: float = 2.0, rows: int = 0, rate: float = 10.0) -> Trace:
     return make_trace(scenario, ["p"], [{"text": "row"}])
 
 
-def play(target: FakeTarget, sent: Trace, **options: object) -> Run:
+def play(target: FakeTarget, sent: Trace, **options: object) -> ReplayResult:
     return run_virtual(replay(sent, target, **options))
 
 
@@ -106,7 +106,7 @@ def test_every_arrival_has_one_sample_whatever_happens(
     target = FakeTarget(first=first, refuse=refused.__contains__, hang=hung.__contains__)
     sent = trace(duration=1.5, rows=5)
     seen: list[Sample | JobSample] = []
-    run = play(target, sent, patience=40.0, rest=rest, observe=seen.append)
+    run = play(target, sent, request_timeout=40.0, rest=rest, observe=seen.append)
     assert [sample.index for sample in run.samples] == [prompt.index for prompt in sent.prompts]
     assert [job.index for job in run.jobs] == [job.index for job in sent.finetunes]
     assert len(seen) == len(run.samples) + len(run.jobs)

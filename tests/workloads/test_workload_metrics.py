@@ -7,8 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from coserve.types import JobState
-from coserve.workloads.metrics import Limits, attainment, keeps, spread, summarise, trained_until
-from coserve.workloads.replay import JobSample, Run, Sample
+from coserve.workloads.metrics import Limits, attainment, attains, spread, summarise, trained_until
+from coserve.workloads.replay import JobSample, ReplayResult, Sample
 from coserve.workloads.scenario import Scenario
 
 
@@ -29,8 +29,8 @@ def job(*trained: tuple[float, int], state: JobState | None = JobState.SUCCEEDED
     return JobSample(index=0, adapter="a", rows=1, due=0, sent=0, job="j", trained=trained, state=state)
 
 
-def run(samples: list[Sample], jobs: list[JobSample], duration: float = 10.0) -> Run:
-    return Run(scenario=Scenario(), duration=duration, samples=tuple(samples), jobs=tuple(jobs))
+def run(samples: list[Sample], jobs: list[JobSample], duration: float = 10.0) -> ReplayResult:
+    return ReplayResult(scenario=Scenario(), duration=duration, samples=tuple(samples), jobs=tuple(jobs))
 
 
 def test_latencies_of_one_answer() -> None:
@@ -75,7 +75,7 @@ def test_failed_requests_have_no_latency_and_keep_no_slo() -> None:
     ],
 )
 def test_an_answer_is_good_if_it_keeps_every_limit(limits: Limits, kept: bool) -> None:
-    assert keeps(sample(1.5, 1.7, 2.0999), limits) is kept
+    assert attains(sample(1.5, 1.7, 2.0999), limits) is kept
 
 
 def test_fine_tuning_counts_what_was_trained_by_the_end() -> None:

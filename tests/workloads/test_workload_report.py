@@ -9,7 +9,7 @@ from rich.table import Table
 
 from coserve.types import JobState
 from coserve.workloads.metrics import Limits, summarise
-from coserve.workloads.replay import JobSample, Run, Sample
+from coserve.workloads.replay import JobSample, ReplayResult, Sample
 from coserve.workloads.report import Report, duration_text, latency_table, totals_table, write_report
 from coserve.workloads.scenario import Scenario
 
@@ -38,13 +38,13 @@ TRAINED = JobSample(
     trained=((1.0, 500), (2.0, 500)),
     state=JobState.SUCCEEDED,
 )
-FULL = Run(
+FULL = ReplayResult(
     scenario=Scenario(),
     duration=4.0,
     samples=(*(answered(i) for i in range(20)), answered(20, error="queue_full")),
     jobs=(TRAINED, msgspec.structs.replace(TRAINED, index=1, job=None, trained=(), state=None, error="queue_full")),
 )
-EMPTY = Run(scenario=Scenario(), duration=0.0, samples=(), jobs=())
+EMPTY = ReplayResult(scenario=Scenario(), duration=0.0, samples=(), jobs=())
 
 
 def text_of(table: Table) -> str:
@@ -70,7 +70,7 @@ def test_tables_of_an_empty_run() -> None:
 
 
 @pytest.mark.parametrize("run", [FULL, EMPTY], ids=["full", "empty"])
-def test_files_of_a_run(tmp_path: Path, run: Run) -> None:
+def test_files_of_a_run(tmp_path: Path, run: ReplayResult) -> None:
     summary = summarise(run)
     paths = write_report(tmp_path / "deep" / "report", run, summary)
     assert [path.name for path in paths] == ["report.json", "report.png"]

@@ -12,7 +12,7 @@ from coserve.schemas import Adapter, ErrorBody, ErrorInfo, GenerateChunk, Job, J
 from coserve.types import JobState, LoraSettings, StepMetrics, TrainingSettings
 from coserve.workloads.arrivals import Arrivals
 from coserve.workloads.metrics import summarise
-from coserve.workloads.replay import Rest, Run, replay
+from coserve.workloads.replay import ReplayResult, Rest, replay
 from coserve.workloads.scenario import Scenario, make_trace
 from coserve.workloads.target import NO_RETRIES, DaemonTarget
 
@@ -151,8 +151,8 @@ class FakeDaemon:
         )
 
 
-def play(daemon: FakeDaemon) -> tuple[int, Run]:
-    async def main() -> tuple[int, Run]:
+def play(daemon: FakeDaemon) -> tuple[int, ReplayResult]:
+    async def main() -> tuple[int, ReplayResult]:
         async with AsyncClient(transport=MockTransport(daemon), retry=NO_RETRIES) as client:
             target = DaemonTarget(client, SCENARIO)
             made = await target.prepare()
