@@ -30,7 +30,7 @@ import torch
 from transformers import AutoModelForCausalLM, GPT2Config
 
 from benchmarks.serving_results import RESULTS, Results, Target, take_in
-from coserve.adapter_store.host import Residency
+from coserve.adapter_store.store import AdapterStore, HostBudget
 from coserve.generate.execution.runner import Runner
 from coserve.generate.generator import Generator
 from coserve.kernels.attention.packed import PackedAttention
@@ -132,18 +132,16 @@ def serving(base: Base, shape: Shape, way: str) -> Generator:
     """A generator for as many sequences, with as many adapters in memory, as there are in any point."""
     most = max(shape.counts)
     made = {AdapterRef(f"a{i}", 1): make_adapter(base, i) for i in range(max(most, shape.adapters))}
-    residency = Residency(made.__getitem__, len(made), pinned=shape.device == "cuda")
+    store = AdapterStore(lambda ref, digests: made[ref], HostBudget(len(made)), pinned=shape.device == "cuda")
     for ref, weights in made.items():
-        residency.publish(ref, weights)
+        store.publish(ref, weights)
     kv = KvCache.for_base(base, shape.kv_tokens, 16)
     runner = None
     if way == GRAPHS:
         fused = FusedBase(base) if shape.device == "cuda" else FusedBase(base, compiled=False)
         runner = Runner(fused, kv, max_running=most)
     chosen = Way.SEGMENTED if way == GRAPHS else Way(way)
-    return Generator(
-        base, residency, kv, max_running=most, step_tokens=4096, way=chosen, prefix_cache=False, runner=runner
-    )
+    return Generator(base, store, kv, max_running=most, step_tokens=4096, way=chosen, prefix_cache=False, runner=runner)
 
 
 def ask(generator: Generator, shape: Shape, batch: int, adapters: int, run: int) -> None:

@@ -14,7 +14,7 @@ import msgspec
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig
 
-from coserve.adapter_store.host import Residency
+from coserve.adapter_store.store import AdapterStore, HostBudget
 from coserve.cancellation import Cancellation
 from coserve.config import Config
 from coserve.engine.engine import Engine
@@ -183,7 +183,9 @@ class Bench:
         self.base, self.shape = base, shape
         config = Config(inference_batch_size=shape.max_running, step_tokens=shape.step_tokens, device=shape.device)
         self._made: dict[AdapterRef, LoraWeights] = {}
-        self.residency = Residency(self._made.__getitem__, 2 * ADAPTERS, pinned=shape.device == "cuda")
+        self.store = AdapterStore(
+            lambda ref, digests: self._made[ref], HostBudget(2 * ADAPTERS), pinned=shape.device == "cuda"
+        )
         self.kv = kv or KvCache.for_base(base, shape.kv_tokens, config.page_tokens)
         options = INDUCTOR | dict.fromkeys(inductor, True)
         fused = FusedBase(base, options=options) if shape.device == "cuda" else FusedBase(base, compiled=False)
@@ -192,7 +194,7 @@ class Bench:
         self.runner = Runner(fused, self.kv, max_running=shape.max_running)
         self.generator = Generator(
             base,
-            self.residency,
+            self.store,
             self.kv,
             max_running=shape.max_running,
             step_tokens=shape.step_tokens,
@@ -204,7 +206,7 @@ class Bench:
         self.engine = Engine(
             self.generator,
             NoJobs(),
-            self.residency,
+            self.store,
             make_policy(config),
             engine_end,
             max_running=shape.max_running,
@@ -221,7 +223,7 @@ class Bench:
         for i in range(ADAPTERS):
             ref = AdapterRef(f"{family}{i}", 1)
             self._made[ref] = make_adapter(self.base, 1000 * len(ranks) + i, ranks[i % len(ranks)])
-            self.residency.publish(ref, self._made[ref])
+            self.store.publish(ref, self._made[ref])
 
     def capture(self, ranks: Sequence[int] = ()) -> float:
         """Compile, and capture the graphs of steps without adapters and with adapters of rank 16 and these: seconds.

@@ -11,67 +11,10 @@ import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-import torch
-from torch import Tensor
-
-from coserve.kernels.lora.types import LoraPair
-from coserve.memory.buffer import PageBuffer, aligned
+from coserve.adapter_store.packing import copied_into, packed_bytes
+from coserve.memory.buffer import PageBuffer
 from coserve.memory.pages import Span
 from coserve.model.lora import LoraWeights
-
-
-def packed_bytes(weights: LoraWeights) -> int:
-    """Bytes of an adapter's matrices one behind the other, each beginning at a whole line."""
-    return sum(aligned(pair.a_RD.nbytes) + aligned(pair.b_OR.nbytes) for pair in weights.sites.values())
-
-
-def views(bytes_N: Tensor, like: LoraWeights) -> LoraWeights:
-    """An adapter of the shapes of `like` whose matrices are views of `bytes_N` (uint8), one behind the other."""
-    at = 0
-
-    def view(matrix: Tensor) -> Tensor:
-        nonlocal at
-        part = bytes_N[at : at + matrix.nbytes].view(matrix.dtype).view(matrix.shape)
-        at += aligned(matrix.nbytes)
-        return part
-
-    sites = {
-        name: LoraPair(view(pair.a_RD), view(pair.b_OR), pair.scaling) for name, pair in like.sites.items()
-    }  # a before b, site by site
-    return LoraWeights(like.settings, sites)
-
-
-def packed(weights: LoraWeights, *, pinned: bool) -> LoraWeights:
-    """A copy on the host in one piece of memory, which one copy brings to the device; `pinned`: without waiting."""
-    bytes_N = torch.empty(packed_bytes(weights), dtype=torch.uint8, pin_memory=pinned)
-    copy = views(bytes_N, weights)
-    _copy(weights, copy)
-    return copy
-
-
-def _matrices(weights: LoraWeights) -> list[Tensor]:
-    return [matrix for pair in weights.sites.values() for matrix in (pair.a_RD, pair.b_OR)]
-
-
-def _one_piece(weights: LoraWeights) -> Tensor | None:
-    """uint8 (N): the memory of an adapter that `packed` made; None for another."""
-    matrices = _matrices(weights)
-    if not matrices or len({matrix.untyped_storage().data_ptr() for matrix in matrices}) != 1:
-        return None
-    storage = matrices[0].untyped_storage()
-    bytes_N = torch.empty(0, dtype=torch.uint8, device=matrices[0].device).set_(storage)
-    places = [matrix.data_ptr() for matrix in _matrices(views(bytes_N, weights))] if _fits(bytes_N, weights) else []
-    return bytes_N if places == [matrix.data_ptr() for matrix in matrices] else None
-
-
-def _fits(bytes_N: Tensor, weights: LoraWeights) -> bool:
-    return bytes_N.numel() == packed_bytes(weights) and all(matrix.is_contiguous() for matrix in _matrices(weights))
-
-
-@torch.no_grad()
-def _copy(source: LoraWeights, target: LoraWeights) -> None:
-    for ours, theirs in zip(_matrices(target), _matrices(source), strict=True):
-        ours.copy_(theirs)
 
 
 @dataclass(frozen=True)
@@ -135,13 +78,7 @@ class AdapterPages:
         if taken is None:
             return None
         span, moved = taken
-        bytes_N = self._buffer.of(span)
-        weights = views(bytes_N, source)
-        whole = _one_piece(source)
-        if whole is None:
-            _copy(source, weights)
-        else:  # from pinned memory nobody waits for it; torch keeps that until the copy has ended
-            bytes_N[: whole.numel()].copy_(whole, non_blocking=True)
+        weights = copied_into(self._buffer.of(span), source)
         self._placed[id(source)] = _Placed(weakref.ref(source, self._forgets(id(source))), span, weights)
         return Entered(weights, moved)
 

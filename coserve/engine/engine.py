@@ -17,10 +17,8 @@ from dataclasses import dataclass
 from itertools import accumulate
 from typing import Literal, get_args
 
-from coserve.adapter_store.fetches import Fetches
-from coserve.adapter_store.interface import Adapters
 from coserve.engine.jobs import Jobs
-from coserve.engine.ports import Generates, Trains, Upgrades
+from coserve.engine.ports import Generates, StoresAdapters, Trains, Upgrades
 from coserve.errors import CoserveError, EngineFault, EngineUnavailable, QueueFull, failure_text
 from coserve.link import (
     Admitted,
@@ -85,7 +83,7 @@ class Engine:
         self,
         generator: Generates,
         trainer: Trains,
-        adapters: Adapters,
+        adapters: StoresAdapters,
         policy: Policy,
         link: Link[FromEngine, ToEngine],
         *,
@@ -114,7 +112,7 @@ class Engine:
         self._jobs = Jobs(
             trainer, link.send, max_active=max_active_jobs, threads=threads, changed=self._change_from_a_thread
         )
-        self._fetches = Fetches(adapters, self._changed.set)
+        adapters.notify(self._changed.set)
         self._stopping = False
         self._steps, self._slices = Estimates(), Slices()
         self._serve_seconds = self._train_seconds = 0.0
@@ -134,9 +132,9 @@ class Engine:
             while not (self._stopping or beside[0].done()):
                 self._changed.clear()  # what came until now, the policy sees now
                 self._jobs.activate()
-                for request in self._fetches.arrived():
+                for request in self._adapters.arrived():
                     self._admit(request)
-                for request, error in self._fetches.failed():
+                for request, error in self._adapters.failed():
                     self._fail(request.message, error)
                 await self._tick(self._clock())
                 for task in beside:
@@ -145,7 +143,7 @@ class Engine:
         finally:
             for task in beside:
                 task.cancel()
-            self._fetches.close()
+            self._adapters.close()
             self._jobs.close()
         failpoint("shutdown")
         self._jobs.checkpoint()
@@ -170,7 +168,7 @@ class Engine:
 
     def _idle_until(self, until: float | None, now: float) -> bool:
         """No adapter read is pending and no timer fires soon."""
-        return not self._fetches and (until is None or until - now > PREPARATION)
+        return not self._adapters.waiting and (until is None or until - now > PREPARATION)
 
     async def _take_up(self, upgrade: Upgrades) -> None:
         """Compile on a thread, which nobody waits for at the end, and go on with what came out."""
@@ -187,7 +185,7 @@ class Engine:
         if admit and not self._running:
             self._batches_since_train += 1
         for request in self._queue.take(admit):
-            if not self._fetches.take(request):
+            if self._adapters.ready(request):
                 self._admit(request)
         if not self._running:  # all were refused, or wait for their adapters
             await self._pace()
@@ -267,7 +265,7 @@ class Engine:
     def _view(self) -> View:
         jobs = self._jobs.ready()
         self._slices.ready(jobs, self._clock())
-        waiting, room = self._waiting(), max(0, self._max_running - len(self._running) - len(self._fetches))
+        waiting, room = self._waiting(), max(0, self._max_running - len(self._running) - self._adapters.waiting)
         step: StepKind = "prefill" if waiting and room else self._step_kind()
         return View(
             waiting=waiting,
@@ -314,7 +312,7 @@ class Engine:
             case Generate():
                 self._enqueue(message)
             case CancelRequest(id=id):
-                if not (self._queue.cancel(id) or self._fetches.cancel(id)) and id in self._running:
+                if not (self._queue.cancel(id) or self._adapters.cancel(id)) and id in self._running:
                     del self._running[id]
                     self._generator.cancel(id)
             case StartJob(spec=spec, paused=paused):
@@ -327,7 +325,6 @@ class Engine:
                 self._jobs.cancel(id)
             case DropAdapter(ref=ref):
                 self._adapters.drop(ref)
-                self._fetches.delete(ref)
             case Shutdown():
                 self._stopping = True
 
@@ -355,7 +352,7 @@ class Engine:
         self._stats_due = now + STATS_INTERVAL
         self._link.send(
             EngineStats(
-                waiting=len(self._queue) + len(self._fetches),
+                waiting=len(self._queue) + self._adapters.waiting,
                 running=len(self._running),
                 jobs=len(self._jobs),
                 pages_used=self._generator.pages_used,
@@ -369,7 +366,7 @@ class Engine:
                 resident=self._adapters.resident(),
                 serve_seconds=self._serve_seconds,
                 train_seconds=self._train_seconds,
-                troubles=self._fetches.troubles + self._jobs.troubles,
+                troubles=self._adapters.troubles + self._jobs.troubles,
                 patience_slices=self._slices.by_patience,
                 starving=self._slices.starving(now),
             )

@@ -22,7 +22,7 @@ import torch
 from transformers.utils.logging import disable_progress_bar
 
 from coserve.adapter_store.files import load_adapter
-from coserve.adapter_store.host import Residency
+from coserve.adapter_store.store import AdapterStore, HostBudget
 from coserve.config import Config, config_from_json
 from coserve.engine.engine import Engine
 from coserve.errors import AdapterNotFound, StartupError
@@ -42,7 +42,7 @@ from coserve.processes import obey_parent
 from coserve.queues.policy import make_policy
 from coserve.state.failpoints import failpoint
 from coserve.state.folder import DataFolder
-from coserve.types import AdapterRef
+from coserve.types import AdapterDigests, AdapterRef
 
 log = logging.getLogger(__name__)
 
@@ -56,17 +56,13 @@ def build_engine(base: Base, config: Config, link: Link[FromEngine, ToEngine]) -
     folder = DataFolder(config.data_dir)
     way = choose_way(config.lora_way, base.device, base.dtype)
 
-    def load(ref: AdapterRef) -> LoraWeights:
-        path, digests = folder.adapter(ref), residency.expected(ref)
+    def load(ref: AdapterRef, digests: AdapterDigests | None) -> LoraWeights:
+        path = folder.adapter(ref)
         if not path.is_dir():
             raise AdapterNotFound(f"no adapter {str(ref)!r}", field="adapter")
         return load_adapter(path, base.spec, device="cpu", dtype=base.dtype, digests=digests)
 
-    residency = Residency(
-        load,
-        config.max_adapters_resident,
-        pinned=base.device.type == "cuda",
-    )
+    store = AdapterStore(load, HostBudget(config.max_adapters_resident), pinned=base.device.type == "cuda")
     step_tokens = config.step_tokens or STEP_TOKENS[base.device.type]
     pool = _pool_size(base, config, way, step_tokens, folder)
     kv = KvCache.for_base(base, pool.tokens, config.page_tokens)
@@ -75,7 +71,7 @@ def build_engine(base: Base, config: Config, link: Link[FromEngine, ToEngine]) -
     )
     generator = Generator(
         base,
-        residency,
+        store,
         kv,
         max_running=config.inference_batch_size,
         step_tokens=step_tokens,
@@ -85,7 +81,7 @@ def build_engine(base: Base, config: Config, link: Link[FromEngine, ToEngine]) -
     )
     trainer = Trainer(
         base,
-        residency,
+        store,
         folder,
         micro_batch_tokens=config.micro_batch_tokens,
         recompute=config.recompute,
@@ -96,7 +92,7 @@ def build_engine(base: Base, config: Config, link: Link[FromEngine, ToEngine]) -
     engine = Engine(
         generator,
         trainer,
-        residency,
+        store,
         make_policy(config),
         link,
         max_running=config.inference_batch_size,

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 import torch
 
 from coserve.adapter_store.files import load_adapter
-from coserve.adapter_store.host import Residency
+from coserve.adapter_store.store import AdapterStore
 from coserve.cancellation import Cancellation
 from coserve.corpus.batch_plan import BatchPlan
 from coserve.corpus.tokenized import Corpus
@@ -43,7 +43,7 @@ class Trainer:
     def __init__(
         self,
         base: Base,
-        residency: Residency,
+        store: AdapterStore,
         folder: DataFolder,
         *,
         micro_batch_tokens: int,
@@ -56,7 +56,7 @@ class Trainer:
 
         Raises `UnsupportedBase` for a base that cannot be run layer by layer.
         """
-        self._base, self._residency, self._folder, self._way = base, residency, folder, way
+        self._base, self._store, self._folder, self._way = base, store, folder, way
         self._micro_batch_tokens, self._keep, self._clock = micro_batch_tokens, keep_checkpoints, clock
         self._runner = MicroBatchRunner(base, recompute=recompute)
         self._jobs: dict[str, TrainingJob] = {}
@@ -107,7 +107,7 @@ class Trainer:
                 if metrics is not None:
                     messages.append(JobProgress(id=job, metrics=metrics))
                 if training.loop.finished:
-                    messages.append(publish(training, self._base, self._folder, self._residency))
+                    messages.append(publish(training, self._base, self._folder, self._store))
                 elif metrics is not None and metrics.step % training.loop.spec.training.checkpoint_steps == 0:
                     messages += self._try_checkpoint(training)
         except CoserveError as error:

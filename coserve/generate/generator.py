@@ -50,7 +50,7 @@ class RunsBase(Protocol):
 
 
 class HoldsAdapters(Protocol):
-    """What generation needs of `adapters.Residency`: a version acquired stays in memory until released.
+    """What generation needs of `adapter_store.AdapterStore`: a version acquired stays in memory until released.
 
     It comes into the pool's pages when its request becomes active.
     """
@@ -159,7 +159,7 @@ class Generator:
             EmptyPrompt: no prompt tokens.
             PromptTooLong: the prompt fills the context, or the request and its adapter could never fit the pool.
             InvalidRequest: an id that runs already, or a token id outside of the vocabulary.
-            AdapterNotFound, AdapterError: what `Residency.acquire` raises.
+            AdapterNotFound, AdapterError: what `AdapterStore.acquire` raises.
         """
         if request.id in self._sequences:
             raise InvalidRequest(f"expected a new request id, got {request.id!r}, which is running", field="id")

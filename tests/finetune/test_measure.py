@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from coserve.adapter_store.pages import packed_bytes
+from coserve.adapter_store.packing import packed_bytes
 from coserve.finetune.memory_profiling import Conditions, CudaMemoryMeter, MemoryProfiler, plan_memory
 from coserve.kernels.gpu.capture import gc_paused
 from coserve.kernels.lora.backend import Way

@@ -63,8 +63,8 @@ def test_a_job_learns_and_publishes(base: Base, tmp_path: Path) -> None:
     assert done == JobSucceeded(
         id=spec.id, ref=REF, final_loss=metrics[-1].loss, trained_tokens=sum(m.tokens for m in metrics)
     )
-    assert bench.residency.resident() == (REF,)
-    served = bench.residency.acquire(REF)
+    assert bench.store.resident() == (REF,)
+    served = bench.store.acquire(REF)
     saved = load_adapter(bench.folder.adapter(REF), base.spec, device="cpu", dtype=torch.float32)
     assert torch.equal(logits(base, served), logits(base, saved))
     assert all(not pair.a_RD.requires_grad for pair in served.sites.values())
@@ -231,7 +231,7 @@ def test_continuing_an_adapter_starts_from_its_files(base: Base, tmp_path: Path)
     bench.train(bench.place(CORPUS, job_spec(CORPUS, steps=12)))
     onward = bench.place(CORPUS, job_spec(CORPUS, "job-2", version=2, init_from=REF, learning_rate=1e-9, steps=1))
     bench.train(onward)
-    one, two = (bench.residency.acquire(AdapterRef("learned", version)) for version in (1, 2))
+    one, two = (bench.store.acquire(AdapterRef("learned", version)) for version in (1, 2))
     torch.testing.assert_close(logits(base, one), logits(base, two))
     fresh = new_adapter(LoraSettings(r=4), base.spec, seed=7, dtype=torch.float32, device="cpu")
     assert (logits(base, fresh) - logits(base, two)).abs().max() > 0.1
@@ -272,7 +272,7 @@ def test_a_loss_that_is_not_finite_fails_the_job(tmp_path: Path) -> None:
         own.model.lm_head.weight[5] = float("inf")
     (failed,) = bench.run(spec.id)
     assert isinstance(failed, JobFailed) and failed.code == "non_finite_loss"
-    assert bench.residency.resident() == () and not bench.folder.adapter(REF).exists()
+    assert bench.store.resident() == () and not bench.folder.adapter(REF).exists()
 
 
 def test_a_diverging_job_fails(base: Base, tmp_path: Path) -> None:
@@ -296,7 +296,7 @@ def test_weights_that_the_last_step_broke_are_not_published(
     bench = Bench(base, tmp_path)
     messages = bench.train(bench.place(CORPUS, job_spec(CORPUS, steps=1)))
     assert isinstance(messages[-1], JobFailed) and messages[-1].code == "non_finite_loss"
-    assert bench.residency.resident() == () and not bench.folder.adapter(REF).exists()
+    assert bench.store.resident() == () and not bench.folder.adapter(REF).exists()
 
 
 def test_validation_measures_held_back_rows(base: Base, tmp_path: Path) -> None:
@@ -320,7 +320,7 @@ def test_early_stopping_publishes_the_best_weights(base: Base, tmp_path: Path) -
     long = bench.place(CORPUS, job_spec(CORPUS, "job-2", version=2, early_stopping_patience=2, **changes, **constant))
     best = _best_step(metrics_of(bench.train(long)))
     short.train(short.place(CORPUS, job_spec(CORPUS, **(changes | {"steps": best}), **constant)))
-    stopped = bench.residency.acquire(AdapterRef("learned", 2))
+    stopped = bench.store.acquire(AdapterRef("learned", 2))
     assert torch.equal(logits(base, stopped), logits(base, short.residency.acquire(REF)))
 
 
@@ -354,9 +354,9 @@ def test_a_disk_that_refuses_the_adapter_is_asked_again(
         messages = bench.run(spec.id, until=lambda m: isinstance(m, JobWaiting))
         assert isinstance(messages[-1], JobWaiting) and messages[-1].message.startswith(said)
         assert bench.trainer.advance(spec.id, 1) == messages[-1:]
-        assert bench.residency.resident() == ()
+        assert bench.store.resident() == ()
     (succeeded,) = bench.run(spec.id)
-    assert isinstance(succeeded, JobSucceeded) and bench.residency.resident() == (REF,)
+    assert isinstance(succeeded, JobSucceeded) and bench.store.resident() == (REF,)
 
 
 def test_a_job_that_waits_for_space_goes_on_waiting_after_a_restart(base: Base, tmp_path: Path) -> None:
@@ -379,7 +379,7 @@ def test_a_disk_that_fails_in_a_step_fails_the_job(base: Base, tmp_path: Path) -
     with armed("finetune.mid_step=ENOSPC"):
         messages = bench.train(bench.place(CORPUS, job_spec(CORPUS)))
     assert isinstance(messages[-1], JobFailed) and messages[-1].code == "storage_full"
-    assert bench.residency.resident() == ()
+    assert bench.store.resident() == ()
 
 
 def test_publishing_again_after_a_crash_replaces_the_files(base: Base, tmp_path: Path) -> None:

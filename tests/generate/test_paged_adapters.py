@@ -8,8 +8,8 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from coserve.adapter_store.host import Residency
 from coserve.adapter_store.pages import AdapterPages
+from coserve.adapter_store.store import AdapterStore, HostBudget
 from coserve.errors import AdapterNotFound, PromptTooLong
 from coserve.generate.execution.runner import Runner
 from coserve.generate.generator import Generator
@@ -20,7 +20,7 @@ from coserve.memory.kv import KvCache
 from coserve.model.base import Base, wrap_base
 from coserve.model.fused import FusedBase
 from coserve.model.lora import LoraWeights
-from coserve.types import AdapterRef, LoraSettings, SamplingParams, Slo
+from coserve.types import AdapterDigests, AdapterRef, LoraSettings, SamplingParams, Slo
 from tests.support.tiny_models import VOCAB, tiny_model
 
 REFS = [AdapterRef(f"a{i}", 1) for i in range(7)]
@@ -61,16 +61,16 @@ class Paged:
     def __init__(self, base: Base, pages: int, capacity: int, way: Way, fused: FusedBase | None) -> None:
         self.reads = 0
 
-        def load(ref: AdapterRef) -> LoraWeights:
+        def load(ref: AdapterRef, digests: AdapterDigests | None) -> LoraWeights:
             if ref not in REFS:
                 raise AdapterNotFound(f"no adapter {ref}")
             self.reads += 1
             return adapter(base, ref)
 
-        self.residency = Residency(load, capacity, pinned=base.device.type == "cuda")
+        self.store = AdapterStore(load, HostBudget(capacity), pinned=base.device.type == "cuda")
         self.kv = KvCache.for_base(base, pages * PAGE, PAGE)
         runner = None if fused is None else Runner(fused, self.kv, max_running=8)
-        self.generator = Generator(base, self.residency, self.kv, max_running=8, step_tokens=64, way=way, runner=runner)
+        self.generator = Generator(base, self.store, self.kv, max_running=8, step_tokens=64, way=way, runner=runner)
 
     def texts(self, asked: list[Generate]) -> dict[str, list[int]]:
         return self.texts_beside(asked, held=0)
@@ -150,10 +150,10 @@ def test_what_fits_the_pool_beside_its_adapter_runs_and_what_does_not_is_refused
         paged.generator.add(one(1, 1, AdapterRef("nobody", 1)))
     assert len(paged.texts([one(10, 24, None)])["x"]) == 24
     assert paged.generator.running == 0
-    assert paged.residency.resident() == (REFS[0], REFS[-1])
-    paged.residency.drop(REFS[-1])
+    assert paged.store.resident() == (REFS[0], REFS[-1])
+    paged.store.drop(REFS[-1])
     with pytest.raises(AssertionError):
-        paged.residency.release(REFS[0])  # nobody holds it any more
+        paged.store.release(REFS[0])  # nobody holds it any more
 
 
 def test_a_deleted_adapter_serves_those_who_have_it_and_leaves_no_pages() -> None:
@@ -162,7 +162,7 @@ def test_a_deleted_adapter_serves_those_who_have_it_and_leaves_no_pages() -> Non
     alone = paged.texts([one(10, 8, REFS[2])])["x"]
     paged.generator.add(one(10, 8, REFS[2]))
     paged.generator.step()
-    paged.residency.drop(REFS[2])
+    paged.store.drop(REFS[2])
     found: list[int] = []
     while paged.generator.running:
         found += [token for message in paged.generator.step() for token in message.tokens]

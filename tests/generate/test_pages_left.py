@@ -14,8 +14,8 @@ from zlib import crc32
 import pytest
 import torch
 
-from coserve.adapter_store.host import Residency
 from coserve.adapter_store.pages import AdapterPages, Entered
+from coserve.adapter_store.store import AdapterStore, HostBudget
 from coserve.generate.schedule import Scheduler, Share
 from coserve.generate.sequences import Sequence
 from coserve.kernels.lora.types import LoraPair
@@ -24,7 +24,7 @@ from coserve.memory.buffer import ALIGNMENT, PageBuffer
 from coserve.memory.prefix import PageKeys
 from coserve.memory.spans import crowded
 from coserve.model.lora import LoraWeights
-from coserve.types import AdapterRef, LoraSettings, SamplingParams, Slo
+from coserve.types import AdapterDigests, AdapterRef, LoraSettings, SamplingParams, Slo
 
 PAGES, PAGE_TOKENS, STEP_TOKENS, RUNNING = 64, 4, 48, 12
 PAGE_BYTES = 2 * ALIGNMENT
@@ -32,7 +32,7 @@ REFS = [AdapterRef("a", 1), AdapterRef("a", 2), *(AdapterRef(f"n{i}", 1) for i i
 RESIDENT = 5
 
 
-def load(ref: AdapterRef) -> LoraWeights:
+def load(ref: AdapterRef, digests: AdapterDigests | None = None) -> LoraWeights:
     """An adapter of 2, 4, ... or 16 pages, full of its number."""
     number = 1 + REFS.index(ref)
     matrices = torch.full((number, ALIGNMENT // 2), float(number)), torch.full((ALIGNMENT // 2, number), float(number))
@@ -132,13 +132,13 @@ class Life:
             assert memory.slots[own.pages[at // PAGE_TOKENS]][at % PAGE_TOKENS] == self.mark(at), own.id
 
 
-def make(number: int, chance: random.Random, roots: list[list[int]], memory: Memory, residency: Residency) -> Life:
+def make(number: int, chance: random.Random, roots: list[list[int]], memory: Memory, store: AdapterStore) -> Life:
     tokens = chance.choice(roots)[: chance.randint(0, 60)] + [
         chance.randrange(50) for _ in range(chance.randint(1, 12))
     ]
     max_tokens = chance.randint(1, 24)
     adapter = chance.choice([None, REFS[0], REFS[1], *chance.choices(REFS, range(len(REFS), 0, -1))])
-    source = None if adapter is None else residency.acquire(adapter)
+    source = None if adapter is None else store.acquire(adapter)
     if chance.random() < 0.01:  # it fits the pool, alone with its adapter and to the last slot
         room = memory.pool.total - (0 if source is None else memory.adapter_pages(source))
         max_tokens = room * PAGE_TOKENS + 1 - len(tokens)
@@ -159,14 +159,14 @@ class Traffic:
 
     def __init__(self, memory: Memory, seed: int, *, running: int, step_tokens: int) -> None:
         self.memory, self.chance = memory, random.Random(seed)
-        self.residency = Residency(load, RESIDENT)
+        self.store = AdapterStore(load, HostBudget(RESIDENT))
         self.scheduler = Scheduler(memory, memory, max_running=running, step_tokens=step_tokens)
         self.roots = [[self.chance.randrange(50) for _ in range(60)] for _ in range(2)]
         self.live: dict[str, Life] = {}
         self.made = self.ended = self.cancelled = 0
 
     def arrive(self) -> None:
-        life = make(self.made, self.chance, self.roots, self.memory, self.residency)
+        life = make(self.made, self.chance, self.roots, self.memory, self.store)
         self.live[life.sequence.id] = life
         self.scheduler.add(life.sequence)
         self.made += 1
@@ -177,7 +177,7 @@ class Traffic:
         assert own.pages == []
         assert own.weights is None
         if own.adapter is not None:
-            self.residency.release(own.adapter)
+            self.store.release(own.adapter)
 
     def cancel(self) -> None:
         self.remove(self.chance.choice(list(self.live)))

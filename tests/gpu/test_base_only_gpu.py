@@ -7,7 +7,7 @@ import random
 import pytest
 import torch
 
-from coserve.adapter_store.host import Residency
+from coserve.adapter_store.store import AdapterStore, HostBudget
 from coserve.generate.execution.runner import Runner
 from coserve.generate.generator import Generator
 from coserve.kernels.lora.backend import Way
@@ -65,11 +65,11 @@ def test_loaded_adapters_change_nothing_for_the_base(family: str) -> None:
     """In bfloat16, as it is served: the batch is the same, so not even a rounding may differ."""
     base = wrap_base(tiny_model(family).to("cuda", torch.bfloat16), name="tiny", eos_token_ids=())
     made = {AdapterRef(f"a{i}", 1): adapter(base, i) for i in range(ADAPTERS)}
-    residency = Residency(made.__getitem__, ADAPTERS)
+    store = AdapterStore(lambda ref, digests: made[ref], HostBudget(ADAPTERS))
     kv = KvCache.for_base(base, 16384, 16)
     generator = Generator(
         base,
-        residency,
+        store,
         kv,
         max_running=16,
         step_tokens=256,
@@ -81,5 +81,5 @@ def test_loaded_adapters_change_nothing_for_the_base(family: str) -> None:
     assert len({tuple(text) for text in before}) > SEQUENCES // 2, "expected prompts that differ to be told apart"
     with_adapters = texts(generator, asks("with", ADAPTERS))
     assert with_adapters != before
-    assert set(residency.resident()) == set(made)
+    assert set(store.resident()) == set(made)
     assert texts(generator, asks("after")) == before

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from coserve.adapter_store.pages import packed_bytes
+from coserve.adapter_store.packing import packed_bytes
 from coserve.generate.execution.runner import Runner
 from coserve.generate.generator import Generator
 from coserve.kernels.attention.packed import PackedAttention

@@ -10,7 +10,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from coserve.adapter_store.pages import AdapterPages, Entered, _one_piece, packed, packed_bytes
+from coserve.adapter_store.packing import one_piece, packed, packed_bytes
+from coserve.adapter_store.pages import AdapterPages, Entered
 from coserve.kernels.lora.types import LoraPair
 from coserve.memory.buffer import ALIGNMENT, PageBuffer
 from coserve.model.lora import LoraWeights
@@ -58,12 +59,12 @@ def test_what_is_packed_goes_over_in_one_copy() -> None:
     source = adapter(0, 3)
     whole = packed(source, pinned=False)
     assert same(whole, source)
-    assert _one_piece(source) is None
-    one = _one_piece(whole)
+    assert one_piece(source) is None
+    one = one_piece(whole)
     assert one is not None
     assert one.numel() == packed_bytes(source)
     part = LoraWeights(whole.settings, {"site1": whole.sites["site1"]})
-    assert _one_piece(part) is None
+    assert one_piece(part) is None
     entered = AdapterPages(PageBuffer(20, PAGE, CPU)).enter(whole)
     assert entered is not None
     assert same(entered.weights, source)

@@ -26,7 +26,7 @@ from coserve.link import (
 )
 from coserve.queues.policy import Slack
 from coserve.types import SamplingParams, Slo
-from tests.support.fake_rooms import FakeGenerator, FakeTrainer, Inline, JobPlan, Meter, NoAdapters, Prices
+from tests.support.fake_ports import FakeGenerator, FakeTrainer, Inline, JobPlan, Meter, NoAdapters, Prices
 from tests.support.scenario import job_spec
 from tests.support.virtual_clock import run_virtual
 

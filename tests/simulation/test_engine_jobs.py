@@ -39,7 +39,7 @@ from coserve.link import (
 )
 from coserve.queues.policy import Slack
 from coserve.types import AdapterRef, JobSpec, SamplingParams, Slo
-from tests.support.fake_rooms import FakeGenerator, FakeTrainer, JobPlan, Meter, NoAdapters, Prices
+from tests.support.fake_ports import FakeGenerator, FakeTrainer, JobPlan, Meter, NoAdapters, Prices
 from tests.support.records import make_spec
 
 FREE = Prices(step=0.0, token=0.0, micro_step=0.0, spikes=0.0)

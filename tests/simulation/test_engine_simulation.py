@@ -25,7 +25,7 @@ from coserve.link import (
     Tokens,
 )
 from coserve.queues.policy import Slack
-from tests.support.fake_rooms import token
+from tests.support.fake_ports import token
 from tests.support.scenario import Outcome, Scenario, make_scenario, play
 
 POLICIES = ("ets", "ts", "slack")

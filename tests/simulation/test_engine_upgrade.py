@@ -22,7 +22,7 @@ from coserve.link import (
 )
 from coserve.queues.policy import Slack
 from coserve.types import SamplingParams, Slo
-from tests.support.fake_rooms import FakeGenerator, FakeTrainer, Meter, NoAdapters, Prices
+from tests.support.fake_ports import FakeGenerator, FakeTrainer, Meter, NoAdapters, Prices
 
 FREE = Prices(step=0.0, token=0.0, micro_step=0.0, spikes=0.0)
 

@@ -10,7 +10,7 @@ import pytest
 from coserve.link import Generate, RequestFailed, Tokens
 from coserve.queues.inference import QUANTUM
 from coserve.types import AdapterRef, SamplingParams, Slo
-from tests.support.fake_rooms import Prices
+from tests.support.fake_ports import Prices
 from tests.support.scenario import Outcome, Scenario, make_scenario, play
 
 COST, RUNNING, LIGHT = 64, 4, 5

@@ -25,7 +25,7 @@ from coserve.link import (
 )
 from coserve.queues.policy import Slack
 from coserve.types import MicroStep, SamplingParams, Slo
-from tests.support.fake_rooms import FakeGenerator, FakeTrainer, JobPlan, Meter, NoAdapters, Prices
+from tests.support.fake_ports import FakeGenerator, FakeTrainer, JobPlan, Meter, NoAdapters, Prices
 from tests.support.scenario import job_spec
 from tests.support.virtual_clock import run_virtual
 

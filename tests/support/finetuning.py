@@ -9,15 +9,16 @@ import msgspec
 import numpy as np
 
 from coserve.adapter_store.files import load_adapter
-from coserve.adapter_store.host import Residency
+from coserve.adapter_store.store import AdapterStore, HostBudget
 from coserve.cancellation import Cancellation
 from coserve.corpus.tokenized import Corpus
 from coserve.finetune.trainer import Trainer
 from coserve.kernels.lora.backend import Way
 from coserve.link import FromEngine, JobFailed, JobProgress, JobStarted, JobSucceeded
 from coserve.model.base import Base, wrap_base
+from coserve.model.lora import LoraWeights
 from coserve.state.folder import DataFolder
-from coserve.types import AdapterRef, JobSpec, LoraSettings, StepMetrics, TrainingSettings
+from coserve.types import AdapterDigests, AdapterRef, JobSpec, LoraSettings, StepMetrics, TrainingSettings
 from tests.support.tiny_models import VOCAB, tiny_model
 
 
@@ -75,10 +76,10 @@ class Bench:
         way: Way = Way.GROUPED,
     ) -> None:
         self.base, self.folder = base, DataFolder(root)
-        self.residency = Residency(self._load_adapter, 4)
+        self.store = AdapterStore(self._load_adapter, HostBudget(4))
         self.trainer = Trainer(
             base,
-            self.residency,
+            self.store,
             self.folder,
             micro_batch_tokens=64,
             recompute=recompute,
@@ -87,7 +88,7 @@ class Bench:
             clock=lambda: 0.0,
         )
 
-    def _load_adapter(self, ref: AdapterRef):
+    def _load_adapter(self, ref: AdapterRef, digests: AdapterDigests | None) -> LoraWeights:
         return load_adapter(self.folder.adapter(ref), self.base.spec, device=self.base.device, dtype=self.base.dtype)
 
     def place(self, corpus: Corpus, spec: JobSpec) -> JobSpec:

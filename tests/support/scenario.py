@@ -29,9 +29,8 @@ from coserve.link import (
 )
 from coserve.queues.policy import Decision, Ets, Policy, Slack, TemporalSharing, View
 from coserve.types import AdapterRef, JobSpec, LoraSettings, SamplingParams, Slo, TrainingSettings
-from tests.support.fake_rooms import (
+from tests.support.fake_ports import (
     CONTEXT,
-    DiskAdapters,
     FakeGenerator,
     FakeTrainer,
     Inline,
@@ -39,6 +38,7 @@ from tests.support.fake_rooms import (
     Meter,
     NoAdapters,
     Prices,
+    adapters_on_disk,
 )
 from tests.support.virtual_clock import VirtualClockLoop, run_virtual
 
@@ -277,7 +277,7 @@ async def _play(scenario: Scenario) -> Outcome:
     engine = Engine(
         generator,
         trainer,
-        DiskAdapters(1, policy.event) if scenario.cold else NoAdapters(),
+        adapters_on_disk(1, policy.event) if scenario.cold else NoAdapters(),
         policy,
         engine_end,
         max_running=scenario.max_running,

@@ -14,6 +14,7 @@ from concurrent.futures import Executor, Future
 from dataclasses import dataclass, field
 from typing import Any
 
+from coserve.adapter_store.store import AdapterStore, HostBudget
 from coserve.cancellation import Cancellation
 from coserve.errors import CheckpointUnreadable, PromptTooLong
 from coserve.link import (
@@ -27,7 +28,9 @@ from coserve.link import (
     RequestFailed,
     Tokens,
 )
-from coserve.types import AdapterDigests, AdapterRef, FinishReason, JobSpec, MicroStep, StepMetrics
+from coserve.model.lora import LoraWeights
+from coserve.queues.inference import Queued
+from coserve.types import AdapterDigests, AdapterRef, FinishReason, JobSpec, LoraSettings, MicroStep, StepMetrics
 
 CONTEXT = 64
 """Longer prompts are refused."""
@@ -293,42 +296,41 @@ class Inline(Executor):
 
 
 class NoAdapters:
-    """A residency that holds nothing, and misses nothing."""
+    """An adapter store in which every adapter is in memory."""
 
-    def expect(self, ref: AdapterRef, digests: AdapterDigests) -> None:
-        """Nothing is read."""
+    waiting = 0
+    troubles: tuple[str, ...] = ()
 
-    def missing(self, ref: AdapterRef) -> bool:
+    def notify(self, changed: Callable[[], None]) -> None:
+        """Nothing changes."""
+
+    def ready(self, request: Queued) -> bool:
+        return True
+
+    def arrived(self) -> list[Queued]:
+        return []
+
+    def failed(self) -> list[tuple[Queued, Exception]]:
+        return []
+
+    def cancel(self, id: str) -> bool:
         return False
 
-    def read(self, ref: AdapterRef) -> Callable[[], None]:
-        raise AssertionError(ref)
-
     def drop(self, ref: AdapterRef) -> None:
-        """Nothing is held."""
+        """Nothing is kept."""
 
     def resident(self) -> tuple[AdapterRef, ...]:
         return ()
 
+    def close(self) -> None:
+        """Nothing is read."""
 
-class DiskAdapters(NoAdapters):
-    """Holds the last `capacity` adapters that were read; others are on disk. `came` is called whenever one was read."""
 
-    def __init__(self, capacity: int, came: Callable[[], None]) -> None:
-        self._capacity, self._came = capacity, came
-        self._held: dict[AdapterRef, None] = {}
+def adapters_on_disk(budget: int, came: Callable[[], None]) -> AdapterStore:
+    """A store that keeps `budget` idle adapters in memory. `came` is called whenever one was read."""
 
-    def missing(self, ref: AdapterRef) -> bool:
-        return ref not in self._held
+    def load(ref: AdapterRef, digests: AdapterDigests | None) -> LoraWeights:
+        came()
+        return LoraWeights(LoraSettings(), {})
 
-    def read(self, ref: AdapterRef) -> Callable[[], None]:
-        def keep() -> None:
-            self._came()
-            self._held[ref] = None
-            while len(self._held) > self._capacity:
-                del self._held[next(iter(self._held))]
-
-        return keep
-
-    def resident(self) -> tuple[AdapterRef, ...]:
-        return tuple(self._held)
+    return AdapterStore(load, HostBudget(budget))

@@ -11,7 +11,8 @@ from dataclasses import dataclass
 
 import pytest
 
-from coserve.adapter_store.fetches import Fetches
+from coserve.adapter_store.entry import State
+from coserve.adapter_store.store import AdapterStore, HostBudget
 from coserve.engine.engine import Engine
 from coserve.errors import AdapterNotFound, StorageBusy
 from coserve.link import (
@@ -28,21 +29,21 @@ from coserve.link import (
     Tokens,
     local_pair,
 )
+from coserve.model.lora import LoraWeights
 from coserve.queues.inference import Queued
 from coserve.queues.policy import Ets, Policy, Slack
 from coserve.state.retries import Backoff
-from coserve.types import AdapterRef, SamplingParams, Slo
-from tests.support.fake_rooms import FakeGenerator, FakeTrainer, Meter, NoAdapters, Prices
+from coserve.types import AdapterDigests, AdapterRef, LoraSettings, SamplingParams, Slo
+from tests.support.fake_ports import FakeGenerator, FakeTrainer, Meter, Prices
 
 FREE = Prices(step=0.0, token=0.0, micro_step=0.0, spikes=0.0)
 COLD, OTHER = AdapterRef("cold", 1), AdapterRef("other", 1)
 
 
-class Shelf(NoAdapters):
-    """Adapters whose files are read when the test says so."""
+class Disk:
+    """Adapter files that are read when the test says so."""
 
     def __init__(self) -> None:
-        self.held: set[AdapterRef] = set()
         self.lost: set[AdapterRef] = set()
         self.busy = 0
         """Reads that fail for a machine that has no descriptors."""
@@ -50,11 +51,8 @@ class Shelf(NoAdapters):
         self.reads: list[AdapterRef] = []
         self.thread = threading.get_ident()
 
-    def missing(self, ref: AdapterRef) -> bool:
-        return ref not in self.held
-
-    def read(self, ref: AdapterRef) -> Callable[[], None]:
-        assert threading.get_ident() != self.thread
+    def __call__(self, ref: AdapterRef, digests: AdapterDigests | None) -> LoraWeights:
+        assert threading.get_ident() != self.thread, "files are read on threads"
         self.reads.append(ref)
         self.begun.set()
         self.go.wait()
@@ -63,23 +61,23 @@ class Shelf(NoAdapters):
             raise StorageBusy("no descriptors")
         if ref in self.lost:
             raise AdapterNotFound(f"adapter {ref} has no files")
-        return lambda: self.held.add(ref)
+        return LoraWeights(LoraSettings(), {})
 
 
-class Reading(FakeGenerator):
-    """Asks the shelf for an adapter when a request comes."""
+class Acquiring(FakeGenerator):
+    """Asserts that the adapter of each request is in memory."""
 
-    shelf: Shelf
+    store: AdapterStore
 
     def add(self, request: Generate) -> None:
-        if request.adapter is not None and self.shelf.missing(request.adapter):
-            raise AdapterNotFound(f"adapter {request.adapter} has no files")
+        assert request.adapter is None or self.store.state(request.adapter) is State.HOST
         super().add(request)
 
 
 @dataclass
 class Scene:
-    shelf: Shelf
+    disk: Disk
+    store: AdapterStore
     api: LocalLink[ToEngine, FromEngine]
     seen: list[FromEngine]
     engine: asyncio.Task[None]
@@ -93,27 +91,28 @@ class Scene:
         return found
 
     async def reading(self) -> None:
-        await asyncio.to_thread(self.shelf.begun.wait)
+        await asyncio.to_thread(self.disk.begun.wait)
 
 
 @asynccontextmanager
-async def scene(policy: Policy | None = None, max_running: int = 4, shelf: Shelf | None = None) -> AsyncIterator[Scene]:
-    meter, rng, loop, shelf = Meter(), random.Random(0), asyncio.get_running_loop(), shelf or Shelf()
-    generator = Reading(meter, FREE, 64, rng, 0.0)
-    generator.shelf = shelf
+async def scene(policy: Policy | None = None, max_running: int = 4, disk: Disk | None = None) -> AsyncIterator[Scene]:
+    meter, rng, loop, disk = Meter(), random.Random(0), asyncio.get_running_loop(), disk or Disk()
+    store = AdapterStore(disk, HostBudget(4))
+    generator = Acquiring(meter, FREE, 64, rng, 0.0)
+    generator.store = store
     api, engine_end = local_pair()
     trainer = FakeTrainer(meter, FREE, {}, rng, loop.time)
     engine = Engine(
-        generator, trainer, shelf, policy or Slack(max_running, 1.0), engine_end, max_running=max_running, max_queue=8,
+        generator, trainer, store, policy or Slack(max_running, 1.0), engine_end, max_running=max_running, max_queue=8,
         fair=True, max_active_jobs=1, step_tokens=64, clock=loop.time,
     )  # fmt: skip
     running = asyncio.create_task(engine.run())
     try:
-        yield Scene(shelf, api, [], running)
+        yield Scene(disk, store, api, [], running)
         api.send(Shutdown())
         await running
     finally:
-        shelf.go.set()
+        disk.go.set()
         running.cancel()
 
 
@@ -137,7 +136,7 @@ async def test_others_are_served_while_an_adapter_is_read() -> None:
         at.api.send(ask("bare", None, 50))
         before = await at.until(ended("bare"))
         assert admitted(before) == ["bare"]
-        at.shelf.go.set()
+        at.disk.go.set()
         assert admitted(await at.until(ended("cold"))) == ["cold"]
 
 
@@ -146,13 +145,13 @@ async def test_two_who_want_the_same_wait_for_one_reading() -> None:
         for id in ("first", "second"):
             at.api.send(ask(id, COLD))
         await at.reading()
-        at.shelf.go.set()
+        at.disk.go.set()
         await at.until(ended("second"))
         assert admitted(at.seen) == ["first", "second"]
-        assert at.shelf.reads == [COLD]
+        assert at.disk.reads == [COLD]
         at.api.send(ask("third", COLD))
         await at.until(ended("third"))
-        assert at.shelf.reads == [COLD]
+        assert at.disk.reads == [COLD]
 
 
 async def test_who_waits_takes_room_and_is_counted() -> None:
@@ -161,7 +160,7 @@ async def test_who_waits_takes_room_and_is_counted() -> None:
         await at.reading()
         at.api.send(ask("bare", None))
         await at.until(lambda message: isinstance(message, EngineStats) and message.waiting == 2)
-        at.shelf.go.set()
+        at.disk.go.set()
         await at.until(ended("bare"))
         assert admitted(at.seen) == ["cold", "bare"]
 
@@ -173,7 +172,7 @@ async def test_who_is_cancelled_while_waiting_is_never_let_in() -> None:
         at.api.send(CancelRequest(id="cold"))
         at.api.send(ask("bare", None))
         await at.until(ended("bare"))
-        at.shelf.go.set()
+        at.disk.go.set()
         at.api.send(ask("later", COLD))
         await at.until(ended("later"))
         assert admitted(at.seen) == ["bare", "later"]
@@ -181,8 +180,8 @@ async def test_who_is_cancelled_while_waiting_is_never_let_in() -> None:
 
 async def test_an_adapter_without_files_fails_its_request_alone() -> None:
     async with scene() as at:
-        at.shelf.lost.add(COLD)
-        at.shelf.go.set()
+        at.disk.lost.add(COLD)
+        at.disk.go.set()
         at.api.send(ask("cold", COLD))
         failed = (await at.until(lambda message: isinstance(message, RequestFailed)))[-1]
         assert isinstance(failed, RequestFailed)
@@ -193,12 +192,12 @@ async def test_an_adapter_without_files_fails_its_request_alone() -> None:
 
 async def test_a_machine_that_is_busy_is_tried_again_and_told() -> None:
     async with scene() as at:
-        at.shelf.busy = 3
-        at.shelf.go.set()
+        at.disk.busy = 3
+        at.disk.go.set()
         at.api.send(ask("cold", COLD))
         await at.until(lambda message: isinstance(message, EngineStats) and bool(message.troubles))
         await at.until(ended("cold"))
-        assert at.shelf.reads == [COLD] * 4
+        assert at.disk.reads == [COLD] * 4
         await at.until(lambda message: isinstance(message, EngineStats) and not message.troubles)
 
 
@@ -206,22 +205,25 @@ async def test_a_machine_that_stays_busy_fails_the_request_alone() -> None:
     async def sleep(_: float) -> None:
         await asyncio.sleep(0)
 
-    shelf, changed = Shelf(), asyncio.Event()
-    shelf.go.set()
-    shelf.busy = 1000
-    fetches = Fetches(shelf, changed.set, backoff=Backoff(first=1.0, total=3.0), sleep=sleep)
-    assert fetches.take(Queued(ask("cold", COLD), arrived=0.0, deadline=1.0))
+    disk, changed = Disk(), asyncio.Event()
+    disk.go.set()
+    disk.busy = 1000
+    store = AdapterStore(disk, HostBudget(4), backoff=Backoff(first=1.0, total=3.0), sleep=sleep)
+    store.notify(changed.set)
+    assert not store.ready(Queued(ask("cold", COLD), arrived=0.0, deadline=1.0))
+    assert store.state(COLD) is State.READING
     failed: list[tuple[Queued, Exception]] = []
     while not failed:
         await changed.wait()
         changed.clear()
-        assert fetches.arrived() == []
-        failed = fetches.failed()
+        assert store.arrived() == []
+        failed = store.failed()
     ((request, error),) = failed
     assert isinstance(error, StorageBusy)
     assert (request.message.id, error.code) == ("cold", StorageBusy.code)
-    assert len(fetches) == 0
-    fetches.close()
+    assert store.waiting == 0
+    assert store.state(COLD) is State.DISK
+    store.close()
 
 
 async def test_what_is_deleted_while_it_is_read_is_not_kept() -> None:
@@ -231,9 +233,9 @@ async def test_what_is_deleted_while_it_is_read_is_not_kept() -> None:
         at.api.send(DropAdapter(ref=COLD))
         at.api.send(ask("bare", None))
         await at.until(ended("bare"))
-        at.shelf.go.set()
+        at.disk.go.set()
         await at.until(lambda message: isinstance(message, RequestFailed) and message.id == "cold")
-        assert COLD not in at.shelf.held
+        assert at.store.state(COLD) is State.DISK
 
 
 async def test_the_end_does_not_wait_for_files() -> None:
@@ -249,19 +251,19 @@ async def test_batches_that_run_to_their_end_wait_for_their_adapters(size: int) 
         at.api.send(ask("cold", COLD))
         await at.reading()
         at.api.send(ask("other", OTHER))
-        at.shelf.go.set()
+        at.disk.go.set()
         await at.until(ended("other"))
         assert admitted(at.seen) == ["cold", "other"]
 
 
 async def test_a_fault_in_reading_ends_that_request_alone() -> None:
-    class Faulty(Shelf):
-        def read(self, ref: AdapterRef) -> Callable[[], None]:
-            super().read(ref)
+    class Faulty(Disk):
+        def __call__(self, ref: AdapterRef, digests: AdapterDigests | None) -> LoraWeights:
+            super().__call__(ref, digests)
             raise ZeroDivisionError
 
-    async with scene(shelf=Faulty()) as at:
-        at.shelf.go.set()
+    async with scene(disk=Faulty()) as at:
+        at.disk.go.set()
         at.api.send(ask("cold", COLD))
         await at.reading()
         failed = (await at.until(lambda message: isinstance(message, RequestFailed)))[-1]

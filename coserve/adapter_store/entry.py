@@ -1,0 +1,46 @@
+"""One adapter version as the store knows it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+
+from coserve.model.lora import LoraWeights
+from coserve.types import AdapterDigests, AdapterRef
+
+
+class State(Enum):
+    """Where the copy of an adapter is that is closest to the kernels."""
+
+    DISK = "disk"
+    READING = "reading"
+    HOST = "host"
+
+
+@dataclass(eq=False)
+class Entry:
+    """An adapter version that has a copy in memory, is being read, or is referenced."""
+
+    ref: AdapterRef
+    digests: AdapterDigests | None = None
+    """What the adapter's files are checked against."""
+    host: LoraWeights | None = None
+    host_bytes: int = 0
+    reading: bool = False
+    references: int = 0
+    """Requests that acquired it and have not released it."""
+    waiting: int = 0
+    """Requests that wait for it in the store."""
+    deleted: bool = False
+    """Its files are gone. Requests that acquired it keep it; nobody acquires it any more."""
+
+    @property
+    def state(self) -> State:
+        if self.host is not None:
+            return State.HOST
+        return State.READING if self.reading else State.DISK
+
+    @property
+    def idle(self) -> bool:
+        """No request needs it: its host copy may be evicted."""
+        return not (self.references or self.waiting)

@@ -1,0 +1,231 @@
+"""The adapter store: an acquired adapter stays, idle ones are evicted by age, a deleted one is never acquired again."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+import torch
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from coserve.adapter_store.entry import State
+from coserve.adapter_store.store import AdapterStore, HostBudget
+from coserve.errors import AdapterBusy, AdapterNotFound
+from coserve.kernels.lora.types import LoraPair
+from coserve.link import Generate
+from coserve.model.lora import LoraWeights
+from coserve.queues.inference import Queued
+from coserve.types import AdapterDigests, AdapterRef, LoraSettings, SamplingParams, Slo
+
+REFS = [AdapterRef(id, version) for id in "abc" for version in (1, 2)]
+CAPACITY = 3
+
+
+class Disk:
+    """Stands for the adapters' files; counts reads."""
+
+    def __init__(self, *refs: AdapterRef) -> None:
+        self.files = set(refs)
+        self.reads: list[AdapterRef] = []
+
+    def __call__(self, ref: AdapterRef, digests: AdapterDigests | None) -> LoraWeights:
+        if ref not in self.files:
+            raise AdapterNotFound(f"adapter {ref} does not exist")
+        self.reads.append(ref)
+        return LoraWeights(LoraSettings(), {})
+
+
+def test_the_least_recently_used_idle_adapter_goes_first() -> None:
+    disk = Disk(*REFS)
+    store = AdapterStore(disk, HostBudget(2))
+    for ref in (REFS[0], REFS[1], REFS[0], REFS[2]):
+        store.acquire(ref)
+        store.release(ref)
+    assert store.resident() == (REFS[0], REFS[2])
+    store.acquire(REFS[0])
+    assert disk.reads == [REFS[0], REFS[1], REFS[2]]
+
+
+def test_held_adapters_stay_beyond_the_capacity_until_released() -> None:
+    store = AdapterStore(Disk(*REFS), HostBudget(1))
+    held = {ref: store.acquire(ref) for ref in REFS[:3]}
+    assert set(store.resident()) == set(REFS[:3])
+    assert all(store.acquire(ref) is weights for ref, weights in held.items())
+    for ref in (*REFS[:3], *REFS[:3]):
+        store.release(ref)
+    assert len(store.resident()) == 1
+
+
+def test_a_published_adapter_is_never_read() -> None:
+    disk = Disk()
+    store = AdapterStore(disk, HostBudget(2))
+    weights = LoraWeights(LoraSettings(), {})
+    store.publish(REFS[0], weights)
+    assert store.acquire(REFS[0]) is weights
+    assert disk.reads == []
+    with pytest.raises(AdapterBusy):
+        store.publish(REFS[0], LoraWeights(LoraSettings(), {}))
+
+
+def test_a_deleted_adapter_leaves_with_its_last_holder() -> None:
+    disk = Disk(REFS[0])
+    store = AdapterStore(disk, HostBudget(2))
+    store.acquire(REFS[0])
+    store.drop(REFS[0])
+    disk.files.clear()
+    assert store.resident() == ()
+    with pytest.raises(AdapterNotFound):
+        store.acquire(REFS[0])
+    store.release(REFS[0])
+    with pytest.raises(AdapterNotFound):
+        store.acquire(REFS[0])
+
+
+def test_an_unknown_adapter_costs_nobody_a_place_for_good() -> None:
+    store = AdapterStore(Disk(REFS[0]), HostBudget(1))
+    store.acquire(REFS[0])
+    with pytest.raises(AdapterNotFound):
+        store.acquire(REFS[1])
+    assert store.resident() == (REFS[0],)
+
+
+def sized(rank: int) -> LoraWeights:
+    """Of 256 bytes a rank."""
+    return LoraWeights(LoraSettings(r=rank), {"q": LoraPair(torch.zeros(rank, 32), torch.zeros(32, rank), 1.0)})
+
+
+def test_the_budget_counts_bytes() -> None:
+    store = AdapterStore(Disk(*REFS), HostBudget(adapters=100, bytes=1024))
+    for ref, rank in zip(REFS[:4], (1, 1, 1, 2), strict=True):
+        store.publish(ref, sized(rank))
+    assert store.resident() == (REFS[1], REFS[2], REFS[3])
+    store.publish(REFS[4], sized(3))
+    assert store.resident() == (REFS[4],)
+    store.publish(REFS[5], sized(9))
+    assert store.resident() == (REFS[5],), "what was just published stays until something else comes"
+
+
+def queued(id: str, ref: AdapterRef | None) -> Queued:
+    slo = Slo(ttft=1.0, tpot=1.0)
+    return Queued(Generate(id=id, prompt=(1,), sampling=SamplingParams(), adapter=ref, slo=slo), 0.0, 1.0)
+
+
+async def settled(store: AdapterStore) -> None:
+    """Until every read has ended."""
+    changed = asyncio.Event()
+    store.notify(changed.set)
+    while any(store.state(ref) is State.READING for ref in REFS):
+        await changed.wait()
+        changed.clear()
+
+
+async def test_what_somebody_waits_for_is_not_evicted_before_they_have_it() -> None:
+    disk = Disk(*REFS)
+    store = AdapterStore(disk, HostBudget(1))
+    waiting = [queued(str(i), ref) for i, ref in enumerate(REFS[:3])]
+    for one in waiting:
+        assert not store.ready(one)
+    assert store.ready(queued("base", None))
+    assert store.waiting == 3
+    await settled(store)
+    assert set(store.resident()) == set(REFS[:3])
+    assert store.cancel("1") and not store.cancel("1")
+    assert store.arrived() == [waiting[0], waiting[2]]
+    for one in (waiting[0], waiting[2]):
+        assert one.message.adapter is not None
+        store.acquire(one.message.adapter)
+        store.release(one.message.adapter)
+    assert len(store.resident()) == 1
+    assert sorted(disk.reads) == sorted(REFS[:3])
+    store.close()
+
+
+async def test_who_waits_for_a_deleted_adapter_fails_read_or_not() -> None:
+    store = AdapterStore(Disk(*REFS), HostBudget(2))
+    read, unread = queued("read", REFS[0]), queued("unread", REFS[1])
+    assert not store.ready(read)
+    await settled(store)
+    assert not store.ready(unread)
+    for ref in REFS[:2]:
+        store.drop(ref)
+    await settled(store)
+    assert store.arrived() == []
+    failed = store.failed()
+    assert {request.message.id for request, _ in failed} == {"read", "unread"}
+    assert all(isinstance(error, AdapterNotFound) for _, error in failed)
+    assert store.resident() == ()
+    assert store.waiting == 0
+    store.close()
+
+
+async def test_an_adapter_that_is_published_while_it_is_read_serves_at_once() -> None:
+    store = AdapterStore(Disk(), HostBudget(2))
+    assert not store.ready(queued("early", REFS[0]))
+    store.publish(REFS[0], sized(1))
+    assert [one.message.id for one in store.arrived()] == ["early"]
+    await settled(store)
+    assert store.failed() == []
+    assert store.resident() == (REFS[0],)
+    store.close()
+
+
+class StoreMachine(RuleBasedStateMachine):
+    """Against a plain model: who holds what, and which files exist."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.disk = Disk()
+        self.store = AdapterStore(self.disk, HostBudget(CAPACITY))
+        self.held: dict[AdapterRef, list[LoraWeights]] = {}
+
+    @rule(ref=st.sampled_from(REFS))
+    def publish(self, ref: AdapterRef) -> None:
+        weights = LoraWeights(LoraSettings(), {})
+        if ref in self.held:
+            with pytest.raises(AdapterBusy):
+                self.store.publish(ref, weights)
+        else:
+            self.store.publish(ref, weights)
+            self.disk.files.add(ref)
+            assert ref in self.store.resident()
+
+    @rule(ref=st.sampled_from(REFS))
+    def acquire(self, ref: AdapterRef) -> None:
+        if ref not in self.disk.files:
+            with pytest.raises(AdapterNotFound):
+                self.store.acquire(ref)
+            return
+        reads = len(self.disk.reads)
+        resident = ref in self.store.resident()
+        weights = self.store.acquire(ref)
+        assert (len(self.disk.reads) == reads) == resident
+        assert all(weights is other for other in self.held.get(ref, ()))
+        self.held.setdefault(ref, []).append(weights)
+
+    @precondition(lambda self: self.held)
+    @rule(data=st.data())
+    def release(self, data: st.DataObject) -> None:
+        ref = data.draw(st.sampled_from(sorted(self.held)))
+        self.store.release(ref)
+        self.held[ref].pop()
+        if not self.held[ref]:
+            del self.held[ref]
+
+    @rule(ref=st.sampled_from(REFS))
+    def drop(self, ref: AdapterRef) -> None:
+        self.disk.files.discard(ref)
+        self.store.drop(ref)
+        assert ref not in self.store.resident()
+
+    @invariant()
+    def what_is_held_is_resident_and_the_rest_is_bounded(self) -> None:
+        resident = set(self.store.resident())
+        assert resident <= self.disk.files
+        assert {ref for ref in self.held if ref in self.disk.files} <= resident
+        assert len(resident) <= max(CAPACITY, len(self.held) + 1)  # + 1: just published
+
+
+StoreMachine.TestCase.settings = settings(max_examples=40, stateful_step_count=25, deadline=None)
+TestStore = StoreMachine.TestCase
