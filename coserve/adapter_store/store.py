@@ -42,7 +42,7 @@ class HostBudget:
 class AdapterStore:
     """A cache of adapters over their files. One entry an adapter version; idle ones are evicted by last use.
 
-    A request waits here until its adapter is in memory (`ready`, `arrived`, `failed`), then acquires it, and releases it
+    A request waits here until its adapter is in memory (`ready`, `next_arrived`, `failed`), then acquires it, and releases it
     when it ends.
     """
 
@@ -99,11 +99,14 @@ class AdapterStore:
             task.add_done_callback(self._tasks.discard)
         return False
 
-    def arrived(self) -> list[Queued]:
-        """Remove and return the requests whose adapters are in memory now, in the order in which they began to wait."""
-        found = [one for one in self._waiting.values() if self._of(one).state is State.HOST]
-        for request in found:
-            self._stop_waiting(request)
+    def next_arrived(self) -> Queued | None:
+        """Remove and return the first of the waiting requests whose adapter is in memory now; None if there is none.
+
+        It acquires its adapter before the next one is asked for: until then nothing evicts it.
+        """
+        found = next((one for one in self._waiting.values() if self._of(one).state is State.HOST), None)
+        if found is not None:
+            self._stop_waiting(found)
         return found
 
     def failed(self) -> list[tuple[Queued, Exception]]:

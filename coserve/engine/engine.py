@@ -132,7 +132,7 @@ class Engine:
             while not (self._stopping or beside[0].done()):
                 self._changed.clear()  # what came until now, the policy sees now
                 self._jobs.activate()
-                for request in self._adapters.arrived():
+                while (request := self._adapters.next_arrived()) is not None:
                     self._admit(request)
                 for request, error in self._adapters.failed():
                     self._fail(request.message, error)

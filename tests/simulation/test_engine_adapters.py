@@ -216,7 +216,7 @@ async def test_a_machine_that_stays_busy_fails_the_request_alone() -> None:
     while not failed:
         await changed.wait()
         changed.clear()
-        assert store.arrived() == []
+        assert store.next_arrived() is None
         failed = store.failed()
     ((request, error),) = failed
     assert isinstance(error, StorageBusy)

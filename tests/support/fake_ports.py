@@ -307,8 +307,8 @@ class NoAdapters:
     def ready(self, request: Queued) -> bool:
         return True
 
-    def arrived(self) -> list[Queued]:
-        return []
+    def next_arrived(self) -> Queued | None:
+        return None
 
     def failed(self) -> list[tuple[Queued, Exception]]:
         return []
