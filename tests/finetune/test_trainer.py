@@ -321,7 +321,7 @@ def test_early_stopping_publishes_the_best_weights(base: Base, tmp_path: Path) -
     best = _best_step(metrics_of(bench.train(long)))
     short.train(short.place(CORPUS, job_spec(CORPUS, **(changes | {"steps": best}), **constant)))
     stopped = bench.store.acquire(AdapterRef("learned", 2))
-    assert torch.equal(logits(base, stopped), logits(base, short.residency.acquire(REF)))
+    assert torch.equal(logits(base, stopped), logits(base, short.store.acquire(REF)))
 
 
 def _best_step(metrics) -> int:
