@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from coserve.adapter_store.files import save_adapter
-from coserve.adapter_store.host import Residency
+from coserve.adapter_store.store import AdapterStore
 from coserve.errors import NonFiniteLoss, StorageError, StorageFull
 from coserve.finetune.job import TrainingJob
 from coserve.finetune.lora_tensors import cast, named_tensors
@@ -17,7 +17,7 @@ from coserve.state.folder import DataFolder
 from coserve.types import AdapterRef
 
 
-def publish(job: TrainingJob, base: Base, folder: DataFolder, residency: Residency) -> JobSucceeded | JobWaiting:
+def publish(job: TrainingJob, base: Base, folder: DataFolder, store: AdapterStore) -> JobSucceeded | JobWaiting:
     """Write the adapter's files durably, then make the version available in memory.
 
     `JobWaiting` where the disk refuses the files: call again later. Raises `NonFiniteLoss` for NaN or infinite weights.
@@ -34,7 +34,7 @@ def publish(job: TrainingJob, base: Base, folder: DataFolder, residency: Residen
     except StorageError as error:
         what = "space" if isinstance(error, StorageFull) else "the disk"
         return JobWaiting(id=spec.id, message=f"waiting for {what}: {error.message}")
-    residency.publish(ref, cast(weights, base.dtype))
+    store.publish(ref, cast(weights, base.dtype))
     loss = job.loop.progress.last_loss
     assert loss is not None, "a job ends after at least one step"
     return JobSucceeded(id=spec.id, ref=ref, final_loss=loss, trained_tokens=job.loop.progress.trained_tokens)
