@@ -28,7 +28,8 @@ import triton
 from benchmarks import lora_cases as cases
 from benchmarks import lora_ways as ways
 from benchmarks.timing import Timing, event_us, graph_us
-from coserve.generate.execution.slots import Room, decode_rooms, settled
+from coserve.generate.execution.graph_sizes import TileCapacity, decode_tile_capacities
+from coserve.generate.execution.slot_lora import fit_tiles
 from coserve.kernels.lora import reference
 from coserve.kernels.lora.segmented import terms
 from coserve.kernels.lora.segmented.adapter_table import RANK_BLOCK
@@ -160,10 +161,10 @@ def decode_stack(layers: int, tokens: int, ranks: list[int]) -> list[cases.Layer
     return [cases.make_layer(group, tokens, ranks) for _ in range(layers) for group in cases.LLAMA]
 
 
-EXACT = Room(0, 0)
+EXACT = TileCapacity(0, 0)
 
 
-def step_call(sets: list[cases.Layer], adapter_of: list[int], ranks: list[int], room: Room | None) -> ways.Call:
+def step_call(sets: list[cases.Layer], adapter_of: list[int], ranks: list[int], room: TileCapacity | None) -> ways.Call:
     """The LoRA part of a decode step over a slot table, in a graph for steps that fit the `room`.
 
     None: the room that the engine takes; EXACT: cut for exactly this batch.
@@ -177,7 +178,7 @@ def step_call(sets: list[cases.Layer], adapter_of: list[int], ranks: list[int], 
         cut_as = TilePlan(tiles, R, decode)
     else:
         if room is None:
-            room, host = settled(segments, ranks, decode_rooms(tokens))
+            room, host = fit_tiles(segments, ranks, decode_tile_capacities(tokens))
         else:
             host = cut(segments, ranks, room.rows)
         static = StepTiles(room.rows, room.tiles, room.tiles * R // RANK_BLOCK, tokens, cases.DEVICE)
@@ -202,8 +203,8 @@ def step_part() -> list[Row]:
         ("a1", [0] * 64, None),
         ("a32.exact", pairs_of_two, EXACT),
         ("a1.exact", [0] * 64, EXACT),
-        ("a32.bucket64", pairs_of_two, Room(8, 64)),
-        ("a1.bucket64", [0] * 64, Room(8, 64)),
+        ("a32.bucket64", pairs_of_two, TileCapacity(8, 64)),
+        ("a1.bucket64", [0] * 64, TileCapacity(8, 64)),
     ):
         timing = graph_us([step_call(sets, owner, [16] * 32, room)], replays=31)
         rows.append({"case": f"step.{name}", "layers": 32, "us": {"segmented": timing.record()}})

@@ -18,7 +18,8 @@ from coserve.adapter_store.store import AdapterStore, HostBudget
 from coserve.cancellation import Cancellation
 from coserve.config import Config
 from coserve.engine.engine import Engine
-from coserve.generate.execution.runner import INDUCTOR, Runner
+from coserve.generate.execution.runner import Runner
+from coserve.generate.execution.start import INDUCTOR
 from coserve.generate.generator import Generator
 from coserve.kernels.lora.backend import Way
 from coserve.kernels.lora.types import LoraPair

@@ -2,23 +2,32 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from coserve.generate.execution import slots as slots_module
-from coserve.generate.execution.graphs import mixed as mixed_graph
-from coserve.generate.execution.graphs.decode import Results
-from coserve.generate.execution.graphs.mixed import MIXED_BUCKETS, MixedGraph, Rows, mixed_rooms
+from coserve.generate.execution.adapter_slots import AdapterSlots
+from coserve.generate.execution.footprint import NO_ADAPTERS
+from coserve.generate.execution.graph_sizes import (
+    DECODE_KERNEL_TOKENS,
+    MIXED_TOKENS,
+    mixed_capacities,
+    mixed_tile_capacities,
+)
+from coserve.generate.execution.graphs.mixed import MixedGraph, Rows
+from coserve.generate.execution.graphs.shared import GraphState, LogitsBuffer
 from coserve.generate.execution.runner import Runner
-from coserve.generate.execution.slots import NO_ADAPTERS, SMALL_STEP, AdapterSlots, prompt_rooms, scope_of, slot_lora
+from coserve.generate.execution.slot_lora import slot_lora
+from coserve.generate.execution.token_slots import TokenSlots
 from coserve.generate.generator import Generator
 from coserve.generate.sampling.sampler import send_ids
-from coserve.kernels.attention.interface import MixedCapacity, Run
+from coserve.kernels.attention.interface import Attention, MixedCapacity, Run
 from coserve.kernels.lora.backend import Way
 from coserve.kernels.lora.segments import Segments
-from coserve.kernels.sampling.sampling import NOT_FINITE
+from coserve.kernels.sampling.constants import NOT_FINITE
 from coserve.memory.kv import KvCache
 from coserve.model.base import Base, wrap_base
 from coserve.model.fused import FusedBase
@@ -45,23 +54,22 @@ class Ways:
         self.graphs: list[tuple[int, int]] = []
         """(tokens of the step, of the graph)."""
         self.others = 0
-        run, launch = MixedGraph.run, Runner._kernel_by_kernel
+        run, attention = MixedGraph.run, KvCache.attention
 
         def ran(graph: MixedGraph, rows: Rows, *args: object) -> object:
             self.graphs.append((len(rows.tokens), graph.capacity.tokens))
             return run(graph, rows, *args)  # type: ignore[arg-type]
 
-        def launched(runner: Runner, *args: object) -> object:
+        def launched(kv: KvCache, runs: Sequence[Run]) -> Attention:
             self.others += 1
-            return launch(runner, *args)  # type: ignore[arg-type]
+            return attention(kv, runs)
 
         monkeypatch.setattr(MixedGraph, "run", ran)
-        monkeypatch.setattr(Runner, "_kernel_by_kernel", launched)
+        monkeypatch.setattr(KvCache, "attention", launched)
 
 
 @pytest.fixture
 def ways(monkeypatch: pytest.MonkeyPatch) -> Ways:
-    monkeypatch.setattr(mixed_graph, "MISSES", 1000)
     return Ways(monkeypatch)
 
 
@@ -74,9 +82,10 @@ def generator(
     tokens: int = 2048,
     step_tokens: int = 256,
     ranks: tuple[int, ...] = (),
+    capture_after: int = 1000,
 ) -> Generator:
     kv = KvCache.for_base(fused.base, tokens, 4)
-    runner = Runner(fused, kv, max_running=16, step_tokens=graph_tokens)
+    runner = Runner(fused, kv, max_running=16, step_tokens=graph_tokens, capture_after=capture_after)
     if prepared:
         runner.warm_up(ranks)
     return Generator(
@@ -99,7 +108,7 @@ def test_texts_are_those_of_packed_steps(family: str, ways: Ways) -> None:
         assert [collect(padded, [request("first", begun, SHORT)]), collect(padded, requests + again)] == expected
         assert ways.graphs
         assert not ways.others
-        assert all(size == next(b for b in MIXED_BUCKETS if b >= tokens) for tokens, size in ways.graphs)
+        assert all(size == next(b for b in MIXED_TOKENS if b >= tokens) for tokens, size in ways.graphs)
         ways.graphs.clear()
         assert bool(padded.preemptions) == ("tokens" in changes)
 
@@ -149,13 +158,10 @@ def test_widths_that_steps_had_are_prepared_too(llama: FusedBase, ways: Ways) ->
     assert len(first["a"][0]) == len(again["a"][0])
 
 
-def test_sizes_that_steps_ask_for_are_captured_while_they_run(
-    llama: FusedBase, ways: Ways, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_sizes_that_steps_ask_for_are_captured_while_they_run(llama: FusedBase, ways: Ways) -> None:
     """After some steps; and while a size is missing the next one serves, but none beyond that."""
-    monkeypatch.setattr(mixed_graph, "MISSES", 3)
     requests = [request("a", prompt(5, seed), SHORT) for seed in range(4)]
-    gen = generator(llama, prepared=False, graph_tokens=128)
+    gen = generator(llama, prepared=False, graph_tokens=128, capture_after=3)
     found = [collect(gen, [one]) for one in requests]
     assert ([size for _, size in ways.graphs], ways.others) == ([32, 32], 2)
     assert len(collect(gen, [request("b", prompt(50), SHORT)])["b"][0]) == 4
@@ -174,14 +180,17 @@ def worst(tokens: int, sequences: int, rows: int) -> list[int]:
 
 
 @given(st.integers(1, 5000), st.integers(1, 300))
-def test_rooms_for_every_step(step_tokens: int, sequences: int) -> None:
-    rooms = mixed_rooms(step_tokens, sequences, 100)
-    assert [room.tokens for room in rooms] == list(MIXED_BUCKETS[: len(rooms)])
-    assert rooms[-1].tokens >= min(step_tokens, MIXED_BUCKETS[-1])
+def test_capacities_for_every_step(step_tokens: int, sequences: int) -> None:
+    rooms = mixed_capacities(step_tokens, sequences, 100)
+    assert [room.tokens for room in rooms] == list(MIXED_TOKENS[: len(rooms)])
+    assert rooms[-1].tokens >= min(step_tokens, MIXED_TOKENS[-1])
     assert len(rooms) == 1 or rooms[-2].tokens < step_tokens
     for room in rooms:
         assert 1 <= room.chunks <= room.sequences <= min(sequences, room.tokens)
-        found, rows = prompt_rooms(room.tokens, room.sequences), 8 if room.tokens <= SMALL_STEP else 64
+        found, rows = (
+            mixed_tile_capacities(room.tokens, room.sequences),
+            8 if room.tokens <= DECODE_KERNEL_TOKENS else 64,
+        )
         tiles = [one.tiles for one in found]
         assert tiles == sorted(set(tiles))
         assert {one.rows for one in found} == {rows}
@@ -206,20 +215,21 @@ class Step:
         ids = torch.randint(3, VOCAB, (total,), generator=g).tolist()
         positions = [p for position, tokens in mix for p in range(position, position + tokens)]
         keep = [row - 1 for row in torch.tensor([run.tokens for run in self.runs]).cumsum(0).tolist()]
-        flying = [row if run.tokens == 1 else -1 for run, row in zip(self.runs, keep, strict=True)]
-        self.last = torch.randint(3, VOCAB, (32,), generator=g)
-        lanes = [flying.index(row) + 1 if row in flying else 0 for row in range(total)]
-        self.known = [int(self.last[lane]) if lane else token for token, lane in zip(ids, lanes, strict=True)]
-        given_ = [NOT_FINITE if lane else token for token, lane in zip(ids, lanes, strict=True)]
+        in_flight = [row if run.tokens == 1 else -1 for run, row in zip(self.runs, keep, strict=True)]
+        self.token_slots = TokenSlots(torch.device("cpu"), 32)
+        last = self.token_slots.tokens.copy_(torch.randint(3, VOCAB, (32,), generator=g))
+        slots = [in_flight.index(row) + 1 if row in in_flight else 0 for row in range(total)]
+        self.known = [int(last[slot]) if slot else token for token, slot in zip(ids, slots, strict=True)]
+        given_ = [NOT_FINITE if slot else token for token, slot in zip(ids, slots, strict=True)]
         to = list(range(1, len(mix) + 1))
-        self.rows = Rows(given_, lanes, positions, keep, tuple(range(len(mix))), to)  # type: ignore[arg-type]
+        self.rows = Rows(given_, slots, positions, keep, tuple(range(len(mix))), to)  # type: ignore[arg-type]
 
 
 @settings(max_examples=8)
 @given(
     mix=st.lists(st.tuples(st.integers(0, 40), st.sampled_from([1, 1, 2, 5, 13])), min_size=1, max_size=8),
     seed=st.integers(0, 1000),
-    adapters=st.sampled_from(["none", "low tiles", "long tiles"]),
+    adapters=st.sampled_from(["none", "decode tiles", "prefill tiles"]),
 )
 @pytest.mark.parametrize("family", ["llama", "mistral"])
 def test_padding_changes_neither_pages_nor_logits(
@@ -236,17 +246,16 @@ def test_padding_changes_neither_pages_nor_logits(
     lora = None if segments is None else slot_lora(slots, segments)
     tokens_T, positions_T, keep_R = send_ids(fused.base.device, one.known, one.rows.positions, one.rows.keep)
     expected = fused.forward(tokens_T, positions_T, one.kv.attention(one.runs), lora=lora, keep=keep_R)
-    room = MixedCapacity(tokens=128, sequences=9, chunks=8, context=80)
-    attention, results = two.kv.mixed_attention(room), Results(12)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(slots_module, "SMALL_STEP", 0 if adapters == "long tiles" else 256)
-        scope = NO_ADAPTERS if segments is None else scope_of(slots, segments)
-        graph = MixedGraph(fused, attention, two.last, slots, scope, results, None)
+    attention = two.kv.mixed_attention(MixedCapacity(tokens=128, sequences=9, chunks=8, context=80))
+    footprint = NO_ADAPTERS if segments is None else slots.footprint(segments)
+    state = GraphState(fused, two.token_slots, slots, LogitsBuffer(12), None)
+    most = 0 if adapters == "prefill tiles" else DECODE_KERNEL_TOKENS
+    graph = MixedGraph(state, attention, footprint, decode_kernel_tokens=most)
     for _ in range(2):  # a step's own keys and values are written twice
         logits, chosen = graph.run(two.rows, two.runs, segments)
         torch.testing.assert_close(logits, expected, atol=2e-4, rtol=2e-4)
         assert chosen.tolist() == logits.argmax(-1).tolist()
-        assert two.last[1 : len(mix) + 1].tolist() == chosen.tolist()
+        assert two.token_slots.tokens[1 : len(mix) + 1].tolist() == chosen.tolist()
         before, after = (step.kv.buffer.bytes.view(torch.float32) for step in (one, two))
         torch.testing.assert_close(after, before, atol=2e-4, rtol=2e-4)
-        two.last.copy_(one.last)
+        two.token_slots.tokens.copy_(one.token_slots.tokens)

@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from coserve.generate.execution.adapter_slots import AdapterSlots
 from coserve.generate.execution.runner import Runner
-from coserve.generate.execution.slots import AdapterSlots
 from coserve.generate.generator import Generator
 from coserve.kernels.lora.backend import Way
 from coserve.kernels.lora.types import LoraPair

@@ -5,15 +5,18 @@ from __future__ import annotations
 import pytest
 import torch
 
-from coserve.generate.execution.graphs.decode import Results, make_place
+from coserve.generate.execution.adapter_slots import AdapterSlots
+from coserve.generate.execution.footprint import NO_ADAPTERS, LoraFootprint
 from coserve.generate.execution.graphs.mixed import MixedGraph, Rows
+from coserve.generate.execution.graphs.shared import GraphState, LogitsBuffer, make_graph_pool
 from coserve.generate.execution.runner import Runner
-from coserve.generate.execution.slots import NO_ADAPTERS, AdapterSlots, Scope, slot_lora
+from coserve.generate.execution.slot_lora import slot_lora
+from coserve.generate.execution.token_slots import TokenSlots
 from coserve.generate.generator import Generator
 from coserve.kernels.attention.interface import MixedCapacity, Run
 from coserve.kernels.lora.backend import Way
 from coserve.kernels.lora.segments import Segments
-from coserve.kernels.sampling.sampling import NOT_FINITE
+from coserve.kernels.sampling.constants import NOT_FINITE
 from coserve.memory.kv import KvCache
 from coserve.model.fused import FusedBase
 from coserve.types import AdapterRef
@@ -35,20 +38,22 @@ MIXES = (
 
 
 def test_replays_give_what_packed_steps_give() -> None:
-    """One graph a room of adapters over steps of all kinds; everything else in the pages stays."""
+    """One graph for each capacity of adapters over steps of all kinds; everything else in the pages stays."""
     for family, dtype in (("llama", torch.float32), ("llama", torch.bfloat16), ("gemma2", torch.float32)):
         base = gpu_base(tiny_model(family, max_position_embeddings=1024), dtype)
         fused, g = FusedBase(base, compiled=False), torch.Generator().manual_seed(0)
         kv = KvCache.for_base(base, 4096, 16)
         kv.buffer.bytes.view(dtype).copy_(torch.randn(kv.buffer.bytes.view(dtype).shape, generator=g).to(dtype))
-        last = torch.randint(3, VOCAB, (64,), generator=g).cuda()
-        slots, place = AdapterSlots(fused.groups, 16, base.device), make_place(base.device)
+        token_slots = TokenSlots(base.device, 64)
+        last = token_slots.tokens.copy_(torch.randint(3, VOCAB, (64,), generator=g))
+        slots = AdapterSlots(fused.groups, 16, base.device)
+        state = GraphState(fused, token_slots, slots, LogitsBuffer(12), make_graph_pool(base.device))
         held = [adapter(base, i, rank) for i, rank in enumerate((4, 16, 9, 1, 3, 16, 2, 8, 5))]
         placed = slots.place(held)
-        room, results = MixedCapacity(tokens=192, sequences=12, chunks=6, context=1000), Results(12)
+        capacity = MixedCapacity(tokens=192, sequences=12, chunks=6, context=1000)
         graphs = {
-            scope.width: MixedGraph(fused, kv.mixed_attention(room), last, slots, scope, results, place)
-            for scope in (NO_ADAPTERS, Scope(16, slots.all_groups))
+            footprint.max_rank: MixedGraph(state, kv.mixed_attention(capacity), footprint)
+            for footprint in (NO_ADAPTERS, LoraFootprint(16, slots.all_groups))
         }
         before = kv.buffer.bytes.clone()
         for number, mix in enumerate((*MIXES, *MIXES)):
@@ -65,16 +70,16 @@ def test_replays_give_what_packed_steps_give() -> None:
                 expected = fused.forward(tokens_T, positions_T, kv.attention(runs), lora=lora, keep=keep)
                 pages = kv.buffer.bytes.view(dtype).clone()
                 kv.buffer.bytes.copy_(before)
-                lanes = last.clone()
+                tokens = last.clone()
                 logits, chosen = graphs[0 if segments is None else 16].run(rows, runs, segments)
                 close(logits, expected, dtype)
                 assert chosen.tolist() == logits.max(-1).indices.tolist()
                 assert last[1 : len(mix) + 1].tolist() == chosen.tolist()
-                assert last[len(mix) + 1 :].equal(lanes[len(mix) + 1 :])
+                assert last[len(mix) + 1 :].equal(tokens[len(mix) + 1 :])
                 close(kv.buffer.bytes.view(dtype), pages, dtype)
                 untouched = (before.view(dtype) == pages) & ~(kv.buffer.bytes.view(dtype) == pages)
                 assert not untouched.any(), "a row of padding has written"
-                last.copy_(lanes)
+                last.copy_(tokens)
 
 
 def close(got: torch.Tensor, expected: torch.Tensor, dtype: torch.dtype) -> None:
@@ -83,19 +88,19 @@ def close(got: torch.Tensor, expected: torch.Tensor, dtype: torch.dtype) -> None
 
 
 def step(mix: list[tuple[int, int]], seed: int, last: torch.Tensor) -> tuple[Rows, list[Run], list[int]]:
-    """The last token of every single one is in its sequence's lane; and the tokens as the device knows them."""
+    """The token of every decode is in its sequence's token slot; and the tokens as the device knows them."""
     g = torch.Generator().manual_seed(seed)
     order = torch.randperm(256, generator=g).tolist()
     rows, runs, known = Rows([], [], [], [], (0,) * len(mix), list(range(1, len(mix) + 1))), [], list[int]()  # type: ignore[arg-type]
-    for lane, (position, tokens) in enumerate(mix, 1):
+    for slot, (position, tokens) in enumerate(mix, 1):
         runs.append(Run(tokens, position, tuple(order.pop() for _ in range(-(-(position + tokens) // 16)))))
         ids = torch.randint(3, VOCAB, (tokens,), generator=g).tolist()
-        flying = tokens == 1
-        rows.tokens.extend([NOT_FINITE] if flying else ids)
-        rows.lanes.extend([lane if flying else 0] * tokens)
+        in_flight = tokens == 1
+        rows.tokens.extend([NOT_FINITE] if in_flight else ids)
+        rows.slots.extend([slot if in_flight else 0] * tokens)
         rows.positions.extend(range(position, position + tokens))
         rows.keep.append(len(rows.tokens) - 1)
-        known.extend([int(last[lane])] if flying else ids)
+        known.extend([int(last[slot])] if in_flight else ids)
     return rows, runs, known
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 
 import pytest
 import torch
@@ -12,30 +11,23 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from coserve.generate.sampling import draws
-from coserve.kernels.sampling import sampling
+from coserve.kernels.sampling import launch
+from coserve.kernels.sampling.constants import NOT_FINITE
+from coserve.kernels.sampling.launch import Blocks
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-SHIPPED = {name: getattr(sampling, name) for name in ("CHUNK", "PEAK_CHUNK", "THRESHOLD")}
+SMALL = Blocks(chunk=16, peak_chunk=16, row_block=64, row_warps=4)
+"""So that rows have many chunks, and passes many blocks."""
 
 
-@pytest.fixture(autouse=True, scope="module")
-def small_programs() -> Iterator[None]:
-    """So that rows have many chunks, and passes many blocks."""
-    patch = pytest.MonkeyPatch()
-    patch.setattr(sampling, "CHUNK", 16)
-    patch.setattr(sampling, "PEAK_CHUNK", 16)
-    patch.setattr(sampling, "THRESHOLD", {"BLOCK": 64, "STAGES": 1, "num_warps": 4})
-    yield
-    patch.undo()
-
-
-def both(logits_BV: Tensor, columns: list[tuple[float, ...]]) -> tuple[list[int], list[int]]:
+def both(logits_BV: Tensor, columns: list[tuple[float, ...]], blocks: Blocks = SMALL) -> tuple[list[int], list[int]]:
     """Tokens by the kernels, and by a sort on the CPU."""
     filters = any(k < logits_BV.shape[1] or p < 1.0 for _, _, k, p, _ in columns)
     columns_BK = torch.tensor(columns, dtype=torch.float64)
     expected = draws.draw(logits_BV, draws.likeliest(logits_BV), columns_BK, filters=filters)
     on = logits_BV.to(DEVICE)
-    found = sampling.draw(on, sampling.likeliest(on), columns_BK.to(DEVICE), filters=filters)
+    likeliest = launch.likeliest(on, blocks)
+    found = launch.draw(on, likeliest, columns_BK.to(DEVICE), filters=filters, blocks=blocks)
     return found.tolist(), expected.tolist()
 
 
@@ -57,9 +49,9 @@ def test_the_likeliest_is_the_first_of_the_highest(vocab: int) -> None:
     logits[6, 1:] = -math.inf
     logits[7] -= 100.0
     expected = draws.likeliest(logits)
-    assert sampling.likeliest(logits.to(DEVICE)).tolist() == expected.tolist()
-    assert expected[2:6].tolist() == [sampling.NOT_FINITE] * 4
-    assert sampling.likeliest(logits[:0].to(DEVICE)).tolist() == []
+    assert launch.likeliest(logits.to(DEVICE), SMALL).tolist() == expected.tolist()
+    assert expected[2:6].tolist() == [NOT_FINITE] * 4
+    assert launch.likeliest(logits[:0].to(DEVICE), SMALL).tolist() == []
 
 
 numbers = st.floats(0, 1, exclude_max=True)
@@ -105,7 +97,7 @@ def test_unusable_and_greedy_rows_are_left_alone() -> None:
     found, expected = both(logits, columns)
     assert found == expected
     assert found[0] == int(logits[0].argmax())
-    assert found[1] == found[2] == found[4] == sampling.NOT_FINITE
+    assert found[1] == found[2] == found[4] == NOT_FINITE
     assert 0 <= found[3] < 5
 
 
@@ -131,24 +123,22 @@ def test_penalties_are_those_of_the_reference(seed: int, vocab: int, repetition:
     g = torch.Generator().manual_seed(seed)
     logits = torch.randn(4, vocab, generator=g)
     logits[0, 0] = -math.inf
-    said = torch.randint(0, 6, (3, vocab), generator=g, dtype=torch.int32)
+    counts = torch.randint(0, 6, (3, vocab), generator=g, dtype=torch.int32)
     rows, slots = torch.tensor([3, 0]), torch.tensor([2, 1])
     penalties = torch.tensor([[repetition, 0.3, 0.7], [1.0, -0.4, 0.0]])
     expected = logits.clone()
-    draws.penalise_(expected, rows, said, slots, penalties)
+    draws.penalise_(expected, rows, counts, slots, penalties)
     found = logits.to(DEVICE)
-    sampling.penalise_(found, *(tensor.to(DEVICE) for tensor in (rows, said, slots, penalties)))
+    launch.penalise_(found, *(tensor.to(DEVICE) for tensor in (rows, counts, slots, penalties)), SMALL)
     assert torch.equal(found.cpu(), expected)
     assert torch.equal(expected[[1, 2]], logits[[1, 2]])
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("step", [0.0, 0.0625])
-def test_whole_vocabularies_on_a_gpu(monkeypatch: pytest.MonkeyPatch, step: float) -> None:
+def test_whole_vocabularies_on_a_gpu(step: float) -> None:
     """As shipped: blocks, warps, bfloat16."""
-    for name, value in SHIPPED.items():
-        monkeypatch.setattr(sampling, name, value)
     logits = random_logits(16, 128256, 3, step).bfloat16()
     columns = [(0.8, 0.0, (math.inf, 40.0, 3000.0)[i % 3], (0.95, 1.0, 0.5)[i // 3 % 3], i / 16) for i in range(16)]
-    found, expected = both(logits, columns)
+    found, expected = both(logits, columns, Blocks())
     assert found == expected

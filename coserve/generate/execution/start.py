@@ -16,9 +16,8 @@ import torch
 from torch._dynamo.exc import TorchDynamoException
 
 from coserve.errors import UnsupportedBase
-from coserve.generate.execution.graphs.mixed import MIXED_BUCKETS
-from coserve.generate.execution.runner import BUCKETS, INDUCTOR, PART_SCOPES, Runner
-from coserve.generate.execution.slots import WIDTHS
+from coserve.generate.execution.graph_sizes import DECODE_BATCHES, LORA_RANKS, MIXED_TOKENS, PARTIAL_FOOTPRINTS
+from coserve.generate.execution.runner import Runner
 from coserve.generate.generator import Generator
 from coserve.kernels.lora.backend import Way
 from coserve.memory.kv import KvCache
@@ -28,10 +27,12 @@ from coserve.model.fused import FusedBase
 COMPILING = "generation: steps run one by one until compilation ends"
 COMPILED = (
     "generation: prompts whose log-probabilities are asked for are computed step by step, beside the others; steps of more "
-    f"than {BUCKETS[-1]} sequences, of more than {MIXED_BUCKETS[-1]} tokens or many short prompts, and with an adapter of a rank above "
-    f"{WIDTHS[-1]}, run without CUDA graphs; so do the first steps with prompts of a size; where adapters change some sites only, "
-    f"the first {PART_SCOPES} such choices of sites have graphs of their own, others use those for all sites"
+    f"than {DECODE_BATCHES[-1]} sequences, of more than {MIXED_TOKENS[-1]} tokens or many short prompts, and with an adapter of a rank above "
+    f"{LORA_RANKS[-1]}, run without CUDA graphs; so do the first steps with prompts of a size; where adapters change some sites only, "
+    f"the first {PARTIAL_FOOTPRINTS} such choices of sites have graphs of their own, others use those for all sites"
 )
+INDUCTOR = {"combo_kernels": True}
+"""Options of torch.compile: small kernels that do not depend on each other run as one (rotary of q and of k)."""
 SWITCH_INTERVAL = 2e-5
 """Seconds after which the compiling thread gives way. A step takes and frees the interpreter with every operation: at
 Python's 5 ms it would wait so long a thousand times."""
@@ -40,9 +41,7 @@ Python's 5 ms it would wait so long a thousand times."""
 class Compilation:
     """A base's layers on their way from plain to compiled."""
 
-    def __init__(
-        self, fused: FusedBase, kv: KvCache, *, max_running: int, step_tokens: int = MIXED_BUCKETS[-1]
-    ) -> None:
+    def __init__(self, fused: FusedBase, kv: KvCache, *, max_running: int, step_tokens: int = MIXED_TOKENS[-1]) -> None:
         self._fused, self._shadow = fused, fused.shadow()
         self._kv, self._max_running, self._step_tokens = kv, max_running, step_tokens
         self._refusal: str | None = None
@@ -100,7 +99,7 @@ class Upgrade:
 
 
 def make_start(
-    base: Base, kv: KvCache, *, max_running: int, way: Way, when: str, step_tokens: int = MIXED_BUCKETS[-1]
+    base: Base, kv: KvCache, *, max_running: int, way: Way, when: str, step_tokens: int = MIXED_TOKENS[-1]
 ) -> Start:
     """`when` layers are compiled: in the `background`, `before` the first request (with all graphs captured), or `off`.
 

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from coserve.kernels.sampling import sampling
-from coserve.kernels.sampling.sampling import GREEDY_BELOW, NOT_FINITE, UNIT
+from coserve.kernels.sampling import launch
+from coserve.kernels.sampling.constants import GREEDY_BELOW, NOT_FINITE, UNIT
 from coserve.types import TokenLogprob
 
 _CHUNK = 256
@@ -24,7 +24,7 @@ SAID_ONCE = 2
 def likeliest(logits_BV: Tensor) -> Tensor:
     """(B) the first token of the highest logit; `NOT_FINITE` where a row has no finite maximum."""
     if logits_BV.is_cuda:
-        return sampling.likeliest(logits_BV)
+        return launch.likeliest(logits_BV)
     value, token = logits_BV.max(-1)
     return torch.where(value.isfinite(), token, NOT_FINITE)
 
@@ -36,7 +36,7 @@ def penalise_(logits_BV: Tensor, rows_P: Tensor, said_NV: Tensor, slots_P: Tenso
     prompt. fp32 `penalties_PK`: repetition (of what is in prompt or output), presence, frequency.
     """
     if logits_BV.is_cuda:
-        sampling.penalise_(logits_BV, rows_P, said_NV, slots_P, penalties_PK)
+        launch.penalise_(logits_BV, rows_P, said_NV, slots_P, penalties_PK)
         return
     repetition, presence, frequency = torch.split(penalties_PK, 1, dim=1)
     logits, said = logits_BV.index_select(0, rows_P), said_NV.index_select(0, slots_P)
@@ -55,7 +55,7 @@ def draw(logits_BV: Tensor, likeliest_B: Tensor, columns_BK: Tensor, *, filters:
     `filters`: whether any row has a top-k or top-p. Of equal weights those of lower ids come first in top-k and top-p.
     """
     if logits_BV.is_cuda:
-        return sampling.draw(logits_BV, likeliest_B, columns_BK, filters=filters)
+        return launch.draw(logits_BV, likeliest_B, columns_BK, filters=filters)
     temperature, min_p, top_k, top_p, number = torch.split(columns_BK, 1, dim=1)
     kept = weights(logits_BV, temperature, min_p)
     if filters:

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from coserve.generate.sampling.draws import SAID_ONCE, Logprobs, draw, fetch, likeliest, logprobs_of, penalise_
-from coserve.kernels.sampling.sampling import GREEDY_BELOW, NONE_LEFT, NOT_FINITE
+from coserve.kernels.sampling.constants import GREEDY_BELOW, NONE_LEFT, NOT_FINITE
 from coserve.types import SamplingParams, TokenLogprob
 
 _MASK = (1 << 64) - 1

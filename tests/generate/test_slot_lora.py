@@ -8,7 +8,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from coserve.generate.execution.slots import AdapterSlots, Scope, StaticLora, decode_rooms
+from coserve.generate.execution.adapter_slots import AdapterSlots
+from coserve.generate.execution.footprint import LoraFootprint
+from coserve.generate.execution.graph_sizes import decode_tile_capacities
+from coserve.generate.execution.slot_lora import StaticSlotLora
 from coserve.kernels.lora.segments import Segments
 from coserve.kernels.lora.types import LoraPair
 from coserve.model.lora import LoraWeights
@@ -22,9 +25,9 @@ def weights(rank: int) -> LoraWeights:
 
 
 @given(st.integers(1, 300))
-def test_rooms_reach_from_one_adapter_to_an_adapter_a_row(batch: int) -> None:
-    tall = [room.tiles for room in decode_rooms(batch) if room.rows == 16]
-    low = [room.tiles for room in decode_rooms(batch) if room.rows == 8]
+def test_capacities_reach_from_one_adapter_to_an_adapter_a_row(batch: int) -> None:
+    tall = [capacity.tiles for capacity in decode_tile_capacities(batch) if capacity.rows == 16]
+    low = [capacity.tiles for capacity in decode_tile_capacities(batch) if capacity.rows == 8]
     assert tall == ([-(-batch // 16)] if batch > 8 else [])
     assert low[0] == -(-batch // 8)
     assert low[-1] == batch
@@ -33,7 +36,7 @@ def test_rooms_reach_from_one_adapter_to_an_adapter_a_row(batch: int) -> None:
 
 
 @given(st.lists(st.integers(1, 40), min_size=1, max_size=8))
-def test_a_room_holds_all_rows_and_none_before_it_does(lengths: list[int]) -> None:
+def test_a_capacity_holds_all_rows_and_none_before_it_does(lengths: list[int]) -> None:
     slots = AdapterSlots([[("q",)]], len(lengths), CPU)
     held = [weights(rank=16 if n % 2 else 32) for n in range(len(lengths))]
     placed = slots.place(held)
@@ -41,17 +44,17 @@ def test_a_room_holds_all_rows_and_none_before_it_does(lengths: list[int]) -> No
     for length in lengths:
         bounds.append(bounds[-1] + length)
     most = max(96, bounds[-1])
-    lora = StaticLora(slots, most, Scope(32, slots.all_groups), decode_rooms(most), decode=True)
-    room = lora.load(Segments(tuple(bounds), tuple(placed)))
+    lora = StaticSlotLora(slots, most, LoraFootprint(32, slots.all_groups), decode_tile_capacities(most), decode=True)
+    capacity = lora.load(Segments(tuple(bounds), tuple(placed)))
     needed = {rows: sum(-(-length // rows) for length in lengths) for rows in (8, 16)}
-    assert room.tiles >= needed[room.rows]
-    assert all(other.tiles < needed[other.rows] for other in lora.rooms[: lora.rooms.index(room)])
-    seen = lora.within(room).tables(0, 0)
+    assert capacity.tiles >= needed[capacity.rows]
+    assert all(other.tiles < needed[other.rows] for other in lora.capacities[: lora.capacities.index(capacity)])
+    seen = lora.within(capacity).tables(0, 0)
     assert seen is not None
     tiles = seen[0]
-    assert tiles.rows == room.rows
+    assert tiles.rows == capacity.rows
     assert int(tiles.tiles[:, 1].sum()) == bounds[-1], "a row is in no tile"
-    assert tiles.items.shape[0] == 2 * room.tiles
+    assert tiles.items.shape[0] == 2 * capacity.tiles
     assert int(tiles.items[:, 1].sum()) == sum(
         length * slots.ranks[placed[n]] // 16 for n, length in enumerate(lengths)
     )
@@ -62,10 +65,10 @@ def test_a_step_after_one_of_other_tiles_is_loaded_again() -> None:
     slots = AdapterSlots([[("q",)]], 3, CPU)
     held = [weights(rank=16) for _ in range(3)]
     placed = slots.place(held)
-    lora = StaticLora(slots, 16, Scope(16, slots.all_groups), decode_rooms(16), decode=True)
+    lora = StaticSlotLora(slots, 16, LoraFootprint(16, slots.all_groups), decode_tile_capacities(16), decode=True)
     one, three = Segments((0, 16), (placed[0],)), Segments((0, 1, 2, 3), tuple(placed))
     for segments in (one, three, one, three):
-        room = lora.load(segments)
-        seen = lora.within(room).tables(0, 0)
+        capacity = lora.load(segments)
+        seen = lora.within(capacity).tables(0, 0)
         assert seen is not None
         assert int(seen[0].tiles[:, 1].sum()) == segments.tokens

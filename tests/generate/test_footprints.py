@@ -9,9 +9,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from coserve.generate.execution.graphs.decode import DecodeGraph, serving
+from coserve.generate.execution.adapter_slots import AdapterSlots
+from coserve.generate.execution.footprint import NO_ADAPTERS, LoraFootprint
+from coserve.generate.execution.graphs.captured import covering_graph
 from coserve.generate.execution.runner import Runner
-from coserve.generate.execution.slots import NO_ADAPTERS, AdapterSlots, Scope, SlotLora, scope_of
+from coserve.generate.execution.slot_lora import SlotLora
 from coserve.generate.generator import Generator
 from coserve.kernels.lora.backend import Way
 from coserve.kernels.lora.segments import Segments
@@ -81,65 +83,60 @@ def test_only_changed_groups_are_launched(
     assert found == collect(generator(fused, kinds, ahead=False)[0], asks(*kinds))
 
 
-def test_a_wider_graph_serves_until_its_own_is_captured(fused: FusedBase, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_wider_graph_serves_until_its_own_is_captured(fused: FusedBase) -> None:
     gen, runner = generator(fused, ["qv"])
     runner.warm_up()
-    made: list[Scope] = []
-    monkeypatch.setattr(DecodeGraph, "__init__", noting(made))
+    warm = runner.decode_graphs
     collect(gen, asks("qv"))
-    assert not made
+    assert runner.decode_graphs == warm
     while gen.prepare():
         pass
-    assert set(made) == {Scope(16, frozenset({QKV}))}
+    assert {footprint for _, footprint in runner.decode_graphs[len(warm) :]} == {LoraFootprint(16, frozenset({QKV}))}
 
 
-def test_few_scopes_that_leave_groups_out_get_graphs(fused: FusedBase, monkeypatch: pytest.MonkeyPatch) -> None:
-    made: list[Scope] = []
-    monkeypatch.setattr(DecodeGraph, "__init__", noting(made))
-    gen, _ = generator(fused, ["qv", "o", "mlp"])
+def test_few_footprints_that_leave_groups_out_get_graphs(fused: FusedBase) -> None:
+    gen, runner = generator(fused, ["qv", "o", "mlp"])
     for kind in ("qv", "o", "mlp"):
         collect(gen, asks(kind))
     whole = frozenset({QKV, O, GATE_UP, DOWN})
-    assert made == [Scope(16, frozenset({QKV})), Scope(16, frozenset({O})), Scope(16, whole)]
+    assert [footprint for _, footprint in runner.decode_graphs] == [
+        LoraFootprint(16, frozenset({QKV})),
+        LoraFootprint(16, frozenset({O})),
+        LoraFootprint(16, whole),
+    ]
 
 
-def noting(made: list[Scope]) -> object:
-    init = DecodeGraph.__init__
-
-    def noted(self: DecodeGraph, *args: object) -> None:
-        made.extend(arg for arg in args if isinstance(arg, Scope))
-        init(self, *args)  # type: ignore[arg-type]
-
-    return noted
-
-
-def test_a_scope_is_that_of_the_step(fused: FusedBase) -> None:
+def test_a_footprint_is_that_of_the_step(fused: FusedBase) -> None:
     slots = AdapterSlots(fused.groups, 3, fused.base.device)
     held = [part(fused, "qv", 3), part(fused, "o", 17)]
     qv, o = slots.place(held)
-    assert scope_of(slots, Segments((0, 1), (qv,))) == Scope(16, frozenset({QKV}))
-    assert scope_of(slots, Segments((0, 1, 2, 3), (qv, -1, o))) == Scope(32, frozenset({QKV, O}))
+    assert slots.footprint(Segments((0, 1), (qv,))) == LoraFootprint(16, frozenset({QKV}))
+    assert slots.footprint(Segments((0, 1, 2, 3), (qv, -1, o))) == LoraFootprint(32, frozenset({QKV, O}))
     del held[1]
     slots.place(held)
     assert slots.groups[o] == frozenset(), "an empty slot changes something"
 
 
-scopes = st.builds(Scope, st.sampled_from([16, 32, 64]), st.frozensets(st.integers(0, 3)))
+footprints = st.builds(LoraFootprint, st.sampled_from([16, 32, 64]), st.frozensets(st.integers(0, 3)))
 
 
-@given(st.sets(st.tuples(st.integers(1, 2), scopes | st.just(NO_ADAPTERS))), scopes)
-def test_the_least_graph_that_covers_a_step_serves_it(keys: set[tuple[int, Scope]], scope: Scope) -> None:
+@given(st.sets(st.tuples(st.integers(1, 2), footprints | st.just(NO_ADAPTERS))), footprints)
+def test_the_least_graph_that_covers_a_step_serves_it(
+    keys: set[tuple[int, LoraFootprint]], footprint: LoraFootprint
+) -> None:
     graphs = {key: key for key in keys}
-    found = serving(graphs, 1, scope)
-    covering = [own for size, own in keys if size == 1 and own.width >= scope.width and own.groups >= scope.groups]
-    if (1, scope) in keys:
-        assert found == (1, scope)
+    found = covering_graph(graphs, 1, footprint)
+    covering = [
+        own for size, own in keys if size == 1 and own.max_rank >= footprint.max_rank and own.groups >= footprint.groups
+    ]
+    if (1, footprint) in keys:
+        assert found == (1, footprint)
     elif covering:
         assert found is not None
         size, chosen = found
         assert size == 1
         assert chosen in covering
-        assert all((own.width, len(own.groups)) >= (chosen.width, len(chosen.groups)) for own in covering)
+        assert all((own.max_rank, len(own.groups)) >= (chosen.max_rank, len(chosen.groups)) for own in covering)
     else:
         assert found is None
-    assert serving(graphs, 1, NO_ADAPTERS) == graphs.get((1, NO_ADAPTERS)), "an adapter's graph serves none"
+    assert covering_graph(graphs, 1, NO_ADAPTERS) == graphs.get((1, NO_ADAPTERS)), "an adapter's graph serves none"

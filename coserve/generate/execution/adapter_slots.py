@@ -1,0 +1,92 @@
+"""Where the adapters of running requests lie on the device: one slot an adapter, at addresses that graphs keep."""
+
+from __future__ import annotations
+
+import weakref
+from collections import OrderedDict
+from collections.abc import Sequence
+
+import torch
+
+from coserve.generate.execution.footprint import LoraFootprint
+from coserve.kernels.lora.segmented.adapter_table import RANK_BLOCK, SiteTable, Slots
+from coserve.kernels.lora.segments import Segments
+from coserve.model.lora import LoraWeights
+
+Groups = Sequence[Sequence[Sequence[str]]]
+"""For each layer, its sites that share an input (`FusedBase.groups`)."""
+
+
+class AdapterSlots:
+    """A table of N adapters by all sites. A slot stays with its adapter until another needs it or the adapter is gone."""
+
+    def __init__(self, groups: Groups, slots: int, device: torch.device) -> None:
+        self._names = [name for layer in groups for group in layer for name in group]
+        self._groups = {name: index for layer in groups for index, group in enumerate(layer) for name in group}
+        self.all_groups = frozenset(self._groups.values())
+        self._table = Slots(slots, len(self._names), device)
+        self.device = device
+        self.ranks = [0] * slots
+        """Each slot's largest rank; 0: empty."""
+        self.groups: list[frozenset[int]] = [frozenset()] * slots
+        """Those that each slot's adapter changes (`LoraFootprint.groups`)."""
+        self._slots: OrderedDict[int, int] = OrderedDict()  # id of weights -> slot, least recently used first
+        self._weights: dict[int, weakref.ref[LoraWeights]] = {}
+        self._free = list(range(slots))
+        self._gone: list[int] = []
+        first, views = 0, list[list[SiteTable]]()
+        for layer in groups:
+            own: list[SiteTable] = []
+            for group in layer:
+                own.append(self._table.table(first, len(group)))
+                first += len(group)
+            views.append(own)
+        self.tables = views
+        """By layer and group."""
+
+    def place(self, adapters: Sequence[LoraWeights]) -> list[int]:
+        """The slot of each of a step's adapters, which are no more than there are slots."""
+        self._sweep()
+        found = []
+        for weights in adapters:
+            key = id(weights)
+            if key in self._slots:
+                self._slots.move_to_end(key)
+        for weights in adapters:
+            slot = self._slots.get(id(weights))
+            found.append(self._put(weights, adapters) if slot is None else slot)
+        return found
+
+    def footprint(self, segments: Segments) -> LoraFootprint:
+        """What the adapters of a step change; `max_rank` is a multiple of `RANK_BLOCK`. `segments.adapters` are slots."""
+        present = [slot for slot in segments.adapters if slot >= 0]
+        most = max((self.ranks[slot] for slot in present), default=1)
+        groups = frozenset[int]().union(*(self.groups[slot] for slot in present))
+        return LoraFootprint(max(1, -(-most // RANK_BLOCK)) * RANK_BLOCK, groups)
+
+    def _put(self, weights: LoraWeights, wanted: Sequence[LoraWeights]) -> int:
+        if not self._free:
+            oldest = next(iter(self._slots))
+            assert all(id(other) != oldest for other in wanted), "expected a slot for each adapter of a step"
+            self._release(oldest)
+        slot, key = self._free.pop(), id(weights)
+        self._table.put(slot, [weights.sites.get(name) for name in self._names])
+        self.ranks[slot] = max((pair.rank for pair in weights.sites.values()), default=0)
+        self.groups[slot] = frozenset(self._groups[name] for name in weights.sites)
+        self._slots[key] = slot
+        self._weights[key] = weakref.ref(weights, lambda _: self._gone.append(key))
+        return slot
+
+    def _sweep(self) -> None:
+        """Forget adapters that left memory: a slot would keep theirs."""
+        while self._gone:
+            self._release(self._gone.pop())
+
+    def _release(self, key: int) -> None:
+        slot = self._slots.pop(key, None)
+        if slot is None:
+            return
+        del self._weights[key]
+        self._table.clear(slot)
+        self.ranks[slot], self.groups[slot] = 0, frozenset()
+        self._free.append(slot)

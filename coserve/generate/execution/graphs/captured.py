@@ -1,0 +1,79 @@
+"""A step captured as CUDA graphs, and the choice among the graphs of several LoRA footprints."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Mapping
+from dataclasses import dataclass
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+from coserve.generate.execution.footprint import LoraFootprint
+from coserve.generate.execution.graph_sizes import TileCapacity
+from coserve.generate.execution.graphs.shared import GraphPool
+from coserve.generate.execution.slot_lora import SlotLora, StaticSlotLora
+from coserve.kernels.gpu.capture import captured
+
+Size = TypeVar("Size", bound=Hashable)
+Graph = TypeVar("Graph")
+
+WARM_UPS = 2
+"""Runs before the capture: they compile kernels and allocate buffers."""
+
+
+@dataclass(frozen=True)
+class _Captured:
+    """One graph, and the tensors that it writes."""
+
+    graph: torch.cuda.CUDAGraph
+    logits: Tensor
+    likeliest: Tensor
+
+
+class CapturedStep:
+    """A step over fixed buffers, captured once for each capacity of LoRA tiles.
+
+    On CPU nothing is captured: `replay` runs the step.
+    """
+
+    def __init__(self, step: Callable[[SlotLora | None], tuple[Tensor, Tensor]], lora: StaticSlotLora | None) -> None:
+        """`step`: launches the step with these LoRA terms; returns its logits and likeliest tokens."""
+        self._step, self._lora = step, lora
+        self._captured: dict[TileCapacity | None, _Captured] = {}
+
+    def capture(self, pool: GraphPool) -> None:
+        capacities: tuple[TileCapacity | None, ...] = (None,) if self._lora is None else self._lora.capacities
+        pool.stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(pool.stream):
+            for _ in range(WARM_UPS):
+                self._step(self._terms(capacities[0]))
+        torch.cuda.current_stream().wait_stream(pool.stream)
+        for capacity in capacities:
+            graph, lora = torch.cuda.CUDAGraph(), self._terms(capacity)
+            with captured(graph, pool.memory, pool.stream):
+                results = self._step(lora)
+            self._captured[capacity] = _Captured(graph, *results)
+
+    def replay(self, capacity: TileCapacity | None) -> tuple[Tensor, Tensor]:
+        """Logits and likeliest tokens. The next replay overwrites both."""
+        captured = self._captured.get(capacity)
+        if captured is None:
+            return self._step(self._terms(capacity))
+        captured.graph.replay()
+        return captured.logits, captured.likeliest
+
+    def _terms(self, capacity: TileCapacity | None) -> SlotLora | None:
+        return None if self._lora is None or capacity is None else self._lora.within(capacity)
+
+
+def covering_graph(
+    graphs: Mapping[tuple[Size, LoraFootprint], Graph], size: Size, footprint: LoraFootprint
+) -> Graph | None:
+    """Among the graphs of `size` that cover the footprint, the one that does the least beyond it."""
+    found = graphs.get((size, footprint))
+    if found is not None or not footprint.max_rank:
+        return found
+    wider = [other for own, other in graphs if own == size and other.covers(footprint)]
+    least = min(wider, key=lambda other: (other.max_rank, len(other.groups)), default=None)
+    return None if least is None else graphs[size, least]

@@ -1,0 +1,61 @@
+"""The graphs of mixed steps: which exist, which one runs a step, when a missing one is captured."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+
+from coserve.generate.execution.footprint import NO_ADAPTERS, LoraFootprint
+from coserve.generate.execution.graph_sizes import CAPTURE_AFTER
+from coserve.generate.execution.graphs.captured import covering_graph
+from coserve.generate.execution.graphs.mixed import MixedGraph
+from coserve.generate.execution.graphs.shared import GraphState
+from coserve.kernels.attention.interface import MixedAttention, MixedCapacity, Run
+from coserve.memory.kv import KvCache
+
+
+class MixedGraphs:
+    """The graphs of one base's mixed steps, by capacity and LoRA footprint."""
+
+    def __init__(
+        self,
+        state: GraphState,
+        kv: KvCache,
+        capacities: Sequence[MixedCapacity],
+        *,
+        capture_after: int = CAPTURE_AFTER,
+    ) -> None:
+        """`capacities`: smallest first; `capture_after`: see `CAPTURE_AFTER`."""
+        self._state, self._kv, self._capture_after = state, kv, capture_after
+        self._capacities = tuple(capacities)
+        self._attention: dict[MixedCapacity, MixedAttention] = {}
+        self._graphs: dict[tuple[MixedCapacity, LoraFootprint], MixedGraph] = {}
+        self._missed: Counter[tuple[MixedCapacity, LoraFootprint]] = Counter()
+
+    def prepare(self, footprint: LoraFootprint) -> bool:
+        """Captures the largest missing graph; False if none is missing. Smaller ones fit into its memory."""
+        missing = (size for size in reversed(self._capacities) if (size, footprint) not in self._graphs)
+        capacity = next(missing, None)
+        if capacity is not None:
+            self._capture(capacity, footprint)
+        return capacity is not None
+
+    def holding(self, runs: Sequence[Run], footprint: LoraFootprint) -> MixedGraph | None:
+        """The graph that runs the step; None: run it without a graph. At most one size too large: padding has a price."""
+        fit = [capacity for capacity in self._capacities if capacity.holds(runs)][:2]
+        graphs = (covering_graph(self._graphs, capacity, footprint) for capacity in fit)
+        found = next((graph for graph in graphs if graph is not None), None)
+        if found is None and fit:
+            self._missed[fit[0], footprint] += 1
+            if self._missed[fit[0], footprint] >= self._capture_after:
+                if not self._graphs:  # without adapters: fewer kernels to compile, and the same memory
+                    self._capture(self._capacities[-1], NO_ADAPTERS)
+                found = self._graphs.get((fit[0], footprint)) or self._capture(fit[0], footprint)
+        return found
+
+    def _capture(self, capacity: MixedCapacity, footprint: LoraFootprint) -> MixedGraph:
+        if capacity not in self._attention:
+            self._attention[capacity] = self._kv.mixed_attention(capacity)
+        graph = MixedGraph(self._state, self._attention[capacity], footprint)
+        self._graphs[capacity, footprint] = graph
+        return graph

@@ -1,0 +1,58 @@
+"""What all graphs of one base share: the model, the slots, one memory pool, one buffer of logits."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from coserve.generate.execution.adapter_slots import AdapterSlots
+from coserve.generate.execution.token_slots import TokenSlots
+from coserve.model.fused import FusedBase
+
+
+@dataclass(frozen=True)
+class GraphPool:
+    """Memory pool and stream shared by graphs that never overlap."""
+
+    memory: tuple[int, int]
+    stream: torch.cuda.Stream
+    """One for all captures: cuBLAS keeps 32 MiB for each stream that it has seen."""
+
+
+def make_graph_pool(device: torch.device) -> GraphPool | None:
+    """None on CPU, where nothing is captured."""
+    if device.type != "cuda":
+        return None
+    return GraphPool(torch.cuda.graph_pool_handle(), torch.cuda.Stream())  # type: ignore[no-untyped-call]
+
+
+class LogitsBuffer:
+    """Logits of the last step, shared by all graphs: they are read before the next graph runs.
+
+    A buffer for each graph would take GBs: tens of MB for some hundred sequences, times the graphs.
+    """
+
+    def __init__(self, sequences: int) -> None:
+        self._sequences = sequences
+        self._logits_BV: Tensor | None = None
+
+    def keep(self, logits_BV: Tensor) -> Tensor:
+        """A copy in the buffer. The first call allocates it, so it must not be within a capture."""
+        rows, vocab = logits_BV.shape
+        if self._logits_BV is None:
+            self._logits_BV = logits_BV.new_empty(self._sequences, vocab)
+        return self._logits_BV[:rows].copy_(logits_BV)
+
+
+@dataclass(frozen=True)
+class GraphState:
+    """What the graphs of one base read and write, besides their own inputs."""
+
+    fused: FusedBase
+    token_slots: TokenSlots
+    adapter_slots: AdapterSlots
+    logits: LogitsBuffer
+    pool: GraphPool | None
+    """None on CPU."""

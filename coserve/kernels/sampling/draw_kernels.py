@@ -1,0 +1,93 @@
+"""Drawing a token without sorting: a row of weights is read a few times, and nothing is written but the token.
+
+    weigh   w[b, v] = round(UNIT exp((logit - highest) / temperature)), 0 below min-p; their sum over each chunk
+    sift    each chunk's sum of weights above the threshold (`threshold_kernel`), and its ties
+    settle  the first token, in order of ids, whose running sum of kept weights is above a uniform share of all
+
+The weights are whole numbers whose sums are exact in fp64 (`generate.sampling.draws`), so the order of additions does not
+matter.
+"""
+
+# mypy: disable-error-code="no-untyped-def, misc, no-untyped-call, untyped-decorator"
+# ruff: noqa: ANN001, ANN201 - a kernel's arguments have the types of its launch
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from coserve.kernels.sampling.constants import GREEDY_BELOW, UNIT
+
+_GREEDY = tl.constexpr(GREEDY_BELOW)
+_UNIT = tl.constexpr(UNIT)
+
+
+@triton.jit
+def weigh(logits_ptr, stride, likeliest_ptr, columns_ptr, weights_ptr, masses_ptr, V, CHUNK: tl.constexpr):
+    """Grid (rows, chunks)."""
+    row, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    temperature = tl.load(columns_ptr + row * 5)
+    token = tl.load(likeliest_ptr + row)
+    if temperature < _GREEDY or token < 0:
+        return
+    min_p = tl.load(columns_ptr + row * 5 + 1)
+    highest = tl.load(logits_ptr + row * stride + token).to(tl.float64)
+    v = chunk * CHUNK + tl.arange(0, CHUNK)
+    logits = tl.load(logits_ptr + row * stride + v, mask=v < V, other=-float("inf")).to(tl.float64)
+    shares = tl.exp((logits - highest) * (1.0 / temperature))
+    shares = tl.where(shares < min_p, 0.0, shares)
+    whole = (shares * _UNIT + 0.5).to(tl.int64).to(tl.float32)
+    tl.store(weights_ptr + row * V + v, whole, mask=v < V)
+    tl.store(masses_ptr + row * tl.num_programs(1) + chunk, tl.sum(whole.to(tl.float64), 0))
+
+
+@triton.jit(do_not_specialize_on_alignment=["ties_ptr", "bounds_ptr"])
+def sift(likeliest_ptr, columns_ptr, weights_ptr, masses_ptr, ties_ptr, bounds_ptr, V, CHUNK: tl.constexpr):
+    """Grid (rows, chunks)."""
+    row, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    if tl.load(columns_ptr + row * 5) < _GREEDY or tl.load(likeliest_ptr + row) < 0:
+        return
+    last = tl.load(bounds_ptr + row * 2)
+    v = chunk * CHUNK + tl.arange(0, CHUNK)
+    weight = tl.load(weights_ptr + row * V + v, mask=v < V, other=-1.0)
+    bits = weight.to(tl.int32, bitcast=True)
+    at = row * tl.num_programs(1) + chunk
+    tl.store(masses_ptr + at, tl.sum(tl.where(bits > last, weight.to(tl.float64), 0.0), 0))
+    tl.store(ties_ptr + at, tl.sum((bits == last).to(tl.int32), 0))
+
+
+@triton.jit(do_not_specialize_on_alignment=["ties_ptr", "bounds_ptr"])
+def settle(
+    likeliest_ptr, columns_ptr, weights_ptr, masses_ptr, ties_ptr, bounds_ptr, tokens_ptr, V, chunks,
+    FILTERS: tl.constexpr, CHUNK: tl.constexpr, CHUNKS: tl.constexpr,
+):  # fmt: skip
+    """Grid (rows)."""
+    row = tl.program_id(0).to(tl.int64)
+    likeliest = tl.load(likeliest_ptr + row)
+    if tl.load(columns_ptr + row * 5) < _GREEDY or likeliest < 0:
+        tl.store(tokens_ptr + row, likeliest)
+        return
+    number = tl.load(columns_ptr + row * 5 + 4)
+    c = tl.arange(0, CHUNKS)
+    mass = tl.load(masses_ptr + row * chunks + c, mask=c < chunks, other=0.0)
+    last = tl.full([], 0, tl.int32)
+    kept = tl.zeros([CHUNKS], tl.int32)
+    if FILTERS:
+        last = tl.load(bounds_ptr + row * 2)
+        quota = tl.load(bounds_ptr + row * 2 + 1)
+        ties = tl.load(ties_ptr + row * chunks + c, mask=c < chunks, other=0)
+        kept = tl.minimum(tl.maximum(quota - (tl.cumsum(ties, 0) - ties), 0), ties)
+        mass += kept.to(tl.float64) * last.to(tl.float32, bitcast=True).to(tl.float64)
+    total = tl.sum(mass, 0)
+    goal = tl.minimum(tl.floor(number * total), total - 1.0)
+    chunk = tl.minimum(tl.sum((tl.cumsum(mass, 0) <= goal).to(tl.int32), 0), chunks - 1)
+    goal -= tl.sum(tl.where(c < chunk, mass, 0.0), 0)
+    within = tl.sum(tl.where(c == chunk, kept, 0), 0)
+    v = chunk * CHUNK + tl.arange(0, CHUNK)
+    weight = tl.load(weights_ptr + row * V + v, mask=v < V, other=0.0)
+    if FILTERS:
+        bits = weight.to(tl.int32, bitcast=True)
+        tie = ((bits == last) & (v < V)).to(tl.int32)
+        weight = tl.where((bits > last) | ((tie > 0) & (tl.cumsum(tie, 0) <= within)), weight, 0.0)
+    place = tl.sum((tl.cumsum(weight.to(tl.float64), 0) <= goal).to(tl.int32), 0)
+    tl.store(tokens_ptr + row, (chunk * CHUNK + tl.minimum(place, CHUNK - 1)).to(tl.int64))

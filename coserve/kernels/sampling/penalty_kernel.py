@@ -1,0 +1,27 @@
+"""The penalties of `generate.sampling.draws.penalise_`."""
+
+# mypy: disable-error-code="no-untyped-def, misc, no-untyped-call, untyped-decorator"
+# ruff: noqa: ANN001, ANN201 - a kernel's arguments have the types of its launch
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit(do_not_specialize_on_alignment=["rows_ptr", "slots_ptr", "penalties_ptr"])
+def penalise(logits_ptr, rows_ptr, counts_ptr, slots_ptr, penalties_ptr, V, CHUNK: tl.constexpr):
+    """Grid (rows, chunks)."""
+    at, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    row, slot = tl.load(rows_ptr + at), tl.load(slots_ptr + at)
+    repetition = tl.load(penalties_ptr + at * 3)
+    presence = tl.load(penalties_ptr + at * 3 + 1)
+    frequency = tl.load(penalties_ptr + at * 3 + 2)
+    v = chunk * CHUNK + tl.arange(0, CHUNK)
+    logit = tl.load(logits_ptr + row * V + v, mask=v < V, other=0.0)
+    count = tl.load(counts_ptr + slot * V + v, mask=v < V, other=0)
+    repeated = tl.where(logit > 0, tl.div_rn(logit, repetition), logit * repetition)
+    logit = tl.where(count != 0, repeated, logit)
+    times = count // 2
+    logit = tl.where(times > 0, logit - (frequency * times.to(tl.float32) + presence), logit)
+    tl.store(logits_ptr + row * V + v, logit, mask=v < V)
