@@ -7,7 +7,7 @@ CoserveError
 │   ├── Unauthorized 401             ├── ForbiddenOrigin 403   ├── ForbiddenPath 403
 │   ├── NotFound 404                 ├── AdapterNotFound 404   ├── JobNotFound 404
 │   ├── MethodNotAllowed 405         ├── RequestTimeout 408
-│   ├── AdapterExists 409            ├── AdapterBusy 409       ├── WrongJobState 409
+│   ├── AdapterBusy 409              ├── WrongJobState 409
 │   ├── BodyTooLarge 413             ├── UnsupportedEncoding 415
 │   ├── NonFiniteLogits 422          the adapter (or the base) computes NaN or infinity for this prompt
 ├── CorpusError 422                  a row is wrong (`line`)
@@ -126,11 +126,6 @@ class MethodNotAllowed(RequestError):
 class RequestTimeout(RequestError):
     status = 408
     code = "request_timeout"
-
-
-class AdapterExists(RequestError):
-    status = 409
-    code = "adapter_exists"
 
 
 class AdapterBusy(RequestError):

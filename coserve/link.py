@@ -175,8 +175,6 @@ class JobSucceeded(Message, frozen=True):
 
     id: str
     ref: AdapterRef
-    final_loss: float
-    trained_tokens: int
 
 
 class JobFailed(Message, frozen=True):

@@ -80,6 +80,10 @@ def test_no_folder_is_crowded_and_no_file_is_long() -> None:
     assert not [path for path in FILES if len(path.read_text().splitlines()) > 400]
 
 
+def test_a_package_has_an_init_only_to_export_names() -> None:
+    assert not [path for path in FILES if path.name == "__init__.py" and "__all__" not in path.read_text()]
+
+
 def imported_files(path: Path) -> set[Path]:
     """The package's files that `path` imports, anywhere in it."""
     found = set()

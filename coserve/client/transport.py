@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
@@ -175,9 +175,3 @@ class MockTransport:
         self.requests.append(request)
         answer = self._answer(request)
         return await answer if inspect.isawaitable(answer) else answer
-
-
-async def streamed(pieces: Iterable[bytes]) -> AsyncIterator[bytes]:
-    """A body in pieces, for `Response`."""
-    for piece in pieces:
-        yield piece

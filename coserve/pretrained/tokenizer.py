@@ -160,10 +160,6 @@ class Tokenizer:
             text = self._texts[id] = self.decode([id], skip_special=False)
         return text
 
-    @property
-    def has_chat(self) -> bool:
-        return self._chat is not None
-
     def chat(
         self, messages: Sequence[Message], *, add_generation_prompt: bool = True, continue_final: bool = False
     ) -> list[int]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-from coserve.errors import AdapterExists, AdapterNotFound
+from coserve.errors import AdapterNotFound
 from coserve.state.database import Database
 from coserve.state.records import AdapterRecord
 from coserve.types import AdapterRef
@@ -16,15 +16,6 @@ _decode = msgspec.msgpack.Decoder(AdapterRecord).decode
 class AdapterTable(Database):
     """A version number is given out once: also one that a failed job or a deleted adapter had never comes back."""
 
-    def add_adapter(self, record: AdapterRecord) -> None:
-        """Register a version. Raises `AdapterExists` if its number was given out before."""
-        with self._transaction():
-            self._claim_version(record.ref)
-            self._insert_adapter(record)
-            self._log_on_commit(
-                "adapter imported", adapter=record.ref.id, version=record.ref.version, bytes=record.bytes
-            )
-
     def reserve_version(self, id: str) -> AdapterRef:
         """Give out the next version of a name: nobody else ever gets it, and its files have a place of their own."""
         with self._transaction():
@@ -32,7 +23,7 @@ class AdapterTable(Database):
             self._claim_version(ref)
         return ref
 
-    def add_reserved(self, record: AdapterRecord) -> None:
+    def add_adapter(self, record: AdapterRecord) -> None:
         """Register a version that `reserve_version` gave out."""
         with self._transaction():
             self._insert_adapter(record)
@@ -50,8 +41,7 @@ class AdapterTable(Database):
         )
 
     def _claim_version(self, ref: AdapterRef) -> None:
-        if ref.version < self.next_version(ref.id):
-            raise AdapterExists(f"version {ref.version} of adapter {ref.id!r} is taken", field="adapter")
+        assert ref.version >= self.next_version(ref.id), f"{ref} was given out before"
         self._db.execute(
             "INSERT INTO versions VALUES (?, ?) ON CONFLICT (id) DO UPDATE SET last = excluded.last",
             (ref.id, ref.version),

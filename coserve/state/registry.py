@@ -29,7 +29,7 @@ class Registry(AdapterTable):
     def create_job(self, record: JobRecord, *, idempotency_key: str | None = None) -> JobRecord:
         """Accept a job. A key that was seen before gives back the job that it made.
 
-        Raises `AdapterExists` if the version was given out before: take it from `next_version` in the same call.
+        The record's version comes from `next_version`, called in the same function on the registry's thread.
         """
         spec = record.spec
         with self._transaction():

@@ -22,6 +22,7 @@ openai = pytest.importorskip("openai")
 
 PROMPT = "hello there"
 IDS = tokenizer().encode(PROMPT)
+from tests.support.records import import_adapter
 
 
 def client_of(api: Api, key: str = "none") -> AsyncOpenAI:
@@ -54,7 +55,7 @@ def add_adapter(api: Api, name: str, version: int = 1, *, fingerprint: str = "")
         sha256="0" * 64,
     )
     with closing(Registry(api.folder.database)) as registry:
-        registry.add_adapter(record)
+        import_adapter(registry, record)
 
 
 async def test_a_completion(api: Api, client: AsyncOpenAI) -> None:

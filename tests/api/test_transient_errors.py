@@ -114,7 +114,7 @@ async def test_a_locked_registry_loses_no_change_and_keeps_the_order(api: Api) -
 async def test_an_end_that_is_said_twice_keeps_its_adapter(api: Api) -> None:
     _, job = await api.call("POST", "/finetune", json=JOB)
     await api.job_until(job["id"], "succeeded")
-    await api.hear(JobSucceeded(id=job["id"], ref=AdapterRef("poet", 1), final_loss=1.0, trained_tokens=30))
+    await api.hear(JobSucceeded(id=job["id"], ref=AdapterRef("poet", 1)))
     assert api.folder.adapter_refs() == [AdapterRef("poet", 1)]
     assert (await api.call("GET", "/adapters/poet"))[0] == 200
 

@@ -7,11 +7,10 @@ import asyncio
 import pytest
 
 from coserve.client import AsyncJobHandle, Response, RetryPolicy
-from coserve.client.transport import streamed
 from coserve.errors import JobError, JobNotFound, NonFiniteLoss, Unreachable
 from coserve.schemas import ErrorInfo, JobEvent
 from coserve.types import JobState
-from tests.support.sdk import Daemon, job, job_event, refusal, reply, sse
+from tests.support.sdk import Daemon, job, job_event, refusal, reply, sse, streamed
 
 QUEUED, RUNNING, DONE = job_event(1, JobState.QUEUED), job_event(2, JobState.RUNNING), job_event(5, JobState.SUCCEEDED)
 STORY = [QUEUED, RUNNING, job_event(3, step=1), job_event(4, step=2), DONE]

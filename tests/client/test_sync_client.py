@@ -10,10 +10,9 @@ import pytest
 
 import coserve
 from coserve.client import Client, MockTransport, Request, Response
-from coserve.client.transport import streamed
 from coserve.errors import AdapterNotFound
 from coserve.types import JobState
-from tests.support.sdk import GENERATED, chunk, job, job_event, refusal, reply, sse, stream_of
+from tests.support.sdk import GENERATED, chunk, job, job_event, refusal, reply, sse, stream_of, streamed
 
 
 def threads() -> list[str]:

@@ -16,7 +16,7 @@ from coserve.errors import StorageFull
 from coserve.logs.format import JsonFormatter, TextFormatter, log_event
 from coserve.state.failpoints import armed
 from coserve.state.registry import Registry
-from tests.support.records import make_adapter, make_job
+from tests.support.records import import_adapter, make_adapter, make_job
 
 FORMATTERS = (TextFormatter("api"), JsonFormatter("api"))
 
@@ -74,7 +74,7 @@ def test_what_is_not_committed_is_not_told(tmp_path: Path, caplog: pytest.LogCap
         registry.create_job(make_job("j1"))
     assert caplog.messages == []
     registry.create_job(make_job("j1"))
-    registry.add_adapter(make_adapter("imported"))
+    import_adapter(registry, make_adapter("imported"))
     registry.delete_adapter("imported")
     assert caplog.messages == ["job accepted", "adapter imported", "adapter deleted"]
     registry.close()

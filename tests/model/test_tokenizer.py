@@ -163,7 +163,6 @@ def test_broken_files_are_refused(tmp_path: Path, name: str, content: str) -> No
 
 
 def test_no_chat_template_says_so() -> None:
-    assert not BYTE_LEVEL.has_chat
     with pytest.raises(InvalidRequest, match="no chat template"):
         BYTE_LEVEL.chat([{"role": "user", "content": "hi"}])
 

@@ -320,7 +320,7 @@ class Full(Trouble):
         if not self.room:
             return [JobWaiting(id="one", message="waiting for space: the disk is full")]
         self.published.append("one")
-        return [JobSucceeded(id="one", ref=AdapterRef("one", 1), final_loss=1.0, trained_tokens=5)]
+        return [JobSucceeded(id="one", ref=AdapterRef("one", 1))]
 
 
 async def test_a_job_that_waits_for_space_says_so_once_and_lets_others_train() -> None:

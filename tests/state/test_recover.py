@@ -12,7 +12,7 @@ from coserve.state.folder import DataFolder
 from coserve.state.recover import recover
 from coserve.state.registry import Registry
 from coserve.types import AdapterRef, JobState
-from tests.support.records import make_adapter, make_job, make_metrics
+from tests.support.records import import_adapter, make_adapter, make_job, make_metrics
 
 
 @pytest.fixture
@@ -70,7 +70,7 @@ def test_files_without_a_row_go(registry: Registry, folder: DataFolder) -> None:
     lay_adapter(folder, AdapterRef("poet", 1))
     lay_adapter(folder, AdapterRef("poet", 2))
     lay_adapter(folder, AdapterRef("bard", 1))
-    registry.add_adapter(make_adapter("poet", 1))
+    import_adapter(registry, make_adapter("poet", 1))
     write_file(folder.corpus("job-9"), b"corpus", point="corpus")
     recover(registry, folder)
     assert folder.adapter_refs() == registry.adapter_refs() == [AdapterRef("poet", 1)]
@@ -91,7 +91,7 @@ def test_rows_without_files_go_with_a_note(
     registry: Registry, folder: DataFolder, caplog: pytest.LogCaptureFixture
 ) -> None:
     for version in (1, 2, 3):
-        registry.add_adapter(make_adapter("poet", version))
+        import_adapter(registry, make_adapter("poet", version))
     lay_adapter(folder, AdapterRef("poet", 1))
     lay_adapter(folder, AdapterRef("poet", 2))
     (folder.adapter(AdapterRef("poet", 2)) / "adapter_model.safetensors").unlink()

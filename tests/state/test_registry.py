@@ -11,7 +11,6 @@ import pytest
 
 from coserve.errors import (
     AdapterBusy,
-    AdapterExists,
     AdapterNotFound,
     JobNotFound,
     StartupError,
@@ -24,7 +23,7 @@ from coserve.state.failpoints import armed
 from coserve.state.registry import Registry
 from coserve.state.thread import RegistryThread
 from coserve.types import AdapterRef, JobState
-from tests.support.records import make_adapter, make_job, make_metrics
+from tests.support.records import import_adapter, make_adapter, make_job, make_metrics
 
 
 @pytest.fixture
@@ -115,7 +114,7 @@ def test_what_is_not_there(registry: Registry) -> None:
     for missing in (registry.adapter, registry.versions, registry.delete_adapter):
         with pytest.raises(AdapterNotFound):
             missing("nobody")
-    registry.add_adapter(make_adapter())
+    import_adapter(registry, make_adapter())
     with pytest.raises(AdapterNotFound, match="poet@2"):
         registry.adapter("poet", 2)
 
@@ -123,8 +122,8 @@ def test_what_is_not_there(registry: Registry) -> None:
 def test_pages_of_jobs_and_adapters(registry: Registry) -> None:
     for n in range(5):
         registry.create_job(make_job(f"job-{n}", adapter=f"a{n}"))
-        registry.add_adapter(make_adapter(f"b{n}"))
-        registry.add_adapter(make_adapter(f"b{n}", 2))
+        import_adapter(registry, make_adapter(f"b{n}"))
+        import_adapter(registry, make_adapter(f"b{n}", 2))
     registry.set_state("job-3", JobState.PAUSED)
     assert [job.spec.id for job in registry.jobs(limit=2)] == ["job-4", "job-3"]
     assert [job.spec.id for job in registry.jobs(after="job-3", limit=2)] == ["job-2", "job-1"]
@@ -139,16 +138,14 @@ def test_a_version_is_given_out_once(registry: Registry) -> None:
     assert registry.next_version("poet") == 1
     registry.create_job(make_job())
     assert registry.next_version("poet") == 2
-    with pytest.raises(AdapterExists):
-        registry.add_adapter(make_adapter(version=1))
     registry.set_state("job-1", JobState.CANCELLED)
-    registry.add_adapter(make_adapter(version=2))
+    import_adapter(registry, make_adapter(version=2))
     assert registry.delete_adapter("poet") == [AdapterRef("poet", 2)]
     assert registry.next_version("poet") == 3
 
 
 def test_an_adapter_in_use_is_not_deleted(registry: Registry) -> None:
-    registry.add_adapter(make_adapter())
+    import_adapter(registry, make_adapter())
     registry.create_job(make_job(adapter="bard", init_from=AdapterRef("poet", 1)))
     with pytest.raises(AdapterBusy):
         registry.delete_adapter("poet")
@@ -166,7 +163,7 @@ def test_a_commit_that_fails_changes_nothing(registry: Registry, action: str, er
         lambda: registry.set_state("job-1", JobState.PAUSED),
         lambda: registry.record_step("job-1", make_metrics(1)),
         lambda: registry.succeed("job-1", make_adapter()),
-        lambda: registry.add_adapter(make_adapter("bard")),
+        lambda: import_adapter(registry, make_adapter("bard")),
     ]
     for call in calls:
         with armed(f"registry.before_commit={action}"), pytest.raises(error):

@@ -71,17 +71,10 @@ class RegistryMachine(RuleBasedStateMachine):
 
     @rule(name=NAMES)
     def import_adapter(self, name: str) -> None:
-        version = self.registry.next_version(name)
-        self.registry.add_adapter(make_adapter(name, version))
-        self.published(AdapterRef(name, version))
-        self.last[name] = version
-
-    @rule(name=NAMES)
-    def import_in_two_steps(self, name: str) -> None:
         ref = self.registry.reserve_version(name)
         assert ref == AdapterRef(name, self.last.get(name, 0) + 1)
         self.last[name] = ref.version
-        self.registry.add_reserved(make_adapter(name, ref.version))
+        self.registry.add_adapter(make_adapter(name, ref.version))
         self.published(ref)
 
     @precondition(lambda self: self.jobs)

@@ -14,7 +14,7 @@ from coserve.state.registry import Registry
 from coserve.state.reserve import PIECE, Reserve
 from coserve.state.thread import RegistryThread
 from coserve.types import JobState
-from tests.support.records import make_adapter, make_job
+from tests.support.records import import_adapter, make_adapter, make_job
 from tests.support.small_disk import fill, small_disk
 
 
@@ -31,7 +31,7 @@ def thread_on(disk: Path) -> RegistryThread:
 async def test_what_frees_space_is_written_on_a_full_disk(disk: Path) -> None:
     thread = thread_on(disk)
     for n in range(6):
-        await thread(lambda r, n=n: r.add_adapter(make_adapter(f"a{n}")))
+        await thread(lambda r, n=n: import_adapter(r, make_adapter(f"a{n}")))
     await thread(lambda r: r.create_job(make_job()))
     fill(disk)
     with pytest.raises(StorageFull):
@@ -46,7 +46,7 @@ async def test_what_frees_space_is_written_on_a_full_disk(disk: Path) -> None:
 
 async def test_a_registry_opens_on_a_full_disk(disk: Path) -> None:
     thread = thread_on(disk)
-    await thread(lambda r: r.add_adapter(make_adapter("old")))
+    await thread(lambda r: import_adapter(r, make_adapter("old")))
     await thread.close()
     fill(disk)
     again = thread_on(disk)
@@ -58,7 +58,7 @@ async def test_a_registry_opens_on_a_full_disk(disk: Path) -> None:
 
 async def test_space_is_kept_back_again_once_there_is_some(disk: Path) -> None:
     thread = thread_on(disk)
-    await thread(lambda r: r.add_adapter(make_adapter("old")))
+    await thread(lambda r: import_adapter(r, make_adapter("old")))
     fill(disk)
     await thread.with_reserve(lambda r: r.delete_adapter("old"))
     (disk / "filler").unlink()
@@ -95,7 +95,7 @@ async def test_a_disk_that_refuses_the_reserve_is_told_once_and_costs_no_change(
         lambda: Registry(tmp_path / "registry.sqlite3"), reserve=Reserve(tmp_path / "reserve", 1 << 20)
     )
     for n in range(3):
-        await thread(lambda r, n=n: r.add_adapter(make_adapter(f"a{n}")))
+        await thread(lambda r, n=n: import_adapter(r, make_adapter(f"a{n}")))
     await thread.with_reserve(lambda r: r.delete_adapter("a0"))
     assert len(await thread(lambda r: r.adapters())) == 2
     assert len(tries) == 5, "one attempt a call"
@@ -130,7 +130,7 @@ async def test_a_committed_change_stays_one_though_the_reserve_cannot_be_kept_ba
     disk: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     thread = thread_on(disk)
-    await thread(lambda r: r.add_adapter(make_adapter("old")))
+    await thread(lambda r: import_adapter(r, make_adapter("old")))
     fill(disk)
 
     def refuse(path: object) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from coserve.state.records import AdapterRecord, JobRecord
+from coserve.state.registry import Registry
 from coserve.types import AdapterRef, JobSpec, JobState, LoraSettings, StepMetrics, TrainingSettings
 
 
@@ -56,3 +57,10 @@ def make_metrics(step: int, total_steps: int = 3, loss: float = 1.0) -> StepMetr
         target_tokens=5,
         seconds=0.1,
     )
+
+
+def import_adapter(registry: Registry, record: AdapterRecord) -> None:
+    """Register a version as an import does: its number is given out first."""
+    while registry.reserve_version(record.ref.id).version < record.ref.version:
+        pass
+    registry.add_adapter(record)

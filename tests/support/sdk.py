@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterable
+from collections.abc import AsyncIterator, Callable, Iterable
 
 import msgspec
 
 from coserve.client import AsyncClient, MockTransport, Request, Response, RetryPolicy
-from coserve.client.transport import streamed
 from coserve.errors import CoserveError
 from coserve.schemas import STREAM_END, Choice, GenerateChunk, GenerateResponse, Job, JobEvent, Timing, Usage
 from coserve.types import JobState, LoraSettings, StepMetrics, TrainingSettings
@@ -150,3 +149,9 @@ class Daemon:
 
     async def _nap(self, seconds: float) -> None:
         self.naps.append(seconds)
+
+
+async def streamed(pieces: Iterable[bytes]) -> AsyncIterator[bytes]:
+    """A body in pieces, for `Response`."""
+    for piece in pieces:
+        yield piece

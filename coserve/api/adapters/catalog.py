@@ -93,7 +93,7 @@ class AdapterCatalog:
             await asyncio.to_thread(_copy, source, target)
             record = await self._inspection.record(target, ref, spec, source="import", created_at=self._clock())
         try:
-            await self._registry(lambda registry: registry.add_reserved(record))
+            await self._registry(lambda registry: registry.add_adapter(record))
         except BaseException:
             await asyncio.to_thread(remove_dir, self._folder.adapter(ref))
             raise
