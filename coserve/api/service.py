@@ -106,8 +106,9 @@ class Service:
 
     def stop(self) -> None:
         """The daemon stops: requests in flight and new ones end with `EngineUnavailable`, streams of events end."""
-        self.generation.stop(EngineUnavailable("the daemon is stopping; try again later"))
-        self.jobs.views.close()
+        stopping = EngineUnavailable("the daemon is stopping; try again later")
+        self.generation.stop(stopping)
+        self.jobs.views.stop(stopping)
 
     async def close(self) -> None:
         """Write what the engine has said; requests in flight end with `EngineUnavailable`."""

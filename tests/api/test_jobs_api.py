@@ -16,7 +16,7 @@ from coserve.corpus.tokenized import Corpus
 from coserve.link import CancelJob, JobFailed, JobPaused, JobProgress, JobWaiting, PauseJob, StartJob
 from coserve.state.failpoints import armed
 from coserve.types import BaseSpec, StepMetrics
-from tests.support.api_server import REPLY, Api, serve_api
+from tests.support.api_server import REPLY, Api, read_events, serve_api
 from tests.support.fake_engine import write_peft
 
 ROWS = [{"text": "one two three"}, {"prompt": "a", "completion": "b"}]
@@ -87,12 +87,13 @@ async def test_steps_that_a_full_disk_refuses_are_told_once_and_written_later(
     with armed("registry.before_commit=ENOSPC"):
         for number in range(1, 30):
             await api.hear(step(job, number))
-        for _ in range(1000):
+        told: list[str] = []
+        for _ in range(6000):
             _, health = await api.call("GET", "/health")
-            if health["notes"]:
+            told = [record.getMessage() for record in caplog.records if "disk is full" in record.getMessage()]
+            if told and health["notes"]:
                 break
             await asyncio.sleep(0.01)
-        told = [record.getMessage() for record in caplog.records if "disk is full" in record.getMessage()]
     assert len(told) == 1, told
     assert [note for note in health["notes"] if "the disk is full" in note], health["notes"]
     await api.hear(JobWaiting(id=job, message="waiting for space"))  # after its last step
@@ -317,11 +318,18 @@ async def test_a_full_disk_does_not_keep_the_next_engine_out(api: Api) -> None:
 
 async def test_the_end_of_the_daemon_ends_streams_of_events(tmp_path: Path) -> None:
     async with serve_api(tmp_path / "data") as api:
+
+        async def text(path: str) -> str:
+            async with api.http.get(path) as response:
+                return await response.text()
+
         api.engine.go_jobs.clear()
         job = await submit(api)
-        follow = asyncio.create_task(api.events(job["id"]))
+        follow = asyncio.create_task(text(f"/finetune/{job['id']}/events"))
         await api.job_until(job["id"], "running")
-    assert [event["state"] for _, event in await follow] == ["queued", "running"]
+    *story, last = read_events(await follow)
+    assert [event["data"]["state"] for event in story] == ["queued", "running"]
+    assert (last["event"], last["data"]["error"]["code"]) == ("error", "engine_unavailable")
 
 
 async def test_a_pause_that_nobody_waited_for_does_not_come_back(api: Api) -> None:

@@ -30,9 +30,12 @@ TGI_LONG = {"parameters": {"max_new_tokens": 100, "ignore_eos_token": True}}
 class Stream:
     """A stream of events that has begun."""
 
-    def __init__(self, port: int, path: str, body: Json) -> None:
+    def __init__(self, port: int, path: str, body: Json | None) -> None:
         self._connection = http.client.HTTPConnection("127.0.0.1", port, timeout=120)
-        self._connection.request("POST", path, json.dumps(body), {"Content-Type": "application/json"})
+        if body is None:
+            self._connection.request("GET", path)
+        else:
+            self._connection.request("POST", path, json.dumps(body), {"Content-Type": "application/json"})
         self._response = self._connection.getresponse()
         assert self._response.status == 200
         assert self._response.getheader("Transfer-Encoding") == "chunked"
@@ -75,7 +78,10 @@ def test_ctrl_c_ends_streams_properly_and_the_log_tells_the_whole_story(model: P
         assert daemon.call("POST", f"/finetune/{other['id']}/cancel")[0] == 200
         assert daemon.call("DELETE", "/adapters/pirate")[0] == 200
 
-        opened = {}
+        _, paused = daemon.call("POST", "/finetune", endless | {"adapter": "paused"})
+        assert daemon.call("POST", f"/finetune/{paused['id']}/pause")[0] == 200
+
+        opened = {"job": Stream(port, f"/finetune/{paused['id']}/events", None)}
         for name, (path, body) in STREAMS.items():
             opened[name] = Stream(port, path, body | (TGI_LONG if name == "tgi" else LONG))
         with ThreadPoolExecutor(1) as pool:

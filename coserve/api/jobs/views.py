@@ -7,7 +7,7 @@ import builtins
 from collections.abc import AsyncGenerator
 
 from coserve.api.jobs.recorder import JobRecorder
-from coserve.errors import QueueFull
+from coserve.errors import EngineUnavailable, QueueFull
 from coserve.schemas import Job, JobEvent, JobList
 from coserve.state.records import JobRecord
 from coserve.state.thread import RegistryThread
@@ -23,11 +23,11 @@ class JobViews:
     def __init__(self, registry: RegistryThread, recorder: JobRecorder) -> None:
         self._registry, self._recorder = registry, recorder
         self._watching = 0
-        self._closing = False
+        self._stopped: EngineUnavailable | None = None
 
-    def close(self) -> None:
-        """End every stream of events; who followed one may come back to the next daemon."""
-        self._closing = True
+    def stop(self, error: EngineUnavailable) -> None:
+        """Every stream of events ends with `error`; who followed one may come back to the next daemon."""
+        self._stopped = error
         self._recorder.announce_all()
 
     async def get(self, id: str) -> Job:
@@ -58,7 +58,7 @@ class JobViews:
     async def events(self, id: str, after: int, heartbeat: float) -> AsyncGenerator[JobEvent | None, None]:
         """The story from event `after` on, live until the job's end; None every `heartbeat` seconds of silence.
 
-        Raises, before the first event, `JobNotFound` and `QueueFull`.
+        Raises, before the first event, `JobNotFound` and `QueueFull`; `EngineUnavailable` when the daemon stops.
         """
         if self._watching >= MAX_WATCHERS:
             raise QueueFull(f"{MAX_WATCHERS} streams of events are open already")
@@ -74,8 +74,10 @@ class JobViews:
                         yield event
                     if events:
                         continue  # there may be more than one page
-                    if record.state.terminal or self._closing:
+                    if record.state.terminal:
                         return
+                    if self._stopped is not None:
+                        raise self._stopped
                     try:
                         async with asyncio.timeout(heartbeat):
                             await news.wait()

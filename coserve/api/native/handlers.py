@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import AsyncGenerator, Awaitable
 from contextlib import aclosing
 from pathlib import Path
 
@@ -25,8 +26,10 @@ from coserve.schemas import (
     STREAM_END,
     ErrorBody,
     FinetuneRequest,
+    GenerateChunk,
     GenerateRequest,
     ImportRequest,
+    JobEvent,
     Pointers,
     RollbackRequest,
 )
@@ -58,14 +61,7 @@ class NativeApi:
             return json_response(await collect_native(body, self._service.generation.stream(body)))
         stream = EventStream(request, write_timeout=self._config.read_timeout)
         async with aclosing(self._service.generation.stream(body)) as chunks:
-            try:
-                async for chunk in chunks:
-                    await stream.send(chunk)
-            except CoserveError as error:
-                if not stream.begun:
-                    raise
-                await stream.send(ErrorBody(error=error_info(error)), event="error")
-            else:
+            if await _told(stream, _send_chunks(stream, chunks)):
                 await stream.send(STREAM_END)
         return await stream.close()
 
@@ -98,11 +94,7 @@ class NativeApi:
         id, after = request.match_info["id"], _last_event(request)
         stream = EventStream(request, write_timeout=self._config.read_timeout)
         async with aclosing(self._service.jobs.views.events(id, after, HEARTBEAT)) as events:
-            async for event in events:
-                if event is None:
-                    await stream.heartbeat()
-                else:
-                    await stream.send(event, id=event.seq)
+            await _told(stream, _send_events(stream, events))
         if not stream.begun:
             await stream.open()  # all was seen before
         return await stream.close()
@@ -165,6 +157,31 @@ class NativeApi:
     @property
     def _staging(self) -> Path:
         return self._service.folder.staging
+
+
+async def _send_chunks(stream: EventStream, chunks: AsyncGenerator[GenerateChunk, None]) -> None:
+    async for chunk in chunks:
+        await stream.send(chunk)
+
+
+async def _send_events(stream: EventStream, events: AsyncGenerator[JobEvent | None, None]) -> None:
+    async for event in events:
+        if event is None:
+            await stream.heartbeat()
+        else:
+            await stream.send(event, id=event.seq)
+
+
+async def _told(stream: EventStream, sending: Awaitable[None]) -> bool:
+    """Whether all was sent. An error after the stream has begun is sent as its last event."""
+    try:
+        await sending
+    except CoserveError as error:
+        if not stream.begun:
+            raise
+        await stream.send(ErrorBody(error=error_info(error)), event="error")
+        return False
+    return True
 
 
 class _Probe(msgspec.Struct):
