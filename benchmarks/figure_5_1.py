@@ -34,12 +34,13 @@ from coserve.adapter_store.store import AdapterStore, HostBudget
 from coserve.generate.execution.runner import Runner
 from coserve.generate.generator import Generator
 from coserve.kernels.attention.packed import PackedAttention
-from coserve.kernels.lora.backend import Way
+from coserve.kernels.lora.backend import make_backend
 from coserve.kernels.lora.segments import Segments
 from coserve.kernels.lora.types import LoraPair, MainGrads
 from coserve.link import Generate, RequestFailed
 from coserve.memory.kv import KvCache
 from coserve.model.base import Base, wrap_base
+from coserve.model.forward_context import running
 from coserve.model.fused import FusedBase
 from coserve.model.lora import LoraBatch, LoraWeights
 from coserve.types import AdapterRef, LoraSettings, SamplingParams, Slo
@@ -140,8 +141,10 @@ def serving(base: Base, shape: Shape, way: str) -> Generator:
     if way == GRAPHS:
         fused = FusedBase(base) if shape.device == "cuda" else FusedBase(base, compiled=False)
         runner = Runner(fused, kv, max_running=most)
-    chosen = Way.SEGMENTED if way == GRAPHS else Way(way)
-    return Generator(base, store, kv, max_running=most, step_tokens=4096, way=chosen, prefix_cache=False, runner=runner)
+    chosen = make_backend("segmented" if way == GRAPHS else way)
+    return Generator(
+        base, store, kv, max_running=most, step_tokens=4096, lora_backend=chosen, prefix_cache=False, runner=runner
+    )
 
 
 def ask(generator: Generator, shape: Shape, batch: int, adapters: int, run: int) -> None:
@@ -179,13 +182,15 @@ def finetuning(base: Base, shape: Shape, way: str, batch: int, adapters: int) ->
     tensors = [[t for pair in one.sites.values() for t in (pair.a_RD, pair.b_OR)] for one in learning]
     positions = torch.arange(shape.length, device=base.device)
 
+    backend = make_backend(way)
+
     def step(order: list[int]) -> None:
         bounds = tuple(i * shape.length for i in range(len(order) + 1))
         tokens = torch.randint(shape.vocab, (bounds[-1],), device=base.device)
         present = tuple(dict.fromkeys(order))  # a batch names the adapters that it has, as the daemon's do
         segments = Segments(bounds, tuple(present.index(adapter) for adapter in order))
-        lora = LoraBatch(segments, tuple(learning[a] for a in present), Way.GROUPED if way == "naive" else Way(way))
-        with torch.enable_grad(), base.lora(lora):
+        lora = LoraBatch(segments, tuple(learning[a] for a in present), backend)
+        with torch.enable_grad(), running(base.prepare(lora)):
             logits = base.run(tokens, positions.repeat(len(order)), PackedAttention(bounds), None)
             torch.nn.functional.cross_entropy(logits, tokens.roll(-1)).backward()  # type: ignore[no-untyped-call]
 

@@ -20,7 +20,7 @@ from benchmarks.timing import graph_us
 from coserve.kernels.lora.segmented import block_sizes, launch_backward, launch_decode, launch_prefill
 from coserve.kernels.lora.segmented.adapter_table import SiteTable
 from coserve.kernels.lora.segmented.block_sizes import DecodeBlocks, PrefillBlocks
-from coserve.kernels.lora.segmented.plan import TilePlan, group_of
+from coserve.kernels.lora.segmented.plan import TilePlan, tables_of
 from coserve.kernels.lora.segmented.tiles import HostTiles, Tiles, base_only_tiles, cut, upload
 
 Change = dict[str, int | bool]
@@ -138,7 +138,7 @@ def long() -> None:
     for rank in (16, 64):
         layers = [cases.make_layer(cases.LLAMA[2], 4096, [rank] * 8) for _ in range(2)]
         segments = cases.batch(list(range(8)), 512)
-        tables = [group_of(segments, layer.pairs, cases.DEVICE).table for layer in layers]
+        tables = [tables_of([layer.pairs], cases.DEVICE)[0].table for layer in layers]
         for rows in (64,):
             host = cut(segments, [rank] * 8, rows)
             all_rows = HostTiles([*host.tiles, *base_only_tiles(segments, host, rows)], [], host.spans)

@@ -31,11 +31,12 @@ from benchmarks.timing import Timing, event_us, graph_us
 from coserve.generate.execution.graph_sizes import TileCapacity, decode_tile_capacities
 from coserve.generate.execution.slot_lora import fit_tiles
 from coserve.kernels.lora import reference
+from coserve.kernels.lora.backend import make_backend
 from coserve.kernels.lora.segmented import terms
 from coserve.kernels.lora.segmented.adapter_table import RANK_BLOCK
 from coserve.kernels.lora.segmented.gradients import gradients
 from coserve.kernels.lora.segmented.launch_prefill import prefill_shrink
-from coserve.kernels.lora.segmented.plan import TilePlan, group_of, plan_of, tile_rows
+from coserve.kernels.lora.segmented.plan import TilePlan, plan_of, tables_of, tile_rows
 from coserve.kernels.lora.segmented.tiles import StepTiles, cut, upload
 from coserve.kernels.lora.segments import Segments
 from coserve.kernels.lora.types import LoraPair, MainGrads
@@ -59,12 +60,12 @@ def rotating(group: cases.SiteGroup, tokens: int, ranks: list[int]) -> list[case
 
 def floor_us(layer: cases.Layer, segments: Segments) -> float:
     """Each input read once and each output read and written once, or the arithmetic, whichever takes longer."""
-    used = sorted(segments.runs())
+    used = sorted(segments.runs)
     weights = sum(p.a_RD.nbytes + p.b_OR.nbytes for site in layer.pairs for u in used if (p := site[u]) is not None)
     size = weights + layer.x.nbytes + 2 * sum(y.nbytes for y in layer.ys)
     flop = sum(
         2 * (end - start) * pair.rank * (layer.group.inputs + pair.b_OR.shape[0])
-        for slot, runs in segments.runs().items()
+        for slot, runs in segments.runs.items()
         for start, end in runs
         for site in layer.pairs
         if (pair := site[slot]) is not None
@@ -77,7 +78,8 @@ def error_of(layer: cases.Layer, segments: Segments) -> float:
     ys = [torch.zeros_like(y) for y in layer.ys]
     wanted = [reference.lora_add(y.float(), layer.x, segments, pairs) for y, pairs in zip(ys, layer.pairs, strict=True)]
     with torch.no_grad():
-        got = terms.lora_add_group(ys, layer.x, segments, layer.pairs)
+        lora, group = cases.prepared(make_backend("segmented"), segments, layer.pairs)
+        got = lora.add(group, ys, layer.x)
     worst = [float((g.float() - w).norm() / w.norm()) for g, w in zip(got, wanted, strict=True)]
     return max(worst)
 
@@ -244,10 +246,10 @@ def train_part() -> list[Row]:
         weights = ways.base_weights(layers[0])
         prepared = []
         for layer in layers:
-            own = group_of(segments, layer.pairs, cases.DEVICE)
-            plan = plan_of(segments, own, train=True)
+            (own,) = tables_of([layer.pairs], cases.DEVICE)
+            plan = plan_of(segments, own.ranks, cases.DEVICE, train=True)
             h = prefill_shrink(layer.x, plan, own.table)
-            summed = group_of(segments, [_with_sums(pairs) for pairs in layer.pairs], cases.DEVICE)
+            (summed,) = tables_of([[_with_sums(pairs) for pairs in layer.pairs]], cases.DEVICE)
             prepared.append((layer, own, plan, h, torch.zeros_like(layer.x), summed))
 
         def forward(item: tuple[Any, ...]) -> ways.Call:

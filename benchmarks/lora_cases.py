@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import math
 import random
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from coserve.kernels.lora import types
+from coserve.kernels.lora.interface import LoraBackend, PreparedLora
 from coserve.kernels.lora.segmented.adapter_table import Slots
 from coserve.kernels.lora.segments import Segments
 from coserve.kernels.lora.types import LoraPair
@@ -75,6 +78,18 @@ class Layer:
     @property
     def weight_bytes(self) -> int:
         return sum(p.a_RD.nbytes + p.b_OR.nbytes for site in self.pairs for p in site if p is not None)
+
+
+def prepared(
+    backend: LoraBackend, segments: Segments, pairs: Sequence[Sequence[LoraPair | None]]
+) -> tuple[PreparedLora, types.SiteGroup]:
+    """The terms of one group, `pairs[site][adapter]`, for one batch; and what the group is called in them."""
+    group = types.SiteGroup(tuple(str(site) for site in range(len(pairs))))
+    adapters = [
+        {name: pair for name, pair in zip(group.names, own, strict=True) if pair is not None}
+        for own in zip(*pairs, strict=True)
+    ]
+    return backend.prepare(segments, adapters, [group]), group
 
 
 def make_layer(group: SiteGroup, tokens: int, ranks: list[int]) -> Layer:

@@ -13,13 +13,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear
 
-from benchmarks.lora_cases import DEVICE, DTYPE, Layer
-from coserve.kernels.lora import backend as dispatch
-from coserve.kernels.lora import block_sparse, grouped
-from coserve.kernels.lora import per_adapter as naive
-from coserve.kernels.lora.backend import Way
-from coserve.kernels.lora.segmented import terms
-from coserve.kernels.lora.segmented.plan import group_of, plan_of
+from benchmarks.lora_cases import DEVICE, DTYPE, Layer, prepared
+from coserve.kernels.lora import block_sparse
+from coserve.kernels.lora.backend import make_backend
+from coserve.kernels.lora.block_sparse import BlockSparseBackend
+from coserve.kernels.lora.interface import LoraBackend
 from coserve.kernels.lora.segments import Segments
 from coserve.kernels.lora.types import LoraPair
 
@@ -32,19 +30,17 @@ def present(site: tuple[LoraPair | None, ...]) -> list[LoraPair]:
 
 def segmented_call(layer: Layer, segments: Segments) -> Call:
     """Our kernels: two launches for all sites of the group."""
-    group = group_of(segments, layer.pairs, DEVICE)
-    plan = plan_of(segments, group, train=False)
-    return lambda: terms.add_(layer.ys, layer.x, plan, group.table)
+    return adding_call(layer, segments, make_backend("segmented"))
 
 
 def grouped_call(layer: Layer, segments: Segments) -> Call:
     """A loop over adapters at each site."""
+    return adding_call(layer, segments, make_backend("grouped"))
 
-    def call() -> None:
-        for y, pairs in zip(layer.ys, layer.pairs, strict=True):
-            dispatch.lora_add(y, layer.x, segments, pairs, Way.GROUPED)
 
-    return call
+def adding_call(layer: Layer, segments: Segments, backend: LoraBackend) -> Call:
+    lora, group = prepared(backend, segments, layer.pairs)
+    return lambda: lora.add_(group, layer.ys, layer.x)
 
 
 def gather_bmm_call(layer: Layer, segments: Segments) -> Call:
@@ -75,7 +71,7 @@ def stk_call(layer: Layer, segments: Segments, block: int) -> Call:
     ready = []
     for site in layer.pairs:
         ranks = tuple(pair.rank for pair in present(site))
-        ranks = tuple(ranks[slot] for slot in segments.runs())
+        ranks = tuple(ranks[slot] for slot in segments.runs)
         topology = block_sparse._topology(segments, ranks, block, DEVICE)
         own = [site[slot] for slot in topology.slots]
         a, b = block_sparse._concatenate([pair for pair in own if pair is not None], block)
@@ -98,27 +94,14 @@ def learning_call(layer: Layer, segments: Segments, way: str) -> Call:
     sites = [tuple(leaves[first : first + count]) for first in range(0, len(leaves), count)]
     x = layer.x.clone().requires_grad_()
     wanted = [x, *(tensor for pair in leaves for tensor in (pair.a_RD, pair.b_OR))]
-    segments = Segments(segments.bounds, segments.adapters)
-
-    def forward() -> list[Tensor]:
-        if way == "segmented":
-            return terms.lora_add_group(layer.ys, x, segments, sites)
-        if way == "grouped":
-            return [grouped.lora_add(y, x, segments, site) for y, site in zip(layer.ys, sites, strict=True)]
-        block = int(way.removeprefix("stk"))
-        return [block_sparse.lora_add(y, x, segments, site, block) for y, site in zip(layer.ys, sites, strict=True)]
-
-    return lambda: torch.autograd.grad(forward(), wanted, layer.ys)
+    backend = BlockSparseBackend(int(way.removeprefix("stk"))) if way.startswith("stk") else make_backend(way)
+    lora, group = prepared(backend, segments, sites)
+    return lambda: torch.autograd.grad(lora.add(group, layer.ys, x), wanted, layer.ys)
 
 
 def block_sparse_call(layer: Layer, segments: Segments) -> Call:
     """The whole of `block_sparse` at each site: gather and pad the tokens, `sdd`, `dsd`, add into y."""
-
-    def call() -> None:
-        for y, pairs in zip(layer.ys, layer.pairs, strict=True):
-            block_sparse.lora_add(y, layer.x, segments, pairs)
-
-    return call
+    return adding_call(layer, segments, BlockSparseBackend())
 
 
 def base_weights(layer: Layer) -> list[Tensor]:
@@ -138,14 +121,16 @@ def base_call(layer: Layer, weights: list[Tensor]) -> Call:
 
 def naive_call(layer: Layer, segments: Segments, weights: list[Tensor]) -> Call:
     """One forward per adapter, the base's product included: compare with `base` plus another way."""
-    groups = naive.split(segments)
-    rows = [torch.tensor(group.rows, device=DEVICE) for group in groups]
+    batches = []
+    for adapter, runs in segments.runs.items():
+        rows = torch.tensor([row for start, end in runs for row in range(start, end)], device=DEVICE)
+        own = Segments((0, len(rows)), (adapter,))
+        batches.append((rows, *prepared(make_backend("naive"), own, layer.pairs)))
 
     def call() -> None:
-        for group, own in zip(groups, rows, strict=True):
-            x = layer.x.index_select(0, own)
-            for weight, pairs in zip(weights, layer.pairs, strict=True):
-                dispatch.lora_add(linear(x, weight), x, group.segments, pairs, Way.GROUPED)
+        for rows, lora, group in batches:
+            x = layer.x.index_select(0, rows)
+            lora.add_(group, [linear(x, weight) for weight in weights], x)
 
     return call
 

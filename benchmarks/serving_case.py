@@ -21,7 +21,7 @@ from coserve.engine.engine import Engine
 from coserve.generate.execution.runner import Runner
 from coserve.generate.execution.start import INDUCTOR
 from coserve.generate.generator import Generator
-from coserve.kernels.lora.backend import Way
+from coserve.kernels.lora.backend import make_backend
 from coserve.kernels.lora.types import LoraPair
 from coserve.link import (
     FromEngine,
@@ -191,7 +191,7 @@ class Bench:
         options = INDUCTOR | dict.fromkeys(inductor, True)
         fused = FusedBase(base, options=options) if shape.device == "cuda" else FusedBase(base, compiled=False)
         if torch_rows:
-            fused.products = replace(fused.products, single={}, few={})
+            fused.products = replace(fused.products, gemv={}, skinny={})
         self.runner = Runner(fused, self.kv, max_running=shape.max_running)
         self.generator = Generator(
             base,
@@ -199,7 +199,7 @@ class Bench:
             self.kv,
             max_running=shape.max_running,
             step_tokens=shape.step_tokens,
-            way=Way.SEGMENTED,
+            lora_backend=make_backend("segmented"),
             prefix_cache=prefix_cache,
             runner=self.runner,
         )

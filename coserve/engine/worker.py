@@ -30,7 +30,8 @@ from coserve.finetune.memory_profiling import Conditions, plan_memory
 from coserve.finetune.trainer import Trainer
 from coserve.generate.execution.start import Upgrade, make_start
 from coserve.generate.generator import Generator
-from coserve.kernels.lora.backend import Way, choose_way
+from coserve.kernels.lora.backend import choose_backend
+from coserve.kernels.lora.interface import LoraBackend
 from coserve.link import EngineReady, EngineRefused, FromEngine, Link, ToEngine, engine_end
 from coserve.logs.format import log_event
 from coserve.logs.setup import LogSettings, set_up_logging
@@ -54,7 +55,7 @@ STEP_TOKENS = {"cpu": 512, "cuda": 2048}
 def build_engine(base: Base, config: Config, link: Link[FromEngine, ToEngine]) -> tuple[Engine, EngineReady]:
     """The engine over a loaded base, and the message that says it is ready."""
     folder = DataFolder(config.data_dir)
-    way = choose_way(config.lora_way, base.device, base.dtype)
+    lora_backend = choose_backend(config.lora_way, base.device, base.dtype)
 
     def load(ref: AdapterRef, digests: AdapterDigests | None) -> LoraWeights:
         path = folder.adapter(ref)
@@ -64,10 +65,15 @@ def build_engine(base: Base, config: Config, link: Link[FromEngine, ToEngine]) -
 
     store = AdapterStore(load, HostBudget(config.max_adapters_resident), pinned=base.device.type == "cuda")
     step_tokens = config.step_tokens or STEP_TOKENS[base.device.type]
-    pool = _pool_size(base, config, way, step_tokens, folder)
+    pool = _pool_size(base, config, lora_backend, step_tokens, folder)
     kv = KvCache.for_base(base, pool.tokens, config.page_tokens)
     start = make_start(
-        base, kv, max_running=config.inference_batch_size, way=way, when=config.compile, step_tokens=step_tokens
+        base,
+        kv,
+        max_running=config.inference_batch_size,
+        lora_backend=lora_backend,
+        when=config.compile,
+        step_tokens=step_tokens,
     )
     generator = Generator(
         base,
@@ -75,7 +81,7 @@ def build_engine(base: Base, config: Config, link: Link[FromEngine, ToEngine]) -
         kv,
         max_running=config.inference_batch_size,
         step_tokens=step_tokens,
-        way=way,
+        lora_backend=lora_backend,
         prefix_cache=config.prefix_cache,
         runner=start.runner,
     )
@@ -86,7 +92,7 @@ def build_engine(base: Base, config: Config, link: Link[FromEngine, ToEngine]) -
         micro_batch_tokens=config.micro_batch_tokens,
         recompute=config.recompute,
         keep_checkpoints=config.keep_checkpoints,
-        way=way,
+        lora_backend=lora_backend,
     )
     notes = _notes(base, generator, config) + pool.notes
     engine = Engine(
@@ -104,7 +110,7 @@ def build_engine(base: Base, config: Config, link: Link[FromEngine, ToEngine]) -
         planned_bytes=pool.planned,
         upgrade=None if start.compilation is None else Upgrade(start.compilation, generator, notes),
     )
-    ready = EngineReady(spec=base.spec, kv_tokens=kv.tokens, lora_way=way.value, notes=notes + start.notes)
+    ready = EngineReady(spec=base.spec, kv_tokens=kv.tokens, lora_way=lora_backend.name, notes=notes + start.notes)
     return engine, ready
 
 
@@ -116,14 +122,16 @@ class _PoolSize:
     notes: tuple[str, ...] = ()
 
 
-def _pool_size(base: Base, config: Config, way: Way, step_tokens: int, folder: DataFolder) -> _PoolSize:
+def _pool_size(
+    base: Base, config: Config, lora_backend: LoraBackend, step_tokens: int, folder: DataFolder
+) -> _PoolSize:
     """The page pool: as set, or what the memory plan leaves."""
     if config.kv_tokens is not None:
         return _PoolSize(config.kv_tokens)
     if base.device.type != "cuda":
         return _PoolSize(CPU_TOKENS)
     work = Work(step_tokens, config.micro_batch_tokens, config.max_active_jobs)
-    conditions = Conditions(way, config.recompute, config.inference_batch_size, config.page_tokens, work)
+    conditions = Conditions(lora_backend, config.recompute, config.inference_batch_size, config.page_tokens, work)
     plan = plan_memory(base, conditions, fraction=config.memory_fraction, path=folder.memory)
     note = plan.note(config.page_tokens)
     log.info("%s", note)

@@ -18,9 +18,10 @@ from coserve.finetune.micro_batch import MicroBatchRunner
 from coserve.finetune.optimizer import AdapterOptimizer
 from coserve.finetune.packed_rows import PackedRows, pack_rows
 from coserve.finetune.progress import TrainingProgress
-from coserve.kernels.lora.backend import Way
+from coserve.kernels.lora.interface import LoraBackend
 from coserve.kernels.lora.segments import Segments
-from coserve.model.lora import DropoutSpec, LoraBatch, LoraWeights
+from coserve.model.dropout import DropoutSpec
+from coserve.model.lora import LoraBatch, LoraWeights
 from coserve.state.durable import disk_errors
 from coserve.state.failpoints import failpoint
 from coserve.types import JobSpec, MicroStep, StepMetrics
@@ -71,7 +72,7 @@ class TrainingLoop:
         optimizer: AdapterOptimizer,
         runner: MicroBatchRunner,
         *,
-        way: Way,
+        lora_backend: LoraBackend,
         device: torch.device,
         timer: SliceTimer,
     ) -> None:
@@ -79,7 +80,8 @@ class TrainingLoop:
         self.progress = TrainingProgress()
         self.best: LoraWeights | None = None
         """fp32 weights of the best evaluation; only with early stopping."""
-        self._corpus, self._runner, self._way, self._device, self._timer = corpus, runner, way, device, timer
+        self._corpus, self._runner, self._device, self._timer = corpus, runner, device, timer
+        self._lora_backend = lora_backend
         self._validation = plan.validation()
 
     @property
@@ -180,7 +182,7 @@ class TrainingLoop:
         return number
 
     def _lora_batch(self, rows: PackedRows, dropout: DropoutSpec | None) -> LoraBatch:
-        return LoraBatch(Segments((0, rows.tokens), (0,)), (self.optimizer.weights(),), self._way, dropout)
+        return LoraBatch(Segments((0, rows.tokens), (0,)), (self.optimizer.weights(),), self._lora_backend, dropout)
 
     def _dropout(self, step: int, micro: int) -> DropoutSpec | None:
         """Masks depend on the job's seed, the step and the micro-batch alone: a resumed job drops the same elements."""

@@ -20,7 +20,7 @@ from coserve.finetune.packed_rows import PackedRows
 from coserve.generate.schedule import SCORED_TOKENS
 from coserve.kernels.attention.interface import Run
 from coserve.kernels.gpu.capture import gc_paused
-from coserve.kernels.lora.backend import Way
+from coserve.kernels.lora.interface import LoraBackend
 from coserve.kernels.lora.segments import Segments
 from coserve.memory.buffer import page_layout
 from coserve.memory.kv import KvCache
@@ -40,7 +40,7 @@ WARM_UP_TOKENS = 16
 class Conditions:
     """Settings that a profile depends on, besides the base, the GPU and torch's version."""
 
-    way: Way
+    lora_backend: LoraBackend
     recompute: bool
     max_running: int
     page_tokens: int
@@ -124,7 +124,7 @@ class MemoryProfiler:
     def __init__(self, base: Base, meter: MemoryMeter, conditions: Conditions) -> None:
         """Raises `UnsupportedBase` for a base that cannot be trained layer by layer."""
         self._base, self._meter = base, meter
-        self._way, self._page_tokens = conditions.way, conditions.page_tokens
+        self._lora_backend, self._page_tokens = conditions.lora_backend, conditions.page_tokens
         self._sampled, self._logit_rows = conditions.max_running, conditions.max_running + SCORED_TOKENS
         self._runner = MicroBatchRunner(base, recompute=conditions.recompute)
         self.step(WARM_UP_TOKENS)
@@ -139,7 +139,7 @@ class MemoryProfiler:
         kv = KvCache.for_base(base, tokens, self._page_tokens)
         pages = kv.take(kv.pages_for(tokens))
         assert pages is not None, "the cache was sized for them"
-        batch = LoraBatch(Segments((0, tokens), (0,)), (cast(self._adapter(), base.dtype),), self._way)
+        batch = LoraBatch(Segments((0, tokens), (0,)), (cast(self._adapter(), base.dtype),), self._lora_backend)
         tokens_T, positions_T = self._tokens(tokens), torch.arange(tokens, device=base.device) % base.spec.context
         keep = torch.arange(self._logit_rows, device=base.device) % tokens
         self._meter.reset()
@@ -157,7 +157,7 @@ class MemoryProfiler:
         optimizer.step(targets=1, learning_rate=0.0)  # allocates the moments
         job = self._meter.now() - empty
         rows = self._packed(tokens)
-        lora = LoraBatch(Segments((0, tokens), (0,)), (optimizer.weights(),), self._way)
+        lora = LoraBatch(Segments((0, tokens), (0,)), (optimizer.weights(),), self._lora_backend)
         self._meter.reset()
         before = self._meter.now()
         micro_steps = self._runner.forward_backward(rows, lora, optimizer.trainable, optimizer.grads)

@@ -22,6 +22,7 @@ from torch import Tensor
 from coserve.finetune.packed_rows import PackedRows
 from coserve.kernels.attention.packed import PackedAttention
 from coserve.model.base import Base
+from coserve.model.forward_context import ForwardContext, running
 from coserve.model.layers import LayerCut, LayerInputs
 from coserve.model.lora import LoraBatch
 from coserve.types import MicroStep
@@ -79,10 +80,10 @@ class MicroBatchRunner:
         """
         saved: list[_SavedLayer] = []
         layers, first = len(trainable), next(i for i, tensors in enumerate(trainable) if tensors)
-        inputs = self._embed(rows)
+        inputs, context = self._embed(rows), self._base.prepare(lora)
         h_1TD = inputs.h_1TD
         for i in range(layers):
-            h_1TD = self._forward(i, h_1TD, inputs, lora, saved, train=i >= first, leaf=i > first)
+            h_1TD = self._forward(i, h_1TD, inputs, context, saved, train=i >= first, leaf=i > first)
             yield MicroStep.FORWARD if i + 1 < layers else MicroStep.HEAD
         nll, gradient_1TD = torch.zeros((), dtype=torch.float64, device=h_1TD.device), torch.zeros_like(h_1TD)
         chunks, backward = self._target_chunks(rows), MicroStep.BACKWARD if first + 1 < layers else last
@@ -91,18 +92,18 @@ class MicroBatchRunner:
             yield MicroStep.HEAD if number < len(chunks) else backward
         for i in reversed(range(first, layers)):
             layer = _TrainableLayer(trainable[i], grads[i], bottom=i == first)
-            gradient_1TD = self._backward(i, saved.pop(), gradient_1TD, inputs, lora, layer)
+            gradient_1TD = self._backward(i, saved.pop(), gradient_1TD, inputs, context, layer)
             if not layer.bottom:
                 yield MicroStep.BACKWARD if i > first + 1 else last
         return nll
 
     def evaluate(self, rows: PackedRows, lora: LoraBatch) -> MicroSteps:
         """Return the rows' summed NLL (fp64, scalar, nats), without gradients."""
-        inputs = self._embed(rows)
+        inputs, context = self._embed(rows), self._base.prepare(lora)
         h_1TD = inputs.h_1TD
         layers = len(self._base.layers)
         for i in range(layers):
-            h_1TD = self._forward(i, h_1TD, inputs, lora, [], train=False, leaf=False)
+            h_1TD = self._forward(i, h_1TD, inputs, context, [], train=False, leaf=False)
             yield MicroStep.EVALUATE if i + 1 < layers else MicroStep.EVALUATE_HEAD
         nll = torch.zeros((), dtype=torch.float64, device=h_1TD.device)
         for number, (keep_K, labels_K) in enumerate(self._target_chunks(rows)):
@@ -124,7 +125,7 @@ class MicroBatchRunner:
         i: int,
         h_1TD: Tensor,
         inputs: LayerInputs,
-        lora: LoraBatch,
+        context: ForwardContext,
         saved: list[_SavedLayer],
         *,
         train: bool,
@@ -133,13 +134,13 @@ class MicroBatchRunner:
         """Run layer i. `train`: it will have a backward. `leaf`: that backward needs the gradient of the layer's input."""
         keep_graph = train and not self._recompute
         input_1TD = h_1TD.detach().requires_grad_(leaf and keep_graph)
-        output_1TD = self._layer(i, input_1TD, inputs, lora, gradient=keep_graph)
+        output_1TD = self._layer(i, input_1TD, inputs, context, gradient=keep_graph)
         if train:
             saved.append(_SavedLayer(input_1TD, output_1TD if keep_graph else None))
         return output_1TD.detach()
 
-    def _layer(self, i: int, h_1TD: Tensor, inputs: LayerInputs, lora: LoraBatch, *, gradient: bool) -> Tensor:
-        with torch.set_grad_enabled(gradient), self._base.lora(lora):
+    def _layer(self, i: int, h_1TD: Tensor, inputs: LayerInputs, context: ForwardContext, *, gradient: bool) -> Tensor:
+        with torch.set_grad_enabled(gradient), running(context):
             return self._cut.layer(i, h_1TD, inputs)
 
     def _head(
@@ -161,21 +162,20 @@ class MicroBatchRunner:
         saved: _SavedLayer,
         gradient_1TD: Tensor,
         inputs: LayerInputs,
-        lora: LoraBatch,
+        context: ForwardContext,
         layer: _TrainableLayer,
     ) -> Tensor:
         """Add layer i's LoRA gradients to its sums; return the gradient of its input (unchanged for the bottom layer)."""
         input_1TD, output_1TD = saved.input_1TD, saved.output_1TD
         if output_1TD is None:
             input_1TD = input_1TD.detach().requires_grad_(not layer.bottom)
-            output_1TD = self._layer(i, input_1TD, inputs, lora, gradient=True)
+            output_1TD = self._layer(i, input_1TD, inputs, context, gradient=True)
         if not output_1TD.requires_grad:  # no site of the bottom layer ran: no token was routed to its expert
             return gradient_1TD
-        learned = [] if lora.sums_gradients else layer.tensors  # otherwise the kernels add to `layer.grads` themselves
-        reached = (
-            [] if layer.bottom and not lora.sums_gradients else [lora.segments.anchor if layer.bottom else input_1TD]
-        )
-        wanted = [*learned, *reached]
+        anchor = None if context.lora is None else context.lora.anchor
+        learned = layer.tensors if anchor is None else []  # otherwise the kernels add to `layer.grads` themselves
+        reached = anchor if layer.bottom else input_1TD
+        wanted = [*learned] if reached is None else [*learned, reached]
         found = torch.autograd.grad(output_1TD, wanted, gradient_1TD, allow_unused=True)
         _add(layer.grads, found[: len(learned)])
         if layer.bottom:

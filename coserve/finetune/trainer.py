@@ -23,7 +23,7 @@ from coserve.finetune.micro_batch import MicroBatchRunner
 from coserve.finetune.optimizer import AdapterOptimizer
 from coserve.finetune.progress import TrainingProgress
 from coserve.finetune.publication import publish
-from coserve.kernels.lora.backend import Way
+from coserve.kernels.lora.interface import LoraBackend
 from coserve.link import FromEngine, JobCheckpoint, JobFailed, JobProgress, JobStarted
 from coserve.model.base import Base
 from coserve.model.faults import contained
@@ -49,14 +49,14 @@ class Trainer:
         micro_batch_tokens: int,
         recompute: bool,
         keep_checkpoints: int,
-        way: Way,
+        lora_backend: LoraBackend,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         """`micro_batch_tokens`: most tokens of one forward, whatever a job asks for. `clock` gives seconds.
 
         Raises `UnsupportedBase` for a base that cannot be run layer by layer.
         """
-        self._base, self._store, self._folder, self._way = base, store, folder, way
+        self._base, self._store, self._folder, self._lora_backend = base, store, folder, lora_backend
         self._micro_batch_tokens, self._keep, self._clock = micro_batch_tokens, keep_checkpoints, clock
         self._runner = MicroBatchRunner(base, recompute=recompute)
         self._jobs: dict[str, TrainingJob] = {}
@@ -148,7 +148,9 @@ class Trainer:
         plan = BatchPlan(corpus.lengths, spec.training, self._micro_batch_tokens, check)
         optimizer = AdapterOptimizer(self._initial_weights(spec), base.spec, spec.training, base.dtype)
         timer, device = SliceTimer(self._clock), base.device
-        loop = TrainingLoop(spec, corpus, plan, optimizer, self._runner, way=self._way, device=device, timer=timer)
+        loop = TrainingLoop(
+            spec, corpus, plan, optimizer, self._runner, lora_backend=self._lora_backend, device=device, timer=timer
+        )
         check()
         saved = resume_job(self._folder, base, loop)
         if loop.progress.step < plan.total_steps:

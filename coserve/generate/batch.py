@@ -13,7 +13,7 @@ from coserve.generate.sampling.scoring import Score, score_of
 from coserve.generate.schedule import Share
 from coserve.generate.sequences import Sequence
 from coserve.kernels.attention.interface import Run
-from coserve.kernels.lora.backend import Way
+from coserve.kernels.lora.interface import LoraBackend
 from coserve.kernels.lora.segments import Segments
 from coserve.model.lora import LoraBatch, LoraWeights
 from coserve.types import AdapterRef
@@ -47,15 +47,15 @@ def by_adapter(shares: Iterable[Share]) -> dict[AdapterRef | None, list[Share]]:
     return groups
 
 
-def pack(shares: Items[Share], *, way: Way, device: torch.device) -> list[Batch]:
-    """One batch; or one per adapter if that is the way."""
+def pack(shares: Items[Share], *, backend: LoraBackend, device: torch.device) -> list[Batch]:
+    """One batch; or one per adapter if that is how the backend runs a step."""
     groups = by_adapter(shares)
-    if way is Way.NAIVE:
-        return [_batch({adapter: group}, way, device) for adapter, group in groups.items()]
-    return [_batch(groups, way, device)] if groups else []
+    if backend.one_adapter_a_step:
+        return [_batch({adapter: group}, backend, device) for adapter, group in groups.items()]
+    return [_batch(groups, backend, device)] if groups else []
 
 
-def _batch(groups: dict[AdapterRef | None, list[Share]], way: Way, device: torch.device) -> Batch:
+def _batch(groups: dict[AdapterRef | None, list[Share]], backend: LoraBackend, device: torch.device) -> Batch:
     tokens: list[int] = []
     positions: list[int] = []
     keep: list[int] = []
@@ -92,5 +92,5 @@ def _batch(groups: dict[AdapterRef | None, list[Share]], way: Way, device: torch
         scores=tuple(scores),
         shares=tuple(share for group in groups.values() for share in group),
         runs=tuple(runs),
-        lora=LoraBatch(Segments(tuple(bounds), tuple(slots)), tuple(adapters), way) if adapters else None,
+        lora=LoraBatch(Segments(tuple(bounds), tuple(slots)), tuple(adapters), backend) if adapters else None,
     )

@@ -17,7 +17,7 @@ from coserve.generate.sampling.sampler import Choice, NoToken, Row, choose
 from coserve.generate.sampling.scoring import prompt_logprobs
 from coserve.generate.schedule import Scheduler, Share
 from coserve.generate.sequences import Sequence, plain
-from coserve.kernels.lora.backend import Way
+from coserve.kernels.lora.interface import LoraBackend
 from coserve.link import MAX_PROMPT_LOGPROBS, Generate, RequestFailed, Tokens
 from coserve.logprobs import PackedLogprobs
 from coserve.memory.kv import KvCache
@@ -90,7 +90,7 @@ class Generator:
         *,
         max_running: int,
         step_tokens: int,
-        way: Way,
+        lora_backend: LoraBackend,
         prefix_cache: bool = True,
         runner: RunsSteps | None = None,
     ) -> None:
@@ -99,7 +99,7 @@ class Generator:
         steps whose tokens it can choose, one step ahead of what the host has read."""
         assert max_running > 0, f"expected room for a sequence, got {max_running}"
         assert step_tokens > 0, f"expected room for a token, got {step_tokens}"
-        self._base, self._residency, self._kv, self._way = base, residency, kv, way
+        self._base, self._residency, self._kv, self._lora_backend = base, residency, kv, lora_backend
         self._adapters = AdapterPages(kv.buffer)
         self._scheduler = Scheduler(kv, self._adapters, max_running=max_running, step_tokens=step_tokens)
         self._prefix_cache = prefix_cache
@@ -210,7 +210,7 @@ class Generator:
         messages = self.land()
         self._flight = flight
         rest = shares if self._runner is None else [share for share in shares if not plain(share.sequence)]
-        for batch in pack(rest, way=self._way, device=self._base.device):
+        for batch in pack(rest, backend=self._lora_backend, device=self._base.device):
             messages.extend(self._run(batch))
         return messages
 

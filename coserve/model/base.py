@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Collection
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
@@ -17,6 +16,7 @@ from coserve.kernels.attention.interface import Attention
 from coserve.model import probe, seam
 from coserve.model.context import Context, context_of
 from coserve.model.fingerprint import fingerprint
+from coserve.model.forward_context import ForwardContext, running
 from coserve.model.lora import LoraBatch, LoraSites
 from coserve.model.seam import PaddedAttention, ReferenceAttention
 from coserve.model.settings import refuse_settings
@@ -71,11 +71,11 @@ class Base:
         kept = tokens if keep is None else keep.shape[0]
         if keep is not None and self.device.type == "cpu":
             keep = nn.functional.pad(keep, (0, -kept % CPU_ROWS))
-        with self.lora(lora):
+        with running(self.prepare(lora)):
             return self.run(tokens_T, positions_T, attention, keep)[:kept]
 
     def run(self, tokens_T: Tensor, positions_T: Tensor, attention: Attention, keep: Tensor | None) -> Tensor:
-        """One call of the model as it is, with the adapters of `lora`: no padding, so no promise about bits."""
+        """One call of the model as it is, in the running context: no padding, so no promise about bits."""
         logits_1KV: Tensor = self.model(
             input_ids=tokens_T[None],
             position_ids=positions_T[None],
@@ -85,9 +85,9 @@ class Base:
         ).logits
         return logits_1KV[0]
 
-    def lora(self, batch: LoraBatch | None) -> AbstractContextManager[None]:
-        """Sites called inside add `batch`'s terms: for code that calls the layers itself."""
-        return self.sites.serve(batch)
+    def prepare(self, batch: LoraBatch | None) -> ForwardContext:
+        """The context of forwards with these adapters, for code that runs layers itself, `with running(context)`."""
+        return ForwardContext() if batch is None else self.sites.prepare(batch)
 
 
 def load_base(

@@ -9,28 +9,15 @@ layer is bound to a graph after torch.compile has run it there twice with inputs
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
+from coserve.model.forward_context import GraphCall, current
+
 Backend = Callable[[torch.fx.GraphModule, Sequence[Tensor]], Callable[..., Sequence[object]]]
-
-
-class _Last(threading.local):
-    """The graph that ran last in this thread, what it was given and what it gave."""
-
-    graph: Graph | None = None
-    inputs: tuple[object, ...] = ()
-    outputs: Sequence[object] = ()
-
-    def clear(self) -> None:
-        self.graph, self.inputs, self.outputs = None, (), ()
-
-
-_last = _Last()
 
 
 class Graph:
@@ -41,12 +28,12 @@ class Graph:
 
     def __call__(self, *inputs: object) -> Sequence[object]:
         outputs = self.run(*inputs)
-        _last.graph, _last.inputs, _last.outputs = self, inputs, outputs
+        current.called = GraphCall(self, inputs, outputs)
         return outputs
 
 
 def compiler(backend: Backend) -> Backend:
-    """`backend`, whose graphs tell that they ran."""
+    """`backend`, whose graphs record their calls in `current`."""
     return lambda module, inputs: Graph(backend(module, inputs))
 
 
@@ -88,10 +75,10 @@ class Binding:
         )
 
 
-def observe(tensors: Sequence[Tensor], rows: int, result: object) -> Binding | None:
-    """How the layer called what ran last; None where that is none of what a `Binding` can say."""
-    fixed, given, counts = list(_last.inputs), list[tuple[int, int]](), list[int]()
-    for place, value in enumerate(_last.inputs):
+def observe(call: GraphCall, tensors: Sequence[Tensor], rows: int, result: object) -> Binding | None:
+    """The binding that explains how a layer with these arguments and this result made `call`; None if none does."""
+    fixed, given, counts = list(call.inputs), list[tuple[int, int]](), list[int]()
+    for place, value in enumerate(call.inputs):
         which = next((i for i, tensor in enumerate(tensors) if tensor is value), None)
         if which is not None:
             given.append((place, which))
@@ -102,7 +89,7 @@ def observe(tensors: Sequence[Tensor], rows: int, result: object) -> Binding | N
         else:
             return None
         fixed[place] = None
-    outputs: dict[int, int] = {id(output): i for i, output in enumerate(_last.outputs)}
+    outputs: dict[int, int] = {id(output): i for i, output in enumerate(call.outputs)}
     found: int | tuple[int | None, ...]
     if isinstance(result, tuple):
         if any(part is not None and id(part) not in outputs for part in result):
@@ -158,14 +145,14 @@ class Layers:
         return self._observed(index, args, kwargs)
 
     def _observed(self, index: int, args: tuple[object, ...], kwargs: Mapping[str, object]) -> object:
-        _last.clear()
+        current.pop_called()
         result = self._forwards[index](self._layers[index], *args, **kwargs)
-        graph = self._ran[index] = _last.graph
-        if graph is not None:
+        call = current.pop_called()
+        graph = self._ran[index] = call.graph if call is not None and isinstance(call.graph, Graph) else None
+        if call is not None and graph is not None:
             leader = self._ran.index(graph)
             if leader < index and graph not in self._bound[index]:
-                self._learn(index, leader, graph, observe(_tensors(args, kwargs), self._rows, result))
-        _last.clear()
+                self._learn(index, leader, graph, observe(call, _tensors(args, kwargs), self._rows, result))
         return result
 
     def _learn(self, index: int, leader: int, graph: Graph, binding: Binding | None) -> None:

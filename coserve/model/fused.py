@@ -4,17 +4,16 @@ What a compiled layer sees of us are two ops: `coserve::attend`, and `coserve::l
 one input (q, k and v; gate and up): one product of their stacked weights, one LoRA shrink, one expand. Everything
 else, norms, rotary, activation, is the model's own code, which torch.compile fuses (regional compilation).
 
-Both ops look up what the step needs (pages, adapters) when they run, not when they are traced, so that one compiled
-layer serves every layer, every batch, with and without adapters, and can be captured in CUDA graphs.
+Both ops look up the running forward's attention and adapters (`forward_context`) when they run, not when they are traced,
+so that one compiled layer serves every layer, every batch, with and without adapters, and can be captured in CUDA graphs.
 """
 
 from __future__ import annotations
 
 import copy
-import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import cast
 
 import torch
@@ -23,62 +22,26 @@ from torch import Tensor
 from coserve.kernels.attention.interface import Attention, AttentionParams
 from coserve.kernels.attention.packed import PackedAttention
 from coserve.kernels.gemm.gemv import gemv
-from coserve.kernels.lora.segmented.adapter_table import SiteTable
-from coserve.kernels.lora.segmented.tiles import Tiles
+from coserve.kernels.lora.interface import PreparedLora
 from coserve.model import probe
 from coserve.model.base import Base
 from coserve.model.compiled import Backend, Layers, compiler
+from coserve.model.forward_context import ForwardContext, Fused, current, running
 from coserve.model.groups import shared_inputs, stack
 from coserve.model.products import Products, measured
 
+NOT_FUSED = "expected to run within FusedBase.forward"
 RECOMPILES = 64
 """Variants of one layer that may be compiled: kinds of layers, windows, one row and many."""
-
-
-class AddsLora:
-    """What a step's adapters do at the sites of one shared input. Implemented by `generate.execution.slots`."""
-
-    def changes(self, group: int) -> bool:
-        """Whether any of them changes the sites of this group, in any layer."""
-        raise NotImplementedError
-
-    def add_(self, layer: int, group: int, ys: Sequence[Tensor], x_TD: Tensor, *, beside: bool) -> None:
-        """Adds each row's LoRA terms to the sites' outputs, in place. `beside`: the kernel ahead is a product of x that lets
-        the next kernel start as soon as x is complete (`kernels.few`), and whose scratch memory is still held."""
-        raise NotImplementedError
-
-    def tables(self, layer: int, group: int) -> tuple[Tiles, SiteTable, int] | None:
-        """Of a step of one row: its tiles, the sites' table and the largest rank; None where only `add_` knows."""
-        return None
-
-
-@dataclass
-class Step:
-    """What the ops of the running forward look up."""
-
-    attention: Attention
-    lora: AddsLora | None
-    products: Products
-    layer: int = 0
-
-
-class _Running(threading.local):
-    """This thread's running forward. Ops take tensors and numbers only, so that its step cannot be an argument."""
-
-    def __init__(self) -> None:
-        self.steps: list[Step] = []
-        """Innermost last."""
-
-
-_running = _Running()
 
 
 def _attend(
     q: Tensor, k: Tensor, v: Tensor, scaling: float, window: int | None, softcap: float | None, sinks: Tensor | None
 ) -> Tensor:
-    """`Attention.attend` of the running step and layer: (H, T, D), (K, T, D) twice -> (T, H, D)."""
-    step = _running.steps[-1]
-    out_THD = step.attention.attend(step.layer, q, k, v, AttentionParams(scaling, window, softcap, sinks))
+    """`Attention.attend` of the running context and layer: (H, T, D), (K, T, D) twice -> (T, H, D)."""
+    fused = current.context.fused
+    assert fused is not None, NOT_FUSED
+    out_THD = fused.attention.attend(current.layer, q, k, v, AttentionParams(scaling, window, softcap, sinks))
     return out_THD.contiguous()
 
 
@@ -93,18 +56,22 @@ def _linear(x: Tensor, weight: Tensor, bias: Tensor | None, sizes: Sequence[int]
 
     `sizes`: each site's O.
     """
-    x_TD, step = x.reshape(-1, x.shape[-1]), _running.steps[-1]
-    lora = step.lora if step.lora is not None and step.lora.changes(group) else None
-    if x_TD.shape[0] == 1 and (shape := step.products.single.get((x.shape[-1], *sizes))):
-        tables = None if lora is None else lora.tables(step.layer, group)
+    x_TD, context = x.reshape(-1, x.shape[-1]), current.context
+    fused, lora = context.fused, context.lora
+    assert fused is not None, NOT_FUSED
+    sites = fused.groups[current.layer][group]
+    if lora is not None and not lora.changes(sites):
+        lora = None
+    if x_TD.shape[0] == 1 and (shape := fused.products.gemv.get((x.shape[-1], *sizes))):
+        tables = None if lora is None else lora.decode_tables(sites)
         if lora is None or tables is not None:
             return gemv(x_TD[0], weight, bias, sizes, tables, shape=shape).view(*x.shape[:-1], -1)
-    product = step.products.project(x_TD, weight, bias)
+    product = fused.products.project(x_TD, weight, bias)
     y_TO = product.y
     if lora is not None:
         ys = torch.split(y_TO, list(sizes), 1)
-        # `product` holds the scratch memory until the terms have memory of their own.
-        lora.add_(step.layer, group, ys, x_TD, beside=product.scratch is not None)
+        # `product` holds the workspace until the terms have memory of their own.
+        lora.add_(sites, ys, x_TD, overlapped=product.workspace is not None)
     return y_TO.view(*x.shape[:-1], y_TO.shape[1])
 
 
@@ -130,8 +97,8 @@ def _register() -> torch.library.Library:
 _OPS = _register()
 
 
-class Here:
-    """The `Attention` of a compiled layer: the running step's, in the layer that runs."""
+class RunningAttention:
+    """The `Attention` of a compiled layer: the running context's, in the layer that runs."""
 
     anywhere = True
 
@@ -148,11 +115,11 @@ class Here:
         return out
 
 
-HERE = Here()
+RUNNING_ATTENTION = RunningAttention()
 
 
 class FusedBase:
-    """A second way through a base: its layers compiled, its sites grouped by input. Inference only.
+    """A base's forward with its layers compiled and its sites grouped by input. Inference only.
 
     Groups are observed: sites that got the same tensor in one run. The weights of a group's linear modules become views
     of one stacked weight; modules, classes and values stay what they were.
@@ -170,12 +137,13 @@ class FusedBase:
         two ops."""
         self.base = base
         self.groups = shared_inputs(base)
-        """For each layer its groups of sites, in the order in which they run."""
+        """By layer, in the order in which they run."""
         modules = dict(base.model.named_modules())
         for layer in self.groups:
-            for index, names in enumerate(layer):
-                base.sites.share(names, stack([modules[name] for name in names], index))
-        self.products = measured(base) if base.device.type == "cuda" else Products()
+            for group in layer:
+                base.sites.share(stack(group, [modules[name] for name in group.names]))
+        stacked = [shared.stacked for shared in base.sites.shared()]
+        self.products = measured(stacked, base.device) if base.device.type == "cuda" else Products()
         forwards: list[Callable[..., object]] = [type(layer).forward for layer in base.layers]
         if compiled:
             made = compiler(_inductor(options) if backend is None else backend)
@@ -184,16 +152,15 @@ class FusedBase:
             forwards = [unique[forward] for forward in forwards]
         self._layers = Layers(base.layers, forwards)
         self._stubs = [self._stub(index) for index in range(len(base.layers))]
-        self._step: Step | None = None
 
     def shadow(self) -> FusedBase:
         """The same weights and the same compiled code behind modules of their own.
 
         What a shadow compiles, on whatever thread, this base need not compile again, and forwards of both do not meet:
-        each patches its own modules while it runs.
+        each patches its own modules while it runs, and contexts are per thread.
         """
         base, known = self.base, {}
-        shared = [tensor for group in base.sites.groups() for tensor in (group.weight, group.bias)]
+        shared = [tensor for group in base.sites.shared() for tensor in (group.weight, group.bias)]
         owned = [value for module in base.model.modules() for value in vars(module).values()]
         for tensor in (*base.model.parameters(), *base.model.buffers(), *shared, *owned):
             if isinstance(tensor, Tensor):
@@ -212,20 +179,15 @@ class FusedBase:
         positions_T: Tensor,
         attention: Attention,
         *,
-        lora: AddsLora | None,
+        lora: PreparedLora | None,
         keep: Tensor | None,
     ) -> Tensor:
-        """As `Base.forward`, never padded."""
-        step = self._step = Step(attention, lora, self.products)
+        """As `Base.forward`, never padded. `lora` is prepared for `groups`."""
+        context = ForwardContext(lora, fused=Fused(attention, self.products, self.groups))
         self._layers.begin(tokens_T.shape[0])
-        _running.steps.append(step)
-        try:
-            with self.base.sites.fused(), self._patched():
-                # Compiled code would ask that a view's whole storage be of the same size next time.
-                return self.base.run(tokens_T, positions_T.clone(), HERE, keep)
-        finally:
-            _running.steps.pop()
-            self._step = None
+        with running(context), self._patched():
+            # Compiled code would ask that a view's whole storage be of the same size next time.
+            return self.base.run(tokens_T, positions_T.clone(), RUNNING_ATTENTION, keep)
 
     def check(self) -> None:
         """Raises `UnsupportedBase` where compiled layers give other logits than the model does: many rows, and one."""
@@ -238,12 +200,11 @@ class FusedBase:
             probe.check_equal(f"{self.base.spec.family}, compiled, {length} rows", got_TV, expected_TV)
 
     def _stub(self, index: int) -> Callable[..., object]:
-        """What stands in for a layer's forward: it tells the step whose turn it is."""
+        """Stands in for a layer's forward, and sets `current.layer`."""
         layers = self._layers
 
         def run(*args: object, **kwargs: object) -> object:
-            assert self._step is not None, "expected a layer to run within a forward"
-            self._step.layer = index
+            current.layer = index
             return layers.call(index, args, kwargs)
 
         return run

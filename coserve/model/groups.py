@@ -10,14 +10,15 @@ from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 from coserve.kernels.attention.packed import PackedAttention
+from coserve.kernels.lora.types import SiteGroup
 from coserve.model.base import Base
 from coserve.model.lora import SharedInput
 
 
-def shared_inputs(base: Base) -> list[list[tuple[str, ...]]]:
-    """For each layer, its sites in the order in which they run, those together that one tensor is handed to in a row.
+def shared_inputs(base: Base) -> list[list[SiteGroup]]:
+    """For each layer, its sites in the order in which they run; neighbours that are given the same tensor form a group.
 
-    Only `nn.Linear`s alike in whether they have a bias are put together, three at most.
+    Only `nn.Linear`s alike in whether they have a bias are grouped, three at most.
     """
     runs: list[list[list[str]]] = [[] for _ in base.layers]
     seen: list[Tensor] = []  # kept, so that no other tensor takes an address
@@ -42,7 +43,7 @@ def shared_inputs(base: Base) -> list[list[tuple[str, ...]]]:
     finally:
         for hook in hooks:
             hook.remove()
-    return [[tuple(names) for names in layer] for layer in runs]
+    return [[SiteGroup(tuple(names), index) for index, names in enumerate(layer)] for layer in runs]
 
 
 SHARED = 3
@@ -57,8 +58,8 @@ def _stackable(before: Sequence[nn.Module], module: nn.Module) -> bool:
     )
 
 
-def stack(modules: Sequence[nn.Module], index: int) -> SharedInput:
-    """The group of `modules`, whose weights become views of one tensor (ΣO, D)."""
+def stack(group: SiteGroup, modules: Sequence[nn.Module]) -> SharedInput:
+    """The group's `modules`, whose weights become views of one tensor (ΣO, D)."""
     weights = [cast(nn.Parameter, module.weight) for module in modules]
     biases = [bias for module in modules if (bias := cast("nn.Parameter | None", module.bias)) is not None]
     if len(modules) > 1:
@@ -67,7 +68,7 @@ def stack(modules: Sequence[nn.Module], index: int) -> SharedInput:
             _restack(biases)
     whole = _turn(weights[0]) if isinstance(modules[0], Conv1D) else _whole(weights)
     sizes = (len(whole),) if len(weights) == 1 else tuple(len(weight) for weight in weights)
-    return SharedInput(index, whole, _whole(biases) if biases else None, sizes)
+    return SharedInput(group, whole, _whole(biases) if biases else None, sizes)
 
 
 def _turn(part: nn.Parameter) -> Tensor:

@@ -39,7 +39,7 @@ class LayerInputs:
 class LayerCut:
     """Runs a base in pieces whose composition is the model's own forward.
 
-    Every piece runs under the caller's gradient mode and inside the caller's `with base.lora(batch)`; nothing is padded.
+    Every piece runs under the caller's gradient mode and forward context; nothing is padded.
     """
 
     def __init__(self, base: Base) -> None:

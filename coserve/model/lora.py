@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import cached_property
 from types import MethodType
 from typing import cast
 
 import torch
 from torch import Tensor, nn
 
-from coserve.kernels.lora.backend import Way, linear_group, lora_add, prepare
+from coserve.kernels.lora.interface import LoraBackend, PreparedLora
 from coserve.kernels.lora.segments import Segments
-from coserve.kernels.lora.types import LoraPair, StackedWeights
+from coserve.kernels.lora.types import LoraPair, SiteGroup, StackedWeights
+from coserve.model.dropout import DropoutSpec
+from coserve.model.forward_context import ForwardContext, current
 from coserve.types import LoraSettings
 
 
@@ -28,59 +27,13 @@ class LoraWeights:
 
 
 @dataclass(frozen=True)
-class DropoutSpec:
-    """LoRA dropout of one training forward: each input element of a pair is dropped with probability `p`.
-
-    The mask of a site is a function of (`seed`, site, shape) alone, so that a recomputed forward, and a resumed job,
-    drop the same elements. `seed` must change with every micro-batch.
-    """
-
-    p: float
-    seed: int
-
-    def apply(self, x_TD: Tensor, site: str) -> Tensor:
-        """`x_TD` with dropped elements zero and the others divided by `1 - p`."""
-        digest = hashlib.blake2b(f"{self.seed}/{site}".encode(), digest_size=8).digest()
-        generator = torch.Generator(x_TD.device).manual_seed(int.from_bytes(digest, "little") >> 1)
-        kept_TD = torch.empty_like(x_TD, requires_grad=False).bernoulli_(1 - self.p, generator=generator)
-        return x_TD * kept_TD.div_(1 - self.p)
-
-
-@dataclass(frozen=True)
 class LoraBatch:
     """The adapters of one packed batch: `segments.adapters` indexes `adapters`."""
 
     segments: Segments
     adapters: tuple[LoraWeights, ...]
-    way: Way
+    backend: LoraBackend
     dropout: DropoutSpec | None = None
-
-    @cached_property
-    def trains_together(self) -> bool:
-        """Whether sites that share an input learn as one. With dropout each has an input of its own."""
-        pairs = (pair for adapter in self.adapters for pair in adapter.sites.values())
-        dropped = self.dropout is not None and self.dropout.p > 0
-        return self.way is Way.SEGMENTED and not dropped and any(pair.a_RD.requires_grad for pair in pairs)
-
-    @cached_property
-    def sums_gradients(self) -> bool:
-        """Whether the kernels add gradients to the pairs' `MainGrads`, so that autograd gives none."""
-        pairs = (pair for adapter in self.adapters for pair in adapter.sites.values())
-        return self.way is Way.SEGMENTED and all(pair.main_grads is not None for pair in pairs)
-
-    def pairs(self, names: Sequence[str]) -> list[tuple[LoraPair | None, ...]]:
-        """Each adapter's pair at each of the sites."""
-        sites = [adapter.sites for adapter in self.adapters]
-        return [tuple([own.get(name) for own in sites]) for name in names]
-
-    def prepare(self, groups: Callable[[], Sequence[Sequence[str]]]) -> None:
-        """Does for all groups of sites at once what need not be done at each; once a step, however often it is asked for."""
-
-        def pairs() -> list[list[tuple[LoraPair | None, ...]]]:
-            found = [[own for own in self.pairs(names) if any(pair is not None for pair in own)] for names in groups()]
-            return [group for group in found if group]
-
-        self.segments.plan(("prepared", *map(id, self.adapters)), lambda: prepare(self.segments, pairs, self.way))
 
     def padded(self, rows: int) -> LoraBatch:
         """The same batch with tokens of no adapter behind it, `rows` tokens in all."""
@@ -91,16 +44,16 @@ class LoraBatch:
 class SharedInput:
     """Sites that read one input, their weights stacked: the first that is called computes the outputs of all."""
 
-    def __init__(self, index: int, weight: Tensor, bias: Tensor | None, sizes: tuple[int, ...]) -> None:
-        """`index` among the layer's groups; `weight`: (ΣO, D); `sizes`: each site's O."""
-        self.index, self.weight, self.bias, self.sizes = index, weight, bias, sizes
-        self.names: tuple[str, ...] = ()
-        """Of the sites, once they are known."""
+    def __init__(self, group: SiteGroup, weight: Tensor, bias: Tensor | None, sizes: tuple[int, ...]) -> None:
+        """`weight`: (ΣO, D); `sizes`: each site's O."""
+        self.group, self.index = group, group.index
+        self.weight, self.bias, self.sizes = weight, bias, sizes
+        self.stacked = StackedWeights(weight, bias, sizes)
         self.waiting: tuple[Tensor, tuple[Tensor, ...]] | None = None
-        """The input, and the outputs that are still to be asked for."""
+        """The input, and the outputs of the sites that are called next."""
 
     def output(self, place: int, x: Tensor) -> Tensor:
-        """What the site at `place` gives for `x`."""
+        """What the site at `place` gives for `x` in a fused forward. Traced by torch.compile."""
         if place == 0:
             y = torch.ops.coserve.linear(x, self.weight, self.bias, self.sizes, self.index)
             if len(self.sizes) == 1:
@@ -108,11 +61,10 @@ class SharedInput:
             self.waiting = (x, y.split(self.sizes, -1))
         return self._kept(place, x)
 
-    def learned(self, place: int, x: Tensor, batch: LoraBatch) -> Tensor:
-        """What the site at `place` gives for `x`, LoRA terms of `batch` included; differentiable."""
+    def learned(self, place: int, x: Tensor, lora: PreparedLora) -> Tensor:
+        """What the site at `place` gives for `x`, LoRA terms included; differentiable."""
         if place == 0:
-            stacked = StackedWeights(self.weight, self.bias, self.sizes)
-            parts = linear_group(x.reshape(-1, x.shape[-1]), stacked, batch.segments, batch.pairs(self.names))
+            parts = lora.linear_group(self.group, x.reshape(-1, x.shape[-1]), self.stacked)
             self.waiting = (x, tuple(part.view(*x.shape[:-1], -1) for part in parts))
         return self._kept(place, x)
 
@@ -126,57 +78,41 @@ class SharedInput:
 
 
 class LoraSites:
-    """The wrappers at a base's sites and the batch that they serve; the base owns exactly one of these."""
+    """The wrappers at a base's sites; the base owns exactly one of these."""
 
     def __init__(self, modules: dict[str, nn.Module]) -> None:
         """Wraps each module in place: its class, parameters and path stay as they are, only `forward` is ours."""
-        self.batch: LoraBatch | None = None
-        self.together = False
-        """Sites that share an input run as one op: see `model.fused`."""
         self._sites: dict[str, _Site] = {}
         for name, module in modules.items():
             before = getattr(module, SITE, None)
             inner = before.inner if isinstance(before, _Site) else module.forward
-            self._sites[name] = _Site(name, inner, self)
+            self._sites[name] = _Site(SiteGroup((name,)), inner)
             setattr(module, SITE, self._sites[name])
             # One function for all: a compiled layer is bound to its modules' functions, not to their sites.
             module.forward = MethodType(_forward, module)
 
-    def share(self, names: Sequence[str], shared: SharedInput) -> None:
-        """From now on the sites `names`, in this order, run together inside `fused`."""
-        shared.names = tuple(names)
-        for place, name in enumerate(names):
+    def share(self, shared: SharedInput) -> None:
+        """From now on the sites of its group run together in fused forwards, and in training where that is faster."""
+        for place, name in enumerate(shared.group.names):
             self._sites[name].place, self._sites[name].shared = place, shared
 
-    def groups(self) -> list[SharedInput]:
-        """What `share` was told, each once."""
+    def shared(self) -> list[SharedInput]:
+        """Whatever `share` was given, each once."""
         return list(dict.fromkeys(site.shared for site in self._sites.values() if site.shared is not None))
 
-    @contextmanager
-    def fused(self) -> Iterator[None]:
-        """Sites called inside run together with those that share their input."""
-        self.together = True
-        try:
-            yield
-        finally:
-            self.together = False
-
-    def _groups(self, batch: LoraBatch) -> list[Sequence[str]]:
-        """The sites that the batch runs together."""
-        shared = self.groups() if batch.trains_together else []
-        alone = [name for name, site in self._sites.items() if site.shared is None or not shared]
-        return [*(group.names for group in shared), *((name,) for name in alone)]
-
-    @contextmanager
-    def serve(self, batch: LoraBatch | None) -> Iterator[None]:
-        """Every wrapped module called inside adds `batch`'s terms; the batch from before is back afterwards."""
-        if batch is not None:
-            batch.prepare(lambda: self._groups(batch))
-        before, self.batch = self.batch, batch
-        try:
-            yield
-        finally:
-            self.batch = before
+    def prepare(self, batch: LoraBatch) -> ForwardContext:
+        """The context of forwards with this batch. Once a step: it serves all layers, and training's passes over them."""
+        backend, dropout = batch.backend, batch.dropout
+        if dropout is not None and not dropout.p:
+            dropout = None
+        pairs = (pair for adapter in batch.adapters for pair in adapter.sites.values())
+        # With dropout each site has an input of its own.
+        grouped = backend.groups_inputs and dropout is None and any(pair.a_RD.requires_grad for pair in pairs)
+        shared = self.shared() if grouped else []
+        alone = [site.group for site in self._sites.values() if site.shared is None or not shared]
+        adapters = [adapter.sites for adapter in batch.adapters]
+        lora = backend.prepare(batch.segments, adapters, [*(one.group for one in shared), *alone])
+        return ForwardContext(lora, dropout, grouped)
 
 
 SITE = "coserve_site"
@@ -186,37 +122,32 @@ SITE = "coserve_site"
 def _forward(module: nn.Module, x: Tensor) -> Tensor:
     """A wrapped module's `forward`."""
     site = cast(_Site, module.coserve_site)
-    if site.shared is not None:
-        if site.sites.together:
-            return site.shared.output(site.place, x)
-        batch = site.sites.batch
-        if batch is not None and batch.trains_together:
-            return site.shared.learned(site.place, x, batch)
-    return site(x)
+    if current.fused:
+        return site.inner(x) if site.shared is None else site.shared.output(site.place, x)
+    context = current.context
+    if context.lora is None:
+        return site.inner(x)
+    if context.grouped and site.shared is not None:
+        return site.shared.learned(site.place, x, context.lora)
+    return site.add(x, context.lora, context.dropout)
 
 
 class _Site:
-    """What a wrapped module does on its own. Without a batch it is the module's own call, bit for bit."""
+    """A wrapped module: its own forward, and the group that it forms by itself."""
 
-    def __init__(self, name: str, inner: Callable[[Tensor], Tensor], sites: LoraSites) -> None:
-        self.name = name
-        self.inner = inner
-        self.sites = sites
+    def __init__(self, group: SiteGroup, inner: Callable[[Tensor], Tensor]) -> None:
+        self.group, self.inner = group, inner
         self.shared: SharedInput | None = None
         self.place = 0
+        """Among the sites of `shared`."""
 
-    def __call__(self, x: Tensor) -> Tensor:
-        """`x` (..., D) with T rows in all -> (..., O)."""
+    def add(self, x: Tensor, lora: PreparedLora, dropout: DropoutSpec | None) -> Tensor:
+        """`x` (..., D) with T rows in all -> (..., O). The module's own output, bit for bit, where no adapter changes it."""
         y = self.inner(x)
-        batch = self.sites.batch
-        if batch is None:
-            return y
-        pairs = [adapter.sites.get(self.name) for adapter in batch.adapters]
-        if all(pair is None for pair in pairs):
+        if not lora.changes(self.group):
             return y
         x_TD = x.reshape(-1, x.shape[-1])
-        assert x_TD.shape[0] == batch.segments.tokens, f"{self.name} saw {x_TD.shape[0]} rows, not the batch's"
-        if batch.dropout is not None and batch.dropout.p > 0:
-            x_TD = batch.dropout.apply(x_TD, self.name)
-        y_TO = lora_add(y.reshape(-1, y.shape[-1]), x_TD, batch.segments, pairs, batch.way)
+        if dropout is not None:
+            x_TD = dropout.apply(x_TD, self.group.names[0])
+        (y_TO,) = lora.add(self.group, [y.reshape(-1, y.shape[-1])], x_TD)
         return y_TO.reshape(y.shape)

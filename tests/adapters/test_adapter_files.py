@@ -19,13 +19,13 @@ from coserve.adapters.peft import inspect_adapter
 from coserve.adapters.record import record_adapter
 from coserve.errors import BaseMismatch, CorruptAdapter
 from coserve.finetune.init import new_adapter
-from coserve.kernels.lora.backend import Way
 from coserve.kernels.lora.segments import Segments
 from coserve.kernels.lora.types import LoraPair
 from coserve.model.base import Base, wrap_base
 from coserve.model.lora import LoraBatch, LoraWeights
 from coserve.state.records import AdapterRecord
 from coserve.types import AdapterRef, LoraSettings
+from tests.support.lora_backends import GROUPED
 from tests.support.lora_reference import alone, packed, save_peft, tokens_of
 from tests.support.tiny_models import tiny_model
 
@@ -33,7 +33,7 @@ TOKENS = 11
 
 
 def _logits(base: Base, weights: LoraWeights) -> torch.Tensor:
-    batch = LoraBatch(Segments((0, TOKENS), (0,)), (weights,), Way.GROUPED)
+    batch = LoraBatch(Segments((0, TOKENS), (0,)), (weights,), GROUPED)
     return packed(base, [tokens_of(TOKENS)], batch)[0]
 
 

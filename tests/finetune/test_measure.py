@@ -12,11 +12,12 @@ import torch
 from coserve.adapter_store.packing import packed_bytes
 from coserve.finetune.memory_profiling import Conditions, CudaMemoryMeter, MemoryProfiler, plan_memory
 from coserve.kernels.gpu.capture import gc_paused
-from coserve.kernels.lora.backend import Way
+from coserve.kernels.lora.interface import LoraBackend
 from coserve.memory.plan import GIB, Work
 from coserve.memory.profile import fit, load_profile
 from coserve.model.base import Base, wrap_base
 from tests.support.live_bytes import LiveBytes
+from tests.support.lora_backends import GROUPED, SEGMENTED
 from tests.support.tiny_models import tiny_model
 
 WORK = Work(step_tokens=64, micro_batch_tokens=96, jobs=2)
@@ -37,8 +38,8 @@ class Steps:
     def reset(self) -> None: ...
 
 
-def conditions(way: Way, work: Work = WORK, *, recompute: bool = False) -> Conditions:
-    return Conditions(way, recompute, max_running=4, page_tokens=16, work=work)
+def conditions(lora_backend: LoraBackend, work: Work = WORK, *, recompute: bool = False) -> Conditions:
+    return Conditions(lora_backend, recompute, max_running=4, page_tokens=16, work=work)
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt2", "gemma3"])
@@ -46,7 +47,7 @@ def conditions(way: Way, work: Work = WORK, *, recompute: bool = False) -> Condi
 def test_any_base_can_be_measured_and_stays_what_it_is(family: str, recompute: bool) -> None:
     base = wrap_base(tiny_model(family), name=family, eos_token_ids=())
     before = [parameter.clone() for parameter in base.model.parameters()]
-    device = MemoryProfiler(base, Steps(), conditions(Way.GROUPED, recompute=recompute))
+    device = MemoryProfiler(base, Steps(), conditions(GROUPED, recompute=recompute))
     assert device.step(64) == 1
     assert device.step(2 * base.spec.context) == 1, "longer than the context too"
     peaks = device.micro_batch(96)
@@ -78,7 +79,7 @@ class Watched(Steps):
 
 def test_nothing_of_before_is_freed_while_memory_is_measured() -> None:
     base = wrap_base(tiny_model("llama"), name="llama", eos_token_ids=())
-    device = MemoryProfiler(base, Steps(), conditions(Way.GROUPED))
+    device = MemoryProfiler(base, Steps(), conditions(GROUPED))
     for measured in (lambda: device.step(64), lambda: device.micro_batch(96)):
         with gc_paused():  # or it might be gone too early
             meter = device._meter = Watched(weakref.ref(Ring()))
@@ -96,7 +97,7 @@ def test_memory_grows_as_lines_say(recompute: bool) -> None:
     """By torch's own storages on the CPU: what a job keeps does not grow, what a micro-batch takes is a line."""
     base = wrap_base(tiny_model("llama"), name="llama", eos_token_ids=())
     with LiveBytes() as meter:
-        device = MemoryProfiler(base, meter, conditions(Way.GROUPED, recompute=recompute))
+        device = MemoryProfiler(base, meter, conditions(GROUPED, recompute=recompute))
         one, two, four = (device.micro_batch(tokens) for tokens in (64, 128, 256))
     assert one.job == two.job == four.job > 4 * packed_bytes(device._adapter())
     assert 0 < one.forward <= one.whole
@@ -108,7 +109,7 @@ def test_recomputed_layers_leave_their_inputs_only() -> None:
     base = wrap_base(tiny_model("llama", num_hidden_layers=6), name="llama", eos_token_ids=())
     with LiveBytes() as meter:
         kept, recomputed = (
-            MemoryProfiler(base, meter, conditions(Way.GROUPED, recompute=recompute)).micro_batch(256).forward
+            MemoryProfiler(base, meter, conditions(GROUPED, recompute=recompute)).micro_batch(256).forward
             for recompute in (False, True)
         )
     assert recomputed < 0.4 * kept
@@ -126,11 +127,11 @@ def test_a_plan_is_measured_once_for_its_conditions(tmp_path: Path, monkeypatch:
         return meters[-1]
 
     monkeypatch.setattr("coserve.finetune.memory_profiling.CudaMemoryMeter", meter)
-    first = plan_memory(base, conditions(Way.GROUPED), fraction=0.5, path=path)
-    assert plan_memory(base, conditions(Way.GROUPED), fraction=0.5, path=path) == first
+    first = plan_memory(base, conditions(GROUPED), fraction=0.5, path=path)
+    assert plan_memory(base, conditions(GROUPED), fraction=0.5, path=path) == first
     assert sum(meter.asked > 0 for meter in meters) == 1
     assert first.pages * first.page_bytes == pytest.approx(26 * GIB, rel=1e-3)
-    plan_memory(base, conditions(Way.GROUPED, recompute=True), fraction=0.5, path=path)
+    plan_memory(base, conditions(GROUPED, recompute=True), fraction=0.5, path=path)
     assert sum(meter.asked > 0 for meter in meters) == 2
 
 
@@ -142,7 +143,7 @@ def gpu_base() -> Base:
 @pytest.mark.gpu
 def test_lines_predict_the_allocators_peak() -> None:
     base, work = gpu_base(), Work(step_tokens=4096, micro_batch_tokens=4096, jobs=2)
-    device = MemoryProfiler(base, CudaMemoryMeter(base.device), conditions(Way.SEGMENTED, work))
+    device = MemoryProfiler(base, CudaMemoryMeter(base.device), conditions(SEGMENTED, work))
     one, two, four = (device.micro_batch(tokens) for tokens in (2048, 4096, 8192))
     assert one.job == two.job == four.job > 0
     assert 0 < one.forward <= one.whole
@@ -159,7 +160,7 @@ def test_a_plan_is_measured_once_and_kept(tmp_path: Path, monkeypatch: pytest.Mo
     base, path = gpu_base(), tmp_path / "memory.json"
     free, total = 60 * GIB, 64 * GIB  # what other tests leave of the same GPU changes meanwhile
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (free, total))
-    same = conditions(Way.SEGMENTED, Work(step_tokens=2048, micro_batch_tokens=2048, jobs=2))
+    same = conditions(SEGMENTED, Work(step_tokens=2048, micro_batch_tokens=2048, jobs=2))
     plan = plan_memory(base, same, fraction=0.5, path=path)
     written = path.stat().st_mtime_ns
     assert plan.taken == total - free
@@ -177,7 +178,7 @@ def test_a_plan_is_measured_once_and_kept(tmp_path: Path, monkeypatch: pytest.Mo
 def test_recomputing_layers_takes_less_memory() -> None:
     base = gpu_base()
     kept, recomputed = (
-        MemoryProfiler(base, CudaMemoryMeter(base.device), conditions(Way.SEGMENTED, recompute=recompute))
+        MemoryProfiler(base, CudaMemoryMeter(base.device), conditions(SEGMENTED, recompute=recompute))
         .micro_batch(8192)
         .forward
         for recompute in (False, True)

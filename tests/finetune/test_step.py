@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import peft
 import pytest
 import torch
@@ -13,14 +15,18 @@ from coserve.finetune.micro_batch import MicroBatchRunner, run_to_end
 from coserve.finetune.optimizer import AdapterOptimizer
 from coserve.finetune.packed_rows import PackedRows, pack_rows
 from coserve.kernels.attention.packed import PackedAttention
-from coserve.kernels.lora.backend import Way
+from coserve.kernels.lora.grouped import GroupedBackend, GroupedLora
+from coserve.kernels.lora.interface import LoraBackend, PreparedLora
 from coserve.kernels.lora.segments import Segments
 from coserve.kernels.lora.types import LoraPair
 from coserve.model.base import Base, wrap_base
+from coserve.model.dropout import DropoutSpec
+from coserve.model.forward_context import current
 from coserve.model.fused import FusedBase
-from coserve.model.lora import DropoutSpec, LoraBatch, LoraWeights
+from coserve.model.lora import LoraBatch, LoraWeights
 from coserve.types import LoraSettings, TrainingSettings
 from tests.support.finetuning import random_corpus, tiny_base
+from tests.support.lora_backends import GROUPED, SEGMENTED
 from tests.support.tiny_models import tiny_model
 
 SETTINGS = LoraSettings(r=4, alpha=8)
@@ -42,9 +48,12 @@ def started(
 
 
 def batch(
-    optimizer: AdapterOptimizer, rows: PackedRows, dropout: DropoutSpec | None = None, way: Way = Way.GROUPED
+    optimizer: AdapterOptimizer,
+    rows: PackedRows,
+    dropout: DropoutSpec | None = None,
+    lora_backend: LoraBackend = GROUPED,
 ) -> LoraBatch:
-    return LoraBatch(Segments((0, rows.tokens), (0,)), (optimizer.weights(),), way, dropout)
+    return LoraBatch(Segments((0, rows.tokens), (0,)), (optimizer.weights(),), lora_backend, dropout)
 
 
 def gradients(
@@ -54,7 +63,7 @@ def gradients(
     settings: LoraSettings = SETTINGS,
     between=None,
     dropout=None,
-    way: Way = Way.GROUPED,
+    lora_backend: LoraBackend = GROUPED,
     **options,
 ) -> tuple[float, list[torch.Tensor]]:
     """Summed NLL of the micro-batches, and the gradients of the adapter's tensors."""
@@ -63,7 +72,7 @@ def gradients(
     for indices in packs:
         rows = pack_rows(CORPUS, indices, CPU)
         micro_steps = runner.forward_backward(
-            rows, batch(optimizer, rows, dropout, way), optimizer.trainable, optimizer.grads
+            rows, batch(optimizer, rows, dropout, lora_backend), optimizer.trainable, optimizer.grads
         )
         total += float(run_to_end(micro_steps, between))
     return total, [gradient.clone() for layer in optimizer.grads for gradient in layer]
@@ -178,11 +187,11 @@ def test_inference_between_the_micro_steps_changes_nothing() -> None:
     base = tiny_base("llama")
     other = new_adapter(LoraSettings(r=2, init="orthogonal"), base.spec, seed=1, dtype=torch.float32, device="cpu")
     tokens, positions = torch.arange(10), torch.arange(10)
-    served = LoraBatch(Segments((0, 10), (0,)), (other,), Way.GROUPED)
+    served = LoraBatch(Segments((0, 10), (0,)), (other,), GROUPED)
     seen = []
 
     def infer() -> None:
-        assert torch.is_grad_enabled() and base.sites.batch is None, "a suspended micro-step holds a context"
+        assert torch.is_grad_enabled() and current.context.lora is None, "a suspended micro-step holds a context"
         with torch.no_grad():
             seen.append(base.forward(tokens, positions, PackedAttention((0, 10)), lora=served, keep=None))
 
@@ -282,7 +291,7 @@ def test_sites_of_one_input_learn_as_one(family: str, settings: LoraSettings, re
     base = tiny_base(family)
     FusedBase(base, compiled=False)
     calls = count(base)
-    got_nll, got = gradients(base, packs, settings=settings, recompute=recompute, way=Way.SEGMENTED)
+    got_nll, got = gradients(base, packs, settings=settings, recompute=recompute, lora_backend=SEGMENTED)
     assert got_nll == pytest.approx(nll, rel=1e-5)
     for mine, wanted in zip(got, expected, strict=True):
         torch.testing.assert_close(mine, wanted, rtol=1e-4, atol=1e-5)
@@ -294,10 +303,24 @@ def test_gradients_are_added_by_the_kernels(dropout: DropoutSpec | None) -> None
     """At sites that learn alone, too, and down to the lowest layer, below which nothing learns."""
     packs = [[0, 1, 2], [3]]
     nll, expected = gradients(tiny_base("llama"), packs, dropout=dropout)
-    got_nll, got = gradients(tiny_base("llama"), packs, dropout=dropout, way=Way.SEGMENTED)
+    got_nll, got = gradients(tiny_base("llama"), packs, dropout=dropout, lora_backend=SEGMENTED)
     assert got_nll == pytest.approx(nll, rel=1e-5)
     for mine, wanted in zip(got, expected, strict=True):
         torch.testing.assert_close(mine, wanted, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("recompute", [False, True], ids=["kept", "recomputed"])
+def test_adapters_are_prepared_once_a_micro_batch(recompute: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However many layers and passes there are."""
+    prepared, prepare = list[int](), GroupedBackend.prepare
+
+    def counted(backend: GroupedBackend, segments: Segments, *rest: Any) -> GroupedLora:
+        prepared.append(segments.tokens)
+        return prepare(backend, segments, *rest)
+
+    monkeypatch.setattr(GroupedBackend, "prepare", counted)
+    gradients(tiny_base("llama"), [[0, 1, 2], [3]], recompute=recompute)
+    assert len(prepared) == 2
 
 
 def test_sums_of_gradients_lie_as_kernels_add_to_them() -> None:
@@ -316,12 +339,14 @@ def test_sums_of_gradients_lie_as_kernels_add_to_them() -> None:
 def count(base: Base) -> dict[int, int]:
     """How often each shared input's product was asked for by training, from now on."""
     calls: dict[int, int] = {}
-    for index, shared in enumerate(base.sites.groups()):
+    for index, shared in enumerate(base.sites.shared()):
         calls[index], learned = 0, shared.learned
 
-        def counted(place: int, x: torch.Tensor, batch: LoraBatch, index: int = index, learned=learned) -> torch.Tensor:
+        def counted(
+            place: int, x: torch.Tensor, lora: PreparedLora, index: int = index, learned=learned
+        ) -> torch.Tensor:
             calls[index] += 1
-            return learned(place, x, batch)
+            return learned(place, x, lora)
 
         shared.learned = counted  # type: ignore[method-assign]
     return calls

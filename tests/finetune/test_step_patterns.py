@@ -12,13 +12,14 @@ from coserve.finetune.micro_batch import MicroBatchRunner, _add, run_to_end
 from coserve.finetune.optimizer import AdapterOptimizer
 from coserve.finetune.packed_rows import pack_rows
 from coserve.kernels.attention.packed import PackedAttention
-from coserve.kernels.lora.backend import Way
+from coserve.kernels.lora.interface import LoraBackend
 from coserve.kernels.lora.segments import Segments
 from coserve.kernels.lora.types import LoraPair
 from coserve.model.base import Base, wrap_base
 from coserve.model.lora import LoraBatch, LoraWeights
 from coserve.types import LoraSettings, TrainingSettings
 from tests.support.finetuning import random_corpus
+from tests.support.lora_backends import BLOCK_SPARSE, GROUPED, NAIVE, REFERENCE, SEGMENTED
 from tests.support.tiny_models import tiny_model
 
 CPU = torch.device("cpu")
@@ -42,28 +43,28 @@ def optimizer_of(targets: tuple[str, ...]) -> AdapterOptimizer:
     return AdapterOptimizer(LoraWeights(lora, pairs), BASE.spec, TrainingSettings(), BASE.dtype)
 
 
-def batch(optimizer: AdapterOptimizer, tokens: int, way: Way) -> LoraBatch:
-    return LoraBatch(Segments((0, tokens), (0,)), (optimizer.weights(),), way)
+def batch(optimizer: AdapterOptimizer, tokens: int, lora_backend: LoraBackend) -> LoraBatch:
+    return LoraBatch(Segments((0, tokens), (0,)), (optimizer.weights(),), lora_backend)
 
 
 def expected(base: Base, targets: tuple[str, ...]) -> tuple[float, list[torch.Tensor]]:
     """The summed NLL and its gradients, from one graph of the whole model."""
     optimizer, rows = optimizer_of(targets), pack_rows(CORPUS, ROWS, CPU)
-    attention, lora = PackedAttention(rows.bounds), batch(optimizer, rows.tokens, Way.REFERENCE)
+    attention, lora = PackedAttention(rows.bounds), batch(optimizer, rows.tokens, REFERENCE)
     logits = base.forward(rows.tokens_T, rows.positions_T, attention, lora=lora, keep=rows.keep_K)
     nll = torch.nn.functional.cross_entropy(logits, rows.labels_K, reduction="sum")
     return float(nll.detach()), list(torch.autograd.grad(nll, [leaf for own in optimizer.trainable for leaf in own]))
 
 
-@pytest.mark.parametrize("way", [Way.REFERENCE, Way.NAIVE, Way.GROUPED])
+@pytest.mark.parametrize("lora_backend", [REFERENCE, NAIVE, GROUPED])
 @settings(max_examples=12)
 @example(targets=(BY_LAYER[0][0],), recompute=False)
 @given(targets=PATTERNS, recompute=st.booleans())
 def test_any_sites_learn_as_by_one_backward_of_the_whole_model(
-    way: Way, targets: tuple[str, ...], recompute: bool
+    lora_backend: LoraBackend, targets: tuple[str, ...], recompute: bool
 ) -> None:
     optimizer, rows = optimizer_of(targets), pack_rows(CORPUS, ROWS, CPU)
-    lora, runner = batch(optimizer, rows.tokens, way), RUNNERS[recompute]
+    lora, runner = batch(optimizer, rows.tokens, lora_backend), RUNNERS[recompute]
     nll = run_to_end(runner.forward_backward(rows, lora, optimizer.trainable, optimizer.grads))
     loss, gradients = expected(BASE, targets)
     assert float(nll) == pytest.approx(loss, rel=1e-4)
@@ -72,14 +73,14 @@ def test_any_sites_learn_as_by_one_backward_of_the_whole_model(
         torch.testing.assert_close(found, wanted, rtol=1e-3, atol=1e-4)
 
 
-@pytest.mark.parametrize(
-    ("way", "recompute"), [(Way.SEGMENTED, False), (Way.SEGMENTED, True), (Way.BLOCK_SPARSE, True)]
-)
-def test_kernels_pass_layers_that_learn_nothing(way: Way, recompute: bool) -> None:
+@pytest.mark.parametrize(("lora_backend", "recompute"), [(SEGMENTED, False), (SEGMENTED, True), (BLOCK_SPARSE, True)])
+def test_kernels_pass_layers_that_learn_nothing(lora_backend: LoraBackend, recompute: bool) -> None:
     targets = (BY_LAYER[0][0], BY_LAYER[2][2])
     optimizer, rows = optimizer_of(targets), pack_rows(CORPUS, ROWS, CPU)
     runner = RUNNERS[recompute]
-    run_to_end(runner.forward_backward(rows, batch(optimizer, rows.tokens, way), optimizer.trainable, optimizer.grads))
+    run_to_end(
+        runner.forward_backward(rows, batch(optimizer, rows.tokens, lora_backend), optimizer.trainable, optimizer.grads)
+    )
     for found, wanted in zip([g for own in optimizer.grads for g in own], expected(BASE, targets)[1], strict=True):
         torch.testing.assert_close(found, wanted, rtol=1e-3, atol=1e-4)
 

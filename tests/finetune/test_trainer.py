@@ -14,7 +14,6 @@ from coserve.finetune.checkpoint import STATE, TENSORS
 from coserve.finetune.init import new_adapter
 from coserve.finetune.optimizer import AdapterOptimizer
 from coserve.kernels.attention.packed import PackedAttention
-from coserve.kernels.lora.backend import Way
 from coserve.kernels.lora.segments import Segments
 from coserve.link import JobCheckpoint, JobFailed, JobProgress, JobSucceeded, JobWaiting
 from coserve.model.base import Base
@@ -22,6 +21,7 @@ from coserve.model.lora import LoraBatch, LoraWeights
 from coserve.state.failpoints import armed
 from coserve.types import AdapterRef, LoraSettings, MicroStep, Schedule
 from tests.support.finetuning import Bench, job_spec, metrics_of, random_corpus, tiny_base
+from tests.support.lora_backends import GROUPED
 
 CORPUS = random_corpus()
 REF = AdapterRef("learned", 1)
@@ -33,7 +33,7 @@ def base() -> Base:
 
 
 def logits(base: Base, weights: LoraWeights) -> torch.Tensor:
-    batch = LoraBatch(Segments((0, 6), (0,)), (weights,), Way.GROUPED)
+    batch = LoraBatch(Segments((0, 6), (0,)), (weights,), GROUPED)
     with torch.no_grad():
         return base.forward(torch.arange(6), torch.arange(6), PackedAttention((0, 6)), lora=batch, keep=None)
 

@@ -12,12 +12,12 @@ from coserve.cancellation import Cancelled
 from coserve.errors import EngineFault
 from coserve.generate import generator as module
 from coserve.generate.generator import Generator
-from coserve.kernels.lora.backend import Way
 from coserve.link import Generate, RequestFailed, Tokens
 from coserve.memory.kv import KvCache
 from coserve.model.base import Base, wrap_base
 from coserve.model.faults import contained
 from coserve.types import SamplingParams, Slo
+from tests.support.lora_backends import GROUPED
 from tests.support.tiny_models import tiny_model
 
 PROMPT = tuple(range(3, 43))
@@ -33,7 +33,7 @@ class NoShelf:
 
 def generator_of(base: Base) -> Generator:
     kv = KvCache.for_base(base, 256, 16)
-    return Generator(base, NoShelf(), kv, max_running=4, step_tokens=64, way=Way.GROUPED)
+    return Generator(base, NoShelf(), kv, max_running=4, step_tokens=64, lora_backend=GROUPED)
 
 
 def ask(id: str) -> Generate:

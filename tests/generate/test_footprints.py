@@ -13,16 +13,17 @@ from coserve.generate.execution.adapter_slots import AdapterSlots
 from coserve.generate.execution.footprint import NO_ADAPTERS, LoraFootprint
 from coserve.generate.execution.graphs.captured import covering_graph
 from coserve.generate.execution.runner import Runner
-from coserve.generate.execution.slot_lora import SlotLora
 from coserve.generate.generator import Generator
-from coserve.kernels.lora.backend import Way
+from coserve.kernels.lora.segmented.slot_lora import SlotLora
 from coserve.kernels.lora.segments import Segments
+from coserve.kernels.lora.types import SiteGroup
 from coserve.memory.kv import KvCache
 from coserve.model.base import wrap_base
 from coserve.model.fused import FusedBase
 from coserve.model.lora import LoraWeights
 from coserve.types import AdapterRef, SamplingParams
 from tests.generate.test_runner import Shelf, adapter, collect, prompt, request
+from tests.support.lora_backends import GROUPED
 from tests.support.tiny_models import tiny_model
 
 SHORT = SamplingParams(max_tokens=4, temperature=0.0)
@@ -52,7 +53,7 @@ def generator(fused: FusedBase, kinds: Sequence[str], *, ahead: bool = True) -> 
     runner = Runner(fused, kv, max_running=4)
     shelf = Shelf({AdapterRef(kind, 1): part(fused, kind) for kind in kinds})
     own = runner if ahead else None
-    return Generator(fused.base, shelf, kv, max_running=4, step_tokens=64, way=Way.GROUPED, runner=own), runner
+    return Generator(fused.base, shelf, kv, max_running=4, step_tokens=64, lora_backend=GROUPED, runner=own), runner
 
 
 def asks(*kinds: str) -> list[object]:
@@ -73,9 +74,9 @@ def test_only_changed_groups_are_launched(
     groups: set[int] = set()
     add = SlotLora.add_
 
-    def watched(self: SlotLora, layer: int, group: int, *args: Any, **kwargs: Any) -> None:
-        groups.add(group)
-        add(self, layer, group, *args, **kwargs)
+    def watched(self: SlotLora, group: SiteGroup, *args: Any, **kwargs: Any) -> None:
+        groups.add(group.index)
+        add(self, group, *args, **kwargs)
 
     monkeypatch.setattr(SlotLora, "add_", watched)
     found = collect(gen, asks(*kinds))

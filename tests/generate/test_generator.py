@@ -14,13 +14,14 @@ from torch import Tensor
 
 from coserve.errors import AdapterNotFound, EmptyPrompt, InvalidRequest, PromptTooLong
 from coserve.generate.generator import Generator
-from coserve.kernels.lora.backend import Way
+from coserve.kernels.lora.interface import LoraBackend
 from coserve.kernels.lora.types import LoraPair
 from coserve.link import Generate, RequestFailed, Tokens
 from coserve.memory.kv import KvCache
 from coserve.model.base import Base, wrap_base
 from coserve.model.lora import LoraWeights
 from coserve.types import AdapterRef, FinishReason, LoraSettings, SamplingParams, Slo, TokenLogprob
+from tests.support.lora_backends import GROUPED, NAIVE, REFERENCE
 from tests.support.tiny_models import CONTEXT, FAMILIES, VOCAB, tiny_model
 
 LENGTHS = (3, 17, 40, 1)
@@ -89,10 +90,12 @@ def generator(
     page_tokens: int = 16,
     step_tokens: int = 256,
     max_running: int = 16,
-    way: Way = Way.GROUPED,
+    lora_backend: LoraBackend = GROUPED,
 ) -> Generator:
     kv = KvCache.for_base(base, tokens, page_tokens)
-    return Generator(base, shelf or Shelf(), kv, max_running=max_running, step_tokens=step_tokens, way=way)
+    return Generator(
+        base, shelf or Shelf(), kv, max_running=max_running, step_tokens=step_tokens, lora_backend=lora_backend
+    )
 
 
 def collect(gen: Generator, requests: Iterable[Generate] = ()) -> dict[str, Result]:
@@ -182,7 +185,7 @@ def test_neighbours_chunks_and_preemptions_change_no_bit(family: str) -> None:
         {"step_tokens": 9, "page_tokens": 5},
         {"tokens": 160, "page_tokens": 3},
         {"max_running": 2},
-        {"way": Way.NAIVE},
+        {"lora_backend": NAIVE},
     ):
         gen = generator(base, shelf, **shape)
         assert collect(gen, requests) == expected, shape
@@ -312,8 +315,8 @@ def test_a_bad_request_is_refused_and_the_others_go_on(bad: Generate, error: typ
     assert rest == alone(base, good).tokens[1:]
 
 
-@pytest.mark.parametrize("way", [Way.REFERENCE, Way.NAIVE, Way.GROUPED])
-def test_logits_that_are_not_finite_fail_their_own_request_only(way: Way) -> None:
+@pytest.mark.parametrize("lora_backend", [REFERENCE, NAIVE, GROUPED])
+def test_logits_that_are_not_finite_fail_their_own_request_only(lora_backend: LoraBackend) -> None:
     """The weights are finite, as an import checks; what they add to the layers is not."""
     base = base_of("llama")
     broken, fine = AdapterRef("broken", 1), AdapterRef("fine", 1)
@@ -321,11 +324,13 @@ def test_logits_that_are_not_finite_fail_their_own_request_only(way: Way) -> Non
     poisoned = {name: LoraPair(pair.a_RD, pair.b_OR * 3e38, 1.0) for name, pair in weights.sites.items()}
     shelf = Shelf({broken: LoraWeights(weights.settings, poisoned), fine: weights})
     good = [request("base", prompt(30), GREEDY), request("fine", prompt(12), GREEDY, fine)]
-    gen = generator(base, shelf, tokens=96, way=way)
+    gen = generator(base, shelf, tokens=96, lora_backend=lora_backend)
     results = collect(gen, [request("bad", prompt(30), GREEDY, broken), *good])
     assert results["bad"].failed == "non_finite_logits"
     healthy = Shelf({fine: weights})
-    assert {one.id: results[one.id] for one in good} == collect(generator(base, healthy, tokens=96, way=way), good)
+    assert {one.id: results[one.id] for one in good} == collect(
+        generator(base, healthy, tokens=96, lora_backend=lora_backend), good
+    )
     assert not +shelf.held
     again = collect(gen, good)  # on the pages that the broken one left
     assert again == {one.id: results[one.id] for one in good}
@@ -422,6 +427,6 @@ def test_no_more_tokens_a_step_than_allowed() -> None:
             return base.forward(tokens_T, *rest, **named)
 
     kv = KvCache.for_base(base, 2048, 16)
-    gen = Generator(Watched(), Shelf(), kv, max_running=8, step_tokens=11, way=Way.GROUPED)
+    gen = Generator(Watched(), Shelf(), kv, max_running=8, step_tokens=11, lora_backend=GROUPED)
     collect(gen, [request(str(n), prompt(n), GREEDY) for n in LENGTHS])
     assert max(seen) == 11

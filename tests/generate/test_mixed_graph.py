@@ -25,7 +25,6 @@ from coserve.generate.execution.token_slots import TokenSlots
 from coserve.generate.generator import Generator
 from coserve.generate.sampling.sampler import send_ids
 from coserve.kernels.attention.interface import Attention, MixedCapacity, Run
-from coserve.kernels.lora.backend import Way
 from coserve.kernels.lora.segments import Segments
 from coserve.kernels.sampling.constants import NOT_FINITE
 from coserve.memory.kv import KvCache
@@ -33,6 +32,7 @@ from coserve.model.base import Base, wrap_base
 from coserve.model.fused import FusedBase
 from coserve.types import AdapterRef, SamplingParams
 from tests.generate.test_runner import Shelf, adapter, collect, prompt, request
+from tests.support.lora_backends import GROUPED
 from tests.support.tiny_models import VOCAB, tiny_model
 
 SHORT = SamplingParams(max_tokens=4, temperature=0.0)
@@ -89,7 +89,7 @@ def generator(
     if prepared:
         runner.warm_up(ranks)
     return Generator(
-        fused.base, shelf or Shelf({}), kv, max_running=16, step_tokens=step_tokens, way=Way.GROUPED, runner=runner
+        fused.base, shelf or Shelf({}), kv, max_running=16, step_tokens=step_tokens, lora_backend=GROUPED, runner=runner
     )
 
 

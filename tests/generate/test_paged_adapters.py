@@ -13,7 +13,7 @@ from coserve.adapter_store.store import AdapterStore, HostBudget
 from coserve.errors import AdapterNotFound, PromptTooLong
 from coserve.generate.execution.runner import Runner
 from coserve.generate.generator import Generator
-from coserve.kernels.lora.backend import Way
+from coserve.kernels.lora.interface import LoraBackend
 from coserve.kernels.lora.types import LoraPair
 from coserve.link import Generate, Tokens
 from coserve.memory.kv import KvCache
@@ -21,6 +21,7 @@ from coserve.model.base import Base, wrap_base
 from coserve.model.fused import FusedBase
 from coserve.model.lora import LoraWeights
 from coserve.types import AdapterDigests, AdapterRef, LoraSettings, SamplingParams, Slo
+from tests.support.lora_backends import GROUPED, SEGMENTED
 from tests.support.tiny_models import VOCAB, tiny_model
 
 REFS = [AdapterRef(f"a{i}", 1) for i in range(7)]
@@ -58,7 +59,9 @@ def requests() -> list[Generate]:
 class Paged:
     """A generator over a pool of `pages`, its adapters in a host tier of `capacity`."""
 
-    def __init__(self, base: Base, pages: int, capacity: int, way: Way, fused: FusedBase | None) -> None:
+    def __init__(
+        self, base: Base, pages: int, capacity: int, lora_backend: LoraBackend, fused: FusedBase | None
+    ) -> None:
         self.reads = 0
 
         def load(ref: AdapterRef, digests: AdapterDigests | None) -> LoraWeights:
@@ -70,7 +73,9 @@ class Paged:
         self.store = AdapterStore(load, HostBudget(capacity), pinned=base.device.type == "cuda")
         self.kv = KvCache.for_base(base, pages * PAGE, PAGE)
         runner = None if fused is None else Runner(fused, self.kv, max_running=8)
-        self.generator = Generator(base, self.store, self.kv, max_running=8, step_tokens=64, way=way, runner=runner)
+        self.generator = Generator(
+            base, self.store, self.kv, max_running=8, step_tokens=64, lora_backend=lora_backend, runner=runner
+        )
 
     def texts(self, asked: list[Generate]) -> dict[str, list[int]]:
         return self.texts_beside(asked, held=0)
@@ -90,28 +95,28 @@ class Paged:
         return found
 
 
-def check(base: Base, way: Way, fuse: Callable[[Base], FusedBase] | None) -> None:
+def check(base: Base, lora_backend: LoraBackend, fuse: Callable[[Base], FusedBase] | None) -> None:
     asked = requests()
     largest = AdapterPages(KvCache.for_base(base, 1, PAGE).buffer).pages(adapter(base, REFS[-1]))
-    expected = Paged(base, 40 + len(REFS) * largest, len(REFS), way, None).texts(asked)
+    expected = Paged(base, 40 + len(REFS) * largest, len(REFS), lora_backend, None).texts(asked)
     assert len({tuple(text) for text in expected.values()}) == len(asked)
-    small = Paged(base, largest + 5, 3, way, None if fuse is None else fuse(base))
+    small = Paged(base, largest + 5, 3, lora_backend, None if fuse is None else fuse(base))
     assert small.texts(asked) == expected
     assert small.reads > len(REFS), "the host tier is too small for all as well"
     assert small.generator.preemptions > 0
 
 
 def test_one_step_at_a_time() -> None:
-    check(wrap_base(tiny_model("llama"), name="llama", eos_token_ids=()), Way.GROUPED, None)
+    check(wrap_base(tiny_model("llama"), name="llama", eos_token_ids=()), GROUPED, None)
 
 
 def test_addresses_of_an_adapter_that_left_are_never_used() -> None:
     """It comes back elsewhere, and by way of the runner's table of addresses too that is where it is read."""
     base = wrap_base(tiny_model("gpt2"), name="gpt2", eos_token_ids=())
     turn = [one(5, 2, REFS[2])]
-    paged = Paged(base, 40, 2, Way.GROUPED, FusedBase(base, compiled=False))
+    paged = Paged(base, 40, 2, GROUPED, FusedBase(base, compiled=False))
     expected = paged.texts(turn)
-    assert expected == Paged(base, 40, 2, Way.GROUPED, None).texts(turn)
+    assert expected == Paged(base, 40, 2, GROUPED, None).texts(turn)
     pool, garbage = paged.kv.pool, paged.kv.buffer.bytes[:-1]
     pages = pool.take(40)
     assert pages is not None
@@ -128,7 +133,7 @@ def test_addresses_of_an_adapter_that_left_are_never_used() -> None:
 @pytest.mark.parametrize("family", ["llama", "gemma2"])
 def test_on_a_gpu_through_graphs(family: str) -> None:
     base = wrap_base(tiny_model(family).to("cuda"), name=family, eos_token_ids=())
-    check(base, Way.SEGMENTED, FusedBase)
+    check(base, SEGMENTED, FusedBase)
 
 
 def one(base_tokens: int, max_tokens: int, ref: AdapterRef | None) -> Generate:
@@ -139,7 +144,7 @@ def one(base_tokens: int, max_tokens: int, ref: AdapterRef | None) -> Generate:
 def test_what_fits_the_pool_beside_its_adapter_runs_and_what_does_not_is_refused() -> None:
     base = wrap_base(tiny_model("llama"), name="llama", eos_token_ids=())
     pages = AdapterPages(KvCache.for_base(base, 1, PAGE).buffer).pages(adapter(base, REFS[0]))
-    paged = Paged(base, pages + 2, 3, Way.GROUPED, None)
+    paged = Paged(base, pages + 2, 3, GROUPED, None)
     # The last token's keys and values are not needed: 33 tokens fit two pages.
     assert len(paged.texts([one(10, 23, REFS[0])])["x"]) == 23
     with pytest.raises(PromptTooLong, match=r"32 beside the adapter a0@1\), got 10 and 24"):
@@ -158,7 +163,7 @@ def test_what_fits_the_pool_beside_its_adapter_runs_and_what_does_not_is_refused
 
 def test_a_deleted_adapter_serves_those_who_have_it_and_leaves_no_pages() -> None:
     base = wrap_base(tiny_model("llama"), name="llama", eos_token_ids=())
-    paged = Paged(base, 40, 3, Way.GROUPED, None)
+    paged = Paged(base, 40, 3, GROUPED, None)
     alone = paged.texts([one(10, 8, REFS[2])])["x"]
     paged.generator.add(one(10, 8, REFS[2]))
     paged.generator.step()

@@ -13,7 +13,6 @@ from torch import Tensor
 from coserve.generate.execution.adapter_slots import AdapterSlots
 from coserve.generate.execution.runner import Runner
 from coserve.generate.generator import Generator
-from coserve.kernels.lora.backend import Way
 from coserve.kernels.lora.types import LoraPair
 from coserve.link import Generate, RequestFailed, Tokens
 from coserve.memory.kv import KvCache
@@ -21,6 +20,7 @@ from coserve.model.base import Base, wrap_base
 from coserve.model.fused import FusedBase
 from coserve.model.lora import LoraWeights
 from coserve.types import AdapterRef, FinishReason, LoraSettings, SamplingParams, Slo, TokenLogprob
+from tests.support.lora_backends import GROUPED
 from tests.support.tiny_models import VOCAB, tiny_model
 
 GREEDY = SamplingParams(max_tokens=10, temperature=0.0)
@@ -85,7 +85,7 @@ def generator(
         kv,
         max_running=max_running,
         step_tokens=step_tokens,
-        way=Way.GROUPED,
+        lora_backend=GROUPED,
         runner=Runner(fused, kv, max_running=max_running) if ahead else None,
     )
 
@@ -222,11 +222,11 @@ def test_slots_follow_the_adapters(base: Base, fused: FusedBase) -> None:
     d = adapter(base, 9, 5)
     assert slots.place([d]) == [kept]
     assert sorted(slots.ranks) == [3, 5]
-    names = [name for layer in fused.groups for group in layer for name in group]
+    names = [name for layer in fused.groups for group in layer for name in group.names]
     assert set(names) == set(base.spec.sites)
-    table = slots.tables[1][0]
+    table = slots.tables[fused.groups[1][0]]
     assert table.ranks[kept].tolist() == [5, 5, 5]
-    assert table.addresses[kept, 1, 0] == d.sites[fused.groups[1][0][1]].a_RD.data_ptr()
+    assert table.addresses[kept, 1, 0] == d.sites[fused.groups[1][0].names[1]].a_RD.data_ptr()
 
 
 def test_messages_come_one_step_later(fused: FusedBase) -> None:

@@ -16,13 +16,13 @@ from coserve.errors import InvalidRequest
 from coserve.generate import schedule
 from coserve.generate.generator import Generator
 from coserve.generate.sampling import scoring
-from coserve.kernels.lora.backend import Way
 from coserve.kernels.lora.types import LoraPair
 from coserve.link import Generate, RequestFailed, Tokens
 from coserve.memory.kv import KvCache
 from coserve.model.base import Attention, Base, wrap_base
 from coserve.model.lora import LoraWeights
 from coserve.types import AdapterRef, FinishReason, LoraSettings, SamplingParams, Slo, TokenLogprob
+from tests.support.lora_backends import GROUPED
 from tests.support.tiny_models import VOCAB, tiny_model
 
 SCORE = SamplingParams(max_tokens=0, temperature=0.0, prompt_logprobs=2)
@@ -55,7 +55,7 @@ class Shelf:
 
 def generator(*, tokens: int = 512, page_tokens: int = 4, step_tokens: int = 64) -> Generator:
     kv = KvCache.for_base(base(), tokens, page_tokens)
-    return Generator(base(), Shelf(), kv, max_running=8, step_tokens=step_tokens, way=Way.GROUPED)
+    return Generator(base(), Shelf(), kv, max_running=8, step_tokens=step_tokens, lora_backend=GROUPED)
 
 
 def prompt(length: int, seed: int = 0) -> tuple[int, ...]:

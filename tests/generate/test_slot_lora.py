@@ -13,11 +13,12 @@ from coserve.generate.execution.footprint import LoraFootprint
 from coserve.generate.execution.graph_sizes import decode_tile_capacities
 from coserve.generate.execution.slot_lora import StaticSlotLora
 from coserve.kernels.lora.segments import Segments
-from coserve.kernels.lora.types import LoraPair
+from coserve.kernels.lora.types import LoraPair, SiteGroup
 from coserve.model.lora import LoraWeights
 from coserve.types import LoraSettings
 
 CPU = torch.device("cpu")
+GROUP = SiteGroup(("q",))
 
 
 def weights(rank: int) -> LoraWeights:
@@ -37,7 +38,7 @@ def test_capacities_reach_from_one_adapter_to_an_adapter_a_row(batch: int) -> No
 
 @given(st.lists(st.integers(1, 40), min_size=1, max_size=8))
 def test_a_capacity_holds_all_rows_and_none_before_it_does(lengths: list[int]) -> None:
-    slots = AdapterSlots([[("q",)]], len(lengths), CPU)
+    slots = AdapterSlots([[GROUP]], len(lengths), CPU)
     held = [weights(rank=16 if n % 2 else 32) for n in range(len(lengths))]
     placed = slots.place(held)
     bounds = [0]
@@ -49,7 +50,7 @@ def test_a_capacity_holds_all_rows_and_none_before_it_does(lengths: list[int]) -
     needed = {rows: sum(-(-length // rows) for length in lengths) for rows in (8, 16)}
     assert capacity.tiles >= needed[capacity.rows]
     assert all(other.tiles < needed[other.rows] for other in lora.capacities[: lora.capacities.index(capacity)])
-    seen = lora.within(capacity).tables(0, 0)
+    seen = lora.within(capacity).decode_tables(GROUP)
     assert seen is not None
     tiles = seen[0]
     assert tiles.rows == capacity.rows
@@ -62,13 +63,13 @@ def test_a_capacity_holds_all_rows_and_none_before_it_does(lengths: list[int]) -
 
 def test_a_step_after_one_of_other_tiles_is_loaded_again() -> None:
     """Tall and low tiles lie in buffers of their own: what was loaded last counts."""
-    slots = AdapterSlots([[("q",)]], 3, CPU)
+    slots = AdapterSlots([[GROUP]], 3, CPU)
     held = [weights(rank=16) for _ in range(3)]
     placed = slots.place(held)
     lora = StaticSlotLora(slots, 16, LoraFootprint(16, slots.all_groups), decode_tile_capacities(16), decode=True)
     one, three = Segments((0, 16), (placed[0],)), Segments((0, 1, 2, 3), tuple(placed))
     for segments in (one, three, one, three):
         capacity = lora.load(segments)
-        seen = lora.within(capacity).tables(0, 0)
+        seen = lora.within(capacity).decode_tables(GROUP)
         assert seen is not None
         assert int(seen[0].tiles[:, 1].sum()) == segments.tokens

@@ -13,13 +13,13 @@ from torch import Tensor
 from coserve.generate.execution import start
 from coserve.generate.execution.start import COMPILED, Compilation, Upgrade, make_start
 from coserve.generate.generator import Generator
-from coserve.kernels.lora.backend import Way
 from coserve.link import Generate, Tokens
 from coserve.memory.kv import KvCache
 from coserve.model.base import Base, wrap_base
 from coserve.model.fused import FusedBase
 from coserve.model.lora import LoraWeights
 from coserve.types import AdapterRef, SamplingParams, Slo
+from tests.support.lora_backends import GROUPED, SEGMENTED
 from tests.support.tiny_models import tiny_model
 
 OTHERS = ("something else",)
@@ -60,7 +60,7 @@ def base() -> Base:
 
 
 def served(base: Base, kv: KvCache) -> Generator:
-    return Generator(base, NoAdapters(), kv, max_running=8, step_tokens=64, way=Way.GROUPED)
+    return Generator(base, NoAdapters(), kv, max_running=8, step_tokens=64, lora_backend=GROUPED)
 
 
 def ask(gen: Generator, id: str, length: int, seed: int | None = None) -> None:
@@ -141,7 +141,7 @@ def test_who_cannot_be_compiled_runs_on(base: Base, backend: Counting, why: str)
 
 @pytest.mark.parametrize("when", ["background", "before", "off"])
 def test_nothing_is_compiled_without_a_gpu(base: Base, when: str) -> None:
-    made = make_start(base, KvCache.for_base(base, 64, 16), max_running=4, way=Way.SEGMENTED, when=when)
+    made = make_start(base, KvCache.for_base(base, 64, 16), max_running=4, lora_backend=SEGMENTED, when=when)
     assert (made.runner, made.notes, made.compilation) == (None, (), None)
 
 

@@ -10,7 +10,6 @@ import torch
 from coserve.adapter_store.store import AdapterStore, HostBudget
 from coserve.generate.execution.runner import Runner
 from coserve.generate.generator import Generator
-from coserve.kernels.lora.backend import Way
 from coserve.kernels.lora.types import LoraPair
 from coserve.link import Generate, Tokens
 from coserve.memory.kv import KvCache
@@ -18,6 +17,7 @@ from coserve.model.base import Base, wrap_base
 from coserve.model.fused import FusedBase
 from coserve.model.lora import LoraWeights
 from coserve.types import AdapterRef, LoraSettings, SamplingParams, Slo
+from tests.support.lora_backends import SEGMENTED
 from tests.support.tiny_models import VOCAB, tiny_model
 
 pytestmark = pytest.mark.gpu
@@ -73,7 +73,7 @@ def test_loaded_adapters_change_nothing_for_the_base(family: str) -> None:
         kv,
         max_running=16,
         step_tokens=256,
-        way=Way.SEGMENTED,
+        lora_backend=SEGMENTED,
         prefix_cache=False,
         runner=Runner(FusedBase(base), kv, max_running=16),
     )

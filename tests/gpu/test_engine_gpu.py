@@ -16,7 +16,7 @@ from coserve.adapter_store.packing import packed_bytes
 from coserve.generate.execution.runner import Runner
 from coserve.generate.generator import Generator
 from coserve.kernels.attention.packed import PackedAttention
-from coserve.kernels.lora.backend import Way
+from coserve.kernels.lora.interface import LoraBackend
 from coserve.kernels.lora.segments import Segments
 from coserve.kernels.lora.types import LoraPair
 from coserve.link import Generate, JobSucceeded, Tokens
@@ -26,6 +26,7 @@ from coserve.model.fused import FusedBase
 from coserve.model.lora import LoraBatch, LoraWeights
 from coserve.types import AdapterRef, LoraSettings, SamplingParams, Slo
 from tests.support.finetuning import Bench, job_spec, metrics_of, random_corpus
+from tests.support.lora_backends import BLOCK_SPARSE, GROUPED, REFERENCE, SEGMENTED
 from tests.support.tiny_models import FAMILIES, VOCAB, tiny_model
 
 pytestmark = pytest.mark.gpu
@@ -77,7 +78,7 @@ def texts(
     requests: Iterable[Generate],
     shelf: Shelf | None = None,
     *,
-    way: Way = Way.SEGMENTED,
+    lora_backend: LoraBackend = SEGMENTED,
     kv_tokens: int = 2048,
     step_tokens: int = 256,
     prefix_cache: bool = True,
@@ -94,7 +95,7 @@ def texts(
         kv,
         max_running=16,
         step_tokens=step_tokens,
-        way=way,
+        lora_backend=lora_backend,
         prefix_cache=prefix_cache,
         runner=runner,
     )
@@ -135,10 +136,12 @@ def test_ways_agree_on_mixed_adapters(family: str) -> None:
     shelf = Shelf({ref: adapter(base, i, rank) for i, (ref, rank) in enumerate(zip(refs, RANKS, strict=True))})
     chosen = [None, refs[0], refs[1], refs[2], refs[0], refs[3]]
     requests = [request(str(n), prompt(n), ref) for n, ref in zip(LENGTHS, chosen, strict=True)]
-    found = {way: texts(base, requests, shelf, way=way) for way in (Way.GROUPED, Way.SEGMENTED)}
-    assert found[Way.SEGMENTED] == found[Way.GROUPED]
+    found = {
+        lora_backend: texts(base, requests, shelf, lora_backend=lora_backend) for lora_backend in (GROUPED, SEGMENTED)
+    }
+    assert found[SEGMENTED] == found[GROUPED]
     plain = texts(base, requests[:1])
-    assert found[Way.SEGMENTED][str(LENGTHS[0])] == plain[str(LENGTHS[0])]
+    assert found[SEGMENTED][str(LENGTHS[0])] == plain[str(LENGTHS[0])]
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt2", "phi3", "gemma2"])
@@ -149,14 +152,14 @@ def test_ways_give_the_same_logits(family: str) -> None:
     bounds, tokens = (0, 5, 6, 40, 60, 61, 80), torch.arange(80, device="cuda")
     positions = torch.cat([torch.arange(b - a, device="cuda") for a, b in pairwise(bounds)])
 
-    def logits(way: Way) -> Tensor:
-        batch = LoraBatch(Segments(bounds, (0, 1, 2, -1, 3, 0)), adapters, way)
+    def logits(lora_backend: LoraBackend) -> Tensor:
+        batch = LoraBatch(Segments(bounds, (0, 1, 2, -1, 3, 0)), adapters, lora_backend)
         with torch.no_grad():
             return base.forward(tokens, positions, PackedAttention(bounds), lora=batch, keep=None)
 
-    expected = logits(Way.REFERENCE)
-    for way, tolerance in ((Way.GROUPED, 1e-4), (Way.SEGMENTED, 1e-4), (Way.BLOCK_SPARSE, 2e-2)):
-        assert (logits(way) - expected).norm() <= tolerance * expected.norm(), way
+    expected = logits(REFERENCE)
+    for lora_backend, tolerance in ((GROUPED, 1e-4), (SEGMENTED, 1e-4), (BLOCK_SPARSE, 2e-2)):
+        assert (logits(lora_backend) - expected).norm() <= tolerance * expected.norm(), lora_backend
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt2", "gemma2", "mistral"])
@@ -176,7 +179,7 @@ def test_graphed_texts_are_the_models(family: str) -> None:
     others.append(request("odd", prompt(11), None, odd))
     chosen = [refs[0], refs[1], refs[2], refs[0], refs[3]]
     adapted = [request(f"with{i}", prompt(4 + 3 * i), ref) for i, ref in enumerate(chosen)]
-    expected = texts(base, [*bare, *others, *adapted], shelf, way=Way.GROUPED)
+    expected = texts(base, [*bare, *others, *adapted], shelf, lora_backend=GROUPED)
     fused = FusedBase(base)
     for changes in ({}, {"step_tokens": 9}, {"kv_tokens": 96}, {"prefix_cache": False}):
         assert texts(base, [*bare, *others, *adapted], shelf, fused=fused, **changes) == expected, changes
@@ -188,15 +191,15 @@ def test_graphed_texts_are_the_models(family: str) -> None:
 @pytest.mark.parametrize("recompute", [False, True], ids=["kept", "recomputed"])
 def test_jobs_learn_alike_in_both_ways(tmp_path: Path, recompute: bool) -> None:
     corpus, losses = random_corpus(lengths=(40, 9, 64, 12, 30, 50)), {}
-    for way in (Way.GROUPED, Way.SEGMENTED):
+    for lora_backend in (GROUPED, SEGMENTED):
         base = gpu_base(tiny_model("llama"))
-        bench = Bench(base, tmp_path / way.value, recompute=recompute, way=way)
+        bench = Bench(base, tmp_path / lora_backend.name, recompute=recompute, lora_backend=lora_backend)
         spec = bench.place(corpus, job_spec(corpus, steps=20, batch_tokens=128, micro_batch_tokens=64))
         messages = bench.train(spec)
         assert isinstance(messages[-1], JobSucceeded)
-        losses[way] = [metrics.loss for metrics in metrics_of(messages)]
-    assert losses[Way.SEGMENTED][-1] < losses[Way.SEGMENTED][0] - 0.3
-    assert losses[Way.SEGMENTED] == pytest.approx(losses[Way.GROUPED], rel=2e-2)
+        losses[lora_backend] = [metrics.loss for metrics in metrics_of(messages)]
+    assert losses[SEGMENTED][-1] < losses[SEGMENTED][0] - 0.3
+    assert losses[SEGMENTED] == pytest.approx(losses[GROUPED], rel=2e-2)
 
 
 @pytest.mark.parametrize("stacked", [False, True])
@@ -205,7 +208,7 @@ def test_a_job_learns_in_bfloat16(tmp_path: Path, stacked: bool) -> None:
     corpus, base = random_corpus(lengths=(40, 9, 64, 12, 30, 50)), gpu_base(tiny_model("llama"), torch.bfloat16)
     if stacked:
         FusedBase(base, compiled=False)
-    bench = Bench(base, tmp_path, way=Way.SEGMENTED)
+    bench = Bench(base, tmp_path, lora_backend=SEGMENTED)
     messages = bench.train(bench.place(corpus, job_spec(corpus, steps=20, batch_tokens=128, micro_batch_tokens=64)))
     losses = [metrics.loss for metrics in metrics_of(messages)]
     assert losses[-1] < losses[0] - 0.3

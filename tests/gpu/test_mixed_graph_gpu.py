@@ -14,7 +14,6 @@ from coserve.generate.execution.slot_lora import slot_lora
 from coserve.generate.execution.token_slots import TokenSlots
 from coserve.generate.generator import Generator
 from coserve.kernels.attention.interface import MixedCapacity, Run
-from coserve.kernels.lora.backend import Way
 from coserve.kernels.lora.segments import Segments
 from coserve.kernels.sampling.constants import NOT_FINITE
 from coserve.memory.kv import KvCache
@@ -23,6 +22,7 @@ from coserve.types import AdapterRef
 from tests.generate.test_mixed_graph import Ways
 from tests.generate.test_runner import collect
 from tests.gpu.test_engine_gpu import Shelf, adapter, gpu_base, prompt, request, texts
+from tests.support.lora_backends import SEGMENTED
 from tests.support.tiny_models import VOCAB, tiny_model
 
 pytestmark = pytest.mark.gpu
@@ -116,7 +116,7 @@ def test_texts_and_nothing_compiled_in_the_middle(monkeypatch: pytest.MonkeyPatc
         kv = KvCache.for_base(base, 4096, 16)
         runner = Runner(fused, kv, max_running=16, step_tokens=256)
         runner.warm_up()
-        gen = Generator(base, shelf, kv, max_running=16, step_tokens=step_tokens, way=Way.SEGMENTED, runner=runner)
+        gen = Generator(base, shelf, kv, max_running=16, step_tokens=step_tokens, lora_backend=SEGMENTED, runner=runner)
         found = {id: tokens for id, (tokens, _) in collect(gen, requests).items()}
         assert found == expected
         assert ways.graphs

@@ -9,10 +9,10 @@ from torch._dynamo.utils import counters
 
 from coserve.generate.execution.start import COMPILING, Upgrade, make_start
 from coserve.generate.generator import Generator
-from coserve.kernels.lora.backend import Way
 from coserve.memory.kv import KvCache
 from tests.generate.test_start import NoAdapters, ask, ask_all, steps
 from tests.gpu.test_engine_gpu import gpu_base
+from tests.support.lora_backends import SEGMENTED
 from tests.support.tiny_models import tiny_model
 
 pytestmark = pytest.mark.gpu
@@ -25,17 +25,17 @@ def test_requests_that_run_go_on_compiled_and_graphed(family: str) -> None:
 
     def plain() -> dict[str, list[int]]:
         found: dict[str, list[int]] = {}
-        gen = Generator(base, NoAdapters(), kv, max_running=8, step_tokens=64, way=Way.SEGMENTED)
+        gen = Generator(base, NoAdapters(), kv, max_running=8, step_tokens=64, lora_backend=SEGMENTED)
         ask_all(gen)
         steps(gen, found)
         return found
 
     expected = plain()
-    start = make_start(base, kv, max_running=8, way=Way.SEGMENTED, when="background")
+    start = make_start(base, kv, max_running=8, lora_backend=SEGMENTED, when="background")
     assert (start.runner, start.notes) == (None, (COMPILING,))
     assert start.compilation is not None
     gen, found = (
-        Generator(base, NoAdapters(), kv, max_running=8, step_tokens=64, way=Way.SEGMENTED),
+        Generator(base, NoAdapters(), kv, max_running=8, step_tokens=64, lora_backend=SEGMENTED),
         dict[str, list[int]](),
     )
     upgrade = Upgrade(start.compilation, gen, ())

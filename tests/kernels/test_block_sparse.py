@@ -3,36 +3,37 @@ from __future__ import annotations
 import pytest
 import torch
 
-from coserve.kernels.lora import block_sparse
-from tests.support.lora_grids import GRIDS, Grid, check_forward, check_gradients, make_case, relative_error
+from coserve.kernels.lora.block_sparse import BlockSparseBackend
+from tests.support.lora_grids import GRIDS, Grid, adding, check_forward, check_gradients, make_case, relative_error
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+lora_add = adding(BlockSparseBackend())
 named = pytest.mark.parametrize("grid", GRIDS, ids=lambda grid: grid.name)
 
 
 @named
 def test_forward(grid: Grid) -> None:
-    check_forward(block_sparse.lora_add, grid, torch.float32, DEVICE)
+    check_forward(lora_add, grid, torch.float32, DEVICE)
 
 
 @pytest.mark.parametrize("block", [16, 32, 64])
 def test_block_sizes_agree(block: int) -> None:
     case = make_case(Grid("mixed", (3, 40, 1), (0, 1, 2), (8, 5, 40)), torch.float32, DEVICE)
-    expected = block_sparse.lora_add(case.y.clone(), case.x, case.segments, case.pairs)
-    got = block_sparse.lora_add(case.y.clone(), case.x, case.segments, case.pairs, block)
+    expected = lora_add(case.y.clone(), case.x, case.segments, case.pairs)
+    got = adding(BlockSparseBackend(block))(case.y.clone(), case.x, case.segments, case.pairs)
     assert relative_error(got, expected) < 1e-5
 
 
 @named
 def test_gradients(grid: Grid) -> None:
-    check_gradients(block_sparse.lora_add, grid, torch.float32, DEVICE)
+    check_gradients(lora_add, grid, torch.float32, DEVICE)
 
 
 def test_backward_keeps_its_block_size_when_another_was_used_in_between() -> None:
     grid = Grid("two", (3, 20), (0, 1), (8, 20))
     first, again = (make_case(grid, torch.float32, DEVICE, grad=True) for _ in range(2))
-    out = block_sparse.lora_add(first.y, first.x, first.segments, first.pairs, 16)
-    block_sparse.lora_add(again.y, again.x, again.segments, again.pairs, 64).sum().backward()
+    out = adding(BlockSparseBackend(16))(first.y, first.x, first.segments, first.pairs)
+    adding(BlockSparseBackend(64))(again.y, again.x, again.segments, again.pairs).sum().backward()
     out.sum().backward()
     for mine, wanted in zip(first.leaves(), again.leaves(), strict=True):
         assert relative_error(mine.grad, wanted.grad) < 1e-5
@@ -42,7 +43,7 @@ def test_more_block_rows_than_int16_can_index() -> None:
     grid = Grid("long", (16 * 260,), (0,), (4,), inputs=16, outputs=16)
     case = make_case(grid, torch.float32, DEVICE)
     expected = make_case(grid, torch.float32, DEVICE)
-    got = block_sparse.lora_add(case.y, case.x, case.segments, case.pairs, 16)
+    got = adding(BlockSparseBackend(16))(case.y, case.x, case.segments, case.pairs)
     pair = expected.pairs[0]
     assert pair is not None
     wanted = expected.y + pair.scaling * (expected.x @ pair.a_RD.T) @ pair.b_OR.T

@@ -3,24 +3,26 @@ from __future__ import annotations
 import pytest
 import torch
 
-from coserve.kernels.lora import grouped, reference
+from coserve.kernels.lora import reference
+from coserve.kernels.lora.grouped import GroupedBackend
 from coserve.kernels.lora.segments import Segments
 from coserve.kernels.lora.types import LoraPair
-from tests.support.lora_grids import GRIDS, Grid, check_forward, check_gradients, make_case
+from tests.support.lora_grids import GRIDS, Grid, adding, check_forward, check_gradients, make_case
 
 named = pytest.mark.parametrize("grid", GRIDS, ids=lambda grid: grid.name)
+lora_add = adding(GroupedBackend())
 RANKS = (1, 2, 3, 8, 16, 24, 64, 128)
 
 
 @named
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
 def test_forward(grid: Grid, dtype: torch.dtype) -> None:
-    check_forward(grouped.lora_add, grid, dtype)
+    check_forward(lora_add, grid, dtype)
 
 
 @named
 def test_gradients(grid: Grid) -> None:
-    check_gradients(grouped.lora_add, grid, torch.float32)
+    check_gradients(lora_add, grid, torch.float32)
 
 
 @named
@@ -36,21 +38,21 @@ def test_reference_writes_nothing(grid: Grid) -> None:
 @pytest.mark.parametrize("shape", [(64, 64), (96, 33), (256, 300)], ids=str)
 def test_a_row_on_cpu_does_not_depend_on_the_other_rows(rank: int, dtype: torch.dtype, shape: tuple[int, int]) -> None:
     whole = make_case(Grid("whole", (50,), (0,), (rank,), *shape), dtype, seed=rank)
-    expected = grouped.lora_add(whole.y.clone(), whole.x, whole.segments, whole.pairs)
+    expected = lora_add(whole.y.clone(), whole.x, whole.segments, whole.pairs)
     for start, end in ((0, 1), (49, 50), (3, 10), (5, 21), (7, 24), (10, 43), (1, 50)):
         part = Segments((0, end - start), (0,))
-        got = grouped.lora_add(whole.y[start:end].clone(), whole.x[start:end], part, whole.pairs)
+        got = lora_add(whole.y[start:end].clone(), whole.x[start:end], part, whole.pairs)
         assert torch.equal(got, expected[start:end]), (start, end)
 
 
 def test_a_row_on_cpu_does_not_depend_on_other_adapters() -> None:
     grid = Grid("mixed", (3, 1, 20, 2, 4), (0, 1, 2, 0, -1), (1, 8, 16))
     case = make_case(grid, torch.float32)
-    together = grouped.lora_add(case.y.clone(), case.x, case.segments, case.pairs)
+    together = lora_add(case.y.clone(), case.x, case.segments, case.pairs)
     bounds = case.segments.bounds
     for adapter, start, end in zip(grid.adapters, bounds, bounds[1:], strict=False):
         alone = Segments((0, end - start), (adapter,))
-        got = grouped.lora_add(case.y[start:end].clone(), case.x[start:end], alone, case.pairs)
+        got = lora_add(case.y[start:end].clone(), case.x[start:end], alone, case.pairs)
         assert torch.equal(got, together[start:end])
 
 
@@ -60,8 +62,8 @@ def test_writes_in_place_only_without_gradients() -> None:
     assert pair is not None
     learned = LoraPair(pair.a_RD.clone().requires_grad_(), pair.b_OR, pair.scaling)
     kept = case.y.clone()
-    out = grouped.lora_add(case.y, case.x, case.segments, [learned])
+    out = lora_add(case.y, case.x, case.segments, [learned])
     assert torch.equal(case.y, kept)
     assert out.requires_grad
-    assert grouped.lora_add(case.y, case.x, case.segments, case.pairs) is case.y
+    assert lora_add(case.y, case.x, case.segments, case.pairs) is case.y
     assert not torch.equal(case.y, kept)

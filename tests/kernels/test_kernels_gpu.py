@@ -6,13 +6,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from coserve.kernels.lora import block_sparse, reference
+from coserve.kernels.lora import reference
+from coserve.kernels.lora.block_sparse import BlockSparseBackend
 from coserve.kernels.lora.segmented import plan, terms
 from coserve.kernels.lora.segmented.adapter_table import Slots
+from coserve.kernels.lora.segmented.backend import SegmentedBackend
 from coserve.kernels.lora.segmented.tiles import StepTiles, cut
 from coserve.kernels.lora.segments import Segments
 from coserve.kernels.lora.types import LoraPair
-from tests.support.lora_grids import GRIDS, Case, Grid, check_gradients, make_case, relative_error
+from tests.support.lora_grids import GRIDS, Case, Grid, add_group, adding, check_gradients, make_case, relative_error
 
 pytestmark = pytest.mark.gpu
 WIDE = (
@@ -25,6 +27,8 @@ WIDE = (
     Grid("prefill_of_odd_rows", (1000, 500, 1, 1100), (0, 1, -1, 2), (5, 24, 17), 1000, 4095),
     Grid("prefill_of_large_ranks", (700, 1500), (0, 1), (256, 130), 1024, 4096),
 )
+BACKEND = SegmentedBackend()
+lora_add, block_sparse_add = adding(BACKEND), adding(BlockSparseBackend())
 named = pytest.mark.parametrize("grid", WIDE, ids=lambda grid: grid.name)
 
 
@@ -50,32 +54,32 @@ def poisoned_case(grid: Grid) -> Case:
 
 
 @named
-@pytest.mark.parametrize("long", [False, True], ids=["decode", "long"])
-def test_segmented_bf16_among_poison(grid: Grid, long: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    rows = (plan.PREFILL_TILE_ROWS, False) if long else plan.tile_rows(grid.segments)
+@pytest.mark.parametrize("prefill", [False, True], ids=["decode", "prefill"])
+def test_segmented_bf16_among_poison(grid: Grid, prefill: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = (plan.PREFILL_TILE_ROWS, False) if prefill else plan.tile_rows(grid.segments)
     monkeypatch.setattr(plan, "tile_rows", lambda _: rows)
     case = poisoned_case(grid)
     expected = reference.lora_add(case.y, case.x, case.segments, case.pairs)
     with torch.no_grad():
-        got = terms.lora_add(case.y, case.x, case.segments, case.pairs)
+        got = lora_add(case.y, case.x, case.segments, case.pairs)
     assert relative_error(got, expected) <= 1e-2
 
 
 @named
 def test_segmented_gradients_bf16(grid: Grid) -> None:
-    check_gradients(terms.lora_add, grid, torch.bfloat16, "cuda")
+    check_gradients(lora_add, grid, torch.bfloat16, "cuda")
 
 
 @named
 def test_block_sparse_bf16(grid: Grid) -> None:
     case = make_case(grid, torch.bfloat16, "cuda")
     expected = reference.lora_add(case.y, case.x, case.segments, case.pairs)
-    assert relative_error(block_sparse.lora_add(case.y, case.x, case.segments, case.pairs), expected) <= 1e-2
+    assert relative_error(block_sparse_add(case.y, case.x, case.segments, case.pairs), expected) <= 1e-2
 
 
 @named
 def test_block_sparse_gradients_bf16(grid: Grid) -> None:
-    check_gradients(block_sparse.lora_add, grid, torch.bfloat16, "cuda")
+    check_gradients(block_sparse_add, grid, torch.bfloat16, "cuda")
 
 
 def test_sites_of_one_input_together() -> None:
@@ -91,23 +95,23 @@ def test_sites_of_one_input_together() -> None:
     cases = [make_case(grid, torch.bfloat16, "cuda", seed=seed) for seed, grid in enumerate(grids)]
     x, segments = cases[0].x, cases[0].segments
     expected = [reference.lora_add(case.y, x, segments, case.pairs) for case in cases]
-    got = terms.lora_add_group([case.y for case in cases], x, segments, [case.pairs for case in cases])
+    got = add_group(BACKEND, [case.y for case in cases], x, segments, [case.pairs for case in cases])
     for mine, wanted in zip(got, expected, strict=True):
         assert relative_error(mine, wanted) <= 1e-2
 
 
 @pytest.mark.parametrize("rank", [8, 17, 32, 33, 64, 100, 256])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
-def test_long_kernels_of_three_sites_fit_at_every_rank(rank: int, dtype: torch.dtype) -> None:
+def test_prefill_kernels_of_three_sites_fit_at_every_rank(rank: int, dtype: torch.dtype) -> None:
     grids = [Grid(name, (130, 90), (0, 1), (rank, 8), 1024, 512) for name in "qkv"]
     cases = [make_case(grid, dtype, "cuda", seed=seed, grad=True) for seed, grid in enumerate(grids)]
     x, segments, pairs = cases[0].x, cases[0].segments, [case.pairs for case in cases]
     expected = [reference.lora_add(case.y, x, segments, case.pairs) for case in cases]
-    got = terms.lora_add_group([case.y for case in cases], x, segments, pairs)
+    got = add_group(BACKEND, [case.y for case in cases], x, segments, pairs)
     leaves = [x, *(leaf for case in cases for leaf in case.leaves()[2:])]
     gradients = [torch.autograd.grad(sum(out.float().sum() for out in outs), leaves) for outs in (got, expected)]
     with torch.no_grad():
-        in_place = terms.lora_add_group([case.y.clone() for case in cases], x, segments, pairs)
+        in_place = add_group(BACKEND, [case.y.clone() for case in cases], x, segments, pairs)
     for mine, wanted in (*zip(got, expected, strict=True), *zip(in_place, expected, strict=True)):
         assert relative_error(mine, wanted) <= 1e-2
     for mine, wanted in zip(*gradients, strict=True):
@@ -143,7 +147,7 @@ def test_a_captured_graph_serves_other_adapters_and_batches() -> None:
         assert relative_error(y, expected) <= 1e-2
 
 
-def test_long_batches_of_more_rows_than_int16() -> None:
+def test_batches_of_more_rows_than_int16() -> None:
     case = make_case(Grid("long", (40000,), (0,), (16,), 64, 64), torch.bfloat16, "cuda")
     expected = reference.lora_add(case.y, case.x, case.segments, case.pairs)
-    assert relative_error(terms.lora_add(case.y, case.x, Segments((0, 40000), (0,)), case.pairs), expected) <= 1e-2
+    assert relative_error(lora_add(case.y, case.x, Segments((0, 40000), (0,)), case.pairs), expected) <= 1e-2

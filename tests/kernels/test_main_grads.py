@@ -11,12 +11,12 @@ import torch
 from torch import Tensor
 
 from coserve.kernels.lora import reference
-from coserve.kernels.lora.segmented.linear_group import linear_group
-from coserve.kernels.lora.segmented.terms import lora_add_group
+from coserve.kernels.lora.interface import PreparedLora
+from coserve.kernels.lora.segmented.backend import SegmentedBackend
 from coserve.kernels.lora.segments import Segments
-from coserve.kernels.lora.types import LoraPair, MainGrads, StackedWeights
+from coserve.kernels.lora.types import LoraPair, MainGrads, SiteGroup, StackedWeights
 from tests.kernels.test_segmented_linear import Sites, drawn, leaves, make_sites
-from tests.support.lora_grids import relative_error
+from tests.support.lora_grids import prepared, relative_error
 
 D = 72
 SIZES = (96, 32, 40)
@@ -32,7 +32,7 @@ BATCHES = {
 }
 """Adapter 3 never has a row."""
 
-Run = Callable[[Tensor, Segments, Sites], Sequence[Tensor]]
+Adds = Callable[[PreparedLora, SiteGroup, Tensor], Sequence[Tensor]]
 
 
 def with_sums(sites: Sites, dtype: torch.dtype) -> Sites:
@@ -52,14 +52,14 @@ def sums(sites: Sites) -> list[Tensor]:
     return [tensor.detach() for own in held if own is not None for tensor in (own.a_RD, own.b_OR)]
 
 
-def stacked(x: Tensor, segments: Segments, sites: Sites) -> Sequence[Tensor]:
+def stacked(lora: PreparedLora, group: SiteGroup, x: Tensor) -> Sequence[Tensor]:
     weight = drawn(sum(SIZES), D, seed=1).to(x.dtype) * 0.1
-    return linear_group(x, StackedWeights(weight, None, SIZES), segments, sites)
+    return lora.linear_group(group, x, StackedWeights(weight, None, SIZES))
 
 
-def alone(x: Tensor, segments: Segments, sites: Sites) -> Sequence[Tensor]:
+def alone(lora: PreparedLora, group: SiteGroup, x: Tensor) -> Sequence[Tensor]:
     weight = drawn(sum(SIZES), D, seed=1).to(x.dtype) * 0.1
-    return lora_add_group(torch.split(x @ weight.T, list(SIZES), 1), x, segments, sites)
+    return lora.add(group, torch.split(x @ weight.T, list(SIZES), 1), x)
 
 
 def by_reference(x: Tensor, segments: Segments, sites: Sites) -> Sequence[Tensor]:
@@ -68,11 +68,7 @@ def by_reference(x: Tensor, segments: Segments, sites: Sites) -> Sequence[Tensor
     return [reference.lora_add(y, x, segments, own) for y, own in zip(ys, sites, strict=True)]
 
 
-def fresh(segments: Segments) -> Segments:
-    return Segments(segments.bounds, segments.adapters)
-
-
-def compare(run: Run, name: str, dtype: torch.dtype, *, inputs_learn: bool, limit: float) -> None:
+def compare(run: Adds, name: str, dtype: torch.dtype, *, inputs_learn: bool, limit: float) -> None:
     segments, plain = BATCHES[name], make_sites(SIZES, RANKS[name])
     summed = with_sums(plain, dtype)
     x = drawn(segments.tokens, D, seed=0)
@@ -85,9 +81,10 @@ def compare(run: Run, name: str, dtype: torch.dtype, *, inputs_learn: bool, limi
         dx, *gradients = torch.autograd.grad(outs, (theirs, *leaves(plain)), dys, materialize_grads=True)
         for total, gradient in zip(expected, gradients, strict=True):
             total += gradient
-        batch = fresh(segments)
-        got = run(mine, batch, summed)
-        reached = mine if inputs_learn else batch.anchor
+        lora, group = prepared(SegmentedBackend(), segments, summed)
+        got = run(lora, group, mine)
+        reached = mine if inputs_learn else lora.anchor
+        assert reached is not None
         (found,) = torch.autograd.grad(got, reached, [dy.to(dtype) for dy in dys], allow_unused=not inputs_learn)
         if inputs_learn:
             assert relative_error(found, dx) <= limit
@@ -114,14 +111,14 @@ CASES = [
 
 
 @pytest.mark.parametrize(("name", "run", "inputs_learn"), CASES)
-def test_sums(name: str, run: Run, inputs_learn: bool) -> None:
+def test_sums(name: str, run: Adds, inputs_learn: bool) -> None:
     compare(run, name, torch.float32, inputs_learn=inputs_learn, limit=1e-5)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("run", [stacked, alone])
 @pytest.mark.parametrize("name", BATCHES)
-def test_sums_on_a_gpu_in_bfloat16(run: Run, name: str) -> None:
+def test_sums_on_a_gpu_in_bfloat16(run: Adds, name: str) -> None:
     compare(run, name, torch.bfloat16, inputs_learn=True, limit=2e-2)
 
 
@@ -129,4 +126,4 @@ def test_some_with_sums_and_some_without_are_refused() -> None:
     sites = make_sites(SIZES, RANKS["few rows each"])
     mixed = [(with_sums(sites, torch.float32)[0][0], *sites[0][1:]), *sites[1:]]
     with pytest.raises(AssertionError, match="or of none"):
-        stacked(drawn(60, D, seed=0), BATCHES["few rows each"], mixed)
+        prepared(SegmentedBackend(), BATCHES["few rows each"], mixed)

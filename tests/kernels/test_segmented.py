@@ -12,30 +12,42 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from coserve.kernels.lora import reference
-from coserve.kernels.lora.segmented import block_sizes, launch_decode, launch_prefill, plan, terms
+from coserve.kernels.lora.segmented import block_sizes, launch_decode, launch_prefill, plan
 from coserve.kernels.lora.segmented.adapter_table import SiteTable
+from coserve.kernels.lora.segmented.backend import SegmentedBackend
 from coserve.kernels.lora.segmented.block_sizes import PrefillBlocks
 from coserve.kernels.lora.segments import Segments
-from coserve.kernels.lora.types import LoraPair
-from tests.support.lora_grids import GRIDS, Grid, check_forward, check_gradients, make_case, relative_error
+from coserve.kernels.lora.types import LoraPair, SiteGroup
+from tests.support.lora_grids import (
+    GRIDS,
+    Grid,
+    add_group,
+    adding,
+    check_forward,
+    check_gradients,
+    make_case,
+    relative_error,
+)
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+BACKEND = SegmentedBackend()
+lora_add = adding(BACKEND)
 named = pytest.mark.parametrize("grid", GRIDS, ids=lambda grid: grid.name)
 
 
 @named
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
 def test_decode_forward(grid: Grid, dtype: torch.dtype) -> None:
-    check_forward(terms.lora_add, grid, dtype, DEVICE)
+    check_forward(lora_add, grid, dtype, DEVICE)
 
 
 LONG_INPUTS = Grid("2500 inputs", (3, 0, 5, 1), (0, 1, 2, -1), (16, 40, 8), 2500, 64)
 
 
 @named
-def test_decode_forward_beside_a_product(grid: Grid, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_decode_forward_overlapped(grid: Grid, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(launch_decode, "decode", partial(launch_decode.decode, overlapped=True))
-    check_forward(terms.lora_add, grid, torch.float32, DEVICE)
+    check_forward(lora_add, grid, torch.float32, DEVICE)
 
 
 @pytest.mark.parametrize("overlapped", [False, True])
@@ -45,13 +57,13 @@ def test_decode_forward_of_many_inputs(steps: int, overlapped: bool, monkeypatch
     blocks = block_sizes.decode_blocks(2500, (64,), 3, 4, 8, 48)
     monkeypatch.setattr(launch_decode, "decode_blocks", lambda *_: replace(blocks, steps=steps))
     monkeypatch.setattr(launch_decode, "decode", partial(launch_decode.decode, overlapped=overlapped))
-    check_forward(terms.lora_add, LONG_INPUTS, torch.float32, DEVICE)
+    check_forward(lora_add, LONG_INPUTS, torch.float32, DEVICE)
 
 
 @named
-def test_long_forward(grid: Grid, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_prefill_forward(grid: Grid, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(plan, "tile_rows", lambda _: (plan.PREFILL_TILE_ROWS, False))
-    check_forward(terms.lora_add, grid, torch.float32, DEVICE)
+    check_forward(lora_add, grid, torch.float32, DEVICE)
 
 
 def many_blocks(monkeypatch: pytest.MonkeyPatch, run: int = 4) -> None:
@@ -64,14 +76,14 @@ def many_blocks(monkeypatch: pytest.MonkeyPatch, run: int = 4) -> None:
 
 
 @named
-def test_long_forward_in_many_blocks(grid: Grid, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_prefill_forward_in_many_blocks(grid: Grid, monkeypatch: pytest.MonkeyPatch) -> None:
     many_blocks(monkeypatch)
-    check_forward(terms.lora_add, grid, torch.float32, DEVICE)
+    check_forward(lora_add, grid, torch.float32, DEVICE)
 
 
 @pytest.mark.parametrize("ranks", [(8, 17, 0, 100), (128, 40, 3, 16), (130, 20, 256, 1)], ids=str)
 @pytest.mark.parametrize("run", [1, 4, 64])
-def test_long_kernels_of_three_sites_at_every_width(
+def test_prefill_kernels_of_three_sites_at_every_width(
     ranks: tuple[int, ...], run: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if run > 1:
@@ -85,13 +97,13 @@ def test_long_kernels_of_three_sites_at_every_width(
     x, segments, pairs = cases[0].x, cases[0].segments, [case.pairs for case in cases]
     leaves = [x, *(leaf for case in cases for leaf in case.leaves() if leaf is not x)]
     expected = [reference.lora_add(case.y, x, segments, case.pairs) for case in cases]
-    got = terms.lora_add_group([case.y for case in cases], x, segments, pairs)
+    got = add_group(BACKEND, [case.y for case in cases], x, segments, pairs)
     gradients = [
         torch.autograd.grad(sum(out.square().sum() for out in outs), leaves, materialize_grads=True)
         for outs in (got, expected)
     ]
     with torch.no_grad():
-        in_place = terms.lora_add_group([case.y.clone() for case in cases], x, segments, pairs)
+        in_place = add_group(BACKEND, [case.y.clone() for case in cases], x, segments, pairs)
     assert dims == ({4} if run == 64 and max(ranks) <= block_sizes.LOOPED_MAX_RANK else {3}), "who sums the parts"
     for mine, wanted in (*zip(got, expected, strict=True), *zip(in_place, expected, strict=True)):
         assert relative_error(mine, wanted) <= 1e-5
@@ -129,7 +141,7 @@ def test_runs_leave_enough_programs(tiles: int, output_blocks: int, R: int) -> N
 
 @named
 def test_gradients(grid: Grid) -> None:
-    check_gradients(terms.lora_add, grid, torch.float32, DEVICE)
+    check_gradients(lora_add, grid, torch.float32, DEVICE)
 
 
 def test_sites_of_one_input_together() -> None:
@@ -138,7 +150,7 @@ def test_sites_of_one_input_together() -> None:
     cases = [make_case(grid, torch.float32, DEVICE, seed=at) for at, grid in enumerate(grids)]
     x, segments, pairs = cases[0].x, cases[0].segments, [case.pairs for case in cases]
     expected = [reference.lora_add(case.y, x, segments, case.pairs) for case in cases]
-    got = terms.lora_add_group([case.y.clone() for case in cases], x, segments, pairs)
+    got = add_group(BACKEND, [case.y.clone() for case in cases], x, segments, pairs)
     for mine, wanted in zip(got, expected, strict=True):
         assert relative_error(mine, wanted) <= 1e-5
 
@@ -155,7 +167,7 @@ def test_gradients_of_sites_of_one_input_together() -> None:
 
     ys, pairs = [case.y for case in cases], [case.pairs for case in cases]
     expected = gradients([reference.lora_add(y, x, segments, own) for y, own in zip(ys, pairs, strict=True)])
-    for mine, wanted in zip(gradients(terms.lora_add_group(ys, x, segments, pairs)), expected, strict=True):
+    for mine, wanted in zip(gradients(add_group(BACKEND, ys, x, segments, pairs)), expected, strict=True):
         assert relative_error(mine, wanted) <= 2e-5
 
 
@@ -164,7 +176,7 @@ def test_strided_outputs_are_written_in_place() -> None:
     wide = torch.zeros(case.y.shape[0], 2 * case.y.shape[1], device=DEVICE)
     part = wide[:, case.y.shape[1] :]
     part.copy_(case.y)
-    terms.lora_add(part, case.x, case.segments, case.pairs)
+    lora_add(part, case.x, case.segments, case.pairs)
     assert relative_error(part, reference.lora_add(case.y, case.x, case.segments, case.pairs)) <= 1e-5
     assert not wide[:, : case.y.shape[1]].any()
 
@@ -185,13 +197,19 @@ def test_tables_of_all_sites_in_one_piece(monkeypatch: pytest.MonkeyPatch) -> No
         return made(pairs, device)
 
     monkeypatch.setattr(plan, "site_table", counted)
-    plan.prepare(segments, [[tuple(case.pairs)] for case in cases], torch.device(DEVICE))
-    for case in cases:
-        found = [add(case.y, case.x, segments, case.pairs) for add in (terms.lora_add, reference.lora_add)]
+    groups = [SiteGroup((str(site),)) for site in range(3)]
+    adapters = [
+        {str(site): pair for site, case in enumerate(cases) if (pair := case.pairs[adapter]) is not None}
+        for adapter in range(3)
+    ]
+    lora = BACKEND.prepare(segments, adapters, groups)
+    for group, case in zip(groups, cases, strict=True):
+        (mine,) = lora.add(group, [case.y], case.x)
+        found = [mine, reference.lora_add(case.y, case.x, segments, case.pairs)]
         gradients = [torch.autograd.grad(out.square().sum(), case.leaves(), materialize_grads=True) for out in found]
         for mine, wanted in ((found[0], found[1]), *zip(*gradients, strict=True)):
             assert relative_error(mine, wanted) <= 1e-5
-    assert built == [3]
+    assert built == [2], "one table, without the site that no adapter changes"
 
 
 @given(

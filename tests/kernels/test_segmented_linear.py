@@ -6,10 +6,10 @@ import pytest
 import torch
 
 from coserve.kernels.lora import reference
-from coserve.kernels.lora.segmented.linear_group import linear_group
+from coserve.kernels.lora.segmented.backend import SegmentedBackend
 from coserve.kernels.lora.segments import Segments
 from coserve.kernels.lora.types import LoraPair, StackedWeights
-from tests.support.lora_grids import relative_error
+from tests.support.lora_grids import prepared, relative_error
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 D = 72
@@ -20,6 +20,13 @@ Sites = list[tuple[LoraPair | None, ...]]
 
 def drawn(*size: int, seed: int) -> torch.Tensor:
     return torch.randn(*size, generator=torch.Generator().manual_seed(seed)).to(DEVICE)
+
+
+def linear_group(
+    x: torch.Tensor, stacked: StackedWeights, segments: Segments, sites: Sites
+) -> tuple[torch.Tensor, ...]:
+    lora, group = prepared(SegmentedBackend(), segments, sites)
+    return lora.linear_group(group, x, stacked)
 
 
 def make_sites(sizes: tuple[int, ...], ranks: list[tuple[int, ...]]) -> Sites:

@@ -7,7 +7,7 @@ from coserve.kernels.lora.segments import Segments
 
 def test_runs_join_neighbours_and_drop_empty_segments() -> None:
     segments = Segments((0, 2, 2, 3, 5, 6, 6), (0, 1, 0, -1, 0, 1))
-    assert segments.runs() == {0: [(0, 3), (5, 6)]}
+    assert segments.runs == {0: [(0, 3), (5, 6)]}
     assert segments.tokens == 6
 
 
@@ -15,10 +15,3 @@ def test_runs_join_neighbours_and_drop_empty_segments() -> None:
 def test_bounds_that_cannot_be_are_refused(bounds: tuple[int, ...], adapters: tuple[int, ...]) -> None:
     with pytest.raises(AssertionError):
         Segments(bounds, adapters)
-
-
-def test_a_plan_is_built_once() -> None:
-    segments, built = Segments((0, 1), (0,)), []
-    for _ in range(3):
-        assert segments.plan("key", lambda: built.append(1) or "plan") == "plan"
-    assert built == [1]

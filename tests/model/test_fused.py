@@ -10,14 +10,15 @@ import torch
 from torch import Tensor
 
 from coserve.kernels.attention.packed import PackedAttention
-from coserve.kernels.lora.backend import Way
+from coserve.kernels.lora.interface import PreparedLora
 from coserve.kernels.lora.segments import Segments
-from coserve.kernels.lora.types import LoraPair
+from coserve.kernels.lora.types import LoraPair, SiteGroup
 from coserve.model.base import Base, wrap_base
 from coserve.model.compiled import Layers
 from coserve.model.fused import FusedBase
 from coserve.model.lora import LoraBatch, LoraWeights
 from coserve.types import LoraSettings
+from tests.support.lora_backends import GROUPED
 from tests.support.tiny_models import FAMILIES, tiny_model
 
 BOUNDS = (0, 5, 6, 16)
@@ -29,19 +30,10 @@ def logits(base: Base, lora: LoraBatch | None = None) -> Tensor:
         return base.forward(TOKENS, POSITIONS, PackedAttention(BOUNDS), lora=lora, keep=None)
 
 
-class Loop:
-    """The LoRA terms of one adapter for all rows, plainly."""
-
-    def __init__(self, fused: FusedBase, weights: LoraWeights) -> None:
-        self._fused, self._weights = fused, weights
-
-    def changes(self, group: int) -> bool:
-        return True
-
-    def add_(self, layer: int, group: int, ys: Sequence[Tensor], x_TD: Tensor, *, beside: bool) -> None:
-        for name, y in zip(self._fused.groups[layer][group], ys, strict=True):
-            pair = self._weights.sites[name]
-            y += pair.scaling * (x_TD @ pair.a_RD.T) @ pair.b_OR.T
+def one_adapter(fused: FusedBase, weights: LoraWeights, rows: int) -> PreparedLora:
+    """Its terms for all rows."""
+    groups = [group for layer in fused.groups for group in layer]
+    return GROUPED.prepare(Segments((0, rows), (0,)), [weights.sites], groups)
 
 
 def adapter(base: Base) -> LoraWeights:
@@ -53,8 +45,8 @@ def adapter(base: Base) -> LoraWeights:
     return LoraWeights(LoraSettings(r=4), sites)
 
 
-def suffixes(groups: Sequence[tuple[str, ...]]) -> list[tuple[str, ...]]:
-    return [tuple(name.rsplit(".", 1)[1] for name in group) for group in groups]
+def suffixes(groups: Sequence[SiteGroup]) -> list[tuple[str, ...]]:
+    return [tuple(name.rsplit(".", 1)[1] for name in group.names) for group in groups]
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -62,9 +54,9 @@ def test_sites_together_give_the_models_logits(family: str) -> None:
     base = wrap_base(tiny_model(family), name=family)
     weights = adapter(base)
     plain = logits(base)
-    adapted = logits(base, LoraBatch(Segments((0, 16), (0,)), (weights,), Way.GROUPED))
+    adapted = logits(base, LoraBatch(Segments((0, 16), (0,)), (weights,), GROUPED))
     fused = FusedBase(base, compiled=False)
-    for lora, expected in ((None, plain), (Loop(fused, weights), adapted)):
+    for lora, expected in ((None, plain), (one_adapter(fused, weights, 16), adapted)):
         got = fused.forward(TOKENS, POSITIONS, PackedAttention(BOUNDS), lora=lora, keep=None)
         torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-4)
     assert torch.equal(logits(base), plain)
@@ -85,10 +77,10 @@ def test_conv1d_weights_lie_as_linear_ones_do() -> None:
     base = wrap_base(tiny_model("gpt2"), name="gpt2")
     before = {name: parameter.clone() for name, parameter in base.model.named_parameters()}
     FusedBase(base, compiled=False)
-    for shared in base.sites.groups():
+    for shared in base.sites.shared():
         assert shared.weight.is_contiguous()
         assert shared.weight.shape[0] == sum(shared.sizes)
-        module = base.model.get_submodule(shared.names[0])
+        module = base.model.get_submodule(shared.group.names[0])
         assert module.weight.data_ptr() == shared.weight.data_ptr(), "a weight is in memory twice"
         assert torch.equal(module.weight.T, shared.weight)
     assert all(torch.equal(parameter, before[name]) for name, parameter in base.model.named_parameters())
@@ -111,7 +103,7 @@ def test_one_graph_serves_all_layers_of_a_kind(family: str) -> None:
     kinds = 2 if family == "gemma2" else 1
     assert len(traced) == kinds
     for rows in (9, 4):
-        lora = Loop(fused, weights) if rows == 4 else None
+        lora = one_adapter(fused, weights, rows) if rows == 4 else None
         fused.forward(TOKENS[:rows], POSITIONS[:rows], PackedAttention((0, rows)), lora=lora, keep=torch.tensor([1]))
     assert len(traced) == kinds
     fused.forward(TOKENS[:1], POSITIONS[:1], PackedAttention((0, 1)), lora=None, keep=None)
@@ -134,10 +126,10 @@ def test_torch_compile_is_asked_once_a_kind_of_layer(family: str, monkeypatch: p
         asked.append(index)
         return real(self, index, *given)
 
-    def run(way: FusedBase, rows: int, lora: LoraWeights | None, start: int = 0) -> Tensor:
+    def run(runner: FusedBase, rows: int, lora: LoraWeights | None, start: int = 0) -> Tensor:
         tokens, positions = torch.arange(start, start + rows), torch.arange(start, start + rows)
-        term = None if lora is None else Loop(way, lora)
-        return way.forward(tokens, positions, PackedAttention((0, rows)), lora=term, keep=None)
+        term = None if lora is None else one_adapter(runner, lora, rows)
+        return runner.forward(tokens, positions, PackedAttention((0, rows)), lora=term, keep=None)
 
     for rows in (13, 5, 1, 1):
         run(fused, rows, None)
@@ -178,8 +170,8 @@ def test_a_shadow_compiles_for_the_base(family: str) -> None:
     assert not {id(m) for m in shadow.base.model.modules()} & {id(m) for m in base.model.modules()}
     own, theirs = (dict(b.model.named_parameters()) for b in (base, shadow.base))
     assert all(own[name] is theirs[name] for name in own)
-    assert [s.weight.data_ptr() for s in shadow.base.sites.groups()] == [
-        g.weight.data_ptr() for g in base.sites.groups()
+    assert [s.weight.data_ptr() for s in shadow.base.sites.shared()] == [
+        g.weight.data_ptr() for g in base.sites.shared()
     ]
     with ThreadPoolExecutor(1) as thread:
         checking = thread.submit(shadow.check)

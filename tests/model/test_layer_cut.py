@@ -9,13 +9,15 @@ import torch
 
 from coserve.errors import UnsupportedBase
 from coserve.finetune.init import new_adapter
-from coserve.kernels.lora.backend import Way
 from coserve.kernels.lora.segments import Segments
 from coserve.model.base import Base, wrap_base
+from coserve.model.dropout import DropoutSpec
+from coserve.model.forward_context import running
 from coserve.model.layers import LayerCut
-from coserve.model.lora import DropoutSpec, LoraBatch
+from coserve.model.lora import LoraBatch
 from coserve.model.seam import ReferenceAttention
 from coserve.types import LoraSettings
+from tests.support.lora_backends import GROUPED
 from tests.support.lora_reference import tokens_of
 from tests.support.tiny_models import FAMILIES, tiny_model
 
@@ -27,7 +29,7 @@ def _batch(base: Base, dropout: float = 0.0) -> tuple[LoraBatch, list[torch.Tens
     adapter = new_adapter(settings, base.spec, seed=1, dtype=torch.float32, device="cpu")
     weights = [tensor.requires_grad_() for pair in adapter.sites.values() for tensor in (pair.a_RD, pair.b_OR)]
     spec = DropoutSpec(dropout, seed=3) if dropout else None
-    return LoraBatch(Segments(BOUNDS, (0, 0)), (adapter,), Way.GROUPED, spec), weights
+    return LoraBatch(Segments(BOUNDS, (0, 0)), (adapter,), GROUPED, spec), weights
 
 
 def _packed() -> tuple[torch.Tensor, torch.Tensor, ReferenceAttention]:
@@ -42,7 +44,7 @@ def test_logits_and_gradients_equal_the_whole_forwards(family: str, dropout: flo
     cut, keep = LayerCut(base), torch.tensor([2, 8, 13])
     batch, weights = _batch(base, dropout)
     tokens_T, positions_T, attention = _packed()
-    with base.lora(batch):
+    with running(base.prepare(batch)):
         want_KV = base.run(tokens_T, positions_T, attention, keep)
         expected = torch.autograd.grad(want_KV.square().sum(), weights)
         inputs = cut.embed(tokens_T, positions_T, attention)

@@ -10,11 +10,13 @@ import torch
 
 from coserve.adapter_store.files import load_adapter
 from coserve.finetune.init import new_adapter
-from coserve.kernels.lora.backend import Way
 from coserve.kernels.lora.segments import Segments
 from coserve.model.base import wrap_base
-from coserve.model.lora import DropoutSpec, LoraBatch
+from coserve.model.dropout import DropoutSpec
+from coserve.model.forward_context import current, running
+from coserve.model.lora import LoraBatch
 from coserve.types import LoraSettings
+from tests.support.lora_backends import GROUPED
 from tests.support.lora_reference import alone, packed, save_peft, tokens_of
 from tests.support.tiny_models import FAMILIES, tiny_model
 
@@ -40,13 +42,13 @@ def test_a_mixed_batch_equals_peft_for_each_alone(family: str, tmp_path: Path) -
         expected[index] = save_peft(tiny_model(family), folder, seed=index, **_with_fan(family, one))
         adapters.append(load_adapter(folder, base.spec, device="cpu", dtype=torch.float32))
     bounds = tuple(sum(LENGTHS[:i]) for i in range(len(LENGTHS) + 1))
-    batch = LoraBatch(Segments(bounds, ADAPTERS), tuple(adapters), Way.GROUPED)
+    batch = LoraBatch(Segments(bounds, ADAPTERS), tuple(adapters), GROUPED)
     got = packed(base, sequences, batch)
     without = packed(base, sequences)
     for adapter, mine_TV, base_TV, tokens_T in zip(ADAPTERS, got, without, sequences, strict=True):
         torch.testing.assert_close(mine_TV, alone(expected[adapter], tokens_T), rtol=1e-4, atol=1e-4)
         assert torch.equal(mine_TV, base_TV) == (adapter == -1)
-        single = LoraBatch(Segments((0, len(tokens_T)), (adapter,)), tuple(adapters), Way.GROUPED)
+        single = LoraBatch(Segments((0, len(tokens_T)), (adapter,)), tuple(adapters), GROUPED)
         assert torch.equal(mine_TV, packed(base, [tokens_T], single)[0])
 
 
@@ -58,7 +60,7 @@ def _batch(tokens: int, dropout: DropoutSpec | None = None) -> tuple[LoraBatch, 
     base = wrap_base(tiny_model("llama"), name="tiny")
     settings = LoraSettings(r=2, init="orthogonal")
     adapter = new_adapter(settings, base.spec, seed=0, dtype=torch.float32, device="cpu")
-    batch = LoraBatch(Segments((0, tokens), (0,)), (adapter,), Way.GROUPED, dropout)
+    batch = LoraBatch(Segments((0, tokens), (0,)), (adapter,), GROUPED, dropout)
     return batch, packed(base, [tokens_of(tokens)], batch)[0]
 
 
@@ -86,12 +88,13 @@ def test_dropout_keeps_the_mean_and_differs_between_sites() -> None:
 def test_the_batch_ends_with_its_forward_even_if_that_fails() -> None:
     base = wrap_base(tiny_model("llama"), name="tiny")
     adapter = new_adapter(LoraSettings(r=2), base.spec, seed=0, dtype=torch.float32, device="cpu")
-    outer = LoraBatch(Segments((0, 3), (0,)), (adapter,), Way.GROUPED)
-    with base.lora(outer):
+    outer = LoraBatch(Segments((0, 3), (0,)), (adapter,), GROUPED)
+    context = base.prepare(outer)
+    with running(context):
         with pytest.raises(IndexError):
-            packed(base, [torch.tensor([1 << 40])], LoraBatch(Segments((0, 1), (-1,)), (), Way.GROUPED))
-        assert base.sites.batch is outer
-    assert base.sites.batch is None
+            packed(base, [torch.tensor([1 << 40])], LoraBatch(Segments((0, 1), (-1,)), (), GROUPED))
+        assert current.context is context
+    assert current.context.lora is None
 
 
 def test_gradients_reach_the_adapter_and_nothing_else() -> None:
@@ -102,7 +105,7 @@ def test_gradients_reach_the_adapter_and_nothing_else() -> None:
     for pair in pairs:
         pair.a_RD.requires_grad_()
         pair.b_OR.requires_grad_()
-    batch = LoraBatch(Segments((0, 5), (0,)), (adapter,), Way.GROUPED)
+    batch = LoraBatch(Segments((0, 5), (0,)), (adapter,), GROUPED)
     tokens_T = tokens_of(5)
     from coserve.model.seam import ReferenceAttention
 
@@ -110,17 +113,3 @@ def test_gradients_reach_the_adapter_and_nothing_else() -> None:
     logits.square().mean().backward()
     assert all(pair.a_RD.grad is not None and pair.a_RD.grad.abs().sum() > 0 for pair in pairs)
     assert all(parameter.grad is None for parameter in base.model.parameters())
-
-
-@pytest.mark.parametrize(("way", "times"), [(Way.SEGMENTED, 1), (Way.GROUPED, 0)])
-def test_what_sites_share_is_made_once_a_step(way: Way, times: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """However often the batch is taken up, as training does layer by layer; and only for the way that needs it."""
-    base = wrap_base(tiny_model("llama"), name="tiny")
-    adapter = new_adapter(LoraSettings(r=2), base.spec, seed=0, dtype=torch.float32, device="cpu")
-    asked, groups = list[int](), base.sites._groups
-    monkeypatch.setattr(base.sites, "_groups", lambda batch: asked.append(1) or groups(batch))
-    batch = LoraBatch(Segments((0, 3), (0,)), (adapter,), way)
-    for _ in range(3):
-        with base.lora(batch):
-            assert base.sites.batch is batch
-    assert len(asked) == times

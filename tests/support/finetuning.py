@@ -13,12 +13,13 @@ from coserve.adapter_store.store import AdapterStore, HostBudget
 from coserve.cancellation import Cancellation
 from coserve.corpus.tokenized import Corpus
 from coserve.finetune.trainer import Trainer
-from coserve.kernels.lora.backend import Way
+from coserve.kernels.lora.interface import LoraBackend
 from coserve.link import FromEngine, JobFailed, JobProgress, JobStarted, JobSucceeded
 from coserve.model.base import Base, wrap_base
 from coserve.model.lora import LoraWeights
 from coserve.state.folder import DataFolder
 from coserve.types import AdapterDigests, AdapterRef, JobSpec, LoraSettings, StepMetrics, TrainingSettings
+from tests.support.lora_backends import GROUPED
 from tests.support.tiny_models import VOCAB, tiny_model
 
 
@@ -73,7 +74,7 @@ class Bench:
         *,
         recompute: bool = False,
         keep_checkpoints: int = 2,
-        way: Way = Way.GROUPED,
+        lora_backend: LoraBackend = GROUPED,
     ) -> None:
         self.base, self.folder = base, DataFolder(root)
         self.store = AdapterStore(self._load_adapter, HostBudget(4))
@@ -84,7 +85,7 @@ class Bench:
             micro_batch_tokens=64,
             recompute=recompute,
             keep_checkpoints=keep_checkpoints,
-            way=way,
+            lora_backend=lora_backend,
             clock=lambda: 0.0,
         )
 

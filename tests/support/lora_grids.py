@@ -10,10 +10,40 @@ import torch
 from torch import Tensor
 
 from coserve.kernels.lora import reference
+from coserve.kernels.lora.interface import LoraBackend, PreparedLora
 from coserve.kernels.lora.segments import Segments
-from coserve.kernels.lora.types import LoraPair
+from coserve.kernels.lora.types import LoraPair, SiteGroup
 
 Add = Callable[[Tensor, Tensor, Segments, Sequence[LoraPair | None]], Tensor]
+
+
+def prepared(
+    backend: LoraBackend, segments: Segments, sites: Sequence[Sequence[LoraPair | None]]
+) -> tuple[PreparedLora, SiteGroup]:
+    """The terms of sites that read one input, `sites[site][adapter]`, and their group."""
+    group = SiteGroup(tuple(str(site) for site in range(len(sites))))
+    adapters = [
+        {name: pair for name, pair in zip(group.names, own, strict=True) if pair is not None}
+        for own in zip(*sites, strict=True)
+    ]
+    return backend.prepare(segments, adapters, [group]), group
+
+
+def add_group(
+    backend: LoraBackend,
+    ys: Sequence[Tensor],
+    x: Tensor,
+    segments: Segments,
+    sites: Sequence[Sequence[LoraPair | None]],
+) -> list[Tensor]:
+    """`PreparedLora.add` of one step at sites that read one input."""
+    lora, group = prepared(backend, segments, sites)
+    return lora.add(group, ys, x)
+
+
+def adding(backend: LoraBackend) -> Add:
+    """`add_group` at one site."""
+    return lambda y, x, segments, pairs: add_group(backend, [y], x, segments, [pairs])[0]
 
 
 @dataclass(frozen=True)

@@ -11,9 +11,10 @@ import torch
 from coserve.generate.execution.footprint import LoraFootprint
 from coserve.kernels.lora.segmented.adapter_table import RANK_BLOCK, SiteTable, Slots
 from coserve.kernels.lora.segments import Segments
+from coserve.kernels.lora.types import SiteGroup
 from coserve.model.lora import LoraWeights
 
-Groups = Sequence[Sequence[Sequence[str]]]
+Groups = Sequence[Sequence[SiteGroup]]
 """For each layer, its sites that share an input (`FusedBase.groups`)."""
 
 
@@ -21,8 +22,8 @@ class AdapterSlots:
     """A table of N adapters by all sites. A slot stays with its adapter until another needs it or the adapter is gone."""
 
     def __init__(self, groups: Groups, slots: int, device: torch.device) -> None:
-        self._names = [name for layer in groups for group in layer for name in group]
-        self._groups = {name: index for layer in groups for index, group in enumerate(layer) for name in group}
+        self._names = [name for layer in groups for group in layer for name in group.names]
+        self._groups = {name: group.index for layer in groups for group in layer for name in group.names}
         self.all_groups = frozenset(self._groups.values())
         self._table = Slots(slots, len(self._names), device)
         self.device = device
@@ -34,15 +35,12 @@ class AdapterSlots:
         self._weights: dict[int, weakref.ref[LoraWeights]] = {}
         self._free = list(range(slots))
         self._gone: list[int] = []
-        first, views = 0, list[list[SiteTable]]()
-        for layer in groups:
-            own: list[SiteTable] = []
-            for group in layer:
-                own.append(self._table.table(first, len(group)))
-                first += len(group)
-            views.append(own)
-        self.tables = views
-        """By layer and group."""
+        self.tables: dict[SiteGroup, SiteTable] = {}
+        """Views of one table of all sites."""
+        first = 0
+        for group in (group for layer in groups for group in layer):
+            self.tables[group] = self._table.table(first, len(group.names))
+            first += len(group.names)
 
     def place(self, adapters: Sequence[LoraWeights]) -> list[int]:
         """The slot of each of a step's adapters, which are no more than there are slots."""

@@ -4,37 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from torch import Tensor
-
 from coserve.generate.execution.adapter_slots import AdapterSlots
 from coserve.generate.execution.footprint import LoraFootprint
 from coserve.generate.execution.graph_sizes import TileCapacity
-from coserve.kernels.lora.segmented import plan, terms
-from coserve.kernels.lora.segmented.adapter_table import RANK_BLOCK, SiteTable
+from coserve.kernels.lora.segmented import plan
+from coserve.kernels.lora.segmented.adapter_table import RANK_BLOCK
 from coserve.kernels.lora.segmented.plan import TilePlan
-from coserve.kernels.lora.segmented.tiles import HostTiles, StepTiles, Tiles, cut, upload
+from coserve.kernels.lora.segmented.slot_lora import SlotLora
+from coserve.kernels.lora.segmented.tiles import HostTiles, StepTiles, cut, upload
 from coserve.kernels.lora.segments import Segments
-from coserve.model.fused import AddsLora
-
-
-class SlotLora(AddsLora):
-    """The LoRA terms of a step whose segments name slots."""
-
-    def __init__(self, slots: AdapterSlots, plan: TilePlan, groups: frozenset[int]) -> None:
-        """`groups`: that the step's adapters change."""
-        self._tables, self._plan, self._groups = slots.tables, plan, groups
-
-    def changes(self, group: int) -> bool:
-        """See `AddsLora`."""
-        return group in self._groups
-
-    def add_(self, layer: int, group: int, ys: Sequence[Tensor], x_TD: Tensor, *, beside: bool) -> None:
-        """See `AddsLora`. Launches directly: the op around us is opaque to the compiler already."""
-        terms.add_(ys, x_TD, self._plan, self._tables[layer][group], overlapped=beside)
-
-    def tables(self, layer: int, group: int) -> tuple[Tiles, SiteTable, int] | None:
-        """See `AddsLora`."""
-        return (self._plan.tiles, self._tables[layer][group], self._plan.R) if self._plan.decode else None
 
 
 def slot_lora(slots: AdapterSlots, segments: Segments) -> SlotLora:
@@ -42,7 +20,7 @@ def slot_lora(slots: AdapterSlots, segments: Segments) -> SlotLora:
     rows, decode = plan.tile_rows(segments)
     tiles = upload(cut(segments, slots.ranks, rows), rows, segments.tokens, slots.device)
     footprint = slots.footprint(segments)
-    return SlotLora(slots, TilePlan(tiles, footprint.max_rank, decode), footprint.groups)
+    return SlotLora(slots.tables, TilePlan(tiles, footprint.max_rank, decode), footprint.groups)
 
 
 class StaticSlotLora:
@@ -76,7 +54,9 @@ class StaticSlotLora:
     def within(self, capacity: TileCapacity) -> SlotLora:
         """The terms of steps that `capacity` holds."""
         tiles = self._tiles[capacity.rows].first(capacity.tiles, capacity.tiles * self._blocks)
-        return SlotLora(self._slots, TilePlan(tiles, self._footprint.max_rank, self._decode), self._footprint.groups)
+        return SlotLora(
+            self._slots.tables, TilePlan(tiles, self._footprint.max_rank, self._decode), self._footprint.groups
+        )
 
     def load(self, segments: Segments) -> TileCapacity:
         """Loads the next step's adapters, in stream order, and gives the capacity that holds them.

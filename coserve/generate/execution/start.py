@@ -19,7 +19,7 @@ from coserve.errors import UnsupportedBase
 from coserve.generate.execution.graph_sizes import DECODE_BATCHES, LORA_RANKS, MIXED_TOKENS, PARTIAL_FOOTPRINTS
 from coserve.generate.execution.runner import Runner
 from coserve.generate.generator import Generator
-from coserve.kernels.lora.backend import Way
+from coserve.kernels.lora.interface import LoraBackend
 from coserve.memory.kv import KvCache
 from coserve.model.base import Base
 from coserve.model.fused import FusedBase
@@ -99,7 +99,13 @@ class Upgrade:
 
 
 def make_start(
-    base: Base, kv: KvCache, *, max_running: int, way: Way, when: str, step_tokens: int = MIXED_TOKENS[-1]
+    base: Base,
+    kv: KvCache,
+    *,
+    max_running: int,
+    lora_backend: LoraBackend,
+    when: str,
+    step_tokens: int = MIXED_TOKENS[-1],
 ) -> Start:
     """`when` layers are compiled: in the `background`, `before` the first request (with all graphs captured), or `off`.
 
@@ -107,8 +113,8 @@ def make_start(
     """
     if base.device.type != "cuda":
         return Start(None, ())
-    if way is not Way.SEGMENTED:
-        why = f"the lora way {way} cannot be captured"
+    if not lora_backend.capturable:
+        why = f"the lora way {lora_backend.name} cannot be captured"
         return Start(None, (f"generation: steps run one by one without CUDA graphs, as {why}",))
     if when == "off":
         return Start(None, ("generation: steps run one by one without CUDA graphs, as compile is off",))

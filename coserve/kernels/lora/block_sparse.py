@@ -1,4 +1,4 @@
-"""`block_sparse`: the ETS paper's way (§4.3.4), with stk's block-sparse products.
+"""`block_sparse`: the ETS paper's method (§4.3.4), with stk's block-sparse products.
 
 Tokens sorted by adapter and each adapter's share padded to whole blocks, ranks padded to whole blocks side by side:
 
@@ -22,12 +22,13 @@ from stk.backend import triton_kernels
 from torch import Tensor
 from torch.nn.functional import pad
 
+from coserve.kernels.lora.interface import Adapters, SitewiseLora, TritonBackend
 from coserve.kernels.lora.segments import Segments
-from coserve.kernels.lora.types import LoraPair
+from coserve.kernels.lora.types import LoraPair, SiteGroup
 
 WARPS = {16: 1, 32: 2, 64: 4, 128: 4}
 """Block size -> warps of a program; what measured best on an H200."""
-DECODE_BLOCK, LONG_BLOCK = 32, 64
+DECODE_BLOCK, PREFILL_BLOCK = 32, 64
 """Block sizes that measured best for a few and for many tokens an adapter, on an H200."""
 
 
@@ -47,36 +48,54 @@ class Topology:
     matrix: stk.Matrix
 
 
-def lora_add(
-    y_TO: Tensor,
-    x_TD: Tensor,
-    segments: Segments,
-    pairs: Sequence[LoraPair | None],
-    block: int | None = None,
-) -> Tensor:
-    """`y + scaling_a (x a_RDᵀ) b_ORᵀ`; differentiable in y, x, a_RD and b_OR; writes into y when no gradient is asked for.
+class BlockSparseBackend(TritonBackend):
+    """stk's `sdd` and `dsd` (ETS §4.3.4)."""
 
-    `block`: 16, 32, 64 or 128 rows and ranks; None: what measured best for this batch.
-    """
-    block = block or _best_block(segments)
-    ranks = tuple(pairs[slot].rank if pairs[slot] else 0 for slot in segments.runs())  # type: ignore[union-attr]
-    if not any(ranks):
-        return y_TO
-    topology = segments.plan(("stk", block, ranks, x_TD.device), lambda: _topology(segments, ranks, block, x_TD.device))
-    learning = torch.is_grad_enabled() and any(
-        tensor.requires_grad
-        for tensor in (y_TO, x_TD, *(t for pair in pairs if pair is not None for t in (pair.a_RD, pair.b_OR)))
-    )
-    own = [pair for slot in topology.slots if (pair := pairs[slot]) is not None]
-    if learning:
-        a_RD, b_RO = _concatenate(own, block)
-    else:
-        key = ("stk weights", block, *(id(pair) for pair in own))
-        _, a_RD, b_RO = segments.plan(key, lambda: (own, *_concatenate(own, block)))
-    delta_NO = _product(x_TD, a_RD, b_RO, topology)[:, : y_TO.shape[1]]
-    if learning:
-        return y_TO.index_add(0, topology.rows, delta_NO)
-    return y_TO.index_add_(0, topology.rows, delta_NO)
+    name = "block_sparse"
+
+    def __init__(self, block: int | None = None) -> None:
+        """`block`: 16, 32, 64 or 128 rows and ranks; None: what measured best for each batch."""
+        self._block = block
+
+    def prepare(self, segments: Segments, adapters: Adapters, groups: Sequence[SiteGroup]) -> BlockSparseLora:
+        self.refuse_adapters(adapters)
+        return BlockSparseLora(segments, adapters, self._block or _best_block(segments))
+
+
+class BlockSparseLora(SitewiseLora):
+    """One topology for all sites whose adapters have the same ranks."""
+
+    def __init__(self, segments: Segments, adapters: Adapters, block: int) -> None:
+        super().__init__(segments, adapters)
+        self._block = block
+        self._topologies: dict[tuple[int, ...], Topology] = {}
+        """By the ranks of the adapters that have tokens."""
+        self._weights: dict[str, tuple[Tensor, Tensor]] = {}
+        """By site, where nothing learns."""
+
+    def add_site(self, site: str, y_TO: Tensor, x_TD: Tensor) -> Tensor:
+        pairs, block = self.pairs(site), self._block
+        ranks = tuple([0 if (pair := pairs[slot]) is None else pair.rank for slot in self.segments.runs])
+        if not any(ranks):
+            return y_TO
+        topology = self._topologies.get(ranks)
+        if topology is None:
+            topology = self._topologies[ranks] = _topology(self.segments, ranks, block, x_TD.device)
+        learning = torch.is_grad_enabled() and any(
+            tensor.requires_grad
+            for tensor in (y_TO, x_TD, *(t for pair in pairs if pair is not None for t in (pair.a_RD, pair.b_OR)))
+        )
+        own = [pair for slot in topology.slots if (pair := pairs[slot]) is not None]
+        if learning:
+            a_RD, b_RO = _concatenate(own, block)
+        else:
+            if site not in self._weights:
+                self._weights[site] = _concatenate(own, block)
+            a_RD, b_RO = self._weights[site]
+        delta_NO = _product(x_TD, a_RD, b_RO, topology)[:, : y_TO.shape[1]]
+        if learning:
+            return y_TO.index_add(0, topology.rows, delta_NO)
+        return y_TO.index_add_(0, topology.rows, delta_NO)
 
 
 def _product(x_TD: Tensor, a_RD: Tensor, b_RO: Tensor, topology: Topology) -> Tensor:
@@ -100,9 +119,9 @@ def _concatenate(pairs: Sequence[LoraPair], block: int) -> tuple[Tensor, Tensor]
 
 
 def _best_block(segments: Segments) -> int:
-    runs = segments.runs().values()
+    runs = segments.runs.values()
     longest = max((sum(end - start for start, end in own) for own in runs), default=0)
-    return DECODE_BLOCK if longest <= DECODE_BLOCK else LONG_BLOCK
+    return DECODE_BLOCK if longest <= DECODE_BLOCK else PREFILL_BLOCK
 
 
 def _topology(segments: Segments, ranks: Sequence[int], block: int, device: torch.device) -> Topology:
@@ -114,7 +133,7 @@ def _topology(segments: Segments, ranks: Sequence[int], block: int, device: torc
     row_blocks: list[int] = []
     first = 0
     slots: list[int] = []
-    for (slot, runs), rank in zip(segments.runs().items(), ranks, strict=True):
+    for (slot, runs), rank in zip(segments.runs.items(), ranks, strict=True):
         if not rank:
             continue
         slots.append(slot)

@@ -1,4 +1,4 @@
-"""`grouped`: the base runs batched, and each site loops over its adapters (what PEFT does). CPU's way, and a baseline."""
+"""`grouped`: the base runs batched, and each site loops over its adapters, as PEFT does. The CPU's backend, and a baseline."""
 
 from __future__ import annotations
 
@@ -8,41 +8,55 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear, pad
 
+from coserve.kernels.lora.interface import Adapters, LoraBackend, SitewiseLora
 from coserve.kernels.lora.segments import Segments
-from coserve.kernels.lora.types import LoraPair
+from coserve.kernels.lora.types import LoraPair, SiteGroup
 
 CPU_MIN_ROWS = 16
 """torch's CPU matrix product gives a row the same bits whatever the other rows are, from 8 rows on; below it does not."""
 
 
-def lora_add(y_TO: Tensor, x_TD: Tensor, segments: Segments, pairs: Sequence[LoraPair | None]) -> Tensor:
-    """`y + scaling_a (x a_RDᵀ) b_ORᵀ` for each adapter's tokens together; differentiable in y, x, a_RD and b_OR.
+class GroupedBackend(LoraBackend):
+    """The base batched, a loop over adapters at each site."""
 
-    Writes into y when no gradient is asked for. On CPU a row's result does not depend on the batch's other rows.
-    """
-    at: list[Tensor] = []
-    deltas: list[Tensor] = []
-    for adapter, runs in segments.runs().items():
-        pair = pairs[adapter]
-        if pair is None:
-            continue
-        rows = _rows(segments, adapter, runs, x_TD.device)
-        x_ND = x_TD[runs[0][0] : runs[0][1]] if len(runs) == 1 else x_TD.index_select(0, rows)
-        at.append(rows)
-        deltas.append(_delta(x_ND, pair))
-    if not deltas:
-        return y_TO
-    rows_N, delta_NO = (at[0], deltas[0]) if len(at) == 1 else (torch.cat(at), torch.cat(deltas))
-    if torch.is_grad_enabled() and (y_TO.requires_grad or delta_NO.requires_grad):
-        return y_TO.index_add(0, rows_N, delta_NO)
-    return y_TO.index_add_(0, rows_N, delta_NO)
+    name = "grouped"
+
+    def prepare(self, segments: Segments, adapters: Adapters, groups: Sequence[SiteGroup]) -> GroupedLora:
+        return GroupedLora(segments, adapters)
 
 
-def _rows(segments: Segments, adapter: int, runs: list[tuple[int, int]], device: torch.device) -> Tensor:
-    def build() -> Tensor:
-        return torch.tensor([row for start, end in runs for row in range(start, end)], device=device)
+class GroupedLora(SitewiseLora):
+    """Each adapter's tokens together. On CPU a row's result does not depend on the batch's other rows."""
 
-    return segments.plan(("rows", adapter, device), build)
+    def __init__(self, segments: Segments, adapters: Adapters) -> None:
+        super().__init__(segments, adapters)
+        self._rows: dict[int, Tensor] = {}
+        """Adapter -> int64 indices of its rows."""
+
+    def add_site(self, site: str, y_TO: Tensor, x_TD: Tensor) -> Tensor:
+        at: list[Tensor] = []
+        deltas: list[Tensor] = []
+        pairs = self.pairs(site)
+        for adapter, runs in self.segments.runs.items():
+            pair = pairs[adapter]
+            if pair is None:
+                continue
+            rows = self._rows_of(adapter, x_TD.device)
+            x_ND = x_TD[runs[0][0] : runs[0][1]] if len(runs) == 1 else x_TD.index_select(0, rows)
+            at.append(rows)
+            deltas.append(_delta(x_ND, pair))
+        if not deltas:
+            return y_TO
+        rows_N, delta_NO = (at[0], deltas[0]) if len(at) == 1 else (torch.cat(at), torch.cat(deltas))
+        if torch.is_grad_enabled() and (y_TO.requires_grad or delta_NO.requires_grad):
+            return y_TO.index_add(0, rows_N, delta_NO)
+        return y_TO.index_add_(0, rows_N, delta_NO)
+
+    def _rows_of(self, adapter: int, device: torch.device) -> Tensor:
+        if adapter not in self._rows:
+            runs = self.segments.runs[adapter]
+            self._rows[adapter] = torch.tensor([row for start, end in runs for row in range(start, end)], device=device)
+        return self._rows[adapter]
 
 
 def _delta(x_ND: Tensor, pair: LoraPair) -> Tensor:

@@ -1,15 +1,9 @@
-"""What every LoRA kernel is told about a packed batch. Built once a step, shared by all layers and sites."""
+"""A packed batch cut by adapter: what every LoRA backend is told. Built once a step, shared by all layers and sites."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
-from dataclasses import dataclass, field
-from typing import TypeVar, cast
-
-import torch
-from torch import Tensor
-
-Plan = TypeVar("Plan")
+from dataclasses import dataclass
+from functools import cached_property
 
 
 @dataclass(frozen=True)
@@ -22,8 +16,6 @@ class Segments:
 
     bounds: tuple[int, ...]
     adapters: tuple[int, ...]
-    plans: dict[Hashable, object] = field(default_factory=dict, init=False, repr=False, compare=False)
-    """What a way of computing derived from this batch; lives and dies with it."""
 
     def __post_init__(self) -> None:
         assert len(self.bounds) == len(self.adapters) + 1, "expected one bound more than segments"
@@ -34,11 +26,9 @@ class Segments:
     def tokens(self) -> int:
         return self.bounds[-1]
 
+    @cached_property
     def runs(self) -> dict[int, list[tuple[int, int]]]:
         """Adapter -> its `[start, end)` rows in order, empty segments dropped and neighbours joined; no entry for -1."""
-        return self.plan("runs", self._runs)
-
-    def _runs(self) -> dict[int, list[tuple[int, int]]]:
         runs: dict[int, list[tuple[int, int]]] = {}
         for adapter, start, end in zip(self.adapters, self.bounds, self.bounds[1:], strict=False):
             if adapter < 0 or start == end:
@@ -49,14 +39,3 @@ class Segments:
             else:
                 own.append((start, end))
         return runs
-
-    @property
-    def anchor(self) -> Tensor:
-        """What a backward reaches that adds to `MainGrads` where nothing below it learns; it gets no gradient."""
-        return self.plan("anchor", lambda: torch.empty(0, requires_grad=True))
-
-    def plan(self, key: Hashable, build: Callable[[], Plan]) -> Plan:
-        """The plan kept under `key`, built on first use: once a step, not once a layer."""
-        if key not in self.plans:
-            self.plans[key] = build()
-        return cast("Plan", self.plans[key])

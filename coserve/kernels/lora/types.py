@@ -1,4 +1,4 @@
-"""What every LoRA backend is given: an adapter's matrices at one site, and the frozen weights beside them."""
+"""What every LoRA backend is given: an adapter's matrices at one site, sites that read one input, their frozen weights."""
 
 from __future__ import annotations
 
@@ -24,8 +24,7 @@ class MainGrads:
 
 
 class Entry(NamedTuple):
-    """What a table tells the kernels of a pair: the addresses of its matrices and of their `MainGrads` (0: none), its rank
-    and its scaling."""
+    """A pair as the kernels' table lists it: addresses of its matrices and of their `MainGrads` (0: none), rank, scaling."""
 
     a: int
     b: int
@@ -39,14 +38,14 @@ class Entry(NamedTuple):
 class LoraPair:
     """One adapter at one site, in the compute dtype: `x_TD -> scaling * (x_TD a_RDᵀ) b_ORᵀ`, any rank R >= 1.
 
-    The contents of its tensors may change, not where they lie.
+    The contents of its tensors may change, their addresses must not.
     """
 
     a_RD: Tensor  # noqa: N815
     b_OR: Tensor  # noqa: N815
     scaling: float
     main_grads: MainGrads | None = None
-    """Where `segmented` adds the pair's gradients itself, if it is given; autograd gets none then. Other ways don't look."""
+    """Where given, `segmented` adds the pair's gradients here and autograd returns none. Other backends ignore it."""
 
     @property
     def rank(self) -> int:
@@ -73,9 +72,18 @@ def is_aligned(weight: Tensor) -> bool:
     return weight.is_contiguous() and weight.data_ptr() % ALIGNMENT == 0
 
 
+@dataclass(frozen=True, eq=False)
+class SiteGroup:
+    """Sites of one layer that read one input (q, k and v), in the order in which they run. Compared by identity."""
+
+    names: tuple[str, ...]
+    index: int = 0
+    """Among the layer's groups."""
+
+
 @dataclass(frozen=True)
 class StackedWeights:
-    """The frozen weights of up to three sites that read one input."""
+    """The frozen weights of the sites of a group."""
 
     weight: Tensor
     """(ΣO, D)."""

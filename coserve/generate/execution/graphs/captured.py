@@ -12,8 +12,9 @@ from torch import Tensor
 from coserve.generate.execution.footprint import LoraFootprint
 from coserve.generate.execution.graph_sizes import TileCapacity
 from coserve.generate.execution.graphs.shared import GraphPool
-from coserve.generate.execution.slot_lora import SlotLora, StaticSlotLora
+from coserve.generate.execution.slot_lora import StaticSlotLora
 from coserve.kernels.gpu.capture import captured
+from coserve.kernels.lora.segmented.slot_lora import SlotLora
 
 Size = TypeVar("Size", bound=Hashable)
 Graph = TypeVar("Graph")

@@ -11,9 +11,10 @@ from coserve.generate.execution.graph_sizes import TileCapacity, decode_tile_cap
 from coserve.generate.execution.graphs.captured import CapturedStep
 from coserve.generate.execution.graphs.inputs import InputBuffer, InputCopies
 from coserve.generate.execution.graphs.shared import GraphState
-from coserve.generate.execution.slot_lora import SlotLora, StaticSlotLora
+from coserve.generate.execution.slot_lora import StaticSlotLora
 from coserve.generate.sampling.draws import likeliest
 from coserve.kernels.attention.interface import Run, StaticPagedAttention
+from coserve.kernels.lora.segmented.slot_lora import SlotLora
 from coserve.kernels.lora.segments import Segments
 
 

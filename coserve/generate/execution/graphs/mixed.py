@@ -17,13 +17,14 @@ from coserve.generate.execution.graph_sizes import DECODE_KERNEL_TOKENS, TileCap
 from coserve.generate.execution.graphs.captured import CapturedStep
 from coserve.generate.execution.graphs.inputs import InputBuffer, InputCopies
 from coserve.generate.execution.graphs.shared import GraphState
-from coserve.generate.execution.slot_lora import SlotLora, StaticSlotLora
+from coserve.generate.execution.slot_lora import StaticSlotLora
 from coserve.generate.execution.token_slots import TokenSlots
 from coserve.generate.sampling.draws import likeliest
 from coserve.generate.schedule import Share
 from coserve.generate.sequences import Sequence
 from coserve.kernels.attention.interface import MixedAttention, Run
 from coserve.kernels.lora.segmented.plan import PREFILL_TILE_ROWS
+from coserve.kernels.lora.segmented.slot_lora import SlotLora
 from coserve.kernels.lora.segments import Segments
 from coserve.kernels.sampling.constants import NOT_FINITE
 

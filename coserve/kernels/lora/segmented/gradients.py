@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from coserve.kernels.lora.segmented import launch_backward
-from coserve.kernels.lora.segmented.plan import SiteGroup, TilePlan
+from coserve.kernels.lora.segmented.plan import GroupTable, TilePlan
 
 
 def gradients(
@@ -16,7 +16,7 @@ def gradients(
     x_TD: Tensor,
     h_GTR: Tensor,
     plan: TilePlan,
-    group: SiteGroup,
+    group: GroupTable,
     *,
     inputs_need: bool,
     weights_need: bool,

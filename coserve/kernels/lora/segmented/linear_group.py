@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -12,25 +11,18 @@ from torch.nn import functional
 
 from coserve.kernels.lora.segmented import launch_prefill
 from coserve.kernels.lora.segmented.gradients import dense, gradients
-from coserve.kernels.lora.segmented.plan import SiteGroup, TilePlan, group_of, plan_of
-from coserve.kernels.lora.segments import Segments
-from coserve.kernels.lora.types import LoraPair, StackedWeights
+from coserve.kernels.lora.segmented.plan import GroupTable, TilePlan
+from coserve.kernels.lora.types import StackedWeights
 
 
 def linear_group(
-    x_TD: Tensor, stacked: StackedWeights, segments: Segments, pairs: Sequence[Sequence[LoraPair | None]]
+    x_TD: Tensor, stacked: StackedWeights, plan: TilePlan, group: GroupTable, live: list[int]
 ) -> tuple[Tensor, ...]:
     """Each site's `x Wᵀ + bias + scaling (x Aᵀ) Bᵀ`: (T, O) each, columns of one tensor.
 
-    `pairs[site][adapter]`. Differentiable in x and every a_RD and b_OR, not in the weights.
+    `live`: the places of `group`'s sites among those of `stacked`; the others have no terms. `plan` is made for
+    training. Differentiable in x and every a_RD and b_OR, not in the weights.
     """
-    live = [site for site, own in enumerate(pairs) if any(own[adapter] for adapter in segments.runs())]
-    x_TD = x_TD if x_TD.stride(1) == 1 else x_TD.contiguous()
-    if not live or not x_TD.shape[0]:
-        y_TO = functional.linear(x_TD, stacked.weight, stacked.bias)
-        return _outputs(y_TO, stacked)
-    group = group_of(segments, [tuple(pairs[site]) for site in live], x_TD.device)
-    plan = plan_of(segments, group, train=True)
     found: tuple[Tensor, ...] = LinearGroup.apply(  # type: ignore[no-untyped-call]
         stacked, plan, group, live, x_TD, group.anchor, *group.a, *group.b
     )
@@ -38,15 +30,14 @@ def linear_group(
 
 
 class LinearGroup(torch.autograd.Function):
-    """`linear_group`. The terms are added in place, forward into the product, backward the products into their gradient:
-    torch would add up the gradients of x from each site's product and each site's terms one by one."""
+    """`linear_group`, with sums in place: torch would add the gradients of x from each site's product and terms one by one."""
 
     @staticmethod
     def forward(
         ctx: Any,  # noqa: ANN401 - torch's own signature
         stacked: StackedWeights,
         plan: TilePlan,
-        group: SiteGroup,
+        group: GroupTable,
         live: list[int],
         x: Tensor,
         anchor: Tensor | None,

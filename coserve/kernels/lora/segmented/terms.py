@@ -1,8 +1,4 @@
-"""`segmented`: our Triton kernels. Tables once a step, then two launches for all sites that read one input.
-
-Decode batches (a few rows an adapter) and larger ones (prefill, training) have kernels of their own; see
-`decode_kernel`, `prefill_kernel` and `backward_kernel`. Any rank >= 1, mixed; an adapter costs its own rank.
-"""
+"""Adding the terms of one group of sites: two launches, differentiable (`train`) or in place (`add_`)."""
 
 from __future__ import annotations
 
@@ -15,45 +11,11 @@ from torch.autograd.function import once_differentiable
 
 from coserve.kernels.lora.segmented import launch_decode, launch_prefill
 from coserve.kernels.lora.segmented.adapter_table import SiteTable
-from coserve.kernels.lora.segmented.block_sizes import MAX_SITES
 from coserve.kernels.lora.segmented.gradients import dense, gradients
-from coserve.kernels.lora.segmented.plan import SiteGroup, TilePlan, group_of, plan_of
-from coserve.kernels.lora.segments import Segments
-from coserve.kernels.lora.types import LoraPair
+from coserve.kernels.lora.segmented.plan import GroupTable, TilePlan
 
 
-def lora_add(y_TO: Tensor, x_TD: Tensor, segments: Segments, pairs: Sequence[LoraPair | None]) -> Tensor:
-    """`y + scaling_a (x a_RDᵀ) b_ORᵀ` at one site; see `lora_add_group`."""
-    return lora_add_group([y_TO], x_TD, segments, [pairs])[0]
-
-
-def lora_add_group(
-    ys: Sequence[Tensor], x_TD: Tensor, segments: Segments, pairs: Sequence[Sequence[LoraPair | None]]
-) -> list[Tensor]:
-    """The LoRA terms of sites that read one x: `ys[g]` and `pairs[g][adapter]` are site g's.
-
-    Differentiable in ys, x and every a_RD and b_OR. Without gradients the result is written into ys.
-    """
-    out = list(ys)
-    live = [site for site, own in enumerate(pairs) if x_TD.shape[0] and any(own[a] for a in segments.runs())]
-    for first in range(0, len(live), MAX_SITES):
-        sites = live[first : first + MAX_SITES]
-        group = group_of(segments, [tuple(pairs[site]) for site in sites], x_TD.device)
-        for site, y in zip(sites, _add([out[site] for site in sites], x_TD, segments, group), strict=True):
-            out[site] = y
-    return out
-
-
-def _add(ys: list[Tensor], x_TD: Tensor, segments: Segments, group: SiteGroup) -> list[Tensor]:
-    x_TD = x_TD if x_TD.stride(1) == 1 else x_TD.contiguous()
-    learned = (*group.a, *group.b) if group.anchor is None else (group.anchor,)
-    if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (*ys, x_TD, *learned)):
-        return train(ys, x_TD, plan_of(segments, group, train=True), group)
-    add_(ys, x_TD, plan_of(segments, group, train=False), group.table)
-    return ys
-
-
-def train(ys: Sequence[Tensor], x_TD: Tensor, plan: TilePlan, group: SiteGroup) -> list[Tensor]:
+def train(ys: Sequence[Tensor], x_TD: Tensor, plan: TilePlan, group: GroupTable) -> list[Tensor]:
     """The terms of one group added to `ys`, as fresh tensors, differentiable; `plan` is made for training."""
     found: tuple[Tensor, ...] = LoraTerms.apply(  # type: ignore[no-untyped-call]
         plan, group, len(ys), x_TD, group.anchor, *ys, *group.a, *group.b
@@ -71,7 +33,7 @@ class LoraTerms(torch.autograd.Function):
     def forward(
         ctx: Any,  # noqa: ANN401 - torch's own signature
         plan: TilePlan,
-        group: SiteGroup,
+        group: GroupTable,
         sites: int,
         x: Tensor,
         anchor: Tensor | None,
@@ -97,9 +59,9 @@ class LoraTerms(torch.autograd.Function):
 
 
 def add_(ys: Sequence[Tensor], x_TD: Tensor, plan: TilePlan, table: SiteTable, *, overlapped: bool = False) -> None:
-    """Adds into ys in place. What a captured graph calls: only the contents of `plan` and `table` may change later.
+    """Adds into ys in place. Can be captured: the contents of `plan` and `table` may then change between replays.
 
-    `overlapped`: the kernel launched before this one is a GEMM of x that allows an early start (`decode_kernel.shrink`).
+    `overlapped`: see `PreparedLora.add_`.
     """
     if plan.decode:
         launch_decode.decode(ys, x_TD, plan, table, overlapped=overlapped)

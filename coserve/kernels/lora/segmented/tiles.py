@@ -40,7 +40,7 @@ def cut(segments: Segments, ranks: Sequence[int], rows: int) -> HostTiles:
     """Tiles of at most `rows` rows; `ranks` (slots) is each adapter's largest rank among the sites that will read this."""
     tiles: list[tuple[int, int, int, int]] = []
     spans: list[tuple[int, int, int, int]] = []
-    for slot, runs in sorted(segments.runs().items()):
+    for slot, runs in sorted(segments.runs.items()):
         if not ranks[slot]:
             continue
         first, blocks = len(tiles), -(-ranks[slot] // RANK_BLOCK)

@@ -1,0 +1,129 @@
+"""What a LoRA backend is: how the terms of one step's adapters are prepared, and how they are added at the base's sites."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from coserve.errors import ConfigError
+from coserve.kernels.gpu.device import interpreted
+from coserve.kernels.lora.segmented.adapter_table import SiteTable
+from coserve.kernels.lora.segmented.tiles import Tiles
+from coserve.kernels.lora.segments import Segments
+from coserve.kernels.lora.types import LoraPair, SiteGroup, StackedWeights
+
+Adapters = Sequence[Mapping[str, LoraPair]]
+"""Each adapter's pair at each site that it changes, by the site's name."""
+
+
+class PreparedLora(ABC):
+    """The LoRA terms of one step: `y + scaling_a (x a_RDᵀ) b_ORᵀ` for the adapter `a` of each token.
+
+    Holds all that a backend derives from the step's segments and adapters, for all sites and layers.
+    """
+
+    anchor: Tensor | None = None
+    """Set where the kernels add gradients to the pairs' `MainGrads`, so that autograd returns none for them: a dummy leaf that
+    triggers our backward in the lowest trainable layer. It gets no gradient."""
+
+    @abstractmethod
+    def changes(self, group: SiteGroup) -> bool:
+        """Whether an adapter of the step changes a site of the group."""
+
+    @abstractmethod
+    def add(self, group: SiteGroup, ys: Sequence[Tensor], x_TD: Tensor) -> list[Tensor]:
+        """`ys[i]` (T, O_i) with the terms of the group's i-th site.
+
+        Differentiable in ys, x and every a_RD and b_OR; may write into ys when no gradient is asked for.
+        """
+
+    def add_(self, group: SiteGroup, ys: Sequence[Tensor], x_TD: Tensor, *, overlapped: bool = False) -> None:
+        """`add` in place, without gradients.
+
+        `overlapped`: the preceding kernel is a GEMM that allows early launch: x is readable, its workspace is still busy.
+        """
+        for y, added in zip(ys, self.add(group, ys, x_TD), strict=True):
+            if added is not y:
+                y.copy_(added)
+
+    def linear_group(self, group: SiteGroup, x_TD: Tensor, stacked: StackedWeights) -> tuple[Tensor, ...]:
+        """Each site's `x Wᵀ + bias` with its terms: (T, O_i) each. Differentiable as `add` is, not in the weights."""
+        y_TO = functional.linear(x_TD, stacked.weight, stacked.bias)
+        return tuple(self.add(group, torch.split(y_TO, list(stacked.sizes), 1), x_TD))
+
+    def decode_tables(self, group: SiteGroup) -> tuple[Tiles, SiteTable, int] | None:
+        """For the GEMV of a step of one row: its tiles, the group's table and the largest rank; None: only `add` will do."""
+        return None
+
+
+class LoraBackend(ABC):
+    """One way to compute LoRA terms."""
+
+    name: str
+    """What the setting `lora_way` calls it."""
+    capturable: bool = False
+    """Whether steps can be captured in CUDA graphs."""
+    groups_inputs: bool = False
+    """Whether sites that read one input train faster together (`PreparedLora.linear_group`) than one by one."""
+    one_adapter_a_step: bool = False
+    """Whether generation runs one forward per adapter instead of one for all."""
+
+    def __repr__(self) -> str:
+        return self.name
+
+    def refuse_unusable(self, device: torch.device, dtype: torch.dtype) -> None:  # noqa: B027 - most run anywhere
+        """Raises `ConfigError` where the backend cannot run on `device`, or would silently be wrong in `dtype`."""
+
+    @abstractmethod
+    def prepare(self, segments: Segments, adapters: Adapters, groups: Sequence[SiteGroup]) -> PreparedLora:
+        """The terms of one step; `segments.adapters` indexes `adapters`.
+
+        `groups`: every group that will be asked for, by the same objects. The adapters' tensors share one dtype and
+        device; they must stay where they are until the step has ended. Raises `ConfigError`: see `refuse_unusable`.
+        """
+
+
+class TritonBackend(LoraBackend):
+    """A backend whose kernels need a GPU, or Triton's interpreter in tests."""
+
+    def refuse_unusable(self, device: torch.device, dtype: torch.dtype) -> None:
+        if device.type == "cuda":
+            return
+        if not interpreted():
+            raise ConfigError(f"the lora way {self.name} needs a CUDA device, got {device.type}", field="lora_way")
+        if dtype not in (torch.float32, torch.float16):
+            expected, got = "float32 or float16 under Triton's interpreter", str(dtype).removeprefix("torch.")
+            raise ConfigError(f"the lora way {self.name} expected {expected}, got {got}")
+
+    def refuse_adapters(self, adapters: Adapters) -> None:
+        """`refuse_unusable` for the device and dtype of a step's adapters."""
+        pair = next((pair for adapter in adapters for pair in adapter.values()), None)
+        if pair is not None:
+            self.refuse_unusable(pair.a_RD.device, pair.a_RD.dtype)
+
+
+class SitewiseLora(PreparedLora):
+    """Terms that are computed at each site by itself."""
+
+    def __init__(self, segments: Segments, adapters: Adapters) -> None:
+        self.segments, self._adapters = segments, adapters
+
+    def changes(self, group: SiteGroup) -> bool:
+        return any(name in adapter for adapter in self._adapters for name in group.names)
+
+    def add(self, group: SiteGroup, ys: Sequence[Tensor], x_TD: Tensor) -> list[Tensor]:
+        expected = self.segments.tokens
+        assert x_TD.shape[0] == expected, f"{group.names} saw {x_TD.shape[0]} rows, expected the step's {expected}"
+        return [self.add_site(name, y, x_TD) for name, y in zip(group.names, ys, strict=True)]
+
+    @abstractmethod
+    def add_site(self, site: str, y_TO: Tensor, x_TD: Tensor) -> Tensor:
+        """`add` at one site."""
+
+    def pairs(self, site: str) -> list[LoraPair | None]:
+        """Each adapter's pair; None where it does not target the site."""
+        return [adapter.get(site) for adapter in self._adapters]

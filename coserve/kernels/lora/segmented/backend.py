@@ -1,0 +1,109 @@
+"""`segmented`: our Triton kernels. Tables once a step, then two launches for all sites that read one input.
+
+Decode batches (a few rows an adapter) and larger ones (prefill, training) have kernels of their own; see
+`decode_kernel`, `prefill_kernel` and `backward_kernel`. Any rank >= 1, mixed; an adapter costs its own rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from coserve.kernels.lora.interface import Adapters, PreparedLora, TritonBackend
+from coserve.kernels.lora.segmented import plan, terms
+from coserve.kernels.lora.segmented.block_sizes import MAX_SITES
+from coserve.kernels.lora.segmented.linear_group import linear_group
+from coserve.kernels.lora.segmented.plan import GroupTable, TilePlan
+from coserve.kernels.lora.segments import Segments
+from coserve.kernels.lora.types import SiteGroup, StackedWeights
+
+
+class SegmentedBackend(TritonBackend):
+    """Our Triton kernels, with tables that are built for each step. Serving on a GPU has fixed tables: `SlotLora`."""
+
+    name = "segmented"
+    capturable = True
+    groups_inputs = True
+
+    def prepare(self, segments: Segments, adapters: Adapters, groups: Sequence[SiteGroup]) -> SegmentedLora:
+        self.refuse_adapters(adapters)
+        return SegmentedLora(segments, adapters, groups)
+
+
+@dataclass(frozen=True)
+class _Launch:
+    """Sites of a group that one launch serves."""
+
+    live: list[int]
+    """Their places in the group: those that an adapter with tokens changes."""
+    table: GroupTable
+
+
+class SegmentedLora(PreparedLora):
+    """The tables of one step's groups, and how its batch is cut for each set of ranks."""
+
+    def __init__(self, segments: Segments, adapters: Adapters, groups: Sequence[SiteGroup]) -> None:
+        self._segments = segments
+        self._plans: dict[tuple[tuple[int, ...], bool], TilePlan] = {}
+        """By ranks, and whether it is for training."""
+        present = [adapters[index] for index in segments.runs]
+        cuts: list[tuple[SiteGroup, list[int]]] = []
+        for group in groups:
+            live = [i for i, name in enumerate(group.names) if any(name in adapter for adapter in present)]
+            cuts += [(group, live[first : first + MAX_SITES]) for first in range(0, len(live), MAX_SITES)]
+        self._launches: dict[SiteGroup, list[_Launch]] = {}
+        if not cuts:
+            return
+        pairs = [[[adapter.get(group.names[i]) for adapter in adapters] for i in live] for group, live in cuts]
+        device = next(pair.a_RD.device for adapter in present for pair in adapter.values())
+        for (group, live), table in zip(cuts, plan.tables_of(pairs, device), strict=True):
+            self._launches.setdefault(group, []).append(_Launch(live, table))
+            self.anchor = table.anchor
+
+    def changes(self, group: SiteGroup) -> bool:
+        return group in self._launches
+
+    def add(self, group: SiteGroup, ys: Sequence[Tensor], x_TD: Tensor) -> list[Tensor]:
+        x_TD = self._checked(group, x_TD)
+        out = list(ys)
+        for launch in self._launches.get(group, ()):
+            live, table = launch.live, launch.table
+            own = [out[i] for i in live]
+            learned = (*table.a, *table.b) if table.anchor is None else (table.anchor,)
+            if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (*own, x_TD, *learned)):
+                for i, y in zip(live, terms.train(own, x_TD, self._plan(table, train=True), table), strict=True):
+                    out[i] = y
+            else:
+                terms.add_(own, x_TD, self._plan(table, train=False), table.table)
+        return out
+
+    def add_(self, group: SiteGroup, ys: Sequence[Tensor], x_TD: Tensor, *, overlapped: bool = False) -> None:
+        x_TD = self._checked(group, x_TD)
+        for launch in self._launches.get(group, ()):
+            cut = self._plan(launch.table, train=False)
+            terms.add_([ys[i] for i in launch.live], x_TD, cut, launch.table.table, overlapped=overlapped)
+
+    def linear_group(self, group: SiteGroup, x_TD: Tensor, stacked: StackedWeights) -> tuple[Tensor, ...]:
+        launches = self._launches.get(group)
+        if launches is None:
+            return super().linear_group(group, x_TD, stacked)
+        (launch,) = launches
+        cut = self._plan(launch.table, train=True)
+        return linear_group(self._checked(group, x_TD), stacked, cut, launch.table, launch.live)
+
+    def _checked(self, group: SiteGroup, x_TD: Tensor) -> Tensor:
+        """x with dense rows."""
+        expected = self._segments.tokens
+        assert x_TD.shape[0] == expected, f"{group.names} saw {x_TD.shape[0]} rows, expected the step's {expected}"
+        return x_TD if x_TD.stride(1) == 1 else x_TD.contiguous()
+
+    def _plan(self, table: GroupTable, *, train: bool) -> TilePlan:
+        key = table.ranks, train
+        found = self._plans.get(key)
+        if found is None:
+            device = table.table.ranks.device
+            found = self._plans[key] = plan.plan_of(self._segments, table.ranks, device, train=train)
+        return found

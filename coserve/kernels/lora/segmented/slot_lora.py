@@ -1,0 +1,39 @@
+"""The terms of a serving step, from tables whose addresses a captured graph keeps."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from torch import Tensor
+
+from coserve.kernels.lora.interface import PreparedLora
+from coserve.kernels.lora.segmented import terms
+from coserve.kernels.lora.segmented.adapter_table import SiteTable
+from coserve.kernels.lora.segmented.plan import TilePlan
+from coserve.kernels.lora.segmented.tiles import Tiles
+from coserve.kernels.lora.types import SiteGroup
+
+
+class SlotLora(PreparedLora):
+    """The terms of a step whose segments name slots of a table (`adapter_table.Slots`). Inference only.
+
+    Adds no more to the launches than looking up a table, so that it can be captured: the contents of `plan` and `tables`
+    may change between replays.
+    """
+
+    def __init__(self, tables: Mapping[SiteGroup, SiteTable], plan: TilePlan, groups: frozenset[int]) -> None:
+        """`groups`: indices, in any layer, of the groups of sites that the step's adapters change."""
+        self._tables, self._plan, self._groups = tables, plan, groups
+
+    def changes(self, group: SiteGroup) -> bool:
+        return group.index in self._groups
+
+    def add(self, group: SiteGroup, ys: Sequence[Tensor], x_TD: Tensor) -> list[Tensor]:
+        self.add_(group, ys, x_TD)
+        return list(ys)
+
+    def add_(self, group: SiteGroup, ys: Sequence[Tensor], x_TD: Tensor, *, overlapped: bool = False) -> None:
+        terms.add_(ys, x_TD, self._plan, self._tables[group], overlapped=overlapped)
+
+    def decode_tables(self, group: SiteGroup) -> tuple[Tiles, SiteTable, int] | None:
+        return (self._plan.tiles, self._tables[group], self._plan.R) if self._plan.decode else None
