@@ -16,6 +16,7 @@ from coserve.api.http.responses import NATIVE_ERRORS, ErrorFormat
 from coserve.api.http.route import Route
 from coserve.api.http.security import Gate, finish_headers, guard
 from coserve.api.http.server import HttpRunner
+from coserve.api.http.uploads import UploadReader
 from coserve.api.native.handlers import NativeApi
 from coserve.api.native.routes import native_routes
 from coserve.api.openai.errors import OPENAI_ERRORS, is_openai
@@ -45,9 +46,10 @@ def make_app(service: Service, config: Config, clock: Callable[[], float] = time
         max_body_bytes=config.max_body_bytes,
         read_timeout=config.read_timeout,
     )
+    uploads = UploadReader(bodies, max_body_bytes=config.max_body_bytes, read_timeout=config.read_timeout)
     tgi = TgiApi(service, config, bodies)
     described = (
-        *native_routes(NativeApi(service, config, bodies, tgi)),
+        *native_routes(NativeApi(service, config, bodies, uploads, tgi)),
         *tgi_routes(tgi),
         *openai_routes(OpenAIApi(service, config, bodies)),
         *tokenizer_routes(TokenizerApi(service, bodies)),

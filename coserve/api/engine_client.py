@@ -37,8 +37,8 @@ class EngineClient:
         return "" if self.ready is None else self.ready.spec.name
 
     @property
-    def room(self) -> int:
-        """Tokens of the longest sequence: what the context and the KV pool take. Raises as `spec`."""
+    def max_model_len(self) -> int:
+        """Tokens of the longest sequence that fits the base's context and the KV pool. Raises as `spec`."""
         context = self.spec.context
         return context if self.ready is None else min(context, self.ready.kv_tokens)
 

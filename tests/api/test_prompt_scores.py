@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from coserve.api.generation import generation
+from coserve.api.generation import in_flight
 from coserve.link import Generate
 from tests.support.api_server import REPLY, Api, read_events, tokenizer
 
@@ -80,7 +80,7 @@ async def test_special_tokens_are_text_if_wanted(api: Api) -> None:
 
 
 async def test_scores_in_flight_are_bounded(api: Api, monkeypatch: Any) -> None:
-    monkeypatch.setattr(generation, "MAX_SCORING", 2 * len(IDS))
+    monkeypatch.setattr(in_flight, "MAX_PROMPT_SCORES", 2 * len(IDS))
     body = {"prompt": IDS, "prompt_logprobs": 1}
     for _ in range(3):  # what one held is free again
         await ask(api, **body)

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from coserve.api.generation.merge import CHUNKS, merged
+from coserve.api.generation.merge import CHUNKS, merge_streams
 from coserve.api.generation.turns import Turns
 from coserve.link import Admitted, FromEngine, api_end, engine_end
 from coserve.logprobs import PackedLogprobs
@@ -59,7 +59,7 @@ async def test_streams_wait_with_making_chunks_until_they_are_read() -> None:
                 yield chunk(index)
 
     read: dict[int, list[int]] = {}
-    async for number, each in merged([stream] * 200):
+    async for number, each in merge_streams([stream] * 200):
         read.setdefault(number, []).append(each.index)
         assert made <= sum(map(len, read.values())) + 2 * CHUNKS
     assert read == {number: [0, 1, 2, 3, 4] for number in range(200)}
@@ -79,7 +79,7 @@ async def test_the_error_of_one_stream_ends_all() -> None:
             ended.add(number)
 
     with pytest.raises(ZeroDivisionError):
-        async for _ in merged([partial(stream, number=number) for number in range(40)]):
+        async for _ in merge_streams([partial(stream, number=number) for number in range(40)]):
             pass
     assert ended == set(range(40))
 

@@ -14,7 +14,7 @@ import aiohttp
 import msgspec
 import pytest
 
-from coserve.api.http import intake
+from coserve.api.http import bodies
 from coserve.errors import HelperLost, InternalError, InvalidRequest, MalformedRow
 from coserve.offload import pool as pool_module
 from coserve.offload.pool import HelperPool
@@ -193,7 +193,7 @@ async def test_a_client_that_leaves_ends_the_work_on_its_corpus(
 
 
 async def test_rows_that_the_disk_does_not_take_leave_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(intake, "decode_corpus", tasks.full_disk)
+    monkeypatch.setattr(bodies, "decode_corpus", tasks.full_disk)
     async with serve_api(tmp_path / "data") as api:
         status, body = await api.call("POST", "/finetune", json={"adapter": "poet", "data": ROWS[:3000]})
         assert (status, body["error"]["code"]) == (507, "storage_full")

@@ -1,4 +1,4 @@
-"""Tokenising for the handlers: short texts here, long ones in a helper process."""
+"""Tokenisation without blocking the event loop: short texts here, longer ones in a thread, the longest in a helper process."""
 
 from __future__ import annotations
 
@@ -14,19 +14,20 @@ from coserve.offload.protocol import TaskContext
 from coserve.pretrained.chat import Message
 from coserve.pretrained.tokenizer import Tokenizer
 
-AT_ONCE = 4096
-"""Characters that are tokenised on the event loop."""
-IN_A_THREAD = 64 << 10
-"""Characters up to which a thread tokenises: `tokenizers` gives up the interpreter's lock while it works, but the result
-is copied with it."""
+MAX_INLINE_CHARACTERS = 4096
+"""Most characters to tokenise on the event loop."""
+MAX_THREAD_CHARACTERS = 64 << 10
+"""Most characters to tokenise in a thread: `tokenizers` releases the GIL while it works, but not while it copies the
+result."""
+MAX_INLINE_IDS = 1024
+"""Most token ids to decode on the event loop. Decoding holds the GIL, so a thread would not help."""
 
 
-IDS_AT_ONCE = 1024
-"""Token ids that are decoded on the event loop: decoding keeps the lock, so a thread would not help."""
+class EncodeArguments(msgspec.Struct, frozen=True):
+    """Arguments of `encode`. `context`: the base's, in tokens; `field`: the request field that `PromptTooLong` names.
 
-
-class Encode(msgspec.Struct, frozen=True):
-    """`context`: of the base, in tokens; `field`: the request field named in `PromptTooLong`. One of `text` (the body, if null) and `messages`."""
+    `messages` None: the body is a text.
+    """
 
     context: int
     field: str
@@ -34,58 +35,58 @@ class Encode(msgspec.Struct, frozen=True):
     messages: list[dict[str, object]] | None = None
 
 
-class Decode(msgspec.Struct, frozen=True):
-    """The body: token ids as int32."""
+class DecodeArguments(msgspec.Struct, frozen=True):
+    """Arguments of `decode`. The body is token ids as int32."""
 
     skip_special: bool
 
 
 class AsyncTokenizer:
-    """Token ids of texts and chats that leave room in the context; `PromptTooLong` for others."""
+    """Token ids of texts and chats. Raises `PromptTooLong` unless at least one token fits after them in the context."""
 
     def __init__(self, tokenizer: Tokenizer, helpers: HelperPool) -> None:
         self._tokenizer, self._helpers = tokenizer, helpers
 
     async def encode(self, text: str, *, context: int, field: str, add_special: bool = True) -> list[int]:
-        if len(text) <= AT_ONCE:
+        if len(text) <= MAX_INLINE_CHARACTERS:
             ids = self._tokenizer.encode(text, add_special=add_special)
-        elif len(text) <= IN_A_THREAD:
+        elif len(text) <= MAX_THREAD_CHARACTERS:
             ids = await asyncio.to_thread(self._tokenizer.encode, text, add_special=add_special)
         else:
-            arguments = Encode(context, field, add_special)
-            return _ids(await self._helpers.run(encode, arguments, text.encode()))
+            arguments = EncodeArguments(context, field, add_special)
+            return _unpack(await self._helpers.run(encode, arguments, text.encode()))
         return _checked(ids, context, field)
 
     async def chat(self, messages: Sequence[Message], *, context: int) -> list[int]:
         """By the base's template. Raises `InvalidRequest` too."""
-        if sum(len(str(message.get("content", ""))) for message in messages) <= IN_A_THREAD:
+        if sum(len(str(message.get("content", ""))) for message in messages) <= MAX_THREAD_CHARACTERS:
             return _checked(await asyncio.to_thread(self._tokenizer.chat, messages), context, "messages")
-        arguments = Encode(context, "messages", messages=[dict(message) for message in messages])
-        return _ids(await self._helpers.run(encode, arguments))
+        arguments = EncodeArguments(context, "messages", messages=[dict(message) for message in messages])
+        return _unpack(await self._helpers.run(encode, arguments))
 
     async def decode(self, ids: Sequence[int], *, skip_special: bool) -> str:
-        if len(ids) <= IDS_AT_ONCE:
+        if len(ids) <= MAX_INLINE_IDS:
             return self._tokenizer.decode(ids, skip_special=skip_special)
-        return (await self._helpers.run(decode, Decode(skip_special), array("i", ids).tobytes())).decode()
+        return (await self._helpers.run(decode, DecodeArguments(skip_special), array("i", ids).tobytes())).decode()
 
 
 def decode(context: TaskContext, arguments: bytes, body: bytes) -> bytes:
-    """The task: text as UTF-8."""
-    asked = msgspec.msgpack.decode(arguments, type=Decode)
-    return context.tokenizer.decode(_ids(body), skip_special=asked.skip_special).encode()
+    """Helper task: the text as UTF-8."""
+    options = msgspec.msgpack.decode(arguments, type=DecodeArguments)
+    return context.tokenizer.decode(_unpack(body), skip_special=options.skip_special).encode()
 
 
 def encode(context: TaskContext, arguments: bytes, body: bytes) -> bytes:
-    """The task: token ids as int32."""
-    asked = msgspec.msgpack.decode(arguments, type=Encode)
-    if asked.messages is None:
-        ids = context.tokenizer.encode(body.decode(), add_special=asked.add_special)
+    """Helper task: token ids as int32."""
+    options = msgspec.msgpack.decode(arguments, type=EncodeArguments)
+    if options.messages is None:
+        ids = context.tokenizer.encode(body.decode(), add_special=options.add_special)
     else:
-        ids = context.tokenizer.chat(asked.messages)
-    return array("i", _checked(ids, asked.context, asked.field)).tobytes()
+        ids = context.tokenizer.chat(options.messages)
+    return array("i", _checked(ids, options.context, options.field)).tobytes()
 
 
-def _ids(packed: bytes) -> list[int]:
+def _unpack(packed: bytes) -> list[int]:
     ids = array("i")
     ids.frombytes(packed)
     return ids.tolist()

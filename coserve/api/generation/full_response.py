@@ -1,6 +1,6 @@
-"""A whole answer out of a stream's chunks. Log-probabilities are made into JSON as they come.
+"""A full response from a stream's chunks. Log-probabilities are encoded as JSON when they arrive.
 
-As objects they would be millions: building, encoding and freeing them at the end would hold the event loop.
+There may be millions: building, encoding and freeing them as objects at the end would block the event loop.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ LogprobEntry = ChosenLogprob | PromptLogprob
 
 
 class LogprobsBuilder(Protocol):
-    """Log-probabilities of one choice, or of the prompt, in the shape of an API."""
+    """Collects the log-probabilities of one choice, or of the prompt, in an API's format."""
 
     def add(self, entries: Sequence[LogprobEntry], /) -> None: ...
 
@@ -29,11 +29,11 @@ S = TypeVar("S", bound=LogprobsBuilder)
 
 @dataclass(frozen=True)
 class FullResponse(Generic[S]):
-    """`answer` is without log-probabilities: those of the prompt are `prompt`, those of each choice `scores`."""
+    """`response` without log-probabilities; the prompt's are in `prompt`, those of each choice in `logprobs`."""
 
-    answer: GenerateResponse
+    response: GenerateResponse
     prompt: S | None
-    scores: list[S | None]
+    logprobs: list[S | None]
 
 
 @dataclass
@@ -67,7 +67,7 @@ class _ChoiceBuilder(Generic[S]):
 async def collect(
     request: GenerateRequest, stream: AsyncGenerator[GenerateChunk, None], new: Callable[[], S]
 ) -> FullResponse[S]:
-    """The whole answer to `request`, whose chunks `stream` has. Raises what it raises. `new` makes empty scores."""
+    """The full response to `request` from its `stream`. `new` makes an empty builder. Raises what the stream raises."""
     prompt = None if request.prompt_logprobs is None else new()
     choices = [_ChoiceBuilder(None if request.logprobs is None else new()) for _ in range(request.n)]
     prompt_ids: list[int] | None = None
@@ -82,7 +82,7 @@ async def collect(
     assert last is not None, "a stream has at least one chunk"
     assert last.usage is not None, "its last chunk counts"
     assert last.timing is not None, "its last chunk counts"
-    answer = GenerateResponse(
+    response = GenerateResponse(
         id=last.id,
         adapter=last.adapter,
         version=last.version,
@@ -92,15 +92,15 @@ async def collect(
         timing=last.timing,
         prompt_token_ids=prompt_ids,
     )
-    return FullResponse(answer, prompt, [choice.scores for choice in choices])
+    return FullResponse(response, prompt, [choice.scores for choice in choices])
 
 
 async def collect_native(request: GenerateRequest, stream: AsyncGenerator[GenerateChunk, None]) -> GenerateResponse:
-    """The answer as `/generate` gives it."""
-    whole = await collect(request, stream, JsonListBuilder[LogprobEntry])
+    """The response of `POST /generate`."""
+    full = await collect(request, stream, JsonListBuilder[LogprobEntry])
     choices = [
         choice if scores is None else msgspec.structs.replace(choice, logprobs=scores.as_list())
-        for choice, scores in zip(whole.answer.choices, whole.scores, strict=True)
+        for choice, scores in zip(full.response.choices, full.logprobs, strict=True)
     ]
-    prompt = None if whole.prompt is None else whole.prompt.as_list()
-    return msgspec.structs.replace(whole.answer, choices=choices, prompt_logprobs=prompt)
+    prompt = None if full.prompt is None else full.prompt.as_list()
+    return msgspec.structs.replace(full.response, choices=choices, prompt_logprobs=prompt)

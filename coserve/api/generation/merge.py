@@ -1,4 +1,4 @@
-"""Several requests as one: their chunks side by side, their end together."""
+"""Run several requests as one: merge their streams, or gather their results."""
 
 from __future__ import annotations
 
@@ -11,29 +11,29 @@ from coserve.schemas import GenerateChunk
 
 Chunks = AsyncGenerator[GenerateChunk, None]
 ChunkQueue = asyncio.Queue[tuple[int, GenerateChunk | Exception | None]]
-"""News of streams; None, or the error that it raised: the stream ended."""
+"""Stream number and its next chunk; at its end None, or the error that it raised."""
 T = TypeVar("T")
 GROUP = 16
-"""Requests that begin, or end early, in one turn of the event loop."""
+"""Requests that start, or are cancelled, in one turn of the event loop."""
 CHUNKS = 16
-"""Chunks that wait for their reader, and again as many that wait to wait: what the engine says beyond stays packed."""
+"""Capacity of the queue, and chunks that streams may hold besides; further engine messages stay packed."""
 
 
-async def _begin(works: Iterable[Coroutine[None, None, T]], tasks: list[asyncio.Task[T]]) -> None:
-    """Put a task for each of `works` into `tasks`."""
-    waiting = iter(works)
+async def _start(coroutines: Iterable[Coroutine[None, None, T]], tasks: list[asyncio.Task[T]]) -> None:
+    """Append a task for each coroutine to `tasks`."""
+    left = iter(coroutines)
     try:
-        for work in waiting:
-            tasks.append(asyncio.create_task(work))
+        for coroutine in left:
+            tasks.append(asyncio.create_task(coroutine))
             if len(tasks) % GROUP == 0:
                 await asyncio.sleep(0)
     finally:
-        for work in waiting:
-            work.close()  # never begun
+        for coroutine in left:
+            coroutine.close()  # never started
 
 
-async def _end(tasks: Sequence[asyncio.Task[T]]) -> None:
-    """Cancel those that still run and wait for all."""
+async def _cancel(tasks: Sequence[asyncio.Task[T]]) -> None:
+    """Cancel all tasks and wait until they have ended."""
     for first in range(0, len(tasks), GROUP):
         group = tasks[first : first + GROUP]
         for task in group:
@@ -41,55 +41,55 @@ async def _end(tasks: Sequence[asyncio.Task[T]]) -> None:
         await asyncio.gather(*group, return_exceptions=True)
 
 
-async def merged(
+async def merge_streams(
     streams: Sequence[Callable[[asyncio.Semaphore], Chunks]],
 ) -> AsyncGenerator[tuple[int, GenerateChunk], None]:
-    """The chunks of all streams as they come, each with the number of its stream.
+    """The chunks of all streams as they come, each with its stream's number.
 
-    Each stream makes a chunk, and yields it, only while it holds the semaphore that it is called with. The first error of
-    one ends all; so does closing it early.
+    Each stream makes and yields a chunk only while it holds the semaphore that it is called with. The first error, and
+    closing the generator early, cancel all streams.
     """
-    turns = asyncio.Semaphore(CHUNKS)
+    semaphore = asyncio.Semaphore(CHUNKS)
     if len(streams) == 1:
-        async with aclosing(streams[0](turns)) as chunks:
+        async with aclosing(streams[0](semaphore)) as chunks:
             async for chunk in chunks:
                 yield 0, chunk
         return
-    inbox: ChunkQueue = asyncio.Queue(CHUNKS)
+    queue: ChunkQueue = asyncio.Queue(CHUNKS)
     tasks: list[asyncio.Task[None]] = []
     try:
-        await _begin((_follow(number, stream(turns), inbox) for number, stream in enumerate(streams)), tasks)
+        await _start((_follow(number, stream(semaphore), queue) for number, stream in enumerate(streams)), tasks)
         left = len(tasks)
         while left:
-            number, news = await inbox.get()
-            if isinstance(news, Exception):
-                raise news
-            if news is None:
+            number, item = await queue.get()
+            if isinstance(item, Exception):
+                raise item
+            if item is None:
                 left -= 1
             else:
-                yield number, news
+                yield number, item
     finally:
-        await _end(tasks)
+        await _cancel(tasks)
 
 
-async def _follow(number: int, stream: Chunks, inbox: ChunkQueue) -> None:
+async def _follow(number: int, stream: Chunks, queue: ChunkQueue) -> None:
     end: Exception | None = None
     try:
         async with aclosing(stream) as chunks:
             async for chunk in chunks:
-                await inbox.put((number, chunk))
+                await queue.put((number, chunk))
     except Exception as error:  # noqa: BLE001 - the reader raises it
         end = error
-    await inbox.put((number, end))
+    await queue.put((number, end))
 
 
-async def together(calls: Sequence[Coroutine[None, None, T]]) -> list[T]:
-    """All results, in order; the first error ends the others."""
+async def gather(calls: Sequence[Coroutine[None, None, T]]) -> list[T]:
+    """All results, in order. The first error cancels the others."""
     if len(calls) == 1:
         return [await calls[0]]
     tasks: list[asyncio.Task[T]] = []
     try:
-        await _begin(calls, tasks)
+        await _start(calls, tasks)
         return await asyncio.gather(*tasks)
     finally:
-        await _end(tasks)
+        await _cancel(tasks)

@@ -1,4 +1,4 @@
-"""What the engine says of one request, until the request's handler takes it."""
+"""Engine messages of one request, queued until its handler reads them."""
 
 from __future__ import annotations
 
@@ -9,32 +9,32 @@ from coserve.link import MAX_PROMPT_LOGPROBS, Admitted, RequestFailed, Tokens
 from coserve.logprobs import PackedLogprobs
 
 MAX_MERGED = MAX_PROMPT_LOGPROBS
-"""Tokens, or positions of a prompt, that are made into text in one turn of the event loop."""
+"""Most tokens and prompt positions in one merged message: what becomes text in one turn of the event loop."""
 
 EngineOutput = Admitted | Tokens | RequestFailed
 
 
 class OutputQueue:
-    """In order; tokens that pile up behind a slow reader come out together, so that a message costs less the more there are."""
+    """FIFO. Consecutive `Tokens` messages of one sequence are merged, so a slow reader pays less for each."""
 
     def __init__(self) -> None:
         self._messages: deque[EngineOutput] = deque()
-        self._came = asyncio.Event()
+        self._arrived = asyncio.Event()
 
     def put(self, message: EngineOutput) -> None:
         self._messages.append(message)
-        self._came.set()
+        self._arrived.set()
 
     async def get(self) -> EngineOutput:
-        """The next message, joined with the ones right behind it that go on with the same sequence, up to `MAX_MERGED` entries.
+        """The next message, merged with the following ones of its sequence up to `MAX_MERGED` entries.
 
-        Others have a turn of the event loop between two messages.
+        Yields to the event loop between two messages.
         """
         if self._messages:
             await asyncio.sleep(0)
         while not self._messages:
-            self._came.clear()
-            await self._came.wait()
+            self._arrived.clear()
+            await self._arrived.wait()
         message = self._messages.popleft()
         if not isinstance(message, Tokens):
             return message
@@ -42,19 +42,19 @@ class OutputQueue:
         while (
             size < MAX_MERGED and parts[-1].finished is None and self._messages and self._messages[0].id == message.id
         ):
-            behind = self._messages[0]
-            if not isinstance(behind, Tokens) or (size := size + _size(behind)) > MAX_MERGED:
+            following = self._messages[0]
+            if not isinstance(following, Tokens) or (size := size + _size(following)) > MAX_MERGED:
                 break
-            parts.append(behind)
+            parts.append(following)
             self._messages.popleft()
-        return message if len(parts) == 1 else _joined(parts)
+        return message if len(parts) == 1 else _merged(parts)
 
 
 def _size(message: Tokens) -> int:
     return len(message.tokens) + len(message.prompt_logprobs)
 
 
-def _joined(parts: list[Tokens]) -> Tokens:
+def _merged(parts: list[Tokens]) -> Tokens:
     return Tokens(
         id=parts[0].id,
         tokens=tuple(token for part in parts for token in part.tokens),

@@ -1,4 +1,4 @@
-"""What a generation request says, in the words of the engine: token ids and sampling parameters."""
+"""Generation requests become engine input: prompt token ids and sampling parameters."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from coserve.schemas import MAX_PROMPT_LOGPROBS, ChatMessage, GenerateRequest
 from coserve.types import BaseSpec, SamplingParams
 
 LONGEST_TOKEN = 256
-"""Characters; a text with more than so many times the context need not be tokenised to be refused."""
+"""Characters. A text longer than this times the context is refused before it is tokenised."""
 
 
 def check_generate(request: GenerateRequest, spec: BaseSpec) -> None:
-    """What the types cannot say. Raises `InvalidRequest`, `EmptyPrompt`."""
+    """Checks that the types cannot express. Raises `InvalidRequest`, `EmptyPrompt`."""
     if (request.prompt is None) == (request.messages is None):
         got = "none" if request.prompt is None else "both"
         raise InvalidRequest(f"expected one of prompt and messages, got {got}", field="prompt")
@@ -43,7 +43,7 @@ def check_generate(request: GenerateRequest, spec: BaseSpec) -> None:
 async def encode_prompt(request: GenerateRequest, spec: BaseSpec, texts: AsyncTokenizer) -> tuple[int, ...]:
     """Token ids. Raises `EmptyPrompt`, `PromptTooLong`, and `InvalidRequest` from the chat template."""
     try:
-        return await _encoded(request, spec, texts)
+        return await _encode(request, spec, texts)
     except PromptTooLong as error:
         if not spec.context_note:
             raise
@@ -51,7 +51,7 @@ async def encode_prompt(request: GenerateRequest, spec: BaseSpec, texts: AsyncTo
         raise PromptTooLong(message, field=error.field, context=error.context, length=error.length) from error
 
 
-async def _encoded(request: GenerateRequest, spec: BaseSpec, texts: AsyncTokenizer) -> tuple[int, ...]:
+async def _encode(request: GenerateRequest, spec: BaseSpec, texts: AsyncTokenizer) -> tuple[int, ...]:
     if isinstance(request.prompt, list):
         field, ids = "prompt", request.prompt
     elif request.prompt is not None:
@@ -75,7 +75,7 @@ async def _encoded(request: GenerateRequest, spec: BaseSpec, texts: AsyncTokeniz
 
 
 def chat_messages(turns: Sequence[ChatMessage]) -> list[Message]:
-    """Turns as templates know them."""
+    """Messages in the form that chat templates read."""
     return [
         {"role": turn.role, "content": turn.content} | ({} if turn.name is None else {"name": turn.name})
         for turn in turns
@@ -89,10 +89,10 @@ def check_characters(length: int, context: int, field: str) -> None:
         raise PromptTooLong(f"expected at most {limit} characters, got {length}", field=field, context=context)
 
 
-def sampling_params(request: GenerateRequest, index: int, seed: int, room: int) -> SamplingParams:
-    """What of the request the engine samples choice `index` by. `room`: tokens that fit behind the prompt."""
+def sampling_params(request: GenerateRequest, index: int, seed: int, max_new_tokens: int) -> SamplingParams:
+    """The sampling parameters of choice `index`. `max_new_tokens`: how many fit after the prompt."""
     return SamplingParams(
-        max_tokens=room if request.max_tokens is None else request.max_tokens,
+        max_tokens=max_new_tokens if request.max_tokens is None else request.max_tokens,
         min_tokens=request.min_tokens,
         temperature=request.temperature,
         top_k=request.top_k,

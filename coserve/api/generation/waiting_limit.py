@@ -8,8 +8,8 @@ from coserve.errors import QueueFull
 
 
 class WaitingLimit:
-    """`limit` sequences. If `fair`, an adapter that fills them does not keep others out: each may have its part of the
-    limit, divided by the adapters in line, also when all places are taken; the engine's queue then makes the room."""
+    """At most `limit` sequences wait. If `fair`, one adapter cannot keep others out: each adapter may have its share (the
+    limit divided by the number of waiting adapters) beyond the limit; the engine's queue then displaces another's request."""
 
     def __init__(self, limit: int, *, fair: bool) -> None:
         self._limit, self._fair = limit, fair

@@ -1,4 +1,4 @@
-"""Tasks that read large JSON bodies: the API process gets back what is small, or already checked."""
+"""Helper tasks that decode large JSON bodies. Their results are small, or checked already."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from coserve.api.generation.async_tokenizer import check_tokens
+from coserve.api.generation.async_tokenizer import MAX_INLINE_CHARACTERS, check_tokens
 from coserve.api.generation.prompts import check_characters
 from coserve.api.http.parsing import decode_dialect, decode_json
 from coserve.errors import CoserveError, InvalidRequest
@@ -20,43 +20,41 @@ from coserve.state.durable import disk_errors
 T = TypeVar("T")
 
 MAX_VALUES = 1 << 18
-"""Numbers, texts and containers of one decoded request: more would hold up the process that takes them over."""
+"""Most numbers, texts and containers in one decoded request: receiving more would block the API process."""
 MAX_CHARACTERS = 1 << 21
-"""Of all texts of one decoded request, after the prompts that can be are tokenised."""
-LONG_TEXT = 4096
-"""Characters of a prompt from which on it is tokenised here."""
+"""Most characters of text in one decoded request, after long prompts were tokenised."""
 
 
-class Decode(msgspec.Struct, frozen=True):
-    """`decoder` names a struct, or a function from bytes to a struct. `context`: of the base, in tokens."""
+class DecodeArguments(msgspec.Struct, frozen=True):
+    """Arguments of `decode_body`. `decoder` names a struct, or a function from bytes to a struct. `context`: of the base, in tokens."""
 
     decoder: str
     dialect: bool
-    """Read a struct as other servers' clients write it."""
+    """Accept unknown fields with empty values, as clients of other servers send them."""
     context: int | None
 
 
 def decoded(body: bytes, decoder: type[T] | Callable[[bytes], T], *, dialect: bool) -> T:
-    """What a struct's type, or a function, makes of a body."""
+    """The body decoded as a struct's type, or by a function."""
     if not isinstance(decoder, type):
         return decoder(body)
     return decode_dialect(body, decoder) if dialect else decode_json(body, decoder)
 
 
 def decode_body(context: TaskContext, arguments: bytes, body: bytes) -> bytes:
-    """The name of the value's type, a line break, and the value as MessagePack."""
-    options = msgspec.msgpack.decode(arguments, type=Decode)
+    """Helper task: the name of the value's type, a line break, and the value as MessagePack."""
+    options = msgspec.msgpack.decode(arguments, type=DecodeArguments)
     value = decoded(body, find(options.decoder), dialect=options.dialect)
-    if isinstance(value, CoserveError):  # a decoder may return what is wrong
+    if isinstance(value, CoserveError):  # a decoder may return an error
         return name_of(Failure).encode() + b"\n" + msgspec.msgpack.encode(failure_of(value))
     if options.context is not None:
         value = with_token_ids(value, context.tokenizer, options.context)
-    _check_weight(value)
+    _check_size(value)
     return name_of(type(value)).encode() + b"\n" + msgspec.msgpack.encode(value)
 
 
 def unpack(result: bytes) -> object:
-    """What `decode_body` packed."""
+    """The value in a result of `decode_body`."""
     name, _, packed = result.partition(b"\n")
     value: object = msgspec.msgpack.decode(packed, type=find(name.decode()))
     return error_of(value) if isinstance(value, Failure) else value
@@ -69,33 +67,35 @@ def with_token_ids(value: msgspec.Struct, tokenizer: Tokenizer, context: int) ->
     """
     prompt = getattr(value, "prompt", None)
     if isinstance(prompt, str):
-        found: Any = _shorter(prompt, tokenizer, context)
+        found: Any = _tokenized_if_long(prompt, tokenizer, context)
     elif isinstance(prompt, list) and prompt and all(isinstance(entry, int) for entry in prompt):
-        found = _shorter(prompt, tokenizer, context)
+        found = _tokenized_if_long(prompt, tokenizer, context)
     elif isinstance(prompt, list) and all(isinstance(entry, str) for entry in prompt):
-        found = [_shorter(entry, tokenizer, context) for entry in prompt]
+        found = [_tokenized_if_long(entry, tokenizer, context) for entry in prompt]
         if any(isinstance(entry, str) for entry in found):  # all of them, or none
             found = [tokenizer.encode(entry) if isinstance(entry, str) else entry for entry in found]
             found = prompt if not all(found) else found
     elif isinstance(prompt, list):
-        found = [_shorter(entry, tokenizer, context) if isinstance(entry, list) else entry for entry in prompt]
+        found = [
+            _tokenized_if_long(entry, tokenizer, context) if isinstance(entry, list) else entry for entry in prompt
+        ]
     else:
         return value
     return value if getattr(value, "echo", False) else msgspec.structs.replace(value, prompt=found)
 
 
-def _shorter(prompt: str | list[int], tokenizer: Tokenizer, context: int) -> str | list[int]:
+def _tokenized_if_long(prompt: str | list[int], tokenizer: Tokenizer, context: int) -> str | list[int]:
     if isinstance(prompt, str):
         check_characters(len(prompt), context, "prompt")
-        if len(prompt) <= LONG_TEXT:
+        if len(prompt) <= MAX_INLINE_CHARACTERS:
             return prompt
         prompt = tokenizer.encode(prompt)
     check_tokens(len(prompt), context, "prompt")
     return prompt
 
 
-def _check_weight(value: msgspec.Struct) -> None:
-    """Raises `InvalidRequest` for more values, or longer texts, than can be handed over in a moment."""
+def _check_size(value: msgspec.Struct) -> None:
+    """Raises `InvalidRequest` for more values, or longer texts, than the API process can receive without blocking."""
     values, characters = 0, 0
     left: list[object] = [msgspec.to_builtins(value)]
     while left:
@@ -114,15 +114,15 @@ def _check_weight(value: msgspec.Struct) -> None:
             raise InvalidRequest(f"expected at most {MAX_CHARACTERS} characters of text in one request")
 
 
-class DecodeCorpus(msgspec.Struct, frozen=True):
-    """`file`: where the rows go."""
+class DecodeCorpusArguments(msgspec.Struct, frozen=True):
+    """Arguments of `decode_corpus`. `file`: where the rows go."""
 
     file: str
 
 
 def decode_corpus(context: TaskContext, arguments: bytes, body: bytes) -> bytes:
-    """A `FinetuneRequest` as MessagePack; its `data`, if it has no `path` too, goes to a JSONL file instead."""
-    options = msgspec.msgpack.decode(arguments, type=DecodeCorpus)
+    """Helper task: a `FinetuneRequest` as MessagePack. Its `data` go to a JSONL file, unless it has a `path` too."""
+    options = msgspec.msgpack.decode(arguments, type=DecodeCorpusArguments)
     request = decode_json(body, FinetuneRequest)
     if request.data is None:
         return msgspec.msgpack.encode(request)

@@ -12,10 +12,11 @@ from msgspec import UNSET, UnsetType
 
 from coserve import __version__
 from coserve.api.generation.full_response import collect_native
-from coserve.api.http.bodies import BodyReader, is_upload
+from coserve.api.http.bodies import BodyReader
 from coserve.api.http.parsing import decode_dialect, decode_json, page, ref_from_path
 from coserve.api.http.responses import error_info, json_response
 from coserve.api.http.sse import EventStream
+from coserve.api.http.uploads import UploadReader, is_upload
 from coserve.api.service import Service
 from coserve.api.tgi.handlers import TgiApi, tgi_error_response
 from coserve.api.tgi.schemas import TgiRequest
@@ -46,8 +47,11 @@ DOCS = {
 class NativeApi:
     """One method a route."""
 
-    def __init__(self, service: Service, config: Config, bodies: BodyReader, tgi: TgiApi) -> None:
+    def __init__(
+        self, service: Service, config: Config, bodies: BodyReader, uploads: UploadReader, tgi: TgiApi
+    ) -> None:
         self._service, self._config, self._bodies, self._tgi = service, config, bodies, tgi
+        self._uploads = uploads
 
     # ---- generation
 
@@ -72,7 +76,7 @@ class NativeApi:
         if not is_upload(request):
             async with self._bodies.corpus(request, self._staging) as (settings, file):
                 return json_response(await self._service.jobs.submit(settings, file, key), status=202)
-        async with self._bodies.upload(request, FinetuneRequest, self._staging) as (settings, folder):
+        async with self._uploads.read(request, FinetuneRequest, self._staging) as (settings, folder):
             return json_response(await self._service.jobs.submit(settings, folder / "file", key), status=202)
 
     async def list_jobs(self, request: web.Request) -> web.StreamResponse:
@@ -105,7 +109,7 @@ class NativeApi:
         if not is_upload(request):
             body = await self._bodies.json(request, ImportRequest)
             return json_response(await self._service.adapters.take(body, None), status=201)
-        async with self._bodies.upload(request, ImportRequest, self._staging, ADAPTER_FILES) as (settings, folder):
+        async with self._uploads.read(request, ImportRequest, self._staging, ADAPTER_FILES) as (settings, folder):
             return json_response(await self._service.adapters.take(settings, folder), status=201)
 
     async def list_adapters(self, request: web.Request) -> web.StreamResponse:

@@ -1,4 +1,4 @@
-"""Answers of `/v1/chat/completions`: whole, and as the chunks of a stream."""
+"""Answers of `/v1/chat/completions`: full, and as the chunks of a stream."""
 
 from __future__ import annotations
 
@@ -39,9 +39,9 @@ class ChatLogprobsBuilder:
         return ChatLogprobs(content=self._content.as_list())
 
 
-def chat_completion(body: ChatRequest, meta: ResponseMeta, whole: FullResponse[ChatLogprobsBuilder]) -> ChatCompletion:
+def chat_completion(body: ChatRequest, meta: ResponseMeta, full: FullResponse[ChatLogprobsBuilder]) -> ChatCompletion:
     """The whole answer."""
-    answer = whole.answer
+    answer = full.response
     return ChatCompletion(
         id=meta.id,
         created=meta.created,
@@ -56,7 +56,7 @@ def chat_completion(body: ChatRequest, meta: ResponseMeta, whole: FullResponse[C
                 stop_reason=choice.stop_reason,
                 token_ids=choice.token_ids if body.return_token_ids else UNSET,
             )
-            for choice, scores in zip(answer.choices, whole.scores, strict=True)
+            for choice, scores in zip(answer.choices, full.logprobs, strict=True)
         ],
         usage=total([answer.usage]),
         prompt_token_ids=answer.prompt_token_ids if body.return_token_ids else UNSET,

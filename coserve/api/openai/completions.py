@@ -1,4 +1,4 @@
-"""Answers of `/v1/completions`: whole, and as the chunks of a stream."""
+"""Answers of `/v1/completions`: full, and as the chunks of a stream."""
 
 from __future__ import annotations
 
@@ -78,14 +78,14 @@ async def completion(
 ) -> Completion:
     """The answer to all prompts. `echoes`: the text before each one's own, or empty."""
     choices = []
-    for number, (echo, whole) in enumerate(zip(echoes, answers, strict=True)):
-        answer = whole.answer
-        for choice, scores in zip(answer.choices, whole.scores, strict=True):
+    for number, (echo, full) in enumerate(zip(echoes, answers, strict=True)):
+        answer = full.response
+        for choice, scores in zip(answer.choices, full.logprobs, strict=True):
             choices.append(
                 CompletionChoice(
                     index=number * len(answer.choices) + choice.index,
                     text=echo + choice.text,
-                    logprobs=None if scores is None else scores.after(whole.prompt),
+                    logprobs=None if scores is None else scores.after(full.prompt),
                     finish_reason=choice.finish_reason,
                     stop_reason=choice.stop_reason,
                     token_ids=choice.token_ids if body.return_token_ids else UNSET,
@@ -93,7 +93,7 @@ async def completion(
                 )
             )
             await asyncio.sleep(0)  # offsets of many tokens take their time
-    usage = total(whole.answer.usage for whole in answers)
+    usage = total(full.response.usage for full in answers)
     return Completion(
         id=meta.id,
         created=meta.created,

@@ -12,7 +12,7 @@ from aiohttp import web
 
 from coserve.api.generation.async_tokenizer import check_tokens
 from coserve.api.generation.full_response import collect
-from coserve.api.generation.merge import merged, together
+from coserve.api.generation.merge import gather, merge_streams
 from coserve.api.http.bodies import BodyReader
 from coserve.api.http.responses import json_response
 from coserve.api.http.sse import EventStream
@@ -48,9 +48,9 @@ class OpenAIApi:
         generation = self._service.generation
         if not body.stream:
             new = partial(CompletionLogprobsBuilder, name_of(body))
-            answers = await together([collect(each, generation.stream(each), new) for each in asked])
+            answers = await gather([collect(each, generation.stream(each), new) for each in asked])
             return json_response(await completion(body, meta, echoes, answers))
-        async with aclosing(merged([partial(generation.stream, each) for each in asked])) as chunks:
+        async with aclosing(merge_streams([partial(generation.stream, each) for each in asked])) as chunks:
             return await self._stream(request, completion_events(body, meta, echoes, chunks))
 
     async def chat_completions(self, request: web.Request) -> web.StreamResponse:

@@ -159,8 +159,8 @@ class TgiApi:
                 max_concurrent_requests=self._config.max_queue,
                 max_best_of=MAX_CHOICES,
                 max_stop_sequences=MAX_STOPS,
-                max_input_tokens=engine.room - 1,
-                max_total_tokens=engine.room,
+                max_input_tokens=engine.max_model_len - 1,
+                max_total_tokens=engine.max_model_len,
                 router="coserve",
                 version=__version__,
             )
@@ -170,15 +170,15 @@ class TgiApi:
         given = ask.parameters or TgiParameters()
         asked = tgi_request(ask, stream=False)
         new = partial(_TgiLogprobs, given, self._service.tokenizer.special_ids)
-        whole = await collect(asked, self._service.generation.stream(asked), new)
-        found = whole.answer
-        pairs = [(choice, scores or new()) for choice, scores in zip(found.choices, whole.scores, strict=True)]
+        full = await collect(asked, self._service.generation.stream(asked), new)
+        found = full.response
+        pairs = [(choice, scores or new()) for choice, scores in zip(found.choices, full.logprobs, strict=True)]
         (best, best_scores), *others = sorted(pairs, key=lambda pair: pair[1].mean, reverse=True)
         before = ask.inputs if given.return_full_text else ""
         text = before + best.text
         if not _has_details(given):
             return TgiResponse(generated_text=text)
-        prefill = [] if whole.prompt is None else whole.prompt.prefill.as_list()
+        prefill = [] if full.prompt is None else full.prompt.prefill.as_list()
         details = TgiDetails(
             finish_reason=_finish(best.finish_reason, best.stop_reason),
             prompt_tokens=found.usage.prompt_tokens,

@@ -1,0 +1,91 @@
+"""The state of one request in flight: its choices, its times, and the chunks of its response."""
+
+from __future__ import annotations
+
+import secrets
+from dataclasses import dataclass, field
+
+from coserve.api.generation.choice_decoder import ChoiceDecoder, ChoiceDelta
+from coserve.api.generation.output_queue import OutputQueue
+from coserve.pretrained.tokenizer import Tokenizer
+from coserve.schemas import GenerateChunk, GenerateRequest, Timing, Usage
+from coserve.types import AdapterRef
+
+
+@dataclass
+class RequestState:
+    """One request. Each choice is one sequence in the engine; times are seconds on the caller's clock."""
+
+    id: str
+    adapter: AdapterRef | None
+    prompt: tuple[int, ...]
+    seed: int
+    arrived: float
+    decoders: dict[str, ChoiceDecoder]
+    """By sequence id, in the order of the choices."""
+    show_prompt_ids: bool
+    """The next chunk of choice 0 has the prompt's token ids."""
+    outputs: OutputQueue = field(default_factory=OutputQueue)
+    admitted: float | None = None
+    first_token: dict[str, float] = field(default_factory=dict)
+    last_token: dict[str, float] = field(default_factory=dict)
+    """When each sequence produced its first token, and its last one so far."""
+
+    def timing(self, now: float) -> Timing:
+        queue = None if self.admitted is None else self.admitted - self.arrived
+        first = min(self.first_token.values(), default=now)
+        return Timing(queue=queue, ttft=first - self.arrived, e2e=now - self.arrived)
+
+    def usage(self) -> Usage:
+        prompt, completion = len(self.prompt), sum(decoder.count for decoder in self.decoders.values())
+        return Usage(prompt_tokens=prompt, completion_tokens=completion, total_tokens=prompt + completion)
+
+    def chunk(self, sequence: str, delta: ChoiceDelta, now: float, *, last: bool) -> GenerateChunk:
+        """The chunk that sends `delta`; the last chunk of the whole response has usage and timing."""
+        index = list(self.decoders).index(sequence)
+        with_prompt_ids = self.show_prompt_ids and index == 0
+        self.show_prompt_ids = self.show_prompt_ids and not with_prompt_ids
+        return GenerateChunk(
+            id=self.id,
+            adapter=self.adapter.id if self.adapter else None,
+            version=self.adapter.version if self.adapter else None,
+            seed=self.seed,
+            index=index,
+            text=delta.text,
+            token_ids=list(delta.token_ids),
+            finish_reason=delta.finished.value if delta.finished else None,
+            stop_reason=delta.stop_reason,
+            logprobs=None if delta.logprobs is None else list(delta.logprobs),
+            prompt_token_ids=list(self.prompt) if with_prompt_ids else None,
+            prompt_logprobs=None if delta.prompt_logprobs is None else list(delta.prompt_logprobs),
+            usage=self.usage() if last else None,
+            timing=self.timing(now) if last else None,
+        )
+
+
+def new_state(
+    request: GenerateRequest,
+    prompt: tuple[int, ...],
+    adapter: AdapterRef | None,
+    tokenizer: Tokenizer,
+    arrived: float,
+) -> RequestState:
+    """The state of a request before its first token. A seed is drawn unless the request has one."""
+    id = f"gen-{secrets.token_hex(8)}"
+    seed = secrets.randbits(31) if request.seed is None else request.seed
+    stops = [request.stop] if isinstance(request.stop, str) else request.stop or []
+    decoders = {
+        f"{id}-{index}": ChoiceDecoder(
+            tokenizer,
+            prompt,
+            stops=stops,
+            stop_token_ids=request.stop_token_ids,
+            min_tokens=request.min_tokens,
+            logprobs=request.logprobs is not None,
+            prompt_logprobs=index == 0 and request.prompt_logprobs is not None,
+            include_stop=request.include_stop_str_in_output,
+            skip_special=request.skip_special_tokens,
+        )
+        for index in range(request.n)
+    }
+    return RequestState(id, adapter, prompt, seed, arrived, decoders, request.return_prompt_ids)

@@ -1,0 +1,128 @@
+"""Reads multipart bodies: settings as JSON, and files that go to disk while they arrive."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import shutil
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import TypeVar
+
+from aiohttp import BodyPartReader, MultipartReader, web
+
+from coserve.api.http.bodies import CHUNK, BodyReader, body_errors, check_head, check_size
+from coserve.api.http.multipart import multipart_reader
+from coserve.api.http.server import ask_for_body
+from coserve.errors import BodyTooLarge, InvalidRequest, QueueFull, UnsafeAdapter, UnsupportedEncoding
+from coserve.names import PICKLE_SUFFIXES
+from coserve.state.commits import uncancelled
+from coserve.state.durable import disk_errors
+
+MAX_SETTINGS_BYTES = 1 << 20
+MAX_UPLOADS = 8
+
+T = TypeVar("T")
+
+
+class UploadReader:
+    """Reads uploads for all handlers. `read_timeout`: seconds for each 64 KiB; `max_body_bytes`: of one upload."""
+
+    def __init__(self, bodies: BodyReader, *, max_body_bytes: int, read_timeout: float) -> None:
+        self._bodies, self._max_body, self._timeout = bodies, max_body_bytes, read_timeout
+        self._running = 0
+
+    @asynccontextmanager
+    async def read(
+        self, request: web.Request, type: type[T], staging: Path, names: tuple[str, ...] = ()
+    ) -> AsyncIterator[tuple[T, Path]]:
+        """The part `settings` as `type`, and a folder with the files, which is deleted when the block ends.
+
+        `names`: the file names to expect; empty: one file, saved as `file`. At most `MAX_UPLOADS` run at once.
+        """
+        check_head(request, self._max_body)
+        if self._running >= MAX_UPLOADS:
+            raise QueueFull(f"{MAX_UPLOADS} uploads are running already")
+        await ask_for_body(request)
+        self._running += 1
+        folder = staging / f"upload-{secrets.token_hex(8)}"
+        try:
+            await uncancelled(asyncio.create_task(asyncio.to_thread(folder.mkdir, parents=True)))
+            with body_errors():
+                settings = await self._receive(request, folder, names)
+            yield await self._bodies.decode(settings, type), folder
+        finally:
+            self._running -= 1
+            await uncancelled(asyncio.create_task(asyncio.to_thread(shutil.rmtree, folder, ignore_errors=True)))
+
+    async def _receive(self, request: web.Request, folder: Path, names: tuple[str, ...]) -> bytes:
+        """Save the files and return the bytes of the settings."""
+        settings: bytes | None = None
+        files: set[str] = set()
+        reader = multipart_reader(request)
+        while (part := await self._next_part(reader)) is not None:
+            if part.name == "settings" and settings is None:
+                settings = await self._settings(request, part)
+            elif part.name == "file":
+                name = _file_name(part, names, files)
+                files.add(name)
+                await self._save(request, part, folder / name)
+            else:
+                raise InvalidRequest(f"expected one part 'settings' and parts 'file', got {str(part.name)[:80]!r}")
+        for missing in sorted(set(names or ("file",)) - files):
+            raise InvalidRequest(f"expected a file {missing!r}, got none", field="file")
+        if settings is None:
+            raise InvalidRequest("expected a part 'settings', got none", field="settings")
+        return settings
+
+    async def _next_part(self, reader: MultipartReader) -> BodyPartReader | None:
+        async with asyncio.timeout(self._timeout):
+            part = await reader.next()
+        if isinstance(part, MultipartReader):
+            raise InvalidRequest("expected no multipart within a multipart body")
+        if part is not None and any(name in part.headers for name in ("Content-Encoding", "Content-Transfer-Encoding")):
+            raise UnsupportedEncoding("parts with an encoding are not accepted")
+        return part
+
+    async def _chunks(self, request: web.Request, part: BodyPartReader) -> AsyncIterator[bytes]:
+        while True:
+            chunk = bytearray()
+            async with asyncio.timeout(self._timeout):
+                while len(chunk) < CHUNK and (some := await part.read_chunk(CHUNK)):
+                    chunk += some
+            check_size(request, self._max_body)
+            if not chunk:
+                return
+            yield bytes(chunk)
+
+    async def _settings(self, request: web.Request, part: BodyPartReader) -> bytes:
+        body = bytearray()
+        async for chunk in self._chunks(request, part):
+            body += chunk
+            if len(body) > MAX_SETTINGS_BYTES:
+                raise BodyTooLarge(f"expected settings of at most {MAX_SETTINGS_BYTES} bytes", field="settings")
+        return bytes(body)
+
+    async def _save(self, request: web.Request, part: BodyPartReader, path: Path) -> None:
+        with disk_errors(), path.open("xb") as file:
+            async for chunk in self._chunks(request, part):
+                await uncancelled(asyncio.create_task(asyncio.to_thread(file.write, chunk)))
+
+
+def is_upload(request: web.Request) -> bool:
+    return request.content_type == "multipart/form-data"
+
+
+def _file_name(part: BodyPartReader, names: tuple[str, ...], seen: set[str]) -> str:
+    """The name to save a file under: one of ours, never the client's."""
+    if not names:
+        if seen:
+            raise InvalidRequest("expected one file, got more", field="file")
+        return "file"
+    given = part.filename or ""
+    if given.lower().endswith(PICKLE_SUFFIXES):
+        raise UnsafeAdapter(f"expected safetensors, got {given[-80:]!r}: pickle files are never opened", field="file")
+    if given not in names or given in seen:
+        raise InvalidRequest(f"expected one file each of {' and '.join(names)}, got {given[-80:]!r}", field="file")
+    return given
