@@ -61,7 +61,7 @@ async def test_upload_show_list_download_delete(api: Api, peft: Path) -> None:
 
     await api.call("POST", "/generate", json={"prompt": "x", "adapter": "poet@1"})
     status, gone = await api.call("DELETE", "/adapters/poet")
-    assert (status, gone) == (200, {"id": "poet", "versions": [1, 2]})
+    assert (status, gone) == (200, {"id": "poet", "versions": [1, 2], "current_ref": None})
     assert len(await api.engine.saw(DropAdapter, 2)) == 2
     assert api.folder.adapter_refs() == [AdapterRef("bard", 1)]
     for method in ("GET", "DELETE"):
