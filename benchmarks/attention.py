@@ -1,4 +1,4 @@
-"""Paged attention on one GPU, one layer of Llama-3.1-8B's shape: ours against others; microseconds and share of the floor.
+"""Paged attention on one GPU, one layer of Llama-3.1-8B: ours against other libraries; microseconds and share of the floor.
 
     python -m benchmarks.attention --out benchmarks/results [--only decode,pool,widths,prefill,training,flex]
     python -m benchmarks.attention --tune --out DIR
@@ -11,21 +11,19 @@ from __future__ import annotations
 import argparse
 import gc
 import json
-import subprocess
 import sys
 import time
 from collections.abc import Callable
 from dataclasses import asdict
-from datetime import date
 from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import Any
 
 import torch
-import triton
 
-from benchmarks import attention_ways as ways
+from benchmarks import attention_methods as methods
+from benchmarks.provenance import gpu_run
 from benchmarks.timing import event_us, graph_us
 from coserve.kernels.attention import packed as attention
 from coserve.kernels.attention.interface import Run
@@ -39,10 +37,10 @@ BATCHES = (1, 8, 32, 64, 256)
 CONTEXTS = (128, 512, 2048, 8192, 32768)
 CACHE_TOKENS = 8 << 20
 """32 GiB of the shape's cache: batch 256 at 32768 tokens of context."""
-SHAPE = ways.Shape()
+SHAPE = methods.Shape()
 PITCH = 2 << 20
 """Bytes of a pool's page that holds all layers of Llama-3.1-8B."""
-WIDTHS = (ways.Shape(32, 8, 64), ways.Shape(32, 32, 80), ways.Shape(32, 32, 96), ways.Shape(16, 8, 256))
+WIDTHS = (methods.Shape(32, 8, 64), methods.Shape(32, 32, 80), methods.Shape(32, 32, 96), methods.Shape(16, 8, 256))
 PREFILLS: dict[str, list[tuple[int, int]]] = {
     "8 x 512": [(0, 512)] * 8,
     "1 x 2048": [(0, 2048)],
@@ -54,10 +52,10 @@ PREFILLS: dict[str, list[tuple[int, int]]] = {
     "64 behind 30720": [(30720, 64)],
 }
 Row = dict[str, Any]
-Make = Callable[[ways.Cache, list[Run]], ways.Call]
+Make = Callable[[methods.Cache, list[Run]], methods.Call]
 
 
-def _time(make: Make, cache: ways.Cache, spans: list[tuple[int, int]], replays: int = 9) -> float:
+def _time(make: Make, cache: methods.Cache, spans: list[tuple[int, int]], replays: int = 9) -> float:
     """Microseconds of one call over sets of pages that pass through the L2 twice over."""
     size = sum(position + tokens for position, tokens in spans) * cache.shape.bytes_per_token
     sets = max(1, min(16, int(2 * L2_BYTES / size) + 1))
@@ -69,73 +67,76 @@ def _time(make: Make, cache: ways.Cache, spans: list[tuple[int, int]], replays: 
     return round(us, 2)
 
 
-def _columns(makes: dict[str, Make | None], cache: ways.Cache, spans: list[tuple[int, int]]) -> dict[str, Any]:
+def _columns(makes: dict[str, Make | None], cache: methods.Cache, spans: list[tuple[int, int]]) -> dict[str, Any]:
     columns: dict[str, Any] = {}
     for name, make in makes.items():
         if make is None:
             continue
         try:
             columns[name] = _time(make, cache, spans)
-        except Exception as error:  # noqa: BLE001 - one library's failure is a result, too
+        except Exception as error:  # noqa: BLE001 - the failure of a library is recorded
             columns[name] = f"{type(error).__name__}: {error}"[:200]
             torch.cuda.empty_cache()
     return columns
 
 
-def decode_part(cache: ways.Cache) -> list[Row]:
+def decode_part(cache: methods.Cache) -> list[Row]:
     rows: list[Row] = []
     flashinfer = {
-        "flashinfer": ways.flashinfer_decode_of(tensor_cores=True),
-        "flashinfer_cuda_cores": ways.flashinfer_decode_of(tensor_cores=False),
+        "flashinfer": methods.flashinfer_decode_of(tensor_cores=True),
+        "flashinfer_cuda_cores": methods.flashinfer_decode_of(tensor_cores=False),
     }
     for batch, context in product(BATCHES, CONTEXTS):
         size = batch * context * SHAPE.bytes_per_token
-        makes: dict[str, Make | None] = {"ours": ways.static, **flashinfer}
+        makes: dict[str, Make | None] = {"ours": methods.static, **flashinfer}
         if size <= 2 << 30:
-            makes |= {"sdpa_gathered": ways.sdpa, "sdpa_not_paged": _not_paged}
+            makes |= {"sdpa_gathered": methods.sdpa, "sdpa_not_paged": _not_paged}
         if size <= 1 << 28:
-            makes["plain"] = ways.plain
+            makes["plain"] = methods.plain
         columns = _columns(makes, cache, [(context - 1, 1)] * batch)
         floor = size / BANDWIDTH * 1e6
         row = {"batch": batch, "context": context, "floor_us": round(floor, 2), "us": columns}
         rows.append({**row, "of_floor": round(floor / columns["ours"], 3)})
         print(rows[-1], flush=True)
     uneven = [(100, 1)] * 63 + [(32767, 1)]
-    columns = _columns({"ours": ways.static, "flashinfer": flashinfer["flashinfer"]}, cache, uneven)
+    columns = _columns({"ours": methods.static, "flashinfer": flashinfer["flashinfer"]}, cache, uneven)
     floor = sum(position + 1 for position, _ in uneven) * SHAPE.bytes_per_token / BANDWIDTH * 1e6
     rows.append({"case": "63 of 101 and 1 of 32768", "floor_us": round(floor, 2), "us": columns})
     print(rows[-1], flush=True)
     return rows
 
 
-def pool_part(_: ways.Cache) -> list[Row]:
+def pool_part(_: methods.Cache) -> list[Row]:
     """Decode where a layer's pages lie apart, in a pool whose pages hold all layers; and right behind each other."""
     rows: list[Row] = []
     tokens = 1 << 19
-    caches = {"pool": ways.Cache(SHAPE, tokens, PITCH), "contiguous": ways.Cache(SHAPE, tokens)}
+    caches = {"pool": methods.Cache(SHAPE, tokens, PITCH), "contiguous": methods.Cache(SHAPE, tokens)}
     for batch, context in (*product(BATCHES, (128, 512, 2048, 8192)), (32, 300)):
         if batch * context > tokens:
             continue
-        us = {name: _time(ways.static, cache, [(context - 1, 1)] * batch) for name, cache in caches.items()}
+        us = {name: _time(methods.static, cache, [(context - 1, 1)] * batch) for name, cache in caches.items()}
         floor = batch * context * SHAPE.bytes_per_token / BANDWIDTH * 1e6
         rows.append({"batch": batch, "context": context, "floor_us": round(floor, 2), "us": us})
         print(rows[-1], flush=True)
     return rows
 
 
-def widths_part(_: ways.Cache) -> list[Row]:
+def widths_part(_: methods.Cache) -> list[Row]:
     """Other head sizes: decode, and chunks of prompts."""
     rows: list[Row] = []
     for shape in WIDTHS:
-        cache, about = ways.Cache(shape, 1 << 18), asdict(shape)
+        cache, about = methods.Cache(shape, 1 << 18), asdict(shape)
         for batch, context in ((1, 512), (1, 2048), (32, 512), (32, 2048), (64, 2048)):
             spans = [(context - 1, 1)] * batch
-            us = {"ours": _time(ways.static, cache, spans), "sdpa_not_paged": _time(_not_paged, cache, spans)}
+            us = {"ours": _time(methods.static, cache, spans), "sdpa_not_paged": _time(_not_paged, cache, spans)}
             floor = batch * context * shape.bytes_per_token / BANDWIDTH * 1e6
             rows.append({"shape": about, "batch": batch, "context": context, "floor_us": round(floor, 2), "us": us})
             print(rows[-1], flush=True)
         for name in ("8 x 512", "1 x 8192", "512 behind 7680"):
-            us = {"ours": _time(ways.mixed, cache, PREFILLS[name]), "varlen": _time(ways.varlen, cache, PREFILLS[name])}
+            us = {
+                "ours": _time(methods.mixed, cache, PREFILLS[name]),
+                "varlen": _time(methods.varlen, cache, PREFILLS[name]),
+            }
             rows.append({"shape": about, "case": name, "us": us, "tflops": _tflops(us, PREFILLS[name], shape)})
             print(rows[-1], flush=True)
         del cache
@@ -143,23 +144,23 @@ def widths_part(_: ways.Cache) -> list[Row]:
     return rows
 
 
-_not_paged = partial(ways.sdpa, gather=False)
+_not_paged = partial(methods.sdpa, gather=False)
 
 
-def _tflops(us: dict[str, Any], spans: list[tuple[int, int]], shape: ways.Shape) -> dict[str, float]:
+def _tflops(us: dict[str, Any], spans: list[tuple[int, int]], shape: methods.Shape) -> dict[str, float]:
     pairs = sum(tokens * position + tokens * (tokens + 1) / 2 for position, tokens in spans)
     flop = 4 * shape.heads * shape.width * pairs
     return {way: round(flop / some / 1e6, 1) for way, some in us.items() if isinstance(some, float)}
 
 
-def prefill_part(cache: ways.Cache) -> list[Row]:
+def prefill_part(cache: methods.Cache) -> list[Row]:
     rows: list[Row] = []
     makes: dict[str, Make | None] = {
-        "ours": ways.mixed,
-        "varlen": ways.varlen,
-        "fa3": ways.fa3_of(),
-        "flashinfer_fa2": ways.flashinfer_prefill_of("fa2"),
-        "flashinfer_fa3": ways.flashinfer_prefill_of("fa3"),
+        "ours": methods.mixed,
+        "varlen": methods.varlen,
+        "fa3": methods.fa3_of(),
+        "flashinfer_fa2": methods.flashinfer_prefill_of("fa2"),
+        "flashinfer_fa3": methods.flashinfer_prefill_of("fa3"),
     }
     for name, spans in PREFILLS.items():
         columns = _columns(makes, cache, spans)
@@ -168,7 +169,7 @@ def prefill_part(cache: ways.Cache) -> list[Row]:
     return rows
 
 
-def training_part(cache: ways.Cache) -> list[Row]:
+def training_part(cache: methods.Cache) -> list[Row]:
     """Forward and backward of packed sequences: torch's kernel for them against one call a sequence."""
     rows: list[Row] = []
     takes = attention._varlen_takes
@@ -192,19 +193,19 @@ def training_part(cache: ways.Cache) -> list[Row]:
     return rows
 
 
-def flex_part(cache: ways.Cache) -> list[Row]:
+def flex_part(cache: methods.Cache) -> list[Row]:
     rows: list[Row] = []
     for batch, context in ((8, 2048), (64, 2048)):
         try:
-            us: Any = round(graph_us([ways.flex(SHAPE, batch, context)]).us, 1)
-        except Exception as error:  # noqa: BLE001 - as above
+            us: Any = round(graph_us([methods.flex(SHAPE, batch, context)]).us, 1)
+        except Exception as error:  # noqa: BLE001 - recorded
             us = f"{type(error).__name__}: {error}"[:300]
         rows.append({"batch": batch, "context": context, "us": {"flex": us}})
         print(rows[-1], flush=True)
     return rows
 
 
-def tune(cache: ways.Cache) -> list[Row]:
+def tune(cache: methods.Cache) -> list[Row]:
     """Block sizes, and how finely sequences are cut."""
     rows: list[Row] = []
     points = [(1, 128), (1, 512), (1, 2048), (1, 8192), (4, 512), (8, 512), (8, 2048), (16, 512), (16, 2048), (32, 300)]
@@ -212,7 +213,7 @@ def tune(cache: ways.Cache) -> list[Row]:
     default = attention_launch.decode_blocks, attention_launch.prefill_blocks
 
     def measure(tag: Row, replays: int = 5) -> None:
-        us = {f"{b}x{c}": _time(ways.static, cache, [(c - 1, 1)] * b, replays) for b, c in points}
+        us = {f"{b}x{c}": _time(methods.static, cache, [(c - 1, 1)] * b, replays) for b, c in points}
         rows.append({**tag, "us": us})
         print(rows[-1], flush=True)
 
@@ -232,8 +233,10 @@ def tune(cache: ways.Cache) -> list[Row]:
         blocks = attention_launch.Blocks(rows_, keys, warps, stages)
         attention_launch.prefill_blocks = lambda *_, blocks=blocks: blocks
         try:
-            us: dict[str, float | str] = {name: _time(ways.mixed, cache, spans, 5) for name, spans in PREFILLS.items()}
-        except Exception as error:  # noqa: BLE001 - sizes that do not fit are a result, too
+            us: dict[str, float | str] = {
+                name: _time(methods.mixed, cache, spans, 5) for name, spans in PREFILLS.items()
+            }
+        except Exception as error:  # noqa: BLE001 - recorded
             us = {"error": str(error)[:100]}
         rows.append({"prefill": asdict(blocks), "us": us})
         print(rows[-1], flush=True)
@@ -241,7 +244,7 @@ def tune(cache: ways.Cache) -> list[Row]:
     return rows
 
 
-PARTS: dict[str, Callable[[ways.Cache], list[Row]]] = {
+PARTS: dict[str, Callable[[methods.Cache], list[Row]]] = {
     "decode": decode_part,
     "pool": pool_part,
     "widths": widths_part,
@@ -249,26 +252,6 @@ PARTS: dict[str, Callable[[ways.Cache], list[Row]]] = {
     "training": training_part,
     "flex": flex_part,
 }
-
-
-def provenance(part: str, seconds: float, commit: str | None) -> Row:
-    def line(*command: str) -> str:
-        try:
-            return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
-        except (OSError, subprocess.CalledProcessError):
-            return "unknown"
-
-    rivals = {name: getattr(sys.modules.get(name), "__version__", None) for name in ("flashinfer",)}
-    return {
-        "hardware": torch.cuda.get_device_name(),
-        "driver": line("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"),
-        "versions": {"torch": torch.__version__, "triton": triton.__version__, **rivals},
-        "commit": commit or line("git", "rev-parse", "--short", "HEAD"),
-        "command": f"python -m benchmarks.attention --only {part}",
-        "seed": 0,
-        "date": date.today().isoformat(),
-        "seconds": round(seconds, 1),
-    }
 
 
 def main() -> None:
@@ -280,12 +263,14 @@ def main() -> None:
     args = parser.parse_args()
     torch.manual_seed(0)
     args.out.mkdir(parents=True, exist_ok=True)
-    cache = ways.Cache(SHAPE, CACHE_TOKENS)
+    cache = methods.Cache(SHAPE, CACHE_TOKENS)
     parts = {"tune": tune} if args.tune else {name: PARTS[name] for name in args.only.split(",")}
     for name, part in parts.items():
         begin = time.monotonic()
         rows = part(cache)
-        about = provenance(name, time.monotonic() - begin, args.commit)
+        seconds = {"seconds": round(time.monotonic() - begin, 1)}
+        others = {"flashinfer": getattr(sys.modules.get("flashinfer"), "__version__", None)}
+        about = gpu_run("benchmarks.attention", name, args.commit, others) | seconds
         (args.out / f"attention_{name}.json").write_text(json.dumps({"about": about, "rows": rows}, indent=1) + "\n")
 
 

@@ -15,7 +15,6 @@ Each point is written as soon as it is measured: over the number of adapters fir
 
 from __future__ import annotations
 
-import argparse
 import gc
 import json
 import random
@@ -29,7 +28,9 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, GPT2Config
 
-from benchmarks.serving_results import RESULTS, Results, Target, take_in
+from benchmarks.options import RESULTS, check_tiny, make_parser
+from benchmarks.serving_results import Results, Target, merge_results
+from benchmarks.summary import entry, update_summary
 from coserve.adapter_store.store import AdapterStore, HostBudget
 from coserve.generate.execution.runner import Runner
 from coserve.generate.generator import Generator
@@ -306,19 +307,15 @@ def publish() -> None:
     record = json.loads((RESULTS / "figure_5_1.json").read_text())
     rows = list(record["rows"].values())
     draw(rows, next(iter(record["runs"].values()))["hardware"])
-    path = RESULTS / "summary.json"
-    summary = json.loads(path.read_text())
-    for key, (value, row) in flatness(rows).items():
-        summary[key] = {
-            "value": value,
-            "unit": "ratio",
-            "target": str(FLATNESS),
-            "script": "benchmarks/figure_5_1.py",
-            "result": "benchmarks/results/figure_5_1.json",
-            "date": row["date"],
-        } | ({"note": row["note"]} if "note" in row else {})
+    target, script, result = str(FLATNESS), "figure_5_1.py", "figure_5_1.json"
+    found = flatness(rows)
+    for key, (value, _) in found.items():
         print(key, value)
-    path.write_text(json.dumps(dict(sorted(summary.items())), indent=1) + "\n")
+    entries = {
+        key: entry(row, value=value, unit="ratio", target=target, script=script, result=result)
+        for key, (value, row) in found.items()
+    }
+    update_summary(RESULTS, entries)
 
 
 def draw(rows: Sequence[dict[str, Any]], hardware: str, shape: Shape = PAPER) -> None:
@@ -350,8 +347,7 @@ def draw(rows: Sequence[dict[str, Any]], hardware: str, shape: Shape = PAPER) ->
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, default=RESULTS)
+    parser = make_parser(__doc__, tiny="a small shape on the CPU, to try the script")
     parser.add_argument(
         "--plot",
         nargs="*",
@@ -361,12 +357,10 @@ def main() -> None:
     parser.add_argument("--ways", default=",".join(WAYS))
     parser.add_argument("--axes", default=",".join(AXES))
     parser.add_argument("--budget", type=float, default=float("inf"), help="seconds after which no point is begun")
-    parser.add_argument("--tiny", action="store_true", help="a small shape on the CPU, to try the script")
-    parser.add_argument("--commit", default="", help="the commit that runs, where there is no repository to ask")
     given = parser.parse_args()
     if given.plot is not None:
         for file in given.plot:
-            take_in(file)
+            merge_results(file)
         publish()
         return
     ways, axes = given.ways.split(","), given.axes.split(",")
@@ -374,8 +368,7 @@ def main() -> None:
         parser.error(f"--ways: expected some of {', '.join(WAYS)}, got {', '.join(sorted(unknown))}")
     if unknown := set(axes) - set(AXES):
         parser.error(f"--axes: expected some of {', '.join(AXES)}, got {', '.join(sorted(unknown))}")
-    if given.tiny and given.out == RESULTS:
-        parser.error("--tiny needs an --out of its own: its numbers say nothing")
+    check_tiny(parser, given)
     deadline, shape = time.monotonic() + given.budget, TINY if given.tiny else PAPER
     results = Results(
         given.out,

@@ -10,7 +10,6 @@ the layer. Tracing makes the gaps between kernels a little longer.
 
 from __future__ import annotations
 
-import argparse
 import gc
 import statistics
 import time
@@ -18,7 +17,6 @@ from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from pathlib import Path
 
 import torch
 from torch._C._autograd import DeviceType
@@ -36,7 +34,8 @@ from benchmarks.figure_5_1 import (
     serving,
     synchronize,
 )
-from benchmarks.serving_results import RESULTS, Results
+from benchmarks.options import check_tiny, make_parser
+from benchmarks.serving_results import Results
 from coserve.generate.generator import Generator
 from coserve.model.base import Base
 
@@ -151,13 +150,9 @@ def training(base: Base, shape: Shape, adapters: int, results: Results) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, default=RESULTS)
-    parser.add_argument("--tiny", action="store_true", help="a small shape on the CPU, to try the script")
-    parser.add_argument("--commit", default="", help="the commit that runs, where there is no repository to ask")
+    parser = make_parser(__doc__, tiny="a small shape on the CPU, to try the script")
     given = parser.parse_args()
-    if given.tiny and given.out == RESULTS:
-        parser.error("--tiny needs an --out of its own: its numbers say nothing")
+    check_tiny(parser, given)
     shape = TINY if given.tiny else PAPER
     results = Results(
         given.out,

@@ -1,10 +1,10 @@
-"""What HTTP costs when the engine's speed is given: the API over a stand-in engine that tells 64 tokens every step.
+"""Overhead of HTTP at a given engine speed: the API over a fake engine that sends 64 tokens a step.
 
     python -m benchmarks.http_paced --out benchmarks/results
 
-Needs no GPU. The stand-in runs in a process of its own and speaks over the same link as the real one; its steps take as
-long as an 8B base's steps would at the speeds to reach, so that what is lost between it and the clients is the API's.
-It says nothing of what the real engine loses; `benchmarks/serving_http.py` measures both together.
+Needs no GPU. The fake engine runs in a process of its own, on the real link; its steps take as long as those of an 8B base at
+the target speeds, so the tokens/s lost between it and the clients are the API's. The overhead inside the real engine is
+measured by `benchmarks/serving_http.py`.
 """
 
 from __future__ import annotations
@@ -28,7 +28,9 @@ from aiohttp import web
 from benchmarks.http_case import SEED, TINY, Size, closed_asks
 from benchmarks.http_daemon import load
 from benchmarks.http_report import HTTP_TARGET, closed_row
-from benchmarks.serving_results import command, commit, versions
+from benchmarks.options import RESULTS
+from benchmarks.provenance import command, commit, versions
+from benchmarks.summary import entry, update_summary
 from coserve.api.app import make_app, make_runner
 from coserve.api.service import Service
 from coserve.config import Config
@@ -49,7 +51,7 @@ async def engine(fd: int, step: float) -> None:
     link = await engine_end(socket.socket(fileno=fd))
     left: dict[str, int] = {}
 
-    async def hear() -> None:
+    async def read() -> None:
         while True:
             message = await link.receive()
             if isinstance(message, Generate):
@@ -58,17 +60,17 @@ async def engine(fd: int, step: float) -> None:
             elif isinstance(message, CancelRequest):
                 left.pop(message.id, None)
 
-    hearing, due, token = asyncio.create_task(hear()), time.monotonic(), 0
-    while not hearing.done():
-        said = []
+    reading, due, token = asyncio.create_task(read()), time.monotonic(), 0
+    while not reading.done():
+        messages = []
         for id in tuple(left):
             left[id] -= 1
             token = (token + 7919) % 3000
             end = FinishReason.LENGTH if left[id] == 0 else None
-            said.append(Tokens(id=id, tokens=(1000 + token,), finished=end))
+            messages.append(Tokens(id=id, tokens=(1000 + token,), finished=end))
             if end is not None:
                 del left[id]
-        link.send_all(said)
+        link.send_all(messages)
         due = max(due + step, time.monotonic())
         await asyncio.sleep(due - time.monotonic())
 
@@ -135,7 +137,7 @@ def _cpu_seconds(pid: int) -> float:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--out", type=Path, default=Path("benchmarks/results"))
+    parser.add_argument("--out", type=Path, default=RESULTS)
     parser.add_argument("--processes", type=int, default=1, help="that make the load")
     parser.add_argument("--step", type=float, help=argparse.SUPPRESS)
     parser.add_argument("--engine", type=int, help=argparse.SUPPRESS)
@@ -163,17 +165,11 @@ def main() -> None:
     }
     options.out.mkdir(parents=True, exist_ok=True)
     (options.out / "http_paced.json").write_text(json.dumps(record, indent=1) + "\n")
-    path = options.out / "summary.json"
-    summary = json.loads(path.read_text()) if path.exists() else {}
-    summary["serving.http_overhead.paced"] = {
-        "value": max(row["http_overhead"] for row in rows.values()),
-        "unit": "fraction",
-        "target": str(HTTP_TARGET),
-        "script": "benchmarks/http_paced.py",
-        "result": "benchmarks/results/http_paced.json",
-        "date": now.date().isoformat(),
-    }
-    path.write_text(json.dumps(dict(sorted(summary.items())), indent=1) + "\n")
+    worst = max(row["http_overhead"] for row in rows.values())
+    about = {"date": now.date().isoformat()}
+    target, script, result = str(HTTP_TARGET), "http_paced.py", "http_paced.json"
+    key = entry(about, value=worst, unit="fraction", target=target, script=script, result=result)
+    update_summary(options.out, {"serving.http_overhead.paced": key})
 
 
 if __name__ == "__main__":

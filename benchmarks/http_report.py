@@ -1,8 +1,8 @@
-"""From the samples of the HTTP benchmark to rows, the result's file and the summary's keys.
+"""Rows of the HTTP benchmark from its samples, and their keys in the summary.
 
     python -m benchmarks.http_report [FOLDER/serving_http.json ...]
 
-takes in the rows of the files named (results that another machine made), then brings `summary.json` up to date.
+merges the rows of the named files (results of another machine), then updates `summary.json`.
 """
 
 from __future__ import annotations
@@ -14,7 +14,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.serving_results import RESULTS, Target, take_in
+from benchmarks.options import RESULTS
+from benchmarks.serving_results import Target, merge_results
+from benchmarks.summary import entry, update_summary
 from coserve.workloads.metrics import Limits, Spread, attains, itl, spread, tpot, ttft
 from coserve.workloads.replay import Sample
 
@@ -50,12 +52,12 @@ def closed_row(samples: Sequence[Sample], offline: float | None) -> dict[str, An
 
 
 def online_row(rate: float, seconds: float, samples: Sequence[Sample]) -> dict[str, Any]:
-    """Poisson arrivals over `seconds`; goodput counts the requests that kept both limits, a second of arrivals."""
+    """Poisson arrivals over `seconds`; goodput is the requests within both limits, per second of arrivals."""
     row: dict[str, Any] = {"rate": rate} | latencies(samples)
     for name, limits in (("1s_20ms", TIGHT), ("5s_45ms", LOOSE)):
-        kept = sum(attains(sample, limits) for sample in samples)
-        row[f"in_slo_{name}"] = round(kept / max(1, len(samples)), 4)
-        row[f"goodput_{name}"] = round(kept / seconds, 2)
+        good = sum(attains(sample, limits) for sample in samples)
+        row[f"in_slo_{name}"] = round(good / max(1, len(samples)), 4)
+        row[f"goodput_{name}"] = round(good / seconds, 2)
     row["out_tok_s"] = round(sum(s.tokens for s in samples) / max(s.finished for s in samples), 1)
     row["lag_ms"] = _ms(spread([sample.sent - sample.due for sample in samples]))
     return row
@@ -68,19 +70,12 @@ def rows_of(record: dict[str, Any], kind: str) -> dict[str, dict[str, Any]]:
 
 def summarize(out: Path = RESULTS) -> None:
     """The keys of `serving_http.json` in `summary.json`."""
-    record = json.loads((out / FILE).read_text())
-    path = out / "summary.json"
-    summary = json.loads(path.read_text()) if path.exists() else {}
-    for key, (value, unit, target, row) in keys(record).items():
-        summary[key] = {
-            "value": value,
-            "unit": unit,
-            "target": target,
-            "script": "benchmarks/serving_http.py",
-            "result": f"benchmarks/results/{FILE}",
-            "date": row["date"],
-        } | ({"note": row["note"]} if "note" in row else {})
-    path.write_text(json.dumps(dict(sorted(summary.items())), indent=1) + "\n")
+    found = keys(json.loads((out / FILE).read_text()))
+    entries = {
+        key: entry(row, value=value, unit=unit, target=target, script="serving_http.py", result=FILE)
+        for key, (value, unit, target, row) in found.items()
+    }
+    update_summary(out, entries)
 
 
 def keys(record: dict[str, Any]) -> dict[str, tuple[float, str, str | None, dict[str, Any]]]:
@@ -112,7 +107,7 @@ def keys(record: dict[str, Any]) -> dict[str, tuple[float, str, str | None, dict
 
 def main() -> None:
     for name in sys.argv[1:]:
-        take_in(Path(name))
+        merge_results(Path(name))
     summarize()
 
 

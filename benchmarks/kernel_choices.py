@@ -10,16 +10,15 @@ product or not (`decode_kernel.shrink`). Llama-3.1-8B's sites and GPT-2 medium's
 
 from __future__ import annotations
 
-import argparse
 import random
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 
 from benchmarks import lora_cases as cases
-from benchmarks.serving_results import RESULTS, Results
+from benchmarks.options import make_parser
+from benchmarks.serving_results import Results
 from benchmarks.timing import Timing, graph_us
 from coserve.kernels.gemm import skinny as few
 from coserve.kernels.lora.segmented.adapter_table import RANK_BLOCK, SiteTable
@@ -178,10 +177,8 @@ PARTS = {"tiles": tiles_part, "beside": beside_part}
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, default=RESULTS)
+    parser = make_parser(__doc__)
     parser.add_argument("--only", default=",".join(PARTS))
-    parser.add_argument("--commit", default="", help="the commit that runs, where there is no repository to ask")
     given = parser.parse_args()
     if unknown := set(given.only.split(",")) - set(PARTS):
         parser.error(f"--only: expected some of {', '.join(PARTS)}, got {', '.join(sorted(unknown))}")

@@ -1,4 +1,4 @@
-"""`summary.json`'s kernel keys and the figures, from the committed results; needs no GPU."""
+"""Keys and figures of the kernel benchmarks, from the committed results; needs no GPU."""
 
 from __future__ import annotations
 
@@ -11,6 +11,8 @@ import matplotlib
 matplotlib.use("Agg")
 from matplotlib import pyplot as plt
 
+from benchmarks.summary import entry, update_summary
+
 FIGURES = Path("docs/figures")
 Row = dict[str, Any]
 OTHERS = ("grouped", "stk128", "stk64", "stk32", "stk16")
@@ -18,16 +20,18 @@ STK = OTHERS[1:]
 
 
 def summarize(results: Path) -> None:
-    """Updates `summary.json` under `results` and draws the figures of the parts that are there."""
+    """Update `summary.json` in `results` and draw the figures of the parts that exist."""
     parts = {
         path.stem.removeprefix("kernels_"): json.loads(path.read_text()) for path in results.glob("kernels_*.json")
     }
     entries: dict[str, Row] = {}
 
     def put(key: str, value: float, unit: str, target: str, part: str) -> None:
-        result = f"benchmarks/results/kernels_{part}.json"
-        about = {"script": "benchmarks/kernels.py", "result": result, "date": parts[part]["date"]}
-        entries[f"kernels.{key}"] = {"value": round(value, 4), "unit": unit, "target": target, **about}
+        date, result = {"date": parts[part]["date"]}, f"kernels_{part}.json"
+        rounded = round(value, 4)
+        entries[f"kernels.{key}"] = entry(
+            date, value=rounded, unit=unit, target=target, script="kernels.py", result=result
+        )
 
     if "step" in parts:
         _step(parts["step"]["rows"], put)
@@ -37,11 +41,9 @@ def summarize(results: Path) -> None:
         _scaling(parts["scaling"]["rows"], put)
     if "decode" in parts and "prefill" in parts:
         _grids(parts["decode"]["rows"], parts["prefill"]["rows"], put)
-    path = results / "summary.json"
-    summary = json.loads(path.read_text()) if path.exists() else {}
-    path.write_text(json.dumps(dict(sorted({**summary, **entries}.items())), indent=1) + "\n")
-    for key, entry in entries.items():
-        print(f"{key:45} {entry['value']:10.3f} {entry['unit']:12} {entry['target']}")
+    update_summary(results, entries)
+    for key, found in entries.items():
+        print(f"{key:45} {found['value']:10.3f} {found['unit']:12} {found['target']}")
     FIGURES.mkdir(parents=True, exist_ok=True)
     if "decode" in parts:
         _popularity_figure(parts["decode"]["rows"])
@@ -62,7 +64,7 @@ def _step(rows: list[Row], put: Any) -> None:  # noqa: ANN401
                 value = us(of[f"step.{case}{kind}"], "segmented") / 1e3
                 put(f"lora_step_ms.b64.{case}{kind}", value, "ms", "(not set)" if kind else target, "step")
     own = us(of["layer.a32.segmented"], "segmented")
-    stk = min(us(of[f"layer.a32.{way}"], way) for way in STK)
+    stk = min(us(of[f"layer.a32.{method}"], method) for method in STK)
     put("speedup_vs_stk.decode.a32", stk / own, "x", ">= 6", "step")
     put("speedup_vs_grouped.decode.a32", us(of["layer.a32.grouped"], "grouped") / own, "x", ">= 20", "step")
 
@@ -97,14 +99,14 @@ def _grids(decode: list[Row], prefill: list[Row], put: Any) -> None:  # noqa: AN
         row for row in prefill
         if row["model"].startswith("llama") and (row["tokens"], row["ranks"], row["popularity"]) == (4096, "16", "distinct")
     ]  # fmt: skip
-    stk = sum(min(us(row, way) for way in STK) for row in layer)
+    stk = sum(min(us(row, method) for method in STK) for row in layer)
     put("speedup_vs_stk.prefill", stk / sum(us(row, "segmented") for row in layer), "x", ">= 2", "prefill")
     if all("block_sparse" in row["us"] for row in layer):
         whole = sum(us(row, "block_sparse") for row in layer) / sum(us(row, "segmented") for row in layer)
         put("speedup_vs_stk.prefill.with_gather_and_add", whole, "x", "(not set)", "prefill")
     ratios = []
     for row in [*decode, *prefill]:
-        others = [us(row, way) for way in OTHERS if way in row["us"]]
+        others = [us(row, method) for method in OTHERS if method in row["us"]]
         what = {key: row[key] for key in ("model", "group", "tokens", "popularity", "ranks")}
         ratios.append((min(others) / us(row, "segmented"), what))
     ratios.sort(key=lambda item: item[0])
@@ -115,11 +117,11 @@ def _grids(decode: list[Row], prefill: list[Row], put: Any) -> None:  # noqa: AN
     put("max_relative_error", max(row["error"] for row in [*decode, *prefill]), "fraction", "<= 0.01", "decode")
 
 
-WAYS = {"segmented": "segmented", "stk32": "stk, block 32", "grouped": "grouped", "gather_bmm": "gather-bmm"}
+METHODS = {"segmented": "segmented", "stk32": "stk, block 32", "grouped": "grouped", "gather_bmm": "gather-bmm"}
 
 
 def _popularity_figure(rows: list[Row]) -> None:
-    """As Punica's figure 8: the operator's time over batch size, by popularity. Llama's o_proj, rank 16."""
+    """Punica's figure 8: time of the operator over batch size, by popularity. Llama's o_proj, rank 16."""
     figure, axes = plt.subplots(1, 4, figsize=(14, 3.4), sharey=True)
     for axis, popularity in zip(axes, ("distinct", "uniform", "skewed", "identical"), strict=True):
         own = [
@@ -127,8 +129,8 @@ def _popularity_figure(rows: list[Row]) -> None:
             if row["model"].startswith("llama") and row["group"] == "o" and row["ranks"] == "16"
             and (row["popularity"] == popularity or row["tokens"] == 1)
         ]  # fmt: skip
-        for way, label in WAYS.items():
-            points = [(row["tokens"], us(row, way)) for row in own if way in row["us"]]
+        for method, label in METHODS.items():
+            points = [(row["tokens"], us(row, method)) for row in own if method in row["us"]]
             axis.plot(*zip(*points, strict=True), marker="o", label=label)
         axis.plot([r["tokens"] for r in own], [r["floor_us"] for r in own], "k--", linewidth=1, label="memory floor")
         axis.set(title=popularity, xscale="log", yscale="log", xlabel="tokens, one a sequence")
@@ -139,10 +141,10 @@ def _popularity_figure(rows: list[Row]) -> None:
 
 
 def _rank_figure(rows: list[Row]) -> None:
-    """As Punica's figure 9: by rank, 64 tokens, all sites of a layer."""
+    """Punica's figure 9: by rank, 64 tokens, all sites of a layer."""
     figure, axes = plt.subplots(1, 2, figsize=(9, 3.4), sharey=True)
     for axis, popularity in zip(axes, ("distinct", "skewed"), strict=True):
-        for at, (way, label) in enumerate(WAYS.items()):
+        for at, (method, label) in enumerate(METHODS.items()):
             heights = []
             for rank in ("8", "16", "64", "mixed"):
                 own = [
@@ -150,8 +152,8 @@ def _rank_figure(rows: list[Row]) -> None:
                     if (row["tokens"], row["ranks"], row["popularity"]) == (64, rank, popularity)
                     and row["model"].startswith("llama")
                 ]  # fmt: skip
-                every = all(way in row["us"] for row in own) and own
-                heights.append(sum(us(row, way) for row in own) if every else 0.0)
+                every = all(method in row["us"] for row in own) and own
+                heights.append(sum(us(row, method) for row in own) if every else 0.0)
             axis.bar([index + 0.2 * at for index in range(4)], heights, 0.2, label=label)
         axis.set_xticks([index + 0.3 for index in range(4)], ["8", "16", "64", "mixed 8..128"])
         axis.set(title=f"{popularity}, 64 tokens", yscale="log", xlabel="rank")
@@ -166,9 +168,9 @@ def _adapters_figure(rows: list[Row]) -> None:
     figure, axes = plt.subplots(1, 2, figsize=(9, 3.4))
     for axis, name in zip(axes, ("prefill", "decode"), strict=True):
         own = [row for row in rows if row["case"] == f"gpt2.{name}"]
-        for way in ("segmented", "grouped"):
-            speed = [row["tokens"] / (row["us"]["base"] + row["us"][way]) for row in own]
-            axis.plot([row["adapters"] for row in own], speed, marker="o", label=way)
+        for method in ("segmented", "grouped"):
+            speed = [row["tokens"] / (row["us"]["base"] + row["us"][method]) for row in own]
+            axis.plot([row["adapters"] for row in own], speed, marker="o", label=method)
         axis.set(title=f"{name}, ranks 16 to 128", xscale="log", xlabel="adapters", ylim=0)
         axis.set_ylabel("tokens a µs, one layer's sites")
         axis.legend()

@@ -1,4 +1,4 @@
-"""The LoRA kernels against the other ways, on one GPU: microseconds and the share of the memory floor.
+"""The LoRA kernels against other methods, on one GPU: microseconds, and the share of the memory floor.
 
     python -m benchmarks.kernels --out benchmarks/results [--only step,decode,prefill,train,scaling,peft]
     python -m benchmarks.kernels --summarize            # from the committed results; needs no GPU
@@ -8,25 +8,23 @@ Each part writes `kernels_<part>.json`. Times are CUDA-graph replays over input 
 
 from __future__ import annotations
 
-import argparse
 import gc
 import json
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
-from datetime import date
-from functools import cache, partial
+from functools import partial
+from importlib.metadata import version
 from itertools import product
-from pathlib import Path
 from typing import Any
 
 import torch
-import triton
 
 from benchmarks import lora_cases as cases
 from benchmarks import lora_ways as ways
+from benchmarks.options import make_parser
+from benchmarks.provenance import gpu_run
 from benchmarks.timing import Timing, event_us, graph_us
 from coserve.generate.execution.graph_sizes import TileCapacity, decode_tile_capacities
 from coserve.generate.execution.slot_lora import fit_tiles
@@ -365,30 +363,9 @@ PARTS: dict[str, Callable[[], Iterable[Row]]] = {
 }
 
 
-@cache
-def provenance(part: str) -> Row:
-    def line(*command: str) -> str:
-        try:
-            return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
-        except (OSError, subprocess.CalledProcessError):
-            return "unknown"
-
-    return {
-        "hardware": torch.cuda.get_device_name(),
-        "driver": line("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"),
-        "versions": {"torch": torch.__version__, "triton": triton.__version__, "stk": "0.7.1"},
-        "commit": line("git", "rev-parse", "--short", "HEAD"),
-        "command": f"python -m benchmarks.kernels --only {part}",
-        "seed": 0,
-        "date": date.today().isoformat(),
-    }
-
-
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = make_parser(__doc__)
     parser.add_argument("--only", default=",".join(PARTS), help="comma-separated parts")
-    parser.add_argument("--out", type=Path, default=Path("benchmarks/results"))
-    parser.add_argument("--commit", help="the measured commit, where there is no repository to ask")
     parser.add_argument("--summarize", action="store_true", help="write summary.json and the figures, and stop")
     chosen = parser.parse_args()
     if chosen.summarize:
@@ -400,10 +377,10 @@ def main() -> None:
     for part in chosen.only.split(","):
         torch.manual_seed(0)
         begun = time.perf_counter()
+        about = gpu_run("benchmarks.kernels", part, chosen.commit, {"stk": version("stanford-stk")})
         rows: list[Row] = []
-        for row in PARTS[part]():  # written as it grows: a run that is cut short keeps what it measured
+        for row in PARTS[part]():  # written after each row: an interrupted run keeps its rows
             rows.append(row)
-            about = provenance(part) | ({"commit": chosen.commit} if chosen.commit else {})
             result = {"part": part, **about, "seconds": round(time.perf_counter() - begun, 1), "rows": rows}
             (chosen.out / f"kernels_{part}.json").write_text(json.dumps(result, indent=1) + "\n")
         print(f"{part}: {time.perf_counter() - begun:.0f} s", file=sys.stderr, flush=True)

@@ -10,17 +10,16 @@ request to its last token. Each row is written as soon as it is measured, beside
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import statistics
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 from benchmarks import serving_idle, serving_results
+from benchmarks.options import check_tiny, make_parser
 from benchmarks.serving_case import ADAPTERS, FULL, RANKS, SEED, TINY, Bench, Load, hardware, make_base
-from benchmarks.serving_results import RESULTS, Results, Target
+from benchmarks.serving_results import Results, Target
 from coserve.types import SamplingParams
 
 DRAWN, TOP_P = SamplingParams(temperature=0.8), SamplingParams(temperature=0.8, top_p=0.95)
@@ -139,8 +138,7 @@ def chosen(only: str) -> list[str]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, default=RESULTS)
+    parser = make_parser(__doc__, tiny="a tiny shape on the CPU, to try the script")
     parser.add_argument(
         "--only",
         default="",
@@ -153,15 +151,12 @@ def main() -> None:
         "--kernels", action="store_true", help="print the kernels of the steps whose idle share is taken"
     )
     parser.add_argument("--layers", type=int, default=None)
-    parser.add_argument("--tiny", action="store_true", help="a tiny shape on the CPU, to try the script")
-    parser.add_argument("--commit", default="", help="the commit that runs, where there is no repository to ask")
     parser.add_argument("--summarize", action="store_true", help="bring summary.json up to date, and stop")
     options = parser.parse_args()
     if options.summarize:
         serving_results.summarize(options.out)
         return
-    if options.tiny and options.out == RESULTS:
-        parser.error("--tiny needs an --out of its own: its numbers say nothing")
+    check_tiny(parser, options)
     wanted, deadline, began = chosen(options.only), time.monotonic() + options.budget, time.monotonic()
     shape = TINY if options.tiny else FULL
     shape = shape if options.layers is None else replace(shape, layers=options.layers)

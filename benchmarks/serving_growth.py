@@ -11,17 +11,16 @@ sequences share one. Prompts of 16 x 32k tokens alone would take minutes of pref
 
 from __future__ import annotations
 
-import argparse
 import statistics
 import time
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
-from pathlib import Path
 
 import torch
 
+from benchmarks.options import check_tiny, make_parser
 from benchmarks.serving_case import FULL, SEED, TINY, Bench, Load, Shape, hardware, make_base, synchronize
-from benchmarks.serving_results import RESULTS, Results
+from benchmarks.serving_results import Results
 from coserve.memory.kv import KvCache
 
 SEQUENCES = (1, 4, 16, 64, 256)
@@ -85,15 +84,11 @@ def measure(bench: Bench, todo: Iterable[Cell], deadline: float) -> Iterator[tup
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, default=RESULTS)
+    parser = make_parser(__doc__, tiny="a tiny shape on the CPU, to try the script")
     parser.add_argument("--budget", type=float, default=300.0, help="seconds after which no cell is begun")
     parser.add_argument("--adapters", default="0,32", help="numbers of adapters, separated by commas")
-    parser.add_argument("--tiny", action="store_true", help="a tiny shape on the CPU, to try the script")
-    parser.add_argument("--commit", default="", help="the commit that runs, where there is no repository to ask")
     options = parser.parse_args()
-    if options.tiny and options.out == RESULTS:
-        parser.error("--tiny needs an --out of its own: its numbers say nothing")
+    check_tiny(parser, options)
     began, shape = time.monotonic(), SMALL if options.tiny else BIG
     base = make_base(shape)
     pages = shape.kv_tokens // PAGE_TOKENS

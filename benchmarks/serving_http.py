@@ -39,7 +39,8 @@ from benchmarks.http_case import (
 )
 from benchmarks.http_daemon import Offline, daemon, import_adapter, load, offline, serve_arguments, soon
 from benchmarks.http_report import FILE, closed_row, online_row, summarize
-from benchmarks.serving_results import RESULTS, Results
+from benchmarks.options import check_tiny, make_parser
+from benchmarks.serving_results import Results
 from coserve.client import Client
 from coserve.types import TrainingSettings
 
@@ -140,20 +141,17 @@ def hardware(tiny: bool) -> str:
 
 
 def parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, default=RESULTS)
-    parser.add_argument("--tiny", action="store_true", help="a small base, on any machine, to try the script")
+    parser = make_parser(__doc__, tiny="a small base, on any machine, to try the script")
     parser.add_argument("--offline", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--skip", default="", help="parts to leave out: offline, closed")
     parser.add_argument("--online", default=None, help="rates without training, separated by commas; '' for none")
     parser.add_argument("--beside", default=None, help="rates beside a fine-tuning job; '' for none")
     parser.add_argument("--scratch", type=Path, default=None, help="folder for the base, the adapters and the data")
-    parser.add_argument("--commit", default="", help="the commit that runs, where there is no repository to ask")
     parser.add_argument("--seconds", type=float, default=None, help="of arrivals")
     parser.add_argument("--budget", type=float, default=float("inf"), help="seconds after which no arrivals are begun")
     options = parser.parse_args()
-    if options.tiny and options.out == RESULTS and options.offline is None:
-        parser.error("--tiny needs an --out of its own: its numbers say nothing")
+    if options.offline is None:
+        check_tiny(parser, options)
     if unknown := set(options.skip.split(",")) - {"", "offline", "closed"}:
         parser.error(f"--skip: no part is called {', '.join(sorted(unknown))}")
     return options

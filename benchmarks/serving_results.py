@@ -1,33 +1,32 @@
-"""Rows of the serving benchmarks in one file, each of its own run, and the summary's keys that follow from them.
+"""Result files: rows by key, each with its own run; and the keys of `serving.json` in the summary.
 
     python -m benchmarks.serving_results [FOLDER/serving.json ...]
 
-takes in the rows of the files named (results that another machine made), then brings `summary.json` up to date.
+merges the rows of the named files (results of another machine), then updates `summary.json`.
 """
 
 from __future__ import annotations
 
 import json
-import platform
-import shutil
-import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-RESULTS = Path("benchmarks/results")
+from benchmarks.options import RESULTS
+from benchmarks.provenance import command, commit, versions
+from benchmarks.summary import entry, update_summary
+
 RETENTION = "serving.lora_retention.a32"
 PARTS = ("serving.out_tok_s.512x128.a32", "serving.out_tok_s.512x128.a0")
-"""What the retention is the ratio of."""
+"""Numerator and denominator of the retention."""
 
 
 @dataclass(frozen=True)
 class Target:
-    """What a row should reach; `most`: at most the value, else at least."""
+    """Target of a row: at most `value` if `most`, else at least."""
 
     value: float
     most: bool = False
@@ -39,32 +38,8 @@ class Target:
         return value <= self.value if self.most else value >= self.value
 
 
-def commit() -> tuple[str, str | None]:
-    """The commit of the tree that runs, and what keeps its results from describing that commit."""
-    if shutil.which("git") is None:
-        return "unknown", "the commit was not recorded"
-    head = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=False)
-    if head.returncode:
-        return "unknown", "the commit was not recorded"
-    changed = subprocess.run(
-        ["git", "status", "--porcelain", "--untracked-files=no", "--", "coserve", "benchmarks/*.py"],
-        capture_output=True, text=True, check=False,
-    )  # fmt: skip
-    return head.stdout.strip(), "measured on a tree that was not clean" if changed.stdout.strip() else None
-
-
-def versions() -> dict[str, str]:
-    found = {"python": platform.python_version()}
-    for name in ("torch", "triton", "transformers", "aiohttp", "msgspec", "tokenizers"):
-        try:
-            found[name] = version(name)
-        except PackageNotFoundError:
-            continue
-    return found
-
-
 class Results:
-    """A file of rows by key: what this run finds is written at once, what earlier runs found stays.
+    """A file of rows by key. Each row is written as soon as it is measured; rows of earlier runs stay.
 
     A row is {value, unit, low, high, target, reached, commit, date, run, note?, ...}; `run` names an entry of `runs`,
     which has script, hardware, versions, command, seed and settings.
@@ -96,7 +71,7 @@ class Results:
         values: Sequence[float] = (),
         about: Mapping[str, object] | None = None,
     ) -> None:
-        """`values`: of the repeats that `value` is the median of. `about`: whatever else the row should say."""
+        """`values`: the repeats whose median is `value`. `about`: further fields of the row."""
         row: dict[str, Any] = {"value": value, "unit": unit}
         if values:
             row |= {"low": round(min(values), 4), "high": round(max(values), 4), "repeats": len(values)}
@@ -113,15 +88,8 @@ class Results:
         return list(json.loads(self._path.read_text())["rows"].values()) if self._path.exists() else []
 
 
-def command(script: str) -> str:
-    """How this was called, without where it wrote to."""
-    hidden = {"--out", "--commit", "--scratch"}
-    pairs = zip(["", *sys.argv[1:]], sys.argv[1:], strict=False)
-    return " ".join([f"python -m {script}", *(arg for before, arg in pairs if not {arg, before} & hidden)])
-
-
 def _merge(path: Path, runs: dict[str, Any], rows: dict[str, Any]) -> None:
-    """The newest row of a key stays, and the runs that rows are of."""
+    """Keep the newest row of each key, and the runs that rows name."""
     record = json.loads(path.read_text()) if path.exists() else {"runs": {}, "rows": {}}
     for key, row in rows.items():
         if key not in record["rows"] or record["rows"][key]["date"] <= row["date"]:
@@ -132,39 +100,39 @@ def _merge(path: Path, runs: dict[str, Any], rows: dict[str, Any]) -> None:
     path.write_text(json.dumps(record, indent=1) + "\n")
 
 
-def take_in(file: Path, out: Path = RESULTS) -> None:
-    """The rows of a result that another machine made, into the file of the same name."""
+def merge_results(file: Path, out: Path = RESULTS) -> None:
+    """Merge the rows of a result of another machine into the file of the same name."""
     record = json.loads(file.read_text())
     _merge(out / file.name, record["runs"], record["rows"])
 
 
 def summarize(out: Path = RESULTS) -> None:
-    """The keys of `serving.json` in `summary.json`: of every row, and the retention where both its rows are there.
+    """Update the keys of `serving.json` in `summary.json`: every row, and the retention if both its rows exist.
 
-    A note goes with its row: what was measured again at a known commit has none.
+    A note goes with its row: a key measured again at a known commit has none.
     """
-    record = json.loads((out / "serving.json").read_text())
+    file = "serving.json"
+    record = json.loads((out / file).read_text())
     rows, runs = record["rows"], record["runs"]
-    path = out / "summary.json"
-    summary = json.loads(path.read_text()) if path.exists() else {}
-    about = {"script": "benchmarks/serving.py", "result": "benchmarks/results/serving.json"}
+    entries = dict[str, dict[str, Any]]()
     for key, row in rows.items():
-        entry = {name: row[name] for name in ("value", "unit", "target")} | about
-        entry |= {"script": runs[row["run"]].get("script", about["script"]), "date": row["date"]}
-        summary[key] = entry | ({"note": row["note"]} if "note" in row else {})
+        script = runs[row["run"]].get("script", "benchmarks/serving.py").removeprefix("benchmarks/")
+        entries[key] = entry(
+            row, value=row["value"], unit=row["unit"], target=row["target"], script=script, result=file
+        )
     if all(part in rows for part in PARTS):
         many, none = (rows[part] for part in PARTS)
-        entry = {"value": round(many["value"] / none["value"], 4), "unit": "fraction", "target": str(Target(0.85))}
-        entry |= about | {"date": max(many["date"], none["date"])}
+        about = {"date": max(many["date"], none["date"])}
         if many["commit"] != none["commit"]:
-            entry["note"] = f"of two runs: commits {many['commit'][:7]} and {none['commit'][:7]}"
-        summary[RETENTION] = entry
-    path.write_text(json.dumps(dict(sorted(summary.items())), indent=1) + "\n")
+            about["note"] = f"of two runs: commits {many['commit'][:7]} and {none['commit'][:7]}"
+        ratio, target = round(many["value"] / none["value"], 4), str(Target(0.85))
+        entries[RETENTION] = entry(about, value=ratio, unit="fraction", target=target, script="serving.py", result=file)
+    update_summary(out, entries)
 
 
 def main() -> None:
     for name in sys.argv[1:]:
-        take_in(Path(name))
+        merge_results(Path(name))
     summarize()
 
 

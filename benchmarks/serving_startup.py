@@ -10,15 +10,15 @@ request's first token, until no note says that compilation is under way, and unt
 
 from __future__ import annotations
 
-import argparse
 import tempfile
 import time
 from pathlib import Path
 
 from benchmarks.http_case import FULL, SEED, SMALL, Size, model_folder
 from benchmarks.http_daemon import daemon
+from benchmarks.options import check_tiny, make_parser
 from benchmarks.serving_http import hardware
-from benchmarks.serving_results import RESULTS, Results, Target, summarize
+from benchmarks.serving_results import Results, Target, summarize
 from coserve.client import Client
 
 COMPILING = "until compilation ends"
@@ -66,15 +66,11 @@ def start(size: Size, model: Path, root: Path, *, when: str) -> dict[str, float]
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, default=RESULTS)
+    parser = make_parser(__doc__, tiny="a small base, on any machine, to try the script")
     parser.add_argument("--compile", default="background", choices=("background", "before", "off"))
-    parser.add_argument("--tiny", action="store_true", help="a small base, on any machine, to try the script")
     parser.add_argument("--scratch", type=Path, default=None, help="folder for the base, the data and the caches")
-    parser.add_argument("--commit", default="", help="the commit that runs, where there is no repository to ask")
     options = parser.parse_args()
-    if options.tiny and options.out == RESULTS:
-        parser.error("--tiny needs an --out of its own: its numbers say nothing")
+    check_tiny(parser, options)
     size = SMALL if options.tiny else FULL
     results = Results(
         options.out,

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.serving_idle import idle_of
-from benchmarks.serving_results import Results, Target, summarize, take_in
+from benchmarks.serving_results import Results, Target, merge_results, summarize
 
 
 def results(out: Path, revision: str = "c0ffee") -> Results:
@@ -51,7 +51,7 @@ def test_results_of_another_machine_replace_older_rows_only(tmp_path: Path) -> N
     record["rows"]["kept"] = record["rows"]["old"] | {"value": 9.0, "date": "2000-01-01T00:00:00+00:00"}
     record["rows"]["old"]["date"] = "2999-01-01T00:00:00+00:00"
     (there / "serving.json").write_text(json.dumps(record))
-    take_in(there / "serving.json", here)
+    merge_results(there / "serving.json", here)
     assert {key: row["value"] for key, row in rows(here).items()} == {"old": 2.0, "kept": 1.0}
     runs = json.loads((here / "serving.json").read_text())["runs"]
     assert {row["run"] for row in rows(here).values()} <= set(runs)
