@@ -13,5 +13,5 @@ if not torch.cuda.is_available():
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
 settings.register_profile("coserve", deadline=None)
-settings.register_profile("fast", deadline=None, max_examples=20)
+settings.register_profile("fast", settings.get_profile("coserve"), max_examples=20)
 settings.load_profile("coserve")

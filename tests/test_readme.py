@@ -53,6 +53,7 @@ def test_the_make_commands_are_targets() -> None:
         assert f"\n{command.split()[1]}:" in makefile
 
 
+@pytest.mark.slow
 def test_the_shell_commands_run_as_printed(daemon: DaemonProcess, tmp_path: Path) -> None:
     """In one shell, whose path has no `coserve` until the first line; only port and duration are others."""
     first, *shown = [command for command in commands() if command not in MAKE]

@@ -25,6 +25,7 @@ from coserve.model.base import Base, wrap_base
 from coserve.model.lora import LoraBatch, LoraWeights
 from coserve.state.records import AdapterRecord
 from coserve.types import AdapterRef, LoraSettings
+from tests.support.examples import examples
 from tests.support.lora_backends import GROUPED
 from tests.support.lora_reference import alone, packed, save_peft, tokens_of
 from tests.support.tiny_models import tiny_model
@@ -171,7 +172,7 @@ def test_alphas_of_other_modules_are_refused(saved: tuple[Base, Path]) -> None:
         load_adapter(folder, base.spec, device="cpu", dtype=torch.float32, digests=digests)
 
 
-@settings(max_examples=8, deadline=None)
+@settings(max_examples=examples(8), deadline=None)
 @given(
     ranks=st.dictionaries(_SITE_PATTERNS, st.integers(1, 9), max_size=3),
     alphas=st.dictionaries(_SITE_PATTERNS.filter(lambda p: "(?!" not in p), st.integers(1, 30), max_size=3),

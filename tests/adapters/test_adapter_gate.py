@@ -30,6 +30,7 @@ from coserve.errors import (
     UnsupportedAdapter,
 )
 from coserve.types import BaseSpec, LoraSettings, SiteSpec
+from tests.support.examples import examples
 
 SITES = {f"model.layers.{i}.self_attn.{name}": SiteSpec(8, 8, i) for i in (0, 1) for name in ("q_proj", "v_proj")}
 BASE = BaseSpec(
@@ -327,7 +328,7 @@ def test_damaged_files_are_refused(tmp_path: Path, case: str) -> None:
         inspect_adapter(write(tmp_path, file=BAD_FILES[case]), BASE)
 
 
-@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=examples(100), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(at=st.integers(0, len(GOOD) - 1), value=st.integers(0, 255), cut=st.integers(0, 40))
 def test_a_mutated_file_is_refused_or_still_fits(tmp_path: Path, at: int, value: int, cut: int) -> None:
     mutated = bytearray(GOOD[: len(GOOD) - cut])
@@ -347,7 +348,7 @@ json_values = st.recursive(
 )
 
 
-@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=examples(100), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.dictionaries(st.sampled_from(sorted(LoraConfig().to_dict())) | st.text(max_size=8), json_values, max_size=4))
 def test_any_config_gives_an_answer_or_a_typed_error(tmp_path: Path, changes: dict[str, object]) -> None:
     write(tmp_path, CONFIG | changes)

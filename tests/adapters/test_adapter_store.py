@@ -18,6 +18,7 @@ from coserve.link import Generate
 from coserve.model.lora import LoraWeights
 from coserve.queues.inference import Queued
 from coserve.types import AdapterDigests, AdapterRef, LoraSettings, SamplingParams, Slo
+from tests.support.examples import examples
 
 REFS = [AdapterRef(id, version) for id in "abc" for version in (1, 2)]
 CAPACITY = 3
@@ -229,5 +230,5 @@ class StoreMachine(RuleBasedStateMachine):
         assert len(resident) <= max(CAPACITY, len(self.held) + 1)  # + 1: just published
 
 
-StoreMachine.TestCase.settings = settings(max_examples=40, stateful_step_count=25, deadline=None)
+StoreMachine.TestCase.settings = settings(max_examples=examples(40), stateful_step_count=25, deadline=None)
 TestStore = StoreMachine.TestCase

@@ -14,6 +14,7 @@ from peft.utils.other import get_pattern_key
 
 from coserve.adapters.matching import Matching
 from coserve.adapters.patterns import MAX_STEPS, FirstMatch, Pattern, Steps, UnsupportedPattern, whole
+from tests.support.examples import examples
 
 SITES = [
     f"model.layers.{i}.{name}" for i in (0, 1, 11) for name in ("self_attn.q_proj", "self_attn.o_proj", "mlp.up_proj")
@@ -81,7 +82,7 @@ def _python(form: str, pattern: str) -> re.Pattern[str] | None:
             return None
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=examples(400), deadline=None)
 @given(patterns, st.lists(names, min_size=1, max_size=4))
 def test_a_pattern_matches_as_pythons_or_is_refused(pattern: str, sites: list[str]) -> None:
     oracle = _python(r"(.*\.)?({})$", pattern)
@@ -99,7 +100,7 @@ def test_a_pattern_matches_as_pythons_or_is_refused(pattern: str, sites: list[st
                 assert (got is not None) == (theirs(site) is not None)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 @given(st.lists(patterns, max_size=4, unique=True), st.lists(names, min_size=1, max_size=4))
 def test_the_first_pattern_wins_as_in_peft(keys: list[str], sites: list[str]) -> None:
     first = FirstMatch(keys, Steps())
@@ -125,7 +126,7 @@ _modules = st.lists(
 _lists = st.sampled_from(["layers", "h", "experts", r"laye\w*", "layers|h"])
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300), deadline=None)
 @given(
     targets=_modules | patterns.filter(bool),
     excluded=st.none() | _modules | patterns,

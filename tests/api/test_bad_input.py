@@ -18,6 +18,7 @@ from coserve.api.http.bodies import MAX_JSON_BYTES
 from coserve.errors import CoserveError
 from coserve.state.failpoints import armed
 from tests.support.api_server import Api, serve_api
+from tests.support.examples import examples
 from tests.support.fake_engine import CONTEXT
 
 BAD = "invalid_request"
@@ -329,7 +330,10 @@ async def test_random_bad_bodies_are_refused_and_harm_nothing(tmp_path: Path) ->
             await api.works()
 
         @settings(
-            max_examples=120, deadline=None, suppress_health_check=list(HealthCheck), derandomize=bool(os.getenv("CI"))
+            max_examples=examples(120),
+            deadline=None,
+            suppress_health_check=list(HealthCheck),
+            derandomize=bool(os.getenv("CI")),
         )
         @given(st.sampled_from(["/generate", "/finetune", "/adapters"]), _BODY | _JSON, st.booleans())
         def random(path: str, body: object, cut: bool) -> None:

@@ -11,6 +11,7 @@ from contextlib import suppress
 
 import pytest
 
+from tests.support.examples import sample
 from tests.support.fake_engine import SITE
 from tests.support.watched_server import OLD_JOB, Watched, watched_server
 
@@ -208,7 +209,9 @@ def test_the_watchdog_sees_a_thread_that_holds_the_lock(server: Watched) -> None
     assert server.ask("hold") > 2 * MOST
 
 
-@pytest.mark.parametrize("name", JSON_BODIES)
+@pytest.mark.parametrize(
+    "name", sample(JSON_BODIES.keys(), "2 MB text to tokens", "14 MB of text", "good rows", "deep JSON")
+)
 def test_json(server: Watched, name: str) -> None:
     path, make, statuses = JSON_BODIES[name]
     body = make()
@@ -221,7 +224,7 @@ def test_json(server: Watched, name: str) -> None:
     check(server, act)
 
 
-@pytest.mark.parametrize("name", CORPORA)
+@pytest.mark.parametrize("name", sample(CORPORA.keys(), "20,000 rows of a word"))
 def test_corpora(server: Watched, name: str) -> None:
     make, statuses = CORPORA[name]
     body = make()
@@ -246,7 +249,7 @@ def test_chunks_of_one_byte(server: Watched, kind: str) -> None:
     check(server, act)
 
 
-@pytest.mark.parametrize("name", IMPORTS)
+@pytest.mark.parametrize("name", sample(IMPORTS.keys(), "60,000 tensors"))
 def test_imports(server: Watched, name: str) -> None:
     make, wanted = IMPORTS[name]
     body = make()
@@ -273,7 +276,7 @@ def test_a_job_that_goes_on_from_a_large_import(server: Watched) -> None:
     check(server, act)
 
 
-@pytest.mark.parametrize("name", ANSWERS)
+@pytest.mark.parametrize("name", sample(ANSWERS.keys(), "a long scored completion", "a stream of 16 scored choices"))
 def test_answers(server: Watched, name: str) -> None:
     path, asked = ANSWERS[name]
 
@@ -298,7 +301,7 @@ def test_four_scored_prompts_at_the_same_time(server: Watched) -> None:
     check(server, act)
 
 
-@pytest.mark.parametrize("path", PAGES)
+@pytest.mark.parametrize("path", sample(PAGES, "/v1/models", "/metrics"))
 def test_pages_of_a_full_registry(server: Watched, path: str) -> None:
     def act() -> None:
         status, answer = get(server, path)

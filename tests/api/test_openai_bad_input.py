@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from coserve.api.openai import requests as openai_requests
 from tests.support.api_server import Api, serve_api
+from tests.support.examples import examples
 from tests.support.fake_engine import CONTEXT
 
 TEXT: dict[str, Any] = {"model": "fake", "prompt": "x"}
@@ -191,7 +192,7 @@ _FIELDS = st.sampled_from(
 )
 
 
-@settings(max_examples=60, suppress_health_check=list(HealthCheck))
+@settings(max_examples=examples(60), suppress_health_check=list(HealthCheck))
 @given(bodies=st.lists(st.dictionaries(_FIELDS, _JSON, max_size=3), min_size=8, max_size=8))
 async def test_no_body_is_our_own_fault(tmp_path_factory: pytest.TempPathFactory, bodies: list[dict[str, Any]]) -> None:
     path: Path = tmp_path_factory.mktemp("fuzz")

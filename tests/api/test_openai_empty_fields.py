@@ -16,6 +16,7 @@ from coserve.api.openai.schemas import ChatRequest, CompletionRequest, ContentPa
 from coserve.api.tgi.schemas import TgiParameters, TgiRequest
 from coserve.errors import CoserveError, UnknownField
 from tests.support.api_server import REPLY, Api
+from tests.support.examples import examples
 
 if TYPE_CHECKING:
     from openai import AsyncOpenAI
@@ -62,7 +63,7 @@ _NAMES = st.from_regex(r"x_[A-Za-z_-]{1,12}", fullmatch=True)
 _EMPTY_FIELDS = st.dictionaries(_NAMES, st.sampled_from(EMPTY), max_size=3)
 
 
-@settings(max_examples=60, suppress_health_check=list(HealthCheck), deadline=None)
+@settings(max_examples=examples(60), suppress_health_check=list(HealthCheck), deadline=None)
 @given(top=_EMPTY_FIELDS, turn=_EMPTY_FIELDS, part=_EMPTY_FIELDS, options=_EMPTY_FIELDS)
 def test_empty_fields_that_nobody_knows_change_nothing(
     top: dict[str, Any], turn: dict[str, Any], part: dict[str, Any], options: dict[str, Any]
@@ -78,7 +79,7 @@ def test_empty_fields_that_nobody_knows_change_nothing(
     )
 
 
-@settings(max_examples=60, suppress_health_check=list(HealthCheck), deadline=None)
+@settings(max_examples=examples(60), suppress_health_check=list(HealthCheck), deadline=None)
 @given(name=_NAMES, value=st.one_of(st.booleans(), st.integers(0, 9), st.just("x"), st.just([None]), st.just({"a": 0})))
 def test_fields_that_ask_for_something_are_refused(name: str, value: object) -> None:
     for body, path in (

@@ -202,6 +202,7 @@ async def off_the_loop(call: Callable[[], Any]) -> Any:
     return await asyncio.to_thread(call)
 
 
+@pytest.mark.slow  # the harness is installed by `make test-all`
 @pytest.mark.filterwarnings("ignore")  # of the harness's own making
 @pytest.mark.parametrize(
     ("name", "settings"), [("bundled", {}), ("poet", {"num_concurrent": 3}), ("poet@1", {"batch_size": 4})]
@@ -260,6 +261,7 @@ metric_list:
 """
 
 
+@pytest.mark.slow  # the harness is installed by `make test-all`
 @pytest.mark.filterwarnings("ignore")  # of the harness's own making
 async def test_a_task_of_the_harness(real: Api, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("HF_DATASETS_OFFLINE", "HF_HUB_OFFLINE"):

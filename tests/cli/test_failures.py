@@ -186,7 +186,7 @@ def test_a_reader_that_leaves_and_a_terminal_without_unicode() -> None:
         assert left.stderr.read() == b""
     environ = {"PYTHONIOENCODING": "ascii", "COSERVE_MODEL": "modèle", "PYTHONUTF8": "0"}
     with process("config", **environ) as shown:
-        out, err = shown.communicate(timeout=60)
+        out, err = shown.communicate()
     assert (shown.returncode, err) == (0, b"")
     assert b"mod?le" in out
 
@@ -203,7 +203,7 @@ def test_ctrl_c_while_a_daemon_is_silent() -> None:
             connection, _ = silent.accept()
             connection.recv(1)
             os.kill(waiting.pid, signal.SIGINT)
-            _, err = waiting.communicate(timeout=60)
+            _, err = waiting.communicate()
             connection.close()
     assert waiting.returncode == 130
     assert b"Traceback" not in err and b"Exception" not in err

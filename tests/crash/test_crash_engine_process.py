@@ -8,30 +8,38 @@ import pytest
 
 from coserve.state.failpoints import FILE_STEPS
 from tests.support.crash_oracle import Oracle, Reference, curve_of
+from tests.support.examples import sample
 
-OTHERS = [
-    ("adapter.publish=kill-group", "job"),
-    ("finetune.mid_step=kill-group@3", "job"),
-    ("remove.before_rename=kill-group", "job"),
-    ("remove.after_rename=kill-group", "job"),
-    ("generate.mid_stream=kill-group@3", "stream"),
-    ("shutdown=kill-group", "stop"),
-]
 DEATHS = {
-    "checkpoint": [(f"checkpoint.{step}=kill-group@2", "job") for step in FILE_STEPS],
-    "adapter": [(f"adapter.{step}=kill-group", "job") for step in FILE_STEPS],
-    "others": OTHERS,
+    **{f"checkpoint.{step}=kill-group@2": "job" for step in FILE_STEPS},
+    **{f"adapter.{step}=kill-group": "job" for step in FILE_STEPS},
+    "adapter.publish=kill-group": "job",
+    "finetune.mid_step=kill-group@3": "job",
+    "remove.before_rename=kill-group": "job",
+    "remove.after_rename=kill-group": "job",
+    "generate.mid_stream=kill-group@3": "stream",
+    "shutdown=kill-group": "stop",
 }
 
 
-@pytest.mark.timeout(1200)  # a slow machine starts each daemon in many seconds
-@pytest.mark.parametrize("where", DEATHS)
-def test_a_daemon_killed_at_each_failpoint_of_the_engine_process(
-    model: Path, reference: Reference, tmp_path: Path, where: str
+@pytest.mark.parametrize(
+    "rule", sample(DEATHS.keys(), "checkpoint.before_rename=kill-group@2", "adapter.publish=kill-group")
+)
+def test_a_daemon_killed_at_a_failpoint_of_the_engine_process(
+    model: Path, reference: Reference, tmp_path: Path, rule: str
 ) -> None:
     oracle = Oracle(model, tmp_path / "data", reference)
-    for rule, act in DEATHS[where]:
-        oracle.die_at(rule, act)
+    oracle.die_at(rule, DEATHS[rule])
+    oracle.settle()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_a_daemon_killed_again_and_again(model: Path, reference: Reference, tmp_path: Path) -> None:
+    """One data folder through several deaths: each start finds what more than one of them left."""
+    oracle = Oracle(model, tmp_path / "data", reference)
+    for rule in ("checkpoint.after_rename=kill-group@2", "adapter.after_rename=kill-group", "shutdown=kill-group"):
+        oracle.die_at(rule, DEATHS[rule])
     oracle.settle()
 
 

@@ -18,6 +18,7 @@ from coserve.kernels.lora.types import LoraPair
 from coserve.model.base import Base, wrap_base
 from coserve.model.lora import LoraBatch, LoraWeights
 from coserve.types import LoraSettings, TrainingSettings
+from tests.support.examples import examples
 from tests.support.finetuning import random_corpus
 from tests.support.lora_backends import BLOCK_SPARSE, GROUPED, NAIVE, REFERENCE, SEGMENTED
 from tests.support.tiny_models import tiny_model
@@ -57,7 +58,7 @@ def expected(base: Base, targets: tuple[str, ...]) -> tuple[float, list[torch.Te
 
 
 @pytest.mark.parametrize("lora_backend", [REFERENCE, NAIVE, GROUPED])
-@settings(max_examples=12)
+@settings(max_examples=examples(12))
 @example(targets=(BY_LAYER[0][0],), recompute=False)
 @given(targets=PATTERNS, recompute=st.booleans())
 def test_any_sites_learn_as_by_one_backward_of_the_whole_model(

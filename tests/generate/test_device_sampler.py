@@ -17,6 +17,7 @@ from coserve.generate.sampling.sampler import Choice, NoToken, Row, choices, cho
 from coserve.generate.sequences import Sequence
 from coserve.link import Generate
 from coserve.types import SamplingParams, Slo
+from tests.support.examples import examples
 
 VOCAB = 24
 DEVICE = torch.device("cpu")
@@ -55,7 +56,7 @@ params = st.builds(
 prompts = st.lists(st.integers(0, VOCAB - 1), min_size=1, max_size=6).map(tuple)
 
 
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 @given(
     asked=st.lists(st.tuples(params, prompts), min_size=1, max_size=5),
     steps=st.lists(st.tuples(st.booleans(), st.booleans()), min_size=1, max_size=8),

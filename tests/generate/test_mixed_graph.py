@@ -32,6 +32,7 @@ from coserve.model.base import Base, wrap_base
 from coserve.model.fused import FusedBase
 from coserve.types import AdapterRef, SamplingParams
 from tests.generate.test_runner import Shelf, adapter, collect, prompt, request
+from tests.support.examples import examples
 from tests.support.lora_backends import GROUPED
 from tests.support.tiny_models import VOCAB, tiny_model
 
@@ -225,7 +226,7 @@ class Step:
         self.rows = Rows(given_, slots, positions, keep, tuple(range(len(mix))), to)  # type: ignore[arg-type]
 
 
-@settings(max_examples=8)
+@settings(max_examples=examples(8))
 @given(
     mix=st.lists(st.tuples(st.integers(0, 40), st.sampled_from([1, 1, 2, 5, 13])), min_size=1, max_size=8),
     seed=st.integers(0, 1000),

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from coserve.generate.sampling.sampler import Choice, NoToken, Row, choose, uniform
 from coserve.types import SamplingParams
+from tests.support.examples import examples
 
 
 def logits(rows: int, vocab: int, seed: int = 0) -> Tensor:
@@ -138,7 +139,7 @@ def test_a_filter_that_is_off_changes_nothing(off: dict[str, float]) -> None:
 tokens = st.lists(st.integers(0, 11), max_size=8).map(tuple)
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=examples(80), deadline=None)
 @given(
     seed=st.integers(0, 99),
     prompt=tokens,

@@ -15,6 +15,7 @@ from coserve.link import Generate
 from coserve.memory.pages import PagePool
 from coserve.model.lora import LoraWeights
 from coserve.types import FinishReason, SamplingParams, Slo
+from tests.support.examples import examples
 
 
 class Source:
@@ -81,7 +82,7 @@ def run(scheduler: Scheduler, source: Source, shares: list[Share], step_tokens: 
     return ended
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(
     seed=st.integers(0, 10_000),
     pages=st.integers(1, 20),

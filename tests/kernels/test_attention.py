@@ -19,6 +19,7 @@ from coserve.kernels.attention.packed import PackedAttention
 from coserve.kernels.attention.torch_paged.paged import PagedAttention
 from coserve.kernels.attention.torch_paged.tiles import KEY_BLOCK
 from tests.support.attention_cases import spread
+from tests.support.examples import examples
 
 
 @dataclass(frozen=True)
@@ -211,7 +212,7 @@ def test_chunks_do_not_change_a_bit(kind: Kind) -> None:
     assert torch.equal(in_chunks(kind, length, [33], page_tokens=5), whole)
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=examples(25), deadline=None)
 @given(
     name=st.sampled_from(sorted(KINDS)),
     lengths=st.lists(st.integers(1, 90), min_size=1, max_size=6),

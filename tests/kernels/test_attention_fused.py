@@ -15,6 +15,7 @@ from coserve.kernels.attention.triton_paged.plan import decode_items, items_for,
 from coserve.kernels.attention.triton_paged.step import FusedPagedAttention
 from coserve.kernels.gpu.device import H200
 from tests.support.attention_cases import Case, Kind, worst
+from tests.support.examples import examples
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 2e-2}
@@ -101,7 +102,7 @@ def test_a_sequence_that_grows_and_one_that_takes_its_row() -> None:
     whole.check_written()
 
 
-@settings(max_examples=200)
+@settings(max_examples=examples(200))
 @given(
     contexts=st.lists(st.integers(0, 40000), min_size=1, max_size=40),
     window=st.none() | st.integers(1, 5000),
@@ -125,7 +126,7 @@ def test_items_cover_each_key_once(contexts: list[int], window: int | None, kv_h
             assert (items[mine, 3] > items[mine, 2]).all()
 
 
-@settings(max_examples=200)
+@settings(max_examples=examples(200))
 @given(
     spans=st.lists(st.tuples(st.integers(0, 40000), st.integers(1, 300)), min_size=1, max_size=12),
     window=st.none() | st.integers(1, 5000),

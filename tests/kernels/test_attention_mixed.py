@@ -13,6 +13,7 @@ from coserve.kernels.attention.torch_paged.static import GatheredMixedAttention
 from coserve.kernels.attention.triton_paged.mixed_steps import FusedMixedAttention
 from tests.kernels.test_attention_fused import CHUNKS, DECODES, DEVICE, FAR, KINDS, TOLERANCE
 from tests.support.attention_cases import Case, Kind, worst
+from tests.support.examples import examples
 
 ROOM = MixedCapacity(tokens=128, sequences=9, chunks=5, context=1700)
 STEPS = [CHUNKS, DECODES[::-1], [(0, 1), (1500, 2), (520, 3)], []]
@@ -84,7 +85,7 @@ def test_what_a_room_holds() -> None:
     assert not holds((29, 2))
 
 
-@settings(max_examples=150)
+@settings(max_examples=examples(150))
 @given(
     mix=st.lists(st.tuples(st.integers(0, 40000), st.integers(1, 300)), max_size=20),
     window=st.none() | st.integers(1, 5000),

@@ -14,6 +14,7 @@ from coserve.generate.sampling import draws
 from coserve.kernels.sampling import launch
 from coserve.kernels.sampling.constants import NOT_FINITE
 from coserve.kernels.sampling.launch import Blocks
+from tests.support.examples import examples
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 SMALL = Blocks(chunk=16, peak_chunk=16, row_block=64, row_warps=4)
@@ -64,7 +65,7 @@ knobs = st.tuples(
 )
 
 
-@settings(max_examples=15)
+@settings(max_examples=examples(15))
 @given(
     columns=st.lists(knobs, min_size=3, max_size=3),
     vocab=st.sampled_from([1, 5, 16, 100, 131]),
@@ -117,7 +118,7 @@ def test_a_threshold_between_neighbouring_weights() -> None:
     assert found == sorted(found)
 
 
-@settings(max_examples=10)
+@settings(max_examples=examples(10))
 @given(seed=st.integers(0, 999), vocab=st.sampled_from([3, 40]), repetition=st.sampled_from([1.0, 1.3, 0.7]))
 def test_penalties_are_those_of_the_reference(seed: int, vocab: int, repetition: float) -> None:
     g = torch.Generator().manual_seed(seed)

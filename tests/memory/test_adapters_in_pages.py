@@ -16,6 +16,7 @@ from coserve.kernels.lora.types import LoraPair
 from coserve.memory.buffer import ALIGNMENT, PageBuffer
 from coserve.model.lora import LoraWeights
 from coserve.types import LoraSettings
+from tests.support.examples import examples
 
 PAGE = 2 * ALIGNMENT
 CPU = torch.device("cpu")
@@ -186,5 +187,5 @@ class Machine(RuleBasedStateMachine):
         assert self.buffer.pool.used == held + sum(map(len, self.held.values()))
 
 
-Machine.TestCase.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+Machine.TestCase.settings = settings(max_examples=examples(60), stateful_step_count=40, deadline=None)
 TestAdaptersInPages = Machine.TestCase

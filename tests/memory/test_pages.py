@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initialize, invariant, rule
 
 from coserve.memory.pages import PagePool, Span
+from tests.support.examples import examples
 
 KEYS = st.binary(min_size=1, max_size=1).map(lambda key: bytes([key[0] % 8]))
 
@@ -165,7 +166,7 @@ class PoolMachine(RuleBasedStateMachine):
 
 
 TestPool = PoolMachine.TestCase
-TestPool.settings = settings(max_examples=100, stateful_step_count=40, deadline=None)
+TestPool.settings = settings(max_examples=examples(100), stateful_step_count=40, deadline=None)
 
 
 def taken(pool: PagePool, n: int) -> list[int]:

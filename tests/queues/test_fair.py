@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from coserve.queues.fair import DeficitRoundRobin
+from tests.support.examples import examples
 
 
 class Turns:
@@ -106,7 +107,7 @@ class FairAgainstTurns(RuleBasedStateMachine):
 
 
 TestFairAgainstTurns = FairAgainstTurns.TestCase
-TestFairAgainstTurns.settings = settings(max_examples=150, stateful_step_count=30, deadline=None)
+TestFairAgainstTurns.settings = settings(max_examples=examples(150), stateful_step_count=30, deadline=None)
 
 
 @settings(deadline=None)

@@ -16,6 +16,7 @@ from coserve.errors import AdapterBusy, AdapterNotFound, StorageFull, WrongJobSt
 from coserve.state.failpoints import armed
 from coserve.state.registry import Registry
 from coserve.types import AdapterRef, JobState
+from tests.support.examples import examples
 from tests.support.records import make_adapter, make_job, make_metrics
 
 NAMES = st.sampled_from(["bard", "poet", "sage"])
@@ -213,4 +214,4 @@ class RegistryMachine(RuleBasedStateMachine):
 
 
 TestRegistryMachine = RegistryMachine.TestCase
-TestRegistryMachine.settings = settings(max_examples=25, stateful_step_count=25, deadline=None)
+TestRegistryMachine.settings = settings(max_examples=examples(25), stateful_step_count=25, deadline=None)

@@ -4,7 +4,8 @@ What is measured between two heartbeats of the loop is the CPU time of the whole
 the interpreter's lock from another thread, burns it; a busy machine, which takes the processor away, does not.
 
 Commands come as lines on standard input, answers go as lines of JSON to standard output: `measure` gives the longest
-gap since the last one, in seconds of CPU; `hold` has a thread hold the interpreter's lock, as the bugs did.
+gap since the last one, in seconds of CPU, and how many times slower this machine is now than a usual one; `hold` has a
+thread hold the interpreter's lock, as the bugs did.
 """
 
 from __future__ import annotations
@@ -58,16 +59,18 @@ class Heart:
         self._last = now
         self._loop.call_later(BEAT, self._beat)
 
-    def take(self) -> float:
-        found, self.longest = self.longest, 0.0
+    def take(self) -> dict[str, float]:
+        """The longest gap, and the machine's slowness; begin anew."""
+        found = {"longest": self.longest, "slow": slowness()}
+        self._last, self.longest = time.process_time(), 0.0
         return found
 
 
-def unit() -> float:
-    """CPU seconds of a fixed piece of work, about 10 ms on a machine of 2020: how slow this machine is now."""
+def slowness() -> float:
+    """How many times slower this machine is now than one of 2020, on which this work takes about 10 ms of CPU."""
     began = time.process_time()
     sum(number * number for number in range(120_000))
-    return time.process_time() - began
+    return max(1.0, (time.process_time() - began) / 0.010)
 
 
 class ScoringEngine(FakeEngine):
@@ -150,15 +153,13 @@ async def serve(folder: Path) -> None:
     ) as api:
         fill(api.folder, adapters=ADAPTERS, jobs=JOBS, events=EVENTS)
         freeze_heap()  # as the daemon does
-        unit()
-        slow = max(1.0, unit() / 0.010)
-        print(json.dumps({"port": api.port, "slow": slow}), flush=True)
+        print(json.dumps({"port": api.port}), flush=True)
         heart = Heart()
         while line := (await loop.run_in_executor(None, sys.stdin.readline)).strip():
             if line == "hold":
                 text = "the cat sat " * 40_000
                 await loop.run_in_executor(None, tokenizer()._backend.encode, text)
-            print(json.dumps({"longest": heart.take()}), flush=True)
+            print(json.dumps(heart.take()), flush=True)
 
 
 class Watched:
@@ -166,8 +167,7 @@ class Watched:
 
     def __init__(self, process: subprocess.Popen[str]) -> None:
         self._process = process
-        ready = self._read()
-        self.port, self.slow = int(ready["port"]), float(ready["slow"])
+        self.port = int(self._read()["port"])
 
     def _read(self) -> dict[str, Any]:
         assert self._process.stdout is not None
@@ -179,7 +179,8 @@ class Watched:
         assert self._process.stdin is not None
         self._process.stdin.write(command + "\n")
         self._process.stdin.flush()
-        return 1000 * float(self._read()["longest"]) / self.slow
+        found = self._read()
+        return 1000 * float(found["longest"]) / float(found["slow"])
 
 
 @contextmanager

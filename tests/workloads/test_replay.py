@@ -13,6 +13,7 @@ from coserve.types import JobState
 from coserve.workloads.arrivals import Arrivals
 from coserve.workloads.replay import JobSample, JobUpdate, ReplayResult, Rest, Sample, replay
 from coserve.workloads.scenario import FinetuneArrival, PromptArrival, Scenario, Trace, make_trace
+from tests.support.examples import examples
 from tests.support.virtual_clock import run_virtual
 
 
@@ -99,7 +100,7 @@ def test_a_slow_server_does_not_slow_the_arrivals() -> None:
 
 
 @given(st.floats(0.001, 30), st.sets(st.integers(0, 14)), st.sets(st.integers(0, 14)), st.sampled_from(Rest))
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=examples(25), deadline=None)
 def test_every_arrival_has_one_sample_whatever_happens(
     first: float, refused: set[int], hung: set[int], rest: Rest
 ) -> None:
