@@ -25,7 +25,7 @@ run_to_exit(work())
 
 @pytest.mark.parametrize(
     ("end", "status", "said"),
-    [("raise EngineFault('broken')", 1, "EngineFault: broken"), ("", 0, "")],
+    [("raise EngineFault('broken')", 1, "EngineFault: broken"), pytest.param("", 0, "", marks=pytest.mark.slow)],
 )
 def test_it_ends_without_waiting_for_a_thread_that_compiles(end: str, status: int, said: str) -> None:
     script = SCRIPT.format(end=end)

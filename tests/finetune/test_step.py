@@ -277,10 +277,10 @@ def test_packing_keeps_rows_apart() -> None:
 @pytest.mark.parametrize(
     ("family", "settings"),
     [
-        ("llama", SETTINGS),
+        pytest.param("llama", SETTINGS, marks=pytest.mark.slow),
         ("llama", LoraSettings(r=4, alpha=8, targets=("q_proj", "v_proj", "down_proj"))),
-        ("gpt2", SETTINGS),
-        ("gemma2", SETTINGS),
+        pytest.param("gpt2", SETTINGS, marks=pytest.mark.slow),
+        pytest.param("gemma2", SETTINGS, marks=pytest.mark.slow),
     ],
     ids=["llama", "some targets", "gpt2", "gemma2"],
 )

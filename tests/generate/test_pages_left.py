@@ -200,6 +200,7 @@ class Traffic:
         return sorted(found, key=lambda sequence: sequence.arrival)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", [0])
 def test_ten_thousand_requests_with_cancels_leave_no_page_behind(seed: int) -> None:
     memory = Memory()

@@ -157,6 +157,7 @@ def test_a_fault_in_the_compiling_thread_is_not_a_refusal(base: Base, monkeypatc
         compilation.runner()
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(shutil.which("g++") is None, reason="on CPU inductor needs a compiler")
 def test_nothing_traced_beside_serving_fails_other_threads_modules(base: Base, monkeypatch: pytest.MonkeyPatch) -> None:
     """fx patches `nn.Module.__call__` for all threads while it traces: once the compiler is awake, only with tracers

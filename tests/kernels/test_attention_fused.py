@@ -15,7 +15,7 @@ from coserve.kernels.attention.triton_paged.plan import decode_items, items_for,
 from coserve.kernels.attention.triton_paged.step import FusedPagedAttention
 from coserve.kernels.gpu.device import H200
 from tests.support.attention_cases import Case, Kind, worst
-from tests.support.examples import examples
+from tests.support.examples import examples, sample
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 2e-2}
@@ -47,7 +47,9 @@ CHUNKS = [(0, 1), (0, 17), (40, 1), (16, 3), (100, 30), (0, 70)]
 FAR = [(1500, 20), (520, 3), (600, 40)]
 """Chunks whose keys are cut into items, and joined; item bounds lie among the last one's own tokens, too."""
 
-named = pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
+named = pytest.mark.parametrize(
+    "kind", sample(KINDS, "group_of_4", "window_within_a_page", "all", "pages_apart_unaligned")
+)
 
 
 def attend(attention: FusedPagedAttention | FusedStaticAttention, case: Case, *qkv: Tensor) -> Tensor:
