@@ -1,6 +1,6 @@
-"""The numbers of `make demo`, as the README states them: `python -m benchmarks.demo [--figure PNG]`.
+"""The numbers of `make demo` in the README: `python -m benchmarks.demo [--figure PNG]`.
 
-Runs the demo in a process of its own and keeps its summary with what it ran on.
+Runs the demo in a process of its own and saves its summary with hardware and versions.
 """
 
 from __future__ import annotations

@@ -76,7 +76,7 @@ class Shape:
     batch: int
     adapters: int
     naive_most: int
-    """Beyond that many sequences or adapters `naive` takes minutes, and its fall is plain by then."""
+    """Most sequences or adapters for `naive`, which takes minutes beyond."""
     kv_tokens: int = 48_000
     """For the adapters too."""
 
@@ -94,7 +94,7 @@ def make_base(shape: Shape) -> Base:
         dtype = torch.bfloat16 if shape.device == "cuda" else torch.float32
         model = AutoModelForCausalLM.from_config(config, dtype=dtype)
     base = wrap_base(model, name="gpt2-medium-random")
-    FusedBase(base, compiled=False)  # lays the weights as the daemon's lie, whatever runs first
+    FusedBase(base, compiled=False)  # stacks the weights as in the daemon
     return base
 
 
@@ -303,7 +303,7 @@ def flatness(rows: Sequence[dict[str, Any]], shape: Shape = PAPER) -> dict[str, 
 
 
 def publish() -> None:
-    """The figure, and the keys in summary.json, from the committed result."""
+    """Draw the figure and update the keys in summary.json, from the committed result."""
     record = json.loads((RESULTS / "figure_5_1.json").read_text())
     rows = list(record["rows"].values())
     draw(rows, next(iter(record["runs"].values()))["hardware"])

@@ -1,11 +1,10 @@
-"""Where the time of figure 5.1 goes, by traces: what each kernel adds to a layer of a decode step, and what waits for the host.
+"""Profile of figure 5.1: the time that each kernel adds to a layer of a decode step, and the host time of fine-tuning.
 
     python -m benchmarks.figure_5_1_trace --out benchmarks/results
     TRITON_INTERPRET=1 python -m benchmarks.figure_5_1_trace --tiny --out /tmp/tried
 
 With one adapter and with as many as the figure has at most, at its default batch. A kernel adds the time from the end of
-all kernels ahead of it to its own end: kernels that run side by side add nothing twice, and a layer's kernels add up to
-the layer. Tracing makes the gaps between kernels a little longer.
+all earlier kernels to its own end, so overlapping time counts once and the kernels of a layer add up to the layer. Tracing makes the gaps between kernels a little longer.
 """
 
 from __future__ import annotations

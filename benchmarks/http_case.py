@@ -1,4 +1,4 @@
-"""What the HTTP benchmarks run: sizes, the folders of the base and the adapters, and the requests."""
+"""Workload of the HTTP benchmarks: sizes, folders of the base and the adapters, requests."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from benchmarks.http_load import Ask
+from benchmarks.http_load import LoadRequest
 from coserve.workloads.arrivals import Arrivals, Process, arrival_times
 
 SEED = 7
@@ -23,7 +23,7 @@ SITES = (*(f"self_attn.{name}_proj" for name in "qkvo"), *(f"mlp.{name}_proj" fo
 
 @dataclass(frozen=True)
 class Size:
-    """How large everything is."""
+    """Sizes of the base, the load and the engine."""
 
     config: dict[str, Any]
     device: str
@@ -134,11 +134,11 @@ def adapter_folders(root: Path, config: dict[str, Any], distinct: int = 2) -> li
     return folders
 
 
-def closed_asks(size: Size, adapters: int, run: str) -> list[Ask]:
+def closed_loop_requests(size: Size, adapters: int, run: str) -> list[LoadRequest]:
     chance = random.Random(f"{SEED}/closed/{adapters}/{run}")
     vocab = size.config["vocab_size"]
     return [
-        Ask(
+        LoadRequest(
             index=i,
             prompt=[chance.randrange(1000, vocab) for _ in range(size.prompt)],
             max_tokens=size.output,
@@ -148,7 +148,7 @@ def closed_asks(size: Size, adapters: int, run: str) -> list[Ask]:
     ]
 
 
-def online_asks(size: Size, rate: float) -> list[Ask]:
+def poisson_requests(size: Size, rate: float) -> list[LoadRequest]:
     """Poisson arrivals, log-normal lengths, adapters uniform."""
     chance = random.Random(f"{SEED}/online/{rate}")
     vocab = size.config["vocab_size"]
@@ -158,7 +158,7 @@ def online_asks(size: Size, rate: float) -> list[Ask]:
 
     times = arrival_times(Arrivals(process=Process.POISSON, rate=rate), size.seconds, chance)
     return [
-        Ask(
+        LoadRequest(
             index=i,
             prompt=[chance.randrange(1000, vocab) for _ in range(length(size.median_in, size.longest_in))],
             max_tokens=length(size.median_out, size.longest_out),

@@ -1,4 +1,4 @@
-"""The daemon under load, and the same engine in a process of its own that no HTTP stands before."""
+"""The daemon under load, and the same engine without HTTP, in a process of its own."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from typing import Any
 
 import msgspec
 
-from benchmarks.http_case import ADAPTERS, Size, closed_asks
-from benchmarks.http_load import Ask, Plan
+from benchmarks.http_case import ADAPTERS, Size, closed_loop_requests
+from benchmarks.http_load import LoadPlan, LoadRequest
 from coserve.workloads.replay import Sample
 
 
@@ -36,7 +36,7 @@ def serve_arguments(size: Size, model: Path, data: Path) -> dict[str, Any]:
         "micro_batch_tokens": size.batch_tokens,
         "policy": "slack",
         "compile": "before",
-        # Within the limits that are counted below (5 s, 45 ms): the policy spends what it is given to the last millisecond.
+        # Below the limits that are counted (5 s, 45 ms): the policy lets TPOT reach its target.
         "slo_ttft": 1.0,
         "slo_tpot": 0.04,
     }
@@ -44,7 +44,7 @@ def serve_arguments(size: Size, model: Path, data: Path) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def daemon(settings: Mapping[str, object], log: Path, **environment: str) -> Iterator[str]:
-    """A running daemon's address; its log goes to a file, whose end is printed when it has stopped."""
+    """Run a daemon; yields its URL. Its log goes to `log`, whose last lines are printed at the end."""
     given = {"port": 0} | dict(settings)
     options = [part for name, value in given.items() for part in (f"--{name.replace('_', '-')}", str(value))]
     with log.open("w") as errors:
@@ -67,7 +67,7 @@ def daemon(settings: Mapping[str, object], log: Path, **environment: str) -> Ite
                 process.wait(30)
             except subprocess.TimeoutExpired:
                 process.kill()
-            print("the daemon's last words:", *log.read_text().splitlines()[-6:], sep="\n  ", flush=True)
+            print("the daemon's last log lines:", *log.read_text().splitlines()[-6:], sep="\n  ", flush=True)
 
 
 def import_adapter(url: str, name: str) -> None:
@@ -79,18 +79,20 @@ def import_adapter(url: str, name: str) -> None:
 
 
 def soon() -> float:
-    """On the monotonic clock: load processes that start now have imported what they need."""
+    """A time on the monotonic clock at which load processes started now are ready."""
     return time.monotonic() + 3.0
 
 
-def load(url: str, size: Size, asks: Sequence[Ask], *, closed: bool, start: float | None = None) -> list[Sample]:
-    """The samples of all load processes, which start together, at `start`."""
+def load(
+    url: str, size: Size, requests: Sequence[LoadRequest], *, closed: bool, start: float | None = None
+) -> list[Sample]:
+    """Run the load processes, which all start sending at `start`; returns their samples."""
     count = size.processes
     start = soon() if start is None else start
     processes = []
     for i in range(count):
         streams = size.streams // count if closed else None
-        plan = Plan(url=url, start=start, asks=list(asks[i::count]), streams=streams)
+        plan = LoadPlan(url=url, start=start, requests=list(requests[i::count]), streams=streams)
         process = subprocess.Popen(
             [sys.executable, "-m", "benchmarks.http_load"], stdin=subprocess.PIPE, stdout=subprocess.PIPE
         )
@@ -107,7 +109,7 @@ def load(url: str, size: Size, asks: Sequence[Ask], *, closed: bool, start: floa
 
 
 async def offline(size: Size, model: Path, root: Path) -> None:
-    """The closed loops without HTTP; prints a line of JSON for each."""
+    """Run the closed loops without HTTP; prints one line of JSON for each."""
     from coserve.config import Config
     from coserve.engine.worker import build_engine
     from coserve.link import FromEngine, Generate, RequestFailed, Shutdown, Tokens, local_pair
@@ -127,14 +129,14 @@ async def offline(size: Size, model: Path, root: Path) -> None:
     running = asyncio.create_task(engine.run())
     sampling = SamplingParams(max_tokens=size.output, temperature=0.0, ignore_eos=True)
     for adapters, run in ((0, "warm"), (0, "run"), (ADAPTERS, "warm"), (ADAPTERS, "run")):
-        asks = closed_asks(size, adapters, run)
+        requests = closed_loop_requests(size, adapters, run)
         began, tokens, ended, sent = time.monotonic(), 0, 0, 0
-        while ended < len(asks):
-            while sent < len(asks) and sent - ended < size.streams:
-                ask = asks[sent]
-                ref = AdapterRef(ask.adapter, 1) if ask.adapter else None
+        while ended < len(requests):
+            while sent < len(requests) and sent - ended < size.streams:
+                request = requests[sent]
+                ref = AdapterRef(request.adapter, 1) if request.adapter else None
                 id, slo = f"{adapters}/{run}/{sent}", Slo(ttft=3600.0, tpot=3600.0)
-                api.send(Generate(id=id, prompt=tuple(ask.prompt), sampling=sampling, adapter=ref, slo=slo))
+                api.send(Generate(id=id, prompt=tuple(request.prompt), sampling=sampling, adapter=ref, slo=slo))
                 sent += 1
             message: FromEngine = await api.receive()
             assert not isinstance(message, RequestFailed), message
@@ -148,7 +150,7 @@ async def offline(size: Size, model: Path, root: Path) -> None:
 
 
 class Offline:
-    """The process of `offline`: it starts beside the daemon, and measures when told."""
+    """The process of `offline`: it loads while the daemon starts, and measures when told."""
 
     def __init__(self, root: Path, *, tiny: bool) -> None:
         command = [sys.executable, "-m", "benchmarks.serving_http", "--offline", str(root)]

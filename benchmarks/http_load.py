@@ -2,8 +2,8 @@
 
     python -m benchmarks.http_load < plan.json > samples.json
 
-Open loop (`at`: when each request is due) or closed loop (`streams`: so many at once, each on to its next request as soon
-as the last one ended). Times come from the monotonic clock, which all processes of a machine share.
+Open loop (`at`: when each request is due) or closed loop (`streams` requests at a time, the next as soon
+as one has ended). Times come from the monotonic clock, which all processes of a machine share.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ import msgspec
 from coserve.workloads.replay import Sample
 
 
-class Ask(msgspec.Struct, frozen=True):
-    """One request. `at`: seconds after the plan's start; a closed loop does not read it."""
+class LoadRequest(msgspec.Struct, frozen=True):
+    """One request. `at`: seconds after the plan's start; not used in a closed loop."""
 
     index: int
     prompt: list[int]
@@ -29,14 +29,14 @@ class Ask(msgspec.Struct, frozen=True):
     at: float = 0.0
 
 
-class Plan(msgspec.Struct, frozen=True):
+class LoadPlan(msgspec.Struct, frozen=True):
     """`start`: on the monotonic clock. `streams`: None for an open loop."""
 
     url: str
     start: float
-    asks: list[Ask]
+    requests: list[LoadRequest]
     streams: int | None = None
-    patience: float = 120.0
+    timeout: float = 120.0
 
 
 class _Error(msgspec.Struct):
@@ -44,7 +44,7 @@ class _Error(msgspec.Struct):
 
 
 class _Event(msgspec.Struct):
-    """What is read of an event; the rest is skipped."""
+    """The fields of an event that are read."""
 
     token_ids: list[int] = []
     error: _Error | None = None
@@ -53,13 +53,13 @@ class _Event(msgspec.Struct):
 _decoder = msgspec.json.Decoder(_Event)
 
 
-async def send(session: aiohttp.ClientSession, plan: Plan, ask: Ask) -> Sample:
-    """One streamed generation. In a closed loop it is due when it is sent."""
+async def send(session: aiohttp.ClientSession, plan: LoadPlan, request: LoadRequest) -> Sample:
+    """One streamed generation. In a closed loop it is due when sent."""
     sent = time.monotonic() - plan.start
     body = {
-        "prompt": ask.prompt,
-        "adapter": ask.adapter,
-        "max_tokens": ask.max_tokens,
+        "prompt": request.prompt,
+        "adapter": request.adapter,
+        "max_tokens": request.max_tokens,
         "temperature": 0.0,
         "ignore_eos": True,
         "stream": True,
@@ -67,10 +67,10 @@ async def send(session: aiohttp.ClientSession, plan: Plan, ask: Ask) -> Sample:
     times: list[float] = []
     tokens, error = 0, None
     try:
-        async with asyncio.timeout(plan.patience), session.post("/generate", json=body) as response:
+        async with asyncio.timeout(plan.timeout), session.post("/generate", json=body) as response:
             rest = b""
-            async for piece in response.content.iter_any():
-                *events, rest = (rest + piece).split(b"\n\n")
+            async for chunk in response.content.iter_any():
+                *events, rest = (rest + chunk).split(b"\n\n")
                 now = time.monotonic() - plan.start
                 for event in events:
                     new, error = read(event) if error is None else (0, error)
@@ -82,14 +82,14 @@ async def send(session: aiohttp.ClientSession, plan: Plan, ask: Ask) -> Sample:
     except (TimeoutError, aiohttp.ClientError) as failure:
         error = type(failure).__name__
     return Sample(
-        index=ask.index,
-        adapter=ask.adapter,
-        due=sent if plan.streams is not None else ask.at,
+        index=request.index,
+        adapter=request.adapter,
+        due=sent if plan.streams is not None else request.at,
         sent=sent,
         times=tuple(times),
         tokens=tokens,
         finished=time.monotonic() - plan.start,
-        error=error or (None if tokens == ask.max_tokens else "too_few_tokens"),
+        error=error or (None if tokens == request.max_tokens else "too_few_tokens"),
     )
 
 
@@ -102,16 +102,16 @@ def read(event: bytes) -> tuple[int, str | None]:
     return len(found.token_ids), None if found.error is None else found.error.code
 
 
-async def run(plan: Plan) -> list[Sample]:
+async def run(plan: LoadPlan) -> list[Sample]:
     samples: list[Sample] = []
-    asks = deque(plan.asks)
+    requests = deque(plan.requests)
 
     async def stream(session: aiohttp.ClientSession) -> None:
-        while asks:
-            samples.append(await send(session, plan, asks.popleft()))
+        while requests:
+            samples.append(await send(session, plan, requests.popleft()))
 
-    async def one(session: aiohttp.ClientSession, ask: Ask) -> None:
-        samples.append(await send(session, plan, ask))
+    async def one(session: aiohttp.ClientSession, request: LoadRequest) -> None:
+        samples.append(await send(session, plan, request))
 
     connector = aiohttp.TCPConnector(limit=0, force_close=False)
     timeout = aiohttp.ClientTimeout(total=None)
@@ -120,15 +120,15 @@ async def run(plan: Plan) -> list[Sample]:
         async with asyncio.TaskGroup() as group:
             for _ in range(plan.streams or 0):
                 group.create_task(stream(session))
-            while plan.streams is None and asks:
-                ask = asks.popleft()
-                await asyncio.sleep(plan.start + ask.at - time.monotonic())
-                group.create_task(one(session, ask))
+            while plan.streams is None and requests:
+                request = requests.popleft()
+                await asyncio.sleep(plan.start + request.at - time.monotonic())
+                group.create_task(one(session, request))
     return samples
 
 
 def main() -> None:
-    plan = msgspec.json.decode(sys.stdin.buffer.read(), type=Plan)
+    plan = msgspec.json.decode(sys.stdin.buffer.read(), type=LoadPlan)
     sys.stdout.buffer.write(msgspec.json.encode(asyncio.run(run(plan))))
 
 

@@ -25,7 +25,7 @@ from typing import Any
 
 from aiohttp import web
 
-from benchmarks.http_case import SEED, TINY, Size, closed_asks
+from benchmarks.http_case import SEED, TINY, Size, closed_loop_requests
 from benchmarks.http_daemon import load
 from benchmarks.http_report import HTTP_TARGET, closed_row
 from benchmarks.options import RESULTS
@@ -119,9 +119,9 @@ def measure(speed: int, processes: int) -> dict[str, Any]:
         process = subprocess.Popen(child, stdout=subprocess.PIPE, text=True)
         assert process.stdout is not None
         url = process.stdout.readline().strip()
-        load(url, size, closed_asks(size, 0, "warm"), closed=True)
+        load(url, size, closed_loop_requests(size, 0, "warm"), closed=True)
         before = _cpu_seconds(process.pid)
-        samples = load(url, size, closed_asks(size, 0, "run"), closed=True)
+        samples = load(url, size, closed_loop_requests(size, 0, "run"), closed=True)
         busy = _cpu_seconds(process.pid) - before
         process.terminate()
         process.wait()

@@ -1,4 +1,4 @@
-"""What the serving benchmarks run: an 8B Llama-3.1 shape with random weights, its adapters, and an engine in process."""
+"""Setup of the serving benchmarks: an 8B Llama-3.1 shape with random weights, adapters, an engine in process."""
 
 from __future__ import annotations
 

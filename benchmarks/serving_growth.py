@@ -1,12 +1,11 @@
-"""How the cost of a decode step grows: 1 to 256 sequences, 128 to 32k tokens of context, with and without adapters.
+"""Cost of a decode step over 1 to 256 sequences and 128 to 32k tokens of context, with and without adapters.
 
     python -m benchmarks.serving_growth --out benchmarks/results [--budget 200]
     TRITON_INTERPRET=1 python -m benchmarks.serving_growth --tiny --out /tmp/tried
 
-Milliseconds from one step's tokens to the next step's, through the generator and its graphs. The prompts are not
-computed: the cache says of every prompt that it holds it already (all but its last tokens), in pages of random numbers of
-the size that keys and values have. A step reads as many pages, and does the same with them, as if they had been; no two
-sequences share one. Prompts of 16 x 32k tokens alone would take minutes of prefill, which is not what is measured here.
+Milliseconds from one step's tokens to the next step's, through the generator and its graphs. Prompts are not
+prefilled: the cache claims to hold them (all but their last tokens) in pages of random numbers, which no two sequences
+share, so a step reads as many pages as usual. Prefilling 16 x 32k tokens would take minutes.
 """
 
 from __future__ import annotations
@@ -34,14 +33,14 @@ Cell = tuple[int, int, int]
 
 
 class FullCache(KvCache):
-    """Claims to hold whatever prefix it is asked for."""
+    """Claims to hold any prefix."""
 
     def find(self, keys: Iterable[bytes]) -> list[int]:
-        """Pages of nobody else; what they hold is what `fill` put there."""
+        """Unshared pages, with the content that `fill` wrote."""
         return self.take(sum(1 for _ in keys)) or []
 
     def label(self, page: int, key: bytes) -> None:
-        """Nobody needs to find it."""
+        """Nothing to do: `find` needs no labels."""
 
     def fill(self, dtype: torch.dtype) -> None:
         """Random keys and values in all pages but the last, which stays zero."""
@@ -49,11 +48,11 @@ class FullCache(KvCache):
 
 
 def cells(shape: Shape, adapters: Iterable[int]) -> tuple[list[Cell], list[Cell]]:
-    """Those to measure, cheapest first, and those that the pool does not hold."""
+    """Cells that fit into the pool, cheapest first, and cells that do not."""
     every = [(n, c, a) for n in SEQUENCES for c in CONTEXTS for a in adapters]
     every = [cell for cell in every if cell[0] <= shape.max_running and cell[1] + 64 <= shape.context]
-    room = 3 * shape.kv_tokens // 100  # for the adapters
-    fits = [cell for cell in every if cell[0] * (cell[1] + WARM + STEPS + 32) <= shape.kv_tokens - room]
+    reserved = 3 * shape.kv_tokens // 100  # for the adapters
+    fits = [cell for cell in every if cell[0] * (cell[1] + WARM + STEPS + 32) <= shape.kv_tokens - reserved]
     return sorted(fits, key=lambda cell: cell[0] * cell[1]), [cell for cell in every if cell not in fits]
 
 

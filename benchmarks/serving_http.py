@@ -32,10 +32,10 @@ from benchmarks.http_case import (
     SMALL,
     Size,
     adapter_folders,
-    closed_asks,
+    closed_loop_requests,
     corpus,
     model_folder,
-    online_asks,
+    poisson_requests,
 )
 from benchmarks.http_daemon import Offline, daemon, import_adapter, load, offline, serve_arguments, soon
 from benchmarks.http_report import FILE, closed_row, online_row, summarize
@@ -45,7 +45,7 @@ from coserve.client import Client
 from coserve.types import TrainingSettings
 
 WATCH_INTERVAL = 0.05
-"""Seconds between two looks at a job."""
+"""Seconds between two polls of a job."""
 
 
 def beside(client: Client, size: Size, url: str, rate: float) -> dict[str, Any]:
@@ -57,11 +57,11 @@ def beside(client: Client, size: Size, url: str, rate: float) -> dict[str, Any]:
     waited = time.monotonic()
     while client.job(job.id).info.step < 2 and time.monotonic() - waited < 60:  # the kernels are compiled
         time.sleep(0.2)
-    asks = online_asks(size, rate)
+    requests = poisson_requests(size, rate)
     start = soon()
     with ThreadPoolExecutor(1) as pool:
         watcher = pool.submit(watch_training, client, job.id, start, start + size.seconds)
-        samples = load(url, size, asks, closed=False, start=start)
+        samples = load(url, size, requests, closed=False, start=start)
         trained = watcher.result()
     info = client.job(job.id).cancel()
     return online_row(rate, size.seconds, samples) | trained | {"steps": info.step}
@@ -84,43 +84,43 @@ def watch_training(client: Client, job: str, start: float, end: float) -> dict[s
     return {"finetune_tok_s": round(tokens, 1), "longest_step_gap_s": round(longest, 2)}
 
 
-class Run:
-    """One run's results, part by part, each written as soon as it is there."""
+class HttpBenchmark:
+    """The parts of the benchmark; each result is written as soon as it is measured."""
 
     def __init__(self, size: Size, results: Results, *, budget: float) -> None:
         self._size, self._results = size, results
         self._began, self._budget = time.monotonic(), budget
         self.offline: dict[str, float] = {}
 
-    def say(self, what: str) -> None:
+    def log(self, what: str) -> None:
         print(f"{time.monotonic() - self._began:6.1f} s  {what}", flush=True)
 
     def in_process(self, process: Offline) -> None:
         self.offline = process.measure()
         for adapters, tok_s in self.offline.items():
             self._results.put(f"offline.{adapters}", tok_s, "output tok/s")
-        self.say("offline measured")
+        self.log("offline measured")
 
     def closed(self, url: str, adapters: int) -> None:
-        load(url, self._size, closed_asks(self._size, adapters, "warm"), closed=True)
-        samples = load(url, self._size, closed_asks(self._size, adapters, "run"), closed=True)
+        load(url, self._size, closed_loop_requests(self._size, adapters, "warm"), closed=True)
+        samples = load(url, self._size, closed_loop_requests(self._size, adapters, "run"), closed=True)
         row = closed_row(samples, self.offline.get(f"a{adapters}"))
         self._results.put(f"closed.a{adapters}", row["tok_s"], "output tok/s", about=row)
-        self.say(f"closed loop, {adapters} adapters: {json.dumps(row)}")
+        self.log(f"closed loop, {adapters} adapters: {json.dumps(row)}")
 
     def arrivals(self, client: Client, url: str, kind: str, rate: float) -> None:
         """Poisson arrivals, alone or `beside` a fine-tuning job."""
         size = self._size
         needed = 2 * size.seconds + (30 if kind == "beside" else 0)
         if time.monotonic() - self._began > self._budget - needed:
-            self.say(f"no time left for {kind}, {rate:g} requests/s")
+            self.log(f"no time left for {kind}, {rate:g} requests/s")
             return
         if kind == "beside":
             row = beside(client, size, url, rate)
         else:
-            row = online_row(rate, size.seconds, load(url, size, online_asks(size, rate), closed=False))
+            row = online_row(rate, size.seconds, load(url, size, poisson_requests(size, rate), closed=False))
         self._results.put(f"{kind}.r{rate:g}", row["goodput_5s_45ms"], "requests/s in 5 s and 45 ms", about=row)
-        self.say(f"{kind}, {rate:g} requests/s: {json.dumps(row)}")
+        self.log(f"{kind}, {rate:g} requests/s: {json.dumps(row)}")
 
 
 def rates(text: str | None, default: tuple[float, ...]) -> list[float]:
@@ -157,18 +157,18 @@ def parse() -> argparse.Namespace:
     return options
 
 
-def measure(run: Run, options: argparse.Namespace, size: Size, root: Path) -> None:
+def measure(run: HttpBenchmark, options: argparse.Namespace, size: Size, root: Path) -> None:
     skip = options.skip.split(",")
     model = model_folder(root / "model", size)
     adapter_folders(root / "adapters", size.config)
-    run.say("folders made")
+    run.log("folders made")
     process = None if "offline" in skip else Offline(root, tiny=options.tiny)
     settings = serve_arguments(size, model, root / "data") | {"data_root": root / "adapters"}
     with daemon(settings, root / "daemon.log") as url, Client(url) as client:
-        run.say(f"daemon up: {client.health().notes}")
+        run.log(f"daemon up: {client.health().notes}")
         for i in range(ADAPTERS):
             import_adapter(url, f"a{i:02d}")
-        run.say("adapters imported")
+        run.log("adapters imported")
         if process is not None:
             run.in_process(process)
         for adapters in () if "closed" in skip else (0, ADAPTERS):
@@ -194,7 +194,7 @@ def main() -> None:
         settings={name: value for name, value in vars(size).items() if name != "config"} | {"rank": RANK},
     )
     with tempfile.TemporaryDirectory(dir=options.scratch) as scratch:
-        measure(Run(size, results, budget=options.budget), options, size, Path(scratch))
+        measure(HttpBenchmark(size, results, budget=options.budget), options, size, Path(scratch))
     summarize(options.out)
 
 

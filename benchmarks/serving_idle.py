@@ -1,4 +1,4 @@
-"""The share of the time in which the GPU has nothing to do while the engine decodes."""
+"""The share of time in which the GPU is idle while the engine decodes."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch._C._autograd import DeviceType
 from benchmarks.serving_case import Bench, Load
 
 WARM, STEPS = 40, 150
-"""Steps before, and within, the window that is looked at."""
+"""Steps before the measured window, and in it."""
 SHORT = 5.0
 """µs: gaps up to this are those between the kernels of one graph."""
 
@@ -30,9 +30,9 @@ class Idle:
     steps: int
     step_ms: float
     step_ms_unprofiled: float
-    """Of the same steps of a run that nobody traces: tracing a graph's kernels makes the gaps between them longer."""
+    """The same steps without tracing, which lengthens the gaps between a graph's kernels."""
     idle_unprofiled: float
-    """What the kernels' own time, from the trace, leaves of that step; to a step in `steps`, as one may be cut."""
+    """Idle share of the untraced step, with the kernel time of the trace; exact to one step in `steps`."""
     longest_us: float
 
     def about(self) -> dict[str, object]:
@@ -40,7 +40,7 @@ class Idle:
 
 
 class Window:
-    """Starts and ends what it is told to, between counts of tokens that a batch has brought."""
+    """Times, and profiles if asked to, from the first to the last of two counts of output tokens."""
 
     def __init__(self, first: int, last: int, profiler: torch.profiler.profile | None) -> None:
         self._first, self._last, self._profiler = first, last, profiler

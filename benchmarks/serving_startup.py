@@ -1,4 +1,4 @@
-"""How long the daemon takes from its start to answering, and to full speed: the first time, and the second.
+"""Start-up time of the daemon until it answers, and until full speed: first start and second start.
 
     python -m benchmarks.serving_startup --out benchmarks/results
     python -m benchmarks.serving_startup --tiny --out /tmp/tried

@@ -1,4 +1,4 @@
-"""Timing on a GPU: one CUDA graph of many calls over rotating inputs, replayed; events around each replay."""
+"""GPU timing: a CUDA graph of many calls over rotating inputs, replayed between two events."""
 
 from __future__ import annotations
 

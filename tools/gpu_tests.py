@@ -1,8 +1,8 @@
-"""Run the tests that need a GPU and keep what came of it.
+"""Run the tests that need a GPU and save the outcome.
 
     python tools/gpu_tests.py OUT.json [--commit REVISION] [pytest arguments]
 
-`--commit`: what runs, where the repository there does not know.
+`--commit`: the tested commit, where there is no repository to ask.
 """
 
 from __future__ import annotations
