@@ -27,7 +27,7 @@ SILENCE = 120.0
 SIGNS = 120
 """Signs of life that a task which works gives in that time."""
 MOST_MEMORY = 1 << 30
-"""Bytes: a process that has grown beyond that is replaced after its task."""
+"""Bytes that a process may hold after a task."""
 
 
 class HelperProcess:
@@ -110,13 +110,20 @@ class HelperProcess:
 class HelperPool:
     """At most `size` processes, started when there is work. `setup` gives the tokenizer's state.
 
-    `silence`: seconds without a sign of life after which a process counts as stuck.
+    `silence`: seconds without a sign of life after which a process counts as stuck. `most_memory`: bytes; a process
+    that has grown beyond that is replaced after its task.
     """
 
     def __init__(
-        self, setup: Callable[[], bytes], size: int, log: LogSettings | None = None, silence: float = SILENCE
+        self,
+        setup: Callable[[], bytes],
+        size: int,
+        log: LogSettings | None = None,
+        silence: float = SILENCE,
+        most_memory: int = MOST_MEMORY,
     ) -> None:
-        self._make_setup, self._log, self.silence = setup, log or LogSettings(), silence
+        self._make_setup, self._log = setup, log or LogSettings()
+        self.silence, self._most_memory = silence, most_memory
         self._turns = asyncio.Semaphore(size)
         self._idle: list[HelperProcess] = []
         self._ends: set[asyncio.Task[None]] = set()
@@ -149,7 +156,7 @@ class HelperPool:
                 raise
             finally:
                 if helper is not None:
-                    if done and helper.memory <= MOST_MEMORY:
+                    if done and helper.memory <= self._most_memory:
                         self._idle.append(helper)
                     else:
                         await uncancelled(self._end(helper))

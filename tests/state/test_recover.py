@@ -1,7 +1,9 @@
 from __future__ import annotations
 
+import sqlite3
 import subprocess
 import sys
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -136,8 +138,10 @@ def test_a_job_without_its_corpus_fails(registry: Registry, folder: DataFolder) 
 
 
 def test_a_damaged_registry_is_refused(registry: Registry, folder: DataFolder) -> None:
-    registry._db.execute("PRAGMA foreign_keys = OFF")
-    registry._db.execute("INSERT INTO events VALUES ('nobody', 1, 'state', NULL, x'00')")
+    with closing(
+        sqlite3.connect(folder.database, isolation_level=None)
+    ) as other:  # which does not enforce foreign keys
+        other.execute("INSERT INTO events VALUES ('nobody', 1, 'state', NULL, x'00')")
     with pytest.raises(StartupError, match="damaged"):
         recover(registry, folder)
 

@@ -4,6 +4,7 @@ import asyncio
 import math
 import sqlite3
 import threading
+from contextlib import closing
 from pathlib import Path
 
 import msgspec
@@ -192,9 +193,9 @@ def test_a_file_that_is_no_registry(path: Path, tmp_path: Path) -> None:
     with pytest.raises(StartupError):
         Registry(path)
     newer = tmp_path / "newer.sqlite3"
-    registry = Registry(newer)
-    registry._db.execute("UPDATE meta SET value = 99")
-    registry.close()
+    Registry(newer).close()
+    with closing(sqlite3.connect(newer, isolation_level=None)) as other:
+        other.execute("UPDATE meta SET value = 99")
     with pytest.raises(StartupError, match="schema 99"):
         Registry(newer)
 

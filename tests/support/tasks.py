@@ -38,8 +38,8 @@ def sleep(context: TaskContext, arguments: bytes, body: bytes) -> bytes:
 
 
 def work(context: TaskContext, arguments: bytes, body: bytes) -> bytes:
-    """A second in all, with signs of life."""
-    for _ in range(100):
+    """Three seconds in all, with signs of life."""
+    for _ in range(300):
         time.sleep(0.01)
         context.progress()
     return b"done"

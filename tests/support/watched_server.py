@@ -12,11 +12,12 @@ from __future__ import annotations
 
 import asyncio
 import json
+import sqlite3
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +29,6 @@ from coserve.link import MAX_PROMPT_LOGPROBS, Admitted, EngineReady, Generate, T
 from coserve.logprobs import PackedLogprobs
 from coserve.schemas import JobEvent
 from coserve.state.folder import DataFolder
-from coserve.state.registry import Registry
 from coserve.types import FinishReason, JobState, TokenLogprob
 from tests.support.api_server import serve_api, tokenizer
 from tests.support.fake_engine import FakeEngine
@@ -109,7 +109,6 @@ def _score(top: int) -> TokenLogprob:
 
 def fill(folder: DataFolder, *, adapters: int, jobs: int, events: int) -> None:
     """Rows of so many adapters and queued jobs, and of one that has ended, `OLD_JOB`, with so many events."""
-    registry = Registry(folder.database)
     encode = msgspec.msgpack.encode
     made = (replace(make_adapter(f"adapter-{number:05}"), base_fingerprint="f" * 16) for number in range(adapters))
     queued = [replace(make_job(f"job-{number}", f"a-{number}"), base_fingerprint="other") for number in range(jobs)]
@@ -126,8 +125,7 @@ def fill(folder: DataFolder, *, adapters: int, jobs: int, events: int) -> None:
         )
         for seq in range(1, events + 1)
     )
-    with registry._transaction():
-        db = registry._db
+    with closing(sqlite3.connect(folder.database)) as db, db:
         db.executemany("INSERT INTO adapters VALUES (?, ?, ?)", ((a.ref.id, 1, encode(a)) for a in made))
         db.executemany(
             "INSERT INTO jobs (id, state, record) VALUES (?, ?, ?)", ((j.spec.id, j.state, encode(j)) for j in queued)
@@ -135,7 +133,6 @@ def fill(folder: DataFolder, *, adapters: int, jobs: int, events: int) -> None:
         db.executemany(
             "INSERT INTO events VALUES (?, ?, ?, ?, ?)", ((e.job, e.seq, e.type, e.seq, encode(e)) for e in story)
         )
-    registry.close()
 
 
 async def serve(folder: Path) -> None:
