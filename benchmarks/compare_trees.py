@@ -1,9 +1,9 @@
-"""One benchmark in two source trees on one machine, in turn: what a change without new behaviour did to its numbers.
+"""Run one benchmark in two source trees on one machine, in turn, and compare the numbers.
 
     python -m benchmarks.compare_trees BEFORE AFTER --out FILE -- -m benchmarks.serving --only ...
 
-BEFORE and AFTER are folders with the whole repository; each command runs in its own, with `--out` behind it. FILE gets
-each key's value in both and the ratio.
+BEFORE and AFTER are folders with the whole repository. The command runs in each, with `--out` added. FILE gets each key's
+value in both, and the ratio.
 """
 
 from __future__ import annotations
@@ -19,17 +19,32 @@ from typing import Any
 
 
 def run(tree: Path, command: list[str]) -> dict[str, Any]:
-    """The rows that the command writes, and the run that they name."""
+    """Run the command in `tree`; returns the rows that it writes, and their runs."""
     with tempfile.TemporaryDirectory() as out:
         environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(tree), os.environ.get("PYTHONPATH", "")])}
         subprocess.run([sys.executable, *command, "--out", out], cwd=tree, env=environment, check=True)
         found: dict[str, Any] = {"rows": {}, "runs": {}}
         for file in Path(out).glob("*.json"):
             content = json.loads(file.read_text())
-            if isinstance(content, dict) and "rows" in content:
+            if not isinstance(content, dict) or "rows" not in content:
+                continue
+            if isinstance(content["rows"], list):
+                found["rows"] |= kernel_rows(content["rows"])
+                found["runs"][file.name] = {name: value for name, value in content.items() if name != "rows"}
+            else:
                 found["rows"] |= content["rows"]
                 found["runs"] |= content["runs"]
     return found
+
+
+def kernel_rows(rows: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    """Rows of `benchmarks.kernels` as rows by key; only parts whose rows have a timing for each method."""
+    return {
+        f"{row.get('case', row.get('group'))}.{method}": {"value": timing["us"], "unit": "us", **timing}
+        for row in rows
+        for method, timing in row["us"].items()
+        if isinstance(timing, dict)
+    }
 
 
 def main() -> None:
