@@ -20,7 +20,7 @@ from benchmarks import lora_cases as cases
 from benchmarks.options import make_parser
 from benchmarks.serving_results import Results
 from benchmarks.timing import Timing, graph_us
-from coserve.kernels.gemm import skinny as few
+from coserve.kernels.gemm import skinny
 from coserve.kernels.lora.segmented.adapter_table import RANK_BLOCK, SiteTable
 from coserve.kernels.lora.segmented.plan import TilePlan
 from coserve.kernels.lora.segmented.terms import add_
@@ -137,9 +137,9 @@ def beside_part(results: Results) -> None:
             torch.randn(sum(y.shape[1] for y in layer.ys), layer.x.shape[1], device=cases.DEVICE, dtype=cases.DTYPE)
             for layer in stack.sets
         ]
-        counters = few.make_counters(max(len(weight) for weight in weights), cases.DEVICE)
+        counters = skinny.make_counters(max(len(weight) for weight in weights), cases.DEVICE)
         shapes = {
-            weight.shape: few.faster([w for w in weights if w.shape == weight.shape], counters, rows)
+            weight.shape: skinny.fastest([w for w in weights if w.shape == weight.shape], counters, rows)
             for weight in weights[: len(MODELS[0].groups)]
         }
         tile = 16 if adapters == 1 else 8
@@ -152,14 +152,14 @@ def beside_part(results: Results) -> None:
             def call() -> None:
                 for layer, table, weight in zip(stack.sets, stack.tables, weights, strict=True):  # noqa: B023
                     layer.x.mul_(1.0)
-                    shape, scratch = shapes[weight.shape], None  # noqa: B023
+                    shape, workspace = shapes[weight.shape], None  # noqa: B023
                     if shape is None:
                         y = torch.nn.functional.linear(layer.x, weight)
                     else:
-                        y, scratch = few.skinny_gemm(layer.x, weight, None, counters, shape)  # noqa: B023
+                        y, workspace = skinny.skinny_gemm(layer.x, weight, None, counters, shape)  # noqa: B023
                     if how != "base":
                         ys = list(torch.split(y, [out.shape[1] for out in layer.ys], 1))
-                        early = how == "beside" and scratch is not None
+                        early = how == "beside" and workspace is not None
                         add_(ys, layer.x, plan, table, overlapped=early)  # noqa: B023
 
             return call

@@ -21,8 +21,8 @@ from typing import Any
 
 import torch
 
+from benchmarks import lora_backends as backends
 from benchmarks import lora_cases as cases
-from benchmarks import lora_ways as ways
 from benchmarks.options import make_parser
 from benchmarks.provenance import gpu_run
 from benchmarks.timing import Timing, event_us, graph_us
@@ -88,22 +88,22 @@ def measure(group: cases.SiteGroup, adapter_of: list[int], length: int, ranks: l
     layers = rotating(group, segments.tokens, ranks)
     columns: dict[str, Timing] = {}
 
-    def column(name: str, make: Callable[[cases.Layer], ways.Call], *, replays: int = 11) -> None:
+    def column(name: str, make: Callable[[cases.Layer], backends.Call], *, replays: int = 11) -> None:
         columns[name] = graph_us([make(layer) for layer in layers], replays=replays)
         torch.cuda.empty_cache()
 
-    column("segmented", lambda layer: ways.segmented_call(layer, segments))
-    column("grouped", lambda layer: ways.grouped_call(layer, segments), replays=7)
+    column("segmented", lambda layer: backends.segmented_call(layer, segments))
+    column("grouped", lambda layer: backends.grouped_call(layer, segments), replays=7)
     for block in STK_BLOCKS:
-        column(f"stk{block}", partial(ways.stk_call, segments=segments, block=block), replays=7)
+        column(f"stk{block}", partial(backends.stk_call, segments=segments, block=block), replays=7)
     if segments.tokens in (64, 4096):
-        column("block_sparse", lambda layer: ways.block_sparse_call(layer, segments), replays=7)
+        column("block_sparse", lambda layer: backends.block_sparse_call(layer, segments), replays=7)
     if length == 1 and len(set(adapter_of)) * max(ranks) <= 1024:
-        column("gather_bmm", lambda layer: ways.gather_bmm_call(layer, segments), replays=7)
-    weights = ways.base_weights(layers[0])
-    column("base", lambda layer: ways.base_call(layer, weights), replays=7)
+        column("gather_bmm", lambda layer: backends.gather_bmm_call(layer, segments), replays=7)
+    weights = backends.base_weights(layers[0])
+    column("base", lambda layer: backends.base_call(layer, weights), replays=7)
     if segments.tokens == 64 or length > 1:
-        column("naive", lambda layer: ways.naive_call(layer, segments, weights), replays=7)
+        column("naive", lambda layer: backends.naive_call(layer, segments, weights), replays=7)
     floor = floor_us(layers[0], segments)
     row = {
         **tag,
@@ -164,7 +164,9 @@ def decode_stack(layers: int, tokens: int, ranks: list[int]) -> list[cases.Layer
 EXACT = TileCapacity(0, 0)
 
 
-def step_call(sets: list[cases.Layer], adapter_of: list[int], ranks: list[int], room: TileCapacity | None) -> ways.Call:
+def step_call(
+    sets: list[cases.Layer], adapter_of: list[int], ranks: list[int], room: TileCapacity | None
+) -> backends.Call:
     """The LoRA part of a decode step over a slot table, in a graph for steps that fit the `room`.
 
     None: the room that the engine takes; EXACT: cut for exactly this batch.
@@ -194,7 +196,7 @@ def step_call(sets: list[cases.Layer], adapter_of: list[int], ranks: list[int], 
 
 
 def step_part() -> list[Row]:
-    """A whole Llama-3.1-8B decode step's LoRA terms, 64 tokens; and four layers of it by the other ways."""
+    """A whole Llama-3.1-8B decode step's LoRA terms, 64 tokens; and four layers of it by the other calls."""
     pairs_of_two = [index // 2 for index in range(64)]
     rows: list[Row] = []
     sets = decode_stack(32, 64, [16] * 32)
@@ -211,10 +213,10 @@ def step_part() -> list[Row]:
         print(rows[-1], flush=True)
     four = sets[:16]
     segments = cases.batch(pairs_of_two, 1)
-    makes: dict[str, Callable[[cases.Layer], ways.Call]] = {
-        "segmented": partial(ways.segmented_call, segments=segments),
-        "grouped": partial(ways.grouped_call, segments=segments),
-        **{f"stk{b}": partial(ways.stk_call, segments=segments, block=b) for b in STK_BLOCKS},
+    makes: dict[str, Callable[[cases.Layer], backends.Call]] = {
+        "segmented": partial(backends.segmented_call, segments=segments),
+        "grouped": partial(backends.grouped_call, segments=segments),
+        **{f"stk{b}": partial(backends.stk_call, segments=segments, block=b) for b in STK_BLOCKS},
     }
     for name, make in makes.items():
         timing = graph_us([make(layer) for layer in four], replays=9)
@@ -241,7 +243,7 @@ def train_part() -> list[Row]:
     rows: list[Row] = []
     for group in cases.LLAMA:
         layers = [cases.make_layer(group, 4096, [16] * 8) for _ in range(2)]
-        weights = ways.base_weights(layers[0])
+        weights = backends.base_weights(layers[0])
         prepared = []
         for layer in layers:
             (own,) = tables_of([layer.pairs], cases.DEVICE)
@@ -250,11 +252,11 @@ def train_part() -> list[Row]:
             (summed,) = tables_of([[_with_sums(pairs) for pairs in layer.pairs]], cases.DEVICE)
             prepared.append((layer, own, plan, h, torch.zeros_like(layer.x), summed))
 
-        def forward(item: tuple[Any, ...]) -> ways.Call:
+        def forward(item: tuple[Any, ...]) -> backends.Call:
             layer, own, plan, *_ = item
             return lambda: terms.train(layer.ys, layer.x, plan, own)
 
-        def backward(item: tuple[Any, ...], *, add: bool) -> ways.Call:
+        def backward(item: tuple[Any, ...], *, add: bool) -> backends.Call:
             layer, own, plan, h, dx, _ = item
 
             def call() -> None:
@@ -264,18 +266,18 @@ def train_part() -> list[Row]:
 
             return call
 
-        def backward_summed(item: tuple[Any, ...]) -> ways.Call:
+        def backward_summed(item: tuple[Any, ...]) -> backends.Call:
             """As fine-tuning runs it: the kernels add dA and dB to fp32 sums; dX is what the base's products are added to."""
             layer, _, plan, h, _, own = item
             return lambda: gradients(layer.ys, layer.x, h, plan, own, inputs_need=True, weights_need=True)
 
-        def base_backward(layer: cases.Layer) -> ways.Call:
+        def base_backward(layer: cases.Layer) -> backends.Call:
             return lambda: [torch.mm(dy, weight) for dy, weight in zip(layer.ys, weights, strict=True)]  # noqa: B023
 
         columns = {
-            "base_forward": graph_us([ways.base_call(layer, weights) for layer in layers], replays=9, repeat=3),
+            "base_forward": graph_us([backends.base_call(layer, weights) for layer in layers], replays=9, repeat=3),
             "base_backward": graph_us([base_backward(layer) for layer in layers], replays=9, repeat=3),
-            "add_": graph_us([ways.segmented_call(layer, segments) for layer in layers], replays=9, repeat=3),
+            "add_": graph_us([backends.segmented_call(layer, segments) for layer in layers], replays=9, repeat=3),
             "forward": graph_us([forward(item) for item in prepared], replays=9, repeat=3),
             "backward": graph_us([backward(item, add=False) for item in prepared], replays=9, repeat=3),
             "backward_summed": graph_us([backward_summed(item) for item in prepared], replays=9, repeat=3),
@@ -283,7 +285,7 @@ def train_part() -> list[Row]:
         }
         for way in ("segmented", "stk64", "stk128", "grouped"):
             try:
-                calls = [ways.learning_call(layer, segments, way) for layer in layers]
+                calls = [backends.learning_call(layer, segments, way) for layer in layers]
                 columns[f"autograd_{way}"] = graph_us(calls, replays=7)
             except RuntimeError as error:
                 print(f"autograd_{way} left out: {error}", flush=True)
@@ -306,11 +308,11 @@ def scaling_part() -> list[Row]:
             total: dict[str, float] = {}
             for group in cases.GPT2_MEDIUM:
                 layers = rotating(group, segments.tokens, ranks)
-                weights = ways.base_weights(layers[0])
-                makes: dict[str, Callable[[cases.Layer], ways.Call]] = {
-                    "base": partial(ways.base_call, weights=weights),
-                    "segmented": partial(ways.segmented_call, segments=segments),
-                    "grouped": partial(ways.grouped_call, segments=segments),
+                weights = backends.base_weights(layers[0])
+                makes: dict[str, Callable[[cases.Layer], backends.Call]] = {
+                    "base": partial(backends.base_call, weights=weights),
+                    "segmented": partial(backends.segmented_call, segments=segments),
+                    "grouped": partial(backends.grouped_call, segments=segments),
                 }
                 for way, make in makes.items():
                     calls = [make(layer) for layer in layers]
@@ -326,7 +328,7 @@ def scaling_part() -> list[Row]:
             for group in cases.LLAMA:
                 segments = cases.batch(owner, length)
                 layers = rotating(group, segments.tokens, ranks)
-                calls = [ways.segmented_call(layer, segments) for layer in layers]
+                calls = [backends.segmented_call(layer, segments) for layer in layers]
                 total["segmented"] += graph_us(calls, replays=9).us
             label = "mixed" if len(set(ranks)) > 1 else str(ranks[0])
             rows.append({"case": f"ranks.{name}", "ranks": label, "us": total})
@@ -342,9 +344,9 @@ def peft_part() -> list[Row]:
     rows: list[Row] = []
     for group in cases.LLAMA:
         layer = cases.make_layer(group, 64, [16] * 32)
-        weights = ways.base_weights(layer)
-        base, own = ways.base_call(layer, weights), ways.segmented_call(layer, segments)
-        peft = ways.peft_call(layer, segments, weights)
+        weights = backends.base_weights(layer)
+        base, own = backends.base_call(layer, weights), backends.segmented_call(layer, segments)
+        peft = backends.peft_call(layer, segments, weights)
         columns = {"base": event_us([base]), "base+segmented": event_us([lambda: (base(), own())])}  # noqa: B023
         if peft is not None:
             columns["peft"] = event_us([peft])

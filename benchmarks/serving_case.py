@@ -191,7 +191,7 @@ class Bench:
         options = INDUCTOR | dict.fromkeys(inductor, True)
         fused = FusedBase(base, options=options) if shape.device == "cuda" else FusedBase(base, compiled=False)
         if torch_rows:
-            fused.products = replace(fused.products, gemv={}, skinny={})
+            fused.gemms = replace(fused.gemms, gemv={}, skinny={})
         self.runner = Runner(fused, self.kv, max_running=shape.max_running)
         self.generator = Generator(
             base,

@@ -75,7 +75,7 @@ class Base:
             return self.run(tokens_T, positions_T, attention, keep)[:kept]
 
     def run(self, tokens_T: Tensor, positions_T: Tensor, attention: Attention, keep: Tensor | None) -> Tensor:
-        """One call of the model as it is, in the running context: no padding, so no promise about bits."""
+        """One call of the model in the running context, without padding: a row's bits may depend on the batch."""
         logits_1KV: Tensor = self.model(
             input_ids=tokens_T[None],
             position_ids=positions_T[None],

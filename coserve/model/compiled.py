@@ -1,10 +1,10 @@
-"""Decoder layers compiled, at the cost of asking once a step, not once a layer, which graph fits.
+"""Compiled decoder layers whose guards are checked once a step instead of once a layer.
 
 torch.compile checks some three hundred guards on every call of a layer, which takes longer than launching the layer's
-kernels. Layers of one kind are alike in all that the guards look at, and what differs between steps (one row or many)
-differs for all of them at once. So in each step the first layer of a kind goes through torch.compile, which picks the
-graph, or makes a new one; the others run that graph with their own weights. What a layer's inputs are is observed: a
-layer is bound to a graph after torch.compile has run it there twice with inputs that agree.
+kernels. Layers of one kind do not differ in anything that guards check, and what differs between steps (one row or many)
+differs for all layers alike. So in each step the first layer of a kind (the leader) goes through torch.compile, which selects
+the graph or compiles a new one; the others run that graph directly, with their own weights. How a layer's arguments map to
+the graph's inputs is observed: a layer is bound to a graph after torch.compile has run it twice with consistent inputs.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ Backend = Callable[[torch.fx.GraphModule, Sequence[Tensor]], Callable[..., Seque
 
 
 class Graph:
-    """What one trace of a layer was compiled to. Threads may run it at once."""
+    """One compiled trace of a layer. Several threads may run it at once."""
 
     def __init__(self, run: Callable[..., Sequence[object]]) -> None:
         self.run = run
@@ -39,21 +39,21 @@ def compiler(backend: Backend) -> Backend:
 
 @dataclass(frozen=True)
 class Binding:
-    """A layer's own call of a graph."""
+    """How one layer calls a graph."""
 
     rows: int
-    """Of the step in which it was observed."""
+    """Rows of the step in which it was observed."""
     fixed: tuple[object, ...]
-    """The graph's inputs; None where they change with every step."""
+    """The graph's inputs that are the same in every step; None for the others."""
     given: tuple[tuple[int, int], ...]
-    """(place, which) of the inputs that the layer is called with: `which` of the tensors among its arguments."""
+    """(input of the graph, tensor argument of the layer): inputs that are the layer's own arguments."""
     counts: tuple[int, ...]
-    """Places of the inputs that are the step's number of rows."""
+    """Inputs of the graph that are the step's number of rows."""
     result: int | tuple[int | None, ...]
-    """Which of the graph's outputs the layer gives: one, or a tuple of them and Nones."""
+    """Outputs of the graph that the layer returns: one, or a tuple of them and Nones."""
 
     def call(self, graph: Graph, tensors: Sequence[Tensor], rows: int) -> object:
-        """What the layer gives for these arguments."""
+        """The layer's output for these arguments."""
         inputs = list(self.fixed)
         for place, which in self.given:
             inputs[place] = tensors[which]
@@ -65,8 +65,8 @@ class Binding:
         return tuple(None if which is None else outputs[which] for which in self.result)
 
     def confirms(self, other: Binding) -> bool:
-        """Both were observed of the same call: what is a number of rows, and what is not, shows with another number.
-        (A graph of one row is of no other.)"""
+        """Whether two observations agree. A number of rows can be told from a constant only if the two differ in rows, or if
+        the graph is for one row only."""
         numbers = bool(self.counts) or any(isinstance(value, int) for value in self.fixed)
         return (
             (self.given, self.counts, self.result) == (other.given, other.counts, other.result)
@@ -103,7 +103,7 @@ def observe(call: GraphCall, tensors: Sequence[Tensor], rows: int, result: objec
 
 
 def _same(a: object, b: object) -> bool:
-    """The same tensor, or the same number: torch.compile makes a new tensor of a layer's constant for each call."""
+    """The same tensor, or the same number: torch.compile wraps a layer's constant in a new tensor on each call."""
     if a is b or (isinstance(a, int | float) and a == b):
         return True
     if not (isinstance(a, Tensor) and isinstance(b, Tensor) and a.dim() == b.dim() == 0):
@@ -112,18 +112,18 @@ def _same(a: object, b: object) -> bool:
 
 
 class Layers:
-    """The layers of one base, to be called in order, all of them in each step. Not for two threads at once."""
+    """The layers of one base, called in order, all of them in each step. Not thread-safe."""
 
     def __init__(self, layers: Sequence[nn.Module], forwards: Sequence[Callable[..., object]]) -> None:
-        """`forwards`: compiled by `compiler`, or plain functions, which then always run as they are."""
+        """`forwards`: compiled with `compiler`, or plain functions, which are simply called."""
         self._layers, self._forwards = layers, forwards
         self._leaders: list[int | None] = [None] * len(layers)
-        """For each layer that is bound the first one that runs the same graphs."""
+        """For each bound layer, the first layer that runs the same graphs."""
         self._bound: list[dict[Graph, Binding]] = [{} for _ in layers]
         self._seen: list[dict[Graph, Binding]] = [{} for _ in layers]
         """Bindings observed once."""
         self._ran: list[Graph | None] = [None] * len(layers)
-        """The graphs of this step's layers; None: not run yet, or bound."""
+        """The graph that each layer of this step ran through torch.compile; None: not run yet, or bound."""
         self._rows = 0
 
     def twin(self, layers: Sequence[nn.Module]) -> Layers:
@@ -135,7 +135,7 @@ class Layers:
         self._rows, self._ran = rows, [None] * len(self._layers)
 
     def call(self, index: int, args: tuple[object, ...], kwargs: Mapping[str, object]) -> object:
-        """What layer `index` gives for these arguments."""
+        """Layer `index`'s output for these arguments."""
         leader = self._leaders[index]
         if leader is not None:
             graph = self._ran[leader]

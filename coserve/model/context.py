@@ -1,4 +1,4 @@
-"""How long a sequence the base may serve, from its rotary scaling, and what to say where the model claims more."""
+"""The longest sequence that a base can serve, from its rotary scaling, and a note where the model claims more."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which errors are of one piece of work, and which are of the device that all work shares."""
+"""Tells errors of one request or job from errors of the device, which all work shares."""
 
 from __future__ import annotations
 
@@ -13,11 +13,10 @@ from coserve.errors import CoserveError, EngineFault
 
 @contextmanager
 def contained(device: torch.device) -> Iterator[None]:
-    """An error inside is of the work inside, unless the device has gone wrong: then it becomes an `EngineFault`.
+    """Turns an error raised inside into an `EngineFault` if the device has failed; else the error belongs to the work inside.
 
-    CUDA answers every call with the same error once a kernel has failed, so one more call tells which it was. That call
-    waits for this thread's stream alone: one that waits for the whole device (`torch.cuda.synchronize`) would break a graph
-    capture that another thread has under way.
+    Once a kernel has failed, every CUDA call returns the same error, so one more call tells. It waits for this thread's stream
+    only: waiting for the whole device (`torch.cuda.synchronize`) would break a graph capture of another thread.
     """
     try:
         yield

@@ -16,7 +16,7 @@ from coserve.kernels.attention.interface import Attention
 from coserve.kernels.lora.interface import PreparedLora
 from coserve.kernels.lora.types import SiteGroup
 from coserve.model.dropout import DropoutSpec
-from coserve.model.products import Products
+from coserve.model.gemm_choice import GemmChoice
 
 
 @dataclass(frozen=True)
@@ -24,7 +24,7 @@ class Fused:
     """What the ops of a forward through `FusedBase` look up."""
 
     attention: Attention
-    products: Products
+    gemms: GemmChoice
     groups: Sequence[Sequence[SiteGroup]]
     """By layer."""
 

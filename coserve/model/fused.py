@@ -1,7 +1,7 @@
 """The unmodified model at full speed: each decoder layer compiled, with the two seams as opaque operations in it.
 
 What a compiled layer sees of us are two ops: `coserve::attend`, and `coserve::linear`, one for all the sites that read
-one input (q, k and v; gate and up): one product of their stacked weights, one LoRA shrink, one expand. Everything
+one input (q, k and v; gate and up): one GEMM of their stacked weights, one LoRA shrink, one expand. Everything
 else, norms, rotary, activation, is the model's own code, which torch.compile fuses (regional compilation).
 
 Both ops look up the running forward's attention and adapters (`forward_context`) when they run, not when they are traced,
@@ -27,8 +27,8 @@ from coserve.model import probe
 from coserve.model.base import Base
 from coserve.model.compiled import Backend, Layers, compiler
 from coserve.model.forward_context import ForwardContext, Fused, current, running
+from coserve.model.gemm_choice import GemmChoice, measure_gemms
 from coserve.model.groups import shared_inputs, stack
-from coserve.model.products import Products, measured
 
 NOT_FUSED = "expected to run within FusedBase.forward"
 RECOMPILES = 64
@@ -62,16 +62,16 @@ def _linear(x: Tensor, weight: Tensor, bias: Tensor | None, sizes: Sequence[int]
     sites = fused.groups[current.layer][group]
     if lora is not None and not lora.changes(sites):
         lora = None
-    if x_TD.shape[0] == 1 and (shape := fused.products.gemv.get((x.shape[-1], *sizes))):
+    if x_TD.shape[0] == 1 and (shape := fused.gemms.gemv.get((x.shape[-1], *sizes))):
         tables = None if lora is None else lora.decode_tables(sites)
         if lora is None or tables is not None:
             return gemv(x_TD[0], weight, bias, sizes, tables, shape=shape).view(*x.shape[:-1], -1)
-    product = fused.products.project(x_TD, weight, bias)
-    y_TO = product.y
+    output = fused.gemms.linear(x_TD, weight, bias)
+    y_TO = output.y
     if lora is not None:
         ys = torch.split(y_TO, list(sizes), 1)
-        # `product` holds the workspace until the terms have memory of their own.
-        lora.add_(sites, ys, x_TD, overlapped=product.workspace is not None)
+        # `output` holds the workspace until the terms have memory of their own.
+        lora.add_(sites, ys, x_TD, overlapped=output.workspace is not None)
     return y_TO.view(*x.shape[:-1], y_TO.shape[1])
 
 
@@ -100,7 +100,8 @@ _OPS = _register()
 class RunningAttention:
     """The `Attention` of a compiled layer: the running context's, in the layer that runs."""
 
-    anywhere = True
+    any_layer = True
+    """It need not be told the layer: a compiled layer stands for all of its kind and must not depend on its own index."""
 
     def attend(
         self,
@@ -110,7 +111,7 @@ class RunningAttention:
         v_KTD: Tensor,
         params: AttentionParams,
     ) -> Tensor:
-        """As `Attention.attend`; `layer` is not looked at."""
+        """As `Attention.attend`; ignores `layer`."""
         out: Tensor = torch.ops.coserve.attend(q_HTD, k_KTD, v_KTD, *params)
         return out
 
@@ -133,8 +134,7 @@ class FusedBase:
         compiled: bool = True,
         options: Mapping[str, str | int | bool] | None = None,
     ) -> None:
-        """`backend`: None is inductor with `options`. `compiled=False`: the layers run as they are, through the same
-        two ops."""
+        """`backend`: None is inductor with `options`. `compiled=False`: the layers run uncompiled, through the same two ops."""
         self.base = base
         self.groups = shared_inputs(base)
         """By layer, in the order in which they run."""
@@ -143,7 +143,7 @@ class FusedBase:
             for group in layer:
                 base.sites.share(stack(group, [modules[name] for name in group.names]))
         stacked = [shared.stacked for shared in base.sites.shared()]
-        self.products = measured(stacked, base.device) if base.device.type == "cuda" else Products()
+        self.gemms = measure_gemms(stacked, base.device) if base.device.type == "cuda" else GemmChoice()
         forwards: list[Callable[..., object]] = [type(layer).forward for layer in base.layers]
         if compiled:
             made = compiler(_inductor(options) if backend is None else backend)
@@ -156,8 +156,8 @@ class FusedBase:
     def shadow(self) -> FusedBase:
         """The same weights and the same compiled code behind modules of their own.
 
-        What a shadow compiles, on whatever thread, this base need not compile again, and forwards of both do not meet:
-        each patches its own modules while it runs, and contexts are per thread.
+        What a shadow compiles, on any thread, this base need not compile again. Their forwards may run at once: each patches
+        its own modules while it runs, and contexts are per thread.
         """
         base, known = self.base, {}
         shared = [tensor for group in base.sites.shared() for tensor in (group.weight, group.bias)]
@@ -183,7 +183,7 @@ class FusedBase:
         keep: Tensor | None,
     ) -> Tensor:
         """As `Base.forward`, never padded. `lora` is prepared for `groups`."""
-        context = ForwardContext(lora, fused=Fused(attention, self.products, self.groups))
+        context = ForwardContext(lora, fused=Fused(attention, self.gemms, self.groups))
         self._layers.begin(tokens_T.shape[0])
         with running(context), self._patched():
             # Compiled code would ask that a view's whole storage be of the same size next time.

@@ -1,4 +1,4 @@
-"""Which sites share an input, and their weights as one."""
+"""Groups of sites that read one input, and their stacked weights."""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ from coserve.model.seam import ReferenceAttention
 
 @dataclass(frozen=True)
 class LayerCall:
-    """What the model hands to one layer beside the hidden states: rotary tables, positions, attention."""
+    """The arguments that the model passes to one layer, besides the hidden states: rotary tables, positions, attention."""
 
     args: tuple[object, ...]
     kwargs: dict[str, object]
@@ -26,7 +26,7 @@ class LayerCall:
 
 @dataclass(frozen=True)
 class LayerInputs:
-    """A packed batch on its way through the layers: made by `embed`, good for any number of passes."""
+    """A packed batch as `embed` prepared it for the layers; any number of passes may use it."""
 
     tokens_T: Tensor  # noqa: N815
     positions_T: Tensor  # noqa: N815
@@ -49,7 +49,7 @@ class LayerCut:
         self._check()
 
     def embed(self, tokens_T: Tensor, positions_T: Tensor, attention: Attention) -> LayerInputs:
-        """The model's own forward of T packed tokens up to layer 0, and what it gives to each layer."""
+        """Runs the model's own forward of T packed tokens up to layer 0, and records each layer's arguments."""
         calls: list[LayerCall] = []
         entering: list[Tensor] = []
 
@@ -70,7 +70,7 @@ class LayerCut:
         return h_next_1TD
 
     def head(self, h_1TD: Tensor, inputs: LayerInputs, keep: Tensor) -> Tensor:
-        """Logits (len(keep), V) of the kept tokens, from what the last layer gave (1, T, D).
+        """Logits (len(keep), V) of the kept tokens, from the last layer's output (1, T, D).
 
         The model's own forward with every layer replaced, so that its final norm, its scaling and its soft cap hold.
         """

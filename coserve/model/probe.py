@@ -47,7 +47,7 @@ def refuse_statically(model: PreTrainedModel) -> None:
 
 @dataclass
 class Observed:
-    """What one forward through the probe showed."""
+    """Record of one forward through the probe."""
 
     layers: list[tuple[nn.Module, int]] = field(default_factory=list)
     """The attention module and the window (0: none) of each layer, in order of the calls."""
@@ -57,7 +57,7 @@ class Observed:
 
 @dataclass(frozen=True)
 class _Mask:
-    """Stands for a mask: the rule `(batch, head, query, key) -> seen` that a layer would have used."""
+    """Stands in for a mask: the rule `(batch, head, query, key) -> visible` that a layer would have used."""
 
     rule: Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 
@@ -132,7 +132,7 @@ def _check_mask(where: str, mask: object, window: int | None, context: int, devi
 
 
 class Reversed:
-    """Attention for a batch whose rows stand in reverse: shows whether tokens meet anywhere but in attention.
+    """Attention for a batch with reversed rows: shows whether tokens interact anywhere but in attention.
 
     A convolution or a recurrence between tokens needs state of its own to go on from a page or a chunk.
     """

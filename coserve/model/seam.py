@@ -91,8 +91,7 @@ def _attention(
         sizes = f"{query_1HTD.shape[-1]}, {key_1KTD.shape[-1]} and {value_1KTD.shape[-1]}"
         raise UnsupportedBase(f"{family}: expected heads of one size for queries, keys and values, got {sizes}")
     out_THD = coserve_attention.attend(
-        # A compiled layer stands for all of its kind and must not depend on its own index.
-        -1 if getattr(coserve_attention, "anywhere", False) else layer_of(module),
+        -1 if getattr(coserve_attention, "any_layer", False) else layer_of(module),
         query_1HTD[0],
         key_1KTD[0],
         value_1KTD[0],

@@ -1,4 +1,4 @@
-"""A launcher launches what Triton would have: the form that these very arguments need."""
+"""A launcher launches what Triton would have: the specialization that these very arguments need."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ def kernel(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     searched: list[tuple[object, ...]] = []
     known: list[tuple[object, ...]] = []
 
-    class Form:
+    class Specialization:
         def __getitem__(self, grid: object) -> Callable[..., None]:
             return lambda *args: known.append((grid, *args[2:]))
 
     class Kernel:
         arg_names = ("x_ptr", "y_ptr", "N", "WIDE", "BLOCK")
 
-        def __getitem__(self, grid: object) -> Callable[..., Form]:
-            def search(*args: object, **rest: object) -> Form:
+        def __getitem__(self, grid: object) -> Callable[..., Specialization]:
+            def search(*args: object, **rest: object) -> Specialization:
                 searched.append((grid, *args[2:], rest))
-                return Form()
+                return Specialization()
 
             return search
 
@@ -47,7 +47,9 @@ def place(offset: int = 0, dtype: torch.dtype = torch.float32) -> Tensor:
     return whole[first + offset :]
 
 
-def test_the_second_launch_finds_the_form_and_gives_constants_in_the_kernels_order(kernel: SimpleNamespace) -> None:
+def test_the_second_launch_finds_the_specialization_and_gives_constants_in_the_kernels_order(
+    kernel: SimpleNamespace,
+) -> None:
     x, y = place(), place()
     for _ in range(3):
         kernel.launch((2, 1, 1), (x, y), (7,), BLOCK=16, WIDE=True, num_warps=4)
@@ -55,7 +57,7 @@ def test_the_second_launch_finds_the_form_and_gives_constants_in_the_kernels_ord
     assert kernel.known == [((2, 1, 1), 7, True, 16)] * 2
 
 
-def test_another_grid_is_the_same_form(kernel: SimpleNamespace) -> None:
+def test_another_grid_is_the_same_specialization(kernel: SimpleNamespace) -> None:
     x, y = place(), place()
     kernel.launch((2, 1, 1), (x, y), (7,), WIDE=True, BLOCK=16, num_warps=4)
     kernel.launch((5, 3, 1), (x, y), (7,), WIDE=True, BLOCK=16, num_warps=4)
@@ -76,7 +78,9 @@ def test_another_grid_is_the_same_form(kernel: SimpleNamespace) -> None:
     ],
     ids=["alignment", "dtype", "number", "one", "constant", "block", "warps"],
 )
-def test_what_a_form_may_depend_on_is_searched_anew(kernel: SimpleNamespace, change: dict[str, object]) -> None:
+def test_what_a_specialization_may_depend_on_is_searched_anew(
+    kernel: SimpleNamespace, change: dict[str, object]
+) -> None:
     first = {"tensors": (place(), place()), "numbers": (7,), "rest": {"WIDE": True, "BLOCK": 16, "num_warps": 4}}
     for given in (first, first | change, first):
         kernel.launch((1, 1, 1), given["tensors"], given["numbers"], **given["rest"])
@@ -87,7 +91,7 @@ def test_what_a_form_may_depend_on_is_searched_anew(kernel: SimpleNamespace, cha
 def test_launches_are_forgotten_before_they_are_too_many(
     kernel: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(launcher, "FORMS", 4)
+    monkeypatch.setattr(launcher, "MAX_CACHED", 4)
     for number in (*range(10), 9, 0):
         kernel.launch((1, 1, 1), (place(), place()), (number,), WIDE=True, BLOCK=16)
     assert [entry[1] for entry in kernel.searched] == [*range(10), 0]

@@ -114,7 +114,7 @@ def make_start(
     if base.device.type != "cuda":
         return Start(None, ())
     if not lora_backend.capturable:
-        why = f"the lora way {lora_backend.name} cannot be captured"
+        why = f"the LoRA backend {lora_backend.name} cannot be captured"
         return Start(None, (f"generation: steps run one by one without CUDA graphs, as {why}",))
     if when == "off":
         return Start(None, ("generation: steps run one by one without CUDA graphs, as compile is off",))

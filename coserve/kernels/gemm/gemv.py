@@ -1,10 +1,10 @@
-"""One row through linear sites that share an input, with its adapter: reading the stacked weight is all the work.
+"""GEMV: one row through linear sites that share an input, with its adapter. Reading the stacked weight is all the work.
 
     shrink   h[split, site, r] = Σ_{k in split} A_site[r, k] x[k]        (`decode_kernel.shrink`)
     project  y[n] = bias[n] + Σ_k W[n, k] x[k] + scaling Σ_r B_site[n, r] (Σ_split h[split, site, r])
 
-A program of `project` has all its weights under way before it waits for the kernels ahead (programmatic dependent
-launch): the shrink runs behind that, and the expand is a few multiplications at the end.
+A program of `project` issues the loads of all its weights before it waits for the preceding kernels (programmatic dependent
+launch). The shrink runs meanwhile, and the expand is a few multiplications at the end.
 """
 
 # mypy: disable-error-code="no-untyped-def, misc, no-untyped-call, untyped-decorator"
@@ -29,8 +29,8 @@ from coserve.kernels.lora.segmented.launch_decode import DECODE_SHRINK
 from coserve.kernels.lora.segmented.loads import weights
 from coserve.kernels.lora.segmented.tiles import Tiles
 
-LONGEST = 32768
-"""Inputs that a program can read at once."""
+MAX_INPUTS = 32768
+"""Most inputs D: a program reads them all at once."""
 SHAPES = ((1, 4), (1, 8), (2, 4), (2, 8), (4, 4), (4, 8), (8, 8))
 """Rows of the weight that a program reads, and its warps."""
 
@@ -77,7 +77,7 @@ def project(
 
 def shapes_of(inputs: int, sizes: Sequence[int]) -> list[tuple[int, int]]:
     """Those of `SHAPES` whose blocks end where sites end, and keep 32 to 128 registers of a thread busy."""
-    if inputs > LONGEST or len(sizes) > 3:
+    if inputs > MAX_INPUTS or len(sizes) > 3:
         return []
     wide = next_power_of_2(inputs)
     return [
@@ -87,10 +87,10 @@ def shapes_of(inputs: int, sizes: Sequence[int]) -> list[tuple[int, int]]:
     ]
 
 
-def faster(weights_OD: Sequence[Tensor], sizes: Sequence[int]) -> tuple[int, int] | None:
-    """The shape with which `gemv` reads such weights faster than torch's own product; None if none does.
+def fastest(weights_OD: Sequence[Tensor], sizes: Sequence[int]) -> tuple[int, int] | None:
+    """The shape with which `gemv` beats torch's own GEMM most; None if none does.
 
-    Measured, in a CUDA graph over all of `weights_OD`, which together should be more than the cache holds.
+    Measured in a CUDA graph over all of `weights_OD`, which together should be more than the L2 cache holds.
     """
     x = torch.randn(1, weights_OD[0].shape[1], dtype=weights_OD[0].dtype, device=weights_OD[0].device)
     best, chosen = _milliseconds(lambda w: torch.nn.functional.linear(x, w), weights_OD), None

@@ -1,10 +1,10 @@
-"""A few rows through a linear site: reading the weight is all the work.
+"""Skinny GEMM: a few rows through a linear site. Reading the weight is all the work.
 
     y[m, n] = bias[n] + Σ_k x[m, k] W[n, k]        for 2 to 64 rows m, sums in fp32
 
-The weight is the product's left operand, so that its rows fill the tensor cores and the few x need no padding to 64. A
-program may start before the kernel ahead has ended (programmatic dependent launch), which saves most of a launch. The
-kernel behind may start once every program has waited for the one ahead: it finds x complete, and y not.
+The weight is the left operand, so that its rows fill the tensor cores and x need not be padded to 64 rows. A program may
+start before the preceding kernel has ended (programmatic dependent launch), which saves most of a launch. The next kernel may
+start once every program has waited for the preceding one: it finds x complete, and y not.
 """
 
 # mypy: disable-error-code="no-untyped-def, misc, no-untyped-call, untyped-decorator"
@@ -26,12 +26,12 @@ from coserve.kernels.gpu.rounding import cdiv
 from coserve.kernels.gpu.timing import graph_ms
 
 ROWS = (16, 32, 64)
-"""Numbers of rows that kernels are made for; one serves every number up to its own."""
+"""Row counts that kernels are compiled for; each serves every count up to its own."""
 
 
 @dataclass(frozen=True)
 class Shape:
-    """Outputs and inputs of a program's step, parts of the inputs, warps, and steps under way at once."""
+    """Block sizes of outputs (n) and inputs (k), programs that share an output block (splits), warps, pipeline stages."""
 
     n: int
     k: int
@@ -52,7 +52,7 @@ SHAPES = (
     Shape(16, 256, 4, 4, 4),
 )
 PROGRAMS = (60, 600)
-"""Fewest and most programs of a shape that is tried: a GPU has some hundred multiprocessors, and each start costs."""
+"""Fewest and most programs of a shape to try: a GPU has some hundred multiprocessors, and each start costs."""
 
 
 @triton.jit
@@ -94,12 +94,12 @@ def project(
 
 
 def rows_of(rows: int) -> int | None:
-    """Which of `ROWS` serves so many rows; None: one row, or too many."""
+    """The entry of `ROWS` that serves so many rows; None: one row, or too many."""
     return next((most for most in ROWS if most >= rows), None) if rows > 1 else None
 
 
 def shapes_of(inputs: int, outputs: int, dtype: torch.dtype) -> list[Shape]:
-    """Those of `SHAPES` that divide D `inputs`, in a fair number of programs. None for fp32, which tensor cores would round."""
+    """The `SHAPES` to try: those that divide D `inputs`, within `PROGRAMS` if any is. Empty for fp32, which tensor cores round."""
     if dtype not in (torch.bfloat16, torch.float16):
         return []
     fewest, most = PROGRAMS
@@ -117,7 +117,7 @@ def skinny_gemm(
 ) -> tuple[Tensor, Tensor]:
     """(T, O) in x's dtype: `x Wᵀ + bias` for 2 to 64 rows. D is a multiple of `shape.splits * shape.k`; x's rows are dense.
 
-    And what else it writes. A kernel behind it that does not wait before it writes must not be given that memory.
+    Also returns its workspace, still busy when the next kernel starts early: keep it until that kernel has its own memory.
     """
     (rows, inputs), outputs = x_TD.shape, weight_OD.shape[0]
     block, pdl = rows_of(rows), device_info(x_TD.device).early_launch
@@ -135,11 +135,11 @@ def skinny_gemm(
     return y, parts
 
 
-def faster(weights_OD: Sequence[Tensor], counters: Tensor, rows: int) -> Shape | None:
-    """The shape with which `skinny_gemm` takes `rows` rows faster than torch's own product; None if none does.
+def fastest(weights_OD: Sequence[Tensor], counters: Tensor, rows: int) -> Shape | None:
+    """The shape with which `skinny_gemm` beats torch's own GEMM most at `rows` rows; None if none does.
 
-    Measured, in a CUDA graph over all of `weights_OD`, which together should be more than the cache holds, with a small
-    kernel ahead of each product as a model has it.
+    Measured in a CUDA graph over all of `weights_OD`, which together should be more than the L2 cache holds, with a small
+    kernel ahead of each GEMM as in a model.
     """
     x = torch.randn(rows, weights_OD[0].shape[1], dtype=weights_OD[0].dtype, device=weights_OD[0].device)
     best, chosen = _milliseconds(torch.nn.functional.linear, x, weights_OD), None
@@ -155,7 +155,7 @@ def faster(weights_OD: Sequence[Tensor], counters: Tensor, rows: int) -> Shape |
 
 
 def _milliseconds(product: Callable[[Tensor, Tensor], object], x_TD: Tensor, weights_OD: Sequence[Tensor]) -> float:
-    """Of one product with each of the weights; a small kernel makes x ahead of each."""
+    """Of one GEMM with each of the weights; a small kernel writes x ahead of each."""
     made = torch.empty_like(x_TD)
 
     def run() -> None:

@@ -1,4 +1,4 @@
-"""Capturing CUDA graphs, and what must not happen meanwhile."""
+"""Capture of CUDA graphs."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 
 @contextmanager
 def gc_paused() -> Iterator[None]:
-    """The garbage collector rests inside."""
+    """Garbage collection is disabled inside."""
     collects = gc.isenabled()
     gc.disable()
     try:
@@ -25,10 +25,10 @@ def gc_paused() -> Iterator[None]:
 def captured(
     graph: torch.cuda.CUDAGraph, memory: tuple[int, int] | None = None, stream: torch.cuda.Stream | None = None
 ) -> Iterator[None]:
-    """What is launched inside becomes `graph`. `memory`: a pool that it shares with others.
+    """Captures the kernels launched inside into `graph`. `memory`: a pool that it shares with other graphs.
 
-    The garbage collector rests meanwhile: what it finds may be graphs, events and pinned memory, and CUDA lets nobody
-    free those while a stream captures. What other threads ask of CUDA, those that read adapters for one, is their affair.
+    Garbage collection is disabled meanwhile: it might free graphs, events or pinned memory, which CUDA forbids while a
+    stream captures. CUDA calls of other threads, those that load adapters for one, are allowed.
     """
     with (
         gc_paused(),

@@ -1,4 +1,4 @@
-"""What the kernels need to know of the device they run on."""
+"""Device facts that kernel launches depend on."""
 
 from __future__ import annotations
 
@@ -11,22 +11,22 @@ import torch
 
 @dataclass(frozen=True)
 class DeviceInfo:
-    """Facts of one GPU that launches depend on."""
+    """Facts of one GPU."""
 
     multiprocessors: int
     shared_bytes: int
     """Shared memory that one program may use."""
     early_launch: bool
-    """Whether a kernel may start before the kernel ahead has ended (programmatic dependent launch, sm_90 and later)."""
+    """Whether a kernel may start before the preceding one has ended (programmatic dependent launch, sm_90 and later)."""
 
 
 H200 = DeviceInfo(multiprocessors=132, shared_bytes=227 * 1024, early_launch=True)
-"""What block sizes were measured on. Triton's interpreter on a CPU follows its launches."""
+"""The GPU that block sizes were measured on. Triton's interpreter on a CPU uses the same launches."""
 
 
 @cache
 def device_info(device: torch.device) -> DeviceInfo:
-    """The facts of `device`; those of an H200 without early launches for a CPU, so that tests there cut steps as it does."""
+    """The facts of `device`. For a CPU: an H200 without early launch, so that tests there cut batches as a GPU does."""
     if device.type != "cuda":
         return DeviceInfo(H200.multiprocessors, H200.shared_bytes, early_launch=False)
     found = torch.cuda.get_device_properties(device)

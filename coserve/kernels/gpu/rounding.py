@@ -1,4 +1,4 @@
-"""Sizes of grids and blocks. Triton's functions of these names take the host microseconds a call: they serve kernels too."""
+"""Sizes of grids and blocks. Triton's own functions, made for kernels too, take the host microseconds a call."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How long work takes on a GPU, for choices that are made by measurement at start."""
+"""Timing on a GPU, for choices made by measurement at start."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ REPLAYS = 6
 
 
 def graph_ms(run: Callable[[], None]) -> float:
-    """Median milliseconds of `run` as a CUDA graph. It has run before, so that its kernels are compiled."""
+    """Median milliseconds of `run` as a CUDA graph. The caller ran it once, so that its kernels are compiled."""
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with captured(graph):

@@ -45,4 +45,4 @@ def make_backend(name: str) -> LoraBackend:
             from coserve.kernels.lora.segmented.backend import SegmentedBackend  # Triton only where it is used
 
             return SegmentedBackend()
-    raise ConfigError(f"expected a lora way among auto, {', '.join(BACKENDS)}, got {name!r}", field="lora_way")
+    raise ConfigError(f"expected lora_way to be one of auto, {', '.join(BACKENDS)}, got {name!r}", field="lora_way")

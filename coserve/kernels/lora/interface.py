@@ -94,10 +94,10 @@ class TritonBackend(LoraBackend):
         if device.type == "cuda":
             return
         if not interpreted():
-            raise ConfigError(f"the lora way {self.name} needs a CUDA device, got {device.type}", field="lora_way")
+            raise ConfigError(f"the LoRA backend {self.name} needs a CUDA device, got {device.type}", field="lora_way")
         if dtype not in (torch.float32, torch.float16):
             expected, got = "float32 or float16 under Triton's interpreter", str(dtype).removeprefix("torch.")
-            raise ConfigError(f"the lora way {self.name} expected {expected}, got {got}")
+            raise ConfigError(f"the LoRA backend {self.name} expected {expected}, got {got}")
 
     def refuse_adapters(self, adapters: Adapters) -> None:
         """`refuse_unusable` for the device and dtype of a step's adapters."""

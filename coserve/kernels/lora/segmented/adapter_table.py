@@ -1,6 +1,6 @@
-"""The adapters' matrices on the device: where each lies, by slot and site.
+"""Device tables of adapters: the addresses of their matrices, by slot and site.
 
-Addresses of the table are fixed and its contents free, so that a captured CUDA graph can serve other adapters.
+A table's own address is fixed and its contents may change, so that a captured CUDA graph can serve other adapters.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from torch.nn.functional import pad
 from coserve.kernels.lora.types import VECTOR, Entry, LoraPair, is_aligned
 
 RANK_BLOCK = 16
-"""Ranks are worked on in blocks of so many: the least that a tensor core multiplies."""
+"""Ranks are processed in blocks of this many, the least that a tensor core multiplies."""
 NO_ENTRY = Entry(0, 0, 0, 0, 0, 0.0)
 
 
 @dataclass(frozen=True)
 class SiteTable:
-    """What G sites hold in each of N slots. A slot is one adapter; sites of one launch read one input of D features."""
+    """G sites by N slots. A slot holds one adapter; the sites of one launch read one input of D features."""
 
     addresses: Tensor
     """int64 (N, G, 2): of a_RD and of b_OR, both contiguous."""
@@ -30,11 +30,11 @@ class SiteTable:
     scalings: Tensor
     """float32 (N, G)."""
     starts: Tensor | None = None
-    """int32 (N, G): the ranks of the slots ahead, summed; only where gradients are wanted."""
+    """int32 (N, G): prefix sums of the ranks over slots; only for training."""
     sums: Tensor | None = None
     """int64 (N, G, 2): the addresses of the `MainGrads`; 0: none."""
     sizes: Tensor | None = None
-    """What is in `ranks`, on the host; only where it cannot change."""
+    """`ranks` on the host; None where the table's contents may change."""
 
     @property
     def sites(self) -> int:
@@ -45,17 +45,17 @@ class SiteTable:
         return self.ranks.shape[0]
 
     def columns(self, first: int, count: int) -> SiteTable:
-        """What `count` neighbouring sites hold, as a view."""
+        """The columns of `count` neighbouring sites, as a view."""
         part = slice(first, first + count)
         rest = (None if own is None else own[:, part] for own in (self.starts, self.sums, self.sizes))
         return SiteTable(self.addresses[:, part], self.ranks[:, part], self.scalings[:, part], *rest)
 
 
 class Slots:
-    """A page table of adapters: N slots by all the sites of a base, on the device.
+    """The table of all sites of a base by N slots, which serving keeps on the device.
 
-    `put` takes effect in stream order. A kernel reads the table and the weights before the kernel ahead of it has
-    ended (programmatic dependent launch), so no kernel that writes weights may stand directly before a LoRA kernel.
+    `put` takes effect in stream order. A LoRA kernel reads the table and the weights before the preceding kernel has ended
+    (programmatic dependent launch), so no kernel that writes weights may directly precede one.
     """
 
     def __init__(self, slots: int, sites: int, device: torch.device) -> None:
@@ -65,7 +65,7 @@ class Slots:
         self._held: dict[int, tuple[LoraPair | None, ...]] = {}
 
     def put(self, slot: int, pairs: Sequence[LoraPair | None]) -> None:
-        """Point `slot` at one adapter's pairs, one a site; keeps them alive. They must be contiguous and aligned."""
+        """Point `slot` at one adapter's pairs, one per site, and keep them alive."""
         assert len(pairs) == self.ranks.shape[1], f"expected {self.ranks.shape[1]} sites, got {len(pairs)}"
         kept = tuple(None if pair is None else kernel_layout(pair) for pair in pairs)
         a, b, _, _, ranks, scalings = zip(*map(_entry, kept), strict=True)
@@ -75,19 +75,19 @@ class Slots:
         self._held[slot] = kept
 
     def clear(self, slot: int) -> None:
-        """Empty `slot`: tokens that still name it get the base alone."""
+        """Empty `slot`: tokens that still name it get no LoRA terms."""
         self.ranks[slot].zero_()
         self._held.pop(slot, None)
 
     def table(self, first: int, count: int) -> SiteTable:
-        """The columns of `count` neighbouring sites, as a view: later `put`s show in it."""
+        """The columns of `count` neighbouring sites, as a view that reflects later `put`s."""
         return SiteTable(self.addresses, self.ranks, self.scalings).columns(first, count)
 
 
 def site_table(pairs: Sequence[Sequence[LoraPair | None]], device: torch.device) -> tuple[SiteTable, list[LoraPair]]:
-    """A table for one step: `pairs[g][n]` at site g in slot n. Also the pairs it points at, which must stay alive.
+    """A table for one step, `pairs[g][n]` at site g in slot n, and the pairs that it points at: keep them alive.
 
-    Never waits for the device.
+    Does not synchronize with the device.
     """
     slots, sites = len(pairs[0]), len(pairs)
     kept = [None if pair is None else kernel_layout(pair) for slot in zip(*pairs, strict=True) for pair in slot]
@@ -112,22 +112,22 @@ def site_table(pairs: Sequence[Sequence[LoraPair | None]], device: torch.device)
 
 
 def _to_device(host: Tensor, device: torch.device) -> Tensor:
-    """One copy that nobody waits for."""
+    """One asynchronous copy."""
     return host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else host
 
 
 def kernel_layout(pair: LoraPair) -> LoraPair:
-    """The pair as the kernels read it: itself, or a copy where a tensor is not contiguous and aligned.
+    """The pair in the layout that kernels read: the pair itself, or a copy where a tensor is not contiguous and aligned.
 
     b_OR's rows are padded with zeros to whole vectors of 8, so an odd rank is a copy too, of (O, R rounded up).
     """
     if pair.entry is not None:
         return pair
     b_OR = pad(pair.b_OR.detach(), (0, -pair.rank % VECTOR)) if pair.rank % VECTOR else pair.b_OR
-    return replace(pair, a_RD=_well(pair.a_RD), b_OR=_well(b_OR))
+    return replace(pair, a_RD=_aligned(pair.a_RD), b_OR=_aligned(b_OR))
 
 
-def _well(weight: Tensor) -> Tensor:
+def _aligned(weight: Tensor) -> Tensor:
     return weight if is_aligned(weight) else weight.detach().clone(memory_format=torch.contiguous_format)
 
 

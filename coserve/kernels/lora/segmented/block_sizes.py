@@ -15,16 +15,16 @@ from coserve.kernels.gpu.rounding import cdiv, next_power_of_2
 from coserve.kernels.lora.segmented.adapter_table import RANK_BLOCK
 
 PROGRAMS = 2
-"""As many programs as a prefill or training kernel should have at least, for each multiprocessor."""
+"""Programs that a prefill or training kernel should have at least, for each multiprocessor."""
 SPLIT_LENGTH = 512
-"""Inputs that a program should have at least where they are divided among several; below four times as many they are
-not divided: the sum of the parts costs about 2 µs."""
+"""Fewest inputs of a program where a sum is split among several. Below four times as many it is not split: adding the parts
+costs about 2 µs."""
 EXPAND_PROGRAMS = 384
 """Programs that the prefill expand should have before each takes several output blocks."""
 WIDE_BLOCKS = 6144
-"""From so many output blocks on in all tiles, ranks up to 64 take blocks twice as wide, with twice the warps."""
+"""From this many output blocks on, over all tiles, ranks up to 64 use blocks twice as wide, with twice the warps."""
 LOOPED_MAX_RANK = 128
-"""The largest rank whose B streams past a standing h; beyond, each output block takes its ranks in turns."""
+"""The largest rank whose h stays in registers while B streams past; beyond, each output block loops over its ranks."""
 MAX_SITES = 3
 """Sites that one launch can serve: q, k and v."""
 
@@ -36,12 +36,12 @@ class DecodeBlocks:
     k: int = 1024
     steps: int = 1
     overlapped_k: int = 512
-    """`k` where the shrink overlaps the product ahead: as many steps more, whose loads are all under way at once."""
+    """`k` where the shrink overlaps the preceding GEMM: more steps, whose loads are all in flight at once."""
     parts: int = 4
-    """Of a step's k; each has a sum of its own."""
+    """Parts of a step's k, each with its own sum."""
     shrink_warps: int = 4
     overlapped_warps: int = 2
-    """Fewer: the product is what the registers and the shared memory are for."""
+    """Fewer: the GEMM needs the registers and the shared memory."""
     o: int = 256
     r: int = RANK_BLOCK
     """Ranks of the expand at a time."""
@@ -54,9 +54,9 @@ class PrefillBlocks:
     """Sizes of the prefill and training kernels."""
 
     k: int = 128
-    """Of x at a time; half where ranks are more than 32."""
+    """Inputs of x at a time; half as many for ranks above 32."""
     shrink_stages: int = 6
-    """For ranks of 33 to 64, which leave room: a third more."""
+    """A third more for ranks of 33 to 64, which leave enough shared memory."""
     shrink_programs: int = 1
     """For each multiprocessor."""
     shrink_r: int = 128
@@ -64,7 +64,7 @@ class PrefillBlocks:
     expand_warps: int = 4
     run_blocks: int = 8
     run_stages: int = 3
-    """For ranks of more than 64: one more."""
+    """One more for ranks above 64."""
     single_r: int = 64
     single_stages: int = 2
     back_warps: int = 8
@@ -78,12 +78,12 @@ class PrefillBlocks:
 
 
 MANY_SHRINKS = 512
-"""Programs of the decode shrink from which each takes two steps of k: the start of a program then costs more than its wait."""
+"""From this many programs on, each program of the decode shrink takes two steps of k: starting a program then costs more."""
 FEW_EXPANDS = 512
-"""Programs of 128 outputs up to which those of the decode expand are made small, so that there are more of them, with more
-ranks each: what they wait for is their loads. Beyond, programs hide that from each other."""
+"""Up to this many programs of 128 outputs, the decode expand uses smaller blocks, and so more programs, with more ranks each:
+time goes into waiting for loads. Beyond, programs hide each other's latency."""
 AHEAD = 3
-"""Steps of the decode shrink whose loads are under way at once, where it overlaps the product ahead."""
+"""Steps of the decode shrink whose loads are in flight at once, where it overlaps the preceding GEMM."""
 PREFILL_BLOCKS = PrefillBlocks()
 
 
@@ -102,12 +102,12 @@ def decode_blocks(inputs: int, outputs: tuple[int, ...], tiles: int, items: int,
 
 
 def decode_splits(inputs: int, blocks: DecodeBlocks) -> int:
-    """How many parts the decode shrink divides D `inputs` into."""
+    """Parts that the decode shrink splits D `inputs` into."""
     return cdiv(inputs, blocks.k * blocks.steps)
 
 
 def shrink_steps(blocks: DecodeBlocks, *, overlapped: bool) -> dict[str, int | bool]:
-    """How a program of the decode shrink goes through its inputs."""
+    """Block sizes and steps of the decode shrink's loop over its inputs."""
     k, steps = blocks.k, blocks.steps
     if overlapped:
         k, steps = blocks.overlapped_k, blocks.k * blocks.steps // blocks.overlapped_k
@@ -136,12 +136,12 @@ def splits_of(programs: int, length: int, block: int, wanted: int) -> tuple[int,
 
 
 def narrow(k: int, block_r: int, like: Tensor) -> int:
-    """A block of k that still fits in shared memory where ranks or elements are wide."""
+    """The block of k, reduced so that it fits in shared memory for wide ranks or elements."""
     return max(16, k // (2 if block_r > 32 else 1) // (2 if like.element_size() == 4 else 1))
 
 
 def run_length(tiles: int, output_blocks: int, R: int, blocks: PrefillBlocks) -> int:
-    """Output blocks of a program of the prefill expand: a power of two; one where programs are few or ranks too large."""
+    """Output blocks of a program of the prefill expand: a power of two; 1 where programs are few or ranks too large."""
     if R > LOOPED_MAX_RANK:
         return 1
     many = max(1, tiles * output_blocks // EXPAND_PROGRAMS)

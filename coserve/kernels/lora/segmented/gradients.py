@@ -1,4 +1,4 @@
-"""Gradients of the segmented LoRA terms: the backward kernels in order, and their flat results cut into matrices."""
+"""Gradients of the segmented LoRA terms: the backward kernels in order, their flat results split into matrices."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def gradients(
 ) -> tuple[Tensor | None, list[Tensor | None]]:
     """Gradients of one group's terms: dx (T, D), then those of every a_RD and every b_OR, site by site.
 
-    `dys`: the gradient of each site's output (T, O). `h_GTR`: what the shrink gave in the forward. Sums are in fp32. A
+    `dys`: the gradient of each site's output (T, O). `h_GTR`: the forward's shrink. Sums are in fp32. A
     gradient is None where it is not needed, and where the kernels add it to the pair's `MainGrads` themselves.
     """
     g_GTR = launch_backward.shrink_b(dys, plan, group.table)
@@ -40,7 +40,7 @@ def gradients(
 
 
 def dense(dys: Sequence[Tensor]) -> list[Tensor]:
-    """The same tensors, copied where neighbouring columns do not lie side by side."""
+    """The same tensors, copied where their columns are not dense."""
     return [dy if dy.stride(1) == 1 else dy.contiguous() for dy in dys]
 
 

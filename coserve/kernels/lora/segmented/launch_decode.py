@@ -1,4 +1,4 @@
-"""Launches of the decode kernels: a few rows an adapter."""
+"""Launches of the decode kernels: few rows per adapter."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Launches of the prefill kernels: many rows an adapter, in inference and in training."""
+"""Launches of the prefill kernels: many rows per adapter, in inference and in training."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def prefill(
     R = plan.R
     block_o, run, _ = _run(ys, plan, blocks)
     splits, _, _, _ = _shrink_cut(x_TD, plan, blocks)
-    if splits == 1 or run == 1 or splits * R > run * block_o:  # nothing to sum, or too much for so little of y
+    if splits == 1 or run == 1 or splits * R > run * block_o:  # nothing to sum, or more to sum than the expand gains
         h = prefill_shrink(x_TD, plan, table, blocks)
         prefill_expand(ys, outs, h, plan, table, blocks=blocks)
         return h
@@ -61,7 +61,7 @@ def _shrink_cut(x_TD: Tensor, plan: TilePlan, blocks: PrefillBlocks) -> tuple[in
     """(splits of k, blocks of k in each, their size, ranks of a program) of a prefill shrink."""
     tiles, R = plan.tiles.tiles, plan.R
     wanted = blocks.shrink_programs * device_info(x_TD.device).multiprocessors
-    # Where programs are few anyway, more of them read x: a long rank's turns through k would be all that is waited for.
+    # With few programs anyway, more of them read x: otherwise one program's loop over k at a large rank sets the time.
     few = tiles.shape[0] * cdiv(R, 64) <= wanted
     block_r = rank_block(R, 64 if few else blocks.shrink_r)
     k = narrow(blocks.k, block_r, x_TD)

@@ -18,15 +18,15 @@ def weights(addresses_ptr, entry, which, like_ptr):
 
 @triton.jit
 def waits(idle):
-    """Whether this program waits for the kernel ahead. The first one always does, so that a kernel's end implies that of
-    the kernels ahead; other idle ones leave: they would hold the registers of those that have work."""
+    """Whether this program waits for the preceding kernel. The first program always does, so that a kernel's end implies the
+    end of the preceding ones. Other idle programs exit: waiting, they would occupy registers that working ones need."""
     return (not idle) | ((tl.program_id(0) + tl.program_id(1) + tl.program_id(2)) == 0)
 
 
 @triton.jit
 def held(tile):
-    """The tile, complete and in registers here. Otherwise the compiler begins to use it as it comes, to save registers, and
-    has only a few of the loads under way at once."""
+    """Forces the tile to be complete, in registers. Otherwise the compiler consumes it while it loads, to save registers, and
+    keeps only a few loads in flight."""
     if tile.dtype.primitive_bitwidth == 16:
         tile = tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [tile], dtype=tile.dtype, is_pure=False, pack=2)
     elif tile.dtype.primitive_bitwidth == 32:
@@ -43,7 +43,7 @@ def load_b(b_ptr, o, r, O, rank):
 
 @triton.jit
 def padded(rank):
-    """How many ranks of h and g are written, with zeros at their end: whole vectors, whatever the rank."""
+    """Ranks of h and g that are written, zeros at their end: whole vectors for any rank."""
     return (rank + 15) // 16 * 16
 
 

@@ -14,9 +14,9 @@ from coserve.kernels.lora.segments import Segments
 from coserve.kernels.lora.types import LoraPair
 
 DECODE_MAX_RUN = 64
-"""A batch whose longest run of one adapter is no longer goes to the decode kernels: reading weights is what costs."""
+"""The decode kernels serve a batch whose longest run of one adapter is at most this: its cost is reading weights."""
 LARGE_BATCH, LARGE_BATCH_MAX_RUN = 512, 32
-"""From so many tokens on, runs longer than this go to the prefill kernels: each weight would be read for a few tokens."""
+"""From LARGE_BATCH tokens on, the prefill kernels serve runs longer than LARGE_BATCH_MAX_RUN: they reread weights less often."""
 DECODE_ROWS = (8, 16)
 """Fewest and most rows of a decode tile."""
 PREFILL_TILE_ROWS = 64

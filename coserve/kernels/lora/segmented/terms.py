@@ -26,7 +26,7 @@ def train(ys: Sequence[Tensor], x_TD: Tensor, plan: TilePlan, group: GroupTable)
 class LoraTerms(torch.autograd.Function):
     """`y_g + scaling (x A_gᵀ) B_gᵀ` for the sites of a group.
 
-    Not an op of torch.library: what that does around an op takes the host longer than all launches of this one.
+    Not an op of torch.library: its overhead on the host exceeds all of this op's launches.
     """
 
     @staticmethod

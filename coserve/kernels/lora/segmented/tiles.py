@@ -24,12 +24,12 @@ class Tiles:
     spans: Tensor
     """(A, 4): first tile, tiles, slot, 0. One for each adapter that has rows."""
     counters: Tensor
-    """(T): zeros, and zeros again after each launch; what programs of one launch wait on."""
+    """(T): zeros before and after each launch; programs that split a tile's sum count themselves in it."""
 
 
 @dataclass(frozen=True)
 class HostTiles:
-    """`Tiles` before they go to the device."""
+    """`Tiles` on the host."""
 
     tiles: list[tuple[int, int, int, int]]
     items: list[tuple[int, int, int, int]]
@@ -52,7 +52,7 @@ def cut(segments: Segments, ranks: Sequence[int], rows: int) -> HostTiles:
 
 
 def base_only_tiles(segments: Segments, host: HostTiles, rows: int) -> list[tuple[int, int, int, int]]:
-    """Tiles with slot -1 for the rows that `host` leaves out: what a kernel that writes a fresh output must copy."""
+    """Tiles with slot -1 for the rows that `host` leaves out, which a kernel with a separate output copies."""
     covered = sorted((start, start + length) for start, length, _, _ in host.tiles)
     tiles: list[tuple[int, int, int, int]] = []
     row = 0
@@ -86,14 +86,14 @@ class StepTiles:
         return len(host.tiles) <= self._tiles and len(host.items) <= self._table.shape[0] - self._tiles
 
     def first(self, tiles: int, items: int) -> Tiles:
-        """The beginnings of the tables: what a graph reads that serves fewer tiles. `load` fills these too."""
+        """The first entries of the tables, for a graph that serves fewer tiles. `load` fills them too."""
         assert tiles <= self._tiles, f"expected at most {self._tiles} tiles, got {tiles}"
         whole = self.tiles
         return Tiles(whole.rows, whole.tiles[:tiles], whole.items[:items], whole.spans, whole.counters)
 
     def load(self, host: HostTiles) -> None:
-        """Copies `host` in, in stream order. The caller sees to it that the last copy has ended."""
-        assert self.fits(host), "expected a batch within the bucket"
+        """Copies `host` in, in stream order. The caller ensures that the previous copy has ended."""
+        assert self.fits(host), "expected a batch within the capacity"
         self._host.zero_()
         for first, part in ((0, host.tiles), (self._tiles, host.items)):
             if part:

@@ -1,6 +1,6 @@
-"""Each way of adding LoRA terms to one layer's sites, as a call that a CUDA graph can capture.
+"""Each LoRA backend, and its rivals, at one layer's sites, as calls that a CUDA graph can capture.
 
-Every way starts from the same x and base outputs. What a server would have ready before the step is ready here too
+Each starts from the same x and base outputs. What a server would have ready before the step is ready here too
 and is not timed: tables, topologies, stacked or concatenated weights (which `segmented` alone does not need).
 """
 
@@ -86,7 +86,7 @@ def stk_call(layer: Layer, segments: Segments, block: int) -> Call:
     return call
 
 
-def learning_call(layer: Layer, segments: Segments, way: str) -> Call:
+def learning_call(layer: Layer, segments: Segments, name: str) -> Call:
     """Forward and backward through autograd, to x and every A and B, as fine-tuning runs them."""
     leaves = [LoraPair(p.a_RD.clone().requires_grad_(), p.b_OR.clone().requires_grad_(), p.scaling)
               for site in layer.pairs for p in present(site)]  # fmt: skip
@@ -94,7 +94,7 @@ def learning_call(layer: Layer, segments: Segments, way: str) -> Call:
     sites = [tuple(leaves[first : first + count]) for first in range(0, len(leaves), count)]
     x = layer.x.clone().requires_grad_()
     wanted = [x, *(tensor for pair in leaves for tensor in (pair.a_RD, pair.b_OR))]
-    backend = BlockSparseBackend(int(way.removeprefix("stk"))) if way.startswith("stk") else make_backend(way)
+    backend = BlockSparseBackend(int(name.removeprefix("stk"))) if name.startswith("stk") else make_backend(name)
     lora, group = prepared(backend, segments, sites)
     return lambda: torch.autograd.grad(lora.add(group, layer.ys, x), wanted, layer.ys)
 
@@ -120,7 +120,7 @@ def base_call(layer: Layer, weights: list[Tensor]) -> Call:
 
 
 def naive_call(layer: Layer, segments: Segments, weights: list[Tensor]) -> Call:
-    """One forward per adapter, the base's product included: compare with `base` plus another way."""
+    """One forward per adapter, the base's product included: compare with `base` plus another backend."""
     batches = []
     for adapter, runs in segments.runs.items():
         rows = torch.tensor([row for start, end in runs for row in range(start, end)], device=DEVICE)
