@@ -150,7 +150,7 @@ _not_paged = partial(methods.sdpa, gather=False)
 def _tflops(us: dict[str, Any], spans: list[tuple[int, int]], shape: methods.Shape) -> dict[str, float]:
     pairs = sum(tokens * position + tokens * (tokens + 1) / 2 for position, tokens in spans)
     flop = 4 * shape.heads * shape.width * pairs
-    return {way: round(flop / some / 1e6, 1) for way, some in us.items() if isinstance(some, float)}
+    return {method: round(flop / some / 1e6, 1) for method, some in us.items() if isinstance(some, float)}
 
 
 def prefill_part(cache: methods.Cache) -> list[Row]:

@@ -1,6 +1,6 @@
 """Paged attention by ours and by others, as calls that a CUDA graph can capture: what `benchmarks/attention.py` times.
 
-Each way gets the same paged cache (pages, page_tokens, K, D) in bfloat16. A way whose library is not installed is absent.
+Each method gets the same paged cache (pages, page_tokens, K, D) in bfloat16. Methods of missing libraries are left out.
 Only ours writes the new keys and values too; gathering is part of the time of those that need it.
 """
 

@@ -7,7 +7,7 @@
 As in its section 5.1.1: bfloat16, a quarter of the adapters each of rank 16, 32, 64 and 128, on `c_attn` and `c_proj`,
 adapters of a batch drawn uniformly, 16 sequences and 24 adapters unless they vary. One adapter alone has rank 64, the
 nearest to the others' mean of 60: the figure is about their number. Inference is whole generations through
-`Generator` (eager: every way runs the same code around the LoRA terms; `segmented+graphs` is how the daemon runs it);
+`Generator` (eager: the same code around the LoRA terms for every method; `segmented+graphs` is what the daemon runs);
 fine-tuning is forward and backward of one packed batch with every adapter learning (`segmented` adds the gradients to
 sums in fp32, as the daemon does; the others leave them to autograd). Weights and tokens are random.
 Each point is written as soon as it is measured: over the number of adapters first, then over the batch size.
@@ -50,7 +50,7 @@ FIGURE = Path("docs/figures/figure_5_1.png")
 SEED = 0
 RANKS = (64, 16, 128, 32)
 GRAPHS = "segmented+graphs"
-WAYS = ("segmented", GRAPHS, "block_sparse", "grouped", "naive")
+METHODS = ("segmented", GRAPHS, "block_sparse", "grouped", "naive")
 TASKS = ("inference", "finetuning")
 AXES = ("adapters", "batch")
 FINETUNING_REPEATS = 7
@@ -130,7 +130,7 @@ def synchronize(base: Base) -> None:
         torch.cuda.synchronize()
 
 
-def serving(base: Base, shape: Shape, way: str) -> Generator:
+def serving(base: Base, shape: Shape, method: str) -> Generator:
     """A generator for as many sequences, with as many adapters in memory, as there are in any point."""
     most = max(shape.counts)
     made = {AdapterRef(f"a{i}", 1): make_adapter(base, i) for i in range(max(most, shape.adapters))}
@@ -139,10 +139,10 @@ def serving(base: Base, shape: Shape, way: str) -> Generator:
         store.publish(ref, weights)
     kv = KvCache.for_base(base, shape.kv_tokens, 16)
     runner = None
-    if way == GRAPHS:
+    if method == GRAPHS:
         fused = FusedBase(base) if shape.device == "cuda" else FusedBase(base, compiled=False)
         runner = Runner(fused, kv, max_running=most)
-    chosen = make_backend("segmented" if way == GRAPHS else way)
+    chosen = make_backend("segmented" if method == GRAPHS else method)
     return Generator(
         base, store, kv, max_running=most, step_tokens=4096, lora_backend=chosen, prefix_cache=False, runner=runner
     )
@@ -175,15 +175,15 @@ def inference(generator: Generator, shape: Shape, batch: int, adapters: int) -> 
     return generate
 
 
-def finetuning(base: Base, shape: Shape, way: str, batch: int, adapters: int) -> Callable[[int], int]:
+def finetuning(base: Base, shape: Shape, method: str, batch: int, adapters: int) -> Callable[[int], int]:
     """One call is a forward and a backward of a packed batch of sequences of whatever adapters; returns its tokens."""
     learning = tuple(make_adapter(base, i, learns=True) for i in range(adapters))
-    if way == "segmented":  # as the daemon's learners have them
+    if method == "segmented":  # as in the daemon
         learning = tuple(with_main_grads(one) for one in learning)
     tensors = [[t for pair in one.sites.values() for t in (pair.a_RD, pair.b_OR)] for one in learning]
     positions = torch.arange(shape.length, device=base.device)
 
-    backend = make_backend(way)
+    backend = make_backend(method)
 
     def step(order: list[int]) -> None:
         bounds = tuple(i * shape.length for i in range(len(order) + 1))
@@ -198,10 +198,10 @@ def finetuning(base: Base, shape: Shape, way: str, batch: int, adapters: int) ->
     def train(run: int) -> int:
         chance = random.Random(f"{SEED}/{run}")
         order = sorted(chance.randrange(adapters) for _ in range(batch))
-        groups = [[a for a in order if a == one] for one in dict.fromkeys(order)] if way == "naive" else [order]
+        groups = [[a for a in order if a == one] for one in dict.fromkeys(order)] if method == "naive" else [order]
         for group in groups:
             step(group)
-        for adapter in set(order) if way != "segmented" else ():
+        for adapter in set(order) if method != "segmented" else ():
             for tensor in tensors[adapter]:
                 tensor.grad = None
         return batch * shape.length
@@ -234,53 +234,53 @@ def measure(
 
 
 Point = tuple[str, str, int, int]
-"""Task, way, sequences, adapters."""
+"""Task, method, sequences, adapters."""
 
 
-def points(shape: Shape, ways: Sequence[str], axes: Sequence[str]) -> Iterator[list[Point]]:
-    """The points that one generator, or one kind of training, serves: axis by axis, way by way."""
+def points(shape: Shape, methods: Sequence[str], axes: Sequence[str]) -> Iterator[list[Point]]:
+    """The points that one generator, or one kind of training, serves: axis by axis, method by method."""
     ends_first = (shape.counts[0], shape.counts[-1], *shape.counts[1:-1])  # the flatness is between the ends
     of = {
         "adapters": [(shape.batch, count) for count in ends_first],
         "batch": [(count, shape.adapters) for count in shape.counts],
     }
     for axis in (of[name] for name in axes):
-        for way in ways:
+        for method in methods:
             for task in TASKS:
-                if (task, way) != ("finetuning", GRAPHS):
-                    most = shape.naive_most if way == "naive" else max(shape.counts)
-                    yield [(task, way, batch, adapters) for batch, adapters in axis if max(batch, adapters) <= most]
+                if (task, method) != ("finetuning", GRAPHS):
+                    most = shape.naive_most if method == "naive" else max(shape.counts)
+                    yield [(task, method, batch, adapters) for batch, adapters in axis if max(batch, adapters) <= most]
 
 
 def measure_all(
-    base: Base, shape: Shape, ways: Sequence[str], axes: Sequence[str], results: Results, deadline: float
+    base: Base, shape: Shape, methods: Sequence[str], axes: Sequence[str], results: Results, deadline: float
 ) -> None:
-    for group in points(shape, ways, axes):
+    for group in points(shape, methods, axes):
         generator = None
         gc.collect()  # the group before had pages and graphs of its own
         gc.freeze()  # as the engine does
-        for task, way, batch, adapters in group:
-            name = f"{task}.{way}.b{batch}.a{adapters}"
+        for task, method, batch, adapters in group:
+            name = f"{task}.{method}.b{batch}.a{adapters}"
             if time.monotonic() > deadline:
                 print(f"no time was left for {name}", flush=True)
                 continue
             prepare = None
             if task == "inference":
-                generator = generator or serving(base, shape, way)
+                generator = generator or serving(base, shape, method)
                 call, prepare = inference(generator, shape, batch, adapters), generator.prepare
             else:
-                call = finetuning(base, shape, way, batch, adapters)
-            batches = 1 if way == "naive" else shape.repeats
+                call = finetuning(base, shape, method, batch, adapters)
+            batches = 1 if method == "naive" else shape.repeats
             # A fine-tuning batch takes a tenth of a second, most of it the host's, which other work disturbs.
-            repeats = FINETUNING_REPEATS * batches if task == "finetuning" and way == "segmented" else batches
+            repeats = FINETUNING_REPEATS * batches if task == "finetuning" and method == "segmented" else batches
             # Our kernels are compiled for each width of ranks: every batch is run before it is timed.
-            warm_ups = 2 * batches if way.startswith("segmented") else 1
+            warm_ups = 2 * batches if method.startswith("segmented") else 1
             try:
                 speeds = measure(base, call, batches, repeats, warm_ups, prepare)
             except torch.OutOfMemoryError as error:
                 print(f"{name} does not fit: {str(error).splitlines()[0]}", flush=True)
                 continue
-            about = {"task": task, "way": way, "batch": batch, "adapters": adapters}
+            about = {"task": task, "way": method, "batch": batch, "adapters": adapters}
             results.put(name, round(statistics.median(speeds), 1), "tok/s", None, speeds, about)
 
 
@@ -291,11 +291,11 @@ def flatness(rows: Sequence[dict[str, Any]], shape: Shape = PAPER) -> dict[str, 
     """
     of = {(row["task"], row["way"], row["batch"], row["adapters"]): row for row in rows}
     found = {}
-    for task, way in (("inference", GRAPHS), ("inference", "segmented"), ("finetuning", "segmented")):
-        ends = [of.get((task, way, shape.batch, shape.counts[at])) for at in (0, -1)]
+    for task, method in (("inference", GRAPHS), ("inference", "segmented"), ("finetuning", "segmented")):
+        ends = [of.get((task, method, shape.batch, shape.counts[at])) for at in (0, -1)]
         if ends[0] is not None and ends[1] is not None:
             ratio = round(ends[1]["value"] / ends[0]["value"], 4)
-            found[f"kernels.figure_5_1.flatness.{task}.{way}"] = ratio, ends[1]
+            found[f"kernels.figure_5_1.flatness.{task}.{method}"] = ratio, ends[1]
     both = [f"kernels.figure_5_1.flatness.{part}" for part in (f"inference.{GRAPHS}", "finetuning.segmented")]
     if all(key in found for key in both):
         found["kernels.flatness.a64_vs_a1"] = min((found[key] for key in both), key=lambda pair: pair[0])
@@ -330,13 +330,13 @@ def draw(rows: Sequence[dict[str, Any]], hardware: str, shape: Shape = PAPER) ->
             (line[0], "adapters", "batch", shape.batch),
             (line[1], "batch", "adapters", shape.adapters),
         ):
-            for index, way in enumerate(WAYS):
+            for index, method in enumerate(METHODS):
                 curve = sorted(
                     (row[vary], row["value"]) for row in rows
-                    if row["task"] == task and row["way"] == way and row[fixed] == value and row[vary] in shape.counts
+                    if row["task"] == task and row["way"] == method and row[fixed] == value and row[vary] in shape.counts
                 )  # fmt: skip
                 if curve:
-                    axes.plot(*zip(*curve, strict=True), marker="o", label=way, color=f"C{index}")
+                    axes.plot(*zip(*curve, strict=True), marker="o", label=method, color=f"C{index}")
             axes.set(xscale="log", yscale="log", xlabel=f"{vary} ({fixed} {value})", ylabel="tokens/s", title=task)
             axes.set_xticks(shape.counts, [str(count) for count in shape.counts])
             axes.grid(alpha=0.3)
@@ -354,7 +354,7 @@ def main() -> None:
         type=Path,
         help="take in the results named, draw all, put the keys in summary.json, and stop",
     )
-    parser.add_argument("--ways", default=",".join(WAYS))
+    parser.add_argument("--ways", default=",".join(METHODS))
     parser.add_argument("--axes", default=",".join(AXES))
     parser.add_argument("--budget", type=float, default=float("inf"), help="seconds after which no point is begun")
     given = parser.parse_args()
@@ -363,9 +363,9 @@ def main() -> None:
             merge_results(file)
         publish()
         return
-    ways, axes = given.ways.split(","), given.axes.split(",")
-    if unknown := set(ways) - set(WAYS):
-        parser.error(f"--ways: expected some of {', '.join(WAYS)}, got {', '.join(sorted(unknown))}")
+    methods, axes = given.ways.split(","), given.axes.split(",")
+    if unknown := set(methods) - set(METHODS):
+        parser.error(f"--ways: expected some of {', '.join(METHODS)}, got {', '.join(sorted(unknown))}")
     if unknown := set(axes) - set(AXES):
         parser.error(f"--axes: expected some of {', '.join(AXES)}, got {', '.join(sorted(unknown))}")
     check_tiny(parser, given)
@@ -380,7 +380,7 @@ def main() -> None:
         settings=vars(shape) | {"ranks": RANKS},
     )
     base = make_base(shape)
-    measure_all(base, shape, ways, axes, results, deadline)
+    measure_all(base, shape, methods, axes, results, deadline)
     print(json.dumps({key: value for key, (value, _) in flatness(results.rows(), shape).items()}, indent=1))
 
 

@@ -68,7 +68,7 @@ def added(kernels: Sequence[Kernel]) -> list[tuple[str, float]]:
 
 def layers_of(kernels: Sequence[Kernel], first: str = LAYER) -> list[dict[str, float]]:
     """What each kernel adds to each layer of one step; a layer is from the end of what is ahead of one `first` to the
-    end of what is ahead of the next. Keys: the kernel's place in the layer and its name."""
+    end of what is ahead of the next. Keys: the kernel's index in the layer and its name."""
     names = added(kernels)
     starts = [index for index, (name, _) in enumerate(names) if name == first]
     found = []

@@ -1,9 +1,9 @@
-"""Choices between kernels, by measurement: the tiles of a step with prompts, and LoRA terms behind or beside a product.
+"""Measurements for kernel choices: the tiles of a step with prompts, and LoRA terms after or overlapping a base product.
 
     python -m benchmarks.kernel_choices --out benchmarks/results [--only tiles,beside]
 
 `tiles`: the LoRA part of a layer in a graph, for mixes of prompts and decodes, by the long kernels (tiles of 64 rows) and
-by the decode kernels (8 and 16 rows), each with room for exactly the batch and for 32 tiles more. What follows from it is
+by the decode kernels (8 and 16 rows), each with capacity for exactly the batch and with 32 tiles more. What follows from it is
 `generate.execution.slots.SMALL_STEP`. `beside`: a layer's products with the LoRA terms of 16 to 64 rows, the shrink waiting for the
 product or not (`decode_kernel.shrink`). Llama-3.1-8B's sites and GPT-2 medium's without c_fc; adapters of random bf16.
 """
@@ -92,10 +92,10 @@ def segments_of(sequences: Sequence[tuple[int, int]]) -> Segments:
     return Segments(tuple(bounds), tuple(adapters))
 
 
-def terms(stack: Stack, segments: Segments, rows: int, room: int, *, decode: bool) -> Timing:
-    """Of one layer, with room for so many tiles more than the batch has at least."""
+def terms(stack: Stack, segments: Segments, rows: int, spare: int, *, decode: bool) -> Timing:
+    """Time of one layer, with at least `spare` tiles more than the batch needs."""
     host = cut(segments, stack.ranks, rows)
-    tiles = max(len(host.tiles), -(-segments.tokens // rows) + room)
+    tiles = max(len(host.tiles), -(-segments.tokens // rows) + spare)
     blocks = stack.R // RANK_BLOCK if decode else 0
     idle = [] if decode else [(0, 0, -1, 0)] * (tiles - len(host.tiles))
     static = StepTiles(rows, tiles, tiles * blocks, segments.tokens, cases.DEVICE)
@@ -120,12 +120,12 @@ def tiles_part(results: Results) -> None:
             stack = make_stack(model, tokens, ADAPTERS)
             for name, sequences in mixes(tokens):
                 segments = segments_of(sequences)
-                for rows, room in ((64, 0), (64, 32), (16, 0), (8, 0), (8, 32)):
+                for rows, spare in ((64, 0), (64, 32), (16, 0), (8, 0), (8, 32)):
                     count = len(cut(segments, stack.ranks, rows).tiles)
                     if rows < 64 and count > MOST_LOW:
                         continue
-                    timing = terms(stack, segments, rows, room, decode=rows < 64)
-                    key = f"tiles.{model.name}.t{tokens}.{name}.rows{rows}" + (f".room{room}" if room else "")
+                    timing = terms(stack, segments, rows, spare, decode=rows < 64)
+                    key = f"tiles.{model.name}.t{tokens}.{name}.rows{rows}" + (f".room{spare}" if spare else "")
                     put(results, key, timing, {"tiles": count})
 
 

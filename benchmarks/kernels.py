@@ -165,25 +165,25 @@ EXACT = TileCapacity(0, 0)
 
 
 def step_call(
-    sets: list[cases.Layer], adapter_of: list[int], ranks: list[int], room: TileCapacity | None
+    sets: list[cases.Layer], adapter_of: list[int], ranks: list[int], capacity: TileCapacity | None
 ) -> backends.Call:
-    """The LoRA part of a decode step over a slot table, in a graph for steps that fit the `room`.
+    """The LoRA part of a decode step over a slot table, in a graph of this `capacity`.
 
-    None: the room that the engine takes; EXACT: cut for exactly this batch.
+    None: the capacity that the engine chooses; EXACT: exactly this batch.
     """
     slots, firsts = cases.fill_slots(sets, len(ranks))
     segments = cases.batch(adapter_of, 1)
     tokens, R = segments.tokens, -(-max(ranks) // 16) * 16
-    if room == EXACT:
+    if capacity == EXACT:
         rows, decode = tile_rows(segments)
         tiles = upload(cut(segments, ranks, rows), rows, tokens, cases.DEVICE)
         cut_as = TilePlan(tiles, R, decode)
     else:
-        if room is None:
-            room, host = fit_tiles(segments, ranks, decode_tile_capacities(tokens))
+        if capacity is None:
+            capacity, host = fit_tiles(segments, ranks, decode_tile_capacities(tokens))
         else:
-            host = cut(segments, ranks, room.rows)
-        static = StepTiles(room.rows, room.tiles, room.tiles * R // RANK_BLOCK, tokens, cases.DEVICE)
+            host = cut(segments, ranks, capacity.rows)
+        static = StepTiles(capacity.rows, capacity.tiles, capacity.tiles * R // RANK_BLOCK, tokens, cases.DEVICE)
         static.load(host)
         cut_as = TilePlan(static.tiles, R, True)
     tables = [slots.table(first, len(layer.ys)) for layer, first in zip(sets, firsts, strict=True)]
@@ -200,7 +200,7 @@ def step_part() -> list[Row]:
     pairs_of_two = [index // 2 for index in range(64)]
     rows: list[Row] = []
     sets = decode_stack(32, 64, [16] * 32)
-    for name, owner, room in (
+    for name, owner, capacity in (
         ("a32", pairs_of_two, None),
         ("a1", [0] * 64, None),
         ("a32.exact", pairs_of_two, EXACT),
@@ -208,7 +208,7 @@ def step_part() -> list[Row]:
         ("a32.bucket64", pairs_of_two, TileCapacity(8, 64)),
         ("a1.bucket64", [0] * 64, TileCapacity(8, 64)),
     ):
-        timing = graph_us([step_call(sets, owner, [16] * 32, room)], replays=31)
+        timing = graph_us([step_call(sets, owner, [16] * 32, capacity)], replays=31)
         rows.append({"case": f"step.{name}", "layers": 32, "us": {"segmented": timing.record()}})
         print(rows[-1], flush=True)
     four = sets[:16]
@@ -238,7 +238,7 @@ def _with_sums(pairs: Sequence[LoraPair | None]) -> tuple[LoraPair | None, ...]:
 
 
 def train_part() -> list[Row]:
-    """4096 tokens over 8 adapters of rank 16, a layer's seven sites: LoRA forward and backward beside the base's."""
+    """4096 tokens over 8 adapters of rank 16, a layer's seven sites: LoRA forward and backward, and the base's."""
     segments = cases.batch(list(range(8)), 512)
     rows: list[Row] = []
     for group in cases.LLAMA:
@@ -283,12 +283,12 @@ def train_part() -> list[Row]:
             "backward_summed": graph_us([backward_summed(item) for item in prepared], replays=9, repeat=3),
             "backward_and_add": graph_us([backward(item, add=True) for item in prepared], replays=9, repeat=3),
         }
-        for way in ("segmented", "stk64", "stk128", "grouped"):
+        for backend_name in ("segmented", "stk64", "stk128", "grouped"):
             try:
-                calls = [backends.learning_call(layer, segments, way) for layer in layers]
-                columns[f"autograd_{way}"] = graph_us(calls, replays=7)
+                calls = [backends.learning_call(layer, segments, backend_name) for layer in layers]
+                columns[f"autograd_{backend_name}"] = graph_us(calls, replays=7)
             except RuntimeError as error:
-                print(f"autograd_{way} left out: {error}", flush=True)
+                print(f"autograd_{backend_name} left out: {error}", flush=True)
         rows.append({"group": group.name, "us": {name: timing.record() for name, timing in columns.items()}})
         print(group.name, {name: round(timing.us, 1) for name, timing in columns.items()}, flush=True)
         gc.collect()
@@ -314,9 +314,9 @@ def scaling_part() -> list[Row]:
                     "segmented": partial(backends.segmented_call, segments=segments),
                     "grouped": partial(backends.grouped_call, segments=segments),
                 }
-                for way, make in makes.items():
+                for backend_name, make in makes.items():
                     calls = [make(layer) for layer in layers]
-                    total[way] = total.get(way, 0.0) + graph_us(calls, replays=7).us
+                    total[backend_name] = total.get(backend_name, 0.0) + graph_us(calls, replays=7).us
             rows.append({"case": f"gpt2.{name}", "adapters": adapters, "tokens": segments.tokens, "us": total})
             print(rows[-1], flush=True)
             gc.collect()

@@ -5,7 +5,7 @@
     TRITON_INTERPRET=1 python -m benchmarks.serving --tiny --out /tmp/tried
 
 An 8B Llama-3.1 shape with random bf16 weights, made on the GPU; adapters on all seven sites of a layer. Greedy, every
-request to its last token. Each row is written as soon as it is measured, beside the rows of earlier runs.
+request to its last token. Each row is written as soon as it is measured; rows of earlier runs stay.
 """
 
 from __future__ import annotations
@@ -74,13 +74,12 @@ def smaller(load: Load) -> Load:
 def base_only(bench: Bench, results: Results, tiny: bool) -> None:
     """Token ids of a batch without adapters before any adapter is resident, and with 32 of them loaded and used.
 
-    And, for what it is worth, beside 32 requests that have adapters: other rows' terms are none of theirs, but the batch
-    has another size, so products may round differently.
+    Also in one batch with 32 requests that have adapters: there the batch size differs, so products may round differently.
     """
     load = Load(32, 100, 64)
     load, beside = (smaller(one) if tiny else one for one in (load, replace(load, adapters=ADAPTERS)))
     vocab = bench.shape.vocab
-    asked, others = load.asks("base_only", vocab), beside.asks("beside", vocab)
+    asked, others = load.make_requests("base_only", vocab), beside.make_requests("beside", vocab)
     before = bench.texts(asked)
     bench.publish("a")
     bench.texts(others)
@@ -104,9 +103,10 @@ async def measure(bench: Bench, rows: Sequence[Work], results: Results, deadline
             continue
         load = smaller(work.load) if tiny else work.load
         tokens = load.requests * load.output
-        await bench.serve(load.asks(f"{work.key}/warm", vocab))
+        await bench.serve(load.make_requests(f"{work.key}/warm", vocab))
         found = [
-            tokens / await bench.serve(load.asks(f"{work.key}/{i}", vocab)) for i in range(1 if tiny else work.repeats)
+            tokens / await bench.serve(load.make_requests(f"{work.key}/{i}", vocab))
+            for i in range(1 if tiny else work.repeats)
         ]
         target = None if work.target is None else Target(work.target)
         results.put(work.key, round(statistics.median(found), 1), "output tok/s", target, found)

@@ -124,7 +124,7 @@ class Load:
     family: str = "a"
     sampling: SamplingParams = GREEDY
 
-    def asks(self, run: str, vocab: int) -> list[Generate]:
+    def make_requests(self, run: str, vocab: int) -> list[Generate]:
         """Every request to its last token; `run` makes the prompts and the ids."""
         chance = random.Random(f"{SEED}/{run}")
         sampling = msgspec.structs.replace(self.sampling, max_tokens=self.output, ignore_eos=True)

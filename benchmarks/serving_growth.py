@@ -61,7 +61,7 @@ def step_ms(bench: Bench, cell: Cell) -> list[float]:
     sequences, context, adapters = cell
     load = Load(sequences, context - WARM - STEPS, WARM + STEPS + 8, adapters)
     name = f"growth/{cell}"
-    for one in load.asks(name, bench.shape.vocab):
+    for one in load.make_requests(name, bench.shape.vocab):
         bench.generator.add(one)
     times = list[float]()
     for step in range(WARM + STEPS + 1):

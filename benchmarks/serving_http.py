@@ -1,4 +1,4 @@
-"""Serving through HTTP: the daemon under closed-loop and Poisson load, alone and beside a fine-tuning job.
+"""Serving over HTTP: the daemon under closed-loop and Poisson load, with and without a fine-tuning job.
 
     python -m benchmarks.serving_http --out benchmarks/results
     python -m benchmarks.serving_http --tiny --out /tmp/tried
@@ -6,7 +6,7 @@
 The Llama-3.1-8B shape with random weights (`--load-format dummy`); adapters of rank 16 on all seven sites of a layer,
 imported through the API. First the closed loop in process, through an engine of the same settings in a process of its own
 (what HTTP costs is counted against it), then the daemon. Greedy, every request to its last token. Each part is written as
-soon as it is measured, beside those of earlier runs.
+soon as it is measured; parts of earlier runs stay.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ WATCH_INTERVAL = 0.05
 """Seconds between two polls of a job."""
 
 
-def beside(client: Client, size: Size, url: str, rate: float) -> dict[str, Any]:
+def beside_training(client: Client, size: Size, url: str, rate: float) -> dict[str, Any]:
     """Online load while one job fine-tunes; its tokens a second while requests arrive."""
     training = TrainingSettings(
         steps=10_000, batch_tokens=size.batch_tokens, max_length=size.row_tokens, checkpoint_steps=10_000, seed=SEED
@@ -109,14 +109,14 @@ class HttpBenchmark:
         self.log(f"closed loop, {adapters} adapters: {json.dumps(row)}")
 
     def arrivals(self, client: Client, url: str, kind: str, rate: float) -> None:
-        """Poisson arrivals, alone or `beside` a fine-tuning job."""
+        """Poisson arrivals, without (`online`) or with (`beside`) a fine-tuning job."""
         size = self._size
         needed = 2 * size.seconds + (30 if kind == "beside" else 0)
         if time.monotonic() - self._began > self._budget - needed:
             self.log(f"no time left for {kind}, {rate:g} requests/s")
             return
         if kind == "beside":
-            row = beside(client, size, url, rate)
+            row = beside_training(client, size, url, rate)
         else:
             row = online_row(rate, size.seconds, load(url, size, poisson_requests(size, rate), closed=False))
         self._results.put(f"{kind}.r{rate:g}", row["goodput_5s_45ms"], "requests/s in 5 s and 45 ms", about=row)
@@ -127,9 +127,9 @@ def rates(text: str | None, default: tuple[float, ...]) -> list[float]:
     return list(default) if text is None else [float(part) for part in text.split(",") if part]
 
 
-def order(online: list[float], beside: list[float]) -> list[tuple[str, float]]:
-    """Two rates alone, then those beside training, then the others: what is wanted least comes last."""
-    first = [("online", rate) for rate in online[:2]] + [("beside", rate) for rate in beside]
+def order(online: list[float], beside_training: list[float]) -> list[tuple[str, float]]:
+    """Order of the runs: two rates without training, the rates with training, the other rates."""
+    first = [("online", rate) for rate in online[:2]] + [("beside", rate) for rate in beside_training]
     return [*first, *(("online", rate) for rate in online[2:])]
 
 
@@ -145,7 +145,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--offline", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--skip", default="", help="parts to leave out: offline, closed")
     parser.add_argument("--online", default=None, help="rates without training, separated by commas; '' for none")
-    parser.add_argument("--beside", default=None, help="rates beside a fine-tuning job; '' for none")
+    parser.add_argument("--beside", default=None, help="rates with a fine-tuning job; '' for none")
     parser.add_argument("--scratch", type=Path, default=None, help="folder for the base, the adapters and the data")
     parser.add_argument("--seconds", type=float, default=None, help="of arrivals")
     parser.add_argument("--budget", type=float, default=float("inf"), help="seconds after which no arrivals are begun")

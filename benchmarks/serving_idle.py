@@ -67,12 +67,12 @@ async def measure(bench: Bench, load: Load, *, kernels: bool) -> Idle:
     kind = activity.CUDA if bench.shape.device == "cuda" else activity.CPU
     name = f"idle.b{load.requests}.a{load.adapters}"
     with torch.profiler.profile(activities=[kind]):  # its own start-up is not for the window
-        await bench.serve(load.asks(f"{name}/warm", bench.shape.vocab))
+        await bench.serve(load.make_requests(f"{name}/warm", bench.shape.vocab))
     plain = Window(first, last, None)
-    await bench.serve(load.asks(f"{name}/plain", bench.shape.vocab), plain.saw)
+    await bench.serve(load.make_requests(f"{name}/plain", bench.shape.vocab), plain.saw)
     profiler = torch.profiler.profile(activities=[kind])
     traced = Window(first, last, profiler)
-    await bench.serve(load.asks(f"{name}/traced", bench.shape.vocab), traced.saw)
+    await bench.serve(load.make_requests(f"{name}/traced", bench.shape.vocab), traced.saw)
     device = DeviceType.CUDA if bench.shape.device == "cuda" else DeviceType.CPU
     events = [event for event in profiler.events() or () if event.device_type == device]  # type: ignore[no-untyped-call]
     if kernels:
