@@ -4,8 +4,8 @@
 
 `tiles`: the LoRA part of a layer in a graph, for mixes of prompts and decodes, by the long kernels (tiles of 64 rows) and
 by the decode kernels (8 and 16 rows), each with capacity for exactly the batch and with 32 tiles more. What follows from it is
-`generate.execution.slots.SMALL_STEP`. `beside`: a layer's products with the LoRA terms of 16 to 64 rows, the shrink waiting for the
-product or not (`decode_kernel.shrink`). Llama-3.1-8B's sites and GPT-2 medium's without c_fc; adapters of random bf16.
+`generate.execution.graph_sizes.DECODE_KERNEL_TOKENS`. `beside`: a layer's products with the LoRA terms of 16 to 64 rows, the shrink after
+the product (`behind`) or overlapping it (`beside`). Llama-3.1-8B's sites and GPT-2 medium's without c_fc; adapters of random bf16.
 """
 
 from __future__ import annotations
