@@ -12,8 +12,7 @@ from huggingface_hub.errors import GenerationError, HfHubHTTPError, OverloadedEr
 
 from coserve.link import Generate, RequestFailed
 from coserve.types import AdapterRef
-from tests.api.test_openai_client import add_adapter
-from tests.support.api_server import REPLY, Api, tokenizer
+from tests.support.api_server import REPLY, Api, add_adapter, tokenizer
 
 PROMPT = "hello there"
 IDS = tokenizer().encode(PROMPT)

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
-from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
 
 from coserve.link import Generate, RequestFailed
-from coserve.state.records import AdapterRecord
-from coserve.state.registry import Registry
 from coserve.types import AdapterRef, SamplingParams
 from tests.support.api_server import REPLY, Api, serve_api, tokenizer
 
@@ -22,7 +19,7 @@ openai = pytest.importorskip("openai")
 
 PROMPT = "hello there"
 IDS = tokenizer().encode(PROMPT)
-from tests.support.records import import_adapter
+from tests.support.api_server import add_adapter
 
 
 def client_of(api: Api, key: str = "none") -> AsyncOpenAI:
@@ -39,23 +36,6 @@ async def sampled(api: Api) -> SamplingParams:
     """How the last sequence is sampled."""
     found = [message for message in await api.engine.saw(Generate) if isinstance(message, Generate)]
     return found[-1].sampling
-
-
-def add_adapter(api: Api, name: str, version: int = 1, *, fingerprint: str = "") -> None:
-    record = AdapterRecord(
-        ref=AdapterRef(name, version),
-        rank=2,
-        alpha=4.0,
-        targets=("q_proj",),
-        base_fingerprint=fingerprint or api.base.fingerprint,
-        base_name=api.base.name,
-        source="import",
-        created_at=1000.0 + version,
-        bytes=1,
-        sha256="0" * 64,
-    )
-    with closing(Registry(api.folder.database)) as registry:
-        import_adapter(registry, record)
 
 
 async def test_a_completion(api: Api, client: AsyncOpenAI) -> None:

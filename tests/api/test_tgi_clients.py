@@ -10,8 +10,7 @@ import pytest
 
 from coserve.link import Generate, RequestFailed
 from coserve.types import AdapterRef
-from tests.api.test_openai_client import add_adapter
-from tests.support.api_server import REPLY, Api, serve_api, tokenizer
+from tests.support.api_server import REPLY, Api, add_adapter, serve_api, tokenizer
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -15,8 +15,8 @@ DEATHS = {
     **{f"adapter.{step}=kill-group": "job" for step in FILE_STEPS},
     "adapter.publish=kill-group": "job",
     "finetune.mid_step=kill-group@3": "job",
-    "remove.before_rename=kill-group": "job",
-    "remove.after_rename=kill-group": "job",
+    "remove.before_rename=kill-group": "end",
+    "remove.after_rename=kill-group": "end",
     "generate.mid_stream=kill-group@3": "stream",
     "shutdown=kill-group": "stop",
 }

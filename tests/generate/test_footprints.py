@@ -22,8 +22,8 @@ from coserve.model.base import wrap_base
 from coserve.model.fused import FusedBase
 from coserve.model.lora import LoraWeights
 from coserve.types import AdapterRef, SamplingParams
-from tests.generate.test_runner import Shelf, adapter, collect, prompt, request
 from tests.support.examples import sample
+from tests.support.generation import Shelf, adapter, collect, prompt, request
 from tests.support.lora_backends import GROUPED
 from tests.support.tiny_models import tiny_model
 

@@ -31,8 +31,8 @@ from coserve.memory.kv import KvCache
 from coserve.model.base import Base, wrap_base
 from coserve.model.fused import FusedBase
 from coserve.types import AdapterRef, SamplingParams
-from tests.generate.test_runner import Shelf, adapter, collect, prompt, request
 from tests.support.examples import examples, sample
+from tests.support.generation import Shelf, adapter, collect, prompt, request
 from tests.support.lora_backends import GROUPED
 from tests.support.tiny_models import VOCAB, tiny_model
 

@@ -2,28 +2,23 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Iterable
 from typing import Any
 
 import pytest
-import torch
 from torch import Tensor
 
 from coserve.generate.execution.adapter_slots import AdapterSlots
 from coserve.generate.execution.runner import Runner
 from coserve.generate.generator import Generator
-from coserve.kernels.lora.types import LoraPair
 from coserve.link import Generate, RequestFailed, Tokens
 from coserve.memory.kv import KvCache
 from coserve.model.base import Base, wrap_base
 from coserve.model.fused import FusedBase
-from coserve.model.lora import LoraWeights
-from coserve.types import AdapterRef, FinishReason, LoraSettings, SamplingParams, Slo, TokenLogprob
+from coserve.types import AdapterRef, FinishReason, SamplingParams, TokenLogprob
+from tests.support.generation import GREEDY, Shelf, adapter, collect, prompt, request
 from tests.support.lora_backends import GROUPED
 from tests.support.tiny_models import VOCAB, tiny_model
-
-GREEDY = SamplingParams(max_tokens=10, temperature=0.0)
 
 
 @pytest.fixture(scope="module")
@@ -34,39 +29,6 @@ def base() -> Base:
 @pytest.fixture(scope="module")
 def fused(base: Base) -> FusedBase:
     return FusedBase(base, compiled=False)
-
-
-class Shelf:
-    def __init__(self, weights: dict[AdapterRef, LoraWeights]) -> None:
-        self.weights = weights
-
-    def acquire(self, ref: AdapterRef) -> LoraWeights:
-        return self.weights[ref]
-
-    def release(self, ref: AdapterRef) -> None:
-        assert ref in self.weights
-
-
-def adapter(base: Base, seed: int, rank: int) -> LoraWeights:
-    g = torch.Generator().manual_seed(seed)
-    sites = {
-        name: LoraPair(
-            torch.randn(rank, site.in_features, generator=g) * 0.3,
-            torch.randn(site.out_features, rank, generator=g) * 0.3,
-            0.7,
-        )
-        for name, site in base.spec.sites.items()
-    }
-    return LoraWeights(LoraSettings(r=rank), sites)
-
-
-def prompt(length: int, seed: int = 0) -> tuple[int, ...]:
-    chance = random.Random(1000 * seed + length)
-    return tuple(chance.randrange(3, VOCAB) for _ in range(length))
-
-
-def request(id: str, tokens: tuple[int, ...], sampling: SamplingParams = GREEDY, ref: AdapterRef | None = None):
-    return Generate(id=id, prompt=tokens, sampling=sampling, adapter=ref, slo=Slo(ttft=1, tpot=1))
 
 
 def generator(
@@ -88,21 +50,6 @@ def generator(
         lora_backend=GROUPED,
         runner=Runner(fused, kv, max_running=max_running) if ahead else None,
     )
-
-
-def collect(gen: Generator, requests: Iterable[Generate]) -> dict[str, tuple[list[int], FinishReason | None]]:
-    for one in requests:
-        gen.add(one)
-    found: dict[str, tuple[list[int], FinishReason | None]] = {}
-    while gen.running:
-        for message in gen.step():
-            assert not isinstance(message, RequestFailed)
-            before, finished = found.get(message.id, ([], None))
-            assert finished is None
-            found[message.id] = ([*before, *message.tokens], message.finished)
-    assert gen.step() == []
-    assert gen.pages_used == 0
-    return found
 
 
 def test_texts_are_those_of_steps_one_by_one(fused: FusedBase) -> None:

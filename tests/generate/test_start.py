@@ -13,12 +13,10 @@ from torch import Tensor
 from coserve.generate.execution import start
 from coserve.generate.execution.start import COMPILED, Compilation, Upgrade, make_start
 from coserve.generate.generator import Generator
-from coserve.link import Generate, Tokens
 from coserve.memory.kv import KvCache
 from coserve.model.base import Base, wrap_base
 from coserve.model.fused import FusedBase
-from coserve.model.lora import LoraWeights
-from coserve.types import AdapterRef, SamplingParams, Slo
+from tests.support.compiling import NoAdapters, ask, ask_all, steps
 from tests.support.lora_backends import GROUPED, SEGMENTED
 from tests.support.tiny_models import tiny_model
 
@@ -46,14 +44,6 @@ def wrong(graph: torch.fx.GraphModule, inputs: Sequence[Tensor]) -> Callable[...
     return lambda *args: [2 * part for part in graph.forward(*args)]
 
 
-class NoAdapters:
-    def acquire(self, ref: AdapterRef) -> LoraWeights:
-        raise AssertionError(ref)
-
-    def release(self, ref: AdapterRef) -> None:
-        raise AssertionError(ref)
-
-
 @pytest.fixture
 def base() -> Base:
     return wrap_base(tiny_model("llama"), name="llama", eos_token_ids=())
@@ -61,26 +51,6 @@ def base() -> Base:
 
 def served(base: Base, kv: KvCache) -> Generator:
     return Generator(base, NoAdapters(), kv, max_running=8, step_tokens=64, lora_backend=GROUPED)
-
-
-def ask(gen: Generator, id: str, length: int, seed: int | None = None) -> None:
-    sampling = SamplingParams(max_tokens=12, temperature=0.0 if seed is None else 1.2, seed=seed or 0)
-    gen.add(
-        Generate(id=id, prompt=tuple(range(3, 3 + length)), sampling=sampling, adapter=None, slo=Slo(ttft=1, tpot=1))
-    )
-
-
-def steps(gen: Generator, found: dict[str, list[int]], most: int = 1000) -> None:
-    while gen.running and most:
-        most -= 1
-        for message in gen.step():
-            assert isinstance(message, Tokens), message
-            found.setdefault(message.id, []).extend(message.tokens)
-
-
-def ask_all(gen: Generator) -> None:
-    for id, length, seed in (("short", 4, None), ("long", 30, None), ("drawn", 9, 3)):
-        ask(gen, id, length, seed)
 
 
 def test_requests_that_run_go_on_compiled(base: Base) -> None:

@@ -13,8 +13,8 @@ from coserve.cancellation import Cancellation, Cancelled
 from coserve.finetune import trainer
 from coserve.finetune.loop import TrainingLoop
 from coserve.kernels.gpu.capture import captured
-from tests.gpu.test_engine_gpu import gpu_base
 from tests.support.finetuning import Bench, job_spec, random_corpus
+from tests.support.gpu_engine import gpu_base
 from tests.support.tiny_models import tiny_model
 
 pytestmark = pytest.mark.gpu

@@ -2,112 +2,30 @@
 
 from __future__ import annotations
 
-import random
-from collections.abc import Iterable
 from itertools import pairwise
 from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
 
-from coserve.adapter_store.packing import packed_bytes
-from coserve.generate.execution.runner import Runner
-from coserve.generate.generator import Generator
 from coserve.kernels.attention.packed import PackedAttention
 from coserve.kernels.lora.interface import LoraBackend
 from coserve.kernels.lora.segments import Segments
-from coserve.kernels.lora.types import LoraPair
-from coserve.link import Generate, JobSucceeded, Tokens
-from coserve.memory.kv import KvCache
-from coserve.model.base import Base, load_base, wrap_base
+from coserve.link import JobSucceeded
+from coserve.model.base import load_base
 from coserve.model.fused import FusedBase
-from coserve.model.lora import LoraBatch, LoraWeights
-from coserve.types import AdapterRef, LoraSettings, SamplingParams, Slo
+from coserve.model.lora import LoraBatch
+from coserve.types import AdapterRef, SamplingParams
 from tests.support.finetuning import Bench, job_spec, metrics_of, random_corpus
+from tests.support.gpu_engine import NEW, Shelf, adapter, gpu_base, prompt, request, texts
 from tests.support.lora_backends import BLOCK_SPARSE, GROUPED, REFERENCE, SEGMENTED
 from tests.support.tiny_models import FAMILIES, VOCAB, tiny_model
 
 pytestmark = pytest.mark.gpu
 
-NEW = 16
-GREEDY = SamplingParams(max_tokens=NEW, temperature=0.0, ignore_eos=True)
 LENGTHS = (3, 17, 40, 1, 5, 23)
 RANKS = (4, 1, 16, 9)
-
-
-class Shelf:
-    """Adapters in memory."""
-
-    def __init__(self, weights: dict[AdapterRef, LoraWeights]) -> None:
-        self._weights = weights
-        self.largest = max(map(packed_bytes, weights.values()), default=0)
-
-    def acquire(self, ref: AdapterRef) -> LoraWeights:
-        return self._weights[ref]
-
-    def release(self, ref: AdapterRef) -> None:
-        assert ref in self._weights
-
-
-def gpu_base(model: PreTrainedModel, dtype: torch.dtype = torch.float32) -> Base:
-    return wrap_base(model.to("cuda", dtype), name="tiny", eos_token_ids=())
-
-
-def adapter(base: Base, seed: int, rank: int) -> LoraWeights:
-    g = torch.Generator().manual_seed(seed)
-    sites = {}
-    for name, site in base.spec.sites.items():
-        a, b = torch.randn(rank, site.in_features, generator=g), torch.randn(site.out_features, rank, generator=g)
-        sites[name] = LoraPair(a.to(base.device, base.dtype) * 0.3, b.to(base.device, base.dtype) * 0.3, 0.7)
-    return LoraWeights(LoraSettings(r=rank), sites)
-
-
-def prompt(length: int) -> tuple[int, ...]:
-    chance = random.Random(length)
-    return tuple(chance.randrange(3, VOCAB) for _ in range(length))
-
-
-def request(id: str, tokens: tuple[int, ...], ref: AdapterRef | None = None, sampling: SamplingParams = GREEDY):
-    return Generate(id=id, prompt=tokens, sampling=sampling, adapter=ref, slo=Slo(ttft=1, tpot=1))
-
-
-def texts(
-    base: Base,
-    requests: Iterable[Generate],
-    shelf: Shelf | None = None,
-    *,
-    lora_backend: LoraBackend = SEGMENTED,
-    kv_tokens: int = 2048,
-    step_tokens: int = 256,
-    prefix_cache: bool = True,
-    fused: FusedBase | None = None,
-) -> dict[str, list[int]]:
-    """`fused`: through the runner, one step ahead and with graphs. The pool has `kv_tokens` beside the largest adapter."""
-    largest = shelf.largest if shelf is not None else 0
-    page = KvCache.for_base(base, 1, 16).buffer.page_bytes
-    kv = KvCache.for_base(base, kv_tokens + 16 * -(-largest // page), 16)
-    runner = None if fused is None else Runner(fused, kv, max_running=16)
-    generator = Generator(
-        base,
-        shelf or Shelf({}),
-        kv,
-        max_running=16,
-        step_tokens=step_tokens,
-        lora_backend=lora_backend,
-        prefix_cache=prefix_cache,
-        runner=runner,
-    )
-    found: dict[str, list[int]] = {}
-    for one in requests:
-        generator.add(one)
-    while generator.running:
-        for message in generator.step():
-            assert isinstance(message, Tokens), message
-            found.setdefault(message.id, []).extend(message.tokens)
-    assert generator.pages_used == 0
-    return found
 
 
 @pytest.mark.parametrize("family", FAMILIES)

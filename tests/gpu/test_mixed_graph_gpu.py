@@ -20,8 +20,8 @@ from coserve.memory.kv import KvCache
 from coserve.model.fused import FusedBase
 from coserve.types import AdapterRef
 from tests.generate.test_mixed_graph import Ways
-from tests.generate.test_runner import collect
-from tests.gpu.test_engine_gpu import Shelf, adapter, gpu_base, prompt, request, texts
+from tests.support.generation import collect
+from tests.support.gpu_engine import Shelf, adapter, gpu_base, prompt, request, texts
 from tests.support.lora_backends import SEGMENTED
 from tests.support.tiny_models import VOCAB, tiny_model
 

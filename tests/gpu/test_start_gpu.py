@@ -10,8 +10,8 @@ from torch._dynamo.utils import counters
 from coserve.generate.execution.start import COMPILING, Upgrade, make_start
 from coserve.generate.generator import Generator
 from coserve.memory.kv import KvCache
-from tests.generate.test_start import NoAdapters, ask, ask_all, steps
-from tests.gpu.test_engine_gpu import gpu_base
+from tests.support.compiling import NoAdapters, ask, ask_all, steps
+from tests.support.gpu_engine import gpu_base
 from tests.support.lora_backends import SEGMENTED
 from tests.support.tiny_models import tiny_model
 

@@ -14,38 +14,10 @@ from coserve.kernels.attention.triton_paged.decode_steps import FusedStaticAtten
 from coserve.kernels.attention.triton_paged.plan import decode_items, items_for, prefill_tiles
 from coserve.kernels.attention.triton_paged.step import FusedPagedAttention
 from coserve.kernels.gpu.device import H200
-from tests.support.attention_cases import Case, Kind, worst
+from tests.support.attention_cases import CHUNKS, DECODES, DEVICE, DTYPES, FAR, KINDS, TOLERANCE, Case, Kind, worst
 from tests.support.examples import examples, sample
 
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-TOLERANCE = {torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 2e-2}
-DTYPES = [
-    torch.float32,
-    torch.float16,
-    pytest.param(torch.bfloat16, marks=pytest.mark.gpu),
-]
-
 PROCESSORS = H200.multiprocessors
-KINDS = {
-    "group_of_4": Kind(8, 2, 64),
-    "one_head_each": Kind(2, 2, 80),
-    "one_for_all": Kind(8, 1, 96),
-    "group_of_3": Kind(6, 2, 16, page_tokens=1),
-    "wide": Kind(4, 2, 256),
-    "window_within_a_page": Kind(4, 2, 32, window=5),
-    "width_of_llama": Kind(8, 2, 128),
-    "window": Kind(8, 2, 128, window=70, page_tokens=24),
-    "softcap": Kind(4, 2, 32, softcap=1.5),
-    "sinks": Kind(4, 2, 32, sinks=True),
-    "all": Kind(8, 2, 64, window=40, softcap=2.0, sinks=True, page_tokens=5),
-    "pages_apart": Kind(4, 2, 80, apart=1536),
-    "pages_apart_unaligned": Kind(4, 2, 32, window=40, page_tokens=5, apart=3),
-}
-DECODES = [(0, 1), (15, 1), (16, 1), (63, 1), (64, 1), (3, 1), (150, 1)]
-"""The longest are cut into items, and joined."""
-CHUNKS = [(0, 1), (0, 17), (40, 1), (16, 3), (100, 30), (0, 70)]
-FAR = [(1500, 20), (520, 3), (600, 40)]
-"""Chunks whose keys are cut into items, and joined; item bounds lie among the last one's own tokens, too."""
 
 named = pytest.mark.parametrize(
     "kind", sample(KINDS, "group_of_4", "window_within_a_page", "all", "pages_apart_unaligned")

@@ -11,8 +11,7 @@ from torch import Tensor
 from coserve.kernels.attention.interface import MixedCapacity, Run
 from coserve.kernels.attention.torch_paged.static import GatheredMixedAttention
 from coserve.kernels.attention.triton_paged.mixed_steps import FusedMixedAttention
-from tests.kernels.test_attention_fused import CHUNKS, DECODES, DEVICE, FAR, KINDS, TOLERANCE
-from tests.support.attention_cases import Case, Kind, worst
+from tests.support.attention_cases import CHUNKS, DECODES, DEVICE, FAR, KINDS, TOLERANCE, Case, Kind, worst
 from tests.support.examples import examples, sample
 
 ROOM = MixedCapacity(tokens=128, sequences=9, chunks=5, context=1700)

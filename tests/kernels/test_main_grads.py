@@ -15,8 +15,8 @@ from coserve.kernels.lora.interface import PreparedLora
 from coserve.kernels.lora.segmented.backend import SegmentedBackend
 from coserve.kernels.lora.segments import Segments
 from coserve.kernels.lora.types import LoraPair, MainGrads, SiteGroup, StackedWeights
-from tests.kernels.test_segmented_linear import Sites, drawn, leaves, make_sites
 from tests.support.lora_grids import prepared, relative_error
+from tests.support.lora_sites import Sites, drawn, leaves, make_sites
 
 D = 72
 SIZES = (96, 32, 40)

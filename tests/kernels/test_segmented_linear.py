@@ -10,16 +10,9 @@ from coserve.kernels.lora.segmented.backend import SegmentedBackend
 from coserve.kernels.lora.segments import Segments
 from coserve.kernels.lora.types import LoraPair, StackedWeights
 from tests.support.lora_grids import prepared, relative_error
+from tests.support.lora_sites import DEVICE, D, Sites, drawn, leaves, make_sites
 
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-D = 72
 SEGMENTS = Segments((0, 33, 33, 38, 60), (1, 2, 0, -1))
-
-Sites = list[tuple[LoraPair | None, ...]]
-
-
-def drawn(*size: int, seed: int) -> torch.Tensor:
-    return torch.randn(*size, generator=torch.Generator().manual_seed(seed)).to(DEVICE)
 
 
 def linear_group(
@@ -27,23 +20,6 @@ def linear_group(
 ) -> tuple[torch.Tensor, ...]:
     lora, group = prepared(SegmentedBackend(), segments, sites)
     return lora.linear_group(group, x, stacked)
-
-
-def make_sites(sizes: tuple[int, ...], ranks: list[tuple[int, ...]]) -> Sites:
-    """Learning adapters; rank 0: the adapter leaves the site out."""
-
-    def pair(site: int, adapter: int, rank: int) -> LoraPair | None:
-        if not rank:
-            return None
-        a = drawn(rank, D, seed=10 * site + adapter) * 0.1
-        b = drawn(sizes[site], rank, seed=100 + 10 * site + adapter) * 0.1
-        return LoraPair(a.requires_grad_(), b.requires_grad_(), 0.5 + adapter)
-
-    return [tuple(pair(site, adapter, rank) for adapter, rank in enumerate(own)) for site, own in enumerate(ranks)]
-
-
-def leaves(sites: Sites) -> list[torch.Tensor]:
-    return [tensor for own in sites for pair in own if pair is not None for tensor in (pair.a_RD, pair.b_OR)]
 
 
 def lowered(sites: Sites) -> Sites:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import AsyncIterator, Callable, Iterable
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, closing
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
@@ -22,13 +22,15 @@ from coserve.config import Config
 from coserve.link import Generate, local_pair
 from coserve.pretrained.tokenizer import Tokenizer
 from coserve.state.folder import DataFolder
+from coserve.state.records import AdapterRecord
 from coserve.state.registry import Registry
 from coserve.state.reserve import Reserve
 from coserve.state.retries import Backoff
 from coserve.state.thread import PATIENCE, RegistryThread
-from coserve.types import BaseSpec
+from coserve.types import AdapterRef, BaseSpec
 from tests.support.cutting import Cutter
 from tests.support.fake_engine import CONTEXT, FakeEngine, make_base
+from tests.support.records import import_adapter
 
 RESERVE = 1 << 20
 REPLY = "the cat sat on the mat"
@@ -162,3 +164,20 @@ async def serve_api(
                 await runner.cleanup()
                 await service.close()
                 await registry.close()
+
+
+def add_adapter(api: Api, name: str, version: int = 1, *, fingerprint: str = "") -> None:
+    record = AdapterRecord(
+        ref=AdapterRef(name, version),
+        rank=2,
+        alpha=4.0,
+        targets=("q_proj",),
+        base_fingerprint=fingerprint or api.base.fingerprint,
+        base_name=api.base.name,
+        source="import",
+        created_at=1000.0 + version,
+        bytes=1,
+        sha256="0" * 64,
+    )
+    with closing(Registry(api.folder.database)) as registry:
+        import_adapter(registry, record)

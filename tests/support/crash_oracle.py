@@ -10,6 +10,7 @@
 from __future__ import annotations
 
 import hashlib
+import time
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -185,6 +186,11 @@ class Oracle:
         match act:
             case "job":
                 self.follow(daemon, self.submit(daemon, f"adapter-{len(self.jobs)}"))
+            case "end":  # of a job, and what comes after its last event
+                self.follow(daemon, self.submit(daemon, f"adapter-{len(self.jobs)}"))
+                for _ in range(3000):
+                    daemon.call("GET", "/health")
+                    time.sleep(0.05)
             case "import":
                 self.bring_in(daemon)
             case "stream":

@@ -1,0 +1,36 @@
+"""A generator that is compiled while it serves."""
+
+from __future__ import annotations
+
+from coserve.generate.generator import Generator
+from coserve.link import Generate, Tokens
+from coserve.model.lora import LoraWeights
+from coserve.types import AdapterRef, SamplingParams, Slo
+
+
+class NoAdapters:
+    def acquire(self, ref: AdapterRef) -> LoraWeights:
+        raise AssertionError(ref)
+
+    def release(self, ref: AdapterRef) -> None:
+        raise AssertionError(ref)
+
+
+def ask(gen: Generator, id: str, length: int, seed: int | None = None) -> None:
+    sampling = SamplingParams(max_tokens=12, temperature=0.0 if seed is None else 1.2, seed=seed or 0)
+    gen.add(
+        Generate(id=id, prompt=tuple(range(3, 3 + length)), sampling=sampling, adapter=None, slo=Slo(ttft=1, tpot=1))
+    )
+
+
+def steps(gen: Generator, found: dict[str, list[int]], most: int = 1000) -> None:
+    while gen.running and most:
+        most -= 1
+        for message in gen.step():
+            assert isinstance(message, Tokens), message
+            found.setdefault(message.id, []).extend(message.tokens)
+
+
+def ask_all(gen: Generator) -> None:
+    for id, length, seed in (("short", 4, None), ("long", 30, None), ("drawn", 9, 3)):
+        ask(gen, id, length, seed)

@@ -1,0 +1,99 @@
+"""Requests to a generator on a GPU, their adapters, and what it answers."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterable
+
+import torch
+from transformers import PreTrainedModel
+
+from coserve.adapter_store.packing import packed_bytes
+from coserve.generate.execution.runner import Runner
+from coserve.generate.generator import Generator
+from coserve.kernels.lora.interface import LoraBackend
+from coserve.kernels.lora.types import LoraPair
+from coserve.link import Generate, Tokens
+from coserve.memory.kv import KvCache
+from coserve.model.base import Base, wrap_base
+from coserve.model.fused import FusedBase
+from coserve.model.lora import LoraWeights
+from coserve.types import AdapterRef, LoraSettings, SamplingParams, Slo
+from tests.support.lora_backends import SEGMENTED
+from tests.support.tiny_models import VOCAB
+
+NEW = 16
+GREEDY = SamplingParams(max_tokens=NEW, temperature=0.0, ignore_eos=True)
+
+
+class Shelf:
+    """Adapters in memory."""
+
+    def __init__(self, weights: dict[AdapterRef, LoraWeights]) -> None:
+        self._weights = weights
+        self.largest = max(map(packed_bytes, weights.values()), default=0)
+
+    def acquire(self, ref: AdapterRef) -> LoraWeights:
+        return self._weights[ref]
+
+    def release(self, ref: AdapterRef) -> None:
+        assert ref in self._weights
+
+
+def gpu_base(model: PreTrainedModel, dtype: torch.dtype = torch.float32) -> Base:
+    return wrap_base(model.to("cuda", dtype), name="tiny", eos_token_ids=())
+
+
+def adapter(base: Base, seed: int, rank: int) -> LoraWeights:
+    g = torch.Generator().manual_seed(seed)
+    sites = {}
+    for name, site in base.spec.sites.items():
+        a, b = torch.randn(rank, site.in_features, generator=g), torch.randn(site.out_features, rank, generator=g)
+        sites[name] = LoraPair(a.to(base.device, base.dtype) * 0.3, b.to(base.device, base.dtype) * 0.3, 0.7)
+    return LoraWeights(LoraSettings(r=rank), sites)
+
+
+def prompt(length: int) -> tuple[int, ...]:
+    chance = random.Random(length)
+    return tuple(chance.randrange(3, VOCAB) for _ in range(length))
+
+
+def request(id: str, tokens: tuple[int, ...], ref: AdapterRef | None = None, sampling: SamplingParams = GREEDY):
+    return Generate(id=id, prompt=tokens, sampling=sampling, adapter=ref, slo=Slo(ttft=1, tpot=1))
+
+
+def texts(
+    base: Base,
+    requests: Iterable[Generate],
+    shelf: Shelf | None = None,
+    *,
+    lora_backend: LoraBackend = SEGMENTED,
+    kv_tokens: int = 2048,
+    step_tokens: int = 256,
+    prefix_cache: bool = True,
+    fused: FusedBase | None = None,
+) -> dict[str, list[int]]:
+    """`fused`: through the runner, one step ahead and with graphs. The pool has `kv_tokens` beside the largest adapter."""
+    largest = shelf.largest if shelf is not None else 0
+    page = KvCache.for_base(base, 1, 16).buffer.page_bytes
+    kv = KvCache.for_base(base, kv_tokens + 16 * -(-largest // page), 16)
+    runner = None if fused is None else Runner(fused, kv, max_running=16)
+    generator = Generator(
+        base,
+        shelf or Shelf({}),
+        kv,
+        max_running=16,
+        step_tokens=step_tokens,
+        lora_backend=lora_backend,
+        prefix_cache=prefix_cache,
+        runner=runner,
+    )
+    found: dict[str, list[int]] = {}
+    for one in requests:
+        generator.add(one)
+    while generator.running:
+        for message in generator.step():
+            assert isinstance(message, Tokens), message
+            found.setdefault(message.id, []).extend(message.tokens)
+    assert generator.pages_used == 0
+    return found
