@@ -239,7 +239,7 @@ class Engine:
 
     async def _train(self, decision: Train) -> None:
         # Chosen already: they need not wait for the slice.
-        self._emit_tokens(self._generator.land(), self._clock())
+        self._emit_tokens(self._generator.collect(), self._clock())
         began, job = self._clock(), decision.job
         kind = self._jobs.next_micro_step(job)
         suspended = self._jobs.advance(job, decision.micro_steps)

@@ -79,11 +79,10 @@ def build_engine(base: Base, config: Config, link: Link[FromEngine, ToEngine]) -
         base,
         store,
         kv,
+        start.executor,
         max_running=config.inference_batch_size,
         step_tokens=step_tokens,
-        lora_backend=lora_backend,
         prefix_cache=config.prefix_cache,
-        runner=start.runner,
     )
     trainer = Trainer(
         base,

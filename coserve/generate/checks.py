@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from coserve.errors import EmptyPrompt, InvalidRequest, NonFiniteLogits, PromptTooLong, RequestError
-from coserve.generate.sampling.sampler import NoToken
+from coserve.generate.sampling.choices import NoToken
 from coserve.generate.sequences import Sequence as Running
 from coserve.link import Generate
 from coserve.memory.kv import KvCache

@@ -7,46 +7,33 @@ from collections.abc import Sequence as Items
 from typing import Protocol
 
 import torch
-from torch import Tensor
 
 from coserve.adapter_store.pages import AdapterPages
 from coserve.errors import EngineFault, InvalidRequest, failure_text
-from coserve.generate.batch import Batch, pack
 from coserve.generate.checks import allowed_tokens, check_room, no_token_error
-from coserve.generate.sampling.sampler import Choice, NoToken, Row, choose
-from coserve.generate.sampling.scoring import prompt_logprobs
+from coserve.generate.execution.interface import StepExecutor, StepInFlight, StepResult
+from coserve.generate.sampling.choices import Choice, NoToken
 from coserve.generate.schedule import Scheduler, Share
-from coserve.generate.sequences import Sequence, plain
-from coserve.kernels.lora.interface import LoraBackend
+from coserve.generate.sequences import Sequence
+from coserve.generate.step_input import step_input
 from coserve.link import MAX_PROMPT_LOGPROBS, Generate, RequestFailed, Tokens
 from coserve.logprobs import PackedLogprobs
 from coserve.memory.kv import KvCache
 from coserve.memory.prefix import PageKeys
-from coserve.model.base import Attention
 from coserve.model.faults import contained
-from coserve.model.lora import LoraBatch, LoraWeights
-from coserve.types import AdapterRef, BaseSpec, FinishReason
+from coserve.model.lora import LoraWeights
+from coserve.types import AdapterRef, BaseSpec, FinishReason, TokenLogprob
 
 log = logging.getLogger(__name__)
 
 
-class RunsBase(Protocol):
+class DescribesBase(Protocol):
     """What generation needs of `model.Base`."""
 
     @property
     def spec(self) -> BaseSpec: ...
     @property
     def device(self) -> torch.device: ...
-
-    def forward(
-        self,
-        tokens_T: Tensor,
-        positions_T: Tensor,
-        attention: Attention,
-        *,
-        lora: LoraBatch | None,
-        keep: Tensor | None,
-    ) -> Tensor: ...
 
 
 class HoldsAdapters(Protocol):
@@ -59,22 +46,6 @@ class HoldsAdapters(Protocol):
     def release(self, ref: AdapterRef) -> None: ...
 
 
-class Flight(Protocol):
-    """A step under way (`runner.Flight`)."""
-
-    @property
-    def ready(self) -> tuple[Sequence, ...]: ...
-    def land(self) -> list[Choice | NoToken]: ...
-
-
-class RunsSteps(Protocol):
-    """What generation needs of `runner.Runner`."""
-
-    def launch(self, shares: Items[Share]) -> Flight: ...
-    def forget(self, sequence: Sequence) -> None: ...
-    def prepare(self) -> bool: ...
-
-
 class Generator:
     """Requests come in with `add`, tokens come out of `step`; between steps requests may be added and cancelled.
 
@@ -84,28 +55,29 @@ class Generator:
 
     def __init__(
         self,
-        base: RunsBase,
+        base: DescribesBase,
         residency: HoldsAdapters,
         kv: KvCache,
+        executor: StepExecutor,
         *,
         max_running: int,
         step_tokens: int,
-        lora_backend: LoraBackend,
         prefix_cache: bool = True,
-        runner: RunsSteps | None = None,
     ) -> None:
-        """`step_tokens`: most tokens of a step; `max_running`: sequences that hold pages at once (no more than a step has
-        tokens), further ones wait; `prefix_cache`: sequences of one adapter version that begin alike share pages; `runner`: runs the
-        steps whose tokens it can choose, one step ahead of what the host has read."""
-        assert max_running > 0, f"expected room for a sequence, got {max_running}"
-        assert step_tokens > 0, f"expected room for a token, got {step_tokens}"
-        self._base, self._residency, self._kv, self._lora_backend = base, residency, kv, lora_backend
+        """`executor`: runs the steps; `step_tokens`: most tokens of a step; `max_running`: sequences that hold pages at once
+        (no more than a step has tokens), further ones wait; `prefix_cache`: sequences of one adapter version that begin
+        alike share pages."""
+        assert max_running > 0, f"expected max_running of at least 1, got {max_running}"
+        assert step_tokens > 0, f"expected step_tokens of at least 1, got {step_tokens}"
+        self._base, self._residency, self._kv = base, residency, kv
         self._adapters = AdapterPages(kv.buffer)
         self._scheduler = Scheduler(kv, self._adapters, max_running=max_running, step_tokens=step_tokens)
         self._prefix_cache = prefix_cache
-        self._runner = runner
-        self._flight: Flight | None = None
+        self._executor = executor
+        self._in_flight: list[StepInFlight] = []
         self._sequences: dict[str, Sequence] = {}
+        self._numbered: dict[int, Sequence] = {}
+        """The same by their numbers: an id may come back while a step of its first request is in flight."""
         self._arrivals = 0
 
     @property
@@ -170,7 +142,7 @@ class Generator:
         ends = () if sampling.ignore_eos else self._base.spec.eos_token_ids
         sequence = Sequence(
             request,
-            arrival=self._arrivals,
+            number=self._arrivals,
             source=source,
             max_tokens=max_tokens,
             stop_ids=frozenset((*sampling.stop_token_ids, *ends)),
@@ -178,7 +150,7 @@ class Generator:
             keys=self._keys(request) if self._prefix_cache else None,
         )
         self._arrivals += 1
-        self._sequences[request.id] = sequence
+        self._sequences[request.id] = self._numbered[sequence.number] = sequence
         self._scheduler.add(sequence)
 
     def cancel(self, id: str) -> None:
@@ -187,79 +159,73 @@ class Generator:
         if sequence is not None:
             self._end(sequence)
 
-    def adopt(self, runner: RunsSteps) -> None:
-        """From now on steps are run by `runner`, as if it had been there from the start."""
-        assert self._runner is None, "expected steps to have no runner yet"
-        self._runner = runner
+    def adopt(self, executor: StepExecutor) -> None:
+        """From now on `executor` runs the steps, as if it had been there from the start."""
+        assert not self._in_flight, "expected no step in flight"
+        self._executor = executor
 
     @torch.no_grad()
     def prepare(self) -> bool:
         """Some tenths of a second of work that a later step would have to do; False if nothing is left of it."""
-        return self._runner is not None and self._runner.prepare()
+        return self._executor.prepare()
 
     @torch.no_grad()
     def step(self) -> list[Tokens | RequestFailed]:
         """One iteration: a token for each running sequence, and chunks of prompts; one message per token or failure.
 
-        A token that ends a sequence (end of sequence, stop id) is part of the output. With a runner the tokens are those
-        of the step before, which ran meanwhile.
+        A token that ends a sequence (end of sequence, stop id) is part of the output. Where the executor overlaps steps,
+        the tokens are those of the step before.
         """
         shares = self._scheduler.plan()
-        ahead = [] if self._runner is None else [share for share in shares if plain(share.sequence)]
-        flight = self._launch(ahead) if ahead else None
-        messages = self.land()
-        self._flight = flight
-        rest = shares if self._runner is None else [share for share in shares if not plain(share.sequence)]
-        for batch in pack(rest, backend=self._lora_backend, device=self._base.device):
-            messages.extend(self._run(batch))
+        launched = self._launch(shares) if shares else ()
+        messages = self.collect()
+        for step in launched:
+            if step.overlaps:
+                self._in_flight.append(step)
+            else:
+                messages.extend(self._collect(step))
         return messages
 
-    def _run(self, batch: Batch) -> list[Tokens | RequestFailed]:
-        """One forward. What it raises ends the requests in it: nothing of it is in what the others share."""
+    def collect(self) -> list[Tokens | RequestFailed]:
+        """Waits for the step in flight, if there is one, and gives its tokens."""
+        steps, self._in_flight = self._in_flight, []
+        return [message for step in steps for message in self._collect(step)]
+
+    def _launch(self, shares: Items[Share]) -> Items[StepInFlight]:
+        step, adapters = step_input(shares)
+        launched = self._executor.launch(step, adapters)
+        for share, own in zip(shares, step.sequences, strict=True):
+            share.sequence.computed += share.tokens
+            if own.sampling is not None:
+                share.sequence.in_flight += 1
+        return launched
+
+    def _collect(self, step: StepInFlight) -> list[Tokens | RequestFailed]:
+        """The messages of one step. What it raises ends the requests in it: nothing of it is in what others share."""
+        # Others have ended with an earlier step, or were cancelled.
+        running = [sequence for number in step.sequences if (sequence := self._numbered.get(number)) is not None]
         try:
             with contained(self._base.device):
-                attention = self._kv.attention(batch.runs)
-                logits_BV = self._base.forward(
-                    batch.tokens_T, batch.positions_T, attention, lora=batch.lora, keep=batch.keep
-                )
-                return self._advance(batch, logits_BV)
+                return self._accept(running, step.collect())
         except EngineFault:
             raise
         except Exception as error:
-            log.exception("requests %s: internal error", ", ".join(share.sequence.id for share in batch.shares))
-            return [self._abort(share.sequence, error) for share in batch.shares]
+            log.exception("requests %s: internal error", ", ".join(sequence.id for sequence in running))
+            return [self._abort(sequence, error) for sequence in running]
 
     def _abort(self, sequence: Sequence, error: Exception) -> RequestFailed:
-        """The end of a request whose step raised. Raises `EngineFault` if its pages cannot be given back."""
+        """The end of a request whose step raised. Raises `EngineFault` if its pages cannot be freed."""
         try:
-            if self._sequences.get(sequence.id) is sequence:  # else it ended in the step, and its last message is lost
+            if self._runs(sequence):  # else it ended in the step, and its last message is lost
                 self._scheduler.disown(sequence)
                 self._end(sequence)
         except Exception as broken:
-            raise EngineFault("the pages of a request that failed cannot be given back") from broken
+            raise EngineFault("the pages of a request that failed cannot be freed") from broken
         code, message = failure_text(error)
         return RequestFailed(id=sequence.id, code=code, message=message)
 
-    def _launch(self, shares: list[Share]) -> Flight:
-        assert self._runner is not None, "steps are launched by a runner"
-        flight = self._runner.launch(shares)
-        for share in shares:
-            share.sequence.computed += share.tokens
-        for sequence in flight.ready:
-            sequence.flying += 1
-        return flight
-
-    def land(self) -> list[Tokens | RequestFailed]:
-        """Waits for the step under way, if there is one, and gives its tokens."""
-        flight, self._flight = self._flight, None
-        messages: list[Tokens | RequestFailed] = []
-        if flight is None:
-            return messages
-        for sequence, choice in zip(flight.ready, flight.land(), strict=True):
-            if self._sequences.get(sequence.id) is sequence:  # else it ended with the token before, or was cancelled
-                sequence.flying -= 1
-                messages.append(self._push(sequence, choice))
-        return messages
+    def _runs(self, sequence: Sequence) -> bool:
+        return sequence.number in self._numbered
 
     def _keys(self, request: Generate) -> PageKeys:
         return PageKeys(
@@ -278,36 +244,29 @@ class Generator:
             raise
         return source
 
-    def _advance(self, batch: Batch, logits_BV: Tensor) -> list[Tokens | RequestFailed]:
-        """Account for what a forward computed, and choose the next tokens."""
-        for share in batch.shares:
-            share.sequence.computed += share.tokens
-        messages = self._score(batch, logits_BV[len(batch.ready) :])
-        if not batch.ready:
-            return messages
-        rows = [Row(s.sampling, s.request.prompt, s.output, s.barred()) for s in batch.ready]
-        choices = zip(batch.ready, choose(logits_BV[: len(batch.ready)], rows), strict=True)
-        # One whose prompt could not be scored has ended.
-        return messages + [
-            self._push(sequence, choice) for sequence, choice in choices if sequence.id in self._sequences
-        ]
-
-    def _score(self, batch: Batch, logits_KV: Tensor) -> list[Tokens | RequestFailed]:
-        """Log-probabilities of the prompts that ask for them; the end of those that ask for nothing else."""
+    def _accept(self, running: Items[Sequence], result: StepResult) -> list[Tokens | RequestFailed]:
+        """Scores first, then the ends of requests that ask for nothing else, then sampled tokens."""
         messages: list[Tokens | RequestFailed] = []
-        for score, entries in zip(batch.scores, prompt_logprobs(logits_KV, batch.scores), strict=True):
-            score.sequence.scored += score.rows
-            if entries is None:
-                messages.append(self._fail(score.sequence, NoToken.NOT_FINITE))
-            else:
-                for first in range(0, len(entries), MAX_PROMPT_LOGPROBS):
-                    some = PackedLogprobs.of(entries[first : first + MAX_PROMPT_LOGPROBS])
-                    messages.append(Tokens(id=score.sequence.id, tokens=(), prompt_logprobs=some))
-        for share in batch.shares:
-            if not share.sequence.max_tokens and not share.sequence.pending and share.sequence.id in self._sequences:
-                self._end(share.sequence)
-                messages.append(Tokens(id=share.sequence.id, tokens=(), finished=FinishReason.LENGTH))
+        for number, entries in result.scores:
+            messages.extend(self._score(self._numbered[number], entries))
+        for sequence in running:
+            if not sequence.max_tokens and not sequence.pending and self._runs(sequence):
+                self._end(sequence)
+                messages.append(Tokens(id=sequence.id, tokens=(), finished=FinishReason.LENGTH))
+        for number, choice in result.sampled:
+            sampled = self._numbered.get(number)
+            if sampled is not None:
+                sampled.in_flight -= 1
+                messages.append(self._push(sampled, choice))
         return messages
+
+    def _score(self, sequence: Sequence, entries: tuple[TokenLogprob, ...] | None) -> list[Tokens | RequestFailed]:
+        """Log-probabilities of prompt tokens; None: they are not finite."""
+        if entries is None:
+            return [self._fail(sequence, NoToken.NOT_FINITE)]
+        sequence.scored += len(entries)
+        parts = (entries[first : first + MAX_PROMPT_LOGPROBS] for first in range(0, len(entries), MAX_PROMPT_LOGPROBS))
+        return [Tokens(id=sequence.id, tokens=(), prompt_logprobs=PackedLogprobs.of(part)) for part in parts]
 
     def _fail(self, sequence: Sequence, reason: NoToken) -> RequestFailed:
         if reason is NoToken.NOT_FINITE:
@@ -326,9 +285,8 @@ class Generator:
         return Tokens(id=sequence.id, tokens=(choice.token,), logprobs=logprobs, finished=finished)
 
     def _end(self, sequence: Sequence) -> None:
-        del self._sequences[sequence.id]
-        if self._runner is not None:
-            self._runner.forget(sequence)
+        del self._sequences[sequence.id], self._numbered[sequence.number]
+        self._executor.forget(sequence.number)
         self._scheduler.remove(sequence)
         if sequence.adapter is not None:
             self._residency.release(sequence.adapter)

@@ -107,19 +107,19 @@ class Scheduler:
         budget = self._step_tokens - len(shares)
         scored = min(budget, SCORED_TOKENS)
         for sequence in self._active:
-            room = min(budget, scored) if sequence.fresh else budget
+            room = min(budget, scored) if sequence.scores_prompt else budget
             if room and sequence.pending > 1:
                 shares.append(Share(sequence, min(room, sequence.pending)))
                 budget -= shares[-1].tokens
-                scored -= shares[-1].tokens if sequence.fresh else 0
+                scored -= shares[-1].tokens if sequence.scores_prompt else 0
         while budget and self._waiting and self.preemptions == before:
-            room = min(budget, scored) if self._waiting[0].fresh else budget
+            room = min(budget, scored) if self._waiting[0].scores_prompt else budget
             admitted = self._admit() if room else None
             if admitted is None:
                 break
             shares.append(Share(admitted, min(room, admitted.pending)))
             budget -= shares[-1].tokens
-            scored -= shares[-1].tokens if admitted.fresh else 0
+            scored -= shares[-1].tokens if admitted.scores_prompt else 0
         return shares
 
     def _grow(self, sequence: Sequence, before: int) -> bool:
@@ -161,7 +161,7 @@ class Scheduler:
         sequence.pages = found + pages
         sequence.labelled = len(found)
         sequence.computed = len(found) * self._pages.page_tokens
-        if sequence.keys is not None and not (sequence.fresh or sequence.admitted):
+        if sequence.keys is not None and not (sequence.scores_prompt or sequence.admitted):
             self.prefix_queries += len(sequence.tokens)
             self.prefix_hits += sequence.computed
         sequence.admitted = True
@@ -187,7 +187,7 @@ class Scheduler:
 
     def _find(self, sequence: Sequence) -> list[int]:
         """Pages that hold its first tokens; never the last token, which must be computed for what comes next."""
-        if sequence.keys is None or sequence.fresh:
+        if sequence.keys is None or sequence.scores_prompt:
             return []
         full = (len(sequence.tokens) - 1) // self._pages.page_tokens
         return self._pages.find(sequence.keys.first(full, sequence.tokens))
@@ -213,4 +213,4 @@ class Scheduler:
 
 
 def _arrival(sequence: Sequence) -> int:
-    return sequence.arrival
+    return sequence.number

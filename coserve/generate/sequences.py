@@ -16,8 +16,8 @@ class Sequence:
     """Prompt and output of a request, and how much of them the KV cache holds."""
 
     request: Generate
-    arrival: int
-    """Order of arrival; the earlier of two wins when pages run out."""
+    number: int
+    """Of its arrival, and of no other sequence. The earlier of two wins when pages run out."""
     source: LoraWeights | None
     """The adapter version that it began with, as memory outside of the pool has it."""
     max_tokens: int
@@ -26,10 +26,10 @@ class Sequence:
     """Tokens that end it, the base's end-of-sequence tokens included unless ignored."""
     tokens: list[int]
     """Prompt, then output as far as the host knows it."""
-    flying: int = 0
-    """Tokens behind those, which are chosen by steps that run: the device knows them."""
+    in_flight: int = 0
+    """Sampled tokens not yet copied to the host."""
     keys: PageKeys | None = None
-    """Under which others find its full pages; None: they don't."""
+    """Keys under which other sequences find its full pages; None: they cannot."""
     weights: LoraWeights | None = None
     """The adapter in pages, while the sequence is active."""
     pages: list[int] = field(default_factory=list)
@@ -55,9 +55,14 @@ class Sequence:
         return self.request.sampling
 
     @property
-    def fresh(self) -> bool:
-        """It computes every token itself and takes over no pages of others: logits of the whole prompt are wanted."""
+    def scores_prompt(self) -> bool:
+        """Logits of the whole prompt are wanted, so it computes every token itself and shares no pages of others."""
         return self.sampling.prompt_logprobs is not None
+
+    @property
+    def needs_prompt_logits(self) -> bool:
+        """The prompt is to be scored, and not all of it is yet (or that is all there is to do)."""
+        return self.scores_prompt and (self.scored < len(self.request.prompt) or not self.max_tokens)
 
     @property
     def output(self) -> Items[int]:
@@ -69,19 +74,19 @@ class Sequence:
 
     @property
     def pending(self) -> int:
-        """Tokens to compute before the next one can be chosen; none once its last one is under way."""
-        if self.flying and self.generated + self.flying >= self.max_tokens:
+        """Tokens to compute before the next one can be sampled; none once its last one is in flight."""
+        if self.in_flight and self.generated + self.in_flight >= self.max_tokens:
             return 0
         return self.length - self.computed
 
     @property
     def length(self) -> int:
-        """Tokens, those under way included."""
-        return len(self.tokens) + self.flying
+        """Tokens, including those in flight."""
+        return len(self.tokens) + self.in_flight
 
-    def barred(self) -> frozenset[int]:
-        """Tokens that must not be chosen next, because fewer than `min_tokens` are out or under way."""
-        return self.stop_ids if self.generated + self.flying < self.sampling.min_tokens else frozenset()
+    def banned(self) -> frozenset[int]:
+        """Tokens that must not be sampled next, because fewer than `min_tokens` are out or in flight."""
+        return self.stop_ids if self.generated + self.in_flight < self.sampling.min_tokens else frozenset()
 
     def push(self, token: int) -> FinishReason | None:
         """Append the chosen token (one that ends the sequence is part of its output) and say whether that was all."""
@@ -89,9 +94,3 @@ class Sequence:
         if token in self.stop_ids and self.generated >= self.sampling.min_tokens:
             return FinishReason.STOP
         return FinishReason.LENGTH if self.generated >= self.max_tokens else None
-
-
-def plain(sequence: Sequence) -> bool:
-    """Whether nothing is asked of its next step but a token (and its log-probabilities): all of the prompt is scored."""
-    scored = sequence.sampling.prompt_logprobs is None or sequence.scored >= len(sequence.request.prompt)
-    return scored and sequence.max_tokens > 0

@@ -104,7 +104,7 @@ class FakeGenerator:
     def cancel(self, id: str) -> None:
         self._sequences.pop(id, None)  # it may have ended in the step that runs
 
-    def land(self) -> list[Tokens | RequestFailed]:
+    def collect(self) -> list[Tokens | RequestFailed]:
         return []
 
     def prepare(self) -> bool:

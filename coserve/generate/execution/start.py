@@ -2,7 +2,7 @@
 
 Compilation runs on a thread of its own over a shadow of the base (`FusedBase.shadow`), which shares its weights and
 nothing that a forward changes. Everything that touches the base itself happens on the engine's thread: the stacking of
-weights and the measuring of kernels before the first request, the first steps of the runner after compilation.
+weights and the measuring of kernels before the first request, the first steps of the graph executor after compilation.
 """
 
 from __future__ import annotations
@@ -16,8 +16,10 @@ import torch
 from torch._dynamo.exc import TorchDynamoException
 
 from coserve.errors import UnsupportedBase
+from coserve.generate.execution.eager import EagerExecutor
+from coserve.generate.execution.graph_executor import GraphExecutor
 from coserve.generate.execution.graph_sizes import DECODE_BATCHES, LORA_RANKS, MIXED_TOKENS, PARTIAL_FOOTPRINTS
-from coserve.generate.execution.runner import Runner
+from coserve.generate.execution.interface import StepExecutor
 from coserve.generate.generator import Generator
 from coserve.kernels.lora.interface import LoraBackend
 from coserve.memory.kv import KvCache
@@ -41,9 +43,18 @@ Python's 5 ms it would wait so long a thousand times."""
 class Compilation:
     """A base's layers on their way from plain to compiled."""
 
-    def __init__(self, fused: FusedBase, kv: KvCache, *, max_running: int, step_tokens: int = MIXED_TOKENS[-1]) -> None:
+    def __init__(
+        self,
+        fused: FusedBase,
+        kv: KvCache,
+        eager: EagerExecutor,
+        *,
+        max_running: int,
+        step_tokens: int = MIXED_TOKENS[-1],
+    ) -> None:
+        """`eager`: runs what graphs cannot (see `GraphExecutor`)."""
         self._fused, self._shadow = fused, fused.shadow()
-        self._kv, self._max_running, self._step_tokens = kv, max_running, step_tokens
+        self._kv, self._eager, self._max_running, self._step_tokens = kv, eager, max_running, step_tokens
         self._refusal: str | None = None
         self._done = False
 
@@ -56,26 +67,27 @@ class Compilation:
                 self._refusal = _refusal(self._fused.base, error)
         self._done = True
 
-    def runner(self) -> tuple[Runner | None, tuple[str, ...]]:
-        """After `compile`, on the engine's thread: what runs steps from now on, None if they go on one by one, and
-        what an operator should know of it."""
+    def executor(self) -> tuple[GraphExecutor | None, tuple[str, ...]]:
+        """After `compile`, on the engine's thread: what runs steps from now on (None: they stay eager), and notes for the
+        operator."""
         assert self._done, "expected compilation to have ended"
         if self._refusal is not None:
             return None, (self._refusal,)
-        runner = Runner(self._fused, self._kv, max_running=self._max_running, step_tokens=self._step_tokens)
-        return runner, (COMPILED,)
+        executor = GraphExecutor(
+            self._fused, self._kv, self._eager, max_running=self._max_running, step_tokens=self._step_tokens
+        )
+        return executor, (COMPILED,)
 
 
 @dataclass(frozen=True)
 class Start:
     """How steps run at first."""
 
-    runner: Runner | None
-    """None: one by one."""
+    executor: StepExecutor
     notes: tuple[str, ...]
-    """What an operator should know of it."""
+    """For the operator."""
     compilation: Compilation | None = None
-    """To be done beside serving."""
+    """To be done while requests are served."""
 
 
 @dataclass(frozen=True)
@@ -91,10 +103,10 @@ class Upgrade:
         self.compilation.compile()
 
     def adopt(self) -> tuple[str, ...]:
-        """From now on steps run compiled, if they can be; everything that an operator should know."""
-        runner, notes = self.compilation.runner()
-        if runner is not None:
-            self.generator.adopt(runner)
+        """From now on steps run compiled, if they can be; all notes for the operator."""
+        executor, notes = self.compilation.executor()
+        if executor is not None:
+            self.generator.adopt(executor)
         return self.notes + notes
 
 
@@ -111,26 +123,27 @@ def make_start(
 
     Nothing is compiled where there is no GPU.
     """
+    eager = EagerExecutor(base, kv, lora_backend)
     if base.device.type != "cuda":
-        return Start(None, ())
+        return Start(eager, ())
     if not lora_backend.capturable:
         why = f"the LoRA backend {lora_backend.name} cannot be captured"
-        return Start(None, (f"generation: steps run one by one without CUDA graphs, as {why}",))
+        return Start(eager, (f"generation: steps run one by one without CUDA graphs, as {why}",))
     if when == "off":
-        return Start(None, ("generation: steps run one by one without CUDA graphs, as compile is off",))
+        return Start(eager, ("generation: steps run one by one without CUDA graphs, as compile is off",))
     try:
         _wake_compiler(base.device)
     except TorchDynamoException as error:
-        return Start(None, (_refusal(base, error),))
+        return Start(eager, (_refusal(base, error),))
     fused = FusedBase(base, options=INDUCTOR)
-    compilation = Compilation(fused, kv, max_running=max_running, step_tokens=step_tokens)
+    compilation = Compilation(fused, kv, eager, max_running=max_running, step_tokens=step_tokens)
     if when == "background":
-        return Start(None, (COMPILING,), compilation)
+        return Start(eager, (COMPILING,), compilation)
     compilation.compile()
-    runner, notes = compilation.runner()
-    if runner is not None:
-        runner.warm_up()
-    return Start(runner, notes)
+    executor, notes = compilation.executor()
+    if executor is not None:
+        executor.warm_up()
+    return Start(executor or eager, notes)
 
 
 def _refusal(base: Base, error: Exception) -> str:

@@ -1,50 +1,46 @@
-"""Sampling one step ahead of what the host has read: the device counts the tokens that it chooses itself."""
+"""Sampling one step ahead of what the host has read: the device counts the tokens that it samples."""
 
 from __future__ import annotations
 
-from collections.abc import Collection
-from collections.abc import Sequence as Items
-from dataclasses import dataclass
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-from coserve.generate.sampling.draws import Logprobs, draw, likeliest, logprobs_of, penalise_
-from coserve.generate.sampling.sampler import ROWS, Chosen, Said, decide, is_penalised, said, send, send_ids
-from coserve.generate.sequences import Sequence
-from coserve.types import SamplingParams
+from coserve.generate.sampling.choices import Chosen
+from coserve.generate.sampling.draws import draw, likeliest, penalise_
+from coserve.generate.sampling.logprobs import Logprobs, logprobs_of
+from coserve.generate.sampling.rows import SamplingRow, is_penalised, token_counts
+from coserve.generate.sampling.sampler import ROWS, TokenCounts, decide
+from coserve.generate.sampling.transfer import send, send_ids
 
 MOST_LOGPROBS = 20
-
-
-@dataclass(frozen=True)
-class _Next:
-    """The next token of a sequence (`sampler.Asks`)."""
-
-    params: SamplingParams
-    t: int
-    barred: Collection[int]
 
 
 class DeviceSampler:
     """Chooses tokens of sequences whose newest ones the host may not know yet. Waits for nothing."""
 
-    def __init__(self, vocab: int, device: torch.device) -> None:
-        self._device, self._history = device, History(vocab, device)
+    def __init__(self, vocab: int, device: torch.device, batch: int = ROWS) -> None:
+        """`batch`: rows that are treated at once."""
+        self._device, self._batch, self._history = device, batch, History(vocab, device)
 
-    def choose(self, logits_BV: Tensor, likeliest_B: Tensor, ready: Items[Sequence]) -> Chosen:
-        """The next tokens of `ready`; `likeliest_B` is of these logits."""
-        rows = [_Next(s.sampling, s.generated + s.flying, s.barred()) for s in ready]
+    @property
+    def history_rows(self) -> int:
+        """Rows of counts that take memory."""
+        return self._history.rows
+
+    def choose(self, logits_BV: Tensor, likeliest_B: Tensor, rows: Sequence[SamplingRow]) -> Chosen:
+        """The next tokens of `rows`; `likeliest_B` is of these logits."""
         if not rows:
             return Chosen(likeliest_B, None)
         parts = []
-        for start in range(0, len(rows), ROWS):
-            part = slice(start, start + ROWS)
-            before = self._history.of([s for s in ready[part] if is_penalised(s.sampling)])
-            parts.append(decide(logits_BV[part], likeliest_B[part], rows[part], before))
-        return _joined(parts)
+        for start in range(0, len(rows), self._batch):
+            part = slice(start, start + self._batch)
+            counts = self._history.of([row for row in rows[part] if is_penalised(row.params)])
+            parts.append(decide(logits_BV[part], likeliest_B[part], rows[part], counts))
+        return _joined(parts, self._batch)
 
-    def forget(self, sequence: Sequence) -> None:
+    def forget(self, sequence: int) -> None:
         """The sequence has ended."""
         self._history.forget(sequence)
 
@@ -62,34 +58,38 @@ class DeviceSampler:
 
 
 class History:
-    """What was said in each sequence that has penalties, in rows of a table that grows (`draws.penalise_`)."""
+    """Counts of the earlier tokens of each sequence that has penalties, in rows of a table that grows (`draws.penalise_`)."""
 
     def __init__(self, vocab: int, device: torch.device) -> None:
         self.vocab, self._device = vocab, device
         self._table = self.empty(0)
-        self._rows: dict[Sequence, int] = {}
-        self._counted: dict[Sequence, int] = {}
-        """Tokens of the output that are in the table, with those that the host does not know, and the next one."""
+        self._rows: dict[int, int] = {}
+        self._counted: dict[int, int] = {}
+        """Tokens of the output that are in the table: with those in flight, and the next one."""
         self._free: list[int] = []
 
-    def of(self, sequences: Items[Sequence]) -> Said:
-        """Their rows, for their next token, which will be counted there."""
-        stale = [s for s in sequences if self._counted.get(s) != s.generated + s.flying]
-        for sequence in stale:
-            assert not sequence.flying, "a token on the device was not counted there"
-            if sequence not in self._rows:
-                self._rows[sequence] = self._free.pop() if self._free else self._grow()
+    @property
+    def rows(self) -> int:
+        return len(self._table)
+
+    def of(self, rows: Sequence[SamplingRow]) -> TokenCounts:
+        """Their rows of the table, for their next token, which will be counted there."""
+        stale = [row for row in rows if self._counted.get(row.sequence) != row.t]
+        for row in stale:
+            assert len(row.tokens) == row.prompt_tokens + row.t, "a token on the device was not counted there"
+            if row.sequence not in self._rows:
+                self._rows[row.sequence] = self._free.pop() if self._free else self._grow()
         if stale:
             self._write(stale)
-        for sequence in sequences:
-            self._counted[sequence] = sequence.generated + sequence.flying + 1
-        return Said(self._table, [self._rows[sequence] for sequence in sequences])
+        for row in rows:
+            self._counted[row.sequence] = row.t + 1
+        return TokenCounts(self._table, [self._rows[row.sequence] for row in rows])
 
-    def forget(self, sequence: Sequence) -> None:
-        row = self._rows.pop(sequence, None)
-        if row is not None:
+    def forget(self, sequence: int) -> None:
+        place = self._rows.pop(sequence, None)
+        if place is not None:
             del self._counted[sequence]
-            self._free.append(row)
+            self._free.append(place)
 
     def empty(self, rows: int) -> Tensor:
         return torch.zeros(rows, self.vocab, dtype=torch.int32, device=self._device)
@@ -103,24 +103,24 @@ class History:
         self._free.extend(range(rows + 1, len(table)))
         return rows
 
-    def _write(self, sequences: Items[Sequence]) -> None:
+    def _write(self, stale: Sequence[SamplingRow]) -> None:
         places, values = list[int](), list[int]()
-        for sequence in sequences:
-            entries = said(sequence.sampling, sequence.request.prompt, sequence.output)
-            places += [self._rows[sequence] * self.vocab + token for token in entries]
+        for row in stale:
+            entries = token_counts(row)
+            places += [self._rows[row.sequence] * self.vocab + token for token in entries]
             values += entries.values()
-        rows, at, what = send_ids(self._device, [self._rows[sequence] for sequence in sequences], places, values)
+        rows, at, counts = send_ids(self._device, [self._rows[row.sequence] for row in stale], places, values)
         self._table.index_fill_(0, rows, 0)
-        self._table.view(-1).index_copy_(0, at, what.int())
+        self._table.view(-1).index_copy_(0, at, counts.int())
 
 
-def _joined(parts: Items[Chosen]) -> Chosen:
+def _joined(parts: Sequence[Chosen], batch: int) -> Chosen:
     """Of batches one after another."""
     if len(parts) == 1:
         return parts[0]
     tokens = torch.cat([part.tokens for part in parts])
     plain = all(part.likeliest for part in parts)
-    asked = [(i * ROWS, part.logprobs) for i, part in enumerate(parts) if part.logprobs is not None]
+    asked = [(i * batch, part.logprobs) for i, part in enumerate(parts) if part.logprobs is not None]
     if not asked:
         return Chosen(tokens, None, plain)
     n = max(part.ids.shape[1] for _, part in asked)

@@ -7,18 +7,14 @@ kernel that agrees on the weights.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor
 
 from coserve.kernels.sampling import launch
 from coserve.kernels.sampling.constants import GREEDY_BELOW, NOT_FINITE, UNIT
-from coserve.types import TokenLogprob
 
-_CHUNK = 256
-SAID_ONCE = 2
-"""What an output token adds to its entry of the table of what was said; a token of the prompt sets the lowest bit."""
+OUTPUT_COUNT, PROMPT_COUNT = 2, 1
+"""What a token adds to its entry of a table of counts: each time it is in the output, and once if it is in the prompt."""
 
 
 def likeliest(logits_BV: Tensor) -> Tensor:
@@ -29,20 +25,20 @@ def likeliest(logits_BV: Tensor) -> Tensor:
     return torch.where(value.isfinite(), token, NOT_FINITE)
 
 
-def penalise_(logits_BV: Tensor, rows_P: Tensor, said_NV: Tensor, slots_P: Tensor, penalties_PK: Tensor) -> None:
+def penalise_(logits_BV: Tensor, rows_P: Tensor, counts_NV: Tensor, slots_P: Tensor, penalties_PK: Tensor) -> None:
     """Penalties, in place on rows `rows_P` of fp32 logits.
 
-    Rows `slots_P` of the int32 table `said_NV` hold for each token twice its count in the output, plus 1 if it is in the
+    Rows `slots_P` of the int32 table `counts_NV` hold for each token twice its count in the output, plus 1 if it is in the
     prompt. fp32 `penalties_PK`: repetition (of what is in prompt or output), presence, frequency.
     """
     if logits_BV.is_cuda:
-        launch.penalise_(logits_BV, rows_P, said_NV, slots_P, penalties_PK)
+        launch.penalise_(logits_BV, rows_P, counts_NV, slots_P, penalties_PK)
         return
     repetition, presence, frequency = torch.split(penalties_PK, 1, dim=1)
-    logits, said = logits_BV.index_select(0, rows_P), said_NV.index_select(0, slots_P)
+    logits, counts = logits_BV.index_select(0, rows_P), counts_NV.index_select(0, slots_P)
     repeated = torch.where(logits > 0, logits / repetition, logits * repetition)
-    logits = torch.where(said != 0, repeated, logits)
-    times = said // SAID_ONCE
+    logits = torch.where(counts != 0, repeated, logits)
+    times = counts // OUTPUT_COUNT
     logits = torch.where(times > 0, logits - (frequency * times + presence), logits)
     logits_BV.index_copy_(0, rows_P, logits)
 
@@ -80,64 +76,3 @@ def _filtered(weights_BV: Tensor, top_k_B1: Tensor, top_p_B1: Tensor) -> Tensor:
     mass = ordered.double().cumsum(-1)
     limit = (top_p_B1 * mass[:, -1:]).clamp_min(0.5)  # the first is always kept
     return torch.zeros_like(weights_BV).scatter_(1, ids, ordered.masked_fill(mass - ordered >= limit, 0.0))
-
-
-@dataclass(frozen=True)
-class Logprobs:
-    """Log-probabilities of chosen tokens and of the likeliest ones, of raw logits, for some rows of a batch."""
-
-    rows: tuple[int, ...]
-    counts: tuple[int, ...]
-    """Likeliest tokens that each of the rows asks for."""
-    values: Tensor
-    """fp32 (A, 1 + n): of the chosen token, then of the n likeliest."""
-    ids: Tensor
-    """int64 (A, n)."""
-
-    def fetch(self) -> Logprobs:
-        """A copy on the host, which is filled in the background."""
-        return Logprobs(self.rows, self.counts, fetch(self.values), fetch(self.ids))
-
-    def entries(self) -> dict[int, TokenLogprob]:
-        """By row. Waits for the device, unless the tensors are on the host."""
-        found = {}
-        for row, count, values, ids in zip(
-            self.rows, self.counts, self.values.tolist(), self.ids.tolist(), strict=True
-        ):
-            top = tuple(zip(ids[:count], values[1 : 1 + count], strict=True))
-            found[row] = TokenLogprob(values[0], top)
-        return found
-
-
-def fetch(tensor: Tensor) -> Tensor:
-    """A copy on the host, which is there once the device has come so far."""
-    host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
-    return host.copy_(tensor, non_blocking=True)
-
-
-def logprobs_of(logits_AV: Tensor, chosen_A: Tensor, n: int) -> tuple[Tensor, Tensor]:
-    """`Logprobs.values` and `ids` (A, n) of raw logits; of equal logits those of lower ids come first."""
-    ids = _top(logits_AV, min(n, logits_AV.shape[1]))
-    logprobs = logits_AV.log_softmax(-1, dtype=torch.float32)
-    return logprobs.gather(1, torch.cat([chosen_A.clamp_min(0)[:, None], ids], 1)), ids
-
-
-def _top(logits_AV: Tensor, n: int) -> Tensor:
-    """int64 (A, n): the n likeliest tokens, found among the n chunks with the highest maxima."""
-    rows, vocab = logits_AV.shape
-    if not n:
-        return torch.empty(rows, 0, dtype=torch.int64, device=logits_AV.device)
-    width = _CHUNK if vocab % _CHUNK == 0 else vocab
-    chunks = logits_AV.view(rows, vocab // width, width)
-    best = _first(chunks.amax(-1).float(), torch.arange(vocab // width, device=logits_AV.device), n)
-    within = best[:, :, None] * width + torch.arange(width, device=logits_AV.device)
-    ids = within.flatten(1)
-    return _first(logits_AV.gather(1, ids).float(), ids, n)
-
-
-def _first(values_AN: Tensor, ids: Tensor, n: int) -> Tensor:
-    """int64 (A, n or fewer): ids of the highest values, in their order, lower ids first among equals."""
-    bits = (values_AN + 0.0).view(torch.int32)  # no negative zeros
-    ordered = torch.where(bits < 0, bits ^ 0x7FFFFFFF, bits).long()
-    keys = ((ordered << 32) | (0xFFFFFFFF - ids)).topk(min(n, values_AN.shape[1]), dim=-1).values
-    return 0xFFFFFFFF - (keys & 0xFFFFFFFF)

@@ -7,7 +7,7 @@ captured.
 
 from __future__ import annotations
 
-from collections.abc import Sequence as Items
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -17,11 +17,10 @@ from coserve.generate.execution.graph_sizes import DECODE_KERNEL_TOKENS, TileCap
 from coserve.generate.execution.graphs.captured import CapturedStep
 from coserve.generate.execution.graphs.inputs import InputBuffer, InputCopies
 from coserve.generate.execution.graphs.shared import GraphState
+from coserve.generate.execution.interface import SequenceInput
 from coserve.generate.execution.slot_lora import StaticSlotLora
 from coserve.generate.execution.token_slots import TokenSlots
 from coserve.generate.sampling.draws import likeliest
-from coserve.generate.schedule import Share
-from coserve.generate.sequences import Sequence
 from coserve.kernels.attention.interface import MixedAttention, Run
 from coserve.kernels.lora.segmented.plan import PREFILL_TILE_ROWS
 from coserve.kernels.lora.segmented.slot_lora import SlotLora
@@ -40,27 +39,25 @@ class Rows:
     positions: list[int]
     keep: list[int]
     """Rows whose logits sample a token."""
-    ready: tuple[Sequence, ...]
-    """Sequences that sample a token, in the order of `keep`."""
     to: list[int]
-    """Their token slots."""
+    """Their sequences' token slots."""
 
 
-def rows_of(shares: Items[Share], token_slots: TokenSlots) -> Rows:
-    found = Rows([], [], [], [], tuple(s.sequence for s in shares if s.tokens == s.sequence.pending), [])
-    for share in shares:
-        sequence, start, end = share.sequence, share.sequence.computed, share.sequence.computed + share.tokens
-        slot = token_slots.slot(sequence)
-        found.positions.extend(range(start, end))
-        found.tokens.extend(sequence.tokens[start:end])
-        found.slots.extend([0] * (len(found.tokens) - len(found.slots)))
-        if len(found.tokens) < len(found.positions):  # its last token is on the device only
-            found.tokens.append(NOT_FINITE)
-            found.slots.append(slot)
-        if share.tokens == sequence.pending:
-            found.keep.append(len(found.tokens) - 1)
-            found.to.append(slot)
-    return found
+def rows_of(sequences: Iterable[SequenceInput], token_slots: TokenSlots) -> Rows:
+    """The rows of the sequences one after another."""
+    rows = Rows([], [], [], [], [])
+    for own in sequences:
+        slot = token_slots.slot(own.sequence)
+        rows.positions.extend(range(own.run.position, own.run.position + own.run.tokens))
+        rows.tokens.extend(own.tokens)
+        rows.slots.extend([0] * len(own.tokens))
+        if len(own.tokens) < own.run.tokens:  # its last token is on the device only
+            rows.tokens.append(NOT_FINITE)
+            rows.slots.append(slot)
+        if own.sampling is not None:
+            rows.keep.append(len(rows.tokens) - 1)
+            rows.to.append(slot)
+    return rows
 
 
 class MixedGraph:
@@ -89,8 +86,8 @@ class MixedGraph:
         if state.pool is not None:
             self._captured.capture(state.pool)
 
-    def run(self, rows: Rows, runs: Items[Run], segments: Segments | None) -> tuple[Tensor, Tensor]:
-        """Starts a step that the capacity holds. Returns as `DecodeGraph.run`, of `rows.ready`.
+    def run(self, rows: Rows, runs: Sequence[Run], segments: Segments | None) -> tuple[Tensor, Tensor]:
+        """Starts a step that the capacity holds. Returns as `DecodeGraph.run`, for the rows `keep`.
 
         `segments`: of adapter slots; given if and only if the graph has adapters.
         """

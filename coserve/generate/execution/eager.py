@@ -1,0 +1,111 @@
+"""Steps without CUDA graphs: the model as it is, one step at a time. Serves every base, device and request."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from coserve.generate.execution.interface import StepInput, StepResult
+from coserve.generate.execution.packing import PackedStep, by_adapter, pack
+from coserve.generate.sampling.sampler import choose
+from coserve.generate.sampling.scoring import prompt_logprobs
+from coserve.kernels.lora.interface import LoraBackend
+from coserve.kernels.lora.segments import Segments
+from coserve.memory.kv import KvCache
+from coserve.model.base import Attention
+from coserve.model.lora import LoraBatch, LoraWeights
+
+
+class RunsBase(Protocol):
+    """What an executor needs of `model.Base`."""
+
+    @property
+    def device(self) -> torch.device: ...
+
+    def forward(
+        self,
+        tokens_T: Tensor,
+        positions_T: Tensor,
+        attention: Attention,
+        *,
+        lora: LoraBatch | None,
+        keep: Tensor | None,
+    ) -> Tensor: ...
+
+
+class EagerExecutor:
+    """Implements `StepExecutor`. Cuts a step by adapter if that is how the LoRA backend computes."""
+
+    def __init__(self, base: RunsBase, kv: KvCache, lora_backend: LoraBackend) -> None:
+        self._base, self._kv, self._lora_backend = base, kv, lora_backend
+
+    def launch(self, step: StepInput, adapters: Sequence[LoraWeights]) -> list[EagerStep]:
+        """See `StepExecutor`."""
+        groups = by_adapter(step.sequences)
+        parts = [[group] for group in groups] if self._lora_backend.one_adapter_a_step else [groups]
+        return [self._step(pack(part), adapters) for part in parts]
+
+    def forget(self, sequence: int) -> None:
+        """See `StepExecutor`. Steps leave nothing behind."""
+
+    def prepare(self) -> bool:
+        """See `StepExecutor`."""
+        return False
+
+    def _step(self, packed: PackedStep, adapters: Sequence[LoraWeights]) -> EagerStep:
+        return EagerStep([own.sequence for own in packed.sequences], lambda: self._run(packed, adapters))
+
+    def _run(self, packed: PackedStep, adapters: Sequence[LoraWeights]) -> StepResult:
+        rows = [own.sampling for own in packed.sequences if own.sampling is not None]
+        logits_BV = self._forward(packed, adapters)
+        scorings = [(own.sequence, own.scoring) for own in packed.sequences if own.scoring is not None]
+        scores = prompt_logprobs(logits_BV[len(rows) :], [scoring for _, scoring in scorings])
+        choices = choose(logits_BV[: len(rows)], rows) if rows else []
+        return StepResult(
+            sampled=[(row.sequence, choice) for row, choice in zip(rows, choices, strict=True)],
+            scores=[(sequence, entries) for (sequence, _), entries in zip(scorings, scores, strict=True)],
+        )
+
+    def _forward(self, packed: PackedStep, adapters: Sequence[LoraWeights]) -> Tensor:
+        """Logits of the rows that sample a token, then of those that score: (rows, V)."""
+        tokens, positions, sampled, scored = list[int](), list[int](), list[int](), list[int]()
+        for own in packed.sequences:
+            first, start = len(tokens), own.run.position
+            assert len(own.tokens) == own.run.tokens, "expected tokens that the host knows"
+            tokens.extend(own.tokens)
+            positions.extend(range(start, start + own.run.tokens))
+            if own.scoring is not None:
+                scored.extend(first + own.scoring.first_row + row for row in range(len(own.scoring.targets)))
+            if own.sampling is not None:
+                sampled.append(len(tokens) - 1)
+        device = self._base.device
+        return self._base.forward(
+            torch.tensor(tokens, device=device),
+            torch.tensor(positions, device=device),
+            self._kv.attention([own.run for own in packed.sequences]),
+            lora=self._lora(packed, adapters),
+            keep=torch.tensor(sampled + scored, dtype=torch.long, device=device),
+        )
+
+    def _lora(self, packed: PackedStep, adapters: Sequence[LoraWeights]) -> LoraBatch | None:
+        if not packed.adapters:
+            return None
+        segments = Segments(packed.bounds, packed.segment_adapters(range(len(packed.adapters))))
+        return LoraBatch(segments, tuple(adapters[index] for index in packed.adapters), self._lora_backend)
+
+
+@dataclass(frozen=True)
+class EagerStep:
+    """One forward. It runs when it is collected, so that its errors are raised where they are handled."""
+
+    sequences: list[int]
+    run: Callable[[], StepResult]
+    overlaps: bool = False
+
+    def collect(self) -> StepResult:
+        """See `StepInFlight`."""
+        return self.run()

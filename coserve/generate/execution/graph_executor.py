@@ -1,0 +1,210 @@
+"""Steps at full speed on a GPU: nothing waits for the device but the reading of tokens, one step later.
+
+A sampled token goes on the device straight into its sequence's token slot, where the next step reads it, and to the host in
+the background. So step n + 1 is planned, packed and launched while step n runs, before anybody knows n's tokens. A step
+runs as one CUDA graph, if there is one that holds it, else kernel by kernel.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from coserve.generate.execution.adapter_slots import AdapterSlots
+from coserve.generate.execution.footprint import NO_ADAPTERS, GraphFootprints, LoraFootprint
+from coserve.generate.execution.graph_sizes import CAPTURE_AFTER, MIXED_TOKENS, decode_batches, mixed_capacities
+from coserve.generate.execution.graphs.decode import DecodeGraph
+from coserve.generate.execution.graphs.decode_set import DecodeGraphs
+from coserve.generate.execution.graphs.mixed import Rows, rows_of
+from coserve.generate.execution.graphs.mixed_set import MixedGraphs
+from coserve.generate.execution.graphs.shared import GraphState, LogitsBuffer, make_graph_pool
+from coserve.generate.execution.interface import SequenceInput, StepExecutor, StepInFlight, StepInput, StepResult
+from coserve.generate.execution.packing import by_adapter, pack
+from coserve.generate.execution.slot_lora import slot_lora
+from coserve.generate.execution.token_slots import TokenSlots
+from coserve.generate.sampling.choices import Chosen, choices
+from coserve.generate.sampling.device_sampler import DeviceSampler
+from coserve.generate.sampling.draws import likeliest
+from coserve.generate.sampling.rows import SamplingRow
+from coserve.generate.sampling.transfer import send_ids
+from coserve.kernels.attention.interface import Run
+from coserve.kernels.lora.segments import Segments
+from coserve.kernels.sampling.constants import NOT_FINITE
+from coserve.memory.kv import KvCache
+from coserve.model.fused import FusedBase
+from coserve.model.lora import LoraWeights
+
+
+@dataclass(frozen=True)
+class GraphStep:
+    """Implements `StepInFlight`."""
+
+    sequences: list[int]
+    sampled: list[int]
+    """Those of them that sample a token."""
+    host: Chosen
+    copied: torch.cuda.Event | None
+    """After the copy of the tokens to `host`."""
+    overlaps: bool = True
+
+    def collect(self) -> StepResult:
+        """See `StepInFlight`."""
+        if self.copied is not None:
+            self.copied.synchronize()
+        return StepResult(list(zip(self.sampled, choices(self.host), strict=True)))
+
+
+@dataclass(frozen=True)
+class _Batch:
+    """Sequences in the order of their rows, and their adapters' slots."""
+
+    sequences: list[SequenceInput]
+    runs: list[Run]
+    sampling: list[SamplingRow]
+    segments: Segments | None
+    """`adapters` are slots; None: no adapter in the batch."""
+    footprint: LoraFootprint | None
+    """Of the graphs that serve it; None: none does."""
+
+    @property
+    def decodes(self) -> bool:
+        return len(self.sampling) == len(self.runs) and all(run.tokens == 1 for run in self.runs)
+
+
+class GraphExecutor:
+    """Implements `StepExecutor`. Prompts that are scored go to `eager`, which runs after the step in flight."""
+
+    def __init__(
+        self,
+        fused: FusedBase,
+        kv: KvCache,
+        eager: StepExecutor,
+        *,
+        max_running: int,
+        slots: int | None = None,
+        step_tokens: int = MIXED_TOKENS[-1],
+        capture_after: int = CAPTURE_AFTER,
+    ) -> None:
+        """`slots`: adapters that steps find on the device at once, at least `max_running`. `step_tokens`: most tokens of a
+        step that graphs are captured for. `capture_after`: see `CAPTURE_AFTER`."""
+        base = fused.base
+        self._fused, self._kv, self._eager, self._device = fused, kv, eager, base.device
+        self._sampler, self._sampler_warm = DeviceSampler(base.spec.vocab, base.device), False
+        self._adapter_slots = AdapterSlots(fused.groups, max(slots or 0, max_running), base.device)
+        self._token_slots = TokenSlots(base.device)
+        self._footprints = GraphFootprints(self._adapter_slots.all_groups)
+        batches, context = decode_batches(max_running), min(base.spec.context, kv.tokens)
+        logits, pool = LogitsBuffer(batches[-1]), make_graph_pool(base.device)
+        state = GraphState(fused, self._token_slots, self._adapter_slots, logits, pool)
+        self._decode_graphs = DecodeGraphs(state, kv, batches, context)
+        capacities = mixed_capacities(step_tokens, batches[-1], context)
+        self._mixed_graphs = MixedGraphs(state, kv, capacities, capture_after=capture_after)
+
+    @property
+    def decode_graphs(self) -> tuple[tuple[int, LoraFootprint], ...]:
+        """Batch and LoRA footprint of each decode graph, in the order of their capture."""
+        return self._decode_graphs.captured
+
+    def warm_up(self, ranks: Sequence[int] = (16,)) -> None:
+        """Captures the graphs of steps without adapters, and of steps whose adapters are of these ranks, at any sites."""
+        while self.prepare(ranks):
+            pass
+
+    def prepare(self, ranks: Sequence[int] = (16,)) -> bool:
+        """One part of `warm_up`, also for the footprints of steps so far: the sampler's kernels, or the graphs of one size.
+
+        False if nothing was left to do.
+        """
+        if not self._sampler_warm:
+            self._sampler.warm_up(self._fused.base.dtype)
+            self._sampler_warm = True
+            return True
+        for rank in ranks:
+            self._footprints.add_rank(rank)
+        return any(
+            self._mixed_graphs.prepare(footprint) or self._decode_graphs.prepare(footprint)
+            for footprint in self._footprints
+        )
+
+    def launch(self, step: StepInput, adapters: Sequence[LoraWeights]) -> list[StepInFlight]:
+        """See `StepExecutor`."""
+        own = [sequence for sequence in step.sequences if not sequence.needs_prompt_logits]
+        launched: list[StepInFlight] = [self._launch(own, adapters)] if own else []
+        if len(own) < len(step.sequences):
+            others = [sequence for sequence in step.sequences if sequence.needs_prompt_logits]
+            launched.extend(self._eager.launch(StepInput(step.adapters, others), adapters))
+        return launched
+
+    def forget(self, sequence: int) -> None:
+        """See `StepExecutor`."""
+        self._sampler.forget(sequence)
+        self._token_slots.free(sequence)
+
+    def _launch(self, sequences: list[SequenceInput], adapters: Sequence[LoraWeights]) -> GraphStep:
+        batch = self._pack(sequences, adapters)
+        graph = None
+        if batch.footprint is not None and batch.decodes:
+            graph = self._decode_graphs.holding(len(batch.runs), batch.footprint)
+        host = (self._mixed(batch) if graph is None else self._decode(batch, graph)).fetch()
+        copied = torch.cuda.Event() if self._device.type == "cuda" else None  # type: ignore[no-untyped-call]
+        if copied is not None:
+            copied.record()
+        return GraphStep(
+            [own.sequence for own in batch.sequences], [row.sequence for row in batch.sampling], host, copied
+        )
+
+    def _pack(self, sequences: list[SequenceInput], adapters: Sequence[LoraWeights]) -> _Batch:
+        packed = pack(by_adapter(sequences))
+        segments, footprint = None, None
+        slots = self._adapter_slots.place([adapters[index] for index in packed.adapters])
+        if slots:
+            segments = Segments(packed.bounds, packed.segment_adapters(slots))
+            footprint = self._footprints.serving(self._adapter_slots.footprint(segments))
+        return _Batch(
+            packed.sequences,
+            [own.run for own in packed.sequences],
+            [own.sampling for own in packed.sequences if own.sampling is not None],
+            segments,
+            NO_ADAPTERS if segments is None else footprint,
+        )
+
+    def _decode(self, batch: _Batch, graph: DecodeGraph) -> Chosen:
+        slots = [self._token_slots.slot(own.sequence) for own in batch.sequences]
+        known = [own.tokens[0] if own.tokens else NOT_FINITE for own in batch.sequences]
+        logits, best = graph.run(batch.runs, slots, known, batch.segments)
+        chosen = self._sampler.choose(logits, best, batch.sampling)
+        if not chosen.likeliest:  # else the graph has stored them
+            self._store(slots, chosen.tokens)
+        return chosen
+
+    def _mixed(self, batch: _Batch) -> Chosen:
+        """A step with chunks of prompts, or too large a one: as a graph if one holds it, else kernel by kernel."""
+        rows = rows_of(batch.sequences, self._token_slots)
+        graph = None if batch.footprint is None else self._mixed_graphs.holding(batch.runs, batch.footprint)
+        if graph is None:
+            logits, best = self._kernel_by_kernel(batch, rows)
+        else:
+            logits, best = graph.run(rows, batch.runs, batch.segments)
+        chosen = self._sampler.choose(logits, best, batch.sampling)
+        if graph is None or not chosen.likeliest:  # else the graph has stored them
+            self._store(rows.to, chosen.tokens)
+        return chosen
+
+    def _kernel_by_kernel(self, batch: _Batch, rows: Rows) -> tuple[Tensor, Tensor]:
+        """Logits of the rows that sample a token, and the likeliest tokens."""
+        given_T, slots_T, positions_T, keep_R = send_ids(
+            self._device, rows.tokens, rows.slots, rows.positions, rows.keep or [0]
+        )
+        tokens_T = self._token_slots.fill(given_T, slots_T)
+        lora = None if batch.segments is None else slot_lora(self._adapter_slots, batch.segments)
+        attention = self._kv.attention(batch.runs)
+        logits = self._fused.forward(tokens_T, positions_T, attention, lora=lora, keep=keep_R)[: len(rows.keep)]
+        return logits, likeliest(logits)
+
+    def _store(self, slots: Sequence[int], chosen: Tensor) -> None:
+        """The next step reads these tokens on the device."""
+        if slots:
+            self._token_slots.store(send_ids(self._device, slots)[0], chosen)

@@ -1,0 +1,50 @@
+"""What sampling gives: tokens on the device, and choices on the host."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import IntEnum
+
+from torch import Tensor
+
+from coserve.generate.sampling.logprobs import Logprobs
+from coserve.generate.sampling.transfer import fetch
+from coserve.kernels.sampling.constants import NONE_LEFT, NOT_FINITE
+from coserve.types import TokenLogprob
+
+
+@dataclass(frozen=True)
+class Choice:
+    token: int
+    logprob: TokenLogprob | None
+    """If the request asks for it."""
+
+
+class NoToken(IntEnum):
+    """Why no token could be chosen."""
+
+    NOT_FINITE = NOT_FINITE
+    """The model's logits are NaN or infinite."""
+    NONE_LEFT = NONE_LEFT
+    """The request's own bias, penalties and banned tokens leave none."""
+
+
+@dataclass(frozen=True)
+class Chosen:
+    tokens: Tensor
+    """int64 (B); a `NoToken` where the logits are not finite or the request leaves no token to choose."""
+    logprobs: Logprobs | None
+    """Of the rows that ask for them, if any does."""
+    likeliest: bool = False
+    """All tokens are the likeliest of the raw logits."""
+
+    def fetch(self) -> Chosen:
+        """A copy on the host, which is filled in the background."""
+        return Chosen(fetch(self.tokens), None if self.logprobs is None else self.logprobs.fetch(), self.likeliest)
+
+
+def choices(chosen: Chosen) -> list[Choice | NoToken]:
+    """Waits for the device, unless the tensors are on the host."""
+    entries = {} if chosen.logprobs is None else chosen.logprobs.entries()
+    tokens = chosen.tokens.tolist()
+    return [NoToken(token) if token < 0 else Choice(token, entries.get(i)) for i, token in enumerate(tokens)]

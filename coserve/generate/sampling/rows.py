@@ -1,0 +1,70 @@
+"""What the choice of a token depends on besides its logits, as plain data."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Sequence
+
+from msgspec import Struct
+
+from coserve.generate.sampling.draws import OUTPUT_COUNT, PROMPT_COUNT
+from coserve.types import SamplingParams
+
+_MASK = (1 << 64) - 1
+
+
+class SamplingRow(Struct, frozen=True):
+    """One sequence whose next token is sampled."""
+
+    sequence: int
+    """The sequence's number. No other sequence ever has it."""
+    params: SamplingParams
+    t: int
+    """Tokens of the output before this one."""
+    banned: frozenset[int] = frozenset()
+    """Tokens that must not be sampled."""
+    tokens: Sequence[int] = ()
+    """Prompt and output as far as the host knows them. Empty where no penalty needs them."""
+    prompt_tokens: int = 0
+    """Length of the prompt in `tokens`."""
+
+
+def is_penalised(params: SamplingParams) -> bool:
+    return bool(params.repetition_penalty != 1.0 or params.presence_penalty or params.frequency_penalty)
+
+
+def is_adjusted(row: SamplingRow) -> bool:
+    """Whether its logits are not taken as they are."""
+    return bool(row.params.logit_bias or row.banned or is_penalised(row.params))
+
+
+def is_filtered(params: SamplingParams, vocab: int) -> bool:
+    return 0 < params.top_k < vocab or params.top_p < 1.0
+
+
+def parameters(params: SamplingParams, t: int) -> tuple[float, float, float, float, float]:
+    """Temperature, min-p, top-k (infinite for none), top-p, and the uniform number of token `t`."""
+    top_k = float(params.top_k) if params.top_k > 0 else math.inf
+    return params.temperature, params.min_p, top_k, params.top_p, uniform(params.seed, t)
+
+
+def token_counts(row: SamplingRow) -> dict[int, int]:
+    """Entries of the table that `penalise_` reads, as far as the row's penalties need them; all others are 0."""
+    counts = {token: OUTPUT_COUNT * times for token, times in Counter(row.tokens[row.prompt_tokens :]).items()}
+    if row.params.repetition_penalty != 1.0:
+        for token in set(row.tokens[: row.prompt_tokens]):
+            counts[token] = counts.get(token, 0) + PROMPT_COUNT
+    return counts
+
+
+def uniform(seed: int, t: int) -> float:
+    """A number in [0, 1) for token `t` of a request: splitmix64 (Steele et al., OOPSLA '14) keyed by the seed."""
+    return (_mix(_mix(seed & _MASK) + (t + 1) * 0x9E3779B97F4A7C15 & _MASK) >> 11) * 2.0**-53
+
+
+def _mix(z: int) -> int:
+    z = (z + 0x9E3779B97F4A7C15) & _MASK
+    z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9 & _MASK
+    z = (z ^ (z >> 27)) * 0x94D049BB133111EB & _MASK
+    return z ^ (z >> 31)
