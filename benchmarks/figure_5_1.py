@@ -32,7 +32,9 @@ from benchmarks.options import RESULTS, check_tiny, make_parser
 from benchmarks.serving_results import Results, Target, merge_results
 from benchmarks.summary import entry, update_summary
 from coserve.adapter_store.store import AdapterStore, HostBudget
-from coserve.generate.execution.runner import Runner
+from coserve.generate.execution.eager import EagerExecutor
+from coserve.generate.execution.graph_executor import GraphExecutor
+from coserve.generate.execution.interface import StepExecutor
 from coserve.generate.generator import Generator
 from coserve.kernels.attention.packed import PackedAttention
 from coserve.kernels.lora.backend import make_backend
@@ -138,14 +140,12 @@ def serving(base: Base, shape: Shape, method: str) -> Generator:
     for ref, weights in made.items():
         store.publish(ref, weights)
     kv = KvCache.for_base(base, shape.kv_tokens, 16)
-    runner = None
+    executor: StepExecutor
+    executor = eager = EagerExecutor(base, kv, make_backend("segmented" if method == GRAPHS else method))
     if method == GRAPHS:
         fused = FusedBase(base) if shape.device == "cuda" else FusedBase(base, compiled=False)
-        runner = Runner(fused, kv, max_running=most)
-    chosen = make_backend("segmented" if method == GRAPHS else method)
-    return Generator(
-        base, store, kv, max_running=most, step_tokens=4096, lora_backend=chosen, prefix_cache=False, runner=runner
-    )
+        executor = GraphExecutor(fused, kv, eager, max_running=most)
+    return Generator(base, store, kv, executor, max_running=most, step_tokens=4096, prefix_cache=False)
 
 
 def ask(generator: Generator, shape: Shape, batch: int, adapters: int, run: int) -> None:

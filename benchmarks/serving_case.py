@@ -18,7 +18,8 @@ from coserve.adapter_store.store import AdapterStore, HostBudget
 from coserve.cancellation import Cancellation
 from coserve.config import Config
 from coserve.engine.engine import Engine
-from coserve.generate.execution.runner import Runner
+from coserve.generate.execution.eager import EagerExecutor
+from coserve.generate.execution.graph_executor import GraphExecutor
 from coserve.generate.execution.start import INDUCTOR
 from coserve.generate.generator import Generator
 from coserve.kernels.lora.backend import make_backend
@@ -192,16 +193,16 @@ class Bench:
         fused = FusedBase(base, options=options) if shape.device == "cuda" else FusedBase(base, compiled=False)
         if torch_rows:
             fused.gemms = replace(fused.gemms, gemv={}, skinny={})
-        self.runner = Runner(fused, self.kv, max_running=shape.max_running)
+        eager = EagerExecutor(base, self.kv, make_backend("segmented"))
+        self.executor = GraphExecutor(fused, self.kv, eager, max_running=shape.max_running)
         self.generator = Generator(
             base,
             self.store,
             self.kv,
+            self.executor,
             max_running=shape.max_running,
             step_tokens=shape.step_tokens,
-            lora_backend=make_backend("segmented"),
             prefix_cache=prefix_cache,
-            runner=self.runner,
         )
         self.api, engine_end = local_pair()
         self.engine = Engine(
@@ -232,7 +233,7 @@ class Bench:
         Rank 16 always: the engine would capture its graphs between two rows.
         """
         began = time.perf_counter()
-        self.runner.warm_up((16, *(rank for rank in ranks if rank != 16)))
+        self.executor.warm_up((16, *(rank for rank in ranks if rank != 16)))
         synchronize(self.shape)
         return time.perf_counter() - began
 

@@ -69,7 +69,7 @@ def step_ms(bench: Bench, cell: Cell) -> list[float]:
         told = len(bench.generator.step())
         times.append((time.perf_counter() - began) * 1e3)
         assert step == 0 or told == sequences, f"expected a token of each of {sequences} sequences, got {told}"
-    bench.generator.land()
+    bench.generator.collect()
     for i in range(sequences):
         bench.generator.cancel(f"{name}/{i}")
     synchronize(bench.shape)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from itertools import count
 
 import pytest
 import torch
@@ -10,23 +11,27 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from coserve.generate.sampling import device_sampler, sampler
+from coserve.generate.sampling import device_sampler
+from coserve.generate.sampling.choices import Choice, NoToken, choices
 from coserve.generate.sampling.device_sampler import DeviceSampler
-from coserve.generate.sampling.draws import likeliest, logprobs_of
-from coserve.generate.sampling.sampler import Choice, NoToken, Row, choices, choose
+from coserve.generate.sampling.draws import likeliest
+from coserve.generate.sampling.logprobs import logprobs_of
+from coserve.generate.sampling.sampler import choose
 from coserve.generate.sequences import Sequence
+from coserve.generate.step_input import sampling_row
 from coserve.link import Generate
 from coserve.types import SamplingParams, Slo
 from tests.support.examples import examples
 
 VOCAB = 24
 DEVICE = torch.device("cpu")
+NUMBERS = count()
 
 
 def sequence(params: SamplingParams, prompt: tuple[int, ...] = (1, 2, 3), stop_ids: frozenset[int] = frozenset()):
     request = Generate(id="x", prompt=prompt, sampling=params, adapter=None, slo=Slo(ttft=1, tpot=1))
     return Sequence(
-        request, arrival=0, source=None, max_tokens=params.max_tokens, stop_ids=stop_ids, tokens=list(prompt)
+        request, number=next(NUMBERS), source=None, max_tokens=params.max_tokens, stop_ids=stop_ids, tokens=list(prompt)
     )
 
 
@@ -36,7 +41,7 @@ def logits(rows: int, seed: int) -> Tensor:
 
 
 def by_the_host(logits_BV: Tensor, ready: list[Sequence]) -> list[Choice | NoToken]:
-    return choose(logits_BV, [Row(s.sampling, s.request.prompt, s.output, s.barred()) for s in ready])
+    return choose(logits_BV, [sampling_row(s) for s in ready], batch=2)
 
 
 params = st.builds(
@@ -66,41 +71,38 @@ def test_tokens_and_logprobs_are_those_of_the_host(
     asked: list[tuple[SamplingParams, tuple[int, ...]]], steps: list[tuple[bool, bool]], seed: int
 ) -> None:
     """Some steps leave out a sequence, and some are chosen by the host, when nothing is under way."""
-    with pytest.MonkeyPatch.context() as patch:
-        for module in (sampler, device_sampler):
-            patch.setattr(module, "ROWS", 2)
-        device = DeviceSampler(VOCAB, DEVICE)
-        ahead = [sequence(*one, frozenset({0, 1, 2, 3})) for one in asked]
-        known = [sequence(*one, frozenset({0, 1, 2, 3})) for one in asked]
-        landing: list[tuple[Sequence, int]] = []
-        for t, (by_host, fewer) in enumerate(steps):
-            places = range(1 if fewer else 0, len(asked))
-            values = logits(len(asked), 100 * seed + t)[places.start :]
-            expected = by_the_host(values, [known[i] for i in places])
+    device = DeviceSampler(VOCAB, DEVICE, batch=2)
+    ahead = [sequence(*one, frozenset({0, 1, 2, 3})) for one in asked]
+    known = [sequence(*one, frozenset({0, 1, 2, 3})) for one in asked]
+    copying: list[tuple[Sequence, int]] = []
+    for t, (by_host, fewer) in enumerate(steps):
+        places = range(1 if fewer else 0, len(asked))
+        values = logits(len(asked), 100 * seed + t)[places.start :]
+        expected = by_the_host(values, [known[i] for i in places])
+        if by_host:
+            collect(copying)
+            found = by_the_host(values, [ahead[i] for i in places])
+        else:  # the host does not know the tokens of the step before yet
+            ready = [ahead[i] for i in places]
+            chosen = device.choose(values, likeliest(values), [sampling_row(s) for s in ready])
+            found = choices(chosen.fetch())
+            for one in ready:
+                one.in_flight += 1
+            collect(copying)
+            copying = [(one, choice.token) for one, choice in zip(ready, found, strict=True) if choice]
+        assert found == expected
+        for i, choice in zip(places, expected, strict=True):
+            assert choice is not None
+            known[i].push(choice.token)
             if by_host:
-                land(landing)
-                found = by_the_host(values, [ahead[i] for i in places])
-            else:  # the host does not know the tokens of the step before yet
-                ready = [ahead[i] for i in places]
-                chosen = device.choose(values, likeliest(values), ready)
-                found = choices(chosen.fetch())
-                for one in ready:
-                    one.flying += 1
-                land(landing)
-                landing = [(one, choice.token) for one, choice in zip(ready, found, strict=True) if choice]
-            assert found == expected
-            for i, choice in zip(places, expected, strict=True):
-                assert choice is not None
-                known[i].push(choice.token)
-                if by_host:
-                    ahead[i].push(choice.token)
+                ahead[i].push(choice.token)
 
 
-def land(landing: list[tuple[Sequence, int]]) -> None:
-    for one, token in landing:
-        one.flying -= 1
+def collect(copying: list[tuple[Sequence, int]]) -> None:
+    for one, token in copying:
+        one.in_flight -= 1
         one.push(token)
-    landing.clear()
+    copying.clear()
 
 
 def test_rows_of_ended_sequences_are_taken_again() -> None:
@@ -110,45 +112,45 @@ def test_rows_of_ended_sequences_are_taken_again() -> None:
         some = [sequence(penalised) for _ in range(3)]
         for t in range(3):
             values = logits(3, t)
-            found = choices(device.choose(values, likeliest(values), some))
+            found = choices(device.choose(values, likeliest(values), [sampling_row(s) for s in some]))
             assert found == by_the_host(values, some), turn
             for one, choice in zip(some, found, strict=True):
                 assert choice is not None
                 one.push(choice.token)
         for one in some:
-            device.forget(one)
-    assert len(device._history._table) == 4
+            device.forget(one.number)
+    assert device.history_rows == 4
 
 
 def test_only_rows_with_penalties_take_memory() -> None:
     device = DeviceSampler(VOCAB, DEVICE)
     kinds = [SamplingParams(), SamplingParams(logit_bias={3: 1.0}), SamplingParams(logprobs=5, top_p=0.5)]
     values = logits(len(kinds), 0)
-    device.choose(values, likeliest(values), [sequence(kind) for kind in kinds])
-    assert device._history._table.numel() == 0
+    device.choose(values, likeliest(values), [sampling_row(sequence(kind)) for kind in kinds])
+    assert device.history_rows == 0
 
 
 def test_a_row_that_is_not_finite_fails_alone() -> None:
-    """Also where its bad token is barred, or the next step follows before anybody knows."""
+    """Also where its bad token is banned, or the next step follows before anybody knows."""
     device = DeviceSampler(VOCAB, DEVICE)
     values = logits(3, 0)
     values[1, 0] = math.nan
     odd = SamplingParams(min_tokens=9, presence_penalty=1.0, logprobs=2)
     some = [sequence(odd, stop_ids=frozenset({0})) for _ in range(3)]
     for _ in range(2):
-        first, failed, last = choices(device.choose(values, likeliest(values), some))
+        first, failed, last = choices(device.choose(values, likeliest(values), [sampling_row(s) for s in some]))
         assert failed is NoToken.NOT_FINITE
         assert isinstance(first, Choice)
         assert isinstance(last, Choice)
         for one in some:
-            one.flying += 1
+            one.in_flight += 1
 
 
 def test_a_request_that_leaves_itself_no_token_is_told_apart_from_logits_that_are_not_finite() -> None:
     some = [sequence(SamplingParams(min_tokens=9), stop_ids=frozenset(range(VOCAB))) for _ in range(2)]
     values = logits(2, 0)
     values[1] = math.inf
-    got = choices(DeviceSampler(VOCAB, DEVICE).choose(values, likeliest(values), some))
+    got = choices(DeviceSampler(VOCAB, DEVICE).choose(values, likeliest(values), [sampling_row(s) for s in some]))
     assert got == [NoToken.NONE_LEFT, NoToken.NOT_FINITE]
 
 

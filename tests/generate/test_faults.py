@@ -10,14 +10,14 @@ import torch
 
 from coserve.cancellation import Cancelled
 from coserve.errors import EngineFault
-from coserve.generate import generator as module
+from coserve.generate.execution import eager as eager_module
 from coserve.generate.generator import Generator
 from coserve.link import Generate, RequestFailed, Tokens
 from coserve.memory.kv import KvCache
 from coserve.model.base import Base, wrap_base
 from coserve.model.faults import contained
 from coserve.types import SamplingParams, Slo
-from tests.support.lora_backends import GROUPED
+from tests.support.executors import eager
 from tests.support.tiny_models import tiny_model
 
 PROMPT = tuple(range(3, 43))
@@ -33,7 +33,7 @@ class NoShelf:
 
 def generator_of(base: Base) -> Generator:
     kv = KvCache.for_base(base, 256, 16)
-    return Generator(base, NoShelf(), kv, max_running=4, step_tokens=64, lora_backend=GROUPED)
+    return Generator(base, NoShelf(), kv, eager(base, kv), max_running=4, step_tokens=64)
 
 
 def ask(id: str) -> Generate:
@@ -73,7 +73,7 @@ def test_a_step_that_raises_ends_its_requests_alone(place: str, monkeypatch: pyt
     generator = generator_of(base)
     for id in ("one", "two"):
         generator.add(ask(id))
-    target = base if place == "forward" else module
+    target = base if place == "forward" else eager_module
     monkeypatch.setattr(target, place, raising(getattr(target, place), 3))
     messages = [message for _ in range(6) for message in generator.step()]
     failed = [message for message in messages if isinstance(message, RequestFailed)]

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from coserve.generate.execution.adapter_slots import AdapterSlots
 from coserve.generate.execution.footprint import NO_ADAPTERS, LoraFootprint
+from coserve.generate.execution.graph_executor import GraphExecutor
 from coserve.generate.execution.graphs.captured import covering_graph
-from coserve.generate.execution.runner import Runner
 from coserve.generate.generator import Generator
 from coserve.kernels.lora.segmented.slot_lora import SlotLora
 from coserve.kernels.lora.segments import Segments
@@ -23,8 +23,8 @@ from coserve.model.fused import FusedBase
 from coserve.model.lora import LoraWeights
 from coserve.types import AdapterRef, SamplingParams
 from tests.support.examples import sample
+from tests.support.executors import eager, graphs
 from tests.support.generation import Shelf, adapter, collect, prompt, request
-from tests.support.lora_backends import GROUPED
 from tests.support.tiny_models import tiny_model
 
 SHORT = SamplingParams(max_tokens=4, temperature=0.0)
@@ -49,12 +49,12 @@ def part(fused: FusedBase, kind: str, rank: int = 4) -> LoraWeights:
     return LoraWeights(whole.settings, {name: pair for name, pair in whole.sites.items() if name.endswith(ends)})
 
 
-def generator(fused: FusedBase, kinds: Sequence[str], *, ahead: bool = True) -> tuple[Generator, Runner]:
+def generator(fused: FusedBase, kinds: Sequence[str], *, ahead: bool = True) -> tuple[Generator, GraphExecutor]:
     kv = KvCache.for_base(fused.base, 1024, 16)
-    runner = Runner(fused, kv, max_running=4)
+    executor = graphs(fused, kv, max_running=4)
     shelf = Shelf({AdapterRef(kind, 1): part(fused, kind) for kind in kinds})
-    own = runner if ahead else None
-    return Generator(fused.base, shelf, kv, max_running=4, step_tokens=64, lora_backend=GROUPED, runner=own), runner
+    own = executor if ahead else eager(fused.base, kv)
+    return Generator(fused.base, shelf, kv, own, max_running=4, step_tokens=64), executor
 
 
 def asks(*kinds: str) -> list[object]:
@@ -86,22 +86,22 @@ def test_only_changed_groups_are_launched(
 
 
 def test_a_wider_graph_serves_until_its_own_is_captured(fused: FusedBase) -> None:
-    gen, runner = generator(fused, ["qv"])
-    runner.warm_up()
-    warm = runner.decode_graphs
+    gen, executor = generator(fused, ["qv"])
+    executor.warm_up()
+    warm = executor.decode_graphs
     collect(gen, asks("qv"))
-    assert runner.decode_graphs == warm
+    assert executor.decode_graphs == warm
     while gen.prepare():
         pass
-    assert {footprint for _, footprint in runner.decode_graphs[len(warm) :]} == {LoraFootprint(16, frozenset({QKV}))}
+    assert {footprint for _, footprint in executor.decode_graphs[len(warm) :]} == {LoraFootprint(16, frozenset({QKV}))}
 
 
 def test_few_footprints_that_leave_groups_out_get_graphs(fused: FusedBase) -> None:
-    gen, runner = generator(fused, ["qv", "o", "mlp"])
+    gen, executor = generator(fused, ["qv", "o", "mlp"])
     for kind in ("qv", "o", "mlp"):
         collect(gen, asks(kind))
     whole = frozenset({QKV, O, GATE_UP, DOWN})
-    assert [footprint for _, footprint in runner.decode_graphs] == [
+    assert [footprint for _, footprint in executor.decode_graphs] == [
         LoraFootprint(16, frozenset({QKV})),
         LoraFootprint(16, frozenset({O})),
         LoraFootprint(16, whole),

@@ -22,6 +22,7 @@ from coserve.model.base import Base, wrap_base
 from coserve.model.lora import LoraWeights
 from coserve.types import AdapterRef, FinishReason, LoraSettings, SamplingParams, Slo, TokenLogprob
 from tests.support.examples import sample
+from tests.support.executors import eager
 from tests.support.lora_backends import GROUPED, NAIVE, REFERENCE
 from tests.support.tiny_models import CONTEXT, FAMILIES, VOCAB, tiny_model
 
@@ -94,9 +95,8 @@ def generator(
     lora_backend: LoraBackend = GROUPED,
 ) -> Generator:
     kv = KvCache.for_base(base, tokens, page_tokens)
-    return Generator(
-        base, shelf or Shelf(), kv, max_running=max_running, step_tokens=step_tokens, lora_backend=lora_backend
-    )
+    executor = eager(base, kv, lora_backend)
+    return Generator(base, shelf or Shelf(), kv, executor, max_running=max_running, step_tokens=step_tokens)
 
 
 def collect(gen: Generator, requests: Iterable[Generate] = ()) -> dict[str, Result]:
@@ -421,13 +421,13 @@ def test_no_more_tokens_a_step_than_allowed() -> None:
     seen: list[int] = []
 
     class Watched:
-        spec, device = base.spec, base.device
+        device = base.device
 
         def forward(self, tokens_T: Tensor, *rest: object, **named: object) -> Tensor:
             seen.append(len(tokens_T))
             return base.forward(tokens_T, *rest, **named)
 
     kv = KvCache.for_base(base, 2048, 16)
-    gen = Generator(Watched(), Shelf(), kv, max_running=8, step_tokens=11, lora_backend=GROUPED)
+    gen = Generator(base, Shelf(), kv, eager(Watched(), kv), max_running=8, step_tokens=11)
     collect(gen, [request(str(n), prompt(n), GREEDY) for n in LENGTHS])
     assert max(seen) == 11

@@ -19,7 +19,6 @@ from coserve.generate.execution.graph_sizes import (
 )
 from coserve.generate.execution.graphs.mixed import MixedGraph, Rows
 from coserve.generate.execution.graphs.shared import GraphState, LogitsBuffer
-from coserve.generate.execution.runner import Runner
 from coserve.generate.execution.slot_lora import slot_lora
 from coserve.generate.execution.token_slots import TokenSlots
 from coserve.generate.generator import Generator
@@ -32,8 +31,8 @@ from coserve.model.base import Base, wrap_base
 from coserve.model.fused import FusedBase
 from coserve.types import AdapterRef, SamplingParams
 from tests.support.examples import examples, sample
+from tests.support.executors import graphs
 from tests.support.generation import Shelf, adapter, collect, prompt, request
-from tests.support.lora_backends import GROUPED
 from tests.support.tiny_models import VOCAB, tiny_model
 
 SHORT = SamplingParams(max_tokens=4, temperature=0.0)
@@ -86,12 +85,10 @@ def generator(
     capture_after: int = 1000,
 ) -> Generator:
     kv = KvCache.for_base(fused.base, tokens, 4)
-    runner = Runner(fused, kv, max_running=16, step_tokens=graph_tokens, capture_after=capture_after)
+    executor = graphs(fused, kv, max_running=16, step_tokens=graph_tokens, capture_after=capture_after)
     if prepared:
-        runner.warm_up(ranks)
-    return Generator(
-        fused.base, shelf or Shelf({}), kv, max_running=16, step_tokens=step_tokens, lora_backend=GROUPED, runner=runner
-    )
+        executor.warm_up(ranks)
+    return Generator(fused.base, shelf or Shelf({}), kv, executor, max_running=16, step_tokens=step_tokens)
 
 
 @pytest.mark.parametrize("family", ["llama", "mistral", "gemma2"])
@@ -225,7 +222,7 @@ class Step:
         self.known = [int(last[slot]) if slot else token for token, slot in zip(ids, slots, strict=True)]
         given_ = [NOT_FINITE if slot else token for token, slot in zip(ids, slots, strict=True)]
         to = list(range(1, len(mix) + 1))
-        self.rows = Rows(given_, slots, positions, keep, tuple(range(len(mix))), to)  # type: ignore[arg-type]
+        self.rows = Rows(given_, slots, positions, keep, to)
 
 
 @settings(max_examples=examples(8))

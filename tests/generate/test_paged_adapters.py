@@ -11,7 +11,6 @@ import torch
 from coserve.adapter_store.pages import AdapterPages
 from coserve.adapter_store.store import AdapterStore, HostBudget
 from coserve.errors import AdapterNotFound, PromptTooLong
-from coserve.generate.execution.runner import Runner
 from coserve.generate.generator import Generator
 from coserve.kernels.lora.interface import LoraBackend
 from coserve.kernels.lora.types import LoraPair
@@ -21,6 +20,7 @@ from coserve.model.base import Base, wrap_base
 from coserve.model.fused import FusedBase
 from coserve.model.lora import LoraWeights
 from coserve.types import AdapterDigests, AdapterRef, LoraSettings, SamplingParams, Slo
+from tests.support.executors import eager, graphs
 from tests.support.lora_backends import GROUPED, SEGMENTED
 from tests.support.tiny_models import VOCAB, tiny_model
 
@@ -72,10 +72,9 @@ class Paged:
 
         self.store = AdapterStore(load, HostBudget(capacity), pinned=base.device.type == "cuda")
         self.kv = KvCache.for_base(base, pages * PAGE, PAGE)
-        runner = None if fused is None else Runner(fused, self.kv, max_running=8)
-        self.generator = Generator(
-            base, self.store, self.kv, max_running=8, step_tokens=64, lora_backend=lora_backend, runner=runner
-        )
+        plain = eager(base, self.kv, lora_backend)
+        executor = plain if fused is None else graphs(fused, self.kv, lora_backend, max_running=8)
+        self.generator = Generator(base, self.store, self.kv, executor, max_running=8, step_tokens=64)
 
     def texts(self, asked: list[Generate]) -> dict[str, list[int]]:
         return self.texts_beside(asked, held=0)
@@ -111,7 +110,7 @@ def test_one_step_at_a_time() -> None:
 
 
 def test_addresses_of_an_adapter_that_left_are_never_used() -> None:
-    """It comes back elsewhere, and by way of the runner's table of addresses too that is where it is read."""
+    """It comes back elsewhere, and that is where graphs read it, too."""
     base = wrap_base(tiny_model("gpt2"), name="gpt2", eos_token_ids=())
     turn = [one(5, 2, REFS[2])]
     paged = Paged(base, 40, 2, GROUPED, FusedBase(base, compiled=False))

@@ -197,7 +197,7 @@ class Traffic:
     def waiting(self) -> list[Sequence]:
         """In line, first come first."""
         found = [life.sequence for life in self.live.values() if not life.sequence.pages]
-        return sorted(found, key=lambda sequence: sequence.arrival)
+        return sorted(found, key=lambda sequence: sequence.number)
 
 
 @pytest.mark.slow

@@ -16,7 +16,7 @@ from coserve.model.base import Base, wrap_base
 from coserve.model.lora import LoraWeights
 from coserve.types import AdapterRef, LoraSettings, SamplingParams, Slo, TokenLogprob
 from tests.support.examples import sample
-from tests.support.lora_backends import GROUPED
+from tests.support.executors import eager
 from tests.support.tiny_models import FAMILIES, VOCAB, tiny_model
 
 Results = dict[str, tuple[list[int], list[TokenLogprob]]]
@@ -50,7 +50,7 @@ class Shelf:
 def make(base: Base, *, cached: bool = True, tokens: int = 2048, page_tokens: int = 4, **settings: int) -> Generator:
     kv = KvCache.for_base(base, tokens, page_tokens)
     limits = {"max_running": 16, "step_tokens": 256} | settings
-    return Generator(base, Shelf(base), kv, lora_backend=GROUPED, prefix_cache=cached, **limits)
+    return Generator(base, Shelf(base), kv, eager(base, kv), prefix_cache=cached, **limits)
 
 
 def text(length: int, seed: int = 0) -> tuple[int, ...]:
@@ -126,7 +126,7 @@ def test_the_pages_of_a_hit_hold_what_would_have_been_computed() -> None:
     kept = []
     for cached in (True, False):
         kv = KvCache.for_base(base, 512, 4)
-        gen = Generator(base, Shelf(base), kv, max_running=4, step_tokens=64, lora_backend=GROUPED, prefix_cache=cached)
+        gen = Generator(base, Shelf(base), kv, eager(base, kv), max_running=4, step_tokens=64, prefix_cache=cached)
         run(gen, request("first", (*prompt[:23], 5)))
         gen.add(request("second", prompt))
         gen.step()

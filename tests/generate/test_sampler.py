@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 
 import msgspec
 import pytest
@@ -11,7 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from coserve.generate.sampling.sampler import Choice, NoToken, Row, choose, uniform
+from coserve.generate.sampling.choices import Choice, NoToken
+from coserve.generate.sampling.rows import SamplingRow, uniform
+from coserve.generate.sampling.sampler import choose
 from coserve.types import SamplingParams
 from tests.support.examples import examples
 
@@ -20,22 +23,29 @@ def logits(rows: int, vocab: int, seed: int = 0) -> Tensor:
     return torch.randn(rows, vocab, generator=torch.Generator().manual_seed(seed)) * 2
 
 
-def one(logits_V: Tensor, row: Row) -> int:
+def make_row(
+    params: SamplingParams, prompt: Iterable[int] = (), output: Iterable[int] = (), banned: Iterable[int] = ()
+) -> SamplingRow:
+    before, after = list(prompt), list(output)
+    return SamplingRow(0, params, len(after), frozenset(banned), before + after, len(before))
+
+
+def one(logits_V: Tensor, row: SamplingRow) -> int:
     [choice] = choose(logits_V[None], [row])
     assert isinstance(choice, Choice)
     return choice.token
 
 
-def penalised(values: list[float], row: Row) -> list[float]:
-    """Bias, bars and penalties, token by token."""
+def penalised(values: list[float], row: SamplingRow) -> list[float]:
+    """Bias, banned tokens and penalties, token by token."""
     p, out = row.params, []
     for token, value in enumerate(values):
         value += p.logit_bias.get(token, 0.0)
-        if token in row.barred:
+        if token in row.banned:
             value = -math.inf
-        if token in row.prompt or token in row.output:
+        if token in row.tokens:
             value = value / p.repetition_penalty if value > 0 else value * p.repetition_penalty
-        times = list(row.output).count(token)
+        times = row.tokens[row.prompt_tokens :].count(token)
         value -= p.frequency_penalty * times
         if times:
             value -= p.presence_penalty
@@ -80,11 +90,7 @@ def test_chi_square_against_the_reference(params: SamplingParams) -> None:
     expected = distribution(values.tolist(), params)
     counts = [0] * vocab
     rows = [
-        Row(
-            SamplingParams(**{f: getattr(params, f) for f in ("temperature", "top_k", "top_p", "min_p")}, seed=s),
-            (),
-            (),
-        )
+        make_row(SamplingParams(**{f: getattr(params, f) for f in ("temperature", "top_k", "top_p", "min_p")}, seed=s))
         for s in range(draws)
     ]
     for choice in choose(values.expand(draws, -1), rows):
@@ -106,13 +112,13 @@ def test_uniform_is_uniform_over_tokens_and_seeds_alike() -> None:
 
 def test_temperature_zero_is_greedy_and_takes_the_first_of_equals() -> None:
     values = torch.tensor([0.0, 3.0, 1.0, 3.0])
-    assert one(values, Row(SamplingParams(temperature=0.0), (), ())) == 1
-    assert one(values, Row(SamplingParams(temperature=1e-9, seed=5), (), ())) == 1
+    assert one(values, make_row(SamplingParams(temperature=0.0))) == 1
+    assert one(values, make_row(SamplingParams(temperature=1e-9, seed=5))) == 1
 
 
 def test_top_k_of_one_takes_the_first_of_equals() -> None:
     values = torch.tensor([0.0, 3.0, 1.0, 3.0])
-    assert {one(values, Row(SamplingParams(top_k=1, seed=s), (), ())) for s in range(20)} == {1}
+    assert {one(values, make_row(SamplingParams(top_k=1, seed=s))) for s in range(20)} == {1}
 
 
 @pytest.mark.parametrize("params", PARAMS.values(), ids=PARAMS)
@@ -120,7 +126,7 @@ def test_the_token_is_at_the_uniform_number_among_kept_tokens_in_order(params: S
     """Of many equal logits, too, lower ids are kept first."""
     for seed in range(40):
         values = (logits(1, 30, seed)[0] * (1 + seed % 3)).round()
-        row = Row(msgspec.structs.replace(params, seed=seed), (), tuple(range(seed % 4)))
+        row = make_row(msgspec.structs.replace(params, seed=seed), (), tuple(range(seed % 4)))
         shares = distribution(values.tolist(), params)
         chosen, number = one(values, row), uniform(seed, seed % 4)
         before = sum(shares[:chosen])
@@ -131,8 +137,8 @@ def test_the_token_is_at_the_uniform_number_among_kept_tokens_in_order(params: S
 def test_a_filter_that_is_off_changes_nothing(off: dict[str, float]) -> None:
     values = logits(1, 40)[0]
     for seed in range(30):
-        assert one(values, Row(SamplingParams(seed=seed, **off), (), ())) == one(
-            values, Row(SamplingParams(seed=seed), (), ())
+        assert one(values, make_row(SamplingParams(seed=seed, **off))) == one(
+            values, make_row(SamplingParams(seed=seed))
         )
 
 
@@ -148,7 +154,7 @@ tokens = st.lists(st.integers(0, 11), max_size=8).map(tuple)
     presence=st.sampled_from([0.0, -1.0, 0.7]),
     frequency=st.sampled_from([0.0, 0.4, -0.3]),
     bias=st.dictionaries(st.integers(0, 11), st.floats(-5, 5, width=32), max_size=3),
-    barred=st.sets(st.integers(0, 11), max_size=4),
+    banned=st.sets(st.integers(0, 11), max_size=4),
 )
 def test_penalties_against_the_reference(
     seed: int,
@@ -158,7 +164,7 @@ def test_penalties_against_the_reference(
     presence: float,
     frequency: float,
     bias: dict[int, float],
-    barred: set[int],
+    banned: set[int],
 ) -> None:
     """Greedy shows the largest adjusted logit, sampling the distribution."""
     settings_ = {
@@ -168,10 +174,10 @@ def test_penalties_against_the_reference(
         "logit_bias": bias,
     }
     values = logits(1, 12, seed)[0]
-    greedy = Row(SamplingParams(temperature=0.0, **settings_), prompt, output, barred)
+    greedy = make_row(SamplingParams(temperature=0.0, **settings_), prompt, output, banned)
     adjusted = penalised(values.tolist(), greedy)
     assert adjusted[one(values, greedy)] >= max(adjusted) - 1e-5
-    sampled = Row(SamplingParams(seed=seed, **settings_), prompt, output, barred)
+    sampled = make_row(SamplingParams(seed=seed, **settings_), prompt, output, banned)
     cumulative, u = 0.0, uniform(seed, len(output))
     chosen = one(values, sampled)
     shares = distribution(adjusted, sampled.params)
@@ -183,7 +189,7 @@ def test_a_row_is_the_same_alone_and_in_any_batch() -> None:
     vocab, many = 515, 37
     values = logits(many, vocab)
     rows = [
-        Row(
+        make_row(
             SamplingParams(
                 temperature=(0.0, 0.6, 1.0, 1.7)[i % 4],
                 top_k=(0, 5, 50)[i % 3],
@@ -207,13 +213,13 @@ def test_a_row_is_the_same_alone_and_in_any_batch() -> None:
 def test_bars_hold_when_sampling() -> None:
     values = torch.zeros(4)
     for seed in range(50):
-        assert one(values, Row(SamplingParams(seed=seed), (), (), {0, 2})) in (1, 3)
+        assert one(values, make_row(SamplingParams(seed=seed), (), (), {0, 2})) in (1, 3)
 
 
 def test_logprobs_are_of_the_raw_logits() -> None:
     values = logits(1, 20)[0]
     params = SamplingParams(temperature=0.2, top_k=2, logit_bias={3: 50.0}, repetition_penalty=1.5, logprobs=3)
-    [choice] = choose(values[None], [Row(params, (1, 2), ())])
+    [choice] = choose(values[None], [make_row(params, (1, 2), ())])
     expected = values.double().log_softmax(-1)
     assert isinstance(choice, Choice)
     assert choice.token == 3
@@ -226,7 +232,7 @@ def test_logprobs_are_of_the_raw_logits() -> None:
 
 def test_no_logprobs_unless_asked_for_and_none_but_the_chosen_for_zero() -> None:
     values = logits(2, 20)
-    without, chosen = choose(values, [Row(SamplingParams(), (), ()), Row(SamplingParams(logprobs=0), (), ())])
+    without, chosen = choose(values, [make_row(SamplingParams()), make_row(SamplingParams(logprobs=0))])
     assert isinstance(without, Choice)
     assert without.logprob is None
     assert isinstance(chosen, Choice)
@@ -238,11 +244,11 @@ def test_no_logprobs_unless_asked_for_and_none_but_the_chosen_for_zero() -> None
 def test_a_row_that_is_not_finite_fails_alone(bad: float) -> None:
     values = logits(3, 20)
     values[1, 7] = bad
-    rows = [Row(SamplingParams(seed=i, logprobs=1, top_p=0.9), (), ()) for i in range(3)]
+    rows = [make_row(SamplingParams(seed=i, logprobs=1, top_p=0.9)) for i in range(3)]
     first, failed, last = choose(values, rows)
     assert failed is NoToken.NOT_FINITE
     assert [first, last] == choose(values[[0, 2]], [rows[0], rows[2]])
 
 
 def test_nothing_left_to_choose_is_a_failure_not_a_token() -> None:
-    assert choose(torch.zeros(1, 2), [Row(SamplingParams(), (), (), {0, 1})]) == [NoToken.NONE_LEFT]
+    assert choose(torch.zeros(1, 2), [make_row(SamplingParams(), (), (), {0, 1})]) == [NoToken.NONE_LEFT]

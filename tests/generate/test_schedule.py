@@ -112,7 +112,7 @@ def test_everything_ends_and_nothing_is_left(
         shares = scheduler.plan()
         assert bool(shares) == bool(live), "nobody moves"
         if shares:
-            assert min(live.values(), key=lambda s: s.arrival).pages, "the earliest waits"
+            assert min(live.values(), key=lambda s: s.number).pages, "the earliest waits"
         active = [s for s in live.values() if s.pages]
         assert len(active) <= min(max_running, step_tokens)
         for done in run(scheduler, source, shares, step_tokens):
@@ -130,7 +130,7 @@ def test_decodes_go_before_prefill_and_chunks_fill_the_step() -> None:
     plans = []
     for _ in range(4):
         shares = scheduler.plan()
-        plans.append([(share.sequence.arrival, share.tokens) for share in shares])
+        plans.append([(share.sequence.number, share.tokens) for share in shares])
         run(scheduler, source, shares, 10)
     assert plans == [[(0, 4), (1, 6)], [(0, 1), (1, 9)], [(0, 1), (1, 9)], [(0, 1), (1, 1)]]
 
@@ -143,7 +143,7 @@ def test_no_more_run_than_a_step_has_tokens() -> None:
     ended = []
     while len(scheduler):
         shares = scheduler.plan()
-        ended += [s.arrival for s in run(scheduler, source, shares, 2)]
+        ended += [s.number for s in run(scheduler, source, shares, 2)]
     assert ended == [0, 1, 2, 3, 4]
 
 

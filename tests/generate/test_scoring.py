@@ -22,7 +22,7 @@ from coserve.memory.kv import KvCache
 from coserve.model.base import Attention, Base, wrap_base
 from coserve.model.lora import LoraWeights
 from coserve.types import AdapterRef, FinishReason, LoraSettings, SamplingParams, Slo, TokenLogprob
-from tests.support.lora_backends import GROUPED
+from tests.support.executors import eager
 from tests.support.tiny_models import VOCAB, tiny_model
 
 SCORE = SamplingParams(max_tokens=0, temperature=0.0, prompt_logprobs=2)
@@ -55,7 +55,7 @@ class Shelf:
 
 def generator(*, tokens: int = 512, page_tokens: int = 4, step_tokens: int = 64) -> Generator:
     kv = KvCache.for_base(base(), tokens, page_tokens)
-    return Generator(base(), Shelf(), kv, max_running=8, step_tokens=step_tokens, lora_backend=GROUPED)
+    return Generator(base(), Shelf(), kv, eager(base(), kv), max_running=8, step_tokens=step_tokens)
 
 
 def prompt(length: int, seed: int = 0) -> tuple[int, ...]:
@@ -120,13 +120,13 @@ def test_few_logits_are_kept_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(schedule, "SCORED_TOKENS", 8)
     asked = {str(i): prompt(12, i) for i in range(4)}
     gen = generator(step_tokens=64)
-    forward, kept = gen._base.forward, []
+    forward, kept = base().forward, []
 
     def watched(tokens_T: Tensor, positions_T: Tensor, attention: Attention, **kwargs: Any) -> Tensor:
         kept.append(len(kwargs["keep"]))
         return forward(tokens_T, positions_T, attention, **kwargs)
 
-    monkeypatch.setattr(gen._base, "forward", watched)
+    monkeypatch.setattr(base(), "forward", watched)
     plain = ask("plain", prompt(30), SamplingParams(max_tokens=2))
     messages = run(gen, [*(ask(id, tokens) for id, tokens in asked.items()), plain])
     assert max(kept) <= 8 + 1  # and the last row of the one that generates
@@ -182,7 +182,7 @@ def test_nothing_to_do_is_refused() -> None:
 
 def test_logits_that_are_not_finite_fail_the_request_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     gen = generator()
-    forward = gen._base.forward  # type: ignore[attr-defined]
+    forward = base().forward
 
     def broken(tokens_T: Tensor, *args: object, **kwargs: object) -> Tensor:
         logits = forward(tokens_T, *args, **kwargs)
@@ -191,7 +191,7 @@ def test_logits_that_are_not_finite_fail_the_request_alone(monkeypatch: pytest.M
         logits[tokens_T[kept] == 127] = math.nan
         return logits
 
-    monkeypatch.setattr(gen._base, "forward", broken)
+    monkeypatch.setattr(base(), "forward", broken)
     both = SamplingParams(max_tokens=2, prompt_logprobs=0)
     for id, tokens in (("bad", (5, 127, 6)), ("good", (5, 6, 7))):
         gen.add(ask(id, tokens, both))

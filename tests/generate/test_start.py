@@ -11,13 +11,15 @@ import torch
 from torch import Tensor
 
 from coserve.generate.execution import start
+from coserve.generate.execution.eager import EagerExecutor
 from coserve.generate.execution.start import COMPILED, Compilation, Upgrade, make_start
 from coserve.generate.generator import Generator
 from coserve.memory.kv import KvCache
 from coserve.model.base import Base, wrap_base
 from coserve.model.fused import FusedBase
 from tests.support.compiling import NoAdapters, ask, ask_all, steps
-from tests.support.lora_backends import GROUPED, SEGMENTED
+from tests.support.executors import eager
+from tests.support.lora_backends import SEGMENTED
 from tests.support.tiny_models import tiny_model
 
 OTHERS = ("something else",)
@@ -50,7 +52,7 @@ def base() -> Base:
 
 
 def served(base: Base, kv: KvCache) -> Generator:
-    return Generator(base, NoAdapters(), kv, max_running=8, step_tokens=64, lora_backend=GROUPED)
+    return Generator(base, NoAdapters(), kv, eager(base, kv), max_running=8, step_tokens=64)
 
 
 def test_requests_that_run_go_on_compiled(base: Base) -> None:
@@ -60,7 +62,7 @@ def test_requests_that_run_go_on_compiled(base: Base) -> None:
     ask_all(gen)
     steps(gen, expected)
 
-    compilation = Compilation(FusedBase(base, backend=backend), kv, max_running=8)
+    compilation = Compilation(FusedBase(base, backend=backend), kv, eager(base, kv), max_running=8)
     gen = served(base, kv)
     upgrade, found = Upgrade(compilation, gen, OTHERS), dict[str, list[int]]()
     ask_all(gen)
@@ -95,7 +97,7 @@ def test_requests_that_run_go_on_compiled(base: Base) -> None:
 @pytest.mark.parametrize(("backend", "why"), [(refusing, "torch.compile refuses llama"), (wrong, "compiled, 13 rows")])
 def test_who_cannot_be_compiled_runs_on(base: Base, backend: Counting, why: str) -> None:
     kv = KvCache.for_base(base, 1024, 16)
-    compilation = Compilation(FusedBase(base, backend=backend), kv, max_running=8)
+    compilation = Compilation(FusedBase(base, backend=backend), kv, eager(base, kv), max_running=8)
     gen = served(base, kv)
     upgrade, found = Upgrade(compilation, gen, OTHERS), dict[str, list[int]]()
     upgrade.compile()
@@ -112,19 +114,21 @@ def test_who_cannot_be_compiled_runs_on(base: Base, backend: Counting, why: str)
 @pytest.mark.parametrize("when", ["background", "before", "off"])
 def test_nothing_is_compiled_without_a_gpu(base: Base, when: str) -> None:
     made = make_start(base, KvCache.for_base(base, 64, 16), max_running=4, lora_backend=SEGMENTED, when=when)
-    assert (made.runner, made.notes, made.compilation) == (None, (), None)
+    assert isinstance(made.executor, EagerExecutor)
+    assert (made.notes, made.compilation) == ((), None)
 
 
 def test_a_fault_in_the_compiling_thread_is_not_a_refusal(base: Base, monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(self: FusedBase) -> None:
         raise ZeroDivisionError
 
-    compilation = Compilation(FusedBase(base, compiled=False), KvCache.for_base(base, 64, 16), max_running=4)
+    kv = KvCache.for_base(base, 64, 16)
+    compilation = Compilation(FusedBase(base, compiled=False), kv, eager(base, kv), max_running=4)
     monkeypatch.setattr(FusedBase, "check", broken)
     with pytest.raises(ZeroDivisionError):
         compilation.compile()
     with pytest.raises(AssertionError):
-        compilation.runner()
+        compilation.executor()
 
 
 @pytest.mark.slow
@@ -141,6 +145,7 @@ def test_nothing_traced_beside_serving_fails_other_threads_modules(base: Base, m
 
     monkeypatch.setattr(torch.fx.Tracer, "trace", trace)
     with torch._inductor.config.patch(force_disable_caches=True):
-        Compilation(FusedBase(base), KvCache.for_base(base, 64, 16), max_running=4).compile()
+        kv = KvCache.for_base(base, 64, 16)
+        Compilation(FusedBase(base), kv, eager(base, kv), max_running=4).compile()
     assert tracers
     assert all(tracer.call_module is not torch.fx.Tracer.call_module for tracer in tracers)

@@ -8,7 +8,6 @@ import pytest
 import torch
 
 from coserve.adapter_store.store import AdapterStore, HostBudget
-from coserve.generate.execution.runner import Runner
 from coserve.generate.generator import Generator
 from coserve.kernels.lora.types import LoraPair
 from coserve.link import Generate, Tokens
@@ -17,6 +16,7 @@ from coserve.model.base import Base, wrap_base
 from coserve.model.fused import FusedBase
 from coserve.model.lora import LoraWeights
 from coserve.types import AdapterRef, LoraSettings, SamplingParams, Slo
+from tests.support.executors import graphs
 from tests.support.lora_backends import SEGMENTED
 from tests.support.tiny_models import VOCAB, tiny_model
 
@@ -71,11 +71,10 @@ def test_loaded_adapters_change_nothing_for_the_base(family: str) -> None:
         base,
         store,
         kv,
+        graphs(FusedBase(base), kv, SEGMENTED, max_running=16),
         max_running=16,
         step_tokens=256,
-        lora_backend=SEGMENTED,
         prefix_cache=False,
-        runner=Runner(FusedBase(base), kv, max_running=16),
     )
     before = texts(generator, asks("before"))
     assert len({tuple(text) for text in before}) > SEQUENCES // 2, "expected prompts that differ to be told apart"

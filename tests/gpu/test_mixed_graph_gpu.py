@@ -9,7 +9,6 @@ from coserve.generate.execution.adapter_slots import AdapterSlots
 from coserve.generate.execution.footprint import NO_ADAPTERS, LoraFootprint
 from coserve.generate.execution.graphs.mixed import MixedGraph, Rows
 from coserve.generate.execution.graphs.shared import GraphState, LogitsBuffer, make_graph_pool
-from coserve.generate.execution.runner import Runner
 from coserve.generate.execution.slot_lora import slot_lora
 from coserve.generate.execution.token_slots import TokenSlots
 from coserve.generate.generator import Generator
@@ -20,6 +19,7 @@ from coserve.memory.kv import KvCache
 from coserve.model.fused import FusedBase
 from coserve.types import AdapterRef
 from tests.generate.test_mixed_graph import Ways
+from tests.support.executors import graphs
 from tests.support.generation import collect
 from tests.support.gpu_engine import Shelf, adapter, gpu_base, prompt, request, texts
 from tests.support.lora_backends import SEGMENTED
@@ -91,7 +91,7 @@ def step(mix: list[tuple[int, int]], seed: int, last: torch.Tensor) -> tuple[Row
     """The token of every decode is in its sequence's token slot; and the tokens as the device knows them."""
     g = torch.Generator().manual_seed(seed)
     order = torch.randperm(256, generator=g).tolist()
-    rows, runs, known = Rows([], [], [], [], (0,) * len(mix), list(range(1, len(mix) + 1))), [], list[int]()  # type: ignore[arg-type]
+    rows, runs, known = Rows([], [], [], [], list(range(1, len(mix) + 1))), [], list[int]()
     for slot, (position, tokens) in enumerate(mix, 1):
         runs.append(Run(tokens, position, tuple(order.pop() for _ in range(-(-(position + tokens) // 16)))))
         ids = torch.randint(3, VOCAB, (tokens,), generator=g).tolist()
@@ -114,9 +114,9 @@ def test_texts_and_nothing_compiled_in_the_middle(monkeypatch: pytest.MonkeyPatc
     ways, fused = Ways(monkeypatch), FusedBase(base)
     for step_tokens in (256, 19):
         kv = KvCache.for_base(base, 4096, 16)
-        runner = Runner(fused, kv, max_running=16, step_tokens=256)
-        runner.warm_up()
-        gen = Generator(base, shelf, kv, max_running=16, step_tokens=step_tokens, lora_backend=SEGMENTED, runner=runner)
+        executor = graphs(fused, kv, SEGMENTED, max_running=16, step_tokens=256)
+        executor.warm_up()
+        gen = Generator(base, shelf, kv, executor, max_running=16, step_tokens=step_tokens)
         found = {id: tokens for id, (tokens, _) in collect(gen, requests).items()}
         assert found == expected
         assert ways.graphs

@@ -18,8 +18,8 @@ from coserve.memory.kv import KvCache
 from coserve.model.base import Base, wrap_base
 from coserve.model.lora import LoraWeights
 from coserve.types import AdapterRef, SamplingParams, Slo
+from tests.support.executors import eager
 from tests.support.families import ATTENTION_ONLY, REFUSED, SERVED, tiny_family
-from tests.support.lora_backends import GROUPED
 from tests.support.lora_reference import alone, save_peft
 
 PROMPT = (5, 77, 31, 8, 90, 14, 63, 22, 41, 7, 119)
@@ -61,7 +61,7 @@ def _by_its_own_forward(model: torch.nn.Module) -> tuple[list[int], Tensor]:
 def _served(base: Base, weights: LoraWeights) -> dict[str, _Told]:
     """What one batch gives for the base and for the adapter, prompts in chunks and tokens from pages."""
     kv = KvCache.for_base(base, 1024, 4)
-    generator = Generator(base, _OneAdapter(weights), kv, max_running=4, step_tokens=8, lora_backend=GROUPED)
+    generator = Generator(base, _OneAdapter(weights), kv, eager(base, kv), max_running=4, step_tokens=8)
     sampling = SamplingParams(max_tokens=NEW_TOKENS, temperature=0.0, ignore_eos=True, logprobs=LOGPROBS)
     for id, adapter in (("base", None), ("adapter", REF)):
         generator.add(Generate(id=id, prompt=PROMPT, sampling=sampling, adapter=adapter, slo=Slo(ttft=1, tpot=1)))

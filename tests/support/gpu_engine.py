@@ -9,7 +9,6 @@ import torch
 from transformers import PreTrainedModel
 
 from coserve.adapter_store.packing import packed_bytes
-from coserve.generate.execution.runner import Runner
 from coserve.generate.generator import Generator
 from coserve.kernels.lora.interface import LoraBackend
 from coserve.kernels.lora.types import LoraPair
@@ -19,6 +18,7 @@ from coserve.model.base import Base, wrap_base
 from coserve.model.fused import FusedBase
 from coserve.model.lora import LoraWeights
 from coserve.types import AdapterRef, LoraSettings, SamplingParams, Slo
+from tests.support.executors import eager, graphs
 from tests.support.lora_backends import SEGMENTED
 from tests.support.tiny_models import VOCAB
 
@@ -73,20 +73,19 @@ def texts(
     prefix_cache: bool = True,
     fused: FusedBase | None = None,
 ) -> dict[str, list[int]]:
-    """`fused`: through the runner, one step ahead and with graphs. The pool has `kv_tokens` beside the largest adapter."""
+    """`fused`: one step ahead and with graphs. The pool has `kv_tokens` beside the largest adapter."""
     largest = shelf.largest if shelf is not None else 0
     page = KvCache.for_base(base, 1, 16).buffer.page_bytes
     kv = KvCache.for_base(base, kv_tokens + 16 * -(-largest // page), 16)
-    runner = None if fused is None else Runner(fused, kv, max_running=16)
+    plain = eager(base, kv, lora_backend)
     generator = Generator(
         base,
         shelf or Shelf({}),
         kv,
+        plain if fused is None else graphs(fused, kv, lora_backend, max_running=16),
         max_running=16,
         step_tokens=step_tokens,
-        lora_backend=lora_backend,
         prefix_cache=prefix_cache,
-        runner=runner,
     )
     found: dict[str, list[int]] = {}
     for one in requests:

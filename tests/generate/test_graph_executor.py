@@ -2,22 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
+import msgspec
 import pytest
 from torch import Tensor
 
 from coserve.generate.execution.adapter_slots import AdapterSlots
-from coserve.generate.execution.runner import Runner
+from coserve.generate.execution.interface import StepExecutor, StepInFlight, StepInput
 from coserve.generate.generator import Generator
 from coserve.link import Generate, RequestFailed, Tokens
 from coserve.memory.kv import KvCache
 from coserve.model.base import Base, wrap_base
 from coserve.model.fused import FusedBase
+from coserve.model.lora import LoraWeights
 from coserve.types import AdapterRef, FinishReason, SamplingParams, TokenLogprob
+from tests.support.executors import eager, graphs
 from tests.support.generation import GREEDY, Shelf, adapter, collect, prompt, request
-from tests.support.lora_backends import GROUPED
 from tests.support.tiny_models import VOCAB, tiny_model
 
 
@@ -41,15 +43,8 @@ def generator(
     max_running: int = 16,
 ) -> Generator:
     kv = KvCache.for_base(fused.base, tokens, 16)
-    return Generator(
-        fused.base,
-        shelf or Shelf({}),
-        kv,
-        max_running=max_running,
-        step_tokens=step_tokens,
-        lora_backend=GROUPED,
-        runner=Runner(fused, kv, max_running=max_running) if ahead else None,
-    )
+    executor = graphs(fused, kv, max_running=max_running) if ahead else eager(fused.base, kv)
+    return Generator(fused.base, shelf or Shelf({}), kv, executor, max_running=max_running, step_tokens=step_tokens)
 
 
 def test_texts_are_those_of_steps_one_by_one(fused: FusedBase) -> None:
@@ -183,3 +178,31 @@ def test_messages_come_one_step_later(fused: FusedBase) -> None:
     assert [len(messages) for messages in steps] == [0, 1, 1]
     assert isinstance(steps[2][0], Tokens)
     assert gen.running == 0
+
+
+class Broadcast:
+    """Runs steps that were sent: as another process gets them."""
+
+    def __init__(self, inner: StepExecutor) -> None:
+        self.inner = inner
+        self.forget, self.prepare = inner.forget, inner.prepare
+
+    def launch(self, step: StepInput, adapters: Sequence[LoraWeights]) -> Sequence[StepInFlight]:
+        return self.inner.launch(msgspec.msgpack.decode(msgspec.msgpack.encode(step), type=StepInput), adapters)
+
+
+def test_a_steps_input_is_plain_data(base: Base, fused: FusedBase) -> None:
+    """Bytes, and no object of this process: penalties, banned tokens, scored prompts, adapters and tokens in flight."""
+    ref = AdapterRef("a", 1)
+    shelf = Shelf({ref: adapter(base, 1, 4)})
+    odd = SamplingParams(max_tokens=5, min_tokens=3, repetition_penalty=1.3, logit_bias={5: 2.0}, logprobs=1, seed=1)
+    scored = SamplingParams(max_tokens=3, prompt_logprobs=1, seed=2)
+    requests = [
+        request("odd", prompt(9), odd),
+        request("scored", prompt(12), scored),
+        request("a", prompt(5), odd, ref),
+    ]
+    expected = messages(generator(fused, shelf, ahead=False), requests)
+    kv = KvCache.for_base(base, 2048, 16)
+    sent = Broadcast(graphs(fused, kv, max_running=4))
+    assert messages(Generator(base, shelf, kv, sent, max_running=4, step_tokens=16), requests) == expected

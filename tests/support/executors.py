@@ -1,0 +1,19 @@
+"""Executors of steps, as the engine makes them."""
+
+from __future__ import annotations
+
+from coserve.generate.execution.eager import EagerExecutor, RunsBase
+from coserve.generate.execution.graph_executor import GraphExecutor
+from coserve.kernels.lora.interface import LoraBackend
+from coserve.memory.kv import KvCache
+from coserve.model.fused import FusedBase
+from tests.support.lora_backends import GROUPED
+
+
+def eager(base: RunsBase, kv: KvCache, lora_backend: LoraBackend = GROUPED) -> EagerExecutor:
+    return EagerExecutor(base, kv, lora_backend)
+
+
+def graphs(fused: FusedBase, kv: KvCache, lora_backend: LoraBackend = GROUPED, **sizes: int) -> GraphExecutor:
+    """`sizes`: arguments of `GraphExecutor`. On CPU nothing is captured: the graphs' steps run as they are."""
+    return GraphExecutor(fused, kv, eager(fused.base, kv, lora_backend), **sizes)
