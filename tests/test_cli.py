@@ -65,7 +65,7 @@ SETTINGS = [
 def run(*args: str, **environ: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, "-P", "-m", "coserve.cli", *args],
-        capture_output=True, text=True, timeout=60, check=False, env={"PATH": "", **environ},
+        capture_output=True, text=True, timeout=240, check=False, env={"PATH": "", **environ},
     )  # fmt: skip
 
 

@@ -54,6 +54,7 @@ def test_the_make_commands_are_targets() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1800)
 def test_the_shell_commands_run_as_printed(daemon: DaemonProcess, tmp_path: Path) -> None:
     """In one shell, whose path has no `coserve` until the first line; only port and duration are others."""
     first, *shown = [command for command in commands() if command not in MAKE]
@@ -69,7 +70,7 @@ def test_the_shell_commands_run_as_printed(daemon: DaemonProcess, tmp_path: Path
     environ |= {"COSERVE_URL": daemon.url, "PATH": "/usr/local/bin:/usr/bin:/bin"}
     done = subprocess.run(
         ["bash", "-c", "\n".join(script)],
-        cwd=tmp_path, env=environ, capture_output=True, text=True, timeout=480, check=False,
+        cwd=tmp_path, env=environ, capture_output=True, text=True, timeout=1500, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     said: dict[str, str] = {}
@@ -100,7 +101,7 @@ def test_the_shell_commands_run_as_printed(daemon: DaemonProcess, tmp_path: Path
 def test_the_python_runs_as_printed(daemon: DaemonProcess) -> None:
     (code,) = blocks("python")
     done = subprocess.run(
-        [sys.executable, "-P", "-c", code], capture_output=True, text=True, timeout=120, check=False,
+        [sys.executable, "-P", "-c", code], capture_output=True, text=True, timeout=240, check=False,
         env=os.environ | {"COSERVE_URL": daemon.url},
     )  # fmt: skip
     assert done.returncode == 0, done.stderr

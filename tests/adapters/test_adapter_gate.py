@@ -543,4 +543,4 @@ def test_blocks_must_be_named_for_one_matrix(tmp_path: Path, in_a: list[str], in
 
 def test_the_gate_needs_no_torch() -> None:
     code = "import sys, coserve.adapters.peft, coserve.adapters.targets; sys.exit('torch' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], check=False, timeout=60).returncode == 0
+    assert subprocess.run([sys.executable, "-c", code], check=False, timeout=240).returncode == 0

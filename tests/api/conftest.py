@@ -14,6 +14,6 @@ async def api(tmp_path: Path) -> AsyncIterator[Api]:
     root = tmp_path / "root"
     root.mkdir()
     async with serve_api(
-        tmp_path / "data", max_queue=4, max_jobs=3, read_timeout=5.0, max_body_bytes=1 << 20, data_root=root
+        tmp_path / "data", max_queue=4, max_jobs=3, read_timeout=60.0, max_body_bytes=1 << 20, data_root=root
     ) as api:
         yield api

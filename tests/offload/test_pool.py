@@ -42,8 +42,8 @@ async def helper_pid(pool: HelperPool) -> int:
 
 
 async def until(found: Callable[[], bool]) -> None:
-    """Until `found()`; a minute at most."""
-    async with asyncio.timeout(60):
+    """Until `found()`; four minutes at most."""
+    async with asyncio.timeout(240):
         while not found():  # noqa: ASYNC110  # files and processes send no events
             await asyncio.sleep(0.002)
 

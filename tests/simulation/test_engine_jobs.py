@@ -118,7 +118,7 @@ class Scene:
 
     async def until(self, *wanted: Callable[[FromEngine], bool]) -> list[FromEngine]:
         """All messages so far, once each of `wanted` was among them."""
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(240):
             while not all(any(map(one, self.seen)) for one in wanted):
                 message = await self.api.receive()
                 if not isinstance(message, EngineStats):
@@ -284,7 +284,7 @@ async def test_an_engine_fault_ends_the_engine() -> None:
         at.trainer.go.set()
         at.api.send(start("one"))
         with pytest.raises(EngineFault):
-            await asyncio.wait_for(at.running, 60)
+            await asyncio.wait_for(at.running, 240)
 
 
 async def test_whatever_admitting_a_request_raises_ends_that_request_alone() -> None:
@@ -332,7 +332,7 @@ async def test_a_job_that_waits_for_space_says_so_once_and_lets_others_train() -
         at.api.send(start("two"))
         at.api.send(ask("text"))
         await at.until(said(JobSucceeded, "two"), ended("text"))
-        await asyncio.wait_for(at.trainer.thrice.wait(), 60)
+        await asyncio.wait_for(at.trainer.thrice.wait(), 240)
         at.trainer.room = True
         seen = await at.until(said(JobSucceeded, "one"))
         assert len([message for message in seen if isinstance(message, JobWaiting)]) == 1

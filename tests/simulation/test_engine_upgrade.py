@@ -100,7 +100,7 @@ async def test_requests_are_served_meanwhile_and_pieces_are_done_when_none_runs(
     work.go.set()
     heard = await until(api, EngineNotes)
     assert heard[-1] == EngineNotes(notes=("fast",))
-    await asyncio.wait_for(generator.ready.wait(), 30)
+    await asyncio.wait_for(generator.ready.wait(), 240)
     assert generator.prepared == [0, 0, 0]
     api.send(Shutdown())
     await until(api, EngineStopped)

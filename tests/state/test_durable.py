@@ -92,7 +92,7 @@ def test_kill_leaves_old_or_new(what: str, name: str, tmp_path: Path, digests: d
     root = tmp_path / "root"
     lay_old(root)
     child = subprocess.run(
-        [sys.executable, "-c", CHILD, what, str(root)], env={VARIABLE: f"{name}=kill"}, timeout=60, check=False
+        [sys.executable, "-c", CHILD, what, str(root)], env={VARIABLE: f"{name}=kill"}, timeout=240, check=False
     )
     assert child.returncode == -9
     sweep(root)

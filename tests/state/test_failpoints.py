@@ -103,7 +103,7 @@ def test_the_environment_arms_a_process() -> None:
         env={VARIABLE: "shutdown=kill@2"},
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=240,
         check=False,
     )
     assert done.returncode == -9

@@ -156,7 +156,7 @@ class DaemonProcess:
     def _request(
         self, method: str, path: str, body: object, headers: dict[str, str] | None
     ) -> Iterator[http.client.HTTPResponse]:
-        connection = http.client.HTTPConnection("127.0.0.1", self._port, timeout=120)
+        connection = http.client.HTTPConnection("127.0.0.1", self._port, timeout=400)
         try:
             content = None if body is None else json.dumps(body)
             connection.request(method, path, content, {"Content-Type": "application/json"} | (headers or {}))
