@@ -98,7 +98,7 @@ class Service:
         self.engine.lost()
         self.metrics.engine.report(None)
         self.generation.fail_all(EngineUnavailable("the engine stopped while it ran this request"))
-        self._recorder.announce_all()  # who waits for the engine to obey must not wait for the next one
+        self._recorder.watchers.notify_all()  # who waits for the engine to obey must not wait for the next one
 
     def engine_failed(self, note: str, *, started: bool) -> None:
         """There is no engine, and a new one is on its way; `note` says why, and `started` that the last one had served."""

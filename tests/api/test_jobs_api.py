@@ -306,7 +306,6 @@ async def test_rows_that_lose_a_part_are_told(api: Api) -> None:
 
 
 async def test_a_full_disk_does_not_keep_the_next_engine_out(api: Api) -> None:
-    api.service._recorder._retry_delay = 0.01
     api.engine.go_jobs.clear()
     job = await submit(api)
     await api.job_until(job["id"], "running")

@@ -1,4 +1,4 @@
-"""Jobs: accept them durably, give them to the engine, steer them."""
+"""Accepts jobs durably, gives them to the engine, pauses, resumes and cancels them."""
 
 from __future__ import annotations
 
@@ -13,12 +13,13 @@ from pathlib import Path
 import msgspec
 
 from coserve.api.engine_client import EngineClient
+from coserve.api.jobs.notes import record_cut_rows, replacement_notes
 from coserve.api.jobs.recorder import JobRecorder
 from coserve.api.jobs.submission import Submission
 from coserve.api.jobs.views import JobViews
 from coserve.config import Config
 from coserve.corpus.staging import PendingCorpus
-from coserve.errors import CoserveError, EngineCrashed, EngineUnavailable, InvalidRequest, QueueFull, WrongJobState
+from coserve.errors import EngineCrashed, EngineUnavailable, InvalidRequest, QueueFull, WrongJobState
 from coserve.link import CancelJob, PauseJob, ResumeJob, StartJob
 from coserve.offload.pool import HelperPool
 from coserve.pretrained.tokenizer import Tokenizer
@@ -36,11 +37,11 @@ from coserve.types import JobSpec, JobState
 log = logging.getLogger(__name__)
 
 MAX_DEATHS = 3
-"""Engines that one job may end, without a checkpoint in between, before it is taken for the cause."""
+"""A job fails after so many engines died while they ran it, without a checkpoint in between."""
 
 
 class JobManager:
-    """All jobs. `answer_timeout`: seconds that an order waits for the engine to obey."""
+    """All jobs. `answer_timeout`: seconds that a pause or a cancellation waits for the engine."""
 
     def __init__(
         self,
@@ -61,17 +62,17 @@ class JobManager:
         self._submission = Submission(config, folder, registry, tokenizer, helpers, clock)
         self.views = JobViews(registry, recorder)
         self._started: set[str] = set()
-        """Jobs that the engine of this moment knows."""
+        """Jobs sent to the current engine."""
         self._wanted: dict[str, JobState] = {}
-        """Orders that the engine has not obeyed yet; they hold for the next engine too."""
+        """States asked for that the engine has not reported yet; they hold for the next engine too."""
         self._changes = asyncio.Lock()
-        """Held where registry and engine must agree on what was said to the engine."""
+        """Held while the registry and what was sent to the engine must agree."""
         self._commits = Commits()
 
-    # ---- the engine comes and goes
+    # ---- engines
 
     async def recover(self) -> None:
-        """Bring registry and files into agreement, once, before anything else. Raises `StartupError` for a damaged registry."""
+        """Make the registry and the files agree, once, before anything else. Raises `StartupError` for a damaged registry."""
         async with self._changes:
             await self._registry.with_reserve(lambda registry: recover(registry, self._folder))
 
@@ -80,9 +81,9 @@ class JobManager:
         async with self._changes:
             await self._recorder.settled()
             what = "jobs of the last engine"
-            unfinished = await self._recorder.insist(lambda: self._registry(_unfinished), what)
+            unfinished = await self._recorder.retry(lambda: self._registry(_unfinished), what)
             ran = frozenset(id for state, id in unfinished if state is JobState.RUNNING)
-            records = await self._recorder.insist(
+            records = await self._recorder.retry(
                 lambda: self._registry.with_reserve(partial(self._requeue, ran=ran)), what
             )
             self._recorder.deaths.update(ran)  # last: an engine that dies meanwhile cancels this, and never ran them
@@ -95,10 +96,10 @@ class JobManager:
                     self._start(record.spec, paused=record.state is JobState.PAUSED)
                 else:
                     log.warning("job %s waits for another base than this one", record.spec.id)
-        self._recorder.announce_all()
+        self._recorder.watchers.notify_all()
 
     def _requeue(self, registry: Registry, *, ran: frozenset[str]) -> list[JobRecord]:
-        """The jobs that a new engine gets, when the last one died while it `ran` those."""
+        """The jobs for a new engine. `ran`: those that the last engine ran when it died."""
         kept = []
         for record in registry.unfinished():
             id = record.spec.id
@@ -119,16 +120,16 @@ class JobManager:
         return kept
 
     def _start(self, spec: JobSpec, *, paused: bool = False) -> None:
-        """Tell the engine of a job; without an engine, the next one will be told."""
+        """Send a job to the engine; without an engine, the next one gets it."""
         with suppress(EngineUnavailable):
             self._engine.send(StartJob(spec=spec, paused=paused))
             self._started.add(spec.id)
 
     async def close(self) -> None:
-        """Finish what was begun."""
+        """Wait for changes under way."""
         await self._commits.close()
 
-    # ---- accept
+    # ---- submission
 
     async def submit(self, request: FinetuneRequest, upload: Path | None, key: str | None) -> Job:
         """Accept a job: when this returns, it is durable. The same `key` again gives the first job.
@@ -141,12 +142,12 @@ class JobManager:
             raise InvalidRequest("expected 1 to 128 printable characters", field="Idempotency-Key")
         if key is not None and (first := await self._registry(lambda registry: registry.job_with_key(key))) is not None:
             return await self.views.show(first)
-        await self._registry(self._check_room)
+        await self._registry(self._check_max_jobs)
         record, corpus = await self._submission.prepare(request, upload, spec)
-        # A client that leaves now has a job all the same.
+        # The job exists even if the client leaves now.
         return await self.views.show(await self._commits.run(self._accept(record, corpus, key)))
 
-    def _check_room(self, registry: Registry) -> None:
+    def _check_max_jobs(self, registry: Registry) -> None:
         if (count := len(registry.unfinished())) >= self._config.max_jobs:
             raise QueueFull(f"{count} jobs wait or run; the daemon takes {self._config.max_jobs}", retry_after=10)
 
@@ -156,15 +157,15 @@ class JobManager:
 
         def create(registry: Registry) -> JobRecord:
             if key is None or registry.job_with_key(key) is None:
-                self._check_room(registry)
+                self._check_max_jobs(registry)
             source = record.spec.init_from
             if source is not None:
                 registry.adapter(source.id, source.version)  # it may have been deleted meanwhile
             job = msgspec.structs.replace(record.spec, version=registry.next_version(adapter))
-            notes = _replaced(job, registry.current_version(adapter))
+            notes = replacement_notes(job, registry.current_version(adapter))
             made = registry.create_job(msgspec.structs.replace(record, spec=job, notes=notes), idempotency_key=key)
             if made.spec.id == id and corpus.rows_cut:
-                _say_cut(registry, id, corpus)
+                record_cut_rows(registry, id, corpus)
             return made
 
         try:
@@ -181,7 +182,7 @@ class JobManager:
         failpoint("api.before_reply")
         return made
 
-    # ---- steer
+    # ---- pause, resume, cancel
 
     async def pause(self, id: str) -> Job:
         """Raises `JobNotFound`, `WrongJobState`."""
@@ -192,18 +193,18 @@ class JobManager:
         return await self._order(id, JobState.CANCELLED, CancelJob(id=id))
 
     async def resume(self, id: str) -> Job:
-        """Put a paused job back in line. Raises `JobNotFound`, `WrongJobState`."""
-        record = await self._commits.run(self._put_back(id))
-        self._recorder.announce(id)
+        """Queue a paused job again. Raises `JobNotFound`, `WrongJobState`."""
+        record = await self._commits.run(self._requeue_paused(id))
+        self._recorder.watchers.notify(id)
         return await self.views.show(record)
 
-    async def _put_back(self, id: str) -> JobRecord:
+    async def _requeue_paused(self, id: str) -> JobRecord:
         async with self._changes:
             record = await self._registry(lambda registry: registry.job(id))
             if record.state is not JobState.PAUSED:
                 raise WrongJobState(f"expected a paused job, got one that is {record.state}", field="id")
             record = await self._registry.with_reserve(lambda registry: registry.set_state(id, JobState.QUEUED))
-            self._wanted.pop(id, None)  # of a pause whose caller did not wait for its end
+            self._wanted.pop(id, None)  # left by a pause whose caller stopped waiting
             if id in self._started:
                 with suppress(EngineUnavailable):
                     self._engine.send(ResumeJob(id=id))
@@ -212,14 +213,14 @@ class JobManager:
         return record
 
     async def _order(self, id: str, wanted: JobState, message: PauseJob | CancelJob) -> Job:
-        """Have a job paused or cancelled, and wait until it is; an engine that takes too long is not waited for."""
-        with self._recorder.watch(id) as news:
+        """Pause or cancel a job and wait for it, at most `answer_timeout` seconds."""
+        with self._recorder.watchers.watch(id) as changed:
             record = await self._commits.run(self._ask(id, wanted, message))
             try:
                 async with asyncio.timeout(self._answer_timeout):
                     while record.state is not wanted and not record.state.terminal:
-                        await news.wait()
-                        news.clear()
+                        await changed.wait()
+                        changed.clear()
                         if self._engine.alive:
                             record = await self._registry(lambda registry: registry.job(id))
                         else:
@@ -227,7 +228,7 @@ class JobManager:
             except TimeoutError:
                 log.warning("job %s: still %s, though it was to be %s", id, record.state, wanted)
         if (record.state is wanted or record.state.terminal) and self._wanted.get(id) is wanted:
-            del self._wanted[id]  # an order that was given meanwhile stays
+            del self._wanted[id]  # a later order stays
         if record.state.terminal and record.state is not wanted:
             raise WrongJobState(f"the job is {record.state}: it cannot become {wanted}", field="id")
         return await self.views.show(record)
@@ -244,7 +245,7 @@ class JobManager:
             return await self._change(id, wanted)
 
     async def _change_without_engine(self, id: str, wanted: JobState) -> JobRecord:
-        """The engine died before it obeyed: the registry changes at once, after all that this engine has said."""
+        """The engine died before it answered: change the registry, after all messages of that engine."""
         async with self._changes:
             await self._recorder.settled()
             record = await self._registry(lambda registry: registry.job(id))
@@ -258,27 +259,5 @@ class JobManager:
         return await self._registry.with_reserve(lambda registry: registry.set_state(id, wanted))
 
 
-def _replaced(job: JobSpec, current: int | None) -> tuple[str, ...]:
-    """What a job does to an adapter that has its name and that it does not go on from."""
-    if current is None or (job.init_from is not None and job.init_from.id == job.adapter):
-        return ()
-    name, version = job.adapter, job.version
-    note = (
-        f"this job makes version {version} of {name!r} anew: once it succeeds, {name!r} means version {version} instead "
-        f"of version {current}, which stays as {name}@{current}; to go on from it, set continue_from to {name!r}; to keep "
-        "both names apart, choose another one"
-    )
-    return (note,)
-
-
 def _unfinished(registry: Registry) -> list[tuple[JobState, str]]:
     return [(record.state, record.spec.id) for record in registry.unfinished()]
-
-
-def _say_cut(registry: Registry, id: str, corpus: PendingCorpus) -> None:
-    """A line in the job's story; the job is accepted whether or not it can be written."""
-    try:
-        text = f"{corpus.rows_cut} of {corpus.rows} rows were longer than max_length and lost a part"
-        registry.record_message(id, text, level="warning")
-    except CoserveError as error:
-        log.warning("job %s: %s", id, error.message)

@@ -1,18 +1,20 @@
-"""What the engine says of jobs, written into the registry in order; announced only once it is on disk."""
+"""Writes the engine's messages about jobs into the registry, in order; watchers are notified after each commit."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
 import time
-from collections import Counter, deque
-from collections.abc import Awaitable, Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections import Counter
+from collections.abc import Awaitable, Callable
+from contextlib import suppress
 from functools import partial
 from typing import TypeVar
 
 from coserve.adapters.record import record_adapter
 from coserve.api.engine_client import EngineClient
+from coserve.api.jobs.progress import Progress, ProgressWriter
+from coserve.api.jobs.watchers import JobWatchers
 from coserve.api.metrics.prometheus import Metrics
 from coserve.errors import (
     AdapterError,
@@ -20,17 +22,14 @@ from coserve.errors import (
     EngineUnavailable,
     JobNotFound,
     StorageBusy,
-    StorageError,
     WrongJobState,
 )
 from coserve.link import (
     CancelJob,
     DropAdapter,
     JobCancelled,
-    JobCheckpoint,
     JobFailed,
     JobPaused,
-    JobProgress,
     JobStarted,
     JobSucceeded,
     JobWaiting,
@@ -46,18 +45,15 @@ from coserve.types import JobState
 
 log = logging.getLogger(__name__)
 
-JobMessage = JobStarted | JobPaused | JobProgress | JobCheckpoint | JobWaiting | JobSucceeded | JobFailed | JobCancelled
-
-Progress = JobProgress | JobCheckpoint
-Writing = Callable[[Callable[[Registry], object]], Awaitable[object]]
-"""How the registry is changed: `RegistryThread` itself, or its `with_reserve`."""
+StateMessage = JobStarted | JobPaused | JobWaiting | JobSucceeded | JobFailed | JobCancelled
+JobMessage = StateMessage | Progress
 
 T = TypeVar("T")
 
 
 class JobRecorder:
-    """Writes the story of jobs and tells who watches. `backoff`: how what the machine cannot do now is tried again;
-    `sleep` takes seconds."""
+    """One queue of messages for all jobs. `backoff`: how writes that the machine refuses are tried again; `sleep` takes
+    seconds."""
 
     def __init__(
         self,
@@ -73,127 +69,63 @@ class JobRecorder:
         self._folder, self._registry, self._engine, self._metrics = folder, registry, engine, metrics
         self._clock = clock
         self._retries = Retries(backoff, sleep=sleep)
-        self._waits = Retries(backoff, errors=StorageBusy, sleep=sleep)
-        self._late: dict[str, deque[Progress]] = {}
-        """Progress that the disk refused, of each job, oldest first; kept in memory until it can be written. A job
-        whose checkpoint finds no space waits, so these are at most the steps between two checkpoints."""
-        self._catching_up: asyncio.Task[None] | None = None
-        self._one_at_a_time = asyncio.Lock()
-        """Held while late progress is written: by the catch-up, or before a change of state."""
-        self._inbox: asyncio.Queue[JobMessage] = asyncio.Queue()
-        self._watchers: dict[str, set[asyncio.Event]] = {}
+        self._lock_retries = Retries(backoff, errors=StorageBusy, sleep=sleep)
+        self._queue: asyncio.Queue[JobMessage] = asyncio.Queue()
+        self.watchers = JobWatchers()
         self.deaths: Counter[str] = Counter()
         """Engines that ended while they ran a job, since its last checkpoint."""
+        self._progress = ProgressWriter(registry, metrics, self.watchers, self.deaths, backoff=backoff, sleep=sleep)
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """What cannot be written now and is tried again; for /health."""
-        return self._retries.notes + self._waits.notes
+        """What cannot be written now and is tried again, for /health."""
+        return self._retries.notes + self._lock_retries.notes + self._progress.notes
 
     def deliver(self, message: JobMessage) -> None:
-        self._inbox.put_nowait(message)
+        self._queue.put_nowait(message)
 
     async def settled(self) -> None:
-        """Wait until all that was delivered is on disk."""
-        await self._inbox.join()
+        """Wait until every delivered message is written."""
+        await self._queue.join()
+
+    async def close(self) -> None:
+        """Write late progress; what does not fit on the disk is lost with the process."""
+        await self._progress.close()
 
     async def run(self) -> None:
-        """Write for ever, one message after the other."""
+        """Write one message after the other, until cancelled."""
         while True:
-            message = await self._inbox.get()
+            message = await self._queue.get()
             try:
                 await self._write(message)
             except (WrongJobState, JobNotFound) as error:
-                await self._contradict(message, error)
+                await self._correct_engine(message, error)
             except CoserveError as error:
                 log.error("job %s: %s not written: %s", message.id, type(message).__name__, error.message)
             except Exception:  # our own fault, in one message: the others must still be written
                 log.exception("job %s: %s not written", message.id, type(message).__name__)
             finally:
-                self._inbox.task_done()
-            self.announce(message.id)
+                self._queue.task_done()
+            self.watchers.notify(message.id)
 
     async def _write(self, message: JobMessage) -> None:
-        """Progress that the disk refuses is written later, so that no change of state waits for it; a change of state is
-        tried again until it is written, after the progress before it. Nothing is lost to a lock."""
-        id = message.id
+        """Write a change of state again and again until it is written, after all progress before it."""
         if isinstance(message, Progress):
-            if id in self._late:
-                self._postpone(message)
-                return
-            try:
-                await self._waits.run(f"progress of job {id}", lambda: self._apply(message))
-            except StorageError:
-                self._postpone(message)
+            await self._progress.write(message)
             return
-        if id in self._late:
-            await self._before_change(id)
-        if isinstance(message, JobWaiting):
-            await self._waits.run(f"job {id}", lambda: self._apply(message))
-        else:
-            await self.insist(lambda: self._apply(message), f"job {id}")
+        await self._progress.flush(message.id)
+        retries = self._lock_retries if isinstance(message, JobWaiting) else self._retries
+        await retries.run(f"job {message.id}", lambda: self._apply(message))
 
-    # ---- progress that the disk refused
-
-    def _postpone(self, message: Progress) -> None:
-        self._late.setdefault(message.id, deque()).append(message)
-        if self._catching_up is None or self._catching_up.done():
-            self._catching_up = asyncio.create_task(self._catch_up())
-
-    async def close(self) -> None:
-        """Write what is late with the space that is kept back, if need be; what does not fit is lost with the process."""
-        if self._catching_up is not None:
-            async with self._one_at_a_time:  # a step that is being written is written once
-                self._catching_up.cancel()
-        for id in list(self._late):
-            await self._before_change(id)
-
-    async def _catch_up(self) -> None:
-        """Write all that is late, as soon as the disk takes it."""
-        while self._late:
-            id = next(iter(self._late))
-            try:
-                await self._retries.run("progress of jobs", partial(self._write_late, id, self._registry))
-            except (WrongJobState, JobNotFound):  # the job was deleted meanwhile
-                self._late.pop(id, None)
-            self.announce(id)
-
-    async def _before_change(self, id: str) -> None:
-        """Write a job's late progress before a change of its state, with the space that is kept back."""
-        try:
-            await self._write_late(id, self._registry.with_reserve)
-        except StorageError as error:
-            log.warning("job %s: its last steps are written later: %s", id, error.message)
-        except CoserveError:
-            self._late.pop(id, None)
-
-    async def _write_late(self, id: str, write: Writing) -> None:
-        async with self._one_at_a_time:
-            while waiting := self._late.get(id):
-                await self._record(waiting[0], write)
-                waiting.popleft()
-            self._late.pop(id, None)
-
-    async def _record(self, message: Progress, write: Writing) -> None:
-        match message:
-            case JobProgress(id=id, metrics=metrics):
-                await write(lambda registry: registry.record_step(id, metrics))
-                self._metrics.step(metrics.tokens)
-            case JobCheckpoint(id=id, step=step):
-                await write(lambda registry: registry.record_checkpoint(id, step))
-                self.deaths.pop(id, None)
-
-    async def insist(self, write: Callable[[], Awaitable[T]], what: str) -> T:
-        """Write what must not be lost, again and again while the machine refuses it."""
+    async def retry(self, write: Callable[[], Awaitable[T]], what: str) -> T:
+        """Write what must not be lost; try again for as long as the machine refuses it."""
         return await self._retries.run(what, write)
 
-    async def _apply(self, message: JobMessage) -> None:
+    async def _apply(self, message: StateMessage) -> None:
         id = message.id
         match message:
             case JobStarted(total_steps=total, resumed_from=step):
                 await self._registry.with_reserve(lambda registry: registry.record_start(id, total, step))
-            case JobProgress() | JobCheckpoint():
-                await self._record(message, self._registry)
             case JobPaused():
                 await self._registry.with_reserve(lambda registry: registry.set_state(id, JobState.PAUSED))
             case JobWaiting(message=text):
@@ -219,8 +151,8 @@ class JobRecorder:
             await self.end(id, lambda registry: registry.succeed(id, record))
 
     async def end(self, id: str, change: Callable[[Registry], JobRecord]) -> JobRecord:
-        """Commit a job's end; then its corpus and its checkpoints go. Once it is committed nothing is raised: another
-        attempt would find the job ended."""
+        """Commit a job's end, then delete its corpus and checkpoints. Nothing is raised after the commit: another attempt
+        would find the job ended."""
         record = await self._registry.with_reserve(change)
         self.deaths.pop(id, None)
         self._metrics.job_ended(record.state)
@@ -231,11 +163,11 @@ class JobRecorder:
                 log.warning("job %s: its files stay: %s", id, error)
         return record
 
-    async def _contradict(self, message: JobMessage, error: CoserveError) -> None:
-        """The engine runs what the registry says is over: it is told so, and what it published goes. Raises nothing."""
+    async def _correct_engine(self, message: JobMessage, error: CoserveError) -> None:
+        """The engine runs a job that has ended in the registry: cancel it there and delete what it published. Never raises."""
         log.warning("job %s: %s refused: %s", message.id, type(message).__name__, error.message)
         try:
-            record = await self.insist(lambda: self._find(message.id), f"job {message.id}")
+            record = await self.retry(lambda: self._find(message.id), f"job {message.id}")
             if isinstance(message, JobSucceeded):
                 if record is not None and record.result == message.ref:
                     return  # it is this adapter's own job: the message came twice
@@ -253,26 +185,3 @@ class JobRecorder:
             return await self._registry(lambda registry: registry.job(id))
         except JobNotFound:
             return None
-
-    # ---- who watches
-
-    @contextmanager
-    def watch(self, job: str) -> Iterator[asyncio.Event]:
-        """An event that is set whenever something about the job is new on disk."""
-        event = asyncio.Event()
-        self._watchers.setdefault(job, set()).add(event)
-        try:
-            yield event
-        finally:
-            watchers = self._watchers[job]
-            watchers.discard(event)
-            if not watchers:
-                del self._watchers[job]
-
-    def announce(self, job: str) -> None:
-        for event in self._watchers.get(job, ()):
-            event.set()
-
-    def announce_all(self) -> None:
-        for job in self._watchers:
-            self.announce(job)

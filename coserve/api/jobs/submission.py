@@ -1,4 +1,4 @@
-"""From a fine-tuning request to a job that can be accepted: settings checked, corpus tokenised."""
+"""Checks a fine-tuning request and tokenises its corpus."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ SMALL_FILE = 64 << 10
 
 
 class Submission:
-    """Checks what a job needs, before anything of it is kept. `clock` gives seconds since the epoch."""
+    """Prepares jobs; nothing is stored yet. `clock` returns seconds since the epoch."""
 
     def __init__(
         self,
@@ -58,7 +58,7 @@ class Submission:
     async def prepare(
         self, request: FinetuneRequest, upload: Path | None, spec: BaseSpec
     ) -> tuple[JobRecord, PendingCorpus]:
-        """The job's record (its version is still to be given out) and its corpus.
+        """The job's record, whose version is not final, and its corpus.
 
         Raises `InvalidRequest`, `CorpusError` leaves (with the line), `AdapterNotFound`, `BaseMismatch`,
         `ForbiddenPath`.
@@ -68,7 +68,7 @@ class Submission:
         asked, _ = choose_training(request.training, rows=1, tokens=1, hidden=spec.hidden)
         check_training(asked)  # before the corpus is read
         longest = longest_row(asked, spec.context, limit)
-        source, lora = await self._shape(request, spec)
+        source, lora = await self._adapter_settings(request, spec)
         corpus = await self._tokenize(self._source(request, upload), longest)
         try:
             training, auto = choose_training(
@@ -106,8 +106,10 @@ class Submission:
         )
         return record, corpus
 
-    async def _shape(self, request: FinetuneRequest, spec: BaseSpec) -> tuple[AdapterRecord | None, LoraSettings]:
-        """What to start from: an adapter and its shape, or nothing and the settings of the request."""
+    async def _adapter_settings(
+        self, request: FinetuneRequest, spec: BaseSpec
+    ) -> tuple[AdapterRecord | None, LoraSettings]:
+        """The adapter to continue from and its settings, or None and the settings of the request."""
         if request.continue_from is None:
             lora = request.lora or LoraSettings()
             try:
@@ -126,13 +128,13 @@ class Submission:
         return record, await self._inspection.settings(self._folder.adapter(record.ref), spec)
 
     async def _tokenize(self, source: list[dict[str, Any]] | Path, longest: int) -> PendingCorpus:
-        """A few rows in a thread, a file that may be large in a helper process, which ends when the client leaves."""
+        """Small corpora in a thread, large files in a helper process, which is killed when the client leaves."""
         if isinstance(source, list):
             return await asyncio.to_thread(tokenize_rows, parse_rows(source), self._tokenizer, longest)
         size = (await asyncio.to_thread(source.stat)).st_size
         if size <= SMALL_FILE:
             return await asyncio.to_thread(tokenize_rows, parse_jsonl(source), self._tokenizer, longest)
-        folder = self._folder.staging / f"corpus-{secrets.token_hex(8)}"  # what is half written has a name of its own
+        folder = self._folder.staging / f"corpus-{secrets.token_hex(8)}"  # partial files have a unique name
         try:
             found = await self._helpers.run(tokenize_file, TokenizeFile(str(source), str(folder / "corpus"), longest))
         except BaseException:

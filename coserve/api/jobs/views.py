@@ -1,4 +1,4 @@
-"""Jobs as the API shows them, and their story as it goes on."""
+"""Jobs and their events as the API shows them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ MAX_WATCHERS = 256
 
 
 class JobViews:
-    """What the registry says of jobs."""
+    """Reads jobs and events from the registry."""
 
     def __init__(self, registry: RegistryThread, recorder: JobRecorder) -> None:
         self._registry, self._recorder = registry, recorder
@@ -28,7 +28,7 @@ class JobViews:
     def stop(self, error: EngineUnavailable) -> None:
         """Every stream of events ends with `error`; who followed one may come back to the next daemon."""
         self._stopped = error
-        self._recorder.announce_all()
+        self._recorder.watchers.notify_all()
 
     async def get(self, id: str) -> Job:
         """Raises `JobNotFound`."""
@@ -37,26 +37,26 @@ class JobViews:
     async def list(self, after: str | None, limit: int) -> JobList:
         """Newest first. Raises `JobNotFound` for an unknown `after`."""
         records = await self._registry(lambda registry: registry.jobs(after=after, limit=limit + 1))
-        line = await self._line()
-        return JobList(data=[view(record, line) for record in records[:limit]], has_more=len(records) > limit)
+        positions = await self._queue_positions()
+        return JobList(data=[job_view(record, positions) for record in records[:limit]], has_more=len(records) > limit)
 
     async def states(self) -> builtins.list[JobState]:
         """Of all unfinished jobs."""
         return await self._registry(lambda registry: [record.state for record in registry.unfinished()])
 
-    async def _line(self) -> dict[str, int]:
-        """Place in the queue of each queued job; 0 is next."""
+    async def _queue_positions(self) -> dict[str, int]:
+        """Position of each queued job; 0 is next."""
         queued = await self._registry(lambda registry: registry.jobs(limit=-1, states=(JobState.QUEUED,)))
-        return {record.spec.id: place for place, record in enumerate(reversed(queued))}
+        return {record.spec.id: position for position, record in enumerate(reversed(queued))}
 
     async def _events(self, id: str, after: int) -> builtins.list[JobEvent]:
         return await self._registry(lambda registry: registry.events(id, after=after))
 
     async def show(self, record: JobRecord) -> Job:
-        return view(record, await self._line() if record.state is JobState.QUEUED else {})
+        return job_view(record, await self._queue_positions() if record.state is JobState.QUEUED else {})
 
     async def events(self, id: str, after: int, heartbeat: float) -> AsyncGenerator[JobEvent | None, None]:
-        """The story from event `after` on, live until the job's end; None every `heartbeat` seconds of silence.
+        """Events after `after`, live until the job's end; None after every `heartbeat` seconds without one.
 
         Raises, before the first event, `JobNotFound` and `QueueFull`; `EngineUnavailable` when the daemon stops.
         """
@@ -64,9 +64,9 @@ class JobViews:
             raise QueueFull(f"{MAX_WATCHERS} streams of events are open already")
         self._watching += 1
         try:
-            with self._recorder.watch(id) as news:
+            with self._recorder.watchers.watch(id) as changed:
                 while True:
-                    news.clear()
+                    changed.clear()
                     record = await self._registry(lambda registry: registry.job(id))
                     events = await self._events(id, after)
                     for event in events:
@@ -80,15 +80,15 @@ class JobViews:
                         raise self._stopped
                     try:
                         async with asyncio.timeout(heartbeat):
-                            await news.wait()
+                            await changed.wait()
                     except TimeoutError:
                         yield None
         finally:
             self._watching -= 1
 
 
-def view(record: JobRecord, line: dict[str, int]) -> Job:
-    """A job as the API shows it; `line`: places of the queued ones."""
+def job_view(record: JobRecord, positions: dict[str, int]) -> Job:
+    """A job in the API's format. `positions`: those of queued jobs."""
     spec, metrics = record.spec, record.metrics
     left = record.total_steps - record.step
     return Job(
@@ -100,7 +100,7 @@ def view(record: JobRecord, line: dict[str, int]) -> Job:
         created_at=record.created_at,
         started_at=record.started_at,
         finished_at=record.finished_at,
-        queue_position=line.get(spec.id) if record.state is JobState.QUEUED else None,
+        queue_position=positions.get(spec.id) if record.state is JobState.QUEUED else None,
         step=record.step,
         total_steps=record.total_steps,
         progress=1.0 if record.state is JobState.SUCCEEDED else record.step / max(1, record.total_steps),

@@ -1,0 +1,34 @@
+"""What whoever submitted a job should know about it."""
+
+from __future__ import annotations
+
+import logging
+
+from coserve.corpus.staging import PendingCorpus
+from coserve.errors import CoserveError
+from coserve.state.registry import Registry
+from coserve.types import JobSpec
+
+log = logging.getLogger(__name__)
+
+
+def replacement_notes(job: JobSpec, current: int | None) -> tuple[str, ...]:
+    """A note for a job whose adapter has versions already and that does not continue from one of them."""
+    if current is None or (job.init_from is not None and job.init_from.id == job.adapter):
+        return ()
+    name, version = job.adapter, job.version
+    note = (
+        f"this job makes version {version} of {name!r} anew: once it succeeds, {name!r} means version {version} instead "
+        f"of version {current}, which stays as {name}@{current}; to go on from it, set continue_from to {name!r}; to keep "
+        "both names apart, choose another one"
+    )
+    return (note,)
+
+
+def record_cut_rows(registry: Registry, id: str, corpus: PendingCorpus) -> None:
+    """Add an event about rows that were cut. The job stays accepted if the event cannot be written."""
+    try:
+        text = f"{corpus.rows_cut} of {corpus.rows} rows were longer than max_length and lost a part"
+        registry.record_message(id, text, level="warning")
+    except CoserveError as error:
+        log.warning("job %s: %s", id, error.message)

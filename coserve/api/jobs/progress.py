@@ -1,0 +1,114 @@
+"""Writes the steps and checkpoints of jobs into the registry, late where the disk refuses them."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import Counter, deque
+from collections.abc import Awaitable, Callable
+from functools import partial
+
+from coserve.api.jobs.watchers import JobWatchers
+from coserve.api.metrics.prometheus import Metrics
+from coserve.errors import CoserveError, JobNotFound, StorageBusy, StorageError, WrongJobState
+from coserve.link import JobCheckpoint, JobProgress
+from coserve.state.registry import Registry
+from coserve.state.retries import Backoff, Retries
+from coserve.state.thread import RegistryThread
+
+log = logging.getLogger(__name__)
+
+Progress = JobProgress | JobCheckpoint
+Write = Callable[[Callable[[Registry], object]], Awaitable[object]]
+"""`RegistryThread` itself, or its `with_reserve`."""
+
+
+class ProgressWriter:
+    """Progress that the disk refuses waits in memory, so that no change of a job's state waits for it.
+
+    `deaths`: engines that ended while they ran a job, since its last checkpoint; a checkpoint clears the job's count.
+    """
+
+    def __init__(
+        self,
+        registry: RegistryThread,
+        metrics: Metrics,
+        watchers: JobWatchers,
+        deaths: Counter[str],
+        *,
+        backoff: Backoff,
+        sleep: Callable[[float], Awaitable[None]],
+    ) -> None:
+        self._registry, self._metrics, self._watchers, self._deaths = registry, metrics, watchers, deaths
+        self._retries = Retries(backoff, sleep=sleep)
+        self._lock_retries = Retries(backoff, errors=StorageBusy, sleep=sleep)
+        self._late: dict[str, deque[Progress]] = {}
+        """Unwritten progress of each job, oldest first. A job whose checkpoint finds no space waits, so this is at most
+        the steps between two checkpoints."""
+        self._catching_up: asyncio.Task[None] | None = None
+        self._writing_late = asyncio.Lock()
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What is being tried again, for /health."""
+        return self._retries.notes + self._lock_retries.notes
+
+    async def write(self, message: Progress) -> None:
+        """Write the message now, or keep it for later where the disk refuses it."""
+        if message.id in self._late:
+            self._postpone(message)
+            return
+        try:
+            await self._lock_retries.run(f"progress of job {message.id}", lambda: self._record(message, self._registry))
+        except StorageError:
+            self._postpone(message)
+
+    async def flush(self, id: str) -> None:
+        """Write a job's late progress before a change of its state, with the space that is kept back for a full disk."""
+        if id not in self._late:
+            return
+        try:
+            await self._write_late(id, self._registry.with_reserve)
+        except StorageError as error:
+            log.warning("job %s: its last steps are written later: %s", id, error.message)
+        except CoserveError:
+            self._late.pop(id, None)
+
+    async def close(self) -> None:
+        """Write all late progress, with the reserved space if need be; what does not fit is lost with the process."""
+        if self._catching_up is not None:
+            async with self._writing_late:  # a step that is being written is written once
+                self._catching_up.cancel()
+        for id in list(self._late):
+            await self.flush(id)
+
+    def _postpone(self, message: Progress) -> None:
+        self._late.setdefault(message.id, deque()).append(message)
+        if self._catching_up is None or self._catching_up.done():
+            self._catching_up = asyncio.create_task(self._catch_up())
+
+    async def _catch_up(self) -> None:
+        """Write all late progress as soon as the disk takes it."""
+        while self._late:
+            id = next(iter(self._late))
+            try:
+                await self._retries.run("progress of jobs", partial(self._write_late, id, self._registry))
+            except (WrongJobState, JobNotFound):  # the job was deleted meanwhile
+                self._late.pop(id, None)
+            self._watchers.notify(id)
+
+    async def _write_late(self, id: str, write: Write) -> None:
+        async with self._writing_late:
+            while waiting := self._late.get(id):
+                await self._record(waiting[0], write)
+                waiting.popleft()
+            self._late.pop(id, None)
+
+    async def _record(self, message: Progress, write: Write) -> None:
+        match message:
+            case JobProgress(id=id, metrics=metrics):
+                await write(lambda registry: registry.record_step(id, metrics))
+                self._metrics.step(metrics.tokens)
+            case JobCheckpoint(id=id, step=step):
+                await write(lambda registry: registry.record_checkpoint(id, step))
+                self._deaths.pop(id, None)

@@ -1,0 +1,35 @@
+"""Who waits for news of which job."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+
+class JobWatchers:
+    """Events by job id. They are set after a change of the job was committed."""
+
+    def __init__(self) -> None:
+        self._events: dict[str, set[asyncio.Event]] = {}
+
+    @contextmanager
+    def watch(self, job: str) -> Iterator[asyncio.Event]:
+        """An event that is set at each change of the job; the caller clears it."""
+        event = asyncio.Event()
+        self._events.setdefault(job, set()).add(event)
+        try:
+            yield event
+        finally:
+            watchers = self._events[job]
+            watchers.discard(event)
+            if not watchers:
+                del self._events[job]
+
+    def notify(self, job: str) -> None:
+        for event in self._events.get(job, ()):
+            event.set()
+
+    def notify_all(self) -> None:
+        for job in self._events:
+            self.notify(job)
