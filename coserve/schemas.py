@@ -12,24 +12,31 @@ from typing import Annotated, Any, Literal
 
 from msgspec import UNSET, Meta, UnsetType
 
+from coserve.limits import (
+    MAX_MESSAGES,
+    MAX_ROWS,
+    AuthorName,
+    CacheSalt,
+    Choices,
+    LocalPath,
+    LogitBias,
+    LogprobCount,
+    MinP,
+    Penalty,
+    RepetitionPenalty,
+    Seconds,
+    Seed,
+    StopText,
+    StopTexts,
+    StopTokenIds,
+    Temperature,
+    TokenCount,
+    TokenId,
+    TopK,
+    TopP,
+)
 from coserve.names import MAX_VERSION, AdapterName, AdapterRefText
 from coserve.types import JobState, LoraSettings, StepMetrics, TrainingRequest, TrainingSettings, Wire
-
-MAX_CHOICES = 16
-MAX_STOPS = 16
-MAX_LOGPROBS = 20
-MAX_PROMPT_LOGPROBS = 1 << 18
-"""Most log-probabilities of one prompt: its tokens times `prompt_logprobs + 1`."""
-MAX_LOGIT_BIAS = 1024
-MAX_ROWS = 1_000_000
-PAGE_LIMIT = 100
-"""Most entries of one page of a list."""
-PAGE_SIZE = 20
-"""Entries of a page unless `limit` is given."""
-
-TokenId = Annotated[int, Meta(ge=0, le=(1 << 31) - 1)]
-StopText = Annotated[str, Meta(min_length=1, max_length=256)]
-Seconds = Annotated[float, Meta(ge=0.001, le=3600)]
 
 
 class ChatMessage(Wire, frozen=True):
@@ -37,50 +44,50 @@ class ChatMessage(Wire, frozen=True):
 
     role: Literal["system", "user", "assistant", "tool"]
     content: str
-    name: Annotated[str, Meta(max_length=64)] | None = None
+    name: AuthorName | None = None
 
 
 class GenerateRequest(Wire, frozen=True, omit_defaults=True):
     """`POST /generate`. Exactly one of `prompt` (text or token ids) and `messages`."""
 
     prompt: str | list[TokenId] | None = None
-    messages: Annotated[list[ChatMessage], Meta(max_length=1024)] | None = None
+    messages: Annotated[list[ChatMessage], Meta(max_length=MAX_MESSAGES)] | None = None
     adapter: AdapterRefText | None = None
     """None: the base itself."""
     stream: bool = False
-    n: Annotated[int, Meta(ge=1, le=MAX_CHOICES)] = 1
+    n: Choices = 1
     """Choices to generate; choice i uses `seed + i`."""
-    max_tokens: Annotated[int, Meta(ge=0, le=1 << 20)] | None = 128
+    max_tokens: TokenCount | None = 128
     """At most the base's context; generation ends where the context does. None: as many as fit; 0, with
     `prompt_logprobs`: nothing is generated."""
-    min_tokens: Annotated[int, Meta(ge=0, le=1 << 20)] = 0
-    temperature: Annotated[float, Meta(ge=0, le=100)] = 1.0
+    min_tokens: TokenCount = 0
+    temperature: Temperature = 1.0
     """0: always the likeliest token."""
-    top_k: Annotated[int, Meta(ge=0, le=(1 << 31) - 1)] = 0
+    top_k: TopK = 0
     """0: off."""
-    top_p: Annotated[float, Meta(gt=0, le=1)] = 1.0
-    min_p: Annotated[float, Meta(ge=0, le=1)] = 0.0
-    repetition_penalty: Annotated[float, Meta(ge=0.01, le=10)] = 1.0
-    presence_penalty: Annotated[float, Meta(ge=-2, le=2)] = 0.0
-    frequency_penalty: Annotated[float, Meta(ge=-2, le=2)] = 0.0
-    stop: StopText | Annotated[list[StopText], Meta(max_length=MAX_STOPS)] | None = None
+    top_p: TopP = 1.0
+    min_p: MinP = 0.0
+    repetition_penalty: RepetitionPenalty = 1.0
+    presence_penalty: Penalty = 0.0
+    frequency_penalty: Penalty = 0.0
+    stop: StopText | StopTexts | None = None
     """Texts that end the choice; they are not part of its text."""
     include_stop_str_in_output: bool = False
     """What ended the choice is part of its text after all."""
-    stop_token_ids: Annotated[list[TokenId], Meta(max_length=MAX_STOPS)] = []
+    stop_token_ids: StopTokenIds = []
     ignore_eos: bool = False
-    logit_bias: Annotated[dict[TokenId, Annotated[float, Meta(ge=-100, le=100)]], Meta(max_length=MAX_LOGIT_BIAS)] = {}
-    logprobs: Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)] | None = None
+    logit_bias: LogitBias = {}
+    logprobs: LogprobCount | None = None
     """Log-probability of each token and of so many likeliest ones; None: none."""
-    prompt_logprobs: Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)] | None = None
+    prompt_logprobs: LogprobCount | None = None
     """The same for the prompt's tokens."""
     return_prompt_ids: bool = False
     """The answer shows the prompt's token ids."""
     skip_special_tokens: bool = True
     """Special tokens are not part of the text."""
-    seed: Annotated[int, Meta(ge=0, le=(1 << 62) - 1)] | None = None
+    seed: Seed | None = None
     """None: a random one, which the answer repeats."""
-    cache_salt: Annotated[str, Meta(max_length=256)] = ""
+    cache_salt: CacheSalt = ""
     """Only requests with the same one share what the prefix cache holds of their prompts."""
     slo_ttft: Seconds | None = None
     slo_tpot: Seconds | None = None
@@ -189,7 +196,7 @@ class FinetuneRequest(Wire, frozen=True, omit_defaults=True):
 
     adapter: AdapterName
     data: Annotated[list[dict[str, Any]], Meta(max_length=MAX_ROWS, description=ROWS)] | None = None
-    path: Annotated[str, Meta(min_length=1, max_length=4096)] | None = None
+    path: LocalPath | None = None
     """A JSONL file under the daemon's `data_root`."""
     continue_from: AdapterRefText | None = None
     """Go on from this adapter instead of a new one; then `lora` must be left out."""
@@ -292,7 +299,7 @@ class ImportRequest(Wire, frozen=True, omit_defaults=True):
     """
 
     name: AdapterName
-    path: Annotated[str, Meta(min_length=1, max_length=4096)] | None = None
+    path: LocalPath | None = None
     """A folder under the daemon's `data_root`."""
 
 

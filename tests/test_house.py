@@ -15,7 +15,7 @@ PACKAGE = ROOT / "coserve"
 FILES = sorted(PACKAGE.rglob("*.py"))
 
 LAYERS = (
-    {"types", "names", "errors", "hints", "cancellation", "processes"},
+    {"types", "names", "limits", "errors", "hints", "cancellation", "processes"},
     {"logprobs"},
     {"link", "config", "schemas", "pretrained", "kernels"},
     {"client", "logs", "model", "queues", "memory"},

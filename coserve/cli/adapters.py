@@ -9,7 +9,8 @@ import msgspec
 import typer
 
 from coserve.cli.common import DEFAULT_URL, AsJson, Key, Limit, Url, connect, say_more
-from coserve.schemas import PAGE_SIZE, Adapter
+from coserve.limits import PAGE_SIZE
+from coserve.schemas import Adapter
 
 adapters_app = typer.Typer(no_args_is_help=True, help="List, import, download, roll back and delete adapters.")
 

@@ -9,7 +9,7 @@ import typer
 
 from coserve.client import Client, RetryPolicy
 from coserve.client.asynchronous import DEFAULT_URL
-from coserve.schemas import PAGE_LIMIT
+from coserve.limits import PAGE_LIMIT
 
 __all__ = ["DEFAULT_URL", "RETRY", "AsJson", "Key", "Limit", "Url", "connect", "say_more"]
 

@@ -13,7 +13,8 @@ import typer
 from coserve.cli.common import DEFAULT_URL, AsJson, Key, Limit, Url, connect, say_more
 from coserve.cli.jobtable import chosen_line, cut_line, job_line, job_table
 from coserve.client import JobHandle
-from coserve.schemas import PAGE_SIZE, Job
+from coserve.limits import PAGE_SIZE
+from coserve.schemas import Job
 from coserve.types import LoraSettings
 
 LORA = LoraSettings()

@@ -6,8 +6,9 @@ from collections.abc import Sequence
 
 from coserve.api.generation.async_tokenizer import AsyncTokenizer, check_tokens
 from coserve.errors import EmptyPrompt, InvalidRequest, PromptTooLong
+from coserve.limits import MAX_PROMPT_LOGPROBS
 from coserve.pretrained.chat import Message
-from coserve.schemas import MAX_PROMPT_LOGPROBS, ChatMessage, GenerateRequest
+from coserve.schemas import ChatMessage, GenerateRequest
 from coserve.types import BaseSpec, SamplingParams
 
 LONGEST_TOKEN = 256

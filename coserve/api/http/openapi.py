@@ -10,7 +10,7 @@ import msgspec
 
 from coserve import __version__
 from coserve.api.http.route import Route, Schema
-from coserve.schemas import PAGE_LIMIT, PAGE_SIZE
+from coserve.limits import PAGE_LIMIT, PAGE_SIZE
 
 _REF = "#/components/schemas/{name}"
 _QUERY: dict[str, dict[str, Any]] = {

@@ -13,8 +13,8 @@ from coserve.api.http.body_types import alternatives, drop_empty
 from coserve.api.openai.schemas import UNSUPPORTED
 from coserve.errors import ForbiddenPath, InvalidRequest, MalformedJson, NotFound, UnknownField
 from coserve.hints import fields_of, hint
+from coserve.limits import PAGE_LIMIT, PAGE_SIZE
 from coserve.names import NAME_RULE, is_adapter_ref, split_ref
-from coserve.schemas import PAGE_LIMIT, PAGE_SIZE
 from coserve.state.durable import disk_errors
 
 T = TypeVar("T")

@@ -6,8 +6,9 @@ from coserve.api.openai.requests import adapter_of
 from coserve.api.openai.schemas import Model, ModelList
 from coserve.api.service import Service
 from coserve.errors import AdapterNotFound
+from coserve.limits import PAGE_LIMIT
 from coserve.names import split_ref
-from coserve.schemas import PAGE_LIMIT, Adapter
+from coserve.schemas import Adapter
 from coserve.types import BaseSpec
 
 

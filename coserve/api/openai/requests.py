@@ -16,8 +16,9 @@ from coserve.api.openai.schemas import (
     StreamOptions,
 )
 from coserve.errors import AdapterNotFound, EmptyPrompt, InvalidRequest
+from coserve.limits import TokenId
 from coserve.names import is_adapter_ref
-from coserve.schemas import ChatMessage, GenerateRequest, TokenId
+from coserve.schemas import ChatMessage, GenerateRequest
 from coserve.types import BaseSpec
 
 DEFAULT_TOKENS = 16

@@ -11,13 +11,33 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import UNSET, Meta, UnsetType
 
-from coserve.schemas import MAX_CHOICES, MAX_LOGIT_BIAS, MAX_LOGPROBS, MAX_STOPS, Seconds, StopText, TokenId
+from coserve.limits import (
+    MAX_MESSAGES,
+    MAX_SEED,
+    MAX_TOP_K,
+    AuthorName,
+    CacheSalt,
+    Choices,
+    LogitBias,
+    LogprobCount,
+    MinP,
+    Penalty,
+    PositiveTokenCount,
+    RepetitionPenalty,
+    Seconds,
+    StopText,
+    StopTexts,
+    StopTokenIds,
+    Temperature,
+    TokenCount,
+    TokenId,
+    TopP,
+)
 from coserve.types import Wire
 
 MAX_PROMPTS = 1024
 MAX_SEQUENCES = 1024
 """Most prompts times choices of one request."""
-MAX_MESSAGES = 1024
 
 UNSUPPORTED = frozenset(
     {
@@ -57,32 +77,30 @@ class SharedParams(Wire, frozen=True):
     """The base's name (or null), `adapter` or `adapter@version`."""
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    n: Annotated[int, Meta(ge=1, le=MAX_CHOICES)] | None = None
+    n: Choices | None = None
     """Choices of each prompt; choice i uses `seed + i`."""
-    temperature: Annotated[float, Meta(ge=0, le=100)] | None = None
-    top_p: Annotated[float, Meta(gt=0, le=1)] | None = None
-    seed: Annotated[int, Meta(ge=-1, le=(1 << 62) - 1)] | None = None
+    temperature: Temperature | None = None
+    top_p: TopP | None = None
+    seed: Annotated[int, Meta(ge=-1, le=MAX_SEED)] | None = None
     """null or -1: a random one."""
-    stop: StopText | Annotated[list[StopText], Meta(max_length=MAX_STOPS)] | None = None
-    presence_penalty: Annotated[float, Meta(ge=-2, le=2)] | None = None
-    frequency_penalty: Annotated[float, Meta(ge=-2, le=2)] | None = None
-    logit_bias: (
-        Annotated[dict[TokenId, Annotated[float, Meta(ge=-100, le=100)]], Meta(max_length=MAX_LOGIT_BIAS)] | None
-    ) = None
+    stop: StopText | StopTexts | None = None
+    presence_penalty: Penalty | None = None
+    frequency_penalty: Penalty | None = None
+    logit_bias: LogitBias | None = None
 
-    top_k: Annotated[int, Meta(ge=-1, le=(1 << 31) - 1)] | None = None
+    top_k: Annotated[int, Meta(ge=-1, le=MAX_TOP_K)] | None = None
     """-1 or 0: off."""
-    min_p: Annotated[float, Meta(ge=0, le=1)] | None = None
-    repetition_penalty: Annotated[float, Meta(ge=0.01, le=10)] | None = None
-    stop_token_ids: Annotated[list[TokenId], Meta(max_length=MAX_STOPS)] | None = None
+    min_p: MinP | None = None
+    repetition_penalty: RepetitionPenalty | None = None
+    stop_token_ids: StopTokenIds | None = None
     include_stop_str_in_output: bool | None = None
     ignore_eos: bool | None = None
-    min_tokens: Annotated[int, Meta(ge=0, le=1 << 20)] | None = None
+    min_tokens: TokenCount | None = None
     skip_special_tokens: bool | None = None
     return_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = None
     """Log-probabilities name tokens as `token_id:123`."""
-    cache_salt: Annotated[str, Meta(max_length=256)] | None = None
+    cache_salt: CacheSalt | None = None
     """Only requests with the same one share what the prefix cache holds."""
     slo_ttft: Seconds | None = None
     slo_tpot: Seconds | None = None
@@ -114,11 +132,11 @@ class CompletionRequest(SharedParams, frozen=True, kw_only=True):
 
     prompt: str | Annotated[list[str | TokenId | list[TokenId]], Meta(min_length=1)]
     """A text, token ids, or a list of texts or of token ids. Nothing is added to token ids."""
-    max_tokens: Annotated[int, Meta(ge=0, le=1 << 20)] | None = None
+    max_tokens: TokenCount | None = None
     """null: 16. 0, with `echo`: the prompt is scored, nothing generated."""
     echo: bool | None = None
     """The prompt comes before the text, with its log-probabilities if `logprobs` are asked for."""
-    logprobs: Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)] | None = None
+    logprobs: LogprobCount | None = None
     suffix: Any = None
 
 
@@ -137,19 +155,19 @@ class OpenAIMessage(Wire, frozen=True):
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: str | Annotated[list[ContentPart], Meta(max_length=MAX_MESSAGES)] | None = None
     """Parts are joined by line breaks, as in vLLM."""
-    name: Annotated[str, Meta(max_length=64)] | None = None
+    name: AuthorName | None = None
 
 
 class ChatRequest(SharedParams, frozen=True, kw_only=True):
     """`POST /v1/chat/completions`."""
 
     messages: Annotated[list[OpenAIMessage], Meta(max_length=MAX_MESSAGES)]
-    max_completion_tokens: Annotated[int, Meta(ge=1, le=1 << 20)] | None = None
+    max_completion_tokens: PositiveTokenCount | None = None
     """null: as many as fit."""
-    max_tokens: Annotated[int, Meta(ge=1, le=1 << 20)] | None = None
+    max_tokens: PositiveTokenCount | None = None
     """The old name."""
     logprobs: bool | None = None
-    top_logprobs: Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)] | None = None
+    top_logprobs: LogprobCount | None = None
     parallel_tool_calls: Any = None
     tools: Any = None
     tool_choice: Any = None

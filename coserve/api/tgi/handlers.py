@@ -37,7 +37,8 @@ from coserve.api.tgi.schemas import (
 )
 from coserve.config import Config
 from coserve.errors import CoserveError, InvalidRequest, QueueFull
-from coserve.schemas import MAX_CHOICES, MAX_STOPS, GenerateChunk, GenerateRequest, PromptLogprob
+from coserve.limits import MAX_CHOICES, MAX_STOPS
+from coserve.schemas import GenerateChunk, GenerateRequest, PromptLogprob
 
 DEFAULT_TOKENS = 100
 

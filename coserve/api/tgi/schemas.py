@@ -6,8 +6,19 @@ from typing import Annotated, Any, Literal
 
 from msgspec import UNSET, Meta, UnsetType
 
+from coserve.limits import (
+    Choices,
+    LogprobCount,
+    Penalty,
+    PositiveTokenCount,
+    RepetitionPenalty,
+    Seed,
+    StopTexts,
+    Temperature,
+    TopK,
+    TopP,
+)
 from coserve.names import VERSIONED_NAME
-from coserve.schemas import MAX_CHOICES, MAX_LOGPROBS, MAX_STOPS, StopText
 from coserve.types import Wire
 
 BASE_NAME = "__base_model__"
@@ -21,28 +32,28 @@ class TgiParameters(Wire, frozen=True):
 
     adapter_id: AdapterId | None = None
     """`name` or `name@version` of an adapter here; null, empty or `__base_model__`: the base."""
-    max_new_tokens: Annotated[int, Meta(ge=1, le=1 << 20)] | None = None
+    max_new_tokens: PositiveTokenCount | None = None
     """null: 100."""
-    temperature: Annotated[float, Meta(ge=0, le=100)] | None = None
+    temperature: Temperature | None = None
     """0: always the likeliest token."""
-    top_k: Annotated[int, Meta(ge=0, le=(1 << 31) - 1)] | None = None
-    top_p: Annotated[float, Meta(gt=0, le=1)] | None = None
+    top_k: TopK | None = None
+    top_p: TopP | None = None
     do_sample: bool | None = None
     """Without it, and without `temperature`, `top_k` and `top_p`, the likeliest token is taken."""
-    repetition_penalty: Annotated[float, Meta(ge=0.01, le=10)] | None = None
-    frequency_penalty: Annotated[float, Meta(ge=-2, le=2)] | None = None
-    stop: Annotated[list[StopText], Meta(max_length=MAX_STOPS)] | None = None
+    repetition_penalty: RepetitionPenalty | None = None
+    frequency_penalty: Penalty | None = None
+    stop: StopTexts | None = None
     """Texts that end the answer; they are part of it."""
-    seed: Annotated[int, Meta(ge=0, le=(1 << 62) - 1)] | None = None
+    seed: Seed | None = None
     ignore_eos_token: bool | None = None
-    best_of: Annotated[int, Meta(ge=1, le=MAX_CHOICES)] | None = None
+    best_of: Choices | None = None
     """Of so many answers, the one with the largest mean log-probability. Above 1 it needs sampling, no seed, no stream."""
     details: bool | None = None
     decoder_input_details: bool | None = None
     """Log-probabilities of the prompt, and `details`; not in streams."""
-    top_n_tokens: Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)] | None = None
+    top_n_tokens: LogprobCount | None = None
     """TGI's: the likeliest tokens at each place."""
-    return_k_alternatives: Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)] | None = None
+    return_k_alternatives: LogprobCount | None = None
     """LoRAX's: the same, with each token."""
     return_full_text: bool | None = None
     """The prompt comes before the text."""

@@ -17,12 +17,12 @@ from coserve.api.http.bodies import SMALL_BODY, BodyReader
 from coserve.api.http.parsing import decode_dialect
 from coserve.api.http.responses import encoded_json, json_response
 from coserve.api.openai.requests import adapter_of, message_of
-from coserve.api.openai.schemas import MAX_MESSAGES, ModelName, OpenAIMessage
+from coserve.api.openai.schemas import ModelName, OpenAIMessage
 from coserve.api.service import Service
 from coserve.errors import InvalidRequest, QueueFull
+from coserve.limits import MAX_MESSAGES, TokenId
 from coserve.offload.protocol import Task, TaskContext
 from coserve.pretrained.tokenizer import Tokenizer
-from coserve.schemas import TokenId
 from coserve.types import Wire
 
 MAX_CHARACTERS = 4 << 20

@@ -1,0 +1,48 @@
+"""Limits of request fields, as types: one declaration refuses a value, documents the limit and names the field."""
+
+from __future__ import annotations
+
+from typing import Annotated, Final
+
+from msgspec import Meta
+
+MAX_CHOICES: Final = 16
+MAX_STOPS: Final = 16
+MAX_LOGPROBS: Final = 20
+MAX_PROMPT_LOGPROBS: Final = 1 << 18
+"""Most log-probabilities of one prompt: its tokens times `prompt_logprobs + 1`."""
+MAX_LOGIT_BIAS: Final = 1024
+MAX_MESSAGES: Final = 1024
+MAX_ROWS: Final = 1_000_000
+PAGE_LIMIT: Final = 100
+"""Most entries of one page of a list."""
+PAGE_SIZE: Final = 20
+"""Entries of a page unless `limit` is given."""
+
+MAX_SEED: Final = (1 << 62) - 1
+MAX_TOP_K: Final = (1 << 31) - 1
+
+TokenId = Annotated[int, Meta(ge=0, le=(1 << 31) - 1)]
+Choices = Annotated[int, Meta(ge=1, le=MAX_CHOICES)]
+TokenCount = Annotated[int, Meta(ge=0, le=1 << 20)]
+PositiveTokenCount = Annotated[int, Meta(ge=1, le=1 << 20)]
+Temperature = Annotated[float, Meta(ge=0, le=100)]
+TopK = Annotated[int, Meta(ge=0, le=MAX_TOP_K)]
+TopP = Annotated[float, Meta(gt=0, le=1)]
+MinP = Annotated[float, Meta(ge=0, le=1)]
+RepetitionPenalty = Annotated[float, Meta(ge=0.01, le=10)]
+Penalty = Annotated[float, Meta(ge=-2, le=2)]
+"""`presence_penalty` and `frequency_penalty`."""
+Seed = Annotated[int, Meta(ge=0, le=MAX_SEED)]
+StopText = Annotated[str, Meta(min_length=1, max_length=256)]
+StopTexts = Annotated[list[StopText], Meta(max_length=MAX_STOPS)]
+StopTokenIds = Annotated[list[TokenId], Meta(max_length=MAX_STOPS)]
+LogitBias = Annotated[dict[TokenId, Annotated[float, Meta(ge=-100, le=100)]], Meta(max_length=MAX_LOGIT_BIAS)]
+LogprobCount = Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)]
+"""How many of the likeliest tokens are shown with each token."""
+CacheSalt = Annotated[str, Meta(max_length=256)]
+AuthorName = Annotated[str, Meta(max_length=64)]
+"""`name` of a chat message."""
+Seconds = Annotated[float, Meta(ge=0.001, le=3600)]
+LocalPath = Annotated[str, Meta(min_length=1, max_length=4096)]
+"""A path under the daemon's `data_root`."""
