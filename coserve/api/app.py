@@ -1,4 +1,4 @@
-"""The application: routes behind the gate, and a server that waits for nobody's headers for ever."""
+"""The application: the routes behind the gate, and the server's limits."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from coserve.logs.setup import ACCESS
 CONNECTIONS = web.AppKey("connections", Connections)
 SERVICE = web.AppKey("service", Service)
 STREAMS_TIMEOUT = 5.0
-"""Seconds that answers under way have to end once the daemon stops."""
+"""Seconds that responses may still take once the daemon stops."""
 ROUTES = web.AppKey("routes", tuple[Route, ...])
 
 
@@ -61,14 +61,14 @@ def make_app(service: Service, config: Config, clock: Callable[[], float] = time
     routes = (*described, Route("GET", "/openapi.json", openapi, "This description"))
     document = msgspec.json.encode(describe_api(routes))
     gate = Gate(config, frozenset(route.name for route in routes if route.public))
-    shapes = {route.name: route.error_formats[0] for route in routes}
+    formats = {route.name: route.error_formats[0] for route in routes}
 
-    def shape_of(request: web.Request) -> ErrorFormat:
+    def format_of(request: web.Request) -> ErrorFormat:
         default = OPENAI_ERRORS if is_openai(request.path) else NATIVE_ERRORS
-        return shapes.get(request.match_info.route.name or "", default)
+        return formats.get(request.match_info.route.name or "", default)
 
     connections = Connections(config.max_connections, clock)
-    app = web.Application(middlewares=[guard(gate, service.metrics.answered, shape_of), connections.middleware()])
+    app = web.Application(middlewares=[guard(gate, service.metrics.answered, format_of), connections.middleware()])
     app[SERVICE], app[ROUTES], app[CONNECTIONS] = service, routes, connections
     for route in routes:
         app.router.add_route(route.method, route.pattern, route.handler, name=route.name)
@@ -78,12 +78,13 @@ def make_app(service: Service, config: Config, clock: Callable[[], float] = time
 
 
 async def _end_streams(app: web.Application) -> None:
-    """Nobody is served any more: requests in flight end with an error, streams with an event that says so."""
+    """On shutdown, requests in flight end with an error, event streams with an event that says so."""
     app[SERVICE].stop()
 
 
 def make_runner(app: web.Application, config: Config) -> web.AppRunner:
-    """The runner, with what aiohttp leaves open closed: deadlines for headers and for readers, no decompression, no log floods."""
+    """The runner with limits that aiohttp does not set: deadlines for headers and for readers, no decompression, no log
+    floods."""
     quiet = logging.getLogger("coserve.http")
     quiet.setLevel(
         logging.CRITICAL
@@ -95,7 +96,7 @@ def make_runner(app: web.Application, config: Config) -> web.AppRunner:
         # It runs from the connection's first byte on, and again after each answer: headers must be whole by then.
         keepalive_timeout=config.read_timeout,
         lingering_time=min(2.0, config.read_timeout),
-        handler_cancellation=True,  # a client that leaves takes its request with it
+        handler_cancellation=True,  # a client that leaves cancels its request
         auto_decompress=False,
         access_log=logging.getLogger(ACCESS) if config.access_log else None,
         access_log_class=AccessLogger,

@@ -1,4 +1,4 @@
-"""The engine as the API process sees it: there or not, what it said of itself, and how to send it something."""
+"""The API process's connection to the engine: its state, its description of itself, and sending."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from coserve.types import AdapterRef, BaseSpec
 
 
 class EngineClient:
-    """The link to the engine of this moment; `starts` counts engines."""
+    """The link to the current engine, if there is one. `starts` counts engines."""
 
     def __init__(self) -> None:
         self._link: Link[ToEngine, FromEngine] | None = None
@@ -18,7 +18,7 @@ class EngineClient:
         self.stats: EngineStats | None = None
         self.starts = 0
         self.troubles: tuple[str, ...] = ()
-        """Why there is no engine, where one died."""
+        """Why the last engine died, while there is no other."""
         self._failed_starts = 0
 
     @property
@@ -33,7 +33,7 @@ class EngineClient:
         return self.ready.spec
 
     def name(self) -> str:
-        """The base's, empty before the first engine."""
+        """The base's name; empty before the first engine."""
         return "" if self.ready is None else self.ready.spec.name
 
     @property
@@ -43,7 +43,7 @@ class EngineClient:
         return context if self.ready is None else min(context, self.ready.kv_tokens)
 
     def send(self, message: ToEngine) -> None:
-        """Raises `EngineUnavailable` if nobody would read it."""
+        """Raises `EngineUnavailable` if there is no engine."""
         if self._link is None:
             raise EngineUnavailable("the engine stopped and is being restarted")
         self._link.send(message)
@@ -54,16 +54,16 @@ class EngineClient:
 
     @property
     def restarts(self) -> int:
-        """Times that an engine was started again, or will be now, because the one before had died while it started."""
+        """Restarts so far, failed ones included."""
         return max(0, self.starts - 1) + self._failed_starts
 
     def failed(self, note: str, *, started: bool) -> None:
-        """The engine died; `started`: it had been ready."""
+        """The engine died. `started`: it had become ready."""
         self.troubles = (note,)
         self._failed_starts += not started
 
     def note(self, notes: tuple[str, ...]) -> None:
-        """The engine says something else of itself than when it was ready."""
+        """Replace the notes that the engine sent when it became ready."""
         if self.ready is not None:
             self.ready = msgspec.structs.replace(self.ready, notes=notes)
 

@@ -1,7 +1,7 @@
-"""The API process behind its routes: one connection to the engine, and what is done with it.
+"""The API process behind its routes: requests, jobs, adapters, and one connection to the engine.
 
-Messages about requests go straight to them; messages about jobs go through the ledger, so that a token never waits for
-a disk. The registry is written before anybody is told.
+Engine messages about requests are delivered at once; those about jobs go through the recorder, so that a token never
+waits for a disk. The registry is written before any client is told.
 """
 
 from __future__ import annotations
@@ -44,12 +44,12 @@ from coserve.state.thread import RegistryThread
 
 log = logging.getLogger(__name__)
 
-MAX_READING = 2
-"""Processes for large requests."""
+MAX_BODY_HELPERS = 2
+"""Helper processes that decode large bodies."""
 
 
 class Service:
-    """Made without an engine; `attach` gives it one, again after each that died."""
+    """Starts without an engine; `attach` connects one, also after an engine died."""
 
     def __init__(self, config: Config, folder: DataFolder, registry: RegistryThread, tokenizer: Tokenizer) -> None:
         self.folder, self.tokenizer = folder, tokenizer
@@ -57,29 +57,29 @@ class Service:
         self.metrics = Metrics(self.engine.name)
         self._registry = registry
         self._recorder = JobRecorder(folder, registry, self.engine, self.metrics)
-        self.helpers = HelperPool(tokenizer.state, MAX_READING, LogSettings.of(config))
+        self.helpers = HelperPool(tokenizer.state, MAX_BODY_HELPERS, LogSettings.of(config))
         self._preparers = HelperPool(tokenizer.state, MAX_PREPARING, LogSettings.of(config))
         self.texts = AsyncTokenizer(tokenizer, self.helpers)
         self.generation = InFlightRequests(config, self.engine, registry, tokenizer, self.texts, self.metrics)
         self.jobs = JobManager(config, folder, registry, tokenizer, self._preparers, self.engine, self._recorder)
         self.adapters = AdapterCatalog(config, folder, registry, self._preparers, self.engine, self.generation.in_use)
-        self._born, self.started_at = time.monotonic(), time.time()
+        self._started_monotonic, self.started_at = time.monotonic(), time.time()
         self._receiver: asyncio.Task[Exception | None] | None = None
         self._last_receiver: asyncio.Task[Exception | None] | None = None
-        """The same, also once the engine is lost."""
-        self._writer: asyncio.Task[None] | None = None
+        """The same task; kept after the engine is lost."""
+        self._recording: asyncio.Task[None] | None = None
 
     async def open(self) -> None:
-        """Bring registry and files into agreement: before the first request. A second call does nothing.
+        """Make the registry and the files agree, before the first request. A second call does nothing.
 
         Raises `StartupError` if the registry is damaged.
         """
-        if self._writer is None:
-            self._writer = asyncio.create_task(self._recorder.run())
+        if self._recording is None:
+            self._recording = asyncio.create_task(self._recorder.run())
             await self.jobs.recover()
 
     async def attach(self, link: Link[ToEngine, FromEngine], ready: EngineReady) -> None:
-        """Take up a new engine: it gets the unfinished jobs, oldest first. Raises as `open`."""
+        """Connect a new engine and give it the unfinished jobs, oldest first. Raises as `open`."""
         await self.open()
         self.engine_lost()
         await self.jobs.attach(lambda: self._open(link, ready))
@@ -98,20 +98,20 @@ class Service:
         self.engine.lost()
         self.metrics.engine.report(None)
         self.generation.fail_all(EngineUnavailable("the engine stopped while it ran this request"))
-        self._recorder.watchers.notify_all()  # who waits for the engine to obey must not wait for the next one
+        self._recorder.watchers.notify_all()  # pauses and cancellations must not wait for the next engine
 
     def engine_failed(self, note: str, *, started: bool) -> None:
-        """There is no engine, and a new one is on its way; `note` says why, and `started` that the last one had served."""
+        """The engine died and is being started again. `note` says why; `started`: it had become ready."""
         self.engine.failed(note, started=started)
 
     def stop(self) -> None:
-        """The daemon stops: requests in flight and new ones end with `EngineUnavailable`, streams of events end."""
+        """The daemon stops: requests in flight and new ones fail with `EngineUnavailable`, event streams end."""
         stopping = EngineUnavailable("the daemon is stopping; try again later")
         self.generation.stop(stopping)
         self.jobs.views.stop(stopping)
 
     async def close(self) -> None:
-        """Write what the engine has said; requests in flight end with `EngineUnavailable`."""
+        """Write every message that the engine sent; requests in flight fail with `EngineUnavailable`."""
         await self.jobs.close()
         await self.adapters.close()
         await self.helpers.close()
@@ -119,13 +119,13 @@ class Service:
         await self._recorder.settled()
         await self._recorder.close()
         self.engine_lost()
-        if self._writer is not None:
-            self._writer.cancel()
+        if self._recording is not None:
+            self._recording.cancel()
             with contextlib.suppress(asyncio.CancelledError):
-                await self._writer
+                await self._recording
 
     async def disconnected(self) -> Exception | None:
-        """Until nobody reads the engine any more. The error that ended the reading; None if the link closed."""
+        """Wait until the engine's messages are no longer read. The error that ended this; None if the link closed."""
         if self._last_receiver is None:
             return None
         await asyncio.wait({self._last_receiver})
@@ -142,7 +142,7 @@ class Service:
             log.exception("a message of the engine cannot be read")
             return error
         finally:
-            if self._receiver is asyncio.current_task():  # whatever ended it: nobody reads the engine any more
+            if self._receiver is asyncio.current_task():  # nobody reads the engine's messages any more
                 self._receiver = None
                 self.engine_lost()
 
@@ -163,7 +163,7 @@ class Service:
                 self._recorder.deliver(message)
 
     def health(self) -> Health:
-        """What works, and what does not."""
+        """The response of `GET /health`."""
         ready, stats = self.engine.ready, self.engine.stats
         spec = ready.spec if ready is not None else None
         base = None
@@ -180,7 +180,7 @@ class Service:
         return Health(
             status="starting" if ready is None else "ok" if self.engine.alive else "degraded",
             version=__version__,
-            uptime=time.monotonic() - self._born,
+            uptime=time.monotonic() - self._started_monotonic,
             engine_alive=self.engine.alive,
             engine_restarts=self.engine.restarts,
             base=base,
@@ -202,7 +202,7 @@ class Service:
 
 
 def _starving(stats: EngineStats | None) -> tuple[str, ...]:
-    """Why training hardly goes on, if so."""
+    """Why training hardly advances; empty if it does."""
     if stats is None or (why := stats.starving) is None:
         return ()
     piece, slack = round(1000 * why.micro_step), round(1000 * why.slack)

@@ -23,7 +23,7 @@ from coserve.api.http.connections import (
     OWN_DESCRIPTORS,
     RESERVE,
     Connections,
-    StormLog,
+    ThrottledLog,
     connection_limit,
     quiet_accept,
 )
@@ -221,9 +221,9 @@ async def test_busy_connections_stay_and_health_answers(api: Api, clock: Clock) 
 
 def test_a_storm_is_logged_once_a_minute(caplog: pytest.LogCaptureFixture) -> None:
     now = 0.0
-    storm = StormLog("no room", lambda: now)
+    storm = ThrottledLog("no room", lambda: now)
     for now in (0.0, 0.1, 30.0, 61.0, 62.0):  # noqa: B007  # the clock reads it
-        storm.tell()
+        storm.warn()
     assert [record.getMessage() for record in caplog.records] == [
         "no room",
         "no room (2 times more since it was said last)",

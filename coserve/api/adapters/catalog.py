@@ -1,4 +1,7 @@
-"""Adapters: import, show, hand out and delete them. Files first and rows second; on deletion the other way round."""
+"""Imports, shows, downloads, rolls back and deletes adapters.
+
+An import writes files first and the registry second; a deletion does the reverse.
+"""
 
 from __future__ import annotations
 
@@ -43,7 +46,7 @@ T = TypeVar("T")
 
 
 class AdapterCatalog:
-    """All adapters of the registry. `in_use`: versions that running requests hold."""
+    """All adapters of the registry. `in_use`: versions that requests in flight use."""
 
     def __init__(
         self,
@@ -62,12 +65,12 @@ class AdapterCatalog:
         self._commits = Commits()
 
     async def close(self) -> None:
-        """Finish what was begun."""
+        """Wait for imports and deletions under way."""
         await self._commits.close()
 
     # ---- import
 
-    async def take(self, request: ImportRequest, upload: Path | None) -> Adapter:
+    async def import_files(self, request: ImportRequest, upload: Path | None) -> Adapter:
         """Import PEFT files as the next version of `request.name`; durable when this returns.
 
         Raises `AdapterError` leaves, `ForbiddenPath`, `InvalidRequest`, `StorageFull`, `EngineUnavailable`.
@@ -87,7 +90,7 @@ class AdapterCatalog:
         return self._view(record)
 
     async def _install(self, source: Path, name: str, spec: BaseSpec) -> AdapterRecord:
-        """Take a version, copy, check the copy, register it; what fails leaves no files."""
+        """Reserve a version, copy the files, check the copy, register it. A failure leaves no files."""
         ref = await self._registry(lambda registry: registry.reserve_version(name))
         async with in_threads(replace_dir(self._folder.adapter(ref), point="import")) as target:
             await asyncio.to_thread(_copy, source, target)
@@ -134,7 +137,7 @@ class AdapterCatalog:
         records = await self._registry(lambda registry: registry.adapters(after=after, limit=limit + 1))
         return AdapterList(data=[self._view(record) for record in records[:limit]], has_more=len(records) > limit)
 
-    # ---- hand out
+    # ---- download
 
     @asynccontextmanager
     async def archive(self, name: str, version: int | None) -> AsyncIterator[AdapterArchive]:
@@ -193,7 +196,7 @@ def _copy(source: Path, target: Path) -> None:
 
 @asynccontextmanager
 async def in_threads(block: AbstractContextManager[T]) -> AsyncIterator[T]:
-    """A context manager whose beginning and end run in threads. The caller must not be cancelled in between."""
+    """Enter and exit a context manager in threads. The caller must not be cancelled in between."""
     stack = ExitStack()
     entered = await asyncio.to_thread(stack.enter_context, block)
     try:
@@ -206,6 +209,6 @@ async def in_threads(block: AbstractContextManager[T]) -> AsyncIterator[T]:
 
 
 def refuse_base_name(name: str, base: BaseSpec, *, field: str) -> None:
-    """Raises `InvalidRequest` for an adapter that would be called as the base is."""
+    """Raises `InvalidRequest` for an adapter with the base's name."""
     if name.casefold() == base.name.casefold():
         raise InvalidRequest(f"{name!r} is the name of the base: choose another one for the adapter", field=field)

@@ -1,6 +1,6 @@
-"""Reads and checks an adapter's files: small headers in a thread, large ones in a helper process.
+"""Reads and checks an adapter's files: small JSON in a thread, large JSON in a helper process.
 
-Decoding JSON keeps the interpreter's lock, so a thread would stop the event loop.
+Decoding JSON holds the GIL, so a thread would block the event loop.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ from coserve.offload.protocol import TaskContext
 from coserve.state.records import AdapterRecord
 from coserve.types import AdapterRef, BaseSpec, LoraSettings
 
-IN_A_THREAD = 256 << 10
-"""Bytes of JSON, of the config and the weights' header together, up to which a thread reads an adapter."""
+MAX_THREAD_BYTES = 256 << 10
+"""Most JSON, in config and weights' header together, that a thread reads."""
 
 
-class Inspect(msgspec.Struct, frozen=True):
+class InspectArguments(msgspec.Struct, frozen=True):
     folder: str
     base: BaseSpec
 
 
-class Record(msgspec.Struct, frozen=True):
+class RecordArguments(msgspec.Struct, frozen=True):
     """`created_at`: seconds since the epoch."""
 
     folder: str
@@ -47,41 +47,46 @@ class Inspection:
         self._helpers = helpers
 
     async def settings(self, folder: Path, base: BaseSpec) -> LoraSettings:
-        """The settings of an adapter that is sound."""
-        if await asyncio.to_thread(_json_bytes, folder) <= IN_A_THREAD:
+        """The settings of a valid adapter."""
+        if await asyncio.to_thread(_json_bytes, folder) <= MAX_THREAD_BYTES:
             return (await asyncio.to_thread(inspect_adapter, folder, base)).settings
-        found = await self._helpers.run(inspect, Inspect(str(folder), base))
+        found = await self._helpers.run(inspect, InspectArguments(str(folder), base))
         return msgspec.msgpack.decode(found, type=LoraSettings)
 
     async def record(
         self, folder: Path, ref: AdapterRef, base: BaseSpec, *, source: str, created_at: float
     ) -> AdapterRecord:
         """As `record_adapter`."""
-        if await asyncio.to_thread(_json_bytes, folder) <= IN_A_THREAD:
+        if await asyncio.to_thread(_json_bytes, folder) <= MAX_THREAD_BYTES:
             return await asyncio.to_thread(record_adapter, folder, ref, base, source=source, created_at=created_at)
-        found = await self._helpers.run(record, Record(str(folder), base, ref, source, created_at))
+        found = await self._helpers.run(record, RecordArguments(str(folder), base, ref, source, created_at))
         return msgspec.msgpack.decode(found, type=AdapterRecord)
 
 
 def inspect(context: TaskContext, arguments: bytes, body: bytes) -> bytes:
-    """The task of `Inspection.settings`."""
-    asked = msgspec.msgpack.decode(arguments, type=Inspect)
-    return msgspec.msgpack.encode(inspect_adapter(Path(asked.folder), asked.base, context.progress).settings)
+    """Helper task of `Inspection.settings`."""
+    options = msgspec.msgpack.decode(arguments, type=InspectArguments)
+    return msgspec.msgpack.encode(inspect_adapter(Path(options.folder), options.base, context.progress).settings)
 
 
 def record(context: TaskContext, arguments: bytes, body: bytes) -> bytes:
-    """The task of `Inspection.record`."""
-    asked = msgspec.msgpack.decode(arguments, type=Record)
-    folder = Path(asked.folder)
+    """Helper task of `Inspection.record`."""
+    options = msgspec.msgpack.decode(arguments, type=RecordArguments)
+    folder = Path(options.folder)
     return msgspec.msgpack.encode(
         record_adapter(
-            folder, asked.ref, asked.base, source=asked.source, created_at=asked.created_at, progress=context.progress
+            folder,
+            options.ref,
+            options.base,
+            source=options.source,
+            created_at=options.created_at,
+            progress=context.progress,
         )
     )
 
 
 def _json_bytes(folder: Path) -> int:
-    """How much JSON the files claim to hold; 0 for files that are none of an adapter: whoever reads them says why.
+    """Bytes of JSON that the files claim to hold; 0 for invalid files, whose reader says what is wrong.
 
     Raises `StorageError` leaves.
     """

@@ -1,4 +1,4 @@
-"""What the type of a body says beyond decoding it: which fields a level has, and what an enum allows at a path."""
+"""Facts about a body's type: the fields of each level, and the values that an enum allows at a path."""
 
 from __future__ import annotations
 
@@ -21,20 +21,20 @@ from msgspec.inspect import (
 )
 
 DEPTH = 8
-"""Levels within a field's value that are looked at before it is taken to say something."""
+"""Most levels of a field's value to search for content; deeper values count as not empty."""
 
 _STEP = re.compile(r"([^.\[\]]+)|\[(?:\d+|\.\.\.)\]")
 
 
 def is_empty(value: object, depth: int = DEPTH) -> bool:
-    """Whether a field's value asks for nothing: null, `""`, `[]`, `{}`, or an object of nothing but these."""
+    """Whether a value is null, `""`, `[]`, `{}`, or an object with only such values."""
     if isinstance(value, dict):
         return depth > 0 and all(is_empty(entry, depth - 1) for entry in value.values())
     return value is None or value == "" or value == []
 
 
 def drop_empty(value: object, type: type) -> None:
-    """Remove every field that `type` does not know and that asks for nothing, at every level, in place.
+    """Remove unknown fields with empty values, at every level, in place.
 
     `value`: a decoded JSON body. Lists longer than the type allows are left as they are: decoding refuses them.
     """

@@ -1,4 +1,4 @@
-"""How many clients may be connected: idle ones make room for new ones, and nobody takes the last descriptors."""
+"""Limits connections: idle ones are closed for new ones, and some file descriptors are always kept free."""
 
 from __future__ import annotations
 
@@ -23,60 +23,60 @@ log = logging.getLogger(__name__)
 RESERVE: Final = 16
 """Connections beyond the limit that are accepted for /health alone."""
 GRACE: Final = 1.0
-"""Seconds without a request after which a connection may be closed for another one."""
+"""Seconds without a request after which a connection may be closed for a new one."""
 OWN_DESCRIPTORS: Final = 96
-"""What the API process opens besides connections: the registry, files of adapters and uploads, the engine's pipe."""
+"""File descriptors for all else: the registry, files of adapters and uploads, the engine's socket."""
 HEALTH: Final = "/health"
 OUT_OF_RESOURCES: Final = (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOBUFS)
 
 
 class Connections:
-    """Counts connections and says which may stay. `limit`: most that serve requests; `clock` gives seconds."""
+    """Tracks all connections. At most `limit` serve requests; `clock` returns seconds."""
 
     def __init__(self, limit: int, clock: Callable[[], float] = time.monotonic) -> None:
         self._limit, self._clock = limit, clock
-        self._fresh: set[web.RequestHandler] = set()
-        """Accepted in this turn of the loop: not connected to their transports yet."""
+        self._accepted: set[web.RequestHandler] = set()
+        """Accepted in this turn of the event loop; they have no transport yet."""
         self._idle: dict[web.RequestHandler, float] = {}
-        """Since when; longest first."""
+        """When each became idle; longest first."""
         self._busy: set[web.RequestHandler] = set()
-        self._passing: set[web.RequestHandler] = set()
-        """In the reserve: closed once they are answered, whatever of a body is still to come."""
-        self._storm = StormLog("connections refused: all are busy; see --max-connections", clock)
+        self._over_limit: set[web.RequestHandler] = set()
+        """Beyond the limit: closed after their response, even if more of a body would come."""
+        self._refused = ThrottledLog("connections refused: all are busy; see --max-connections", clock)
 
     def accept(self, make: Callable[[], web.RequestHandler]) -> asyncio.BaseProtocol:
-        """The protocol of a new connection: `make`'s, or one that refuses."""
+        """The protocol of a new connection: that of `make`, or one that refuses it."""
         self._idle = {handler: since for handler, since in self._idle.items() if handler.transport is not None}
         self._busy = {handler for handler in self._busy if handler.transport is not None}
-        count = len(self._fresh) + len(self._idle) + len(self._busy)
+        count = len(self._accepted) + len(self._idle) + len(self._busy)
         if count >= self._limit and not self._close_idle() and count >= self._limit + RESERVE:
-            self._storm.tell()
+            self._refused.warn()
             return _RejectProtocol()
         handler = make()
-        self._fresh.add(handler)
+        self._accepted.add(handler)
         loop = asyncio.get_running_loop()
         loop.call_soon(loop.call_soon, self._made, handler)  # behind `connection_made`, which is called soon too
         return handler
 
     def _made(self, handler: web.RequestHandler) -> None:
-        self._fresh.discard(handler)
+        self._accepted.discard(handler)
         if handler.transport is not None and handler not in self._busy:
             self._idle[handler] = self._clock()
 
     def _close_idle(self) -> bool:
-        """Close the connection that has been idle longest; False if none may be closed."""
+        """Close the connection that was idle longest; False if none may be closed."""
         for handler, since in self._idle.items():
             if self._clock() - since < GRACE:
                 return False
             transport = cast("asyncio.Transport", handler.transport)
-            if transport.get_write_buffer_size() == 0:  # else its answer is still on the way
+            if transport.get_write_buffer_size() == 0:  # otherwise its response is still being sent
                 del self._idle[handler]
                 handler.force_close()
                 return True
         return False
 
     def middleware(self) -> Middleware:
-        """Notes which connections are busy, until `answered`; raises `TooManyConnections` for those beyond the limit."""
+        """Marks connections as busy until `answered`. Raises `TooManyConnections` beyond the limit."""
 
         @web.middleware
         async def connections(request: web.Request, handler: Handler) -> web.StreamResponse:
@@ -84,35 +84,35 @@ class Connections:
             self._idle.pop(connection, None)
             self._busy.add(connection)
             if len(self._busy) > self._limit:
-                self._passing.add(connection)
+                self._over_limit.add(connection)
                 if request.path == HEALTH and request.method in ("GET", "HEAD"):
                     answer = await handler(request)
-                    answer.force_close()  # says so in its head
+                    answer.force_close()  # adds "Connection: close"
                     return answer
-                self._storm.tell()
+                self._refused.warn()
                 raise TooManyConnections(f"{self._limit} connections are busy already")
             return await handler(request)
 
         return connections
 
     def answered(self, connection: web.RequestHandler) -> None:
-        """Its answer has been sent, which most are after the middleware: the connection is idle, if it still is one."""
+        """The response was sent, usually after the middleware returned: the connection is idle if it is still open."""
         self._busy.discard(connection)
         self._idle.pop(connection, None)
-        if connection in self._passing:
-            self._passing.discard(connection)
+        if connection in self._over_limit:
+            self._over_limit.discard(connection)
             connection.force_close()
         elif connection.transport is not None:
             self._idle[connection] = self._clock()
 
     def lost(self, connection: web.RequestHandler) -> None:
-        self._passing.discard(connection)
+        self._over_limit.discard(connection)
         self._busy.discard(connection)
         self._idle.pop(connection, None)
 
 
 class CappedRunner(web.AppRunner):
-    """A runner whose sites accept as `Connections` says."""
+    """A runner whose sites accept connections through `Connections`."""
 
     def __init__(self, app: web.Application, connections: Connections, **options: Any) -> None:  # noqa: ANN401
         super().__init__(app, **options)
@@ -120,7 +120,7 @@ class CappedRunner(web.AppRunner):
 
     @property
     def server(self) -> web.Server | None:
-        """What a site makes the protocols of its connections with."""
+        """The factory of protocols for a site's connections."""
         server = super().server
         if server is None:
             return None
@@ -128,7 +128,7 @@ class CappedRunner(web.AppRunner):
 
 
 class _RejectProtocol(asyncio.Protocol):
-    """Answers without having read, and closes."""
+    """Sends a 503 without reading anything, then closes."""
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         body = msgspec.json.encode(NATIVE_ERRORS.make(TooManyConnections("all connections are busy")))
@@ -141,35 +141,36 @@ class _RejectProtocol(asyncio.Protocol):
         stream.close()
 
 
-class StormLog:
-    """Something that may happen a thousand times a second and is logged once a minute, with a count."""
+class ThrottledLog:
+    """Logs an event that may happen thousands of times a second once a minute, with a count."""
 
     INTERVAL: Final = 60.0
 
     def __init__(self, what: str, clock: Callable[[], float] = time.monotonic) -> None:
         self._what, self._clock = what, clock
         self._last: float | None = None
-        self._untold = 0
+        self._unlogged = 0
 
-    def tell(self) -> None:
+    def warn(self) -> None:
         now = self._clock()
         if self._last is not None and now - self._last < self.INTERVAL:
-            self._untold += 1
+            self._unlogged += 1
             return
-        more = f" ({self._untold} times more since it was said last)" if self._untold else ""
+        more = f" ({self._unlogged} times more since it was said last)" if self._unlogged else ""
         log.warning("%s%s", self._what, more)
-        self._last, self._untold = now, 0
+        self._last, self._unlogged = now, 0
 
 
 def quiet_accept(clock: Callable[[], float] = time.monotonic) -> Callable[[asyncio.AbstractEventLoop, Any], None]:
-    """An exception handler for the loop: asyncio reports each connection that it has no descriptor to accept."""
-    storm = StormLog("connections cannot be accepted: the machine is out of file descriptors or memory", clock)
+    """An exception handler for the event loop: asyncio reports each connection that it cannot accept for want of
+    descriptors."""
+    throttled = ThrottledLog("connections cannot be accepted: the machine is out of file descriptors or memory", clock)
 
     def handle(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
         error = context.get("exception")
         of_accept = context.get("message") == "socket.accept() out of system resource"
         if of_accept and isinstance(error, OSError) and error.errno in OUT_OF_RESOURCES:
-            storm.tell()
+            throttled.warn()
         else:
             loop.default_exception_handler(context)
 
@@ -177,7 +178,7 @@ def quiet_accept(clock: Callable[[], float] = time.monotonic) -> Callable[[async
 
 
 def connection_limit(wanted: int) -> int:
-    """Raise this process's limit of file descriptors as far as it may be; how many of `wanted` connections fit in."""
+    """Raise the process's limit of file descriptors to its hard limit; returns how many of `wanted` connections fit."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != hard:
         try:

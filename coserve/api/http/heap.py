@@ -1,4 +1,4 @@
-"""The process's long-lived objects, and the garbage collector."""
+"""Keeps the process's long-lived objects out of garbage collections."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ import gc
 
 
 def freeze_heap() -> None:
-    """Keep what there is now out of all later collections: modules, classes, routes, the tokenizer.
+    """Exclude all existing objects (modules, classes, routes, the tokenizer) from later collections.
 
-    A full collection looks at every object, and the event loop stands meanwhile: 40 to 65 ms with what a start leaves
-    behind. To be called once, after the start.
+    A full collection visits every object and blocks the event loop meanwhile: 40 to 65 ms with the objects of a start.
+    Call it once, after the start.
     """
     gc.collect()
     gc.freeze()

@@ -14,7 +14,7 @@ JSON = "application/json"
 VALUES_AT_ONCE = 4096
 """Values that are encoded at once: a few milliseconds at most."""
 CHARACTERS = 64
-"""Characters of a text that cost as much as a value."""
+"""Characters of text that cost as much to encode as one value."""
 SAMPLED_ENTRIES = 1024
 """Entries of a list that are weighed; of a longer one, as many at even distances stand for the others."""
 BLOCK = 1 << 16
@@ -39,13 +39,13 @@ class JsonBlocks:
         yield b"]"
 
 
-def _whole(value: object) -> msgspec.Raw:
+def _encode_blocks(value: object) -> msgspec.Raw:
     if not isinstance(value, JsonBlocks):
         raise NotImplementedError(f"expected what JSON can say, got {type(value)}")
     return msgspec.Raw(b"".join(value))
 
 
-_encoder = msgspec.json.Encoder(enc_hook=_whole)
+_encoder = msgspec.json.Encoder(enc_hook=_encode_blocks)
 
 
 class JsonListBuilder(Generic[T]):
@@ -71,7 +71,7 @@ class JsonListBuilder(Generic[T]):
 
     @staticmethod
     def joined(some: Iterable[JsonListBuilder[T]]) -> list[T]:
-        """As `as_list`, of several one behind the other."""
+        """As `as_list`, of several builders in order."""
         whole = JsonListBuilder[T]()
         for each in some:
             each._close()
@@ -79,7 +79,7 @@ class JsonListBuilder(Generic[T]):
         return whole.as_list()
 
     def as_list(self) -> list[T]:
-        """The list, for an answer that is encoded and not read: JSON stands for it."""
+        """The list, as JSON; only for a response that is encoded and not read."""
         self._close()
         blocks = JsonBlocks(self._blocks)
         light = blocks.bytes < VALUES_AT_ONCE * CHARACTERS
@@ -153,7 +153,7 @@ def _groups(values: Sequence[object]) -> Iterator[Sequence[object]]:
 
 
 class LargeJsonResponse(web.Response):
-    """Encodes its body when it is sent, with turns of the loop in between."""
+    """Encodes its body when it is sent, and yields to the event loop between chunks."""
 
     def __init__(self, value: object, status: int) -> None:
         super().__init__(status=status, content_type=JSON)

@@ -1,4 +1,4 @@
-"""aiohttp's multipart reader on a body that may be hostile: it reads lines for as long as some are there."""
+"""aiohttp's multipart reader, bounded: by itself it reads lines for as long as a body has some."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from aiohttp import MultipartReader, web
 from aiohttp.streams import StreamReader
 
 MAX_LINES = 256
-"""Lines between the data of two parts: boundaries, a part's headers (128 at most), and what may stand before the first."""
+"""Most lines between the data of two parts: boundaries, a part's headers (128 at most), and a preamble."""
 
 MAX_LINE = 8190
 """Bytes of a line outside of a part's data, as aiohttp has it for headers."""
 
 
 class _PacedStream:
-    """A body's stream that gives others a turn of the event loop at every read, and bounds the lines between parts."""
+    """A body's stream that yields to the event loop at every read and bounds the lines between parts."""
 
     def __init__(self, content: StreamReader) -> None:
         self._content = content

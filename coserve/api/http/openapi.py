@@ -1,4 +1,4 @@
-"""`/openapi.json`, OpenAPI 3.1: from the table of routes and the structs themselves, so that it cannot say otherwise."""
+"""`/openapi.json`, OpenAPI 3.1, generated from the table of routes and the structs."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _ALWAYS = (400, 401, 403)
 
 def describe_api(routes: Sequence[Route]) -> dict[str, Any]:
     """The document."""
-    used = {struct for route in routes for schema in _schemas_of(route) for struct in _each(schema)}
+    used = {struct for route in routes for schema in _schemas_of(route) for struct in _structs_of(schema)}
     types = sorted(used, key=lambda struct: struct.__name__)
     _, components = msgspec.json.schema_components(types, ref_template=_REF)
     paths: dict[str, dict[str, Any]] = {}
@@ -64,12 +64,12 @@ def _schemas_of(route: Route) -> list[Schema]:
     return [schema for schema in given if schema is not None]
 
 
-def _each(schema: Schema) -> tuple[type[msgspec.Struct], ...]:
+def _structs_of(schema: Schema) -> tuple[type[msgspec.Struct], ...]:
     return schema if isinstance(schema, tuple) else (schema,)
 
 
 def _schema(schema: Schema) -> dict[str, Any]:
-    found = [{"$ref": _REF.format(name=struct.__name__)} for struct in _each(schema)]
+    found = [{"$ref": _REF.format(name=struct.__name__)} for struct in _structs_of(schema)]
     return {"schema": found[0] if len(found) == 1 else {"anyOf": found}}
 
 

@@ -1,4 +1,4 @@
-"""From bytes to checked requests: strict JSON, errors that name the field, names, pages and paths."""
+"""Decodes and checks requests: strict JSON, errors that name the field, adapter names, pages and local paths."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ def decode_json(content: bytes, type: type[T]) -> T:
 
 
 def decode_dialect(content: bytes, type: type[T]) -> T:
-    """As `decode_json`, for the bodies of other servers' clients: a field that is not known and asks for nothing is none.
+    """As `decode_json`, for clients of other servers: an unknown field with an empty value is ignored.
 
-    Clients send back what they got and write `null`, `[]`, `{}` or `""` for what they leave out.
+    Such clients send back fields that they received, and write `null`, `[]`, `{}` or `""` for what they leave out.
     """
     try:
         return decode_json(content, type)
@@ -51,7 +51,7 @@ def decode_dialect(content: bytes, type: type[T]) -> T:
 
 
 def _decoded(content: bytes, decode: Callable[[], T], type: type[Any]) -> T:
-    """What `decode` gives, msgspec's errors as ours. `content`: what it decodes."""
+    """The result of `decode`; msgspec's errors become ours. `content`: the bytes that it decodes."""
     try:
         return decode()
     except msgspec.ValidationError as error:
@@ -64,7 +64,7 @@ def _decoded(content: bytes, decode: Callable[[], T], type: type[Any]) -> T:
 
 
 def _explain(message: str, content: bytes, type: type) -> InvalidRequest | UnknownField:
-    """msgspec's message as ours: "expected X, got Y", and the path as the field. An enum's alternatives are listed."""
+    """Our error for msgspec's message: "expected X, got Y", with the path as field and an enum's alternatives."""
     found = _PLACE.search(message)
     place = found[1] if found else ""
     message = (message[: found.start()] if found else message).replace("`", "")
@@ -87,7 +87,7 @@ def _explain(message: str, content: bytes, type: type) -> InvalidRequest | Unkno
 
 
 def _got(place: str, content: bytes) -> str:
-    """The value at msgspec's path, if it can be said in a few words."""
+    """`, got VALUE` for the value at msgspec's path; empty if it cannot be found."""
     try:
         value: Any = msgspec.json.decode(content)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):  # the typed decoder did not read to the end
@@ -106,7 +106,7 @@ def _got(place: str, content: bytes) -> str:
 
 
 def ref_from_path(text: str) -> tuple[str, int | None]:
-    """The `{id}` of a path. A text that can be no name is a name that nobody has: `NotFound`."""
+    """Name and version from the `{id}` of a path. Raises `NotFound` for a text that cannot be a name."""
     if not is_adapter_ref(text):
         raise NotFound(f"expected {NAME_RULE} (or name@version)", field="id")
     return split_ref(text)
@@ -124,7 +124,7 @@ def page(query: Mapping[str, str]) -> tuple[str | None, int]:
 
 
 def local_path(text: str, root: Path | None) -> Path:
-    """A path under `data_root`, links followed. Raises `ForbiddenPath`; says nothing of what is outside."""
+    """A path under `data_root`, with links resolved. Raises `ForbiddenPath` for any other, whether it exists or not."""
     if root is None:
         raise ForbiddenPath("local paths are off: the daemon runs without data_root", field="path")
     if "\0" in text:

@@ -1,4 +1,4 @@
-"""Answers: structs as JSON, and every error as one body, `{"error": {"code", "message", "field"}}`."""
+"""Responses: structs as JSON, and errors as `{"error": {"code", "message", "field"}}`."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from coserve.errors import CapacityError, CorpusError, CoserveError, InternalErr
 from coserve.schemas import ErrorBody, ErrorInfo
 
 CHUNK = 256 << 10
-"""Bytes that are handed to a connection at once."""
+"""Bytes that are written to a connection at once."""
 _encoder = msgspec.json.Encoder()
 
 
@@ -27,12 +27,12 @@ def json_response(body: msgspec.Struct | Sequence[msgspec.Struct], *, status: in
 
 
 def encoded_json(content: bytes) -> web.Response:
-    """JSON that is encoded already. A large one leaves in chunks."""
+    """A response of JSON that is encoded already. Large content is sent in chunks."""
     return web.Response(body=content if len(content) <= CHUNK else io.BytesIO(content), content_type=JSON)
 
 
 def error_info(error: CoserveError) -> ErrorInfo:
-    """What a client may know of an error. Of our own faults, nothing: their text could name paths or addresses."""
+    """The parts of an error that a client may see. Our own faults show none: their text could name paths or addresses."""
     if error.status == 500 and not isinstance(error, CapacityError):
         return ErrorInfo(code=InternalError.code, message="internal error")
     line = error.line if isinstance(error, CorpusError) else None
@@ -41,7 +41,7 @@ def error_info(error: CoserveError) -> ErrorInfo:
 
 @dataclass(frozen=True)
 class ErrorFormat:
-    """How a route says no: the type of the body, and what makes it."""
+    """The format of a dialect's error bodies: their type, and the function that makes one."""
 
     body: type[msgspec.Struct]
     make: Callable[[CoserveError], msgspec.Struct]
@@ -51,7 +51,7 @@ NATIVE_ERRORS = ErrorFormat(ErrorBody, lambda error: ErrorBody(error=error_info(
 
 
 def error_response(error: CoserveError, shape: ErrorFormat = NATIVE_ERRORS) -> web.Response:
-    """The answer for an error, with `Retry-After` where waiting helps."""
+    """The response for an error, with `Retry-After` where waiting helps."""
     response = json_response(shape.make(error), status=error.status)
     if isinstance(error, QueueFull):
         response.headers["Retry-After"] = str(max(1, math.ceil(error.retry_after)))

@@ -1,4 +1,4 @@
-"""What one route is: the router, the gate and `/openapi.json` are made from the table of them."""
+"""A route. The router, the gate and `/openapi.json` are made from the table of routes."""
 
 from __future__ import annotations
 
@@ -33,17 +33,17 @@ class Route:
     """The answer is a list of these."""
     status: int = 200
     events: Schema | None = None
-    """What the data of server-sent events is."""
+    """Type of the server-sent events' data."""
     media: str | None = None
     """Content type of an answer that is not JSON."""
     query: tuple[str, ...] = ()
     errors: tuple[int, ...] = ()
     error_formats: tuple[ErrorFormat, ...] = (NATIVE_ERRORS,)
-    """How it says no; the gate does as the first."""
+    """Formats of its error bodies; the gate uses the first."""
     slashes: bool = False
-    """The last part of the path takes slashes too."""
+    """The last part of the path may contain slashes."""
     public: bool = False
-    """Open without the key. Nothing else is."""
+    """Needs no API key. All other routes do."""
 
     @property
     def pattern(self) -> str:
@@ -52,5 +52,5 @@ class Route:
 
     @property
     def name(self) -> str:
-        """By which the router, the gate and the metrics know it."""
+        """The name of the route in router, gate and metrics."""
         return self.handler.__name__

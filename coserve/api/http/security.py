@@ -1,7 +1,7 @@
-"""What stands before every handler: who may ask, from where, and that every answer is one of ours.
+"""The middleware before every handler: API key, host and origin, and one format for all errors.
 
 Authorisation looks at the route that matched, never at the path's text, and denies by default: a route is open only if
-the table says so, and an unknown path is as closed as a known one.
+the table says so, and unknown paths need the key too.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 LOOPBACK = frozenset({"localhost", "127.0.0.1", "::1"})
 REQUEST_ID = web.RequestKey("request_id", str)
 BEGUN = web.RequestKey("begun", bool)
-"""The headers of the answer are out: no other answer can be given."""
+"""The response's headers are sent: no other response is possible."""
 
 
 class Gate:
@@ -86,15 +86,15 @@ def _host(url: str) -> str:
     return (parts.hostname or "").lower()
 
 
-def guard(gate: Gate, count: Callable[[str, int], None], shape_of: Callable[[web.Request], ErrorFormat]) -> Middleware:
-    """The middleware. `count` is told the route and the status of each answer; `shape_of`: how it says no."""
+def guard(gate: Gate, count: Callable[[str, int], None], format_of: Callable[[web.Request], ErrorFormat]) -> Middleware:
+    """The middleware. `count` gets the route and status of each response; `format_of` gives a request's error format."""
 
     @web.middleware
     async def middleware(request: web.Request, handler: Handler) -> web.StreamResponse:
         request[REQUEST_ID] = secrets.token_hex(8)
-        shape = shape_of(request)
+        shape = format_of(request)
         try:
-            await request.writer.drain()  # answers of earlier requests of this connection that nobody has read
+            await request.writer.drain()  # unread responses to earlier requests of this connection
             gate.check(request)
             response = await handler(request)
         except CoserveError as error:
@@ -104,14 +104,14 @@ def guard(gate: Gate, count: Callable[[str, int], None], shape_of: Callable[[web
             if "Allow" in error.headers:
                 response.headers["Allow"] = error.headers["Allow"]
         except ConnectionError:
-            raise  # the client is gone: nobody to answer
-        except Exception:  # the last line: whatever it was, the client gets a fixed body
+            raise  # the client is gone
+        except Exception:  # any other fault: the client gets a fixed body
             log.exception("request %s failed", request[REQUEST_ID])
             if BEGUN in request:
                 raise ConnectionResetError("the answer broke off") from None
             response = _answer(request, InternalError("internal error"), shape)
         if response.status in (401, 403, 408, 413, 415):
-            response.force_close()  # of what may still come, nothing is wanted
+            response.force_close()  # the rest of the body is not read
         count(request.match_info.route.name or "none", response.status)
         return response
 
@@ -128,7 +128,7 @@ def _answer(request: web.Request, error: CoserveError, shape: ErrorFormat) -> we
 
 
 def _translate(error: web.HTTPException, path: str) -> CoserveError:
-    """What aiohttp itself refuses."""
+    """aiohttp's own errors as ours."""
     match error.status:
         case 404:
             return no_such_path(path) if is_openai(path) else NotFound("there is no such path")
@@ -142,7 +142,7 @@ def _translate(error: web.HTTPException, path: str) -> CoserveError:
 
 
 async def finish_headers(request: web.Request, response: web.StreamResponse) -> None:
-    """Signal before any answer's headers leave."""
+    """Signal handler that runs before the headers of any response are sent."""
     request[BEGUN] = True
     response.headers["X-Request-Id"] = request.get(REQUEST_ID, "")
     response.headers["X-Content-Type-Options"] = "nosniff"

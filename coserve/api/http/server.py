@@ -1,7 +1,7 @@
-"""The server below the routes: what aiohttp leaves open on a connection, closed.
+"""The server below the routes: limits that aiohttp does not set on a connection.
 
-- An answer that nobody reads has a deadline, as a body that nobody sends has one.
-- Bytes that are no HTTP get one fixed answer, which names neither the server nor what came.
+- A response that the client does not read has a deadline.
+- Bytes that are not HTTP get one fixed response, which names neither the server nor the bytes.
 - `100 Continue` is sent when a handler wants the body: after host, key and size were checked.
 """
 
@@ -29,12 +29,12 @@ log = logging.getLogger(__name__)
 
 EXPECTS = web.RequestKey("expects", bool)
 """The client waits for `100 Continue` before it sends the body."""
-OF_THE_RUNNER = ("handle_signals", "handler_cancellation", "shutdown_timeout")
-"""Options that are none of a connection's."""
+RUNNER_OPTIONS = ("handle_signals", "handler_cancellation", "shutdown_timeout")
+"""Options of the runner, not of its connections."""
 READ_SIZE = 8 << 10
 """Bytes that are received and parsed in one turn of the event loop: chunks of one byte cost some µs each."""
-LEAST = 64 << 10
-"""Bytes that a reader must take within the deadline, if so many wait for it."""
+MIN_READ = 64 << 10
+"""Bytes that a client must read within the deadline, if so many wait for it."""
 
 
 async def ask_for_body(request: web.Request) -> None:
@@ -46,7 +46,7 @@ async def ask_for_body(request: web.Request) -> None:
 
 
 class _Bare(web.Response):
-    """An answer outside of the application, where no signal takes the server's name away."""
+    """A response outside of the application, where no signal removes the `Server` header."""
 
     async def _prepare_headers(self) -> None:
         await super()._prepare_headers()
@@ -54,7 +54,7 @@ class _Bare(web.Response):
 
 
 class HttpConnection(RequestHandler):
-    """One connection. `write_timeout`: seconds in which its reader must take all that waits, or 64 KiB of it."""
+    """One connection. `write_timeout`: seconds in which the client must read all that waits, or 64 KiB of it."""
 
     __slots__ = ("_connections", "_deadline", "_due", "_earlier", "_wire", "_write_timeout", "_writer")
 
@@ -119,11 +119,11 @@ class HttpConnection(RequestHandler):
 
     def _start_deadline(self) -> None:
         assert self._wire is not None, "only a connection that was made can be paused"
-        self._due = self._taken() + min(LEAST, max(1, self._wire.get_write_buffer_size()))
+        self._due = self._taken() + min(MIN_READ, max(1, self._wire.get_write_buffer_size()))
         self._deadline = self._loop.call_later(self._write_timeout, self._check_reader)
 
     def _taken(self) -> int:
-        """Bytes that the reader's side has taken so far."""
+        """Bytes that the client has read so far."""
         assert self._wire is not None, "only a connection that was made has bytes"
         return self._written() - self._wire.get_write_buffer_size()
 
@@ -146,7 +146,7 @@ class HttpConnection(RequestHandler):
         exc: BaseException | None = None,
         message: str | None = None,
     ) -> web.StreamResponse:
-        """One fixed body for what is no HTTP; `message` could repeat the client's bytes, so nobody sees it."""
+        """One fixed body for bytes that are not HTTP; `message` could repeat them, so it is not shown."""
         if request.writer.output_size > 0:
             raise ConnectionError("the answer has begun: no other can be given")
         fault = status >= 500
@@ -160,7 +160,7 @@ class HttpConnection(RequestHandler):
 
 
 class _HttpServer(web.Server):
-    """As `made`, of which it takes what handles a request. `options`: of `HttpConnection`."""
+    """A server with `made`'s request handler. `options`: arguments of `HttpConnection`."""
 
     def __init__(self, made: web.Server, connections: Connections, options: dict[str, Any]) -> None:
         super().__init__(
@@ -207,7 +207,7 @@ class HttpRunner(CappedRunner):
         **options: Any,  # noqa: ANN401
     ) -> None:
         super().__init__(app, connections, **options)
-        for_connections = {name: value for name, value in options.items() if name not in OF_THE_RUNNER}
+        for_connections = {name: value for name, value in options.items() if name not in RUNNER_OPTIONS}
         self._options = {**for_connections, "write_timeout": write_timeout}
 
     async def _make_server(self) -> web.Server:

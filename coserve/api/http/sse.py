@@ -1,4 +1,4 @@
-"""Server-sent events: `data: <JSON>` and a blank line. A reader that stops reading is let go."""
+"""Server-sent events: `data: <JSON>` and a blank line. A client that stops reading is disconnected."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ RUN_BYTES = 1 << 12
 
 
 class EventStream:
-    """One answer of events. `write_timeout`: seconds that a write may wait for the reader."""
+    """One response of events. `write_timeout`: seconds that a write may wait for the client."""
 
     def __init__(self, request: web.Request, *, write_timeout: float) -> None:
         self._request, self._timeout = request, write_timeout
@@ -31,7 +31,7 @@ class EventStream:
 
     @property
     def begun(self) -> bool:
-        """The status line is out: errors can only be events now."""
+        """The status line is sent: errors can only be events now."""
         return self._response.prepared
 
     async def open(self) -> None:

@@ -1,4 +1,4 @@
-"""The handlers of coserve's own API: take a request in, ask the service, answer."""
+"""The handlers of coserve's own API: decode the request, call the service, encode the response."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ class NativeApi:
         async with aclosing(self._service.jobs.views.events(id, after, HEARTBEAT)) as events:
             await _told(stream, _send_events(stream, events))
         if not stream.begun:
-            await stream.open()  # all was seen before
+            await stream.open()  # the client had seen all events
         return await stream.close()
 
     # ---- adapters
@@ -108,9 +108,9 @@ class NativeApi:
     async def import_adapter(self, request: web.Request) -> web.StreamResponse:
         if not is_upload(request):
             body = await self._bodies.json(request, ImportRequest)
-            return json_response(await self._service.adapters.take(body, None), status=201)
+            return json_response(await self._service.adapters.import_files(body, None), status=201)
         async with self._uploads.read(request, ImportRequest, self._staging, ADAPTER_FILES) as (settings, folder):
-            return json_response(await self._service.adapters.take(settings, folder), status=201)
+            return json_response(await self._service.adapters.import_files(settings, folder), status=201)
 
     async def list_adapters(self, request: web.Request) -> web.StreamResponse:
         return json_response(await self._service.adapters.list(*page(request.query)))
@@ -193,7 +193,7 @@ class _Probe(msgspec.Struct):
 
 
 def decode_generate(content: bytes) -> GenerateRequest | TgiRequest | RequestError:
-    """Our own request, or LoRAX's and TGI's: theirs has `inputs`. An error: what is wrong with theirs."""
+    """A native request, or one of LoRAX and TGI, which has `inputs`. Errors in the latter are returned, not raised."""
     if b'"inputs"' in content and decode_json(content, _Probe).inputs is not UNSET:
         try:
             return decode_dialect(content, TgiRequest)
@@ -203,7 +203,7 @@ def decode_generate(content: bytes) -> GenerateRequest | TgiRequest | RequestErr
 
 
 def _last_event(request: web.Request) -> int:
-    """What the reader has seen: the header of a browser that connects again, or `?after=`."""
+    """The last event that the client has seen: header `Last-Event-ID`, or `?after=`."""
     text = request.headers.get("Last-Event-ID") or request.query.get("after") or "0"
     if not (text.isascii() and text.isdigit() and len(text) <= 15):
         raise InvalidRequest(f"expected a number, got {text[:80]!r}", field="Last-Event-ID")

@@ -1,4 +1,4 @@
-"""Answers of `/v1/chat/completions`: full, and as the chunks of a stream."""
+"""Responses of `/v1/chat/completions`, full and streamed."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ from coserve.api.openai.schemas import (
     ChatTopLogprob,
     StreamOptions,
 )
-from coserve.api.openai.usage import ResponseMeta, UsageCounter, total
+from coserve.api.openai.usage import ResponseMeta, UsageCounter, total_usage
 from coserve.schemas import ChosenLogprob, GenerateChunk
 
 
 class ChatLogprobsBuilder:
-    """The log-probabilities of a choice as they come."""
+    """Collects the log-probabilities of one choice."""
 
     def __init__(self, body: ChatRequest) -> None:
         self._body, self._content = body, JsonListBuilder[ChatLogprob]()
@@ -35,12 +35,12 @@ class ChatLogprobsBuilder:
     def add(self, entries: Sequence[LogprobEntry], /) -> None:
         self._content.add(_entries(self._body, entries))
 
-    def shown(self) -> ChatLogprobs:
+    def build(self) -> ChatLogprobs:
         return ChatLogprobs(content=self._content.as_list())
 
 
 def chat_completion(body: ChatRequest, meta: ResponseMeta, full: FullResponse[ChatLogprobsBuilder]) -> ChatCompletion:
-    """The whole answer."""
+    """The full response."""
     answer = full.response
     return ChatCompletion(
         id=meta.id,
@@ -51,14 +51,14 @@ def chat_completion(body: ChatRequest, meta: ResponseMeta, full: FullResponse[Ch
             ChatChoice(
                 index=choice.index,
                 message=ChatAnswer(content=choice.text),
-                logprobs=None if scores is None else scores.shown(),
+                logprobs=None if scores is None else scores.build(),
                 finish_reason=choice.finish_reason,
                 stop_reason=choice.stop_reason,
                 token_ids=choice.token_ids if body.return_token_ids else UNSET,
             )
             for choice, scores in zip(answer.choices, full.logprobs, strict=True)
         ],
-        usage=total([answer.usage]),
+        usage=total_usage([answer.usage]),
         prompt_token_ids=answer.prompt_token_ids if body.return_token_ids else UNSET,
     )
 

@@ -1,4 +1,4 @@
-"""Answers of `/v1/completions`: full, and as the chunks of a stream."""
+"""Responses of `/v1/completions`, full and streamed."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from coserve.api.openai.schemas import (
     CompletionRequest,
     StreamOptions,
 )
-from coserve.api.openai.usage import ResponseMeta, UsageCounter, total
+from coserve.api.openai.usage import ResponseMeta, UsageCounter, total_usage
 from coserve.schemas import GenerateChunk, Logprob
 
 FLOOR = -9999.0
@@ -41,7 +41,7 @@ def name_of(body: CompletionRequest) -> Name:
 
 
 class CompletionLogprobsBuilder:
-    """The log-probabilities of a choice or a prompt as they come."""
+    """Collects the log-probabilities of one choice or prompt."""
 
     def __init__(self, name: Name) -> None:
         self._name = name
@@ -58,7 +58,7 @@ class CompletionLogprobsBuilder:
         self._lengths.extend(len(entry.token) for entry in entries)
 
     def after(self, prompt: CompletionLogprobsBuilder | None) -> CompletionLogprobs:
-        """Those of the prompt, if any, and these behind them."""
+        """The log-probabilities of `prompt`, if given, followed by these."""
         both = [self] if prompt is None else [prompt, self]
         lengths = itertools.chain.from_iterable(each._lengths for each in both)
         offsets = list(itertools.accumulate(lengths, initial=0))[:-1]
@@ -76,7 +76,7 @@ async def completion(
     echoes: Sequence[str],
     answers: Sequence[FullResponse[CompletionLogprobsBuilder]],
 ) -> Completion:
-    """The answer to all prompts. `echoes`: the text before each one's own, or empty."""
+    """The response to all prompts. `echoes`: the text in front of each prompt's choices, or empty."""
     choices = []
     for number, (echo, full) in enumerate(zip(echoes, answers, strict=True)):
         answer = full.response
@@ -93,7 +93,7 @@ async def completion(
                 )
             )
             await asyncio.sleep(0)  # offsets of many tokens take their time
-    usage = total(full.response.usage for full in answers)
+    usage = total_usage(full.response.usage for full in answers)
     return Completion(
         id=meta.id,
         created=meta.created,

@@ -1,4 +1,4 @@
-"""Errors in OpenAI's shape and words, and the names of fields that go by another name there."""
+"""Errors in OpenAI's format and wording, with OpenAI's names of fields."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ _FEATURES = {
     "vector_stores": "vector stores are",
     "videos": "videos are",
 }
-"""What OpenAI and vLLM have under `/v1` besides, by the first part of the path there."""
+"""Features of OpenAI and vLLM that are missing here, by the first part of their path under `/v1`."""
 
 
 def _type(error: CoserveError) -> str:
@@ -53,19 +53,19 @@ def _type(error: CoserveError) -> str:
 
 def openai_error(error: CoserveError) -> OpenAIError:
     """`{"error": {"message", "type", "param", "code"}}`."""
-    said = error_info(error)
-    message, code = said.message, said.code
+    info = error_info(error)
+    message, code = info.message, info.code
     if isinstance(error, AdapterNotFound):
         code = "model_not_found"
     elif isinstance(error, PromptTooLong):
         message, code = _too_long(error), "context_length_exceeded"
-    param = None if said.field is None else _PARAMS.get(said.field, said.field)
+    param = None if info.field is None else _PARAMS.get(info.field, info.field)
     message = str(CoserveError(message, field=param))  # with the field in front, as everywhere else
     return OpenAIError(error=OpenAIErrorInfo(message=message, type=_type(error), param=param, code=code))
 
 
 def _too_long(error: PromptTooLong) -> str:
-    """As OpenAI says it: clients look for these words, and for the numbers."""
+    """OpenAI's wording: clients parse these words and numbers."""
     if error.context is None:
         return error.message
     part = error.field or "prompt"
@@ -83,7 +83,7 @@ def is_openai(path: str) -> bool:
 
 
 def no_such_path(path: str) -> NotFound:
-    """What a path under `/v1` that is no route stands for, by name."""
+    """The error for a path under `/v1` without a route; it names the missing feature."""
     feature = _FEATURES.get(path.removeprefix(PREFIX).strip("/").partition("/")[0])
     return NotFound("there is no such path" if feature is None else f"{feature} not implemented")
 

@@ -28,8 +28,8 @@ from coserve.config import Config
 from coserve.errors import AdapterNotFound, CoserveError
 from coserve.schemas import STREAM_END, GenerateRequest
 
-STAND_INS = ("tgi", "dummy")
-"""What TGI's client and huggingface_hub's say for the one model that a server has."""
+PLACEHOLDER_MODELS = ("tgi", "dummy")
+"""Model names that TGI's client and huggingface_hub's send to a server with one model."""
 
 RequestT = TypeVar("RequestT", bound=SharedParams)
 
@@ -41,7 +41,7 @@ class OpenAIApi:
         self._service, self._config, self._bodies = service, config, bodies
 
     async def completions(self, request: web.Request) -> web.StreamResponse:
-        body = await self._named(await self._bodies.dialect(request, CompletionRequest))
+        body = await self._resolve_placeholder(await self._bodies.dialect(request, CompletionRequest))
         asked = completion_requests(body, self._service.engine.spec)
         echoes = [await self._echo(body, each) for each in asked]
         meta = self._meta("cmpl", body)
@@ -54,7 +54,7 @@ class OpenAIApi:
             return await self._stream(request, completion_events(body, meta, echoes, chunks))
 
     async def chat_completions(self, request: web.Request) -> web.StreamResponse:
-        body = await self._named(await self._bodies.dialect(request, ChatRequest))
+        body = await self._resolve_placeholder(await self._bodies.dialect(request, ChatRequest))
         asked = chat_request(body, self._service.engine.spec)
         meta = self._meta("chatcmpl", body)
         if not body.stream:
@@ -71,9 +71,9 @@ class OpenAIApi:
     async def get_model(self, request: web.Request) -> web.StreamResponse:
         return json_response(await get_model(self._service, request.match_info["id"]))
 
-    async def _named(self, body: RequestT) -> RequestT:
-        """The request with null for a model's name that stands for the base, unless an adapter is called so."""
-        if body.model in STAND_INS:
+    async def _resolve_placeholder(self, body: RequestT) -> RequestT:
+        """The request with model null if its name is a placeholder, unless an adapter has that name."""
+        if body.model in PLACEHOLDER_MODELS:
             try:
                 await self._service.adapters.get(body.model, None)
             except AdapterNotFound:
@@ -84,7 +84,7 @@ class OpenAIApi:
         return new_meta(kind, body.model, self._service.engine.spec)
 
     async def _echo(self, body: CompletionRequest, asked: GenerateRequest) -> str:
-        """The text before the answer's own. Raises `PromptTooLong`."""
+        """The prompt's text for `echo`; empty without it. Raises `PromptTooLong`."""
         if not body.echo or asked.prompt is None:
             return ""
         if isinstance(asked.prompt, str):

@@ -22,7 +22,7 @@ def _adapter(id: str, adapter: Adapter, spec: BaseSpec) -> Model:
 
 
 async def list_models(service: Service) -> ModelList:
-    """All that `model` may say; older versions besides. Raises `EngineUnavailable` before the first engine."""
+    """The base and the current version of each adapter. Raises `EngineUnavailable` before the first engine."""
     spec = service.engine.spec
     models = [_base(spec, service.started_at)]
     after: str | None = None

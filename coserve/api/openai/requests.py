@@ -1,4 +1,4 @@
-"""From OpenAI's requests to ours."""
+"""Translates OpenAI's requests into `GenerateRequest`s."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ _NEUTRAL: dict[str, tuple[object, ...]] = {
     "include_reasoning": (True,),
     "verbosity": ("medium",),
 }
-"""What a field that stands for something we don't do may say, besides what is empty: the default that its server gives it."""
+"""Values accepted for features that are not implemented, besides empty ones: the other server's defaults."""
 _NEUTRAL_IN_COMPLETIONS: dict[str, tuple[object, ...]] = {"suffix": (), "add_special_tokens": (True,)}
 _NEUTRAL_IN_CHATS: dict[str, tuple[object, ...]] = {
     "add_special_tokens": (False,),
@@ -107,7 +107,7 @@ def chat_request(body: ChatRequest, spec: BaseSpec) -> GenerateRequest:
 
 
 def message_of(message: OpenAIMessage) -> ChatMessage:
-    """Parts of text as one text."""
+    """The message with its text parts joined."""
     content = message.content or ""
     text = content if isinstance(content, str) else "\n".join(part.text for part in content)
     role = "system" if message.role == "developer" else message.role
@@ -115,7 +115,7 @@ def message_of(message: OpenAIMessage) -> ChatMessage:
 
 
 def _check(body: SharedParams, neutral: dict[str, tuple[object, ...]]) -> None:
-    """Refuse by name what we don't do. Raises `InvalidRequest`."""
+    """Raises `InvalidRequest` for features that are not implemented, by name."""
     for name, defaults in neutral.items():
         refuse_unless_neutral(name, getattr(body, name), defaults)
     if not is_empty(body.best_of) and body.best_of != (body.n or 1):
@@ -126,7 +126,7 @@ def _check(body: SharedParams, neutral: dict[str, tuple[object, ...]]) -> None:
 
 
 def refuse_unless_neutral(name: str, value: object, defaults: tuple[object, ...], *, within: str = "") -> None:
-    """Raises `InvalidRequest` for a field that asks for something we don't do. `within`: the path before its name."""
+    """Raises `InvalidRequest` for a field that asks for a missing feature. `within`: the path before its name."""
     if not is_empty(value) and value not in defaults:
         left = "expected it left out" + "".join(f" or {choice!r}" for choice in defaults[:1])
         raise InvalidRequest(f"{name} is not supported: {left}", field=within + name)

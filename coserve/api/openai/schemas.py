@@ -52,7 +52,7 @@ UNSUPPORTED = frozenset(
         *("mm_processor_kwargs", "prompt_embeds", "request_id", "structured_outputs", "vllm_xargs"),
     }
 )
-"""Fields that other servers have and that are no field here: refused as that, not as a slip."""
+"""Fields of other servers that are unknown here: refused as unsupported, not as misspelt."""
 
 ModelName = Annotated[str, Meta(max_length=512)]
 """Empty: the base."""
@@ -69,7 +69,7 @@ class StreamOptions(Wire, frozen=True):
 
 
 class SharedParams(Wire, frozen=True):
-    """What completions and chats share. Of the fields after `slo_tpot`, those up to `prompt_cache_retention` change
+    """Fields of both completions and chats. Of the fields after `slo_tpot`, those up to `prompt_cache_retention` change
     nothing here; the others must ask for nothing, or for what is the case anyway.
     """
 

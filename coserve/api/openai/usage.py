@@ -25,7 +25,7 @@ class ResponseMeta:
 
 
 def new_meta(kind: str, model: str | None, spec: BaseSpec) -> ResponseMeta:
-    """`model`: what the request says; empty: the base."""
+    """`model`: the name in the request; empty for the base."""
     return ResponseMeta(f"{kind}-{secrets.token_hex(12)}", int(time.time()), model or spec.name, spec.fingerprint)
 
 
@@ -33,14 +33,14 @@ def _usage(prompt: int, completion: int) -> OpenAIUsage:
     return OpenAIUsage(prompt_tokens=prompt, completion_tokens=completion, total_tokens=prompt + completion)
 
 
-def total(usages: Iterable[Usage]) -> OpenAIUsage:
+def total_usage(usages: Iterable[Usage]) -> OpenAIUsage:
     found = list(usages)
     return _usage(sum(usage.prompt_tokens for usage in found), sum(usage.completion_tokens for usage in found))
 
 
 @dataclass
 class UsageCounter:
-    """Tokens of a stream so far. A prompt counts from the first chunk that shows or counts it."""
+    """Counts the tokens of a stream. A prompt is counted from the first chunk that has its ids or its usage."""
 
     wanted: StreamOptions
     _prompts: dict[int, int] = field(default_factory=dict)
@@ -60,7 +60,7 @@ class UsageCounter:
 
     @property
     def for_chunk(self) -> OpenAIUsage | UnsetType | None:
-        """What a chunk with choices says."""
+        """The `usage` of a chunk with choices."""
         if self.wanted.continuous_usage_stats:
             return self.so_far
         return None if self.wanted.include_usage else UNSET

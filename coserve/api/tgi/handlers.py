@@ -1,4 +1,4 @@
-"""LoRAX's and TGI's way to ask for text."""
+"""The API of LoRAX and TGI."""
 
 from __future__ import annotations
 
@@ -54,11 +54,11 @@ _NEUTRAL: dict[str, tuple[object, ...]] = {
     "response_format": (),
     "grammar": (),
 }
-"""What a parameter that stands for something we don't do may say, besides what is empty."""
+"""Values accepted for features that are not implemented, besides empty ones."""
 
 
 _FIELDS = {"prompt": "inputs", "adapter": "adapter_id", "max_tokens": "max_new_tokens"}
-"""Our fields that TGI calls otherwise."""
+"""TGI's names of our fields."""
 
 
 def tgi_error(error: CoserveError) -> TgiError:
@@ -66,9 +66,9 @@ def tgi_error(error: CoserveError) -> TgiError:
     kind: TgiErrorType = "validation" if error.status < 500 else "generation"
     if isinstance(error, QueueFull):
         kind = "overloaded"
-    said = error_info(error)
-    field = None if said.field is None else _FIELDS.get(said.field, said.field.removeprefix("parameters."))
-    message = said.message if field is None or field in said.message else f"{field}: {said.message}"
+    info = error_info(error)
+    field = None if info.field is None else _FIELDS.get(info.field, info.field.removeprefix("parameters."))
+    message = info.message if field is None or field in info.message else f"{field}: {info.message}"
     return TgiError(error=message, error_type=kind)
 
 
@@ -89,8 +89,8 @@ def tgi_request(ask: TgiRequest, *, stream: bool) -> GenerateRequest:
         refuse_unless_neutral(name, getattr(given, name), defaults, within="parameters.")
     if stream and given.decoder_input_details:
         raise InvalidRequest("expected it left out in streams", field="parameters.decoder_input_details")
-    warped = any(value is not None for value in (given.temperature, given.top_k, given.top_p))
-    sampled = (given.do_sample or warped) and given.temperature != 0
+    has_warpers = any(value is not None for value in (given.temperature, given.top_k, given.top_p))
+    sampled = (given.do_sample or has_warpers) and given.temperature != 0
     if (given.best_of or 1) > 1 and (stream or not sampled or given.seed is not None):
         raise InvalidRequest("more than 1 needs sampling, no seed and no stream", field="parameters.best_of")
     scored = stream or _has_details(given) or (given.best_of or 1) > 1
@@ -141,7 +141,7 @@ class TgiApi:
             return tgi_error_response(error)
 
     async def answer(self, request: web.Request, ask: TgiRequest) -> web.StreamResponse:
-        """The answer in TGI's shape, errors too."""
+        """The response in TGI's format, errors too."""
         try:
             return await self._stream(request, ask) if ask.stream else json_response(await self._collect(ask))
         except CoserveError as error:
@@ -299,7 +299,7 @@ def _bounded(entry: LogprobEntry) -> float:
 
 
 class _TgiLogprobs:
-    """The log-probabilities of a choice, or of the prompt, as they come."""
+    """Collects the log-probabilities of one choice, or of the prompt."""
 
     def __init__(self, given: TgiParameters, special: Collection[int]) -> None:
         self._given, self._special = given, special

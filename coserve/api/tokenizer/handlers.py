@@ -1,4 +1,4 @@
-"""`/tokenize`, `/detokenize`, `/tokenizer_info` and `/version`: what clients need to count and cut texts themselves."""
+"""`/tokenize`, `/detokenize`, `/tokenizer_info` and `/version`, for clients that count or cut texts themselves."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from coserve.types import Wire
 MAX_CHARACTERS = 4 << 20
 MAX_TOKENS = 1 << 20
 MAX_AT_ONCE = 64
-"""Texts that are being cut at one time; more get 429."""
+"""Texts tokenised at one time; further requests get 429."""
 
 
 class TokenizeRequest(Wire, frozen=True):
@@ -94,19 +94,19 @@ class TokenizerApi:
         return await self._run(request, detokenize)
 
     async def _run(self, request: web.Request, task: Task) -> web.StreamResponse:
-        """The task's document: a small body's in a thread, a large one's in a helper process."""
+        """The task's JSON: a small body's in a thread, a large one's in a helper process."""
         async with self._bodies.body(request) as body:
             spec = self._service.engine.spec
             base = BaseLimits(spec.name, spec.context, spec.vocab)
-            with self._place():
+            with self._slot():
                 if len(body) > SMALL_BODY:
                     return encoded_json(await self._service.helpers.run(task, base, body))
                 context = TaskContext(self._service.tokenizer, progress=lambda: None)
                 return encoded_json(await asyncio.to_thread(task, context, msgspec.msgpack.encode(base), bytes(body)))
 
     @contextmanager
-    def _place(self) -> Iterator[None]:
-        """Texts wait for a thread, in memory: there is a limit to that."""
+    def _slot(self) -> Iterator[None]:
+        """Bounds the texts that wait for a thread, in memory."""
         if self._running >= MAX_AT_ONCE:
             raise QueueFull(f"{MAX_AT_ONCE} texts are being tokenised already")
         self._running += 1
@@ -135,7 +135,7 @@ class TokenizerApi:
 
 
 class BaseLimits(msgspec.Struct, frozen=True):
-    """What the tasks must know of the base."""
+    """Facts about the base that the tasks need."""
 
     name: str
     context: int
@@ -143,7 +143,7 @@ class BaseLimits(msgspec.Struct, frozen=True):
 
 
 def tokenize(context: TaskContext, arguments: bytes, body: bytes) -> bytes:
-    """The task of `POST /tokenize`: its answer as JSON."""
+    """Helper task of `POST /tokenize`: the response as JSON."""
     asked, base = decode_dialect(body, TokenizeRequest), msgspec.msgpack.decode(arguments, type=BaseLimits)
     adapter_of(asked.model, base)
     ids = _encode(asked, context.tokenizer)
@@ -172,7 +172,7 @@ def _encode(asked: TokenizeRequest, tokenizer: Tokenizer) -> list[int]:
 
 
 def detokenize(context: TaskContext, arguments: bytes, body: bytes) -> bytes:
-    """The task of `POST /detokenize`: its answer as JSON."""
+    """Helper task of `POST /detokenize`: the response as JSON."""
     asked, base = decode_dialect(body, DetokenizeRequest), msgspec.msgpack.decode(arguments, type=BaseLimits)
     adapter_of(asked.model, base)
     if asked.tokens and max(asked.tokens) >= base.vocab:
