@@ -1,4 +1,4 @@
-"""Every way a user, or the machine, can make coserve say no. Each leaf has one HTTP status and one code.
+"""All errors that users or the machine can cause. Each leaf has one HTTP status and one code.
 
 CoserveError
 ├── RequestError                     the request is wrong
@@ -311,12 +311,12 @@ class DataFolderInUse(StartupError):
 
 
 class EngineFault(Exception):
-    """What requests and jobs share in the engine cannot be trusted any more: its process ends. Nobody is answered with it;
-    any other error ends the request or the job whose work raised it."""
+    """The engine's shared state may be corrupt: its process must end. Any other error ends only the request or job that
+    raised it."""
 
 
 def failure_text(error: Exception) -> tuple[str, str]:
-    """The code and the message that the end of a request or a job is told with. Of a fault of our own, its type alone."""
+    """Code and message for the end of a request or job. Of our own faults, only the type is shown."""
     if isinstance(error, CoserveError):
         return error.code, error.message
     return InternalError.code, f"internal error ({type(error).__name__}); the daemon's log says where"

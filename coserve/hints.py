@@ -1,7 +1,6 @@
-"""What a wrong field name was probably meant to be: other libraries' names for our fields, and near misses. Pure.
+"""Suggests the right field for an unknown one: other libraries' names of our fields, and near misses. Pure.
 
-A name is an alias only if its value may stand as it is: the same meaning in the same unit. For names of what coserve says
-in another unit, `OTHER_UNITS` says the unit.
+An alias has the same meaning in the same unit. Names whose value must be converted are in `OTHER_UNITS`.
 """
 
 from __future__ import annotations
@@ -63,14 +62,16 @@ OTHER_UNITS = {
     "training_file": ("path", "coserve takes a file under its data_root"),
     "suffix": ("adapter", "coserve takes the whole name"),
 }
-"""Other libraries' names: our field for it, and what differs."""
+"""Other libraries' names: our field, and the difference."""
 NEAR = 0.75
-"""How alike two names must be (`difflib`'s ratio) for one to be a slip of the other."""
+"""Least similarity (`difflib`'s ratio) of a misspelt name."""
 
 
 def hint(name: str, place: str, known: Iterable[str]) -> str:
-    """`"; did you mean 'alpha'?"`, `"; coserve counts a batch in tokens: training.batch_tokens"`, or nothing. `known`: dotted paths of all fields of the request; `place`: the path of the
-    object that `name` stood in, empty for the request itself.
+    """`"; did you mean 'alpha'?"`, `"; coserve counts a batch in tokens: training.batch_tokens"`, or nothing.
+
+    `known`: dotted paths of all fields of the request; `place`: the path of the object with the unknown field `name`, empty
+    for the request itself.
     """
     paths = list(known)
     here = f"{place}." if place else ""

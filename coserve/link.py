@@ -1,4 +1,4 @@
-"""Messages between the API process and the engine, and the two ways to carry them.
+"""Messages between the API process and the engine, and two transports for them.
 
 A `Link` is one end of a duplex channel of messages. `local_pair` joins two ends in one process; `StreamLink` sends
 length-prefixed msgpack frames over a socket pair that the engine process inherits. Nothing is ever pickled.
@@ -49,9 +49,9 @@ class Generate(Message, frozen=True):
     adapter: AdapterRef | None
     slo: Slo
     cache_salt: str = ""
-    """Only requests with the same one share what the prefix cache holds."""
+    """Only requests with the same salt share prefixes in the cache."""
     digests: AdapterDigests | None = None
-    """What the adapter's files are checked against when they are read."""
+    """Expected digests of the adapter's files, checked when they are read."""
 
 
 class CancelRequest(Message, frozen=True):
@@ -59,7 +59,7 @@ class CancelRequest(Message, frozen=True):
 
 
 class StartJob(Message, frozen=True):
-    """Queue a job; `resume` continues from its last checkpoint when there is one."""
+    """Queue a job. It continues from its last checkpoint if it has one. `paused`: it waits for `ResumeJob`."""
 
     spec: JobSpec
     paused: bool = False
@@ -78,13 +78,13 @@ class CancelJob(Message, frozen=True):
 
 
 class DropAdapter(Message, frozen=True):
-    """Forget a version: its files are about to go. Requests may still hold it; holders keep it until they end."""
+    """Forget a version: its files will be deleted. Requests that use it keep it until they end."""
 
     ref: AdapterRef
 
 
 class Shutdown(Message, frozen=True):
-    """Finish the current tick, checkpoint what runs, answer `EngineStopped`, leave."""
+    """Finish the current tick, checkpoint running jobs, send `EngineStopped`, exit."""
 
 
 # From the engine to the API process.
@@ -95,11 +95,11 @@ class EngineReady(Message, frozen=True):
     kv_tokens: int
     lora_way: str
     notes: tuple[str, ...] = ()
-    """What runs slower than it could, and why: shown in /health."""
+    """What runs slower than it could, and why; shown in /health."""
 
 
 class EngineNotes(Message, frozen=True):
-    """From now on `EngineReady.notes` are these."""
+    """Replaces the notes of `EngineReady`."""
 
     notes: tuple[str, ...]
 
@@ -112,7 +112,7 @@ class EngineRefused(Message, frozen=True):
 
 
 class Admitted(Message, frozen=True):
-    """A request left the queue and runs; what it waited until now is its queue time. Sent at most once."""
+    """A request left the queue and runs: its queue time ends now. Sent at most once."""
 
     id: str
 
@@ -132,7 +132,7 @@ class Tokens(Message, frozen=True):
 
 
 class RequestFailed(Message, frozen=True):
-    """`retry_after`: seconds after which another attempt may succeed, where the engine has an idea of it."""
+    """`retry_after`: seconds after which another attempt may succeed; None: unknown."""
 
     id: str
     code: str
@@ -144,7 +144,7 @@ class JobStarted(Message, frozen=True):
     id: str
     total_steps: int
     resumed_from: int = 0
-    """The step of the checkpoint that it goes on from."""
+    """The step of the checkpoint that it resumed from."""
 
 
 class JobPaused(Message, frozen=True):
@@ -164,14 +164,14 @@ class JobCheckpoint(Message, frozen=True):
 
 
 class JobWaiting(Message, frozen=True):
-    """All steps are done, and the adapter's files cannot be written now; it is tried again until they are. Sent once."""
+    """All steps are done, but the adapter's files cannot be written now; writing is tried again. Sent once."""
 
     id: str
     message: str
 
 
 class JobSucceeded(Message, frozen=True):
-    """The adapter's files are durable and the version serves already."""
+    """The adapter's files are durable, and requests may use the version."""
 
     id: str
     ref: AdapterRef
@@ -205,20 +205,20 @@ class EngineStats(Message, frozen=True):
     pages_used: int
     pages_total: int
     pages_adapters: int
-    """Pages that hold adapters, those included that nobody uses now."""
+    """Pages that hold adapters, in use or not."""
     memory_planned: int
-    """Bytes that torch may have of the GPU's memory by the plan, and the most that it has had; 0 without a plan."""
+    """GPU memory in bytes that the plan gives to torch, and torch's peak; 0 without a plan."""
     memory_peak: int
     preemptions: int
     prefix_queries: int
     prefix_hits: int
-    """Prompt tokens looked for in the prefix cache so far, and found."""
+    """Prompt tokens looked up in the prefix cache so far, and found there."""
     resident: tuple[AdapterRef, ...]
     serve_seconds: float
     train_seconds: float
     """Time spent so far in generation steps and in fine-tuning slices."""
     troubles: tuple[str, ...] = ()
-    """What cannot be read or written now and is tried again: shown in /health."""
+    """What cannot be read or written now and is tried again; shown in /health."""
     patience_slices: int = 0
     """Fine-tuning slices so far that ran only because their job had waited `train_patience`."""
     starving: Starving | None = None
@@ -256,7 +256,7 @@ In_co = TypeVar("In_co", covariant=True)
 
 
 class Link(Protocol[Out_contra, In_co]):
-    """One end. `send` never waits and never loses order; `receive` raises `EngineUnavailable` once the peer is gone."""
+    """One end. `send` never waits and keeps the order; `receive` raises `EngineUnavailable` once the peer is gone."""
 
     def send(self, message: Out_contra) -> None: ...
 
@@ -270,7 +270,7 @@ class Link(Protocol[Out_contra, In_co]):
 
 
 class LocalLink(Generic[OutT, InT]):
-    """An end of a pair in one process."""
+    """One end of a pair within a process."""
 
     def __init__(self, outbox: asyncio.Queue[OutT | None], inbox: asyncio.Queue[InT | None]) -> None:
         self._outbox, self._inbox = outbox, inbox
@@ -301,7 +301,7 @@ def local_pair() -> tuple[LocalLink[ToEngine, FromEngine], LocalLink[FromEngine,
 
 
 class StreamLink(Generic[OutT, InT]):
-    """An end over a connected socket: 4 bytes of length (big endian), then one msgpack message."""
+    """One end over a connected socket: 4 bytes of length (big endian), then one msgpack message."""
 
     def __init__(
         self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, decoder: msgspec.msgpack.Decoder[InT]

@@ -1,7 +1,7 @@
-"""Log-probabilities of tokens as bytes: how they cross the link, and wait in the API process for their reader.
+"""Log-probabilities of tokens packed as bytes, for the link and for queues in the API process.
 
-As objects they would be millions (20 pairs a token): each full garbage collection would visit them all, and the event
-loop stands meanwhile.
+There may be millions (20 pairs a token). As objects, each full garbage collection would visit them all and block the
+event loop meanwhile.
 """
 
 from __future__ import annotations

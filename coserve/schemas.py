@@ -1,7 +1,6 @@
-"""The HTTP API's requests and answers: what the server checks, the SDK builds and `/openapi.json` says. No torch, no IO.
+"""Requests and responses of the HTTP API: checked by the server, built by the SDK, described by `/openapi.json`. No torch, no IO.
 
-Times are seconds since the epoch (`*_at`) or seconds (`eta`, `timing`); sizes are bytes or tokens. Limits stand in the
-types, so that one declaration refuses a value, documents it and names it. A streamed generation is a sequence of
+Times are seconds since the epoch (`*_at`) or seconds (`eta`, `timing`); sizes are bytes or tokens. A streamed generation is a sequence of
 server-sent events `data: GenerateChunk`, then `data: [DONE]`; a failure after the first byte is `event: error` with an
 `ErrorBody`.
 """
@@ -71,9 +70,9 @@ class GenerateRequest(Wire, frozen=True, omit_defaults=True):
     presence_penalty: Penalty = 0.0
     frequency_penalty: Penalty = 0.0
     stop: StopText | StopTexts | None = None
-    """Texts that end the choice; they are not part of its text."""
+    """Texts that end the choice. They are not part of its text."""
     include_stop_str_in_output: bool = False
-    """What ended the choice is part of its text after all."""
+    """The stop string is part of the text."""
     stop_token_ids: StopTokenIds = []
     ignore_eos: bool = False
     logit_bias: LogitBias = {}
@@ -88,7 +87,7 @@ class GenerateRequest(Wire, frozen=True, omit_defaults=True):
     seed: Seed | None = None
     """None: a random one, which the answer repeats."""
     cache_salt: CacheSalt = ""
-    """Only requests with the same one share what the prefix cache holds of their prompts."""
+    """Only requests with the same salt share prefixes in the cache."""
     slo_ttft: Seconds | None = None
     slo_tpot: Seconds | None = None
 
@@ -161,8 +160,8 @@ class GenerateResponse(Wire, frozen=True):
 class GenerateChunk(Wire, frozen=True):
     """One event of a stream: the new text and tokens of choice `index`.
 
-    The last chunk of a choice has `finish_reason`; the last chunk of all has `usage` and `timing` too. What was asked of
-    the prompt comes with the first chunks of choice 0, before its first token.
+    The last chunk of a choice has `finish_reason`; the last chunk of all has `usage` and `timing` too. Prompt ids
+    and prompt log-probabilities come with the first chunks of choice 0, before its first token.
     """
 
     id: str
@@ -262,7 +261,7 @@ class Job(Wire, frozen=True):
     auto: list[str] = []
     """The fields of `training` that the daemon chose from the size of the corpus and of the base."""
     notes: list[str] = []
-    """What whoever submitted it should know: that it replaces another version, for one."""
+    """Notes for whoever submitted the job, such as that it replaces another version."""
 
 
 class JobList(Wire, frozen=True):
@@ -378,7 +377,7 @@ class Health(Wire, frozen=True):
     uptime: float
     engine_alive: bool
     engine_restarts: int
-    """Times that it was started again after it had died, while it started or later."""
+    """How often it was started again after it died."""
     base: BaseInfo | None
     lora_way: str | None
     kv_tokens: int | None

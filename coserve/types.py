@@ -1,7 +1,7 @@
-"""The words of the house: what the rooms pass to each other. No torch, no IO.
+"""Data types that all packages share. No torch, no IO.
 
-Structs cross a wire (HTTP or the link to the engine); they are frozen and refuse unknown fields.
-Times are seconds (`float`), on the clock of whoever made them; token ids are `int`.
+Structs are sent over HTTP or the link to the engine; they are frozen and refuse unknown fields. Times are seconds
+(`float`) on the clock of the process that made them; token ids are `int`.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ import msgspec
 
 
 class Wire(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Base of everything that crosses a wire."""
+    """Base class of structs that are sent or stored."""
 
 
 class AdapterRef(msgspec.Struct, frozen=True, order=True):
-    """One immutable version of one adapter; a KV page or a prefix belongs to exactly one of these."""
+    """One immutable version of one adapter. Each KV page and each cached prefix belongs to one of them, or to the base."""
 
     id: str
     version: int
@@ -31,7 +31,7 @@ class AdapterDigests(msgspec.Struct, frozen=True):
 
     weights: str
     config: str = ""
-    """Empty for a version that was registered before this was kept: not checked."""
+    """Empty, and not checked, for versions registered before this field existed."""
     alphas: tuple[float, ...] | None = None
     """The alpha of each adapted module, in order of their names; empty: the config's `lora_alpha` for all. None: not known
     (registered before this was kept), the config's patterns are matched when the files are read."""
@@ -46,7 +46,7 @@ class SiteSpec(msgspec.Struct, frozen=True):
 
 
 class BaseSpec(Wire, frozen=True):
-    """What the rest of the house must know of the base, without holding it."""
+    """Description of the loaded base, for all code that does not hold the model."""
 
     name: str
     fingerprint: str
@@ -62,13 +62,13 @@ class BaseSpec(Wire, frozen=True):
     default_targets: tuple[str, ...]
     """Suffixes of the sites that a new adapter targets unless told otherwise (all linear sites of a layer)."""
     context_note: str = ""
-    """Why `context` is less than what the model itself claims; empty if it is not."""
+    """Why `context` is less than the model's own maximum; empty if it is not."""
 
 
 class SamplingParams(Wire, frozen=True):
-    """How to choose the next token. `seed` is always set by the time the engine sees it.
+    """How to sample tokens. `seed` is always set when the engine gets it.
 
-    `stop` strings live in the API process, which sees text; the engine knows `stop_token_ids` only.
+    Stop strings are handled in the API process, which has the text; the engine knows only `stop_token_ids`.
     """
 
     max_tokens: int = 128
@@ -85,7 +85,7 @@ class SamplingParams(Wire, frozen=True):
     logit_bias: dict[int, float] = {}
     logprobs: int | None = None
     prompt_logprobs: int | None = None
-    """As `logprobs`, of the prompt's tokens; then `max_tokens` may be 0: the prompt is scored, nothing generated."""
+    """As `logprobs`, for the prompt's tokens. `max_tokens` may then be 0, which scores the prompt and generates nothing."""
     seed: int = 0
 
 
@@ -122,7 +122,7 @@ class MicroStep(StrEnum):
 
 
 class TokenLogprob(msgspec.Struct, frozen=True):
-    """Natural-log probability of the chosen token, and the `(token, logprob)` of the likeliest ones."""
+    """Natural-log probability of the chosen token, and `(token, logprob)` of the most likely tokens."""
 
     logprob: float
     top: tuple[tuple[int, float], ...] = ()
@@ -213,7 +213,7 @@ class JobState(StrEnum):
     def can_become(self, other: JobState) -> bool:
         """Whether a job may move from this state to `other`.
 
-        Back to `queued` a running job goes when its engine dies: it waits to resume from its last checkpoint.
+        A running job becomes `queued` when its engine dies; it resumes from its last checkpoint.
         """
         match self:
             case JobState.QUEUED:
@@ -233,24 +233,24 @@ class JobState(StrEnum):
 
 
 class JobSpec(Wire, frozen=True):
-    """All that a job is: the registry keeps it, the engine runs it. The corpus lies in the job's folder."""
+    """A complete job: stored by the registry, run by the engine. Its corpus is a file in the job's folder."""
 
     id: str
     adapter: str
     version: int
     """The version that success publishes."""
     init_from: AdapterRef | None
-    """Continue this adapter instead of a new one; then `lora` repeats its shape."""
+    """Continue this adapter instead of a new one; `lora` then has its settings."""
     lora: LoraSettings
     training: TrainingSettings
     rows: int
     tokens: int
-    """Tokens of the corpus once through."""
+    """Tokens of one pass over the corpus."""
     target_tokens: int
     init_digests: AdapterDigests | None = None
-    """What the files of `init_from` are checked against."""
+    """Expected digests of the files of `init_from`."""
     rows_cut: int = 0
-    """Rows that were longer than the longest sequence and lost a part."""
+    """Rows cut to the longest sequence."""
     auto: tuple[str, ...] = ()
     """The fields of `training` that the daemon chose."""
 
@@ -268,5 +268,5 @@ class StepMetrics(Wire, frozen=True):
     """Tokens this step read."""
     target_tokens: int
     seconds: float
-    """Time in the step's slices, without the pauses between them."""
+    """Time in the step's slices, without the time between them."""
     valid_loss: float | None = None

@@ -1,4 +1,4 @@
-"""The registry's adapters: immutable versions, which number is next, and which version a name without one means."""
+"""The registry's adapters: immutable versions, the next version number, and the version that a bare name means."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ _decode = msgspec.msgpack.Decoder(AdapterRecord).decode
 
 
 class AdapterTable(Database):
-    """A version number is given out once: also one that a failed job or a deleted adapter had never comes back."""
+    """Each version number is used once; those of failed jobs and deleted adapters are not used again."""
 
     def reserve_version(self, id: str) -> AdapterRef:
-        """Give out the next version of a name: nobody else ever gets it, and its files have a place of their own."""
+        """Claim the next version of a name, so that its files can be written before it is registered."""
         with self._transaction():
             ref = AdapterRef(id, self.next_version(id))
             self._claim_version(ref)
         return ref
 
     def add_adapter(self, record: AdapterRecord) -> None:
-        """Register a version that `reserve_version` gave out."""
+        """Register a version that `reserve_version` returned."""
         with self._transaction():
             self._insert_adapter(record)
             self._log_on_commit(
@@ -48,7 +48,7 @@ class AdapterTable(Database):
         )
 
     def next_version(self, id: str) -> int:
-        """Above every version that was published, or promised to a job, under this name; 1 for a new name."""
+        """One more than the highest version of this name, unpublished ones included; 1 for a new name."""
         row = self._db.execute("SELECT last FROM versions WHERE id = ?", (id,)).fetchone()
         return 1 if row is None else int(row[0]) + 1
 
@@ -65,12 +65,12 @@ class AdapterTable(Database):
         return _decode(row[0])
 
     def current_version(self, id: str) -> int | None:
-        """The version that the name means; None for a name that has none."""
+        """The version that the name means; None for an unknown name."""
         row = self._db.execute("SELECT version FROM current_versions WHERE id = ?", (id,)).fetchone()
         return None if row is None else int(row[0])
 
     def adapters(self, *, after: str | None = None, limit: int = 100) -> list[AdapterRecord]:
-        """The version that each name means, by name; from the one behind `after` on."""
+        """The current version of each adapter, by name, after `after`."""
         rows = self._db.execute(
             "SELECT record FROM adapters AS one WHERE id > ? "
             "AND version = (SELECT version FROM current_versions WHERE id = one.id) ORDER BY id LIMIT ?",

@@ -1,4 +1,4 @@
-"""Changes of files and registry rows that, once begun, run to their end whatever becomes of whoever asked for them."""
+"""Changes of files and registry rows that run to their end even if the caller is cancelled."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 _REFUSALS = (RequestError, CorpusError, AdapterError, QueueFull)
-"""What a client does wrong, or must come back for: with the client gone, nobody needs to hear of it."""
+"""Errors for the client, not logged once the client has left."""
 
 
 async def uncancelled(task: asyncio.Task[T]) -> T:
-    """The task's result. A caller that is cancelled meanwhile waits for the task's end, and only then is cancelled; a
-    failure that it would have been told is logged instead, unless it is an error of the request."""
+    """The task's result. A cancelled caller waits for the task's end before the cancellation is raised; the task's failure
+    is then logged, unless it is an error of the request."""
     cancelled: asyncio.CancelledError | None = None
     while not task.done():
         try:
@@ -35,7 +35,7 @@ async def uncancelled(task: asyncio.Task[T]) -> T:
 
 
 class Commits:
-    """Runs changes in tasks of their own. What the caller holds (a lock, a folder of uploads) it holds until the end."""
+    """Runs changes in tasks of their own. The caller keeps its lock or upload folder until the change has ended."""
 
     def __init__(self) -> None:
         self._running: set[asyncio.Task[Any]] = set()
@@ -48,6 +48,6 @@ class Commits:
         return await uncancelled(task)
 
     async def close(self) -> None:
-        """Wait for all that was begun."""
+        """Wait for all running changes."""
         while self._running:
             await asyncio.wait(self._running)

@@ -1,8 +1,8 @@
-"""The registry's SQLite file: schema, transactions, and what the disk may answer.
+"""The registry's SQLite file: schema, transactions, and errors of the disk.
 
 Write-ahead log with `synchronous=FULL`: a commit survives kill -9 and a power cut. One connection, used by the thread
-that made it. A transaction that fails for a full disk raises `StorageFull`, for
-another process's lock `StorageBusy`, and leaves what was there before.
+that made it. A transaction that fails changes nothing; it raises `StorageFull` for a full disk and `StorageBusy` for
+another process's lock.
 """
 
 from __future__ import annotations
@@ -61,12 +61,12 @@ _BUSY: Final = frozenset(
     }
 )
 UPGRADES: Final = {1: tuple(statement for statement in SCHEMA.split(";") if "current" in statement)}
-"""Statements that make the next schema of each older one."""
+"""Statements that upgrade each older schema to the next one."""
 
 
 @contextmanager
 def database_errors() -> Iterator[None]:
-    """Turn what SQLite says of the machine into `StorageFull`, `StorageFailed` and `StorageBusy`."""
+    """Raise SQLite's errors about the machine as `StorageFull`, `StorageFailed` or `StorageBusy`."""
     with disk_errors():
         try:
             yield
@@ -142,7 +142,7 @@ class Database:
             log_event(log, message, **fields)
 
     def _log_on_commit(self, message: str, **fields: Value) -> None:
-        """A line of the log, once the transaction is committed."""
+        """Write a log line once the transaction is committed."""
         self._log_lines.append((message, fields))
 
     def close(self) -> None:
@@ -158,7 +158,7 @@ class Database:
     # ---- notes
 
     def note(self, message: str) -> None:
-        """Keep what an operator should know, beyond the log."""
+        """Store a note for the operator."""
         with self._transaction():
             self._insert_note(message)
 

@@ -1,7 +1,7 @@
-"""Files that a crash leaves old or new, never half: write beside, fsync, rename, fsync the folder.
+"""Files that are old or new after a crash, never partial: write a temporary file, fsync, rename, fsync the folder.
 
 A rename is atomic but not durable until its folder is synced, and a file's content is not durable until the file is.
-What a crash leaves beside a target has a name that starts with a dot; `sweep` clears it away:
+Leftovers of a crash have names that start with a dot; `sweep` removes them:
 
 - `.tmp-NAME-*`: not finished: removed;
 - `.trash-NAME-*`: being deleted: removed;
@@ -45,7 +45,7 @@ BUSY = frozenset(
 
 
 def storage_error(number: int | None) -> StorageError | None:
-    """What an `errno` says of the machine; None for one that is about the file itself, such as ENOENT or ELOOP."""
+    """The error for an `errno` about the machine; None for one about the file itself, such as ENOENT or ELOOP."""
     if number in FULL:
         return StorageFull("the disk is full")
     if number in FAILED:
@@ -57,7 +57,7 @@ def storage_error(number: int | None) -> StorageError | None:
 
 @contextmanager
 def disk_errors() -> Iterator[None]:
-    """Turn what the machine answers into `StorageFull`, `StorageFailed` or `StorageBusy`; other errors stay."""
+    """Raise the machine's errors as `StorageFull`, `StorageFailed` or `StorageBusy`; other errors stay."""
     try:
         yield
     except OSError as error:
@@ -73,7 +73,7 @@ def disk_errors() -> Iterator[None]:
 
 @contextmanager
 def safetensors_errors(path: Path) -> Iterator[None]:
-    """As `disk_errors`, around a reader of safetensors: it calls any file that it cannot open a missing one."""
+    """As `disk_errors`, around a safetensors reader, which reports any file that it cannot open as missing."""
     try:
         with disk_errors():
             yield
@@ -95,7 +95,7 @@ def fsync_path(path: Path) -> None:
 
 
 def make_folder(path: Path) -> None:
-    """Create a folder and its missing parents, each durably. There already is fine."""
+    """Create a folder and its missing parents, each durably. An existing folder is fine."""
     missing = [folder for folder in (path, *path.parents) if not folder.exists()]
     with disk_errors():
         for folder in reversed(missing):
@@ -169,7 +169,7 @@ def replace_dir(target: Path, *, point: str) -> Iterator[Path]:
 
 
 def _swap_in(temp: Path, target: Path, point: str) -> None:
-    """Rename `temp` onto `target` and forget what was there; on an error, put everything back."""
+    """Rename `temp` to `target`, replacing it; on an error, restore both."""
     old = target.with_name(OLD + target.name)
     had_one = target.exists()
     try:
@@ -187,11 +187,11 @@ def _swap_in(temp: Path, target: Path, point: str) -> None:
             old.rename(target)
         raise
     if had_one:
-        shutil.rmtree(old, ignore_errors=True)  # what stays, `sweep` takes
+        shutil.rmtree(old, ignore_errors=True)  # leftovers are removed by `sweep`
 
 
 def remove_dir(target: Path) -> None:
-    """Delete a folder: gone at once and for good, though its files may take longer. None there is fine."""
+    """Delete a folder: renamed away durably at once, then its files are deleted. A missing folder is fine."""
     trash = _beside(target, TRASH)
     with disk_errors():
         failpoint("remove.before_rename")

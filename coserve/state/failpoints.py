@@ -45,8 +45,8 @@ FAILPOINTS = frozenset(f"{point}.{step}" for point in DURABLE_POINTS for step in
     "registry.before_commit",
     "registry.after_commit",
     "api.before_reply",  # a job or an import is committed, its answer has not left
-    "generate.mid_stream",  # the engine has tokens of a running request in hand
-    "finetune.mid_step",  # gradients are there, the optimizer has not stepped
+    "generate.mid_stream",  # the engine is about to send tokens of a running request
+    "finetune.mid_step",  # gradients are computed, the optimizer has not stepped
     "adapter.publish",  # the adapter's files are durable, nobody knows of them
     "adapter.open",  # a file of an adapter is about to be opened
     "job.open",  # a job's corpus or a file of its checkpoint is about to be opened
@@ -117,7 +117,7 @@ def _from_environment() -> Armed | None:
 
 
 class _Switch:
-    """The one switch of the process: a failure of the machine is nobody's argument."""
+    """The process's armed failpoints; global, since the code under test does not pass them around."""
 
     armed: Armed | None = _from_environment()
 

@@ -1,4 +1,4 @@
-"""The data folder: where everything lies, who may write in it, and what a crash left in it.
+"""The data folder: its paths, its lock, and leftovers of a crash.
 
 registry.sqlite3                          jobs, events, adapters
 lock                                      held by the daemon that uses the folder
@@ -32,7 +32,7 @@ _CHECKPOINT = re.compile(r"checkpoint-(\d{8,})")
 
 
 class DataFolder:
-    """Paths only. Names come from users, so each is checked here once more: `ForbiddenPath`."""
+    """Paths only. Names come from users, so they are checked here again: `ForbiddenPath`."""
 
     def __init__(self, root: Path) -> None:
         self.root = root.absolute()
@@ -105,7 +105,7 @@ class DataFolder:
             log.warning("data_dir: others may be able to read it: %s", error.strerror)
 
     def sweep(self) -> list[str]:
-        """Clear away what a crash left of unfinished writes; returns what was found. Call it under the lock."""
+        """Remove leftovers of unfinished writes; returns their names. Call it under the lock."""
         folders = [self.root, self.adapters, self.jobs, *_folders(self.adapters), *_folders(self.jobs)]
         found = [name for folder in folders for name in sweep(folder)]
         if self.staging.is_dir():

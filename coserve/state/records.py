@@ -1,4 +1,4 @@
-"""What the registry keeps: jobs and adapters (their events are `coserve.schemas.JobEvent`). Times are seconds since the epoch."""
+"""Rows of the registry: jobs and adapters (their events are `coserve.schemas.JobEvent`). Times are seconds since the epoch."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from coserve.types import AdapterDigests, AdapterRef, JobSpec, JobState, StepMet
 
 
 class JobRecord(Wire, frozen=True):
-    """A job and how far it is. `step` and `trained_tokens` are those of its last optimizer step."""
+    """A job and its progress. `step` and `trained_tokens` are as of its last optimizer step."""
 
     spec: JobSpec
     state: JobState
@@ -16,7 +16,7 @@ class JobRecord(Wire, frozen=True):
     started_at: float | None = None
     finished_at: float | None = None
     waiting: str | None = None
-    """What a running job waits for, if it does."""
+    """What a running job waits for; None: nothing."""
     step: int = 0
     total_steps: int = 0
     metrics: StepMetrics | None = None
@@ -25,7 +25,7 @@ class JobRecord(Wire, frozen=True):
     result: AdapterRef | None = None
     metadata: dict[str, str] = {}
     notes: tuple[str, ...] = ()
-    """What whoever submitted it should know."""
+    """Notes for whoever submitted the job."""
 
 
 class AdapterRecord(Wire, frozen=True):

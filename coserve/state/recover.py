@@ -1,8 +1,8 @@
-"""Startup: registry and files agree again, whatever moment the last daemon died at.
+"""At startup, makes registry and files agree, whenever the last daemon died.
 
-Files come first and rows second: a row is committed once its files are durable. So files without a row are the work of
-a call that was never answered, and go; a row without files is damage from outside, and goes with a note. A checkpoint
-has no row of its own: the metrics of its step stand for it.
+A row is committed after its files are durable. Files without a row belong to a call that was never answered: they are
+deleted. A row without files is damage from outside: it is deleted, with a note. A checkpoint has no row of its own: it is
+kept if the metrics of its step are recorded.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ def recover(registry: Registry, folder: DataFolder) -> list[JobRecord]:
     jobs = [job for job in registry.unfinished() if _has_corpus(registry, folder, job)]
     for job in jobs:
         drop_unrecorded_checkpoints(folder, job)
-    return [_wait_again(registry, job) for job in jobs]
+    return [_requeue(registry, job) for job in jobs]
 
 
 def drop_unrecorded_checkpoints(folder: DataFolder, job: JobRecord) -> None:
-    """Remove the checkpoints of steps that the registry has not heard of, once the engine that wrote them is gone.
+    """Remove checkpoints of steps that the registry has not recorded, once the engine that wrote them is gone.
 
-    A job that went on from one would lack those steps in its loss curve for ever; so they run again.
+    A job that resumed from one would miss those steps in its loss curve; so they run again.
     """
     for step, path in folder.checkpoints(job.spec.id):
         if step > job.step:
@@ -71,7 +71,7 @@ def _remove_empty(folder: DataFolder, known: set[AdapterRef]) -> None:
 
 
 def _match_jobs(registry: Registry, folder: DataFolder) -> None:
-    """A job that succeeded or was cancelled needs no files; of one that failed they stay, for whoever asks why."""
+    """Delete files of succeeded and cancelled jobs; those of failed jobs stay, to find out why."""
     for id in folder.job_ids():
         try:
             state = registry.job(id).state
@@ -92,7 +92,7 @@ def _has_corpus(registry: Registry, folder: DataFolder, job: JobRecord) -> bool:
     return False
 
 
-def _wait_again(registry: Registry, job: JobRecord) -> JobRecord:
+def _requeue(registry: Registry, job: JobRecord) -> JobRecord:
     if job.state is not JobState.RUNNING:
         return job
     return registry.set_state(job.spec.id, JobState.QUEUED, message="interrupted: the daemon ended while it ran")

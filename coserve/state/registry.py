@@ -17,7 +17,7 @@ __all__ = ["AdapterRecord", "JobEvent", "JobRecord", "Registry"]
 
 UNFINISHED: Final = tuple(state for state in JobState if not state.terminal)
 
-# msgpack, unlike JSON, gives back every float as it was.
+# msgpack, unlike JSON, keeps every float exactly.
 _encode = msgspec.msgpack.Encoder().encode
 _job = msgspec.msgpack.Decoder(JobRecord).decode
 _event = msgspec.msgpack.Decoder(JobEvent).decode
@@ -68,7 +68,7 @@ class Registry(AdapterTable):
     def jobs(
         self, *, after: str | None = None, limit: int = 100, states: Collection[JobState] | None = None
     ) -> list[JobRecord]:
-        """Newest first; from the one older than `after` on. Raises `JobNotFound` for an unknown `after`."""
+        """Newest first, older than `after`. Raises `JobNotFound` for an unknown `after`."""
         position = None
         if after is not None:
             self.job(after)
@@ -128,12 +128,12 @@ class Registry(AdapterTable):
         )
 
     def set_state(self, id: str, state: JobState, *, error: ErrorInfo | None = None, message: str = "") -> JobRecord:
-        """Move a job and say so in its events. Raises `JobNotFound`, `WrongJobState`; for success see `succeed`."""
+        """Change a job's state and add an event. Raises `JobNotFound`, `WrongJobState`; for success see `succeed`."""
         assert state is not JobState.SUCCEEDED, "a job succeeds together with its adapter"
         with self._transaction():
             record = msgspec.structs.replace(self._move(self.job(id), state), error=error)
-            said = message or (error.message if error is not None else f"job {state}")
-            self._append(id, "state", said, level="info" if error is None else "error", state=state)
+            text = message or (error.message if error is not None else f"job {state}")
+            self._append(id, "state", text, level="info" if error is None else "error", state=state)
             spec, why = record.spec, error.message if error is not None else message or None
             code = None if error is None else error.code
             self._log_on_commit(f"job {state}", job=id, adapter=spec.adapter, step=record.step, error=code, reason=why)
@@ -187,7 +187,7 @@ class Registry(AdapterTable):
         self.record_message(id, f"checkpoint at step {step}", type="checkpoint")
 
     def record_waiting(self, id: str, message: str) -> JobRecord:
-        """A running job cannot go on now. Raises `JobNotFound`, `WrongJobState`."""
+        """A running job waits for the disk. Raises `JobNotFound`, `WrongJobState`."""
         with self._transaction():
             record = self.job(id)
             if record.state is not JobState.RUNNING:
@@ -196,13 +196,13 @@ class Registry(AdapterTable):
             return self._save(msgspec.structs.replace(record, waiting=message))
 
     def record_message(self, id: str, message: str, *, level: EventLevel = "info", type: EventType = "message") -> None:
-        """Add a line to the job's story. Raises `JobNotFound`."""
+        """Add an event to the job. Raises `JobNotFound`."""
         with self._transaction():
             self.job(id)
             self._append(id, type, message, level=level)
 
     def events(self, id: str, *, after: int = 0, limit: int = 1000) -> list[JobEvent]:
-        """In order, from the one behind `after` on. Raises `JobNotFound`."""
+        """Events after `after`, in order. Raises `JobNotFound`."""
         self.job(id)
         rows = self._db.execute(
             "SELECT record FROM events WHERE job = ? AND seq > ? ORDER BY seq LIMIT ?", (id, after, limit)
@@ -210,7 +210,7 @@ class Registry(AdapterTable):
         return [_event(row[0]) for row in rows]
 
     def succeed(self, id: str, adapter: AdapterRecord) -> JobRecord:
-        """The job's end and its adapter, in one transaction. Raises `JobNotFound`, `WrongJobState`."""
+        """Commit the job's success and its adapter in one transaction. Raises `JobNotFound`, `WrongJobState`."""
         with self._transaction():
             record = self._move(self.job(id), JobState.SUCCEEDED)
             assert adapter.ref == AdapterRef(record.spec.adapter, record.spec.version), adapter.ref
@@ -227,7 +227,7 @@ class Registry(AdapterTable):
     # ---- adapters
 
     def delete_adapter(self, id: str) -> list[AdapterRef]:
-        """Forget every version; returns them, for their files to go. Raises `AdapterNotFound`, or `AdapterBusy` while
+        """Delete every version; the caller deletes their files. Raises `AdapterNotFound`, or `AdapterBusy` while
         an unfinished job continues or publishes the adapter."""
         with self._transaction():
             refs = [record.ref for record in self.versions(id)]

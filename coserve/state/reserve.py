@@ -1,4 +1,4 @@
-"""Space kept back on the disk for what must be written when the disk is full: what frees space, and how jobs end."""
+"""Disk space kept back for writes that must succeed on a full disk: deletions and the ends of jobs."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ log = logging.getLogger(__name__)
 
 SIZE = 4 << 20
 """Bytes: SQLite's log grows by a few pages of 4 KiB with each commit, and is emptied every 1000 pages."""
-PIECE = 64 << 10
-"""Bytes: the file's size is a multiple."""
+BLOCK = 64 << 10
+"""The file's size in bytes is a multiple of this."""
 
 
 class Reserve:
-    """A file of `size` bytes, all of them allocated. Not for two threads at once.
+    """A file of `size` allocated bytes. Not thread-safe.
 
-    What the disk refuses for another reason than a lack of space raises nothing: the reserve only helps other writes. It is
-    logged once, and stands in `notes` until it works again.
+    Disk errors other than a lack of space are not raised, since the reserve only helps other writes. They are logged once
+    and shown in `notes` until the reserve works again.
     """
 
     def __init__(self, path: Path, size: int = SIZE) -> None:
@@ -37,24 +37,24 @@ class Reserve:
         return () if problem is None else (f"no space is kept back for a full disk: {problem}",)
 
     def make(self) -> None:
-        """Keep back as much as there is room for; a call where nothing is missing does nothing."""
+        """Allocate the file as far as the disk allows; does nothing if it is complete."""
         if self._held >= self._size:
             return
         try:
             self._fill()
         except OSError as error:
-            self._tell(error.strerror or str(error))
+            self._report(error.strerror or str(error))
         else:
-            self._tell(None)
+            self._report(None)
 
     @contextmanager
     def released(self) -> Iterator[None]:
-        """Inside, the space is free; afterwards what is left of it is kept back again."""
+        """The space is free inside the block and allocated again after it, as far as possible."""
         self._held = 0
         try:
             self._path.unlink(missing_ok=True)
         except OSError as error:  # without the space, what is to be done inside may still succeed
-            self._tell(error.strerror or str(error))
+            self._report(error.strerror or str(error))
         try:
             yield
         finally:
@@ -62,14 +62,14 @@ class Reserve:
 
     def _fill(self) -> None:
         disk = os.statvfs(self._path.parent)
-        wanted = min(self._size, self._held + disk.f_bavail * disk.f_frsize // PIECE * PIECE)
+        wanted = min(self._size, self._held + disk.f_bavail * disk.f_frsize // BLOCK * BLOCK)
         while wanted > self._held:
             try:
                 self._allocate(wanted)
             except OSError as error:
                 if error.errno not in FULL:
                     raise
-                wanted -= PIECE  # the space was taken meanwhile, or the file's own blocks need some of it
+                wanted -= BLOCK  # the space was taken meanwhile, or the file's own blocks need some of it
 
     def _allocate(self, size: int) -> None:
         descriptor = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
@@ -79,7 +79,7 @@ class Reserve:
             os.close(descriptor)
         self._held = size
 
-    def _tell(self, problem: str | None) -> None:
+    def _report(self, problem: str | None) -> None:
         if problem == self._problem:
             return
         if problem is None:

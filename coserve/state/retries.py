@@ -1,4 +1,4 @@
-"""Work that the machine cannot do now is tried again, with back-off; one log line says so and one how it ended."""
+"""Tries work again that the machine cannot do now, with back-off. One log line at the start, one at the end."""
 
 from __future__ import annotations
 
@@ -35,13 +35,13 @@ class Backoff:
 
 
 FOR_EVER = Backoff(first=0.25, longest=30.0)
-"""For what must not be lost: a job never fails for files that cannot be read or written now, nor does the story of one."""
+"""For work that must not be lost: jobs and their events never fail because a file cannot be read or written now."""
 
 
 class Retries:
-    """Runs work until it succeeds. `errors`: those that another attempt may mend.
+    """Runs work until it succeeds. `errors`: those after which it is tried again.
 
-    `sleep` takes seconds; `changed` is called, on the thread that works, whenever `notes` are others.
+    `sleep` takes seconds; `changed` is called on the working thread whenever `notes` change.
     """
 
     def __init__(
@@ -64,12 +64,12 @@ class Retries:
             return tuple(f"{what}: {reason}; it is tried again" for what, reason in self._reasons.items())
 
     async def run(self, what: str, work: Callable[[], Awaitable[T]]) -> T:
-        """What `work` returns, on the event loop. Raises what it raised last once the back-off is used up, and other
-        errors at once.
+        """The result of `work`, on the event loop. Raises its last error once the back-off is used up, and other errors
+        at once.
 
-        `what` names the work in the log and in `notes`; calls of the same name that fail together are told once.
+        `what` names the work in the log and in `notes`; calls with the same name that fail together are logged once.
         """
-        with self._course(what) as failed:
+        with self._attempts(what) as failed:
             while True:
                 try:
                     return await work()
@@ -79,7 +79,7 @@ class Retries:
 
     def run_here(self, what: str, work: Callable[[], T], wait: Callable[[float], None]) -> T:
         """As `run`, on a thread that may wait: `wait` takes seconds; an exception from `wait` aborts the retries."""
-        with self._course(what) as failed:
+        with self._attempts(what) as failed:
             while True:
                 try:
                     return work()
@@ -88,7 +88,7 @@ class Retries:
                 wait(delay)
 
     @contextmanager
-    def _course(self, what: str) -> Iterator[Callable[[StorageError], float]]:
+    def _attempts(self, what: str) -> Iterator[Callable[[StorageError], float]]:
         """Around all attempts of one piece of work. Gives a function that takes the error of an attempt and returns the
         seconds until the next one; it raises the error once the back-off is used up."""
         delays, failures, waited, given_up = self._backoff.delays(), 0, 0.0, False
@@ -101,7 +101,7 @@ class Retries:
                 raise error
             failures += 1
             waited += delay
-            self._tell(what, error, first=failures == 1)
+            self._report(what, error, first=failures == 1)
             return delay
 
         outcome, level = "no longer tried again", logging.INFO
@@ -112,9 +112,9 @@ class Retries:
             if given_up:
                 outcome, level = f"given up after {waited:.3g} s", logging.WARNING
             if failures:
-                self._over(what, outcome, level)
+                self._finish(what, outcome, level)
 
-    def _tell(self, what: str, error: StorageError, *, first: bool) -> None:
+    def _report(self, what: str, error: StorageError, *, first: bool) -> None:
         with self._lock:
             if not self._failing[what]:
                 log.warning("%s: %s; trying again", what, error.message)
@@ -122,7 +122,7 @@ class Retries:
             self._reasons[what] = error.message
         self._changed()
 
-    def _over(self, what: str, outcome: str, level: int) -> None:
+    def _finish(self, what: str, outcome: str, level: int) -> None:
         with self._lock:
             self._failing[what] -= 1
             if not self._failing[what]:

@@ -1,4 +1,4 @@
-"""The registry for the event loop: one thread owns the connection, calls queue up for it."""
+"""The registry for the event loop: one thread owns the connection and runs all calls in order."""
 
 from __future__ import annotations
 
@@ -15,27 +15,26 @@ from coserve.state.retries import Backoff, Retries
 
 T = TypeVar("T")
 
-PATIENCE = Backoff(total=5.0)
+LOCK_BACKOFF = Backoff(total=5.0)
 
 
 class RegistryThread:
     """`await thread(lambda registry: registry.job(id))`: calls run one at a time, in order, off the event loop.
 
-    A call that was begun runs to its end even if its caller is cancelled. One that another process's lock stops is tried
-    again as `backoff` says, while others take their turns, and raises `StorageBusy` then. So `fn` must be safe to repeat:
-    only its last transaction is undone, those before it stand.
-    The registry opens at the first call, which raises what `Registry` raises.
+    A call runs to its end even if its caller is cancelled. A call stopped by another process's lock is tried again by
+    `backoff`, while other calls run, and raises `StorageBusy` in the end. So `fn` must be safe to repeat: only its last
+    transaction is rolled back. The registry opens at the first call, which raises what `Registry` raises.
     """
 
     def __init__(
         self,
         registry_factory: Callable[[], Registry],
         *,
-        backoff: Backoff = PATIENCE,
+        backoff: Backoff = LOCK_BACKOFF,
         reserve: Reserve | None = None,
         sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
     ) -> None:
-        """`reserve`: the space that `with_reserve` may use; None: none is kept back."""
+        """`reserve`: the disk space for `with_reserve`; None: there is none."""
         self._factory, self._reserve = registry_factory, reserve
         self._registry: Registry | None = None
         self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="registry")
@@ -43,16 +42,15 @@ class RegistryThread:
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """What of the registry is being tried again now, and why no space is kept back, if so."""
+        """What is being tried again, and why no space is reserved, if so; for /health."""
         return self._retries.notes + (() if self._reserve is None else self._reserve.notes)
 
     async def __call__(self, fn: Callable[[Registry], T]) -> T:
         return await self._run(self._call, fn)
 
     async def with_reserve(self, fn: Callable[[Registry], T]) -> T:
-        """The same for a change that frees space or ends a job: where the disk is full, `fn` runs once more with the
-        space that is kept back."""
-        return await self._run(self._call_again, fn)
+        """The same, for a change that frees space or ends a job: on a full disk, `fn` runs again with the reserved space."""
+        return await self._run(self._call_with_reserve, fn)
 
     async def _run(self, call: Callable[[Callable[[Registry], T]], T], fn: Callable[[Registry], T]) -> T:
         loop = asyncio.get_running_loop()
@@ -62,7 +60,7 @@ class RegistryThread:
         with database_errors():
             return fn(self._opened())
 
-    def _call_again(self, fn: Callable[[Registry], T]) -> T:
+    def _call_with_reserve(self, fn: Callable[[Registry], T]) -> T:
         try:
             return self._call(fn)
         except StorageFull:
