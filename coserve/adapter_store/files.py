@@ -11,7 +11,7 @@ from torch import Tensor
 
 from coserve.adapters.gate import read_config
 from coserve.adapters.peft import FINGERPRINT, PREFIX, adapter_config, read_layout
-from coserve.adapters.tensorfile import Entry, TensorFile, check_digest, digest_file
+from coserve.adapters.tensorfile import TensorEntry, TensorFile, check_digest, digest_file
 from coserve.errors import CorruptAdapter
 from coserve.kernels.lora.types import LoraPair
 from coserve.model.lora import LoraWeights
@@ -81,7 +81,7 @@ def _canonical(content: bytes) -> bytes:
     return content[:8] + ordered + content[end:]
 
 
-def _tensor(file: TensorFile, entry: Entry) -> Tensor:
+def _tensor(file: TensorFile, entry: TensorEntry) -> Tensor:
     return torch.frombuffer(file.read(entry), dtype=_DTYPES[entry.dtype]).reshape(entry.shape)
 
 

@@ -1,4 +1,4 @@
-"""A tar file of an adapter's PEFT files, made while it is sent. Knows no torch."""
+"""A tar file of an adapter's PEFT files, made while it is sent. No torch."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from coserve.errors import AdapterNotFound
 from coserve.names import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 from coserve.state.records import AdapterRecord
 
-PIECE: Final = 256 << 10
+CHUNK: Final = 256 << 10
 
 
 class AdapterArchive:
-    """Holds the files open: they stay readable if the adapter is deleted meanwhile. To be closed."""
+    """Holds the files open, so they stay readable if the adapter is deleted meanwhile. Close it after use."""
 
     def __init__(self, record: AdapterRecord, folder: Path) -> None:
         """Raises `AdapterNotFound` for a folder that is gone, `StorageError` where the machine cannot open a file now."""
@@ -41,12 +41,12 @@ class AdapterArchive:
         block = tarfile.BLOCKSIZE
         return sum(len(head) + size + -size % block for head, _, size in self._members) + 2 * block
 
-    async def pieces(self) -> AsyncIterator[bytes]:
-        """The tar file, once."""
+    async def chunks(self) -> AsyncIterator[bytes]:
+        """The bytes of the tar file. Call it once."""
         for head, file, size in self._members:
             yield head
-            while piece := await asyncio.to_thread(file.read, PIECE):
-                yield piece
+            while chunk := await asyncio.to_thread(file.read, CHUNK):
+                yield chunk
             yield bytes(-size % tarfile.BLOCKSIZE)
         yield bytes(2 * tarfile.BLOCKSIZE)
 

@@ -1,4 +1,4 @@
-"""Refuses weights that are not finite in the base's dtype, by their bits: no torch, one piece of the file at a time."""
+"""Refuses weights that are not finite in the base's dtype, by their bits, 1 MiB at a time. No torch."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ from collections.abc import Callable, Mapping
 
 import numpy as np
 
-from coserve.adapters.tensorfile import Entry, TensorFile
+from coserve.adapters.tensorfile import TensorEntry, TensorFile
 from coserve.errors import CorruptAdapter
 
 _MAGNITUDE = {"F32": (np.uint32, 0x7FFFFFFF), "F16": (np.uint16, 0x7FFF), "BF16": (np.uint16, 0x7FFF)}
-"""Of each type in a file: its bits as a number, and all of them but the sign."""
+"""For each type in a file: an unsigned integer of its size, and the mask without the sign bit."""
 _INFINITY = {"F32": 0x7F800000, "F16": 0x7C00, "BF16": 0x7F80}
 _TOO_LARGE = {
     ("F32", "bfloat16"): 0x7F7F8000,
@@ -21,13 +21,13 @@ _TOO_LARGE = {
 
 
 def refuse_non_finite(
-    file: TensorFile, tensors: Mapping[str, Entry], dtype: str, progress: Callable[[], None] = lambda: None
+    file: TensorFile, tensors: Mapping[str, TensorEntry], dtype: str, progress: Callable[[], None] = lambda: None
 ) -> None:
     """Raises `CorruptAdapter` for the first tensor with NaN, infinity, or a number that overflows in `dtype`."""
     for name, entry in tensors.items():
         kind, magnitude = _MAGNITUDE[entry.dtype]
         least = _TOO_LARGE.get((entry.dtype, dtype), _INFINITY[entry.dtype])
-        for piece in file.pieces(entry):
+        for chunk in file.chunks(entry):
             progress()
-            if piece and int((np.frombuffer(piece, kind) & magnitude).max()) >= least:
+            if chunk and int((np.frombuffer(chunk, kind) & magnitude).max()) >= least:
                 raise CorruptAdapter(f"tensor {name[:120]!r}: expected weights that are finite in {dtype}")

@@ -1,7 +1,7 @@
-"""The gate for PEFT's `adapter_config.json`: a list of what is allowed. Knows no torch.
+"""Checks PEFT's `adapter_config.json` against a list of allowed keys and values. No torch.
 
-A key that a later PEFT adds, or a variant that we don't implement, is refused by name unless it is switched off: PEFT
-itself ignores keys that it does not know, and an adapter read that way would be served wrong without a sign.
+Unknown keys and unimplemented variants are refused by name unless they are switched off. PEFT itself ignores keys that it
+does not know; an adapter read that way would be served wrong silently.
 """
 
 from __future__ import annotations
@@ -104,7 +104,7 @@ def _rank(value: object) -> bool:
 
 
 _ALLOWED: dict[str, Callable[[object], bool]] = {
-    # What the numbers of an adapter depend on.
+    # Keys that change what an adapter computes.
     "peft_type": _is("LORA"),
     "task_type": _is("CAUSAL_LM", None),
     "r": _rank,
@@ -119,7 +119,7 @@ _ALLOWED: dict[str, Callable[[object], bool]] = {
     "bias": _is("none"),
     "init_lora_weights": _is(True, False, None, "gaussian", "orthogonal", "eva", "mica"),
     "lora_dropout": lambda value: isinstance(value, int | float) and 0 <= value <= 1,
-    # What they don't depend on.
+    # Keys that do not.
     "fan_in_fan_out": _is(True, False, None),
     "layers_pattern": lambda value: value in ([], "") or _modules(value),
     "ensure_weight_tying": _is(True, False, None),

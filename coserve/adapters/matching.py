@@ -1,6 +1,6 @@
-"""What an `adapter_config.json` says of each site: whether it is targeted, its rank, its alpha. PEFT's own rules.
+"""Reads an `adapter_config.json` for each site: whether it is targeted, its rank and alpha, by PEFT's rules.
 
-Its values have passed the gate. Where a pattern cannot be matched in bounded time, rank and targets are read from the
+Its values have been checked by `gate.read_config`. Where a pattern cannot be matched in bounded time, rank and targets are read from the
 tensors; alpha has no other source.
 """
 

@@ -1,7 +1,7 @@
-"""PEFT's patterns for module names, matched in linear time (RE2). Knows neither torch nor files.
+"""PEFT's patterns for module names, matched in linear time (RE2). No torch, no files.
 
-A pattern comes from a stranger's file. RE2 never backtracks, and what a whole table of patterns may cost is counted in
-steps before anything runs, so that the same file gives the same answer on any machine.
+Patterns come from untrusted files. RE2 never backtracks, and the cost of a whole table of patterns is counted in steps
+before it runs, so that a file gives the same result on any machine.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Reads what a PEFT adapter folder holds and checks it against the base, tensor by tensor. Knows no torch."""
+"""Reads a PEFT adapter folder and checks it against the base, tensor by tensor. No torch."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from coserve.adapters.finite import refuse_non_finite
 from coserve.adapters.gate import read_config
 from coserve.adapters.matching import Known, Matching
 from coserve.adapters.targets import alpha_of, exact, targets_match
-from coserve.adapters.tensorfile import Entry, TensorFile
+from coserve.adapters.tensorfile import TensorEntry, TensorFile
 from coserve.errors import BaseMismatch, CorruptAdapter, ShapeMismatch, UnsupportedAdapter
 from coserve.names import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 from coserve.types import BaseSpec, LoraSettings
@@ -23,12 +23,12 @@ FINGERPRINT = "coserve.base_fingerprint"
 PREFIX = "base_model.model."
 
 _CONV1D_FAMILIES = frozenset({"gpt2"})
-"""Families whose linear modules keep their weight transposed; PEFT wants to be told."""
+"""Families whose linear modules store their weight transposed, which PEFT's config must state."""
 
 
 @dataclass(frozen=True)
 class SiteShape:
-    """One site of an adapter. `block_a`, `block_b`: that matrix is kept as so many diagonal blocks (BD-LoRA)."""
+    """One site of an adapter. `block_a`, `block_b`: number of diagonal blocks of each matrix (BD-LoRA); 1: dense."""
 
     rank: int
     scaling: float
@@ -38,7 +38,7 @@ class SiteShape:
 
 @dataclass(frozen=True)
 class AdapterInfo:
-    """What an adapter's files hold, checked against the base."""
+    """Facts about an adapter's files, checked against the base."""
 
     settings: LoraSettings
     rank: int
@@ -60,8 +60,8 @@ class AdapterTensors:
     settings: LoraSettings
     sites: dict[str, SiteShape]
     alphas: dict[str, float]
-    a: dict[str, Entry]
-    b: dict[str, Entry]
+    a: dict[str, TensorEntry]
+    b: dict[str, TensorEntry]
 
 
 def inspect_adapter(folder: Path, base: BaseSpec, progress: Callable[[], None] = lambda: None) -> AdapterInfo:
@@ -109,7 +109,7 @@ def read_layout(
     if trained_on is not None and trained_on != base.fingerprint:
         raise BaseMismatch(f"the adapter was trained on another base than {base.name}")
     settings = _settings(config)
-    matrices: dict[str, dict[str, Entry]] = {"lora_A": {}, "lora_B": {}}
+    matrices: dict[str, dict[str, TensorEntry]] = {"lora_A": {}, "lora_B": {}}
     for name, entry in file.entries.items():
         site, kind = _site_of(name, base)
         matrices[kind][site] = entry
@@ -135,7 +135,7 @@ def read_layout(
 
 
 def adapter_config(settings: LoraSettings, base: BaseSpec, sites: Collection[str]) -> dict[str, object]:
-    """What PEFT expects in `adapter_config.json` for an adapter with these sites."""
+    """The content of `adapter_config.json` for an adapter with these sites."""
     targets = base.default_targets if settings.targets is None else settings.targets
     if {site for site in base.sites if targets_match(targets, site)} != set(sites):
         targets = tuple(sites)
@@ -162,7 +162,7 @@ def _plain(number: float) -> int | float:
 
 
 def _settings(config: dict[str, object]) -> LoraSettings:
-    """The config's values, whose types the gate has checked; PEFT's defaults for what is missing.
+    """The config's values, whose types `read_config` has checked; PEFT's defaults for missing ones.
 
     Targets are what a list of names says; patterns are left out: `_resolved` puts both in terms of sites.
     """

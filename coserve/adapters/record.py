@@ -1,4 +1,4 @@
-"""The registry's record of an adapter, read off its files. Knows no torch."""
+"""Makes the registry's record of an adapter from its files. No torch."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def record_adapter(
     created_at: float,
     progress: Callable[[], None] = lambda: None,
 ) -> AdapterRecord:
-    """What the registry keeps of the PEFT files in `folder`. Raises `AdapterError` leaves, `StorageError`.
+    """The registry's record of the PEFT files in `folder`. Raises `AdapterError` leaves, `StorageError`.
 
     `source`: `import` or `job:<id>`; `created_at`: seconds since the epoch; `progress` as for `inspect_adapter`.
     """

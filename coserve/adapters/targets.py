@@ -1,6 +1,6 @@
-"""Which sites an adapter changes, with which rank and scaling: PEFT's matching rules without its regular expressions.
+"""The sites of an adapter, their ranks and scalings: PEFT's matching rules for names, without regular expressions.
 
-Knows neither torch nor files.
+No torch, no files.
 """
 
 from __future__ import annotations

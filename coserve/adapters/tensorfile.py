@@ -1,4 +1,4 @@
-"""Reads a safetensors file that may be hostile: every length is checked before anything of that length is read."""
+"""Reads safetensors files that may be hostile: every length is checked before it is used."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ _CHUNK = 1 << 20
 
 
 @dataclass(frozen=True)
-class Entry:
-    """One tensor: its data lie at `[start, end)` of the file."""
+class TensorEntry:
+    """One tensor; its data are bytes `[start, end)` of the file."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -99,7 +99,7 @@ def parse_object(data: bytes, name: str) -> dict[str, object]:
 
 
 class TensorFile:
-    """An open safetensors file whose header holds: known types, no holes, no overlaps, nothing past the end."""
+    """An open safetensors file with a valid header: known types, no holes, no overlaps, nothing past the end."""
 
     def __init__(self, folder: Path, name: str) -> None:
         """Raises `CorruptAdapter`, `UnsafeAdapter`, or `UnsupportedAdapter` for a type that adapters don't have."""
@@ -120,7 +120,7 @@ class TensorFile:
     ) -> None:
         os.close(self._fd)
 
-    def read(self, entry: Entry) -> bytearray:
+    def read(self, entry: TensorEntry) -> bytearray:
         """A tensor's bytes."""
         data = bytearray(entry.end - entry.start)
         view, at = memoryview(data), entry.start
@@ -132,14 +132,14 @@ class TensorFile:
             view, at = view[got:], at + got
         return data
 
-    def pieces(self, entry: Entry) -> Iterator[bytes]:
+    def chunks(self, entry: TensorEntry) -> Iterator[bytes]:
         """A tensor's bytes, at most 1 MiB at once."""
         for at in range(entry.start, entry.end, _CHUNK):
             size = min(_CHUNK, entry.end - at)
-            piece = os.pread(self._fd, size, at)
-            if len(piece) < size:
+            chunk = os.pread(self._fd, size, at)
+            if len(chunk) < size:
                 raise CorruptAdapter("the weights' file became shorter while it was read")
-            yield piece
+            yield chunk
 
     def sha256(self, progress: Callable[[], None] = lambda: None) -> str:
         """Of the whole file, hex. `progress` is called for each MiB."""
@@ -151,7 +151,7 @@ class TensorFile:
                 at += len(chunk)
         return digest.hexdigest()
 
-    def _header(self, name: str) -> tuple[dict[str, str], dict[str, Entry]]:
+    def _header(self, name: str) -> tuple[dict[str, str], dict[str, TensorEntry]]:
         prefix = os.pread(self._fd, 8, 0)
         if len(prefix) < 8:
             raise CorruptAdapter(f"{name}: too short for a safetensors file ({self.bytes} bytes)")
@@ -174,7 +174,7 @@ class TensorFile:
             raise CorruptAdapter(f"{name}: expected {at} bytes, got {self.bytes}")
         return metadata, entries
 
-    def _entry(self, key: str, value: object, data_start: int) -> Entry:
+    def _entry(self, key: str, value: object, data_start: int) -> TensorEntry:
         where = f"tensor {key[:120]!r}"
         if not isinstance(value, dict) or set(value) != {"dtype", "shape", "data_offsets"}:
             raise CorruptAdapter(f"{where}: expected dtype, shape and data_offsets")
@@ -186,7 +186,7 @@ class TensorFile:
             raise CorruptAdapter(f"{where}: expected a shape and two ascending offsets")
         if len(shape) > 4 or math.prod(shape) * ITEM_BYTES[dtype] != offsets[1] - offsets[0]:
             raise CorruptAdapter(f"{where}: its shape and type don't fill its {offsets[1] - offsets[0]} bytes")
-        return Entry(dtype, tuple(shape), data_start + offsets[0], data_start + offsets[1])
+        return TensorEntry(dtype, tuple(shape), data_start + offsets[0], data_start + offsets[1])
 
 
 def _naturals(value: object) -> list[int] | None:

@@ -1,4 +1,4 @@
-"""The table of commands, and what becomes of an error."""
+"""The commands, and the entry point that handles their errors."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How far a benchmark is: a line that changes on a terminal, a line every few seconds elsewhere. On standard error."""
+"""A benchmark's progress on standard error: a status line on a terminal, a line every few seconds elsewhere."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ REDRAW, REPEAT = 0.25, 5.0
 
 
 class BenchProgress:
-    """Counts what a replay sends and gets."""
+    """Counts a replay's requests and responses."""
 
     def __init__(self, trace: Trace, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock, self._start = clock, 0.0

@@ -19,7 +19,7 @@ AsJson = Annotated[bool, typer.Option("--json", help="print JSON, one object a l
 Limit = Annotated[int, typer.Option(help="most to list", min=1, max=PAGE_LIMIT)]
 
 RETRY = RetryPolicy(attempts=3, first=0.2)
-"""Somebody sits in front of it: a daemon that is not there is told within a second."""
+"""For interactive use: a missing daemon is reported within a second."""
 
 
 def connect(url: str, key: str | None) -> Client:
@@ -28,5 +28,5 @@ def connect(url: str, key: str | None) -> Client:
 
 
 def say_more(command: str, limit: int, last: str) -> None:
-    """How to list what comes behind `last`, on standard error."""
+    """Print how to list the entries after `last`, on standard error."""
     print(f"there are more: coserve {command} --limit {limit} --after {last}", file=sys.stderr)

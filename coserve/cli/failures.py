@@ -1,6 +1,6 @@
-"""What the command line says when something goes wrong: one line, with what to do where that is known, and no traceback.
+"""Error messages of the command line: one line, with advice where there is some, and no traceback.
 
-`COSERVE_DEBUG=1` shows the traceback of an error that nobody foresaw.
+`COSERVE_DEBUG=1` shows the traceback.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def run_safely(command: Callable[[], object]) -> int:
         _say("stopped")
         return INTERRUPTED
     except BrokenPipeError:
-        return _nobody_reads()
+        return _output_closed()
     except BaseExceptionGroup as group:
         return _failed(_first(group))
     except Exception as error:  # noqa: BLE001 - the last stop: nothing may end in a traceback
@@ -39,7 +39,7 @@ def run_safely(command: Callable[[], object]) -> int:
 
 
 def explain(error: BaseException) -> str:
-    """One line for an error that is somebody's mistake or misfortune; an unexpected one names its type."""
+    """One line for an error; an unexpected one names its type."""
     match error:
         case Unauthorized():
             return f"{error}; give the daemon's key with --key or COSERVE_API_KEY"
@@ -79,12 +79,12 @@ def _status(leaving: SystemExit) -> int:
     try:
         sys.stdout.flush()
     except BrokenPipeError:
-        return _nobody_reads()
+        return _output_closed()
     return leaving.code if isinstance(leaving.code, int) else int(leaving.code is not None)
 
 
-def _nobody_reads() -> int:
-    """Standard output was closed by its reader (`| head -1`): nobody is left to be told, at exit neither."""
+def _output_closed() -> int:
+    """Standard output was closed by its reader (`| head -1`): write no more, not at exit either."""
     with open(os.devnull, "w") as nowhere:  # noqa: PTH123 - a device
         os.dup2(nowhere.fileno(), sys.stdout.fileno())
     return FAILED

@@ -1,4 +1,4 @@
-"""Jobs as lines for people."""
+"""Jobs as lines of text."""
 
 from __future__ import annotations
 

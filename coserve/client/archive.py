@@ -1,4 +1,4 @@
-"""The tar file of an adapter's download, unpacked without trust in what it says."""
+"""Unpacks the tar file of an adapter's download, without trusting its content."""
 
 from __future__ import annotations
 
@@ -20,27 +20,27 @@ async def save_adapter(response: Response, folder: Path) -> Path:
     sends.
     """
     try:
-        beside = await asyncio.to_thread(_beside, folder)
+        temporary = await asyncio.to_thread(_make_temporary, folder)
         try:
-            with (beside / "archive.tar").open("wb") as archive:
-                async for piece in response:
-                    await asyncio.to_thread(archive.write, piece)
-            await asyncio.to_thread(_unpack, beside / "archive.tar", beside / "adapter")
-            await asyncio.to_thread((beside / "adapter").rename, folder)
+            with (temporary / "archive.tar").open("wb") as archive:
+                async for chunk in response:
+                    await asyncio.to_thread(archive.write, chunk)
+            await asyncio.to_thread(_unpack, temporary / "archive.tar", temporary / "adapter")
+            await asyncio.to_thread((temporary / "adapter").rename, folder)
         finally:
-            await asyncio.to_thread(shutil.rmtree, beside)
+            await asyncio.to_thread(shutil.rmtree, temporary)
     finally:
         response.close()
     return folder
 
 
-def _beside(folder: Path) -> Path:
+def _make_temporary(folder: Path) -> Path:
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise FileExistsError(f"expected nothing there, or an empty folder: {folder}")
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
         return Path(tempfile.mkdtemp(prefix=".download-", dir=folder.parent))
-    except OSError as error:  # its path may be one that nobody knows
+    except OSError as error:  # the path in the error may be a temporary one
         raise OSError(error.errno, error.strerror, str(folder)) from error
 
 

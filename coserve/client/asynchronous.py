@@ -1,4 +1,4 @@
-"""The SDK's one implementation."""
+"""The SDK's implementation, for asyncio; `synchronous.py` wraps it."""
 
 from __future__ import annotations
 

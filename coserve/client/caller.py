@@ -1,4 +1,4 @@
-"""Sending requests and trying again: what every call of the SDK has in common."""
+"""Sends requests, tries again and decodes responses, for every call of the SDK."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class Caller:
         )
 
     async def text(self, request: Request, *, good: tuple[int, ...] = ()) -> bytes:
-        """The body of an answer of 2xx, or of a status in `good`. Raises what the daemon says, or `Unreachable`."""
+        """The body of a response with status 2xx or one of `good`. Raises the daemon's error, or `Unreachable`."""
 
         async def read(response: Response) -> bytes:
             return await response.read()
@@ -69,7 +69,7 @@ class Caller:
         return decode(await self.text(request, good=good), type)
 
     async def events(self, request: Request, *, again: bool = True) -> AsyncGenerator[Event, None]:
-        """The events of an answer. Attempts are repeated (unless not `again`) until it begins, not afterwards."""
+        """The events of a response. If `again`, attempts are repeated until the response begins, not afterwards."""
         response = await (self._attempts(request, _as_it_is) if again else self._attempt(request, _as_it_is, ()))
         try:
             async for event in events(response):
@@ -78,7 +78,7 @@ class Caller:
             response.close()
 
     async def stream(self, request: Request) -> Response:
-        """An answer whose body the caller reads."""
+        """A response whose body the caller reads."""
         return await self._attempts(request, _as_it_is)
 
     async def _attempts(

@@ -1,4 +1,4 @@
-"""The daemon's error bodies as the leaves of `coserve.errors`."""
+"""Turns the daemon's error bodies into the errors of `coserve.errors`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A fine-tuning job as an object: follow it, wait for it, steer it."""
+"""A fine-tuning job as an object: follow, wait, pause, resume, cancel."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from coserve.types import JobState
 
 
 class AsyncJobHandle:
-    """One job. `info` is what the daemon said last; every method that asks it renews `info`."""
+    """One job. `info` is its latest state; every method that asks the daemon updates it."""
 
     def __init__(self, caller: Caller, info: Job) -> None:
         self._caller = caller
@@ -37,7 +37,7 @@ class AsyncJobHandle:
         return await self._ask("POST", "/pause")
 
     async def resume(self) -> Job:
-        """Put a paused job back in line. Raises `WrongJobState`."""
+        """Queue a paused job again. Raises `WrongJobState`."""
         return await self._ask("POST", "/resume")
 
     async def cancel(self) -> Job:
@@ -49,7 +49,7 @@ class AsyncJobHandle:
         return self.info
 
     async def events(self, after: int = 0) -> AsyncGenerator[JobEvent, None]:
-        """The job's story from event `after` on, live until its end; each event once, whatever breaks in between.
+        """The job's events after `after`, live until its end; each event once, across reconnects.
 
         Raises `Unreachable` or `EngineUnavailable` if the daemon stays away.
         """
@@ -64,7 +64,7 @@ class AsyncJobHandle:
                         if event.state is not None and event.state.terminal:
                             return
                 if (await self.refresh()).state.terminal:
-                    return  # its last event was seen before
+                    return  # the caller has its last event already
             except CapacityError as refused:
                 if refused.status not in (429, 503):
                     raise
@@ -75,7 +75,7 @@ class AsyncJobHandle:
             await self._caller.back_off(failures, error)
 
     async def _events_once(self, after: int) -> AsyncGenerator[JobEvent, None]:
-        """One connection's worth of events."""
+        """The events of one connection."""
         headers = {"Accept": "text/event-stream", "Last-Event-ID": str(after)}
         request = self._caller.request("GET", f"/finetune/{self.id}/events", headers=headers)
         async with aclosing(self._caller.events(request, again=False)) as events:

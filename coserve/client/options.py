@@ -1,4 +1,4 @@
-"""From Python arguments to the structs of the API."""
+"""Turns Python arguments into the structs of the API."""
 
 from __future__ import annotations
 

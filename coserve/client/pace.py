@@ -1,4 +1,4 @@
-"""How long a job still takes, from the events of its story. Pure."""
+"""Estimates how long a job still takes, from its events. Pure."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from collections import deque
 from coserve.schemas import JobEvent
 
 WINDOW = 20
-"""Steps that the pace is taken from."""
+"""Steps that the estimate uses."""
 
 
 class Pace:
-    """Seconds a step, by the times at which the daemon noted the steps: not by when this process heard of them (a story is
-    told from its start, all at once), and never across a pause, a crash or a step that was repeated after one.
+    """Seconds per step, by the daemon's times of the steps, not by when this process received them: past events arrive all
+    at once. Never across a pause, a crash, or a step repeated after one.
     """
 
     def __init__(self) -> None:
@@ -20,7 +20,7 @@ class Pace:
         self._total = 0
 
     def see(self, event: JobEvent) -> None:
-        """Take note of an event, in the order of the story."""
+        """Add the job's next event."""
         if event.metrics is None:
             if event.state is not None:
                 self._steps.clear()

@@ -10,8 +10,8 @@ from coserve.client.pace import Pace
 from coserve.schemas import Job, JobEvent
 
 
-class Progress(Protocol):
-    """Shows how far a job is."""
+class ProgressDisplay(Protocol):
+    """Shows a job's progress."""
 
     def __enter__(self) -> Self: ...
     def __exit__(
@@ -84,6 +84,6 @@ def clock(seconds: float) -> str:
     return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
 
 
-def progress_for(job: Job, wanted: bool | None) -> Progress:
+def progress_for(job: Job, wanted: bool | None) -> ProgressDisplay:
     """`wanted` None: a bar if standard error is a terminal."""
     return Bar(job) if wanted or (wanted is None and sys.stderr.isatty()) else Silent()

@@ -1,4 +1,4 @@
-"""When the SDK tries again, and how long it waits before."""
+"""When the SDK tries again, and after how long."""
 
 from __future__ import annotations
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Event:
-    """`id` is the last one that the stream gave, on this event or before."""
+    """`id` is the last id in the stream, of this event or an earlier one."""
 
     data: str
     event: str = "message"
@@ -17,7 +17,7 @@ class Event:
 
 
 class EventParser:
-    """Feed it bytes in any pieces; it gives each event when its blank line has come. Lines end in LF, CR LF or CR."""
+    """Takes bytes in any chunks; yields an event at its blank line. Lines end in LF, CR LF or CR."""
 
     def __init__(self) -> None:
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
@@ -27,8 +27,8 @@ class EventParser:
         self._event = ""
         self._id: str | None = None
 
-    def feed(self, piece: bytes) -> Iterator[Event]:
-        text = self._decoder.decode(piece)
+    def feed(self, chunk: bytes) -> Iterator[Event]:
+        text = self._decoder.decode(chunk)
         if not text:
             return
         second_half = self._after_cr and text.startswith("\n")  # of a CR LF
@@ -52,12 +52,12 @@ class EventParser:
             self._event = value
         elif name == "id" and "\0" not in value:
             self._id = value
-        return None  # comments (an empty name) and unknown fields say nothing
+        return None  # comments (an empty name) and unknown fields are ignored
 
 
 async def events(body: AsyncIterable[bytes]) -> AsyncIterator[Event]:
     """The events of a body as they come."""
     parser = EventParser()
-    async for piece in body:
-        for event in parser.feed(piece):
+    async for chunk in body:
+        for event in parser.feed(chunk):
             yield event

@@ -1,4 +1,4 @@
-"""How the SDK reaches a daemon: one method that sends a request and returns an answer whose body streams in."""
+"""Transports of the SDK: one method sends a request and returns a response with a streaming body."""
 
 from __future__ import annotations
 
@@ -41,8 +41,8 @@ class Request:
 
 
 class Response:
-    """An answer. Its body is read once: by `read`, or by iterating over it; then, or on `close`, it lets go of the
-    connection. Header names are looked up in lower case.
+    """A response. Its body is read once, by `read` or by iteration; after that, or on `close`, the connection is released.
+    Header names are in lower case.
     """
 
     def __init__(
@@ -58,26 +58,26 @@ class Response:
         self._body, self._close = body, close
 
     async def __aiter__(self) -> AsyncIterator[bytes]:
-        """The body in pieces. Raises `Unreachable` if the connection breaks."""
+        """The body in chunks. Raises `Unreachable` if the connection breaks."""
         try:
             if isinstance(self._body, bytes):
                 yield self._body
             else:
-                async for piece in self._body:
-                    yield piece
+                async for chunk in self._body:
+                    yield chunk
         finally:
             self.close()
 
     async def read(self) -> bytes:
         """The whole body."""
-        return b"".join([piece async for piece in self])
+        return b"".join([chunk async for chunk in self])
 
     def close(self) -> None:
         self._close()
 
 
 class Transport(Protocol):
-    """What carries requests. Raises `Unreachable`, and nothing else, where no answer comes."""
+    """Sends requests. Raises `Unreachable`, and nothing else, where no response comes."""
 
     async def send(self, request: Request) -> Response: ...
 
@@ -114,7 +114,7 @@ class HttpTransport:
         finally:
             for close in opened:
                 close()
-        return Response(answer.status, answer.headers, _pieces(answer), close=answer.close)
+        return Response(answer.status, answer.headers, _chunks(answer), close=answer.close)
 
     async def close(self) -> None:
         if self._session is not None:
@@ -152,10 +152,10 @@ def _payload(body: bytes | Upload | None, opened: list[Callable[[], None]]) -> b
     return form
 
 
-async def _pieces(answer: aiohttp.ClientResponse) -> AsyncIterator[bytes]:
+async def _chunks(answer: aiohttp.ClientResponse) -> AsyncIterator[bytes]:
     try:
-        async for piece in answer.content.iter_any():
-            yield piece
+        async for chunk in answer.content.iter_any():
+            yield chunk
     except (aiohttp.ClientError, TimeoutError) as error:
         raise Unreachable(f"the answer broke off: {_name(error)}", sent=True) from error
 

@@ -1,4 +1,4 @@
-"""The engine process as the daemon holds it: started, heard, stopped."""
+"""Starts and stops the engine process."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ from coserve.config import Config, config_to_json
 from coserve.daemon.supervisor import EngineDied
 from coserve.errors import (
     EngineUnavailable,
-    StartupError,
     error_from_code,
 )
 from coserve.link import EngineReady, EngineRefused, FromEngine, Link, Shutdown, ToEngine, api_end
@@ -26,7 +25,7 @@ STOP_TIMEOUT = 60.0
 
 
 class EngineProcess:
-    """An engine process that is ready, and the link to it."""
+    """A ready engine process and the link to it."""
 
     def __init__(
         self, process: asyncio.subprocess.Process, link: Link[ToEngine, FromEngine], ready: EngineReady
@@ -45,7 +44,7 @@ class EngineProcess:
                 process = await start_child("coserve.engine.worker", theirs, stdin=asyncio.subprocess.PIPE)
             undo.push_async_callback(kill, process)
             log_event(log, "engine starts", engine_pid=process.pid, model=config.model)
-            ready = await cls._hear(process, link, config)
+            ready = await cls._receive_ready(process, link, config)
             undo.pop_all()
         log_event(
             log,
@@ -63,7 +62,7 @@ class EngineProcess:
         return cls(process, link, ready)
 
     @staticmethod
-    async def _hear(
+    async def _receive_ready(
         process: asyncio.subprocess.Process, link: Link[ToEngine, FromEngine], config: Config
     ) -> EngineReady:
         assert process.stdin is not None
@@ -75,8 +74,7 @@ class EngineProcess:
             raise EngineDied(await process.wait()) from None
         if isinstance(message, EngineRefused):
             await process.wait()
-            error = error_from_code(message.code, message.message)
-            raise error if isinstance(error, StartupError) else StartupError(message.message)
+            raise error_from_code(message.code, message.message)  # a `StartupError`
         assert isinstance(message, EngineReady), message
         return message
 

@@ -68,7 +68,7 @@ def bind(host: str, port: int) -> socket.socket:
 
 @asynccontextmanager
 async def _serving(config: Config) -> AsyncIterator[tuple[int, Supervisor, asyncio.Task[None]]]:
-    """Startup and shutdown around serving: yields the port, the engine's supervisor and the task that it runs in.
+    """Startup and shutdown. Yields the port, the engine's supervisor and the supervisor's task.
 
     HTTP is answered from here on: until the first engine is there, `/health` says `starting` and why it takes long.
     """
@@ -78,7 +78,7 @@ async def _serving(config: Config) -> AsyncIterator[tuple[int, Supervisor, async
     check_source(config.model, weights=config.load_format == "auto")
     async with contextlib.AsyncExitStack() as stack:
         sock = stack.enter_context(contextlib.closing(bind(config.host, config.port)))
-        os.umask(0o077)  # what the daemon writes, and its processes, is for its user alone: corpora, adapters, logs
+        os.umask(0o077)  # files of the daemon and its processes are for its user alone: corpora, adapters, logs
         stack.enter_context(folder.lock())
         folder.close_to_others()
         port = sock.getsockname()[1]
@@ -98,7 +98,7 @@ async def _serving(config: Config) -> AsyncIterator[tuple[int, Supervisor, async
         registry = RegistryThread(lambda: Registry(folder.database), reserve=Reserve(folder.reserve))
         stack.push_async_callback(registry.close)
         service = Service(config, folder, registry, tokenizer)
-        stack.push_async_callback(service.close)  # after the engine: its last words are heard and written down
+        stack.push_async_callback(service.close)  # after the engine: its last messages are recorded
         await service.open()
         supervisor = Supervisor(lambda: EngineProcess.start(config), service)
         supervising = asyncio.create_task(supervisor.run())

@@ -1,4 +1,4 @@
-"""One engine at a time, kept alive: its first start and every further one go the same way."""
+"""Keeps one engine alive: starts it, and starts it again when it dies."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ log = logging.getLogger(__name__)
 
 
 class EngineDied(Exception):
-    """The engine process ended, with this status, before it was ready."""
+    """The engine process exited with this status before it was ready."""
 
     def __init__(self, status: int) -> None:
         super().__init__(status)
@@ -42,7 +42,7 @@ class RunningEngine(Protocol):
 
 
 class EngineOwner(Protocol):
-    """What the supervisor needs of `api.Service`."""
+    """The part of `api.Service` that the supervisor uses."""
 
     async def attach(self, link: Link[ToEngine, FromEngine], ready: EngineReady) -> None: ...
     async def disconnected(self) -> Exception | None:
@@ -55,9 +55,9 @@ class EngineOwner(Protocol):
 
 @dataclass(frozen=True)
 class Restarts:
-    """When an engine that died is started again. An early death comes before `early` seconds of service, or while it
-    starts; the n-th in a row is followed by a pause of `first` * 2^(n-1) seconds, the `most`-th by none: the daemon gives
-    up. One that has served for longer is started again at once."""
+    """When to start an engine again. It dies early while it starts, or within `early` seconds of service. After the n-th
+    early death in a row there is a pause of `first` * 2^(n-1) seconds; after the `most`-th the daemon gives up. An engine
+    that served longer is started again at once."""
 
     early: float = 10.0
     first: float = 0.5
@@ -68,7 +68,7 @@ class Restarts:
 
 
 class Supervisor:
-    """`start` gives an engine that is ready. It raises `EngineDied`, or a `StartupError` where another start would end alike."""
+    """`start` returns a ready engine. It raises `EngineDied`, or a `StartupError` where another start would fail too."""
 
     def __init__(
         self,
@@ -81,7 +81,7 @@ class Supervisor:
         self._start, self._service, self._clock = start, service, clock
         self._restarts = restarts or Restarts()
         self.attached = asyncio.Event()
-        """An engine has served."""
+        """Set once an engine is attached."""
 
     async def run(self) -> None:
         """Keep an engine alive until cancelled; stop it then.
@@ -90,7 +90,7 @@ class Supervisor:
         """
         deaths = 0
         while True:
-            end = await self._live()
+            end = await self._run_engine()
             deaths = deaths + 1 if end.served < self._restarts.early else 0
             if deaths >= self._restarts.most:
                 raise StartupError(f"the engine died {deaths} times in a row, the last time it {end.text}; see the log")
@@ -106,8 +106,8 @@ class Supervisor:
             self._service.engine_failed(note, started=end.started)
             await asyncio.sleep(pause)
 
-    async def _live(self) -> _EngineExit:
-        """One engine from its start to its death."""
+    async def _run_engine(self) -> _EngineExit:
+        """Run one engine from its start to its exit."""
         try:
             engine = await self._start()
         except EngineDied as died:
@@ -139,7 +139,7 @@ class Supervisor:
 
 @dataclass(frozen=True)
 class _EngineExit:
-    """How an engine ended, after how many seconds of service."""
+    """How an engine ended, and its seconds of service."""
 
     status: int
     served: float = 0.0

@@ -1,4 +1,4 @@
-"""The access log: one line an answer, once its last byte is written."""
+"""The access log: one line per response, after its last byte."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One line a record: text for people, or a JSON object for machines. What users wrote never begins a line of its own."""
+"""One line per record, as text or as a JSON object. Line breaks in users' text are escaped."""
 
 from __future__ import annotations
 

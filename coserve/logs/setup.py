@@ -1,4 +1,4 @@
-"""Logging as all processes set it up: one handler on standard error, for the libraries' records too."""
+"""Logging for all processes: one handler on standard error, also for libraries."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class LogSettings:
 
 
 def set_up_logging(process: Literal["api", "engine", "helper"], settings: LogSettings) -> None:
-    """Call it after the imports: handlers that libraries gave themselves go."""
+    """Call it after the imports: it removes handlers that libraries installed."""
     handler = logging.StreamHandler()
     handler.setFormatter(JsonFormatter(process) if settings.format == "json" else TextFormatter(process))
     root = logging.getLogger()

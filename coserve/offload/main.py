@@ -1,6 +1,6 @@
 """The helper process: `python -m coserve.offload.main FD LOG_LEVEL LOG_FORMAT`. It reads calls from socket FD and answers them in order.
 
-It ends when the other end closes. It never imports torch, and knows no secret.
+It ends when the other end closes. It never imports torch and gets no secrets.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ from coserve.processes import obey_parent
 log = logging.getLogger(__name__)
 
 
-class _Answers:
-    """The writing end. Signs of life are sent at most once in `signs` seconds."""
+class _Replies:
+    """The writing end. Heartbeats are sent at most once in `heartbeat` seconds."""
 
     def __init__(self, file: BinaryIO) -> None:
         self._file, self._last = file, time.monotonic()
-        self.signs = 0.0
+        self.heartbeat = 0.0
 
     def progress(self) -> None:
-        if time.monotonic() - self._last >= self.signs:
+        if time.monotonic() - self._last >= self.heartbeat:
             self.send(Reply(working=True))
 
     def send(self, reply: Reply, result: bytes = b"") -> None:
@@ -80,14 +80,14 @@ def main() -> None:
     set_up_logging("helper", LogSettings(level=sys.argv[2], format=sys.argv[3]))
     obey_parent()
     with socket.socket(fileno=int(sys.argv[1])) as sock, sock.makefile("rb") as calls, sock.makefile("wb") as file:
-        answers = _Answers(file)
+        replies = _Replies(file)
         first = _read_call(calls)
         if first is None:
             return
-        context = TaskContext(Tokenizer.from_state(first[1]), answers.progress)
+        context = TaskContext(Tokenizer.from_state(first[1]), replies.progress)
         while (found := _read_call(calls)) is not None:
-            answers.signs = found[0].signs
-            answers.send(*_run(context, *found))
+            replies.heartbeat = found[0].heartbeat
+            replies.send(*_run(context, *found))
             del found
 
 

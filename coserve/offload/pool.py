@@ -1,7 +1,7 @@
-"""Helper processes for what would hold the interpreter's lock: long texts, large JSON, corpora.
+"""Helper processes for work that would hold the GIL: long texts, large JSON, corpora.
 
-`tokenizers` and `msgspec` work on a whole text or document in one native call that keeps the lock, so a thread does not
-help: the event loop stops with it. A process does, and it can be killed: when its client leaves, or when it is stuck.
+`tokenizers` and `msgspec` process a whole text or document in one native call that holds the GIL, so a thread would
+block the event loop. A process does not, and it can be killed when its client leaves or when it is stuck.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from coserve.state.commits import uncancelled
 CHUNK = 256 << 10
 """Bytes that are written, or read, in one turn of the event loop."""
 SILENCE = 120.0
-"""Seconds without a sign of life after which a process counts as stuck."""
-SIGNS = 120
-"""Signs of life that a task which works gives in that time."""
+"""Seconds without a heartbeat after which a process counts as stuck."""
+HEARTBEATS = 120
+"""Heartbeats that a working task sends in that time."""
 MOST_MEMORY = 1 << 30
 """Bytes that a process may hold after a task."""
 
@@ -62,7 +62,7 @@ class HelperProcess:
         return not self._reader.at_eof()
 
     async def call(self, task: str, arguments: bytes, body: bytes | bytearray, silence: float) -> bytes:
-        """The task's result. `silence`: seconds without a sign of life after which the process counts as stuck.
+        """The task's result. `silence`: seconds without a heartbeat after which the process counts as stuck.
 
         Raises what the task raised, `TimeoutError` for a stuck process, `ConnectionError` and `IncompleteReadError` for
         one that died.
@@ -77,7 +77,7 @@ class HelperProcess:
         return await self._read(reply.size, silence)
 
     async def _send(self, task: str, arguments: bytes, body: bytes | bytearray, silence: float) -> None:
-        header = msgspec.msgpack.encode(Call(task, arguments, len(body), silence / SIGNS))
+        header = msgspec.msgpack.encode(Call(task, arguments, len(body), silence / HEARTBEATS))
         self._writer.write(len(header).to_bytes(4, "big") + header)
         with memoryview(body) as view:
             for start in range(0, len(body), CHUNK):
@@ -110,7 +110,7 @@ class HelperProcess:
 class HelperPool:
     """At most `size` processes, started when there is work. `setup` gives the tokenizer's state.
 
-    `silence`: seconds without a sign of life after which a process counts as stuck. `most_memory`: bytes; a process
+    `silence`: seconds without a heartbeat after which a process counts as stuck. `most_memory`: bytes; a process
     that has grown beyond that is replaced after its task.
     """
 
@@ -135,12 +135,12 @@ class HelperPool:
     async def run(self, task: Task, arguments: msgspec.Struct, body: bytes | bytearray = b"") -> bytes:
         """The result of `task`, run in a process. Cancelling it kills the process.
 
-        When it raises, the task works no more. Raises what the task raises, `HelperLost`, and `InvalidRequest` if the
-        task gave no sign of life for `silence` seconds.
+        Once it raises, the task has ended. Raises what the task raises, `HelperLost`, and `InvalidRequest` if the
+        task sent no heartbeat for `silence` seconds.
         """
         encoded = msgspec.msgpack.encode(arguments)
         async with self._turns:
-            helper = self._take_idle()
+            helper = self._idle_helper()
             done = False
             try:
                 helper = helper or await self._start()
@@ -164,8 +164,8 @@ class HelperPool:
     async def _start(self) -> HelperProcess:
         return await HelperProcess.start(await asyncio.to_thread(lambda: self._setup), self._log, self.silence)
 
-    def _take_idle(self) -> HelperProcess | None:
-        """One that still lives."""
+    def _idle_helper(self) -> HelperProcess | None:
+        """An idle process that is still alive, if any."""
         while self._idle:
             helper = self._idle.pop()
             if helper.alive:

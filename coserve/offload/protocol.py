@@ -1,4 +1,4 @@
-"""What the API process and a helper process say to each other: a header, then raw bytes, over a socket pair."""
+"""Messages between the API process and a helper process: a header, then raw bytes, over a socket pair."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from coserve.pretrained.tokenizer import Tokenizer
 
 @dataclass(frozen=True)
 class TaskContext:
-    """What a task may use. `progress()`: call it between rows, so that the caller knows the process is not stuck."""
+    """Arguments of every task. Call `progress()` between rows, so that the caller knows that the process is not stuck."""
 
     tokenizer: Tokenizer
     progress: Callable[[], None]
@@ -31,19 +31,19 @@ class Call(msgspec.Struct, frozen=True):
     task: str
     arguments: bytes
     size: int
-    signs: float
-    """Seconds between two signs of life."""
+    heartbeat: float
+    """Seconds between two heartbeats."""
 
 
 class Failure(msgspec.Struct, frozen=True):
-    """A `CoserveError` on its way."""
+    """A serialised `CoserveError`."""
 
     code: str
     attributes: dict[str, str | int | float | None]
 
 
 class Reply(msgspec.Struct, frozen=True):
-    """`size` bytes of result follow, unless it is only a sign of life (`working`)."""
+    """`size` bytes of result follow, unless it is only a heartbeat (`working`)."""
 
     working: bool = False
     failure: Failure | None = None
@@ -53,14 +53,14 @@ class Reply(msgspec.Struct, frozen=True):
 
 
 def name_of(function: Callable[..., object]) -> str:
-    """By which the helper process finds a module-level function or class of coserve."""
+    """The name by which the helper process finds a module-level function or class of coserve."""
     name = f"{function.__module__}:{function.__qualname__}"
     assert "<" not in name and "." not in function.__qualname__, f"{name} is not at the level of its module"
     return name
 
 
 def find(name: str) -> Any:  # noqa: ANN401 - a function or a class
-    """What `name_of` named."""
+    """The function or class with a name from `name_of`."""
     module, _, attribute = name.partition(":")
     assert module.split(".")[0] in ("coserve", "tests"), name
     return getattr(importlib.import_module(module), attribute)

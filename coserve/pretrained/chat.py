@@ -35,7 +35,7 @@ _TEMPLATE_FAULTS = (
 
 
 class _GenerationBlocks(Extension):
-    """`{% generation %}...{% endgeneration %}`: what the assistant wrote, as transformers marks it."""
+    """`{% generation %}...{% endgeneration %}`, which marks the assistant's text, as in transformers."""
 
     tags = {"generation"}
 
@@ -52,7 +52,7 @@ class _GenerationBlocks(Extension):
 
 
 class _Marks:
-    """Where the `{% generation %}` blocks landed: their texts, and the length of what stood before each."""
+    """Texts of the rendered `{% generation %}` blocks, and the length of the text before each."""
 
     def __init__(self) -> None:
         self.length = 0
@@ -102,7 +102,7 @@ class ChatTemplate:
         text = "".join(parts)
         spans = [(start, start + len(part)) for start, part in marks.spans]
         if any(text[start:end] != part for (start, end), (_, part) in zip(spans, marks.spans, strict=True)):
-            spans = []  # a mark inside a captured block: its place is unknown
+            spans = []  # a mark inside a captured block: its position is unknown
         return text, spans
 
     def render(

@@ -1,4 +1,4 @@
-"""A Jinja environment for templates that nobody vouches for: no escape, at most so much time, at most so much text.
+"""A Jinja environment for untrusted templates: no access to Python, limited time, limited text.
 
 Jinja's sandbox stops attribute escapes, not `'x' * 10**9` or nested loops. Here every way to make a large value from a
 small template is measured before it happens (operators, calls, filters, literals, captured blocks), and a trace
@@ -51,11 +51,11 @@ _WIDE = re.compile(r"\d{5,}|%[^%a-zA-Z]*\*")
 
 
 class LimitExceeded(TemplateError):
-    """The template wants more time or text than it gets."""
+    """The template needs more time or text than allowed."""
 
 
 class _Budget:
-    """What one rendering may still use. Sizes are remembered by identity: values are immutable in the sandbox."""
+    """The time and text left for one rendering. Sizes are cached by identity: values are immutable in the sandbox."""
 
     def __init__(self, seconds: float) -> None:
         self.deadline = time.monotonic() + seconds
@@ -88,7 +88,7 @@ class _Budget:
         return size
 
     def made(self, value: Any) -> Any:
-        """`value`, charged as new."""
+        """Charge `value` as new, and return it."""
         self.charge(self.size(value))
         return value
 

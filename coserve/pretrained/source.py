@@ -1,6 +1,6 @@
-"""Where a base comes from, checked before anything is loaded: a folder's files, or a name on the hub. No torch.
+"""Checks where a base comes from before anything is loaded: a folder's files, or a name on the hub. No torch.
 
-Each way to be wrong has its own text: no such folder, not a model, an adapter, weights missing or not safetensors, a
+Each mistake has its own message: no such folder, not a model, an adapter, weights missing or not safetensors, a
 name that is none, one that the hub does not know, a gated one, and a hub that cannot be reached.
 """
 
@@ -16,7 +16,7 @@ from coserve.names import ADAPTER_CONFIG
 BUNDLED = "bundled"
 INDEX = "model.safetensors.index.json"
 POINTER = b"version https://git-lfs"
-"""How a file begins that Git LFS has not fetched."""
+"""First bytes of a file that Git LFS has not fetched."""
 
 
 def check_source(source: str, *, weights: bool = True) -> None:
@@ -89,7 +89,7 @@ def fetch_files(name: str, patterns: Sequence[str]) -> Path:
 
 
 def hub_problem(name: str, error: BaseException) -> str:
-    """What is wrong with a hub name, by the error that fetching it raised."""
+    """The message for an error that fetching a hub model raised."""
     import httpx
     from huggingface_hub.errors import (
         GatedRepoError,

@@ -32,12 +32,12 @@ _WHAT_TO_DO = (
     "put its tokenizer.json beside config.json "
     "(AutoTokenizer.from_pretrained(<the model it comes from>).save_pretrained(<the folder>) writes one)"
 )
-_HELD_TOKENS = 16
-"""Tokens that the detokenizer keeps back at most: bytes that never become a character are given as they are."""
+_MAX_HELD_TOKENS = 16
+"""Most tokens that the detokenizer holds back: bytes that never become a character are released as U+FFFD."""
 
 
 SHORT = 2048
-"""Characters of a text that is tokenised at once, without handing it to `tokenizers`' own threads."""
+"""Most characters to tokenise in the calling thread, without `tokenizers`' own threads."""
 
 
 class _TokenizerState(msgspec.Struct, frozen=True):
@@ -109,7 +109,7 @@ class Tokenizer:
         return found
 
     def state(self) -> bytes:
-        """What `from_state` makes the same tokenizer from, in another process."""
+        """Bytes from which `from_state` makes the same tokenizer in another process."""
         return msgspec.msgpack.encode(
             _TokenizerState(self._backend.to_str(), self.special_tokens, self.eos_token_ids, self.chat_template)
         )
@@ -125,7 +125,7 @@ class Tokenizer:
         )
 
     def _encode(self, text: str, *, add_special: bool) -> tokenizers.Encoding:
-        """With offsets. `Tokenizer.encode` keeps the interpreter's lock, `encode_batch` does not."""
+        """With offsets. `Tokenizer.encode` holds the GIL, `encode_batch` does not."""
         if len(text) <= SHORT:
             return self._backend.encode(text, add_special_tokens=add_special)
         return self._backend.encode_batch([text], add_special_tokens=add_special)[0]
@@ -195,9 +195,9 @@ class Tokenizer:
 
 
 class Detokenizer:
-    """Text of a growing sequence of tokens: the pushes and the flush together are what `decode` gives.
+    """Text of a growing sequence of tokens. The pushes and the flush together equal `decode`.
 
-    Nothing ends inside a character. `prompt` is what the tokens go on from (its last few tokens are enough): some
+    No push ends inside a character. `prompt`: the tokens before the sequence (its last few tokens are enough): some
     tokenizers drop the space before a text's first word, which is wrong in the middle of one.
     """
 
@@ -214,11 +214,11 @@ class Detokenizer:
         parts = []
         for id in ids:
             self._ids.append(id)
-            parts.append(self._advance(force=len(self._ids) - self._given >= _HELD_TOKENS))
+            parts.append(self._advance(force=len(self._ids) - self._given >= _MAX_HELD_TOKENS))
         return "".join(parts)
 
     def flush(self) -> str:
-        """What was kept back, at the end of the sequence."""
+        """At the end of the sequence: the text held back."""
         return self._advance(force=True)
 
     def _advance(self, *, force: bool) -> str:

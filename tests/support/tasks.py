@@ -38,7 +38,7 @@ def sleep(context: TaskContext, arguments: bytes, body: bytes) -> bytes:
 
 
 def work(context: TaskContext, arguments: bytes, body: bytes) -> bytes:
-    """Three seconds in all, with signs of life."""
+    """Three seconds in all, with heartbeats."""
     for _ in range(300):
         time.sleep(0.01)
         context.progress()

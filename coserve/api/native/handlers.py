@@ -128,8 +128,8 @@ class NativeApi:
                 }
             )
             await response.prepare(request)
-            async for piece in archive.pieces():
-                await response.write(piece)
+            async for chunk in archive.chunks():
+                await response.write(chunk)
             await response.write_eof()
             return response
 
