@@ -11,7 +11,7 @@ import pytest
 
 from coserve.errors import StorageFull
 from coserve.state.registry import Registry
-from coserve.state.reserve import PIECE, Reserve
+from coserve.state.reserve import BLOCK, Reserve
 from coserve.state.thread import RegistryThread
 from coserve.types import JobState
 from tests.support.records import import_adapter, make_adapter, make_job
@@ -115,14 +115,14 @@ def test_a_lack_of_space_makes_the_reserve_smaller(
     allocate = os.posix_fallocate
 
     def refuse(file: int, start: int, size: int) -> None:
-        if size > 2 * PIECE:
+        if size > 2 * BLOCK:
             raise OSError(number, os.strerror(number))
         allocate(file, start, size)
 
     monkeypatch.setattr(os, "posix_fallocate", refuse)
-    reserve = Reserve(tmp_path / "reserve", 8 * PIECE)
+    reserve = Reserve(tmp_path / "reserve", 8 * BLOCK)
     reserve.make()
-    assert (tmp_path / "reserve").stat().st_size == 2 * PIECE
+    assert (tmp_path / "reserve").stat().st_size == 2 * BLOCK
     assert reserve.notes == () and not caplog.records
 
 

@@ -26,7 +26,7 @@ from coserve.state.records import AdapterRecord
 from coserve.state.registry import Registry
 from coserve.state.reserve import Reserve
 from coserve.state.retries import Backoff
-from coserve.state.thread import PATIENCE, RegistryThread
+from coserve.state.thread import LOCK_BACKOFF, RegistryThread
 from coserve.types import AdapterRef, BaseSpec
 from tests.support.cutting import Cutter
 from tests.support.fake_engine import CONTEXT, FakeEngine, make_base
@@ -129,7 +129,7 @@ async def serve_api(
     engine: bool = True,
     engine_type: type[FakeEngine] = FakeEngine,
     context: int = CONTEXT,
-    patience: Backoff = PATIENCE,
+    patience: Backoff = LOCK_BACKOFF,
     cutter: Cutter | None = None,
     clock: Callable[[], float] = time.monotonic,
     **settings: Any,
