@@ -181,7 +181,7 @@ def test_bundled_tokenizer() -> None:
 def test_importing_needs_no_torch() -> None:
     code = (
         "import sys, coserve.pretrained.tokenizer as t; t.Tokenizer.load('bundled').encode('x'); "
-        "import coserve.finetune.data, coserve.finetune.job; assert 'torch' not in sys.modules"
+        "import coserve.corpus.tokenize, coserve.corpus.batch_plan; assert 'torch' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
 
