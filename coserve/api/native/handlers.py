@@ -18,7 +18,8 @@ from coserve.api.http.responses import error_info, json_response
 from coserve.api.http.sse import EventStream
 from coserve.api.http.uploads import UploadReader, is_upload
 from coserve.api.service import Service
-from coserve.api.tgi.handlers import TgiApi, tgi_error_response
+from coserve.api.tgi.errors import tgi_error_response
+from coserve.api.tgi.handlers import TgiApi
 from coserve.api.tgi.schemas import TgiRequest
 from coserve.config import Config
 from coserve.errors import CoserveError, InvalidRequest, RequestError

@@ -5,7 +5,7 @@ from __future__ import annotations
 from coserve.api.http.responses import NATIVE_ERRORS
 from coserve.api.http.route import BODY_ERRORS, BUSY_ERRORS, PAGE, Route
 from coserve.api.native.handlers import NativeApi
-from coserve.api.tgi.handlers import TGI_ERRORS
+from coserve.api.tgi.errors import TGI_ERRORS
 from coserve.api.tgi.schemas import TgiRequest, TgiResponse, TgiStreamEvent
 from coserve.schemas import (
     Adapter,

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from coserve.api.http.route import BODY_ERRORS, BUSY_ERRORS, Route
-from coserve.api.tgi.handlers import TGI_ERRORS, TgiApi
+from coserve.api.tgi.errors import TGI_ERRORS
+from coserve.api.tgi.handlers import TgiApi
 from coserve.api.tgi.schemas import TgiInfo, TgiRequest, TgiResponse, TgiStreamEvent
 
 
