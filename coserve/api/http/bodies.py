@@ -19,7 +19,7 @@ from aiohttp.client_exceptions import ClientPayloadError
 from aiohttp.http_exceptions import HttpProcessingError
 
 from coserve.api.http.decode_tasks import (
-    DecodeArguments,
+    DecodeBodyArguments,
     DecodeCorpusArguments,
     decode_body,
     decode_corpus,
@@ -102,7 +102,7 @@ class BodyReader:
         """Decode a small body here, a large one in a helper process: decoding holds the GIL from start to end."""
         if len(body) <= SMALL_BODY:
             return decoded(bytes(body), decoder, dialect=dialect)
-        options = DecodeArguments(name_of(decoder), dialect, self._context())
+        options = DecodeBodyArguments(name_of(decoder), dialect, self._context())
         return cast("T", unpack(await self._helpers.run(decode_body, options, body)))
 
     @asynccontextmanager

@@ -25,7 +25,7 @@ MAX_CHARACTERS = 1 << 21
 """Most characters of text in one decoded request, after long prompts were tokenised."""
 
 
-class DecodeArguments(msgspec.Struct, frozen=True):
+class DecodeBodyArguments(msgspec.Struct, frozen=True):
     """Arguments of `decode_body`. `decoder` names a struct, or a function from bytes to a struct. `context`: of the base, in tokens."""
 
     decoder: str
@@ -43,7 +43,7 @@ def decoded(body: bytes, decoder: type[T] | Callable[[bytes], T], *, dialect: bo
 
 def decode_body(context: TaskContext, arguments: bytes, body: bytes) -> bytes:
     """Helper task: the name of the value's type, a line break, and the value as MessagePack."""
-    options = msgspec.msgpack.decode(arguments, type=DecodeArguments)
+    options = msgspec.msgpack.decode(arguments, type=DecodeBodyArguments)
     value = decoded(body, find(options.decoder), dialect=options.dialect)
     if isinstance(value, CoserveError):  # a decoder may return an error
         return name_of(Failure).encode() + b"\n" + msgspec.msgpack.encode(failure_of(value))
