@@ -55,9 +55,9 @@ class AdapterTable(Database):
     def adapter(self, id: str, version: int | None = None) -> AdapterRecord:
         """One version, or the one that the name means. Raises `AdapterNotFound`."""
         row = self._db.execute(
-            "SELECT record FROM adapters WHERE id = ?1 "
-            "AND version = coalesce(?2, (SELECT version FROM current_versions WHERE id = ?1))",
-            (id, version),
+            "SELECT record FROM adapters WHERE id = :id "
+            "AND version = coalesce(:version, (SELECT version FROM current_versions WHERE id = :id))",
+            {"id": id, "version": version},
         ).fetchone()
         if row is None:
             name = id if version is None else f"{id}@{version}"

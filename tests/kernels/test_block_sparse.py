@@ -39,6 +39,7 @@ def test_backward_keeps_its_block_size_when_another_was_used_in_between() -> Non
         assert relative_error(mine.grad, wanted.grad) < 1e-5
 
 
+@pytest.mark.slow
 def test_more_block_rows_than_int16_can_index() -> None:
     grid = Grid("long", (16 * 260,), (0,), (4,), inputs=16, outputs=16)
     case = make_case(grid, torch.float32, DEVICE)

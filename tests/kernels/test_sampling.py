@@ -77,6 +77,7 @@ def test_tokens_are_those_of_a_sort(columns: list[tuple[float, ...]], vocab: int
     assert found == expected
 
 
+@pytest.mark.slow
 def test_ties_at_the_threshold_go_to_lower_ids() -> None:
     """Ties lie in several chunks; what is kept of them ends within one."""
     logits = torch.zeros(1, 100)

@@ -85,7 +85,7 @@ def test_prefill_forward_in_many_blocks(grid: Grid, monkeypatch: pytest.MonkeyPa
 @pytest.mark.parametrize(
     "ranks", sample([(8, 17, 0, 100), (128, 40, 3, 16), (130, 20, 256, 1)], (8, 17, 0, 100)), ids=str
 )
-@pytest.mark.parametrize("run", [1, 4, 64])
+@pytest.mark.parametrize("run", sample([1, 4, 64], 64))
 def test_prefill_kernels_of_three_sites_at_every_width(
     ranks: tuple[int, ...], run: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
