@@ -49,12 +49,9 @@ class GraphCall(NamedTuple):
 
 
 class _Current(threading.local):
-    """This thread's running forward."""
+    """This thread's running forward. Code that torch.compile traces must read nothing of it."""
 
     context = ForwardContext()
-    fused = False
-    """Whether `context.fused` is set. A plain bool, as compiled layers guard on it: nothing else here may be read by code that
-    torch.compile traces, or a new step would compile anew."""
     layer = 0
     """The decoder layer that a fused forward is in."""
     called: GraphCall | None = None
@@ -72,8 +69,8 @@ current = _Current()
 def running(context: ForwardContext) -> Iterator[None]:
     """Forwards of this thread inside have this context; the one from before is back afterwards."""
     before = current.context
-    current.context, current.fused = context, context.fused is not None
+    current.context = context
     try:
         yield
     finally:
-        current.context, current.fused = before, before.fused is not None
+        current.context = before

@@ -122,7 +122,9 @@ SITE = "coserve_site"
 def _forward(module: nn.Module, x: Tensor) -> Tensor:
     """A wrapped module's `forward`."""
     site = cast(_Site, module.coserve_site)
-    if current.fused:
+    # Compiled layers run in fused forwards only. What traces them must not read the context: it would guard on its contents,
+    # and reads a thread-local's defaults instead of this thread's values.
+    if torch.compiler.is_dynamo_compiling() or current.context.fused is not None:
         return site.inner(x) if site.shared is None else site.shared.output(site.place, x)
     context = current.context
     if context.lora is None:
