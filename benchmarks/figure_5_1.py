@@ -31,7 +31,8 @@ from transformers import AutoModelForCausalLM, GPT2Config
 from benchmarks.options import RESULTS, check_tiny, make_parser
 from benchmarks.serving_results import Results, Target, merge_results
 from benchmarks.summary import entry, update_summary
-from coserve.adapter_store.store import AdapterStore, HostBudget
+from coserve.adapter_store.host import HostBudget
+from coserve.adapter_store.store import AdapterStore
 from coserve.generate.execution.eager import EagerExecutor
 from coserve.generate.execution.graph_executor import GraphExecutor
 from coserve.generate.execution.interface import StepExecutor

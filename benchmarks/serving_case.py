@@ -14,7 +14,8 @@ import msgspec
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig
 
-from coserve.adapter_store.store import AdapterStore, HostBudget
+from coserve.adapter_store.host import HostBudget
+from coserve.adapter_store.store import AdapterStore
 from coserve.cancellation import Cancellation
 from coserve.config import Config
 from coserve.engine.engine import Engine

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import Enum
 
+from coserve.memory.pages import Span
 from coserve.model.lora import LoraWeights
 from coserve.types import AdapterDigests, AdapterRef
 
@@ -15,6 +16,19 @@ class State(Enum):
     DISK = "disk"
     READING = "reading"
     HOST = "host"
+    GPU = "gpu"
+
+    @property
+    def in_memory(self) -> bool:
+        return self in (State.HOST, State.GPU)
+
+
+@dataclass(frozen=True)
+class GpuCopy:
+    """An adapter whose matrices are views of a span of the pool's pages."""
+
+    weights: LoraWeights
+    span: Span
 
 
 @dataclass(eq=False)
@@ -25,8 +39,12 @@ class Entry:
     digests: AdapterDigests | None = None
     """What the adapter's files are checked against."""
     host: LoraWeights | None = None
-    host_bytes: int = 0
+    gpu: GpuCopy | None = None
+    size: int = 0
+    """Bytes of a copy, once there was one (`packing.packed_bytes`)."""
     reading: bool = False
+    failure: Exception | None = None
+    """Why the last read failed, while requests still use the GPU copy."""
     references: int = 0
     """Requests that acquired it and have not released it."""
     waiting: int = 0
@@ -36,6 +54,8 @@ class Entry:
 
     @property
     def state(self) -> State:
+        if self.gpu is not None:
+            return State.GPU
         if self.host is not None:
             return State.HOST
         return State.READING if self.reading else State.DISK

@@ -1,4 +1,4 @@
-"""All adapters of one engine by (id, version), from disk to host memory, and the requests that wait for one.
+"""All adapters of one engine by (id, version), on disk, in host memory and on the GPU, and the requests that wait for one.
 
 Files are read on threads, while other requests are served. Everything else happens on the event-loop thread.
 """
@@ -8,11 +8,14 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 
 from coserve.adapter_store.entry import Entry, State
+from coserve.adapter_store.host import HostBudget, HostCopies
 from coserve.adapter_store.packing import packed, packed_bytes
+from coserve.adapter_store.pages import Activated, AdapterPages
+from coserve.adapter_store.waiting import WaitingRequests
 from coserve.errors import AdapterBusy, AdapterNotFound
+from coserve.memory.buffer import PageBuffer
 from coserve.model.lora import LoraWeights
 from coserve.queues.inference import Queued
 from coserve.state.retries import Backoff, Retries
@@ -27,23 +30,13 @@ Load = Callable[[AdapterRef, AdapterDigests | None], LoraWeights]
 `AdapterError` if they are not what the digests say or not an adapter of this base."""
 
 
-@dataclass(frozen=True)
-class HostBudget:
-    """Host memory for idle adapters. Adapters that requests need stay beyond it."""
-
-    adapters: int
-    bytes: int | None = None
-    """None: bounded by `adapters` alone."""
-
-    def __post_init__(self) -> None:
-        assert self.adapters >= 1, f"expected a budget of at least one adapter, got {self.adapters}"
-
-
 class AdapterStore:
-    """A cache of adapters over their files. One entry an adapter version; idle ones are evicted by last use.
+    """A cache of adapters over their files. One entry an adapter version; idle copies are evicted by last use.
 
     A request waits here until its adapter is in memory (`ready`, `next_arrived`, `failed`), then acquires it, and releases it
-    when it ends.
+    when it ends. In between it may be scheduled and preempted: `activate` and `deactivate`. The copies on the host and on the
+    GPU are evicted independently. A host copy is read again when a request comes for an adapter that has a GPU copy alone:
+    the request runs meanwhile, and should it be preempted and the GPU copy evicted, it does not need the disk.
     """
 
     def __init__(
@@ -57,11 +50,11 @@ class AdapterStore:
     ) -> None:
         """`pinned`: host copies are in pinned memory, from which a GPU copies asynchronously. `backoff`: between the
         attempts of a read that raises `StorageError`, whose pauses are slept by `sleep`."""
-        self._load, self._budget, self._pinned = load, budget, pinned
+        self._load, self._pinned = load, pinned
         self._entries: dict[AdapterRef, Entry] = {}  # least recently used first
-        self._host_copies = self._host_bytes = 0
-        self._waiting: dict[str, Queued] = {}
-        self._failed: dict[str, tuple[Queued, Exception]] = {}
+        self._host = HostCopies(budget)
+        self._pages: AdapterPages | None = None
+        self._requests = WaitingRequests()
         self._threads = ThreadPoolExecutor(READERS, "adapters")
         self._tasks: set[asyncio.Task[None]] = set()
         self._changed: Callable[[], None] = lambda: None
@@ -76,7 +69,7 @@ class AdapterStore:
     @property
     def waiting(self) -> int:
         """Requests that wait here."""
-        return len(self._waiting) + len(self._failed)
+        return len(self._requests)
 
     @property
     def troubles(self) -> tuple[str, ...]:
@@ -86,17 +79,15 @@ class AdapterStore:
     def ready(self, request: Queued) -> bool:
         """Whether the request's adapter is in memory. If it is not, its files are read, and the request waits here."""
         ref = request.message.adapter
-        if ref is None or self.state(ref) is State.HOST:
+        if ref is None:
             return True
         entry = self._entry(ref)
-        entry.digests = request.message.digests or entry.digests
-        entry.waiting += 1
-        self._waiting[request.message.id] = request
-        if not entry.reading:
-            entry.reading = True
-            task = asyncio.create_task(self._read(entry))
-            self._tasks.add(task)
-            task.add_done_callback(self._tasks.discard)
+        if entry.host is None and not entry.reading:
+            entry.digests = request.message.digests or entry.digests
+            self._start_reading(entry)
+        if entry.state.in_memory:
+            return True
+        self._requests.add(request, entry)
         return False
 
     def next_arrived(self) -> Queued | None:
@@ -104,28 +95,24 @@ class AdapterStore:
 
         It acquires its adapter before the next one is asked for: until then nothing evicts it.
         """
-        found = next((one for one in self._waiting.values() if self._of(one).state is State.HOST), None)
-        if found is not None:
-            self._stop_waiting(found)
-        return found
+        return self._requests.pop_arrived()
 
     def failed(self) -> list[tuple[Queued, Exception]]:
         """Remove and return the requests whose adapters could not be read, and what was raised."""
-        found, self._failed = list(self._failed.values()), {}
-        return found
+        return self._requests.pop_failed()
 
     def cancel(self, id: str) -> bool:
         """Forget a waiting request. False if it does not wait here."""
-        if (request := self._waiting.get(id)) is not None:
-            self._stop_waiting(request)
+        if id not in self._requests:
+            return False
+        if (entry := self._requests.cancel(id)) is not None:
+            self._discard_if_unused(entry)
             self._evict()
-            return True
-        return self._failed.pop(id, None) is not None
+        return True
 
     def close(self) -> None:
         """Stop reading. Nobody waits any more."""
-        self._waiting.clear()
-        self._failed.clear()
+        self._requests.clear()
         for task in self._tasks:
             task.cancel()
         self._threads.shutdown(wait=False, cancel_futures=True)
@@ -139,25 +126,27 @@ class AdapterStore:
 
     def resident(self) -> tuple[AdapterRef, ...]:
         """Adapters that are in memory and can be acquired, least recently used first."""
-        return tuple(ref for ref, entry in self._entries.items() if entry.state is State.HOST and not entry.deleted)
+        return tuple(ref for ref, entry in self._entries.items() if entry.state.in_memory and not entry.deleted)
 
     def acquire(self, ref: AdapterRef) -> LoraWeights:
-        """The adapter, which stays in memory until `release` was called as often as this.
+        """The adapter, as it is on the GPU or else on the host. It stays in memory until as many calls of `release`.
 
-        An adapter that is not in memory is read here, and the caller waits: requests of the engine were `ready` before.
+        An adapter without a host copy is read here, and the caller waits, unless it is being read already: requests of the
+        engine were `ready` before.
         Raises `AdapterNotFound`, and what `Load` raises.
         """
         entry = self._entries.get(ref)
         if entry is not None and entry.deleted:
             raise AdapterNotFound(f"adapter {ref} was deleted", field="adapter")
-        if entry is None or entry.host is None:
+        if entry is None or (entry.host is None and not entry.reading):
             weights = self._read_files(ref, None if entry is None else entry.digests)
             entry = self._entry(ref)
             self._keep(entry, weights)
-        assert entry.host is not None, "it was kept"
+        copy = entry.host if entry.gpu is None else entry.gpu.weights
+        assert copy is not None, f"expected {ref} in memory, it is {entry.state}"
         entry.references += 1
         self._use(entry)
-        return entry.host
+        return copy
 
     def release(self, ref: AdapterRef) -> None:
         """Gives back one `acquire`."""
@@ -172,7 +161,11 @@ class AdapterStore:
         entry = self._entries.get(ref)
         if entry is not None and entry.references:
             raise AdapterBusy(f"adapter {ref} is in use")
-        self._keep(self._entry(ref), self._packed(weights))
+        if entry is not None and self._pages is not None:
+            self._pages.drop(entry)
+        entry = self._entry(ref)
+        entry.deleted = False
+        self._keep(entry, self._packed(weights))
 
     def drop(self, ref: AdapterRef) -> None:
         """Forgets a deleted adapter: requests that wait for it fail, requests that acquired it keep it."""
@@ -181,10 +174,49 @@ class AdapterStore:
             return
         entry.deleted = True
         if not entry.reading:
-            self._fail_waiting(entry, _deleted(ref))
+            self._requests.fail(entry, _deleted(ref))
         self._discard_if_unused(entry)
 
+    # ---- pages of the GPU
+
+    def use_pool(self, buffer: PageBuffer) -> None:
+        """Load adapters into pages of this pool from now on."""
+        assert self._pages is None, "a store loads into one pool"
+        self._pages = AdapterPages(buffer, self._discard_if_unused)
+
+    def pages(self, ref: AdapterRef) -> int:
+        """Pages that an acquired adapter takes."""
+        return self._in_pages.pages(self._entries[ref])
+
+    def needs(self, ref: AdapterRef) -> int:
+        """Free pages that `activate` takes."""
+        return self._in_pages.needs(self._entries[ref])
+
+    def activate(self, ref: AdapterRef) -> Activated | None:
+        """An acquired adapter in pages, until as many calls of `deactivate`; None if there is no room for it now, or its
+        host copy is being read. Raises what the read raised if the adapter has no copy left."""
+        entry = self._entries[ref]
+        if entry.state is State.DISK:
+            assert entry.failure is not None, f"{ref} was acquired and has no copy"
+            raise entry.failure
+        return self._in_pages.activate(entry)
+
+    def deactivate(self, ref: AdapterRef) -> None:
+        """Gives back one `activate`."""
+        self._in_pages.deactivate(self._entries[ref])
+
+    @property
+    def _in_pages(self) -> AdapterPages:
+        assert self._pages is not None, "expected a pool of pages"
+        return self._pages
+
     # ---- reading
+
+    def _start_reading(self, entry: Entry) -> None:
+        entry.reading, entry.failure = True, None
+        task = asyncio.create_task(self._read(entry))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
 
     async def _read(self, entry: Entry) -> None:
         loop = asyncio.get_running_loop()
@@ -194,11 +226,13 @@ class AdapterStore:
                 lambda: loop.run_in_executor(self._threads, self._read_files, entry.ref, entry.digests),
             )
             if entry.deleted:
-                raise _deleted(entry.ref)
-            if entry.host is None:  # else it was published meanwhile
+                self._requests.fail(entry, _deleted(entry.ref))
+            published_meanwhile = entry.host is not None
+            if not published_meanwhile and not (entry.deleted and entry.idle):
                 self._keep(entry, weights)
         except Exception as error:  # noqa: BLE001 - whatever it is, it ends the requests for this adapter alone
-            self._fail_waiting(entry, error)
+            entry.failure = error
+            self._requests.fail(entry, error)
         finally:
             entry.reading = False
             self._discard_if_unused(entry)
@@ -213,23 +247,6 @@ class AdapterStore:
 
     # ---- entries
 
-    def _of(self, request: Queued) -> Entry:
-        assert request.message.adapter is not None, "a request of the base waits for nothing"
-        return self._entries[request.message.adapter]
-
-    def _stop_waiting(self, request: Queued) -> None:
-        entry = self._of(request)
-        entry.waiting -= 1
-        del self._waiting[request.message.id]
-        self._discard_if_unused(entry)
-
-    def _fail_waiting(self, entry: Entry, error: Exception) -> None:
-        for id, request in [*self._waiting.items()]:
-            if request.message.adapter == entry.ref:
-                del self._waiting[id]
-                self._failed[id] = request, error
-        entry.waiting = 0
-
     def _entry(self, ref: AdapterRef) -> Entry:
         if ref not in self._entries:
             self._entries[ref] = Entry(ref)
@@ -242,41 +259,28 @@ class AdapterStore:
     def _keep(self, entry: Entry, weights: LoraWeights) -> None:
         """Give the entry its host copy, after others have made room for it: nothing evicts a new copy but a newer one."""
         self._use(entry)
-        size = packed_bytes(weights)
-        self._drop_host_copy(entry)
-        self._evict(adapters=1, size=size)
-        entry.host, entry.host_bytes, entry.deleted = weights, size, False
-        self._host_copies += 1
-        self._host_bytes += size
-
-    def _drop_host_copy(self, entry: Entry) -> None:
-        if entry.host is not None:
-            self._host_copies -= 1
-            self._host_bytes -= entry.host_bytes
-            entry.host, entry.host_bytes = None, 0
-
-    def _fits(self, adapters: int, size: int) -> bool:
-        """Whether the budget holds so many more adapters and bytes."""
-        most = self._budget.bytes
-        fits = most is None or self._host_bytes + size <= most
-        return fits and self._host_copies + adapters <= self._budget.adapters
+        self._host.remove(entry)
+        self._evict(adapters=1, size=packed_bytes(weights))
+        self._host.add(entry, weights)
 
     def _evict(self, adapters: int = 0, size: int = 0) -> None:
         """Drops host copies of idle adapters, least recently used first, until so many more fit the budget."""
-        if self._fits(adapters, size):
+        if self._host.fits(adapters, size):
             return
         for entry in [*self._entries.values()]:
             if entry.idle and entry.host is not None:
-                self._drop_host_copy(entry)
+                self._host.remove(entry)
                 self._discard_if_unused(entry)
-                if self._fits(adapters, size):
+                if self._host.fits(adapters, size):
                     return
 
     def _discard_if_unused(self, entry: Entry) -> None:
-        """Forget an adapter that nobody needs and that has no copy, or was deleted."""
-        if entry.idle and not entry.reading and (entry.host is None or entry.deleted):
-            self._drop_host_copy(entry)
+        """Forget an adapter that no request needs and that has no copy, or was deleted."""
+        if entry.idle and not entry.reading and (entry.deleted or not entry.state.in_memory):
+            self._host.remove(entry)
             self._entries.pop(entry.ref, None)
+            if self._pages is not None:
+                self._pages.drop(entry)
 
 
 def _deleted(ref: AdapterRef) -> AdapterNotFound:

@@ -22,7 +22,8 @@ import torch
 from transformers.utils.logging import disable_progress_bar
 
 from coserve.adapter_store.files import load_adapter
-from coserve.adapter_store.store import AdapterStore, HostBudget
+from coserve.adapter_store.host import HostBudget
+from coserve.adapter_store.store import AdapterStore
 from coserve.config import Config, config_from_json
 from coserve.engine.engine import Engine
 from coserve.errors import AdapterNotFound, StartupError

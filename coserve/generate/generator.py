@@ -8,7 +8,7 @@ from typing import Protocol
 
 import torch
 
-from coserve.adapter_store.pages import AdapterPages
+from coserve.adapter_store.store import AdapterStore
 from coserve.errors import EngineFault, InvalidRequest, failure_text
 from coserve.generate.checks import allowed_tokens, check_room, no_token_error
 from coserve.generate.execution.interface import StepExecutor, StepInFlight, StepResult
@@ -21,7 +21,6 @@ from coserve.logprobs import PackedLogprobs
 from coserve.memory.kv import KvCache
 from coserve.memory.prefix import PageKeys
 from coserve.model.faults import contained
-from coserve.model.lora import LoraWeights
 from coserve.types import AdapterRef, BaseSpec, FinishReason, TokenLogprob
 
 log = logging.getLogger(__name__)
@@ -36,16 +35,6 @@ class DescribesBase(Protocol):
     def device(self) -> torch.device: ...
 
 
-class HoldsAdapters(Protocol):
-    """What generation needs of `adapter_store.AdapterStore`: a version acquired stays in memory until released.
-
-    It comes into the pool's pages when its request becomes active.
-    """
-
-    def acquire(self, ref: AdapterRef) -> LoraWeights: ...
-    def release(self, ref: AdapterRef) -> None: ...
-
-
 class Generator:
     """Requests come in with `add`, tokens come out of `step`; between steps requests may be added and cancelled.
 
@@ -56,7 +45,7 @@ class Generator:
     def __init__(
         self,
         base: DescribesBase,
-        residency: HoldsAdapters,
+        store: AdapterStore,
         kv: KvCache,
         executor: StepExecutor,
         *,
@@ -69,9 +58,9 @@ class Generator:
         alike share pages."""
         assert max_running > 0, f"expected max_running of at least 1, got {max_running}"
         assert step_tokens > 0, f"expected step_tokens of at least 1, got {step_tokens}"
-        self._base, self._residency, self._kv = base, residency, kv
-        self._adapters = AdapterPages(kv.buffer)
-        self._scheduler = Scheduler(kv, self._adapters, max_running=max_running, step_tokens=step_tokens)
+        self._base, self._store, self._kv = base, store, kv
+        store.use_pool(kv.buffer)
+        self._scheduler = Scheduler(kv, store, max_running=max_running, step_tokens=step_tokens)
         self._prefix_cache = prefix_cache
         self._executor = executor
         self._in_flight: list[StepInFlight] = []
@@ -92,7 +81,7 @@ class Generator:
     @property
     def adapter_pages(self) -> int:
         """Pages that adapters lie in, also those of adapters that wait there for their next request."""
-        return self._adapters.total
+        return self._kv.pool.in_spans
 
     @property
     def memory_peak(self) -> int:
@@ -137,13 +126,13 @@ class Generator:
             raise InvalidRequest(f"expected a new request id, got {request.id!r}, which is running", field="id")
         max_tokens = allowed_tokens(request, self._base.spec)
         check_room(request, max_tokens, self._kv, beside=0)
-        source = None if request.adapter is None else self._acquire(request.adapter, request, max_tokens)
+        if request.adapter is not None:
+            self._acquire(request.adapter, request, max_tokens)
         sampling = request.sampling
         ends = () if sampling.ignore_eos else self._base.spec.eos_token_ids
         sequence = Sequence(
             request,
             number=self._arrivals,
-            source=source,
             max_tokens=max_tokens,
             stop_ids=frozenset((*sampling.stop_token_ids, *ends)),
             tokens=list(request.prompt),
@@ -184,7 +173,9 @@ class Generator:
                 self._in_flight.append(step)
             else:
                 messages.extend(self._collect(step))
-        return messages
+        failed, self._scheduler.failed = self._scheduler.failed, []
+        # One that was preempted may have ended with the step in flight.
+        return messages + [self._abort(sequence, error) for sequence, error in failed if self._runs(sequence)]
 
     def collect(self) -> list[Tokens | RequestFailed]:
         """Waits for the step in flight, if there is one, and gives its tokens."""
@@ -235,14 +226,13 @@ class Generator:
             salt=request.cache_salt,
         )
 
-    def _acquire(self, ref: AdapterRef, request: Generate, max_tokens: int) -> LoraWeights:
-        source = self._residency.acquire(ref)
+    def _acquire(self, ref: AdapterRef, request: Generate, max_tokens: int) -> None:
+        self._store.acquire(ref)
         try:
-            check_room(request, max_tokens, self._kv, beside=self._adapters.pages(source))
+            check_room(request, max_tokens, self._kv, beside=self._store.pages(ref))
         except Exception:
-            self._residency.release(ref)
+            self._store.release(ref)
             raise
-        return source
 
     def _accept(self, running: Items[Sequence], result: StepResult) -> list[Tokens | RequestFailed]:
         """Scores first, then the ends of requests that ask for nothing else, then sampled tokens."""
@@ -289,4 +279,4 @@ class Generator:
         self._executor.forget(sequence.number)
         self._scheduler.remove(sequence)
         if sequence.adapter is not None:
-            self._residency.release(sequence.adapter)
+            self._store.release(sequence.adapter)

@@ -12,9 +12,9 @@ from collections.abc import Sequence as Items
 from dataclasses import dataclass
 from typing import Protocol
 
-from coserve.adapter_store.pages import Entered
+from coserve.adapter_store.pages import Activated
 from coserve.generate.sequences import Sequence
-from coserve.model.lora import LoraWeights
+from coserve.types import AdapterRef
 
 
 class PageSource(Protocol):
@@ -33,11 +33,11 @@ class PageSource(Protocol):
 
 
 class AdapterSource(Protocol):
-    """What the scheduler needs of `memory.AdapterPages`, which takes its pages from the same pool."""
+    """What the scheduler needs of `AdapterStore`, which loads adapters into pages of the same pool."""
 
-    def needs(self, source: LoraWeights) -> int: ...
-    def enter(self, source: LoraWeights) -> Entered | None: ...
-    def leave(self, source: LoraWeights) -> None: ...
+    def needs(self, ref: AdapterRef) -> int: ...
+    def activate(self, ref: AdapterRef) -> Activated | None: ...
+    def deactivate(self, ref: AdapterRef) -> None: ...
 
 
 SCORED_TOKENS = 512
@@ -71,6 +71,8 @@ class Scheduler:
         self._adapters = adapters
         self._waiting: list[Sequence] = []
         self._active: list[Sequence] = []
+        self.failed: list[tuple[Sequence, Exception]] = []
+        """Sequences whose adapters could not be loaded, and what was raised; the caller removes both."""
         self.preemptions = 0
         self.prefix_queries = 0
         """Tokens of the sequences that looked for pages of others, each counted when it first became active."""
@@ -152,7 +154,7 @@ class Scheduler:
         sequence = self._waiting[0]
         found = self._find(sequence)
         others = self._pages.pages_for(len(sequence.tokens)) - len(found)
-        if not self._enter(sequence, found, others):
+        if not self._activate(sequence, found, others):
             self._pages.give(found)
             return None
         pages = self._pages.take(others)
@@ -168,21 +170,25 @@ class Scheduler:
         insort(self._active, sequence, key=_arrival)
         return sequence
 
-    def _enter(self, sequence: Sequence, found: list[int], others: int) -> bool:
-        """Whether `others` pages are left once the adapter is in pages, which it then is. `found` may move."""
-        source = sequence.source
-        # Counted first: an adapter that came in for nothing would have thrown out others, at every step again.
-        if others + (0 if source is None else self._adapters.needs(source)) > self._pages.free:
+    def _activate(self, sequence: Sequence, found: list[int], others: int) -> bool:
+        """Load the sequence's adapter if `others` pages are free beside it; False if not. The pages in `found` may move."""
+        ref = sequence.adapter
+        # Counted first: an adapter that was loaded for nothing would have evicted others, at every step again.
+        if others + (0 if ref is None else self._adapters.needs(ref)) > self._pages.free:
             return False
-        if source is None:
+        if ref is None:
             return True
-        entered = self._adapters.enter(source)
-        if entered is None:
+        try:
+            activated = self._adapters.activate(ref)
+        except Exception as error:  # noqa: BLE001 - whatever it is, it is this sequence's alone
+            self.failed.append((sequence, error))
             return False
-        sequence.weights = entered.weights
-        if entered.moved:
+        if activated is None:
+            return False
+        sequence.weights = activated.weights
+        if activated.moved:
             for pages in (found, *(other.pages for other in self._active)):
-                pages[:] = [entered.moved.get(page, page) for page in pages]
+                pages[:] = [activated.moved.get(page, page) for page in pages]
         return True
 
     def _find(self, sequence: Sequence) -> list[int]:
@@ -205,8 +211,8 @@ class Scheduler:
     def _release(self, sequence: Sequence) -> None:
         self._label(sequence)
         self._pages.give(sequence.pages)
-        if sequence.source is not None and sequence.weights is not None:
-            self._adapters.leave(sequence.source)
+        if sequence.adapter is not None and sequence.weights is not None:
+            self._adapters.deactivate(sequence.adapter)
         sequence.weights = None
         sequence.pages = []
         sequence.computed = sequence.labelled = 0

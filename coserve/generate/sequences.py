@@ -18,8 +18,6 @@ class Sequence:
     request: Generate
     number: int
     """Of its arrival, and of no other sequence. The earlier of two wins when pages run out."""
-    source: LoraWeights | None
-    """The adapter version that it began with, as memory outside of the pool has it."""
     max_tokens: int
     """As asked for, but at most what the context leaves."""
     stop_ids: frozenset[int]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from heapq import heappop, heappush
 
@@ -14,10 +14,14 @@ from coserve.memory.spans import BLANK, FIXED, HELD, crowded, gap
 
 @dataclass(eq=False)
 class Span:
-    """Consecutive pages that are held, idle and evicted together: `pages` from `first` on."""
+    """Consecutive pages that are held, idle and evicted together: `pages` from `first` on.
+
+    `evicted` is called when the pool has evicted it, and must not use the pool.
+    """
 
     first: int
     pages: int
+    evicted: Callable[[], None]
     holders: int = 1
 
 
@@ -128,7 +132,7 @@ class PagePool:
             found.append(page)
         return found
 
-    def take_span(self, n: int) -> tuple[Span, dict[int, int]] | None:
+    def take_span(self, n: int, evicted: Callable[[], None] = lambda: None) -> tuple[Span, dict[int, int]] | None:
         """`n` consecutive pages, and where pages moved that were in the way; None, and nothing changed, if there are none.
 
         Moved pages have their holders and keys at the new place; the caller copies the contents before it writes to the
@@ -161,7 +165,7 @@ class PagePool:
             moved = dict(zip(held, others, strict=True))
             for page, to in moved.items():
                 self._move(page, to)
-        span = self._spans[first] = Span(first, n)
+        span = self._spans[first] = Span(first, n, evicted)
         return span, moved
 
     def hold_span(self, span: Span) -> bool:
@@ -209,6 +213,8 @@ class PagePool:
             del self._pages[self._keys.pop(first)]
         for page in range(first, first + pages):
             self._make_blank(page)
+        if span is not None:
+            span.evicted()
 
     def _move(self, page: int, to: int) -> None:
         """What `page` held is at `to`, which was just taken."""

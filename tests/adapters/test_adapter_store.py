@@ -11,10 +11,12 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from coserve.adapter_store.entry import State
-from coserve.adapter_store.store import AdapterStore, HostBudget
+from coserve.adapter_store.host import HostBudget
+from coserve.adapter_store.store import AdapterStore
 from coserve.errors import AdapterBusy, AdapterNotFound
 from coserve.kernels.lora.types import LoraPair
 from coserve.link import Generate
+from coserve.memory.buffer import ALIGNMENT, PageBuffer
 from coserve.model.lora import LoraWeights
 from coserve.queues.inference import Queued
 from coserve.types import AdapterDigests, AdapterRef, LoraSettings, SamplingParams, Slo
@@ -172,6 +174,81 @@ async def test_an_adapter_that_is_published_while_it_is_read_serves_at_once() ->
     assert store.failed() == []
     assert store.resident() == (REFS[0],)
     store.close()
+
+
+def store_with_pages(disk: Disk, pages: int = 8) -> tuple[AdapterStore, PageBuffer]:
+    """Of one idle adapter on the host. `sized(1)` takes a page."""
+    store, buffer = AdapterStore(disk, HostBudget(1)), PageBuffer(pages, 2 * ALIGNMENT, torch.device("cpu"))
+    store.use_pool(buffer)
+    return store, buffer
+
+
+def run_once(store: AdapterStore, ref: AdapterRef) -> None:
+    """As a request does that starts at once."""
+    store.acquire(ref)
+    assert store.activate(ref) is not None
+    store.deactivate(ref)
+    store.release(ref)
+
+
+async def test_the_gpu_copy_outlives_the_host_copy_and_serves_without_it() -> None:
+    disk = Disk(REFS[0])
+    store, _ = store_with_pages(disk)
+    store.publish(REFS[0], sized(1))
+    run_once(store, REFS[0])
+    store.publish(REFS[1], sized(1))  # evicts the host copy of the first
+    assert store.state(REFS[0]) is State.GPU
+    assert set(store.resident()) == set(REFS[:2])
+    assert store.ready(queued("one", REFS[0])), "it need not wait for the disk"
+    assert disk.reads == []
+    run_once(store, REFS[0])
+    store.close()
+
+
+async def test_a_request_that_lost_the_gpu_copy_goes_on_from_the_host_copy_that_was_read_meanwhile() -> None:
+    disk = Disk(REFS[0])
+    store, buffer = store_with_pages(disk)
+    store.publish(REFS[0], sized(1))
+    run_once(store, REFS[0])
+    store.publish(REFS[1], sized(1))
+    assert store.ready(queued("one", REFS[0]))
+    store.acquire(REFS[0])
+    taken = buffer.pool.take(8)
+    assert taken is not None
+    buffer.pool.give(taken)
+    assert store.state(REFS[0]) is State.READING
+    assert store.activate(REFS[0]) is None
+    await until_read(store)
+    assert disk.reads == [REFS[0]]
+    assert store.activate(REFS[0]) is not None
+    store.deactivate(REFS[0])
+    store.release(REFS[0])
+    store.close()
+
+
+async def test_a_request_whose_last_copy_is_gone_is_told_why() -> None:
+    store, buffer = store_with_pages(Disk())
+    store.publish(REFS[0], sized(1))
+    run_once(store, REFS[0])
+    store.publish(REFS[1], sized(1))
+    assert store.ready(queued("one", REFS[0]))
+    store.acquire(REFS[0])
+    await until_read(store)
+    assert store.activate(REFS[0]) is not None, "it still has pages"
+    store.deactivate(REFS[0])
+    buffer.pool.take(8)
+    with pytest.raises(AdapterNotFound):
+        store.activate(REFS[0])
+    store.release(REFS[0])
+    assert store.state(REFS[0]) is State.DISK
+    store.close()
+
+
+async def until_read(store: AdapterStore) -> None:
+    """Until the first read has ended."""
+    changed = asyncio.Event()
+    store.notify(changed.set)
+    await changed.wait()
 
 
 class StoreMachine(RuleBasedStateMachine):

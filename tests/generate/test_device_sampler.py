@@ -30,9 +30,7 @@ NUMBERS = count()
 
 def sequence(params: SamplingParams, prompt: tuple[int, ...] = (1, 2, 3), stop_ids: frozenset[int] = frozenset()):
     request = Generate(id="x", prompt=prompt, sampling=params, adapter=None, slo=Slo(ttft=1, tpot=1))
-    return Sequence(
-        request, number=next(NUMBERS), source=None, max_tokens=params.max_tokens, stop_ids=stop_ids, tokens=list(prompt)
-    )
+    return Sequence(request, number=next(NUMBERS), max_tokens=params.max_tokens, stop_ids=stop_ids, tokens=list(prompt))
 
 
 def logits(rows: int, seed: int) -> Tensor:

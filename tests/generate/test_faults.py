@@ -18,22 +18,15 @@ from coserve.model.base import Base, wrap_base
 from coserve.model.faults import contained
 from coserve.types import SamplingParams, Slo
 from tests.support.executors import eager
+from tests.support.shelf import Shelf
 from tests.support.tiny_models import tiny_model
 
 PROMPT = tuple(range(3, 43))
 
 
-class NoShelf:
-    def acquire(self, ref: object) -> Any:
-        raise AssertionError(ref)
-
-    def release(self, ref: object) -> None:
-        raise AssertionError(ref)
-
-
 def generator_of(base: Base) -> Generator:
     kv = KvCache.for_base(base, 256, 16)
-    return Generator(base, NoShelf(), kv, eager(base, kv), max_running=4, step_tokens=64)
+    return Generator(base, Shelf().store(), kv, eager(base, kv), max_running=4, step_tokens=64)
 
 
 def ask(id: str) -> Generate:

@@ -24,7 +24,8 @@ from coserve.model.lora import LoraWeights
 from coserve.types import AdapterRef, SamplingParams
 from tests.support.examples import sample
 from tests.support.executors import eager, graphs
-from tests.support.generation import Shelf, adapter, collect, prompt, request
+from tests.support.generation import adapter, collect, prompt, request
+from tests.support.shelf import Shelf
 from tests.support.tiny_models import tiny_model
 
 SHORT = SamplingParams(max_tokens=4, temperature=0.0)
@@ -54,7 +55,7 @@ def generator(fused: FusedBase, kinds: Sequence[str], *, ahead: bool = True) -> 
     executor = graphs(fused, kv, max_running=4)
     shelf = Shelf({AdapterRef(kind, 1): part(fused, kind) for kind in kinds})
     own = executor if ahead else eager(fused.base, kv)
-    return Generator(fused.base, shelf, kv, own, max_running=4, step_tokens=64), executor
+    return Generator(fused.base, shelf.store(), kv, own, max_running=4, step_tokens=64), executor
 
 
 def asks(*kinds: str) -> list[object]:

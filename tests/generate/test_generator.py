@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from functools import cache
@@ -24,6 +23,7 @@ from coserve.types import AdapterRef, FinishReason, LoraSettings, SamplingParams
 from tests.support.examples import sample
 from tests.support.executors import eager
 from tests.support.lora_backends import GROUPED, NAIVE, REFERENCE
+from tests.support.shelf import Shelf
 from tests.support.tiny_models import CONTEXT, FAMILIES, VOCAB, tiny_model
 
 LENGTHS = (3, 17, 40, 1)
@@ -54,24 +54,6 @@ def adapter(base: Base, seed: int, rank: int, suffixes: tuple[str, ...] = ("",))
     return LoraWeights(LoraSettings(r=rank), sites)
 
 
-class Shelf:
-    """Adapters in memory, and who holds them."""
-
-    def __init__(self, weights: dict[AdapterRef, LoraWeights] | None = None) -> None:
-        self.weights = weights or {}
-        self.held: Counter[AdapterRef] = Counter()
-
-    def acquire(self, ref: AdapterRef) -> LoraWeights:
-        if ref not in self.weights:
-            raise AdapterNotFound(f"no adapter {ref}")
-        self.held[ref] += 1
-        return self.weights[ref]
-
-    def release(self, ref: AdapterRef) -> None:
-        self.held[ref] -= 1
-        assert self.held[ref] >= 0
-
-
 @dataclass
 class Result:
     tokens: list[int] = field(default_factory=list)
@@ -96,7 +78,7 @@ def generator(
 ) -> Generator:
     kv = KvCache.for_base(base, tokens, page_tokens)
     executor = eager(base, kv, lora_backend)
-    return Generator(base, shelf or Shelf(), kv, executor, max_running=max_running, step_tokens=step_tokens)
+    return Generator(base, (shelf or Shelf()).store(), kv, executor, max_running=max_running, step_tokens=step_tokens)
 
 
 def collect(gen: Generator, requests: Iterable[Generate] = ()) -> dict[str, Result]:
@@ -428,6 +410,6 @@ def test_no_more_tokens_a_step_than_allowed() -> None:
             return base.forward(tokens_T, *rest, **named)
 
     kv = KvCache.for_base(base, 2048, 16)
-    gen = Generator(base, Shelf(), kv, eager(Watched(), kv), max_running=8, step_tokens=11)
+    gen = Generator(base, Shelf().store(), kv, eager(Watched(), kv), max_running=8, step_tokens=11)
     collect(gen, [request(str(n), prompt(n), GREEDY) for n in LENGTHS])
     assert max(seen) == 11

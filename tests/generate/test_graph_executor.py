@@ -19,7 +19,8 @@ from coserve.model.fused import FusedBase
 from coserve.model.lora import LoraWeights
 from coserve.types import AdapterRef, FinishReason, SamplingParams, TokenLogprob
 from tests.support.executors import eager, graphs
-from tests.support.generation import GREEDY, Shelf, adapter, collect, prompt, request
+from tests.support.generation import GREEDY, adapter, collect, prompt, request
+from tests.support.shelf import Shelf
 from tests.support.tiny_models import VOCAB, tiny_model
 
 
@@ -44,7 +45,9 @@ def generator(
 ) -> Generator:
     kv = KvCache.for_base(fused.base, tokens, 16)
     executor = graphs(fused, kv, max_running=max_running) if ahead else eager(fused.base, kv)
-    return Generator(fused.base, shelf or Shelf({}), kv, executor, max_running=max_running, step_tokens=step_tokens)
+    return Generator(
+        fused.base, (shelf or Shelf()).store(), kv, executor, max_running=max_running, step_tokens=step_tokens
+    )
 
 
 def test_texts_are_those_of_steps_one_by_one(fused: FusedBase) -> None:

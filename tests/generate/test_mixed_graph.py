@@ -32,7 +32,8 @@ from coserve.model.fused import FusedBase
 from coserve.types import AdapterRef, SamplingParams
 from tests.support.examples import examples, sample
 from tests.support.executors import graphs
-from tests.support.generation import Shelf, adapter, collect, prompt, request
+from tests.support.generation import adapter, collect, prompt, request
+from tests.support.shelf import Shelf
 from tests.support.tiny_models import VOCAB, tiny_model
 
 SHORT = SamplingParams(max_tokens=4, temperature=0.0)
@@ -88,7 +89,7 @@ def generator(
     executor = graphs(fused, kv, max_running=16, step_tokens=graph_tokens, capture_after=capture_after)
     if prepared:
         executor.warm_up(ranks)
-    return Generator(fused.base, shelf or Shelf({}), kv, executor, max_running=16, step_tokens=step_tokens)
+    return Generator(fused.base, (shelf or Shelf()).store(), kv, executor, max_running=16, step_tokens=step_tokens)
 
 
 @pytest.mark.parametrize("family", ["llama", "mistral", "gemma2"])

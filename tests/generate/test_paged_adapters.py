@@ -8,8 +8,9 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from coserve.adapter_store.pages import AdapterPages
-from coserve.adapter_store.store import AdapterStore, HostBudget
+from coserve.adapter_store.host import HostBudget
+from coserve.adapter_store.packing import packed_bytes
+from coserve.adapter_store.store import AdapterStore
 from coserve.errors import AdapterNotFound, PromptTooLong
 from coserve.generate.generator import Generator
 from coserve.kernels.lora.interface import LoraBackend
@@ -43,6 +44,10 @@ def adapter(base: Base, ref: AdapterRef) -> LoraWeights:
         for name, site in base.spec.sites.items()
     }
     return LoraWeights(LoraSettings(r=1 + number), sites)
+
+
+def pages_of(base: Base, ref: AdapterRef) -> int:
+    return KvCache.for_base(base, 1, PAGE).buffer.pages_for(packed_bytes(adapter(base, ref)))
 
 
 def requests() -> list[Generate]:
@@ -96,7 +101,7 @@ class Paged:
 
 def check(base: Base, lora_backend: LoraBackend, fuse: Callable[[Base], FusedBase] | None) -> None:
     asked = requests()
-    largest = AdapterPages(KvCache.for_base(base, 1, PAGE).buffer).pages(adapter(base, REFS[-1]))
+    largest = pages_of(base, REFS[-1])
     expected = Paged(base, 40 + len(REFS) * largest, len(REFS), lora_backend, None).texts(asked)
     assert len({tuple(text) for text in expected.values()}) == len(asked)
     small = Paged(base, largest + 5, 3, lora_backend, None if fuse is None else fuse(base))
@@ -142,7 +147,7 @@ def one(base_tokens: int, max_tokens: int, ref: AdapterRef | None) -> Generate:
 
 def test_what_fits_the_pool_beside_its_adapter_runs_and_what_does_not_is_refused() -> None:
     base = wrap_base(tiny_model("llama"), name="llama", eos_token_ids=())
-    pages = AdapterPages(KvCache.for_base(base, 1, PAGE).buffer).pages(adapter(base, REFS[0]))
+    pages = pages_of(base, REFS[0])
     paged = Paged(base, pages + 2, 3, GROUPED, None)
     # The last token's keys and values are not needed: 33 tokens fit two pages.
     assert len(paged.texts([one(10, 23, REFS[0])])["x"]) == 23

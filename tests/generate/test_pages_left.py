@@ -14,8 +14,9 @@ from zlib import crc32
 import pytest
 import torch
 
-from coserve.adapter_store.pages import AdapterPages, Entered
-from coserve.adapter_store.store import AdapterStore, HostBudget
+from coserve.adapter_store.host import HostBudget
+from coserve.adapter_store.pages import Activated
+from coserve.adapter_store.store import AdapterStore
 from coserve.generate.schedule import Scheduler, Share
 from coserve.generate.sequences import Sequence
 from coserve.kernels.lora.types import LoraPair
@@ -51,7 +52,8 @@ class Memory:
         buffer = PageBuffer(pages, PAGE_BYTES, torch.device("cpu"))
         self.pool, self.page_tokens = buffer.pool, PAGE_TOKENS
         self.slots = [[0] * PAGE_TOKENS for _ in range(pages)]
-        self._adapters = AdapterPages(buffer)
+        self.store = AdapterStore(load, HostBudget(RESIDENT))
+        self.store.use_pool(buffer)
         self.entered = self.moved = 0
 
     @property
@@ -64,23 +66,20 @@ class Memory:
             self.slots[page] = [0] * PAGE_TOKENS
         return pages
 
-    def needs(self, source: LoraWeights) -> int:
-        return self._adapters.needs(source)
+    def needs(self, ref: AdapterRef) -> int:
+        return self.store.needs(ref)
 
-    def adapter_pages(self, source: LoraWeights) -> int:
-        return self._adapters.pages(source)
-
-    def enter(self, source: LoraWeights) -> Entered | None:
-        entered = self._adapters.enter(source)
-        if entered is not None:
+    def activate(self, ref: AdapterRef) -> Activated | None:
+        activated = self.store.activate(ref)
+        if activated is not None:
             self.entered += 1
-            self.moved += len(entered.moved)
-            for page, to in entered.moved.items():
+            self.moved += len(activated.moved)
+            for page, to in activated.moved.items():
                 self.slots[to] = self.slots[page]
-        return entered
+        return activated
 
-    def leave(self, source: LoraWeights) -> None:
-        self._adapters.leave(source)
+    def deactivate(self, ref: AdapterRef) -> None:
+        self.store.deactivate(ref)
 
     def give(self, pages: list[int]) -> None:
         self.pool.give(pages)
@@ -132,15 +131,16 @@ class Life:
             assert memory.slots[own.pages[at // PAGE_TOKENS]][at % PAGE_TOKENS] == self.mark(at), own.id
 
 
-def make(number: int, chance: random.Random, roots: list[list[int]], memory: Memory, store: AdapterStore) -> Life:
+def make(number: int, chance: random.Random, roots: list[list[int]], memory: Memory) -> Life:
     tokens = chance.choice(roots)[: chance.randint(0, 60)] + [
         chance.randrange(50) for _ in range(chance.randint(1, 12))
     ]
     max_tokens = chance.randint(1, 24)
     adapter = chance.choice([None, REFS[0], REFS[1], *chance.choices(REFS, range(len(REFS), 0, -1))])
-    source = None if adapter is None else store.acquire(adapter)
+    if adapter is not None:
+        memory.store.acquire(adapter)
     if chance.random() < 0.01:  # it fits the pool, alone with its adapter and to the last slot
-        room = memory.pool.total - (0 if source is None else memory.adapter_pages(source))
+        room = memory.pool.total - (0 if adapter is None else memory.store.pages(adapter))
         max_tokens = room * PAGE_TOKENS + 1 - len(tokens)
     scored = 1 if chance.random() < 0.05 else None
     request = Generate(
@@ -151,7 +151,7 @@ def make(number: int, chance: random.Random, roots: list[list[int]], memory: Mem
         slo=Slo(ttft=1, tpot=1),
     )
     keys = PageKeys(PAGE_TOKENS, base="b", adapter=adapter)
-    return Life(Sequence(request, number, source, max_tokens, frozenset(), tokens, keys=keys))
+    return Life(Sequence(request, number, max_tokens, frozenset(), tokens, keys=keys))
 
 
 class Traffic:
@@ -159,14 +159,13 @@ class Traffic:
 
     def __init__(self, memory: Memory, seed: int, *, running: int, step_tokens: int) -> None:
         self.memory, self.chance = memory, random.Random(seed)
-        self.store = AdapterStore(load, HostBudget(RESIDENT))
         self.scheduler = Scheduler(memory, memory, max_running=running, step_tokens=step_tokens)
         self.roots = [[self.chance.randrange(50) for _ in range(60)] for _ in range(2)]
         self.live: dict[str, Life] = {}
         self.made = self.ended = self.cancelled = 0
 
     def arrive(self) -> None:
-        life = make(self.made, self.chance, self.roots, self.memory, self.store)
+        life = make(self.made, self.chance, self.roots, self.memory)
         self.live[life.sequence.id] = life
         self.scheduler.add(life.sequence)
         self.made += 1
@@ -177,7 +176,7 @@ class Traffic:
         assert own.pages == []
         assert own.weights is None
         if own.adapter is not None:
-            self.store.release(own.adapter)
+            self.memory.store.release(own.adapter)
 
     def cancel(self) -> None:
         self.remove(self.chance.choice(list(self.live)))
@@ -235,9 +234,9 @@ def check_nobody_waits_in_vain(traffic: Traffic, shares: list[Share], *, preempt
     waiting, memory = traffic.waiting, traffic.memory
     room = len(traffic.live) - len(waiting) < RUNNING and sum(share.tokens for share in shares) < STEP_TOKENS
     if waiting and room and not preempted:
-        first, source = waiting[0], waiting[0].source
-        need = memory.pages_for(len(first.tokens)) + (0 if source is None else memory.needs(source))
-        blocked = source is not None and crowded(memory.pool._state, memory.adapter_pages(source)) is None
+        first, ref = waiting[0], waiting[0].adapter
+        need = memory.pages_for(len(first.tokens)) + (0 if ref is None else memory.needs(ref))
+        blocked = ref is not None and crowded(memory.pool._state, memory.store.pages(ref)) is None
         assert memory.pool.free < need or blocked
 
 

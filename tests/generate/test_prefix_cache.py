@@ -17,40 +17,34 @@ from coserve.model.lora import LoraWeights
 from coserve.types import AdapterRef, LoraSettings, SamplingParams, Slo, TokenLogprob
 from tests.support.examples import sample
 from tests.support.executors import eager
+from tests.support.shelf import Shelf
 from tests.support.tiny_models import FAMILIES, VOCAB, tiny_model
 
 Results = dict[str, tuple[list[int], list[TokenLogprob]]]
 REFS = (AdapterRef("a", 1), AdapterRef("a", 2), AdapterRef("b", 1))
 
 
-class Shelf:
+def shelf(base: Base) -> Shelf:
     """An adapter for each of `REFS`, made from its number."""
-
-    def __init__(self, base: Base) -> None:
-        self.weights = {}
-        for number, ref in enumerate(REFS):
-            g = torch.Generator().manual_seed(number)
-            sites = {
-                name: LoraPair(
-                    torch.randn(3, site.in_features, generator=g) * 0.3,
-                    torch.randn(site.out_features, 3, generator=g) * 0.3,
-                    0.7,
-                )
-                for name, site in base.spec.sites.items()
-            }
-            self.weights[ref] = LoraWeights(LoraSettings(r=3), sites)
-
-    def acquire(self, ref: AdapterRef) -> LoraWeights:
-        return self.weights[ref]
-
-    def release(self, ref: AdapterRef) -> None:
-        pass
+    made = {}
+    for number, ref in enumerate(REFS):
+        g = torch.Generator().manual_seed(number)
+        sites = {
+            name: LoraPair(
+                torch.randn(3, site.in_features, generator=g) * 0.3,
+                torch.randn(site.out_features, 3, generator=g) * 0.3,
+                0.7,
+            )
+            for name, site in base.spec.sites.items()
+        }
+        made[ref] = LoraWeights(LoraSettings(r=3), sites)
+    return Shelf(made)
 
 
 def make(base: Base, *, cached: bool = True, tokens: int = 2048, page_tokens: int = 4, **settings: int) -> Generator:
     kv = KvCache.for_base(base, tokens, page_tokens)
     limits = {"max_running": 16, "step_tokens": 256} | settings
-    return Generator(base, Shelf(base), kv, eager(base, kv), prefix_cache=cached, **limits)
+    return Generator(base, shelf(base).store(), kv, eager(base, kv), prefix_cache=cached, **limits)
 
 
 def text(length: int, seed: int = 0) -> tuple[int, ...]:
@@ -126,7 +120,9 @@ def test_the_pages_of_a_hit_hold_what_would_have_been_computed() -> None:
     kept = []
     for cached in (True, False):
         kv = KvCache.for_base(base, 512, 4)
-        gen = Generator(base, Shelf(base), kv, eager(base, kv), max_running=4, step_tokens=64, prefix_cache=cached)
+        gen = Generator(
+            base, shelf(base).store(), kv, eager(base, kv), max_running=4, step_tokens=64, prefix_cache=cached
+        )
         run(gen, request("first", (*prompt[:23], 5)))
         gen.add(request("second", prompt))
         gen.step()

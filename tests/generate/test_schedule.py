@@ -13,8 +13,7 @@ from coserve.generate.schedule import Scheduler, Share
 from coserve.generate.sequences import Sequence
 from coserve.link import Generate
 from coserve.memory.pages import PagePool
-from coserve.model.lora import LoraWeights
-from coserve.types import FinishReason, SamplingParams, Slo
+from coserve.types import AdapterRef, FinishReason, SamplingParams, Slo
 from tests.support.examples import examples
 
 
@@ -50,17 +49,17 @@ class Source:
 class NoAdapters:
     """Nobody in these tests has one."""
 
-    def needs(self, source: LoraWeights) -> int:
+    def needs(self, ref: AdapterRef) -> int:
         raise NotImplementedError
 
-    enter = leave = needs
+    activate = deactivate = needs
 
 
 def sequence(arrival: int, prompt: int, max_tokens: int) -> Sequence:
     request = Generate(
         id=str(arrival), prompt=(0,) * prompt, sampling=SamplingParams(), adapter=None, slo=Slo(ttft=1, tpot=1)
     )
-    return Sequence(request, arrival, None, max_tokens, frozenset(), [0] * prompt)
+    return Sequence(request, arrival, max_tokens, frozenset(), [0] * prompt)
 
 
 def run(scheduler: Scheduler, source: Source, shares: list[Share], step_tokens: int) -> list[Sequence]:

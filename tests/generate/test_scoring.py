@@ -21,8 +21,9 @@ from coserve.link import Generate, RequestFailed, Tokens
 from coserve.memory.kv import KvCache
 from coserve.model.base import Attention, Base, wrap_base
 from coserve.model.lora import LoraWeights
-from coserve.types import AdapterRef, FinishReason, LoraSettings, SamplingParams, Slo, TokenLogprob
+from coserve.types import AdapterDigests, AdapterRef, FinishReason, LoraSettings, SamplingParams, Slo, TokenLogprob
 from tests.support.executors import eager
+from tests.support.shelf import Shelf
 from tests.support.tiny_models import VOCAB, tiny_model
 
 SCORE = SamplingParams(max_tokens=0, temperature=0.0, prompt_logprobs=2)
@@ -46,16 +47,14 @@ def weights() -> LoraWeights:
     return LoraWeights(LoraSettings(r=2), sites)
 
 
-class Shelf:
-    def acquire(self, ref: AdapterRef) -> LoraWeights:
+class AnyAdapter(Shelf):
+    def load(self, ref: AdapterRef, digests: AdapterDigests | None) -> LoraWeights:
         return weights()
-
-    def release(self, ref: AdapterRef) -> None: ...
 
 
 def generator(*, tokens: int = 512, page_tokens: int = 4, step_tokens: int = 64) -> Generator:
     kv = KvCache.for_base(base(), tokens, page_tokens)
-    return Generator(base(), Shelf(), kv, eager(base(), kv), max_running=8, step_tokens=step_tokens)
+    return Generator(base(), AnyAdapter().store(), kv, eager(base(), kv), max_running=8, step_tokens=step_tokens)
 
 
 def prompt(length: int, seed: int = 0) -> tuple[int, ...]:

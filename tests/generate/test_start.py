@@ -17,9 +17,10 @@ from coserve.generate.generator import Generator
 from coserve.memory.kv import KvCache
 from coserve.model.base import Base, wrap_base
 from coserve.model.fused import FusedBase
-from tests.support.compiling import NoAdapters, ask, ask_all, steps
+from tests.support.compiling import ask, ask_all, steps
 from tests.support.executors import eager
 from tests.support.lora_backends import SEGMENTED
+from tests.support.shelf import Shelf
 from tests.support.tiny_models import tiny_model
 
 OTHERS = ("something else",)
@@ -52,7 +53,7 @@ def base() -> Base:
 
 
 def served(base: Base, kv: KvCache) -> Generator:
-    return Generator(base, NoAdapters(), kv, eager(base, kv), max_running=8, step_tokens=64)
+    return Generator(base, Shelf().store(), kv, eager(base, kv), max_running=8, step_tokens=64)
 
 
 def test_requests_that_run_go_on_compiled(base: Base) -> None:

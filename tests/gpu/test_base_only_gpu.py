@@ -7,7 +7,8 @@ import random
 import pytest
 import torch
 
-from coserve.adapter_store.store import AdapterStore, HostBudget
+from coserve.adapter_store.host import HostBudget
+from coserve.adapter_store.store import AdapterStore
 from coserve.generate.generator import Generator
 from coserve.kernels.lora.types import LoraPair
 from coserve.link import Generate, Tokens

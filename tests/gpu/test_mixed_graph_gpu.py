@@ -21,8 +21,9 @@ from coserve.types import AdapterRef
 from tests.generate.test_mixed_graph import Ways
 from tests.support.executors import graphs
 from tests.support.generation import collect
-from tests.support.gpu_engine import Shelf, adapter, gpu_base, prompt, request, texts
+from tests.support.gpu_engine import adapter, gpu_base, prompt, request, texts
 from tests.support.lora_backends import SEGMENTED
+from tests.support.shelf import Shelf
 from tests.support.tiny_models import VOCAB, tiny_model
 
 pytestmark = pytest.mark.gpu
@@ -116,7 +117,7 @@ def test_texts_and_nothing_compiled_in_the_middle(monkeypatch: pytest.MonkeyPatc
         kv = KvCache.for_base(base, 4096, 16)
         executor = graphs(fused, kv, SEGMENTED, max_running=16, step_tokens=256)
         executor.warm_up()
-        gen = Generator(base, shelf, kv, executor, max_running=16, step_tokens=step_tokens)
+        gen = Generator(base, shelf.store(), kv, executor, max_running=16, step_tokens=step_tokens)
         found = {id: tokens for id, (tokens, _) in collect(gen, requests).items()}
         assert found == expected
         assert ways.graphs

@@ -11,10 +11,11 @@ from coserve.generate.execution.eager import EagerExecutor
 from coserve.generate.execution.start import COMPILING, Upgrade, make_start
 from coserve.generate.generator import Generator
 from coserve.memory.kv import KvCache
-from tests.support.compiling import NoAdapters, ask, ask_all, steps
+from tests.support.compiling import ask, ask_all, steps
 from tests.support.executors import eager
 from tests.support.gpu_engine import gpu_base
 from tests.support.lora_backends import SEGMENTED
+from tests.support.shelf import Shelf
 from tests.support.tiny_models import tiny_model
 
 pytestmark = pytest.mark.gpu
@@ -27,7 +28,7 @@ def test_requests_that_run_go_on_compiled_and_graphed(family: str) -> None:
 
     def plain() -> dict[str, list[int]]:
         found: dict[str, list[int]] = {}
-        gen = Generator(base, NoAdapters(), kv, eager(base, kv, SEGMENTED), max_running=8, step_tokens=64)
+        gen = Generator(base, Shelf().store(), kv, eager(base, kv, SEGMENTED), max_running=8, step_tokens=64)
         ask_all(gen)
         steps(gen, found)
         return found
@@ -38,7 +39,7 @@ def test_requests_that_run_go_on_compiled_and_graphed(family: str) -> None:
     assert start.notes == (COMPILING,)
     assert start.compilation is not None
     gen, found = (
-        Generator(base, NoAdapters(), kv, eager(base, kv, SEGMENTED), max_running=8, step_tokens=64),
+        Generator(base, Shelf().store(), kv, eager(base, kv, SEGMENTED), max_running=8, step_tokens=64),
         dict[str, list[int]](),
     )
     upgrade = Upgrade(start.compilation, gen, ())

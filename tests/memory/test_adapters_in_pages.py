@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-import gc
-
 import pytest
 import torch
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from coserve.adapter_store.entry import Entry
 from coserve.adapter_store.packing import one_piece, packed, packed_bytes
-from coserve.adapter_store.pages import AdapterPages, Entered
+from coserve.adapter_store.pages import Activated, AdapterPages
 from coserve.kernels.lora.types import LoraPair
 from coserve.memory.buffer import ALIGNMENT, PageBuffer
 from coserve.model.lora import LoraWeights
-from coserve.types import LoraSettings
+from coserve.types import AdapterRef, LoraSettings
 from tests.support.examples import examples
 
 PAGE = 2 * ALIGNMENT
@@ -33,6 +32,14 @@ def adapter(number: int, rank: int, sites: int = 2, dtype: torch.dtype = torch.f
     return LoraWeights(LoraSettings(r=rank), pairs)
 
 
+def entry(number: int, weights: LoraWeights) -> Entry:
+    return Entry(AdapterRef(f"a{number}", 1), host=weights, size=packed_bytes(weights))
+
+
+def pages_in(buffer: PageBuffer) -> AdapterPages:
+    return AdapterPages(buffer, lambda entry: None)
+
+
 def same(a: LoraWeights, b: LoraWeights) -> bool:
     return list(a.sites) == list(b.sites) and all(
         torch.equal(a.sites[name].a_RD, b.sites[name].a_RD)
@@ -44,13 +51,13 @@ def same(a: LoraWeights, b: LoraWeights) -> bool:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_matrices_in_pages_are_contiguous_and_begin_at_a_line(dtype: torch.dtype) -> None:
-    buffer = PageBuffer(20, PAGE, CPU)
-    pages, source = AdapterPages(buffer), adapter(0, 3, dtype=dtype)
-    entered = pages.enter(source)
-    assert entered is not None
-    assert same(entered.weights, source)
-    assert buffer.pool.used == pages.pages(source) == -(-packed_bytes(source) // PAGE)
-    for pair in entered.weights.sites.values():
+    buffer, source = PageBuffer(20, PAGE, CPU), adapter(0, 3, dtype=dtype)
+    pages, own = pages_in(buffer), entry(0, source)
+    activated = pages.activate(own)
+    assert activated is not None
+    assert same(activated.weights, source)
+    assert buffer.pool.used == pages.pages(own) == -(-packed_bytes(source) // PAGE)
+    for pair in activated.weights.sites.values():
         for matrix in (pair.a_RD, pair.b_OR):
             assert matrix.is_contiguous()
             assert (matrix.data_ptr() - buffer.bytes.data_ptr()) % ALIGNMENT == 0
@@ -66,52 +73,50 @@ def test_what_is_packed_goes_over_in_one_copy() -> None:
     assert one.numel() == packed_bytes(source)
     part = LoraWeights(whole.settings, {"site1": whole.sites["site1"]})
     assert one_piece(part) is None
-    entered = AdapterPages(PageBuffer(20, PAGE, CPU)).enter(whole)
-    assert entered is not None
-    assert same(entered.weights, source)
+    activated = pages_in(PageBuffer(20, PAGE, CPU)).activate(entry(0, whole))
+    assert activated is not None
+    assert same(activated.weights, source)
 
 
 def test_an_adapter_of_no_sites_has_a_page() -> None:
-    pages = AdapterPages(PageBuffer(2, PAGE, CPU))
-    entered = pages.enter(LoraWeights(LoraSettings(), {}))
-    assert entered is not None
-    assert entered.weights.sites == {}
+    activated = pages_in(PageBuffer(2, PAGE, CPU)).activate(entry(0, LoraWeights(LoraSettings(), {})))
+    assert activated is not None
+    assert activated.weights.sites == {}
 
 
-def test_it_stays_when_nobody_is_in_with_it_until_its_pages_are_needed() -> None:
-    buffer = PageBuffer(6, PAGE, CPU)
-    pages, source = AdapterPages(buffer), adapter(0, 3)
-    need = pages.pages(source)
-    first = pages.enter(source)
+def test_it_stays_when_no_sequence_uses_it_until_its_pages_are_needed() -> None:
+    buffer, source, evicted = PageBuffer(6, PAGE, CPU), adapter(0, 3), list[Entry]()
+    pages, own = AdapterPages(buffer, evicted.append), entry(0, source)
+    need = pages.pages(own)
+    first = pages.activate(own)
     assert first is not None
-    assert pages.needs(source) == 0
-    pages.leave(source)
-    assert (buffer.pool.used, pages.needs(source)) == (0, need)
-    again = pages.enter(source)
+    assert pages.needs(own) == 0
+    pages.deactivate(own)
+    assert (buffer.pool.used, pages.needs(own)) == (0, need)
+    again = pages.activate(own)
     assert again is not None
     assert again.weights is first.weights
-    pages.leave(source)
+    pages.deactivate(own)
+    assert evicted == []
     others = buffer.pool.take(6)
     assert others is not None
-    assert pages.enter(source) is None
+    assert evicted == [own]
+    assert own.gpu is None
+    assert pages.activate(own) is None
     buffer.pool.give(others)
-    back = pages.enter(source)
+    back = pages.activate(own)
     assert back is not None
-    assert back.weights is not first.weights, "addresses of the old one must not be taken for those of the new one"
     assert same(back.weights, source)
 
 
-def test_pages_of_an_adapter_that_nobody_can_ask_for_are_blank() -> None:
-    buffer = PageBuffer(6, PAGE, CPU)
-    pages, source = AdapterPages(buffer), adapter(0, 3)
-    assert pages.enter(source) is not None
-    pages.leave(source)
+def test_pages_of_a_dropped_adapter_are_blank() -> None:
+    buffer, evicted = PageBuffer(6, PAGE, CPU), list[Entry]()
+    pages, own = AdapterPages(buffer, evicted.append), entry(0, adapter(0, 3))
+    assert pages.activate(own) is not None
+    pages.deactivate(own)
     assert buffer.pool.idle > 0
-    del source
-    gc.collect()
-    other = adapter(1, 1)
-    assert pages.needs(other) == pages.pages(other)
-    assert buffer.pool.idle == 0
+    pages.drop(own)
+    assert (buffer.pool.idle, own.gpu, evicted) == (0, None, [own])
     buffer.pool.check_integrity()
 
 
@@ -121,18 +126,19 @@ class Machine(RuleBasedStateMachine):
     @initialize(pages=st.integers(1, 16))
     def start(self, pages: int) -> None:
         self.buffer = PageBuffer(pages, PAGE, CPU)
-        self.pages = AdapterPages(self.buffer)
-        self.sources = {number: adapter(number, 1 + number % 3, 1 + number % 2) for number in range(5)}
+        self.pages = pages_in(self.buffer)
+        self.entries = {number: entry(number, adapter(number, 1 + number % 3, 1 + number % 2)) for number in range(5)}
+        self.sources = {number: own.host for number, own in self.entries.items() if own.host is not None}
         self.made = 5
-        self.inside: dict[int, list[Entered]] = {}
+        self.inside: dict[int, list[Activated]] = {}
         self.held: dict[int, list[int]] = {}  # mark -> pages
         self.marks = 0
 
     @rule(number=st.integers(0, 4))
-    def enter(self, number: int) -> None:
-        source = self.sources[number]
-        need, free = self.pages.needs(source), self.buffer.pool.free
-        entered = self.pages.enter(source)
+    def activate(self, number: int) -> None:
+        own = self.entries[number]
+        need, free = self.pages.needs(own), self.buffer.pool.free
+        entered = self.pages.activate(own)
         if entered is None:
             assert need > free or self.inside, "room enough, and no other adapter in the way"
             return
@@ -145,9 +151,9 @@ class Machine(RuleBasedStateMachine):
 
     @precondition(lambda self: self.inside)
     @rule(data=st.data())
-    def leave(self, data: st.DataObject) -> None:
+    def deactivate(self, data: st.DataObject) -> None:
         number = data.draw(st.sampled_from(sorted(self.inside)))
-        self.pages.leave(self.sources[number])
+        self.pages.deactivate(self.entries[number])
         self.inside[number].pop()
         if not self.inside[number]:
             del self.inside[number]
@@ -155,7 +161,9 @@ class Machine(RuleBasedStateMachine):
     @rule(number=st.integers(0, 4))
     def is_no_more(self, number: int) -> None:
         if number not in self.inside:
+            self.pages.drop(self.entries[number])
             self.sources[number] = adapter(self.made, 1 + self.made % 4)
+            self.entries[number] = entry(number, self.sources[number])
             self.made += 1
 
     @rule(n=st.integers(1, 6))
@@ -183,7 +191,7 @@ class Machine(RuleBasedStateMachine):
             assert same(entered[0].weights, self.sources[number])
         for mark, pages in self.held.items():
             assert all(self.buffer.bytes[page].unique().tolist() == [mark % 251 + 1] for page in pages)
-        held = sum(self.pages.pages(self.sources[number]) for number in self.inside)
+        held = sum(self.pages.pages(self.entries[number]) for number in self.inside)
         assert self.buffer.pool.used == held + sum(map(len, self.held.values()))
 
 

@@ -21,6 +21,7 @@ from coserve.types import AdapterRef, SamplingParams, Slo
 from tests.support.executors import eager
 from tests.support.families import ATTENTION_ONLY, REFUSED, SERVED, tiny_family
 from tests.support.lora_reference import alone, save_peft
+from tests.support.shelf import Shelf
 
 PROMPT = (5, 77, 31, 8, 90, 14, 63, 22, 41, 7, 119)
 NEW_TOKENS = 4
@@ -29,16 +30,6 @@ TOLERANCE = 1e-4
 """Of log-probabilities in fp32: between one forward of all tokens and chunks whose keys come from pages."""
 REF = AdapterRef("a", 1)
 TABLE = Path(__file__).parents[2] / "docs" / "families.md"
-
-
-class _OneAdapter:
-    def __init__(self, weights: LoraWeights) -> None:
-        self._weights = weights
-
-    def acquire(self, ref: AdapterRef) -> LoraWeights:
-        return self._weights
-
-    def release(self, ref: AdapterRef) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -61,7 +52,7 @@ def _by_its_own_forward(model: torch.nn.Module) -> tuple[list[int], Tensor]:
 def _served(base: Base, weights: LoraWeights) -> dict[str, _Told]:
     """What one batch gives for the base and for the adapter, prompts in chunks and tokens from pages."""
     kv = KvCache.for_base(base, 1024, 4)
-    generator = Generator(base, _OneAdapter(weights), kv, eager(base, kv), max_running=4, step_tokens=8)
+    generator = Generator(base, Shelf({REF: weights}).store(), kv, eager(base, kv), max_running=4, step_tokens=8)
     sampling = SamplingParams(max_tokens=NEW_TOKENS, temperature=0.0, ignore_eos=True, logprobs=LOGPROBS)
     for id, adapter in (("base", None), ("adapter", REF)):
         generator.add(Generate(id=id, prompt=PROMPT, sampling=sampling, adapter=adapter, slo=Slo(ttft=1, tpot=1)))

@@ -12,7 +12,8 @@ from dataclasses import dataclass
 import pytest
 
 from coserve.adapter_store.entry import State
-from coserve.adapter_store.store import AdapterStore, HostBudget
+from coserve.adapter_store.host import HostBudget
+from coserve.adapter_store.store import AdapterStore
 from coserve.engine.engine import Engine
 from coserve.errors import AdapterNotFound, StorageBusy
 from coserve.link import (

@@ -4,16 +4,7 @@ from __future__ import annotations
 
 from coserve.generate.generator import Generator
 from coserve.link import Generate, Tokens
-from coserve.model.lora import LoraWeights
-from coserve.types import AdapterRef, SamplingParams, Slo
-
-
-class NoAdapters:
-    def acquire(self, ref: AdapterRef) -> LoraWeights:
-        raise AssertionError(ref)
-
-    def release(self, ref: AdapterRef) -> None:
-        raise AssertionError(ref)
+from coserve.types import SamplingParams, Slo
 
 
 def ask(gen: Generator, id: str, length: int, seed: int | None = None) -> None:

@@ -14,7 +14,8 @@ from concurrent.futures import Executor, Future
 from dataclasses import dataclass, field
 from typing import Any
 
-from coserve.adapter_store.store import AdapterStore, HostBudget
+from coserve.adapter_store.host import HostBudget
+from coserve.adapter_store.store import AdapterStore
 from coserve.cancellation import Cancellation
 from coserve.errors import CheckpointUnreadable, PromptTooLong
 from coserve.link import (

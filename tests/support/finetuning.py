@@ -9,7 +9,8 @@ import msgspec
 import numpy as np
 
 from coserve.adapter_store.files import load_adapter
-from coserve.adapter_store.store import AdapterStore, HostBudget
+from coserve.adapter_store.host import HostBudget
+from coserve.adapter_store.store import AdapterStore
 from coserve.cancellation import Cancellation
 from coserve.corpus.tokenized import Corpus
 from coserve.finetune.trainer import Trainer

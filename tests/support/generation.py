@@ -18,17 +18,6 @@ from tests.support.tiny_models import VOCAB
 GREEDY = SamplingParams(max_tokens=10, temperature=0.0)
 
 
-class Shelf:
-    def __init__(self, weights: dict[AdapterRef, LoraWeights]) -> None:
-        self.weights = weights
-
-    def acquire(self, ref: AdapterRef) -> LoraWeights:
-        return self.weights[ref]
-
-    def release(self, ref: AdapterRef) -> None:
-        assert ref in self.weights
-
-
 def adapter(base: Base, seed: int, rank: int) -> LoraWeights:
     g = torch.Generator().manual_seed(seed)
     sites = {

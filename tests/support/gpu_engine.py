@@ -8,7 +8,6 @@ from collections.abc import Iterable
 import torch
 from transformers import PreTrainedModel
 
-from coserve.adapter_store.packing import packed_bytes
 from coserve.generate.generator import Generator
 from coserve.kernels.lora.interface import LoraBackend
 from coserve.kernels.lora.types import LoraPair
@@ -20,24 +19,11 @@ from coserve.model.lora import LoraWeights
 from coserve.types import AdapterRef, LoraSettings, SamplingParams, Slo
 from tests.support.executors import eager, graphs
 from tests.support.lora_backends import SEGMENTED
+from tests.support.shelf import Shelf
 from tests.support.tiny_models import VOCAB
 
 NEW = 16
 GREEDY = SamplingParams(max_tokens=NEW, temperature=0.0, ignore_eos=True)
-
-
-class Shelf:
-    """Adapters in memory."""
-
-    def __init__(self, weights: dict[AdapterRef, LoraWeights]) -> None:
-        self._weights = weights
-        self.largest = max(map(packed_bytes, weights.values()), default=0)
-
-    def acquire(self, ref: AdapterRef) -> LoraWeights:
-        return self._weights[ref]
-
-    def release(self, ref: AdapterRef) -> None:
-        assert ref in self._weights
 
 
 def gpu_base(model: PreTrainedModel, dtype: torch.dtype = torch.float32) -> Base:
@@ -80,7 +66,7 @@ def texts(
     plain = eager(base, kv, lora_backend)
     generator = Generator(
         base,
-        shelf or Shelf({}),
+        (shelf or Shelf()).store(),
         kv,
         plain if fused is None else graphs(fused, kv, lora_backend, max_running=16),
         max_running=16,

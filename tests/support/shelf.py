@@ -1,0 +1,45 @@
+"""Adapters in memory for generators in tests."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+
+from coserve.adapter_store.host import HostBudget
+from coserve.adapter_store.packing import packed_bytes
+from coserve.adapter_store.store import AdapterStore
+from coserve.errors import AdapterNotFound
+from coserve.model.lora import LoraWeights
+from coserve.types import AdapterDigests, AdapterRef
+
+
+class Shelf:
+    """Adapters, and by whom they are held. Each generator has a store of its own."""
+
+    def __init__(self, weights: Mapping[AdapterRef, LoraWeights] | None = None) -> None:
+        self.weights = dict(weights or {})
+        self.largest = max(map(packed_bytes, self.weights.values()), default=0)
+        self.held: Counter[AdapterRef] = Counter()
+
+    def store(self) -> AdapterStore:
+        return _Counted(self)
+
+    def load(self, ref: AdapterRef, digests: AdapterDigests | None) -> LoraWeights:
+        if ref not in self.weights:
+            raise AdapterNotFound(f"no adapter {ref}")
+        return self.weights[ref]
+
+
+class _Counted(AdapterStore):
+    def __init__(self, shelf: Shelf) -> None:
+        super().__init__(shelf.load, HostBudget(max(1, len(shelf.weights))))
+        self._shelf = shelf
+
+    def acquire(self, ref: AdapterRef) -> LoraWeights:
+        weights = super().acquire(ref)
+        self._shelf.held[ref] += 1
+        return weights
+
+    def release(self, ref: AdapterRef) -> None:
+        super().release(ref)
+        self._shelf.held[ref] -= 1
