@@ -179,10 +179,16 @@ class AdapterStore:
 
     # ---- pages of the GPU
 
-    def use_pool(self, buffer: PageBuffer) -> None:
-        """Load adapters into pages of this pool from now on."""
+    def use_pool(self, buffer: PageBuffer, evicted: Callable[[AdapterRef], None]) -> None:
+        """Load adapters into pages of this pool from now on. `evicted` hears of every adapter that loses its GPU copy, at
+        once: whoever keeps addresses of it forgets them."""
         assert self._pages is None, "a store loads into one pool"
-        self._pages = AdapterPages(buffer, self._discard_if_unused)
+
+        def lost(entry: Entry) -> None:
+            evicted(entry.ref)
+            self._discard_if_unused(entry)
+
+        self._pages = AdapterPages(buffer, lost)
 
     def pages(self, ref: AdapterRef) -> int:
         """Pages that an acquired adapter takes."""

@@ -59,7 +59,7 @@ class Generator:
         assert max_running > 0, f"expected max_running of at least 1, got {max_running}"
         assert step_tokens > 0, f"expected step_tokens of at least 1, got {step_tokens}"
         self._base, self._store, self._kv = base, store, kv
-        store.use_pool(kv.buffer)
+        store.use_pool(kv.buffer, self._evicted)
         self._scheduler = Scheduler(kv, store, max_running=max_running, step_tokens=step_tokens)
         self._prefix_cache = prefix_cache
         self._executor = executor
@@ -217,6 +217,10 @@ class Generator:
 
     def _runs(self, sequence: Sequence) -> bool:
         return sequence.number in self._numbered
+
+    def _evicted(self, ref: AdapterRef) -> None:
+        """An adapter has lost its GPU copy."""
+        self._executor.evicted(ref)
 
     def _keys(self, request: Generate) -> PageKeys:
         return PageKeys(

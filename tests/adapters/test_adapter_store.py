@@ -179,7 +179,7 @@ async def test_an_adapter_that_is_published_while_it_is_read_serves_at_once() ->
 def store_with_pages(disk: Disk, pages: int = 8) -> tuple[AdapterStore, PageBuffer]:
     """Of one idle adapter on the host. `sized(1)` takes a page."""
     store, buffer = AdapterStore(disk, HostBudget(1)), PageBuffer(pages, 2 * ALIGNMENT, torch.device("cpu"))
-    store.use_pool(buffer)
+    store.use_pool(buffer, lambda ref: None)
     return store, buffer
 
 

@@ -25,7 +25,7 @@ from coserve.types import AdapterRef, SamplingParams
 from tests.support.examples import sample
 from tests.support.executors import eager, graphs
 from tests.support.generation import adapter, collect, prompt, request
-from tests.support.shelf import Shelf
+from tests.support.shelf import Shelf, named
 from tests.support.tiny_models import tiny_model
 
 SHORT = SamplingParams(max_tokens=4, temperature=0.0)
@@ -112,11 +112,10 @@ def test_few_footprints_that_leave_groups_out_get_graphs(fused: FusedBase) -> No
 def test_a_footprint_is_that_of_the_step(fused: FusedBase) -> None:
     slots = AdapterSlots(fused.groups, 3, fused.base.device)
     held = [part(fused, "qv", 3), part(fused, "o", 17)]
-    qv, o = slots.place(held)
+    qv, o = slots.place(named(held))
     assert slots.footprint(Segments((0, 1), (qv,))) == LoraFootprint(16, frozenset({QKV}))
     assert slots.footprint(Segments((0, 1, 2, 3), (qv, -1, o))) == LoraFootprint(32, frozenset({QKV, O}))
-    del held[1]
-    slots.place(held)
+    slots.free(AdapterRef("a1", 1))
     assert slots.groups[o] == frozenset(), "an empty slot changes something"
 
 

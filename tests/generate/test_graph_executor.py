@@ -20,7 +20,7 @@ from coserve.model.lora import LoraWeights
 from coserve.types import AdapterRef, FinishReason, SamplingParams, TokenLogprob
 from tests.support.executors import eager, graphs
 from tests.support.generation import GREEDY, adapter, collect, prompt, request
-from tests.support.shelf import Shelf
+from tests.support.shelf import Shelf, named
 from tests.support.tiny_models import VOCAB, tiny_model
 
 
@@ -157,21 +157,20 @@ def test_logits_that_are_not_finite_fail_their_request(fused: FusedBase, monkeyp
 
 def test_slots_follow_the_adapters(base: Base, fused: FusedBase) -> None:
     slots = AdapterSlots(fused.groups, 2, base.device)
-    a, b, c = (adapter(base, i, rank) for i, rank in enumerate((4, 8, 3)))
-    assert len(set(slots.place([a, b]))) == 2
-    kept = slots.place([b])[0]
-    (taken,) = slots.place([c])
+    a, b, c, d = named([adapter(base, i, rank) for i, rank in enumerate((4, 8, 3, 5))]).items()
+    assert len(set(slots.place(dict([a, b])))) == 2
+    kept = slots.place(dict([b]))[0]
+    (taken,) = slots.place(dict([c]))
     assert taken != kept
     assert sorted(slots.ranks) == [3, 8]
-    del b
-    d = adapter(base, 9, 5)
-    assert slots.place([d]) == [kept]
+    slots.free(b[0])
+    assert slots.place(dict([d])) == [kept]
     assert sorted(slots.ranks) == [3, 5]
     names = [name for layer in fused.groups for group in layer for name in group.names]
     assert set(names) == set(base.spec.sites)
     table = slots.tables[fused.groups[1][0]]
     assert table.ranks[kept].tolist() == [5, 5, 5]
-    assert table.addresses[kept, 1, 0] == d.sites[fused.groups[1][0].names[1]].a_RD.data_ptr()
+    assert table.addresses[kept, 1, 0] == d[1].sites[fused.groups[1][0].names[1]].a_RD.data_ptr()
 
 
 def test_messages_come_one_step_later(fused: FusedBase) -> None:
@@ -188,7 +187,7 @@ class Broadcast:
 
     def __init__(self, inner: StepExecutor) -> None:
         self.inner = inner
-        self.forget, self.prepare = inner.forget, inner.prepare
+        self.forget, self.evicted, self.prepare = inner.forget, inner.evicted, inner.prepare
 
     def launch(self, step: StepInput, adapters: Sequence[LoraWeights]) -> Sequence[StepInFlight]:
         return self.inner.launch(msgspec.msgpack.decode(msgspec.msgpack.encode(step), type=StepInput), adapters)
@@ -208,4 +207,4 @@ def test_a_steps_input_is_plain_data(base: Base, fused: FusedBase) -> None:
     expected = messages(generator(fused, shelf, ahead=False), requests)
     kv = KvCache.for_base(base, 2048, 16)
     sent = Broadcast(graphs(fused, kv, max_running=4))
-    assert messages(Generator(base, shelf, kv, sent, max_running=4, step_tokens=16), requests) == expected
+    assert messages(Generator(base, shelf.store(), kv, sent, max_running=4, step_tokens=16), requests) == expected

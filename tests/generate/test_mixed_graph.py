@@ -33,7 +33,7 @@ from coserve.types import AdapterRef, SamplingParams
 from tests.support.examples import examples, sample
 from tests.support.executors import graphs
 from tests.support.generation import adapter, collect, prompt, request
-from tests.support.shelf import Shelf
+from tests.support.shelf import Shelf, named
 from tests.support.tiny_models import VOCAB, tiny_model
 
 SHORT = SamplingParams(max_tokens=4, temperature=0.0)
@@ -243,7 +243,7 @@ def test_padding_changes_neither_pages_nor_logits(
     if adapters != "none":
         held = [adapter(fused.base, seed + i, rank) for i, rank in enumerate((3, 16))]
         cuts = sorted({0, len(one.known), *(min(len(one.known), at) for at in (4, 9))})
-        segments = Segments(tuple(cuts), tuple([*slots.place(held), -1][: len(cuts) - 1]))
+        segments = Segments(tuple(cuts), tuple([*slots.place(named(held)), -1][: len(cuts) - 1]))
     lora = None if segments is None else slot_lora(slots, segments)
     tokens_T, positions_T, keep_R = send_ids(fused.base.device, one.known, one.rows.positions, one.rows.keep)
     expected = fused.forward(tokens_T, positions_T, one.kv.attention(one.runs), lora=lora, keep=keep_R)

@@ -53,7 +53,7 @@ class Memory:
         self.pool, self.page_tokens = buffer.pool, PAGE_TOKENS
         self.slots = [[0] * PAGE_TOKENS for _ in range(pages)]
         self.store = AdapterStore(load, HostBudget(RESIDENT))
-        self.store.use_pool(buffer)
+        self.store.use_pool(buffer, lambda ref: None)
         self.entered = self.moved = 0
 
     @property

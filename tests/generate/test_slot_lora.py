@@ -16,6 +16,7 @@ from coserve.kernels.lora.segments import Segments
 from coserve.kernels.lora.types import LoraPair, SiteGroup
 from coserve.model.lora import LoraWeights
 from coserve.types import LoraSettings
+from tests.support.shelf import named
 
 CPU = torch.device("cpu")
 GROUP = SiteGroup(("q",))
@@ -40,7 +41,7 @@ def test_capacities_reach_from_one_adapter_to_an_adapter_a_row(batch: int) -> No
 def test_a_capacity_holds_all_rows_and_none_before_it_does(lengths: list[int]) -> None:
     slots = AdapterSlots([[GROUP]], len(lengths), CPU)
     held = [weights(rank=16 if n % 2 else 32) for n in range(len(lengths))]
-    placed = slots.place(held)
+    placed = slots.place(named(held))
     bounds = [0]
     for length in lengths:
         bounds.append(bounds[-1] + length)
@@ -65,7 +66,7 @@ def test_a_step_after_one_of_other_tiles_is_loaded_again() -> None:
     """Tall and low tiles lie in buffers of their own: what was loaded last counts."""
     slots = AdapterSlots([[GROUP]], 3, CPU)
     held = [weights(rank=16) for _ in range(3)]
-    placed = slots.place(held)
+    placed = slots.place(named(held))
     lora = StaticSlotLora(slots, 16, LoraFootprint(16, slots.all_groups), decode_tile_capacities(16), decode=True)
     one, three = Segments((0, 16), (placed[0],)), Segments((0, 1, 2, 3), tuple(placed))
     for segments in (one, three, one, three):

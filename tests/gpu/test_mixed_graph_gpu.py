@@ -24,6 +24,7 @@ from tests.support.generation import collect
 from tests.support.gpu_engine import adapter, gpu_base, prompt, request, texts
 from tests.support.lora_backends import SEGMENTED
 from tests.support.shelf import Shelf
+from tests.support.shelf import named as named_adapters
 from tests.support.tiny_models import VOCAB, tiny_model
 
 pytestmark = pytest.mark.gpu
@@ -50,7 +51,7 @@ def test_replays_give_what_packed_steps_give() -> None:
         slots = AdapterSlots(fused.groups, 16, base.device)
         state = GraphState(fused, token_slots, slots, LogitsBuffer(12), make_graph_pool(base.device))
         held = [adapter(base, i, rank) for i, rank in enumerate((4, 16, 9, 1, 3, 16, 2, 8, 5))]
-        placed = slots.place(held)
+        placed = slots.place(named_adapters(held))
         capacity = MixedCapacity(tokens=192, sequences=12, chunks=6, context=1000)
         graphs = {
             footprint.max_rank: MixedGraph(state, kv.mixed_attention(capacity), footprint)

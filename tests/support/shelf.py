@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 from coserve.adapter_store.host import HostBudget
 from coserve.adapter_store.packing import packed_bytes
@@ -11,6 +11,11 @@ from coserve.adapter_store.store import AdapterStore
 from coserve.errors import AdapterNotFound
 from coserve.model.lora import LoraWeights
 from coserve.types import AdapterDigests, AdapterRef
+
+
+def named(adapters: Iterable[LoraWeights]) -> dict[AdapterRef, LoraWeights]:
+    """Each under a name of its own."""
+    return {AdapterRef(f"a{i}", 1): weights for i, weights in enumerate(adapters)}
 
 
 class Shelf:

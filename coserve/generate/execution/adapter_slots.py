@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import weakref
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 
@@ -13,13 +12,14 @@ from coserve.kernels.lora.segmented.adapter_table import RANK_BLOCK, SiteTable, 
 from coserve.kernels.lora.segments import Segments
 from coserve.kernels.lora.types import SiteGroup
 from coserve.model.lora import LoraWeights
+from coserve.types import AdapterRef
 
 Groups = Sequence[Sequence[SiteGroup]]
 """For each layer, its sites that share an input (`FusedBase.groups`)."""
 
 
 class AdapterSlots:
-    """A table of N adapters by all sites. A slot stays with its adapter until another needs it or the adapter is gone."""
+    """A table of N adapters by all sites. An adapter keeps its slot until another needs it or it has lost its GPU copy."""
 
     def __init__(self, groups: Groups, slots: int, device: torch.device) -> None:
         self._names = [name for layer in groups for group in layer for name in group.names]
@@ -31,10 +31,8 @@ class AdapterSlots:
         """Each slot's largest rank; 0: empty."""
         self.groups: list[frozenset[int]] = [frozenset()] * slots
         """Those that each slot's adapter changes (`LoraFootprint.groups`)."""
-        self._slots: OrderedDict[int, int] = OrderedDict()  # id of weights -> slot, least recently used first
-        self._weights: dict[int, weakref.ref[LoraWeights]] = {}
+        self._slots: OrderedDict[AdapterRef, int] = OrderedDict()  # least recently used first
         self._free = list(range(slots))
-        self._gone: list[int] = []
         self.tables: dict[SiteGroup, SiteTable] = {}
         """Views of one table of all sites."""
         first = 0
@@ -42,18 +40,23 @@ class AdapterSlots:
             self.tables[group] = self._table.table(first, len(group.names))
             first += len(group.names)
 
-    def place(self, adapters: Sequence[LoraWeights]) -> list[int]:
-        """The slot of each of a step's adapters, which are no more than there are slots."""
-        self._sweep()
-        found = []
-        for weights in adapters:
-            key = id(weights)
-            if key in self._slots:
-                self._slots.move_to_end(key)
-        for weights in adapters:
-            slot = self._slots.get(id(weights))
-            found.append(self._put(weights, adapters) if slot is None else slot)
-        return found
+    def place(self, adapters: Mapping[AdapterRef, LoraWeights]) -> list[int]:
+        """The slot of each of a step's adapters, which are no more than there are slots. `adapters`: their GPU copies."""
+        for ref in adapters:
+            if ref in self._slots:
+                self._slots.move_to_end(ref)
+        for ref, weights in adapters.items():
+            if ref not in self._slots:
+                self._put(ref, weights, adapters)
+        return [self._slots[ref] for ref in adapters]
+
+    def free(self, ref: AdapterRef) -> None:
+        """Empty the adapter's slot, if it has one: its GPU copy is gone."""
+        slot = self._slots.pop(ref, None)
+        if slot is not None:
+            self._table.clear(slot)
+            self.ranks[slot], self.groups[slot] = 0, frozenset()
+            self._free.append(slot)
 
     def footprint(self, segments: Segments) -> LoraFootprint:
         """What the adapters of a step change; `max_rank` is a multiple of `RANK_BLOCK`. `segments.adapters` are slots."""
@@ -62,29 +65,12 @@ class AdapterSlots:
         groups = frozenset[int]().union(*(self.groups[slot] for slot in present))
         return LoraFootprint(max(1, -(-most // RANK_BLOCK)) * RANK_BLOCK, groups)
 
-    def _put(self, weights: LoraWeights, wanted: Sequence[LoraWeights]) -> int:
+    def _put(self, ref: AdapterRef, weights: LoraWeights, wanted: Mapping[AdapterRef, LoraWeights]) -> None:
         if not self._free:
             oldest = next(iter(self._slots))
-            assert all(id(other) != oldest for other in wanted), "expected a slot for each adapter of a step"
-            self._release(oldest)
-        slot, key = self._free.pop(), id(weights)
+            assert oldest not in wanted, "expected a slot for each adapter of a step"
+            self.free(oldest)
+        slot = self._slots[ref] = self._free.pop()
         self._table.put(slot, [weights.sites.get(name) for name in self._names])
         self.ranks[slot] = max((pair.rank for pair in weights.sites.values()), default=0)
         self.groups[slot] = frozenset(self._groups[name] for name in weights.sites)
-        self._slots[key] = slot
-        self._weights[key] = weakref.ref(weights, lambda _: self._gone.append(key))
-        return slot
-
-    def _sweep(self) -> None:
-        """Forget adapters that left memory: a slot would keep theirs."""
-        while self._gone:
-            self._release(self._gone.pop())
-
-    def _release(self, key: int) -> None:
-        slot = self._slots.pop(key, None)
-        if slot is None:
-            return
-        del self._weights[key]
-        self._table.clear(slot)
-        self.ranks[slot], self.groups[slot] = 0, frozenset()
-        self._free.append(slot)

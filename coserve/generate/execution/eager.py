@@ -18,6 +18,7 @@ from coserve.kernels.lora.segments import Segments
 from coserve.memory.kv import KvCache
 from coserve.model.base import Attention
 from coserve.model.lora import LoraBatch, LoraWeights
+from coserve.types import AdapterRef
 
 
 class RunsBase(Protocol):
@@ -51,6 +52,9 @@ class EagerExecutor:
 
     def forget(self, sequence: int) -> None:
         """See `StepExecutor`. Steps leave nothing behind."""
+
+    def evicted(self, adapter: AdapterRef) -> None:
+        """See `StepExecutor`. Addresses are not kept from step to step."""
 
     def prepare(self) -> bool:
         """See `StepExecutor`."""

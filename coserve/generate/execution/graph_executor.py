@@ -36,6 +36,7 @@ from coserve.kernels.sampling.constants import NOT_FINITE
 from coserve.memory.kv import KvCache
 from coserve.model.fused import FusedBase
 from coserve.model.lora import LoraWeights
+from coserve.types import AdapterRef
 
 
 @dataclass(frozen=True)
@@ -132,7 +133,7 @@ class GraphExecutor:
     def launch(self, step: StepInput, adapters: Sequence[LoraWeights]) -> list[StepInFlight]:
         """See `StepExecutor`."""
         own = [sequence for sequence in step.sequences if not sequence.needs_prompt_logits]
-        launched: list[StepInFlight] = [self._launch(own, adapters)] if own else []
+        launched: list[StepInFlight] = [self._launch(StepInput(step.adapters, own), adapters)] if own else []
         if len(own) < len(step.sequences):
             others = [sequence for sequence in step.sequences if sequence.needs_prompt_logits]
             launched.extend(self._eager.launch(StepInput(step.adapters, others), adapters))
@@ -143,8 +144,12 @@ class GraphExecutor:
         self._sampler.forget(sequence)
         self._token_slots.free(sequence)
 
-    def _launch(self, sequences: list[SequenceInput], adapters: Sequence[LoraWeights]) -> GraphStep:
-        batch = self._pack(sequences, adapters)
+    def evicted(self, adapter: AdapterRef) -> None:
+        """See `StepExecutor`."""
+        self._adapter_slots.free(adapter)
+
+    def _launch(self, step: StepInput, adapters: Sequence[LoraWeights]) -> GraphStep:
+        batch = self._pack(step, adapters)
         graph = None
         if batch.footprint is not None and batch.decodes:
             graph = self._decode_graphs.holding(len(batch.runs), batch.footprint)
@@ -156,10 +161,10 @@ class GraphExecutor:
             [own.sequence for own in batch.sequences], [row.sequence for row in batch.sampling], host, copied
         )
 
-    def _pack(self, sequences: list[SequenceInput], adapters: Sequence[LoraWeights]) -> _Batch:
-        packed = pack(by_adapter(sequences))
+    def _pack(self, step: StepInput, adapters: Sequence[LoraWeights]) -> _Batch:
+        packed = pack(by_adapter(step.sequences))
         segments, footprint = None, None
-        slots = self._adapter_slots.place([adapters[index] for index in packed.adapters])
+        slots = self._adapter_slots.place({step.adapters[index]: adapters[index] for index in packed.adapters})
         if slots:
             segments = Segments(packed.bounds, packed.segment_adapters(slots))
             footprint = self._footprints.serving(self._adapter_slots.footprint(segments))

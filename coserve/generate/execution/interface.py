@@ -86,5 +86,8 @@ class StepExecutor(Protocol):
     def forget(self, sequence: int) -> None:
         """The sequence has ended: nothing of it is needed any more. It may still be in a step in flight."""
 
+    def evicted(self, adapter: AdapterRef) -> None:
+        """The adapter has lost its GPU copy: its addresses are not valid any more. No later step uses that copy."""
+
     def prepare(self) -> bool:
         """Does some tenths of a second of work that a later step would have to do; False if none is left."""
