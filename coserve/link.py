@@ -112,7 +112,8 @@ class EngineRefused(Message, frozen=True):
 
 
 class Admitted(Message, frozen=True):
-    """A request left the queue and runs: its queue time ends now. Sent at most once."""
+    """A request was scheduled for the first time: it has pages, and a step computes the beginning of its prompt. Its queue
+    time ends now. Sent at most once."""
 
     id: str
 

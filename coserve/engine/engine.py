@@ -63,6 +63,8 @@ class _Clocked:
     tpot: float
     due: float
     steps: int
+    started: bool = False
+    """It has been scheduled: `Admitted` was sent."""
     begun: bool = False
     """It has had a token."""
 
@@ -192,6 +194,7 @@ class Engine:
             return
         kind = self._step_kind()
         results = self._generator.step()
+        self._tell_started()
         failpoint("generate.mid_stream")
         await self._pace()
         now = self._clock()
@@ -209,7 +212,6 @@ class Engine:
         else:
             steps = math.ceil(len(request.prompt) / self._step_tokens)
             self._running[request.id] = _Clocked(request.slo.tpot, entry.deadline, steps)
-            self._link.send(Admitted(id=request.id))
 
     def _fail(self, request: Generate, error: Exception) -> None:
         """Report `error` as the request's end; re-raise an `EngineFault`."""
@@ -219,6 +221,12 @@ class Engine:
             log.error("request %s: internal error", request.id, exc_info=error)
         code, message = failure_text(error)
         self._link.send(RequestFailed(id=request.id, code=code, message=message))
+
+    def _tell_started(self) -> None:
+        for id in self._generator.started():
+            if (promise := self._running.get(id)) is not None:
+                promise.started = True
+                self._link.send(Admitted(id=id))
 
     def _emit_tokens(self, messages: Sequence[Tokens | RequestFailed], now: float) -> None:
         wanted: list[FromEngine] = []
@@ -350,10 +358,11 @@ class Engine:
         if now < self._stats_due and not force:
             return
         self._stats_due = now + STATS_INTERVAL
+        started = sum(promise.started for promise in self._running.values())
         self._link.send(
             EngineStats(
-                waiting=len(self._queue) + self._adapters.waiting,
-                running=len(self._running),
+                waiting=len(self._queue) + self._adapters.waiting + len(self._running) - started,
+                running=started,
                 jobs=len(self._jobs),
                 pages_used=self._generator.pages_used,
                 pages_total=self._generator.pages_total,

@@ -148,6 +148,12 @@ class Generator:
         if sequence is not None:
             self._end(sequence)
 
+    def started(self) -> list[str]:
+        """The requests that were scheduled for the first time since the last call. Before that they waited for a place in
+        the batch, or for pages."""
+        found, self._scheduler.started = self._scheduler.started, []
+        return [sequence.id for sequence in found]
+
     def adopt(self, executor: StepExecutor) -> None:
         """From now on `executor` runs the steps, as if it had been there from the start."""
         assert not self._in_flight, "expected no step in flight"

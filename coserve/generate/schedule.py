@@ -73,6 +73,8 @@ class Scheduler:
         self._active: list[Sequence] = []
         self.failed: list[tuple[Sequence, Exception]] = []
         """Sequences whose adapters could not be loaded, and what was raised; the caller removes both."""
+        self.started: list[Sequence] = []
+        """Sequences that `plan` made active for the first time; the caller removes them."""
         self.preemptions = 0
         self.prefix_queries = 0
         """Tokens of the sequences that looked for pages of others, each counted when it first became active."""
@@ -166,7 +168,9 @@ class Scheduler:
         if sequence.keys is not None and not (sequence.scores_prompt or sequence.admitted):
             self.prefix_queries += len(sequence.tokens)
             self.prefix_hits += sequence.computed
-        sequence.admitted = True
+        if not sequence.admitted:
+            sequence.admitted = True
+            self.started.append(sequence)
         insort(self._active, sequence, key=_arrival)
         return sequence
 

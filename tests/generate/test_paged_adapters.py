@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 
+import msgspec
 import pytest
 import torch
 
@@ -177,3 +178,18 @@ def test_a_deleted_adapter_serves_those_who_have_it_and_leaves_no_pages() -> Non
         found += [token for message in paged.generator.step() for token in message.tokens]
     assert found == alone[1:]
     assert paged.generator.adapter_pages == 0
+
+
+def test_a_request_starts_when_it_has_pages_and_not_when_it_is_let_in() -> None:
+    base = wrap_base(tiny_model("llama"), name="llama", eos_token_ids=())
+    paged = Paged(base, pages_of(base, REFS[0]) + 2, 3, GROUPED, None)
+    first, second = one(10, 5, REFS[0]), msgspec.structs.replace(one(40, 5, None), id="second")
+    paged.generator.add(first)
+    paged.generator.add(second)
+    assert paged.generator.started() == []
+    seen: list[str] = []
+    while paged.generator.running:
+        messages = paged.generator.step()
+        seen += [f"{id} starts" for id in paged.generator.started()]
+        seen += [f"{message.id} ends" for message in messages if isinstance(message, Tokens) and message.finished]
+    assert seen == ["x starts", "x ends", "second starts", "second ends"]

@@ -35,7 +35,7 @@ from coserve.queues.inference import Queued
 from coserve.queues.policy import Ets, Policy, Slack
 from coserve.state.retries import Backoff
 from coserve.types import AdapterDigests, AdapterRef, LoraSettings, SamplingParams, Slo
-from tests.support.fake_ports import FakeGenerator, FakeTrainer, Meter, Prices
+from tests.support.fake_ports import FakeGenerator, FakeTrainer, Meter, NoAdapters, Prices
 
 FREE = Prices(step=0.0, token=0.0, micro_step=0.0, spikes=0.0)
 COLD, OTHER = AdapterRef("cold", 1), AdapterRef("other", 1)
@@ -271,3 +271,36 @@ async def test_a_fault_in_reading_ends_that_request_alone() -> None:
         assert isinstance(failed, RequestFailed) and (failed.id, failed.code) == ("cold", "internal_error")
         at.api.send(ask("bare", None))
         await at.until(ended("bare"))
+
+
+class Late(FakeGenerator):
+    """Lets nobody start before the test says so."""
+
+    go = False
+
+    def step(self) -> list[Tokens | RequestFailed]:
+        return super().step() if self.go else []
+
+    def started(self) -> list[str]:
+        return super().started() if self.go else []
+
+
+async def test_who_was_let_in_is_admitted_when_it_starts_and_waits_until_then() -> None:
+    meter, rng, loop = Meter(), random.Random(0), asyncio.get_running_loop()
+    generator, trainer = Late(meter, FREE, 64, rng, 0.0), FakeTrainer(meter, FREE, {}, rng, loop.time)
+    api, engine_end = local_pair()
+    engine = Engine(
+        generator, trainer, NoAdapters(), Slack(4, 1.0), engine_end, max_running=4, max_queue=8,
+        fair=True, max_active_jobs=1, step_tokens=64, clock=loop.time,
+    )  # fmt: skip
+    running = asyncio.create_task(engine.run())
+    api.send(ask("late", None))
+    while not (isinstance(message := await api.receive(), EngineStats) and message.waiting):
+        assert not isinstance(message, Admitted)
+    assert (message.waiting, message.running) == (1, 0)
+    generator.go = True
+    assert isinstance(await api.receive(), Admitted)
+    while not ended("late")(await api.receive()):
+        pass
+    api.send(Shutdown())
+    await running

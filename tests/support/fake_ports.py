@@ -82,6 +82,7 @@ class FakeGenerator:
         self._meter, self._prices, self._step_tokens, self._rng, self._chaos = meter, prices, step_tokens, rng, chaos
         self._sequences: dict[str, _Sequence] = {}
         self.admitted: dict[str, float] = {}
+        self._added: list[str] = []
         self.preemptions = 0
         self.prefix_queries = self.prefix_hits = 0
         self.pages_total = 1 << 20
@@ -101,12 +102,17 @@ class FakeGenerator:
         if len(request.prompt) > CONTEXT:
             raise PromptTooLong(f"expected at most {CONTEXT} tokens, got {len(request.prompt)}")
         self._sequences[request.id] = _Sequence(request, len(request.prompt))
+        self._added.append(request.id)
 
     def cancel(self, id: str) -> None:
         self._sequences.pop(id, None)  # it may have ended in the step that runs
 
     def collect(self) -> list[Tokens | RequestFailed]:
         return []
+
+    def started(self) -> list[str]:
+        found, self._added = self._added, []
+        return found
 
     def prepare(self) -> bool:
         return False
