@@ -194,17 +194,20 @@ class AdapterStore:
         """Pages that an acquired adapter takes."""
         return self._in_pages.pages(self._entries[ref])
 
+    def failure(self, ref: AdapterRef) -> Exception | None:
+        """Why an acquired adapter cannot be activated any more: it has lost its last copy, and reading its files raised this."""
+        entry = self._entries[ref]
+        return entry.failure if entry.state is State.DISK else None
+
     def needs(self, ref: AdapterRef) -> int:
         """Free pages that `activate` takes."""
         return self._in_pages.needs(self._entries[ref])
 
     def activate(self, ref: AdapterRef) -> Activated | None:
         """An acquired adapter in pages, until as many calls of `deactivate`; None if there is no room for it now, or its
-        host copy is being read. Raises what the read raised if the adapter has no copy left."""
+        host copy is being read. Not for one that has a `failure`."""
         entry = self._entries[ref]
-        if entry.state is State.DISK:
-            assert entry.failure is not None, f"{ref} was acquired and has no copy"
-            raise entry.failure
+        assert entry.state is not State.DISK, f"{ref} has no copy"
         return self._in_pages.activate(entry)
 
     def deactivate(self, ref: AdapterRef) -> None:

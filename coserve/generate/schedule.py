@@ -35,6 +35,7 @@ class PageSource(Protocol):
 class AdapterSource(Protocol):
     """What the scheduler needs of `AdapterStore`, which loads adapters into pages of the same pool."""
 
+    def failure(self, ref: AdapterRef) -> Exception | None: ...
     def needs(self, ref: AdapterRef) -> int: ...
     def activate(self, ref: AdapterRef) -> Activated | None: ...
     def deactivate(self, ref: AdapterRef) -> None: ...
@@ -72,7 +73,7 @@ class Scheduler:
         self._waiting: list[Sequence] = []
         self._active: list[Sequence] = []
         self.failed: list[tuple[Sequence, Exception]] = []
-        """Sequences whose adapters could not be loaded, and what was raised; the caller removes both."""
+        """Sequences whose adapters cannot be loaded any more, and why; the caller removes both."""
         self.started: list[Sequence] = []
         """Sequences that `plan` made active for the first time; the caller removes them."""
         self.preemptions = 0
@@ -177,16 +178,16 @@ class Scheduler:
     def _activate(self, sequence: Sequence, found: list[int], others: int) -> bool:
         """Load the sequence's adapter if `others` pages are free beside it; False if not. The pages in `found` may move."""
         ref = sequence.adapter
+        if ref is not None and (error := self._adapters.failure(ref)) is not None:
+            self.failed.append((sequence, error))
+            return False
         # Counted first: an adapter that was loaded for nothing would have evicted others, at every step again.
         if others + (0 if ref is None else self._adapters.needs(ref)) > self._pages.free:
             return False
         if ref is None:
             return True
-        try:
-            activated = self._adapters.activate(ref)
-        except Exception as error:  # noqa: BLE001 - whatever it is, it is this sequence's alone
-            self.failed.append((sequence, error))
-            return False
+        # What this raises is not contained: pages may have moved, and no sequence was told.
+        activated = self._adapters.activate(ref)
         if activated is None:
             return False
         sequence.weights = activated.weights

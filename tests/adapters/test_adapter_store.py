@@ -234,11 +234,11 @@ async def test_a_request_whose_last_copy_is_gone_is_told_why() -> None:
     assert store.ready(queued("one", REFS[0]))
     store.acquire(REFS[0])
     await until_read(store)
+    assert store.failure(REFS[0]) is None
     assert store.activate(REFS[0]) is not None, "it still has pages"
     store.deactivate(REFS[0])
     buffer.pool.take(8)
-    with pytest.raises(AdapterNotFound):
-        store.activate(REFS[0])
+    assert isinstance(store.failure(REFS[0]), AdapterNotFound)
     store.release(REFS[0])
     assert store.state(REFS[0]) is State.DISK
     store.close()

@@ -16,7 +16,7 @@ from coserve.errors import AdapterNotFound, PromptTooLong
 from coserve.generate.generator import Generator
 from coserve.kernels.lora.interface import LoraBackend
 from coserve.kernels.lora.types import LoraPair
-from coserve.link import Generate, Tokens
+from coserve.link import Generate, RequestFailed, Tokens
 from coserve.memory.kv import KvCache
 from coserve.model.base import Base, wrap_base
 from coserve.model.fused import FusedBase
@@ -193,3 +193,17 @@ def test_a_request_starts_when_it_has_pages_and_not_when_it_is_let_in() -> None:
         seen += [f"{id} starts" for id in paged.generator.started()]
         seen += [f"{message.id} ends" for message in messages if isinstance(message, Tokens) and message.finished]
     assert seen == ["x starts", "x ends", "second starts", "second ends"]
+
+
+def test_a_request_whose_adapter_cannot_be_loaded_any_more_fails_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    base = wrap_base(tiny_model("llama"), name="llama", eos_token_ids=())
+    paged = Paged(base, 40, 3, GROUPED, None)
+    paged.generator.add(one(10, 5, REFS[0]))
+    paged.generator.add(msgspec.structs.replace(one(10, 5, None), id="second"))
+    monkeypatch.setattr(paged.store, "failure", lambda ref: AdapterNotFound(f"no adapter {ref}"))
+    messages: list[Tokens | RequestFailed] = []
+    while paged.generator.running:
+        messages += paged.generator.step()
+    assert [(own.id, own.code) for own in messages if isinstance(own, RequestFailed)] == [("x", "adapter_not_found")]
+    assert sum(len(own.tokens) for own in messages if isinstance(own, Tokens) and own.id == "second") == 5
+    assert paged.kv.pool.used == 0

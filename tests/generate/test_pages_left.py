@@ -66,6 +66,9 @@ class Memory:
             self.slots[page] = [0] * PAGE_TOKENS
         return pages
 
+    def failure(self, ref: AdapterRef) -> Exception | None:
+        return self.store.failure(ref)
+
     def needs(self, ref: AdapterRef) -> int:
         return self.store.needs(ref)
 

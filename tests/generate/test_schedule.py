@@ -52,7 +52,7 @@ class NoAdapters:
     def needs(self, ref: AdapterRef) -> int:
         raise NotImplementedError
 
-    activate = deactivate = needs
+    failure = activate = deactivate = needs
 
 
 def sequence(arrival: int, prompt: int, max_tokens: int) -> Sequence:
