@@ -1,6 +1,6 @@
 """The engine process: load the base, build the rooms, run the tick.
 
-Started by `daemon/serve.py` as `python -m coserve.worker FD`, with the settings as JSON on standard input and one end of a
+Started by `daemon/serve.py` as `python -m coserve.engine.worker FD`, with the settings as JSON on standard input and one end of a
 socket pair as file descriptor FD. It talks to nobody else, and dies with its parent.
 """
 

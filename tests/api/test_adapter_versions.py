@@ -74,10 +74,12 @@ async def test_a_rollback_holds_until_something_newer_comes(poet: Api) -> None:
     again = Registry(poet.folder.database)  # durable
     assert again.current_version("poet") == 1
     again.close()
+    poet.engine.go_jobs.clear()
     _, job = await poet.call("POST", "/finetune", json={"adapter": "poet", "data": ROWS})
     assert job["version"] == 4
     assert "instead of version 1" in job["notes"][0]
     assert await meant(poet) == 1
+    poet.engine.go_jobs.set()
     await poet.job_until(job["id"], "succeeded")
     assert await meant(poet) == 4
     await poet.call("POST", "/adapters/poet/rollback", json={"version": 2})

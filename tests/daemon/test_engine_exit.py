@@ -11,7 +11,7 @@ SCRIPT = """
 import asyncio, logging, time
 from concurrent.futures import ThreadPoolExecutor
 from coserve.errors import EngineFault
-from coserve.worker import run_to_exit
+from coserve.engine.worker import run_to_exit
 
 async def work():
     asyncio.get_running_loop().run_in_executor(ThreadPoolExecutor(1), time.sleep, 3600)
