@@ -19,7 +19,7 @@ DEATHS = {
 }
 
 
-@pytest.mark.parametrize("rule", sample(DEATHS.keys(), "import.before_rename=kill", "registry.after_commit=kill@5"))
+@pytest.mark.parametrize("rule", sample(DEATHS.keys(), "registry.after_commit=kill@5"))
 def test_a_daemon_killed_at_a_failpoint_of_the_api_process(
     model: Path, reference: Reference, tmp_path: Path, rule: str
 ) -> None:

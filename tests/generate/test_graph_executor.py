@@ -121,6 +121,7 @@ def rounded(entry: TokenLogprob) -> tuple[Any, ...]:
     return round(entry.logprob, 3), [(token, round(value, 3)) for token, value in entry.top]
 
 
+@pytest.mark.slow
 def test_mixed_adapters(base: Base, fused: FusedBase) -> None:
     """Of several ranks, some of more than one request; those without an adapter are as ever."""
     refs = [AdapterRef(f"a{i}", 1) for i in range(3)]
