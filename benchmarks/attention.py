@@ -26,7 +26,7 @@ from benchmarks import attention_methods as methods
 from benchmarks.provenance import gpu_run
 from benchmarks.timing import event_us, graph_us
 from coserve.kernels.attention import packed as attention
-from coserve.kernels.attention.interface import Run
+from coserve.kernels.attention.interface import TokenRun
 from coserve.kernels.attention.triton_paged import launch as attention_launch
 from coserve.kernels.attention.triton_paged import plan as attention_plan
 
@@ -52,7 +52,7 @@ PREFILLS: dict[str, list[tuple[int, int]]] = {
     "64 behind 30720": [(30720, 64)],
 }
 Row = dict[str, Any]
-Make = Callable[[methods.Cache, list[Run]], methods.Call]
+Make = Callable[[methods.Cache, list[TokenRun]], methods.Call]
 
 
 def _time(make: Make, cache: methods.Cache, spans: list[tuple[int, int]], replays: int = 9) -> float:

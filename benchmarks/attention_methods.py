@@ -18,7 +18,7 @@ from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 from torch.nn.attention.varlen import varlen_attn
 from torch.nn.functional import scaled_dot_product_attention
 
-from coserve.kernels.attention.interface import AttentionParams, Pages, Run
+from coserve.kernels.attention.interface import AttentionParams, Pages, TokenRun
 from coserve.kernels.attention.torch_paged.paged import PagedAttention
 from coserve.kernels.attention.triton_paged.decode_steps import FusedStaticAttention
 from coserve.kernels.attention.triton_paged.step import FusedPagedAttention
@@ -63,14 +63,14 @@ class Cache:
         self.order = torch.randperm(pages).tolist()
         self._at = 0
 
-    def runs(self, spans: Sequence[tuple[int, int]]) -> list[Run]:
+    def runs(self, spans: Sequence[tuple[int, int]]) -> list[TokenRun]:
         """Runs of (position, tokens), on pages that were given out longest ago."""
         runs = []
         for position, tokens in spans:
             count = -(-(position + tokens) // PAGE)
             if self._at + count > len(self.order):
                 self._at = 0
-            runs.append(Run(tokens, position, tuple(self.order[self._at : self._at + count])))
+            runs.append(TokenRun(tokens, position, tuple(self.order[self._at : self._at + count])))
             self._at += count
         return runs
 
@@ -90,27 +90,27 @@ def bounds(lengths: Sequence[int]) -> Tensor:
     return index([0, *accumulate(lengths)])
 
 
-def static(cache: Cache, runs: list[Run]) -> Call:
+def static(cache: Cache, runs: list[TokenRun]) -> Call:
     attention = FusedStaticAttention(cache.pages, batch=len(runs), max_tokens=max(r.position for r in runs) + 1)
     attention.load(runs)
     q, k, v = cache.qkv(len(runs))
     return lambda: attention.attend(0, q, k, v, cache.shape.params)
 
 
-def mixed(cache: Cache, runs: list[Run]) -> Call:
+def mixed(cache: Cache, runs: list[TokenRun]) -> Call:
     attention = FusedPagedAttention(cache.pages, runs)
     q, k, v = cache.qkv(sum(run.tokens for run in runs))
     return lambda: attention.attend(0, q, k, v, cache.shape.params)
 
 
-def plain(cache: Cache, runs: list[Run]) -> Call:
+def plain(cache: Cache, runs: list[TokenRun]) -> Call:
     """The fallback for CPU, in torch."""
     attention = PagedAttention(cache.pages, runs)
     q, k, v = cache.qkv(sum(run.tokens for run in runs))
     return lambda: attention.attend(0, q, k, v, cache.shape.params)
 
 
-def _gathered(cache: Cache, runs: list[Run]) -> Callable[[], tuple[Tensor, Tensor]]:
+def _gathered(cache: Cache, runs: list[TokenRun]) -> Callable[[], tuple[Tensor, Tensor]]:
     """Keys and values of all sequences one after another, (pages * PAGE, K, D)."""
     at = index([page for run in runs for page in run.pages], torch.int64)
 
@@ -121,7 +121,7 @@ def _gathered(cache: Cache, runs: list[Run]) -> Callable[[], tuple[Tensor, Tenso
     return gather
 
 
-def sdpa(cache: Cache, runs: list[Run], *, gather: bool = True) -> Call:
+def sdpa(cache: Cache, runs: list[TokenRun], *, gather: bool = True) -> Call:
     """Decode of sequences of one length that is whole pages; without `gather` as if the cache were not paged."""
     fetch, batch = _gathered(cache, runs), len(runs)
     q = cache.qkv(batch)[0].transpose(0, 1)[:, :, None]
@@ -135,7 +135,7 @@ def sdpa(cache: Cache, runs: list[Run], *, gather: bool = True) -> Call:
     return call
 
 
-def varlen(cache: Cache, runs: list[Run], attend: Callable[..., object] | None = None) -> Call:
+def varlen(cache: Cache, runs: list[TokenRun], attend: Callable[..., object] | None = None) -> Call:
     """torch's kernel for packed sequences: on the new tokens alone where nothing is cached, else on gathered pages."""
     q, k, v = (x.transpose(0, 1) for x in cache.qkv(sum(run.tokens for run in runs)))
     lengths = [run.tokens for run in runs]
@@ -161,7 +161,7 @@ def _optional(name: str) -> ModuleType | None:
         return None
 
 
-def fa3_of() -> Callable[[Cache, list[Run]], Call] | None:
+def fa3_of() -> Callable[[Cache, list[TokenRun]], Call] | None:
     """FlashAttention-3 as the wheel `fa3-fwd` builds it: forward, no paged cache."""
     library = _optional("fa3_fwd_interface")
     if library is None:
@@ -173,7 +173,7 @@ def fa3_of() -> Callable[[Cache, list[Run]], Call] | None:
     return lambda cache, runs: varlen(cache, runs, attend)
 
 
-def _flashinfer_pages(runs: list[Run]) -> tuple[Tensor, Tensor, Tensor]:
+def _flashinfer_pages(runs: list[TokenRun]) -> tuple[Tensor, Tensor, Tensor]:
     last = [(run.position + run.tokens - 1) % PAGE + 1 for run in runs]
     return (
         bounds([len(run.pages) for run in runs]).cpu(),
@@ -182,12 +182,12 @@ def _flashinfer_pages(runs: list[Run]) -> tuple[Tensor, Tensor, Tensor]:
     )
 
 
-def flashinfer_decode_of(tensor_cores: bool) -> Callable[[Cache, list[Run]], Call] | None:
+def flashinfer_decode_of(tensor_cores: bool) -> Callable[[Cache, list[TokenRun]], Call] | None:
     library = _optional("flashinfer")
     if library is None:
         return None
 
-    def make(cache: Cache, runs: list[Run]) -> Call:
+    def make(cache: Cache, runs: list[TokenRun]) -> Call:
         memory, s = torch.zeros(256 << 20, dtype=torch.uint8, device=DEVICE), cache.shape
         wrapper = library.BatchDecodeWithPagedKVCacheWrapper(
             memory, "NHD", use_tensor_cores=tensor_cores, backend="fa2"
@@ -207,12 +207,12 @@ def flashinfer_decode_of(tensor_cores: bool) -> Callable[[Cache, list[Run]], Cal
     return make
 
 
-def flashinfer_prefill_of(backend: str) -> Callable[[Cache, list[Run]], Call] | None:
+def flashinfer_prefill_of(backend: str) -> Callable[[Cache, list[TokenRun]], Call] | None:
     library = _optional("flashinfer")
     if library is None:
         return None
 
-    def make(cache: Cache, runs: list[Run]) -> Call:
+    def make(cache: Cache, runs: list[TokenRun]) -> Call:
         memory, s = torch.zeros(256 << 20, dtype=torch.uint8, device=DEVICE), cache.shape
         wrapper = library.BatchPrefillWithPagedKVCacheWrapper(memory, "NHD", backend=backend)
         lengths = [run.tokens for run in runs]

@@ -37,7 +37,7 @@ class FullCache(KvCache):
 
     def find(self, keys: Iterable[bytes]) -> list[int]:
         """Unshared pages, with the content that `fill` wrote."""
-        return self.take(sum(1 for _ in keys)) or []
+        return self.allocate(sum(1 for _ in keys)) or []
 
     def label(self, page: int, key: bytes) -> None:
         """Nothing to do: `find` needs no labels."""

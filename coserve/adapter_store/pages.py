@@ -54,7 +54,7 @@ class AdapterPages:
             return Activated(entry.gpu.weights, {})
         if entry.host is None:
             return None
-        taken = self._buffer.take_span(self.pages(entry), lambda: self._evict(entry))
+        taken = self._buffer.allocate_span(self.pages(entry), lambda: self._evict(entry))
         if taken is None:
             return None
         span, moved = taken
@@ -64,7 +64,7 @@ class AdapterPages:
     def deactivate(self, entry: Entry) -> None:
         """Gives back one `activate`."""
         assert entry.gpu is not None, f"{entry.ref} is not in pages"
-        self._buffer.pool.give_span(entry.gpu.span)
+        self._buffer.pool.free_span(entry.gpu.span)
 
     def drop(self, entry: Entry) -> None:
         """Blank the pages of an adapter that no sequence uses; nothing happens if it has none."""

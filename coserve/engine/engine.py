@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from itertools import accumulate
 from typing import Literal, get_args
 
-from coserve.engine.jobs import Jobs
+from coserve.engine.job_runner import JobRunner
 from coserve.engine.ports import Generates, StoresAdapters, Trains, Upgrades
 from coserve.errors import CoserveError, EngineFault, EngineUnavailable, QueueFull, failure_text
 from coserve.link import (
@@ -111,7 +111,7 @@ class Engine:
         self._changed = asyncio.Event()
         self._loop: asyncio.AbstractEventLoop | None = None
         threads = ThreadPoolExecutor(max_active_jobs, "jobs") if job_threads is None else job_threads
-        self._jobs = Jobs(
+        self._jobs = JobRunner(
             trainer, link.send, max_active=max_active_jobs, threads=threads, changed=self._change_from_a_thread
         )
         adapters.notify(self._changed.set)
@@ -273,12 +273,12 @@ class Engine:
     def _view(self) -> View:
         jobs = self._jobs.ready()
         self._slices.ready(jobs, self._clock())
-        waiting, room = self._waiting(), max(0, self._max_running - len(self._running) - self._adapters.waiting)
-        step: StepKind = "prefill" if waiting and room else self._step_kind()
+        waiting, headroom = self._waiting(), max(0, self._max_running - len(self._running) - self._adapters.waiting)
+        step: StepKind = "prefill" if waiting and headroom else self._step_kind()
         return View(
             waiting=waiting,
             running=tuple(Running(id, promise.due, promise.steps) for id, promise in self._running.items()),
-            room=room,
+            headroom=headroom,
             jobs=jobs,
             mid_batch=self._jobs.mid_batch(),
             batches_since_train=self._batches_since_train,

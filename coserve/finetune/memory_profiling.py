@@ -18,7 +18,7 @@ from coserve.finetune.micro_batch import MicroBatchRunner, run_to_end
 from coserve.finetune.optimizer import AdapterOptimizer
 from coserve.finetune.packed_rows import PackedRows
 from coserve.generate.schedule import SCORED_TOKENS
-from coserve.kernels.attention.interface import Run
+from coserve.kernels.attention.interface import TokenRun
 from coserve.kernels.gpu.capture import gc_paused
 from coserve.kernels.lora.interface import LoraBackend
 from coserve.kernels.lora.segments import Segments
@@ -137,14 +137,14 @@ class MemoryProfiler:
         of `max_running` sequences, sampled in fp32, and those of scored prompts)."""
         base = self._base
         kv = KvCache.for_base(base, tokens, self._page_tokens)
-        pages = kv.take(kv.pages_for(tokens))
+        pages = kv.allocate(kv.pages_for(tokens))
         assert pages is not None, "the cache was sized for them"
         batch = LoraBatch(Segments((0, tokens), (0,)), (cast(self._adapter(), base.dtype),), self._lora_backend)
         tokens_T, positions_T = self._tokens(tokens), torch.arange(tokens, device=base.device) % base.spec.context
         keep = torch.arange(self._logit_rows, device=base.device) % tokens
         self._meter.reset()
         before = self._meter.now()
-        attention = kv.attention([Run(tokens, 0, tuple(pages))])
+        attention = kv.attention([TokenRun(tokens, 0, tuple(pages))])
         logits_KV = base.forward(tokens_T, positions_T, attention, lora=batch, keep=keep)
         logits_KV[: self._sampled].float().log_softmax(-1)
         return self._meter.peak() - before

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from coserve.errors import EmptyPrompt, InvalidRequest, NonFiniteLogits, PromptTooLong, RequestError
 from coserve.generate.sampling.choices import NoToken
-from coserve.generate.sequences import Sequence as Running
+from coserve.generate.sequence_state import SequenceState
 from coserve.link import Generate
 from coserve.memory.kv import KvCache
 from coserve.types import BaseSpec
@@ -36,12 +36,12 @@ def allowed_tokens(request: Generate, spec: BaseSpec) -> int:
     return min(sampling.max_tokens, spec.context - prompt)
 
 
-def check_room(request: Generate, max_tokens: int, kv: KvCache, *, beside: int) -> None:
-    """Raises `PromptTooLong` for a request that does not fit what `beside` pages, its adapter's, leave of the pool."""
-    prompt, room = len(request.prompt), max(0, kv.pool.total - beside)
+def check_fits_pool(request: Generate, max_tokens: int, kv: KvCache, *, adapter_pages: int) -> None:
+    """Raises `PromptTooLong` for a request that does not fit what `adapter_pages` pages, its adapter's, leave of the pool."""
+    prompt, available = len(request.prompt), max(0, kv.pool.total - adapter_pages)
     # The last token's own keys and values are never needed.
-    if kv.pages_for(prompt + max(max_tokens, 1) - 1) > room:
-        left = f" ({room * kv.page_tokens} beside the adapter {request.adapter})" if beside else ""
+    if kv.pages_for(prompt + max(max_tokens, 1) - 1) > available:
+        left = f" ({available * kv.page_tokens} beside the adapter {request.adapter})" if adapter_pages else ""
         raise PromptTooLong(
             f"expected prompt and max_tokens to fit the KV pool of {kv.tokens} tokens{left}, "
             f"got {prompt} and {max_tokens}",
@@ -49,7 +49,7 @@ def check_room(request: Generate, max_tokens: int, kv: KvCache, *, beside: int) 
         )
 
 
-def no_token_error(sequence: Running, reason: NoToken) -> RequestError:
+def no_token_error(sequence: SequenceState, reason: NoToken) -> RequestError:
     """The error that ends a request for which no token can be chosen."""
     if reason is NoToken.NONE_LEFT:
         return InvalidRequest("logit_bias, penalties and min_tokens leave no token to choose")

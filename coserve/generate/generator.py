@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence as Items
+from collections.abc import Sequence
 from typing import Protocol
 
 import torch
 
 from coserve.adapter_store.store import AdapterStore
 from coserve.errors import EngineFault, InvalidRequest, failure_text
-from coserve.generate.checks import allowed_tokens, check_room, no_token_error
+from coserve.generate.checks import allowed_tokens, check_fits_pool, no_token_error
 from coserve.generate.execution.interface import StepExecutor, StepInFlight, StepResult
 from coserve.generate.sampling.choices import Choice, NoToken
 from coserve.generate.schedule import Scheduler, Share
-from coserve.generate.sequences import Sequence
+from coserve.generate.sequence_state import SequenceState
 from coserve.generate.step_input import step_input
 from coserve.link import MAX_PROMPT_LOGPROBS, Generate, RequestFailed, Tokens
 from coserve.logprobs import PackedLogprobs
@@ -64,8 +64,8 @@ class Generator:
         self._prefix_cache = prefix_cache
         self._executor = executor
         self._in_flight: list[StepInFlight] = []
-        self._sequences: dict[str, Sequence] = {}
-        self._numbered: dict[int, Sequence] = {}
+        self._sequences: dict[str, SequenceState] = {}
+        self._numbered: dict[int, SequenceState] = {}
         """The same by their numbers: an id may come back while a step of its first request is in flight."""
         self._arrivals = 0
 
@@ -125,12 +125,12 @@ class Generator:
         if request.id in self._sequences:
             raise InvalidRequest(f"expected a new request id, got {request.id!r}, which is running", field="id")
         max_tokens = allowed_tokens(request, self._base.spec)
-        check_room(request, max_tokens, self._kv, beside=0)
+        check_fits_pool(request, max_tokens, self._kv, adapter_pages=0)
         if request.adapter is not None:
             self._acquire(request.adapter, request, max_tokens)
         sampling = request.sampling
         ends = () if sampling.ignore_eos else self._base.spec.eos_token_ids
-        sequence = Sequence(
+        sequence = SequenceState(
             request,
             number=self._arrivals,
             max_tokens=max_tokens,
@@ -188,7 +188,7 @@ class Generator:
         steps, self._in_flight = self._in_flight, []
         return [message for step in steps for message in self._collect(step)]
 
-    def _launch(self, shares: Items[Share]) -> Items[StepInFlight]:
+    def _launch(self, shares: Sequence[Share]) -> Sequence[StepInFlight]:
         step, adapters = step_input(shares)
         launched = self._executor.launch(step, adapters)
         for share, own in zip(shares, step.sequences, strict=True):
@@ -210,7 +210,7 @@ class Generator:
             log.exception("requests %s: internal error", ", ".join(sequence.id for sequence in running))
             return [self._abort(sequence, error) for sequence in running]
 
-    def _abort(self, sequence: Sequence, error: Exception) -> RequestFailed:
+    def _abort(self, sequence: SequenceState, error: Exception) -> RequestFailed:
         """The end of a request whose step raised. Raises `EngineFault` if its pages cannot be freed."""
         try:
             if self._runs(sequence):  # else it ended in the step, and its last message is lost
@@ -221,7 +221,7 @@ class Generator:
         code, message = failure_text(error)
         return RequestFailed(id=sequence.id, code=code, message=message)
 
-    def _runs(self, sequence: Sequence) -> bool:
+    def _runs(self, sequence: SequenceState) -> bool:
         return sequence.number in self._numbered
 
     def _evicted(self, ref: AdapterRef) -> None:
@@ -239,12 +239,12 @@ class Generator:
     def _acquire(self, ref: AdapterRef, request: Generate, max_tokens: int) -> None:
         self._store.acquire(ref)
         try:
-            check_room(request, max_tokens, self._kv, beside=self._store.pages(ref))
+            check_fits_pool(request, max_tokens, self._kv, adapter_pages=self._store.pages(ref))
         except Exception:
             self._store.release(ref)
             raise
 
-    def _accept(self, running: Items[Sequence], result: StepResult) -> list[Tokens | RequestFailed]:
+    def _accept(self, running: Sequence[SequenceState], result: StepResult) -> list[Tokens | RequestFailed]:
         """Scores first, then the ends of requests that ask for nothing else, then sampled tokens."""
         messages: list[Tokens | RequestFailed] = []
         for number, entries in result.scores:
@@ -260,7 +260,7 @@ class Generator:
                 messages.append(self._push(sampled, choice))
         return messages
 
-    def _score(self, sequence: Sequence, entries: tuple[TokenLogprob, ...] | None) -> list[Tokens | RequestFailed]:
+    def _score(self, sequence: SequenceState, entries: tuple[TokenLogprob, ...] | None) -> list[Tokens | RequestFailed]:
         """Log-probabilities of prompt tokens; None: they are not finite."""
         if entries is None:
             return [self._fail(sequence, NoToken.NOT_FINITE)]
@@ -268,14 +268,14 @@ class Generator:
         parts = (entries[first : first + MAX_PROMPT_LOGPROBS] for first in range(0, len(entries), MAX_PROMPT_LOGPROBS))
         return [Tokens(id=sequence.id, tokens=(), prompt_logprobs=PackedLogprobs.of(part)) for part in parts]
 
-    def _fail(self, sequence: Sequence, reason: NoToken) -> RequestFailed:
+    def _fail(self, sequence: SequenceState, reason: NoToken) -> RequestFailed:
         if reason is NoToken.NOT_FINITE:
             self._scheduler.disown(sequence)
         self._end(sequence)
         error = no_token_error(sequence, reason)
         return RequestFailed(id=sequence.id, code=error.code, message=error.message)
 
-    def _push(self, sequence: Sequence, choice: Choice | NoToken) -> Tokens | RequestFailed:
+    def _push(self, sequence: SequenceState, choice: Choice | NoToken) -> Tokens | RequestFailed:
         if isinstance(choice, NoToken):
             return self._fail(sequence, choice)
         finished = sequence.push(choice.token)
@@ -284,7 +284,7 @@ class Generator:
         logprobs = PackedLogprobs.of(() if choice.logprob is None else (choice.logprob,))
         return Tokens(id=sequence.id, tokens=(choice.token,), logprobs=logprobs, finished=finished)
 
-    def _end(self, sequence: Sequence) -> None:
+    def _end(self, sequence: SequenceState) -> None:
         del self._sequences[sequence.id], self._numbered[sequence.number]
         self._executor.forget(sequence.number)
         self._scheduler.remove(sequence)

@@ -7,13 +7,12 @@ recomputation (vLLM, SOSP '23 §4.5), of what other sequences' pages do not hold
 from __future__ import annotations
 
 from bisect import insort
-from collections.abc import Iterable
-from collections.abc import Sequence as Items
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 from coserve.adapter_store.pages import Activated
-from coserve.generate.sequences import Sequence
+from coserve.generate.sequence_state import SequenceState
 from coserve.types import AdapterRef
 
 
@@ -23,9 +22,9 @@ class PageSource(Protocol):
     @property
     def page_tokens(self) -> int: ...
     @property
-    def free(self) -> int: ...
-    def take(self, n: int) -> list[int] | None: ...
-    def give(self, pages: Items[int]) -> None: ...
+    def free_pages(self) -> int: ...
+    def allocate(self, n: int) -> list[int] | None: ...
+    def free(self, pages: Sequence[int]) -> None: ...
     def label(self, page: int, key: bytes) -> None: ...
     def unlabel(self, page: int) -> None: ...
     def find(self, keys: Iterable[bytes]) -> list[int]: ...
@@ -49,7 +48,7 @@ SCORED_TOKENS = 512
 class Share:
     """The next `tokens` tokens of a sequence, computed in one step."""
 
-    sequence: Sequence
+    sequence: SequenceState
     tokens: int
 
 
@@ -70,11 +69,11 @@ class Scheduler:
         # No more than a step holds: then every decode is in every step, and a prompt under way always moves.
         self._pages, self._max_running, self._step_tokens = pages, min(max_running, step_tokens), step_tokens
         self._adapters = adapters
-        self._waiting: list[Sequence] = []
-        self._active: list[Sequence] = []
-        self.failed: list[tuple[Sequence, Exception]] = []
+        self._waiting: list[SequenceState] = []
+        self._active: list[SequenceState] = []
+        self.failed: list[tuple[SequenceState, Exception]] = []
         """Sequences whose adapters cannot be loaded any more, and why; the caller removes both."""
-        self.started: list[Sequence] = []
+        self.started: list[SequenceState] = []
         """Sequences that `plan` made active for the first time; the caller removes them."""
         self.preemptions = 0
         self.prefix_queries = 0
@@ -85,16 +84,16 @@ class Scheduler:
     def __len__(self) -> int:
         return len(self._waiting) + len(self._active)
 
-    def add(self, sequence: Sequence) -> None:
+    def add(self, sequence: SequenceState) -> None:
         """Put a sequence in line. Its tokens up to `max_tokens` and its adapter must fit the pool."""
         insort(self._waiting, sequence, key=_arrival)
 
-    def remove(self, sequence: Sequence) -> None:
+    def remove(self, sequence: SequenceState) -> None:
         """Forget a sequence and free its pages."""
         (self._active if sequence in self._active else self._waiting).remove(sequence)
         self._release(sequence)
 
-    def disown(self, sequence: Sequence) -> None:
+    def disown(self, sequence: SequenceState) -> None:
         """Remove the sequence's pages from the prefix cache."""
         for page in sequence.pages:
             self._pages.unlabel(page)
@@ -112,22 +111,22 @@ class Scheduler:
         budget = self._step_tokens - len(shares)
         scored = min(budget, SCORED_TOKENS)
         for sequence in self._active:
-            room = min(budget, scored) if sequence.scores_prompt else budget
-            if room and sequence.pending > 1:
-                shares.append(Share(sequence, min(room, sequence.pending)))
+            budget_left = min(budget, scored) if sequence.scores_prompt else budget
+            if budget_left and sequence.pending > 1:
+                shares.append(Share(sequence, min(budget_left, sequence.pending)))
                 budget -= shares[-1].tokens
                 scored -= shares[-1].tokens if sequence.scores_prompt else 0
         while budget and self._waiting and self.preemptions == before:
-            room = min(budget, scored) if self._waiting[0].scores_prompt else budget
-            admitted = self._admit() if room else None
+            budget_left = min(budget, scored) if self._waiting[0].scores_prompt else budget
+            admitted = self._admit() if budget_left else None
             if admitted is None:
                 break
-            shares.append(Share(admitted, min(room, admitted.pending)))
+            shares.append(Share(admitted, min(budget_left, admitted.pending)))
             budget -= shares[-1].tokens
             scored -= shares[-1].tokens if admitted.scores_prompt else 0
         return shares
 
-    def _grow(self, sequence: Sequence, before: int) -> bool:
+    def _grow(self, sequence: SequenceState, before: int) -> bool:
         """A page for the next token if it needs one; False when the sequence had to give up its own, now or since there
         were `before` preemptions."""
         if self.preemptions != before and sequence not in self._active:
@@ -135,7 +134,7 @@ class Scheduler:
         need = self._pages.pages_for(sequence.length) - len(sequence.pages)
         if not need:
             return True
-        while (pages := self._pages.take(need)) is None:
+        while (pages := self._pages.allocate(need)) is None:
             victim = self._active[-1]
             assert victim is not sequence or len(self._active) > 1, "a sequence alone does not fit the pool"
             self._preempt(victim)
@@ -144,23 +143,23 @@ class Scheduler:
         sequence.pages.extend(pages)
         return True
 
-    def _preempt(self, sequence: Sequence) -> None:
+    def _preempt(self, sequence: SequenceState) -> None:
         self._active.remove(sequence)
         self._release(sequence)
         self.add(sequence)
         self.preemptions += 1
 
-    def _admit(self) -> Sequence | None:
-        """Make the first in line active, if there is room and all its tokens find pages."""
+    def _admit(self) -> SequenceState | None:
+        """Make the first in line active, if there is budget_left and all its tokens find pages."""
         if len(self._active) >= self._max_running:
             return None
         sequence = self._waiting[0]
         found = self._find(sequence)
         others = self._pages.pages_for(len(sequence.tokens)) - len(found)
         if not self._activate(sequence, found, others):
-            self._pages.give(found)
+            self._pages.free(found)
             return None
-        pages = self._pages.take(others)
+        pages = self._pages.allocate(others)
         assert pages is not None, "fewer pages are free than were counted"
         self._waiting.pop(0)
         sequence.pages = found + pages
@@ -175,14 +174,14 @@ class Scheduler:
         insort(self._active, sequence, key=_arrival)
         return sequence
 
-    def _activate(self, sequence: Sequence, found: list[int], others: int) -> bool:
+    def _activate(self, sequence: SequenceState, found: list[int], others: int) -> bool:
         """Load the sequence's adapter if `others` pages are free beside it; False if not. The pages in `found` may move."""
         ref = sequence.adapter
         if ref is not None and (error := self._adapters.failure(ref)) is not None:
             self.failed.append((sequence, error))
             return False
         # Counted first: an adapter that was loaded for nothing would have evicted others, at every step again.
-        if others + (0 if ref is None else self._adapters.needs(ref)) > self._pages.free:
+        if others + (0 if ref is None else self._adapters.needs(ref)) > self._pages.free_pages:
             return False
         if ref is None:
             return True
@@ -196,14 +195,14 @@ class Scheduler:
                 pages[:] = [activated.moved.get(page, page) for page in pages]
         return True
 
-    def _find(self, sequence: Sequence) -> list[int]:
+    def _find(self, sequence: SequenceState) -> list[int]:
         """Pages that hold its first tokens; never the last token, which must be computed for what comes next."""
         if sequence.keys is None or sequence.scores_prompt:
             return []
         full = (len(sequence.tokens) - 1) // self._pages.page_tokens
         return self._pages.find(sequence.keys.first(full, sequence.tokens))
 
-    def _label(self, sequence: Sequence) -> None:
+    def _label(self, sequence: SequenceState) -> None:
         """Let others find the pages that are full by now."""
         full = min(sequence.computed, len(sequence.tokens)) // self._pages.page_tokens
         if sequence.keys is None or full <= sequence.labelled:
@@ -213,9 +212,9 @@ class Scheduler:
             self._pages.label(sequence.pages[page], keys[page])
         sequence.labelled = full
 
-    def _release(self, sequence: Sequence) -> None:
+    def _release(self, sequence: SequenceState) -> None:
         self._label(sequence)
-        self._pages.give(sequence.pages)
+        self._pages.free(sequence.pages)
         if sequence.adapter is not None and sequence.weights is not None:
             self._adapters.deactivate(sequence.adapter)
         sequence.weights = None
@@ -223,5 +222,5 @@ class Scheduler:
         sequence.computed = sequence.labelled = 0
 
 
-def _arrival(sequence: Sequence) -> int:
+def _arrival(sequence: SequenceState) -> int:
     return sequence.number

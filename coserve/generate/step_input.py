@@ -8,8 +8,8 @@ from coserve.generate.execution.interface import BASE_ONLY, SequenceInput, StepI
 from coserve.generate.sampling.rows import SamplingRow, is_penalised
 from coserve.generate.sampling.scoring import PromptScoring
 from coserve.generate.schedule import Share
-from coserve.generate.sequences import Sequence
-from coserve.kernels.attention.interface import Run
+from coserve.generate.sequence_state import SequenceState
+from coserve.kernels.attention.interface import TokenRun
 from coserve.model.lora import LoraWeights
 from coserve.types import AdapterRef
 
@@ -32,7 +32,7 @@ def step_input(shares: Iterable[Share]) -> tuple[StepInput, list[LoraWeights]]:
                 sequence.number,
                 place,
                 sequence.tokens[start : start + share.tokens],
-                Run(share.tokens, start, tuple(sequence.pages)),
+                TokenRun(share.tokens, start, tuple(sequence.pages)),
                 sampling_row(sequence) if last else None,
                 prompt_scoring(share),
                 sequence.needs_prompt_logits,
@@ -41,7 +41,7 @@ def step_input(shares: Iterable[Share]) -> tuple[StepInput, list[LoraWeights]]:
     return StepInput(tuple(places), sequences), weights
 
 
-def sampling_row(sequence: Sequence) -> SamplingRow:
+def sampling_row(sequence: SequenceState) -> SamplingRow:
     """How to sample the sequence's next token."""
     params, t = sequence.sampling, sequence.generated + sequence.in_flight
     if not is_penalised(params):

@@ -60,9 +60,11 @@ class PageBuffer:
         """Pages that `size` bytes in one piece take."""
         return -(-size // self.page_bytes)
 
-    def take_span(self, pages: int, evicted: Callable[[], None] = lambda: None) -> tuple[Span, dict[int, int]] | None:
-        """As `PagePool.take_span`; the contents of moved pages are at their new places."""
-        taken = self.pool.take_span(pages, evicted)
+    def allocate_span(
+        self, pages: int, evicted: Callable[[], None] = lambda: None
+    ) -> tuple[Span, dict[int, int]] | None:
+        """As `PagePool.allocate_span`; the contents of moved pages are at their new places."""
+        taken = self.pool.allocate_span(pages, evicted)
         if taken is not None and taken[1]:
             moved = torch.tensor([list(taken[1]), list(taken[1].values())]).to(self.device)
             self.bytes.index_copy_(0, moved[1], self.bytes.index_select(0, moved[0]))

@@ -20,8 +20,8 @@ from coserve.kernels.attention.interface import (
     MixedAttention,
     MixedCapacity,
     Pages,
-    Run,
     StaticPagedAttention,
+    TokenRun,
 )
 from coserve.memory.buffer import PageBuffer, page_layout
 
@@ -78,10 +78,10 @@ class KvCache:
         """A cache for at least `tokens` tokens.
 
         Raises:
-            ConfigError: no room for one page.
+            ConfigError: no capacity for one page.
         """
         if tokens < 1:
-            raise ConfigError(f"expected room for at least 1 token in the KV pool, got {tokens}", field="kv_tokens")
+            raise ConfigError(f"expected capacity for at least 1 token in the KV pool, got {tokens}", field="kv_tokens")
         pages = -(-tokens // page_tokens)
         return cls(base.kv_shapes, pages=pages, page_tokens=page_tokens, dtype=base.dtype, device=base.device)
 
@@ -91,25 +91,25 @@ class KvCache:
         return self.pool.total * self.page_tokens
 
     @property
-    def free(self) -> int:
+    def free_pages(self) -> int:
         """Pages that can be taken."""
-        return self.pool.free
+        return self.pool.free_pages
 
     def pages_for(self, tokens: int) -> int:
         return -(-tokens // self.page_tokens)
 
-    def take(self, n: int) -> list[int] | None:
+    def allocate(self, n: int) -> list[int] | None:
         """`n` pages, or None when fewer are free. Nothing that an earlier holder left in them can be seen.
 
         Plain torch weighs slots that are not written yet by exactly 0; a NaN would survive that, so it gets zeros.
         """
-        pages = self.pool.take(n)
+        pages = self.pool.allocate(n)
         if pages and self._clean:
             self.buffer.bytes.index_fill_(0, torch.tensor(pages).to(self.buffer.device), 0)
         return pages
 
-    def give(self, pages: Sequence[int]) -> None:
-        self.pool.give(pages)
+    def free(self, pages: Sequence[int]) -> None:
+        self.pool.free(pages)
 
     def label(self, page: int, key: bytes) -> None:
         """Let `find` hand out a held page whose slots are all written."""
@@ -123,7 +123,7 @@ class KvCache:
         """The pages of the first keys that are known, held once more."""
         return self.pool.find(keys)
 
-    def attention(self, runs: Sequence[Run]) -> Attention:
+    def attention(self, runs: Sequence[TokenRun]) -> Attention:
         """Attention of one packed step, which writes the step's keys and values into the pages."""
         return paged_attention(self._pages, runs)
 
@@ -131,6 +131,6 @@ class KvCache:
         """Attention of decode steps of up to `batch` sequences and `max_tokens` of context, for a CUDA graph to keep."""
         return static_attention(self._pages, batch=batch, max_tokens=max_tokens)
 
-    def mixed_attention(self, room: MixedCapacity) -> MixedAttention:
-        """Attention of steps of any mix that the room holds, for a CUDA graph to keep."""
-        return mixed_attention(self._pages, room)
+    def mixed_attention(self, capacity: MixedCapacity) -> MixedAttention:
+        """Attention of steps of any mix that the capacity holds, for a CUDA graph to keep."""
+        return mixed_attention(self._pages, capacity)

@@ -57,7 +57,7 @@ class PagePool:
         self._clock = BLANK
 
     @property
-    def free(self) -> int:
+    def free_pages(self) -> int:
         """Pages that can be taken: blank ones and idle ones."""
         return self._blanks + self._idle_pages
 
@@ -69,17 +69,17 @@ class PagePool:
     @property
     def used(self) -> int:
         """Pages that somebody holds."""
-        return self.total - self.free
+        return self.total - self.free_pages
 
     @property
     def in_spans(self) -> int:
         """Pages of spans, held or idle."""
         return sum(span.pages for span in self._spans.values())
 
-    def take(self, n: int) -> list[int] | None:
+    def allocate(self, n: int) -> list[int] | None:
         """`n` pages that nobody else holds, or None (and nothing taken) when fewer are free."""
         assert n >= 0, f"expected a count, got {n}"
-        if n > self.free:
+        if n > self.free_pages:
             return None
         while self._blanks < n:
             self._evict(next(iter(self._idle)))
@@ -88,7 +88,7 @@ class PagePool:
             self._holders[page] = 1
         return pages
 
-    def give(self, pages: Sequence[int]) -> None:
+    def free(self, pages: Sequence[int]) -> None:
         """Return pages that were taken or found; giving one more often than that is a bug of the caller.
 
         Of those that become idle, the last ones are evicted first: what comes after a page is found only by way of it.
@@ -132,7 +132,7 @@ class PagePool:
             found.append(page)
         return found
 
-    def take_span(self, n: int, evicted: Callable[[], None] = lambda: None) -> tuple[Span, dict[int, int]] | None:
+    def allocate_span(self, n: int, evicted: Callable[[], None] = lambda: None) -> tuple[Span, dict[int, int]] | None:
         """`n` consecutive pages, and where pages moved that were in the way; None, and nothing changed, if there are none.
 
         Moved pages have their holders and keys at the new place; the caller copies the contents before it writes to the
@@ -140,7 +140,7 @@ class PagePool:
         span is found whenever `n` pages are free, unless held spans cut the pool into pieces that are all too short.
         """
         assert n > 0, f"expected at least one page, got {n}"
-        if n > self.free:
+        if n > self.free_pages:
             return None
         first = gap(self._state, n)
         if first is None:
@@ -160,7 +160,7 @@ class PagePool:
         self._state[first : first + n] = FIXED
         moved: dict[int, int] = {}
         if held:
-            others = self.take(len(held))
+            others = self.allocate(len(held))
             assert others is not None, "fewer pages are free than were counted"
             moved = dict(zip(held, others, strict=True))
             for page, to in moved.items():
@@ -177,7 +177,7 @@ class PagePool:
         span.holders += 1
         return True
 
-    def give_span(self, span: Span) -> None:
+    def free_span(self, span: Span) -> None:
         """Gives back one hold; without holders the span is idle with its content."""
         assert self._spans.get(span.first) is span and span.holders > 0, "a span is given back but not held"
         span.holders -= 1

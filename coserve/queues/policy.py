@@ -50,9 +50,9 @@ class Costs:
 class View:
     """What a policy may know.
 
-    `waiting` is in the order in which they will be admitted, which need not be that of their arrivals. `room` is how many
+    `waiting` is in the order in which they will be admitted, which need not be that of their arrivals. `headroom` is how many
     requests may still be admitted. Requests that were admitted and wait for their adapters to be read are in neither
-    `waiting` nor `running`, but take room: there may be none while nobody runs. `jobs` are trainable, next first: a
+    `waiting` nor `running`, but take headroom: there may be none while nobody runs. `jobs` are trainable, next first: a
     slice of `jobs[0]` brings it further. `mid_batch` says that a micro-batch of it is suspended. `batches_since_train`
     counts the inference batches dispatched since the last whole micro-batch. `train_waiting_since` is when the last
     slice ended or the first job came; None without jobs. `costs.micro_step` is that of the next micro-step of `jobs[0]`.
@@ -60,7 +60,7 @@ class View:
 
     waiting: tuple[Waiting, ...]
     running: tuple[Running, ...]
-    room: int
+    headroom: int
     jobs: tuple[str, ...]
     mid_batch: bool
     batches_since_train: int
@@ -120,17 +120,17 @@ class _Batches:
         assert self.size >= 1 and self.delay >= 0, (self.size, self.delay)
 
     def ready(self, view: View, now: float) -> bool:
-        """Whether a batch can be dispatched; never without room, where the one before waits for its adapters."""
+        """Whether a batch can be dispatched; never without headroom, where the one before waits for its adapters."""
         waiting = view.waiting
-        if not waiting or not view.room:
+        if not waiting or not view.headroom:
             return False
         return len(waiting) >= self.size or now - _first_arrival(waiting) > self.delay
 
-    def take(self, view: View) -> Serve:
-        return Serve(min(self.size, len(view.waiting), view.room))
+    def dispatch(self, view: View) -> Serve:
+        return Serve(min(self.size, len(view.waiting), view.headroom))
 
     def wait(self, view: View) -> Wait:
-        if not view.waiting or not view.room:
+        if not view.waiting or not view.headroom:
             return Wait(None)
         return Wait(_first_arrival(view.waiting) + self.delay + TIMER_MARGIN)
 
@@ -155,7 +155,7 @@ class Ets:
         if view.running:
             return Serve(0)
         if self._batches.ready(view, now):
-            return self._batches.take(view)
+            return self._batches.dispatch(view)
         if view.jobs:
             return Train(view.jobs[0], None)
         return self._batches.wait(view)
@@ -182,7 +182,7 @@ class TemporalSharing:
         if view.jobs and turn:
             return Train(view.jobs[0], None)
         if self._batches.ready(view, now):
-            return self._batches.take(view)
+            return self._batches.dispatch(view)
         if view.jobs:
             return Train(view.jobs[0], None)
         return self._batches.wait(view)
@@ -206,7 +206,7 @@ class Slack:
         self._margin = margin
 
     def decide(self, view: View, now: float) -> Decision:
-        admit = max(0, min(len(view.waiting), view.room, self._max_running - len(view.running)))
+        admit = max(0, min(len(view.waiting), view.headroom, self._max_running - len(view.running)))
         serves = bool(view.running) or admit > 0
         if not view.jobs:
             return Serve(admit) if serves else Wait(None)

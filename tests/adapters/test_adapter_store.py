@@ -213,9 +213,9 @@ async def test_a_request_that_lost_the_gpu_copy_goes_on_from_the_host_copy_that_
     store.publish(REFS[1], sized(1))
     assert store.ready(queued("one", REFS[0]))
     store.acquire(REFS[0])
-    taken = buffer.pool.take(8)
+    taken = buffer.pool.allocate(8)
     assert taken is not None
-    buffer.pool.give(taken)
+    buffer.pool.free(taken)
     assert store.state(REFS[0]) is State.READING
     assert store.activate(REFS[0]) is None
     await until_read(store)
@@ -237,7 +237,7 @@ async def test_a_request_whose_last_copy_is_gone_is_told_why() -> None:
     assert store.failure(REFS[0]) is None
     assert store.activate(REFS[0]) is not None, "it still has pages"
     store.deactivate(REFS[0])
-    buffer.pool.take(8)
+    buffer.pool.allocate(8)
     assert isinstance(store.failure(REFS[0]), AdapterNotFound)
     store.release(REFS[0])
     assert store.state(REFS[0]) is State.DISK

@@ -23,7 +23,7 @@ from coserve.generate.execution.slot_lora import slot_lora
 from coserve.generate.execution.token_slots import TokenSlots
 from coserve.generate.generator import Generator
 from coserve.generate.sampling.sampler import send_ids
-from coserve.kernels.attention.interface import Attention, MixedCapacity, Run
+from coserve.kernels.attention.interface import Attention, MixedCapacity, TokenRun
 from coserve.kernels.lora.segments import Segments
 from coserve.kernels.sampling.constants import NOT_FINITE
 from coserve.memory.kv import KvCache
@@ -61,7 +61,7 @@ class Ways:
             self.graphs.append((len(rows.tokens), graph.capacity.tokens))
             return run(graph, rows, *args)  # type: ignore[arg-type]
 
-        def launched(kv: KvCache, runs: Sequence[Run]) -> Attention:
+        def launched(kv: KvCache, runs: Sequence[TokenRun]) -> Attention:
             self.others += 1
             return attention(kv, runs)
 
@@ -182,20 +182,20 @@ def worst(tokens: int, sequences: int, rows: int) -> list[int]:
 
 @given(st.integers(1, 5000), st.integers(1, 300))
 def test_capacities_for_every_step(step_tokens: int, sequences: int) -> None:
-    rooms = mixed_capacities(step_tokens, sequences, 100)
-    assert [room.tokens for room in rooms] == list(MIXED_TOKENS[: len(rooms)])
-    assert rooms[-1].tokens >= min(step_tokens, MIXED_TOKENS[-1])
-    assert len(rooms) == 1 or rooms[-2].tokens < step_tokens
-    for room in rooms:
-        assert 1 <= room.chunks <= room.sequences <= min(sequences, room.tokens)
+    capacities = mixed_capacities(step_tokens, sequences, 100)
+    assert [capacity.tokens for capacity in capacities] == list(MIXED_TOKENS[: len(capacities)])
+    assert capacities[-1].tokens >= min(step_tokens, MIXED_TOKENS[-1])
+    assert len(capacities) == 1 or capacities[-2].tokens < step_tokens
+    for capacity in capacities:
+        assert 1 <= capacity.chunks <= capacity.sequences <= min(sequences, capacity.tokens)
         found, rows = (
-            mixed_tile_capacities(room.tokens, room.sequences),
-            8 if room.tokens <= DECODE_KERNEL_TOKENS else 64,
+            mixed_tile_capacities(capacity.tokens, capacity.sequences),
+            8 if capacity.tokens <= DECODE_KERNEL_TOKENS else 64,
         )
         tiles = [one.tiles for one in found]
         assert tiles == sorted(set(tiles))
         assert {one.rows for one in found} == {rows}
-        all_apart = sum(-(-length // rows) for length in worst(room.tokens, room.sequences, rows))
+        all_apart = sum(-(-length // rows) for length in worst(capacity.tokens, capacity.sequences, rows))
         assert tiles[-1] >= all_apart, "a tile is missing where each has an adapter"
 
 
@@ -211,7 +211,7 @@ class Step:
         self.runs = []
         for position, tokens in mix:
             pages = tuple(order.pop() for _ in range(-(-(position + tokens) // 4)))
-            self.runs.append(Run(tokens, position, pages))
+            self.runs.append(TokenRun(tokens, position, pages))
         total = sum(tokens for _, tokens in mix)
         ids = torch.randint(3, VOCAB, (total,), generator=g).tolist()
         positions = [p for position, tokens in mix for p in range(position, position + tokens)]

@@ -123,11 +123,11 @@ def test_addresses_of_an_adapter_that_left_are_never_used() -> None:
     expected = paged.texts(turn)
     assert expected == Paged(base, 40, 2, GROUPED, None).texts(turn)
     pool, garbage = paged.kv.pool, paged.kv.buffer.bytes[:-1]
-    pages = pool.take(40)
+    pages = pool.allocate(40)
     assert pages is not None
     garbage.fill_(0xFF)  # NaN
-    pool.give(pages)
-    in_the_way = pool.take_span(1)
+    pool.free(pages)
+    in_the_way = pool.allocate_span(1)
     assert paged.generator.adapter_pages == 1, "the adapter's pages are gone"
     assert in_the_way is not None
     assert paged.texts_beside(turn, held=1) == expected

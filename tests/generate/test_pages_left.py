@@ -18,7 +18,7 @@ from coserve.adapter_store.host import HostBudget
 from coserve.adapter_store.pages import Activated
 from coserve.adapter_store.store import AdapterStore
 from coserve.generate.schedule import Scheduler, Share
-from coserve.generate.sequences import Sequence
+from coserve.generate.sequence_state import SequenceState
 from coserve.kernels.lora.types import LoraPair
 from coserve.link import Generate
 from coserve.memory.buffer import ALIGNMENT, PageBuffer
@@ -57,11 +57,11 @@ class Memory:
         self.entered = self.moved = 0
 
     @property
-    def free(self) -> int:
-        return self.pool.free
+    def free_pages(self) -> int:
+        return self.pool.free_pages
 
-    def take(self, n: int) -> list[int] | None:
-        pages = self.pool.take(n)
+    def allocate(self, n: int) -> list[int] | None:
+        pages = self.pool.allocate(n)
         for page in pages or ():
             self.slots[page] = [0] * PAGE_TOKENS
         return pages
@@ -84,8 +84,8 @@ class Memory:
     def deactivate(self, ref: AdapterRef) -> None:
         self.store.deactivate(ref)
 
-    def give(self, pages: list[int]) -> None:
-        self.pool.give(pages)
+    def free(self, pages: list[int]) -> None:
+        self.pool.free(pages)
 
     def label(self, page: int, key: bytes) -> None:
         assert all(self.slots[page]), "a page can be found before it is complete"
@@ -105,7 +105,7 @@ class Memory:
 class Life:
     """A request as the fake base sees it."""
 
-    sequence: Sequence
+    sequence: SequenceState
     marks: list[int] = field(default_factory=list)
 
     def mark(self, position: int) -> int:
@@ -154,7 +154,7 @@ def make(number: int, chance: random.Random, roots: list[list[int]], memory: Mem
         slo=Slo(ttft=1, tpot=1),
     )
     keys = PageKeys(PAGE_TOKENS, base="b", adapter=adapter)
-    return Life(Sequence(request, number, max_tokens, frozenset(), tokens, keys=keys))
+    return Life(SequenceState(request, number, max_tokens, frozenset(), tokens, keys=keys))
 
 
 class Traffic:
@@ -196,7 +196,7 @@ class Traffic:
                 self.ended += 1
 
     @property
-    def waiting(self) -> list[Sequence]:
+    def waiting(self) -> list[SequenceState]:
         """In line, first come first."""
         found = [life.sequence for life in self.live.values() if not life.sequence.pages]
         return sorted(found, key=lambda sequence: sequence.number)
@@ -222,7 +222,7 @@ def test_ten_thousand_requests_with_cancels_leave_no_page_behind(seed: int) -> N
         if steps % 100 == 0:
             memory.pool.check_integrity()
     assert traffic.ended + traffic.cancelled == traffic.made
-    assert (len(scheduler), memory.pool.used, memory.pool.free) == (0, 0, PAGES)
+    assert (len(scheduler), memory.pool.used, memory.pool.free_pages) == (0, 0, PAGES)
     memory.pool.check_integrity()
     assert memory.pool.idle > PAGES // 2
     assert scheduler.preemptions > 100
@@ -240,7 +240,7 @@ def check_nobody_waits_in_vain(traffic: Traffic, shares: list[Share], *, preempt
         first, ref = waiting[0], waiting[0].adapter
         need = memory.pages_for(len(first.tokens)) + (0 if ref is None else memory.needs(ref))
         blocked = ref is not None and crowded(memory.pool._state, memory.store.pages(ref)) is None
-        assert memory.pool.free < need or blocked
+        assert memory.pool.free_pages < need or blocked
 
 
 @pytest.mark.parametrize("seed", range(3))

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from coserve.generate.schedule import Scheduler, Share
-from coserve.generate.sequences import Sequence
+from coserve.generate.sequence_state import SequenceState
 from coserve.link import Generate
 from coserve.memory.pages import PagePool
 from coserve.types import AdapterRef, FinishReason, SamplingParams, Slo
@@ -24,14 +24,14 @@ class Source:
         self.pool, self.page_tokens = PagePool(pages), page_tokens
 
     @property
-    def free(self) -> int:
-        return self.pool.free
+    def free_pages(self) -> int:
+        return self.pool.free_pages
 
-    def take(self, n: int) -> list[int] | None:
-        return self.pool.take(n)
+    def allocate(self, n: int) -> list[int] | None:
+        return self.pool.allocate(n)
 
-    def give(self, pages: list[int]) -> None:
-        self.pool.give(pages)
+    def free(self, pages: list[int]) -> None:
+        self.pool.free(pages)
 
     def label(self, page: int, key: bytes) -> None:
         self.pool.label(page, key)
@@ -55,14 +55,14 @@ class NoAdapters:
     failure = activate = deactivate = needs
 
 
-def sequence(arrival: int, prompt: int, max_tokens: int) -> Sequence:
+def sequence(arrival: int, prompt: int, max_tokens: int) -> SequenceState:
     request = Generate(
         id=str(arrival), prompt=(0,) * prompt, sampling=SamplingParams(), adapter=None, slo=Slo(ttft=1, tpot=1)
     )
-    return Sequence(request, arrival, max_tokens, frozenset(), [0] * prompt)
+    return SequenceState(request, arrival, max_tokens, frozenset(), [0] * prompt)
 
 
-def run(scheduler: Scheduler, source: Source, shares: list[Share], step_tokens: int) -> list[Sequence]:
+def run(scheduler: Scheduler, source: Source, shares: list[Share], step_tokens: int) -> list[SequenceState]:
     """What a forward does to the state, with every check that a plan must pass; returns who ended."""
     assert sum(share.tokens for share in shares) <= step_tokens
     assert len({share.sequence.id for share in shares}) == len(shares)
@@ -94,7 +94,7 @@ def test_everything_ends_and_nothing_is_left(
 ) -> None:
     chance, source = random.Random(seed), Source(pages, page_tokens)
     scheduler = Scheduler(source, NoAdapters(), max_running=max_running, step_tokens=step_tokens)
-    live: dict[str, Sequence] = {}
+    live: dict[str, SequenceState] = {}
     ended, arrivals = 0, 0
     room = pages * page_tokens
     while arrivals < 60 or live:

@@ -12,7 +12,7 @@ from coserve.generate.execution.graphs.shared import GraphState, LogitsBuffer, m
 from coserve.generate.execution.slot_lora import slot_lora
 from coserve.generate.execution.token_slots import TokenSlots
 from coserve.generate.generator import Generator
-from coserve.kernels.attention.interface import MixedCapacity, Run
+from coserve.kernels.attention.interface import MixedCapacity, TokenRun
 from coserve.kernels.lora.segments import Segments
 from coserve.kernels.sampling.constants import NOT_FINITE
 from coserve.memory.kv import KvCache
@@ -89,13 +89,13 @@ def close(got: torch.Tensor, expected: torch.Tensor, dtype: torch.dtype) -> None
     assert float((got - expected).abs().max()) < LIMIT[dtype] * float(expected.abs().max())
 
 
-def step(mix: list[tuple[int, int]], seed: int, last: torch.Tensor) -> tuple[Rows, list[Run], list[int]]:
+def step(mix: list[tuple[int, int]], seed: int, last: torch.Tensor) -> tuple[Rows, list[TokenRun], list[int]]:
     """The token of every decode is in its sequence's token slot; and the tokens as the device knows them."""
     g = torch.Generator().manual_seed(seed)
     order = torch.randperm(256, generator=g).tolist()
     rows, runs, known = Rows([], [], [], [], list(range(1, len(mix) + 1))), [], list[int]()
     for slot, (position, tokens) in enumerate(mix, 1):
-        runs.append(Run(tokens, position, tuple(order.pop() for _ in range(-(-(position + tokens) // 16)))))
+        runs.append(TokenRun(tokens, position, tuple(order.pop() for _ in range(-(-(position + tokens) // 16)))))
         ids = torch.randint(3, VOCAB, (tokens,), generator=g).tolist()
         in_flight = tokens == 1
         rows.tokens.extend([NOT_FINITE] if in_flight else ids)

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from coserve.kernels.attention.backend import attention_notes, paged_attention
-from coserve.kernels.attention.interface import AttentionParams, Pages, Run
+from coserve.kernels.attention.interface import AttentionParams, Pages, TokenRun
 from coserve.kernels.attention.packed import PackedAttention
 from coserve.kernels.attention.torch_paged.paged import PagedAttention
 from coserve.kernels.attention.torch_paged.tiles import KEY_BLOCK
@@ -104,7 +104,7 @@ def in_chunks(kind: Kind, length: int, cuts: Sequence[int], *, page_tokens: int 
     for start, end in pairwise([0, *cuts, length]):
         if start < end:
             part = [x[:, start:end] for x in (q, k, v)]
-            run = Run(end - start, start, pages[: -(-end // page_tokens)])
+            run = TokenRun(end - start, start, pages[: -(-end // page_tokens)])
             outputs.append(call(paged_attention(cache.pages, [run]), kind, *part))
     return torch.cat(outputs)
 
@@ -183,7 +183,7 @@ def test_paged_equals_the_reference(kind: Kind, page_tokens: int) -> None:
     inputs = [kind.inputs(length, seed) for seed, length in enumerate(lengths)]
     got: list[list[Tensor]] = [[], []]
     for steps in ([(0, 0, 70)], [(0, 70, 71), (1, 0, 20)], [(1, 20, 21), (0, 71, 100)], [(1, 21, 23)]):
-        runs = [Run(end - start, start, pages[s]) for s, start, end in steps]
+        runs = [TokenRun(end - start, start, pages[s]) for s, start, end in steps]
         packed = [torch.cat([inputs[s][i][:, start:end] for s, start, end in steps], 1) for i in range(3)]
         out = call(paged_attention(cache.pages, runs), kind, *packed)
         row = 0
@@ -231,7 +231,7 @@ def test_neighbours_do_not_change_a_bit(name: str, lengths: list[int], seed: int
         for s, length in enumerate(lengths):
             n = min(chance.choice([0, 1, 5, 30, 90]), length - done[s])
             if n:
-                runs.append(Run(n, done[s], pages[s]))
+                runs.append(TokenRun(n, done[s], pages[s]))
                 parts.append([x[:, done[s] : done[s] + n] for x in inputs[s]])
                 who.append((s, n))
         if not runs:
@@ -247,7 +247,7 @@ def test_neighbours_do_not_change_a_bit(name: str, lengths: list[int], seed: int
 def test_a_sequence_of_nan_stays_alone() -> None:
     kind = Kind()
     cache = Cache(kind)
-    runs = [Run(20, 0, cache.take(20)), Run(3, 0, cache.take(3))]
+    runs = [TokenRun(20, 0, cache.take(20)), TokenRun(3, 0, cache.take(3))]
     q, k, v = kind.inputs(20)
     bad = [torch.full_like(x[:, :3], torch.nan) for x in (q, k, v)]
     packed = (torch.cat(pair, 1) for pair in zip((q, k, v), bad, strict=True))
@@ -260,7 +260,7 @@ def test_bfloat16_is_computed_in_fp32_on_cpu() -> None:
     kind = Kind()
     cache = Cache(kind, dtype=torch.bfloat16)
     q, k, v = (x.bfloat16() for x in kind.inputs(30))
-    out = call(paged_attention(cache.pages, [Run(30, 0, cache.take(30))]), kind, q, k, v)
+    out = call(paged_attention(cache.pages, [TokenRun(30, 0, cache.take(30))]), kind, q, k, v)
     assert out.dtype == torch.bfloat16
     torch.testing.assert_close(out.double(), reference(kind, q, k, v), atol=1e-2, rtol=1e-2)
 

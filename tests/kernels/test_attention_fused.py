@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from coserve.kernels.attention.interface import Run
+from coserve.kernels.attention.interface import TokenRun
 from coserve.kernels.attention.triton_paged.decode_steps import FusedStaticAttention
 from coserve.kernels.attention.triton_paged.plan import decode_items, items_for, prefill_tiles
 from coserve.kernels.attention.triton_paged.step import FusedPagedAttention
@@ -68,7 +68,7 @@ def test_a_sequence_that_grows_and_one_that_takes_its_row() -> None:
     for sequence, steps in ((0, range(11)), (1, range(9)), (0, range(11))):
         run, row = whole.runs[sequence], 11 * sequence
         for t in steps:
-            attention.load([Run(1, t, run.pages[: t // 4 + 1])])
+            attention.load([TokenRun(1, t, run.pages[: t // 4 + 1])])
             got = attend(
                 attention, whole, *(x[:, row + t : row + t + 1] for x in (whole.q_HTD, whole.k_KTD, whole.v_KTD))
             )
@@ -112,7 +112,7 @@ def test_tiles_cover_each_token_and_key_once(
 ) -> None:
     runs, row = [], 0
     for column, (position, new) in enumerate(spans):
-        runs.append((column, row, Run(new, position, ())))
+        runs.append((column, row, TokenRun(new, position, ())))
         row += new
     items = prefill_tiles(runs, tokens, window, kv_heads, PROCESSORS)
     firsts = np.unique(items[:, 6])

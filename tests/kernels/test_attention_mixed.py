@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from coserve.kernels.attention.interface import MixedCapacity, Run
+from coserve.kernels.attention.interface import MixedCapacity, TokenRun
 from coserve.kernels.attention.torch_paged.static import GatheredMixedAttention
 from coserve.kernels.attention.triton_paged.mixed_steps import FusedMixedAttention
 from tests.support.attention_cases import CHUNKS, DECODES, DEVICE, FAR, KINDS, TOLERANCE, Case, Kind, worst
@@ -71,10 +71,10 @@ def test_plain_torch_serves_the_same() -> None:
 
 
 def test_what_a_room_holds() -> None:
-    room = MixedCapacity(tokens=20, sequences=4, chunks=2, context=30)
+    capacity = MixedCapacity(tokens=20, sequences=4, chunks=2, context=30)
 
     def holds(*runs: tuple[int, int]) -> bool:
-        return room.holds([Run(tokens, position, ()) for position, tokens in runs])
+        return capacity.holds([TokenRun(tokens, position, ()) for position, tokens in runs])
 
     assert holds()
     assert holds((0, 18), (29, 1), (5, 1))
@@ -93,14 +93,14 @@ def test_what_a_room_holds() -> None:
 def test_every_step_that_a_room_holds_has_a_plan(
     mix: list[tuple[int, int]], window: int | None, heads: tuple[int, int]
 ) -> None:
-    """Its items are those of the plain plan, as many as there is room for, and none of them uses another's counter."""
-    room = MixedCapacity(tokens=512, sequences=12, chunks=8, context=40300)
-    runs = [Run(tokens, position, (0,)) for position, tokens in mix]
-    while not room.holds(runs):
+    """Its items are those of the plain plan, as many as there is capacity for, and none of them uses another's counter."""
+    capacity = MixedCapacity(tokens=512, sequences=12, chunks=8, context=40300)
+    runs = [TokenRun(tokens, position, (0,)) for position, tokens in mix]
+    while not capacity.holds(runs):
         runs.pop()
     pages = Case(Kind(1, 1, 16), [(0, 1)], torch.float32, "cpu").pages
-    attention = FusedMixedAttention(pages, room)
-    attention._table = torch.zeros(1, room.sequences, dtype=torch.int32)
+    attention = FusedMixedAttention(pages, capacity)
+    attention._table = torch.zeros(1, capacity.sequences, dtype=torch.int32)
     attention.load(runs)
     plan = attention._of(*heads, 128, window, torch.zeros(0, dtype=torch.bfloat16))
     items, tiles = plan.table[: plan.most_items], plan.table[plan.most_items :]
@@ -122,14 +122,14 @@ def test_every_step_that_a_room_holds_has_a_plan(
 @pytest.mark.parametrize("window", [None, 70])
 def test_a_captured_form_serves_steps_of_any_mix(window: int | None) -> None:
     kind = Kind(32, 8, 128, window=window)
-    room = MixedCapacity(tokens=192, sequences=16, chunks=6, context=4096)
+    capacity = MixedCapacity(tokens=192, sequences=16, chunks=6, context=4096)
     cases = [
         Case(kind, runs, torch.bfloat16, "cuda", seed)
         for seed, runs in enumerate((CHUNKS, DECODES, FAR, [(2500, 60), (3, 1), (0, 100)], [(4000, 1)]))
     ]
-    q, k, v = (torch.zeros(heads, room.tokens, 128, dtype=torch.bfloat16, device="cuda") for heads in (32, 8, 8))
+    q, k, v = (torch.zeros(heads, capacity.tokens, 128, dtype=torch.bfloat16, device="cuda") for heads in (32, 8, 8))
     most = torch.full((800, 16, 8, 128), float("nan"), dtype=torch.bfloat16, device="cuda")
-    attention = FusedMixedAttention(type(cases[0].pages)((most.clone(),), (most.clone(),)), room)
+    attention = FusedMixedAttention(type(cases[0].pages)((most.clone(),), (most.clone(),)), capacity)
     attention.load([])
     params = kind.params(torch.device("cuda"))
     attention.attend(0, q, k, v, params)
@@ -139,7 +139,7 @@ def test_a_captured_form_serves_steps_of_any_mix(window: int | None) -> None:
     for case in (*cases, *cases):
         for to, pages_of in ((attention._pages.keys, case.pages.keys), (attention._pages.values, case.pages.values)):
             to[0][: len(pages_of[0])] = pages_of[0]
-        for to, x in zip((q, k, v), padded(case, room.tokens), strict=True):
+        for to, x in zip((q, k, v), padded(case, capacity.tokens), strict=True):
             to.copy_(x)
         attention.load(case.runs)
         graph.replay()

@@ -98,12 +98,12 @@ def test_it_stays_when_no_sequence_uses_it_until_its_pages_are_needed() -> None:
     assert again.weights is first.weights
     pages.deactivate(own)
     assert evicted == []
-    others = buffer.pool.take(6)
+    others = buffer.pool.allocate(6)
     assert others is not None
     assert evicted == [own]
     assert own.gpu is None
     assert pages.activate(own) is None
-    buffer.pool.give(others)
+    buffer.pool.free(others)
     back = pages.activate(own)
     assert back is not None
     assert same(back.weights, source)
@@ -137,13 +137,13 @@ class Machine(RuleBasedStateMachine):
     @rule(number=st.integers(0, 4))
     def activate(self, number: int) -> None:
         own = self.entries[number]
-        need, free = self.pages.needs(own), self.buffer.pool.free
+        need, free = self.pages.needs(own), self.buffer.pool.free_pages
         entered = self.pages.activate(own)
         if entered is None:
             assert need > free or self.inside, "room enough, and no other adapter in the way"
             return
         assert need <= free
-        assert self.buffer.pool.free == free - need
+        assert self.buffer.pool.free_pages == free - need
         assert all(entered.weights is other.weights for other in self.inside.get(number, ()))
         self.inside.setdefault(number, []).append(entered)
         for pages in self.held.values():
@@ -167,8 +167,8 @@ class Machine(RuleBasedStateMachine):
             self.made += 1
 
     @rule(n=st.integers(1, 6))
-    def take(self, n: int) -> None:
-        pages = self.buffer.pool.take(n)
+    def allocate(self, n: int) -> None:
+        pages = self.buffer.pool.allocate(n)
         if pages is not None:
             self.marks += 1
             self.held[self.marks] = pages
@@ -179,8 +179,8 @@ class Machine(RuleBasedStateMachine):
 
     @precondition(lambda self: self.held)
     @rule(data=st.data())
-    def give(self, data: st.DataObject) -> None:
-        self.buffer.pool.give(self.held.pop(data.draw(st.sampled_from(sorted(self.held)))))
+    def free(self, data: st.DataObject) -> None:
+        self.buffer.pool.free(self.held.pop(data.draw(st.sampled_from(sorted(self.held)))))
 
     @invariant()
     def nobody_writes_to_what_is_anothers(self) -> None:

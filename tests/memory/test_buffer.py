@@ -7,7 +7,7 @@ from itertools import pairwise
 import pytest
 import torch
 
-from coserve.kernels.attention.interface import AttentionParams, Run
+from coserve.kernels.attention.interface import AttentionParams, TokenRun
 from coserve.memory.buffer import ALIGNMENT, PageBuffer, page_layout
 from coserve.memory.kv import KvCache
 
@@ -31,14 +31,14 @@ def test_layers_of_one_page_keep_their_own() -> None:
     """Each layer writes through attention; every one reads back its own values, whatever the others' shapes."""
     shapes = [(2, 8), (1, 16), (2, 5)]
     kv = KvCache(shapes, pages=4, page_tokens=3, dtype=torch.float32, device=torch.device("cpu"))
-    pages = kv.take(3)
+    pages = kv.allocate(3)
     assert pages is not None
-    run = Run(7, 0, tuple(pages))
+    run = TokenRun(7, 0, tuple(pages))
     given = [torch.randn(heads, 7, width) for heads, width in shapes]
     zero = kv.attention([run])
     for layer, values in enumerate(given):
         zero.attend(layer, torch.zeros_like(values), values, values, AttentionParams(scaling=1.0, window=1))
-    again = kv.attention([Run(1, 7, tuple(pages))])
+    again = kv.attention([TokenRun(1, 7, tuple(pages))])
     for layer, values in enumerate(given):
         last = torch.ones_like(values[:, :1])
         out = again.attend(layer, last, last, last, AttentionParams(scaling=0.0))
@@ -48,12 +48,12 @@ def test_layers_of_one_page_keep_their_own() -> None:
 
 def test_moved_pages_take_their_contents_along() -> None:
     buffer = PageBuffer(6, ALIGNMENT, torch.device("cpu"))
-    pages = buffer.pool.take(6)
+    pages = buffer.pool.allocate(6)
     assert pages is not None
     for page in pages:
         buffer.bytes[page] = page + 1
-    buffer.pool.give([0, 2, 4])
-    taken = buffer.take_span(3)
+    buffer.pool.free([0, 2, 4])
+    taken = buffer.allocate_span(3)
     assert taken is not None
     span, moved = taken
     assert sorted(moved) == sorted({1, 3, 5} & set(range(span.first, span.first + 3)))

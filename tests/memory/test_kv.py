@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from coserve.errors import ConfigError
-from coserve.kernels.attention.interface import AttentionParams, Run
+from coserve.kernels.attention.interface import AttentionParams, TokenRun
 from coserve.memory.kv import KvCache
 
 
@@ -41,12 +41,12 @@ def test_what_an_earlier_holder_left_does_not_reach_the_next() -> None:
     kv = KvCache([(1, 4)], pages=1, page_tokens=8, dtype=torch.float32, device=torch.device("cpu"))
 
     def attend(value: float, tokens: int) -> torch.Tensor:
-        pages = kv.take(1)
+        pages = kv.allocate(1)
         assert pages is not None
-        attention = kv.attention([Run(tokens, 0, tuple(pages))])
+        attention = kv.attention([TokenRun(tokens, 0, tuple(pages))])
         x = torch.full((1, tokens, 4), value)
         out = attention.attend(0, x, x, x, AttentionParams(scaling=1.0))
-        kv.give(pages)
+        kv.free(pages)
         return out
 
     clean = attend(0.5, 2)

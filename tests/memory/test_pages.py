@@ -43,12 +43,12 @@ class PoolMachine(RuleBasedStateMachine):
 
     @rule(target=held, n=st.integers(0, 6))
     def take(self, n: int) -> list[int]:
-        before = self.pool.free
+        before = self.pool.free_pages
         assert before == self.pool.total - len(self.out) - len(self.fixed)
-        pages = self.pool.take(n)
+        pages = self.pool.allocate(n)
         assert (pages is None) == (n > before)
         if pages is None:
-            assert self.pool.free == before
+            assert self.pool.free_pages == before
             return []
         assert len(pages) == len(set(pages)) == n
         self.make_room(n)
@@ -59,7 +59,7 @@ class PoolMachine(RuleBasedStateMachine):
 
     @rule(pages=consumes(held))
     def give(self, pages: list[int]) -> None:
-        self.pool.give(pages)
+        self.pool.free(pages)
         self.lists = [other for other in self.lists if other is not pages]
         for page in reversed(pages):
             self.out[page] -= 1
@@ -95,14 +95,14 @@ class PoolMachine(RuleBasedStateMachine):
         return found
 
     @rule(target=spans, n=st.integers(1, 5))
-    def take_span(self, n: int) -> Span | None:
+    def allocate_span(self, n: int) -> Span | None:
         windows = [range(first, first + n) for first in range(self.pool.total - n + 1)]
         windows = [window for window in windows if not self.fixed.intersection(window)]
         free = self.pool.total - len(self.out) - len(self.fixed)
-        taken = self.pool.take_span(n)
+        taken = self.pool.allocate_span(n)
         assert (taken is None) == (n > free or not windows)
         if taken is None:
-            assert self.pool.free == free
+            assert self.pool.free_pages == free
             return None
         span, moved = taken
         inside = range(span.first, span.first + span.pages)
@@ -136,10 +136,10 @@ class PoolMachine(RuleBasedStateMachine):
             assert span.holders == 0
 
     @rule(span=spans)
-    def give_span(self, span: Span | None) -> None:
+    def free_span(self, span: Span | None) -> None:
         if span is None or not span.holders:
             return
-        self.pool.give_span(span)
+        self.pool.free_span(span)
         if not span.holders:
             inside = tuple(range(span.first, span.first + span.pages))
             self.fixed.difference_update(inside)
@@ -150,7 +150,7 @@ class PoolMachine(RuleBasedStateMachine):
         if span is None:
             return
         while span.holders:
-            self.give_span(span)
+            self.free_span(span)
         before = self.pool.idle
         self.pool.drop_span(span)
         if self.pool.idle != before:
@@ -161,7 +161,7 @@ class PoolMachine(RuleBasedStateMachine):
         if hasattr(self, "pool"):
             self.pool.check_integrity()
             assert self.pool.used == len(self.out) + len(self.fixed)
-            assert self.pool.used + self.pool.free == self.pool.total
+            assert self.pool.used + self.pool.free_pages == self.pool.total
             assert self.pool.idle == sum(map(len, self.idle))
 
 
@@ -170,7 +170,7 @@ TestPool.settings = settings(max_examples=examples(100), stateful_step_count=40,
 
 
 def taken(pool: PagePool, n: int) -> list[int]:
-    pages = pool.take(n)
+    pages = pool.allocate(n)
     assert pages is not None
     return pages
 
@@ -180,8 +180,8 @@ def test_the_ends_of_what_was_given_back_first_are_evicted_first() -> None:
     first, second = taken(pool, 2), taken(pool, 3)
     for page in (*first, *second):
         pool.label(page, bytes([page]))
-    pool.give(first)
-    pool.give(second)
+    pool.free(first)
+    pool.free(second)
     order = [*reversed(first), *reversed(second)]
     assert [taken(pool, 1)[0] for _ in range(5)] == order
 
@@ -191,9 +191,9 @@ def test_what_was_found_again_is_evicted_later() -> None:
     a, b = taken(pool, 2)
     pool.label(a, b"a")
     pool.label(b, b"b")
-    pool.give([a])
-    pool.give([b])
-    pool.give(pool.find([b"a"]))
+    pool.free([a])
+    pool.free([b])
+    pool.free(pool.find([b"a"]))
     assert taken(pool, 1) == [b]
     assert pool.find([b"b"]) == []
     assert pool.find([b"a"]) == [a]
@@ -204,11 +204,11 @@ def test_a_page_stays_while_one_of_its_holders_does() -> None:
     pages = taken(pool, 1)
     pool.label(pages[0], b"x")
     assert pool.find([b"x", b"y"]) == pages
-    pool.give(pages)
-    assert (pool.used, pool.free, pool.idle) == (1, 1, 0)
-    assert pool.take(2) is None
-    pool.give(pages)
-    assert (pool.used, pool.free, pool.idle) == (0, 2, 1)
+    pool.free(pages)
+    assert (pool.used, pool.free_pages, pool.idle) == (1, 1, 0)
+    assert pool.allocate(2) is None
+    pool.free(pages)
+    assert (pool.used, pool.free_pages, pool.idle) == (0, 2, 1)
 
 
 def test_the_second_page_of_one_key_is_not_kept() -> None:
@@ -216,7 +216,7 @@ def test_the_second_page_of_one_key_is_not_kept() -> None:
     a, b = taken(pool, 2)
     pool.label(a, b"x")
     pool.label(b, b"x")
-    pool.give([a, b])
+    pool.free([a, b])
     assert pool.idle == 1
     assert pool.find([b"x"]) == [a]
 
@@ -224,14 +224,14 @@ def test_the_second_page_of_one_key_is_not_kept() -> None:
 def test_giving_a_page_twice_is_an_assertion() -> None:
     pool = PagePool(3)
     pages = taken(pool, 2)
-    pool.give(pages)
+    pool.free(pages)
     with pytest.raises(AssertionError, match="not held"):
-        pool.give(pages[:1])
+        pool.free(pages[:1])
 
 
 def test_giving_a_page_that_is_none_of_the_pools_is_an_assertion() -> None:
     with pytest.raises(AssertionError, match="not held"):
-        PagePool(3).give([7])
+        PagePool(3).free([7])
 
 
 def test_labels_are_for_held_pages_and_for_good() -> None:
@@ -249,14 +249,14 @@ def test_ten_thousand_contents_leave_no_more_behind_than_there_are_pages() -> No
         pages = taken(pool, 1 + i % 3)
         for page in pages:
             pool.label(page, f"{i} {page}".encode())
-        pool.give(pages)
+        pool.free(pages)
     pool.check_integrity()
     assert len(pool._keys) == len(pool._pages) == pool.idle == pool.total
     assert len(pool._holders) == 0
 
 
 def spanned(pool: PagePool, n: int) -> tuple[Span, dict[int, int]]:
-    taken = pool.take_span(n)
+    taken = pool.allocate_span(n)
     assert taken is not None
     return taken
 
@@ -274,7 +274,7 @@ def test_what_was_used_longest_ago_gives_way_to_a_span() -> None:
     for page in pages:
         pool.label(page, bytes([page]))
     for pair in ((2, 3), (4, 5), (0, 1)):
-        pool.give(pair)
+        pool.free(pair)
     assert spanned(pool, 2)[0].first == 2
     assert pool.find([b"\x02"]) == []
     assert pool.find([b"\x04"]) == [4]
@@ -285,14 +285,14 @@ def test_an_idle_span_is_evicted_whole_and_in_its_turn() -> None:
     span, _ = spanned(pool, 3)
     pages = taken(pool, 2)
     pool.label(pages[0], b"x")
-    pool.give(pages[:1])
-    pool.give_span(span)
+    pool.free(pages[:1])
+    pool.free_span(span)
     assert taken(pool, 1) == pages[:1], "the page was idle for longer"
     assert pool.hold_span(span)
-    pool.give_span(span)
+    pool.free_span(span)
     assert len(taken(pool, 1)) == 1
     assert not pool.hold_span(span)
-    assert pool.free == 2
+    assert pool.free_pages == 2
 
 
 def test_held_pages_move_out_of_the_way_with_their_keys_and_all_their_holders() -> None:
@@ -300,11 +300,11 @@ def test_held_pages_move_out_of_the_way_with_their_keys_and_all_their_holders() 
     pages = taken(pool, 6)
     pool.label(4, b"x")
     assert pool.find([b"x"]) == [4]
-    pool.give([0, 3, 5])
+    pool.free([0, 3, 5])
     span, moved = spanned(pool, 2)
     assert (span.first, moved) == (4, {4: 0})
     assert pool.find([b"x"]) == [0]
-    pool.give([0, 0, 0])
+    pool.free([0, 0, 0])
     assert pool.idle == 1
     pool.check_integrity()
     assert pages
@@ -315,9 +315,9 @@ def test_a_span_waits_only_for_pages_or_for_held_spans() -> None:
     middle = [spanned(pool, 1)[0] for _ in range(5)][2]
     for span in list(pool._spans.values()):
         if span is not middle:
-            pool.give_span(span)
-    assert pool.take_span(3) is None
-    assert pool.take_span(6) is None
-    assert pool.free == 4
-    pool.give_span(middle)
+            pool.free_span(span)
+    assert pool.allocate_span(3) is None
+    assert pool.allocate_span(6) is None
+    assert pool.free_pages == 4
+    pool.free_span(middle)
     assert spanned(pool, 5)[0].first == 0

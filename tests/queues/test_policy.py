@@ -28,7 +28,7 @@ def view(
     running: list[float] | None = None,
     *,
     jobs: tuple[str, ...] = (),
-    room: int = 64,
+    headroom: int = 64,
     mid_batch: bool = False,
     batches_since_train: int = 0,
     train_waiting_since: float | None = None,
@@ -40,7 +40,7 @@ def view(
     return View(
         waiting=tuple(Waiting(f"w{i}", arrived, arrived + ttft) for i, arrived in enumerate(waiting or [])),
         running=tuple(Running(f"r{i}", deadline) for i, deadline in enumerate(running or [])),
-        room=room,
+        headroom=headroom,
         jobs=jobs,
         mid_batch=mid_batch,
         batches_since_train=batches_since_train,
@@ -70,11 +70,11 @@ class TestEts:
 
     def test_a_batch_takes_at_most_the_batch_size(self) -> None:
         assert self.policy.decide(view([0.0] * 9), 0.0) == Serve(4)
-        assert self.policy.decide(view([0.0] * 9, room=3), 0.0) == Serve(3)
+        assert self.policy.decide(view([0.0] * 9, headroom=3), 0.0) == Serve(3)
 
     def test_a_batch_that_waits_for_its_adapters_gives_the_turn_to_training(self) -> None:
-        assert self.policy.decide(view([0.0] * 9, room=0, jobs=("j",)), 99.0) == Train("j", None)
-        assert self.policy.decide(view([0.0] * 9, room=0), 99.0) == Wait(None)
+        assert self.policy.decide(view([0.0] * 9, headroom=0, jobs=("j",)), 99.0) == Train("j", None)
+        assert self.policy.decide(view([0.0] * 9, headroom=0), 99.0) == Wait(None)
 
     def test_a_dispatched_batch_is_performed_to_its_end(self) -> None:
         assert self.policy.decide(view([0.0] * 9, [1.0], jobs=("j",)), 99.0) == Serve(0)
@@ -126,7 +126,7 @@ class TestSlack:
         assert self.policy.decide(view([0.0] * 9), 0.0) == Serve(4)
         assert self.policy.decide(view([0.0] * 9, [9.0] * 3), 0.0) == Serve(1)
         assert self.policy.decide(view([0.0] * 9, [9.0] * 4), 0.0) == Serve(0)
-        assert self.policy.decide(view([0.0] * 9, [9.0], room=2), 0.0) == Serve(2)
+        assert self.policy.decide(view([0.0] * 9, [9.0], headroom=2), 0.0) == Serve(2)
         assert self.policy.decide(view(), 0.0) == Wait(None)
 
     def test_trains_freely_without_requests_in_slices_that_a_newcomer_can_bear(self) -> None:

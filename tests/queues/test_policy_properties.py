@@ -17,12 +17,12 @@ costs = st.floats(0, 2, allow_nan=False)
 def views(draw: st.DrawFn, max_running: int = 8) -> View:
     running = tuple(Running(f"r{i}", t) for i, t in enumerate(draw(st.lists(times, max_size=max_running))))
     arrivals = draw(st.lists(times, max_size=12))  # in whatever order they will be admitted
-    room = draw(st.integers(0, max_running - len(running)))
+    headroom = draw(st.integers(0, max_running - len(running)))
     jobs = tuple(f"j{i}" for i in range(draw(st.integers(0, 3))))
     return View(
         waiting=tuple(Waiting(f"w{i}", t, t + draw(times), draw(st.integers(1, 4))) for i, t in enumerate(arrivals)),
         running=running,
-        room=room,
+        headroom=headroom,
         jobs=jobs,
         mid_batch=bool(jobs) and draw(st.booleans()),
         batches_since_train=draw(st.integers(0, 6)),
@@ -42,7 +42,7 @@ policies: st.SearchStrategy[Policy] = st.one_of(
 def test_every_decision_can_be_carried_out(policy: Policy, view: View, now: float) -> None:
     match policy.decide(view, now):
         case Serve(admit):
-            assert 0 <= admit <= min(view.room, len(view.waiting))
+            assert 0 <= admit <= min(view.headroom, len(view.waiting))
             assert admit or view.running, "a step of nobody"
         case Train(job, micro_steps):
             assert job == view.jobs[0]
@@ -68,10 +68,10 @@ def test_ets_is_algorithm_1(batch_size: int, delay: float, view: View, now: floa
         assert decision == Serve(0)
     elif (
         view.waiting
-        and view.room  # the batch before does not wait for its adapters
+        and view.headroom  # the batch before does not wait for its adapters
         and (len(view.waiting) >= batch_size or now - min(each.arrived for each in view.waiting) > delay)
     ):
-        assert decision == Serve(min(batch_size, len(view.waiting), view.room))
+        assert decision == Serve(min(batch_size, len(view.waiting), view.headroom))
     elif view.jobs:
         assert decision == Train(view.jobs[0], None)
     else:
@@ -103,7 +103,7 @@ TINY_MICRO_STEP = View((), (), 1, ("j",), False, 0, 0.0, Costs(0.0, 5e-324))
 def test_slack_breaks_no_promise_that_it_can_keep(size: int, view: View, now: float) -> None:
     """A slice beside requests, of a job that still has patience, ends early enough for every deadline."""
     decision = Slack(size, patience=1e9).decide(view, now)
-    serves = view.running or min(view.room, size, len(view.waiting)) > 0
+    serves = view.running or min(view.headroom, size, len(view.waiting)) > 0
     if isinstance(decision, Train) and serves:
         assert decision.micro_steps is not None
         end = now + decision.micro_steps * view.costs.micro_step
@@ -115,4 +115,4 @@ def test_slack_breaks_no_promise_that_it_can_keep(size: int, view: View, now: fl
 def test_slack_admits_all_that_fit(size: int, patience: float, view: View, now: float) -> None:
     decision = Slack(size, patience).decide(view, now)
     if isinstance(decision, Serve):
-        assert decision.admit == max(0, min(len(view.waiting), view.room, size - len(view.running)))
+        assert decision.admit == max(0, min(len(view.waiting), view.headroom, size - len(view.running)))

@@ -298,9 +298,9 @@ async def test_whatever_admitting_a_request_raises_ends_that_request_alone() -> 
 
 @dataclass
 class Full(Trouble):
-    """The disk has no room for the adapter of job `one` until `room`."""
+    """The disk has no room for the adapter of job `one` until `headroom`."""
 
-    room: bool = False
+    headroom: bool = False
     attempts: int = 0
     thrice: asyncio.Event = field(default_factory=asyncio.Event)
 
@@ -317,7 +317,7 @@ class Full(Trouble):
         self.attempts += 1
         if self.attempts == 3:
             self.thrice.set()
-        if not self.room:
+        if not self.headroom:
             return [JobWaiting(id="one", message="waiting for space: the disk is full")]
         self.published.append("one")
         return [JobSucceeded(id="one", ref=AdapterRef("one", 1))]
@@ -333,7 +333,7 @@ async def test_a_job_that_waits_for_space_says_so_once_and_lets_others_train() -
         at.api.send(ask("text"))
         await at.until(said(JobSucceeded, "two"), ended("text"))
         await asyncio.wait_for(at.trainer.thrice.wait(), 240)
-        at.trainer.room = True
+        at.trainer.headroom = True
         seen = await at.until(said(JobSucceeded, "one"))
         assert len([message for message in seen if isinstance(message, JobWaiting)]) == 1
 

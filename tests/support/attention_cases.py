@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from coserve.kernels.attention.interface import AttentionParams, Pages, Run
+from coserve.kernels.attention.interface import AttentionParams, Pages, TokenRun
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ class Case:
             for at in range(position):
                 slot = held[at // kind.page_tokens], at % kind.page_tokens
                 keys[slot], values[slot] = k[at], v[at]
-            self.runs.append(Run(tokens, position, held))
+            self.runs.append(TokenRun(tokens, position, held))
             self.sequences.append((q.float(), k.float(), v.float()))
             new.append((q, k[position:], v[position:]))
         self.pages = Pages(*((spread(x.to(device), kind.apart),) for x in (keys, values)))

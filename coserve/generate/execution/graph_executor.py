@@ -30,7 +30,7 @@ from coserve.generate.sampling.device_sampler import DeviceSampler
 from coserve.generate.sampling.draws import likeliest
 from coserve.generate.sampling.rows import SamplingRow
 from coserve.generate.sampling.transfer import send_ids
-from coserve.kernels.attention.interface import Run
+from coserve.kernels.attention.interface import TokenRun
 from coserve.kernels.lora.segments import Segments
 from coserve.kernels.sampling.constants import NOT_FINITE
 from coserve.memory.kv import KvCache
@@ -63,7 +63,7 @@ class _Batch:
     """Sequences in the order of their rows, and their adapters' slots."""
 
     sequences: list[SequenceInput]
-    runs: list[Run]
+    runs: list[TokenRun]
     sampling: list[SamplingRow]
     segments: Segments | None
     """`adapters` are slots; None: no adapter in the batch."""

@@ -15,7 +15,7 @@ from msgspec import Struct
 from coserve.generate.sampling.choices import Choice, NoToken
 from coserve.generate.sampling.rows import SamplingRow
 from coserve.generate.sampling.scoring import PromptScoring
-from coserve.kernels.attention.interface import Run
+from coserve.kernels.attention.interface import TokenRun
 from coserve.model.lora import LoraWeights
 from coserve.types import AdapterRef, TokenLogprob
 
@@ -32,7 +32,7 @@ class SequenceInput(Struct, frozen=True):
     """Index into `StepInput.adapters`, or `BASE_ONLY`."""
     tokens: list[int]
     """Token ids. One fewer than `run.tokens` if the last one is still on the device only: a step in flight samples it."""
-    run: Run
+    run: TokenRun
     """How many tokens, their first position, and the page table."""
     sampling: SamplingRow | None
     """How to sample the next token from the last row; None: the step does not reach the sequence's end."""

@@ -11,8 +11,8 @@ from coserve.kernels.attention.interface import (
     MixedAttention,
     MixedCapacity,
     Pages,
-    Run,
     StaticPagedAttention,
+    TokenRun,
 )
 from coserve.kernels.attention.torch_paged.paged import PagedAttention
 from coserve.kernels.attention.torch_paged.static import GatheredMixedAttention, GatheredStaticAttention
@@ -30,7 +30,7 @@ def reads_only_written_slots(device: torch.device, dtype: torch.dtype) -> bool:
     return fused(device, dtype)
 
 
-def paged_attention(pages: Pages, runs: Sequence[Run]) -> Attention:
+def paged_attention(pages: Pages, runs: Sequence[TokenRun]) -> Attention:
     """Attention of one packed step of any mix: decodes and chunks of prompts."""
     if not fused(pages.keys[0].device, pages.keys[0].dtype):
         return PagedAttention(pages, runs)

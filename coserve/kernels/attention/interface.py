@@ -55,7 +55,7 @@ class Attention(Protocol):
 
 
 @dataclass(frozen=True)
-class Run:
+class TokenRun:
     """The new tokens of one sequence in a packed batch. Runs follow each other from row 0 on, with nothing between or behind."""
 
     tokens: int
@@ -79,7 +79,7 @@ class StaticPagedAttention(Attention, Protocol):
     positions: Tensor
     """int64 (batch), device: the position of each row's token, 0 for padding. Filled by `load`; what the base takes."""
 
-    def load(self, runs: Sequence[Run]) -> None:
+    def load(self, runs: Sequence[TokenRun]) -> None:
         """What the next step attends to. One pinned copy to the device on the current stream; does not wait for it.
 
         Each run has one token; `run.pages` holds its position too. Callers may load the next step while the device still
@@ -100,7 +100,7 @@ class MixedCapacity:
     context: int
     """Longest, the new tokens included."""
 
-    def holds(self, runs: Sequence[Run]) -> bool:
+    def holds(self, runs: Sequence[TokenRun]) -> bool:
         return (
             len(runs) <= self.sequences
             and sum(run.tokens for run in runs) <= self.tokens
@@ -118,6 +118,6 @@ class MixedAttention(Attention, Protocol):
 
     capacity: MixedCapacity
 
-    def load(self, runs: Sequence[Run]) -> None:
+    def load(self, runs: Sequence[TokenRun]) -> None:
         """What the next step attends to; the capacity holds it. Copies in stream order, and does not wait for the device."""
         ...

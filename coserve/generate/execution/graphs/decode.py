@@ -13,7 +13,7 @@ from coserve.generate.execution.graphs.inputs import InputBuffer, InputCopies
 from coserve.generate.execution.graphs.shared import GraphState
 from coserve.generate.execution.slot_lora import StaticSlotLora
 from coserve.generate.sampling.draws import likeliest
-from coserve.kernels.attention.interface import Run, StaticPagedAttention
+from coserve.kernels.attention.interface import StaticPagedAttention, TokenRun
 from coserve.kernels.lora.segmented.slot_lora import SlotLora
 from coserve.kernels.lora.segments import Segments
 
@@ -39,7 +39,7 @@ class DecodeGraph:
             self._captured.capture(state.pool)
 
     def run(
-        self, runs: Sequence[Run], slots: Sequence[int], tokens: Sequence[int], segments: Segments | None
+        self, runs: Sequence[TokenRun], slots: Sequence[int], tokens: Sequence[int], segments: Segments | None
     ) -> tuple[Tensor, Tensor]:
         """Starts a step. `slots`: the sequences' token slots; `tokens`: their newest tokens, negative where the token is in
         the slot; `segments`: of adapter slots.

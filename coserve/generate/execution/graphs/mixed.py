@@ -21,7 +21,7 @@ from coserve.generate.execution.interface import SequenceInput
 from coserve.generate.execution.slot_lora import StaticSlotLora
 from coserve.generate.execution.token_slots import TokenSlots
 from coserve.generate.sampling.draws import likeliest
-from coserve.kernels.attention.interface import MixedAttention, Run
+from coserve.kernels.attention.interface import MixedAttention, TokenRun
 from coserve.kernels.lora.segmented.plan import PREFILL_TILE_ROWS
 from coserve.kernels.lora.segmented.slot_lora import SlotLora
 from coserve.kernels.lora.segments import Segments
@@ -86,7 +86,7 @@ class MixedGraph:
         if state.pool is not None:
             self._captured.capture(state.pool)
 
-    def run(self, rows: Rows, runs: Sequence[Run], segments: Segments | None) -> tuple[Tensor, Tensor]:
+    def run(self, rows: Rows, runs: Sequence[TokenRun], segments: Segments | None) -> tuple[Tensor, Tensor]:
         """Starts a step that the capacity holds. Returns as `DecodeGraph.run`, for the rows `keep`.
 
         `segments`: of adapter slots; given if and only if the graph has adapters.

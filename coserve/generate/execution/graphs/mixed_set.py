@@ -10,7 +10,7 @@ from coserve.generate.execution.graph_sizes import CAPTURE_AFTER
 from coserve.generate.execution.graphs.captured import covering_graph
 from coserve.generate.execution.graphs.mixed import MixedGraph
 from coserve.generate.execution.graphs.shared import GraphState
-from coserve.kernels.attention.interface import MixedAttention, MixedCapacity, Run
+from coserve.kernels.attention.interface import MixedAttention, MixedCapacity, TokenRun
 from coserve.memory.kv import KvCache
 
 
@@ -40,7 +40,7 @@ class MixedGraphs:
             self._capture(capacity, footprint)
         return capacity is not None
 
-    def holding(self, runs: Sequence[Run], footprint: LoraFootprint) -> MixedGraph | None:
+    def holding(self, runs: Sequence[TokenRun], footprint: LoraFootprint) -> MixedGraph | None:
         """The graph that runs the step; None: run it without a graph. At most one size too large: padding has a price."""
         fit = [capacity for capacity in self._capacities if capacity.holds(runs)][:2]
         graphs = (covering_graph(self._graphs, capacity, footprint) for capacity in fit)

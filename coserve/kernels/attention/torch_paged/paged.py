@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from coserve.kernels.attention.interface import AttentionParams, Pages, Run
+from coserve.kernels.attention.interface import AttentionParams, Pages, TokenRun
 from coserve.kernels.attention.torch_paged.tiles import KEY_BLOCK, Layout, Tiles, plan_tiles
 
 
@@ -25,7 +25,7 @@ class PagedAttention:
     positions, blocks are added in order, and a key that a row must not see adds exactly 0.
     """
 
-    def __init__(self, pages: Pages, runs: Sequence[Run]) -> None:
+    def __init__(self, pages: Pages, runs: Sequence[TokenRun]) -> None:
         self._pages, self._runs = pages, tuple(runs)
         self._device = pages.keys[0].device
         self._page_tokens = pages.keys[0].shape[1]

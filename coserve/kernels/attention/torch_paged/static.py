@@ -12,7 +12,7 @@ from coserve.kernels.attention.interface import (
     AttentionParams,
     MixedCapacity,
     Pages,
-    Run,
+    TokenRun,
 )
 from coserve.kernels.attention.torch_paged.paged import PagedAttention
 
@@ -24,7 +24,7 @@ class _Gathered:
         self._pages = pages
         self._take((), 0)
 
-    def _take(self, runs: Sequence[Run], rows: int) -> None:
+    def _take(self, runs: Sequence[TokenRun], rows: int) -> None:
         """The next step, and its real rows."""
         self._rows, self._inner = rows, PagedAttention(self._pages, runs)
 
@@ -53,7 +53,7 @@ class GatheredStaticAttention(_Gathered):
         self.batch, self.max_tokens = batch, max_tokens
         self.positions = torch.zeros(batch, dtype=torch.int64, device=pages.keys[0].device)
 
-    def load(self, runs: Sequence[Run]) -> None:
+    def load(self, runs: Sequence[TokenRun]) -> None:
         assert len(runs) <= self.batch, f"expected at most {self.batch} sequences, got {len(runs)}"
         assert all(run.tokens == 1 for run in runs), "expected one new token a sequence"
         host = torch.zeros(self.batch, dtype=torch.int64)
@@ -69,6 +69,6 @@ class GatheredMixedAttention(_Gathered):
         super().__init__(pages)
         self.capacity = capacity
 
-    def load(self, runs: Sequence[Run]) -> None:
+    def load(self, runs: Sequence[TokenRun]) -> None:
         assert self.capacity.holds(runs), "expected a step that the capacity holds"
         self._take(runs, sum(run.tokens for run in runs))

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from coserve.kernels.attention.interface import Run
+from coserve.kernels.attention.interface import TokenRun
 
 KEY_BLOCK = 64
 """Keys are read in blocks of so many positions; block b of a sequence always holds the positions from 64 b on."""
@@ -75,7 +75,7 @@ class _Tile:
     pages: tuple[int, ...]
 
 
-def _cut(runs: Sequence[Run], window: int | None) -> dict[tuple[int, int], list[_Tile]]:
+def _cut(runs: Sequence[TokenRun], window: int | None) -> dict[tuple[int, int], list[_Tile]]:
     """Tiles by (their size in tokens, key blocks they are padded to)."""
     found: dict[tuple[int, int], list[_Tile]] = {}
     row = 0
@@ -94,7 +94,7 @@ def _cut(runs: Sequence[Run], window: int | None) -> dict[tuple[int, int], list[
 
 
 def plan_tiles(
-    runs: Sequence[Run],
+    runs: Sequence[TokenRun],
     layout: Layout,
     page_tokens: int,
     blank: int,

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from coserve.kernels.attention.interface import AttentionParams, Pages, Run
+from coserve.kernels.attention.interface import AttentionParams, Pages, TokenRun
 from coserve.kernels.attention.triton_paged import launch
 from coserve.kernels.attention.triton_paged.plan import Table, decode_items, items_for
 from coserve.kernels.gpu.device import device_info
@@ -42,7 +42,7 @@ class FusedStaticAttention:
         self._scratch: dict[tuple[int, int, int], launch.Scratch] = {}
         self._contexts = np.zeros(batch, dtype=np.int64)
 
-    def load(self, runs: Sequence[Run]) -> None:
+    def load(self, runs: Sequence[TokenRun]) -> None:
         """See `StaticPagedAttention`. Cheapest where a sequence keeps its row: only its new pages are written."""
         assert len(runs) <= self.batch, f"expected at most {self.batch} sequences, got {len(runs)}"
         assert all(run.tokens == 1 for run in runs), "expected one new token a sequence"
@@ -77,7 +77,7 @@ class FusedStaticAttention:
         launch.decode(out_THD, q_HTD, k_KTD, v_KTD, cache, items, scratch, params, blocks)
         return out_THD
 
-    def _hold(self, runs: Sequence[Run]) -> None:
+    def _hold(self, runs: Sequence[TokenRun]) -> None:
         """Brings the host's page table up to date: whole columns for new sequences, the new pages of the others."""
         table = self._host[self._table_at :].view().reshape(self._longest, self.batch)
         for row in range(self.batch):

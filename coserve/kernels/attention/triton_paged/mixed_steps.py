@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from coserve.kernels.attention.interface import AttentionParams, MixedCapacity, Pages, Run
+from coserve.kernels.attention.interface import AttentionParams, MixedCapacity, Pages, TokenRun
 from coserve.kernels.attention.triton_paged import launch
 from coserve.kernels.attention.triton_paged.plan import (
     Table,
@@ -21,7 +21,7 @@ from coserve.kernels.attention.triton_paged.plan import (
 )
 from coserve.kernels.gpu.device import device_info
 
-Placed = tuple[int, int, Run]
+Placed = tuple[int, int, TokenRun]
 """Column of the page table, first row of q, run."""
 
 
@@ -110,7 +110,7 @@ class FusedMixedAttention:
         self._decodes: list[Placed] = []
         self._chunks: list[Placed] = []
 
-    def load(self, runs: Sequence[Run]) -> None:
+    def load(self, runs: Sequence[TokenRun]) -> None:
         """See `MixedAttention`. One copy for the page table, one for each kind of layer."""
         assert self.capacity.holds(runs), "expected a step that the capacity holds"
         self._decodes, self._chunks, row = [], [], 0

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from coserve.kernels.attention.interface import Run
+from coserve.kernels.attention.interface import TokenRun
 
 Ints = NDArray[np.int64]
 Table = NDArray[np.int32]
@@ -97,7 +97,7 @@ def _ceil(keys: Ints, size: Ints | int) -> Ints:
 
 
 def prefill_tiles(
-    runs: Sequence[tuple[int, int, Run]], tokens: int, window: int | None, kv_heads: int, multiprocessors: int
+    runs: Sequence[tuple[int, int, TokenRun]], tokens: int, window: int | None, kv_heads: int, multiprocessors: int
 ) -> Table:
     """Items (N, 8) of chunks, as `attention_prefill` takes them; those of most keys first.
 
@@ -139,7 +139,7 @@ def _cut_chunks(spans: Ints, wave: int) -> Ints:
     return _ceil(_ceil(spans, _ceil(spans, piece)), CHUNK_STEP) * CHUNK_STEP
 
 
-def page_table(runs: Sequence[Run]) -> Table:
+def page_table(runs: Sequence[TokenRun]) -> Table:
     """(longest, N): column i holds the pages of `runs[i]`, in order."""
     longest = max((len(run.pages) for run in runs), default=1)
     table = np.zeros((max(longest, 1), len(runs)), dtype=np.int32)

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from coserve.kernels.attention.interface import AttentionParams, Pages, Run
+from coserve.kernels.attention.interface import AttentionParams, Pages, TokenRun
 from coserve.kernels.attention.triton_paged import launch
 from coserve.kernels.attention.triton_paged.plan import Table, decode_items, items_for, page_table, prefill_tiles
 from coserve.kernels.gpu.device import device_info
@@ -27,13 +27,13 @@ class FusedPagedAttention:
     layer of each kind (heads, window) and copies the plan without waiting for the device.
     """
 
-    def __init__(self, pages: Pages, runs: Sequence[Run]) -> None:
+    def __init__(self, pages: Pages, runs: Sequence[TokenRun]) -> None:
         self._pages = pages
         self._device = pages.keys[0].device
         self._multiprocessors = device_info(self._device).multiprocessors
         self._rows = sum(run.tokens for run in runs)
-        self._decodes: list[tuple[int, int, Run]] = []
-        self._chunks: list[tuple[int, int, Run]] = []
+        self._decodes: list[tuple[int, int, TokenRun]] = []
+        self._chunks: list[tuple[int, int, TokenRun]] = []
         row = 0
         for column, run in enumerate(runs):
             if run.tokens:

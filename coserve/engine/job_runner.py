@@ -43,7 +43,7 @@ class _Wait:
     timer: asyncio.TimerHandle | None = None
 
 
-class Jobs:
+class JobRunner:
     """At most `max_active` jobs take turns; further ones wait, first come, first served."""
 
     def __init__(

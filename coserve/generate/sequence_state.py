@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence as Items
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from coserve.link import Generate
@@ -12,7 +12,7 @@ from coserve.types import AdapterRef, FinishReason, SamplingParams
 
 
 @dataclass(eq=False)
-class Sequence:
+class SequenceState:
     """Prompt and output of a request, and how much of them the KV cache holds."""
 
     request: Generate
@@ -63,7 +63,7 @@ class Sequence:
         return self.scores_prompt and (self.scored < len(self.request.prompt) or not self.max_tokens)
 
     @property
-    def output(self) -> Items[int]:
+    def output(self) -> Sequence[int]:
         return self.tokens[len(self.request.prompt) :]
 
     @property
