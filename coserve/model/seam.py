@@ -102,7 +102,7 @@ def _attention(
             sinks=s_aux,
         ),
     )
-    return out_THD[None], None
+    return out_THD.contiguous()[None], None  # some families' own code takes a view of it
 
 
 def layer_of(module: nn.Module) -> int:

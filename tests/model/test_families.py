@@ -3,23 +3,33 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
+from torch.nn.functional import cross_entropy
 
 from coserve.adapter_store.files import load_adapter
+from coserve.corpus.tokenized import Corpus
 from coserve.errors import UnsupportedBase
+from coserve.finetune.micro_batch import MicroBatchRunner, run_to_end
+from coserve.finetune.optimizer import AdapterOptimizer
+from coserve.finetune.packed_rows import pack_rows
 from coserve.generate.generator import Generator
+from coserve.kernels.lora.segments import Segments
 from coserve.link import Generate, Tokens
 from coserve.memory.kv import KvCache
 from coserve.model.base import Base, wrap_base
-from coserve.model.lora import LoraWeights
-from coserve.types import AdapterRef, SamplingParams, Slo
+from coserve.model.fused import FusedBase
+from coserve.model.lora import LoraBatch, LoraWeights
+from coserve.types import AdapterRef, SamplingParams, Slo, TrainingSettings
 from tests.support.executors import eager
 from tests.support.families import ATTENTION_ONLY, REFUSED, SERVED, tiny_family
+from tests.support.lora_backends import GROUPED
 from tests.support.lora_reference import alone, save_peft
 from tests.support.shelf import Shelf
 
@@ -29,6 +39,12 @@ LOGPROBS = 5
 TOLERANCE = 1e-4
 """Of log-probabilities in fp32: between one forward of all tokens and chunks whose keys come from pages."""
 REF = AdapterRef("a", 1)
+ROWS = (PROMPT, PROMPT[:5])
+CORPUS = Corpus(
+    tokens=np.array([*ROWS[0], *ROWS[1]], np.int32),
+    target=np.array([int(i > 0) for row in ROWS for i in range(len(row))], np.uint8),
+    bounds=np.array([0, len(ROWS[0]), len(ROWS[0]) + len(ROWS[1])]),
+)
 TABLE = Path(__file__).parents[2] / "docs" / "families.md"
 
 
@@ -65,12 +81,22 @@ def _served(base: Base, weights: LoraWeights) -> dict[str, _Told]:
     return found
 
 
+def _targets(family: str, base: Base) -> list[str]:
+    every = family not in ATTENTION_ONLY
+    return [site for site in base.spec.sites if every or site.endswith(("q_proj", "k_proj", "v_proj", "o_proj"))]
+
+
+def _loss(model: torch.nn.Module, row: Sequence[int]) -> Tensor:
+    """Summed, by its own forward."""
+    logits_TV = model(torch.tensor([row])).logits[0]
+    return cross_entropy(logits_TV[:-1], torch.tensor(row[1:]), reduction="sum")
+
+
 @pytest.mark.parametrize("family", SERVED)
 @pytest.mark.filterwarnings("ignore")
 def test_a_familys_tokens_and_logprobs_are_those_of_transformers_and_peft(family: str, tmp_path: Path) -> None:
     base = wrap_base(tiny_family(family), name=family)
-    every = family not in ATTENTION_ONLY
-    sites = [site for site in base.spec.sites if every or site.endswith(("q_proj", "k_proj", "v_proj", "o_proj"))]
+    sites = _targets(family, base)
     peft_model = save_peft(tiny_family(family), tmp_path, r=3, target_modules=sites)
     weights = load_adapter(tmp_path, base.spec, device="cpu", dtype=torch.float32)
     assert list(weights.sites) == sites
@@ -84,6 +110,40 @@ def test_a_familys_tokens_and_logprobs_are_those_of_transformers_and_peft(family
         for top, logprobs_V in zip(told.top, logprobs_NV, strict=True):
             found = torch.tensor(list(top.values()))
             torch.testing.assert_close(found, logprobs_V[list(top)], atol=TOLERANCE, rtol=0)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", SERVED)
+@pytest.mark.filterwarnings("ignore")
+def test_a_familys_gradients_are_those_of_transformers_and_peft(family: str, tmp_path: Path) -> None:
+    """And its sites stacked into groups, as a GPU serves it, give its own logits."""
+    base = wrap_base(tiny_family(family), name=family)
+    peft_model = save_peft(tiny_family(family), tmp_path, r=3, target_modules=_targets(family, base))
+    weights = load_adapter(tmp_path, base.spec, device="cpu", dtype=torch.float32)
+    optimizer = AdapterOptimizer(weights, base.spec, TrainingSettings(), base.dtype)
+    rows = pack_rows(CORPUS, [0, 1], torch.device("cpu"))
+    lora = LoraBatch(Segments((0, rows.tokens), (0,)), (optimizer.weights(),), GROUPED, None)
+    step = MicroBatchRunner(base, recompute=False).forward_backward(rows, lora, optimizer.trainable, optimizer.grads)
+    loss = run_to_end(step, None)
+    expected = torch.stack([_loss(peft_model, row) for row in ROWS]).sum()
+    torch.testing.assert_close(loss.float(), expected.detach(), atol=1e-4, rtol=1e-4)
+    expected.backward()
+    parameters = dict(peft_model.named_parameters())
+    for site, pair in optimizer.weights().sites.items():
+        assert pair.main_grads is not None
+        for part, found in (("A", pair.main_grads.a_RD), ("B", pair.main_grads.b_OR)):
+            wanted = parameters[f"base_model.model.{site}.lora_{part}.default.weight"].grad
+            torch.testing.assert_close(found, wanted, atol=1e-4, rtol=1e-3, msg=site)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", SERVED)
+@pytest.mark.filterwarnings("ignore")
+def test_a_familys_sites_in_groups_give_its_own_logits(family: str) -> None:
+    """As a GPU serves it, without the compiler; every site is in a group."""
+    fused = FusedBase(wrap_base(tiny_family(family), name=family), compiled=False)
+    fused.check()
+    assert {name for layer in fused.groups for group in layer for name in group.names} == set(fused.base.spec.sites)
 
 
 @pytest.mark.parametrize("family", REFUSED)
