@@ -107,6 +107,10 @@ class Config:
         4, "jobs that train side by side, a micro-batch each in turn; the others wait in line"
     )
     max_adapters_resident: int = option(64, "adapters kept in host memory; idle ones beyond that stay on disk only")
+    adapter_memory_bytes: int | None = option(
+        None,
+        "host memory for idle adapters, in bytes; default: as many as max_adapters_resident says, whatever their size",
+    )
     micro_batch_tokens: int = option(2048, "most tokens of one training forward")
     recompute: bool = option(False, "training: keep only each layer's input and compute the layer again")
     keep_checkpoints: int = option(2, "checkpoints kept per job")
@@ -142,6 +146,7 @@ class Config:
             "max_jobs",
             "max_active_jobs",
             "max_adapters_resident",
+            "adapter_memory_bytes",
             "micro_batch_tokens",
             "keep_checkpoints",
             "max_connections",

@@ -48,6 +48,7 @@ SETTINGS = [
     "max_jobs",
     "max_active_jobs",
     "max_adapters_resident",
+    "adapter_memory_bytes",
     "micro_batch_tokens",
     "recompute",
     "keep_checkpoints",

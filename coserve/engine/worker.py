@@ -64,7 +64,8 @@ def build_engine(base: Base, config: Config, link: Link[FromEngine, ToEngine]) -
             raise AdapterNotFound(f"no adapter {str(ref)!r}", field="adapter")
         return load_adapter(path, base.spec, device="cpu", dtype=base.dtype, digests=digests)
 
-    store = AdapterStore(load, HostBudget(config.max_adapters_resident), pinned=base.device.type == "cuda")
+    budget = HostBudget(config.max_adapters_resident, config.adapter_memory_bytes)
+    store = AdapterStore(load, budget, pinned=base.device.type == "cuda")
     step_tokens = config.step_tokens or STEP_TOKENS[base.device.type]
     pool = _pool_size(base, config, lora_backend, step_tokens, folder)
     kv = KvCache.for_base(base, pool.tokens, config.page_tokens)
