@@ -83,29 +83,40 @@ def soon() -> float:
     return time.monotonic() + 3.0
 
 
+class LoadProcesses:
+    """Load processes that were started ahead and wait for their plans: they take a second until they can send."""
+
+    def __init__(self, count: int) -> None:
+        command = [sys.executable, "-m", "benchmarks.http_load"]
+        self._processes = [
+            subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) for _ in range(count)
+        ]
+
+    def run(
+        self, url: str, requests: Sequence[LoadRequest], *, start: float, streams: int | None = None
+    ) -> list[Sample]:
+        """Send all requests from `start` (monotonic clock) on; `streams`: of a closed loop, over all processes."""
+        count = len(self._processes)
+        each = None if streams is None else streams // count
+        for i, process in enumerate(self._processes):
+            plan = LoadPlan(url=url, start=start, requests=list(requests[i::count]), streams=each)
+            assert process.stdin is not None
+            process.stdin.write(msgspec.json.encode(plan))
+            process.stdin.close()
+        samples: list[Sample] = []
+        for process in self._processes:
+            assert process.stdout is not None
+            samples += msgspec.json.decode(process.stdout.read(), type=list[Sample])
+            process.wait()
+        return sorted(samples, key=lambda sample: sample.index)
+
+
 def load(
     url: str, size: Size, requests: Sequence[LoadRequest], *, closed: bool, start: float | None = None
 ) -> list[Sample]:
     """Run the load processes, which all start sending at `start`; returns their samples."""
-    count = size.processes
     start = soon() if start is None else start
-    processes = []
-    for i in range(count):
-        streams = size.streams // count if closed else None
-        plan = LoadPlan(url=url, start=start, requests=list(requests[i::count]), streams=streams)
-        process = subprocess.Popen(
-            [sys.executable, "-m", "benchmarks.http_load"], stdin=subprocess.PIPE, stdout=subprocess.PIPE
-        )
-        assert process.stdin is not None
-        process.stdin.write(msgspec.json.encode(plan))
-        process.stdin.close()
-        processes.append(process)
-    samples: list[Sample] = []
-    for process in processes:
-        assert process.stdout is not None
-        samples += msgspec.json.decode(process.stdout.read(), type=list[Sample])
-        process.wait()
-    return sorted(samples, key=lambda sample: sample.index)
+    return LoadProcesses(size.processes).run(url, requests, start=start, streams=size.streams if closed else None)
 
 
 async def offline(size: Size, model: Path, root: Path) -> None:

@@ -27,6 +27,8 @@ class LoadRequest(msgspec.Struct, frozen=True):
     max_tokens: int
     adapter: str | None = None
     at: float = 0.0
+    slo: dict[str, float] = {}
+    """Latency targets: fields of the request's body."""
 
 
 class LoadPlan(msgspec.Struct, frozen=True):
@@ -63,7 +65,7 @@ async def send(session: aiohttp.ClientSession, plan: LoadPlan, request: LoadRequ
         "temperature": 0.0,
         "ignore_eos": True,
         "stream": True,
-    }
+    } | request.slo
     times: list[float] = []
     tokens, error = 0, None
     try:

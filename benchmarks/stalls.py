@@ -1,0 +1,347 @@
+"""Latency while the daemon starts, while jobs come and go, and beside imports and cancelled requests.
+
+    python -m benchmarks.stalls --scratch /tmp/stalls --only start.cold --budget 150 --out benchmarks/results
+    python -m benchmarks.stalls --tiny --out /tmp/tried
+
+The Llama-3.1-8B shape with random weights, 32 adapters of rank 16 that the data folder holds before the start, default settings;
+Poisson arrivals over HTTP from processes of their own. Parts, in this order:
+
+start.cold  the compilers' caches are empty; requests come from the time on at which the daemon listens
+start.warm  the same caches again
+jobs.r5, jobs.r20  beside two jobs at a time that start, validate, checkpoint and publish; then the same jobs without checkpoints
+churn       beside 64 imports, 200 cancelled requests and a reader that stops reading
+
+Parts after `start.cold` need its caches: name the same `--scratch` if it was an earlier command. Parts after `start.warm` share its daemon.
+Each result is written as soon as its part is done; results of earlier runs stay.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import dataclasses
+import json
+import tempfile
+import threading
+import time
+import urllib.request
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from benchmarks.http_case import FULL, RANK, SEED, SMALL, Size, corpus, poisson_requests
+from benchmarks.http_daemon import LoadProcesses, daemon
+from benchmarks.http_load import LoadRequest
+from benchmarks.options import check_tiny, make_parser
+from benchmarks.serving_http import hardware
+from benchmarks.serving_results import Results
+from benchmarks.serving_startup import COMPILING
+from benchmarks.stall_churn import churn
+from benchmarks.stall_data import Folders
+from benchmarks.stall_report import (
+    FILE,
+    TRAINED,
+    cost,
+    latency,
+    metric_values,
+    stalls,
+    summarize,
+    target,
+    timeline,
+    worst,
+)
+from coserve.client import Client
+from coserve.config import Config
+from coserve.types import JobState, TrainingSettings
+from coserve.workloads.replay import Sample
+
+PARTS = ("start.cold", "start.warm", "jobs.r5", "jobs.r20", "churn")
+RATE = 5.0
+SECONDS = {"start.cold": 75.0, "start.warm": 30.0, "jobs.r5": 40.0, "jobs.r20": 40.0, "churn": 30.0}
+"""Of arrivals."""
+CLIENTS = 2
+LEAD = 0.3
+"""Seconds from a plan's sending to its first request."""
+TAIL = 15.0
+"""Seconds kept for the last requests of a part, and for the daemon's end."""
+SLO = {"slo_ttft": 1.0, "slo_tpot": 0.04}
+ACTIVE_JOBS, JOB_STEPS, CHECKPOINT_STEPS, EVAL_STEPS = 2, 8, 3, 4
+HEALTH_INTERVAL = 0.25
+WARM_PATIENCE = 150.0
+"""Seconds that parts other than the starts wait until the engine is warm."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Daemon:
+    """A daemon that listens. Times are of the monotonic clock."""
+
+    url: str
+    began: float
+    """The process's start."""
+    listening: float
+
+    def metrics(self) -> str:
+        with urllib.request.urlopen(f"{self.url}/metrics", timeout=30) as page:
+            return str(page.read(), "utf-8")
+
+    def warm(self) -> bool:
+        """Whether `/health` says `ready`; of a daemon without that status, whether no note says that it compiles."""
+        try:
+            with urllib.request.urlopen(f"{self.url}/health", timeout=30) as page:
+                health = json.load(page)
+        except OSError:
+            return False
+        if health["status"] != "ok":
+            return bool(health["status"] == "ready")
+        return not any(COMPILING in note for note in health["notes"])
+
+
+class Stalls:
+    """The parts of the benchmark. Each writes its results."""
+
+    def __init__(self, size: Size, folders: Folders, results: Results, *, budget: float) -> None:
+        """`budget`: seconds of each part."""
+        self._size, self._folders, self._results, self._budget = size, folders, results, budget
+        self._daemon: Daemon | None = None
+        self._stack = contextlib.ExitStack()
+        self._jobs: dict[str, dict[str, Any]] = {}
+        self._zero = time.monotonic()
+
+    def log(self, text: str) -> None:
+        print(f"{time.monotonic() - self._zero:6.1f} s  {text}", flush=True)
+
+    def run(self, part: str) -> None:
+        end = time.monotonic() + self._budget
+        self.log(f"{part} begins")
+        if part.startswith("start."):
+            self._start(part, end)
+        elif part.startswith("jobs."):
+            self._beside_jobs(float(part.removeprefix("jobs.r")), end)
+        else:
+            self._churn(end)
+        self.log(f"{part} done")
+
+    def close(self) -> None:
+        """End the daemon."""
+        self._stack.close()
+        self._daemon = None
+
+    # ---- the daemon
+
+    def _open(self) -> Daemon:
+        """The running daemon, or a new one on the caches that there are."""
+        if self._daemon is None:
+            settings: dict[str, object] = {"model": self._folders.model, "data_dir": self._folders.data}
+            settings |= {"data_root": self._folders.adapters, "load_format": "dummy", "device": self._size.device}
+            if "cache_dir" in {field.name for field in dataclasses.fields(Config)}:
+                settings["cache_dir"] = self._folders.caches / "coserve"
+            began = time.monotonic()
+            running = daemon(settings, self._folders.log, **self._folders.environment())
+            url = self._stack.enter_context(running)
+            self._daemon = Daemon(url, began, time.monotonic())
+            self.log(f"listening after {self._daemon.listening - began:.1f} s")
+        return self._daemon
+
+    def _warmed(self) -> Daemon:
+        found, patience = self._open(), time.monotonic() + WARM_PATIENCE
+        while not found.warm() and time.monotonic() < patience:
+            time.sleep(HEALTH_INTERVAL)
+        return found
+
+    # ---- the parts
+
+    def _start(self, part: str, end: float) -> None:
+        self.close()
+        if part == "start.cold":
+            self._folders.empty()
+        elif not self._folders.warm():
+            raise SystemExit("start.warm needs the caches of start.cold: run that first, or name its --scratch")
+        clients = LoadProcesses(CLIENTS)
+        found = self._open()
+        seconds = self._seconds(part, end)
+        start = found.listening + LEAD
+        with ThreadPoolExecutor(1) as pool:
+            sent = pool.submit(clients.run, found.url, self._requests(RATE, seconds), start=start)
+            warm_s, warm = watch_warming(found, sent)
+            samples = sent.result()
+        ready = found.listening - found.began
+        if part == "start.cold" and samples[0].times:  # when the first token is possible, not only a connection
+            ready = start - found.began + samples[0].times[0]
+        row = latency(samples) | {"seconds": seconds, "listening_s": round(found.listening - found.began, 2)}
+        row |= {"warm": warm, "stalls": stalls("", found.metrics())}
+        self._put(f"{part}.ready_s", round(ready, 2), "s", {"listening_s": row["listening_s"]})
+        self._put(f"{part}.warm_s", round(warm_s, 2), "s", {"warm": warm})
+        self._put(f"{part}.ttft_p99_ms", row["ttft_p99_ms"], "ms")
+        lines = timeline(samples, start - found.began)
+        self._put(f"{part}.max_gap_ms", row["max_gap_ms"], "ms", row | {"timeline": lines})
+
+    def _beside_jobs(self, rate: float, end: float) -> None:
+        found = self._warmed()
+        half = (time.monotonic() + end) / 2
+        both = {"checkpoints": self._jobs_row(found, rate, half, CHECKPOINT_STEPS)}
+        row = both["checkpoints"] | {"ft_cost": 0.0}
+        if time.monotonic() < end - TAIL:
+            both["none"] = self._jobs_row(found, rate, end, 10 * JOB_STEPS)
+            row["ft_cost"] = cost(both["checkpoints"]["finetune_tok_s"], both["none"]["finetune_tok_s"])
+            row["without_checkpoints"] = {k: v for k, v in both["none"].items() if k not in ("timeline", "stalls")}
+        self._jobs[f"r{rate:g}"] = row
+        for name, unit in (("max_gap_ms", "ms"), ("ttft_p99_ms", "ms"), ("ft_cost", "fraction")):
+            about: dict[str, Any] = {at: each[name] for at, each in self._jobs.items()}
+            if name == "max_gap_ms":
+                about = {"rates": self._jobs}
+            self._put(f"stall.jobs.{name}", worst(self._jobs, name), unit, about)
+
+    def _jobs_row(self, found: Daemon, rate: float, end: float, checkpoint_steps: int) -> dict[str, Any]:
+        """Latency beside jobs that follow one another, and their tokens a second while requests arrive."""
+        clients = LoadProcesses(CLIENTS)
+        with Client(found.url) as client, jobs(client, self._size, checkpoint_steps):
+            seconds = self._seconds(f"jobs.r{rate:g}", end)
+            before, start = found.metrics(), time.monotonic() + LEAD
+            with ThreadPoolExecutor(1) as pool:
+                sent = pool.submit(clients.run, found.url, self._requests(rate, seconds, SLO), start=start)
+                time.sleep(max(0.0, start + seconds - time.monotonic()))
+                after, elapsed = found.metrics(), time.monotonic() - start + LEAD
+                samples = sent.result()
+        trained = (metric_values(page, TRAINED).get((), 0.0) for page in (after, before))
+        row = latency(samples) | {
+            "seconds": seconds,
+            "finetune_tok_s": round((next(trained) - next(trained)) / elapsed, 1),
+        }
+        return row | {"stalls": stalls(before, after), "timeline": timeline(samples)}
+
+    def _churn(self, end: float) -> None:
+        found = self._warmed()
+        clients = LoadProcesses(CLIENTS)
+        seconds = self._seconds("churn", end)
+        before, start = found.metrics(), time.monotonic() + LEAD
+        with ThreadPoolExecutor(1) as pool:
+            sent = pool.submit(clients.run, found.url, self._requests(RATE, seconds, SLO), start=start)
+            done = asyncio.run(churn(found.url, start=start, seconds=0.8 * seconds))
+            samples = sent.result()
+        row = latency(samples) | done | {"seconds": seconds, "stalls": stalls(before, found.metrics())}
+        self._put("stall.churn.max_gap_ms", row["max_gap_ms"], "ms", row | {"timeline": timeline(samples)})
+
+    # ---- helpers
+
+    def _requests(self, rate: float, seconds: float, slo: dict[str, float] | None = None) -> Sequence[LoadRequest]:
+        """Poisson arrivals; the first request at once."""
+        found = poisson_requests(replace(self._size, seconds=seconds), rate)
+        first = msgspec.structs.replace(found[0], at=0.0)
+        return [msgspec.structs.replace(request, slo=slo or {}) for request in (first, *found[1:])]
+
+    def _seconds(self, part: str, end: float) -> float:
+        """Seconds of arrivals that the budget leaves, at least one."""
+        wanted = SECONDS[part] if self._size.device == "cuda" else self._size.seconds
+        return round(max(1.0, min(wanted, end - TAIL - time.monotonic())), 1)
+
+    def _put(self, key: str, value: float, unit: str, about: dict[str, Any] | None = None) -> None:
+        self._results.put(key, value, unit, target(key), about=about)
+
+
+def watch_warming(found: Daemon, sent: Future[list[Sample]]) -> tuple[float, bool]:
+    """Seconds from the process's start until the engine is warm; if the load ends before that, until then, and False."""
+    while not sent.done():
+        asked = time.monotonic()
+        if found.warm():
+            return asked - found.began, True
+        time.sleep(HEALTH_INTERVAL)
+    return time.monotonic() - found.began, found.warm()
+
+
+@contextlib.contextmanager
+def jobs(client: Client, size: Size, checkpoint_steps: int) -> Iterator[None]:
+    """Jobs one after another in each of `ACTIVE_JOBS` lines. Entered when every line has done two steps: the kernels are compiled."""
+    settings = TrainingSettings(
+        steps=JOB_STEPS,
+        batch_tokens=size.batch_tokens,
+        max_length=size.row_tokens,
+        checkpoint_steps=checkpoint_steps,
+        validation_split=0.1,
+        eval_steps=EVAL_STEPS,
+        seed=SEED,
+    )
+    training, rows, stopping = msgspec.to_builtins(settings), corpus(size), threading.Event()
+    begun = threading.Barrier(ACTIVE_JOBS + 1)
+
+    def line(number: int) -> None:
+        first = True
+        while not stopping.is_set():
+            job = client.finetune(f"trained-{number}", rows, lora={"r": RANK}, training=training)
+            for event in job.events():
+                if event.state is JobState.FAILED:
+                    begun.abort()
+                    raise SystemExit(f"job {job.id}: {event.message}")
+                if first and event.metrics is not None and event.metrics.step >= 2:
+                    first = False
+                    begun.wait(120)
+                if stopping.is_set():
+                    job.cancel()
+                    return
+
+    with ThreadPoolExecutor(ACTIVE_JOBS) as pool:
+        lines = [pool.submit(line, number) for number in range(ACTIVE_JOBS)]
+        try:
+            begun.wait(120)
+            yield
+        finally:
+            stopping.set()
+            begun.abort()
+    for ended in lines:
+        ended.result()
+
+
+def parse() -> argparse.Namespace:
+    parser = make_parser(__doc__, tiny="a small base, on any machine, to try the script")
+    parser.add_argument("--only", default=",".join(PARTS), help="parts, separated by commas")
+    parser.add_argument(
+        "--scratch", type=Path, default=None, help="folder for base, adapters, data and caches; it is kept"
+    )
+    parser.add_argument("--budget", type=float, default=240.0, help="seconds of each part; its arrivals are cut to fit")
+    options = parser.parse_args()
+    check_tiny(parser, options)
+    if unknown := set(options.only.split(",")) - set(PARTS):
+        parser.error(f"--only: no part is called {', '.join(sorted(unknown))}")
+    return options
+
+
+@contextlib.contextmanager
+def scratch_folder(given: Path | None) -> Iterator[Path]:
+    if given is not None:
+        given.mkdir(parents=True, exist_ok=True)
+        yield given
+        return
+    with tempfile.TemporaryDirectory() as made:
+        yield Path(made)
+
+
+def main() -> None:
+    options = parse()
+    size = SMALL if options.tiny else FULL
+    jobs_about = {"active": ACTIVE_JOBS, "steps": JOB_STEPS, "checkpoint": CHECKPOINT_STEPS, "evaluate": EVAL_STEPS}
+    with scratch_folder(options.scratch) as root:
+        folders = Folders(root, size)
+        folders.prepare()
+        results = Results(
+            options.out,
+            FILE,
+            script="benchmarks.stalls",
+            hardware=hardware(options.tiny),
+            seed=SEED,
+            revision=options.commit,
+            settings={"rank": RANK, "seconds": SECONDS, "slo": SLO, "jobs": jobs_about},
+        )
+        run = Stalls(size, folders, results, budget=options.budget)
+        with contextlib.closing(run):
+            for part in PARTS:
+                if part in options.only.split(","):
+                    run.run(part)
+                    summarize(options.out)
+
+
+if __name__ == "__main__":
+    main()
