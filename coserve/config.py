@@ -70,6 +70,9 @@ class Config:
         "the first request (before), or not at all (off)",
         choices=("background", "before", "off"),
     )
+    cache_dir: Path | None = option(
+        None, "folder of compiled kernels, which later starts load; default: 'cache' in the data folder"
+    )
     trust_remote_code: bool = option(False, "run Python code that comes with the model's files")
     load_format: str = option(
         "auto",

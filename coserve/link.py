@@ -104,6 +104,20 @@ class EngineNotes(Message, frozen=True):
     notes: tuple[str, ...]
 
 
+class EngineWarming(Message, frozen=True):
+    """How far warm-up is: kernels compiled, graphs captured. Sent right after `EngineReady`, and again as it goes on.
+
+    `done == total`: fully warm, nothing of this will be sent again. An engine without warm-up sends 0 of 0 once.
+    """
+
+    done: int
+    total: int
+    seconds_left: float | None
+    """None: unknown."""
+    notes: tuple[str, ...]
+    """Replaces the notes of `EngineReady`: what runs slower meanwhile, and what always does."""
+
+
 class EngineRefused(Message, frozen=True):
     """The engine cannot start with these settings; `code` is that of a `StartupError`."""
 
@@ -233,6 +247,7 @@ ToEngine = Generate | CancelRequest | StartJob | PauseJob | ResumeJob | CancelJo
 FromEngine = (
     EngineReady
     | EngineNotes
+    | EngineWarming
     | EngineRefused
     | Admitted
     | Tokens

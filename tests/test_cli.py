@@ -29,6 +29,7 @@ SETTINGS = [
     "threads",
     "lora_way",
     "compile",
+    "cache_dir",
     "trust_remote_code",
     "load_format",
     "policy",

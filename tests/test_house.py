@@ -22,7 +22,7 @@ LAYERS = (
     {"state", "workloads"},
     {"adapters", "offload", "demo"},
     {"corpus", "adapter_store"},
-    {"api", "generate"},
+    {"api", "generate", "warmup"},
     {"daemon", "finetune"},
     {"engine", "cli"},
 )

@@ -29,6 +29,7 @@ from coserve.link import (
     EngineRefused,
     EngineStats,
     EngineStopped,
+    EngineWarming,
     FromEngine,
     Link,
     RequestFailed,
@@ -153,7 +154,7 @@ class Service:
             case EngineStats():
                 self.engine.stats = message
                 self.metrics.engine.report(message)
-            case EngineNotes():
+            case EngineNotes() | EngineWarming():
                 self.engine.note(message.notes)
             case EngineStopped():
                 log.info("the engine stopped")

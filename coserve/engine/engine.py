@@ -28,6 +28,7 @@ from coserve.link import (
     EngineNotes,
     EngineStats,
     EngineStopped,
+    EngineWarming,
     FromEngine,
     Generate,
     Link,
@@ -121,6 +122,11 @@ class Engine:
         self._batches_since_train = 0
         self._stats_due = 0.0
 
+    @property
+    def warms_up(self) -> bool:
+        """Steps become faster while it runs."""
+        return self._upgrade is not None
+
     async def run(self) -> None:
         """Tick until `Shutdown` comes or the API process is gone. Raises what only a new process mends: `EngineFault`, and
         any error outside of the work of one request or one job."""
@@ -178,7 +184,8 @@ class Engine:
         compiled = asyncio.get_running_loop().run_in_executor(executor, upgrade.compile)
         executor.shutdown(wait=False)
         await compiled
-        self._link.send(EngineNotes(notes=upgrade.adopt()))
+        notes = upgrade.adopt()
+        self._link.send_all([EngineNotes(notes=notes), EngineWarming(done=1, total=1, seconds_left=None, notes=notes)])
 
     # ---- the two kinds of work
 

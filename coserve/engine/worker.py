@@ -33,7 +33,7 @@ from coserve.generate.execution.start import Upgrade, make_start
 from coserve.generate.generator import Generator
 from coserve.kernels.lora.backend import choose_backend
 from coserve.kernels.lora.interface import LoraBackend
-from coserve.link import EngineReady, EngineRefused, FromEngine, Link, ToEngine, engine_end
+from coserve.link import EngineReady, EngineRefused, EngineWarming, FromEngine, Link, ToEngine, engine_end
 from coserve.logs.format import log_event
 from coserve.logs.setup import LogSettings, set_up_logging
 from coserve.memory.kv import CPU_TOKENS, KvCache
@@ -187,6 +187,7 @@ async def _run(config: Config, fd: int) -> None:
             seconds=round(time.monotonic() - began, 3),
         )
         link.send(ready)
+        link.send(EngineWarming(done=0, total=int(engine.warms_up), seconds_left=None, notes=ready.notes))
         await engine.run()
         log_event(log, "engine stops")
     await link.close()
