@@ -211,6 +211,19 @@ class Starving(msgspec.Struct, frozen=True):
     slack: float
 
 
+STALL_BUCKETS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0)
+"""Upper bounds in seconds."""
+
+
+class StallCounts(msgspec.Struct, frozen=True):
+    """Stalls by one cause since the engine started: `buckets` has a count for each of `STALL_BUCKETS`, then one for all longer
+    ones; `seconds` is their sum. See `engine.stalls`."""
+
+    cause: str
+    seconds: float
+    buckets: tuple[int, ...]
+
+
 class EngineStats(Message, frozen=True):
     """Gauges, about once a second and after every change of state."""
 
@@ -237,6 +250,7 @@ class EngineStats(Message, frozen=True):
     patience_slices: int = 0
     """Fine-tuning slices so far that ran only because their job had waited `train_patience`."""
     starving: Starving | None = None
+    stalls: tuple[StallCounts, ...] = ()
 
 
 class EngineStopped(Message, frozen=True):

@@ -10,15 +10,15 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable
 from concurrent.futures import Executor, ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass
 from itertools import accumulate
-from typing import Literal, get_args
 
 from coserve.engine.job_runner import JobRunner
 from coserve.engine.ports import Generates, StoresAdapters, Trains, Upgrades
+from coserve.engine.running import STEP_KINDS, RunningRequests, StepKind
+from coserve.engine.stalls import SLEEP, Stalls
 from coserve.errors import CoserveError, EngineFault, EngineUnavailable, QueueFull, failure_text
 from coserve.link import (
     Admitted,
@@ -38,11 +38,10 @@ from coserve.link import (
     Shutdown,
     StartJob,
     ToEngine,
-    Tokens,
 )
 from coserve.queues.costs import Estimates
 from coserve.queues.inference import InferenceQueue, Queued
-from coserve.queues.policy import Costs, Policy, Running, Serve, Train, View, Wait, Waiting
+from coserve.queues.policy import Costs, Policy, Serve, Train, View, Wait, Waiting
 from coserve.queues.slices import Slices
 from coserve.state.failpoints import failpoint
 
@@ -51,23 +50,6 @@ log = logging.getLogger(__name__)
 STATS_INTERVAL = 1.0
 PREPARATION = 0.5
 """Seconds: longer than a piece of `Generates.prepare`."""
-
-StepKind = Literal["prefill", "decode"]
-"""Kinds of generation steps: with a prompt still to be read, or without."""
-STEP_KINDS: tuple[StepKind, ...] = get_args(StepKind)
-
-
-@dataclass
-class _Clocked:
-    """A running request's promise: when its next token is due, and about how many steps it takes until then."""
-
-    tpot: float
-    due: float
-    steps: int
-    started: bool = False
-    """It has been scheduled: `Admitted` was sent."""
-    begun: bool = False
-    """It has had a token."""
 
 
 async def _yield_to_loop() -> None:
@@ -108,7 +90,7 @@ class Engine:
         self._planned_bytes = planned_bytes
         self._queue = InferenceQueue(max_queue, fair=fair)
         self._seen: tuple[tuple[Queued, ...], tuple[Waiting, ...]] = (), ()
-        self._running: dict[str, _Clocked] = {}
+        self._running, self._stalls = RunningRequests(), Stalls(clock)
         self._changed = asyncio.Event()
         self._loop: asyncio.AbstractEventLoop | None = None
         threads = ThreadPoolExecutor(max_active_jobs, "jobs") if job_threads is None else job_threads
@@ -139,11 +121,13 @@ class Engine:
         try:
             while not (self._stopping or beside[0].done()):
                 self._changed.clear()  # what came until now, the policy sees now
-                self._jobs.activate()
-                while (request := self._adapters.next_arrived()) is not None:
-                    self._admit(request)
-                for request, error in self._adapters.failed():
-                    self._fail(request.message, error)
+                with self._stalls.during("jobs"):
+                    self._jobs.activate()
+                with self._stalls.during("adapters"):
+                    while (request := self._adapters.next_arrived()) is not None:
+                        self._admit(request)
+                    for request, error in self._adapters.failed():
+                        self._fail(request.message, error)
                 await self._tick(self._clock())
                 for task in beside:
                     if task.done():
@@ -163,12 +147,13 @@ class Engine:
             self._loop.call_soon_threadsafe(self._changed.set)
 
     async def _tick(self, now: float) -> None:
+        self._stalls.chance(somebody=bool(self._queue) or bool(self._running))
         match self._policy.decide(self._view(), now):
             case Serve(admit):
                 await self._serve(admit)
             case Train() as decision:
                 await self._train(decision)
-            case Wait(until) if self._idle_until(until, now) and self._generator.prepare():
+            case Wait(until) if self._idle_until(until, now) and self._prepare():
                 await self._pace()
             case Wait(until):
                 self._report(now, force=True)
@@ -178,13 +163,18 @@ class Engine:
         """No adapter read is pending and no timer fires soon."""
         return not self._adapters.waiting and (until is None or until - now > PREPARATION)
 
+    def _prepare(self) -> bool:
+        with self._stalls.during("prepare"):
+            return self._generator.prepare()
+
     async def _take_up(self, upgrade: Upgrades) -> None:
         """Compile on a thread, which nobody waits for at the end, and go on with what came out."""
         executor = ThreadPoolExecutor(1, "compile")
         compiled = asyncio.get_running_loop().run_in_executor(executor, upgrade.compile)
         executor.shutdown(wait=False)
         await compiled
-        notes = upgrade.adopt()
+        with self._stalls.during("adopt"):
+            notes = upgrade.adopt()
         self._link.send_all([EngineNotes(notes=notes), EngineWarming(done=1, total=1, seconds_left=None, notes=notes)])
 
     # ---- the two kinds of work
@@ -193,21 +183,23 @@ class Engine:
         began = self._clock()
         if admit and not self._running:
             self._batches_since_train += 1
-        for request in self._queue.take(admit):
-            if self._adapters.ready(request):
-                self._admit(request)
+        with self._stalls.during("admit"):
+            for request in self._queue.take(admit):
+                if self._adapters.ready(request):
+                    self._admit(request)
         if not self._running:  # all were refused, or wait for their adapters
             await self._pace()
             return
-        kind = self._step_kind()
-        results = self._generator.step()
+        kind = self._running.step_kind()
+        with self._stalls.during(kind):
+            results = self._generator.step()
         self._tell_started()
         failpoint("generate.mid_stream")
         await self._pace()
         now = self._clock()
         self._steps.add(kind, now - began)
         self._serve_seconds += now - began
-        self._emit_tokens(results, now)
+        self._link.send_all(self._running.accept(results, now))
         self._report(now)
 
     def _admit(self, entry: Queued) -> None:
@@ -218,7 +210,7 @@ class Engine:
             self._fail(request, error)
         else:
             steps = math.ceil(len(request.prompt) / self._step_tokens)
-            self._running[request.id] = _Clocked(request.slo.tpot, entry.deadline, steps)
+            self._running.add(request.id, tpot=request.slo.tpot, deadline=entry.deadline, steps=steps)
 
     def _fail(self, request: Generate, error: Exception) -> None:
         """Report `error` as the request's end; re-raise an `EngineFault`."""
@@ -231,33 +223,18 @@ class Engine:
 
     def _tell_started(self) -> None:
         for id in self._generator.started():
-            if (promise := self._running.get(id)) is not None:
-                promise.started = True
+            if self._running.start(id):
                 self._link.send(Admitted(id=id))
-
-    def _emit_tokens(self, messages: Sequence[Tokens | RequestFailed], now: float) -> None:
-        wanted: list[FromEngine] = []
-        for message in messages:
-            promise = self._running.get(message.id)
-            if promise is None:
-                continue  # cancelled while the step ran
-            if isinstance(message, RequestFailed) or message.finished is not None:
-                del self._running[message.id]
-            elif message.tokens:  # pieces of a prompt's scores bring none
-                promise.due = now + promise.tpot
-                promise.steps, promise.begun = 1, True
-            wanted.append(message)
-        self._link.send_all(wanted)
-
-    def _step_kind(self) -> StepKind:
-        return "decode" if all(promise.begun for promise in self._running.values()) else "prefill"
 
     async def _train(self, decision: Train) -> None:
         # Chosen already: they need not wait for the slice.
-        self._emit_tokens(self._generator.collect(), self._clock())
+        with self._stalls.during("decode"):
+            results = self._generator.collect()
+        self._link.send_all(self._running.accept(results, self._clock()))
         began, job = self._clock(), decision.job
         kind = self._jobs.next_micro_step(job)
-        suspended = self._jobs.advance(job, decision.micro_steps)
+        with self._stalls.during(f"train_{kind}"):
+            suspended = self._jobs.advance(job, decision.micro_steps)
         if not suspended:
             self._batches_since_train = 0
         await self._pace()
@@ -271,7 +248,7 @@ class Engine:
         if seconds is not None and seconds <= 0:
             await asyncio.sleep(0)
             return
-        with suppress(TimeoutError):
+        with self._stalls.during(SLEEP), suppress(TimeoutError):
             async with asyncio.timeout(seconds):
                 await self._changed.wait()
 
@@ -281,10 +258,10 @@ class Engine:
         jobs = self._jobs.ready()
         self._slices.ready(jobs, self._clock())
         waiting, headroom = self._waiting(), max(0, self._max_running - len(self._running) - self._adapters.waiting)
-        step: StepKind = "prefill" if waiting and headroom else self._step_kind()
+        step: StepKind = "prefill" if waiting and headroom else self._running.step_kind()
         return View(
             waiting=waiting,
-            running=tuple(Running(id, promise.due, promise.steps) for id, promise in self._running.items()),
+            running=self._running.view(),
             headroom=headroom,
             jobs=jobs,
             mid_batch=self._jobs.mid_batch(),
@@ -319,7 +296,8 @@ class Engine:
                 self._stopping = True
                 self._changed.set()
                 return
-            self._handle(message)
+            with self._stalls.during("messages"):
+                self._handle(message)
             self._changed.set()
 
     def _handle(self, message: ToEngine) -> None:
@@ -327,8 +305,7 @@ class Engine:
             case Generate():
                 self._enqueue(message)
             case CancelRequest(id=id):
-                if not (self._queue.cancel(id) or self._adapters.cancel(id)) and id in self._running:
-                    del self._running[id]
+                if not (self._queue.cancel(id) or self._adapters.cancel(id)) and self._running.remove(id):
                     self._generator.cancel(id)
             case StartJob(spec=spec, paused=paused):
                 self._jobs.place(spec, paused=paused)
@@ -365,7 +342,7 @@ class Engine:
         if now < self._stats_due and not force:
             return
         self._stats_due = now + STATS_INTERVAL
-        started = sum(promise.started for promise in self._running.values())
+        started = self._running.started
         self._link.send(
             EngineStats(
                 waiting=len(self._queue) + self._adapters.waiting + len(self._running) - started,
@@ -385,5 +362,6 @@ class Engine:
                 troubles=self._adapters.troubles + self._jobs.troubles,
                 patience_slices=self._slices.by_patience,
                 starving=self._slices.starving(now),
+                stalls=self._stalls.totals(),
             )
         )

@@ -23,7 +23,6 @@ from coserve.api.http.connections import (
     OWN_DESCRIPTORS,
     RESERVE,
     Connections,
-    ThrottledLog,
     connection_limit,
     quiet_accept,
 )
@@ -217,17 +216,6 @@ async def test_busy_connections_stay_and_health_answers(api: Api, clock: Clock) 
         assert (await reader.readline()).split()[1] == b"200"
     await close(*opened, *further, *more)
     await api.works()
-
-
-def test_a_storm_is_logged_once_a_minute(caplog: pytest.LogCaptureFixture) -> None:
-    now = 0.0
-    storm = ThrottledLog("no room", lambda: now)
-    for now in (0.0, 0.1, 30.0, 61.0, 62.0):  # noqa: B007  # the clock reads it
-        storm.warn()
-    assert [record.getMessage() for record in caplog.records] == [
-        "no room",
-        "no room (2 times more since it was said last)",
-    ]
 
 
 async def test_asyncios_reports_of_accept_are_joined(caplog: pytest.LogCaptureFixture) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 from prometheus_client.parser import text_string_to_metric_families
 
-from coserve.link import Generate
+from coserve.link import STALL_BUCKETS, Generate, StallCounts
 from tests.support.api_server import Api, serve_api
 
 
@@ -128,6 +128,36 @@ async def test_counters_of_the_engine_go_on_over_its_restarts(api: Api) -> None:
     assert found["coserve_prefix_cache_queries_total"] == 100
     assert found["coserve_prefix_cache_hits_total"] == 60
     assert found["coserve_engine_restarts"] == 1
+
+
+async def test_stalls_are_a_histogram_by_cause_that_goes_on_over_restarts(api: Api) -> None:
+    def stalls(cause: str, *at: int) -> StallCounts:
+        buckets = tuple(at.count(bucket) for bucket in range(len(STALL_BUCKETS) + 1))
+        return StallCounts(cause=cause, seconds=1.5 * len(at), buckets=buckets)
+
+    api.engine.stats(stalls=(stalls("decode", 0, 1, 1), stalls("gc", len(STALL_BUCKETS))))
+    await api.works()
+    await api.engine.die()
+    await api.start_engine()
+    api.engine.stats(stalls=(stalls("decode", 1), stalls("loop", 2)))
+    await api.works()
+    found = await scrape(api)
+    name = "coserve_engine_stall_seconds"
+    assert found[f"{name}_bucket,cause=decode,le=0.001"] == 1
+    assert found[f"{name}_bucket,cause=decode,le=0.002"] == 4
+    assert found[f"{name}_bucket,cause=decode,le=+Inf"] == found[f"{name}_count,cause=decode"] == 4
+    assert found[f"{name}_sum,cause=decode"] == 6.0
+    assert found[f"{name}_bucket,cause=gc,le=10.0"] == 0
+    assert (found[f"{name}_count,cause=gc"], found[f"{name}_count,cause=loop"]) == (1, 1)
+
+
+async def test_every_metric_is_described(api: Api) -> None:
+    page = (Path(__file__).parents[2] / "docs/metrics.md").read_text()
+    described = set(re.findall(r"^\| `(coserve_\w+)`", page, re.MULTILINE))
+    async with api.http.get("/metrics") as response:
+        families = text_string_to_metric_families(await response.text())
+    served = {f"{family.name}_total" if family.type == "counter" else family.name for family in families}
+    assert described == {name for name in served if name.startswith("coserve_") and not name.endswith("_created")}
 
 
 async def test_labels_do_not_grow_with_what_clients_say(api: Api) -> None:

@@ -35,6 +35,7 @@ from coserve.link import (
     RequestFailed,
     ResumeJob,
     Shutdown,
+    StallCounts,
     StartJob,
     Starving,
     ToEngine,
@@ -217,7 +218,7 @@ class FakeEngine:
         self.write_adapter(self.folder.adapter(ref), self.base)
         self.link.send(JobSucceeded(id=spec.id, ref=ref))
 
-    def stats(self, *, starving: Starving | None = None, **changes: int) -> None:
+    def stats(self, *, starving: Starving | None = None, stalls: tuple[StallCounts, ...] = (), **changes: int) -> None:
         """Report gauges."""
         values = {
             "waiting": 0,
@@ -232,4 +233,5 @@ class FakeEngine:
             "prefix_queries": 50,
             "prefix_hits": 30,
         } | changes
-        self.link.send(EngineStats(**values, resident=(), serve_seconds=1.5, train_seconds=2.5, starving=starving))
+        seconds = {"serve_seconds": 1.5, "train_seconds": 2.5}
+        self.link.send(EngineStats(**values, **seconds, resident=(), starving=starving, stalls=stalls))

@@ -17,6 +17,7 @@ from aiohttp.typedefs import Middleware
 from coserve.api.http.responses import NATIVE_ERRORS
 from coserve.api.http.security import Handler
 from coserve.errors import TooManyConnections
+from coserve.logs.throttled import ThrottledLog
 
 log = logging.getLogger(__name__)
 
@@ -42,7 +43,7 @@ class Connections:
         self._busy: set[web.RequestHandler] = set()
         self._over_limit: set[web.RequestHandler] = set()
         """Beyond the limit: closed after their response, even if more of a body would come."""
-        self._refused = ThrottledLog("connections refused: all are busy; see --max-connections", clock)
+        self._refused = ThrottledLog(log, "connections refused: all are busy; see --max-connections", clock)
 
     def accept(self, make: Callable[[], web.RequestHandler]) -> asyncio.BaseProtocol:
         """The protocol of a new connection: that of `make`, or one that refuses it."""
@@ -141,30 +142,12 @@ class _RejectProtocol(asyncio.Protocol):
         stream.close()
 
 
-class ThrottledLog:
-    """Logs an event that may happen thousands of times a second once a minute, with a count."""
-
-    INTERVAL: Final = 60.0
-
-    def __init__(self, what: str, clock: Callable[[], float] = time.monotonic) -> None:
-        self._what, self._clock = what, clock
-        self._last: float | None = None
-        self._unlogged = 0
-
-    def warn(self) -> None:
-        now = self._clock()
-        if self._last is not None and now - self._last < self.INTERVAL:
-            self._unlogged += 1
-            return
-        more = f" ({self._unlogged} times more since it was said last)" if self._unlogged else ""
-        log.warning("%s%s", self._what, more)
-        self._last, self._unlogged = now, 0
-
-
 def quiet_accept(clock: Callable[[], float] = time.monotonic) -> Callable[[asyncio.AbstractEventLoop, Any], None]:
     """An exception handler for the event loop: asyncio reports each connection that it cannot accept for want of
     descriptors."""
-    throttled = ThrottledLog("connections cannot be accepted: the machine is out of file descriptors or memory", clock)
+    throttled = ThrottledLog(
+        log, "connections cannot be accepted: the machine is out of file descriptors or memory", clock
+    )
 
     def handle(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
         error = context.get("exception")

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from itertools import accumulate
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from coserve.api.metrics.vllm_names import VllmNames
-from coserve.link import EngineStats
+from coserve.link import STALL_BUCKETS, EngineStats, StallCounts
 from coserve.types import FinishReason, JobState
 
 _LATENCY = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
@@ -151,16 +152,25 @@ class EngineGauges(Collector):
     def __init__(self) -> None:
         self._stats: EngineStats | None = None
         self._before = (0.0,) * len(_TOTALS)
+        self._stalls_before: dict[str, StallCounts] = {}
 
     def report(self, stats: EngineStats | None) -> None:
         """None: the engine is gone."""
         if stats is None:
-            self._before = self._totals()
+            self._before, self._stalls_before = self._totals(), self._stalls()
         self._stats = stats
 
     def _totals(self) -> tuple[float, ...]:
         now = [0.0 if self._stats is None else float(value(self._stats)) for _, _, value in _TOTALS]
         return tuple(before + since for before, since in zip(self._before, now, strict=True))
+
+    def _stalls(self) -> dict[str, StallCounts]:
+        """By cause."""
+        found = dict(self._stalls_before)
+        for new in () if self._stats is None else self._stats.stalls:
+            old = found.get(new.cause)
+            found[new.cause] = new if old is None else _sum(old, new)
+        return found
 
     def collect(self) -> Iterable[Metric]:
         s = self._stats
@@ -181,3 +191,18 @@ class EngineGauges(Collector):
             yield GaugeMetricFamily(f"coserve_{name}", text, value=value)
         for (name, text, _), total in zip(_TOTALS, self._totals(), strict=True):
             yield CounterMetricFamily(f"coserve_{name}", text, value=total)
+        stalls = HistogramMetricFamily(
+            "coserve_engine_stall_seconds",
+            "Between two chances to begin a generation step, while requests waited or ran",
+            labels=["cause"],
+        )
+        for cause, counts in self._stalls().items():
+            bounds = (*map(str, STALL_BUCKETS), "+Inf")
+            buckets = list(zip(bounds, map(float, accumulate(counts.buckets)), strict=True))
+            stalls.add_metric([cause], buckets, counts.seconds)
+        yield stalls
+
+
+def _sum(old: StallCounts, new: StallCounts) -> StallCounts:
+    buckets = tuple(a + b for a, b in zip(old.buckets, new.buckets, strict=True))
+    return StallCounts(cause=new.cause, seconds=old.seconds + new.seconds, buckets=buckets)

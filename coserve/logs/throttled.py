@@ -1,0 +1,29 @@
+"""A warning that may be due thousands of times a second, logged once a minute."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from typing import Final
+
+
+class ThrottledLog:
+    """Logs `what` to `log` at most once in `INTERVAL` seconds, with a count of those left out."""
+
+    INTERVAL: Final = 60.0
+
+    def __init__(self, log: logging.Logger, what: str, clock: Callable[[], float] = time.monotonic) -> None:
+        self._log, self._what, self._clock = log, what, clock
+        self._last: float | None = None
+        self._unlogged = 0
+
+    def warn(self, detail: str = "") -> None:
+        """`detail` follows `what` in the line."""
+        now = self._clock()
+        if self._last is not None and now - self._last < self.INTERVAL:
+            self._unlogged += 1
+            return
+        more = f" ({self._unlogged} times more since it was said last)" if self._unlogged else ""
+        self._log.warning("%s%s%s", self._what, detail, more)
+        self._last, self._unlogged = now, 0
