@@ -25,7 +25,7 @@ from coserve.api.openai.routes import openai_routes
 from coserve.api.service import Service
 from coserve.api.tgi.handlers import TgiApi
 from coserve.api.tgi.routes import tgi_routes
-from coserve.api.tokenizer.handlers import TokenizerApi
+from coserve.api.tokenizer.handlers import MAX_TEXTS, TokenizerApi
 from coserve.api.tokenizer.routes import tokenizer_routes
 from coserve.config import Config
 from coserve.logs.access import AccessLogger
@@ -38,8 +38,11 @@ STREAMS_TIMEOUT = 5.0
 ROUTES = web.AppKey("routes", tuple[Route, ...])
 
 
-def make_app(service: Service, config: Config, clock: Callable[[], float] = time.monotonic) -> web.Application:
-    """The application over a service. The caller opens and closes the service. `clock`: seconds, for idle connections."""
+def make_app(
+    service: Service, config: Config, clock: Callable[[], float] = time.monotonic, *, max_texts: int = MAX_TEXTS
+) -> web.Application:
+    """The application over a service. The caller opens and closes the service. `clock`: seconds, for idle connections;
+    `max_texts`: texts that `/tokenize` and `/detokenize` handle at one time."""
     bodies = BodyReader(
         service.helpers,
         lambda: None if service.engine.ready is None else service.engine.ready.spec.context,
@@ -52,7 +55,7 @@ def make_app(service: Service, config: Config, clock: Callable[[], float] = time
         *native_routes(NativeApi(service, config, bodies, uploads, tgi)),
         *tgi_routes(tgi),
         *openai_routes(OpenAIApi(service, config, bodies)),
-        *tokenizer_routes(TokenizerApi(service, bodies)),
+        *tokenizer_routes(TokenizerApi(service, bodies, max_texts=max_texts)),
     )
 
     async def openapi(request: web.Request) -> web.StreamResponse:

@@ -15,7 +15,7 @@ from coserve import __version__
 from coserve.api.adapters.catalog import AdapterCatalog
 from coserve.api.engine_client import EngineClient
 from coserve.api.generation.async_tokenizer import AsyncTokenizer
-from coserve.api.generation.in_flight import InFlightRequests
+from coserve.api.generation.in_flight import MAX_PROMPT_SCORES, InFlightRequests
 from coserve.api.jobs.manager import JobManager
 from coserve.api.jobs.recorder import JobRecorder
 from coserve.api.jobs.submission import MAX_PREPARING
@@ -52,7 +52,16 @@ MAX_BODY_HELPERS = 2
 class Service:
     """Starts without an engine; `attach` connects one, also after an engine died."""
 
-    def __init__(self, config: Config, folder: DataFolder, registry: RegistryThread, tokenizer: Tokenizer) -> None:
+    def __init__(
+        self,
+        config: Config,
+        folder: DataFolder,
+        registry: RegistryThread,
+        tokenizer: Tokenizer,
+        *,
+        max_prompt_scores: int = MAX_PROMPT_SCORES,
+    ) -> None:
+        """`max_prompt_scores`: most prompt log-probabilities that all requests in flight may ask for together."""
         self.folder, self.tokenizer = folder, tokenizer
         self.engine = EngineClient()
         self.metrics = Metrics(self.engine.name)
@@ -61,7 +70,9 @@ class Service:
         self.helpers = HelperPool(tokenizer.state, MAX_BODY_HELPERS, LogSettings.of(config))
         self._preparers = HelperPool(tokenizer.state, MAX_PREPARING, LogSettings.of(config))
         self.texts = AsyncTokenizer(tokenizer, self.helpers)
-        self.generation = InFlightRequests(config, self.engine, registry, tokenizer, self.texts, self.metrics)
+        self.generation = InFlightRequests(
+            config, self.engine, registry, tokenizer, self.texts, self.metrics, max_prompt_scores=max_prompt_scores
+        )
         self.jobs = JobManager(config, folder, registry, tokenizer, self._preparers, self.engine, self._recorder)
         self.adapters = AdapterCatalog(config, folder, registry, self._preparers, self.engine, self.generation.in_use)
         self._started_monotonic, self.started_at = time.monotonic(), time.time()

@@ -69,11 +69,12 @@ def bench(
     made = make_trace(scenario, bundled_prompts(), bundled_rows()) if trace is None else load_trace(trace)
     if save is not None:
         save_trace(made, save)
-    run = asyncio.run(_replay(made, rest, url, key))
+    run = asyncio.run(run_bench(made, rest, url, key))
     _print_report(report, run)
 
 
-async def _replay(trace: Trace, rest: Rest, url: str, key: str | None) -> ReplayResult:
+async def run_bench(trace: Trace, rest: Rest, url: str, key: str | None) -> ReplayResult:
+    """Replay a trace on the daemon at `url`; its adapters are deleted at the end, unless `rest` leaves everything."""
     progress = BenchProgress(trace)
     async with AsyncClient(url, api_key=key or None, retry=NO_RETRIES) as client:
         target = CountedTarget(client, trace.scenario, prefix=f"bench-{secrets.token_hex(4)}-")

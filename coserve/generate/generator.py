@@ -13,7 +13,7 @@ from coserve.errors import EngineFault, InvalidRequest, failure_text
 from coserve.generate.checks import allowed_tokens, check_fits_pool, no_token_error
 from coserve.generate.execution.interface import StepExecutor, StepInFlight, StepResult
 from coserve.generate.sampling.choices import Choice, NoToken
-from coserve.generate.schedule import Scheduler, Share
+from coserve.generate.schedule import SCORED_TOKENS, Scheduler, Share
 from coserve.generate.sequence_state import SequenceState
 from coserve.generate.step_input import step_input
 from coserve.link import MAX_PROMPT_LOGPROBS, Generate, RequestFailed, Tokens
@@ -52,15 +52,18 @@ class Generator:
         max_running: int,
         step_tokens: int,
         prefix_cache: bool = True,
+        scored_tokens: int = SCORED_TOKENS,
     ) -> None:
         """`executor`: runs the steps; `step_tokens`: most tokens of a step; `max_running`: sequences that hold pages at once
         (no more than a step has tokens), further ones wait; `prefix_cache`: sequences of one adapter version that begin
-        alike share pages."""
+        alike share pages; `scored_tokens`: most tokens of a step that belong to prompts which are scored."""
         assert max_running > 0, f"expected max_running of at least 1, got {max_running}"
         assert step_tokens > 0, f"expected step_tokens of at least 1, got {step_tokens}"
         self._base, self._store, self._kv = base, store, kv
         store.use_pool(kv.buffer, self._evicted)
-        self._scheduler = Scheduler(kv, store, max_running=max_running, step_tokens=step_tokens)
+        self._scheduler = Scheduler(
+            kv, store, max_running=max_running, step_tokens=step_tokens, scored_tokens=scored_tokens
+        )
         self._prefix_cache = prefix_cache
         self._executor = executor
         self._in_flight: list[StepInFlight] = []

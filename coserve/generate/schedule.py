@@ -65,10 +65,19 @@ class Scheduler:
     ended or gave way. Pages that nobody holds are as good as free: no sequence waits for them.
     """
 
-    def __init__(self, pages: PageSource, adapters: AdapterSource, *, max_running: int, step_tokens: int) -> None:
+    def __init__(
+        self,
+        pages: PageSource,
+        adapters: AdapterSource,
+        *,
+        max_running: int,
+        step_tokens: int,
+        scored_tokens: int = SCORED_TOKENS,
+    ) -> None:
+        """`scored_tokens`: most tokens of a step that belong to prompts which are scored."""
         # No more than a step holds: then every decode is in every step, and a prompt under way always moves.
         self._pages, self._max_running, self._step_tokens = pages, min(max_running, step_tokens), step_tokens
-        self._adapters = adapters
+        self._adapters, self._scored_tokens = adapters, scored_tokens
         self._waiting: list[SequenceState] = []
         self._active: list[SequenceState] = []
         self.failed: list[tuple[SequenceState, Exception]] = []
@@ -102,14 +111,14 @@ class Scheduler:
     def plan(self) -> list[Share]:
         """At most `step_tokens` tokens, one share a sequence: decodes, then prompts under way, then new ones.
 
-        The pages for all shares are taken. Of prompts that are scored at most `SCORED_TOKENS` are in it.
+        The pages for all shares are taken. Of prompts that are scored at most `scored_tokens` are in it.
         """
         for sequence in self._active:
             self._label(sequence)
         before = self.preemptions
         shares = [Share(s, 1) for s in tuple(self._active) if s.pending == 1 and self._grow(s, before)]
         budget = self._step_tokens - len(shares)
-        scored = min(budget, SCORED_TOKENS)
+        scored = min(budget, self._scored_tokens)
         for sequence in self._active:
             budget_left = min(budget, scored) if sequence.scores_prompt else budget
             if budget_left and sequence.pending > 1:

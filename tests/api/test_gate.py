@@ -13,9 +13,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from aiohttp import web
 
 from coserve.api.app import ROUTES
 from coserve.api.http.route import Route
+from coserve.api.http.security import Handler
 from tests.support.api_server import REPLY, Api, serve_api, tokenizer
 from tests.support.fake_engine import write_peft
 from tests.support.watched_server import OLD_JOB, fill
@@ -288,6 +290,11 @@ async def test_answers_that_nobody_reads_have_a_deadline_and_do_not_pile_up(tmp_
         await api.works()
 
 
+def gone(transport: asyncio.Transport) -> bool:
+    """Whether it is closed and nothing waits in it, sent or thrown away."""
+    return transport.is_closing() and not transport.get_write_buffer_size()
+
+
 async def cut_off(client: socket.socket) -> bool:
     """Whether the answer that waits here ends before its end."""
     loop, last = asyncio.get_running_loop(), b""
@@ -301,13 +308,22 @@ async def cut_off(client: socket.socket) -> bool:
 
 @pytest.mark.parametrize("kind", ["download", "events of a job", "stream"])
 async def test_long_answers_that_nobody_reads_have_a_deadline(tmp_path: Path, kind: str) -> None:
-    context = 60_000
-    async with serve_api(tmp_path / "data", read_timeout=0.4, context=context, data_root=tmp_path) as api:
+    context, transports = 60_000, list[asyncio.Transport]()
+
+    @web.middleware
+    async def watch(request: web.Request, handler: Handler) -> web.StreamResponse:
+        assert request.transport is not None
+        transports.append(request.transport)
+        return await handler(request)
+
+    async with serve_api(
+        tmp_path / "data", read_timeout=0.4, context=context, data_root=tmp_path, middlewares=[watch]
+    ) as api:
         body = b""
         if kind == "download":
-            write_peft(tmp_path / "large", api.base, rank=200_000)
-            asked = {"name": "large", "path": str(tmp_path / "large")}
-            assert (await api.call("POST", "/adapters", json=asked))[0] == 201
+            write_peft(tmp_path / "large", api.base, rank=200_000, value=1.0)  # the archive's end is zeros
+            wanted = {"name": "large", "path": str(tmp_path / "large")}
+            assert (await api.call("POST", "/adapters", json=wanted))[0] == 201
             line = b"GET /adapters/large/download"
         elif kind == "events of a job":
             fill(api.folder, adapters=0, jobs=0, events=50_000)
@@ -316,13 +332,16 @@ async def test_long_answers_that_nobody_reads_have_a_deadline(tmp_path: Path, ki
             api.reply = [77] * context
             line, tokens = b"POST /generate", context - 10
             body = json.dumps({"prompt": "x", "max_tokens": tokens, "stream": True, "logprobs": 1}).encode()
+        asked = len(transports)
         with socket.socket() as client:
             client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
             client.connect(("127.0.0.1", api.port))
             client.setblocking(False)
             head = b" HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\nContent-Length: %d\r\n\r\n" % len(body)
             client.send(line + head + body)
-            await asyncio.sleep(2.0)  # nothing is read for five deadlines
+            async with asyncio.timeout(120):
+                while not transports[asked:] or not gone(transports[-1]):  # noqa: ASYNC110  # transports send no events
+                    await asyncio.sleep(0.02)
             assert await cut_off(client)
         if kind == "stream":
             api.reply = tokenizer().encode(REPLY, add_special=False)

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from coserve import __version__
-from coserve.api.tokenizer import handlers as tokenization
-from tests.support.api_server import Api, tokenizer
+from tests.support.api_server import Api, serve_api, tokenizer
 from tests.support.fake_engine import CONTEXT
 
 TEXT = "the cat sat"
@@ -80,7 +81,7 @@ async def test_bad_input(api: Api, path: str, body: dict[str, object], status: i
     await api.works()
 
 
-async def test_texts_in_memory_are_bounded(api: Api, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tokenization, "MAX_AT_ONCE", 0)
-    for path, body in (("/tokenize", {"prompt": "x"}), ("/detokenize", {"tokens": [5]})):
-        await api.refused(429, "queue_full", "POST", path, json=body)
+async def test_texts_in_memory_are_bounded(tmp_path: Path) -> None:
+    async with serve_api(tmp_path / "data", max_texts=0) as api:
+        for path, body in (("/tokenize", {"prompt": "x"}), ("/detokenize", {"tokens": [5]})):
+            await api.refused(429, "queue_full", "POST", path, json=body)

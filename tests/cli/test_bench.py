@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from coserve.cli import bench
+from coserve.cli.bench import run_bench
 from coserve.cli.benchprogress import BenchProgress
 from coserve.types import TrainingSettings
 from coserve.workloads.arrivals import Arrivals
@@ -35,7 +35,7 @@ async def api(tmp_path: Path) -> AsyncIterator[Api]:
 
 
 async def run(api: Api, made: Trace, rest: Rest = Rest.DRAIN) -> ReplayResult:
-    return await bench._replay(made, rest, f"http://127.0.0.1:{api.port}", None)
+    return await run_bench(made, rest, f"http://127.0.0.1:{api.port}", None)
 
 
 async def nothing_is_left(api: Api) -> None:

@@ -408,10 +408,9 @@ def test_gpt2_learns_too(tmp_path: Path) -> None:
 
 
 def test_seconds_are_those_of_the_slices(base: Base, tmp_path: Path) -> None:
-    bench = Bench(base, tmp_path)
-    spec = bench.place(CORPUS, job_spec(CORPUS, steps=1, batch_tokens=5, targets=("q_proj",)))
     now = [0.0]
-    bench.trainer._clock = lambda: now.__setitem__(0, now[0] + 1.0) or now[0]
+    bench = Bench(base, tmp_path, clock=lambda: now.__setitem__(0, now[0] + 1.0) or now[0])
+    spec = bench.place(CORPUS, job_spec(CORPUS, steps=1, batch_tokens=5, targets=("q_proj",)))
     bench.start(spec)
     messages = []
     while not messages:

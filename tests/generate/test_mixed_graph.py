@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import pytest
 import torch
 from hypothesis import given, settings
@@ -23,7 +21,7 @@ from coserve.generate.execution.slot_lora import slot_lora
 from coserve.generate.execution.token_slots import TokenSlots
 from coserve.generate.generator import Generator
 from coserve.generate.sampling.sampler import send_ids
-from coserve.kernels.attention.interface import Attention, MixedCapacity, TokenRun
+from coserve.kernels.attention.interface import MixedCapacity, TokenRun
 from coserve.kernels.lora.segments import Segments
 from coserve.kernels.sampling.constants import NOT_FINITE
 from coserve.memory.kv import KvCache
@@ -34,6 +32,7 @@ from tests.support.examples import examples, sample
 from tests.support.executors import graphs
 from tests.support.generation import adapter, collect, prompt, request
 from tests.support.shelf import Shelf, named
+from tests.support.step_recorder import StepRecorder
 from tests.support.tiny_models import VOCAB, tiny_model
 
 SHORT = SamplingParams(max_tokens=4, temperature=0.0)
@@ -48,30 +47,9 @@ def llama() -> FusedBase:
     return fused_base("llama")
 
 
-class Ways:
-    """How steps with prompts were run."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.graphs: list[tuple[int, int]] = []
-        """(tokens of the step, of the graph)."""
-        self.others = 0
-        run, attention = MixedGraph.run, KvCache.attention
-
-        def ran(graph: MixedGraph, rows: Rows, *args: object) -> object:
-            self.graphs.append((len(rows.tokens), graph.capacity.tokens))
-            return run(graph, rows, *args)  # type: ignore[arg-type]
-
-        def launched(kv: KvCache, runs: Sequence[TokenRun]) -> Attention:
-            self.others += 1
-            return attention(kv, runs)
-
-        monkeypatch.setattr(MixedGraph, "run", ran)
-        monkeypatch.setattr(KvCache, "attention", launched)
-
-
 @pytest.fixture
-def ways(monkeypatch: pytest.MonkeyPatch) -> Ways:
-    return Ways(monkeypatch)
+def steps(monkeypatch: pytest.MonkeyPatch) -> StepRecorder:
+    return StepRecorder(monkeypatch)
 
 
 def generator(
@@ -93,7 +71,7 @@ def generator(
 
 
 @pytest.mark.parametrize("family", ["llama", "mistral", "gemma2"])
-def test_texts_are_those_of_packed_steps(family: str, ways: Ways) -> None:
+def test_texts_are_those_of_packed_steps(family: str, steps: StepRecorder) -> None:
     """In chunks beside decodes, of one token, beginning as another began (prefix hits), in windows."""
     fused, begun = fused_base(family), prompt(30)
     drawn = SamplingParams(max_tokens=5, temperature=1.3, top_p=0.9, frequency_penalty=0.3, seed=3)
@@ -102,18 +80,18 @@ def test_texts_are_those_of_packed_steps(family: str, ways: Ways) -> None:
     for changes in ({}, {"step_tokens": 13}, {"tokens": 48}):
         plain, padded = (generator(fused, prepared=prepared, **changes) for prepared in (False, True))
         expected = [collect(plain, [request("first", begun, SHORT)]), collect(plain, requests + again)]
-        assert not ways.graphs
-        ways.others = 0
+        assert not steps.graphs
+        steps.others = 0
         assert [collect(padded, [request("first", begun, SHORT)]), collect(padded, requests + again)] == expected
-        assert ways.graphs
-        assert not ways.others
-        assert all(size == next(b for b in MIXED_TOKENS if b >= tokens) for tokens, size in ways.graphs)
-        ways.graphs.clear()
+        assert steps.graphs
+        assert not steps.others
+        assert all(size == next(b for b in MIXED_TOKENS if b >= tokens) for tokens, size in steps.graphs)
+        steps.graphs.clear()
         assert bool(padded.preemptions) == ("tokens" in changes)
 
 
 @pytest.mark.slow
-def test_adapters_of_several_ranks(llama: FusedBase, ways: Ways) -> None:
+def test_adapters_of_several_ranks(llama: FusedBase, steps: StepRecorder) -> None:
     refs = [AdapterRef(f"a{i}", 1) for i in range(3)]
     ranks = 4, 1, 20
     shelf = Shelf({ref: adapter(llama.base, i, rank) for i, (ref, rank) in enumerate(zip(refs, ranks, strict=True))})
@@ -127,47 +105,47 @@ def test_adapters_of_several_ranks(llama: FusedBase, ways: Ways) -> None:
 
     expected = texts(generator(llama, shelf, prepared=False, step_tokens=14))
     assert texts(generator(llama, shelf, prepared=True, graph_tokens=32, step_tokens=14, ranks=(3, 32))) == expected
-    assert len(ways.graphs) > 3
+    assert len(steps.graphs) > 3
 
 
-def test_what_no_graph_holds_runs_packed(llama: FusedBase, ways: Ways) -> None:
+def test_what_no_graph_holds_runs_packed(llama: FusedBase, steps: StepRecorder) -> None:
     """Steps of more tokens than the largest, and of more prompts."""
     requests = [request(str(n), prompt(n), SHORT) for n in (70, 3)] + [request("few", prompt(8), SHORT)]
     gen = generator(llama, prepared=True, graph_tokens=32)
     assert collect(gen, requests) == collect(generator(llama, prepared=False), requests)
-    assert not ways.graphs
+    assert not steps.graphs
     many = [request(str(n), prompt(2, n), SHORT) for n in range(6)]
     assert collect(gen, many) == collect(generator(llama, prepared=False), many)
-    assert not ways.graphs
+    assert not steps.graphs
     assert collect(gen, requests[1:]) == collect(generator(llama, prepared=False), requests[1:])
-    assert ways.graphs == [(3 + 8 - 4, 32)], "the first page of the 8 is found"
+    assert steps.graphs == [(3 + 8 - 4, 32)], "the first page of the 8 is found"
 
 
 @pytest.mark.slow
-def test_widths_that_steps_had_are_prepared_too(llama: FusedBase, ways: Ways) -> None:
+def test_widths_that_steps_had_are_prepared_too(llama: FusedBase, steps: StepRecorder) -> None:
     ref = AdapterRef("wide", 1)
     gen = generator(llama, Shelf({ref: adapter(llama.base, 0, 20)}), prepared=True, graph_tokens=32)
     while gen.prepare():
         pass
     first = collect(gen, [request("a", prompt(5), SHORT, ref)])
-    assert (ways.graphs, ways.others) == ([], 1)
+    assert (steps.graphs, steps.others) == ([], 1)
     assert gen.prepare()
     while gen.prepare():
         pass
     again = collect(gen, [request("a", prompt(5, 1), SHORT, ref)])
-    assert (ways.graphs, ways.others) == ([(5, 32)], 1)
+    assert (steps.graphs, steps.others) == ([(5, 32)], 1)
     assert len(first["a"][0]) == len(again["a"][0])
 
 
-def test_sizes_that_steps_ask_for_are_captured_while_they_run(llama: FusedBase, ways: Ways) -> None:
+def test_sizes_that_steps_ask_for_are_captured_while_they_run(llama: FusedBase, steps: StepRecorder) -> None:
     """After some steps; and while a size is missing the next one serves, but none beyond that."""
     requests = [request("a", prompt(5, seed), SHORT) for seed in range(4)]
     gen = generator(llama, prepared=False, graph_tokens=128, capture_after=3)
     found = [collect(gen, [one]) for one in requests]
-    assert ([size for _, size in ways.graphs], ways.others) == ([32, 32], 2)
+    assert ([size for _, size in steps.graphs], steps.others) == ([32, 32], 2)
     assert len(collect(gen, [request("b", prompt(50), SHORT)])["b"][0]) == 4
-    assert [size for _, size in ways.graphs] == [32, 32, 128], "the largest is captured ahead of all others"
-    assert ways.others == 2
+    assert [size for _, size in steps.graphs] == [32, 32, 128], "the largest is captured ahead of all others"
+    assert steps.others == 2
     assert found == [collect(generator(llama, prepared=False), [one]) for one in requests]
 
 

@@ -13,9 +13,8 @@ import torch
 from torch import Tensor
 
 from coserve.errors import InvalidRequest
-from coserve.generate import schedule
 from coserve.generate.generator import Generator
-from coserve.generate.sampling import scoring
+from coserve.generate.sampling.scoring import PromptScoring, prompt_logprobs
 from coserve.kernels.lora.types import LoraPair
 from coserve.link import Generate, RequestFailed, Tokens
 from coserve.memory.kv import KvCache
@@ -52,9 +51,10 @@ class AnyAdapter(Shelf):
         return weights()
 
 
-def generator(*, tokens: int = 512, page_tokens: int = 4, step_tokens: int = 64) -> Generator:
+def generator(*, tokens: int = 512, page_tokens: int = 4, step_tokens: int = 64, **limits: int) -> Generator:
     kv = KvCache.for_base(base(), tokens, page_tokens)
-    return Generator(base(), AnyAdapter().store(), kv, eager(base(), kv), max_running=8, step_tokens=step_tokens)
+    executor = eager(base(), kv)
+    return Generator(base(), AnyAdapter().store(), kv, executor, max_running=8, step_tokens=step_tokens, **limits)
 
 
 def prompt(length: int, seed: int = 0) -> tuple[int, ...]:
@@ -108,17 +108,23 @@ def test_a_prompt_is_scored_and_nothing_generated(length: int) -> None:
 
 
 @pytest.mark.parametrize("step_tokens", [1, 7, 64])
-@pytest.mark.parametrize("chunk", [1, 3, 64])
-def test_chunks_change_nothing(monkeypatch: pytest.MonkeyPatch, step_tokens: int, chunk: int) -> None:
-    monkeypatch.setattr(scoring, "CHUNK", chunk)
+def test_steps_of_any_size_score_alike(step_tokens: int) -> None:
     tokens = prompt(20)
     check(scores(run(generator(step_tokens=step_tokens), [ask("a", tokens)])["a"]), tokens)
 
 
+@pytest.mark.parametrize("chunk", [1, 3, 64])
+def test_rows_are_scored_alike_in_chunks_of_any_size(chunk: int) -> None:
+    logits, tokens = direct(prompt(20))[:-1], prompt(20)[1:]
+    scorings = [PromptScoring(0, tokens[:12], 2), PromptScoring(12, tokens[12:], 2)]
+    first, second = prompt_logprobs(logits, scorings, chunk)
+    assert first is not None and second is not None
+    check([*first, *second], prompt(20))
+
+
 def test_few_logits_are_kept_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(schedule, "SCORED_TOKENS", 8)
     asked = {str(i): prompt(12, i) for i in range(4)}
-    gen = generator(step_tokens=64)
+    gen = generator(step_tokens=64, scored_tokens=8)
     forward, kept = base().forward, []
 
     def watched(tokens_T: Tensor, positions_T: Tensor, attention: Attention, **kwargs: Any) -> Tensor:

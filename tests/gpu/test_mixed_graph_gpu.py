@@ -18,13 +18,13 @@ from coserve.kernels.sampling.constants import NOT_FINITE
 from coserve.memory.kv import KvCache
 from coserve.model.fused import FusedBase
 from coserve.types import AdapterRef
-from tests.generate.test_mixed_graph import Ways
 from tests.support.executors import graphs
 from tests.support.generation import collect
 from tests.support.gpu_engine import adapter, gpu_base, prompt, request, texts
 from tests.support.lora_backends import SEGMENTED
 from tests.support.shelf import Shelf
 from tests.support.shelf import named as named_adapters
+from tests.support.step_recorder import StepRecorder
 from tests.support.tiny_models import VOCAB, tiny_model
 
 pytestmark = pytest.mark.gpu
@@ -113,7 +113,7 @@ def test_texts_and_nothing_compiled_in_the_middle(monkeypatch: pytest.MonkeyPatc
     shelf = Shelf({ref: adapter(base, i, rank) for i, (ref, rank) in enumerate(zip(refs, (4, 1, 16, 9), strict=True))})
     requests = [request(str(n), prompt(n), refs[n % 5] if n % 5 < 4 else None) for n in (3, 17, 40, 1, 5, 23, 34)]
     expected = texts(base, requests, shelf)
-    ways, fused = Ways(monkeypatch), FusedBase(base)
+    steps, fused = StepRecorder(monkeypatch), FusedBase(base)
     for step_tokens in (256, 19):
         kv = KvCache.for_base(base, 4096, 16)
         executor = graphs(fused, kv, SEGMENTED, max_running=16, step_tokens=256)
@@ -121,5 +121,5 @@ def test_texts_and_nothing_compiled_in_the_middle(monkeypatch: pytest.MonkeyPatc
         gen = Generator(base, shelf.store(), kv, executor, max_running=16, step_tokens=step_tokens)
         found = {id: tokens for id, (tokens, _) in collect(gen, requests).items()}
         assert found == expected
-        assert ways.graphs
-        assert not ways.others
+        assert steps.graphs
+        assert not steps.others

@@ -36,7 +36,7 @@ def kernel(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
             return search
 
     monkeypatch.setattr(launcher, "interpreted", lambda: False)
-    launches = Launcher(Kernel())  # type: ignore[arg-type]
+    launches = Launcher(Kernel(), max_cached=4)  # type: ignore[arg-type]
     return SimpleNamespace(launch=launches, searched=searched, known=known)
 
 
@@ -88,10 +88,7 @@ def test_what_a_specialization_may_depend_on_is_searched_anew(
     assert len(kernel.known) == 1
 
 
-def test_launches_are_forgotten_before_they_are_too_many(
-    kernel: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(launcher, "MAX_CACHED", 4)
+def test_launches_are_forgotten_before_they_are_too_many(kernel: SimpleNamespace) -> None:
     for number in (*range(10), 9, 0):
         kernel.launch((1, 1, 1), (place(), place()), (number,), WIDE=True, BLOCK=16)
     assert [entry[1] for entry in kernel.searched] == [*range(10), 0]

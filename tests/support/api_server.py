@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import AsyncIterator, Callable, Iterable
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from contextlib import asynccontextmanager, closing
 from dataclasses import dataclass, field
 from functools import cache
@@ -14,10 +14,13 @@ from typing import Any
 import aiohttp
 import msgspec
 from aiohttp import web
+from aiohttp.typedefs import Middleware
 
 from coserve.api.app import make_app, make_runner
+from coserve.api.generation.in_flight import MAX_PROMPT_SCORES
 from coserve.api.jobs.recorder import JobMessage
 from coserve.api.service import Service
+from coserve.api.tokenizer.handlers import MAX_TEXTS
 from coserve.config import Config
 from coserve.link import Generate, local_pair
 from coserve.pretrained.tokenizer import Tokenizer
@@ -131,21 +134,26 @@ async def serve_api(
     context: int = CONTEXT,
     patience: Backoff = LOCK_BACKOFF,
     cutter: Cutter | None = None,
+    middlewares: Sequence[Middleware] = (),
     clock: Callable[[], float] = time.monotonic,
+    max_texts: int = MAX_TEXTS,
+    max_prompt_scores: int = MAX_PROMPT_SCORES,
     **settings: Any,
 ) -> AsyncIterator[Api]:
     """The API over the data folder at `path`; `settings` are those of `Config`, `patience`: with a locked registry,
-    `cutter` cancels handlers, `clock` tells how long connections have been idle."""
+    `cutter` cancels handlers, `middlewares` stand before all others, `clock` tells how long connections have been idle; the others are as in `make_app` and
+    `Service`."""
     config = Config(data_dir=path, **settings)
     folder = DataFolder(path)
     with folder.lock():
         registry = RegistryThread(
             lambda: Registry(folder.database), backoff=patience, reserve=Reserve(folder.reserve, RESERVE)
         )
-        service = Service(config, folder, registry, tokenizer())
-        app = make_app(service, config, clock)
+        service = Service(config, folder, registry, tokenizer(), max_prompt_scores=max_prompt_scores)
+        app = make_app(service, config, clock, max_texts=max_texts)
         if cutter is not None:
             app.middlewares.insert(0, cutter.middleware())
+        app.middlewares[:0] = middlewares
         runner = make_runner(app, config)
         await runner.setup()
         site = web.TCPSite(runner, "127.0.0.1", 0)

@@ -76,14 +76,14 @@ def make_base(vocab: int, eos: tuple[int, ...] = (0,)) -> BaseSpec:
     )
 
 
-def write_peft(folder: Path, base: BaseSpec, *, rank: int = 2) -> None:
-    """Valid PEFT files of a zero adapter."""
+def write_peft(folder: Path, base: BaseSpec, *, rank: int = 2, value: float = 0.0) -> None:
+    """Valid PEFT files of an adapter whose tensors are all `value`."""
     folder.mkdir(parents=True, exist_ok=True)
     config = adapter_config(LoraSettings(r=rank), base, [SITE])
     (folder / "adapter_config.json").write_text(json.dumps(config))
     tensors = {
-        f"base_model.model.{SITE}.lora_A.weight": np.zeros((rank, 8), np.float32),
-        f"base_model.model.{SITE}.lora_B.weight": np.zeros((8, rank), np.float32),
+        f"base_model.model.{SITE}.lora_A.weight": np.full((rank, 8), value, np.float32),
+        f"base_model.model.{SITE}.lora_B.weight": np.full((8, rank), value, np.float32),
     }
     save_file(tensors, folder / "adapter_model.safetensors")
 
@@ -120,6 +120,8 @@ class FakeEngine:
         self.go_requests, self.go_jobs = asyncio.Event(), asyncio.Event()
         self.go_requests.set()
         self.go_jobs.set()
+        self.obeys = True
+        """False: it hears, and does nothing."""
         self.stall_after: int | None = None
         """Say so many tokens of a request, then nothing more."""
         self.write_adapter: Callable[[Path, BaseSpec], None] = write_peft
@@ -152,9 +154,10 @@ class FakeEngine:
                 message = await self.link.receive()
                 self.told.append(message)
                 self.news.set()
-                self._handle(message)
+                if self.obeys:
+                    self.handle(message)
 
-    def _handle(self, message: ToEngine) -> None:
+    def handle(self, message: ToEngine) -> None:
         match message:
             case Generate():
                 self._tasks[message.id] = asyncio.create_task(self._generate(message))

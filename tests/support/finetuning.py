@@ -76,6 +76,7 @@ class Bench:
         recompute: bool = False,
         keep_checkpoints: int = 2,
         lora_backend: LoraBackend = GROUPED,
+        clock: Callable[[], float] = lambda: 0.0,
     ) -> None:
         self.base, self.folder = base, DataFolder(root)
         self.store = AdapterStore(self._load_adapter, HostBudget(4))
@@ -87,7 +88,7 @@ class Bench:
             recompute=recompute,
             keep_checkpoints=keep_checkpoints,
             lora_backend=lora_backend,
-            clock=lambda: 0.0,
+            clock=clock,
         )
 
     def _load_adapter(self, ref: AdapterRef, digests: AdapterDigests | None) -> LoraWeights:

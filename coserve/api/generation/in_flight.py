@@ -34,7 +34,8 @@ TURN_VALUES = 4096
 
 
 class InFlightRequests:
-    """All requests in flight. `clock` returns seconds, for `timing`."""
+    """All requests in flight. `clock` returns seconds, for `timing`; `max_prompt_scores`: most prompt log-probabilities
+    that all of them may ask for together."""
 
     def __init__(
         self,
@@ -45,6 +46,8 @@ class InFlightRequests:
         async_tokenizer: AsyncTokenizer,
         metrics: Metrics,
         clock: Callable[[], float] = time.monotonic,
+        *,
+        max_prompt_scores: int = MAX_PROMPT_SCORES,
     ) -> None:
         self._config, self._engine, self._registry, self._tokenizer = config, engine, registry, tokenizer
         self._async_tokenizer, self._metrics, self._clock = async_tokenizer, metrics, clock
@@ -52,7 +55,7 @@ class InFlightRequests:
         """By the id of each sequence that has not ended."""
         self._turns = Turns(TURN_VALUES)
         self._waiting = WaitingLimit(config.max_queue, fair=config.fair)
-        self._prompt_scores = 0
+        self._prompt_scores, self._max_prompt_scores = 0, max_prompt_scores
         self._stopped: EngineUnavailable | None = None
         self.in_use: Counter[AdapterRef] = Counter()
         """Requests in flight of each adapter version."""
@@ -124,7 +127,7 @@ class InFlightRequests:
 
     def _reserve_prompt_scores(self, request: GenerateRequest, tokens: int) -> int:
         count = 0 if request.prompt_logprobs is None else tokens * (request.prompt_logprobs + 1)
-        if self._prompt_scores + count > MAX_PROMPT_SCORES:
+        if self._prompt_scores + count > self._max_prompt_scores:
             self._metrics.refused()
             raise QueueFull("too many log-probabilities of prompts at once")
         self._prompt_scores += count

@@ -27,8 +27,7 @@ from coserve.types import Wire
 
 MAX_CHARACTERS = 4 << 20
 MAX_TOKENS = 1 << 20
-MAX_AT_ONCE = 64
-"""Texts tokenised at one time; further requests get 429."""
+MAX_TEXTS = 64
 
 
 class TokenizeRequest(Wire, frozen=True):
@@ -81,10 +80,10 @@ class Version(Wire, frozen=True):
 
 
 class TokenizerApi:
-    """One method a route."""
+    """One method a route. `max_texts`: texts tokenised at one time; further requests get 429."""
 
-    def __init__(self, service: Service, bodies: BodyReader) -> None:
-        self._service, self._bodies = service, bodies
+    def __init__(self, service: Service, bodies: BodyReader, *, max_texts: int = MAX_TEXTS) -> None:
+        self._service, self._bodies, self._max_texts = service, bodies, max_texts
         self._running = 0
 
     async def tokenize(self, request: web.Request) -> web.StreamResponse:
@@ -107,8 +106,8 @@ class TokenizerApi:
     @contextmanager
     def _slot(self) -> Iterator[None]:
         """Bounds the texts that wait for a thread, in memory."""
-        if self._running >= MAX_AT_ONCE:
-            raise QueueFull(f"{MAX_AT_ONCE} texts are being tokenised already")
+        if self._running >= self._max_texts:
+            raise QueueFull(f"{self._max_texts} texts are being tokenised already")
         self._running += 1
         try:
             yield

@@ -36,8 +36,8 @@ class Specialization(Protocol):
 class Launcher:
     """Launches one kernel whose parameters are tensors, then numbers, then constants."""
 
-    def __init__(self, kernel: JITFunction[Callable[..., None]]) -> None:
-        self._kernel, self._interpreted = kernel, interpreted()
+    def __init__(self, kernel: JITFunction[Callable[..., None]], *, max_cached: int = MAX_CACHED) -> None:
+        self._kernel, self._interpreted, self._max_cached = kernel, interpreted(), max_cached
         self._cache: dict[Hashable, tuple[Specialization, list[Constant]]] = {}
 
     def __call__(self, grid: Grid, tensors: Sequence[Tensor], numbers: tuple[int, ...], **rest: Constant) -> None:
@@ -52,7 +52,7 @@ class Launcher:
             compiled, constants = known
             compiled[grid](*tensors, *numbers, *constants)
             return
-        if len(self._cache) >= MAX_CACHED:
+        if len(self._cache) >= self._max_cached:
             self._cache.clear()
         names = self._kernel.arg_names[len(tensors) + len(numbers) :]
         self._cache[key] = self._kernel[grid](*tensors, *numbers, **rest), [rest[name] for name in names]
