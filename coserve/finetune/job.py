@@ -37,7 +37,7 @@ class TrainingJob:
         with self._timer.slice():
             metrics = self._advance(micro_steps)
             if self._device.type == "cuda":  # the policy needs the device's time, not the time of the launches
-                torch.cuda.synchronize(self._device)
+                torch.cuda.current_stream(self._device).synchronize()  # side streams copy on
             return metrics
 
     def _advance(self, micro_steps: int | None) -> StepMetrics | None:
@@ -62,4 +62,4 @@ class TrainingJob:
 
     def final_weights(self) -> LoraWeights:
         """The fp32 result: the weights of the best evaluation with early stopping, else the last ones."""
-        return self.loop.best or self.loop.optimizer.masters()
+        return self.loop.optimizer.best() or self.loop.optimizer.masters()

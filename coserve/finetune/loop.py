@@ -21,7 +21,7 @@ from coserve.finetune.progress import TrainingProgress
 from coserve.kernels.lora.interface import LoraBackend
 from coserve.kernels.lora.segments import Segments
 from coserve.model.dropout import DropoutSpec
-from coserve.model.lora import LoraBatch, LoraWeights
+from coserve.model.lora import LoraBatch
 from coserve.state.durable import disk_errors
 from coserve.state.failpoints import failpoint
 from coserve.types import JobSpec, MicroStep, StepMetrics
@@ -78,8 +78,6 @@ class TrainingLoop:
     ) -> None:
         self.spec, self.plan, self.optimizer = spec, plan, optimizer
         self.progress = TrainingProgress()
-        self.best: LoraWeights | None = None
-        """fp32 weights of the best evaluation; only with early stopping."""
         self._corpus, self._runner, self._device, self._timer = corpus, runner, device, timer
         self._lora_backend = lora_backend
         self._validation = plan.validation()
@@ -115,16 +113,18 @@ class TrainingLoop:
                 yield Boundary.MICRO_BATCH
             rows = pack_rows(self._corpus, indices, self._device)
             lora = self._lora_batch(rows, self._dropout(step, micro))
-            last = MicroStep.UPDATE if micro + 1 == len(batches.micro_batches) else MicroStep.BACKWARD
             trainable, grads = self.optimizer.trainable, self.optimizer.grads
-            nll += yield from self._runner.forward_backward(rows, lora, trainable, grads, last=last)
+            nll += yield from self._runner.forward_backward(rows, lora, trainable, grads)
             tokens += rows.tokens
             targets += rows.targets
-        loss = self._finite(nll / targets, "loss")
+        yield MicroStep.OPTIMIZER
+        norm_and_loss = torch.stack((self.optimizer.divide_grads(targets).double(), nll / targets))
+        norm, loss = norm_and_loss.tolist()  # the step's only synchronisation
+        self._check_finite(loss, "loss")
         with disk_errors():
             failpoint("finetune.mid_step")
         rate = learning_rate(self.spec.training, step, self.plan.total_steps)
-        norm = self.optimizer.step(targets=targets, learning_rate=rate)
+        self.optimizer.update(norm, rate)
         metrics = StepMetrics(
             step=step + 1,
             total_steps=self.plan.total_steps,
@@ -154,7 +154,8 @@ class TrainingLoop:
             rows = pack_rows(self._corpus, indices, self._device)
             nll += yield from self._runner.evaluate(rows, self._lora_batch(rows, None))
             targets += rows.targets
-        loss = self._finite(nll / targets, "validation loss")
+        loss = float(nll / targets)
+        self._check_finite(loss, "validation loss")
         assert self.progress.pending is not None, "an evaluation follows a step"
         pending = msgspec.structs.replace(self.progress.pending, valid_loss=loss)
         self.progress = msgspec.structs.replace(self.progress, pending=pending)
@@ -167,7 +168,7 @@ class TrainingLoop:
         if metrics.valid_loss is not None and self.spec.training.early_stopping_patience is not None:
             if best is None or metrics.valid_loss < best:
                 best, stale = metrics.valid_loss, 0
-                self.best = self.optimizer.snapshot()
+                self.optimizer.keep_best()
             else:
                 stale += 1
         self.progress = msgspec.structs.replace(
@@ -175,11 +176,9 @@ class TrainingLoop:
         )
         return metrics
 
-    def _finite(self, value: torch.Tensor, name: str) -> float:
-        number = float(value)
-        if not math.isfinite(number):
+    def _check_finite(self, value: float, name: str) -> None:
+        if not math.isfinite(value):
             raise NonFiniteLoss(f"the {name} is not finite at step {self.progress.step}; try a lower learning rate")
-        return number
 
     def _lora_batch(self, rows: PackedRows, dropout: DropoutSpec | None) -> LoraBatch:
         return LoraBatch(Segments((0, rows.tokens), (0,)), (self.optimizer.weights(),), self._lora_backend, dropout)

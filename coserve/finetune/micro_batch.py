@@ -69,14 +69,12 @@ class MicroBatchRunner:
         lora: LoraBatch,
         trainable: LayerTensors,
         grads: LayerTensors,
-        *,
-        last: MicroStep = MicroStep.BACKWARD,
     ) -> MicroSteps:
         """Add the gradient of the rows' summed NLL to `grads`; return that NLL (fp64, scalar, nats).
 
         `trainable[i]`: the tensors of `lora` at layer i's sites, each requiring gradients. `grads`: fp32, same shapes; the
         pairs' `MainGrads` if they have any. The sum is not divided by the number of targets, so micro-batches of one
-        optimizer step add up. `last`: the kind of the last micro-step.
+        optimizer step add up.
         """
         saved: list[_SavedLayer] = []
         layers, first = len(trainable), next(i for i, tensors in enumerate(trainable) if tensors)
@@ -86,15 +84,15 @@ class MicroBatchRunner:
             h_1TD = self._forward(i, h_1TD, inputs, context, saved, train=i >= first, leaf=i > first)
             yield MicroStep.FORWARD if i + 1 < layers else MicroStep.HEAD
         nll, gradient_1TD = torch.zeros((), dtype=torch.float64, device=h_1TD.device), torch.zeros_like(h_1TD)
-        chunks, backward = self._target_chunks(rows), MicroStep.BACKWARD if first + 1 < layers else last
+        chunks = self._target_chunks(rows)
         for number, (keep_K, labels_K) in enumerate(chunks, start=1):
             nll += self._head(h_1TD, inputs, keep_K, labels_K, gradient_1TD)
-            yield MicroStep.HEAD if number < len(chunks) else backward
+            yield MicroStep.HEAD if number < len(chunks) else MicroStep.BACKWARD
         for i in reversed(range(first, layers)):
             layer = _TrainableLayer(trainable[i], grads[i], bottom=i == first)
             gradient_1TD = self._backward(i, saved.pop(), gradient_1TD, inputs, context, layer)
             if not layer.bottom:
-                yield MicroStep.BACKWARD if i > first + 1 else last
+                yield MicroStep.BACKWARD
         return nll
 
     def evaluate(self, rows: PackedRows, lora: LoraBatch) -> MicroSteps:

@@ -1,65 +1,89 @@
-"""AdamW on fp32 master weights of one adapter, with compute-dtype copies for the forward."""
+"""AdamW on fp32 master weights of one adapter, with compute-dtype copies for the forward.
+
+Letters: K kinds of state (`KINDS`), N elements of a flat buffer of all tensors (`FlatLayout`).
+"""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from coserve.errors import CheckpointUnreadable, NonFiniteLoss
+from coserve.finetune.flat_tensors import FlatLayout
 from coserve.finetune.lora_tensors import named_tensors
 from coserve.kernels.lora.types import LoraPair, MainGrads
 from coserve.model.lora import LoraWeights
 from coserve.types import BaseSpec, TrainingSettings
 
-_MOMENTS = ("exp_avg", "exp_avg_sq")
+KINDS = ("weights", "exp_avg", "exp_avg_sq")
+"""Kinds of state, in the order of their rows: master weights and AdamW's moments."""
+BEST = "best"
+"""The last kind, of jobs with early stopping: the weights of the best evaluation."""
 
 
 class AdapterOptimizer:
-    """Master weights, gradient sums and AdamW state of one adapter (all fp32), and the copies that forwards read."""
+    """Master weights, gradient sums and AdamW state of one adapter (all fp32), and the copies that forwards read.
+
+    Each is one flat buffer: an update is a few kernels, however many sites the adapter changes.
+    """
 
     def __init__(self, start: LoraWeights, base: BaseSpec, training: TrainingSettings, dtype: torch.dtype) -> None:
         """`start`: initial weights, fp32, on the base's device. `dtype`: of the copies."""
         self._settings, self._training = start.settings, training
         self._scaling = {site: pair.scaling for site, pair in start.sites.items()}
         self._sites = sorted(start.sites, key=lambda site: (base.sites[site].layer, site))
-        self._masters = {name: tensor.detach().float().clone() for name, tensor in named_tensors(start)}
-        self._copies = {name: master.to(dtype, copy=True).requires_grad_() for name, master in self._masters.items()}
-        self._grads = {
-            name: torch.zeros_like(master, memory_format=torch.contiguous_format)
-            for name, master in self._masters.items()
+        found = dict(named_tensors(start))
+        names = [f"{site}.{part}" for site in self._sites for part in ("a", "b")]
+        self.layout = FlatLayout({name: found[name].shape for name in names})
+        self.kinds = KINDS if training.early_stopping_patience is None else (*KINDS, BEST)
+        device, size = found[names[0]].device, self.layout.size
+        self.state_KN = torch.zeros(len(self.kinds), size, device=device)
+        """A row for each of `kinds`."""
+        self.has_best = False
+        """`keep_best` was called: the last row is meaningful."""
+        self._weights_N, self._copies_N = self.state_KN[0], torch.zeros(size, dtype=dtype, device=device)
+        self._grads_N = torch.zeros(size, device=device)
+        masters = self.layout.views(self._weights_N)
+        with torch.no_grad():
+            torch._foreach_copy_([masters[name] for name in names], [found[name].detach() for name in names])
+        self._copies_N.copy_(self._weights_N)
+
+        self._masters, grads = self.adapter(masters), self.layout.views(self._grads_N)
+        copies = {name: view.requires_grad_() for name, view in self.layout.views(self._copies_N).items()}
+        pairs = {
+            site: LoraPair(
+                copies[f"{site}.a"],
+                copies[f"{site}.b"],
+                self._scaling[site],
+                main_grads=MainGrads(grads[f"{site}.a"], grads[f"{site}.b"]),
+            )
+            for site in self._sites
         }
-        copies = self.adapter(self._copies)
-        sums = {site: MainGrads(self._grads[f"{site}.a"], self._grads[f"{site}.b"]) for site in self._sites}
-        pairs = {site: replace(pair, main_grads=sums[site]) for site, pair in copies.sites.items()}
         self._weights = LoraWeights(self._settings, pairs)
-        self._layers = [[site for site in self._sites if base.sites[site].layer == i] for i in range(base.layers)]
+        layers = [[site for site in self._sites if base.sites[site].layer == i] for i in range(base.layers)]
+        parts = [[f"{site}.{part}" for site in sites for part in ("a", "b")] for sites in layers]
+        self.trainable = [[copies[name] for name in layer] for layer in parts]
+        """The copies, by layer: the tensors to differentiate by."""
+        self.grads = [[grads[name] for name in layer] for layer in parts]
+        """fp32 gradient sums, by layer, shaped as `trainable`: micro-batches add to them, an update consumes them."""
+        self._grad_list = list(grads.values())
+
+        fused = device.type == "cuda"
         self._adamw = torch.optim.AdamW(
-            [self._masters[name] for name in self._names()],
+            [self._weights_N],
             lr=training.learning_rate,
             betas=(training.beta1, training.beta2),
             eps=training.eps,
             weight_decay=training.weight_decay,
+            fused=fused,
         )
-
-    def _names(self) -> list[str]:
-        return [f"{site}.{part}" for site in self._sites for part in ("a", "b")]
-
-    def _by_layer(self, tensors: Mapping[str, Tensor]) -> list[list[Tensor]]:
-        return [[tensors[f"{site}.{part}"] for site in sites for part in ("a", "b")] for sites in self._layers]
-
-    @property
-    def trainable(self) -> list[list[Tensor]]:
-        """The copies, by layer: the tensors to differentiate by."""
-        return self._by_layer(self._copies)
-
-    @property
-    def grads(self) -> list[list[Tensor]]:
-        """fp32 gradient sums, by layer, shaped as `trainable`: micro-batches add to them, `step` consumes them."""
-        return self._by_layer(self._grads)
+        self._weights_N.grad = self._grads_N
+        self._steps = torch.zeros((), device=device if fused else "cpu")
+        moments = {"exp_avg": self.state_KN[1], "exp_avg_sq": self.state_KN[2]}
+        self._adamw.state[self._weights_N] = {"step": self._steps, **moments}
 
     def weights(self) -> LoraWeights:
         """The copies as an adapter, with their `MainGrads`: a view, changed by every step."""
@@ -67,70 +91,80 @@ class AdapterOptimizer:
 
     def masters(self) -> LoraWeights:
         """The fp32 weights as an adapter: a view, changed by every step."""
-        return self.adapter(self._masters)
+        return self._masters
 
-    def snapshot(self) -> LoraWeights:
-        """A copy of the fp32 weights."""
-        return self.adapter({name: master.clone() for name, master in self._masters.items()})
+    def best(self) -> LoraWeights | None:
+        """The fp32 weights that `keep_best` kept last: a view."""
+        return self.adapter(self.layout.views(self.state_KN[-1])) if self.has_best else None
+
+    @torch.no_grad()
+    def keep_best(self) -> None:
+        """Keep a copy of the weights as they are now. Only for jobs with early stopping."""
+        assert BEST in self.kinds, "expected a job with early stopping"
+        self.state_KN[-1].copy_(self._weights_N)
+        self.has_best = True
 
     def adapter(self, tensors: Mapping[str, Tensor]) -> LoraWeights:
-        """An adapter of `tensors`, named as by `named_tensors`. Raises `CheckpointUnreadable` if one is missing."""
-        try:
-            pairs = {s: LoraPair(tensors[f"{s}.a"], tensors[f"{s}.b"], self._scaling[s]) for s in self._sites}
-        except KeyError as error:
-            raise CheckpointUnreadable("the checkpoint's weights do not fit the job's adapter") from error
+        """An adapter of `tensors`, named as by `named_tensors`."""
+        pairs = {s: LoraPair(tensors[f"{s}.a"], tensors[f"{s}.b"], self._scaling[s]) for s in self._sites}
         return LoraWeights(self._settings, pairs)
 
     def zero_grad(self) -> None:
-        for gradient in self._grads.values():
-            gradient.zero_()
+        self._grads_N.zero_()
 
-    @torch.no_grad()
     def step(self, *, targets: int, learning_rate: float) -> float:
         """One AdamW step on the gradient sums divided by `targets`; returns their norm before clipping.
 
         Raises `NonFiniteLoss` for NaN or infinite gradients; the weights are unchanged then.
         """
-        grads = [self._grads[name].div_(targets) for name in self._names()]
-        norm = torch.nn.utils.get_total_norm(grads)
-        size = float(norm)
-        if not math.isfinite(size):
+        norm = float(self.divide_grads(targets))
+        self.update(norm, learning_rate)
+        return norm
+
+    @torch.no_grad()
+    def divide_grads(self, targets: int) -> Tensor:
+        """Divide the gradient sums by `targets`; returns their norm (scalar, on the device)."""
+        self._grads_N.div_(targets)
+        return torch.nn.utils.get_total_norm(self._grad_list)
+
+    @torch.no_grad()
+    def update(self, norm: float, learning_rate: float) -> None:
+        """One AdamW step on the divided gradients, whose norm is `norm`. The gradient sums are zero afterwards.
+
+        Raises `NonFiniteLoss` for a norm that is not finite; the weights are unchanged then.
+        """
+        if not math.isfinite(norm):
             raise NonFiniteLoss("the gradients are not finite; try a lower learning rate")
         if self._training.max_grad_norm > 0:
-            scale = min(1.0, self._training.max_grad_norm / (size + 1e-6))
-            for gradient in grads:
-                gradient.mul_(scale)
-        for name, gradient in zip(self._names(), grads, strict=True):
-            self._masters[name].grad = gradient
+            self._grads_N.mul_(min(1.0, self._training.max_grad_norm / (norm + 1e-6)))
         self._adamw.param_groups[0]["lr"] = learning_rate
         self._adamw.step()
-        for name, master in self._masters.items():
-            master.grad = None
-            self._copies[name].copy_(master)
+        self._copies_N.copy_(self._weights_N)
         self.zero_grad()
-        return size
 
     def state(self) -> dict[str, Tensor]:
-        """Weights and moments on the CPU: `restore` continues from them bit for bit."""
-        state = {f"weights/{name}": master for name, master in self._masters.items()}
-        for name, master in self._masters.items():
-            moments = self._adamw.state[master]
-            state |= {f"{moment}/{name}": moments.get(moment, torch.zeros_like(master)) for moment in _MOMENTS}
-        return {name: tensor.detach().cpu().contiguous() for name, tensor in state.items()}
+        """Copies on the CPU of weights, moments and the best weights, named `<kind>/<name>`: `restore` continues from them bit for bit."""
+        rows = self.state_KN if self.has_best else self.state_KN[: len(KINDS)]
+        host = torch.empty(rows.shape).copy_(rows)
+        return {
+            f"{kind}/{name}": tensor
+            for kind, row in zip(self.kinds, host, strict=False)
+            for name, tensor in self.layout.views(row).items()
+        }
 
     @torch.no_grad()
     def restore(self, state: Mapping[str, Tensor], *, steps: int) -> None:
         """Load what `state` returned after `steps` steps. Raises `CheckpointUnreadable` if shapes or dtypes differ."""
-        for kind in ("weights", *_MOMENTS):
-            for name, master in self._masters.items():
+        has_best = BEST in self.kinds and any(name.startswith(f"{BEST}/") for name in state)
+        host = torch.zeros(self.state_KN.shape)
+        for kind, row in zip(self.kinds if has_best else KINDS, host, strict=False):
+            for name, tensor in self.layout.views(row).items():
                 found = state.get(f"{kind}/{name}")
-                if found is None or found.shape != master.shape or found.dtype != torch.float32:
+                if found is None or found.shape != tensor.shape or found.dtype != torch.float32:
                     raise CheckpointUnreadable(f"the checkpoint's {kind} do not fit the job's adapter")
-        for name, master in self._masters.items():
-            master.copy_(state[f"weights/{name}"])
-            self._copies[name].copy_(master)
-            moments: dict[str, Tensor] = {"step": torch.tensor(float(steps))}
-            for moment in _MOMENTS:
-                moments[moment] = torch.empty_like(master).copy_(state[f"{moment}/{name}"])
-            self._adamw.state[master] = moments
+                tensor.copy_(found)
+        self.state_KN.copy_(host)
+        self._copies_N.copy_(self._weights_N)
+        self._steps.fill_(steps)
+        self.has_best = has_best
         self.zero_grad()

@@ -9,9 +9,6 @@ from coserve.types import MicroStep
 
 ANY = "any"
 """Micro-steps of all kinds together."""
-ONCE_A_STEP = (MicroStep.UPDATE,)
-"""Kinds that come once an optimizer step and cannot be cut. They are predicted as any micro-step is: where no slack ever holds
-one, each step would wait `train_patience` for it; so one slice of a step may be late instead."""
 
 
 class Slices:
@@ -42,8 +39,6 @@ class Slices:
     def predict(self, job: str, kind: MicroStep) -> float:
         """Seconds of the job's next micro-step; before it had any of its kind, of other jobs' micro-steps of that kind, or of any micro-step.
         0 if nothing is known."""
-        if kind in ONCE_A_STEP:
-            return self._costs.predict(ANY)
         return self._costs.predict((job, kind), kind, ANY)
 
     def ran(self, decision: Train, kind: MicroStep, micro_steps: int, seconds: float, now: float) -> None:

@@ -272,7 +272,7 @@ def _kind(micro_step: int, micro_steps: int) -> MicroStep:
     if micro_step == 0:
         return MicroStep.BEGIN
     if micro_step + 1 == micro_steps:
-        return MicroStep.UPDATE
+        return MicroStep.OPTIMIZER
     return MicroStep.FORWARD if micro_step < micro_steps // 2 else MicroStep.BACKWARD
 
 
