@@ -199,6 +199,10 @@ class AdapterStore:
         entry = self._entries[ref]
         return entry.failure if entry.state is State.DISK else None
 
+    def reading(self, ref: AdapterRef) -> bool:
+        """Whether an acquired adapter has no copy now, but its files are being read; the end of that is `notify`'d."""
+        return self._entries[ref].state is State.READING
+
     def needs(self, ref: AdapterRef) -> int:
         """Free pages that `activate` takes."""
         return self._in_pages.needs(self._entries[ref])

@@ -160,8 +160,8 @@ class Engine:
                 await self._wait(None if until is None else until - now)
 
     def _idle_until(self, until: float | None, now: float) -> bool:
-        """No adapter read is pending and no timer fires soon."""
-        return not self._adapters.waiting and (until is None or until - now > PREPARATION)
+        """Nobody waits for an adapter to be read, and no timer fires soon."""
+        return not (self._adapters.waiting or self._running) and (until is None or until - now > PREPARATION)
 
     def _prepare(self) -> bool:
         with self._stalls.during("prepare"):
@@ -187,7 +187,7 @@ class Engine:
             for request in self._queue.take(admit):
                 if self._adapters.ready(request):
                     self._admit(request)
-        if not self._running:  # all were refused, or wait for their adapters
+        if not self._running or self._generator.blocked:  # all were refused, or wait for their adapters
             await self._pace()
             return
         kind = self._running.step_kind()
@@ -261,7 +261,7 @@ class Engine:
         step: StepKind = "prefill" if waiting and headroom else self._running.step_kind()
         return View(
             waiting=waiting,
-            running=self._running.view(),
+            running=() if self._generator.blocked else self._running.view(),
             headroom=headroom,
             jobs=jobs,
             mid_batch=self._jobs.mid_batch(),

@@ -167,6 +167,11 @@ class Generator:
         """Some tenths of a second of work that a later step would have to do; False if nothing is left of it."""
         return self._executor.prepare()
 
+    @property
+    def blocked(self) -> bool:
+        """A step would compute nothing: whoever is next waits for an adapter that was evicted and is being read again."""
+        return not self._in_flight and self._scheduler.blocked
+
     @torch.no_grad()
     def step(self) -> list[Tokens | RequestFailed]:
         """One iteration: a token for each running sequence, and chunks of prompts; one message per token or failure.

@@ -35,6 +35,7 @@ class AdapterSource(Protocol):
     """What the scheduler needs of `AdapterStore`, which loads adapters into pages of the same pool."""
 
     def failure(self, ref: AdapterRef) -> Exception | None: ...
+    def reading(self, ref: AdapterRef) -> bool: ...
     def needs(self, ref: AdapterRef) -> int: ...
     def activate(self, ref: AdapterRef) -> Activated | None: ...
     def deactivate(self, ref: AdapterRef) -> None: ...
@@ -134,6 +135,14 @@ class Scheduler:
             budget -= shares[-1].tokens
             scored -= shares[-1].tokens if admitted.scores_prompt else 0
         return shares
+
+    @property
+    def blocked(self) -> bool:
+        """No sequence is active, and the first in line cannot become so before its adapter's files have been read."""
+        if self._active or not self._waiting:
+            return False
+        ref = self._waiting[0].adapter
+        return ref is not None and self._adapters.reading(ref)
 
     def _grow(self, sequence: SequenceState, before: int) -> bool:
         """A page for the next token if it needs one; False when the sequence had to give up its own, now or since there

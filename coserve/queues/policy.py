@@ -52,7 +52,8 @@ class View:
 
     `waiting` is in the order in which they will be admitted, which need not be that of their arrivals. `headroom` is how many
     requests may still be admitted. Requests that were admitted and wait for their adapters to be read are in neither
-    `waiting` nor `running`, but take headroom: there may be none while nobody runs. `jobs` are trainable, next first: a
+    `waiting` nor `running`, but take headroom: there may be none while nobody runs. `running` is empty, too, while none of them
+    can compute anything. `jobs` are trainable, next first: a
     slice of `jobs[0]` brings it further. `mid_batch` says that a micro-batch of it is suspended. `batches_since_train`
     counts the inference batches dispatched since the last whole micro-batch. `train_waiting_since` is when the last
     slice ended or the first job came; None without jobs. `costs.micro_step` is that of the next micro-step of `jobs[0]`.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import random
 from collections.abc import Callable
 
@@ -9,6 +10,7 @@ import msgspec
 import pytest
 import torch
 
+from coserve.adapter_store.entry import State
 from coserve.adapter_store.host import HostBudget
 from coserve.adapter_store.packing import packed_bytes
 from coserve.adapter_store.store import AdapterStore
@@ -21,6 +23,7 @@ from coserve.memory.kv import KvCache
 from coserve.model.base import Base, wrap_base
 from coserve.model.fused import FusedBase
 from coserve.model.lora import LoraWeights
+from coserve.queues.inference import Queued
 from coserve.types import AdapterDigests, AdapterRef, LoraSettings, SamplingParams, Slo
 from tests.support.executors import eager, graphs
 from tests.support.lora_backends import GROUPED, SEGMENTED
@@ -207,3 +210,31 @@ def test_a_request_whose_adapter_cannot_be_loaded_any_more_fails_alone(monkeypat
     assert [(own.id, own.code) for own in messages if isinstance(own, RequestFailed)] == [("x", "adapter_not_found")]
     assert sum(len(own.tokens) for own in messages if isinstance(own, Tokens) and own.id == "second") == 5
     assert paged.kv.pool.used == 0
+
+
+async def test_nothing_can_run_while_the_adapter_of_the_first_is_read_again() -> None:
+    """Its GPU copy was evicted before the request began, and its host copy before the request came."""
+    base = wrap_base(tiny_model("gpt2"), name="gpt2", eos_token_ids=())
+    paged, read = Paged(base, 40, 1, GROUPED, None), asyncio.Event()
+    generator, store, pool = paged.generator, paged.store, paged.kv.pool
+    store.notify(read.set)
+    alone = paged.texts([one(3, 6, REFS[2])])["x"]
+    store.acquire(REFS[1])
+    store.release(REFS[1])
+    asked = one(3, 6, REFS[2])
+    assert store.ready(Queued(asked, arrived=0.0, deadline=1.0))
+    generator.add(asked)
+    assert not generator.blocked
+    pages = pool.allocate(40)
+    assert pages is not None
+    pool.free(pages)
+    assert store.state(REFS[2]) is State.READING
+    assert generator.blocked
+    assert generator.step() == []
+    await read.wait()
+    assert not generator.blocked
+    found: list[int] = []
+    while generator.running:
+        found += [token for message in generator.step() for token in message.tokens]
+    assert found == alone
+    store.close()

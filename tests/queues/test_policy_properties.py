@@ -53,6 +53,21 @@ def test_every_decision_can_be_carried_out(policy: Policy, view: View, now: floa
 
 
 @given(policies, views(), times)
+def test_no_decision_leads_back_to_itself(policy: Policy, view: View, now: float) -> None:
+    """A step admits or computes, a slice trains, and whoever waits for a time does something else when it has come: nothing
+    is decided again before something has changed."""
+    match policy.decide(view, now):
+        case Wait(until) if until is not None:
+            assert not isinstance(policy.decide(view, until), Wait)
+        case Wait():
+            assert not (view.headroom and view.waiting), "somebody could be admitted"
+        case Serve(0):
+            assert view.running, "nobody can compute anything"
+        case _:
+            pass
+
+
+@given(policies, views(), times)
 def test_same_view_same_decision(policy: Policy, view: View, now: float) -> None:
     before = copy.deepcopy(view)
     first = policy.decide(view, now)

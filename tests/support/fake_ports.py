@@ -76,7 +76,8 @@ class _Sequence:
 
 
 class FakeGenerator:
-    """Packs decodes, then chunks of prefill, up to `step_tokens`; now and then preempts or fails a sequence."""
+    """Packs decodes, then chunks of prefill, up to `step_tokens`; now and then preempts or fails a sequence, or preempts all
+    and loses the adapter of the first: until it was read again (`read` is called then), no step can compute anything."""
 
     def __init__(self, meter: Meter, prices: Prices, step_tokens: int, rng: random.Random, chaos: float) -> None:
         self._meter, self._prices, self._step_tokens, self._rng, self._chaos = meter, prices, step_tokens, rng, chaos
@@ -87,6 +88,14 @@ class FakeGenerator:
         self.prefix_queries = self.prefix_hits = 0
         self.pages_total = 1 << 20
         self.adapter_pages = self.memory_peak = 0
+        self.computed = 0
+        """Tokens, in all steps."""
+        self.read: Callable[[], None] = lambda: None
+        self._lost = False
+
+    @property
+    def blocked(self) -> bool:
+        return self._lost and bool(self._sequences)
 
     @property
     def running(self) -> int:
@@ -118,6 +127,7 @@ class FakeGenerator:
         return False
 
     def step(self) -> list[Tokens | RequestFailed]:
+        assert not self.blocked, "a step that can compute nothing"
         budget, results = self._step_tokens, list[Tokens | RequestFailed]()
         self._preempt_one()
         for sequence in sorted(self._sequences.values(), key=lambda s: s.to_prefill > 0):  # decodes first; stable
@@ -129,15 +139,30 @@ class FakeGenerator:
             if sequence.to_prefill == 0:
                 results.append(self._next(sequence))
         spent = self._step_tokens - budget
+        self.computed += spent
+        self._lose_one()
         factor = 10 if self._rng.random() < self._prices.spikes else 1
         self._meter.charge("serve", factor * (self._prices.step + spent * self._prices.token))
         return results
 
     def _preempt_one(self) -> None:
         if self._sequences and self._rng.random() < self._chaos:
-            victim = self._rng.choice(list(self._sequences.values()))
-            victim.to_prefill = len(victim.request.prompt) + victim.made
-            self.preemptions += 1
+            self._preempt(self._rng.choice(list(self._sequences.values())))
+
+    def _preempt(self, victim: _Sequence) -> None:
+        victim.to_prefill = len(victim.request.prompt) + victim.made
+        self.preemptions += 1
+
+    def _lose_one(self) -> None:
+        if self._sequences and self._rng.random() < self._chaos:
+            for victim in self._sequences.values():
+                self._preempt(victim)
+            self._lost = True
+            asyncio.get_running_loop().call_later(self._rng.expovariate(5), self._find)
+
+    def _find(self) -> None:
+        self._lost = False
+        self.read()
 
     def _next(self, sequence: _Sequence) -> Tokens | RequestFailed:
         request = sequence.request
@@ -309,7 +334,7 @@ class NoAdapters:
     troubles: tuple[str, ...] = ()
 
     def notify(self, changed: Callable[[], None]) -> None:
-        """Nothing changes."""
+        self.changed = changed
 
     def ready(self, request: Queued) -> bool:
         return True
@@ -333,11 +358,19 @@ class NoAdapters:
         """Nothing is read."""
 
 
-def adapters_on_disk(budget: int, came: Callable[[], None]) -> AdapterStore:
+class AdaptersOnDisk(AdapterStore):
+    """`changed` is what the engine was to be told by."""
+
+    def notify(self, changed: Callable[[], None]) -> None:
+        self.changed = changed
+        super().notify(changed)
+
+
+def adapters_on_disk(budget: int, came: Callable[[], None]) -> AdaptersOnDisk:
     """A store that keeps `budget` idle adapters in memory. `came` is called whenever one was read."""
 
     def load(ref: AdapterRef, digests: AdapterDigests | None) -> LoraWeights:
         came()
         return LoraWeights(LoraSettings(), {})
 
-    return AdapterStore(load, HostBudget(budget))
+    return AdaptersOnDisk(load, HostBudget(budget))

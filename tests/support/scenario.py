@@ -27,7 +27,7 @@ from coserve.link import (
     ToEngine,
     Tokens,
 )
-from coserve.queues.policy import Decision, Ets, Policy, Slack, TemporalSharing, View
+from coserve.queues.policy import Costs, Decision, Ets, Policy, Slack, TemporalSharing, View, Wait
 from coserve.types import AdapterRef, JobSpec, LoraSettings, SamplingParams, Slo, TrainingSettings
 from tests.support.fake_ports import (
     CONTEXT,
@@ -187,20 +187,26 @@ def _ends(message: FromEngine) -> bool:
 
 
 class Watched:
-    """A policy under watch: no decision is made twice about one view at one time, unless `event` was called between."""
+    """A policy under watch: a decision that changed nothing is not made again, unless `event` was called between.
 
-    def __init__(self, policy: Policy) -> None:
-        self._policy = policy
-        self._last: tuple[View, float, Decision] | None = None
+    Time is a change to one who waits for it, and to nobody else. `done` counts what generation and training have computed.
+    """
+
+    def __init__(self, policy: Policy, done: Callable[[], object]) -> None:
+        self._policy, self._done = policy, done
+        self._last: object = None
 
     def event(self) -> None:
         self._last = None
 
     def decide(self, view: View, now: float) -> Decision:
-        made = view, now, self._policy.decide(view, now)
+        decision = self._policy.decide(view, now)
+        waits_for_time = isinstance(decision, Wait) and decision.until is not None
+        state = replace(view, train_waiting_since=None, costs=Costs(0.0, 0.0))
+        made = decision, state, self._done(), now if waits_for_time else None
         assert made != self._last, f"changed nothing, and is repeated: {made}"
         self._last = made
-        return made[2]
+        return decision
 
 
 class _WatchedLink(LocalLink[FromEngine, ToEngine]):
@@ -267,17 +273,24 @@ async def _play(scenario: Scenario) -> Outcome:
     loop, rng, meter = asyncio.get_running_loop(), random.Random(scenario.seed), Meter()
     generator = FakeGenerator(meter, scenario.prices, scenario.step_tokens, rng, scenario.chaos)
     trainer = FakeTrainer(meter, scenario.prices, scenario.plans, rng, loop.time)
-    policy = Watched(scenario.policy)
+    policy = Watched(scenario.policy, lambda: (generator.computed, len(trainer.gaps)))
     to_engine, from_engine = asyncio.Queue[ToEngine | None](), asyncio.Queue[FromEngine | None]()
     api_end, engine_end = LocalLink(to_engine, from_engine), _WatchedLink(from_engine, to_engine)
     engine_end.event = policy.event
     if scenario.cold:
         assert isinstance(loop, VirtualClockLoop)
         loop.thread_seconds = lambda: rng.expovariate(1 / scenario.cold)
+    adapters = adapters_on_disk(1, policy.event) if scenario.cold else NoAdapters()
+
+    def read_again() -> None:
+        policy.event()
+        adapters.changed()
+
+    generator.read = read_again
     engine = Engine(
         generator,
         trainer,
-        adapters_on_disk(1, policy.event) if scenario.cold else NoAdapters(),
+        adapters,
         policy,
         engine_end,
         max_running=scenario.max_running,
