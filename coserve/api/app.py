@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import time
 from collections.abc import Callable
+from functools import cache
 
 import msgspec
 from aiohttp import web
@@ -58,11 +60,15 @@ def make_app(
         *tokenizer_routes(TokenizerApi(service, bodies, max_texts=max_texts)),
     )
 
+    @cache
+    def document() -> bytes:
+        """Takes longer than the event loop may stand."""
+        return msgspec.json.encode(describe_api(routes))
+
     async def openapi(request: web.Request) -> web.StreamResponse:
-        return web.Response(body=document, content_type="application/json")
+        return web.Response(body=await asyncio.to_thread(document), content_type="application/json")
 
     routes = (*described, Route("GET", "/openapi.json", openapi, "This description"))
-    document = msgspec.json.encode(describe_api(routes))
     gate = Gate(config, frozenset(route.name for route in routes if route.public))
     formats = {route.name: route.error_formats[0] for route in routes}
 

@@ -8,7 +8,6 @@ import pytest
 
 from coserve.state.failpoints import FILE_STEPS
 from tests.support.crash_oracle import Oracle, Reference
-from tests.support.examples import sample
 
 DEATHS = {
     **{f"corpus.{step}=kill": "job" for step in FILE_STEPS},
@@ -19,20 +18,11 @@ DEATHS = {
 }
 
 
-@pytest.mark.parametrize("rule", sample(DEATHS.keys(), "registry.after_commit=kill@5"))
+@pytest.mark.slow
+@pytest.mark.parametrize("rule", DEATHS)
 def test_a_daemon_killed_at_a_failpoint_of_the_api_process(
     model: Path, reference: Reference, tmp_path: Path, rule: str
 ) -> None:
     oracle = Oracle(model, tmp_path / "data", reference)
     oracle.die_at(rule, DEATHS[rule])
-    oracle.settle()
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(1800)
-def test_a_daemon_killed_again_and_again(model: Path, reference: Reference, tmp_path: Path) -> None:
-    """One data folder through several deaths: each start finds what more than one of them left."""
-    oracle = Oracle(model, tmp_path / "data", reference)
-    for rule in ("corpus.after_rename=kill", "import.after_rename=kill", "registry.before_commit=kill@5"):
-        oracle.die_at(rule, DEATHS[rule])
     oracle.settle()

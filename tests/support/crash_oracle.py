@@ -21,6 +21,7 @@ from coserve.state.folder import DataFolder
 from coserve.state.registry import Registry
 from tests.support.daemon_process import DaemonProcess, Died, Json
 
+KEY = "0123456789abcdef"
 STEPS = 6
 FILE = "adapter_model.safetensors"
 ROWS = [{"text": f"The {word} of line {n} is read by nobody but the test."} for n, word in enumerate("abcdefghijkl")]
@@ -61,12 +62,17 @@ def curve_of(events: list[Json]) -> Curve:
 
 @dataclass(frozen=True)
 class Reference:
-    """What the job does when nothing interrupts it. `adapter` is a folder to import."""
+    """What the job does when nothing interrupts it, on a daemon with the key `KEY`."""
 
     curve: Curve
     digest: str
     text: str
+    data: Path
+    """The daemon's data folder."""
     adapter: Path
+    """The job's adapter in it, a folder to import."""
+    children: tuple[bytes, ...]
+    """Environment and command line of each child process of the daemon."""
 
 
 @dataclass

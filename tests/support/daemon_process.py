@@ -47,7 +47,7 @@ class DaemonProcess:
         options: Sequence[str] = (),
         environ: Mapping[str, str] | None = None,
     ) -> None:
-        """`options`: further ones of `coserve serve`; `environ`: further variables."""
+        """`options`: further ones of `coserve serve`; `environ`: further variables; requests have the key that they give."""
         environment = {name: value for name, value in os.environ.items() if not name.startswith("COSERVE_")}
         environment |= {"OMP_NUM_THREADS": "1", VARIABLE: failpoints, "PYTHONUNBUFFERED": "1"} | dict(environ or {})
         command = [sys.executable, "-P", "-m", "coserve.cli", "serve", "--model", str(model), "--data-dir", str(data)]
@@ -64,6 +64,10 @@ class DaemonProcess:
             text=True,
         )
         self._port = 0
+        key = environment.get("COSERVE_API_KEY")
+        self._headers = {"Content-Type": "application/json"} | (
+            {} if key is None else {"Authorization": f"Bearer {key}"}
+        )
 
     def __enter__(self) -> Self:
         return self
@@ -159,7 +163,7 @@ class DaemonProcess:
         connection = http.client.HTTPConnection("127.0.0.1", self._port, timeout=400)
         try:
             content = None if body is None else json.dumps(body)
-            connection.request(method, path, content, {"Content-Type": "application/json"} | (headers or {}))
+            connection.request(method, path, content, self._headers | (headers or {}))
             yield connection.getresponse()
         finally:
             connection.close()
