@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import os
 import re
@@ -14,6 +15,8 @@ from pathlib import Path
 
 import pytest
 
+import coserve
+from coserve.client import JobHandle
 from tests.support.daemon_process import DaemonProcess
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -98,6 +101,7 @@ def test_the_shell_commands_run_as_printed(daemon: DaemonProcess, tmp_path: Path
     assert [adapter["id"] for adapter in adapters["data"]] == ["pirate"], "bench left adapters behind"
 
 
+@pytest.mark.slow
 def test_the_python_runs_as_printed(daemon: DaemonProcess) -> None:
     (code,) = blocks("python")
     done = subprocess.run(
@@ -107,6 +111,20 @@ def test_the_python_runs_as_printed(daemon: DaemonProcess) -> None:
     assert done.returncode == 0, done.stderr
     assert done.stdout == " Ahoy!\n Fair winds!"
     assert "prints ` Ahoy!` and ` Fair winds!`" in README
+
+
+def test_the_python_calls_what_there_is() -> None:
+    (code,) = blocks("python")
+    tree = ast.parse(code)
+    used = {
+        (node.value.id, node.attr)
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name)
+    }
+    owners = {"coserve": coserve, "client": coserve.Client, "job": JobHandle}
+    assert {"coserve", "client", "job"} <= {name for name, _ in used}
+    for name, attribute in used:
+        assert name not in owners or hasattr(owners[name], attribute), f"{name}.{attribute}"
 
 
 def test_it_is_short() -> None:
