@@ -146,6 +146,7 @@ class NoJobs:
     """A trainer that is never asked."""
 
     micro_steps_done = 0
+    notes: tuple[str, ...] = ()
 
     def load(self, spec: JobSpec, cancellation: Cancellation) -> Callable[[], JobStarted]:
         raise AssertionError(spec)

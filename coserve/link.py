@@ -178,6 +178,13 @@ class JobCheckpoint(Message, frozen=True):
     step: int
 
 
+class JobNote(Message, frozen=True):
+    """A warning about a job that goes on."""
+
+    id: str
+    message: str
+
+
 class JobWaiting(Message, frozen=True):
     """All steps are done, but the adapter's files cannot be written now; writing is tried again. Sent once."""
 
@@ -246,7 +253,8 @@ class EngineStats(Message, frozen=True):
     train_seconds: float
     """Time spent so far in generation steps and in fine-tuning slices."""
     troubles: tuple[str, ...] = ()
-    """What cannot be read or written now and is tried again; shown in /health."""
+    """What cannot be read or written now and is tried again, and what is done in smaller parts since memory ran out; shown
+    in /health."""
     patience_slices: int = 0
     """Fine-tuning slices so far that ran only because their job had waited `train_patience`."""
     starving: Starving | None = None
@@ -270,6 +278,7 @@ FromEngine = (
     | JobPaused
     | JobProgress
     | JobCheckpoint
+    | JobNote
     | JobWaiting
     | JobSucceeded
     | JobFailed

@@ -73,9 +73,9 @@ class JobRunner:
 
     @property
     def troubles(self) -> tuple[str, ...]:
-        """Starts and publications of jobs that are being tried again."""
+        """Starts and publications of jobs that are being tried again, and jobs that train in smaller parts."""
         waiting = (f"end of job {job}: {wait.message}; it is tried again" for job, wait in self._waiting.items())
-        return (*self._retries.notes, *waiting)
+        return (*self._retries.notes, *waiting, *self._trainer.notes)
 
     def __len__(self) -> int:
         """Jobs that are active or in line."""

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import torch
 
+from coserve.errors import JobOutOfMemory
 from coserve.finetune.loop import Events, SliceTimer, TrainingLoop
+from coserve.model.faults import memory_numbers, out_of_memory
 from coserve.model.lora import LoraWeights
 from coserve.types import MicroStep, StepMetrics
 
@@ -20,6 +22,8 @@ class TrainingJob:
         """In the last slice."""
         self.mid_step = False
         """Suspended within an optimizer step or its evaluation."""
+        self.memory_note: str | None = None
+        """How it trains since memory ran out."""
         self._timer, self._device = timer, device
         self._events: Events = loop.run()
 
@@ -32,13 +36,30 @@ class TrainingJob:
         """Run `micro_steps` micro-steps of one kind, fewer if another kind or the end of the micro-batch comes first.
 
         None: run to the end of the micro-batch. Returns the metrics of an optimizer step that is now done, evaluation
-        included. Raises `NonFiniteLoss`.
+        included. Where memory runs out, the optimizer step begins again with smaller micro-batches (`memory_note`).
+        Raises `NonFiniteLoss`, `JobOutOfMemory`.
         """
-        with self._timer.slice():
-            metrics = self._advance(micro_steps)
-            if self._device.type == "cuda":  # the policy needs the device's time, not the time of the launches
-                torch.cuda.current_stream(self._device).synchronize()  # side streams copy on
-            return metrics
+        try:
+            with self._timer.slice():
+                metrics = self._advance(micro_steps)
+                if self._device.type == "cuda":  # the policy needs the device's time, not the time of the launches
+                    torch.cuda.current_stream(self._device).synchronize()  # side streams copy on
+                return metrics
+        except Exception as error:
+            if not out_of_memory(error):
+                raise
+            note = self.loop.lower_memory()
+            if note is None:
+                raise JobOutOfMemory(self._memory_message(error)) from error
+        # Here the error is gone, and with it the tensors that its traceback held.
+        self.abandon()
+        self.memory_note, self.micro_steps_done = note, 0
+        return None
+
+    def _memory_message(self, error: Exception) -> str:
+        numbers, tokens = memory_numbers(error, self._device), self.loop.tokens_under_way
+        what = f"one row of {tokens} tokens, each layer computed again" if tokens else "the update of the weights"
+        return f"not enough memory for {what} ({numbers}); try a smaller rank or max_length"
 
     def _advance(self, micro_steps: int | None) -> StepMetrics | None:
         kind, self.micro_steps_done = self.next_micro_step, 0

@@ -14,6 +14,7 @@ from coserve.corpus.batch_plan import BatchPlan
 from coserve.corpus.lr_schedule import learning_rate
 from coserve.corpus.tokenized import Corpus
 from coserve.errors import NonFiniteLoss
+from coserve.finetune.memory_limits import MemoryLimits
 from coserve.finetune.micro_batch import MicroBatchRunner
 from coserve.finetune.optimizer import AdapterOptimizer
 from coserve.finetune.packed_rows import PackedRows, pack_rows
@@ -81,6 +82,9 @@ class TrainingLoop:
         self._corpus, self._runner, self._device, self._timer = corpus, runner, device, timer
         self._lora_backend = lora_backend
         self._validation = plan.validation()
+        self._limits = MemoryLimits(corpus.lengths)
+        self._under_way: tuple[int, ...] | None = None
+        """Rows of the micro-batch that is being computed; None: between two, and in the optimizer's update."""
 
     @property
     def finished(self) -> bool:
@@ -88,6 +92,19 @@ class TrainingLoop:
         patience = self.spec.training.early_stopping_patience
         stopped = patience is not None and self.progress.evaluations_without_gain >= patience
         return self.progress.pending is None and (self.progress.step >= self.plan.total_steps or stopped)
+
+    def lower_memory(self) -> str | None:
+        """Memory ran out since `run` was last suspended: compute smaller micro-batches from now on.
+
+        Returns what changes, for the user; None: it cannot go on. An update of the weights that failed is never
+        repeated: it may have changed some of them.
+        """
+        return None if self._under_way is None else self._limits.lower(self._under_way)
+
+    @property
+    def tokens_under_way(self) -> int:
+        """Tokens of the micro-batch that is being computed."""
+        return self._limits.size(self._under_way or ())
 
     def run(self) -> Events:
         """Continue from `progress` to the end. Raises `NonFiniteLoss`."""
@@ -108,13 +125,17 @@ class TrainingLoop:
         self.optimizer.zero_grad()
         nll = torch.zeros((), dtype=torch.float64, device=self._device)
         tokens = targets = 0
-        for micro, indices in enumerate(batches.micro_batches):
+        micro_batches = self._limits.cut(batches.micro_batches)
+        for micro, indices in enumerate(micro_batches):
             if micro:
                 yield Boundary.MICRO_BATCH
+            self._under_way = indices
             rows = pack_rows(self._corpus, indices, self._device)
             lora = self._lora_batch(rows, self._dropout(step, micro))
             trainable, grads = self.optimizer.trainable, self.optimizer.grads
-            nll += yield from self._runner.forward_backward(rows, lora, trainable, grads)
+            nll += yield from self._runner.forward_backward(
+                rows, lora, trainable, grads, recompute=self._limits.recompute
+            )
             tokens += rows.tokens
             targets += rows.targets
         yield MicroStep.OPTIMIZER
@@ -124,6 +145,7 @@ class TrainingLoop:
         with disk_errors():
             failpoint("finetune.mid_step")
         rate = learning_rate(self.spec.training, step, self.plan.total_steps)
+        self._under_way = None
         self.optimizer.update(norm, rate)
         metrics = StepMetrics(
             step=step + 1,
@@ -148,12 +170,14 @@ class TrainingLoop:
     def _evaluate(self) -> Events:
         """Add the mean NLL of the validation rows to the pending metrics."""
         nll, targets = torch.zeros((), dtype=torch.float64, device=self._device), 0
-        for micro, indices in enumerate(self._validation):
+        for micro, indices in enumerate(self._limits.cut(self._validation)):
             if micro:
                 yield Boundary.MICRO_BATCH
+            self._under_way = indices
             rows = pack_rows(self._corpus, indices, self._device)
             nll += yield from self._runner.evaluate(rows, self._lora_batch(rows, None))
             targets += rows.targets
+        self._under_way = None
         loss = float(nll / targets)
         self._check_finite(loss, "validation loss")
         assert self.progress.pending is not None, "an evaluation follows a step"

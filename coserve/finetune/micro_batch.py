@@ -69,19 +69,22 @@ class MicroBatchRunner:
         lora: LoraBatch,
         trainable: LayerTensors,
         grads: LayerTensors,
+        *,
+        recompute: bool = False,
     ) -> MicroSteps:
         """Add the gradient of the rows' summed NLL to `grads`; return that NLL (fp64, scalar, nats).
 
         `trainable[i]`: the tensors of `lora` at layer i's sites, each requiring gradients. `grads`: fp32, same shapes; the
         pairs' `MainGrads` if they have any. The sum is not divided by the number of targets, so micro-batches of one
-        optimizer step add up.
+        optimizer step add up. `recompute`: also where the runner's setting is off.
         """
         saved: list[_SavedLayer] = []
         layers, first = len(trainable), next(i for i, tensors in enumerate(trainable) if tensors)
         inputs, context = self._embed(rows), self._base.prepare(lora)
-        h_1TD = inputs.h_1TD
+        h_1TD, keep_graph = inputs.h_1TD, not (recompute or self._recompute)
         for i in range(layers):
-            h_1TD = self._forward(i, h_1TD, inputs, context, saved, train=i >= first, leaf=i > first)
+            keep = keep_graph and i >= first
+            h_1TD = self._forward(i, h_1TD, inputs, context, saved, train=i >= first, leaf=i > first, keep_graph=keep)
             yield MicroStep.FORWARD if i + 1 < layers else MicroStep.HEAD
         nll, gradient_1TD = torch.zeros((), dtype=torch.float64, device=h_1TD.device), torch.zeros_like(h_1TD)
         chunks = self._target_chunks(rows)
@@ -101,7 +104,7 @@ class MicroBatchRunner:
         h_1TD = inputs.h_1TD
         layers = len(self._base.layers)
         for i in range(layers):
-            h_1TD = self._forward(i, h_1TD, inputs, context, [], train=False, leaf=False)
+            h_1TD = self._forward(i, h_1TD, inputs, context, [], train=False, leaf=False, keep_graph=False)
             yield MicroStep.EVALUATE if i + 1 < layers else MicroStep.EVALUATE_HEAD
         nll = torch.zeros((), dtype=torch.float64, device=h_1TD.device)
         for number, (keep_K, labels_K) in enumerate(self._target_chunks(rows)):
@@ -128,9 +131,10 @@ class MicroBatchRunner:
         *,
         train: bool,
         leaf: bool,
+        keep_graph: bool,
     ) -> Tensor:
-        """Run layer i. `train`: it will have a backward. `leaf`: that backward needs the gradient of the layer's input."""
-        keep_graph = train and not self._recompute
+        """Run layer i. `train`: it will have a backward. `leaf`: that backward needs the gradient of the layer's input.
+        `keep_graph`: it is not computed again for that."""
         input_1TD = h_1TD.detach().requires_grad_(leaf and keep_graph)
         output_1TD = self._layer(i, input_1TD, inputs, context, gradient=keep_graph)
         if train:

@@ -24,9 +24,9 @@ from coserve.finetune.optimizer import AdapterOptimizer
 from coserve.finetune.progress import TrainingProgress
 from coserve.finetune.publication import publish
 from coserve.kernels.lora.interface import LoraBackend
-from coserve.link import FromEngine, JobCheckpoint, JobFailed, JobProgress, JobStarted
+from coserve.link import FromEngine, JobCheckpoint, JobFailed, JobNote, JobProgress, JobStarted
 from coserve.model.base import Base
-from coserve.model.faults import contained
+from coserve.model.faults import contained, memory_numbers, out_of_memory
 from coserve.model.lora import LoraWeights
 from coserve.state.folder import DataFolder
 from coserve.types import JobSpec, MicroStep
@@ -102,8 +102,10 @@ class Trainer:
         messages: list[FromEngine] = []
         try:
             with self._job_errors():
+                before = training.memory_note
                 metrics = training.advance(micro_steps)
                 self.micro_steps_done = training.micro_steps_done
+                messages += self._memory_notes(training, before)
                 if metrics is not None:
                     messages.append(JobProgress(id=job, metrics=metrics))
                 if training.loop.finished:
@@ -113,6 +115,17 @@ class Trainer:
         except CoserveError as error:
             messages.append(JobFailed(id=job, code=error.code, message=error.message))
         return messages
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """Jobs that train with less memory than they were meant to have."""
+        return tuple(f"job {id}: {job.memory_note}" for id, job in self._jobs.items() if job.memory_note is not None)
+
+    def _memory_notes(self, job: TrainingJob, before: str | None) -> list[FromEngine]:
+        if job.memory_note is None or job.memory_note == before:
+            return []
+        log.warning("job %s: %s", job.loop.spec.id, job.memory_note)
+        return [JobNote(id=job.loop.spec.id, message=job.memory_note)]
 
     def mid_batch(self, job: str) -> bool:
         """Whether the job is suspended within a micro-batch."""
@@ -191,7 +204,8 @@ class Trainer:
         with contained(self._base.device):
             try:
                 yield
-            except torch.OutOfMemoryError as error:
-                raise JobOutOfMemory("not enough GPU memory; try fewer micro_batch_tokens or a smaller rank") from error
-            except MemoryError as error:
-                raise JobOutOfMemory("not enough memory") from error
+            except Exception as error:
+                if not out_of_memory(error):
+                    raise
+                numbers = memory_numbers(error, self._base.device)
+                raise JobOutOfMemory(f"not enough memory ({numbers}); try a smaller rank") from error

@@ -1,7 +1,9 @@
-"""Tells errors of one request or job from errors of the device, which all work shares."""
+"""Tells errors of one request or job from errors of the device, which all work shares; and failed allocations from both."""
 
 from __future__ import annotations
 
+import os
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -9,6 +11,28 @@ import torch
 
 from coserve.cancellation import Cancelled
 from coserve.errors import CoserveError, EngineFault
+
+_ALLOCATIONS = ("can't allocate memory", "CUDA error: out of memory", "CUBLAS_STATUS_ALLOC_FAILED")
+"""In the messages of the `RuntimeError`s that torch raises for the host's memory, the driver's and cuBLAS's."""
+_ASKED = re.compile(r"tried to allocate ([\d.]+ \w+)", re.IGNORECASE)
+
+
+def out_of_memory(error: BaseException) -> bool:
+    """Whether an allocation failed, on the host or the device. Both still work then."""
+    if isinstance(error, torch.OutOfMemoryError | MemoryError):
+        return True
+    return isinstance(error, RuntimeError) and any(text in str(error) for text in _ALLOCATIONS)
+
+
+def memory_numbers(error: BaseException, device: torch.device) -> str:
+    """What the failed allocation asked for, as far as the error says it, and what is free now."""
+    if device.type == "cuda":
+        cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        free = torch.cuda.mem_get_info(device)[0] + cached
+    else:
+        free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    asked = _ASKED.search(str(error))
+    return f"{'' if asked is None else f'needed {asked[1]}, '}free {free} bytes"
 
 
 @contextmanager

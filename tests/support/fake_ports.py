@@ -274,6 +274,8 @@ class FakeTrainer:
             results.append(JobSucceeded(id=job, ref=ref))
         return results
 
+    notes: tuple[str, ...] = ()
+
     def mid_batch(self, job: str) -> bool:
         return self._runs[job].micro_step > 0
 

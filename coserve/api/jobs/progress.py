@@ -1,4 +1,4 @@
-"""Writes the steps and checkpoints of jobs into the registry, late where the disk refuses them."""
+"""Writes the steps, checkpoints and notes of jobs into the registry, late where the disk refuses them."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from functools import partial
 from coserve.api.jobs.watchers import JobWatchers
 from coserve.api.metrics.prometheus import Metrics
 from coserve.errors import CoserveError, JobNotFound, StorageBusy, StorageError, WrongJobState
-from coserve.link import JobCheckpoint, JobProgress
+from coserve.link import JobCheckpoint, JobNote, JobProgress
 from coserve.state.registry import Registry
 from coserve.state.retries import Backoff, Retries
 from coserve.state.thread import RegistryThread
 
 log = logging.getLogger(__name__)
 
-Progress = JobProgress | JobCheckpoint
+Progress = JobProgress | JobCheckpoint | JobNote
 Write = Callable[[Callable[[Registry], object]], Awaitable[object]]
 """`RegistryThread` itself, or its `with_reserve`."""
 
@@ -112,3 +112,5 @@ class ProgressWriter:
             case JobCheckpoint(id=id, step=step):
                 await write(lambda registry: registry.record_checkpoint(id, step))
                 self._deaths.pop(id, None)
+            case JobNote(id=id, message=text):
+                await write(lambda registry: registry.record_message(id, text, level="warning"))
