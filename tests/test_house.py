@@ -17,7 +17,7 @@ PACKAGE = ROOT / "coserve"
 FILES = sorted(PACKAGE.rglob("*.py"))
 
 LAYERS = (
-    {"types", "names", "limits", "errors", "hints", "cancellation", "processes"},
+    {"types", "names", "limits", "errors", "hints", "cancellation", "processes", "garbage"},
     {"logprobs"},
     {"link", "config", "schemas", "pretrained", "kernels"},
     {"client", "logs", "model", "queues", "memory"},

@@ -13,6 +13,7 @@ from aiohttp import web
 
 from coserve.api.http.bodies import BodyReader
 from coserve.api.http.connections import Connections
+from coserve.api.http.idle_collection import IdleCollection
 from coserve.api.http.openapi import describe_api
 from coserve.api.http.responses import NATIVE_ERRORS, ErrorFormat
 from coserve.api.http.route import Route
@@ -30,6 +31,7 @@ from coserve.api.tgi.routes import tgi_routes
 from coserve.api.tokenizer.handlers import MAX_TEXTS, TokenizerApi
 from coserve.api.tokenizer.routes import tokenizer_routes
 from coserve.config import Config
+from coserve.garbage import GarbageCollection
 from coserve.logs.access import AccessLogger
 from coserve.logs.setup import ACCESS
 
@@ -41,10 +43,16 @@ ROUTES = web.AppKey("routes", tuple[Route, ...])
 
 
 def make_app(
-    service: Service, config: Config, clock: Callable[[], float] = time.monotonic, *, max_texts: int = MAX_TEXTS
+    service: Service,
+    config: Config,
+    clock: Callable[[], float] = time.monotonic,
+    *,
+    max_texts: int = MAX_TEXTS,
+    garbage: GarbageCollection | None = None,
 ) -> web.Application:
     """The application over a service. The caller opens and closes the service. `clock`: seconds, for idle connections;
-    `max_texts`: texts that `/tokenize` and `/detokenize` handle at one time."""
+    `max_texts`: texts that `/tokenize` and `/detokenize` handle at one time; `garbage` is collected while no request is in
+    progress (None: the interpreter sees to it)."""
     bodies = BodyReader(
         service.helpers,
         lambda: None if service.engine.ready is None else service.engine.ready.spec.context,
@@ -77,7 +85,9 @@ def make_app(
         return formats.get(request.match_info.route.name or "", default)
 
     connections = Connections(config.max_connections, clock)
-    app = web.Application(middlewares=[guard(gate, service.metrics.answered, format_of), connections.middleware()])
+    idle = IdleCollection(garbage or GarbageCollection.none())
+    guarded = guard(gate, service.metrics.answered, format_of)
+    app = web.Application(middlewares=[idle.middleware(), guarded, connections.middleware()])
     app[SERVICE], app[ROUTES], app[CONNECTIONS] = service, routes, connections
     for route in routes:
         app.router.add_route(route.method, route.pattern, route.handler, name=route.name)

@@ -26,7 +26,6 @@ from aiohttp import web
 from coserve import __version__
 from coserve.api.app import make_app, make_runner
 from coserve.api.http.connections import connection_limit, quiet_accept
-from coserve.api.http.heap import freeze_heap
 from coserve.api.service import Service
 from coserve.config import Config
 from coserve.daemon.engine_process import EngineProcess
@@ -36,6 +35,7 @@ from coserve.errors import (
     PortInUse,
     StartupError,
 )
+from coserve.garbage import GarbageCollection, collect_young_alone
 from coserve.logs.format import log_event
 from coserve.pretrained.source import check_source
 from coserve.pretrained.tokenizer import Tokenizer
@@ -103,10 +103,10 @@ async def _serving(config: Config) -> AsyncIterator[tuple[int, Supervisor, async
         supervisor = Supervisor(lambda: EngineProcess.start(config), service)
         supervising = asyncio.create_task(supervisor.run())
         stack.push_async_callback(_end, supervising)
-        runner = make_runner(make_app(service, config), config)
+        runner = make_runner(make_app(service, config, garbage=GarbageCollection()), config)
         await runner.setup()
         stack.push_async_callback(runner.cleanup)
-        freeze_heap()
+        collect_young_alone()
         await web.SockSite(runner, sock).start()
         yield port, supervisor, supervising
 

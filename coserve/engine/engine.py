@@ -20,6 +20,7 @@ from coserve.engine.ports import Generates, StoresAdapters, Trains, Upgrades
 from coserve.engine.running import STEP_KINDS, RunningRequests, StepKind
 from coserve.engine.stalls import SLEEP, Stalls
 from coserve.errors import CoserveError, EngineFault, EngineUnavailable, QueueFull, failure_text
+from coserve.garbage import IDLE, GarbageCollection
 from coserve.link import (
     Admitted,
     CancelJob,
@@ -82,12 +83,14 @@ class Engine:
         pace: Callable[[], Awaitable[None]] = _yield_to_loop,
         upgrade: Upgrades | None = None,
         job_threads: Executor | None = None,
+        garbage: GarbageCollection | None = None,
     ) -> None:
+        """`garbage` is collected while nobody is served; None: the interpreter sees to it."""
         self._generator, self._adapters = generator, adapters
         self._policy, self._link = policy, link
         self._max_running, self._step_tokens = max_running, step_tokens
         self._clock, self._pace, self._upgrade = clock, pace, upgrade
-        self._planned_bytes = planned_bytes
+        self._planned_bytes, self._garbage = planned_bytes, garbage or GarbageCollection.none()
         self._queue = InferenceQueue(max_queue, fair=fair)
         self._seen: tuple[tuple[Queued, ...], tuple[Waiting, ...]] = (), ()
         self._running, self._stalls = RunningRequests(), Stalls(clock)
@@ -121,6 +124,8 @@ class Engine:
         try:
             while not (self._stopping or beside[0].done()):
                 self._changed.clear()  # what came until now, the policy sees now
+                with self._stalls.during("gc"):
+                    self._garbage.bound()
                 with self._stalls.during("jobs"):
                     self._jobs.activate()
                 with self._stalls.during("adapters"):
@@ -248,9 +253,21 @@ class Engine:
         if seconds is not None and seconds <= 0:
             await asyncio.sleep(0)
             return
-        with self._stalls.during(SLEEP), suppress(TimeoutError):
+        with self._stalls.during("gc"):
+            self._garbage.idle()
+        with self._stalls.during(SLEEP):
+            if seconds is None and self._garbage.due:
+                if await self._changes_within(IDLE):
+                    return
+                with self._stalls.during("gc"):
+                    self._garbage.full()
+            await self._changes_within(seconds)
+
+    async def _changes_within(self, seconds: float | None) -> bool:
+        with suppress(TimeoutError):
             async with asyncio.timeout(seconds):
-                await self._changed.wait()
+                return await self._changed.wait()
+        return False
 
     # ---- what the policy sees
 

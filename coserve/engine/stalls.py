@@ -57,15 +57,6 @@ class Stalls:
             part = self._parts[cause] = _Part(self, cause)
         return part
 
-    def took(self, cause: str, seconds: float) -> None:
-        """The last `seconds` of the part that is open now were due to another cause."""
-        self._share()
-        here = self._open[-1] if self._open else LOOP
-        taken = min(seconds, self._shares.get(here, 0.0))
-        if taken > 0:
-            self._shares[here] -= taken
-            self._shares[cause] = self._shares.get(cause, 0.0) + taken
-
     def totals(self) -> tuple[StallCounts, ...]:
         """Counts since the start, by cause."""
         return tuple(

@@ -7,7 +7,6 @@ socket pair as file descriptor FD. It talks to nobody else, and dies with its pa
 from __future__ import annotations
 
 import asyncio
-import gc
 import logging
 import os
 import socket
@@ -29,6 +28,7 @@ from coserve.engine.engine import Engine
 from coserve.errors import AdapterNotFound, StartupError
 from coserve.finetune.memory_profiling import Conditions, plan_memory
 from coserve.finetune.trainer import Trainer
+from coserve.garbage import GarbageCollection, collect_when_told
 from coserve.generate.execution.start import Upgrade, make_start
 from coserve.generate.generator import Generator
 from coserve.kernels.lora.backend import choose_backend
@@ -53,8 +53,10 @@ STEP_TOKENS = {"cpu": 512, "cuda": 2048}
 """Most tokens of a generation step unless told otherwise."""
 
 
-def build_engine(base: Base, config: Config, link: Link[FromEngine, ToEngine]) -> tuple[Engine, EngineReady]:
-    """The engine over a loaded base, and the message that says it is ready."""
+def build_engine(
+    base: Base, config: Config, link: Link[FromEngine, ToEngine], *, garbage: GarbageCollection | None = None
+) -> tuple[Engine, EngineReady]:
+    """The engine over a loaded base, and the message that says it is ready. `garbage`: see `Engine`."""
     folder = DataFolder(config.data_dir)
     lora_backend = choose_backend(config.lora_way, base.device, base.dtype)
 
@@ -109,6 +111,7 @@ def build_engine(base: Base, config: Config, link: Link[FromEngine, ToEngine]) -
         step_tokens=step_tokens,
         clock=time.monotonic,
         planned_bytes=pool.planned,
+        garbage=garbage,
         upgrade=None if start.compilation is None else Upgrade(start.compilation, generator, notes),
     )
     ready = EngineReady(spec=base.spec, kv_tokens=kv.tokens, lora_way=lora_backend.name, notes=notes + start.notes)
@@ -170,12 +173,11 @@ async def _run(config: Config, fd: int) -> None:
             trust_remote_code=config.trust_remote_code,
             load_format=config.load_format,
         )
-        engine, ready = build_engine(base, config, link)
+        engine, ready = build_engine(base, config, link, garbage=GarbageCollection())
     except StartupError as error:
         link.send(EngineRefused(code=error.code, message=error.message))
     else:
-        gc.collect()
-        gc.freeze()  # the model and the libraries stay: a full collection in the middle of serving need not visit them
+        collect_when_told()
         log_event(
             log,
             "base loaded",

@@ -62,16 +62,6 @@ def test_sleep_is_no_stall_but_what_wakes_it_up_is() -> None:
     assert found(stalls)["messages"].seconds == pytest.approx(0.5)
 
 
-def test_the_collector_takes_its_time_from_the_part_that_it_interrupts() -> None:
-    stalls = Stalls(clock := Clock())
-    stalls.chance(somebody=True)
-    with stalls.during("decode"):
-        clock.now += 0.3
-        stalls.took("gc", 0.2)
-    stalls.chance(somebody=True)
-    assert found(stalls)["gc"].seconds == pytest.approx(0.3)
-
-
 def test_long_ones_are_logged_with_their_parts(caplog: pytest.LogCaptureFixture) -> None:
     stalls = Stalls(clock := Clock())
     stalls.chance(somebody=True)

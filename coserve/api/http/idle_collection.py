@@ -1,0 +1,43 @@
+"""Collects the API process's garbage while no request is in progress."""
+
+from __future__ import annotations
+
+import asyncio
+
+from aiohttp import web
+from aiohttp.typedefs import Middleware
+
+from coserve.api.http.security import Handler
+from coserve.garbage import IDLE, GarbageCollection
+
+
+class IdleCollection:
+    """A full collection blocks the event loop: it runs once no request was in progress for `IDLE` seconds."""
+
+    def __init__(self, garbage: GarbageCollection) -> None:
+        self._garbage = garbage
+        self._requests = 0
+        self._timer: asyncio.TimerHandle | None = None
+
+    def middleware(self) -> Middleware:
+        @web.middleware
+        async def collection(request: web.Request, handler: Handler) -> web.StreamResponse:
+            self._begin()
+            try:
+                return await handler(request)
+            finally:
+                self._end()
+
+        return collection
+
+    def _begin(self) -> None:
+        self._requests += 1
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    def _end(self) -> None:
+        self._requests -= 1
+        self._garbage.bound()
+        if not self._requests and self._garbage.due:
+            self._timer = asyncio.get_running_loop().call_later(IDLE, self._garbage.full)
