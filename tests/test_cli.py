@@ -157,18 +157,13 @@ def test_the_data_folder_of_a_running_daemon_ends_in_one_line(tmp_path: Path) ->
     assert done.stderr.count("\n") == 1
 
 
-@pytest.mark.parametrize(("model", "says"), [("./typo", "no such folder"), ("EMPTY", "no config.json")])
+@pytest.mark.parametrize(
+    ("model", "says"), [("./typo", "no such folder"), pytest.param("EMPTY", "no config.json", marks=pytest.mark.slow)]
+)
 def test_a_model_that_is_none_ends_in_one_line(model: str, says: str, tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     model = model.replace("EMPTY", str(tmp_path / "empty"))
     done = run("serve", "--model", model, "--port", "0", "--data-dir", str(tmp_path / "data"))
     assert done.returncode == 2
     assert done.stderr.startswith("coserve: model: ") and says in done.stderr
-    assert done.stderr.count("\n") == 1
-
-
-def test_no_daemon_ends_in_one_line() -> None:
-    done = run("jobs", "list", "--url", "http://127.0.0.1:1")
-    assert done.returncode == 1
-    assert done.stderr.startswith("coserve: ")
     assert done.stderr.count("\n") == 1

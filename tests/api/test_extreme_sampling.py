@@ -8,6 +8,7 @@ import struct
 from pathlib import Path
 from typing import Any
 
+from tests.support.examples import examples
 from tests.support.real_server import serve_real
 
 SPANS = {
@@ -36,7 +37,7 @@ def refused(case: dict[str, Any]) -> set[str]:
 async def test_every_number_within_the_limits_is_answered(tmp_path: Path) -> None:
     cases: list[dict[str, Any]] = [{name: value} for name, span in SPANS.items() for value in extremes(*span)]
     rng = random.Random(11)
-    cases += [{name: rng.choice(extremes(*span)) for name, span in SPANS.items()} for _ in range(40)]
+    cases += [{name: rng.choice(extremes(*span)) for name, span in SPANS.items()} for _ in range(examples(40))]
     cases += [{"logit_bias": {"5": value}} for value in (-100, 100, 5e-324)]
     cases += [{"logit_bias": {str(id): -100 for id in range(1024)}, "temperature": 5e-324}]
     cases += [{"top_k": 2**31 - 1}, {"seed": 2**62 - 1}, {"slo_ttft": 0.001, "slo_tpot": 0.001}]

@@ -7,8 +7,9 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -18,6 +19,7 @@ from coserve.cli.app import app
 from coserve.cli.failures import explain, run_safely
 from coserve.client import RetryPolicy
 from coserve.errors import InvalidRequest, QueueFull
+from tests.support.examples import sample
 from tests.support.hostile_server import ANSWERS, hostile_server
 
 NOBODY = "http://127.0.0.1:1"
@@ -62,12 +64,18 @@ def run(args: list[str], capsys: pytest.CaptureFixture[str]) -> str:
     return said
 
 
-@pytest.mark.parametrize("answer", ANSWERS)
-@pytest.mark.parametrize("command", ASKING, ids=lambda command: " ".join(command[:2]))
+def pairs(others: Collection[str]) -> list[Any]:
+    """Each command with each of `others`; in `make test` all of them with the first command, and one with each command."""
+    cases = {f"{' '.join(command[:2])}-{other}": (command, other) for command in ASKING for other in others}
+    fast = [key for i, key in enumerate(cases) if i < len(others) or i // len(others) % len(others) == i % len(others)]
+    return sample(cases, *fast)
+
+
+@pytest.mark.parametrize("case", pairs(ANSWERS))
 def test_no_daemon_answers_as_it_should(
-    command: list[str], answer: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
+    case: tuple[list[str], str], capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    places = paths(tmp_path)
+    (command, answer), places = case, paths(tmp_path)
     with hostile_server(ANSWERS[answer]) as url:
         said = run([*(places.get(word, word) for word in command), "--url", url], capsys)
     if answer == "wrong key":
@@ -75,17 +83,19 @@ def test_no_daemon_answers_as_it_should(
     assert not (tmp_path / "new").exists() or not any((tmp_path / "new").iterdir())
 
 
-@pytest.mark.parametrize("command", ASKING, ids=lambda command: " ".join(command[:2]))
-@pytest.mark.parametrize(
-    ("url", "says"),
-    [(NOBODY, "is it running"), ("localhost:8000", "expected a URL"), ("http://", "expected a URL"), ("", "URL"),
-     ("http://no-such-host.invalid", "no daemon answers")],
-)  # fmt: skip
-def test_wrong_addresses(
-    command: list[str], url: str, says: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
-    places = paths(tmp_path)
-    assert says in run([*(places.get(word, word) for word in command), "--url", url], capsys)
+ADDRESSES = {
+    NOBODY: "is it running",
+    "localhost:8000": "expected a URL",
+    "http://": "expected a URL",
+    "": "URL",
+    "http://no-such-host.invalid": "no daemon answers",
+}
+
+
+@pytest.mark.parametrize("case", pairs(ADDRESSES))
+def test_wrong_addresses(case: tuple[list[str], str], capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    (command, url), places = case, paths(tmp_path)
+    assert ADDRESSES[url] in run([*(places.get(word, word) for word in command), "--url", url], capsys)
 
 
 @pytest.mark.parametrize("key", ["with\nnewline", "schlüssel", " x"])

@@ -346,7 +346,7 @@ def test_the_error_names_whose_logits_are_not_finite_and_nobody_finds_the_pages(
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", sample(FAMILIES, "llama", "gemma3"))
 def test_logprobs_are_the_models(family: str, dtype: torch.dtype) -> None:
     """In fp32 to 1e-3. In bf16 the model's own logits are coarser than that: ours are no farther from its fp32 ones."""
     model = tiny_model(family).to(dtype).eval()

@@ -19,25 +19,27 @@ from tests.support.examples import examples, sample
 
 PROCESSORS = H200.multiprocessors
 
-named = pytest.mark.parametrize(
-    "kind", sample(KINDS, "group_of_4", "window_within_a_page", "all", "pages_apart_unaligned")
-)
+STEPS = {
+    f"{kind}-{name}": (KINDS[kind], runs)
+    for kind in KINDS
+    for name, runs in (("decodes", DECODES), ("chunks", CHUNKS), ("far", FAR))
+}
+QUICK = ("group_of_4-decodes", "group_of_4-chunks", "all-decodes", "all-chunks", "all-far")
 
 
 def attend(attention: FusedPagedAttention | FusedStaticAttention, case: Case, *qkv: Tensor) -> Tensor:
     return attention.attend(0, *(qkv or (case.q_HTD, case.k_KTD, case.v_KTD)), case.kind.params(case.device))
 
 
-@named
+@pytest.mark.parametrize("step", sample(STEPS, *QUICK))
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("runs", [DECODES, CHUNKS, FAR], ids=["decodes", "chunks", "far"])
-def test_a_step(kind: Kind, dtype: torch.dtype, runs: list[tuple[int, int]]) -> None:
-    case = Case(kind, runs, dtype, DEVICE)
+def test_a_step(step: tuple[Kind, list[tuple[int, int]]], dtype: torch.dtype) -> None:
+    case = Case(*step, dtype, DEVICE)
     assert worst(attend(FusedPagedAttention(case.pages, case.runs), case), case.expected()) < TOLERANCE[dtype]
     case.check_written()
 
 
-@named
+@pytest.mark.parametrize("kind", sample(KINDS, "group_of_4", "all"))
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_fixed_buffers_serve_other_sequences(kind: Kind, dtype: torch.dtype) -> None:
     """Batches of other sizes and lengths through one object, padding included."""

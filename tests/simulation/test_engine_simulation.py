@@ -25,11 +25,12 @@ from coserve.link import (
     Tokens,
 )
 from coserve.queues.policy import Slack
+from tests.support.examples import examples
 from tests.support.fake_ports import token
 from tests.support.scenario import Outcome, Scenario, make_scenario, play
 
 POLICIES = ("ets", "ts", "slack")
-SEEDS = int(os.environ.get("COSERVE_SIM_SEEDS", "150"))
+SEEDS = int(os.environ.get("COSERVE_SIM_SEEDS") or examples(150))
 
 
 def seeds() -> Iterator[int]:
