@@ -52,9 +52,15 @@ class Config:
     host: str = option("127.0.0.1", "address to bind; anything but loopback needs --api-key")
     port: int = option(8000, "TCP port; 0 takes a free one")
     api_key: str | None = option(
-        None, "require 'Authorization: Bearer KEY' on every route but /health; at least 16 characters"
+        None, "require 'Authorization: Bearer KEY' on every route but /health and /health/ready; at least 16 characters"
     )
     allowed_hosts: tuple[str, ...] = option((), "further names allowed in the Host and Origin headers")
+    ready_when: str = option(
+        "warm",
+        "when /health/ready answers 200: once kernels and graphs are compiled (warm), or as soon as requests are answered "
+        "(listening)",
+        choices=("warm", "listening"),
+    )
 
     device: str = option("auto", "where the base lives", choices=("auto", "cpu", "cuda"))
     dtype: str = option("auto", "type of the base", choices=("auto", "float32", "bfloat16", "float16"))
@@ -120,7 +126,8 @@ class Config:
 
     data_root: Path | None = option(None, "folder from which /finetune and /adapters may read local paths")
     max_connections: int = option(
-        1024, "most open connections; idle ones make room for new ones, further ones get 503 (but for /health)"
+        1024,
+        "most open connections; idle ones make room for new ones, further ones get 503 (but for /health and /health/ready)",
     )
     max_body_bytes: int = option(64 << 20, "largest request body, in bytes")
     read_timeout: float = option(

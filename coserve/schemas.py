@@ -369,10 +369,26 @@ class Pointers(Wire, frozen=True):
     openapi: str = "/openapi.json"
 
 
-class Health(Wire, frozen=True):
-    """`ok`; `starting`: the engine is not there yet; `degraded`: it is gone and being restarted (HTTP status 503)."""
+Status = Literal["starting", "warming", "ready"]
+"""`starting`: no engine answers requests, before the first one or during a restart; `warming`: requests are answered, but kernels
+and graphs are still being compiled and captured; `ready`: all of them are there."""
 
-    status: Literal["ok", "starting", "degraded"]
+
+class Warming(Wire, frozen=True):
+    """Progress of the warm-up."""
+
+    done: int
+    total: int
+    """Kernels, layers and graphs that are compiled or captured, and how many there will be; 0 of 0: not known yet."""
+    seconds_left: float | None
+    """Estimated; null: not known yet."""
+
+
+class Health(Wire, frozen=True):
+    """HTTP status 503 while `starting`, 200 otherwise; `/health/ready` has the same body, and 503 while `warming` too unless the
+    daemon runs with `--ready-when listening`."""
+
+    status: Status
     version: str
     uptime: float
     engine_alive: bool
@@ -388,6 +404,8 @@ class Health(Wire, frozen=True):
     running: int
     jobs: int
     adapters_resident: int
+    warming: Warming | None = None
+    """Only while `status` is `warming`."""
 
 
 STREAM_END = "[DONE]"

@@ -24,6 +24,7 @@ SETTINGS = [
     "port",
     "api_key",
     "allowed_hosts",
+    "ready_when",
     "device",
     "dtype",
     "threads",

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Callable, Iterator
+
 import msgspec
 
 from coserve.errors import EngineUnavailable
-from coserve.link import EngineReady, EngineStats, FromEngine, Link, ToEngine
+from coserve.link import EngineReady, EngineStats, EngineWarming, FromEngine, Link, ToEngine
+from coserve.schemas import Status, Warming
 from coserve.types import AdapterRef, BaseSpec
 
 
@@ -16,14 +20,47 @@ class EngineClient:
         self._link: Link[ToEngine, FromEngine] | None = None
         self.ready: EngineReady | None = None
         self.stats: EngineStats | None = None
+        self.warmup: EngineWarming | None = None
+        """The last report of the current engine's warm-up."""
         self.starts = 0
         self.troubles: tuple[str, ...] = ()
         """Why the last engine died, while there is no other."""
         self._failed_starts = 0
+        self._watchers: list[Callable[[], None]] = []
 
     @property
     def alive(self) -> bool:
         return self._link is not None
+
+    @property
+    def status(self) -> Status:
+        if self._link is None:
+            return "starting"
+        if self.warmup is None or self.warmup.done < self.warmup.total:
+            return "warming"
+        return "ready"
+
+    @property
+    def warming(self) -> Warming | None:
+        """Progress of the warm-up; None unless `status` is `warming`."""
+        if self.status != "warming":
+            return None
+        if self.warmup is None:
+            return Warming(done=0, total=0, seconds_left=None)
+        return Warming(done=self.warmup.done, total=self.warmup.total, seconds_left=self.warmup.seconds_left)
+
+    @contextlib.contextmanager
+    def watched(self, watcher: Callable[[], None]) -> Iterator[None]:
+        """Call `watcher` after each change of `status` or `warming`. It must not raise."""
+        self._watchers.append(watcher)
+        try:
+            yield
+        finally:
+            self._watchers.remove(watcher)
+
+    def _changed(self) -> None:
+        for watcher in self._watchers:
+            watcher()
 
     @property
     def spec(self) -> BaseSpec:
@@ -51,6 +88,13 @@ class EngineClient:
     def open(self, link: Link[ToEngine, FromEngine], ready: EngineReady) -> None:
         self._link, self.ready, self.troubles = link, ready, ()
         self.starts += 1
+        self._changed()
+
+    def warm(self, report: EngineWarming) -> None:
+        """The engine's warm-up made progress."""
+        self.warmup = report
+        self.note(report.notes)
+        self._changed()
 
     @property
     def restarts(self) -> int:
@@ -68,7 +112,8 @@ class EngineClient:
             self.ready = msgspec.structs.replace(self.ready, notes=notes)
 
     def lost(self) -> None:
-        self._link = self.stats = None
+        self._link = self.stats = self.warmup = None
+        self._changed()
 
     def resident(self, ref: AdapterRef) -> bool:
         return self.stats is not None and ref in self.stats.resident

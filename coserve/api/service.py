@@ -63,6 +63,7 @@ class Service:
     ) -> None:
         """`max_prompt_scores`: most prompt log-probabilities that all requests in flight may ask for together."""
         self.folder, self.tokenizer = folder, tokenizer
+        self._ready_when = config.ready_when
         self.engine = EngineClient()
         self.metrics = Metrics(self.engine.name)
         self._registry = registry
@@ -165,14 +166,21 @@ class Service:
             case EngineStats():
                 self.engine.stats = message
                 self.metrics.engine.report(message)
-            case EngineNotes() | EngineWarming():
+            case EngineNotes():
                 self.engine.note(message.notes)
+            case EngineWarming():
+                self.engine.warm(message)
             case EngineStopped():
                 log.info("the engine stopped")
             case EngineReady() | EngineRefused():
                 log.warning("the engine answered twice whether it is ready")
             case _:
                 self._recorder.deliver(message)
+
+    @property
+    def ready(self) -> bool:
+        """What `GET /health/ready` tells a load balancer: whether this daemon should get requests."""
+        return self.engine.alive if self._ready_when == "listening" else self.engine.status == "ready"
 
     def health(self) -> Health:
         """The response of `GET /health`."""
@@ -190,7 +198,7 @@ class Service:
                 vocab=spec.vocab,
             )
         return Health(
-            status="starting" if ready is None else "ok" if self.engine.alive else "degraded",
+            status=self.engine.status,
             version=__version__,
             uptime=time.monotonic() - self._started_monotonic,
             engine_alive=self.engine.alive,
@@ -210,6 +218,7 @@ class Service:
             running=stats.running if stats is not None else 0,
             jobs=stats.jobs if stats is not None else 0,
             adapters_resident=len(stats.resident) if stats is not None else 0,
+            warming=self.engine.warming,
         )
 
 

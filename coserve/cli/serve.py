@@ -13,6 +13,7 @@ from typing import Any, get_args, get_type_hints
 
 import typer
 
+from coserve.cli.statuslines import StatusLines
 from coserve.config import Config, load_config, misspelt_variables, setting_path
 
 log = logging.getLogger(__name__)
@@ -55,7 +56,7 @@ def _serve(given: dict[str, object]) -> None:
     set_up_logging("api", LogSettings.of(config))
     for warning in misspelt_variables():
         log.warning("%s", warning)
-    asyncio.run(serve(config, ready=lambda port: print(f"coserve listens on http://{config.host}:{port}", flush=True)))
+    asyncio.run(serve(config, report=StatusLines(config.host).show))
 
 
 serve = _with_config_options(_serve)

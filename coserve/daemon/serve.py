@@ -25,6 +25,7 @@ from aiohttp import web
 
 from coserve import __version__
 from coserve.api.app import make_app, make_runner
+from coserve.api.engine_client import EngineClient
 from coserve.api.http.connections import connection_limit, quiet_accept
 from coserve.api.service import Service
 from coserve.config import Config
@@ -39,6 +40,7 @@ from coserve.garbage import GarbageCollection, collect_young_alone
 from coserve.logs.format import log_event
 from coserve.pretrained.source import check_source
 from coserve.pretrained.tokenizer import Tokenizer
+from coserve.schemas import Status, Warming
 from coserve.state.failpoints import failpoint
 from coserve.state.folder import DataFolder
 from coserve.state.registry import Registry
@@ -66,9 +68,19 @@ def bind(host: str, port: int) -> socket.socket:
     return sock
 
 
+@dataclasses.dataclass(frozen=True)
+class _Serving:
+    """A daemon that listens on `port`. `supervising`: the task that runs `supervisor`."""
+
+    port: int
+    engine: EngineClient
+    supervisor: Supervisor
+    supervising: asyncio.Task[None]
+
+
 @asynccontextmanager
-async def _serving(config: Config) -> AsyncIterator[tuple[int, Supervisor, asyncio.Task[None]]]:
-    """Startup and shutdown. Yields the port, the engine's supervisor and the supervisor's task.
+async def _serving(config: Config) -> AsyncIterator[_Serving]:
+    """Startup and shutdown.
 
     HTTP is answered from here on: until the first engine is there, `/health` says `starting` and why it takes long.
     """
@@ -108,7 +120,7 @@ async def _serving(config: Config) -> AsyncIterator[tuple[int, Supervisor, async
         stack.push_async_callback(runner.cleanup)
         collect_young_alone()
         await web.SockSite(runner, sock).start()
-        yield port, supervisor, supervising
+        yield _Serving(port, service.engine, supervisor, supervising)
 
 
 async def _end(task: asyncio.Task[None]) -> None:
@@ -117,8 +129,8 @@ async def _end(task: asyncio.Task[None]) -> None:
         await task
 
 
-async def serve(config: Config, *, ready: Callable[[int], None]) -> None:
-    """Run until SIGINT or SIGTERM. `ready` is called with the port once requests are answered by an engine.
+async def serve(config: Config, *, report: Callable[[int, Status, Warming | None], None]) -> None:
+    """Run until SIGINT or SIGTERM. `report` gets the port, the status and the progress of the warm-up at each change.
 
     Raises a `StartupError` leaf when the daemon cannot start, or when its engine cannot stay alive.
     """
@@ -128,14 +140,21 @@ async def serve(config: Config, *, ready: Callable[[int], None]) -> None:
         opening = asyncio.create_task(stack.enter_async_context(_serving(config)))
         await asyncio.wait({stopping, opening}, return_when=asyncio.FIRST_COMPLETED)
         if opening.done():
-            port, supervisor, supervising = opening.result()
-            attached = asyncio.create_task(supervisor.attached.wait())
-            await asyncio.wait({stopping, supervising, attached}, return_when=asyncio.FIRST_COMPLETED)
-            if attached.done():
-                log_event(log, "daemon ready", host=config.host, port=port, seconds=round(time.monotonic() - began, 3))
-                ready(port)
-                await asyncio.wait({stopping, supervising}, return_when=asyncio.FIRST_COMPLETED)
-            attached.cancel()
+            running = opening.result()
+            port, engine, supervising = running.port, running.engine, running.supervising
+
+            def tell() -> None:
+                report(port, engine.status, engine.warming)
+
+            with engine.watched(tell):
+                tell()
+                attached = asyncio.create_task(running.supervisor.attached.wait())
+                await asyncio.wait({stopping, supervising, attached}, return_when=asyncio.FIRST_COMPLETED)
+                if attached.done():
+                    seconds = round(time.monotonic() - began, 3)
+                    log_event(log, "daemon ready", host=config.host, port=port, seconds=seconds)
+                    await asyncio.wait({stopping, supervising}, return_when=asyncio.FIRST_COMPLETED)
+                attached.cancel()
             if supervising.done():
                 supervising.result()
         else:

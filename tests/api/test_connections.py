@@ -199,9 +199,10 @@ async def test_busy_connections_stay_and_health_answers(api: Api, clock: Clock) 
         writer.write(f"Content-Length: {len(body)}\r\n\r\n".encode() + body)
     await api.engine.saw(Generate, LIMIT)
     clock.now += 2 * GRACE
-    further = [await connect(api), await connect(api)]
+    further = [await connect(api) for _ in range(3)]
     assert await ask(further[0], "/health") == 200
-    assert await ask(further[1], "/adapters") == 503
+    assert await ask(further[1], "/health/ready") == 200
+    assert await ask(further[2], "/adapters") == 503
     for _ in range(2 * RESERVE):  # half a body keeps no place of the reserve, wherever it is sent
         for start in (b"POST /generate", b"POST /health", b"GET /health"):
             reader, writer = half = await connect(api)

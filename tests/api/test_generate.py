@@ -151,12 +151,12 @@ async def test_an_engine_that_dies_ends_its_requests_clearly(api: Api) -> None:
     status, body = await waiting
     assert (status, body["error"]["code"]) == (503, "engine_unavailable")
     status, body = await api.call("GET", "/health")
-    assert (status, body["status"], body["engine_alive"]) == (503, "degraded", False)
+    assert (status, body["status"], body["engine_alive"]) == (503, "starting", False)
     assert (await api.call("POST", "/generate", json={"prompt": "x"}))[0] == 503
     await api.start_engine()
     await api.works()
     status, body = await api.call("GET", "/health")
-    assert (status, body["status"], body["engine_restarts"]) == (200, "ok", 1)
+    assert (status, body["status"], body["engine_restarts"]) == (200, "ready", 1)
 
 
 async def test_an_engine_that_dies_in_mid_stream_ends_it_with_an_error_event(api: Api) -> None:

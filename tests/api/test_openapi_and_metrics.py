@@ -180,7 +180,7 @@ async def test_health_shows_the_base_and_what_runs(api: Api) -> None:
     api.engine.stats(running=2, waiting=1, jobs=1)
     await api.works()
     _, health = await api.call("GET", "/health")
-    assert health["status"] == "ok"
+    assert health["status"] == "ready"
     assert health["base"]["name"] == "fake"
     assert (health["running"], health["waiting"], health["jobs"]) == (2, 1, 1)
     assert (health["lora_way"], health["kv_tokens"], health["notes"]) == ("reference", 1024, ["a fake"])

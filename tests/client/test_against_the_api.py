@@ -157,17 +157,17 @@ async def test_a_daemon_whose_engine_died_and_came_back(tmp_path: Path) -> None:
         await api.engine.die()
         with pytest.raises(EngineUnavailable):
             await client.generate("hello")
-        assert (await client.health()).status == "degraded"
+        assert (await client.health()).status == "starting"
         await api.start_engine()
         assert (await client.generate("hello")).choices[0].text == REPLY
-        assert (await client.health()).status == "ok"
+        assert (await client.health()).status == "ready"
 
 
 async def test_the_key(tmp_path: Path) -> None:
     async with daemon(tmp_path, api_key="secret-of-sixteen") as (api, client):
         assert (await client.generate("hello")).choices[0].text == REPLY
         async with AsyncClient(f"http://127.0.0.1:{api.port}", retry=FAST) as stranger:
-            assert (await stranger.health()).status == "ok"
+            assert (await stranger.health()).status == "ready"
             with pytest.raises(Unauthorized):
                 await stranger.generate("hello")
 

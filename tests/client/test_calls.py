@@ -30,7 +30,7 @@ ADAPTER = Adapter(
     resident=False,
 )
 HEALTH = Health(
-    status="degraded",
+    status="starting",
     version="0",
     uptime=1.0,
     engine_alive=False,
@@ -202,7 +202,7 @@ async def test_adapters(tmp_path: Path) -> None:
 
 async def test_health_metrics_and_description() -> None:
     daemon = Daemon(reply(HEALTH, 503), Response(200, {}, b"a 1\n"), Response(200, {}, b'{"openapi": "3.1.0"}'))
-    assert (await daemon.client.health()).status == "degraded", "an answer, not an error, and at once"
+    assert (await daemon.client.health()).status == "starting", "an answer, not an error, and at once"
     assert await daemon.client.metrics() == "a 1\n"
     assert (await daemon.client.openapi())["openapi"] == "3.1.0"
 

@@ -43,7 +43,7 @@ def test_an_engine_that_dies_is_started_again(model: Path, reference: Reference,
         events = oracle.follow(daemon, oracle.submit(daemon, "adapter"))
         assert events[-1]["state"] == "succeeded", events[-1]
         _, health = daemon.call("GET", "/health")
-        assert health["status"] == "ok"
+        assert health["status"] == "ready"
         assert health["engine_restarts"] == 3  # the stream, and steps 4 and 6 of the job
         assert daemon.stop() == 0
     assert curve_of(events) == reference.curve

@@ -138,7 +138,7 @@ def test_an_engine_killed_while_it_starts_is_started_again_and_a_second_ctrl_c_s
         daemon.wait_ready()
         assert daemon.call("POST", "/generate", PROMPT)[0] == 200
         _, health = daemon.call("GET", "/health")
-        assert (health["status"], health["engine_restarts"], health["notes"]) == ("ok", 1, [])
+        assert (health["status"], health["engine_restarts"], health["notes"]) == ("ready", 1, [])
 
         daemon.interrupt()
         daemon.logged("stopping, at most 65 s; a second signal stops at once")

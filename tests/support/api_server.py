@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import time
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
@@ -64,7 +65,11 @@ class Api:
         """A new engine, attached; the one before it must be dead."""
         ours, theirs = local_pair()
         self.engine = self.engine_type(theirs, self.base, self.folder, self._reply)
-        await self.service.attach(ours, self.engine.ready)
+        first = asyncio.Event()
+        with self.service.engine.watched(first.set):
+            await self.service.attach(ours, self.engine.ready)
+            first.clear()
+            await first.wait()  # the first report of its warm-up
 
     def _reply(self, request: Generate) -> Iterable[int]:
         return self.reply

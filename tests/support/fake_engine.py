@@ -21,6 +21,7 @@ from coserve.link import (
     EngineReady,
     EngineStats,
     EngineStopped,
+    EngineWarming,
     FromEngine,
     Generate,
     JobCancelled,
@@ -105,6 +106,8 @@ def metrics(step: int, total: int) -> StepMetrics:
 class FakeEngine:
     """`reply` gives the tokens for a request; `hold_requests`, `hold_jobs`: stop before the first token, or step."""
 
+    warmup_steps = 0
+
     def __init__(
         self,
         link: LocalLink[FromEngine, ToEngine],
@@ -129,10 +132,16 @@ class FakeEngine:
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._specs: dict[str, JobSpec] = {}
         self._main = asyncio.create_task(self._run())
+        self.warming(0)
 
     @property
     def ready(self) -> EngineReady:
         return EngineReady(spec=self.base, kv_tokens=1024, lora_way="reference", notes=("a fake",))
+
+    def warming(self, done: int, seconds_left: float | None = None, notes: tuple[str, ...] = ("a fake",)) -> None:
+        """Report that `done` of `warmup_steps` are done."""
+        total = self.warmup_steps
+        self.link.send(EngineWarming(done=done, total=total, seconds_left=seconds_left, notes=notes))
 
     async def saw(self, kind: type[ToEngine], count: int = 1) -> list[ToEngine]:
         """Wait until `count` messages of a kind have come."""

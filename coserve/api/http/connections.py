@@ -22,12 +22,12 @@ from coserve.logs.throttled import ThrottledLog
 log = logging.getLogger(__name__)
 
 RESERVE: Final = 16
-"""Connections beyond the limit that are accepted for /health alone."""
+"""Connections beyond the limit that are accepted for /health and /health/ready alone."""
 GRACE: Final = 1.0
 """Seconds without a request after which a connection may be closed for a new one."""
 OWN_DESCRIPTORS: Final = 96
 """File descriptors for all else: the registry, files of adapters and uploads, the engine's socket."""
-HEALTH: Final = "/health"
+PROBES: Final = ("/health", "/health/ready")
 OUT_OF_RESOURCES: Final = (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOBUFS)
 
 
@@ -86,7 +86,7 @@ class Connections:
             self._busy.add(connection)
             if len(self._busy) > self._limit:
                 self._over_limit.add(connection)
-                if request.path == HEALTH and request.method in ("GET", "HEAD"):
+                if request.path in PROBES and request.method in ("GET", "HEAD"):
                     answer = await handler(request)
                     answer.force_close()  # adds "Connection: close"
                     return answer

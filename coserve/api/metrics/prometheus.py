@@ -10,7 +10,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.registry import Collector
 
 from coserve.api.metrics.vllm_names import VllmNames
-from coserve.link import STALL_BUCKETS, EngineStats, StallCounts
+from coserve.link import STALL_BUCKETS, EngineStats, EngineWarming, StallCounts
 from coserve.types import FinishReason, JobState
 
 _LATENCY = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
@@ -79,6 +79,9 @@ class Metrics:
                 self._ended_jobs.labels(state.value)
         self._jobs = Gauge("coserve_jobs", "Unfinished jobs by state", ["state"], registry=r)
         self._starts = Gauge("coserve_engine_restarts", "Times that the engine was started again", registry=r)
+        self._ready = Gauge("coserve_ready", "1: /health/ready answers 200", registry=r)
+        self._warmup_done = Gauge("coserve_warmup_done", "Steps of the warm-up that are done", registry=r)
+        self._warmup_total = Gauge("coserve_warmup_total", "Steps of the warm-up", registry=r)
 
     # ---- requests
 
@@ -137,6 +140,14 @@ class Metrics:
             counts[state] += 1
         for state, count in counts.items():
             self._jobs.labels(state.value).set(count)
+
+    # ---- the daemon
+
+    def status(self, ready: bool, warmup: EngineWarming | None) -> None:
+        """`warmup` None: there is no engine, or it has not reported yet."""
+        self._ready.set(ready)
+        self._warmup_done.set(0 if warmup is None else warmup.done)
+        self._warmup_total.set(0 if warmup is None else warmup.total)
 
     # ---- the page
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import AsyncGenerator, Awaitable
 from contextlib import aclosing
 from pathlib import Path
@@ -34,9 +35,12 @@ from coserve.schemas import (
     JobEvent,
     Pointers,
     RollbackRequest,
+    Warming,
 )
 
 HEARTBEAT = 15.0
+MAX_RETRY_AFTER = 10
+"""Seconds; an estimate of the time left may be far too long."""
 DOCS = {
     "README.md": "how to start, serve and fine-tune",
     "docs/data.md": "rows to fine-tune on",
@@ -151,11 +155,20 @@ class NativeApi:
 
     async def health(self, request: web.Request) -> web.StreamResponse:
         health = self._service.health()
-        return json_response(health, status=200 if health.status == "ok" else 503)
+        return json_response(health, status=503 if health.status == "starting" else 200)
+
+    async def ready(self, request: web.Request) -> web.StreamResponse:
+        health = self._service.health()
+        if self._service.ready:
+            return json_response(health)
+        response = json_response(health, status=503)
+        response.headers["Retry-After"] = str(retry_after(health.warming))
+        return response
 
     async def metrics(self, request: web.Request) -> web.StreamResponse:
         service = self._service
         service.metrics.jobs(await service.jobs.views.states())
+        service.metrics.status(service.ready, service.engine.warmup)
         page = service.metrics.page(restarts=service.engine.restarts)
         return web.Response(body=page, headers={"Content-Type": "text/plain; version=0.0.4; charset=utf-8"})
 
@@ -187,6 +200,12 @@ async def _told(stream: EventStream, sending: Awaitable[None]) -> bool:
         await stream.send(ErrorBody(error=error_info(error)), event="error")
         return False
     return True
+
+
+def retry_after(warming: Warming | None) -> int:
+    """Seconds until it makes sense to ask again whether the daemon is ready."""
+    left = None if warming is None else warming.seconds_left
+    return 2 if left is None else min(MAX_RETRY_AFTER, max(1, math.ceil(left)))
 
 
 class _Probe(msgspec.Struct):

@@ -105,5 +105,14 @@ def native_routes(api: NativeApi) -> tuple[Route, ...]:
         ),
         Route("GET", "/", api.root, "Where to look", answer=Pointers),
         Route("GET", "/health", api.health, "What works", answer=Health, errors=(503,), public=True),
+        Route(
+            "GET",
+            "/health/ready",
+            api.ready,
+            "Readiness, for load balancers",
+            answer=Health,
+            errors=(503,),
+            public=True,
+        ),
         Route("GET", "/metrics", api.metrics, "Prometheus metrics", media="text/plain"),
     )

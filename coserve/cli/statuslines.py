@@ -1,0 +1,53 @@
+"""The daemon's status as lines of text on standard output: where it listens, how far its warm-up is, when it is ready."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable
+
+from coserve.schemas import Status, Warming
+
+REPEAT = 10.0
+"""Seconds between two lines of a warm-up."""
+
+
+def warming_line(warming: Warming) -> str:
+    """`warming 12/310, about 40 s left`."""
+    left = "" if warming.seconds_left is None else f", about {warming.seconds_left:.0f} s left"
+    return f"warming {warming.done}/{warming.total}{left}"
+
+
+class StatusLines:
+    """Prints a line for each change of status, and one every `REPEAT` seconds of a warm-up."""
+
+    def __init__(
+        self, host: str, say: Callable[[str], None] | None = None, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        """`say` prints one line; `clock` returns seconds."""
+        self._host, self._say, self._clock = host, say or _print, clock
+        self._status: Status = "starting"
+        self._repeat_at: float | None = None
+
+    def show(self, port: int, status: Status, warming: Warming | None) -> None:
+        """The daemon's status now."""
+        before, self._status = self._status, status
+        if status == "starting":
+            self._repeat_at = None
+            if before != "starting":
+                self._say("starting again; requests get 503 until then")
+            return
+        if before == "starting":
+            host = f"[{self._host}]" if ":" in self._host else self._host
+            self._say(f"coserve listens on http://{host}:{port}")
+        if warming is not None and warming.total:
+            if self._repeat_at is None or self._clock() >= self._repeat_at:
+                self._repeat_at = self._clock() + REPEAT
+                self._say(warming_line(warming))
+        elif status == "ready" != before:
+            self._say("ready")
+
+
+def _print(line: str) -> None:
+    with contextlib.suppress(OSError):  # who started the daemon may read no more; that is no reason to stop serving
+        print(line, flush=True)
