@@ -17,6 +17,7 @@ from coserve.cli.jobs import finetune, jobs_app
 from coserve.cli.serve import serve
 from coserve.cli.settings import show_config
 from coserve.cli.settingshelp import SettingsCommand
+from coserve.cli.warm import warm
 
 
 def _version(wanted: bool) -> None:
@@ -43,6 +44,7 @@ app.callback()(_top)
 app.add_typer(jobs_app, name="jobs")
 app.add_typer(adapters_app, name="adapters")
 app.command("serve", cls=SettingsCommand)(serve)
+app.command("warm", cls=SettingsCommand)(warm)
 app.command("generate")(generate)
 app.command("finetune")(finetune)
 app.command("bench")(bench)

@@ -1,11 +1,11 @@
-"""The help of `serve`: settings by section, with types, choices and defaults, in any width."""
+"""The help of `serve` and `warm`: settings by section, with types, choices and defaults, in any width."""
 
 from __future__ import annotations
 
 import dataclasses
 import shutil
 import textwrap
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any, get_args, get_type_hints
 
@@ -38,11 +38,14 @@ def default_text(field: dataclasses.Field[Any]) -> str:
     return str(field.default).lower() if isinstance(field.default, bool) else str(field.default)
 
 
-def settings_help(width: int) -> Iterator[str]:
-    """Lines for every setting."""
+def settings_help(width: int, shown: Collection[str]) -> Iterator[str]:
+    """Lines for the settings in `shown`."""
     hints = get_type_hints(Config)
     fields = {f.name: f for f in dataclasses.fields(Config)}
-    for title, names in sections().items():
+    for title, section in sections().items():
+        names = [name for name in section if name in shown]
+        if not names:
+            continue
         yield ""
         yield f"{title}:"
         for name in names:
@@ -60,5 +63,7 @@ class SettingsCommand(TyperCommand):
     def format_help(self, ctx: Any, formatter: Any) -> None:  # noqa: ANN401 - click's own types, wherever typer keeps them
         width = min(WIDEST, shutil.get_terminal_size().columns)
         intro = textwrap.wrap(" ".join((self.help or "").split()), width)
-        lines = [f"Usage: {ctx.command_path} [OPTIONS]", "", *intro, *settings_help(width), "", "  --help", ""]
+        options = [str(each.name) for each in self.params if each.param_type_name == "option"]
+        usage = " ".join([ctx.command_path, *self.collect_usage_pieces(ctx)])
+        lines = [f"Usage: {usage}", "", *intro, *settings_help(width, options), "", "  --help", ""]
         print("\n".join(lines))

@@ -27,7 +27,7 @@ class LogSettings:
         return cls(config.log_level, config.log_format, config.access_log)
 
 
-def set_up_logging(process: Literal["api", "engine", "helper"], settings: LogSettings) -> None:
+def set_up_logging(process: Literal["api", "engine", "helper", "warm"], settings: LogSettings) -> None:
     """Call it after the imports: it removes handlers that libraries installed."""
     handler = logging.StreamHandler()
     handler.setFormatter(JsonFormatter(process) if settings.format == "json" else TextFormatter(process))

@@ -1,0 +1,55 @@
+"""`coserve warm`: fill the caches of compiled kernels before a daemon needs them, as in the build of an image."""
+
+from __future__ import annotations
+
+import signal
+
+import typer
+
+from coserve.cli.failures import FAILED
+from coserve.cli.settingsoptions import settings_command
+from coserve.cli.warmprogress import WarmProgress
+from coserve.config import load_config
+
+SETTINGS = (
+    "data_dir",
+    "device",
+    "dtype",
+    "lora_way",
+    "cache_dir",
+    "trust_remote_code",
+    "load_format",
+    "inference_batch_size",
+    "kv_tokens",
+    "memory_fraction",
+    "page_tokens",
+    "step_tokens",
+    "max_active_jobs",
+    "micro_batch_tokens",
+    "recompute",
+    "log_level",
+    "log_format",
+    "config",
+)
+"""Those that decide which kernels a daemon needs, or where they are kept."""
+
+
+def _warm(given: dict[str, object]) -> None:
+    """Compile all kernels that `coserve serve` will need for MODEL with the same settings, and keep them in the cache folder.
+    Needs the GPU that will serve. Settings also come from COSERVE_<NAME> and from the TOML file of --config.
+    """
+    config = load_config(given)
+    from coserve.logs.setup import LogSettings, set_up_logging
+    from coserve.warmup import fill
+
+    set_up_logging("warm", LogSettings.of(config))
+    # Builds of images stop with SIGTERM; as Ctrl-C it ends the compiling processes too.
+    signal.signal(signal.SIGTERM, lambda *_: signal.raise_signal(signal.SIGINT))
+    with WarmProgress() as progress:
+        fill.run_fill(config, progress.show)
+    print(progress.summary())
+    if not progress.full:
+        raise typer.Exit(FAILED)
+
+
+warm = settings_command(_warm, SETTINGS, argument="model")
