@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import signal
+from collections.abc import Iterator
 
 import typer
 
@@ -34,6 +36,16 @@ SETTINGS = (
 """Those that decide which kernels a daemon needs, or where they are kept."""
 
 
+@contextlib.contextmanager
+def _terminated_as_interrupted() -> Iterator[None]:
+    """SIGTERM, which stops the build of an image, raises `KeyboardInterrupt`: the compiling processes end too."""
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
 def _warm(given: dict[str, object]) -> None:
     """Compile all kernels that `coserve serve` will need for MODEL with the same settings, and keep them in the cache folder.
     Needs the GPU that will serve. Settings also come from COSERVE_<NAME> and from the TOML file of --config.
@@ -43,9 +55,7 @@ def _warm(given: dict[str, object]) -> None:
     from coserve.warmup import fill
 
     set_up_logging("warm", LogSettings.of(config))
-    # Builds of images stop with SIGTERM; as Ctrl-C it ends the compiling processes too.
-    signal.signal(signal.SIGTERM, lambda *_: signal.raise_signal(signal.SIGINT))
-    with WarmProgress() as progress:
+    with WarmProgress() as progress, _terminated_as_interrupted():
         fill.run_fill(config, progress.show)
     print(progress.summary())
     if not progress.full:

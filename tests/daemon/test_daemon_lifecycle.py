@@ -132,10 +132,13 @@ def test_an_engine_killed_while_it_starts_is_started_again_and_a_second_ctrl_c_s
         status, health = daemon.call("GET", "/health")
         assert (status, health["status"], health["engine_restarts"]) == (503, "starting", 1)
         assert "while it started" in health["notes"][0]
+        assert daemon.call("GET", "/health/ready")[0] == 503
         status, refusal = daemon.call("POST", "/generate", PROMPT)
         assert (status, refusal["error"]["code"]) == (503, "engine_unavailable")
 
         daemon.wait_ready()
+        assert daemon.next_line() == "ready"  # a CPU engine has no warm-up
+        assert daemon.call("GET", "/health/ready")[0] == 200
         assert daemon.call("POST", "/generate", PROMPT)[0] == 200
         _, health = daemon.call("GET", "/health")
         assert (health["status"], health["engine_restarts"], health["notes"]) == ("ready", 1, [])

@@ -85,6 +85,11 @@ class DaemonProcess:
                 return
         raise Died("while it started")
 
+    def next_line(self) -> str:
+        """The next line that it prints."""
+        assert self.process.stdout is not None
+        return self.process.stdout.readline().rstrip()
+
     @property
     def url(self) -> str:
         return f"http://127.0.0.1:{self._port}"
