@@ -19,7 +19,7 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 LAYERS = (
     {"types", "names", "limits", "errors", "hints", "cancellation", "processes", "garbage"},
     {"logprobs"},
-    {"link", "config", "schemas", "pretrained", "kernels"},
+    {"link", "config", "health", "schemas", "pretrained", "kernels"},
     {"client", "logs", "model", "queues", "memory"},
     {"state", "workloads"},
     {"adapters", "offload", "demo"},

@@ -8,8 +8,8 @@ from collections.abc import Callable, Iterator
 import msgspec
 
 from coserve.errors import EngineUnavailable
+from coserve.health import Status, Warming
 from coserve.link import EngineReady, EngineStats, EngineWarming, FromEngine, Link, ToEngine
-from coserve.schemas import Status, Warming
 from coserve.types import AdapterRef, BaseSpec
 
 

@@ -22,6 +22,7 @@ from coserve.api.jobs.submission import MAX_PREPARING
 from coserve.api.metrics.prometheus import Metrics
 from coserve.config import Config
 from coserve.errors import EngineUnavailable
+from coserve.health import BaseInfo, Health
 from coserve.link import (
     Admitted,
     EngineNotes,
@@ -39,7 +40,6 @@ from coserve.link import (
 from coserve.logs.setup import LogSettings
 from coserve.offload.pool import HelperPool
 from coserve.pretrained.tokenizer import Tokenizer
-from coserve.schemas import BaseInfo, Health
 from coserve.state.folder import DataFolder
 from coserve.state.thread import RegistryThread
 

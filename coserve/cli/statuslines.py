@@ -6,7 +6,7 @@ import contextlib
 import time
 from collections.abc import Callable
 
-from coserve.schemas import Status, Warming
+from coserve.health import Status, Warming
 
 REPEAT = 10.0
 """Seconds between two lines of a warm-up."""

@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from coserve.cli.statuslines import warming_line
-from coserve.schemas import Warming
+from coserve.health import Warming
 
 REPEAT = 5.0
 """Seconds between two lines where standard error is not a terminal."""

@@ -31,6 +31,7 @@ from coserve.client.options import (
 from coserve.client.retry import RetryPolicy
 from coserve.client.transport import HttpTransport, Transport
 from coserve.errors import InvalidRequest, Unreachable
+from coserve.health import Health
 from coserve.schemas import (
     STREAM_END,
     Adapter,
@@ -38,7 +39,6 @@ from coserve.schemas import (
     DeletedAdapter,
     GenerateChunk,
     GenerateResponse,
-    Health,
     ImportRequest,
     Job,
     JobList,

@@ -15,13 +15,13 @@ from coserve.client.handles import AsyncJobHandle
 from coserve.client.options import GenerateOptions, Messages, Prompt
 from coserve.client.retry import RetryPolicy
 from coserve.client.transport import Transport
+from coserve.health import Health
 from coserve.schemas import (
     Adapter,
     AdapterList,
     DeletedAdapter,
     GenerateChunk,
     GenerateResponse,
-    Health,
     Job,
     JobEvent,
     JobList,

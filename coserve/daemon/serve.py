@@ -37,10 +37,10 @@ from coserve.errors import (
     StartupError,
 )
 from coserve.garbage import GarbageCollection, collect_young_alone
+from coserve.health import Status, Warming
 from coserve.logs.format import log_event
 from coserve.pretrained.source import check_source
 from coserve.pretrained.tokenizer import Tokenizer
-from coserve.schemas import Status, Warming
 from coserve.state.failpoints import failpoint
 from coserve.state.folder import DataFolder
 from coserve.state.registry import Registry

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from coserve.cli.statuslines import REPEAT, StatusLines
-from coserve.schemas import Warming
+from coserve.health import Warming
 
 
 def test_one_line_for_each_status_and_a_few_for_a_warm_up() -> None:

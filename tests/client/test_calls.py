@@ -10,7 +10,8 @@ import pytest
 
 from coserve.client import Request, Response, Upload
 from coserve.errors import EngineUnavailable, InvalidRequest
-from coserve.schemas import Adapter, AdapterList, ChatMessage, DeletedAdapter, Health, JobList
+from coserve.health import Health
+from coserve.schemas import Adapter, AdapterList, ChatMessage, DeletedAdapter, JobList
 from coserve.types import LoraSettings, TrainingSettings
 from tests.support.sdk import GENERATED, Daemon, chunk, job, refusal, reply, stream_of
 

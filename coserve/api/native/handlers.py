@@ -24,6 +24,7 @@ from coserve.api.tgi.handlers import TgiApi
 from coserve.api.tgi.schemas import TgiRequest
 from coserve.config import Config
 from coserve.errors import CoserveError, InvalidRequest, RequestError
+from coserve.health import Warming
 from coserve.names import ADAPTER_FILES
 from coserve.schemas import (
     STREAM_END,
@@ -35,7 +36,6 @@ from coserve.schemas import (
     JobEvent,
     Pointers,
     RollbackRequest,
-    Warming,
 )
 
 HEARTBEAT = 15.0
@@ -45,6 +45,8 @@ DOCS = {
     "README.md": "how to start, serve and fine-tune",
     "docs/data.md": "rows to fine-tune on",
     "docs/families.md": "families of models, and what works with each",
+    "docs/operations.md": "start, readiness, warm-up",
+    "docs/metrics.md": "what /metrics counts",
     "docs/structures.md": "how the code is built",
 }
 

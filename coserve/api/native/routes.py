@@ -7,6 +7,7 @@ from coserve.api.http.route import BODY_ERRORS, BUSY_ERRORS, PAGE, Route
 from coserve.api.native.handlers import NativeApi
 from coserve.api.tgi.errors import TGI_ERRORS
 from coserve.api.tgi.schemas import TgiRequest, TgiResponse, TgiStreamEvent
+from coserve.health import Health
 from coserve.schemas import (
     Adapter,
     AdapterList,
@@ -15,7 +16,6 @@ from coserve.schemas import (
     GenerateChunk,
     GenerateRequest,
     GenerateResponse,
-    Health,
     ImportRequest,
     Job,
     JobEvent,
