@@ -139,7 +139,7 @@ def serving(base: Base, shape: Shape, method: str) -> Generator:
     made = {AdapterRef(f"a{i}", 1): make_adapter(base, i) for i in range(max(most, shape.adapters))}
     store = AdapterStore(lambda ref, digests: made[ref], HostBudget(len(made)), pinned=shape.device == "cuda")
     for ref, weights in made.items():
-        store.publish(ref, weights)
+        store.publish(ref, store.host_copy(weights))
     kv = KvCache.for_base(base, shape.kv_tokens, 16)
     executor: StepExecutor
     executor = eager = EagerExecutor(base, kv, make_backend("segmented" if method == GRAPHS else method))

@@ -30,6 +30,8 @@ from coserve.link import (
     Generate,
     JobCheckpoint,
     JobStarted,
+    JobSucceeded,
+    JobWaiting,
     RequestFailed,
     Shutdown,
     ToEngine,
@@ -163,7 +165,16 @@ class NoJobs:
     def next_micro_step(self, job: str) -> MicroStep:
         raise AssertionError(job)
 
-    def checkpoint(self, job: str) -> JobCheckpoint | None:
+    def finished(self, job: str) -> bool:
+        raise AssertionError(job)
+
+    def checkpoint_due(self, job: str) -> bool:
+        raise AssertionError(job)
+
+    def checkpoint(self, job: str) -> Callable[[], JobCheckpoint] | None:
+        raise AssertionError(job)
+
+    def publication(self, job: str) -> Callable[[], Callable[[], JobSucceeded | JobWaiting]]:
         raise AssertionError(job)
 
     def drop(self, job: str) -> None:
@@ -227,7 +238,7 @@ class Bench:
         for i in range(ADAPTERS):
             ref = AdapterRef(f"{family}{i}", 1)
             self._made[ref] = make_adapter(self.base, 1000 * len(ranks) + i, ranks[i % len(ranks)])
-            self.store.publish(ref, self._made[ref])
+            self.store.publish(ref, self.store.host_copy(self._made[ref]))
 
     def capture(self, ranks: Sequence[int] = ()) -> float:
         """Compile, and capture the graphs of steps without adapters and with adapters of rank 16 and these: seconds.

@@ -6,9 +6,9 @@ import json
 from pathlib import Path
 
 import torch
-from safetensors.torch import save
 from torch import Tensor
 
+from coserve.adapter_store.tensor_writer import write_tensors
 from coserve.adapters.gate import read_config
 from coserve.adapters.peft import FINGERPRINT, PREFIX, adapter_config, read_layout
 from coserve.adapters.tensorfile import TensorEntry, TensorFile, check_digest, digest_file
@@ -59,26 +59,16 @@ def load_adapter(
 def save_adapter(folder: Path, weights: LoraWeights, base: BaseSpec) -> None:
     """Writes `adapter_config.json` and `adapter_model.safetensors` (float32) into an existing folder.
 
-    Plain writes: whoever calls makes them durable and atomic. The weights remember the base's fingerprint.
+    Plain writes: whoever calls makes them durable and atomic. The weights remember the base's fingerprint. Equal adapters get
+    equal bytes, hence equal digests.
     """
     tensors = {}
     for site, pair in weights.sites.items():
         tensors[f"{PREFIX}{site}.lora_A.weight"] = pair.a_RD.detach().float().cpu().contiguous()
         tensors[f"{PREFIX}{site}.lora_B.weight"] = pair.b_OR.detach().float().cpu().contiguous()
-    content = save(tensors, metadata={"format": "pt", FINGERPRINT: base.fingerprint})
-    (folder / ADAPTER_WEIGHTS).write_bytes(_canonical(content))
+    write_tensors(folder / ADAPTER_WEIGHTS, tensors, {"format": "pt", FINGERPRINT: base.fingerprint})
     config = adapter_config(weights.settings, base, weights.sites)
     (folder / ADAPTER_CONFIG).write_text(json.dumps(config, indent=2) + "\n")
-
-
-def _canonical(content: bytes) -> bytes:
-    """The same safetensors file with its metadata in order: equal adapters get equal bytes, hence equal digests."""
-    end = 8 + int.from_bytes(content[:8], "little")
-    header = json.loads(content[8:end])
-    header["__metadata__"] = dict(sorted(header["__metadata__"].items()))
-    ordered = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode().ljust(end - 8)
-    assert len(ordered) == end - 8, "only the order changes"
-    return content[:8] + ordered + content[end:]
 
 
 def _tensor(file: TensorFile, entry: TensorEntry) -> Tensor:

@@ -156,8 +156,12 @@ class AdapterStore:
         self._discard_if_unused(entry)
         self._evict()
 
+    def host_copy(self, weights: LoraWeights) -> LoraWeights:
+        """An adapter on the CPU as the store keeps it. On any thread: pinned memory may take long to allocate."""
+        return packed(weights, pinned=True) if self._pinned else weights
+
     def publish(self, ref: AdapterRef, weights: LoraWeights) -> None:
-        """Makes a finished adapter available at once, without reading its files. Raises `AdapterBusy`."""
+        """Makes a finished adapter available at once, without reading its files. `weights`: from `host_copy`. Raises `AdapterBusy`."""
         entry = self._entries.get(ref)
         if entry is not None and entry.references:
             raise AdapterBusy(f"adapter {ref} is in use")
@@ -165,7 +169,7 @@ class AdapterStore:
             self._pages.drop(entry)
         entry = self._entry(ref)
         entry.deleted = False
-        self._keep(entry, self._packed(weights))
+        self._keep(entry, weights)
 
     def drop(self, ref: AdapterRef) -> None:
         """Forgets a deleted adapter: requests that wait for it fail, requests that acquired it keep it."""
@@ -253,10 +257,7 @@ class AdapterStore:
             self._changed()
 
     def _read_files(self, ref: AdapterRef, digests: AdapterDigests | None) -> LoraWeights:
-        return self._packed(self._load(ref, digests))
-
-    def _packed(self, weights: LoraWeights) -> LoraWeights:
-        return packed(weights, pinned=True) if self._pinned else weights
+        return self.host_copy(self._load(ref, digests))
 
     # ---- entries
 

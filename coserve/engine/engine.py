@@ -96,7 +96,7 @@ class Engine:
         self._running, self._stalls = RunningRequests(), Stalls(clock)
         self._changed = asyncio.Event()
         self._loop: asyncio.AbstractEventLoop | None = None
-        threads = ThreadPoolExecutor(max_active_jobs, "jobs") if job_threads is None else job_threads
+        threads = ThreadPoolExecutor(2 * max_active_jobs, "jobs") if job_threads is None else job_threads
         self._jobs = JobRunner(
             trainer, link.send, max_active=max_active_jobs, threads=threads, changed=self._change_from_a_thread
         )

@@ -1,8 +1,9 @@
 """The jobs of one engine: active ones, one in line, paused ones. What becomes of them is told over the link.
 
 Whatever a job's own work raises ends that job alone; only an `EngineFault` ends the engine. What may take long, however
-large the job, runs on threads: a job starts there, and goes back there between two optimizer steps where the next one has
-much to prepare. Everything else happens on the event loop, between two ticks.
+large the job, runs on threads: a job's start, the preparation of a large optimizer step, all writing of files. Everything
+else happens on the event loop, between two ticks. A job trains on while a checkpoint of it is being written; it ends, and the
+end is told, only when nothing of it writes files any more.
 """
 
 from __future__ import annotations
@@ -10,37 +11,27 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import deque
-from collections.abc import Callable, Iterator
-from concurrent.futures import Executor, Future
-from dataclasses import dataclass
-from functools import partial
+from collections.abc import Callable
+from concurrent.futures import Executor
 
-from coserve.cancellation import Cancellation
+from coserve.engine.active_job import ActiveJob, Retry
+from coserve.engine.job_threads import JobThreads, tolerated
 from coserve.engine.ports import Trains
 from coserve.errors import CoserveError, EngineFault, failure_text
-from coserve.link import FromEngine, JobCancelled, JobFailed, JobPaused, JobStarted, JobSucceeded, JobWaiting
+from coserve.link import (
+    FromEngine,
+    JobCancelled,
+    JobFailed,
+    JobPaused,
+    JobStarted,
+    JobSucceeded,
+    JobWaiting,
+)
 from coserve.queues.finetune import JobQueue
-from coserve.state.retries import FOR_EVER, Retries
+from coserve.state.retries import FOR_EVER
 from coserve.types import JobSpec, MicroStep
 
 log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class _Background:
-    """Work of a job on a thread, whose result is a call to be made on the event loop."""
-
-    cancellation: Cancellation
-    future: Future[Callable[[], JobStarted | None]]
-
-
-@dataclass
-class _Wait:
-    """A finished job until the disk takes its files: `delays` in seconds, `timer` of the next attempt."""
-
-    delays: Iterator[float]
-    message: str
-    timer: asyncio.TimerHandle | None = None
 
 
 class JobRunner:
@@ -55,27 +46,25 @@ class JobRunner:
         threads: Executor,
         changed: Callable[[], None],
     ) -> None:
-        """`threads` run what may take long; `changed` is called, on any thread, when something of that is done."""
+        """`threads` run what may take long: two for each active job. `changed` is called, on any thread, when something of
+        that is done."""
         self._trainer, self._send, self._max_active = trainer, send, max_active
-        self._threads, self._changed = threads, changed
+        self._threads, self._changed = JobThreads(trainer, threads, changed), changed
         self._turns = JobQueue()
-        self._active: dict[str, JobSpec] = {}
-        """Jobs that have a place: those that start, too."""
-        self._background: dict[str, _Background] = {}
-        """Active ones that have no turn now."""
-        self._waiting: dict[str, _Wait] = {}
-        """Finished jobs whose publication is being retried."""
-        self._started: set[str] = set()
-        """Active ones that the trainer has in memory."""
+        self._active: dict[str, ActiveJob] = {}
+        """Jobs that have a place: those that start or end, too."""
+        self._unsettled: deque[str] = deque()
+        """Jobs whose micro-batch has ended, or whose publication is to be tried again."""
         self._pending: deque[JobSpec] = deque()
         self._paused: dict[str, JobSpec] = {}
-        self._retries = Retries(FOR_EVER, changed=changed)
+        self._closed = False
 
     @property
     def troubles(self) -> tuple[str, ...]:
         """Starts and publications of jobs that are being tried again, and jobs that train in smaller parts."""
-        waiting = (f"end of job {job}: {wait.message}; it is tried again" for job, wait in self._waiting.items())
-        return (*self._retries.notes, *waiting, *self._trainer.notes)
+        retries = ((job, active.retry) for job, active in self._active.items() if active.retry is not None)
+        ends = (f"end of job {job}: {retry.message}; it is tried again" for job, retry in retries)
+        return (*self._threads.notes, *ends, *self._trainer.notes)
 
     def __len__(self) -> int:
         """Jobs that are active or in line."""
@@ -107,16 +96,23 @@ class JobRunner:
             self._pending.append(spec)
 
     def activate(self) -> None:
-        """Start jobs in line while there is room for them; give turns to those that are done on their threads."""
+        """Before a tick decides: start jobs in line while there is room for them, take up what threads have done, and let each
+        job whose micro-batch has ended do what comes next."""
         while True:
             while self._pending and len(self._active) < self._max_active:
                 spec = self._pending.popleft()
-                self._active[spec.id] = spec
-                self._start(spec)
-            done = [job for job, work in self._background.items() if work.future.done()]
-            for job in done:
-                self._take_up(job)
-            if not done:
+                self._active[spec.id] = ActiveJob(spec, work=self._threads.start(spec))
+            while self._unsettled:
+                self._settle(self._unsettled.popleft())
+            works = [
+                job for job, active in self._active.items() if active.work is not None and active.work.future.done()
+            ]
+            for job in works:
+                self._take_up_work(job)
+            writes = [job for job, active in self._active.items() if active.write is not None and active.write.done()]
+            for job in writes:
+                self._take_up_write(job)
+            if not works and not writes:
                 return
 
     def advance(self, job: str, micro_steps: int | None) -> bool:
@@ -127,116 +123,177 @@ class JobRunner:
         except Exception as error:  # noqa: BLE001 - whatever it is, it is this job's alone
             self._fail(job, error)
             return False
-        # Told before the loop breathes: a pause or a cancel that comes in then must not unsay what is durable.
         for message in messages:
-            if isinstance(message, JobWaiting):
-                self._wait(message)
-                continue
+            if isinstance(message, JobFailed):
+                self._end(job, message)
+                return False
             self._send(message)
-            if isinstance(message, JobSucceeded | JobFailed):
-                self._retire(job)
-        if job not in self._turns or suspended:
-            return suspended
-        self._turns.rotate()
-        self._prepare(job)
-        return False
+        if not suspended:
+            self._turns.rotate()
+            self._unsettled.append(job)  # what comes next is no part of the slice, nor of its time
+        return suspended
 
     def pause(self, job: str) -> None:
         if job in self._active:
-            self._save(job)
-            spec = self._retire(job)
+            self._end(job, JobPaused(id=job))
         elif (waiting := self._withdraw(job)) is not None:
-            spec = waiting
-        else:
-            return
-        self._paused[job] = spec
-        self._send(JobPaused(id=job))
+            self._paused[job] = waiting
+            self._send(JobPaused(id=job))
 
     def resume(self, job: str) -> None:
         if job in self._paused:
             self._pending.append(self._paused.pop(job))
+        elif job in self._active:
+            self._active[job].resumes = isinstance(self._active[job].end, JobPaused)
 
     def cancel(self, job: str) -> None:
         if job in self._active:
-            self._retire(job)
-        elif self._paused.pop(job, None) is None and self._withdraw(job) is None:
-            return
-        self._send(JobCancelled(id=job))
-
-    def checkpoint(self) -> None:
-        """Of all active jobs: the end is near."""
-        for job in tuple(self._active):
-            self._save(job)
+            self._end(job, JobCancelled(id=job))
+        elif self._paused.pop(job, None) is not None or self._withdraw(job) is not None:
+            self._send(JobCancelled(id=job))
 
     def close(self) -> None:
-        """Nobody waits any more for what runs on threads."""
-        for work in self._background.values():
-            work.cancellation.cancel()
-        for wait in self._waiting.values():
-            if wait.timer is not None:
-                wait.timer.cancel()
-        self._threads.shutdown(wait=False, cancel_futures=True)
+        """Nobody waits any more for starts and preparations, and nothing new begins."""
+        self._closed = True
+        for active in self._active.values():
+            if active.work is not None and active.work.cancellation is not None:
+                active.work.cancellation.cancel()
+            if active.retry is not None and active.retry.timer is not None:
+                active.retry.timer.cancel()
+        self._threads.close()
+
+    def checkpoint(self) -> None:
+        """After `close`, at the end of the engine: wait for what is being written, and save all active jobs."""
+        for job, active in tuple(self._active.items()):
+            if active.write is not None and not active.write.cancelled():
+                self._take_up_write(job)
+            work = active.work
+            if work is not None and work.cancellation is None and not work.future.cancelled():
+                self._take_up_work(job)
+            if job not in self._active:
+                continue
+            if active.loaded and not isinstance(active.end, JobCancelled | JobFailed):
+                with tolerated(job):
+                    if (save := self._trainer.checkpoint(job)) is not None:
+                        self._send(save())
+            if active.end is not None:
+                self._finish(job)
+
+    # ---- what a job does next
+
+    def _settle(self, job: str) -> None:
+        """Give a job its turns, or what it has to do before. Called where its micro-batch has ended, its thread has done
+        something, or it is to end."""
+        active = self._active.get(job)
+        if active is None or self._closed:
+            return
+        if active.end is not None:
+            self._lose_turns(job)
+            if active.work is not None and active.work.cancellation is not None:
+                active.work.cancellation.cancel()
+                active.work = None
+            if active.work is None and isinstance(active.end, JobPaused) and active.write is None:
+                self._save_once(job, active)
+            if active.work is None and active.write is None:
+                self._finish(job)
+            return
+        if active.work is not None or (active.retry is not None and active.retry.timer is not None):
+            return
+        try:
+            trains = self._may_train(job, active)
+        except Exception as error:  # noqa: BLE001 - whatever it is, it is this job's alone
+            self._fail(job, error)
+            return
+        if not trains:
+            self._lose_turns(job)
+        elif job not in self._turns:
+            self._turns.add(job)
+
+    def _may_train(self, job: str, active: ActiveJob) -> bool:
+        """Begin what is due between two micro-batches. False: the job has no turns until that is done."""
+        if self._trainer.finished(job):
+            if active.write is None:
+                active.work = self._threads.publish(job)
+            return False
+        if self._trainer.checkpoint_due(job):
+            if active.write is not None:
+                return False
+            active.write = self._threads.write(job)
+        preparation = self._trainer.preparation(job)
+        if preparation is not None:
+            active.work = self._threads.prepare(preparation)
+        return preparation is None
+
+    def _save_once(self, job: str, active: ActiveJob) -> None:
+        """Save a job that is to pause."""
+        if active.loaded and not active.saved_at_end:
+            active.saved_at_end = True
+            active.work = self._threads.save_at_pause(job)
+
+    def _lose_turns(self, job: str) -> None:
+        if job in self._turns:
+            self._turns.remove(job)
+
+    # ---- what threads have done
+
+    def _take_up_write(self, job: str) -> None:
+        """What came of a checkpoint that was written while the job trained."""
+        active = self._active[job]
+        future, active.write = active.write, None
+        assert future is not None, f"job {job} writes nothing"
+        try:
+            saved = future.result()
+        except Exception as error:  # noqa: BLE001 - whatever it is, it is this job's alone
+            self._fail(job, error)
+            return
+        if saved is not None:
+            self._send(saved)
+        if job not in self._turns:  # else it trains on
+            self._settle(job)
+
+    def _take_up_work(self, job: str) -> None:
+        """What the job's thread came to."""
+        active = self._active[job]
+        work, active.work = active.work, None
+        assert work is not None, f"job {job} has nothing on a thread"
+        try:
+            message = work.future.result()()
+        except Exception as error:  # noqa: BLE001 - whatever it is, it is this job's alone
+            self._fail(job, error)
+            return
+        match message:
+            case JobWaiting():
+                self._wait(message, active)
+            case JobSucceeded():
+                self._retire(job)
+                self._send(message)
+            case None if active.end is None and not self._closed:  # it is prepared
+                self._turns.add(job)
+            case _:
+                active.loaded = active.loaded or isinstance(message, JobStarted)
+                if message is not None:
+                    self._send(message)
+                self._settle(job)
 
     # ---- finished, and the disk is full
 
-    def _wait(self, message: JobWaiting) -> None:
-        """The job keeps its place and its memory, and loses its turns until the next attempt."""
+    def _wait(self, message: JobWaiting, active: ActiveJob) -> None:
+        """The job keeps its place and its memory, and has no turns until the next attempt."""
         job = message.id
-        self._turns.remove(job)
-        wait = self._waiting.get(job)
-        if wait is None:
-            wait = self._waiting[job] = _Wait(FOR_EVER.delays(), message.message)
+        if active.end is not None or self._closed:
+            self._settle(job)
+            return
+        if active.retry is None:
+            active.retry = Retry(FOR_EVER.delays(), message.message)
             log.warning("job %s: %s", job, message.message)
             self._send(message)
-        wait.timer = asyncio.get_running_loop().call_later(next(wait.delays), self._attempt, job)
+        delay = next(active.retry.delays)
+        active.retry.timer = asyncio.get_running_loop().call_later(delay, self._attempt, job, active.retry)
 
-    def _attempt(self, job: str) -> None:
-        self._turns.add(job)
+    def _attempt(self, job: str, retry: Retry) -> None:
+        retry.timer = None
+        self._unsettled.append(job)
         self._changed()
-
-    # ---- on threads
-
-    def _start(self, spec: JobSpec) -> None:
-        cancellation = Cancellation()
-        load = partial(self._trainer.load, spec, cancellation)
-        what = f"start of job {spec.id}"
-        self._leave(spec.id, cancellation, lambda: self._retries.run_here(what, load, cancellation.wait))
-
-    def _prepare(self, job: str) -> None:
-        """The job loses its turn for as long as its next optimizer step takes to prepare."""
-        try:
-            preparation = self._trainer.preparation(job)
-        except Exception as error:  # noqa: BLE001 - whatever it is, it is this job's alone
-            self._fail(job, error)
-            return
-        if preparation is None:
-            return
-        cancellation = Cancellation()
-
-        def prepare() -> Callable[[], None]:
-            preparation(cancellation)
-            return lambda: None
-
-        self._turns.remove(job)
-        self._leave(job, cancellation, prepare)
-
-    def _leave(self, job: str, cancellation: Cancellation, work: Callable[[], Callable[[], JobStarted | None]]) -> None:
-        future = self._threads.submit(work)
-        self._background[job] = _Background(cancellation, future)
-        if not future.done():  # else it is taken up in this turn, or the next
-            future.add_done_callback(lambda _: self._changed())
-
-    def _take_up(self, job: str) -> None:
-        """What the job's thread came to."""
-        try:
-            started = self._background.pop(job).future.result()()
-        except Exception as error:  # noqa: BLE001 - whatever it is, it is this job's alone
-            self._fail(job, error)
-            return
-        self._turns.add(job)
-        if started is not None:
-            self._started.add(job)
-            self._send(started)
 
     # ---- ends
 
@@ -247,18 +304,32 @@ class JobRunner:
         if not isinstance(error, CoserveError):
             log.error("job %s: internal error", job, exc_info=error)
         code, message = failure_text(error)
-        self._retire(job)
-        self._send(JobFailed(id=job, code=code, message=message))
+        self._end(job, JobFailed(id=job, code=code, message=message))
 
-    def _retire(self, job: str) -> JobSpec:
-        if job in self._turns:
-            self._turns.remove(job)
-        if (work := self._background.pop(job, None)) is not None:
-            work.cancellation.cancel()
-        if (wait := self._waiting.pop(job, None)) is not None and wait.timer is not None:
-            wait.timer.cancel()
-        if job in self._started:
-            self._started.remove(job)
+    def _end(self, job: str, end: JobPaused | JobCancelled | JobFailed) -> None:
+        """The job trains no more. It ends at once, or as soon as nothing of it writes files."""
+        active = self._active[job]
+        if not isinstance(active.end, JobCancelled | JobFailed):
+            active.end, active.resumes = end, False
+        self._settle(job)
+
+    def _finish(self, job: str) -> None:
+        """The job that is to end does so now."""
+        active = self._retire(job)
+        assert active.end is not None, f"job {job} goes on"
+        if active.resumes:
+            self._pending.append(active.spec)
+        elif isinstance(active.end, JobPaused):
+            self._paused[job] = active.spec
+        self._send(active.end)
+
+    def _retire(self, job: str) -> ActiveJob:
+        active = self._active[job]
+        self._lose_turns(job)
+        if active.retry is not None and active.retry.timer is not None:
+            active.retry.timer.cancel()
+        if active.loaded:
+            active.loaded = False
             try:
                 self._trainer.drop(job)
             except EngineFault:
@@ -274,19 +345,3 @@ class JobRunner:
                 self._pending.remove(spec)
                 return spec
         return None
-
-    def _save(self, job: str) -> None:
-        """A checkpoint at a pause or at the end; one that fails costs the steps since the last, never the job."""
-        if job not in self._started:
-            return
-        try:
-            saved = self._trainer.checkpoint(job)
-        except EngineFault:
-            raise
-        except CoserveError as error:
-            log.warning("job %s: no checkpoint: %s", job, error.message)
-        except Exception:
-            log.exception("job %s: internal error; no checkpoint", job)
-        else:
-            if saved is not None:
-                self._send(saved)

@@ -6,7 +6,16 @@ from collections.abc import Callable
 from typing import Protocol
 
 from coserve.cancellation import Cancellation
-from coserve.link import FromEngine, Generate, JobCheckpoint, JobStarted, RequestFailed, Tokens
+from coserve.link import (
+    FromEngine,
+    Generate,
+    JobCheckpoint,
+    JobStarted,
+    JobSucceeded,
+    JobWaiting,
+    RequestFailed,
+    Tokens,
+)
 from coserve.queues.inference import Queued
 from coserve.types import AdapterRef, JobSpec, MicroStep
 
@@ -76,7 +85,10 @@ class Trains(Protocol):
         """Of the last slice."""
         ...
 
-    def checkpoint(self, job: str) -> JobCheckpoint | None: ...
+    def finished(self, job: str) -> bool: ...
+    def checkpoint_due(self, job: str) -> bool: ...
+    def checkpoint(self, job: str) -> Callable[[], JobCheckpoint] | None: ...
+    def publication(self, job: str) -> Callable[[], Callable[[], JobSucceeded | JobWaiting]]: ...
     def drop(self, job: str) -> None: ...
 
 

@@ -12,9 +12,10 @@ from pathlib import Path
 
 import msgspec
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor
 
+from coserve.adapter_store.tensor_writer import write_tensors
 from coserve.errors import CheckpointUnreadable
 from coserve.finetune.progress import TrainingProgress
 from coserve.state.durable import disk_errors, remove_dir, replace_dir, safetensors_errors
@@ -49,7 +50,7 @@ def save_checkpoint(
     """Durable when it returns. Raises `StorageFull`, `StorageFailed`."""
     state = _State(job=spec.id, base_fingerprint=base.fingerprint, progress=progress)
     with replace_dir(folder.checkpoint(spec.id, progress.step), point="checkpoint") as beside:
-        save_file(dict(tensors), beside / TENSORS)
+        write_tensors(beside / TENSORS, tensors)
         (beside / STATE).write_bytes(msgspec.json.encode(state))
 
 

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 
 from coserve.errors import JobOutOfMemory
 from coserve.finetune.loop import Events, SliceTimer, TrainingLoop
+from coserve.finetune.optimizer import BEST, WEIGHTS
 from coserve.model.faults import memory_numbers, out_of_memory
 from coserve.model.lora import LoraWeights
 from coserve.types import MicroStep, StepMetrics
@@ -81,6 +84,18 @@ class TrainingJob:
         self.next_micro_step, self.mid_step = MicroStep.BEGIN, False
         self._events = self.loop.run()
 
-    def final_weights(self) -> LoraWeights:
-        """The fp32 result: the weights of the best evaluation with early stopping, else the last ones."""
-        return self.loop.optimizer.best() or self.loop.optimizer.masters()
+    def final_weights(self) -> Callable[[], LoraWeights]:
+        """Begin to copy the fp32 result to the host: the weights of the best evaluation with early stopping, else the last ones.
+
+        The returned function waits for the copy, on any thread, and returns it: valid until the next snapshot.
+        """
+        optimizer, tensors = self.loop.optimizer, self.loop.optimizer.snapshot()
+        kind = BEST if optimizer.has_best else WEIGHTS
+
+        def weights() -> LoraWeights:
+            found = tensors()
+            return optimizer.adapter(
+                {n.removeprefix(f"{kind}/"): t for n, t in found.items() if n.startswith(f"{kind}/")}
+            )
+
+        return weights

@@ -6,19 +6,21 @@ Letters: K kinds of state (`KINDS`), N elements of a flat buffer of all tensors 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import torch
 from torch import Tensor
 
 from coserve.errors import CheckpointUnreadable, NonFiniteLoss
 from coserve.finetune.flat_tensors import FlatLayout
+from coserve.finetune.host_copy import HostCopy
 from coserve.finetune.lora_tensors import named_tensors
 from coserve.kernels.lora.types import LoraPair, MainGrads
 from coserve.model.lora import LoraWeights
 from coserve.types import BaseSpec, TrainingSettings
 
-KINDS = ("weights", "exp_avg", "exp_avg_sq")
+WEIGHTS = "weights"
+KINDS = (WEIGHTS, "exp_avg", "exp_avg_sq")
 """Kinds of state, in the order of their rows: master weights and AdamW's moments."""
 BEST = "best"
 """The last kind, of jobs with early stopping: the weights of the best evaluation."""
@@ -30,8 +32,15 @@ class AdapterOptimizer:
     Each is one flat buffer: an update is a few kernels, however many sites the adapter changes.
     """
 
-    def __init__(self, start: LoraWeights, base: BaseSpec, training: TrainingSettings, dtype: torch.dtype) -> None:
-        """`start`: initial weights, fp32, on the base's device. `dtype`: of the copies."""
+    def __init__(
+        self,
+        start: LoraWeights,
+        base: BaseSpec,
+        training: TrainingSettings,
+        dtype: torch.dtype,
+        device: torch.device | None = None,
+    ) -> None:
+        """`start`: initial weights, fp32. `dtype`: of the copies. `device`: the base's; None: where `start` is."""
         self._settings, self._training = start.settings, training
         self._scaling = {site: pair.scaling for site, pair in start.sites.items()}
         self._sites = sorted(start.sites, key=lambda site: (base.sites[site].layer, site))
@@ -39,19 +48,23 @@ class AdapterOptimizer:
         names = [f"{site}.{part}" for site in self._sites for part in ("a", "b")]
         self.layout = FlatLayout({name: found[name].shape for name in names})
         self.kinds = KINDS if training.early_stopping_patience is None else (*KINDS, BEST)
-        device, size = found[names[0]].device, self.layout.size
+        device, size = device or found[names[0]].device, self.layout.size
         self.state_KN = torch.zeros(len(self.kinds), size, device=device)
         """A row for each of `kinds`."""
+        self._host: HostCopy | None = None
         self.has_best = False
         """`keep_best` was called: the last row is meaningful."""
         self._weights_N, self._copies_N = self.state_KN[0], torch.zeros(size, dtype=dtype, device=device)
         self._grads_N = torch.zeros(size, device=device)
-        masters = self.layout.views(self._weights_N)
+        here = found[names[0]].device == device
+        views = self.layout.views(self._weights_N if here else self.host.host_KN[0])
         with torch.no_grad():
-            torch._foreach_copy_([masters[name] for name in names], [found[name].detach() for name in names])
+            torch._foreach_copy_([views[name] for name in names], [found[name].detach() for name in names])
+        if not here:
+            self.host.upload(1)
         self._copies_N.copy_(self._weights_N)
 
-        self._masters, grads = self.adapter(masters), self.layout.views(self._grads_N)
+        self._masters, grads = self.adapter(self.layout.views(self._weights_N)), self.layout.views(self._grads_N)
         copies = {name: view.requires_grad_() for name, view in self.layout.views(self._copies_N).items()}
         pairs = {
             site: LoraPair(
@@ -93,14 +106,18 @@ class AdapterOptimizer:
         """The fp32 weights as an adapter: a view, changed by every step."""
         return self._masters
 
-    def best(self) -> LoraWeights | None:
-        """The fp32 weights that `keep_best` kept last: a view."""
-        return self.adapter(self.layout.views(self.state_KN[-1])) if self.has_best else None
+    @property
+    def host(self) -> HostCopy:
+        """Host memory for the state, made when it is first asked for: on a thread."""
+        if self._host is None:
+            self._host = HostCopy(self.state_KN)
+        return self._host
 
     @torch.no_grad()
     def keep_best(self) -> None:
         """Keep a copy of the weights as they are now. Only for jobs with early stopping."""
         assert BEST in self.kinds, "expected a job with early stopping"
+        self._protect_copy()
         self.state_KN[-1].copy_(self._weights_N)
         self.has_best = True
 
@@ -137,34 +154,54 @@ class AdapterOptimizer:
             raise NonFiniteLoss("the gradients are not finite; try a lower learning rate")
         if self._training.max_grad_norm > 0:
             self._grads_N.mul_(min(1.0, self._training.max_grad_norm / (norm + 1e-6)))
+        self._protect_copy()
         self._adamw.param_groups[0]["lr"] = learning_rate
         self._adamw.step()
         self._copies_N.copy_(self._weights_N)
         self.zero_grad()
 
-    def state(self) -> dict[str, Tensor]:
-        """Copies on the CPU of weights, moments and the best weights, named `<kind>/<name>`: `restore` continues from them bit for bit."""
-        rows = self.state_KN if self.has_best else self.state_KN[: len(KINDS)]
-        host = torch.empty(rows.shape).copy_(rows)
-        return {
-            f"{kind}/{name}": tensor
-            for kind, row in zip(self.kinds, host, strict=False)
-            for name, tensor in self.layout.views(row).items()
-        }
+    def snapshot(self) -> Callable[[], dict[str, Tensor]]:
+        """Begin to copy the state to the host, as it is now: training may go on meanwhile.
+
+        The returned function waits for the copy, on any thread, and returns its tensors by name (`<kind>/<name>`), which
+        `restore` continues from bit for bit: views of `host`, valid until the next snapshot.
+        """
+        kinds = self.kinds if self.has_best else KINDS
+        self.host.download(len(kinds))
+
+        def tensors() -> dict[str, Tensor]:
+            self.host.wait()
+            return self._named(self.host.host_KN, kinds)
+
+        return tensors
 
     @torch.no_grad()
     def restore(self, state: Mapping[str, Tensor], *, steps: int) -> None:
-        """Load what `state` returned after `steps` steps. Raises `CheckpointUnreadable` if shapes or dtypes differ."""
+        """Load what a snapshot held after `steps` steps; on a thread.
+
+        Raises `CheckpointUnreadable` if shapes or dtypes differ; the state is unchanged then.
+        """
         has_best = BEST in self.kinds and any(name.startswith(f"{BEST}/") for name in state)
-        host = torch.zeros(self.state_KN.shape)
-        for kind, row in zip(self.kinds if has_best else KINDS, host, strict=False):
-            for name, tensor in self.layout.views(row).items():
-                found = state.get(f"{kind}/{name}")
-                if found is None or found.shape != tensor.shape or found.dtype != torch.float32:
-                    raise CheckpointUnreadable(f"the checkpoint's {kind} do not fit the job's adapter")
-                tensor.copy_(found)
-        self.state_KN.copy_(host)
+        kinds = self.kinds if has_best else KINDS
+        for name, tensor in self._named(self.host.host_KN, kinds).items():
+            found = state.get(name)
+            if found is None or found.shape != tensor.shape or found.dtype != torch.float32:
+                raise CheckpointUnreadable(f"the checkpoint's {name} does not fit the job's adapter")
+            tensor.copy_(found)
+        self.host.upload(len(kinds))
         self._copies_N.copy_(self._weights_N)
         self._steps.fill_(steps)
         self.has_best = has_best
         self.zero_grad()
+
+    def _protect_copy(self) -> None:
+        """Call before the state changes."""
+        if self._host is not None:
+            self._host.protect()
+
+    def _named(self, state_KN: Tensor, kinds: tuple[str, ...]) -> dict[str, Tensor]:
+        return {
+            f"{kind}/{name}": tensor
+            for kind, row_N in zip(kinds, state_KN, strict=False)
+            for name, tensor in self.layout.views(row_N).items()
+        }

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 
 from coserve.adapter_store.files import save_adapter
@@ -11,28 +13,50 @@ from coserve.finetune.job import TrainingJob
 from coserve.finetune.lora_tensors import cast, named_tensors
 from coserve.link import JobSucceeded, JobWaiting
 from coserve.model.base import Base
+from coserve.model.lora import LoraWeights
 from coserve.state.durable import disk_errors, replace_dir
 from coserve.state.failpoints import failpoint
 from coserve.state.folder import DataFolder
 from coserve.types import AdapterRef
 
+Published = JobSucceeded | JobWaiting
 
-def publish(job: TrainingJob, base: Base, folder: DataFolder, store: AdapterStore) -> JobSucceeded | JobWaiting:
-    """Write the adapter's files durably, then make the version available in memory.
 
-    `JobWaiting` where the disk refuses the files: call again later. Raises `NonFiniteLoss` for NaN or infinite weights.
+def publication(
+    job: TrainingJob, base: Base, folder: DataFolder, store: AdapterStore
+) -> Callable[[], Callable[[], Published]]:
+    """Begin to publish the result of a finished job.
+
+    Call the returned function on a thread: it writes the adapter's files durably. Call what that returns on the event-loop
+    thread: it makes the version available in memory. `JobWaiting` where the disk refuses the files: begin again later.
+    The thread's part raises `NonFiniteLoss` for NaN or infinite weights.
     """
-    spec, weights = job.loop.spec, job.final_weights()
-    try:
-        if not all(bool(torch.isfinite(tensor).all()) for _, tensor in named_tensors(weights)):
-            raise NonFiniteLoss("the adapter's weights are not finite; try a lower learning rate")
-        ref = AdapterRef(spec.adapter, spec.version)
-        with replace_dir(folder.adapter(ref), point="adapter") as beside:
-            save_adapter(beside, weights, base.spec)
-        with disk_errors():
-            failpoint("adapter.publish")
-    except StorageError as error:
-        what = "space" if isinstance(error, StorageFull) else "the disk"
-        return JobWaiting(id=spec.id, message=f"waiting for {what}: {error.message}")
-    store.publish(ref, cast(weights, base.dtype))
-    return JobSucceeded(id=spec.id, ref=ref)
+    id, ref = job.loop.spec.id, AdapterRef(job.loop.spec.adapter, job.loop.spec.version)
+    final = job.final_weights()
+
+    def write() -> Callable[[], Published]:
+        weights = final()
+        try:
+            _write_files(ref, weights, base, folder)
+        except StorageError as error:
+            what = "space" if isinstance(error, StorageFull) else "the disk"
+            waiting = JobWaiting(id=id, message=f"waiting for {what}: {error.message}")
+            return lambda: waiting
+        served = store.host_copy(cast(weights, base.dtype))
+
+        def publish() -> JobSucceeded:
+            store.publish(ref, served)
+            return JobSucceeded(id=id, ref=ref)
+
+        return publish
+
+    return write
+
+
+def _write_files(ref: AdapterRef, weights: LoraWeights, base: Base, folder: DataFolder) -> None:
+    if not all(bool(torch.isfinite(tensor).all()) for _, tensor in named_tensors(weights)):
+        raise NonFiniteLoss("the adapter's weights are not finite; try a lower learning rate")
+    with replace_dir(folder.adapter(ref), point="adapter") as beside:
+        save_adapter(beside, weights, base.spec)
+    with disk_errors():
+        failpoint("adapter.publish")

@@ -14,15 +14,14 @@ from coserve.adapter_store.store import AdapterStore
 from coserve.cancellation import Cancellation
 from coserve.corpus.batch_plan import BatchPlan
 from coserve.corpus.tokenized import Corpus
-from coserve.errors import AdapterNotFound, CapacityError, CheckpointUnreadable, CoserveError, JobOutOfMemory
+from coserve.errors import AdapterNotFound, CheckpointUnreadable, CoserveError, JobOutOfMemory
 from coserve.finetune.init import new_adapter
 from coserve.finetune.job import TrainingJob
-from coserve.finetune.job_checkpoint import resume_job, save_job
+from coserve.finetune.job_checkpoint import JobCheckpoints
 from coserve.finetune.loop import SliceTimer, TrainingLoop
 from coserve.finetune.micro_batch import MicroBatchRunner
 from coserve.finetune.optimizer import AdapterOptimizer
-from coserve.finetune.progress import TrainingProgress
-from coserve.finetune.publication import publish
+from coserve.finetune.publication import Published, publication
 from coserve.kernels.lora.interface import LoraBackend
 from coserve.link import FromEngine, JobCheckpoint, JobFailed, JobNote, JobProgress, JobStarted
 from coserve.model.base import Base
@@ -60,8 +59,7 @@ class Trainer:
         self._micro_batch_tokens, self._keep, self._clock = micro_batch_tokens, keep_checkpoints, clock
         self._runner = MicroBatchRunner(base, recompute=recompute)
         self._jobs: dict[str, TrainingJob] = {}
-        self._saved: dict[str, TrainingProgress] = {}
-        """Progress of the last checkpoint on disk, by job."""
+        self._checkpoints: dict[str, JobCheckpoints] = {}
         self.micro_steps_done = 0
         """In the last slice."""
 
@@ -73,13 +71,11 @@ class Trainer:
         `JobOutOfMemory`.
         """
         with self._job_errors():
-            job, saved = self._load(spec, cancellation.check)
+            job, checkpoints = self._load(spec, cancellation.check)
 
         def start() -> JobStarted:
             assert spec.id not in self._jobs, f"job {spec.id} runs already"
-            self._jobs[spec.id] = job
-            if saved is not None:
-                self._saved[spec.id] = saved
+            self._jobs[spec.id], self._checkpoints[spec.id] = job, checkpoints
             return JobStarted(id=spec.id, total_steps=job.loop.plan.total_steps, resumed_from=job.loop.progress.step)
 
         return start
@@ -93,28 +89,26 @@ class Trainer:
         return lambda cancellation: plan.prepare(step, cancellation.check)
 
     def advance(self, job: str, micro_steps: int | None) -> list[FromEngine]:
-        """Run one slice: see `TrainingJob.advance`.
-
-        The optimizer step, the end of an evaluation, a checkpoint and the publication belong to the micro-step before them.
-        """
+        """Run one slice: see `TrainingJob.advance`. Nothing happens to a finished job."""
         training = self._jobs[job]
         self.micro_steps_done = 0  # stays 0 if the slice fails: its time is no sample of a micro-step
-        messages: list[FromEngine] = []
+        before = training.memory_note
         try:
             with self._job_errors():
-                before = training.memory_note
                 metrics = training.advance(micro_steps)
-                self.micro_steps_done = training.micro_steps_done
-                messages += self._memory_notes(training, before)
-                if metrics is not None:
-                    messages.append(JobProgress(id=job, metrics=metrics))
-                if training.loop.finished:
-                    messages.append(publish(training, self._base, self._folder, self._store))
-                elif metrics is not None and metrics.step % training.loop.spec.training.checkpoint_steps == 0:
-                    messages += self._try_checkpoint(training)
         except CoserveError as error:
-            messages.append(JobFailed(id=job, code=error.code, message=error.message))
-        return messages
+            return [JobFailed(id=job, code=error.code, message=error.message)]
+        self.micro_steps_done = training.micro_steps_done
+        messages = self._memory_notes(training, before)
+        return messages if metrics is None else [*messages, JobProgress(id=job, metrics=metrics)]
+
+    def finished(self, job: str) -> bool:
+        """Whether the job has nothing left but its publication."""
+        return self._jobs[job].loop.finished
+
+    def checkpoint_due(self, job: str) -> bool:
+        """Whether the job's last slice finished an optimizer step that asks for a checkpoint."""
+        return not self._jobs[job].mid_step and self._checkpoints[job].due
 
     @property
     def notes(self) -> tuple[str, ...]:
@@ -135,68 +129,74 @@ class Trainer:
         """The kind of the job's next micro-step."""
         return self._jobs[job].next_micro_step
 
-    def checkpoint(self, job: str) -> JobCheckpoint | None:
-        """Drop the unfinished optimizer step and save the state after the last finished one.
+    def checkpoint(self, job: str) -> Callable[[], JobCheckpoint] | None:
+        """Drop the unfinished optimizer step and begin a snapshot of the state after the last finished one.
 
-        None if that state is on disk already. Raises `StorageFull`, `StorageFailed`.
+        Call the returned function on a thread: the checkpoint is durable when it returns. The job may be advanced meanwhile.
+        None if that state is on disk already. At most one checkpoint or publication of a job at a time. The function raises
+        `StorageError`.
         """
         training = self._jobs[job]
         with self._job_errors():
-            training.abandon()
-            return self._save(training)
+            if training.mid_step:
+                training.abandon()
+            write = self._checkpoints[job].save()
+        if write is None:
+            return None
+        step = training.loop.progress.step
+
+        def save() -> JobCheckpoint:
+            with self._job_errors():
+                write()
+            return JobCheckpoint(id=job, step=step)
+
+        return save
+
+    def publication(self, job: str) -> Callable[[], Callable[[], Published]]:
+        """Begin to publish a finished job: see `finetune.publication`."""
+        with self._job_errors():
+            write = publication(self._jobs[job], self._base, self._folder, self._store)
+
+        def run() -> Callable[[], Published]:
+            with self._job_errors():
+                return write()
+
+        return run
 
     def drop(self, job: str) -> None:
         """Free the job's memory; its files stay."""
         training = self._jobs.pop(job)
-        self._saved.pop(job, None)
+        del self._checkpoints[job]
         with self._job_errors():
             training.abandon()
 
-    def _load(self, spec: JobSpec, check: Callable[[], None]) -> tuple[TrainingJob, TrainingProgress | None]:
-        """The job, and the progress of the checkpoint it resumes from."""
-        base = self._base
+    def _load(self, spec: JobSpec, check: Callable[[], None]) -> tuple[TrainingJob, JobCheckpoints]:
+        base, device = self._base, self._base.device
         corpus = Corpus.load(self._folder.corpus(spec.id), check)
         if int(corpus.tokens.max()) >= base.spec.vocab:
             raise CheckpointUnreadable("the job's corpus has tokens that the base does not know")
         plan = BatchPlan(corpus.lengths, spec.training, self._micro_batch_tokens, check)
-        optimizer = AdapterOptimizer(self._initial_weights(spec), base.spec, spec.training, base.dtype)
-        timer, device = SliceTimer(self._clock), base.device
+        optimizer = AdapterOptimizer(self._initial_weights(spec), base.spec, spec.training, base.dtype, device)
+        timer = SliceTimer(self._clock)
         loop = TrainingLoop(
             spec, corpus, plan, optimizer, self._runner, lora_backend=self._lora_backend, device=device, timer=timer
         )
         check()
-        saved = resume_job(self._folder, base, loop)
+        checkpoints = JobCheckpoints(self._folder, base.spec, loop, keep=self._keep)
+        checkpoints.resume()
         if loop.progress.step < plan.total_steps:
             plan.prepare(loop.progress.step, check)
-        return TrainingJob(loop, timer, device), saved
+        return TrainingJob(loop, timer, device), checkpoints
 
     def _initial_weights(self, spec: JobSpec) -> LoraWeights:
-        """fp32: a new adapter, or the continued one from its files (in memory it is rounded to the base's dtype)."""
-        device, dtype = self._base.device, torch.float32
+        """fp32, on the CPU: a new adapter, or the continued one from its files (in memory it is rounded to the base's dtype)."""
+        dtype = torch.float32
         if spec.init_from is None:
-            return new_adapter(spec.lora, self._base.spec, seed=spec.training.seed, dtype=dtype, device=device)
+            return new_adapter(spec.lora, self._base.spec, seed=spec.training.seed, dtype=dtype, device="cpu")
         path = self._folder.adapter(spec.init_from)
         if not path.is_dir():
             raise AdapterNotFound(f"no adapter {str(spec.init_from)!r}", field="continue_from")
-        return load_adapter(path, self._base.spec, device=device, dtype=dtype, digests=spec.init_digests)
-
-    def _try_checkpoint(self, job: TrainingJob) -> list[FromEngine]:
-        """On a full disk the job skips this checkpoint and goes on."""
-        try:
-            saved = self._save(job)
-        except CapacityError as error:
-            spec, progress = job.loop.spec, job.loop.progress
-            log.warning("job %s: no checkpoint at step %d: %s", spec.id, progress.step, error.message)
-            return []
-        return [] if saved is None else [saved]
-
-    def _save(self, job: TrainingJob) -> JobCheckpoint | None:
-        id, progress = job.loop.spec.id, job.loop.progress
-        if progress.step == 0 or self._saved.get(id) == progress:
-            return None
-        save_job(self._folder, self._base, job.loop, keep=self._keep)
-        self._saved[id] = progress
-        return JobCheckpoint(id=id, step=progress.step)
+        return load_adapter(path, self._base.spec, device="cpu", dtype=dtype, digests=spec.init_digests)
 
     @contextmanager
     def _job_errors(self) -> Iterator[None]:

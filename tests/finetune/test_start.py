@@ -43,7 +43,7 @@ def test_what_belongs_to_many_rows_is_prepared_between_two_steps(
     many.start(spec)
     messages, prepared = [], []
     while not messages or not isinstance(messages[-1], JobSucceeded):
-        messages += many.trainer.advance(spec.id, 3)
+        messages += many.advance(spec.id, 3)
         if (prepare := many.trainer.preparation(spec.id)) is not None:
             prepared.append(len(metrics_of(messages)))
             prepare(Cancellation())
@@ -59,11 +59,11 @@ def test_a_job_that_is_dropped_leaves_no_memory(base: Base, tmp_path: Path, monk
     bench = Bench(base, tmp_path)
     spec = bench.place(CORPUS, job_spec(CORPUS))
     bench.start(spec)
-    bench.trainer.advance(spec.id, 2)
+    bench.advance(spec.id, 2)
     kept = weakref.ref(bench.trainer._jobs[spec.id].loop.optimizer)
     monkeypatch.setattr(TrainingJob, "advance", broken)
     with pytest.raises(ZeroDivisionError):
-        bench.trainer.advance(spec.id, 2)
+        bench.advance(spec.id, 2)
     bench.trainer.drop(spec.id)
     gc.collect()
     assert kept() is None

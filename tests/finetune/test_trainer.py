@@ -84,12 +84,12 @@ def test_advance_stops_at_the_end_of_a_micro_batch(base: Base, tmp_path: Path) -
     spec = bench.place(CORPUS, job_spec(CORPUS, batch_tokens=100, micro_batch_tokens=16, steps=1))
     bench.start(spec)
     assert not bench.trainer.mid_batch(spec.id)
-    assert bench.trainer.advance(spec.id, 2) == [] and bench.trainer.mid_batch(spec.id)
-    assert bench.trainer.advance(spec.id, None) == [] and not bench.trainer.mid_batch(spec.id)
+    assert bench.advance(spec.id, 2) == [] and bench.trainer.mid_batch(spec.id)
+    assert bench.advance(spec.id, None) == [] and not bench.trainer.mid_batch(spec.id)
     slices = list[tuple[MicroStep, int]]()
     while not slices or bench.trainer.mid_batch(spec.id):
         kind = bench.trainer.next_micro_step(spec.id)
-        assert bench.trainer.advance(spec.id, 1000) == []
+        assert bench.advance(spec.id, 1000) == []
         slices.append((kind, bench.trainer.micro_steps_done))
     layers = len(base.layers)
     assert slices == [
@@ -115,7 +115,7 @@ def test_jobs_that_alternate_learn_what_they_learn_alone(base: Base, tmp_path: P
     for turn in range(200):
         for id, messages in found.items():
             if not messages or not isinstance(messages[-1], JobSucceeded):
-                messages += together.trainer.advance(id, 1 + turn % 4)
+                messages += together.advance(id, 1 + turn % 4)
     assert [metrics_of(messages) for messages in found.values()] == expected
 
 
@@ -136,9 +136,9 @@ def test_a_resumed_job_ends_as_the_uninterrupted_one(
     spec = job_spec(CORPUS, steps=6, checkpoint_steps=2, **changes)
     expected = whole.train(whole.place(CORPUS, spec))
     cut.start(cut.place(CORPUS, spec))
-    before = [m for _ in range(cut_at) for m in cut.trainer.advance(spec.id, 1)]
+    before = [m for _ in range(cut_at) for m in cut.advance(spec.id, 1)]
     assert not isinstance(before[-1] if before else None, JobSucceeded)
-    cut.trainer.checkpoint(spec.id)
+    cut.save(spec.id)
     again = Bench(base, tmp_path / "cut")
     started = again.start(spec)
     after = again.run(spec.id)
@@ -166,13 +166,13 @@ def test_checkpoints_are_few_and_not_repeated(base: Base, tmp_path: Path) -> Non
     bench = Bench(base, tmp_path, keep_checkpoints=2)
     spec = bench.place(CORPUS, job_spec(CORPUS, steps=8, checkpoint_steps=1))
     bench.start(spec)
-    assert bench.trainer.checkpoint(spec.id) is None
+    assert bench.save(spec.id) is None
     bench.run(spec.id, until=lambda m: isinstance(m, JobCheckpoint) and m.step == 5)
     assert [step for step, _ in bench.folder.checkpoints(spec.id)] == [4, 5]
-    assert bench.trainer.checkpoint(spec.id) is None
-    bench.trainer.advance(spec.id, 1)
+    assert bench.save(spec.id) is None
+    bench.advance(spec.id, 1)
     assert bench.trainer.mid_batch(spec.id)
-    assert bench.trainer.checkpoint(spec.id) is None and not bench.trainer.mid_batch(spec.id)
+    assert bench.save(spec.id) is None and not bench.trainer.mid_batch(spec.id)
 
 
 @pytest.mark.parametrize("damage", ["truncate", "garbage", "missing", "state", "other_job", "other_rank"])
@@ -326,6 +326,36 @@ def _best_step(metrics) -> int:
     return min((m.valid_loss, m.step) for m in metrics if m.valid_loss is not None)[1]
 
 
+def test_a_checkpoint_holds_its_step_however_far_the_job_is_when_it_is_written(base: Base, tmp_path: Path) -> None:
+    at_once, late = Bench(base, tmp_path / "at_once"), Bench(base, tmp_path / "late")
+    spec = job_spec(CORPUS, steps=6, checkpoint_steps=2, validation_split=0.3, eval_steps=1, early_stopping_patience=6)
+    at_once.start(at_once.place(CORPUS, spec))
+    at_once.run(spec.id, until=lambda m: isinstance(m, JobCheckpoint) and m.step == 2)
+    late.start(late.place(CORPUS, spec))
+    while not late.trainer.checkpoint_due(spec.id):
+        late.trainer.advance(spec.id, None)
+    write = late.trainer.checkpoint(spec.id)
+    assert write is not None and not late.trainer.checkpoint_due(spec.id)
+    while not metrics_of(late.trainer.advance(spec.id, None)):
+        pass
+    assert write() == JobCheckpoint(id=spec.id, step=2)
+    files = [bench.folder.checkpoint(spec.id, 2) for bench in (at_once, late)]
+    assert (files[0] / TENSORS).read_bytes() == (files[1] / TENSORS).read_bytes()
+    assert (files[0] / STATE).read_bytes() == (files[1] / STATE).read_bytes()
+
+
+def test_a_version_is_in_memory_once_its_publication_is_committed(base: Base, tmp_path: Path) -> None:
+    bench = Bench(base, tmp_path)
+    spec = bench.place(CORPUS, job_spec(CORPUS))
+    bench.start(spec)
+    while not bench.trainer.finished(spec.id):
+        bench.trainer.advance(spec.id, None)
+    commit = bench.trainer.publication(spec.id)()
+    assert bench.folder.adapter(REF).is_dir() and bench.store.resident() == ()
+    assert commit() == JobSucceeded(id=spec.id, ref=REF)
+    assert bench.store.resident() == (REF,)
+
+
 def test_a_full_disk_costs_a_checkpoint_not_the_job(base: Base, tmp_path: Path) -> None:
     bench = Bench(base, tmp_path)
     spec = bench.place(CORPUS, job_spec(CORPUS, checkpoint_steps=1))
@@ -334,7 +364,7 @@ def test_a_full_disk_costs_a_checkpoint_not_the_job(base: Base, tmp_path: Path) 
         messages = bench.run(spec.id, until=lambda m: isinstance(m, JobProgress) and m.metrics.step == 2)
         assert not any(isinstance(m, JobCheckpoint) for m in messages)
         with pytest.raises(StorageFull):
-            bench.trainer.checkpoint(spec.id)
+            bench.save(spec.id)
     messages = bench.run(spec.id)
     assert [m.step for m in messages if isinstance(m, JobCheckpoint)] == [3]
     assert isinstance(messages[-1], JobSucceeded)
@@ -351,7 +381,7 @@ def test_a_disk_that_refuses_the_adapter_is_asked_again(
     with armed(f"{point}={error}"):
         messages = bench.run(spec.id, until=lambda m: isinstance(m, JobWaiting))
         assert isinstance(messages[-1], JobWaiting) and messages[-1].message.startswith(said)
-        assert bench.trainer.advance(spec.id, 1) == messages[-1:]
+        assert bench.advance(spec.id, 1) == messages[-1:]
         assert bench.store.resident() == ()
     (succeeded,) = bench.run(spec.id)
     assert isinstance(succeeded, JobSucceeded) and bench.store.resident() == (REF,)
@@ -363,10 +393,10 @@ def test_a_job_that_waits_for_space_goes_on_waiting_after_a_restart(base: Base, 
     with armed("adapter.temp_write=ENOSPC"):
         bench.start(spec)
         bench.run(spec.id, until=lambda m: isinstance(m, JobWaiting))
-        bench.trainer.checkpoint(spec.id)
+        bench.save(spec.id)
         again = Bench(base, tmp_path)
         assert again.start(spec).resumed_from == 4
-        (waits,) = again.trainer.advance(spec.id, 1)
+        (waits,) = again.advance(spec.id, 1)
         assert isinstance(waits, JobWaiting)
     (succeeded,) = again.run(spec.id)
     assert isinstance(succeeded, JobSucceeded)
@@ -414,7 +444,7 @@ def test_seconds_are_those_of_the_slices(base: Base, tmp_path: Path) -> None:
     messages = []
     while not messages:
         now[0] += 1000
-        messages = bench.trainer.advance(spec.id, 1)
+        messages = bench.advance(spec.id, 1)
     assert 0 < metrics_of(messages)[0].seconds < 100
 
 

@@ -3,167 +3,31 @@
 from __future__ import annotations
 
 import asyncio
-import random
 import threading
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import pytest
 
-from coserve.cancellation import Cancellation, Cancelled
-from coserve.engine.engine import Engine
 from coserve.errors import EngineFault
 from coserve.link import (
     CancelJob,
-    EngineStats,
     EngineStopped,
     FromEngine,
-    Generate,
     JobCancelled,
-    JobCheckpoint,
     JobFailed,
     JobPaused,
     JobStarted,
     JobSucceeded,
     JobWaiting,
-    LocalLink,
     PauseJob,
     RequestFailed,
     ResumeJob,
     Shutdown,
-    StartJob,
     ToEngine,
-    Tokens,
-    local_pair,
 )
-from coserve.queues.policy import Slack
-from coserve.types import AdapterRef, JobSpec, SamplingParams, Slo
-from tests.support.fake_ports import FakeGenerator, FakeTrainer, JobPlan, Meter, NoAdapters, Prices
-from tests.support.records import make_spec
-
-FREE = Prices(step=0.0, token=0.0, micro_step=0.0, spikes=0.0)
-PLANS = {job: JobPlan(steps=5, micro_steps=4, checkpoint_every=2, fails_at=None) for job in ("one", "two")}
-
-
-@dataclass
-class Trouble(FakeTrainer):
-    """Raises `error` in `operation` of job `one`; its loads wait for `go`."""
-
-    operation: str = ""
-    error: type[Exception] = ZeroDivisionError
-    go: threading.Event = field(default_factory=threading.Event)
-    loading: threading.Event = field(default_factory=threading.Event)
-    stopped: threading.Event = field(default_factory=threading.Event)
-    threads: set[int] = field(default_factory=set)
-
-    def _trouble(self, operation: str, job: str) -> None:
-        if job == "one" and operation == self.operation:
-            raise self.error("in /some/private/path")
-
-    def load(self, spec: JobSpec, cancellation: Cancellation) -> Callable[[], JobStarted]:
-        self.threads.add(threading.get_ident())
-        self.loading.set()
-        while not self.go.wait(0.002):
-            try:
-                cancellation.check()
-            except Cancelled:
-                self.stopped.set()
-                raise
-        self._trouble("load", spec.id)
-        start = super().load(spec, cancellation)
-
-        def call() -> JobStarted:
-            self._trouble("start", spec.id)
-            return start()
-
-        return call
-
-    def preparation(self, job: str) -> Callable[[Cancellation], None] | None:
-        self._trouble("preparation", job)
-
-        def prepare(cancellation: Cancellation) -> None:
-            self.threads.add(threading.get_ident())
-            self._trouble("prepare", job)
-
-        return prepare
-
-    def advance(self, job: str, micro_steps: int | None) -> list[FromEngine]:
-        if self.ran[job]:
-            self._trouble("advance", job)
-        return super().advance(job, micro_steps)
-
-    def checkpoint(self, job: str) -> JobCheckpoint | None:
-        self._trouble("checkpoint", job)
-        return super().checkpoint(job)
-
-    def drop(self, job: str) -> None:
-        super().drop(job)
-        self._trouble("drop", job)
-
-
-class Picky(FakeGenerator):
-    def add(self, request: Generate) -> None:
-        if request.id == "poison":
-            raise ZeroDivisionError("in /some/private/path")
-        super().add(request)
-
-
-@dataclass
-class Scene:
-    trainer: Trouble
-    api: LocalLink[ToEngine, FromEngine]
-    running: asyncio.Task[None]
-    seen: list[FromEngine] = field(default_factory=list)
-
-    async def until(self, *wanted: Callable[[FromEngine], bool]) -> list[FromEngine]:
-        """All messages so far, once each of `wanted` was among them."""
-        async with asyncio.timeout(240):
-            while not all(any(map(one, self.seen)) for one in wanted):
-                message = await self.api.receive()
-                if not isinstance(message, EngineStats):
-                    self.seen.append(message)
-        return self.seen
-
-    async def loading(self) -> None:
-        await asyncio.to_thread(self.trainer.loading.wait, 60)
-
-
-@asynccontextmanager
-async def scene(
-    operation: str = "", error: type[Exception] = ZeroDivisionError, active: int = 2, kind: type[Trouble] = Trouble
-) -> AsyncIterator[Scene]:
-    meter, rng, loop = Meter(), random.Random(0), asyncio.get_running_loop()
-    trainer = kind(meter, FREE, PLANS, rng, loop.time, operation=operation, error=error)
-    api, engine_end = local_pair()
-    engine = Engine(
-        Picky(meter, FREE, 64, rng, 0.0), trainer, NoAdapters(), Slack(4, 1.0), engine_end, max_running=4, max_queue=8,
-        fair=True, max_active_jobs=active, step_tokens=64, clock=loop.time,
-    )  # fmt: skip
-    running = asyncio.create_task(engine.run())
-    try:
-        yield Scene(trainer, api, running)
-    finally:
-        trainer.go.set()
-        api.send(Shutdown())
-        await asyncio.gather(running, return_exceptions=True)
-
-
-def ask(id: str, tokens: int = 5) -> Generate:
-    sampling = SamplingParams(max_tokens=tokens, temperature=0.0, ignore_eos=True)
-    return Generate(id=id, prompt=(1, 2, 3), sampling=sampling, adapter=None, slo=Slo(ttft=60.0, tpot=60.0))
-
-
-def start(id: str) -> StartJob:
-    return StartJob(spec=make_spec(id, adapter=id))
-
-
-def said(kind: type[FromEngine], id: str) -> Callable[[FromEngine], bool]:
-    return lambda message: isinstance(message, kind) and message.id == id
-
-
-def ended(id: str) -> Callable[[FromEngine], bool]:
-    return lambda message: isinstance(message, Tokens) and message.id == id and message.finished is not None
+from tests.support.fake_ports import JobPlan
+from tests.support.job_scene import PLANS, Trouble, ask, ended, said, scene, start
 
 
 async def test_requests_are_served_while_a_job_starts() -> None:
@@ -225,7 +89,9 @@ async def test_the_engine_stops_while_a_job_starts() -> None:
         assert not any(isinstance(message, JobStarted | JobFailed) for message in seen)
 
 
-@pytest.mark.parametrize("operation", ["load", "start", "preparation", "prepare", "advance"])
+@pytest.mark.parametrize(
+    "operation", ["load", "start", "preparation", "prepare", "advance", "checkpoint", "write", "publish"]
+)
 async def test_whatever_a_jobs_work_raises_ends_that_job_alone(
     operation: str, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -302,25 +168,19 @@ class Full(Trouble):
 
     headroom: bool = False
     attempts: int = 0
-    thrice: asyncio.Event = field(default_factory=asyncio.Event)
+    thrice: threading.Event = field(default_factory=threading.Event)
 
-    def advance(self, job: str, micro_steps: int | None) -> list[FromEngine]:
-        if job == "one" and self.ran[job][-1:] == [5]:
-            return self._publish()
-        messages = super().advance(job, micro_steps)
-        if job == "one" and isinstance(messages[-1] if messages else None, JobSucceeded):
-            self.published.remove(job)
-            return messages[:-1] + self._publish()
-        return messages
+    def publication(self, job: str) -> Callable[[], Callable[[], JobSucceeded | JobWaiting]]:
+        publish = super().publication(job)
+        return publish if job == "two" else lambda: self._publish(publish())
 
-    def _publish(self) -> list[FromEngine]:
+    def _publish(self, publish: Callable[[], JobSucceeded | JobWaiting]) -> Callable[[], JobSucceeded | JobWaiting]:
         self.attempts += 1
         if self.attempts == 3:
             self.thrice.set()
         if not self.headroom:
-            return [JobWaiting(id="one", message="waiting for space: the disk is full")]
-        self.published.append("one")
-        return [JobSucceeded(id="one", ref=AdapterRef("one", 1))]
+            return lambda: JobWaiting(id="one", message="waiting for space: the disk is full")
+        return publish
 
 
 async def test_a_job_that_waits_for_space_says_so_once_and_lets_others_train() -> None:
@@ -332,7 +192,7 @@ async def test_a_job_that_waits_for_space_says_so_once_and_lets_others_train() -
         at.api.send(start("two"))
         at.api.send(ask("text"))
         await at.until(said(JobSucceeded, "two"), ended("text"))
-        await asyncio.wait_for(at.trainer.thrice.wait(), 240)
+        assert await asyncio.to_thread(at.trainer.thrice.wait, 240)
         at.trainer.headroom = True
         seen = await at.until(said(JobSucceeded, "one"))
         assert len([message for message in seen if isinstance(message, JobWaiting)]) == 1

@@ -12,7 +12,7 @@ import zlib
 from collections.abc import Callable
 from concurrent.futures import Executor, Future
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 from coserve.adapter_store.host import HostBudget
 from coserve.adapter_store.store import AdapterStore
@@ -26,12 +26,15 @@ from coserve.link import (
     JobProgress,
     JobStarted,
     JobSucceeded,
+    JobWaiting,
     RequestFailed,
     Tokens,
 )
 from coserve.model.lora import LoraWeights
 from coserve.queues.inference import Queued
 from coserve.types import AdapterDigests, AdapterRef, FinishReason, JobSpec, LoraSettings, MicroStep, StepMetrics
+
+T = TypeVar("T")
 
 CONTEXT = 64
 """Longer prompts are refused."""
@@ -192,6 +195,8 @@ class _Run:
     spec: JobSpec
     step: int
     micro_step: int = 0
+    tried: int = 0
+    """The last step whose checkpoint was begun."""
 
 
 @dataclass
@@ -207,6 +212,8 @@ class FakeTrainer:
     saved: dict[str, int] = field(default_factory=dict)
     published: list[str] = field(default_factory=list)
     micro_steps_done: int = 0
+    writing: set[str] = field(default_factory=set)
+    """Jobs of which a checkpoint or a publication has begun."""
     gaps: list[float] = field(default_factory=list)
     """How long the jobs waited for each slice, all together."""
     _runs: dict[str, _Run] = field(default_factory=dict)
@@ -223,7 +230,7 @@ class FakeTrainer:
         def start() -> JobStarted:
             if not self._runs:
                 self._idle_since = self.clock()
-            self._runs[spec.id] = _Run(spec, step)
+            self._runs[spec.id] = _Run(spec, step, tried=step)
             self.ran[spec.id] = []
             return JobStarted(id=spec.id, total_steps=plan.steps, resumed_from=step)
 
@@ -261,33 +268,62 @@ class FakeTrainer:
         return _kind(self._runs[job].micro_step, self.plans[job].micro_steps)
 
     def _end_of_step(self, run: _Run, plan: JobPlan) -> list[FromEngine]:
-        job = run.spec.id
         if run.step == plan.fails_at:
-            return [JobFailed(id=job, code="non_finite_loss", message="chaos")]
-        results: list[FromEngine] = [JobProgress(id=job, metrics=_metrics(run.step, plan.steps))]
-        if run.step % plan.checkpoint_every == 0:
-            self.saved[job] = run.step
-            results.append(JobCheckpoint(id=job, step=run.step))
-        if run.step == plan.steps:
-            self.published.append(job)
-            ref = AdapterRef(run.spec.adapter, run.spec.version)
-            results.append(JobSucceeded(id=job, ref=ref))
-        return results
+            return [JobFailed(id=run.spec.id, code="non_finite_loss", message="chaos")]
+        return [JobProgress(id=run.spec.id, metrics=_metrics(run.step, plan.steps))]
 
     notes: tuple[str, ...] = ()
 
     def mid_batch(self, job: str) -> bool:
         return self._runs[job].micro_step > 0
 
-    def checkpoint(self, job: str) -> JobCheckpoint | None:
+    def finished(self, job: str) -> bool:
+        return self._runs[job].step == self.plans[job].steps
+
+    def checkpoint_due(self, job: str) -> bool:
+        run = self._runs[job]
+        return run.step > run.tried and run.step % self.plans[job].checkpoint_every == 0 and not run.micro_step
+
+    def checkpoint(self, job: str) -> Callable[[], JobCheckpoint] | None:
         run = self._runs[job]
         run.micro_step = 0
-        if run.step == self.saved.get(job, 0):
+        step = run.tried = run.step
+        if step == self.saved.get(job, 0):
             return None
-        self.saved[job] = run.step
-        return JobCheckpoint(id=job, step=run.step)
+
+        def save() -> JobCheckpoint:
+            self.saved[job] = step
+            return JobCheckpoint(id=job, step=step)
+
+        return self._writes("write", job, save)
+
+    def publication(self, job: str) -> Callable[[], Callable[[], JobSucceeded | JobWaiting]]:
+        run = self._runs[job]
+
+        def publish() -> JobSucceeded:
+            self.published.append(job)
+            return JobSucceeded(id=job, ref=AdapterRef(run.spec.adapter, run.spec.version))
+
+        return self._writes("publish", job, lambda: publish)
+
+    def on_a_thread(self, operation: str, job: str) -> None:
+        """Called where a checkpoint ("write") or an adapter ("publish") is written."""
+
+    def _writes(self, operation: str, job: str, work: Callable[[], T]) -> Callable[[], T]:
+        assert job not in self.writing, f"{job} writes two things at once"
+        self.writing.add(job)
+
+        def write() -> T:
+            try:
+                self.on_a_thread(operation, job)
+                return work()
+            finally:
+                self.writing.discard(job)
+
+        return write
 
     def drop(self, job: str) -> None:
+        assert job not in self.writing, f"{job} is dropped while it is written"
         del self._runs[job]
 
     @property

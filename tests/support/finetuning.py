@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 import msgspec
@@ -13,9 +14,10 @@ from coserve.adapter_store.host import HostBudget
 from coserve.adapter_store.store import AdapterStore
 from coserve.cancellation import Cancellation
 from coserve.corpus.tokenized import Corpus
+from coserve.errors import CapacityError, CoserveError
 from coserve.finetune.trainer import Trainer
 from coserve.kernels.lora.interface import LoraBackend
-from coserve.link import FromEngine, JobFailed, JobProgress, JobStarted, JobSucceeded
+from coserve.link import FromEngine, JobCheckpoint, JobFailed, JobProgress, JobStarted, JobSucceeded
 from coserve.model.base import Base, wrap_base
 from coserve.model.lora import LoraWeights
 from coserve.state.folder import DataFolder
@@ -104,8 +106,26 @@ class Bench:
         """Slices of `micro_steps` until the job ends, or a message satisfies `until`."""
         messages: list[FromEngine] = []
         while not messages or not (isinstance(messages[-1], JobSucceeded | JobFailed) or any(map(until, messages))):
-            messages += self.trainer.advance(job, micro_steps)
+            messages += self.advance(job, micro_steps)
         return messages
+
+    def advance(self, job: str, micro_steps: int | None) -> list[FromEngine]:
+        """A slice, and what the engine has threads do after it, on this one."""
+        messages = self.trainer.advance(job, micro_steps)
+        try:
+            if not self.trainer.mid_batch(job) and self.trainer.finished(job):
+                messages.append(self.trainer.publication(job)()())
+            elif self.trainer.checkpoint_due(job):
+                with suppress(CapacityError):
+                    messages.append(self.save(job))
+        except CoserveError as error:
+            messages.append(JobFailed(id=job, code=error.code, message=error.message))
+        return messages
+
+    def save(self, job: str) -> JobCheckpoint | None:
+        """A checkpoint, written at once."""
+        write = self.trainer.checkpoint(job)
+        return None if write is None else write()
 
     def start(self, spec: JobSpec) -> JobStarted:
         return self.trainer.load(spec, Cancellation())()

@@ -1,0 +1,113 @@
+"""What jobs do on threads. Each function begins some work; its future's result is taken up on the event loop."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator
+from concurrent.futures import Executor, Future
+from contextlib import contextmanager
+from functools import partial
+from typing import TypeVar
+
+from coserve.cancellation import Cancellation
+from coserve.engine.active_job import Commit, ThreadWork
+from coserve.engine.ports import Trains
+from coserve.errors import CapacityError, CoserveError, EngineFault
+from coserve.link import JobCheckpoint
+from coserve.state.retries import FOR_EVER, Retries
+from coserve.types import JobSpec
+
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+
+class JobThreads:
+    """Threads of all jobs: two for each active one."""
+
+    def __init__(self, trainer: Trains, executor: Executor, changed: Callable[[], None]) -> None:
+        """`changed` is called, on any thread, when some work is done."""
+        self._trainer, self._executor, self._changed = trainer, executor, changed
+        self._retries = Retries(FOR_EVER, changed=changed)
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """Starts that are being tried again."""
+        return self._retries.notes
+
+    def start(self, spec: JobSpec) -> ThreadWork:
+        """Load a job."""
+        cancellation = Cancellation()
+        load, what = partial(self._trainer.load, spec, cancellation), f"start of job {spec.id}"
+        return self._work(partial(self._retries.run_here, what, load, cancellation.wait), cancellation)
+
+    def prepare(self, preparation: Callable[[Cancellation], None]) -> ThreadWork:
+        """Prepare an optimizer step."""
+        cancellation = Cancellation()
+
+        def work() -> Commit:
+            preparation(cancellation)
+            return lambda: None
+
+        return self._work(work, cancellation)
+
+    def publish(self, job: str) -> ThreadWork:
+        """Publish a finished job."""
+        return self._work(self._trainer.publication(job), None)
+
+    def write(self, job: str) -> Future[JobCheckpoint | None] | None:
+        """Write a checkpoint; on a full disk the job goes without it. None if there is nothing to write."""
+        save = self._trainer.checkpoint(job)
+        if save is None:
+            return None
+
+        def work() -> JobCheckpoint | None:
+            try:
+                return save()
+            except CapacityError as error:
+                log.warning("job %s: no checkpoint: %s", job, error.message)
+                return None
+
+        return self._submit(work)
+
+    def save_at_pause(self, job: str) -> ThreadWork | None:
+        """Write the state of a job that pauses. None if there is nothing to write."""
+        save: Callable[[], JobCheckpoint] | None = None
+        with tolerated(job):
+            save = self._trainer.checkpoint(job)
+        if save is None:
+            return None
+
+        def work() -> Commit:
+            saved: JobCheckpoint | None = None
+            with tolerated(job):
+                saved = save()
+            return lambda: saved
+
+        return self._work(work, None)
+
+    def close(self) -> None:
+        """Begin nothing more. Nobody waits for what runs."""
+        self._executor.shutdown(wait=False, cancel_futures=True)
+
+    def _work(self, work: Callable[[], Commit], cancellation: Cancellation | None) -> ThreadWork:
+        return ThreadWork(self._submit(work), cancellation)
+
+    def _submit(self, work: Callable[[], T]) -> Future[T]:
+        future = self._executor.submit(work)
+        if not future.done():  # else it is taken up in this turn, or the next
+            future.add_done_callback(lambda _: self._changed())
+        return future
+
+
+@contextmanager
+def tolerated(job: str) -> Iterator[None]:
+    """Around a checkpoint at a pause or at the engine's end: one that fails costs the steps since the last, never the job."""
+    try:
+        yield
+    except EngineFault:
+        raise
+    except CoserveError as error:
+        log.warning("job %s: no checkpoint: %s", job, error.message)
+    except Exception:
+        log.exception("job %s: internal error; no checkpoint", job)

@@ -1,0 +1,171 @@
+"""The engine with jobs that can be held up, or raise, wherever they work. On the real loop, with real threads."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import threading
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+
+from coserve.cancellation import Cancellation, Cancelled
+from coserve.engine.engine import Engine
+from coserve.link import (
+    EngineStats,
+    FromEngine,
+    Generate,
+    JobCheckpoint,
+    JobStarted,
+    LocalLink,
+    Shutdown,
+    StartJob,
+    ToEngine,
+    Tokens,
+    local_pair,
+)
+from coserve.queues.policy import Slack
+from coserve.types import JobSpec, SamplingParams, Slo
+from tests.support.fake_ports import FakeGenerator, FakeTrainer, JobPlan, Meter, NoAdapters, Prices
+from tests.support.records import make_spec
+
+FREE = Prices(step=0.0, token=0.0, micro_step=0.0, spikes=0.0)
+PLANS = {job: JobPlan(steps=5, micro_steps=4, checkpoint_every=2, fails_at=None) for job in ("one", "two")}
+
+
+@dataclass
+class Trouble(FakeTrainer):
+    """Raises `error` in `operation` of job `one`; its loads wait for `go`."""
+
+    operation: str = ""
+    error: type[Exception] = ZeroDivisionError
+    go: threading.Event = field(default_factory=threading.Event)
+    loading: threading.Event = field(default_factory=threading.Event)
+    stopped: threading.Event = field(default_factory=threading.Event)
+    threads: set[int] = field(default_factory=set)
+    holds: str = ""
+    """Job `one` waits in this operation of its threads for `gate`."""
+    gate: threading.Event = field(default_factory=threading.Event)
+    reached: threading.Event = field(default_factory=threading.Event)
+
+    def _trouble(self, operation: str, job: str) -> None:
+        if job == "one" and operation == self.operation:
+            raise self.error("in /some/private/path")
+
+    def load(self, spec: JobSpec, cancellation: Cancellation) -> Callable[[], JobStarted]:
+        self.threads.add(threading.get_ident())
+        self.loading.set()
+        while not self.go.wait(0.002):
+            try:
+                cancellation.check()
+            except Cancelled:
+                self.stopped.set()
+                raise
+        self._trouble("load", spec.id)
+        start = super().load(spec, cancellation)
+
+        def call() -> JobStarted:
+            self._trouble("start", spec.id)
+            return start()
+
+        return call
+
+    def preparation(self, job: str) -> Callable[[Cancellation], None] | None:
+        self._trouble("preparation", job)
+
+        return lambda cancellation: self.on_a_thread("prepare", job)
+
+    def advance(self, job: str, micro_steps: int | None) -> list[FromEngine]:
+        if self.ran[job]:
+            self._trouble("advance", job)
+        return super().advance(job, micro_steps)
+
+    def checkpoint(self, job: str) -> Callable[[], JobCheckpoint] | None:
+        self._trouble("checkpoint", job)
+        return super().checkpoint(job)
+
+    def on_a_thread(self, operation: str, job: str) -> None:
+        self.threads.add(threading.get_ident())
+        if job == "one" and operation == self.holds:
+            self.reached.set()
+            assert self.gate.wait(240)
+        self._trouble(operation, job)
+
+    def drop(self, job: str) -> None:
+        super().drop(job)
+        self._trouble("drop", job)
+
+
+class Picky(FakeGenerator):
+    def add(self, request: Generate) -> None:
+        if request.id == "poison":
+            raise ZeroDivisionError("in /some/private/path")
+        super().add(request)
+
+
+@dataclass
+class Scene:
+    trainer: Trouble
+    adapters: NoAdapters
+    api: LocalLink[ToEngine, FromEngine]
+    running: asyncio.Task[None]
+    seen: list[FromEngine] = field(default_factory=list)
+
+    async def until(self, *wanted: Callable[[FromEngine], bool]) -> list[FromEngine]:
+        """All messages so far, once each of `wanted` was among them."""
+        async with asyncio.timeout(240):
+            while not all(any(map(one, self.seen)) for one in wanted):
+                message = await self.api.receive()
+                if not isinstance(message, EngineStats):
+                    self.seen.append(message)
+        return self.seen
+
+    async def loading(self) -> None:
+        await asyncio.to_thread(self.trainer.loading.wait, 60)
+
+    async def held(self) -> None:
+        """Until job `one` waits at its gate."""
+        assert await asyncio.to_thread(self.trainer.reached.wait, 240)
+
+
+@asynccontextmanager
+async def scene(
+    operation: str = "",
+    error: type[Exception] = ZeroDivisionError,
+    active: int = 2,
+    kind: type[Trouble] = Trouble,
+    holds: str = "",
+) -> AsyncIterator[Scene]:
+    meter, rng, loop = Meter(), random.Random(0), asyncio.get_running_loop()
+    trainer = kind(meter, FREE, PLANS, rng, loop.time, operation=operation, error=error, holds=holds)
+    adapters = NoAdapters()
+    api, engine_end = local_pair()
+    engine = Engine(
+        Picky(meter, FREE, 64, rng, 0.0), trainer, adapters, Slack(4, 1.0), engine_end, max_running=4, max_queue=8,
+        fair=True, max_active_jobs=active, step_tokens=64, clock=loop.time,
+    )  # fmt: skip
+    running = asyncio.create_task(engine.run())
+    try:
+        yield Scene(trainer, adapters, api, running)
+    finally:
+        trainer.go.set()
+        trainer.gate.set()
+        api.send(Shutdown())
+        await asyncio.gather(running, return_exceptions=True)
+
+
+def ask(id: str, tokens: int = 5) -> Generate:
+    sampling = SamplingParams(max_tokens=tokens, temperature=0.0, ignore_eos=True)
+    return Generate(id=id, prompt=(1, 2, 3), sampling=sampling, adapter=None, slo=Slo(ttft=60.0, tpot=60.0))
+
+
+def start(id: str) -> StartJob:
+    return StartJob(spec=make_spec(id, adapter=id))
+
+
+def said(kind: type[FromEngine], id: str) -> Callable[[FromEngine], bool]:
+    return lambda message: isinstance(message, kind) and message.id == id
+
+
+def ended(id: str) -> Callable[[FromEngine], bool]:
+    return lambda message: isinstance(message, Tokens) and message.id == id and message.finished is not None
