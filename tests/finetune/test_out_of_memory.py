@@ -130,7 +130,7 @@ def test_a_job_that_never_fits_fails_alone_with_the_numbers(tmp_path: Path) -> N
                 failed += bench.trainer.advance(SPEC.id, 2)
             assert len(bench.trainer.notes) <= 1
         if not messages or not isinstance(messages[-1], JobSucceeded):
-            messages += bench.trainer.advance(other.id, 3)
+            messages += bench.advance(other.id, 3)
     end = failed[-1]
     assert isinstance(end, JobFailed)
     assert end.code == "job_out_of_memory"
