@@ -13,6 +13,7 @@ from rich.console import Console
 
 from coserve.cli.benchprogress import BenchProgress, CountedTarget, shown
 from coserve.cli.common import DEFAULT_URL, Key, Url
+from coserve.cli.statuslines import warming_line
 from coserve.client import AsyncClient
 from coserve.workloads.arrivals import Arrivals, Process
 from coserve.workloads.metrics import summarise
@@ -79,7 +80,9 @@ async def run_bench(trace: Trace, rest: Rest, url: str, key: str | None) -> Repl
     async with AsyncClient(url, api_key=key or None, retry=NO_RETRIES) as client:
         target = CountedTarget(client, trace.scenario, prefix=f"bench-{secrets.token_hex(4)}-")
         target.progress = progress
-        await client.health()  # whoever is not there, or no daemon, is told before anything is made
+        health = await client.health()  # whoever is not there, or no daemon, is told before anything is made
+        if health.warming is not None:
+            print(f"the daemon is {warming_line(health.warming)}: some requests are slower until then", file=sys.stderr)
         try:
             async with shown(progress):
                 await target.prepare()

@@ -14,6 +14,8 @@ REPEAT = 10.0
 
 def warming_line(warming: Warming) -> str:
     """`warming 12/310, about 40 s left`."""
+    if warming.total == 0:
+        return "warming"
     left = "" if warming.seconds_left is None else f", about {warming.seconds_left:.0f} s left"
     return f"warming {warming.done}/{warming.total}{left}"
 

@@ -218,6 +218,18 @@ class AsyncClient:
         """How the daemon is, at once: one that starts or recovers (status 503) says so here and raises nothing."""
         return await self._caller.json(self._caller.request("GET", "/health"), Health, good=(503,))
 
+    async def wait_ready(self, *, timeout: float | None = 600.0) -> Health:  # noqa: ASYNC109 - as in every SDK
+        """Wait until the daemon is ready (`GET /health/ready` answers 200); also for one that does not listen yet.
+
+        Raises `TimeoutError` after `timeout` seconds; None: never.
+        """
+        request = self._caller.request("GET", "/health/ready")
+        try:
+            async with asyncio.timeout(timeout):
+                return await self._caller.json(request, Health, wait=True)
+        except TimeoutError:
+            raise TimeoutError(f"the daemon was not ready after {timeout} s") from None
+
     async def metrics(self) -> str:
         """The metrics in Prometheus' text format."""
         return (await self._caller.text(self._caller.request("GET", "/metrics"))).decode()

@@ -18,6 +18,9 @@ from coserve.errors import CoserveError, InternalError
 
 T = TypeVar("T")
 
+WAIT_ATTEMPT = 3
+"""While a daemon is waited for, the pauses grow no longer than the one after this attempt: 2 s with the default policy."""
+
 
 class Caller:
     """A transport with the key, the retries and the decoding. `sleep` and `rng` are for tests."""
@@ -57,16 +60,19 @@ class Caller:
             body=msgspec.json.encode(body) if isinstance(body, msgspec.Struct) else body,
         )
 
-    async def text(self, request: Request, *, good: tuple[int, ...] = ()) -> bytes:
-        """The body of a response with status 2xx or one of `good`. Raises the daemon's error, or `Unreachable`."""
+    async def text(self, request: Request, *, good: tuple[int, ...] = (), wait: bool = False) -> bytes:
+        """The body of a response with status 2xx or one of `good`. Raises the daemon's error, or `Unreachable`.
+
+        `wait`: a 503, and a daemon that does not answer, are tried again without end.
+        """
 
         async def read(response: Response) -> bytes:
             return await response.read()
 
-        return await self._attempts(request, read, good)
+        return await self._attempts(request, read, good, wait)
 
-    async def json(self, request: Request, type: type[T], *, good: tuple[int, ...] = ()) -> T:
-        return decode(await self.text(request, good=good), type)
+    async def json(self, request: Request, type: type[T], *, good: tuple[int, ...] = (), wait: bool = False) -> T:
+        return decode(await self.text(request, good=good, wait=wait), type)
 
     async def events(self, request: Request, *, again: bool = True) -> AsyncGenerator[Event, None]:
         """The events of a response. If `again`, attempts are repeated until the response begins, not afterwards."""
@@ -82,14 +88,20 @@ class Caller:
         return await self._attempts(request, _as_it_is)
 
     async def _attempts(
-        self, request: Request, use: Callable[[Response], Awaitable[T]], good: tuple[int, ...] = ()
+        self,
+        request: Request,
+        use: Callable[[Response], Awaitable[T]],
+        good: tuple[int, ...] = (),
+        wait: bool = False,
     ) -> T:
         attempt = 1
         while True:
             try:
                 return await self._attempt(request, use, good)
             except CoserveError as error:
-                if attempt >= self.retry.attempts or not self.retry.allows(error, request):
+                if wait and error.status == 503:
+                    attempt = min(attempt, WAIT_ATTEMPT)
+                elif attempt >= self.retry.attempts or not self.retry.allows(error, request):
                     raise
                 await self.back_off(attempt, error)
                 attempt += 1

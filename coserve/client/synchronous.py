@@ -226,6 +226,9 @@ class Client:
     def health(self) -> Health:
         return self._portal.call(self._client.health())
 
+    def wait_ready(self, *, timeout: float | None = 600.0) -> Health:
+        return self._portal.call(self._client.wait_ready(timeout=timeout))
+
     def metrics(self) -> str:
         return self._portal.call(self._client.metrics())
 

@@ -158,7 +158,9 @@ async def test_a_daemon_whose_engine_died_and_came_back(tmp_path: Path) -> None:
         with pytest.raises(EngineUnavailable):
             await client.generate("hello")
         assert (await client.health()).status == "starting"
+        waiting = asyncio.create_task(client.wait_ready())
         await api.start_engine()
+        assert (await waiting).status == "ready"
         assert (await client.generate("hello")).choices[0].text == REPLY
         assert (await client.health()).status == "ready"
 

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
 
-from coserve.client import Request, Response, Upload
-from coserve.errors import EngineUnavailable, InvalidRequest
+from coserve.client import AsyncClient, MockTransport, Request, Response, RetryPolicy, Upload
+from coserve.errors import EngineUnavailable, ForbiddenOrigin, InvalidRequest, Unreachable
 from coserve.health import Health
 from coserve.schemas import Adapter, AdapterList, ChatMessage, DeletedAdapter, JobList
 from coserve.types import LoraSettings, TrainingSettings
@@ -206,6 +207,30 @@ async def test_health_metrics_and_description() -> None:
     assert (await daemon.client.health()).status == "starting", "an answer, not an error, and at once"
     assert await daemon.client.metrics() == "a 1\n"
     assert (await daemon.client.openapi())["openapi"] == "3.1.0"
+
+
+async def test_wait_ready_waits_for_a_daemon_that_starts_and_warms_up() -> None:
+    ready = msgspec.structs.replace(HEALTH, status="ready", engine_alive=True)
+    refused = [Unreachable("nobody there", sent=False) for _ in range(6)]
+    warming = [reply(HEALTH, 503, Retry_After="7"), reply(HEALTH, 503)]
+    daemon = Daemon(*refused, *warming, reply(ready), retry=RetryPolicy(attempts=1))
+    assert await daemon.client.wait_ready() == ready
+    assert {request.path for request in daemon.requests} == {"/health/ready"}
+    assert 7 <= daemon.naps[6] < 8
+    assert all(nap <= 2 for nap in (*daemon.naps[:6], daemon.naps[7]))
+
+
+async def test_wait_ready_gives_up_after_its_timeout() -> None:
+    async def forever(request: Request) -> Response:
+        await asyncio.Event().wait()
+        raise AssertionError
+
+    async with AsyncClient(transport=MockTransport(forever)) as client:
+        with pytest.raises(TimeoutError, match="not ready after"):
+            await client.wait_ready(timeout=0.01)
+    daemon = Daemon(refusal(403, "forbidden_origin"))
+    with pytest.raises(ForbiddenOrigin):
+        await daemon.client.wait_ready()
 
 
 async def test_a_gate_that_refuses_is_no_health() -> None:

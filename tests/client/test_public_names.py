@@ -57,6 +57,7 @@ def test_methods() -> None:
         "openapi",
         "rollback_adapter",
         "stream",
+        "wait_ready",
     }
     assert set(public(AsyncJobHandle)) == {"cancel", "events", "pause", "refresh", "resume", "wait"}
 
