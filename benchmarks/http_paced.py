@@ -34,11 +34,12 @@ from benchmarks.summary import entry, update_summary
 from coserve.api.app import make_app, make_runner
 from coserve.api.service import Service
 from coserve.config import Config
-from coserve.link import Admitted, CancelRequest, EngineReady, Generate, Tokens, api_end, engine_end
+from coserve.link import Admitted, CancelRequest, EngineReady, Generate, Tokens
 from coserve.pretrained.tokenizer import Tokenizer
 from coserve.state.folder import DataFolder
 from coserve.state.registry import Registry
 from coserve.state.thread import RegistryThread
+from coserve.stream_link import api_end, engine_end
 from coserve.types import BaseSpec, FinishReason
 
 STREAMS = 64

@@ -1,14 +1,12 @@
-"""Messages between the API process and the engine, and two transports for them.
+"""Messages between the API process and the engine, and the channel for them.
 
-A `Link` is one end of a duplex channel of messages. `local_pair` joins two ends in one process; `StreamLink` sends
-length-prefixed msgpack frames over a socket pair that the engine process inherits. Nothing is ever pickled.
+A `Link` is one end of a duplex channel of messages. `local_pair` joins two ends in one process; for two processes see
+`stream_link`.
 """
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import socket
 from collections.abc import Sequence
 from typing import Generic, Protocol, TypeVar
 
@@ -29,8 +27,6 @@ from coserve.types import (
 
 MAX_PROMPT_LOGPROBS = 256
 """Most prompt tokens whose log-probabilities one `Tokens` holds: the API process handles one in one turn of its event loop."""
-TURN_BYTES = 1 << 16
-"""Bytes of messages that a `StreamLink` receives before the event loop has another turn."""
 
 
 class Message(msgspec.Struct, frozen=True, kw_only=True, tag=True):
@@ -259,6 +255,8 @@ class EngineStats(Message, frozen=True):
     """Fine-tuning slices so far that ran only because their job had waited `train_patience`."""
     starving: Starving | None = None
     stalls: tuple[StallCounts, ...] = ()
+    backlog: int = 0
+    """Bytes of earlier messages that the API process had not read."""
 
 
 class EngineStopped(Message, frozen=True):
@@ -297,6 +295,11 @@ In_co = TypeVar("In_co", covariant=True)
 class Link(Protocol[Out_contra, In_co]):
     """One end. `send` never waits and keeps the order; `receive` raises `EngineUnavailable` once the peer is gone."""
 
+    @property
+    def backlog(self) -> int:
+        """Bytes that were sent and that the peer has not taken in yet, as far as they are in this process."""
+        ...
+
     def send(self, message: Out_contra) -> None: ...
 
     def send_all(self, messages: Sequence[Out_contra]) -> None:
@@ -313,6 +316,10 @@ class LocalLink(Generic[OutT, InT]):
 
     def __init__(self, outbox: asyncio.Queue[OutT | None], inbox: asyncio.Queue[InT | None]) -> None:
         self._outbox, self._inbox = outbox, inbox
+
+    @property
+    def backlog(self) -> int:
+        return 0
 
     def send(self, message: OutT) -> None:
         self._outbox.put_nowait(message)
@@ -337,52 +344,3 @@ def local_pair() -> tuple[LocalLink[ToEngine, FromEngine], LocalLink[FromEngine,
     to_engine: asyncio.Queue[ToEngine | None] = asyncio.Queue()
     from_engine: asyncio.Queue[FromEngine | None] = asyncio.Queue()
     return LocalLink(to_engine, from_engine), LocalLink(from_engine, to_engine)
-
-
-class StreamLink(Generic[OutT, InT]):
-    """One end over a connected socket: 4 bytes of length (big endian), then one msgpack message."""
-
-    def __init__(
-        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, decoder: msgspec.msgpack.Decoder[InT]
-    ) -> None:
-        self._reader, self._writer, self._decoder = reader, writer, decoder
-        self._encoder = msgspec.msgpack.Encoder()
-        self._received = 0
-        """Bytes since the event loop last had a turn."""
-
-    def send(self, message: OutT) -> None:
-        self._writer.write(self._frame(message))
-
-    def send_all(self, messages: Sequence[OutT]) -> None:
-        if messages:
-            self._writer.write(b"".join(map(self._frame, messages)))
-
-    def _frame(self, message: OutT) -> bytes:
-        body = self._encoder.encode(message)
-        return len(body).to_bytes(4, "big") + body
-
-    async def receive(self) -> InT:
-        try:
-            if self._received >= TURN_BYTES:  # reading what is buffered already does not suspend
-                self._received = 0
-                await asyncio.sleep(0)
-            size = int.from_bytes(await self._reader.readexactly(4), "big")
-            self._received += size
-            return self._decoder.decode(await self._reader.readexactly(size))
-        except (asyncio.IncompleteReadError, ConnectionError) as error:
-            raise EngineUnavailable("the other end of the link closed") from error
-
-    async def close(self) -> None:
-        self._writer.close()
-        with contextlib.suppress(ConnectionError):  # the peer left first
-            await self._writer.wait_closed()
-
-
-async def api_end(sock: socket.socket) -> StreamLink[ToEngine, FromEngine]:
-    reader, writer = await asyncio.open_connection(sock=sock, limit=1 << 20)
-    return StreamLink(reader, writer, msgspec.msgpack.Decoder(FromEngine))
-
-
-async def engine_end(sock: socket.socket) -> StreamLink[FromEngine, ToEngine]:
-    reader, writer = await asyncio.open_connection(sock=sock, limit=1 << 20)
-    return StreamLink(reader, writer, msgspec.msgpack.Decoder(ToEngine))

@@ -20,7 +20,7 @@ LAYERS = (
     {"types", "names", "limits", "errors", "hints", "cancellation", "processes", "garbage"},
     {"logprobs"},
     {"link", "config", "health", "schemas", "pretrained", "kernels"},
-    {"client", "logs", "model", "queues", "memory"},
+    {"client", "logs", "stream_link", "model", "queues", "memory"},
     {"state", "workloads"},
     {"adapters", "offload", "demo"},
     {"corpus", "adapter_store"},

@@ -14,9 +14,10 @@ from coserve.errors import (
     EngineUnavailable,
     error_from_code,
 )
-from coserve.link import EngineReady, EngineRefused, FromEngine, Link, Shutdown, ToEngine, api_end
+from coserve.link import EngineReady, EngineRefused, FromEngine, Link, Shutdown, ToEngine
 from coserve.logs.format import log_event
 from coserve.processes import start_child
+from coserve.stream_link import api_end
 
 log = logging.getLogger(__name__)
 

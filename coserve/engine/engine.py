@@ -13,10 +13,10 @@ import math
 from collections.abc import Awaitable, Callable
 from concurrent.futures import Executor, ThreadPoolExecutor
 from contextlib import suppress
-from itertools import accumulate
 
 from coserve.engine.job_runner import JobRunner
 from coserve.engine.ports import Generates, StoresAdapters, Trains, Upgrades
+from coserve.engine.queue_view import QueueView
 from coserve.engine.running import STEP_KINDS, RunningRequests, StepKind
 from coserve.engine.stalls import SLEEP, Stalls
 from coserve.errors import CoserveError, EngineFault, EngineUnavailable, QueueFull, failure_text
@@ -40,15 +40,20 @@ from coserve.link import (
     StartJob,
     ToEngine,
 )
+from coserve.logs.throttled import ThrottledLog
 from coserve.queues.costs import Estimates
 from coserve.queues.inference import InferenceQueue, Queued
-from coserve.queues.policy import Costs, Policy, Serve, Train, View, Wait, Waiting
+from coserve.queues.policy import Costs, Policy, Serve, Train, View, Wait
 from coserve.queues.slices import Slices
 from coserve.state.failpoints import failpoint
 
 log = logging.getLogger(__name__)
 
 STATS_INTERVAL = 1.0
+MESSAGES_AT_ONCE = 0.005
+"""Seconds of work on messages after which the engine has a chance to serve before it handles more."""
+LOGGED_BACKLOG = 8 << 20
+"""Bytes that the API process has not read, from which on they are logged."""
 PREPARATION = 0.5
 """Seconds: longer than a piece of `Generates.prepare`."""
 
@@ -92,15 +97,18 @@ class Engine:
         self._clock, self._pace, self._upgrade = clock, pace, upgrade
         self._planned_bytes, self._garbage = planned_bytes, garbage or GarbageCollection.none()
         self._queue = InferenceQueue(max_queue, fair=fair)
-        self._seen: tuple[tuple[Queued, ...], tuple[Waiting, ...]] = (), ()
+        self._queue_view = QueueView(self._queue, step_tokens)
         self._running, self._stalls = RunningRequests(), Stalls(clock)
-        self._changed = asyncio.Event()
+        self._changed, self._chance = asyncio.Event(), asyncio.Event()
+        self._messages_seconds = 0.0
+        """Spent on messages since the last chance to serve."""
         self._loop: asyncio.AbstractEventLoop | None = None
         threads = ThreadPoolExecutor(2 * max_active_jobs, "jobs") if job_threads is None else job_threads
         self._jobs = JobRunner(
             trainer, link.send, max_active=max_active_jobs, threads=threads, changed=self._change_from_a_thread
         )
         adapters.notify(self._changed.set)
+        self._unread = ThrottledLog(log, "the API process does not read what the engine sends", clock)
         self._stopping = False
         self._steps, self._slices = Estimates(), Slices()
         self._serve_seconds = self._train_seconds = 0.0
@@ -153,6 +161,8 @@ class Engine:
 
     async def _tick(self, now: float) -> None:
         self._stalls.chance(somebody=bool(self._queue) or bool(self._running))
+        self._messages_seconds = 0.0
+        self._chance.set()
         match self._policy.decide(self._view(), now):
             case Serve(admit):
                 await self._serve(admit)
@@ -274,7 +284,10 @@ class Engine:
     def _view(self) -> View:
         jobs = self._jobs.ready()
         self._slices.ready(jobs, self._clock())
-        waiting, headroom = self._waiting(), max(0, self._max_running - len(self._running) - self._adapters.waiting)
+        waiting, headroom = (
+            self._queue_view.waiting(),
+            max(0, self._max_running - len(self._running) - self._adapters.waiting),
+        )
         step: StepKind = "prefill" if waiting and headroom else self._running.step_kind()
         return View(
             waiting=waiting,
@@ -290,18 +303,6 @@ class Engine:
             ),
         )
 
-    def _waiting(self) -> tuple[Waiting, ...]:
-        """The queue in its order; a prompt's steps count those of the prompts before it."""
-        entries = self._queue.waiting()
-        if entries is not self._seen[0]:  # made anew only where something changed: the queue may be long
-            tokens = accumulate(len(entry.message.prompt) for entry in entries)
-            waiting = tuple(
-                Waiting(entry.message.id, entry.arrived, entry.deadline, math.ceil(total / self._step_tokens))
-                for entry, total in zip(entries, tokens, strict=True)
-            )
-            self._seen = entries, waiting
-        return self._seen[1]
-
     # ---- messages
 
     async def _receive(self) -> None:
@@ -313,9 +314,14 @@ class Engine:
                 self._stopping = True
                 self._changed.set()
                 return
+            began = self._clock()
             with self._stalls.during("messages"):
                 self._handle(message)
             self._changed.set()
+            self._messages_seconds += self._clock() - began
+            if self._messages_seconds >= MESSAGES_AT_ONCE:
+                self._chance.clear()
+                await self._chance.wait()
 
     def _handle(self, message: ToEngine) -> None:
         match message:
@@ -359,7 +365,9 @@ class Engine:
         if now < self._stats_due and not force:
             return
         self._stats_due = now + STATS_INTERVAL
-        started = self._running.started
+        started, backlog = self._running.started, self._link.backlog
+        if backlog >= LOGGED_BACKLOG:
+            self._unread.warn(f": {backlog >> 20} MiB wait")
         self._link.send(
             EngineStats(
                 waiting=len(self._queue) + self._adapters.waiting + len(self._running) - started,
@@ -380,5 +388,6 @@ class Engine:
                 patience_slices=self._slices.by_patience,
                 starving=self._slices.starving(now),
                 stalls=self._stalls.totals(),
+                backlog=backlog,
             )
         )

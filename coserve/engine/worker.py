@@ -33,7 +33,7 @@ from coserve.generate.execution.start import Upgrade, make_start
 from coserve.generate.generator import Generator
 from coserve.kernels.lora.backend import choose_backend
 from coserve.kernels.lora.interface import LoraBackend
-from coserve.link import EngineReady, EngineRefused, EngineWarming, FromEngine, Link, ToEngine, engine_end
+from coserve.link import EngineReady, EngineRefused, EngineWarming, FromEngine, Link, ToEngine
 from coserve.logs.format import log_event
 from coserve.logs.setup import LogSettings, set_up_logging
 from coserve.memory.kv import CPU_TOKENS, KvCache
@@ -44,6 +44,7 @@ from coserve.processes import obey_parent
 from coserve.queues.policy import make_policy
 from coserve.state.failpoints import failpoint
 from coserve.state.folder import DataFolder
+from coserve.stream_link import engine_end
 from coserve.types import AdapterDigests, AdapterRef
 
 log = logging.getLogger(__name__)

@@ -8,7 +8,7 @@ from itertools import pairwise
 from hypothesis import given
 from hypothesis import strategies as st
 
-from coserve.api.generation.output_queue import EngineOutput, OutputQueue
+from coserve.api.generation.output_queue import LOOSE, MAX_MERGED, EngineOutput, OutputQueue
 from coserve.link import Admitted, RequestFailed, Tokens
 from coserve.logprobs import PackedLogprobs
 from coserve.types import FinishReason, TokenLogprob
@@ -34,7 +34,7 @@ messages = st.one_of(
 )
 
 
-@given(st.lists(messages, max_size=12))
+@given(st.lists(messages, max_size=40))
 def test_joining_keeps_order_tokens_and_ends(said: list[EngineOutput]) -> None:
     last = Admitted(id="last")
 
@@ -70,3 +70,10 @@ async def test_a_message_alone_is_not_waited_for_more_of() -> None:
     assert not got.done()
     inbox.put(tokens("a", 1))
     assert await got == tokens("a", 1)
+
+
+def test_what_waits_long_is_held_in_few_messages() -> None:
+    inbox = OutputQueue()
+    for number in range(LOOSE + 10 * MAX_MERGED):
+        inbox.put(tokens("a", number))
+    assert len(inbox) <= LOOSE + 11

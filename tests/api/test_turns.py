@@ -13,9 +13,10 @@ from hypothesis import strategies as st
 
 from coserve.api.generation.merge import CHUNKS, merge_streams
 from coserve.api.generation.turns import Turns
-from coserve.link import Admitted, FromEngine, api_end, engine_end
+from coserve.link import Admitted, FromEngine
 from coserve.logprobs import PackedLogprobs
 from coserve.schemas import GenerateChunk
+from coserve.stream_link import api_end, engine_end
 from coserve.types import TokenLogprob
 
 

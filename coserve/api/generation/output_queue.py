@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
+from itertools import chain
 
 from coserve.link import MAX_PROMPT_LOGPROBS, Admitted, RequestFailed, Tokens
 from coserve.logprobs import PackedLogprobs
@@ -11,18 +12,33 @@ from coserve.logprobs import PackedLogprobs
 MAX_MERGED = MAX_PROMPT_LOGPROBS
 """Most tokens and prompt positions in one merged message: what becomes text in one turn of the event loop."""
 
+LOOSE = 16
+"""Messages that wait as they came."""
+
 EngineOutput = Admitted | Tokens | RequestFailed
 
 
 class OutputQueue:
-    """FIFO. Consecutive `Tokens` messages of one sequence are merged, so a slow reader pays less for each."""
+    """FIFO. Consecutive `Tokens` messages of one sequence are merged, so a slow reader pays less for each.
+
+    A reader that stops is let go after the write deadline (`EventStream`), and what waits is at most the answer itself. Behind
+    `LOOSE` messages new ones are merged as they come: some ten bytes a token instead of hundreds.
+    """
 
     def __init__(self) -> None:
         self._messages: deque[EngineOutput] = deque()
         self._arrived = asyncio.Event()
 
+    def __len__(self) -> int:
+        """Messages that wait."""
+        return len(self._messages)
+
     def put(self, message: EngineOutput) -> None:
-        self._messages.append(message)
+        last = self._messages[-1] if len(self._messages) >= LOOSE else None
+        if isinstance(last, Tokens) and isinstance(message, Tokens) and _join(last, message):
+            self._messages[-1] = _merged([last, message])
+        else:
+            self._messages.append(message)
         self._arrived.set()
 
     async def get(self) -> EngineOutput:
@@ -54,10 +70,15 @@ def _size(message: Tokens) -> int:
     return len(message.tokens) + len(message.prompt_logprobs)
 
 
+def _join(last: Tokens, message: Tokens) -> bool:
+    """Whether they may be one message."""
+    return last.id == message.id and last.finished is None and _size(last) + _size(message) <= MAX_MERGED
+
+
 def _merged(parts: list[Tokens]) -> Tokens:
     return Tokens(
         id=parts[0].id,
-        tokens=tuple(token for part in parts for token in part.tokens),
+        tokens=tuple(chain.from_iterable(part.tokens for part in parts)),
         logprobs=PackedLogprobs.joined(part.logprobs for part in parts),
         prompt_logprobs=PackedLogprobs.joined(part.prompt_logprobs for part in parts),
         finished=parts[-1].finished,

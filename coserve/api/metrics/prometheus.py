@@ -196,6 +196,7 @@ class EngineGauges(Collector):
             ("adapter_pages", "Pages that hold adapters, in use or not", s.pages_adapters if s else 0),
             ("memory_planned_bytes", "GPU memory that the plan gives to torch", s.memory_planned if s else 0),
             ("memory_peak_bytes", "The most GPU memory that torch has had", s.memory_peak if s else 0),
+            ("engine_backlog_bytes", "Messages of the engine that the API process had not read", s.backlog if s else 0),
             ("adapters_resident", "Adapters in memory", len(s.resident) if s else 0),
         )
         for name, text, value in gauges:

@@ -1,0 +1,42 @@
+"""An API process that does not read is no secret."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+
+import pytest
+
+from coserve.engine.engine import LOGGED_BACKLOG, Engine
+from coserve.link import EngineStats, FromEngine, LocalLink, Shutdown, ToEngine
+from coserve.queues.policy import Slack
+from tests.support.fake_ports import FakeGenerator, FakeTrainer, Meter, NoAdapters, Prices
+from tests.support.virtual_clock import run_virtual
+
+PRICES = Prices(step=0.01, token=0.0, micro_step=0.01, spikes=0.0)
+
+
+class Unread(LocalLink[FromEngine, ToEngine]):
+    backlog = LOGGED_BACKLOG
+
+
+def test_a_backlog_is_reported_and_logged(caplog: pytest.LogCaptureFixture) -> None:
+    async def main() -> FromEngine | None:
+        loop, rng, meter = asyncio.get_running_loop(), random.Random(0), Meter()
+        to_engine, from_engine = asyncio.Queue[ToEngine | None](), asyncio.Queue[FromEngine | None]()
+        engine = Engine(
+            FakeGenerator(meter, PRICES, 64, rng, 0.0), FakeTrainer(meter, PRICES, {}, rng, loop.time), NoAdapters(),
+            Slack(4, 1.0), Unread(from_engine, to_engine), max_running=4, max_queue=4, fair=True, max_active_jobs=1,
+            step_tokens=64, clock=loop.time, pace=meter.pace,
+        )  # fmt: skip
+        run = asyncio.create_task(engine.run())
+        first = await from_engine.get()
+        to_engine.put_nowait(Shutdown())
+        await run
+        return first
+
+    stats = run_virtual(main())
+    assert isinstance(stats, EngineStats) and stats.backlog == LOGGED_BACKLOG
+    assert [record.getMessage() for record in caplog.records] == [
+        "the API process does not read what the engine sends: 8 MiB wait"
+    ]

@@ -1,0 +1,57 @@
+"""Many messages at once hold up no step: the engine has a chance to serve between them. In virtual time."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from itertools import pairwise
+
+from coserve.engine.engine import MESSAGES_AT_ONCE, Engine
+from coserve.link import DropAdapter, Generate, Shutdown, Tokens, local_pair
+from coserve.queues.policy import Slack
+from coserve.types import AdapterRef, SamplingParams, Slo
+from tests.support.fake_ports import FakeGenerator, FakeTrainer, Meter, NoAdapters, Prices
+from tests.support.virtual_clock import run_virtual
+
+PRICES = Prices(step=0.01, token=0.0, micro_step=0.01, spikes=0.0)
+COST, MESSAGES = 0.001, 200
+REQUEST = Generate(
+    id="r", prompt=(1, 2), sampling=SamplingParams(max_tokens=500), adapter=None, slo=Slo(ttft=1.0, tpot=1.0)
+)
+
+
+class SlowToDrop(NoAdapters):
+    """Forgetting an adapter takes `COST` seconds."""
+
+    dropped = 0
+
+    def drop(self, ref: AdapterRef) -> None:
+        self.dropped += 1
+
+
+def test_a_burst_is_handled_between_steps() -> None:
+    async def main() -> list[int]:
+        loop, rng, meter, adapters = asyncio.get_running_loop(), random.Random(0), Meter(), SlowToDrop()
+        api, engine_end = local_pair()
+        engine = Engine(
+            FakeGenerator(meter, PRICES, 64, rng, 0.0), FakeTrainer(meter, PRICES, {}, rng, loop.time), adapters,
+            Slack(4, 1.0), engine_end, max_running=4, max_queue=4, fair=True, max_active_jobs=1, step_tokens=64,
+            clock=lambda: loop.time() + COST * adapters.dropped, pace=meter.pace,
+        )  # fmt: skip
+        run = asyncio.create_task(engine.run())
+        api.send(REQUEST)
+        while not isinstance(await api.receive(), Tokens):
+            pass
+        for _ in range(MESSAGES):
+            api.send(DropAdapter(ref=AdapterRef("a", 1)))
+        seen = [0]
+        while seen[-1] < MESSAGES:
+            if isinstance(await api.receive(), Tokens):
+                seen.append(adapters.dropped)
+        api.send(Shutdown())
+        await run
+        return seen
+
+    seen = run_virtual(main())
+    most = round(MESSAGES_AT_ONCE / COST) + 1
+    assert max(after - before for before, after in pairwise(seen)) <= most
