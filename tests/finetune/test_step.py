@@ -25,6 +25,7 @@ from coserve.model.forward_context import current
 from coserve.model.fused import FusedBase
 from coserve.model.lora import LoraBatch, LoraWeights
 from coserve.types import LoraSettings, TrainingSettings
+from tests.support.examples import sample
 from tests.support.finetuning import random_corpus, tiny_base
 from tests.support.lora_backends import GROUPED, SEGMENTED
 from tests.support.tiny_models import tiny_model
@@ -273,7 +274,7 @@ def test_packing_keeps_rows_apart() -> None:
     assert torch.equal(rows.tokens_T[rows.keep_K + 1], rows.labels_K)
 
 
-@pytest.mark.parametrize("recompute", [False, True], ids=["kept", "recomputed"])
+@pytest.mark.parametrize("recompute", sample({"kept": False, "recomputed": True}, "recomputed"))
 @pytest.mark.parametrize(
     ("family", "settings"),
     [
@@ -298,7 +299,7 @@ def test_sites_of_one_input_learn_as_one(family: str, settings: LoraSettings, re
     assert all(calls.values()), "every shared input was taken as one"
 
 
-@pytest.mark.parametrize("dropout", [None, DropoutSpec(0.4, 7)], ids=["plain", "dropout"])
+@pytest.mark.parametrize("dropout", sample({"plain": None, "dropout": DropoutSpec(0.4, 7)}, "dropout"))
 def test_gradients_are_added_by_the_kernels(dropout: DropoutSpec | None) -> None:
     """At sites that learn alone, too, and down to the lowest layer, below which nothing learns."""
     packs = [[0, 1, 2], [3]]

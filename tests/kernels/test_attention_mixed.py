@@ -38,7 +38,7 @@ def check(attention: FusedMixedAttention | GatheredMixedAttention, case: Case, r
         case.check_written()
 
 
-@pytest.mark.parametrize("kind", sample(KINDS, "group_of_4", "all"))
+@pytest.mark.parametrize("kind", sample(KINDS, "all"))
 @pytest.mark.parametrize("dtype", [torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.gpu)], ids=str)
 def test_one_form_serves_steps_of_any_mix(kind: Kind, dtype: torch.dtype) -> None:
     first = Case(kind, CHUNKS, dtype, DEVICE)

@@ -4,11 +4,21 @@ import pytest
 import torch
 
 from coserve.kernels.lora.block_sparse import BlockSparseBackend
-from tests.support.lora_grids import GRIDS, Grid, adding, check_forward, check_gradients, make_case, relative_error
+from tests.support.lora_grids import (
+    LONG,
+    Grid,
+    adding,
+    check_forward,
+    check_gradients,
+    grids,
+    make_case,
+    relative_error,
+)
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 lora_add = adding(BlockSparseBackend())
-named = pytest.mark.parametrize("grid", GRIDS, ids=lambda grid: grid.name)
+named = pytest.mark.parametrize("grid", grids())
+quick = pytest.mark.parametrize("grid", grids(*LONG))
 
 
 @named
@@ -24,7 +34,7 @@ def test_block_sizes_agree(block: int) -> None:
     assert relative_error(got, expected) < 1e-5
 
 
-@named
+@quick
 def test_gradients(grid: Grid) -> None:
     check_gradients(lora_add, grid, torch.float32, DEVICE)
 

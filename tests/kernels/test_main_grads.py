@@ -112,7 +112,12 @@ CASES = [
 
 @pytest.mark.parametrize(
     ("name", "run", "inputs_learn"),
-    [pytest.param(*case, marks=() if case[0] == "few rows each" else pytest.mark.slow) for case in CASES],
+    [
+        pytest.param(
+            *case, marks=() if case[0] == "few rows each" and case[2] == (case[1] is stacked) else pytest.mark.slow
+        )
+        for case in CASES
+    ],
 )
 def test_sums(name: str, run: Adds, inputs_learn: bool) -> None:
     compare(run, name, torch.float32, inputs_learn=inputs_learn, limit=1e-5)

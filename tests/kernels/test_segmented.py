@@ -21,11 +21,13 @@ from coserve.kernels.lora.types import LoraPair, SiteGroup
 from tests.support.examples import sample
 from tests.support.lora_grids import (
     GRIDS,
+    LONG,
     Grid,
     add_group,
     adding,
     check_forward,
     check_gradients,
+    grids,
     make_case,
     relative_error,
 )
@@ -33,7 +35,8 @@ from tests.support.lora_grids import (
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 BACKEND = SegmentedBackend()
 lora_add = adding(BACKEND)
-named = pytest.mark.parametrize("grid", GRIDS, ids=lambda grid: grid.name)
+named = pytest.mark.parametrize("grid", grids())
+quick = pytest.mark.parametrize("grid", grids(*LONG))
 
 
 @named
@@ -76,7 +79,7 @@ def many_blocks(monkeypatch: pytest.MonkeyPatch, run: int = 4) -> None:
     monkeypatch.setattr(launch_prefill, "PREFILL_BLOCKS", PrefillBlocks(k=32, o=32, run_blocks=run))
 
 
-@named
+@quick
 def test_prefill_forward_in_many_blocks(grid: Grid, monkeypatch: pytest.MonkeyPatch) -> None:
     many_blocks(monkeypatch)
     check_forward(lora_add, grid, torch.float32, DEVICE)
@@ -142,7 +145,7 @@ def test_runs_leave_enough_programs(tiles: int, output_blocks: int, R: int) -> N
     )
 
 
-@named
+@quick
 def test_gradients(grid: Grid) -> None:
     check_gradients(lora_add, grid, torch.float32, DEVICE)
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import product
+
 import pytest
 import torch
 
@@ -9,6 +11,7 @@ from coserve.kernels.lora import reference
 from coserve.kernels.lora.segmented.backend import SegmentedBackend
 from coserve.kernels.lora.segments import Segments
 from coserve.kernels.lora.types import LoraPair, StackedWeights
+from tests.support.examples import sample
 from tests.support.lora_grids import prepared, relative_error
 from tests.support.lora_sites import DEVICE, D, Sites, drawn, leaves, make_sites
 
@@ -39,8 +42,8 @@ def test_on_a_gpu_in_bfloat16() -> None:
     sizes, x, weight = (96, 32, 40), drawn(60, D, seed=0).requires_grad_(), drawn(168, D, seed=1) * 0.1
     sites = make_sites(sizes, [(8, 17, 3), (16, 0, 1), (5, 9, 130)])
     low, low_x = lowered(sites), x.detach().bfloat16().requires_grad_()
-    product = torch.split(x @ weight.T, list(sizes), 1)
-    exact = [reference.lora_add(y, x, SEGMENTS, own) for y, own in zip(product, sites, strict=True)]
+    products = torch.split(x @ weight.T, list(sizes), 1)
+    exact = [reference.lora_add(y, x, SEGMENTS, own) for y, own in zip(products, sites, strict=True)]
     got = linear_group(low_x, StackedWeights(weight.bfloat16(), None, sizes), SEGMENTS, low)
     dys = [drawn(60, width, seed=50 + width) for width in sizes]
     wanted = torch.autograd.grad(exact, (x, *leaves(sites)), dys, materialize_grads=True)
@@ -49,8 +52,7 @@ def test_on_a_gpu_in_bfloat16() -> None:
         assert relative_error(mine, other) <= 2e-2
 
 
-@pytest.mark.parametrize("biased", [False, True])
-@pytest.mark.parametrize("inputs_learn", [False, True])
+@pytest.mark.parametrize("kind", sample(list(product((False, True), repeat=2)), (False, True), (True, False)), ids=str)
 @pytest.mark.parametrize(
     ("sizes", "ranks"),
     [
@@ -61,14 +63,14 @@ def test_on_a_gpu_in_bfloat16() -> None:
     ],
     ids=["three", "some left out", "of one that is absent", "one"],
 )
-def test_outputs_and_gradients(
-    sizes: tuple[int, ...], ranks: list[tuple[int, ...]], inputs_learn: bool, biased: bool
-) -> None:
+def test_outputs_and_gradients(sizes: tuple[int, ...], ranks: list[tuple[int, ...]], kind: tuple[bool, bool]) -> None:
+    """`kind`: whether there is a bias, and whether the input learns."""
+    biased, inputs_learn = kind
     x, weight = drawn(60, D, seed=0).requires_grad_(inputs_learn), drawn(sum(sizes), D, seed=1)
     bias = drawn(sum(sizes), seed=2) if biased else None
     sites = make_sites(sizes, ranks)
-    product = torch.split(torch.nn.functional.linear(x, weight, bias), list(sizes), 1)
-    expected = [reference.lora_add(y, x, SEGMENTS, own) for y, own in zip(product, sites, strict=True)]
+    products = torch.split(torch.nn.functional.linear(x, weight, bias), list(sizes), 1)
+    expected = [reference.lora_add(y, x, SEGMENTS, own) for y, own in zip(products, sites, strict=True)]
     got = linear_group(x, StackedWeights(weight, bias, sizes), SEGMENTS, sites)
     wanted = [tensor for tensor in (x, *leaves(sites)) if tensor.requires_grad]
     both = []

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,6 +14,7 @@ from coserve.kernels.lora import reference
 from coserve.kernels.lora.interface import LoraBackend, PreparedLora
 from coserve.kernels.lora.segments import Segments
 from coserve.kernels.lora.types import LoraPair, SiteGroup
+from tests.support.examples import sample
 
 Add = Callable[[Tensor, Tensor, Segments, Sequence[LoraPair | None]], Tensor]
 
@@ -97,6 +99,15 @@ GRIDS = (
     Grid("zero_tokens", (0,), (0,), (8,)),
     Grid("no_segments", (), (), ()),
 )
+
+LONG = ("all_distinct", "mixed_ranks", "zipf", "wide")
+"""Of `GRIDS`, those that take long in Triton's interpreter."""
+
+
+def grids(*slow: str) -> list[Any]:
+    """All of `GRIDS` for `parametrize`, those named marked slow."""
+    named = {grid.name: grid for grid in GRIDS}
+    return sample(named, *(name for name in named if name not in slow))
 
 
 @dataclass(frozen=True)
