@@ -2,23 +2,36 @@
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
-CHUNK = 1 << 22
-"""Elements (16 MiB) of one transfer: transfers of other streams wait for at most one of these."""
+REST = 0.002
+"""Seconds between two allocations of pinned memory: each blocks CUDA calls of other threads while it runs."""
 
 
 class HostCopy:
-    """Host memory for the rows of a fp32 tensor (K, N). On a GPU it is pinned, and a side stream does the copying.
+    """Host memory for the rows of a fp32 tensor (K, N), in blocks. On a GPU it is pinned, and a side stream does the copying.
 
-    Allocating pinned memory may take long: make it on a thread, once for many copies.
+    Transfers and allocations of other threads wait for those of one block at most. Make it on a thread, once for many
+    copies: allocating pinned memory takes long.
     """
 
-    def __init__(self, source_KN: Tensor) -> None:
+    def __init__(self, source_KN: Tensor, block: int) -> None:
+        """`block`: elements."""
         self._source_KN, self._device = source_KN, source_KN.device
         on_gpu = self._device.type == "cuda"
-        self.host_KN = torch.empty(source_KN.shape, dtype=source_KN.dtype, pin_memory=on_gpu)
+        self.rows: list[list[Tensor]] = []
+        """Blocks of each row, in order; a row's last one may be shorter."""
+        for row_N in source_KN:
+            self.rows.append([])
+            for piece in torch.split(row_N, block):
+                self.rows[-1].append(torch.empty(piece.shape, dtype=piece.dtype, pin_memory=on_gpu))
+                if on_gpu:
+                    time.sleep(REST)
+        self._block = block
         self._stream = torch.cuda.Stream(self._device) if on_gpu else None  # type: ignore[no-untyped-call]
         self._copied = torch.cuda.Event(blocking=True) if on_gpu else None  # type: ignore[no-untyped-call]
         self._copying = False
@@ -28,13 +41,10 @@ class HostCopy:
 
         Not before `wait` has returned for the copy before.
         """
-        if self._stream is None or self._copied is None:
-            self.host_KN[:rows].copy_(self._source_KN[:rows])
-            return
-        self._stream.wait_stream(torch.cuda.current_stream(self._device))
-        self._transfer(self._stream, self._source_KN[:rows], self.host_KN[:rows])
-        self._copied.record(self._stream)
-        self._copying = True
+        self._transfer(rows, lambda host, device: host.copy_(device, non_blocking=True))
+        if self._stream is not None and self._copied is not None:
+            self._copied.record(self._stream)
+            self._copying = True
 
     def protect(self) -> None:
         """Call before the rows change: the current stream waits for the copy, the caller does not."""
@@ -49,16 +59,16 @@ class HostCopy:
 
     def upload(self, rows: int) -> None:
         """Copy the first `rows` rows to the device. On a thread: it waits for the copy."""
-        if self._stream is None:
-            self._source_KN[:rows].copy_(self.host_KN[:rows])
-            return
-        self._stream.wait_stream(torch.cuda.current_stream(self._device))
-        self._transfer(self._stream, self.host_KN[:rows], self._source_KN[:rows])
-        self._stream.synchronize()
+        self._transfer(rows, lambda host, device: device.copy_(host, non_blocking=True))
+        if self._stream is not None:
+            self._stream.synchronize()
 
-    @staticmethod
-    def _transfer(stream: torch.cuda.Stream, source_KN: Tensor, target_KN: Tensor) -> None:
-        source_M, target_M = source_KN.view(-1), target_KN.view(-1)
-        with torch.cuda.stream(stream):
-            for start in range(0, source_M.numel(), CHUNK):
-                target_M[start : start + CHUNK].copy_(source_M[start : start + CHUNK], non_blocking=True)
+    @torch.no_grad()
+    def _transfer(self, rows: int, copy: Callable[[Tensor, Tensor], object]) -> None:
+        """Call `copy` for each block and its part of the source, on the side stream, after what the current stream was given."""
+        if self._stream is not None:
+            self._stream.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(self._stream):  # nothing happens where that is None
+            for blocks, row_N in zip(self.rows[:rows], self._source_KN, strict=False):
+                for host, device in zip(blocks, torch.split(row_N, self._block), strict=True):
+                    copy(host, device)

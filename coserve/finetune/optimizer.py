@@ -57,7 +57,7 @@ class AdapterOptimizer:
         self._weights_N, self._copies_N = self.state_KN[0], torch.zeros(size, dtype=dtype, device=device)
         self._grads_N = torch.zeros(size, device=device)
         here = found[names[0]].device == device
-        views = self.layout.views(self._weights_N if here else self.host.host_KN[0])
+        views = self.layout.views(self._weights_N) if here else self.layout.block_views(self.host.rows[0])
         with torch.no_grad():
             torch._foreach_copy_([views[name] for name in names], [found[name].detach() for name in names])
         if not here:
@@ -110,7 +110,7 @@ class AdapterOptimizer:
     def host(self) -> HostCopy:
         """Host memory for the state, made when it is first asked for: on a thread."""
         if self._host is None:
-            self._host = HostCopy(self.state_KN)
+            self._host = HostCopy(self.state_KN, self.layout.block)
         return self._host
 
     @torch.no_grad()
@@ -171,7 +171,7 @@ class AdapterOptimizer:
 
         def tensors() -> dict[str, Tensor]:
             self.host.wait()
-            return self._named(self.host.host_KN, kinds)
+            return self._on_host(kinds)
 
         return tensors
 
@@ -183,7 +183,7 @@ class AdapterOptimizer:
         """
         has_best = BEST in self.kinds and any(name.startswith(f"{BEST}/") for name in state)
         kinds = self.kinds if has_best else KINDS
-        for name, tensor in self._named(self.host.host_KN, kinds).items():
+        for name, tensor in self._on_host(kinds).items():
             found = state.get(name)
             if found is None or found.shape != tensor.shape or found.dtype != torch.float32:
                 raise CheckpointUnreadable(f"the checkpoint's {name} does not fit the job's adapter")
@@ -199,9 +199,9 @@ class AdapterOptimizer:
         if self._host is not None:
             self._host.protect()
 
-    def _named(self, state_KN: Tensor, kinds: tuple[str, ...]) -> dict[str, Tensor]:
+    def _on_host(self, kinds: tuple[str, ...]) -> dict[str, Tensor]:
         return {
             f"{kind}/{name}": tensor
-            for kind, row_N in zip(kinds, state_KN, strict=False)
-            for name, tensor in self.layout.views(row_N).items()
+            for kind, blocks in zip(kinds, self.host.rows, strict=False)
+            for name, tensor in self.layout.block_views(blocks).items()
         }
