@@ -22,8 +22,6 @@ SETTINGS = (
     "trust_remote_code",
     "load_format",
     "inference_batch_size",
-    "kv_tokens",
-    "memory_fraction",
     "page_tokens",
     "step_tokens",
     "max_active_jobs",
