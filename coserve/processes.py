@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import ctypes
 import os
 import signal
 import socket
+import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 
 STOP_SIGNALS = frozenset({signal.SIGINT, signal.SIGTERM})
 PR_SET_PDEATHSIG = 1
@@ -24,18 +26,34 @@ async def start_child(module: str, end: socket.socket, *arguments: str, stdin: i
 
     Stop signals are blocked until then: Ctrl-C reaches the whole process group, a new interpreter too.
     """
-    signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)  # a new process inherits the mask
-    try:
+    with _deaf():
         return await asyncio.create_subprocess_exec(
-            sys.executable,
-            "-m",
-            module,
-            str(end.fileno()),
-            *arguments,
-            stdin=stdin,
-            pass_fds=(end.fileno(),),
-            env=child_environment(),
+            *_command(module, end, *arguments), stdin=stdin, pass_fds=(end.fileno(),), env=child_environment()
         )
+
+
+def spawn_child(module: str, end: socket.socket, stdin: bytes) -> subprocess.Popen[bytes]:
+    """As `start_child`, where no event loop runs yet. `stdin`: all of the process's standard input."""
+    with _deaf():
+        process = subprocess.Popen(  # noqa: S603 - our own module
+            _command(module, end), stdin=subprocess.PIPE, pass_fds=(end.fileno(),), env=child_environment()
+        )
+    assert process.stdin is not None
+    with contextlib.suppress(BrokenPipeError), process.stdin:
+        process.stdin.write(stdin)
+    return process
+
+
+def _command(module: str, end: socket.socket, *arguments: str) -> list[str]:
+    return [sys.executable, "-m", module, str(end.fileno()), *arguments]
+
+
+@contextlib.contextmanager
+def _deaf() -> Iterator[None]:
+    """A process that is started inside inherits a mask that blocks stop signals."""
+    signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
+    try:
+        yield
     finally:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
 

@@ -42,7 +42,7 @@ class EngineProcess:
             with theirs:
                 link = await api_end(ours)
                 undo.push_async_callback(link.close)
-                process = await start_child("coserve.engine.worker", theirs, stdin=asyncio.subprocess.PIPE)
+                process = await start_child("coserve.engine.process", theirs, stdin=asyncio.subprocess.PIPE)
             undo.push_async_callback(kill, process)
             log_event(log, "engine starts", engine_pid=process.pid, model=config.model)
             ready = await cls._receive_ready(process, link, config)

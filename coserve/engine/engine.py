@@ -114,6 +114,10 @@ class Engine:
         self._serve_seconds = self._train_seconds = 0.0
         self._batches_since_train = 0
         self._stats_due = 0.0
+        self._warming: EngineWarming | None = None
+        """The last that was sent."""
+        if upgrade is not None:
+            upgrade.notify(self._changed.set)
 
     @property
     def warms_up(self) -> bool:
@@ -184,13 +188,21 @@ class Engine:
 
     async def _take_up(self, upgrade: Upgrades) -> None:
         """Compile on a thread, which nobody waits for at the end, and go on with what came out."""
+        await upgrade.ready()
         executor = ThreadPoolExecutor(1, "compile")
         compiled = asyncio.get_running_loop().run_in_executor(executor, upgrade.compile)
         executor.shutdown(wait=False)
         await compiled
         with self._stalls.during("adopt"):
             notes = upgrade.adopt()
-        self._link.send_all([EngineNotes(notes=notes), EngineWarming(done=1, total=1, seconds_left=None, notes=notes)])
+        self._link.send(EngineNotes(notes=notes))
+
+    def _tell_warming(self) -> None:
+        last = self._warming
+        if self._upgrade is not None and (last is None or last.done < last.total):
+            self._warming = self._upgrade.progress()
+            if self._warming != last:
+                self._link.send(self._warming)
 
     # ---- the two kinds of work
 
@@ -365,6 +377,7 @@ class Engine:
         if now < self._stats_due and not force:
             return
         self._stats_due = now + STATS_INTERVAL
+        self._tell_warming()
         started, backlog = self._running.started, self._link.backlog
         if backlog >= LOGGED_BACKLOG:
             self._unread.warn(f": {backlog >> 20} MiB wait")

@@ -7,6 +7,7 @@ from typing import Protocol
 
 from coserve.cancellation import Cancellation
 from coserve.link import (
+    EngineWarming,
     FromEngine,
     Generate,
     JobCheckpoint,
@@ -93,7 +94,10 @@ class Trains(Protocol):
 
 
 class Upgrades(Protocol):
-    """What the engine needs of `generate.execution.start`: work on a thread of its own that makes later steps faster."""
+    """What the engine needs of `warming.upgrade`: work on a thread of its own that makes later steps faster."""
 
+    async def ready(self) -> None: ...
     def compile(self) -> None: ...
     def adopt(self) -> tuple[str, ...]: ...
+    def progress(self) -> EngineWarming: ...
+    def notify(self, changed: Callable[[], None]) -> None: ...

@@ -1,8 +1,4 @@
-"""The engine process: load the base, build the rooms, run the tick.
-
-Started by `daemon/serve.py` as `python -m coserve.engine.worker FD`, with the settings as JSON on standard input and one end of a
-socket pair as file descriptor FD. It talks to nobody else, and dies with its parent.
-"""
+"""The engine: load the base, build its parts, run the tick. `engine/process.py` is the process's entry."""
 
 from __future__ import annotations
 
@@ -10,7 +6,6 @@ import asyncio
 import logging
 import os
 import socket
-import sys
 import threading
 import time
 from collections.abc import Coroutine
@@ -23,13 +18,18 @@ from transformers.utils.logging import disable_progress_bar
 from coserve.adapter_store.files import load_adapter
 from coserve.adapter_store.host import HostBudget
 from coserve.adapter_store.store import AdapterStore
-from coserve.config import Config, config_from_json
+from coserve.config import Config
 from coserve.engine.engine import Engine
+from coserve.engine.sizes import STEP_TOKENS
+from coserve.engine.warming.begun import Begun
+from coserve.engine.warming.beside import WarmUp
+from coserve.engine.warming.compilations import watch_compilations
+from coserve.engine.warming.upgrade import Upgrade
 from coserve.errors import AdapterNotFound, StartupError
 from coserve.finetune.memory_profiling import Conditions, plan_memory
 from coserve.finetune.trainer import Trainer
 from coserve.garbage import GarbageCollection, collect_when_told
-from coserve.generate.execution.start import Upgrade, make_start
+from coserve.generate.execution.start import make_start
 from coserve.generate.generator import Generator
 from coserve.kernels.lora.backend import choose_backend
 from coserve.kernels.lora.interface import LoraBackend
@@ -40,24 +40,28 @@ from coserve.memory.kv import CPU_TOKENS, KvCache
 from coserve.memory.plan import Work
 from coserve.model.base import Base, load_base
 from coserve.model.lora import LoraWeights
-from coserve.processes import obey_parent
 from coserve.queues.policy import make_policy
 from coserve.state.failpoints import failpoint
 from coserve.state.folder import DataFolder
 from coserve.stream_link import engine_end
 from coserve.types import AdapterDigests, AdapterRef
+from coserve.warmup.parts import FIRST
 
 log = logging.getLogger(__name__)
 
 EXACT_THREADS = 2
-STEP_TOKENS = {"cpu": 512, "cuda": 2048}
-"""Most tokens of a generation step unless told otherwise."""
 
 
 def build_engine(
-    base: Base, config: Config, link: Link[FromEngine, ToEngine], *, garbage: GarbageCollection | None = None
+    base: Base,
+    config: Config,
+    link: Link[FromEngine, ToEngine],
+    *,
+    garbage: GarbageCollection | None = None,
+    warm: WarmUp | None = None,
 ) -> tuple[Engine, EngineReady]:
-    """The engine over a loaded base, and the message that says it is ready. `garbage`: see `Engine`."""
+    """The engine over a loaded base, and the message that says it is ready. `garbage`: see `Engine`; `warm`: the warm-up that
+    runs beside."""
     folder = DataFolder(config.data_dir)
     lora_backend = choose_backend(config.lora_way, base.device, base.dtype)
 
@@ -70,7 +74,7 @@ def build_engine(
     budget = HostBudget(config.max_adapters_resident, config.adapter_memory_bytes)
     store = AdapterStore(load, budget, pinned=base.device.type == "cuda")
     step_tokens = config.step_tokens or STEP_TOKENS[base.device.type]
-    pool = _pool_size(base, config, lora_backend, step_tokens, folder)
+    pool = _pool_size(base, config, lora_backend, step_tokens, folder, shared=warm is not None and not warm.ended)
     kv = KvCache.for_base(base, pool.tokens, config.page_tokens)
     start = make_start(
         base,
@@ -79,6 +83,7 @@ def build_engine(
         lora_backend=lora_backend,
         when=config.compile,
         step_tokens=step_tokens,
+        warm=warm,
     )
     generator = Generator(
         base,
@@ -113,7 +118,7 @@ def build_engine(
         clock=time.monotonic,
         planned_bytes=pool.planned,
         garbage=garbage,
-        upgrade=None if start.compilation is None else Upgrade(start.compilation, generator, notes),
+        upgrade=None if start.compilation is None else Upgrade(start.compilation, generator, notes, warm),
     )
     ready = EngineReady(spec=base.spec, kv_tokens=kv.tokens, lora_way=lora_backend.name, notes=notes + start.notes)
     return engine, ready
@@ -128,16 +133,16 @@ class _PoolSize:
 
 
 def _pool_size(
-    base: Base, config: Config, lora_backend: LoraBackend, step_tokens: int, folder: DataFolder
+    base: Base, config: Config, lora_backend: LoraBackend, step_tokens: int, folder: DataFolder, *, shared: bool
 ) -> _PoolSize:
-    """The page pool: as set, or what the memory plan leaves."""
+    """The page pool: as set, or what the memory plan leaves. `shared`: a warm-up takes memory of the GPU for a while."""
     if config.kv_tokens is not None:
         return _PoolSize(config.kv_tokens)
     if base.device.type != "cuda":
         return _PoolSize(CPU_TOKENS)
     work = Work(step_tokens, config.micro_batch_tokens, config.max_active_jobs)
     conditions = Conditions(lora_backend, config.recompute, config.inference_batch_size, config.page_tokens, work)
-    plan = plan_memory(base, conditions, fraction=config.memory_fraction, path=folder.memory)
+    plan = plan_memory(base, conditions, fraction=config.memory_fraction, path=folder.memory, shared=shared)
     note = plan.note(config.page_tokens)
     log.info("%s", note)
     planned = torch.cuda.memory_allocated(base.device) + plan.set_aside
@@ -162,11 +167,14 @@ def _notes(base: Base, generator: Generator, config: Config) -> tuple[str, ...]:
     return notes
 
 
-async def _run(config: Config, fd: int) -> None:
+async def _run(config: Config, fd: int, begun: Begun | None) -> None:
     link = await engine_end(socket.socket(fileno=fd))
     failpoint("engine.start")
     began = time.monotonic()
     try:
+        warm = None if begun is None else await _warm_up(begun)
+        if warm is not None and begun is not None and not begun.beside:
+            await warm.until()
         base = load_base(
             config.model,
             device=config.device,
@@ -174,7 +182,10 @@ async def _run(config: Config, fd: int) -> None:
             trust_remote_code=config.trust_remote_code,
             load_format=config.load_format,
         )
-        engine, ready = build_engine(base, config, link, garbage=GarbageCollection())
+        if warm is not None:
+            await warm.until(FIRST if config.compile == "background" else None)
+        beside = None if warm is None or warm.notes else warm
+        engine, ready = build_engine(base, config, link, garbage=GarbageCollection(), warm=beside)
     except StartupError as error:
         link.send(EngineRefused(code=error.code, message=error.message))
     else:
@@ -190,19 +201,26 @@ async def _run(config: Config, fd: int) -> None:
             seconds=round(time.monotonic() - began, 3),
         )
         link.send(ready)
-        link.send(EngineWarming(done=0, total=int(engine.warms_up), seconds_left=None, notes=ready.notes))
+        if not engine.warms_up:
+            link.send(EngineWarming(done=0, total=0, seconds_left=0.0, notes=ready.notes))
         await engine.run()
         log_event(log, "engine stops")
     await link.close()
 
 
-def main() -> None:
-    obey_parent()
-    config = config_from_json(sys.stdin.buffer.read())
+async def _warm_up(begun: Begun) -> WarmUp:
+    warm = WarmUp(begun.task)
+    await warm.listen(begun.socket)
+    return warm
+
+
+def serve(config: Config, fd: int, begun: Begun | None) -> None:
+    """Run the engine to its end. `fd`: the link's socket; `begun`: the warm-up that runs beside."""
     set_up_logging("engine", LogSettings.of(config))
     disable_progress_bar()
     torch.set_num_threads(config.threads or default_threads())
-    run_to_exit(_run(config, int(sys.argv[1])))
+    watch_compilations()
+    run_to_exit(_run(config, fd, begun))
 
 
 def run_to_exit(work: Coroutine[None, None, None]) -> None:
@@ -222,7 +240,3 @@ def run_to_exit(work: Coroutine[None, None, None]) -> None:
 def _exit_now(status: int) -> NoReturn:
     logging.shutdown()
     os._exit(status)
-
-
-if __name__ == "__main__":
-    main()

@@ -34,6 +34,8 @@ RANK = 16
 SEQUENCE = 512
 """Longest sequence of the micro-batches. Attention memory is linear in tokens, so longer ones take no more."""
 WARM_UP_TOKENS = 16
+CONTEXT_BYTES = 1 << 30
+"""About what a process takes of the GPU's memory besides torch's tensors: the CUDA context, libraries, kernels."""
 
 
 @dataclass(frozen=True)
@@ -47,8 +49,10 @@ class Conditions:
     work: Work
 
 
-def plan_memory(base: Base, conditions: Conditions, *, fraction: float, path: Path) -> MemoryPlan:
+def plan_memory(base: Base, conditions: Conditions, *, fraction: float, path: Path, shared: bool = False) -> MemoryPlan:
     """The page pool that fits into `fraction` of the GPU's memory. The profile is measured once and kept at `path`.
+
+    `shared`: what other processes take now does not count; they will soon give it back, and `fraction` leaves them enough.
 
     Raises:
         UnsupportedBase: a base that cannot be trained layer by layer.
@@ -63,6 +67,8 @@ def plan_memory(base: Base, conditions: Conditions, *, fraction: float, path: Pa
     torch.cuda.empty_cache()
     CudaMemoryMeter(base.device).reset()  # profiling does not count in the peak that is compared with the plan
     free, total = torch.cuda.mem_get_info(base.device)
+    if shared:
+        free = max(free, total - torch.cuda.memory_reserved(base.device) - CONTEXT_BYTES)
     page_tokens, work = conditions.page_tokens, conditions.work
     page_bytes = page_layout(base.kv_shapes, page_tokens, base.dtype).page_bytes
     least = -(-work.step_tokens // page_tokens)
@@ -121,12 +127,12 @@ def gc_disabled() -> Iterator[None]:
 class MemoryProfiler:
     """Implements `memory.profile.Measures` for a base. The constructor warms up: kernels are compiled, workspaces allocated."""
 
-    def __init__(self, base: Base, meter: MemoryMeter, conditions: Conditions) -> None:
-        """Raises `UnsupportedBase` for a base that cannot be trained layer by layer."""
+    def __init__(self, base: Base, meter: MemoryMeter, conditions: Conditions, *, rank: int = RANK) -> None:
+        """`rank`: of the adapters. Raises `UnsupportedBase` for a base that cannot be trained layer by layer."""
         self._base, self._meter = base, meter
         self._lora_backend, self._page_tokens = conditions.lora_backend, conditions.page_tokens
         self._sampled, self._logit_rows = conditions.max_running, conditions.max_running + SCORED_TOKENS
-        self._runner = MicroBatchRunner(base, recompute=conditions.recompute)
+        self._runner, self._rank = MicroBatchRunner(base, recompute=conditions.recompute), rank
         self.step(WARM_UP_TOKENS)
         self.micro_batch(WARM_UP_TOKENS)
 
@@ -169,7 +175,7 @@ class MemoryProfiler:
         return TrainingPeaks(forward=forward, whole=self._meter.peak() - before, job=job)
 
     def _adapter(self) -> LoraWeights:
-        settings = LoraSettings(r=RANK)
+        settings = LoraSettings(r=self._rank)
         return new_adapter(settings, self._base.spec, seed=0, dtype=torch.float32, device=self._base.device)
 
     def _tokens(self, tokens: int) -> Tensor:

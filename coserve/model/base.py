@@ -15,6 +15,7 @@ from coserve.errors import ConfigError, UnsupportedBase
 from coserve.kernels.attention.interface import Attention
 from coserve.model import probe, seam
 from coserve.model.context import Context, context_of
+from coserve.model.cut import cut_layers
 from coserve.model.fingerprint import fingerprint
 from coserve.model.forward_context import ForwardContext, running
 from coserve.model.lora import LoraBatch, LoraSites
@@ -91,13 +92,19 @@ class Base:
 
 
 def load_base(
-    source: str, *, device: str, dtype: str, trust_remote_code: bool = False, load_format: str = "auto"
+    source: str,
+    *,
+    device: str,
+    dtype: str,
+    trust_remote_code: bool = False,
+    load_format: str = "auto",
+    few_layers: bool = False,
 ) -> Base:
     """The base `"bundled"`, of a folder, or of a hub name; safetensors only.
 
     `device`: auto, cpu or cuda. `dtype`: auto (float32 on CPU, bfloat16 on CUDA) or a name of torch's. `load_format`:
     auto (the weights of its files) or dummy (no files but config.json: random weights, the same ones each time on one
-    kind of device).
+    kind of device). `few_layers`: random weights, and only the first layers (`cut.cut_layers`).
 
     Raises:
         UnsupportedBase: see `wrap_base`; no readable weights; code or settings in the files that we don't run.
@@ -116,8 +123,10 @@ def load_base(
         refuse_settings(name, settings, trust_remote_code)
         if local and (folder / ADAPTER_CONFIG).exists():
             raise UnsupportedBase(f"{name}: the folder holds an adapter; expected a base model")
-        if load_format == "dummy":
-            model = _random_model(path, where, kind, trust_remote_code=trust_remote_code, local=local)
+        if load_format == "dummy" or few_layers:
+            model = _random_model(
+                path, where, kind, trust_remote_code=trust_remote_code, local=local, few_layers=few_layers
+            )
         else:
             model = AutoModelForCausalLM.from_pretrained(
                 path,
@@ -134,10 +143,12 @@ def load_base(
 
 
 def _random_model(
-    path: str, device: torch.device, dtype: torch.dtype, *, trust_remote_code: bool, local: bool
+    path: str, device: torch.device, dtype: torch.dtype, *, trust_remote_code: bool, local: bool, few_layers: bool
 ) -> PreTrainedModel:
     """The classes that config.json names, with the weights that their own initialisation draws, on the device."""
     config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code, local_files_only=local)
+    if few_layers:
+        cut_layers(config)
     with torch.random.fork_rng([device] if device.type == "cuda" else []), device:
         torch.manual_seed(DUMMY_SEED)
         model: PreTrainedModel = AutoModelForCausalLM.from_config(

@@ -23,6 +23,7 @@ from coserve.kernels.attention.interface import Attention, AttentionParams
 from coserve.kernels.attention.packed import PackedAttention
 from coserve.kernels.gemm.gemv import gemv
 from coserve.kernels.lora.interface import PreparedLora
+from coserve.kernels.lora.types import StackedWeights
 from coserve.model import probe
 from coserve.model.base import Base
 from coserve.model.compiled import Backend, Layers, compiler
@@ -133,8 +134,10 @@ class FusedBase:
         backend: Backend | None = None,
         compiled: bool = True,
         options: Mapping[str, str | int | bool] | None = None,
+        gemms: GemmChoice | None = None,
     ) -> None:
-        """`backend`: None is inductor with `options`. `compiled=False`: the layers run uncompiled, through the same two ops."""
+        """`backend`: None is inductor with `options`. `compiled=False`: the layers run uncompiled, through the same two ops.
+        `gemms`: None measures them on a GPU."""
         self.base = base
         self.groups = shared_inputs(base)
         """By layer, in the order in which they run."""
@@ -142,8 +145,9 @@ class FusedBase:
         for layer in self.groups:
             for group in layer:
                 base.sites.share(stack(group, [modules[name] for name in group.names]))
-        stacked = [shared.stacked for shared in base.sites.shared()]
-        self.gemms = measure_gemms(stacked, base.device) if base.device.type == "cuda" else GemmChoice()
+        if gemms is None:
+            gemms = measure_gemms(self.stacked, base.device) if base.device.type == "cuda" else GemmChoice()
+        self.gemms = gemms
         forwards: list[Callable[..., object]] = [type(layer).forward for layer in base.layers]
         if compiled:
             made = compiler(_inductor(options) if backend is None else backend)
@@ -152,6 +156,11 @@ class FusedBase:
             forwards = [unique[forward] for forward in forwards]
         self._layers = Layers(base.layers, forwards)
         self._stubs = [self._stub(index) for index in range(len(base.layers))]
+
+    @property
+    def stacked(self) -> list[StackedWeights]:
+        """The stacked weights of each group."""
+        return [shared.stacked for shared in self.base.sites.shared()]
 
     def shadow(self) -> FusedBase:
         """The same weights and the same compiled code behind modules of their own.

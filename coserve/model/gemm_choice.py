@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import os
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 
+import msgspec
 import torch
 from torch import Tensor
 from torch.nn import functional
@@ -47,23 +50,82 @@ class GemmChoice:
 
 
 @torch.no_grad()
-def measure_gemms(inputs: Iterable[StackedWeights], device: torch.device) -> GemmChoice:
-    """The fastest kernels for the stacked weights of a base, on a GPU."""
-    kinds: dict[tuple[int, ...], list[Tensor]] = {}
-    for stacked in inputs:
-        if len(found := kinds.setdefault((stacked.weight.shape[1], *stacked.sizes), [])) < MEASURED:
-            found.append(stacked.weight)
+def measure_gemms(
+    inputs: Iterable[StackedWeights], device: torch.device, rows: Sequence[int] = (1, *skinny.ROWS)
+) -> GemmChoice:
+    """The fastest kernels for the stacked weights of a base, on a GPU. `rows`: of 1 and `skinny.ROWS`, those to measure."""
+    kinds = _kinds(inputs)
     if not kinds:
         return GemmChoice()
-    counters = skinny.make_counters(max(len(found[0]) for found in kinds.values()), device)
-    one_row = {kind: gemv.fastest(found, kind[1:]) for kind, found in kinds.items()}
+    counters = _counters(kinds, device)
+    one_row = {kind: gemv.fastest(found, kind[1:]) for kind, found in kinds.items()} if 1 in rows else {}
     more_rows = {
-        (rows, kind[0], len(found[0])): skinny.fastest(found, counters, rows)
+        (most, kind[0], len(found[0])): skinny.fastest(found, counters, most)
         for kind, found in kinds.items()
-        for rows in skinny.ROWS
+        for most in skinny.ROWS
+        if most in rows
     }
     return GemmChoice(
         {kind: shape for kind, shape in one_row.items() if shape is not None},
         {kind: shape for kind, shape in more_rows.items() if shape is not None},
         counters,
     )
+
+
+class SavedGemms(msgspec.Struct, frozen=True):
+    """A choice on disk, made for `rows` of the weights `kinds`."""
+
+    rows: list[int]
+    kinds: list[list[int]]
+    """Inputs, then each site's outputs."""
+    gemv: list[tuple[list[int], tuple[int, int]]]
+    skinny: list[tuple[tuple[int, int, int], Shape]]
+
+
+def save_gemms(path: Path, choice: GemmChoice, inputs: Iterable[StackedWeights], rows: Sequence[int]) -> None:
+    """Writes the choice at once, for `load_gemms`."""
+    saved = SavedGemms(
+        rows=list(rows),
+        kinds=[list(kind) for kind in _kinds(inputs)],
+        gemv=[(list(kind), shape) for kind, shape in choice.gemv.items()],
+        skinny=list(choice.skinny.items()),
+    )
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_suffix(f".{os.getpid()}.tmp")
+    temporary.write_bytes(msgspec.json.encode(saved))
+    temporary.replace(path)
+
+
+def load_gemms(paths: Iterable[Path], inputs: Iterable[StackedWeights], device: torch.device) -> GemmChoice | None:
+    """What all of these files together chose; None where one is missing or damaged, or does not fit these weights."""
+    kinds = _kinds(inputs)
+    one_row: dict[tuple[int, ...], tuple[int, int]] = {}
+    more_rows: dict[tuple[int, int, int], Shape] = {}
+    wide = {(kind[0], len(found[0])) for kind, found in kinds.items()}
+    for path in paths:
+        try:
+            saved = msgspec.json.decode(path.read_bytes(), type=SavedGemms)
+        except (OSError, msgspec.DecodeError, UnicodeDecodeError):
+            return None
+        known = all(shape in gemv.shapes_of(kind[0], kind[1:]) for kind, shape in saved.gemv) and all(
+            shape in skinny.SHAPES and rows in skinny.ROWS and (inputs_, outputs) in wide
+            for (rows, inputs_, outputs), shape in saved.skinny
+        )
+        if not known or {tuple(kind) for kind in saved.kinds} != kinds.keys():
+            return None
+        one_row |= {tuple(kind): shape for kind, shape in saved.gemv}
+        more_rows |= dict(saved.skinny)
+    return GemmChoice(one_row, more_rows, _counters(kinds, device)) if kinds else GemmChoice()
+
+
+def _kinds(inputs: Iterable[StackedWeights]) -> dict[tuple[int, ...], list[Tensor]]:
+    """Weights by inputs and each site's outputs, some of each kind."""
+    kinds: dict[tuple[int, ...], list[Tensor]] = {}
+    for stacked in inputs:
+        if len(found := kinds.setdefault((stacked.weight.shape[1], *stacked.sizes), [])) < MEASURED:
+            found.append(stacked.weight)
+    return kinds
+
+
+def _counters(kinds: Mapping[tuple[int, ...], Sequence[Tensor]], device: torch.device) -> Tensor:
+    return skinny.make_counters(max(len(found[0]) for found in kinds.values()), device)

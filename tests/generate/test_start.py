@@ -10,9 +10,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from coserve.engine.warming.upgrade import Upgrade
 from coserve.generate.execution import start
 from coserve.generate.execution.eager import EagerExecutor
-from coserve.generate.execution.start import COMPILED, Compilation, Upgrade, make_start
+from coserve.generate.execution.start import COMPILED, Compilation, make_start
 from coserve.generate.generator import Generator
 from coserve.memory.kv import KvCache
 from coserve.model.base import Base, wrap_base
@@ -137,7 +138,7 @@ def test_a_fault_in_the_compiling_thread_is_not_a_refusal(base: Base, monkeypatc
 def test_nothing_traced_beside_serving_fails_other_threads_modules(base: Base, monkeypatch: pytest.MonkeyPatch) -> None:
     """fx patches `nn.Module.__call__` for all threads while it traces: once the compiler is awake, only with tracers
     that call the module."""
-    start._wake_compiler(base.device)
+    start.wake_compiler(base.device)
     tracers, real = list[type[torch.fx.Tracer]](), torch.fx.Tracer.trace
 
     def trace(self: torch.fx.Tracer, *args: object, **kwargs: object) -> torch.fx.Graph:

@@ -7,8 +7,9 @@ import threading
 import pytest
 from torch._dynamo.utils import counters
 
+from coserve.engine.warming.upgrade import Upgrade
 from coserve.generate.execution.eager import EagerExecutor
-from coserve.generate.execution.start import COMPILING, Upgrade, make_start
+from coserve.generate.execution.start import COMPILING, make_start
 from coserve.generate.generator import Generator
 from coserve.memory.kv import KvCache
 from tests.support.compiling import ask, ask_all, steps

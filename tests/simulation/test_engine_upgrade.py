@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import random
 import threading
+from collections.abc import Callable
 
 import pytest
 
@@ -12,6 +13,7 @@ from coserve.engine.engine import Engine
 from coserve.link import (
     EngineNotes,
     EngineStopped,
+    EngineWarming,
     FromEngine,
     Generate,
     LocalLink,
@@ -57,6 +59,15 @@ class Work:
         self.go.wait()
         if self.fails:
             raise ZeroDivisionError
+
+    async def ready(self) -> None:
+        pass
+
+    def progress(self) -> EngineWarming:
+        return EngineWarming(done=len(self.generator.prepared), total=3, seconds_left=None, notes=())
+
+    def notify(self, changed: Callable[[], None]) -> None:
+        pass
 
     def adopt(self) -> tuple[str, ...]:
         assert threading.get_ident() != self.thread

@@ -7,7 +7,7 @@ runs as one CUDA graph, if there is one that holds it, else kernel by kernel.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -37,6 +37,12 @@ from coserve.memory.kv import KvCache
 from coserve.model.fused import FusedBase
 from coserve.model.lora import LoraWeights
 from coserve.types import AdapterRef
+
+KernelsOnDisk = Callable[[int], bool]
+"""Whether all kernels of graphs for adapters up to a rank are on disk; 0: no adapters."""
+STEPS_A_PIECE = 8
+"""Steps between two pieces of a capture, where requests run all the time. A piece takes the host some tens of milliseconds."""
+_ENDED = object()
 
 
 @dataclass(frozen=True)
@@ -88,9 +94,14 @@ class GraphExecutor:
         slots: int | None = None,
         step_tokens: int = MIXED_TOKENS[-1],
         capture_after: int = CAPTURE_AFTER,
+        on_disk: KernelsOnDisk | None = None,
     ) -> None:
         """`slots`: adapters that steps find on the device at once, at least `max_running`. `step_tokens`: most tokens of a
-        step that graphs are captured for. `capture_after`: see `CAPTURE_AFTER`."""
+        step that graphs are captured for. `capture_after`: see `CAPTURE_AFTER`.
+
+        `on_disk`: a graph is captured once its kernels are on disk, piece by piece, also between steps (`STEPS_A_PIECE`);
+        None: a step that needs a graph captures it, whatever must be compiled.
+        """
         base = fused.base
         self._fused, self._kv, self._eager, self._device = fused, kv, eager, base.device
         self._sampler, self._sampler_warm = DeviceSampler(base.spec.vocab, base.device), False
@@ -102,7 +113,11 @@ class GraphExecutor:
         state = GraphState(fused, self._token_slots, self._adapter_slots, logits, pool)
         self._decode_graphs = DecodeGraphs(state, kv, batches, context)
         capacities = mixed_capacities(step_tokens, batches[-1], context)
-        self._mixed_graphs = MixedGraphs(state, kv, capacities, capture_after=capture_after)
+        after = capture_after if on_disk is None else None
+        self._mixed_graphs = MixedGraphs(state, kv, capacities, capture_after=after)
+        self._on_disk, self._steps = on_disk, 0
+        self._capture: Iterator[None] | None = None
+        """Of the graph that is being captured."""
 
     @property
     def decode_graphs(self) -> tuple[tuple[int, LoraFootprint], ...]:
@@ -114,8 +129,13 @@ class GraphExecutor:
         while self.prepare(ranks):
             pass
 
+    @property
+    def missing(self) -> int:
+        """Graphs that `prepare` will capture, as far as it is known now."""
+        return sum(self._mixed_graphs.missing(one) + self._decode_graphs.missing(one) for one in self._footprints)
+
     def prepare(self, ranks: Sequence[int] = (16,)) -> bool:
-        """One part of `warm_up`, also for the footprints of steps so far: the sampler's kernels, or the graphs of one size.
+        """One part of `warm_up`, also for the footprints of steps so far: the sampler's kernels, or a piece of one graph.
 
         False if nothing was left to do.
         """
@@ -125,10 +145,21 @@ class GraphExecutor:
             return True
         for rank in ranks:
             self._footprints.add_rank(rank)
-        return any(
-            self._mixed_graphs.prepare(footprint) or self._decode_graphs.prepare(footprint)
-            for footprint in self._footprints
-        )
+        if self._capture is None:
+            self._capture = self._next_capture()
+        if self._capture is None:
+            return False
+        if next(self._capture, _ENDED) is _ENDED:
+            self._capture = None
+        return True
+
+    def _next_capture(self) -> Iterator[None] | None:
+        for footprint in self._footprints:
+            if self._on_disk is None or self._on_disk(footprint.max_rank):
+                found = self._mixed_graphs.prepare(footprint) or self._decode_graphs.prepare(footprint)
+                if found is not None:
+                    return found
+        return None
 
     def launch(self, step: StepInput, adapters: Sequence[LoraWeights]) -> list[StepInFlight]:
         """See `StepExecutor`."""
@@ -137,6 +168,9 @@ class GraphExecutor:
         if len(own) < len(step.sequences):
             others = [sequence for sequence in step.sequences if sequence.needs_prompt_logits]
             launched.extend(self._eager.launch(StepInput(step.adapters, others), adapters))
+        self._steps += 1
+        if self._on_disk is not None and self._steps % STEPS_A_PIECE == 0:
+            self.prepare()  # while the device computes the step
         return launched
 
     def forget(self, sequence: int) -> None:
@@ -152,7 +186,8 @@ class GraphExecutor:
         batch = self._pack(step, adapters)
         graph = None
         if batch.footprint is not None and batch.decodes:
-            graph = self._decode_graphs.holding(len(batch.runs), batch.footprint)
+            capture = self._on_disk is None
+            graph = self._decode_graphs.holding(len(batch.runs), batch.footprint, capture=capture)
         host = (self._mixed(batch) if graph is None else self._decode(batch, graph)).fetch()
         copied = torch.cuda.Event() if self._device.type == "cuda" else None  # type: ignore[no-untyped-call]
         if copied is not None:

@@ -1,16 +1,18 @@
 """How generation gets to full speed: served at once, step by step; compiled meanwhile; then graphs, one at a time.
 
-Compilation runs on a thread of its own over a shadow of the base (`FusedBase.shadow`), which shares its weights and
-nothing that a forward changes. Everything that touches the base itself happens on the engine's thread: the stacking of
-weights and the measuring of kernels before the first request, the first steps of the graph executor after compilation.
+Other processes compile the kernels, into caches on disk (`coserve.warmup`); without them all is compiled here. Layers are
+compiled, or loaded from disk, on a thread of their own over a shadow of the base (`FusedBase.shadow`), which shares its
+weights and nothing that a forward changes. Everything that touches the base itself happens on the engine's thread: the
+stacking of weights before the first request, the first steps of the graph executor after compilation.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch._dynamo.exc import TorchDynamoException
@@ -20,11 +22,12 @@ from coserve.generate.execution.eager import EagerExecutor
 from coserve.generate.execution.graph_executor import GraphExecutor
 from coserve.generate.execution.graph_sizes import DECODE_BATCHES, LORA_RANKS, MIXED_TOKENS, PARTIAL_FOOTPRINTS
 from coserve.generate.execution.interface import StepExecutor
-from coserve.generate.generator import Generator
 from coserve.kernels.lora.interface import LoraBackend
+from coserve.kernels.lora.types import StackedWeights
 from coserve.memory.kv import KvCache
 from coserve.model.base import Base
 from coserve.model.fused import FusedBase
+from coserve.model.gemm_choice import GemmChoice
 
 COMPILING = "generation: steps run one by one until compilation ends"
 COMPILED = (
@@ -40,6 +43,18 @@ SWITCH_INTERVAL = 2e-5
 Python's 5 ms it would wait so long a thousand times."""
 
 
+class WarmKernels(Protocol):
+    """What other processes have compiled and measured for this base."""
+
+    def ready(self, rank: int) -> bool:
+        """Whether the kernels of graphs for adapters up to `rank` (0: none) are on disk, or will never be."""
+        ...
+
+    def gemms(self, stacked: Sequence[StackedWeights], device: torch.device) -> GemmChoice | None:
+        """The measured choice; None: it is not there."""
+        ...
+
+
 class Compilation:
     """A base's layers on their way from plain to compiled."""
 
@@ -51,15 +66,20 @@ class Compilation:
         *,
         max_running: int,
         step_tokens: int = MIXED_TOKENS[-1],
+        warm: WarmKernels | None = None,
     ) -> None:
-        """`eager`: runs what graphs cannot (see `GraphExecutor`)."""
+        """`eager`: runs what graphs cannot (see `GraphExecutor`). `warm`: None if all is compiled here."""
         self._fused, self._shadow = fused, fused.shadow()
         self._kv, self._eager, self._max_running, self._step_tokens = kv, eager, max_running, step_tokens
+        self._warm = warm
         self._refusal: str | None = None
         self._done = False
 
     def compile(self) -> None:
         """Compiles the layers and checks their logits. On any thread, beside whatever the base is used for."""
+        if self._warm is not None:
+            choice = self._warm.gemms(self._fused.stacked, self._fused.base.device)
+            self._fused.gemms = self._shadow.gemms = choice or GemmChoice()
         with _giving_way():
             try:
                 self._shadow.check()
@@ -74,7 +94,12 @@ class Compilation:
         if self._refusal is not None:
             return None, (self._refusal,)
         executor = GraphExecutor(
-            self._fused, self._kv, self._eager, max_running=self._max_running, step_tokens=self._step_tokens
+            self._fused,
+            self._kv,
+            self._eager,
+            max_running=self._max_running,
+            step_tokens=self._step_tokens,
+            on_disk=None if self._warm is None else self._warm.ready,
         )
         return executor, (COMPILED,)
 
@@ -90,26 +115,6 @@ class Start:
     """To be done while requests are served."""
 
 
-@dataclass(frozen=True)
-class Upgrade:
-    """What the engine does with a compilation: `compile` on another thread, then `adopt` between two steps."""
-
-    compilation: Compilation
-    generator: Generator
-    notes: tuple[str, ...]
-    """What an operator should know of other things."""
-
-    def compile(self) -> None:
-        self.compilation.compile()
-
-    def adopt(self) -> tuple[str, ...]:
-        """From now on steps run compiled, if they can be; all notes for the operator."""
-        executor, notes = self.compilation.executor()
-        if executor is not None:
-            self.generator.adopt(executor)
-        return self.notes + notes
-
-
 def make_start(
     base: Base,
     kv: KvCache,
@@ -118,10 +123,11 @@ def make_start(
     lora_backend: LoraBackend,
     when: str,
     step_tokens: int = MIXED_TOKENS[-1],
+    warm: WarmKernels | None = None,
 ) -> Start:
     """`when` layers are compiled: in the `background`, `before` the first request (with all graphs captured), or `off`.
 
-    Nothing is compiled where there is no GPU.
+    `warm`: what is loaded from disk; None: the fastest GEMM kernels are measured now. Nothing is compiled where there is no GPU.
     """
     eager = EagerExecutor(base, kv, lora_backend)
     if base.device.type != "cuda":
@@ -132,11 +138,11 @@ def make_start(
     if when == "off":
         return Start(eager, ("generation: steps run one by one without CUDA graphs, as compile is off",))
     try:
-        _wake_compiler(base.device)
+        wake_compiler(base.device)
     except TorchDynamoException as error:
         return Start(eager, (_refusal(base, error),))
-    fused = FusedBase(base, options=INDUCTOR)
-    compilation = Compilation(fused, kv, eager, max_running=max_running, step_tokens=step_tokens)
+    fused = FusedBase(base, options=INDUCTOR, gemms=None if warm is None else GemmChoice())
+    compilation = Compilation(fused, kv, eager, max_running=max_running, step_tokens=step_tokens, warm=warm)
     if when == "background":
         return Start(eager, (COMPILING,), compilation)
     compilation.compile()
@@ -151,7 +157,7 @@ def _refusal(base: Base, error: Exception) -> str:
     return f"generation: steps run one by one, as torch.compile refuses {base.spec.family}: {reason}"
 
 
-def _wake_compiler(device: torch.device) -> None:
+def wake_compiler(device: torch.device) -> None:
     """Imports the compiler and lets it make what it makes once a process.
 
     While inductor traces, it patches `nn.Module.__call__` for all threads. Its tracers let modules of others through,

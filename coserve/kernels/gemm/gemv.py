@@ -35,7 +35,7 @@ SHAPES = ((1, 4), (1, 8), (2, 4), (2, 8), (4, 4), (4, 8), (8, 8))
 """Rows of the weight that a program reads, and its warps."""
 
 
-@triton.jit(do_not_specialize_on_alignment=["ranks_ptr", "scalings_ptr"])
+@triton.jit(do_not_specialize=["row"], do_not_specialize_on_alignment=["ranks_ptr", "scalings_ptr"])
 def project(
     x_ptr, w_ptr, bias_ptr, y_ptr, h_ptr, tiles_ptr, addresses_ptr, ranks_ptr, scalings_ptr,
     K, N, first, second, row, R,

@@ -28,15 +28,23 @@ def captured(
     """Captures the kernels launched inside into `graph`. `memory`: a pool that it shares with other graphs.
 
     Garbage collection is disabled meanwhile: it might free graphs, events or pinned memory, which CUDA forbids while a
-    stream captures. CUDA calls of other threads, those that load adapters for one, are allowed.
+    stream captures. CUDA calls of other threads, those that load adapters for one, are allowed. Unlike `torch.cuda.graph`, a
+    capture into a given pool frees nothing of what torch holds: that would take longer than the capture.
     """
-    with (
-        gc_paused(),
-        torch.cuda.graph(
-            graph,
-            pool=memory,  # type: ignore[arg-type]  # an opaque handle
-            stream=stream,
-            capture_error_mode="thread_local",
-        ),
-    ):
-        yield
+    with gc_paused():
+        if memory is None or stream is None:
+            with torch.cuda.graph(
+                graph,
+                pool=memory,  # type: ignore[arg-type]  # an opaque handle
+                stream=stream,
+                capture_error_mode="thread_local",
+            ):
+                yield
+            return
+        torch.cuda.synchronize()
+        with torch.cuda.stream(stream):
+            graph.capture_begin(memory, capture_error_mode="thread_local")  # type: ignore[arg-type]  # an opaque handle
+            try:
+                yield
+            finally:
+                graph.capture_end()

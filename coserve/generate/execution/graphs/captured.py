@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -43,7 +43,8 @@ class CapturedStep:
         self._step, self._lora = step, lora
         self._captured: dict[TileCapacity | None, _Captured] = {}
 
-    def capture(self, pool: GraphPool) -> None:
+    def capture(self, pool: GraphPool) -> Iterator[None]:
+        """In pieces, one for the warm-up and one for each graph. Steps may run between two of them."""
         capacities: tuple[TileCapacity | None, ...] = (None,) if self._lora is None else self._lora.capacities
         pool.stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(pool.stream):
@@ -51,6 +52,7 @@ class CapturedStep:
                 self._step(self._terms(capacities[0]))
         torch.cuda.current_stream().wait_stream(pool.stream)
         for capacity in capacities:
+            yield
             graph, lora = torch.cuda.CUDAGraph(), self._terms(capacity)
             with captured(graph, pool.memory, pool.stream):
                 results = self._step(lora)

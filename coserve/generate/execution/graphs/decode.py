@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from torch import Tensor
 
@@ -35,8 +35,11 @@ class DecodeGraph:
         self._inputs, self._copies = InputBuffer((batch, batch), device), InputCopies(device)
         self._captured = CapturedStep(self._step, self._lora)
         self._attention.load(())
-        if state.pool is not None:
-            self._captured.capture(state.pool)
+
+    def capture(self) -> Iterator[None]:
+        """To be exhausted before the first `run`; steps of other graphs may run between two pieces."""
+        if self._state.pool is not None:
+            yield from self._captured.capture(self._state.pool)
 
     def run(
         self, runs: Sequence[TokenRun], slots: Sequence[int], tokens: Sequence[int], segments: Segments | None

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from coserve.generate.execution.footprint import LoraFootprint
 from coserve.generate.execution.graphs.captured import covering_graph
 from coserve.generate.execution.graphs.decode import DecodeGraph
@@ -22,21 +24,29 @@ class DecodeGraphs:
         """Batch and footprint of each graph, in the order of their capture."""
         return tuple(self._graphs)
 
-    def prepare(self, footprint: LoraFootprint) -> bool:
-        """Captures the largest missing graph; False if none is missing."""
-        batch = next((size for size in reversed(self._batches) if (size, footprint) not in self._graphs), None)
-        if batch is not None:
-            self._capture(batch, footprint)
-        return batch is not None
+    def missing(self, footprint: LoraFootprint) -> int:
+        """How many graphs of this footprint are not there yet."""
+        return sum((batch, footprint) not in self._graphs for batch in self._batches)
 
-    def holding(self, sequences: int, footprint: LoraFootprint) -> DecodeGraph | None:
-        """The graph that runs a step of so many sequences, captured if need be; None: they are too many."""
+    def prepare(self, footprint: LoraFootprint) -> Iterator[None] | None:
+        """Captures the largest missing graph, piece by piece; None if none is missing."""
+        batch = next((size for size in reversed(self._batches) if (size, footprint) not in self._graphs), None)
+        return None if batch is None else self._capture(batch, footprint)
+
+    def holding(self, sequences: int, footprint: LoraFootprint, *, capture: bool = True) -> DecodeGraph | None:
+        """The graph that runs a step of so many sequences; None: they are too many, or it is missing and shall not be
+        captured now."""
         batch = next((batch for batch in self._batches if batch >= sequences), None)
         if batch is None:
             return None
-        return covering_graph(self._graphs, batch, footprint) or self._capture(batch, footprint)
-
-    def _capture(self, batch: int, footprint: LoraFootprint) -> DecodeGraph:
-        attention = self._kv.static_attention(batch, self._max_tokens)
-        graph = self._graphs[batch, footprint] = DecodeGraph(self._state, attention, footprint)
+        graph = covering_graph(self._graphs, batch, footprint)
+        if graph is None and capture:
+            for _ in self._capture(batch, footprint):
+                pass
+            graph = self._graphs[batch, footprint]
         return graph
+
+    def _capture(self, batch: int, footprint: LoraFootprint) -> Iterator[None]:
+        graph = DecodeGraph(self._state, self._kv.static_attention(batch, self._max_tokens), footprint)
+        yield from graph.capture()
+        self._graphs[batch, footprint] = graph

@@ -7,7 +7,7 @@ captured.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -83,8 +83,11 @@ class MixedGraph:
         self._inputs = InputBuffer((tokens, tokens, tokens, sequences, sequences), device)
         self._copies, self._captured = InputCopies(device), CapturedStep(self._step, self._lora)
         self._attention.load(())
-        if state.pool is not None:
-            self._captured.capture(state.pool)
+
+    def capture(self) -> Iterator[None]:
+        """To be exhausted before the first `run`; steps of other graphs may run between two pieces."""
+        if self._state.pool is not None:
+            yield from self._captured.capture(self._state.pool)
 
     def run(self, rows: Rows, runs: Sequence[TokenRun], segments: Segments | None) -> tuple[Tensor, Tensor]:
         """Starts a step that the capacity holds. Returns as `DecodeGraph.run`, for the rows `keep`.

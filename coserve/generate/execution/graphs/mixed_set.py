@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from coserve.generate.execution.footprint import NO_ADAPTERS, LoraFootprint
 from coserve.generate.execution.graph_sizes import CAPTURE_AFTER
@@ -23,39 +23,46 @@ class MixedGraphs:
         kv: KvCache,
         capacities: Sequence[MixedCapacity],
         *,
-        capture_after: int = CAPTURE_AFTER,
+        capture_after: int | None = CAPTURE_AFTER,
     ) -> None:
-        """`capacities`: smallest first; `capture_after`: see `CAPTURE_AFTER`."""
+        """`capacities`: smallest first; `capture_after`: see `CAPTURE_AFTER`; None: never in a step."""
         self._state, self._kv, self._capture_after = state, kv, capture_after
         self._capacities = tuple(capacities)
         self._attention: dict[MixedCapacity, MixedAttention] = {}
         self._graphs: dict[tuple[MixedCapacity, LoraFootprint], MixedGraph] = {}
         self._missed: Counter[tuple[MixedCapacity, LoraFootprint]] = Counter()
 
-    def prepare(self, footprint: LoraFootprint) -> bool:
-        """Captures the largest missing graph; False if none is missing. Smaller ones fit into its memory."""
+    def missing(self, footprint: LoraFootprint) -> int:
+        """How many graphs of this footprint are not there yet."""
+        return sum((size, footprint) not in self._graphs for size in self._capacities)
+
+    def prepare(self, footprint: LoraFootprint) -> Iterator[None] | None:
+        """Captures the largest missing graph, piece by piece; None if none is missing. Smaller ones fit into its memory."""
         missing = (size for size in reversed(self._capacities) if (size, footprint) not in self._graphs)
         capacity = next(missing, None)
-        if capacity is not None:
-            self._capture(capacity, footprint)
-        return capacity is not None
+        return None if capacity is None else self._capture(capacity, footprint)
 
     def holding(self, runs: Sequence[TokenRun], footprint: LoraFootprint) -> MixedGraph | None:
         """The graph that runs the step; None: run it without a graph. At most one size too large: padding has a price."""
         fit = [capacity for capacity in self._capacities if capacity.holds(runs)][:2]
         graphs = (covering_graph(self._graphs, capacity, footprint) for capacity in fit)
         found = next((graph for graph in graphs if graph is not None), None)
-        if found is None and fit:
+        if found is None and fit and self._capture_after is not None:
             self._missed[fit[0], footprint] += 1
             if self._missed[fit[0], footprint] >= self._capture_after:
                 if not self._graphs:  # without adapters: fewer kernels to compile, and the same memory
-                    self._capture(self._capacities[-1], NO_ADAPTERS)
-                found = self._graphs.get((fit[0], footprint)) or self._capture(fit[0], footprint)
+                    self._capture_at_once(self._capacities[-1], NO_ADAPTERS)
+                found = self._graphs.get((fit[0], footprint)) or self._capture_at_once(fit[0], footprint)
         return found
 
-    def _capture(self, capacity: MixedCapacity, footprint: LoraFootprint) -> MixedGraph:
+    def _capture_at_once(self, capacity: MixedCapacity, footprint: LoraFootprint) -> MixedGraph:
+        for _ in self._capture(capacity, footprint):
+            pass
+        return self._graphs[capacity, footprint]
+
+    def _capture(self, capacity: MixedCapacity, footprint: LoraFootprint) -> Iterator[None]:
         if capacity not in self._attention:
             self._attention[capacity] = self._kv.mixed_attention(capacity)
         graph = MixedGraph(self._state, self._attention[capacity], footprint)
+        yield from graph.capture()
         self._graphs[capacity, footprint] = graph
-        return graph

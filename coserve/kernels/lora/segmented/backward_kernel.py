@@ -22,7 +22,7 @@ from coserve.kernels.lora.segmented.loads import load_b, padded, weights
 from coserve.kernels.lora.segmented.prefill_kernel import finish, rank_at
 
 
-@triton.jit(do_not_specialize_on_alignment=["ranks_ptr", "scalings_ptr"])
+@triton.jit(do_not_specialize=["row"], do_not_specialize_on_alignment=["ranks_ptr", "scalings_ptr"])
 def shrink_b(
     dy_ptr,
     g_ptr,
@@ -81,7 +81,7 @@ def shrink_b(
         )  # fmt: skip
 
 
-@triton.jit(do_not_specialize_on_alignment=["ranks_ptr"])
+@triton.jit(do_not_specialize=["row"], do_not_specialize_on_alignment=["ranks_ptr"])
 def expand_a(
     dx_ptr,
     g_ptr,
@@ -124,7 +124,7 @@ def expand_a(
     tl.store(dx_at, acc.to(dx_ptr.dtype.element_ty), mask=keep & (d < D)[None, :])
 
 
-@triton.jit(do_not_specialize_on_alignment=["ranks_ptr", "scalings_ptr", "starts_ptr"])
+@triton.jit(do_not_specialize=["row"], do_not_specialize_on_alignment=["ranks_ptr", "scalings_ptr", "starts_ptr"])
 def outer(
     u_ptr,
     v_ptr,
@@ -224,7 +224,7 @@ def _add(sums_ptr, acc, n, r, N, rank, OF_B: tl.constexpr):
     tl.store(at, tl.load(at, mask=mask, other=0.0) + acc, mask=mask)
 
 
-@triton.jit(do_not_specialize_on_alignment=["ranks_ptr", "scalings_ptr", "starts_ptr"])
+@triton.jit(do_not_specialize=["row"], do_not_specialize_on_alignment=["ranks_ptr", "scalings_ptr", "starts_ptr"])
 def fold(
     parts_ptr, spans_ptr, ranks_ptr, scalings_ptr, starts_ptr, sums_ptr, N, row, parts, part_stride,
     OF_B: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,

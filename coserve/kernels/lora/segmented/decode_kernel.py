@@ -25,7 +25,7 @@ import triton.language as tl
 from coserve.kernels.lora.segmented.loads import held, load_b, output, padded, waits, weights
 
 
-@triton.jit(do_not_specialize_on_alignment=["ranks_ptr"])
+@triton.jit(do_not_specialize=["row"], do_not_specialize_on_alignment=["ranks_ptr"])
 def shrink(
     x_ptr, h_ptr, items_ptr, addresses_ptr, ranks_ptr, D, x_stride, row, T, R,
     BLOCK_T: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_K: tl.constexpr, STEPS: tl.constexpr,
@@ -90,7 +90,7 @@ def _h(h_at, stride, r, rank, keep, SPLITS: tl.constexpr):
     return total
 
 
-@triton.jit(do_not_specialize_on_alignment=["ranks_ptr", "scalings_ptr"])
+@triton.jit(do_not_specialize=["row"], do_not_specialize_on_alignment=["ranks_ptr", "scalings_ptr"])
 def expand(
     y0_ptr, y1_ptr, y2_ptr, h_ptr, tiles_ptr, addresses_ptr, ranks_ptr, scalings_ptr,
     O0, O1, O2, y0_stride, y1_stride, y2_stride, row, T, R,

@@ -1,0 +1,28 @@
+"""The engine process: `python -m coserve.engine.process FD`.
+
+Started by `daemon/engine_process.py` with the settings as JSON on standard input and one end of a socket pair as file
+descriptor FD. It talks to nobody else but its warm-up, and dies with its parent.
+"""
+
+from __future__ import annotations
+
+import sys
+
+from coserve.config import config_from_json
+from coserve.engine.warming.begun import begin_warm_up
+from coserve.processes import obey_parent
+
+
+def main() -> None:
+    obey_parent()
+    config = config_from_json(sys.stdin.buffer.read())
+    begun = begin_warm_up(config)
+    from coserve.engine.worker import (
+        serve,  # imports torch, which takes seconds: the warm-up's processes do so meanwhile
+    )
+
+    serve(config, int(sys.argv[1]), begun)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,100 @@
+"""The warm-up that runs beside an engine: what has been compiled so far, as its process tells."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import socket
+from collections.abc import Callable, Collection, Sequence
+from pathlib import Path
+
+import msgspec
+import torch
+
+from coserve.kernels.lora.types import StackedWeights
+from coserve.model.gemm_choice import GemmChoice, load_gemms
+from coserve.warmup.messages import Progress, Task
+from coserve.warmup.parts import GEMMS, all_parts, graphs
+
+log = logging.getLogger(__name__)
+
+DIED = "warm-up: its process died; what is missing is compiled in the engine's process, which slows steps down"
+
+
+def gemm_paths(task: Task) -> list[Path]:
+    """The files of the measured choice of GEMM kernels, one for each part of `GEMMS`."""
+    return [Path(task.folder) / "gemms" / f"{task.shape}-{name}.json" for name in GEMMS]
+
+
+class WarmUp:
+    """Implements `generate.execution.start.WarmKernels`."""
+
+    def __init__(self, task: Task) -> None:
+        self._task = task
+        self._progress = Progress(0, sum(part.weight for part in all_parts()), [])
+        self._died = False
+        self._turn = asyncio.Event()
+        self._changed: Callable[[], None] = lambda: None
+        self._listening: asyncio.Task[None] | None = None
+
+    async def listen(self, sock: socket.socket) -> None:
+        """Start to hear the process at the other end of the socket."""
+        reader, writer = await asyncio.open_connection(sock=sock, limit=1 << 20)
+        self._listening = asyncio.create_task(self._hear(reader, writer))
+
+    def notify(self, changed: Callable[[], None]) -> None:
+        """`changed` is called after each change."""
+        self._changed = changed
+
+    @property
+    def done(self) -> int:
+        return self._progress.total if self.ended else self._progress.done
+
+    @property
+    def total(self) -> int:
+        return self._progress.total
+
+    @property
+    def ended(self) -> bool:
+        """Nothing more will be compiled beside."""
+        return self._died or self._progress.ended
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What went wrong."""
+        return (*self._progress.notes, *((DIED,) if self._died else ()))
+
+    async def until(self, parts: Collection[str] | None = None) -> bool:
+        """Returns once these parts (None: all) are complete, or nothing more will be. Whether they are complete."""
+        while not (self.ended or (parts is not None and self._complete(parts))):
+            self._turn.clear()
+            await self._turn.wait()
+        return parts is None or self._complete(parts)
+
+    def ready(self, rank: int) -> bool:
+        """See `WarmKernels`."""
+        return self.ended or self._complete((graphs(rank),))
+
+    def gemms(self, stacked: Sequence[StackedWeights], device: torch.device) -> GemmChoice | None:
+        """See `WarmKernels`."""
+        return load_gemms(gemm_paths(self._task), stacked, device)
+
+    def _complete(self, parts: Collection[str]) -> bool:
+        return frozenset(parts) <= frozenset(self._progress.complete)
+
+    async def _hear(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        while line := await reader.readline():
+            try:
+                self._progress = msgspec.json.decode(line, type=Progress)
+            except msgspec.DecodeError:
+                break  # the end of a process that was killed
+            self._tell()
+        if not self._progress.ended:
+            log.error("%s", DIED)
+            self._died = True
+            self._tell()
+        writer.close()
+
+    def _tell(self) -> None:
+        self._turn.set()
+        self._changed()

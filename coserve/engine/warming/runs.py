@@ -1,0 +1,299 @@
+"""What a worker of the warm-up runs: the engine's own code on steps of many sizes, so that all kernels are compiled."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from coserve.engine.warming.beside import gemm_paths
+from coserve.finetune.init import new_adapter
+from coserve.finetune.memory_profiling import Conditions, CudaMemoryMeter, MemoryProfiler
+from coserve.generate.execution.eager import EagerExecutor
+from coserve.generate.execution.graph_executor import GraphExecutor
+from coserve.generate.execution.graph_sizes import DECODE_BATCHES, MIXED_TOKENS
+from coserve.generate.execution.interface import BASE_ONLY, SequenceInput, StepExecutor, StepInput
+from coserve.generate.execution.start import INDUCTOR, wake_compiler
+from coserve.generate.sampling.device_sampler import DeviceSampler
+from coserve.generate.sampling.rows import SamplingRow
+from coserve.kernels.attention.interface import TokenRun
+from coserve.kernels.lora.interface import LoraBackend
+from coserve.kernels.lora.types import StackedWeights
+from coserve.memory.kv import KvCache
+from coserve.memory.plan import Work
+from coserve.model.base import Base
+from coserve.model.fused import FusedBase
+from coserve.model.gemm_choice import MEASURED, GemmChoice, load_gemms, measure_gemms, save_gemms
+from coserve.model.lora import LoraWeights
+from coserve.types import AdapterRef, LoraSettings, SamplingParams
+from coserve.warmup.messages import Task
+
+TARGETS = (
+    ("q_proj", "v_proj"),
+    ("q_proj", "k_proj", "v_proj", "o_proj"),
+    ("gate_up_proj", "down_proj"),
+    ("gate_proj", "up_proj", "down_proj"),
+    ("c_attn",),
+)
+"""Sites that adapters often change, besides all of them."""
+PROMPTS = (2, 3, 7, 12, 16, 24, 33, 48, 64, 65, 96, 100, 128, 130, 192, 200, 256, 300, 384, 500, 512, 640, 700, 768, 900,
+           1024, 1100, 1280, 1536, 1800, 2048)  # fmt: skip
+"""Tokens of prompts in one step."""
+DECODES = (1, 2, 3, 4, 5, 6, 7, 8, 9, 12, 15, 16, 17, 20, 24, 28, 31, 32, 33, 40, 48, 50, 56, 63, 64, 80, 96, 100, 128, 160,
+           192, 256)  # fmt: skip
+"""Sequences of a decode step."""
+CONTEXTS = (0, 700)
+"""Positions at which the new tokens begin."""
+BESIDE = (1, 3, 9, 17)
+"""Decodes beside a prompt."""
+L2_BYTES = 200 << 20
+"""More than any GPU's L2 cache holds: GEMMs are measured over as many bytes of weights."""
+SAMPLED = (
+    SamplingParams(temperature=0.8),
+    SamplingParams(temperature=0.8, top_p=0.9),
+    SamplingParams(temperature=0.8, top_k=20),
+    SamplingParams(temperature=0.0, logprobs=2),
+    SamplingParams(temperature=0.0, presence_penalty=0.5, repetition_penalty=1.2),
+)
+TRAINED = (16, 48, 64, 100, 128, 200, 256, 384, 500, 512, 700, 1024, 1500, 2048)
+"""Tokens of micro-batches."""
+
+
+Adapter = tuple[AdapterRef, LoraWeights]
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """The engine's settings."""
+
+    max_running: int
+    step_tokens: int
+    page_tokens: int
+    micro_batch_tokens: int
+    jobs: int
+    recompute: bool
+
+
+class NoMeter:
+    """Implements `MemoryMeter` where there is no GPU."""
+
+    def now(self) -> int:
+        return 0
+
+    def peak(self) -> int:
+        return 0
+
+    def reset(self) -> None:
+        pass
+
+
+@dataclass(frozen=True)
+class Mix:
+    """A step of the warm-up: tokens of each sequence, and the position of the first."""
+
+    tokens: tuple[int, ...]
+    position: int
+
+
+def step_mixes(sizes: Sizes, context: int) -> list[Mix]:
+    """Steps of the engine: decodes, chunks of one prompt, of several, and both."""
+    room = sizes.step_tokens
+    decodes = [(1,) * n for n in DECODES if n <= sizes.max_running]
+    prompts = [tokens for tokens in (*PROMPTS, room) if tokens <= room]
+    single = [(tokens,) for tokens in prompts]
+    several = [(tokens // 4,) * 4 for tokens in prompts if tokens >= 32 and sizes.max_running >= 4]
+    both = [
+        (*(1,) * n, tokens) for n in BESIDE for tokens in prompts[::3] if n < sizes.max_running and n + tokens <= room
+    ]
+    found = [
+        Mix(tokens, position)
+        for position in CONTEXTS
+        for tokens in (*decodes, *single, *several, *both)
+        if position + max(tokens) <= context
+    ]
+    return list(dict.fromkeys(found))
+
+
+class Runs:
+    """The parts, each a generator that yields after each piece of its work."""
+
+    def __init__(self, base: Base, lora_backend: LoraBackend, sizes: Sizes, task: Task) -> None:
+        self._base, self._lora_backend, self._sizes, self._task = base, lora_backend, sizes, task
+        longest = max(CONTEXTS) + sizes.step_tokens
+        self._kv = KvCache.for_base(base, max(longest, 16 * sizes.page_tokens), sizes.page_tokens)
+        self._eager = EagerExecutor(base, self._kv, lora_backend)
+        self._mixes = step_mixes(sizes, min(base.spec.context, longest))
+        self._number = 0
+        self._woken = False
+        self._on_gpu = base.device.type == "cuda"
+
+    def part(self, name: str) -> Iterator[tuple[int, int]]:
+        """Runs a part of `warmup.parts.all_parts`; yields (done, total) pieces."""
+        kind, _, number = name.partition("-")
+        match kind:
+            case "steps":
+                return self._steps()
+            case "adapters":
+                return self._adapters(int(number))
+            case "training":
+                return self._training(int(number))
+            case "layers":
+                return self._layers()
+            case "gemms":
+                return self._gemms(int(number), gemm_paths(self._task)[self._gemm_index(name)])
+            case "graphs":
+                return self._graphs(int(number))
+        raise AssertionError(f"expected a part of a warm-up, got {name!r}")
+
+    # ---- eager steps
+
+    def _steps(self) -> Iterator[tuple[int, int]]:
+        total = len(self._mixes) + 1
+        DeviceSampler(self._base.spec.vocab, self._base.device).warm_up(self._base.dtype)
+        for done, mix in enumerate(self._mixes):
+            yield done, total
+            self._step(self._eager, mix, ())
+        self._sampled(self._eager)
+
+    def _sampled(self, executor: StepExecutor) -> None:
+        """Every kind of sampling."""
+        for params in SAMPLED:
+            for tokens in ((1,), (1,) * min(5, self._sizes.max_running), (8,)):
+                self._step(executor, Mix(tokens, 0), (), params)
+
+    def _adapters(self, rank: int) -> Iterator[tuple[int, int]]:
+        sets = self._adapter_sets(rank)
+        total, done = len(sets) * len(self._mixes), 0
+        for number, adapters in enumerate(sets):
+            # All sites at all sizes; some sites differ in how many share a launch only.
+            for mix in self._mixes if number == 0 else self._mixes[::4]:
+                yield done, total
+                done += 1
+                for count in {1, min(len(mix.tokens), len(adapters))}:
+                    self._step(self._eager, mix, adapters[:count])
+
+    def _adapter_sets(self, rank: int) -> list[list[Adapter]]:
+        """Adapters of this rank, at all sites and at some."""
+        names = self._base.spec.default_targets
+        targets = [names, *(one for one in TARGETS if set(one) <= set(names) and set(one) != set(names))]
+        counts = (8, *(2 for _ in targets[1:]))
+        return [
+            [self._adapter(rank, one, seed) for seed in range(count)]
+            for one, count in zip(targets, counts, strict=True)
+        ]
+
+    def _adapter(self, rank: int, targets: Sequence[str], seed: int) -> Adapter:
+        self._number += 1
+        settings, base = LoraSettings(r=rank, targets=tuple(targets)), self._base
+        weights = new_adapter(settings, base.spec, seed=seed, dtype=base.dtype, device=base.device)
+        return AdapterRef(f"warm-up-{self._number}", 1), weights
+
+    def _step(
+        self,
+        executor: StepExecutor,
+        mix: Mix,
+        adapters: Sequence[Adapter],
+        params: SamplingParams | None = None,
+    ) -> None:
+        """Runs a step to its end. Its sequences share pages, so the results mean nothing."""
+        refs, sequences = tuple(ref for ref, _ in adapters), list[SequenceInput]()
+        for place, tokens in enumerate(mix.tokens):
+            self._number += 1
+            pages = self._kv.pages_for(mix.position + tokens)
+            given = [1] * tokens
+            how = params or SamplingParams(temperature=0.0)
+            sampling = SamplingRow(self._number, how, 0, tokens=given, prompt_tokens=tokens)
+            run = TokenRun(tokens, mix.position, tuple(range(pages)))
+            which = place % len(adapters) if adapters else BASE_ONLY
+            sequences.append(SequenceInput(self._number, which, given, run, sampling, None, False))
+        for step in executor.launch(StepInput(refs, sequences), [weights for _, weights in adapters]):
+            step.collect()
+        for own in sequences:
+            executor.forget(own.sequence)
+
+    # ---- training
+
+    def _training(self, rank: int) -> Iterator[tuple[int, int]]:
+        sizes, base = self._sizes, self._base
+        conditions = Conditions(
+            self._lora_backend,
+            sizes.recompute,
+            sizes.max_running,
+            sizes.page_tokens,
+            Work(sizes.step_tokens, sizes.micro_batch_tokens, sizes.jobs),
+        )
+        meter = CudaMemoryMeter(base.device) if self._on_gpu else NoMeter()
+        profiler = MemoryProfiler(base, meter, conditions, rank=rank)
+        tokens = [size for size in TRAINED if size <= sizes.micro_batch_tokens]
+        steps = sorted({sizes.step_tokens, sizes.step_tokens // 2, sizes.step_tokens // 4} - {0})
+        for done, size in enumerate(steps):
+            yield done, len(steps) + len(tokens)
+            profiler.step(size)
+        for done, size in enumerate(sorted({*tokens, sizes.micro_batch_tokens, sizes.micro_batch_tokens // 2} - {0})):
+            yield min(len(steps) + done, len(steps) + len(tokens) - 1), len(steps) + len(tokens)
+            profiler.micro_batch(size)
+
+    # ---- compiled layers
+
+    def _fused(self, gemms: GemmChoice) -> FusedBase:
+        if self._on_gpu and not self._woken:
+            wake_compiler(self._base.device)
+            self._woken = True
+        return FusedBase(self._base, compiled=self._on_gpu, options=INDUCTOR, gemms=gemms)
+
+    def _layers(self) -> Iterator[tuple[int, int]]:
+        yield 0, 2
+        self._fused(GemmChoice()).shadow().check()
+
+    def _gemm_index(self, name: str) -> int:
+        return next(i for i, path in enumerate(gemm_paths(self._task)) if path.stem.endswith(f"-{name}"))
+
+    def _gemms(self, rows: int, path: Path) -> Iterator[tuple[int, int]]:
+        yield 0, 2
+        stacked = FusedBase(self._base, compiled=False, gemms=GemmChoice()).stacked
+        choice = GemmChoice()
+        if self._on_gpu:
+            measured = [one for kind in _by_kind(stacked).values() for one in _enough(kind)]
+            choice = measure_gemms(measured, self._base.device, (rows,))
+        save_gemms(path, choice, stacked, (rows,))
+
+    def _graphs(self, rank: int) -> Iterator[tuple[int, int]]:
+        stacked = FusedBase(self._base, compiled=False, gemms=GemmChoice()).stacked
+        gemms = load_gemms(gemm_paths(self._task), stacked, self._base.device)
+        fused = self._fused(gemms or GemmChoice())
+        fused.shadow().check()
+        captures = False
+        executor = GraphExecutor(
+            fused,
+            self._kv,
+            self._eager,
+            max_running=self._sizes.max_running,
+            step_tokens=self._sizes.step_tokens,
+            on_disk=lambda other: captures and other == rank,  # at first, steps run kernel by kernel
+        )
+        adapters = self._adapter_sets(rank)[0] if rank else []
+        pieces = 4 * (len(DECODE_BATCHES) + len(MIXED_TOKENS))
+        total = len(self._mixes) + pieces
+        for done, mix in enumerate(self._mixes):
+            yield done, total
+            for count in {min(1, len(adapters)), min(len(mix.tokens), len(adapters))}:
+                self._step(executor, mix, adapters[:count])
+        self._sampled(executor)
+        captures, done = True, len(self._mixes)
+        while executor.prepare((rank,) if rank else ()):
+            done += 1
+            yield min(done, total - 1), total
+
+
+def _by_kind(stacked: Sequence[StackedWeights]) -> dict[tuple[int, ...], list[StackedWeights]]:
+    kinds: dict[tuple[int, ...], list[StackedWeights]] = {}
+    for one in stacked:
+        kinds.setdefault((one.weight.shape[1], *one.sizes), []).append(one)
+    return kinds
+
+
+def _enough(kind: Sequence[StackedWeights]) -> list[StackedWeights]:
+    """Copies beside the weights of one kind, so many that together they do not fit the L2 cache."""
+    size = kind[0].weight.numel() * kind[0].weight.element_size()
+    copies = min(MEASURED, max(len(kind), -(-L2_BYTES // size))) - len(kind)
+    return [*kind, *(replace(kind[0], weight=kind[0].weight.clone()) for _ in range(copies))]

@@ -1,0 +1,81 @@
+"""One process of a warm-up: `python -m coserve.engine.warming.worker FD`, with the `Task` as JSON on standard input.
+
+It builds the engine's base with few layers and random weights, and runs the parts that it is asked for over it: `DoPart` lines
+come in through FD, `PartReport` lines go out.
+"""
+
+from __future__ import annotations
+
+import socket
+import sys
+
+import msgspec
+import torch
+from transformers.utils.logging import disable_progress_bar
+
+from coserve.config import Config, config_from_json
+from coserve.engine.sizes import STEP_TOKENS
+from coserve.engine.warming.runs import Runs, Sizes
+from coserve.errors import CoserveError
+from coserve.kernels.lora.backend import choose_backend
+from coserve.logs.setup import LogSettings, set_up_logging
+from coserve.model.base import Base, load_base
+from coserve.processes import obey_parent
+from coserve.warmup.messages import DoPart, PartReport, Task
+
+THREADS = 1
+
+
+def make_runs(base: Base, config: Config, task: Task) -> Runs:
+    """The parts for these settings."""
+    sizes = Sizes(
+        max_running=config.inference_batch_size,
+        step_tokens=config.step_tokens or STEP_TOKENS[base.device.type],
+        page_tokens=config.page_tokens,
+        micro_batch_tokens=config.micro_batch_tokens,
+        jobs=config.max_active_jobs,
+        recompute=config.recompute,
+    )
+    return Runs(base, choose_backend(config.lora_way, base.device, base.dtype), sizes, task)
+
+
+def main() -> None:
+    obey_parent()
+    task = msgspec.json.decode(sys.stdin.buffer.read(), type=Task)
+    config = config_from_json(task.config.encode())
+    set_up_logging("warm", LogSettings.of(config))
+    disable_progress_bar()
+    torch.set_num_threads(THREADS)
+    runs: Runs | None = None
+    with socket.socket(fileno=int(sys.argv[1])) as sock, sock.makefile("rwb") as lines:
+
+        def tell(report: PartReport) -> None:
+            lines.write(msgspec.json.encode(report) + b"\n")
+            lines.flush()
+
+        for line in lines:
+            name = msgspec.json.decode(line, type=DoPart).name
+            try:
+                if runs is None:
+                    base = load_base(
+                        config.model,
+                        device=config.device,
+                        dtype=config.dtype,
+                        trust_remote_code=config.trust_remote_code,
+                        few_layers=True,
+                    )
+                    runs = make_runs(base, config, task)
+                for done, total in runs.part(name):
+                    tell(PartReport(done, max(total, done + 1)))
+            except torch.OutOfMemoryError as error:
+                tell(PartReport(0, 1, "memory", str(error).splitlines()[0]))
+            except CoserveError as error:
+                tell(PartReport(0, 1, "unsupported", error.message))
+            except Exception as error:  # noqa: BLE001 - whatever it is, the part has failed
+                tell(PartReport(0, 1, "error", f"{type(error).__name__}: {str(error).splitlines()[:1]}"))
+            else:
+                tell(PartReport(1, 1))
+
+
+if __name__ == "__main__":
+    main()

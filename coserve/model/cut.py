@@ -1,0 +1,40 @@
+"""A model's config cut to few layers, of every kind that it has: its kernels are those of the whole model."""
+
+from __future__ import annotations
+
+from transformers import PretrainedConfig
+
+SAME = 2
+"""Layers of each kind that are kept, if there are as many."""
+
+
+def layer_kinds(config: PretrainedConfig) -> list[tuple[object, ...]]:
+    """For each layer of a text model, what its config says of it alone; layers with equal entries are alike."""
+    layers = config.num_hidden_layers
+    lists = [value for value in config.to_dict().values() if isinstance(value, list) and len(value) == layers]
+    dense = getattr(config, "mlp_only_layers", None) or ()
+    step = getattr(config, "decoder_sparse_step", None) or 1
+    first_sparse = getattr(config, "first_k_dense_replace", None) or 0
+    windows = getattr(config, "max_window_layers", None)
+    return [
+        (
+            *(repr(value[layer]) for value in lists),
+            layer in dense or (layer + 1) % step != 0,
+            layer >= first_sparse,
+            windows is not None and layer >= windows,
+        )
+        for layer in range(layers)
+    ]
+
+
+def cut_layers(config: PretrainedConfig) -> None:
+    """Keeps the first layers, so many that each kind occurs `SAME` times if it does at all; the embedding becomes the head."""
+    text = config.get_text_config()
+    kinds, layers = layer_kinds(text), text.num_hidden_layers
+    wanted = {kind: min(SAME, kinds.count(kind)) for kind in kinds}
+    kept = next(n for n in range(1, layers + 1) if all(kinds[:n].count(kind) >= most for kind, most in wanted.items()))
+    for name, value in text.to_dict().items():
+        if isinstance(value, list) and len(value) == layers and layers > 1:
+            setattr(text, name, value[:kept])
+    text.num_hidden_layers = kept
+    config.tie_word_embeddings = text.tie_word_embeddings = True

@@ -1,0 +1,78 @@
+"""What compiled kernels depend on, and where they are kept."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import platform
+from collections.abc import Mapping
+from importlib import metadata
+from pathlib import Path
+
+from coserve.config import Config
+from coserve.warmup.gpu import Gpu
+
+CACHES = {"TRITON_CACHE_DIR": "triton", "TORCHINDUCTOR_CACHE_DIR": "inductor"}
+"""Variables that say where compilers keep their caches, and our folders for them."""
+LIBRARIES = ("torch", "triton", "transformers")
+SOURCES = ("kernels", "model", "generate", "memory", "finetune", "engine", "warmup")
+"""Packages of ours whose code decides what is compiled."""
+SHAPE_SETTINGS = (
+    "dtype", "lora_way", "inference_batch_size", "page_tokens", "step_tokens", "micro_batch_tokens", "max_active_jobs",
+    "recompute", "trust_remote_code",
+)  # fmt: skip
+"""Settings that decide which kernels an engine needs, besides the base."""
+
+
+def key_fields(gpu: Gpu, environ: Mapping[str, str] = os.environ) -> dict[str, str]:
+    """All that makes a compiled kernel usable: a cache with other fields is never read."""
+    return {
+        "python": platform.python_version(),
+        **{name: _version(name) for name in LIBRARIES},
+        "gpu": gpu.name,
+        "capability": gpu.capability,
+        "driver": str(gpu.driver),
+        "source": source_digest(),
+        **{name: environ[name] for name in CACHES if name in environ},
+    }
+
+
+def digest(fields: Mapping[str, str]) -> str:
+    """SHA-256 (hex) of the fields."""
+    return hashlib.sha256(json.dumps(fields, sort_keys=True).encode()).hexdigest()
+
+
+def cache_folder(config: Config, fields: Mapping[str, str]) -> Path:
+    """Where everything with these fields is kept."""
+    root = config.cache_dir if config.cache_dir is not None else config.data_dir / "cache"
+    return root.absolute() / digest(fields)[:24]
+
+
+def cache_environment(folder: Path, environ: Mapping[str, str] = os.environ) -> dict[str, str]:
+    """The variables to set so that compilers keep their caches in `folder`; those that a user has set are left alone."""
+    return {name: str(folder / own) for name, own in CACHES.items() if name not in environ}
+
+
+def shape_key(config: Config) -> str:
+    """The base's shape and the settings that decide which kernels are needed. A hub name stands for its config."""
+    described = Path(config.model) / "config.json"
+    content = described.read_bytes() if described.is_file() else b""
+    settings = {name: str(getattr(config, name)) for name in SHAPE_SETTINGS}
+    named = {"config": hashlib.sha256(content).hexdigest()} if content else {"model": config.model}
+    return digest(settings | named)
+
+
+def source_digest() -> str:
+    """SHA-256 (hex) of the code in `SOURCES`."""
+    root, found = Path(__file__).resolve().parent.parent, hashlib.sha256()
+    for path in sorted(path for name in SOURCES for path in (root / name).rglob("*.py")):
+        found.update(f"\0{path.relative_to(root)}\0".encode() + path.read_bytes())
+    return found.hexdigest()
+
+
+def _version(name: str) -> str:
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return "none"

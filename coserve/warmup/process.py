@@ -1,0 +1,89 @@
+"""The process that warms up: `python -m coserve.warmup.process FD`, with the `Task` as JSON on standard input.
+
+It imports no torch. Its workers do, and end with it. FD is one end of a socket pair: `Progress` lines go out; when the other
+end closes, the process ends.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+import sys
+from pathlib import Path
+
+import msgspec
+
+from coserve.config import config_from_json
+from coserve.logs.setup import LogSettings, set_up_logging
+from coserve.processes import obey_parent, start_child
+from coserve.warmup.key import cache_environment
+from coserve.warmup.messages import DoPart, PartReport, Progress, Task
+from coserve.warmup.parts import all_parts
+from coserve.warmup.warmer import warm
+
+WORKER = "coserve.engine.warming.worker"
+
+
+class ProcessWorker:
+    """Implements `crew.Worker`: a process that talks over a socket pair."""
+
+    def __init__(
+        self, process: asyncio.subprocess.Process, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+    ) -> None:
+        self._process, self._reader, self._writer = process, reader, writer
+
+    @classmethod
+    async def start(cls, task: Task) -> ProcessWorker:
+        ours, theirs = socket.socketpair()
+        with theirs:
+            reader, writer = await asyncio.open_connection(sock=ours)
+            process = await start_child(WORKER, theirs, stdin=asyncio.subprocess.PIPE)
+        assert process.stdin is not None
+        process.stdin.write(msgspec.json.encode(task))
+        process.stdin.close()
+        return cls(process, reader, writer)
+
+    def ask(self, part: str) -> None:
+        self._writer.write(msgspec.json.encode(DoPart(part)) + b"\n")
+
+    async def report(self) -> PartReport | None:
+        line = await self._reader.readline()
+        return msgspec.json.decode(line, type=PartReport) if line.endswith(b"\n") else None
+
+    async def close(self) -> None:
+        self._writer.close()
+        if self._process.returncode is None:
+            self._process.kill()
+        await self._process.wait()
+
+
+async def _run(task: Task, sock: socket.socket) -> None:
+    reader, writer = await asyncio.open_connection(sock=sock)
+
+    def tell(progress: Progress) -> None:
+        writer.write(msgspec.json.encode(progress) + b"\n")
+
+    warming = asyncio.create_task(warm(task, all_parts(), lambda: ProcessWorker.start(task), tell))
+    left = asyncio.create_task(reader.read())
+    await asyncio.wait({warming, left}, return_when=asyncio.FIRST_COMPLETED)
+    if warming.done():
+        warming.result()
+        await writer.drain()
+    else:
+        warming.cancel()
+        await asyncio.wait({warming})
+    left.cancel()
+    writer.close()
+
+
+def main() -> None:
+    obey_parent()
+    task = msgspec.json.decode(sys.stdin.buffer.read(), type=Task)
+    set_up_logging("warm", LogSettings.of(config_from_json(task.config.encode())))
+    os.environ.update(cache_environment(Path(task.folder)))
+    asyncio.run(_run(task, socket.socket(fileno=int(sys.argv[1]))))
+
+
+if __name__ == "__main__":
+    main()
