@@ -255,6 +255,11 @@ class EngineStats(Message, frozen=True):
     """Fine-tuning slices so far that ran only because their job had waited `train_patience`."""
     starving: Starving | None = None
     stalls: tuple[StallCounts, ...] = ()
+    cuda_allocs: int = 0
+    cuda_frees: int = 0
+    cuda_alloc_retries: int = 0
+    pinned_allocs: int = 0
+    """See `memory.allocator`."""
     backlog: int = 0
     """Bytes of earlier messages that the API process had not read."""
 

@@ -14,13 +14,14 @@ from collections.abc import Awaitable, Callable
 from concurrent.futures import Executor, ThreadPoolExecutor
 from contextlib import suppress
 
+from coserve.engine.idle import Idle
 from coserve.engine.job_runner import JobRunner
 from coserve.engine.ports import Generates, StoresAdapters, Trains, Upgrades
 from coserve.engine.queue_view import QueueView
 from coserve.engine.running import STEP_KINDS, RunningRequests, StepKind
-from coserve.engine.stalls import SLEEP, Stalls
+from coserve.engine.stalls import Stalls
 from coserve.errors import CoserveError, EngineFault, EngineUnavailable, QueueFull, failure_text
-from coserve.garbage import IDLE, GarbageCollection
+from coserve.garbage import GarbageCollection
 from coserve.link import (
     Admitted,
     CancelJob,
@@ -100,6 +101,7 @@ class Engine:
         self._queue_view = QueueView(self._queue, step_tokens)
         self._running, self._stalls = RunningRequests(), Stalls(clock)
         self._changed, self._chance = asyncio.Event(), asyncio.Event()
+        self._idle = Idle(self._changed, self._garbage, self._stalls)
         self._messages_seconds = 0.0
         """Spent on messages since the last chance to serve."""
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -176,7 +178,7 @@ class Engine:
                 await self._pace()
             case Wait(until):
                 self._report(now, force=True)
-                await self._wait(None if until is None else until - now)
+                await self._idle.sleep(None if until is None else until - now)
 
     def _idle_until(self, until: float | None, now: float) -> bool:
         """Nobody waits for an adapter to be read, and no timer fires soon."""
@@ -270,27 +272,6 @@ class Engine:
         self._train_seconds += now - began
         self._report(now)
 
-    async def _wait(self, seconds: float | None) -> None:
-        """Sleep until a message changes something, or `seconds` have passed."""
-        if seconds is not None and seconds <= 0:
-            await asyncio.sleep(0)
-            return
-        with self._stalls.during("gc"):
-            self._garbage.idle()
-        with self._stalls.during(SLEEP):
-            if seconds is None and self._garbage.due:
-                if await self._changes_within(IDLE):
-                    return
-                with self._stalls.during("gc"):
-                    self._garbage.full()
-            await self._changes_within(seconds)
-
-    async def _changes_within(self, seconds: float | None) -> bool:
-        with suppress(TimeoutError):
-            async with asyncio.timeout(seconds):
-                return await self._changed.wait()
-        return False
-
     # ---- what the policy sees
 
     def _view(self) -> View:
@@ -378,7 +359,7 @@ class Engine:
             return
         self._stats_due = now + STATS_INTERVAL
         self._tell_warming()
-        started, backlog = self._running.started, self._link.backlog
+        started, backlog, allocator = self._running.started, self._link.backlog, self._generator.allocator()
         if backlog >= LOGGED_BACKLOG:
             self._unread.warn(f": {backlog >> 20} MiB wait")
         self._link.send(
@@ -390,7 +371,11 @@ class Engine:
                 pages_total=self._generator.pages_total,
                 pages_adapters=self._generator.adapter_pages,
                 memory_planned=self._planned_bytes,
-                memory_peak=self._generator.memory_peak,
+                memory_peak=allocator.peak,
+                cuda_allocs=allocator.allocs,
+                cuda_frees=allocator.frees,
+                cuda_alloc_retries=allocator.retries,
+                pinned_allocs=allocator.pinned,
                 preemptions=self._generator.preemptions,
                 prefix_queries=self._generator.prefix_queries,
                 prefix_hits=self._generator.prefix_hits,

@@ -18,6 +18,7 @@ from coserve.generate.sequence_state import SequenceState
 from coserve.generate.step_input import step_input
 from coserve.link import MAX_PROMPT_LOGPROBS, Generate, RequestFailed, Tokens
 from coserve.logprobs import PackedLogprobs
+from coserve.memory.allocator import AllocatorStats, allocator_stats
 from coserve.memory.kv import KvCache
 from coserve.memory.prefix import PageKeys
 from coserve.model.faults import contained
@@ -86,11 +87,9 @@ class Generator:
         """Pages that adapters lie in, also those of adapters that wait there for their next request."""
         return self._kv.pool.in_spans
 
-    @property
-    def memory_peak(self) -> int:
-        """The most bytes of the GPU's memory that torch has had, pages, base and training included; 0 on CPU."""
-        device = self._base.device
-        return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else 0
+    def allocator(self) -> AllocatorStats:
+        """Of the whole process: pages, base and training included."""
+        return allocator_stats(self._base.device)
 
     @property
     def pages_total(self) -> int:

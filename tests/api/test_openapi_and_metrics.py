@@ -125,6 +125,7 @@ async def test_counters_of_the_engine_go_on_over_its_restarts(api: Api) -> None:
     found = await scrape(api)
     assert found["coserve_serve_seconds_total"] == 3.0
     assert found["coserve_preemptions_total"] == 4
+    assert found["coserve_engine_cuda_alloc_total"] == 8
     assert found["coserve_prefix_cache_queries_total"] == 100
     assert found["coserve_prefix_cache_hits_total"] == 60
     assert found["coserve_engine_restarts"] == 1

@@ -241,6 +241,7 @@ class FakeEngine:
             "pages_adapters": 3,
             "memory_planned": 1000,
             "memory_peak": 900,
+            "cuda_allocs": 4,
             "preemptions": 2,
             "prefix_queries": 50,
             "prefix_hits": 30,

@@ -30,6 +30,7 @@ from coserve.link import (
     RequestFailed,
     Tokens,
 )
+from coserve.memory.allocator import AllocatorStats
 from coserve.model.lora import LoraWeights
 from coserve.queues.inference import Queued
 from coserve.types import AdapterDigests, AdapterRef, FinishReason, JobSpec, LoraSettings, MicroStep, StepMetrics
@@ -90,7 +91,7 @@ class FakeGenerator:
         self.preemptions = 0
         self.prefix_queries = self.prefix_hits = 0
         self.pages_total = 1 << 20
-        self.adapter_pages = self.memory_peak = 0
+        self.adapter_pages = 0
         self.computed = 0
         """Tokens, in all steps."""
         self.read: Callable[[], None] = lambda: None
@@ -107,6 +108,9 @@ class FakeGenerator:
     @property
     def pages_used(self) -> int:
         return sum(len(s.request.prompt) - s.to_prefill + s.made for s in self._sequences.values())
+
+    def allocator(self) -> AllocatorStats:
+        return AllocatorStats()
 
     def add(self, request: Generate) -> None:
         assert request.id not in self.admitted, f"{request.id} was admitted twice"

@@ -22,6 +22,10 @@ _TOTALS: tuple[tuple[str, str, Callable[[EngineStats], float]], ...] = (
     ("prefix_cache_hits", "Prompt tokens found in the prefix cache", lambda s: s.prefix_hits),
     ("serve_seconds", "Time in generation steps", lambda s: s.serve_seconds),
     ("train_seconds", "Time in fine-tuning slices", lambda s: s.train_seconds),
+    ("engine_cuda_alloc", "Calls of cudaMalloc", lambda s: s.cuda_allocs),
+    ("engine_cuda_free", "Calls of cudaFree", lambda s: s.cuda_frees),
+    ("engine_cuda_alloc_retries", "Allocations that freed cached memory first", lambda s: s.cuda_alloc_retries),
+    ("engine_pinned_alloc", "Calls of cudaHostAlloc", lambda s: s.pinned_allocs),
     ("train_patience_slices", "Fine-tuning slices that ran only for train_patience", lambda s: s.patience_slices),
 )
 """What an engine counts from its start on."""

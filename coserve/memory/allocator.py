@@ -1,0 +1,40 @@
+"""How often torch has asked CUDA for memory: each time may hold up what runs on the GPU."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True)
+class AllocatorStats:
+    """Since the process started. All 0 on CPU."""
+
+    peak: int = 0
+    """The most bytes of the GPU's memory that torch has had."""
+    allocs: int = 0
+    """Calls of cudaMalloc."""
+    frees: int = 0
+    """Calls of cudaFree, which wait for the GPU."""
+    retries: int = 0
+    """Allocations for which cached memory had to be given back first."""
+    pinned: int = 0
+    """Calls of cudaHostAlloc."""
+
+
+def allocator_stats(device: torch.device) -> AllocatorStats:
+    """Some ten microseconds: not for every step."""
+    if device.type != "cuda":
+        return AllocatorStats()
+    gpu = torch.cuda.memory_stats_as_nested_dict(device)
+    if not gpu:  # nothing was allocated yet
+        return AllocatorStats()
+    host = torch.cuda.host_memory_stats_as_nested_dict()
+    return AllocatorStats(
+        peak=gpu["allocated_bytes"]["all"]["peak"],
+        allocs=gpu.get("num_device_alloc", 0),
+        frees=gpu.get("num_device_free", 0),
+        retries=gpu.get("num_alloc_retries", 0),
+        pinned=host.get("num_host_alloc", 0),
+    )
