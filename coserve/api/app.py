@@ -70,7 +70,7 @@ def make_app(
 
     @cache
     def document() -> bytes:
-        """Takes longer than the event loop may stand."""
+        """Takes longer than the event loop may block."""
         return msgspec.json.encode(describe_api(routes))
 
     async def openapi(request: web.Request) -> web.StreamResponse:
@@ -97,7 +97,7 @@ def make_app(
 
 
 async def _end_streams(app: web.Application) -> None:
-    """On shutdown, requests in flight end with an error, event streams with an event that says so."""
+    """On shutdown, requests in flight end with an error, event streams with an error event."""
     app[SERVICE].stop()
 
 

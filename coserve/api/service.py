@@ -92,7 +92,7 @@ class Service:
             await self.jobs.recover()
 
     async def attach(self, link: Link[ToEngine, FromEngine], ready: EngineReady) -> None:
-        """Connect a new engine and give it the unfinished jobs, oldest first. Raises as `open`."""
+        """Connect a new engine and send it the unfinished jobs, oldest first. Raises as `open`."""
         await self.open()
         self.engine_lost()
         await self.jobs.attach(lambda: self._open(link, ready))
@@ -102,7 +102,7 @@ class Service:
         self._receiver = self._last_receiver = asyncio.create_task(self._receive(link))
 
     def engine_lost(self) -> None:
-        """The engine is gone: requests in flight end with `EngineUnavailable`, jobs wait for the next engine."""
+        """The engine ended: requests in flight end with `EngineUnavailable`, jobs wait for the next engine."""
         if not self.engine.alive:
             return
         receiver, self._receiver = self._receiver, None
@@ -226,6 +226,6 @@ def _starving(stats: EngineStats | None) -> tuple[str, ...]:
     """Why training hardly advances; empty if it does."""
     if stats is None or (why := stats.starving) is None:
         return ()
-    piece, slack = round(1000 * why.micro_step), round(1000 * why.slack)
-    since = f"training runs only by train_patience since {why.seconds:.0f} s"
-    return (f"{since}: a piece is predicted at {piece} ms, the slack is {slack} ms",)
+    micro_step, slack = round(1000 * why.micro_step), round(1000 * why.slack)
+    since = f"for {why.seconds:.0f} s training has run only by train_patience"
+    return (f"{since}: a micro-step is predicted to take {micro_step} ms, the slack is {slack} ms",)

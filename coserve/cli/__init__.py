@@ -1,4 +1,4 @@
-"""Every command, a file a subject. The options of `serve` are generated from `config.Config`; nothing here imports torch."""
+"""The commands, one file per subject. The options of `serve` are generated from `config.Config`; nothing here imports torch."""
 
 from coserve.cli.app import app, main
 

@@ -23,7 +23,7 @@ def list_adapters(
     url: Url = DEFAULT_URL,
     key: Key = None,
 ) -> None:
-    """Every adapter, the version that its name means now."""
+    """List adapters with their current versions."""
     with connect(url, key) as client:
         page = client.adapters(after=after, limit=limit)
     for adapter in page.data:
@@ -34,7 +34,7 @@ def list_adapters(
 
 @adapters_app.command("show")
 def show_adapter(name: str, url: Url = DEFAULT_URL, key: Key = None) -> None:
-    """All that is known of an adapter, as JSON."""
+    """Show an adapter as JSON."""
     with connect(url, key) as client:
         _show_adapter(client.adapter(name), True)
 
@@ -65,7 +65,7 @@ def delete_adapter(name: str, url: Url = DEFAULT_URL, key: Key = None) -> None:
 
 @adapters_app.command("rollback")
 def roll_back_adapter(name: str, version: int, url: Url = DEFAULT_URL, key: Key = None) -> None:
-    """Have NAME mean an older VERSION, until a newer one is published."""
+    """Make an older VERSION the current one of NAME, until a newer one is published."""
     with connect(url, key) as client:
         _show_adapter(client.rollback_adapter(name, version), False)
 

@@ -53,5 +53,5 @@ app.command("config")(show_config)
 
 
 def main() -> None:
-    """The console script. Whatever goes wrong ends with one line, not with a traceback."""
+    """The console script. Every error ends with one line instead of a traceback."""
     sys.exit(run_safely(lambda: app(prog_name="coserve")))

@@ -50,9 +50,9 @@ def bench(
     url: Url = DEFAULT_URL,
     key: Key = None,
 ) -> None:
-    """Put the ETS paper's synthetic workload (its table 5.1 by default) on a running daemon and report.
+    """Run the ETS paper's synthetic workload (its table 5.1 by default) against a running daemon and report.
 
-    The run makes adapters of its own, under names that no other run has, and deletes them at its end, after Ctrl-C too.
+    It creates adapters with unique names and deletes them at the end, also after Ctrl-C.
     """
     check_folder(report)
     scenario = Scenario(
@@ -80,7 +80,7 @@ async def run_bench(trace: Trace, rest: Rest, url: str, key: str | None) -> Repl
     async with AsyncClient(url, api_key=key or None, retry=NO_RETRIES) as client:
         target = CountedTarget(client, trace.scenario, prefix=f"bench-{secrets.token_hex(4)}-")
         target.progress = progress
-        health = await client.health()  # whoever is not there, or no daemon, is told before anything is made
+        health = await client.health()  # fails before anything is created if no daemon answers
         if health.warming is not None:
             print(f"the daemon is {warming_line(health.warming)}: some requests are slower until then", file=sys.stderr)
         try:

@@ -49,7 +49,7 @@ class BenchProgress:
 
 
 class CountedTarget(DaemonTarget):
-    """A target that tells a `BenchProgress` what it does."""
+    """A target that reports its requests and training tokens to a `BenchProgress`."""
 
     progress: BenchProgress
 

@@ -1,4 +1,4 @@
-"""Options that several commands share, and the client that they speak through."""
+"""Options and the client that several commands share."""
 
 from __future__ import annotations
 

@@ -70,12 +70,12 @@ def _failed(error: BaseException) -> int:
 
 
 def _say(line: str) -> None:
-    with contextlib.suppress(OSError):  # standard error may be gone too
+    with contextlib.suppress(OSError):  # standard error may be closed too
         print(f"coserve: {' '.join(line.split())}", file=sys.stderr, flush=True)
 
 
 def _status(leaving: SystemExit) -> int:
-    """The status of a command that ended by itself; what it printed goes out first."""
+    """Flush standard output; the exit status of a command that raised `SystemExit`."""
     try:
         sys.stdout.flush()
     except BrokenPipeError:
@@ -84,7 +84,7 @@ def _status(leaving: SystemExit) -> int:
 
 
 def _output_closed() -> int:
-    """Standard output was closed by its reader (`| head -1`): write no more, not at exit either."""
+    """The reader closed standard output (`| head -1`): discard further output, also the flush at exit."""
     with open(os.devnull, "w") as nowhere:  # noqa: PTH123 - a device
         os.dup2(nowhere.fileno(), sys.stdout.fileno())
     return FAILED
@@ -96,7 +96,7 @@ def _first(group: BaseExceptionGroup[BaseException]) -> BaseException:
 
 
 def _print_any_text() -> None:
-    """A terminal that cannot show a character shows a question mark."""
+    """Print a question mark for a character that the terminal cannot encode."""
     for stream in (sys.stdout, sys.stderr):
         reconfigure = getattr(stream, "reconfigure", None)
         if reconfigure is not None:

@@ -18,7 +18,7 @@ from coserve.schemas import Job
 from coserve.types import LoraSettings
 
 LORA = LoraSettings()
-"""What holds for an adapter unless it is told otherwise."""
+"""Default settings of an adapter."""
 
 jobs_app = typer.Typer(no_args_is_help=True, help="List, watch and steer fine-tuning jobs.")
 
@@ -66,7 +66,7 @@ def finetune(
     if continue_from is not None and lora is not None:
         raise typer.BadParameter("--rank, --alpha and --targets shape a new adapter; --continue-from has its own")
     with connect(url, key) as client:
-        with warnings.catch_warnings(action="ignore", category=UserWarning):  # told below, in a line of our own
+        with warnings.catch_warnings(action="ignore", category=UserWarning):  # printed below instead
             job = client.finetune(adapter, file=file, continue_from=continue_from, lora=lora, training=training)
         for note in job.info.notes:
             _warn(f"note: {note}")
@@ -102,7 +102,7 @@ def list_jobs(
     url: Url = DEFAULT_URL,
     key: Key = None,
 ) -> None:
-    """The newest jobs, and what each is doing."""
+    """List the newest jobs with their progress."""
     with connect(url, key) as client:
         page = client.jobs(after=after, limit=limit)
     if as_json:
@@ -116,7 +116,7 @@ def list_jobs(
 
 @jobs_app.command("show")
 def show_job(id: str, url: Url = DEFAULT_URL, key: Key = None) -> None:
-    """All that is known of a job, as JSON."""
+    """Show a job as JSON."""
     with connect(url, key) as client:
         _show_job(client.job(id).info, True)
 
@@ -139,14 +139,14 @@ def pause_job(id: str, url: Url = DEFAULT_URL, key: Key = None) -> None:
 
 @jobs_app.command("resume")
 def resume_job(id: str, url: Url = DEFAULT_URL, key: Key = None) -> None:
-    """Put a paused job back in line."""
+    """Queue a paused job again."""
     with connect(url, key) as client:
         _show_job(client.job(id).resume(), False)
 
 
 @jobs_app.command("cancel")
 def cancel_job(id: str, url: Url = DEFAULT_URL, key: Key = None) -> None:
-    """End a job without an adapter."""
+    """Cancel a job; it leaves no adapter."""
     with connect(url, key) as client:
         _show_job(client.job(id).cancel(), False)
 

@@ -28,7 +28,7 @@ def show_config(config: Annotated[Path | None, typer.Option(help="TOML file")] =
 
 
 def toml_lines(config: Config, sources: Mapping[str, str]) -> Iterator[str]:
-    """A TOML file that gives `config` again; what is not set, and secrets, stand in comments."""
+    """The lines of a TOML file that loads as `config`; unset settings and secrets are comments."""
     yield f"# Settings of coserve {__version__}."
     helps = {f.name: f.metadata["help"] for f in dataclasses.fields(Config)}
     choices = {f.name: f.metadata["choices"] for f in dataclasses.fields(Config)}
@@ -56,6 +56,6 @@ def _assignment(name: str, value: object, source: str) -> str:
 
 
 def _toml(value: object) -> str:
-    """JSON's texts, numbers, truth values and lists of texts are TOML's, but for the character DEL."""
+    """JSON strings, numbers, booleans and lists of strings are valid TOML, except for the character DEL."""
     shown = list(value) if isinstance(value, tuple) else str(value) if isinstance(value, Path) else value
     return json.dumps(shown, ensure_ascii=False).replace("\x7f", "\\u007f")

@@ -32,7 +32,7 @@ def option_line(field: dataclasses.Field[Any], hint: Any) -> str:  # noqa: ANN40
 
 
 def default_text(field: dataclasses.Field[Any]) -> str:
-    """What holds for a setting that is not given; empty where its help says so or nothing does."""
+    """The default as text; empty if there is none or the help text names it."""
     if field.default is None or field.default == ():
         return ""
     return str(field.default).lower() if isinstance(field.default, bool) else str(field.default)

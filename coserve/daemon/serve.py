@@ -53,7 +53,7 @@ T = TypeVar("T")
 
 
 def bind(host: str, port: int) -> socket.socket:
-    """A listening socket, taken before anything expensive is started. Raises `PortInUse`."""
+    """A listening socket, opened before anything expensive starts. Raises `PortInUse`."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     sock = socket.socket(family, socket.SOCK_STREAM)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

@@ -23,7 +23,7 @@ class StopSignals:
             loop.add_signal_handler(number, self._take, number)
 
     async def wait(self) -> None:
-        """Until the first."""
+        """Wait for the first signal."""
         await self._came.wait()
 
     def _take(self, number: signal.Signals) -> None:

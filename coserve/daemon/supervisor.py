@@ -33,11 +33,11 @@ class RunningEngine(Protocol):
     def ready(self) -> EngineReady: ...
 
     async def wait(self) -> int:
-        """Until it has ended; its status."""
+        """Wait until it has ended; its exit status."""
         ...
 
     async def stop(self) -> None:
-        """Ask for a clean end, wait for it, close the link. Of one that has ended: close the link."""
+        """Ask a running engine to end and wait for it; then close the link."""
         ...
 
 
@@ -46,7 +46,7 @@ class EngineOwner(Protocol):
 
     async def attach(self, link: Link[ToEngine, FromEngine], ready: EngineReady) -> None: ...
     async def disconnected(self) -> Exception | None:
-        """Until nobody reads the attached engine any more. The error that ended the reading; None if the link closed."""
+        """Wait until the attached engine's messages are no longer read. The error that ended this; None if the link closed."""
         ...
 
     def engine_lost(self) -> None: ...

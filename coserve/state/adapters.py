@@ -104,7 +104,7 @@ class AdapterTable(Database):
         )
 
     def drop_version(self, ref: AdapterRef, reason: str) -> None:
-        """Forget one version and keep a note that says why."""
+        """Delete one version's row and store a note with the reason."""
         with self._transaction():
             self._remove_version(ref)
             self._insert_note(f"adapter {ref} dropped: {reason}")

@@ -82,7 +82,7 @@ def database_errors() -> Iterator[None]:
 
 
 class Database:
-    """`clock` gives seconds since the epoch."""
+    """`clock` returns seconds since the epoch."""
 
     def __init__(self, path: Path, clock: Callable[[], float] = time.time) -> None:
         """Open, or create. Raises `StartupError` for a file that is no registry of this version, `StorageBusy` for one

@@ -47,12 +47,12 @@ FAILPOINTS = frozenset(f"{point}.{step}" for point in DURABLE_POINTS for step in
     "api.before_reply",  # a job or an import is committed, its answer has not left
     "generate.mid_stream",  # the engine is about to send tokens of a running request
     "finetune.mid_step",  # gradients are computed, the optimizer has not stepped
-    "adapter.publish",  # the adapter's files are durable, nobody knows of them
+    "adapter.publish",  # the adapter's files are durable, but not registered
     "adapter.open",  # a file of an adapter is about to be opened
     "job.open",  # a job's corpus or a file of its checkpoint is about to be opened
-    "daemon.start",  # the tokenizer is about to be found, which may download it
+    "daemon.start",  # the tokenizer is about to be loaded, which may download it
     "engine.start",  # the engine process is there, its base is not
-    "shutdown",  # the daemon was told to stop and saves what runs
+    "shutdown",  # the daemon stops and saves checkpoints
 }
 
 _RULE = re.compile(

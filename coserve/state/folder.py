@@ -98,7 +98,7 @@ class DataFolder:
             os.close(descriptor)
 
     def close_to_others(self) -> None:
-        """Let only the folder's owner in; files of earlier versions in it may be readable for all."""
+        """Make the folder accessible to its owner only; earlier versions left files that all users can read."""
         try:
             self.root.chmod(0o700)
         except PermissionError as error:

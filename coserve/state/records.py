@@ -25,7 +25,7 @@ class JobRecord(Wire, frozen=True):
     result: AdapterRef | None = None
     metadata: dict[str, str] = {}
     notes: tuple[str, ...] = ()
-    """Notes for whoever submitted the job."""
+    """Notes for the user who submitted the job."""
 
 
 class AdapterRecord(Wire, frozen=True):

@@ -27,7 +27,7 @@ class Registry(AdapterTable):
     """One connection, used by the thread that made it: see `RegistryThread` for the event loop's side."""
 
     def create_job(self, record: JobRecord, *, idempotency_key: str | None = None) -> JobRecord:
-        """Accept a job. A key that was seen before gives back the job that it made.
+        """Accept a job. A known key returns the job that it created.
 
         The record's version comes from `next_version`, called in the same function on the registry's thread.
         """
@@ -240,7 +240,7 @@ class Registry(AdapterTable):
         return refs
 
     def delete_version(self, ref: AdapterRef) -> None:
-        """Forget one version. Raises `AdapterNotFound`, or `AdapterBusy` while an unfinished job continues it."""
+        """Delete one version's row. Raises `AdapterNotFound`, or `AdapterBusy` while an unfinished job continues it."""
         with self._transaction():
             self.adapter(ref.id, ref.version)
             for job in self.unfinished():

@@ -69,7 +69,7 @@ class Reserve:
             except OSError as error:
                 if error.errno not in FULL:
                     raise
-                wanted -= BLOCK  # the space was taken meanwhile, or the file's own blocks need some of it
+                wanted -= BLOCK  # another file took the space meanwhile, or the file's metadata needs some of it
 
     def _allocate(self, size: int) -> None:
         descriptor = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)

@@ -85,7 +85,7 @@ class RegistryThread:
             self._registry.close()
 
     async def close(self) -> None:
-        """Finish what was asked for, close the file, end the thread. A second call does nothing."""
+        """Finish all queued calls, close the file, end the thread. A second call does nothing."""
         try:
             closed = self._executor.submit(self._close)
         except RuntimeError:  # it was shut down before

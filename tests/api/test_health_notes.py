@@ -36,7 +36,7 @@ async def test_training_that_starves_is_explained(tmp_path: Path) -> None:
         async with api.http.get("/metrics") as response:
             page = await response.text()
     assert health["notes"][-1] == (
-        "training runs only by train_patience since 12 s: a piece is predicted at 210 ms, the slack is 150 ms"
+        "for 12 s training has run only by train_patience: a micro-step is predicted to take 210 ms, the slack is 150 ms"
     )
     assert "coserve_train_patience_slices_total 7.0" in page
 

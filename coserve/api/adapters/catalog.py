@@ -65,7 +65,7 @@ class AdapterCatalog:
         self._commits = Commits()
 
     async def close(self) -> None:
-        """Wait for imports and deletions under way."""
+        """Wait for imports and deletions in progress."""
         await self._commits.close()
 
     # ---- import
@@ -124,7 +124,7 @@ class AdapterCatalog:
         )
 
     async def get(self, name: str, version: int | None) -> Adapter:
-        """One version (the one that the name means) and the numbers of all. Raises `AdapterNotFound`."""
+        """One version (the current one by default) and the numbers of all. Raises `AdapterNotFound`."""
 
         def find(registry: Registry) -> tuple[AdapterRecord, list[AdapterRecord], int | None]:
             return registry.adapter(name, version), registry.versions(name), registry.current_version(name)
@@ -133,7 +133,7 @@ class AdapterCatalog:
         return self._view(record, [each.ref.version for each in records], current=record.ref.version == current)
 
     async def list(self, after: str | None, limit: int) -> AdapterList:
-        """The version that each name means, by name."""
+        """The current version of each adapter, by name."""
         records = await self._registry(lambda registry: registry.adapters(after=after, limit=limit + 1))
         return AdapterList(data=[self._view(record) for record in records[:limit]], has_more=len(records) > limit)
 
@@ -153,7 +153,7 @@ class AdapterCatalog:
     # ---- roll back and delete
 
     async def roll_back(self, name: str, version: int) -> Adapter:
-        """The name means `version` from now on; running requests finish on theirs. Raises `AdapterNotFound`."""
+        """Make `version` the current one; running requests finish on theirs. Raises `AdapterNotFound`."""
         await self._registry(lambda registry: registry.roll_back(AdapterRef(name, version)))
         return await self.get(name, version)
 

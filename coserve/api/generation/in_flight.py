@@ -68,7 +68,7 @@ class InFlightRequests:
             state.outputs.put(message)
 
     def fail_all(self, error: EngineUnavailable) -> None:
-        """The engine is gone: every request in flight ends with this error."""
+        """The engine ended: every request in flight ends with this error."""
         for id, state in self._states.items():
             state.outputs.put(RequestFailed(id=id, code=error.code, message=error.message))
 

@@ -13,7 +13,7 @@ MAX_MERGED = MAX_PROMPT_LOGPROBS
 """Most tokens and prompt positions in one merged message: what becomes text in one turn of the event loop."""
 
 LOOSE = 16
-"""Messages that wait as they came."""
+"""Messages that are kept unmerged."""
 
 EngineOutput = Admitted | Tokens | RequestFailed
 

@@ -16,7 +16,7 @@ class Turns:
         self._renewing = False
 
     async def take(self, units: int) -> None:
-        """Returns in a turn that has units left; work larger than a whole turn's gets one of its own."""
+        """Wait for a turn with enough units left; work larger than a whole turn gets a turn for itself."""
         if self._left > 0 and not self._waiting:
             self._spend(units)
             return
@@ -31,7 +31,7 @@ class Turns:
             asyncio.get_running_loop().call_soon(self._renew)
 
     def _renew(self) -> None:
-        """The next turn: those that wait come first."""
+        """Begin the next turn; waiting tasks are served first."""
         self._left, self._renewing = self._limit, False
         while self._waiting and self._left > 0:
             future, units = self._waiting.popleft()

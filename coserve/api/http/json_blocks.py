@@ -1,4 +1,4 @@
-"""JSON of a large response in blocks: one call of the encoder keeps the interpreter's lock, and the loop, to its end."""
+"""JSON of a large response in blocks: one call of the encoder holds the GIL, and so the event loop, to its end."""
 
 from __future__ import annotations
 
@@ -138,7 +138,7 @@ def encode_in_chunks(value: object) -> Iterator[bytes]:
 
 
 def _groups(values: Sequence[object]) -> Iterator[Sequence[object]]:
-    """Neighbours that weigh about `VALUES_AT_ONCE` together; what is heavier stands alone."""
+    """Groups of consecutive entries with about `VALUES_AT_ONCE` values together; a larger entry is a group of its own."""
     if isinstance(values[0], int | float):
         yield from (values[first : first + VALUES_AT_ONCE] for first in range(0, len(values), VALUES_AT_ONCE))
         return

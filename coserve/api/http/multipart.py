@@ -1,4 +1,4 @@
-"""aiohttp's multipart reader, bounded: by itself it reads lines for as long as a body has some."""
+"""aiohttp's multipart reader with a limit on lines, which aiohttp lacks."""
 
 from __future__ import annotations
 

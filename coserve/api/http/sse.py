@@ -9,7 +9,7 @@ from aiohttp import web
 
 _encoder = msgspec.json.Encoder()
 SMALL = 1 << 14
-"""Bytes that a connection with nothing left to send takes without waiting."""
+"""Bytes that an idle connection accepts without waiting."""
 RUN = 4
 RUN_BYTES = 1 << 12
 """Events, and bytes of events, that are sent in one turn of the event loop, however fast their reader is."""
@@ -38,7 +38,7 @@ class EventStream:
         await self._response.prepare(self._request)
 
     async def send(self, body: msgspec.Struct | str, *, event: str | None = None, id: int | None = None) -> None:
-        """One event; a text goes as it is. Raises `ConnectionError` if the reader is gone or does not read."""
+        """Send one event; a string is sent unchanged. Raises `ConnectionError` if the client left or does not read."""
         data = body.encode() if isinstance(body, str) else _encoder.encode(body)
         head = (f"event: {event}\n" if event else "") + (f"id: {id}\n" if id is not None else "")
         await self._write(head.encode() + b"data: " + data + b"\n\n")
@@ -48,7 +48,7 @@ class EventStream:
             await asyncio.sleep(0)
 
     async def heartbeat(self) -> None:
-        """A comment, so that proxies and readers see that the connection lives."""
+        """Send a comment, so that proxies and clients keep the connection open."""
         await self._write(b": \n\n")
 
     async def _write(self, data: bytes) -> None:

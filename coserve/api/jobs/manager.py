@@ -1,4 +1,4 @@
-"""Accepts jobs durably, gives them to the engine, pauses, resumes and cancels them."""
+"""Accepts jobs durably, sends them to the engine, pauses, resumes and cancels them."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ from coserve.types import JobSpec, JobState
 log = logging.getLogger(__name__)
 
 MAX_DEATHS = 3
-"""A job fails after so many engines died while they ran it, without a checkpoint in between."""
+"""A job fails after this many engines in a row died while they ran it, without a checkpoint in between."""
 
 
 class JobManager:
@@ -64,7 +64,7 @@ class JobManager:
         self._started: set[str] = set()
         """Jobs sent to the current engine."""
         self._wanted: dict[str, JobState] = {}
-        """States asked for that the engine has not reported yet; they hold for the next engine too."""
+        """Requested states that the engine has not reported yet; the next engine gets them too."""
         self._changes = asyncio.Lock()
         """Held while the registry and what was sent to the engine must agree."""
         self._commits = Commits()
@@ -77,7 +77,7 @@ class JobManager:
             await self._registry.with_reserve(lambda registry: recover(registry, self._folder))
 
     async def attach(self, open_link: Callable[[], None]) -> None:
-        """Give the unfinished jobs to a new engine, oldest first."""
+        """Send the unfinished jobs to a new engine, oldest first."""
         async with self._changes:
             await self._recorder.settled()
             what = "jobs of the last engine"
@@ -126,13 +126,13 @@ class JobManager:
             self._started.add(spec.id)
 
     async def close(self) -> None:
-        """Wait for changes under way."""
+        """Wait for changes in progress."""
         await self._commits.close()
 
     # ---- submission
 
     async def submit(self, request: FinetuneRequest, upload: Path | None, key: str | None) -> Job:
-        """Accept a job: when this returns, it is durable. The same `key` again gives the first job.
+        """Accept a job: when this returns, it is durable. The same `key` returns the first job again.
 
         Raises `InvalidRequest`, `CorpusError` leaves (with the line), `AdapterNotFound`, `ForbiddenPath`, `QueueFull`,
         `StorageFull`, `EngineUnavailable` (no engine has started yet).

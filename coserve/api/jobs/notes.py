@@ -1,4 +1,4 @@
-"""What whoever submitted a job should know about it."""
+"""Notes for the user who submitted a job."""
 
 from __future__ import annotations
 

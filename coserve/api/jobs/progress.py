@@ -1,4 +1,4 @@
-"""Writes the steps, checkpoints and notes of jobs into the registry, late where the disk refuses them."""
+"""Writes the steps, checkpoints and notes of jobs into the registry, later if the disk refuses them."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ class ProgressWriter:
             self._late.pop(id, None)
 
     async def close(self) -> None:
-        """Write all late progress, with the reserved space if need be; what does not fit is lost with the process."""
+        """Write all delayed progress, with the reserved space if needed; the rest is lost."""
         if self._catching_up is not None:
             async with self._writing_late:  # a step that is being written is written once
                 self._catching_up.cancel()
@@ -88,7 +88,7 @@ class ProgressWriter:
             self._catching_up = asyncio.create_task(self._catch_up())
 
     async def _catch_up(self) -> None:
-        """Write all late progress as soon as the disk takes it."""
+        """Write all delayed progress as soon as the disk accepts it."""
         while self._late:
             id = next(iter(self._late))
             try:

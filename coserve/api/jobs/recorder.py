@@ -89,7 +89,7 @@ class JobRecorder:
         await self._queue.join()
 
     async def close(self) -> None:
-        """Write late progress; what does not fit on the disk is lost with the process."""
+        """Write delayed progress; what does not fit on the disk is lost."""
         await self._progress.close()
 
     async def run(self) -> None:

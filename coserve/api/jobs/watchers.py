@@ -1,4 +1,4 @@
-"""Who waits for news of which job."""
+"""Tasks that wait for changes of a job."""
 
 from __future__ import annotations
 

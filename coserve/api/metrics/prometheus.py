@@ -28,7 +28,7 @@ _TOTALS: tuple[tuple[str, str, Callable[[EngineStats], float]], ...] = (
     ("engine_pinned_alloc", "Calls of cudaHostAlloc", lambda s: s.pinned_allocs),
     ("train_patience_slices", "Fine-tuning slices that ran only for train_patience", lambda s: s.patience_slices),
 )
-"""What an engine counts from its start on."""
+"""Counters that an engine starts at zero."""
 
 
 class Metrics:
@@ -170,7 +170,7 @@ class EngineGauges(Collector):
         self._stalls_before: dict[str, StallCounts] = {}
 
     def report(self, stats: EngineStats | None) -> None:
-        """None: the engine is gone."""
+        """None: the engine ended."""
         if stats is None:
             self._before, self._stalls_before = self._totals(), self._stalls()
         self._stats = stats

@@ -1,4 +1,4 @@
-"""The metrics by vLLM's names too, with its labels `model_name` and `engine`: dashboards and autoscalers know them."""
+"""The metrics under vLLM's names, with its labels `model_name` and `engine`, for existing dashboards and autoscalers."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _NAMES: dict[str, tuple[str, ...]] = {
     "preemptions": ("num_preemptions",),
     "requests": ("request_success",),
 }
-"""Ours, without `coserve_`, to vLLM's, without `vllm:`."""
+"""Our names (without `coserve_`) and vLLM's (without `vllm:`)."""
 
 
 class VllmNames(Collector):
@@ -56,7 +56,7 @@ class VllmNames(Collector):
 
 
 def _labels(sample: Sample) -> dict[str, str]:
-    """How a sequence ended is called otherwise there."""
+    """The sample's labels in vLLM's terms: it has other names for finish reasons."""
     found = dict(sample.labels)
     reason = found.pop("finish_reason", None)
     if reason is not None:

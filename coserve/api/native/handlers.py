@@ -193,7 +193,7 @@ async def _send_events(stream: EventStream, events: AsyncGenerator[JobEvent | No
 
 
 async def _told(stream: EventStream, sending: Awaitable[None]) -> bool:
-    """Whether all was sent. An error after the stream has begun is sent as its last event."""
+    """Whether everything was sent. An error after the stream has begun is sent as its last event."""
     try:
         await sending
     except CoserveError as error:

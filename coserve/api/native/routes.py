@@ -26,7 +26,7 @@ from coserve.schemas import (
 
 
 def native_routes(api: NativeApi) -> tuple[Route, ...]:
-    """Every route of coserve's own API but `/openapi.json`, which is made from them."""
+    """Every route of coserve's own API except `/openapi.json`, which is generated from them."""
     body, busy = BODY_ERRORS, BUSY_ERRORS
     return (
         Route(
@@ -57,7 +57,7 @@ def native_routes(api: NativeApi) -> tuple[Route, ...]:
             "GET",
             "/finetune/{id}/events",
             api.job_events,
-            "Follow a job: its story so far, then live, until its end",
+            "Follow a job: its past events, then live ones, until its end",
             events=JobEvent,
             query=("after",),
             errors=(404, 429),
@@ -98,7 +98,7 @@ def native_routes(api: NativeApi) -> tuple[Route, ...]:
             "POST",
             "/adapters/{id}/rollback",
             api.roll_back_adapter,
-            "Have an adapter's name mean an older version",
+            "Make an older version of an adapter the current one",
             body=RollbackRequest,
             answer=Adapter,
             errors=(404, *body, 503, 507),

@@ -70,7 +70,7 @@ class StreamOptions(Wire, frozen=True):
 
 class SharedParams(Wire, frozen=True):
     """Fields of both completions and chats. Of the fields after `slo_tpot`, those up to `prompt_cache_retention` change
-    nothing here; the others must ask for nothing, or for what is the case anyway.
+    nothing here; the others accept only empty and default values.
     """
 
     model: ModelName | None = None

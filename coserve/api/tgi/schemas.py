@@ -28,7 +28,7 @@ AdapterId = Annotated[str, Meta(pattern=rf"\A(|{BASE_NAME}|{VERSIONED_NAME})\Z")
 
 
 class TgiParameters(Wire, frozen=True):
-    """Of the fields after `return_full_text`, each must ask for nothing, or for what is the case anyway."""
+    """Fields after `return_full_text` are not supported: only empty and default values are accepted."""
 
     adapter_id: AdapterId | None = None
     """`name` or `name@version` of an adapter here; null, empty or `__base_model__`: the base."""
@@ -47,7 +47,8 @@ class TgiParameters(Wire, frozen=True):
     seed: Seed | None = None
     ignore_eos_token: bool | None = None
     best_of: Choices | None = None
-    """Of so many answers, the one with the largest mean log-probability. Above 1 it needs sampling, no seed, no stream."""
+    """Number of answers to generate; the one with the largest mean log-probability is returned. Above 1 it needs
+    sampling, no seed, no stream."""
     details: bool | None = None
     decoder_input_details: bool | None = None
     """Log-probabilities of the prompt, and `details`; not in streams."""
@@ -71,7 +72,7 @@ class TgiParameters(Wire, frozen=True):
 
 
 class TgiRequest(Wire, frozen=True):
-    """`POST /`, `POST /generate` and `POST /generate_stream`, in LoRAX's and TGI's words."""
+    """`POST /`, `POST /generate` and `POST /generate_stream`, with the field names of LoRAX and TGI."""
 
     inputs: str
     parameters: TgiParameters | None = None

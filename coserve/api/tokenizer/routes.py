@@ -15,7 +15,7 @@ from coserve.api.tokenizer.handlers import (
 
 
 def tokenizer_routes(api: TokenizerApi) -> tuple[Route, ...]:
-    """What vLLM has beside `/v1`."""
+    """The tokenizer routes of vLLM outside `/v1`."""
     return (
         Route(
             "POST",
