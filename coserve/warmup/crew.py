@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import Awaitable, Callable
+from enum import Enum, auto
 from typing import Protocol
 
 from coserve.warmup.messages import PartReport
@@ -30,6 +31,15 @@ class Worker(Protocol):
         ...
 
 
+class _End(Enum):
+    """How a part ended, for its worker."""
+
+    DONE = auto()
+    LOST = auto()
+    """The worker is of no use any more."""
+    NO_MEMORY = auto()
+
+
 class CacheFault(Exception):
     """A part failed in a way that a corrupt cache explains."""
 
@@ -50,7 +60,7 @@ class Crew:
         """`suspect_cache`: raise `CacheFault` where a part fails without a known reason."""
         self._schedule, self._start, self._workers = schedule, start, workers
         self._changed, self._suspect_cache, self._hangs = changed, suspect_cache, hangs
-        self._turn = asyncio.Condition()
+        self._turn, self._left = asyncio.Condition(), workers
 
     async def run(self) -> None:
         """Returns once every part is complete or has failed; no worker is left. Raises `CacheFault`."""
@@ -70,9 +80,12 @@ class Crew:
             while (part := await self._next()) is not None:
                 if worker is None:
                     worker = await self._start()
-                if not await self._do(worker, part):
+                end = await self._do(worker, part)
+                if end is not _End.DONE:
                     await worker.close()
                     worker = None
+                if end is _End.NO_MEMORY:
+                    return  # the others have more
         finally:
             if worker is not None:
                 with contextlib.suppress(Exception):
@@ -86,8 +99,7 @@ class Crew:
                 await self._turn.wait()
             return part
 
-    async def _do(self, worker: Worker, part: str) -> bool:
-        """Whether the worker can go on with other parts."""
+    async def _do(self, worker: Worker, part: str) -> _End:
         worker.ask(part)
         while True:
             try:
@@ -95,22 +107,29 @@ class Crew:
                     report = await worker.report()
             except TimeoutError:
                 await self._failed(part, f"no progress for {self._hangs:.0f} s")
-                return False
+                return _End.LOST
             if report is None:
                 self._suspect(part, "its process died")
                 await self._failed(part, "its process died")
-                return False
+                return _End.LOST
+            if report.trouble == "memory" and self._left > 1:
+                self._left -= 1
+                log.warning("warm-up: %s found too little memory; one process fewer goes on: %s", part, report.why)
+                async with self._turn:
+                    self._schedule.put_back(part)
+                    self._turn.notify_all()
+                return _End.NO_MEMORY
             if report.trouble is not None:
                 if report.trouble == "error":
                     self._suspect(part, report.why)
                 await self._failed(part, report.why)
-                return report.trouble == "unsupported"
+                return _End.DONE if report.trouble == "unsupported" else _End.LOST
             if report.done >= report.total:
                 async with self._turn:
                     self._schedule.finish(part)
                     self._turn.notify_all()
                 self._changed()
-                return True
+                return _End.DONE
             self._schedule.advance(part, report.done, report.total)
             self._changed()
 

@@ -98,6 +98,10 @@ class Schedule:
         self._complete.add(name)
         self._done[name] = self._parts[name].weight
 
+    def put_back(self, name: str) -> None:
+        """The part begins anew some time."""
+        self._running.remove(name)
+
     def fail(self, name: str, why: str) -> None:
         """The part cannot be done, nor can those that need it."""
         self._running.remove(name)

@@ -57,6 +57,9 @@ def test_replays_give_what_packed_steps_give() -> None:
             footprint.max_rank: MixedGraph(state, kv.mixed_attention(capacity), footprint)
             for footprint in (NO_ADAPTERS, LoraFootprint(16, slots.all_groups))
         }
+        for graph in graphs.values():
+            for _ in graph.capture():
+                pass
         before = kv.buffer.bytes.clone()
         for number, mix in enumerate((*MIXES, *MIXES)):
             rows, runs, known = step(mix, number, last)

@@ -224,13 +224,19 @@ class Runs:
         )
         meter = CudaMemoryMeter(base.device) if self._on_gpu else NoMeter()
         profiler = MemoryProfiler(base, meter, conditions, rank=rank)
-        tokens = [size for size in TRAINED if size <= sizes.micro_batch_tokens]
-        steps = sorted({sizes.step_tokens, sizes.step_tokens // 2, sizes.step_tokens // 4} - {0})
-        for done, size in enumerate(steps):
-            yield done, len(steps) + len(tokens)
-            profiler.step(size)
-        for done, size in enumerate(sorted({*tokens, sizes.micro_batch_tokens, sizes.micro_batch_tokens // 2} - {0})):
-            yield min(len(steps) + done, len(steps) + len(tokens) - 1), len(steps) + len(tokens)
+        steps = {sizes.step_tokens, sizes.step_tokens // 2, sizes.step_tokens // 4} - {0}
+        batches = {sizes.micro_batch_tokens, sizes.micro_batch_tokens // 2} - {0}
+        batches |= {size for size in TRAINED if size <= sizes.micro_batch_tokens}
+        work = [
+            *((profiler.step, size) for size in sorted(steps)),
+            *((profiler.micro_batch, size) for size in sorted(batches)),
+        ]
+        for done, (run, size) in enumerate(work):
+            yield done, 2 * len(work)
+            run(size)
+        self._stacked()  # the engine profiles its memory before it stacks weights, and trains afterwards
+        for done, size in enumerate(sorted(batches)):
+            yield len(work) + done, 2 * len(work)
             profiler.micro_batch(size)
 
     # ---- compiled layers
@@ -241,6 +247,9 @@ class Runs:
             self._woken = True
         return FusedBase(self._base, compiled=self._on_gpu, options=INDUCTOR, gemms=gemms)
 
+    def _stacked(self) -> list[StackedWeights]:
+        return FusedBase(self._base, compiled=False, gemms=GemmChoice()).stacked
+
     def _layers(self) -> Iterator[tuple[int, int]]:
         yield 0, 2
         self._fused(GemmChoice()).shadow().check()
@@ -250,7 +259,7 @@ class Runs:
 
     def _gemms(self, rows: int, path: Path) -> Iterator[tuple[int, int]]:
         yield 0, 2
-        stacked = FusedBase(self._base, compiled=False, gemms=GemmChoice()).stacked
+        stacked = self._stacked()
         choice = GemmChoice()
         if self._on_gpu:
             measured = [one for kind in _by_kind(stacked).values() for one in _enough(kind)]
@@ -258,7 +267,7 @@ class Runs:
         save_gemms(path, choice, stacked, (rows,))
 
     def _graphs(self, rank: int) -> Iterator[tuple[int, int]]:
-        stacked = FusedBase(self._base, compiled=False, gemms=GemmChoice()).stacked
+        stacked = self._stacked()
         gemms = load_gemms(gemm_paths(self._task), stacked, self._base.device)
         fused = self._fused(gemms or GemmChoice())
         fused.shadow().check()

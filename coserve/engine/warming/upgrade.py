@@ -10,7 +10,7 @@ from coserve.generate.execution.graph_executor import GraphExecutor
 from coserve.generate.execution.start import COMPILING, Compilation
 from coserve.generate.generator import Generator
 from coserve.link import EngineWarming
-from coserve.warmup.parts import GEMMS, LAYERS
+from coserve.warmup.parts import graphs
 
 LOADING, CAPTURING = 10, 40
 """Units of progress: loading the compiled layers, and capturing graphs; next to `warmup.parts.Part.weight`."""
@@ -41,7 +41,7 @@ class Upgrade:
     async def ready(self) -> None:
         """Returns once `compile` will find its kernels on disk, or never will."""
         if self._warm is not None:
-            await self._warm.until((LAYERS, *GEMMS))
+            await self._warm.until((graphs(0), graphs(16)))  # steps without a graph need them too
 
     def notify(self, changed: Callable[[], None]) -> None:
         """`changed` is called when `progress` has changed outside of steps."""

@@ -43,20 +43,25 @@ class CapturedStep:
         self._step, self._lora = step, lora
         self._captured: dict[TileCapacity | None, _Captured] = {}
 
-    def capture(self, pool: GraphPool) -> Iterator[None]:
-        """In pieces, one for the warm-up and one for each graph. Steps may run between two of them."""
+    def capture(self, pool: GraphPool, unload: Callable[[], None]) -> Iterator[None]:
+        """In pieces, one for each warm-up and each graph. Steps may run between two of them.
+
+        `unload`: empties the inputs that other graphs share, so that a warm-up writes no keys or values.
+        """
         capacities: tuple[TileCapacity | None, ...] = (None,) if self._lora is None else self._lora.capacities
-        pool.stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(pool.stream):
-            for _ in range(WARM_UPS):
+        for _ in range(WARM_UPS):
+            unload()
+            pool.stream.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(pool.stream):
                 self._step(self._terms(capacities[0]))
-        torch.cuda.current_stream().wait_stream(pool.stream)
-        for capacity in capacities:
+            torch.cuda.current_stream().wait_stream(pool.stream)
             yield
+        for capacity in capacities:
             graph, lora = torch.cuda.CUDAGraph(), self._terms(capacity)
             with captured(graph, pool.memory, pool.stream):
                 results = self._step(lora)
             self._captured[capacity] = _Captured(graph, *results)
+            yield
 
     def replay(self, capacity: TileCapacity | None) -> tuple[Tensor, Tensor]:
         """Logits and likeliest tokens. The next replay overwrites both."""

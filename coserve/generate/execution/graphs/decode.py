@@ -39,7 +39,7 @@ class DecodeGraph:
     def capture(self) -> Iterator[None]:
         """To be exhausted before the first `run`; steps of other graphs may run between two pieces."""
         if self._state.pool is not None:
-            yield from self._captured.capture(self._state.pool)
+            yield from self._captured.capture(self._state.pool, lambda: self._attention.load(()))
 
     def run(
         self, runs: Sequence[TokenRun], slots: Sequence[int], tokens: Sequence[int], segments: Segments | None

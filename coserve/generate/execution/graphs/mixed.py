@@ -87,7 +87,7 @@ class MixedGraph:
     def capture(self) -> Iterator[None]:
         """To be exhausted before the first `run`; steps of other graphs may run between two pieces."""
         if self._state.pool is not None:
-            yield from self._captured.capture(self._state.pool)
+            yield from self._captured.capture(self._state.pool, lambda: self._attention.load(()))
 
     def run(self, rows: Rows, runs: Sequence[TokenRun], segments: Segments | None) -> tuple[Tensor, Tensor]:
         """Starts a step that the capacity holds. Returns as `DecodeGraph.run`, for the rows `keep`.
