@@ -84,7 +84,7 @@ def test_pages_that_cannot_be_given_back_end_the_engine(monkeypatch: pytest.Monk
     generator = generator_of(base)
     generator.add(ask("one"))
     monkeypatch.setattr(base, "forward", raising(base.forward, 1))
-    monkeypatch.setattr(generator._kv, "free", raising(generator._kv.free, 1))
+    monkeypatch.setattr(KvCache, "free", raising(KvCache.free, 1))
     with pytest.raises(EngineFault):
         generator.step()
 
