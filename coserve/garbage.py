@@ -26,19 +26,30 @@ class GarbageCollection:
         self,
         collect: Callable[[int], int] = gc.collect,
         count: Callable[[], tuple[int, int, int]] = gc.get_count,
+        *,
+        settle: Callable[[], None] | None = None,
     ) -> None:
-        self._collect, self._count = collect, count
+        """`settle`: takes the place of the first full collection after `warm` was called; until then many objects are made
+        that stay, and no work is interrupted for a full collection. None: the process is warm."""
+        self._collect, self._count, self._settle = collect, count, settle
+        self._warm = settle is None
+        self._old = 0
+        """Collections of the middle generation that do not count: they came before the process was warm."""
 
     @classmethod
     def none(cls) -> GarbageCollection:
         """Leaves all to the interpreter."""
         return cls(lambda generation: 0, lambda: (0, 0, 0))
 
+    def warm(self) -> None:
+        """All objects that stay have been made."""
+        self._warm, self._old = True, self._count()[2]
+
     def bound(self) -> None:
         """Between two pieces of work: a collection if garbage could grow without bound otherwise."""
         young, middle, old = self._count()
-        if old >= OLD:
-            self._collect(2)
+        if self._warm and old - self._old >= OLD:
+            self.full()
         elif young >= YOUNG:
             self._collect(1 if middle >= MIDDLE else 0)
 
@@ -56,7 +67,12 @@ class GarbageCollection:
 
     def full(self) -> None:
         """There was nothing to do for `IDLE` seconds."""
-        self._collect(2)
+        self._old = 0
+        if self._warm and self._settle is not None:
+            settle, self._settle = self._settle, None
+            settle()
+        else:
+            self._collect(2)
 
 
 def freeze_heap() -> None:

@@ -15,12 +15,13 @@ from concurrent.futures import Executor, ThreadPoolExecutor
 from contextlib import suppress
 
 from coserve.engine.idle import Idle
+from coserve.engine.inbox import Inbox
 from coserve.engine.job_runner import JobRunner
 from coserve.engine.ports import Generates, StoresAdapters, Trains, Upgrades
 from coserve.engine.queue_view import QueueView
 from coserve.engine.running import STEP_KINDS, RunningRequests, StepKind
 from coserve.engine.stalls import Stalls
-from coserve.errors import CoserveError, EngineFault, EngineUnavailable, QueueFull, failure_text
+from coserve.errors import CoserveError, EngineFault, QueueFull, failure_text
 from coserve.garbage import GarbageCollection
 from coserve.link import (
     Admitted,
@@ -51,8 +52,6 @@ from coserve.state.failpoints import failpoint
 log = logging.getLogger(__name__)
 
 STATS_INTERVAL = 1.0
-MESSAGES_AT_ONCE = 0.005
-"""Seconds of work on messages after which the engine has a chance to serve before it handles more."""
 LOGGED_BACKLOG = 8 << 20
 """Bytes that the API process has not read, from which on they are logged."""
 PREPARATION = 0.5
@@ -100,10 +99,9 @@ class Engine:
         self._queue = InferenceQueue(max_queue, fair=fair)
         self._queue_view = QueueView(self._queue, step_tokens)
         self._running, self._stalls = RunningRequests(), Stalls(clock)
-        self._changed, self._chance = asyncio.Event(), asyncio.Event()
+        self._changed = asyncio.Event()
         self._idle = Idle(self._changed, self._garbage, self._stalls)
-        self._messages_seconds = 0.0
-        """Spent on messages since the last chance to serve."""
+        self._inbox = Inbox(link, self._handle, self._changed, self._stalls, clock)
         self._loop: asyncio.AbstractEventLoop | None = None
         threads = ThreadPoolExecutor(2 * max_active_jobs, "jobs") if job_threads is None else job_threads
         self._jobs = JobRunner(
@@ -130,9 +128,11 @@ class Engine:
         """Tick until `Shutdown` comes or the API process is gone. Raises what only a new process mends: `EngineFault`, and
         any error outside of the work of one request or one job."""
         self._loop = asyncio.get_running_loop()
-        beside = [asyncio.create_task(self._receive())]
+        beside = [asyncio.create_task(self._inbox.run())]
         if self._upgrade is not None:
             beside.append(asyncio.create_task(self._take_up(self._upgrade)))
+        else:
+            self._garbage.warm()
         for task in beside:
             task.add_done_callback(lambda _: self._changed.set())
         try:
@@ -167,8 +167,7 @@ class Engine:
 
     async def _tick(self, now: float) -> None:
         self._stalls.chance(somebody=bool(self._queue) or bool(self._running))
-        self._messages_seconds = 0.0
-        self._chance.set()
+        self._inbox.chance()
         match self._policy.decide(self._view(), now):
             case Serve(admit):
                 await self._serve(admit)
@@ -197,6 +196,7 @@ class Engine:
         await compiled
         with self._stalls.during("adopt"):
             notes = upgrade.adopt()
+        self._garbage.warm()
         self._link.send(EngineNotes(notes=notes))
 
     def _tell_warming(self) -> None:
@@ -297,24 +297,6 @@ class Engine:
         )
 
     # ---- messages
-
-    async def _receive(self) -> None:
-        while True:
-            try:
-                message = await self._link.receive()
-            except EngineUnavailable:
-                log.info("the API process is gone")
-                self._stopping = True
-                self._changed.set()
-                return
-            began = self._clock()
-            with self._stalls.during("messages"):
-                self._handle(message)
-            self._changed.set()
-            self._messages_seconds += self._clock() - began
-            if self._messages_seconds >= MESSAGES_AT_ONCE:
-                self._chance.clear()
-                await self._chance.wait()
 
     def _handle(self, message: ToEngine) -> None:
         match message:

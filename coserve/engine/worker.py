@@ -28,7 +28,7 @@ from coserve.engine.warming.upgrade import Upgrade
 from coserve.errors import AdapterNotFound, StartupError
 from coserve.finetune.memory_profiling import Conditions, plan_memory
 from coserve.finetune.trainer import Trainer
-from coserve.garbage import GarbageCollection, collect_when_told
+from coserve.garbage import GarbageCollection, collect_when_told, collect_young_alone
 from coserve.generate.execution.start import make_start
 from coserve.generate.generator import Generator
 from coserve.kernels.lora.backend import choose_backend
@@ -185,11 +185,12 @@ async def _run(config: Config, fd: int, begun: Begun | None) -> None:
         if warm is not None:
             await warm.until(FIRST if config.compile == "background" else None)
         beside = None if warm is None or warm.notes else warm
-        engine, ready = build_engine(base, config, link, garbage=GarbageCollection(), warm=beside)
+        garbage = GarbageCollection(settle=collect_when_told)
+        engine, ready = build_engine(base, config, link, garbage=garbage, warm=beside)
     except StartupError as error:
         link.send(EngineRefused(code=error.code, message=error.message))
     else:
-        collect_when_told()
+        collect_young_alone()  # compilation makes much garbage, on other threads too
         log_event(
             log,
             "base loaded",

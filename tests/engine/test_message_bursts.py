@@ -6,7 +6,8 @@ import asyncio
 import random
 from itertools import pairwise
 
-from coserve.engine.engine import MESSAGES_AT_ONCE, Engine
+from coserve.engine.engine import Engine
+from coserve.engine.inbox import MESSAGES_AT_ONCE
 from coserve.link import DropAdapter, Generate, Shutdown, Tokens, local_pair
 from coserve.queues.policy import Slack
 from coserve.types import AdapterRef, SamplingParams, Slo
