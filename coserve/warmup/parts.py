@@ -110,4 +110,5 @@ class Schedule:
             gone = lost.pop()
             self.failed.setdefault(gone, why)
             self._done.pop(gone, None)
-            lost += [part.name for part in self._parts.values() if gone in part.after and part.name not in self.failed]
+            over = self._complete | self.failed.keys()
+            lost += [part.name for part in self._parts.values() if gone in part.after and part.name not in over]

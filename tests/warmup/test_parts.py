@@ -1,0 +1,83 @@
+"""The order of a warm-up's parts: each once, after those it needs, whatever fails."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from coserve.warmup.parts import FIRST, GEMMS, LAYERS, Part, Schedule, all_parts, graphs
+
+Case = tuple[list[Part], set[str]]
+
+
+@st.composite
+def cases(draw: st.DrawFn) -> Case:
+    """Parts that need earlier ones, and some that were done before, with all that these need."""
+    parts: list[Part] = []
+    for number in range(draw(st.integers(1, 8))):
+        known = [part.name for part in parts]
+        after = draw(st.frozensets(st.sampled_from(known))) if known else frozenset()
+        parts.append(Part(f"p{number}", draw(st.integers(1, 9)), after))
+    done = draw(st.sets(st.sampled_from([part.name for part in parts])))
+    return parts, done
+
+
+@given(cases(), st.data())
+def test_each_part_runs_once_after_those_it_needs(case: Case, data: st.DataObject) -> None:
+    parts, before = case
+    schedule, running, begun = Schedule(parts, before), list[str](), list[str]()
+    needs = {part.name: part.after for part in parts}
+    last = schedule.progress
+    while not schedule.ended:
+        name = schedule.next()
+        if name is not None:
+            assert needs[name] <= schedule.complete
+            running.append(name)
+            begun.append(name)
+        else:
+            assert running, "nothing runs and nothing may start"
+        if name is None or data.draw(st.booleans()):
+            ends = running.pop(data.draw(st.integers(0, len(running) - 1)))
+            match data.draw(st.sampled_from(["finish", "advance", "fail"])):
+                case "fail":
+                    schedule.fail(ends, "why")
+                case "advance":
+                    schedule.advance(ends, data.draw(st.integers(0, 10)), 10)
+                    running.append(ends)
+                    assert schedule.progress[0] < schedule.progress[1]
+                    schedule.finish(running.pop())
+                case _:
+                    schedule.finish(ends)
+        done, total = schedule.progress
+        assert last[0] <= done <= total
+        last = done, total
+    assert schedule.progress[0] == schedule.progress[1]
+    assert len(begun) == len(set(begun))
+    assert schedule.complete | schedule.failed.keys() == {part.name for part in parts}
+    assert not set(begun) & before
+
+
+def test_a_part_that_is_put_back_runs_again() -> None:
+    schedule = Schedule([Part("one", 3)])
+    assert schedule.next() == "one"
+    assert schedule.next() is None
+    schedule.put_back("one")
+    assert schedule.next() == "one"
+
+
+def test_what_needs_a_failed_part_fails_too() -> None:
+    schedule = Schedule(all_parts())
+    started = set(iter(schedule.next, None))
+    assert {*FIRST, LAYERS, *GEMMS} <= started
+    assert graphs(0) not in started
+    schedule.fail(LAYERS, "refused")
+    assert {graphs(0), graphs(16), graphs(256)} <= schedule.failed.keys()
+    assert set(schedule.failed.values()) == {"refused"}
+
+
+def test_the_engine_gets_first_what_it_needs_first() -> None:
+    names = [part.name for part in all_parts()]
+    assert set(names[:3]) == set(FIRST)
+    assert names.index(graphs(16)) < min(
+        names.index(name) for name in names if name.endswith("-32") and "gemms" not in name
+    )

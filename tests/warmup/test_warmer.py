@@ -1,0 +1,140 @@
+"""A warm-up with stand-ins for its worker processes: what fails, hangs or dies is told, and a suspect cache is made anew once."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import pytest
+
+from coserve.warmup import crew
+from coserve.warmup.manifest import Manifest, load_manifest
+from coserve.warmup.messages import PartReport, Progress, Task
+from coserve.warmup.parts import Part
+from coserve.warmup.warmer import warm
+
+PARTS = (Part("a", 4), Part("b", 4), Part("c", 4, frozenset({"a"})))
+FIELDS = {"gpu": "H200"}
+DONE = (PartReport(1, 2), PartReport(2, 2))
+Script = Callable[[str], Sequence[PartReport | str | None]]
+"""What a worker reports of a part: None is its death, a text that it hangs."""
+
+
+class Scripted:
+    """Implements `crew.Worker`."""
+
+    def __init__(self, folder: Path, script: Script, alive: set[Scripted], asked: list[str]) -> None:
+        self._folder, self._script, self._alive, self._asked = folder, script, alive, asked
+        self._left: list[PartReport | str | None] = []
+        alive.add(self)
+
+    def ask(self, part: str) -> None:
+        self._asked.append(part)
+        self._left = list(self._script(part))
+        kernel = self._folder / "triton" / part / "kernel.cubin"
+        kernel.parent.mkdir(parents=True, exist_ok=True)
+        kernel.write_bytes(part.encode())
+
+    async def report(self) -> PartReport | None:
+        await asyncio.sleep(0)
+        found = self._left.pop(0)
+        if isinstance(found, str):
+            await asyncio.Event().wait()
+        return found if isinstance(found, PartReport) else None
+
+    async def close(self) -> None:
+        self._alive.discard(self)
+
+
+async def run(folder: Path, script: Script, workers: int = 2) -> tuple[list[Progress], list[str]]:
+    """What is told, and the parts that workers were asked for. No worker is left."""
+    alive, asked, told = set[Scripted](), list[str](), list[Progress]()
+
+    async def start() -> Scripted:
+        return Scripted(folder, script, alive, asked)
+
+    task = Task(config="{}", folder=str(folder), fields=FIELDS, shape="8b", workers=workers)
+    await warm(task, PARTS, start, told.append)
+    assert not alive
+    assert told[-1].ended
+    assert told[-1].done == told[-1].total
+    return told, asked
+
+
+@pytest.mark.parametrize("workers", [1, 2, 5])
+async def test_everything_is_done_once_and_found_at_the_next_start(tmp_path: Path, workers: int) -> None:
+    told, asked = await run(tmp_path, lambda part: DONE, workers)
+    assert sorted(asked) == ["a", "b", "c"]
+    assert asked.index("a") < asked.index("c")
+    assert told[-1].complete == ["a", "b", "c"]
+    assert not told[-1].notes
+    assert [one.done for one in told] == sorted(one.done for one in told)
+    told, asked = await run(tmp_path, lambda part: DONE)
+    assert not asked
+    assert told[-1].complete == ["a", "b", "c"]
+
+
+async def test_a_damaged_file_is_not_trusted(tmp_path: Path) -> None:
+    await run(tmp_path, lambda part: DONE)
+    (tmp_path / "triton" / "a" / "kernel.cubin").write_bytes(b"?")
+    _, asked = await run(tmp_path, lambda part: DONE)
+    assert sorted(asked) == ["a", "b", "c"]
+
+
+async def test_what_an_interrupted_start_completed_is_kept(tmp_path: Path) -> None:
+    def only_a(part: str) -> Sequence[PartReport]:
+        if part != "a":
+            raise ZeroDivisionError
+        return DONE
+
+    with pytest.raises(ZeroDivisionError):
+        await run(tmp_path, only_a, workers=1)
+    assert load_manifest(tmp_path, FIELDS).parts == {"8b": ["a"]}
+    _, asked = await run(tmp_path, lambda part: DONE)
+    assert sorted(asked) == ["b", "c"]
+
+
+@pytest.mark.parametrize(
+    ("reports", "why"),
+    [((None,), "died"), ((PartReport(0, 1, "error", "broken"),), "broken"), (("hangs",), "no progress")],
+)
+async def test_a_part_that_fails_is_told_and_the_others_are_done(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, reports: tuple[PartReport | str | None, ...], why: str
+) -> None:
+    monkeypatch.setattr(crew.Crew.__init__, "__kwdefaults__", crew.Crew.__init__.__kwdefaults__ | {"hangs": 0.01})
+    told, _ = await run(tmp_path, lambda part: reports if part == "a" else DONE)
+    assert told[-1].complete == ["b"]
+    assert {note.split(":")[1].strip() for note in told[-1].notes} == {"a failed", "c failed"}
+    assert all(why in note for note in told[-1].notes)
+    assert load_manifest(tmp_path, FIELDS).parts == {"8b": ["b"]}
+
+
+async def test_a_cache_that_a_part_fails_over_is_made_anew_once(tmp_path: Path) -> None:
+    await run(tmp_path, lambda part: DONE if part != "b" else (PartReport(0, 1, "unsupported", "no"),))
+    kernel = tmp_path / "triton" / "old" / "kernel.cubin"
+    kernel.parent.mkdir()
+    kernel.write_bytes(b"old")
+    failures = [(PartReport(0, 1, "error", "bad entry"),)]
+    told, asked = await run(tmp_path, lambda part: failures.pop() if part == "b" and failures else DONE)
+    assert not kernel.exists()
+    assert asked[0] == "b"
+    assert sorted(asked[1:]) == ["a", "b", "c"]
+    assert told[-1].complete == ["a", "b", "c"]
+    assert not told[-1].notes
+
+
+async def test_a_worker_without_memory_gives_its_part_to_the_others(tmp_path: Path) -> None:
+    scarce = [(PartReport(0, 1, "memory", "full"),)]
+    told, asked = await run(tmp_path, lambda part: scarce.pop() if part == "a" and scarce else DONE)
+    assert asked.count("a") == 2
+    assert told[-1].complete == ["a", "b", "c"]
+    told, _ = await run(tmp_path / "alone", lambda part: (PartReport(0, 1, "memory", "full"),), workers=1)
+    assert not told[-1].complete
+
+
+async def test_a_manifest_of_another_shape_stays(tmp_path: Path) -> None:
+    await run(tmp_path, lambda part: DONE)
+    found = load_manifest(tmp_path, FIELDS)
+    assert isinstance(found, Manifest)
+    assert found.parts.keys() == {"8b"}
