@@ -118,6 +118,16 @@ async def test_hosts_and_origins(locked: Api) -> None:
             assert response.status == 200, headers
 
 
+async def test_probes_may_call_the_daemon_by_its_address(locked: Api) -> None:
+    auth = {"Authorization": f"Bearer {KEY}"}
+    for host in ("10.1.2.3:8000", "[fd00::1]:8000"):
+        for path, status in (("/health", 200), ("/health/ready", 200), ("/adapters", 403)):
+            async with locked.http.get(path, headers=auth | {"Host": host}) as response:
+                assert response.status == status, (path, host)
+        async with locked.http.get("/health", headers={"Host": host, "Origin": f"http://{host}"}) as response:
+            assert response.status == 403
+
+
 async def test_compressed_bodies_are_not_unpacked(api: Api) -> None:
     bomb = zlib.compress(b"0" * (50 << 20))
     for encoding in ("deflate", "gzip", "br", "identity"):

@@ -52,19 +52,30 @@ class Gate:
 
     def check(self, request: web.Request) -> None:
         """Raises `ForbiddenOrigin`, `Unauthorized`, `UnsupportedEncoding`."""
-        if _host(f"//{request.headers.get('Host', '')}") not in self._hosts:
+        public = request.match_info.route.name in self._public
+        host = _host(f"//{request.headers.get('Host', '')}")
+        # Probes call the daemon by its address. DNS rebinding, which this check prevents, needs a name.
+        if host not in self._hosts and not (public and _is_address(host)):
             raise ForbiddenOrigin(
                 "the Host header names none of this daemon's hosts; see --allowed-hosts", field="Host"
             )
         origin = request.headers.get("Origin")
         if origin is not None and not (origin.startswith(("http://", "https://")) and _host(origin) in self._hosts):
             raise ForbiddenOrigin("pages of this origin may not use the daemon; see --allowed-hosts", field="Origin")
-        if self._key is not None and request.match_info.route.name not in self._public:
+        if self._key is not None and not public:
             scheme, _, given = request.headers.get("Authorization", "").partition(" ")
             if scheme.lower() != "bearer" or not hmac.compare_digest(given.encode(errors="replace"), self._key):
                 raise Unauthorized("expected 'Authorization: Bearer KEY' with the daemon's key", field="Authorization")
         if "Content-Encoding" in request.headers:
             raise UnsupportedEncoding("compressed bodies are not accepted", field="Content-Encoding")
+
+
+def _is_address(host: str) -> bool:
+    try:
+        ipaddress.ip_address(host)
+    except ValueError:
+        return False
+    return True
 
 
 def _is_wildcard(host: str) -> bool:
