@@ -203,7 +203,7 @@ def test_arrivals_and_cancels_in_the_middle_change_nothing_and_leave_nothing() -
     gen.add(watched)
     got: list[int] = []
     live: list[str] = []
-    for i in range(400):
+    for i in range(200):
         if chance.random() < 0.4:
             id = f"n{i}"
             sampling = SamplingParams(max_tokens=chance.randint(1, 40), seed=i)
