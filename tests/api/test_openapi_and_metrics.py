@@ -9,6 +9,7 @@ from typing import Any
 from prometheus_client.parser import text_string_to_metric_families
 
 from coserve.link import STALL_BUCKETS, Generate, StallCounts
+from coserve.types import MicroStep
 from tests.support.api_server import Api, serve_api
 
 
@@ -158,6 +159,7 @@ async def test_every_metric_is_described(api: Api) -> None:
     async with api.http.get("/metrics") as response:
         families = text_string_to_metric_families(await response.text())
     served = {f"{family.name}_total" if family.type == "counter" else family.name for family in families}
+    assert {f"train_{kind}" for kind in MicroStep} <= set(re.findall(r"`(\w+)`", page))
     assert described == {name for name in served if name.startswith("coserve_") and not name.endswith("_created")}
 
 
