@@ -57,6 +57,7 @@ from benchmarks.stall_report import (
 )
 from coserve.client import Client
 from coserve.config import Config
+from coserve.errors import WrongJobState
 from coserve.types import JobState, TrainingSettings
 from coserve.workloads.replay import Sample
 
@@ -280,7 +281,8 @@ def jobs(client: Client, size: Size, checkpoint_steps: int) -> Iterator[None]:
                     first = False
                     begun.wait(120)
                 if stopping.is_set():
-                    job.cancel()
+                    with contextlib.suppress(WrongJobState):  # it has ended meanwhile
+                        job.cancel()
                     return
 
     with ThreadPoolExecutor(ACTIVE_JOBS) as pool:

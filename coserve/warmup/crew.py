@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import time
 from collections.abc import Awaitable, Callable
 from enum import Enum, auto
 from typing import Protocol
@@ -100,6 +101,7 @@ class Crew:
             return part
 
     async def _do(self, worker: Worker, part: str) -> _End:
+        began = time.monotonic()
         worker.ask(part)
         while True:
             try:
@@ -125,6 +127,7 @@ class Crew:
                 await self._failed(part, report.why)
                 return _End.DONE if report.trouble == "unsupported" else _End.LOST
             if report.done >= report.total:
+                log.info("warm-up: %s done in %.1f s", part, time.monotonic() - began)
                 async with self._turn:
                     self._schedule.finish(part)
                     self._turn.notify_all()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from contextlib import suppress
 from typing import Any
 
 from coserve.kernels.gpu.device import interpreted
@@ -27,6 +28,28 @@ class Compilations:
         else:
             log.warning("the kernel %s was compiled in the engine's process, in %.1f s: no cache had it", name, seconds)
         self.kernels.append(name)
+
+
+class CompilationTime:
+    """Triton's listener of compilations in a process that is there to compile."""
+
+    def __init__(self) -> None:
+        self.kernels, self.seconds = 0, 0.0
+
+    def __call__(self, *, times: Any, cache_hit: bool, **_: Any) -> None:  # noqa: ANN401 - Triton's own types
+        if not cache_hit:
+            self.kernels += 1
+            self.seconds += getattr(times, "total", 0) / 1e6
+
+
+def measure_compilations() -> CompilationTime:
+    """Sums the time that Triton compiles in this process from now on; nothing where this Triton cannot tell."""
+    found = CompilationTime()
+    with suppress(ImportError):
+        from triton import knobs
+
+        knobs.compilation.listener = found
+    return found
 
 
 def watch_compilations() -> Compilations | None:

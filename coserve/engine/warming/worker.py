@@ -6,8 +6,10 @@ come in through FD, `PartReport` lines go out.
 
 from __future__ import annotations
 
+import logging
 import socket
 import sys
+import time
 
 import msgspec
 import torch
@@ -15,6 +17,7 @@ from transformers.utils.logging import disable_progress_bar
 
 from coserve.config import Config, config_from_json
 from coserve.engine.sizes import STEP_TOKENS
+from coserve.engine.warming.compilations import measure_compilations
 from coserve.engine.warming.runs import Runs, Sizes
 from coserve.errors import CoserveError
 from coserve.kernels.lora.backend import choose_backend
@@ -22,6 +25,8 @@ from coserve.logs.setup import LogSettings, set_up_logging
 from coserve.model.base import Base, load_base
 from coserve.processes import obey_parent
 from coserve.warmup.messages import DoPart, PartReport, Task
+
+log = logging.getLogger(__name__)
 
 THREADS = 1
 
@@ -53,8 +58,13 @@ def main() -> None:
             lines.write(msgspec.json.encode(report) + b"\n")
             lines.flush()
 
+        spent = measure_compilations()
         for line in lines:
-            name = msgspec.json.decode(line, type=DoPart).name
+            name, began, before = (
+                msgspec.json.decode(line, type=DoPart).name,
+                time.monotonic(),
+                (spent.kernels, spent.seconds),
+            )
             try:
                 if runs is None:
                     base = load_base(
@@ -74,6 +84,9 @@ def main() -> None:
             except Exception as error:  # noqa: BLE001 - whatever it is, the part has failed
                 tell(PartReport(0, 1, "error", f"{type(error).__name__}: {str(error).splitlines()[:1]}"))
             else:
+                took, (kernels, seconds) = time.monotonic() - began, before
+                kernels, seconds = spent.kernels - kernels, spent.seconds - seconds
+                log.info("%s: %.1f s, of which %d kernels took %.1f s to compile", name, took, kernels, seconds)
                 tell(PartReport(1, 1))
 
 
