@@ -23,8 +23,8 @@ from coserve.state.records import AdapterRecord
 from coserve.state.registry import Registry
 from coserve.types import BaseSpec
 
-CACHES = ("TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR", "XDG_CACHE_HOME", "CUDA_CACHE_PATH")
-"""Environment variables that name the compilers' caches."""
+CACHES = ("XDG_CACHE_HOME", "CUDA_CACHE_PATH")
+"""Environment variables that name caches besides those in the daemon's cache folder."""
 DISTINCT = 2
 """Adapters whose weights differ; the others are links to their files."""
 
