@@ -174,6 +174,9 @@ class NoJobs:
     def checkpoint(self, job: str) -> Callable[[], JobCheckpoint] | None:
         raise AssertionError(job)
 
+    def abandon(self, job: str) -> None:
+        raise AssertionError(job)
+
     def publication(self, job: str) -> Callable[[], Callable[[], JobSucceeded | JobWaiting]]:
         raise AssertionError(job)
 

@@ -311,6 +311,13 @@ class JobRunner:
         active = self._active[job]
         if not isinstance(active.end, JobCancelled | JobFailed):
             active.end, active.resumes = end, False
+        if active.loaded:  # its activations are not kept while it waits for what it writes
+            try:
+                self._trainer.abandon(job)
+            except EngineFault:
+                raise
+            except Exception:
+                log.exception("job %s: internal error while its step was dropped", job)
         self._settle(job)
 
     def _finish(self, job: str) -> None:

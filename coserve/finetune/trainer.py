@@ -136,14 +136,12 @@ class Trainer:
         None if that state is on disk already. At most one checkpoint or publication of a job at a time. The function raises
         `StorageError`.
         """
-        training = self._jobs[job]
+        self.abandon(job)
         with self._job_errors():
-            if training.mid_step:
-                training.abandon()
             write = self._checkpoints[job].save()
         if write is None:
             return None
-        step = training.loop.progress.step
+        step = self._jobs[job].loop.progress.step
 
         def save() -> JobCheckpoint:
             with self._job_errors():
@@ -151,6 +149,12 @@ class Trainer:
             return JobCheckpoint(id=job, step=step)
 
         return save
+
+    def abandon(self, job: str) -> None:
+        """Drop the unfinished optimizer step, and the memory that it holds."""
+        if self._jobs[job].mid_step:
+            with self._job_errors():
+                self._jobs[job].abandon()
 
     def publication(self, job: str) -> Callable[[], Callable[[], Published]]:
         """Begin to publish a finished job: see `finetune.publication`."""

@@ -301,6 +301,9 @@ class FakeTrainer:
 
         return self._writes("write", job, save)
 
+    def abandon(self, job: str) -> None:
+        self._runs[job].micro_step = 0
+
     def publication(self, job: str) -> Callable[[], Callable[[], JobSucceeded | JobWaiting]]:
         run = self._runs[job]
 
