@@ -1,0 +1,125 @@
+"""The engine's side of a warm-up: what its workers run, here on a CPU, and what the engine hears of it."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from pathlib import Path
+
+import msgspec
+import pytest
+import torch
+
+from coserve.config import Config, config_to_json
+from coserve.engine.warming.beside import DIED, WarmUp, gemm_paths
+from coserve.engine.warming.compilations import Compilations
+from coserve.engine.warming.runs import Mix, Runs, Sizes, step_mixes
+from coserve.engine.warming.worker import make_runs
+from coserve.kernels.gemm.skinny import SHAPES
+from coserve.kernels.lora.types import StackedWeights
+from coserve.model.base import load_base
+from coserve.model.gemm_choice import GemmChoice, load_gemms, save_gemms
+from coserve.warmup.messages import Progress, Task
+from coserve.warmup.parts import FIRST, GEMMS, LAYERS, graphs
+
+CPU = torch.device("cpu")
+
+
+def make_task(folder: Path, **settings: object) -> tuple[Task, Config]:
+    config = Config(
+        device="cpu", lora_way="grouped", step_tokens=3, inference_batch_size=2, micro_batch_tokens=4, **settings
+    )
+    return Task(config_to_json(config).decode(), str(folder), {}, "shape", 1), config
+
+
+@pytest.mark.slow
+def test_a_worker_runs_every_part_and_says_how_far_it_is(tmp_path: Path) -> None:
+    task, config = make_task(tmp_path)
+    base = load_base("bundled", device="cpu", dtype="float32", few_layers=True)
+    runs: Runs = make_runs(base, config, task)
+    for name in (*FIRST, LAYERS, *GEMMS, graphs(0)):
+        pieces = list(runs.part(name))
+        assert all(done < total for done, total in pieces), name
+        assert [done for done, _ in pieces] == sorted(done for done, _ in pieces), name
+    assert all(path.is_file() for path in gemm_paths(task))
+
+
+def test_the_steps_of_a_warm_up_fit_the_settings() -> None:
+    sizes = Sizes(max_running=16, step_tokens=512, page_tokens=16, micro_batch_tokens=512, jobs=1, recompute=False)
+    mixes = step_mixes(sizes, 1024)
+    assert {len(mix.tokens) for mix in mixes if set(mix.tokens) == {1}} >= {1, 2, 8, 16}
+    assert Mix((512,), 0) in mixes
+    for mix in mixes:
+        assert len(mix.tokens) <= 16 + 1
+        assert sum(mix.tokens) <= 512
+        assert mix.position + max(mix.tokens) <= 1024
+
+
+def stacked() -> list[StackedWeights]:
+    return [
+        StackedWeights(torch.zeros(256, 4096), None, (128, 128)),
+        StackedWeights(torch.zeros(64, 4096), None, (64,)),
+    ]
+
+
+def test_a_choice_of_gemms_is_found_again_and_only_a_whole_one_that_fits(tmp_path: Path) -> None:
+    paths = [tmp_path / "gemms" / f"{rows}.json" for rows in (1, 16)]
+    one_row = GemmChoice(gemv={(4096, 128, 128): (2, 4)})
+    more = GemmChoice(skinny={(16, 4096, 256): SHAPES[0]})
+    save_gemms(paths[0], one_row, stacked(), (1,))
+    assert load_gemms(paths, stacked(), CPU) is None
+    save_gemms(paths[1], more, stacked(), (16,))
+    found = load_gemms(paths, stacked(), CPU)
+    assert found is not None
+    assert (found.gemv, found.skinny) == (one_row.gemv, more.skinny)
+    assert found.counters is not None
+    assert load_gemms(paths, stacked()[:1], CPU) is None
+    paths[1].write_bytes(paths[1].read_bytes().replace(b"4096,256", b"4096,999"))
+    assert load_gemms(paths, stacked(), CPU) is None
+    paths[1].write_bytes(b'{"rows":')
+    assert load_gemms(paths, stacked(), CPU) is None
+
+
+async def test_the_engine_waits_for_the_parts_that_it_needs(tmp_path: Path) -> None:
+    task, _ = make_task(tmp_path)
+    warm, changed = WarmUp(task), asyncio.Event()
+    ours, theirs = socket.socketpair()
+    await warm.listen(ours)
+    warm.notify(changed.set)
+    waiting = asyncio.create_task(warm.until(FIRST))
+    theirs.sendall(msgspec.json.encode(Progress(3, 9, ["steps"])) + b"\n")
+    await changed.wait()
+    assert (warm.done, warm.total) == (3, 9)
+    assert not waiting.done()
+    assert not warm.ready(0)
+    theirs.sendall(msgspec.json.encode(Progress(6, 9, [*FIRST, graphs(0)])) + b"\n")
+    assert await waiting
+    assert warm.ready(0)
+    assert not warm.ready(16)
+    theirs.sendall(msgspec.json.encode(Progress(9, 9, [*FIRST, graphs(0)], ["graphs-16 failed"], ended=True)) + b"\n")
+    theirs.close()
+    assert not await warm.until((graphs(16),))
+    assert warm.ready(16), "nothing more will come: the engine compiles it"
+    assert warm.notes == ("graphs-16 failed",)
+
+
+@pytest.mark.parametrize("last", [b"", b'{"done": 3'])
+async def test_a_process_that_dies_is_told_and_waited_for_no_longer(tmp_path: Path, last: bytes) -> None:
+    task, _ = make_task(tmp_path)
+    warm = WarmUp(task)
+    ours, theirs = socket.socketpair()
+    await warm.listen(ours)
+    theirs.sendall(last)
+    theirs.close()
+    assert not await warm.until(FIRST)
+    assert warm.ended
+    assert warm.notes == (DIED,)
+    assert warm.done == warm.total
+
+
+def test_each_kernel_that_is_compiled_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
+    found = Compilations()
+    for hit in (True, False, False):
+        found(src=None, metadata={"name": "shrink"}, times=None, cache_hit=hit, metadata_group={})
+    assert found.kernels == ["shrink", "shrink"]
+    assert [record.levelname for record in caplog.records if "shrink" in record.message] == ["WARNING"]

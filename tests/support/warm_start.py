@@ -1,0 +1,69 @@
+"""A process that starts an engine over caches on disk, serves, and says as JSON what it had to compile.
+
+    python -m tests.support.warm_start SETTINGS
+
+SETTINGS: the configuration as JSON. A GPU is expected.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+
+from coserve.config import config_from_json
+from coserve.engine.warming.begun import begin_warm_up
+
+
+async def start(settings: str) -> dict[str, object]:
+    config = config_from_json(settings.encode())
+    begun = begin_warm_up(config)
+    assert begun is not None
+    from torch._dynamo.utils import counters
+
+    from coserve.engine.warming.beside import WarmUp
+    from coserve.engine.warming.compilations import watch_compilations
+    from coserve.engine.worker import build_engine
+    from coserve.link import EngineNotes, EngineWarming, Generate, Shutdown, Tokens, local_pair
+    from coserve.model.base import load_base
+    from coserve.types import SamplingParams, Slo
+
+    compilations = watch_compilations()
+    assert compilations is not None
+    warm = WarmUp(begun.task)
+    await warm.listen(begun.socket)
+    base = load_base(config.model, device=config.device, dtype=config.dtype, load_format=config.load_format)
+    complete = await warm.until()
+    api, end = local_pair()
+    engine, _ = build_engine(base, config, end, warm=warm)
+    counters.clear()
+    running = asyncio.create_task(engine.run())
+    for number in range(8):
+        api.send(
+            Generate(
+                id=str(number),
+                prompt=tuple(range(3, 8 + 5 * number)),
+                sampling=SamplingParams(max_tokens=8, temperature=0.0 if number % 2 else 0.9, ignore_eos=True),
+                adapter=None,
+                slo=Slo(ttft=60.0, tpot=60.0),
+            )
+        )
+    ended, notes, warmed = 0, False, False
+    while ended < 8 or not (notes and warmed):
+        message = await api.receive()
+        ended += isinstance(message, Tokens) and message.finished is not None
+        notes = notes or isinstance(message, EngineNotes)
+        warmed = warmed or (isinstance(message, EngineWarming) and message.done == message.total)
+    api.send(Shutdown())
+    await running
+    return {
+        "complete": complete,
+        "notes": list(warm.notes),
+        "kernels": compilations.kernels,
+        "graphs": counters["inductor"]["fxgraph_cache_miss"],
+    }
+
+
+if __name__ == "__main__":
+    print(json.dumps(asyncio.run(start(sys.argv[1]))), flush=True)
+    sys.exit(0)
