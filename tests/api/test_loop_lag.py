@@ -201,6 +201,7 @@ PAGES = [
     f"/finetune/{OLD_JOB}/events",
     "/metrics",
     "/health",
+    "/health/ready",
 ]
 
 
