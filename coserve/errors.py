@@ -17,6 +17,7 @@ CoserveError
 │   ├── BaseMismatch                 ├── ShapeMismatch
 ├── CapacityError                    right, but not now
 │   ├── QueueFull 429                ├── EngineUnavailable 503 ├── HelperLost 503
+│   ├── RequestOutOfMemory 503       one request alone finds too little memory
 │   ├── TooManyConnections 503       ├── Unreachable 503       raised by the SDK: no daemon answers
 │   ├── StorageError                 a file could not be read or written now; says nothing of its content
 │   │   ├── StorageFull 507          ├── StorageFailed 500     ├── StorageBusy 503
@@ -225,6 +226,10 @@ class HelperLost(CapacityError):
 
     status = 503
     code = "helper_lost"
+
+
+class RequestOutOfMemory(CapacityError):
+    code = "out_of_memory"
 
 
 class TooManyConnections(CapacityError):

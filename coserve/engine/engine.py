@@ -364,7 +364,7 @@ class Engine:
                 resident=self._adapters.resident(),
                 serve_seconds=self._serve_seconds,
                 train_seconds=self._train_seconds,
-                troubles=self._adapters.troubles + self._jobs.troubles,
+                troubles=self._adapters.troubles + self._jobs.troubles + self._generator.troubles,
                 patience_slices=self._slices.by_patience,
                 starving=self._slices.starving(now),
                 stalls=self._stalls.totals(),

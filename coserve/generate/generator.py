@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 
 from coserve.adapter_store.store import AdapterStore
-from coserve.errors import EngineFault, InvalidRequest, failure_text
+from coserve.errors import EngineFault, InvalidRequest, RequestOutOfMemory, failure_text
 from coserve.generate.checks import allowed_tokens, check_fits_pool, no_token_error
 from coserve.generate.execution.interface import StepExecutor, StepInFlight, StepResult
 from coserve.generate.sampling.choices import Choice, NoToken
@@ -21,10 +22,20 @@ from coserve.logprobs import PackedLogprobs
 from coserve.memory.allocator import AllocatorStats, allocator_stats
 from coserve.memory.kv import KvCache
 from coserve.memory.prefix import PageKeys
-from coserve.model.faults import contained
+from coserve.model.faults import contained, memory_numbers, out_of_memory
 from coserve.types import AdapterRef, BaseSpec, FinishReason, TokenLogprob
 
 log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class _Launched:
+    """A step that an executor has launched, and what it computes."""
+
+    step: StepInFlight
+    shares: list[Share]
+    samples: frozenset[int]
+    """Numbers of the sequences that sample a token."""
 
 
 class DescribesBase(Protocol):
@@ -67,7 +78,11 @@ class Generator:
         )
         self._prefix_cache = prefix_cache
         self._executor = executor
-        self._in_flight: list[StepInFlight] = []
+        self._in_flight: list[_Launched] = []
+        self._failed_alone: int | None = None
+        """Number of a sequence for one token of which there was no memory, a step ago."""
+        self._out_of_memory: list[RequestFailed] = []
+        """Requests that did not fit alone, not yet told."""
         self._sequences: dict[str, SequenceState] = {}
         self._numbered: dict[int, SequenceState] = {}
         """The same by their numbers: an id may come back while a step of its first request is in flight."""
@@ -114,6 +129,16 @@ class Generator:
     def notes(self) -> tuple[str, ...]:
         """What runs slower than it could, and why."""
         return self._kv.notes
+
+    @property
+    def troubles(self) -> tuple[str, ...]:
+        """What is done in smaller parts since memory ran out."""
+        budget = self._scheduler.budget
+        if not budget.lowered:
+            return ()
+        return (
+            f"generation: memory ran out; a step has at most {budget.tokens} tokens instead of {budget.full} until more fit",
+        )
 
     def add(self, request: Generate) -> None:
         """Put a request in line. Its `max_tokens` is cut to what the context leaves after the prompt.
@@ -179,13 +204,15 @@ class Generator:
         the tokens are those of the step before.
         """
         shares = self._scheduler.plan()
-        launched = self._launch(shares) if shares else ()
+        launched = self._launch(shares) if shares else []
         messages = self.collect()
-        for step in launched:
-            if step.overlaps:
-                self._in_flight.append(step)
+        for launch in launched:
+            if launch.step.overlaps:
+                self._in_flight.append(launch)
             else:
-                messages.extend(self._collect(step))
+                messages.extend(self._collect(launch))
+        messages += self._out_of_memory
+        self._out_of_memory = []
         failed, self._scheduler.failed = self._scheduler.failed, []
         # One that was preempted may have ended with the step in flight.
         return messages + [self._abort(sequence, error) for sequence, error in failed if self._runs(sequence)]
@@ -195,25 +222,69 @@ class Generator:
         steps, self._in_flight = self._in_flight, []
         return [message for step in steps for message in self._collect(step)]
 
-    def _launch(self, shares: Sequence[Share]) -> Sequence[StepInFlight]:
+    def _launch(self, shares: Sequence[Share]) -> list[_Launched]:
+        """Launch the step of these shares. Where memory runs out nothing is launched, and the sequences are as before."""
         step, adapters = step_input(shares)
-        launched = self._executor.launch(step, adapters)
-        for share, own in zip(shares, step.sequences, strict=True):
+        try:
+            launched = self._executor.launch(step, adapters)
+        except Exception as error:
+            if not out_of_memory(error):
+                raise
+            self._lower_memory(shares, error)
+            return []
+        samples = frozenset(own.sequence for own in step.sequences if own.sampling is not None)
+        for share in shares:
             share.sequence.computed += share.tokens
-            if own.sampling is not None:
-                share.sequence.in_flight += 1
-        return launched
+            share.sequence.in_flight += share.sequence.number in samples
+        by_number = {share.sequence.number: share for share in shares}
+        return [_Launched(own, [by_number[number] for number in own.sequences], samples) for own in launched]
 
-    def _collect(self, step: StepInFlight) -> list[Tokens | RequestFailed]:
-        """The messages of one step. What it raises ends the requests in it: nothing of it is in what others share."""
+    def _undo(self, launched: _Launched) -> None:
+        """The sequences are as before the launch of a step that was not computed to its end.
+
+        Keys and values that it has written are written again, with the same values.
+        """
+        for share in launched.shares:
+            if self._runs(share.sequence):
+                share.sequence.computed -= share.tokens
+                share.sequence.in_flight -= share.sequence.number in launched.samples
+
+    def _lower_memory(self, shares: Sequence[Share], error: Exception) -> None:
+        """Memory ran out for these shares: smaller steps from now on, or the end of a request that does not fit alone."""
+        tokens, numbers = sum(share.tokens for share in shares), memory_numbers(error, self._base.device)
+        if tokens == 1:
+            sequence = shares[0].sequence
+            if self._failed_alone != sequence.number:  # tried once more: memory may be there again
+                self._failed_alone = sequence.number
+                return
+            message = f"not enough memory for one token after {sequence.computed} others ({numbers}); try again later"
+            log.warning("request %s: %s", sequence.id, message)
+            if self._runs(sequence):
+                self._out_of_memory.append(self._abort(sequence, RequestOutOfMemory(message)))
+            return
+        budget = self._scheduler.budget
+        budget.lower(tokens)
+        log.warning("no memory for a step of %d tokens (%s): at most %d from now on", tokens, numbers, budget.tokens)
+
+    def _collect(self, launched: _Launched) -> list[Tokens | RequestFailed]:
+        """The messages of one step. What it raises ends the requests in it: nothing of it is in what others share. A step
+        that found too little memory is undone."""
+        step = launched.step
         # Others have ended with an earlier step, or were cancelled.
         running = [sequence for number in step.sequences if (sequence := self._numbered.get(number)) is not None]
         try:
             with contained(self._base.device):
-                return self._accept(running, step.collect())
+                result = step.collect()
+                self._scheduler.budget.succeeded()
+                self._failed_alone = None
+                return self._accept(running, result)
         except EngineFault:
             raise
         except Exception as error:
+            if out_of_memory(error) and not step.overlaps:
+                self._undo(launched)
+                self._lower_memory(launched.shares, error)
+                return []
             log.exception("requests %s: internal error", ", ".join(sequence.id for sequence in running))
             return [self._abort(sequence, error) for sequence in running]
 

@@ -13,6 +13,7 @@ from typing import Protocol
 
 from coserve.adapter_store.pages import Activated
 from coserve.generate.sequence_state import SequenceState
+from coserve.generate.step_budget import StepBudget
 from coserve.types import AdapterRef
 
 
@@ -77,7 +78,8 @@ class Scheduler:
     ) -> None:
         """`scored_tokens`: most tokens of a step that belong to prompts which are scored."""
         # No more than a step holds: then every decode is in every step, and a prompt under way always moves.
-        self._pages, self._max_running, self._step_tokens = pages, min(max_running, step_tokens), step_tokens
+        self._pages, self._max_running = pages, min(max_running, step_tokens)
+        self.budget = StepBudget(step_tokens)
         self._adapters, self._scored_tokens = adapters, scored_tokens
         self._waiting: list[SequenceState] = []
         self._active: list[SequenceState] = []
@@ -110,15 +112,18 @@ class Scheduler:
         sequence.keys = None
 
     def plan(self) -> list[Share]:
-        """At most `step_tokens` tokens, one share a sequence: decodes, then prompts under way, then new ones.
+        """At most `budget` tokens, one share a sequence: decodes, then prompts under way, then new ones.
 
-        The pages for all shares are taken. Of prompts that are scored at most `scored_tokens` are in it.
+        The pages for all shares are taken. Of prompts that are scored at most `scored_tokens` are in it. Where the budget
+        has less than a token for each active sequence, the latest ones give way.
         """
+        while len(self._active) > self.budget.tokens:
+            self._preempt(self._active[-1])
         for sequence in self._active:
             self._label(sequence)
         before = self.preemptions
         shares = [Share(s, 1) for s in tuple(self._active) if s.pending == 1 and self._grow(s, before)]
-        budget = self._step_tokens - len(shares)
+        budget = self.budget.tokens - len(shares)
         scored = min(budget, self._scored_tokens)
         for sequence in self._active:
             budget_left = min(budget, scored) if sequence.scores_prompt else budget
@@ -169,7 +174,7 @@ class Scheduler:
 
     def _admit(self) -> SequenceState | None:
         """Make the first in line active, if there is budget_left and all its tokens find pages."""
-        if len(self._active) >= self._max_running:
+        if len(self._active) >= min(self._max_running, self.budget.tokens):
             return None
         sequence = self._waiting[0]
         found = self._find(sequence)

@@ -90,6 +90,7 @@ class FakeGenerator:
         self._added: list[str] = []
         self.preemptions = 0
         self.prefix_queries = self.prefix_hits = 0
+        self.troubles: tuple[str, ...] = ()
         self.pages_total = 1 << 20
         self.adapter_pages = 0
         self.computed = 0

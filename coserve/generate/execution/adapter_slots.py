@@ -70,7 +70,8 @@ class AdapterSlots:
             oldest = next(iter(self._slots))
             assert oldest not in wanted, "expected a slot for each adapter of a step"
             self.free(oldest)
-        slot = self._slots[ref] = self._free.pop()
-        self._table.put(slot, [weights.sites.get(name) for name in self._names])
+        slot = self._free[-1]
+        self._table.put(slot, [weights.sites.get(name) for name in self._names])  # may find no memory
+        self._slots[ref] = self._free.pop()
         self.ranks[slot] = max((pair.rank for pair in weights.sites.values()), default=0)
         self.groups[slot] = frozenset(self._groups[name] for name in weights.sites)

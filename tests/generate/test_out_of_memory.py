@@ -1,0 +1,206 @@
+"""Memory that runs out while tokens are generated: the step is undone and done again in smaller parts, with the same tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from coserve.errors import RequestOutOfMemory
+from coserve.generate.execution import eager as eager_module
+from coserve.generate.execution import graph_executor
+from coserve.generate.execution.adapter_slots import AdapterSlots
+from coserve.generate.execution.token_slots import TokenSlots
+from coserve.generate.generator import Generator
+from coserve.generate.sampling import device_sampler
+from coserve.generate.sampling.choices import Chosen
+from coserve.generate.step_budget import LONGEST, PATIENCE, StepBudget
+from coserve.kernels.lora.segmented.adapter_table import Slots
+from coserve.link import Generate, RequestFailed, Tokens
+from coserve.memory.kv import KvCache
+from coserve.model.base import Base, wrap_base
+from coserve.model.fused import FusedBase
+from coserve.types import AdapterRef, SamplingParams
+from tests.support.examples import examples
+from tests.support.executors import eager, graphs
+from tests.support.generation import GREEDY, adapter, prompt, request
+from tests.support.memory_faults import Faults, Point, out_of_memory_at
+from tests.support.shelf import Shelf
+from tests.support.tiny_models import tiny_model
+
+KINDS = (
+    GREEDY,
+    SamplingParams(max_tokens=7, temperature=1.5, seed=3, logprobs=1),
+    SamplingParams(max_tokens=8, temperature=0.0, repetition_penalty=1.5, presence_penalty=0.3),
+    SamplingParams(max_tokens=3, temperature=0.9, prompt_logprobs=1, seed=2),
+    SamplingParams(max_tokens=6, temperature=1.2, top_p=0.9, frequency_penalty=0.4, seed=5),
+)
+REFS = (None, AdapterRef("one", 1), AdapterRef("two", 1))
+
+
+@cache
+def base() -> Base:
+    return wrap_base(tiny_model("llama"), name="llama", eos_token_ids=())
+
+
+@cache
+def fused() -> FusedBase:
+    return FusedBase(base(), compiled=False)
+
+
+@cache
+def shelf() -> Shelf:
+    return Shelf({ref: adapter(base(), i, 3 + i) for i, ref in enumerate(REFS) if ref is not None})
+
+
+def asked(*, ahead: bool) -> list[Generate]:
+    """With adapters where no kernel of theirs must be interpreted."""
+    refs = (None,) if ahead else REFS
+    return [request(str(i), prompt(4 + 9 * i), kind, refs[i % len(refs)]) for i, kind in enumerate(KINDS)]
+
+
+def generator(*, ahead: bool, tokens: int = 256, step_tokens: int = 48) -> Generator:
+    kv = KvCache.for_base(base(), tokens, 16)
+    executor = graphs(fused(), kv, max_running=4) if ahead else eager(base(), kv)
+    return Generator(base(), shelf().store(), kv, executor, max_running=4, step_tokens=step_tokens)
+
+
+def points(*, ahead: bool) -> list[Point]:
+    """Whatever allocates in a step: its inputs, each layer, the choice of tokens, what the next step needs of them."""
+    layers = (type(base().layers[0]), "forward")
+    if not ahead:
+        return [layers, (eager_module, "pack"), (eager_module, "choose"), (eager_module, "prompt_logprobs")]
+    sampler = [(device_sampler, name) for name in ("decide", "send_ids")]
+    history = [(device_sampler.History, name) for name in ("empty", "_write")]
+    executor = [
+        (TokenSlots, "fill"),
+        (TokenSlots, "store"),
+        (Chosen, "fetch"),
+        (graph_executor, "pack"),
+    ]
+    return [(FusedBase, "forward"), layers, *sampler, *history, *executor]
+
+
+Said = dict[str, list[tuple[str, Any]]]
+
+
+def finish(gen: Generator, requests: list[Generate]) -> Said:
+    """All that is said of each request."""
+    for one in requests:
+        gen.add(one)
+    found: Said = {one.id: [] for one in requests}
+    for _ in range(3000):
+        for message in gen.step():
+            said = found[message.id]
+            if isinstance(message, RequestFailed):
+                said.append(("failed", message.code))
+                continue
+            assert isinstance(message, Tokens)
+            said += [("prompt", entry.logprob) for entry in message.prompt_logprobs]
+            said += [("token", token) for token in message.tokens]
+            said += [("logprob", entry.logprob) for entry in message.logprobs]
+            said += [("end", message.finished)] if message.finished else []
+        if not gen.running:
+            break
+    assert gen.running == 0 and gen.pages_used == 0
+    assert not +shelf().held
+    return found
+
+
+def rounded(said: Said) -> Said:
+    """A sum of other parts may have other last bits."""
+    return {id: [(kind, round(x, 3) if isinstance(x, float) else x) for kind, x in own] for id, own in said.items()}
+
+
+def run(ahead: bool, wanted: Callable[[int], bool], **options: Any) -> tuple[Said, Faults, Generator]:
+    gen = generator(ahead=ahead)
+    with out_of_memory_at(points(ahead=ahead), wanted, **options) as faults:
+        return finish(gen, asked(ahead=ahead)), faults, gen
+
+
+@cache
+def clean(ahead: bool) -> tuple[Said, int]:
+    """What is said without faults, and the calls of `points`."""
+    said, faults, gen = run(ahead, lambda call: False)
+    assert not gen.troubles
+    return said, faults.calls
+
+
+@settings(max_examples=examples(12))
+@given(
+    where=st.lists(st.floats(0, 1, exclude_max=True), min_size=1, max_size=2), after=st.booleans(), ahead=st.booleans()
+)
+def test_faults_anywhere_change_no_token(where: list[float], after: bool, ahead: bool) -> None:
+    """Log-probabilities neither, up to the rounding of another batch. No page or adapter stays behind."""
+    expected, calls = clean(ahead)
+    at = {int(share * calls) for share in where}
+    said, faults, gen = run(ahead, lambda call: call in at, after=after)
+    assert faults.failed
+    assert gen.troubles and "memory ran out" in gen.troubles[0]
+    assert rounded(said) == rounded(expected) if ahead else said == expected
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+def test_a_step_of_one_token_that_does_not_fit_ends_its_request_alone(ahead: bool) -> None:
+    """Memory is gone for good: every request gets a typed error, and the next one after that is served."""
+    gen = generator(ahead=ahead)
+    with out_of_memory_at([(Base, "forward"), (FusedBase, "forward")], lambda call: True):
+        said = finish(gen, asked(ahead=ahead))
+    assert all(lines[-1] == ("failed", RequestOutOfMemory.code) for lines in said.values())
+    assert finish(gen, asked(ahead=ahead)[:1])["0"] == clean(ahead)[0]["0"]
+
+
+def test_the_latest_give_way_to_the_earliest_while_memory_is_short() -> None:
+    """Three decodes do not fit, two do: the third waits, and goes on later."""
+    requests = [request(str(i), prompt(5, seed=i), SamplingParams(max_tokens=20, temperature=0.0)) for i in range(4)]
+    expected = finish(generator(ahead=False), requests)
+    gen, forward = generator(ahead=False), Base.forward
+    most = list[int]()
+
+    def limited(self: Base, tokens_T: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        if len(tokens_T) > 2:
+            raise torch.OutOfMemoryError
+        most.append(len(tokens_T))
+        return forward(self, tokens_T, *args, **kwargs)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Base, "forward", limited)
+        assert finish(gen, requests) == expected
+    assert gen.preemptions > 0
+    assert max(most) == 2
+
+
+def test_an_adapter_whose_slot_found_no_memory_is_placed_again() -> None:
+    slots, ref = AdapterSlots(fused().groups, 2, torch.device("cpu")), AdapterRef("one", 1)
+    with out_of_memory_at([(Slots, "put")], lambda call: True), pytest.raises(torch.OutOfMemoryError):
+        slots.place({ref: shelf().weights[ref]})
+    with out_of_memory_at([(Slots, "put")], lambda call: False) as faults:
+        assert slots.place({ref: shelf().weights[ref]}) == slots.place({ref: shelf().weights[ref]})
+    assert faults.calls == 1
+
+
+def test_the_budget_grows_back_slowly() -> None:
+    budget = StepBudget(64)
+    budget.lower(40)
+    assert (budget.tokens, budget.lowered) == (20, True)
+    for _ in range(PATIENCE):
+        budget.succeeded()
+    assert budget.tokens == 40
+    budget.lower(40)
+    for _ in range(2 * PATIENCE - 1):
+        budget.succeeded()
+    assert budget.tokens == 20
+    for _ in range(1 + 4 * PATIENCE):
+        budget.succeeded()
+    assert (budget.tokens, budget.lowered) == (64, False)
+    for _ in range(20):
+        budget.lower(1)
+    assert budget.tokens == 1
+    for _ in range(6 * LONGEST):
+        budget.succeeded()
+    assert not budget.lowered
