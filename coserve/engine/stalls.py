@@ -32,7 +32,7 @@ class Stalls:
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
         self._parts: dict[str, _Part] = {}
-        self._open: list[str] = []
+        self._here = LOOP
         self._since: float | None = None
         """Up to here all time is shared out; None before the first chance."""
         self._shares: dict[str, float] = {}
@@ -43,8 +43,8 @@ class Stalls:
 
     def chance(self, *, somebody: bool) -> None:
         """A generation step can begin now. `somebody`: a request waits or runs."""
-        assert not self._open, f"expected no open part, got {self._open}"
-        self._share()
+        here = self._share(LOOP)
+        assert here == LOOP, f"expected no open part, got {here}"
         self._shares.pop(SLEEP, None)
         if (somebody or self._somebody) and self._shares:
             self._record(self._shares)
@@ -54,7 +54,7 @@ class Stalls:
         """A context manager: what runs inside is the cause."""
         part = self._parts.get(cause)
         if part is None:
-            part = self._parts[cause] = _Part(self, cause)
+            part = self._parts[cause] = _Part(self._share, cause)
         return part
 
     def totals(self) -> tuple[StallCounts, ...]:
@@ -64,21 +64,13 @@ class Stalls:
             for cause, counts in self._counts.items()
         )
 
-    def _enter(self, cause: str) -> None:
-        self._share()
-        self._open.append(cause)
-
-    def _leave(self) -> None:
-        self._share()
-        self._open.pop()
-
-    def _share(self) -> None:
-        """The time since the last call belongs to the innermost open part."""
-        now = self._clock()
+    def _share(self, now_in: str) -> str:
+        """The time since the last call belongs to the innermost open part, which it returns; `now_in` is that from now on."""
+        now, here = self._clock(), self._here
         if self._since is not None:
-            cause = self._open[-1] if self._open else LOOP
-            self._shares[cause] = self._shares.get(cause, 0.0) + now - self._since
-        self._since = now
+            self._shares[here] = self._shares.get(here, 0.0) + now - self._since
+        self._since, self._here = now, now_in
+        return here
 
     def _record(self, shares: dict[str, float]) -> None:
         seconds = sum(shares.values())
@@ -102,15 +94,15 @@ class Stalls:
 
 
 class _Part:
-    """See `Stalls.during`. Reusable, and re-entrant: it keeps nothing."""
+    """See `Stalls.during`. Reusable and re-entrant."""
 
-    __slots__ = ("_cause", "_stalls")
+    __slots__ = ("_around", "_cause", "_share")
 
-    def __init__(self, stalls: Stalls, cause: str) -> None:
-        self._stalls, self._cause = stalls, cause
+    def __init__(self, share: Callable[[str], str], cause: str) -> None:
+        self._share, self._cause, self._around = share, cause, list[str]()
 
     def __enter__(self) -> None:
-        self._stalls._enter(self._cause)
+        self._around.append(self._share(self._cause))
 
     def __exit__(self, *_: object) -> None:
-        self._stalls._leave()
+        self._share(self._around.pop())
