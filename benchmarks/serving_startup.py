@@ -5,7 +5,8 @@
 
 `coserve serve` on the Llama-3.1-8B shape with random weights, twice, with the compilers' caches in a folder that is empty
 at first; all settings but `--compile` are the defaults. Seconds from the process's start: until it answers, until a
-request's first token, until no note says that compilation is under way, and until a request runs at full speed.
+request's first token, until no note says that compilation is under way, until everything is compiled (`/health` says
+`ready`), and until a request runs at full speed.
 """
 
 from __future__ import annotations
@@ -57,6 +58,8 @@ def start(size: Size, model: Path, root: Path, *, when: str) -> dict[str, float]
                 raise SystemExit(f"still compiling after {PATIENCE:.0f} s: {client.health().notes}")
             time.sleep(0.1)
         note("compiled_s")
+        client.wait_ready(timeout=PATIENCE)
+        note("warm_s")
         for what in ("next_request_s", "full_speed_s"):
             sent = time.monotonic()
             client.generate("The words that come after", max_tokens=TOKENS, temperature=0.0, ignore_eos=True)

@@ -3,6 +3,7 @@
 registry.sqlite3                          jobs, events, adapters
 lock                                      held by the daemon that uses the folder
 reserve                                   space for what must be written when the disk is full: `state.reserve`
+cache/                                    compiled kernels (`--cache-dir`); may be deleted
 memory.json                               what was measured of the GPU's memory; may be deleted
 adapters/<id>/<version>/                  PEFT files of one immutable version
 jobs/<job>/corpus.safetensors             the tokenised corpus

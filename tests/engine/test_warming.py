@@ -101,6 +101,7 @@ async def test_the_engine_waits_for_the_parts_that_it_needs(tmp_path: Path) -> N
     assert not await warm.until((graphs(16),))
     assert warm.ready(16), "nothing more will come: the engine compiles it"
     assert warm.notes == ("graphs-16 failed",)
+    await warm.close()
 
 
 @pytest.mark.parametrize("last", [b"", b'{"done": 3'])
@@ -115,6 +116,18 @@ async def test_a_process_that_dies_is_told_and_waited_for_no_longer(tmp_path: Pa
     assert warm.ended
     assert warm.notes == (DIED,)
     assert warm.done == warm.total
+    await warm.close()
+
+
+async def test_a_process_that_says_nothing_is_waited_for_no_longer(tmp_path: Path) -> None:
+    task, _ = make_task(tmp_path)
+    warm = WarmUp(task, silent=0.01)
+    ours, theirs = socket.socketpair()
+    with theirs:
+        await warm.listen(ours)
+        assert not await warm.until(FIRST)
+        await warm.close()
+    assert warm.notes == (DIED,)
 
 
 def test_each_kernel_that_is_compiled_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:

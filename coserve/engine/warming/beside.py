@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import socket
 from collections.abc import Callable, Collection, Sequence
@@ -18,7 +19,9 @@ from coserve.warmup.parts import GEMMS, all_parts, graphs
 
 log = logging.getLogger(__name__)
 
-DIED = "warm-up: its process died; what is missing is compiled in the engine's process, which slows steps down"
+SILENT = 300.0
+"""More than `warmup.crew.HANGS`: a worker that hangs is told."""
+DIED = "warm-up: its process died or hangs; what is missing is compiled in the engine's process, which slows steps down"
 
 
 def gemm_paths(task: Task) -> list[Path]:
@@ -29,8 +32,9 @@ def gemm_paths(task: Task) -> list[Path]:
 class WarmUp:
     """Implements `generate.execution.start.WarmKernels`."""
 
-    def __init__(self, task: Task) -> None:
-        self._task = task
+    def __init__(self, task: Task, *, silent: float = SILENT) -> None:
+        """`silent`: seconds without a line after which the process is taken to hang."""
+        self._task, self._silent = task, silent
         self._progress = Progress(0, sum(part.weight for part in all_parts()), [])
         self._died = False
         self._turn = asyncio.Event()
@@ -41,6 +45,12 @@ class WarmUp:
         """Start to hear the process at the other end of the socket."""
         reader, writer = await asyncio.open_connection(sock=sock, limit=1 << 20)
         self._listening = asyncio.create_task(self._hear(reader, writer))
+
+    async def close(self) -> None:
+        """Hear no more: the process ends."""
+        if self._listening is not None:
+            self._listening.cancel()
+            await asyncio.wait({self._listening})
 
     def notify(self, changed: Callable[[], None]) -> None:
         """`changed` is called after each change."""
@@ -68,7 +78,11 @@ class WarmUp:
         """Returns once these parts (None: all) are complete, or nothing more will be. Whether they are complete."""
         while not (self.ended or (parts is not None and self._complete(parts))):
             self._turn.clear()
-            await self._turn.wait()
+            try:
+                async with asyncio.timeout(self._silent):
+                    await self._turn.wait()
+            except TimeoutError:
+                self._lose()
         return parts is None or self._complete(parts)
 
     def ready(self, rank: int) -> bool:
@@ -83,17 +97,25 @@ class WarmUp:
         return frozenset(parts) <= frozenset(self._progress.complete)
 
     async def _hear(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        while line := await reader.readline():
-            try:
-                self._progress = msgspec.json.decode(line, type=Progress)
-            except msgspec.DecodeError:
-                break  # the end of a process that was killed
-            self._tell()
-        if not self._progress.ended:
+        try:
+            while line := await reader.readline():
+                try:
+                    self._progress = msgspec.json.decode(line, type=Progress)
+                except msgspec.DecodeError:
+                    break  # the end of a process that was killed
+                self._tell()
+            if not self._progress.ended:
+                self._lose()
+        finally:
+            writer.close()
+            with contextlib.suppress(ConnectionError):
+                await writer.wait_closed()
+
+    def _lose(self) -> None:
+        if not self._died:
             log.error("%s", DIED)
             self._died = True
             self._tell()
-        writer.close()
 
     def _tell(self) -> None:
         self._turn.set()
