@@ -135,8 +135,9 @@ class Generator:
         """What is done in smaller parts since memory ran out."""
         budget = self._scheduler.budget
         if not budget.lowered:
-            return ()
+            return self._executor.troubles
         return (
+            *self._executor.troubles,
             f"generation: memory ran out; a step has at most {budget.tokens} tokens instead of {budget.full} until more fit",
         )
 

@@ -15,6 +15,8 @@ from coserve.errors import RequestOutOfMemory
 from coserve.generate.execution import eager as eager_module
 from coserve.generate.execution import graph_executor
 from coserve.generate.execution.adapter_slots import AdapterSlots
+from coserve.generate.execution.graphs.decode import DecodeGraph
+from coserve.generate.execution.graphs.mixed import MixedGraph
 from coserve.generate.execution.token_slots import TokenSlots
 from coserve.generate.generator import Generator
 from coserve.generate.sampling import device_sampler
@@ -204,3 +206,29 @@ def test_the_budget_grows_back_slowly() -> None:
     for _ in range(6 * LONGEST):
         budget.succeeded()
     assert not budget.lowered
+
+
+def test_a_graph_whose_capture_finds_no_memory_is_left_out() -> None:
+    """Its steps run without it, and nobody tries again."""
+    requests = [request(str(i), prompt(5, seed=i), GREEDY) for i in range(3)]
+    expected = finish(generator(ahead=True), requests)
+    for owner in (DecodeGraph, MixedGraph):
+        gen = generator(ahead=True)
+        with out_of_memory_at([(owner, "capture")], lambda call: True) as faults:
+            while gen.prepare():
+                pass
+            tried = faults.failed
+            assert finish(gen, requests) == expected
+            assert not gen.prepare()
+        assert tried == faults.failed > 0
+        assert any(f"{tried} CUDA graphs are left out" in note for note in gen.troubles)
+
+
+def test_other_faults_of_a_capture_are_raised() -> None:
+    gen = generator(ahead=True)
+    with (
+        out_of_memory_at([(MixedGraph, "capture")], lambda call: True, error=ZeroDivisionError),
+        pytest.raises(ZeroDivisionError),
+    ):
+        while gen.prepare():
+            pass

@@ -56,6 +56,11 @@ class EagerExecutor:
     def evicted(self, adapter: AdapterRef) -> None:
         """See `StepExecutor`. Addresses are not kept from step to step."""
 
+    @property
+    def troubles(self) -> tuple[str, ...]:
+        """See `StepExecutor`."""
+        return ()
+
     def prepare(self) -> bool:
         """See `StepExecutor`."""
         return False

@@ -182,6 +182,16 @@ class GraphExecutor:
         """See `StepExecutor`."""
         self._adapter_slots.free(adapter)
 
+    @property
+    def troubles(self) -> tuple[str, ...]:
+        """See `StepExecutor`."""
+        count = len(self._decode_graphs.left_out) + len(self._mixed_graphs.left_out)
+        if not count:
+            return ()
+        return (
+            f"generation: {count} CUDA graphs are left out, as memory ran out in their capture; their steps run without",
+        )
+
     def _launch(self, step: StepInput, adapters: Sequence[LoraWeights]) -> GraphStep:
         batch = self._pack(step, adapters)
         graph = None

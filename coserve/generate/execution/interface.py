@@ -89,5 +89,9 @@ class StepExecutor(Protocol):
     def evicted(self, adapter: AdapterRef) -> None:
         """The adapter has lost its GPU copy: its addresses are not valid any more. No later step uses that copy."""
 
+    @property
+    def troubles(self) -> tuple[str, ...]:
+        """What runs slower since memory ran out."""
+
     def prepare(self) -> bool:
         """Does some tenths of a second of work that a later step would have to do; False if none is left."""

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from coserve.generate.execution.footprint import LoraFootprint
 from coserve.generate.execution.graphs.captured import covering_graph
 from coserve.generate.execution.graphs.decode import DecodeGraph
+from coserve.generate.execution.graphs.left_out import LeftOut
 from coserve.generate.execution.graphs.shared import GraphState
 from coserve.memory.kv import KvCache
 
@@ -18,6 +19,7 @@ class DecodeGraphs:
         """`batches`: smallest first; `max_tokens`: the longest context."""
         self._state, self._kv, self._batches, self._max_tokens = state, kv, batches, max_tokens
         self._graphs: dict[tuple[int, LoraFootprint], DecodeGraph] = {}
+        self.left_out = LeftOut()
 
     @property
     def captured(self) -> tuple[tuple[int, LoraFootprint], ...]:
@@ -26,27 +28,31 @@ class DecodeGraphs:
 
     def missing(self, footprint: LoraFootprint) -> int:
         """How many graphs of this footprint are not there yet."""
-        return sum((batch, footprint) not in self._graphs for batch in self._batches)
+        return sum(self._is_missing(batch, footprint) for batch in self._batches)
+
+    def _is_missing(self, batch: int, footprint: LoraFootprint) -> bool:
+        return (batch, footprint) not in self._graphs and (batch, footprint) not in self.left_out
 
     def prepare(self, footprint: LoraFootprint) -> Iterator[None] | None:
         """Captures the largest missing graph, piece by piece; None if none is missing."""
-        batch = next((size for size in reversed(self._batches) if (size, footprint) not in self._graphs), None)
+        batch = next((size for size in reversed(self._batches) if self._is_missing(size, footprint)), None)
         return None if batch is None else self._capture(batch, footprint)
 
     def holding(self, sequences: int, footprint: LoraFootprint, *, capture: bool = True) -> DecodeGraph | None:
-        """The graph that runs a step of so many sequences; None: they are too many, or it is missing and shall not be
-        captured now."""
+        """The graph that runs a step of so many sequences; None: they are too many, or it is missing and shall not or
+        cannot be captured now."""
         batch = next((batch for batch in self._batches if batch >= sequences), None)
         if batch is None:
             return None
         graph = covering_graph(self._graphs, batch, footprint)
-        if graph is None and capture:
+        if graph is None and capture and self._is_missing(batch, footprint):
             for _ in self._capture(batch, footprint):
                 pass
-            graph = self._graphs[batch, footprint]
+            graph = self._graphs.get((batch, footprint))
         return graph
 
     def _capture(self, batch: int, footprint: LoraFootprint) -> Iterator[None]:
-        graph = DecodeGraph(self._state, self._kv.static_attention(batch, self._max_tokens), footprint)
-        yield from graph.capture()
-        self._graphs[batch, footprint] = graph
+        with self.left_out.capturing((batch, footprint)):
+            graph = DecodeGraph(self._state, self._kv.static_attention(batch, self._max_tokens), footprint)
+            yield from graph.capture()
+            self._graphs[batch, footprint] = graph

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 from coserve.generate.execution.footprint import NO_ADAPTERS, LoraFootprint
 from coserve.generate.execution.graph_sizes import CAPTURE_AFTER
 from coserve.generate.execution.graphs.captured import covering_graph
+from coserve.generate.execution.graphs.left_out import LeftOut
 from coserve.generate.execution.graphs.mixed import MixedGraph
 from coserve.generate.execution.graphs.shared import GraphState
 from coserve.kernels.attention.interface import MixedAttention, MixedCapacity, TokenRun
@@ -30,15 +31,19 @@ class MixedGraphs:
         self._capacities = tuple(capacities)
         self._attention: dict[MixedCapacity, MixedAttention] = {}
         self._graphs: dict[tuple[MixedCapacity, LoraFootprint], MixedGraph] = {}
+        self.left_out = LeftOut()
         self._missed: Counter[tuple[MixedCapacity, LoraFootprint]] = Counter()
 
     def missing(self, footprint: LoraFootprint) -> int:
         """How many graphs of this footprint are not there yet."""
-        return sum((size, footprint) not in self._graphs for size in self._capacities)
+        return sum(self._is_missing(size, footprint) for size in self._capacities)
+
+    def _is_missing(self, capacity: MixedCapacity, footprint: LoraFootprint) -> bool:
+        return (capacity, footprint) not in self._graphs and (capacity, footprint) not in self.left_out
 
     def prepare(self, footprint: LoraFootprint) -> Iterator[None] | None:
         """Captures the largest missing graph, piece by piece; None if none is missing. Smaller ones fit into its memory."""
-        missing = (size for size in reversed(self._capacities) if (size, footprint) not in self._graphs)
+        missing = (size for size in reversed(self._capacities) if self._is_missing(size, footprint))
         capacity = next(missing, None)
         return None if capacity is None else self._capture(capacity, footprint)
 
@@ -55,14 +60,17 @@ class MixedGraphs:
                 found = self._graphs.get((fit[0], footprint)) or self._capture_at_once(fit[0], footprint)
         return found
 
-    def _capture_at_once(self, capacity: MixedCapacity, footprint: LoraFootprint) -> MixedGraph:
-        for _ in self._capture(capacity, footprint):
-            pass
-        return self._graphs[capacity, footprint]
+    def _capture_at_once(self, capacity: MixedCapacity, footprint: LoraFootprint) -> MixedGraph | None:
+        """None: there is, or was, no memory for it."""
+        if self._is_missing(capacity, footprint):
+            for _ in self._capture(capacity, footprint):
+                pass
+        return self._graphs.get((capacity, footprint))
 
     def _capture(self, capacity: MixedCapacity, footprint: LoraFootprint) -> Iterator[None]:
-        if capacity not in self._attention:
-            self._attention[capacity] = self._kv.mixed_attention(capacity)
-        graph = MixedGraph(self._state, self._attention[capacity], footprint)
-        yield from graph.capture()
-        self._graphs[capacity, footprint] = graph
+        with self.left_out.capturing((capacity, footprint)):
+            if capacity not in self._attention:
+                self._attention[capacity] = self._kv.mixed_attention(capacity)
+            graph = MixedGraph(self._state, self._attention[capacity], footprint)
+            yield from graph.capture()
+            self._graphs[capacity, footprint] = graph
