@@ -74,7 +74,7 @@ def build_engine(
     budget = HostBudget(config.max_adapters_resident, config.adapter_memory_bytes)
     store = AdapterStore(load, budget, pinned=base.device.type == "cuda")
     step_tokens = config.step_tokens or STEP_TOKENS[base.device.type]
-    pool = _pool_size(base, config, lora_backend, step_tokens, folder, shared=warm is not None and not warm.ended)
+    pool = _pool_size(base, config, lora_backend, step_tokens, folder, shared=0 if warm is None else warm.memory_bytes)
     kv = KvCache.for_base(base, pool.tokens, config.page_tokens)
     start = make_start(
         base,
@@ -133,9 +133,9 @@ class _PoolSize:
 
 
 def _pool_size(
-    base: Base, config: Config, lora_backend: LoraBackend, step_tokens: int, folder: DataFolder, *, shared: bool
+    base: Base, config: Config, lora_backend: LoraBackend, step_tokens: int, folder: DataFolder, *, shared: int
 ) -> _PoolSize:
-    """The page pool: as set, or what the memory plan leaves. `shared`: a warm-up takes memory of the GPU for a while."""
+    """The page pool: as set, or what the memory plan leaves. `shared`: bytes that a warm-up may take for a while."""
     if config.kv_tokens is not None:
         return _PoolSize(config.kv_tokens)
     if base.device.type != "cuda":

@@ -49,10 +49,11 @@ class Conditions:
     work: Work
 
 
-def plan_memory(base: Base, conditions: Conditions, *, fraction: float, path: Path, shared: bool = False) -> MemoryPlan:
+def plan_memory(base: Base, conditions: Conditions, *, fraction: float, path: Path, shared: int = 0) -> MemoryPlan:
     """The page pool that fits into `fraction` of the GPU's memory. The profile is measured once and kept at `path`.
 
-    `shared`: what other processes take now does not count; they will soon give it back, and `fraction` leaves them enough.
+    `shared`: bytes that other processes of ours may take now. They do not count: they are given back soon, and lie in what
+    `fraction` leaves.
 
     Raises:
         UnsupportedBase: a base that cannot be trained layer by layer.
@@ -67,8 +68,8 @@ def plan_memory(base: Base, conditions: Conditions, *, fraction: float, path: Pa
     torch.cuda.empty_cache()
     CudaMemoryMeter(base.device).reset()  # profiling does not count in the peak that is compared with the plan
     free, total = torch.cuda.mem_get_info(base.device)
-    if shared:
-        free = max(free, total - torch.cuda.memory_reserved(base.device) - CONTEXT_BYTES)
+    own = torch.cuda.memory_reserved(base.device) + CONTEXT_BYTES
+    free += max(0, min(shared, total - own - free))
     page_tokens, work = conditions.page_tokens, conditions.work
     page_bytes = page_layout(base.kv_shapes, page_tokens, base.dtype).page_bytes
     least = -(-work.step_tokens // page_tokens)

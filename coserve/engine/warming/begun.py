@@ -14,6 +14,9 @@ from coserve.warmup.gpu import find_gpu
 from coserve.warmup.key import cache_environment
 from coserve.warmup.messages import Task
 
+CAPTURABLE = ("auto", "segmented")
+"""Values of `lora_way` with which an engine on a GPU compiles layers and captures graphs."""
+
 
 @dataclass(frozen=True)
 class Begun:
@@ -26,7 +29,8 @@ class Begun:
 
 def begin_warm_up(config: Config) -> Begun | None:
     """Starts the warm-up's process, and sets the variables that make this one use its caches. None: nothing to warm up."""
-    gpu = find_gpu() if config.device != "cpu" and config.compile != "off" else None
+    wanted = config.device != "cpu" and config.compile != "off" and config.lora_way in CAPTURABLE
+    gpu = find_gpu() if wanted else None
     if gpu is None:
         return None
     plan = make_plan(config, gpu)

@@ -12,8 +12,10 @@ from pathlib import Path
 import msgspec
 import torch
 
+from coserve.config import config_from_json
 from coserve.kernels.lora.types import StackedWeights
 from coserve.model.gemm_choice import GemmChoice, load_gemms
+from coserve.warmup.fill import worker_bytes
 from coserve.warmup.messages import Progress, Task
 from coserve.warmup.parts import GEMMS, all_parts, graphs
 
@@ -68,6 +70,11 @@ class WarmUp:
     def ended(self) -> bool:
         """Nothing more will be compiled beside."""
         return self._died or self._progress.ended
+
+    @property
+    def memory_bytes(self) -> int:
+        """About what its workers may take of the GPU's memory now."""
+        return 0 if self.ended else self._task.workers * worker_bytes(config_from_json(self._task.config.encode()))
 
     @property
     def notes(self) -> tuple[str, ...]:
