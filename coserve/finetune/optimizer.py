@@ -97,6 +97,8 @@ class AdapterOptimizer:
         self._steps = torch.zeros((), device=device if fused else "cpu")
         moments = {"exp_avg": self.state_KN[1], "exp_avg_sq": self.state_KN[2]}
         self._adamw.state[self._weights_N] = {"step": self._steps, **moments}
+        if fused:
+            self.warm_up()
 
     def weights(self) -> LoraWeights:
         """The copies as an adapter, with their `MainGrads`: a view, changed by every step."""
@@ -137,6 +139,12 @@ class AdapterOptimizer:
         norm = float(self.divide_grads(targets))
         self.update(norm, learning_rate)
         return norm
+
+    def warm_up(self) -> None:
+        """Load the kernels of an update, by one with zero gradients at a rate of zero: nothing changes."""
+        self.divide_grads(1)
+        self.update(0.0, 0.0)
+        self._steps.zero_()
 
     @torch.no_grad()
     def divide_grads(self, targets: int) -> Tensor:

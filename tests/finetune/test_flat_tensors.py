@@ -6,6 +6,10 @@ from hypothesis import strategies as st
 
 from coserve.finetune.flat_tensors import ALIGNED, FlatLayout
 from coserve.finetune.host_copy import HostCopy
+from coserve.finetune.init import new_adapter
+from coserve.finetune.optimizer import AdapterOptimizer
+from coserve.types import LoraSettings, TrainingSettings
+from tests.support.finetuning import tiny_base
 
 
 @given(st.lists(st.integers(1, 300), min_size=1, max_size=12), st.sampled_from([64, 192, 1 << 20]))
@@ -28,3 +32,17 @@ def test_tensors_lie_apart_and_in_whole_blocks(sizes: list[int], block: int) -> 
     state_KN.zero_()
     host.upload(1)
     assert torch.equal(state_KN[0], wanted[0]) and not state_KN[1].any()
+
+
+def test_an_update_by_nothing_changes_nothing() -> None:
+    spec = tiny_base("llama").spec
+    start = new_adapter(LoraSettings(r=4), spec, seed=1, dtype=torch.float32, device="cpu")
+    training = TrainingSettings(weight_decay=0.1)
+    one, other = (AdapterOptimizer(start, spec, training, torch.float32) for _ in range(2))
+    other.warm_up()
+    for optimizer in (one, other):
+        for layer in optimizer.grads:
+            for gradient in layer:
+                gradient.fill_(0.5)
+        optimizer.step(targets=1, learning_rate=0.1)
+    assert torch.equal(one.state_KN, other.state_KN)
