@@ -52,6 +52,7 @@ class Folders:
         """Empty caches, and data that hold nothing but the adapters."""
         for folder in (self.data, self.caches):
             shutil.rmtree(folder, ignore_errors=True)
+        self.caches.mkdir(parents=True)
         self._import(msgspec.json.decode(self._spec.read_bytes(), type=BaseSpec))
 
     def warm(self) -> bool:
