@@ -123,6 +123,8 @@ class Runs:
         self._kv = KvCache.for_base(base, max(longest, 16 * sizes.page_tokens), sizes.page_tokens)
         self._eager = EagerExecutor(base, self._kv, lora_backend)
         self._mixes = step_mixes(sizes, min(base.spec.context, longest))
+        self._beginnings = [mix for mix in self._mixes if not mix.position]
+        """LoRA kernels do not depend on positions."""
         self._number = 0
         self._woken = False
         self._on_gpu = base.device.type == "cuda"
@@ -162,31 +164,28 @@ class Runs:
                 self._step(executor, Mix(tokens, 0), (), params)
 
     def _adapters(self, rank: int) -> Iterator[tuple[int, int]]:
-        sets = self._adapter_sets(rank)
-        total, done = len(sets) * len(self._mixes), 0
+        sets, mixes = self._adapter_sets(rank), self._beginnings
+        total, done = len(sets) * len(mixes), 0
         for number, adapters in enumerate(sets):
             # All sites at all sizes; some sites differ in how many share a launch only.
-            for mix in self._mixes if number == 0 else self._mixes[::4]:
+            for mix in mixes if number == 0 else mixes[::4]:
                 yield done, total
                 done += 1
-                for count in {1, min(len(mix.tokens), len(adapters))}:
+                for count in _counts(mix, adapters):
                     self._step(self._eager, mix, adapters[:count])
 
     def _adapter_sets(self, rank: int) -> list[list[Adapter]]:
         """Adapters of this rank, at all sites and at some."""
         names = self._base.spec.default_targets
         targets = [names, *(one for one in TARGETS if set(one) <= set(names) and set(one) != set(names))]
-        counts = (8, *(2 for _ in targets[1:]))
-        return [
-            [self._adapter(rank, one, seed) for seed in range(count)]
-            for one, count in zip(targets, counts, strict=True)
-        ]
+        return [self._named(rank, one) for one in targets]
 
-    def _adapter(self, rank: int, targets: Sequence[str], seed: int) -> Adapter:
-        self._number += 1
+    def _named(self, rank: int, targets: Sequence[str]) -> list[Adapter]:
+        """One adapter under as many names as sequences may run: what is compiled depends on how many there are, not on weights."""
         settings, base = LoraSettings(r=rank, targets=tuple(targets)), self._base
-        weights = new_adapter(settings, base.spec, seed=seed, dtype=base.dtype, device=base.device)
-        return AdapterRef(f"warm-up-{self._number}", 1), weights
+        weights = new_adapter(settings, base.spec, seed=0, dtype=base.dtype, device=base.device)
+        self._number += 1
+        return [(AdapterRef(f"warm-up-{self._number}-{place}", 1), weights) for place in range(self._sizes.max_running)]
 
     def _step(
         self,
@@ -281,17 +280,23 @@ class Runs:
             on_disk=lambda other: captures and other == rank,  # at first, steps run kernel by kernel
         )
         adapters = self._adapter_sets(rank)[0] if rank else []
-        pieces = 4 * (len(DECODE_BATCHES) + len(MIXED_TOKENS))
-        total = len(self._mixes) + pieces
-        for done, mix in enumerate(self._mixes):
+        mixes = self._beginnings if rank else self._mixes
+        total = len(mixes) + 4 * (len(DECODE_BATCHES) + len(MIXED_TOKENS))
+        for done, mix in enumerate(mixes):
             yield done, total
-            for count in {min(1, len(adapters)), min(len(mix.tokens), len(adapters))}:
+            for count in _counts(mix, adapters):
                 self._step(executor, mix, adapters[:count])
         self._sampled(executor)
-        captures, done = True, len(self._mixes)
+        captures, done = True, len(mixes)
         while executor.prepare((rank,) if rank else ()):
             done += 1
             yield min(done, total - 1), total
+
+
+def _counts(mix: Mix, adapters: Sequence[Adapter]) -> list[int]:
+    """How many adapters a step has: one, some, one for each sequence."""
+    most = min(len(mix.tokens), len(adapters))
+    return sorted({min(1, most), -(-most // 4), -(-most // 2), most})
 
 
 def _by_kind(stacked: Sequence[StackedWeights]) -> dict[tuple[int, ...], list[StackedWeights]]:
