@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import chain
 
 import torch
 from torch import Tensor
@@ -40,7 +41,7 @@ from coserve.types import AdapterRef
 
 KernelsOnDisk = Callable[[int], bool]
 """Whether all kernels of graphs for adapters up to a rank are on disk; 0: no adapters."""
-STEPS_A_PIECE = 8
+STEPS_A_PIECE = 4
 """Steps between two pieces of a capture, where requests run all the time. A piece takes the host some tens of milliseconds."""
 _ENDED = object()
 
@@ -154,12 +155,12 @@ class GraphExecutor:
         return True
 
     def _next_capture(self) -> Iterator[None] | None:
-        for footprint in self._footprints:
-            if self._on_disk is None or self._on_disk(footprint.max_rank):
-                found = self._mixed_graphs.prepare(footprint) or self._decode_graphs.prepare(footprint)
-                if found is not None:
-                    return found
-        return None
+        """At first the graph of the largest decode batch, which all decode steps can use meanwhile."""
+        ready = [one for one in self._footprints if self._on_disk is None or self._on_disk(one.max_rank)]
+        decode, mixed = self._decode_graphs, self._mixed_graphs
+        first = (decode.prepare(footprint) for footprint in ready if not decode.any(footprint))
+        others = (mixed.prepare(footprint) or decode.prepare(footprint) for footprint in ready)
+        return next((capture for capture in chain(first, others) if capture is not None), None)
 
     def launch(self, step: StepInput, adapters: Sequence[LoraWeights]) -> list[StepInFlight]:
         """See `StepExecutor`."""

@@ -29,7 +29,7 @@ def captured(
 
     Garbage collection is disabled meanwhile: it might free graphs, events or pinned memory, which CUDA forbids while a
     stream captures. CUDA calls of other threads, those that load adapters for one, are allowed. Unlike `torch.cuda.graph`, a
-    capture into a given pool frees nothing of what torch holds: that would take longer than the capture.
+    capture into a given pool neither waits for the device nor frees what torch holds: both take longer than the capture.
     """
     with gc_paused():
         if memory is None or stream is None:
@@ -41,8 +41,7 @@ def captured(
             ):
                 yield
             return
-        torch.cuda.synchronize()
-        with torch.cuda.stream(stream):
+        with torch.cuda.stream(stream):  # the device may still be busy with other streams
             graph.capture_begin(memory, capture_error_mode="thread_local")  # type: ignore[arg-type]  # an opaque handle
             try:
                 yield

@@ -19,7 +19,7 @@ from coserve.kernels.lora.segmented.slot_lora import SlotLora
 Size = TypeVar("Size", bound=Hashable)
 Graph = TypeVar("Graph")
 
-WARM_UPS = 2
+WARM_UPS = 1
 """Runs before the capture: they compile kernels and allocate buffers."""
 
 

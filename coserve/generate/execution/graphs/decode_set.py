@@ -33,23 +33,30 @@ class DecodeGraphs:
     def _is_missing(self, batch: int, footprint: LoraFootprint) -> bool:
         return (batch, footprint) not in self._graphs and (batch, footprint) not in self.left_out
 
+    def any(self, footprint: LoraFootprint) -> bool:
+        """Whether some graph of this footprint is there, or cannot be."""
+        return any(not self._is_missing(batch, footprint) for batch in self._batches)
+
     def prepare(self, footprint: LoraFootprint) -> Iterator[None] | None:
         """Captures the largest missing graph, piece by piece; None if none is missing."""
         batch = next((size for size in reversed(self._batches) if self._is_missing(size, footprint)), None)
         return None if batch is None else self._capture(batch, footprint)
 
     def holding(self, sequences: int, footprint: LoraFootprint, *, capture: bool = True) -> DecodeGraph | None:
-        """The graph that runs a step of so many sequences; None: they are too many, or it is missing and shall not or
-        cannot be captured now."""
-        batch = next((batch for batch in self._batches if batch >= sequences), None)
-        if batch is None:
-            return None
-        graph = covering_graph(self._graphs, batch, footprint)
-        if graph is None and capture and self._is_missing(batch, footprint):
+        """The graph that runs a step of so many sequences; None: no graph holds them, or none can be captured.
+
+        `capture`: captures the graph of the next size if it is missing; otherwise a larger one serves until it is there.
+        """
+        fit = [batch for batch in self._batches if batch >= sequences]
+        if capture and fit and covering_graph(self._graphs, fit[0], footprint) is None:
+            self._capture_at_once(fit[0], footprint)
+        found = (covering_graph(self._graphs, batch, footprint) for batch in fit)
+        return next((graph for graph in found if graph is not None), None)
+
+    def _capture_at_once(self, batch: int, footprint: LoraFootprint) -> None:
+        if self._is_missing(batch, footprint):
             for _ in self._capture(batch, footprint):
                 pass
-            graph = self._graphs.get((batch, footprint))
-        return graph
 
     def _capture(self, batch: int, footprint: LoraFootprint) -> Iterator[None]:
         with self.left_out.capturing((batch, footprint)):

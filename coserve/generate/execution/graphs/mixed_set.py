@@ -42,9 +42,10 @@ class MixedGraphs:
         return (capacity, footprint) not in self._graphs and (capacity, footprint) not in self.left_out
 
     def prepare(self, footprint: LoraFootprint) -> Iterator[None] | None:
-        """Captures the largest missing graph, piece by piece; None if none is missing. Smaller ones fit into its memory."""
-        missing = (size for size in reversed(self._capacities) if self._is_missing(size, footprint))
-        capacity = next(missing, None)
+        """Captures a missing graph, piece by piece; None if none is missing. The largest comes first: all others fit into its
+        memory. Then the smallest: most steps are small."""
+        order = self._capacities if self._graphs else reversed(self._capacities)
+        capacity = next((size for size in order if self._is_missing(size, footprint)), None)
         return None if capacity is None else self._capture(capacity, footprint)
 
     def holding(self, runs: Sequence[TokenRun], footprint: LoraFootprint) -> MixedGraph | None:
