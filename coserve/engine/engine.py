@@ -105,7 +105,12 @@ class Engine:
         self._loop: asyncio.AbstractEventLoop | None = None
         threads = ThreadPoolExecutor(2 * max_active_jobs, "jobs") if job_threads is None else job_threads
         self._jobs = JobRunner(
-            trainer, link.send, max_active=max_active_jobs, threads=threads, changed=self._change_from_a_thread
+            trainer,
+            link.send,
+            max_active=max_active_jobs,
+            threads=threads,
+            changed=self._change_from_a_thread,
+            may_start=(lambda _: True) if upgrade is None else upgrade.may_train,
         )
         adapters.notify(self._changed.set)
         self._unread = ThrottledLog(log, "the API process does not read what the engine sends", clock)

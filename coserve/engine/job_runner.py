@@ -34,6 +34,9 @@ from coserve.types import JobSpec, MicroStep
 log = logging.getLogger(__name__)
 
 
+COMPILING = "jobs: the next one starts once its kernels are compiled"
+
+
 class JobRunner:
     """At most `max_active` jobs take turns; further ones wait, first come, first served."""
 
@@ -45,9 +48,11 @@ class JobRunner:
         max_active: int,
         threads: Executor,
         changed: Callable[[], None],
+        may_start: Callable[[JobSpec], bool] = lambda _: True,
     ) -> None:
         """`threads` run what may take long: two for each active job. `changed` is called, on any thread, when something of
-        that is done."""
+        that is done. `may_start`: whether a job's kernels are there; asked before each tick."""
+        self._may_start = may_start
         self._trainer, self._send, self._max_active = trainer, send, max_active
         self._threads, self._changed = JobThreads(trainer, threads, changed), changed
         self._turns = JobQueue()
@@ -64,7 +69,8 @@ class JobRunner:
         """Starts and publications of jobs that are being tried again, and jobs that train in smaller parts."""
         retries = ((job, active.retry) for job, active in self._active.items() if active.retry is not None)
         ends = (f"end of job {job}: {retry.message}; it is tried again" for job, retry in retries)
-        return (*self._threads.notes, *ends, *self._trainer.notes)
+        waits = (COMPILING,) if self._pending and not self._may_start(self._pending[0]) else ()
+        return (*waits, *self._threads.notes, *ends, *self._trainer.notes)
 
     def __len__(self) -> int:
         """Jobs that are active or in line."""
@@ -99,7 +105,7 @@ class JobRunner:
         """Before a tick decides: start jobs in line while there is room for them, take up what threads have done, and let each
         job whose micro-batch has ended do what comes next."""
         while True:
-            while self._pending and len(self._active) < self._max_active:
+            while self._pending and len(self._active) < self._max_active and self._may_start(self._pending[0]):
                 spec = self._pending.popleft()
                 self._active[spec.id] = ActiveJob(spec, work=self._threads.start(spec))
             while self._unsettled:

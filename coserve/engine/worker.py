@@ -8,8 +8,9 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
+from functools import partial
 from typing import NoReturn
 
 import torch
@@ -24,12 +25,13 @@ from coserve.engine.sizes import STEP_TOKENS
 from coserve.engine.warming.begun import Begun
 from coserve.engine.warming.beside import WarmUp
 from coserve.engine.warming.compilations import watch_compilations
+from coserve.engine.warming.runs import make_runs
 from coserve.engine.warming.upgrade import Upgrade
 from coserve.errors import AdapterNotFound, StartupError
 from coserve.finetune.memory_profiling import Conditions, plan_memory
 from coserve.finetune.trainer import Trainer
 from coserve.garbage import GarbageCollection, collect_when_told, collect_young_alone
-from coserve.generate.execution.start import make_start
+from coserve.generate.execution.start import Compilation, make_start
 from coserve.generate.generator import Generator
 from coserve.kernels.lora.backend import choose_backend
 from coserve.kernels.lora.interface import LoraBackend
@@ -45,6 +47,7 @@ from coserve.state.failpoints import failpoint
 from coserve.state.folder import DataFolder
 from coserve.stream_link import engine_end
 from coserve.types import AdapterDigests, AdapterRef
+from coserve.warmup.messages import Task
 from coserve.warmup.parts import FIRST
 
 log = logging.getLogger(__name__)
@@ -59,9 +62,10 @@ def build_engine(
     *,
     garbage: GarbageCollection | None = None,
     warm: WarmUp | None = None,
+    rehearse: Callable[[Compilation], None] = lambda _: None,
 ) -> tuple[Engine, EngineReady]:
     """The engine over a loaded base, and the message that says it is ready. `garbage`: see `Engine`; `warm`: the warm-up that
-    runs beside."""
+    runs beside; `rehearse`: see `Upgrade`."""
     folder = DataFolder(config.data_dir)
     lora_backend = choose_backend(config.lora_way, base.device, base.dtype)
 
@@ -118,7 +122,9 @@ def build_engine(
         clock=time.monotonic,
         planned_bytes=pool.planned,
         garbage=garbage,
-        upgrade=None if start.compilation is None else Upgrade(start.compilation, generator, notes, warm),
+        upgrade=None
+        if start.compilation is None
+        else Upgrade(start.compilation, generator, notes, warm, rehearse=rehearse),
     )
     ready = EngineReady(spec=base.spec, kv_tokens=kv.tokens, lora_way=lora_backend.name, notes=notes + start.notes)
     return engine, ready
@@ -186,7 +192,13 @@ async def _run(config: Config, fd: int, begun: Begun | None) -> None:
             await warm.until(FIRST if config.compile == "background" else None)
         beside = None if warm is None or warm.notes else warm
         garbage = GarbageCollection(settle=collect_when_told)
-        engine, ready = build_engine(base, config, link, garbage=garbage, warm=beside)
+        rehearse: Callable[[Compilation], None] = lambda _: None
+        if beside is not None and begun is not None:
+            began_rehearsal = time.monotonic()
+            make_runs(base, config, begun.task).rehearse()
+            log.info("kernels of the first steps loaded in %.1f s", time.monotonic() - began_rehearsal)
+            rehearse = partial(_rehearse, base, config, begun.task)
+        engine, ready = build_engine(base, config, link, garbage=garbage, warm=beside, rehearse=rehearse)
     except StartupError as error:
         link.send(EngineRefused(code=error.code, message=error.message))
     else:
@@ -207,6 +219,16 @@ async def _run(config: Config, fd: int, begun: Begun | None) -> None:
         await engine.run()
         log_event(log, "engine stops")
     await link.close()
+
+
+def _rehearse(base: Base, config: Config, task: Task, compilation: Compilation) -> None:
+    """Compiled steps on a stream of their own, which the engine's steps do not wait for."""
+    try:
+        with torch.cuda.stream(torch.cuda.Stream(base.device)):  # type: ignore[no-untyped-call]
+            make_runs(base, config, task).rehearse(compilation.rehearsal)
+            torch.cuda.current_stream().synchronize()
+    except torch.OutOfMemoryError:
+        log.warning("no memory to rehearse compiled steps: the first of them load their kernels")
 
 
 async def _warm_up(begun: Begun) -> WarmUp:

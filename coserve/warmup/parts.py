@@ -21,31 +21,46 @@ class Part:
     after: frozenset[str] = frozenset()
 
 
-FIRST = ("steps", "adapters-16", "training-16")
-"""What the engine needs before it serves: eager steps, and the profile of its memory."""
+FIRST = ("profile", "steps", "decodes-16", "prompts-16")
+"""What the engine needs before it serves: the profile of its memory, and eager steps."""
 LAYERS = "layers"
 GEMMS = tuple(f"gemms-{rows}" for rows in GEMM_ROWS)
 
 
-def graphs(rank: int) -> str:
-    """The part whose kernels graphs of adapters up to `rank` need; 0: no adapters."""
-    return f"graphs-{rank}"
+def graphs(rank: int) -> tuple[str, str]:
+    """The parts whose kernels graphs of adapters up to `rank` need: of decode steps, and of mixed steps; 0: no adapters."""
+    return f"graphs-{rank}", f"mixed-{rank}"
+
+
+def training(rank: int) -> str:
+    """The part whose kernels jobs with adapters of `rank` need; larger ranks than `RANKS` use those of the last."""
+    return f"training-{next((one for one in RANKS if one >= rank), RANKS[-1])}"
 
 
 def all_parts() -> tuple[Part, ...]:
     """Every part, in the order in which the engine needs them."""
     compiled = frozenset((LAYERS, *GEMMS))
     return (
-        Part("training-16", 12),
+        Part("profile", 10),
         Part("steps", 12),
-        Part("adapters-16", 10),
-        Part(LAYERS, 15),
-        *(Part(name, 10) for name in GEMMS),
-        Part(graphs(0), 12, compiled),
-        Part(graphs(16), 20, compiled | {graphs(0)}),
-        *(Part(f"adapters-{rank}", 8) for rank in RANKS[1:]),
-        *(Part(graphs(rank), 20, compiled | {graphs(0)}) for rank in RANKS[1:]),
-        *(Part(f"training-{rank}", 8) for rank in RANKS[1:]),
+        Part("prompts-16", 10),
+        Part("decodes-16", 8),
+        Part(LAYERS, 12),
+        *(Part(name, 4) for name in GEMMS),
+        *(Part(name, 15, compiled) for name in graphs(16)),
+        Part(training(16), 12),
+        *(Part(name, 8, compiled) for name in graphs(0)),
+        *(part for rank in RANKS[1:] for part in _of_rank(rank, compiled)),
+    )
+
+
+def _of_rank(rank: int, compiled: frozenset[str]) -> tuple[Part, ...]:
+    decodes, mixed = graphs(rank)
+    return (
+        Part(f"adapters-{rank}", 10),
+        Part(decodes, 15, compiled),
+        Part(mixed, 15, compiled),
+        Part(training(rank), 8),
     )
 
 

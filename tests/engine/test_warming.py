@@ -13,8 +13,7 @@ import torch
 from coserve.config import Config, config_to_json
 from coserve.engine.warming.beside import DIED, WarmUp, gemm_paths
 from coserve.engine.warming.compilations import Compilations
-from coserve.engine.warming.runs import Mix, Runs, Sizes, step_mixes
-from coserve.engine.warming.worker import make_runs
+from coserve.engine.warming.runs import Mix, Runs, Sizes, make_runs, step_mixes
 from coserve.kernels.gemm.skinny import SHAPES
 from coserve.kernels.lora.types import StackedWeights
 from coserve.model.base import load_base
@@ -37,7 +36,7 @@ def test_a_worker_runs_every_part_and_says_how_far_it_is(tmp_path: Path) -> None
     task, config = make_task(tmp_path)
     base = load_base("bundled", device="cpu", dtype="float32", few_layers=True)
     runs: Runs = make_runs(base, config, task)
-    for name in (*FIRST, LAYERS, *GEMMS, graphs(0)):
+    for name in (*FIRST, LAYERS, *GEMMS, *graphs(0)):
         pieces = list(runs.part(name))
         assert all(done < total for done, total in pieces), name
         assert [done for done, _ in pieces] == sorted(done for done, _ in pieces), name
@@ -92,13 +91,13 @@ async def test_the_engine_waits_for_the_parts_that_it_needs(tmp_path: Path) -> N
     assert (warm.done, warm.total) == (3, 9)
     assert not waiting.done()
     assert not warm.ready(0)
-    theirs.sendall(msgspec.json.encode(Progress(6, 9, [*FIRST, graphs(0)])) + b"\n")
+    theirs.sendall(msgspec.json.encode(Progress(6, 9, [*FIRST, *graphs(0)])) + b"\n")
     assert await waiting
     assert warm.ready(0)
     assert not warm.ready(16)
-    theirs.sendall(msgspec.json.encode(Progress(9, 9, [*FIRST, graphs(0)], ["graphs-16 failed"], ended=True)) + b"\n")
+    theirs.sendall(msgspec.json.encode(Progress(9, 9, [*FIRST, *graphs(0)], ["graphs-16 failed"], ended=True)) + b"\n")
     theirs.close()
-    assert not await warm.until((graphs(16),))
+    assert not await warm.until(graphs(16))
     assert warm.ready(16), "nothing more will come: the engine compiles it"
     assert warm.notes == ("graphs-16 failed",)
     await warm.close()

@@ -10,21 +10,27 @@ from collections.abc import Callable
 import pytest
 
 from coserve.engine.engine import Engine
+from coserve.engine.job_runner import COMPILING
 from coserve.link import (
     EngineNotes,
+    EngineStats,
     EngineStopped,
     EngineWarming,
     FromEngine,
     Generate,
+    JobStarted,
+    JobSucceeded,
     LocalLink,
     Shutdown,
+    StartJob,
     ToEngine,
     Tokens,
     local_pair,
 )
 from coserve.queues.policy import Slack
-from coserve.types import SamplingParams, Slo
-from tests.support.fake_ports import FakeGenerator, FakeTrainer, Meter, NoAdapters, Prices
+from coserve.types import JobSpec, SamplingParams, Slo
+from tests.support.fake_ports import FakeGenerator, FakeTrainer, JobPlan, Meter, NoAdapters, Prices
+from tests.support.scenario import job_spec
 
 FREE = Prices(step=0.0, token=0.0, micro_step=0.0, spikes=0.0)
 
@@ -53,6 +59,7 @@ class Work:
     def __init__(self, generator: Preparing, *, fails: bool = False) -> None:
         self.generator, self.fails = generator, fails
         self.go, self.thread = threading.Event(), threading.get_ident()
+        self.trains, self.changed = True, list[Callable[[], None]]()
 
     def compile(self) -> None:
         self.thread = threading.get_ident()
@@ -66,8 +73,11 @@ class Work:
     def progress(self) -> EngineWarming:
         return EngineWarming(done=len(self.generator.prepared), total=3, seconds_left=None, notes=())
 
+    def may_train(self, spec: JobSpec) -> bool:
+        return self.trains
+
     def notify(self, changed: Callable[[], None]) -> None:
-        pass
+        self.changed.append(changed)
 
     def adopt(self) -> tuple[str, ...]:
         assert threading.get_ident() != self.thread
@@ -80,7 +90,7 @@ def begin(fails: bool = False) -> tuple[Engine, Work, Preparing, LocalLink[ToEng
     generator = Preparing(meter, FREE, 64, rng, 0.0)
     generator.prepared, generator.ready = [], asyncio.Event()
     work, (api, engine_end) = Work(generator, fails=fails), local_pair()
-    trainer = FakeTrainer(meter, FREE, {}, rng, loop.time)
+    trainer = FakeTrainer(meter, FREE, {"job": JobPlan(1, 1, 1, None)}, rng, loop.time)
     engine = Engine(
         generator, trainer, NoAdapters(), Slack(4, 1.0), engine_end, max_running=4, max_queue=4, fair=True,
         max_active_jobs=1, step_tokens=64, clock=loop.time, upgrade=work,
@@ -116,6 +126,26 @@ async def test_requests_are_served_meanwhile_and_pieces_are_done_when_none_runs(
     api.send(Shutdown())
     await until(api, EngineStopped)
     await running
+
+
+async def test_a_job_starts_once_its_kernels_are_compiled() -> None:
+    engine, work, _, api = begin()
+    work.trains = False
+    running = asyncio.create_task(engine.run())
+    api.send(StartJob(spec=job_spec("job")))
+    heard = await until(api, EngineStats)
+    while COMPILING not in heard[-1].troubles:
+        heard += await until(api, EngineStats)
+    work.trains = True
+    for changed in work.changed:
+        changed()
+    heard += await until(api, JobSucceeded)
+    assert [message.id for message in heard if isinstance(message, JobStarted)] == ["job"]
+    api.send(Shutdown())
+    heard = await until(api, EngineStopped)
+    await running
+    assert not any(COMPILING in message.troubles for message in heard if isinstance(message, EngineStats))
+    work.go.set()
 
 
 async def test_a_shutdown_does_not_wait_for_the_thread() -> None:

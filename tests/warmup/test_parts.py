@@ -69,15 +69,15 @@ def test_what_needs_a_failed_part_fails_too() -> None:
     schedule = Schedule(all_parts())
     started = set(iter(schedule.next, None))
     assert {*FIRST, LAYERS, *GEMMS} <= started
-    assert graphs(0) not in started
+    assert not started & {*graphs(0), *graphs(16)}
     schedule.fail(LAYERS, "refused")
-    assert {graphs(0), graphs(16), graphs(256)} <= schedule.failed.keys()
+    assert {*graphs(0), *graphs(16), *graphs(256)} <= schedule.failed.keys()
     assert set(schedule.failed.values()) == {"refused"}
 
 
 def test_the_engine_gets_first_what_it_needs_first() -> None:
     names = [part.name for part in all_parts()]
-    assert set(names[:3]) == set(FIRST)
-    assert names.index(graphs(16)) < min(
+    assert set(names[: len(FIRST)]) == set(FIRST)
+    assert max(names.index(name) for name in graphs(16)) < min(
         names.index(name) for name in names if name.endswith("-32") and "gemms" not in name
     )

@@ -17,7 +17,7 @@ from coserve.kernels.lora.types import StackedWeights
 from coserve.model.gemm_choice import GemmChoice, load_gemms
 from coserve.warmup.fill import worker_bytes
 from coserve.warmup.messages import Progress, Task
-from coserve.warmup.parts import GEMMS, all_parts, graphs
+from coserve.warmup.parts import GEMMS, all_parts, graphs, training
 
 log = logging.getLogger(__name__)
 
@@ -94,7 +94,11 @@ class WarmUp:
 
     def ready(self, rank: int) -> bool:
         """See `WarmKernels`."""
-        return self.ended or self._complete((graphs(rank),))
+        return self.ended or self._complete(graphs(rank))
+
+    def trains(self, rank: int) -> bool:
+        """Whether the kernels of jobs with adapters of `rank` are on disk, or will never be."""
+        return self.ended or self._complete((training(rank),))
 
     def gemms(self, stacked: Sequence[StackedWeights], device: torch.device) -> GemmChoice | None:
         """See `WarmKernels`."""

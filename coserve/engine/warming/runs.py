@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from coserve.config import Config
+from coserve.engine.sizes import STEP_TOKENS
 from coserve.engine.warming.beside import gemm_paths
 from coserve.finetune.init import new_adapter
 from coserve.finetune.memory_profiling import Conditions, CudaMemoryMeter, MemoryProfiler
@@ -17,6 +19,7 @@ from coserve.generate.execution.start import INDUCTOR, wake_compiler
 from coserve.generate.sampling.device_sampler import DeviceSampler
 from coserve.generate.sampling.rows import SamplingRow
 from coserve.kernels.attention.interface import TokenRun
+from coserve.kernels.lora.backend import choose_backend
 from coserve.kernels.lora.interface import LoraBackend
 from coserve.kernels.lora.types import StackedWeights
 from coserve.memory.kv import KvCache
@@ -27,6 +30,7 @@ from coserve.model.gemm_choice import MEASURED, GemmChoice, load_gemms, measure_
 from coserve.model.lora import LoraWeights
 from coserve.types import AdapterRef, LoraSettings, SamplingParams
 from coserve.warmup.messages import Task
+from coserve.warmup.parts import RANKS
 
 TARGETS = (
     ("q_proj", "v_proj"),
@@ -94,6 +98,10 @@ class Mix:
     tokens: tuple[int, ...]
     position: int
 
+    @property
+    def decodes(self) -> bool:
+        return max(self.tokens) == 1
+
 
 def step_mixes(sizes: Sizes, context: int) -> list[Mix]:
     """Steps of the engine: decodes, chunks of one prompt, of several, and both."""
@@ -136,7 +144,13 @@ class Runs:
             case "steps":
                 return self._steps()
             case "adapters":
-                return self._adapters(int(number))
+                return self._adapters(int(number), self._beginnings)
+            case "decodes":
+                return self._adapters(int(number), [mix for mix in self._beginnings if mix.decodes])
+            case "prompts":
+                return self._adapters(int(number), [mix for mix in self._beginnings if not mix.decodes])
+            case "profile":
+                return self._profile()
             case "training":
                 return self._training(int(number))
             case "layers":
@@ -144,8 +158,25 @@ class Runs:
             case "gemms":
                 return self._gemms(int(number), gemm_paths(self._task)[self._gemm_index(name)])
             case "graphs":
-                return self._graphs(int(number))
+                return self._graphs(int(number), decodes=True)
+            case "mixed":
+                return self._graphs(int(number), decodes=False)
         raise AssertionError(f"expected a part of a warm-up, got {name!r}")
+
+    def rehearse(self, executor: Callable[[KvCache], StepExecutor | None] | None = None) -> None:
+        """A few steps of each kind: a process loads a kernel from disk when it runs for the first time. `executor`: makes
+        theirs; None: they run eagerly."""
+        steps = self._eager if executor is None else executor(self._kv)
+        if steps is None:
+            return
+        adapters = self._named(RANKS[0], self._base.spec.default_targets)
+        most = self._sizes.step_tokens
+        for tokens in ((1,), (1,) * 4, (1,) * 16, (1,) * self._sizes.max_running, (17,), (1, 160), (512,), (most,)):
+            if sum(tokens) <= most and len(tokens) <= self._sizes.max_running:
+                mix = Mix(tokens, 0)
+                for count in sorted({0, *_counts(mix, adapters)}):
+                    self._step(steps, mix, adapters[:count])
+        self._sampled(steps)
 
     # ---- eager steps
 
@@ -163,8 +194,8 @@ class Runs:
             for tokens in ((1,), (1,) * min(5, self._sizes.max_running), (8,)):
                 self._step(executor, Mix(tokens, 0), (), params)
 
-    def _adapters(self, rank: int) -> Iterator[tuple[int, int]]:
-        sets, mixes = self._adapter_sets(rank), self._beginnings
+    def _adapters(self, rank: int, mixes: Sequence[Mix]) -> Iterator[tuple[int, int]]:
+        sets = self._adapter_sets(rank)
         total, done = len(sets) * len(mixes), 0
         for number, adapters in enumerate(sets):
             # All sites at all sizes; some sites differ in how many share a launch only.
@@ -212,8 +243,27 @@ class Runs:
 
     # ---- training
 
+    def _profile(self) -> Iterator[tuple[int, int]]:
+        """What the engine runs to plan its memory, before it stacks weights."""
+        profiler, sizes = self._profiler(RANKS[0]), self._sizes
+        work = [
+            *((profiler.step, size) for size in _halves(sizes.step_tokens)),
+            *((profiler.micro_batch, size) for size in _halves(sizes.micro_batch_tokens)),
+        ]
+        for done, (run, size) in enumerate(work):
+            yield done, len(work)
+            run(size)
+
     def _training(self, rank: int) -> Iterator[tuple[int, int]]:
-        sizes, base = self._sizes, self._base
+        self._stacked()
+        profiler, most = self._profiler(rank), self._sizes.micro_batch_tokens
+        batches = sorted({most, *(size for size in TRAINED if size <= most)})
+        for done, size in enumerate(batches):
+            yield done, len(batches)
+            profiler.micro_batch(size)
+
+    def _profiler(self, rank: int) -> MemoryProfiler:
+        sizes = self._sizes
         conditions = Conditions(
             self._lora_backend,
             sizes.recompute,
@@ -221,22 +271,8 @@ class Runs:
             sizes.page_tokens,
             Work(sizes.step_tokens, sizes.micro_batch_tokens, sizes.jobs),
         )
-        meter = CudaMemoryMeter(base.device) if self._on_gpu else NoMeter()
-        profiler = MemoryProfiler(base, meter, conditions, rank=rank)
-        steps = {sizes.step_tokens, sizes.step_tokens // 2, sizes.step_tokens // 4} - {0}
-        batches = {sizes.micro_batch_tokens, sizes.micro_batch_tokens // 2} - {0}
-        batches |= {size for size in TRAINED if size <= sizes.micro_batch_tokens}
-        work = [
-            *((profiler.step, size) for size in sorted(steps)),
-            *((profiler.micro_batch, size) for size in sorted(batches)),
-        ]
-        for done, (run, size) in enumerate(work):
-            yield done, 2 * len(work)
-            run(size)
-        self._stacked()  # the engine profiles its memory before it stacks weights, and trains afterwards
-        for done, size in enumerate(sorted(batches)):
-            yield len(work) + done, 2 * len(work)
-            profiler.micro_batch(size)
+        meter = CudaMemoryMeter(self._base.device) if self._on_gpu else NoMeter()
+        return MemoryProfiler(self._base, meter, conditions, rank=rank)
 
     # ---- compiled layers
 
@@ -265,31 +301,29 @@ class Runs:
             choice = measure_gemms(measured, self._base.device, (rows,))
         save_gemms(path, choice, stacked, (rows,))
 
-    def _graphs(self, rank: int) -> Iterator[tuple[int, int]]:
+    def _graphs(self, rank: int, *, decodes: bool) -> Iterator[tuple[int, int]]:
+        """Decode steps or the others: kernel by kernel, then captured."""
         stacked = self._stacked()
         gemms = load_gemms(gemm_paths(self._task), stacked, self._base.device)
         fused = self._fused(gemms or GemmChoice())
         fused.shadow().check()
-        captures = False
         executor = GraphExecutor(
             fused,
             self._kv,
             self._eager,
             max_running=self._sizes.max_running,
             step_tokens=self._sizes.step_tokens,
-            on_disk=lambda other: captures and other == rank,  # at first, steps run kernel by kernel
+            on_disk=lambda _: False,  # no step captures
         )
         adapters = self._adapter_sets(rank)[0] if rank else []
-        mixes = self._beginnings if rank else self._mixes
-        total = len(mixes) + 4 * (len(DECODE_BATCHES) + len(MIXED_TOKENS))
+        mixes = [mix for mix in (self._beginnings if rank else self._mixes) if mix.decodes is decodes]
+        total = len(mixes) + 4 * (len(DECODE_BATCHES) if decodes else len(MIXED_TOKENS))
         for done, mix in enumerate(mixes):
             yield done, total
             for count in _counts(mix, adapters):
                 self._step(executor, mix, adapters[:count])
         self._sampled(executor)
-        captures, done = True, len(mixes)
-        while executor.prepare((rank,) if rank else ()):
-            done += 1
+        for done, _ in enumerate(executor.captures(rank, decodes=decodes), len(mixes)):
             yield min(done, total - 1), total
 
 
@@ -297,6 +331,24 @@ def _counts(mix: Mix, adapters: Sequence[Adapter]) -> list[int]:
     """How many adapters a step has: one, some, one for each sequence."""
     most = min(len(mix.tokens), len(adapters))
     return sorted({min(1, most), -(-most // 4), -(-most // 2), most})
+
+
+def _halves(size: int) -> list[int]:
+    """A size, its half and its quarter."""
+    return sorted({size, size // 2, size // 4} - {0})
+
+
+def make_runs(base: Base, config: Config, task: Task) -> Runs:
+    """The parts for these settings."""
+    sizes = Sizes(
+        max_running=config.inference_batch_size,
+        step_tokens=config.step_tokens or STEP_TOKENS[base.device.type],
+        page_tokens=config.page_tokens,
+        micro_batch_tokens=config.micro_batch_tokens,
+        jobs=config.max_active_jobs,
+        recompute=config.recompute,
+    )
+    return Runs(base, choose_backend(config.lora_way, base.device, base.dtype), sizes, task)
 
 
 def _by_kind(stacked: Sequence[StackedWeights]) -> dict[tuple[int, ...], list[StackedWeights]]:

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable
 
 from coserve.engine.warming.beside import WarmUp
 from coserve.generate.execution.graph_executor import GraphExecutor
-from coserve.generate.execution.start import COMPILING, Compilation
+from coserve.generate.execution.start import COMPILING, Compilation, giving_way
 from coserve.generate.generator import Generator
 from coserve.link import EngineWarming
+from coserve.types import JobSpec
 from coserve.warmup.parts import graphs
+
+log = logging.getLogger(__name__)
 
 LOADING, CAPTURING = 10, 40
 """Units of progress: loading the compiled layers, and capturing graphs; next to `warmup.parts.Part.weight`."""
@@ -26,12 +30,13 @@ class Upgrade:
         notes: tuple[str, ...],
         warm: WarmUp | None = None,
         *,
+        rehearse: Callable[[Compilation], None] = lambda _: None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """`notes`: what an operator should know of other things. `warm`: the warm-up that runs beside; None: all is compiled
-        here."""
+        here. `rehearse`: loads what the first compiled steps will need, on the thread that compiles."""
         self._compilation, self._generator, self._notes, self._warm = compilation, generator, notes, warm
-        self._clock, self._began = clock, clock()
+        self._rehearse, self._clock, self._began = rehearse, clock, clock()
         self._executor: GraphExecutor | None = None
         self._graphs = 0
         """To be captured, when the executor was adopted."""
@@ -41,7 +46,11 @@ class Upgrade:
     async def ready(self) -> None:
         """Returns once `compile` will find its kernels on disk, or never will."""
         if self._warm is not None:
-            await self._warm.until((graphs(0), graphs(16)))  # steps without a graph need them too
+            await self._warm.until((*graphs(0), *graphs(16)))  # steps without a graph need them too
+
+    def may_train(self, spec: JobSpec) -> bool:
+        """Whether a job would find its kernels on disk, or never will."""
+        return self._warm is None or self._warm.trains(spec.lora.r)
 
     def notify(self, changed: Callable[[], None]) -> None:
         """`changed` is called when `progress` has changed outside of steps."""
@@ -49,7 +58,14 @@ class Upgrade:
             self._warm.notify(changed)
 
     def compile(self) -> None:
+        began = self._clock()
         self._compilation.compile()
+        compiled = self._clock()
+        with giving_way():
+            self._rehearse(self._compilation)
+        log.info(
+            "layers compiled in %.1f s, their kernels loaded in %.1f s", compiled - began, self._clock() - compiled
+        )
 
     def adopt(self) -> tuple[str, ...]:
         """From now on steps run compiled, if they can be; all notes for the operator."""

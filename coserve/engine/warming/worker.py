@@ -15,33 +15,18 @@ import msgspec
 import torch
 from transformers.utils.logging import disable_progress_bar
 
-from coserve.config import Config, config_from_json
-from coserve.engine.sizes import STEP_TOKENS
+from coserve.config import config_from_json
 from coserve.engine.warming.compilations import measure_compilations
-from coserve.engine.warming.runs import Runs, Sizes
+from coserve.engine.warming.runs import Runs, make_runs
 from coserve.errors import CoserveError
-from coserve.kernels.lora.backend import choose_backend
 from coserve.logs.setup import LogSettings, set_up_logging
-from coserve.model.base import Base, load_base
+from coserve.model.base import load_base
 from coserve.processes import obey_parent
 from coserve.warmup.messages import DoPart, PartReport, Task
 
 log = logging.getLogger(__name__)
 
 THREADS = 1
-
-
-def make_runs(base: Base, config: Config, task: Task) -> Runs:
-    """The parts for these settings."""
-    sizes = Sizes(
-        max_running=config.inference_batch_size,
-        step_tokens=config.step_tokens or STEP_TOKENS[base.device.type],
-        page_tokens=config.page_tokens,
-        micro_batch_tokens=config.micro_batch_tokens,
-        jobs=config.max_active_jobs,
-        recompute=config.recompute,
-    )
-    return Runs(base, choose_backend(config.lora_way, base.device, base.dtype), sizes, task)
 
 
 def main() -> None:

@@ -154,6 +154,14 @@ class GraphExecutor:
             self._capture = None
         return True
 
+    def captures(self, rank: int, *, decodes: bool) -> Iterator[None]:
+        """Captures all graphs of decode steps, or of mixed ones, with adapters up to `rank` at all sites (0: none), in
+        pieces."""
+        footprint = LoraFootprint(rank, self._adapter_slots.all_groups) if rank else NO_ADAPTERS
+        graphs = self._decode_graphs if decodes else self._mixed_graphs
+        while (capture := graphs.prepare(footprint)) is not None:
+            yield from capture
+
     def _next_capture(self) -> Iterator[None] | None:
         """At first the graph of the largest decode batch, which all decode steps can use meanwhile."""
         ready = [one for one in self._footprints if self._on_disk is None or self._on_disk(one.max_rank)]

@@ -80,12 +80,26 @@ class Compilation:
         if self._warm is not None:
             choice = self._warm.gemms(self._fused.stacked, self._fused.base.device)
             self._fused.gemms = self._shadow.gemms = choice or GemmChoice()
-        with _giving_way():
+        with giving_way():
             try:
                 self._shadow.check()
             except (TorchDynamoException, UnsupportedBase) as error:
                 self._refusal = _refusal(self._fused.base, error)
         self._done = True
+
+    def rehearsal(self, kv: KvCache) -> GraphExecutor | None:
+        """After `compile`, on its thread: an executor over modules of its own and over `kv`, to load kernels from disk before
+        the engine's steps need them. None: steps stay eager."""
+        if self._refusal is not None:
+            return None
+        return GraphExecutor(
+            self._shadow,
+            kv,
+            self._eager,
+            max_running=self._max_running,
+            step_tokens=self._step_tokens,
+            on_disk=lambda _: False,
+        )
 
     def executor(self) -> tuple[GraphExecutor | None, tuple[str, ...]]:
         """After `compile`, on the engine's thread: what runs steps from now on (None: they stay eager), and notes for the
@@ -176,7 +190,8 @@ def _halved(x: torch.Tensor) -> torch.Tensor:
 
 
 @contextmanager
-def _giving_way() -> Iterator[None]:
+def giving_way() -> Iterator[None]:
+    """Other threads get the interpreter soon, and often."""
     before = sys.getswitchinterval()
     sys.setswitchinterval(SWITCH_INTERVAL)
     try:
