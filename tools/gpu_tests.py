@@ -25,11 +25,14 @@ def main() -> int:
     parser.add_argument("--commit", default="")
     given, arguments = parser.parse_known_args()
     command = [sys.executable, "-m", "pytest", "-q", "-m", "gpu", "-p", "no:cacheprovider", *arguments]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    print(done.stdout[-6000:], done.stderr[-2000:])
+    log = given.out.with_suffix(".log")
+    with log.open("w") as output:  # a file, so that a run that is cut off can be read
+        done = subprocess.run(command, stdout=output, stderr=subprocess.STDOUT, check=False)
+    said = log.read_text()
+    print(said[-8000:])
     revision = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=False)
     record = {
-        "summary": done.stdout.strip().splitlines()[-1],
+        "summary": said.strip().splitlines()[-1],
         "hardware": torch.cuda.get_device_name(),
         "versions": {
             "python": platform.python_version(),

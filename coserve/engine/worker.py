@@ -108,6 +108,11 @@ def build_engine(
         lora_backend=lora_backend,
     )
     notes = _notes(base, generator, config) + pool.notes
+    upgrade = None
+    if start.compilation is not None:
+        upgrade = Upgrade(start.compilation, generator, notes, warm, rehearse=rehearse)
+        if warm is not None and warm.ready(0) and warm.ready(16):
+            upgrade.compile()  # from disk; beside requests it would take several times as long, and they would wait for it
     engine = Engine(
         generator,
         trainer,
@@ -122,9 +127,7 @@ def build_engine(
         clock=time.monotonic,
         planned_bytes=pool.planned,
         garbage=garbage,
-        upgrade=None
-        if start.compilation is None
-        else Upgrade(start.compilation, generator, notes, warm, rehearse=rehearse),
+        upgrade=upgrade,
     )
     ready = EngineReady(spec=base.spec, kv_tokens=kv.tokens, lora_way=lora_backend.name, notes=notes + start.notes)
     return engine, ready

@@ -48,8 +48,9 @@ def all_parts() -> tuple[Part, ...]:
         Part(LAYERS, 12),
         *(Part(name, 4) for name in GEMMS),
         *(Part(name, 15, compiled) for name in graphs(16)),
-        Part(training(16), 12),
         *(Part(name, 8, compiled) for name in graphs(0)),
+        Part(training(16), 12),
+        Part("sites-16", 10),
         *(part for rank in RANKS[1:] for part in _of_rank(rank, compiled)),
     )
 

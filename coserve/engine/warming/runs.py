@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -19,6 +20,7 @@ from coserve.generate.execution.start import INDUCTOR, wake_compiler
 from coserve.generate.sampling.device_sampler import DeviceSampler
 from coserve.generate.sampling.rows import SamplingRow
 from coserve.kernels.attention.interface import TokenRun
+from coserve.kernels.gpu.launcher import compile_only
 from coserve.kernels.lora.backend import choose_backend
 from coserve.kernels.lora.interface import LoraBackend
 from coserve.kernels.lora.types import StackedWeights
@@ -63,6 +65,7 @@ TRAINED = (16, 48, 64, 100, 128, 200, 256, 384, 500, 512, 700, 1024, 1500, 2048)
 """Tokens of micro-batches."""
 
 
+_ENDED = object()
 Adapter = tuple[AdapterRef, LoraWeights]
 
 
@@ -144,11 +147,15 @@ class Runs:
             case "steps":
                 return self._steps()
             case "adapters":
-                return self._adapters(int(number), self._beginnings)
+                return self._adapters(self._beginnings, self._adapter_sets(int(number)))
             case "decodes":
-                return self._adapters(int(number), [mix for mix in self._beginnings if mix.decodes])
+                mixes = [mix for mix in self._beginnings if mix.decodes]
+                return self._adapters(mixes, self._adapter_sets(int(number))[:1])
             case "prompts":
-                return self._adapters(int(number), [mix for mix in self._beginnings if not mix.decodes])
+                mixes = [mix for mix in self._beginnings if not mix.decodes]
+                return self._adapters(mixes, self._adapter_sets(int(number))[:1])
+            case "sites":
+                return self._adapters(self._beginnings, self._adapter_sets(int(number))[1:])
             case "profile":
                 return self._profile()
             case "training":
@@ -194,16 +201,17 @@ class Runs:
             for tokens in ((1,), (1,) * min(5, self._sizes.max_running), (8,)):
                 self._step(executor, Mix(tokens, 0), (), params)
 
-    def _adapters(self, rank: int, mixes: Sequence[Mix]) -> Iterator[tuple[int, int]]:
-        sets = self._adapter_sets(rank)
+    def _adapters(self, mixes: Sequence[Mix], sets: Sequence[list[Adapter]]) -> Iterator[tuple[int, int]]:
         total, done = len(sets) * len(mixes), 0
-        for number, adapters in enumerate(sets):
+        for adapters in sets:
+            every = len(adapters[0][1].settings.targets or ()) == len(self._base.spec.default_targets)
             # All sites at all sizes; some sites differ in how many share a launch only.
-            for mix in mixes if number == 0 else mixes[::4]:
+            for mix in mixes if every else mixes[::4]:
                 yield done, total
                 done += 1
                 for count in _counts(mix, adapters):
-                    self._step(self._eager, mix, adapters[:count])
+                    with compile_only():
+                        self._step(self._eager, mix, adapters[:count])
 
     def _adapter_sets(self, rank: int) -> list[list[Adapter]]:
         """Adapters of this rank, at all sites and at some."""
@@ -321,9 +329,14 @@ class Runs:
         for done, mix in enumerate(mixes):
             yield done, total
             for count in _counts(mix, adapters):
-                self._step(executor, mix, adapters[:count])
+                with compile_only():
+                    self._step(executor, mix, adapters[:count])
         self._sampled(executor)
-        for done, _ in enumerate(executor.captures(rank, decodes=decodes), len(mixes)):
+        captures = executor.captures(rank, decodes=decodes)
+        for done in itertools.count(len(mixes)):
+            with compile_only():
+                if next(captures, _ENDED) is _ENDED:
+                    return
             yield min(done, total - 1), total
 
 

@@ -40,6 +40,7 @@ class Upgrade:
         self._executor: GraphExecutor | None = None
         self._graphs = 0
         """To be captured, when the executor was adopted."""
+        self._compiled = False
         self._adopted: tuple[str, ...] | None = None
         """Notes on compiled steps."""
 
@@ -58,6 +59,10 @@ class Upgrade:
             self._warm.notify(changed)
 
     def compile(self) -> None:
+        """Done once; later calls return at once."""
+        if self._compiled:
+            return
+        self._compiled = True
         began = self._clock()
         self._compilation.compile()
         compiled = self._clock()

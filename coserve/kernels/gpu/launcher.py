@@ -7,7 +7,9 @@ may depend on.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from functools import cache
 from typing import Protocol
 
@@ -21,8 +23,21 @@ MAX_CACHED = 8192
 ALIGNMENT = 15
 """Bits of an address that Triton specializes on."""
 
+_compiling_only = ContextVar("compiling_only", default=False)
+
 Grid = tuple[int, int, int]
 Constant = bool | int
+
+
+@contextmanager
+def compile_only() -> Iterator[None]:
+    """Launchers compile and launch nothing inside: what kernels would have written is undefined. For processes that fill
+    caches while others use the GPU."""
+    token = _compiling_only.set(True)
+    try:
+        yield
+    finally:
+        _compiling_only.reset(token)
 
 
 class Specialization(Protocol):
@@ -44,6 +59,9 @@ class Launcher:
         """`rest`: the kernel's constants and Triton's options, always in the same order."""
         if self._interpreted:
             self._kernel[grid](*tensors, *numbers, **rest)
+            return
+        if _compiling_only.get():
+            self._kernel.warmup(*tensors, *numbers, grid=grid, **rest)
             return
         types, places = [t.dtype for t in tensors], [t.data_ptr() & ALIGNMENT for t in tensors]
         key = (tensors[0].get_device(), numbers, *rest.values(), *types, *places)
