@@ -24,15 +24,15 @@ def main() -> int:
     parser.add_argument("out", type=Path)
     parser.add_argument("--commit", default="")
     given, arguments = parser.parse_known_args()
-    command = [sys.executable, "-m", "pytest", "-q", "-m", "gpu", "-p", "no:cacheprovider", *arguments]
+    command = [sys.executable, "-m", "pytest", "-v", "-m", "gpu", "-p", "no:cacheprovider", *arguments]
     log = given.out.with_suffix(".log")
     with log.open("w") as output:  # a file, so that a run that is cut off can be read
         done = subprocess.run(command, stdout=output, stderr=subprocess.STDOUT, check=False)
     said = log.read_text()
-    print(said[-8000:])
+    print("\n".join(line for line in said.splitlines() if "FAILED" in line or "ERROR" in line), said[-6000:])
     revision = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=False)
     record = {
-        "summary": said.strip().splitlines()[-1],
+        "summary": said.strip().splitlines()[-1].strip("= "),
         "hardware": torch.cuda.get_device_name(),
         "versions": {
             "python": platform.python_version(),

@@ -116,6 +116,7 @@ def test_recomputed_layers_leave_their_inputs_only() -> None:
     assert recomputed < 0.4 * kept
 
 
+@pytest.mark.slow
 def test_a_plan_is_measured_once_for_its_conditions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """All but the numbers, which a fake device gives."""
     base, path = wrap_base(tiny_model("llama"), name="llama", eos_token_ids=()), tmp_path / "memory.json"
