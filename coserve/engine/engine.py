@@ -261,6 +261,8 @@ class Engine:
                 self._link.send(Admitted(id=id))
 
     async def _train(self, decision: Train) -> None:
+        if not (self._queue or self._running):
+            self._prepare()  # else a job would keep the engine from becoming ready
         # Chosen already: they need not wait for the slice.
         with self._stalls.during("decode"):
             results = self._generator.collect()

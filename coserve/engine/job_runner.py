@@ -34,7 +34,7 @@ from coserve.types import JobSpec, MicroStep
 log = logging.getLogger(__name__)
 
 
-COMPILING = "jobs: the next one starts once its kernels are compiled"
+WAITS_FOR_KERNELS = "jobs: some start once their kernels are compiled"
 
 
 class JobRunner:
@@ -69,7 +69,7 @@ class JobRunner:
         """Starts and publications of jobs that are being tried again, and jobs that train in smaller parts."""
         retries = ((job, active.retry) for job, active in self._active.items() if active.retry is not None)
         ends = (f"end of job {job}: {retry.message}; it is tried again" for job, retry in retries)
-        waits = (COMPILING,) if self._pending and not self._may_start(self._pending[0]) else ()
+        waits = () if all(map(self._may_start, self._pending)) else (WAITS_FOR_KERNELS,)
         return (*waits, *self._threads.notes, *ends, *self._trainer.notes)
 
     def __len__(self) -> int:
@@ -105,8 +105,8 @@ class JobRunner:
         """Before a tick decides: start jobs in line while there is room for them, take up what threads have done, and let each
         job whose micro-batch has ended do what comes next."""
         while True:
-            while self._pending and len(self._active) < self._max_active and self._may_start(self._pending[0]):
-                spec = self._pending.popleft()
+            while len(self._active) < self._max_active and (spec := self._next_start()) is not None:
+                self._pending.remove(spec)
                 self._active[spec.id] = ActiveJob(spec, work=self._threads.start(spec))
             while self._unsettled:
                 self._settle(self._unsettled.popleft())
@@ -120,6 +120,10 @@ class JobRunner:
                 self._take_up_write(job)
             if not works and not writes:
                 return
+
+    def _next_start(self) -> JobSpec | None:
+        """The first in line whose kernels are there."""
+        return next(filter(self._may_start, self._pending), None)
 
     def advance(self, job: str, micro_steps: int | None) -> bool:
         """Train an active job. Whether its micro-batch is still under way; otherwise the turn is the next one's."""

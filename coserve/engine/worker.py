@@ -48,7 +48,7 @@ from coserve.state.folder import DataFolder
 from coserve.stream_link import engine_end
 from coserve.types import AdapterDigests, AdapterRef
 from coserve.warmup.messages import Task
-from coserve.warmup.parts import FIRST
+from coserve.warmup.parts import FIRST, graphs
 
 log = logging.getLogger(__name__)
 
@@ -62,7 +62,7 @@ def build_engine(
     *,
     garbage: GarbageCollection | None = None,
     warm: WarmUp | None = None,
-    rehearse: Callable[[Compilation], None] = lambda _: None,
+    rehearse: Callable[[Compilation | None], None] = lambda _: None,
 ) -> tuple[Engine, EngineReady]:
     """The engine over a loaded base, and the message that says it is ready. `garbage`: see `Engine`; `warm`: the warm-up that
     runs beside; `rehearse`: see `Upgrade`."""
@@ -111,7 +111,7 @@ def build_engine(
     upgrade = None
     if start.compilation is not None:
         upgrade = Upgrade(start.compilation, generator, notes, warm, rehearse=rehearse)
-        if warm is not None and warm.ready(0) and warm.ready(16):
+        if warm is not None and warm.complete((*graphs(0), *graphs(16))):
             upgrade.compile()  # from disk; beside requests it would take several times as long, and they would wait for it
     engine = Engine(
         generator,
@@ -193,15 +193,12 @@ async def _run(config: Config, fd: int, begun: Begun | None) -> None:
         )
         if warm is not None:
             await warm.until(FIRST if config.compile == "background" else None)
-        beside = None if warm is None or warm.notes else warm
         garbage = GarbageCollection(settle=collect_when_told)
-        rehearse: Callable[[Compilation], None] = lambda _: None
-        if beside is not None and begun is not None:
-            began_rehearsal = time.monotonic()
-            make_runs(base, config, begun.task).rehearse()
-            log.info("kernels of the first steps loaded in %.1f s", time.monotonic() - began_rehearsal)
+        rehearse: Callable[[Compilation | None], None] = lambda _: None
+        if begun is not None:
             rehearse = partial(_rehearse, base, config, begun.task)
-        engine, ready = build_engine(base, config, link, garbage=garbage, warm=beside, rehearse=rehearse)
+            rehearse(None)
+        engine, ready = build_engine(base, config, link, garbage=garbage, warm=warm, rehearse=rehearse)
     except StartupError as error:
         link.send(EngineRefused(code=error.code, message=error.message))
     else:
@@ -224,14 +221,16 @@ async def _run(config: Config, fd: int, begun: Begun | None) -> None:
     await link.close()
 
 
-def _rehearse(base: Base, config: Config, task: Task, compilation: Compilation) -> None:
-    """Compiled steps on a stream of their own, which the engine's steps do not wait for."""
+def _rehearse(base: Base, config: Config, task: Task, compilation: Compilation | None) -> None:
+    """Loads the kernels of compiled steps (None: of eager ones), on a stream that the engine's steps do not wait for."""
+    began = time.monotonic()
     try:
         with torch.cuda.stream(torch.cuda.Stream(base.device)):  # type: ignore[no-untyped-call]
-            make_runs(base, config, task).rehearse(compilation.rehearsal)
+            make_runs(base, config, task).rehearse(None if compilation is None else compilation.rehearsal)
             torch.cuda.current_stream().synchronize()
-    except torch.OutOfMemoryError:
-        log.warning("no memory to rehearse compiled steps: the first of them load their kernels")
+    except Exception:  # steps load what they need, later
+        log.exception("the kernels of the first steps could not be loaded ahead")
+    log.info("kernels of the first steps loaded in %.1f s", time.monotonic() - began)
 
 
 async def _warm_up(begun: Begun) -> WarmUp:

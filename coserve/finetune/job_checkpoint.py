@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 
-from coserve.errors import CheckpointUnreadable
+from coserve.errors import CheckpointUnreadable, StorageError
 from coserve.finetune.checkpoint import load_checkpoint, prune, save_checkpoint
 from coserve.finetune.loop import TrainingLoop
 from coserve.finetune.progress import TrainingProgress
@@ -37,7 +37,7 @@ class JobCheckpoints:
         """Begin a snapshot of the last finished step; training may go on meanwhile. None if that step is on disk already.
 
         Call the returned function on a thread: the checkpoint is durable when it returns, and all but the last `keep` are
-        deleted. It raises `StorageError`.
+        deleted where the disk allows it. It raises `StorageError`.
         """
         progress = self._loop.progress
         if progress.step == 0 or progress == self._saved:
@@ -46,8 +46,11 @@ class JobCheckpoints:
 
         def write() -> None:
             save_checkpoint(self._folder, self._loop.spec, self._base, progress, tensors())
-            prune(self._folder, self._loop.spec.id, self._keep)
             self._saved = progress
+            try:
+                prune(self._folder, self._loop.spec.id, self._keep)
+            except StorageError as error:
+                log.warning("job %s: old checkpoints stay: %s", self._loop.spec.id, error.message)
 
         return write
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 
 import torch
@@ -13,11 +14,14 @@ from coserve.finetune.job import TrainingJob
 from coserve.finetune.lora_tensors import cast, named_tensors
 from coserve.link import JobSucceeded, JobWaiting
 from coserve.model.base import Base
+from coserve.model.faults import out_of_memory
 from coserve.model.lora import LoraWeights
 from coserve.state.durable import disk_errors, replace_dir
 from coserve.state.failpoints import failpoint
 from coserve.state.folder import DataFolder
 from coserve.types import AdapterRef
+
+log = logging.getLogger(__name__)
 
 Published = JobSucceeded | JobWaiting
 
@@ -42,10 +46,17 @@ def publication(
             what = "space" if isinstance(error, StorageFull) else "the disk"
             waiting = JobWaiting(id=id, message=f"waiting for {what}: {error.message}")
             return lambda: waiting
-        served = store.host_copy(cast(weights, base.dtype))
+        try:
+            served = store.host_copy(cast(weights, base.dtype))
+        except Exception as error:
+            if not out_of_memory(error):
+                raise
+            log.warning("job %s: no memory for a copy of its adapter: the first request reads the files", id)
+            served = None
 
         def publish() -> JobSucceeded:
-            store.publish(ref, served)
+            if served is not None:
+                store.publish(ref, served)
             return JobSucceeded(id=id, ref=ref)
 
         return publish

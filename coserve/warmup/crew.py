@@ -80,7 +80,11 @@ class Crew:
         try:
             while (part := await self._next()) is not None:
                 if worker is None:
-                    worker = await self._start()
+                    try:
+                        worker = await self._start()
+                    except OSError as error:
+                        await self._failed(part, f"no process: {error.strerror}")
+                        continue
                 end = await self._do(worker, part)
                 if end is not _End.DONE:
                     await worker.close()

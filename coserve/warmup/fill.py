@@ -105,4 +105,6 @@ def run_fill(config: Config, progress: Callable[[int, int], None]) -> None:
 def _lines(sock: socket.socket) -> Iterator[Progress]:
     with sock.makefile("rb") as lines:
         for line in lines:
+            if not line.endswith(b"\n"):  # the end of a process that was killed
+                return
             yield msgspec.json.decode(line, type=Progress)

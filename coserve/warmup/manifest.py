@@ -12,7 +12,7 @@ import msgspec
 
 from coserve.warmup.key import CACHES
 
-CHECKED = ("triton", "inductor/fxgraph", "inductor/aotautograd")
+CHECKED = ("triton", "inductor/fxgraph", "inductor/aotautograd", "gemms")
 """Folders whose files a manifest vouches for. Compilers write them once, under names made of their contents' key."""
 TEMPORARY = (".lock", ".tmp", ".pid")
 
@@ -88,9 +88,13 @@ def clear(folder: Path) -> None:
 
 def _files(folder: Path) -> Iterator[Path]:
     for name in CHECKED:
-        for path in sorted((folder / name).rglob("*")):
-            if path.is_file() and not path.name.endswith(TEMPORARY) and ".tmp." not in str(path):
-                yield path
+        for root, folders, files in os.walk(folder / name):  # passes over what another process has removed meanwhile
+            folders[:] = sorted(each for each in folders if not each.startswith("tmp."))  # Triton's unfinished entries
+            yield from (Path(root, each) for each in sorted(files) if not _temporary(each))
+
+
+def _temporary(name: str) -> bool:
+    return name.endswith(TEMPORARY) or ".tmp." in name
 
 
 def _path(folder: Path) -> Path:

@@ -47,4 +47,6 @@ class Progress(msgspec.Struct, frozen=True):
     """Parts whose kernels are on disk."""
     notes: list[str] = []
     """What went wrong, for an operator."""
+    failed: list[str] = []
+    """Parts whose kernels will not be on disk."""
     ended: bool = False

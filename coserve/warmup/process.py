@@ -7,6 +7,7 @@ end closes, the process ends.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import socket
 import sys
@@ -38,7 +39,11 @@ class ProcessWorker:
         ours, theirs = socket.socketpair()
         with theirs:
             reader, writer = await asyncio.open_connection(sock=ours)
-            process = await start_child(WORKER, theirs, stdin=asyncio.subprocess.PIPE)
+            try:
+                process = await start_child(WORKER, theirs, stdin=asyncio.subprocess.PIPE)
+            except OSError:
+                writer.close()
+                raise
         assert process.stdin is not None
         process.stdin.write(msgspec.json.encode(task))
         process.stdin.close()
@@ -48,7 +53,10 @@ class ProcessWorker:
         self._writer.write(msgspec.json.encode(DoPart(part)) + b"\n")
 
     async def report(self) -> PartReport | None:
-        line = await self._reader.readline()
+        try:
+            line = await self._reader.readline()
+        except ConnectionError:  # it died before it read what it was asked
+            return None
         return msgspec.json.decode(line, type=PartReport) if line.endswith(b"\n") else None
 
     async def close(self) -> None:
@@ -69,12 +77,13 @@ async def _run(task: Task, sock: socket.socket) -> None:
     await asyncio.wait({warming, left}, return_when=asyncio.FIRST_COMPLETED)
     if warming.done():
         warming.result()
-        await writer.drain()
     else:
         warming.cancel()
         await asyncio.wait({warming})
     left.cancel()
     writer.close()
+    with contextlib.suppress(ConnectionError):
+        await writer.wait_closed()  # all lines are out
 
 
 def main() -> None:

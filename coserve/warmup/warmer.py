@@ -68,10 +68,13 @@ class _Keeper:
 
     def _write(self, manifest: Manifest, known: dict[str, tuple[int, int]]) -> None:
         self._manifest = Manifest(manifest.fields, manifest.parts, list_files(self._folder, known))
-        save_manifest(self._folder, self._manifest)
+        try:
+            save_manifest(self._folder, self._manifest)
+        except OSError as error:
+            log.warning("warm-up: the next start begins anew: %s cannot be written: %s", self._folder, error.strerror)
 
 
 def _progress(schedule: Schedule, *, ended: bool = False) -> Progress:
     done, total = schedule.progress
     failed = [f"warm-up: {name} failed: {why}" for name, why in schedule.failed.items()]
-    return Progress(done, total, sorted(schedule.complete), failed, ended)
+    return Progress(done, total, sorted(schedule.complete), failed, sorted(schedule.failed), ended)

@@ -103,6 +103,37 @@ async def test_the_engine_waits_for_the_parts_that_it_needs(tmp_path: Path) -> N
     await warm.close()
 
 
+async def test_a_part_that_failed_is_waited_for_no_longer(tmp_path: Path) -> None:
+    task, _ = make_task(tmp_path)
+    warm = WarmUp(task)
+    ours, theirs = socket.socketpair()
+    await warm.listen(ours)
+    waiting = asyncio.create_task(warm.until(FIRST))
+    done, failed = FIRST[1:], [FIRST[0], *graphs(16)]
+    theirs.sendall(msgspec.json.encode(Progress(5, 9, list(done), ["no memory"], failed)) + b"\n")
+    assert not await waiting
+    assert not warm.ended
+    assert warm.ready(16), "its kernels will never be there"
+    assert not warm.complete(graphs(16))
+    assert not warm.ready(0)
+    assert not warm.trains(16)
+    theirs.close()
+    await warm.close()
+
+
+async def test_a_process_that_says_nothing_is_given_up_though_nobody_waits(tmp_path: Path) -> None:
+    task, _ = make_task(tmp_path)
+    warm, changed = WarmUp(task, silent=0.01), asyncio.Event()
+    warm.notify(changed.set)
+    ours, theirs = socket.socketpair()
+    await warm.listen(ours)
+    await changed.wait()
+    assert warm.ended
+    assert warm.trains(256)
+    theirs.close()
+    await warm.close()
+
+
 @pytest.mark.parametrize("last", [b"", b'{"done": 3'])
 async def test_a_process_that_dies_is_told_and_waited_for_no_longer(tmp_path: Path, last: bytes) -> None:
     task, _ = make_task(tmp_path)

@@ -10,7 +10,7 @@ from collections.abc import Callable
 import pytest
 
 from coserve.engine.engine import Engine
-from coserve.engine.job_runner import COMPILING
+from coserve.engine.job_runner import WAITS_FOR_KERNELS
 from coserve.link import (
     EngineNotes,
     EngineStats,
@@ -134,7 +134,7 @@ async def test_a_job_starts_once_its_kernels_are_compiled() -> None:
     running = asyncio.create_task(engine.run())
     api.send(StartJob(spec=job_spec("job")))
     heard = await until(api, EngineStats)
-    while COMPILING not in heard[-1].troubles:
+    while WAITS_FOR_KERNELS not in heard[-1].troubles:
         heard += await until(api, EngineStats)
     work.trains = True
     for changed in work.changed:
@@ -144,7 +144,7 @@ async def test_a_job_starts_once_its_kernels_are_compiled() -> None:
     api.send(Shutdown())
     heard = await until(api, EngineStopped)
     await running
-    assert not any(COMPILING in message.troubles for message in heard if isinstance(message, EngineStats))
+    assert not any(WAITS_FOR_KERNELS in message.troubles for message in heard if isinstance(message, EngineStats))
     work.go.set()
 
 

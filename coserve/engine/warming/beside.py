@@ -82,34 +82,34 @@ class WarmUp:
         return (*self._progress.notes, *((DIED,) if self._died else ()))
 
     async def until(self, parts: Collection[str] | None = None) -> bool:
-        """Returns once these parts (None: all) are complete, or nothing more will be. Whether they are complete."""
-        while not (self.ended or (parts is not None and self._complete(parts))):
+        """Returns once each of these parts (None: all) is complete or has failed. Whether they are complete."""
+        while not (self.ended if parts is None else self._settled(parts)):
             self._turn.clear()
-            try:
-                async with asyncio.timeout(self._silent):
-                    await self._turn.wait()
-            except TimeoutError:
-                self._lose()
-        return parts is None or self._complete(parts)
+            await self._turn.wait()
+        return parts is None or self.complete(parts)
 
     def ready(self, rank: int) -> bool:
         """See `WarmKernels`."""
-        return self.ended or self._complete(graphs(rank))
+        return self._settled(graphs(rank))
 
     def trains(self, rank: int) -> bool:
         """Whether the kernels of jobs with adapters of `rank` are on disk, or will never be."""
-        return self.ended or self._complete((training(rank),))
+        return self._settled((training(rank),))
 
     def gemms(self, stacked: Sequence[StackedWeights], device: torch.device) -> GemmChoice | None:
         """See `WarmKernels`."""
         return load_gemms(gemm_paths(self._task), stacked, device)
 
-    def _complete(self, parts: Collection[str]) -> bool:
+    def complete(self, parts: Collection[str]) -> bool:
+        """Whether all kernels of these parts are on disk."""
         return frozenset(parts) <= frozenset(self._progress.complete)
+
+    def _settled(self, parts: Collection[str]) -> bool:
+        return self.ended or frozenset(parts) <= frozenset((*self._progress.complete, *self._progress.failed))
 
     async def _hear(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
-            while line := await reader.readline():
+            while line := await self._line(reader):
                 try:
                     self._progress = msgspec.json.decode(line, type=Progress)
                 except msgspec.DecodeError:
@@ -121,6 +121,14 @@ class WarmUp:
             writer.close()
             with contextlib.suppress(ConnectionError):
                 await writer.wait_closed()
+
+    async def _line(self, reader: asyncio.StreamReader) -> bytes:
+        """Empty where the process has ended, or says nothing for too long."""
+        try:
+            async with asyncio.timeout(None if self.ended else self._silent):
+                return await reader.readline()
+        except (TimeoutError, ConnectionError):
+            return b""
 
     def _lose(self) -> None:
         if not self._died:

@@ -36,6 +36,7 @@ COMPILED = (
     f"{LORA_RANKS[-1]}, run without CUDA graphs; so do the first steps with prompts of a size; where adapters change some sites only, "
     f"the first {PARTIAL_FOOTPRINTS} such choices of sites have graphs of their own, others use those for all sites"
 )
+NO_GEMMS = "generation: torch's own GEMM kernels run, as the warm-up could not measure which are faster"
 INDUCTOR = {"combo_kernels": True}
 """Options of torch.compile: small kernels that do not depend on each other run as one (rotary of q and of k)."""
 SWITCH_INTERVAL = 2e-5
@@ -73,6 +74,7 @@ class Compilation:
         self._kv, self._eager, self._max_running, self._step_tokens = kv, eager, max_running, step_tokens
         self._warm = warm
         self._refusal: str | None = None
+        self._gemms_missing = False
         self._done = False
 
     def compile(self) -> None:
@@ -80,6 +82,7 @@ class Compilation:
         if self._warm is not None:
             choice = self._warm.gemms(self._fused.stacked, self._fused.base.device)
             self._fused.gemms = self._shadow.gemms = choice or GemmChoice()
+            self._gemms_missing = choice is None
         with giving_way():
             try:
                 self._shadow.check()
@@ -115,7 +118,7 @@ class Compilation:
             step_tokens=self._step_tokens,
             on_disk=None if self._warm is None else self._warm.ready,
         )
-        return executor, (COMPILED,)
+        return executor, (COMPILED, *((NO_GEMMS,) if self._gemms_missing else ()))
 
 
 @dataclass(frozen=True)
