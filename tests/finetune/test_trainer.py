@@ -344,6 +344,20 @@ def test_a_checkpoint_holds_its_step_however_far_the_job_is_when_it_is_written(b
     assert (files[0] / STATE).read_bytes() == (files[1] / STATE).read_bytes()
 
 
+def test_no_memory_for_a_copy_of_the_adapter_does_not_fail_its_job(
+    base: Base, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(weights: LoraWeights) -> LoraWeights:
+        raise torch.OutOfMemoryError("no pinned memory")
+
+    bench = Bench(base, tmp_path)
+    monkeypatch.setattr(bench.store, "host_copy", full)
+    spec = bench.place(CORPUS, job_spec(CORPUS))
+    assert bench.train(spec)[-1] == JobSucceeded(id=spec.id, ref=REF)
+    assert bench.store.resident() == ()
+    assert bench.folder.adapter(REF).is_dir()
+
+
 def test_a_version_is_in_memory_once_its_publication_is_committed(base: Base, tmp_path: Path) -> None:
     bench = Bench(base, tmp_path)
     spec = bench.place(CORPUS, job_spec(CORPUS))

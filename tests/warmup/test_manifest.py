@@ -59,6 +59,15 @@ def test_a_damaged_or_missing_file_is_seen_and_further_ones_do_no_harm(tmp_path:
     assert not is_intact(tmp_path, manifest)
 
 
+def test_unfinished_entries_of_the_compilers_do_not_count(tmp_path: Path) -> None:
+    before = filled(tmp_path).files
+    unfinished = tmp_path / "triton" / "ABC" / "tmp.pid_7_x"
+    unfinished.mkdir()
+    (unfinished / "kernel.cubin").write_bytes(b"half")
+    (tmp_path / "triton" / "ABC" / "kernel.json.tmp.7").write_bytes(b"half")
+    assert list_files(tmp_path) == before
+
+
 def test_clearing_removes_what_is_ours_alone(tmp_path: Path) -> None:
     filled(tmp_path)
     (tmp_path / "mine").write_bytes(b"keep")
