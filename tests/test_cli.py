@@ -104,6 +104,16 @@ def test_order_of_command_line_environment_file_and_default(tmp_path: Path) -> N
     assert config.recompute
 
 
+def test_serve_takes_the_model_by_position_or_by_name() -> None:
+    for given in (["no/such/../folder/."], ["--model", "no/such/../folder/."]):
+        done = run("serve", *given, HOME="/nowhere", HF_HUB_OFFLINE="1")
+        assert done.returncode == 2
+        assert "no/such/../folder/." in done.stderr
+    done = run("serve", "one", "--model", "other")
+    assert done.returncode == 2
+    assert "expected one model, got 'one' and 'other'" in done.stderr
+
+
 def test_a_kubernetes_service_called_coserve_does_not_set_the_port() -> None:
     assert load_config({}, {"COSERVE_PORT": "tcp://10.0.0.1:80"}).port == 8000
 

@@ -90,7 +90,10 @@ def make_app(
     app = web.Application(middlewares=[idle.middleware(), guarded, connections.middleware()])
     app[SERVICE], app[ROUTES], app[CONNECTIONS] = service, routes, connections
     for route in routes:
-        app.router.add_route(route.method, route.pattern, route.handler, name=route.name)
+        if route.public and route.method == "GET":
+            app.router.add_get(route.pattern, route.handler, name=route.name)  # and HEAD, as some probes ask
+        else:
+            app.router.add_route(route.method, route.pattern, route.handler, name=route.name)
     app.on_response_prepare.append(finish_headers)
     app.on_shutdown.append(_end_streams)
     return app

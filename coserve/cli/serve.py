@@ -24,4 +24,4 @@ def _serve(given: dict[str, object]) -> None:
     asyncio.run(serve(config, report=StatusLines(config.host).show))
 
 
-serve = settings_command(_serve)
+serve = settings_command(_serve, argument="model")

@@ -111,7 +111,7 @@ FINETUNE: list[tuple[dict[str, Any], int, str, str | None]] = [
     (JOB | {"training": {"validation_split": 1}}, 400, BAD, "training.validation_split"),
     (JOB | {"training": {"early_stopping_patience": 1}}, 400, BAD, "training.early_stopping_patience"),
     (JOB | {"metadata": {"a": 1}}, 400, BAD, "metadata[...]"),
-    (JOB | {"continue_from": "nobody"}, 404, "adapter_not_found", "adapter"),
+    (JOB | {"continue_from": "nobody"}, 404, "adapter_not_found", "continue_from"),
     ({"adapter": "poet", "path": "../secret.jsonl"}, 403, "forbidden_path", "path"),
     ({"adapter": "poet", "path": "/etc/passwd"}, 403, "forbidden_path", "path"),
     ({"adapter": "poet", "path": "link.jsonl"}, 403, "forbidden_path", "path"),

@@ -49,8 +49,9 @@ async def locked(tmp_path: Path) -> AsyncIterator[Api]:
 
 
 def paths(api: Api) -> list[tuple[str, str]]:
-    """Every method of every path of the router itself."""
-    return [(route.method, str(route.resource.canonical).replace("{id}", "x")) for route in api.app.router.routes()]
+    """Every method of every path of the router itself; answers to HEAD have no body to look at."""
+    routes = [route for route in api.app.router.routes() if route.method != "HEAD"]
+    return [(route.method, str(route.resource.canonical).replace("{id}", "x")) for route in routes]
 
 
 def check_refusal(body: dict[str, Any], code: str) -> None:
@@ -64,7 +65,9 @@ def check_refusal(body: dict[str, Any], code: str) -> None:
 async def test_without_the_key_only_health_is_open(locked: Api) -> None:
     table = {(route.method, route.path): route for route in locked.app[ROUTES]}
     assert sorted(table) == sorted(
-        (r.method, str(r.resource.canonical)) for r in locked.app.router.routes() if r.resource
+        (r.method, str(r.resource.canonical))
+        for r in locked.app.router.routes()
+        if r.resource and r.method != "HEAD"  # of a probe, answered as GET is
     )
     assert [route.path for route in table.values() if route.public] == ["/health", "/health/ready"]
     strange = [

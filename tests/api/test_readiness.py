@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -35,6 +36,23 @@ async def test_not_ready_before_the_first_engine(cold: Api) -> None:
     status, retry, body = await probe(cold)
     assert (status, retry, body["status"], body["warming"]) == (503, "2", "starting", None)
     assert (await cold.call("GET", "/health"))[0] == 503
+
+
+async def test_a_probe_may_ask_for_headers_alone_and_name_no_host(cold: Api) -> None:
+    for path in ("/health", "/health/ready"):
+        async with cold.http.head(path) as response:
+            assert (response.status, await response.read()) == (503, b"")
+        assert await unnamed(cold, path) == 503
+    assert await unnamed(cold, "/adapters") == 403
+
+
+async def unnamed(api: Api, path: str) -> int:
+    """The status of a request without a Host header."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", api.port)
+    writer.write(f"GET {path} HTTP/1.0\r\n\r\n".encode())
+    line = await reader.readline()
+    writer.close()
+    return int(line.split()[1])
 
 
 async def test_a_warm_up_is_told_with_its_progress_and_ends_ready(cold: Api) -> None:

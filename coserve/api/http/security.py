@@ -54,8 +54,9 @@ class Gate:
         """Raises `ForbiddenOrigin`, `Unauthorized`, `UnsupportedEncoding`."""
         public = request.match_info.route.name in self._public
         host = _host(f"//{request.headers.get('Host', '')}")
-        # Probes call the daemon by its address. DNS rebinding, which this check prevents, needs a name.
-        if host not in self._hosts and not (public and _is_address(host)):
+        # Probes call the daemon by its address, or by nothing. DNS rebinding, which this check prevents, needs a name.
+        probes = public and ("Host" not in request.headers or _is_address(host))
+        if host not in self._hosts and not probes:
             raise ForbiddenOrigin(
                 "the Host header names none of this daemon's hosts; see --allowed-hosts", field="Host"
             )

@@ -23,7 +23,7 @@ from coserve.corpus.limits import check_training, longest_row
 from coserve.corpus.rows import parse_rows
 from coserve.corpus.staging import PendingCorpus, StagedCorpus, TokenizeFile, tokenize_file
 from coserve.corpus.tokenize import tokenize_rows
-from coserve.errors import BaseMismatch, InvalidRequest
+from coserve.errors import AdapterNotFound, BaseMismatch, InvalidRequest
 from coserve.names import split_ref
 from coserve.offload.pool import HelperPool
 from coserve.pretrained.tokenizer import Tokenizer
@@ -120,7 +120,10 @@ class Submission:
         if request.lora is not None:
             raise InvalidRequest("expected no lora settings: continue_from has its own", field="lora")
         name, version = split_ref(request.continue_from)
-        record = await self._registry(lambda registry: registry.adapter(name, version))
+        try:
+            record = await self._registry(lambda registry: registry.adapter(name, version))
+        except AdapterNotFound as error:
+            raise AdapterNotFound(error.message, field="continue_from") from None
         if record.base_fingerprint != spec.fingerprint:
             raise BaseMismatch(
                 f"adapter {record.ref} belongs to another base, {record.base_name!r}", field="continue_from"
