@@ -8,6 +8,9 @@ from contextlib import contextmanager
 
 import torch
 
+FREE_BYTES = 1 << 30
+"""What a capture may need of the GPU's memory. While a stream captures, torch cannot free what it holds."""
+
 
 @contextmanager
 def gc_paused() -> Iterator[None]:
@@ -29,7 +32,8 @@ def captured(
 
     Garbage collection is disabled meanwhile: it might free graphs, events or pinned memory, which CUDA forbids while a
     stream captures. CUDA calls of other threads, those that load adapters for one, are allowed. Unlike `torch.cuda.graph`, a
-    capture into a given pool neither waits for the device nor frees what torch holds: both take longer than the capture.
+    capture into a given pool does not wait for the device, and frees what torch holds only where less than `FREE_BYTES` are
+    free: both take longer than the capture.
     """
     with gc_paused():
         if memory is None or stream is None:
@@ -41,6 +45,8 @@ def captured(
             ):
                 yield
             return
+        if torch.cuda.mem_get_info()[0] < FREE_BYTES:
+            torch.cuda.empty_cache()
         with torch.cuda.stream(stream):  # the device may still be busy with other streams
             graph.capture_begin(memory, capture_error_mode="thread_local")  # type: ignore[arg-type]  # an opaque handle
             try:
