@@ -11,11 +11,12 @@ import msgspec
 import typer
 
 from coserve.cli.common import DEFAULT_URL, AsJson, Key, Limit, Url, connect, say_more
+from coserve.cli.failures import FAILED
 from coserve.cli.jobtable import chosen_line, cut_line, job_line, job_table
 from coserve.client import JobHandle
 from coserve.limits import PAGE_SIZE
 from coserve.schemas import Job
-from coserve.types import LoraSettings
+from coserve.types import JobState, LoraSettings
 
 LORA = LoraSettings()
 """Default settings of an adapter."""
@@ -73,7 +74,10 @@ def finetune(
         _warn(cut_line(job.info))
         if not as_json and (chosen := chosen_line(job.info)) is not None:
             print(chosen)
-        _show_job(job.info if detach else _wait(job), as_json)
+        if detach:
+            _show_job(job.info, as_json)
+        else:
+            _follow(job, as_json)
 
 
 def _given(**options: object) -> dict[str, object]:
@@ -81,12 +85,16 @@ def _given(**options: object) -> dict[str, object]:
     return {name: value for name, value in options.items() if value not in (None, [])}
 
 
-def _wait(job: JobHandle) -> Job:
+def _follow(job: JobHandle, as_json: bool) -> None:
+    """To its end; the exit status is that of a failure where it has left no adapter."""
     try:
-        return job.wait()
+        ended = job.wait()
     except KeyboardInterrupt:
         _warn(f"the job goes on without you: coserve jobs watch {job.id}, or coserve jobs cancel {job.id}")
         raise
+    _show_job(ended, as_json)
+    if ended.state is JobState.CANCELLED:
+        raise typer.Exit(FAILED)
 
 
 def _warn(line: str | None) -> None:
@@ -127,7 +135,7 @@ def watch_job(id: str, url: Url = DEFAULT_URL, key: Key = None) -> None:
     with connect(url, key) as client:
         job = client.job(id)
         _warn(cut_line(job.info))
-        _show_job(_wait(job), False)
+        _follow(job, False)
 
 
 @jobs_app.command("pause")
