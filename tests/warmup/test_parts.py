@@ -5,7 +5,9 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from coserve.warmup.parts import FIRST, GEMMS, LAYERS, Part, Schedule, all_parts, graphs
+from coserve.generate.execution.graph_sizes import LORA_RANKS
+from coserve.kernels.gemm import skinny
+from coserve.warmup.parts import FIRST, GEMM_ROWS, GEMMS, LAYERS, RANKS, Part, Schedule, all_parts, graphs
 
 Case = tuple[list[Part], set[str]]
 
@@ -73,6 +75,12 @@ def test_what_needs_a_failed_part_fails_too() -> None:
     schedule.fail(LAYERS, "refused")
     assert {*graphs(0), *graphs(16), *graphs(256)} <= schedule.failed.keys()
     assert set(schedule.failed.values()) == {"refused"}
+
+
+def test_parts_know_the_ranks_and_rows_that_kernels_are_made_for() -> None:
+    """Written twice: the process that orders the parts imports no torch."""
+    assert RANKS == LORA_RANKS
+    assert (1, *skinny.ROWS) == GEMM_ROWS
 
 
 def test_the_engine_gets_first_what_it_needs_first() -> None:

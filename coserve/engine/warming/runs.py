@@ -26,6 +26,7 @@ from coserve.kernels.lora.interface import LoraBackend
 from coserve.kernels.lora.types import StackedWeights
 from coserve.memory.kv import KvCache
 from coserve.memory.plan import Work
+from coserve.memory.profile import sizes as profiled_sizes
 from coserve.model.base import Base
 from coserve.model.fused import FusedBase
 from coserve.model.gemm_choice import MEASURED, GemmChoice, load_gemms, measure_gemms, save_gemms
@@ -255,8 +256,8 @@ class Runs:
         """What the engine runs to plan its memory, before it stacks weights."""
         profiler, sizes = self._profiler(RANKS[0]), self._sizes
         work = [
-            *((profiler.step, size) for size in _halves(sizes.step_tokens)),
-            *((profiler.micro_batch, size) for size in _halves(sizes.micro_batch_tokens)),
+            *((profiler.step, size) for size in profiled_sizes(sizes.step_tokens)),
+            *((profiler.micro_batch, size) for size in profiled_sizes(sizes.micro_batch_tokens)),
         ]
         for done, (run, size) in enumerate(work):
             yield done, len(work)
@@ -344,11 +345,6 @@ def _counts(mix: Mix, adapters: Sequence[Adapter]) -> list[int]:
     """How many adapters a step has: one, some, one for each sequence."""
     most = min(len(mix.tokens), len(adapters))
     return sorted({min(1, most), -(-most // 4), -(-most // 2), most})
-
-
-def _halves(size: int) -> list[int]:
-    """A size, its half and its quarter."""
-    return sorted({size, size // 2, size // 4} - {0})
 
 
 def make_runs(base: Base, config: Config, task: Task) -> Runs:
