@@ -9,6 +9,7 @@ CoserveError
 │   ├── MethodNotAllowed 405         ├── RequestTimeout 408
 │   ├── AdapterBusy 409              ├── WrongJobState 409
 │   ├── BodyTooLarge 413             ├── UnsupportedEncoding 415
+│   ├── HeadersTooLarge 431
 │   ├── NonFiniteLogits 422          the adapter (or the base) computes NaN or infinity for this prompt
 ├── CorpusError 422                  a row is wrong (`line`)
 │   ├── MalformedRow                 ├── NoTargets             ├── EmptyCorpus
@@ -142,6 +143,11 @@ class WrongJobState(RequestError):
 class BodyTooLarge(RequestError):
     status = 413
     code = "body_too_large"
+
+
+class HeadersTooLarge(RequestError):
+    status = 431
+    code = "headers_too_large"
 
 
 class UnsupportedEncoding(RequestError):

@@ -1,7 +1,7 @@
 """The server below the routes: limits that aiohttp does not set on a connection.
 
 - A response that the client does not read has a deadline.
-- Bytes that are not HTTP get one fixed response, which names neither the server nor the bytes.
+- Bytes that are not HTTP, and headers that are too large, get a fixed response, which names neither the server nor the bytes.
 - `100 Continue` is sent when a handler wants the body: after host, key and size were checked.
 """
 
@@ -15,6 +15,7 @@ from typing import Any
 import msgspec
 from aiohttp import web
 from aiohttp.abc import AbstractStreamWriter
+from aiohttp.http_exceptions import LineTooLong
 from aiohttp.http_parser import RawRequestMessage
 from aiohttp.streams import StreamReader
 from aiohttp.web_protocol import RequestHandler
@@ -23,7 +24,7 @@ from multidict import CIMultiDict, CIMultiDictProxy
 from coserve.api.http.connections import CappedRunner, Connections
 from coserve.api.http.json_blocks import JSON
 from coserve.api.http.responses import NATIVE_ERRORS
-from coserve.errors import InternalError, InvalidRequest
+from coserve.errors import CoserveError, HeadersTooLarge, InternalError, InvalidRequest
 
 log = logging.getLogger(__name__)
 
@@ -146,13 +147,18 @@ class HttpConnection(RequestHandler):
         exc: BaseException | None = None,
         message: str | None = None,
     ) -> web.StreamResponse:
-        """One fixed body for bytes that are not HTTP; `message` could repeat them, so it is not shown."""
+        """The response to bytes that are not HTTP; `message` could repeat them, so it is not shown."""
         if request.writer.output_size > 0:
             raise ConnectionError("the answer has begun: no other can be given")
-        fault = status >= 500
-        if fault:
+        error: CoserveError = InvalidRequest("the request is not valid HTTP")
+        if status >= 500:
             log.error("a request failed outside of its handler", exc_info=exc)
-        error = InternalError("internal error") if fault else InvalidRequest("the request is not valid HTTP")
+            error = InternalError("internal error")
+        elif isinstance(exc, LineTooLong) or "Too many headers" in str(exc):
+            size, count = self.max_field_size, self.max_headers
+            error = HeadersTooLarge(
+                f"expected at most {count} headers, and at most {size} bytes in each and in the request line"
+            )
         response = _Bare(status=error.status, body=msgspec.json.encode(NATIVE_ERRORS.make(error)), content_type=JSON)
         response.headers["X-Content-Type-Options"] = "nosniff"
         response.force_close()
