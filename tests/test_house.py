@@ -18,7 +18,7 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 
 LAYERS = (
     {"types", "names", "limits", "errors", "hints", "cancellation", "processes", "garbage"},
-    {"logprobs"},
+    {"logprobs", "validation"},
     {"link", "config", "health", "schemas", "pretrained", "kernels"},
     {"client", "logs", "stream_link", "model", "queues", "memory"},
     {"state", "workloads"},

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypedDict, TypeVar
@@ -11,10 +10,10 @@ import msgspec
 
 from coserve.client.transport import Upload
 from coserve.errors import InvalidRequest
-from coserve.hints import fields_of, hint
 from coserve.names import ADAPTER_FILES
 from coserve.schemas import ChatMessage, FinetuneRequest, GenerateRequest, ImportRequest, Job
 from coserve.types import LoraSettings, TrainingRequest
+from coserve.validation import explain
 
 T = TypeVar("T")
 
@@ -117,10 +116,6 @@ def adapter_upload(name: str, folder: Path) -> Upload:
     return Upload(msgspec.json.encode(ImportRequest(name=name)), tuple((file, folder / file) for file in ADAPTER_FILES))
 
 
-_UNKNOWN = re.compile(r"Object contains unknown field `([^`]*)`")
-_PLACE = re.compile(r" - at (?:`key` in )?`\$\.?([^`]*)`$")
-
-
 def as_struct(value: object, type: type[T], field: str) -> T:
     """A struct, or a mapping that says the same. Raises `InvalidRequest` with the path of what is wrong."""
     if isinstance(value, type):
@@ -128,11 +123,6 @@ def as_struct(value: object, type: type[T], field: str) -> T:
     try:
         return msgspec.convert(value, type=type)
     except msgspec.ValidationError as error:
-        text = str(error)
-        place = found[1] if (found := _PLACE.search(text)) else ""
-        path = f"{field}.{place}" if place else field
-        if unknown := _UNKNOWN.match(text):
-            said = f"unknown field {unknown[1]!r}{hint(unknown[1], place, fields_of(type))}"
-            raise InvalidRequest(f"{path}.{unknown[1]}: {said}", field=f"{path}.{unknown[1]}") from None
-        message = _PLACE.sub("", text).replace("`", "")
-        raise InvalidRequest(f"{path}: {message[:1].lower()}{message[1:]}", field=path) from None
+        wrong = explain(error, value, type)
+        path = field if wrong.field is None else f"{field}.{wrong.field}"
+        raise InvalidRequest(f"{path}: {wrong.message}", field=path) from None

@@ -48,7 +48,9 @@ def _decode_line(content: bytes, line: int) -> object:
     except UnicodeDecodeError as error:
         raise MalformedRow("expected UTF-8", line=line) from error
     except json.JSONDecodeError as error:
-        raise MalformedRow(f"expected JSON: {error.msg} (column {error.colno})", line=line) from error
+        raise MalformedRow(
+            f"expected JSON: {error.msg.removesuffix(' at')} at column {error.colno}", line=line
+        ) from error
     except ValueError as error:
         raise MalformedRow(str(error)[:200], line=line) from error
     except RecursionError as error:

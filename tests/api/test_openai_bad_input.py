@@ -33,7 +33,7 @@ BOTH: list[tuple[dict[str, Any], str]] = [
     ({"stop_token_ids": [1] * 17}, "stop_token_ids"),
     ({"stop_token_ids": [4096]}, "stop_token_ids"),
     ({"logit_bias": {str(i): 1 for i in range(1025)}}, "logit_bias"),
-    ({"logit_bias": {"1": 101}}, "logit_bias[...]"),
+    ({"logit_bias": {"1": 101}}, "logit_bias.1"),
     ({"logit_bias": {"4096": 1}}, "logit_bias"),
     ({"presence_penalty": 3}, "presence_penalty"),
     ({"max_tokens": CONTEXT + 1}, "max_tokens"),

@@ -192,6 +192,20 @@ def test_malformed_rows_are_refused_with_their_line(content: str) -> None:
     assert refused.value.line == 3 and len(str(refused.value)) < 600
 
 
+@pytest.mark.parametrize(
+    ("content", "says"),
+    [
+        ('{"text": "a', "line 1: expected JSON: Unterminated string starting at column 10"),
+        ('{"text": "a\tb"}', "line 1: expected JSON: Invalid control character at column 12"),
+        ('{"text": }', "line 1: expected JSON: Expecting value at column 10"),
+    ],
+)
+def test_the_error_of_a_broken_row_is_a_whole_sentence(content: str, says: str) -> None:
+    with pytest.raises(MalformedRow) as refused:
+        list(parse_jsonl(content.encode()))
+    assert refused.value.message == says
+
+
 @pytest.mark.parametrize("row", ["x", {"txt": "a"}, {"text": 5}, {"prompt": "a"}, {"messages": [{"role": "me"}]}])
 def test_the_error_of_a_row_lists_the_formats(row: object) -> None:
     with pytest.raises(MalformedRow) as refused:

@@ -1,29 +1,16 @@
-"""Facts about a body's type: the fields of each level, and the values that an enum allows at a path."""
+"""Empty values in a JSON body, and how to drop the unknown fields that have them."""
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
 
-from msgspec.inspect import (
-    DictType,
-    EnumType,
-    FloatType,
-    IntType,
-    ListType,
-    LiteralType,
-    StructType,
-    Type,
-    UnionType,
-    type_info,
-)
+from msgspec.inspect import ListType, StructType, Type, type_info
+
+from coserve.validation import members
 
 DEPTH = 8
 """Most levels of a field's value to search for content; deeper values count as not empty."""
-
-_STEP = re.compile(r"([^.\[\]]+)|\[(?:\d+|\.\.\.)\]")
 
 
 def is_empty(value: object, depth: int = DEPTH) -> bool:
@@ -41,43 +28,6 @@ def drop_empty(value: object, type: type) -> None:
     _drop(value, _levels(type))
 
 
-def alternatives(type: type, place: str) -> list[str]:
-    """The values that an enum or a literal of `type` allows at `place`, a path such as `messages[0].role`."""
-    found = [_info(type)]
-    for step in _STEP.finditer(place):
-        found = [inner for info in found for inner in _inside(info, step[1])]
-    values: list[str] = []
-    for info in found:
-        for leaf in _members(info):
-            if isinstance(leaf, LiteralType):
-                values += [str(value) for value in leaf.values]
-            elif isinstance(leaf, EnumType):
-                values += [str(member.value) for member in leaf.cls]
-            elif isinstance(leaf, IntType | FloatType):
-                values.append("a number")
-    return values
-
-
-def _inside(info: Type, name: str | None) -> Iterator[Type]:
-    """The types of the field `name`, or of the entries (None)."""
-    for leaf in _members(info):
-        if isinstance(leaf, StructType) and name is not None:
-            yield from (field.type for field in leaf.fields if field.encode_name == name)
-        elif isinstance(leaf, ListType) and name is None:
-            yield leaf.item_type
-        elif isinstance(leaf, DictType):
-            yield leaf.value_type
-
-
-def _members(info: Type) -> tuple[Type, ...]:
-    return info.types if isinstance(info, UnionType) else (info,)
-
-
-@cache
-def _info(type: type) -> Type:
-    return type_info(type)
-
-
 @dataclass(frozen=True)
 class _Levels:
     """The structs within a type. `fields`: those of a struct here; `items`: the entries of a list of structs here."""
@@ -90,13 +40,13 @@ class _Levels:
 
 @cache
 def _levels(type: type) -> _Levels | None:
-    return _levels_of(_info(type))
+    return _levels_of(type_info(type))
 
 
 def _levels_of(info: Type) -> _Levels | None:
     fields: dict[str, _Levels | None] | None = None
     items, most = None, None
-    for leaf in _members(info):
+    for leaf in members(info):
         if isinstance(leaf, StructType):
             fields = {field.encode_name: _levels_of(field.type) for field in leaf.fields}
         elif isinstance(leaf, ListType) and (inner := _levels_of(leaf.item_type)) is not None:

@@ -2,24 +2,21 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
 import msgspec
 
-from coserve.api.http.body_types import alternatives, drop_empty
+from coserve.api.http.body_types import drop_empty
 from coserve.api.openai.schemas import UNSUPPORTED
 from coserve.errors import ForbiddenPath, InvalidRequest, MalformedJson, NotFound, UnknownField
-from coserve.hints import fields_of, hint
 from coserve.limits import PAGE_LIMIT, PAGE_SIZE
 from coserve.names import NAME_RULE, is_adapter_ref, split_ref
 from coserve.state.durable import disk_errors
+from coserve.validation import explain
 
 T = TypeVar("T")
-
-_PLACE = re.compile(r" - at (?:`key` in )?`\$\.?([^`]*)`$")
 
 
 def decode_json(content: bytes, type: type[T]) -> T:
@@ -55,54 +52,26 @@ def _decoded(content: bytes, decode: Callable[[], T], type: type[Any]) -> T:
     try:
         return decode()
     except msgspec.ValidationError as error:
-        raise _explain(str(error), content, type) from None
+        raise explain(error, _untyped(content), type) from None
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        detail = "it is not UTF-8" if isinstance(error, UnicodeDecodeError) else str(error).removeprefix("JSON is ")
-        raise MalformedJson(f"the body is no JSON: {detail}") from None
+        raise MalformedJson(f"the body is no JSON: {_why(error)}") from None
     except RecursionError:
         raise MalformedJson("the body is nested too deeply") from None
 
 
-def _explain(message: str, content: bytes, type: type) -> InvalidRequest | UnknownField:
-    """Our error for msgspec's message: "expected X, got Y", with the path as field and an enum's alternatives."""
-    found = _PLACE.search(message)
-    place = found[1] if found else ""
-    message = (message[: found.start()] if found else message).replace("`", "")
-    for start, leaf in (("Object contains unknown field ", UnknownField), ("Object missing required field ", None)):
-        if message.startswith(start):
-            name = message.removeprefix(start)
-            field = f"{place}.{name}" if place else name
-            if leaf is not None:
-                return UnknownField(
-                    f"unknown field {name[:80]!r}{hint(name, place, fields_of(type))}", field=field[:200]
-                )
-            return InvalidRequest(f"expected a field {name!r}, got none", field=field)
-    if message.startswith("Invalid enum value"):
-        return InvalidRequest(f"expected one of {', '.join(alternatives(type, place))}", field=place[:200] or None)
-    if "matching regex" in message:
-        message = f"expected {NAME_RULE}" + (" (or name@version)" if "@" in message else "")
-    if ", got" not in message:
-        message += _got(place, content)
-    return InvalidRequest(message[:1].lower() + message[1:], field=place[:200] or None)
-
-
-def _got(place: str, content: bytes) -> str:
-    """`, got VALUE` for the value at msgspec's path; empty if it cannot be found."""
+def _untyped(content: bytes) -> object:
+    """The value of `content`; None if it is no JSON behind the error: the typed decoder did not read to the end."""
     try:
-        value: Any = msgspec.json.decode(content)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):  # the typed decoder did not read to the end
-        return ""
-    for key, index in re.findall(r"([^.\[\]]+)|\[(\d+)\]", place):
-        if "..." in place:
-            return ""
-        try:
-            value = value[int(index)] if index else value[key]
-        except (KeyError, IndexError, TypeError):
-            return ""
-    if isinstance(value, dict | list):
-        return f", got {len(value)} entries"
-    shown = repr(value)
-    return f", got {shown}" if len(shown) <= 80 else f", got {len(shown)} characters"
+        return msgspec.json.decode(content)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return None
+
+
+def _why(error: msgspec.DecodeError | UnicodeDecodeError) -> str:
+    if isinstance(error, UnicodeDecodeError):
+        return "it is not UTF-8"
+    text = str(error).removeprefix("JSON is ")
+    return "it ends too early" if text == "Input data was truncated" else text
 
 
 def ref_from_path(text: str) -> tuple[str, int | None]:

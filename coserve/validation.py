@@ -1,0 +1,138 @@
+"""msgspec's validation errors as ours: "expected X, got Y", with the field's path, the values allowed and likely names. Pure."""
+
+from __future__ import annotations
+
+import re
+from bisect import bisect_left
+from collections.abc import Iterator
+from typing import Any
+
+import msgspec
+from msgspec.inspect import DictType, EnumType, FloatType, IntType, ListType, LiteralType, StructType, Type, UnionType
+
+from coserve.errors import InvalidRequest, UnknownField
+from coserve.hints import fields_of, hint
+from coserve.names import NAME_RULE
+
+MAX_FIELD = 200
+"""Characters of a field's path that an error shows."""
+
+_PLACE = re.compile(r" - at (`key` in )?`\$\.?([^`]*)`$")
+_STEP = re.compile(r"([^.\[\]]+)|\[(\d+|\.\.\.)\]")
+_ENTRY = "[...]"
+"""In msgspec's paths: an entry of a dict, whatever its key."""
+
+
+def explain(error: msgspec.ValidationError, value: object, type: type) -> InvalidRequest | UnknownField:
+    """Our error for msgspec's. `value`: what was read as `type`; None: not known."""
+    text = str(error)
+    found = _PLACE.search(text)
+    of_key, place = (found[1] is not None, found[2]) if found else (False, "")
+    message = (text[: found.start()] if found else text).replace("`", "")
+    for start, missing in (("Object contains unknown field ", False), ("Object missing required field ", True)):
+        if message.startswith(start):
+            name = message.removeprefix(start)
+            field = f"{place}.{name}" if place else name
+            if missing:
+                return InvalidRequest(f"expected a field {name!r}, got none", field=field)
+            suggestion = hint(name, place, fields_of(type))
+            return UnknownField(f"unknown field {name[:80]!r}{suggestion}", field=field[:MAX_FIELD])
+    if message.startswith("Invalid enum value"):
+        message = f"expected one of {', '.join(alternatives(type, place))}"
+        return InvalidRequest(message, field=place[:MAX_FIELD] or None)
+    if "matching regex" in message:
+        message = f"expected {NAME_RULE}" + (" (or name@version)" if "@" in message else "")
+    in_dict = of_key or place.endswith(_ENTRY)
+    place = place.removesuffix(_ENTRY)
+    key = _wrong_key(text, value, type, place) if in_dict else None
+    if ", got" not in message and (key is not None or not in_dict):
+        message += _got(key if of_key else _at(value, place, key))
+    message = message[:1].lower() + message[1:]
+    field = place if key is None else f"{place}.{key}"
+    return InvalidRequest(f"key: {message}" if of_key else message, field=field[:MAX_FIELD] or None)
+
+
+def _wrong_key(text: str, value: object, type: type, place: str) -> str | None:
+    """The key of the entry that msgspec's error is about, in the dict at `place`: the last of the fewest first entries
+    with which the same error comes."""
+    entries = _at(value, place)
+    if not isinstance(entries, dict):
+        return None
+    items = list(entries.items())
+
+    def fails(last: int) -> bool:
+        try:
+            msgspec.convert(_replaced(value, _steps(place), dict(items[: last + 1])), type, str_keys=True)
+        except msgspec.ValidationError as error:
+            return str(error) == text
+        return False
+
+    wrong = bisect_left(range(len(items)), True, key=fails)
+    return str(items[wrong][0]) if wrong < len(items) else None
+
+
+def _steps(place: str) -> list[str | int]:
+    """Names of fields and numbers of entries."""
+    return [int(step[2]) if step[2] else step[1] for step in _STEP.finditer(place)]
+
+
+def _at(value: Any, place: str, key: str | None = None) -> object:  # noqa: ANN401 - any JSON
+    """The value at msgspec's path, or its entry `key`; None if it cannot be found."""
+    try:
+        for step in [*_steps(place), *([] if key is None else [key])]:
+            value = value[step]
+    except (KeyError, IndexError, TypeError, ValueError):
+        return None
+    return value
+
+
+def _replaced(value: Any, steps: list[str | int], new: object) -> object:  # noqa: ANN401 - any JSON
+    """A copy of `value` with `new` in the place that `steps` lead to."""
+    if not steps:
+        return new
+    copy = value.copy()
+    copy[steps[0]] = _replaced(value[steps[0]], steps[1:], new)
+    return copy
+
+
+def _got(value: object) -> str:
+    """`, got VALUE`; empty for one that was not found."""
+    if value is None:
+        return ""
+    if isinstance(value, dict | list):
+        return f", got {len(value)} entries"
+    shown = repr(value)
+    return f", got {shown}" if len(shown) <= 80 else f", got {len(str(value))} characters"
+
+
+def alternatives(type: type, place: str) -> list[str]:
+    """The values that an enum or a literal of `type` allows at `place`, a path such as `messages[0].role`."""
+    found = [msgspec.inspect.type_info(type)]
+    for step in _STEP.finditer(place):
+        found = [inner for info in found for inner in _inside(info, step[1])]
+    values: list[str] = []
+    for info in found:
+        for leaf in members(info):
+            if isinstance(leaf, LiteralType):
+                values += [str(value) for value in leaf.values]
+            elif isinstance(leaf, EnumType):
+                values += [str(member.value) for member in leaf.cls]
+            elif isinstance(leaf, IntType | FloatType):
+                values.append("a number")
+    return values
+
+
+def _inside(info: Type, name: str | None) -> Iterator[Type]:
+    """The types of the field `name`, or of the entries (None)."""
+    for leaf in members(info):
+        if isinstance(leaf, StructType) and name is not None:
+            yield from (field.type for field in leaf.fields if field.encode_name == name)
+        elif isinstance(leaf, ListType) and name is None:
+            yield leaf.item_type
+        elif isinstance(leaf, DictType):
+            yield leaf.value_type
+
+
+def members(info: Type) -> tuple[Type, ...]:
+    """The types of a union, or the one type."""
+    return info.types if isinstance(info, UnionType) else (info,)
