@@ -20,6 +20,7 @@ LAYERS = (
     {"types", "names", "limits", "errors", "hints", "cancellation", "processes", "garbage"},
     {"logprobs", "validation"},
     {"link", "config", "health", "schemas", "pretrained", "kernels"},
+    {"parallel"},
     {"client", "logs", "stream_link", "model", "queues", "memory"},
     {"state", "workloads"},
     {"adapters", "offload", "demo"},
@@ -29,7 +30,7 @@ LAYERS = (
     {"engine", "cli"},
 )
 """Packages import those of earlier layers only."""
-ENGINE_SIDE = {"kernels", "model", "memory", "generate", "adapter_store", "finetune", "engine"}
+ENGINE_SIDE = {"kernels", "parallel", "model", "memory", "generate", "adapter_store", "finetune", "engine"}
 """What only the engine process imports. No other package imports one of these, or torch, when it is imported."""
 
 

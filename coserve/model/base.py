@@ -22,6 +22,7 @@ from coserve.model.lora import LoraBatch, LoraSites
 from coserve.model.seam import PaddedAttention, ReferenceAttention
 from coserve.model.settings import refuse_settings
 from coserve.names import ADAPTER_CONFIG
+from coserve.parallel.mesh import Mesh
 from coserve.types import BaseSpec, SiteSpec
 
 __all__ = ["Attention", "Base", "load_base", "wrap_base"]
@@ -99,17 +100,21 @@ def load_base(
     trust_remote_code: bool = False,
     load_format: str = "auto",
     few_layers: bool = False,
+    mesh: Mesh | None = None,
 ) -> Base:
     """The base `"bundled"`, of a folder, or of a hub name; safetensors only.
 
     `device`: auto, cpu or cuda. `dtype`: auto (float32 on CPU, bfloat16 on CUDA) or a name of torch's. `load_format`:
     auto (the weights of its files) or dummy (no files but config.json: random weights, the same ones each time on one
-    kind of device). `few_layers`: random weights, and only the first layers (`cut.cut_layers`).
+    kind of device). `few_layers`: random weights, and only the first layers (`cut.cut_layers`). `mesh`: the ranks that hold the
+    base together, each its shard; all of them call this at once.
 
     Raises:
         UnsupportedBase: see `wrap_base`; no readable weights; code or settings in the files that we don't run.
         ConfigError: no such device.
     """
+    if mesh is not None and mesh.size > 1:
+        raise UnsupportedBase("tensor parallelism is not implemented yet")
     where = _device(device)
     kind = (torch.bfloat16 if where.type == "cuda" else torch.float32) if dtype == "auto" else getattr(torch, dtype)
     folder = Path(str(resources.files("coserve") / "assets" / "tiny")) if source == "bundled" else Path(source)

@@ -1,0 +1,47 @@
+"""The collectives of a mesh, and their counts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import Tensor
+
+from coserve.parallel.mesh import Mesh, join
+from tests.support.ranks import Ranks, rank_of
+
+
+@pytest.fixture(scope="module")
+def two() -> Iterator[Ranks]:
+    with Ranks(2) as ranks:
+        yield ranks
+
+
+def test_ranks_know_their_places(two: Ranks) -> None:
+    assert two.run(rank_of) == [(0, 2), (1, 2)]
+
+
+def _collectives(mesh: Mesh) -> tuple[Tensor, Tensor, Tensor, Tensor, dict[str, int], dict[str, int]]:
+    x = torch.arange(6.0).view(2, 3) + 10 * mesh.rank
+    reduced = mesh.all_reduce(x.clone())
+    side, below = mesh.all_gather(x), mesh.all_gather(x, 0)
+    sent = mesh.broadcast(x.clone(), root=1)
+    return reduced, side, below, sent, dict(mesh.traffic.calls), dict(mesh.traffic.bytes)
+
+
+def test_collectives_give_every_rank_the_same(two: Ranks) -> None:
+    x = torch.arange(6.0).view(2, 3)
+    for reduced, side, below, sent, calls, sizes in two.run(_collectives):
+        assert torch.equal(reduced, 2 * x + 10)
+        assert torch.equal(side, torch.cat([x, x + 10], 1))
+        assert torch.equal(below, torch.cat([x, x + 10], 0))
+        assert torch.equal(sent, x + 10)
+        assert calls == {"all_reduce": 1, "all_gather": 2, "broadcast": 1}
+        assert sizes == {"all_reduce": 24, "all_gather": 48, "broadcast": 24}
+
+
+def test_one_rank_sends_nothing() -> None:
+    mesh, x = join(0, 1, address="", device=torch.device("cpu"), timeout=1), torch.ones(3)
+    assert mesh.all_reduce(x) is mesh.all_gather(x) is mesh.broadcast(x) is x
+    assert (mesh.rank, mesh.size, dict(mesh.traffic.calls)) == (0, 1, {})

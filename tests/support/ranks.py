@@ -1,0 +1,82 @@
+"""Processes that form a mesh over gloo, started once and given many functions to run."""
+
+from __future__ import annotations
+
+import multiprocessing
+import tempfile
+import traceback
+from collections.abc import Callable
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any, Self
+
+import torch
+
+from coserve.parallel.mesh import Mesh, join
+
+LIMIT = 240.0
+"""Seconds for one function."""
+
+
+class Ranks:
+    """`size` processes; a context manager, which ends them whatever happens."""
+
+    def __init__(self, size: int) -> None:
+        self._folder = tempfile.TemporaryDirectory()
+        context = multiprocessing.get_context("spawn")
+        address = f"file://{Path(self._folder.name) / 'store'}"
+        self._processes, self._pipes = [], list[Connection]()
+        for rank in range(size):
+            ours, theirs = context.Pipe()
+            process = context.Process(target=_serve, args=(theirs, rank, size, address), daemon=True)
+            process.start()
+            theirs.close()
+            self._processes.append(process)
+            self._pipes.append(ours)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for process in self._processes:
+            process.kill()
+            process.join()
+        for pipe in self._pipes:
+            pipe.close()
+        self._folder.cleanup()
+
+    def run(self, function: Callable[..., Any], *args: object) -> list[Any]:
+        """`function(mesh, *args)` of each rank, a module's own function. What a rank raises fails the test."""
+        for pipe in self._pipes:
+            pipe.send((function, args))
+        results: dict[int, Any] = {}
+        while len(results) < len(self._pipes):
+            missing = [pipe for rank, pipe in enumerate(self._pipes) if rank not in results]
+            ready = wait(missing, timeout=LIMIT)
+            assert ready, f"no answer of ranks {sorted(set(range(len(self._pipes))) - set(results))}"
+            for pipe in ready:
+                assert isinstance(pipe, Connection)
+                rank = self._pipes.index(pipe)
+                error, result = pipe.recv()
+                assert error is None, f"rank {rank}:\n{error}"
+                results[rank] = result
+        return [results[rank] for rank in range(len(self._pipes))]
+
+
+def _serve(pipe: Connection, rank: int, size: int, address: str) -> None:
+    torch.set_num_threads(1)
+    mesh = join(rank, size, address=address, device=torch.device("cpu"), timeout=60)
+    while True:
+        try:
+            function, args = pipe.recv()
+        except EOFError:
+            return
+        mesh.traffic.clear()
+        try:
+            pipe.send((None, function(mesh, *args)))
+        except Exception:  # noqa: BLE001 - reported to the test, which fails
+            pipe.send((traceback.format_exc(), None))
+
+
+def rank_of(mesh: Mesh) -> tuple[int, int]:
+    return mesh.rank, mesh.size
