@@ -21,9 +21,8 @@ from benchmarks.options import check_tiny, make_parser
 from benchmarks.serving_http import hardware
 from benchmarks.serving_results import Results, Target, summarize
 from coserve.client import Client
+from coserve.generate.execution.start import COMPILING
 
-COMPILING = "until compilation ends"
-"""In the note of an engine that serves while it compiles (`coserve.generate.execution.start.COMPILING`)."""
 TARGETS = {"cold": None, "second": Target(60.0, most=True)}
 PATIENCE = 240.0
 TOKENS = 32
@@ -53,7 +52,7 @@ def start(size: Size, model: Path, root: Path, *, when: str) -> dict[str, float]
         for _ in stream:
             pass
         note("first_request_s")
-        while any(COMPILING in text for text in client.health().notes):
+        while COMPILING in client.health().notes:
             if time.monotonic() - began > PATIENCE:
                 raise SystemExit(f"still compiling after {PATIENCE:.0f} s: {client.health().notes}")
             time.sleep(0.1)

@@ -40,7 +40,6 @@ from benchmarks.http_load import LoadRequest
 from benchmarks.options import check_tiny, make_parser
 from benchmarks.serving_http import hardware
 from benchmarks.serving_results import Results
-from benchmarks.serving_startup import COMPILING
 from benchmarks.stall_churn import churn
 from benchmarks.stall_data import Folders
 from benchmarks.stall_report import (
@@ -91,15 +90,12 @@ class Daemon:
             return str(page.read(), "utf-8")
 
     def warm(self) -> bool:
-        """Whether `/health` says `ready`; of a daemon without that status, whether no note says that it compiles."""
+        """Whether `/health` says `ready`."""
         try:
             with urllib.request.urlopen(f"{self.url}/health", timeout=30) as page:
-                health = json.load(page)
+                return bool(json.load(page)["status"] == "ready")
         except OSError:
             return False
-        if health["status"] != "ok":
-            return bool(health["status"] == "ready")
-        return not any(COMPILING in note for note in health["notes"])
 
 
 class Stalls:

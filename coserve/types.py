@@ -134,12 +134,16 @@ class Schedule(StrEnum):
     CONSTANT = "constant"
 
 
+DEFAULT_RANK = 16
+"""Rank of a new adapter unless the job sets one. Memory is profiled with it, and its kernels are compiled first."""
+
+
 class LoraSettings(Wire, frozen=True):
     """The shape of a new adapter. The meaning is PEFT's, some names are ours: `alpha` is PEFT's `lora_alpha`, `rslora` is
     `use_rslora`, `dropout` is `lora_dropout`, `targets` is `target_modules` and `init` is `init_lora_weights`.
     """
 
-    r: int = 16
+    r: int = DEFAULT_RANK
     alpha: float | None = None
     """None: `2 * r`."""
     rslora: bool = False

@@ -50,11 +50,11 @@ def _warm(given: dict[str, object]) -> None:
     """
     config = load_config(given)
     from coserve.logs.setup import LogSettings, set_up_logging
-    from coserve.warmup import fill
+    from coserve.warmup import launch
 
     set_up_logging("warm", LogSettings.of(config))
     with WarmProgress() as progress, _terminated_as_interrupted():
-        fill.run_fill(config, progress.show)
+        launch.compile_ahead(config, progress.show)
     print(progress.summary())
     if not progress.full:
         raise typer.Exit(FAILED)

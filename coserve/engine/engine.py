@@ -135,7 +135,7 @@ class Engine:
         self._loop = asyncio.get_running_loop()
         beside = [asyncio.create_task(self._inbox.run())]
         if self._upgrade is not None:
-            beside.append(asyncio.create_task(self._take_up(self._upgrade)))
+            beside.append(asyncio.create_task(self._compile_and_adopt(self._upgrade)))
         else:
             self._garbage.warm()
         for task in beside:
@@ -192,8 +192,8 @@ class Engine:
         with self._stalls.during("prepare"):
             return self._generator.prepare()
 
-    async def _take_up(self, upgrade: Upgrades) -> None:
-        """Compile on a thread, which nobody waits for at the end, and go on with what came out."""
+    async def _compile_and_adopt(self, upgrade: Upgrades) -> None:
+        """Compile on a thread, then switch to compiled steps. A shutdown does not wait for the thread."""
         await upgrade.ready()
         executor = ThreadPoolExecutor(1, "compile")
         compiled = asyncio.get_running_loop().run_in_executor(executor, upgrade.compile)

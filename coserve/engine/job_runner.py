@@ -114,10 +114,10 @@ class JobRunner:
                 job for job, active in self._active.items() if active.work is not None and active.work.future.done()
             ]
             for job in works:
-                self._take_up_work(job)
+                self._collect_work(job)
             writes = [job for job, active in self._active.items() if active.write is not None and active.write.done()]
             for job in writes:
-                self._take_up_write(job)
+                self._collect_write(job)
             if not works and not writes:
                 return
 
@@ -176,10 +176,10 @@ class JobRunner:
         """After `close`, at the end of the engine: wait for what is being written, and save all active jobs."""
         for job, active in tuple(self._active.items()):
             if active.write is not None and not active.write.cancelled():
-                self._take_up_write(job)
+                self._collect_write(job)
             work = active.work
             if work is not None and work.cancellation is None and not work.future.cancelled():
-                self._take_up_work(job)
+                self._collect_work(job)
             if job not in self._active:
                 continue
             if active.loaded and not isinstance(active.end, JobCancelled | JobFailed):
@@ -198,7 +198,7 @@ class JobRunner:
         if active is None or self._closed:
             return
         if active.end is not None:
-            self._lose_turns(job)
+            self._unschedule(job)
             if active.work is not None and active.work.cancellation is not None:
                 active.work.cancellation.cancel()
                 active.work = None
@@ -215,7 +215,7 @@ class JobRunner:
             self._fail(job, error)
             return
         if not trains:
-            self._lose_turns(job)
+            self._unschedule(job)
         elif job not in self._turns:
             self._turns.add(job)
 
@@ -240,13 +240,13 @@ class JobRunner:
             active.saved_at_end = True
             active.work = self._threads.save_at_pause(job)
 
-    def _lose_turns(self, job: str) -> None:
+    def _unschedule(self, job: str) -> None:
         if job in self._turns:
             self._turns.remove(job)
 
     # ---- what threads have done
 
-    def _take_up_write(self, job: str) -> None:
+    def _collect_write(self, job: str) -> None:
         """What came of a checkpoint that was written while the job trained."""
         active = self._active[job]
         future, active.write = active.write, None
@@ -261,7 +261,7 @@ class JobRunner:
         if job not in self._turns:  # else it trains on
             self._settle(job)
 
-    def _take_up_work(self, job: str) -> None:
+    def _collect_work(self, job: str) -> None:
         """What the job's thread came to."""
         active = self._active[job]
         work, active.work = active.work, None
@@ -342,7 +342,7 @@ class JobRunner:
 
     def _retire(self, job: str) -> ActiveJob:
         active = self._active[job]
-        self._lose_turns(job)
+        self._unschedule(job)
         if active.retry is not None and active.retry.timer is not None:
             active.retry.timer.cancel()
         if active.loaded:

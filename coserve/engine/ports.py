@@ -43,7 +43,7 @@ class Generates(Protocol):
     def troubles(self) -> tuple[str, ...]: ...
     @property
     def blocked(self) -> bool:
-        """No step can compute anything before an adapter was read, a request is added or cancelled."""
+        """No step can compute anything until an adapter is read, or a request is added or cancelled."""
         ...
 
     def allocator(self) -> AllocatorStats: ...
@@ -97,7 +97,7 @@ class Trains(Protocol):
 
 
 class Upgrades(Protocol):
-    """What the engine needs of `warming.upgrade`: work on a thread of its own that makes later steps faster."""
+    """What the engine needs of `warming.upgrade`: faster steps, prepared on a thread while the engine serves."""
 
     async def ready(self) -> None: ...
     def compile(self) -> None: ...

@@ -1,7 +1,7 @@
 """The engine process: `python -m coserve.engine.process FD`.
 
 Started by `daemon/engine_process.py` with the settings as JSON on standard input and one end of a socket pair as file
-descriptor FD. It talks to nobody else but its warm-up, and dies with its parent.
+descriptor FD. Its only other connection is to its warm-up's process. It ends with its parent.
 """
 
 from __future__ import annotations
@@ -9,19 +9,17 @@ from __future__ import annotations
 import sys
 
 from coserve.config import config_from_json
-from coserve.engine.warming.begun import begin_warm_up
+from coserve.engine.warming.early_start import start_warm_up
 from coserve.processes import obey_parent
 
 
 def main() -> None:
     obey_parent()
     config = config_from_json(sys.stdin.buffer.read())
-    begun = begin_warm_up(config)
-    from coserve.engine.worker import (
-        serve,  # imports torch, which takes seconds: the warm-up's processes do so meanwhile
-    )
+    warm_up = start_warm_up(config)
+    from coserve.engine.worker import serve  # imports torch, which takes seconds; the warm-up starts meanwhile
 
-    serve(config, int(sys.argv[1]), begun)
+    serve(config, int(sys.argv[1]), warm_up)
 
 
 if __name__ == "__main__":

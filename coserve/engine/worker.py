@@ -22,10 +22,10 @@ from coserve.adapter_store.store import AdapterStore
 from coserve.config import Config
 from coserve.engine.engine import Engine
 from coserve.engine.sizes import STEP_TOKENS
-from coserve.engine.warming.begun import Begun
-from coserve.engine.warming.beside import WarmUp
+from coserve.engine.warming.client import WarmUpClient
 from coserve.engine.warming.compilations import watch_compilations
-from coserve.engine.warming.runs import make_runs
+from coserve.engine.warming.early_start import StartedWarmUp
+from coserve.engine.warming.part_runner import make_part_runner
 from coserve.engine.warming.upgrade import Upgrade
 from coserve.errors import AdapterNotFound, StartupError
 from coserve.finetune.memory_profiling import Conditions, plan_memory
@@ -47,8 +47,8 @@ from coserve.state.failpoints import failpoint
 from coserve.state.folder import DataFolder
 from coserve.stream_link import engine_end
 from coserve.types import AdapterDigests, AdapterRef
-from coserve.warmup.messages import Task
-from coserve.warmup.parts import FIRST, graphs
+from coserve.warmup.messages import WarmUpTask
+from coserve.warmup.parts import FIRST, STEP_PARTS
 
 log = logging.getLogger(__name__)
 
@@ -61,11 +61,11 @@ def build_engine(
     link: Link[FromEngine, ToEngine],
     *,
     garbage: GarbageCollection | None = None,
-    warm: WarmUp | None = None,
-    rehearse: Callable[[Compilation | None], None] = lambda _: None,
+    warm: WarmUpClient | None = None,
+    preload_kernels: Callable[[Compilation | None], None] = lambda _: None,
 ) -> tuple[Engine, EngineReady]:
-    """The engine over a loaded base, and the message that says it is ready. `garbage`: see `Engine`; `warm`: the warm-up that
-    runs beside; `rehearse`: see `Upgrade`."""
+    """The engine over a loaded base, and the message that says it is ready. `garbage`: see `Engine`; `warm`: the warm-up's
+    client; `preload_kernels`: see `Upgrade`."""
     folder = DataFolder(config.data_dir)
     lora_backend = choose_backend(config.lora_way, base.device, base.dtype)
 
@@ -110,9 +110,9 @@ def build_engine(
     notes = _notes(base, generator, config) + pool.notes
     upgrade = None
     if start.compilation is not None:
-        upgrade = Upgrade(start.compilation, generator, notes, warm, rehearse=rehearse)
-        if warm is not None and warm.complete((*graphs(0), *graphs(16))):
-            upgrade.compile()  # from disk; beside requests it would take several times as long, and they would wait for it
+        upgrade = Upgrade(start.compilation, generator, notes, warm, preload_kernels=preload_kernels)
+        if warm is not None and warm.complete(STEP_PARTS):
+            upgrade.compile()  # from disk; while requests run it would take several times as long and delay them
     engine = Engine(
         generator,
         trainer,
@@ -144,7 +144,7 @@ class _PoolSize:
 def _pool_size(
     base: Base, config: Config, lora_backend: LoraBackend, step_tokens: int, folder: DataFolder, *, shared: int
 ) -> _PoolSize:
-    """The page pool: as set, or what the memory plan leaves. `shared`: bytes that a warm-up may take for a while."""
+    """The page pool: as set, or what the memory plan leaves. `shared`: bytes that a warm-up may use for now."""
     if config.kv_tokens is not None:
         return _PoolSize(config.kv_tokens)
     if base.device.type != "cuda":
@@ -176,14 +176,14 @@ def _notes(base: Base, generator: Generator, config: Config) -> tuple[str, ...]:
     return notes
 
 
-async def _run(config: Config, fd: int, begun: Begun | None) -> None:
+async def _run(config: Config, fd: int, warm_up: StartedWarmUp | None) -> None:
     link = await engine_end(socket.socket(fileno=fd))
     failpoint("engine.start")
     began = time.monotonic()
     try:
-        warm = None if begun is None else await _warm_up(begun)
-        if warm is not None and begun is not None and not begun.beside:
-            await warm.until()
+        warm = None if warm_up is None else await _connect(warm_up)
+        if warm is not None and warm_up is not None and not warm_up.concurrent:
+            await warm.wait_until_ended()
         base = load_base(
             config.model,
             device=config.device,
@@ -192,13 +192,16 @@ async def _run(config: Config, fd: int, begun: Begun | None) -> None:
             load_format=config.load_format,
         )
         if warm is not None:
-            await warm.until(FIRST if config.compile == "background" else None)
+            if config.compile == "background":
+                await warm.wait_for_parts(FIRST)
+            else:
+                await warm.wait_until_ended()
         garbage = GarbageCollection(settle=collect_when_told)
-        rehearse: Callable[[Compilation | None], None] = lambda _: None
-        if begun is not None:
-            rehearse = partial(_rehearse, base, config, begun.task)
-            rehearse(None)
-        engine, ready = build_engine(base, config, link, garbage=garbage, warm=warm, rehearse=rehearse)
+        preload_kernels: Callable[[Compilation | None], None] = lambda _: None
+        if warm_up is not None:
+            preload_kernels = partial(_preload_kernels, base, config, warm_up.task)
+            preload_kernels(None)
+        engine, ready = build_engine(base, config, link, garbage=garbage, warm=warm, preload_kernels=preload_kernels)
     except StartupError as error:
         link.send(EngineRefused(code=error.code, message=error.message))
     else:
@@ -221,41 +224,43 @@ async def _run(config: Config, fd: int, begun: Begun | None) -> None:
     await link.close()
 
 
-def _rehearse(base: Base, config: Config, task: Task, compilation: Compilation | None) -> None:
-    """Loads the kernels of compiled steps (None: of eager ones), on a stream that the engine's steps do not wait for."""
+def _preload_kernels(base: Base, config: Config, task: WarmUpTask, compilation: Compilation | None) -> None:
+    """Load the kernels of compiled steps (None: of eager ones), on a stream that the engine's steps do not wait for."""
     began = time.monotonic()
     try:
         with torch.cuda.stream(torch.cuda.Stream(base.device)):  # type: ignore[no-untyped-call]
-            make_runs(base, config, task).rehearse(None if compilation is None else compilation.rehearsal)
+            make_part_runner(base, config, task).preload_kernels(
+                None if compilation is None else compilation.preload_executor
+            )
             torch.cuda.current_stream().synchronize()
-    except Exception:  # steps load what they need, later
+    except Exception:  # steps load their kernels later
         log.exception("the kernels of the first steps could not be loaded ahead")
     log.info("kernels of the first steps loaded in %.1f s", time.monotonic() - began)
 
 
-async def _warm_up(begun: Begun) -> WarmUp:
-    warm = WarmUp(begun.task)
-    await warm.listen(begun.socket)
+async def _connect(warm_up: StartedWarmUp) -> WarmUpClient:
+    warm = WarmUpClient(warm_up.task)
+    await warm.listen(warm_up.socket)
     return warm
 
 
-def serve(config: Config, fd: int, begun: Begun | None) -> None:
-    """Run the engine to its end. `fd`: the link's socket; `begun`: the warm-up that runs beside."""
+def serve(config: Config, fd: int, warm_up: StartedWarmUp | None) -> None:
+    """Run the engine until it stops. `fd`: the link's socket; `warm_up`: the warm-up's process, if there is one."""
     set_up_logging("engine", LogSettings.of(config))
     disable_progress_bar()
     torch.set_num_threads(config.threads or default_threads())
     watch_compilations()
-    run_to_exit(_run(config, fd, begun))
+    run_to_exit(_run(config, fd, warm_up))
 
 
 def run_to_exit(work: Coroutine[None, None, None]) -> None:
     """Run `work`, then end the process: with status 1 and a line in the log if `work` raised.
 
-    No thread is waited for: one may still compile, nobody can stop it, and nothing of it is needed.
+    It waits for no thread: one may still compile, which cannot be stopped and is not needed.
     """
     try:
         asyncio.run(work)
-    except BaseException as error:  # whatever it is, the process must end: that is how its clients are told
+    except BaseException as error:  # any error must end the process: the API process sees its end
         log.critical("the engine ends: %s", type(error).__name__, exc_info=error)
         _exit_now(1)
     if any(not thread.daemon for thread in threading.enumerate() if thread is not threading.main_thread()):

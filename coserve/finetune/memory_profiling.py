@@ -24,18 +24,16 @@ from coserve.kernels.lora.interface import LoraBackend
 from coserve.kernels.lora.segments import Segments
 from coserve.memory.buffer import page_layout
 from coserve.memory.kv import KvCache
-from coserve.memory.plan import Gpu, MemoryPlan, Work, make_plan
+from coserve.memory.plan import GpuMemory, MemoryPlan, Work, make_plan
 from coserve.memory.profile import Profile, TrainingPeaks, load_profile, measure, save_profile
 from coserve.model.base import Base
 from coserve.model.lora import LoraBatch, LoraWeights
-from coserve.types import LoraSettings, TrainingSettings
+from coserve.types import DEFAULT_RANK, LoraSettings, TrainingSettings
+from coserve.warmup.gpu import CONTEXT_BYTES
 
-RANK = 16
 SEQUENCE = 512
 """Longest sequence of the micro-batches. Attention memory is linear in tokens, so longer ones take no more."""
 WARM_UP_TOKENS = 16
-CONTEXT_BYTES = 1 << 30
-"""About what a process takes of the GPU's memory besides torch's tensors: the CUDA context, libraries, kernels."""
 
 
 @dataclass(frozen=True)
@@ -73,7 +71,7 @@ def plan_memory(base: Base, conditions: Conditions, *, fraction: float, path: Pa
     page_tokens, work = conditions.page_tokens, conditions.work
     page_bytes = page_layout(base.kv_shapes, page_tokens, base.dtype).page_bytes
     least = -(-work.step_tokens // page_tokens)
-    return make_plan(Gpu(total, free), fraction, profile, work, page_bytes=page_bytes, least=least)
+    return make_plan(GpuMemory(total, free), fraction, profile, work, page_bytes=page_bytes, least=least)
 
 
 def _measure(base: Base, conditions: Conditions) -> Profile:
@@ -128,7 +126,7 @@ def gc_disabled() -> Iterator[None]:
 class MemoryProfiler:
     """Implements `memory.profile.Measures` for a base. The constructor warms up: kernels are compiled, workspaces allocated."""
 
-    def __init__(self, base: Base, meter: MemoryMeter, conditions: Conditions, *, rank: int = RANK) -> None:
+    def __init__(self, base: Base, meter: MemoryMeter, conditions: Conditions, *, rank: int = DEFAULT_RANK) -> None:
         """`rank`: of the adapters. Raises `UnsupportedBase` for a base that cannot be trained layer by layer."""
         self._base, self._meter = base, meter
         self._lora_backend, self._page_tokens = conditions.lora_backend, conditions.page_tokens

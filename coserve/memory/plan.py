@@ -13,7 +13,7 @@ GIB = 1 << 30
 
 
 @dataclass(frozen=True)
-class Gpu:
+class GpuMemory:
     """Bytes of a GPU's memory: all of it, and what is free now, with the base loaded."""
 
     total: int
@@ -62,7 +62,9 @@ def _gib(size: float) -> str:
     return f"{size / GIB:.2f} GiB"
 
 
-def make_plan(gpu: Gpu, fraction: float, profile: Profile, work: Work, *, page_bytes: int, least: int) -> MemoryPlan:
+def make_plan(
+    gpu: GpuMemory, fraction: float, profile: Profile, work: Work, *, page_bytes: int, least: int
+) -> MemoryPlan:
     """The pool gets what `fraction` of the GPU's memory leaves; at least `least` pages.
 
     Raises:

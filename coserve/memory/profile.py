@@ -40,14 +40,14 @@ class Profile(Wire, frozen=True):
     backward: Line
     """What the backward and the optimizer step take beyond that."""
     job: int
-    """What one job of rank 16 keeps between micro-batches."""
+    """What one job of rank `DEFAULT_RANK` keeps between micro-batches."""
     error: float
     """How far lines through the smaller sizes were from the peaks of a step and a micro-batch of the full ones together:
     (predicted - measured) / measured."""
 
 
 class TrainingPeaks(Wire, frozen=True):
-    """Bytes of one micro-batch of an adapter of rank 16."""
+    """Bytes of one micro-batch of an adapter of rank `DEFAULT_RANK`."""
 
     forward: int
     """Peak of the forward, beyond what the job keeps."""

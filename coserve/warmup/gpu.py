@@ -1,4 +1,4 @@
-"""The GPU as the driver describes it, without torch: caches are keyed by it before torch is imported."""
+"""The GPU's description from the CUDA driver, read without torch: it is part of the cache key."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ from dataclasses import dataclass
 
 MAJOR, MINOR = 75, 76
 """CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR and _MINOR of the CUDA driver API."""
+CONTEXT_BYTES = 1 << 30
+"""About what a process takes of the GPU's memory besides torch's tensors: CUDA context, libraries, kernels."""
 
 
 @dataclass(frozen=True)
@@ -16,12 +18,12 @@ class Gpu:
     capability: str
     """As in "9.0"."""
     driver: int
-    """The version of CUDA that the driver supports, as `cuDriverGetVersion` gives it."""
+    """The CUDA version that the driver supports, from `cuDriverGetVersion`."""
     memory_bytes: int
 
 
 def find_gpu() -> Gpu | None:
-    """The first visible GPU; None: there is none that works."""
+    """The first visible GPU; None if there is none, or its driver does not answer."""
     try:
         cuda = ctypes.CDLL("libcuda.so.1")
     except OSError:

@@ -1,4 +1,4 @@
-"""What compiled kernels depend on, and where they are kept."""
+"""The keys of compiled kernels: everything that they depend on, and the cache folder that follows from it."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from coserve.config import Config
 from coserve.warmup.gpu import Gpu
 
 CACHES = {"TRITON_CACHE_DIR": "triton", "TORCHINDUCTOR_CACHE_DIR": "inductor"}
-"""Variables that say where compilers keep their caches, and our folders for them."""
+"""Environment variables that set the compilers' cache folders, and our names of those folders."""
 LIBRARIES = ("torch", "triton", "transformers")
 SOURCES = ("kernels", "model", "generate", "memory", "finetune", "engine", "warmup")
-"""Packages of ours whose code decides what is compiled."""
+"""Our packages whose code decides what is compiled."""
 SHAPE_SETTINGS = (
     "dtype", "lora_way", "inference_batch_size", "page_tokens", "step_tokens", "micro_batch_tokens", "max_active_jobs",
     "recompute", "trust_remote_code",
@@ -26,7 +26,7 @@ SHAPE_SETTINGS = (
 
 
 def key_fields(gpu: Gpu, environ: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """All that makes a compiled kernel usable: a cache with other fields is never read."""
+    """Everything that a compiled kernel depends on; a cache with other fields is never read."""
     return {
         "python": platform.python_version(),
         **{name: _version(name) for name in LIBRARIES},
@@ -44,18 +44,18 @@ def digest(fields: Mapping[str, str]) -> str:
 
 
 def cache_folder(config: Config, fields: Mapping[str, str]) -> Path:
-    """Where everything with these fields is kept."""
+    """The folder for kernels with these fields."""
     root = config.cache_dir if config.cache_dir is not None else config.data_dir / "cache"
     return root.absolute() / digest(fields)[:24]
 
 
 def cache_environment(folder: Path, environ: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """The variables to set so that compilers keep their caches in `folder`; those that a user has set are left alone."""
+    """The variables that put the compilers' caches into `folder`, without those that the user has set."""
     return {name: str(folder / own) for name, own in CACHES.items() if name not in environ}
 
 
 def shape_key(config: Config) -> str:
-    """The base's shape and the settings that decide which kernels are needed. A hub name stands for its config."""
+    """SHA-256 (hex) of the base's config.json (of its name, if it is not a folder) and of `SHAPE_SETTINGS`."""
     described = Path(config.model) / "config.json"
     content = described.read_bytes() if described.is_file() else b""
     settings = {name: str(getattr(config, name)) for name in SHAPE_SETTINGS}

@@ -1,4 +1,7 @@
-"""What a cache folder is known to hold. Anything that cannot be read, or does not fit, counts as nothing."""
+"""The manifest of a cache folder: which parts are complete, and the checksums of their files.
+
+A manifest that cannot be read, or was written on another machine or by other versions, counts as empty.
+"""
 
 from __future__ import annotations
 
@@ -13,15 +16,16 @@ import msgspec
 from coserve.warmup.key import CACHES
 
 CHECKED = ("triton", "inductor/fxgraph", "inductor/aotautograd", "gemms")
-"""Folders whose files a manifest vouches for. Compilers write them once, under names made of their contents' key."""
+"""Folders whose files a manifest lists. Compilers write each file once, under a name derived from its inputs."""
 TEMPORARY = (".lock", ".tmp", ".pid")
+"""Suffixes of the compilers' own temporary files."""
 
 
 class Manifest(msgspec.Struct, frozen=True):
-    """What was completed, and the files that were there then."""
+    """What was with_parts, and the files that were there then."""
 
     fields: dict[str, str]
-    """What the kernels depend on (`key.key_fields`)."""
+    """`key.key_fields` of the machine that compiled."""
     parts: dict[str, list[str]] = {}
     """Complete parts, by shape (`key.shape_key`)."""
     files: dict[str, tuple[int, int]] = {}
@@ -29,7 +33,7 @@ class Manifest(msgspec.Struct, frozen=True):
 
 
 def load_manifest(folder: Path, fields: Mapping[str, str]) -> Manifest:
-    """The folder's manifest; an empty one where there is none that was made under these `fields`."""
+    """The folder's manifest; an empty one if there is none with these `fields`."""
     try:
         found = msgspec.json.decode(_path(folder).read_bytes(), type=Manifest)
     except (OSError, msgspec.DecodeError, UnicodeDecodeError):
@@ -38,20 +42,20 @@ def load_manifest(folder: Path, fields: Mapping[str, str]) -> Manifest:
 
 
 def save_manifest(folder: Path, manifest: Manifest) -> None:
-    """Replaces the folder's manifest at once."""
+    """Replace the folder's manifest atomically."""
     folder.mkdir(parents=True, exist_ok=True)
     temporary = folder / f"manifest.{os.getpid()}.tmp"
     temporary.write_bytes(msgspec.json.encode(manifest))
     temporary.replace(_path(folder))
 
 
-def completed(manifest: Manifest, shape: str, parts: Collection[str]) -> Manifest:
-    """With these parts of a shape complete."""
+def with_parts(manifest: Manifest, shape: str, parts: Collection[str]) -> Manifest:
+    """The manifest with these complete parts of a shape."""
     return msgspec.structs.replace(manifest, parts=manifest.parts | {shape: sorted(parts)})
 
 
 def list_files(folder: Path, known: Mapping[str, tuple[int, int]] | None = None) -> dict[str, tuple[int, int]]:
-    """Size and CRC-32 of each file that a manifest vouches for. Those of a `known` name and size are not read again."""
+    """Size and CRC-32 of each file that a manifest lists. A file with a `known` name and size is not read again."""
     found = {}
     for path in _files(folder):
         name = str(path.relative_to(folder))
@@ -68,7 +72,7 @@ def list_files(folder: Path, known: Mapping[str, tuple[int, int]] | None = None)
 
 
 def is_intact(folder: Path, manifest: Manifest) -> bool:
-    """Whether every file that the manifest names has its contents. More files may be there."""
+    """Whether every file of the manifest has its size and checksum. Further files do no harm."""
     for name, (size, checksum) in manifest.files.items():
         try:
             content = (folder / name).read_bytes()
@@ -79,8 +83,8 @@ def is_intact(folder: Path, manifest: Manifest) -> bool:
     return True
 
 
-def clear(folder: Path) -> None:
-    """Removes what the compilers and we have put there, the manifest first."""
+def clear_cache(folder: Path) -> None:
+    """Delete the compilers' caches and our files, the manifest first. Other files stay."""
     _path(folder).unlink(missing_ok=True)
     for name in (*CACHES.values(), "gemms"):
         shutil.rmtree(folder / name, ignore_errors=True)
@@ -88,7 +92,7 @@ def clear(folder: Path) -> None:
 
 def _files(folder: Path) -> Iterator[Path]:
     for name in CHECKED:
-        for root, folders, files in os.walk(folder / name):  # passes over what another process has removed meanwhile
+        for root, folders, files in os.walk(folder / name):  # skips what another process removes meanwhile
             folders[:] = sorted(each for each in folders if not each.startswith("tmp."))  # Triton's unfinished entries
             yield from (Path(root, each) for each in sorted(files) if not _temporary(each))
 

@@ -1,4 +1,4 @@
-"""Lines of JSON between the processes of a warm-up."""
+"""JSON lines that the processes of a warm-up exchange."""
 
 from __future__ import annotations
 
@@ -6,47 +6,49 @@ from typing import Literal
 
 import msgspec
 
-Trouble = Literal["memory", "unsupported", "error"]
-"""Why a part failed: the GPU's memory is full; this base cannot be compiled; anything else, a corrupt cache perhaps."""
+FailureKind = Literal["memory", "unsupported", "error"]
+"""Why a part failed: the GPU's memory is full; this base cannot be compiled; any other error, maybe a corrupt cache."""
 
 
-class Task(msgspec.Struct, frozen=True):
-    """All that a warm-up needs to know."""
+class WarmUpTask(msgspec.Struct, frozen=True):
+    """What a warm-up's process gets on its standard input."""
 
     config: str
-    """The settings, as `config_to_json` gives them."""
+    """The settings, from `config_to_json`."""
     folder: str
-    """Where caches are kept."""
+    """The cache folder."""
     fields: dict[str, str]
+    """`key.key_fields` of this machine."""
     shape: str
+    """`key.shape_key` of the settings."""
     workers: int
-    """Most processes that compile at once."""
+    """Maximum number of worker processes."""
 
 
 class DoPart(msgspec.Struct, frozen=True):
-    """To a worker."""
+    """Tells a worker to run a part."""
 
     name: str
 
 
 class PartReport(msgspec.Struct, frozen=True):
-    """From a worker: `done == total` ends the part, or `trouble` does."""
+    """A worker's progress in its part. The part ends with `done == total`, or with a `failure`."""
 
     done: int
     total: int
-    trouble: Trouble | None = None
-    why: str = ""
+    failure: FailureKind | None = None
+    reason: str = ""
 
 
 class Progress(msgspec.Struct, frozen=True):
-    """How far a warm-up is, for the engine or the command line."""
+    """Progress of a warm-up, in units of `parts.Part.weight`; for the engine and the command line."""
 
     done: int
     total: int
     complete: list[str]
     """Parts whose kernels are on disk."""
     notes: list[str] = []
-    """What went wrong, for an operator."""
+    """Failures, for the operator."""
     failed: list[str] = []
     """Parts whose kernels will not be on disk."""
     ended: bool = False

@@ -1,7 +1,7 @@
-"""The process that warms up: `python -m coserve.warmup.process FD`, with the `Task` as JSON on standard input.
+"""The warm-up's process: `python -m coserve.warmup.process FD`, with the `WarmUpTask` as JSON on standard input.
 
-It imports no torch. Its workers do, and end with it. FD is one end of a socket pair: `Progress` lines go out; when the other
-end closes, the process ends.
+FD is one end of a socket pair. The process writes `Progress` lines to it, and ends when the other end closes. Its worker
+processes import torch, it does not; they end with it.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from coserve.config import config_from_json
 from coserve.logs.setup import LogSettings, set_up_logging
 from coserve.processes import obey_parent, start_child
 from coserve.warmup.key import cache_environment
-from coserve.warmup.messages import DoPart, PartReport, Progress, Task
+from coserve.warmup.messages import DoPart, PartReport, Progress, WarmUpTask
 from coserve.warmup.parts import all_parts
 from coserve.warmup.warmer import warm
 
@@ -27,7 +27,7 @@ WORKER = "coserve.engine.warming.worker"
 
 
 class ProcessWorker:
-    """Implements `crew.Worker`: a process that talks over a socket pair."""
+    """Implements `worker_pool.Worker`: a process at the other end of a socket pair."""
 
     def __init__(
         self, process: asyncio.subprocess.Process, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
@@ -35,7 +35,7 @@ class ProcessWorker:
         self._process, self._reader, self._writer = process, reader, writer
 
     @classmethod
-    async def start(cls, task: Task) -> ProcessWorker:
+    async def start(cls, task: WarmUpTask) -> ProcessWorker:
         ours, theirs = socket.socketpair()
         with theirs:
             reader, writer = await asyncio.open_connection(sock=ours)
@@ -49,13 +49,13 @@ class ProcessWorker:
         process.stdin.close()
         return cls(process, reader, writer)
 
-    def ask(self, part: str) -> None:
+    def run_part(self, part: str) -> None:
         self._writer.write(msgspec.json.encode(DoPart(part)) + b"\n")
 
-    async def report(self) -> PartReport | None:
+    async def next_report(self) -> PartReport | None:
         try:
             line = await self._reader.readline()
-        except ConnectionError:  # it died before it read what it was asked
+        except ConnectionError:  # it died before it read its part
             return None
         return msgspec.json.decode(line, type=PartReport) if line.endswith(b"\n") else None
 
@@ -66,29 +66,29 @@ class ProcessWorker:
         await self._process.wait()
 
 
-async def _run(task: Task, sock: socket.socket) -> None:
+async def _run(task: WarmUpTask, sock: socket.socket) -> None:
     reader, writer = await asyncio.open_connection(sock=sock)
 
-    def tell(progress: Progress) -> None:
+    def report(progress: Progress) -> None:
         writer.write(msgspec.json.encode(progress) + b"\n")
 
-    warming = asyncio.create_task(warm(task, all_parts(), lambda: ProcessWorker.start(task), tell))
-    left = asyncio.create_task(reader.read())
-    await asyncio.wait({warming, left}, return_when=asyncio.FIRST_COMPLETED)
+    warming = asyncio.create_task(warm(task, all_parts(), lambda: ProcessWorker.start(task), report))
+    parent_gone = asyncio.create_task(reader.read())
+    await asyncio.wait({warming, parent_gone}, return_when=asyncio.FIRST_COMPLETED)
     if warming.done():
         warming.result()
     else:
         warming.cancel()
         await asyncio.wait({warming})
-    left.cancel()
+    parent_gone.cancel()
     writer.close()
     with contextlib.suppress(ConnectionError):
-        await writer.wait_closed()  # all lines are out
+        await writer.wait_closed()  # so that all lines are sent
 
 
 def main() -> None:
     obey_parent()
-    task = msgspec.json.decode(sys.stdin.buffer.read(), type=Task)
+    task = msgspec.json.decode(sys.stdin.buffer.read(), type=WarmUpTask)
     set_up_logging("warm", LogSettings.of(config_from_json(task.config.encode())))
     os.environ.update(cache_environment(Path(task.folder)))
     asyncio.run(_run(task, socket.socket(fileno=int(sys.argv[1]))))

@@ -1,4 +1,4 @@
-"""A whole warm-up: what the cache folder holds is checked, what is missing is compiled, the manifest is kept."""
+"""A whole warm-up: check what the cache folder holds, compile what is missing, keep the manifest."""
 
 from __future__ import annotations
 
@@ -7,63 +7,83 @@ import logging
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 
-from coserve.warmup.crew import CacheFault, Crew, Worker
-from coserve.warmup.manifest import Manifest, clear, completed, is_intact, list_files, load_manifest, save_manifest
-from coserve.warmup.messages import Progress, Task
-from coserve.warmup.parts import Part, Schedule
+from coserve.warmup.manifest import (
+    Manifest,
+    clear_cache,
+    is_intact,
+    list_files,
+    load_manifest,
+    save_manifest,
+    with_parts,
+)
+from coserve.warmup.messages import Progress, WarmUpTask
+from coserve.warmup.parts import Part, PartSchedule
+from coserve.warmup.worker_pool import REPORT_TIMEOUT, CacheFault, Worker, WorkerPool
 
 log = logging.getLogger(__name__)
 
 
 async def warm(
-    task: Task, parts: tuple[Part, ...], start: Callable[[], Awaitable[Worker]], tell: Callable[[Progress], None]
+    task: WarmUpTask,
+    parts: tuple[Part, ...],
+    start_worker: Callable[[], Awaitable[Worker]],
+    report: Callable[[Progress], None],
+    *,
+    report_timeout: float = REPORT_TIMEOUT,
 ) -> None:
-    """Complete all `parts`; `tell` hears of each change, the last time with `ended`.
+    """Complete all `parts`. `report` is called after each change; the last progress has `ended`.
 
-    The folder is cleared and everything compiled anew where files have other contents than the manifest says, and once where
-    a part fails without a known reason.
+    The folder is cleared and everything compiled again if a file differs from the manifest, and once if a part fails
+    without a known reason. `report_timeout`: see `WorkerPool`.
     """
     folder = Path(task.folder)
     manifest = load_manifest(folder, task.fields)
     if not await asyncio.to_thread(is_intact, folder, manifest):
-        log.warning("warm-up: the cache in %s is damaged; it is made anew", folder)
+        log.warning("warm-up: the cache in %s is damaged; it is built again", folder)
         manifest = Manifest(task.fields)
     if not manifest.parts:
-        await asyncio.to_thread(clear, folder)
-    for suspect_cache in (True, False) if manifest.parts else (False,):  # what is new is not suspected
-        schedule = Schedule(parts, manifest.parts.get(task.shape, ()))
-        keeper = _Keeper(folder, task.shape, manifest)
+        await asyncio.to_thread(clear_cache, folder)
+    for suspect_cache in (True, False) if manifest.parts else (False,):  # a cache built now is not suspected
+        schedule = PartSchedule(parts, manifest.parts.get(task.shape, ()))
+        writer = _ManifestWriter(folder, task.shape, manifest)
 
-        def changed(schedule: Schedule = schedule, keeper: _Keeper = keeper) -> None:
-            keeper.keep(schedule.complete)
-            tell(_progress(schedule))
+        def changed(schedule: PartSchedule = schedule, writer: _ManifestWriter = writer) -> None:
+            writer.add_parts(schedule.complete)
+            report(_progress(schedule))
 
-        tell(_progress(schedule))
+        report(_progress(schedule))
+        pool = WorkerPool(
+            schedule,
+            start_worker,
+            workers=task.workers,
+            changed=changed,
+            suspect_cache=suspect_cache,
+            report_timeout=report_timeout,
+        )
         try:
             if not schedule.ended:
-                crew = Crew(schedule, start, workers=task.workers, changed=changed, suspect_cache=suspect_cache)
-                await crew.run()
-                await asyncio.to_thread(keeper.check)
+                await pool.run()
+                await asyncio.to_thread(writer.rescan)
             break
         except CacheFault as fault:
-            log.warning("warm-up: %s; the cache in %s is made anew", fault, folder)
-            await asyncio.to_thread(clear, folder)
+            log.warning("warm-up: %s; the cache in %s is built again", fault, folder)
+            await asyncio.to_thread(clear_cache, folder)
             manifest = Manifest(task.fields)
-    tell(_progress(schedule, ended=True))
+    report(_progress(schedule, ended=True))
 
 
-class _Keeper:
-    """Writes the manifest whenever a part is complete, so that a start that is interrupted is not lost."""
+class _ManifestWriter:
+    """Saves the manifest after each part, so that an interrupted warm-up continues where it stopped."""
 
     def __init__(self, folder: Path, shape: str, manifest: Manifest) -> None:
         self._folder, self._shape, self._manifest = folder, shape, manifest
 
-    def keep(self, parts: frozenset[str]) -> None:
+    def add_parts(self, parts: frozenset[str]) -> None:
         if parts - frozenset(self._manifest.parts.get(self._shape, ())):
-            self._write(completed(self._manifest, self._shape, parts), self._manifest.files)
+            self._write(with_parts(self._manifest, self._shape, parts), self._manifest.files)
 
-    def check(self) -> None:
-        """Once all processes have ended: reads every file again."""
+    def rescan(self) -> None:
+        """Read every file again; call it once all workers have ended."""
         self._write(self._manifest, {})
 
     def _write(self, manifest: Manifest, known: dict[str, tuple[int, int]]) -> None:
@@ -71,10 +91,10 @@ class _Keeper:
         try:
             save_manifest(self._folder, self._manifest)
         except OSError as error:
-            log.warning("warm-up: the next start begins anew: %s cannot be written: %s", self._folder, error.strerror)
+            log.warning("warm-up: the next start compiles again: cannot write %s: %s", self._folder, error.strerror)
 
 
-def _progress(schedule: Schedule, *, ended: bool = False) -> Progress:
+def _progress(schedule: PartSchedule, *, ended: bool = False) -> Progress:
     done, total = schedule.progress
-    failed = [f"warm-up: {name} failed: {why}" for name, why in schedule.failed.items()]
-    return Progress(done, total, sorted(schedule.complete), failed, sorted(schedule.failed), ended)
+    notes = [f"warm-up: {name} failed: {why}" for name, why in schedule.failed.items()]
+    return Progress(done, total, sorted(schedule.complete), notes, sorted(schedule.failed), ended)

@@ -18,14 +18,14 @@ from coserve.cli.warm import SETTINGS
 from coserve.cli.warmprogress import REPEAT, WarmProgress
 from coserve.config import Config
 from coserve.errors import StartupError
-from coserve.warmup import fill
+from coserve.warmup import launch
 
-INTERRUPTED_FILL = """
+INTERRUPTED = """
 import subprocess, sys
 from coserve.cli.app import main
-from coserve.warmup import fill
+from coserve.warmup import launch
 
-def run_fill(config, progress):
+def compile_ahead(config, progress):
     child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"], start_new_session=True)
     try:
         progress(1, 3)
@@ -35,7 +35,7 @@ def run_fill(config, progress):
         child.kill()
         child.wait()
 
-fill.run_fill = run_fill
+launch.compile_ahead = compile_ahead
 sys.argv = ["coserve", "warm", "bundled"]
 main()
 """
@@ -66,12 +66,12 @@ def test_a_bar_with_the_time_left_on_a_terminal() -> None:
 def test_the_settings_of_warm_are_those_of_serve(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     seen: list[Config] = []
 
-    def run_fill(config: Config, progress: Callable[[int, int], None]) -> None:
+    def compile_ahead(config: Config, progress: Callable[[int, int], None]) -> None:
         seen.append(config)
         progress(0, 2)
         progress(2, 2)
 
-    monkeypatch.setattr(fill, "run_fill", run_fill)
+    monkeypatch.setattr(launch, "compile_ahead", compile_ahead)
     (tmp_path / "serve.toml").write_text('page_tokens = 32\nport = 9\nmodel = "other"\n')
     options = ["--dtype", "bfloat16", "--cache-dir", str(tmp_path), "--config", str(tmp_path / "serve.toml")]
     result = CliRunner().invoke(app, ["warm", "some/model", *options])
@@ -90,7 +90,7 @@ def test_help_has_its_options_and_no_others() -> None:
 
 
 def test_a_cache_that_is_not_full_ends_with_a_status(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fill, "run_fill", lambda config, progress: progress(1, 2))
+    monkeypatch.setattr(launch, "compile_ahead", lambda config, progress: progress(1, 2))
     result = CliRunner().invoke(app, ["warm"])
     assert result.exit_code == 1
     assert "warm: 1 of 2" in result.output
@@ -109,7 +109,7 @@ def test_without_a_gpu_it_ends_in_one_line() -> None:
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_stop_ends_the_compiling_processes(number: int) -> None:
     warm = subprocess.Popen(
-        [sys.executable, "-P", "-c", INTERRUPTED_FILL], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        [sys.executable, "-P", "-c", INTERRUPTED], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     )
     assert warm.stdout is not None
     child = int(warm.stdout.readline())
@@ -122,9 +122,9 @@ def test_a_stop_ends_the_compiling_processes(number: int) -> None:
 
 
 def test_an_error_of_the_compiling_processes_ends_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
-    def run_fill(config: Config, progress: Callable[[int, int], None]) -> None:
+    def compile_ahead(config: Config, progress: Callable[[int, int], None]) -> None:
         raise StartupError("a process ended")
 
-    monkeypatch.setattr(fill, "run_fill", run_fill)
+    monkeypatch.setattr(launch, "compile_ahead", compile_ahead)
     result = CliRunner().invoke(app, ["warm"])
     assert isinstance(result.exception, StartupError)

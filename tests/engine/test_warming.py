@@ -11,40 +11,43 @@ import pytest
 import torch
 
 from coserve.config import Config, config_to_json
-from coserve.engine.warming.beside import DIED, WarmUp, gemm_paths
+from coserve.engine.warming.client import DIED, WarmUpClient, gemm_paths
 from coserve.engine.warming.compilations import Compilations
-from coserve.engine.warming.runs import Mix, Runs, Sizes, make_runs, step_mixes
+from coserve.engine.warming.part_runner import make_part_runner
+from coserve.engine.warming.step_mixes import Mix, WarmUpSizes, step_mixes
 from coserve.kernels.gemm.skinny import SHAPES
 from coserve.kernels.lora.types import StackedWeights
 from coserve.model.base import load_base
 from coserve.model.gemm_choice import GemmChoice, load_gemms, save_gemms
-from coserve.warmup.messages import Progress, Task
+from coserve.warmup.messages import Progress, WarmUpTask
 from coserve.warmup.parts import FIRST, GEMMS, LAYERS, graphs
 
 CPU = torch.device("cpu")
 
 
-def make_task(folder: Path, **settings: object) -> tuple[Task, Config]:
+def make_task(folder: Path, **settings: object) -> tuple[WarmUpTask, Config]:
     config = Config(
         device="cpu", lora_way="grouped", step_tokens=3, inference_batch_size=2, micro_batch_tokens=4, **settings
     )
-    return Task(config_to_json(config).decode(), str(folder), {}, "shape", 1), config
+    return WarmUpTask(config_to_json(config).decode(), str(folder), {}, "shape", 1), config
 
 
 @pytest.mark.slow
 def test_a_worker_runs_every_part_and_says_how_far_it_is(tmp_path: Path) -> None:
     task, config = make_task(tmp_path)
     base = load_base("bundled", device="cpu", dtype="float32", few_layers=True)
-    runs: Runs = make_runs(base, config, task)
+    runner = make_part_runner(base, config, task)
     for name in (*FIRST, LAYERS, *GEMMS, *graphs(0)):
-        pieces = list(runs.part(name))
+        pieces = list(runner.run(name))
         assert all(done < total for done, total in pieces), name
         assert [done for done, _ in pieces] == sorted(done for done, _ in pieces), name
     assert all(path.is_file() for path in gemm_paths(task))
 
 
 def test_the_steps_of_a_warm_up_fit_the_settings() -> None:
-    sizes = Sizes(max_running=16, step_tokens=512, page_tokens=16, micro_batch_tokens=512, jobs=1, recompute=False)
+    sizes = WarmUpSizes(
+        max_running=16, step_tokens=512, page_tokens=16, micro_batch_tokens=512, jobs=1, recompute=False
+    )
     mixes = step_mixes(sizes, 1024)
     assert {len(mix.tokens) for mix in mixes if set(mix.tokens) == {1}} >= {1, 2, 8, 16}
     assert Mix((512,), 0) in mixes
@@ -81,11 +84,11 @@ def test_a_choice_of_gemms_is_found_again_and_only_a_whole_one_that_fits(tmp_pat
 
 async def test_the_engine_waits_for_the_parts_that_it_needs(tmp_path: Path) -> None:
     task, _ = make_task(tmp_path)
-    warm, changed = WarmUp(task), asyncio.Event()
+    warm, changed = WarmUpClient(task), asyncio.Event()
     ours, theirs = socket.socketpair()
     await warm.listen(ours)
     warm.notify(changed.set)
-    waiting = asyncio.create_task(warm.until(FIRST))
+    waiting = asyncio.create_task(warm.wait_for_parts(FIRST))
     theirs.sendall(msgspec.json.encode(Progress(3, 9, ["steps"])) + b"\n")
     await changed.wait()
     assert (warm.done, warm.total) == (3, 9)
@@ -97,7 +100,7 @@ async def test_the_engine_waits_for_the_parts_that_it_needs(tmp_path: Path) -> N
     assert not warm.ready(16)
     theirs.sendall(msgspec.json.encode(Progress(9, 9, [*FIRST, *graphs(0)], ["graphs-16 failed"], ended=True)) + b"\n")
     theirs.close()
-    assert not await warm.until(graphs(16))
+    assert not await warm.wait_for_parts(graphs(16))
     assert warm.ready(16), "nothing more will come: the engine compiles it"
     assert warm.notes == ("graphs-16 failed",)
     await warm.close()
@@ -105,10 +108,10 @@ async def test_the_engine_waits_for_the_parts_that_it_needs(tmp_path: Path) -> N
 
 async def test_a_part_that_failed_is_waited_for_no_longer(tmp_path: Path) -> None:
     task, _ = make_task(tmp_path)
-    warm = WarmUp(task)
+    warm = WarmUpClient(task)
     ours, theirs = socket.socketpair()
     await warm.listen(ours)
-    waiting = asyncio.create_task(warm.until(FIRST))
+    waiting = asyncio.create_task(warm.wait_for_parts(FIRST))
     done, failed = FIRST[1:], [FIRST[0], *graphs(16)]
     theirs.sendall(msgspec.json.encode(Progress(5, 9, list(done), ["no memory"], failed)) + b"\n")
     assert not await waiting
@@ -116,20 +119,20 @@ async def test_a_part_that_failed_is_waited_for_no_longer(tmp_path: Path) -> Non
     assert warm.ready(16), "its kernels will never be there"
     assert not warm.complete(graphs(16))
     assert not warm.ready(0)
-    assert not warm.trains(16)
+    assert not warm.training_kernels_ready(16)
     theirs.close()
     await warm.close()
 
 
 async def test_a_process_that_says_nothing_is_given_up_though_nobody_waits(tmp_path: Path) -> None:
     task, _ = make_task(tmp_path)
-    warm, changed = WarmUp(task, silent=0.01), asyncio.Event()
+    warm, changed = WarmUpClient(task, timeout=0.01), asyncio.Event()
     warm.notify(changed.set)
     ours, theirs = socket.socketpair()
     await warm.listen(ours)
     await changed.wait()
     assert warm.ended
-    assert warm.trains(256)
+    assert warm.training_kernels_ready(256)
     theirs.close()
     await warm.close()
 
@@ -137,12 +140,12 @@ async def test_a_process_that_says_nothing_is_given_up_though_nobody_waits(tmp_p
 @pytest.mark.parametrize("last", [b"", b'{"done": 3'])
 async def test_a_process_that_dies_is_told_and_waited_for_no_longer(tmp_path: Path, last: bytes) -> None:
     task, _ = make_task(tmp_path)
-    warm = WarmUp(task)
+    warm = WarmUpClient(task)
     ours, theirs = socket.socketpair()
     await warm.listen(ours)
     theirs.sendall(last)
     theirs.close()
-    assert not await warm.until(FIRST)
+    assert not await warm.wait_for_parts(FIRST)
     assert warm.ended
     assert warm.notes == (DIED,)
     assert warm.done == warm.total
@@ -151,11 +154,11 @@ async def test_a_process_that_dies_is_told_and_waited_for_no_longer(tmp_path: Pa
 
 async def test_a_process_that_says_nothing_is_waited_for_no_longer(tmp_path: Path) -> None:
     task, _ = make_task(tmp_path)
-    warm = WarmUp(task, silent=0.01)
+    warm = WarmUpClient(task, timeout=0.01)
     ours, theirs = socket.socketpair()
     with theirs:
         await warm.listen(ours)
-        assert not await warm.until(FIRST)
+        assert not await warm.wait_for_parts(FIRST)
         await warm.close()
     assert warm.notes == (DIED,)
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from coserve.config import Config, config_to_json
-from coserve.warmup.fill import run_fill
+from coserve.warmup.launch import compile_ahead
 from tests.support.model_folder import make_model_folder
 
 pytestmark = pytest.mark.gpu
@@ -29,7 +29,7 @@ def test_an_engine_over_filled_caches_compiles_nothing(tmp_path: Path) -> None:
         kv_tokens=4096,
     )
     told: list[tuple[int, int]] = []
-    run_fill(config, lambda done, total: told.append((done, total)))
+    compile_ahead(config, lambda done, total: told.append((done, total)))
     assert told[-1][0] == told[-1][1]
     assert [done for done, _ in told] == sorted(done for done, _ in told)
     settings = config_to_json(config).decode()
@@ -40,4 +40,4 @@ def test_an_engine_over_filled_caches_compiles_nothing(tmp_path: Path) -> None:
         )  # fmt: skip
         assert done.returncode == 0, done.stderr
         found = json.loads(done.stdout.splitlines()[-1])
-        assert found == {"complete": True, "notes": [], "kernels": [], "graphs": 0}
+        assert found == {"notes": [], "kernels": [], "graphs": 0}

@@ -7,7 +7,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from coserve.errors import ConfigError
-from coserve.memory.plan import GIB, GRAPHS, Gpu, Work, make_plan
+from coserve.memory.plan import GIB, GRAPHS, GpuMemory, Work, make_plan
 from coserve.memory.profile import Line, Profile
 
 PROFILE = Profile(
@@ -22,7 +22,7 @@ PAGE = 2 << 20
 
 
 def test_an_8b_shape_on_a_gpu_of_140_gib() -> None:
-    plan = make_plan(Gpu(140 * GIB, 124 * GIB), 0.9, PROFILE, WORK, page_bytes=PAGE, least=128)
+    plan = make_plan(GpuMemory(140 * GIB, 124 * GIB), 0.9, PROFILE, WORK, page_bytes=PAGE, least=128)
     assert (plan.taken, plan.step, plan.training, plan.jobs) == (16 * GIB, GIB, 9 * GIB, 2 * GIB)
     left = 126 - 16 - 1 - 9 - 2 - GRAPHS // GIB
     assert plan.pages == left * GIB // PAGE - 1
@@ -39,7 +39,7 @@ def test_an_8b_shape_on_a_gpu_of_140_gib() -> None:
     least=st.integers(1, 1000),
 )
 def test_the_parts_never_exceed_the_budget(total: int, used: float, fraction: float, batch: int, least: int) -> None:
-    gpu = Gpu(total * GIB, int(total * GIB * (1 - used)))
+    gpu = GpuMemory(total * GIB, int(total * GIB * (1 - used)))
     work = Work(2048, batch, 2)
     try:
         plan = make_plan(gpu, fraction, PROFILE, work, page_bytes=PAGE, least=least)
@@ -54,7 +54,7 @@ def test_the_parts_never_exceed_the_budget(total: int, used: float, fraction: fl
 
 @given(batch=st.integers(2048, 1 << 20))
 def test_training_that_does_not_fit_is_refused_with_what_would(batch: int) -> None:
-    gpu, least = Gpu(24 * GIB, 20 * GIB), 128
+    gpu, least = GpuMemory(24 * GIB, 20 * GIB), 128
     try:
         make_plan(gpu, 0.9, PROFILE, Work(2048, batch, 4), page_bytes=PAGE, least=least)
     except ConfigError as error:
@@ -69,11 +69,11 @@ def test_training_that_does_not_fit_is_refused_with_what_would(batch: int) -> No
 
 def test_too_many_jobs_are_named() -> None:
     with pytest.raises(ConfigError, match="max_active_jobs") as caught:
-        make_plan(Gpu(24 * GIB, 20 * GIB), 0.9, PROFILE, Work(2048, 16, 40), page_bytes=PAGE, least=128)
+        make_plan(GpuMemory(24 * GIB, 20 * GIB), 0.9, PROFILE, Work(2048, 16, 40), page_bytes=PAGE, least=128)
     assert caught.value.field == "micro_batch_tokens"
 
 
 def test_a_base_that_leaves_no_room_is_refused() -> None:
     with pytest.raises(ConfigError, match="memory_fraction") as caught:
-        make_plan(Gpu(24 * GIB, 5 * GIB), 0.9, PROFILE, WORK, page_bytes=PAGE, least=128)
+        make_plan(GpuMemory(24 * GIB, 5 * GIB), 0.9, PROFILE, WORK, page_bytes=PAGE, least=128)
     assert caught.value.field == "memory_fraction"

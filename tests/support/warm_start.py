@@ -12,16 +12,16 @@ import json
 import sys
 
 from coserve.config import config_from_json
-from coserve.engine.warming.begun import begin_warm_up
+from coserve.engine.warming.early_start import start_warm_up
 
 
 async def start(settings: str) -> dict[str, object]:
     config = config_from_json(settings.encode())
-    begun = begin_warm_up(config)
-    assert begun is not None
+    started = start_warm_up(config)
+    assert started is not None
     from torch._dynamo.utils import counters
 
-    from coserve.engine.warming.beside import WarmUp
+    from coserve.engine.warming.client import WarmUpClient
     from coserve.engine.warming.compilations import watch_compilations
     from coserve.engine.worker import build_engine
     from coserve.link import EngineNotes, EngineWarming, Generate, Shutdown, Tokens, local_pair
@@ -30,10 +30,10 @@ async def start(settings: str) -> dict[str, object]:
 
     compilations = watch_compilations()
     assert compilations is not None
-    warm = WarmUp(begun.task)
-    await warm.listen(begun.socket)
+    warm = WarmUpClient(started.task)
+    await warm.listen(started.socket)
     base = load_base(config.model, device=config.device, dtype=config.dtype, load_format=config.load_format)
-    complete = await warm.until()
+    await warm.wait_until_ended()
     api, end = local_pair()
     engine, _ = build_engine(base, config, end, warm=warm)
     counters.clear()
@@ -57,7 +57,6 @@ async def start(settings: str) -> dict[str, object]:
     api.send(Shutdown())
     await running
     return {
-        "complete": complete,
         "notes": list(warm.notes),
         "kernels": compilations.kernels,
         "graphs": counters["inductor"]["fxgraph_cache_miss"],

@@ -11,7 +11,15 @@ from hypothesis import strategies as st
 from coserve.config import Config
 from coserve.warmup.gpu import Gpu
 from coserve.warmup.key import cache_environment, cache_folder, key_fields, shape_key
-from coserve.warmup.manifest import Manifest, clear, completed, is_intact, list_files, load_manifest, save_manifest
+from coserve.warmup.manifest import (
+    Manifest,
+    clear_cache,
+    is_intact,
+    list_files,
+    load_manifest,
+    save_manifest,
+    with_parts,
+)
 
 FIELDS = {"torch": "1", "gpu": "H200"}
 GPU = Gpu("NVIDIA H200", "9.0", 12080, 141 << 30)
@@ -21,7 +29,7 @@ def filled(folder: Path) -> Manifest:
     for name in ("triton/ABC/kernel.cubin", "inductor/fxgraph/ab/cd"):
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_bytes(name.encode())
-    manifest = completed(Manifest(FIELDS), "shape", {"steps"})
+    manifest = with_parts(Manifest(FIELDS), "shape", {"steps"})
     manifest = Manifest(manifest.fields, manifest.parts, list_files(folder))
     save_manifest(folder, manifest)
     return manifest
@@ -71,7 +79,7 @@ def test_unfinished_entries_of_the_compilers_do_not_count(tmp_path: Path) -> Non
 def test_clearing_removes_what_is_ours_alone(tmp_path: Path) -> None:
     filled(tmp_path)
     (tmp_path / "mine").write_bytes(b"keep")
-    clear(tmp_path)
+    clear_cache(tmp_path)
     assert sorted(path.name for path in tmp_path.rglob("*") if path.is_file()) == ["mine"]
 
 

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from coserve.generate.execution.graph_sizes import LORA_RANKS
 from coserve.kernels.gemm import skinny
-from coserve.warmup.parts import FIRST, GEMM_ROWS, GEMMS, LAYERS, RANKS, Part, Schedule, all_parts, graphs
+from coserve.warmup.parts import FIRST, GEMM_ROWS, GEMMS, LAYERS, RANKS, Part, PartSchedule, all_parts, graphs
 
 Case = tuple[list[Part], set[str]]
 
@@ -27,8 +27,8 @@ def cases(draw: st.DrawFn) -> Case:
 @given(cases(), st.data())
 def test_each_part_runs_once_after_those_it_needs(case: Case, data: st.DataObject) -> None:
     parts, before = case
-    schedule, running, begun = Schedule(parts, before), list[str](), list[str]()
-    needs = {part.name: part.after for part in parts}
+    schedule, running, begun = PartSchedule(parts, before), list[str](), list[str]()
+    needs = {part.name: part.requires for part in parts}
     last = schedule.progress
     while not schedule.ended:
         name = schedule.next()
@@ -60,7 +60,7 @@ def test_each_part_runs_once_after_those_it_needs(case: Case, data: st.DataObjec
 
 
 def test_a_part_that_is_put_back_runs_again() -> None:
-    schedule = Schedule([Part("one", 3)])
+    schedule = PartSchedule([Part("one", 3)])
     assert schedule.next() == "one"
     assert schedule.next() is None
     schedule.put_back("one")
@@ -68,7 +68,7 @@ def test_a_part_that_is_put_back_runs_again() -> None:
 
 
 def test_what_needs_a_failed_part_fails_too() -> None:
-    schedule = Schedule(all_parts())
+    schedule = PartSchedule(all_parts())
     started = set(iter(schedule.next, None))
     assert {*FIRST, LAYERS, *GEMMS} <= started
     assert not started & {*graphs(0), *graphs(16)}

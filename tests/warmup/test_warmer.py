@@ -8,9 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from coserve.warmup import crew
 from coserve.warmup.manifest import Manifest, load_manifest
-from coserve.warmup.messages import PartReport, Progress, Task
+from coserve.warmup.messages import PartReport, Progress, WarmUpTask
 from coserve.warmup.parts import Part
 from coserve.warmup.warmer import warm
 
@@ -22,21 +21,21 @@ Script = Callable[[str], Sequence[PartReport | str | None]]
 
 
 class Scripted:
-    """Implements `crew.Worker`."""
+    """Implements `worker_pool.Worker`."""
 
     def __init__(self, folder: Path, script: Script, alive: set[Scripted], asked: list[str]) -> None:
         self._folder, self._script, self._alive, self._asked = folder, script, alive, asked
         self._left: list[PartReport | str | None] = []
         alive.add(self)
 
-    def ask(self, part: str) -> None:
+    def run_part(self, part: str) -> None:
         self._asked.append(part)
         self._left = list(self._script(part))
         kernel = self._folder / "triton" / part / "kernel.cubin"
         kernel.parent.mkdir(parents=True, exist_ok=True)
         kernel.write_bytes(part.encode())
 
-    async def report(self) -> PartReport | None:
+    async def next_report(self) -> PartReport | None:
         await asyncio.sleep(0)
         found = self._left.pop(0)
         if isinstance(found, str):
@@ -47,15 +46,17 @@ class Scripted:
         self._alive.discard(self)
 
 
-async def run(folder: Path, script: Script, workers: int = 2) -> tuple[list[Progress], list[str]]:
+async def run(
+    folder: Path, script: Script, workers: int = 2, report_timeout: float = 60.0
+) -> tuple[list[Progress], list[str]]:
     """What is told, and the parts that workers were asked for. No worker is left."""
     alive, asked, told = set[Scripted](), list[str](), list[Progress]()
 
     async def start() -> Scripted:
         return Scripted(folder, script, alive, asked)
 
-    task = Task(config="{}", folder=str(folder), fields=FIELDS, shape="8b", workers=workers)
-    await warm(task, PARTS, start, told.append)
+    task = WarmUpTask(config="{}", folder=str(folder), fields=FIELDS, shape="8b", workers=workers)
+    await warm(task, PARTS, start, told.append, report_timeout=report_timeout)
     assert not alive
     assert told[-1].ended
     assert told[-1].done == told[-1].total
@@ -100,10 +101,9 @@ async def test_what_an_interrupted_start_completed_is_kept(tmp_path: Path) -> No
     [((None,), "died"), ((PartReport(0, 1, "error", "broken"),), "broken"), (("hangs",), "no progress")],
 )
 async def test_a_part_that_fails_is_told_and_the_others_are_done(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, reports: tuple[PartReport | str | None, ...], why: str
+    tmp_path: Path, reports: tuple[PartReport | str | None, ...], why: str
 ) -> None:
-    monkeypatch.setattr(crew.Crew.__init__, "__kwdefaults__", crew.Crew.__init__.__kwdefaults__ | {"hangs": 0.01})
-    told, _ = await run(tmp_path, lambda part: reports if part == "a" else DONE)
+    told, _ = await run(tmp_path, lambda part: reports if part == "a" else DONE, report_timeout=0.01)
     assert told[-1].complete == ["b"]
     assert {note.split(":")[1].strip() for note in told[-1].notes} == {"a failed", "c failed"}
     assert all(why in note for note in told[-1].notes)

@@ -1,4 +1,4 @@
-"""What is compiled in this process: each kernel is logged, since steps wait for it."""
+"""Listeners that count the Triton kernels compiled in this process."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ log = logging.getLogger(__name__)
 
 
 class Compilations:
-    """Triton's listener of compilations. Kernels that are loaded from disk do not count."""
+    """Triton's compilation listener in the engine: logs each kernel, since a step waited for it. Cache hits do not count."""
 
     def __init__(self) -> None:
         self.kernels: list[str] = []
@@ -31,7 +31,7 @@ class Compilations:
 
 
 class CompilationTime:
-    """Triton's listener of compilations in a process that is there to compile."""
+    """Triton's compilation listener in a warm-up worker: sums the time."""
 
     def __init__(self) -> None:
         self.kernels, self.seconds = 0, 0.0
@@ -43,7 +43,7 @@ class CompilationTime:
 
 
 def measure_compilations() -> CompilationTime:
-    """Sums the time that Triton compiles in this process from now on; nothing where this Triton cannot tell."""
+    """Sum the time that Triton compiles from now on; stays 0 if this Triton has no listeners."""
     found = CompilationTime()
     with suppress(ImportError):
         from triton import knobs
@@ -53,7 +53,7 @@ def measure_compilations() -> CompilationTime:
 
 
 def watch_compilations() -> Compilations | None:
-    """Counts what Triton compiles in this process from now on; None where this Triton cannot tell."""
+    """Log what Triton compiles from now on; None if this Triton has no listeners."""
     if interpreted():
         return None
     try:

@@ -90,7 +90,7 @@ class Compilation:
                 self._refusal = _refusal(self._fused.base, error)
         self._done = True
 
-    def rehearsal(self, kv: KvCache) -> GraphExecutor | None:
+    def preload_executor(self, kv: KvCache) -> GraphExecutor | None:
         """After `compile`, on its thread: an executor over modules of its own and over `kv`, to load kernels from disk before
         the engine's steps need them. None: steps stay eager."""
         if self._refusal is not None:

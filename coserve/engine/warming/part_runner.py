@@ -1,15 +1,16 @@
-"""What a worker of the warm-up runs: the engine's own code on steps of many sizes, so that all kernels are compiled."""
+"""Runs the parts of a warm-up in a worker: the engine's own code with many sizes, so that every kernel is compiled."""
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 from coserve.config import Config
 from coserve.engine.sizes import STEP_TOKENS
-from coserve.engine.warming.beside import gemm_paths
+from coserve.engine.warming.client import gemm_paths
+from coserve.engine.warming.step_mixes import CONTEXTS, Mix, WarmUpSizes, adapter_counts, step_mixes
 from coserve.finetune.init import new_adapter
 from coserve.finetune.memory_profiling import Conditions, CudaMemoryMeter, MemoryProfiler
 from coserve.generate.execution.eager import EagerExecutor
@@ -31,9 +32,8 @@ from coserve.model.base import Base
 from coserve.model.fused import FusedBase
 from coserve.model.gemm_choice import MEASURED, GemmChoice, load_gemms, measure_gemms, save_gemms
 from coserve.model.lora import LoraWeights
-from coserve.types import AdapterRef, LoraSettings, SamplingParams
-from coserve.warmup.messages import Task
-from coserve.warmup.parts import RANKS
+from coserve.types import DEFAULT_RANK, AdapterRef, LoraSettings, SamplingParams
+from coserve.warmup.messages import WarmUpTask
 
 TARGETS = (
     ("q_proj", "v_proj"),
@@ -42,19 +42,9 @@ TARGETS = (
     ("gate_proj", "up_proj", "down_proj"),
     ("c_attn",),
 )
-"""Sites that adapters often change, besides all of them."""
-PROMPTS = (2, 3, 7, 12, 16, 24, 33, 48, 64, 65, 96, 100, 128, 130, 192, 200, 256, 300, 384, 500, 512, 640, 700, 768, 900,
-           1024, 1100, 1280, 1536, 1800, 2048)  # fmt: skip
-"""Tokens of prompts in one step."""
-DECODES = (1, 2, 3, 4, 5, 6, 7, 8, 9, 12, 15, 16, 17, 20, 24, 28, 31, 32, 33, 40, 48, 50, 56, 63, 64, 80, 96, 100, 128, 160,
-           192, 256)  # fmt: skip
-"""Sequences of a decode step."""
-CONTEXTS = (0, 700)
-"""Positions at which the new tokens begin."""
-BESIDE = (1, 3, 9, 17)
-"""Decodes beside a prompt."""
+"""Target modules that adapters often have, besides all of them."""
 L2_BYTES = 200 << 20
-"""More than any GPU's L2 cache holds: GEMMs are measured over as many bytes of weights."""
+"""More than any GPU's L2 cache. GEMMs are measured over as many bytes of weights, as in a step all are read from HBM."""
 SAMPLED = (
     SamplingParams(temperature=0.8),
     SamplingParams(temperature=0.8, top_p=0.9),
@@ -70,18 +60,6 @@ _ENDED = object()
 Adapter = tuple[AdapterRef, LoraWeights]
 
 
-@dataclass(frozen=True)
-class Sizes:
-    """The engine's settings."""
-
-    max_running: int
-    step_tokens: int
-    page_tokens: int
-    micro_batch_tokens: int
-    jobs: int
-    recompute: bool
-
-
 class NoMeter:
     """Implements `MemoryMeter` where there is no GPU."""
 
@@ -95,68 +73,37 @@ class NoMeter:
         pass
 
 
-@dataclass(frozen=True)
-class Mix:
-    """A step of the warm-up: tokens of each sequence, and the position of the first."""
+class PartRunner:
+    """Runs parts over a base of few layers."""
 
-    tokens: tuple[int, ...]
-    position: int
-
-    @property
-    def decodes(self) -> bool:
-        return max(self.tokens) == 1
-
-
-def step_mixes(sizes: Sizes, context: int) -> list[Mix]:
-    """Steps of the engine: decodes, chunks of one prompt, of several, and both."""
-    room = sizes.step_tokens
-    decodes = [(1,) * n for n in DECODES if n <= sizes.max_running]
-    prompts = [tokens for tokens in (*PROMPTS, room) if tokens <= room]
-    single = [(tokens,) for tokens in prompts]
-    several = [(tokens // 4,) * 4 for tokens in prompts if tokens >= 32 and sizes.max_running >= 4]
-    both = [
-        (*(1,) * n, tokens) for n in BESIDE for tokens in prompts[::3] if n < sizes.max_running and n + tokens <= room
-    ]
-    found = [
-        Mix(tokens, position)
-        for position in CONTEXTS
-        for tokens in (*decodes, *single, *several, *both)
-        if position + max(tokens) <= context
-    ]
-    return list(dict.fromkeys(found))
-
-
-class Runs:
-    """The parts, each a generator that yields after each piece of its work."""
-
-    def __init__(self, base: Base, lora_backend: LoraBackend, sizes: Sizes, task: Task) -> None:
+    def __init__(self, base: Base, lora_backend: LoraBackend, sizes: WarmUpSizes, task: WarmUpTask) -> None:
         self._base, self._lora_backend, self._sizes, self._task = base, lora_backend, sizes, task
         longest = max(CONTEXTS) + sizes.step_tokens
         self._kv = KvCache.for_base(base, max(longest, 16 * sizes.page_tokens), sizes.page_tokens)
         self._eager = EagerExecutor(base, self._kv, lora_backend)
         self._mixes = step_mixes(sizes, min(base.spec.context, longest))
-        self._beginnings = [mix for mix in self._mixes if not mix.position]
-        """LoRA kernels do not depend on positions."""
+        self._first_mixes = [mix for mix in self._mixes if not mix.position]
+        """Mixes at position 0: LoRA kernels do not depend on positions."""
         self._number = 0
-        self._woken = False
+        self._compiler_initialized = False
         self._on_gpu = base.device.type == "cuda"
 
-    def part(self, name: str) -> Iterator[tuple[int, int]]:
-        """Runs a part of `warmup.parts.all_parts`; yields (done, total) pieces."""
+    def run(self, name: str) -> Iterator[tuple[int, int]]:
+        """Run a part of `warmup.parts.all_parts`. Yields (done, total) after each piece of its work."""
         kind, _, number = name.partition("-")
         match kind:
             case "steps":
                 return self._steps()
             case "adapters":
-                return self._adapters(self._beginnings, self._adapter_sets(int(number)))
+                return self._adapters(self._first_mixes, self._adapter_sets(int(number)))
             case "decodes":
-                mixes = [mix for mix in self._beginnings if mix.decodes]
+                mixes = [mix for mix in self._first_mixes if mix.decodes]
                 return self._adapters(mixes, self._adapter_sets(int(number))[:1])
             case "prompts":
-                mixes = [mix for mix in self._beginnings if not mix.decodes]
+                mixes = [mix for mix in self._first_mixes if not mix.decodes]
                 return self._adapters(mixes, self._adapter_sets(int(number))[:1])
             case "sites":
-                return self._adapters(self._beginnings, self._adapter_sets(int(number))[1:])
+                return self._adapters(self._first_mixes, self._adapter_sets(int(number))[1:])
             case "profile":
                 return self._profile()
             case "training":
@@ -171,18 +118,18 @@ class Runs:
                 return self._graphs(int(number), decodes=False)
         raise AssertionError(f"expected a part of a warm-up, got {name!r}")
 
-    def rehearse(self, executor: Callable[[KvCache], StepExecutor | None] | None = None) -> None:
-        """A few steps of each kind: a process loads a kernel from disk when it runs for the first time. `executor`: makes
-        theirs; None: they run eagerly."""
+    def preload_kernels(self, executor: Callable[[KvCache], StepExecutor | None] | None = None) -> None:
+        """Run a few steps of each kind: a process loads a kernel from disk at its first launch. `executor` makes the step
+        executor; None: eager steps."""
         steps = self._eager if executor is None else executor(self._kv)
         if steps is None:
             return
-        adapters = self._named(RANKS[0], self._base.spec.default_targets)
+        adapters = self._copies(DEFAULT_RANK, self._base.spec.default_targets)
         most = self._sizes.step_tokens
         for tokens in ((1,), (1,) * 4, (1,) * 16, (1,) * self._sizes.max_running, (17,), (1, 160), (512,), (most,)):
             if sum(tokens) <= most and len(tokens) <= self._sizes.max_running:
                 mix = Mix(tokens, 0)
-                for count in sorted({0, *_counts(mix, adapters)}):
+                for count in sorted({0, *adapter_counts(mix, len(adapters))}):
                     self._step(steps, mix, adapters[:count])
         self._sampled(steps)
 
@@ -197,7 +144,7 @@ class Runs:
         self._sampled(self._eager)
 
     def _sampled(self, executor: StepExecutor) -> None:
-        """Every kind of sampling."""
+        """Steps with every kind of sampling."""
         for params in SAMPLED:
             for tokens in ((1,), (1,) * min(5, self._sizes.max_running), (8,)):
                 self._step(executor, Mix(tokens, 0), (), params)
@@ -205,23 +152,23 @@ class Runs:
     def _adapters(self, mixes: Sequence[Mix], sets: Sequence[list[Adapter]]) -> Iterator[tuple[int, int]]:
         total, done = len(sets) * len(mixes), 0
         for adapters in sets:
-            every = len(adapters[0][1].settings.targets or ()) == len(self._base.spec.default_targets)
+            all_sites = len(adapters[0][1].settings.targets or ()) == len(self._base.spec.default_targets)
             # All sites at all sizes; some sites differ in how many share a launch only.
-            for mix in mixes if every else mixes[::4]:
+            for mix in mixes if all_sites else mixes[::4]:
                 yield done, total
                 done += 1
-                for count in _counts(mix, adapters):
+                for count in adapter_counts(mix, len(adapters)):
                     with compile_only():
                         self._step(self._eager, mix, adapters[:count])
 
     def _adapter_sets(self, rank: int) -> list[list[Adapter]]:
-        """Adapters of this rank, at all sites and at some."""
+        """Adapters of this rank: first with all target modules, then with some of them."""
         names = self._base.spec.default_targets
         targets = [names, *(one for one in TARGETS if set(one) <= set(names) and set(one) != set(names))]
-        return [self._named(rank, one) for one in targets]
+        return [self._copies(rank, one) for one in targets]
 
-    def _named(self, rank: int, targets: Sequence[str]) -> list[Adapter]:
-        """One adapter under as many names as sequences may run: what is compiled depends on how many there are, not on weights."""
+    def _copies(self, rank: int, targets: Sequence[str]) -> list[Adapter]:
+        """One adapter under as many ids as sequences can run: kernels depend on how many adapters a step has, not on weights."""
         settings, base = LoraSettings(r=rank, targets=tuple(targets)), self._base
         weights = new_adapter(settings, base.spec, seed=0, dtype=base.dtype, device=base.device)
         self._number += 1
@@ -234,7 +181,7 @@ class Runs:
         adapters: Sequence[Adapter],
         params: SamplingParams | None = None,
     ) -> None:
-        """Runs a step to its end. Its sequences share pages, so the results mean nothing."""
+        """Run a step and drop its results, which mean nothing: its sequences share pages."""
         refs, sequences = tuple(ref for ref, _ in adapters), list[SequenceInput]()
         for place, tokens in enumerate(mix.tokens):
             self._number += 1
@@ -253,8 +200,8 @@ class Runs:
     # ---- training
 
     def _profile(self) -> Iterator[tuple[int, int]]:
-        """What the engine runs to plan its memory, before it stacks weights."""
-        profiler, sizes = self._profiler(RANKS[0]), self._sizes
+        """Run what memory profiling runs, before weights are stacked."""
+        profiler, sizes = self._profiler(DEFAULT_RANK), self._sizes
         work = [
             *((profiler.step, size) for size in profiled_sizes(sizes.step_tokens)),
             *((profiler.micro_batch, size) for size in profiled_sizes(sizes.micro_batch_tokens)),
@@ -286,9 +233,9 @@ class Runs:
     # ---- compiled layers
 
     def _fused(self, gemms: GemmChoice) -> FusedBase:
-        if self._on_gpu and not self._woken:
+        if self._on_gpu and not self._compiler_initialized:
             wake_compiler(self._base.device)
-            self._woken = True
+            self._compiler_initialized = True
         return FusedBase(self._base, compiled=self._on_gpu, options=INDUCTOR, gemms=gemms)
 
     def _stacked(self) -> list[StackedWeights]:
@@ -306,12 +253,12 @@ class Runs:
         stacked = self._stacked()
         choice = GemmChoice()
         if self._on_gpu:
-            measured = [one for kind in _by_kind(stacked).values() for one in _enough(kind)]
+            measured = [one for kind in _by_kind(stacked).values() for one in _exceeding_l2(kind)]
             choice = measure_gemms(measured, self._base.device, (rows,))
         save_gemms(path, choice, stacked, (rows,))
 
     def _graphs(self, rank: int, *, decodes: bool) -> Iterator[tuple[int, int]]:
-        """Decode steps or the others: kernel by kernel, then captured."""
+        """Run decode steps, or all others, without graphs; then capture the graphs."""
         stacked = self._stacked()
         gemms = load_gemms(gemm_paths(self._task), stacked, self._base.device)
         fused = self._fused(gemms or GemmChoice())
@@ -325,11 +272,11 @@ class Runs:
             on_disk=lambda _: False,  # no step captures
         )
         adapters = self._adapter_sets(rank)[0] if rank else []
-        mixes = [mix for mix in (self._beginnings if rank else self._mixes) if mix.decodes is decodes]
+        mixes = [mix for mix in (self._first_mixes if rank else self._mixes) if mix.decodes is decodes]
         total = len(mixes) + 4 * (len(DECODE_BATCHES) if decodes else len(MIXED_TOKENS))
         for done, mix in enumerate(mixes):
             yield done, total
-            for count in _counts(mix, adapters):
+            for count in adapter_counts(mix, len(adapters)):
                 with compile_only():
                     self._step(executor, mix, adapters[:count])
         self._sampled(executor)
@@ -341,15 +288,9 @@ class Runs:
             yield min(done, total - 1), total
 
 
-def _counts(mix: Mix, adapters: Sequence[Adapter]) -> list[int]:
-    """How many adapters a step has: one, some, one for each sequence."""
-    most = min(len(mix.tokens), len(adapters))
-    return sorted({min(1, most), -(-most // 4), -(-most // 2), most})
-
-
-def make_runs(base: Base, config: Config, task: Task) -> Runs:
-    """The parts for these settings."""
-    sizes = Sizes(
+def make_part_runner(base: Base, config: Config, task: WarmUpTask) -> PartRunner:
+    """A runner for these settings."""
+    sizes = WarmUpSizes(
         max_running=config.inference_batch_size,
         step_tokens=config.step_tokens or STEP_TOKENS[base.device.type],
         page_tokens=config.page_tokens,
@@ -357,7 +298,7 @@ def make_runs(base: Base, config: Config, task: Task) -> Runs:
         jobs=config.max_active_jobs,
         recompute=config.recompute,
     )
-    return Runs(base, choose_backend(config.lora_way, base.device, base.dtype), sizes, task)
+    return PartRunner(base, choose_backend(config.lora_way, base.device, base.dtype), sizes, task)
 
 
 def _by_kind(stacked: Sequence[StackedWeights]) -> dict[tuple[int, ...], list[StackedWeights]]:
@@ -367,8 +308,8 @@ def _by_kind(stacked: Sequence[StackedWeights]) -> dict[tuple[int, ...], list[St
     return kinds
 
 
-def _enough(kind: Sequence[StackedWeights]) -> list[StackedWeights]:
-    """Copies beside the weights of one kind, so many that together they do not fit the L2 cache."""
+def _exceeding_l2(kind: Sequence[StackedWeights]) -> list[StackedWeights]:
+    """The weights of one kind, and copies until they exceed the L2 cache together (at most `MEASURED`)."""
     size = kind[0].weight.numel() * kind[0].weight.element_size()
     copies = min(MEASURED, max(len(kind), -(-L2_BYTES // size))) - len(kind)
     return [*kind, *(replace(kind[0], weight=kind[0].weight.clone()) for _ in range(copies))]

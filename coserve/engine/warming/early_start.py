@@ -1,0 +1,41 @@
+"""Starts the warm-up's process before the engine imports torch, which takes seconds."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+from dataclasses import dataclass
+from pathlib import Path
+
+from coserve.config import Config
+from coserve.warmup.gpu import find_gpu
+from coserve.warmup.key import cache_environment
+from coserve.warmup.launch import plan_warm_up, spawn_warm_up
+from coserve.warmup.messages import WarmUpTask
+
+CAPTURABLE = ("auto", "segmented")
+"""Values of `lora_way` with which an engine on a GPU compiles layers and captures graphs."""
+
+
+@dataclass(frozen=True)
+class StartedWarmUp:
+    """A warm-up's process. `socket`: `Progress` lines come from it, and closing it ends the process."""
+
+    task: WarmUpTask
+    concurrent: bool
+    """See `warmup.launch.WarmUpPlan`."""
+    socket: socket.socket
+    process: subprocess.Popen[bytes]
+
+
+def start_warm_up(config: Config) -> StartedWarmUp | None:
+    """Start the warm-up's process, and make this process use its caches. None if there is nothing to warm up."""
+    wanted = config.device != "cpu" and config.compile != "off" and config.lora_way in CAPTURABLE
+    gpu = find_gpu() if wanted else None
+    if gpu is None:
+        return None
+    plan = plan_warm_up(config, gpu)
+    process, sock = spawn_warm_up(plan.task)
+    os.environ.update(cache_environment(Path(plan.task.folder)))
+    return StartedWarmUp(plan.task, plan.concurrent, sock, process)

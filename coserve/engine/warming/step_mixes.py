@@ -1,0 +1,69 @@
+"""The generation steps that a warm-up runs: decodes, prefill chunks and mixes of many sizes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+PROMPTS = (2, 3, 7, 12, 16, 24, 33, 48, 64, 65, 96, 100, 128, 130, 192, 200, 256, 300, 384, 500, 512, 640, 700, 768, 900,
+           1024, 1100, 1280, 1536, 1800, 2048)  # fmt: skip
+"""Prefill tokens of a step."""
+DECODES = (1, 2, 3, 4, 5, 6, 7, 8, 9, 12, 15, 16, 17, 20, 24, 28, 31, 32, 33, 40, 48, 50, 56, 63, 64, 80, 96, 100, 128, 160,
+           192, 256)  # fmt: skip
+"""Sequences of a decode step."""
+CONTEXTS = (0, 700)
+"""Tokens already in the KV cache."""
+DECODES_WITH_PREFILL = (1, 3, 9, 17)
+"""Sequences that decode in a step with prefill."""
+
+
+@dataclass(frozen=True)
+class WarmUpSizes:
+    """Settings that decide which kernels the engine needs."""
+
+    max_running: int
+    step_tokens: int
+    page_tokens: int
+    micro_batch_tokens: int
+    jobs: int
+    recompute: bool
+
+
+@dataclass(frozen=True)
+class Mix:
+    """A generation step: `tokens` of each sequence, of which the first is at `position`."""
+
+    tokens: tuple[int, ...]
+    position: int
+
+    @property
+    def decodes(self) -> bool:
+        """Whether no sequence has more than one token."""
+        return max(self.tokens) == 1
+
+
+def step_mixes(sizes: WarmUpSizes, context: int) -> list[Mix]:
+    """Steps that fit the settings and `context` positions: decodes, prefill of one prompt, of four, and mixes."""
+    most = sizes.step_tokens
+    decodes = [(1,) * n for n in DECODES if n <= sizes.max_running]
+    prompts = [tokens for tokens in (*PROMPTS, most) if tokens <= most]
+    single = [(tokens,) for tokens in prompts]
+    several = [(tokens // 4,) * 4 for tokens in prompts if tokens >= 32 and sizes.max_running >= 4]
+    mixed = [
+        (*(1,) * n, tokens)
+        for n in DECODES_WITH_PREFILL
+        for tokens in prompts[::3]
+        if n < sizes.max_running and n + tokens <= most
+    ]
+    found = [
+        Mix(tokens, position)
+        for position in CONTEXTS
+        for tokens in (*decodes, *single, *several, *mixed)
+        if position + max(tokens) <= context
+    ]
+    return list(dict.fromkeys(found))
+
+
+def adapter_counts(mix: Mix, adapters: int) -> list[int]:
+    """Numbers of adapters to run a step with, of `adapters` at hand: one, a quarter, half, and one for each sequence."""
+    most = min(len(mix.tokens), adapters)
+    return sorted({min(1, most), -(-most // 4), -(-most // 2), most})
