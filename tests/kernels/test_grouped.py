@@ -7,9 +7,9 @@ from coserve.kernels.lora import reference
 from coserve.kernels.lora.grouped import GroupedBackend
 from coserve.kernels.lora.segments import Segments
 from coserve.kernels.lora.types import LoraPair
-from tests.support.lora_grids import GRIDS, Grid, adding, check_forward, check_gradients, make_case
+from tests.support.lora_grids import BD_GRIDS, GRIDS, Grid, adding, check_forward, check_gradients, make_case
 
-named = pytest.mark.parametrize("grid", GRIDS, ids=lambda grid: grid.name)
+named = pytest.mark.parametrize("grid", (*GRIDS, *BD_GRIDS), ids=lambda grid: grid.name)
 lora_add = adding(GroupedBackend())
 RANKS = (1, 2, 3, 8, 16, 24, 64, 128)
 
@@ -42,6 +42,18 @@ def test_a_row_on_cpu_does_not_depend_on_the_other_rows(rank: int, dtype: torch.
     for start, end in ((0, 1), (49, 50), (3, 10), (5, 21), (7, 24), (10, 43), (1, 50)):
         part = Segments((0, end - start), (0,))
         got = lora_add(whole.y[start:end].clone(), whole.x[start:end], part, whole.pairs)
+        assert torch.equal(got, expected[start:end]), (start, end)
+
+
+@pytest.mark.parametrize(("rank", "a_blocks", "b_blocks"), [(4, 4, 1), (12, 3, 1), (4, 1, 4), (12, 1, 3)])
+def test_a_row_on_cpu_does_not_depend_on_the_other_rows_where_a_matrix_is_block_diagonal(
+    rank: int, a_blocks: int, b_blocks: int
+) -> None:
+    grid = Grid("whole", (50,), (0,), (rank,), 96, 60, (a_blocks,), (b_blocks,))
+    whole = make_case(grid, torch.float32, seed=rank)
+    expected = lora_add(whole.y.clone(), whole.x, whole.segments, whole.pairs)
+    for start, end in ((0, 1), (49, 50), (3, 10), (5, 21), (7, 24), (10, 43), (1, 50)):
+        got = lora_add(whole.y[start:end].clone(), whole.x[start:end], Segments((0, end - start), (0,)), whole.pairs)
         assert torch.equal(got, expected[start:end]), (start, end)
 
 

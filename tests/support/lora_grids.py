@@ -58,6 +58,9 @@ class Grid:
     ranks: tuple[int, ...]
     inputs: int = 80
     outputs: int = 72
+    a_blocks: tuple[int, ...] = ()
+    """Each adapter's blocks of A, which divide its rank and `inputs`; all 1 where left out."""
+    b_blocks: tuple[int, ...] = ()
 
     @property
     def segments(self) -> Segments:
@@ -100,13 +103,25 @@ GRIDS = (
     Grid("no_segments", (), (), ()),
 )
 
-LONG = ("all_distinct", "mixed_ranks", "zipf", "wide")
-"""Of `GRIDS`, those that take long in Triton's interpreter."""
+LONG = ("all_distinct", "mixed_ranks", "zipf", "wide", "bd_a", "bd_b", "bd_both_kinds", "bd_wide")
+"""Of the grids, those that take long in Triton's interpreter."""
+
+
+BD_GRIDS = (
+    Grid("bd_a", (5, 1, 3, 2), (0, 1, 2, -1), (32, 16, 24), 96, 72, a_blocks=(2, 1, 4)),
+    Grid("bd_b", (5, 1, 3, 2), (0, 1, 2, -1), (32, 16, 24), 72, 96, b_blocks=(2, 1, 4)),
+    Grid("bd_odd_a", (3, 20, 1, 2), (0, 1, 2, 3), (4, 15, 6, 17), 60, 40, a_blocks=(4, 3, 2, 1)),
+    Grid("bd_odd_b", (3, 20, 1, 2), (0, 1, 2, 3), (4, 15, 6, 17), 40, 60, b_blocks=(4, 3, 2, 1)),
+    Grid("bd_of_single_ranks", (2, 9), (0, 1), (3, 6), 36, 42, a_blocks=(3, 1), b_blocks=(1, 6)),
+    Grid("bd_both_kinds", (2, 1, 70, 3), (0, 1, 2, 0), (8, 5, 40), 80, 72, a_blocks=(2, 1, 1), b_blocks=(1, 1, 4)),
+    Grid("bd_wide", (3, 17), (0, 1), (96, 128), 2176, 1088, a_blocks=(1, 8), b_blocks=(4, 1)),
+)
+"""Block-diagonal pairs beside plain ones: blocks of whole tiles and of parts of them, of odd sizes, of one rank."""
 
 
 def grids(*slow: str) -> list[Any]:
-    """All of `GRIDS` for `parametrize`, those named marked slow."""
-    named = {grid.name: grid for grid in GRIDS}
+    """All of `GRIDS` and `BD_GRIDS` for `parametrize`, those named marked slow."""
+    named = {grid.name: grid for grid in (*GRIDS, *BD_GRIDS)}
     return sample(named, *(name for name in named if name not in slow))
 
 
@@ -128,15 +143,16 @@ def make_case(grid: Grid, dtype: torch.dtype, device: str = "cpu", *, seed: int 
     def tensor(rows: int, columns: int, scale: float) -> Tensor:
         return (torch.randn(rows, columns, generator=draw) * scale).to(device, dtype).requires_grad_(grad)
 
+    def pair(index: int, rank: int) -> LoraPair:
+        a_blocks, b_blocks = (own[index] if own else 1 for own in (grid.a_blocks, grid.b_blocks))
+        inputs, ranks = grid.inputs // a_blocks, rank // b_blocks
+        a_RD, b_OR = tensor(rank, inputs, inputs**-0.5), tensor(grid.outputs, ranks, ranks**-0.5)
+        return LoraPair(a_RD, b_OR, 0.5 + index, a_blocks=a_blocks, b_blocks=b_blocks)
+
     segments = grid.segments
     y = tensor(segments.tokens, grid.outputs, 1.0)
     x = tensor(segments.tokens, grid.inputs, 1.0)
-    pairs = tuple(
-        LoraPair(tensor(rank, grid.inputs, grid.inputs**-0.5), tensor(grid.outputs, rank, rank**-0.5), 0.5 + index)
-        if rank
-        else None
-        for index, rank in enumerate(grid.ranks)
-    )
+    pairs = tuple(pair(index, rank) if rank else None for index, rank in enumerate(grid.ranks))
     return Case(y, x, segments, pairs)
 
 

@@ -5,9 +5,9 @@ Tokens sorted by adapter and each adapter's share padded to whole blocks, ranks 
     H = sdd(X, A_cat)     X A_catᵀ where a row block and a rank block belong to one adapter, nothing elsewhere
     Y = dsd(H, B_cat)
 
-The topology is built once a step. stk's block size is process-global; `_use_block` is the one place that sets it.
-Indices are int32: stk's own int16 overflows at 256 block rows under recent Triton. Its `validate` refuses both int32
-and bfloat16, and is not called.
+The topology is built once a step. A and B are dense operands of stk's products: block-diagonal ones are expanded. stk's
+block size is process-global; `_use_block` is the one place that sets it. Indices are int32: stk's own int16 overflows at
+256 block rows under recent Triton. Its `validate` refuses both int32 and bfloat16, and is not called.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ class BlockSparseLora(SitewiseLora):
             tensor.requires_grad
             for tensor in (y_TO, x_TD, *(t for pair in pairs if pair is not None for t in (pair.a_RD, pair.b_OR)))
         )
-        own = [pair for slot in topology.slots if (pair := pairs[slot]) is not None]
+        own = [pair.dense() for slot in topology.slots if (pair := pairs[slot]) is not None]
         if learning:
             a_RD, b_RO = _concatenate(own, block)
         else:

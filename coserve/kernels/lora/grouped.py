@@ -60,10 +60,25 @@ class GroupedLora(SitewiseLora):
 
 
 def _delta(x_ND: Tensor, pair: LoraPair) -> Tensor:
-    rows, a_RD, b_OR = x_ND.shape[0], pair.a_RD, pair.b_OR
-    if x_ND.device.type == "cpu":
-        if rows < CPU_MIN_ROWS:
-            x_ND = pad(x_ND, (0, 0, 0, CPU_MIN_ROWS - rows))
-        if pair.rank == 1:  # a product with a vector is another routine, and varies with the rows
-            a_RD, b_OR = pad(a_RD, (0, 0, 0, 1)), pad(b_OR, (0, 1))
-    return linear(linear(x_ND, a_RD) * pair.scaling, b_OR)[:rows]
+    rows = x_ND.shape[0]
+    if x_ND.device.type == "cpu" and rows < CPU_MIN_ROWS:
+        x_ND = pad(x_ND, (0, 0, 0, CPU_MIN_ROWS - rows))
+    h_NR = _product(x_ND, pair.a_RD, pair.a_blocks) * pair.scaling
+    return _product(h_NR, pair.b_OR, pair.b_blocks)[:rows]
+
+
+def _product(x_NI: Tensor, packed: Tensor, blocks: int) -> Tensor:
+    """`x Wᵀ` (N, O), W a packed block-diagonal matrix: each block by itself, without zeros."""
+    if blocks == 1:
+        return _linear(x_NI, packed)
+    own = zip(x_NI.chunk(blocks, 1), packed.chunk(blocks), strict=True)
+    return torch.cat([_linear(part, block) for part, block in own], 1)
+
+
+def _linear(x_NI: Tensor, weight_OI: Tensor) -> Tensor:
+    """`linear`. On CPU a product with a vector is another routine, and varies with the rows: one of rank 1 is widened."""
+    outputs, inputs = weight_OI.shape
+    if x_NI.device.type == "cpu" and 1 in (outputs, inputs):
+        x_NI, weight_OI = pad(x_NI, (0, int(inputs == 1))), pad(weight_OI, (0, int(inputs == 1), 0, int(outputs == 1)))
+        return linear(x_NI, weight_OI)[:, :outputs]
+    return linear(x_NI, weight_OI)

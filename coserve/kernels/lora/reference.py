@@ -38,7 +38,8 @@ def lora_add(y_TO: Tensor, x_TD: Tensor, segments: Segments, pairs: Sequence[Lor
         row = y_TO[start:end].float()
         pair = pairs[adapter] if adapter >= 0 else None
         if pair is not None:
-            shrunk = x_TD[start:end].float() @ pair.a_RD.float().T
-            row = row + pair.scaling * (shrunk @ pair.b_OR.float().T)
+            whole = pair.dense()
+            shrunk = x_TD[start:end].float() @ whole.a_RD.float().T
+            row = row + pair.scaling * (shrunk @ whole.b_OR.float().T)
         rows.append(row)
     return torch.cat(rows).to(y_TO.dtype) if rows else y_TO.clone()

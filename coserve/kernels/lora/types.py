@@ -39,6 +39,10 @@ class LoraPair:
     """One adapter at one site, in the compute dtype: `x_TD -> scaling * (x_TD a_RDᵀ) b_ORᵀ`, any rank R >= 1.
 
     The contents of its tensors may change, their addresses must not.
+
+    BD-LoRA: one of both matrices may be block-diagonal, of N blocks that divide D, O and R, and is then kept packed, its
+    blocks one below the other (PEFT's layout). Block i of A, rows [i R/N, (i+1) R/N) of (R, D/N), reads the columns
+    [i D/N, (i+1) D/N) of x; block i of B, rows [i O/N, (i+1) O/N) of (O, R/N), reads the ranks [i R/N, (i+1) R/N).
     """
 
     a_RD: Tensor  # noqa: N815
@@ -46,15 +50,39 @@ class LoraPair:
     scaling: float
     main_grads: MainGrads | None = None
     """Where given, `segmented` adds the pair's gradients here and autograd returns none. Other backends ignore it."""
+    a_blocks: int = 1
+    """Blocks of a packed block-diagonal a_RD: (R, D / a_blocks)."""
+    b_blocks: int = 1
+    """Blocks of a packed block-diagonal b_OR: (O, R / b_blocks)."""
+
+    def __post_init__(self) -> None:
+        blocks = self.blocks
+        if blocks > 1:
+            assert min(self.a_blocks, self.b_blocks) == 1, "expected one block-diagonal matrix, not both"
+            rows = {self.rank, self.b_OR.shape[0]} if self.b_blocks > 1 else {self.rank}
+            assert all(count % blocks == 0 for count in rows), f"expected whole blocks, got {rows} rows in {blocks}"
 
     @property
     def rank(self) -> int:
+        """R, over all blocks."""
         return self.a_RD.shape[0]
+
+    @property
+    def blocks(self) -> int:
+        """Blocks of the block-diagonal matrix; 1: both are dense."""
+        return max(self.a_blocks, self.b_blocks)
+
+    def dense(self) -> LoraPair:
+        """The same pair with its zeros; differentiable, without `main_grads`."""
+        if self.blocks == 1:
+            return self
+        a_RD, b_OR = block_diagonal(self.a_RD, self.a_blocks), block_diagonal(self.b_OR, self.b_blocks)
+        return LoraPair(a_RD, b_OR, self.scaling)
 
     @cached_property
     def entry(self) -> Entry | None:
         """None where the kernels cannot read the pair as it lies: contiguous, aligned, b_OR's rows whole vectors."""
-        if self.b_OR.shape[1] % VECTOR or not (is_aligned(self.a_RD) and is_aligned(self.b_OR)):
+        if self.blocks > 1 or self.b_OR.shape[1] % VECTOR or not (is_aligned(self.a_RD) and is_aligned(self.b_OR)):
             return None
         sums = (0, 0)
         if self.main_grads is not None:
@@ -65,6 +93,11 @@ class LoraPair:
             assert all(own.data_ptr() % ALIGNMENT == 0 for own in both), "expected sums at whole vectors"
             sums = both[0].data_ptr(), both[1].data_ptr()
         return Entry(self.a_RD.data_ptr(), self.b_OR.data_ptr(), *sums, self.rank, self.scaling)
+
+
+def block_diagonal(packed: Tensor, blocks: int) -> Tensor:
+    """The matrix whose `blocks` blocks lie one below the other in `packed`."""
+    return packed if blocks == 1 else torch.block_diag(*packed.chunk(blocks))
 
 
 def is_aligned(weight: Tensor) -> bool:

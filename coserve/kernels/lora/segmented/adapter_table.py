@@ -123,6 +123,9 @@ def kernel_layout(pair: LoraPair) -> LoraPair:
     """
     if pair.entry is not None:
         return pair
+    if pair.blocks > 1:
+        assert not pair.a_RD.requires_grad and pair.main_grads is None, "expected no training of block-diagonal pairs"
+        return kernel_layout(pair.dense())
     b_OR = pad(pair.b_OR.detach(), (0, -pair.rank % VECTOR)) if pair.rank % VECTOR else pair.b_OR
     return replace(pair, a_RD=_aligned(pair.a_RD), b_OR=_aligned(b_OR))
 
