@@ -97,7 +97,10 @@ class LoraPair:
 
 def block_diagonal(packed: Tensor, blocks: int) -> Tensor:
     """The matrix whose `blocks` blocks lie one below the other in `packed`."""
-    return packed if blocks == 1 else torch.block_diag(*packed.chunk(blocks))
+    if blocks == 1:
+        return packed
+    whole: Tensor = torch.block_diag(*packed.chunk(blocks))  # type: ignore[no-untyped-call]
+    return whole
 
 
 def is_aligned(weight: Tensor) -> bool:
