@@ -97,24 +97,28 @@ def save_gemms(path: Path, choice: GemmChoice, inputs: Iterable[StackedWeights],
 
 
 def load_gemms(paths: Iterable[Path], inputs: Iterable[StackedWeights], device: torch.device) -> GemmChoice | None:
-    """What all of these files together chose; None where one is missing or damaged, or does not fit these weights."""
+    """What these files chose together, without those that are missing or damaged or do not fit these weights; None if none is
+    left."""
     kinds = _kinds(inputs)
     one_row: dict[tuple[int, ...], tuple[int, int]] = {}
     more_rows: dict[tuple[int, int, int], Shape] = {}
-    wide = {(kind[0], len(found[0])) for kind, found in kinds.items()}
+    wide, fits = {(kind[0], len(found[0])) for kind, found in kinds.items()}, False
     for path in paths:
         try:
             saved = msgspec.json.decode(path.read_bytes(), type=SavedGemms)
         except (OSError, msgspec.DecodeError, UnicodeDecodeError):
-            return None
+            continue
         known = all(shape in gemv.shapes_of(kind[0], kind[1:]) for kind, shape in saved.gemv) and all(
             shape in skinny.SHAPES and rows in skinny.ROWS and (inputs_, outputs) in wide
             for (rows, inputs_, outputs), shape in saved.skinny
         )
         if not known or {tuple(kind) for kind in saved.kinds} != kinds.keys():
-            return None
+            continue
+        fits = True
         one_row |= {tuple(kind): shape for kind, shape in saved.gemv}
         more_rows |= dict(saved.skinny)
+    if not fits:
+        return None
     return GemmChoice(one_row, more_rows, _counters(kinds, device)) if kinds else GemmChoice()
 
 

@@ -51,4 +51,6 @@ class Progress(msgspec.Struct, frozen=True):
     """Failures, for the operator."""
     failed: list[str] = []
     """Parts whose kernels will not be on disk."""
+    waiting: bool = False
+    """Another daemon's warm-up holds the cache folder. No further line comes until it has ended."""
     ended: bool = False

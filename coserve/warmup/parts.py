@@ -21,7 +21,9 @@ class Part:
     weight: int
     """Expected duration, in units of progress."""
     requires: frozenset[str] = frozenset()
-    """Names of parts that must be complete before it starts."""
+    """Names of parts that must be complete before it starts. If one fails, so does this part."""
+    after: frozenset[str] = frozenset()
+    """Names of parts that must be complete, or have failed, before it starts."""
 
 
 FIRST = ("profile", "steps", f"decodes-{DEFAULT_RANK}", f"prompts-{DEFAULT_RANK}")
@@ -46,7 +48,7 @@ def training(rank: int) -> str:
 
 def all_parts() -> tuple[Part, ...]:
     """Every part, most urgent first."""
-    compiled = frozenset((LAYERS, *GEMMS))
+    layers, gemms = frozenset({LAYERS}), frozenset(GEMMS)  # without the measured choice, graphs have torch's GEMMs
     return (
         Part("profile", 10),
         Part("steps", 12),
@@ -54,20 +56,20 @@ def all_parts() -> tuple[Part, ...]:
         Part(f"decodes-{DEFAULT_RANK}", 8),
         Part(LAYERS, 12),
         *(Part(name, 4) for name in GEMMS),
-        *(Part(name, 15, compiled) for name in graphs(DEFAULT_RANK)),
-        *(Part(name, 8, compiled) for name in graphs(0)),
+        *(Part(name, 15, layers, gemms) for name in graphs(DEFAULT_RANK)),
+        *(Part(name, 8, layers, gemms) for name in graphs(0)),
         Part(training(DEFAULT_RANK), 12),
         Part(f"sites-{DEFAULT_RANK}", 10),
-        *(part for rank in RANKS if rank != DEFAULT_RANK for part in _of_rank(rank, compiled)),
+        *(part for rank in RANKS if rank != DEFAULT_RANK for part in _of_rank(rank, layers, gemms)),
     )
 
 
-def _of_rank(rank: int, compiled: frozenset[str]) -> tuple[Part, ...]:
+def _of_rank(rank: int, layers: frozenset[str], gemms: frozenset[str]) -> tuple[Part, ...]:
     decodes, mixed = graphs(rank)
     return (
         Part(f"adapters-{rank}", 10),
-        Part(decodes, 15, compiled),
-        Part(mixed, 15, compiled),
+        Part(decodes, 15, layers, gemms),
+        Part(mixed, 15, layers, gemms),
         Part(training(rank), 8),
     )
 
@@ -103,9 +105,10 @@ class PartSchedule:
 
     def next(self) -> str | None:
         """Mark the first part that can start now as running, and return its name; None if none can."""
+        known, ended = self._parts.keys(), self._complete | self.failed.keys()
         for part in self._parts.values():
-            waiting = part.name not in self._complete | self._running | self.failed.keys()
-            if waiting and part.requires & self._parts.keys() <= self._complete:
+            ready = part.requires & known <= self._complete and part.after & known <= ended
+            if ready and part.name not in ended | self._running:
                 self._running.add(part.name)
                 return part.name
         return None

@@ -5,8 +5,10 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable
+from contextlib import closing
 from pathlib import Path
 
+from coserve.warmup.lock import CacheLock
 from coserve.warmup.manifest import (
     Manifest,
     clear_cache,
@@ -22,6 +24,8 @@ from coserve.warmup.worker_pool import REPORT_TIMEOUT, CacheFault, Worker, Worke
 
 log = logging.getLogger(__name__)
 
+HELD = "another daemon compiles into the same cache folder; the rest is compiled when it has ended"
+
 
 async def warm(
     task: WarmUpTask,
@@ -34,8 +38,30 @@ async def warm(
     """Complete all `parts`. `report` is called after each change; the last progress has `ended`.
 
     The folder is cleared and everything compiled again if a file differs from the manifest, and once if a part fails
-    without a known reason. `report_timeout`: see `WorkerPool`.
+    without a known reason. While another warm-up holds the folder, its complete parts may be used; the rest waits until
+    it has ended. `report_timeout`: see `WorkerPool`.
     """
+    folder = Path(task.folder)
+    with closing(CacheLock(folder)) as lock:
+        if not lock.acquire_now():
+            schedule = _schedule(task, parts, load_manifest(folder, task.fields))
+            if schedule.ended:
+                report(_progress(schedule, ended=True))
+                return
+            log.info("warm-up: %s", HELD)
+            report(_progress(schedule, waiting=True))
+            await lock.acquire()
+        await _compile_missing(task, parts, start_worker, report, report_timeout)
+
+
+async def _compile_missing(
+    task: WarmUpTask,
+    parts: tuple[Part, ...],
+    start_worker: Callable[[], Awaitable[Worker]],
+    report: Callable[[Progress], None],
+    report_timeout: float,
+) -> None:
+    """`warm`, while this process holds the folder's lock."""
     folder = Path(task.folder)
     manifest = load_manifest(folder, task.fields)
     if not await asyncio.to_thread(is_intact, folder, manifest):
@@ -44,7 +70,7 @@ async def warm(
     if not manifest.parts:
         await asyncio.to_thread(clear_cache, folder)
     for suspect_cache in (True, False) if manifest.parts else (False,):  # a cache built now is not suspected
-        schedule = PartSchedule(parts, manifest.parts.get(task.shape, ()))
+        schedule = _schedule(task, parts, manifest)
         writer = _ManifestWriter(folder, task.shape, manifest)
 
         def changed(schedule: PartSchedule = schedule, writer: _ManifestWriter = writer) -> None:
@@ -94,7 +120,13 @@ class _ManifestWriter:
             log.warning("warm-up: the next start compiles again: cannot write %s: %s", self._folder, error.strerror)
 
 
-def _progress(schedule: PartSchedule, *, ended: bool = False) -> Progress:
+def _schedule(task: WarmUpTask, parts: tuple[Part, ...], manifest: Manifest) -> PartSchedule:
+    return PartSchedule(parts, manifest.parts.get(task.shape, ()))
+
+
+def _progress(schedule: PartSchedule, *, waiting: bool = False, ended: bool = False) -> Progress:
     done, total = schedule.progress
     notes = [f"warm-up: {name} failed: {why}" for name, why in schedule.failed.items()]
-    return Progress(done, total, sorted(schedule.complete), notes, sorted(schedule.failed), ended)
+    if waiting:
+        notes.append(f"warm-up: {HELD}")
+    return Progress(done, total, sorted(schedule.complete), notes, sorted(schedule.failed), waiting, ended)

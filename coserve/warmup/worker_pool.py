@@ -62,7 +62,9 @@ class WorkerPool:
         without a known reason. `report_timeout`: seconds without a report after which a worker counts as hung."""
         self._schedule, self._start_worker, self._workers = schedule, start_worker, workers
         self._changed, self._suspect_cache, self._report_timeout = changed, suspect_cache, report_timeout
-        self._schedule_changed, self._left = asyncio.Condition(), workers
+        self._schedule_changed = asyncio.Condition()
+        self._left = workers
+        """Processes that may run at once: one fewer after each that ran out of memory, but at least one."""
 
     async def run(self) -> None:
         """Returns once every part is complete or has failed, and every worker is closed. Raises `CacheFault`."""
@@ -90,8 +92,12 @@ class WorkerPool:
                 if outcome is not _Outcome.KEEP:
                     await worker.close()
                     worker = None
-                if outcome is _Outcome.NO_MEMORY:
-                    return  # the remaining workers have more memory each
+                if outcome is _Outcome.NO_MEMORY:  # the part runs again once this worker's memory is free
+                    retire = self._left > 1
+                    self._left -= 1 if retire else 0
+                    await self._put_back(part)
+                    if retire:
+                        return
         finally:
             if worker is not None:
                 with contextlib.suppress(Exception):
@@ -107,7 +113,7 @@ class WorkerPool:
             return part
 
     async def _run_part(self, worker: Worker, part: str) -> _Outcome:
-        began = time.monotonic()
+        began, alone = time.monotonic(), self._left == 1
         worker.run_part(part)
         while True:
             try:
@@ -118,12 +124,8 @@ class WorkerPool:
                 return _Outcome.REPLACE
             if report is None:
                 report = PartReport(0, 1, "error", "its process died")
-            if report.failure == "memory" and self._left > 1:
-                self._left -= 1
-                log.warning("warm-up: out of memory in %s; one process fewer goes on: %s", part, report.reason)
-                async with self._schedule_changed:
-                    self._schedule.put_back(part)
-                    self._schedule_changed.notify_all()
+            if report.failure == "memory" and not alone:
+                log.warning("warm-up: out of memory in %s; it runs again with fewer processes: %s", part, report.reason)
                 return _Outcome.NO_MEMORY
             if report.failure is not None:
                 if report.failure == "error" and self._suspect_cache:
@@ -139,6 +141,11 @@ class WorkerPool:
                 return _Outcome.KEEP
             self._schedule.advance(part, report.done, report.total)
             self._changed()
+
+    async def _put_back(self, part: str) -> None:
+        async with self._schedule_changed:
+            self._schedule.put_back(part)
+            self._schedule_changed.notify_all()
 
     async def _fail(self, part: str, reason: str) -> None:
         log.warning("warm-up: %s failed: %s", part, reason)

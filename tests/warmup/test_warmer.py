@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 
 import pytest
@@ -16,7 +16,8 @@ from coserve.warmup.warmer import warm
 PARTS = (Part("a", 4), Part("b", 4), Part("c", 4, frozenset({"a"})))
 FIELDS = {"gpu": "H200"}
 DONE = (PartReport(1, 2), PartReport(2, 2))
-Script = Callable[[str], Sequence[PartReport | str | None]]
+Reports = Sequence[PartReport | str | None]
+Script = Callable[[str], Reports | Awaitable[Reports]]
 """What a worker reports of a part: None is its death, a text that it hangs."""
 
 
@@ -25,17 +26,21 @@ class Scripted:
 
     def __init__(self, folder: Path, script: Script, alive: set[Scripted], asked: list[str]) -> None:
         self._folder, self._script, self._alive, self._asked = folder, script, alive, asked
-        self._left: list[PartReport | str | None] = []
+        self._part = ""
+        self._left: list[PartReport | str | None] | None = None
         alive.add(self)
 
     def run_part(self, part: str) -> None:
         self._asked.append(part)
-        self._left = list(self._script(part))
+        self._part, self._left = part, None
         kernel = self._folder / "triton" / part / "kernel.cubin"
         kernel.parent.mkdir(parents=True, exist_ok=True)
         kernel.write_bytes(part.encode())
 
     async def next_report(self) -> PartReport | None:
+        if self._left is None:
+            reports = self._script(self._part)
+            self._left = list(await reports if isinstance(reports, Awaitable) else reports)
         await asyncio.sleep(0)
         found = self._left.pop(0)
         if isinstance(found, str):
@@ -124,6 +129,24 @@ async def test_a_cache_that_a_part_fails_over_is_made_anew_once(tmp_path: Path) 
     assert not told[-1].notes
 
 
+async def test_parts_whose_workers_run_out_of_memory_together_run_again_alone(tmp_path: Path) -> None:
+    full = (PartReport(0, 1, "memory", "full"),)
+    together = asyncio.Barrier(2)
+    tried = set[str]()
+
+    async def first_fails(part: str) -> Sequence[PartReport]:
+        if part in tried or part == "c":
+            return DONE
+        tried.add(part)
+        await together.wait()
+        return full
+
+    told, asked = await run(tmp_path, first_fails)
+    assert sorted(asked) == ["a", "a", "b", "b", "c"]
+    assert told[-1].complete == ["a", "b", "c"]
+    assert not told[-1].notes
+
+
 async def test_a_worker_without_memory_gives_its_part_to_the_others(tmp_path: Path) -> None:
     scarce = [(PartReport(0, 1, "memory", "full"),)]
     told, asked = await run(tmp_path, lambda part: scarce.pop() if part == "a" and scarce else DONE)
@@ -138,3 +161,94 @@ async def test_a_manifest_of_another_shape_stays(tmp_path: Path) -> None:
     found = load_manifest(tmp_path, FIELDS)
     assert isinstance(found, Manifest)
     assert found.parts.keys() == {"8b"}
+
+
+class Told(list[Progress]):
+    """All that a warm-up has reported."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._changed = asyncio.Event()
+
+    def add(self, progress: Progress) -> None:
+        self.append(progress)
+        self._changed.set()
+
+    async def until(self, holds: Callable[[Progress], bool]) -> None:
+        while not any(map(holds, self)):
+            self._changed.clear()
+            await self._changed.wait()
+
+
+def begin(folder: Path, script: Script, shape: str = "8b") -> tuple[asyncio.Task[None], Told, list[str]]:
+    """Another daemon's warm-up of the same folder: its task, what it reports, and the parts that its workers ran."""
+    alive, asked, told = set[Scripted](), list[str](), Told()
+
+    async def start() -> Scripted:
+        return Scripted(folder, script, alive, asked)
+
+    task = WarmUpTask(config="{}", folder=str(folder), fields=FIELDS, shape=shape, workers=1)
+    return asyncio.create_task(warm(task, PARTS, start, told.add)), told, asked
+
+
+class Gate:
+    """A script whose part c waits until the gate is open."""
+
+    def __init__(self) -> None:
+        self.open = asyncio.Event()
+
+    async def __call__(self, part: str) -> Reports:
+        if part == "c":
+            await self.open.wait()
+        return DONE
+
+
+async def test_two_daemons_over_one_folder_compile_each_part_once(tmp_path: Path) -> None:
+    gate = Gate()
+    first, said, _ = begin(tmp_path, gate)
+    await said.until(lambda progress: progress.complete == ["a", "b"])
+    second, told, asked = begin(tmp_path, lambda part: DONE)
+    await told.until(lambda progress: progress.waiting)
+    assert told[-1].complete == ["a", "b"], "the second may use what is there"
+    assert any("another daemon" in note for note in told[-1].notes)
+    gate.open.set()
+    await first
+    await second
+    assert not asked
+    assert told[-1].ended
+    assert told[-1].complete == ["a", "b", "c"]
+    assert not told[-1].notes
+
+
+async def test_a_daemon_that_leaves_while_it_waits_keeps_no_lock(tmp_path: Path) -> None:
+    gate = Gate()
+    first, said, _ = begin(tmp_path, gate)
+    await said.until(lambda progress: progress.complete == ["a", "b"])
+    second, told, _ = begin(tmp_path, lambda part: DONE)
+    await told.until(lambda progress: progress.waiting)
+    second.cancel()
+    await asyncio.wait({second})
+    first.cancel()
+    await asyncio.wait({first})
+    third, told, asked = begin(tmp_path, lambda part: DONE)
+    await third
+    assert asked == ["c"]
+    assert told[-1].complete == ["a", "b", "c"]
+
+
+async def test_a_complete_cache_is_used_while_another_daemon_fills_it_for_its_own_base(tmp_path: Path) -> None:
+    await run(tmp_path, lambda part: DONE)
+    gate = Gate()
+    filling, said, _ = begin(tmp_path, gate, shape="70b")
+    await said.until(lambda progress: progress.complete == ["a", "b"])
+    told, asked = await run(tmp_path, lambda part: DONE)
+    assert not asked
+    assert told[-1].complete == ["a", "b", "c"]
+    gate.open.set()
+    await filling
+
+
+async def test_a_folder_that_cannot_be_locked_is_used_all_the_same(tmp_path: Path) -> None:
+    (tmp_path / "lock").mkdir()
+    told, _ = await run(tmp_path, lambda part: DONE)
+    assert told[-1].complete == ["a", "b", "c"]

@@ -136,7 +136,7 @@ class WarmUpClient:
     async def _line(self, reader: asyncio.StreamReader) -> bytes:
         """The next line; empty if the process has ended or hangs."""
         try:
-            async with asyncio.timeout(None if self.ended else self._timeout):
+            async with asyncio.timeout(None if self._progress.ended or self._progress.waiting else self._timeout):
                 return await reader.readline()
         except (TimeoutError, ConnectionError):
             return b""
