@@ -140,7 +140,8 @@ DEFAULT_RANK = 16
 
 class LoraSettings(Wire, frozen=True):
     """The shape of a new adapter. The meaning is PEFT's, some names are ours: `alpha` is PEFT's `lora_alpha`, `rslora` is
-    `use_rslora`, `dropout` is `lora_dropout`, `targets` is `target_modules` and `init` is `init_lora_weights`.
+    `use_rslora`, `dropout` is `lora_dropout`, `targets` is `target_modules`, `init` is `init_lora_weights`, and `bd_blocks`,
+    `targets_bd_a` and `targets_bd_b` are `use_bdlora`'s `nblocks`, `target_modules_bd_a` and `target_modules_bd_b`.
     """
 
     r: int = DEFAULT_RANK
@@ -154,6 +155,14 @@ class LoraSettings(Wire, frozen=True):
     alpha_pattern: dict[str, float] = {}
     init: str = "default"
     """`default` (Kaiming A, zero B), `gaussian` (normal A / r, zero B) or `orthogonal`."""
+    bd_blocks: int = 1
+    """BD-LoRA: diagonal blocks of B at column-parallel sites (q, k, v, gate, up) and of A at row-parallel ones (o, down), for
+    tensor parallelism over as many GPUs or any divisor of it. `r` is the rank of all blocks together. 1: plain LoRA."""
+    targets_bd_a: tuple[str, ...] | None = None
+    """Parts of the names of the sites whose A is block-diagonal; sites that neither list names are plain LoRA. None, and
+    `targets_bd_b` too: the row-parallel sites."""
+    targets_bd_b: tuple[str, ...] | None = None
+    """The same for B. None, and `targets_bd_a` too: the column-parallel sites."""
 
 
 Auto = Literal["auto"]

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from coserve.adapter_store.tensor_writer import write_tensors
+from coserve.adapters.bdlora import blocks_at
 from coserve.adapters.gate import read_config
 from coserve.adapters.peft import FINGERPRINT, PREFIX, adapter_config, read_layout
 from coserve.adapters.tensorfile import TensorEntry, TensorFile, check_digest, digest_file
@@ -29,7 +30,7 @@ def load_adapter(
     dtype: torch.dtype,
     digests: AdapterDigests | None = None,
 ) -> LoraWeights:
-    """The adapter of a PEFT folder, in `dtype` on `device`; block-diagonal matrices (BD-LoRA) become dense.
+    """The adapter of a PEFT folder, in `dtype` on `device`; block-diagonal matrices (BD-LoRA) stay packed.
 
     `digests`: what the registry knows of the files; None: they are taken as they are.
 
@@ -47,9 +48,8 @@ def load_adapter(
             check_digest(file.sha256(), digests.weights, ADAPTER_WEIGHTS)
         layout = read_layout(config, file, base, None if digests is None else digests.alphas)
         for name, shape in layout.sites.items():
-            a_RD = _dense(_tensor(file, layout.a[name]), shape.block_a)
-            b_OR = _dense(_tensor(file, layout.b[name]), shape.block_b)
-            pair = LoraPair(a_RD.to(device, dtype), b_OR.to(device, dtype), shape.scaling)
+            a_RD, b_OR = (_tensor(file, place[name]).to(device, dtype) for place in (layout.a, layout.b))
+            pair = LoraPair(a_RD, b_OR, shape.scaling, a_blocks=shape.a_blocks, b_blocks=shape.b_blocks)
             if not (torch.isfinite(pair.a_RD).all() and torch.isfinite(pair.b_OR).all()):
                 raise CorruptAdapter(f"{name}: its weights are not finite in {str(dtype).removeprefix('torch.')}")
             sites[name] = pair
@@ -64,6 +64,7 @@ def save_adapter(folder: Path, weights: LoraWeights, base: BaseSpec) -> None:
     """
     tensors = {}
     for site, pair in weights.sites.items():
+        assert (pair.a_blocks, pair.b_blocks) == blocks_at(weights.settings, site), f"{site} is not as its settings say"
         tensors[f"{PREFIX}{site}.lora_A.weight"] = pair.a_RD.detach().float().cpu().contiguous()
         tensors[f"{PREFIX}{site}.lora_B.weight"] = pair.b_OR.detach().float().cpu().contiguous()
     write_tensors(folder / ADAPTER_WEIGHTS, tensors, {"format": "pt", FINGERPRINT: base.fingerprint})
@@ -73,8 +74,3 @@ def save_adapter(folder: Path, weights: LoraWeights, base: BaseSpec) -> None:
 
 def _tensor(file: TensorFile, entry: TensorEntry) -> Tensor:
     return torch.frombuffer(file.read(entry), dtype=_DTYPES[entry.dtype]).reshape(entry.shape)
-
-
-def _dense(packed: Tensor, blocks: int) -> Tensor:
-    """Rows of `blocks` stacked blocks -> the matrix that has them on its diagonal."""
-    return packed if blocks == 1 else torch.block_diag(*packed.chunk(blocks))  # type: ignore[no-untyped-call]

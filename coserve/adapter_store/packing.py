@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
-from coserve.kernels.lora.types import LoraPair
 from coserve.memory.buffer import aligned
 from coserve.model.lora import LoraWeights
 
@@ -26,7 +27,8 @@ def views(bytes_N: Tensor, like: LoraWeights) -> LoraWeights:
         return part
 
     sites = {
-        name: LoraPair(view(pair.a_RD), view(pair.b_OR), pair.scaling) for name, pair in like.sites.items()
+        name: replace(pair, a_RD=view(pair.a_RD), b_OR=view(pair.b_OR), main_grads=None)
+        for name, pair in like.sites.items()
     }  # a before b, site by site
     return LoraWeights(like.settings, sites)
 

@@ -154,6 +154,7 @@ _REASONS = {
     "target_parameters": "LoRA on parameters (experts) is not implemented",
     "use_qalora": "QALoRA is not implemented",
     "layer_replication": "layer replication is not implemented",
+    "use_bdlora": "expected nblocks of at least 1, match_strict, and target_modules_bd_a and target_modules_bd_b as lists of names",
     "init_lora_weights": _CHANGES_BASE,
     "loftq_config": _CHANGES_BASE,
     "corda_config": _CHANGES_BASE,

@@ -6,9 +6,11 @@ import math
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from pathlib import Path
+from typing import cast
 
 import msgspec
 
+from coserve.adapters.bdlora import CONV1D_FAMILIES, blocks_at, packed_shapes, peft_blocks, undivided
 from coserve.adapters.finite import refuse_non_finite
 from coserve.adapters.gate import read_config
 from coserve.adapters.matching import Known, Matching
@@ -22,18 +24,15 @@ FINGERPRINT = "coserve.base_fingerprint"
 """Key of the safetensors metadata that names the base of an adapter trained here."""
 PREFIX = "base_model.model."
 
-_CONV1D_FAMILIES = frozenset({"gpt2"})
-"""Families whose linear modules store their weight transposed, which PEFT's config must state."""
-
 
 @dataclass(frozen=True)
 class SiteShape:
-    """One site of an adapter. `block_a`, `block_b`: number of diagonal blocks of each matrix (BD-LoRA); 1: dense."""
+    """One site of an adapter. `a_blocks`, `b_blocks`: number of diagonal blocks of each matrix (BD-LoRA); 1: dense."""
 
     rank: int
     scaling: float
-    block_a: int = 1
-    block_b: int = 1
+    a_blocks: int = 1
+    b_blocks: int = 1
 
 
 @dataclass(frozen=True)
@@ -109,6 +108,10 @@ def read_layout(
     if trained_on is not None and trained_on != base.fingerprint:
         raise BaseMismatch(f"the adapter was trained on another base than {base.name}")
     settings = _settings(config)
+    if settings.bd_blocks > 1 and base.family in CONV1D_FAMILIES:
+        raise UnsupportedAdapter(
+            f"BD-LoRA is not implemented for the Conv1D modules of {base.family}", field="use_bdlora"
+        )
     matrices: dict[str, dict[str, TensorEntry]] = {"lora_A": {}, "lora_B": {}}
     for name, entry in file.entries.items():
         site, kind = _site_of(name, base)
@@ -119,6 +122,7 @@ def read_layout(
     lonely = next(iter(sorted(a.keys() ^ b.keys())), None)
     if lonely is not None:
         raise CorruptAdapter(f"{lonely}: expected both lora_A and lora_B, got only one of them")
+    _check_blocks(config, sorted(a))
     matching = Matching(config) if alphas is None else Known(config, a, alphas)
     sites, own_alphas = {}, {}
     for site in base.sites:  # the base's order
@@ -129,7 +133,7 @@ def read_layout(
         shape = a[site].shape
         rank = matching.rank(site) or (shape[0] if len(shape) == 2 and shape[0] else settings.r)
         own_alphas[site] = matching.alpha(site)
-        sites[site] = _shape(site, rank, own_alphas[site], config, base, shape, b[site].shape)
+        sites[site] = _shape(site, rank, own_alphas[site], settings, base, shape, b[site].shape)
     settings = _resolved(settings, config, base, sites, own_alphas, named=matching.named)
     return AdapterTensors(settings, sites, own_alphas, a, b)
 
@@ -139,7 +143,7 @@ def adapter_config(settings: LoraSettings, base: BaseSpec, sites: Collection[str
     targets = base.default_targets if settings.targets is None else settings.targets
     if {site for site in base.sites if targets_match(targets, site)} != set(sites):
         targets = tuple(sites)
-    return {
+    config: dict[str, object] = {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
         "base_model_name_or_path": base.name,
@@ -151,10 +155,12 @@ def adapter_config(settings: LoraSettings, base: BaseSpec, sites: Collection[str
         "target_modules": list(targets),
         "rank_pattern": dict(settings.rank_pattern),
         "alpha_pattern": {key: _plain(alpha) for key, alpha in settings.alpha_pattern.items()},
-        "fan_in_fan_out": base.family in _CONV1D_FAMILIES,
+        "fan_in_fan_out": base.family in CONV1D_FAMILIES,
         "bias": "none",
         "init_lora_weights": True,
     }
+    blocks = peft_blocks(settings, sites)
+    return config if blocks is None else config | {"use_bdlora": blocks}
 
 
 def _plain(number: float) -> int | float:
@@ -167,13 +173,25 @@ def _settings(config: dict[str, object]) -> LoraSettings:
     Targets are what a list of names says; patterns are left out: `_resolved` puts both in terms of sites.
     """
     targets = config.get("target_modules")
+    blocks = cast("dict[str, object]", config.get("use_bdlora") or {})
+    count = cast("int", blocks.get("nblocks", 1))
+    in_a, in_b = (
+        _bd_targets(blocks, key) if count > 1 else None for key in ("target_modules_bd_a", "target_modules_bd_b")
+    )
     return LoraSettings(
         r=config.get("r", 8),  # type: ignore[arg-type]
         alpha=float(config.get("lora_alpha", 8)),  # type: ignore[arg-type]
         rslora=config.get("use_rslora", False) is True,
         dropout=float(config.get("lora_dropout", 0.0)),  # type: ignore[arg-type]
         targets=tuple(targets) if isinstance(targets, list) else None,
+        bd_blocks=count,
+        targets_bd_a=in_a,
+        targets_bd_b=in_b,
     )
+
+
+def _bd_targets(blocks: dict[str, object], key: str) -> tuple[str, ...]:
+    return tuple(cast("list[str]", blocks.get(key) or []))
 
 
 def _resolved(
@@ -241,35 +259,34 @@ def _shape(
     site: str,
     rank: int,
     alpha: float,
-    config: dict[str, object],
+    settings: LoraSettings,
     base: BaseSpec,
     a: tuple[int, ...],
     b: tuple[int, ...],
 ) -> SiteShape:
     """Rank, scaling and blocks of a site; raises `ShapeMismatch` unless both matrices have the shapes they imply."""
-    scaling = alpha / (math.sqrt(rank) if config.get("use_rslora") is True else rank)
-    block_a, block_b = _blocks(site, config)
-    spec = base.sites[site]
-    sizes = ((block_a, spec.in_features, rank), (block_b, rank, spec.out_features))
-    if any(size % blocks for blocks, *both in sizes for size in both):
-        raise ShapeMismatch(f"{site}: rank {rank} and its features don't divide into {max(block_a, block_b)} blocks")
-    expected = (rank, spec.in_features // block_a), (spec.out_features, rank // block_b)
-    for kind, got, want in (("lora_A", a, expected[0]), ("lora_B", b, expected[1])):
+    scaling = alpha / (math.sqrt(rank) if settings.rslora else rank)
+    spec, blocks = base.sites[site], blocks_at(settings, site)
+    wrong = undivided(spec, rank, blocks)
+    if wrong is not None:
+        raise ShapeMismatch(f"{site}: {wrong} does not divide into {max(blocks)} blocks")
+    for kind, got, want in zip(("lora_A", "lora_B"), (a, b), packed_shapes(spec, rank, blocks), strict=True):
         if got != want:
             raise ShapeMismatch(f"{site}.{kind}: expected shape {list(want)}, got {list(got)[:8]}")
-    return SiteShape(rank, scaling, block_a, block_b)
+    return SiteShape(rank, scaling, *blocks)
 
 
-def _blocks(site: str, config: dict[str, object]) -> tuple[int, int]:
-    """Blocks of a site's A and B. PEFT matches these names anywhere in the module's path."""
-    settings = config.get("use_bdlora")
-    if not isinstance(settings, dict):
-        return 1, 1
-    count = settings.get("nblocks", 1)
-    in_a = any(part in site for part in settings.get("target_modules_bd_a") or [])
-    in_b = any(part in site for part in settings.get("target_modules_bd_b") or [])
-    if in_a and in_b:
-        raise CorruptAdapter(f"{site}: use_bdlora names it for both A and B", field="use_bdlora")
-    if not in_a and not in_b and settings.get("match_strict", True):
-        raise CorruptAdapter(f"{site}: use_bdlora names it for neither A nor B", field="use_bdlora")
-    return (count if in_a else 1), (count if in_b else 1)
+def _check_blocks(config: dict[str, object], sites: Collection[str]) -> None:
+    """Raises `CorruptAdapter` for lists of `use_bdlora` that PEFT would refuse."""
+    blocks = config.get("use_bdlora")
+    if not isinstance(blocks, dict):
+        return
+    in_a, in_b = (_bd_targets(blocks, key) for key in ("target_modules_bd_a", "target_modules_bd_b"))
+    if set(in_a) & set(in_b):
+        raise CorruptAdapter("use_bdlora: target_modules_bd_a and target_modules_bd_b overlap", field="use_bdlora")
+    for site in sites:
+        both = [any(part in site for part in parts) for parts in (in_a, in_b)]
+        if all(both):
+            raise CorruptAdapter(f"{site}: use_bdlora names it for both A and B", field="use_bdlora")
+        if not any(both) and blocks.get("match_strict", True):
+            raise CorruptAdapter(f"{site}: use_bdlora names it for neither A nor B", field="use_bdlora")

@@ -10,6 +10,7 @@ import re
 from collections.abc import Collection, Mapping
 from typing import TypeVar
 
+from coserve.adapters.bdlora import check_blocks
 from coserve.errors import InvalidRequest
 from coserve.types import BaseSpec, LoraSettings
 
@@ -102,8 +103,10 @@ def resolve_targets(settings: LoraSettings, base: BaseSpec) -> list[str]:
                 raise InvalidRequest(str(error), field=field) from error
             if not used:
                 raise InvalidRequest(f"{pattern[:80]!r} names none of the targeted sites", field=field)
-    if settings.init == "orthogonal" and any(rank_and_scaling(settings, site)[0] % 2 for site in sites):
+    ranks = {site: rank_and_scaling(settings, site)[0] for site in sites}
+    if settings.init == "orthogonal" and any(rank % 2 for rank in ranks.values()):
         raise InvalidRequest("orthogonal initialisation needs even ranks", field="init")
+    check_blocks(settings, base, ranks)
     return sites
 
 

@@ -8,6 +8,7 @@ import math
 import torch
 from torch import Tensor
 
+from coserve.adapters.bdlora import blocks_at
 from coserve.adapters.targets import rank_and_scaling, resolve_targets
 from coserve.kernels.lora.types import LoraPair
 from coserve.model.lora import LoraWeights
@@ -19,6 +20,9 @@ def new_adapter(
 ) -> LoraWeights:
     """A new adapter, initialised as by PEFT; with `default` and `gaussian` its output is zero (B is zero).
 
+    With BD-LoRA each block is initialised as a LoRA of rank r/N on its shard, as the paper does (section 3 and C.1): Kaiming
+    takes the fan-in of the shard. (PEFT's own BD-LoRA starts a block-diagonal A with a spread larger by the square root of 6.)
+
     Numbers are drawn in float32 on the CPU for each site alone, so a seed gives the same adapter on any machine and with any
     other targets. Raises `InvalidRequest` as `resolve_targets`.
     """
@@ -27,20 +31,34 @@ def new_adapter(
         rank, scaling = rank_and_scaling(settings, site)
         digest = hashlib.blake2b(f"{seed}/{site}".encode(), digest_size=8).digest()
         generator = torch.Generator().manual_seed(int.from_bytes(digest, "little") >> 1)
-        a_RD, b_OR = _start(settings.init, rank, base.sites[site], generator)
-        sites[site] = LoraPair(a_RD.to(device, dtype), b_OR.to(device, dtype), scaling)
+        in_a, in_b = blocks_at(settings, site)
+        a_RD, b_OR = _blocks(settings.init, rank, base.sites[site], (in_a, in_b), generator)
+        sites[site] = LoraPair(a_RD.to(device, dtype), b_OR.to(device, dtype), scaling, a_blocks=in_a, b_blocks=in_b)
     return LoraWeights(settings, sites)
 
 
-def _start(init: str, rank: int, site: SiteSpec, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-    a_RD, b_OR = torch.empty(rank, site.in_features), torch.zeros(site.out_features, rank)
+def _blocks(
+    init: str, rank: int, site: SiteSpec, blocks: tuple[int, int], generator: torch.Generator
+) -> tuple[Tensor, Tensor]:
+    """Both matrices as they are stored: of independent LoRAs, one for each shard of the site."""
+    in_a, in_b = blocks
+    count, shard = max(blocks), (site.in_features // in_a, site.out_features // in_b)
+    parts = [_start(init, rank // count, *shard, generator) for _ in range(count)]
+    a_RD = torch.cat([a for a, _ in parts])
+    return a_RD, torch.cat([b for _, b in parts], dim=0 if in_b == count else 1)
+
+
+def _start(
+    init: str, rank: int, in_features: int, out_features: int, generator: torch.Generator
+) -> tuple[Tensor, Tensor]:
+    a_RD, b_OR = torch.empty(rank, in_features), torch.zeros(out_features, rank)
     if init == "gaussian":
         return a_RD.normal_(std=1 / rank, generator=generator), b_OR
     if init == "orthogonal":
         # Even rows of an orthogonal matrix go to A, odd rows to B: B A is zero although neither factor is.
         q_RR, _ = torch.linalg.qr(torch.randn(rank, rank, generator=generator))
-        a_RD = (torch.randn(site.in_features, rank // 2, generator=generator) @ q_RR[0::2]).T / 10
-        b_OR = (torch.randn(site.out_features, rank // 2, generator=generator) @ q_RR[1::2]) / 10
+        a_RD = (torch.randn(in_features, rank // 2, generator=generator) @ q_RR[0::2]).T / 10
+        b_OR = (torch.randn(out_features, rank // 2, generator=generator) @ q_RR[1::2]) / 10
         return a_RD.contiguous(), b_OR
-    bound = 1 / math.sqrt(site.in_features)  # Kaiming uniform with a = sqrt(5)
+    bound = 1 / math.sqrt(in_features)  # Kaiming uniform with a = sqrt(5)
     return a_RD.uniform_(-bound, bound, generator=generator), b_OR

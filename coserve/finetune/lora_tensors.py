@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
-from coserve.kernels.lora.types import LoraPair
 from coserve.model.lora import LoraWeights
 
 
 def named_tensors(weights: LoraWeights) -> Iterator[tuple[str, Tensor]]:
-    """Names `<site>.a` (R, D) and `<site>.b` (O, R), and the tensors, of every site."""
+    """Names `<site>.a` and `<site>.b`, and the tensors as they lie (a block-diagonal one packed), of every site."""
     for site, pair in weights.sites.items():
         yield f"{site}.a", pair.a_RD
         yield f"{site}.b", pair.b_OR
@@ -21,7 +21,12 @@ def named_tensors(weights: LoraWeights) -> Iterator[tuple[str, Tensor]]:
 def cast(weights: LoraWeights, dtype: torch.dtype) -> LoraWeights:
     """A copy in `dtype` that shares nothing with `weights`."""
     pairs = {
-        site: LoraPair(pair.a_RD.detach().to(dtype, copy=True), pair.b_OR.detach().to(dtype, copy=True), pair.scaling)
+        site: replace(
+            pair,
+            a_RD=pair.a_RD.detach().to(dtype, copy=True),
+            b_OR=pair.b_OR.detach().to(dtype, copy=True),
+            main_grads=None,
+        )
         for site, pair in weights.sites.items()
     }
     return LoraWeights(weights.settings, pairs)

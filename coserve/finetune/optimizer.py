@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -42,7 +43,11 @@ class AdapterOptimizer:
     ) -> None:
         """`start`: initial weights, fp32. `dtype`: of the copies. `device`: the base's; None: where `start` is."""
         self._settings, self._training = start.settings, training
-        self._scaling = {site: pair.scaling for site, pair in start.sites.items()}
+        self._pair = {
+            site: partial(LoraPair, scaling=pair.scaling, a_blocks=pair.a_blocks, b_blocks=pair.b_blocks)
+            for site, pair in start.sites.items()
+        }
+        """Makes a pair of two matrices, by site."""
         self._sites = sorted(start.sites, key=lambda site: (base.sites[site].layer, site))
         found = dict(named_tensors(start))
         names = [f"{site}.{part}" for site in self._sites for part in ("a", "b")]
@@ -67,10 +72,9 @@ class AdapterOptimizer:
         self._masters, grads = self.adapter(self.layout.views(self._weights_N)), self.layout.views(self._grads_N)
         copies = {name: view.requires_grad_() for name, view in self.layout.views(self._copies_N).items()}
         pairs = {
-            site: LoraPair(
+            site: self._pair[site](
                 copies[f"{site}.a"],
                 copies[f"{site}.b"],
-                self._scaling[site],
                 main_grads=MainGrads(grads[f"{site}.a"], grads[f"{site}.b"]),
             )
             for site in self._sites
@@ -125,7 +129,7 @@ class AdapterOptimizer:
 
     def adapter(self, tensors: Mapping[str, Tensor]) -> LoraWeights:
         """An adapter of `tensors`, named as by `named_tensors`."""
-        pairs = {s: LoraPair(tensors[f"{s}.a"], tensors[f"{s}.b"], self._scaling[s]) for s in self._sites}
+        pairs = {site: self._pair[site](tensors[f"{site}.a"], tensors[f"{site}.b"]) for site in self._sites}
         return LoraWeights(self._settings, pairs)
 
     def zero_grad(self) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import warnings
+from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -68,6 +69,49 @@ CASES: dict[str, tuple[str, dict[str, object]]] = {
             "target_modules": ["q_proj", "k_proj", "o_proj", "down_proj"],
             "use_bdlora": BdLoraConfig(
                 nblocks=2, target_modules_bd_a=["o_proj", "down_proj"], target_modules_bd_b=["q_proj", "k_proj"]
+            ),
+        },
+    ),
+    "llama-bd-all": (
+        "llama",
+        {
+            "r": 8,
+            "use_rslora": True,
+            "target_modules": "all-linear",
+            "rank_pattern": {"down_proj": 4},
+            "alpha_pattern": {"0.self_attn.q_proj": 3},
+            "use_bdlora": BdLoraConfig(
+                nblocks=4,
+                target_modules_bd_a=["o_proj", "down_proj"],
+                target_modules_bd_b=["q_proj", "k_proj", "v_proj", "gate_proj", "up_proj"],
+            ),
+        },
+    ),
+    "llama-bd-parts-of-paths": (  # PEFT looks for its patterns anywhere in a module's path
+        "llama",
+        {
+            "r": 6,
+            "target_modules": ["q_proj", "v_proj", "o_proj", "up_proj"],
+            "use_bdlora": BdLoraConfig(
+                nblocks=2, target_modules_bd_a=["layers.1.self_attn"], target_modules_bd_b=["mlp"], match_strict=False
+            ),
+        },
+    ),
+    "llama-bd-one-block": (
+        "llama",
+        {
+            "r": 3,
+            "target_modules": ["q_proj", "down_proj"],
+            "use_bdlora": BdLoraConfig(target_modules_bd_a=["down_proj"], target_modules_bd_b=["q_proj"]),
+        },
+    ),
+    "phi-bd": (
+        "phi",
+        {
+            "r": 4,
+            "target_modules": ["q_proj", "dense", "fc1", "fc2"],
+            "use_bdlora": BdLoraConfig(
+                nblocks=2, target_modules_bd_a=["dense", "fc2"], target_modules_bd_b=["q_proj", "fc1"]
             ),
         },
     ),
@@ -162,6 +206,7 @@ def test_a_registered_adapter_is_loaded_without_matching_a_pattern(
         assert torch.equal(pair.a_RD, matched.sites[site].a_RD)
         assert torch.equal(pair.b_OR, matched.sites[site].b_OR)
         assert pair.scaling == matched.sites[site].scaling
+        assert _blocks(pair) == _blocks(matched.sites[site])
 
 
 def test_alphas_of_other_modules_are_refused(saved: tuple[Base, Path]) -> None:
@@ -206,6 +251,9 @@ def test_what_coserve_saves_peft_loads(case: str, tmp_path: Path) -> None:
     torch.testing.assert_close(_logits(base, weights), want, rtol=1e-4, atol=1e-4)
     again = _load(base, tmp_path / "out")
     assert torch.equal(_logits(base, again), _logits(base, weights))
+    for site, pair in weights.sites.items():
+        assert _blocks(again.sites[site]) == _blocks(pair)
+        assert again.sites[site].a_RD.shape == pair.a_RD.shape
 
 
 @pytest.mark.parametrize(
@@ -215,8 +263,12 @@ def test_what_coserve_saves_peft_loads(case: str, tmp_path: Path) -> None:
         LoraSettings(r=3, alpha=7.5, rslora=True, dropout=0.1, targets=("q_proj", "down_proj")),
         LoraSettings(r=2, targets=("model.layers.1.mlp.up_proj",), init="gaussian"),
         LoraSettings(r=2, rank_pattern={"q_proj": 6}, alpha_pattern={"0.self_attn.q_proj": 9.0}, init="orthogonal"),
+        LoraSettings(r=8, rslora=True, bd_blocks=4),
+        LoraSettings(r=4, bd_blocks=2, targets=("q_proj", "k_proj", "v_proj", "o_proj"), init="orthogonal"),
+        LoraSettings(r=4, bd_blocks=2, targets=("gate_proj", "up_proj", "down_proj"), rank_pattern={"up_proj": 2}),
+        LoraSettings(r=4, bd_blocks=2, targets_bd_a=("mlp",), targets_bd_b=("0.self_attn",)),
     ],
-    ids=["default", "rslora", "one", "patterns"],
+    ids=["default", "rslora", "one", "patterns", "bd", "bd-attention", "bd-mlp", "bd-lists"],
 )
 def test_a_new_adapter_survives_its_files(settings: LoraSettings, tmp_path: Path) -> None:
     base = wrap_base(tiny_model("llama"), name="tiny")
@@ -228,6 +280,7 @@ def test_a_new_adapter_survives_its_files(settings: LoraSettings, tmp_path: Path
         assert torch.equal(again.sites[site].a_RD, pair.a_RD)
         assert torch.equal(again.sites[site].b_OR, pair.b_OR)
         assert again.sites[site].scaling == pair.scaling
+        assert _blocks(again.sites[site]) == _blocks(pair)
     info = inspect_adapter(tmp_path, base.spec)
     assert info.rank == max(pair.rank for pair in weights.sites.values())
     assert info.alpha == (2 * settings.r if settings.alpha is None else settings.alpha)
@@ -239,10 +292,14 @@ def test_a_new_adapter_survives_its_files(settings: LoraSettings, tmp_path: Path
     torch.testing.assert_close(_logits(base, weights), alone(peft_model, tokens_of(TOKENS)), rtol=1e-4, atol=1e-4)
 
 
+def _blocks(pair: LoraPair) -> tuple[int, int]:
+    return pair.a_blocks, pair.b_blocks
+
+
 def _random(weights: LoraWeights) -> LoraWeights:
     generator = torch.Generator().manual_seed(5)
     pairs = {
-        site: LoraPair(pair.a_RD, torch.randn(pair.b_OR.shape, generator=generator), pair.scaling)
+        site: replace(pair, b_OR=torch.randn(pair.b_OR.shape, generator=generator))
         for site, pair in weights.sites.items()
     }
     return LoraWeights(weights.settings, pairs)

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
+import msgspec
 import peft
 import pytest
 import torch
 
+from coserve.adapters.bdlora import peft_blocks
 from coserve.corpus.tokenized import Corpus
 from coserve.finetune.init import new_adapter
 from coserve.finetune.lora_tensors import named_tensors
@@ -42,7 +45,7 @@ def started(
     weights = new_adapter(settings, base.spec, seed=3, dtype=torch.float32, device="cpu")
     generator = torch.Generator().manual_seed(5)
     sites = {
-        site: LoraPair(pair.a_RD, torch.randn(pair.b_OR.shape, generator=generator) * 0.1, pair.scaling)
+        site: replace(pair, b_OR=torch.randn(pair.b_OR.shape, generator=generator) * 0.1)
         for site, pair in weights.sites.items()
     }
     return AdapterOptimizer(LoraWeights(settings, sites), base.spec, training or TrainingSettings(), base.dtype)
@@ -84,8 +87,16 @@ class PeftReference:
 
     def __init__(self, family: str, optimizer: AdapterOptimizer) -> None:
         base = tiny_base(family)
-        targets = list({site.rsplit(".", 1)[1] for site in base.spec.sites})
-        config = peft.LoraConfig(r=4, lora_alpha=8, target_modules=targets, fan_in_fan_out=family == "gpt2")
+        settings = optimizer.weights().settings
+        blocks = peft_blocks(settings, list(optimizer.weights().sites))
+        config = peft.LoraConfig(
+            r=settings.r,
+            lora_alpha=8,
+            target_modules=list(base.spec.default_targets if settings.targets is None else settings.targets),
+            use_rslora=settings.rslora,
+            use_bdlora=None if blocks is None else peft.BdLoraConfig(**blocks),
+            fan_in_fan_out=family == "gpt2",
+        )
         self.model = peft.get_peft_model(tiny_model(family), config)
         self.parameters: dict[str, torch.nn.Parameter] = {}
         for site, pair in optimizer.masters().sites.items():
@@ -104,12 +115,28 @@ class PeftReference:
         return total
 
 
-@pytest.mark.parametrize("family", ["llama", "gpt2", "gemma2", "qwen3", "phi"])
-def test_loss_and_gradients_equal_pefts(family: str) -> None:
+BD = msgspec.structs.replace(SETTINGS, bd_blocks=2)
+LEARNED = {
+    "llama": ("llama", SETTINGS),
+    "gpt2": ("gpt2", SETTINGS),
+    "gemma2": ("gemma2", SETTINGS),
+    "qwen3": ("qwen3", SETTINGS),
+    "phi": ("phi", SETTINGS),
+    "llama-bd": ("llama", BD),
+    "llama-bd-attention": ("llama", msgspec.structs.replace(BD, rslora=True, targets=("q_proj", "k_proj", "o_proj"))),
+    "qwen3-bd-mlp": ("qwen3", msgspec.structs.replace(BD, bd_blocks=4, targets=("gate_proj", "up_proj", "down_proj"))),
+    "phi-bd": ("phi", BD),
+}
+"""Family and settings."""
+
+
+@pytest.mark.parametrize("case", LEARNED)
+def test_loss_and_gradients_equal_pefts(case: str) -> None:
+    family, settings = LEARNED[case]
     base = tiny_base(family)
     packs = [[0, 3], [1], [4, 2]]
-    total, found = gradients(base, packs)
-    optimizer = started(base)
+    total, found = gradients(base, packs, settings=settings)
+    optimizer = started(base, settings)
     reference = PeftReference(family, optimizer)
     expected = reference.nll(CORPUS, [0, 3, 1, 4, 2])
     expected.backward()
@@ -124,11 +151,12 @@ def _names(optimizer: AdapterOptimizer) -> list[list[str]]:
     return [[by_tensor[id(leaf)] for leaf in layer] for layer in optimizer.trainable]
 
 
-@pytest.mark.parametrize("family", ["llama", "gpt2"])
-def test_five_optimizer_steps_equal_pefts(family: str) -> None:
+@pytest.mark.parametrize("case", ["llama", "gpt2", "llama-bd"])
+def test_five_optimizer_steps_equal_pefts(case: str) -> None:
+    family, settings = LEARNED[case]
     base = tiny_base(family)
     training = TrainingSettings(learning_rate=0.02, weight_decay=0.1, max_grad_norm=0.5)
-    optimizer, runner = started(base, training=training), MicroBatchRunner(base, recompute=False)
+    optimizer, runner = started(base, settings, training), MicroBatchRunner(base, recompute=False)
     reference = PeftReference(family, optimizer)
     adamw = torch.optim.AdamW(list(reference.parameters.values()), lr=0.02, weight_decay=0.1)
     curve, expected_curve = [], []

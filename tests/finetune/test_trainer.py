@@ -9,6 +9,7 @@ import torch
 from safetensors.torch import load_file
 
 from coserve.adapter_store.files import load_adapter
+from coserve.adapters.peft import inspect_adapter
 from coserve.errors import AdapterNotFound, CheckpointUnreadable, CorruptAdapter, InvalidRequest, StorageFull
 from coserve.finetune.checkpoint import STATE, TENSORS
 from coserve.finetune.init import new_adapter
@@ -123,6 +124,7 @@ RESUMED = {
     "plain": {},
     "dropout": {"dropout": 0.3, "weight_decay": 0.1},
     "validation": {"validation_split": 0.3, "eval_steps": 2, "early_stopping_patience": 1},
+    "bd-lora": {"bd_blocks": 2, "validation_split": 0.3, "eval_steps": 2, "early_stopping_patience": 1},
 }
 
 
@@ -234,6 +236,24 @@ def test_continuing_an_adapter_starts_from_its_files(base: Base, tmp_path: Path)
     torch.testing.assert_close(logits(base, one), logits(base, two))
     fresh = new_adapter(LoraSettings(r=4), base.spec, seed=7, dtype=torch.float32, device="cpu")
     assert (logits(base, fresh) - logits(base, two)).abs().max() > 0.1
+
+
+def test_continuing_keeps_the_blocks(base: Base, tmp_path: Path) -> None:
+    bench = Bench(base, tmp_path)
+    bench.train(bench.place(CORPUS, job_spec(CORPUS, steps=12, bd_blocks=2)))
+    settings = inspect_adapter(bench.folder.adapter(REF), base.spec).settings
+    spec = job_spec(CORPUS, "job-2", version=2, init_from=REF, learning_rate=1e-9, steps=1)
+    for lora in (settings, LoraSettings(r=4)):  # the files count, whatever the job's record says
+        onward = bench.place(CORPUS, msgspec.structs.replace(spec, lora=lora))
+        bench.train(onward)
+        one, two = (bench.store.acquire(AdapterRef("learned", version)) for version in (1, 2))
+        torch.testing.assert_close(logits(base, one), logits(base, two))
+        for site, pair in two.sites.items():
+            assert max(pair.a_blocks, pair.b_blocks) == 2 and pair.a_RD.shape == one.sites[site].a_RD.shape
+        saved = json.loads((bench.folder.adapter(AdapterRef("learned", 2)) / "adapter_config.json").read_text())
+        assert saved["use_bdlora"]["nblocks"] == 2
+        bench.store.release(AdapterRef("learned", 2))
+        bench.store.drop(AdapterRef("learned", 2))
 
 
 def test_what_cannot_start_says_why(base: Base, tmp_path: Path) -> None:
