@@ -1,78 +1,170 @@
-"""An adapter's matrices in one contiguous piece of memory, so that one copy moves all of them."""
+"""An adapter's matrices back to back in few large pieces of memory, so that few copies move all of them.
+
+Each matrix begins at a line of the GPU's cache. For the kernels b_OR's rows are padded to whole vectors; on a CPU they are not, as
+its products would differ in the last bits. An adapter has hundreds of matrices, so nothing here is done for each of them while a step waits: their views are made when they are asked
+for, and the kernels' table of addresses is made by adding one address to the layout's offsets.
+"""
 
 from __future__ import annotations
 
-from dataclasses import replace
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
 
 import torch
 from torch import Tensor
 
+from coserve.kernels.lora.segmented.adapter_table import NO_ENTRY
+from coserve.kernels.lora.types import VECTOR, LoraPair, TableEntry
 from coserve.memory.buffer import aligned
 from coserve.model.lora import LoraWeights
 
+_EMPTY = torch.empty(0)
+BLOCK = 8 << 20
+"""Bytes of a piece of host memory. Torch rounds pinned memory up to a power of two, and others' CUDA calls wait while it is
+allocated."""
+REST = 0.001
+"""Seconds between two allocations of pinned memory, for the CUDA calls of others."""
+
+
+@dataclass(frozen=True)
+class SitePlace:
+    """Where one pair lies. Offsets in elements."""
+
+    piece: int
+    a_at: int
+    """In the piece."""
+    b_at: int
+    columns: int
+    """Of b_OR's rows, padding included."""
+    a_shape: tuple[int, int]
+    b_shape: tuple[int, int]
+    like: LoraPair
+    """All else of the pair; its matrices are empty."""
+
+
+class PackedLayout:
+    """Where an adapter's matrices lie, site by site, a_RD before b_OR."""
+
+    def __init__(self, weights: LoraWeights, block: int = BLOCK, vector: int = 1) -> None:
+        """`block`: most bytes of a piece, if its pairs are no larger; b_OR's rows are padded to a multiple of `vector`."""
+        self.for_kernels = vector == VECTOR and all(pair.blocks == 1 for pair in weights.sites.values())
+        """Whether the kernels can read all pairs as they lie."""
+        self.places: dict[str, SitePlace] = {}
+        self.bounds = [0]
+        """Bytes: piece i is `bounds[i]` to `bounds[i + 1]`. A pair lies in one piece."""
+        dtypes = {matrix.dtype for pair in weights.sites.values() for matrix in (pair.a_RD, pair.b_OR)}
+        assert len(dtypes) <= 1, f"expected matrices of one dtype, got {sorted(map(str, dtypes))}"
+        self.dtype = dtypes.pop() if dtypes else torch.float32
+        first = at = 0
+        for name, pair in weights.sites.items():
+            columns = -(-pair.b_OR.shape[1] // vector) * vector
+            a_bytes = aligned(pair.a_RD.nbytes)
+            b_bytes = aligned(pair.b_OR.shape[0] * columns * self.dtype.itemsize)
+            if at > first and at + a_bytes + b_bytes - first > block:
+                self.bounds.append(at)
+                first = at
+            a_at, b_at = ((at + before - first) // self.dtype.itemsize for before in (0, a_bytes))
+            shapes = (pair.a_RD.shape[0], pair.a_RD.shape[1]), (pair.b_OR.shape[0], pair.b_OR.shape[1])
+            like = replace(pair, a_RD=_EMPTY, b_OR=_EMPTY, main_grads=None)
+            self.places[name] = SitePlace(len(self.bounds) - 1, a_at, b_at, columns, *shapes, like)
+            at += a_bytes + b_bytes
+        self.bounds.append(at)
+
+    @property
+    def bytes(self) -> int:
+        return self.bounds[-1]
+
+
+class PackedSites(Mapping[str, LoraPair]):
+    """An adapter's pairs, as views of pieces of memory."""
+
+    def __init__(self, pieces: Sequence[Tensor], layout: PackedLayout) -> None:
+        """`pieces`: uint8, one for each of the layout's."""
+        self.pieces, self.layout = tuple(pieces), layout
+        self._pairs: dict[str, LoraPair] = {}
+
+    def __getitem__(self, name: str) -> LoraPair:
+        pair = self._pairs.get(name)
+        if pair is None:
+            pair = self._pairs[name] = self._pair(self.layout.places[name])
+        return pair
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.layout.places)
+
+    def __len__(self) -> int:
+        return len(self.layout.places)
+
+    def entries(self, names: Sequence[str]) -> list[TableEntry]:
+        """The entries of these sites in the kernels' table, in order. Makes no views."""
+        addresses, size, found = (
+            [piece.data_ptr() for piece in self.pieces],
+            self.layout.dtype.itemsize,
+            list[TableEntry](),
+        )
+        for name in names:
+            place = self.layout.places.get(name)
+            if place is None:
+                found.append(NO_ENTRY)
+            else:
+                at = addresses[place.piece]
+                a, b = at + place.a_at * size, at + place.b_at * size
+                found.append(TableEntry(a, b, 0, 0, place.a_shape[0], place.like.scaling))
+        return found
+
+    def _pair(self, place: SitePlace) -> LoraPair:
+        memory = self.pieces[place.piece].view(self.layout.dtype)
+        start, (rows, width), (out, rank) = memory.storage_offset(), place.a_shape, place.b_shape
+        a_RD = memory.as_strided((rows, width), (width, 1), start + place.a_at)
+        b_OR = memory.as_strided((out, rank), (place.columns, 1), start + place.b_at)
+        return replace(place.like, a_RD=a_RD, b_OR=b_OR)
+
+    @torch.no_grad()
+    def fill(self, source: Mapping[str, LoraPair]) -> None:
+        """Copy all pairs from `source`."""
+        for name, place in self.layout.places.items():
+            pair, own = source[name], self._pair(place)
+            own.a_RD.copy_(pair.a_RD)
+            if place.columns > own.b_OR.shape[1]:
+                own.b_OR.as_strided((own.b_OR.shape[0], place.columns), (place.columns, 1)).zero_()
+            own.b_OR.copy_(pair.b_OR)
+
 
 def packed_bytes(weights: LoraWeights) -> int:
-    """Bytes of an adapter's matrices back to back, each aligned (`memory.buffer.ALIGNMENT`)."""
-    return sum(aligned(pair.a_RD.nbytes) + aligned(pair.b_OR.nbytes) for pair in weights.sites.values())
+    """Bytes of the adapter's layout."""
+    return layout_of(weights).bytes
 
 
-def views(bytes_N: Tensor, like: LoraWeights) -> LoraWeights:
-    """An adapter of the shapes of `like` whose matrices are views of `bytes_N` (uint8), back to back."""
-    at = 0
-
-    def view(matrix: Tensor) -> Tensor:
-        nonlocal at
-        part = bytes_N[at : at + matrix.nbytes].view(matrix.dtype).view(matrix.shape)
-        at += aligned(matrix.nbytes)
-        return part
-
-    sites = {
-        name: replace(pair, a_RD=view(pair.a_RD), b_OR=view(pair.b_OR), main_grads=None)
-        for name, pair in like.sites.items()
-    }  # a before b, site by site
-    return LoraWeights(like.settings, sites)
+def layout_of(weights: LoraWeights) -> PackedLayout:
+    """The layout that the adapter has, or would have."""
+    return weights.sites.layout if isinstance(weights.sites, PackedSites) else PackedLayout(weights)
 
 
-def packed(weights: LoraWeights, *, pinned: bool) -> LoraWeights:
-    """A copy in one piece of host memory; `pinned`: in memory that a GPU copies from asynchronously."""
-    bytes_N = torch.empty(packed_bytes(weights), dtype=torch.uint8, pin_memory=pinned)
-    copy = views(bytes_N, weights)
-    _copy(weights, copy)
-    return copy
+def packed(weights: LoraWeights, *, pinned: bool, block: int = BLOCK) -> LoraWeights:
+    """A copy in host memory, laid out for the kernels, in pieces of up to `block` bytes; `pinned`: in memory that a GPU copies from asynchronously."""
+    layout = PackedLayout(weights, block, VECTOR)
+    pieces = list[Tensor]()
+    for first, end in pairwise(layout.bounds):
+        pieces.append(torch.empty(end - first, dtype=torch.uint8, pin_memory=pinned))
+        if pinned:
+            time.sleep(REST)
+    copy = PackedSites(pieces, layout)
+    copy.fill(weights.sites)
+    return LoraWeights(weights.settings, copy)
 
 
 def copied_into(bytes_N: Tensor, weights: LoraWeights) -> LoraWeights:
-    """Copies an adapter into `bytes_N` (uint8, at least `packed_bytes`) and returns its views there.
+    """Copies an adapter into `bytes_N` (uint8, at least its layout's bytes) and returns its views there.
 
     The copy of an adapter that `packed` made is asynchronous if it is pinned: torch keeps the source until it ends.
     """
-    copy = views(bytes_N, weights)
-    source = one_piece(weights)
-    if source is None:
-        _copy(weights, copy)
+    layout = layout_of(weights)
+    copy = PackedSites([bytes_N[first:end] for first, end in pairwise(layout.bounds)], layout)
+    if isinstance(weights.sites, PackedSites):
+        for ours, theirs in zip(copy.pieces, weights.sites.pieces, strict=True):
+            ours.copy_(theirs, non_blocking=True)
     else:
-        bytes_N[: source.numel()].copy_(source, non_blocking=True)
-    return copy
-
-
-def one_piece(weights: LoraWeights) -> Tensor | None:
-    """uint8 (N): the memory of an adapter that `packed` made; None for any other."""
-    matrices = _matrices(weights)
-    if not matrices or len({matrix.untyped_storage().data_ptr() for matrix in matrices}) != 1:
-        return None
-    storage = matrices[0].untyped_storage()
-    bytes_N = torch.empty(0, dtype=torch.uint8, device=matrices[0].device).set_(storage)
-    if bytes_N.numel() != packed_bytes(weights) or not all(matrix.is_contiguous() for matrix in matrices):
-        return None
-    expected = [matrix.data_ptr() for matrix in _matrices(views(bytes_N, weights))]
-    return bytes_N if expected == [matrix.data_ptr() for matrix in matrices] else None
-
-
-def _matrices(weights: LoraWeights) -> list[Tensor]:
-    return [matrix for pair in weights.sites.values() for matrix in (pair.a_RD, pair.b_OR)]
-
-
-@torch.no_grad()
-def _copy(source: LoraWeights, target: LoraWeights) -> None:
-    for ours, theirs in zip(_matrices(target), _matrices(source), strict=True):
-        ours.copy_(theirs)
+        copy.fill(weights.sites)
+    return LoraWeights(weights.settings, copy)

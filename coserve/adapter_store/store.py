@@ -211,6 +211,11 @@ class AdapterStore:
         """Free pages that `activate` takes."""
         return self._in_pages.needs(self._entries[ref])
 
+    def to_copy(self, ref: AdapterRef) -> int:
+        """Bytes that `activate` copies: none if the adapter is in pages."""
+        entry = self._entries[ref]
+        return 0 if entry.gpu is not None else entry.size
+
     def activate(self, ref: AdapterRef) -> Activated | None:
         """An acquired adapter in pages, until as many calls of `deactivate`; None if there is no room for it now, or its
         host copy is being read. Not for one that has a `failure`."""

@@ -6,6 +6,7 @@ import asyncio
 import logging
 import os
 import socket
+import sys
 import threading
 import time
 from collections.abc import Callable, Coroutine
@@ -53,6 +54,9 @@ from coserve.warmup.parts import FIRST, STEP_PARTS
 log = logging.getLogger(__name__)
 
 EXACT_THREADS = 2
+SWITCH_INTERVAL = 2e-5
+"""Seconds after which a thread gives the interpreter to another. A step frees it and takes it back with every operation: at
+Python's 5 ms, beside a thread that compiles or reads an adapter, it would wait so long a thousand times."""
 
 
 def build_engine(
@@ -249,6 +253,7 @@ def serve(config: Config, fd: int, warm_up: StartedWarmUp | None) -> None:
     set_up_logging("engine", LogSettings.of(config))
     disable_progress_bar()
     torch.set_num_threads(config.threads or default_threads())
+    sys.setswitchinterval(SWITCH_INTERVAL)
     watch_compilations()
     run_to_exit(_run(config, fd, warm_up))
 

@@ -38,12 +38,18 @@ class AdapterSource(Protocol):
     def failure(self, ref: AdapterRef) -> Exception | None: ...
     def reading(self, ref: AdapterRef) -> bool: ...
     def needs(self, ref: AdapterRef) -> int: ...
+    def to_copy(self, ref: AdapterRef) -> int: ...
     def activate(self, ref: AdapterRef) -> Activated | None: ...
     def deactivate(self, ref: AdapterRef) -> None: ...
 
 
 SCORED_TOKENS = 512
 """Most tokens of a step that belong to prompts which are scored: logits are kept for each of them, not for the last only."""
+
+
+LOADED_BYTES = 256 << 20
+"""Bytes of adapters that a step copies into pages, from which on no further adapter is loaded in it: some milliseconds, for
+which the sequences that run wait."""
 
 
 @dataclass(frozen=True)
@@ -75,18 +81,23 @@ class Scheduler:
         max_running: int,
         step_tokens: int,
         scored_tokens: int = SCORED_TOKENS,
+        loaded_bytes: int = LOADED_BYTES,
     ) -> None:
-        """`scored_tokens`: most tokens of a step that belong to prompts which are scored."""
+        """`scored_tokens`: most tokens of a step that belong to prompts which are scored; `loaded_bytes`: of adapters, from
+        which on a step loads no further one."""
         # No more than a step holds: then every decode is in every step, and a prompt under way always moves.
         self._pages, self._max_running = pages, min(max_running, step_tokens)
         self.budget = StepBudget(step_tokens)
         self._adapters, self._scored_tokens = adapters, scored_tokens
+        self._loaded_bytes = loaded_bytes
         self._waiting: list[SequenceState] = []
         self._active: list[SequenceState] = []
         self.failed: list[tuple[SequenceState, Exception]] = []
         """Sequences whose adapters cannot be loaded any more, and why; the caller removes both."""
         self.started: list[SequenceState] = []
         """Sequences that `plan` made active for the first time; the caller removes them."""
+        self._loaded = 0
+        """Bytes of adapters that were loaded for the step being planned."""
         self.preemptions = 0
         self.prefix_queries = 0
         """Tokens of the sequences that looked for pages of others, each counted when it first became active."""
@@ -121,6 +132,7 @@ class Scheduler:
             self._preempt(self._active[-1])
         for sequence in self._active:
             self._label(sequence)
+        self._loaded = 0
         before = self.preemptions
         shares = [Share(s, 1) for s in tuple(self._active) if s.pending == 1 and self._grow(s, before)]
         budget = self.budget.tokens - len(shares)
@@ -204,10 +216,13 @@ class Scheduler:
             self.failed.append((sequence, error))
             return False
         # Counted first: an adapter that was loaded for nothing would have evicted others, at every step again.
+        if self._loaded >= self._loaded_bytes and ref is not None and self._adapters.to_copy(ref):
+            return False
         if others + (0 if ref is None else self._adapters.needs(ref)) > self._pages.free_pages:
             return False
         if ref is None:
             return True
+        self._loaded += self._adapters.to_copy(ref)
         # What this raises is not contained: pages may have moved, and no sequence was told.
         activated = self._adapters.activate(ref)
         if activated is None:

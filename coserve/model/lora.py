@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from types import MethodType
 from typing import cast
@@ -23,7 +23,7 @@ class LoraWeights:
     """One adapter: its pair at each site that it changes, by the site's name, in the compute dtype."""
 
     settings: LoraSettings
-    sites: dict[str, LoraPair]
+    sites: Mapping[str, LoraPair]
 
 
 @dataclass(frozen=True)

@@ -73,6 +73,9 @@ class Memory:
     def needs(self, ref: AdapterRef) -> int:
         return self.store.needs(ref)
 
+    def to_copy(self, ref: AdapterRef) -> int:
+        return self.store.to_copy(ref)
+
     def activate(self, ref: AdapterRef) -> Activated | None:
         activated = self.store.activate(ref)
         if activated is not None:

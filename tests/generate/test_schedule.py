@@ -9,11 +9,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from coserve.adapter_store.pages import Activated
 from coserve.generate.schedule import Scheduler, Share
 from coserve.generate.sequence_state import SequenceState
 from coserve.link import Generate
 from coserve.memory.pages import PagePool
-from coserve.types import AdapterRef, FinishReason, SamplingParams, Slo
+from coserve.model.lora import LoraWeights
+from coserve.types import AdapterRef, FinishReason, LoraSettings, SamplingParams, Slo
 from tests.support.examples import examples
 
 
@@ -52,12 +54,39 @@ class NoAdapters:
     def needs(self, ref: AdapterRef) -> int:
         raise NotImplementedError
 
-    failure = activate = deactivate = needs
+    failure = activate = deactivate = to_copy = needs
 
 
-def sequence(arrival: int, prompt: int, max_tokens: int) -> SequenceState:
+class Adapters:
+    """Each of 100 bytes and no pages."""
+
+    def __init__(self) -> None:
+        self.loaded: list[AdapterRef] = []
+
+    def failure(self, ref: AdapterRef) -> Exception | None:
+        return None
+
+    def reading(self, ref: AdapterRef) -> bool:
+        return False
+
+    def needs(self, ref: AdapterRef) -> int:
+        return 0
+
+    def to_copy(self, ref: AdapterRef) -> int:
+        return 0 if ref in self.loaded else 100
+
+    def activate(self, ref: AdapterRef) -> Activated:
+        if ref not in self.loaded:
+            self.loaded.append(ref)
+        return Activated(LoraWeights(LoraSettings(), {}), {})
+
+    def deactivate(self, ref: AdapterRef) -> None:
+        pass
+
+
+def sequence(arrival: int, prompt: int, max_tokens: int, adapter: AdapterRef | None = None) -> SequenceState:
     request = Generate(
-        id=str(arrival), prompt=(0,) * prompt, sampling=SamplingParams(), adapter=None, slo=Slo(ttft=1, tpot=1)
+        id=str(arrival), prompt=(0,) * prompt, sampling=SamplingParams(), adapter=adapter, slo=Slo(ttft=1, tpot=1)
     )
     return SequenceState(request, arrival, max_tokens, frozenset(), [0] * prompt)
 
@@ -119,6 +148,21 @@ def test_everything_ends_and_nothing_is_left(
             ended += 1
         assert len(scheduler) == len(live)
     assert source.pool.used == 0
+
+
+def test_a_step_loads_few_adapters() -> None:
+    """Those that run wait for the copies."""
+    scheduler = Scheduler(Source(100, 4), Adapters(), max_running=20, step_tokens=100, loaded_bytes=150)
+    for arrival, adapter in enumerate("abcdaaef"):
+        scheduler.add(sequence(arrival, 3, 50, AdapterRef(adapter, 1)))
+    started = []
+    for _ in range(4):
+        for share in scheduler.plan():
+            share.sequence.computed += share.tokens
+            share.sequence.push(1)
+        started.append([own.number for own in scheduler.started])
+        scheduler.started = []
+    assert started == [[0, 1], [2, 3, 4, 5], [6, 7], []]
 
 
 def test_decodes_go_before_prefill_and_chunks_fill_the_step() -> None:

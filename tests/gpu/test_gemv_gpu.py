@@ -7,7 +7,7 @@ import torch
 
 from coserve.kernels.gemm.gemv import gemv, shapes_of
 from coserve.kernels.lora import reference
-from coserve.kernels.lora.segmented.adapter_table import Slots
+from coserve.kernels.lora.segmented.adapter_table import Slots, table_entries
 from coserve.kernels.lora.segmented.tiles import StepTiles, cut
 from coserve.kernels.lora.segments import Segments
 from coserve.kernels.lora.types import LoraPair
@@ -28,7 +28,7 @@ def test_single_row_in_a_graph(inputs: int, sizes: tuple[int, ...]) -> None:
     slots, step = Slots(3, len(sizes), device), StepTiles(8, 1, 2, 1, device)
     pairs = [[LoraPair(draw(rank, inputs) * 0.02, draw(size, rank) * 0.02, 0.5) for size in sizes] for rank in ranks]
     for slot, own in enumerate(pairs):
-        slots.put(slot, own)
+        slots.put(slot, *table_entries(own))
     for shape in shapes_of(inputs, sizes):
 
         def run(shape: tuple[int, int] = shape) -> torch.Tensor:

@@ -5,7 +5,7 @@ import torch
 
 from coserve.kernels.gemm.gemv import gemv, shapes_of
 from coserve.kernels.lora import reference
-from coserve.kernels.lora.segmented.adapter_table import Slots
+from coserve.kernels.lora.segmented.adapter_table import Slots, table_entries
 from coserve.kernels.lora.segmented.tiles import StepTiles, cut
 from coserve.kernels.lora.segments import Segments
 from coserve.kernels.lora.types import LoraPair
@@ -24,7 +24,7 @@ def test_one_row_with_its_adapter(sizes: tuple[int, ...], rank: int, bias: bool)
         LoraPair(torch.randn(rank or 4, 72, generator=g), torch.randn(size, rank or 4, generator=g), 0.5)
         for size in sizes
     ]
-    slots.put(2, pairs)
+    slots.put(2, *table_entries(pairs))
     segments = Segments((0, 1), (2 if rank else -1,))
     step.load(cut(segments, (0, 0, rank), 8))
     expected = base

@@ -9,9 +9,10 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from coserve.adapter_store.entry import Entry
-from coserve.adapter_store.packing import one_piece, packed, packed_bytes
+from coserve.adapter_store.packing import PackedSites, packed, packed_bytes
 from coserve.adapter_store.pages import Activated, AdapterPages
-from coserve.kernels.lora.types import LoraPair
+from coserve.kernels.lora.segmented.adapter_table import NO_ENTRY
+from coserve.kernels.lora.types import VECTOR, LoraPair, TableEntry
 from coserve.memory.buffer import ALIGNMENT, PageBuffer
 from coserve.model.lora import LoraWeights
 from coserve.types import AdapterRef, LoraSettings
@@ -58,24 +59,38 @@ def test_matrices_in_pages_are_contiguous_and_begin_at_a_line(dtype: torch.dtype
     assert same(activated.weights, source)
     assert buffer.pool.used == pages.pages(own) == -(-packed_bytes(source) // PAGE)
     for pair in activated.weights.sites.values():
+        assert pair.a_RD.is_contiguous()
+        assert pair.b_OR.is_contiguous()
         for matrix in (pair.a_RD, pair.b_OR):
-            assert matrix.is_contiguous()
             assert (matrix.data_ptr() - buffer.bytes.data_ptr()) % ALIGNMENT == 0
 
 
-def test_what_is_packed_goes_over_in_one_copy() -> None:
-    source = adapter(0, 3)
-    whole = packed(source, pinned=False)
+def test_a_packed_adapter_goes_over_piece_by_piece() -> None:
+    source = adapter(0, 3, sites=4)
+    whole = packed(source, pinned=False, block=3 * PAGE)
     assert same(whole, source)
-    assert one_piece(source) is None
-    one = one_piece(whole)
-    assert one is not None
-    assert one.numel() == packed_bytes(source)
-    part = LoraWeights(whole.settings, {"site1": whole.sites["site1"]})
-    assert one_piece(part) is None
-    activated = pages_in(PageBuffer(20, PAGE, CPU)).activate(entry(0, whole))
+    assert isinstance(whole.sites, PackedSites)
+    assert len(whole.sites.pieces) > 1
+    for pair in whole.sites.values():
+        assert pair.b_OR.stride() == (VECTOR, 1)
+        assert not pair.b_OR.as_strided((7, VECTOR), (VECTOR, 1))[:, 3:].any(), "rows are padded with zeros"
+    activated = pages_in(PageBuffer(40, PAGE, CPU)).activate(entry(0, whole))
     assert activated is not None
     assert same(activated.weights, source)
+
+
+@pytest.mark.parametrize("rank", [3, 8])
+def test_table_entries_are_those_of_the_pairs(rank: int) -> None:
+    """Without views of the matrices: there are hundreds, and a step waits."""
+    source = adapter(0, rank, sites=3)
+    sites = packed(source, pinned=False).sites
+    assert isinstance(sites, PackedSites)
+    names = ["site2", "other", "site0"]
+    expected = [sites.get(name) for name in names]
+    assert sites.entries(names) == [
+        NO_ENTRY if pair is None else TableEntry(pair.a_RD.data_ptr(), pair.b_OR.data_ptr(), 0, 0, rank, pair.scaling)
+        for pair in expected
+    ]
 
 
 def test_an_adapter_of_no_sites_has_a_page() -> None:

@@ -16,6 +16,7 @@ def test_no_gpu_no_numbers() -> None:
 def test_allocations_are_counted() -> None:
     device = torch.device("cuda")
     torch.cuda.empty_cache()  # of tests before this one
+    torch.cuda.reset_peak_memory_stats(device)
     kept = [torch.empty(64 << 20, dtype=torch.uint8, device=device)]
     before = allocator_stats(device)
     kept += [

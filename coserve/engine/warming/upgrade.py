@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 from coserve.engine.warming.client import WarmUpClient
 from coserve.generate.execution.graph_executor import GraphExecutor
-from coserve.generate.execution.start import COMPILING, Compilation, giving_way
+from coserve.generate.execution.start import COMPILING, Compilation
 from coserve.generate.generator import Generator
 from coserve.link import EngineWarming
 from coserve.types import JobSpec
@@ -66,8 +66,7 @@ class Upgrade:
         began = self._clock()
         self._compilation.compile()
         compiled = self._clock()
-        with giving_way():
-            self._preload_kernels(self._compilation)
+        self._preload_kernels(self._compilation)
         log.info(
             "layers compiled in %.1f s, their kernels loaded in %.1f s", compiled - began, self._clock() - compiled
         )

@@ -7,10 +7,11 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
+from coserve.adapter_store.packing import PackedSites
 from coserve.generate.execution.footprint import LoraFootprint
-from coserve.kernels.lora.segmented.adapter_table import RANK_BLOCK, SiteTable, Slots
+from coserve.kernels.lora.segmented.adapter_table import RANK_BLOCK, SiteTable, Slots, table_entries
 from coserve.kernels.lora.segments import Segments
-from coserve.kernels.lora.types import SiteGroup
+from coserve.kernels.lora.types import SiteGroup, TableEntry
 from coserve.model.lora import LoraWeights
 from coserve.types import AdapterRef
 
@@ -71,7 +72,15 @@ class AdapterSlots:
             assert oldest not in wanted, "expected a slot for each adapter of a step"
             self.free(oldest)
         slot = self._free[-1]
-        self._table.put(slot, [weights.sites.get(name) for name in self._names])  # may find no memory
+        entries, owner = _entries(weights, self._names)
+        self._table.put(slot, entries, owner)  # may find no memory
         self._slots[ref] = self._free.pop()
-        self.ranks[slot] = max((pair.rank for pair in weights.sites.values()), default=0)
+        self.ranks[slot] = max(entry.rank for entry in entries)
         self.groups[slot] = frozenset(self._groups[name] for name in weights.sites)
+
+
+def _entries(weights: LoraWeights, names: Sequence[str]) -> tuple[list[TableEntry], object]:
+    """An adapter's table entries by site, and what keeps its memory alive."""
+    if isinstance(weights.sites, PackedSites) and weights.sites.layout.for_kernels:  # as the store's GPU copies are
+        return weights.sites.entries(names), weights
+    return table_entries([weights.sites.get(name) for name in names])

@@ -8,9 +8,7 @@ stacking of weights before the first request, the first steps of the graph execu
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -39,9 +37,6 @@ COMPILED = (
 NO_GEMMS = "generation: torch's own GEMM kernels run, as the warm-up could not measure which are faster"
 INDUCTOR = {"combo_kernels": True}
 """Options of torch.compile: small kernels that do not depend on each other run as one (rotary of q and of k)."""
-SWITCH_INTERVAL = 2e-5
-"""Seconds after which the compiling thread gives way. A step takes and frees the interpreter with every operation: at
-Python's 5 ms it would wait so long a thousand times."""
 
 
 class WarmKernels(Protocol):
@@ -83,11 +78,10 @@ class Compilation:
             choice = self._warm.gemms(self._fused.stacked, self._fused.base.device)
             self._fused.gemms = self._shadow.gemms = choice or GemmChoice()
             self._gemms_missing = choice is None
-        with giving_way():
-            try:
-                self._shadow.check()
-            except (TorchDynamoException, UnsupportedBase) as error:
-                self._refusal = _refusal(self._fused.base, error)
+        try:
+            self._shadow.check()
+        except (TorchDynamoException, UnsupportedBase) as error:
+            self._refusal = _refusal(self._fused.base, error)
         self._done = True
 
     def preload_executor(self, kv: KvCache) -> GraphExecutor | None:
@@ -190,14 +184,3 @@ def wake_compiler(device: torch.device) -> None:
 
 def _halved(x: torch.Tensor) -> torch.Tensor:
     return (x / 2).sum()
-
-
-@contextmanager
-def giving_way() -> Iterator[None]:
-    """Other threads get the interpreter soon, and often."""
-    before = sys.getswitchinterval()
-    sys.setswitchinterval(SWITCH_INTERVAL)
-    try:
-        yield
-    finally:
-        sys.setswitchinterval(before)

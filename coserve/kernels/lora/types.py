@@ -23,7 +23,7 @@ class MainGrads:
     b_OR: Tensor  # noqa: N815
 
 
-class Entry(NamedTuple):
+class TableEntry(NamedTuple):
     """A pair as the kernels' table lists it: addresses of its matrices and of their `MainGrads` (0: none), rank, scaling."""
 
     a: int
@@ -80,7 +80,7 @@ class LoraPair:
         return LoraPair(a_RD, b_OR, self.scaling)
 
     @cached_property
-    def entry(self) -> Entry | None:
+    def entry(self) -> TableEntry | None:
         """None where the kernels cannot read the pair as it lies: contiguous, aligned, b_OR's rows whole vectors."""
         if self.blocks > 1 or self.b_OR.shape[1] % VECTOR or not (is_aligned(self.a_RD) and is_aligned(self.b_OR)):
             return None
@@ -92,7 +92,7 @@ class LoraPair:
             )
             assert all(own.data_ptr() % ALIGNMENT == 0 for own in both), "expected sums at whole vectors"
             sums = both[0].data_ptr(), both[1].data_ptr()
-        return Entry(self.a_RD.data_ptr(), self.b_OR.data_ptr(), *sums, self.rank, self.scaling)
+        return TableEntry(self.a_RD.data_ptr(), self.b_OR.data_ptr(), *sums, self.rank, self.scaling)
 
 
 def block_diagonal(packed: Tensor, blocks: int) -> Tensor:

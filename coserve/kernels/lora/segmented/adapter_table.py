@@ -12,11 +12,11 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from coserve.kernels.lora.types import VECTOR, Entry, LoraPair, is_aligned
+from coserve.kernels.lora.types import VECTOR, LoraPair, TableEntry, is_aligned
 
 RANK_BLOCK = 16
 """Ranks are processed in blocks of this many, the least that a tensor core multiplies."""
-NO_ENTRY = Entry(0, 0, 0, 0, 0, 0.0)
+NO_ENTRY = TableEntry(0, 0, 0, 0, 0, 0.0)
 
 
 @dataclass(frozen=True)
@@ -62,17 +62,16 @@ class Slots:
         self.addresses = torch.zeros(slots, sites, 2, dtype=torch.int64, device=device)
         self.ranks = torch.zeros(slots, sites, dtype=torch.int32, device=device)
         self.scalings = torch.zeros(slots, sites, dtype=torch.float32, device=device)
-        self._held: dict[int, tuple[LoraPair | None, ...]] = {}
+        self._held: dict[int, object] = {}
 
-    def put(self, slot: int, pairs: Sequence[LoraPair | None]) -> None:
-        """Point `slot` at one adapter's pairs, one per site, and keep them alive."""
-        assert len(pairs) == self.ranks.shape[1], f"expected {self.ranks.shape[1]} sites, got {len(pairs)}"
-        kept = tuple(None if pair is None else kernel_layout(pair) for pair in pairs)
-        a, b, _, _, ranks, scalings = zip(*map(_entry, kept), strict=True)
+    def put(self, slot: int, entries: Sequence[TableEntry], owner: object) -> None:
+        """Point `slot` at one adapter's matrices, an entry per site, and keep their `owner` alive."""
+        assert len(entries) == self.ranks.shape[1], f"expected {self.ranks.shape[1]} sites, got {len(entries)}"
+        a, b, _, _, ranks, scalings = zip(*entries, strict=True)
         self.addresses[slot].copy_(torch.tensor([a, b], dtype=torch.int64).T)
         self.ranks[slot].copy_(torch.tensor(ranks, dtype=torch.int32))
         self.scalings[slot].copy_(torch.tensor(scalings))
-        self._held[slot] = kept
+        self._held[slot] = owner
 
     def clear(self, slot: int) -> None:
         """Empty `slot`: tokens that still name it get no LoRA terms."""
@@ -90,8 +89,8 @@ def site_table(pairs: Sequence[Sequence[LoraPair | None]], device: torch.device)
     Does not synchronize with the device.
     """
     slots, sites = len(pairs[0]), len(pairs)
-    kept = [None if pair is None else kernel_layout(pair) for slot in zip(*pairs, strict=True) for pair in slot]
-    a, b, sum_a, sum_b, ranks, scalings_ = zip(*map(_entry, kept), strict=True)
+    entries, kept = table_entries([pair for slot in zip(*pairs, strict=True) for pair in slot])
+    a, b, sum_a, sum_b, ranks, scalings_ = zip(*entries, strict=True)
     sizes = torch.tensor(ranks, dtype=torch.int32).view(slots, sites)
     scalings = torch.tensor(scalings_, dtype=torch.float32)
     addresses, sums = (torch.tensor(both, dtype=torch.int64).T.contiguous() for both in ((a, b), (sum_a, sum_b)))
@@ -108,7 +107,7 @@ def site_table(pairs: Sequence[Sequence[LoraPair | None]], device: torch.device)
         at[1].view(torch.int64).view(slots, sites, 2),
         sizes,
     )
-    return table, [pair for pair in kept if pair is not None]
+    return table, kept
 
 
 def _to_device(host: Tensor, device: torch.device) -> Tensor:
@@ -130,11 +129,17 @@ def kernel_layout(pair: LoraPair) -> LoraPair:
     return replace(pair, a_RD=_aligned(pair.a_RD), b_OR=_aligned(b_OR))
 
 
+def table_entries(pairs: Sequence[LoraPair | None]) -> tuple[list[TableEntry], list[LoraPair]]:
+    """An entry for each pair (None: the site is not changed), and the pairs that they point at, in the kernels' layout."""
+    kept = [None if pair is None else kernel_layout(pair) for pair in pairs]
+    return [_entry(pair) for pair in kept], [pair for pair in kept if pair is not None]
+
+
 def _aligned(weight: Tensor) -> Tensor:
     return weight if is_aligned(weight) else weight.detach().clone(memory_format=torch.contiguous_format)
 
 
-def _entry(pair: LoraPair | None) -> Entry:
+def _entry(pair: LoraPair | None) -> TableEntry:
     """The table entry of a pair in the kernels' layout."""
     if pair is None:
         return NO_ENTRY
