@@ -87,7 +87,12 @@ def hint(name: str, place: str, known: Iterable[str]) -> str:
         elsewhere = [path for path in paths if path.rpartition(".")[2] == wanted and path != here + name]
         if elsewhere:
             return f"; did you mean {elsewhere[0]!r}?"
-    near = difflib.get_close_matches(name[:80].lower().replace("-", "_"), beside, n=1, cutoff=NEAR)
+    return near_miss(name[:80].lower().replace("-", "_"), beside)
+
+
+def near_miss(name: str, known: Iterable[str]) -> str:
+    """`"; did you mean 'pirate'?"` for the most similar of the names, or nothing."""
+    near = difflib.get_close_matches(name, list(known), n=1, cutoff=NEAR)
     return f"; did you mean {near[0]!r}?" if near else ""
 
 

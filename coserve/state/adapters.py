@@ -5,9 +5,15 @@ from __future__ import annotations
 import msgspec
 
 from coserve.errors import AdapterNotFound
+from coserve.hints import near_miss
 from coserve.state.database import Database
 from coserve.state.records import AdapterRecord
 from coserve.types import AdapterRef
+
+MAX_SHOWN = 8
+"""Versions that an error lists."""
+MAX_COMPARED = 1000
+"""Names among which a misspelt one is searched."""
 
 _encode = msgspec.msgpack.Encoder().encode
 _decode = msgspec.msgpack.Decoder(AdapterRecord).decode
@@ -60,9 +66,20 @@ class AdapterTable(Database):
             {"id": id, "version": version},
         ).fetchone()
         if row is None:
-            name = id if version is None else f"{id}@{version}"
-            raise AdapterNotFound(f"no adapter {name!r}", field="adapter")
+            raise self._not_found(id, version)
         return _decode(row[0])
+
+    def _not_found(self, id: str, version: int | None) -> AdapterNotFound:
+        """The error for a missing adapter, with the versions that its name has or a name like it."""
+        newest = "SELECT version FROM adapters WHERE id = ? ORDER BY version DESC LIMIT ?"
+        versions = [str(found) for (found,) in self._db.execute(newest, (id, MAX_SHOWN + 1))]
+        name = id if version is None else f"{id}@{version}"
+        if versions:
+            shown = ", ".join(versions[:MAX_SHOWN]) + (", ..." if len(versions) > MAX_SHOWN else "")
+            return AdapterNotFound(f"no adapter {name!r}; versions of {id!r}: {shown}", field="adapter")
+        like = "SELECT DISTINCT id FROM adapters WHERE abs(length(id) - ?) <= 3 LIMIT ?"
+        names = [found for (found,) in self._db.execute(like, (len(id), MAX_COMPARED))]
+        return AdapterNotFound(f"no adapter {name!r}{near_miss(id, names)}", field="adapter")
 
     def current_version(self, id: str) -> int | None:
         """The version that the name means; None for an unknown name."""
@@ -82,7 +99,7 @@ class AdapterTable(Database):
         """Every version, ascending. Raises `AdapterNotFound`."""
         rows = self._db.execute("SELECT record FROM adapters WHERE id = ? ORDER BY version", (id,)).fetchall()
         if not rows:
-            raise AdapterNotFound(f"no adapter {id!r}", field="adapter")
+            raise self._not_found(id, None)
         return [_decode(row[0]) for row in rows]
 
     def adapter_refs(self) -> list[AdapterRef]:

@@ -247,3 +247,24 @@ async def test_a_registry_that_does_not_open_says_so(tmp_path: Path) -> None:
     with pytest.raises(StartupError):
         await thread(lambda r: r.check())
     await thread.close()
+
+
+@pytest.mark.parametrize(
+    ("ref", "says"),
+    [
+        (("pirat", None), "no adapter 'pirat'; did you mean 'pirate'?"),
+        (("Pirate", 1), "no adapter 'Pirate@1'; did you mean 'pirate'?"),
+        (("pirate", 3), "no adapter 'pirate@3'; versions of 'pirate': 2, 1"),
+        (("many", 99), "no adapter 'many@99'; versions of 'many': 10, 9, 8, 7, 6, 5, 4, 3, ..."),
+        (("zebra", None), "no adapter 'zebra'"),
+    ],
+)
+def test_a_missing_adapter_is_answered_with_what_there_is(
+    registry: Registry, ref: tuple[str, int | None], says: str
+) -> None:
+    for name, count in (("pirate", 2), ("many", 10)):
+        for version in range(1, count + 1):
+            import_adapter(registry, make_adapter(id=name, version=version))
+    with pytest.raises(AdapterNotFound) as missing:
+        registry.adapter(*ref)
+    assert missing.value.message == says
