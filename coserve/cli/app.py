@@ -52,6 +52,11 @@ app.command("demo")(demo)
 app.command("config")(show_config)
 
 
+def run(arguments: list[str] | None = None) -> int:
+    """The exit status of a command line, the process's own by default. Every error ends with one line, no traceback."""
+    return run_safely(lambda: app(arguments, prog_name="coserve", standalone_mode=False))
+
+
 def main() -> None:
-    """The console script. Every error ends with one line instead of a traceback."""
-    sys.exit(run_safely(lambda: app(prog_name="coserve")))
+    """The console script."""
+    sys.exit(run())

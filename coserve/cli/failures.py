@@ -10,21 +10,26 @@ import os
 import sys
 import traceback
 from collections.abc import Callable
+from typing import Any
+
+import typer
 
 from coserve.errors import CoserveError, EngineUnavailable, StartupError, Unauthorized, Unreachable
 
 DEBUG = "COSERVE_DEBUG"
 USAGE, FAILED, INTERRUPTED = 2, 1, 130
-"""Exit statuses: the daemon refuses to start, a command failed, Ctrl-C."""
+"""Exit statuses: wrong arguments or settings, a command failed, Ctrl-C."""
+UsageError: Any = typer.BadParameter.__base__
+"""click's error for wrong arguments, wherever typer keeps it."""
 
 
 def run_safely(command: Callable[[], object]) -> int:
-    """Run `command`; the exit status. Every error becomes one line on standard error."""
+    """Run `command`; the exit status, which it may return. Every error becomes one line on standard error."""
     _print_any_text()
     try:
-        command()
+        status = command()
         sys.stdout.flush()
-        return 0
+        return status if isinstance(status, int) else 0
     except SystemExit as leaving:
         return _status(leaving)
     except KeyboardInterrupt:
@@ -41,6 +46,10 @@ def run_safely(command: Callable[[], object]) -> int:
 def explain(error: BaseException) -> str:
     """One line for an error; an unexpected one names its type."""
     match error:
+        case UsageError():
+            message = error.format_message().removesuffix(".")
+            command = "coserve" if error.ctx is None else error.ctx.command_path
+            return f"{message[:1].lower()}{message[1:]} (see {command} --help)"
         case Unauthorized():
             return f"{error}; give the daemon's key with --key or COSERVE_API_KEY"
         case Unreachable(sent=False):
@@ -65,8 +74,9 @@ def explain(error: BaseException) -> str:
 def _failed(error: BaseException) -> int:
     if os.environ.get(DEBUG):
         traceback.print_exception(error)
-    _say(explain(error))
-    return USAGE if isinstance(error, StartupError) else FAILED
+    if not isinstance(error, UsageError) or error.format_message():  # a group without a command has printed its help
+        _say(explain(error))
+    return USAGE if isinstance(error, StartupError | UsageError) else FAILED
 
 
 def _say(line: str) -> None:

@@ -15,7 +15,7 @@ import pytest
 
 import coserve.cli.bench
 import coserve.cli.common
-from coserve.cli.app import app
+from coserve.cli.app import run as run_command
 from coserve.cli.failures import explain, run_safely
 from coserve.client import RetryPolicy
 from coserve.errors import InvalidRequest, QueueFull
@@ -57,7 +57,7 @@ def paths(folder: Path) -> dict[str, str]:
 
 def run(args: list[str], capsys: pytest.CaptureFixture[str]) -> str:
     """The one line that a failing command says."""
-    assert run_safely(lambda: app(args)) in (1, 2)
+    assert run_command(args) in (1, 2)
     said = capsys.readouterr().err
     assert "Traceback" not in said and "unexpected" not in said, said
     assert said.startswith("coserve: ") and said.count("\n") == 1, said
@@ -145,16 +145,28 @@ def test_files_that_are_not_what_they_should_be(
     assert says in run(command, capsys)
 
 
-def test_usage_errors_are_no_tracebacks(capsys: pytest.CaptureFixture[str]) -> None:
-    for command in (
-        ["nope"],
-        ["jobs", "nope"],
-        ["finetune", "a", "/nonexistent"],
-        ["generate"],
-        ["jobs", "list", "--x"],
-    ):
-        assert run_safely(lambda command=command: app(command)) == 2
-        assert "Traceback" not in capsys.readouterr().err
+@pytest.mark.parametrize(
+    ("command", "says"),
+    [
+        (["nope"], "no such command 'nope' (see coserve --help)"),
+        (["jobs", "nope"], "no such command 'nope' (see coserve jobs --help)"),
+        (["finetune", "a", "/nonexistent"], "'/nonexistent' does not exist (see coserve finetune --help)"),
+        (["generate"], "(see coserve generate --help)"),
+        (["jobs", "list", "--x"], "no such option"),
+        (["jobs", "list", "--limit", "many"], "--limit"),
+        (["serve", "one", "--model", "other"], "expected one model, got 'one' and 'other' (see coserve serve --help)"),
+    ],
+)
+def test_wrong_arguments_end_in_one_line(command: list[str], says: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert says in run(command, capsys)
+    assert run_command(command) == 2
+
+
+def test_a_group_without_a_command_prints_its_help(capsys: pytest.CaptureFixture[str]) -> None:
+    for command in ([], ["jobs"]):
+        assert run_command(command) in (0, 2)
+        shown = capsys.readouterr()
+        assert "Usage" in shown.out + shown.err and "coserve: " not in shown.err
 
 
 def test_an_error_that_nobody_foresaw_says_how_to_see_more(
