@@ -53,7 +53,7 @@ def explain(error: BaseException) -> str:
         case Unauthorized():
             return f"{error}; give the daemon's key with --key or COSERVE_API_KEY"
         case Unreachable(sent=False):
-            return f"{error}; is it running (coserve serve)? --url or COSERVE_URL say where"
+            return f"{error} (coserve serve; --url or COSERVE_URL)"
         case EngineUnavailable() | StartupError():
             return str(error)
         case CoserveError():

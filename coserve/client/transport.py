@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import os
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -108,7 +109,10 @@ class HttpTransport:
                 allow_redirects=False,
             )
         except (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError) as error:
-            raise Unreachable(f"no daemon answers at {self._base_url}: {error}") from error
+            address = _address(self._base_url)
+            raise Unreachable(
+                f"no daemon answers at {address}: {_reason(error)}; check that it runs and that the URL is right"
+            ) from error
         except (aiohttp.ClientError, TimeoutError) as error:
             raise Unreachable(f"the connection to {self._base_url} broke: {_name(error)}", sent=True) from error
         finally:
@@ -130,6 +134,23 @@ def _check_url(text: str) -> None:
         sound = False
     if not sound:
         raise InvalidRequest(f"expected a URL like http://127.0.0.1:8000, got {text!r}", field="base_url")
+
+
+def _address(base_url: str) -> str:
+    """`host:port`."""
+    url = URL(base_url)
+    host = url.host or ""
+    return f"[{host}]:{url.port}" if ":" in host else f"{host}:{url.port}"
+
+
+def _reason(error: aiohttp.ClientConnectorError | aiohttp.ConnectionTimeoutError) -> str:
+    """Why no connection was made, in the system's words."""
+    if isinstance(error, aiohttp.ConnectionTimeoutError):
+        return f"no connection within {CONNECT_TIMEOUT:g} s"
+    cause = getattr(error, "os_error", None)  # an error about certificates has none
+    if not isinstance(cause, OSError):
+        return str(error)
+    return os.strerror(cause.errno) if cause.errno and cause.errno > 0 else cause.strerror or str(cause)
 
 
 def _headers(request: Request) -> dict[str, str]:

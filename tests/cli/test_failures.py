@@ -84,11 +84,11 @@ def test_no_daemon_answers_as_it_should(
 
 
 ADDRESSES = {
-    NOBODY: "is it running",
+    NOBODY: "no daemon answers at 127.0.0.1:1: Connection refused; check that it runs and that the URL is right (coserve",
     "localhost:8000": "expected a URL",
     "http://": "expected a URL",
     "": "URL",
-    "http://no-such-host.invalid": "no daemon answers",
+    "http://no-such-host.invalid": "no daemon answers at no-such-host.invalid:80: ",
 }
 
 
