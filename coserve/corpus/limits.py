@@ -16,7 +16,7 @@ def check_training(training: TrainingSettings) -> None:
     at_least: dict[str, float] = {
         "steps": 1,
         "batch_tokens": 1,
-        "micro_batch_tokens": 1,
+        "micro_batch_tokens": 2,
         "max_length": 2,
         "warmup_steps": 0,
         "max_grad_norm": 0,

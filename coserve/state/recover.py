@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import logging
 
-from coserve.errors import JobNotFound
 from coserve.names import ADAPTER_FILES
 from coserve.schemas import ErrorInfo
 from coserve.state.durable import remove_dir
@@ -31,8 +30,8 @@ def recover(registry: Registry, folder: DataFolder) -> list[JobRecord]:
     for name in folder.sweep():
         log.info("removed what an interrupted write left: %s", name)
     _match_adapters(registry, folder)
-    _match_jobs(registry, folder)
     jobs = [job for job in registry.unfinished() if _has_corpus(registry, folder, job)]
+    _match_jobs(folder, {job.spec.id for job in jobs})
     for job in jobs:
         drop_unrecorded_checkpoints(folder, job)
     return [_requeue(registry, job) for job in jobs]
@@ -70,17 +69,12 @@ def _remove_empty(folder: DataFolder, known: set[AdapterRef]) -> None:
             remove_dir(entry)
 
 
-def _match_jobs(registry: Registry, folder: DataFolder) -> None:
-    """Delete files of succeeded and cancelled jobs; those of failed jobs stay, to find out why."""
+def _match_jobs(folder: DataFolder, unfinished: set[str]) -> None:
+    """Delete files of jobs that are over or were never accepted: nothing continues from them."""
     for id in folder.job_ids():
-        try:
-            state = registry.job(id).state
-        except JobNotFound:
-            log.info("removed files of job %s, which was never accepted", id)
-        else:
-            if state not in (JobState.SUCCEEDED, JobState.CANCELLED):
-                continue
-        remove_dir(folder.jobs / id)
+        if id not in unfinished:
+            log.info("removed files of job %s, which is over or was never accepted", id)
+            remove_dir(folder.jobs / id)
 
 
 def _has_corpus(registry: Registry, folder: DataFolder, job: JobRecord) -> bool:

@@ -107,6 +107,7 @@ FINETUNE: list[tuple[dict[str, Any], int, str, str | None]] = [
     (JOB | {"training": {"learning_rate": 0}}, 400, BAD, "training.learning_rate"),
     (JOB | {"training": {"learning_rate": "fast"}}, 400, BAD, "training.learning_rate"),
     (JOB | {"training": {"max_length": CONTEXT + 1}}, 400, BAD, "training.max_length"),
+    (JOB | {"training": {"micro_batch_tokens": 1}}, 400, BAD, "training.micro_batch_tokens"),
     (JOB | {"training": {"schedule": "zigzag"}}, 400, BAD, "training.schedule"),
     (JOB | {"training": {"validation_split": 1}}, 400, BAD, "training.validation_split"),
     (JOB | {"training": {"early_stopping_patience": 1}}, 400, BAD, "training.early_stopping_patience"),
@@ -278,7 +279,9 @@ async def test_paths_methods_pages(api: Api) -> None:
     for limit in ("0", "101", "-1", "x", "1e1", "9" * 5000, ""):
         assert (await api.refused(400, BAD, "GET", "/adapters", params={"limit": limit}))["field"] == "limit"
     await api.refused(400, "unknown_field", "GET", "/finetune?page=2")
-    await api.refused(400, BAD, "GET", "/finetune/x/events", headers={"Last-Event-ID": "x"})
+    for sent in ({"headers": {"Last-Event-ID": "x"}}, {"params": {"after": "x"}}):
+        error = await api.refused(400, BAD, "GET", "/finetune/x/events", **sent)
+        assert error["field"] == ("Last-Event-ID" if "headers" in sent else "after")
     async with api.http.put("/generate") as response:
         assert (response.status, response.headers["Allow"]) == (405, "POST")
         assert (await response.json())["error"]["code"] == "method_not_allowed"

@@ -208,6 +208,7 @@ async def test_a_job_goes_on_with_the_next_engine_but_not_for_ever(api: Api) -> 
         api.engine.go_jobs.clear()
     _, failed = await api.call("GET", f"/finetune/{job['id']}")
     assert (failed["state"], failed["error"]["code"]) == ("failed", "engine_crashed")
+    assert api.folder.job_ids() == []
     await api.works()
 
 
@@ -243,6 +244,8 @@ async def test_a_job_that_fails_says_why(api: Api) -> None:
     job = await submit(api)
     failed = await api.job_until(job["id"], "failed")
     assert failed["error"] == {"code": "non_finite_loss", "message": "the loss is nan at step 2", "field": None}
+    await api.settled()
+    assert api.folder.job_ids() == []
     await api.refused(404, "adapter_not_found", "POST", "/generate", json={"prompt": "x", "adapter": "poet"})
 
 
@@ -302,7 +305,7 @@ async def test_before_the_first_engine_nothing_is_taken(tmp_path: Path) -> None:
 async def test_rows_that_lose_a_part_are_told(api: Api) -> None:
     job = await submit(api, data=[*ROWS, {"text": "word " * 200}], training={"steps": 1, "max_length": 16})
     said = [event["message"] for _, event in await api.events(job["id"]) if event["level"] == "warning"]
-    assert said == ["1 of 3 rows were longer than max_length and lost a part"]
+    assert said == ["1 of 3 rows were longer than max_length, the base's context or micro_batch_tokens and lost a part"]
 
 
 async def test_a_full_disk_does_not_keep_the_next_engine_out(api: Api) -> None:

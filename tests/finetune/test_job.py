@@ -26,7 +26,7 @@ def rows_of(steps: BatchPlan, step: int) -> list[int]:
     return [row for micro in steps.step(step).micro_batches for row in micro]
 
 
-@given(LENGTHS, st.integers(1, 3), st.integers(1, 80), st.integers(1, 60), st.integers(0, 5), st.sampled_from([0, 0.3]))
+@given(LENGTHS, st.integers(1, 3), st.integers(1, 80), st.integers(2, 60), st.integers(0, 5), st.sampled_from([0, 0.3]))
 def test_every_epoch_reads_every_row_once(
     lengths: list[int], epochs: int, batch: int, micro: int, seed: int, split: float
 ) -> None:
@@ -131,7 +131,7 @@ BAD = [
     ("epochs", math.inf),
     ("epochs", MAX_EPOCHS + 1.0),
     ("batch_tokens", 0),
-    ("micro_batch_tokens", 0),
+    ("micro_batch_tokens", 1),
     ("max_length", 1),
     ("learning_rate", 0.0),
     ("learning_rate", -1e-4),

@@ -86,7 +86,7 @@ def test_files_of_jobs_that_are_over_go(registry: Registry, folder: DataFolder) 
         lay_job(folder, registry, state.value, version)
         registry.set_state(state.value, state)
     recover(registry, folder)
-    assert folder.job_ids() == ["failed", "paused"]
+    assert folder.job_ids() == ["paused"]
 
 
 def test_rows_without_files_go_with_a_note(

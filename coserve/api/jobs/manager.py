@@ -83,12 +83,13 @@ class JobManager:
             what = "jobs of the last engine"
             unfinished = await self._recorder.retry(lambda: self._registry(_unfinished), what)
             ran = frozenset(id for state, id in unfinished if state is JobState.RUNNING)
-            records = await self._recorder.retry(
-                lambda: self._registry.with_reserve(partial(self._requeue, ran=ran)), what
-            )
-            self._recorder.deaths.update(ran)  # last: an engine that dies meanwhile cancels this, and never ran them
-            open_link()
+            deaths = self._recorder.deaths
+            for id in [id for _, id in unfinished if deaths[id] + (id in ran) >= MAX_DEATHS]:
+                await self._recorder.retry(partial(self._recorder.end, id, partial(_fail_after_deaths, id=id)), what)
+            records = await self._recorder.retry(lambda: self._registry.with_reserve(self._requeue), what)
             left = {record.spec.id for record in records}
+            deaths.update(ran & left)  # last: an engine that dies meanwhile cancels this, and never ran them
+            open_link()
             self._wanted = {id: wanted for id, wanted in self._wanted.items() if id in left}
             self._started.clear()
             for record in records:
@@ -98,18 +99,12 @@ class JobManager:
                     log.warning("job %s waits for another base than this one", record.spec.id)
         self._recorder.watchers.notify_all()
 
-    def _requeue(self, registry: Registry, *, ran: frozenset[str]) -> list[JobRecord]:
-        """The jobs for a new engine. `ran`: those that the last engine ran when it died."""
+    def _requeue(self, registry: Registry) -> list[JobRecord]:
+        """The jobs for a new engine."""
         kept = []
         for record in registry.unfinished():
             id = record.spec.id
             wanted = self._wanted.get(id)
-            if self._recorder.deaths[id] + (id in ran) >= MAX_DEATHS:
-                error = ErrorInfo(
-                    code=EngineCrashed.code, message=f"the engine died {MAX_DEATHS} times while it ran this job"
-                )
-                registry.set_state(id, JobState.FAILED, error=error)
-                continue
             if wanted is not None and record.state.can_become(wanted):
                 record = registry.set_state(id, wanted)
             elif record.state is JobState.RUNNING:
@@ -257,6 +252,11 @@ class JobManager:
         if wanted is JobState.CANCELLED:
             return await self._recorder.end(id, lambda registry: registry.set_state(id, wanted))
         return await self._registry.with_reserve(lambda registry: registry.set_state(id, wanted))
+
+
+def _fail_after_deaths(registry: Registry, *, id: str) -> JobRecord:
+    error = ErrorInfo(code=EngineCrashed.code, message=f"the engine died {MAX_DEATHS} times while it ran this job")
+    return registry.set_state(id, JobState.FAILED, error=error)
 
 
 def _unfinished(registry: Registry) -> list[tuple[JobState, str]]:

@@ -28,7 +28,8 @@ def replacement_notes(job: JobSpec, current: int | None) -> tuple[str, ...]:
 def record_cut_rows(registry: Registry, id: str, corpus: PendingCorpus) -> None:
     """Add an event about rows that were cut. The job stays accepted if the event cannot be written."""
     try:
-        text = f"{corpus.rows_cut} of {corpus.rows} rows were longer than max_length and lost a part"
+        limits = "max_length, the base's context or micro_batch_tokens"
+        text = f"{corpus.rows_cut} of {corpus.rows} rows were longer than {limits} and lost a part"
         registry.record_message(id, text, level="warning")
     except CoserveError as error:
         log.warning("job %s: %s", id, error.message)

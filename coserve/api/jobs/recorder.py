@@ -156,11 +156,10 @@ class JobRecorder:
         record = await self._registry.with_reserve(change)
         self.deaths.pop(id, None)
         self._metrics.job_ended(record.state)
-        if record.state is not JobState.FAILED:
-            try:
-                await asyncio.to_thread(remove_dir, self._folder.job(id))
-            except (OSError, CoserveError) as error:
-                log.warning("job %s: its files stay: %s", id, error)
+        try:
+            await asyncio.to_thread(remove_dir, self._folder.job(id))
+        except (OSError, CoserveError) as error:
+            log.warning("job %s: its files stay until the next start: %s", id, error)
         return record
 
     async def _correct_engine(self, message: JobMessage, error: CoserveError) -> None:

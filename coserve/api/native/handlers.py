@@ -226,7 +226,9 @@ def decode_generate(content: bytes) -> GenerateRequest | TgiRequest | RequestErr
 
 def _last_event(request: web.Request) -> int:
     """The last event that the client has seen: header `Last-Event-ID`, or `?after=`."""
-    text = request.headers.get("Last-Event-ID") or request.query.get("after") or "0"
-    if not (text.isascii() and text.isdigit() and len(text) <= 15):
-        raise InvalidRequest(f"expected a number, got {text[:80]!r}", field="Last-Event-ID")
-    return int(text)
+    for field, text in (("Last-Event-ID", request.headers.get("Last-Event-ID")), ("after", request.query.get("after"))):
+        if text:
+            if not (text.isascii() and text.isdigit() and len(text) <= 15):
+                raise InvalidRequest(f"expected a number, got {text[:80]!r}", field=field)
+            return int(text)
+    return 0
