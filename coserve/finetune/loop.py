@@ -142,6 +142,7 @@ class TrainingLoop:
         norm_and_loss = torch.stack((self.optimizer.divide_grads(targets).double(), nll / targets))
         norm, loss = norm_and_loss.tolist()  # the step's only synchronisation
         self._check_finite(loss, "loss")
+        self._check_finite(norm, "norm of the gradients")
         with disk_errors():
             failpoint("finetune.mid_step")
         rate = learning_rate(self.spec.training, step, self.plan.total_steps)
@@ -202,7 +203,13 @@ class TrainingLoop:
 
     def _check_finite(self, value: float, name: str) -> None:
         if not math.isfinite(value):
-            raise NonFiniteLoss(f"the {name} is not finite at step {self.progress.step}; try a lower learning rate")
+            when, advice = f"at step {self.progress.step}", "try a lower learning rate"
+            if self.progress.step == 0 and self.spec.init_from is not None:
+                when, advice = (
+                    "before the first update",
+                    f"continue_from names {self.spec.init_from}: its weights are too large",
+                )
+            raise NonFiniteLoss(f"the {name} is not finite {when}; {advice}")
 
     def _lora_batch(self, rows: PackedRows, dropout: DropoutSpec | None) -> LoraBatch:
         return LoraBatch(Segments((0, rows.tokens), (0,)), (self.optimizer.weights(),), self._lora_backend, dropout)

@@ -6,7 +6,7 @@ from pathlib import Path
 import msgspec
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from coserve.adapter_store.files import load_adapter
 from coserve.adapters.peft import inspect_adapter
@@ -19,6 +19,7 @@ from coserve.kernels.lora.segments import Segments
 from coserve.link import JobCheckpoint, JobFailed, JobProgress, JobSucceeded, JobWaiting
 from coserve.model.base import Base
 from coserve.model.lora import LoraBatch, LoraWeights
+from coserve.names import ADAPTER_WEIGHTS
 from coserve.state.failpoints import armed
 from coserve.types import AdapterRef, LoraSettings, MicroStep, Schedule
 from tests.support.examples import sample
@@ -254,6 +255,18 @@ def test_continuing_keeps_the_blocks(base: Base, tmp_path: Path) -> None:
         assert saved["use_bdlora"]["nblocks"] == 2
         bench.store.release(AdapterRef("learned", 2))
         bench.store.drop(AdapterRef("learned", 2))
+
+
+@pytest.mark.parametrize("value", [3e38, 1e30])
+def test_a_continued_adapter_that_overflows_is_named(base: Base, tmp_path: Path, value: float) -> None:
+    bench = Bench(base, tmp_path)
+    bench.train(bench.place(CORPUS, job_spec(CORPUS, steps=1)))
+    weights = bench.folder.adapter(REF) / ADAPTER_WEIGHTS
+    save_file({name: torch.full_like(tensor, value) for name, tensor in load_file(weights).items()}, weights)
+    messages = bench.train(bench.place(CORPUS, job_spec(CORPUS, "job-2", version=2, init_from=REF, steps=1)))
+    failed = messages[-1]
+    assert isinstance(failed, JobFailed) and failed.code == "non_finite_loss"
+    assert f"before the first update; continue_from names {REF}" in failed.message
 
 
 def test_what_cannot_start_says_why(base: Base, tmp_path: Path) -> None:
