@@ -1,4 +1,4 @@
-"""Garbage collections at moments when nobody waits for them."""
+"""Garbage collection at moments when nothing waits for it."""
 
 from __future__ import annotations
 
@@ -6,77 +6,78 @@ import gc
 from collections.abc import Callable
 
 IDLE = 1.0
-"""Seconds without work after which a process may collect all its garbage: some ten milliseconds."""
-WORTH_IT = 1_000
-"""Containers made, and not freed, since the last collection, from which on an idle moment is used for one."""
-YOUNG = 10_000
-"""The same, from which on work is interrupted for the youngest generation: less than a millisecond."""
-MIDDLE = 10
-"""Collections of the youngest generation until the middle one is collected with it: some milliseconds."""
-OLD = 100
-"""Collections of the middle generation until work is interrupted for a full one: some million containers were made and
-not freed since the last idle moment."""
+"""Seconds without work before a full collection, which takes some ten milliseconds."""
+YOUNG_WHEN_IDLE = 1_000
+"""New container objects from which an idle process collects its young generations."""
+YOUNG_WHEN_BUSY = 10_000
+"""New container objects from which a busy process collects its youngest generation: less than a millisecond."""
+MIDDLE_INTERVAL = 10
+"""Collections of the youngest generation before the middle one is collected too, which takes some milliseconds."""
+FULL_INTERVAL = 100
+"""Collections of the middle generation before a busy process makes a full one: after some million new objects."""
 NEVER = 1 << 30
 
 
 class GarbageCollection:
-    """When which generation is collected. `collect` and `count`: `gc.collect` and `gc.get_count`."""
+    """Decides when which generation is collected. `collect` and `count`: `gc.collect` and `gc.get_count`."""
 
     def __init__(
         self,
         collect: Callable[[int], int] = gc.collect,
         count: Callable[[], tuple[int, int, int]] = gc.get_count,
         *,
-        settle: Callable[[], None] | None = None,
+        first_full: Callable[[], None] | None = None,
     ) -> None:
-        """`settle`: takes the place of the first full collection after `warm` was called; until then many objects are made
-        that stay, and no work is interrupted for a full collection. None: the process is warm."""
-        self._collect, self._count, self._settle = collect, count, settle
-        self._warm = settle is None
-        self._old = 0
-        """Collections of the middle generation that do not count: they came before the process was warm."""
+        """`first_full`: called instead of the first full collection after `start_up_done`. Before that, a busy process makes
+        no full collection, since most of its new objects stay. None: the start-up is done."""
+        self._collect, self._count, self._first_full = collect, count, first_full
+        self._started = first_full is None
+        self._middle_before = 0
+        """Collections of the middle generation during the start-up."""
 
     @classmethod
     def none(cls) -> GarbageCollection:
-        """Leaves all to the interpreter."""
+        """Collects nothing: the interpreter does."""
         return cls(lambda generation: 0, lambda: (0, 0, 0))
 
-    def warm(self) -> None:
-        """All objects that stay have been made."""
-        self._warm, self._old = True, self._count()[2]
+    def start_up_done(self) -> None:
+        """The objects that stay have been made."""
+        self._started, self._middle_before = True, self._count()[2]
 
-    def bound(self) -> None:
-        """Between two pieces of work: a collection if garbage could grow without bound otherwise."""
-        young, middle, old = self._count()
-        if self._warm and old - self._old >= OLD:
-            self.full()
-        elif young >= YOUNG:
-            self._collect(1 if middle >= MIDDLE else 0)
+    def while_busy(self) -> None:
+        """Between two steps: collect only if garbage could otherwise grow without bound."""
+        young, _, full = self._count()
+        if self._started and full - self._middle_before >= FULL_INTERVAL:
+            self.collect_all()
+        elif young >= YOUNG_WHEN_BUSY:
+            self._collect_young()
 
-    def idle(self) -> None:
-        """There is nothing to do now: the young generations if it is worth it."""
-        young, middle, _ = self._count()
-        if young >= WORTH_IT:
-            self._collect(1 if middle >= MIDDLE else 0)
+    def when_idle(self) -> None:
+        """Nothing is to be done now: collect the young generations if they have grown."""
+        if self._count()[0] >= YOUNG_WHEN_IDLE:
+            self._collect_young()
 
     @property
-    def due(self) -> bool:
-        """A full collection is worth it, once there was nothing to do for `IDLE` seconds."""
-        young, middle, old = self._count()
-        return young >= WORTH_IT or middle > 0 or old > 0
+    def full_due(self) -> bool:
+        """Whether to call `collect_all` after `IDLE` seconds without work."""
+        young, middle, full = self._count()
+        return young >= YOUNG_WHEN_IDLE or middle > 0 or full > 0
 
-    def full(self) -> None:
-        """There was nothing to do for `IDLE` seconds."""
-        self._old = 0
-        if self._warm and self._settle is not None:
-            settle, self._settle = self._settle, None
-            settle()
+    def collect_all(self) -> None:
+        """A full collection, after `IDLE` seconds without work."""
+        self._middle_before = 0
+        if self._started and self._first_full is not None:
+            first_full, self._first_full = self._first_full, None
+            first_full()
         else:
             self._collect(2)
 
+    def _collect_young(self) -> None:
+        self._collect(1 if self._count()[1] >= MIDDLE_INTERVAL else 0)
+
 
 def freeze_heap() -> None:
-    """Exclude all existing objects (modules, classes, the model, the tokenizer) from later collections.
+    """Exclude all existing objects (modules, the model, the tokenizer) from later collections.
 
     A full collection visits every object: 40 to 65 ms with the objects of a start. Call it once, after the start.
     """
@@ -84,13 +85,13 @@ def freeze_heap() -> None:
     gc.freeze()
 
 
-def collect_when_told() -> None:
-    """As `freeze_heap`, and no automatic collections from now on."""
+def freeze_and_disable() -> None:
+    """`freeze_heap`, then disable automatic collections."""
     freeze_heap()
     gc.disable()
 
 
-def collect_young_alone() -> None:
-    """As `freeze_heap`, and automatic collections of the young generations only: a few milliseconds at most."""
+def freeze_and_collect_young() -> None:
+    """`freeze_heap`, then collect only young generations automatically: a few milliseconds at most."""
     freeze_heap()
-    gc.set_threshold(2_000, MIDDLE, NEVER)
+    gc.set_threshold(2_000, MIDDLE_INTERVAL, NEVER)

@@ -9,11 +9,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from coserve.garbage import MIDDLE, OLD, WORTH_IT, YOUNG, GarbageCollection
+from coserve.garbage import FULL_INTERVAL, MIDDLE_INTERVAL, YOUNG_WHEN_BUSY, YOUNG_WHEN_IDLE, GarbageCollection
 from tests.support.interpreter import Interpreter
 
 
-@given(st.lists(st.tuples(st.integers(0, 2 * YOUNG), st.booleans()), max_size=60))
+@given(st.lists(st.tuples(st.integers(0, 2 * YOUNG_WHEN_BUSY), st.booleans()), max_size=60))
 def test_work_is_interrupted_only_for_the_bound(turns: list[tuple[int, bool]]) -> None:
     interpreter = Interpreter()
     garbage = GarbageCollection(interpreter.collect, interpreter.count)
@@ -22,13 +22,13 @@ def test_work_is_interrupted_only_for_the_bound(turns: list[tuple[int, bool]]) -
         before = interpreter.count()
         interpreter.collected.clear()
         if idle:
-            garbage.idle()
+            garbage.when_idle()
             assert 2 not in interpreter.collected
-            assert interpreter.counts[0] < WORTH_IT
+            assert interpreter.counts[0] < YOUNG_WHEN_IDLE
         else:
-            garbage.bound()
-            assert bool(interpreter.collected) == (before[0] >= YOUNG)
-            assert interpreter.counts[0] < YOUNG
+            garbage.while_busy()
+            assert bool(interpreter.collected) == (before[0] >= YOUNG_WHEN_BUSY)
+            assert interpreter.counts[0] < YOUNG_WHEN_BUSY
 
 
 def test_without_an_idle_moment_there_is_a_full_collection_in_the_end() -> None:
@@ -36,44 +36,44 @@ def test_without_an_idle_moment_there_is_a_full_collection_in_the_end() -> None:
     garbage = GarbageCollection(interpreter.collect, interpreter.count)
     turns = 0
     while 2 not in interpreter.collected:
-        interpreter.counts[0] += YOUNG
-        garbage.bound()
+        interpreter.counts[0] += YOUNG_WHEN_BUSY
+        garbage.while_busy()
         turns += 1
-        assert interpreter.counts[1] <= MIDDLE
-    assert turns == (MIDDLE + 1) * OLD + 1
+        assert interpreter.counts[1] <= MIDDLE_INTERVAL
+    assert turns == (MIDDLE_INTERVAL + 1) * FULL_INTERVAL + 1
 
 
 def test_a_process_that_is_not_warm_is_never_interrupted_for_a_full_collection_and_then_settles_once() -> None:
     interpreter, settled = Interpreter(), list[int]()
     garbage = GarbageCollection(
-        interpreter.collect, interpreter.count, settle=lambda: settled.append(interpreter.collect(2))
+        interpreter.collect, interpreter.count, first_full=lambda: settled.append(interpreter.collect(2))
     )
-    interpreter.counts = [0, 0, 10 * OLD]
-    garbage.bound()
+    interpreter.counts = [0, 0, 10 * FULL_INTERVAL]
+    garbage.while_busy()
     assert interpreter.collected == []
-    garbage.full()
+    garbage.collect_all()
     assert (interpreter.collected, settled) == ([2], [])
-    interpreter.counts = [0, 0, 10 * OLD]
-    garbage.warm()
-    garbage.bound()
+    interpreter.counts = [0, 0, 10 * FULL_INTERVAL]
+    garbage.start_up_done()
+    garbage.while_busy()
     assert interpreter.collected == [2], "only what comes now counts"
-    interpreter.counts[2] += OLD
-    garbage.bound()
+    interpreter.counts[2] += FULL_INTERVAL
+    garbage.while_busy()
     assert (interpreter.collected, settled) == ([2, 2], [0])
-    garbage.full()
+    garbage.collect_all()
     assert (interpreter.collected, settled) == ([2, 2, 2], [0])
 
 
 def test_a_full_collection_is_due_once_something_was_made() -> None:
     interpreter = Interpreter()
     garbage = GarbageCollection(interpreter.collect, interpreter.count)
-    assert not garbage.due
-    interpreter.counts[0] = WORTH_IT
-    garbage.idle()
-    assert garbage.due, "what survived may be garbage by now"
-    garbage.full()
+    assert not garbage.full_due
+    interpreter.counts[0] = YOUNG_WHEN_IDLE
+    garbage.when_idle()
+    assert garbage.full_due, "what survived may be garbage by now"
+    garbage.collect_all()
     assert interpreter.collected == [0, 2]
-    assert not garbage.due
+    assert not garbage.full_due
 
 
 @pytest.fixture
@@ -99,8 +99,8 @@ class Knot:
 
 def test_cycles_do_not_pile_up_under_a_load_without_end(quiet: None) -> None:
     garbage, most = GarbageCollection(), 0
-    for _ in range(10 * YOUNG):
+    for _ in range(10 * YOUNG_WHEN_BUSY):
         Knot()
-        garbage.bound()
+        garbage.while_busy()
         most = max(most, Knot.alive)
-    assert YOUNG // 4 < most <= YOUNG
+    assert YOUNG_WHEN_BUSY // 4 < most <= YOUNG_WHEN_BUSY

@@ -36,7 +36,7 @@ from coserve.errors import (
     PortInUse,
     StartupError,
 )
-from coserve.garbage import GarbageCollection, collect_young_alone
+from coserve.garbage import GarbageCollection, freeze_and_collect_young
 from coserve.health import Status, Warming
 from coserve.logs.format import log_event
 from coserve.pretrained.source import check_source
@@ -118,7 +118,7 @@ async def _serving(config: Config) -> AsyncIterator[_Serving]:
         runner = make_runner(make_app(service, config, garbage=GarbageCollection()), config)
         await runner.setup()
         stack.push_async_callback(runner.cleanup)
-        collect_young_alone()
+        freeze_and_collect_young()
         await web.SockSite(runner, sock).start()
         yield _Serving(port, service.engine, supervisor, supervising)
 

@@ -90,7 +90,7 @@ class Engine:
         job_threads: Executor | None = None,
         garbage: GarbageCollection | None = None,
     ) -> None:
-        """`garbage` is collected while nobody is served; None: the interpreter sees to it."""
+        """`garbage` is collected while no request runs; None: by the interpreter."""
         self._generator, self._adapters = generator, adapters
         self._policy, self._link = policy, link
         self._max_running, self._step_tokens = max_running, step_tokens
@@ -137,14 +137,14 @@ class Engine:
         if self._upgrade is not None:
             beside.append(asyncio.create_task(self._compile_and_adopt(self._upgrade)))
         else:
-            self._garbage.warm()
+            self._garbage.start_up_done()
         for task in beside:
             task.add_done_callback(lambda _: self._changed.set())
         try:
             while not (self._stopping or beside[0].done()):
                 self._changed.clear()  # what came until now, the policy sees now
                 with self._stalls.during("gc"):
-                    self._garbage.bound()
+                    self._garbage.while_busy()
                 with self._stalls.during("jobs"):
                     self._jobs.activate()
                 with self._stalls.during("adapters"):
@@ -171,8 +171,8 @@ class Engine:
             self._loop.call_soon_threadsafe(self._changed.set)
 
     async def _tick(self, now: float) -> None:
-        self._stalls.chance(somebody=bool(self._queue) or bool(self._running))
-        self._inbox.chance()
+        self._stalls.step_can_begin(has_requests=bool(self._queue) or bool(self._running))
+        self._inbox.step_can_begin()
         match self._policy.decide(self._view(), now):
             case Serve(admit):
                 await self._serve(admit)
@@ -201,7 +201,7 @@ class Engine:
         await compiled
         with self._stalls.during("adopt"):
             notes = upgrade.adopt()
-        self._garbage.warm()
+        self._garbage.start_up_done()
         self._link.send(EngineNotes(notes=notes))
 
     def _tell_warming(self) -> None:

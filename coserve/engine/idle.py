@@ -1,4 +1,4 @@
-"""What the engine does when it has nothing to do: it collects garbage, and sleeps."""
+"""What the engine does without work: it collects garbage, then sleeps."""
 
 from __future__ import annotations
 
@@ -10,24 +10,24 @@ from coserve.garbage import IDLE, GarbageCollection
 
 
 class Idle:
-    """`changed` is set by whatever gives the engine something to do."""
+    """`changed` is set by each event that the engine must react to."""
 
     def __init__(self, changed: asyncio.Event, garbage: GarbageCollection, stalls: Stalls) -> None:
         self._changed, self._garbage, self._stalls = changed, garbage, stalls
 
     async def sleep(self, seconds: float | None) -> None:
-        """Until something changes, or `seconds` have passed (None: until something changes)."""
+        """Sleep until `changed` is set, or until `seconds` have passed."""
         if seconds is not None and seconds <= 0:
             await asyncio.sleep(0)
             return
         with self._stalls.during("gc"):
-            self._garbage.idle()
+            self._garbage.when_idle()
         with self._stalls.during(SLEEP):
-            if seconds is None and self._garbage.due:
+            if seconds is None and self._garbage.full_due:
                 if await self._changes_within(IDLE):
                     return
                 with self._stalls.during("gc"):
-                    self._garbage.full()
+                    self._garbage.collect_all()
             await self._changes_within(seconds)
 
     async def _changes_within(self, seconds: float | None) -> bool:

@@ -1,4 +1,4 @@
-"""Handles the messages of the API process as they come, a few milliseconds' worth between two chances to serve."""
+"""Handles messages of the API process as they arrive, for at most a few milliseconds between two generation steps."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from coserve.link import FromEngine, Link, ToEngine
 log = logging.getLogger(__name__)
 
 MESSAGES_AT_ONCE = 0.005
-"""Seconds of work on messages after which the engine has a chance to serve before it handles more."""
+"""Seconds of work on messages before the engine may begin a generation step."""
 
 
 class Inbox:
-    """`handle` is called with each message, then `changed` is set. `clock` gives seconds."""
+    """`handle` is called with each message, then `changed` is set. `clock` returns seconds."""
 
     def __init__(
         self,
@@ -29,16 +29,16 @@ class Inbox:
     ) -> None:
         self._link, self._handle, self._changed, self._stalls, self._clock = link, handle, changed, stalls, clock
         self._seconds = 0.0
-        """Spent since the last chance to serve."""
-        self._chance = asyncio.Event()
+        """Spent since a step could last begin."""
+        self._resumed = asyncio.Event()
 
-    def chance(self) -> None:
-        """The engine can serve now, and handle messages again afterwards."""
+    def step_can_begin(self) -> None:
+        """The engine can begin a step now. Afterwards messages are handled again."""
         self._seconds = 0.0
-        self._chance.set()
+        self._resumed.set()
 
     async def run(self) -> None:
-        """Until the API process is gone. Raises what `handle` raises."""
+        """Returns when the API process is gone. Raises what `handle` raises."""
         while True:
             try:
                 message = await self._link.receive()
@@ -51,5 +51,5 @@ class Inbox:
             self._changed.set()
             self._seconds += self._clock() - began
             if self._seconds >= MESSAGES_AT_ONCE:
-                self._chance.clear()
-                await self._chance.wait()
+                self._resumed.clear()
+                await self._resumed.wait()

@@ -1,6 +1,6 @@
-"""Defaults that depend on the device."""
+"""Settings whose defaults depend on the device."""
 
 from __future__ import annotations
 
 STEP_TOKENS = {"cpu": 512, "cuda": 2048}
-"""Most tokens of a generation step unless told otherwise."""
+"""Default of the setting `step_tokens`, by type of device."""

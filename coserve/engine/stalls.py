@@ -1,7 +1,7 @@
-"""How long the engine goes without a chance to begin a generation step, by cause. Pure: no torch, no IO.
+"""Measures how long the engine cannot begin a generation step, by cause. Pure: no torch, no IO.
 
-A stall is the time between two chances, less the time that the engine slept because there was nothing to do. It counts
-only if a request waited or ran at its beginning or at its end. It is filed whole under the cause that took most of it.
+A stall is the time between two moments at which a step can begin, without the time that the engine slept for lack of
+work. It counts only if a request waited or ran at its beginning or end. All of it counts for the cause that took most.
 """
 
 from __future__ import annotations
@@ -16,46 +16,47 @@ from coserve.logs.throttled import ThrottledLog
 log = logging.getLogger(__name__)
 
 LOOP = "loop"
-"""All that has no cause of its own: the policy, reports, callbacks of the event loop."""
+"""Everything without a cause of its own: the policy, reports, callbacks of the event loop."""
 SLEEP = "sleep"
-"""Waiting for an event: no part of a stall."""
+"""Waiting for an event. Not part of a stall."""
 LOGGED = 0.1
-"""Seconds from which on a stall is logged."""
+"""Stalls of this many seconds and more are logged."""
 
 
 class Stalls:
-    """`clock` gives seconds. One thread; parts may nest, and then the inner one has its time for itself.
+    """`clock` returns seconds. Not thread-safe. Sections may nest: time counts for the innermost one.
 
-    A part may stay open over an `await` only on the task that calls `chance`.
+    A section may stay open over an `await` only on the task that calls `step_can_begin`.
     """
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
-        self._parts: dict[str, _Part] = {}
-        self._here = LOOP
+        self._sections: dict[str, _Section] = {}
+        self._cause = LOOP
         self._since: float | None = None
-        """Up to here all time is shared out; None before the first chance."""
-        self._shares: dict[str, float] = {}
-        self._somebody = False
+        """Time up to here is counted; None before the first call."""
+        self._seconds_by_cause: dict[str, float] = {}
+        """Of the current stall."""
+        self._had_requests = False
         self._counts: dict[str, list[int]] = {}
         self._seconds: dict[str, float] = {}
         self._logs: dict[str, ThrottledLog] = {}
 
-    def chance(self, *, somebody: bool) -> None:
-        """A generation step can begin now. `somebody`: a request waits or runs."""
-        here = self._share(LOOP)
-        assert here == LOOP, f"expected no open part, got {here}"
-        self._shares.pop(SLEEP, None)
-        if (somebody or self._somebody) and self._shares:
-            self._record(self._shares)
-        self._shares, self._somebody = {}, somebody
+    def step_can_begin(self, *, has_requests: bool) -> None:
+        """Ends a stall and begins the next one. `has_requests`: a request waits or runs."""
+        cause = self._switch(LOOP)
+        assert cause == LOOP, f"expected no open section, got {cause}"
+        self._seconds_by_cause.pop(SLEEP, None)
+        if (has_requests or self._had_requests) and self._seconds_by_cause:
+            self._record(self._seconds_by_cause)
+        self._seconds_by_cause, self._had_requests = {}, has_requests
 
-    def during(self, cause: str) -> _Part:
-        """A context manager: what runs inside is the cause."""
-        part = self._parts.get(cause)
-        if part is None:
-            part = self._parts[cause] = _Part(self._share, cause)
-        return part
+    def during(self, cause: str) -> _Section:
+        """A context manager: time inside counts for `cause`."""
+        section = self._sections.get(cause)
+        if section is None:
+            section = self._sections[cause] = _Section(self._switch, cause)
+        return section
 
     def totals(self) -> tuple[StallCounts, ...]:
         """Counts since the start, by cause."""
@@ -64,17 +65,17 @@ class Stalls:
             for cause, counts in self._counts.items()
         )
 
-    def _share(self, now_in: str) -> str:
-        """The time since the last call belongs to the innermost open part, which it returns; `now_in` is that from now on."""
-        now, here = self._clock(), self._here
+    def _switch(self, cause: str) -> str:
+        """Count the time since the last call for the cause until now, which is returned; `cause` follows it."""
+        now, before = self._clock(), self._cause
         if self._since is not None:
-            self._shares[here] = self._shares.get(here, 0.0) + now - self._since
-        self._since, self._here = now, now_in
-        return here
+            self._seconds_by_cause[before] = self._seconds_by_cause.get(before, 0.0) + now - self._since
+        self._since, self._cause = now, cause
+        return before
 
-    def _record(self, shares: dict[str, float]) -> None:
-        seconds = sum(shares.values())
-        cause = max(shares, key=shares.__getitem__)
+    def _record(self, by_cause: dict[str, float]) -> None:
+        seconds = sum(by_cause.values())
+        cause = max(by_cause, key=by_cause.__getitem__)
         counts = self._counts.get(cause)
         if counts is None:
             counts = self._counts[cause] = [0] * (len(STALL_BUCKETS) + 1)
@@ -82,27 +83,27 @@ class Stalls:
         counts[bisect_left(STALL_BUCKETS, seconds)] += 1
         self._seconds[cause] += seconds
         if seconds >= LOGGED:
-            self._log(cause, seconds, shares)
+            self._log(cause, seconds, by_cause)
 
-    def _log(self, cause: str, seconds: float, shares: dict[str, float]) -> None:
+    def _log(self, cause: str, seconds: float, by_cause: dict[str, float]) -> None:
         throttled = self._logs.get(cause)
         if throttled is None:
             throttled = self._logs[cause] = ThrottledLog(log, f"a generation step was held up by {cause}", self._clock)
-        parts = sorted(((s, name) for name, s in shares.items() if s >= 0.001), reverse=True)
+        parts = sorted(((s, name) for name, s in by_cause.items() if s >= 0.001), reverse=True)
         shown = ", ".join(f"{name} {1000 * s:.0f} ms" for s, name in parts)
         throttled.warn(f", {1000 * seconds:.0f} ms: {shown}")
 
 
-class _Part:
+class _Section:
     """See `Stalls.during`. Reusable and re-entrant."""
 
-    __slots__ = ("_around", "_cause", "_share")
+    __slots__ = ("_cause", "_outer", "_switch")
 
-    def __init__(self, share: Callable[[str], str], cause: str) -> None:
-        self._share, self._cause, self._around = share, cause, list[str]()
+    def __init__(self, switch: Callable[[str], str], cause: str) -> None:
+        self._switch, self._cause, self._outer = switch, cause, list[str]()
 
     def __enter__(self) -> None:
-        self._around.append(self._share(self._cause))
+        self._outer.append(self._switch(self._cause))
 
     def __exit__(self, *_: object) -> None:
-        self._share(self._around.pop())
+        self._switch(self._outer.pop())

@@ -31,7 +31,7 @@ from coserve.engine.warming.upgrade import Upgrade
 from coserve.errors import AdapterNotFound, StartupError
 from coserve.finetune.memory_profiling import Conditions, plan_memory
 from coserve.finetune.trainer import Trainer
-from coserve.garbage import GarbageCollection, collect_when_told, collect_young_alone
+from coserve.garbage import GarbageCollection, freeze_and_collect_young, freeze_and_disable
 from coserve.generate.execution.start import Compilation, make_start
 from coserve.generate.generator import Generator
 from coserve.kernels.lora.backend import choose_backend
@@ -200,7 +200,7 @@ async def _run(config: Config, fd: int, warm_up: StartedWarmUp | None) -> None:
                 await warm.wait_for_parts(FIRST)
             else:
                 await warm.wait_until_ended()
-        garbage = GarbageCollection(settle=collect_when_told)
+        garbage = GarbageCollection(first_full=freeze_and_disable)
         preload_kernels: Callable[[Compilation | None], None] = lambda _: None
         if warm_up is not None:
             preload_kernels = partial(_preload_kernels, base, config, warm_up.task)
@@ -209,7 +209,7 @@ async def _run(config: Config, fd: int, warm_up: StartedWarmUp | None) -> None:
     except StartupError as error:
         link.send(EngineRefused(code=error.code, message=error.message))
     else:
-        collect_young_alone()  # compilation makes much garbage, on other threads too
+        freeze_and_collect_young()  # compilation makes much garbage, on other threads too
         log_event(
             log,
             "base loaded",

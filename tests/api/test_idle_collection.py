@@ -8,7 +8,7 @@ from aiohttp import web
 from aiohttp.test_utils import make_mocked_request
 
 from coserve.api.http.idle_collection import IdleCollection
-from coserve.garbage import IDLE, WORTH_IT, GarbageCollection
+from coserve.garbage import IDLE, YOUNG_WHEN_IDLE, GarbageCollection
 from tests.support.interpreter import Interpreter
 from tests.support.virtual_clock import run_virtual
 
@@ -20,7 +20,7 @@ def test_it_waits_for_a_pause_between_requests() -> None:
 
         async def answer(seconds: float) -> None:
             async def handler(request: web.Request) -> web.StreamResponse:
-                interpreter.counts[0] += WORTH_IT
+                interpreter.counts[0] += YOUNG_WHEN_IDLE
                 await asyncio.sleep(seconds)
                 return web.Response()
 

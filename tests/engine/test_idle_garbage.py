@@ -6,7 +6,7 @@ import asyncio
 import random
 
 from coserve.engine.engine import Engine
-from coserve.garbage import IDLE, WORTH_IT, GarbageCollection
+from coserve.garbage import IDLE, YOUNG_WHEN_IDLE, GarbageCollection
 from coserve.link import EngineStopped, Generate, Shutdown, Tokens, local_pair
 from coserve.queues.policy import Slack
 from coserve.types import SamplingParams, Slo
@@ -26,7 +26,7 @@ class Littering(FakeGenerator):
     interpreter: Interpreter
 
     def step(self) -> list[Tokens]:  # type: ignore[override]
-        self.interpreter.counts[0] += WORTH_IT // 10
+        self.interpreter.counts[0] += YOUNG_WHEN_IDLE // 10
         assert self.interpreter.collected.count(2) == 0, "a request runs"
         return super().step()  # type: ignore[return-value]
 

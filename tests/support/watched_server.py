@@ -24,7 +24,7 @@ from typing import Any
 import msgspec
 from msgspec.structs import replace
 
-from coserve.garbage import collect_young_alone
+from coserve.garbage import freeze_and_collect_young
 from coserve.link import MAX_PROMPT_LOGPROBS, Admitted, EngineReady, Generate, Tokens
 from coserve.logprobs import PackedLogprobs
 from coserve.schemas import JobEvent
@@ -149,7 +149,7 @@ async def serve(folder: Path) -> None:
         max_jobs=2 * JOBS,
     ) as api:
         fill(api.folder, adapters=ADAPTERS, jobs=JOBS, events=EVENTS)
-        collect_young_alone()  # as the daemon does
+        freeze_and_collect_young()  # as the daemon does
         print(json.dumps({"port": api.port}), flush=True)
         heart = Heart()
         while line := (await loop.run_in_executor(None, sys.stdin.readline)).strip():

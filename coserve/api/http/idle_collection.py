@@ -38,6 +38,6 @@ class IdleCollection:
 
     def _end(self) -> None:
         self._requests -= 1
-        self._garbage.bound()
-        if not self._requests and self._garbage.due:
-            self._timer = asyncio.get_running_loop().call_later(IDLE, self._garbage.full)
+        self._garbage.while_busy()
+        if not self._requests and self._garbage.full_due:
+            self._timer = asyncio.get_running_loop().call_later(IDLE, self._garbage.collect_all)
