@@ -20,6 +20,10 @@ ALIASES = {
     "lora_dropout": "dropout",
     "target_modules": "targets",
     "init_lora_weights": "init",
+    "nblocks": "bd_blocks",
+    "use_bdlora": "bd_blocks",
+    "target_modules_bd_a": "targets_bd_a",
+    "target_modules_bd_b": "targets_bd_b",
     # transformers' and TRL's trainers
     "num_train_epochs": "epochs",
     "num_epochs": "epochs",

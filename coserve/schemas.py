@@ -310,13 +310,13 @@ class Adapter(Wire, frozen=True):
     ref: str
     """`id@version`."""
     rank: int
-    """The largest, where ranks differ between sites."""
+    """The largest, where ranks differ between sites; over all blocks, with BD-LoRA."""
     alpha: float
     targets: list[str]
     base: str
     base_fingerprint: str
     source: str
-    """`job:<id>` or `import`."""
+    """`job:<id>`, `import` or `convert:<name@version>`."""
     created_at: float
     bytes: int
     sha256: str
@@ -326,6 +326,8 @@ class Adapter(Wire, frozen=True):
     """All versions, ascending; null in lists."""
     current: bool = True
     """The name without a version means this one."""
+    bd_blocks: int = 1
+    """Diagonal blocks of a BD-LoRA adapter; 1: plain LoRA."""
 
 
 class RollbackRequest(Wire, frozen=True):

@@ -23,7 +23,7 @@ def message(body: dict[str, object], kind: type) -> str:
 @pytest.mark.parametrize(
     ("lora", "meant"),
     [("lora_alpha", "alpha"), ("rank", "r"), ("lora_r", "r"), ("target_modules", "targets"), ("lora_dropout", "dropout"),
-     ("alhpa", "alpha"), ("use_rslora", "rslora")],
+     ("alhpa", "alpha"), ("use_rslora", "rslora"), ("nblocks", "bd_blocks"), ("use_bdlora", "bd_blocks")],
 )  # fmt: skip
 def test_names_of_lora_settings(lora: str, meant: str) -> None:
     said = message({"adapter": "a", "lora": {lora: 1}}, FinetuneRequest)

@@ -159,7 +159,7 @@ def adapter_config(settings: LoraSettings, base: BaseSpec, sites: Collection[str
         "bias": "none",
         "init_lora_weights": True,
     }
-    blocks = peft_blocks(settings, sites)
+    blocks = peft_blocks(settings, [site for site in base.sites if site in sites])
     return config if blocks is None else config | {"use_bdlora": blocks}
 
 

@@ -23,7 +23,7 @@ def record_adapter(
 ) -> AdapterRecord:
     """The registry's record of the PEFT files in `folder`. Raises `AdapterError` leaves, `StorageError`.
 
-    `source`: `import` or `job:<id>`; `created_at`: seconds since the epoch; `progress` as for `inspect_adapter`.
+    `source`: as `AdapterRecord.source`; `created_at`: seconds since the epoch; `progress` as for `inspect_adapter`.
     """
     config_sha256 = digest_file(folder, ADAPTER_CONFIG)
     info = inspect_adapter(folder, base, progress)
@@ -40,4 +40,5 @@ def record_adapter(
         sha256=info.sha256,
         config_sha256=config_sha256,
         alphas=info.alphas,
+        bd_blocks=info.settings.bd_blocks,
     )

@@ -74,4 +74,5 @@ def _show_adapter(adapter: Adapter, as_json: bool) -> None:
     if as_json:
         print(msgspec.json.encode(adapter).decode())
         return
-    print(f"{adapter.ref}  rank {adapter.rank}  {adapter.bytes / 2**20:.1f} MiB  {adapter.source}")
+    blocks = f" in {adapter.bd_blocks} blocks" if adapter.bd_blocks > 1 else ""
+    print(f"{adapter.ref}  rank {adapter.rank}{blocks}  {adapter.bytes / 2**20:.1f} MiB  {adapter.source}")

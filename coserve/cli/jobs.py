@@ -33,8 +33,12 @@ def finetune(
         list[str] | None,
         typer.Option(help="a linear module to adapt, q_proj say; may be repeated [default: all of the decoder layers]"),
     ] = None,
+    bd_blocks: Annotated[
+        int | None,
+        typer.Option(help="BD-LoRA: diagonal blocks, for tensor parallelism over as many GPUs [default: plain LoRA]"),
+    ] = None,
     continue_from: Annotated[
-        str | None, typer.Option(help="go on from NAME or NAME@VERSION, whose rank, alpha and targets hold")
+        str | None, typer.Option(help="go on from NAME or NAME@VERSION, whose rank, alpha, targets and blocks hold")
     ] = None,
     epochs: Annotated[float | None, typer.Option(help="times through the corpus [default: chosen]")] = None,
     steps: Annotated[int | None, typer.Option(help="optimizer steps, instead of epochs")] = None,
@@ -63,9 +67,11 @@ def finetune(
         batch_tokens=batch_tokens,
         validation_split=validation_split,
     )
-    lora = _given(r=rank, alpha=alpha, targets=targets) or None
+    lora = _given(r=rank, alpha=alpha, targets=targets, bd_blocks=bd_blocks) or None
     if continue_from is not None and lora is not None:
-        raise typer.BadParameter("--rank, --alpha and --targets shape a new adapter; --continue-from has its own")
+        raise typer.BadParameter(
+            "--rank, --alpha, --targets and --bd-blocks shape a new adapter; --continue-from has its own"
+        )
     with connect(url, key) as client:
         with warnings.catch_warnings(action="ignore", category=UserWarning):  # printed below instead
             job = client.finetune(adapter, file=file, continue_from=continue_from, lora=lora, training=training)

@@ -38,7 +38,7 @@ class AdapterRecord(Wire, frozen=True):
     base_fingerprint: str
     base_name: str
     source: str
-    """`job:<id>` or `import`."""
+    """`job:<id>`, `import` or `convert:<name@version>`."""
     created_at: float
     bytes: int
     sha256: str
@@ -47,6 +47,8 @@ class AdapterRecord(Wire, frozen=True):
     """Of `adapter_config.json`; empty for a version that was registered before this was kept."""
     alphas: tuple[float, ...] | None = None
     """As `AdapterDigests.alphas`."""
+    bd_blocks: int = 1
+    """As `LoraSettings.bd_blocks`; 1 too for a version that was registered before this was kept."""
 
     @property
     def digests(self) -> AdapterDigests:

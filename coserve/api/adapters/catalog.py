@@ -121,6 +121,7 @@ class AdapterCatalog:
             resident=self._engine.resident(record.ref),
             versions=versions,
             current=current,
+            bd_blocks=record.bd_blocks,
         )
 
     async def get(self, name: str, version: int | None) -> Adapter:

@@ -1,0 +1,96 @@
+"""BD-LoRA over HTTP on the bundled base: trained, continued, and served in one batch with plain adapters."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from coserve.adapters.tensorfile import TensorFile, read_json
+from coserve.names import ADAPTER_CONFIG, ADAPTER_WEIGHTS
+from coserve.types import AdapterRef
+from tests.support.api_server import Api
+from tests.support.real_server import serve_real
+
+ROWS = [
+    {"prompt": "Today we", "completion": f" sighted {what} to the south."} for what in ("a sail", "land", "a whale")
+]
+TRAINING = {"steps": 4, "batch_tokens": 64, "learning_rate": 0.02}
+ADAPTERS = {
+    "plain": {"r": 5},
+    "bd": {"r": 8, "bd_blocks": 4},
+    "mlp": {"r": 4, "bd_blocks": 2, "targets": ["up_proj", "down_proj"], "rslora": True},
+}
+
+
+async def train(api: Api, name: str, **settings: Any) -> dict[str, Any]:
+    """The job, succeeded."""
+    body = {"adapter": name, "data": ROWS, "training": TRAINING, **settings}
+    status, job = await api.call("POST", "/finetune", json=body)
+    assert status == 202, job
+    return await api.job_until(job["id"], "succeeded")
+
+
+async def text(api: Api, adapter: str | None) -> str:
+    body = {"prompt": "Today we", "max_tokens": 8, "temperature": 0, "adapter": adapter}
+    status, answer = await api.call("POST", "/generate", json=body)
+    assert status == 200, answer
+    found: str = answer["choices"][0]["text"]
+    return found
+
+
+def shape_of(api: Api, ref: AdapterRef, tensor: str) -> tuple[int, ...]:
+    with TensorFile(api.folder.adapter(ref), ADAPTER_WEIGHTS) as file:
+        return file.entries[f"base_model.model.model.layers.0.{tensor}.weight"].shape
+
+
+async def test_block_diagonal_adapters_are_trained_shown_continued_and_served_with_others(tmp_path: Path) -> None:
+    async with serve_real(tmp_path) as api:
+        for name, lora in ADAPTERS.items():
+            job = await train(api, name, lora=lora)
+            assert job["lora"]["bd_blocks"] == lora.get("bd_blocks", 1)
+        _, listed = await api.call("GET", "/adapters")
+        shown = {each["id"]: (each["rank"], each["bd_blocks"]) for each in listed["data"]}
+        assert shown == {"bd": (8, 4), "mlp": (4, 2), "plain": (5, 1)}
+        assert shape_of(api, AdapterRef("bd", 1), "mlp.up_proj.lora_B") == (688, 2)
+        assert shape_of(api, AdapterRef("bd", 1), "mlp.down_proj.lora_A") == (8, 172)
+
+        adapters = [None, *ADAPTERS]
+        alone = [await text(api, adapter) for adapter in adapters]
+        assert await asyncio.gather(*(text(api, adapter) for adapter in adapters * 2)) == alone * 2
+        assert len(set(alone)) > 1
+
+        job = await train(api, "bd", continue_from="bd")
+        assert (job["result"], job["lora"]["bd_blocks"]) == ("bd@2", 4)
+        assert (await api.call("GET", "/adapters/bd"))[1]["bd_blocks"] == 4
+        assert read_json(api.folder.adapter(AdapterRef("bd", 2)), ADAPTER_CONFIG)["use_bdlora"] == {
+            "target_modules_bd_a": ["o_proj", "down_proj"],
+            "target_modules_bd_b": ["q_proj", "k_proj", "v_proj", "gate_proj", "up_proj"],
+            "nblocks": 4,
+            "match_strict": True,
+        }
+
+
+@pytest.mark.parametrize(
+    ("lora", "field", "message"),
+    [
+        ({"r": 6, "bd_blocks": 4}, "lora.bd_blocks", "rank 6 does not divide into 4 blocks"),
+        ({"bd_blocks": 0}, "lora.bd_blocks", "expected 1 to 64"),
+        ({"bd_blocks": 2, "targets_bd_a": ["nothing"]}, "lora.targets_bd_a", "none of the targeted"),
+        ({"nblocks": 2}, "lora.nblocks", "did you mean 'bd_blocks'?"),
+    ],
+)
+async def test_wrong_blocks_are_refused(api: Api, lora: dict[str, object], field: str, message: str) -> None:
+    body = {"adapter": "a", "data": [{"text": "a b"}], "lora": lora}
+    status, answer = await api.call("POST", "/finetune", json=body)
+    assert (status, answer["error"]["field"]) == (400, field)
+    assert message in answer["error"]["message"]
+
+
+async def test_an_adapter_is_continued_with_its_own_blocks(api: Api) -> None:
+    body = {"adapter": "a", "data": [{"text": "a b"}], "lora": {"bd_blocks": 2}, "continue_from": "b"}
+    status, answer = await api.call("POST", "/finetune", json=body)
+    assert (status, answer["error"]["field"]) == (400, "lora")
+    assert "continue_from has its own" in answer["error"]["message"]
