@@ -21,8 +21,11 @@ from coserve.model.forward_context import ForwardContext, running
 from coserve.model.lora import LoraBatch, LoraSites
 from coserve.model.seam import PaddedAttention, ReferenceAttention
 from coserve.model.settings import refuse_settings
+from coserve.model.sharded import Shard, load_shard
 from coserve.names import ADAPTER_CONFIG
 from coserve.parallel.mesh import Mesh
+from coserve.parallel.modules import shard_of
+from coserve.parallel.sharding import Sharding
 from coserve.types import BaseSpec, SiteSpec
 
 __all__ = ["Attention", "Base", "load_base", "wrap_base"]
@@ -45,6 +48,8 @@ class Base:
     kv_shapes: list[tuple[int, int]]
     """Key/value heads and head size of each layer."""
     sites: LoraSites
+    sharding: Sharding | None = None
+    """How the base is cut, if this is one rank's part of it; `spec` describes the whole."""
 
     def forward(
         self,
@@ -76,8 +81,19 @@ class Base:
         with running(self.prepare(lora)):
             return self.run(tokens_T, positions_T, attention, keep)[:kept]
 
-    def run(self, tokens_T: Tensor, positions_T: Tensor, attention: Attention, keep: Tensor | None) -> Tensor:
-        """One call of the model in the running context, without padding: a row's bits may depend on the batch."""
+    def run(
+        self,
+        tokens_T: Tensor,
+        positions_T: Tensor,
+        attention: Attention,
+        keep: Tensor | None,
+        *,
+        gather: bool = True,
+    ) -> Tensor:
+        """One call of the model in the running context, without padding: a row's bits may depend on the batch.
+
+        `gather=False`: logits of this rank's part of the vocabulary (`Sharding.vocabulary`), instead of all.
+        """
         logits_1KV: Tensor = self.model(
             input_ids=tokens_T[None],
             position_ids=positions_T[None],
@@ -85,6 +101,8 @@ class Base:
             logits_to_keep=0 if keep is None else keep,
             coserve_attention=attention,
         ).logits
+        if self.sharding is not None and gather:
+            return self.sharding.vocabulary.gather(logits_1KV[0])
         return logits_1KV[0]
 
     def prepare(self, batch: LoraBatch | None) -> ForwardContext:
@@ -113,8 +131,6 @@ def load_base(
         UnsupportedBase: see `wrap_base`; no readable weights; code or settings in the files that we don't run.
         ConfigError: no such device.
     """
-    if mesh is not None and mesh.size > 1:
-        raise UnsupportedBase("tensor parallelism is not implemented yet")
     where = _device(device)
     kind = (torch.bfloat16 if where.type == "cuda" else torch.float32) if dtype == "auto" else getattr(torch, dtype)
     folder = Path(str(resources.files("coserve") / "assets" / "tiny")) if source == "bundled" else Path(source)
@@ -128,6 +144,13 @@ def load_base(
         refuse_settings(name, settings, trust_remote_code)
         if local and (folder / ADAPTER_CONFIG).exists():
             raise UnsupportedBase(f"{name}: the folder holds an adapter; expected a base model")
+        if mesh is not None and mesh.size > 1:
+            config = _config(path, trust_remote_code=trust_remote_code, local=local, few_layers=few_layers)
+            seed = DUMMY_SEED if load_format == "dummy" or few_layers else None
+            shard = load_shard(
+                path, config, mesh, device=where, dtype=kind, seed=seed, trust_remote_code=trust_remote_code
+            )
+            return wrap_base(shard.model, name=name, shard=shard)
         if load_format == "dummy" or few_layers:
             model = _random_model(
                 path, where, kind, trust_remote_code=trust_remote_code, local=local, few_layers=few_layers
@@ -151,9 +174,7 @@ def _random_model(
     path: str, device: torch.device, dtype: torch.dtype, *, trust_remote_code: bool, local: bool, few_layers: bool
 ) -> PreTrainedModel:
     """The classes that config.json names, with the weights that their own initialisation draws, on the device."""
-    config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code, local_files_only=local)
-    if few_layers:
-        cut_layers(config)
+    config = _config(path, trust_remote_code=trust_remote_code, local=local, few_layers=few_layers)
     with torch.random.fork_rng([device] if device.type == "cuda" else []), device:
         torch.manual_seed(DUMMY_SEED)
         model: PreTrainedModel = AutoModelForCausalLM.from_config(
@@ -162,16 +183,29 @@ def _random_model(
     return model
 
 
+def _config(path: str, *, trust_remote_code: bool, local: bool, few_layers: bool) -> PretrainedConfig:
+    config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code, local_files_only=local)
+    if few_layers:
+        cut_layers(config)
+    return config
+
+
 def _device(device: str) -> torch.device:
     if device == "cuda" and not torch.cuda.is_available():
         raise ConfigError("device: expected cpu or auto, got 'cuda' and found no usable GPU", field="device")
     return torch.device(("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device)
 
 
-def wrap_base(model: PreTrainedModel, *, name: str, eos_token_ids: Collection[int] | None = None) -> Base:
+def wrap_base(
+    model: PreTrainedModel,
+    *,
+    name: str,
+    eos_token_ids: Collection[int] | None = None,
+    shard: Shard | None = None,
+) -> Base:
     """Freezes a loaded causal LM, installs the two seams in it and checks that its logits stay what they were.
 
-    On CPU, families with a mixture of experts compute rows in groups of other rows' making: bits may then depend on
+    `shard`: the model is this one's, one rank's part. On CPU, families with a mixture of experts compute rows in groups of other rows' making: bits may then depend on
     the batch, values don't.
 
     Raises:
@@ -187,14 +221,18 @@ def wrap_base(model: PreTrainedModel, *, name: str, eos_token_ids: Collection[in
     model.set_attn_implementation(seam.NAME)
     modules = {n: m for n, m in linears.items() if n.startswith(f"{path}.")}
     device, dtype = model.device, model.dtype
+    if shard is not None:
+        expected_TV = shard.sharding.vocabulary.gather(expected_TV)
+    identity = fingerprint(model) if shard is None else shard.fingerprint
     base = Base(
         model=model,
-        spec=_spec(model, name, context, path, modules, eos_token_ids),
+        spec=_spec(model, name, identity, context, path, modules, eos_token_ids),
         device=device,
         dtype=dtype,
         layers=layers,
         kv_shapes=seen.kv_shapes,
         sites=LoraSites(modules),
+        sharding=None if shard is None else shard.sharding,
     )
     _check_forward(base, expected_TV)
     return base
@@ -216,6 +254,7 @@ def _check_forward(base: Base, expected_TV: Tensor) -> None:
 def _spec(
     model: PreTrainedModel,
     name: str,
+    identity: str,
     context: Context,
     path: str,
     modules: dict[str, nn.Module],
@@ -224,14 +263,16 @@ def _spec(
     text = model.config.get_text_config()
     sites = {}
     for site, module in modules.items():
-        weight = module.weight
+        weight, shard = module.weight, shard_of(module)
         assert isinstance(weight, Tensor)
         out_features, in_features = weight.shape if isinstance(module, nn.Linear) else weight.shape[::-1]
+        if shard is not None:
+            out_features, in_features = shard.cut.outputs.size, shard.cut.inputs.size
         layer = int(site.removeprefix(f"{path}.").split(".", 1)[0])
         sites[site] = SiteSpec(in_features, out_features, layer)
     return BaseSpec(
         name=name,
-        fingerprint=fingerprint(model),
+        fingerprint=identity,
         family=model.config.model_type,
         dtype=str(model.dtype).removeprefix("torch."),
         device=str(model.device),

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Callable, Mapping
 
 import torch
+from torch import Tensor
 from transformers import PretrainedConfig, PreTrainedModel
 
 _WHOLE = 1 << 26
@@ -22,16 +24,24 @@ def fingerprint(model: PreTrainedModel) -> str:
     hashed; larger bases are sampled, 16 384 evenly spaced elements of each tensor: fine-tuning moves nearly all
     elements, so two bases that differ collide only if one was edited by hand in a few places.
     """
+    parameters = dict(model.named_parameters())
+    shapes = {name: parameter.shape for name, parameter in parameters.items()}
+    return fingerprint_of(model.config, shapes, lambda name: parameters[name].detach(), model.dtype)
+
+
+def fingerprint_of(
+    config: PretrainedConfig, shapes: Mapping[str, torch.Size], read: Callable[[str], Tensor], dtype: torch.dtype
+) -> str:
+    """`fingerprint` of a base that is loaded in `dtype`, and whose parameters `read` gives one at a time."""
     digest = hashlib.sha256()
-    digest.update(json.dumps([model.config.model_type, _rotary(model.config)], sort_keys=True).encode())
-    parameters = sorted((name.removeprefix("module."), p) for name, p in model.named_parameters())
-    whole = sum(p.numel() for _, p in parameters) <= _WHOLE
-    for name, parameter in parameters:
-        digest.update(f"\0{name}{tuple(parameter.shape)}".encode())
-        flat = parameter.detach().reshape(-1)
+    digest.update(json.dumps([config.model_type, _rotary(config)], sort_keys=True).encode())
+    whole = sum(shape.numel() for shape in shapes.values()) <= _WHOLE
+    for name in sorted(shapes):
+        digest.update(f"\0{name}{tuple(shapes[name])}".encode())
+        flat = read(name).reshape(-1)
         if not whole and flat.numel() > _SAMPLE:
             flat = flat[:: flat.numel() // _SAMPLE]
-        digest.update(flat.to(torch.bfloat16).view(torch.int16).cpu().numpy().tobytes())
+        digest.update(flat.to(dtype).to(torch.bfloat16).view(torch.int16).cpu().numpy().tobytes())
     return digest.hexdigest()
 
 

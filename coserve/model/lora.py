@@ -15,6 +15,7 @@ from coserve.kernels.lora.segments import Segments
 from coserve.kernels.lora.types import LoraPair, SiteGroup, StackedWeights
 from coserve.model.dropout import DropoutSpec
 from coserve.model.forward_context import ForwardContext, current
+from coserve.parallel.modules import SiteShard, shard_of
 from coserve.types import LoraSettings
 
 
@@ -84,9 +85,12 @@ class LoraSites:
         """Wraps each module in place: its class, parameters and path stay as they are, only `forward` is ours."""
         self._sites: dict[str, _Site] = {}
         for name, module in modules.items():
-            before = getattr(module, SITE, None)
-            inner = before.inner if isinstance(before, _Site) else module.forward
-            self._sites[name] = _Site(SiteGroup((name,)), inner)
+            before, shard = getattr(module, SITE, None), shard_of(module)
+            # A shard's own forward sums over the ranks; LoRA terms must be added before.
+            inner = MethodType(type(module).forward, module) if shard is not None else module.forward
+            if isinstance(before, _Site):
+                inner = before.inner
+            self._sites[name] = _Site(SiteGroup((name,)), inner, shard)
             setattr(module, SITE, self._sites[name])
             # One function for all: a compiled layer is bound to its modules' functions, not to their sites.
             module.forward = MethodType(_forward, module)
@@ -126,22 +130,26 @@ def _forward(module: nn.Module, x: Tensor) -> Tensor:
     # and reads a thread-local's defaults instead of this thread's values.
     if torch.compiler.is_dynamo_compiling() or current.context.fused is not None:
         return site.inner(x) if site.shared is None else site.shared.output(site.place, x)
-    context = current.context
-    if context.lora is None:
-        return site.inner(x)
-    if context.grouped and site.shared is not None:
-        return site.shared.learned(site.place, x, context.lora)
-    return site.add(x, context.lora, context.dropout)
+    y = site.output(x, current.context)
+    return y if site.shard is None or not site.shard.cut.sums else site.shard.sum(y)
 
 
 class _Site:
     """A wrapped module: its own forward, and the group that it forms by itself."""
 
-    def __init__(self, group: SiteGroup, inner: Callable[[Tensor], Tensor]) -> None:
-        self.group, self.inner = group, inner
+    def __init__(self, group: SiteGroup, inner: Callable[[Tensor], Tensor], shard: SiteShard | None) -> None:
+        self.group, self.inner, self.shard = group, inner, shard
         self.shared: SharedInput | None = None
         self.place = 0
         """Among the sites of `shared`."""
+
+    def output(self, x: Tensor, context: ForwardContext) -> Tensor:
+        """What the module gives in a forward that is not fused, LoRA terms included; of a shard, this rank's part or term."""
+        if context.lora is None:
+            return self.inner(x)
+        if context.grouped and self.shared is not None:
+            return self.shared.learned(self.place, x, context.lora)
+        return self.add(x, context.lora, context.dropout)
 
     def add(self, x: Tensor, lora: PreparedLora, dropout: DropoutSpec | None) -> Tensor:
         """`x` (..., D) with T rows in all -> (..., O). The module's own output, bit for bit, where no adapter changes it."""

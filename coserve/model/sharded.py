@@ -1,0 +1,62 @@
+"""One rank's part of a base: made empty, then filled with the rank's slices of the files, or with drawn ones."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from transformers import GenerationConfig, PretrainedConfig, PreTrainedModel
+
+from coserve.model.fingerprint import fingerprint_of
+from coserve.parallel.build import Weights, empty_model, fill_shard
+from coserve.parallel.checkpoint import Checkpoint
+from coserve.parallel.drawn import DrawnWeights
+from coserve.parallel.mesh import Mesh
+from coserve.parallel.sharding import Sharding
+from coserve.pretrained.source import fetch_files
+
+
+class Shard(NamedTuple):
+    model: PreTrainedModel
+    sharding: Sharding
+    fingerprint: str
+    """Of the whole base."""
+
+
+def load_shard(
+    path: str,
+    config: PretrainedConfig,
+    mesh: Mesh,
+    *,
+    device: torch.device,
+    dtype: torch.dtype,
+    seed: int | None,
+    trust_remote_code: bool,
+) -> Shard:
+    """This rank's part of the base at `path`, a folder or a hub name. All ranks call this at once.
+
+    `seed`: weights are drawn from it; None: read from the files. Raises `UnsupportedBase` as `fill_shard` and `Checkpoint`.
+    """
+    model = empty_model(config, dtype, trust_remote_code=trust_remote_code)
+    shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
+    with ExitStack() as stack:
+        weights: Weights
+        if seed is None:
+            folder = Path(path) if Path(path).is_dir() else fetch_files(path, _FILES)
+            weights = stack.enter_context(Checkpoint(folder, model.base_model_prefix))
+            if (folder / "generation_config.json").is_file():
+                model.generation_config = GenerationConfig.from_pretrained(folder)
+        else:
+            weights = DrawnWeights(empty_model(config, dtype, trust_remote_code=trust_remote_code), device, seed)
+        sharding = fill_shard(model, weights, mesh, device)
+        digest = torch.zeros(32, dtype=torch.uint8)
+        if mesh.rank == 0:
+            whole = fingerprint_of(model.config, shapes, lambda name: weights.get(name, shapes[name])[:], dtype)
+            digest = torch.frombuffer(bytearray.fromhex(whole), dtype=torch.uint8)
+    shared = mesh.broadcast(digest.to(device)).cpu().numpy().tobytes()
+    return Shard(model, sharding, shared.hex())
+
+
+_FILES = ("*.safetensors", "*.json")

@@ -1,0 +1,161 @@
+"""Which families are cut, and where: Megatron's plan (Shoeybi et al. '19, section 3), one small table for each kind of layer."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+
+from transformers import PretrainedConfig
+
+from coserve.errors import UnsupportedBase
+from coserve.parallel.cuts import Features, Parallel, SiteCut
+
+DEGREES = (1, 2, 4, 8)
+
+
+class Width(StrEnum):
+    """What the features of a module are that its layer is cut along."""
+
+    QUERY = "query"
+    KEY_VALUE = "key_value"
+    QKV = "qkv"
+    """Queries, keys and values in one."""
+    MLP = "mlp"
+    GATE_UP = "gate_up"
+    """Gate and up projection in one."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The linear modules of a layer, by their path in it, and the two modules whose input each rank needs whole."""
+
+    column: Mapping[str, Width]
+    row: Mapping[str, Width]
+    blocks: tuple[str, str]
+
+
+_LLAMA = Plan(
+    column={
+        "self_attn.q_proj": Width.QUERY,
+        "self_attn.k_proj": Width.KEY_VALUE,
+        "self_attn.v_proj": Width.KEY_VALUE,
+        "mlp.gate_proj": Width.MLP,
+        "mlp.up_proj": Width.MLP,
+    },
+    row={"self_attn.o_proj": Width.QUERY, "mlp.down_proj": Width.MLP},
+    blocks=("self_attn", "mlp"),
+)
+_PHI = Plan(
+    column={
+        "self_attn.q_proj": Width.QUERY,
+        "self_attn.k_proj": Width.KEY_VALUE,
+        "self_attn.v_proj": Width.KEY_VALUE,
+        "mlp.fc1": Width.MLP,
+    },
+    row={"self_attn.dense": Width.QUERY, "mlp.fc2": Width.MLP},
+    blocks=("self_attn", "mlp"),
+)
+_PHI3 = Plan(
+    column={"self_attn.qkv_proj": Width.QKV, "mlp.gate_up_proj": Width.GATE_UP},
+    row={"self_attn.o_proj": Width.QUERY, "mlp.down_proj": Width.MLP},
+    blocks=("self_attn", "mlp"),
+)
+_GPT2 = Plan(
+    column={"attn.c_attn": Width.QKV, "mlp.c_fc": Width.MLP},
+    row={"attn.c_proj": Width.QUERY, "mlp.c_proj": Width.MLP},
+    blocks=("attn", "mlp"),
+)
+
+PLANS: Mapping[str, Plan] = {
+    "gemma": _LLAMA,
+    "gemma2": _LLAMA,
+    "gemma3_text": _LLAMA,
+    "gpt2": _GPT2,
+    "granite": _LLAMA,
+    "llama": _LLAMA,
+    "ministral": _LLAMA,
+    "mistral": _LLAMA,
+    "phi": _PHI,
+    "phi3": _PHI3,
+    "qwen2": _LLAMA,
+    "qwen3": _LLAMA,
+    "seed_oss": _LLAMA,
+    "smollm3": _LLAMA,
+}
+"""By the config's `model_type`. Each is tested: `tests/parallel/test_families.py`."""
+
+
+@dataclass(frozen=True)
+class Heads:
+    """Attention heads of a layer, before and after the cut."""
+
+    query: int
+    key_value: int
+    size: int
+    ranks: int
+
+    @property
+    def local_query(self) -> int:
+        return self.query // self.ranks
+
+    @property
+    def local_key_value(self) -> int:
+        return max(1, self.key_value // self.ranks)
+
+
+def plan_of(config: PretrainedConfig, ranks: int) -> Plan:
+    """The plan of a family that `ranks` GPUs can hold. Raises `UnsupportedBase` for others, with the reason."""
+    family, text = config.model_type, config.get_text_config()
+    plan = PLANS.get(family)
+    if plan is None:
+        raise UnsupportedBase(
+            f"{family} has no plan for tensor parallelism; run it on one GPU, or one of {', '.join(PLANS)}"
+        )
+    heads = heads_of(config, ranks)
+    sizes = {"query heads": heads.query, "features of the MLP": mlp_width(config), "hidden features": text.hidden_size}
+    for name, size in sizes.items():
+        if size % ranks:
+            raise UnsupportedBase(f"{family}: expected a number of {name} that {ranks} GPUs divide, got {size}")
+    fused = Width.QKV in plan.column.values()
+    if heads.key_value % ranks and (fused or ranks % heads.key_value):
+        raise UnsupportedBase(
+            f"{family}: expected a number of key/value heads that {ranks} GPUs divide"
+            f"{'' if fused else ', or that divides them'}, got {heads.key_value}"
+        )
+    return plan
+
+
+def heads_of(config: PretrainedConfig, ranks: int) -> Heads:
+    text = config.get_text_config()
+    query: int = text.num_attention_heads
+    return Heads(
+        query=query,
+        key_value=getattr(text, "num_key_value_heads", None) or query,
+        size=getattr(text, "head_dim", None) or text.hidden_size // query,
+        ranks=ranks,
+    )
+
+
+def mlp_width(config: PretrainedConfig) -> int:
+    text = config.get_text_config()
+    if text.model_type == "gpt2":
+        return int(text.n_inner or 4 * text.hidden_size)
+    return int(text.intermediate_size)
+
+
+def layer_cuts(config: PretrainedConfig, plan: Plan, ranks: int) -> dict[str, SiteCut]:
+    """The cuts of a layer's linear modules, by their path in it."""
+    heads, mlp = heads_of(config, ranks), Features.even(mlp_width(config), ranks)
+    query = Features.heads(heads.query, heads.size, ranks)
+    key_value = Features.heads(heads.key_value, heads.size, ranks)
+    widths = {
+        Width.QUERY: query,
+        Width.KEY_VALUE: key_value,
+        Width.QKV: Features.joined([query, key_value, key_value]),
+        Width.MLP: mlp,
+        Width.GATE_UP: Features.joined([mlp, mlp]),
+    }
+    hidden = Features.whole(config.get_text_config().hidden_size, ranks)
+    column = {path: SiteCut(Parallel.COLUMN, hidden, widths[width]) for path, width in plan.column.items()}
+    return column | {path: SiteCut(Parallel.ROW, widths[width], hidden) for path, width in plan.row.items()}
