@@ -218,7 +218,7 @@ class Engine:
         if admit and not self._running:
             self._batches_since_train += 1
         with self._stalls.during("admit"):
-            for request in self._queue.take(admit):
+            for request in self._queue.pop(admit):
                 if self._adapters.ready(request):
                     self._admit(request)
         if not self._running or self._generator.blocked:  # all were refused, or wait for their adapters

@@ -6,15 +6,15 @@ from collections import deque
 from collections.abc import Callable, Hashable
 
 WINDOW = 5
-"""Samples that a prediction rests on."""
+"""Samples that an estimate is computed from."""
 
 
 class Estimate:
-    """Median of the last five samples; two low samples lower it at once.
+    """Median of the last five samples, but at most the larger of the last two.
 
-    A sample may be an outlier (a kernel is compiled, a disk is slow), several are a change: one outlier of any size never
-    shows in the median, a rise that lasts does within three samples. A fall is believed after two: to predict too much stops training, to
-    predict too little makes one slice late. A single sample predicts nothing: the first one is often an outlier.
+    One outlier (a kernel that is compiled, a slow disk) does not change the estimate; a lasting rise does within three
+    samples. A fall counts after two: too high an estimate stops training, one too low makes one slice late. A single
+    sample gives no estimate: the first one is often an outlier.
     """
 
     def __init__(self) -> None:
@@ -25,7 +25,7 @@ class Estimate:
 
     @property
     def seconds(self) -> float | None:
-        """The prediction; None before the second sample."""
+        """The estimate; None before the second sample."""
         samples = self._samples
         if len(samples) < 2:
             return None
@@ -34,7 +34,7 @@ class Estimate:
 
 
 class Estimates:
-    """One `Estimate` a kind of work."""
+    """One `Estimate` for each kind of work."""
 
     def __init__(self) -> None:
         self._by_kind: dict[Hashable, Estimate] = {}
@@ -43,7 +43,7 @@ class Estimates:
         self._by_kind.setdefault(kind, Estimate()).add(seconds)
 
     def predict(self, *kinds: Hashable) -> float:
-        """Of the first of `kinds` that was measured often enough; 0 if none was."""
+        """Estimated seconds of the first of `kinds` that has an estimate; 0 if none has."""
         for kind in kinds:
             estimate = self._by_kind.get(kind)
             if estimate is not None and estimate.seconds is not None:
@@ -51,5 +51,5 @@ class Estimates:
         return 0.0
 
     def keep(self, wanted: Callable[[Hashable], bool]) -> None:
-        """Forget all other kinds."""
+        """Forget all kinds that are not `wanted`."""
         self._by_kind = {kind: estimate for kind, estimate in self._by_kind.items() if wanted(kind)}

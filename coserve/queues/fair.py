@@ -1,12 +1,12 @@
-"""Deficit round robin (Shreedhar and Varghese, SIGCOMM '95): whose turn it is. Pure: no torch, no IO, no clock.
+"""Deficit round robin (Shreedhar and Varghese, SIGCOMM '95). Pure: no torch, no IO, no clock.
 
-Flows take turns. A turn adds a quantum to the flow's credit, and its items go, first come first, while the credit covers
-their cost; what is left of the credit stays for the next turn, unless nothing of the flow waits any more. Whatever the
-others do, a flow gets a quantum's worth of every round.
+Flows take turns. A turn adds a quantum to the flow's credit; then the flow's items leave, first come first served, while
+the credit covers their cost. Unused credit stays for the next turn, unless the flow is empty. So each flow gets a
+quantum of every round, whatever the others do.
 
-The turns are not played one after another. An item whose cost and those before it in its flow sum to `c` goes in the
-flow's turn number `ceil((c - credit) / quantum)` from now: ordering by turn, then by place in the round, gives what the
-turns would give, however small the quantum is beside the costs.
+The turns are computed, not played. If an item and those before it in its flow cost `c` together, it leaves in the flow's
+turn number `ceil((c - credit) / quantum)` from now. Sorting by turn, then by position in the round, gives the order of
+the turns, also for a quantum much smaller than the costs.
 """
 
 from __future__ import annotations
@@ -22,19 +22,19 @@ T = TypeVar("T")
 @dataclass(eq=False)
 class _Flow(Generic[T]):
     key: Hashable
-    place: int = 0
+    position: int = 0
     """In the round."""
     turns: int = 0
-    """Turns that it has had."""
+    """Turns so far."""
     credit: int = 0
-    owed: int = 0
-    """Cost of all its items."""
+    cost: int = 0
+    """Of all its items."""
     items: dict[str, tuple[T, int]] = field(default_factory=dict)
-    """And what each costs, first come first."""
+    """Each item and its cost by id, oldest first."""
 
 
 class _Due(NamedTuple, Generic[T]):
-    """When an item goes: in that turn of its flow, counted like the flow's own."""
+    """An item and the turn of its flow in which it leaves, counted as `_Flow.turns`."""
 
     turn: int
     flow: _Flow[T]
@@ -43,102 +43,103 @@ class _Due(NamedTuple, Generic[T]):
 
     @property
     def order(self) -> tuple[int, int]:
-        return self.turn - self.flow.turns, self.flow.place
+        return self.turn - self.flow.turns, self.flow.position
 
 
 class DeficitRoundRobin(Generic[T]):
-    """Items that wait, each with an id of its own, in the flows of their keys."""
+    """Waiting items with unique ids. Items with the same key are one flow."""
 
     def __init__(self, quantum: int) -> None:
         assert quantum >= 1, quantum
         self._quantum = quantum
         self._flows: dict[Hashable, _Flow[T]] = {}
         self._round: list[_Flow[T]] = []
-        """Next turn first. A flow whose turn is under way stands last: its next whole turn comes after all others'."""
-        self._under_way = False
+        """Flows in the order of their next turns. A flow in the middle of its turn is last."""
+        self._mid_turn = False
+        """Whether the last flow of the round is in the middle of its turn."""
         self._due: list[_Due[T]] = []
-        """All items in their order."""
+        """All items in the order in which they leave."""
 
     def push(self, key: Hashable, id: str, cost: int, item: T) -> None:
-        """An item behind those of its flow. A flow that had none has its turn after all others have had theirs."""
+        """Append an item to its flow. A new flow has its first turn after all others."""
         assert cost >= 0, cost
         flow = self._flows.get(key)
         if flow is None:
             flow = self._flows[key] = _Flow(key)
-            self._round.insert(len(self._round) - self._under_way, flow)
-            self._number()
+            self._round.insert(len(self._round) - self._mid_turn, flow)
+            self._renumber()
         assert id not in flow.items, id
         flow.items[id] = item, cost
-        flow.owed += cost
-        insort(self._due, self._when(flow, id, item, flow.owed), key=_order)
+        flow.cost += cost
+        insort(self._due, self._schedule(flow, id, item, flow.cost), key=_order)
 
     def remove(self, key: Hashable, id: str) -> None:
-        """Forget an item wherever it stands. Those behind it in its flow may go earlier."""
+        """Remove an item. Later items of its flow may leave earlier."""
         flow = self._flows[key]
         del flow.items[id]
         self._due = [due for due in self._due if due.flow is not flow]
-        flow.owed = 0
+        flow.cost = 0
         for other, (item, cost) in flow.items.items():
-            flow.owed += cost
-            self._due.append(self._when(flow, other, item, flow.owed))
+            flow.cost += cost
+            self._due.append(self._schedule(flow, other, item, flow.cost))
         self._due.sort(key=_order)
         if not flow.items:
-            self._under_way = self._under_way and flow is not self._round[-1]
+            self._mid_turn = self._mid_turn and flow is not self._round[-1]
             self._round.remove(flow)
             del self._flows[key]
-            self._number()
+            self._renumber()
 
     def waiting(self, key: Hashable) -> int:
-        """How many items of a flow wait."""
+        """Number of waiting items of a flow."""
         return len(flow.items) if (flow := self._flows.get(key)) is not None else 0
 
     def longest(self) -> tuple[Hashable, str]:
-        """The flow with the most items, and the last of them. There must be one."""
+        """The key of the flow with the most items, and the id of its newest item. At least one item must wait."""
         flow = max(self._round, key=lambda flow: len(flow.items))
         return flow.key, next(reversed(flow.items))
 
     def order(self) -> tuple[T, ...]:
-        """All that wait, in the order in which `take` will take them unless others come or go."""
+        """All items, in the order in which `pop` will return them unless items are added or removed."""
         return tuple(due.item for due in self._due)
 
-    def take(self, count: int) -> list[T]:
-        """Remove and return the first `count` of the order, fewer if fewer wait."""
-        taken = self._due[:count]
-        if not taken:
+    def pop(self, count: int) -> list[T]:
+        """Remove and return the first `count` items of `order`, or all if fewer wait."""
+        popped = self._due[:count]
+        if not popped:
             return []
         del self._due[:count]
-        turn, last = taken[-1].order
+        turn, last = popped[-1].order
         for flow in self._round:
-            turns = turn if flow.place <= last else turn - 1
+            turns = turn if flow.position <= last else turn - 1
             flow.turns += turns
             flow.credit += turns * self._quantum
-        for due in taken:
+        for due in popped:
             _, cost = due.flow.items.pop(due.id)
             due.flow.credit -= cost
-            due.flow.owed -= cost
-        self._go_on(last)
-        return [due.item for due in taken]
+            due.flow.cost -= cost
+        self._continue_after(last)
+        return [due.item for due in popped]
 
-    def _go_on(self, last: int) -> None:
-        """The latest item was of the flow in place `last`: the round goes on from there, without flows that are empty."""
+    def _continue_after(self, last: int) -> None:
+        """The last popped item was of the flow at position `last`: rotate the round to it, without empty flows."""
         latest = self._round[last]
-        turned = self._round[last + 1 :] + self._round[: last + 1]
-        for flow in turned:
+        rotated = self._round[last + 1 :] + self._round[: last + 1]
+        for flow in rotated:
             if not flow.items:
                 del self._flows[flow.key]
-        self._round = [flow for flow in turned if flow.items]
-        self._under_way = bool(latest.items)
-        self._number()
+        self._round = [flow for flow in rotated if flow.items]
+        self._mid_turn = bool(latest.items)
+        self._renumber()
 
-    def _number(self) -> None:
-        for place, flow in enumerate(self._round):
-            flow.place = place
+    def _renumber(self) -> None:
+        for position, flow in enumerate(self._round):
+            flow.position = position
 
-    def _when(self, flow: _Flow[T], id: str, item: T, owed: int) -> _Due[T]:
-        """`owed`: what the item and all before it in its flow cost."""
-        under_way = self._under_way and flow is self._round[-1]
-        turns = -(-(owed - flow.credit) // self._quantum)
-        return _Due(flow.turns + max(0 if under_way else 1, turns), flow, id, item)
+    def _schedule(self, flow: _Flow[T], id: str, item: T, cost: int) -> _Due[T]:
+        """`cost`: of the item and all before it in its flow."""
+        mid_turn = self._mid_turn and flow is self._round[-1]
+        turns = -(-(cost - flow.credit) // self._quantum)
+        return _Due(flow.turns + max(0 if mid_turn else 1, turns), flow, id, item)
 
 
 def _order(due: _Due[T]) -> tuple[int, int]:

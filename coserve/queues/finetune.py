@@ -4,8 +4,8 @@ from __future__ import annotations
 
 
 class JobQueue:
-    """Round-robin among the ready jobs. The first keeps its place until `rotate`, which is called where its micro-batch
-    ends: so no two micro-batches are ever suspended at once.
+    """Round robin among the ready jobs. `rotate` is called when the first job's micro-batch ends, so at most one micro-batch
+    is suspended at a time.
     """
 
     def __init__(self) -> None:
@@ -18,22 +18,22 @@ class JobQueue:
         return job in self._ready
 
     def add(self, job: str) -> None:
-        """A new job, behind all others."""
+        """Append a job."""
         assert job not in self, job
         self._ready[job] = None
 
     def remove(self, job: str) -> None:
-        """Forget a job that ended or was paused."""
+        """Remove a job that ended or was paused."""
         assert job in self, job
         del self._ready[job]
 
     def rotate(self) -> None:
-        """The first job's turn is over: it goes behind all others."""
+        """Move the first job behind all others."""
         if self._ready:
             first = next(iter(self._ready))
             del self._ready[first]
             self._ready[first] = None
 
     def ready(self) -> tuple[str, ...]:
-        """Trainable jobs, next first."""
+        """Jobs that can train, the next one first."""
         return tuple(self._ready)

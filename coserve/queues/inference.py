@@ -1,4 +1,4 @@
-"""The inference queue: requests that wait for the batch, and whose turn it is. Pure: no torch, no IO, no clock."""
+"""The inference queue: requests that wait to join the batch. Pure: no torch, no IO, no clock."""
 
 from __future__ import annotations
 
@@ -10,13 +10,14 @@ from coserve.link import Generate
 from coserve.queues.fair import DeficitRoundRobin
 
 RETRY_AT_LEAST, RETRY_AT_MOST = 1.0, 30.0
+"""Bounds of `Retry-After` in seconds."""
 QUANTUM = 256
-"""Tokens of prompt and answer that an adapter's turn is worth."""
+"""Tokens of prompt and output that an adapter may use in one turn."""
 
 
 @dataclass(frozen=True, slots=True)
 class Queued:
-    """A waiting request: when it came and when its first token is due, on the engine's clock."""
+    """A waiting request. `arrived`, and the `deadline` of its first token, are seconds on the engine's clock."""
 
     message: Generate
     arrived: float
@@ -24,18 +25,18 @@ class Queued:
 
 
 class InferenceQueue:
-    """Bounded, with removal by id. Ids are unique among the waiting.
+    """At most `limit` requests with unique ids.
 
-    `fair`: adapters take turns by deficit round robin, the base without adapter being one of them, the versions of an
-    adapter one together; a request costs what it may at most make the engine do, the tokens of its prompt and its
-    `max_tokens`. Within an adapter, and for all requests if not `fair`: first come, first served.
+    `fair`: adapters take turns by deficit round robin. The base without an adapter is one flow, all versions of an adapter
+    are one flow, and a request costs its prompt tokens plus `max_tokens`. Requests of one adapter, and all requests if not
+    `fair`, are served in order of arrival.
     """
 
     def __init__(self, limit: int, *, fair: bool) -> None:
         assert limit >= 1, limit
         self._limit, self._fair = limit, fair
         self._entries: dict[str, Queued] = {}  # in order of arrival
-        self._turns = DeficitRoundRobin[Queued](QUANTUM)
+        self._flows = DeficitRoundRobin[Queued](QUANTUM)
         self._waiting: tuple[Queued, ...] | None = ()
 
     def __len__(self) -> int:
@@ -43,51 +44,52 @@ class InferenceQueue:
 
     @property
     def first_arrival(self) -> float | None:
-        """When the request that waits longest came; None when nobody waits."""
+        """Arrival time of the oldest request; None if the queue is empty."""
         return next((entry.arrived for entry in self._entries.values()), None)
 
     def push(self, message: Generate, *, arrived: float, deadline: float) -> Queued | None:
-        """Append a request. Returns the one that had to leave for it, if any.
+        """Append a request. Returns the request that was displaced, if any.
 
-        At the limit, the last request of the adapter with the most in line makes room for one with at least two fewer:
-        nobody keeps others out by filling the queue.
+        In a full queue, the newest request of the adapter with the most requests is displaced if the new request's adapter
+        has at least two fewer: one adapter cannot keep others out by filling the queue.
 
-        Raises `QueueFull` at the limit otherwise. Its `retry_after` is the age of the oldest request, within 1 to 30
-        seconds: about as long as the way through this queue takes.
+        Raises:
+            QueueFull: the queue is full, and no request was displaced. `retry_after`: see `retry_after`.
         """
         assert message.id not in self._entries, message.id
-        displaced = self._make_room(message, arrived) if len(self._entries) >= self._limit else None
+        displaced = self._displace(message, arrived) if len(self._entries) >= self._limit else None
         entry = self._entries[message.id] = Queued(message, arrived, deadline)
-        self._turns.push(self._flow(message), message.id, len(message.prompt) + message.sampling.max_tokens, entry)
+        self._flows.push(self._flow(message), message.id, len(message.prompt) + message.sampling.max_tokens, entry)
         self._waiting = None
         return displaced
 
-    def take(self, count: int) -> list[Queued]:
-        """Remove and return the first `count` of `waiting`, fewer if fewer wait."""
-        taken = self._turns.take(count)
-        for entry in taken:
+    def pop(self, count: int) -> list[Queued]:
+        """Remove and return the first `count` requests of `waiting`, or all if fewer wait."""
+        popped = self._flows.pop(count)
+        for entry in popped:
             del self._entries[entry.message.id]
-        if taken:
+        if popped:
             self._waiting = None
-        return taken
+        return popped
 
     def cancel(self, id: str) -> bool:
-        """Remove a request wherever it stands; False if it does not wait here."""
+        """Remove a request. False if it is not in the queue."""
         entry = self._entries.pop(id, None)
         if entry is None:
             return False
-        self._turns.remove(self._flow(entry.message), id)
+        self._flows.remove(self._flow(entry.message), id)
         self._waiting = None
         return True
 
     def waiting(self) -> tuple[Queued, ...]:
-        """All that wait, in the order in which they will be taken; the same tuple until something changes."""
+        """All requests, in the order in which `pop` will return them. The same tuple until the queue changes."""
         if self._waiting is None:
-            self._waiting = self._turns.order()
+            self._waiting = self._flows.order()
         return self._waiting
 
     def retry_after(self, now: float) -> float:
-        """Seconds after which one who was turned away may come again."""
+        """Seconds after which a refused client may try again: the age of the oldest request, which is about the time that a
+        request spends in the queue."""
         first = self.first_arrival
         return min(max(0.0 if first is None else now - first, RETRY_AT_LEAST), RETRY_AT_MOST)
 
@@ -96,9 +98,9 @@ class InferenceQueue:
             return None
         return None if message.adapter is None else message.adapter.id
 
-    def _make_room(self, message: Generate, now: float) -> Queued:
-        flow, last = self._turns.longest()
-        if self._turns.waiting(flow) < self._turns.waiting(self._flow(message)) + 2:
+    def _displace(self, message: Generate, now: float) -> Queued:
+        flow, last = self._flows.longest()
+        if self._flows.waiting(flow) < self._flows.waiting(self._flow(message)) + 2:
             raise QueueFull(
                 f"the queue holds its {self._limit} requests; try again later", retry_after=self.retry_after(now)
             )

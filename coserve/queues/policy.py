@@ -1,7 +1,7 @@
-"""Who runs next: pure functions of a view and a time. No torch, no IO, no clock.
+"""Scheduling policies: what the engine does next. Pure functions of a `View` and the time; no torch, no IO, no clock.
 
-The engine asks `Policy.decide` once a tick and does what it says. A policy keeps no state: all that it may know of the
-past stands in the `View`, so that the same view at the same time always gets the same answer.
+The engine calls `Policy.decide` once a tick and does what it returns. A policy has no state: the `View` holds everything
+about the past that it may use, so the same view at the same time always gives the same decision.
 """
 
 from __future__ import annotations
@@ -13,15 +13,16 @@ from typing import Protocol
 from coserve.config import Config
 
 TIMER_MARGIN = 1e-6
-"""Seconds by which a wake-up lies behind the moment it waits for: timers round, and Algorithm 1 says `>`."""
+"""Seconds added to a wake-up time: timers round, and Algorithm 1 requires `>`."""
 MAX_SLICE = 0.05
-"""Predicted seconds of the longest slice of several micro-steps: what a request that arrives meanwhile may wait for it."""
+"""Predicted seconds of the longest slice of several micro-steps. A request that arrives meanwhile waits at most that long."""
 MAX_MICRO_STEPS = 16
+"""Of one slice."""
 
 
 @dataclass(frozen=True, slots=True)
 class Waiting:
-    """A request in the queue. `deadline`: its first token is due; `steps`: generation steps until that token."""
+    """A request in the queue. `deadline` of its first token; `steps`: generation steps that the token takes."""
 
     id: str
     arrived: float
@@ -31,7 +32,7 @@ class Waiting:
 
 @dataclass(frozen=True, slots=True)
 class Running:
-    """A request in the batch. `deadline`: its next token is due; `steps`: generation steps until that token."""
+    """A request in the batch. `deadline` of its next token; `steps`: generation steps that the token takes."""
 
     id: str
     deadline: float
@@ -40,7 +41,7 @@ class Running:
 
 @dataclass(frozen=True, slots=True)
 class Costs:
-    """Predicted seconds of one generation step and of one training micro-step; 0 until one was measured."""
+    """Predicted seconds of a generation step and of a training micro-step; 0 while unknown."""
 
     serve: float
     micro_step: float
@@ -48,37 +49,40 @@ class Costs:
 
 @dataclass(frozen=True, slots=True)
 class View:
-    """What a policy may know.
+    """The state of the engine that a decision depends on.
 
-    `waiting` is in the order in which they will be admitted, which need not be that of their arrivals. `headroom` is how many
-    requests may still be admitted. Requests that were admitted and wait for their adapters to be read are in neither
-    `waiting` nor `running`, but take headroom: there may be none while nobody runs. `running` is empty, too, while none of them
-    can compute anything. `jobs` are trainable, next first: a
-    slice of `jobs[0]` brings it further. `mid_batch` says that a micro-batch of it is suspended. `batches_since_train`
-    counts the inference batches dispatched since the last whole micro-batch. `train_waiting_since` is when the last
-    slice ended or the first job came; None without jobs. `costs.micro_step` is that of the next micro-step of `jobs[0]`.
+    Requests that wait for their adapters to be read are in neither `waiting` nor `running`, but use headroom: it may be 0
+    while no request runs.
     """
 
     waiting: tuple[Waiting, ...]
+    """In the order of admission, which may differ from that of arrival."""
     running: tuple[Running, ...]
+    """Empty while no request of the batch can compute anything."""
     headroom: int
+    """How many more requests can be admitted."""
     jobs: tuple[str, ...]
+    """Jobs that can train, the next one first."""
     mid_batch: bool
+    """A micro-batch of `jobs[0]` is suspended."""
     batches_since_train: int
+    """Inference batches dispatched since the last whole micro-batch."""
     train_waiting_since: float | None
+    """When the last slice ended, or the first job came; None without jobs."""
     costs: Costs
+    """`costs.micro_step`: of the next micro-step of `jobs[0]`."""
 
 
 @dataclass(frozen=True, slots=True)
 class Serve:
-    """Admit the first `admit` of the waiting, then do one generation step."""
+    """Admit the first `admit` requests of `View.waiting`, then run one generation step."""
 
     admit: int
 
 
 @dataclass(frozen=True, slots=True)
 class Overdue:
-    """Why a slice had to wait until patience ran out: its predicted seconds, and those that the deadlines left."""
+    """Predicted seconds of a micro-step that does not fit, and the slack: seconds that the deadlines leave."""
 
     micro_step: float
     slack: float
@@ -86,8 +90,8 @@ class Overdue:
 
 @dataclass(frozen=True, slots=True)
 class Train:
-    """Do `micro_steps` micro-steps of the job's micro-batch, fewer if a micro-step of another kind comes next or it ends before; None: all
-    that are left of it. `overdue`: it does not fit into the slack, and runs all the same."""
+    """Run up to `micro_steps` micro-steps of the job's micro-batch (None: all that are left). The slice ends early before a
+    micro-step of another kind, and at the micro-batch's end. `overdue`: the slice runs although it does not fit into the slack."""
 
     job: str
     micro_steps: int | None
@@ -96,7 +100,7 @@ class Train:
 
 @dataclass(frozen=True, slots=True)
 class Wait:
-    """Nothing to do until something changes, or until the time `until`."""
+    """Sleep until an event, or until the time `until`."""
 
     until: float | None
 
@@ -106,13 +110,13 @@ Decision = Serve | Train | Wait
 
 class Policy(Protocol):
     def decide(self, view: View, now: float) -> Decision:
-        """Every decision changes the view, lets time pass, or is a `Wait` for what changes it: nothing is asked twice."""
+        """A decision changes the view, lets time pass, or is a `Wait`: the same view is never passed twice at one time."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class _Batches:
-    """When an inference batch is dispatched, by Algorithm 1 (the ETS paper, section 4.4.3)."""
+    """Batching of inference requests, by Algorithm 1 (the ETS paper, section 4.4.3)."""
 
     size: int
     delay: float
@@ -121,7 +125,7 @@ class _Batches:
         assert self.size >= 1 and self.delay >= 0, (self.size, self.delay)
 
     def ready(self, view: View, now: float) -> bool:
-        """Whether a batch can be dispatched; never without headroom, where the one before waits for its adapters."""
+        """Whether a batch can be dispatched. Not without headroom: the batch before waits for its adapters."""
         waiting = view.waiting
         if not waiting or not view.headroom:
             return False
@@ -137,16 +141,15 @@ class _Batches:
 
 
 def _first_arrival(waiting: tuple[Waiting, ...]) -> float:
-    """When the one that waits longest came: not always the next in line."""
+    """Arrival of the oldest request, which is not always the next one to be admitted."""
     return min(each.arrived for each in waiting)
 
 
 class Ets:
-    """Enhanced Temporal Sharing: Algorithm 1 of the ETS paper, to the letter if requests are first come, first served.
+    """Enhanced Temporal Sharing: Algorithm 1 of the ETS paper, exactly if requests are served in order of arrival.
 
-    Inference goes first: a batch is dispatched as soon as `batch_size` requests wait, or the first of them has waited
-    longer than `delay` seconds; it takes at most `batch_size` requests and is performed to its end. Otherwise one batch
-    of fine-tuning, a whole micro-batch, is performed to its end; otherwise the loop waits for one of the two.
+    Inference goes first. A batch of at most `batch_size` requests is dispatched when that many wait, or when the oldest has
+    waited longer than `delay` seconds; it runs to its end. Otherwise a whole micro-batch of fine-tuning runs to its end.
     """
 
     def __init__(self, batch_size: int, delay: float) -> None:
@@ -165,10 +168,9 @@ class Ets:
 class TemporalSharing:
     """TS(n): one fine-tuning request after each `n` inference requests (the ETS paper, section 4.4.1).
 
-    Both sides count in batches, as the paper's evaluation does (section 5.2.2): an inference batch forms as under `Ets`
-    and runs to its end, and a fine-tuning request is a batch of rows, one micro-batch here. After `n` inference batches
-    the turn is the job's, whatever waits. A side without a batch to dispatch gives its turn to the other, so that nothing
-    idles while there is work.
+    Both sides count in batches, as in the paper's evaluation (section 5.2.2). Inference batches are those of `Ets`; a
+    fine-tuning batch is one micro-batch. After `n` inference batches one micro-batch runs, whatever waits. A side without a
+    batch gives its turn to the other.
     """
 
     def __init__(self, n: int, batch_size: int, delay: float) -> None:
@@ -190,14 +192,14 @@ class TemporalSharing:
 
 
 class Slack:
-    """Training in the gaps that the deadlines leave.
+    """Training in the time that the deadlines of requests leave.
 
-    Requests join and leave the batch at every generation step. The slack is the time to the tightest deadline (first
-    token of the waiting, next token of the running) less the generation steps that it takes to meet it. A training slice
-    runs only where its predicted time fits into the slack, less a share `margin` of it for what predictions miss; all
-    else goes to generation. A slice has as many micro-steps as fit, up to `MAX_MICRO_STEPS` and `MAX_SLICE` seconds, and at least
-    one. A job that has waited `patience` seconds for its slice gets one micro-step whatever the deadlines say: training never
-    starves. With no request at all, training runs freely.
+    Requests join and leave the batch at every generation step. The slack is the time to the tightest deadline (of a waiting
+    request's first token or a running request's next one) minus the generation steps needed to meet it, reduced by the
+    share `margin` for errors of prediction. A training slice runs only if its predicted time fits into the slack. It has as
+    many micro-steps as fit, at least one, at most `MAX_MICRO_STEPS` and `MAX_SLICE` seconds. A job that has waited
+    `patience` seconds gets one micro-step regardless of deadlines, so training never starves. Without requests, training
+    runs freely.
     """
 
     def __init__(self, max_running: int, patience: float, *, margin: float = 0.2) -> None:
@@ -222,15 +224,15 @@ class Slack:
         return Serve(admit)
 
     def _slack(self, view: View, now: float) -> float:
-        """Seconds that training may take from now, with somebody waiting or running."""
+        """Seconds that training may take from now. At least one request waits or runs."""
         serve = view.costs.serve
-        promises: list[Waiting | Running] = [*view.waiting, *view.running]
-        latest = min(promise.deadline - promise.steps * serve for promise in promises)
+        requests: list[Waiting | Running] = [*view.waiting, *view.running]
+        latest = min(request.deadline - request.steps * serve for request in requests)
         return (latest - now) * (1 - self._margin)
 
 
 def _micro_steps(seconds: float, micro_step: float) -> int:
-    """As many micro-steps as fit; one while their cost is unknown."""
+    """Number of micro-steps that fit; 1 while their cost is unknown."""
     return max(1, math.floor(min(seconds / micro_step, MAX_MICRO_STEPS))) if micro_step > 0 else 1
 
 

@@ -1,4 +1,4 @@
-"""What the engine remembers of training slices: for the policy, and for those who ask why training stands. Pure."""
+"""Measured training slices: costs for the policy, and why training starves, for /health. Pure: no torch, no IO, no clock."""
 
 from __future__ import annotations
 
@@ -12,53 +12,53 @@ ANY = "any"
 
 
 class Slices:
-    """Times are seconds on the clock of the caller."""
+    """Times are seconds on the caller's clock."""
 
     def __init__(self) -> None:
         self._costs = Estimates()
         self._jobs: frozenset[str] = frozenset()
         self.waiting_since: float | None = None
-        """When the last slice ended, or the first job came; None without jobs."""
+        """See `View.train_waiting_since`."""
         self.by_patience = 0
-        """Slices so far that ran only because their job had waited `train_patience`."""
-        self._in_a_row = 0
-        self._late: tuple[float, Train] | None = None
-        """The last slice if it was one of those, and when the first of their row began to wait."""
+        """Slices so far that ran only because their job had waited for `train_patience`."""
+        self._overdue_in_a_row = 0
+        self._overdue: tuple[float, Train] | None = None
+        """The last slice, if it was overdue, and when the first of the overdue ones in a row began to wait."""
 
     def ready(self, jobs: tuple[str, ...], now: float) -> None:
-        """Which jobs wait for a slice now; the costs of others are forgotten."""
+        """`jobs` can train now. The costs of other jobs are forgotten."""
         if (known := frozenset(jobs)) != self._jobs:
             self._jobs = known
             self._costs.keep(lambda key: not isinstance(key, tuple) or key[0] in known)
         if not jobs:
-            self.waiting_since = self._late = None
-            self._in_a_row = 0
+            self.waiting_since = self._overdue = None
+            self._overdue_in_a_row = 0
         elif self.waiting_since is None:
             self.waiting_since = now
 
     def predict(self, job: str, kind: MicroStep) -> float:
-        """Seconds of the job's next micro-step; before it had any of its kind, of other jobs' micro-steps of that kind, or of any micro-step.
-        0 if nothing is known."""
+        """Predicted seconds of the job's next micro-step: from its own micro-steps of that kind, else from those of other jobs,
+        else from micro-steps of any kind. 0 if nothing was measured."""
         return self._costs.predict((job, kind), kind, ANY)
 
     def ran(self, decision: Train, kind: MicroStep, micro_steps: int, seconds: float, now: float) -> None:
-        """A slice of `micro_steps` micro-steps ended now. Only slices of one kind are learned from: all but whole micro-batches."""
+        """A slice of `micro_steps` micro-steps ended now. Whole micro-batches mix kinds, so their time is not learned."""
         if decision.micro_steps is not None and micro_steps:
             for key in ((decision.job, kind), kind, ANY):
                 self._costs.add(key, seconds / micro_steps)
         if decision.overdue is None:
-            self._late, self._in_a_row = None, 0
+            self._overdue, self._overdue_in_a_row = None, 0
         else:
-            began = self._late[0] if self._late is not None else self.waiting_since
-            self._late = (now if began is None else began), decision
+            began = self._overdue[0] if self._overdue is not None else self.waiting_since
+            self._overdue = (now if began is None else began), decision
             self.by_patience += 1
-            self._in_a_row += 1
+            self._overdue_in_a_row += 1
         self.waiting_since = now
 
     def starving(self, now: float) -> Starving | None:
-        """Set once two slices in a row ran by patience alone: one may be a burst of requests."""
-        if self._late is None or self._in_a_row < 2:
+        """Set after two overdue slices in a row. A single one may be due to a burst of requests."""
+        if self._overdue is None or self._overdue_in_a_row < 2:
             return None
-        since, decision = self._late
+        since, decision = self._overdue
         assert decision.overdue is not None, "kept for its reason"
         return Starving(seconds=now - since, micro_step=decision.overdue.micro_step, slack=decision.overdue.slack)

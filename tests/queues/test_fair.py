@@ -78,7 +78,7 @@ class FairAgainstTurns(RuleBasedStateMachine):
     @rule(count=st.integers(0, 6))
     def take(self, count: int) -> None:
         promised = self.fair.order()[:count]
-        taken = self.fair.take(count)
+        taken = self.fair.pop(count)
         assert tuple(taken) == promised
         assert taken == [id for _ in range(count) if (id := self.turns.take_one()) is not None]
         for id in taken:
@@ -116,7 +116,7 @@ def test_one_flow_alone_is_first_come_first_served(costs: list[int], quantum: in
     fair = DeficitRoundRobin[int](quantum)
     for i, cost in enumerate(costs):
         fair.push("only", str(i), cost, i)
-    taken = [i for count in counts for i in fair.take(count)]
+    taken = [i for count in counts for i in fair.pop(count)]
     assert taken + list(fair.order()) == list(range(len(costs)))
 
 
@@ -143,11 +143,11 @@ def test_one_who_asks_for_little_waits_for_rounds_whatever_the_others_do(
             fair.push(entry[0], str(made), entry[1], entry)
 
     flood(chance.randint(0, 200))
-    fair.take(chance.randint(0, 100))
+    fair.pop(chance.randint(0, 100))
     fair.push("light", "it", cost, ("light", cost))
     spent = dict[str, int]()
     while True:
-        (entry,) = fair.take(1)
+        (entry,) = fair.pop(1)
         if entry[0] == "light":
             break
         spent[entry[0]] = spent.get(entry[0], 0) + entry[1]
@@ -166,7 +166,7 @@ def test_flows_that_always_ask_share_evenly(quantum: int, flows: int, most: int)
             fair.push(flow, f"{flow} {i}", cost, (flow, cost))
     spent = [0] * flows
     while sum(spent) < 150 * flows:
-        flow, cost = fair.take(1)[0]
+        flow, cost = fair.pop(1)[0]
         spent[flow] += cost
     assert max(spent) - min(spent) <= 2 * quantum + most
 
@@ -175,7 +175,7 @@ def test_costs_far_beyond_the_quantum_take_no_time() -> None:
     fair = DeficitRoundRobin[str](1)
     for key, cost in (("a", 10**15), ("b", 10**15 - 1), ("c", 3)):
         fair.push(key, key, cost, key)
-    assert fair.take(3) == ["c", "b", "a"]
+    assert fair.pop(3) == ["c", "b", "a"]
 
 
 def test_an_id_waits_once() -> None:

@@ -32,7 +32,7 @@ def fill(queue: InferenceQueue, *requests: Generate, arrived: float = 0.0) -> No
 
 
 def ids(queue: InferenceQueue, count: int = 99) -> list[str]:
-    return [entry.message.id for entry in queue.take(count)]
+    return [entry.message.id for entry in queue.pop(count)]
 
 
 def test_full_queue_says_when_to_come_back() -> None:
@@ -145,7 +145,7 @@ class QueueAgainstLists(RuleBasedStateMachine):
     @rule(count=st.integers(0, LIMIT + 1))
     def take(self, count: int) -> None:
         promised = self.queue.waiting()[:count]
-        taken = self.queue.take(count)
+        taken = self.queue.pop(count)
         assert tuple(taken) == promised
         assert len(taken) == min(count, len(self.model))
         for flow in "abn":
