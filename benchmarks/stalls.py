@@ -102,7 +102,7 @@ class Stalls:
     """The parts of the benchmark. Each writes its results."""
 
     def __init__(self, size: Size, folders: Folders, results: Results, *, budget: float) -> None:
-        """`budget`: seconds of each part."""
+        """`budget`: seconds of each part, without the time until the daemon is warm."""
         self._size, self._folders, self._results, self._budget = size, folders, results, budget
         self._daemon: Daemon | None = None
         self._stack = contextlib.ExitStack()
@@ -113,14 +113,17 @@ class Stalls:
         print(f"{time.monotonic() - self._zero:6.1f} s  {text}", flush=True)
 
     def run(self, part: str) -> None:
-        end = time.monotonic() + self._budget
         self.log(f"{part} begins")
         if part.startswith("start."):
-            self._start(part, end)
-        elif part.startswith("jobs."):
-            self._beside_jobs(float(part.removeprefix("jobs.r")), end)
+            self._start(part, time.monotonic() + self._budget)
         else:
-            self._churn(end)
+            found = self._warmed()
+            self.log("warm" if found.warm() else "not warm, but measured all the same")
+            end = time.monotonic() + self._budget
+            if part == "churn":
+                self._churn(found, end)
+            else:
+                self._beside_jobs(found, float(part.removeprefix("jobs.r")), end)
         self.log(f"{part} done")
 
     def close(self) -> None:
@@ -177,8 +180,7 @@ class Stalls:
         lines = timeline(samples, start - found.began)
         self._put(f"{part}.max_gap_ms", row["max_gap_ms"], "ms", row | {"timeline": lines})
 
-    def _beside_jobs(self, rate: float, end: float) -> None:
-        found = self._warmed()
+    def _beside_jobs(self, found: Daemon, rate: float, end: float) -> None:
         half = (time.monotonic() + end) / 2
         both = {"checkpoints": self._jobs_row(found, rate, half, CHECKPOINT_STEPS)}
         row = both["checkpoints"] | {"ft_cost": 0.0}
@@ -211,8 +213,7 @@ class Stalls:
         }
         return row | {"stalls": stalls(before, after), "timeline": timeline(samples)}
 
-    def _churn(self, end: float) -> None:
-        found = self._warmed()
+    def _churn(self, found: Daemon, end: float) -> None:
         clients = LoadProcesses(CLIENTS)
         seconds = self._seconds("churn", end)
         before, start = found.metrics(), time.monotonic() + LEAD

@@ -58,6 +58,12 @@ def _deaf() -> Iterator[None]:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
 
 
+def skip_slow_imports() -> None:
+    """Call it before transformers is imported, which imports scikit-learn where that is installed: two seconds, for a
+    function that nobody here calls."""
+    sys.modules.setdefault("sklearn", None)  # type: ignore[arg-type]  # Python's way to say that there is none
+
+
 def obey_parent() -> None:
     """End with the parent, however it ends, and ignore stop signals: the parent says when to stop."""
     if sys.platform == "linux":  # a second writer must not be left in the data folder by a kill -9 of the parent

@@ -10,11 +10,12 @@ import sys
 
 from coserve.config import config_from_json
 from coserve.engine.warming.early_start import start_warm_up
-from coserve.processes import obey_parent
+from coserve.processes import obey_parent, skip_slow_imports
 
 
 def main() -> None:
     obey_parent()
+    skip_slow_imports()
     config = config_from_json(sys.stdin.buffer.read())
     warm_up = start_warm_up(config)
     from coserve.engine.worker import serve  # imports torch, which takes seconds; the warm-up starts meanwhile

@@ -23,7 +23,7 @@ from coserve.warmup.messages import DoPart, PartReport, Progress, WarmUpTask
 from coserve.warmup.parts import all_parts
 from coserve.warmup.warmer import warm
 
-WORKER = "coserve.engine.warming.worker"
+WORKER = "coserve.engine.warming.worker_process"
 
 
 class ProcessWorker:

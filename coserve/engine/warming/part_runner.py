@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-import itertools
+import os
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,6 +13,7 @@ from coserve.config import Config
 from coserve.engine.sizes import STEP_TOKENS
 from coserve.engine.warming.client import gemm_paths
 from coserve.engine.warming.step_mixes import CONTEXTS, Mix, WarmUpSizes, adapter_counts, step_mixes
+from coserve.errors import NonFiniteLoss
 from coserve.finetune.init import new_adapter
 from coserve.finetune.memory_profiling import Conditions, CudaMemoryMeter, MemoryProfiler
 from coserve.generate.execution.eager import EagerExecutor
@@ -56,7 +59,8 @@ TRAINED = (16, 48, 64, 100, 128, 200, 256, 384, 500, 512, 700, 1024, 1500, 2048)
 """Tokens of micro-batches."""
 
 
-_ENDED = object()
+SPARED_CORES = 2
+"""Processor cores that compile nothing: the engine and the API process need them."""
 Adapter = tuple[AdapterRef, LoraWeights]
 
 
@@ -86,6 +90,7 @@ class PartRunner:
         """Mixes at position 0: LoRA kernels do not depend on positions."""
         self._number = 0
         self._compiler_initialized = False
+        self._threads = ThreadPoolExecutor(max(1, ((os.cpu_count() or 2) - SPARED_CORES) // task.workers), "compile")
         self._on_gpu = base.device.type == "cuda"
 
     def run(self, name: str) -> Iterator[tuple[int, int]]:
@@ -137,10 +142,11 @@ class PartRunner:
 
     def _steps(self) -> Iterator[tuple[int, int]]:
         total = len(self._mixes) + 1
+        with compile_only(self._threads):
+            for done, mix in enumerate(self._mixes):
+                yield done, total
+                self._step(self._eager, mix, ())
         DeviceSampler(self._base.spec.vocab, self._base.device).warm_up(self._base.dtype)
-        for done, mix in enumerate(self._mixes):
-            yield done, total
-            self._step(self._eager, mix, ())
         self._sampled(self._eager)
 
     def _sampled(self, executor: StepExecutor) -> None:
@@ -151,14 +157,14 @@ class PartRunner:
 
     def _adapters(self, mixes: Sequence[Mix], sets: Sequence[list[Adapter]]) -> Iterator[tuple[int, int]]:
         total, done = len(sets) * len(mixes), 0
-        for adapters in sets:
-            all_sites = len(adapters[0][1].settings.targets or ()) == len(self._base.spec.default_targets)
-            # All sites at all sizes; some sites differ in how many share a launch only.
-            for mix in mixes if all_sites else mixes[::4]:
-                yield done, total
-                done += 1
-                for count in adapter_counts(mix, len(adapters)):
-                    with compile_only():
+        with compile_only(self._threads):
+            for adapters in sets:
+                all_sites = len(adapters[0][1].settings.targets or ()) == len(self._base.spec.default_targets)
+                # All sites at all sizes; some sites differ in how many share a launch only.
+                for mix in mixes if all_sites else mixes[::4]:
+                    yield done, total
+                    done += 1
+                    for count in adapter_counts(mix, len(adapters)):
                         self._step(self._eager, mix, adapters[:count])
 
     def _adapter_sets(self, rank: int) -> list[list[Adapter]]:
@@ -206,17 +212,20 @@ class PartRunner:
             *((profiler.step, size) for size in profiled_sizes(sizes.step_tokens)),
             *((profiler.micro_batch, size) for size in profiled_sizes(sizes.micro_batch_tokens)),
         ]
-        for done, (run, size) in enumerate(work):
-            yield done, len(work)
-            run(size)
+        yield from self._compile_training(work)
 
     def _training(self, rank: int) -> Iterator[tuple[int, int]]:
         self._stacked()
         profiler, most = self._profiler(rank), self._sizes.micro_batch_tokens
         batches = sorted({most, *(size for size in TRAINED if size <= most)})
-        for done, size in enumerate(batches):
-            yield done, len(batches)
-            profiler.micro_batch(size)
+        yield from self._compile_training([(profiler.micro_batch, size) for size in batches])
+
+    def _compile_training(self, work: Sequence[tuple[Callable[[int], object], int]]) -> Iterator[tuple[int, int]]:
+        with compile_only(self._threads):
+            for done, (run, size) in enumerate(work):
+                yield done, len(work)
+                with suppress(NonFiniteLoss):  # kernels that were not launched wrote nothing
+                    run(size)
 
     def _profiler(self, rank: int) -> MemoryProfiler:
         sizes = self._sizes
@@ -274,18 +283,16 @@ class PartRunner:
         adapters = self._adapter_sets(rank)[0] if rank else []
         mixes = [mix for mix in (self._first_mixes if rank else self._mixes) if mix.decodes is decodes]
         total = len(mixes) + 4 * (len(DECODE_BATCHES) if decodes else len(MIXED_TOKENS))
-        for done, mix in enumerate(mixes):
-            yield done, total
-            for count in adapter_counts(mix, len(adapters)):
-                with compile_only():
+        with compile_only(self._threads):
+            for done, mix in enumerate(mixes):
+                yield done, total
+                for count in adapter_counts(mix, len(adapters)):
                     self._step(executor, mix, adapters[:count])
         self._sampled(executor)
         captures = executor.captures(rank, decodes=decodes)
-        for done in itertools.count(len(mixes)):
-            with compile_only():
-                if next(captures, _ENDED) is _ENDED:
-                    return
-            yield min(done, total - 1), total
+        with compile_only(self._threads):
+            for done, _ in enumerate(captures, len(mixes)):
+                yield min(done, total - 1), total
 
 
 def make_part_runner(base: Base, config: Config, task: WarmUpTask) -> PartRunner:

@@ -1,8 +1,5 @@
-"""One process of a warm-up: `python -m coserve.engine.warming.worker FD`, with the `WarmUpTask` as JSON on standard input.
-
-It loads the engine's base with few layers and random weights, and runs parts with it. FD is one end of a socket pair: the
-worker reads `DoPart` lines and writes `PartReport` lines.
-"""
+"""What a process of a warm-up does (`worker_process` is its entry): it loads the engine's base with few layers and random
+weights, and runs parts with it."""
 
 from __future__ import annotations
 
@@ -21,7 +18,6 @@ from coserve.engine.warming.part_runner import PartRunner, make_part_runner
 from coserve.errors import CoserveError
 from coserve.logs.setup import LogSettings, set_up_logging
 from coserve.model.base import load_base
-from coserve.processes import obey_parent
 from coserve.warmup.messages import DoPart, PartReport, WarmUpTask
 
 log = logging.getLogger(__name__)
@@ -29,8 +25,8 @@ log = logging.getLogger(__name__)
 THREADS = 1
 
 
-def main() -> None:
-    obey_parent()
+def work() -> None:
+    """Run parts until the other end of the socket closes."""
     task = msgspec.json.decode(sys.stdin.buffer.read(), type=WarmUpTask)
     config = config_from_json(task.config.encode())
     set_up_logging("warm", LogSettings.of(config))
@@ -70,7 +66,3 @@ def main() -> None:
                 took = time.monotonic() - began
                 log.info("%s: %.1f s, of which %d kernels took %.1f s to compile", name, took, kernels, seconds)
                 send(PartReport(1, 1))
-
-
-if __name__ == "__main__":
-    main()

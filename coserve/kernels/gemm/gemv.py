@@ -21,6 +21,7 @@ import triton.language as tl
 from torch import Tensor
 
 from coserve.kernels.gpu.device import device_info, interpreted
+from coserve.kernels.gpu.launcher import launch
 from coserve.kernels.gpu.rounding import cdiv, next_power_of_2
 from coserve.kernels.gpu.timing import graph_ms
 from coserve.kernels.lora.segmented.adapter_table import RANK_BLOCK, SiteTable
@@ -146,7 +147,8 @@ def gemv(
             (tiles.items.shape[0], splits, sites), (x_D, h, tiles.items, addresses, ranks), (D, D, row, 1, R), BLOCK_T=tiles.rows, BLOCK_R=RANK_BLOCK,
             **shrink_steps(shrink, overlapped=False), num_warps=shrink.shrink_warps, num_stages=1, **options,
         )  # fmt: skip
-    project[(cdiv(O, block),)](
+    launch(
+        project, (cdiv(O, block),),
         x_D, weight_OD, y if bias_O is None else bias_O, y, h, tiles_, addresses, ranks, scalings,
         D, O, *ends, row, R, LORA=lora is not None, BIAS=bias_O is not None, SITES=sites, SPLITS=splits,
         SPLITS_POW2=next_power_of_2(splits), BLOCK_N=block, BLOCK_K=block_k,

@@ -22,6 +22,7 @@ import triton.language as tl
 from torch import Tensor
 
 from coserve.kernels.gpu.device import device_info, interpreted
+from coserve.kernels.gpu.launcher import launch
 from coserve.kernels.gpu.rounding import cdiv
 from coserve.kernels.gpu.timing import graph_ms
 
@@ -127,7 +128,8 @@ def skinny_gemm(
     parts = y
     if shape.splits > 1:
         parts = torch.empty(shape.splits, rows, outputs, dtype=torch.float32, device=x_TD.device)
-    project[(cdiv(outputs, shape.n), shape.splits)](
+    launch(
+        project, (cdiv(outputs, shape.n), shape.splits),
         x_TD, weight_OD, y if bias_O is None else bias_O, y, parts, counters, rows, outputs, inputs, x_TD.stride(0),
         BIAS=bias_O is not None, BLOCK_M=block, BLOCK_N=shape.n, BLOCK_K=shape.k, SPLITS=shape.splits,
         STAGES=shape.stages, PDL=pdl, num_warps=shape.warps, **({} if interpreted() else {"launch_pdl": pdl}),

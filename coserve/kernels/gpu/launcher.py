@@ -8,11 +8,13 @@ may depend on.
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from contextlib import contextmanager
+from concurrent.futures import Executor
+from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
 from functools import cache
 from typing import Protocol
 
+import triton
 from torch import Tensor
 from triton.runtime.jit import JITFunction
 
@@ -30,14 +32,23 @@ Constant = bool | int
 
 
 @contextmanager
-def compile_only() -> Iterator[None]:
-    """Launchers compile and launch nothing inside: what kernels would have written is undefined. For processes that fill
-    caches while others use the GPU."""
+def compile_only(threads: Executor) -> Iterator[None]:
+    """Inside, `Launcher` and `launch` compile on these threads and launch nothing: what kernels would have written is
+    undefined. All is compiled at the end. For processes that fill caches while others use the GPU."""
     token = _compiling_only.set(True)
     try:
-        yield
+        with nullcontext() if interpreted() else triton.AsyncCompileMode(threads):
+            yield
     finally:
         _compiling_only.reset(token)
+
+
+def launch(kernel: JITFunction[Callable[..., None]], grid: tuple[int, ...], *arguments: object, **rest: object) -> None:
+    """Launch a kernel with Triton's own search for the specialization."""
+    if _compiling_only.get() and not interpreted():
+        kernel.warmup(*arguments, grid=grid, **rest)
+    else:
+        kernel[grid](*arguments, **rest)
 
 
 class Specialization(Protocol):
@@ -54,17 +65,21 @@ class Launcher:
     def __init__(self, kernel: JITFunction[Callable[..., None]], *, max_cached: int = MAX_CACHED) -> None:
         self._kernel, self._interpreted, self._max_cached = kernel, interpreted(), max_cached
         self._cache: dict[Hashable, tuple[Specialization, list[Constant]]] = {}
+        self._compiling: set[Hashable] = set()
+        """What was met in `compile_only`."""
 
     def __call__(self, grid: Grid, tensors: Sequence[Tensor], numbers: tuple[int, ...], **rest: Constant) -> None:
         """`rest`: the kernel's constants and Triton's options, always in the same order."""
         if self._interpreted:
             self._kernel[grid](*tensors, *numbers, **rest)
             return
-        if _compiling_only.get():
-            self._kernel.warmup(*tensors, *numbers, grid=grid, **rest)
-            return
         types, places = [t.dtype for t in tensors], [t.data_ptr() & ALIGNMENT for t in tensors]
         key = (tensors[0].get_device(), numbers, *rest.values(), *types, *places)
+        if _compiling_only.get():
+            if key not in self._compiling:
+                self._compiling.add(key)
+                self._kernel.warmup(*tensors, *numbers, grid=grid, **rest)
+            return
         known = self._cache.get(key)
         if known is not None:
             compiled, constants = known

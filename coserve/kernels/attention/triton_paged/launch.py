@@ -13,6 +13,7 @@ from coserve.kernels.attention.interface import AttentionParams
 from coserve.kernels.attention.triton_paged import decode_kernel, prefill_kernel
 from coserve.kernels.attention.triton_paged.plan import programs_each
 from coserve.kernels.gpu.device import H200, device_info, interpreted
+from coserve.kernels.gpu.launcher import launch
 
 LOG2E = log2(e)
 JOINED = 8
@@ -147,7 +148,9 @@ def decode(
     q, k, v = _unit(q_HTD, k_KTD, v_KTD)
     pdl = blocks.pdl and device_info(q.device).early_launch
     wide, groups = triton.next_power_of_2(max(width, 16)), triton.next_power_of_2(group)
-    decode_kernel.decode[(kv_heads, items.shape[0])](
+    launch(
+        decode_kernel.decode,
+        (kv_heads, items.shape[0]),
         q,
         k,
         v,
@@ -234,7 +237,9 @@ def prefill(
     where = cache.keys, cache.values, cache.table
     tokens = tile_tokens(group, blocks)
     strides = k.stride(0), k.stride(1), v.stride(0), v.stride(1)
-    prefill_kernel.store[grid](
+    launch(
+        prefill_kernel.store,
+        grid,
         k,
         v,
         *where,
@@ -249,7 +254,9 @@ def prefill(
         BLOCK_D=wide,
         num_warps=8 if tokens > 64 else 4,
     )
-    prefill_kernel.prefill[grid](
+    launch(
+        prefill_kernel.prefill,
+        grid,
         q,
         out_THD,
         *where,
