@@ -67,6 +67,21 @@ OTHER_UNITS = {
     "suffix": ("adapter", "coserve takes the whole name"),
 }
 """Other libraries' names: our field, and the difference."""
+UNSUPPORTED = frozenset(
+    {
+        # in turns
+        *("annotations", "audio", "function_call", "provider_specific_fields", "reasoning", "reasoning_content"),
+        *("refusal", "thinking_blocks", "tool_call_id", "tool_calls"),
+        # of OpenAI
+        *("prediction", "web_search_options"),
+        # of vLLM
+        *("allowed_token_ids", "bad_words", "chat_template", "chat_template_kwargs", "documents", "guided_choice"),
+        *("guided_grammar", "guided_json", "guided_regex", "kv_transfer_params", "logits_processors"),
+        *("mm_processor_kwargs", "prompt_embeds", "request_id", "structured_outputs", "vllm_xargs"),
+    }
+)
+"""Fields of other servers that are unknown here: refused as unsupported, not as misspelt."""
+
 NEAR = 0.75
 """Least similarity (`difflib`'s ratio) of a misspelt name."""
 

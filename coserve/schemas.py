@@ -118,13 +118,17 @@ class PromptLogprob(Wire, frozen=True):
     top: list[Logprob] = []
 
 
+Finish = Literal["stop", "length", "cancelled"]
+"""Values of `FinishReason`."""
+
+
 class Choice(Wire, frozen=True):
     """One continuation. `stop_reason` is the stop text or the stop token id that ended it."""
 
     index: int
     text: str
     token_ids: list[int]
-    finish_reason: Literal["stop", "length", "cancelled"]
+    finish_reason: Finish
     stop_reason: str | int | None = None
     logprobs: list[ChosenLogprob] | None = None
 
@@ -171,7 +175,7 @@ class GenerateChunk(Wire, frozen=True):
     index: int
     text: str
     token_ids: list[int]
-    finish_reason: Literal["stop", "length", "cancelled"] | None = None
+    finish_reason: Finish | None = None
     stop_reason: str | int | None = None
     logprobs: list[ChosenLogprob] | None = None
     prompt_token_ids: list[int] | None = None

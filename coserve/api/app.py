@@ -22,7 +22,7 @@ from coserve.api.http.server import HttpRunner
 from coserve.api.http.uploads import UploadReader
 from coserve.api.native.handlers import NativeApi
 from coserve.api.native.routes import native_routes
-from coserve.api.openai.errors import OPENAI_ERRORS, is_openai
+from coserve.api.openai.errors import OPENAI_ERRORS, is_openai, no_such_path
 from coserve.api.openai.handlers import OpenAIApi
 from coserve.api.openai.routes import openai_routes
 from coserve.api.service import Service
@@ -86,7 +86,7 @@ def make_app(
 
     connections = Connections(config.max_connections, clock)
     idle = IdleCollection(garbage or GarbageCollection.none())
-    guarded = guard(gate, service.metrics.answered, format_of)
+    guarded = guard(gate, service.metrics.answered, format_of, no_such_path)
     app = web.Application(middlewares=[idle.middleware(), guarded, connections.middleware()])
     app[SERVICE], app[ROUTES], app[CONNECTIONS] = service, routes, connections
     for route in routes:

@@ -16,6 +16,13 @@ from coserve.api.http.json_blocks import JsonListBuilder
 from coserve.schemas import Choice, ChosenLogprob, GenerateChunk, GenerateRequest, GenerateResponse, PromptLogprob
 
 LogprobEntry = ChosenLogprob | PromptLogprob
+FLOOR = -9999.0
+"""The smallest log-probability that dialects send: JSON has no infinity."""
+
+
+def floored(logprob: float | None) -> float:
+    """None, which the prompt's first token has: `FLOOR`."""
+    return FLOOR if logprob is None else max(logprob, FLOOR)
 
 
 class LogprobsBuilder(Protocol):

@@ -1,4 +1,4 @@
-"""Empty values in a JSON body, and how to drop the unknown fields that have them."""
+"""Empty and default values in JSON bodies of other servers' clients: unknown fields that have them are dropped."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from functools import cache
 
 from msgspec.inspect import ListType, StructType, Type, type_info
 
+from coserve.errors import InvalidRequest
 from coserve.validation import members
 
 DEPTH = 8
@@ -18,6 +19,13 @@ def is_empty(value: object, depth: int = DEPTH) -> bool:
     if isinstance(value, dict):
         return depth > 0 and all(is_empty(entry, depth - 1) for entry in value.values())
     return value is None or value == "" or value == []
+
+
+def refuse_unless_neutral(name: str, value: object, defaults: tuple[object, ...], *, within: str = "") -> None:
+    """Raises `InvalidRequest` for a field that asks for a missing feature. `within`: the path before its name."""
+    if not is_empty(value) and value not in defaults:
+        left = "expected it left out" + "".join(f" or {choice!r}" for choice in defaults[:1])
+        raise InvalidRequest(f"{name} is not supported: {left}", field=within + name)
 
 
 def drop_empty(value: object, type: type) -> None:

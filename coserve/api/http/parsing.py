@@ -9,8 +9,8 @@ from typing import Any, TypeVar
 import msgspec
 
 from coserve.api.http.body_types import drop_empty
-from coserve.api.openai.schemas import UNSUPPORTED
 from coserve.errors import ForbiddenPath, InvalidRequest, MalformedJson, NotFound, UnknownField
+from coserve.hints import UNSUPPORTED
 from coserve.limits import PAGE_LIMIT, PAGE_SIZE
 from coserve.names import NAME_RULE, is_adapter_ref, split_ref
 from coserve.state.durable import disk_errors

@@ -50,9 +50,9 @@ class ErrorFormat:
 NATIVE_ERRORS = ErrorFormat(ErrorBody, lambda error: ErrorBody(error=error_info(error)))
 
 
-def error_response(error: CoserveError, shape: ErrorFormat = NATIVE_ERRORS) -> web.Response:
+def error_response(error: CoserveError, error_format: ErrorFormat = NATIVE_ERRORS) -> web.Response:
     """The response for an error, with `Retry-After` where waiting helps."""
-    response = json_response(shape.make(error), status=error.status)
+    response = json_response(error_format.make(error), status=error.status)
     if isinstance(error, QueueFull):
         response.headers["Retry-After"] = str(max(1, math.ceil(error.retry_after)))
     elif isinstance(error, CapacityError) and error.status == 503:

@@ -17,7 +17,6 @@ from aiohttp import web
 from aiohttp.typedefs import Middleware
 
 from coserve.api.http.responses import ErrorFormat, error_response
-from coserve.api.openai.errors import is_openai, no_such_path
 from coserve.config import Config
 from coserve.errors import (
     BodyTooLarge,
@@ -98,21 +97,27 @@ def _host(url: str) -> str:
     return (parts.hostname or "").lower()
 
 
-def guard(gate: Gate, count: Callable[[str, int], None], format_of: Callable[[web.Request], ErrorFormat]) -> Middleware:
-    """The middleware. `count` gets the route and status of each response; `format_of` gives a request's error format."""
+def guard(
+    gate: Gate,
+    count: Callable[[str, int], None],
+    format_of: Callable[[web.Request], ErrorFormat],
+    no_such_path: Callable[[str], NotFound],
+) -> Middleware:
+    """The middleware. `count` gets the route and status of each response; `format_of` gives a request's error format,
+    `no_such_path` the error for a path without a route."""
 
     @web.middleware
     async def middleware(request: web.Request, handler: Handler) -> web.StreamResponse:
         request[REQUEST_ID] = secrets.token_hex(8)
-        shape = format_of(request)
+        error_format = format_of(request)
         try:
             await request.writer.drain()  # unread responses to earlier requests of this connection
             gate.check(request)
             response = await handler(request)
         except CoserveError as error:
-            response = _answer(request, error, shape)
+            response = _respond(request, error, error_format)
         except web.HTTPException as error:
-            response = error_response(_translate(error, request.path), shape)
+            response = error_response(_translate(error, lambda: no_such_path(request.path)), error_format)
             if "Allow" in error.headers:
                 response.headers["Allow"] = error.headers["Allow"]
         except ConnectionError:
@@ -121,7 +126,7 @@ def guard(gate: Gate, count: Callable[[str, int], None], format_of: Callable[[we
             log.exception("request %s failed", request[REQUEST_ID])
             if BEGUN in request:
                 raise ConnectionResetError("the answer broke off") from None
-            response = _answer(request, InternalError("internal error"), shape)
+            response = _respond(request, InternalError("internal error"), error_format)
         if response.status in (401, 403, 408, 413, 415):
             response.force_close()  # the rest of the body is not read
         count(request.match_info.route.name or "none", response.status)
@@ -130,20 +135,20 @@ def guard(gate: Gate, count: Callable[[str, int], None], format_of: Callable[[we
     return middleware
 
 
-def _answer(request: web.Request, error: CoserveError, shape: ErrorFormat) -> web.StreamResponse:
+def _respond(request: web.Request, error: CoserveError, error_format: ErrorFormat) -> web.StreamResponse:
     if error.status >= 500:
         log.warning("request %s: %s: %s", request[REQUEST_ID], error.code, error.message)
-    response = error_response(error, shape)
+    response = error_response(error, error_format)
     if error.status == 401:
         response.headers["WWW-Authenticate"] = "Bearer"
     return response
 
 
-def _translate(error: web.HTTPException, path: str) -> CoserveError:
+def _translate(error: web.HTTPException, no_such_path: Callable[[], NotFound]) -> CoserveError:
     """aiohttp's own errors as ours."""
     match error.status:
         case 404:
-            return no_such_path(path) if is_openai(path) else NotFound("there is no such path")
+            return no_such_path()
         case 405:
             return MethodNotAllowed("the path has no such method")
         case 413:

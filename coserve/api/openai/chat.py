@@ -6,9 +6,9 @@ from collections.abc import AsyncGenerator, Sequence
 
 from msgspec import UNSET
 
-from coserve.api.generation.full_response import FullResponse, LogprobEntry
+from coserve.api.generation.full_response import FullResponse, LogprobEntry, floored
 from coserve.api.http.json_blocks import JsonListBuilder
-from coserve.api.openai.completions import FLOOR, by_id, by_text
+from coserve.api.openai.completions import by_id, by_text
 from coserve.api.openai.schemas import (
     ChatAnswer,
     ChatChoice,
@@ -43,10 +43,7 @@ def chat_completion(body: ChatRequest, meta: ResponseMeta, full: FullResponse[Ch
     """The full response."""
     answer = full.response
     return ChatCompletion(
-        id=meta.id,
-        created=meta.created,
-        model=meta.model,
-        system_fingerprint=meta.fingerprint,
+        **meta,
         choices=[
             ChatChoice(
                 index=choice.index,
@@ -72,10 +69,10 @@ def _entries(body: ChatRequest, entries: Sequence[LogprobEntry]) -> list[ChatLog
     return [
         ChatLogprob(
             token=name(entry),
-            logprob=max(FLOOR if entry.logprob is None else entry.logprob, FLOOR),
+            logprob=floored(entry.logprob),
             bytes=_bytes(entry.token),
             top_logprobs=[
-                ChatTopLogprob(token=name(top), logprob=max(top.logprob, FLOOR), bytes=_bytes(top.token))
+                ChatTopLogprob(token=name(top), logprob=floored(top.logprob), bytes=_bytes(top.token))
                 for top in entry.top
             ],
         )
@@ -113,10 +110,7 @@ async def chat_events(
         shown = chunk.prompt_token_ids if body.return_token_ids else None
         for choice in choices:
             yield ChatChunk(
-                id=meta.id,
-                created=meta.created,
-                model=meta.model,
-                system_fingerprint=meta.fingerprint,
+                **meta,
                 choices=[choice],
                 usage=counter.for_chunk,
                 prompt_token_ids=UNSET if shown is None else shown,
@@ -124,10 +118,7 @@ async def chat_events(
             shown = None
     if counter.wanted.include_usage:
         yield ChatChunk(
-            id=meta.id,
-            created=meta.created,
-            model=meta.model,
-            system_fingerprint=meta.fingerprint,
+            **meta,
             choices=[],
             usage=counter.so_far,
         )

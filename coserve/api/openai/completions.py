@@ -9,7 +9,7 @@ from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
 
 from msgspec import UNSET, UnsetType
 
-from coserve.api.generation.full_response import FullResponse, LogprobEntry
+from coserve.api.generation.full_response import FLOOR, FullResponse, LogprobEntry, floored
 from coserve.api.http.json_blocks import JsonListBuilder
 from coserve.api.openai.schemas import (
     Completion,
@@ -20,9 +20,6 @@ from coserve.api.openai.schemas import (
 )
 from coserve.api.openai.usage import ResponseMeta, UsageCounter, total_usage
 from coserve.schemas import GenerateChunk, Logprob
-
-FLOOR = -9999.0
-"""JSON has no infinity."""
 
 Name = Callable[[LogprobEntry | Logprob], str]
 
@@ -93,12 +90,9 @@ async def completion(
                 )
             )
             await asyncio.sleep(0)  # offsets of many tokens take their time
-    usage = total_usage(full.response.usage for full in answers)
+    usage = total_usage([full.response.usage for full in answers])
     return Completion(
-        id=meta.id,
-        created=meta.created,
-        model=meta.model,
-        system_fingerprint=meta.fingerprint,
+        **meta,
         choices=choices,
         usage=usage,
     )
@@ -118,7 +112,7 @@ def logprobs_of(entries: Iterable[LogprobEntry], name: Name, offset: int = 0) ->
             values.append(None)
             tops.append(None)
         else:
-            values.append(max(entry.logprob, FLOOR))
+            values.append(floored(entry.logprob))
             tops.append(_top(entry, entry.logprob, name))
     return CompletionLogprobs(tokens=tokens, token_logprobs=values, top_logprobs=tops, text_offset=offsets)
 
@@ -163,19 +157,13 @@ async def completion_events(
             prompt_token_ids=shown,
         )
         yield Completion(
-            id=meta.id,
-            created=meta.created,
-            model=meta.model,
-            system_fingerprint=meta.fingerprint,
+            **meta,
             choices=[choice],
             usage=counter.for_chunk,
         )
     if counter.wanted.include_usage:
         yield Completion(
-            id=meta.id,
-            created=meta.created,
-            model=meta.model,
-            system_fingerprint=meta.fingerprint,
+            **meta,
             choices=[],
             usage=counter.so_far,
         )

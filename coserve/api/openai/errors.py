@@ -83,8 +83,8 @@ def is_openai(path: str) -> bool:
 
 
 def no_such_path(path: str) -> NotFound:
-    """The error for a path under `/v1` without a route; it names the missing feature."""
-    feature = _FEATURES.get(path.removeprefix(PREFIX).strip("/").partition("/")[0])
+    """The error for a path without a route; under `/v1` it names the missing feature."""
+    feature = _FEATURES.get(path.removeprefix(PREFIX).strip("/").partition("/")[0]) if is_openai(path) else None
     return NotFound("there is no such path" if feature is None else f"{feature} not implemented")
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Protocol, TypeVar
 
-from coserve.api.http.body_types import is_empty
+from coserve.api.http.body_types import is_empty, refuse_unless_neutral
 from coserve.api.openai.schemas import (
     MAX_PROMPTS,
     MAX_SEQUENCES,
@@ -123,13 +123,6 @@ def _check(body: SharedParams, neutral: dict[str, tuple[object, ...]]) -> None:
     options = body.stream_options or StreamOptions()
     if (options.include_usage or options.continuous_usage_stats) and not body.stream:
         raise InvalidRequest("expected stream_options with stream only", field="stream_options")
-
-
-def refuse_unless_neutral(name: str, value: object, defaults: tuple[object, ...], *, within: str = "") -> None:
-    """Raises `InvalidRequest` for a field that asks for a missing feature. `within`: the path before its name."""
-    if not is_empty(value) and value not in defaults:
-        left = "expected it left out" + "".join(f" or {choice!r}" for choice in defaults[:1])
-        raise InvalidRequest(f"{name} is not supported: {left}", field=within + name)
 
 
 def _prompts(prompt: str | list[str | TokenId | list[TokenId]]) -> list[str | list[TokenId]]:

@@ -33,30 +33,15 @@ from coserve.limits import (
     TokenId,
     TopP,
 )
+from coserve.schemas import Finish, Usage
 from coserve.types import Wire
 
 MAX_PROMPTS = 1024
 MAX_SEQUENCES = 1024
 """Most prompts times choices of one request."""
 
-UNSUPPORTED = frozenset(
-    {
-        # in turns
-        *("annotations", "audio", "function_call", "provider_specific_fields", "reasoning", "reasoning_content"),
-        *("refusal", "thinking_blocks", "tool_call_id", "tool_calls"),
-        # of OpenAI
-        *("prediction", "web_search_options"),
-        # of vLLM
-        *("allowed_token_ids", "bad_words", "chat_template", "chat_template_kwargs", "documents", "guided_choice"),
-        *("guided_grammar", "guided_json", "guided_regex", "kv_transfer_params", "logits_processors"),
-        *("mm_processor_kwargs", "prompt_embeds", "request_id", "structured_outputs", "vllm_xargs"),
-    }
-)
-"""Fields of other servers that are unknown here: refused as unsupported, not as misspelt."""
-
 ModelName = Annotated[str, Meta(max_length=512)]
 """Empty: the base."""
-Finish = Literal["stop", "length", "cancelled"]
 
 
 class StreamOptions(Wire, frozen=True):
@@ -180,12 +165,6 @@ class ChatRequest(SharedParams, frozen=True, kw_only=True):
     continue_final_message: Any = None
 
 
-class OpenAIUsage(Wire, frozen=True):
-    prompt_tokens: int
-    completion_tokens: int
-    total_tokens: int
-
-
 class CompletionLogprobs(Wire, frozen=True):
     """One entry a token; of the prompt's first token there is none but its text."""
 
@@ -215,7 +194,7 @@ class Completion(Wire, frozen=True):
     """The base's fingerprint."""
     choices: list[CompletionChoice]
     object: Literal["text_completion"] = "text_completion"
-    usage: OpenAIUsage | UnsetType | None = UNSET
+    usage: Usage | UnsetType | None = UNSET
 
 
 class ChatTopLogprob(Wire, frozen=True):
@@ -260,7 +239,7 @@ class ChatCompletion(Wire, frozen=True):
     model: str
     system_fingerprint: str
     choices: list[ChatChoice]
-    usage: OpenAIUsage
+    usage: Usage
     object: Literal["chat.completion"] = "chat.completion"
     prompt_token_ids: list[int] | UnsetType | None = UNSET
 
@@ -288,7 +267,7 @@ class ChatChunk(Wire, frozen=True):
     system_fingerprint: str
     choices: list[ChatChunkChoice]
     object: Literal["chat.completion.chunk"] = "chat.completion.chunk"
-    usage: OpenAIUsage | UnsetType | None = UNSET
+    usage: Usage | UnsetType | None = UNSET
     prompt_token_ids: list[int] | UnsetType | None = UNSET
 
 

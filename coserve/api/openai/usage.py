@@ -4,38 +4,42 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import Iterable
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import TypedDict
 
 from msgspec import UNSET, UnsetType
 
-from coserve.api.openai.schemas import OpenAIUsage, StreamOptions
+from coserve.api.openai.schemas import StreamOptions
 from coserve.schemas import GenerateChunk, Usage
 from coserve.types import BaseSpec
 
 
-@dataclass(frozen=True)
-class ResponseMeta:
-    """`created`: seconds since the epoch; `model` as the client called it; `fingerprint`: the base's."""
+class ResponseMeta(TypedDict):
+    """Fields of a response and of each chunk of its stream. `created`: seconds since the epoch."""
 
     id: str
     created: int
     model: str
-    fingerprint: str
+    system_fingerprint: str
 
 
 def new_meta(kind: str, model: str | None, spec: BaseSpec) -> ResponseMeta:
     """`model`: the name in the request; empty for the base."""
-    return ResponseMeta(f"{kind}-{secrets.token_hex(12)}", int(time.time()), model or spec.name, spec.fingerprint)
+    return ResponseMeta(
+        id=f"{kind}-{secrets.token_hex(12)}",
+        created=int(time.time()),
+        model=model or spec.name,
+        system_fingerprint=spec.fingerprint,
+    )
 
 
-def _usage(prompt: int, completion: int) -> OpenAIUsage:
-    return OpenAIUsage(prompt_tokens=prompt, completion_tokens=completion, total_tokens=prompt + completion)
+def _usage(prompt: int, completion: int) -> Usage:
+    return Usage(prompt_tokens=prompt, completion_tokens=completion, total_tokens=prompt + completion)
 
 
-def total_usage(usages: Iterable[Usage]) -> OpenAIUsage:
-    found = list(usages)
-    return _usage(sum(usage.prompt_tokens for usage in found), sum(usage.completion_tokens for usage in found))
+def total_usage(usages: Sequence[Usage]) -> Usage:
+    return _usage(sum(usage.prompt_tokens for usage in usages), sum(usage.completion_tokens for usage in usages))
 
 
 @dataclass
@@ -55,11 +59,11 @@ class UsageCounter:
             self._prompts[number] = chunk.usage.prompt_tokens
 
     @property
-    def so_far(self) -> OpenAIUsage:
+    def so_far(self) -> Usage:
         return _usage(sum(self._prompts.values()), self._completion)
 
     @property
-    def for_chunk(self) -> OpenAIUsage | UnsetType | None:
+    def for_chunk(self) -> Usage | UnsetType | None:
         """The `usage` of a chunk with choices."""
         if self.wanted.continuous_usage_stats:
             return self.so_far

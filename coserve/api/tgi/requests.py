@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from coserve.api.openai.requests import refuse_unless_neutral
+from coserve.api.http.body_types import refuse_unless_neutral
 from coserve.api.tgi.schemas import BASE_NAME, TgiParameters, TgiRequest
 from coserve.errors import InvalidRequest
 from coserve.schemas import GenerateRequest

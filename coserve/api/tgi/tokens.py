@@ -6,9 +6,8 @@ from collections.abc import Collection, Sequence
 
 from msgspec import UNSET, UnsetType
 
-from coserve.api.generation.full_response import LogprobEntry
+from coserve.api.generation.full_response import LogprobEntry, floored
 from coserve.api.http.json_blocks import JsonListBuilder
-from coserve.api.openai.completions import FLOOR
 from coserve.api.tgi.schemas import TgiAlternative, TgiFinish, TgiParameters, TgiPrefillToken, TgiToken
 from coserve.schemas import PromptLogprob
 
@@ -20,7 +19,7 @@ def finish_reason(reason: str, stop: str | int | None) -> TgiFinish:
 
 
 def _prefill(entry: LogprobEntry) -> TgiPrefillToken:
-    logprob = None if entry.logprob is None else max(entry.logprob, FLOOR)
+    logprob = None if entry.logprob is None else floored(entry.logprob)
     return TgiPrefillToken(id=entry.token_id, text=entry.token, logprob=logprob)
 
 
@@ -29,7 +28,7 @@ def top_tokens(entry: LogprobEntry, given: TgiParameters, special: Collection[in
     if not given.top_n_tokens:
         return UNSET
     return [
-        TgiToken(id=top.token_id, text=top.token, logprob=max(top.logprob, FLOOR), special=top.token_id in special)
+        TgiToken(id=top.token_id, text=top.token, logprob=floored(top.logprob), special=top.token_id in special)
         for top in entry.top[: given.top_n_tokens]
     ]
 
@@ -40,20 +39,16 @@ def token_of(entry: LogprobEntry, text: str, given: TgiParameters, special: Coll
     others: list[TgiAlternative] | UnsetType = UNSET
     if given.return_k_alternatives:
         others = [
-            TgiAlternative(id=top.token_id, text=top.token, logprob=max(top.logprob, FLOOR))
+            TgiAlternative(id=top.token_id, text=top.token, logprob=floored(top.logprob))
             for top in entry.top[: given.return_k_alternatives]
         ]
     return TgiToken(
         id=entry.token_id,
         text=entry.token if left_out else text,
-        logprob=_bounded(entry),
+        logprob=floored(entry.logprob),
         special=left_out,
         alternative_tokens=others,
     )
-
-
-def _bounded(entry: LogprobEntry) -> float:
-    return FLOOR if entry.logprob is None else max(entry.logprob, FLOOR)
 
 
 class TgiLogprobsBuilder:
@@ -72,7 +67,10 @@ class TgiLogprobsBuilder:
         self.tokens.add([token_of(entry, entry.token, self._given, self._special) for entry in entries])
         tops = (top_tokens(entry, self._given, self._special) for entry in entries)
         self._tops.add([top for top in tops if top is not UNSET])
-        self._sum, self._count = self._sum + sum(map(_bounded, entries)), self._count + len(entries)
+        self._sum, self._count = (
+            self._sum + sum(floored(entry.logprob) for entry in entries),
+            self._count + len(entries),
+        )
 
     @property
     def mean(self) -> float:
