@@ -41,7 +41,7 @@ class AdapterPages:
 
     def needs(self, entry: Entry) -> int:
         """Free pages that `activate` takes: none if a sequence uses the adapter already."""
-        return 0 if entry.gpu is not None and entry.gpu.span.holders else self.pages(entry)
+        return 0 if entry.gpu is not None and entry.gpu.span.references else self.pages(entry)
 
     def activate(self, entry: Entry) -> Activated | None:
         """The adapter in pages until as many calls of `deactivate`; None if there is no room or no copy to load now.
@@ -49,7 +49,7 @@ class AdapterPages:
         There is room whenever `needs` pages are free, unless other held adapters cut the pool into pieces too short.
         """
         if entry.gpu is not None:
-            held = self._buffer.pool.hold_span(entry.gpu.span)
+            held = self._buffer.pool.acquire_span(entry.gpu.span)
             assert held, "the pool tells of evicted spans"
             return Activated(entry.gpu.weights, {})
         if entry.host is None:
@@ -64,7 +64,7 @@ class AdapterPages:
     def deactivate(self, entry: Entry) -> None:
         """Gives back one `activate`."""
         assert entry.gpu is not None, f"{entry.ref} is not in pages"
-        self._buffer.pool.free_span(entry.gpu.span)
+        self._buffer.pool.release_span(entry.gpu.span)
 
     def drop(self, entry: Entry) -> None:
         """Blank the pages of an adapter that no sequence uses; nothing happens if it has none."""

@@ -1,4 +1,4 @@
-"""How often torch has asked CUDA for memory: each time may hold up what runs on the GPU."""
+"""Statistics of torch's memory allocators. A call of cudaMalloc or cudaFree may stall the GPU."""
 
 from __future__ import annotations
 
@@ -9,22 +9,22 @@ import torch
 
 @dataclass(frozen=True)
 class AllocatorStats:
-    """Since the process started. All 0 on CPU."""
+    """Counts since the process started; all 0 on a CPU."""
 
     peak: int = 0
-    """The most bytes of the GPU's memory that torch has had."""
+    """Peak bytes of GPU memory in tensors."""
     allocs: int = 0
     """Calls of cudaMalloc."""
     frees: int = 0
     """Calls of cudaFree, which wait for the GPU."""
     retries: int = 0
-    """Allocations for which cached memory had to be given back first."""
+    """Allocations for which cached memory had to be freed first."""
     pinned: int = 0
     """Calls of cudaHostAlloc."""
 
 
 def allocator_stats(device: torch.device) -> AllocatorStats:
-    """Some ten microseconds: not for every step."""
+    """Takes some ten microseconds, so it is not called in every step."""
     if device.type != "cuda":
         return AllocatorStats()
     gpu = torch.cuda.memory_stats_as_nested_dict(device)

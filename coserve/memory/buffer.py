@@ -1,4 +1,4 @@
-"""The pool's memory: one tensor of pages, each of which holds tokens of all layers, or a piece of an adapter."""
+"""The pool's memory: one tensor of pages. A page holds tokens' KV of all layers, or a part of an adapter."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from torch import Tensor
 from coserve.memory.pages import PagePool, Span
 
 ALIGNMENT = 128
-"""Bytes; what is read as one piece begins at a multiple of it (a line of the GPU's cache)."""
+"""Bytes: a cache line of the GPU. Each layer's keys and values, and each matrix of an adapter, start at a multiple."""
 
 
 def aligned(size: int) -> int:
-    """`size` bytes, rounded up."""
+    """`size` in bytes, rounded up to `ALIGNMENT`."""
     return -(-size // ALIGNMENT) * ALIGNMENT
 
 
 @dataclass(frozen=True)
 class PageLayout:
-    """Where in a page the keys and values of its tokens lie, layer by layer. Bytes."""
+    """Offsets in bytes of each layer's keys and values in a page."""
 
     page_bytes: int
     keys: tuple[int, ...]
@@ -32,17 +32,17 @@ def page_layout(kv_shapes: Sequence[tuple[int, int]], page_tokens: int, dtype: t
     """The layout of pages of `page_tokens` tokens for layers of `(kv_heads, head_dim)`, which may differ."""
     at, keys, values = 0, list[int](), list[int]()
     for heads, width in kv_shapes:
-        for places in (keys, values):
-            places.append(at)
+        for offsets in (keys, values):
+            offsets.append(at)
             at += aligned(page_tokens * heads * width * dtype.itemsize)
     return PageLayout(at, tuple(keys), tuple(values))
 
 
 class PageBuffer:
-    """P pages and one more, which belongs to nobody and stays zero, in one piece; and who holds them (`pool`).
+    """The memory of P pages and of one more, which is never allocated and stays zero; `pool` is their bookkeeping.
 
-    All writes go through the current stream, the one that steps are launched on. So a page may be taken and written
-    while a step that was launched before still reads what it held: the write waits its turn.
+    All writes are on the current stream, on which steps are launched too. So a page may be reused while a step that was
+    launched before still reads its old content.
     """
 
     def __init__(self, pages: int, page_bytes: int, device: torch.device) -> None:
@@ -57,19 +57,19 @@ class PageBuffer:
         return self.bytes.device
 
     def pages_for(self, size: int) -> int:
-        """Pages that `size` bytes in one piece take."""
+        """Consecutive pages that `size` bytes take."""
         return -(-size // self.page_bytes)
 
     def allocate_span(
         self, pages: int, evicted: Callable[[], None] = lambda: None
     ) -> tuple[Span, dict[int, int]] | None:
-        """As `PagePool.allocate_span`; the contents of moved pages are at their new places."""
-        taken = self.pool.allocate_span(pages, evicted)
-        if taken is not None and taken[1]:
-            moved = torch.tensor([list(taken[1]), list(taken[1].values())]).to(self.device)
+        """As `PagePool.allocate_span`; copies the contents of moved pages."""
+        allocated = self.pool.allocate_span(pages, evicted)
+        if allocated is not None and allocated[1]:
+            moved = torch.tensor([list(allocated[1]), list(allocated[1].values())]).to(self.device)
             self.bytes.index_copy_(0, moved[1], self.bytes.index_select(0, moved[0]))
-        return taken
+        return allocated
 
     def of(self, span: Span) -> Tensor:
-        """The span's bytes: uint8 (N)."""
+        """The span's memory: (N) uint8."""
         return self.bytes[span.first : span.first + span.pages].view(-1)

@@ -1,4 +1,4 @@
-"""The KV cache: what attention sees of the pool's pages."""
+"""The KV cache: views of the pool's pages for attention."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ from coserve.kernels.attention.interface import (
 from coserve.memory.buffer import PageBuffer, page_layout
 
 CPU_TOKENS = 16384
-"""Tokens that the pool holds on CPU unless told otherwise."""
+"""Default size of the pool on a CPU, in tokens."""
 
 
 class HasKv(Protocol):
-    """What the cache must know of the base."""
+    """The part of `model.Base` that the cache needs."""
 
     @property
     def kv_shapes(self) -> list[tuple[int, int]]: ...
@@ -41,9 +41,9 @@ class HasKv(Protocol):
 
 
 class KvCache:
-    """Keys and values of each layer, `(P + 1, page_tokens, K, D)` with K and D that layer's own: views of one buffer.
+    """Keys and values of each layer, `(P + 1, page_tokens, K, D)` with that layer's K and D: views of one buffer.
 
-    The last page belongs to nobody and stays zero: attention reads it where a table is longer than its sequence.
+    The last page is never allocated and stays zero: attention reads it where a page table is longer than its sequence.
     """
 
     def __init__(
@@ -64,7 +64,7 @@ class KvCache:
         rows = self.buffer.bytes.view(dtype)
 
         def views(places: Sequence[int]) -> tuple[torch.Tensor, ...]:
-            """(P + 1, page_tokens, K, D) of each layer; from page to page the stride is that of the whole page."""
+            """(P + 1, page_tokens, K, D) of each layer, with the whole page as stride between pages."""
             found = []
             for place, (heads, width) in zip(places, kv_shapes, strict=True):
                 first, size = place // dtype.itemsize, page_tokens * heads * width
@@ -78,7 +78,7 @@ class KvCache:
         """A cache for at least `tokens` tokens.
 
         Raises:
-            ConfigError: no capacity for one page.
+            ConfigError: `tokens` is below 1.
         """
         if tokens < 1:
             raise ConfigError(f"expected capacity for at least 1 token in the KV pool, got {tokens}", field="kv_tokens")
@@ -92,16 +92,16 @@ class KvCache:
 
     @property
     def free_pages(self) -> int:
-        """Pages that can be taken."""
+        """Pages that can be allocated."""
         return self.pool.free_pages
 
     def pages_for(self, tokens: int) -> int:
         return -(-tokens // self.page_tokens)
 
     def allocate(self, n: int) -> list[int] | None:
-        """`n` pages, or None when fewer are free. Nothing that an earlier holder left in them can be seen.
+        """`n` pages, or None if fewer are free.
 
-        Plain torch weighs slots that are not written yet by exactly 0; a NaN would survive that, so it gets zeros.
+        The torch backend multiplies slots that are not written yet by 0, which keeps a NaN; so its pages are zeroed.
         """
         pages = self.pool.allocate(n)
         if pages and self._clean:
@@ -112,25 +112,25 @@ class KvCache:
         self.pool.free(pages)
 
     def label(self, page: int, key: bytes) -> None:
-        """Let `find` hand out a held page whose slots are all written."""
+        """See `PagePool.label`. All slots of the page must be written."""
         self.pool.label(page, key)
 
     def unlabel(self, page: int) -> None:
-        """`find` no longer hands out this page, which is held."""
+        """See `PagePool.unlabel`."""
         self.pool.unlabel(page)
 
     def find(self, keys: Iterable[bytes]) -> list[int]:
-        """The pages of the first keys that are known, held once more."""
+        """See `PagePool.find`."""
         return self.pool.find(keys)
 
     def attention(self, runs: Sequence[TokenRun]) -> Attention:
-        """Attention of one packed step, which writes the step's keys and values into the pages."""
+        """Attention of one packed step. It writes the step's keys and values into the pages."""
         return paged_attention(self._pages, runs)
 
     def static_attention(self, batch: int, max_tokens: int) -> StaticPagedAttention:
-        """Attention of decode steps of up to `batch` sequences and `max_tokens` of context, for a CUDA graph to keep."""
+        """Attention with static buffers, for a CUDA graph of decode steps: up to `batch` sequences with `max_tokens` of context."""
         return static_attention(self._pages, batch=batch, max_tokens=max_tokens)
 
     def mixed_attention(self, capacity: MixedCapacity) -> MixedAttention:
-        """Attention of steps of any mix that the capacity holds, for a CUDA graph to keep."""
+        """Attention with static buffers, for a CUDA graph of mixed steps up to `capacity`."""
         return mixed_attention(self._pages, capacity)

@@ -1,4 +1,4 @@
-"""Who holds which page of the pool, and what pages that nobody holds may still be good for. No tensors."""
+"""The page pool's bookkeeping: which pages are in use, cached or empty. No tensors."""
 
 from __future__ import annotations
 
@@ -9,142 +9,141 @@ from heapq import heappop, heappush
 
 import numpy as np
 
-from coserve.memory.spans import BLANK, FIXED, HELD, crowded, gap
+from coserve.memory.spans import EMPTY, IN_USE, PINNED, cheapest_run, free_run
 
 
 @dataclass(eq=False)
 class Span:
-    """Consecutive pages that are held, idle and evicted together: `pages` from `first` on.
-
-    `evicted` is called when the pool has evicted it, and must not use the pool.
-    """
+    """Consecutive pages that are in use, cached and evicted together: `pages` from `first` on."""
 
     first: int
     pages: int
     evicted: Callable[[], None]
-    holders: int = 1
+    """Called when the pool has evicted the span. It must not use the pool."""
+    references: int = 1
 
 
 class PagePool:
-    """`pages` pages, named 0 to pages - 1. Each is blank, held by one or more, or idle.
+    """Pages 0 to pages - 1, each of which is empty, in use (with a reference count) or cached.
 
-    A held page may be given a key that says what it holds. When its last holder gives it back, a page with a key stays
-    idle with its content, and `find` hands it out again; one without is blank. A taker gets blank pages first, then the
-    idle ones that nobody has held for longest: nobody ever waits for an idle page.
+    A page in use may get a key that identifies its content. When its last reference is freed, a page with a key becomes
+    cached: `find` returns it again until it is evicted. A page without a key becomes empty. `allocate` returns empty pages
+    first, then evicts the least recently used cached ones.
 
-    Spans are for what must lie in one piece. An idle span is evicted as a whole, in its turn among the idle pages.
-    Single pages come from the low end and spans from the high end, and single pages may be moved to make room for one.
+    A span is a run of consecutive pages. A cached span is evicted as a whole, in LRU order with the cached pages. Single
+    pages are allocated from the low end and spans from the high end; single pages may be moved to make place for a span.
     """
 
     def __init__(self, pages: int) -> None:
         assert pages > 0, f"expected at least one page, got {pages}"
         self.total = pages
-        self._blank = list(range(pages))
-        """A heap of the blank pages, and of some that are blank no longer."""
+        self._heap = list(range(pages))
+        """All empty pages, and some that are no longer empty."""
         self._in_heap = bytearray(b"\1" * pages)
-        self._blanks = pages
-        self._holders = Counter[int]()
-        """Of single pages."""
-        self._idle = OrderedDict[int, None]()
-        """Pages, and first pages of spans, in the order in which their last holders left."""
-        self._idle_pages = 0
+        self._empty_pages = pages
+        self._references = Counter[int]()
+        """Reference counts of single pages."""
+        self._cached = OrderedDict[int, None]()
+        """Cached pages, and first pages of cached spans, least recently used first."""
+        self._cached_pages = 0
         self._pages = dict[bytes, int]()
         self._keys = dict[int, bytes]()
         self._spans = dict[int, Span]()
-        """By first page, those that are held or idle."""
+        """Spans in use or cached, by first page."""
         self._state = np.zeros(pages, dtype=np.int64)
-        """BLANK, HELD (by single holders), FIXED (part of a span that is held), or when it became idle."""
-        self._clock = BLANK
+        """By page: EMPTY, IN_USE (single page), PINNED (part of a span in use), or the time at which it became cached."""
+        self._clock = EMPTY
 
     @property
     def free_pages(self) -> int:
-        """Pages that can be taken: blank ones and idle ones."""
-        return self._blanks + self._idle_pages
+        """Pages that can be allocated: empty and cached ones."""
+        return self._empty_pages + self._cached_pages
 
     @property
-    def idle(self) -> int:
-        """Pages that nobody holds and whose content can still be found."""
-        return self._idle_pages
+    def cached(self) -> int:
+        """Pages without references whose content can still be found."""
+        return self._cached_pages
 
     @property
     def used(self) -> int:
-        """Pages that somebody holds."""
+        """Pages with references."""
         return self.total - self.free_pages
+
+    def references(self, page: int) -> int:
+        """Reference count of a single page."""
+        return self._references[page]
 
     @property
     def in_spans(self) -> int:
-        """Pages of spans, held or idle."""
+        """Pages of spans, in use or cached."""
         return sum(span.pages for span in self._spans.values())
 
     def allocate(self, n: int) -> list[int] | None:
-        """`n` pages that nobody else holds, or None (and nothing taken) when fewer are free."""
+        """`n` pages with one reference each; None, and no change, if fewer are free."""
         assert n >= 0, f"expected a count, got {n}"
         if n > self.free_pages:
             return None
-        while self._blanks < n:
-            self._evict(next(iter(self._idle)))
-        pages = [self._pop_blank() for _ in range(n)]
+        while self._empty_pages < n:
+            self._evict(next(iter(self._cached)))
+        pages = [self._pop_empty() for _ in range(n)]
         for page in pages:
-            self._holders[page] = 1
+            self._references[page] = 1
         return pages
 
     def free(self, pages: Sequence[int]) -> None:
-        """Return pages that were taken or found; giving one more often than that is a bug of the caller.
+        """Drop one reference to each of these pages.
 
-        Of those that become idle, the last ones are evicted first: what comes after a page is found only by way of it.
+        Of those that become cached, the last ones are evicted first: `find` reaches a page only through the one before it.
         """
         for page in reversed(pages):
-            assert page in self._holders, f"page {page} is given back but not held"
-            self._holders[page] -= 1
-            if self._holders[page] == 0:
-                del self._holders[page]
+            assert page in self._references, f"page {page} is freed but not in use"
+            self._references[page] -= 1
+            if self._references[page] == 0:
+                del self._references[page]
                 if page in self._keys:
-                    self._retire(page, 1)
+                    self._cache(page, 1)
                 else:
-                    self._make_blank(page)
+                    self._make_empty(page)
 
     def label(self, page: int, key: bytes) -> None:
-        """From now on `find` knows a held page by `key`: its content is complete and will not change while it has it.
+        """Give a page in use a key, so that `find` returns it. Its content must be complete and no longer change.
 
-        If another page has the key already, nothing happens: one is enough.
+        Does nothing if another page has the key.
         """
-        assert page in self._holders, f"page {page} is labelled but not held"
+        assert page in self._references, f"page {page} is labelled but not in use"
         if key not in self._pages:
             assert page not in self._keys, f"page {page} is labelled twice"
             self._pages[key] = page
             self._keys[page] = key
 
     def unlabel(self, page: int) -> None:
-        """`find` no longer knows a held page; nothing happens if it has no key."""
-        assert page in self._holders, f"page {page} is unlabelled but not held"
+        """Remove the key of a page in use, if it has one."""
+        assert page in self._references, f"page {page} is unlabelled but not in use"
         if (key := self._keys.pop(page, None)) is not None:
             del self._pages[key]
 
     def find(self, keys: Iterable[bytes]) -> list[int]:
-        """The pages of the first keys, up to one that no page has; each has one more holder now."""
+        """The pages of the longest prefix of `keys` that is known, with one more reference each."""
         found: list[int] = []
         for key in keys:
             if (page := self._pages.get(key)) is None:
                 break
-            if page in self._idle:
-                self._wake(page, 1, HELD)
-            self._holders[page] += 1
+            if page in self._cached:
+                self._reuse(page, 1, IN_USE)
+            self._references[page] += 1
             found.append(page)
         return found
 
     def allocate_span(self, n: int, evicted: Callable[[], None] = lambda: None) -> tuple[Span, dict[int, int]] | None:
-        """`n` consecutive pages, and where pages moved that were in the way; None, and nothing changed, if there are none.
+        """A span of `n` pages, and the pages that moved to make place for it (old page: new page); None, and no change, if
+        there is no place.
 
-        Moved pages have their holders and keys at the new place; the caller copies the contents before it writes to the
-        span, and tells the holders. Where no gap is free, the `n` pages with the fewest held ones become one. So the
-        span is found whenever `n` pages are free, unless held spans cut the pool into pieces that are all too short.
+        If no run of `n` pages is free, the run with the fewest single pages in use is cleared: these pages move, with their
+        references and keys. The caller must copy their contents before it writes to the span, and update page tables. So
+        this succeeds whenever `n` pages are free, unless spans in use leave only shorter runs between them.
         """
         assert n > 0, f"expected at least one page, got {n}"
-        if n > self.free_pages:
-            return None
-        first = gap(self._state, n)
-        if first is None:
-            first = crowded(self._state, n)
+        first = self._place(n)
         if first is None:
             return None
         for span in [
@@ -153,113 +152,125 @@ class PagePool:
             self._evict(span.first)
         inside = range(first, first + n)
         for page in inside:
-            if page in self._idle:
+            if page in self._cached:
                 self._evict(page)
-        held = [page for page in inside if page in self._holders]
-        self._blanks -= n - len(held)
-        self._state[first : first + n] = FIXED
+        used = [page for page in inside if page in self._references]
+        self._empty_pages -= n - len(used)
+        self._state[first : first + n] = PINNED
         moved: dict[int, int] = {}
-        if held:
-            others = self.allocate(len(held))
+        if used:
+            others = self.allocate(len(used))
             assert others is not None, "fewer pages are free than were counted"
-            moved = dict(zip(held, others, strict=True))
+            moved = dict(zip(used, others, strict=True))
             for page, to in moved.items():
                 self._move(page, to)
         span = self._spans[first] = Span(first, n, evicted)
         return span, moved
 
-    def hold_span(self, span: Span) -> bool:
-        """One more holder of a span that was taken; False if it has been evicted since."""
+    def fits_span(self, n: int) -> bool:
+        """Whether `allocate_span` would succeed now."""
+        return self._place(n) is not None
+
+    def _place(self, n: int) -> int | None:
+        if n > self.free_pages:
+            return None
+        first = free_run(self._state, n)
+        return cheapest_run(self._state, n) if first is None else first
+
+    def acquire_span(self, span: Span) -> bool:
+        """Add a reference to a span; False if it has been evicted."""
         if self._spans.get(span.first) is not span:
             return False
-        if not span.holders:
-            self._wake(span.first, span.pages, FIXED)
-        span.holders += 1
+        if not span.references:
+            self._reuse(span.first, span.pages, PINNED)
+        span.references += 1
         return True
 
-    def free_span(self, span: Span) -> None:
-        """Gives back one hold; without holders the span is idle with its content."""
-        assert self._spans.get(span.first) is span and span.holders > 0, "a span is given back but not held"
-        span.holders -= 1
-        if not span.holders:
-            self._retire(span.first, span.pages)
+    def release_span(self, span: Span) -> None:
+        """Drop a reference. Without references the span is cached with its content."""
+        assert self._spans.get(span.first) is span and span.references > 0, "a span is released but not in use"
+        span.references -= 1
+        if not span.references:
+            self._cache(span.first, span.pages)
 
     def drop_span(self, span: Span) -> None:
-        """An idle span's content is not wanted any more; nothing happens if it has been evicted."""
+        """Evict a cached span now. Does nothing if it has been evicted."""
         if self._spans.get(span.first) is span:
-            assert not span.holders, "a span is dropped while it is held"
+            assert not span.references, "a span is dropped while it is in use"
             self._evict(span.first)
 
-    def _retire(self, first: int, pages: int) -> None:
-        """Held pages become idle, as the last that did."""
+    def _cache(self, first: int, pages: int) -> None:
+        """Pages in use become cached, as the most recently used."""
         self._clock += 1
         self._state[first : first + pages] = self._clock
-        self._idle[first] = None
-        self._idle_pages += pages
+        self._cached[first] = None
+        self._cached_pages += pages
 
-    def _wake(self, first: int, pages: int, state: int) -> None:
-        """Idle pages are held again."""
-        del self._idle[first]
+    def _reuse(self, first: int, pages: int, state: int) -> None:
+        """Cached pages are in use again."""
+        del self._cached[first]
         self._state[first : first + pages] = state
-        self._idle_pages -= pages
+        self._cached_pages -= pages
 
     def _evict(self, first: int) -> None:
-        """An idle page, or an idle span, becomes blank."""
+        """A cached page or span becomes empty."""
         span = self._spans.pop(first, None)
         pages = 1 if span is None else span.pages
-        del self._idle[first]
-        self._idle_pages -= pages
+        del self._cached[first]
+        self._cached_pages -= pages
         if span is None:
             del self._pages[self._keys.pop(first)]
         for page in range(first, first + pages):
-            self._make_blank(page)
+            self._make_empty(page)
         if span is not None:
             span.evicted()
 
     def _move(self, page: int, to: int) -> None:
-        """What `page` held is at `to`, which was just taken."""
-        self._holders[to] = self._holders.pop(page)
+        """Move the references and the key of `page` to `to`, which was just allocated."""
+        self._references[to] = self._references.pop(page)
         if (key := self._keys.pop(page, None)) is not None:
             self._keys[to] = key
             self._pages[key] = to
 
-    def _make_blank(self, page: int) -> None:
-        self._state[page] = BLANK
-        self._blanks += 1
+    def _make_empty(self, page: int) -> None:
+        self._state[page] = EMPTY
+        self._empty_pages += 1
         if not self._in_heap[page]:
             self._in_heap[page] = 1
-            heappush(self._blank, page)
+            heappush(self._heap, page)
 
-    def _pop_blank(self) -> int:
-        """The lowest blank page, now held."""
+    def _pop_empty(self) -> int:
+        """The lowest empty page, now in use."""
         while True:
-            page = heappop(self._blank)
+            page = heappop(self._heap)
             self._in_heap[page] = 0
-            if self._state[page] == BLANK:
-                self._state[page] = HELD
-                self._blanks -= 1
+            if self._state[page] == EMPTY:
+                self._state[page] = IN_USE
+                self._empty_pages -= 1
                 return page
 
     def check_integrity(self) -> None:
-        """Every page is in exactly one state, and keys, spans and pages agree."""
+        """Assert that every page is in exactly one state, and that keys, spans and pages agree."""
         spans = [set(range(span.first, span.first + span.pages)) for span in self._spans.values()]
-        fixed = [pages for span, pages in zip(self._spans.values(), spans, strict=True) if span.holders]
-        loose = [pages for span, pages in zip(self._spans.values(), spans, strict=True) if not span.holders]
-        blank = {page for page in range(self.total) if self._state[page] == BLANK}
-        idle = {page for page in self._idle if page not in self._spans}
-        states = [blank, idle, set(self._holders), *spans]
+        pinned = [pages for span, pages in zip(self._spans.values(), spans, strict=True) if span.references]
+        unpinned = [pages for span, pages in zip(self._spans.values(), spans, strict=True) if not span.references]
+        empty = {page for page in range(self.total) if self._state[page] == EMPTY}
+        cached = {page for page in self._cached if page not in self._spans}
+        states = [empty, cached, set(self._references), *spans]
         assert sum(map(len, states)) == self.total, "a page is in two states, or in none"
         assert set[int]().union(*states) == set(range(self.total)), "a page is lost, or is none of the pool's"
-        assert all(self._state[page] == HELD for page in self._holders), "a held page is marked as something else"
-        assert all(self._state[page] == FIXED for pages in fixed for page in pages), "a held span is not marked"
-        assert {span.first for span in self._spans.values() if not span.holders} == set(self._idle) - idle
-        assert self._blanks == len(blank), "blank pages are miscounted"
-        assert self._idle_pages == len(idle) + sum(map(len, loose)), "idle pages are miscounted"
-        ages = [int(self._state[first]) for first in self._idle]
-        assert ages == sorted(set(ages)), "idle pages are out of order"
-        assert blank <= set(self._blank), "a blank page cannot be found"
-        assert len(self._blank) == len(set(self._blank)) == sum(self._in_heap), "the heap holds a page twice"
-        assert all(count > 0 for count in self._holders.values()), "a held page has no holder"
+        assert all(self._state[page] == IN_USE for page in self._references), (
+            "a page in use is marked as something else"
+        )
+        assert all(self._state[page] == PINNED for pages in pinned for page in pages), "a span in use is not marked"
+        assert {span.first for span in self._spans.values() if not span.references} == set(self._cached) - cached
+        assert self._empty_pages == len(empty), "empty pages are miscounted"
+        assert self._cached_pages == len(cached) + sum(map(len, unpinned)), "cached pages are miscounted"
+        ages = [int(self._state[first]) for first in self._cached]
+        assert ages == sorted(set(ages)), "cached pages are out of order"
+        assert empty <= set(self._heap), "an empty page is not in the heap"
+        assert len(self._heap) == len(set(self._heap)) == sum(self._in_heap), "the heap holds a page twice"
+        assert all(count > 0 for count in self._references.values()), "a page in use has no reference"
         assert self._pages == {key: page for page, key in self._keys.items()}, "keys and pages disagree"
-        assert idle <= set(self._keys), "an idle page has no key"
-        assert not blank & set(self._keys), "a blank page has a key"
+        assert cached <= set(self._keys), "a cached page has no key"
+        assert not empty & set(self._keys), "an empty page has a key"

@@ -1,4 +1,4 @@
-"""How the GPU's memory is divided: what everything else needs at most is set aside, and the page pool gets the rest."""
+"""The memory plan: sets aside what everything else needs at most, and gives the rest to the page pool."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from coserve.errors import ConfigError
 from coserve.memory.profile import Profile
 
 GRAPHS = 2 << 30
-"""Bytes set aside for CUDA graphs and the compiler's trials: the pool must lie where it is before graphs are captured."""
+"""Bytes set aside for CUDA graphs and autotuning: graphs are captured after the pool is allocated, and record its address."""
 GIB = 1 << 30
 
 
 @dataclass(frozen=True)
 class GpuMemory:
-    """Bytes of a GPU's memory: all of it, and what is free now, with the base loaded."""
+    """Bytes of a GPU's memory in all, and free after the base was loaded."""
 
     total: int
     free: int
@@ -22,22 +22,22 @@ class GpuMemory:
 
 @dataclass(frozen=True)
 class Work:
-    """What the engine must be able to do at once beside holding pages: a step while a micro-batch is suspended."""
+    """What needs memory at the same time, besides pages: a generation step while a micro-batch is suspended."""
 
     step_tokens: int
     micro_batch_tokens: int
     jobs: int
-    """Jobs that train side by side."""
+    """Jobs that train at the same time."""
 
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    """Bytes by use; `pages` of the pool, and the one more that stays zero, are what the others leave."""
+    """Bytes by use, and the number of pages that fit into the rest, besides the page that stays zero."""
 
     pages: int
     page_bytes: int
     taken: int
-    """Before the pool: the base's weights, the CUDA context, other processes."""
+    """In use before the pool: the base's weights, the CUDA context, other processes."""
     step: int
     training: int
     jobs: int
@@ -45,7 +45,7 @@ class MemoryPlan:
 
     @property
     def set_aside(self) -> int:
-        """Bytes beside what was taken before."""
+        """Bytes besides `taken`."""
         return self.step + self.training + self.jobs + GRAPHS + (self.pages + 1) * self.page_bytes
 
     def note(self, page_tokens: int) -> str:
@@ -65,11 +65,11 @@ def _gib(size: float) -> str:
 def make_plan(
     gpu: GpuMemory, fraction: float, profile: Profile, work: Work, *, page_bytes: int, least: int
 ) -> MemoryPlan:
-    """The pool gets what `fraction` of the GPU's memory leaves; at least `least` pages.
+    """Plan a pool of at least `least` pages within `fraction` of the GPU's memory.
 
     Raises:
-        ConfigError: nothing is left, with the setting to change: `micro_batch_tokens` where training is what does not
-            fit, else `memory_fraction`.
+        ConfigError: too little is left. It names the setting to change: `micro_batch_tokens` if only training does not fit,
+            else `memory_fraction`.
     """
     taken = gpu.total - gpu.free
     budget = int(gpu.total * fraction) - taken
@@ -82,7 +82,7 @@ def make_plan(
         return MemoryPlan(pages, page_bytes, taken, step, training, jobs, profile.error)
     if needed > budget:
         raise ConfigError(
-            f"memory_fraction: expected room for {_gib(needed)} beside the base's {_gib(taken)}, but {fraction} of "
+            f"memory_fraction: expected {_gib(needed)} besides the base's {_gib(taken)}, but {fraction} of "
             f"{_gib(gpu.total)} leaves {_gib(max(budget, 0))}",
             field="memory_fraction",
         )

@@ -1,9 +1,8 @@
-"""What the content of a full KV page depends on, as a key.
+"""Keys of full KV pages for the prefix cache: vLLM's block hashes.
 
-Two pages have one key only if the base, the adapter, its version and every token up to the page's end are the same: the
-key is a digest of the page before it and of the page's own tokens (vLLM calls it a block hash), 256 bits wide, so that
-no two contents that anybody could make up share one. A new version of an adapter can therefore never find the pages of
-an old one.
+A page's key is a digest of the previous page's key and of the page's own tokens; the first one depends on the base, the
+adapter and its version. So pages with equal keys have equal contents, and a new version of an adapter never finds the
+pages of an old one. 256 bits, so that nobody can construct a collision.
 """
 
 from __future__ import annotations
@@ -20,17 +19,17 @@ DIGEST_BYTES = 32
 
 
 class PageKeys:
-    """The keys of one sequence's pages, computed as they are asked for and kept."""
+    """The keys of one sequence's pages, computed on demand and cached."""
 
     def __init__(self, page_tokens: int, *, base: str, adapter: AdapterRef | None, salt: str = "") -> None:
-        """`base`: its fingerprint. `salt`: only requests with the same one share pages."""
+        """`base`: its fingerprint. `salt`: only requests with the same salt share pages."""
         self._page_tokens = page_tokens
-        whose = (base, salt, None if adapter is None else (adapter.id, adapter.version))
-        self._root = blake2b(msgspec.msgpack.encode(whose), digest_size=DIGEST_BYTES).digest()
+        owner = (base, salt, None if adapter is None else (adapter.id, adapter.version))
+        self._root = blake2b(msgspec.msgpack.encode(owner), digest_size=DIGEST_BYTES).digest()
         self._keys: list[bytes] = []
 
     def first(self, pages: int, tokens: Sequence[int]) -> Sequence[bytes]:
-        """Keys of the first `pages` pages of the sequence, whose tokens are `tokens`. They only ever grow at the end."""
+        """Keys of the sequence's first `pages` pages. `tokens`: all its tokens, which must extend those of earlier calls."""
         size = self._page_tokens
         assert pages * size <= len(tokens), f"expected {pages} full pages, got {len(tokens)} tokens"
         for page in range(len(self._keys), pages):

@@ -1,9 +1,8 @@
-"""How much GPU memory a generation step and a training micro-batch take, as lines in tokens, measured once a base and GPU.
+"""Memory profile: GPU memory of a generation step and of a training micro-batch as linear functions of tokens.
 
-The components of the paper's §4.2, with our step cut at every layer: M_weights is what the loaded base has allocated;
-M_no_grad is a generation step's peak beyond that; M_act and M_backward are the peaks of a micro-batch's forward and of
-its backward, the latter beyond the former. What a job keeps besides (masters, moments, gradients, copies) grows with the
-adapter, not with tokens.
+Measured once for each base and GPU. The components are those of the ETS paper, §4.2: M_weights is the loaded base; M_no_grad
+is the peak of a generation step; M_act is the peak of a micro-batch's forward, and M_backward that of its backward beyond
+it. What a job keeps between micro-batches (master weights, moments, gradients) depends on the adapter, not on tokens.
 """
 
 from __future__ import annotations
@@ -31,41 +30,40 @@ class Line(Wire, frozen=True):
 
 
 class Profile(Wire, frozen=True):
-    """What was measured. All bytes are beyond the base's weights."""
+    """All bytes are in addition to the base's weights."""
 
     no_grad: Line
     """The peak of a generation step."""
     act: Line
     """The peak of a training micro-batch's forward."""
     backward: Line
-    """What the backward and the optimizer step take beyond that."""
+    """The peak of the backward and the optimizer step, beyond `act`."""
     job: int
     """What one job of rank `DEFAULT_RANK` keeps between micro-batches."""
     error: float
-    """How far lines through the smaller sizes were from the peaks of a step and a micro-batch of the full ones together:
-    (predicted - measured) / measured."""
+    """Relative error of the lines through the smaller sizes, for a step and a micro-batch of full size together."""
 
 
 class TrainingPeaks(Wire, frozen=True):
-    """Bytes of one micro-batch of an adapter of rank `DEFAULT_RANK`."""
+    """Bytes of one micro-batch with an adapter of rank `DEFAULT_RANK`."""
 
     forward: int
-    """Peak of the forward, beyond what the job keeps."""
+    """Peak of the forward, beyond `job`."""
     whole: int
-    """Peak of forward, backward and optimizer step, likewise."""
+    """Peak of forward, backward and optimizer step, beyond `job`."""
     job: int
-    """What the job keeps."""
+    """What the job keeps between micro-batches."""
 
 
 class Measures(Protocol):
-    """Runs the real thing on the device and gives its peak in bytes."""
+    """Runs a step or a micro-batch on the device and returns its peak in bytes."""
 
     def step(self, tokens: int) -> int: ...
     def micro_batch(self, tokens: int) -> TrainingPeaks: ...
 
 
 def fit(samples: Sequence[tuple[int, int]]) -> Line:
-    """The line through (tokens, bytes) by least squares, raised until no sample lies above it: a plan must not fall short."""
+    """Least squares line through (tokens, bytes), raised until no sample is above it: a plan must not be too small."""
     assert samples, "expected at least one sample"
     n = len(samples)
     x, y = sum(tokens for tokens, _ in samples) / n, sum(size for _, size in samples) / n
@@ -81,7 +79,7 @@ def sizes(most: int) -> tuple[int, ...]:
 
 
 def measure(measures: Measures, *, step_tokens: int, micro_batch_tokens: int) -> Profile:
-    """Runs steps and micro-batches of three sizes; the largest checks what the others predict, then counts too."""
+    """Measure steps and micro-batches of three sizes. `Profile.error` compares the largest with the line of the others."""
     steps = [(tokens, measures.step(tokens)) for tokens in sizes(step_tokens)]
     batches = [(tokens, measures.micro_batch(tokens)) for tokens in sizes(micro_batch_tokens)]
     whole = [(tokens, peaks.whole) for tokens, peaks in batches]
@@ -97,7 +95,7 @@ def measure(measures: Measures, *, step_tokens: int, micro_batch_tokens: int) ->
 
 
 def _check(samples: Sequence[tuple[int, int]]) -> tuple[int, int]:
-    """What the line through all but the last sample says of the last one, and what was measured."""
+    """The last sample as predicted by the line through the others, and as measured."""
     tokens, size = samples[-1]
     return (fit(samples[:-1]).at(tokens), size) if len(samples) > 1 else (size, size)
 
@@ -108,7 +106,7 @@ class _Saved(Wire, frozen=True):
 
 
 def load_profile(path: Path, key: Sequence[str]) -> Profile | None:
-    """What `save_profile` left under the same key; None for anything else: then it is measured again."""
+    """The profile that was saved under this key, or None."""
     try:
         saved = msgspec.json.decode(path.read_bytes(), type=_Saved)
     except (OSError, msgspec.DecodeError):
@@ -117,10 +115,10 @@ def load_profile(path: Path, key: Sequence[str]) -> Profile | None:
 
 
 def save_profile(path: Path, key: Sequence[str], profile: Profile) -> None:
-    """Keeps the last profile only. A disk that is full costs the next start the time to measure, nothing else."""
-    beside = path.with_name(f"{path.name}.new")
+    """Replace the saved profile. If the disk refuses it, the next start measures again."""
+    temporary = path.with_name(f"{path.name}.new")
     try:
-        beside.write_bytes(msgspec.json.encode(_Saved(key=tuple(key), profile=profile)))
-        beside.replace(path)
+        temporary.write_bytes(msgspec.json.encode(_Saved(key=tuple(key), profile=profile)))
+        temporary.replace(path)
     except OSError as error:
         log.warning("the memory profile is not kept: %s", error.strerror)

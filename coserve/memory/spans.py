@@ -1,42 +1,42 @@
-"""Where in the pool a span finds room. Pure functions of the pages' states."""
+"""Finds the place of a span in the pool. Pure functions of the pages' states."""
 
 from __future__ import annotations
 
 import numpy as np
 from numpy.typing import NDArray
 
-BLANK = 0
-"""The state of a page with nothing in it. Idle pages have the time since when they are, above this and below HELD."""
-HELD = int(np.iinfo(np.int64).max) - 1
-"""The state of a page that somebody holds, and that may be moved."""
-FIXED = HELD + 1
-"""The state of a held span's pages: whoever holds them knows their address."""
+EMPTY = 0
+"""State of a page without content. A cached page's state is the time at which it became cached, between EMPTY and IN_USE."""
+IN_USE = int(np.iinfo(np.int64).max) - 1
+"""State of a single page with references. It may be moved."""
+PINNED = IN_USE + 1
+"""State of the pages of a span with references. They cannot move: their address is in use."""
 
 
-def gap(state: NDArray[np.int64], n: int) -> int | None:
-    """The first of `n` consecutive pages (of P, `state` (P) int64) that nobody holds; None: there are none.
+def free_run(state: NDArray[np.int64], n: int) -> int | None:
+    """The first page of the best run of `n` pages without references, or None. `state`: (P) int64.
 
-    The one whose newest content is the oldest, so that what was used lately stays; of equals the highest.
+    The best run is the one whose most recently used page is the oldest; of equals the highest.
     """
-    newest, width = state, 1  # the newest among `width` pages from each one on
+    newest, width = state, 1  # newest[i]: the most recent use among pages i to i + width - 1
     while width < n:
         step = min(width, n - width)
         newest = np.maximum(newest[:-step], newest[step:])
         width += step
     best = int(newest.min())
-    return _last(newest == best) if best < HELD else None
+    return _last(newest == best) if best < IN_USE else None
 
 
-def crowded(state: NDArray[np.int64], n: int) -> int | None:
-    """The first of the `n` consecutive pages that have no fixed one and the fewest held ones; of equals the highest."""
-    held, fixed = _sums(state == HELD, n), _sums(state == FIXED, n)
-    cost = np.where(fixed == 0, held, n + 1)
+def cheapest_run(state: NDArray[np.int64], n: int) -> int | None:
+    """The first page of the run of `n` pages without pinned ones that has the fewest in use, or None; of equals the highest."""
+    used, pinned = _sums(state == IN_USE, n), _sums(state == PINNED, n)
+    cost = np.where(pinned == 0, used, n + 1)
     best = int(cost.min())
     return _last(cost == best) if best <= n else None
 
 
 def _sums(of: NDArray[np.bool_], n: int) -> NDArray[np.int64]:
-    """How many of `n` pages from each one on are."""
+    """(P - n + 1): how many of `n` pages from each page on are `of` that kind. `of`: (P) bool."""
     total = np.zeros(len(of) + 1, dtype=np.int64)
     np.cumsum(of, out=total[1:])
     sums: NDArray[np.int64] = total[n:] - total[:-n]

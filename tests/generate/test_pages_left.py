@@ -23,7 +23,6 @@ from coserve.kernels.lora.types import LoraPair
 from coserve.link import Generate
 from coserve.memory.buffer import ALIGNMENT, PageBuffer
 from coserve.memory.prefix import PageKeys
-from coserve.memory.spans import crowded
 from coserve.model.lora import LoraWeights
 from coserve.types import AdapterDigests, AdapterRef, LoraSettings, SamplingParams, Slo
 from tests.support.examples import sample
@@ -127,7 +126,7 @@ class Life:
             self.check(memory)
         for at in range(start, start + share.tokens):
             page = own.pages[at // PAGE_TOKENS]
-            assert memory.pool._holders[page] == 1, "a page is written that others read"
+            assert memory.pool.references(page) == 1, "a page is written that others read"
             memory.slots[page][at % PAGE_TOKENS] = self.mark(at)
         own.computed += share.tokens
 
@@ -228,7 +227,7 @@ def test_ten_thousand_requests_with_cancels_leave_no_page_behind(seed: int) -> N
     assert traffic.ended + traffic.cancelled == traffic.made
     assert (len(scheduler), memory.pool.used, memory.pool.free_pages) == (0, 0, PAGES)
     memory.pool.check_integrity()
-    assert memory.pool.idle > PAGES // 2
+    assert memory.pool.cached > PAGES // 2
     assert scheduler.preemptions > 100
     assert scheduler.prefix_queries > scheduler.prefix_hits > scheduler.prefix_queries // 8
     assert traffic.cancelled > 500
@@ -243,7 +242,7 @@ def check_nobody_waits_in_vain(traffic: Traffic, shares: list[Share], *, preempt
     if waiting and room and not preempted:
         first, ref = waiting[0], waiting[0].adapter
         need = memory.pages_for(len(first.tokens)) + (0 if ref is None else memory.needs(ref))
-        blocked = ref is not None and crowded(memory.pool._state, memory.store.pages(ref)) is None
+        blocked = ref is not None and not memory.pool.fits_span(memory.store.pages(ref))
         assert memory.pool.free_pages < need or blocked
 
 

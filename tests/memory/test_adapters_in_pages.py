@@ -129,9 +129,9 @@ def test_pages_of_a_dropped_adapter_are_blank() -> None:
     pages, own = AdapterPages(buffer, evicted.append), entry(0, adapter(0, 3))
     assert pages.activate(own) is not None
     pages.deactivate(own)
-    assert buffer.pool.idle > 0
+    assert buffer.pool.cached > 0
     pages.drop(own)
-    assert (buffer.pool.idle, own.gpu, evicted) == (0, None, [own])
+    assert (buffer.pool.cached, own.gpu, evicted) == (0, None, [own])
     buffer.pool.check_integrity()
 
 

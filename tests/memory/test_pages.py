@@ -123,24 +123,24 @@ class PoolMachine(RuleBasedStateMachine):
         return span
 
     @rule(span=spans)
-    def hold_span(self, span: Span | None) -> None:
+    def acquire_span(self, span: Span | None) -> None:
         if span is None:
             return
         inside = tuple(range(span.first, span.first + span.pages))
-        lives = inside in self.idle or (span.holders > 0 and set(inside) <= self.fixed)
-        if self.pool.hold_span(span):
+        lives = inside in self.idle or (span.references > 0 and set(inside) <= self.fixed)
+        if self.pool.acquire_span(span):
             assert lives
             self.idle = [entry for entry in self.idle if entry != inside]
             self.fixed.update(inside)
         else:
-            assert span.holders == 0
+            assert span.references == 0
 
     @rule(span=spans)
-    def free_span(self, span: Span | None) -> None:
-        if span is None or not span.holders:
+    def release_span(self, span: Span | None) -> None:
+        if span is None or not span.references:
             return
-        self.pool.free_span(span)
-        if not span.holders:
+        self.pool.release_span(span)
+        if not span.references:
             inside = tuple(range(span.first, span.first + span.pages))
             self.fixed.difference_update(inside)
             self.idle.append(inside)
@@ -149,11 +149,11 @@ class PoolMachine(RuleBasedStateMachine):
     def drop_span(self, span: Span | None) -> None:
         if span is None:
             return
-        while span.holders:
-            self.free_span(span)
-        before = self.pool.idle
+        while span.references:
+            self.release_span(span)
+        before = self.pool.cached
         self.pool.drop_span(span)
-        if self.pool.idle != before:
+        if self.pool.cached != before:
             self.forget(tuple(range(span.first, span.first + span.pages)))
 
     @invariant()
@@ -162,7 +162,7 @@ class PoolMachine(RuleBasedStateMachine):
             self.pool.check_integrity()
             assert self.pool.used == len(self.out) + len(self.fixed)
             assert self.pool.used + self.pool.free_pages == self.pool.total
-            assert self.pool.idle == sum(map(len, self.idle))
+            assert self.pool.cached == sum(map(len, self.idle))
 
 
 TestPool = PoolMachine.TestCase
@@ -205,10 +205,10 @@ def test_a_page_stays_while_one_of_its_holders_does() -> None:
     pool.label(pages[0], b"x")
     assert pool.find([b"x", b"y"]) == pages
     pool.free(pages)
-    assert (pool.used, pool.free_pages, pool.idle) == (1, 1, 0)
+    assert (pool.used, pool.free_pages, pool.cached) == (1, 1, 0)
     assert pool.allocate(2) is None
     pool.free(pages)
-    assert (pool.used, pool.free_pages, pool.idle) == (0, 2, 1)
+    assert (pool.used, pool.free_pages, pool.cached) == (0, 2, 1)
 
 
 def test_the_second_page_of_one_key_is_not_kept() -> None:
@@ -217,7 +217,7 @@ def test_the_second_page_of_one_key_is_not_kept() -> None:
     pool.label(a, b"x")
     pool.label(b, b"x")
     pool.free([a, b])
-    assert pool.idle == 1
+    assert pool.cached == 1
     assert pool.find([b"x"]) == [a]
 
 
@@ -225,18 +225,18 @@ def test_giving_a_page_twice_is_an_assertion() -> None:
     pool = PagePool(3)
     pages = taken(pool, 2)
     pool.free(pages)
-    with pytest.raises(AssertionError, match="not held"):
+    with pytest.raises(AssertionError, match="not in use"):
         pool.free(pages[:1])
 
 
 def test_giving_a_page_that_is_none_of_the_pools_is_an_assertion() -> None:
-    with pytest.raises(AssertionError, match="not held"):
+    with pytest.raises(AssertionError, match="not in use"):
         PagePool(3).free([7])
 
 
 def test_labels_are_for_held_pages_and_for_good() -> None:
     pool = PagePool(1)
-    with pytest.raises(AssertionError, match="not held"):
+    with pytest.raises(AssertionError, match="not in use"):
         pool.label(0, b"x")
     pool.label(taken(pool, 1)[0], b"x")
     with pytest.raises(AssertionError, match="twice"):
@@ -286,12 +286,12 @@ def test_an_idle_span_is_evicted_whole_and_in_its_turn() -> None:
     pages = taken(pool, 2)
     pool.label(pages[0], b"x")
     pool.free(pages[:1])
-    pool.free_span(span)
+    pool.release_span(span)
     assert taken(pool, 1) == pages[:1], "the page was idle for longer"
-    assert pool.hold_span(span)
-    pool.free_span(span)
+    assert pool.acquire_span(span)
+    pool.release_span(span)
     assert len(taken(pool, 1)) == 1
-    assert not pool.hold_span(span)
+    assert not pool.acquire_span(span)
     assert pool.free_pages == 2
 
 
@@ -305,7 +305,7 @@ def test_held_pages_move_out_of_the_way_with_their_keys_and_all_their_holders() 
     assert (span.first, moved) == (4, {4: 0})
     assert pool.find([b"x"]) == [0]
     pool.free([0, 0, 0])
-    assert pool.idle == 1
+    assert pool.cached == 1
     pool.check_integrity()
     assert pages
 
@@ -314,9 +314,9 @@ def test_a_span_waits_only_for_pages_or_for_held_spans() -> None:
     pool = PagePool(5)
     first, second, middle, *others = [spanned(pool, 1)[0] for _ in range(5)]
     for span in (first, second, *others):
-        pool.free_span(span)
+        pool.release_span(span)
     assert pool.allocate_span(3) is None
     assert pool.allocate_span(6) is None
     assert pool.free_pages == 4
-    pool.free_span(middle)
+    pool.release_span(middle)
     assert spanned(pool, 5)[0].first == 0
