@@ -86,14 +86,14 @@ NEAR = 0.75
 """Least similarity (`difflib`'s ratio) of a misspelt name."""
 
 
-def hint(name: str, place: str, known: Iterable[str]) -> str:
+def hint(name: str, parent: str, known: Iterable[str]) -> str:
     """`"; did you mean 'alpha'?"`, `"; coserve counts a batch in tokens: training.batch_tokens"`, or nothing.
 
-    `known`: dotted paths of all fields of the request; `place`: the path of the object with the unknown field `name`, empty
+    `known`: dotted paths of all fields of the request; `parent`: the path of the object with the unknown field `name`, empty
     for the request itself.
     """
     paths = list(known)
-    here = f"{place}." if place else ""
+    here = f"{parent}." if parent else ""
     if name in OTHER_UNITS:
         field, difference = OTHER_UNITS[name]
         ours = next((path for path in paths if path.rpartition(".")[2] == field), None)
@@ -120,14 +120,14 @@ def fields_of(type: object) -> tuple[str, ...]:
     return tuple(_walk(msgspec.inspect.type_info(type), ""))
 
 
-def _walk(info: msgspec.inspect.Type, place: str) -> Iterator[str]:
+def _walk(info: msgspec.inspect.Type, parent: str) -> Iterator[str]:
     match info:
         case msgspec.inspect.StructType(fields=fields):
             for field in fields:
-                yield place + field.encode_name
-                yield from _walk(field.type, f"{place}{field.encode_name}.")
+                yield parent + field.encode_name
+                yield from _walk(field.type, f"{parent}{field.encode_name}.")
         case msgspec.inspect.UnionType(types=types):
             for one in types:
-                yield from _walk(one, place)
+                yield from _walk(one, parent)
         case _:
             return

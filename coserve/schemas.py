@@ -81,11 +81,11 @@ class GenerateRequest(Wire, frozen=True, omit_defaults=True):
     prompt_logprobs: LogprobCount | None = None
     """The same for the prompt's tokens."""
     return_prompt_ids: bool = False
-    """The answer shows the prompt's token ids."""
+    """The response shows the prompt's token ids."""
     skip_special_tokens: bool = True
     """Special tokens are not part of the text."""
     seed: Seed | None = None
-    """None: a random one, which the answer repeats."""
+    """None: a random one, which the response repeats."""
     cache_salt: CacheSalt = ""
     """Only requests with the same salt share prefixes in the cache."""
     slo_ttft: Seconds | None = None
@@ -148,7 +148,7 @@ class Timing(Wire, frozen=True):
 
 
 class GenerateResponse(Wire, frozen=True):
-    """The answer of `POST /generate` without `stream`. `adapter` and `version` are null for the base."""
+    """The response of `POST /generate` without `stream`. `adapter` and `version` are null for the base."""
 
     id: str
     adapter: str | None
@@ -220,7 +220,7 @@ class ErrorInfo(Wire, frozen=True):
 
 
 class ErrorBody(Wire, frozen=True):
-    """The body of every answer that is not 2xx."""
+    """The body of every response that is not 2xx."""
 
     error: ErrorInfo
 
@@ -355,7 +355,7 @@ class DeletedAdapter(Wire, frozen=True):
 
 
 class Pointers(Wire, frozen=True):
-    """What `GET /` answers: where to look."""
+    """The response of `GET /`: where to look."""
 
     version: str
     docs: dict[str, str]

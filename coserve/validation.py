@@ -17,7 +17,7 @@ from coserve.names import NAME_RULE
 MAX_FIELD = 200
 """Characters of a field's path that an error shows."""
 
-_PLACE = re.compile(r" - at (`key` in )?`\$\.?([^`]*)`$")
+_PATH = re.compile(r" - at (`key` in )?`\$\.?([^`]*)`$")
 _STEP = re.compile(r"([^.\[\]]+)|\[(\d+|\.\.\.)\]")
 _ENTRY = "[...]"
 """In msgspec's paths: an entry of a dict, whatever its key."""
@@ -26,43 +26,43 @@ _ENTRY = "[...]"
 def explain(error: msgspec.ValidationError, value: object, type: type) -> InvalidRequest | UnknownField:
     """Our error for msgspec's. `value`: what was read as `type`; None: not known."""
     text = str(error)
-    found = _PLACE.search(text)
-    of_key, place = (found[1] is not None, found[2]) if found else (False, "")
+    found = _PATH.search(text)
+    of_key, path = (found[1] is not None, found[2]) if found else (False, "")
     message = (text[: found.start()] if found else text).replace("`", "")
     for start, missing in (("Object contains unknown field ", False), ("Object missing required field ", True)):
         if message.startswith(start):
             name = message.removeprefix(start)
-            field = f"{place}.{name}" if place else name
+            field = f"{path}.{name}" if path else name
             if missing:
                 return InvalidRequest(f"expected a field {name!r}, got none", field=field)
-            suggestion = hint(name, place, fields_of(type))
+            suggestion = hint(name, path, fields_of(type))
             return UnknownField(f"unknown field {name[:80]!r}{suggestion}", field=field[:MAX_FIELD])
     if message.startswith("Invalid enum value"):
-        message = f"expected one of {', '.join(alternatives(type, place))}"
-        return InvalidRequest(message, field=place[:MAX_FIELD] or None)
+        message = f"expected one of {', '.join(alternatives(type, path))}"
+        return InvalidRequest(message, field=path[:MAX_FIELD] or None)
     if "matching regex" in message:
         message = f"expected {NAME_RULE}" + (" (or name@version)" if "@" in message else "")
-    in_dict = of_key or place.endswith(_ENTRY)
-    place = place.removesuffix(_ENTRY)
-    key = _wrong_key(text, value, type, place) if in_dict else None
+    in_dict = of_key or path.endswith(_ENTRY)
+    path = path.removesuffix(_ENTRY)
+    key = _wrong_key(text, value, type, path) if in_dict else None
     if ", got" not in message and (key is not None or not in_dict):
-        message += _got(key if of_key else _at(value, place, key))
+        message += _got(key if of_key else _at(value, path, key))
     message = message[:1].lower() + message[1:]
-    field = place if key is None else f"{place}.{key}"
+    field = path if key is None else f"{path}.{key}"
     return InvalidRequest(f"key: {message}" if of_key else message, field=field[:MAX_FIELD] or None)
 
 
-def _wrong_key(text: str, value: object, type: type, place: str) -> str | None:
-    """The key of the entry that msgspec's error is about, in the dict at `place`: the last of the fewest first entries
+def _wrong_key(text: str, value: object, type: type, path: str) -> str | None:
+    """The key of the entry that msgspec's error is about, in the dict at `path`: the last of the fewest first entries
     with which the same error comes."""
-    entries = _at(value, place)
+    entries = _at(value, path)
     if not isinstance(entries, dict):
         return None
     items = list(entries.items())
 
     def fails(last: int) -> bool:
         try:
-            msgspec.convert(_replaced(value, _steps(place), dict(items[: last + 1])), type, str_keys=True)
+            msgspec.convert(_replaced(value, _steps(path), dict(items[: last + 1])), type, str_keys=True)
         except msgspec.ValidationError as error:
             return str(error) == text
         return False
@@ -71,15 +71,15 @@ def _wrong_key(text: str, value: object, type: type, place: str) -> str | None:
     return str(items[wrong][0]) if wrong < len(items) else None
 
 
-def _steps(place: str) -> list[str | int]:
+def _steps(path: str) -> list[str | int]:
     """Names of fields and numbers of entries."""
-    return [int(step[2]) if step[2] else step[1] for step in _STEP.finditer(place)]
+    return [int(step[2]) if step[2] else step[1] for step in _STEP.finditer(path)]
 
 
-def _at(value: Any, place: str, key: str | None = None) -> object:  # noqa: ANN401 - any JSON
+def _at(value: Any, path: str, key: str | None = None) -> object:  # noqa: ANN401 - any JSON
     """The value at msgspec's path, or its entry `key`; None if it cannot be found."""
     try:
-        for step in [*_steps(place), *([] if key is None else [key])]:
+        for step in [*_steps(path), *([] if key is None else [key])]:
             value = value[step]
     except (KeyError, IndexError, TypeError, ValueError):
         return None
@@ -87,7 +87,7 @@ def _at(value: Any, place: str, key: str | None = None) -> object:  # noqa: ANN4
 
 
 def _replaced(value: Any, steps: list[str | int], new: object) -> object:  # noqa: ANN401 - any JSON
-    """A copy of `value` with `new` in the place that `steps` lead to."""
+    """A copy of `value` with `new` where `steps` lead."""
     if not steps:
         return new
     copy = value.copy()
@@ -105,10 +105,10 @@ def _got(value: object) -> str:
     return f", got {shown}" if len(shown) <= 80 else f", got {len(str(value))} characters"
 
 
-def alternatives(type: type, place: str) -> list[str]:
-    """The values that an enum or a literal of `type` allows at `place`, a path such as `messages[0].role`."""
+def alternatives(type: type, path: str) -> list[str]:
+    """The values that an enum or a literal of `type` allows at `path`, a path such as `messages[0].role`."""
     found = [msgspec.inspect.type_info(type)]
-    for step in _STEP.finditer(place):
+    for step in _STEP.finditer(path):
         found = [inner for info in found for inner in _inside(info, step[1])]
     values: list[str] = []
     for info in found:

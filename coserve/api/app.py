@@ -86,7 +86,7 @@ def make_app(
 
     connections = Connections(config.max_connections, clock)
     idle = IdleCollection(garbage or GarbageCollection.none())
-    guarded = guard(gate, service.metrics.answered, format_of, no_such_path)
+    guarded = guard(gate, service.metrics.responded, format_of, no_such_path)
     app = web.Application(middlewares=[idle.middleware(), guarded, connections.middleware()])
     app[SERVICE], app[ROUTES], app[CONNECTIONS] = service, routes, connections
     for route in routes:
@@ -115,7 +115,7 @@ def make_runner(app: web.Application, config: Config) -> web.AppRunner:
         app,
         app[CONNECTIONS],
         write_timeout=config.read_timeout,
-        # It runs from the connection's first byte on, and again after each answer: headers must be whole by then.
+        # It runs from the connection's first byte on, and again after each response: headers must be whole by then.
         keepalive_timeout=config.read_timeout,
         lingering_time=min(2.0, config.read_timeout),
         handler_cancellation=True,  # a client that leaves cancels its request

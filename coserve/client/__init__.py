@@ -1,4 +1,4 @@
-"""The SDK: `Client` and `AsyncClient` for a running daemon. Its answers are the structs of `coserve.schemas`, its
+"""The SDK: `Client` and `AsyncClient` for a running daemon. Its responses are the structs of `coserve.schemas`, its
 errors the leaves of `coserve.errors`.
 
     with coserve.Client() as client:

@@ -52,7 +52,7 @@ DEFAULT_URL = "http://127.0.0.1:8000"
 class AsyncClient:
     """A daemon, from asyncio. Close it, or use it as `async with AsyncClient() as client`.
 
-    Every method raises the leaf of `coserve.errors` that the daemon names, and `Unreachable` where none answers. Answers
+    Every method raises the leaf of `coserve.errors` that the daemon names, and `Unreachable` where none answers. Responses
     of 429 and 503 are tried again as `retry` says. `read_timeout`: seconds of silence after which a connection is given
     up; `sleep` and `rng` are for tests.
 

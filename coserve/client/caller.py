@@ -122,4 +122,4 @@ def decode(content: bytes | str, type: type[T]) -> T:
     try:
         return msgspec.json.decode(content, type=type)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise InternalError(f"the daemon's answer is none that coserve {__version__} knows: {error}") from None
+        raise InternalError(f"the daemon's response is not one that coserve {__version__} knows: {error}") from None

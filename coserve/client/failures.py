@@ -37,7 +37,7 @@ def job_error(info: ErrorInfo) -> CoserveError:
 
 
 async def response_error(response: Response) -> CoserveError:
-    """The error that an answer of status 300 or more stands for.
+    """The error that a response of status 300 or more stands for.
 
     A code that this SDK does not know (a newer daemon's), and a body that is not the daemon's (a proxy's), count as what
     the status says.
@@ -46,7 +46,7 @@ async def response_error(response: Response) -> CoserveError:
     try:
         info = msgspec.json.decode(body, type=ErrorBody).error
     except (msgspec.DecodeError, UnicodeDecodeError):
-        info = ErrorInfo(code="", message=f"the answer has status {response.status} and no error that coserve wrote")
+        info = ErrorInfo(code="", message=f"the response has status {response.status} and no error that coserve wrote")
     generic = RequestError if response.status < 500 else InternalError
     error = _made(BY_CODE.get(info.code, _BY_STATUS.get(response.status, generic)), info)
     seconds = response.headers.get("retry-after", "")

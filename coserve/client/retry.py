@@ -13,7 +13,7 @@ from coserve.errors import CapacityError, CoserveError, Unreachable
 class RetryPolicy:
     """Exponential back-off with jitter; times in seconds. `attempts` counts the first one; 1: never try again.
 
-    An answer of 429 or 503 is a refusal and may always be tried again, after at least the `Retry-After` that it names;
+    A response of 429 or 503 is a refusal and may always be tried again, after at least the `Retry-After` that it names;
     one that names more than `longest_wait` is final. Where the connection broke after the request was sent, nobody knows
     what the daemon did: only a request that may be repeated is (a GET, or one with an `Idempotency-Key`).
     """

@@ -100,7 +100,7 @@ class HttpTransport:
             self._session = aiohttp.ClientSession(timeout=timeout)
         opened: list[Callable[[], None]] = []
         try:
-            answer = await self._session.request(
+            response = await self._session.request(
                 request.method,
                 self._base_url + request.path,
                 params=request.query,
@@ -118,7 +118,7 @@ class HttpTransport:
         finally:
             for close in opened:
                 close()
-        return Response(answer.status, answer.headers, _chunks(answer), close=answer.close)
+        return Response(response.status, response.headers, _chunks(response), close=response.close)
 
     async def close(self) -> None:
         if self._session is not None:
@@ -173,12 +173,12 @@ def _payload(body: bytes | Upload | None, opened: list[Callable[[], None]]) -> b
     return form
 
 
-async def _chunks(answer: aiohttp.ClientResponse) -> AsyncIterator[bytes]:
+async def _chunks(response: aiohttp.ClientResponse) -> AsyncIterator[bytes]:
     try:
-        async for chunk in answer.content.iter_any():
+        async for chunk in response.content.iter_any():
             yield chunk
     except (aiohttp.ClientError, TimeoutError) as error:
-        raise Unreachable(f"the answer broke off: {_name(error)}", sent=True) from error
+        raise Unreachable(f"the response broke off: {_name(error)}", sent=True) from error
 
 
 def _name(error: BaseException) -> str:
@@ -188,11 +188,11 @@ def _name(error: BaseException) -> str:
 class MockTransport:
     """For tests: a function in the daemon's place. Every request is kept in `requests`."""
 
-    def __init__(self, answer: Callable[[Request], Response | Awaitable[Response]]) -> None:
-        self._answer = answer
+    def __init__(self, respond: Callable[[Request], Response | Awaitable[Response]]) -> None:
+        self._respond = respond
         self.requests: list[Request] = []
 
     async def send(self, request: Request) -> Response:
         self.requests.append(request)
-        answer = self._answer(request)
-        return await answer if inspect.isawaitable(answer) else answer
+        response = self._respond(request)
+        return await response if inspect.isawaitable(response) else response

@@ -21,7 +21,7 @@ def events(*told: JobEvent, breaks: bool = False) -> Response:
         async for piece in streamed([b": \n\n", *sse(*told, ids=[event.seq for event in told])]):
             yield piece
         if breaks:
-            raise Unreachable("the answer broke off", sent=True)
+            raise Unreachable("the response broke off", sent=True)
 
     return Response(200, {}, body())
 

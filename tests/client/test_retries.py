@@ -133,7 +133,7 @@ async def test_a_stream_is_tried_again_until_it_begins_and_never_after() -> None
 
 async def test_an_answer_of_another_version_says_so() -> None:
     daemon = Daemon(reply(chunk("x")))
-    with pytest.raises(InternalError, match="the daemon's answer"):
+    with pytest.raises(InternalError, match="the daemon's response"):
         await daemon.client.generate("hi")
 
 

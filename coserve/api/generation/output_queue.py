@@ -21,7 +21,7 @@ EngineOutput = Admitted | Tokens | RequestFailed
 class OutputQueue:
     """FIFO. Consecutive `Tokens` messages of one sequence are merged, so a slow reader pays less for each.
 
-    A reader that stops is let go after the write deadline (`EventStream`), and what waits is at most the answer itself. Behind
+    A reader that stops is disconnected after the write deadline (`EventStream`), and at most the whole response waits. Behind
     `LOOSE` messages new ones are merged as they come: some ten bytes a token instead of hundreds.
     """
 

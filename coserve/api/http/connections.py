@@ -77,7 +77,7 @@ class Connections:
         return False
 
     def middleware(self) -> Middleware:
-        """Marks connections as busy until `answered`. Raises `TooManyConnections` beyond the limit."""
+        """Marks connections as busy until `response_sent`. Raises `TooManyConnections` beyond the limit."""
 
         @web.middleware
         async def connections(request: web.Request, handler: Handler) -> web.StreamResponse:
@@ -87,16 +87,16 @@ class Connections:
             if len(self._busy) > self._limit:
                 self._over_limit.add(connection)
                 if request.path in PROBES and request.method in ("GET", "HEAD"):
-                    answer = await handler(request)
-                    answer.force_close()  # adds "Connection: close"
-                    return answer
+                    response = await handler(request)
+                    response.force_close()  # adds "Connection: close"
+                    return response
                 self._refused.warn()
                 raise TooManyConnections(f"{self._limit} connections are busy already")
             return await handler(request)
 
         return connections
 
-    def answered(self, connection: web.RequestHandler) -> None:
+    def response_sent(self, connection: web.RequestHandler) -> None:
         """The response was sent, usually after the middleware returned: the connection is idle if it is still open."""
         self._busy.discard(connection)
         self._idle.pop(connection, None)

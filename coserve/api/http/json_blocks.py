@@ -100,7 +100,7 @@ def count_values(value: object) -> int:
         if isinstance(value[0], int | float):
             return 1 + len(value)
         if len(value) > SAMPLED_ENTRIES:
-            some = sum(count_values(value[place * len(value) // SAMPLED_ENTRIES]) for place in range(SAMPLED_ENTRIES))
+            some = sum(count_values(value[index * len(value) // SAMPLED_ENTRIES]) for index in range(SAMPLED_ENTRIES))
             return 1 + some * len(value) // SAMPLED_ENTRIES
         return 1 + sum(map(count_values, value))
     if isinstance(value, dict):
@@ -143,11 +143,11 @@ def _groups(values: Sequence[object]) -> Iterator[Sequence[object]]:
         yield from (values[first : first + VALUES_AT_ONCE] for first in range(0, len(values), VALUES_AT_ONCE))
         return
     first, total = 0, 0
-    for place, value in enumerate(values):
+    for index, value in enumerate(values):
         own = count_values(value)
-        if place > first and total + own > VALUES_AT_ONCE:
-            yield values[first:place]
-            first, total = place, 0
+        if index > first and total + own > VALUES_AT_ONCE:
+            yield values[first:index]
+            first, total = index, 0
         total += own
     yield values[first:]
 

@@ -14,7 +14,7 @@ from coserve.limits import PAGE_LIMIT, PAGE_SIZE
 
 _REF = "#/components/schemas/{name}"
 _QUERY: dict[str, dict[str, Any]] = {
-    "after": {"type": "string", "description": "Go on behind this entry."},
+    "after": {"type": "string", "description": "Entries after this one."},
     "limit": {"type": "integer", "minimum": 1, "maximum": PAGE_LIMIT, "default": PAGE_SIZE},
 }
 _ALWAYS = (400, 401, 403)
@@ -60,7 +60,7 @@ def _portable(node: Any) -> Any:  # noqa: ANN401 - any JSON
 
 
 def _schemas_of(route: Route) -> list[Schema]:
-    given = (route.body, route.answer, route.events, tuple(refusal.body for refusal in route.error_formats))
+    given = (route.body, route.response, route.events, tuple(error_format.body for error_format in route.error_formats))
     return [schema for schema in given if schema is not None]
 
 
@@ -77,7 +77,7 @@ def _operation(route: Route) -> dict[str, Any]:
     operation: dict[str, Any] = {
         "operationId": route.name,
         "summary": route.summary,
-        "responses": {str(route.status): {"description": "Done", "content": _content(route)}}
+        "responses": {str(route.status): {"description": "Success", "content": _content(route)}}
         | {str(status): _error(route) for status in sorted({*_ALWAYS, *route.errors})},
     }
     parameters = [
@@ -96,10 +96,10 @@ def _operation(route: Route) -> dict[str, Any]:
 
 def _content(route: Route) -> dict[str, Any]:
     content: dict[str, Any] = {}
-    if route.answer is not None:
-        content["application/json"] = _schema(route.answer)
+    if route.response is not None:
+        content["application/json"] = _schema(route.response)
         if route.listed:
-            content["application/json"] = {"schema": {"type": "array", "items": _schema(route.answer)["schema"]}}
+            content["application/json"] = {"schema": {"type": "array", "items": _schema(route.response)["schema"]}}
     if route.events is not None:
         content["text/event-stream"] = _schema(route.events)
     if route.media is not None:
@@ -123,5 +123,5 @@ def _body(struct: Schema, upload: bool) -> dict[str, Any]:
 
 
 def _error(route: Route) -> dict[str, Any]:
-    bodies = tuple(refusal.body for refusal in route.error_formats)
-    return {"description": "Refused", "content": {"application/json": _schema(bodies)}}
+    bodies = tuple(error_format.body for error_format in route.error_formats)
+    return {"description": "Error", "content": {"application/json": _schema(bodies)}}

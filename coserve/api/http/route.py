@@ -19,7 +19,7 @@ Schema = type[msgspec.Struct] | tuple[type[msgspec.Struct], ...]
 
 @dataclass(frozen=True)
 class Route:
-    """One method of one path. `errors`: statuses besides 400, 401 and 403, which every route may answer with."""
+    """One method of one path. `errors`: statuses besides 400, 401 and 403, which every route may respond with."""
 
     method: str
     path: str
@@ -28,14 +28,14 @@ class Route:
     body: Schema | None = None
     upload: bool = False
     """The body may be multipart/form-data too, with files."""
-    answer: Schema | None = None
+    response: Schema | None = None
     listed: bool = False
-    """The answer is a list of these."""
+    """The response is a list of these."""
     status: int = 200
     events: Schema | None = None
     """Type of the server-sent events' data."""
     media: str | None = None
-    """Content type of an answer that is not JSON."""
+    """Content type of a response that is not JSON."""
     query: tuple[str, ...] = ()
     errors: tuple[int, ...] = ()
     error_formats: tuple[ErrorFormat, ...] = (NATIVE_ERRORS,)

@@ -125,7 +125,7 @@ def guard(
         except Exception:  # any other fault: the client gets a fixed body
             log.exception("request %s failed", request[REQUEST_ID])
             if BEGUN in request:
-                raise ConnectionResetError("the answer broke off") from None
+                raise ConnectionResetError("the response broke off") from None
             response = _respond(request, InternalError("internal error"), error_format)
         if response.status in (401, 403, 408, 413, 415):
             response.force_close()  # the rest of the body is not read

@@ -43,10 +43,10 @@ async def ask_for_body(request: web.Request) -> None:
     if request.get(EXPECTS):
         request[EXPECTS] = False
         await request.writer.write(b"HTTP/1.1 100 Continue\r\n\r\n")
-        request.writer.output_size = 0  # it is no part of the answer
+        request.writer.output_size = 0  # it is no part of the response
 
 
-class _Bare(web.Response):
+class _PlainResponse(web.Response):
     """A response outside of the application, where no signal removes the `Server` header."""
 
     async def _prepare_headers(self) -> None:
@@ -57,7 +57,15 @@ class _Bare(web.Response):
 class HttpConnection(RequestHandler):
     """One connection. `write_timeout`: seconds in which the client must read all that waits, or 64 KiB of it."""
 
-    __slots__ = ("_connections", "_deadline", "_due", "_earlier", "_wire", "_write_timeout", "_writer")
+    __slots__ = (
+        "_connections",
+        "_deadline",
+        "_read_target",
+        "_transport",
+        "_write_timeout",
+        "_writer",
+        "_written_before",
+    )
 
     def __init__(
         self,
@@ -70,31 +78,31 @@ class HttpConnection(RequestHandler):
         super().__init__(server, **options)
         self._connections, self._write_timeout = connections, write_timeout
         self._deadline: asyncio.TimerHandle | None = None
-        self._wire: asyncio.Transport | None = None
-        self._due = 0
+        self._transport: asyncio.Transport | None = None
+        self._read_target = 0
         self._writer: AbstractStreamWriter | None = None
-        self._earlier = 0
+        self._written_before = 0
 
     def writes_with(self, writer: AbstractStreamWriter) -> None:
-        """The next answer goes through `writer`, which counts its bytes."""
-        self._earlier, self._writer = self._written(), writer
+        """The next response goes through `writer`, which counts its bytes."""
+        self._written_before, self._writer = self._written(), writer
 
     def _written(self) -> int:
-        """Bytes of all answers so far."""
-        return self._earlier + (0 if self._writer is None else self._writer.output_size)
+        """Bytes of all responses so far."""
+        return self._written_before + (0 if self._writer is None else self._writer.output_size)
 
     async def finish_response(
         self, request: web.BaseRequest, resp: web.StreamResponse, start_time: float | None
     ) -> tuple[web.StreamResponse, bool]:
-        """aiohttp sends an answer here, after the middlewares."""
+        """aiohttp sends a response here, after the middlewares."""
         try:
             return await super().finish_response(request, resp, start_time)
         finally:
-            self._connections.answered(self)
+            self._connections.response_sent(self)
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         assert isinstance(transport, asyncio.Transport)
-        self._wire = transport  # aiohttp forgets its own when it closes, though bytes may still wait in it
+        self._transport = transport  # aiohttp forgets its own when it closes, though bytes may still wait in it
         if hasattr(
             transport, "max_size"
         ):  # asyncio's own socket transports: what one receives at once is parsed at once
@@ -119,14 +127,14 @@ class HttpConnection(RequestHandler):
         self._stop_deadline()
 
     def _start_deadline(self) -> None:
-        assert self._wire is not None, "only a connection that was made can be paused"
-        self._due = self._taken() + min(MIN_READ, max(1, self._wire.get_write_buffer_size()))
+        assert self._transport is not None, "only a connection that was made can be paused"
+        self._read_target = self._read_by_client() + min(MIN_READ, max(1, self._transport.get_write_buffer_size()))
         self._deadline = self._loop.call_later(self._write_timeout, self._check_reader)
 
-    def _taken(self) -> int:
+    def _read_by_client(self) -> int:
         """Bytes that the client has read so far."""
-        assert self._wire is not None, "only a connection that was made has bytes"
-        return self._written() - self._wire.get_write_buffer_size()
+        assert self._transport is not None, "only a connection that was made has bytes"
+        return self._written() - self._transport.get_write_buffer_size()
 
     def _stop_deadline(self) -> None:
         if self._deadline is not None:
@@ -134,9 +142,9 @@ class HttpConnection(RequestHandler):
             self._deadline = None
 
     def _check_reader(self) -> None:
-        assert self._wire is not None, "the deadline ends with the connection"
-        if self._taken() < self._due:
-            self._wire.abort()
+        assert self._transport is not None, "the deadline ends with the connection"
+        if self._read_by_client() < self._read_target:
+            self._transport.abort()
         else:
             self._start_deadline()
 
@@ -149,7 +157,7 @@ class HttpConnection(RequestHandler):
     ) -> web.StreamResponse:
         """The response to bytes that are not HTTP; `message` could repeat them, so it is not shown."""
         if request.writer.output_size > 0:
-            raise ConnectionError("the answer has begun: no other can be given")
+            raise ConnectionError("the response has begun: no other can be given")
         error: CoserveError = InvalidRequest("the request is not valid HTTP")
         if status >= 500:
             log.error("a request failed outside of its handler", exc_info=exc)
@@ -159,22 +167,24 @@ class HttpConnection(RequestHandler):
             error = HeadersTooLarge(
                 f"expected at most {count} headers, and at most {size} bytes in each and in the request line"
             )
-        response = _Bare(status=error.status, body=msgspec.json.encode(NATIVE_ERRORS.make(error)), content_type=JSON)
+        response = _PlainResponse(
+            status=error.status, body=msgspec.json.encode(NATIVE_ERRORS.make(error)), content_type=JSON
+        )
         response.headers["X-Content-Type-Options"] = "nosniff"
         response.force_close()
         return response
 
 
 class _HttpServer(web.Server):
-    """A server with `made`'s request handler. `options`: arguments of `HttpConnection`."""
+    """A server with the request handler of `wrapped`. `options`: arguments of `HttpConnection`."""
 
-    def __init__(self, made: web.Server, connections: Connections, options: dict[str, Any]) -> None:
+    def __init__(self, wrapped: web.Server, connections: Connections, options: dict[str, Any]) -> None:
         super().__init__(
-            made.request_handler,
+            wrapped.request_handler,
             request_factory=self._without_expect,
-            handler_cancellation=made.handler_cancellation,
+            handler_cancellation=wrapped.handler_cancellation,
         )
-        self._make, self._limits, self._options = made.request_factory, connections, options
+        self._make_wrapped, self._limits, self._options = wrapped.request_factory, connections, options
 
     def __call__(self) -> RequestHandler:
         return HttpConnection(self, self._limits, loop=asyncio.get_running_loop(), **self._options)
@@ -195,7 +205,7 @@ class _HttpServer(web.Server):
             message = message._replace(headers=CIMultiDictProxy(headers))
         assert isinstance(protocol, HttpConnection)
         protocol.writes_with(writer)
-        request = self._make(message, payload, protocol, writer, task)
+        request = self._make_wrapped(message, payload, protocol, writer, task)
         if expects is not None and expects.lower() == "100-continue":
             request[EXPECTS] = True
         return request

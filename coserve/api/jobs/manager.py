@@ -181,11 +181,11 @@ class JobManager:
 
     async def pause(self, id: str) -> Job:
         """Raises `JobNotFound`, `WrongJobState`."""
-        return await self._order(id, JobState.PAUSED, PauseJob(id=id))
+        return await self._transition(id, JobState.PAUSED, PauseJob(id=id))
 
     async def cancel(self, id: str) -> Job:
         """Raises `JobNotFound`, `WrongJobState`."""
-        return await self._order(id, JobState.CANCELLED, CancelJob(id=id))
+        return await self._transition(id, JobState.CANCELLED, CancelJob(id=id))
 
     async def resume(self, id: str) -> Job:
         """Queue a paused job again. Raises `JobNotFound`, `WrongJobState`."""
@@ -207,10 +207,10 @@ class JobManager:
                 self._start(record.spec)
         return record
 
-    async def _order(self, id: str, wanted: JobState, message: PauseJob | CancelJob) -> Job:
+    async def _transition(self, id: str, wanted: JobState, message: PauseJob | CancelJob) -> Job:
         """Pause or cancel a job and wait for it, at most `answer_timeout` seconds."""
         with self._recorder.watchers.watch(id) as changed:
-            record = await self._commits.run(self._ask(id, wanted, message))
+            record = await self._commits.run(self._request_transition(id, wanted, message))
             try:
                 async with asyncio.timeout(self._answer_timeout):
                     while record.state is not wanted and not record.state.terminal:
@@ -223,12 +223,12 @@ class JobManager:
             except TimeoutError:
                 log.warning("job %s: still %s, though it was to be %s", id, record.state, wanted)
         if (record.state is wanted or record.state.terminal) and self._wanted.get(id) is wanted:
-            del self._wanted[id]  # a later order stays
+            del self._wanted[id]  # a later request for another state stays
         if record.state.terminal and record.state is not wanted:
             raise WrongJobState(f"the job is {record.state}: it cannot become {wanted}", field="id")
         return await self.views.show(record)
 
-    async def _ask(self, id: str, wanted: JobState, message: PauseJob | CancelJob) -> JobRecord:
+    async def _request_transition(self, id: str, wanted: JobState, message: PauseJob | CancelJob) -> JobRecord:
         async with self._changes:
             record = await self._registry(lambda registry: registry.job(id))
             if not record.state.can_become(wanted):

@@ -74,7 +74,7 @@ class Metrics:
         for reason in FinishReason:
             self._finished.labels(reason.value)
         self._refused = Counter("coserve_requests_refused", "Requests that met a full queue", registry=r)
-        self._answers = Counter("coserve_http_answers", "HTTP answers", ["route", "status"], registry=r)
+        self._responses = Counter("coserve_http_answers", "HTTP responses", ["route", "status"], registry=r)
         self._trained = Counter("coserve_train_tokens", "Tokens read by optimizer steps", registry=r)
         self._steps = Counter("coserve_train_steps", "Optimizer steps", registry=r)
         self._ended_jobs = Counter("coserve_jobs_ended", "Jobs by how they ended", ["state"], registry=r)
@@ -124,9 +124,9 @@ class Metrics:
     def refused(self) -> None:
         self._refused.inc()
 
-    def answered(self, route: str, status: int) -> None:
+    def responded(self, route: str, status: int) -> None:
         """`route` is the pattern of the table, never the path."""
-        self._answers.labels(route, str(status)).inc()
+        self._responses.labels(route, str(status)).inc()
 
     # ---- jobs
 

@@ -67,12 +67,12 @@ class NativeApi:
         if isinstance(body, RequestError):
             return tgi_error_response(body)
         if isinstance(body, TgiRequest):
-            return await self._tgi.answer(request, body)
+            return await self._tgi.respond(request, body)
         if not body.stream:
             return json_response(await collect_native(body, self._service.generation.stream(body)))
         stream = EventStream(request, write_timeout=self._config.read_timeout)
         async with aclosing(self._service.generation.stream(body)) as chunks:
-            if await _told(stream, _send_chunks(stream, chunks)):
+            if await _sent_all(stream, _send_chunks(stream, chunks)):
                 await stream.send(STREAM_END)
         return await stream.close()
 
@@ -105,7 +105,7 @@ class NativeApi:
         id, after = request.match_info["id"], _last_event(request)
         stream = EventStream(request, write_timeout=self._config.read_timeout)
         async with aclosing(self._service.jobs.views.events(id, after, HEARTBEAT)) as events:
-            await _told(stream, _send_events(stream, events))
+            await _sent_all(stream, _send_events(stream, events))
         if not stream.begun:
             await stream.open()  # the client had seen all events
         return await stream.close()
@@ -192,8 +192,8 @@ async def _send_events(stream: EventStream, events: AsyncGenerator[JobEvent | No
             await stream.send(event, id=event.seq)
 
 
-async def _told(stream: EventStream, sending: Awaitable[None]) -> bool:
-    """Whether everything was sent. An error after the stream has begun is sent as its last event."""
+async def _sent_all(stream: EventStream, sending: Awaitable[None]) -> bool:
+    """Whether everything was sent. An error after the first event is sent as an event of its own."""
     try:
         await sending
     except CoserveError as error:

@@ -41,7 +41,7 @@ class ChatLogprobsBuilder:
 
 def chat_completion(body: ChatRequest, meta: ResponseMeta, full: FullResponse[ChatLogprobsBuilder]) -> ChatCompletion:
     """The full response."""
-    answer = full.response
+    response = full.response
     return ChatCompletion(
         **meta,
         choices=[
@@ -53,10 +53,10 @@ def chat_completion(body: ChatRequest, meta: ResponseMeta, full: FullResponse[Ch
                 stop_reason=choice.stop_reason,
                 token_ids=choice.token_ids if body.return_token_ids else UNSET,
             )
-            for choice, scores in zip(answer.choices, full.logprobs, strict=True)
+            for choice, scores in zip(response.choices, full.logprobs, strict=True)
         ],
-        usage=total_usage([answer.usage]),
-        prompt_token_ids=answer.prompt_token_ids if body.return_token_ids else UNSET,
+        usage=total_usage([response.usage]),
+        prompt_token_ids=response.prompt_token_ids if body.return_token_ids else UNSET,
     )
 
 

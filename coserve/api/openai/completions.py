@@ -71,26 +71,26 @@ async def completion(
     body: CompletionRequest,
     meta: ResponseMeta,
     echoes: Sequence[str],
-    answers: Sequence[FullResponse[CompletionLogprobsBuilder]],
+    responses: Sequence[FullResponse[CompletionLogprobsBuilder]],
 ) -> Completion:
     """The response to all prompts. `echoes`: the text in front of each prompt's choices, or empty."""
     choices = []
-    for number, (echo, full) in enumerate(zip(echoes, answers, strict=True)):
-        answer = full.response
-        for choice, scores in zip(answer.choices, full.logprobs, strict=True):
+    for number, (echo, full) in enumerate(zip(echoes, responses, strict=True)):
+        response = full.response
+        for choice, scores in zip(response.choices, full.logprobs, strict=True):
             choices.append(
                 CompletionChoice(
-                    index=number * len(answer.choices) + choice.index,
+                    index=number * len(response.choices) + choice.index,
                     text=echo + choice.text,
                     logprobs=None if scores is None else scores.after(full.prompt),
                     finish_reason=choice.finish_reason,
                     stop_reason=choice.stop_reason,
                     token_ids=choice.token_ids if body.return_token_ids else UNSET,
-                    prompt_token_ids=answer.prompt_token_ids if body.return_token_ids else UNSET,
+                    prompt_token_ids=response.prompt_token_ids if body.return_token_ids else UNSET,
                 )
             )
             await asyncio.sleep(0)  # offsets of many tokens take their time
-    usage = total_usage([full.response.usage for full in answers])
+    usage = total_usage([full.response.usage for full in responses])
     return Completion(
         **meta,
         choices=choices,

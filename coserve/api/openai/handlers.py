@@ -42,27 +42,27 @@ class OpenAIApi:
 
     async def completions(self, request: web.Request) -> web.StreamResponse:
         body = await self._resolve_placeholder(await self._bodies.dialect(request, CompletionRequest))
-        asked = completion_requests(body, self._service.engine.spec)
-        echoes = [await self._echo(body, each) for each in asked]
+        requests = completion_requests(body, self._service.engine.spec)
+        echoes = [await self._echo(body, each) for each in requests]
         meta = self._meta("cmpl", body)
         generation = self._service.generation
         if not body.stream:
             new = partial(CompletionLogprobsBuilder, name_of(body))
-            answers = await gather([collect(each, generation.stream(each), new) for each in asked])
-            return json_response(await completion(body, meta, echoes, answers))
-        async with aclosing(merge_streams([partial(generation.stream, each) for each in asked])) as chunks:
+            responses = await gather([collect(each, generation.stream(each), new) for each in requests])
+            return json_response(await completion(body, meta, echoes, responses))
+        async with aclosing(merge_streams([partial(generation.stream, each) for each in requests])) as chunks:
             return await self._stream(request, completion_events(body, meta, echoes, chunks))
 
     async def chat_completions(self, request: web.Request) -> web.StreamResponse:
         body = await self._resolve_placeholder(await self._bodies.dialect(request, ChatRequest))
-        asked = chat_request(body, self._service.engine.spec)
+        native = chat_request(body, self._service.engine.spec)
         meta = self._meta("chatcmpl", body)
         if not body.stream:
-            chunks = self._service.generation.stream(asked)
+            chunks = self._service.generation.stream(native)
             return json_response(
-                chat_completion(body, meta, await collect(asked, chunks, partial(ChatLogprobsBuilder, body)))
+                chat_completion(body, meta, await collect(native, chunks, partial(ChatLogprobsBuilder, body)))
             )
-        async with aclosing(self._service.generation.stream(asked)) as chunks:
+        async with aclosing(self._service.generation.stream(native)) as chunks:
             return await self._stream(request, chat_events(body, meta, chunks))
 
     async def list_models(self, request: web.Request) -> web.StreamResponse:
@@ -83,14 +83,14 @@ class OpenAIApi:
     def _meta(self, kind: str, body: SharedParams) -> ResponseMeta:
         return new_meta(kind, body.model, self._service.engine.spec)
 
-    async def _echo(self, body: CompletionRequest, asked: GenerateRequest) -> str:
+    async def _echo(self, body: CompletionRequest, native: GenerateRequest) -> str:
         """The prompt's text for `echo`; empty without it. Raises `PromptTooLong`."""
-        if not body.echo or asked.prompt is None:
+        if not body.echo or native.prompt is None:
             return ""
-        if isinstance(asked.prompt, str):
-            return asked.prompt
-        check_tokens(len(asked.prompt), self._service.engine.spec.context, "prompt")  # before it is decoded
-        return await self._service.texts.decode(asked.prompt, skip_special=asked.skip_special_tokens)
+        if isinstance(native.prompt, str):
+            return native.prompt
+        check_tokens(len(native.prompt), self._service.engine.spec.context, "prompt")  # before it is decoded
+        return await self._service.texts.decode(native.prompt, skip_special=native.skip_special_tokens)
 
     async def _stream(self, request: web.Request, events: AsyncGenerator[msgspec.Struct, None]) -> web.StreamResponse:
         """Events, then `[DONE]`; an error after the first event is an event too."""

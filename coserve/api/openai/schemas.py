@@ -1,4 +1,4 @@
-"""The requests and answers of the OpenAI endpoints, with vLLM's further parameters.
+"""The requests and responses of the OpenAI endpoints, with vLLM's further parameters.
 
 Clients send `null` for what they leave out, so every optional field takes it. A field that is not here is refused by name,
 unless it asks for nothing: null, `""`, `[]`, `{}`, or an object of nothing but these.
@@ -185,7 +185,7 @@ class CompletionChoice(Wire, frozen=True):
 
 
 class Completion(Wire, frozen=True):
-    """The answer, and each chunk of a stream."""
+    """The response, and each chunk of a stream."""
 
     id: str
     created: int
@@ -232,7 +232,7 @@ class ChatChoice(Wire, frozen=True, kw_only=True):
 
 
 class ChatCompletion(Wire, frozen=True):
-    """The whole answer."""
+    """The whole response."""
 
     id: str
     created: int
@@ -298,6 +298,6 @@ class OpenAIErrorInfo(msgspec.Struct, frozen=True):
 
 
 class OpenAIError(msgspec.Struct, frozen=True):
-    """The body of every answer under `/v1` that is not 2xx."""
+    """The body of every response under `/v1` that is not 2xx."""
 
     error: OpenAIErrorInfo

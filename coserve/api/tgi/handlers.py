@@ -35,18 +35,18 @@ from coserve.schemas import GenerateChunk, GenerateRequest
 
 
 class TgiApi:
-    """`generate_root`, `generate_stream` and `info` are routes; `answer` is for a body that came to `/generate`."""
+    """`generate_root`, `generate_stream` and `info` are routes; `respond` is for a body that came to `/generate`."""
 
     def __init__(self, service: Service, config: Config, bodies: BodyReader) -> None:
         self._service, self._config, self._bodies = service, config, bodies
 
     async def generate_root(self, request: web.Request) -> web.StreamResponse:
-        """As TGI's own: a list of one answer, or a stream."""
+        """As TGI's own: a list of one response, or a stream."""
         try:
-            ask = await self._bodies.dialect(request, TgiRequest)
-            if ask.stream:
-                return await self._stream(request, ask)
-            return json_response([await self._collect(ask)])
+            body = await self._bodies.dialect(request, TgiRequest)
+            if body.stream:
+                return await self._stream(request, body)
+            return json_response([await self._collect(body)])
         except CoserveError as error:
             return tgi_error_response(error)
 
@@ -56,10 +56,10 @@ class TgiApi:
         except CoserveError as error:
             return tgi_error_response(error)
 
-    async def answer(self, request: web.Request, ask: TgiRequest) -> web.StreamResponse:
+    async def respond(self, request: web.Request, body: TgiRequest) -> web.StreamResponse:
         """The response in TGI's format, errors too."""
         try:
-            return await self._stream(request, ask) if ask.stream else json_response(await self._collect(ask))
+            return await self._stream(request, body) if body.stream else json_response(await self._collect(body))
         except CoserveError as error:
             return tgi_error_response(error)
 
@@ -83,24 +83,24 @@ class TgiApi:
             )
         )
 
-    async def _collect(self, ask: TgiRequest) -> TgiResponse:
-        given = ask.parameters or TgiParameters()
-        asked = tgi_request(ask, stream=False)
-        new = partial(TgiLogprobsBuilder, given, self._service.tokenizer.special_ids)
-        full = await collect(asked, self._service.generation.stream(asked), new)
+    async def _collect(self, body: TgiRequest) -> TgiResponse:
+        parameters = body.parameters or TgiParameters()
+        native = tgi_request(body, stream=False)
+        new = partial(TgiLogprobsBuilder, parameters, self._service.tokenizer.special_ids)
+        full = await collect(native, self._service.generation.stream(native), new)
         found = full.response
         pairs = [(choice, scores or new()) for choice, scores in zip(found.choices, full.logprobs, strict=True)]
         (best, best_scores), *others = sorted(pairs, key=lambda pair: pair[1].mean, reverse=True)
-        before = ask.inputs if given.return_full_text else ""
+        before = body.inputs if parameters.return_full_text else ""
         text = before + best.text
-        if not has_details(given):
+        if not has_details(parameters):
             return TgiResponse(generated_text=text)
         prefill = [] if full.prompt is None else full.prompt.prefill.as_list()
         details = TgiDetails(
             finish_reason=finish_reason(best.finish_reason, best.stop_reason),
             prompt_tokens=found.usage.prompt_tokens,
             generated_tokens=len(best.token_ids),
-            seed=found.seed + best.index if asked.temperature else None,
+            seed=found.seed + best.index if native.temperature else None,
             prefill=prefill,
             tokens=best_scores.tokens.as_list(),
             top_tokens=best_scores.tops(),
@@ -121,12 +121,12 @@ class TgiApi:
         )
         return TgiResponse(generated_text=text, details=details)
 
-    async def _stream(self, request: web.Request, ask: TgiRequest) -> web.StreamResponse:
-        asked = tgi_request(ask, stream=True)
+    async def _stream(self, request: web.Request, body: TgiRequest) -> web.StreamResponse:
+        native = tgi_request(body, stream=True)
         stream = EventStream(request, write_timeout=self._config.read_timeout)
         async with (
-            aclosing(self._service.generation.stream(asked)) as chunks,
-            aclosing(self._events(ask, asked, chunks)) as events,
+            aclosing(self._service.generation.stream(native)) as chunks,
+            aclosing(self._events(body, native, chunks)) as events,
         ):
             try:
                 async for event in events:
@@ -138,10 +138,10 @@ class TgiApi:
         return await stream.close()
 
     async def _events(
-        self, ask: TgiRequest, asked: GenerateRequest, chunks: AsyncGenerator[GenerateChunk, None]
+        self, body: TgiRequest, native: GenerateRequest, chunks: AsyncGenerator[GenerateChunk, None]
     ) -> AsyncGenerator[TgiStreamEvent, None]:
-        given, special = ask.parameters or TgiParameters(), self._service.tokenizer.special_ids
-        parts = [ask.inputs] if given.return_full_text else []
+        parameters, special = body.parameters or TgiParameters(), self._service.tokenizer.special_ids
+        parts = [body.inputs] if parameters.return_full_text else []
         index = 0
         async for chunk in chunks:
             parts.append(chunk.text)
@@ -149,8 +149,8 @@ class TgiApi:
             for place, entry in enumerate(entries, start=1):
                 index += 1
                 last = place == len(entries)
-                token = token_of(entry, chunk.text if last else "", given, special)
-                top = top_tokens(entry, given, special)
+                token = token_of(entry, chunk.text if last else "", parameters, special)
+                top = top_tokens(entry, parameters, special)
                 if not last or chunk.finish_reason is None:
                     yield TgiStreamEvent(index=index, token=token, top_tokens=top)
                     continue
@@ -160,12 +160,12 @@ class TgiApi:
                     prompt_tokens=chunk.usage.prompt_tokens,
                     input_length=chunk.usage.prompt_tokens,
                     generated_tokens=chunk.usage.completion_tokens,
-                    seed=chunk.seed if asked.temperature else None,
+                    seed=chunk.seed if native.temperature else None,
                 )
                 yield TgiStreamEvent(
                     index=index,
                     token=token,
                     top_tokens=top,
                     generated_text="".join(parts),
-                    details=details if given.details else None,
+                    details=details if parameters.details else None,
                 )

@@ -1,4 +1,4 @@
-"""The requests and answers of LoRAX and TGI."""
+"""The requests and responses of LoRAX and TGI."""
 
 from __future__ import annotations
 
@@ -43,11 +43,11 @@ class TgiParameters(Wire, frozen=True):
     repetition_penalty: RepetitionPenalty | None = None
     frequency_penalty: Penalty | None = None
     stop: StopTexts | None = None
-    """Texts that end the answer; they are part of it."""
+    """Texts that end the choice; they are part of its text."""
     seed: Seed | None = None
     ignore_eos_token: bool | None = None
     best_of: Choices | None = None
-    """Number of answers to generate; the one with the largest mean log-probability is returned. Above 1 it needs
+    """Number of choices to generate; the one with the largest mean log-probability is returned. Above 1 it needs
     sampling, no seed, no stream."""
     details: bool | None = None
     decoder_input_details: bool | None = None
@@ -105,7 +105,7 @@ class TgiToken(Wire, frozen=True):
 
 
 class TgiSequence(Wire, frozen=True):
-    """One of the answers that `best_of` did not choose."""
+    """One of the choices that `best_of` left out."""
 
     generated_text: str
     finish_reason: TgiFinish

@@ -23,24 +23,24 @@ def _prefill(entry: LogprobEntry) -> TgiPrefillToken:
     return TgiPrefillToken(id=entry.token_id, text=entry.token, logprob=logprob)
 
 
-def top_tokens(entry: LogprobEntry, given: TgiParameters, special: Collection[int]) -> list[TgiToken] | UnsetType:
+def top_tokens(entry: LogprobEntry, parameters: TgiParameters, special: Collection[int]) -> list[TgiToken] | UnsetType:
     """The likeliest tokens at the place of `entry`, for `top_n_tokens`. `special`: ids of special tokens."""
-    if not given.top_n_tokens:
+    if not parameters.top_n_tokens:
         return UNSET
     return [
         TgiToken(id=top.token_id, text=top.token, logprob=floored(top.logprob), special=top.token_id in special)
-        for top in entry.top[: given.top_n_tokens]
+        for top in entry.top[: parameters.top_n_tokens]
     ]
 
 
-def token_of(entry: LogprobEntry, text: str, given: TgiParameters, special: Collection[int]) -> TgiToken:
+def token_of(entry: LogprobEntry, text: str, parameters: TgiParameters, special: Collection[int]) -> TgiToken:
     """Readers leave special tokens out of the text: one that brings text held back before it is not special."""
     left_out = entry.token_id in special and text in ("", entry.token)
     others: list[TgiAlternative] | UnsetType = UNSET
-    if given.return_k_alternatives:
+    if parameters.return_k_alternatives:
         others = [
             TgiAlternative(id=top.token_id, text=top.token, logprob=floored(top.logprob))
-            for top in entry.top[: given.return_k_alternatives]
+            for top in entry.top[: parameters.return_k_alternatives]
         ]
     return TgiToken(
         id=entry.token_id,
@@ -54,8 +54,8 @@ def token_of(entry: LogprobEntry, text: str, given: TgiParameters, special: Coll
 class TgiLogprobsBuilder:
     """Collects the log-probabilities of one choice, or of the prompt."""
 
-    def __init__(self, given: TgiParameters, special: Collection[int]) -> None:
-        self._given, self._special = given, special
+    def __init__(self, parameters: TgiParameters, special: Collection[int]) -> None:
+        self._parameters, self._special = parameters, special
         self.tokens, self.prefill = JsonListBuilder[TgiToken](), JsonListBuilder[TgiPrefillToken]()
         self._tops = JsonListBuilder[list[TgiToken]]()
         self._sum, self._count = 0.0, 0
@@ -64,8 +64,8 @@ class TgiLogprobsBuilder:
         if isinstance(entries[0], PromptLogprob):
             self.prefill.add([_prefill(entry) for entry in entries])
             return
-        self.tokens.add([token_of(entry, entry.token, self._given, self._special) for entry in entries])
-        tops = (top_tokens(entry, self._given, self._special) for entry in entries)
+        self.tokens.add([token_of(entry, entry.token, self._parameters, self._special) for entry in entries])
+        tops = (top_tokens(entry, self._parameters, self._special) for entry in entries)
         self._tops.add([top for top in tops if top is not UNSET])
         self._sum, self._count = (
             self._sum + sum(floored(entry.logprob) for entry in entries),
@@ -77,4 +77,4 @@ class TgiLogprobsBuilder:
         return self._sum / max(1, self._count)
 
     def tops(self) -> list[list[TgiToken]] | UnsetType:
-        return self._tops.as_list() if self._given.top_n_tokens else UNSET
+        return self._tops.as_list() if self._parameters.top_n_tokens else UNSET

@@ -143,38 +143,38 @@ class BaseLimits(msgspec.Struct, frozen=True):
 
 def tokenize(context: TaskContext, arguments: bytes, body: bytes) -> bytes:
     """Helper task of `POST /tokenize`: the response as JSON."""
-    asked, base = decode_dialect(body, TokenizeRequest), msgspec.msgpack.decode(arguments, type=BaseLimits)
-    adapter_of(asked.model, base)
-    ids = _encode(asked, context.tokenizer)
-    strings = [context.tokenizer.token(id) for id in ids] if asked.return_token_strs else UNSET
+    request, base = decode_dialect(body, TokenizeRequest), msgspec.msgpack.decode(arguments, type=BaseLimits)
+    adapter_of(request.model, base)
+    ids = _encode(request, context.tokenizer)
+    strings = [context.tokenizer.token(id) for id in ids] if request.return_token_strs else UNSET
     return msgspec.json.encode(
         TokenizeResponse(tokens=ids, count=len(ids), max_model_len=base.context, token_strs=strings)
     )
 
 
-def _encode(asked: TokenizeRequest, tokenizer: Tokenizer) -> list[int]:
-    if (asked.prompt is None) == (asked.messages is None):
-        got = "none" if asked.prompt is None else "both"
+def _encode(request: TokenizeRequest, tokenizer: Tokenizer) -> list[int]:
+    if (request.prompt is None) == (request.messages is None):
+        got = "none" if request.prompt is None else "both"
         raise InvalidRequest(f"expected one of prompt and messages, got {got}", field="prompt")
-    if asked.prompt is not None:
-        return tokenizer.encode(asked.prompt, add_special=asked.add_special_tokens is not False)
-    if asked.add_special_tokens:
+    if request.prompt is not None:
+        return tokenizer.encode(request.prompt, add_special=request.add_special_tokens is not False)
+    if request.add_special_tokens:
         raise InvalidRequest("expected it left out with messages", field="add_special_tokens")
-    turns = [message_of(message) for message in asked.messages or []]
+    turns = [message_of(message) for message in request.messages or []]
     if sum(len(turn.content) for turn in turns) > MAX_CHARACTERS:
         raise InvalidRequest(f"expected at most {MAX_CHARACTERS} characters", field="messages")
     return tokenizer.chat(
         chat_messages(turns),
-        add_generation_prompt=asked.add_generation_prompt is not False and not asked.continue_final_message,
-        continue_final=asked.continue_final_message or False,
+        add_generation_prompt=request.add_generation_prompt is not False and not request.continue_final_message,
+        continue_final=request.continue_final_message or False,
     )
 
 
 def detokenize(context: TaskContext, arguments: bytes, body: bytes) -> bytes:
     """Helper task of `POST /detokenize`: the response as JSON."""
-    asked, base = decode_dialect(body, DetokenizeRequest), msgspec.msgpack.decode(arguments, type=BaseLimits)
-    adapter_of(asked.model, base)
-    if asked.tokens and max(asked.tokens) >= base.vocab:
-        raise InvalidRequest(f"expected token ids below {base.vocab}, got {max(asked.tokens)}", field="tokens")
-    text = context.tokenizer.decode(asked.tokens, skip_special=False)
+    request, base = decode_dialect(body, DetokenizeRequest), msgspec.msgpack.decode(arguments, type=BaseLimits)
+    adapter_of(request.model, base)
+    if request.tokens and max(request.tokens) >= base.vocab:
+        raise InvalidRequest(f"expected token ids below {base.vocab}, got {max(request.tokens)}", field="tokens")
+    text = context.tokenizer.decode(request.tokens, skip_special=False)
     return msgspec.json.encode(DetokenizeResponse(prompt=text))

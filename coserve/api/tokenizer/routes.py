@@ -23,7 +23,7 @@ def tokenizer_routes(api: TokenizerApi) -> tuple[Route, ...]:
             api.tokenize,
             "Text or a chat to token ids",
             body=TokenizeRequest,
-            answer=TokenizeResponse,
+            response=TokenizeResponse,
             errors=(404, *BODY_ERRORS, *BUSY_ERRORS),
         ),
         Route(
@@ -32,9 +32,9 @@ def tokenizer_routes(api: TokenizerApi) -> tuple[Route, ...]:
             api.detokenize,
             "Token ids to text",
             body=DetokenizeRequest,
-            answer=DetokenizeResponse,
+            response=DetokenizeResponse,
             errors=(404, *BODY_ERRORS, *BUSY_ERRORS),
         ),
-        Route("GET", "/tokenizer_info", api.tokenizer_info, "The tokenizer", answer=TokenizerInfo, errors=(503,)),
-        Route("GET", "/version", api.version, "coserve's version", answer=Version),
+        Route("GET", "/tokenizer_info", api.tokenizer_info, "The tokenizer", response=TokenizerInfo, errors=(503,)),
+        Route("GET", "/version", api.version, "coserve's version", response=Version),
     )
