@@ -92,7 +92,7 @@ async def _serving(config: Config) -> AsyncIterator[_Serving]:
         sock = stack.enter_context(contextlib.closing(bind(config.host, config.port)))
         os.umask(0o077)  # files of the daemon and its processes are for its user alone: corpora, adapters, logs
         stack.enter_context(folder.lock())
-        folder.close_to_others()
+        folder.restrict_access()
         port = sock.getsockname()[1]
         log_event(
             log,

@@ -11,7 +11,7 @@ from coserve.logs.format import log_event
 
 
 class AccessLogger(AbstractAccessLogger):
-    """Method, path without query, status, bytes, seconds, the peer, and the `X-Request-Id` of the answer."""
+    """Logs method, path without query, status, bytes, seconds, peer, and the response's `X-Request-Id`."""
 
     def __init__(self, logger: logging.Logger, log_format: str) -> None:
         super().__init__(logger, log_format)

@@ -16,7 +16,7 @@ ACCESS = "coserve.access"
 
 @dataclass(frozen=True)
 class LogSettings:
-    """Those of `Config`."""
+    """The settings of `Config` for logs."""
 
     level: str = "info"
     format: str = "text"

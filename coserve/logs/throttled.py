@@ -1,4 +1,4 @@
-"""A warning that may be due thousands of times a second, logged once a minute."""
+"""A warning that is logged at most once a minute."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Final
 
 
 class ThrottledLog:
-    """Logs `what` to `log` at most once in `INTERVAL` seconds, with a count of those left out."""
+    """Logs `what` to `log` at most once in `INTERVAL` seconds, with the number of warnings left out."""
 
     INTERVAL: Final = 60.0
 
@@ -24,6 +24,6 @@ class ThrottledLog:
         if self._last is not None and now - self._last < self.INTERVAL:
             self._unlogged += 1
             return
-        more = f" ({self._unlogged} times more since it was said last)" if self._unlogged else ""
+        more = f" ({self._unlogged} times more since the last warning)" if self._unlogged else ""
         self._log.warning("%s%s%s", self._what, detail, more)
         self._last, self._unlogged = now, 0

@@ -25,7 +25,7 @@ log = logging.getLogger(__name__)
 
 
 class _Replies:
-    """The writing end. Heartbeats are sent at most once in `heartbeat` seconds."""
+    """Sends replies. `progress` sends a heartbeat at most once in `heartbeat` seconds."""
 
     def __init__(self, file: BinaryIO) -> None:
         self._file, self._last = file, time.monotonic()
@@ -53,9 +53,9 @@ def _read_call(file: BinaryIO) -> tuple[Call, bytes] | None:
 
 
 def _peak_memory() -> int:
-    """Bytes that this process had resident at most.
+    """Peak resident memory of this process in bytes.
 
-    Not `ru_maxrss` where the kernel tells better: a new process inherits there what its parent had.
+    On Linux not from `ru_maxrss`: a new process inherits its parent's value.
     """
     try:
         status = Path("/proc/self/status").read_text()

@@ -21,13 +21,13 @@ from coserve.processes import start_child
 from coserve.state.commits import uncancelled
 
 CHUNK = 256 << 10
-"""Bytes that are written, or read, in one turn of the event loop."""
+"""Bytes to write or read in one turn of the event loop."""
 SILENCE = 120.0
 """Seconds without a heartbeat after which a process counts as stuck."""
 HEARTBEATS = 120
 """Heartbeats that a working task sends in that time."""
-MOST_MEMORY = 1 << 30
-"""Bytes that a process may hold after a task."""
+MAX_MEMORY = 1 << 30
+"""Bytes. A process that has used more is replaced after its task."""
 
 
 class HelperProcess:
@@ -98,7 +98,7 @@ class HelperProcess:
         return b"".join(chunks)
 
     async def end(self) -> None:
-        """Kill the process, whatever it does, and wait until it is gone."""
+        """Kill the process and wait for its end."""
         with contextlib.suppress(ProcessLookupError):
             self._process.kill()
         self._writer.close()
@@ -110,8 +110,8 @@ class HelperProcess:
 class HelperPool:
     """At most `size` processes, started when there is work. `setup` gives the tokenizer's state.
 
-    `silence`: seconds without a heartbeat after which a process counts as stuck. `most_memory`: bytes; a process
-    that has grown beyond that is replaced after its task.
+    `silence`: seconds without a heartbeat after which a process counts as stuck. `max_memory`: bytes; a process that has
+    used more is replaced after its task.
     """
 
     def __init__(
@@ -120,10 +120,10 @@ class HelperPool:
         size: int,
         log: LogSettings | None = None,
         silence: float = SILENCE,
-        most_memory: int = MOST_MEMORY,
+        max_memory: int = MAX_MEMORY,
     ) -> None:
         self._make_setup, self._log = setup, log or LogSettings()
-        self.silence, self._most_memory = silence, most_memory
+        self.silence, self._max_memory = silence, max_memory
         self._turns = asyncio.Semaphore(size)
         self._idle: list[HelperProcess] = []
         self._ends: set[asyncio.Task[None]] = set()
@@ -156,7 +156,7 @@ class HelperPool:
                 raise
             finally:
                 if helper is not None:
-                    if done and helper.memory <= self._most_memory:
+                    if done and helper.memory <= self._max_memory:
                         self._idle.append(helper)
                     else:
                         await uncancelled(self._end(helper))

@@ -52,7 +52,7 @@ class _GenerationBlocks(Extension):
 
 
 class _Marks:
-    """Texts of the rendered `{% generation %}` blocks, and the length of the text before each."""
+    """The rendered `{% generation %}` blocks: each one's text, and the length of the text before it."""
 
     def __init__(self) -> None:
         self.length = 0
@@ -63,10 +63,10 @@ class _Marks:
 
 
 class ChatTemplate:
-    """The template of a base, with the special tokens it may name (`bos_token`, `eos_token`...)."""
+    """A base's chat template, with the special tokens that it may use (`bos_token`, `eos_token`, ...)."""
 
     def __init__(self, source: str, tokens: Mapping[str, str], specials: Collection[str] = ()) -> None:
-        """`specials`: every special token of the vocabulary; one of them ends a turn."""
+        """`specials`: all special tokens of the vocabulary. One of them ends a turn."""
         self._source, self._tokens = source, dict(tokens)
         known = sorted({token for token in (*tokens.values(), *specials) if token}, key=len, reverse=True)
         self._special = re.compile("|".join(map(re.escape, known)) or "(?!)")
@@ -108,9 +108,9 @@ class ChatTemplate:
     def render(
         self, messages: Sequence[Message], *, add_generation_prompt: bool = True, continue_final: bool = False
     ) -> str:
-        """The chat as text; `continue_final` leaves the last message open, for the model to go on with it.
+        """The chat as text. `continue_final`: the last message is left open, for the model to continue it.
 
-        Raises `InvalidRequest` for messages that the template refuses, and for a template beyond its limits.
+        Raises `InvalidRequest` if the template refuses the messages or exceeds the sandbox's limits.
         """
         if not messages:
             raise InvalidRequest("expected at least one message", field="messages")
@@ -125,11 +125,11 @@ class ChatTemplate:
         return text if text.endswith(content) else text.rstrip()
 
     def render_for_training(self, messages: Sequence[Message]) -> tuple[str, list[Span]]:
-        """The chat as text, and for each assistant message the span to learn: its content and its end-of-turn token.
+        """The chat as text, and the span to learn of each assistant message: its content and its end-of-turn token.
 
-        A span is what rendering the message adds to its prompt: the chat before it with the generation prompt. Where
-        that does not hold for a template (it rewrites earlier turns, say), its `{% generation %}` marks are taken.
-        Raises `InvalidRequest` if it has none: loss on the wrong tokens would go unnoticed.
+        The span is what the message adds to its prompt, the chat before it with the generation prompt. If the template
+        changes earlier text, the spans of its `{% generation %}` blocks are used. Raises `InvalidRequest` if it has none,
+        since a loss on the wrong tokens would not be noticed.
         """
         text, marks = self._render(messages, add_generation_prompt=False)
         assistant = [i for i, message in enumerate(messages) if message.get("role") == "assistant"]
@@ -146,7 +146,7 @@ class ChatTemplate:
         )
 
     def _added_by(self, messages: Sequence[Message], index: int, text: str) -> Span | None:
-        """Characters of `text` that message `index` adds to its prompt; None where a prefix does not hold."""
+        """Characters of `text` that message `index` adds to its prompt; None if the prompt is not a prefix of `text`."""
         try:
             prompt = self._render(messages[:index], add_generation_prompt=True)[0]
             turn = (
@@ -155,7 +155,7 @@ class ChatTemplate:
                 else self._render(messages[: index + 1], add_generation_prompt=False)[0]
             )
         except InvalidRequest:
-            return None  # it takes whole conversations only
+            return None  # the template accepts only whole conversations
         content = str(messages[index].get("content", "")).strip()
         if not (turn.startswith(prompt) and text.startswith(turn) and content in turn[len(prompt) :]):
             return None
@@ -167,7 +167,7 @@ class ChatTemplate:
         return ends[-1] if ends and not turn[ends[-1] :].strip() else len(turn)
 
     def _with_end_of_turn(self, text: str, span: Span) -> Span:
-        """`span` with the special token right behind it, unless it ends in one."""
+        """`span` with the special token that follows it, unless it ends with one."""
         start, end = span
         if any(match.end() == end for match in self._special.finditer(text, start, end)):
             return span
@@ -176,7 +176,7 @@ class ChatTemplate:
 
 
 def choose_template(found: object) -> str | None:
-    """The default one of `tokenizer_config.json`'s `chat_template`: a text, or a list of named ones."""
+    """The default template of `tokenizer_config.json`'s `chat_template`, which is a text or a list of named ones."""
     if isinstance(found, list):
         named = {entry.get("name"): entry.get("template") for entry in found if isinstance(entry, dict)}
         found = named.get("default")

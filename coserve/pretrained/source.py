@@ -1,7 +1,7 @@
-"""Checks where a base comes from before anything is loaded: a folder's files, or a name on the hub. No torch.
+"""Checks a base's source, a folder or a hub name, before anything is loaded. No torch.
 
-Each mistake has its own message: no such folder, not a model, an adapter, weights missing or not safetensors, a
-name that is none, one that the hub does not know, a gated one, and a hub that cannot be reached.
+Each mistake has its own message: no such folder, not a model, an adapter, weights missing or not safetensors, an invalid
+name, a name unknown to the hub, a gated model, and a hub that cannot be reached.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ POINTER = b"version https://git-lfs"
 
 
 def check_source(source: str, *, weights: bool = True) -> None:
-    """Raises `UnsupportedBase` for a folder that holds no complete model, and for a path that is no folder.
+    """Raises `UnsupportedBase` for a folder without a complete model, and for a path that is not a folder.
 
-    `weights`: the folder must have the weights too. A hub name passes: `fetch_files` says what is wrong with it.
+    `weights`: whether the folder must have weights too. Hub names are not checked here: `fetch_files` does.
     """
     if source == BUNDLED:
         return
@@ -36,7 +36,7 @@ def check_source(source: str, *, weights: bool = True) -> None:
 
 
 def is_path(source: str) -> bool:
-    """Whether a text can only be meant as a path: hub names are NAME or OWNER/NAME."""
+    """Whether `source` can only be a path: hub names are NAME or OWNER/NAME."""
     return source.startswith((".", "/", "~")) or source.endswith("/") or source.count("/") > 1 or "\\" in source
 
 
@@ -84,7 +84,7 @@ def fetch_files(name: str, patterns: Sequence[str]) -> Path:
     try:
         return Path(snapshot_download(name, allow_patterns=list(patterns)))
     except (OSError, ValueError, httpx.TransportError) as error:
-        # The hub's own errors are OSErrors, those of names ValueErrors, those of a connection that breaks httpx's.
+        # OSError: from the hub; ValueError: an invalid name; TransportError: the connection broke.
         raise UnsupportedBase(f"model: {hub_problem(name, error)}") from error
 
 

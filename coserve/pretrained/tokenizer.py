@@ -28,16 +28,14 @@ _FILES = (
     "added_tokens.json",
 )
 _SAMPLE = "Hello, world 1"
-_WHAT_TO_DO = (
+_ADVICE = (
     "put its tokenizer.json beside config.json "
     "(AutoTokenizer.from_pretrained(<the model it comes from>).save_pretrained(<the folder>) writes one)"
 )
 _MAX_HELD_TOKENS = 16
-"""Most tokens that the detokenizer holds back: bytes that never become a character are released as U+FFFD."""
-
-
+"""Maximum number of tokens that the detokenizer holds back. Bytes that never form a character become U+FFFD."""
 SHORT = 2048
-"""Most characters to tokenise in the calling thread, without `tokenizers`' own threads."""
+"""Maximum number of characters to tokenise in the calling thread, without `tokenizers`' own threads."""
 
 
 class _TokenizerState(msgspec.Struct, frozen=True):
@@ -58,16 +56,16 @@ class Tokenizer:
         eos_token_ids: tuple[int, ...] = (),
         chat_template: str | None = None,
     ) -> None:
-        """`special_tokens` names the roles (`bos_token`, `eos_token`...); `eos_token_ids` further ends of generation."""
+        """`special_tokens`: by role (`bos_token`, `eos_token`, ...). `eos_token_ids`: further ids that end a generation."""
         backend.no_truncation()
         backend.no_padding()
         self._backend = backend
-        self._added_behind = _added_behind(backend)
+        self._appended = _appended(backend)
         self.bos_token_id = self._id(special_tokens.get("bos_token"))
         self.eos_token_id = self._id(special_tokens.get("eos_token"))
         first = () if self.eos_token_id is None else (self.eos_token_id,)
         self.eos_token_ids = tuple(dict.fromkeys(first + eos_token_ids))
-        """Ids that end a generation; the first is the one that training appends."""
+        """Ids that end a generation. Training appends the first."""
         self.vocab_size = backend.get_vocab_size(with_added_tokens=True)
         self._texts: dict[int, str] = {}
         self.special_tokens, self.chat_template = special_tokens, chat_template
@@ -92,24 +90,24 @@ class Tokenizer:
 
     @classmethod
     def from_folder(cls, folder: Path) -> Tokenizer:
-        """Reads `tokenizer.json` and the configs beside it. Raises `UnsupportedBase`."""
+        """Read `tokenizer.json` and the folder's configs. Raises `UnsupportedBase`."""
         config = _read(folder / "tokenizer_config.json")
         special_tokens = _special_tokens(_read(folder / "special_tokens_map.json") | config)
         backend = _backend(folder)
         _add_bos(backend, config, special_tokens)
         template = choose_template(config.get("chat_template"))
-        beside = folder / "chat_template.jinja"
-        if beside.is_file():
-            template = beside.read_text(encoding="utf-8")
+        template_file = folder / "chat_template.jinja"
+        if template_file.is_file():
+            template = template_file.read_text(encoding="utf-8")
         ends = [_read(folder / name).get("eos_token_id") for name in ("generation_config.json", "config.json")]
         eos_token_ids = [id for end in ends for id in (end if isinstance(end, list) else [end]) if isinstance(id, int)]
         found = cls(backend, special_tokens=special_tokens, eos_token_ids=tuple(eos_token_ids), chat_template=template)
-        if not found.decode(found.encode(_SAMPLE)):  # what transformers makes of a folder without a vocabulary
-            raise UnsupportedBase(f"the base's tokenizer knows no words: {_WHAT_TO_DO}")
+        if not found.decode(found.encode(_SAMPLE)):  # as transformers loads a folder without a vocabulary
+            raise UnsupportedBase(f"the base's tokenizer knows no words: {_ADVICE}")
         return found
 
     def state(self) -> bytes:
-        """Bytes from which `from_state` makes the same tokenizer in another process."""
+        """The tokenizer as bytes, for `from_state` in another process."""
         return msgspec.msgpack.encode(
             _TokenizerState(self._backend.to_str(), self.special_tokens, self.eos_token_ids, self.chat_template)
         )
@@ -131,19 +129,19 @@ class Tokenizer:
         return self._backend.encode_batch([text], add_special_tokens=add_special)[0]
 
     def encode(self, text: str, *, add_special: bool = True) -> list[int]:
-        """Token ids; `add_special` adds what the base expects before a text (a BOS token, mostly).
+        """Token ids. `add_special` adds the special tokens that the base expects before a text, such as BOS.
 
-        What a tokenizer would add behind the text (EOS) is left out: every text here goes on.
+        Special tokens after the text, such as EOS, are left out, since generation continues the text.
         """
         ids: list[int] = self._encode(text, add_special=add_special).ids
-        return ids[: len(ids) - self._added_behind] if add_special else ids
+        return ids[: len(ids) - self._appended] if add_special else ids
 
     def encode_continuation(self, text: str) -> list[int]:
-        """Token ids of a text that goes on from another: without the space that some tokenizers put before a text."""
+        """Token ids of a text that continues another one: without the space that some tokenizers prepend."""
         plain = self._encode(text, add_special=False)
         if not plain.tokens or not plain.tokens[0].startswith("▁") or text.startswith("▁"):
             return list(plain.ids)
-        # After a line break nothing is put before it; what the break itself became is cut off.
+        # No space is prepended after a line break. The tokens of the line break itself are removed.
         after = self._encode("\n" + text, add_special=False)
         if any(start < 1 < end for start, end in after.offsets):
             return list(plain.ids)
@@ -154,7 +152,7 @@ class Tokenizer:
         return text
 
     def token(self, id: int) -> str:
-        """One token's own text, special or not; bytes that are no character show as U+FFFD."""
+        """The text of one token, special or not. Bytes that are not a character become U+FFFD."""
         text = self._texts.get(id)
         if text is None:
             text = self._texts[id] = self.decode([id], skip_special=False)
@@ -170,9 +168,9 @@ class Tokenizer:
         return self.encode(text, add_special=False)
 
     def encode_chat_for_training(self, messages: Sequence[Message]) -> tuple[list[int], list[bool]]:
-        """Token ids of a whole chat, and which of them to learn: assistant turns with their end-of-turn token.
+        """Token ids of a chat, and which of them to learn: assistant turns with their end-of-turn token.
 
-        A message's `weight` of 0 leaves it out. A token that is only partly an assistant's is not learned.
+        Messages with `weight` 0 are not learned, nor are tokens that are only partly in an assistant turn.
         Raises `InvalidRequest` as `ChatTemplate.render_for_training` does.
         """
         weights = [m.get("weight") for m in messages if m.get("role") == "assistant"]
@@ -195,10 +193,10 @@ class Tokenizer:
 
 
 class Detokenizer:
-    """Text of a growing sequence of tokens. The pushes and the flush together equal `decode`.
+    """Incremental detokenizer. The texts of all `push` calls and of `flush`, joined, equal `decode`.
 
-    No push ends inside a character. `prompt`: the tokens before the sequence (its last few tokens are enough): some
-    tokenizers drop the space before a text's first word, which is wrong in the middle of one.
+    No text ends inside a character. `prompt`: the last tokens before the sequence, since some tokenizers drop the space
+    before the first word.
     """
 
     def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int] = (), *, skip_special: bool = True) -> None:
@@ -225,15 +223,15 @@ class Detokenizer:
         before, text = self._decode(self._ids[: self._given]), self._decode(self._ids)
         if not force and (len(text) <= len(before) or text.endswith("\N{REPLACEMENT CHARACTER}")):
             return ""
-        # The tokens just given are the context of the next ones; what stands before them no longer matters. Tokens without
-        # a text are forgotten: any number of them may follow each other, and all of `_ids` is decoded at each push.
+        # The tokens just decoded are the context of the next ones; earlier ones are dropped. Tokens without a text are
+        # dropped too: there may be any number of them in a row, and all of `_ids` is decoded at each push.
         self._ids = self._ids[self._given :] if len(text) > len(before) else self._ids[: self._given]
         self._given = len(self._ids)
         return text[len(before) :]
 
 
-def _added_behind(backend: tokenizers.Tokenizer) -> int:
-    """Number of special tokens that the post-processor puts behind a text."""
+def _appended(backend: tokenizers.Tokenizer) -> int:
+    """Number of special tokens that the post-processor appends to a text."""
     plain, full = (backend.encode("a", add_special_tokens=special) for special in (False, True))
     behind = 0
     for mask in reversed(full.special_tokens_mask):
@@ -244,7 +242,7 @@ def _added_behind(backend: tokenizers.Tokenizer) -> int:
 
 
 def _read(path: Path) -> dict[str, Any]:
-    """A JSON object from a file; empty if there is none."""
+    """The JSON object in a file; empty if there is no file."""
     if not path.is_file():
         return {}
     try:
@@ -257,7 +255,7 @@ def _read(path: Path) -> dict[str, Any]:
 
 
 def _special_tokens(config: dict[str, Any]) -> dict[str, str]:
-    """`bos_token`, `eos_token` and their like, by role; each is a text or `{"content": text}`."""
+    """`bos_token`, `eos_token` etc. by role. Each is a text or `{"content": text}`."""
     tokens = {}
     for role, value in config.items():
         content = value.get("content") if isinstance(value, dict) else value
@@ -278,17 +276,15 @@ def _backend(folder: Path) -> tokenizers.Tokenizer:
     try:
         loaded = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     except (OSError, ValueError, ImportError, KeyError) as error:
-        raise UnsupportedBase(
-            f"the base has no tokenizer.json, and transformers cannot make one: {_WHAT_TO_DO}"
-        ) from error
+        raise UnsupportedBase(f"the base has no tokenizer.json, and transformers cannot make one: {_ADVICE}") from error
     backend = getattr(loaded, "backend_tokenizer", None)
     if not isinstance(backend, tokenizers.Tokenizer):
-        raise UnsupportedBase(f"the base has no tokenizer.json, and its tokenizer has no fast form: {_WHAT_TO_DO}")
+        raise UnsupportedBase(f"the base has no tokenizer.json, and its tokenizer has no fast form: {_ADVICE}")
     return backend
 
 
 def _add_bos(backend: tokenizers.Tokenizer, config: dict[str, Any], special_tokens: dict[str, str]) -> None:
-    """Follow an explicit `add_bos_token` where `tokenizer.json` says otherwise, as transformers does."""
+    """Apply an explicit `add_bos_token` that differs from `tokenizer.json`, as transformers does."""
     wanted, bos = config.get("add_bos_token"), special_tokens.get("bos_token")
     id = None if bos is None else backend.token_to_id(bos)
     if not isinstance(wanted, bool) or bos is None or id is None:

@@ -1,4 +1,4 @@
-"""The registry's adapters: immutable versions, the next version number, and the version that a bare name means."""
+"""The registry's adapters: immutable versions, the next version number, and the current version of each name."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _decode = msgspec.msgpack.Decoder(AdapterRecord).decode
 
 
 class AdapterTable(Database):
-    """Each version number is used once; those of failed jobs and deleted adapters are not used again."""
+    """A version number is never used twice, not even one of a failed job or of a deleted adapter."""
 
     def reserve_version(self, id: str) -> AdapterRef:
         """Claim the next version of a name, so that its files can be written before it is registered."""
@@ -38,7 +38,7 @@ class AdapterTable(Database):
             )
 
     def _insert_adapter(self, record: AdapterRecord) -> None:
-        """The name means the newest version from now on."""
+        """If it is the newest version, it becomes the current one."""
         id, version = record.ref.id, record.ref.version
         self._db.execute("INSERT INTO adapters VALUES (?, ?, ?)", (id, version, _encode(record)))
         self._db.execute(
@@ -47,7 +47,7 @@ class AdapterTable(Database):
         )
 
     def _claim_version(self, ref: AdapterRef) -> None:
-        assert ref.version >= self.next_version(ref.id), f"{ref} was given out before"
+        assert ref.version >= self.next_version(ref.id), f"{ref} was used before"
         self._db.execute(
             "INSERT INTO versions VALUES (?, ?) ON CONFLICT (id) DO UPDATE SET last = excluded.last",
             (ref.id, ref.version),
@@ -59,7 +59,7 @@ class AdapterTable(Database):
         return 1 if row is None else int(row[0]) + 1
 
     def adapter(self, id: str, version: int | None = None) -> AdapterRecord:
-        """One version, or the one that the name means. Raises `AdapterNotFound`."""
+        """One version, or the current one. Raises `AdapterNotFound`."""
         row = self._db.execute(
             "SELECT record FROM adapters WHERE id = :id "
             "AND version = coalesce(:version, (SELECT version FROM current_versions WHERE id = :id))",
@@ -82,7 +82,7 @@ class AdapterTable(Database):
         return AdapterNotFound(f"no adapter {name!r}{near_miss(id, names)}", field="adapter")
 
     def current_version(self, id: str) -> int | None:
-        """The version that the name means; None for an unknown name."""
+        """The version that a name without a version refers to; None for an unknown name."""
         row = self._db.execute("SELECT version FROM current_versions WHERE id = ?", (id,)).fetchone()
         return None if row is None else int(row[0])
 
@@ -107,7 +107,7 @@ class AdapterTable(Database):
         return [AdapterRef(*row) for row in self._db.execute("SELECT id, version FROM adapters ORDER BY id, version")]
 
     def roll_back(self, ref: AdapterRef) -> AdapterRecord:
-        """The name means this version from now on, until a newer one is published. Raises `AdapterNotFound`."""
+        """Make this version the current one, until a newer one is published. Raises `AdapterNotFound`."""
         with self._transaction():
             record = self.adapter(ref.id, ref.version)
             self._set_current(ref)
@@ -127,7 +127,7 @@ class AdapterTable(Database):
             self._insert_note(f"adapter {ref} dropped: {reason}")
 
     def _remove_version(self, ref: AdapterRef) -> None:
-        """A name that meant this version means the next older one, or, if there is none, the newest."""
+        """If it was the current version, the next older one becomes current, or the newest if there is no older one."""
         was_current = self.current_version(ref.id) == ref.version
         self._db.execute("DELETE FROM adapters WHERE id = ? AND version = ?", (ref.id, ref.version))
         if not was_current:

@@ -1,4 +1,4 @@
-"""Changes of files and registry rows that run to their end even if the caller is cancelled."""
+"""Changes of files and registry rows that are completed even if the caller is cancelled."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 _REFUSALS = (RequestError, CorpusError, AdapterError, QueueFull)
-"""Errors for the client, not logged once the client has left."""
+"""Errors of the request itself. They are not logged when the client has left."""
 
 
 async def uncancelled(task: asyncio.Task[T]) -> T:
-    """The task's result. A cancelled caller waits for the task's end before the cancellation is raised; the task's failure
-    is then logged, unless it is an error of the request."""
+    """The task's result. If the caller is cancelled, the task is completed first; its failure is then logged, unless it is an
+    error of the request."""
     cancelled: asyncio.CancelledError | None = None
     while not task.done():
         try:

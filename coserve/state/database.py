@@ -49,7 +49,7 @@ CREATE TABLE notes (position INTEGER PRIMARY KEY AUTOINCREMENT, created_at REAL 
 
 
 LOCK_TIMEOUT: Final = 0.1
-"""Seconds that SQLite itself waits for another process's lock: `RegistryThread` waits longer, without its thread."""
+"""Seconds that SQLite waits for another process's lock. `RegistryThread` waits longer, and runs other calls meanwhile."""
 
 _BUSY: Final = frozenset(
     {
@@ -57,7 +57,7 @@ _BUSY: Final = frozenset(
         sqlite3.SQLITE_LOCKED,
         sqlite3.SQLITE_PROTOCOL,
         sqlite3.SQLITE_NOMEM,
-        sqlite3.SQLITE_CANTOPEN,  # the file is open: its log, or a temporary file, found no descriptor
+        sqlite3.SQLITE_CANTOPEN,  # no descriptor was free for its log or a temporary file
     }
 )
 UPGRADES: Final = {1: tuple(statement for statement in SCHEMA.split(";") if "current" in statement)}
@@ -66,7 +66,7 @@ UPGRADES: Final = {1: tuple(statement for statement in SCHEMA.split(";") if "cur
 
 @contextmanager
 def database_errors() -> Iterator[None]:
-    """Raise SQLite's errors about the machine as `StorageFull`, `StorageFailed` or `StorageBusy`."""
+    """Raise SQLite's errors about the disk or a lock as `StorageFull`, `StorageFailed` or `StorageBusy`."""
     with disk_errors():
         try:
             yield
@@ -85,8 +85,8 @@ class Database:
     """`clock` returns seconds since the epoch."""
 
     def __init__(self, path: Path, clock: Callable[[], float] = time.time) -> None:
-        """Open, or create. Raises `StartupError` for a file that is no registry of this version, `StorageBusy` for one
-        that another process has locked."""
+        """Open or create the file. Raises `StartupError` if it is not a registry of this version, `StorageBusy` if another
+        process has locked it."""
         self._clock = clock
         self._log_lines: list[tuple[str, dict[str, Value]]] = []
         try:

@@ -5,7 +5,7 @@ Leftovers of a crash have names that start with a dot; `sweep` removes them:
 
 - `.tmp-NAME-*`: not finished: removed;
 - `.trash-NAME-*`: being deleted: removed;
-- `.old-NAME`: what NAME was, while it is being replaced: put back if NAME is not there, removed if it is.
+- `.old-NAME`: the old NAME while it is being replaced: renamed back if NAME is missing, removed otherwise.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ BUSY = frozenset(
 
 
 def storage_error(number: int | None) -> StorageError | None:
-    """The error for an `errno` about the machine; None for one about the file itself, such as ENOENT or ELOOP."""
+    """The error for an `errno` of the disk or the system; None for one of the file itself, such as ENOENT or ELOOP."""
     if number in FULL:
         return StorageFull("the disk is full")
     if number in FAILED:
@@ -57,14 +57,14 @@ def storage_error(number: int | None) -> StorageError | None:
 
 @contextmanager
 def disk_errors() -> Iterator[None]:
-    """Raise the machine's errors as `StorageFull`, `StorageFailed` or `StorageBusy`; other errors stay."""
+    """Raise errors of the disk or the system as `StorageFull`, `StorageFailed` or `StorageBusy`; others unchanged."""
     try:
         yield
     except OSError as error:
         if (typed := storage_error(error.errno)) is not None:
             raise typed from error
         raise
-    except SafetensorError as error:  # its writer gives the errno as text
+    except SafetensorError as error:  # its writer reports the errno as text
         found = re.search(r"os error (\d+)", str(error))
         if found is not None and (typed := storage_error(int(found[1]))) is not None:
             raise typed from error
@@ -73,7 +73,7 @@ def disk_errors() -> Iterator[None]:
 
 @contextmanager
 def safetensors_errors(path: Path) -> Iterator[None]:
-    """As `disk_errors`, around a safetensors reader, which reports any file that it cannot open as missing."""
+    """`disk_errors` for a safetensors reader, which reports every file that it cannot open as missing."""
     try:
         with disk_errors():
             yield
@@ -104,12 +104,12 @@ def make_folder(path: Path) -> None:
 
 
 def write_file(path: Path, data: bytes, *, point: str) -> None:
-    """Put `data` at `path`: after a crash, or an error, the file is the old one or the new one.
+    """Write `data` to `path`. After a crash or an error the file is the old one or the new one.
 
     `point` prefixes the failpoints of the steps (`failpoints.FILE_STEPS`). Raises `StorageFull`, `StorageFailed`.
     """
     make_folder(path.parent)
-    temp = _beside(path, TEMP)
+    temp = _temporary_path(path, TEMP)
     with disk_errors():
         try:
             with temp.open("xb") as file:
@@ -132,7 +132,7 @@ def write_file(path: Path, data: bytes, *, point: str) -> None:
 
 
 def move_file(source: Path, path: Path, *, point: str) -> None:
-    """Rename a durable file of the same file system to `path`; durable when it returns. `point` as for `write_file`.
+    """Rename a durable file to `path` on the same file system, durably. `point` as for `write_file`.
 
     Raises `StorageFull`, `StorageFailed`.
     """
@@ -147,13 +147,13 @@ def move_file(source: Path, path: Path, *, point: str) -> None:
 
 @contextmanager
 def replace_dir(target: Path, *, point: str) -> Iterator[Path]:
-    """Fill the folder that is yielded; at the end of the block it becomes `target`, whole and durable.
+    """Yields a folder to fill. At the end of the block it becomes `target`, complete and durable.
 
-    An error, in the block or after it, leaves `target` as it was. `point` as for `write_file`. Raises `StorageFull`,
+    An error in the block or after it leaves `target` unchanged. `point` as for `write_file`. Raises `StorageFull`,
     `StorageFailed`, and what the block raises.
     """
     make_folder(target.parent)
-    temp = _beside(target, TEMP)
+    temp = _temporary_path(target, TEMP)
     with disk_errors():
         try:
             temp.mkdir()
@@ -171,10 +171,10 @@ def replace_dir(target: Path, *, point: str) -> Iterator[Path]:
 def _swap_in(temp: Path, target: Path, point: str) -> None:
     """Rename `temp` to `target`, replacing it; on an error, restore both."""
     old = target.with_name(OLD + target.name)
-    had_one = target.exists()
+    replaces = target.exists()
     try:
         failpoint(f"{point}.before_rename")
-        if had_one:
+        if replaces:
             target.rename(old)
         temp.rename(target)
         failpoint(f"{point}.after_rename")
@@ -186,13 +186,13 @@ def _swap_in(temp: Path, target: Path, point: str) -> None:
         if old.exists():
             old.rename(target)
         raise
-    if had_one:
+    if replaces:
         shutil.rmtree(old, ignore_errors=True)  # leftovers are removed by `sweep`
 
 
 def remove_dir(target: Path) -> None:
-    """Delete a folder: renamed away durably at once, then its files are deleted. A missing folder is fine."""
-    trash = _beside(target, TRASH)
+    """Delete a folder: rename it durably, then delete its files. A missing folder is fine."""
+    trash = _temporary_path(target, TRASH)
     with disk_errors():
         failpoint("remove.before_rename")
         try:
@@ -205,7 +205,7 @@ def remove_dir(target: Path) -> None:
 
 
 def sweep(folder: Path) -> list[str]:
-    """Finish or undo what a crash interrupted directly inside `folder`; returns the names that were there."""
+    """Remove or restore leftovers directly inside `folder`; returns their names."""
     found: list[str] = []
     for entry in sorted(folder.iterdir()) if folder.is_dir() else ():
         if entry.name.startswith(OLD):
@@ -227,12 +227,12 @@ def sweep(folder: Path) -> list[str]:
     return found
 
 
-def _beside(path: Path, prefix: str) -> Path:
+def _temporary_path(path: Path, prefix: str) -> Path:
     return path.with_name(f"{prefix}{path.name}-{secrets.token_hex(4)}")
 
 
 def _fsync_tree(root: Path) -> None:
-    """Files first, then the folders that name them, innermost first."""
+    """Files first, then their folders, innermost first."""
     for folder, _, files in os.walk(root, topdown=False):
         for name in files:
             fsync_path(Path(folder, name))

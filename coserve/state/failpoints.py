@@ -1,8 +1,8 @@
-"""Named places where a test can make the machine fail: `failpoint("adapter.before_rename")`.
+"""Named places where a test can inject a failure: `failpoint("adapter.before_rename")`.
 
-Free when off. Armed by `COSERVE_FAILPOINTS="NAME=ACTION[@N][;...]"`, or by `armed(...)` inside one process:
+They cost nothing when off. Armed by `COSERVE_FAILPOINTS="NAME=ACTION[@N][;...]"`, or by `armed(...)` inside one process:
 
-- NAME is one of `FAILPOINTS`, or `*` for whichever is passed;
+- NAME is one of `FAILPOINTS`, or `*` for all of them;
 - ACTION is `kill` (this process dies as if by kill -9), `kill-group` (its whole process group does), the name of an
   `errno` such as `ENOSPC` (an `OSError`), or `delay:2s`;
 - N: only at the N-th hit; without it, at every hit. A name may have several rules.
@@ -37,21 +37,21 @@ FILE_STEPS = (
 """The steps of one durable write; their failpoints are named `<point>.<step>`."""
 
 DURABLE_POINTS = frozenset({"adapter", "checkpoint", "corpus", "import"})
-"""What is written durably: a published adapter, a checkpoint, a job's corpus, an imported adapter."""
+"""Durable writes: of a published adapter, a checkpoint, a job's corpus, an imported adapter."""
 
 FAILPOINTS = frozenset(f"{point}.{step}" for point in DURABLE_POINTS for step in FILE_STEPS) | {
     "remove.before_rename",
     "remove.after_rename",
     "registry.before_commit",
     "registry.after_commit",
-    "api.before_reply",  # a job or an import is committed, its answer has not left
+    "api.before_reply",  # a job or an import is committed, its response is not sent
     "generate.mid_stream",  # the engine is about to send tokens of a running request
     "finetune.mid_step",  # gradients are computed, the optimizer has not stepped
     "adapter.publish",  # the adapter's files are durable, but not registered
     "adapter.open",  # a file of an adapter is about to be opened
     "job.open",  # a job's corpus or a file of its checkpoint is about to be opened
     "daemon.start",  # the tokenizer is about to be loaded, which may download it
-    "engine.start",  # the engine process is there, its base is not
+    "engine.start",  # the engine process runs, its base is not loaded
     "shutdown",  # the daemon stops and saves checkpoints
 }
 
@@ -64,12 +64,12 @@ class Rule(NamedTuple):
     name: str
     action: str
     at: int | None
-    """The hit that it acts on; None: every one."""
+    """The hit that it acts on; None: every hit."""
 
 
 @dataclass
 class Armed:
-    """Rules in force, and how often each failpoint was hit since."""
+    """Active rules, and how often each failpoint was hit since they were armed."""
 
     rules: tuple[Rule, ...]
     hits: Counter[str] = field(default_factory=Counter)
@@ -117,7 +117,7 @@ def _from_environment() -> Armed | None:
 
 
 class _Switch:
-    """The process's armed failpoints; global, since the code under test does not pass them around."""
+    """The process's armed failpoints. Global, so that the code under test need not pass them as arguments."""
 
     armed: Armed | None = _from_environment()
 

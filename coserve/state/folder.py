@@ -2,9 +2,9 @@
 
 registry.sqlite3                          jobs, events, adapters
 lock                                      held by the daemon that uses the folder
-reserve                                   space for what must be written when the disk is full: `state.reserve`
+reserve                                   space for writes on a full disk: `state.reserve`
 cache/                                    compiled kernels (`--cache-dir`); may be deleted
-memory.json                               what was measured of the GPU's memory; may be deleted
+memory.json                               the GPU's memory profile; may be deleted
 adapters/<id>/<version>/                  PEFT files of one immutable version
 jobs/<job>/corpus.safetensors             the tokenised corpus
 jobs/<job>/checkpoint-<step>/             resumable state
@@ -33,7 +33,7 @@ _CHECKPOINT = re.compile(r"checkpoint-(\d{8,})")
 
 
 class DataFolder:
-    """Paths only. Names come from users, so they are checked here again: `ForbiddenPath`."""
+    """Paths only. Names come from users, so they are checked here again. Raises `ForbiddenPath`."""
 
     def __init__(self, root: Path) -> None:
         self.root = root.absolute()
@@ -57,7 +57,7 @@ class DataFolder:
         return self.job(job_id) / f"checkpoint-{step:08d}"
 
     def checkpoints(self, job_id: str) -> list[tuple[int, Path]]:
-        """Step and folder of each complete checkpoint, by step: a folder gets its name only once it is durable."""
+        """Step and folder of each complete checkpoint, by step. A folder gets this name only once it is durable."""
         job = self.job(job_id)
         found = [
             (int(match[1]), entry)
@@ -67,7 +67,7 @@ class DataFolder:
         return sorted(found)
 
     def adapter_refs(self) -> list[AdapterRef]:
-        """Every version that has a folder."""
+        """All versions that have a folder."""
         return sorted(
             AdapterRef(name.name, int(version.name))
             for name in _folders(self.adapters)
@@ -76,12 +76,12 @@ class DataFolder:
         )
 
     def job_ids(self) -> list[str]:
-        """Every job that has a folder."""
+        """All jobs that have a folder."""
         return sorted(entry.name for entry in _folders(self.jobs))
 
     @contextmanager
     def lock(self) -> Iterator[None]:
-        """Hold the folder (and create it). Raises `DataFolderInUse`, or `StartupError` if it cannot be written."""
+        """Create the folder and lock it. Raises `DataFolderInUse`, or `StartupError` if it is not writable."""
         try:
             for folder in (self.root, self.adapters, self.jobs, self.staging):
                 make_folder(folder)
@@ -98,7 +98,7 @@ class DataFolder:
         finally:
             os.close(descriptor)
 
-    def close_to_others(self) -> None:
+    def restrict_access(self) -> None:
         """Make the folder accessible to its owner only; earlier versions left files that all users can read."""
         try:
             self.root.chmod(0o700)

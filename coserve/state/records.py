@@ -16,7 +16,7 @@ class JobRecord(Wire, frozen=True):
     started_at: float | None = None
     finished_at: float | None = None
     waiting: str | None = None
-    """What a running job waits for; None: nothing."""
+    """Why a running job waits, if it does."""
     step: int = 0
     total_steps: int = 0
     metrics: StepMetrics | None = None

@@ -1,8 +1,8 @@
-"""At startup, makes registry and files agree, whenever the last daemon died.
+"""Recovery at startup: makes the registry and the files consistent after a crash.
 
-A row is committed after its files are durable. Files without a row belong to a call that was never answered: they are
-deleted. A row without files is damage from outside: it is deleted, with a note. A checkpoint has no row of its own: it is
-kept if the metrics of its step are recorded.
+A row is committed after its files are durable. Files without a row belong to a request that was never answered, and are
+deleted. A row without files was damaged from outside; it is deleted with a note. A checkpoint has no row: it is kept if
+the metrics of its step are recorded.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ log = logging.getLogger(__name__)
 
 
 def recover(registry: Registry, folder: DataFolder) -> list[JobRecord]:
-    """Check the registry, clear away leftovers, and return the unfinished jobs, oldest first.
+    """Check the registry, remove leftovers, and return the unfinished jobs, oldest first.
 
-    A job that ran is queued again, with an event that says so. Call it under `folder.lock()`. Raises `StartupError` if
+    A job that was running is queued again, with an event. Call it under `folder.lock()`. Raises `StartupError` if
     the registry is damaged.
     """
     registry.check()
@@ -38,9 +38,9 @@ def recover(registry: Registry, folder: DataFolder) -> list[JobRecord]:
 
 
 def drop_unrecorded_checkpoints(folder: DataFolder, job: JobRecord) -> None:
-    """Remove checkpoints of steps that the registry has not recorded, once the engine that wrote them is gone.
+    """Remove checkpoints of steps that the registry has not recorded. Call it when the engine that wrote them is gone.
 
-    A job that resumed from one would miss those steps in its loss curve; so they run again.
+    A job that resumed from one would lack those steps in its loss curve; so they run again.
     """
     for step, path in folder.checkpoints(job.spec.id):
         if step > job.step:

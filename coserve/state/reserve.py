@@ -1,4 +1,4 @@
-"""Disk space kept back for writes that must succeed on a full disk: deletions and the ends of jobs."""
+"""Disk space reserved for registry writes that must succeed on a full disk: deletions and the ends of jobs."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from coserve.state.durable import FULL
 log = logging.getLogger(__name__)
 
 SIZE = 4 << 20
-"""Bytes: SQLite's log grows by a few pages of 4 KiB with each commit, and is emptied every 1000 pages."""
+"""Bytes. SQLite's log grows by a few pages of 4 KiB with each commit, and is reset every 1000 pages."""
 BLOCK = 64 << 10
-"""The file's size in bytes is a multiple of this."""
+"""The file's size is a multiple of this many bytes."""
 
 
 class Reserve:
@@ -32,12 +32,12 @@ class Reserve:
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """Why no space is kept back, if the disk refuses it; for /health. May be read on any thread."""
+        """Why no space is reserved, if the disk refuses it; for /health. May be read on any thread."""
         problem = self._problem
         return () if problem is None else (f"no space is kept back for a full disk: {problem}",)
 
     def make(self) -> None:
-        """Allocate the file as far as the disk allows; does nothing if it is complete."""
+        """Allocate as much of the file as the disk allows."""
         if self._held >= self._size:
             return
         try:
@@ -53,7 +53,7 @@ class Reserve:
         self._held = 0
         try:
             self._path.unlink(missing_ok=True)
-        except OSError as error:  # without the space, what is to be done inside may still succeed
+        except OSError as error:  # the block may still succeed without the space
             self._report(error.strerror or str(error))
         try:
             yield

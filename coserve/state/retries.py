@@ -1,4 +1,4 @@
-"""Tries work again that the machine cannot do now, with back-off. One log line at the start, one at the end."""
+"""Retries work after storage errors, with back-off. Logs one line when retries begin and one when they end."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Backoff:
-    """Seconds between attempts: doubled from `first` up to `longest`, until they add up to `total` (None: for ever)."""
+    """Seconds between attempts: `first`, then doubled up to `longest`, until their sum is `total` (None: without end)."""
 
     first: float = 0.05
     longest: float = 2.0
@@ -35,13 +35,13 @@ class Backoff:
 
 
 FOR_EVER = Backoff(first=0.25, longest=30.0)
-"""For work that must not be lost: jobs and their events never fail because a file cannot be read or written now."""
+"""For jobs and their events, which must not fail because a file cannot be read or written now."""
 
 
 class Retries:
-    """Runs work until it succeeds. `errors`: those after which it is tried again.
+    """Runs work until it succeeds. Only `errors` are retried.
 
-    `sleep` takes seconds; `changed` is called on the working thread whenever `notes` change.
+    `sleep` takes seconds. `changed` is called on the working thread when `notes` change.
     """
 
     def __init__(
@@ -59,12 +59,12 @@ class Retries:
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """What is being tried again at this moment, and why; for /health."""
+        """What is being retried now, and why; for /health."""
         with self._lock:
             return tuple(f"{what}: {reason}; it is tried again" for what, reason in self._reasons.items())
 
     async def run(self, what: str, work: Callable[[], Awaitable[T]]) -> T:
-        """The result of `work`, on the event loop. Raises its last error once the back-off is used up, and other errors
+        """The result of `work`, on the event loop. Raises its last error when the back-off has ended, and other errors
         at once.
 
         `what` names the work in the log and in `notes`; calls with the same name that fail together are logged once.
@@ -78,7 +78,7 @@ class Retries:
                 await self._sleep(delay)
 
     def run_here(self, what: str, work: Callable[[], T], wait: Callable[[float], None]) -> T:
-        """As `run`, on a thread that may wait: `wait` takes seconds; an exception from `wait` aborts the retries."""
+        """As `run`, on a thread that may block. `wait` takes seconds; an exception from it ends the retries."""
         with self._attempts(what) as failed:
             while True:
                 try:
@@ -89,8 +89,8 @@ class Retries:
 
     @contextmanager
     def _attempts(self, what: str) -> Iterator[Callable[[StorageError], float]]:
-        """Around all attempts of one piece of work. Gives a function that takes the error of an attempt and returns the
-        seconds until the next one; it raises the error once the back-off is used up."""
+        """Context of all attempts of one call. Yields a function that takes the error of an attempt and returns the seconds
+        to the next one, or raises the error when the back-off has ended."""
         delays, failures, waited, given_up = self._backoff.delays(), 0, 0.0, False
 
         def failed(error: StorageError) -> float:

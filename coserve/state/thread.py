@@ -21,9 +21,9 @@ LOCK_BACKOFF = Backoff(total=5.0)
 class RegistryThread:
     """`await thread(lambda registry: registry.job(id))`: calls run one at a time, in order, off the event loop.
 
-    A call runs to its end even if its caller is cancelled. A call stopped by another process's lock is tried again by
-    `backoff`, while other calls run, and raises `StorageBusy` in the end. So `fn` must be safe to repeat: only its last
-    transaction is rolled back. The registry opens at the first call, which raises what `Registry` raises.
+    A call is completed even if its caller is cancelled. A call that meets another process's lock is retried by `backoff`,
+    while other calls run, and then raises `StorageBusy`. So `fn` must be safe to repeat: only its last transaction is
+    rolled back. The first call opens the registry, and raises what `Registry` raises.
     """
 
     def __init__(
@@ -34,7 +34,7 @@ class RegistryThread:
         reserve: Reserve | None = None,
         sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
     ) -> None:
-        """`reserve`: the disk space for `with_reserve`; None: there is none."""
+        """`reserve`: disk space for `with_reserve`."""
         self._factory, self._reserve = registry_factory, reserve
         self._registry: Registry | None = None
         self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="registry")
@@ -42,14 +42,14 @@ class RegistryThread:
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """What is being tried again, and why no space is reserved, if so; for /health."""
+        """Retries and problems of the reserve; for /health."""
         return self._retries.notes + (() if self._reserve is None else self._reserve.notes)
 
     async def __call__(self, fn: Callable[[Registry], T]) -> T:
         return await self._run(self._call, fn)
 
     async def with_reserve(self, fn: Callable[[Registry], T]) -> T:
-        """The same, for a change that frees space or ends a job: on a full disk, `fn` runs again with the reserved space."""
+        """As a call, for a change that frees space or ends a job: on a full disk, `fn` is retried with the reserved space."""
         return await self._run(self._call_with_reserve, fn)
 
     async def _run(self, call: Callable[[Callable[[Registry], T]], T], fn: Callable[[Registry], T]) -> T:
@@ -74,10 +74,10 @@ class RegistryThread:
             if self._registry is None:
                 self._registry = self._factory()
         elif self._registry is None:
-            with self._reserve.released():  # SQLite makes two files beside the registry
+            with self._reserve.released():  # SQLite creates two more files
                 self._registry = self._factory()
         else:
-            self._reserve.make()  # what was used, or did not fit
+            self._reserve.make()  # allocate again what was used or did not fit
         return self._registry
 
     def _close(self) -> None:

@@ -16,5 +16,5 @@ def test_a_storm_is_logged_once_a_minute(caplog: pytest.LogCaptureFixture) -> No
         storm.warn(": 3 of 3")
     assert [record.getMessage() for record in caplog.records] == [
         "no room: 3 of 3",
-        "no room: 3 of 3 (2 times more since it was said last)",
+        "no room: 3 of 3 (2 times more since the last warning)",
     ]

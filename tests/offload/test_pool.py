@@ -16,7 +16,7 @@ import pytest
 
 from coserve.api.http import bodies
 from coserve.errors import HelperLost, InternalError, InvalidRequest, MalformedRow
-from coserve.offload.pool import MOST_MEMORY, HelperPool
+from coserve.offload.pool import MAX_MEMORY, HelperPool
 from coserve.state import failpoints
 from tests.support import tasks
 from tests.support.api_server import serve_api, tokenizer
@@ -82,7 +82,7 @@ async def test_results_errors_and_large_bodies(pool: HelperPool, monkeypatch: py
 
 async def test_a_parent_with_much_memory_costs_no_process(pool: HelperPool) -> None:
     """Linux counts the parent's resident memory into the peak of a process that it starts."""
-    held = b"x" * (MOST_MEMORY + (64 << 20))
+    held = b"x" * (MAX_MEMORY + (64 << 20))
     first = await helper_pid(pool)
     assert await helper_pid(pool) == first
     del held
@@ -142,7 +142,7 @@ async def test_a_process_that_dies_while_it_starts_is_lost(monkeypatch: pytest.M
 
 
 async def test_a_process_that_has_grown_is_replaced() -> None:
-    pool = HelperPool(tokenizer().state, 1, most_memory=1)
+    pool = HelperPool(tokenizer().state, 1, max_memory=1)
     first = await helper_pid(pool)
     assert await helper_pid(pool) != first
     await pool.close()
