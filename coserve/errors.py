@@ -20,9 +20,9 @@ CoserveError
 │   ├── QueueFull 429                ├── EngineUnavailable 503 ├── HelperLost 503
 │   ├── RequestOutOfMemory 503       one request alone finds too little memory
 │   ├── TooManyConnections 503       ├── Unreachable 503       raised by the SDK: no daemon answers
-│   ├── StorageError                 a file could not be read or written now; says nothing of its content
+│   ├── StorageError                 a file could not be read or written now; its content may be valid
 │   │   ├── StorageFull 507          ├── StorageFailed 500     ├── StorageBusy 503
-├── JobError                         a job ended badly (never an HTTP answer of its own; status 500)
+├── JobError                         a job ended badly (never an HTTP response; status 500)
 │   ├── NonFiniteLoss                ├── EngineCrashed         ├── CheckpointUnreadable
 │   ├── JobOutOfMemory
 ├── InternalError 500                our own fault; the body says nothing more
@@ -51,7 +51,7 @@ class CoserveError(Exception):
         self.field = field
 
     def __str__(self) -> str:
-        """The message, with the field in front of it unless the message names the field itself."""
+        """The message, prefixed with the field unless the message names it."""
         if self.field is None or re.search(rf"\b{re.escape(self.field.rpartition('.')[2])}\b", self.message):
             return self.message
         return f"{self.field}: {self.message}"
@@ -243,7 +243,7 @@ class TooManyConnections(CapacityError):
 
 
 class StorageError(CapacityError):
-    """A file could not be read or written now. Another attempt may succeed; nothing is said of the file's content."""
+    """A file could not be read or written now. Another attempt may succeed; the file's content may be valid."""
 
     code = "storage_error"
 
@@ -260,7 +260,7 @@ class StorageBusy(StorageError):
 
 
 class StorageFailed(StorageError):
-    """The disk answered a read or a write with an error of its own."""
+    """The disk reported an error of a read or a write."""
 
     status = 500
     code = "storage_failed"

@@ -69,7 +69,7 @@ OTHER_UNITS = {
 """Other libraries' names: our field, and the difference."""
 UNSUPPORTED = frozenset(
     {
-        # in turns
+        # in messages
         *("annotations", "audio", "function_call", "provider_specific_fields", "reasoning", "reasoning_content"),
         *("refusal", "thinking_blocks", "tool_call_id", "tool_calls"),
         # of OpenAI
@@ -99,14 +99,14 @@ def hint(name: str, parent: str, known: Iterable[str]) -> str:
         ours = next((path for path in paths if path.rpartition(".")[2] == field), None)
         if ours is not None:
             return f"; {difference}: {ours}"
-    beside = [path.removeprefix(here) for path in paths if path.startswith(here) and "." not in path[len(here) :]]
+    siblings = [path.removeprefix(here) for path in paths if path.startswith(here) and "." not in path[len(here) :]]
     for wanted in (ALIASES.get(name, name), name):
-        if wanted in beside and wanted != name:
+        if wanted in siblings and wanted != name:
             return f"; did you mean {wanted!r}?"
         elsewhere = [path for path in paths if path.rpartition(".")[2] == wanted and path != here + name]
         if elsewhere:
             return f"; did you mean {elsewhere[0]!r}?"
-    return near_miss(name[:80].lower().replace("-", "_"), beside)
+    return near_miss(name[:80].lower().replace("-", "_"), siblings)
 
 
 def near_miss(name: str, known: Iterable[str]) -> str:

@@ -265,7 +265,7 @@ class Job(Wire, frozen=True):
     auto: list[str] = []
     """The fields of `training` that the daemon chose from the size of the corpus and of the base."""
     notes: list[str] = []
-    """Notes for whoever submitted the job, such as that it replaces another version."""
+    """Notes for the user who submitted the job, such as that it replaces another version."""
 
 
 class JobList(Wire, frozen=True):

@@ -1,4 +1,4 @@
-"""The API process behind its routes: requests, jobs, adapters, and one connection to the engine.
+"""The API process without HTTP: requests, jobs, adapters, and one connection to the engine.
 
 Engine messages about requests are delivered at once; those about jobs go through the recorder, so that a token never
 waits for a disk. The registry is written before any client is told.
@@ -138,7 +138,7 @@ class Service:
                 await self._recording
 
     async def disconnected(self) -> Exception | None:
-        """Wait until the engine's messages are no longer read. The error that ended this; None if the link closed."""
+        """Wait until the engine's messages are no longer read. Returns the error that ended the reading; None if the link closed."""
         if self._last_receiver is None:
             return None
         await asyncio.wait({self._last_receiver})

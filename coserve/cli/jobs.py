@@ -21,7 +21,7 @@ from coserve.types import JobState, LoraSettings
 LORA = LoraSettings()
 """Default settings of an adapter."""
 
-jobs_app = typer.Typer(no_args_is_help=True, help="List, watch and steer fine-tuning jobs.")
+jobs_app = typer.Typer(no_args_is_help=True, help="List, watch, pause, resume and cancel fine-tuning jobs.")
 
 
 def finetune(
@@ -38,7 +38,8 @@ def finetune(
         typer.Option(help="BD-LoRA: diagonal blocks, for tensor parallelism over as many GPUs [default: plain LoRA]"),
     ] = None,
     continue_from: Annotated[
-        str | None, typer.Option(help="go on from NAME or NAME@VERSION, whose rank, alpha, targets and blocks hold")
+        str | None,
+        typer.Option(help="continue training NAME or NAME@VERSION, with its rank, alpha, targets and blocks"),
     ] = None,
     epochs: Annotated[float | None, typer.Option(help="times through the corpus [default: chosen]")] = None,
     steps: Annotated[int | None, typer.Option(help="optimizer steps, instead of epochs")] = None,
@@ -96,7 +97,7 @@ def _follow(job: JobHandle, as_json: bool) -> None:
     try:
         ended = job.wait()
     except KeyboardInterrupt:
-        _warn(f"the job goes on without you: coserve jobs watch {job.id}, or coserve jobs cancel {job.id}")
+        _warn(f"the job keeps running: coserve jobs watch {job.id}, or coserve jobs cancel {job.id}")
         raise
     _show_job(ended, as_json)
     if ended.state is JobState.CANCELLED:

@@ -32,7 +32,7 @@ def option_line(field: dataclasses.Field[Any], hint: Any) -> str:  # noqa: ANN40
 
 
 def default_text(field: dataclasses.Field[Any]) -> str:
-    """The default as text; empty if there is none or the help text names it."""
+    """The default as text; empty if there is no default or the help text names it."""
     if field.default is None or field.default == ():
         return ""
     return str(field.default).lower() if isinstance(field.default, bool) else str(field.default)

@@ -51,5 +51,5 @@ class StatusLines:
 
 
 def _print(line: str) -> None:
-    with contextlib.suppress(OSError):  # who started the daemon may read no more; that is no reason to stop serving
+    with contextlib.suppress(OSError):  # the reader of standard output may be gone; serving continues
         print(line, flush=True)

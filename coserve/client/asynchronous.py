@@ -116,8 +116,8 @@ class AsyncClient:
         adapter: str | None = None,
         **options: Unpack[GenerateOptions],
     ) -> AsyncGenerator[GenerateChunk, None]:
-        """As `generate`, but in chunks as they come. Whoever stops early closes it (`contextlib.aclosing`): then the
-        daemon stops too.
+        """As `generate`, but in chunks as they come. To stop early, close the generator (`contextlib.aclosing`): the daemon
+        then cancels the request.
         """
         body = generate_request(prompt, messages, adapter, True, options)
         request = self._caller.request("POST", "/generate", headers={"Accept": "text/event-stream"}, body=body)
@@ -148,7 +148,7 @@ class AsyncClient:
         """Start a job that makes the next version of `adapter` from one of: rows, a JSONL file (or its content) from
         here, or the path of a file at the daemon. As `data`, a path names a file from here. docs/data.md describes rows.
 
-        Warns (`UserWarning`) if rows were too long and lost a part.
+        Warns (`UserWarning`) if rows were cut because they were too long.
 
         An accepted job survives any crash of the daemon. `idempotency_key` names the request: repeated, it gives the job
         that it made first; without one, each call has its own, so that retries never make two jobs.
@@ -207,7 +207,7 @@ class AsyncClient:
         return await self._caller.json(self._caller.request("DELETE", f"/adapters/{_quoted(ref)}"), DeletedAdapter)
 
     async def rollback_adapter(self, name: str, version: int) -> Adapter:
-        """Have `name` mean an older version, until a newer one is published. Raises `AdapterNotFound`."""
+        """Make an older version the one that `name` means, until a newer one is published. Raises `AdapterNotFound`."""
         body = RollbackRequest(version=version)
         request = self._caller.request("POST", f"/adapters/{_quoted(name)}/rollback", body=body)
         return await self._caller.json(request, Adapter)
@@ -215,7 +215,7 @@ class AsyncClient:
     # ---- the daemon
 
     async def health(self) -> Health:
-        """How the daemon is, at once: one that starts or recovers (status 503) says so here and raises nothing."""
+        """The daemon's health, without waiting. A daemon that starts or recovers (status 503) raises nothing here."""
         return await self._caller.json(self._caller.request("GET", "/health"), Health, good=(503,))
 
     async def wait_ready(self, *, timeout: float | None = 600.0) -> Health:  # noqa: ASYNC109 - as in every SDK
@@ -235,7 +235,7 @@ class AsyncClient:
         return (await self._caller.text(self._caller.request("GET", "/metrics"))).decode()
 
     async def openapi(self) -> dict[str, Any]:
-        """The description of the API, as OpenAPI 3.1."""
+        """The API's OpenAPI 3.1 document."""
         return await self._caller.json(self._caller.request("GET", "/openapi.json"), dict[str, Any])
 
 

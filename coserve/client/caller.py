@@ -63,7 +63,7 @@ class Caller:
     async def text(self, request: Request, *, good: tuple[int, ...] = (), wait: bool = False) -> bytes:
         """The body of a response with status 2xx or one of `good`. Raises the daemon's error, or `Unreachable`.
 
-        `wait`: a 503, and a daemon that does not answer, are tried again without end.
+        `wait`: a 503, and a daemon that does not answer, are tried again without a limit.
         """
 
         async def read(response: Response) -> bytes:

@@ -37,10 +37,10 @@ def job_error(info: ErrorInfo) -> CoserveError:
 
 
 async def response_error(response: Response) -> CoserveError:
-    """The error that a response of status 300 or more stands for.
+    """The error of a response with status 300 or more.
 
-    A code that this SDK does not know (a newer daemon's), and a body that is not the daemon's (a proxy's), count as what
-    the status says.
+    A code that this SDK does not know (a newer daemon's), and a body that is not the daemon's (a proxy's), become the error
+    of their status.
     """
     body = await response.read()
     try:

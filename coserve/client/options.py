@@ -86,7 +86,7 @@ def finetune_request(
 
 
 def corpus_upload(request: FinetuneRequest, file: Path | str | bytes) -> Upload:
-    """A JSONL file, or its content, beside the settings. Raises `InvalidRequest` for a path that is no file."""
+    """The settings and a JSONL file, or its content. Raises `InvalidRequest` for a path that is not a file."""
     if not isinstance(file, bytes):
         file = Path(file)
         if not file.is_file():
@@ -96,7 +96,7 @@ def corpus_upload(request: FinetuneRequest, file: Path | str | bytes) -> Upload:
 
 
 def cut_warning(job: Job) -> str | None:
-    """What to say of rows that lost a part; None: none did."""
+    """A warning about rows that were cut; None: none were."""
     if not job.rows_cut:
         return None
     rows = f"{job.rows_cut} of {job.rows} row{'' if job.rows == 1 else 's'}"
@@ -109,7 +109,9 @@ def cut_warning(job: Job) -> str | None:
 def adapter_upload(name: str, folder: Path) -> Upload:
     """The two files of a PEFT folder. Raises `InvalidRequest` if one is not there."""
     if not folder.is_dir():
-        raise InvalidRequest(f"expected a folder of PEFT files, got {str(folder)!r}, which is none", field="folder")
+        raise InvalidRequest(
+            f"expected a folder of PEFT files, got {str(folder)!r}, which is not a folder", field="folder"
+        )
     for file in ADAPTER_FILES:
         if not (folder / file).is_file():
             raise InvalidRequest(f"expected a file {file!r} in the folder, got none", field="folder")

@@ -23,7 +23,7 @@ class RetryPolicy:
     longest: float = 8.0
     longest_wait: float = 60.0
     reconnects: int = 30
-    """Attempts in a row to go on following a job's events."""
+    """Attempts in a row to continue a job's events."""
 
     def delay(self, attempt: int, error: CoserveError, rng: random.Random) -> float:
         """Seconds between attempt `attempt`, counted from 1, and the next: half to all of the back-off, or a little more

@@ -1,4 +1,4 @@
-"""The thin face of the SDK for programs without asyncio: each call runs the asynchronous one on a loop of its own."""
+"""The SDK for programs without asyncio: each call runs the method of `AsyncClient` on an event loop in a thread."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ T = TypeVar("T")
 
 
 class _Portal:
-    """An event loop on a thread of its own; calls into it from other threads."""
+    """An event loop in a thread, and calls into it from other threads."""
 
     def __init__(self) -> None:
         self._loop = asyncio.new_event_loop()
@@ -41,7 +41,7 @@ class _Portal:
         self._close = weakref.finalize(self, _stop, self._loop, self._thread)
 
     def call(self, work: Coroutine[Any, Any, T]) -> T:
-        """Run it to its end; whatever interrupts the wait (Ctrl-C) cancels it."""
+        """Run a coroutine to its end. An interruption of the wait (Ctrl-C) cancels it."""
         future = asyncio.run_coroutine_threadsafe(work, self._loop)
         try:
             return future.result()
@@ -50,7 +50,7 @@ class _Portal:
             raise
 
     def iterate(self, source: AsyncGenerator[T, None]) -> Generator[T, None, None]:
-        """An asynchronous generator as a plain one; closing it closes the other."""
+        """An asynchronous generator as a plain one; closing the result closes `source`."""
         try:
             while True:
                 try:
@@ -71,7 +71,7 @@ async def _next(source: AsyncGenerator[T, None]) -> T:
 
 
 def _stop(loop: asyncio.AbstractEventLoop, thread: threading.Thread) -> None:
-    """End what still runs, then the loop and its thread."""
+    """Cancel all tasks, then end the loop and its thread."""
     asyncio.run_coroutine_threadsafe(_finish(), loop).result()
     loop.call_soon_threadsafe(loop.stop)
     thread.join()
@@ -125,7 +125,7 @@ class JobHandle:
 
 
 class Client:
-    """A daemon; see `AsyncClient`, whose methods these are. Close it, or use it as `with Client() as client`."""
+    """A daemon; the methods are those of `AsyncClient`. Close it, or use it as `with Client() as client`."""
 
     def __init__(
         self,

@@ -84,7 +84,9 @@ class Transport(Protocol):
 
 
 class HttpTransport:
-    """Over HTTP, with kept-alive connections. Raises `InvalidRequest` for a `base_url` that is none. `read_timeout`: seconds of silence after which a connection is given up.
+    """Over HTTP, with kept-alive connections. Raises `InvalidRequest` for a `base_url` that is not a URL.
+
+    `read_timeout`: seconds of silence after which a connection is closed.
 
     The session opens with the first request, so that the object may be made outside of an event loop.
     """
@@ -186,7 +188,7 @@ def _name(error: BaseException) -> str:
 
 
 class MockTransport:
-    """For tests: a function in the daemon's place. Every request is kept in `requests`."""
+    """For tests: a function replaces the daemon. Every request is kept in `requests`."""
 
     def __init__(self, respond: Callable[[Request], Response | Awaitable[Response]]) -> None:
         self._respond = respond

@@ -16,7 +16,7 @@ T = TypeVar("T")
 GROUP = 16
 """Requests that start, or are cancelled, in one turn of the event loop."""
 CHUNKS = 16
-"""Capacity of the queue, and chunks that streams may hold besides; further engine messages stay packed."""
+"""Capacity of the queue, and most chunks that the streams hold outside of it; further engine messages stay packed."""
 
 
 async def _start(coroutines: Iterable[Coroutine[None, None, T]], tasks: list[asyncio.Task[T]]) -> None:

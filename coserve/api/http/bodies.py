@@ -1,6 +1,6 @@
 """Reads request bodies with limits on size, on time, and on the memory that all of them hold.
 
-aiohttp waits for the next byte without end. Here each 64 KiB must arrive within `read_timeout` seconds, so that neither
+aiohttp waits for the next byte without a limit. Here each 64 KiB must arrive within `read_timeout` seconds, so that neither
 a silent client nor a byte a minute holds a connection.
 """
 
@@ -169,4 +169,4 @@ def body_errors() -> Iterator[None]:
         AssertionError,
         HttpProcessingError,
     ):  # aiohttp's multipart reader raises all four
-        raise InvalidRequest("the body is no multipart/form-data") from None
+        raise InvalidRequest("the body is not multipart/form-data") from None

@@ -138,7 +138,7 @@ def encode_in_chunks(value: object) -> Iterator[bytes]:
 
 
 def _groups(values: Sequence[object]) -> Iterator[Sequence[object]]:
-    """Groups of consecutive entries with about `VALUES_AT_ONCE` values together; a larger entry is a group of its own."""
+    """Groups of consecutive entries with about `VALUES_AT_ONCE` values in all; a larger entry is a group by itself."""
     if isinstance(values[0], int | float):
         yield from (values[first : first + VALUES_AT_ONCE] for first in range(0, len(values), VALUES_AT_ONCE))
         return

@@ -54,13 +54,13 @@ def _decoded(content: bytes, decode: Callable[[], T], type: type[Any]) -> T:
     except msgspec.ValidationError as error:
         raise explain(error, _untyped(content), type) from None
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise MalformedJson(f"the body is no JSON: {_why(error)}") from None
+        raise MalformedJson(f"the body is not JSON: {_why(error)}") from None
     except RecursionError:
         raise MalformedJson("the body is nested too deeply") from None
 
 
 def _untyped(content: bytes) -> object:
-    """The value of `content`; None if it is no JSON behind the error: the typed decoder did not read to the end."""
+    """The value of `content`; None if it is not JSON: the typed decoder stops at its first error."""
     try:
         return msgspec.json.decode(content)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):

@@ -86,10 +86,10 @@ def _is_wildcard(host: str) -> bool:
 
 
 def _host(url: str) -> str:
-    """The host of a URL, or an empty text for what is none."""
+    """The host of a URL; empty for a text that is not a URL."""
     try:
         parts = urlsplit(url)
-        _ = parts.port  # raises for a port that is none
+        _ = parts.port  # raises for an invalid port
     except ValueError:
         return ""
     if parts.path or parts.query or parts.fragment or "@" in parts.netloc:

@@ -43,7 +43,7 @@ async def ask_for_body(request: web.Request) -> None:
     if request.get(EXPECTS):
         request[EXPECTS] = False
         await request.writer.write(b"HTTP/1.1 100 Continue\r\n\r\n")
-        request.writer.output_size = 0  # it is no part of the response
+        request.writer.output_size = 0  # it is not part of the response
 
 
 class _PlainResponse(web.Response):
@@ -157,7 +157,7 @@ class HttpConnection(RequestHandler):
     ) -> web.StreamResponse:
         """The response to bytes that are not HTTP; `message` could repeat them, so it is not shown."""
         if request.writer.output_size > 0:
-            raise ConnectionError("the response has begun: no other can be given")
+            raise ConnectionError("the response has begun: another one cannot be sent")
         error: CoserveError = InvalidRequest("the request is not valid HTTP")
         if status >= 500:
             log.error("a request failed outside of its handler", exc_info=exc)

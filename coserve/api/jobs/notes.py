@@ -18,9 +18,9 @@ def replacement_notes(job: JobSpec, current: int | None) -> tuple[str, ...]:
         return ()
     name, version = job.adapter, job.version
     note = (
-        f"this job makes version {version} of {name!r} anew: once it succeeds, {name!r} means version {version} instead "
-        f"of version {current}, which stays as {name}@{current}; to go on from it, set continue_from to {name!r}; to keep "
-        "both names apart, choose another one"
+        f"this job trains version {version} of {name!r} from scratch: once it succeeds, {name!r} means version {version} "
+        f"instead of version {current}, which stays available as {name}@{current}; to train {name!r} further, set "
+        f"continue_from to {name!r}; for a separate adapter, choose another name"
     )
     return (note,)
 

@@ -1,4 +1,4 @@
-"""Prometheus metrics, in a registry of their own. No label grows with users: adapters, jobs and paths are not labels."""
+"""Prometheus metrics, in a separate `CollectorRegistry`. No label grows with users: adapters, jobs and paths are not labels."""
 
 from __future__ import annotations
 
@@ -138,7 +138,7 @@ class Metrics:
         self._ended_jobs.labels(state.value).inc()
 
     def jobs(self, states: Iterable[JobState]) -> None:
-        """The states of all unfinished jobs, now."""
+        """`states`: those of all unfinished jobs now."""
         counts = dict.fromkeys((state for state in JobState if not state.terminal), 0)
         for state in states:
             counts[state] += 1
@@ -162,7 +162,7 @@ class Metrics:
 
 
 class EngineGauges(Collector):
-    """The engine's last report. Its counters go on over restarts: the ended engine's are kept as an offset."""
+    """The engine's last report. Its counters never fall back to zero: those of ended engines are kept as an offset."""
 
     def __init__(self) -> None:
         self._stats: EngineStats | None = None

@@ -52,7 +52,7 @@ DOCS = {
 
 
 class NativeApi:
-    """One method a route."""
+    """One method per route."""
 
     def __init__(
         self, service: Service, config: Config, bodies: BodyReader, uploads: UploadReader, tgi: TgiApi
@@ -193,7 +193,7 @@ async def _send_events(stream: EventStream, events: AsyncGenerator[JobEvent | No
 
 
 async def _sent_all(stream: EventStream, sending: Awaitable[None]) -> bool:
-    """Whether everything was sent. An error after the first event is sent as an event of its own."""
+    """Whether everything was sent. An error after the first event is sent as an error event."""
     try:
         await sending
     except CoserveError as error:

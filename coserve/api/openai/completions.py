@@ -73,7 +73,7 @@ async def completion(
     echoes: Sequence[str],
     responses: Sequence[FullResponse[CompletionLogprobsBuilder]],
 ) -> Completion:
-    """The response to all prompts. `echoes`: the text in front of each prompt's choices, or empty."""
+    """The response to all prompts. `echoes`: the text that each prompt's choices begin with, or empty."""
     choices = []
     for number, (echo, full) in enumerate(zip(echoes, responses, strict=True)):
         response = full.response

@@ -35,7 +35,7 @@ RequestT = TypeVar("RequestT", bound=SharedParams)
 
 
 class OpenAIApi:
-    """One method a route."""
+    """One method per route."""
 
     def __init__(self, service: Service, config: Config, bodies: BodyReader) -> None:
         self._service, self._config, self._bodies = service, config, bodies

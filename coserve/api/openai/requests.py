@@ -36,7 +36,7 @@ _NEUTRAL: dict[str, tuple[object, ...]] = {
     "include_reasoning": (True,),
     "verbosity": ("medium",),
 }
-"""Values accepted for features that are not implemented, besides empty ones: the other server's defaults."""
+"""Values, other than empty ones, that are accepted for features that are not implemented: the other server's defaults."""
 _NEUTRAL_IN_COMPLETIONS: dict[str, tuple[object, ...]] = {"suffix": (), "add_special_tokens": (True,)}
 _NEUTRAL_IN_CHATS: dict[str, tuple[object, ...]] = {
     "add_special_tokens": (False,),

@@ -86,7 +86,7 @@ class SharedParams(Wire, frozen=True):
     return_tokens_as_token_ids: bool | None = None
     """Log-probabilities name tokens as `token_id:123`."""
     cache_salt: CacheSalt | None = None
-    """Only requests with the same one share what the prefix cache holds."""
+    """Only requests with the same salt share prefixes in the cache."""
     slo_ttft: Seconds | None = None
     slo_tpot: Seconds | None = None
 
@@ -133,8 +133,8 @@ class ContentPart(Wire, frozen=True):
 
 
 class OpenAIMessage(Wire, frozen=True):
-    """One turn. `developer` is `system`. What SDKs put into the turns that they send back (`refusal`, `annotations`,
-    `tool_calls`, ...) is taken while it is empty.
+    """One message. `developer` means `system`. Fields that SDKs send back with earlier messages (`refusal`, `annotations`,
+    `tool_calls`, ...) are accepted while they are empty.
     """
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
@@ -166,7 +166,7 @@ class ChatRequest(SharedParams, frozen=True, kw_only=True):
 
 
 class CompletionLogprobs(Wire, frozen=True):
-    """One entry a token; of the prompt's first token there is none but its text."""
+    """One entry per token; the prompt's first token has null log-probabilities."""
 
     tokens: list[str]
     token_logprobs: list[float | None]
@@ -204,7 +204,7 @@ class ChatTopLogprob(Wire, frozen=True):
 
 
 class ChatLogprob(Wire, frozen=True):
-    """`bytes` is null where the token is not a text of its own."""
+    """`bytes` is null for a token that is only part of a character."""
 
     token: str
     logprob: float

@@ -21,7 +21,7 @@ _NEUTRAL: dict[str, tuple[object, ...]] = {
     "response_format": (),
     "grammar": (),
 }
-"""Values accepted for features that are not implemented, besides empty ones."""
+"""Values, other than empty ones, that are accepted for features that are not implemented."""
 
 
 def tgi_request(body: TgiRequest, *, stream: bool) -> GenerateRequest:

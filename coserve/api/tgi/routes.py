@@ -9,7 +9,7 @@ from coserve.api.tgi.schemas import TgiInfo, TgiRequest, TgiResponse, TgiStreamE
 
 
 def tgi_routes(api: TgiApi) -> tuple[Route, ...]:
-    """The routes of LoRAX and TGI besides `/generate` and `/health`."""
+    """The routes of LoRAX and TGI, except `/generate` and `/health`."""
     errors = (404, 422, *BODY_ERRORS, *BUSY_ERRORS)
     return (
         Route(
