@@ -8,6 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from coserve.parallel.modules import SiteShard
+
 
 @dataclass(frozen=True)
 class DropoutSpec:
@@ -20,9 +22,16 @@ class DropoutSpec:
     p: float
     seed: int
 
-    def apply(self, x_TD: Tensor, site: str) -> Tensor:
-        """`x_TD` with dropped elements zero and the others divided by `1 - p`."""
+    def apply(self, x_TD: Tensor, site: str, shard: SiteShard | None = None) -> Tensor:
+        """`x_TD` with dropped elements zero and the others divided by `1 - p`.
+
+        `shard`: of the site; where `x_TD` is one rank's part of the input, its mask is that part of the whole input's.
+        """
         digest = hashlib.blake2b(f"{self.seed}/{site}".encode(), digest_size=8).digest()
         generator = torch.Generator(x_TD.device).manual_seed(int.from_bytes(digest, "little") >> 1)
-        kept_TD = torch.empty_like(x_TD, requires_grad=False).bernoulli_(1 - self.p, generator=generator)
+        whole = x_TD.shape[1] if shard is None else shard.cut.inputs.size
+        kept_TD = x_TD.new_empty(x_TD.shape[0], whole).bernoulli_(1 - self.p, generator=generator)
+        if shard is not None:
+            ((start, stop),) = shard.cut.inputs.ranks[shard.mesh.rank]
+            kept_TD = kept_TD[:, start:stop]
         return x_TD * kept_TD.div_(1 - self.p)

@@ -15,6 +15,7 @@ from coserve.kernels.lora.segments import Segments
 from coserve.kernels.lora.types import LoraPair, SiteGroup, StackedWeights
 from coserve.model.dropout import DropoutSpec
 from coserve.model.forward_context import ForwardContext, current
+from coserve.parallel.fully_sharded import prepare_parts
 from coserve.parallel.modules import SiteShard, shard_of
 from coserve.types import LoraSettings
 
@@ -84,6 +85,7 @@ class LoraSites:
     def __init__(self, modules: dict[str, nn.Module]) -> None:
         """Wraps each module in place: its class, parameters and path stay as they are, only `forward` is ours."""
         self._sites: dict[str, _Site] = {}
+        self._shards: dict[str, SiteShard] = {}
         for name, module in modules.items():
             before, shard = getattr(module, SITE, None), shard_of(module)
             # A shard's own forward sums over the ranks; LoRA terms must be added before.
@@ -91,6 +93,8 @@ class LoraSites:
             if isinstance(before, _Site):
                 inner = before.inner
             self._sites[name] = _Site(SiteGroup((name,)), inner, shard)
+            if shard is not None:
+                self._shards[name] = shard
             setattr(module, SITE, self._sites[name])
             # One function for all: a compiled layer is bound to its modules' functions, not to their sites.
             module.forward = MethodType(_forward, module)
@@ -115,7 +119,8 @@ class LoraSites:
         shared = self.shared() if grouped else []
         alone = [site.group for site in self._sites.values() if site.shared is None or not shared]
         adapters = [adapter.sites for adapter in batch.adapters]
-        lora = backend.prepare(batch.segments, adapters, [*(one.group for one in shared), *alone])
+        groups = [*(one.group for one in shared), *alone]
+        lora = prepare_parts(backend, batch.segments, adapters, groups, self._shards)
         return ForwardContext(lora, dropout, grouped)
 
 
@@ -158,6 +163,6 @@ class _Site:
             return y
         x_TD = x.reshape(-1, x.shape[-1])
         if dropout is not None:
-            x_TD = dropout.apply(x_TD, self.group.names[0])
+            x_TD = dropout.apply(x_TD, self.group.names[0], self.shard)
         (y_TO,) = lora.add(self.group, [y.reshape(-1, y.shape[-1])], x_TD)
         return y_TO.reshape(y.shape)

@@ -1,0 +1,97 @@
+"""One adapter on the ranks: its parts, gradients that are parts of a sum, and the whole adapter back from its parts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Self
+
+import torch
+from torch import Tensor
+
+from coserve.kernels.lora.types import LoraPair
+from coserve.parallel.cuts import MatrixCut
+from coserve.parallel.lora import PairCut, Strategy, cut_pair
+from coserve.parallel.sharding import Sharding
+
+Matrices = Mapping[str, tuple[Tensor, Tensor]]
+"""By site: two tensors of the shapes of a pair's a_RD and b_OR; weights, gradients, or moments of an optimizer."""
+
+
+@dataclass(frozen=True, eq=False)
+class AdapterCut:
+    """How one adapter lies on the ranks. Every rank makes the same one, and calls its collectives at the same time."""
+
+    sharding: Sharding
+    pairs: Mapping[str, PairCut]
+    """By site."""
+
+    @classmethod
+    def of(cls, sharding: Sharding, whole: Mapping[str, LoraPair], strategy: Strategy) -> Self:
+        """`strategy`: of its dense pairs. Only the shapes of `whole` matter."""
+        return cls(sharding, {name: cut_pair(sharding.sites[name], pair, strategy) for name, pair in whole.items()})
+
+    @property
+    def strategies(self) -> frozenset[Strategy]:
+        """How its pairs are computed."""
+        return frozenset(cut.strategy for cut in self.pairs.values())
+
+    def take(self, whole: Mapping[str, LoraPair]) -> dict[str, LoraPair]:
+        """This rank's parts of the whole pairs; differentiable."""
+        return {name: self.pairs[name].take(pair, self.sharding.mesh.rank) for name, pair in whole.items()}
+
+    @torch.no_grad()
+    def gather(self, parts: Matrices) -> dict[str, tuple[Tensor, Tensor]]:
+        """The whole matrices, on every rank, of all ranks' parts. One collective."""
+        ordered = [parts[name] for name in self.pairs]
+        flat = torch.cat([tensor.reshape(-1) for pair in ordered for tensor in pair])
+        by_rank = self.sharding.mesh.all_gather(flat[None], 0)
+        found: dict[str, tuple[Tensor, Tensor]] = {}
+        at = 0
+        for name, cut in self.pairs.items():
+            both: list[Tensor] = []
+            for own in (cut.a, cut.b):
+                whole = flat.new_empty(own.rows.size, own.columns.size)
+                size = own.rows.local * own.columns.local
+                for rank, shards in enumerate(by_rank):
+                    own.put(shards[at : at + size].view(own.shape), whole, rank)
+                both.append(whole)
+                at += size
+            found[name] = both[0], both[1]
+        return found
+
+    @torch.no_grad()
+    def sum_gradients(self, parts: Matrices) -> None:
+        """Makes gradients whole, in place: those of elements that several ranks hold are sums over these ranks.
+
+        One collective, or none: `bd` and `slora` have such elements only where ranks share a key/value head. Call it once
+        before an optimizer step.
+        """
+        shared = list(self._shared(parts))
+        if not shared:
+            return
+        wholes = []
+        for own, tensor in shared:
+            whole = tensor.new_zeros(own.rows.size, own.columns.size)
+            own.put(tensor, whole, self.sharding.mesh.rank)
+            wholes.append(whole)
+        flat = self.sharding.mesh.all_reduce(torch.cat([whole.view(-1) for whole in wholes]))
+        for (own, tensor), summed in zip(shared, torch.split(flat, [whole.numel() for whole in wholes]), strict=True):
+            whole = summed.view(own.rows.size, own.columns.size)
+            tensor.copy_(own.take(whole, self.sharding.mesh.rank))
+
+    @torch.no_grad()
+    def norm(self, parts: Matrices) -> Tensor:
+        """The Euclidean norm (fp64, scalar) of the whole matrices, each element counted once."""
+        squares = [
+            tensor.double().square().sum() / own.holders
+            for name, cut in self.pairs.items()
+            for own, tensor in zip((cut.a, cut.b), parts[name], strict=True)
+        ]
+        return self.sharding.mesh.all_reduce(torch.stack(squares).sum()).sqrt()
+
+    def _shared(self, parts: Matrices) -> Iterator[tuple[MatrixCut, Tensor]]:
+        for name, cut in self.pairs.items():
+            for own, tensor in zip((cut.a, cut.b), parts[name], strict=True):
+                if own.holders > 1:
+                    yield own, tensor

@@ -1,0 +1,70 @@
+"""Adapters on ranks: the logits, gradients and losses of one process, and no collective that a strategy does not need."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from tests.support import sharded
+from tests.support.ranks import Ranks
+from tests.support.sharded import KINDS, Kind, gradients, mixed_logits
+
+LAYERS, HIDDEN, ROWS = 2, 32, 32
+"""Rows: the batch's tokens, padded on CPU."""
+
+
+@pytest.fixture(scope="module", params=[2, pytest.param(4, marks=pytest.mark.slow)])
+def ranks(request: pytest.FixtureRequest) -> Iterator[Ranks]:
+    with Ranks(request.param) as found:
+        yield found
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return sharded.save_base(tmp_path_factory.mktemp("base"))
+
+
+@pytest.mark.parametrize("strategy", ["nfs", "slora"])
+def test_a_mixed_batch_has_the_logits_of_one_process(ranks: Ranks, folder: str, strategy: str) -> None:
+    expected = mixed_logits(None, folder, strategy).logits
+    for found in ranks.run(mixed_logits, folder, strategy):
+        torch.testing.assert_close(found.logits, expected, rtol=1e-4, atol=1e-4)
+        if strategy == "nfs":
+            assert found.calls == {"all_reduce": 2 * LAYERS, "all_gather": 1}
+        else:  # q, k, v, gate and up gather, o and down sum
+            assert found.calls == {"all_reduce": 4 * LAYERS, "all_gather": 5 * LAYERS + 1}
+
+
+def test_block_diagonal_adapters_send_nothing(ranks: Ranks, folder: str) -> None:
+    """Neither do replicated ones; fully sharded ones send their intermediates."""
+    base = ranks.run(mixed_logits, folder, "slora", (-1, -1))[0]
+    bd = ranks.run(mixed_logits, folder, "slora", (1, 2))[0]
+    assert base.calls == {"all_reduce": 2 * LAYERS, "all_gather": 1}
+    assert (bd.calls, bd.bytes) == (base.calls, base.bytes)
+    assert base.bytes["all_reduce"] == 2 * LAYERS * 16 * HIDDEN * 4
+    nfs = ranks.run(mixed_logits, folder, "nfs", (0, 3))[0]
+    assert (nfs.calls, nfs.bytes) == (base.calls, base.bytes)
+    slora = ranks.run(mixed_logits, folder, "slora", (0, 0))[0]
+    added = slora.bytes["all_reduce"] - base.bytes["all_reduce"]
+    assert added == 2 * LAYERS * 16 * KINDS[0].rank * 4, "rows x rank, for o and down"
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.3])
+@pytest.mark.parametrize(
+    ("strategy", "kind"),
+    [("nfs", KINDS[0]), ("slora", KINDS[0]), ("bd", KINDS[1]), ("bd", KINDS[2])],
+    ids=["nfs", "slora", "two blocks", "four blocks"],
+)
+def test_gradients_are_those_of_one_process(
+    ranks: Ranks, folder: str, strategy: str, kind: Kind, dropout: float
+) -> None:
+    loss, whole, norm = gradients(None, folder, strategy, kind, dropout)
+    for found_loss, found, found_norm in ranks.run(gradients, folder, strategy, kind, dropout):
+        assert found_loss == pytest.approx(loss, rel=1e-5)
+        assert found_norm == pytest.approx(norm, rel=1e-4)
+        assert found.keys() == whole.keys()
+        for site, both in whole.items():
+            for got, expected in zip(found[site], both, strict=True):
+                torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-5)

@@ -1,0 +1,131 @@
+"""A tiny base with adapters of every kind: what ranks compute together, and what one process computes alone."""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn.functional import cross_entropy
+
+from coserve.kernels.attention.packed import PackedAttention
+from coserve.kernels.lora.segments import Segments
+from coserve.kernels.lora.types import LoraPair
+from coserve.model.base import Base, load_base
+from coserve.model.dropout import DropoutSpec
+from coserve.model.lora import LoraBatch, LoraWeights
+from coserve.parallel.adapter import AdapterCut, Matrices
+from coserve.parallel.lora import Strategy
+from coserve.parallel.mesh import Mesh
+from coserve.types import BaseSpec, LoraSettings
+from tests.support.families import tiny_family
+from tests.support.lora_backends import GROUPED
+from tests.support.lora_reference import tokens_of
+
+ROW = ("o_proj", "down_proj", "c_proj")
+LENGTHS = (5, 9, 4, 7, 6)
+
+
+class Kind(NamedTuple):
+    """An adapter."""
+
+    rank: int
+    blocks: int = 1
+    targets: tuple[str, ...] = ()
+    """Suffixes; empty: every site."""
+
+
+KINDS = (
+    Kind(4),
+    Kind(8, blocks=2),
+    Kind(8, blocks=4),
+    Kind(3, targets=("q_proj", "o_proj", "up_proj")),
+)
+"""The last one's rank is divided by no number of ranks."""
+BATCH = (2, 0, -1, 3, 1)
+"""The adapter of each of the sequences; -1: the base alone."""
+
+
+def save_base(folder: Path, **overrides: object) -> str:
+    """A Llama of 8 query and 2 key/value heads, whose sizes four ranks and four blocks divide."""
+    settings = {"num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 8} | overrides
+    tiny_family("llama", **settings).save_pretrained(folder)
+    return str(folder)
+
+
+def load(folder: str, mesh: Mesh | None = None) -> Base:
+    return load_base(folder, device="cpu", dtype="auto", mesh=mesh)
+
+
+def whole_adapter(spec: BaseSpec, kind: Kind, *, zero_b: bool = False) -> LoraWeights:
+    """Random pairs, the same in every process."""
+    pairs = {}
+    for name, site in spec.sites.items():
+        if kind.targets and not name.endswith(kind.targets):
+            continue
+        a_blocks, b_blocks = (kind.blocks, 1) if name.endswith(ROW) else (1, kind.blocks)
+        digest = hashlib.blake2b(f"{name}/{kind}".encode(), digest_size=8).digest()
+        generator = torch.Generator().manual_seed(int.from_bytes(digest, "little") >> 1)
+        a = torch.randn(kind.rank, site.in_features // a_blocks, generator=generator) * 0.2
+        b = torch.randn(site.out_features, kind.rank // b_blocks, generator=generator) * (0.0 if zero_b else 0.2)
+        pairs[name] = LoraPair(a, b, 0.5, a_blocks=a_blocks, b_blocks=b_blocks)
+    return LoraWeights(LoraSettings(r=kind.rank), pairs)
+
+
+def part(base: Base, whole: LoraWeights, strategy: str) -> tuple[LoraWeights, AdapterCut | None]:
+    """This rank's part of an adapter; the whole where the base is whole."""
+    if base.sharding is None:
+        return whole, None
+    cut = AdapterCut.of(base.sharding, whole.sites, Strategy(strategy))
+    return LoraWeights(whole.settings, cut.take(whole.sites)), cut
+
+
+class Result(NamedTuple):
+    logits: Tensor
+    calls: dict[str, int]
+    bytes: dict[str, int]
+
+
+def mixed_logits(mesh: Mesh | None, folder: str, strategy: str, batch: tuple[int, ...] = BATCH) -> Result:
+    """Logits of one packed batch of sequences with different adapters."""
+    base = load(folder, mesh)
+    adapters = tuple(part(base, whole_adapter(base.spec, kind), strategy)[0] for kind in KINDS)
+    tokens = [tokens_of(length, seed) for seed, length in enumerate(LENGTHS[: len(batch)])]
+    bounds = tuple(sum(map(len, tokens[:i])) for i in range(len(tokens) + 1))
+    positions = torch.cat([torch.arange(len(own)) for own in tokens])
+    lora = LoraBatch(Segments(bounds, batch), adapters, GROUPED)
+    if mesh is not None:
+        mesh.traffic.clear()
+    with torch.no_grad():
+        logits = base.forward(torch.cat(tokens), positions, PackedAttention(bounds), lora=lora, keep=None)
+    traffic = None if mesh is None else mesh.traffic
+    return Result(logits, dict(traffic.calls) if traffic else {}, dict(traffic.bytes) if traffic else {})
+
+
+def gradients(
+    mesh: Mesh | None, folder: str, strategy: str, kind: Kind, dropout: float
+) -> tuple[float, Matrices, float]:
+    """Loss, whole gradients of one adapter's matrices, and their norm."""
+    base = load(folder, mesh)
+    weights, cut = part(base, whole_adapter(base.spec, kind), strategy)
+    for pair in weights.sites.values():
+        pair.a_RD.requires_grad_()
+        pair.b_OR.requires_grad_()
+    tokens = tokens_of(16)
+    lora = LoraBatch(Segments((0, 16), (0,)), (weights,), GROUPED, DropoutSpec(dropout, seed=3))
+    logits = base.forward(tokens, torch.arange(16), PackedAttention((0, 16)), lora=lora, keep=None)
+    loss = cross_entropy(logits[:-1], tokens[1:])
+    loss.backward()
+    found = {n: (_grad(pair.a_RD), _grad(pair.b_OR)) for n, pair in weights.sites.items()}
+    if cut is None:
+        norm = torch.stack([tensor.norm() for both in found.values() for tensor in both]).norm()
+        return loss.item(), found, norm.item()
+    cut.sum_gradients(found)
+    return loss.item(), cut.gather(found), cut.norm(found).item()
+
+
+def _grad(tensor: Tensor) -> Tensor:
+    assert tensor.grad is not None, "expected a gradient"
+    return tensor.grad
