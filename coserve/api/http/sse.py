@@ -3,10 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import AsyncGenerator, Callable
+from contextlib import aclosing
+from typing import TypeVar
 
 import msgspec
 from aiohttp import web
 
+from coserve.errors import CoserveError
+
+T = TypeVar("T", bound=msgspec.Struct)
 _encoder = msgspec.json.Encoder()
 SMALL = 1 << 14
 """Bytes that an idle connection accepts without waiting."""
@@ -46,6 +52,33 @@ class EventStream:
         if self._run >= RUN or self._run_bytes >= RUN_BYTES:
             self._run, self._run_bytes = 0, 0
             await asyncio.sleep(0)
+
+    async def send_all(
+        self,
+        events: AsyncGenerator[T | None, None],
+        failure: Callable[[CoserveError], msgspec.Struct],
+        *,
+        error_event: str | None = None,
+        id_of: Callable[[T], int | None] = lambda _: None,
+    ) -> bool:
+        """Send `events` and close the generator; None is sent as a heartbeat.
+
+        An error before the first event is raised. A later one is sent as an event, whose data `failure` makes; then the
+        result is False.
+        """
+        async with aclosing(events):
+            try:
+                async for event in events:
+                    if event is None:
+                        await self.heartbeat()
+                    else:
+                        await self.send(event, id=id_of(event))
+            except CoserveError as error:
+                if not self.begun:
+                    raise
+                await self.send(failure(error), event=error_event)
+                return False
+        return True
 
     async def heartbeat(self) -> None:
         """Send a comment, so that proxies and clients keep the connection open."""

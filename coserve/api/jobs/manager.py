@@ -81,12 +81,13 @@ class JobManager:
         async with self._changes:
             await self._recorder.settled()
             what = "jobs of the last engine"
-            unfinished = await self._recorder.retry(lambda: self._registry(_unfinished), what)
+            retries = self._recorder.retries
+            unfinished = await retries.run(what, lambda: self._registry(_unfinished))
             ran = frozenset(id for state, id in unfinished if state is JobState.RUNNING)
             deaths = self._recorder.deaths
             for id in [id for _, id in unfinished if deaths[id] + (id in ran) >= MAX_DEATHS]:
-                await self._recorder.retry(partial(self._recorder.end, id, partial(_fail_after_deaths, id=id)), what)
-            records = await self._recorder.retry(lambda: self._registry.with_reserve(self._requeue), what)
+                await retries.run(what, partial(self._recorder.end, id, partial(_fail_after_deaths, id=id)))
+            records = await retries.run(what, lambda: self._registry.with_reserve(self._requeue))
             left = {record.spec.id for record in records}
             deaths.update(ran & left)  # last: an engine that dies meanwhile cancels this, and never ran them
             open_link()

@@ -68,7 +68,8 @@ class JobRecorder:
     ) -> None:
         self._folder, self._registry, self._engine, self._metrics = folder, registry, engine, metrics
         self._clock = clock
-        self._retries = Retries(backoff, sleep=sleep)
+        self.retries = Retries(backoff, sleep=sleep)
+        """For writes that must not be lost: they are tried again for as long as the machine refuses them."""
         self._lock_retries = Retries(backoff, errors=StorageBusy, sleep=sleep)
         self._queue: asyncio.Queue[JobMessage] = asyncio.Queue()
         self.watchers = JobWatchers()
@@ -79,7 +80,7 @@ class JobRecorder:
     @property
     def notes(self) -> tuple[str, ...]:
         """What cannot be written now and is tried again, for /health."""
-        return self._retries.notes + self._lock_retries.notes + self._progress.notes
+        return self.retries.notes + self._lock_retries.notes + self._progress.notes
 
     def deliver(self, message: JobMessage) -> None:
         self._queue.put_nowait(message)
@@ -114,12 +115,8 @@ class JobRecorder:
             await self._progress.write(message)
             return
         await self._progress.flush(message.id)
-        retries = self._lock_retries if isinstance(message, JobWaiting) else self._retries
+        retries = self._lock_retries if isinstance(message, JobWaiting) else self.retries
         await retries.run(f"job {message.id}", lambda: self._apply(message))
-
-    async def retry(self, write: Callable[[], Awaitable[T]], what: str) -> T:
-        """Write what must not be lost; try again for as long as the machine refuses it."""
-        return await self._retries.run(what, write)
 
     async def _apply(self, message: StateMessage) -> None:
         id = message.id
@@ -166,7 +163,7 @@ class JobRecorder:
         """The engine runs a job that has ended in the registry: cancel it there and delete what it published. Never raises."""
         log.warning("job %s: %s refused: %s", message.id, type(message).__name__, error.message)
         try:
-            record = await self.retry(lambda: self._find(message.id), f"job {message.id}")
+            record = await self.retries.run(f"job {message.id}", lambda: self._find(message.id))
             if isinstance(message, JobSucceeded):
                 if record is not None and record.result == message.ref:
                     return  # it is this adapter's own job: the message came twice

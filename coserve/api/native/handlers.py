@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import AsyncGenerator, Awaitable
-from contextlib import aclosing
 from pathlib import Path
 
 import msgspec
@@ -15,7 +13,7 @@ from coserve import __version__
 from coserve.api.generation.full_response import collect_native
 from coserve.api.http.bodies import BodyReader
 from coserve.api.http.parsing import decode_dialect, decode_json, page, ref_from_path
-from coserve.api.http.responses import error_info, json_response
+from coserve.api.http.responses import NATIVE_ERRORS, json_response
 from coserve.api.http.sse import EventStream
 from coserve.api.http.uploads import UploadReader, is_upload
 from coserve.api.service import Service
@@ -23,17 +21,14 @@ from coserve.api.tgi.errors import tgi_error_response
 from coserve.api.tgi.handlers import TgiApi
 from coserve.api.tgi.schemas import TgiRequest
 from coserve.config import Config
-from coserve.errors import CoserveError, InvalidRequest, RequestError
+from coserve.errors import InvalidRequest, RequestError
 from coserve.health import Warming
 from coserve.names import ADAPTER_FILES
 from coserve.schemas import (
     STREAM_END,
-    ErrorBody,
     FinetuneRequest,
-    GenerateChunk,
     GenerateRequest,
     ImportRequest,
-    JobEvent,
     Pointers,
     RollbackRequest,
 )
@@ -71,9 +66,8 @@ class NativeApi:
         if not body.stream:
             return json_response(await collect_native(body, self._service.generation.stream(body)))
         stream = EventStream(request, write_timeout=self._config.read_timeout)
-        async with aclosing(self._service.generation.stream(body)) as chunks:
-            if await _sent_all(stream, _send_chunks(stream, chunks)):
-                await stream.send(STREAM_END)
+        if await stream.send_all(self._service.generation.stream(body), NATIVE_ERRORS.make, error_event="error"):
+            await stream.send(STREAM_END)
         return await stream.close()
 
     # ---- jobs
@@ -104,8 +98,8 @@ class NativeApi:
     async def job_events(self, request: web.Request) -> web.StreamResponse:
         id, after = request.match_info["id"], _last_event(request)
         stream = EventStream(request, write_timeout=self._config.read_timeout)
-        async with aclosing(self._service.jobs.views.events(id, after, HEARTBEAT)) as events:
-            await _sent_all(stream, _send_events(stream, events))
+        events = self._service.jobs.views.events(id, after, HEARTBEAT)
+        await stream.send_all(events, NATIVE_ERRORS.make, error_event="error", id_of=lambda event: event.seq)
         if not stream.begun:
             await stream.open()  # the client had seen all events
         return await stream.close()
@@ -177,31 +171,6 @@ class NativeApi:
     @property
     def _staging(self) -> Path:
         return self._service.folder.staging
-
-
-async def _send_chunks(stream: EventStream, chunks: AsyncGenerator[GenerateChunk, None]) -> None:
-    async for chunk in chunks:
-        await stream.send(chunk)
-
-
-async def _send_events(stream: EventStream, events: AsyncGenerator[JobEvent | None, None]) -> None:
-    async for event in events:
-        if event is None:
-            await stream.heartbeat()
-        else:
-            await stream.send(event, id=event.seq)
-
-
-async def _sent_all(stream: EventStream, sending: Awaitable[None]) -> bool:
-    """Whether everything was sent. An error after the first event is sent as an error event."""
-    try:
-        await sending
-    except CoserveError as error:
-        if not stream.begun:
-            raise
-        await stream.send(ErrorBody(error=error_info(error)), event="error")
-        return False
-    return True
 
 
 def retry_after(warming: Warming | None) -> int:

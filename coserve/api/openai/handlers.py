@@ -25,7 +25,7 @@ from coserve.api.openai.schemas import ChatRequest, CompletionRequest, SharedPar
 from coserve.api.openai.usage import ResponseMeta, new_meta
 from coserve.api.service import Service
 from coserve.config import Config
-from coserve.errors import AdapterNotFound, CoserveError
+from coserve.errors import AdapterNotFound
 from coserve.schemas import STREAM_END, GenerateRequest
 
 PLACEHOLDER_MODELS = ("tgi", "dummy")
@@ -95,13 +95,6 @@ class OpenAIApi:
     async def _stream(self, request: web.Request, events: AsyncGenerator[msgspec.Struct, None]) -> web.StreamResponse:
         """Events, then `[DONE]`; an error after the first event is an event too."""
         stream = EventStream(request, write_timeout=self._config.read_timeout)
-        async with aclosing(events):
-            try:
-                async for event in events:
-                    await stream.send(event)
-            except CoserveError as error:
-                if not stream.begun:
-                    raise
-                await stream.send(openai_error(error))
+        await stream.send_all(events, openai_error)
         await stream.send(STREAM_END)
         return await stream.close()

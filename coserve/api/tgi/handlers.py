@@ -124,17 +124,8 @@ class TgiApi:
     async def _stream(self, request: web.Request, body: TgiRequest) -> web.StreamResponse:
         native = tgi_request(body, stream=True)
         stream = EventStream(request, write_timeout=self._config.read_timeout)
-        async with (
-            aclosing(self._service.generation.stream(native)) as chunks,
-            aclosing(self._events(body, native, chunks)) as events,
-        ):
-            try:
-                async for event in events:
-                    await stream.send(event)
-            except CoserveError as error:
-                if not stream.begun:
-                    raise
-                await stream.send(tgi_error(error))
+        async with aclosing(self._service.generation.stream(native)) as chunks:
+            await stream.send_all(self._events(body, native, chunks), tgi_error)
         return await stream.close()
 
     async def _events(
