@@ -71,7 +71,8 @@ class KvCache:
                 found.append(rows[:, first : first + size].view(pages + 1, page_tokens, heads, width))
             return tuple(found)
 
-        self._pages = Pages(views(layout.keys), views(layout.values))
+        self.views = Pages(views(layout.keys), views(layout.values))
+        """Keys and values of each layer."""
 
     @classmethod
     def for_base(cls, base: HasKv, tokens: int, page_tokens: int) -> KvCache:
@@ -125,12 +126,12 @@ class KvCache:
 
     def attention(self, runs: Sequence[TokenRun]) -> Attention:
         """Attention of one packed step. It writes the step's keys and values into the pages."""
-        return paged_attention(self._pages, runs)
+        return paged_attention(self.views, runs)
 
     def static_attention(self, batch: int, max_tokens: int) -> StaticPagedAttention:
         """Attention with static buffers, for a CUDA graph of decode steps: up to `batch` sequences with `max_tokens` of context."""
-        return static_attention(self._pages, batch=batch, max_tokens=max_tokens)
+        return static_attention(self.views, batch=batch, max_tokens=max_tokens)
 
     def mixed_attention(self, capacity: MixedCapacity) -> MixedAttention:
         """Attention with static buffers, for a CUDA graph of mixed steps up to `capacity`."""
-        return mixed_attention(self._pages, capacity)
+        return mixed_attention(self.views, capacity)

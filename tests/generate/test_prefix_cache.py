@@ -127,7 +127,7 @@ def test_the_pages_of_a_hit_hold_what_would_have_been_computed() -> None:
         gen.add(request("second", prompt))
         gen.step()
         pages = torch.tensor(gen._sequences["second"].pages)
-        kept.append([each[pages].flatten(0, 1)[:40] for each in (*kv._pages.keys, *kv._pages.values)])
+        kept.append([each[pages].flatten(0, 1)[:40] for each in (*kv.views.keys, *kv.views.values)])
     assert all(torch.equal(a, b) for a, b in zip(*kept, strict=True))
 
 

@@ -1,4 +1,4 @@
-"""How the tick ends: told to, left alone, or by a fault."""
+"""How the tick ends: by a shutdown, when the API process is gone, or by a fault."""
 
 from __future__ import annotations
 
@@ -22,6 +22,7 @@ from coserve.link import (
     Shutdown,
     StartJob,
     ToEngine,
+    Tokens,
     local_pair,
 )
 from coserve.queues.policy import Slack
@@ -35,7 +36,19 @@ REQUEST = Generate(
     id="r", prompt=(1, 2), sampling=SamplingParams(max_tokens=1000), adapter=None, slo=Slo(ttft=1.0, tpot=1.0)
 )
 
-Script = Callable[[LocalLink[ToEngine, FromEngine]], Awaitable[None]]
+
+class Peer:
+    """The API process's end of the link, with all messages that were received."""
+
+    def __init__(self, link: LocalLink[ToEngine, FromEngine]) -> None:
+        self.link, self.seen = link, list[FromEngine]()
+
+    async def until(self, kind: type[FromEngine], count: int = 1) -> None:
+        while sum(isinstance(message, kind) for message in self.seen) < count:
+            self.seen.append(await self.link.receive())
+
+
+Script = Callable[[Peer], Awaitable[None]]
 
 
 class _FaultyGenerator(FakeGenerator):
@@ -63,26 +76,25 @@ def live(script: Script, generator_type: type[FakeGenerator] = FakeGenerator) ->
             job_threads=Inline(),
         )
         run = asyncio.create_task(engine.run())
-        await script(api_end)
+        peer = Peer(api_end)
+        await script(peer)
         await run
         await engine_end.close()
-        messages: list[FromEngine] = []
-        while not messages or not isinstance(messages[-1], EngineStopped):
-            messages.append(await api_end.receive())
-        return [message for message in messages if not isinstance(message, EngineStats)]
+        await peer.until(EngineStopped)
+        return [message for message in peer.seen if not isinstance(message, EngineStats)]
 
     return run_virtual(main())
 
 
-async def _start_a_job(link: LocalLink[ToEngine, FromEngine]) -> None:
-    link.send(StartJob(spec=job_spec("j0")))
-    await asyncio.sleep(0.5)
+async def _start_a_job(peer: Peer) -> None:
+    peer.link.send(StartJob(spec=job_spec("j0")))
+    await peer.until(JobProgress, 6)
 
 
 def test_shutdown_saves_the_last_whole_step() -> None:
-    async def script(link: LocalLink[ToEngine, FromEngine]) -> None:
-        await _start_a_job(link)
-        link.send(Shutdown())
+    async def script(peer: Peer) -> None:
+        await _start_a_job(peer)
+        peer.link.send(Shutdown())
 
     started, *steps, saved, stopped = live(script)
     assert started == JobStarted(id="j0", total_steps=1000)
@@ -92,26 +104,26 @@ def test_shutdown_saves_the_last_whole_step() -> None:
 
 
 def test_an_engine_left_alone_saves_and_leaves() -> None:
-    async def script(link: LocalLink[ToEngine, FromEngine]) -> None:
-        await _start_a_job(link)
-        await link.close()
+    async def script(peer: Peer) -> None:
+        await _start_a_job(peer)
+        await peer.link.close()
 
     assert isinstance(live(script)[-2], JobCheckpoint)
 
 
 def test_an_idle_engine_leaves_too() -> None:
-    async def script(link: LocalLink[ToEngine, FromEngine]) -> None:
-        await asyncio.sleep(1)
-        link.send(Shutdown())
+    async def script(peer: Peer) -> None:
+        await peer.until(EngineStats)  # sent before it sleeps
+        peer.link.send(Shutdown())
 
     assert live(script) == [EngineStopped()]
 
 
 def test_a_fault_in_a_messages_handling_ends_the_engine() -> None:
-    async def script(link: LocalLink[ToEngine, FromEngine]) -> None:
-        link.send(REQUEST)
-        await asyncio.sleep(0.5)
-        link.send(CancelRequest(id="r"))
+    async def script(peer: Peer) -> None:
+        peer.link.send(REQUEST)
+        await peer.until(Tokens)
+        peer.link.send(CancelRequest(id="r"))
 
     with pytest.raises(ZeroDivisionError):
         live(script, _FaultyGenerator)

@@ -175,17 +175,26 @@ def test_a_commit_that_fails_changes_nothing(registry: Registry, action: str, er
     registry.check()
 
 
-def test_a_database_that_cannot_grow(registry: Registry) -> None:
+class SmallDisk(Registry):
+    """A registry whose file may grow by so many pages only."""
+
+    def limit_growth(self, pages: int) -> None:
+        (now,) = self._db.execute("PRAGMA page_count").fetchone()
+        self._db.execute(f"PRAGMA max_page_count = {now + pages}")
+
+
+def test_a_database_that_cannot_grow(path: Path) -> None:
+    registry = SmallDisk(path)
     registry.create_job(make_job())
-    (pages,) = registry._db.execute("PRAGMA page_count").fetchone()
-    registry._db.execute(f"PRAGMA max_page_count = {pages}")
+    registry.limit_growth(0)
     before = registry.jobs()
     big = msgspec.structs.replace(make_job("big", version=2), metadata={"k": "x" * 200_000})
     with pytest.raises(StorageFull):
         registry.create_job(big)
     assert registry.jobs() == before
-    registry._db.execute(f"PRAGMA max_page_count = {pages + 1000}")
+    registry.limit_growth(1000)
     registry.create_job(big)
+    registry.close()
 
 
 def test_a_file_that_is_no_registry(path: Path, tmp_path: Path) -> None:

@@ -30,9 +30,10 @@ from coserve.logprobs import PackedLogprobs
 from coserve.schemas import JobEvent
 from coserve.state.folder import DataFolder
 from coserve.types import FinishReason, JobState, TokenLogprob
-from tests.support.api_server import serve_api, tokenizer
+from tests.support.api_server import serve_api
 from tests.support.fake_engine import FakeEngine
 from tests.support.records import make_adapter, make_job, make_metrics
+from tests.support.tokenizers import byte_level
 
 BEAT = 0.002
 """Seconds between heartbeats."""
@@ -151,11 +152,11 @@ async def serve(folder: Path) -> None:
         fill(api.folder, adapters=ADAPTERS, jobs=JOBS, events=EVENTS)
         freeze_and_collect_young()  # as the daemon does
         print(json.dumps({"port": api.port}), flush=True)
-        heart = Heart()
+        heart, holder = Heart(), byte_level()
         while line := (await loop.run_in_executor(None, sys.stdin.readline)).strip():
             if line == "hold":
                 text = "the cat sat " * 40_000
-                await loop.run_in_executor(None, tokenizer()._backend.encode, text)
+                await loop.run_in_executor(None, holder.encode, text)  # one native call that keeps the lock
             print(json.dumps(heart.take()), flush=True)
 
 
