@@ -12,6 +12,7 @@ from typing import Annotated, Any, Literal
 from msgspec import UNSET, Meta, UnsetType
 
 from coserve.limits import (
+    MAX_BLOCKS,
     MAX_MESSAGES,
     MAX_ROWS,
     AuthorName,
@@ -338,6 +339,35 @@ class RollbackRequest(Wire, frozen=True):
     """`POST /adapters/{id}/rollback`: the name means this version until a newer one is published."""
 
     version: Annotated[int, Meta(ge=1, le=MAX_VERSION)]
+
+
+class ConvertRequest(Wire, frozen=True, omit_defaults=True):
+    """`POST /adapters/{id}/convert`: from LoRA to BD-LoRA, back, to other blocks or to another rank, by truncated SVD."""
+
+    bd_blocks: Annotated[int, Meta(ge=1, le=MAX_BLOCKS)]
+    """Diagonal blocks of the new adapter; 1: plain LoRA."""
+    rank: Annotated[int, Meta(ge=1)] | None = None
+    """Of all blocks together. None: the smallest one whose error is at most `max_error`."""
+    max_error: Annotated[float, Meta(ge=0, le=1)] | None = None
+    """Bound of the error; with `rank` too, a larger error is refused. None: 0.05, and no bound for `rank`."""
+    name: AdapterName | None = None
+    """Of the new adapter. None: `<name>-bd<bd_blocks>`, or `<name>-lora` for one block."""
+
+
+class ConvertedAdapter(Wire, frozen=True):
+    """An error is the Frobenius norm of what the update (B times A) lost, divided by that of the whole update."""
+
+    adapter: Adapter
+    rank: int
+    error: float
+    """Of all sites together."""
+    site_errors: dict[str, float]
+    max_error: float
+    """The bound of `smallest_rank`."""
+    smallest_rank: int
+    """The smallest rank whose error is at most `max_error`."""
+    errors: dict[int, float]
+    """The error of all sites at other ranks."""
 
 
 class AdapterList(Wire, frozen=True):

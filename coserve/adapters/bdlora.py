@@ -12,10 +12,9 @@ from collections.abc import Collection, Iterable, Mapping
 from enum import Enum
 
 from coserve.errors import InvalidRequest
+from coserve.limits import MAX_BLOCKS
 from coserve.types import BaseSpec, LoraSettings, SiteSpec
 
-MAX_BLOCKS = 64
-"""Most blocks of a new adapter; imported ones have those of their files."""
 CONV1D_FAMILIES = frozenset({"gpt2"})
 """Families whose linear modules are transformers' `Conv1D`, which store their weight transposed."""
 

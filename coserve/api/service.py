@@ -13,6 +13,7 @@ import time
 
 from coserve import __version__
 from coserve.api.adapters.catalog import AdapterCatalog
+from coserve.api.adapters.conversion import Conversions
 from coserve.api.engine_client import EngineClient
 from coserve.api.generation.async_tokenizer import AsyncTokenizer
 from coserve.api.generation.in_flight import MAX_PROMPT_SCORES, InFlightRequests
@@ -76,6 +77,8 @@ class Service:
         )
         self.jobs = JobManager(config, folder, registry, tokenizer, self._preparers, self.engine, self._recorder)
         self.adapters = AdapterCatalog(config, folder, registry, self._preparers, self.engine, self.generation.in_use)
+        converters = HelperPool(tokenizer.state, 1, LogSettings.of(config), most_memory=0)
+        self.conversions = Conversions(folder, registry, converters, self.engine, self.adapters)
         self._started_monotonic, self.started_at = time.monotonic(), time.time()
         self._receiver: asyncio.Task[Exception | None] | None = None
         self._last_receiver: asyncio.Task[Exception | None] | None = None
@@ -126,6 +129,7 @@ class Service:
     async def close(self) -> None:
         """Write every message that the engine sent; requests in flight fail with `EngineUnavailable`."""
         await self.jobs.close()
+        await self.conversions.close()
         await self.adapters.close()
         await self.helpers.close()
         await self._preparers.close()

@@ -12,7 +12,7 @@ from coserve.cli.common import DEFAULT_URL, AsJson, Key, Limit, Url, connect, sa
 from coserve.limits import PAGE_SIZE
 from coserve.schemas import Adapter
 
-adapters_app = typer.Typer(no_args_is_help=True, help="List, import, download, roll back and delete adapters.")
+adapters_app = typer.Typer(no_args_is_help=True, help="List, import, download, roll back, convert and delete adapters.")
 
 
 @adapters_app.command("list")
@@ -68,6 +68,36 @@ def roll_back_adapter(name: str, version: int, url: Url = DEFAULT_URL, key: Key 
     """Make an older VERSION the current one of NAME, until a newer one is published."""
     with connect(url, key) as client:
         _show_adapter(client.rollback_adapter(name, version), False)
+
+
+@adapters_app.command("convert")
+def convert_adapter(
+    name: str,
+    bd_blocks: Annotated[int, typer.Option(help="diagonal blocks of the new adapter; 1: plain LoRA", min=1)],
+    rank: Annotated[
+        int | None, typer.Option(help="of all blocks together", show_default="the smallest one within --max-error")
+    ] = None,
+    max_error: Annotated[
+        float | None,
+        typer.Option(
+            help="most of the update's norm that may be lost, 0 to 1", show_default="0.05, or no bound for --rank"
+        ),
+    ] = None,
+    new_name: Annotated[str | None, typer.Option("--name", help="of the new adapter", show_default="NAME-bdN")] = None,
+    as_json: AsJson = False,
+    url: Url = DEFAULT_URL,
+    key: Key = None,
+) -> None:
+    """Make a BD-LoRA adapter of a LoRA one (or the reverse), by truncated SVD of each shard."""
+    with connect(url, key) as client:
+        done = client.convert_adapter(name, bd_blocks, rank=rank, max_error=max_error, name=new_name)
+    if as_json:
+        print(msgspec.json.encode(done).decode())
+        return
+    _show_adapter(done.adapter, False)
+    print(f"error {done.error:.3g}; within {done.max_error:g} from rank {done.smallest_rank} on")
+    print("rank " + "".join(f"{rank:>8}" for rank in done.errors))
+    print("error" + "".join(f"{error:>8.3f}" for error in done.errors.values()))
 
 
 def _show_adapter(adapter: Adapter, as_json: bool) -> None:

@@ -27,26 +27,35 @@ jobs_app = typer.Typer(no_args_is_help=True, help="List, watch, pause, resume an
 def finetune(
     adapter: Annotated[str, typer.Argument(help="name of the adapter to make, or to add a version to")],
     file: Annotated[Path, typer.Argument(help="JSONL file of rows", exists=True, dir_okay=False)],
-    rank: Annotated[int | None, typer.Option(help=f"rank of a new adapter [default: {LORA.r}]")] = None,
-    alpha: Annotated[float | None, typer.Option(help="its scale is alpha / rank [default: twice the rank]")] = None,
+    rank: Annotated[int | None, typer.Option(help="rank of a new adapter", show_default=str(LORA.r))] = None,
+    alpha: Annotated[
+        float | None, typer.Option(help="its scale is alpha / rank", show_default="twice the rank")
+    ] = None,
     targets: Annotated[
         list[str] | None,
-        typer.Option(help="a linear module to adapt, q_proj say; may be repeated [default: all of the decoder layers]"),
+        typer.Option(
+            help="a linear module to adapt, q_proj say; may be repeated", show_default="all of the decoder layers"
+        ),
     ] = None,
     bd_blocks: Annotated[
         int | None,
-        typer.Option(help="BD-LoRA: diagonal blocks, for tensor parallelism over as many GPUs [default: plain LoRA]"),
+        typer.Option(
+            help="BD-LoRA: diagonal blocks, for tensor parallelism over as many GPUs", show_default="plain LoRA"
+        ),
     ] = None,
     continue_from: Annotated[
         str | None,
         typer.Option(help="continue training NAME or NAME@VERSION, with its rank, alpha, targets and blocks"),
     ] = None,
-    epochs: Annotated[float | None, typer.Option(help="times through the corpus [default: chosen]")] = None,
+    epochs: Annotated[float | None, typer.Option(help="times through the corpus", show_default="chosen")] = None,
     steps: Annotated[int | None, typer.Option(help="optimizer steps, instead of epochs")] = None,
-    learning_rate: Annotated[float | None, typer.Option(help="peak learning rate [default: chosen]")] = None,
-    batch_tokens: Annotated[int | None, typer.Option(help="tokens of one optimizer step [default: chosen]")] = None,
+    learning_rate: Annotated[float | None, typer.Option(help="peak learning rate", show_default="chosen")] = None,
+    batch_tokens: Annotated[
+        int | None, typer.Option(help="tokens of one optimizer step", show_default="chosen")
+    ] = None,
     validation_split: Annotated[
-        float | None, typer.Option(help="share of the rows held back to measure the loss on, from 0 to 1 [default: 0]")
+        float | None,
+        typer.Option(help="share of the rows held back to measure the loss on, from 0 to 1", show_default="0"),
     ] = None,
     detach: Annotated[bool, typer.Option(help="print the job and do not wait for it")] = False,
     as_json: AsJson = False,

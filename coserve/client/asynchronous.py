@@ -36,6 +36,8 @@ from coserve.schemas import (
     STREAM_END,
     Adapter,
     AdapterList,
+    ConvertedAdapter,
+    ConvertRequest,
     DeletedAdapter,
     GenerateChunk,
     GenerateResponse,
@@ -211,6 +213,24 @@ class AsyncClient:
         body = RollbackRequest(version=version)
         request = self._caller.request("POST", f"/adapters/{_quoted(name)}/rollback", body=body)
         return await self._caller.json(request, Adapter)
+
+    async def convert_adapter(
+        self,
+        ref: str,
+        bd_blocks: int,
+        *,
+        rank: int | None = None,
+        max_error: float | None = None,
+        name: str | None = None,
+    ) -> ConvertedAdapter:
+        """Publish `ref` as a BD-LoRA adapter of so many blocks (1: plain LoRA) under `name`: the nearest one of a total `rank`, or of
+        the smallest rank whose relative error is at most `max_error` (0.05). A large adapter takes minutes: see `read_timeout`.
+
+        Raises `AdapterNotFound`, and `InvalidRequest` for blocks or a rank that do not fit.
+        """
+        body = ConvertRequest(bd_blocks=bd_blocks, rank=rank, max_error=max_error, name=name)
+        request = self._caller.request("POST", f"/adapters/{_quoted(ref)}/convert", body=body)
+        return await self._caller.json(request, ConvertedAdapter)
 
     # ---- the daemon
 

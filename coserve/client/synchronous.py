@@ -19,6 +19,7 @@ from coserve.health import Health
 from coserve.schemas import (
     Adapter,
     AdapterList,
+    ConvertedAdapter,
     DeletedAdapter,
     GenerateChunk,
     GenerateResponse,
@@ -222,6 +223,19 @@ class Client:
 
     def rollback_adapter(self, name: str, version: int) -> Adapter:
         return self._portal.call(self._client.rollback_adapter(name, version))
+
+    def convert_adapter(
+        self,
+        ref: str,
+        bd_blocks: int,
+        *,
+        rank: int | None = None,
+        max_error: float | None = None,
+        name: str | None = None,
+    ) -> ConvertedAdapter:
+        return self._portal.call(
+            self._client.convert_adapter(ref, bd_blocks, rank=rank, max_error=max_error, name=name)
+        )
 
     def health(self) -> Health:
         return self._portal.call(self._client.health())

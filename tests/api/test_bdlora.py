@@ -12,6 +12,7 @@ from coserve.adapters.tensorfile import TensorFile, read_json
 from coserve.names import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 from coserve.types import AdapterRef
 from tests.support.api_server import Api
+from tests.support.fake_engine import write_peft
 from tests.support.real_server import serve_real
 
 ROWS = [
@@ -62,6 +63,12 @@ async def test_block_diagonal_adapters_are_trained_shown_continued_and_served_wi
         assert await asyncio.gather(*(text(api, adapter) for adapter in adapters * 2)) == alone * 2
         assert len(set(alone)) > 1
 
+        status, done = await api.call("POST", "/adapters/plain/convert", json={"bd_blocks": 2, "max_error": 0})
+        assert (status, done["adapter"]["ref"], done["rank"], done["smallest_rank"]) == (201, "plain-bd2@1", 10, 10)
+        assert (done["adapter"]["bd_blocks"], done["adapter"]["source"]) == (2, "convert:plain@1")
+        assert done["error"] < 1e-6 and done["errors"]["2"] > 0.01
+        assert await text(api, "plain-bd2") == await text(api, "plain")
+
         job = await train(api, "bd", continue_from="bd")
         assert (job["result"], job["lora"]["bd_blocks"]) == ("bd@2", 4)
         assert (await api.call("GET", "/adapters/bd"))[1]["bd_blocks"] == 4
@@ -87,6 +94,41 @@ async def test_wrong_blocks_are_refused(api: Api, lora: dict[str, object], field
     status, answer = await api.call("POST", "/finetune", json=body)
     assert (status, answer["error"]["field"]) == (400, field)
     assert message in answer["error"]["message"]
+
+
+async def test_an_adapter_is_converted_to_another_name_and_back(api: Api, tmp_path: Path) -> None:
+    assert api.config.data_root is not None
+    write_peft(api.config.data_root / "poet", api.base, rank=4)
+    await api.call("POST", "/adapters", json={"name": "poet", "path": "poet"})
+    body = {"bd_blocks": 2, "rank": 4, "name": "bard"}
+    status, done = await api.call("POST", "/adapters/poet@1/convert", json=body)
+    assert (status, done["adapter"]["ref"], done["adapter"]["rank"]) == (201, "bard@1", 4), done
+    status, done = await api.call("POST", "/adapters/bard/convert", json={"bd_blocks": 1})
+    assert (status, done["adapter"]["ref"], done["adapter"]["bd_blocks"]) == (201, "bard-lora@1", 1)
+    assert list(api.folder.staging.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "status", "field"),
+    [
+        ("poet", {"bd_blocks": 0}, 400, "bd_blocks"),
+        ("poet", {"bd_blocks": 3}, 400, "bd_blocks"),
+        ("poet", {"bd_blocks": 2, "rank": 3}, 400, "rank"),
+        ("poet", {"bd_blocks": 2, "distill": True}, 400, "distill"),
+        ("poet", {"bd_blocks": 2, "name": "fake"}, 400, "name"),
+        ("nobody", {"bd_blocks": 2}, 404, "adapter"),
+    ],
+)
+async def test_conversions_that_are_refused_leave_nothing(
+    api: Api, path: str, body: dict[str, object], status: int, field: str
+) -> None:
+    assert api.config.data_root is not None
+    write_peft(api.config.data_root / "poet", api.base, rank=4)
+    await api.call("POST", "/adapters", json={"name": "poet", "path": "poet"})
+    got, answer = await api.call("POST", f"/adapters/{path}/convert", json=body)
+    assert (got, answer["error"]["field"]) == (status, field), answer
+    assert api.folder.adapter_refs() == [AdapterRef("poet", 1)]
+    assert list(api.folder.staging.iterdir()) == []
 
 
 async def test_an_adapter_is_continued_with_its_own_blocks(api: Api) -> None:

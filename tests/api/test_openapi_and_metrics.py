@@ -72,6 +72,7 @@ BODIES = {
         "/finetune",
         "/adapters",
         "/adapters/{id}/rollback",
+        "/adapters/{id}/convert",
         "/v1/completions",
         "/v1/chat/completions",
         "/tokenize",

@@ -45,6 +45,7 @@ def test_methods() -> None:
         "adapter",
         "adapters",
         "close",
+        "convert_adapter",
         "delete_adapter",
         "download_adapter",
         "finetune",

@@ -84,17 +84,24 @@ class AdapterCatalog:
             raise InvalidRequest("expected a folder with PEFT files", field="path")
         refuse_base_name(request.name, spec, field="name")
         await self._inspection.settings(source, spec)  # refused before anything is copied
+        return await self.install(source, request.name, spec, origin="import")
+
+    async def install(self, source: Path, name: str, spec: BaseSpec, *, origin: str) -> Adapter:
+        """Publish the PEFT files in `source` as the next version of `name`; durable when this returns.
+
+        `origin`: `AdapterRecord.source`. Raises as `import_files`.
+        """
         async with self._importing:
-            record = await self._commits.run(self._install(source, request.name, spec))
+            record = await self._commits.run(self._install(source, name, spec, origin))
         failpoint("api.before_reply")
         return self._view(record)
 
-    async def _install(self, source: Path, name: str, spec: BaseSpec) -> AdapterRecord:
+    async def _install(self, source: Path, name: str, spec: BaseSpec, origin: str) -> AdapterRecord:
         """Reserve a version, copy the files, check the copy, register it. A failure leaves no files."""
         ref = await self._registry(lambda registry: registry.reserve_version(name))
         async with in_threads(replace_dir(self._folder.adapter(ref), point="import")) as target:
             await asyncio.to_thread(_copy, source, target)
-            record = await self._inspection.record(target, ref, spec, source="import", created_at=self._clock())
+            record = await self._inspection.record(target, ref, spec, source=origin, created_at=self._clock())
         try:
             await self._registry(lambda registry: registry.add_adapter(record))
         except BaseException:

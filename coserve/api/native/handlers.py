@@ -26,6 +26,7 @@ from coserve.health import Warming
 from coserve.names import ADAPTER_FILES
 from coserve.schemas import (
     STREAM_END,
+    ConvertRequest,
     FinetuneRequest,
     GenerateRequest,
     ImportRequest,
@@ -143,6 +144,11 @@ class NativeApi:
             raise InvalidRequest("expected a name without a version: the body names it", field="id")
         body = await self._bodies.json(request, RollbackRequest)
         return json_response(await self._service.adapters.roll_back(name, body.version))
+
+    async def convert_adapter(self, request: web.Request) -> web.StreamResponse:
+        body = await self._bodies.json(request, ConvertRequest)
+        name, version = ref_from_path(request.match_info["id"])
+        return json_response(await self._service.conversions.convert(name, version, body), status=201)
 
     # ---- the daemon
 

@@ -1,0 +1,214 @@
+"""Converts an adapter's files: from LoRA to BD-LoRA, to other blocks or to another rank. NumPy, no torch.
+
+Each shard of a site's update becomes the nearest one of rank r/N (`shard_svd`); nothing is trained. Errors are relative Frobenius
+norms of the update: norm of the difference over norm of the original, of one site or of all.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+import msgspec
+import numpy as np
+
+from coserve.adapters.bdlora import Cut, blocks_at, check_blocks, cut_of, packed_shapes
+from coserve.adapters.gate import read_config
+from coserve.adapters.peft import FINGERPRINT, PREFIX, AdapterTensors, adapter_config, read_layout
+from coserve.adapters.shard_svd import Matrix, SiteShards, cut_update, lost
+from coserve.adapters.targets import MAX_RANK, alpha_of, exact, rank_and_scaling
+from coserve.adapters.tensorfile import TensorEntry, TensorFile, check_digest, digest_file
+from coserve.adapters.tensorfile_writer import write_float32
+from coserve.errors import InvalidRequest
+from coserve.names import ADAPTER_CONFIG, ADAPTER_WEIGHTS
+from coserve.state.durable import disk_errors
+from coserve.types import AdapterDigests, BaseSpec, LoraSettings
+
+MAX_ERROR = 0.05
+"""The bound where none is given."""
+_EXACT = 1e-6
+"""An error below it is none: files hold float32."""
+
+
+class ConversionOptions(msgspec.Struct, frozen=True):
+    """`rank`: total rank, over all blocks; None: the smallest one whose error is at most `max_error` (None: `MAX_ERROR`)."""
+
+    bd_blocks: int
+    rank: int | None = None
+    max_error: float | None = None
+
+
+class ConversionReport(msgspec.Struct, frozen=True):
+    """What a conversion lost."""
+
+    rank: int
+    error: float
+    """Of all sites together."""
+    site_errors: dict[str, float]
+    max_error: float
+    """The bound of `smallest_rank`."""
+    smallest_rank: int
+    """The smallest rank whose error is at most `max_error`."""
+    errors: dict[int, float]
+    """The error of all sites at other ranks."""
+
+
+class _Source:
+    """An adapter's open files, read one site at a time."""
+
+    def __init__(self, file: TensorFile, layout: AdapterTensors, blocks: int) -> None:
+        self._file, self.layout, self._blocks = file, layout, blocks
+
+    def shards(self, site: str) -> SiteShards:
+        shape = self.layout.sites[site]
+        a_RD = _dense(_read(self._file, self.layout.a[site]), shape.a_blocks)
+        b_OR = _dense(_read(self._file, self.layout.b[site]), shape.b_blocks)
+        return cut_update(a_RD, b_OR, cut_of(site) or Cut.COLUMN, self._blocks)
+
+
+def convert_adapter(
+    source: Path,
+    target: Path,
+    base: BaseSpec,
+    options: ConversionOptions,
+    digests: AdapterDigests,
+    progress: Callable[[], None] = lambda: None,
+) -> ConversionReport:
+    """Write the converted adapter's files into the folder `target`. `digests`: what the registry knows of the source's files;
+    `progress` is called for each site.
+
+    Raises:
+        InvalidRequest: blocks or a rank that do not fit the sites, an error above the bound.
+        AdapterError: as `peft.inspect_adapter`.
+        StorageError: the machine cannot read or write the files now.
+    """
+    if digests.config:
+        check_digest(digest_file(source, ADAPTER_CONFIG), digests.config, ADAPTER_CONFIG)
+    config = read_config(source)
+    with TensorFile(source, ADAPTER_WEIGHTS) as file:
+        check_digest(file.sha256(progress), digests.weights, ADAPTER_WEIGHTS)
+        layout = read_layout(config, file, base, digests.alphas)
+        _check(options, layout, base)
+        reader = _Source(file, layout, options.bd_blocks)
+        losses: dict[str, Matrix] = {}
+        for site, shape in layout.sites.items():
+            losses[site] = lost(reader.shards(site).spectra()) * shape.scaling**2
+            progress()
+        report = _report(losses, options)
+        settings = _settings(layout.settings, options.bd_blocks, report.rank, losses)
+        with disk_errors():
+            _write(target, reader, settings, base, progress)
+    return report
+
+
+def _check(options: ConversionOptions, layout: AdapterTensors, base: BaseSpec) -> None:
+    """Raises `InvalidRequest` for blocks that do not fit the sites, or do not divide the rank."""
+    blocks, rank = options.bd_blocks, options.rank
+    try:
+        check_blocks(LoraSettings(bd_blocks=blocks), base, dict.fromkeys(layout.sites, blocks))
+    except InvalidRequest as error:
+        raise InvalidRequest(error.message, field="bd_blocks") from None
+    if rank is not None and (rank % blocks or not 1 <= rank <= MAX_RANK):
+        raise InvalidRequest(f"expected a multiple of {blocks} up to {MAX_RANK}, got {rank}", field="rank")
+
+
+def _report(losses: Mapping[str, Matrix], options: ConversionOptions) -> ConversionReport:
+    """Chooses the rank. Raises `InvalidRequest` for a bound that cannot be kept."""
+    blocks, bound = options.bd_blocks, MAX_ERROR if options.max_error is None else options.max_error
+    most = max(len(loss) for loss in losses.values()) - 1
+    total = sum(np.pad(loss, (0, most + 1 - len(loss))) for loss in losses.values())
+    errors = _relative(np.asarray(total, dtype=np.float64))
+    smallest = blocks * max(1, int(np.argmax(errors <= max(bound, _EXACT))))
+    rank = smallest if options.rank is None else min(options.rank, blocks * most)
+    if rank > MAX_RANK:
+        raise InvalidRequest(
+            f"an error of at most {bound:g} takes rank {rank}: expected at most {MAX_RANK}; allow a larger error or give a rank",
+            field="max_error",
+        )
+    error = float(errors[rank // blocks])
+    if options.max_error is not None and error > max(bound, _EXACT):
+        raise InvalidRequest(
+            f"rank {rank} leaves an error of {error:.3g}: an error of at most {bound:g} takes rank {smallest}",
+            field="rank",
+        )
+    shown = {blocks * min(1 << power, most) for power in range(most.bit_length() + 1)}
+    return ConversionReport(
+        rank=rank,
+        error=error,
+        site_errors={site: float(_relative(loss)[min(rank // blocks, len(loss) - 1)]) for site, loss in losses.items()},
+        max_error=bound,
+        smallest_rank=smallest,
+        errors={each: float(errors[each // blocks]) for each in sorted(shown)},
+    )
+
+
+def _relative(loss: Matrix) -> Matrix:
+    """Relative errors of squared ones; those of an update of zeros are zero."""
+    return np.sqrt(loss / loss[0]) if loss[0] > 0 else np.zeros_like(loss)
+
+
+def _settings(old: LoraSettings, blocks: int, rank: int, losses: Mapping[str, Matrix]) -> LoraSettings:
+    """As the old ones, with the same scaling; a site whose update has a smaller rank has a pattern of its own."""
+    root = np.sqrt if old.rslora else float
+    alpha = alpha_of(old) or float(root(old.r))
+    smaller = {exact(site): most for site, loss in losses.items() if (most := blocks * (len(loss) - 1)) < rank}
+    return msgspec.structs.replace(
+        old,
+        r=rank,
+        alpha=float(alpha * root(rank) / root(old.r)),
+        rank_pattern=smaller,
+        alpha_pattern={},
+        bd_blocks=blocks,
+        targets_bd_a=None,
+        targets_bd_b=None,
+    )
+
+
+def _write(folder: Path, reader: _Source, settings: LoraSettings, base: BaseSpec, progress: Callable[[], None]) -> None:
+    sites, shapes = reader.layout.sites, dict[str, tuple[int, ...]]()
+    for site in sites:
+        rank, _ = rank_and_scaling(settings, site)
+        both = packed_shapes(base.sites[site], rank, blocks_at(settings, site))
+        shapes |= {_tensor(site, part): shape for part, shape in zip("AB", both, strict=True)}
+    ready: dict[str, np.ndarray[tuple[int, ...], np.dtype[np.float32]]] = {}
+
+    def data(name: str) -> np.ndarray[tuple[int, ...], np.dtype[np.float32]]:
+        if name not in ready:  # A and B of a site are neighbours in the file
+            site = name.removeprefix(PREFIX).rpartition(".lora_")[0]
+            rank, scaling = rank_and_scaling(settings, site)
+            shards = reader.shards(site)
+            both = shards.truncated(rank // settings.bd_blocks, sites[site].scaling / scaling)
+            for part, matrix in zip("AB", both, strict=True):
+                ready[_tensor(site, part)] = np.ascontiguousarray(matrix, dtype=np.float32)
+            progress()
+        return ready.pop(name)
+
+    metadata = {"format": "pt", FINGERPRINT: base.fingerprint}
+    write_float32(folder / ADAPTER_WEIGHTS, shapes, data, metadata)
+    content = json.dumps(adapter_config(settings, base, list(sites)), indent=2)
+    (folder / ADAPTER_CONFIG).write_text(content + "\n")
+
+
+def _tensor(site: str, part: str) -> str:
+    return f"{PREFIX}{site}.lora_{part}.weight"
+
+
+def _read(file: TensorFile, entry: TensorEntry) -> Matrix:
+    data = file.read(entry)
+    if entry.dtype == "BF16":  # the upper half of a float32
+        values = (np.frombuffer(data, np.uint16).astype(np.uint32) << 16).view(np.float32)
+    else:
+        values = np.frombuffer(data, np.float32 if entry.dtype == "F32" else np.float16)
+    return values.astype(np.float64).reshape(entry.shape)
+
+
+def _dense(packed: Matrix, blocks: int) -> Matrix:
+    """The matrix whose diagonal blocks are stacked in `packed`."""
+    if blocks == 1:
+        return packed
+    rows, columns = packed.shape
+    dense = np.zeros((blocks, rows // blocks, blocks, columns))
+    for i, part in enumerate(np.split(packed, blocks)):
+        dense[i, :, i] = part
+    return dense.reshape(rows, blocks * columns)

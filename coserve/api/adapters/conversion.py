@@ -1,0 +1,104 @@
+"""Converts adapters between LoRA and BD-LoRA in a helper process: it computes for seconds to minutes, and never beside the engine's tick."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import secrets
+import shutil
+from pathlib import Path
+
+import msgspec
+
+from coserve.adapters.conversion import ConversionOptions, ConversionReport, convert_adapter
+from coserve.api.adapters.catalog import AdapterCatalog, refuse_base_name
+from coserve.api.engine_client import EngineClient
+from coserve.errors import BaseMismatch, InvalidRequest
+from coserve.names import NAME_RULE, is_name
+from coserve.offload.pool import HelperPool
+from coserve.offload.protocol import TaskContext
+from coserve.schemas import ConvertedAdapter, ConvertRequest
+from coserve.state.commits import uncancelled
+from coserve.state.folder import DataFolder
+from coserve.state.thread import RegistryThread
+from coserve.types import AdapterDigests, BaseSpec
+
+NICENESS = 10
+"""The engine and the API come first."""
+
+
+class ConvertArguments(msgspec.Struct, frozen=True):
+    """`target`: an empty folder."""
+
+    source: str
+    target: str
+    base: BaseSpec
+    options: ConversionOptions
+    digests: AdapterDigests
+
+
+class Conversions:
+    """One conversion at a time; more wait."""
+
+    def __init__(
+        self,
+        folder: DataFolder,
+        registry: RegistryThread,
+        helpers: HelperPool,
+        engine: EngineClient,
+        catalog: AdapterCatalog,
+    ) -> None:
+        """`helpers`: for conversions alone, since their processes run at a low priority."""
+        self._folder, self._registry, self._helpers = folder, registry, helpers
+        self._engine, self._catalog = engine, catalog
+
+    async def close(self) -> None:
+        await self._helpers.close()
+
+    async def convert(self, name: str, version: int | None, request: ConvertRequest) -> ConvertedAdapter:
+        """Publish the converted adapter; durable when this returns. Cancelling it stops the computation.
+
+        Raises `AdapterNotFound`, `BaseMismatch`, `InvalidRequest`, `StorageError` leaves, `EngineUnavailable`, `HelperLost`.
+        """
+        spec = self._engine.spec
+        new = request.name or default_name(name, request.bd_blocks)
+        refuse_base_name(new, spec, field="name")
+        record = await self._registry(lambda registry: registry.adapter(name, version))
+        if record.base_fingerprint != spec.fingerprint:
+            raise BaseMismatch(f"adapter {record.ref} belongs to another base, {record.base_name!r}", field="id")
+        options = ConversionOptions(request.bd_blocks, request.rank, request.max_error)
+        staging = self._folder.staging / f"convert-{secrets.token_hex(8)}"
+        try:
+            await asyncio.to_thread(staging.mkdir)
+            source = str(self._folder.adapter(record.ref))
+            arguments = ConvertArguments(source, str(staging), spec, options, record.digests)
+            report = msgspec.msgpack.decode(await self._helpers.run(convert, arguments), type=ConversionReport)
+            adapter = await self._catalog.install(staging, new, spec, origin=f"convert:{record.ref}")
+        finally:
+            await uncancelled(asyncio.create_task(asyncio.to_thread(shutil.rmtree, staging, ignore_errors=True)))
+        return ConvertedAdapter(
+            adapter=adapter,
+            rank=report.rank,
+            error=report.error,
+            site_errors=report.site_errors,
+            max_error=report.max_error,
+            smallest_rank=report.smallest_rank,
+            errors=report.errors,
+        )
+
+
+def convert(context: TaskContext, arguments: bytes, body: bytes) -> bytes:
+    """Helper task of `Conversions.convert`."""
+    os.setpriority(os.PRIO_PROCESS, 0, NICENESS)
+    options = msgspec.msgpack.decode(arguments, type=ConvertArguments)
+    source, target = Path(options.source), Path(options.target)
+    report = convert_adapter(source, target, options.base, options.options, options.digests, context.progress)
+    return msgspec.msgpack.encode(report)
+
+
+def default_name(name: str, blocks: int) -> str:
+    """The name of a converted adapter. Raises `InvalidRequest` where it would be too long."""
+    found = f"{name}-bd{blocks}" if blocks > 1 else f"{name}-lora"
+    if not is_name(found):
+        raise InvalidRequest(f"expected a name for the converted adapter: {found!r} is not {NAME_RULE}", field="name")
+    return found

@@ -1,0 +1,62 @@
+"""`coserve adapters convert`: what it asks for, and what it prints."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from types import SimpleNamespace
+
+import pytest
+from typer.testing import CliRunner
+
+from coserve.cli import adapters
+from coserve.cli.app import app
+from coserve.schemas import Adapter, ConvertedAdapter
+
+ADAPTER = Adapter(
+    id="poet-bd4",
+    version=1,
+    ref="poet-bd4@1",
+    rank=32,
+    alpha=16.0,
+    targets=["q_proj"],
+    base="tiny",
+    base_fingerprint="f",
+    source="convert:poet@2",
+    created_at=0.0,
+    bytes=1 << 20,
+    sha256="0",
+    resident=False,
+    bd_blocks=4,
+)
+
+
+def test_a_conversion_prints_what_was_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[object] = []
+
+    def convert(*args: object, **options: object) -> ConvertedAdapter:
+        asked.append((args, options))
+        return ConvertedAdapter(
+            adapter=ADAPTER,
+            rank=32,
+            error=0.0412,
+            site_errors={"q": 0.0412},
+            max_error=0.1,
+            smallest_rank=24,
+            errors={16: 0.25, 32: 0.0412},
+        )
+
+    monkeypatch.setattr(adapters, "connect", lambda *_: nullcontext(SimpleNamespace(convert_adapter=convert)))
+    command = ["adapters", "convert", "poet@2", "--bd-blocks", "4", "--rank", "32", "--max-error", "0.1"]
+    result = CliRunner().invoke(app, command)
+    assert asked == [(("poet@2", 4), {"rank": 32, "max_error": 0.1, "name": None})]
+    assert result.output.splitlines() == [
+        "poet-bd4@1  rank 32 in 4 blocks  1.0 MiB  convert:poet@2",
+        "error 0.0412; within 0.1 from rank 24 on",
+        "rank       16      32",
+        "error   0.250   0.041",
+    ]
+
+
+def test_help_shows_defaults_that_the_daemon_chooses() -> None:
+    for command, shown in (("finetune", "twice the rank"), ("adapters convert", "NAME-bdN")):
+        assert shown in CliRunner().invoke(app, [*command.split(), "--help"], env={"COLUMNS": "200"}).output
