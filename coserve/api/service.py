@@ -77,7 +77,7 @@ class Service:
         )
         self.jobs = JobManager(config, folder, registry, tokenizer, self._preparers, self.engine, self._recorder)
         self.adapters = AdapterCatalog(config, folder, registry, self._preparers, self.engine, self.generation.in_use)
-        converters = HelperPool(tokenizer.state, 1, LogSettings.of(config), most_memory=0)
+        converters = HelperPool(tokenizer.state, 1, LogSettings.of(config), max_memory=0)
         self.conversions = Conversions(folder, registry, converters, self.engine, self.adapters)
         self._started_monotonic, self.started_at = time.monotonic(), time.time()
         self._receiver: asyncio.Task[Exception | None] | None = None
