@@ -7,9 +7,9 @@ step's adapters. They read `current`; everything else takes its context as an ar
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from coserve.kernels.attention.interface import Attention
@@ -17,6 +17,7 @@ from coserve.kernels.lora.interface import PreparedLora
 from coserve.kernels.lora.types import SiteGroup
 from coserve.model.dropout import DropoutSpec
 from coserve.model.gemm_choice import GemmChoice
+from coserve.parallel.modules import SiteShard
 
 
 @dataclass(frozen=True)
@@ -27,6 +28,8 @@ class Fused:
     gemms: GemmChoice
     groups: Sequence[Sequence[SiteGroup]]
     """By layer."""
+    summed: Mapping[SiteGroup, SiteShard] = field(default_factory=dict)
+    """Groups whose outputs are terms, which are to be summed over the ranks."""
 
 
 @dataclass(frozen=True)

@@ -23,13 +23,14 @@ from coserve.kernels.attention.interface import Attention, AttentionParams
 from coserve.kernels.attention.packed import PackedAttention
 from coserve.kernels.gemm.gemv import gemv
 from coserve.kernels.lora.interface import PreparedLora
-from coserve.kernels.lora.types import StackedWeights
+from coserve.kernels.lora.types import SiteGroup, StackedWeights
 from coserve.model import probe
 from coserve.model.base import Base
 from coserve.model.compiled import Backend, Layers, compiler
 from coserve.model.forward_context import ForwardContext, Fused, current, running
 from coserve.model.gemm_choice import GemmChoice, measure_gemms
 from coserve.model.groups import shared_inputs, stack
+from coserve.parallel.modules import shard_of
 
 NOT_FUSED = "expected to run within FusedBase.forward"
 RECOMPILES = 64
@@ -55,25 +56,41 @@ def _attend_fake(
 def _linear(x: Tensor, weight: Tensor, bias: Tensor | None, sizes: Sequence[int], group: int) -> Tensor:
     """(..., D) -> (..., ΣO): the outputs of the sites of one input side by side, LoRA terms included.
 
-    `sizes`: each site's O.
+    `sizes`: each site's O. Of row-parallel sites the output is the sum of all ranks' terms.
     """
-    x_TD, context = x.reshape(-1, x.shape[-1]), current.context
-    fused, lora = context.fused, context.lora
-    assert fused is not None, NOT_FUSED
-    sites = fused.groups[current.layer][group]
+    context = current.context
+    assert context.fused is not None, NOT_FUSED
+    sites = context.fused.groups[current.layer][group]
+    y_TO = _local_linear(x.reshape(-1, x.shape[-1]), weight, bias, sizes, sites, context.fused, context.lora)
+    shard = context.fused.summed.get(sites)
+    if shard is not None:
+        y_TO = shard.sum(y_TO)
+    return y_TO.view(*x.shape[:-1], y_TO.shape[1])
+
+
+def _local_linear(
+    x_TD: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    sizes: Sequence[int],
+    sites: SiteGroup,
+    fused: Fused,
+    lora: PreparedLora | None,
+) -> Tensor:
+    """(T, ΣO): what this rank computes of it."""
     if lora is not None and not lora.changes(sites):
         lora = None
-    if x_TD.shape[0] == 1 and (shape := fused.gemms.gemv.get((x.shape[-1], *sizes))):
+    if x_TD.shape[0] == 1 and (shape := fused.gemms.gemv.get((x_TD.shape[1], *sizes))):
         tables = None if lora is None else lora.decode_tables(sites)
         if lora is None or tables is not None:
-            return gemv(x_TD[0], weight, bias, sizes, tables, shape=shape).view(*x.shape[:-1], -1)
+            return gemv(x_TD[0], weight, bias, sizes, tables, shape=shape).view(1, -1)
     output = fused.gemms.linear(x_TD, weight, bias)
     y_TO = output.y
     if lora is not None:
         ys = torch.split(y_TO, list(sizes), 1)
         # `output` holds the workspace until the terms have memory of their own.
         lora.add_(sites, ys, x_TD, overlapped=output.workspace is not None)
-    return y_TO.view(*x.shape[:-1], y_TO.shape[1])
+    return y_TO
 
 
 def _linear_fake(x: Tensor, weight: Tensor, bias: Tensor | None, sizes: Sequence[int], group: int) -> Tensor:
@@ -145,6 +162,12 @@ class FusedBase:
         for layer in self.groups:
             for group in layer:
                 base.sites.share(stack(group, [modules[name] for name in group.names]))
+        self._summed = {
+            group: shard
+            for layer in self.groups
+            for group in layer
+            if (shard := shard_of(modules[group.names[0]])) is not None and shard.cut.sums
+        }
         if gemms is None:
             gemms = measure_gemms(self.stacked, base.device) if base.device.type == "cuda" else GemmChoice()
         self.gemms = gemms
@@ -190,13 +213,14 @@ class FusedBase:
         *,
         lora: PreparedLora | None,
         keep: Tensor | None,
+        gather: bool = True,
     ) -> Tensor:
-        """As `Base.forward`, never padded. `lora` is prepared for `groups`."""
-        context = ForwardContext(lora, fused=Fused(attention, self.gemms, self.groups))
+        """As `Base.forward`, never padded. `lora` is prepared for `groups`. `gather`: see `Base.run`."""
+        context = ForwardContext(lora, fused=Fused(attention, self.gemms, self.groups, self._summed))
         self._layers.begin(tokens_T.shape[0])
         with running(context), self._patched():
             # Compiled code would ask that a view's whole storage be of the same size next time.
-            return self.base.run(tokens_T, positions_T.clone(), RUNNING_ATTENTION, keep)
+            return self.base.run(tokens_T, positions_T.clone(), RUNNING_ATTENTION, keep, gather=gather)
 
     def check(self) -> None:
         """Raises `UnsupportedBase` where compiled layers give other logits than the model does: many rows, and one."""
