@@ -81,8 +81,7 @@ class Service:
         self.conversions = Conversions(folder, registry, converters, self.engine, self.adapters)
         self._started_monotonic, self.started_at = time.monotonic(), time.time()
         self._receiver: asyncio.Task[Exception | None] | None = None
-        self._last_receiver: asyncio.Task[Exception | None] | None = None
-        """The same task; kept after the engine is lost."""
+        """Reads the messages of the last engine."""
         self._recording: asyncio.Task[None] | None = None
 
     async def open(self) -> None:
@@ -102,15 +101,14 @@ class Service:
 
     def _open(self, link: Link[ToEngine, FromEngine], ready: EngineReady) -> None:
         self.engine.open(link, ready)
-        self._receiver = self._last_receiver = asyncio.create_task(self._receive(link))
+        self._receiver = asyncio.create_task(self._receive(link))
 
     def engine_lost(self) -> None:
         """The engine ended: requests in flight end with `EngineUnavailable`, jobs wait for the next engine."""
         if not self.engine.alive:
             return
-        receiver, self._receiver = self._receiver, None
-        if receiver is not None:
-            receiver.cancel()
+        if self._receiver is not None and self._receiver is not asyncio.current_task():
+            self._receiver.cancel()
         self.engine.lost()
         self.metrics.engine.report(None)
         self.generation.fail_all(EngineUnavailable("the engine stopped while it ran this request"))
@@ -143,10 +141,10 @@ class Service:
 
     async def disconnected(self) -> Exception | None:
         """Wait until the engine's messages are no longer read. Returns the error that ended the reading; None if the link closed."""
-        if self._last_receiver is None:
+        if (receiver := self._receiver) is None:
             return None
-        await asyncio.wait({self._last_receiver})
-        return None if self._last_receiver.cancelled() else self._last_receiver.result()
+        await asyncio.wait({receiver})
+        return None if receiver.cancelled() else receiver.result()
 
     async def _receive(self, link: Link[ToEngine, FromEngine]) -> Exception | None:
         try:
@@ -159,8 +157,7 @@ class Service:
             log.exception("a message of the engine cannot be read")
             return error
         finally:
-            if self._receiver is asyncio.current_task():  # nobody reads the engine's messages any more
-                self._receiver = None
+            if self._receiver is asyncio.current_task():  # no later engine is attached
                 self.engine_lost()
 
     def _dispatch(self, message: FromEngine) -> None:

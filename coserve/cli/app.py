@@ -16,7 +16,7 @@ from coserve.cli.generate import generate
 from coserve.cli.jobs import finetune, jobs_app
 from coserve.cli.serve import serve
 from coserve.cli.settings import show_config
-from coserve.cli.settingshelp import SettingsCommand
+from coserve.cli.settings_help import SettingsCommand
 from coserve.cli.warm import warm
 
 

@@ -11,9 +11,9 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from coserve.cli.benchprogress import BenchProgress, CountedTarget, shown
+from coserve.cli.bench_progress import BenchProgress, CountedTarget, shown
 from coserve.cli.common import DEFAULT_URL, Key, Url
-from coserve.cli.statuslines import warming_line
+from coserve.cli.status_lines import warming_line
 from coserve.client import AsyncClient
 from coserve.workloads.arrivals import Arrivals, Process
 from coserve.workloads.metrics import summarise

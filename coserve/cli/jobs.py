@@ -12,7 +12,7 @@ import typer
 
 from coserve.cli.common import DEFAULT_URL, AsJson, Key, Limit, Url, connect, say_more
 from coserve.cli.failures import FAILED
-from coserve.cli.jobtable import chosen_line, cut_line, job_line, job_table
+from coserve.cli.job_table import chosen_line, cut_line, job_line, job_table
 from coserve.client import JobHandle
 from coserve.limits import PAGE_SIZE
 from coserve.schemas import Job

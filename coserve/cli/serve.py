@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 import logging
 
-from coserve.cli.settingsoptions import settings_command
-from coserve.cli.statuslines import StatusLines
+from coserve.cli.settings_options import settings_command
+from coserve.cli.status_lines import StatusLines
 from coserve.config import load_config, misspelt_variables
 
 log = logging.getLogger(__name__)

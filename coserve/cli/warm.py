@@ -9,8 +9,8 @@ from collections.abc import Iterator
 import typer
 
 from coserve.cli.failures import FAILED
-from coserve.cli.settingsoptions import settings_command
-from coserve.cli.warmprogress import WarmProgress
+from coserve.cli.settings_options import settings_command
+from coserve.cli.warm_progress import WarmProgress
 from coserve.config import load_config
 
 SETTINGS = (

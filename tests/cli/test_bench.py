@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from coserve.cli.bench import run_bench
-from coserve.cli.benchprogress import BenchProgress
+from coserve.cli.bench_progress import BenchProgress
 from coserve.types import TrainingSettings
 from coserve.workloads.arrivals import Arrivals
 from coserve.workloads.replay import ReplayResult, Rest

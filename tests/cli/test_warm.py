@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 
 from coserve.cli.app import app
 from coserve.cli.warm import SETTINGS
-from coserve.cli.warmprogress import REPEAT, WarmProgress
+from coserve.cli.warm_progress import REPEAT, WarmProgress
 from coserve.config import Config
 from coserve.errors import StartupError
 from coserve.warmup import launch

@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 
 import coserve.cli.jobs
 from coserve.cli.app import app
-from coserve.cli.jobtable import age, chosen_line, cut_line, job_table
+from coserve.cli.job_table import age, chosen_line, cut_line, job_table
 from coserve.schemas import ErrorInfo, Job, JobList
 from coserve.types import JobState, LoraSettings, TrainingSettings
 

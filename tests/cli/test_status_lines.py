@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from coserve.cli.statuslines import REPEAT, StatusLines
+from coserve.cli.status_lines import REPEAT, StatusLines
 from coserve.health import Warming
 
 

@@ -11,7 +11,7 @@ from typing import Self
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from coserve.cli.statuslines import warming_line
+from coserve.cli.status_lines import warming_line
 from coserve.health import Warming
 
 REPEAT = 5.0
