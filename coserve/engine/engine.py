@@ -129,6 +129,11 @@ class Engine:
         """Steps become faster while it runs."""
         return self._upgrade is not None
 
+    @property
+    def compiled(self) -> bool:
+        """Whether it begins with compiled steps."""
+        return self._upgrade is not None and self._upgrade.compiled
+
     async def run(self) -> None:
         """Tick until `Shutdown` comes or the API process is gone. Raises what only a new process mends: `EngineFault`, and
         any error outside of the work of one request or one job."""
@@ -194,15 +199,18 @@ class Engine:
 
     async def _compile_and_adopt(self, upgrade: Upgrades) -> None:
         """Compile on a thread, then switch to compiled steps. A shutdown does not wait for the thread."""
-        await upgrade.ready()
-        executor = ThreadPoolExecutor(1, "compile")
-        compiled = asyncio.get_running_loop().run_in_executor(executor, upgrade.compile)
-        executor.shutdown(wait=False)
-        await compiled
-        with self._stalls.during("adopt"):
-            notes = upgrade.adopt()
-        self._garbage.start_up_done()
-        self._link.send(EngineNotes(notes=notes))
+        loop, executor = asyncio.get_running_loop(), ThreadPoolExecutor(1, "compile")
+        try:
+            await upgrade.ready()
+            await loop.run_in_executor(executor, upgrade.compile)
+            with self._stalls.during("adopt"):
+                notes = upgrade.adopt()
+            self._garbage.start_up_done()
+            self._link.send(EngineNotes(notes=notes))
+            await upgrade.eager_ready()
+            await loop.run_in_executor(executor, upgrade.preload_eager)
+        finally:
+            executor.shutdown(wait=False)
 
     def _tell_warming(self) -> None:
         last = self._warming

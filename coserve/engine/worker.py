@@ -32,7 +32,7 @@ from coserve.errors import AdapterNotFound, StartupError
 from coserve.finetune.memory_profiling import Conditions, plan_memory
 from coserve.finetune.trainer import Trainer
 from coserve.garbage import GarbageCollection, freeze_and_collect_young, freeze_and_disable
-from coserve.generate.execution.start import Compilation, make_start
+from coserve.generate.execution.start import Compilation, make_start, wake_compiler
 from coserve.generate.generator import Generator
 from coserve.kernels.lora.backend import choose_backend
 from coserve.kernels.lora.interface import LoraBackend
@@ -49,7 +49,7 @@ from coserve.state.folder import DataFolder
 from coserve.stream_link import engine_end
 from coserve.types import AdapterDigests, AdapterRef
 from coserve.warmup.messages import WarmUpTask
-from coserve.warmup.parts import FIRST, STEP_PARTS
+from coserve.warmup.parts import EAGER, FIRST, STEP_PARTS
 
 log = logging.getLogger(__name__)
 
@@ -117,6 +117,7 @@ def build_engine(
         upgrade = Upgrade(start.compilation, generator, notes, warm, preload_kernels=preload_kernels)
         if warm is not None and warm.complete(STEP_PARTS):
             upgrade.compile()  # from disk; while requests run it would take several times as long and delay them
+            upgrade.adopt()
     engine = Engine(
         generator,
         trainer,
@@ -196,19 +197,22 @@ async def _run(config: Config, fd: int, warm_up: StartedWarmUp | None) -> None:
             load_format=config.load_format,
         )
         if warm is not None:
-            if config.compile == "background":
-                await warm.wait_for_parts(FIRST)
-            else:
+            waking = asyncio.get_running_loop().run_in_executor(None, wake_compiler, base.device)
+            if config.compile != "background":
                 await warm.wait_until_ended()
+            elif not await warm.wait_for_parts(FIRST):
+                await warm.wait_for_parts(EAGER)
+            await asyncio.wait({waking})  # what it raises, `make_start` hears too
         garbage = GarbageCollection(first_full=freeze_and_disable)
         preload_kernels: Callable[[Compilation | None], None] = lambda _: None
         if warm_up is not None:
             preload_kernels = partial(_preload_kernels, base, config, warm_up.task)
-            preload_kernels(None)
         engine, ready = build_engine(base, config, link, garbage=garbage, warm=warm, preload_kernels=preload_kernels)
     except StartupError as error:
         link.send(EngineRefused(code=error.code, message=error.message))
     else:
+        if not engine.compiled:
+            preload_kernels(None)
         freeze_and_collect_young()  # compilation makes much garbage, on other threads too
         log_event(
             log,

@@ -24,10 +24,12 @@ class Part:
     """Names of parts that must be complete before it starts. If one fails, so does this part."""
     after: frozenset[str] = frozenset()
     """Names of parts that must be complete, or have failed, before it starts."""
+    urgent: bool = False
+    """While it waits for parts that it needs, no later part starts: each would keep a process for many seconds."""
 
 
-FIRST = ("profile", "steps", f"decodes-{DEFAULT_RANK}", f"prompts-{DEFAULT_RANK}")
-"""Parts that must be complete before the engine serves: its memory profile, and eager steps."""
+EAGER = ("steps", f"decodes-{DEFAULT_RANK}", f"prompts-{DEFAULT_RANK}")
+"""Parts with the kernels of steps without compiled layers."""
 LAYERS = "layers"
 GEMMS = tuple(f"gemms-{rows}" for rows in GEMM_ROWS)
 
@@ -38,7 +40,10 @@ def graphs(rank: int) -> tuple[str, str]:
 
 
 STEP_PARTS = (*graphs(0), *graphs(DEFAULT_RANK))
-"""Parts that must be complete before the engine replaces eager steps by compiled ones."""
+"""Parts that must be complete before the engine runs compiled steps."""
+FIRST = ("profile", *STEP_PARTS)
+"""Parts that must be complete before the engine serves: its memory profile, and compiled steps. Eager ones would be too slow
+for the requests that come meanwhile: they would still wait when all is warm."""
 
 
 def training(rank: int) -> str:
@@ -50,15 +55,15 @@ def all_parts() -> tuple[Part, ...]:
     """Every part, most urgent first."""
     layers, gemms = frozenset({LAYERS}), frozenset(GEMMS)  # without the measured choice, graphs have torch's GEMMs
     return (
+        Part(LAYERS, 12),
         Part("profile", 10),
+        *(Part(name, 4) for name in GEMMS),
+        *(Part(name, 15, layers, gemms, urgent=True) for name in reversed(graphs(DEFAULT_RANK))),
+        *(Part(name, 8, layers, gemms, urgent=True) for name in reversed(graphs(0))),
+        Part(training(DEFAULT_RANK), 12),
         Part("steps", 12),
         Part(f"prompts-{DEFAULT_RANK}", 10),
         Part(f"decodes-{DEFAULT_RANK}", 8),
-        Part(LAYERS, 12),
-        *(Part(name, 4) for name in GEMMS),
-        *(Part(name, 15, layers, gemms) for name in graphs(DEFAULT_RANK)),
-        *(Part(name, 8, layers, gemms) for name in graphs(0)),
-        Part(training(DEFAULT_RANK), 12),
         Part(f"sites-{DEFAULT_RANK}", 10),
         *(part for rank in RANKS if rank != DEFAULT_RANK for part in _of_rank(rank, layers, gemms)),
     )
@@ -108,9 +113,13 @@ class PartSchedule:
         known, ended = self._parts.keys(), self._complete | self.failed.keys()
         for part in self._parts.values():
             ready = part.requires & known <= self._complete and part.after & known <= ended
-            if ready and part.name not in ended | self._running:
+            if part.name in ended | self._running:
+                continue
+            if ready:
                 self._running.add(part.name)
                 return part.name
+            if part.urgent:
+                return None
         return None
 
     def advance(self, name: str, done: int, total: int) -> None:

@@ -20,7 +20,7 @@ from coserve.kernels.lora.types import StackedWeights
 from coserve.model.base import load_base
 from coserve.model.gemm_choice import GemmChoice, load_gemms, save_gemms
 from coserve.warmup.messages import Progress, WarmUpTask
-from coserve.warmup.parts import FIRST, GEMMS, LAYERS, graphs
+from coserve.warmup.parts import EAGER, FIRST, GEMMS, LAYERS, graphs
 
 CPU = torch.device("cpu")
 
@@ -37,7 +37,7 @@ def test_a_worker_runs_every_part_and_says_how_far_it_is(tmp_path: Path) -> None
     task, config = make_task(tmp_path)
     base = load_base("bundled", device="cpu", dtype="float32", few_layers=True)
     runner = make_part_runner(base, config, task)
-    for name in (*FIRST, LAYERS, *GEMMS, *graphs(0)):
+    for name in ("profile", LAYERS, *GEMMS, *graphs(0), *EAGER):
         pieces = list(runner.run(name))
         assert all(done < total for done, total in pieces), name
         assert [done for done, _ in pieces] == sorted(done for done, _ in pieces), name
@@ -99,15 +99,18 @@ async def test_the_engine_waits_for_the_parts_that_it_needs(tmp_path: Path) -> N
     assert (warm.done, warm.total) == (3, 9)
     assert not waiting.done()
     assert not warm.ready(0)
-    theirs.sendall(msgspec.json.encode(Progress(6, 9, [*FIRST, *graphs(0)])) + b"\n")
+    theirs.sendall(msgspec.json.encode(Progress(6, 9, ["profile", *graphs(0), *graphs(16)])) + b"\n")
     assert await waiting
     assert warm.ready(0)
-    assert not warm.ready(16)
-    theirs.sendall(msgspec.json.encode(Progress(9, 9, [*FIRST, *graphs(0)], ["graphs-16 failed"], ended=True)) + b"\n")
+    assert not warm.ready(32)
+    theirs.sendall(
+        msgspec.json.encode(Progress(9, 9, ["profile", *graphs(0), *graphs(16)], ["graphs-32 failed"], ended=True))
+        + b"\n"
+    )
     theirs.close()
-    assert not await warm.wait_for_parts(graphs(16))
-    assert warm.ready(16), "nothing more will come: the engine compiles it"
-    assert warm.notes == ("graphs-16 failed",)
+    assert not await warm.wait_for_parts(graphs(32))
+    assert warm.ready(32), "nothing more will come: the engine compiles it"
+    assert warm.notes == ("graphs-32 failed",)
     await warm.close()
 
 
@@ -117,13 +120,13 @@ async def test_a_part_that_failed_is_waited_for_no_longer(tmp_path: Path) -> Non
     ours, theirs = socket.socketpair()
     await warm.listen(ours)
     waiting = asyncio.create_task(warm.wait_for_parts(FIRST))
-    done, failed = FIRST[1:], [FIRST[0], *graphs(16)]
+    done, failed = graphs(0), ["profile", *graphs(16)]
     theirs.sendall(msgspec.json.encode(Progress(5, 9, list(done), ["no memory"], failed)) + b"\n")
     assert not await waiting
     assert not warm.ended
     assert warm.ready(16), "its kernels will never be there"
     assert not warm.complete(graphs(16))
-    assert not warm.ready(0)
+    assert not warm.ready(32)
     assert not warm.training_kernels_ready(16)
     theirs.close()
     await warm.close()

@@ -67,8 +67,15 @@ class Work:
         if self.fails:
             raise ZeroDivisionError
 
+    compiled = False
+
     async def ready(self) -> None:
         pass
+
+    eager_ready = ready
+
+    def preload_eager(self) -> None:
+        assert threading.get_ident() == self.thread
 
     def progress(self) -> EngineWarming:
         return EngineWarming(done=len(self.generator.prepared), total=3, seconds_left=None, notes=())

@@ -7,7 +7,19 @@ from hypothesis import strategies as st
 
 from coserve.generate.execution.graph_sizes import LORA_RANKS
 from coserve.kernels.gemm import skinny
-from coserve.warmup.parts import FIRST, GEMM_ROWS, GEMMS, LAYERS, RANKS, Part, PartSchedule, all_parts, graphs
+from coserve.warmup.parts import (
+    EAGER,
+    FIRST,
+    GEMM_ROWS,
+    GEMMS,
+    LAYERS,
+    RANKS,
+    Part,
+    PartSchedule,
+    all_parts,
+    graphs,
+    training,
+)
 
 Case = tuple[list[Part], set[str]]
 
@@ -19,7 +31,8 @@ def cases(draw: st.DrawFn) -> Case:
     for number in range(draw(st.integers(1, 8))):
         known = [part.name for part in parts]
         earlier = st.frozensets(st.sampled_from(known)) if known else st.just(frozenset[str]())
-        parts.append(Part(f"p{number}", draw(st.integers(1, 9)), draw(earlier), draw(earlier)))
+        urgent = draw(st.booleans())
+        parts.append(Part(f"p{number}", draw(st.integers(1, 9)), draw(earlier), draw(earlier), urgent=urgent))
     done = draw(st.sets(st.sampled_from([part.name for part in parts])))
     return parts, done
 
@@ -71,8 +84,9 @@ def test_a_part_that_is_put_back_runs_again() -> None:
 def test_what_requires_a_failed_part_fails_too() -> None:
     schedule = PartSchedule(all_parts())
     started = set(iter(schedule.next, None))
-    assert {*FIRST, LAYERS, *GEMMS} <= started
-    assert not started & {*graphs(0), *graphs(16)}
+    assert started == {"profile", LAYERS, *GEMMS}, (
+        "what the engine needs first waits for the layers, and all else for that"
+    )
     schedule.fail(LAYERS, "refused")
     assert {*graphs(0), *graphs(16), *graphs(256)} <= schedule.failed.keys()
     assert set(schedule.failed.values()) == {"refused"}
@@ -98,7 +112,7 @@ def test_parts_know_the_ranks_and_rows_that_kernels_are_made_for() -> None:
 
 def test_the_engine_gets_first_what_it_needs_first() -> None:
     names = [part.name for part in all_parts()]
-    assert set(names[: len(FIRST)]) == set(FIRST)
-    assert max(names.index(name) for name in graphs(16)) < min(
+    assert set(names[: len(FIRST) + 1 + len(GEMMS)]) == {*FIRST, LAYERS, *GEMMS}
+    assert max(map(names.index, (*EAGER, training(16)))) < min(
         names.index(name) for name in names if name.endswith("-32") and "gemms" not in name
     )

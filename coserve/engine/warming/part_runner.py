@@ -59,8 +59,6 @@ TRAINED = (16, 48, 64, 100, 128, 200, 256, 384, 500, 512, 700, 1024, 1500, 2048)
 """Tokens of micro-batches."""
 
 
-SPARED_CORES = 2
-"""Processor cores that compile nothing: the engine and the API process need them."""
 Adapter = tuple[AdapterRef, LoraWeights]
 
 
@@ -90,7 +88,7 @@ class PartRunner:
         """Mixes at position 0: LoRA kernels do not depend on positions."""
         self._number = 0
         self._compiler_initialized = False
-        self._threads = ThreadPoolExecutor(max(1, ((os.cpu_count() or 2) - SPARED_CORES) // task.workers), "compile")
+        self._threads = ThreadPoolExecutor(max(1, (os.cpu_count() or 1) // task.workers), "compile")
         self._on_gpu = base.device.type == "cuda"
 
     def run(self, name: str) -> Iterator[tuple[int, int]]:

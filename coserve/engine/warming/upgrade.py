@@ -12,7 +12,7 @@ from coserve.generate.execution.start import COMPILING, Compilation
 from coserve.generate.generator import Generator
 from coserve.link import EngineWarming
 from coserve.types import JobSpec
-from coserve.warmup.parts import STEP_PARTS
+from coserve.warmup.parts import EAGER, STEP_PARTS
 
 log = logging.getLogger(__name__)
 
@@ -30,17 +30,18 @@ class Upgrade:
         notes: tuple[str, ...],
         warm: WarmUpClient | None = None,
         *,
-        preload_kernels: Callable[[Compilation], None] = lambda _: None,
+        preload_kernels: Callable[[Compilation | None], None] = lambda _: None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """`notes`: for the operator, on other subjects. `warm`: the warm-up's client; None if this process compiles everything.
-        `preload_kernels`: called on the compiling thread; loads the kernels of the first compiled steps."""
+        `preload_kernels`: called on the compiling thread; loads the kernels of the first compiled steps; None: of eager ones."""
         self._compilation, self._generator, self._notes, self._warm = compilation, generator, notes, warm
         self._preload_kernels, self._clock, self._began = preload_kernels, clock, clock()
         self._executor: GraphExecutor | None = None
         self._graphs = 0
         """How many were missing when the executor was adopted."""
-        self._compiled = False
+        self.compiled = False
+        """Whether `compile` was called."""
         self._adopted: tuple[str, ...] | None = None
         """Notes on compiled steps; None before `adopt`."""
 
@@ -60,9 +61,9 @@ class Upgrade:
 
     def compile(self) -> None:
         """Compile the layers, on any thread. Later calls do nothing."""
-        if self._compiled:
+        if self.compiled:
             return
-        self._compiled = True
+        self.compiled = True
         began = self._clock()
         self._compilation.compile()
         compiled = self._clock()
@@ -72,12 +73,23 @@ class Upgrade:
         )
 
     def adopt(self) -> tuple[str, ...]:
-        """Switch to compiled steps, between two steps. Returns all notes for the operator."""
+        """Switch to compiled steps, between two steps. Returns all notes for the operator. Later calls change nothing."""
+        if self._adopted is not None:
+            return self.notes
         executor, self._adopted = self._compilation.executor()
         if executor is not None:
             self._generator.adopt(executor)
             self._executor, self._graphs = executor, executor.missing
         return self.notes
+
+    async def eager_ready(self) -> None:
+        """Returns once the kernels of eager steps are on disk, or never will be: prompts that are scored need them."""
+        if self._warm is not None:
+            await self._warm.wait_for_parts(EAGER)
+
+    def preload_eager(self) -> None:
+        """Load the kernels of eager steps, on another thread."""
+        self._preload_kernels(None)
 
     @property
     def notes(self) -> tuple[str, ...]:

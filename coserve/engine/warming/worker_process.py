@@ -3,11 +3,17 @@ input. FD is one end of a socket pair: the worker reads `DoPart` lines and write
 
 from __future__ import annotations
 
+import os
+
 from coserve.processes import obey_parent, skip_slow_imports
+
+NICENESS = 10
+"""The engine and the API process go first where there are too few processor cores."""
 
 
 def main() -> None:
     obey_parent()
+    os.nice(NICENESS)
     skip_slow_imports()
     from coserve.engine.warming.worker import work  # imports torch and transformers
 

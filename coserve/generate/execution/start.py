@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Protocol
 
 import torch
@@ -168,8 +169,9 @@ def _refusal(base: Base, error: Exception) -> str:
     return f"generation: steps run one by one, as torch.compile refuses {base.spec.family}: {reason}"
 
 
+@cache
 def wake_compiler(device: torch.device) -> None:
-    """Imports the compiler and lets it make what it makes once a process.
+    """Imports the compiler and lets it make what it makes once a process. On any thread; later calls do nothing.
 
     While inductor traces, it patches `nn.Module.__call__` for all threads. Its tracers let modules of others through,
     but for one, which fails them: that of an empty graph that it makes once (`loop_body._dummy_gm`).
