@@ -63,23 +63,14 @@ class BodyReader:
         self._max_body, self._timeout = max_body_bytes, read_timeout
         self._held = 0
 
-    async def json(self, request: web.Request, type: type[T]) -> T:
-        """The body as `type`. Raises `MalformedJson`, `InvalidRequest`, `UnknownField`, `BodyTooLarge`..."""
-        async with self.body(request) as body:
-            return await self.decode(body, type)
+    async def read(self, request: web.Request, decoder: type[T] | Callable[[bytes], T], *, dialect: bool = False) -> T:
+        """The result of `decoder`, a type or a module-level function, on a JSON body.
 
-    async def dialect(self, request: web.Request, type: type[T]) -> T:
-        """As `json`, for clients of other servers: unknown fields with empty values are accepted."""
-        async with self.body(request) as body:
-            return await self.decode(body, type, dialect=True)
-
-    async def read(self, request: web.Request, decode: Callable[[bytes], T]) -> T:
-        """The result of `decode`, a module-level function, on a JSON body.
-
-        Raises `BodyTooLarge`, `RequestTimeout`, and what `decode` raises.
+        `dialect`: for clients of other servers, unknown fields with empty values are accepted. Raises `BodyTooLarge`,
+        `RequestTimeout`, and what the decoder raises: for a type `MalformedJson`, `InvalidRequest`, `UnknownField`.
         """
         async with self.body(request) as body:
-            return await self.decode(body, decode)
+            return await self.decode(body, decoder, dialect=dialect)
 
     @asynccontextmanager
     async def body(self, request: web.Request) -> AsyncIterator[bytearray]:

@@ -41,10 +41,12 @@ def error_info(error: CoserveError) -> ErrorInfo:
 
 @dataclass(frozen=True)
 class ErrorFormat:
-    """The format of a dialect's error bodies: their type, and the function that makes one."""
+    """The format of a dialect's error bodies: their type, and the function that makes one. `bad_request`: the status of
+    errors that have 400 elsewhere."""
 
     body: type[msgspec.Struct]
     make: Callable[[CoserveError], msgspec.Struct]
+    bad_request: int = 400
 
 
 NATIVE_ERRORS = ErrorFormat(ErrorBody, lambda error: ErrorBody(error=error_info(error)))
@@ -52,7 +54,8 @@ NATIVE_ERRORS = ErrorFormat(ErrorBody, lambda error: ErrorBody(error=error_info(
 
 def error_response(error: CoserveError, error_format: ErrorFormat = NATIVE_ERRORS) -> web.Response:
     """The response for an error, with `Retry-After` where waiting helps."""
-    response = json_response(error_format.make(error), status=error.status)
+    status = error_format.bad_request if error.status == 400 else error.status
+    response = json_response(error_format.make(error), status=status)
     if isinstance(error, QueueFull):
         response.headers["Retry-After"] = str(max(1, math.ceil(error.retry_after)))
     elif isinstance(error, CapacityError) and error.status == 503:

@@ -13,11 +13,11 @@ from coserve import __version__
 from coserve.api.generation.full_response import collect_native
 from coserve.api.http.bodies import BodyReader
 from coserve.api.http.parsing import decode_dialect, decode_json, page, ref_from_path
-from coserve.api.http.responses import NATIVE_ERRORS, json_response
+from coserve.api.http.responses import NATIVE_ERRORS, error_response, json_response
 from coserve.api.http.sse import EventStream
 from coserve.api.http.uploads import UploadReader, is_upload
 from coserve.api.service import Service
-from coserve.api.tgi.errors import tgi_error_response
+from coserve.api.tgi.errors import TGI_ERRORS
 from coserve.api.tgi.handlers import TgiApi
 from coserve.api.tgi.schemas import TgiRequest
 from coserve.config import Config
@@ -61,7 +61,7 @@ class NativeApi:
     async def generate(self, request: web.Request) -> web.StreamResponse:
         body = await self._bodies.read(request, decode_generate)
         if isinstance(body, RequestError):
-            return tgi_error_response(body)
+            return error_response(body, TGI_ERRORS)
         if isinstance(body, TgiRequest):
             return await self._tgi.respond(request, body)
         if not body.stream:
@@ -109,7 +109,7 @@ class NativeApi:
 
     async def import_adapter(self, request: web.Request) -> web.StreamResponse:
         if not is_upload(request):
-            body = await self._bodies.json(request, ImportRequest)
+            body = await self._bodies.read(request, ImportRequest)
             return json_response(await self._service.adapters.import_files(body, None), status=201)
         async with self._uploads.read(request, ImportRequest, self._staging, ADAPTER_FILES) as (settings, folder):
             return json_response(await self._service.adapters.import_files(settings, folder), status=201)
@@ -142,11 +142,11 @@ class NativeApi:
         name, version = ref_from_path(request.match_info["id"])
         if version is not None:
             raise InvalidRequest("expected a name without a version: the body names it", field="id")
-        body = await self._bodies.json(request, RollbackRequest)
+        body = await self._bodies.read(request, RollbackRequest)
         return json_response(await self._service.adapters.roll_back(name, body.version))
 
     async def convert_adapter(self, request: web.Request) -> web.StreamResponse:
-        body = await self._bodies.json(request, ConvertRequest)
+        body = await self._bodies.read(request, ConvertRequest)
         name, version = ref_from_path(request.match_info["id"])
         return json_response(await self._service.conversions.convert(name, version, body), status=201)
 

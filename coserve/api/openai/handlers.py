@@ -41,7 +41,7 @@ class OpenAIApi:
         self._service, self._config, self._bodies = service, config, bodies
 
     async def completions(self, request: web.Request) -> web.StreamResponse:
-        body = await self._resolve_placeholder(await self._bodies.dialect(request, CompletionRequest))
+        body = await self._resolve_placeholder(await self._bodies.read(request, CompletionRequest, dialect=True))
         requests = completion_requests(body, self._service.engine.spec)
         echoes = [await self._echo(body, each) for each in requests]
         meta = self._meta("cmpl", body)
@@ -54,7 +54,7 @@ class OpenAIApi:
             return await self._stream(request, completion_events(body, meta, echoes, chunks))
 
     async def chat_completions(self, request: web.Request) -> web.StreamResponse:
-        body = await self._resolve_placeholder(await self._bodies.dialect(request, ChatRequest))
+        body = await self._resolve_placeholder(await self._bodies.read(request, ChatRequest, dialect=True))
         native = chat_request(body, self._service.engine.spec)
         meta = self._meta("chatcmpl", body)
         if not body.stream:

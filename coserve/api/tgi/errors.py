@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from aiohttp import web
-
-from coserve.api.http.responses import ErrorFormat, error_info, error_response
+from coserve.api.http.responses import ErrorFormat, error_info
 from coserve.api.tgi.schemas import TgiError, TgiErrorType
 from coserve.errors import CoserveError, QueueFull
 
@@ -23,11 +21,5 @@ def tgi_error(error: CoserveError) -> TgiError:
     return TgiError(error=message, error_type=kind)
 
 
-TGI_ERRORS = ErrorFormat(TgiError, tgi_error)
-
-
-def tgi_error_response(error: CoserveError) -> web.Response:
-    response = error_response(error, TGI_ERRORS)
-    if error.status == 400:
-        response.set_status(422)  # what TGI's clients know as a validation error
-    return response
+TGI_ERRORS = ErrorFormat(TgiError, tgi_error, bad_request=422)
+"""TGI's clients know 422 as a validation error."""

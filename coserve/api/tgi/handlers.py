@@ -12,10 +12,10 @@ from msgspec import UNSET
 from coserve import __version__
 from coserve.api.generation.full_response import collect
 from coserve.api.http.bodies import BodyReader
-from coserve.api.http.responses import json_response
+from coserve.api.http.responses import error_response, json_response
 from coserve.api.http.sse import EventStream
 from coserve.api.service import Service
-from coserve.api.tgi.errors import tgi_error, tgi_error_response
+from coserve.api.tgi.errors import TGI_ERRORS, tgi_error
 from coserve.api.tgi.requests import has_details, tgi_request
 from coserve.api.tgi.schemas import (
     TgiDetails,
@@ -42,26 +42,18 @@ class TgiApi:
 
     async def generate_root(self, request: web.Request) -> web.StreamResponse:
         """As TGI's own: a list of one response, or a stream."""
-        try:
-            body = await self._bodies.dialect(request, TgiRequest)
-            if body.stream:
-                return await self._stream(request, body)
-            return json_response([await self._collect(body)])
-        except CoserveError as error:
-            return tgi_error_response(error)
+        body = await self._bodies.read(request, TgiRequest, dialect=True)
+        return await self._stream(request, body) if body.stream else json_response([await self._collect(body)])
 
     async def generate_stream(self, request: web.Request) -> web.StreamResponse:
-        try:
-            return await self._stream(request, await self._bodies.dialect(request, TgiRequest))
-        except CoserveError as error:
-            return tgi_error_response(error)
+        return await self._stream(request, await self._bodies.read(request, TgiRequest, dialect=True))
 
     async def respond(self, request: web.Request, body: TgiRequest) -> web.StreamResponse:
         """The response in TGI's format, errors too."""
         try:
             return await self._stream(request, body) if body.stream else json_response(await self._collect(body))
         except CoserveError as error:
-            return tgi_error_response(error)
+            return error_response(error, TGI_ERRORS)
 
     async def info(self, request: web.Request) -> web.StreamResponse:
         engine = self._service.engine
