@@ -12,25 +12,9 @@ from coserve.cli.failures import FAILED
 from coserve.cli.settings_options import settings_command
 from coserve.cli.warm_progress import WarmProgress
 from coserve.config import load_config
+from coserve.warmup.key import SHAPE_SETTINGS
 
-SETTINGS = (
-    "data_dir",
-    "device",
-    "dtype",
-    "lora_way",
-    "cache_dir",
-    "trust_remote_code",
-    "load_format",
-    "inference_batch_size",
-    "page_tokens",
-    "step_tokens",
-    "max_active_jobs",
-    "micro_batch_tokens",
-    "recompute",
-    "log_level",
-    "log_format",
-    "config",
-)
+SETTINGS = (*SHAPE_SETTINGS, "data_dir", "device", "cache_dir", "load_format", "log_level", "log_format", "config")
 """Those that decide which kernels a daemon needs, or where they are kept."""
 
 

@@ -258,7 +258,7 @@ def serve(config: Config, fd: int, warm_up: StartedWarmUp | None) -> None:
     disable_progress_bar()
     torch.set_num_threads(config.threads or default_threads())
     sys.setswitchinterval(SWITCH_INTERVAL)
-    watch_compilations()
+    watch_compilations(logging.WARNING)  # steps wait for each of them
     run_to_exit(_run(config, fd, warm_up))
 
 

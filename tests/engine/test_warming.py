@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import socket
 from pathlib import Path
 
@@ -13,9 +14,11 @@ import torch
 from coserve.config import Config, config_to_json
 from coserve.engine.warming.client import DIED, WarmUpClient, gemm_paths
 from coserve.engine.warming.compilations import Compilations
+from coserve.engine.warming.early_start import CAPTURABLE
 from coserve.engine.warming.part_runner import make_part_runner
 from coserve.engine.warming.step_mixes import Mix, WarmUpSizes, step_mixes
 from coserve.kernels.gemm.skinny import SHAPES
+from coserve.kernels.lora.backend import BACKENDS, make_backend
 from coserve.kernels.lora.types import StackedWeights
 from coserve.model.base import load_base
 from coserve.model.gemm_choice import GemmChoice, load_gemms, save_gemms
@@ -172,8 +175,13 @@ async def test_a_process_that_says_nothing_is_waited_for_no_longer(tmp_path: Pat
 
 
 def test_each_kernel_that_is_compiled_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
-    found = Compilations()
+    found = Compilations(logging.WARNING)
     for hit in (True, False, False):
         found(src=None, metadata={"name": "shrink"}, times=None, cache_hit=hit, metadata_group={})
     assert found.kernels == ["shrink", "shrink"]
-    assert [record.levelname for record in caplog.records if "shrink" in record.message] == ["WARNING"]
+    assert [record.levelname for record in caplog.records if record.levelno >= logging.INFO] == ["WARNING"]
+
+
+def test_layers_are_compiled_where_the_lora_backend_can_be_captured() -> None:
+    """Written twice: the process that starts the warm-up has not imported torch."""
+    assert set(CAPTURABLE) == {"auto", *(name for name in BACKENDS if make_backend(name).capturable)}

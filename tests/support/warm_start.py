@@ -29,7 +29,6 @@ async def start(settings: str) -> dict[str, object]:
     from coserve.types import SamplingParams, Slo
 
     compilations = watch_compilations()
-    assert compilations is not None
     warm = WarmUpClient(started.task)
     await warm.listen(started.socket)
     base = load_base(config.model, device=config.device, dtype=config.dtype, load_format=config.load_format)

@@ -1,4 +1,4 @@
-"""Listeners that count the Triton kernels compiled in this process."""
+"""A listener for the Triton kernels that this process compiles."""
 
 from __future__ import annotations
 
@@ -12,54 +12,31 @@ log = logging.getLogger(__name__)
 
 
 class Compilations:
-    """Triton's compilation listener in the engine: logs each kernel, since a step waited for it. Cache hits do not count."""
+    """Triton's compilation listener. Kernels that are loaded from a cache do not count."""
 
-    def __init__(self) -> None:
+    def __init__(self, level: int = logging.DEBUG) -> None:
+        """`level`: of the log line for each kernel that is compiled for the first time."""
+        self._level = level
         self.kernels: list[str] = []
-        """Names of the kernels that were compiled, in order."""
+        """Names of the compiled kernels, in order."""
+        self.seconds = 0.0
 
     def __call__(self, *, src: Any, metadata: dict[str, Any], times: Any, cache_hit: bool, **_: Any) -> None:  # noqa: ANN401 - Triton's own types
         if cache_hit:
             return
-        name = str(metadata.get("name", getattr(src, "name", "a kernel")))
-        seconds = getattr(times, "total", 0) / 1e6
-        if name in self.kernels:
-            log.debug("compiled %s again in %.1f s", name, seconds)
-        else:
-            log.warning("the kernel %s was compiled in the engine's process, in %.1f s: no cache had it", name, seconds)
+        name, seconds = str(metadata.get("name", getattr(src, "name", "a kernel"))), getattr(times, "total", 0) / 1e6
+        level = logging.DEBUG if name in self.kernels else self._level
+        log.log(level, "the kernel %s was compiled in this process, in %.1f s: no cache had it", name, seconds)
         self.kernels.append(name)
+        self.seconds += seconds
 
 
-class CompilationTime:
-    """Triton's compilation listener in a warm-up worker: sums the time."""
+def watch_compilations(level: int = logging.DEBUG) -> Compilations:
+    """Listen from now on. Hears nothing of an interpreter, or of a Triton without listeners."""
+    found = Compilations(level)
+    if not interpreted():
+        with suppress(ImportError):
+            from triton import knobs
 
-    def __init__(self) -> None:
-        self.kernels, self.seconds = 0, 0.0
-
-    def __call__(self, *, times: Any, cache_hit: bool, **_: Any) -> None:  # noqa: ANN401 - Triton's own types
-        if not cache_hit:
-            self.kernels += 1
-            self.seconds += getattr(times, "total", 0) / 1e6
-
-
-def measure_compilations() -> CompilationTime:
-    """Sum the time that Triton compiles from now on; stays 0 if this Triton has no listeners."""
-    found = CompilationTime()
-    with suppress(ImportError):
-        from triton import knobs
-
-        knobs.compilation.listener = found
-    return found
-
-
-def watch_compilations() -> Compilations | None:
-    """Log what Triton compiles from now on; None if this Triton has no listeners."""
-    if interpreted():
-        return None
-    try:
-        from triton import knobs
-    except ImportError:
-        return None
-    found = Compilations()
-    knobs.compilation.listener = found
+            knobs.compilation.listener = found
     return found

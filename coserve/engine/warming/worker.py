@@ -1,5 +1,5 @@
-"""What a process of a warm-up does (`worker_process` is its entry): it loads the engine's base with few layers and random
-weights, and runs parts with it."""
+"""A worker of a warm-up: loads the engine's base with few layers and random weights, and runs parts. `worker_process` is the
+process's entry."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import torch
 from transformers.utils.logging import disable_progress_bar
 
 from coserve.config import config_from_json
-from coserve.engine.warming.compilations import measure_compilations
+from coserve.engine.warming.compilations import watch_compilations
 from coserve.engine.warming.part_runner import PartRunner, make_part_runner
 from coserve.errors import CoserveError
 from coserve.logs.setup import LogSettings, set_up_logging
@@ -39,10 +39,10 @@ def work() -> None:
             lines.write(msgspec.json.encode(report) + b"\n")
             lines.flush()
 
-        spent = measure_compilations()
+        compiled = watch_compilations()
         for line in lines:
             name, began = msgspec.json.decode(line, type=DoPart).name, time.monotonic()
-            kernels, seconds = spent.kernels, spent.seconds
+            kernels, seconds = len(compiled.kernels), compiled.seconds
             try:
                 if runner is None:
                     base = load_base(
@@ -62,7 +62,7 @@ def work() -> None:
             except Exception as error:  # noqa: BLE001 - any error fails the part alone
                 send(PartReport(0, 1, "error", f"{type(error).__name__}: {str(error).splitlines()[:1]}"))
             else:
-                kernels, seconds = spent.kernels - kernels, spent.seconds - seconds
+                kernels, seconds = len(compiled.kernels) - kernels, compiled.seconds - seconds
                 took = time.monotonic() - began
                 log.info("%s: %.1f s, of which %d kernels took %.1f s to compile", name, took, kernels, seconds)
                 send(PartReport(1, 1))
