@@ -19,7 +19,7 @@ class Pace:
         self._steps: deque[tuple[float, int]] = deque(maxlen=WINDOW + 1)
         self._total = 0
 
-    def see(self, event: JobEvent) -> None:
+    def add(self, event: JobEvent) -> None:
         """Add the job's next event."""
         if event.metrics is None:
             if event.state is not None:

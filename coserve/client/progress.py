@@ -65,7 +65,7 @@ class Bar:
         self._bar.stop()
 
     def show(self, event: JobEvent) -> None:
-        self._pace.see(event)
+        self._pace.add(event)
         if event.metrics is not None:
             metrics = event.metrics
             speed = metrics.tokens / metrics.seconds if metrics.seconds > 0 else 0.0

@@ -36,10 +36,10 @@ class EventParser:
         text = text[1:] if second_half else text
         *lines, self._line = (self._line + text.replace("\r\n", "\n").replace("\r", "\n")).split("\n")
         for line in lines:
-            if (event := self._take(line)) is not None:
+            if (event := self._feed_line(line)) is not None:
                 yield event
 
-    def _take(self, line: str) -> Event | None:
+    def _feed_line(self, line: str) -> Event | None:
         if not line:
             data, name = self._data, self._event
             self._data, self._event = [], ""

@@ -8,7 +8,7 @@ from itertools import pairwise
 from hypothesis import given
 from hypothesis import strategies as st
 
-from coserve.api.generation.output_queue import LOOSE, MAX_MERGED, EngineOutput, OutputQueue
+from coserve.api.generation.output_queue import MAX_MERGED, UNMERGED, EngineOutput, OutputQueue
 from coserve.link import Admitted, RequestFailed, Tokens
 from coserve.logprobs import PackedLogprobs
 from coserve.types import FinishReason, TokenLogprob
@@ -74,6 +74,6 @@ async def test_a_message_alone_is_not_waited_for_more_of() -> None:
 
 def test_what_waits_long_is_held_in_few_messages() -> None:
     inbox = OutputQueue()
-    for number in range(LOOSE + 10 * MAX_MERGED):
+    for number in range(UNMERGED + 10 * MAX_MERGED):
         inbox.put(tokens("a", number))
-    assert len(inbox) <= LOOSE + 11
+    assert len(inbox) <= UNMERGED + 11

@@ -24,7 +24,7 @@ async def test_ready_tasks_run_in_order_a_few_a_turn() -> None:
     turns, turn, ran = Turns(10), 0, list[tuple[int, int]]()
 
     async def work(number: int, units: int) -> None:
-        await turns.take(units)
+        await turns.acquire(units)
         ran.append((turn, number))
 
     tasks = [asyncio.create_task(work(number, 25 if number == 4 else 5)) for number in range(9)]
@@ -38,8 +38,8 @@ async def test_ready_tasks_run_in_order_a_few_a_turn() -> None:
 
 async def test_waiting_work_that_is_cancelled_holds_up_nobody() -> None:
     turns = Turns(1)
-    await turns.take(1)
-    first, second = (asyncio.create_task(turns.take(1)) for _ in range(2))
+    await turns.acquire(1)
+    first, second = (asyncio.create_task(turns.acquire(1)) for _ in range(2))
     await asyncio.sleep(0)
     first.cancel()
     await asyncio.wait_for(second, 120)

@@ -24,7 +24,7 @@ def state(name: JobState, at: float) -> JobEvent:
 def told(*events: JobEvent) -> float | None:
     pace = Pace()
     for event in events:
-        pace.see(event)
+        pace.add(event)
     return pace.left
 
 

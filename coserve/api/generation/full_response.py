@@ -72,11 +72,11 @@ class _ChoiceBuilder(Generic[S]):
 
 
 async def collect(
-    request: GenerateRequest, stream: AsyncGenerator[GenerateChunk, None], new: Callable[[], S]
+    request: GenerateRequest, stream: AsyncGenerator[GenerateChunk, None], new_builder: Callable[[], S]
 ) -> FullResponse[S]:
-    """The full response to `request` from its `stream`. `new` makes an empty builder. Raises what the stream raises."""
-    prompt = None if request.prompt_logprobs is None else new()
-    choices = [_ChoiceBuilder(None if request.logprobs is None else new()) for _ in range(request.n)]
+    """The full response to `request` from its `stream`. `new_builder` makes an empty one for the prompt and for each choice. Raises what the stream raises."""
+    prompt = None if request.prompt_logprobs is None else new_builder()
+    choices = [_ChoiceBuilder(None if request.logprobs is None else new_builder()) for _ in range(request.n)]
     prompt_ids: list[int] | None = None
     last: GenerateChunk | None = None
     async with aclosing(stream) as chunks:

@@ -108,7 +108,7 @@ class InFlightRequests:
                     waiting = 0
                 async with semaphore:
                     if isinstance(message, Tokens):
-                        await self._turns.take(_values(message))
+                        await self._turns.acquire(_values(message))
                     if (chunk := self._process(state, message)) is not None:
                         yield chunk
         finally:

@@ -12,8 +12,8 @@ from coserve.logprobs import PackedLogprobs
 MAX_MERGED = MAX_PROMPT_LOGPROBS
 """Most tokens and prompt positions in one merged message: what becomes text in one turn of the event loop."""
 
-LOOSE = 16
-"""Messages that are kept unmerged."""
+UNMERGED = 16
+"""Waiting messages that are kept unmerged."""
 
 EngineOutput = Admitted | Tokens | RequestFailed
 
@@ -21,8 +21,8 @@ EngineOutput = Admitted | Tokens | RequestFailed
 class OutputQueue:
     """FIFO. Consecutive `Tokens` messages of one sequence are merged, so a slow reader pays less for each.
 
-    A reader that stops is disconnected after the write deadline (`EventStream`), and at most the whole response waits. Behind
-    `LOOSE` messages new ones are merged as they come: some ten bytes a token instead of hundreds.
+    A reader that stops is disconnected after the write deadline (`EventStream`), and at most the whole response waits. After
+    `UNMERGED` messages, new ones are merged on arrival: about ten bytes per token instead of hundreds.
     """
 
     def __init__(self) -> None:
@@ -34,7 +34,7 @@ class OutputQueue:
         return len(self._messages)
 
     def put(self, message: EngineOutput) -> None:
-        last = self._messages[-1] if len(self._messages) >= LOOSE else None
+        last = self._messages[-1] if len(self._messages) >= UNMERGED else None
         if isinstance(last, Tokens) and isinstance(message, Tokens) and _join(last, message):
             self._messages[-1] = _merged([last, message])
         else:

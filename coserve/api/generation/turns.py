@@ -15,7 +15,7 @@ class Turns:
         self._waiting: deque[tuple[asyncio.Future[None], int]] = deque()
         self._renewing = False
 
-    async def take(self, units: int) -> None:
+    async def acquire(self, units: int) -> None:
         """Wait for a turn with enough units left; work larger than a whole turn gets a turn for itself."""
         if self._left > 0 and not self._waiting:
             self._spend(units)

@@ -13,17 +13,17 @@ class WaitingLimit:
 
     def __init__(self, limit: int, *, fair: bool) -> None:
         self._limit, self._fair = limit, fair
-        self._taken = Counter[str | None]()
+        self._counts = Counter[str | None]()
 
     def acquire(self, adapter: str | None, count: int) -> None:
         """Raises `QueueFull`. `adapter`: its id; None: the base."""
-        total, own = self._taken.total(), self._taken[adapter]
-        flows = len({adapter, *self._taken})
+        total, own = self._counts.total(), self._counts[adapter]
+        flows = len({adapter, *self._counts})
         if total + count > self._limit and not (self._fair and own + count <= self._limit // flows):
             raise QueueFull(f"{total} requests wait already; the queue takes {self._limit}")
-        self._taken[adapter] += count
+        self._counts[adapter] += count
 
     def release(self, adapter: str | None, count: int) -> None:
-        self._taken[adapter] -= count
-        if not self._taken[adapter]:
-            del self._taken[adapter]
+        self._counts[adapter] -= count
+        if not self._counts[adapter]:
+            del self._counts[adapter]

@@ -16,7 +16,7 @@ VALUES_AT_ONCE = 4096
 CHARACTERS = 64
 """Characters of text that cost as much to encode as one value."""
 SAMPLED_ENTRIES = 1024
-"""Entries of a list that are weighed; of a longer one, as many at even distances stand for the others."""
+"""Entries of a list that are counted; a longer list is sampled at this many evenly spaced entries."""
 BLOCK = 1 << 16
 """Bytes that are joined, copied or sent at once."""
 
@@ -41,7 +41,7 @@ class JsonBlocks:
 
 def _encode_blocks(value: object) -> msgspec.Raw:
     if not isinstance(value, JsonBlocks):
-        raise NotImplementedError(f"expected what JSON can say, got {type(value)}")
+        raise NotImplementedError(f"expected a value that JSON can encode, got {type(value)}")
     return msgspec.Raw(b"".join(value))
 
 
@@ -82,8 +82,8 @@ class JsonListBuilder(Generic[T]):
         """The list, as JSON; only for a response that is encoded and not read."""
         self._close()
         blocks = JsonBlocks(self._blocks)
-        light = blocks.bytes < VALUES_AT_ONCE * CHARACTERS
-        return cast(list[T], msgspec.Raw(b"[" + b",".join(self._blocks) + b"]") if light else blocks)
+        small = blocks.bytes < VALUES_AT_ONCE * CHARACTERS
+        return cast(list[T], msgspec.Raw(b"[" + b",".join(self._blocks) + b"]") if small else blocks)
 
 
 def count_values(value: object) -> int:
@@ -110,8 +110,8 @@ def count_values(value: object) -> int:
 
 def encode_in_chunks(value: object) -> Iterator[bytes]:
     """The bytes of `msgspec.json.encode(value)`, in chunks of about `VALUES_AT_ONCE` values."""
-    heavy = count_values(value) > VALUES_AT_ONCE
-    if heavy and isinstance(value, msgspec.Struct) and not value.__struct_config__.omit_defaults:
+    large = count_values(value) > VALUES_AT_ONCE
+    if large and isinstance(value, msgspec.Struct) and not value.__struct_config__.omit_defaults:
         start = b"{"
         for field in msgspec.structs.fields(type(value)):
             if (entry := getattr(value, field.name)) is not UNSET:
@@ -119,7 +119,7 @@ def encode_in_chunks(value: object) -> Iterator[bytes]:
                 yield from encode_in_chunks(entry)
                 start = b","
         yield b"}" if start == b"," else b"{}"
-    elif heavy and isinstance(value, list | tuple) and value:
+    elif large and isinstance(value, list | tuple) and value:
         start = b"["
         for group in _groups(value):
             yield start
