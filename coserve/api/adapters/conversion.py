@@ -12,8 +12,9 @@ import msgspec
 
 from coserve.adapters.conversion import ConversionOptions, ConversionReport, convert_adapter
 from coserve.api.adapters.catalog import AdapterCatalog, refuse_base_name
+from coserve.api.adapters.lookup import find_adapter
 from coserve.api.engine_client import EngineClient
-from coserve.errors import BaseMismatch, InvalidRequest
+from coserve.errors import InvalidRequest
 from coserve.names import NAME_RULE, is_name
 from coserve.offload.pool import HelperPool
 from coserve.offload.protocol import TaskContext
@@ -63,9 +64,7 @@ class Conversions:
         spec = self._engine.spec
         new = request.name or default_name(name, request.bd_blocks)
         refuse_base_name(new, spec, field="name")
-        record = await self._registry(lambda registry: registry.adapter(name, version))
-        if record.base_fingerprint != spec.fingerprint:
-            raise BaseMismatch(f"adapter {record.ref} belongs to another base, {record.base_name!r}", field="id")
+        record = await find_adapter(self._registry, name, version, spec, field="id")
         options = ConversionOptions(request.bd_blocks, request.rank, request.max_error)
         staging = self._folder.staging / f"convert-{secrets.token_hex(8)}"
         try:

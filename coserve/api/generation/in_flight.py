@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import AsyncGenerator, Callable
 from contextlib import suppress
 
+from coserve.api.adapters.lookup import find_adapter
 from coserve.api.engine_client import EngineClient
 from coserve.api.generation.async_tokenizer import AsyncTokenizer
 from coserve.api.generation.output_queue import EngineOutput
@@ -17,7 +18,7 @@ from coserve.api.generation.turns import Turns
 from coserve.api.generation.waiting_limit import WaitingLimit
 from coserve.api.metrics.prometheus import Metrics
 from coserve.config import Config
-from coserve.errors import BaseMismatch, EngineUnavailable, QueueFull, error_from_code
+from coserve.errors import EngineUnavailable, QueueFull, error_from_code
 from coserve.link import Admitted, CancelRequest, Generate, RequestFailed, Tokens
 from coserve.logprobs import BYTES_PER_TOP
 from coserve.names import split_ref
@@ -93,12 +94,14 @@ class InFlightRequests:
         semaphore = asyncio.Semaphore() if semaphore is None else semaphore
         state: RequestState | None = None
         prompt_scores = 0
-        name = None if request.adapter is None else split_ref(request.adapter)[0]
+        name, version = (None, None) if request.adapter is None else split_ref(request.adapter)
         waiting = self._start_waiting(name, request.n)
         try:
             check_generate(request, self._engine.spec)
             prompt = await encode_prompt(request, self._engine.spec, self._async_tokenizer)
-            record = await self._resolve(request.adapter)
+            record = None
+            if name is not None:
+                record = await find_adapter(self._registry, name, version, self._engine.spec, field="adapter")
             prompt_scores = self._reserve_prompt_scores(request, len(prompt))
             state = self._send(request, prompt, record, arrived)
             while state.decoders.keys() & self._states.keys():
@@ -132,16 +135,6 @@ class InFlightRequests:
             raise QueueFull("too many log-probabilities of prompts at once")
         self._prompt_scores += count
         return count
-
-    async def _resolve(self, text: str | None) -> AdapterRecord | None:
-        """The adapter version that serves the whole request. Raises `AdapterNotFound`, `BaseMismatch`."""
-        if text is None:
-            return None
-        name, version = split_ref(text)
-        record = await self._registry(lambda registry: registry.adapter(name, version))
-        if record.base_fingerprint != self._engine.spec.fingerprint:
-            raise BaseMismatch(f"adapter {record.ref} belongs to another base, {record.base_name!r}", field="adapter")
-        return record
 
     def _send(
         self, request: GenerateRequest, prompt: tuple[int, ...], record: AdapterRecord | None, arrived: float

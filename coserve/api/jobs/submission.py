@@ -14,6 +14,7 @@ import msgspec
 from coserve.adapters.targets import resolve_targets
 from coserve.api.adapters.catalog import refuse_base_name
 from coserve.api.adapters.inspection import Inspection
+from coserve.api.adapters.lookup import find_adapter
 from coserve.api.http.parsing import local_path
 from coserve.config import Config
 from coserve.corpus.batch_plan import BatchPlan
@@ -23,7 +24,7 @@ from coserve.corpus.limits import check_training, longest_row
 from coserve.corpus.rows import parse_rows
 from coserve.corpus.staging import PendingCorpus, StagedCorpus, TokenizeFile, tokenize_file
 from coserve.corpus.tokenize import tokenize_rows
-from coserve.errors import AdapterNotFound, BaseMismatch, InvalidRequest
+from coserve.errors import InvalidRequest
 from coserve.names import split_ref
 from coserve.offload.pool import HelperPool
 from coserve.pretrained.tokenizer import Tokenizer
@@ -120,14 +121,7 @@ class Submission:
         if request.lora is not None:
             raise InvalidRequest("expected no lora settings: continue_from has its own", field="lora")
         name, version = split_ref(request.continue_from)
-        try:
-            record = await self._registry(lambda registry: registry.adapter(name, version))
-        except AdapterNotFound as error:
-            raise AdapterNotFound(error.message, field="continue_from") from None
-        if record.base_fingerprint != spec.fingerprint:
-            raise BaseMismatch(
-                f"adapter {record.ref} belongs to another base, {record.base_name!r}", field="continue_from"
-            )
+        record = await find_adapter(self._registry, name, version, spec, field="continue_from")
         return record, await self._inspection.settings(self._folder.adapter(record.ref), spec)
 
     async def _tokenize(self, source: list[dict[str, Any]] | Path, longest: int) -> PendingCorpus:

@@ -1,0 +1,21 @@
+"""Finds the adapter version that a request names."""
+
+from __future__ import annotations
+
+from coserve.errors import AdapterNotFound, BaseMismatch
+from coserve.state.records import AdapterRecord
+from coserve.state.thread import RegistryThread
+from coserve.types import BaseSpec
+
+
+async def find_adapter(
+    registry: RegistryThread, name: str, version: int | None, base: BaseSpec, *, field: str
+) -> AdapterRecord:
+    """One version, or the current one (None). Raises `AdapterNotFound` and `BaseMismatch`, which name `field`."""
+    try:
+        record = await registry(lambda registry: registry.adapter(name, version))
+    except AdapterNotFound as error:
+        raise AdapterNotFound(error.message, field=field) from None
+    if record.base_fingerprint != base.fingerprint:
+        raise BaseMismatch(f"adapter {record.ref} belongs to another base, {record.base_name!r}", field=field)
+    return record
