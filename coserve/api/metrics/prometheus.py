@@ -209,7 +209,7 @@ class EngineGauges(Collector):
             yield CounterMetricFamily(f"coserve_{name}", text, value=total)
         stalls = HistogramMetricFamily(
             "coserve_engine_stall_seconds",
-            "Between two chances to begin a generation step, while requests waited or ran",
+            "Between two moments at which a generation step can begin, while requests waited or ran",
             labels=["cause"],
         )
         for cause, counts in self._stalls().items():
