@@ -16,7 +16,7 @@ from coserve.errors import CheckpointUnreadable, NonFiniteLoss
 from coserve.finetune.flat_tensors import FlatLayout
 from coserve.finetune.host_copy import HostCopy
 from coserve.finetune.lora_tensors import named_tensors
-from coserve.kernels.lora.types import LoraPair, MainGrads
+from coserve.kernels.lora.types import MainGrads
 from coserve.model.lora import LoraWeights
 from coserve.types import BaseSpec, TrainingSettings
 
@@ -44,7 +44,7 @@ class AdapterOptimizer:
         """`start`: initial weights, fp32. `dtype`: of the copies. `device`: the base's; None: where `start` is."""
         self._settings, self._training = start.settings, training
         self._pair = {
-            site: partial(LoraPair, scaling=pair.scaling, a_blocks=pair.a_blocks, b_blocks=pair.b_blocks)
+            site: partial(type(pair), scaling=pair.scaling, a_blocks=pair.a_blocks, b_blocks=pair.b_blocks)
             for site, pair in start.sites.items()
         }
         """Makes a pair of two matrices, by site."""

@@ -9,7 +9,7 @@ import torch
 
 from tests.support import sharded
 from tests.support.ranks import Ranks
-from tests.support.sharded import KINDS, Kind, gradients, mixed_logits
+from tests.support.sharded import KINDS, Kind, Trained, gradients, mixed_logits, train
 
 LAYERS, HIDDEN, ROWS = 2, 32, 32
 """Rows: the batch's tokens, padded on CPU."""
@@ -68,3 +68,35 @@ def test_gradients_are_those_of_one_process(
         for site, both in whole.items():
             for got, expected in zip(found[site], both, strict=True):
                 torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(("strategy", "kind"), [("nfs", KINDS[0]), ("slora", KINDS[0]), ("bd", KINDS[2])])
+def test_a_job_has_the_losses_and_the_weights_of_one_process(
+    ranks: Ranks, folder: str, strategy: str, kind: Kind
+) -> None:
+    expected = train(None, folder, strategy, kind)
+    first, *others = ranks.run(train, folder, strategy, kind)
+    _same(first, expected)
+    for found in others:
+        assert (found.losses, found.norms) == (first.losses, first.norms), "bit for bit"
+        assert all(torch.equal(a, b) for n in first.weights for a, b in _both(first, found, n))
+
+
+def test_weights_of_ranks_go_on_in_one_process_and_the_other_way_round(ranks: Ranks, folder: str) -> None:
+    half = ranks.run(train, folder, "bd", KINDS[2], 2)[0]
+    _same(
+        train(None, folder, "bd", KINDS[2], 2, half.weights),
+        ranks.run(train, folder, "bd", KINDS[2], 2, half.weights)[0],
+    )
+
+
+def _same(found: Trained, expected: Trained) -> None:
+    assert found.losses == pytest.approx(expected.losses, rel=1e-4)
+    assert found.norms == pytest.approx(expected.norms, rel=1e-3)
+    for name in expected.weights:
+        for got, want in _both(found, expected, name):
+            torch.testing.assert_close(got, want, rtol=1e-3, atol=1e-3)
+
+
+def _both(one: Trained, other: Trained, name: str) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    return zip(one.weights[name], other.weights[name], strict=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -10,6 +11,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
+from coserve.finetune.micro_batch import MicroBatchRunner, run_to_end
+from coserve.finetune.optimizer import AdapterOptimizer
+from coserve.finetune.packed_rows import pack_rows
 from coserve.kernels.attention.packed import PackedAttention
 from coserve.kernels.lora.segments import Segments
 from coserve.kernels.lora.types import LoraPair
@@ -19,8 +23,9 @@ from coserve.model.lora import LoraBatch, LoraWeights
 from coserve.parallel.adapter import AdapterCut, Matrices
 from coserve.parallel.lora import Strategy
 from coserve.parallel.mesh import Mesh
-from coserve.types import BaseSpec, LoraSettings
+from coserve.types import BaseSpec, LoraSettings, TrainingSettings
 from tests.support.families import tiny_family
+from tests.support.finetuning import random_corpus
 from tests.support.lora_backends import GROUPED
 from tests.support.lora_reference import tokens_of
 
@@ -124,6 +129,58 @@ def gradients(
         return loss.item(), found, norm.item()
     cut.sum_gradients(found)
     return loss.item(), cut.gather(found), cut.norm(found).item()
+
+
+class Trained(NamedTuple):
+    losses: list[float]
+    norms: list[float]
+    weights: Matrices
+    """Whole."""
+
+
+def train(
+    mesh: Mesh | None, folder: str, strategy: str, kind: Kind, steps: int = 3, start: Matrices | None = None
+) -> Trained:
+    """A few optimizer steps of one adapter, layer by layer, with dropout and clipped gradients.
+
+    `start`: whole matrices to begin with, as a checkpoint has them.
+    """
+    base = load(folder, mesh)
+    whole = whole_adapter(base.spec, kind)
+    if start is not None:
+        pairs = {n: replace(pair, a_RD=start[n][0], b_OR=start[n][1]) for n, pair in whole.sites.items()}
+        whole = LoraWeights(whole.settings, pairs)
+    begun, cut = part(base, whole, strategy)
+    settings = TrainingSettings(steps=steps, learning_rate=0.02, max_grad_norm=0.05, weight_decay=0.1)
+    optimizer = AdapterOptimizer(begun, base.spec, settings, torch.float32)
+    runner = MicroBatchRunner(base, recompute=False)
+    rows = pack_rows(random_corpus(), range(5), torch.device("cpu"))
+    losses, norms = [], []
+    for step in range(steps):
+        dropout = DropoutSpec(0.2, seed=step)
+        lora = LoraBatch(Segments((0, rows.tokens), (0,)), (optimizer.weights(),), GROUPED, dropout)
+        nll = run_to_end(runner.forward_backward(rows, lora, optimizer.trainable, optimizer.grads))
+        losses.append(float(nll) / rows.targets)
+        if cut is None:
+            norm = float(optimizer.divide_grads(rows.targets))
+        else:
+            parts = _sums(optimizer.weights())
+            cut.sum_gradients(parts)
+            optimizer.divide_grads(rows.targets)
+            norm = float(cut.norm(parts))
+        norms.append(norm)
+        optimizer.update(norm, settings.learning_rate)
+    trained = {name: (pair.a_RD, pair.b_OR) for name, pair in optimizer.masters().sites.items()}
+    return Trained(losses, norms, trained if cut is None else cut.gather(trained))
+
+
+def _sums(weights: LoraWeights) -> dict[str, tuple[Tensor, Tensor]]:
+    """The gradient sums of an optimizer's pairs."""
+    found = {}
+    for name, pair in weights.sites.items():
+        assert pair.main_grads is not None
+        found[name] = pair.main_grads.a_RD, pair.main_grads.b_OR
+    return found
 
 
 def _grad(tensor: Tensor) -> Tensor:
