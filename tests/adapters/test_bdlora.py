@@ -20,6 +20,7 @@ from coserve.errors import CorruptAdapter, InvalidRequest, ShapeMismatch, Unsupp
 from coserve.finetune.init import new_adapter
 from coserve.finetune.lora_tensors import cast
 from coserve.model.base import wrap_base
+from coserve.parallel.families import PLANS, Width
 from coserve.types import BaseSpec, LoraSettings, SiteSpec
 from tests.support.families import SERVED, tiny_family
 from tests.support.lora_reference import save_peft
@@ -65,6 +66,13 @@ def test_the_table_agrees_with_transformers_plans(family: str) -> None:
         cut = cut_of(name)
         if style is not None and cut is not None:
             assert style.startswith("colwise" if cut is Cut.COLUMN else "rowwise"), name
+
+
+def test_the_table_agrees_with_our_own_plans() -> None:
+    for family, plan in PLANS.items():
+        fused = {path for path, width in plan.column.items() if width in (Width.QKV, Width.GATE_UP)}
+        assert all(cut_of(path) is (None if path in fused else Cut.COLUMN) for path in plan.column), family
+        assert all(cut_of(path) is Cut.ROW for path in plan.row), family
 
 
 def test_b_is_cut_at_column_parallel_sites_and_a_at_row_parallel_ones() -> None:

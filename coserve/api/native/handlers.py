@@ -42,6 +42,7 @@ DOCS = {
     "docs/data.md": "rows to fine-tune on",
     "docs/families.md": "families of models, and what works with each",
     "docs/operations.md": "start, readiness, warm-up",
+    "docs/bdlora.md": "LoRA in blocks, for tensor parallelism",
     "docs/metrics.md": "what /metrics counts",
     "docs/structures.md": "how the code is built",
 }
