@@ -12,7 +12,14 @@ from pathlib import Path
 from coserve.config import Config
 from coserve.engine.sizes import STEP_TOKENS
 from coserve.engine.warming.client import gemm_paths
-from coserve.engine.warming.step_mixes import CONTEXTS, Mix, WarmUpSizes, adapter_counts, step_mixes
+from coserve.engine.warming.step_mixes import (
+    CONTEXTS,
+    Mix,
+    WarmUpSizes,
+    adapter_counts,
+    micro_batch_sizes,
+    step_mixes,
+)
 from coserve.errors import NonFiniteLoss
 from coserve.finetune.init import new_adapter
 from coserve.finetune.memory_profiling import Conditions, CudaMemoryMeter, MemoryProfiler
@@ -55,8 +62,6 @@ SAMPLED = (
     SamplingParams(temperature=0.0, logprobs=2),
     SamplingParams(temperature=0.0, presence_penalty=0.5, repetition_penalty=1.2),
 )
-TRAINED = (16, 48, 64, 100, 128, 200, 256, 384, 500, 512, 700, 1024, 1500, 2048)
-"""Tokens of micro-batches."""
 
 
 Adapter = tuple[AdapterRef, LoraWeights]
@@ -215,8 +220,7 @@ class PartRunner:
     def _training(self, rank: int) -> Iterator[tuple[int, int]]:
         self._stacked()
         profiler, most = self._profiler(rank), self._sizes.micro_batch_tokens
-        batches = sorted({most, *(size for size in TRAINED if size <= most)})
-        yield from self._compile_training([(profiler.micro_batch, size) for size in batches])
+        yield from self._compile_training([(profiler.micro_batch, size) for size in micro_batch_sizes(most)])
 
     def _compile_training(self, work: Sequence[tuple[Callable[[int], object], int]]) -> Iterator[tuple[int, int]]:
         with compile_only(self._threads):

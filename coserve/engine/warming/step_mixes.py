@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from coserve.kernels.lora.segmented.plan import PREFILL_TILE_ROWS
+
 PROMPTS = (2, 3, 7, 12, 16, 24, 33, 48, 64, 65, 96, 100, 128, 130, 192, 200, 256, 300, 384, 500, 512, 640, 700, 768, 900,
            1024, 1100, 1280, 1536, 1800, 2048)  # fmt: skip
 """Prefill tokens of a step."""
 DECODES = (1, 2, 3, 4, 5, 6, 7, 8, 9, 12, 15, 16, 17, 20, 24, 28, 31, 32, 33, 40, 48, 50, 56, 63, 64, 80, 96, 100, 128, 160,
            192, 256)  # fmt: skip
 """Sequences of a decode step."""
+TILE, DENSE = PREFILL_TILE_ROWS, 2048
 CONTEXTS = (0, 700)
 """Tokens already in the KV cache."""
 DECODES_WITH_PREFILL = (1, 3, 9, 17)
@@ -67,3 +70,12 @@ def adapter_counts(mix: Mix, adapters: int) -> list[int]:
     """Numbers of adapters to run a step with, of `adapters` at hand: one, a quarter, half, and one for each sequence."""
     most = min(len(mix.tokens), adapters)
     return sorted({min(1, most), -(-most // 4), -(-most // 2), most})
+
+
+def micro_batch_sizes(most: int) -> list[int]:
+    """Tokens of micro-batches that need every training kernel there is for up to `most` tokens: kernels depend on the number
+    of tiles, up to `DENSE` tokens on each, and on whether Triton may read whole vectors."""
+    dense = range(TILE, min(most, DENSE) + 1, TILE)
+    sparse = range(DENSE, most + 1, 4 * TILE)
+    found = {1, 2, 16, most, *(size - less for sizes in (dense, sparse) for size in sizes for less in (0, 3))}
+    return sorted(size for size in found if size <= most)
