@@ -18,11 +18,13 @@ from coserve.model.context import Context, context_of
 from coserve.model.cut import cut_layers
 from coserve.model.fingerprint import fingerprint
 from coserve.model.forward_context import ForwardContext, running
-from coserve.model.lora import LoraBatch, LoraSites
+from coserve.model.lora import LoraBatch, LoraSites, LoraWeights
 from coserve.model.seam import PaddedAttention, ReferenceAttention
 from coserve.model.settings import refuse_settings
 from coserve.model.sharded import Shard, load_shard
 from coserve.names import ADAPTER_CONFIG
+from coserve.parallel.adapter import AdapterCut
+from coserve.parallel.lora import Strategy
 from coserve.parallel.mesh import Mesh
 from coserve.parallel.modules import shard_of
 from coserve.parallel.sharding import Sharding
@@ -108,6 +110,15 @@ class Base:
     def prepare(self, batch: LoraBatch | None) -> ForwardContext:
         """The context of forwards with these adapters, for code that runs layers itself, `with running(context)`."""
         return ForwardContext() if batch is None else self.sites.prepare(batch)
+
+    def part(self, weights: LoraWeights, strategy: Strategy = Strategy.NFS) -> LoraWeights:
+        """This rank's part of a whole adapter, by a strategy for its dense pairs; the adapter itself where the base is whole.
+
+        Block-diagonal pairs whose blocks fit the ranks go by `bd`, others are made dense (`parallel.lora.cut_pair`).
+        """
+        if self.sharding is None:
+            return weights
+        return LoraWeights(weights.settings, AdapterCut.of(self.sharding, weights.sites, strategy).take(weights.sites))
 
 
 def load_base(

@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from coserve.parallel.mesh import Mesh, join
+from coserve.parallel.join import join
+from coserve.parallel.mesh import Mesh
 from tests.support.ranks import Ranks, rank_of
 
 

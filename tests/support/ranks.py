@@ -1,4 +1,4 @@
-"""Processes that form a mesh over gloo, started once and given many functions to run."""
+"""Processes that form a mesh, started once and given many functions to run."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from typing import Any, Self
 
 import torch
 
-from coserve.parallel.mesh import Mesh, join
+from coserve.parallel.join import join
+from coserve.parallel.mesh import Mesh
 
 LIMIT = 240.0
 """Seconds for one function."""
@@ -21,14 +22,15 @@ LIMIT = 240.0
 class Ranks:
     """`size` processes; a context manager, which ends them whatever happens."""
 
-    def __init__(self, size: int) -> None:
+    def __init__(self, size: int, *, cuda: bool = False) -> None:
+        """`cuda`: over NCCL, each on its GPU; else over gloo."""
         self._folder = tempfile.TemporaryDirectory()
         context = multiprocessing.get_context("spawn")
         address = f"file://{Path(self._folder.name) / 'store'}"
         self._processes, self._pipes = [], list[Connection]()
         for rank in range(size):
             ours, theirs = context.Pipe()
-            process = context.Process(target=_serve, args=(theirs, rank, size, address), daemon=True)
+            process = context.Process(target=_serve, args=(theirs, rank, size, address, cuda), daemon=True)
             process.start()
             theirs.close()
             self._processes.append(process)
@@ -63,9 +65,11 @@ class Ranks:
         return [results[rank] for rank in range(len(self._pipes))]
 
 
-def _serve(pipe: Connection, rank: int, size: int, address: str) -> None:
+def _serve(pipe: Connection, rank: int, size: int, address: str, cuda: bool) -> None:
     torch.set_num_threads(1)
-    mesh = join(rank, size, address=address, device=torch.device("cpu"), timeout=60)
+    if cuda:
+        torch.cuda.set_device(rank)
+    mesh = join(rank, size, address=address, device=torch.device("cuda" if cuda else "cpu"), timeout=60)
     while True:
         try:
             function, args = pipe.recv()

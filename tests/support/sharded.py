@@ -81,10 +81,8 @@ def whole_adapter(spec: BaseSpec, kind: Kind, *, zero_b: bool = False) -> LoraWe
 
 def part(base: Base, whole: LoraWeights, strategy: str) -> tuple[LoraWeights, AdapterCut | None]:
     """This rank's part of an adapter; the whole where the base is whole."""
-    if base.sharding is None:
-        return whole, None
-    cut = AdapterCut.of(base.sharding, whole.sites, Strategy(strategy))
-    return LoraWeights(whole.settings, cut.take(whole.sites)), cut
+    cut = None if base.sharding is None else AdapterCut.of(base.sharding, whole.sites, Strategy(strategy))
+    return base.part(whole, Strategy(strategy)), cut
 
 
 class Result(NamedTuple):
