@@ -1,4 +1,4 @@
-"""What the engine remembers of a job that has a place."""
+"""The engine's state of an active job."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ from coserve.link import FromEngine, JobCancelled, JobCheckpoint, JobFailed, Job
 from coserve.types import JobSpec
 
 Commit = Callable[[], FromEngine | None]
-"""The end of some work of a thread: call it on the event loop. It returns the message that tells of the work."""
+"""The result of a thread's work. Called on the event loop, it commits the work and returns the message to send."""
 
 
 @dataclass(frozen=True)
 class ThreadWork:
-    """Work of a job on a thread. The job has no turns meanwhile."""
+    """Work of a job on a thread. The job does not train meanwhile."""
 
     future: Future[Commit]
     cancellation: Cancellation | None
-    """None: it writes files, so the job does not end before it does."""
+    """None for work that writes files: it is not cancelled, and the job ends after it."""
 
 
 @dataclass
 class Retry:
-    """A finished job until the disk takes its files: `delays` in seconds, `timer` of the next attempt."""
+    """Retries of a publication that the disk refused: `delays` in seconds, `timer` of the next attempt."""
 
     delays: Iterator[float]
     message: str
@@ -35,19 +35,19 @@ class Retry:
 
 @dataclass
 class ActiveJob:
-    """A job that starts, trains or ends."""
+    """A job that is starting, training or ending."""
 
     spec: JobSpec
     loaded: bool = False
-    """The trainer has it in memory."""
+    """Whether the trainer has loaded it."""
     work: ThreadWork | None = None
-    """Its start, the preparation of a step, its publication, or its checkpoint at a pause."""
+    """Its start, the preparation of an optimizer step, its publication, or its checkpoint at a pause."""
     write: Future[JobCheckpoint | None] | None = None
-    """A checkpoint that is being written while it trains."""
+    """A checkpoint that is being written while the job trains."""
     retry: Retry | None = None
     end: JobPaused | JobCancelled | JobFailed | None = None
-    """It ends with this message as soon as nothing of it writes files."""
+    """The message that ends the job, sent when none of its files is being written."""
     saved_at_end: bool = False
-    """Its state at the pause was saved, or could not be."""
+    """Whether saving its state at a pause was tried."""
     resumes: bool = False
-    """It was resumed before it had paused."""
+    """Whether it was resumed before its pause had ended."""

@@ -1,4 +1,4 @@
-"""What jobs do on threads. Each function begins some work; its future's result is taken up on the event loop."""
+"""The work of jobs on threads. Each method starts some work; the event loop collects the future's result."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ T = TypeVar("T")
 
 
 class JobThreads:
-    """Threads of all jobs: two for each active one."""
+    """The threads of all jobs, two for each active one."""
 
     def __init__(self, trainer: Trains, executor: Executor, changed: Callable[[], None]) -> None:
-        """`changed` is called, on any thread, when some work is done."""
+        """`changed` is called on any thread when some work is done."""
         self._trainer, self._executor, self._changed = trainer, executor, changed
         self._retries = Retries(FOR_EVER, changed=changed)
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """Starts that are being tried again."""
+        """Starts that are being retried."""
         return self._retries.notes
 
     def start(self, spec: JobSpec) -> ThreadWork:
@@ -56,7 +56,7 @@ class JobThreads:
         return self._work(self._trainer.publication(job), None)
 
     def write(self, job: str) -> Future[JobCheckpoint | None] | None:
-        """Write a checkpoint; on a full disk the job goes without it. None if there is nothing to write."""
+        """Write a checkpoint; on a full disk it is skipped. None if there is nothing to write."""
         save = self._trainer.checkpoint(job)
         if save is None:
             return None
@@ -71,7 +71,7 @@ class JobThreads:
         return self._submit(work)
 
     def save_at_pause(self, job: str) -> ThreadWork | None:
-        """Write the state of a job that pauses. None if there is nothing to write."""
+        """Write the state of a job that is pausing. None if there is nothing to write."""
         save: Callable[[], JobCheckpoint] | None = None
         with tolerated(job):
             save = self._trainer.checkpoint(job)
@@ -87,7 +87,7 @@ class JobThreads:
         return self._work(work, None)
 
     def close(self) -> None:
-        """Begin nothing more. Nobody waits for what runs."""
+        """Start no more work, and do not wait for running work."""
         self._executor.shutdown(wait=False, cancel_futures=True)
 
     def _work(self, work: Callable[[], Commit], cancellation: Cancellation | None) -> ThreadWork:
@@ -95,14 +95,14 @@ class JobThreads:
 
     def _submit(self, work: Callable[[], T]) -> Future[T]:
         future = self._executor.submit(work)
-        if not future.done():  # else it is taken up in this turn, or the next
+        if not future.done():  # else it is collected in this tick or the next
             future.add_done_callback(lambda _: self._changed())
         return future
 
 
 @contextmanager
 def tolerated(job: str) -> Iterator[None]:
-    """Around a checkpoint at a pause or at the engine's end: one that fails costs the steps since the last, never the job."""
+    """For a checkpoint at a pause or at the engine's end: if it fails, the steps since the last one are lost, not the job."""
     try:
         yield
     except EngineFault:
