@@ -13,9 +13,9 @@ from pathlib import Path
 
 import msgspec
 
-from coserve.warmup.key import CACHES
+from coserve.warmup.key import CACHES, GEMM_FOLDER
 
-CHECKED = ("triton", "inductor/fxgraph", "inductor/aotautograd", "gemms")
+CHECKED = ("triton", "inductor/fxgraph", "inductor/aotautograd", GEMM_FOLDER)
 """Folders whose files a manifest lists. Compilers write each file once, under a name derived from its inputs."""
 TEMPORARY = (".lock", ".tmp", ".pid")
 """Suffixes of the compilers' own temporary files."""
@@ -86,7 +86,7 @@ def is_intact(folder: Path, manifest: Manifest) -> bool:
 def clear_cache(folder: Path) -> None:
     """Delete the compilers' caches and our files, the manifest first. Other files stay."""
     _path(folder).unlink(missing_ok=True)
-    for name in (*CACHES.values(), "gemms"):
+    for name in (*CACHES.values(), GEMM_FOLDER):
         shutil.rmtree(folder / name, ignore_errors=True)
 
 

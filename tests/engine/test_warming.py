@@ -16,7 +16,7 @@ from coserve.engine.warming.client import DIED, WarmUpClient, gemm_paths
 from coserve.engine.warming.compilations import Compilations
 from coserve.engine.warming.early_start import CAPTURABLE
 from coserve.engine.warming.part_runner import make_part_runner
-from coserve.engine.warming.step_mixes import Mix, WarmUpSizes, step_mixes
+from coserve.engine.warming.step_mixes import Mix, step_mixes
 from coserve.kernels.gemm.skinny import SHAPES
 from coserve.kernels.lora.backend import BACKENDS, make_backend
 from coserve.kernels.lora.types import StackedWeights
@@ -48,10 +48,7 @@ def test_a_worker_runs_every_part_and_says_how_far_it_is(tmp_path: Path) -> None
 
 
 def test_the_steps_of_a_warm_up_fit_the_settings() -> None:
-    sizes = WarmUpSizes(
-        max_running=16, step_tokens=512, page_tokens=16, micro_batch_tokens=512, jobs=1, recompute=False
-    )
-    mixes = step_mixes(sizes, 1024)
+    mixes = step_mixes(16, 512, 1024)
     assert {len(mix.tokens) for mix in mixes if set(mix.tokens) == {1}} >= {1, 2, 8, 16}
     assert Mix((512,), 0) in mixes
     for mix in mixes:

@@ -15,6 +15,7 @@ import torch
 from coserve.config import config_from_json
 from coserve.kernels.lora.types import StackedWeights
 from coserve.model.gemm_choice import GemmChoice, load_gemms
+from coserve.warmup.key import GEMM_FOLDER
 from coserve.warmup.launch import worker_bytes
 from coserve.warmup.messages import Progress, WarmUpTask
 from coserve.warmup.parts import GEMMS, all_parts, graphs, training
@@ -28,7 +29,7 @@ DIED = "warm-up: its process died or hangs; what is missing is compiled in the e
 
 def gemm_paths(task: WarmUpTask) -> list[Path]:
     """The files with the measured choice of GEMM kernels, one for each part of `GEMMS`."""
-    return [Path(task.folder) / "gemms" / f"{task.shape}-{name}.json" for name in GEMMS]
+    return [Path(task.folder) / GEMM_FOLDER / f"{task.shape}-{name}.json" for name in GEMMS]
 
 
 class WarmUpClient:

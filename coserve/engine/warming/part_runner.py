@@ -12,14 +12,7 @@ from pathlib import Path
 from coserve.config import Config
 from coserve.engine.sizes import STEP_TOKENS
 from coserve.engine.warming.client import gemm_paths
-from coserve.engine.warming.step_mixes import (
-    CONTEXTS,
-    Mix,
-    WarmUpSizes,
-    adapter_counts,
-    micro_batch_sizes,
-    step_mixes,
-)
+from coserve.engine.warming.step_mixes import CONTEXTS, Mix, adapter_counts, micro_batch_sizes, step_mixes
 from coserve.errors import NonFiniteLoss
 from coserve.finetune.init import new_adapter
 from coserve.finetune.memory_profiling import Conditions, CudaMemoryMeter, MemoryProfiler
@@ -33,7 +26,6 @@ from coserve.generate.sampling.rows import SamplingRow
 from coserve.kernels.attention.interface import TokenRun
 from coserve.kernels.gpu.launcher import compile_only
 from coserve.kernels.lora.backend import choose_backend
-from coserve.kernels.lora.interface import LoraBackend
 from coserve.kernels.lora.types import StackedWeights
 from coserve.memory.kv import KvCache
 from coserve.memory.plan import Work
@@ -44,6 +36,7 @@ from coserve.model.gemm_choice import MEASURED, GemmChoice, load_gemms, measure_
 from coserve.model.lora import LoraWeights
 from coserve.types import DEFAULT_RANK, AdapterRef, LoraSettings, SamplingParams
 from coserve.warmup.messages import WarmUpTask
+from coserve.warmup.parts import GEMMS
 
 TARGETS = (
     ("q_proj", "v_proj"),
@@ -83,12 +76,13 @@ class NoMeter:
 class PartRunner:
     """Runs parts over a base of few layers."""
 
-    def __init__(self, base: Base, lora_backend: LoraBackend, sizes: WarmUpSizes, task: WarmUpTask) -> None:
-        self._base, self._lora_backend, self._sizes, self._task = base, lora_backend, sizes, task
-        longest = max(CONTEXTS) + sizes.step_tokens
-        self._kv = KvCache.for_base(base, max(longest, 16 * sizes.page_tokens), sizes.page_tokens)
-        self._eager = EagerExecutor(base, self._kv, lora_backend)
-        self._mixes = step_mixes(sizes, min(base.spec.context, longest))
+    def __init__(self, base: Base, conditions: Conditions, task: WarmUpTask) -> None:
+        self._base, self._conditions, self._task = base, conditions, task
+        self._max_running, self._step_tokens = conditions.max_running, conditions.work.step_tokens
+        longest, page_tokens = max(CONTEXTS) + self._step_tokens, conditions.page_tokens
+        self._kv = KvCache.for_base(base, max(longest, 16 * page_tokens), page_tokens)
+        self._eager = EagerExecutor(base, self._kv, conditions.lora_backend)
+        self._mixes = step_mixes(self._max_running, self._step_tokens, min(base.spec.context, longest))
         self._first_mixes = [mix for mix in self._mixes if not mix.position]
         """Mixes at position 0: LoRA kernels do not depend on positions."""
         self._number = 0
@@ -119,7 +113,7 @@ class PartRunner:
             case "layers":
                 return self._layers()
             case "gemms":
-                return self._gemms(int(number), gemm_paths(self._task)[self._gemm_index(name)])
+                return self._gemms(int(number), gemm_paths(self._task)[GEMMS.index(name)])
             case "graphs":
                 return self._graphs(int(number), decodes=True)
             case "mixed":
@@ -133,9 +127,9 @@ class PartRunner:
         if steps is None:
             return
         adapters = self._copies(DEFAULT_RANK, self._base.spec.default_targets)
-        most = self._sizes.step_tokens
-        for tokens in ((1,), (1,) * 4, (1,) * 16, (1,) * self._sizes.max_running, (17,), (1, 160), (512,), (most,)):
-            if sum(tokens) <= most and len(tokens) <= self._sizes.max_running:
+        most = self._step_tokens
+        for tokens in ((1,), (1,) * 4, (1,) * 16, (1,) * self._max_running, (17,), (1, 160), (512,), (most,)):
+            if sum(tokens) <= most and len(tokens) <= self._max_running:
                 mix = Mix(tokens, 0)
                 for count in sorted({0, *adapter_counts(mix, len(adapters))}):
                     self._step(steps, mix, adapters[:count])
@@ -155,7 +149,7 @@ class PartRunner:
     def _sampled(self, executor: StepExecutor) -> None:
         """Steps with every kind of sampling."""
         for params in SAMPLED:
-            for tokens in ((1,), (1,) * min(5, self._sizes.max_running), (8,)):
+            for tokens in ((1,), (1,) * min(5, self._max_running), (8,)):
                 self._step(executor, Mix(tokens, 0), (), params)
 
     def _adapters(self, mixes: Sequence[Mix], sets: Sequence[list[Adapter]]) -> Iterator[tuple[int, int]]:
@@ -181,7 +175,7 @@ class PartRunner:
         settings, base = LoraSettings(r=rank, targets=tuple(targets)), self._base
         weights = new_adapter(settings, base.spec, seed=0, dtype=base.dtype, device=base.device)
         self._number += 1
-        return [(AdapterRef(f"warm-up-{self._number}-{place}", 1), weights) for place in range(self._sizes.max_running)]
+        return [(AdapterRef(f"warm-up-{self._number}-{place}", 1), weights) for place in range(self._max_running)]
 
     def _step(
         self,
@@ -210,16 +204,14 @@ class PartRunner:
 
     def _profile(self) -> Iterator[tuple[int, int]]:
         """Run what memory profiling runs, before weights are stacked."""
-        profiler, sizes = self._profiler(DEFAULT_RANK), self._sizes
-        work = [
-            *((profiler.step, size) for size in profiled_sizes(sizes.step_tokens)),
-            *((profiler.micro_batch, size) for size in profiled_sizes(sizes.micro_batch_tokens)),
-        ]
-        yield from self._compile_training(work)
+        profiler, work = self._profiler(DEFAULT_RANK), self._conditions.work
+        steps = [(profiler.step, size) for size in profiled_sizes(work.step_tokens)]
+        batches = [(profiler.micro_batch, size) for size in profiled_sizes(work.micro_batch_tokens)]
+        yield from self._compile_training([*steps, *batches])
 
     def _training(self, rank: int) -> Iterator[tuple[int, int]]:
         self._stacked()
-        profiler, most = self._profiler(rank), self._sizes.micro_batch_tokens
+        profiler, most = self._profiler(rank), self._conditions.work.micro_batch_tokens
         yield from self._compile_training([(profiler.micro_batch, size) for size in micro_batch_sizes(most)])
 
     def _compile_training(self, work: Sequence[tuple[Callable[[int], object], int]]) -> Iterator[tuple[int, int]]:
@@ -230,16 +222,8 @@ class PartRunner:
                     run(size)
 
     def _profiler(self, rank: int) -> MemoryProfiler:
-        sizes = self._sizes
-        conditions = Conditions(
-            self._lora_backend,
-            sizes.recompute,
-            sizes.max_running,
-            sizes.page_tokens,
-            Work(sizes.step_tokens, sizes.micro_batch_tokens, sizes.jobs),
-        )
         meter = CudaMemoryMeter(self._base.device) if self._on_gpu else NoMeter()
-        return MemoryProfiler(self._base, meter, conditions, rank=rank)
+        return MemoryProfiler(self._base, meter, self._conditions, rank=rank)
 
     # ---- compiled layers
 
@@ -255,9 +239,6 @@ class PartRunner:
     def _layers(self) -> Iterator[tuple[int, int]]:
         yield 0, 2
         self._fused(GemmChoice()).shadow().check()
-
-    def _gemm_index(self, name: str) -> int:
-        return next(i for i, path in enumerate(gemm_paths(self._task)) if path.stem.endswith(f"-{name}"))
 
     def _gemms(self, rows: int, path: Path) -> Iterator[tuple[int, int]]:
         yield 0, 2
@@ -278,8 +259,8 @@ class PartRunner:
             fused,
             self._kv,
             self._eager,
-            max_running=self._sizes.max_running,
-            step_tokens=self._sizes.step_tokens,
+            max_running=self._max_running,
+            step_tokens=self._step_tokens,
             on_disk=lambda _: False,  # no step captures
         )
         adapters = self._adapter_sets(rank)[0] if rank else []
@@ -299,15 +280,11 @@ class PartRunner:
 
 def make_part_runner(base: Base, config: Config, task: WarmUpTask) -> PartRunner:
     """A runner for these settings."""
-    sizes = WarmUpSizes(
-        max_running=config.inference_batch_size,
-        step_tokens=config.step_tokens or STEP_TOKENS[base.device.type],
-        page_tokens=config.page_tokens,
-        micro_batch_tokens=config.micro_batch_tokens,
-        jobs=config.max_active_jobs,
-        recompute=config.recompute,
-    )
-    return PartRunner(base, choose_backend(config.lora_way, base.device, base.dtype), sizes, task)
+    lora_backend = choose_backend(config.lora_way, base.device, base.dtype)
+    step_tokens = config.step_tokens or STEP_TOKENS[base.device.type]
+    work = Work(step_tokens, config.micro_batch_tokens, config.max_active_jobs)
+    conditions = Conditions(lora_backend, config.recompute, config.inference_batch_size, config.page_tokens, work)
+    return PartRunner(base, conditions, task)
 
 
 def _by_kind(stacked: Sequence[StackedWeights]) -> dict[tuple[int, ...], list[StackedWeights]]:

@@ -20,18 +20,6 @@ DECODES_WITH_PREFILL = (1, 3, 9, 17)
 
 
 @dataclass(frozen=True)
-class WarmUpSizes:
-    """Settings that decide which kernels the engine needs."""
-
-    max_running: int
-    step_tokens: int
-    page_tokens: int
-    micro_batch_tokens: int
-    jobs: int
-    recompute: bool
-
-
-@dataclass(frozen=True)
 class Mix:
     """A generation step: `tokens` of each sequence, of which the first is at `position`."""
 
@@ -44,18 +32,18 @@ class Mix:
         return max(self.tokens) == 1
 
 
-def step_mixes(sizes: WarmUpSizes, context: int) -> list[Mix]:
-    """Steps that fit the settings and `context` positions: decodes, prefill of one prompt, of four, and mixes."""
-    most = sizes.step_tokens
-    decodes = [(1,) * n for n in DECODES if n <= sizes.max_running]
-    prompts = [tokens for tokens in (*PROMPTS, most) if tokens <= most]
+def step_mixes(max_running: int, step_tokens: int, context: int) -> list[Mix]:
+    """Steps of at most `max_running` sequences, `step_tokens` tokens and `context` positions: decodes, prefill of one prompt
+    and of four, and mixes of both."""
+    decodes = [(1,) * n for n in DECODES if n <= max_running]
+    prompts = [tokens for tokens in (*PROMPTS, step_tokens) if tokens <= step_tokens]
     single = [(tokens,) for tokens in prompts]
-    several = [(tokens // 4,) * 4 for tokens in prompts if tokens >= 32 and sizes.max_running >= 4]
+    several = [(tokens // 4,) * 4 for tokens in prompts if tokens >= 32 and max_running >= 4]
     mixed = [
         (*(1,) * n, tokens)
         for n in DECODES_WITH_PREFILL
         for tokens in prompts[::3]
-        if n < sizes.max_running and n + tokens <= most
+        if n < max_running and n + tokens <= step_tokens
     ]
     found = [
         Mix(tokens, position)
