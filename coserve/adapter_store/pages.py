@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from coserve.adapter_store.entry import Entry, GpuCopy
+from coserve.adapter_store.mirror import CopyMirror, NoMirror
 from coserve.adapter_store.packing import copied_into
 from coserve.memory.buffer import PageBuffer
 from coserve.model.lora import LoraWeights
@@ -31,9 +32,9 @@ class AdapterPages:
     cached prefixes. Pages may be written while a step under way still reads what they held before: see `PageBuffer`.
     """
 
-    def __init__(self, buffer: PageBuffer, evicted: Callable[[Entry], None]) -> None:
+    def __init__(self, buffer: PageBuffer, evicted: Callable[[Entry], None], mirror: CopyMirror | None = None) -> None:
         """`evicted` is called when an adapter has lost its GPU copy. It must not allocate pages."""
-        self._buffer, self._evicted = buffer, evicted
+        self._buffer, self._evicted, self._mirror = buffer, evicted, mirror or NoMirror()
 
     def pages(self, entry: Entry) -> int:
         """Pages that the adapter takes."""
@@ -59,6 +60,7 @@ class AdapterPages:
             return None
         span, moved = taken
         entry.gpu = GpuCopy(copied_into(self._buffer.of(span), entry.host), span)
+        self._mirror.loaded(entry.ref, span, moved)
         return Activated(entry.gpu.weights, moved)
 
     def deactivate(self, entry: Entry) -> None:

@@ -11,6 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 from coserve.adapter_store.entry import Entry, State
 from coserve.adapter_store.host import HostBudget, HostCopies
+from coserve.adapter_store.mirror import CopyMirror, NoMirror
 from coserve.adapter_store.packing import packed, packed_bytes
 from coserve.adapter_store.pages import Activated, AdapterPages
 from coserve.adapter_store.waiting import WaitingRequests
@@ -47,10 +48,12 @@ class AdapterStore:
         pinned: bool = False,
         backoff: Backoff = READ_BACKOFF,
         sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
+        mirror: CopyMirror | None = None,
     ) -> None:
         """`pinned`: host copies are in pinned memory, from which a GPU copies asynchronously. `backoff`: between the
-        attempts of a read that raises `StorageError`, whose pauses are slept by `sleep`."""
+        attempts of a read that raises `StorageError`, whose pauses are slept by `sleep`. `mirror`: follows all copies."""
         self._load, self._pinned = load, pinned
+        self._mirror = mirror or NoMirror()
         self._entries: dict[AdapterRef, Entry] = {}  # least recently used first
         self._host = HostCopies(budget)
         self._pages: AdapterPages | None = None
@@ -192,7 +195,7 @@ class AdapterStore:
             evicted(entry.ref)
             self._discard_if_unused(entry)
 
-        self._pages = AdapterPages(buffer, lost)
+        self._pages = AdapterPages(buffer, lost, self._mirror)
 
     def pages(self, ref: AdapterRef) -> int:
         """Pages that an acquired adapter takes."""
@@ -289,6 +292,7 @@ class AdapterStore:
         for entry in [*self._entries.values()]:
             if entry.idle and entry.host is not None:
                 self._host.remove(entry)
+                self._mirror.dropped(entry.ref)
                 self._discard_if_unused(entry)
                 if self._host.fits(adapters, size):
                     return
@@ -297,6 +301,7 @@ class AdapterStore:
         """Forget an adapter that no request needs and that has no copy, or was deleted."""
         if entry.idle and not entry.reading and (entry.deleted or not entry.state.in_memory):
             self._host.remove(entry)
+            self._mirror.dropped(entry.ref)
             self._entries.pop(entry.ref, None)
             if self._pages is not None:
                 self._pages.drop(entry)

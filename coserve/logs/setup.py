@@ -6,7 +6,6 @@ import logging
 import sys
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Literal
 
 from coserve.config import Config
 from coserve.logs.format import JsonFormatter, TextFormatter
@@ -27,8 +26,9 @@ class LogSettings:
         return cls(config.log_level, config.log_format, config.access_log)
 
 
-def set_up_logging(process: Literal["api", "engine", "helper", "warm"], settings: LogSettings) -> None:
-    """Call it after the imports: it removes handlers that libraries installed."""
+def set_up_logging(process: str, settings: LogSettings) -> None:
+    """`process`: what the lines name it: api, engine, rank-1, helper, warm. Call it after the imports: it removes handlers that
+    libraries installed."""
     handler = logging.StreamHandler()
     handler.setFormatter(JsonFormatter(process) if settings.format == "json" else TextFormatter(process))
     root = logging.getLogger()

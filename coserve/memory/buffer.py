@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -63,12 +63,26 @@ class PageBuffer:
     def allocate_span(
         self, pages: int, evicted: Callable[[], None] = lambda: None
     ) -> tuple[Span, dict[int, int]] | None:
+<<<<<<< HEAD
         """As `PagePool.allocate_span`; copies the contents of moved pages."""
         allocated = self.pool.allocate_span(pages, evicted)
         if allocated is not None and allocated[1]:
             moved = torch.tensor([list(allocated[1]), list(allocated[1].values())]).to(self.device)
             self.bytes.index_copy_(0, moved[1], self.bytes.index_select(0, moved[0]))
         return allocated
+=======
+        """As `PagePool.allocate_span`; the contents of moved pages are at their new places."""
+        taken = self.pool.allocate_span(pages, evicted)
+        if taken is not None:
+            self.move(taken[1])
+        return taken
+>>>>>>> 8635836 (Ranks: commands, followers, executor and trainer on all ranks (not yet started))
+
+    def move(self, moved: Mapping[int, int]) -> None:
+        """Copy the contents of pages to others (from, to)."""
+        if moved:
+            places = torch.tensor([list(moved), list(moved.values())]).to(self.device)
+            self.bytes.index_copy_(0, places[1], self.bytes.index_select(0, places[0]))
 
     def of(self, span: Span) -> Tensor:
         """The span's memory: (N) uint8."""

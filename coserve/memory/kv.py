@@ -100,14 +100,18 @@ class KvCache:
         return -(-tokens // self.page_tokens)
 
     def allocate(self, n: int) -> list[int] | None:
-        """`n` pages, or None if fewer are free.
+        """`n` pages, or None if fewer are free."""
+        pages = self.pool.allocate(n)
+        self.clear(pages or ())
+        return pages
+
+    def clear(self, pages: Sequence[int]) -> None:
+        """Make pages ready to be written.
 
         The torch backend multiplies slots that are not written yet by 0, which keeps a NaN; so its pages are zeroed.
         """
-        pages = self.pool.allocate(n)
-        if pages and self._clean:
+        if self._clean and pages:
             self.buffer.bytes.index_fill_(0, torch.tensor(pages).to(self.buffer.device), 0)
-        return pages
 
     def free(self, pages: Sequence[int]) -> None:
         self.pool.free(pages)

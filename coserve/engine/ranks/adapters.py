@@ -1,0 +1,42 @@
+"""Adapters on all ranks: each rank reads its own part of the files, and loads it into the same pages."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from coserve.adapter_store.store import Load
+from coserve.engine.ranks.commands import DropAdapterCopy, LoadIntoPages, ReadAdapter
+from coserve.engine.ranks.followers import Followers
+from coserve.memory.pages import Span
+from coserve.model.lora import LoraWeights
+from coserve.types import AdapterDigests, AdapterRef
+
+
+class FollowersCopies:
+    """Implements `CopyMirror`: followers load and drop copies as rank 0 does."""
+
+    def __init__(self, followers: Followers) -> None:
+        self._followers = followers
+
+    def loaded(self, ref: AdapterRef, span: Span, moved: Mapping[int, int]) -> None:
+        """See `CopyMirror`."""
+        self._followers.send(LoadIntoPages(ref, span.first, span.pages, dict(moved)))
+
+    def dropped(self, ref: AdapterRef) -> None:
+        """See `CopyMirror`."""
+        self._followers.send(DropAdapterCopy(ref))
+
+
+def load_on_all(load: Load, followers: Followers) -> Load:
+    """`load` on rank 0, once every follower has a host copy of its own. Raises what any of them raised."""
+
+    def everywhere(ref: AdapterRef, digests: AdapterDigests | None) -> LoraWeights:
+        answers = followers.ask(ReadAdapter(adapter=ref, digests=digests))
+        try:
+            weights = load(ref, digests)
+        finally:
+            answers.settle()  # nobody is told to drop a copy that is still being read
+        answers.wait()
+        return weights
+
+    return everywhere

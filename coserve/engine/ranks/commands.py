@@ -1,0 +1,169 @@
+"""What rank 0 tells the ranks that follow it, and what they answer.
+
+Followers execute commands in the order in which they were sent. So the pages, the adapters and the jobs of a follower have the
+same contents as those of rank 0 whenever both have executed the same commands. Who holds which page, which request waits and
+what runs next is known on rank 0 only.
+"""
+
+from __future__ import annotations
+
+from msgspec import Struct
+
+from coserve.generate.execution.interface import StepInput
+from coserve.types import AdapterDigests, AdapterRef, JobSpec
+
+
+class Command(Struct, frozen=True, tag=True):
+    """Base of the commands that are not answered."""
+
+
+class Question(Struct, frozen=True, tag=True, kw_only=True):
+    """Base of the commands that each follower answers with an `Answer`, mostly from a thread: later commands do not wait."""
+
+    number: int = 0
+    """Set by `Followers.ask`."""
+
+
+# Start.
+
+
+class MeasurePool(Question, frozen=True, kw_only=True):
+    """Answer with the tokens that the page pool of this rank could hold."""
+
+
+class BuildEngine(Question, frozen=True, kw_only=True):
+    """Make the page pool, of `tokens` tokens on every rank, and what runs steps and jobs."""
+
+    tokens: int
+
+
+# Generation.
+
+
+class Launch(Command, frozen=True):
+    """Run a step: see `StepExecutor.launch`."""
+
+    step: StepInput
+
+
+class Forget(Command, frozen=True):
+    """See `StepExecutor.forget`."""
+
+    sequence: int
+
+
+class Prepare(Command, frozen=True):
+    """See `StepExecutor.prepare`."""
+
+
+# Adapters.
+
+
+class ReadAdapter(Question, frozen=True, kw_only=True):
+    """Read this rank's part of an adapter's files into host memory."""
+
+    adapter: AdapterRef
+    digests: AdapterDigests | None
+
+
+class DropAdapterCopy(Command, frozen=True):
+    """The host copy is not needed any more."""
+
+    adapter: AdapterRef
+
+
+class LoadIntoPages(Command, frozen=True):
+    """Move the contents of pages (`moved`: from, to), then copy the adapter's host copy into `pages` pages from `first` on."""
+
+    adapter: AdapterRef
+    first: int
+    pages: int
+    moved: dict[int, int]
+
+
+class EvictAdapter(Command, frozen=True):
+    """The adapter has lost its pages."""
+
+    adapter: AdapterRef
+
+
+# Jobs.
+
+
+class LoadJob(Question, frozen=True, kw_only=True):
+    """Load a job as its last checkpoint left it."""
+
+    spec: JobSpec
+
+
+class BeginJob(Command, frozen=True):
+    """Commit a load: the job may be advanced."""
+
+    job: str
+    resumed_from: int
+    """The step from which rank 0 resumes."""
+
+
+class ForgetLoad(Command, frozen=True):
+    """Drop a load that will not be committed; also one that has not ended."""
+
+    job: str
+
+
+class PrepareJob(Question, frozen=True, kw_only=True):
+    """See `Trainer.preparation`."""
+
+    job: str
+
+
+class AdvanceJob(Command, frozen=True):
+    """See `Trainer.advance`."""
+
+    job: str
+    micro_steps: int | None
+
+
+class AbandonJob(Command, frozen=True):
+    """See `Trainer.abandon`."""
+
+    job: str
+
+
+class DropJob(Command, frozen=True):
+    """See `Trainer.drop`."""
+
+    job: str
+
+
+# End.
+
+
+class Stop(Command, frozen=True):
+    """The engine ends."""
+
+
+AnyQuestion = MeasurePool | BuildEngine | ReadAdapter | LoadJob | PrepareJob
+AnyCommand = (
+    AnyQuestion
+    | Launch
+    | Forget
+    | Prepare
+    | DropAdapterCopy
+    | LoadIntoPages
+    | EvictAdapter
+    | BeginJob
+    | ForgetLoad
+    | AdvanceJob
+    | AbandonJob
+    | DropJob
+    | Stop
+)
+
+
+class Answer(Struct, frozen=True):
+    """What came of a question. `code`: of a `CoserveError`; empty where it succeeded."""
+
+    number: int
+    value: int = 0
+    code: str = ""
+    message: str = ""

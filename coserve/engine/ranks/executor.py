@@ -1,0 +1,73 @@
+"""Steps on all ranks: rank 0 sends a step's input, then runs it as the others do."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from coserve.engine.ranks.commands import EvictAdapter, Forget, Launch, Prepare
+from coserve.engine.ranks.followers import Followers
+from coserve.errors import EngineFault
+from coserve.generate.execution.interface import StepExecutor, StepInFlight, StepInput, StepResult
+from coserve.model.lora import LoraWeights
+from coserve.types import AdapterRef
+
+FAILED = "a step failed on rank 0, and the other ranks may have run it"
+
+
+@dataclass(frozen=True)
+class RankedStep:
+    """Implements `StepInFlight`."""
+
+    local: StepInFlight
+
+    @property
+    def sequences(self) -> Sequence[int]:
+        return self.local.sequences
+
+    @property
+    def overlaps(self) -> bool:
+        return self.local.overlaps
+
+    def collect(self) -> StepResult:
+        """See `StepInFlight`. Raises `EngineFault` alone: after a step that ended early here, the ranks' collectives would not
+        belong together any more."""
+        try:
+            return self.local.collect()
+        except Exception as error:
+            raise EngineFault(FAILED) from error
+
+
+class RankedExecutor:
+    """Implements `StepExecutor` over that of rank 0. Results are those of rank 0."""
+
+    def __init__(self, local: StepExecutor, followers: Followers) -> None:
+        self._local, self._followers = local, followers
+
+    def launch(self, step: StepInput, adapters: Sequence[LoraWeights]) -> Sequence[StepInFlight]:
+        """See `StepExecutor`. Raises `EngineFault` alone."""
+        self._followers.send(Launch(step))
+        try:
+            return [RankedStep(launched) for launched in self._local.launch(step, adapters)]
+        except Exception as error:
+            raise EngineFault(FAILED) from error
+
+    def forget(self, sequence: int) -> None:
+        """See `StepExecutor`."""
+        self._followers.send(Forget(sequence))
+        self._local.forget(sequence)
+
+    def evicted(self, adapter: AdapterRef) -> None:
+        """See `StepExecutor`."""
+        self._followers.send(EvictAdapter(adapter))
+        self._local.evicted(adapter)
+
+    @property
+    def troubles(self) -> tuple[str, ...]:
+        """See `StepExecutor`."""
+        return self._local.troubles
+
+    def prepare(self) -> bool:
+        """See `StepExecutor`. What is left to do depends on the steps so far, so it is the same on all ranks."""
+        self._followers.send(Prepare())
+        return self._local.prepare()

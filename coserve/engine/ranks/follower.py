@@ -1,0 +1,217 @@
+"""A rank that follows: it executes the commands of rank 0, in order, and has nothing to decide."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import assert_never
+
+import torch
+
+from coserve.adapter_store.packing import copied_into
+from coserve.adapter_store.store import READERS, Load
+from coserve.cancellation import Cancellation
+from coserve.engine.ranks.channel import Channel
+from coserve.engine.ranks.commands import (
+    AbandonJob,
+    AdvanceJob,
+    Answer,
+    AnyCommand,
+    BeginJob,
+    BuildEngine,
+    DropAdapterCopy,
+    DropJob,
+    EvictAdapter,
+    Forget,
+    ForgetLoad,
+    Launch,
+    LoadIntoPages,
+    LoadJob,
+    MeasurePool,
+    Prepare,
+    PrepareJob,
+    ReadAdapter,
+    Stop,
+)
+from coserve.engine.ranks.trainer import check_together
+from coserve.errors import CoserveError, EngineFault
+from coserve.finetune.trainer import Trainer
+from coserve.generate.execution.interface import StepExecutor, StepInFlight, StepInput
+from coserve.link import JobStarted
+from coserve.memory.kv import KvCache
+from coserve.memory.pages import Span
+from coserve.model.lora import LoraWeights
+from coserve.types import AdapterRef, JobSpec
+
+Commands = Channel[Answer, AnyCommand]
+
+
+@dataclass(frozen=True)
+class FollowerParts:
+    """What executes commands."""
+
+    kv: KvCache
+    executor: StepExecutor
+    trainer: Trainer
+    read: Load
+    """A host copy of this rank's part of an adapter."""
+
+
+class Follower:
+    """`run` executes commands until `Stop`, or until rank 0 is gone."""
+
+    def __init__(
+        self, commands: Commands, *, measure_pool: Callable[[], int], build: Callable[[int], FollowerParts], jobs: int
+    ) -> None:
+        """`measure_pool`: tokens that the page pool could hold; `build`: makes the parts, with a pool of so many tokens. `jobs`: most
+        that are loaded at once."""
+        self._commands, self._measure_pool, self._build = commands, measure_pool, build
+        self.done = 0
+        """Commands executed so far. Other threads may read it."""
+        self._built: FollowerParts | None = None
+        self._readers, self._threads = ThreadPoolExecutor(READERS, "adapters"), ThreadPoolExecutor(2 * jobs, "jobs")
+        self._host = dict[AdapterRef, LoraWeights]()
+        """Adapters' host copies."""
+        self._in_pages = dict[AdapterRef, LoraWeights]()
+        """Adapters' copies in pages."""
+        self._in_flight: list[StepInFlight] = []
+        self._loads = dict[str, list[_JobLoad]]()
+        """Of jobs that are being loaded, or loaded and not begun."""
+
+    def run(self) -> None:
+        """Raises `PeerLost`, and whatever a command raises: the ranks cannot go on then."""
+        while True:
+            command = self._commands.receive()
+            if isinstance(command, Stop):
+                return
+            self._execute(command)
+            self.done += 1
+
+    def _execute(self, command: AnyCommand) -> None:
+        match command:
+            case Launch(step):
+                self._launch(step)
+            case Forget(sequence):
+                self._parts.executor.forget(sequence)
+            case Prepare():
+                with torch.no_grad():
+                    self._parts.executor.prepare()
+            case LoadIntoPages():
+                self._load_into_pages(command)
+            case EvictAdapter(adapter):
+                del self._in_pages[adapter]
+                self._parts.executor.evicted(adapter)
+            case DropAdapterCopy(adapter):
+                self._host.pop(adapter, None)
+            case AdvanceJob(job, micro_steps):
+                check_together(self._parts.trainer.advance(job, micro_steps))
+            case AbandonJob(job):
+                self._parts.trainer.abandon(job)
+            case DropJob(job):
+                self._parts.trainer.drop(job)
+            case BeginJob(job, step):
+                self._next_load(job).begin(step)
+            case ForgetLoad(job):
+                self._next_load(job).cancellation.cancel()
+            case LoadJob():
+                self._load_job(command)
+            case ReadAdapter():
+                self._answer(command.number, self._readers, lambda: self._read(command))
+            case PrepareJob():
+                prepare = self._parts.trainer.preparation(command.job)
+                self._answer(command.number, self._threads, lambda: 0 if prepare is None else prepare(Cancellation()) or 0)
+            case MeasurePool():
+                self._commands.send(Answer(command.number, self._measure_pool()))
+            case BuildEngine():
+                self._built = self._build(command.tokens)
+                self._commands.send(Answer(command.number))
+            case Stop():
+                raise AssertionError("handled by the caller")
+            case _:
+                assert_never(command)
+
+    @property
+    def _parts(self) -> FollowerParts:
+        assert self._built is not None, "expected `BuildEngine` first"
+        return self._built
+
+    # ---- generation
+
+    @torch.no_grad()
+    def _launch(self, step: StepInput) -> None:
+        """As `Generator.step`: what is in flight is collected after the launch, then what does not overlap. The results are those of
+        rank 0, which needs them."""
+        parts = self._parts
+        for own in step.sequences:
+            written = -(-own.run.position // parts.kv.page_tokens)
+            parts.kv.clear(own.run.pages[written:])  # rank 0 did so when it allocated them
+        launched = parts.executor.launch(step, [self._in_pages[ref] for ref in step.adapters])
+        for before in self._in_flight:
+            before.collect()
+        self._in_flight = [one for one in launched if one.overlaps]
+        for one in launched:
+            if not one.overlaps:
+                one.collect()
+
+    # ---- adapters
+
+    def _read(self, question: ReadAdapter) -> int:
+        self._host[question.adapter] = self._parts.read(question.adapter, question.digests)
+        return 0
+
+    def _load_into_pages(self, command: LoadIntoPages) -> None:
+        buffer, span = self._parts.kv.buffer, Span(command.first, command.pages, lambda: None)
+        buffer.move(command.moved)
+        self._in_pages[command.adapter] = copied_into(buffer.of(span), self._host[command.adapter])
+
+    # ---- jobs
+
+    def _load_job(self, question: LoadJob) -> None:
+        load = _JobLoad(self._parts.trainer, question.spec)
+        self._loads.setdefault(question.spec.id, []).append(load)
+        self._answer(question.number, self._threads, load.run)
+
+    def _next_load(self, job: str) -> _JobLoad:
+        loads = self._loads[job]
+        load = loads.pop(0)
+        if not loads:
+            del self._loads[job]
+        return load
+
+    # ---- threads
+
+    def _answer(self, number: int, threads: ThreadPoolExecutor, work: Callable[[], int]) -> None:
+        """Answer with what `work` returns on a thread, or with the error that it raises."""
+
+        def run() -> None:
+            try:
+                answer = Answer(number, work())
+            except CoserveError as error:
+                answer = Answer(number, code=error.code, message=error.message)
+            except Exception as error:  # noqa: BLE001 - rank 0 tells what it means
+                answer = Answer(number, code="internal_error", message=f"{type(error).__name__}: {error}")
+            self._commands.send(answer)
+
+        threads.submit(run)
+
+
+class _JobLoad:
+    """One attempt to load a job."""
+
+    def __init__(self, trainer: Trainer, spec: JobSpec) -> None:
+        self.cancellation = Cancellation()
+        self._trainer, self._spec = trainer, spec
+        self._start: Callable[[], JobStarted] | None = None
+
+    def run(self) -> int:
+        """On a thread."""
+        self._start = self._trainer.load(self._spec, self.cancellation)
+        return 0
+
+    def begin(self, step: int) -> None:
+        """After `run`. Raises `EngineFault` if the job does not resume from this step."""
+        assert self._start is not None, f"job {self._spec.id} is not loaded"
+        found = self._start().resumed_from
+        if found != step:
+            raise EngineFault(f"job {self._spec.id} resumes from step {step} on rank 0, from step {found} here")

@@ -1,0 +1,132 @@
+"""Rank 0's end of the command channels: one to each follower."""
+
+from __future__ import annotations
+
+import logging
+import socket
+import threading
+from collections.abc import Sequence
+from concurrent.futures import Future
+
+import msgspec
+
+from coserve.engine.ranks.channel import Channel, PeerLost, frame
+from coserve.engine.ranks.commands import Answer, AnyCommand, AnyQuestion, Stop
+from coserve.errors import EngineFault, error_from_code
+
+log = logging.getLogger(__name__)
+
+
+class RankLost(EngineFault):
+    """A follower is gone. The daemon ends this process, too."""
+
+
+class Answers:
+    """The answers to one question, one of each follower."""
+
+    def __init__(self, ranks: Sequence[int]) -> None:
+        self._missing, self._found = set(ranks), dict[int, Answer]()
+        self._future = Future[list[Answer]]()
+
+    def add(self, rank: int, answer: Answer) -> bool:
+        """Whether it was the last one that was missing."""
+        self._found[rank] = answer
+        self._missing.discard(rank)
+        if not self._missing:
+            self._future.set_result([self._found[rank] for rank in sorted(self._found)])
+        return not self._missing
+
+    def fail(self, error: Exception) -> None:
+        self._future.set_exception(error)
+
+    def settle(self) -> None:
+        """Wait for all of them, whatever they say. Raises `RankLost`."""
+        self._future.result()
+
+    def wait(self) -> list[int]:
+        """The values, by rank. Not on the event loop of a running engine.
+
+        Raises the first follower's error, as rank 0's own would be; `RankLost`.
+        """
+        answers = self._future.result()
+        for answer in answers:
+            if answer.code:
+                raise error_from_code(answer.code, answer.message)
+        return [answer.value for answer in answers]
+
+
+class Followers:
+    """All followers. Commands reach each of them in the order of the calls of `send` and `ask`; any thread may call these."""
+
+    def __init__(self, sockets: Sequence[socket.socket]) -> None:
+        decoder = msgspec.msgpack.Decoder(Answer)
+        self._channels = {rank: Channel[AnyCommand, Answer](sock, decoder) for rank, sock in enumerate(sockets, 1)}
+        self._encoder, self._lock = msgspec.msgpack.Encoder(), threading.Lock()
+        self._asked = dict[int, Answers]()
+        self._lost: RankLost | None = None
+        self._closed = False
+        self.sent = 0
+        """Commands so far."""
+        for rank, channel in self._channels.items():
+            threading.Thread(target=self._receive, args=(rank, channel), name=f"rank-{rank}", daemon=True).start()
+
+    @property
+    def size(self) -> int:
+        """All ranks, this one included."""
+        return 1 + len(self._channels)
+
+    def send(self, command: AnyCommand) -> None:
+        """Raises `RankLost`."""
+        with self._lock:
+            self._send(command)
+
+    def ask(self, question: AnyQuestion) -> Answers:
+        """Raises `RankLost`."""
+        with self._lock:
+            answers = Answers([*self._channels])
+            number = self.sent + 1
+            self._asked[number] = answers
+            self._send(msgspec.structs.replace(question, number=number))
+        return answers
+
+    def close(self) -> None:
+        """The engine ends: followers end, too."""
+        with self._lock:
+            if not self._closed and self._lost is None:
+                self._closed = True
+                self._send(Stop())
+
+    def _send(self, command: AnyCommand) -> None:
+        if self._lost is not None:
+            raise self._lost
+        data = frame(self._encoder, command)
+        self.sent += 1
+        for rank, channel in self._channels.items():
+            try:
+                channel.send_frame(data)
+            except PeerLost:
+                self._lose(rank)
+                raise self._lost_rank(rank) from None
+
+    def _receive(self, rank: int, channel: Channel[AnyCommand, Answer]) -> None:
+        try:
+            while True:
+                answer = channel.receive()
+                with self._lock:
+                    if self._asked[answer.number].add(rank, answer):
+                        del self._asked[answer.number]
+        except PeerLost:
+            with self._lock:
+                if not self._closed:
+                    self._lose(rank)
+
+    def _lose(self, rank: int) -> None:
+        if self._lost is None:
+            self._lost = self._lost_rank(rank)
+            log.error("%s", self._lost)
+        asked, self._asked = self._asked, {}
+        for answers in asked.values():
+            answers.fail(self._lost)
+
+    def _lost_rank(self, rank: int) -> RankLost:
+        return RankLost(f"rank {rank} of {self.size} is gone")

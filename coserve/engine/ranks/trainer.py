@@ -1,0 +1,144 @@
+"""Jobs on all ranks: rank 0 decides what a job does next, and every rank advances it by the same micro-steps."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from coserve.cancellation import Cancellation
+from coserve.engine.ports import Trains
+from coserve.engine.ranks.commands import (
+    AbandonJob,
+    AdvanceJob,
+    BeginJob,
+    DropJob,
+    ForgetLoad,
+    LoadJob,
+    PrepareJob,
+    ReadAdapter,
+)
+from coserve.engine.ranks.followers import Followers
+from coserve.errors import CoserveError, EngineFault, NonFiniteLoss
+from coserve.link import FromEngine, JobCheckpoint, JobFailed, JobNote, JobStarted, JobSucceeded, JobWaiting
+from coserve.state.folder import DataFolder
+from coserve.types import AdapterRef, JobSpec, MicroStep
+
+
+class RankedTrainer:
+    """Implements `Trains` over the trainer of rank 0. Checkpoints and adapters are written by rank 0 alone."""
+
+    def __init__(self, local: Trains, followers: Followers, folder: DataFolder) -> None:
+        self._local, self._followers, self._folder = local, followers, folder
+        self._specs = dict[str, JobSpec]()
+
+    def load(self, spec: JobSpec, cancellation: Cancellation) -> Callable[[], JobStarted]:
+        """See `Trainer.load`. Raises what any rank raised."""
+        answers = self._followers.ask(LoadJob(spec=spec))
+        try:
+            start = self._local.load(spec, cancellation)
+            answers.wait()
+        except Exception:
+            self._followers.send(ForgetLoad(spec.id))
+            raise
+
+        def begin() -> JobStarted:
+            started = start()
+            self._followers.send(BeginJob(spec.id, started.resumed_from))
+            self._specs[spec.id] = spec
+            return started
+
+        return begin
+
+    def preparation(self, job: str) -> Callable[[Cancellation], None] | None:
+        """See `Trainer.preparation`."""
+        prepare = self._local.preparation(job)
+        if prepare is None:
+            return None
+
+        def on_all(cancellation: Cancellation) -> None:
+            answers = self._followers.ask(PrepareJob(job=job))
+            try:
+                prepare(cancellation)
+            finally:
+                answers.settle()
+            answers.wait()
+
+        return on_all
+
+    def advance(self, job: str, micro_steps: int | None) -> list[FromEngine]:
+        """See `Trainer.advance`. Raises `EngineFault` where the ranks could not go on together."""
+        self._followers.send(AdvanceJob(job, micro_steps))
+        try:
+            messages = self._local.advance(job, micro_steps)
+        except Exception as error:
+            raise EngineFault(f"job {job} failed on rank 0, and the other ranks may have gone on") from error
+        check_together(messages)
+        return messages
+
+    def checkpoint(self, job: str) -> Callable[[], JobCheckpoint] | None:
+        """See `Trainer.checkpoint`."""
+        self._followers.send(AbandonJob(job))
+        return self._local.checkpoint(job)
+
+    def publication(self, job: str) -> Callable[[], Callable[[], JobSucceeded | JobWaiting]]:
+        """See `Trainer.publication`. Followers read the files that rank 0 wrote."""
+        write, spec = self._local.publication(job), self._specs[job]
+        ref = AdapterRef(spec.adapter, spec.version)
+
+        def run() -> Callable[[], JobSucceeded | JobWaiting]:
+            publish = write()
+            if self._folder.adapter(ref).is_dir():  # else it waits for the disk
+                try:
+                    self._followers.ask(ReadAdapter(adapter=ref, digests=None)).wait()
+                except CoserveError as error:
+                    raise EngineFault(f"adapter {ref}, which was just written, cannot be read: {error}") from error
+            return publish
+
+        return run
+
+    def abandon(self, job: str) -> None:
+        """See `Trainer.abandon`."""
+        self._followers.send(AbandonJob(job))
+        self._local.abandon(job)
+
+    def drop(self, job: str) -> None:
+        """See `Trainer.drop`."""
+        self._specs.pop(job, None)
+        self._followers.send(DropJob(job))
+        self._local.drop(job)
+
+    # ---- what rank 0 alone knows
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """See `Trainer.notes`."""
+        return self._local.notes
+
+    def mid_batch(self, job: str) -> bool:
+        """See `Trainer.mid_batch`."""
+        return self._local.mid_batch(job)
+
+    def next_micro_step(self, job: str) -> MicroStep:
+        """See `Trainer.next_micro_step`."""
+        return self._local.next_micro_step(job)
+
+    @property
+    def micro_steps_done(self) -> int:
+        """See `Trains`."""
+        return self._local.micro_steps_done
+
+    def finished(self, job: str) -> bool:
+        """See `Trainer.finished`."""
+        return self._local.finished(job)
+
+    def checkpoint_due(self, job: str) -> bool:
+        """See `Trainer.checkpoint_due`."""
+        return self._local.checkpoint_due(job)
+
+
+def check_together(messages: list[FromEngine]) -> None:
+    """Of a slice on one rank: raises `EngineFault` if other ranks may not have come to the same end. A loss that is not finite is
+    the same on all; where memory ran out, this rank alone would begin the step again, or stop."""
+    for message in messages:
+        failed = isinstance(message, JobFailed) and message.code != NonFiniteLoss.code
+        if failed or isinstance(message, JobNote):
+            raise EngineFault(f"job {message.id}: {message.message}")
