@@ -64,6 +64,10 @@ class Config:
 
     device: str = option("auto", "where the base lives", choices=("auto", "cpu", "cuda"))
     dtype: str = option("auto", "type of the base", choices=("auto", "float32", "bfloat16", "float16"))
+    tp: int = option(
+        1,
+        "GPUs that share the base, each with a part of every layer (tensor parallelism): 1, 2, 4 or 8; on CPU, processes",
+    )
     threads: int | None = option(None, "CPU threads of the engine; default: all cores but one, two at most")
     lora_way: str = option(
         "auto",
@@ -168,6 +172,8 @@ class Config:
             value = getattr(self, f.name)
             if isinstance(value, float) and not (math.isfinite(value) and value >= 0):
                 raise ConfigError(f"{f.name}: expected a finite number of at least 0, got {value}")
+        if self.tp not in (1, 2, 4, 8):
+            raise ConfigError(f"tp: expected 1, 2, 4 or 8, got {self.tp}")
         if not self.read_timeout > 0:
             raise ConfigError(f"read_timeout: expected above 0, got {self.read_timeout}")
         if not 0 < self.memory_fraction <= 1:

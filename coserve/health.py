@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Literal, Protocol
 
 from coserve.types import Wire
 
@@ -31,6 +31,29 @@ class Warming(Wire, frozen=True):
     """Estimated; null: not known yet."""
 
 
+class RankInfo(Wire, frozen=True):
+    """One process of an engine under tensor parallelism."""
+
+    rank: int
+    state: Literal["starting", "ready", "lost"]
+    """`lost`: the engine ended because of it, and is being started again."""
+    silent: float
+    """Seconds since it was last heard of."""
+    behind: int
+    """Commands that rank 0 has finished and it has not."""
+
+
+class EngineRanks(Protocol):
+    """The processes of an engine under tensor parallelism."""
+
+    @property
+    def loss(self) -> str | None:
+        """Which rank was lost, and how; None: none."""
+        ...
+
+    def states(self) -> tuple[RankInfo, ...]: ...
+
+
 class Health(Wire, frozen=True):
     """HTTP status 503 while `starting`, 200 otherwise; `/health/ready` has the same body, and 503 while `warming` too unless the
     daemon runs with `--ready-when listening`."""
@@ -53,3 +76,7 @@ class Health(Wire, frozen=True):
     adapters_resident: int
     warming: Warming | None = None
     """Only while `status` is `warming`."""
+    tp: int = 1
+    """GPUs that share the base (`--tp`)."""
+    ranks: list[RankInfo] = []
+    """Empty if `tp` is 1."""

@@ -10,7 +10,7 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 
 STOP_SIGNALS = frozenset({signal.SIGINT, signal.SIGTERM})
 PR_SET_PDEATHSIG = 1
@@ -21,14 +21,20 @@ def child_environment(environ: Mapping[str, str] = os.environ) -> dict[str, str]
     return {name: value for name, value in environ.items() if name.upper() != "COSERVE_API_KEY"}
 
 
-async def start_child(module: str, end: socket.socket, *arguments: str, stdin: int) -> asyncio.subprocess.Process:
-    """Run `python -m MODULE FD ARGUMENTS…`, where FD is `end` of a socket pair; `MODULE` calls `obey_parent` first.
+async def start_child(
+    module: str, end: socket.socket, *arguments: str, stdin: int, others: Sequence[socket.socket] = ()
+) -> asyncio.subprocess.Process:
+    """Run `python -m MODULE FD ARGUMENTS…`, where FD is `end` of a socket pair; `MODULE` calls `obey_parent` first. It inherits the
+    `others`, too.
 
     Stop signals are blocked until then: Ctrl-C reaches the whole process group, a new interpreter too.
     """
     with _deaf():
         return await asyncio.create_subprocess_exec(
-            *_command(module, end, *arguments), stdin=stdin, pass_fds=(end.fileno(),), env=child_environment()
+            *_command(module, end, *arguments),
+            stdin=stdin,
+            pass_fds=tuple(sock.fileno() for sock in (end, *others)),
+            env=child_environment(),
         )
 
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 import msgspec
 
 from coserve.errors import EngineUnavailable
-from coserve.health import Status, Warming
+from coserve.health import EngineRanks, Status, Warming
 from coserve.link import EngineReady, EngineStats, EngineWarming, FromEngine, Link, ToEngine
 from coserve.types import AdapterRef, BaseSpec
 
@@ -22,6 +22,8 @@ class EngineClient:
         self.stats: EngineStats | None = None
         self.warmup: EngineWarming | None = None
         """The last report of the current engine's warm-up."""
+        self.ranks: EngineRanks | None = None
+        """The current engine's processes, or the last one's, where there are several."""
         self.starts = 0
         self.troubles: tuple[str, ...] = ()
         """Why the last engine died, while there is no other."""
@@ -85,8 +87,8 @@ class EngineClient:
             raise EngineUnavailable("the engine stopped and is being restarted")
         self._link.send(message)
 
-    def open(self, link: Link[ToEngine, FromEngine], ready: EngineReady) -> None:
-        self._link, self.ready, self.troubles = link, ready, ()
+    def open(self, link: Link[ToEngine, FromEngine], ready: EngineReady, ranks: EngineRanks | None) -> None:
+        self._link, self.ready, self.ranks, self.troubles = link, ready, ranks, ()
         self.starts += 1
         self._changed()
 

@@ -23,7 +23,7 @@ from coserve.api.jobs.submission import MAX_PREPARING
 from coserve.api.metrics.prometheus import Metrics
 from coserve.config import Config
 from coserve.errors import EngineUnavailable
-from coserve.health import BaseInfo, Health
+from coserve.health import BaseInfo, EngineRanks, Health
 from coserve.link import (
     Admitted,
     EngineNotes,
@@ -64,7 +64,7 @@ class Service:
     ) -> None:
         """`max_prompt_scores`: most prompt log-probabilities that all requests in flight may ask for together."""
         self.folder, self.tokenizer = folder, tokenizer
-        self._ready_when = config.ready_when
+        self._ready_when, self._tp = config.ready_when, config.tp
         self.engine = EngineClient()
         self.metrics = Metrics(self.engine.name)
         self._registry = registry
@@ -93,14 +93,17 @@ class Service:
             self._recording = asyncio.create_task(self._recorder.run())
             await self.jobs.recover()
 
-    async def attach(self, link: Link[ToEngine, FromEngine], ready: EngineReady) -> None:
-        """Connect a new engine and send it the unfinished jobs, oldest first. Raises as `open`."""
+    async def attach(
+        self, link: Link[ToEngine, FromEngine], ready: EngineReady, ranks: EngineRanks | None = None
+    ) -> None:
+        """Connect a new engine and send it the unfinished jobs, oldest first. `ranks`: its processes, where there are several.
+        Raises as `open`."""
         await self.open()
         self.engine_lost()
-        await self.jobs.attach(lambda: self._open(link, ready))
+        await self.jobs.attach(lambda: self._open(link, ready, ranks))
 
-    def _open(self, link: Link[ToEngine, FromEngine], ready: EngineReady) -> None:
-        self.engine.open(link, ready)
+    def _open(self, link: Link[ToEngine, FromEngine], ready: EngineReady, ranks: EngineRanks | None) -> None:
+        self.engine.open(link, ready, ranks)
         self._receiver = asyncio.create_task(self._receive(link))
 
     def engine_lost(self) -> None:
@@ -111,7 +114,9 @@ class Service:
             self._receiver.cancel()
         self.engine.lost()
         self.metrics.engine.report(None)
-        self.generation.fail_all(EngineUnavailable("the engine stopped while it ran this request"))
+        loss = None if self.engine.ranks is None else self.engine.ranks.loss
+        why = "the engine stopped while it ran this request" + ("" if loss is None else f": {loss}")
+        self.generation.fail_all(EngineUnavailable(why))
         self._recorder.watchers.notify_all()  # pauses and cancellations must not wait for the next engine
 
     def engine_failed(self, note: str, *, started: bool) -> None:
@@ -220,6 +225,8 @@ class Service:
             jobs=stats.jobs if stats is not None else 0,
             adapters_resident=len(stats.resident) if stats is not None else 0,
             warming=self.engine.warming,
+            tp=self._tp,
+            ranks=[] if self.engine.ranks is None else [*self.engine.ranks.states()],
         )
 
 

@@ -1,4 +1,4 @@
-"""Starts and stops the engine process."""
+"""Starts and stops the engine: one process, or one for each rank."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import socket
 import time
 
 from coserve.config import Config, config_to_json
+from coserve.daemon.rank_group import RankGroup
 from coserve.daemon.supervisor import EngineDied
 from coserve.errors import (
     EngineUnavailable,
@@ -26,26 +27,39 @@ STOP_TIMEOUT = 60.0
 
 
 class EngineProcess:
-    """A ready engine process and the link to it."""
+    """A ready engine and the link to it. `group`: all of its processes, where there are several; `process` is the first then."""
 
     def __init__(
-        self, process: asyncio.subprocess.Process, link: Link[ToEngine, FromEngine], ready: EngineReady
+        self,
+        process: asyncio.subprocess.Process,
+        link: Link[ToEngine, FromEngine],
+        ready: EngineReady,
+        group: RankGroup | None = None,
     ) -> None:
-        self.process, self.link, self.ready = process, link, ready
+        self.process, self.link, self.ready, self.ranks = process, link, ready, group
 
     @classmethod
     async def start(cls, config: Config) -> EngineProcess:
-        """Start the process and wait until its base is loaded. Raises `EngineDied`, or the `StartupError` that it names."""
+        """Start the engine and wait until its base is loaded. Raises `EngineDied`, or the `StartupError` that it names."""
         began = time.monotonic()
         ours, theirs = socket.socketpair()
+        group = RankGroup() if config.tp > 1 else None
         async with contextlib.AsyncExitStack() as undo:
             with theirs:
                 link = await api_end(ours)
                 undo.push_async_callback(link.close)
-                process = await start_child("coserve.engine.process", theirs, stdin=asyncio.subprocess.PIPE)
-            undo.push_async_callback(kill, process)
+                if group is None:
+                    process = await start_child("coserve.engine.process", theirs, stdin=asyncio.subprocess.PIPE)
+                    undo.push_async_callback(kill, process)
+                    assert process.stdin is not None
+                    process.stdin.write(config_to_json(config))
+                    process.stdin.close()
+                else:
+                    undo.push_async_callback(group.kill)
+                    await group.start(config, theirs)
+                    process = group.leader
             log_event(log, "engine starts", engine_pid=process.pid, model=config.model)
-            ready = await cls._receive_ready(process, link, config)
+            ready = await _receive_ready(process, link, group)
             undo.pop_all()
         log_event(
             log,
@@ -60,39 +74,53 @@ class EngineProcess:
             seconds=round(time.monotonic() - began, 3),
             notes="; ".join(ready.notes) or None,
         )
-        return cls(process, link, ready)
-
-    @staticmethod
-    async def _receive_ready(
-        process: asyncio.subprocess.Process, link: Link[ToEngine, FromEngine], config: Config
-    ) -> EngineReady:
-        assert process.stdin is not None
-        process.stdin.write(config_to_json(config))
-        process.stdin.close()
-        try:
-            message = await link.receive()
-        except EngineUnavailable:
-            raise EngineDied(await process.wait()) from None
-        if isinstance(message, EngineRefused):
-            await process.wait()
-            raise error_from_code(message.code, message.message)  # a `StartupError`
-        assert isinstance(message, EngineReady), message
-        return message
+        return cls(process, link, ready, group)
 
     async def wait(self) -> int:
-        return await self.process.wait()
+        return await (self.process if self.ranks is None else self.ranks).wait()
 
     async def stop(self) -> None:
         """Ask for a clean end (the engine saves checkpoints); kill what does not end in time."""
+        if self.ranks is not None:
+            self.ranks.stop()
         if self.process.returncode is None:
             self.link.send(Shutdown())
             try:
                 async with asyncio.timeout(STOP_TIMEOUT):
-                    await self.process.wait()
+                    await self.wait()
             except TimeoutError:
                 log.warning("the engine did not stop within %.0f s: killed", STOP_TIMEOUT)
                 await kill(self.process)
+        if self.ranks is not None:
+            await self.ranks.kill()
         await self.link.close()
+
+
+async def _receive_ready(
+    process: asyncio.subprocess.Process, link: Link[ToEngine, FromEngine], group: RankGroup | None
+) -> EngineReady:
+    receiving = asyncio.create_task(link.receive())
+    lost = None if group is None else asyncio.create_task(group.lost.wait())
+    try:
+        await asyncio.wait({receiving, *(() if lost is None else (lost,))}, return_when=asyncio.FIRST_COMPLETED)
+        message = None if group is not None and group.loss is not None else await receiving
+    except EngineUnavailable:
+        message = None
+    finally:
+        receiving.cancel()
+        if lost is not None:
+            lost.cancel()
+    if message is None:
+        status = await process.wait()
+        if group is not None and group.refusal is not None:
+            raise group.refusal
+        raise EngineDied(status, None if group is None else group.loss)
+    if isinstance(message, EngineRefused):
+        if group is None:
+            await process.wait()
+        raise error_from_code(message.code, message.message)  # a `StartupError`
+    assert isinstance(message, EngineReady), message
+    return message
 
 
 async def kill(process: asyncio.subprocess.Process) -> None:

@@ -11,17 +11,18 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from coserve.errors import StartupError
+from coserve.health import EngineRanks
 from coserve.link import EngineReady, FromEngine, Link, ToEngine
 
 log = logging.getLogger(__name__)
 
 
 class EngineDied(Exception):
-    """The engine process exited with this status before it was ready."""
+    """The engine process exited with this status before it was ready. `loss`: see `EngineRanks`."""
 
-    def __init__(self, status: int) -> None:
+    def __init__(self, status: int, loss: str | None = None) -> None:
         super().__init__(status)
-        self.status = status
+        self.status, self.loss = status, loss
 
 
 class RunningEngine(Protocol):
@@ -31,6 +32,10 @@ class RunningEngine(Protocol):
     def link(self) -> Link[ToEngine, FromEngine]: ...
     @property
     def ready(self) -> EngineReady: ...
+    @property
+    def ranks(self) -> EngineRanks | None:
+        """Its processes, where there are several."""
+        ...
 
     async def wait(self) -> int:
         """Wait until it has ended; its exit status."""
@@ -44,7 +49,9 @@ class RunningEngine(Protocol):
 class EngineOwner(Protocol):
     """The part of `api.Service` that the supervisor uses."""
 
-    async def attach(self, link: Link[ToEngine, FromEngine], ready: EngineReady) -> None: ...
+    async def attach(
+        self, link: Link[ToEngine, FromEngine], ready: EngineReady, ranks: EngineRanks | None = None
+    ) -> None: ...
     async def disconnected(self) -> Exception | None:
         """Wait until the attached engine's messages are no longer read. The error that ended this; None if the link closed."""
         ...
@@ -111,15 +118,15 @@ class Supervisor:
         try:
             engine = await self._start()
         except EngineDied as died:
-            return _EngineExit(died.status)
+            return _EngineExit(died.status, loss=died.loss)
         ended = asyncio.create_task(engine.wait())
         tasks: list[asyncio.Task[object]] = [ended]
         try:
-            attaching = asyncio.create_task(self._service.attach(engine.link, engine.ready))
+            attaching = asyncio.create_task(self._service.attach(engine.link, engine.ready, engine.ranks))
             tasks.append(attaching)
             await asyncio.wait({ended, attaching}, return_when=asyncio.FIRST_COMPLETED)
             if not attaching.done():
-                return _EngineExit(ended.result())
+                return _EngineExit(ended.result(), loss=_loss(engine))
             attaching.result()
             began = self._clock()
             self.attached.set()
@@ -134,7 +141,22 @@ class Supervisor:
             await engine.stop()
             await asyncio.gather(*tasks, return_exceptions=True)
         self._service.engine_lost()
-        return _EngineExit(await engine.wait(), served, started=True, unreadable=unreadable)
+        return _EngineExit(await engine.wait(), served, started=True, unreadable=unreadable, loss=_loss(engine))
+
+
+def _loss(engine: RunningEngine) -> str | None:
+    return None if engine.ranks is None else engine.ranks.loss
+
+
+def how_ended(status: int) -> str:
+    """An exit status in words."""
+    if status >= 0:
+        return f"ended with status {status}"
+    try:
+        name = signal.Signals(-status).name
+    except ValueError:
+        name = f"signal {-status}"
+    return f"was killed by {name}"
 
 
 @dataclass(frozen=True)
@@ -146,16 +168,14 @@ class _EngineExit:
     started: bool = False
     unreadable: Exception | None = None
     """Why its messages could not be read any more, where that is why it was stopped."""
+    loss: str | None = None
+    """Which of its processes was lost, where that is why it was stopped."""
 
     @property
     def text(self) -> str:
         when = f"after {self.served:.0f} s of service" if self.started else "while it started"
         if self.unreadable is not None:
             return f"was stopped {when}: its messages could not be read ({type(self.unreadable).__name__})"
-        if self.status >= 0:
-            return f"ended with status {self.status} {when}"
-        try:
-            name = signal.Signals(-self.status).name
-        except ValueError:
-            name = f"signal {-self.status}"
-        return f"was killed by {name} {when}"
+        if self.loss is not None:
+            return f"was stopped {when}: {self.loss}"
+        return f"{how_ended(self.status)} {when}"

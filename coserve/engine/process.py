@@ -1,7 +1,8 @@
-"""The engine process: `python -m coserve.engine.process FD`.
+"""The engine process: `python -m coserve.engine.process FD [PLACE]`.
 
 Started by `daemon/engine_process.py` with the settings as JSON on standard input and one end of a socket pair as file
-descriptor FD. Its only other connection is to its warm-up's process. It ends with its parent.
+descriptor FD. Its only other connections are to its warm-up's process and, under tensor parallelism (`PLACE`: a `RankPlace` as
+JSON), to the other ranks. It ends with its parent.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import sys
 
 from coserve.config import config_from_json
+from coserve.engine.ranks.own_rank import own_rank
 from coserve.engine.warming.early_start import start_warm_up
 from coserve.processes import obey_parent, skip_slow_imports
 
@@ -16,11 +18,11 @@ from coserve.processes import obey_parent, skip_slow_imports
 def main() -> None:
     obey_parent()
     skip_slow_imports()
-    config = config_from_json(sys.stdin.buffer.read())
-    warm_up = start_warm_up(config)
+    config, rank = config_from_json(sys.stdin.buffer.read()), own_rank(sys.argv[1:])
+    warm_up = start_warm_up(config) if rank is None else None  # its kernels are those of a base that is not cut
     from coserve.engine.worker import serve  # imports torch, which takes seconds; the warm-up starts meanwhile
 
-    serve(config, int(sys.argv[1]), warm_up)
+    serve(config, int(sys.argv[1]), warm_up, rank)
 
 
 if __name__ == "__main__":

@@ -6,57 +6,52 @@ import asyncio
 import logging
 import os
 import socket
-import sys
 import threading
 import time
 from collections.abc import Callable, Coroutine
-from dataclasses import dataclass
+from dataclasses import replace
 from functools import partial
 from typing import NoReturn
 
 import torch
 from transformers.utils.logging import disable_progress_bar
 
-from coserve.adapter_store.files import load_adapter
 from coserve.adapter_store.host import HostBudget
-from coserve.adapter_store.store import AdapterStore
+from coserve.adapter_store.mirror import CopyMirror
+from coserve.adapter_store.store import AdapterStore, Load
 from coserve.config import Config
 from coserve.engine.engine import Engine
-from coserve.engine.sizes import STEP_TOKENS
+from coserve.engine.parts import EXACT_THREADS, EngineParts, set_up_threads
+from coserve.engine.ports import Trains
+from coserve.engine.ranks.adapters import FollowersCopies, load_on_all
+from coserve.engine.ranks.commands import BuildEngine, MeasurePool
+from coserve.engine.ranks.executor import RankedExecutor
+from coserve.engine.ranks.followers import Answers, Followers
+from coserve.engine.ranks.own_rank import OwnRank
+from coserve.engine.ranks.serve import load_ranked_base, told
+from coserve.engine.ranks.trainer import RankedTrainer
 from coserve.engine.warming.client import WarmUpClient
 from coserve.engine.warming.compilations import watch_compilations
 from coserve.engine.warming.early_start import StartedWarmUp
 from coserve.engine.warming.part_runner import make_part_runner
 from coserve.engine.warming.upgrade import Upgrade
-from coserve.errors import AdapterNotFound, StartupError
-from coserve.finetune.memory_profiling import Conditions, plan_memory
-from coserve.finetune.trainer import Trainer
+from coserve.errors import StartupError
 from coserve.garbage import GarbageCollection, freeze_and_collect_young, freeze_and_disable
-from coserve.generate.execution.start import Compilation, make_start, wake_compiler
+from coserve.generate.execution.start import Compilation, wake_compiler
 from coserve.generate.generator import Generator
-from coserve.kernels.lora.backend import choose_backend
-from coserve.kernels.lora.interface import LoraBackend
 from coserve.link import EngineReady, EngineRefused, EngineWarming, FromEngine, Link, ToEngine
 from coserve.logs.format import log_event
 from coserve.logs.setup import LogSettings, set_up_logging
-from coserve.memory.kv import CPU_TOKENS, KvCache
-from coserve.memory.plan import Work
-from coserve.model.base import Base, load_base
-from coserve.model.lora import LoraWeights
+from coserve.memory.kv import KvCache
+from coserve.model.base import Base
 from coserve.queues.policy import make_policy
+from coserve.ranks import RankReady
 from coserve.state.failpoints import failpoint
-from coserve.state.folder import DataFolder
 from coserve.stream_link import engine_end
-from coserve.types import AdapterDigests, AdapterRef
 from coserve.warmup.messages import WarmUpTask
 from coserve.warmup.parts import EAGER, FIRST, STEP_PARTS
 
 log = logging.getLogger(__name__)
-
-EXACT_THREADS = 2
-SWITCH_INTERVAL = 2e-5
-"""Seconds after which a thread gives the interpreter to another. A step frees it and takes it back with every operation: at
-Python's 5 ms, beside a thread that compiles or reads an adapter, it would wait so long a thousand times."""
 
 
 def build_engine(
@@ -67,50 +62,38 @@ def build_engine(
     garbage: GarbageCollection | None = None,
     warm: WarmUpClient | None = None,
     preload_kernels: Callable[[Compilation | None], None] = lambda _: None,
+    followers: Followers | None = None,
 ) -> tuple[Engine, EngineReady]:
     """The engine over a loaded base, and the message that says it is ready. `garbage`: see `Engine`; `warm`: the warm-up's
-    client; `preload_kernels`: see `Upgrade`."""
-    folder = DataFolder(config.data_dir)
-    lora_backend = choose_backend(config.lora_way, base.device, base.dtype)
-
-    def load(ref: AdapterRef, digests: AdapterDigests | None) -> LoraWeights:
-        path = folder.adapter(ref)
-        if not path.is_dir():
-            raise AdapterNotFound(f"no adapter {str(ref)!r}", field="adapter")
-        return load_adapter(path, base.spec, device="cpu", dtype=base.dtype, digests=digests)
-
+    client; `preload_kernels`: see `Upgrade`; `followers`: the other ranks, which have loaded their bases or are about to."""
+    parts = EngineParts(base, config)
     budget = HostBudget(config.max_adapters_resident, config.adapter_memory_bytes)
-    store = AdapterStore(load, budget, pinned=base.device.type == "cuda")
-    step_tokens = config.step_tokens or STEP_TOKENS[base.device.type]
-    pool = _pool_size(base, config, lora_backend, step_tokens, folder, shared=0 if warm is None else warm.memory_bytes)
+    read: Load = parts.read_adapter
+    mirror: CopyMirror | None = None
+    measured = None if followers is None else followers.ask(MeasurePool())
+    pool = parts.pool_size(shared=0 if warm is None else warm.memory_bytes)
+    built: Answers | None = None
+    if followers is not None and measured is not None:
+        pool = replace(pool, tokens=min(pool.tokens, *measured.wait()))
+        built = followers.ask(BuildEngine(tokens=pool.tokens))
+        read, mirror = load_on_all(read, followers), FollowersCopies(followers)
+    store = AdapterStore(read, budget, pinned=base.device.type == "cuda", mirror=mirror)
     kv = KvCache.for_base(base, pool.tokens, config.page_tokens)
-    start = make_start(
-        base,
-        kv,
-        max_running=config.inference_batch_size,
-        lora_backend=lora_backend,
-        when=config.compile,
-        step_tokens=step_tokens,
-        warm=warm,
-    )
+    start = parts.make_start(kv, warm)
     generator = Generator(
         base,
         store,
         kv,
-        start.executor,
+        start.executor if followers is None else RankedExecutor(start.executor, followers),
         max_running=config.inference_batch_size,
-        step_tokens=step_tokens,
+        step_tokens=parts.step_tokens,
         prefix_cache=config.prefix_cache,
     )
-    trainer = Trainer(
-        base,
-        store,
-        folder,
-        micro_batch_tokens=config.micro_batch_tokens,
-        recompute=config.recompute,
-        keep_checkpoints=config.keep_checkpoints,
-        lora_backend=lora_backend,
-    )
+    trainer: Trains = parts.make_trainer(store)
+    if followers is not None:
+        trainer = RankedTrainer(trainer, followers, parts.folder)
+    if built is not None:
+        built.wait()
     notes = _notes(base, generator, config) + pool.notes
     upgrade = None
     if start.compilation is not None:
@@ -128,44 +111,16 @@ def build_engine(
         max_queue=config.max_queue,
         fair=config.fair,
         max_active_jobs=config.max_active_jobs,
-        step_tokens=step_tokens,
+        step_tokens=parts.step_tokens,
         clock=time.monotonic,
         planned_bytes=pool.planned,
         garbage=garbage,
         upgrade=upgrade,
     )
-    ready = EngineReady(spec=base.spec, kv_tokens=kv.tokens, lora_way=lora_backend.name, notes=notes + start.notes)
+    ready = EngineReady(
+        spec=base.spec, kv_tokens=kv.tokens, lora_way=parts.lora_backend.name, notes=notes + start.notes
+    )
     return engine, ready
-
-
-@dataclass(frozen=True)
-class _PoolSize:
-    tokens: int
-    planned: int = 0
-    """Bytes of the GPU's memory that torch should never need more than; 0 without a plan."""
-    notes: tuple[str, ...] = ()
-
-
-def _pool_size(
-    base: Base, config: Config, lora_backend: LoraBackend, step_tokens: int, folder: DataFolder, *, shared: int
-) -> _PoolSize:
-    """The page pool: as set, or what the memory plan leaves. `shared`: bytes that a warm-up may use for now."""
-    if config.kv_tokens is not None:
-        return _PoolSize(config.kv_tokens)
-    if base.device.type != "cuda":
-        return _PoolSize(CPU_TOKENS)
-    work = Work(step_tokens, config.micro_batch_tokens, config.max_active_jobs)
-    conditions = Conditions(lora_backend, config.recompute, config.inference_batch_size, config.page_tokens, work)
-    plan = plan_memory(base, conditions, fraction=config.memory_fraction, path=folder.memory, shared=shared)
-    note = plan.note(config.page_tokens)
-    log.info("%s", note)
-    planned = torch.cuda.memory_allocated(base.device) + plan.set_aside
-    return _PoolSize(plan.pages * config.page_tokens, planned, (note,))
-
-
-def default_threads() -> int:
-    """All cores but one, two at most: with more, torch's CPU kernels round a row differently in different batches."""
-    return min(EXACT_THREADS, max(1, (os.cpu_count() or 2) - 1))
 
 
 def _notes(base: Base, generator: Generator, config: Config) -> tuple[str, ...]:
@@ -181,7 +136,10 @@ def _notes(base: Base, generator: Generator, config: Config) -> tuple[str, ...]:
     return notes
 
 
-async def _run(config: Config, fd: int, warm_up: StartedWarmUp | None) -> None:
+async def _run(config: Config, fd: int, warm_up: StartedWarmUp | None, rank: OwnRank | None) -> None:
+    followers = None if rank is None else Followers(rank.commands)
+    if rank is not None and followers is not None:
+        rank.monitor.done = lambda: max(0, followers.sent - 1)  # all but the last one, which may be running
     link = await engine_end(socket.socket(fileno=fd))
     failpoint("engine.start")
     began = time.monotonic()
@@ -189,13 +147,7 @@ async def _run(config: Config, fd: int, warm_up: StartedWarmUp | None) -> None:
         warm = None if warm_up is None else await _connect(warm_up)
         if warm is not None and warm_up is not None and not warm_up.concurrent:
             await warm.wait_until_ended()
-        base = load_base(
-            config.model,
-            device=config.device,
-            dtype=config.dtype,
-            trust_remote_code=config.trust_remote_code,
-            load_format=config.load_format,
-        )
+        base = load_ranked_base(config, None if rank is None else rank.place)
         if warm is not None:
             waking = asyncio.get_running_loop().run_in_executor(None, wake_compiler, base.device)
             if config.compile != "background":
@@ -207,7 +159,9 @@ async def _run(config: Config, fd: int, warm_up: StartedWarmUp | None) -> None:
         preload_kernels: Callable[[Compilation | None], None] = lambda _: None
         if warm_up is not None:
             preload_kernels = partial(_preload_kernels, base, config, warm_up.task)
-        engine, ready = build_engine(base, config, link, garbage=garbage, warm=warm, preload_kernels=preload_kernels)
+        engine, ready = build_engine(
+            base, config, link, garbage=garbage, warm=warm, preload_kernels=preload_kernels, followers=followers
+        )
     except StartupError as error:
         link.send(EngineRefused(code=error.code, message=error.message))
     else:
@@ -225,10 +179,14 @@ async def _run(config: Config, fd: int, warm_up: StartedWarmUp | None) -> None:
             seconds=round(time.monotonic() - began, 3),
         )
         link.send(ready)
+        if rank is not None:
+            rank.monitor.report(RankReady())
         if not engine.warms_up:
             link.send(EngineWarming(done=0, total=0, seconds_left=0.0, notes=ready.notes))
         await engine.run()
         log_event(log, "engine stops")
+    if followers is not None:
+        followers.close()
     await link.close()
 
 
@@ -252,14 +210,15 @@ async def _connect(warm_up: StartedWarmUp) -> WarmUpClient:
     return warm
 
 
-def serve(config: Config, fd: int, warm_up: StartedWarmUp | None) -> None:
-    """Run the engine until it stops. `fd`: the link's socket; `warm_up`: the warm-up's process, if there is one."""
+def serve(config: Config, fd: int, warm_up: StartedWarmUp | None, rank: OwnRank | None) -> None:
+    """Run the engine until it stops. `fd`: the link's socket; `warm_up`: the warm-up's process, if there is one; `rank`: of this
+    process, where there are several."""
     set_up_logging("engine", LogSettings.of(config))
     disable_progress_bar()
-    torch.set_num_threads(config.threads or default_threads())
-    sys.setswitchinterval(SWITCH_INTERVAL)
+    set_up_threads(config)
     watch_compilations(logging.WARNING)  # steps wait for each of them
-    run_to_exit(_run(config, fd, warm_up))
+    work = _run(config, fd, warm_up, rank)
+    run_to_exit(work if rank is None else told(work, rank.monitor))
 
 
 def run_to_exit(work: Coroutine[None, None, None]) -> None:

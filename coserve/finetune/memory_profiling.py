@@ -47,8 +47,11 @@ class Conditions:
     work: Work
 
 
-def plan_memory(base: Base, conditions: Conditions, *, fraction: float, path: Path, shared: int = 0) -> MemoryPlan:
-    """The page pool that fits into `fraction` of the GPU's memory. The profile is measured once and kept at `path`.
+def plan_memory(
+    base: Base, conditions: Conditions, *, fraction: float, path: Path | None, shared: int = 0
+) -> MemoryPlan:
+    """The page pool that fits into `fraction` of the GPU's memory. The profile is measured once and kept at `path`; None: it is
+    measured now.
 
     `shared`: bytes that other processes of ours may take now. They do not count: they are given back soon, and lie in what
     `fraction` leaves.
@@ -58,10 +61,11 @@ def plan_memory(base: Base, conditions: Conditions, *, fraction: float, path: Pa
         ConfigError: see `make_plan`.
     """
     key = _key(base, conditions)
-    profile = load_profile(path, key)
+    profile = None if path is None else load_profile(path, key)
     if profile is None:
         profile = _measure(base, conditions)
-        save_profile(path, key, profile)
+        if path is not None:
+            save_profile(path, key, profile)
     gc.collect()
     torch.cuda.empty_cache()
     CudaMemoryMeter(base.device).reset()  # profiling does not count in the peak that is compared with the plan

@@ -119,8 +119,7 @@ class Follower:
             case ReadAdapter():
                 self._answer(command.number, self._readers, lambda: self._read(command))
             case PrepareJob():
-                prepare = self._parts.trainer.preparation(command.job)
-                self._answer(command.number, self._threads, lambda: 0 if prepare is None else prepare(Cancellation()) or 0)
+                self._prepare_job(command)
             case MeasurePool():
                 self._commands.send(Answer(command.number, self._measure_pool()))
             case BuildEngine():
@@ -171,6 +170,16 @@ class Follower:
         load = _JobLoad(self._parts.trainer, question.spec)
         self._loads.setdefault(question.spec.id, []).append(load)
         self._answer(question.number, self._threads, load.run)
+
+    def _prepare_job(self, question: PrepareJob) -> None:
+        prepare = self._parts.trainer.preparation(question.job)
+
+        def work() -> int:
+            if prepare is not None:
+                prepare(Cancellation())
+            return 0
+
+        self._answer(question.number, self._threads, work)
 
     def _next_load(self, job: str) -> _JobLoad:
         loads = self._loads[job]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import socket
 import threading
@@ -94,7 +95,8 @@ class Followers:
         with self._lock:
             if not self._closed and self._lost is None:
                 self._closed = True
-                self._send(Stop())
+                with contextlib.suppress(RankLost):
+                    self._send(Stop())
 
     def _send(self, command: AnyCommand) -> None:
         if self._lost is not None:

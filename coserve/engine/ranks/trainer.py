@@ -139,6 +139,8 @@ def check_together(messages: list[FromEngine]) -> None:
     """Of a slice on one rank: raises `EngineFault` if other ranks may not have come to the same end. A loss that is not finite is
     the same on all; where memory ran out, this rank alone would begin the step again, or stop."""
     for message in messages:
-        failed = isinstance(message, JobFailed) and message.code != NonFiniteLoss.code
-        if failed or isinstance(message, JobNote):
-            raise EngineFault(f"job {message.id}: {message.message}")
+        match message:
+            case JobFailed(code=NonFiniteLoss.code):
+                pass
+            case JobFailed(id=id, message=text) | JobNote(id=id, message=text):
+                raise EngineFault(f"job {id}: {text}")

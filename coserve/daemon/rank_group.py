@@ -1,0 +1,217 @@
+"""The processes of one engine under tensor parallelism: started together, watched together, ended together.
+
+A rank that ends, reports a fault or falls silent takes all others with it: they cannot go on without it. Its death is told as the
+engine's (`loss`); the supervisor starts all of them again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import secrets
+import socket
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Never
+
+import msgspec
+
+from coserve.config import Config, config_to_json
+from coserve.daemon.supervisor import how_ended
+from coserve.errors import CoserveError, EngineUnavailable, error_from_code
+from coserve.health import RankInfo
+from coserve.logs.format import log_event
+from coserve.processes import start_child
+from coserve.ranks import (
+    HEARTBEAT,
+    SILENCE,
+    START_SILENCE,
+    Heartbeat,
+    RankFailed,
+    RankPlace,
+    RankReady,
+    RankRefused,
+    RankReport,
+    place_to_json,
+)
+from coserve.state.folder import DataFolder
+from coserve.stream_link import StreamLink
+
+log = logging.getLogger(__name__)
+
+LAST_WORDS = 1.0
+"""Seconds for the reports of a process that has ended to be read."""
+
+
+@dataclass(eq=False)
+class _Rank:
+    number: int
+    process: asyncio.subprocess.Process
+    reports: StreamLink[Never, RankReport]
+    ready: bool = False
+    done: int = 0
+    """Commands that it has finished, by its last heartbeat."""
+    silent: int = 0
+    """Looks since its last heartbeat."""
+    stuck: int = 0
+    """Looks at which it was behind rank 0 and had made no progress."""
+    lost: bool = False
+
+    def end(self) -> None:
+        if self.process.returncode is None:
+            self.process.kill()
+
+
+class RankGroup:
+    """All ranks. Rank 0's process has the link to the API process, besides."""
+
+    def __init__(self) -> None:
+        self.loss: str | None = None
+        """Which rank was lost, and how; None: none."""
+        self.refusal: CoserveError | None = None
+        """Why a rank cannot start with these settings."""
+        self.lost = asyncio.Event()
+        self._ranks: list[_Rank] = []
+        self._tasks: list[asyncio.Task[None]] = []
+        self._stopping = False
+        self._rendezvous: Path | None = None
+
+    async def start(self, config: Config, link: socket.socket) -> None:
+        """Start all processes. `link`: rank 0's end of the link to the API process. After an error, call `kill`."""
+        staging = DataFolder(config.data_dir).staging  # emptied at the daemon's start
+        self._rendezvous = staging / f"ranks-{secrets.token_hex(8)}"
+        pairs = [socket.socketpair() for _ in range(config.tp - 1)]
+        try:
+            for number in range(config.tp):
+                commands = [ours for ours, _ in pairs] if number == 0 else [pairs[number - 1][1]]
+                ours, theirs = socket.socketpair()
+                with theirs:
+                    place = RankPlace(
+                        rank=number,
+                        size=config.tp,
+                        rendezvous=self._rendezvous.absolute().as_uri(),
+                        monitor=theirs.fileno(),
+                        commands=tuple(sock.fileno() for sock in commands),
+                    )
+                    await self._start_rank(place, config, ours, theirs, link, commands)
+        finally:
+            for sock in (sock for pair in pairs for sock in pair):
+                sock.close()
+        self._tasks.append(asyncio.create_task(self._watch()))
+
+    async def _start_rank(
+        self,
+        place: RankPlace,
+        config: Config,
+        ours: socket.socket,
+        theirs: socket.socket,
+        link: socket.socket,
+        commands: list[socket.socket],
+    ) -> None:
+        reader, writer = await asyncio.open_connection(sock=ours)
+        reports = StreamLink[Never, RankReport](reader, writer, msgspec.msgpack.Decoder(RankReport))
+        leads = place.rank == 0
+        module = "coserve.engine.process" if leads else "coserve.engine.ranks.process"
+        end, others = (link, [theirs, *commands]) if leads else (theirs, commands)
+        process = await start_child(module, end, place_to_json(place), stdin=asyncio.subprocess.PIPE, others=others)
+        assert process.stdin is not None
+        process.stdin.write(config_to_json(config))
+        process.stdin.close()
+        rank = _Rank(place.rank, process, reports)
+        self._ranks.append(rank)
+        listening = asyncio.create_task(self._listen(rank))
+        self._tasks += [listening, asyncio.create_task(self._await_exit(rank, listening))]
+        log_event(log, "rank starts", rank=place.rank, ranks=place.size, engine_pid=process.pid)
+
+    @property
+    def leader(self) -> asyncio.subprocess.Process:
+        """The process of rank 0."""
+        return self._ranks[0].process
+
+    def states(self) -> tuple[RankInfo, ...]:
+        """What `/health` says of each rank."""
+        done = self._ranks[0].done if self._ranks else 0
+        return tuple(
+            RankInfo(
+                rank=rank.number,
+                state="lost" if rank.lost else "ready" if rank.ready else "starting",
+                silent=rank.silent * HEARTBEAT,
+                behind=max(0, done - rank.done),
+            )
+            for rank in self._ranks
+        )
+
+    async def wait(self) -> int:
+        """Wait until all ranks have ended; the exit status of rank 0."""
+        statuses = await asyncio.gather(*(rank.process.wait() for rank in self._ranks))
+        return statuses[0]
+
+    def stop(self) -> None:
+        """From now on ranks may end: rank 0 was, or will be, asked to."""
+        self._stopping = True
+
+    async def kill(self) -> None:
+        """End what still runs, and wait for it."""
+        self._stopping = True
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        for rank in self._ranks:
+            rank.end()
+        for rank in self._ranks:
+            await rank.process.wait()
+        for rank in self._ranks:
+            await rank.reports.close()
+        if self._rendezvous is not None:
+            with contextlib.suppress(OSError):
+                self._rendezvous.unlink(missing_ok=True)
+
+    # ---- watching
+
+    async def _listen(self, rank: _Rank) -> None:
+        with contextlib.suppress(EngineUnavailable):  # it has ended
+            while True:
+                report = await rank.reports.receive()
+                rank.silent = 0
+                match report:
+                    case Heartbeat(done=done):
+                        rank.stuck = 0 if done != rank.done else rank.stuck
+                        rank.done = done
+                    case RankReady():
+                        rank.ready = True
+                    case RankRefused(code=code, message=message):
+                        self.refusal = self.refusal or error_from_code(code, message)
+                        self._lose(rank, f"refused to start: {message}")
+                    case RankFailed(message=message):
+                        self._lose(rank, f"failed: {message}")
+
+    async def _await_exit(self, rank: _Rank, listening: asyncio.Task[None]) -> None:
+        status = await rank.process.wait()
+        await asyncio.wait({listening}, timeout=LAST_WORDS)
+        if status or not self._stopping:
+            self._lose(rank, how_ended(status))
+
+    async def _watch(self) -> None:
+        """Counts looks and not seconds: while this process was stopped itself, no rank was silent."""
+        while True:
+            await asyncio.sleep(HEARTBEAT)
+            for rank in self._ranks:
+                rank.silent += 1
+                rank.stuck = rank.stuck + 1 if rank.done < self._ranks[0].done else 0
+                limit = SILENCE if rank.ready else START_SILENCE
+                if rank.silent * HEARTBEAT > limit:
+                    self._lose(rank, f"did not answer for {limit:.0f} s")
+                elif rank.stuck * HEARTBEAT > limit:
+                    self._lose(rank, f"did not follow rank 0 for {limit:.0f} s")
+
+    def _lose(self, rank: _Rank, how: str) -> None:
+        """The first loss ends all ranks; what follows from it is not told."""
+        if self.loss is not None or (self._stopping and rank.number == 0):
+            return
+        rank.lost = True
+        self.loss = f"rank {rank.number} of {len(self._ranks)} {how}"
+        log.error("%s: all ranks are ended", self.loss)
+        self.lost.set()
+        for each in self._ranks:
+            each.end()

@@ -1,0 +1,27 @@
+"""The process of a rank that follows: `python -m coserve.engine.ranks.process FD PLACE`.
+
+Started by `daemon/rank_group.py` with the settings as JSON on standard input. `FD`: its socket to the daemon; `PLACE`: a
+`RankPlace` as JSON. It ends with its parent.
+"""
+
+from __future__ import annotations
+
+import sys
+
+from coserve.config import config_from_json
+from coserve.engine.ranks.own_rank import own_rank
+from coserve.processes import obey_parent, skip_slow_imports
+
+
+def main() -> None:
+    obey_parent()
+    skip_slow_imports()
+    config, rank = config_from_json(sys.stdin.buffer.read()), own_rank(sys.argv[1:])
+    assert rank is not None, "expected a place"
+    from coserve.engine.ranks.serve import follow  # imports torch, which takes seconds: heartbeats have begun
+
+    follow(config, rank)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,121 @@
+"""A follower's life: load the base, make the parts, execute commands."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import time
+from collections.abc import Coroutine
+from typing import NoReturn
+
+import msgspec
+import torch
+from transformers.utils.logging import disable_progress_bar
+
+from coserve.adapter_store.host import HostBudget
+from coserve.adapter_store.store import AdapterStore
+from coserve.config import Config
+from coserve.engine.parts import EngineParts, set_up_threads
+from coserve.engine.ranks.channel import Channel, PeerLost
+from coserve.engine.ranks.commands import Answer, AnyCommand
+from coserve.engine.ranks.follower import Follower, FollowerParts
+from coserve.engine.ranks.followers import RankLost
+from coserve.engine.ranks.monitor import Monitor
+from coserve.engine.ranks.own_rank import OwnRank
+from coserve.errors import ConfigError, EngineFault, StartupError
+from coserve.logs.format import log_event
+from coserve.logs.setup import LogSettings, set_up_logging
+from coserve.memory.kv import KvCache
+from coserve.model.base import Base, load_base
+from coserve.model.lora import LoraWeights
+from coserve.ranks import SILENCE, RankFailed, RankPlace, RankReady, RankRefused
+from coserve.types import AdapterDigests, AdapterRef
+
+log = logging.getLogger(__name__)
+
+
+def load_ranked_base(config: Config, place: RankPlace | None) -> Base:
+    """This rank's part of the base; all of it where there is one rank. Raises as `load_base`, and `ConfigError`: too few GPUs."""
+    if place is not None and config.device != "cpu" and torch.cuda.is_available():
+        found = torch.cuda.device_count()
+        if found < place.size:
+            raise ConfigError(f"tp: expected a GPU for each of {place.size} ranks, found {found}", field="tp")
+        torch.cuda.set_device(place.rank)
+    return load_base(
+        config.model,
+        device=config.device,
+        dtype=config.dtype,
+        trust_remote_code=config.trust_remote_code,
+        load_format=config.load_format,
+    )
+
+
+def follow(config: Config, rank: OwnRank) -> None:
+    """Execute the commands of rank 0 until the engine ends, then end the process."""
+    place, monitor = rank.place, rank.monitor
+    set_up_logging(f"rank-{place.rank}", LogSettings.of(config))
+    disable_progress_bar()
+    set_up_threads(config)
+    try:
+        base = load_ranked_base(config, place)
+        log_event(log, "base loaded", rank=place.rank, ranks=place.size, device=base.spec.device)
+        follower = _make_follower(base, config, rank)
+        monitor.done = lambda: follower.done
+        monitor.report(RankReady())
+        follower.run()
+        log_event(log, "rank stops", rank=place.rank)
+    except StartupError as error:
+        monitor.report(RankRefused(error.code, error.message))
+        _exit_now(1)
+    except PeerLost:
+        log.error("rank 0 is gone")
+        time.sleep(SILENCE)  # the daemon, which ends this process, tells of rank 0 first
+        _exit_now(1)
+    except BaseException as error:  # the other ranks cannot go on without this one
+        log.critical("rank %d ends: %s", place.rank, type(error).__name__, exc_info=error)
+        monitor.report(RankFailed(_text(error)))
+        _exit_now(1)
+    _exit_now(0)
+
+
+def _make_follower(base: Base, config: Config, rank: OwnRank) -> Follower:
+    parts = EngineParts(base, config)
+    store = AdapterStore(
+        parts.read_adapter, HostBudget(config.max_adapters_resident), pinned=base.device.type == "cuda"
+    )
+
+    def read(ref: AdapterRef, digests: AdapterDigests | None) -> LoraWeights:
+        return store.host_copy(parts.read_adapter(ref, digests))
+
+    def build(tokens: int) -> FollowerParts:
+        kv = KvCache.for_base(base, tokens, config.page_tokens)
+        return FollowerParts(kv, parts.make_start(kv).executor, parts.make_trainer(store), read)
+
+    commands = Channel[Answer, AnyCommand](rank.commands[0], msgspec.msgpack.Decoder(AnyCommand))
+    return Follower(commands, measure_pool=lambda: parts.pool_size().tokens, build=build, jobs=config.max_active_jobs)
+
+
+async def told(work: Coroutine[None, None, None], monitor: Monitor) -> None:
+    """Run rank 0; tell the daemon why it ended. Raises what `work` raises."""
+    try:
+        await work
+    except RankLost:
+        await asyncio.sleep(SILENCE)  # the daemon, which ends this process, tells of the other rank first
+        raise
+    except Exception as error:
+        monitor.report(RankFailed(_text(error)))
+        raise
+
+
+def _text(error: BaseException) -> str:
+    """Of our own errors the message, of others the type."""
+    if not isinstance(error, EngineFault):
+        return type(error).__name__
+    return str(error) if error.__cause__ is None else f"{error} ({type(error.__cause__).__name__})"
+
+
+def _exit_now(status: int) -> NoReturn:
+    """Threads are not waited for."""
+    logging.shutdown()
+    os._exit(status)
