@@ -46,13 +46,9 @@ class Channel(Generic[OutT, InT]):
             raise PeerLost from error
 
     def close(self) -> None:
-        """A thread that receives gets `PeerLost`."""
-        try:
-            self._socket.shutdown(socket.SHUT_RDWR)
-        except OSError:  # the peer left first
-            return
-        finally:
-            self._socket.close()
+        """On the thread that receives."""
+        self._reader.close()
+        self._socket.close()
 
     def _exactly(self, size: int) -> bytes:
         data = self._reader.read(size)

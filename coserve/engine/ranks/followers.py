@@ -121,6 +121,8 @@ class Followers:
             with self._lock:
                 if not self._closed:
                     self._lose(rank)
+        finally:
+            channel.close()
 
     def _lose(self, rank: int) -> None:
         if self._lost is None:

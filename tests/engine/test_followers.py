@@ -1,0 +1,215 @@
+"""A rank that follows has the same pages, adapters and jobs as rank 0, whatever rank 0 decides. Here both hold the whole base."""
+
+from __future__ import annotations
+
+import random
+import shutil
+import threading
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.numpy import load_file
+
+from coserve.adapter_store.host import HostBudget
+from coserve.adapter_store.store import AdapterStore
+from coserve.cancellation import Cancellation, Cancelled
+from coserve.engine.ranks.adapters import FollowersCopies, load_on_all
+from coserve.engine.ranks.executor import RankedExecutor
+from coserve.engine.ranks.follower import FollowerParts
+from coserve.engine.ranks.followers import RankLost
+from coserve.engine.ranks.trainer import RankedTrainer
+from coserve.errors import AdapterNotFound, EngineFault
+from coserve.generate.execution.interface import StepExecutor, StepInFlight, StepInput, StepResult
+from coserve.generate.generator import Generator
+from coserve.link import Generate, JobSucceeded, RequestFailed
+from coserve.memory.kv import KvCache
+from coserve.model.base import Base, wrap_base
+from coserve.model.fused import FusedBase
+from coserve.model.lora import LoraWeights
+from coserve.types import AdapterDigests, AdapterRef, SamplingParams, Slo
+from tests.support.executors import eager, graphs
+from tests.support.finetuning import Bench, job_spec, random_corpus, tiny_base
+from tests.support.following import Following
+from tests.support.generation import adapter
+from tests.support.tiny_models import VOCAB, tiny_model
+
+PAGE, PAGES, ADAPTERS = 8, 36, 5
+DRAWN = SamplingParams(max_tokens=9, temperature=1.2, top_k=30, repetition_penalty=1.2, ignore_eos=True, seed=7)
+SCORED = SamplingParams(max_tokens=3, temperature=0.0, ignore_eos=True, prompt_logprobs=1)
+
+
+class Rank:
+    """What one rank computes with."""
+
+    def __init__(self, executor: Callable[[Base, KvCache], StepExecutor]) -> None:
+        self.base = wrap_base(tiny_model("llama"), name="llama", eos_token_ids=())
+        self.kv = KvCache.for_base(self.base, PAGES * PAGE, PAGE)
+        self.executor, self.reads = executor(self.base, self.kv), list[AdapterRef]()
+
+    def read(self, ref: AdapterRef, digests: AdapterDigests | None) -> LoraWeights:
+        self.reads.append(ref)
+        if ref.id == "nobody":
+            raise AdapterNotFound("no adapter")
+        return adapter(self.base, int(ref.id[1:]), 1 + int(ref.id[1:]) % 3)
+
+
+def followed(rank: Rank, tmp_path: Path) -> FollowerParts:
+    return FollowerParts(rank.kv, rank.executor, Bench(rank.base, tmp_path).trainer, rank.read)
+
+
+INTERPRETER = threading.RLock()
+
+
+class InTurn:
+    """A step executor whose steps run while no other rank's do: Triton's interpreter is not for two threads."""
+
+    def __init__(self, executor: StepExecutor) -> None:
+        self._executor = executor
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._executor, name)
+
+    def launch(self, step: StepInput, adapters: Sequence[LoraWeights]) -> list[StepInFlight]:
+        with INTERPRETER:
+            return [StepInTurn(one) for one in self._executor.launch(step, adapters)]
+
+
+@dataclass(frozen=True)
+class StepInTurn:
+    step: StepInFlight
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.step, name)
+
+    def collect(self) -> StepResult:
+        with INTERPRETER:
+            return self.step.collect()
+
+
+def through_graphs(base: Base, kv: KvCache) -> StepExecutor:
+    return InTurn(graphs(FusedBase(base, compiled=False), kv, max_running=8))
+
+
+@pytest.mark.parametrize(
+    ("executor", "requests"),
+    [(eager, 40), pytest.param(through_graphs, 4, marks=pytest.mark.slow)],
+)
+def test_pages_are_the_same_after_bursts_and_cancels(
+    executor: Callable[[Base, KvCache], StepExecutor], requests: int, tmp_path: Path
+) -> None:
+    chance, leads, follows = random.Random(0), Rank(executor), Rank(executor)
+    with Following(lambda _: followed(follows, tmp_path)) as following:
+        followers = following.followers
+        store = AdapterStore(load_on_all(leads.read, followers), HostBudget(2), mirror=FollowersCopies(followers))
+        ranked = RankedExecutor(leads.executor, followers)
+        generator = Generator(leads.base, store, leads.kv, ranked, max_running=8, step_tokens=48)
+        running = list[str]()
+        for i in range(requests):
+            base_only = i % 6 == 5 or executor is not eager  # interpreted LoRA kernels are slow
+            ref = None if base_only else AdapterRef(f"a{chance.randrange(ADAPTERS)}", 1)
+            tokens = tuple(chance.randrange(3, VOCAB) for _ in range(chance.choice((1, 7, 20, 70))))
+            sampling = chance.choice((DRAWN, DRAWN, SCORED))
+            generator.add(Generate(id=str(i), prompt=tokens, sampling=sampling, adapter=ref, slo=Slo(ttft=1, tpot=1)))
+            running.append(str(i))
+            if chance.random() < 0.2:
+                generator.cancel(chance.choice(running))
+            for _ in range(chance.choice((0, 0, 1, 4))):
+                assert not [message for message in generator.step() if isinstance(message, RequestFailed)]
+        while generator.running:
+            generator.step()
+        with pytest.raises(AdapterNotFound):
+            store.acquire(AdapterRef("nobody", 1))
+        following.catch_up()
+        assert generator.preemptions > 0 or executor is not eager
+        assert len(leads.reads) > ADAPTERS + 1 or executor is not eager, "host copies are evicted"
+        assert follows.reads == leads.reads
+        assert torch.equal(follows.kv.buffer.bytes, leads.kv.buffer.bytes)
+        store.close()
+
+
+def test_a_step_that_fails_on_one_rank_ends_the_engine(tmp_path: Path) -> None:
+    leads, follows = Rank(eager), Rank(eager)
+    following = Following(lambda _: followed(follows, tmp_path))
+    with pytest.raises(RuntimeError, match="broken"), following:
+        ranked = RankedExecutor(leads.executor, following.followers)
+        generator = Generator(
+            leads.base, AdapterStore(leads.read, HostBudget(2)), leads.kv, ranked, max_running=8, step_tokens=48
+        )
+        request = Generate(id="r", prompt=(5, 6), sampling=DRAWN, adapter=None, slo=Slo(ttft=1, tpot=1))
+        generator.add(request)
+        generator.step()
+        forward = leads.base.model.forward
+        leads.base.model.forward = _broken
+        with pytest.raises(EngineFault, match="rank 0"):
+            generator.step()
+        leads.base.model.forward, follows.base.model.forward = forward, _broken
+        generator.step()
+        with pytest.raises(RankLost, match="rank 1 of 2 is gone"):
+            following.catch_up()
+        with pytest.raises(RankLost):
+            generator.step()
+
+
+def _broken(*_: object, **__: object) -> None:
+    raise RuntimeError("broken")
+
+
+def checkpoint(bench: Bench, job: str) -> dict[str, object]:
+    """The tensors of a job's last checkpoint."""
+    _, path = bench.folder.checkpoints(job)[-1]
+    return {name: tensor.tobytes() for file in path.glob("*.safetensors") for name, tensor in load_file(file).items()}
+
+
+def test_a_job_is_at_the_same_step_with_the_same_weights(tmp_path: Path) -> None:
+    bench, theirs = Bench(tiny_base("llama"), tmp_path / "0"), Bench(tiny_base("llama"), tmp_path / "1")
+    corpus = random_corpus()
+    spec = bench.place(corpus, job_spec(corpus, steps=4, checkpoint_steps=2))
+    read = list[AdapterRef]()
+
+    def reads(ref: AdapterRef, digests: AdapterDigests | None) -> LoraWeights:
+        read.append(ref)
+        return adapter(bench.base, 0, 1)
+
+    rank = Rank(eager)
+    following = Following(lambda _: FollowerParts(rank.kv, rank.executor, theirs.trainer, reads))
+    with suppress(EngineFault), following:
+        local = bench.trainer
+        ranked = RankedTrainer(local, following.followers, bench.folder)
+        cancellation = Cancellation()
+        cancellation.cancel()
+        theirs.place(corpus, spec)
+        with pytest.raises(Cancelled):
+            ranked.load(spec, cancellation)
+        ranked.load(spec, Cancellation())()
+        while not ranked.checkpoint_due(spec.id):
+            ranked.advance(spec.id, 2)
+        ranked.advance(spec.id, 3)  # dropped: the checkpoint is that of the step before
+        write = ranked.checkpoint(spec.id)
+        assert write is not None
+        write()
+        following.catch_up()
+        own = theirs.trainer.checkpoint(spec.id)
+        assert own is not None
+        own()
+        assert checkpoint(theirs, spec.id) == checkpoint(bench, spec.id)
+        ranked.drop(spec.id)
+
+        ranked.load(spec, Cancellation())()
+        while not ranked.finished(spec.id):
+            ranked.advance(spec.id, None)
+        assert isinstance(ranked.publication(spec.id)()(), JobSucceeded)
+        assert read == [AdapterRef(spec.adapter, spec.version)]
+        ranked.drop(spec.id)
+
+        shutil.rmtree(theirs.folder.job(spec.id) / "checkpoint-00000002")
+        shutil.rmtree(bench.folder.adapter(read[0]))
+        ranked.load(spec, Cancellation())()
+        with pytest.raises(RankLost):
+            following.catch_up()
+    assert isinstance(following.error, EngineFault)
+    assert "resumes from step 2 on rank 0, from step 0 here" in str(following.error)
