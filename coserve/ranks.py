@@ -12,10 +12,13 @@ HEARTBEAT = 0.5
 """Seconds between two heartbeats of a rank."""
 SILENCE = 6.0
 """Seconds without a heartbeat, or without progress behind rank 0, after which a rank that was ready is given up."""
-START_SILENCE = 60.0
+START_SILENCE = 120.0
 """The same for a rank that starts: imports may keep all of its threads from running."""
-COLLECTIVE_SECONDS = 8.0
-"""Seconds after which a collective on CPU fails where another rank does not take part."""
+STALL = 30.0
+"""Seconds in one command after which a rank that was ready is given up, though it is alive: it may wait for a collective that never
+ends. The first steps and slices may load kernels, which takes longer than any step."""
+JOIN_SECONDS = 120.0
+"""Seconds that ranks wait for each other when they start; later, the limit of a collective on CPU."""
 
 
 class RankPlace(msgspec.Struct, frozen=True, kw_only=True):
@@ -36,6 +39,8 @@ class Heartbeat(msgspec.Struct, frozen=True, tag=True):
 
     done: int
     """Commands of rank 0 that this rank has finished."""
+    busy: float
+    """Seconds that it has spent in the command that it executes; 0: in none."""
 
 
 class RankReady(msgspec.Struct, frozen=True, tag=True):

@@ -17,7 +17,7 @@ PACKAGE = ROOT / "coserve"
 FILES = sorted(PACKAGE.rglob("*.py"))
 
 LAYERS = (
-    {"types", "names", "limits", "errors", "hints", "cancellation", "processes", "garbage"},
+    {"types", "names", "limits", "errors", "hints", "cancellation", "processes", "garbage", "ranks"},
     {"logprobs", "validation"},
     {"link", "config", "health", "schemas", "pretrained", "kernels"},
     {"parallel"},

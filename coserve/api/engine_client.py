@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 import msgspec
 
 from coserve.errors import EngineUnavailable
-from coserve.health import EngineRanks, Status, Warming
+from coserve.health import EngineRanks, RankInfo, Status, Warming
 from coserve.link import EngineReady, EngineStats, EngineWarming, FromEngine, Link, ToEngine
 from coserve.types import AdapterRef, BaseSpec
 
@@ -63,6 +63,11 @@ class EngineClient:
     def _changed(self) -> None:
         for watcher in self._watchers:
             watcher()
+
+    @property
+    def rank_states(self) -> tuple[RankInfo, ...]:
+        """Of each process of the engine; empty if it is one process."""
+        return () if self.ranks is None else self.ranks.states()
 
     @property
     def spec(self) -> BaseSpec:

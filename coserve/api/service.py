@@ -226,7 +226,7 @@ class Service:
             adapters_resident=len(stats.resident) if stats is not None else 0,
             warming=self.engine.warming,
             tp=self._tp,
-            ranks=[] if self.engine.ranks is None else [*self.engine.ranks.states()],
+            ranks=[*self.engine.rank_states],
         )
 
 

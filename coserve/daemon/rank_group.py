@@ -26,6 +26,7 @@ from coserve.processes import start_child
 from coserve.ranks import (
     HEARTBEAT,
     SILENCE,
+    STALL,
     START_SILENCE,
     Heartbeat,
     RankFailed,
@@ -52,6 +53,8 @@ class _Rank:
     ready: bool = False
     done: int = 0
     """Commands that it has finished, by its last heartbeat."""
+    busy: float = 0.0
+    """Seconds that it had spent in one command then."""
     silent: int = 0
     """Looks since its last heartbeat."""
     stuck: int = 0
@@ -175,9 +178,9 @@ class RankGroup:
                 report = await rank.reports.receive()
                 rank.silent = 0
                 match report:
-                    case Heartbeat(done=done):
+                    case Heartbeat(done=done, busy=busy):
                         rank.stuck = 0 if done != rank.done else rank.stuck
-                        rank.done = done
+                        rank.done, rank.busy = done, busy
                     case RankReady():
                         rank.ready = True
                     case RankRefused(code=code, message=message):
@@ -204,6 +207,13 @@ class RankGroup:
                     self._lose(rank, f"did not answer for {limit:.0f} s")
                 elif rank.stuck * HEARTBEAT > limit:
                     self._lose(rank, f"did not follow rank 0 for {limit:.0f} s")
+            self._look_for_stall()
+
+    def _look_for_stall(self) -> None:
+        """All ranks may wait for one that does not take part in a collective: the one that is furthest behind is told of."""
+        if all(rank.ready for rank in self._ranks) and max(rank.busy for rank in self._ranks) > STALL:
+            rank = min(self._ranks, key=lambda rank: rank.done)
+            self._lose(rank, f"did not finish a command within {STALL:.0f} s")
 
     def _lose(self, rank: _Rank, how: str) -> None:
         """The first loss ends all ranks; what follows from it is not told."""

@@ -15,7 +15,7 @@ from coserve.adapter_store.store import AdapterStore
 from coserve.config import Config
 from coserve.engine.sizes import STEP_TOKENS
 from coserve.engine.warming.client import WarmUpClient
-from coserve.errors import AdapterNotFound
+from coserve.errors import AdapterNotFound, UnsupportedAdapter
 from coserve.finetune.memory_profiling import Conditions, plan_memory
 from coserve.finetune.trainer import Trainer
 from coserve.generate.execution.start import Start, make_start
@@ -65,6 +65,8 @@ class EngineParts:
 
     def read_adapter(self, ref: AdapterRef, digests: AdapterDigests | None) -> LoraWeights:
         """See `adapter_store.store.Load`."""
+        if self.base.sharding is not None:
+            raise UnsupportedAdapter("adapters are not served by several GPUs (--tp) yet")
         path = self.folder.adapter(ref)
         if not path.is_dir():
             raise AdapterNotFound(f"no adapter {str(ref)!r}", field="adapter")

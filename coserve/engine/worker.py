@@ -137,9 +137,7 @@ def _notes(base: Base, generator: Generator, config: Config) -> tuple[str, ...]:
 
 
 async def _run(config: Config, fd: int, warm_up: StartedWarmUp | None, rank: OwnRank | None) -> None:
-    followers = None if rank is None else Followers(rank.commands)
-    if rank is not None and followers is not None:
-        rank.monitor.done = lambda: max(0, followers.sent - 1)  # all but the last one, which may be running
+    followers = None if rank is None else Followers(rank.commands, rank.monitor.progress)
     link = await engine_end(socket.socket(fileno=fd))
     failpoint("engine.start")
     began = time.monotonic()

@@ -14,7 +14,7 @@ from coserve.adapter_store.store import AdapterStore
 from coserve.cancellation import Cancellation
 from coserve.corpus.batch_plan import BatchPlan
 from coserve.corpus.tokenized import Corpus
-from coserve.errors import AdapterNotFound, CheckpointUnreadable, CoserveError, JobOutOfMemory
+from coserve.errors import AdapterNotFound, CheckpointUnreadable, CoserveError, InvalidRequest, JobOutOfMemory
 from coserve.finetune.init import new_adapter
 from coserve.finetune.job import TrainingJob
 from coserve.finetune.job_checkpoint import JobCheckpoints
@@ -176,6 +176,8 @@ class Trainer:
 
     def _load(self, spec: JobSpec, check: Callable[[], None]) -> tuple[TrainingJob, JobCheckpoints]:
         base, device = self._base, self._base.device
+        if base.sharding is not None:
+            raise InvalidRequest("jobs do not run on several GPUs (--tp) yet", field="tp")
         corpus = Corpus.load(self._folder.corpus(spec.id), check)
         if int(corpus.tokens.max()) >= base.spec.vocab:
             raise CheckpointUnreadable("the job's corpus has tokens that the base does not know")

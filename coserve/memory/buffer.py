@@ -63,20 +63,11 @@ class PageBuffer:
     def allocate_span(
         self, pages: int, evicted: Callable[[], None] = lambda: None
     ) -> tuple[Span, dict[int, int]] | None:
-<<<<<<< HEAD
         """As `PagePool.allocate_span`; copies the contents of moved pages."""
         allocated = self.pool.allocate_span(pages, evicted)
-        if allocated is not None and allocated[1]:
-            moved = torch.tensor([list(allocated[1]), list(allocated[1].values())]).to(self.device)
-            self.bytes.index_copy_(0, moved[1], self.bytes.index_select(0, moved[0]))
+        if allocated is not None:
+            self.move(allocated[1])
         return allocated
-=======
-        """As `PagePool.allocate_span`; the contents of moved pages are at their new places."""
-        taken = self.pool.allocate_span(pages, evicted)
-        if taken is not None:
-            self.move(taken[1])
-        return taken
->>>>>>> 8635836 (Ranks: commands, followers, executor and trainer on all ranks (not yet started))
 
     def move(self, moved: Mapping[int, int]) -> None:
         """Copy the contents of pages to others (from, to)."""

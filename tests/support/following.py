@@ -13,6 +13,7 @@ from coserve.engine.ranks.channel import Channel
 from coserve.engine.ranks.commands import Answer, AnyCommand, BuildEngine, MeasurePool
 from coserve.engine.ranks.follower import Follower, FollowerParts
 from coserve.engine.ranks.followers import Followers
+from coserve.engine.ranks.progress import Progress
 
 
 class Following:
@@ -20,9 +21,9 @@ class Following:
 
     def __init__(self, build: Callable[[int], FollowerParts]) -> None:
         ours, theirs = socket.socketpair()
-        self.followers = Followers([ours])
+        self.followers = Followers([ours], Progress())
         commands = Channel[Answer, AnyCommand](theirs, msgspec.msgpack.Decoder(AnyCommand))
-        self.follower = Follower(commands, measure_pool=lambda: 64, build=build, jobs=2)
+        self.follower = Follower(commands, Progress(), measure_pool=lambda: 64, build=build, jobs=2)
         self.error: BaseException | None = None
         self._thread = threading.Thread(target=self._follow, args=(commands,))
         self._thread.start()

@@ -10,6 +10,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.registry import Collector
 
 from coserve.api.metrics.vllm_names import VllmNames
+from coserve.health import RankInfo
 from coserve.link import STALL_BUCKETS, EngineStats, EngineWarming, StallCounts
 from coserve.types import FinishReason, JobState
 
@@ -86,6 +87,10 @@ class Metrics:
         self._ready = Gauge("coserve_ready", "1: /health/ready answers 200", registry=r)
         self._warmup_done = Gauge("coserve_warmup_done", "Steps of the warm-up that are done", registry=r)
         self._warmup_total = Gauge("coserve_warmup_total", "Steps of the warm-up", registry=r)
+        self._rank_ready = Gauge("coserve_rank_ready", "1: the rank follows (--tp)", ["rank"], registry=r)
+        self._rank_behind = Gauge(
+            "coserve_rank_behind", "Commands that the rank is behind rank 0", ["rank"], registry=r
+        )
 
     # ---- requests
 
@@ -152,6 +157,12 @@ class Metrics:
         self._ready.set(ready)
         self._warmup_done.set(0 if warmup is None else warmup.done)
         self._warmup_total.set(0 if warmup is None else warmup.total)
+
+    def ranks(self, ranks: Iterable[RankInfo]) -> None:
+        """Empty: the engine is one process."""
+        for own in ranks:
+            self._rank_ready.labels(own.rank).set(own.state == "ready")
+            self._rank_behind.labels(own.rank).set(own.behind)
 
     # ---- the page
 

@@ -20,6 +20,7 @@ class RankedStep:
     """Implements `StepInFlight`."""
 
     local: StepInFlight
+    followers: Followers
 
     @property
     def sequences(self) -> Sequence[int]:
@@ -32,10 +33,11 @@ class RankedStep:
     def collect(self) -> StepResult:
         """See `StepInFlight`. Raises `EngineFault` alone: after a step that ended early here, the ranks' collectives would not
         belong together any more."""
-        try:
-            return self.local.collect()
-        except Exception as error:
-            raise EngineFault(FAILED) from error
+        with self.followers.busy():
+            try:
+                return self.local.collect()
+            except Exception as error:
+                raise EngineFault(FAILED) from error
 
 
 class RankedExecutor:
@@ -46,11 +48,11 @@ class RankedExecutor:
 
     def launch(self, step: StepInput, adapters: Sequence[LoraWeights]) -> Sequence[StepInFlight]:
         """See `StepExecutor`. Raises `EngineFault` alone."""
-        self._followers.send(Launch(step))
-        try:
-            return [RankedStep(launched) for launched in self._local.launch(step, adapters)]
-        except Exception as error:
-            raise EngineFault(FAILED) from error
+        with self._followers.together(Launch(step)):
+            try:
+                return [RankedStep(launched, self._followers) for launched in self._local.launch(step, adapters)]
+            except Exception as error:
+                raise EngineFault(FAILED) from error
 
     def forget(self, sequence: int) -> None:
         """See `StepExecutor`."""
@@ -69,5 +71,5 @@ class RankedExecutor:
 
     def prepare(self) -> bool:
         """See `StepExecutor`. What is left to do depends on the steps so far, so it is the same on all ranks."""
-        self._followers.send(Prepare())
-        return self._local.prepare()
+        with self._followers.together(Prepare()):
+            return self._local.prepare()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -34,6 +35,7 @@ from coserve.engine.ranks.commands import (
     ReadAdapter,
     Stop,
 )
+from coserve.engine.ranks.progress import Progress
 from coserve.engine.ranks.trainer import check_together
 from coserve.errors import CoserveError, EngineFault
 from coserve.finetune.trainer import Trainer
@@ -62,13 +64,18 @@ class Follower:
     """`run` executes commands until `Stop`, or until rank 0 is gone."""
 
     def __init__(
-        self, commands: Commands, *, measure_pool: Callable[[], int], build: Callable[[int], FollowerParts], jobs: int
+        self,
+        commands: Commands,
+        progress: Progress,
+        *,
+        measure_pool: Callable[[], int],
+        build: Callable[[int], FollowerParts],
+        jobs: int,
     ) -> None:
         """`measure_pool`: tokens that the page pool could hold; `build`: makes the parts, with a pool of so many tokens. `jobs`: most
         that are loaded at once."""
         self._commands, self._measure_pool, self._build = commands, measure_pool, build
-        self.done = 0
-        """Commands executed so far. Other threads may read it."""
+        self._progress = progress
         self._built: FollowerParts | None = None
         self._readers, self._threads = ThreadPoolExecutor(READERS, "adapters"), ThreadPoolExecutor(2 * jobs, "jobs")
         self._host = dict[AdapterRef, LoraWeights]()
@@ -81,12 +88,12 @@ class Follower:
 
     def run(self) -> None:
         """Raises `PeerLost`, and whatever a command raises: the ranks cannot go on then."""
-        while True:
+        for number in itertools.count(1):
             command = self._commands.receive()
             if isinstance(command, Stop):
                 return
-            self._execute(command)
-            self.done += 1
+            with self._progress.command(number):
+                self._execute(command)
 
     def _execute(self, command: AnyCommand) -> None:
         match command:

@@ -6,13 +6,15 @@ import contextlib
 import logging
 import socket
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
+from contextlib import AbstractContextManager, contextmanager
 
 import msgspec
 
 from coserve.engine.ranks.channel import Channel, PeerLost, frame
 from coserve.engine.ranks.commands import Answer, AnyCommand, AnyQuestion, Stop
+from coserve.engine.ranks.progress import Progress
 from coserve.errors import EngineFault, error_from_code
 
 log = logging.getLogger(__name__)
@@ -59,14 +61,16 @@ class Answers:
 class Followers:
     """All followers. Commands reach each of them in the order of the calls of `send` and `ask`; any thread may call these."""
 
-    def __init__(self, sockets: Sequence[socket.socket]) -> None:
+    def __init__(self, sockets: Sequence[socket.socket], progress: Progress) -> None:
+        """`progress`: that of rank 0."""
+        self._progress = progress
         decoder = msgspec.msgpack.Decoder(Answer)
         self._channels = {rank: Channel[AnyCommand, Answer](sock, decoder) for rank, sock in enumerate(sockets, 1)}
         self._encoder, self._lock = msgspec.msgpack.Encoder(), threading.Lock()
         self._asked = dict[int, Answers]()
         self._lost: RankLost | None = None
         self._closed = False
-        self.sent = 0
+        self._sent = 0
         """Commands so far."""
         for rank, channel in self._channels.items():
             threading.Thread(target=self._receive, args=(rank, channel), name=f"rank-{rank}", daemon=True).start()
@@ -85,10 +89,21 @@ class Followers:
         """Raises `RankLost`."""
         with self._lock:
             answers = Answers([*self._channels])
-            number = self.sent + 1
+            number = self._sent + 1
             self._asked[number] = answers
             self._send(msgspec.structs.replace(question, number=number))
         return answers
+
+    @contextmanager
+    def together(self, command: AnyCommand) -> Iterator[None]:
+        """Send a command, then execute it here, too: inside. Not for two threads at once. Raises `RankLost`."""
+        self.send(command)
+        with self.busy():
+            yield
+
+    def busy(self) -> AbstractContextManager[None]:
+        """Around what rank 0 does for the last command."""
+        return self._progress.command(self._sent)
 
     def close(self) -> None:
         """The engine ends: followers end, too."""
@@ -102,7 +117,7 @@ class Followers:
         if self._lost is not None:
             raise self._lost
         data = frame(self._encoder, command)
-        self.sent += 1
+        self._sent += 1
         for rank, channel in self._channels.items():
             try:
                 channel.send_frame(data)

@@ -6,20 +6,19 @@ import contextlib
 import socket
 import threading
 import time
-from collections.abc import Callable
 
 import msgspec
 
 from coserve.engine.ranks.channel import frame
-from coserve.ranks import HEARTBEAT, Heartbeat, RankReport
+from coserve.engine.ranks.progress import Progress
+from coserve.ranks import HEARTBEAT, RankReport
 
 
 class Monitor:
-    """Sends heartbeats from a thread of its own until the process ends. `done` may be set later."""
+    """Sends heartbeats from a thread of its own until the process ends."""
 
     def __init__(self, sock: socket.socket) -> None:
-        self.done: Callable[[], int] = lambda: 0
-        """Commands of rank 0 that this rank has finished. Called on the monitor's thread."""
+        self.progress = Progress()
         self._socket, self._encoder, self._lock = sock, msgspec.msgpack.Encoder(), threading.Lock()
         threading.Thread(target=self._beat, name="heartbeat", daemon=True).start()
 
@@ -30,5 +29,5 @@ class Monitor:
 
     def _beat(self) -> None:
         while True:
-            self.report(Heartbeat(self.done()))
+            self.report(self.progress.heartbeat())
             time.sleep(HEARTBEAT)

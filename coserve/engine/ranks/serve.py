@@ -29,7 +29,8 @@ from coserve.logs.setup import LogSettings, set_up_logging
 from coserve.memory.kv import KvCache
 from coserve.model.base import Base, load_base
 from coserve.model.lora import LoraWeights
-from coserve.ranks import SILENCE, RankFailed, RankPlace, RankReady, RankRefused
+from coserve.parallel.mesh import join
+from coserve.ranks import JOIN_SECONDS, SILENCE, RankFailed, RankPlace, RankReady, RankRefused
 from coserve.types import AdapterDigests, AdapterRef
 
 log = logging.getLogger(__name__)
@@ -37,17 +38,23 @@ log = logging.getLogger(__name__)
 
 def load_ranked_base(config: Config, place: RankPlace | None) -> Base:
     """This rank's part of the base; all of it where there is one rank. Raises as `load_base`, and `ConfigError`: too few GPUs."""
-    if place is not None and config.device != "cpu" and torch.cuda.is_available():
-        found = torch.cuda.device_count()
-        if found < place.size:
+    device, mesh = config.device, None
+    if place is not None:
+        cuda = device != "cpu" and torch.cuda.is_available()
+        if cuda and (found := torch.cuda.device_count()) < place.size:
             raise ConfigError(f"tp: expected a GPU for each of {place.size} ranks, found {found}", field="tp")
-        torch.cuda.set_device(place.rank)
+        device = f"cuda:{place.rank}" if cuda else device
+        if cuda:
+            torch.cuda.set_device(place.rank)
+        where = torch.device(device if cuda else "cpu")
+        mesh = join(place.rank, place.size, address=place.rendezvous, device=where, timeout=JOIN_SECONDS)
     return load_base(
         config.model,
-        device=config.device,
+        device=device,
         dtype=config.dtype,
         trust_remote_code=config.trust_remote_code,
         load_format=config.load_format,
+        mesh=mesh,
     )
 
 
@@ -61,7 +68,6 @@ def follow(config: Config, rank: OwnRank) -> None:
         base = load_ranked_base(config, place)
         log_event(log, "base loaded", rank=place.rank, ranks=place.size, device=base.spec.device)
         follower = _make_follower(base, config, rank)
-        monitor.done = lambda: follower.done
         monitor.report(RankReady())
         follower.run()
         log_event(log, "rank stops", rank=place.rank)
@@ -93,7 +99,13 @@ def _make_follower(base: Base, config: Config, rank: OwnRank) -> Follower:
         return FollowerParts(kv, parts.make_start(kv).executor, parts.make_trainer(store), read)
 
     commands = Channel[Answer, AnyCommand](rank.commands[0], msgspec.msgpack.Decoder(AnyCommand))
-    return Follower(commands, measure_pool=lambda: parts.pool_size().tokens, build=build, jobs=config.max_active_jobs)
+    return Follower(
+        commands,
+        rank.monitor.progress,
+        measure_pool=lambda: parts.pool_size().tokens,
+        build=build,
+        jobs=config.max_active_jobs,
+    )
 
 
 async def told(work: Coroutine[None, None, None], monitor: Monitor) -> None:

@@ -66,11 +66,11 @@ class RankedTrainer:
 
     def advance(self, job: str, micro_steps: int | None) -> list[FromEngine]:
         """See `Trainer.advance`. Raises `EngineFault` where the ranks could not go on together."""
-        self._followers.send(AdvanceJob(job, micro_steps))
-        try:
-            messages = self._local.advance(job, micro_steps)
-        except Exception as error:
-            raise EngineFault(f"job {job} failed on rank 0, and the other ranks may have gone on") from error
+        with self._followers.together(AdvanceJob(job, micro_steps)):
+            try:
+                messages = self._local.advance(job, micro_steps)
+            except Exception as error:
+                raise EngineFault(f"job {job} failed on rank 0, and the other ranks may have gone on") from error
         check_together(messages)
         return messages
 

@@ -1,0 +1,122 @@
+"""A daemon over several processes that share the base: `coserve serve --tp 2`, on CPU."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+
+from coserve.adapter_store.host import HostBudget
+from coserve.adapter_store.store import AdapterStore
+from coserve.generate.generator import Generator
+from coserve.memory.kv import KvCache
+from coserve.model.base import load_base
+from coserve.pretrained.tokenizer import Tokenizer
+from coserve.types import SamplingParams
+from tests.support.daemon_process import DaemonProcess, Died, Json
+from tests.support.executors import eager
+from tests.support.generation import collect, request
+
+PROMPTS = ("The quick", "Once upon a time there was", "def main():", "a")
+GREEDY: Json = {"temperature": 0.0, "max_tokens": 12, "ignore_eos": True}
+DRAWN: Json = {"temperature": 1.0, "top_k": 50, "seed": 5, "max_tokens": 12, "ignore_eos": True}
+LIMIT = 10.0
+"""Seconds from a rank's death or stop to the error of the requests that it ran."""
+
+
+@pytest.fixture(scope="module")
+def daemon(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[DaemonProcess]:
+    data = tmp_path_factory.mktemp("ranks") / "data"
+    with DaemonProcess(model, data, options=("--tp", "2", "--log-format", "json")) as found:
+        found.wait_ready()
+        yield found
+        assert found.stop() == 0
+
+
+@pytest.fixture(scope="module")
+def expected(model: Path) -> list[list[int]]:
+    """Tokens of each prompt by one process that holds the whole base: greedy, then drawn."""
+    base, tokenizer = load_base(str(model), device="cpu", dtype="float32"), Tokenizer.load(str(model))
+    kv = KvCache.for_base(base, 2048, 16)
+    store = AdapterStore(lambda *_: pytest.fail("no adapter is asked for"), HostBudget(1))
+    generator = Generator(base, store, kv, eager(base, kv), max_running=8, step_tokens=256)
+    asked = [
+        request(f"{i} {j}", tuple(tokenizer.encode(prompt)), SamplingParams(**sampling))
+        for i, sampling in enumerate((GREEDY, DRAWN))
+        for j, prompt in enumerate(PROMPTS)
+    ]
+    found = collect(generator, asked)
+    return [found[one.id][0] for one in asked]
+
+
+def tokens(daemon: DaemonProcess) -> list[list[int]]:
+    """Of the same requests, all at once."""
+    bodies = [{"prompt": prompt, **sampling} for sampling in (GREEDY, DRAWN) for prompt in PROMPTS]
+    with ThreadPoolExecutor(len(bodies)) as threads:
+        answers = list(threads.map(lambda body: daemon.call("POST", "/generate", body), bodies))
+    return [answer["choices"][0]["token_ids"] for status, answer in answers if status == 200]
+
+
+def test_texts_are_those_of_one_process(daemon: DaemonProcess, expected: list[list[int]]) -> None:
+    assert tokens(daemon) == expected
+    _, health = daemon.call("GET", "/health")
+    assert health["tp"] == 2
+    assert [(rank["rank"], rank["state"]) for rank in health["ranks"]] == [(0, "ready"), (1, "ready")]
+
+
+def test_ranks_stay_together_while_clients_come_and_go(daemon: DaemonProcess, expected: list[list[int]]) -> None:
+    def leave_early(number: int) -> None:
+        body = {"prompt": PROMPTS[number % 4] * (1 + number), "max_tokens": 60, "ignore_eos": True, "stream": True}
+        for seen, _ in enumerate(daemon.events("POST", "/generate", body)):
+            if seen == number:
+                break
+
+    with ThreadPoolExecutor(8) as threads:
+        list(threads.map(leave_early, range(16)))
+    assert tokens(daemon) == expected
+
+
+def pid_of(daemon: DaemonProcess, rank: int) -> int:
+    """Of the current engine's."""
+    started = [one for one in daemon.entries() if one["message"] == "rank starts" and one["rank"] == rank]
+    return int(started[-1]["engine_pid"])
+
+
+@pytest.mark.parametrize(
+    ("rank", "number", "how"),
+    [
+        (1, signal.SIGKILL, "was killed by SIGKILL"),
+        (1, signal.SIGSTOP, "did not answer for 6 s"),
+        pytest.param(0, signal.SIGKILL, "was killed by SIGKILL", marks=pytest.mark.slow),
+        pytest.param(0, signal.SIGSTOP, "did not answer for 6 s", marks=pytest.mark.slow),
+    ],
+)
+def test_a_rank_that_is_lost_ends_its_requests_and_all_ranks_are_started_again(
+    daemon: DaemonProcess, expected: list[list[int]], rank: int, number: int, how: str
+) -> None:
+    restarts = daemon.call("GET", "/health")[1]["engine_restarts"]
+    stream = daemon.events(
+        "POST", "/generate", {"prompt": "The", "max_tokens": 200, "ignore_eos": True, "stream": True}
+    )
+    next(stream)
+    os.kill(pid_of(daemon, rank), number)
+    began, events = time.monotonic(), list[Json]()
+    with suppress(Died):
+        events += stream
+    assert time.monotonic() - began < LIMIT
+    assert events[-1]["error"]["code"] == "engine_unavailable"
+    loss = f"rank {rank} of 2 {how}"
+    if rank or number == signal.SIGSTOP:
+        assert loss in events[-1]["error"]["message"]
+    while (health := daemon.call("GET", "/health")[1])["engine_restarts"] == restarts:
+        noted = any(loss in note for note in health["notes"])
+        assert noted or health["status"] != "starting" or not health["notes"], health
+        time.sleep(0.2)
+    assert loss in daemon.log.read_text()
+    assert tokens(daemon) == expected
