@@ -14,6 +14,7 @@ from coserve.config import Config
 from coserve.daemon.engine_process import EngineProcess
 from coserve.daemon.supervisor import EngineDied, Restarts, Supervisor
 from coserve.errors import StartupError, UnsupportedBase
+from coserve.health import EngineRanks
 from coserve.link import EngineReady, FromEngine, Link, ToEngine, local_pair
 from tests.support.fake_engine import make_base
 from tests.support.virtual_clock import run_virtual
@@ -37,6 +38,7 @@ class Engine:
     end: Dies
     link: Link[ToEngine, FromEngine] = field(default_factory=lambda: local_pair()[0])
     ready: EngineReady = READY
+    ranks: EngineRanks | None = None
     stopped: bool = False
     stopping: asyncio.Event = field(default_factory=asyncio.Event)
     born: float = field(default_factory=lambda: asyncio.get_running_loop().time())
@@ -82,7 +84,9 @@ class World:
         self.engines.append(Engine(end))
         return self.engines[-1]
 
-    async def attach(self, link: Link[ToEngine, FromEngine], ready: EngineReady) -> None:
+    async def attach(
+        self, link: Link[ToEngine, FromEngine], ready: EngineReady, ranks: EngineRanks | None = None
+    ) -> None:
         await asyncio.sleep(self.attach_takes)
         self.attached += 1
 
