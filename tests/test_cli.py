@@ -27,6 +27,7 @@ SETTINGS = [
     "ready_when",
     "device",
     "dtype",
+    "tp",
     "threads",
     "lora_way",
     "compile",
