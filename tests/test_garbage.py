@@ -1,4 +1,4 @@
-"""Garbage is collected while nobody waits; where there is no such moment, it does not grow without bound."""
+"""Garbage is collected while nothing waits; in a busy process it does not grow without bound."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where the engine's time goes between two chances to serve."""
+"""Stalls: the time between two moments at which a generation step can begin, by cause."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ CAUSES = ("decode", "train_begin", "messages", SLEEP)
 
 
 class _Life:
-    """Opens and closes parts at random, and knows what must come out."""
+    """Opens and closes sections at random, and computes the expected counts."""
 
     def __init__(self) -> None:
         self.clock = Clock(0.0)

@@ -1,4 +1,4 @@
-"""The engine's side of a warm-up: what its workers run, here on a CPU, and what the engine hears of it."""
+"""The engine's side of a warm-up: its workers, here on a CPU, and the engine's client."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A record is one line, whatever users wrote; registry changes are told once they are committed."""
+"""A record is one line, whatever text users sent; registry changes are logged once they are committed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Adapters in pages: what is read there is the adapter, as long as somebody is in with it."""
+"""Adapters in pages: the pages hold the adapter as long as a sequence uses it."""
 
 from __future__ import annotations
 
@@ -136,7 +136,7 @@ def test_pages_of_a_dropped_adapter_are_blank() -> None:
 
 
 class Machine(RuleBasedStateMachine):
-    """Adapters that come and go among pages that are taken, labelled, moved and given back; marks say whose a page is."""
+    """Adapters are activated and evicted while pages are allocated, labelled, moved and freed. Marks identify a page's owner."""
 
     @initialize(pages=st.integers(1, 16))
     def start(self, pages: int) -> None:

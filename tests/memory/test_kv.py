@@ -1,4 +1,4 @@
-"""Sizes of the KV cache, and that a page comes clean."""
+"""Sizes of the KV cache, and that allocated pages are clean."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def test_pages_for() -> None:
 
 
 def test_what_an_earlier_holder_left_does_not_reach_the_next() -> None:
-    """NaN in slots that are not written yet must not come through the zero weight that attention gives them."""
+    """A NaN in a slot that is not written yet must not pass through attention, which gives the slot weight zero."""
     kv = KvCache([(1, 4)], pages=1, page_tokens=8, dtype=torch.float32, device=torch.device("cpu"))
 
     def attend(value: float, tokens: int) -> torch.Tensor:

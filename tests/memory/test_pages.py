@@ -1,4 +1,4 @@
-"""The page pool against a model of it: nobody gets a page that another writes to, none is lost, none waits in vain."""
+"""The page pool against a model of it: no page has two writers, none is lost, and an allocation that fits succeeds."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What predictions do whatever is measured: outliers are told from changes."""
+"""Estimates distinguish outliers from lasting changes."""
 
 from __future__ import annotations
 

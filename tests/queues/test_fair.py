@@ -1,4 +1,4 @@
-"""Deficit round robin against the turns played one after another, and what it promises to those who ask for little."""
+"""Deficit round robin against a simulation of the turns, and its guarantees for flows with few items."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The fine-tuning queue: round-robin at micro-batch boundaries, whoever comes and goes."""
+"""The fine-tuning queue: round robin at micro-batch boundaries, while jobs are added and removed."""
 
 from __future__ import annotations
 

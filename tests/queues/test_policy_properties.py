@@ -1,4 +1,4 @@
-"""What holds for every view: room and queue respected, no idling beside work, the bound on starvation, purity."""
+"""Properties of policies for every view: headroom and queue are respected, no idling while there is work, no starvation."""
 
 from __future__ import annotations
 
@@ -116,7 +116,7 @@ TINY_MICRO_STEP = View((), (), 1, ("j",), False, 0, 0.0, Costs(0.0, 5e-324))
 @example(1, TINY_MICRO_STEP, 0.0)
 @given(st.integers(1, 9), views(), times)
 def test_slack_breaks_no_promise_that_it_can_keep(size: int, view: View, now: float) -> None:
-    """A slice beside requests, of a job that still has patience, ends early enough for every deadline."""
+    """While requests run, a slice of a job that still has patience ends early enough for every deadline."""
     decision = Slack(size, patience=1e9).decide(view, now)
     serves = view.running or min(view.headroom, size, len(view.waiting)) > 0
     if isinstance(decision, Train) and serves:

@@ -1,4 +1,4 @@
-"""Adapters are read beside the steps of others: who waits for one is let in when it is there, and nobody else waits."""
+"""Adapters are read while other requests run: a request joins the batch when its adapter is read, and no other waits."""
 
 from __future__ import annotations
 
@@ -274,7 +274,7 @@ async def test_a_fault_in_reading_ends_that_request_alone() -> None:
 
 
 class Late(FakeGenerator):
-    """Lets nobody start before the test says so."""
+    """Starts no request before the test allows it."""
 
     go = False
 

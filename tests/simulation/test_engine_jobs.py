@@ -1,4 +1,4 @@
-"""Jobs start on threads beside the tick, and what one raises ends that one alone. On the real loop, with real threads."""
+"""Jobs start on threads, and an error of a job ends that job alone. On the real event loop, with real threads."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""An upgrade beside serving: taken up between two steps, told to the API process, and never waited for at the end."""
+"""The upgrade to compiled steps while the engine serves: adopted between two steps, reported, and not waited for at a shutdown."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class Preparing(FakeGenerator):
 
 
 class Work:
-    """Compiles until it is let go; may fail."""
+    """Compiles until `go` is set; may fail."""
 
     def __init__(self, generator: Preparing, *, fails: bool = False) -> None:
         self.generator, self.fails = generator, fails

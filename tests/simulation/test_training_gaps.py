@@ -83,7 +83,7 @@ def last_stats(said: list[tuple[float, FromEngine]]) -> EngineStats:
 
 
 STEP = 1.0
-"""More seconds than an optimizer step takes beside the stream."""
+"""More seconds than an optimizer step takes while the stream runs."""
 
 
 @pytest.mark.parametrize("at", [1, 2, 50, 60, 61, 72, 100])

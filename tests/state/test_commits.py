@@ -1,4 +1,4 @@
-"""A change that was begun ends whatever becomes of whoever asked for it, and its failure is told to somebody."""
+"""A change that was begun is completed although its caller is cancelled, and its failure is raised or logged."""
 
 from __future__ import annotations
 

@@ -176,7 +176,7 @@ def test_a_commit_that_fails_changes_nothing(registry: Registry, action: str, er
 
 
 class SmallDisk(Registry):
-    """A registry whose file may grow by so many pages only."""
+    """A registry whose file may grow only by a number of pages."""
 
     def limit_growth(self, pages: int) -> None:
         (now,) = self._db.execute("PRAGMA page_count").fetchone()

@@ -1,4 +1,4 @@
-"""What the machine cannot do now is tried again, told once, and given up only where a limit says so."""
+"""Storage errors are retried, logged once, and raised only when the back-off has ended."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A scenario is what users do, made from a seed; `play` lets the real engine live through it in virtual time."""
+"""Scenarios of users' requests and jobs, made from a seed; `play` runs the real engine through one in virtual time."""
 
 from __future__ import annotations
 

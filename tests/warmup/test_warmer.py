@@ -1,4 +1,4 @@
-"""A warm-up with stand-ins for its worker processes: what fails, hangs or dies is told, and a suspect cache is made anew once."""
+"""A warm-up with fake workers: parts that fail, hang or crash are reported, and a suspect cache is built again once."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class Scripted:
 async def run(
     folder: Path, script: Script, workers: int = 2, report_timeout: float = 60.0
 ) -> tuple[list[Progress], list[str]]:
-    """What is told, and the parts that workers were asked for. No worker is left."""
+    """All progress that was reported, and the parts that workers ran. Asserts that no worker is left."""
     alive, asked, told = set[Scripted](), list[str](), list[Progress]()
 
     async def start() -> Scripted:
@@ -192,7 +192,7 @@ def begin(folder: Path, script: Script, shape: str = "8b") -> tuple[asyncio.Task
 
 
 class Gate:
-    """A script whose part c waits until the gate is open."""
+    """A script in which part c waits until the gate is open."""
 
     def __init__(self) -> None:
         self.open = asyncio.Event()
