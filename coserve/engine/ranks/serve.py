@@ -29,7 +29,7 @@ from coserve.logs.setup import LogSettings, set_up_logging
 from coserve.memory.kv import KvCache
 from coserve.model.base import Base, load_base
 from coserve.model.lora import LoraWeights
-from coserve.parallel.mesh import join
+from coserve.parallel.join import join
 from coserve.ranks import JOIN_SECONDS, SILENCE, RankFailed, RankPlace, RankReady, RankRefused
 from coserve.types import AdapterDigests, AdapterRef
 
