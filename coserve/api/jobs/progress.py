@@ -10,10 +10,10 @@ from functools import partial
 
 from coserve.api.jobs.watchers import JobWatchers
 from coserve.api.metrics.prometheus import Metrics
-from coserve.errors import CoserveError, JobNotFound, StorageBusy, StorageError, WrongJobState
+from coserve.errors import CoserveError, JobNotFound, StorageError, WrongJobState
 from coserve.link import JobCheckpoint, JobNote, JobProgress
 from coserve.state.registry import Registry
-from coserve.state.retries import Backoff, Retries
+from coserve.state.retries import Retries
 from coserve.state.thread import RegistryThread
 
 log = logging.getLogger(__name__)
@@ -27,6 +27,7 @@ class ProgressWriter:
     """Progress that the disk refuses waits in memory, so that no change of a job's state waits for it.
 
     `deaths`: engines that ended while they ran a job, since its last checkpoint; a checkpoint clears the job's count.
+    `lock_retries` retry `StorageBusy` alone.
     """
 
     def __init__(
@@ -35,23 +36,16 @@ class ProgressWriter:
         metrics: Metrics,
         watchers: JobWatchers,
         deaths: Counter[str],
-        *,
-        backoff: Backoff,
-        sleep: Callable[[float], Awaitable[None]],
+        retries: Retries,
+        lock_retries: Retries,
     ) -> None:
         self._registry, self._metrics, self._watchers, self._deaths = registry, metrics, watchers, deaths
-        self._retries = Retries(backoff, sleep=sleep)
-        self._lock_retries = Retries(backoff, errors=StorageBusy, sleep=sleep)
+        self._retries, self._lock_retries = retries, lock_retries
         self._late: dict[str, deque[Progress]] = {}
         """Unwritten progress of each job, oldest first. A job whose checkpoint finds no space waits, so this is at most
         the steps between two checkpoints."""
         self._catching_up: asyncio.Task[None] | None = None
         self._writing_late = asyncio.Lock()
-
-    @property
-    def notes(self) -> tuple[str, ...]:
-        """What is being tried again, for /health."""
-        return self._retries.notes + self._lock_retries.notes
 
     async def write(self, message: Progress) -> None:
         """Write the message now, or keep it for later where the disk refuses it."""

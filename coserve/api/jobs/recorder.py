@@ -75,12 +75,12 @@ class JobRecorder:
         self.watchers = JobWatchers()
         self.deaths: Counter[str] = Counter()
         """Engines that ended while they ran a job, since its last checkpoint."""
-        self._progress = ProgressWriter(registry, metrics, self.watchers, self.deaths, backoff=backoff, sleep=sleep)
+        self._progress = ProgressWriter(registry, metrics, self.watchers, self.deaths, self.retries, self._lock_retries)
 
     @property
     def notes(self) -> tuple[str, ...]:
         """What cannot be written now and is tried again, for /health."""
-        return self.retries.notes + self._lock_retries.notes + self._progress.notes
+        return self.retries.notes + self._lock_retries.notes
 
     def deliver(self, message: JobMessage) -> None:
         self._queue.put_nowait(message)
