@@ -78,10 +78,10 @@ class AsyncClient:
             api_key.isascii() and api_key.isprintable() and api_key.strip() == api_key != ""
         ):
             raise InvalidRequest("expected printable ASCII without spaces around it", field="api_key")
-        self._own = HttpTransport(base_url, read_timeout=read_timeout) if transport is None else None
-        chosen = transport or self._own
-        assert chosen is not None, "one of the two"
-        self._caller = Caller(chosen, api_key=api_key, retry=retry or RetryPolicy(), sleep=sleep, rng=rng)
+        self._own = None
+        if transport is None:
+            transport = self._own = HttpTransport(base_url, read_timeout=read_timeout)
+        self._caller = Caller(transport, api_key=api_key, retry=retry or RetryPolicy(), sleep=sleep, rng=rng)
 
     async def __aenter__(self) -> Self:
         return self
@@ -236,7 +236,7 @@ class AsyncClient:
 
     async def health(self) -> Health:
         """The daemon's health, without waiting. A daemon that starts or recovers (status 503) raises nothing here."""
-        return await self._caller.json(self._caller.request("GET", "/health"), Health, good=(503,))
+        return await self._caller.json(self._caller.request("GET", "/health"), Health, accepted=(503,))
 
     async def wait_ready(self, *, timeout: float | None = 600.0) -> Health:  # noqa: ASYNC109 - as in every SDK
         """Wait until the daemon is ready (`GET /health/ready` answers 200); also for one that does not listen yet.
@@ -252,7 +252,7 @@ class AsyncClient:
 
     async def metrics(self) -> str:
         """The metrics in Prometheus' text format."""
-        return (await self._caller.text(self._caller.request("GET", "/metrics"))).decode()
+        return (await self._caller.read(self._caller.request("GET", "/metrics"))).decode()
 
     async def openapi(self) -> dict[str, Any]:
         """The API's OpenAPI 3.1 document."""

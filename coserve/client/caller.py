@@ -60,19 +60,15 @@ class Caller:
             body=msgspec.json.encode(body) if isinstance(body, msgspec.Struct) else body,
         )
 
-    async def text(self, request: Request, *, good: tuple[int, ...] = (), wait: bool = False) -> bytes:
-        """The body of a response with status 2xx or one of `good`. Raises the daemon's error, or `Unreachable`.
+    async def read(self, request: Request, *, accepted: tuple[int, ...] = (), wait: bool = False) -> bytes:
+        """The body of a response with status 2xx or one of `accepted`. Raises the daemon's error, or `Unreachable`.
 
         `wait`: a 503, and a daemon that does not answer, are tried again without a limit.
         """
+        return await self._attempts(request, Response.read, accepted, wait)
 
-        async def read(response: Response) -> bytes:
-            return await response.read()
-
-        return await self._attempts(request, read, good, wait)
-
-    async def json(self, request: Request, type: type[T], *, good: tuple[int, ...] = (), wait: bool = False) -> T:
-        return decode(await self.text(request, good=good, wait=wait), type)
+    async def json(self, request: Request, type: type[T], *, accepted: tuple[int, ...] = (), wait: bool = False) -> T:
+        return decode(await self.read(request, accepted=accepted, wait=wait), type)
 
     async def events(self, request: Request, *, again: bool = True) -> AsyncGenerator[Event, None]:
         """The events of a response. If `again`, attempts are repeated until the response begins, not afterwards."""
@@ -91,13 +87,13 @@ class Caller:
         self,
         request: Request,
         use: Callable[[Response], Awaitable[T]],
-        good: tuple[int, ...] = (),
+        accepted: tuple[int, ...] = (),
         wait: bool = False,
     ) -> T:
         attempt = 1
         while True:
             try:
-                return await self._attempt(request, use, good)
+                return await self._attempt(request, use, accepted)
             except CoserveError as error:
                 if wait and error.status == 503:
                     attempt = min(attempt, WAIT_ATTEMPT)
@@ -106,9 +102,9 @@ class Caller:
                 await self.back_off(attempt, error)
                 attempt += 1
 
-    async def _attempt(self, request: Request, use: Callable[[Response], Awaitable[T]], good: tuple[int, ...]) -> T:
+    async def _attempt(self, request: Request, use: Callable[[Response], Awaitable[T]], accepted: tuple[int, ...]) -> T:
         response = await self._transport.send(request)
-        if 200 <= response.status < 300 or response.status in good:
+        if 200 <= response.status < 300 or response.status in accepted:
             return await use(response)
         raise await response_error(response)
 
