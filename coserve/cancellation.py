@@ -1,4 +1,4 @@
-"""Work on a thread beside the tick: it can be cancelled, and leaves the interpreter's lock to the tick. No torch."""
+"""Cancellation of work on a thread, which also releases the interpreter's lock (GIL) to the engine's tick. No torch."""
 
 from __future__ import annotations
 
@@ -7,26 +7,26 @@ import time
 from collections.abc import Callable
 
 HOLD, REST = 0.001, 0.002
-"""Seconds: a thread that computes in Python holds the lock for the first, and then stays away for the second. A tick asks
-for the lock hundreds of times; without the rests each time would cost it an interval of the interpreter's own switching."""
+"""Seconds: a thread computes in Python for `HOLD`, then sleeps for `REST`. A tick acquires the GIL hundreds of times; without
+the sleeps, each time would take one of the interpreter's switch intervals."""
 
 
 class Cancelled(Exception):
-    """Nobody waits for the work any more."""
+    """The work's result is no longer needed."""
 
 
 class Cancellation:
-    """Asked between the pieces of some work. `clock` gives seconds."""
+    """A flag that the work checks. `clock` returns seconds."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._cancelled, self._clock, self._since = threading.Event(), clock, clock()
 
     def cancel(self) -> None:
-        """On any thread: the work ends at its next `check`."""
+        """End the work at its next `check`. May be called on any thread."""
         self._cancelled.set()
 
     def check(self) -> None:
-        """On the thread that works, at least once a millisecond of its own computing. Raises `Cancelled`."""
+        """Called on the working thread, at least once in a millisecond of computing. Raises `Cancelled`."""
         if self._clock() - self._since > HOLD:
             self._cancelled.wait(REST)
             self._since = self._clock()
@@ -34,10 +34,10 @@ class Cancellation:
             raise Cancelled
 
     def wait(self, seconds: float) -> None:
-        """On the thread that works: pause. Raises `Cancelled`, at once where that comes meanwhile."""
+        """Sleep on the working thread. Raises `Cancelled` as soon as the work is cancelled."""
         if self._cancelled.wait(seconds):
             raise Cancelled
 
 
 def unchecked() -> None:
-    """The `check` of work that nobody cancels."""
+    """The `check` of work that is never cancelled."""

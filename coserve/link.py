@@ -26,7 +26,7 @@ from coserve.types import (
 )
 
 MAX_PROMPT_LOGPROBS = 256
-"""Most prompt tokens whose log-probabilities one `Tokens` holds: the API process handles one in one turn of its event loop."""
+"""Maximum prompt tokens with log-probabilities in one `Tokens`: the API process handles a message in one turn of its loop."""
 
 
 class Message(msgspec.Struct, frozen=True, kw_only=True, tag=True):
@@ -74,7 +74,7 @@ class CancelJob(Message, frozen=True):
 
 
 class DropAdapter(Message, frozen=True):
-    """Forget a version: its files will be deleted. Requests that use it keep it until they end."""
+    """Drop a version from memory: its files will be deleted. Requests that use it keep it until they end."""
 
     ref: AdapterRef
 
@@ -91,7 +91,7 @@ class EngineReady(Message, frozen=True):
     kv_tokens: int
     lora_way: str
     notes: tuple[str, ...] = ()
-    """What runs slower than it could, and why; shown in /health."""
+    """For the operator: what runs slower than it could, and why; shown in /health."""
 
 
 class EngineNotes(Message, frozen=True):
@@ -111,7 +111,7 @@ class EngineWarming(Message, frozen=True):
     seconds_left: float | None
     """None: unknown."""
     notes: tuple[str, ...]
-    """Replaces the notes of `EngineReady`: what runs slower meanwhile, and what always does."""
+    """Replaces the notes of `EngineReady`."""
 
 
 class EngineRefused(Message, frozen=True):
@@ -122,8 +122,7 @@ class EngineRefused(Message, frozen=True):
 
 
 class Admitted(Message, frozen=True):
-    """A request was scheduled for the first time: it has pages, and a step computes the beginning of its prompt. Its queue
-    time ends now. Sent at most once."""
+    """A request was scheduled for the first time, which ends its queue time. Sent at most once."""
 
     id: str
 
@@ -175,14 +174,14 @@ class JobCheckpoint(Message, frozen=True):
 
 
 class JobNote(Message, frozen=True):
-    """A warning about a job that goes on."""
+    """A warning about a job that continues."""
 
     id: str
     message: str
 
 
 class JobWaiting(Message, frozen=True):
-    """All steps are done, but the adapter's files cannot be written now; writing is tried again. Sent once."""
+    """All steps are done, but the adapter's files cannot be written now; writing is retried. Sent once."""
 
     id: str
     message: str
@@ -206,8 +205,8 @@ class JobCancelled(Message, frozen=True):
 
 
 class Starving(msgspec.Struct, frozen=True):
-    """Training has run by `train_patience` alone for `seconds`: the last slice's micro-step was predicted to take `micro_step`
-    seconds, and the deadlines left `slack` (negative: one had passed)."""
+    """For `seconds`, training slices have run only because of `train_patience`. The last one was predicted to take `micro_step`
+    seconds, and the slack was `slack` seconds (negative: a deadline had passed)."""
 
     seconds: float
     micro_step: float
@@ -249,10 +248,9 @@ class EngineStats(Message, frozen=True):
     train_seconds: float
     """Time spent so far in generation steps and in fine-tuning slices."""
     troubles: tuple[str, ...] = ()
-    """What cannot be read or written now and is tried again, and what is done in smaller parts since memory ran out; shown
-    in /health."""
+    """Reads and writes that are being retried, and work that runs in smaller parts since memory ran out; shown in /health."""
     patience_slices: int = 0
-    """Fine-tuning slices so far that ran only because their job had waited `train_patience`."""
+    """Fine-tuning slices so far that ran only because their job had waited for `train_patience`."""
     starving: Starving | None = None
     stalls: tuple[StallCounts, ...] = ()
     cuda_allocs: int = 0
@@ -261,7 +259,7 @@ class EngineStats(Message, frozen=True):
     pinned_allocs: int = 0
     """See `memory.allocator`."""
     backlog: int = 0
-    """Bytes of earlier messages that the API process had not read."""
+    """Bytes of earlier messages that the API process has not read."""
 
 
 class EngineStopped(Message, frozen=True):
@@ -298,11 +296,11 @@ In_co = TypeVar("In_co", covariant=True)
 
 
 class Link(Protocol[Out_contra, In_co]):
-    """One end. `send` never waits and keeps the order; `receive` raises `EngineUnavailable` once the peer is gone."""
+    """One end of a link. `send` never waits and keeps the order. `receive` raises `EngineUnavailable` when the peer is gone."""
 
     @property
     def backlog(self) -> int:
-        """Bytes that were sent and that the peer has not taken in yet, as far as they are in this process."""
+        """Bytes sent that are still buffered in this process."""
         ...
 
     def send(self, message: Out_contra) -> None: ...

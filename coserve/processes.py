@@ -1,4 +1,4 @@
-"""The processes that the daemon starts: without its secrets, and deaf to signals that are meant for the daemon."""
+"""Child processes of the daemon: they get none of its secrets, and ignore stop signals, which are meant for the daemon."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ async def start_child(
 
     Stop signals are blocked until then: Ctrl-C reaches the whole process group, a new interpreter too.
     """
-    with _deaf():
+    with _stop_signals_blocked():
         return await asyncio.create_subprocess_exec(
             *_command(module, end, *arguments),
             stdin=stdin,
@@ -39,8 +39,8 @@ async def start_child(
 
 
 def spawn_child(module: str, end: socket.socket, stdin: bytes) -> subprocess.Popen[bytes]:
-    """As `start_child`, where no event loop runs yet. `stdin`: all of the process's standard input."""
-    with _deaf():
+    """`start_child` without an event loop. `stdin`: the process's whole standard input."""
+    with _stop_signals_blocked():
         process = subprocess.Popen(  # noqa: S603 - our own module
             _command(module, end), stdin=subprocess.PIPE, pass_fds=(end.fileno(),), env=child_environment()
         )
@@ -55,8 +55,8 @@ def _command(module: str, end: socket.socket, *arguments: str) -> list[str]:
 
 
 @contextlib.contextmanager
-def _deaf() -> Iterator[None]:
-    """A process that is started inside inherits a mask that blocks stop signals."""
+def _stop_signals_blocked() -> Iterator[None]:
+    """A process that is started inside has stop signals blocked."""
     signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
     try:
         yield
@@ -65,13 +65,13 @@ def _deaf() -> Iterator[None]:
 
 
 def skip_slow_imports() -> None:
-    """Call it before transformers is imported, which imports scikit-learn where that is installed: two seconds, for a
-    function that nobody here calls."""
+    """Call it before transformers is imported. If scikit-learn is installed, transformers imports it, which takes two seconds;
+    we do not use it."""
     sys.modules.setdefault("sklearn", None)  # type: ignore[arg-type]  # Python's way to say that there is none
 
 
 def obey_parent() -> None:
-    """End with the parent, however it ends, and ignore stop signals: the parent says when to stop."""
+    """End when the parent ends, and ignore stop signals: the parent stops this process."""
     if sys.platform == "linux":  # a second writer must not be left in the data folder by a kill -9 of the parent
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     for number in STOP_SIGNALS:

@@ -14,13 +14,13 @@ from coserve.errors import EngineUnavailable
 from coserve.link import FromEngine, InT, OutT, ToEngine
 
 TURN_BYTES = 1 << 16
-"""Bytes of messages that a `StreamLink` receives before the event loop has another turn."""
+"""Bytes of messages that a `StreamLink` receives before it yields to the event loop."""
 
 
 class StreamLink(Generic[OutT, InT]):
     """One end over a connected socket: 4 bytes of length (big endian), then one msgpack message.
 
-    What a full socket does not take is kept here, and sent when the peer reads: nobody waits for that.
+    Messages that do not fit into the socket's buffer are kept here and sent when the peer reads; `send` never waits.
     """
 
     def __init__(
@@ -29,7 +29,7 @@ class StreamLink(Generic[OutT, InT]):
         self._reader, self._writer, self._decoder = reader, writer, decoder
         self._encoder = msgspec.msgpack.Encoder()
         self._received = 0
-        """Bytes since the event loop last had a turn."""
+        """Bytes since the last yield to the event loop."""
 
     @property
     def backlog(self) -> int:
@@ -49,7 +49,7 @@ class StreamLink(Generic[OutT, InT]):
 
     async def receive(self) -> InT:
         try:
-            if self._received >= TURN_BYTES:  # reading what is buffered already does not suspend
+            if self._received >= TURN_BYTES:  # reads from the buffer do not suspend
                 self._received = 0
                 await asyncio.sleep(0)
             size = int.from_bytes(await self._reader.readexactly(4), "big")

@@ -1,4 +1,4 @@
-"""What a forward knows beside the arguments that transformers passes: the one thread-local of the engine process.
+"""The context of a forward in addition to the arguments that transformers passes: the engine process's only thread-local.
 
 The base's modules call `forward(x)`, and ops in compiled code take tensors and numbers only, so neither can be handed the
 step's adapters. They read `current`; everything else takes its context as an argument.
