@@ -22,10 +22,15 @@ def child_environment(environ: Mapping[str, str] = os.environ) -> dict[str, str]
 
 
 async def start_child(
-    module: str, end: socket.socket, *arguments: str, stdin: int, others: Sequence[socket.socket] = ()
+    module: str,
+    end: socket.socket,
+    *arguments: str,
+    stdin: int,
+    others: Sequence[socket.socket] = (),
+    environment: Mapping[str, str] | None = None,
 ) -> asyncio.subprocess.Process:
     """Run `python -m MODULE FD ARGUMENTS…`, where FD is `end` of a socket pair; `MODULE` calls `obey_parent` first. It inherits the
-    `others`, too.
+    `others`, too. `environment`: variables besides those of this process.
 
     Stop signals are blocked until then: Ctrl-C reaches the whole process group, a new interpreter too.
     """
@@ -34,7 +39,7 @@ async def start_child(
             *_command(module, end, *arguments),
             stdin=stdin,
             pass_fds=tuple(sock.fileno() for sock in (end, *others)),
-            env=child_environment(),
+            env=child_environment() | dict(environment or {}),
         )
 
 

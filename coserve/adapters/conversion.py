@@ -7,11 +7,16 @@ norms of the update: norm of the difference over norm of the original, of one si
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from itertools import islice
 from pathlib import Path
+from typing import TypeVar
 
 import msgspec
 import numpy as np
+import numpy.typing as npt
 
 from coserve.adapters.bdlora import Cut, blocks_at, check_blocks, cut_of, packed_shapes
 from coserve.adapters.gate import read_config
@@ -29,6 +34,11 @@ MAX_ERROR = 0.05
 """The bound where none is given."""
 _EXACT = 1e-6
 """An error below it is none: files hold float32."""
+THREADS = max(1, min(8, (os.cpu_count() or 1) // 4))
+"""Sites that are computed at once."""
+
+Found = TypeVar("Found")
+Float32 = npt.NDArray[np.float32]
 
 
 class ConversionOptions(msgspec.Struct, frozen=True):
@@ -91,15 +101,25 @@ def convert_adapter(
         layout = read_layout(config, file, base, digests.alphas)
         _check(options, layout, base)
         reader = _Source(file, layout, options.bd_blocks)
-        losses: dict[str, Matrix] = {}
-        for site, shape in layout.sites.items():
-            losses[site] = lost(reader.shards(site).spectra()) * shape.scaling**2
-            progress()
+        spectra = in_threads(lambda site: reader.shards(site).spectra(), layout.sites, progress)
+        losses = {site: lost(found) * layout.sites[site].scaling ** 2 for site, found in spectra}
         report = _report(losses, options)
         settings = _settings(layout.settings, options.bd_blocks, report.rank, losses)
         with disk_errors():
             _write(target, reader, settings, base, progress)
     return report
+
+
+def in_threads(
+    compute: Callable[[str], Found], sites: Iterable[str], progress: Callable[[], None]
+) -> Iterator[tuple[str, Found]]:
+    """Each site and its result, in order; at most one result a thread is held. `progress` is called after each."""
+    with ThreadPoolExecutor(THREADS) as pool:
+        names = iter(sites)
+        while some := list(islice(names, THREADS)):
+            for site, found in zip(some, pool.map(compute, some), strict=True):
+                progress()
+                yield site, found
 
 
 def _check(options: ConversionOptions, layout: AdapterTensors, base: BaseSpec) -> None:
@@ -169,23 +189,20 @@ def _write(folder: Path, reader: _Source, settings: LoraSettings, base: BaseSpec
     sites, shapes = reader.layout.sites, dict[str, tuple[int, ...]]()
     for site in sites:
         rank, _ = rank_and_scaling(settings, site)
-        both = packed_shapes(base.sites[site], rank, blocks_at(settings, site))
-        shapes |= {_tensor(site, part): shape for part, shape in zip("AB", both, strict=True)}
-    ready: dict[str, np.ndarray[tuple[int, ...], np.dtype[np.float32]]] = {}
+        packed = packed_shapes(base.sites[site], rank, blocks_at(settings, site))
+        shapes |= {_tensor(site, part): shape for part, shape in zip("AB", packed, strict=True)}
 
-    def data(name: str) -> np.ndarray[tuple[int, ...], np.dtype[np.float32]]:
-        if name not in ready:  # A and B of a site are neighbours in the file
-            site = name.removeprefix(PREFIX).rpartition(".lora_")[0]
-            rank, scaling = rank_and_scaling(settings, site)
-            shards = reader.shards(site)
-            both = shards.truncated(rank // settings.bd_blocks, sites[site].scaling / scaling)
-            for part, matrix in zip("AB", both, strict=True):
-                ready[_tensor(site, part)] = np.ascontiguousarray(matrix, dtype=np.float32)
-            progress()
-        return ready.pop(name)
+    def both(site: str) -> tuple[Float32, Float32]:
+        rank, scaling = rank_and_scaling(settings, site)
+        a_RD, b_OR = reader.shards(site).truncated(rank // settings.bd_blocks, sites[site].scaling / scaling)
+        return np.ascontiguousarray(a_RD, dtype=np.float32), np.ascontiguousarray(b_OR, dtype=np.float32)
+
+    in_order = dict.fromkeys(name.removeprefix(PREFIX).rpartition(".lora_")[0] for name in sorted(shapes))
+    found = in_threads(both, in_order, progress)  # A and B of a site are neighbours in the file
+    matrices = iter(matrix for _, pair in found for matrix in pair)
 
     metadata = {"format": "pt", FINGERPRINT: base.fingerprint}
-    write_float32(folder / ADAPTER_WEIGHTS, shapes, data, metadata)
+    write_float32(folder / ADAPTER_WEIGHTS, shapes, lambda _: next(matrices), metadata)
     content = json.dumps(adapter_config(settings, base, list(sites)), indent=2)
     (folder / ADAPTER_CONFIG).write_text(content + "\n")
 

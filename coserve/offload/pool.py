@@ -29,6 +29,9 @@ HEARTBEATS = 120
 MAX_MEMORY = 1 << 30
 """Bytes. A process that has used more is replaced after its task."""
 
+ONE_THREAD = {f"{library}_NUM_THREADS": "1" for library in ("OMP", "OPENBLAS", "MKL")}
+"""For NumPy's linear algebra, whose threads spin while they wait for each other: 100 times slower on a machine that is busy serving."""
+
 
 class HelperProcess:
     """One process; one call at a time."""
@@ -45,7 +48,12 @@ class HelperProcess:
         ours, theirs = socket.socketpair()
         with theirs:
             process = await start_child(
-                "coserve.offload.main", theirs, log.level, log.format, stdin=asyncio.subprocess.DEVNULL
+                "coserve.offload.main",
+                theirs,
+                log.level,
+                log.format,
+                stdin=asyncio.subprocess.DEVNULL,
+                environment=ONE_THREAD,
             )
         reader, writer = await asyncio.open_connection(sock=ours, limit=CHUNK)
         helper = cls(process, reader, writer)

@@ -10,6 +10,7 @@ import torch
 from peft import BdLoraConfig, PeftModel
 
 from coserve.adapter_store.files import load_adapter
+from coserve.adapters import conversion
 from coserve.adapters.conversion import ConversionOptions, ConversionReport, convert_adapter
 from coserve.adapters.record import record_adapter
 from coserve.errors import CorruptAdapter, InvalidRequest
@@ -105,6 +106,17 @@ def test_without_an_error_the_logits_are_the_same_here_and_in_peft(base: Base, t
     torch.testing.assert_close(packed(base, [TOKENS], batch)[0], want, rtol=1e-4, atol=1e-4)
     again = PeftModel.from_pretrained(tiny_model("llama"), str(tmp_path / "out")).eval()
     torch.testing.assert_close(alone(again, TOKENS), want, rtol=1e-4, atol=1e-4)
+
+
+def test_threads_change_nothing(base: Base, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    save_peft(tiny_model("llama"), tmp_path / "in", **PLAIN)
+    files, reports = [], []
+    for threads in (1, 3):
+        monkeypatch.setattr(conversion, "THREADS", threads)
+        reports.append(converted(base, tmp_path, bd_blocks=2, max_error=0.3))
+        files.append((tmp_path / "out" / "adapter_model.safetensors").read_bytes())
+        (tmp_path / "out" / "adapter_model.safetensors").unlink()
+    assert files[0] == files[1] and reports[0] == reports[1]
 
 
 def test_a_block_diagonal_adapter_keeps_its_rank_at_its_own_blocks(base: Base, tmp_path: Path) -> None:
