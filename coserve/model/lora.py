@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from itertools import islice
 from types import MethodType
 from typing import cast
 
@@ -113,9 +114,11 @@ class LoraSites:
         backend, dropout = batch.backend, batch.dropout
         if dropout is not None and not dropout.p:
             dropout = None
-        pairs = (pair for adapter in batch.adapters for pair in adapter.sites.values())
+        learned = any(
+            pair.a_RD.requires_grad for adapter in batch.adapters for pair in islice(adapter.sites.values(), 1)
+        )
         # With dropout each site has an input of its own.
-        grouped = backend.groups_inputs and dropout is None and any(pair.a_RD.requires_grad for pair in pairs)
+        grouped = backend.groups_inputs and dropout is None and learned
         shared = self.shared() if grouped else []
         alone = [site.group for site in self._sites.values() if site.shared is None or not shared]
         adapters = [adapter.sites for adapter in batch.adapters]

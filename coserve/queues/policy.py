@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from itertools import chain
 from typing import Protocol
 
 from coserve.config import Config
@@ -18,6 +19,8 @@ MAX_SLICE = 0.05
 """Predicted seconds of the longest slice of several micro-steps. A request that arrives meanwhile waits at most that long."""
 MAX_MICRO_STEPS = 16
 """Of one slice."""
+FIRST_TOKEN_SHARE = 0.2
+"""Share of the time to a first token's deadline that training may take of it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,17 +199,22 @@ class Slack:
 
     Requests join and leave the batch at every generation step. The slack is the time to the tightest deadline (of a waiting
     request's first token or a running request's next one) minus the generation steps needed to meet it, reduced by the
-    share `margin` for errors of prediction. A training slice runs only if its predicted time fits into the slack. It has as
+    share `margin` for errors of prediction. A first token is due after the share `first_token` of the time to its deadline:
+    held back longer it would be late after the smallest error, and its prompt has to be computed anyway. There is no slack while a request waits for a place in a full batch: places become
+    free as fast as the batch is served, and at the pace of its deadlines the queue could grow without end. A training slice runs only if its predicted time fits into the slack. It has as
     many micro-steps as fit, at least one, at most `MAX_MICRO_STEPS` and `MAX_SLICE` seconds. A job that has waited
     `patience` seconds gets one micro-step regardless of deadlines, so training never starves. Without requests, training
     runs freely.
     """
 
-    def __init__(self, max_running: int, patience: float, *, margin: float = 0.2) -> None:
+    def __init__(
+        self, max_running: int, patience: float, *, margin: float = 0.2, first_token: float = FIRST_TOKEN_SHARE
+    ) -> None:
         assert max_running >= 1 and patience >= 0 and 0 <= margin < 1, (max_running, patience, margin)
+        assert 0 < first_token <= 1, first_token
         self._max_running = max_running
         self._patience = patience
-        self._margin = margin
+        self._margin, self._first_token = margin, first_token
 
     def decide(self, view: View, now: float) -> Decision:
         admit = max(0, min(len(view.waiting), view.headroom, self._max_running - len(view.running)))
@@ -217,6 +225,8 @@ class Slack:
         if not serves:
             return Train(view.jobs[0], _micro_steps(MAX_SLICE, micro_step))
         slack = self._slack(view, now)
+        if len(view.waiting) > admit:
+            slack = min(slack, 0.0)
         if slack > 0 and slack >= micro_step:
             return Train(view.jobs[0], _micro_steps(min(slack, MAX_SLICE), micro_step))
         if view.train_waiting_since is not None and now - view.train_waiting_since >= self._patience:
@@ -226,9 +236,12 @@ class Slack:
     def _slack(self, view: View, now: float) -> float:
         """Seconds that training may take from now. At least one request waits or runs."""
         serve = view.costs.serve
-        requests: list[Waiting | Running] = [*view.waiting, *view.running]
-        latest = min(request.deadline - request.steps * serve for request in requests)
-        return (latest - now) * (1 - self._margin)
+        waiting = (
+            each.arrived + self._first_token * (each.deadline - each.arrived) - each.steps * serve
+            for each in view.waiting
+        )
+        running = (each.deadline - each.steps * serve for each in view.running)
+        return (min(chain(waiting, running)) - now) * (1 - self._margin)
 
 
 def _micro_steps(seconds: float, micro_step: float) -> int:

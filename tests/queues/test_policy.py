@@ -120,7 +120,7 @@ class TestTemporalSharing:
 
 
 class TestSlack:
-    policy = Slack(max_running=4, patience=1.0, margin=0.0)
+    policy = Slack(max_running=4, patience=1.0, margin=0.0, first_token=1.0)
 
     def test_without_jobs_it_serves_and_admits_at_every_step(self) -> None:
         assert self.policy.decide(view([0.0] * 9), 0.0) == Serve(4)
@@ -160,6 +160,18 @@ class TestSlack:
     def test_several_micro_steps_where_they_fit_but_no_slice_longer_than_the_longest(self) -> None:
         seen = view([], [9.0], jobs=("j",), micro_step=MAX_SLICE / 8, train_waiting_since=0.0)
         assert self.policy.decide(seen, 0.0) == Train("j", 8)
+
+    def test_a_full_batch_for_which_others_wait_is_served_at_full_speed(self) -> None:
+        """At the pace of its deadlines it would serve fewer requests than arrive."""
+        calm = view([], [9.0] * 4, jobs=("j",), headroom=0, micro_step=0.04)
+        assert self.policy.decide(calm, 0.0) == Train("j", 1)
+        assert self.policy.decide(view([0.0], [9.0] * 4, jobs=("j",), headroom=0, micro_step=0.04), 0.0) == Serve(0)
+
+    def test_a_first_token_waits_for_a_share_of_its_time_only(self) -> None:
+        careful = Slack(4, 1.0, margin=0.0, first_token=0.25)
+        seen = view([10.0], [99.0], jobs=("j",), micro_step=0.04, ttft=2.0)
+        assert careful.decide(seen, 10.4) == Train("j", 1)
+        assert careful.decide(seen, 10.5) == Serve(1)
 
     def test_patience_gives_one_micro_step_whatever_the_deadlines_say(self) -> None:
         pressed = view([0.0] * 9, [0.0], jobs=("j",), serve=0.1, micro_step=0.5, train_waiting_since=10.0)
