@@ -27,9 +27,17 @@ class AdapterCut:
     """By site."""
 
     @classmethod
-    def of(cls, sharding: Sharding, whole: Mapping[str, LoraPair], strategy: Strategy) -> Self:
-        """`strategy`: of its dense pairs. Only the shapes of `whole` matter."""
+    def of(cls, sharding: Sharding, whole: Mapping[str, LoraPair]) -> Self:
+        """Only the shapes of `whole` matter."""
+        strategy = sharding.strategy
         return cls(sharding, {name: cut_pair(sharding.sites[name], pair, strategy) for name, pair in whole.items()})
+
+    def keeps_blocks(self, whole: Mapping[str, LoraPair]) -> bool:
+        """No block-diagonal pair is cut as a dense one: what is gathered has its blocks."""
+        return all(
+            (pair.a_blocks, pair.b_blocks) == (self.pairs[name].whole_a_blocks, self.pairs[name].whole_b_blocks)
+            for name, pair in whole.items()
+        )
 
     @property
     def strategies(self) -> frozenset[Strategy]:
@@ -42,14 +50,13 @@ class AdapterCut:
 
     @torch.no_grad()
     def gather(self, parts: Matrices) -> dict[str, tuple[Tensor, Tensor]]:
-        """The whole matrices, on every rank, of all ranks' parts. One collective."""
-        ordered = [parts[name] for name in self.pairs]
-        flat = torch.cat([tensor.reshape(-1) for pair in ordered for tensor in pair])
+        """The whole matrices, on every rank, of all ranks' parts of some sites. One collective."""
+        flat = torch.cat([tensor.reshape(-1) for pair in parts.values() for tensor in pair])
         by_rank = self.sharding.mesh.all_gather(flat[None], 0)
         found: dict[str, tuple[Tensor, Tensor]] = {}
         at = 0
-        for name, cut in self.pairs.items():
-            both: list[Tensor] = []
+        for name in parts:
+            both, cut = list[Tensor](), self.pairs[name]
             for own in (cut.a, cut.b):
                 whole = flat.new_empty(own.rows.size, own.columns.size)
                 size = own.rows.local * own.columns.local
