@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Coroutine
-from typing import Any, TypeVar
+from collections.abc import Callable, Coroutine
+from typing import Any, ParamSpec, TypeVar
 
 from coserve.errors import AdapterError, CorpusError, QueueFull, RequestError
 
 log = logging.getLogger(__name__)
 
+P = ParamSpec("P")
 T = TypeVar("T")
 
 _REFUSALS = (RequestError, CorpusError, AdapterError, QueueFull)
@@ -32,6 +33,11 @@ async def uncancelled(task: asyncio.Task[T]) -> T:
             log.error("a change failed after its client had left: %s", error, exc_info=error)
         raise cancelled
     return task.result()
+
+
+async def uncancelled_thread(call: Callable[P, T], *arguments: P.args, **options: P.kwargs) -> T:
+    """The result of `call`, run in a thread. As `uncancelled`: it is completed first if the caller is cancelled."""
+    return await uncancelled(asyncio.create_task(asyncio.to_thread(call, *arguments, **options)))
 
 
 class Commits:

@@ -19,7 +19,7 @@ from coserve.names import NAME_RULE, is_name
 from coserve.offload.pool import HelperPool
 from coserve.offload.protocol import TaskContext
 from coserve.schemas import ConvertedAdapter, ConvertRequest
-from coserve.state.commits import uncancelled
+from coserve.state.commits import uncancelled_thread
 from coserve.state.folder import DataFolder
 from coserve.state.thread import RegistryThread
 from coserve.types import AdapterDigests, BaseSpec
@@ -74,7 +74,7 @@ class Conversions:
             report = msgspec.msgpack.decode(await self._helpers.run(convert, arguments), type=ConversionReport)
             adapter = await self._catalog.install(staging, new, spec, origin=f"convert:{record.ref}")
         finally:
-            await uncancelled(asyncio.create_task(asyncio.to_thread(shutil.rmtree, staging, ignore_errors=True)))
+            await uncancelled_thread(shutil.rmtree, staging, ignore_errors=True)
         return ConvertedAdapter(
             adapter=adapter,
             rank=report.rank,

@@ -38,7 +38,7 @@ from coserve.errors import (
 from coserve.offload.pool import HelperPool
 from coserve.offload.protocol import name_of
 from coserve.schemas import FinetuneRequest
-from coserve.state.commits import uncancelled
+from coserve.state.commits import uncancelled_thread
 
 MAX_JSON_BYTES = 16 << 20
 """Largest JSON body; a larger corpus goes as a file."""
@@ -111,7 +111,7 @@ class BodyReader:
             yield settings, file if file is not None and await asyncio.to_thread(file.exists) else None
         finally:
             if file is not None:
-                await uncancelled(asyncio.create_task(asyncio.to_thread(file.unlink, missing_ok=True)))
+                await uncancelled_thread(file.unlink, missing_ok=True)
 
     def _hold(self, size: int) -> None:
         self._held += size

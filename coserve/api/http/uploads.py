@@ -17,7 +17,7 @@ from coserve.api.http.multipart import multipart_reader
 from coserve.api.http.server import ask_for_body
 from coserve.errors import BodyTooLarge, InvalidRequest, QueueFull, UnsafeAdapter, UnsupportedEncoding
 from coserve.names import PICKLE_SUFFIXES
-from coserve.state.commits import uncancelled
+from coserve.state.commits import uncancelled_thread
 from coserve.state.durable import disk_errors
 
 MAX_SETTINGS_BYTES = 1 << 20
@@ -48,13 +48,13 @@ class UploadReader:
         self._running += 1
         folder = staging / f"upload-{secrets.token_hex(8)}"
         try:
-            await uncancelled(asyncio.create_task(asyncio.to_thread(folder.mkdir, parents=True)))
+            await uncancelled_thread(folder.mkdir, parents=True)
             with body_errors():
                 settings = await self._receive(request, folder, names)
             yield await self._bodies.decode(settings, type), folder
         finally:
             self._running -= 1
-            await uncancelled(asyncio.create_task(asyncio.to_thread(shutil.rmtree, folder, ignore_errors=True)))
+            await uncancelled_thread(shutil.rmtree, folder, ignore_errors=True)
 
     async def _receive(self, request: web.Request, folder: Path, names: tuple[str, ...]) -> bytes:
         """Save the files and return the bytes of the settings."""
@@ -107,7 +107,7 @@ class UploadReader:
     async def _save(self, request: web.Request, part: BodyPartReader, path: Path) -> None:
         with disk_errors(), path.open("xb") as file:
             async for chunk in self._chunks(request, part):
-                await uncancelled(asyncio.create_task(asyncio.to_thread(file.write, chunk)))
+                await uncancelled_thread(file.write, chunk)
 
 
 def is_upload(request: web.Request) -> bool:

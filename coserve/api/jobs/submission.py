@@ -29,7 +29,7 @@ from coserve.names import split_ref
 from coserve.offload.pool import HelperPool
 from coserve.pretrained.tokenizer import Tokenizer
 from coserve.schemas import FinetuneRequest
-from coserve.state.commits import uncancelled
+from coserve.state.commits import uncancelled_thread
 from coserve.state.folder import DataFolder
 from coserve.state.records import AdapterRecord, JobRecord
 from coserve.state.thread import RegistryThread
@@ -135,7 +135,7 @@ class Submission:
         try:
             found = await self._helpers.run(tokenize_file, TokenizeFile(str(source), str(folder / "corpus"), longest))
         except BaseException:
-            await uncancelled(asyncio.create_task(asyncio.to_thread(shutil.rmtree, folder, ignore_errors=True)))
+            await uncancelled_thread(shutil.rmtree, folder, ignore_errors=True)
             raise
         return msgspec.msgpack.decode(found, type=StagedCorpus)
 
