@@ -20,7 +20,7 @@ MAX_SLICE = 0.05
 MAX_MICRO_STEPS = 16
 """Of one slice."""
 FIRST_TOKEN_SHARE = 0.2
-"""Share of the time to a first token's deadline that training may take of it."""
+"""Share of the time to a first token's deadline that training may use."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -197,14 +197,15 @@ class TemporalSharing:
 class Slack:
     """Training in the time that the deadlines of requests leave.
 
-    Requests join and leave the batch at every generation step. The slack is the time to the tightest deadline (of a waiting
-    request's first token or a running request's next one) minus the generation steps needed to meet it, reduced by the
-    share `margin` for errors of prediction. A first token is due after the share `first_token` of the time to its deadline:
-    held back longer it would be late after the smallest error, and its prompt has to be computed anyway. There is no slack while a request waits for a place in a full batch: places become
-    free as fast as the batch is served, and at the pace of its deadlines the queue could grow without end. A training slice runs only if its predicted time fits into the slack. It has as
-    many micro-steps as fit, at least one, at most `MAX_MICRO_STEPS` and `MAX_SLICE` seconds. A job that has waited
-    `patience` seconds gets one micro-step regardless of deadlines, so training never starves. Without requests, training
-    runs freely.
+    Requests join and leave the batch at every generation step. The slack is the time to the tightest target minus the
+    generation steps needed to meet it, reduced by the share `margin` for errors of prediction. A running request's target is
+    the deadline of its next token. A waiting request's is the share `first_token` of the time to its deadline: its prompt
+    must be computed anyway, and a later start would be late after the smallest error. There is no slack while a request waits
+    for a place in a full batch: paced by deadlines, places would become free too slowly, and the queue could grow without end.
+
+    A training slice runs only if its predicted time fits into the slack. It has as many micro-steps as fit, at least one, at
+    most `MAX_MICRO_STEPS` and `MAX_SLICE` seconds. A job that has waited `patience` seconds gets one micro-step regardless
+    of deadlines, so training never starves. Without requests, training runs freely.
     """
 
     def __init__(

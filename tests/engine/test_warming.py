@@ -98,18 +98,18 @@ async def test_the_engine_waits_for_the_parts_that_it_needs(tmp_path: Path) -> N
     await changed.wait()
     assert (warm.done, warm.total) == (3, 9)
     assert not waiting.done()
-    assert not warm.ready(0)
+    assert not warm.graph_kernels_ready(0)
     theirs.sendall(msgspec.json.encode(Progress(6, 9, ["profile", *graphs(0), *graphs(16)])) + b"\n")
     assert await waiting
-    assert warm.ready(0)
-    assert not warm.ready(32)
+    assert warm.graph_kernels_ready(0)
+    assert not warm.graph_kernels_ready(32)
     theirs.sendall(
         msgspec.json.encode(Progress(9, 9, ["profile", *graphs(0), *graphs(16)], ["graphs-32 failed"], ended=True))
         + b"\n"
     )
     theirs.close()
     assert not await warm.wait_for_parts(graphs(32))
-    assert warm.ready(32), "nothing more will come: the engine compiles it"
+    assert warm.graph_kernels_ready(32), "nothing more will come: the engine compiles it"
     assert warm.notes == ("graphs-32 failed",)
     await warm.close()
 
@@ -124,9 +124,9 @@ async def test_a_part_that_failed_is_waited_for_no_longer(tmp_path: Path) -> Non
     theirs.sendall(msgspec.json.encode(Progress(5, 9, list(done), ["no memory"], failed)) + b"\n")
     assert not await waiting
     assert not warm.ended
-    assert warm.ready(16), "its kernels will never be there"
+    assert warm.graph_kernels_ready(16), "its kernels will never be there"
     assert not warm.complete(graphs(16))
-    assert not warm.ready(32)
+    assert not warm.graph_kernels_ready(32)
     assert not warm.training_kernels_ready(16)
     theirs.close()
     await warm.close()

@@ -93,7 +93,7 @@ class WarmUpClient:
         while not self.ended:
             await self._next_progress()
 
-    def ready(self, rank: int) -> bool:
+    def graph_kernels_ready(self, rank: int) -> bool:
         """See `WarmKernels`."""
         return self._settled(graphs(rank))
 

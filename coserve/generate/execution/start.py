@@ -43,7 +43,7 @@ INDUCTOR = {"combo_kernels": True}
 class WarmKernels(Protocol):
     """What other processes have compiled and measured for this base."""
 
-    def ready(self, rank: int) -> bool:
+    def graph_kernels_ready(self, rank: int) -> bool:
         """Whether the kernels of graphs for adapters up to `rank` (0: none) are on disk, or will never be."""
         ...
 
@@ -111,7 +111,7 @@ class Compilation:
             self._eager,
             max_running=self._max_running,
             step_tokens=self._step_tokens,
-            on_disk=None if self._warm is None else self._warm.ready,
+            on_disk=None if self._warm is None else self._warm.graph_kernels_ready,
         )
         return executor, (COMPILED, *((NO_GEMMS,) if self._gemms_missing else ()))
 
