@@ -208,6 +208,15 @@ def test_damaged_blocks_are_refused(
         load_adapter(tmp_path, wrap_base(tiny_model("llama"), name="tiny").spec, device="cpu", dtype=torch.float32)
 
 
+def test_blocks_of_transposed_modules_are_refused(tmp_path: Path) -> None:
+    save_peft(tiny_model("gpt2"), tmp_path, r=4, target_modules=["c_fc"], fan_in_fan_out=True)
+    path = tmp_path / "adapter_config.json"
+    blocks = {"nblocks": 2, "target_modules_bd_a": [], "target_modules_bd_b": ["c_fc"], "match_strict": True}
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"use_bdlora": blocks}))
+    with pytest.raises(UnsupportedAdapter, match="Conv1D modules of gpt2"):
+        inspect_adapter(tmp_path, wrap_base(tiny_model("gpt2"), name="tiny").spec)
+
+
 def test_a_plain_file_with_blocks_is_refused(tmp_path: Path) -> None:
     save_peft(tiny_model("llama"), tmp_path, r=8, target_modules=["q_proj"])
     path = tmp_path / "adapter_config.json"

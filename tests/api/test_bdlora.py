@@ -69,6 +69,9 @@ async def test_block_diagonal_adapters_are_trained_shown_continued_and_served_wi
         assert done["error"] < 1e-6 and done["errors"]["2"] > 0.01
         assert await text(api, "plain-bd2") == await text(api, "plain")
 
+        job = await train(api, "plain-bd2", continue_from="plain-bd2")
+        assert (job["result"], job["lora"]["bd_blocks"], job["lora"]["r"]) == ("plain-bd2@2", 2, 10)
+
         job = await train(api, "bd", continue_from="bd")
         assert (job["result"], job["lora"]["bd_blocks"]) == ("bd@2", 4)
         assert (await api.call("GET", "/adapters/bd"))[1]["bd_blocks"] == 4
@@ -129,6 +132,21 @@ async def test_conversions_that_are_refused_leave_nothing(
     assert (got, answer["error"]["field"]) == (status, field), answer
     assert api.folder.adapter_refs() == [AdapterRef("poet", 1)]
     assert list(api.folder.staging.iterdir()) == []
+
+
+async def test_a_conversion_ends_with_its_client(api: Api) -> None:
+    assert api.config.data_root is not None
+    write_peft(api.config.data_root / "poet", api.base, rank=4)
+    await api.call("POST", "/adapters", json={"name": "poet", "path": "poet"})
+    call = asyncio.create_task(api.call("POST", "/adapters/poet/convert", json={"bd_blocks": 2}))
+    async with asyncio.timeout(60):
+        while not list(api.folder.staging.iterdir()):
+            await asyncio.sleep(0.01)
+        call.cancel()  # while its process starts
+        while list(api.folder.staging.iterdir()):
+            await asyncio.sleep(0.01)
+    assert api.folder.adapter_refs() == [AdapterRef("poet", 1)]
+    assert (await api.call("POST", "/adapters/poet/convert", json={"bd_blocks": 2}))[0] == 201
 
 
 async def test_an_adapter_is_continued_with_its_own_blocks(api: Api) -> None:
