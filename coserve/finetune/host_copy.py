@@ -19,16 +19,18 @@ class HostCopy:
     copies: allocating pinned memory takes long.
     """
 
-    def __init__(self, source_KN: Tensor, block: int) -> None:
-        """`block`: elements."""
+    def __init__(self, source_KN: Tensor, block: int, size: int | None = None) -> None:
+        """`block`: elements. `size`: of a row in host memory; None: N."""
         self._source_KN, self._device = source_KN, source_KN.device
         on_gpu = self._device.type == "cuda"
         self.rows: list[list[Tensor]] = []
         """Blocks of each row, in order; a row's last one may be shorter."""
-        for row_N in source_KN:
+        size = source_KN.shape[1] if size is None else size
+        for _ in source_KN:
             self.rows.append([])
-            for piece in torch.split(row_N, block):
-                self.rows[-1].append(torch.empty(piece.shape, dtype=piece.dtype, pin_memory=on_gpu))
+            for start in range(0, size, block):
+                length = min(block, size - start)
+                self.rows[-1].append(torch.empty(length, dtype=source_KN.dtype, pin_memory=on_gpu))
                 if on_gpu:
                     time.sleep(REST)
         self._block = block
@@ -41,7 +43,7 @@ class HostCopy:
 
         Not before `wait` has returned for the copy before.
         """
-        self._transfer(rows, lambda host, device: host.copy_(device, non_blocking=True))
+        self._download(rows)
         if self._stream is not None and self._copied is not None:
             self._copied.record(self._stream)
             self._copying = True
@@ -59,9 +61,15 @@ class HostCopy:
 
     def upload(self, rows: int) -> None:
         """Copy the first `rows` rows to the device. On a thread: it waits for the copy."""
-        self._transfer(rows, lambda host, device: device.copy_(host, non_blocking=True))
+        self._upload(rows)
         if self._stream is not None:
             self._stream.synchronize()
+
+    def _download(self, rows: int) -> None:
+        self._transfer(rows, lambda host, device: host.copy_(device, non_blocking=True))
+
+    def _upload(self, rows: int) -> None:
+        self._transfer(rows, lambda host, device: device.copy_(host, non_blocking=True))
 
     @torch.no_grad()
     def _transfer(self, rows: int, copy: Callable[[Tensor, Tensor], object]) -> None:

@@ -162,7 +162,8 @@ class MemoryProfiler:
     def micro_batch(self, tokens: int) -> TrainingPeaks:
         """Peak bytes of a micro-batch of `tokens` tokens, all but the first of each row targets, and of the optimizer step."""
         base, empty = self._base, self._meter.now()
-        optimizer = AdapterOptimizer(self._adapter(), base.spec, TrainingSettings(steps=1), base.dtype)
+        start = self._adapter()
+        optimizer = AdapterOptimizer(start, base.spec, TrainingSettings(steps=1), base.dtype, cut=base.cut(start))
         optimizer.step(targets=1, learning_rate=0.0)  # allocates the moments
         job = self._meter.now() - empty
         rows = self._packed(tokens)

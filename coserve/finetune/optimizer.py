@@ -14,10 +14,12 @@ from torch import Tensor
 
 from coserve.errors import CheckpointUnreadable, NonFiniteLoss
 from coserve.finetune.flat_tensors import FlatLayout
+from coserve.finetune.gathered_copy import GatheredCopy
 from coserve.finetune.host_copy import HostCopy
 from coserve.finetune.lora_tensors import named_tensors
-from coserve.kernels.lora.types import MainGrads
+from coserve.kernels.lora.types import LoraPair, MainGrads
 from coserve.model.lora import LoraWeights
+from coserve.parallel.adapter import AdapterCut
 from coserve.types import BaseSpec, TrainingSettings
 
 WEIGHTS = "weights"
@@ -25,6 +27,17 @@ KINDS = (WEIGHTS, "exp_avg", "exp_avg_sq")
 """Kinds of state, in the order of their rows: master weights and AdamW's moments."""
 BEST = "best"
 """The last kind, of jobs with early stopping: the weights of the best evaluation."""
+
+
+PairMakers = Mapping[str, Callable[..., LoraPair]]
+"""By site: makes a pair of two matrices."""
+
+
+def _makers(weights: LoraWeights) -> PairMakers:
+    return {
+        site: partial(type(pair), scaling=pair.scaling, a_blocks=pair.a_blocks, b_blocks=pair.b_blocks)
+        for site, pair in weights.sites.items()
+    }
 
 
 class AdapterOptimizer:
@@ -40,18 +53,20 @@ class AdapterOptimizer:
         training: TrainingSettings,
         dtype: torch.dtype,
         device: torch.device | None = None,
+        cut: AdapterCut | None = None,
     ) -> None:
-        """`start`: initial weights, fp32. `dtype`: of the copies. `device`: the base's; None: where `start` is."""
-        self._settings, self._training = start.settings, training
-        self._pair = {
-            site: partial(type(pair), scaling=pair.scaling, a_blocks=pair.a_blocks, b_blocks=pair.b_blocks)
-            for site, pair in start.sites.items()
-        }
-        """Makes a pair of two matrices, by site."""
+        """`start`: initial weights of the whole adapter, fp32. `dtype`: of the copies. `device`: the base's; None: where `start` is.
+        `cut`: how the adapter lies on the ranks of a mesh. Each rank trains its part; all of them call `divide_grads`, `step` and
+        `snapshot` at the same time."""
+        self._settings, self._training, self._cut = start.settings, training, cut
+        part = start if cut is None else LoraWeights(start.settings, cut.take(start.sites))
+        self._part_pairs, self._whole_pairs = _makers(part), _makers(start)
         self._sites = sorted(start.sites, key=lambda site: (base.sites[site].layer, site))
-        found = dict(named_tensors(start))
-        names = [f"{site}.{part}" for site in self._sites for part in ("a", "b")]
+        whole, found = dict(named_tensors(start)), dict(named_tensors(part))
+        names = [f"{site}.{kind}" for site in self._sites for kind in ("a", "b")]
         self.layout = FlatLayout({name: found[name].shape for name in names})
+        """Of this rank's part."""
+        self._whole_layout = FlatLayout({name: whole[name].shape for name in names})
         self.kinds = KINDS if training.early_stopping_patience is None else (*KINDS, BEST)
         device, size = device or found[names[0]].device, self.layout.size
         self.state_KN = torch.zeros(len(self.kinds), size, device=device)
@@ -62,17 +77,19 @@ class AdapterOptimizer:
         self._weights_N, self._copies_N = self.state_KN[0], torch.zeros(size, dtype=dtype, device=device)
         self._grads_N = torch.zeros(size, device=device)
         here = found[names[0]].device == device
-        views = self.layout.views(self._weights_N) if here else self.layout.block_views(self.host.rows[0])
+        views = self.layout.views(self._weights_N) if here else self._whole_layout.block_views(self.host.rows[0])
+        source = found if here else whole
         with torch.no_grad():
-            torch._foreach_copy_([views[name] for name in names], [found[name].detach() for name in names])
+            torch._foreach_copy_([views[name] for name in names], [source[name].detach() for name in names])
         if not here:
             self.host.upload(1)
         self._copies_N.copy_(self._weights_N)
 
-        self._masters, grads = self.adapter(self.layout.views(self._weights_N)), self.layout.views(self._grads_N)
+        masters, grads = self.layout.views(self._weights_N), self.layout.views(self._grads_N)
+        self._masters = self._adapter(masters, self._part_pairs)
         copies = {name: view.requires_grad_() for name, view in self.layout.views(self._copies_N).items()}
         pairs = {
-            site: self._pair[site](
+            site: self._part_pairs[site](
                 copies[f"{site}.a"],
                 copies[f"{site}.b"],
                 main_grads=MainGrads(grads[f"{site}.a"], grads[f"{site}.b"]),
@@ -80,6 +97,7 @@ class AdapterOptimizer:
             for site in self._sites
         }
         self._weights = LoraWeights(self._settings, pairs)
+        self._part_grads = {site: (grads[f"{site}.a"], grads[f"{site}.b"]) for site in self._sites}
         layers = [[site for site in self._sites if base.sites[site].layer == i] for i in range(base.layers)]
         parts = [[f"{site}.{part}" for site in sites for part in ("a", "b")] for sites in layers]
         self.trainable = [[copies[name] for name in layer] for layer in parts]
@@ -116,7 +134,11 @@ class AdapterOptimizer:
     def host(self) -> HostCopy:
         """Host memory for the state, made when it is first asked for: on a thread."""
         if self._host is None:
-            self._host = HostCopy(self.state_KN, self.layout.block)
+            self._host = (
+                HostCopy(self.state_KN, self.layout.block)
+                if self._cut is None
+                else GatheredCopy(self.state_KN, self.layout, self._whole_layout, self._cut)
+            )
         return self._host
 
     @torch.no_grad()
@@ -128,8 +150,11 @@ class AdapterOptimizer:
         self.has_best = True
 
     def adapter(self, tensors: Mapping[str, Tensor]) -> LoraWeights:
-        """An adapter of `tensors`, named as by `named_tensors`."""
-        pairs = {site: self._pair[site](tensors[f"{site}.a"], tensors[f"{site}.b"]) for site in self._sites}
+        """The whole adapter of `tensors`, named as by `named_tensors`."""
+        return self._adapter(tensors, self._whole_pairs)
+
+    def _adapter(self, tensors: Mapping[str, Tensor], make: PairMakers) -> LoraWeights:
+        pairs = {site: make[site](tensors[f"{site}.a"], tensors[f"{site}.b"]) for site in self._sites}
         return LoraWeights(self._settings, pairs)
 
     def zero_grad(self) -> None:
@@ -146,14 +171,19 @@ class AdapterOptimizer:
 
     def warm_up(self) -> None:
         """Load the kernels of an update, by one with zero gradients at a rate of zero: nothing changes."""
-        self.divide_grads(1)
+        self._grads_N.div_(1)
+        torch.nn.utils.get_total_norm(self._grad_list)  # of this rank alone: the others are not here at this time
         self.update(0.0, 0.0)
         self._steps.zero_()
 
     @torch.no_grad()
     def divide_grads(self, targets: int) -> Tensor:
         """Divide the gradient sums by `targets`; returns their norm (scalar, on the device)."""
+        if self._cut is not None:
+            self._cut.sum_gradients(self._part_grads)
         self._grads_N.div_(targets)
+        if self._cut is not None:
+            return self._cut.norm(self._part_grads)
         return torch.nn.utils.get_total_norm(self._grad_list)
 
     @torch.no_grad()
@@ -173,7 +203,7 @@ class AdapterOptimizer:
         self.zero_grad()
 
     def snapshot(self) -> Callable[[], dict[str, Tensor]]:
-        """Begin to copy the state to the host, as it is now: training may go on meanwhile.
+        """Begin to copy the whole adapter's state to the host, as it is now: training may go on meanwhile.
 
         The returned function waits for the copy, on any thread, and returns its tensors by name (`<kind>/<name>`), which
         `restore` continues from bit for bit: views of `host`, valid until the next snapshot.
@@ -215,5 +245,5 @@ class AdapterOptimizer:
         return {
             f"{kind}/{name}": tensor
             for kind, blocks in zip(kinds, self.host.rows, strict=False)
-            for name, tensor in self.layout.block_views(blocks).items()
+            for name, tensor in self._whole_layout.block_views(blocks).items()
         }

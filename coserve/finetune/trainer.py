@@ -182,7 +182,12 @@ class Trainer:
         if int(corpus.tokens.max()) >= base.spec.vocab:
             raise CheckpointUnreadable("the job's corpus has tokens that the base does not know")
         plan = BatchPlan(corpus.lengths, spec.training, self._micro_batch_tokens, check)
-        optimizer = AdapterOptimizer(self._initial_weights(spec), base.spec, spec.training, base.dtype, device)
+        start = self._initial_weights(spec)
+        cut = base.cut(start)
+        if cut is not None and not cut.keeps_blocks(start.sites):
+            ranks = cut.sharding.mesh.size
+            raise InvalidRequest(f"expected bd_blocks that {ranks} GPUs divide, or that divide them", field="bd_blocks")
+        optimizer = AdapterOptimizer(start, base.spec, spec.training, base.dtype, device, cut)
         timer = SliceTimer(self._clock)
         loop = TrainingLoop(
             spec, corpus, plan, optimizer, self._runner, lora_backend=self._lora_backend, device=device, timer=timer

@@ -111,14 +111,18 @@ class Base:
         """The context of forwards with these adapters, for code that runs layers itself, `with running(context)`."""
         return ForwardContext() if batch is None else self.sites.prepare(batch)
 
-    def part(self, weights: LoraWeights, strategy: Strategy = Strategy.NFS) -> LoraWeights:
-        """This rank's part of a whole adapter, by a strategy for its dense pairs; the adapter itself where the base is whole.
+    def cut(self, weights: LoraWeights) -> AdapterCut | None:
+        """How a whole adapter lies on the ranks; None where the base is whole.
 
-        Block-diagonal pairs whose blocks fit the ranks go by `bd`, others are made dense (`parallel.lora.cut_pair`).
+        Block-diagonal pairs whose blocks fit the ranks go by `bd`; others are made dense, and go by the base's strategy
+        (`parallel.lora.cut_pair`).
         """
-        if self.sharding is None:
-            return weights
-        return LoraWeights(weights.settings, AdapterCut.of(self.sharding, weights.sites, strategy).take(weights.sites))
+        return None if self.sharding is None else AdapterCut.of(self.sharding, weights.sites)
+
+    def part(self, weights: LoraWeights) -> LoraWeights:
+        """This rank's part of a whole adapter; the adapter itself where the base is whole."""
+        cut = self.cut(weights)
+        return weights if cut is None else LoraWeights(weights.settings, cut.take(weights.sites))
 
 
 def load_base(
@@ -130,13 +134,14 @@ def load_base(
     load_format: str = "auto",
     few_layers: bool = False,
     mesh: Mesh | None = None,
+    strategy: str = Strategy.NFS,
 ) -> Base:
     """The base `"bundled"`, of a folder, or of a hub name; safetensors only.
 
     `device`: auto, cpu or cuda. `dtype`: auto (float32 on CPU, bfloat16 on CUDA) or a name of torch's. `load_format`:
     auto (the weights of its files) or dummy (no files but config.json: random weights, the same ones each time on one
     kind of device). `few_layers`: random weights, and only the first layers (`cut.cut_layers`). `mesh`: the ranks that hold the
-    base together, each its shard; all of them call this at once.
+    base together, each its shard; all of them call this at once. `strategy`: of adapters that are not block-diagonal, nfs or slora.
 
     Raises:
         UnsupportedBase: see `wrap_base`; no readable weights; code or settings in the files that we don't run.
@@ -159,7 +164,14 @@ def load_base(
             config = _config(path, trust_remote_code=trust_remote_code, local=local, few_layers=few_layers)
             seed = DUMMY_SEED if load_format == "dummy" or few_layers else None
             shard = load_shard(
-                path, config, mesh, device=where, dtype=kind, seed=seed, trust_remote_code=trust_remote_code
+                path,
+                config,
+                mesh,
+                device=where,
+                dtype=kind,
+                seed=seed,
+                strategy=Strategy(strategy),
+                trust_remote_code=trust_remote_code,
             )
             return wrap_base(shard.model, name=name, shard=shard)
         if load_format == "dummy" or few_layers:

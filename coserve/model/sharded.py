@@ -13,6 +13,7 @@ from coserve.model.fingerprint import fingerprint_of
 from coserve.parallel.build import Weights, empty_model, fill_shard
 from coserve.parallel.checkpoint import Checkpoint
 from coserve.parallel.drawn import DrawnWeights
+from coserve.parallel.lora import Strategy
 from coserve.parallel.mesh import Mesh
 from coserve.parallel.sharding import Sharding
 from coserve.pretrained.source import fetch_files
@@ -33,11 +34,12 @@ def load_shard(
     device: torch.device,
     dtype: torch.dtype,
     seed: int | None,
+    strategy: Strategy,
     trust_remote_code: bool,
 ) -> Shard:
     """This rank's part of the base at `path`, a folder or a hub name. All ranks call this at once.
 
-    `seed`: weights are drawn from it; None: read from the files. Raises `UnsupportedBase` as `fill_shard` and `Checkpoint`.
+    `seed`: weights are drawn from it; None: read from the files. `strategy`: of dense adapters. Raises `UnsupportedBase` as `fill_shard` and `Checkpoint`.
     """
     model = empty_model(config, dtype, trust_remote_code=trust_remote_code)
     shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
@@ -50,7 +52,7 @@ def load_shard(
                 model.generation_config = GenerationConfig.from_pretrained(folder)
         else:
             weights = DrawnWeights(empty_model(config, dtype, trust_remote_code=trust_remote_code), device, seed)
-        sharding = fill_shard(model, weights, mesh, device)
+        sharding = fill_shard(model, weights, mesh, device, strategy)
         digest = torch.zeros(32, dtype=torch.uint8)
         if mesh.rank == 0:
             whole = fingerprint_of(model.config, shapes, lambda name: weights.get(name, shapes[name])[:], dtype)

@@ -27,9 +27,17 @@ class AdapterCut:
     """By site."""
 
     @classmethod
-    def of(cls, sharding: Sharding, whole: Mapping[str, LoraPair], strategy: Strategy) -> Self:
-        """`strategy`: of its dense pairs. Only the shapes of `whole` matter."""
+    def of(cls, sharding: Sharding, whole: Mapping[str, LoraPair]) -> Self:
+        """Only the shapes of `whole` matter."""
+        strategy = sharding.strategy
         return cls(sharding, {name: cut_pair(sharding.sites[name], pair, strategy) for name, pair in whole.items()})
+
+    def keeps_blocks(self, whole: Mapping[str, LoraPair]) -> bool:
+        """No block-diagonal pair is cut as a dense one: what is gathered has its blocks."""
+        return all(
+            (pair.a_blocks, pair.b_blocks) == (self.pairs[name].whole_a_blocks, self.pairs[name].whole_b_blocks)
+            for name, pair in whole.items()
+        )
 
     @property
     def strategies(self) -> frozenset[Strategy]:

@@ -12,6 +12,7 @@ from transformers.pytorch_utils import Conv1D
 from coserve.errors import UnsupportedBase
 from coserve.parallel.cuts import Lazy, MatrixCut, SiteCut
 from coserve.parallel.families import Plan, heads_of, layer_cuts, plan_of
+from coserve.parallel.lora import Strategy
 from coserve.parallel.mesh import Mesh
 from coserve.parallel.modules import SiteShard, copy_input, cut_attention, cut_module
 from coserve.parallel.sharding import Sharding
@@ -35,7 +36,9 @@ def empty_model(config: PretrainedConfig, dtype: torch.dtype, *, trust_remote_co
 
 
 @torch.no_grad()
-def fill_shard(model: PreTrainedModel, weights: Weights, mesh: Mesh, device: torch.device) -> Sharding:
+def fill_shard(
+    model: PreTrainedModel, weights: Weights, mesh: Mesh, device: torch.device, strategy: Strategy
+) -> Sharding:
     """Turns an `empty_model` into this rank's part of the base on `device`, with collectives where the plan has them.
 
     The embedding is whole on every rank. The head has the rank's part of the vocabulary: a view of the embedding where the two
@@ -60,7 +63,7 @@ def fill_shard(model: PreTrainedModel, weights: Weights, mesh: Mesh, device: tor
     for path, cut in sites.items():
         cut_module(model.get_submodule(path), SiteShard(cut, mesh))
     copy_input(head, mesh)
-    return Sharding(mesh, sites, vocabulary)
+    return Sharding(mesh, sites, vocabulary, strategy)
 
 
 def _cut_layers(model: PreTrainedModel, plan: Plan, mesh: Mesh) -> dict[str, SiteCut]:

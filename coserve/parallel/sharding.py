@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from coserve.parallel.cuts import SiteCut
+from coserve.parallel.lora import Strategy
 from coserve.parallel.mesh import Mesh
 from coserve.parallel.vocabulary import VocabularyShard
 
@@ -18,3 +19,5 @@ class Sharding:
     sites: Mapping[str, SiteCut]
     """By the path of the linear module."""
     vocabulary: VocabularyShard
+    strategy: Strategy
+    """Of adapters that are not block-diagonal."""

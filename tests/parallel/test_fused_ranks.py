@@ -18,7 +18,7 @@ from coserve.parallel.mesh import Mesh
 from tests.support.families import tiny_family
 from tests.support.lora_backends import GROUPED
 from tests.support.ranks import Ranks
-from tests.support.sharded import Kind, load, part, whole_adapter
+from tests.support.sharded import Kind, load, whole_adapter
 
 BOUNDS = (0, 5, 6, 16)
 TOKENS, POSITIONS = torch.arange(16), torch.cat([torch.arange(n) for n in (5, 1, 10)])
@@ -32,7 +32,7 @@ def two() -> Iterator[Ranks]:
 
 
 def _adapters(base: Base) -> tuple[LoraWeights, ...]:
-    return tuple(part(base, whole_adapter(base.spec, kind), "nfs")[0] for kind in (Kind(4), Kind(8, blocks=2)))
+    return tuple(base.part(whole_adapter(base.spec, kind)) for kind in (Kind(4), Kind(8, blocks=2)))
 
 
 def _fused(mesh: Mesh, folder: str) -> tuple[list[Tensor], int, dict[str, int]]:

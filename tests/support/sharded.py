@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -20,8 +19,7 @@ from coserve.kernels.lora.types import LoraPair
 from coserve.model.base import Base, load_base
 from coserve.model.dropout import DropoutSpec
 from coserve.model.lora import LoraBatch, LoraWeights
-from coserve.parallel.adapter import AdapterCut, Matrices
-from coserve.parallel.lora import Strategy
+from coserve.parallel.adapter import Matrices
 from coserve.parallel.mesh import Mesh
 from coserve.types import BaseSpec, LoraSettings, TrainingSettings
 from tests.support.families import tiny_family
@@ -60,11 +58,11 @@ def save_base(folder: Path, **overrides: object) -> str:
     return str(folder)
 
 
-def load(folder: str, mesh: Mesh | None = None) -> Base:
-    return load_base(folder, device="cpu", dtype="auto", mesh=mesh)
+def load(folder: str, mesh: Mesh | None = None, strategy: str = "nfs") -> Base:
+    return load_base(folder, device="cpu", dtype="auto", mesh=mesh, strategy=strategy)
 
 
-def whole_adapter(spec: BaseSpec, kind: Kind, *, zero_b: bool = False) -> LoraWeights:
+def whole_adapter(spec: BaseSpec, kind: Kind) -> LoraWeights:
     """Random pairs, the same in every process."""
     pairs = {}
     for name, site in spec.sites.items():
@@ -74,15 +72,9 @@ def whole_adapter(spec: BaseSpec, kind: Kind, *, zero_b: bool = False) -> LoraWe
         digest = hashlib.blake2b(f"{name}/{kind}".encode(), digest_size=8).digest()
         generator = torch.Generator().manual_seed(int.from_bytes(digest, "little") >> 1)
         a = torch.randn(kind.rank, site.in_features // a_blocks, generator=generator) * 0.2
-        b = torch.randn(site.out_features, kind.rank // b_blocks, generator=generator) * (0.0 if zero_b else 0.2)
+        b = torch.randn(site.out_features, kind.rank // b_blocks, generator=generator) * 0.2
         pairs[name] = LoraPair(a, b, 0.5, a_blocks=a_blocks, b_blocks=b_blocks)
     return LoraWeights(LoraSettings(r=kind.rank), pairs)
-
-
-def part(base: Base, whole: LoraWeights, strategy: str) -> tuple[LoraWeights, AdapterCut | None]:
-    """This rank's part of an adapter; the whole where the base is whole."""
-    cut = None if base.sharding is None else AdapterCut.of(base.sharding, whole.sites, Strategy(strategy))
-    return base.part(whole, Strategy(strategy)), cut
 
 
 class Result(NamedTuple):
@@ -93,8 +85,8 @@ class Result(NamedTuple):
 
 def mixed_logits(mesh: Mesh | None, folder: str, strategy: str, batch: tuple[int, ...] = BATCH) -> Result:
     """Logits of one packed batch of sequences with different adapters."""
-    base = load(folder, mesh)
-    adapters = tuple(part(base, whole_adapter(base.spec, kind), strategy)[0] for kind in KINDS)
+    base = load(folder, mesh, strategy)
+    adapters = tuple(base.part(whole_adapter(base.spec, kind)) for kind in KINDS)
     tokens = [tokens_of(length, seed) for seed, length in enumerate(LENGTHS[: len(batch)])]
     bounds = tuple(sum(map(len, tokens[:i])) for i in range(len(tokens) + 1))
     positions = torch.cat([torch.arange(len(own)) for own in tokens])
@@ -111,8 +103,9 @@ def gradients(
     mesh: Mesh | None, folder: str, strategy: str, kind: Kind, dropout: float
 ) -> tuple[float, Matrices, float]:
     """Loss, whole gradients of one adapter's matrices, and their norm."""
-    base = load(folder, mesh)
-    weights, cut = part(base, whole_adapter(base.spec, kind), strategy)
+    base = load(folder, mesh, strategy)
+    whole = whole_adapter(base.spec, kind)
+    weights, cut = base.part(whole), base.cut(whole)
     for pair in weights.sites.values():
         pair.a_RD.requires_grad_()
         pair.b_OR.requires_grad_()
@@ -132,53 +125,36 @@ def gradients(
 class Trained(NamedTuple):
     losses: list[float]
     norms: list[float]
-    weights: Matrices
-    """Whole."""
+    state: dict[str, Tensor]
+    """Of the whole adapter, as a checkpoint has it."""
 
 
 def train(
-    mesh: Mesh | None, folder: str, strategy: str, kind: Kind, steps: int = 3, start: Matrices | None = None
+    mesh: Mesh | None,
+    folder: str,
+    strategy: str,
+    kind: Kind,
+    begin: int = 0,
+    end: int = 3,
+    state: dict[str, Tensor] | None = None,
 ) -> Trained:
-    """A few optimizer steps of one adapter, layer by layer, with dropout and clipped gradients.
-
-    `start`: whole matrices to begin with, as a checkpoint has them.
-    """
-    base = load(folder, mesh)
+    """Optimizer steps of one adapter, layer by layer, with dropout and clipped gradients. `state`: after step `begin`."""
+    base = load(folder, mesh, strategy)
     whole = whole_adapter(base.spec, kind)
-    if start is not None:
-        pairs = {n: replace(pair, a_RD=start[n][0], b_OR=start[n][1]) for n, pair in whole.sites.items()}
-        whole = LoraWeights(whole.settings, pairs)
-    begun, cut = part(base, whole, strategy)
-    settings = TrainingSettings(steps=steps, learning_rate=0.02, max_grad_norm=0.05, weight_decay=0.1)
-    optimizer = AdapterOptimizer(begun, base.spec, settings, torch.float32)
+    settings = TrainingSettings(steps=end, learning_rate=0.02, max_grad_norm=0.05, weight_decay=0.1)
+    optimizer = AdapterOptimizer(whole, base.spec, settings, torch.float32, cut=base.cut(whole))
     runner = MicroBatchRunner(base, recompute=False)
     rows = pack_rows(random_corpus(), range(5), torch.device("cpu"))
     losses, norms = [], []
-    for step in range(steps):
+    if state is not None:
+        optimizer.restore(state, steps=begin)
+    for step in range(begin, end):
         dropout = DropoutSpec(0.2, seed=step)
         lora = LoraBatch(Segments((0, rows.tokens), (0,)), (optimizer.weights(),), GROUPED, dropout)
         nll = run_to_end(runner.forward_backward(rows, lora, optimizer.trainable, optimizer.grads))
         losses.append(float(nll) / rows.targets)
-        if cut is None:
-            norm = float(optimizer.divide_grads(rows.targets))
-        else:
-            parts = _sums(optimizer.weights())
-            cut.sum_gradients(parts)
-            optimizer.divide_grads(rows.targets)
-            norm = float(cut.norm(parts))
-        norms.append(norm)
-        optimizer.update(norm, settings.learning_rate)
-    trained = {name: (pair.a_RD, pair.b_OR) for name, pair in optimizer.masters().sites.items()}
-    return Trained(losses, norms, trained if cut is None else cut.gather(trained))
-
-
-def _sums(weights: LoraWeights) -> dict[str, tuple[Tensor, Tensor]]:
-    """The gradient sums of an optimizer's pairs."""
-    found = {}
-    for name, pair in weights.sites.items():
-        assert pair.main_grads is not None
-        found[name] = pair.main_grads.a_RD, pair.main_grads.b_OR
-    return found
+        norms.append(optimizer.step(targets=rows.targets, learning_rate=settings.learning_rate))
+    return Trained(losses, norms, {name: tensor.clone() for name, tensor in optimizer.snapshot()().items()})
 
 
 def _grad(tensor: Tensor) -> Tensor:

@@ -1,0 +1,64 @@
+"""The state of a whole adapter in host memory, gathered from the ranks that train its parts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from coserve.finetune.flat_tensors import FlatLayout
+from coserve.finetune.host_copy import HostCopy
+from coserve.parallel.adapter import AdapterCut
+
+GATHERED = 1 << 24
+"""Elements of the whole adapter that are gathered at once."""
+
+
+class GatheredCopy(HostCopy):
+    """`rows` hold the whole adapter; the source holds this rank's part. Every rank has the same rows after a download."""
+
+    def __init__(self, source_KN: Tensor, layout: FlatLayout, whole: FlatLayout, cut: AdapterCut) -> None:
+        """`layout`: of the source's rows; `whole`: of those in host memory. Both name their tensors `<site>.a` and `<site>.b`."""
+        super().__init__(source_KN, whole.block, whole.size)
+        self._layout, self._whole, self._cut = layout, whole, cut
+
+    @torch.no_grad()
+    def _download(self, rows: int) -> None:
+        """Gathers some sites at a time, all ranks at once; the copies to the host run on the side stream."""
+        for blocks, row_N in zip(self.rows[:rows], self._source_KN, strict=False):
+            parts, hosts = self._layout.views(row_N), self._whole.block_views(blocks)
+            for sites in self._chunks():
+                gathered = self._cut.gather({site: (parts[f"{site}.a"], parts[f"{site}.b"]) for site in sites})
+                if self._stream is not None:
+                    self._stream.wait_stream(torch.cuda.current_stream(self._device))
+                with torch.cuda.stream(self._stream):  # nothing happens where that is None
+                    for site, both in gathered.items():
+                        for part, tensor in zip("ab", both, strict=True):
+                            hosts[f"{site}.{part}"].copy_(tensor, non_blocking=True)
+                            if self._stream is not None:
+                                tensor.record_stream(self._stream)
+
+    @torch.no_grad()
+    def _upload(self, rows: int) -> None:
+        """Each rank takes its part of the rows."""
+        rank = self._cut.sharding.mesh.rank
+        if self._stream is not None:
+            self._stream.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(self._stream):
+            for blocks, row_N in zip(self.rows[:rows], self._source_KN, strict=False):
+                parts, hosts = self._layout.views(row_N), self._whole.block_views(blocks)
+                for site, cut in self._cut.pairs.items():
+                    parts[f"{site}.a"].copy_(cut.a.take(hosts[f"{site}.a"], rank))
+                    parts[f"{site}.b"].copy_(cut.b.take(hosts[f"{site}.b"], rank))
+
+    def _chunks(self) -> Iterator[list[str]]:
+        chunk, size = list[str](), 0
+        for site, cut in self._cut.pairs.items():
+            chunk.append(site)
+            size += sum(own.rows.size * own.columns.size for own in (cut.a, cut.b))
+            if size >= GATHERED:
+                yield chunk
+                chunk, size = [], 0
+        if chunk:
+            yield chunk
