@@ -140,10 +140,10 @@ async def test_a_conversion_ends_with_its_client(api: Api) -> None:
     await api.call("POST", "/adapters", json={"name": "poet", "path": "poet"})
     call = asyncio.create_task(api.call("POST", "/adapters/poet/convert", json={"bd_blocks": 2}))
     async with asyncio.timeout(60):
-        while not list(api.folder.staging.iterdir()):
+        while not list(api.folder.staging.iterdir()):  # noqa: ASYNC110 - files send no event
             await asyncio.sleep(0.01)
         call.cancel()  # while its process starts
-        while list(api.folder.staging.iterdir()):
+        while list(api.folder.staging.iterdir()):  # noqa: ASYNC110
             await asyncio.sleep(0.01)
     assert api.folder.adapter_refs() == [AdapterRef("poet", 1)]
     assert (await api.call("POST", "/adapters/poet/convert", json={"bd_blocks": 2}))[0] == 201
