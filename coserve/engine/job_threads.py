@@ -39,7 +39,7 @@ class JobThreads:
         """Load a job."""
         cancellation = Cancellation()
         load, what = partial(self._trainer.load, spec, cancellation), f"start of job {spec.id}"
-        return self._work(partial(self._retries.run_here, what, load, cancellation.wait), cancellation)
+        return self._work(partial(self._retries.run_blocking, what, load, cancellation.wait), cancellation)
 
     def prepare(self, preparation: Callable[[Cancellation], None]) -> ThreadWork:
         """Prepare an optimizer step."""

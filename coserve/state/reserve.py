@@ -36,12 +36,12 @@ class Reserve:
         problem = self._problem
         return () if problem is None else (f"no space is kept back for a full disk: {problem}",)
 
-    def make(self) -> None:
+    def refill(self) -> None:
         """Allocate as much of the file as the disk allows."""
         if self._held >= self._size:
             return
         try:
-            self._fill()
+            self._grow()
         except OSError as error:
             self._report(error.strerror or str(error))
         else:
@@ -58,9 +58,9 @@ class Reserve:
         try:
             yield
         finally:
-            self.make()
+            self.refill()
 
-    def _fill(self) -> None:
+    def _grow(self) -> None:
         disk = os.statvfs(self._path.parent)
         wanted = min(self._size, self._held + disk.f_bavail * disk.f_frsize // BLOCK * BLOCK)
         while wanted > self._held:

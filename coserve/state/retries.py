@@ -77,7 +77,7 @@ class Retries:
                     delay = failed(error)
                 await self._sleep(delay)
 
-    def run_here(self, what: str, work: Callable[[], T], wait: Callable[[float], None]) -> T:
+    def run_blocking(self, what: str, work: Callable[[], T], wait: Callable[[float], None]) -> T:
         """As `run`, on a thread that may block. `wait` takes seconds; an exception from it ends the retries."""
         with self._attempts(what) as failed:
             while True:

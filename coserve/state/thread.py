@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from typing import TypeVar
 
 from coserve.errors import StorageBusy, StorageFull
@@ -70,14 +71,11 @@ class RegistryThread:
                 return fn(self._registry)
 
     def _opened(self) -> Registry:
-        if self._reserve is None:
-            if self._registry is None:
+        if self._registry is None:  # SQLite creates two more files
+            with nullcontext() if self._reserve is None else self._reserve.released():
                 self._registry = self._factory()
-        elif self._registry is None:
-            with self._reserve.released():  # SQLite creates two more files
-                self._registry = self._factory()
-        else:
-            self._reserve.make()  # allocate again what was used or did not fit
+        elif self._reserve is not None:
+            self._reserve.refill()  # what was used, or did not fit
         return self._registry
 
     def _close(self) -> None:

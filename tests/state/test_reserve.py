@@ -121,7 +121,7 @@ def test_a_lack_of_space_makes_the_reserve_smaller(
 
     monkeypatch.setattr(os, "posix_fallocate", refuse)
     reserve = Reserve(tmp_path / "reserve", 8 * BLOCK)
-    reserve.make()
+    reserve.refill()
     assert (tmp_path / "reserve").stat().st_size == 2 * BLOCK
     assert reserve.notes == () and not caplog.records
 

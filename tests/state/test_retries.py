@@ -92,13 +92,13 @@ def test_work_on_a_thread_is_told_of_in_the_same_way(caplog: pytest.LogCaptureFi
         return work
 
     retries = Retries(Backoff(first=1.0, longest=1.0, total=3.0))
-    assert retries.run_here("a start", flaky(2), wait) == "done"
+    assert retries.run_blocking("a start", flaky(2), wait) == "done"
     assert (naps, caplog.messages[-1]) == ([1.0, 1.0], "a start: works again after 3 attempts")
     with pytest.raises(StorageBusy):
-        retries.run_here("a start", flaky(9), wait)
+        retries.run_blocking("a start", flaky(9), wait)
     assert (len(naps), caplog.messages[-1]) == (5, "a start: given up after 3 s")
     with pytest.raises(Stopped):
-        retries.run_here("a start", flaky(9), wait)
+        retries.run_blocking("a start", flaky(9), wait)
     assert caplog.messages[-1] == "a start: no longer tried again"
     assert retries.notes == ()
 
