@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from pathlib import Path
+from typing import cast
 
 from coserve.adapters.targets import MAX_ALPHA
 from coserve.adapters.tensorfile import read_json
@@ -18,6 +19,7 @@ from coserve.state.durable import disk_errors
 from coserve.state.failpoints import failpoint
 
 _MAX_FILES = 1000
+_MAX_BD_NAMES = 1024
 
 
 def read_config(folder: Path) -> dict[str, object]:
@@ -95,8 +97,13 @@ def _block_diagonal(value: object) -> bool:
         and set(value) <= known
         and _rank(value.get("nblocks", 1))
         and isinstance(value.get("match_strict", True), bool)
-        and all(not value.get(key) or _names(value[key]) for key in ("target_modules_bd_a", "target_modules_bd_b"))
+        and all(_few_names(value.get(key)) for key in ("target_modules_bd_a", "target_modules_bd_b"))
     )
+
+
+def _few_names(value: object) -> bool:
+    """Nothing, or names: each is looked for in each module's path."""
+    return not value or (_names(value) and len(cast("list[str]", value)) <= _MAX_BD_NAMES)
 
 
 def _rank(value: object) -> bool:
@@ -154,7 +161,8 @@ _REASONS = {
     "target_parameters": "LoRA on parameters (experts) is not implemented",
     "use_qalora": "QALoRA is not implemented",
     "layer_replication": "layer replication is not implemented",
-    "use_bdlora": "expected nblocks of at least 1, match_strict, and target_modules_bd_a and target_modules_bd_b as lists of names",
+    "use_bdlora": "expected nblocks of at least 1, match_strict, and target_modules_bd_a and target_modules_bd_b as lists of at most "
+    f"{_MAX_BD_NAMES} names",
     "init_lora_weights": _CHANGES_BASE,
     "loftq_config": _CHANGES_BASE,
     "corda_config": _CHANGES_BASE,

@@ -93,6 +93,7 @@ def test_b_is_cut_at_column_parallel_sites_and_a_at_row_parallel_ones() -> None:
         (LoraSettings(r=6, bd_blocks=2, init="orthogonal"), "init", "a multiple of 4, got 6"),
         (LoraSettings(targets_bd_a=("o_proj",)), "targets_bd_a", "needs bd_blocks"),
         (LoraSettings(bd_blocks=2, targets_bd_b=("v_proj",)), "targets_bd_b", "none of the targeted sites"),
+        (LoraSettings(bd_blocks=2, targets_bd_a=("o_proj",) * 65), "targets_bd_a", "at most 64 entries, got 65"),
         (LoraSettings(bd_blocks=2, targets_bd_b=("",)), "targets_bd_b", "none of the targeted sites"),
         (LoraSettings(bd_blocks=2, targets_bd_a=("o_proj",), targets_bd_b=("attn",)), "targets_bd_a", "one of"),
     ],
@@ -192,7 +193,8 @@ def test_one_block_is_a_plain_adapter(tmp_path: Path) -> None:
         ({"target_modules_bd_a": ["o_proj", "q_proj"]}, CorruptAdapter, "overlap"),
         ({"target_modules_bd_a": None}, CorruptAdapter, "for neither A nor B"),
         ({"nblocks": "2"}, UnsupportedAdapter, "expected nblocks of at least 1"),
-        ({"target_modules_bd_a": "o_proj"}, UnsupportedAdapter, "as lists of names"),
+        ({"target_modules_bd_a": "o_proj"}, UnsupportedAdapter, "as lists of at most 1024 names"),
+        ({"target_modules_bd_a": ["o_proj"] * 1025}, UnsupportedAdapter, "as lists of at most 1024 names"),
     ],
 )
 def test_damaged_blocks_are_refused(
