@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 
 import msgspec
 import pytest
 import torch
 
+from coserve.generate.execution.eager import EagerExecutor, EagerStep
+from coserve.generate.execution.interface import StepInput
 from coserve.generate.generator import Generator
 from coserve.kernels.lora.types import LoraPair
 from coserve.link import Generate, Tokens
@@ -17,6 +20,7 @@ from coserve.model.lora import LoraWeights
 from coserve.types import AdapterRef, LoraSettings, SamplingParams, Slo, TokenLogprob
 from tests.support.examples import sample
 from tests.support.executors import eager
+from tests.support.lora_backends import GROUPED
 from tests.support.shelf import Shelf
 from tests.support.tiny_models import FAMILIES, VOCAB, tiny_model
 
@@ -115,18 +119,27 @@ def test_a_hit_changes_no_bit(family: str) -> None:
         assert gen.prefix_queries == sum(len(one.prompt) for one in (*firsts, *others))
 
 
+class RecordingExecutor(EagerExecutor):
+    """Keeps the last step."""
+
+    last: StepInput
+
+    def launch(self, step: StepInput, adapters: Sequence[LoraWeights]) -> list[EagerStep]:
+        self.last = step
+        return super().launch(step, adapters)
+
+
 def test_the_pages_of_a_hit_hold_what_would_have_been_computed() -> None:
     base, prompt = llama(), text(40)
     kept = []
     for cached in (True, False):
         kv = KvCache.for_base(base, 512, 4)
-        gen = Generator(
-            base, shelf(base).store(), kv, eager(base, kv), max_running=4, step_tokens=64, prefix_cache=cached
-        )
+        executor = RecordingExecutor(base, kv, GROUPED)
+        gen = Generator(base, shelf(base).store(), kv, executor, max_running=4, step_tokens=64, prefix_cache=cached)
         run(gen, request("first", (*prompt[:23], 5)))
         gen.add(request("second", prompt))
         gen.step()
-        pages = torch.tensor(gen._sequences["second"].pages)
+        pages = torch.tensor(executor.last.sequences[0].run.pages)
         kept.append([each[pages].flatten(0, 1)[:40] for each in (*kv.views.keys, *kv.views.values)])
     assert all(torch.equal(a, b) for a, b in zip(*kept, strict=True))
 
