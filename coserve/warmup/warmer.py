@@ -20,6 +20,7 @@ from coserve.warmup.manifest import (
 )
 from coserve.warmup.messages import Progress, WarmUpTask
 from coserve.warmup.parts import Part, PartSchedule
+from coserve.warmup.watch import watch_renames
 from coserve.warmup.worker_pool import REPORT_TIMEOUT, CacheFault, Worker, WorkerPool
 
 log = logging.getLogger(__name__)
@@ -38,19 +39,23 @@ async def warm(
     """Complete all `parts`. `report` is called after each change; the last progress has `ended`.
 
     The folder is cleared and everything compiled again if a file differs from the manifest, and once if a part fails
-    without a known reason. While another warm-up holds the folder, its complete parts may be used; the rest waits until
-    it has ended. `report_timeout`: see `WorkerPool`.
+    without a known reason. While another warm-up holds the folder, the parts that it completes are reported; what is
+    then still missing is compiled when it has ended. `report_timeout`: see `WorkerPool`.
     """
     folder = Path(task.folder)
     with closing(CacheLock(folder)) as lock:
         if not lock.acquire_now():
-            schedule = _schedule(task, parts, load_manifest(folder, task.fields))
-            if schedule.ended:
-                report(_progress(schedule, ended=True))
+
+            def schedule() -> PartSchedule:
+                return _schedule(task, parts, load_manifest(folder, task.fields))
+
+            if schedule().ended:
+                report(_progress(schedule(), ended=True))
                 return
             log.info("warm-up: %s", HELD)
-            report(_progress(schedule, waiting=True))
-            await lock.acquire()
+            with watch_renames(folder, lambda: report(_progress(schedule(), waiting=True))):
+                report(_progress(schedule(), waiting=True))
+                await lock.acquire()
         await _compile_missing(task, parts, start_worker, report, report_timeout)
 
 

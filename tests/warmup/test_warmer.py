@@ -192,13 +192,13 @@ def begin(folder: Path, script: Script, shape: str = "8b") -> tuple[asyncio.Task
 
 
 class Gate:
-    """A script in which part c waits until the gate is open."""
+    """A script in which a part waits until the gate is open."""
 
-    def __init__(self) -> None:
-        self.open = asyncio.Event()
+    def __init__(self, part: str = "c") -> None:
+        self.part, self.open = part, asyncio.Event()
 
     async def __call__(self, part: str) -> Reports:
-        if part == "c":
+        if part == self.part:
             await self.open.wait()
         return DONE
 
@@ -218,6 +218,22 @@ async def test_two_daemons_over_one_folder_compile_each_part_once(tmp_path: Path
     assert told[-1].ended
     assert told[-1].complete == ["a", "b", "c"]
     assert not told[-1].notes
+
+
+async def test_a_daemon_that_waits_uses_each_part_that_the_other_completes(tmp_path: Path) -> None:
+    gate = Gate("b")
+    first, said, _ = begin(tmp_path, gate)
+    await said.until(lambda progress: progress.complete == ["a"])
+    second, told, _ = begin(tmp_path, lambda part: DONE)
+    await told.until(lambda progress: progress.waiting)
+    assert told[-1].complete == ["a"]
+    gate.part = "c"
+    gate.open.set()
+    gate.open = asyncio.Event()
+    await told.until(lambda progress: progress.complete == ["a", "b"])
+    assert told[-1].waiting
+    gate.open.set()
+    await asyncio.gather(first, second)
 
 
 async def test_a_daemon_that_leaves_while_it_waits_keeps_no_lock(tmp_path: Path) -> None:
