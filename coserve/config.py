@@ -68,6 +68,12 @@ class Config:
         1,
         "GPUs that share the base, each with a part of every layer (tensor parallelism): 1, 2, 4 or 8; on CPU, processes",
     )
+    lora_sharding: str = option(
+        "nfs",
+        "with --tp above 1, how LoRA matrices lie on the GPUs: one of each pair on all of them (nfs), or both cut, which sends more "
+        "and holds less (slora); block-diagonal ones (BD-LoRA) are cut by their blocks",
+        choices=("nfs", "slora"),
+    )
     threads: int | None = option(None, "CPU threads of the engine; default: all cores but one, two at most")
     lora_way: str = option(
         "auto",

@@ -28,6 +28,7 @@ SETTINGS = [
     "device",
     "dtype",
     "tp",
+    "lora_sharding",
     "threads",
     "lora_way",
     "compile",

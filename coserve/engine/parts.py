@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,7 +16,7 @@ from coserve.adapter_store.store import AdapterStore
 from coserve.config import Config
 from coserve.engine.sizes import STEP_TOKENS
 from coserve.engine.warming.client import WarmUpClient
-from coserve.errors import AdapterNotFound, UnsupportedAdapter
+from coserve.errors import AdapterNotFound
 from coserve.finetune.memory_profiling import Conditions, plan_memory
 from coserve.finetune.trainer import Trainer
 from coserve.generate.execution.start import Start, make_start
@@ -64,13 +65,12 @@ class EngineParts:
         self.step_tokens = config.step_tokens or STEP_TOKENS[base.device.type]
 
     def read_adapter(self, ref: AdapterRef, digests: AdapterDigests | None) -> LoraWeights:
-        """See `adapter_store.store.Load`."""
-        if self.base.sharding is not None:
-            raise UnsupportedAdapter("adapters are not served by several GPUs (--tp) yet")
+        """This rank's part of an adapter: see `adapter_store.store.Load`."""
         path = self.folder.adapter(ref)
         if not path.is_dir():
             raise AdapterNotFound(f"no adapter {str(ref)!r}", field="adapter")
-        return load_adapter(path, self.base.spec, device="cpu", dtype=self.base.dtype, digests=digests)
+        whole = load_adapter(path, self.base.spec, device="cpu", dtype=self.base.dtype, digests=digests)
+        return self.base.part(whole)
 
     def pool_size(self, *, shared: int = 0) -> PoolSize:
         """The page pool: as set, or what the memory plan leaves. `shared`: bytes that a warm-up may take for a while."""
@@ -108,7 +108,8 @@ class EngineParts:
             warm=warm,
         )
 
-    def make_trainer(self, store: AdapterStore) -> Trainer:
+    def make_trainer(self, store: AdapterStore, gathering: Callable[[str], None] = lambda _: None) -> Trainer:
+        """`gathering`: see `Trainer`."""
         config = self.config
         return Trainer(
             self.base,
@@ -118,4 +119,5 @@ class EngineParts:
             recompute=config.recompute,
             keep_checkpoints=config.keep_checkpoints,
             lora_backend=self.lora_backend,
+            gathering=gathering,
         )

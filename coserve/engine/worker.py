@@ -29,7 +29,7 @@ from coserve.engine.ranks.executor import RankedExecutor
 from coserve.engine.ranks.followers import Answers, Followers
 from coserve.engine.ranks.own_rank import OwnRank
 from coserve.engine.ranks.serve import load_ranked_base, told
-from coserve.engine.ranks.trainer import RankedTrainer
+from coserve.engine.ranks.trainer import RankedTrainer, tell_gathering
 from coserve.engine.warming.client import WarmUpClient
 from coserve.engine.warming.compilations import watch_compilations
 from coserve.engine.warming.early_start import StartedWarmUp
@@ -89,9 +89,12 @@ def build_engine(
         step_tokens=parts.step_tokens,
         prefix_cache=config.prefix_cache,
     )
-    trainer: Trains = parts.make_trainer(store)
-    if followers is not None:
-        trainer = RankedTrainer(trainer, followers, parts.folder)
+    trainer: Trains
+    if followers is None:
+        trainer = parts.make_trainer(store)
+    else:
+        local = parts.make_trainer(store, gathering=partial(tell_gathering, followers))
+        trainer = RankedTrainer(local, followers, parts.folder)
     if built is not None:
         built.wait()
     notes = _notes(base, generator, config) + pool.notes

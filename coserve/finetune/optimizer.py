@@ -54,11 +54,12 @@ class AdapterOptimizer:
         dtype: torch.dtype,
         device: torch.device | None = None,
         cut: AdapterCut | None = None,
+        gathering: Callable[[], None] = lambda: None,
     ) -> None:
         """`start`: initial weights of the whole adapter, fp32. `dtype`: of the copies. `device`: the base's; None: where `start` is.
         `cut`: how the adapter lies on the ranks of a mesh. Each rank trains its part; all of them call `divide_grads`, `step` and
-        `snapshot` at the same time."""
-        self._settings, self._training, self._cut = start.settings, training, cut
+        `snapshot` at the same time. `gathering` is called when a snapshot begins."""
+        self._settings, self._training, self._cut, self._gathering = start.settings, training, cut, gathering
         part = start if cut is None else LoraWeights(start.settings, cut.take(start.sites))
         self._part_pairs, self._whole_pairs = _makers(part), _makers(start)
         self._sites = sorted(start.sites, key=lambda site: (base.sites[site].layer, site))
@@ -208,6 +209,7 @@ class AdapterOptimizer:
         The returned function waits for the copy, on any thread, and returns its tensors by name (`<kind>/<name>`), which
         `restore` continues from bit for bit: views of `host`, valid until the next snapshot.
         """
+        self._gathering()
         kinds = self.kinds if self.has_best else KINDS
         self.host.download(len(kinds))
 

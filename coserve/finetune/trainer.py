@@ -6,6 +6,7 @@ import logging
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 
 import torch
 
@@ -49,14 +50,17 @@ class Trainer:
         recompute: bool,
         keep_checkpoints: int,
         lora_backend: LoraBackend,
+        gathering: Callable[[str], None] = lambda _: None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        """`micro_batch_tokens`: most tokens of one forward, whatever a job asks for. `clock` gives seconds.
+        """`micro_batch_tokens`: most tokens of one forward, whatever a job asks for. `gathering` is called with a job when a snapshot of
+        its state begins, in which all ranks take part. `clock` gives seconds.
 
         Raises `UnsupportedBase` for a base that cannot be run layer by layer.
         """
         self._base, self._store, self._folder, self._lora_backend = base, store, folder, lora_backend
         self._micro_batch_tokens, self._keep, self._clock = micro_batch_tokens, keep_checkpoints, clock
+        self._gathering = gathering
         self._runner = MicroBatchRunner(base, recompute=recompute)
         self._jobs: dict[str, TrainingJob] = {}
         self._checkpoints: dict[str, JobCheckpoints] = {}
@@ -150,6 +154,10 @@ class Trainer:
 
         return save
 
+    def gather(self, job: str) -> None:
+        """On a rank that follows: take part in a snapshot of rank 0."""
+        self._jobs[job].loop.optimizer.snapshot()
+
     def abandon(self, job: str) -> None:
         """Drop the unfinished optimizer step, and the memory that it holds."""
         if self._jobs[job].mid_step:
@@ -187,7 +195,8 @@ class Trainer:
         if cut is not None and not cut.keeps_blocks(start.sites):
             ranks = cut.sharding.mesh.size
             raise InvalidRequest(f"expected bd_blocks that {ranks} GPUs divide, or that divide them", field="bd_blocks")
-        optimizer = AdapterOptimizer(start, base.spec, spec.training, base.dtype, device, cut)
+        gathering = partial(self._gathering, spec.id)
+        optimizer = AdapterOptimizer(start, base.spec, spec.training, base.dtype, device, cut, gathering)
         timer = SliceTimer(self._clock)
         loop = TrainingLoop(
             spec, corpus, plan, optimizer, self._runner, lora_backend=self._lora_backend, device=device, timer=timer

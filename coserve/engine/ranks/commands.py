@@ -123,6 +123,12 @@ class AdvanceJob(Command, frozen=True):
     micro_steps: int | None
 
 
+class GatherJob(Command, frozen=True):
+    """See `Trainer.gather`."""
+
+    job: str
+
+
 class AbandonJob(Command, frozen=True):
     """See `Trainer.abandon`."""
 
@@ -154,6 +160,7 @@ AnyCommand = (
     | BeginJob
     | ForgetLoad
     | AdvanceJob
+    | GatherJob
     | AbandonJob
     | DropJob
     | Stop

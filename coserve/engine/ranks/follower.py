@@ -26,6 +26,7 @@ from coserve.engine.ranks.commands import (
     EvictAdapter,
     Forget,
     ForgetLoad,
+    GatherJob,
     Launch,
     LoadIntoPages,
     LoadJob,
@@ -113,6 +114,8 @@ class Follower:
                 self._host.pop(adapter, None)
             case AdvanceJob(job, micro_steps):
                 check_together(self._parts.trainer.advance(job, micro_steps))
+            case GatherJob(job):
+                self._parts.trainer.gather(job)
             case AbandonJob(job):
                 self._parts.trainer.abandon(job)
             case DropJob(job):

@@ -55,6 +55,7 @@ def load_ranked_base(config: Config, place: RankPlace | None) -> Base:
         trust_remote_code=config.trust_remote_code,
         load_format=config.load_format,
         mesh=mesh,
+        strategy=config.lora_sharding,
     )
 
 

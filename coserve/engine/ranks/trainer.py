@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 from coserve.cancellation import Cancellation
 from coserve.engine.ports import Trains
@@ -12,6 +13,7 @@ from coserve.engine.ranks.commands import (
     BeginJob,
     DropJob,
     ForgetLoad,
+    GatherJob,
     LoadJob,
     PrepareJob,
     ReadAdapter,
@@ -75,13 +77,16 @@ class RankedTrainer:
         return messages
 
     def checkpoint(self, job: str) -> Callable[[], JobCheckpoint] | None:
-        """See `Trainer.checkpoint`."""
+        """See `Trainer.checkpoint`. Raises `EngineFault` alone."""
         self._followers.send(AbandonJob(job))
-        return self._local.checkpoint(job)
+        with gathered(job):
+            return self._local.checkpoint(job)
 
     def publication(self, job: str) -> Callable[[], Callable[[], JobSucceeded | JobWaiting]]:
         """See `Trainer.publication`. Followers read the files that rank 0 wrote."""
-        write, spec = self._local.publication(job), self._specs[job]
+        spec = self._specs[job]
+        with gathered(job):
+            write = self._local.publication(job)
         ref = AdapterRef(spec.adapter, spec.version)
 
         def run() -> Callable[[], JobSucceeded | JobWaiting]:
@@ -133,6 +138,22 @@ class RankedTrainer:
     def checkpoint_due(self, job: str) -> bool:
         """See `Trainer.checkpoint_due`."""
         return self._local.checkpoint_due(job)
+
+
+def tell_gathering(followers: Followers, job: str) -> None:
+    """Rank 0 is about to gather a job's state: see `Trainer`."""
+    followers.send(GatherJob(job))
+
+
+@contextmanager
+def gathered(job: str) -> Iterator[None]:
+    """Around what may gather a job's state from all ranks."""
+    try:
+        yield
+    except Exception as error:
+        raise EngineFault(
+            f"the state of job {job} could not be gathered on rank 0, and other ranks may wait for it"
+        ) from error
 
 
 def check_together(messages: list[FromEngine]) -> None:
