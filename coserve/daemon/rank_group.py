@@ -41,8 +41,8 @@ from coserve.stream_link import StreamLink
 
 log = logging.getLogger(__name__)
 
-LAST_WORDS = 1.0
-"""Seconds for the reports of a process that has ended to be read."""
+CONSEQUENCE = 0.5
+"""Seconds in which the death of another rank is told instead of a fault: its collectives fail on all ranks."""
 
 
 @dataclass(eq=False)
@@ -187,11 +187,13 @@ class RankGroup:
                         self.refusal = self.refusal or error_from_code(code, message)
                         self._lose(rank, f"refused to start: {message}")
                     case RankFailed(message=message):
+                        await asyncio.sleep(CONSEQUENCE)
                         self._lose(rank, f"failed: {message}")
 
     async def _await_exit(self, rank: _Rank, listening: asyncio.Task[None]) -> None:
         status = await rank.process.wait()
-        await asyncio.wait({listening}, timeout=LAST_WORDS)
+        if status >= 0:
+            await asyncio.wait({listening})  # its last report
         if status or not self._stopping:
             self._lose(rank, how_ended(status))
 

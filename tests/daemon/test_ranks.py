@@ -12,13 +12,15 @@ from pathlib import Path
 
 import pytest
 
+from coserve.adapter_store.files import load_adapter
 from coserve.adapter_store.host import HostBudget
 from coserve.adapter_store.store import AdapterStore
 from coserve.generate.generator import Generator
 from coserve.memory.kv import KvCache
 from coserve.model.base import load_base
 from coserve.pretrained.tokenizer import Tokenizer
-from coserve.types import SamplingParams
+from coserve.types import AdapterRef, SamplingParams
+from tests.support.crash_oracle import curve_of, job_request
 from tests.support.daemon_process import DaemonProcess, Died, Json
 from tests.support.executors import eager
 from tests.support.generation import collect, request
@@ -41,13 +43,20 @@ def daemon(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Da
 
 @pytest.fixture(scope="module")
 def expected(model: Path) -> list[list[int]]:
-    """Tokens of each prompt by one process that holds the whole base: greedy, then drawn."""
+    return alone(model, None)
+
+
+def alone(model: Path, adapter: Path | None) -> list[list[int]]:
+    """Tokens of each prompt by one process that holds the whole base: greedy, then drawn. `adapter`: its files."""
     base, tokenizer = load_base(str(model), device="cpu", dtype="float32"), Tokenizer.load(str(model))
     kv = KvCache.for_base(base, 2048, 16)
-    store = AdapterStore(lambda *_: pytest.fail("no adapter is asked for"), HostBudget(1))
+    ref = None if adapter is None else AdapterRef("learned", 1)
+    store = AdapterStore(
+        lambda *_: load_adapter(adapter or Path(), base.spec, device="cpu", dtype=base.dtype), HostBudget(1)
+    )
     generator = Generator(base, store, kv, eager(base, kv), max_running=8, step_tokens=256)
     asked = [
-        request(f"{i} {j}", tuple(tokenizer.encode(prompt)), SamplingParams(**sampling))
+        request(f"{i} {j}", tuple(tokenizer.encode(prompt)), SamplingParams(**sampling), ref)
         for i, sampling in enumerate((GREEDY, DRAWN))
         for j, prompt in enumerate(PROMPTS)
     ]
@@ -55,9 +64,9 @@ def expected(model: Path) -> list[list[int]]:
     return [found[one.id][0] for one in asked]
 
 
-def tokens(daemon: DaemonProcess) -> list[list[int]]:
+def tokens(daemon: DaemonProcess, **more: object) -> list[list[int]]:
     """Of the same requests, all at once."""
-    bodies = [{"prompt": prompt, **sampling} for sampling in (GREEDY, DRAWN) for prompt in PROMPTS]
+    bodies = [{"prompt": prompt, **sampling, **more} for sampling in (GREEDY, DRAWN) for prompt in PROMPTS]
     with ThreadPoolExecutor(len(bodies)) as threads:
         answers = list(threads.map(lambda body: daemon.call("POST", "/generate", body), bodies))
     return [answer["choices"][0]["token_ids"] for status, answer in answers if status == 200]
@@ -82,6 +91,21 @@ def test_ranks_stay_together_while_clients_come_and_go(daemon: DaemonProcess, ex
     assert tokens(daemon) == expected
 
 
+def test_a_job_trains_on_all_ranks_and_its_adapter_is_served(
+    daemon: DaemonProcess, model: Path, expected: list[list[int]]
+) -> None:
+    _, job = daemon.call("POST", "/finetune", job_request("learned"))
+    events = list(daemon.events("GET", f"/finetune/{job['id']}/events"))
+    assert events[-1]["state"] == "succeeded", events[-1]
+    learned = alone(model, daemon.data / "adapters" / "learned" / "1")
+    assert learned != expected
+    assert tokens(daemon, adapter="learned") == learned  # published in memory
+    status, _ = daemon.call("POST", "/adapters", {"name": "again", "path": str(daemon.data / "adapters/learned/1")})
+    assert status == 201
+    assert tokens(daemon, adapter="again") == learned  # read from files
+    assert tokens(daemon) == expected
+
+
 def pid_of(daemon: DaemonProcess, rank: int) -> int:
     """Of the current engine's."""
     started = [one for one in daemon.entries() if one["message"] == "rank starts" and one["rank"] == rank]
@@ -101,22 +125,30 @@ def test_a_rank_that_is_lost_ends_its_requests_and_all_ranks_are_started_again(
     daemon: DaemonProcess, expected: list[list[int]], rank: int, number: int, how: str
 ) -> None:
     restarts = daemon.call("GET", "/health")[1]["engine_restarts"]
+    long = job_request(f"long-{rank}-{number}")
+    long["training"] |= {"steps": 40}
+    _, job = daemon.call("POST", "/finetune", long)
+    events = daemon.events("GET", f"/finetune/{job['id']}/events")
+    told = [next(event for event in events if event["type"] == "checkpoint")]
     stream = daemon.events(
         "POST", "/generate", {"prompt": "The", "max_tokens": 200, "ignore_eos": True, "stream": True}
     )
     next(stream)
     os.kill(pid_of(daemon, rank), number)
-    began, events = time.monotonic(), list[Json]()
+    began, chunks = time.monotonic(), list[Json]()
     with suppress(Died):
-        events += stream
+        chunks += stream
     assert time.monotonic() - began < LIMIT
-    assert events[-1]["error"]["code"] == "engine_unavailable"
+    assert chunks[-1]["error"]["code"] == "engine_unavailable"
     loss = f"rank {rank} of 2 {how}"
     if rank or number == signal.SIGSTOP:
-        assert loss in events[-1]["error"]["message"]
+        assert loss in chunks[-1]["error"]["message"]
     while (health := daemon.call("GET", "/health")[1])["engine_restarts"] == restarts:
         noted = any(loss in note for note in health["notes"])
         assert noted or health["status"] != "starting" or not health["notes"], health
         time.sleep(0.2)
     assert loss in daemon.log.read_text()
     assert tokens(daemon) == expected
+    told += events  # the API process never left
+    assert told[-1]["state"] == "succeeded", told[-1]
+    assert len(curve_of(told)) > 30, "steps that ran twice had the same loss"

@@ -51,6 +51,7 @@ class DaemonProcess:
         environment = {name: value for name, value in os.environ.items() if not name.startswith("COSERVE_")}
         environment |= {"OMP_NUM_THREADS": "1", VARIABLE: failpoints, "PYTHONUNBUFFERED": "1"} | dict(environ or {})
         command = [sys.executable, "-P", "-m", "coserve.cli", "serve", "--model", str(model), "--data-dir", str(data)]
+        self.data = data
         self.log = data.with_name(f"{data.name}.log")
         self._log = self.log.open("a")
         self._log.write(f"---- failpoints: {failpoints or 'none'}\n")

@@ -110,14 +110,14 @@ def _make_follower(base: Base, config: Config, rank: OwnRank) -> Follower:
 
 
 async def told(work: Coroutine[None, None, None], monitor: Monitor) -> None:
-    """Run rank 0; tell the daemon why it ended. Raises what `work` raises."""
+    """Run rank 0; tell the daemon why it ended, which ends this process. Raises what `work` raises, should it not do so."""
     try:
         await work
-    except RankLost:
-        await asyncio.sleep(SILENCE)  # the daemon, which ends this process, tells of the other rank first
-        raise
     except Exception as error:
-        monitor.report(RankFailed(_text(error)))
+        if not isinstance(error, RankLost):
+            log.critical("rank 0 ends: %s", type(error).__name__, exc_info=error)
+            monitor.report(RankFailed(_text(error)))
+        await asyncio.sleep(SILENCE)
         raise
 
 

@@ -1,0 +1,83 @@
+"""Jobs on several ranks are those of one process, and their files go from one number of ranks to another."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+
+from tests.support import sharded, sharded_jobs
+from tests.support.ranks import Ranks
+
+BD: dict[str, object] = {"r": 8, "bd_blocks": 2}
+
+
+@pytest.fixture(scope="module")
+def ranks() -> Iterator[Ranks]:
+    with Ranks(2) as found:
+        yield found
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return sharded.save_base(tmp_path_factory.mktemp("base"), intermediate_size=96)
+
+
+def run(ranks: Ranks | None, base: str, root: Path, until: int = 4, **changes: object) -> sharded_jobs.Trained:
+    """On one process, or on all ranks, whose results are equal."""
+    if ranks is None:
+        return sharded_jobs.train(None, base, str(root), until, changes)
+    first, *others = ranks.run(sharded_jobs.train, base, str(root), until, changes)
+    assert all(other == first for other in others), "bit for bit"
+    found: sharded_jobs.Trained = first
+    return found
+
+
+def adapter(root: Path) -> tuple[dict[str, np.ndarray], dict[str, object]]:
+    folder = root / "adapters" / "learned" / "1"
+    return load_file(folder / "adapter_model.safetensors"), json.loads((folder / "adapter_config.json").read_text())
+
+
+def same_adapter(one: Path, other: Path) -> None:
+    (found, config), (expected, expected_config) = adapter(one), adapter(other)
+    assert config == expected_config
+    assert found.keys() == expected.keys()
+    for name, tensor in expected.items():
+        np.testing.assert_allclose(found[name], tensor, rtol=1e-3, atol=1e-3, err_msg=name)
+
+
+@pytest.mark.parametrize("changes", [{}, BD], ids=["lora", "bd"])
+def test_a_job_on_two_ranks_is_that_of_one_process_at_every_step(
+    ranks: Ranks, base: str, tmp_path: Path, changes: dict[str, object]
+) -> None:
+    alone = run(None, base, tmp_path / "alone", **changes)
+    for name, first, second in (("both", ranks, ranks), ("there", ranks, None), ("back", None, ranks)):
+        root = tmp_path / name
+        run(None, base, root, until=0, **changes)  # places the corpus
+        begun = run(first, base, root, until=2, **changes)
+        ended = run(second, base, root, **changes)
+        assert (begun.resumed, ended.resumed) == (0, 2)
+        assert begun.losses + ended.losses == pytest.approx(alone.losses, rel=1e-4), name
+        assert begun.valid + ended.valid == pytest.approx(alone.valid, rel=1e-4), name
+        same_adapter(root, tmp_path / "alone")
+
+
+@pytest.mark.slow
+def test_a_checkpoint_of_two_ranks_goes_on_on_four(ranks: Ranks, base: str, tmp_path: Path) -> None:
+    alone = run(None, base, tmp_path / "alone")
+    run(None, base, tmp_path / "four", until=0)
+    run(ranks, base, tmp_path / "four", until=2)
+    with Ranks(4) as four:
+        ended = run(four, base, tmp_path / "four")
+    assert ended.losses == pytest.approx(alone.losses[2:], rel=1e-4)
+    same_adapter(tmp_path / "four", tmp_path / "alone")
+
+
+def test_blocks_that_fit_no_rank_are_refused(ranks: Ranks, base: str, tmp_path: Path) -> None:
+    run(None, base, tmp_path, until=0, r=8, bd_blocks=2)
+    with pytest.raises(AssertionError, match=r"3 blocks cannot be trained by 2 ranks"):
+        run(ranks, base, tmp_path, r=6, bd_blocks=3, targets=("down_proj",))

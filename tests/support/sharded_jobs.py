@@ -1,0 +1,51 @@
+"""Jobs on ranks, each of which runs the same calls; rank 0 alone writes files."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import NamedTuple
+
+from coserve.cancellation import Cancellation
+from coserve.link import JobSucceeded
+from coserve.parallel.mesh import Mesh
+from tests.support.finetuning import Bench, job_spec, metrics_of, random_corpus
+from tests.support.sharded import load
+
+JOB: dict[str, object] = {
+    "steps": 4,
+    "checkpoint_steps": 2,
+    "validation_split": 0.3,
+    "eval_steps": 1,
+    "early_stopping_patience": 3,
+    "max_grad_norm": 0.05,
+    "dropout": 0.1,
+}
+
+
+class Trained(NamedTuple):
+    resumed: int
+    losses: list[float]
+    valid: list[float | None]
+
+
+def train(mesh: Mesh | None, base: str, root: str, until: int, changes: dict[str, object]) -> Trained:
+    """Advance a job to step `until`, from its last checkpoint on; publish it if that is its last step."""
+    bench, leads = Bench(load(base, mesh), Path(root)), mesh is None or mesh.rank == 0
+    corpus = random_corpus(lengths=(9, 5, 12, 3, 7, 8, 6, 11))
+    spec = job_spec(corpus, **(JOB | changes))
+    if mesh is None:
+        bench.place(corpus, spec)
+    trainer, metrics = bench.trainer, []
+    started = trainer.load(spec, Cancellation())()
+    while started.resumed_from + len(metrics) < until:
+        metrics += metrics_of(trainer.advance(spec.id, None))
+        if trainer.checkpoint_due(spec.id):
+            write = trainer.checkpoint(spec.id) if leads else trainer.gather(spec.id)
+            if write is not None:
+                write()
+    if trainer.finished(spec.id):
+        publish = trainer.publication(spec.id) if leads else trainer.gather(spec.id)
+        if publish is not None:
+            assert isinstance(publish()(), JobSucceeded)
+    trainer.drop(spec.id)
+    return Trained(started.resumed_from, [one.loss for one in metrics], [one.valid_loss for one in metrics])
