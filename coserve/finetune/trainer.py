@@ -184,8 +184,6 @@ class Trainer:
 
     def _load(self, spec: JobSpec, check: Callable[[], None]) -> tuple[TrainingJob, JobCheckpoints]:
         base, device = self._base, self._base.device
-        if base.sharding is not None:
-            raise InvalidRequest("jobs do not run on several GPUs (--tp) yet", field="tp")
         corpus = Corpus.load(self._folder.corpus(spec.id), check)
         if int(corpus.tokens.max()) >= base.spec.vocab:
             raise CheckpointUnreadable("the job's corpus has tokens that the base does not know")
