@@ -44,6 +44,9 @@ class Launch(Command, frozen=True):
     """Run a step: see `StepExecutor.launch`."""
 
     step: StepInput
+    """Page tables without their first pages: see `page_tables`."""
+    kept: list[int]
+    """For each sequence, how many pages its table begins with as in its last step."""
 
 
 class Forget(Command, frozen=True):

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from coserve.engine.ranks.commands import EvictAdapter, Forget, Launch, Prepare
+from coserve.engine.ranks.commands import EvictAdapter, Forget, Prepare
 from coserve.engine.ranks.followers import Followers
+from coserve.engine.ranks.page_tables import PageTables
 from coserve.errors import EngineFault
 from coserve.generate.execution.interface import StepExecutor, StepInFlight, StepInput, StepResult
 from coserve.model.lora import LoraWeights
@@ -44,11 +45,11 @@ class RankedExecutor:
     """Implements `StepExecutor` over that of rank 0. Results are those of rank 0."""
 
     def __init__(self, local: StepExecutor, followers: Followers) -> None:
-        self._local, self._followers = local, followers
+        self._local, self._followers, self._tables = local, followers, PageTables()
 
     def launch(self, step: StepInput, adapters: Sequence[LoraWeights]) -> Sequence[StepInFlight]:
         """See `StepExecutor`. Raises `EngineFault` alone."""
-        with self._followers.together(Launch(step)):
+        with self._followers.together(self._tables.pack(step)):
             try:
                 return [RankedStep(launched, self._followers) for launched in self._local.launch(step, adapters)]
             except Exception as error:
@@ -56,6 +57,7 @@ class RankedExecutor:
 
     def forget(self, sequence: int) -> None:
         """See `StepExecutor`."""
+        self._tables.forget(sequence)
         self._followers.send(Forget(sequence))
         self._local.forget(sequence)
 

@@ -36,6 +36,7 @@ from coserve.engine.ranks.commands import (
     ReadAdapter,
     Stop,
 )
+from coserve.engine.ranks.page_tables import PageTables
 from coserve.engine.ranks.progress import Progress
 from coserve.engine.ranks.trainer import check_together
 from coserve.errors import CoserveError, EngineFault
@@ -83,6 +84,7 @@ class Follower:
         """Adapters' host copies."""
         self._in_pages = dict[AdapterRef, LoraWeights]()
         """Adapters' copies in pages."""
+        self._tables = PageTables()
         self._in_flight: list[StepInFlight] = []
         self._loads = dict[str, list[_JobLoad]]()
         """Of jobs that are being loaded, or loaded and not begun."""
@@ -98,9 +100,10 @@ class Follower:
 
     def _execute(self, command: AnyCommand) -> None:
         match command:
-            case Launch(step):
-                self._launch(step)
+            case Launch():
+                self._launch(self._tables.unpack(command))
             case Forget(sequence):
+                self._tables.forget(sequence)
                 self._parts.executor.forget(sequence)
             case Prepare():
                 with torch.no_grad():
