@@ -1,0 +1,180 @@
+"""One rank's part of a base: which slices it reads, what it refuses. Without other ranks."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from coserve.errors import UnsupportedBase
+from coserve.model.base import Base, load_base
+from coserve.parallel import checkpoint
+from coserve.parallel.families import PLANS
+from coserve.parallel.mesh import LoneRank, Mesh
+from coserve.parallel.vocabulary import VocabularyShard
+from tests.support.families import tiny_family
+from tests.support.ranks import Ranks
+from tests.support.sharded import mixed_logits, save_base
+
+
+def _load(folder: Path, rank: int = 0, size: int = 2, **settings: object) -> Base:
+    return load_base(str(folder), device="cpu", dtype="auto", mesh=LoneRank(rank, size), **settings)  # type: ignore[arg-type]
+
+
+def _save(folder: Path, family: str, **overrides: object) -> Path:
+    tiny_family(family, **overrides).save_pretrained(folder)
+    return folder
+
+
+def _parameters(base: Base) -> int:
+    return sum(parameter.numel() for parameter in base.model.parameters())
+
+
+@pytest.mark.parametrize(
+    ("family", "overrides", "size", "reason"),
+    [
+        ("opt", {}, 2, "opt has no plan for tensor parallelism"),
+        ("mixtral", {}, 2, "no plan"),
+        ("llama", {}, 8, "number of query heads"),
+        ("llama", {"intermediate_size": 50}, 4, "features of the MLP"),
+        ("llama", {"hidden_size": 48, "num_attention_heads": 12, "num_key_value_heads": 3}, 2, "number of key/value heads"),
+        ("phi3", {"num_key_value_heads": 1}, 2, "number of key/value heads"),
+    ],
+)
+def test_what_cannot_be_cut_is_refused(
+    family: str, overrides: dict[str, object], size: int, reason: str, tmp_path: Path
+) -> None:
+    with pytest.raises(UnsupportedBase, match=reason):
+        _load(_save(tmp_path, family, **overrides), size=size)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_rank_holds_its_part(tied: bool, tmp_path: Path) -> None:
+    base = _load(_save(tmp_path, "llama", tie_word_embeddings=tied), rank=1)
+    model = base.model
+    attention, mlp = model.model.layers[0].self_attn, model.model.layers[0].mlp
+    assert [tuple(m.weight.shape) for m in (attention.q_proj, attention.k_proj, attention.o_proj)] == [
+        (16, 32),
+        (8, 32),
+        (32, 16),
+    ]
+    assert [tuple(m.weight.shape) for m in (mlp.gate_proj, mlp.down_proj)] == [(24, 32), (32, 24)]
+    assert (mlp.down_proj.in_features, attention.q_proj.out_features) == (24, 16)
+    embedding, head = model.get_input_embeddings().weight, model.get_output_embeddings().weight
+    assert (embedding.shape[0], head.shape[0]) == (128, 64)
+    assert (head.untyped_storage().data_ptr() == embedding.untyped_storage().data_ptr()) == tied
+    whole = load_file(tmp_path / "model.safetensors")
+    assert torch.equal(attention.q_proj.weight, whole["model.layers.0.self_attn.q_proj.weight"][16:])
+    assert torch.equal(attention.o_proj.weight, whole["model.layers.0.self_attn.o_proj.weight"][:, 16:])
+    assert base.spec.sites["model.layers.0.mlp.down_proj"].in_features == 48
+
+
+def test_only_slices_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of every matrix that is cut; rank 1 does not compute the fingerprint."""
+    read: dict[str, int] = {}
+    get = checkpoint.Checkpoint.get
+
+    class Counting:
+        def __init__(self, name: str, lazy: checkpoint.Lazy) -> None:
+            self.name, self.lazy = name, lazy
+
+        def __getitem__(self, index: slice | tuple[slice, ...]) -> Tensor:
+            found = self.lazy[index]
+            read[self.name] = read.get(self.name, 0) + found.numel()
+            return found
+
+    monkeypatch.setattr(checkpoint.Checkpoint, "get", lambda self, name, shape: Counting(name, get(self, name, shape)))
+    base = _load(_save(tmp_path, "llama"), rank=1)
+    assert base.sharding is not None
+    for site, cut in base.sharding.sites.items():
+        whole = cut.inputs.size * cut.outputs.size
+        assert read[f"{site}.weight"] == whole // 2
+    assert sum(read.values()) == _parameters(base)
+
+
+def test_files_may_be_split_and_lack_the_decoders_prefix(tmp_path: Path) -> None:
+    folder = _save(tmp_path, "gpt2")
+    expected = _load(folder).model.state_dict()
+    tensors = {name.removeprefix("transformer."): t for name, t in load_file(folder / "model.safetensors").items()}
+    (folder / "model.safetensors").unlink()
+    names = sorted(tensors)
+    files = {name: f"model-{i % 2 + 1}-of-2.safetensors" for i, name in enumerate(names)}
+    for file in set(files.values()):
+        save_file({name: tensors[name].contiguous() for name in names if files[name] == file}, folder / file)
+    index = folder / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": files}))
+    found = _load(folder).model.state_dict()
+    assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
+    index.write_text(json.dumps({"weight_map": files | {"wte.weight": "../elsewhere.safetensors"}}))
+    with pytest.raises(UnsupportedBase, match="outside of the folder"):
+        _load(folder)
+    index.write_text("[")
+    with pytest.raises(UnsupportedBase, match="index of files is damaged"):
+        _load(folder)
+
+
+def test_missing_and_misshapen_weights_are_named(tmp_path: Path) -> None:
+    folder = _save(tmp_path, "llama")
+    tensors = load_file(folder / "model.safetensors")
+    name = "model.layers.1.mlp.up_proj.weight"
+    save_file({n: t for n, t in tensors.items() if n != name}, folder / "model.safetensors")
+    with pytest.raises(UnsupportedBase, match=f"have no {name}"):
+        _load(folder)
+    save_file(tensors | {name: tensors[name][:40].contiguous()}, folder / "model.safetensors")
+    with pytest.raises(UnsupportedBase, match=r"expected model.layers.1.mlp.up_proj.weight of shape \[48, 32\]"):
+        _load(folder)
+    (folder / "model.safetensors").unlink()
+    with pytest.raises(UnsupportedBase, match="safetensors"):
+        _load(folder)
+
+
+def test_drawn_weights_are_one_base_on_all_ranks(tmp_path: Path) -> None:
+    folder = _save(tmp_path, "gemma2")
+    (folder / "model.safetensors").unlink()
+    ranks = [_load(folder, rank, load_format="dummy") for rank in range(2)]
+    norms = [base.model.model.layers[0].input_layernorm.weight for base in ranks]
+    gates = [base.model.model.layers[0].mlp.gate_proj.weight for base in ranks]
+    assert torch.equal(norms[0], norms[1])
+    assert not torch.equal(gates[0], gates[1])
+    assert float(gates[0].std()) == pytest.approx(0.2, rel=0.1)
+
+
+def test_the_likeliest_token_of_parts() -> None:
+    logits = torch.tensor([[0.0, 3.0, 1.0, 3.0, 2.0], [5.0, 0, 0, 0, 0], [0, 0, 0, 0, torch.nan], [-torch.inf] * 5])
+
+    class Parts(Mesh):
+        """Both ranks in one process: `likeliest` of the first records, that of the second answers."""
+
+        def __init__(self, rank: int, before: list[Tensor]) -> None:
+            super().__init__()
+            self.rank, self.size, self.before = rank, 2, before
+
+        def all_gather(self, x: Tensor, dim: int = -1) -> Tensor:
+            self.before.append(x)
+            return torch.cat([*self.before, *[x] * (2 - len(self.before))], dim)
+
+    sent: list[Tensor] = []
+    padded = torch.nn.functional.pad(logits, (0, 1), value=9.0)
+    for rank in range(2):
+        shard = VocabularyShard(Parts(rank, sent), 5)
+        found = shard.likeliest(padded[:, 3 * rank : 3 * rank + 3])
+    assert found.tolist() == [1, 0, -1, -1]
+    assert (shard.local, shard.start, shard.stop) == (3, 3, 5)
+
+
+@pytest.mark.slow
+def test_one_shared_head_and_a_vocabulary_that_nobody_divides(tmp_path: Path) -> None:
+    folder = save_base(tmp_path, num_key_value_heads=1, vocab_size=129, attention_bias=True)
+    expected = mixed_logits(None, folder, "nfs").logits
+    with Ranks(2) as ranks:
+        for strategy in ("nfs", "slora"):
+            for found in ranks.run(mixed_logits, folder, strategy):
+                torch.testing.assert_close(found.logits, expected, rtol=1e-4, atol=1e-4)
+
+
+def test_plans_name_no_family_twice() -> None:
+    assert list(PLANS) == sorted(PLANS)
