@@ -41,7 +41,12 @@ def _parameters(base: Base) -> int:
         ("mixtral", {}, 2, "no plan"),
         ("llama", {}, 8, "number of query heads"),
         ("llama", {"intermediate_size": 50}, 4, "features of the MLP"),
-        ("llama", {"hidden_size": 48, "num_attention_heads": 12, "num_key_value_heads": 3}, 2, "number of key/value heads"),
+        (
+            "llama",
+            {"hidden_size": 48, "num_attention_heads": 12, "num_key_value_heads": 3},
+            2,
+            "number of key/value heads",
+        ),
         ("phi3", {"num_key_value_heads": 1}, 2, "number of key/value heads"),
     ],
 )
