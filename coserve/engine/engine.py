@@ -134,6 +134,13 @@ class Engine:
         """Whether it begins with compiled steps."""
         return self._upgrade is not None and self._upgrade.compiled
 
+    def compile(self) -> None:
+        """Before `run`: begin with compiled steps. Blocks. While requests run it would take several times as long, and delay
+        them."""
+        assert self._upgrade is not None, "expected steps that can be compiled"
+        self._upgrade.compile()
+        self._upgrade.adopt()
+
     async def run(self) -> None:
         """Tick until `Shutdown` comes or the API process is gone. Raises what only a new process mends: `EngineFault`, and
         any error outside of the work of one request or one job."""

@@ -34,10 +34,11 @@ from coserve.engine.warming.client import WarmUpClient
 from coserve.engine.warming.compilations import watch_compilations
 from coserve.engine.warming.early_start import StartedWarmUp
 from coserve.engine.warming.part_runner import make_part_runner
-from coserve.engine.warming.upgrade import Upgrade
+from coserve.engine.warming.upgrade import PreloadKernels, Upgrade
 from coserve.errors import StartupError
 from coserve.garbage import GarbageCollection, freeze_and_collect_young, freeze_and_disable
-from coserve.generate.execution.start import Compilation, wake_compiler
+from coserve.generate.execution.interface import StepExecutor
+from coserve.generate.execution.start import wake_compiler
 from coserve.generate.generator import Generator
 from coserve.link import EngineReady, EngineRefused, EngineWarming, FromEngine, Link, ToEngine
 from coserve.logs.format import log_event
@@ -49,7 +50,7 @@ from coserve.ranks import RankReady
 from coserve.state.failpoints import failpoint
 from coserve.stream_link import engine_end
 from coserve.warmup.messages import WarmUpTask
-from coserve.warmup.parts import EAGER, FIRST, STEP_PARTS
+from coserve.warmup.parts import EAGER, PROFILE, STEP_PARTS
 
 log = logging.getLogger(__name__)
 
@@ -61,7 +62,7 @@ def build_engine(
     *,
     garbage: GarbageCollection | None = None,
     warm: WarmUpClient | None = None,
-    preload_kernels: Callable[[Compilation | None], None] = lambda _: None,
+    preload_kernels: PreloadKernels = lambda base, executor: None,
     followers: Followers | None = None,
 ) -> tuple[Engine, EngineReady]:
     """The engine over a loaded base, and the message that says it is ready. `garbage`: see `Engine`; `warm`: the warm-up's
@@ -102,7 +103,7 @@ def build_engine(
     if start.compilation is not None:
         upgrade = Upgrade(start.compilation, generator, notes, warm, preload_kernels=preload_kernels)
         if warm is not None and warm.complete(STEP_PARTS):
-            upgrade.compile()  # from disk; while requests run it would take several times as long and delay them
+            upgrade.compile()
             upgrade.adopt()
     engine = Engine(
         generator,
@@ -150,24 +151,28 @@ async def _run(config: Config, fd: int, warm_up: StartedWarmUp | None, rank: Own
             await warm.wait_until_ended()
         base = load_ranked_base(config, None if rank is None else rank.place)
         if warm is not None:
-            waking = asyncio.get_running_loop().run_in_executor(None, wake_compiler, base.device)
-            if config.compile != "background":
+            # On a thread, as the progress is read meanwhile; what it raises, `make_start` hears too.
+            await asyncio.wait({asyncio.get_running_loop().run_in_executor(None, wake_compiler, base.device)})
+            if config.compile == "background":
+                await warm.wait_for_parts((PROFILE,))
+            else:
                 await warm.wait_until_ended()
-            elif not await warm.wait_for_parts(FIRST):
-                await warm.wait_for_parts(EAGER)
-            await asyncio.wait({waking})  # what it raises, `make_start` hears too
         garbage = GarbageCollection(first_full=freeze_and_disable)
-        preload_kernels: Callable[[Compilation | None], None] = lambda _: None
+        preload_kernels: PreloadKernels = lambda base, executor: None
         if warm_up is not None:
-            preload_kernels = partial(_preload_kernels, base, config, warm_up.task)
+            preload_kernels = partial(_preload_kernels, config, warm_up.task)
         engine, ready = build_engine(
             base, config, link, garbage=garbage, warm=warm, preload_kernels=preload_kernels, followers=followers
         )
+        if warm is not None and engine.warms_up and not engine.compiled:
+            if await warm.wait_for_parts(STEP_PARTS):
+                engine.compile()
+            else:
+                await warm.wait_for_parts(EAGER)
+                preload_kernels(base, None)
     except StartupError as error:
         link.send(EngineRefused(code=error.code, message=error.message))
     else:
-        if not engine.compiled:
-            preload_kernels(None)
         freeze_and_collect_young()  # compilation makes much garbage, on other threads too
         log_event(
             log,
@@ -191,14 +196,14 @@ async def _run(config: Config, fd: int, warm_up: StartedWarmUp | None, rank: Own
     await link.close()
 
 
-def _preload_kernels(base: Base, config: Config, task: WarmUpTask, compilation: Compilation | None) -> None:
-    """Load the kernels of compiled steps (None: of eager ones), on a stream that the engine's steps do not wait for."""
+def _preload_kernels(
+    config: Config, task: WarmUpTask, base: Base, executor: Callable[[KvCache], StepExecutor | None] | None
+) -> None:
+    """See `PreloadKernels`. On a stream that the engine's steps do not wait for."""
     began = time.monotonic()
     try:
         with torch.cuda.stream(torch.cuda.Stream(base.device)):  # type: ignore[no-untyped-call]
-            make_part_runner(base, config, task).preload_kernels(
-                None if compilation is None else compilation.preload_executor
-            )
+            make_part_runner(base, config, task).preload_kernels(executor)
             torch.cuda.current_stream().synchronize()
     except Exception:  # steps load their kernels later
         log.exception("the kernels of the first steps could not be loaded ahead")

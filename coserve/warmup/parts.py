@@ -41,9 +41,11 @@ def graphs(rank: int) -> tuple[str, str]:
 
 STEP_PARTS = (*graphs(0), *graphs(DEFAULT_RANK))
 """Parts that must be complete before the engine runs compiled steps."""
-FIRST = ("profile", *STEP_PARTS)
-"""Parts that must be complete before the engine serves: its memory profile, and compiled steps. Eager ones would be too slow
-for the requests that come meanwhile: they would still wait when all is warm."""
+PROFILE = "profile"
+"""The part with the kernels of the memory profile, which the engine measures before it allocates its pool."""
+FIRST = (PROFILE, *STEP_PARTS)
+"""Parts that must be complete before the engine serves. Eager steps would be too slow for the requests that come meanwhile:
+they would still wait when all is warm."""
 
 
 def training(rank: int) -> str:
@@ -56,13 +58,13 @@ def all_parts() -> tuple[Part, ...]:
     layers, gemms = frozenset({LAYERS}), frozenset(GEMMS)  # without the measured choice, graphs have torch's GEMMs
     return (
         Part(LAYERS, 12),
-        Part("profile", 10),
+        Part(PROFILE, 10),
         *(Part(name, 4) for name in GEMMS),
+        Part(f"prompts-{DEFAULT_RANK}", 10),  # with kernels of the urgent parts, while the layers compile
+        Part("steps", 12),
         *(Part(name, 15, layers, gemms, urgent=True) for name in reversed(graphs(DEFAULT_RANK))),
         *(Part(name, 8, layers, gemms, urgent=True) for name in reversed(graphs(0))),
         Part(training(DEFAULT_RANK), 12),
-        Part("steps", 12),
-        Part(f"prompts-{DEFAULT_RANK}", 10),
         Part(f"decodes-{DEFAULT_RANK}", 8),
         Part(f"sites-{DEFAULT_RANK}", 10),
         *(part for rank in RANKS if rank != DEFAULT_RANK for part in _of_rank(rank, layers, gemms)),

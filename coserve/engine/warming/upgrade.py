@@ -8,14 +8,19 @@ from collections.abc import Callable
 
 from coserve.engine.warming.client import WarmUpClient
 from coserve.generate.execution.graph_executor import GraphExecutor
+from coserve.generate.execution.interface import StepExecutor
 from coserve.generate.execution.start import COMPILING, Compilation
 from coserve.generate.generator import Generator
 from coserve.link import EngineWarming
+from coserve.memory.kv import KvCache
+from coserve.model.base import Base
 from coserve.types import JobSpec
 from coserve.warmup.parts import EAGER, STEP_PARTS
 
 log = logging.getLogger(__name__)
 
+PreloadKernels = Callable[[Base, Callable[[KvCache], StepExecutor | None] | None], None]
+"""Loads the kernels of the first steps over a base; the steps' executor is made by the function, or eager."""
 LOADING, CAPTURING = 10, 40
 """Units of progress for loading the compiled layers and for capturing graphs, as `warmup.parts.Part.weight`."""
 
@@ -30,11 +35,11 @@ class Upgrade:
         notes: tuple[str, ...],
         warm: WarmUpClient | None = None,
         *,
-        preload_kernels: Callable[[Compilation | None], None] = lambda _: None,
+        preload_kernels: PreloadKernels = lambda base, executor: None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """`notes`: for the operator, on other subjects. `warm`: the warm-up's client; None if this process compiles everything.
-        `preload_kernels`: called on the compiling thread; loads the kernels of the first compiled steps; None: of eager ones."""
+        `preload_kernels`: called on the compiling thread."""
         self._compilation, self._generator, self._notes, self._warm = compilation, generator, notes, warm
         self._preload_kernels, self._clock, self._began = preload_kernels, clock, clock()
         self._executor: GraphExecutor | None = None
@@ -67,7 +72,7 @@ class Upgrade:
         began = self._clock()
         self._compilation.compile()
         compiled = self._clock()
-        self._preload_kernels(self._compilation)
+        self._preload_kernels(self._compilation.shadow, self._compilation.preload_executor)
         log.info(
             "layers compiled in %.1f s, their kernels loaded in %.1f s", compiled - began, self._clock() - compiled
         )
@@ -89,7 +94,7 @@ class Upgrade:
 
     def preload_eager(self) -> None:
         """Load the kernels of eager steps, on another thread."""
-        self._preload_kernels(None)
+        self._preload_kernels(self._compilation.shadow, None)
 
     @property
     def notes(self) -> tuple[str, ...]:

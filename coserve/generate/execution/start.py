@@ -85,6 +85,11 @@ class Compilation:
             self._refusal = _refusal(self._fused.base, error)
         self._done = True
 
+    @property
+    def shadow(self) -> Base:
+        """The base with modules of its own, for forwards on other threads than the engine's."""
+        return self._shadow.base
+
     def preload_executor(self, kv: KvCache) -> GraphExecutor | None:
         """After `compile`, on its thread: an executor over modules of its own and over `kv`, to load kernels from disk before
         the engine's steps need them. None: steps stay eager."""
