@@ -152,11 +152,16 @@ class MicroBatchRunner:
         wanted = gradient_1TD is not None
         leaf_1TD = h_1TD.detach().requires_grad_(wanted)
         with torch.set_grad_enabled(wanted):
-            logits_KV = self._cut.head(leaf_1TD, inputs, keep_K)
-            nll = torch.nn.functional.cross_entropy(logits_KV.float(), labels_K, reduction="sum")
+            nll = self._nll(self._cut.head(leaf_1TD, inputs, keep_K, gather=False), labels_K)
         if gradient_1TD is not None:
             gradient_1TD += torch.autograd.grad(nll, leaf_1TD)[0]
         return nll.detach().double()
+
+    def _nll(self, logits: Tensor, labels_K: Tensor) -> Tensor:
+        """Summed NLL of labels, from the logits of this rank's part of the vocabulary."""
+        if self._base.sharding is not None:
+            return self._base.sharding.vocabulary.cross_entropy(logits, labels_K)
+        return torch.nn.functional.cross_entropy(logits.float(), labels_K, reduction="sum")
 
     def _backward(
         self,

@@ -69,8 +69,8 @@ class LayerCut:
         h_next_1TD: Tensor = output[0] if isinstance(output, tuple) else output
         return h_next_1TD
 
-    def head(self, h_1TD: Tensor, inputs: LayerInputs, keep: Tensor) -> Tensor:
-        """Logits (len(keep), V) of the kept tokens, from the last layer's output (1, T, D).
+    def head(self, h_1TD: Tensor, inputs: LayerInputs, keep: Tensor, *, gather: bool = True) -> Tensor:
+        """Logits (len(keep), V) of the kept tokens, from the last layer's output (1, T, D). `gather`: see `Base.run`.
 
         The model's own forward with every layer replaced, so that its final norm, its scaling and its soft cap hold.
         """
@@ -79,7 +79,7 @@ class LayerCut:
             return h_1TD if layer == 0 else passing_1TD
 
         with self._stubs(put):
-            return self._base.run(inputs.tokens_T, inputs.positions_T, inputs.attention, keep)
+            return self._base.run(inputs.tokens_T, inputs.positions_T, inputs.attention, keep, gather=gather)
 
     @contextmanager
     def _stubs(self, run: Callable[[int, Tensor, LayerCall], Tensor]) -> Iterator[None]:

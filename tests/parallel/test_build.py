@@ -18,7 +18,7 @@ from coserve.parallel.mesh import LoneRank, Mesh
 from coserve.parallel.vocabulary import VocabularyShard
 from tests.support.families import tiny_family
 from tests.support.ranks import Ranks
-from tests.support.sharded import mixed_logits, save_base
+from tests.support.sharded import KINDS, mixed_logits, save_base, train
 
 
 def _load(folder: Path, rank: int = 0, size: int = 2, **settings: object) -> Base:
@@ -179,6 +179,10 @@ def test_one_shared_head_and_a_vocabulary_that_nobody_divides(tmp_path: Path) ->
         for strategy in ("nfs", "slora"):
             for found in ranks.run(mixed_logits, folder, strategy):
                 torch.testing.assert_close(found.logits, expected, rtol=1e-4, atol=1e-4)
+        alone = train(None, folder, "nfs", KINDS[0], 0, 1)
+        for trained in ranks.run(train, folder, "nfs", KINDS[0], 0, 1):
+            assert trained.losses == pytest.approx(alone.losses, rel=1e-5)
+            assert trained.norms == pytest.approx(alone.norms, rel=1e-4)
 
 
 def test_plans_name_no_family_twice() -> None:
