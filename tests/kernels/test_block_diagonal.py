@@ -1,17 +1,34 @@
-"""BD-LoRA pairs: what is packed, and what it stands for."""
+"""BD-LoRA pairs: what is packed, what it stands for, and that each backend computes it, beside dense pairs."""
 
 from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from coserve.kernels.lora import reference
 from coserve.kernels.lora.grouped import GroupedBackend
+from coserve.kernels.lora.segmented import block_sizes, launch_prefill, plan
+from coserve.kernels.lora.segmented.adapter_table import Slots, table_entries
+from coserve.kernels.lora.segmented.backend import SegmentedBackend
+from coserve.kernels.lora.segmented.block_sizes import PrefillBlocks
+from coserve.kernels.lora.segmented.slot_lora import SlotLora
+from coserve.kernels.lora.segmented.tiles import cut, upload
 from coserve.kernels.lora.segments import Segments
-from coserve.kernels.lora.types import LoraPair
-from tests.support.lora_grids import Grid, adding, check_forward, check_gradients
+from coserve.kernels.lora.types import LoraPair, SiteGroup
+from tests.support.examples import examples, sample
+from tests.support.lora_grids import (
+    Grid,
+    add_group,
+    adding,
+    check_forward,
+    check_gradients,
+    make_case,
+    relative_error,
+)
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 sizes = st.integers(1, 9)
 
@@ -54,3 +71,66 @@ def test_both_matrices_in_blocks_are_refused() -> None:
         LoraPair(torch.randn(4, 8), torch.randn(6, 2), 1.0, a_blocks=2, b_blocks=2)
     with pytest.raises(AssertionError, match="whole blocks"):
         LoraPair(torch.randn(3, 4), torch.randn(6, 3), 1.0, a_blocks=2)
+
+
+@settings(max_examples=examples(20))
+@given(sizes, sizes, sizes, st.sampled_from([1, 2, 4]), st.booleans(), st.sampled_from([1, 33, 65]))
+def test_segmented(inputs: int, outputs: int, rank: int, blocks: int, of_a: bool, rows: int) -> None:
+    """Of any size, in the decode and the prefill kernels."""
+    both = (blocks, 1) if of_a else (1, blocks)
+    grid = Grid(
+        "drawn", (2, rows, 3), (0, 1, 0), (rank * blocks, 5), 4 * inputs, 4 * outputs, (both[0], 1), (both[1], 1)
+    )
+    check_forward(adding(SegmentedBackend()), grid, torch.float32, DEVICE)
+
+
+SITES = (
+    Grid("q", (66, 0, 3, 5, 2), (0, 1, 2, 3, -1), (64, 17, 24, 32), 96, 160, (), (4, 1, 2, 1)),
+    Grid("k", (66, 0, 3, 5, 2), (0, 1, 2, 3, -1), (32, 8, 12, 0), 96, 72, (), (2, 1, 4, 1)),
+    Grid("v", (66, 0, 3, 5, 2), (0, 1, 2, 3, -1), (96, 4, 30, 5), 96, 88, (2, 1, 3, 1), ()),
+)
+"""Three sites of one input: pairs of whole and of broken tiles, of A and of B, beside dense ones."""
+
+
+@pytest.mark.parametrize("run", sample([1, 4, 64], 4))
+def test_prefill_and_gradients_of_sites_together(run: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Small batches are cut as large ones are: k among programs, up to `run` output blocks a program."""
+    if run > 1:
+        monkeypatch.setattr(block_sizes, "SPLIT_LENGTH", 16)
+        monkeypatch.setattr(block_sizes, "EXPAND_PROGRAMS", 1)
+        monkeypatch.setattr(launch_prefill, "PREFILL_BLOCKS", PrefillBlocks(k=32, o=32, run_blocks=run))
+    cases = [make_case(grid, torch.float32, DEVICE, seed=at, grad=True) for at, grid in enumerate(SITES)]
+    x, segments, pairs = cases[0].x, cases[0].segments, [case.pairs for case in cases]
+    leaves = [x, *(leaf for case in cases for leaf in case.leaves() if leaf is not x)]
+    expected = [reference.lora_add(case.y, x, segments, case.pairs) for case in cases]
+    got = add_group(SegmentedBackend(), [case.y for case in cases], x, segments, pairs)
+    gradients = [
+        torch.autograd.grad(sum(out.square().sum() for out in outs), leaves, materialize_grads=True)
+        for outs in (got, expected)
+    ]
+    with torch.no_grad():
+        in_place = add_group(SegmentedBackend(), [case.y.clone() for case in cases], x, segments, pairs)
+    for mine, wanted in (*zip(got, expected, strict=True), *zip(in_place, expected, strict=True)):
+        assert relative_error(mine, wanted) <= 1e-5
+    for mine, wanted in zip(*gradients, strict=True):
+        assert relative_error(mine, wanted) <= 5e-5
+
+
+@pytest.mark.parametrize("lengths", [(2, 1, 3, 1, 2), (3, 70, 1, 2, 1)], ids=["decode", "prefill"])
+def test_slots_hold_both_kinds(lengths: tuple[int, ...]) -> None:
+    """A table that serving keeps: dense pairs and others, in any slot, in one launch."""
+    grids = [Grid(g.name, lengths, g.adapters, g.ranks, 96, g.outputs, g.a_blocks, g.b_blocks) for g in SITES]
+    cases = [make_case(grid, torch.float32, DEVICE, seed=at) for at, grid in enumerate(grids)]
+    x, segments, device = cases[0].x, cases[0].segments, torch.device(DEVICE)
+    slots = Slots(4, 3, device)
+    for slot in range(4):
+        slots.put(slot, *table_entries([case.pairs[slot] for case in cases]))
+    rows, decode = plan.tile_rows(segments)
+    ranks = [max(grid.ranks[slot] for grid in SITES) for slot in range(4)]
+    tiles = upload(cut(segments, ranks, rows), rows, segments.tokens, device)
+    group = SiteGroup(("q", "k", "v"))
+    lora = SlotLora({group: slots.table(0, 3)}, plan.TilePlan(tiles, 96, decode), frozenset({0}))
+    expected = [reference.lora_add(case.y, x, segments, case.pairs) for case in cases]
+    got = lora.add(group, [case.y.clone() for case in cases], x)
+    for mine, wanted in zip(got, expected, strict=True):
+        assert relative_error(mine, wanted) <= 1e-5

@@ -11,9 +11,20 @@ from coserve.kernels.lora.segments import Segments
 from coserve.kernels.lora.types import LoraPair
 
 
-@pytest.mark.parametrize(("sizes", "rank"), [((48, 16, 16), 4), ((32, 32), 20), ((40,), 16), ((24,), 0)])
+@pytest.mark.parametrize(
+    ("sizes", "rank", "a_blocks", "b_blocks"),
+    [
+        ((48, 16, 16), 4, 1, 1),
+        ((32, 32), 20, 1, 1),
+        ((40,), 16, 1, 1),
+        ((24,), 0, 1, 1),
+        ((48, 16, 32), 20, 1, 4),
+        ((32,), 32, 1, 2),
+        ((40,), 20, 4, 1),
+    ],
+)
 @pytest.mark.parametrize("bias", [False, True])
-def test_one_row_with_its_adapter(sizes: tuple[int, ...], rank: int, bias: bool) -> None:
+def test_one_row_with_its_adapter(sizes: tuple[int, ...], rank: int, a_blocks: int, b_blocks: int, bias: bool) -> None:
     """Among other adapters in the table; rank 0: no adapter in the tile."""
     g = torch.Generator().manual_seed(rank)
     x, weight = torch.randn(1, 72, generator=g), torch.randn(sum(sizes), 72, generator=g)
@@ -21,7 +32,13 @@ def test_one_row_with_its_adapter(sizes: tuple[int, ...], rank: int, bias: bool)
     base = torch.nn.functional.linear(x, weight, added)
     slots, step = Slots(3, len(sizes), x.device), StepTiles(8, 1, 2, 1, x.device)
     pairs = [
-        LoraPair(torch.randn(rank or 4, 72, generator=g), torch.randn(size, rank or 4, generator=g), 0.5)
+        LoraPair(
+            torch.randn(rank or 4, 72 // a_blocks, generator=g),
+            torch.randn(size, (rank or 4) // b_blocks, generator=g),
+            0.5,
+            a_blocks=a_blocks,
+            b_blocks=b_blocks,
+        )
         for size in sizes
     ]
     slots.put(2, *table_entries(pairs))

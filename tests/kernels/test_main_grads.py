@@ -24,11 +24,18 @@ RANKS = {
     "few rows each": [(8, 17, 3, 4), (16, 0, 1, 4), (5, 9, 130, 4)],
     "so many that parts are summed": [(8, 17, 3, 4), (16, 0, 1, 4), (5, 9, 30, 4)],
     "one adapter": [(8, 17, 3, 4), (16, 0, 1, 4), (5, 9, 70, 4)],
+    "in blocks": [(8, 16, 3, 4), (16, 0, 4, 4), (5, 24, 6, 4)],
+    "in blocks, parts are summed": [(8, 64, 3, 4), (16, 0, 4, 4), (5, 24, 6, 4)],
 }
+MIXED = {(0, 0): (1, 2), (0, 1): (1, 4), (1, 0): (1, 4), (2, 1): (3, 1), (2, 2): (1, 2)}
+"""Blocks of A and B of some pairs, whose ranks are those of blocks of whole vectors and of others."""
+BLOCKS = {"in blocks": MIXED, "in blocks, parts are summed": MIXED}
 BATCHES = {
     "few rows each": Segments((0, 33, 33, 38, 60), (1, 2, 0, -1)),
     "so many that parts are summed": Segments((0, 400, 470, 600), (0, 2, 1)),
     "one adapter": Segments((0, 300), (2,)),
+    "in blocks": Segments((0, 33, 33, 38, 60), (1, 2, 0, -1)),
+    "in blocks, parts are summed": Segments((0, 400, 470, 600), (1, 2, 0)),
 }
 """Adapter 3 never has a row."""
 
@@ -69,7 +76,7 @@ def by_reference(x: Tensor, segments: Segments, sites: Sites) -> Sequence[Tensor
 
 
 def compare(run: Adds, name: str, dtype: torch.dtype, *, inputs_learn: bool, limit: float) -> None:
-    segments, plain = BATCHES[name], make_sites(SIZES, RANKS[name])
+    segments, plain = BATCHES[name], make_sites(SIZES, RANKS[name], BLOCKS.get(name, {}))
     summed = with_sums(plain, dtype)
     x = drawn(segments.tokens, D, seed=0)
     mine = x.to(dtype).detach().requires_grad_(inputs_learn)
@@ -106,7 +113,8 @@ CASES = [
     (name, run, inputs_learn)
     for name in BATCHES
     for run, inputs_learn in product((stacked, alone), (False, True))
-    if name == "few rows each" or inputs_learn == (run is stacked)  # the longer ones take long in the interpreter
+    if name in ("few rows each", "in blocks")
+    or inputs_learn == (run is stacked)  # the longer ones take long in the interpreter
 ]
 
 
@@ -114,7 +122,10 @@ CASES = [
     ("name", "run", "inputs_learn"),
     [
         pytest.param(
-            *case, marks=() if case[0] == "few rows each" and case[2] == (case[1] is stacked) else pytest.mark.slow
+            *case,
+            marks=()
+            if case[0] in ("few rows each", "in blocks") and case[2] == (case[1] is stacked)
+            else pytest.mark.slow,
         )
         for case in CASES
     ],

@@ -20,7 +20,6 @@ from coserve.kernels.lora.segments import Segments
 from coserve.kernels.lora.types import LoraPair, SiteGroup
 from tests.support.examples import sample
 from tests.support.lora_grids import (
-    BD_GRIDS,
     GRIDS,
     LONG,
     Grid,
@@ -148,8 +147,6 @@ def test_runs_leave_enough_programs(tiles: int, output_blocks: int, R: int) -> N
 
 @quick
 def test_gradients(grid: Grid) -> None:
-    if grid in BD_GRIDS:
-        pytest.skip("kernels train dense pairs only")
     check_gradients(lora_add, grid, torch.float32, DEVICE)
 
 

@@ -110,5 +110,30 @@ def test_starts_count_the_ranks_ahead() -> None:
     table, held = site_table([(pair(4), None, pair(8)), (None, pair(2), pair(3))], CPU)
     assert table.ranks.tolist() == [[4, 0], [0, 2], [8, 3]]
     assert table.starts is not None
-    assert table.starts.tolist() == [[0, 0], [4, 0], [4, 2]]
+    assert table.starts.tolist() == [[[0, 0], [0, 0]], [[4, 4], [0, 0]], [[4, 4], [2, 2]]]
     assert len(held) == 4
+
+
+def test_block_diagonal_pairs_are_copied_only_where_their_rows_are_no_whole_vectors() -> None:
+    a, b = torch.randn(16, 8), torch.randn(6, 8)
+    for even in (LoraPair(a, torch.randn(6, 16), 1.0, a_blocks=4), LoraPair(a, b, 1.0, b_blocks=2)):
+        assert kernel_layout(even) is even
+    assert LoraPair(a, b, 1.0, b_blocks=2).entry[4:] == (16 | 1 << 24, 1.0)
+    odd = LoraPair(torch.randn(4, 6), torch.randn(6, 4), 1.0, a_blocks=2)
+    copied = kernel_layout(odd)
+    assert copied.a_RD.shape == (4, 16)
+    assert torch.equal(copied.a_RD[:2, :6], odd.a_RD[:2])  # the columns 0 to 15 of the dense matrix
+    assert torch.equal(copied.a_RD[2:, 6:12], odd.a_RD[2:])
+    assert copied.a_RD.count_nonzero() == odd.a_RD.numel()
+    wide = kernel_layout(LoraPair(torch.randn(20, 8), torch.randn(4, 10), 1.0, b_blocks=2))
+    assert wide.b_OR.shape == (4, 24)
+    assert wide.b_OR[:2, 10:].count_nonzero() == wide.b_OR[2:, :2].count_nonzero() == 0  # the latter's first is rank 8
+
+
+def test_starts_count_what_is_packed() -> None:
+    sites = [(LoraPair(torch.randn(8, 2), torch.randn(6, 8), 1.0, a_blocks=4), pair(4), pair(3))]
+    sites += [(LoraPair(torch.randn(8, 8), torch.randn(6, 4), 1.0, b_blocks=2), pair(4), None)]
+    table, _ = site_table(sites, CPU)
+    assert table.starts is not None
+    assert table.starts.tolist() == [[[0, 0], [0, 0]], [[2, 8], [8, 4]], [[6, 12], [12, 8]]]
+    assert table.ranks.tolist() == [[8 | 3 << 16, 8 | 1 << 24], [4, 4], [3, 0]]

@@ -27,7 +27,7 @@ from coserve.kernels.gpu.timing import graph_ms
 from coserve.kernels.lora.segmented.adapter_table import RANK_BLOCK, SiteTable
 from coserve.kernels.lora.segmented.block_sizes import DecodeBlocks, decode_splits, shrink_steps
 from coserve.kernels.lora.segmented.launch_decode import DECODE_SHRINK
-from coserve.kernels.lora.segmented.loads import weights
+from coserve.kernels.lora.segmented.loads import b_blocks, b_rows, rank_of, weights, within
 from coserve.kernels.lora.segmented.tiles import Tiles
 
 MAX_INPUTS = 32768
@@ -55,13 +55,18 @@ def project(
         begin = tl.where(start >= second, second, tl.where(start >= first, first, 0))
         rows = tl.load(tiles_ptr + 1)
         entry = tl.load(tiles_ptr + 2) * row + site
-        rank = tl.where(rows > 0, tl.load(ranks_ptr + entry), 0)
+        shape = tl.where(rows > 0, tl.load(ranks_ptr + entry), 0)
+        rank = rank_of(shape)
         scaling = tl.load(scalings_ptr + entry)
         b_ptr = weights(addresses_ptr, entry, 1, w_ptr)
         r = tl.arange(0, BLOCK_R)
-        stride = (rank + 7) // 8 * 8
-        b_mask = (n < N)[:, None] & (r < rank)[None, :]
-        b = tl.load(b_ptr + (n - begin)[:, None] * stride + r[None, :], mask=b_mask, other=0.0)
+        length = (rank + 7) // 8 * 8
+        own = tl.zeros([BLOCK_N], dtype=tl.int32)
+        if b_blocks(shape) > 1:  # a row has the ranks of its block
+            O = tl.where(start >= second, N, tl.where(start >= first, second, first)) - begin
+            length, own, _, _ = b_rows(shape, n - begin, start - begin, BLOCK_N, O)
+        b_mask = (n < N)[:, None] & (r < rank)[None, :] & within(r[None, :], own[:, None], length, True)
+        b = tl.load(b_ptr + ((n - begin) * length - own)[:, None] + r[None, :], mask=b_mask, other=0.0)
     if PDL:
         tl.extra.cuda.gdc_wait()
     x = tl.load(x_ptr + k, mask=k < K, other=0.0)
@@ -145,7 +150,7 @@ def gemv(
         h = torch.empty(splits, sites, 1, R, dtype=torch.float32, device=device)
         DECODE_SHRINK(
             (tiles.items.shape[0], splits, sites), (x_D, h, tiles.items, addresses, ranks), (D, D, row, 1, R), BLOCK_T=tiles.rows, BLOCK_R=RANK_BLOCK,
-            **shrink_steps(shrink, overlapped=False), num_warps=shrink.shrink_warps, num_stages=1, **options,
+            **shrink_steps(shrink, overlapped=False), BLOCKED=table.blocked, num_warps=shrink.shrink_warps, num_stages=1, **options,
         )  # fmt: skip
     launch(
         project, (cdiv(O, block),),

@@ -24,14 +24,29 @@ class MainGrads:
 
 
 class TableEntry(NamedTuple):
-    """A pair as the kernels' table lists it: addresses of its matrices and of their `MainGrads` (0: none), rank, scaling."""
+    """A pair as the kernels' table lists it: addresses of its matrices and of their `MainGrads` (0: none), shape, scaling."""
 
     a: int
     b: int
     sum_a: int
     sum_b: int
-    rank: int
+    shape: int
+    """`entry_shape`: a dense pair's is its rank."""
     scaling: float
+
+    @property
+    def rank(self) -> int:
+        return self.shape & MAX_RANK
+
+
+MAX_RANK, MAX_BLOCKS = (1 << 16) - 1, 128
+"""What an entry's shape holds."""
+
+
+def entry_shape(rank: int, a_blocks: int, b_blocks: int) -> int:
+    """The rank, in bits 16 to 23 the blocks of A beyond the first, and from bit 24 on those of B."""
+    assert rank <= MAX_RANK and max(a_blocks, b_blocks) <= MAX_BLOCKS, "expected a rank and blocks that an entry holds"
+    return rank | a_blocks - 1 << 16 | b_blocks - 1 << 24
 
 
 @dataclass(frozen=True)
@@ -81,8 +96,11 @@ class LoraPair:
 
     @cached_property
     def entry(self) -> TableEntry | None:
-        """None where the kernels cannot read the pair as it lies: contiguous, aligned, b_OR's rows whole vectors."""
-        if self.blocks > 1 or self.b_OR.shape[1] % VECTOR or not (is_aligned(self.a_RD) and is_aligned(self.b_OR)):
+        """None where the kernels cannot read the pair as it lies: contiguous and aligned, rows of b_OR and of blocks of A whole
+        vectors."""
+        if self.a_blocks > 1 and self.a_RD.shape[1] % VECTOR:
+            return None
+        if self.b_OR.shape[1] % VECTOR or not (is_aligned(self.a_RD) and is_aligned(self.b_OR)):
             return None
         sums = (0, 0)
         if self.main_grads is not None:
@@ -92,7 +110,8 @@ class LoraPair:
             )
             assert all(own.data_ptr() % ALIGNMENT == 0 for own in both), "expected sums at whole vectors"
             sums = both[0].data_ptr(), both[1].data_ptr()
-        return TableEntry(self.a_RD.data_ptr(), self.b_OR.data_ptr(), *sums, self.rank, self.scaling)
+        shape = entry_shape(self.rank, self.a_blocks, self.b_blocks)
+        return TableEntry(self.a_RD.data_ptr(), self.b_OR.data_ptr(), *sums, shape, self.scaling)
 
 
 def block_diagonal(packed: Tensor, blocks: int) -> Tensor:

@@ -26,15 +26,18 @@ class SiteTable:
     addresses: Tensor
     """int64 (N, G, 2): of a_RD and of b_OR, both contiguous."""
     ranks: Tensor
-    """int32 (N, G); 0: the slot's adapter does not change the site."""
+    """int32 (N, G): `TableEntry.shape`, the rank of a dense pair; 0: the slot's adapter does not change the site."""
     scalings: Tensor
     """float32 (N, G)."""
     starts: Tensor | None = None
-    """int32 (N, G): prefix sums of the ranks over slots; only for training."""
+    """int32 (N, G, 2): prefix sums over slots of the ranks that each column of A and each row of B has, which is the rank
+    divided by their blocks; only for training."""
     sums: Tensor | None = None
     """int64 (N, G, 2): the addresses of the `MainGrads`; 0: none."""
     sizes: Tensor | None = None
-    """`ranks` on the host; None where the table's contents may change."""
+    """int32 (N, G, 3) on the host: the ranks, and those that `starts` sums; None where the table's contents may change."""
+    blocked: bool = True
+    """Whether it may hold block-diagonal pairs: a constant of the kernels, which are leaner without."""
 
     @property
     def sites(self) -> int:
@@ -47,8 +50,9 @@ class SiteTable:
     def columns(self, first: int, count: int) -> SiteTable:
         """The columns of `count` neighbouring sites, as a view."""
         part = slice(first, first + count)
-        rest = (None if own is None else own[:, part] for own in (self.starts, self.sums, self.sizes))
-        return SiteTable(self.addresses[:, part], self.ranks[:, part], self.scalings[:, part], *rest)
+        starts, sums, sizes = (None if own is None else own[:, part] for own in (self.starts, self.sums, self.sizes))
+        own = self.addresses[:, part], self.ranks[:, part], self.scalings[:, part]
+        return SiteTable(*own, starts, sums, sizes, self.blocked)
 
 
 class Slots:
@@ -89,13 +93,15 @@ def site_table(pairs: Sequence[Sequence[LoraPair | None]], device: torch.device)
     Does not synchronize with the device.
     """
     slots, sites = len(pairs[0]), len(pairs)
-    entries, kept = table_entries([pair for slot in zip(*pairs, strict=True) for pair in slot])
-    a, b, sum_a, sum_b, ranks, scalings_ = zip(*entries, strict=True)
-    sizes = torch.tensor(ranks, dtype=torch.int32).view(slots, sites)
+    own = [pair for slot in zip(*pairs, strict=True) for pair in slot]
+    entries, kept = table_entries(own)
+    a, b, sum_a, sum_b, shapes_, scalings_ = zip(*entries, strict=True)
+    shapes, sizes = torch.tensor(shapes_, dtype=torch.int32), torch.tensor(list(map(_sizes, own)), dtype=torch.int32)
+    sizes = sizes.view(slots, sites, 3)
     scalings = torch.tensor(scalings_, dtype=torch.float32)
     addresses, sums = (torch.tensor(both, dtype=torch.int64).T.contiguous() for both in ((a, b), (sum_a, sum_b)))
-    starts = sizes.cumsum(0, dtype=torch.int32) - sizes
-    columns = [column.view(torch.int32).view(-1) for column in (addresses, sums, sizes, scalings, starts)]
+    starts = (sizes.cumsum(0, dtype=torch.int32) - sizes)[..., 1:].contiguous()
+    columns = [column.view(torch.int32).view(-1) for column in (addresses, sums, shapes, scalings, starts)]
     padded = [pad(column, (0, -len(column) % VECTOR)) for column in columns]  # each begins at a whole vector
     moved = torch.split(_to_device(torch.cat(padded), device), [len(column) for column in padded])
     at = [column[: len(before)] for column, before in zip(moved, columns, strict=True)]
@@ -103,9 +109,10 @@ def site_table(pairs: Sequence[Sequence[LoraPair | None]], device: torch.device)
         at[0].view(torch.int64).view(slots, sites, 2),
         at[2].view(slots, sites),
         at[3].view(torch.float32).view(slots, sites),
-        at[4].view(slots, sites),
+        at[4].view(slots, sites, 2),
         at[1].view(torch.int64).view(slots, sites, 2),
         sizes,
+        blocked=any(pair.blocks > 1 for pair in kept),
     )
     return table, kept
 
@@ -118,15 +125,29 @@ def _to_device(host: Tensor, device: torch.device) -> Tensor:
 def kernel_layout(pair: LoraPair) -> LoraPair:
     """The pair in the layout that kernels read: the pair itself, or a copy where a tensor is not contiguous and aligned.
 
-    b_OR's rows are padded with zeros to whole vectors of 8, so an odd rank is a copy too, of (O, R rounded up).
+    b_OR's rows are padded with zeros to whole vectors of 8, so an odd rank is a copy too, of (O, R rounded up). So are the
+    rows of a block-diagonal matrix whose blocks' width is odd (`_whole_vectors`).
     """
     if pair.entry is not None:
         return pair
-    if pair.blocks > 1:
-        assert not pair.a_RD.requires_grad and pair.main_grads is None, "expected no training of block-diagonal pairs"
-        return kernel_layout(pair.dense())
-    b_OR = pad(pair.b_OR.detach(), (0, -pair.rank % VECTOR)) if pair.rank % VECTOR else pair.b_OR
-    return replace(pair, a_RD=_aligned(pair.a_RD), b_OR=_aligned(b_OR))
+    a_RD = _whole_vectors(pair.a_RD, pair.a_blocks) if pair.a_blocks > 1 else pair.a_RD
+    b_OR = _whole_vectors(pair.b_OR, pair.b_blocks)
+    return replace(pair, a_RD=_aligned(a_RD), b_OR=_aligned(b_OR))
+
+
+def _whole_vectors(packed: Tensor, blocks: int) -> Tensor:
+    """A packed matrix whose rows begin and end at whole vectors of 8 of the dense matrix, zeros outside of the blocks.
+
+    Rows of all blocks have one length (`loads.row_length`).
+    """
+    width = packed.shape[1]
+    if not width % VECTOR:
+        return packed
+    length = width if blocks == 1 else width + VECTOR - 1
+    length += -length % VECTOR
+    ahead = [block * width % VECTOR for block in range(blocks)]
+    parts = zip(packed.detach().chunk(blocks), ahead, strict=True)
+    return torch.cat([pad(own, (before, length - width - before)) for own, before in parts])
 
 
 def table_entries(pairs: Sequence[LoraPair | None]) -> tuple[list[TableEntry], list[LoraPair]]:
@@ -145,3 +166,8 @@ def _entry(pair: LoraPair | None) -> TableEntry:
         return NO_ENTRY
     assert pair.entry is not None, "expected a pair in the kernels' layout"
     return pair.entry
+
+
+def _sizes(pair: LoraPair | None) -> tuple[int, int, int]:
+    """`SiteTable.sizes` of a pair."""
+    return (0, 0, 0) if pair is None else (pair.rank, pair.rank // pair.a_blocks, pair.rank // pair.b_blocks)

@@ -6,8 +6,9 @@
               dB_site[o, r] = scaling Σ_t dy[t, o] h[site, t, r]
 
 Sums are kept in fp32. Where an adapter's tokens are divided among programs, each writes its own fp32 part, so that
-the result does not depend on their order. Shapes as in `prefill_kernel`; spans: (A, 4) int32; starts: (slots, G)
-int32, the rows of dA (and columns of dB) that lie ahead of a slot's own.
+the result does not depend on their order. Gradients are packed as the matrices are: of a block-diagonal one there are the
+blocks only. Shapes as in `prefill_kernel`; spans: (A, 4) int32; starts: (slots, G, 2) int32, what lies ahead of a slot's own
+dA, in entries for each of x's columns, and of its dB, in entries for each output.
 """
 
 # mypy: disable-error-code="no-untyped-def, misc, no-untyped-call, untyped-decorator"
@@ -18,8 +19,17 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from coserve.kernels.lora.segmented.loads import load_b, padded, weights
-from coserve.kernels.lora.segmented.prefill_kernel import finish, rank_at
+from coserve.kernels.lora.segmented.loads import (
+    a_block,
+    a_blocks,
+    b_block,
+    b_blocks,
+    load_b,
+    padded,
+    rank_of,
+    weights,
+)
+from coserve.kernels.lora.segmented.prefill_kernel import finish, shape_at
 
 
 @triton.jit(do_not_specialize=["row"], do_not_specialize_on_alignment=["ranks_ptr", "scalings_ptr"])
@@ -42,6 +52,7 @@ def shrink_b(
     BLOCK_T: tl.constexpr,
     BLOCK_R: tl.constexpr,
     BLOCK_K: tl.constexpr,
+    BLOCKED: tl.constexpr,
     PDL: tl.constexpr,
 ):
     if PDL:
@@ -52,12 +63,29 @@ def shrink_b(
     start = tl.load(tile_ptr)
     rows = tl.load(tile_ptr + 1)
     slot = tl.load(tile_ptr + 2)
-    rank = rank_at(ranks_ptr, slot, row, 0)
+    shape = shape_at(ranks_ptr, slot, row, 0)
+    rank = rank_of(shape)
     if PDL:
         tl.extra.cuda.gdc_wait()
     if first >= rank:
         return
     b_ptr = weights(addresses_ptr, slot * row, 1, dy_ptr)
+    if BLOCKED and b_blocks(shape) > 1:
+        scaling = tl.load(scalings_ptr + slot * row)
+        ptrs = (dy_ptr, parts_ptr + split * split_stride, b_ptr)
+        sizes = (O, dy_stride, R, split * steps * BLOCK_K, steps, start, rows, shape, scaling)
+        end_rank = tl.minimum(first + BLOCK_R, rank)
+        if BLOCK_R > 16 and rank // b_blocks(shape) > 16:
+            _shrink_b_ranks(ptrs, sizes, first, BLOCK_T, BLOCK_R, BLOCK_K)
+        else:
+            for some in range(first, end_rank, 16):
+                _shrink_b_ranks(ptrs, sizes, some, BLOCK_T, 16, BLOCK_K)
+        if SPLIT:
+            finish(
+                parts_ptr, g_ptr, counters_ptr + start, tl.num_programs(1) * tl.cdiv(rank, BLOCK_R), start, rows, rank, 0,
+                split_stride, tl.num_programs(1), R, 1, BLOCK_T, BLOCK_R,
+            )  # fmt: skip
+        return
     t = tl.arange(0, BLOCK_T)
     r = first + tl.arange(0, BLOCK_R)
     keep = (t < rows)[:, None]
@@ -81,6 +109,36 @@ def shrink_b(
         )  # fmt: skip
 
 
+@triton.jit
+def _shrink_b_ranks(ptrs, sizes, first, BLOCK_T: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_K: tl.constexpr):
+    """g of the ranks [first, first + BLOCK_R) of a block-diagonal B: of the program's outputs, only what those ranks have."""
+    dy_ptr, parts_ptr, b_ptr = ptrs
+    O, dy_stride, R, begin, steps, start, rows, shape, scaling = sizes
+    rank = rank_of(shape)
+    ranks = rank // b_blocks(shape)
+    t = tl.arange(0, BLOCK_T)
+    r = first + tl.arange(0, BLOCK_R)
+    keep = (t < rows)[:, None]
+    dy_at = dy_ptr + (start + t)[:, None].to(tl.int64) * dy_stride
+    end = begin + steps * BLOCK_K
+    acc = tl.zeros([BLOCK_T, BLOCK_R], dtype=tl.float32)
+    for block in range(first // ranks, (tl.minimum(first + BLOCK_R, rank) - 1) // ranks + 1):
+        low, length = b_block(shape, block)
+        first_row = block * (O // b_blocks(shape))
+        end_row = first_row + O // b_blocks(shape)
+        first_o = begin + tl.maximum(first_row - begin, 0) // BLOCK_K * BLOCK_K
+        for at in range(first_o, tl.minimum(end, end_row), BLOCK_K):
+            o = at + tl.arange(0, BLOCK_K)
+            dy = tl.load(dy_at + o[None, :], mask=keep & (o < O)[None, :], other=0.0)
+            real = (
+                (o >= first_row)[:, None] & (o < end_row)[:, None] & (r >= low)[None, :] & (r < low + length)[None, :]
+            )
+            b = tl.load(b_ptr - low + o[:, None] * length + r[None, :], mask=real, other=0.0)
+            acc = tl.dot(dy, b, acc, input_precision="ieee")
+    g_at = parts_ptr + (start + t)[:, None] * R + r[None, :]
+    tl.store(g_at, (acc * scaling).to(parts_ptr.dtype.element_ty), mask=keep & (r < padded(rank))[None, :])
+
+
 @triton.jit(do_not_specialize=["row"], do_not_specialize_on_alignment=["ranks_ptr"])
 def expand_a(
     dx_ptr,
@@ -97,6 +155,7 @@ def expand_a(
     BLOCK_T: tl.constexpr,
     BLOCK_R: tl.constexpr,
     BLOCK_D: tl.constexpr,
+    BLOCKED: tl.constexpr,
     PDL: tl.constexpr,
 ):
     if PDL:
@@ -105,21 +164,38 @@ def expand_a(
     start = tl.load(tile_ptr)
     rows = tl.load(tile_ptr + 1)
     slot = tl.load(tile_ptr + 2)
-    t = tl.arange(0, BLOCK_T)
-    d = tl.program_id(0) * BLOCK_D + tl.arange(0, BLOCK_D)
-    keep = (t < rows)[:, None]
-    acc = tl.zeros([BLOCK_T, BLOCK_D], dtype=tl.float32)
+    shape0 = shape_at(ranks_ptr, slot, row, 0)
+    shape1 = shape_at(ranks_ptr, slot, row, 1) if SITES > 1 else 0
+    shape2 = shape_at(ranks_ptr, slot, row, 2) if SITES > 2 else 0
     if PDL:
         tl.extra.cuda.gdc_wait()
+    t = tl.arange(0, BLOCK_T)
+    first_d = tl.program_id(0) * BLOCK_D
+    d = first_d + tl.arange(0, BLOCK_D)
+    keep = (t < rows)[:, None]
+    acc = tl.zeros([BLOCK_T, BLOCK_D], dtype=tl.float32)
     for site in tl.static_range(SITES):
-        rank = rank_at(ranks_ptr, slot, row, site)
+        shape = shape0 if site == 0 else (shape1 if site == 1 else shape2)
+        rank = rank_of(shape)
         a_ptr = weights(addresses_ptr, tl.maximum(slot, 0) * row + site, 0, dx_ptr)
         g_at = g_ptr + (site * T + start + t)[:, None] * R
-        for first in range(0, rank, BLOCK_R):
-            r = first + tl.arange(0, BLOCK_R)
-            g = tl.load(g_at + r[None, :], mask=keep & (r < padded(rank))[None, :], other=0.0)
-            a = tl.load(a_ptr + r[:, None] * D + d[None, :], mask=(r < rank)[:, None] & (d < D)[None, :], other=0.0)
-            acc = tl.dot(g, a, acc, input_precision="ieee")
+        if BLOCKED:
+            width = D // a_blocks(shape)
+            for block in range(first_d // width, (tl.minimum(first_d + BLOCK_D, D) - 1) // width + 1):
+                low, length, first_rank, end_rank = a_block(shape, block, D)
+                inside = ((d >= low) & (d < low + length) & (d < D))[None, :]
+                for first in range(first_rank // 16 * 16, end_rank, BLOCK_R):
+                    r = first + tl.arange(0, BLOCK_R)
+                    g = tl.load(g_at + r[None, :], mask=keep & (r < padded(rank))[None, :], other=0.0)
+                    real = ((r >= first_rank) & (r < end_rank))[:, None]
+                    a = tl.load(a_ptr - low + r[:, None] * length + d[None, :], mask=real & inside, other=0.0)
+                    acc = tl.dot(g, a, acc, input_precision="ieee")
+        else:
+            for first in range(0, rank, BLOCK_R):
+                r = first + tl.arange(0, BLOCK_R)
+                g = tl.load(g_at + r[None, :], mask=keep & (r < padded(rank))[None, :], other=0.0)
+                a = tl.load(a_ptr + r[:, None] * D + d[None, :], mask=(r < rank)[:, None] & (d < D)[None, :], other=0.0)
+                acc = tl.dot(g, a, acc, input_precision="ieee")
     dx_at = dx_ptr + (start + t)[:, None].to(tl.int64) * dx_stride + d[None, :]
     tl.store(dx_at, acc.to(dx_ptr.dtype.element_ty), mask=keep & (d < D)[None, :])
 
@@ -152,6 +228,7 @@ def outer(
     BLOCK_T: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_R: tl.constexpr,
+    BLOCKED: tl.constexpr,
     PDL: tl.constexpr,
 ):
     if PDL:
@@ -162,12 +239,23 @@ def outer(
     first_tile = tl.load(span_ptr)
     tiles = tl.load(span_ptr + 1)
     entry = tl.load(span_ptr + 2) * row
-    rank0 = tl.load(ranks_ptr + entry)
-    rank1 = tl.load(ranks_ptr + entry + 1) if SITES > 1 else 0
-    rank2 = tl.load(ranks_ptr + entry + 2) if SITES > 2 else 0
+    shape0 = tl.load(ranks_ptr + entry)
+    shape1 = tl.load(ranks_ptr + entry + 1) if SITES > 1 else 0
+    shape2 = tl.load(ranks_ptr + entry + 2) if SITES > 2 else 0
+    rank0 = rank_of(shape0)
+    rank1 = rank_of(shape1) if SITES > 1 else 0
+    rank2 = rank_of(shape2) if SITES > 2 else 0
+    idle = first >= tl.maximum(rank0, tl.maximum(rank1, rank2))
+    if BLOCKED:
+        some = _overlap(shape0, first, N, OF_B, BLOCK_N, BLOCK_R)
+        if SITES > 1:
+            some = some | _overlap(shape1, first, N, OF_B, BLOCK_N, BLOCK_R)
+        if SITES > 2:
+            some = some | _overlap(shape2, first, N, OF_B, BLOCK_N, BLOCK_R)
+        idle = idle | (not some)
     if PDL:
         tl.extra.cuda.gdc_wait()
-    if first >= tl.maximum(rank0, tl.maximum(rank1, rank2)):
+    if idle:
         return
     t = tl.arange(0, BLOCK_T)
     n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -192,36 +280,82 @@ def outer(
     if OF_B:
         acc0 *= tl.load(scalings_ptr + entry)
     if ADD:
-        _add(weights(sums_ptr, entry, 1 if OF_B else 0, scalings_ptr), acc0, n, r, N, rank0, OF_B)
+        _add(weights(sums_ptr, entry, 1 if OF_B else 0, scalings_ptr), acc0, n, r, N, shape0, OF_B, BLOCKED)
         if SITES > 1:
-            _add(weights(sums_ptr, entry + 1, 1 if OF_B else 0, scalings_ptr), acc1, n, r, N, rank1, OF_B)
+            _add(weights(sums_ptr, entry + 1, 1 if OF_B else 0, scalings_ptr), acc1, n, r, N, shape1, OF_B, BLOCKED)
         if SITES > 2:
-            _add(weights(sums_ptr, entry + 2, 1 if OF_B else 0, scalings_ptr), acc2, n, r, N, rank2, OF_B)
+            _add(weights(sums_ptr, entry + 2, 1 if OF_B else 0, scalings_ptr), acc2, n, r, N, shape2, OF_B, BLOCKED)
     else:
-        _store(out0_ptr + part.to(tl.int64) * part0_stride, acc0, starts_ptr + entry, n, r, N, rank0, OF_B)
+        _store(out0_ptr + part.to(tl.int64) * part0_stride, acc0, starts_ptr, entry, n, r, N, shape0, OF_B, BLOCKED)
         if SITES > 1:
-            _store(out1_ptr + part.to(tl.int64) * part1_stride, acc1, starts_ptr + entry + 1, n, r, N, rank1, OF_B)
+            _store(
+                out1_ptr + part.to(tl.int64) * part1_stride, acc1, starts_ptr, entry + 1, n, r, N, shape1, OF_B, BLOCKED
+            )
         if SITES > 2:
-            _store(out2_ptr + part.to(tl.int64) * part2_stride, acc2, starts_ptr + entry + 2, n, r, N, rank2, OF_B)
+            _store(
+                out2_ptr + part.to(tl.int64) * part2_stride, acc2, starts_ptr, entry + 2, n, r, N, shape2, OF_B, BLOCKED
+            )
 
 
 @triton.jit
-def _store(out_ptr, acc, start_ptr, n, r, N, rank, OF_B: tl.constexpr):
-    """Adapters one after another: dA as (R, N) each, dB as (N, R) each; both begin `start * N` entries in."""
-    own_ptr = out_ptr + tl.load(start_ptr).to(tl.int64) * N
-    mask = (n < N)[:, None] & (r < rank)[None, :]
+def _blocks(shape, OF_B: tl.constexpr):
+    return b_blocks(shape) if OF_B else a_blocks(shape)
+
+
+@triton.jit
+def _overlap(shape, first, N, OF_B: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_R: tl.constexpr):
+    """Whether blocks of the ranks [first, first + BLOCK_R) have some of the program's columns."""
+    blocks = _blocks(shape, OF_B)
+    width, ranks = N // blocks, rank_of(shape) // blocks
+    first_n = tl.program_id(0) * BLOCK_N
+    begin = first_n // width * ranks
+    end = ((tl.minimum(first_n + BLOCK_N, N) - 1) // width + 1) * ranks
+    return (begin < first + BLOCK_R) & (end > first)
+
+
+@triton.jit
+def _places(n, r, N, shape, OF_B: tl.constexpr):
+    """Where entries (n, r) of a packed block-diagonal dA or dB lie, and which of them there are."""
+    blocks = _blocks(shape, OF_B)
+    width = N // blocks
+    ranks = rank_of(shape) // blocks
+    block_of_n, block_of_r = n // width, r // ranks
+    mask = (n < N)[:, None] & (r < rank_of(shape))[None, :] & (block_of_n[:, None] == block_of_r[None, :])
     if OF_B:
-        tl.store(own_ptr + n[:, None] * rank + r[None, :], acc.to(out_ptr.dtype.element_ty), mask=mask)
+        at = (n * ranks - block_of_n * ranks)[:, None] + r[None, :]
     else:
-        tl.store(own_ptr + r[None, :] * N + n[:, None], acc.to(out_ptr.dtype.element_ty), mask=mask)
+        at = (r * width - block_of_r * width)[None, :] + n[:, None]
+    return at, mask
 
 
 @triton.jit
-def _add(sums_ptr, acc, n, r, N, rank, OF_B: tl.constexpr):
+def _store(out_ptr, acc, starts_ptr, entry, n, r, N, shape, OF_B: tl.constexpr, BLOCKED: tl.constexpr):
+    """Adapters one after another: dA as (R, N) each, dB as (N, R) each; both begin `start * N` entries in."""
+    start = tl.load(starts_ptr + entry * 2 + (1 if OF_B else 0))
+    own_ptr = out_ptr + start.to(tl.int64) * N
+    rank = rank_of(shape)
+    if BLOCKED and _blocks(shape, OF_B) > 1:
+        at, mask = _places(n, r, N, shape, OF_B)
+        tl.store(own_ptr + at, acc.to(out_ptr.dtype.element_ty), mask=mask)
+    else:
+        mask = (n < N)[:, None] & (r < rank)[None, :]
+        if OF_B:
+            tl.store(own_ptr + n[:, None] * rank + r[None, :], acc.to(out_ptr.dtype.element_ty), mask=mask)
+        else:
+            tl.store(own_ptr + r[None, :] * N + n[:, None], acc.to(out_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _add(sums_ptr, acc, n, r, N, shape, OF_B: tl.constexpr, BLOCKED: tl.constexpr):
     """Adds dA (R, N) or dB (N, R) of one adapter to its sums in fp32. No other program has these entries."""
-    mask = (n < N)[:, None] & (r < rank)[None, :]
-    at = sums_ptr + (n[:, None] * rank + r[None, :] if OF_B else r[None, :] * N + n[:, None])
-    tl.store(at, tl.load(at, mask=mask, other=0.0) + acc, mask=mask)
+    rank = rank_of(shape)
+    if BLOCKED and _blocks(shape, OF_B) > 1:
+        places, real = _places(n, r, N, shape, OF_B)
+        tl.store(sums_ptr + places, tl.load(sums_ptr + places, mask=real, other=0.0) + acc, mask=real)
+    else:
+        mask = (n < N)[:, None] & (r < rank)[None, :]
+        at = sums_ptr + (n[:, None] * rank + r[None, :] if OF_B else r[None, :] * N + n[:, None])
+        tl.store(at, tl.load(at, mask=mask, other=0.0) + acc, mask=mask)
 
 
 @triton.jit(do_not_specialize=["row"], do_not_specialize_on_alignment=["ranks_ptr", "scalings_ptr", "starts_ptr"])
@@ -233,11 +367,11 @@ def fold(
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
     entry = tl.load(spans_ptr + tl.program_id(1) * 4 + 2) * row
-    rank = tl.load(ranks_ptr + entry)
-    start = tl.load(starts_ptr + entry)
+    shape = tl.load(ranks_ptr + entry)
+    start = tl.load(starts_ptr + entry * 2 + (1 if OF_B else 0))
     sums = weights(sums_ptr, entry, 1 if OF_B else 0, scalings_ptr)
     i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    mask = i < rank * N
+    mask = i < rank_of(shape) // _blocks(shape, OF_B) * N
     own = parts_ptr + start.to(tl.int64) * N + i
     if PDL:
         tl.extra.cuda.gdc_wait()

@@ -10,8 +10,11 @@ each warp has a part of k of its own, and the parts meet at the end.
 A kernel may start while the one ahead still runs (programmatic dependent launch): it reads tables and its first
 weights, which do not depend on that kernel, into registers, and then waits (`loads.waits`).
 
+Of a block-diagonal matrix only the blocks are stored and read: a tile takes those that its ranks or outputs are of, mostly
+one. `BLOCKED`: the table may hold such pairs. Dense ones have a path of their own in the same kernel.
+
 x: (T, D); y: (T, O); h: (splits, G, T, R) fp32; items, tiles: (N, 4) int32; addresses: (slots, G, 2) int64;
-ranks: (slots, G) int32; scalings: (slots, G) fp32; `row` is the distance in entries from one slot to the next.
+ranks: (slots, G) int32, `TableEntry.shape`; scalings: (slots, G) fp32; `row` is the distance in entries from one slot to the next.
 """
 
 # mypy: disable-error-code="no-untyped-def, misc, no-untyped-call, untyped-decorator"
@@ -22,14 +25,27 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from coserve.kernels.lora.segmented.loads import held, load_b, output, padded, waits, weights
+from coserve.kernels.lora.segmented.loads import (
+    a_blocks,
+    a_rows,
+    b_blocks,
+    b_rows,
+    held,
+    load_b_rows,
+    output,
+    padded,
+    rank_of,
+    waits,
+    weights,
+    within,
+)
 
 
 @triton.jit(do_not_specialize=["row"], do_not_specialize_on_alignment=["ranks_ptr"])
 def shrink(
     x_ptr, h_ptr, items_ptr, addresses_ptr, ranks_ptr, D, x_stride, row, T, R,
     BLOCK_T: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_K: tl.constexpr, STEPS: tl.constexpr,
-    PARTS: tl.constexpr, STAGES: tl.constexpr, OVERLAPPED: tl.constexpr, PDL: tl.constexpr,
+    PARTS: tl.constexpr, STAGES: tl.constexpr, OVERLAPPED: tl.constexpr, BLOCKED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Grid (items, splits, sites).
 
@@ -45,7 +61,8 @@ def shrink(
     rows = tl.load(item_ptr + 1)
     entry = tl.load(item_ptr + 2) * row + site
     first = tl.load(item_ptr + 3) * BLOCK_R
-    rank = tl.load(ranks_ptr + entry)
+    shape = tl.load(ranks_ptr + entry)
+    rank = rank_of(shape)
     a_ptr = weights(addresses_ptr, entry, 0, x_ptr)  # asked for before the branch: one latency, not two
     if (rows == 0) | (first >= rank):
         if PDL and waits(True):
@@ -56,19 +73,26 @@ def shrink(
     width: tl.constexpr = BLOCK_K // PARTS
     part = tl.arange(0, PARTS)[:, None, None] * width + tl.arange(0, width)[None, None, :]
     k = split * STEPS * BLOCK_K + part
-    a_at = a_ptr + r[None, :, None] * D + k
     x_at = x_ptr + (start + t)[None, :, None] * x_stride + k
     a_real, x_real = (r < rank)[None, :, None], (t < rows)[None, :, None]
+    length = D
+    own = tl.zeros([BLOCK_R], dtype=tl.int32)
+    if BLOCKED and a_blocks(shape) > 1:
+        length, own = a_rows(shape, r, D)
+    a_at = a_ptr + (r * length - own)[None, :, None] + k
+    own = own[None, :, None]
     acc = tl.zeros([PARTS, BLOCK_R, BLOCK_T], dtype=tl.float32)
     if OVERLAPPED:  # a loop, so that all its loads are under way at once, on their way to shared memory
         for step in tl.range(0, STEPS, num_stages=STAGES):
-            a = tl.load(a_at + step * BLOCK_K, mask=a_real & (k + step * BLOCK_K < D), other=0.0)
+            a_mask = a_real & within(k + step * BLOCK_K, own, length, BLOCKED)
+            a = tl.load(a_at + step * BLOCK_K, mask=a_mask, other=0.0)
             x_mask = x_real & (k + step * BLOCK_K < D)
             x = tl.load(x_at + step * BLOCK_K, mask=x_mask, other=0.0, cache_modifier=".cg")
             acc = tl.dot(a, tl.permute(x, (0, 2, 1)), acc, input_precision="ieee")
     else:  # the first A is in registers before the wait
         for step in tl.static_range(STEPS):
-            a = tl.load(a_at + step * BLOCK_K, mask=a_real & (k + step * BLOCK_K < D), other=0.0)
+            a_mask = a_real & within(k + step * BLOCK_K, own, length, BLOCKED)
+            a = tl.load(a_at + step * BLOCK_K, mask=a_mask, other=0.0)
             if PDL and step == 0:
                 tl.extra.cuda.gdc_wait()
                 a = held(a)
@@ -96,7 +120,7 @@ def expand(
     O0, O1, O2, y0_stride, y1_stride, y2_stride, row, T, R,
     SITES: tl.constexpr, SPLITS: tl.constexpr, ALIGNED: tl.constexpr,
     BLOCK_T: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_O: tl.constexpr, SINGLE: tl.constexpr,
-    PDL: tl.constexpr,
+    BLOCKED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Grid (output blocks of all sites, tiles)."""
     if PDL:
@@ -108,7 +132,8 @@ def expand(
     start = tl.load(tile_ptr)
     rows = tl.load(tile_ptr + 1)
     entry = tl.load(tile_ptr + 2) * row + site
-    rank = tl.load(ranks_ptr + entry)
+    shape = tl.load(ranks_ptr + entry)
+    rank = rank_of(shape)
     scaling = tl.load(scalings_ptr + entry)
     b_ptr = weights(addresses_ptr, entry, 1, y0_ptr)
     if (rows == 0) | (rank == 0):
@@ -118,19 +143,26 @@ def expand(
     t = tl.arange(0, BLOCK_T)
     o = block * BLOCK_O + tl.arange(0, BLOCK_O)
     r = tl.arange(0, BLOCK_R)
-    b = load_b(b_ptr, o, r, O, rank)
-    if not SINGLE:
-        b_next = load_b(b_ptr, o, BLOCK_R + r, O, rank)
-    if PDL:
-        tl.extra.cuda.gdc_wait()
     y_at = y_ptr + (start + t)[None, :] * y_stride + o[:, None]
     y_mask = (t < rows)[None, :] & (o < O)[:, None]
-    y = tl.load(y_at, mask=y_mask, other=0.0)
     keep, stride = t < rows, SITES * T * R
     h_at = h_ptr + (site * T + start + t)[:, None] * R
-    h = _h(h_at, stride, r, rank, keep, SPLITS)
+    length = (rank + 7) // 8 * 8
+    own = tl.zeros([BLOCK_O], dtype=tl.int32)
+    begin = 0
+    end = rank
+    if BLOCKED and b_blocks(shape) > 1:
+        length, own, begin, end = b_rows(shape, o, block * BLOCK_O, BLOCK_O, O)
+    r = begin + tl.arange(0, BLOCK_R)
+    b = load_b_rows(b_ptr, o, r, O, own, length, BLOCKED)
     if not SINGLE:
-        h_next = _h(h_at, stride, BLOCK_R + r, rank, keep, SPLITS)
+        b_next = load_b_rows(b_ptr, o, BLOCK_R + r, O, own, length, BLOCKED)
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+    y = tl.load(y_at, mask=y_mask, other=0.0)
+    h = _h(h_at, stride, r, end, keep, SPLITS)
+    if not SINGLE:
+        h_next = _h(h_at, stride, BLOCK_R + r, end, keep, SPLITS)
     if PDL:  # all of it under way at once: one latency
         h = held(h)
         if not SINGLE:
@@ -139,11 +171,11 @@ def expand(
     acc = tl.zeros([BLOCK_O, BLOCK_T], dtype=tl.float32)
     acc = tl.dot(b, tl.trans(h.to(b.dtype)), acc, input_precision="ieee")
     if not SINGLE:
-        if rank > BLOCK_R:
+        if end - begin > BLOCK_R:
             acc = tl.dot(b_next, tl.trans(h_next.to(b.dtype)), acc, input_precision="ieee")
-        for first in range(2 * BLOCK_R, rank, BLOCK_R):
-            b_more = load_b(b_ptr, o, first + r, O, rank)
-            h_more = _h(h_at, stride, first + r, rank, keep, SPLITS)
+        for first in range(2 * BLOCK_R, end - begin, BLOCK_R):
+            b_more = load_b_rows(b_ptr, o, first + r, O, own, length, BLOCKED)
+            h_more = _h(h_at, stride, first + r, end, keep, SPLITS)
             if PDL:
                 h_more = held(h_more)
             acc = tl.dot(b_more, tl.trans(h_more.to(b.dtype)), acc, input_precision="ieee")

@@ -32,9 +32,9 @@ def gradients(
     if not weights_need:
         return dx_TD, [None] * len(tensors)
     where, into_sums = (plan, group.table), group.anchor is not None
-    flat = launch_backward.outer(x_TD, g_GTR, group.totals, *where, into_sums=into_sums)
+    flat = launch_backward.outer(x_TD, g_GTR, group.a_totals, *where, into_sums=into_sums)
     for site, dy in enumerate(dys):
-        h_1TR, total = h_GTR[site : site + 1], [group.totals[site]]
+        h_1TR, total = h_GTR[site : site + 1], [group.b_totals[site]]
         flat += launch_backward.outer(dy, h_1TR, total, *where, of_b=site, into_sums=into_sums)
     return dx_TD, [*_cut_flat(flat, [tensor.shape for tensor in tensors])]
 

@@ -60,6 +60,7 @@ def shrink_b(dys: Sequence[Tensor], plan: TilePlan, table: SiteTable, blocks: Pr
             BLOCK_T=rows,
             BLOCK_R=block_r,
             BLOCK_K=k,
+            BLOCKED=table.blocked,
             **options(blocks.pdl and device_info(g.device).early_launch, blocks.back_warps, blocks.back_stages),
         )
     return g
@@ -80,6 +81,7 @@ def expand_a(g: Tensor, inputs: int, plan: TilePlan, table: SiteTable, blocks: P
         BLOCK_T=rows,
         BLOCK_R=rank_block(R),
         BLOCK_D=block_d,
+        BLOCKED=table.blocked,
         **options(blocks.pdl and device_info(g.device).early_launch, blocks.d_warps, 1),
     )
     return dx
@@ -98,7 +100,7 @@ def outer(
 ) -> list[Tensor]:
     """Gradients of weights, adapters one after another: dA of every site (u = x, `v_GTR` = g), or dB of one site.
 
-    `of_b`: that site's index (u = its dy, `v_GTR` its h); None: dA. `totals` are the sites' ranks summed over slots; each
+    `of_b`: that site's index (u = its dy, `v_GTR` its h); None: dA. `totals` are `GroupTable.a_totals` or one of `b_totals`; each
     result is flat, `totals * N` long. With `into_sums` there is none: it is added to the pairs' `MainGrads`.
     """
     blocks = blocks or PREFILL_BLOCKS
@@ -128,6 +130,7 @@ def outer(
         BLOCK_T=rows,
         BLOCK_N=block_n,
         BLOCK_R=block_r,
+        BLOCKED=table.blocked,
         **options(blocks.pdl and device_info(v_GTR.device).early_launch, warps, blocks.outer_stages),
     )
     if not into_sums:

@@ -53,10 +53,10 @@ def decode(
     where, row, pdl = (table.addresses, ranks), ranks.stride(0), blocks.pdl and device_info(x_TD.device).early_launch
     DECODE_SHRINK(
         (items.shape[0], splits, sites), (x_TD, h, items, *where), (inputs, x_TD.stride(0), row, tokens, R),
-        BLOCK_T=rows, BLOCK_R=RANK_BLOCK, **shrink_steps(blocks, overlapped=overlapped),
+        BLOCK_T=rows, BLOCK_R=RANK_BLOCK, **shrink_steps(blocks, overlapped=overlapped), BLOCKED=table.blocked,
         **options(pdl, blocks.overlapped_warps if overlapped else blocks.shrink_warps, 1),
     )  # fmt: skip
     DECODE_EXPAND(
         (output_blocks, tiles.shape[0], 1), (*three, h, tiles, *where, table.scalings), (*widths, *strides, row, tokens, R), **sums,
-        BLOCK_T=rows, BLOCK_R=block_r, BLOCK_O=blocks.o, SINGLE=block_r >= R, **options(pdl, blocks.expand_warps, 1),
+        BLOCK_T=rows, BLOCK_R=block_r, BLOCK_O=blocks.o, SINGLE=block_r >= R, BLOCKED=table.blocked, **options(pdl, blocks.expand_warps, 1),
     )  # fmt: skip

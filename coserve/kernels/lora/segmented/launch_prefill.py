@@ -96,7 +96,7 @@ def prefill_shrink(
     PREFILL_SHRINK(
         (tiles.shape[0], splits, cdiv(R, block_r)), (x_TD, h, parts, plan.tiles.counters, tiles, table.addresses, ranks),
         (inputs, x_TD.stride(0), ranks.stride(0), tokens, R, steps), SITES=sites, SPLIT=finish and splits > 1, BLOCK_T=rows, BLOCK_R=block_r,
-        BLOCK_K=k, **options(pdl, warps, min(stages, device_info(x_TD.device).shared_bytes // stage)),
+        BLOCK_K=k, BLOCKED=table.blocked, **options(pdl, warps, min(stages, device_info(x_TD.device).shared_bytes // stage)),
     )  # fmt: skip
     return h
 
@@ -144,5 +144,5 @@ def prefill_expand(
         (*three, *fresh, h, h if kept is None else kept, tiles, table.addresses, ranks, table.scalings),
         (*(y.shape[1] for y in three), *(y.stride(0) for y in (*three, *fresh)), ranks.stride(0), tokens, R), SITES=sites, ALIGNED=rows_aligned([*ys, *outs]),
         PARTS=h.shape[0] if h.dim() == 4 else 1, KEEP=kept is not None, BLOCK_T=rows, BLOCK_R=block_r,
-        BLOCK_O=block_o, BLOCKS=run, STAGES=stages, **options(blocks.pdl and device_info(h.device).early_launch, warps, 1),
+        BLOCK_O=block_o, BLOCKS=run, STAGES=stages, BLOCKED=table.blocked, **options(blocks.pdl and device_info(h.device).early_launch, warps, 1),
     )  # fmt: skip

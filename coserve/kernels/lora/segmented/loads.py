@@ -42,6 +42,79 @@ def load_b(b_ptr, o, r, O, rank):
 
 
 @triton.jit
+def rank_of(shape):
+    """The rank in an entry of the table's ranks (`types.TableEntry.shape`)."""
+    return shape & 0xFFFF
+
+
+@triton.jit
+def a_blocks(shape):
+    return ((shape >> 16) & 0xFF) + 1
+
+
+@triton.jit
+def b_blocks(shape):
+    return (shape >> 24) + 1
+
+
+@triton.jit
+def row_length(width):
+    """Entries from one row of a packed block-diagonal matrix to the next, its blocks `width` wide (`adapter_table`)."""
+    return (width + tl.where(width % 8 == 0, 0, 14)) // 8 * 8
+
+
+@triton.jit
+def a_block(shape, block, D):
+    """(first column of x, from a whole vector on, length of a row, first rank, end of the ranks) of a block of A."""
+    blocks = a_blocks(shape)
+    ranks = rank_of(shape) // blocks
+    length = tl.where(blocks == 1, D, row_length(D // blocks))
+    return block * (D // blocks) // 8 * 8, length, block * ranks, (block + 1) * ranks
+
+
+@triton.jit
+def b_block(shape, block):
+    """(first rank, from a whole vector on, length of a row) of a block of B."""
+    blocks = b_blocks(shape)
+    ranks = rank_of(shape) // blocks
+    length = tl.where(blocks == 1, (ranks + 7) // 8 * 8, row_length(ranks)) // 8 * 8
+    return block * ranks // 8 * 8, length
+
+
+@triton.jit
+def within(i, own, length, BLOCKED: tl.constexpr):
+    """Whether i is one of a row's entries, which are `length`, with `BLOCKED` from `own` on. One comparison either way."""
+    return (i - own).to(tl.uint32) < tl.cast(length, tl.uint32) if BLOCKED else i < length
+
+
+@triton.jit
+def a_rows(shape, r, D):
+    """(length of a row of A, the first column of x that row r has)."""
+    blocks = a_blocks(shape)
+    length = tl.where(blocks == 1, D, row_length(D // blocks))
+    return length, r // (rank_of(shape) // blocks) * (D // blocks) // 8 * 8
+
+
+@triton.jit
+def b_rows(shape, o, first, BLOCK: tl.constexpr, O):
+    """(length of a row of B, the first rank that row o has, [begin, end) of what the rows [first, first + BLOCK) have)."""
+    blocks = b_blocks(shape)
+    ranks = rank_of(shape) // blocks
+    each = O // blocks
+    length = row_length(ranks)
+    begin = first // each * ranks // 8 * 8
+    last = (tl.minimum(first + BLOCK, O) - 1) // each * ranks // 8 * 8
+    return length, o // each * ranks // 8 * 8, begin, tl.minimum(last + length, padded(rank_of(shape)))
+
+
+@triton.jit
+def load_b_rows(b_ptr, o, r, O, own, length, BLOCKED: tl.constexpr):
+    """b_OR[o, r] as a (len(o), len(r)) tile, zero outside; row o has `length` ranks, with `BLOCKED` from `own` on."""
+    mask = (o < O)[:, None] & within(r[None, :], own[:, None], length, BLOCKED)
+    return tl.load(b_ptr + (o * length - own)[:, None] + r[None, :], mask=mask, other=0.0)
+
+
+@triton.jit
 def padded(rank):
     """Ranks of h and g that are written, zeros at their end: whole vectors for any rank."""
     return (rank + 15) // 16 * 16

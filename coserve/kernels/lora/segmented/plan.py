@@ -46,8 +46,10 @@ class GroupTable:
     b: list[Tensor]
     """The pairs' own tensors, site by site and adapter by adapter: what gradients go to. Empty where the kernels add the
     gradients to `MainGrads`."""
-    totals: list[int]
-    """Each site's ranks, summed."""
+    a_totals: list[int]
+    """Entries of each column of the sites' A, of all adapters together: their ranks, where none is block-diagonal."""
+    b_totals: list[int]
+    """Entries of each row of the sites' B."""
     held: list[LoraPair]
     """The pairs that the table points at."""
     anchor: Tensor | None
@@ -92,7 +94,7 @@ def _group_table(
 ) -> GroupTable:
     own = [pair for site in pairs for pair in site if pair is not None]
     assert table.sizes is not None, "expected a table of one step"
-    totals, ranks = table.sizes.sum(0).tolist(), tuple(table.sizes.amax(1).tolist())
-    if anchor is not None:
-        return GroupTable(table, ranks, [], [], totals, held, anchor)
-    return GroupTable(table, ranks, [pair.a_RD for pair in own], [pair.b_OR for pair in own], totals, held, None)
+    _, a_totals, b_totals = table.sizes.sum(0).T.tolist()
+    ranks = tuple(table.sizes[..., 0].amax(1).tolist())
+    a, b = ([], []) if anchor is not None else ([pair.a_RD for pair in own], [pair.b_OR for pair in own])
+    return GroupTable(table, ranks, a, b, a_totals, b_totals, held, anchor)

@@ -11,9 +11,12 @@ Expand is bound by how many bytes of y are under way. A program walks along seve
 next blocks' y and B are copied to shared memory meanwhile (`tl.range` with its own `num_stages` pipelines every load of
 the loop, not only the product's). Each rank up to 16, 32, 64 and 128 has a loop of its own width.
 
+Of a block-diagonal matrix only the blocks are stored and read: ranks of A that read the same inputs go together, and so do
+outputs of B that read the same ranks. `BLOCKED`: the table may hold such pairs.
+
 x: (T, D); y, out: (T, O); h: (G, T, R); parts: (splits, G, T, R) fp32; tiles: (N, 4) int32; counters: (T) int32, zeros;
-addresses: (slots, G, 2) int64; ranks: (slots, G) int32; scalings: (slots, G) fp32; `row` is the distance in entries
-from one slot to the next. A slot of -1 has rank 0: its rows are copied.
+addresses: (slots, G, 2) int64; ranks: (slots, G) int32, `TableEntry.shape`; scalings: (slots, G) fp32; `row` is the distance in
+entries from one slot to the next. A slot of -1 has rank 0: its rows are copied.
 """
 
 # mypy: disable-error-code="no-untyped-def, misc, no-untyped-call, untyped-decorator"
@@ -24,12 +27,25 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from coserve.kernels.lora.segmented.loads import load_b, output, padded, waits, weights
+from coserve.kernels.lora.segmented.loads import (
+    a_block,
+    a_blocks,
+    b_block,
+    b_blocks,
+    b_rows,
+    load_b,
+    load_b_rows,
+    output,
+    padded,
+    rank_of,
+    waits,
+    weights,
+)
 
 
 @triton.jit
-def rank_at(ranks_ptr, slot, row, site):
-    """The rank of a (slot, site) entry, 0 for slot -1."""
+def shape_at(ranks_ptr, slot, row, site):
+    """The shape of a (slot, site) entry, 0 for slot -1."""
     return tl.load(ranks_ptr + slot * row + site, mask=slot >= 0, other=0)
 
 
@@ -74,7 +90,7 @@ def finish(
 def shrink(
     x_ptr, h_ptr, parts_ptr, counters_ptr, tiles_ptr, addresses_ptr, ranks_ptr, D, x_stride, row, T, R, steps,
     SITES: tl.constexpr, SPLIT: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_K: tl.constexpr,
-    PDL: tl.constexpr,
+    BLOCKED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Grid (tiles, splits, rank blocks). With `SPLIT` the parts are summed here; else `parts_ptr` is all that is written."""
     if PDL:
@@ -85,9 +101,12 @@ def shrink(
     start = tl.load(tile_ptr)
     rows = tl.load(tile_ptr + 1)
     slot = tl.load(tile_ptr + 2)
-    rank0 = rank_at(ranks_ptr, slot, row, 0)
-    rank1 = rank_at(ranks_ptr, slot, row, 1) if SITES > 1 else 0
-    rank2 = rank_at(ranks_ptr, slot, row, 2) if SITES > 2 else 0
+    shape0 = shape_at(ranks_ptr, slot, row, 0)
+    shape1 = shape_at(ranks_ptr, slot, row, 1) if SITES > 1 else 0
+    shape2 = shape_at(ranks_ptr, slot, row, 2) if SITES > 2 else 0
+    rank0 = rank_of(shape0)
+    rank1 = rank_of(shape1) if SITES > 1 else 0
+    rank2 = rank_of(shape2) if SITES > 2 else 0
     most = tl.maximum(rank0, tl.maximum(rank1, rank2))
     if PDL and waits(first >= most):
         tl.extra.cuda.gdc_wait()
@@ -97,6 +116,9 @@ def shrink(
     ptrs = (x_ptr, h_ptr, parts_ptr, counters_ptr, addresses_ptr)
     ranks = (rank0, rank1, rank2, most)
     tile = (start, rows, slot, split, first)
+    if BLOCKED and a_blocks(shape0 | shape1 | shape2) > 1:
+        _shrink_blocks(ptrs, sizes, ranks_ptr, most, tile, SITES, SPLIT, BLOCK_T, BLOCK_R, BLOCK_K)
+        return
     if BLOCK_R > 16 and most <= 16:  # a small rank costs what it costs alone
         _shrink_tile(ptrs, sizes, ranks, tile, SITES, SPLIT, BLOCK_T, 16, BLOCK_K)
     elif BLOCK_R > 32 and most <= 32:
@@ -158,12 +180,75 @@ def _shrink_tile(
         )  # fmt: skip
 
 
+@triton.jit
+def _shrink_blocks(
+    ptrs, sizes, ranks_ptr, most, tile,
+    SITES: tl.constexpr, SPLIT: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """`_shrink_tile` where a site's A is block-diagonal: the sites one after another, their ranks about a block at a time."""
+    _, h_ptr, parts_ptr, counters_ptr, _ = ptrs
+    _, _, row, T, R, _ = sizes
+    start, rows, slot, _, first = tile
+    WIDE: tl.constexpr = min(BLOCK_R, 64)
+    for site in range(SITES):
+        shape = shape_at(ranks_ptr, slot, row, site)
+        end = tl.minimum(first + BLOCK_R, rank_of(shape))
+        if WIDE > 16 and rank_of(shape) // a_blocks(shape) > 16:
+            for at in range(first, end, WIDE):
+                _shrink_ranks(ptrs, sizes, tile, site, shape, at, SITES, BLOCK_T, WIDE, BLOCK_K)
+        else:
+            for at in range(first, end, 16):
+                _shrink_ranks(ptrs, sizes, tile, site, shape, at, SITES, BLOCK_T, 16, BLOCK_K)
+    if SPLIT:
+        splits = tl.num_programs(1)
+        expected = splits * tl.cdiv(most, BLOCK_R)
+        finish(
+            parts_ptr, h_ptr, counters_ptr + start, expected, start, rows, most, T * R, SITES * T * R, splits, R,
+            SITES, BLOCK_T, BLOCK_R,
+        )  # fmt: skip
+
+
+@triton.jit
+def _shrink_ranks(
+    ptrs, sizes, tile, site, shape, first,
+    SITES: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """h of one site's ranks [first, first + BLOCK_R): of the program's part of k what their blocks have."""
+    x_ptr, _, parts_ptr, _, addresses_ptr = ptrs
+    D, x_stride, row, T, R, steps = sizes
+    start, rows, slot, split, _ = tile
+    rank = rank_of(shape)
+    ranks = tl.maximum(rank // a_blocks(shape), 1)
+    t = tl.arange(0, BLOCK_T)
+    r = first + tl.arange(0, BLOCK_R)
+    a_ptr = weights(addresses_ptr, slot * row + site, 0, x_ptr)
+    x_at = x_ptr + (start + t)[:, None].to(tl.int64) * x_stride
+    keep = (t < rows)[:, None]
+    begin = split * steps * BLOCK_K
+    end = tl.minimum(begin + steps * BLOCK_K, D)
+    acc = tl.zeros([BLOCK_T, BLOCK_R], dtype=tl.float32)
+    for block in range(first // ranks, (tl.minimum(first + BLOCK_R, rank) - 1) // ranks + 1):
+        low, length, first_rank, end_rank = a_block(shape, block, D)
+        a_at = a_ptr - low + r[:, None] * length
+        real = ((r >= first_rank) & (r < end_rank))[:, None]
+        first_k = begin + tl.maximum(low - begin, 0) // BLOCK_K * BLOCK_K
+        for at in range(first_k, tl.minimum(end, low + length), BLOCK_K):
+            k = at + tl.arange(0, BLOCK_K)
+            inside = ((k >= low) & (k < low + length) & (k < D))[None, :]
+            x = tl.load(x_at + k[None, :], mask=keep & inside, other=0.0)
+            a = tl.load(a_at + k[None, :], mask=real & inside, other=0.0)
+            acc = tl.dot(x, tl.trans(a), acc, input_precision="ieee")
+    h_at = parts_ptr + ((split * SITES + site) * T + start + t)[:, None] * R + r[None, :]
+    tl.store(h_at, acc.to(parts_ptr.dtype.element_ty), mask=keep & (r < padded(rank))[None, :])
+
+
 @triton.jit(do_not_specialize=["row"], do_not_specialize_on_alignment=["ranks_ptr", "scalings_ptr"])
 def expand(
     y0_ptr, y1_ptr, y2_ptr, out0_ptr, out1_ptr, out2_ptr, h_ptr, kept_ptr, tiles_ptr, addresses_ptr, ranks_ptr,
     scalings_ptr, O0, O1, O2, y0_stride, y1_stride, y2_stride, out0_stride, out1_stride, out2_stride, row, T, R,
     SITES: tl.constexpr, ALIGNED: tl.constexpr, PARTS: tl.constexpr, KEEP: tl.constexpr, BLOCK_T: tl.constexpr,
-    BLOCK_R: tl.constexpr, BLOCK_O: tl.constexpr, BLOCKS: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
+    BLOCK_R: tl.constexpr, BLOCK_O: tl.constexpr, BLOCKS: tl.constexpr, STAGES: tl.constexpr, BLOCKED: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """Grid (runs of `BLOCKS` output blocks of all sites, tiles). `out` may be `y`.
 
@@ -184,7 +269,8 @@ def expand(
     start = tl.load(tile_ptr)
     rows = tl.load(tile_ptr + 1)
     slot = tl.load(tile_ptr + 2)
-    rank = rank_at(ranks_ptr, slot, row, site)
+    shape = shape_at(ranks_ptr, slot, row, site)
+    rank = rank_of(shape)
     scaling = tl.load(scalings_ptr + slot * row + site, mask=slot >= 0, other=0.0)
     b_ptr = weights(addresses_ptr, tl.maximum(slot, 0) * row + site, 1, y0_ptr)
     if PDL and waits(rows == 0):
@@ -194,39 +280,86 @@ def expand(
     line = start.to(tl.int64)
     h_at = (site * T + start) * R
     ptrs = (y_ptr + line * y_stride, out_ptr + line * out_stride, h_ptr + h_at, kept_ptr + h_at, b_ptr)
-    sizes = (y_stride, out_stride, SITES * T * R, R, O, run * RUN, rows, rank, scaling)
+    begin = run * RUN
+    sizes = (y_stride, out_stride, SITES * T * R, R, O, rows, rank, scaling)
     if BLOCKS == 1:
-        _expand_block(ptrs, sizes, BLOCK_T, BLOCK_R, BLOCK_O, STAGES)
-    elif BLOCK_R > 16 and rank <= 16:  # a small rank costs what it costs alone
-        _expand_run(ptrs, sizes, PARTS, KEEP, BLOCK_T, 16, BLOCK_O, RUN, STAGES)
-    elif BLOCK_R > 32 and rank <= 32:
-        _expand_run(ptrs, sizes, PARTS, KEEP, BLOCK_T, 32, BLOCK_O, RUN, STAGES)
-    elif BLOCK_R > 64 and rank <= 64:
-        _expand_run(ptrs, sizes, PARTS, KEEP, BLOCK_T, 64, BLOCK_O, RUN, STAGES)
+        _expand_block(ptrs, sizes, begin, shape, BLOCKED, PARTS, BLOCK_T, BLOCK_R, BLOCK_O, STAGES)
+    elif BLOCKED:
+        _expand_blocks(ptrs, sizes, begin, shape, PARTS, KEEP, BLOCK_T, BLOCK_R, BLOCK_O, RUN, STAGES)
     else:
-        _expand_run(ptrs, sizes, PARTS, KEEP, BLOCK_T, BLOCK_R, BLOCK_O, RUN, STAGES)
+        _expand_run(ptrs, sizes, begin, begin + RUN, padded(rank), PARTS, KEEP, BLOCK_T, BLOCK_R, BLOCK_O, STAGES)
+
+
+@triton.jit
+def _expand_blocks(
+    ptrs, sizes, begin, shape, PARTS: tl.constexpr, KEEP: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_R: tl.constexpr,
+    BLOCK_O: tl.constexpr, RUN: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """A run of output blocks. One that lies in one block of B, as all do in a dense one, reads that block's ranks alone."""
+    y_ptr, out_ptr, h_ptr, kept_ptr, b_ptr = ptrs
+    y_stride, out_stride, split_stride, R, O, rows, rank, scaling = sizes
+    each = O // b_blocks(shape)
+    end = tl.minimum(begin + RUN, O)
+    if KEEP and begin == 0:
+        t = tl.arange(0, BLOCK_T)
+        r = tl.arange(0, BLOCK_R)
+        h_at = t[:, None] * R + r[None, :]
+        h_mask = (t < rows)[:, None] & (r < padded(rank))[None, :]
+        h = _sum_h(h_ptr + h_at, h_mask, split_stride, PARTS)
+        tl.store(kept_ptr + h_at, h.to(kept_ptr.dtype.element_ty), mask=h_mask)
+    if begin // each == (end - 1) // each:
+        low, length = b_block(shape, begin // each)
+        own = (y_ptr, out_ptr, h_ptr + low, kept_ptr, b_ptr)
+        block = (y_stride, out_stride, split_stride, R, O, rows, length, scaling)
+        _expand_run(own, block, begin, end, padded(rank) - low, PARTS, False, BLOCK_T, BLOCK_R, BLOCK_O, STAGES)
+    else:
+        for at in range(begin, end, BLOCK_O):
+            _expand_block(ptrs, sizes, at, shape, True, PARTS, BLOCK_T, 16, BLOCK_O, 1)
+
+
+@triton.jit
+def _sum_h(h_at, mask, split_stride, PARTS: tl.constexpr):
+    h = tl.load(h_at, mask=mask, other=0.0)
+    for part in tl.static_range(1, PARTS):
+        h += tl.load(h_at + part * split_stride, mask=mask, other=0.0)
+    return h
 
 
 @triton.jit
 def _expand_run(
-    ptrs, sizes, PARTS: tl.constexpr, KEEP: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_R: tl.constexpr,
-    BLOCK_O: tl.constexpr, RUN: tl.constexpr, STAGES: tl.constexpr,
+    ptrs, sizes, begin, end, ranks, PARTS: tl.constexpr, KEEP: tl.constexpr, BLOCK_T: tl.constexpr,
+    BLOCK_R: tl.constexpr, BLOCK_O: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """A run of output blocks; h stays, y and B stream past."""
+    """Output blocks up to `end`. A small rank costs what it costs alone. `ranks`: those of h that there are."""
+    _, _, _, _, _, _, rank, _ = sizes
+    if BLOCK_R > 16 and rank <= 16:
+        _expand_loop(ptrs, sizes, begin, end, ranks, PARTS, KEEP, BLOCK_T, 16, BLOCK_O, STAGES)
+    elif BLOCK_R > 32 and rank <= 32:
+        _expand_loop(ptrs, sizes, begin, end, ranks, PARTS, KEEP, BLOCK_T, 32, BLOCK_O, STAGES)
+    elif BLOCK_R > 64 and rank <= 64:
+        _expand_loop(ptrs, sizes, begin, end, ranks, PARTS, KEEP, BLOCK_T, 64, BLOCK_O, STAGES)
+    else:
+        _expand_loop(ptrs, sizes, begin, end, ranks, PARTS, KEEP, BLOCK_T, BLOCK_R, BLOCK_O, STAGES)
+
+
+@triton.jit
+def _expand_loop(
+    ptrs, sizes, begin, end, ranks, PARTS: tl.constexpr, KEEP: tl.constexpr, BLOCK_T: tl.constexpr,
+    BLOCK_R: tl.constexpr, BLOCK_O: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """h stays, y and B stream past."""
     y_ptr, out_ptr, h_ptr, kept_ptr, b_ptr = ptrs
-    y_stride, out_stride, split_stride, R, O, begin, rows, rank, scaling = sizes
+    y_stride, out_stride, split_stride, R, O, rows, rank, scaling = sizes
     t = tl.arange(0, BLOCK_T)
     r = tl.arange(0, BLOCK_R)
     keep = (t < rows)[:, None]
     h_at = t[:, None] * R + r[None, :]
-    h_mask = keep & (r < padded(rank))[None, :]
-    h = tl.load(h_ptr + h_at, mask=h_mask, other=0.0)
-    for part in tl.static_range(1, PARTS):
-        h += tl.load(h_ptr + part * split_stride + h_at, mask=h_mask, other=0.0)
+    h_mask = keep & (r < ranks)[None, :]
+    h = _sum_h(h_ptr + h_at, h_mask, split_stride, PARTS)
     h = h.to(y_ptr.dtype.element_ty)
     if KEEP and begin == 0:
         tl.store(kept_ptr + h_at, h, mask=h_mask)
-    for at in tl.range(begin, tl.minimum(begin + RUN, O), BLOCK_O, num_stages=STAGES):
+    for at in tl.range(begin, tl.minimum(end, O), BLOCK_O, num_stages=STAGES):
         o = at + tl.arange(0, BLOCK_O)
         mask = keep & (o < O)[None, :]
         y = tl.load(y_ptr + t[:, None] * y_stride + o[None, :], mask=mask, other=0.0)
@@ -237,20 +370,28 @@ def _expand_run(
 
 @triton.jit
 def _expand_block(
-    ptrs, sizes, BLOCK_T: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_O: tl.constexpr, STAGES: tl.constexpr
+    ptrs, sizes, begin, shape, BLOCKED: tl.constexpr, PARTS: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_R: tl.constexpr,
+    BLOCK_O: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """One output block, any rank; h and B stream past."""
+    """One output block, any rank; h and B stream past. `BLOCKED`: of all blocks of B that it has a part of."""
     y_ptr, out_ptr, h_ptr, _, b_ptr = ptrs
-    y_stride, out_stride, _, R, O, begin, rows, rank, scaling = sizes
+    y_stride, out_stride, split_stride, R, O, rows, rank, scaling = sizes
     t = tl.arange(0, BLOCK_T)
     o = begin + tl.arange(0, BLOCK_O)
     keep = (t < rows)[:, None]
     mask = keep & (o < O)[None, :]
     y = tl.load(y_ptr + t[:, None] * y_stride + o[None, :], mask=mask, other=0.0)
+    length = (rank + 7) // 8 * 8
+    own = tl.zeros([BLOCK_O], dtype=tl.int32)
+    low = 0
+    high = rank
+    if BLOCKED and b_blocks(shape) > 1:
+        length, own, low, high = b_rows(shape, o, begin, BLOCK_O, O)
     acc = tl.zeros([BLOCK_T, BLOCK_O], dtype=tl.float32)
-    for first in tl.range(0, rank, BLOCK_R, num_stages=STAGES):
+    for first in tl.range(low, high, BLOCK_R, num_stages=STAGES):
         r = first + tl.arange(0, BLOCK_R)
-        h = tl.load(h_ptr + t[:, None] * R + r[None, :], mask=keep & (r < padded(rank))[None, :], other=0.0)
-        acc = tl.dot(h, tl.trans(load_b(b_ptr, o, r, O, rank)), acc, input_precision="ieee")
+        h_mask = keep & (r < padded(rank))[None, :]
+        h = _sum_h(h_ptr + t[:, None] * R + r[None, :], h_mask, split_stride, PARTS).to(y.dtype)
+        acc = tl.dot(h, tl.trans(load_b_rows(b_ptr, o, r, O, own, length, BLOCKED)), acc, input_precision="ieee")
     out_at = out_ptr + t[:, None] * out_stride + o[None, :]
     tl.store(out_at, (y.to(tl.float32) + acc * scaling).to(y.dtype), mask=mask)
