@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import Tensor
@@ -13,8 +15,17 @@ from coserve.kernels.lora.segmented.adapter_table import Slots, table_entries
 from coserve.kernels.lora.segmented.backend import SegmentedBackend
 from coserve.kernels.lora.segmented.tiles import StepTiles, cut
 from coserve.kernels.lora.segments import Segments
-from coserve.kernels.lora.types import LoraPair
-from tests.support.lora_grids import GRIDS, Case, Grid, add_group, adding, check_gradients, make_case, relative_error
+from tests.support.lora_grids import (
+    BD_GRIDS,
+    GRIDS,
+    Case,
+    Grid,
+    add_group,
+    adding,
+    check_gradients,
+    make_case,
+    relative_error,
+)
 
 pytestmark = pytest.mark.gpu
 WIDE = (
@@ -26,6 +37,14 @@ WIDE = (
     Grid("prefill_of_many_blocks", (1000, 500, 1, 1100), (0, 1, -1, 2), (16, 40, 100), 4096, 3072),
     Grid("prefill_of_odd_rows", (1000, 500, 1, 1100), (0, 1, -1, 2), (5, 24, 17), 1000, 4095),
     Grid("prefill_of_large_ranks", (700, 1500), (0, 1), (256, 130), 1024, 4096),
+    *BD_GRIDS,
+    Grid("bd_q", (2,) * 8, tuple(range(8)), (128,) * 8, 4096, 4096, b_blocks=(8, 4, 2, 1) * 2),
+    Grid("bd_k", (3, 1, 2), (0, 1, 2), (128, 64, 96), 4096, 1024, b_blocks=(8, 8, 4)),
+    Grid("bd_down", (1, 8, 17), (0, 1, 2), (128, 64, 96), 14336, 4096, a_blocks=(8, 1, 4)),
+    Grid("bd_prefill_gate", (512, 100, 1, 300), (0, 1, 2, 0), (128, 24, 64), 4096, 14336, b_blocks=(8, 1, 4)),
+    Grid("bd_prefill_k", (1000, 500, 1, 1100), (0, 1, -1, 2), (64, 40, 128), 4096, 1024, b_blocks=(8, 2, 8)),
+    Grid("bd_prefill_down", (512, 100, 1, 300), (0, 1, 2, 0), (128, 24, 64), 14336, 4096, a_blocks=(8, 1, 2)),
+    Grid("bd_prefill_of_large_ranks", (700, 1500), (0, 1), (256, 256), 1024, 4096, b_blocks=(8, 2)),
 )
 BACKEND = SegmentedBackend()
 lora_add, block_sparse_add = adding(BACKEND), adding(BlockSparseBackend())
@@ -45,7 +64,7 @@ def poisoned(tensor: Tensor) -> Tensor:
 def poisoned_case(grid: Grid) -> Case:
     case = make_case(grid, torch.bfloat16, "cuda")
     pairs = tuple(
-        None if pair is None else LoraPair(poisoned(pair.a_RD), poisoned(pair.b_OR), pair.scaling)
+        None if pair is None else replace(pair, a_RD=poisoned(pair.a_RD), b_OR=poisoned(pair.b_OR))
         for pair in case.pairs
     )
     held = [torch.full((1 << 24,), float("nan"), device="cuda") for _ in range(4)]
@@ -84,12 +103,12 @@ def test_block_sparse_gradients_bf16(grid: Grid) -> None:
 
 def test_sites_of_one_input_together() -> None:
     grids = [
-        Grid(name, (2, 1, 30), (0, 1, 2), ranks, 512, out)
-        for name, ranks, out in (
-            ("q", (16, 8, 64), 512),
-            ("k", (16, 0, 64), 128),
-            ("v", (8, 8, 16), 136),
-            ("w", (4, 5, 6), 256),
+        Grid(name, (2, 1, 30), (0, 1, 2), ranks, 512, out, b_blocks=blocks)
+        for name, ranks, out, blocks in (
+            ("q", (16, 8, 64), 512, (1, 1, 4)),
+            ("k", (16, 0, 64), 128, (1, 1, 8)),
+            ("v", (8, 8, 16), 136, (4, 1, 1)),
+            ("w", (4, 5, 6), 256, ()),
         )
     ]
     cases = [make_case(grid, torch.bfloat16, "cuda", seed=seed) for seed, grid in enumerate(grids)]
@@ -122,7 +141,8 @@ def test_a_captured_graph_serves_other_adapters_and_batches() -> None:
     device = torch.device("cuda")
     ranks = (16, 8, 64, 5)
     first = make_case(Grid("first", (1, 3, 2, 2), (0, 1, 2, 3), ranks, 4096, 1024), torch.bfloat16, "cuda", seed=1)
-    second = make_case(Grid("second", (4, 1, 3), (3, -1, 0), ranks, 4096, 1024), torch.bfloat16, "cuda", seed=2)
+    blocked = Grid("second", (4, 1, 3), (3, -1, 0), ranks, 4096, 1024, (4, 1, 1, 1), (1, 2, 8, 1))
+    second = make_case(blocked, torch.bfloat16, "cuda", seed=2)
     slots, step = Slots(4, 1, device), StepTiles(8, 8, 32, 8, device)
     x, y = torch.empty_like(first.x), torch.empty_like(first.y)
     cut_as = plan.TilePlan(step.tiles, 64, True)
