@@ -14,9 +14,9 @@ SILENCE = 6.0
 """Seconds without a heartbeat, or without progress behind rank 0, after which a rank that was ready is given up."""
 START_SILENCE = 120.0
 """The same for a rank that starts: imports may keep all of its threads from running."""
-STALL = 30.0
+STALL = {"cuda": 30.0, "cpu": 300.0}
 """Seconds in one command after which a rank that was ready is given up, though it is alive: it may wait for a collective that never
-ends. The first steps and slices may load kernels, which takes longer than any step."""
+ends. The first steps and slices may load kernels, which takes longer than any step; on a CPU a step of a large base takes minutes."""
 JOIN_SECONDS = 120.0
 """Seconds that ranks wait for each other when they start; later, the limit of a collective on CPU."""
 
@@ -45,6 +45,9 @@ class Heartbeat(msgspec.Struct, frozen=True, tag=True):
 
 class RankReady(msgspec.Struct, frozen=True, tag=True):
     """The rank has loaded the base; it is expected to answer from now on."""
+
+    device: str
+    """cpu or cuda."""
 
 
 class RankRefused(msgspec.Struct, frozen=True, tag=True):

@@ -51,6 +51,8 @@ class _Rank:
     process: asyncio.subprocess.Process
     reports: StreamLink[Never, RankReport]
     ready: bool = False
+    stall: float = 0.0
+    """Most seconds that a command takes, once it is ready."""
     done: int = 0
     """Commands that it has finished, by its last heartbeat."""
     busy: float = 0.0
@@ -60,6 +62,8 @@ class _Rank:
     stuck: int = 0
     """Looks at which it was behind rank 0 and had made no progress."""
     lost: bool = False
+    exiting: asyncio.Task[None] | None = None
+    """Ends with the process."""
 
     def end(self) -> None:
         if self.process.returncode is None:
@@ -124,7 +128,8 @@ class RankGroup:
         rank = _Rank(place.rank, process, reports)
         self._ranks.append(rank)
         listening = asyncio.create_task(self._listen(rank))
-        self._tasks += [listening, asyncio.create_task(self._await_exit(rank, listening))]
+        rank.exiting = asyncio.create_task(self._await_exit(rank, listening))
+        self._tasks += [listening, rank.exiting]
         log_event(log, "rank starts", rank=place.rank, ranks=place.size, engine_pid=process.pid)
 
     @property
@@ -157,6 +162,10 @@ class RankGroup:
     async def kill(self) -> None:
         """End what still runs, and wait for it."""
         self._stopping = True
+        ended = [
+            rank.exiting for rank in self._ranks if rank.exiting is not None and rank.process.returncode is not None
+        ]
+        await asyncio.gather(*ended, return_exceptions=True)  # so that a loss is known
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -181,8 +190,8 @@ class RankGroup:
                     case Heartbeat(done=done, busy=busy):
                         rank.stuck = 0 if done != rank.done else rank.stuck
                         rank.done, rank.busy = done, busy
-                    case RankReady():
-                        rank.ready = True
+                    case RankReady(device=device):
+                        rank.ready, rank.stall = True, STALL[device]
                     case RankRefused(code=code, message=message):
                         self.refusal = self.refusal or error_from_code(code, message)
                         self._lose(rank, f"refused to start: {message}")
@@ -213,13 +222,13 @@ class RankGroup:
 
     def _look_for_stall(self) -> None:
         """All ranks may wait for one that does not take part in a collective: the one that is furthest behind is told of."""
-        if all(rank.ready for rank in self._ranks) and max(rank.busy for rank in self._ranks) > STALL:
+        if all(rank.ready for rank in self._ranks) and any(rank.busy > rank.stall for rank in self._ranks):
             rank = min(self._ranks, key=lambda rank: rank.done)
-            self._lose(rank, f"did not finish a command within {STALL:.0f} s")
+            self._lose(rank, f"did not finish a command within {rank.stall:.0f} s")
 
     def _lose(self, rank: _Rank, how: str) -> None:
         """The first loss ends all ranks; what follows from it is not told."""
-        if self.loss is not None or (self._stopping and rank.number == 0):
+        if self.loss is not None:
             return
         rank.lost = True
         self.loss = f"rank {rank.number} of {len(self._ranks)} {how}"

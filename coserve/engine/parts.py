@@ -38,8 +38,8 @@ Python's 5 ms, beside a thread that compiles or reads an adapter, it would wait 
 
 
 def set_up_threads(config: Config) -> None:
-    """Those of this process."""
-    torch.set_num_threads(config.threads or default_threads())
+    """Those of this process; ranks share the cores."""
+    torch.set_num_threads(config.threads or max(1, default_threads() // config.tp))
     sys.setswitchinterval(SWITCH_INTERVAL)
 
 

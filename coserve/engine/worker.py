@@ -186,7 +186,7 @@ async def _run(config: Config, fd: int, warm_up: StartedWarmUp | None, rank: Own
         )
         link.send(ready)
         if rank is not None:
-            rank.monitor.report(RankReady())
+            rank.monitor.report(RankReady(base.device.type))
         if not engine.warms_up:
             link.send(EngineWarming(done=0, total=0, seconds_left=0.0, notes=ready.notes))
         await engine.run()

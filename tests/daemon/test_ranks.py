@@ -15,6 +15,9 @@ import pytest
 from coserve.adapter_store.files import load_adapter
 from coserve.adapter_store.host import HostBudget
 from coserve.adapter_store.store import AdapterStore
+from coserve.config import Config
+from coserve.daemon.engine_process import EngineProcess
+from coserve.errors import UnsupportedBase
 from coserve.generate.generator import Generator
 from coserve.memory.kv import KvCache
 from coserve.model.base import load_base
@@ -23,6 +26,7 @@ from coserve.types import AdapterRef, SamplingParams
 from tests.support.crash_oracle import curve_of, job_request
 from tests.support.daemon_process import DaemonProcess, Died, Json
 from tests.support.executors import eager
+from tests.support.families import tiny_family
 from tests.support.generation import collect, request
 
 PROMPTS = ("The quick", "Once upon a time there was", "def main():", "a")
@@ -152,3 +156,24 @@ def test_a_rank_that_is_lost_ends_its_requests_and_all_ranks_are_started_again(
     told += events  # the API process never left
     assert told[-1]["state"] == "succeeded", told[-1]
     assert len(curve_of(told)) > 30, "steps that ran twice had the same loss"
+
+
+@pytest.mark.slow
+def test_texts_on_four_ranks_are_those_of_one_process(model: Path, expected: list[list[int]], tmp_path: Path) -> None:
+    """Two key/value heads for four ranks."""
+    with DaemonProcess(model, tmp_path / "data", options=("--tp", "4", "--lora-sharding", "slora")) as daemon:
+        daemon.wait_ready()
+        assert tokens(daemon) == expected
+        _, job = daemon.call("POST", "/finetune", job_request("learned"))
+        assert list(daemon.events("GET", f"/finetune/{job['id']}/events"))[-1]["state"] == "succeeded"
+        assert tokens(daemon, adapter="learned") == alone(model, daemon.data / "adapters" / "learned" / "1")
+        assert daemon.stop() == 0
+
+
+@pytest.mark.slow
+async def test_a_base_that_cannot_be_cut_is_refused_by_name(tmp_path: Path) -> None:
+    tiny_family("opt").save_pretrained(tmp_path / "opt")
+    (tmp_path / "data" / "staging").mkdir(parents=True)
+    with pytest.raises(UnsupportedBase, match="opt has no plan for tensor parallelism"):
+        await EngineProcess.start(Config(model=str(tmp_path / "opt"), data_dir=tmp_path / "data", device="cpu", tp=2))
+    assert list((tmp_path / "data" / "staging").iterdir()) == []

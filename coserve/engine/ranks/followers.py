@@ -132,7 +132,9 @@ class Followers:
                 with self._lock:
                     if self._asked[answer.number].add(rank, answer):
                         del self._asked[answer.number]
-        except PeerLost:
+        except Exception as error:  # an answer that cannot be read is as bad as none
+            if not isinstance(error, PeerLost):
+                log.exception("rank %d: its answers cannot be read", rank)
             with self._lock:
                 if not self._closed:
                     self._lose(rank)

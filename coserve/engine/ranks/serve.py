@@ -69,7 +69,6 @@ def follow(config: Config, rank: OwnRank) -> None:
         base = load_ranked_base(config, place)
         log_event(log, "base loaded", rank=place.rank, ranks=place.size, device=base.spec.device)
         follower = _make_follower(base, config, rank)
-        monitor.report(RankReady())
         follower.run()
         log_event(log, "rank stops", rank=place.rank)
     except StartupError as error:
@@ -97,7 +96,9 @@ def _make_follower(base: Base, config: Config, rank: OwnRank) -> Follower:
 
     def build(tokens: int) -> FollowerParts:
         kv = KvCache.for_base(base, tokens, config.page_tokens)
-        return FollowerParts(kv, parts.make_start(kv).executor, parts.make_trainer(store), read)
+        made = FollowerParts(kv, parts.make_start(kv).executor, parts.make_trainer(store), read)
+        rank.monitor.report(RankReady(base.device.type))
+        return made
 
     commands = Channel[Answer, AnyCommand](rank.commands[0], msgspec.msgpack.Decoder(AnyCommand))
     return Follower(

@@ -1,0 +1,39 @@
+"""A daemon on two GPUs, with NCCL and CUDA graphs. Run with `pytest -m gpu` on a machine that has them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.support.crash_oracle import job_request
+from tests.support.daemon_process import DaemonProcess, Json
+
+pytestmark = pytest.mark.gpu
+
+PROMPTS = ("The quick", "Once upon a time there was", "def main():")
+GREEDY: Json = {"temperature": 0.0, "max_tokens": 32, "ignore_eos": True}
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="two GPUs")
+@pytest.mark.parametrize("compile", ["before", "off"])
+def test_texts_and_losses_on_two_gpus_are_those_of_one(tmp_path: Path, compile: str) -> None:
+    found = []
+    for tp in (1, 2):
+        options = ("--tp", str(tp), "--device", "cuda", "--dtype", "float32", "--compile", compile)
+        with DaemonProcess(Path("bundled"), tmp_path / str(tp), options=options) as daemon:
+            daemon.wait_ready()
+            texts = [daemon.call("POST", "/generate", {"prompt": prompt, **GREEDY})[1] for prompt in PROMPTS]
+            _, job = daemon.call("POST", "/finetune", job_request("learned"))
+            events = list(daemon.events("GET", f"/finetune/{job['id']}/events"))
+            learned = daemon.call("POST", "/generate", {"prompt": PROMPTS[0], "adapter": "learned", **GREEDY})[1]
+            assert events[-1]["state"] == "succeeded", events[-1]
+            losses = [event["metrics"]["loss"] for event in events if event["type"] == "metrics"]
+            tokens = [answer["choices"][0]["token_ids"] for answer in (*texts, learned)]
+            found.append((tokens, losses, [rank["state"] for rank in daemon.call("GET", "/health")[1]["ranks"]]))
+            assert daemon.stop() == 0
+    (alone, alone_losses, _), (together, losses, states) = found
+    assert states == ["ready", "ready"]
+    assert together == alone
+    assert losses == pytest.approx(alone_losses, rel=1e-3)
