@@ -23,7 +23,7 @@ BASE_ONLY = -1
 """In place of an adapter's index: the base alone."""
 
 
-class SequenceInput(Struct, frozen=True):
+class SequenceInput(Struct, frozen=True, array_like=True):
     """The tokens of one sequence that a step computes: a chunk of its prompt, or the token sampled last."""
 
     sequence: int
@@ -42,7 +42,7 @@ class SequenceInput(Struct, frozen=True):
     """The sequence's prompt is not fully scored: the executor must be able to give logits of any row."""
 
 
-class StepInput(Struct, frozen=True):
+class StepInput(Struct, frozen=True, array_like=True):
     """One step: tokens of many sequences, which a forward computes in one batch."""
 
     adapters: tuple[AdapterRef, ...]

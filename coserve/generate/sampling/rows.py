@@ -14,7 +14,7 @@ from coserve.types import SamplingParams
 _MASK = (1 << 64) - 1
 
 
-class SamplingRow(Struct, frozen=True):
+class SamplingRow(Struct, frozen=True, array_like=True):
     """One sequence whose next token is sampled."""
 
     sequence: int

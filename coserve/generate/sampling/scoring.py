@@ -18,7 +18,7 @@ CHUNK = 64
 """Rows of logits that are normalised at once."""
 
 
-class PromptScoring(Struct, frozen=True):
+class PromptScoring(Struct, frozen=True, array_like=True):
     """Rows of a sequence's chunk that score prompt tokens."""
 
     first_row: int
