@@ -10,6 +10,7 @@ import torch
 from transformers import GenerationConfig, PretrainedConfig, PreTrainedModel
 
 from coserve.model.fingerprint import fingerprint_of
+from coserve.model.probe import refuse_statically
 from coserve.parallel.build import Weights, empty_model, fill_shard
 from coserve.parallel.checkpoint import Checkpoint
 from coserve.parallel.drawn import DrawnWeights
@@ -39,9 +40,11 @@ def load_shard(
 ) -> Shard:
     """This rank's part of the base at `path`, a folder or a hub name. All ranks call this at once.
 
-    `seed`: weights are drawn from it; None: read from the files. `strategy`: of dense adapters. Raises `UnsupportedBase` as `fill_shard` and `Checkpoint`.
+    `seed`: weights are drawn from it; None: read from the files. `strategy`: of dense adapters. Raises `UnsupportedBase` as `refuse_statically`,
+    `fill_shard` and `Checkpoint`.
     """
     model = empty_model(config, dtype, trust_remote_code=trust_remote_code)
+    refuse_statically(model)
     shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
     with ExitStack() as stack:
         weights: Weights

@@ -84,13 +84,21 @@ def _cut_layers(model: PreTrainedModel, plan: Plan, mesh: Mesh) -> dict[str, Sit
 
 
 def _fill_buffers(model: PreTrainedModel, device: torch.device) -> None:
-    """Buffers are not in files: rotary frequencies, scales of embeddings. The family's own code computes them."""
-    for module in model.modules():
+    """Buffers are not in files: rotary frequencies, scales of embeddings. The family's own code computes them.
+
+    Raises `UnsupportedBase` for one that it does not compute.
+    """
+    for path, module in model.named_modules():
         own = list(module.named_buffers(recurse=False))
         for name, buffer in own:
-            module.register_buffer(name, torch.empty_like(buffer, device=device), persistent=False)
+            if not buffer.is_floating_point():
+                raise UnsupportedBase(f"{model.config.model_type}: {path}.{name} is a buffer that ranks cannot compute")
+            module.register_buffer(name, torch.full_like(buffer, torch.nan, device=device), persistent=False)
         if own:
             model._init_weights(module)
+        for name, buffer in module.named_buffers(recurse=False):
+            if buffer.isnan().any():
+                raise UnsupportedBase(f"{model.config.model_type}: {path}.{name} is a buffer that ranks cannot compute")
 
 
 def _fill_ends(model: PreTrainedModel, weights: Weights, vocabulary: VocabularyShard, device: torch.device) -> None:

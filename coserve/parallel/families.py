@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 
 from transformers import PretrainedConfig
@@ -35,24 +35,18 @@ class Plan:
     blocks: tuple[str, str]
 
 
+_ATTENTION = {
+    "self_attn.q_proj": Width.QUERY,
+    "self_attn.k_proj": Width.KEY_VALUE,
+    "self_attn.v_proj": Width.KEY_VALUE,
+}
 _LLAMA = Plan(
-    column={
-        "self_attn.q_proj": Width.QUERY,
-        "self_attn.k_proj": Width.KEY_VALUE,
-        "self_attn.v_proj": Width.KEY_VALUE,
-        "mlp.gate_proj": Width.MLP,
-        "mlp.up_proj": Width.MLP,
-    },
+    column=_ATTENTION | {"mlp.gate_proj": Width.MLP, "mlp.up_proj": Width.MLP},
     row={"self_attn.o_proj": Width.QUERY, "mlp.down_proj": Width.MLP},
     blocks=("self_attn", "mlp"),
 )
 _PHI = Plan(
-    column={
-        "self_attn.q_proj": Width.QUERY,
-        "self_attn.k_proj": Width.KEY_VALUE,
-        "self_attn.v_proj": Width.KEY_VALUE,
-        "mlp.fc1": Width.MLP,
-    },
+    column=_ATTENTION | {"mlp.fc1": Width.MLP},
     row={"self_attn.dense": Width.QUERY, "mlp.fc2": Width.MLP},
     blocks=("self_attn", "mlp"),
 )
@@ -67,21 +61,42 @@ _GPT2 = Plan(
     blocks=("attn", "mlp"),
 )
 
+_GLM = replace(_LLAMA, column=_ATTENTION | {"mlp.gate_up_proj": Width.GATE_UP})
+_NO_GATE = replace(_LLAMA, column=_ATTENTION | {"mlp.up_proj": Width.MLP})
+_STARCODER2 = Plan(
+    column=_ATTENTION | {"mlp.c_fc": Width.MLP},
+    row={"self_attn.o_proj": Width.QUERY, "mlp.c_proj": Width.MLP},
+    blocks=("self_attn", "mlp"),
+)
+
 PLANS: Mapping[str, Plan] = {
+    "arcee": _NO_GATE,
+    "cohere": _LLAMA,
+    "cohere2": _LLAMA,
+    "cwm": _LLAMA,
+    "ernie4_5": _LLAMA,
+    "exaone4": _LLAMA,
     "gemma": _LLAMA,
     "gemma2": _LLAMA,
     "gemma3_text": _LLAMA,
+    "glm": _GLM,
+    "glm4": _GLM,
     "gpt2": _GPT2,
     "granite": _LLAMA,
+    "helium": _LLAMA,
+    "hunyuan_v1_dense": _LLAMA,
     "llama": _LLAMA,
     "ministral": _LLAMA,
     "mistral": _LLAMA,
+    "olmo": _LLAMA,
     "phi": _PHI,
     "phi3": _PHI3,
     "qwen2": _LLAMA,
     "qwen3": _LLAMA,
     "seed_oss": _LLAMA,
     "smollm3": _LLAMA,
+    "starcoder2": _STARCODER2,
+    "vaultgemma": _LLAMA,
 }
 """By the config's `model_type`. Each is tested: `tests/parallel/test_families.py`."""
 

@@ -7,11 +7,15 @@ the same thing from them, a sampled token for one, agree without a message.
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+_ALL_GATHER: Callable[..., object] = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
+"""torch 2.13 renames it."""
 
 
 @dataclass
@@ -78,7 +82,7 @@ class GroupMesh(Mesh):
     def all_gather(self, x: Tensor, dim: int = -1) -> Tensor:
         self.traffic.add("all_gather", x)
         parts = x.new_empty((self.size, *x.shape))
-        dist.all_gather_into_tensor(parts.view(-1), x.contiguous().view(-1), group=self.group)
+        _ALL_GATHER(parts.view(-1), x.contiguous().view(-1), group=self.group)
         return torch.cat(parts.unbind(0), dim)
 
     def broadcast(self, x: Tensor, root: int = 0) -> Tensor:

@@ -39,7 +39,7 @@ def _all_reduces(mesh: Mesh) -> list[tuple[Tensor, Tensor]]:
             graph, static = torch.cuda.CUDAGraph(), x.clone()
             mesh.all_reduce(static.clone())
             torch.cuda.synchronize()
-            with torch.cuda.graph(graph):
+            with torch.cuda.graph(graph, capture_error_mode="thread_local"):
                 out = mesh.all_reduce(static.clone())
                 gathered = mesh.all_gather(static)
             for factor in (1.0, 5.0):

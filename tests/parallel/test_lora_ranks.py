@@ -22,6 +22,12 @@ def ranks(request: pytest.FixtureRequest) -> Iterator[Ranks]:
 
 
 @pytest.fixture(scope="module")
+def two() -> Iterator[Ranks]:
+    with Ranks(2) as found:
+        yield found
+
+
+@pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
     return sharded.save_base(tmp_path_factory.mktemp("base"))
 
@@ -80,6 +86,16 @@ def test_a_job_has_the_losses_and_the_weights_of_one_process(
     for found in others:
         assert (found.losses, found.norms) == (first.losses, first.norms), "bit for bit"
         assert all(torch.equal(found.state[name], tensor) for name, tensor in first.state.items())
+
+
+@pytest.mark.parametrize("dropout", [0.0, pytest.param(0.2, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(("strategy", "kind"), [("nfs", KINDS[0]), ("slora", KINDS[0]), ("bd", KINDS[1])])
+def test_a_job_by_the_kernels_of_a_gpu(folder: str, two: Ranks, strategy: str, kind: Kind, dropout: float) -> None:
+    """In Triton's interpreter. They add gradients to the optimizer's sums themselves, but for fully sharded pairs."""
+    if torch.cuda.is_available():
+        pytest.skip("needs Triton's interpreter")
+    expected = train(None, folder, strategy, kind, 0, 1, None, "grouped", dropout)
+    _same(two.run(train, folder, strategy, kind, 0, 1, None, "segmented", dropout)[0], expected)
 
 
 def test_a_checkpoint_of_ranks_continues_in_one_process_and_the_other_way_round(ranks: Ranks, folder: str) -> None:

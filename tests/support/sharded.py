@@ -14,10 +14,12 @@ from coserve.finetune.micro_batch import MicroBatchRunner, run_to_end
 from coserve.finetune.optimizer import AdapterOptimizer
 from coserve.finetune.packed_rows import pack_rows
 from coserve.kernels.attention.packed import PackedAttention
+from coserve.kernels.lora.backend import make_backend
 from coserve.kernels.lora.segments import Segments
 from coserve.kernels.lora.types import LoraPair
 from coserve.model.base import Base, load_base
 from coserve.model.dropout import DropoutSpec
+from coserve.model.fused import FusedBase
 from coserve.model.lora import LoraBatch, LoraWeights
 from coserve.parallel.adapter import Matrices
 from coserve.parallel.mesh import Mesh
@@ -137,20 +139,27 @@ def train(
     begin: int = 0,
     end: int = 3,
     state: dict[str, Tensor] | None = None,
+    backend: str = "grouped",
+    dropout: float = 0.2,
 ) -> Trained:
-    """Optimizer steps of one adapter, layer by layer, with dropout and clipped gradients. `state`: after step `begin`."""
+    """Optimizer steps of one adapter, layer by layer, with dropout and clipped gradients. `state`: after step `begin`.
+
+    `backend`: of LoRA terms; where it groups inputs, and without dropout, sites of one input run together.
+    """
     base = load(folder, mesh, strategy)
     whole = whole_adapter(base.spec, kind)
     settings = TrainingSettings(steps=end, learning_rate=0.02, max_grad_norm=0.05, weight_decay=0.1)
     optimizer = AdapterOptimizer(whole, base.spec, settings, torch.float32, cut=base.cut(whole))
+    if backend == "segmented":
+        FusedBase(base, compiled=False)  # finds the sites of one input
     runner = MicroBatchRunner(base, recompute=False)
     rows = pack_rows(random_corpus(), range(5), torch.device("cpu"))
     losses, norms = [], []
     if state is not None:
         optimizer.restore(state, steps=begin)
     for step in range(begin, end):
-        dropout = DropoutSpec(0.2, seed=step)
-        lora = LoraBatch(Segments((0, rows.tokens), (0,)), (optimizer.weights(),), GROUPED, dropout)
+        dropped = DropoutSpec(dropout, seed=step)
+        lora = LoraBatch(Segments((0, rows.tokens), (0,)), (optimizer.weights(),), make_backend(backend), dropped)
         nll = run_to_end(runner.forward_backward(rows, lora, optimizer.trainable, optimizer.grads))
         losses.append(float(nll) / rows.targets)
         norms.append(optimizer.step(targets=rows.targets, learning_rate=settings.learning_rate))
