@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
 
 from tests.support import sharded
+from tests.support.examples import sample
+from tests.support.families import tiny_family
 from tests.support.ranks import Ranks
 from tests.support.sharded import KINDS, Kind, Trained, gradients, mixed_logits, train
 
@@ -66,6 +69,17 @@ def test_block_diagonal_adapters_send_nothing(ranks: Ranks, folder: str) -> None
 def test_gradients_are_those_of_one_process(
     ranks: Ranks, folder: str, strategy: str, kind: Kind, dropout: float
 ) -> None:
+    _check_gradients(ranks, folder, strategy, kind, dropout)
+
+
+@pytest.mark.parametrize("family", sample(["cohere", "gemma2", "glm", "gpt2", "phi", "phi3", "starcoder2"], "gpt2"))
+@pytest.mark.parametrize("strategy", ["nfs", "slora"])
+def test_gradients_of_other_layers(two: Ranks, tmp_path: Path, family: str, strategy: str) -> None:
+    tiny_family(family).save_pretrained(tmp_path)
+    _check_gradients(two, str(tmp_path), strategy, KINDS[0], 0.2)
+
+
+def _check_gradients(ranks: Ranks, folder: str, strategy: str, kind: Kind, dropout: float) -> None:
     loss, whole, norm = gradients(None, folder, strategy, kind, dropout)
     for found_loss, found, found_norm in ranks.run(gradients, folder, strategy, kind, dropout):
         assert found_loss == pytest.approx(loss, rel=1e-5)
@@ -89,7 +103,7 @@ def test_a_job_has_the_losses_and_the_weights_of_one_process(
 
 
 @pytest.mark.parametrize("dropout", [0.0, pytest.param(0.2, marks=pytest.mark.slow)])
-@pytest.mark.parametrize(("strategy", "kind"), [("nfs", KINDS[0]), ("slora", KINDS[0]), ("bd", KINDS[1])])
+@pytest.mark.parametrize(("strategy", "kind"), [("nfs", KINDS[0]), ("slora", KINDS[0]), ("bd", KINDS[2])])
 def test_a_job_by_the_kernels_of_a_gpu(folder: str, two: Ranks, strategy: str, kind: Kind, dropout: float) -> None:
     """In Triton's interpreter. They add gradients to the optimizer's sums themselves, but for fully sharded pairs."""
     if torch.cuda.is_available():
