@@ -52,7 +52,9 @@ class SymmetricMesh(GroupMesh):
         x = x.contiguous()
         if x.data_ptr() % _ALIGNED:
             x = x.clone()
-        found: Tensor = torch.ops.symm_mem.one_shot_all_reduce_copy(buffer, x.view(-1), "sum", self.group.group_name)
+        # The kernel copies x into the buffer, waits for the others' copies, and waits for their reads before it ends.
+        own = buffer[: x.numel()]
+        found: Tensor = torch.ops.symm_mem.one_shot_all_reduce_copy(own, x.view(-1), "sum", self.group.group_name)
         return found.view(x.shape)
 
 
