@@ -148,7 +148,9 @@ class MemoryProfiler:
         kv = KvCache.for_base(base, tokens, self._page_tokens)
         pages = kv.allocate(kv.pages_for(tokens))
         assert pages is not None, "the cache was sized for them"
-        batch = LoraBatch(Segments((0, tokens), (0,)), (cast(self._adapter(), base.dtype),), self._lora_backend)
+        batch = LoraBatch(
+            Segments((0, tokens), (0,)), (cast(base.part(self._adapter()), base.dtype),), self._lora_backend
+        )
         tokens_T, positions_T = self._tokens(tokens), torch.arange(tokens, device=base.device) % base.spec.context
         keep = torch.arange(self._logit_rows, device=base.device) % tokens
         self._meter.reset()

@@ -77,7 +77,12 @@ def test_a_checkpoint_of_two_ranks_goes_on_on_four(ranks: Ranks, base: str, tmp_
     same_adapter(tmp_path / "four", tmp_path / "alone")
 
 
+def test_ranks_measure_their_memory_together(ranks: Ranks, base: str) -> None:
+    ranks.run(sharded_jobs.profile, base)
+
+
 def test_blocks_that_fit_no_rank_are_refused(ranks: Ranks, base: str, tmp_path: Path) -> None:
+    """The last test: what the second rank raises is not read."""
     run(None, base, tmp_path, until=0, r=8, bd_blocks=2)
     with pytest.raises(AssertionError, match=r"expected bd_blocks that 2 GPUs divide"):
         run(ranks, base, tmp_path, r=6, bd_blocks=3, targets=("down_proj",))

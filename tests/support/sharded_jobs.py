@@ -6,9 +6,12 @@ from pathlib import Path
 from typing import NamedTuple
 
 from coserve.cancellation import Cancellation
+from coserve.finetune.memory_profiling import Conditions, MemoryProfiler
 from coserve.link import JobSucceeded
+from coserve.memory.plan import Work
 from coserve.parallel.mesh import Mesh
 from tests.support.finetuning import Bench, job_spec, metrics_of, random_corpus
+from tests.support.lora_backends import GROUPED
 from tests.support.sharded import load
 
 JOB: dict[str, object] = {
@@ -49,3 +52,23 @@ def train(mesh: Mesh | None, base: str, root: str, until: int, changes: dict[str
             assert isinstance(publish()(), JobSucceeded)
     trainer.drop(spec.id)
     return Trained(started.resumed_from, [one.loss for one in metrics], [one.valid_loss for one in metrics])
+
+
+class NoMeter:
+    """Implements `MemoryMeter`: measures nothing."""
+
+    def now(self) -> int:
+        return 0
+
+    peak = now
+
+    def reset(self) -> None: ...
+
+
+def profile(mesh: Mesh | None, base: str) -> None:
+    """What the memory plan measures: a generation step, and a micro-batch with its update."""
+    work = Work(step_tokens=32, micro_batch_tokens=48, jobs=1)
+    conditions = Conditions(GROUPED, recompute=False, max_running=2, page_tokens=16, work=work)
+    profiler = MemoryProfiler(load(base, mesh), NoMeter(), conditions, rank=4)
+    profiler.step(32)
+    profiler.micro_batch(48)

@@ -24,6 +24,7 @@ from coserve.engine.ranks.followers import RankLost
 from coserve.engine.ranks.monitor import Monitor
 from coserve.engine.ranks.own_rank import OwnRank
 from coserve.errors import ConfigError, EngineFault, StartupError
+from coserve.garbage import freeze_heap
 from coserve.logs.format import log_event
 from coserve.logs.setup import LogSettings, set_up_logging
 from coserve.memory.kv import KvCache
@@ -97,6 +98,7 @@ def _make_follower(base: Base, config: Config, rank: OwnRank) -> Follower:
     def build(tokens: int) -> FollowerParts:
         kv = KvCache.for_base(base, tokens, config.page_tokens)
         made = FollowerParts(kv, parts.make_start(kv).executor, parts.make_trainer(store), read)
+        freeze_heap()
         rank.monitor.report(RankReady(base.device.type))
         return made
 
