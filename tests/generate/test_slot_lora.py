@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 from itertools import pairwise
 
 import torch
@@ -74,3 +75,15 @@ def test_a_step_after_one_of_other_tiles_is_loaded_again() -> None:
         seen = lora.within(capacity).decode_tables(GROUP)
         assert seen is not None
         assert int(seen[0].tiles[:, 1].sum()) == segments.tokens
+
+
+def test_block_diagonal_adapters_lie_in_slots_with_their_zeros() -> None:
+    pair = LoraPair(torch.randn(8, 8), torch.randn(8, 4), 1.0, b_blocks=2)
+    slots = AdapterSlots([[GROUP]], 2, CPU)
+    (slot,) = slots.place(named([LoraWeights(LoraSettings(r=8, bd_blocks=2), {"q": pair})]))
+    table = slots.tables[GROUP]
+    assert not table.blocked
+    assert table.ranks[slot].tolist() == [8]
+    address = int(table.addresses[slot, 0, 1])
+    b_OR = torch.frombuffer((ctypes.c_float * 64).from_address(address), dtype=torch.float32).view(8, 8)
+    assert torch.equal(b_OR, pair.dense().b_OR)

@@ -26,7 +26,7 @@ class AdapterSlots:
         self._names = [name for layer in groups for group in layer for name in group.names]
         self._groups = {name: group.index for layer in groups for group in layer for name in group.names}
         self.all_groups = frozenset(self._groups.values())
-        self._table = Slots(slots, len(self._names), device)
+        self._table = Slots(slots, len(self._names), device, blocked=False)
         self.device = device
         self.ranks = [0] * slots
         """Each slot's largest rank; 0: empty."""
@@ -83,4 +83,6 @@ def _entries(weights: LoraWeights, names: Sequence[str]) -> tuple[list[TableEntr
     """An adapter's table entries by site, and what keeps its memory alive."""
     if isinstance(weights.sites, PackedSites) and weights.sites.layout.for_kernels:  # as the store's GPU copies are
         return weights.sites.entries(names), weights
-    return table_entries([weights.sites.get(name) for name in names])
+    # Block-diagonal pairs with their zeros: kernels that read them as they lie are not timed in serving yet.
+    pairs = [weights.sites.get(name) for name in names]
+    return table_entries([None if pair is None else pair.dense() for pair in pairs])

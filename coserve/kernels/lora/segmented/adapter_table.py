@@ -62,7 +62,9 @@ class Slots:
     (programmatic dependent launch), so no kernel that writes weights may directly precede one.
     """
 
-    def __init__(self, slots: int, sites: int, device: torch.device) -> None:
+    def __init__(self, slots: int, sites: int, device: torch.device, *, blocked: bool = True) -> None:
+        """`blocked`: whether block-diagonal pairs may be put."""
+        self._blocked = blocked
         self.addresses = torch.zeros(slots, sites, 2, dtype=torch.int64, device=device)
         self.ranks = torch.zeros(slots, sites, dtype=torch.int32, device=device)
         self.scalings = torch.zeros(slots, sites, dtype=torch.float32, device=device)
@@ -84,7 +86,7 @@ class Slots:
 
     def table(self, first: int, count: int) -> SiteTable:
         """The columns of `count` neighbouring sites, as a view that reflects later `put`s."""
-        return SiteTable(self.addresses, self.ranks, self.scalings).columns(first, count)
+        return SiteTable(self.addresses, self.ranks, self.scalings, blocked=self._blocked).columns(first, count)
 
 
 def site_table(pairs: Sequence[Sequence[LoraPair | None]], device: torch.device) -> tuple[SiteTable, list[LoraPair]]:
