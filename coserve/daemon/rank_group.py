@@ -28,6 +28,7 @@ from coserve.ranks import (
     SILENCE,
     STALL,
     START_SILENCE,
+    START_STALL,
     Heartbeat,
     RankFailed,
     RankPlace,
@@ -51,8 +52,8 @@ class _Rank:
     process: asyncio.subprocess.Process
     reports: StreamLink[Never, RankReport]
     ready: bool = False
-    stall: float = 0.0
-    """Most seconds that a command takes, once it is ready."""
+    stall: float = START_STALL
+    """Most seconds that a command takes."""
     done: int = 0
     """Commands that it has finished, by its last heartbeat."""
     busy: float = 0.0
@@ -222,7 +223,7 @@ class RankGroup:
 
     def _look_for_stall(self) -> None:
         """All ranks may wait for one that does not take part in a collective: the one that is furthest behind is told of."""
-        if all(rank.ready for rank in self._ranks) and any(rank.busy > rank.stall for rank in self._ranks):
+        if any(rank.busy > rank.stall for rank in self._ranks):
             rank = min(self._ranks, key=lambda rank: rank.done)
             self._lose(rank, f"did not finish a command within {rank.stall:.0f} s")
 

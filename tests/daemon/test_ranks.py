@@ -120,7 +120,7 @@ def pid_of(daemon: DaemonProcess, rank: int) -> int:
     ("rank", "number", "how"),
     [
         (1, signal.SIGKILL, "was killed by SIGKILL"),
-        (1, signal.SIGSTOP, "did not answer for 6 s"),
+        pytest.param(1, signal.SIGSTOP, "did not answer for 6 s", marks=pytest.mark.slow),
         pytest.param(0, signal.SIGKILL, "was killed by SIGKILL", marks=pytest.mark.slow),
         pytest.param(0, signal.SIGSTOP, "did not answer for 6 s", marks=pytest.mark.slow),
     ],
