@@ -77,8 +77,12 @@ def shrink(
     a_real, x_real = (r < rank)[None, :, None], (t < rows)[None, :, None]
     length = D
     own = tl.zeros([BLOCK_R], dtype=tl.int32)
-    if BLOCKED and a_blocks(shape) > 1:
-        length, own = a_rows(shape, r, D)
+    if BLOCKED:
+        packed = 0
+        if a_blocks(shape) > 1:
+            packed, own = a_rows(shape, r, D)
+        own = own // 8 * 8  # said again, since a choice hides it from the compiler
+        length = tl.where(packed == 0, D, packed // 8 * 8)
     a_at = a_ptr + (r * length - own)[None, :, None] + k
     own = own[None, :, None]
     acc = tl.zeros([PARTS, BLOCK_R, BLOCK_T], dtype=tl.float32)
@@ -151,8 +155,10 @@ def expand(
     own = tl.zeros([BLOCK_O], dtype=tl.int32)
     begin = 0
     end = rank
-    if BLOCKED and b_blocks(shape) > 1:
-        length, own, begin, end = b_rows(shape, o, block * BLOCK_O, BLOCK_O, O)
+    if BLOCKED:
+        if b_blocks(shape) > 1:
+            length, own, begin, end = b_rows(shape, o, block * BLOCK_O, BLOCK_O, O)
+        length, own, begin = length // 8 * 8, own // 8 * 8, begin // 8 * 8  # said again
     r = begin + tl.arange(0, BLOCK_R)
     b = load_b_rows(b_ptr, o, r, O, own, length, BLOCKED)
     if not SINGLE:

@@ -385,8 +385,11 @@ def _expand_block(
     own = tl.zeros([BLOCK_O], dtype=tl.int32)
     low = 0
     high = rank
-    if BLOCKED and b_blocks(shape) > 1:
-        length, own, low, high = b_rows(shape, o, begin, BLOCK_O, O)
+    if BLOCKED:
+        if b_blocks(shape) > 1:
+            length, own, low, high = b_rows(shape, o, begin, BLOCK_O, O)
+        # said again, since a choice hides it from the compiler
+        length, own, low = length // 8 * 8, own // 8 * 8, low // 8 * 8
     acc = tl.zeros([BLOCK_T, BLOCK_O], dtype=tl.float32)
     for first in tl.range(low, high, BLOCK_R, num_stages=STAGES):
         r = first + tl.arange(0, BLOCK_R)
