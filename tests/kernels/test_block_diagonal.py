@@ -134,3 +134,11 @@ def test_slots_hold_both_kinds(lengths: tuple[int, ...]) -> None:
     got = lora.add(group, [case.y.clone() for case in cases], x)
     for mine, wanted in zip(got, expected, strict=True):
         assert relative_error(mine, wanted) <= 1e-5
+
+
+def test_slots_of_dense_pairs_refuse_others() -> None:
+    pair = LoraPair(torch.randn(16, 8), torch.randn(6, 8), 1.0, b_blocks=2)
+    slots = Slots(1, 1, torch.device("cpu"), blocked=False)
+    with pytest.raises(AssertionError, match="dense pairs"):
+        slots.put(0, *table_entries([pair]))
+    slots.put(0, *table_entries([pair.dense()]))

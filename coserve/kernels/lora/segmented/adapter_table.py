@@ -73,6 +73,7 @@ class Slots:
     def put(self, slot: int, entries: Sequence[TableEntry], owner: object) -> None:
         """Point `slot` at one adapter's matrices, an entry per site, and keep their `owner` alive."""
         assert len(entries) == self.ranks.shape[1], f"expected {self.ranks.shape[1]} sites, got {len(entries)}"
+        assert self._blocked or all(entry.shape == entry.rank for entry in entries), "expected dense pairs"
         a, b, _, _, ranks, scalings = zip(*entries, strict=True)
         self.addresses[slot].copy_(torch.tensor([a, b], dtype=torch.int64).T)
         self.ranks[slot].copy_(torch.tensor(ranks, dtype=torch.int32))
