@@ -82,7 +82,7 @@ class Config:
     )
     compile: str = option(
         "background",
-        "on a GPU, when the base's layers are compiled: beside serving, which is slower until then (background), before "
+        "on a GPU, when the base's layers are compiled: those for adapters of common ranks first, the rest beside serving (background), all before "
         "the first request (before), or not at all (off)",
         choices=("background", "before", "off"),
     )

@@ -19,7 +19,7 @@ STALL = {"cuda": 30.0, "cpu": 300.0}
 ends. The first steps and slices may load kernels, which takes longer than any step; on a CPU a step of a large base takes minutes."""
 START_STALL = 1800.0
 """The same for a rank that starts: all layers are compiled in one command."""
-JOIN_SECONDS = 120.0
+JOIN_SECONDS = 1800.0
 """Seconds that ranks wait for each other when they start; later, the limit of a collective on CPU."""
 
 

@@ -103,6 +103,8 @@ class BeginJob(Command, frozen=True):
     """Commit a load: the job may be advanced."""
 
     job: str
+    load: int
+    """Number of its `LoadJob`. Earlier ones of the job that were never begun are dropped."""
     resumed_from: int
     """The step from which rank 0 resumes."""
 
@@ -110,7 +112,8 @@ class BeginJob(Command, frozen=True):
 class ForgetLoad(Command, frozen=True):
     """Drop a load that will not be committed; also one that has not ended."""
 
-    job: str
+    load: int
+    """Number of its `LoadJob`."""
 
 
 class PrepareJob(Question, frozen=True, kw_only=True):

@@ -86,8 +86,8 @@ class Follower:
         """Adapters' copies in pages."""
         self._tables = PageTables()
         self._in_flight: list[StepInFlight] = []
-        self._loads = dict[str, list[_JobLoad]]()
-        """Of jobs that are being loaded, or loaded and not begun."""
+        self._loads = dict[int, _JobLoad]()
+        """By their question's number: of jobs that are being loaded, or loaded and not begun."""
 
     def run(self) -> None:
         """Raises `PeerLost`, and whatever a command raises: the ranks cannot go on then."""
@@ -123,10 +123,10 @@ class Follower:
                 self._parts.trainer.abandon(job)
             case DropJob(job):
                 self._parts.trainer.drop(job)
-            case BeginJob(job, step):
-                self._next_load(job).begin(step)
-            case ForgetLoad(job):
-                self._next_load(job).cancellation.cancel()
+            case BeginJob():
+                self._begin_job(command)
+            case ForgetLoad(load):
+                self._loads.pop(load).cancellation.cancel()
             case LoadJob():
                 self._load_job(command)
             case ReadAdapter():
@@ -181,7 +181,7 @@ class Follower:
 
     def _load_job(self, question: LoadJob) -> None:
         load = _JobLoad(self._parts.trainer, question.spec)
-        self._loads.setdefault(question.spec.id, []).append(load)
+        self._loads[question.number] = load
         self._answer(question.number, self._threads, load.run)
 
     def _prepare_job(self, question: PrepareJob) -> None:
@@ -194,12 +194,14 @@ class Follower:
 
         self._answer(question.number, self._threads, work)
 
-    def _next_load(self, job: str) -> _JobLoad:
-        loads = self._loads[job]
-        load = loads.pop(0)
-        if not loads:
-            del self._loads[job]
-        return load
+    def _begin_job(self, command: BeginJob) -> None:
+        load = self._loads.pop(command.load)
+        # A pause or a cancellation may have come after the load had ended: rank 0 drops it without a word.
+        for number in [
+            number for number, own in self._loads.items() if own.job == command.job and number < command.load
+        ]:
+            self._loads.pop(number).cancellation.cancel()
+        load.begin(command.resumed_from)
 
     # ---- threads
 
@@ -222,7 +224,7 @@ class _JobLoad:
     """One attempt to load a job."""
 
     def __init__(self, trainer: Trainer, spec: JobSpec) -> None:
-        self.cancellation = Cancellation()
+        self.cancellation, self.job = Cancellation(), spec.id
         self._trainer, self._spec = trainer, spec
         self._start: Callable[[], JobStarted] | None = None
 

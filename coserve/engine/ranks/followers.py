@@ -27,7 +27,9 @@ class RankLost(EngineFault):
 class Answers:
     """The answers to one question, one of each follower."""
 
-    def __init__(self, ranks: Sequence[int]) -> None:
+    def __init__(self, number: int, ranks: Sequence[int]) -> None:
+        """`number`: the question's."""
+        self.number = number
         self._missing, self._found = set(ranks), dict[int, Answer]()
         self._future = Future[list[Answer]]()
 
@@ -88,8 +90,8 @@ class Followers:
     def ask(self, question: AnyQuestion) -> Answers:
         """Raises `RankLost`."""
         with self._lock:
-            answers = Answers([*self._channels])
             number = self._sent + 1
+            answers = Answers(number, [*self._channels])
             self._asked[number] = answers
             self._send(msgspec.structs.replace(question, number=number))
         return answers

@@ -39,12 +39,12 @@ class RankedTrainer:
             start = self._local.load(spec, cancellation)
             answers.wait()
         except Exception:
-            self._followers.send(ForgetLoad(spec.id))
+            self._followers.send(ForgetLoad(answers.number))
             raise
 
         def begin() -> JobStarted:
             started = start()
-            self._followers.send(BeginJob(spec.id, started.resumed_from))
+            self._followers.send(BeginJob(spec.id, answers.number, started.resumed_from))
             self._specs[spec.id] = spec
             return started
 

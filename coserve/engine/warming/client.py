@@ -24,6 +24,8 @@ log = logging.getLogger(__name__)
 
 TIMEOUT = 300.0
 """Seconds without a line after which the process counts as hung. More than `warmup.worker_pool.REPORT_TIMEOUT`."""
+GRACE = 0.5
+"""Seconds for lines that came while the event loop was blocked."""
 DIED = "warm-up: its process died or hangs; what is missing is compiled in the engine's process, which slows steps down"
 
 
@@ -136,8 +138,13 @@ class WarmUpClient:
 
     async def _line(self, reader: asyncio.StreamReader) -> bytes:
         """The next line; empty if the process has ended or hangs."""
+        timeout = None if self._progress.ended or self._progress.waiting else self._timeout
         try:
-            async with asyncio.timeout(None if self._progress.ended or self._progress.waiting else self._timeout):
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(timeout):
+                    return await reader.readline()
+            # The event loop may have been blocked for that long, by the load of a base: lines have come meanwhile.
+            async with asyncio.timeout(GRACE):
                 return await reader.readline()
         except (TimeoutError, ConnectionError):
             return b""

@@ -8,6 +8,7 @@ stacking of weights before the first request, the first steps of the graph execu
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -28,6 +29,8 @@ from coserve.model.base import Base
 from coserve.model.fused import FusedBase
 from coserve.model.gemm_choice import GemmChoice
 from coserve.parallel.lora import Strategy
+
+log = logging.getLogger(__name__)
 
 COMPILING = "generation: steps run one by one until compilation ends"
 COMPILED = (
@@ -83,8 +86,11 @@ class Compilation:
             self._gemms_missing = choice is None
         try:
             self._shadow.check()
-        except (TorchDynamoException, UnsupportedBase) as error:
+        except (TorchDynamoException, UnsupportedBase, RuntimeError) as error:
+            if self._fused.base.sharding is not None:  # the ranks would run steps of different kinds
+                raise
             self._refusal = _refusal(self._fused.base, error)
+            log.warning("%s", self._refusal, exc_info=error)
         self._done = True
 
     @property
