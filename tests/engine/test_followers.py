@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 from safetensors.numpy import load_file
@@ -147,7 +148,9 @@ def test_a_step_that_fails_on_one_rank_ends_the_engine(tmp_path: Path) -> None:
         leads.base.model.forward = _broken
         with pytest.raises(EngineFault, match="rank 0"):
             generator.step()
+        generator.cancel("r")  # its last token was never sampled
         leads.base.model.forward, follows.base.model.forward = forward, _broken
+        generator.add(msgspec.structs.replace(request, id="s"))
         generator.step()
         with pytest.raises(RankLost, match="rank 1 of 2 is gone"):
             following.catch_up()
@@ -185,6 +188,7 @@ def test_a_job_is_at_the_same_step_with_the_same_weights(tmp_path: Path) -> None
         theirs.place(corpus, spec)
         with pytest.raises(Cancelled):
             ranked.load(spec, cancellation)
+        ranked.load(spec, Cancellation())  # a pause came after its end: it is never begun
         ranked.load(spec, Cancellation())()
         while not ranked.checkpoint_due(spec.id):
             ranked.advance(spec.id, 2)

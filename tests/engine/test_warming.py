@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import socket
+import time
 from pathlib import Path
 
 import msgspec
@@ -141,6 +142,23 @@ async def test_a_process_that_says_nothing_is_given_up_though_nobody_waits(tmp_p
     await changed.wait()
     assert warm.ended
     assert warm.training_kernels_ready(256)
+    theirs.close()
+    await warm.close()
+
+
+async def test_what_came_while_the_event_loop_was_blocked_is_heard(tmp_path: Path) -> None:
+    """The load of a base blocks it, for minutes if the base is large."""
+    task, _ = make_task(tmp_path)
+    warm, changed = WarmUpClient(task, timeout=0.05), asyncio.Event()
+    ours, theirs = socket.socketpair()
+    await warm.listen(ours)
+    warm.notify(changed.set)
+    await asyncio.sleep(0)  # it listens
+    theirs.sendall(msgspec.json.encode(Progress(3, 9, ["steps"])) + b"\n")
+    time.sleep(0.2)  # noqa: ASYNC251
+    await changed.wait()
+    assert not warm.ended
+    assert warm.done == 3
     theirs.close()
     await warm.close()
 
