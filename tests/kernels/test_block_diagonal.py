@@ -17,7 +17,7 @@ from coserve.kernels.lora.segmented.slot_lora import SlotLora
 from coserve.kernels.lora.segmented.tiles import cut, upload
 from coserve.kernels.lora.segments import Segments
 from coserve.kernels.lora.types import LoraPair, SiteGroup
-from tests.support.examples import examples, sample
+from tests.support.examples import examples
 from tests.support.lora_grids import (
     Grid,
     add_group,
@@ -92,7 +92,8 @@ SITES = (
 """Three sites of one input: pairs of whole and of broken tiles, of A and of B, beside dense ones."""
 
 
-@pytest.mark.parametrize("run", sample([1, 4, 64], 4))
+@pytest.mark.slow
+@pytest.mark.parametrize("run", [1, 4, 64])
 def test_prefill_and_gradients_of_sites_together(run: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Small batches are cut as large ones are: k among programs, up to `run` output blocks a program."""
     if run > 1:

@@ -61,7 +61,8 @@ def _fused(mesh: Mesh, folder: str) -> tuple[list[Tensor], int, dict[str, int]]:
     return found, len(graphs), dict(mesh.traffic.calls)
 
 
-@pytest.mark.parametrize("family", ["llama", pytest.param("gpt2", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
 def test_a_fused_forward_has_the_logits_of_one_process(two: Ranks, family: str, tmp_path: Path) -> None:
     tiny_family(family).save_pretrained(tmp_path)
     base = load(str(tmp_path))
