@@ -50,7 +50,7 @@ class PackedLayout:
     def __init__(self, weights: LoraWeights, block: int = BLOCK, vector: int = 1) -> None:
         """`block`: most bytes of a piece, if its pairs are no larger; b_OR's rows are padded to a multiple of `vector`."""
         self.for_kernels = vector == VECTOR and all(pair.blocks == 1 for pair in weights.sites.values())
-        """Whether the kernels can read all pairs as they lie."""
+        """Whether the table of generation's compiled steps can point at all pairs as they lie: it holds dense ones only."""
         self.places: dict[str, SitePlace] = {}
         self.bounds = [0]
         """Bytes: piece i is `bounds[i]` to `bounds[i + 1]`. A pair lies in one piece."""

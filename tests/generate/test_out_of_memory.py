@@ -16,6 +16,7 @@ from coserve.generate.execution import eager as eager_module
 from coserve.generate.execution import graph_executor
 from coserve.generate.execution.adapter_slots import AdapterSlots
 from coserve.generate.execution.graphs.decode import DecodeGraph
+from coserve.generate.execution.graphs.left_out import LeftOut
 from coserve.generate.execution.graphs.mixed import MixedGraph
 from coserve.generate.execution.token_slots import TokenSlots
 from coserve.generate.generator import Generator
@@ -206,6 +207,13 @@ def test_the_budget_grows_back_slowly() -> None:
     for _ in range(6 * LONGEST):
         budget.succeeded()
     assert not budget.lowered
+
+
+def test_a_graph_that_other_ranks_have_is_not_left_out() -> None:
+    left_out = LeftOut(tolerated=False)
+    with pytest.raises(torch.OutOfMemoryError), left_out.capturing("a graph"):
+        raise torch.OutOfMemoryError("no memory")
+    assert not left_out
 
 
 def test_a_graph_whose_capture_finds_no_memory_is_left_out() -> None:

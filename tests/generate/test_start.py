@@ -120,6 +120,19 @@ def test_nothing_is_compiled_without_a_gpu(base: Base, when: str) -> None:
     assert (made.notes, made.compilation) == ((), None)
 
 
+def test_a_compilation_without_memory_is_a_refusal_that_is_told(base: Base, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(self: FusedBase) -> None:
+        raise torch.OutOfMemoryError("no memory")
+
+    kv = KvCache.for_base(base, 64, 16)
+    compilation = Compilation(FusedBase(base, compiled=False), kv, eager(base, kv), max_running=4)
+    monkeypatch.setattr(FusedBase, "check", full)
+    compilation.compile()
+    executor, notes = compilation.executor()
+    assert executor is None
+    assert "no memory" in notes[0]
+
+
 def test_a_fault_in_the_compiling_thread_is_not_a_refusal(base: Base, monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(self: FusedBase) -> None:
         raise ZeroDivisionError

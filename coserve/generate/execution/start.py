@@ -1,4 +1,5 @@
-"""How generation gets to full speed: served at once, step by step; compiled meanwhile; then graphs, one at a time.
+"""How generation gets to full speed: compiled layers, before the first request where their kernels are on disk by then; then
+graphs, one at a time, while requests are served.
 
 Other processes compile the kernels, into caches on disk (`coserve.warmup`); without them all is compiled here. Layers are
 compiled, or loaded from disk, on a thread of their own over a shadow of the base (`FusedBase.shadow`), which shares its
