@@ -21,7 +21,8 @@ GREEDY: Json = {"temperature": 0.0, "max_tokens": 32, "ignore_eos": True}
 def test_texts_and_losses_on_two_gpus_are_those_of_one(tmp_path: Path, compile: str) -> None:
     found = []
     for tp in (1, 2):
-        options = ("--tp", str(tp), "--device", "cuda", "--dtype", "float32", "--compile", compile)
+        memory = ("--kv-tokens", "16384")  # other tests use the same GPU
+        options = ("--tp", str(tp), "--device", "cuda", "--dtype", "float32", "--compile", compile, *memory)
         with DaemonProcess(Path("bundled"), tmp_path / str(tp), options=options) as daemon:
             daemon.wait_ready()
             texts = [daemon.call("POST", "/generate", {"prompt": prompt, **GREEDY})[1] for prompt in PROMPTS]
