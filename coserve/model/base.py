@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
@@ -146,6 +147,7 @@ def load_base(
     Raises:
         UnsupportedBase: see `wrap_base`; no readable weights; code or settings in the files that we don't run.
         ConfigError: no such device.
+        RuntimeError: another rank of `mesh` is gone.
     """
     where = _device(device)
     kind = (torch.bfloat16 if where.type == "cuda" else torch.float32) if dtype == "auto" else getattr(torch, dtype)
@@ -155,15 +157,16 @@ def load_base(
         raise UnsupportedBase("the bundled base is not part of this installation")
     name = source if source == "bundled" or not local else folder.resolve().name
     path = str(folder) if local else source
-    try:
+    with _loadable(name):
         settings, _ = PretrainedConfig.get_config_dict(path, local_files_only=local)
         refuse_settings(name, settings, trust_remote_code)
         if local and (folder / ADAPTER_CONFIG).exists():
             raise UnsupportedBase(f"{name}: the folder holds an adapter; expected a base model")
-        if mesh is not None and mesh.size > 1:
+    seed = DUMMY_SEED if load_format == "dummy" or few_layers else None
+    if mesh is not None and mesh.size > 1:
+        with _loadable(name):
             config = _config(path, trust_remote_code=trust_remote_code, local=local, few_layers=few_layers)
-            seed = DUMMY_SEED if load_format == "dummy" or few_layers else None
-            shard = load_shard(
+            loaded = load_shard(
                 path,
                 config,
                 mesh,
@@ -173,8 +176,11 @@ def load_base(
                 strategy=Strategy(strategy),
                 trust_remote_code=trust_remote_code,
             )
-            return wrap_base(shard.model, name=name, shard=shard)
-        if load_format == "dummy" or few_layers:
+        # Collectives fail with a RuntimeError where another rank has died: that says nothing about the base.
+        shard = loaded.share_fingerprint(where)
+        return wrap_base(shard.model, name=name, shard=shard)
+    with _loadable(name):
+        if seed is not None:
             model = _random_model(
                 path, where, kind, trust_remote_code=trust_remote_code, local=local, few_layers=few_layers
             )
@@ -186,11 +192,18 @@ def load_base(
                 trust_remote_code=trust_remote_code,
                 local_files_only=local,
             )
-    except (OSError, ValueError, KeyError, ImportError, RuntimeError) as error:
-        raise UnsupportedBase(f"{name}: transformers cannot load it: {error}") from error
     if getattr(model, "_hf_peft_config_loaded", False):
         raise UnsupportedBase(f"{name}: it brings an adapter of its own; expected a base model")
     return wrap_base(model.to(where), name=name)
+
+
+@contextmanager
+def _loadable(name: str) -> Iterator[None]:
+    """Around reading of a base. Raises `UnsupportedBase` for what transformers and torch raise inside."""
+    try:
+        yield
+    except (OSError, ValueError, KeyError, ImportError, RuntimeError) as error:
+        raise UnsupportedBase(f"{name}: transformers cannot load it: {error}") from error
 
 
 def _random_model(

@@ -27,6 +27,21 @@ class Shard(NamedTuple):
     """Of the whole base."""
 
 
+class LoadedShard(NamedTuple):
+    model: PreTrainedModel
+    sharding: Sharding
+    fingerprint: str
+    """Of the whole base, on rank 0; empty on the others."""
+
+    def share_fingerprint(self, device: torch.device) -> Shard:
+        """Rank 0 sends the fingerprint. All ranks call this at once."""
+        digest = torch.zeros(32, dtype=torch.uint8)
+        if self.fingerprint:
+            digest = torch.frombuffer(bytearray.fromhex(self.fingerprint), dtype=torch.uint8)
+        shared = self.sharding.mesh.broadcast(digest.to(device)).cpu().numpy().tobytes()
+        return Shard(self.model, self.sharding, shared.hex())
+
+
 def load_shard(
     path: str,
     config: PretrainedConfig,
@@ -37,8 +52,8 @@ def load_shard(
     seed: int | None,
     strategy: Strategy,
     trust_remote_code: bool,
-) -> Shard:
-    """This rank's part of the base at `path`, a folder or a hub name. All ranks call this at once.
+) -> LoadedShard:
+    """This rank's part of the base at `path`, a folder or a hub name. Without collectives.
 
     `seed`: weights are drawn from it; None: read from the files. `strategy`: of dense adapters. Raises `UnsupportedBase` as `refuse_statically`,
     `fill_shard` and `Checkpoint`.
@@ -56,12 +71,10 @@ def load_shard(
         else:
             weights = DrawnWeights(empty_model(config, dtype, trust_remote_code=trust_remote_code), device, seed)
         sharding = fill_shard(model, weights, mesh, device, strategy)
-        digest = torch.zeros(32, dtype=torch.uint8)
+        whole = ""
         if mesh.rank == 0:
             whole = fingerprint_of(model.config, shapes, lambda name: weights.get(name, shapes[name])[:], dtype)
-            digest = torch.frombuffer(bytearray.fromhex(whole), dtype=torch.uint8)
-    shared = mesh.broadcast(digest.to(device)).cpu().numpy().tobytes()
-    return Shard(model, sharding, shared.hex())
+    return LoadedShard(model, sharding, whole)
 
 
 _FILES = ("*.safetensors", "*.json")
