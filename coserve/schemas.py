@@ -204,6 +204,8 @@ class FinetuneRequest(Wire, frozen=True, omit_defaults=True):
     """A JSONL file under the daemon's `data_root`."""
     continue_from: AdapterRefText | None = None
     """Go on from this adapter instead of a new one; then `lora` must be left out."""
+    teacher: AdapterRefText | None = None
+    """Distillation: learn this adapter's outputs at the rows' targets, not their tokens. Losses are then KL divergences from it."""
     lora: LoraSettings | None = None
     training: TrainingRequest = TrainingRequest()
     metadata: Annotated[
@@ -261,12 +263,12 @@ class Job(Wire, frozen=True):
     waiting: str | None = None
     """What a running job waits for: `waiting for space` once all its steps are done and the disk is full."""
     rows_cut: int = 0
-    """Rows that were longer than the longest sequence (`training.max_length`, the base's context or `micro_batch_tokens`)
-    and lost a part."""
+    """Rows that lost a part: they were longer than `training.max_length`, the base's context or `micro_batch_tokens`."""
     auto: list[str] = []
     """The fields of `training` that the daemon chose from the size of the corpus and of the base."""
     notes: list[str] = []
     """Notes for the user who submitted the job, such as that it replaces another version."""
+    teacher: str | None = None
 
 
 class JobList(Wire, frozen=True):

@@ -117,7 +117,7 @@ class MicroStep(StrEnum):
     OPTIMIZER = "optimizer"
     """AdamW's update of the weights, once an optimizer step."""
     EVALUATE = "evaluate"
-    """One layer's forward in an evaluation."""
+    """One layer's forward without gradients: in an evaluation, or a teacher's."""
     EVALUATE_HEAD = "evaluate_head"
 
 
@@ -245,6 +245,15 @@ class JobState(StrEnum):
                 return False
 
 
+class Teacher(Wire, frozen=True):
+    """The adapter whose outputs a job learns, in its loss, instead of the rows' tokens."""
+
+    ref: AdapterRef
+    digests: AdapterDigests
+    """Expected digests of its files."""
+    rank: int
+
+
 class JobSpec(Wire, frozen=True):
     """A complete job: stored by the registry, run by the engine. Its corpus is a file in the job's folder."""
 
@@ -262,14 +271,23 @@ class JobSpec(Wire, frozen=True):
     target_tokens: int
     init_digests: AdapterDigests | None = None
     """Expected digests of the files of `init_from`."""
+    teacher: Teacher | None = None
+    """Distillation: the loss is the divergence from this adapter's outputs."""
     rows_cut: int = 0
     """Rows cut to the longest sequence."""
     auto: tuple[str, ...] = ()
     """The fields of `training` that the daemon chose."""
 
+    @property
+    def sources(self) -> tuple[AdapterRef, ...]:
+        """The adapters whose files the job reads."""
+        taught = () if self.teacher is None else (self.teacher.ref,)
+        return taught if self.init_from is None else (self.init_from, *taught)
+
 
 class StepMetrics(Wire, frozen=True):
-    """One optimizer step. `loss` is the mean negative log-likelihood per target token, in nats."""
+    """One optimizer step. `loss` is the mean negative log-likelihood per target token, in nats; of a job with a teacher, the mean
+    Kullback-Leibler divergence from the teacher's distributions."""
 
     step: int
     total_steps: int
@@ -283,3 +301,5 @@ class StepMetrics(Wire, frozen=True):
     seconds: float
     """Time in the step's slices, without the time between them."""
     valid_loss: float | None = None
+    valid_loss_before: float | None = None
+    """Before the first step; of jobs with a teacher and validation rows."""

@@ -142,6 +142,7 @@ class AsyncClient:
         file: Path | str | bytes | None = None,
         path: str | None = None,
         continue_from: str | None = None,
+        teacher: str | None = None,
         lora: LoraSettings | Mapping[str, Any] | None = None,
         training: TrainingRequest | Mapping[str, Any] | None = None,
         metadata: Mapping[str, str] | None = None,
@@ -149,6 +150,8 @@ class AsyncClient:
     ) -> AsyncJobHandle:
         """Start a job that makes the next version of `adapter` from one of: rows, a JSONL file (or its content) from
         here, or the path of a file at the daemon. As `data`, a path names a file from here. docs/data.md describes rows.
+
+        With a `teacher` the job learns that adapter's outputs at the rows' targets instead of their tokens (distillation).
 
         Warns (`UserWarning`) if rows were cut because they were too long.
 
@@ -159,7 +162,7 @@ class AsyncClient:
             raise InvalidRequest("expected one of data, file and path, got more", field="file")
         if isinstance(data, str | Path):
             data, file = None, data
-        body = finetune_request(adapter, data, path, continue_from, lora, training, metadata)
+        body = finetune_request(adapter, data, path, continue_from, teacher, lora, training, metadata)
         request = self._caller.request(
             "POST",
             "/finetune",

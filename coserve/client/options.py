@@ -68,6 +68,7 @@ def finetune_request(
     data: Iterable[Mapping[str, Any]] | None,
     path: str | None,
     continue_from: str | None,
+    teacher: str | None,
     lora: LoraSettings | Mapping[str, Any] | None,
     training: TrainingRequest | Mapping[str, Any] | None,
     metadata: Mapping[str, str] | None,
@@ -77,6 +78,7 @@ def finetune_request(
         data=None if data is None else [dict(row) for row in data],
         path=path,
         continue_from=continue_from,
+        teacher=teacher,
         lora=None if lora is None else as_struct(lora, LoraSettings, "lora"),
         metadata=dict(metadata or {}),
     )

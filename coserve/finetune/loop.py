@@ -22,7 +22,7 @@ from coserve.finetune.progress import TrainingProgress
 from coserve.kernels.lora.interface import LoraBackend
 from coserve.kernels.lora.segments import Segments
 from coserve.model.dropout import DropoutSpec
-from coserve.model.lora import LoraBatch
+from coserve.model.lora import LoraBatch, LoraWeights
 from coserve.state.durable import disk_errors
 from coserve.state.failpoints import failpoint
 from coserve.types import JobSpec, MicroStep, StepMetrics
@@ -76,11 +76,13 @@ class TrainingLoop:
         lora_backend: LoraBackend,
         device: torch.device,
         timer: SliceTimer,
+        teacher: LoraWeights | None = None,
     ) -> None:
+        """`teacher`: this rank's part of the adapter that `spec.teacher` names, in the base's dtype."""
         self.spec, self.plan, self.optimizer = spec, plan, optimizer
         self.progress = TrainingProgress()
         self._corpus, self._runner, self._device, self._timer = corpus, runner, device, timer
-        self._lora_backend = lora_backend
+        self._lora_backend, self._teacher = lora_backend, teacher
         self._validation = plan.validation()
         self._limits = MemoryLimits(corpus.lengths)
         self._under_way: tuple[int, ...] | None = None
@@ -111,11 +113,13 @@ class TrainingLoop:
         while not self.finished:
             if self.progress.pending is None:
                 self._timer.restart()
+                if self._teacher is not None and self._validation and self.progress.step == 0:
+                    yield from self._evaluate_start()
                 yield from self._optimizer_step()
                 if self._evaluation_is_due():
                     yield Boundary.MICRO_BATCH
             if self._evaluation_is_due():
-                yield from self._evaluate()
+                yield from self._evaluate_step()
             yield self._finish_step()
 
     def _optimizer_step(self) -> Events:
@@ -123,7 +127,7 @@ class TrainingLoop:
         step = self.progress.step
         batches = self.plan.step(step)
         self.optimizer.zero_grad()
-        nll = torch.zeros((), dtype=torch.float64, device=self._device)
+        summed = torch.zeros((), dtype=torch.float64, device=self._device)
         tokens = targets = 0
         micro_batches = self._limits.cut(batches.micro_batches)
         for micro, indices in enumerate(micro_batches):
@@ -133,13 +137,13 @@ class TrainingLoop:
             rows = pack_rows(self._corpus, indices, self._device)
             lora = self._lora_batch(rows, self._dropout(step, micro))
             trainable, grads = self.optimizer.trainable, self.optimizer.grads
-            nll += yield from self._runner.forward_backward(
-                rows, lora, trainable, grads, recompute=self._limits.recompute
+            summed += yield from self._runner.forward_backward(
+                rows, lora, trainable, grads, teacher=self._teacher_batch(rows), recompute=self._limits.recompute
             )
             tokens += rows.tokens
             targets += rows.targets
         yield MicroStep.OPTIMIZER
-        norm_and_loss = torch.stack((self.optimizer.divide_grads(targets).double(), nll / targets))
+        norm_and_loss = torch.stack((self.optimizer.divide_grads(targets).double(), summed / targets))
         norm, loss = norm_and_loss.tolist()  # the step's only synchronisation
         self._check_finite(loss, "loss")
         self._check_finite(norm, "norm of the gradients")
@@ -158,6 +162,7 @@ class TrainingLoop:
             tokens=tokens,
             target_tokens=targets,
             seconds=self._timer.seconds(),
+            valid_loss_before=self.progress.valid_loss_before,
         )
         trained = self.progress.trained_tokens + tokens
         self.progress = msgspec.structs.replace(
@@ -168,22 +173,35 @@ class TrainingLoop:
         step = self.progress.step
         return bool(self._validation) and (step % self.spec.training.eval_steps == 0 or step == self.plan.total_steps)
 
-    def _evaluate(self) -> Events:
-        """Add the mean NLL of the validation rows to the pending metrics."""
-        nll, targets = torch.zeros((), dtype=torch.float64, device=self._device), 0
+    def _evaluate_start(self) -> Events:
+        """Keep the validation loss before the first step, unless an abandoned attempt at that step has."""
+        if self.progress.valid_loss_before is None:
+            loss = yield from self._validation_loss()
+            self.progress = msgspec.structs.replace(self.progress, valid_loss_before=loss)
+            yield Boundary.MICRO_BATCH
+
+    def _evaluate_step(self) -> Events:
+        """Add the validation loss to the pending metrics."""
+        loss = yield from self._validation_loss()
+        assert self.progress.pending is not None, "an evaluation follows a step"
+        pending = msgspec.structs.replace(self.progress.pending, valid_loss=loss)
+        self.progress = msgspec.structs.replace(self.progress, pending=pending)
+
+    def _validation_loss(self) -> Generator[Boundary | MicroStep, None, float]:
+        """Return the mean loss of the validation rows."""
+        summed, targets = torch.zeros((), dtype=torch.float64, device=self._device), 0
         for micro, indices in enumerate(self._limits.cut(self._validation)):
             if micro:
                 yield Boundary.MICRO_BATCH
             self._under_way = indices
             rows = pack_rows(self._corpus, indices, self._device)
-            nll += yield from self._runner.evaluate(rows, self._lora_batch(rows, None))
+            lora, teacher = self._lora_batch(rows, None), self._teacher_batch(rows)
+            summed += yield from self._runner.evaluate(rows, lora, teacher=teacher)
             targets += rows.targets
         self._under_way = None
-        loss = float(nll / targets)
+        loss = float(summed / targets)
         self._check_finite(loss, "validation loss")
-        assert self.progress.pending is not None, "an evaluation follows a step"
-        pending = msgspec.structs.replace(self.progress.pending, valid_loss=loss)
-        self.progress = msgspec.structs.replace(self.progress, pending=pending)
+        return loss
 
     def _finish_step(self) -> StepMetrics:
         """Return the pending metrics, now complete, and update early stopping."""
@@ -213,6 +231,10 @@ class TrainingLoop:
 
     def _lora_batch(self, rows: PackedRows, dropout: DropoutSpec | None) -> LoraBatch:
         return LoraBatch(Segments((0, rows.tokens), (0,)), (self.optimizer.weights(),), self._lora_backend, dropout)
+
+    def _teacher_batch(self, rows: PackedRows) -> LoraBatch | None:
+        teacher = self._teacher
+        return None if teacher is None else LoraBatch(Segments((0, rows.tokens), (0,)), (teacher,), self._lora_backend)
 
     def _dropout(self, step: int, micro: int) -> DropoutSpec | None:
         """Masks depend on the job's seed, the step and the micro-batch alone: a resumed job drops the same elements."""

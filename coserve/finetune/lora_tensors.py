@@ -1,4 +1,4 @@
-"""The tensors of an adapter by name, and copies of it in another dtype."""
+"""The tensors of an adapter by name, and copies of it in another dtype or on another device."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ def named_tensors(weights: LoraWeights) -> Iterator[tuple[str, Tensor]]:
         yield f"{site}.b", pair.b_OR
 
 
-def cast(weights: LoraWeights, dtype: torch.dtype) -> LoraWeights:
-    """A copy in `dtype` that shares nothing with `weights`."""
+def cast(weights: LoraWeights, dtype: torch.dtype, device: torch.device | None = None) -> LoraWeights:
+    """A copy in `dtype` that shares nothing with `weights`. `device`: None: where they are."""
     pairs = {
         site: replace(
             pair,
-            a_RD=pair.a_RD.detach().to(dtype, copy=True),
-            b_OR=pair.b_OR.detach().to(dtype, copy=True),
+            a_RD=pair.a_RD.detach().to(device, dtype, copy=True),
+            b_OR=pair.b_OR.detach().to(device, dtype, copy=True),
             main_grads=None,
         )
         for site, pair in weights.sites.items()

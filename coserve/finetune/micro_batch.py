@@ -5,6 +5,9 @@ by layer: `torch.autograd.grad` on that leaf and the layer's LoRA tensors. Gradi
 fine-tuning, ETS paper section 4.2) are never computed. With `recompute` only the layer inputs are kept between forward and
 backward (activation checkpointing).
 
+With a teacher, an adapter on the same base, the loss is the divergence from its distributions instead of the NLL of the rows' tokens
+(distillation): the base runs twice, first with the teacher's LoRA terms and without gradients.
+
 The generators below yield after each micro-step. While suspended they hold no context (gradient mode, LoRA batch), so
 inference may run in between.
 
@@ -19,6 +22,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from coserve.finetune.losses import divergence, negative_log_likelihood
 from coserve.finetune.packed_rows import PackedRows
 from coserve.kernels.attention.packed import PackedAttention
 from coserve.model.base import Base
@@ -29,6 +33,8 @@ from coserve.types import MicroStep
 
 LOGITS_ELEMENTS = 1 << 25
 """Elements of the logits computed at once: 128 MiB in fp32, for any vocabulary."""
+TEACHER_SHARE = 4
+"""With a teacher, a chunk of the logits is this many times smaller: both distributions are in memory, and the gradient of one."""
 
 MicroSteps = Generator[MicroStep, None, Tensor]
 """Yields, after each micro-step but the last, the kind of the next one. The first is a `MicroStep.BEGIN`."""
@@ -70,9 +76,12 @@ class MicroBatchRunner:
         trainable: LayerTensors,
         grads: LayerTensors,
         *,
+        teacher: LoraBatch | None = None,
         recompute: bool = False,
     ) -> MicroSteps:
-        """Add the gradient of the rows' summed NLL to `grads`; return that NLL (fp64, scalar, nats).
+        """Add the gradient of the rows' summed loss to `grads`; return that loss (fp64, scalar, nats).
+
+        The loss is the targets' NLL; with a `teacher`, the divergence from its distributions at the targets' places.
 
         `trainable[i]`: the tensors of `lora` at layer i's sites, each requiring gradients. `grads`: fp32, same shapes; the
         pairs' `MainGrads` if they have any. The sum is not divided by the number of targets, so micro-batches of one
@@ -80,45 +89,54 @@ class MicroBatchRunner:
         """
         saved: list[_SavedLayer] = []
         layers, first = len(trainable), next(i for i, tensors in enumerate(trainable) if tensors)
-        inputs, context = self._embed(rows), self._base.prepare(lora)
+        inputs = self._embed(rows)
+        taught_1TD = None if teacher is None else (yield from self._hidden(inputs, teacher, MicroStep.FORWARD))
+        context = self._base.prepare(lora)
         h_1TD, keep_graph = inputs.h_1TD, not (recompute or self._recompute)
         for i in range(layers):
             keep = keep_graph and i >= first
             h_1TD = self._forward(i, h_1TD, inputs, context, saved, train=i >= first, leaf=i > first, keep_graph=keep)
             yield MicroStep.FORWARD if i + 1 < layers else MicroStep.HEAD
-        nll, gradient_1TD = torch.zeros((), dtype=torch.float64, device=h_1TD.device), torch.zeros_like(h_1TD)
-        chunks = self._target_chunks(rows)
+        loss, gradient_1TD = torch.zeros((), dtype=torch.float64, device=h_1TD.device), torch.zeros_like(h_1TD)
+        chunks = self._target_chunks(rows, taught_1TD)
         for number, (keep_K, labels_K) in enumerate(chunks, start=1):
-            nll += self._head(h_1TD, inputs, keep_K, labels_K, gradient_1TD)
+            loss += self._head(h_1TD, inputs, keep_K, labels_K, taught_1TD, gradient_1TD)
             yield MicroStep.HEAD if number < len(chunks) else MicroStep.BACKWARD
         for i in reversed(range(first, layers)):
             layer = _TrainableLayer(trainable[i], grads[i], bottom=i == first)
             gradient_1TD = self._backward(i, saved.pop(), gradient_1TD, inputs, context, layer)
             if not layer.bottom:
                 yield MicroStep.BACKWARD
-        return nll
+        return loss
 
-    def evaluate(self, rows: PackedRows, lora: LoraBatch) -> MicroSteps:
-        """Return the rows' summed NLL (fp64, scalar, nats), without gradients."""
-        inputs, context = self._embed(rows), self._base.prepare(lora)
-        h_1TD = inputs.h_1TD
-        layers = len(self._base.layers)
-        for i in range(layers):
-            h_1TD = self._forward(i, h_1TD, inputs, context, [], train=False, leaf=False, keep_graph=False)
-            yield MicroStep.EVALUATE if i + 1 < layers else MicroStep.EVALUATE_HEAD
-        nll = torch.zeros((), dtype=torch.float64, device=h_1TD.device)
-        for number, (keep_K, labels_K) in enumerate(self._target_chunks(rows)):
+    def evaluate(self, rows: PackedRows, lora: LoraBatch, *, teacher: LoraBatch | None = None) -> MicroSteps:
+        """Return the rows' summed loss (fp64, scalar, nats), without gradients."""
+        inputs = self._embed(rows)
+        taught_1TD = None if teacher is None else (yield from self._hidden(inputs, teacher, MicroStep.EVALUATE))
+        h_1TD = yield from self._hidden(inputs, lora, MicroStep.EVALUATE_HEAD)
+        loss = torch.zeros((), dtype=torch.float64, device=h_1TD.device)
+        for number, (keep_K, labels_K) in enumerate(self._target_chunks(rows, taught_1TD)):
             if number:
                 yield MicroStep.EVALUATE_HEAD
-            nll += self._head(h_1TD, inputs, keep_K, labels_K, None)
-        return nll
+            loss += self._head(h_1TD, inputs, keep_K, labels_K, taught_1TD, None)
+        return loss
+
+    def _hidden(self, inputs: LayerInputs, lora: LoraBatch, then: MicroStep) -> MicroSteps:
+        """Return the last layer's output (1, T, D), without gradients. `then`: the kind of the micro-step after it."""
+        h_1TD, context = inputs.h_1TD, self._base.prepare(lora)
+        layers = len(self._base.layers)
+        for i in range(layers):
+            h_1TD = self._layer(i, h_1TD, inputs, context, gradient=False)
+            yield MicroStep.EVALUATE if i + 1 < layers else then
+        return h_1TD
 
     def _embed(self, rows: PackedRows) -> LayerInputs:
         return self._cut.embed(rows.tokens_T, rows.positions_T, PackedAttention(rows.bounds))
 
-    def _target_chunks(self, rows: PackedRows) -> list[tuple[Tensor, Tensor]]:
+    def _target_chunks(self, rows: PackedRows, taught_1TD: Tensor | None) -> list[tuple[Tensor, Tensor]]:
         """`keep_K` and `labels_K`, in chunks whose logits are computed at once."""
-        starts, size = range(0, rows.targets, self._targets_at_once), self._targets_at_once
+        size = self._targets_at_once if taught_1TD is None else max(4, self._targets_at_once // TEACHER_SHARE)
+        starts = range(0, rows.targets, size)
         return [(rows.keep_K[start : start + size], rows.labels_K[start : start + size]) for start in starts]
 
     def _forward(
@@ -146,22 +164,31 @@ class MicroBatchRunner:
             return self._cut.layer(i, h_1TD, inputs)
 
     def _head(
-        self, h_1TD: Tensor, inputs: LayerInputs, keep_K: Tensor, labels_K: Tensor, gradient_1TD: Tensor | None
+        self,
+        h_1TD: Tensor,
+        inputs: LayerInputs,
+        keep_K: Tensor,
+        labels_K: Tensor,
+        taught_1TD: Tensor | None,
+        gradient_1TD: Tensor | None,
     ) -> Tensor:
-        """Summed NLL of some kept tokens; adds its gradient to `gradient_1TD` unless that is None."""
+        """Summed loss of some kept tokens; adds its gradient to `gradient_1TD` unless that is None.
+
+        `taught_1TD`: the teacher's last hidden states; None: the loss is the NLL of `labels_K`.
+        """
         wanted = gradient_1TD is not None
+        shard = None if self._base.sharding is None else self._base.sharding.vocabulary
         leaf_1TD = h_1TD.detach().requires_grad_(wanted)
         with torch.set_grad_enabled(wanted):
-            nll = self._nll(self._cut.head(leaf_1TD, inputs, keep_K, gather=False), labels_K)
+            logits = self._cut.head(leaf_1TD, inputs, keep_K, gather=False)
+            if taught_1TD is None:
+                loss = negative_log_likelihood(logits, labels_K, shard)
+            else:
+                # The states are detached, so no gradient reaches the teacher.
+                loss = divergence(logits, self._cut.head(taught_1TD, inputs, keep_K, gather=False), shard)
         if gradient_1TD is not None:
-            gradient_1TD += torch.autograd.grad(nll, leaf_1TD)[0]
-        return nll.detach().double()
-
-    def _nll(self, logits: Tensor, labels_K: Tensor) -> Tensor:
-        """Summed NLL of labels, from the logits of this rank's part of the vocabulary."""
-        if self._base.sharding is not None:
-            return self._base.sharding.vocabulary.cross_entropy(logits, labels_K)
-        return torch.nn.functional.cross_entropy(logits.float(), labels_K, reduction="sum")
+            gradient_1TD += torch.autograd.grad(loss, leaf_1TD)[0]
+        return loss.detach().double()
 
     def _backward(
         self,

@@ -14,5 +14,7 @@ class TrainingProgress(Wire, frozen=True):
     last_loss: float | None = None
     best_valid_loss: float | None = None
     evaluations_without_gain: int = 0
+    valid_loss_before: float | None = None
+    """As `StepMetrics.valid_loss_before`."""
     pending: StepMetrics | None = None
     """Metrics of the last step, while its evaluation is still to come."""

@@ -20,6 +20,7 @@ from coserve.finetune.init import new_adapter
 from coserve.finetune.job import TrainingJob
 from coserve.finetune.job_checkpoint import JobCheckpoints
 from coserve.finetune.loop import SliceTimer, TrainingLoop
+from coserve.finetune.lora_tensors import cast
 from coserve.finetune.micro_batch import MicroBatchRunner
 from coserve.finetune.optimizer import AdapterOptimizer
 from coserve.finetune.publication import Published, publication
@@ -29,7 +30,7 @@ from coserve.model.base import Base
 from coserve.model.faults import contained, memory_numbers, out_of_memory
 from coserve.model.lora import LoraWeights
 from coserve.state.folder import DataFolder
-from coserve.types import JobSpec, MicroStep
+from coserve.types import AdapterDigests, AdapterRef, JobSpec, MicroStep
 
 log = logging.getLogger(__name__)
 
@@ -71,7 +72,7 @@ class Trainer:
         """Load a job into memory as its last readable checkpoint left it; on any thread.
 
         Call the returned function on the event-loop thread to commit the load. Raises `Cancelled`, `CheckpointUnreadable`
-        (its corpus), `AdapterNotFound` (the adapter it continues), `InvalidRequest` (settings that do not fit the base),
+        (its corpus), `AdapterNotFound` (the adapter it continues, or its teacher), `InvalidRequest` (settings that do not fit the base),
         `JobOutOfMemory`.
         """
         with self._job_errors():
@@ -197,7 +198,15 @@ class Trainer:
         optimizer = AdapterOptimizer(start, base.spec, spec.training, base.dtype, device, cut, gathering)
         timer = SliceTimer(self._clock)
         loop = TrainingLoop(
-            spec, corpus, plan, optimizer, self._runner, lora_backend=self._lora_backend, device=device, timer=timer
+            spec,
+            corpus,
+            plan,
+            optimizer,
+            self._runner,
+            lora_backend=self._lora_backend,
+            device=device,
+            timer=timer,
+            teacher=self._teacher_weights(spec),
         )
         check()
         checkpoints = JobCheckpoints(self._folder, base.spec, loop, keep=self._keep)
@@ -208,13 +217,24 @@ class Trainer:
 
     def _initial_weights(self, spec: JobSpec) -> LoraWeights:
         """fp32, on the CPU: a new adapter, or the continued one from its files (in memory it is rounded to the base's dtype)."""
-        dtype = torch.float32
         if spec.init_from is None:
-            return new_adapter(spec.lora, self._base.spec, seed=spec.training.seed, dtype=dtype, device="cpu")
-        path = self._folder.adapter(spec.init_from)
+            seed = spec.training.seed
+            return new_adapter(spec.lora, self._base.spec, seed=seed, dtype=torch.float32, device="cpu")
+        return self._read(spec.init_from, spec.init_digests, "continue_from")
+
+    def _teacher_weights(self, spec: JobSpec) -> LoraWeights | None:
+        """This rank's part, in the base's dtype and on its device: as it is served."""
+        if spec.teacher is None:
+            return None
+        base, teacher = self._base, spec.teacher
+        return cast(base.part(self._read(teacher.ref, teacher.digests, "teacher")), base.dtype, base.device)
+
+    def _read(self, ref: AdapterRef, digests: AdapterDigests | None, field: str) -> LoraWeights:
+        """A published adapter: fp32, on the CPU. `field` names it in the error."""
+        path = self._folder.adapter(ref)
         if not path.is_dir():
-            raise AdapterNotFound(f"no adapter {str(spec.init_from)!r}", field="continue_from")
-        return load_adapter(path, self._base.spec, device="cpu", dtype=dtype, digests=spec.init_digests)
+            raise AdapterNotFound(f"no adapter {str(ref)!r}", field=field)
+        return load_adapter(path, self._base.spec, device="cpu", dtype=torch.float32, digests=digests)
 
     @contextmanager
     def _job_errors(self) -> Iterator[None]:

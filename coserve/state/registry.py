@@ -228,11 +228,11 @@ class Registry(AdapterTable):
 
     def delete_adapter(self, id: str) -> list[AdapterRef]:
         """Delete every version; the caller deletes their files. Raises `AdapterNotFound`, or `AdapterBusy` while
-        an unfinished job continues or publishes the adapter."""
+        an unfinished job continues, learns from or publishes the adapter."""
         with self._transaction():
             refs = [record.ref for record in self.versions(id)]
             for job in self.unfinished():
-                if job.spec.adapter == id or (job.spec.init_from is not None and job.spec.init_from.id == id):
+                if job.spec.adapter == id or any(ref.id == id for ref in job.spec.sources):
                     raise AdapterBusy(f"adapter {id!r} is in use by job {job.spec.id}", field="adapter")
             self._db.execute("DELETE FROM adapters WHERE id = ?", (id,))
             self._db.execute("DELETE FROM current WHERE id = ?", (id,))
@@ -240,11 +240,11 @@ class Registry(AdapterTable):
         return refs
 
     def delete_version(self, ref: AdapterRef) -> None:
-        """Delete one version's row. Raises `AdapterNotFound`, or `AdapterBusy` while an unfinished job continues it."""
+        """Delete one version's row. Raises `AdapterNotFound`, or `AdapterBusy` while an unfinished job continues or learns from it."""
         with self._transaction():
             self.adapter(ref.id, ref.version)
             for job in self.unfinished():
-                if job.spec.init_from == ref:
+                if ref in job.spec.sources:
                     raise AdapterBusy(f"adapter {ref} is in use by job {job.spec.id}", field="adapter")
             self._remove_version(ref)
             self._log_on_commit("adapter deleted", adapter=ref.id, versions=str(ref.version))

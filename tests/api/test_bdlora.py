@@ -72,6 +72,16 @@ async def test_block_diagonal_adapters_are_trained_shown_continued_and_served_wi
         job = await train(api, "plain-bd2", continue_from="plain-bd2")
         assert (job["result"], job["lora"]["bd_blocks"], job["lora"]["r"]) == ("plain-bd2@2", 2, 10)
 
+        status, done = await api.call(
+            "POST", "/adapters/plain/convert", json={"bd_blocks": 2, "rank": 2, "name": "small"}
+        )
+        assert status == 201
+        taught = {"continue_from": "small", "teacher": "plain", "training": TRAINING | {"validation_split": 0.34}}
+        job = await train(api, "small", **taught)
+        assert (job["result"], job["teacher"], job["lora"]["bd_blocks"]) == ("small@2", "plain@1", 2)
+        metrics = job["metrics"]
+        assert 0 <= metrics["valid_loss"] < 2 and 0 < metrics["valid_loss_before"] < 2, "divergences"
+
         job = await train(api, "bd", continue_from="bd")
         assert (job["result"], job["lora"]["bd_blocks"]) == ("bd@2", 4)
         assert (await api.call("GET", "/adapters/bd"))[1]["bd_blocks"] == 4
@@ -147,6 +157,12 @@ async def test_a_conversion_ends_with_its_client(api: Api) -> None:
             await asyncio.sleep(0.01)
     assert api.folder.adapter_refs() == [AdapterRef("poet", 1)]
     assert (await api.call("POST", "/adapters/poet/convert", json={"bd_blocks": 2}))[0] == 201
+
+
+async def test_a_teacher_that_is_not_there_is_refused(api: Api) -> None:
+    body = {"adapter": "a", "data": [{"text": "a b"}], "teacher": "nobody"}
+    status, answer = await api.call("POST", "/finetune", json=body)
+    assert (status, answer["error"]["field"]) == (404, "teacher")
 
 
 async def test_an_adapter_is_continued_with_its_own_blocks(api: Api) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -10,6 +11,9 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
+from coserve.adapters.tensorfile import digest_file
+from coserve.names import ADAPTER_WEIGHTS
+from coserve.types import AdapterDigests, AdapterRef, Teacher
 from tests.support import sharded, sharded_jobs
 from tests.support.ranks import Ranks
 
@@ -64,6 +68,22 @@ def test_a_job_on_two_ranks_is_that_of_one_process_at_every_step(
         assert begun.losses + ended.losses == pytest.approx(alone.losses, rel=1e-4), name
         assert begun.valid + ended.valid == pytest.approx(alone.valid, rel=1e-4), name
         same_adapter(root, tmp_path / "alone")
+
+
+@pytest.mark.parametrize("changes", [{}, BD], ids=["lora", "bd"])
+def test_a_distillation_on_two_ranks_is_that_of_one_process(
+    ranks: Ranks, base: str, tmp_path: Path, changes: dict[str, object]
+) -> None:
+    run(None, base, tmp_path, **(BD | {"learning_rate": 0.1}))
+    folder, ref = tmp_path / "adapters" / "learned" / "1", AdapterRef("learned", 1)
+    teacher = Teacher(ref=ref, digests=AdapterDigests(digest_file(folder, ADAPTER_WEIGHTS)), rank=8)
+    job = {"id": "job-2", "adapter": "student", "teacher": teacher, "seed": 9, **changes}
+    run(None, base, tmp_path, until=0, **job)
+    shutil.copytree(tmp_path, tmp_path / "alone", ignore=shutil.ignore_patterns("alone"))
+    alone, found = run(None, base, tmp_path / "alone", **job), run(ranks, base, tmp_path, **job)
+    assert found.losses == pytest.approx(alone.losses, rel=1e-3)
+    assert [found.valid_before, *found.valid] == pytest.approx([alone.valid_before, *alone.valid], rel=1e-3)
+    assert alone.valid_before is not None and alone.valid_before > 1e-3, "the teacher is not the base"
 
 
 @pytest.mark.slow

@@ -23,7 +23,7 @@ from coserve.schemas import ErrorInfo
 from coserve.state.failpoints import armed
 from coserve.state.registry import Registry
 from coserve.state.thread import RegistryThread
-from coserve.types import AdapterRef, JobState
+from coserve.types import AdapterDigests, AdapterRef, JobState, Teacher
 from tests.support.records import import_adapter, make_adapter, make_job, make_metrics
 
 
@@ -152,6 +152,18 @@ def test_an_adapter_in_use_is_not_deleted(registry: Registry) -> None:
         registry.delete_adapter("poet")
     registry.set_state("job-1", JobState.CANCELLED)
     registry.delete_adapter("poet")
+
+
+def test_a_teacher_is_not_deleted_while_its_job_runs(registry: Registry) -> None:
+    import_adapter(registry, make_adapter())
+    job, teacher = make_job(adapter="bard"), Teacher(ref=AdapterRef("poet", 1), digests=AdapterDigests("0"), rank=4)
+    registry.create_job(msgspec.structs.replace(job, spec=msgspec.structs.replace(job.spec, teacher=teacher)))
+    with pytest.raises(AdapterBusy):
+        registry.delete_adapter("poet")
+    with pytest.raises(AdapterBusy):
+        registry.delete_version(AdapterRef("poet", 1))
+    registry.set_state("job-1", JobState.CANCELLED)
+    registry.delete_version(AdapterRef("poet", 1))
 
 
 @pytest.mark.parametrize(("action", "error"), [("ENOSPC", StorageFull), ("EIO", StorageFailed)])

@@ -43,6 +43,7 @@ def random_corpus(seed: int = 0, lengths: Sequence[int] = (9, 5, 12, 3, 7, 8), l
 
 def job_spec(corpus: Corpus, id: str = "job-1", **changes: object) -> JobSpec:
     """A job of four steps; `changes` replace fields of the spec, of `lora` or of `training`."""
+    own_fields = ("adapter", "version", "init_from", "teacher")
     lora = LoraSettings(r=4)
     training = TrainingSettings(steps=4, batch_tokens=24, micro_batch_tokens=16, learning_rate=0.01, seed=7)
     for name, value in changes.items():
@@ -51,8 +52,8 @@ def job_spec(corpus: Corpus, id: str = "job-1", **changes: object) -> JobSpec:
         elif name in TrainingSettings.__struct_fields__:
             training = msgspec.structs.replace(training, **{name: value})
         else:
-            assert name in ("adapter", "version", "init_from"), name
-    own = {name: value for name, value in changes.items() if name in ("adapter", "version", "init_from")}
+            assert name in own_fields, name
+    own = {name: value for name, value in changes.items() if name in own_fields}
     spec = JobSpec(
         id=id,
         adapter="learned",

@@ -29,6 +29,7 @@ class Trained(NamedTuple):
     resumed: int
     losses: list[float]
     valid: list[float | None]
+    valid_before: float | None
 
 
 def train(mesh: Mesh | None, base: str, root: str, until: int, changes: dict[str, object]) -> Trained:
@@ -51,7 +52,8 @@ def train(mesh: Mesh | None, base: str, root: str, until: int, changes: dict[str
         if publish is not None:
             assert isinstance(publish()(), JobSucceeded)
     trainer.drop(spec.id)
-    return Trained(started.resumed_from, [one.loss for one in metrics], [one.valid_loss for one in metrics])
+    losses, valid = [one.loss for one in metrics], [one.valid_loss for one in metrics]
+    return Trained(started.resumed_from, losses, valid, metrics[-1].valid_loss_before if metrics else None)
 
 
 class NoMeter:

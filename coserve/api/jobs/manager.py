@@ -154,8 +154,7 @@ class JobManager:
         def create(registry: Registry) -> JobRecord:
             if key is None or registry.job_with_key(key) is None:
                 self._check_max_jobs(registry)
-            source = record.spec.init_from
-            if source is not None:
+            for source in record.spec.sources:
                 registry.adapter(source.id, source.version)  # it may have been deleted meanwhile
             job = msgspec.structs.replace(record.spec, version=registry.next_version(adapter))
             notes = replacement_notes(job, registry.current_version(adapter))

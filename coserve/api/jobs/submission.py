@@ -33,7 +33,7 @@ from coserve.state.commits import uncancelled_thread
 from coserve.state.folder import DataFolder
 from coserve.state.records import AdapterRecord, JobRecord
 from coserve.state.thread import RegistryThread
-from coserve.types import BaseSpec, JobSpec, JobState, LoraSettings
+from coserve.types import BaseSpec, JobSpec, JobState, LoraSettings, Teacher
 
 MAX_PREPARING = 2
 """Processes that tokenise corpora."""
@@ -70,6 +70,7 @@ class Submission:
         check_training(asked)  # before the corpus is read
         longest = longest_row(asked, spec.context, limit)
         source, lora = await self._adapter_settings(request, spec)
+        teacher = await self._teacher(request, spec)
         corpus = await self._tokenize(self._source(request, upload), longest)
         try:
             training, auto = choose_training(
@@ -94,6 +95,7 @@ class Submission:
             tokens=corpus.token_count,
             target_tokens=corpus.target_tokens,
             init_digests=None if source is None else source.digests,
+            teacher=teacher,
             rows_cut=corpus.rows_cut,
             auto=auto,
         )
@@ -123,6 +125,13 @@ class Submission:
         name, version = split_ref(request.continue_from)
         record = await find_adapter(self._registry, name, version, spec, field="continue_from")
         return record, await self._inspection.settings(self._folder.adapter(record.ref), spec)
+
+    async def _teacher(self, request: FinetuneRequest, spec: BaseSpec) -> Teacher | None:
+        if request.teacher is None:
+            return None
+        name, version = split_ref(request.teacher)
+        record = await find_adapter(self._registry, name, version, spec, field="teacher")
+        return Teacher(ref=record.ref, digests=record.digests, rank=record.rank)
 
     async def _tokenize(self, source: list[dict[str, Any]] | Path, longest: int) -> PendingCorpus:
         """Small corpora in a thread, large files in a helper process, which is killed when the client leaves."""

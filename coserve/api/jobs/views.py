@@ -112,6 +112,7 @@ def job_view(record: JobRecord, positions: dict[str, int]) -> Job:
         tokens=spec.tokens,
         target_tokens=spec.target_tokens,
         continue_from=None if spec.init_from is None else str(spec.init_from),
+        teacher=None if spec.teacher is None else str(spec.teacher.ref),
         lora=spec.lora,
         training=spec.training,
         metadata=record.metadata,

@@ -57,7 +57,8 @@ class Upgrade:
 
     def may_train(self, spec: JobSpec) -> bool:
         """Whether the job's training kernels are on disk, or never will be."""
-        return self._warm is None or self._warm.training_kernels_ready(spec.lora.r)
+        ranks = {spec.lora.r} if spec.teacher is None else {spec.lora.r, spec.teacher.rank}
+        return self._warm is None or all(self._warm.training_kernels_ready(rank) for rank in ranks)
 
     def notify(self, changed: Callable[[], None]) -> None:
         """`changed` is called when `progress` has changed outside of steps."""
