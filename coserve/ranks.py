@@ -11,14 +11,17 @@ import msgspec
 HEARTBEAT = 0.5
 """Seconds between two heartbeats of a rank."""
 SILENCE = 6.0
-"""Seconds without a heartbeat, or without progress behind rank 0, after which a rank that was ready is given up."""
+"""Seconds without a heartbeat after which a rank that was ready is lost."""
 START_SILENCE = 120.0
 """The same for a rank that starts: imports may keep all of its threads from running."""
-STALL = {"cuda": 30.0, "cpu": 300.0}
-"""Seconds in one command after which a rank that was ready is given up, though it is alive: it may wait for a collective that never
-ends. The first steps and slices may load kernels, which takes longer than any step; on a CPU a step of a large base takes minutes."""
-START_STALL = 1800.0
-"""The same for a rank that starts: all layers are compiled in one command."""
+HANG = 8.0
+"""Seconds that a command may be late (`Heartbeat.late`): then it hangs, in a collective for one, though heartbeats come."""
+FIRST = {"cuda": 30.0, "cpu": 300.0}
+"""Seconds that the first command of a kind is expected to pause at most: it may load libraries. By device."""
+LEAST = {"cuda": 0.0, "cpu": 50.0}
+"""The same for later ones, whatever earlier ones took: on a CPU one matrix product of a large base takes long. By device."""
+START = 1800.0
+"""The same for a rank that starts: layers are compiled."""
 JOIN_SECONDS = 1800.0
 """Seconds that ranks wait for each other when they start; later, the limit of a collective on CPU."""
 
@@ -41,15 +44,13 @@ class Heartbeat(msgspec.Struct, frozen=True, tag=True):
 
     done: int
     """Commands of rank 0 that this rank has finished."""
-    busy: float
-    """Seconds that it has spent in the command that it executes; 0: in none."""
+    late: float
+    """Seconds for which the command that it executes has made no progress, beyond those that it is expected to pause; 0: not
+    late, or in none."""
 
 
 class RankReady(msgspec.Struct, frozen=True, tag=True):
-    """The rank has loaded the base; it is expected to answer from now on."""
-
-    device: str
-    """cpu or cuda."""
+    """The rank has started; it is expected to answer from now on."""
 
 
 class RankRefused(msgspec.Struct, frozen=True, tag=True):

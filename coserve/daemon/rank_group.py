@@ -18,6 +18,7 @@ from typing import Never
 import msgspec
 
 from coserve.config import Config, config_to_json
+from coserve.daemon.rank_watch import WatchedRank, find_loss
 from coserve.daemon.supervisor import how_ended
 from coserve.errors import CoserveError, EngineUnavailable, error_from_code
 from coserve.health import RankInfo
@@ -25,10 +26,6 @@ from coserve.logs.format import log_event
 from coserve.processes import start_child
 from coserve.ranks import (
     HEARTBEAT,
-    SILENCE,
-    STALL,
-    START_SILENCE,
-    START_STALL,
     Heartbeat,
     RankFailed,
     RankPlace,
@@ -51,17 +48,7 @@ class _Rank:
     number: int
     process: asyncio.subprocess.Process
     reports: StreamLink[Never, RankReport]
-    ready: bool = False
-    stall: float = START_STALL
-    """Most seconds that a command takes."""
-    done: int = 0
-    """Commands that it has finished, by its last heartbeat."""
-    busy: float = 0.0
-    """Seconds that it had spent in one command then."""
-    silent: int = 0
-    """Looks since its last heartbeat."""
-    stuck: int = 0
-    """Looks at which it was behind rank 0 and had made no progress."""
+    watched: WatchedRank
     lost: bool = False
     exiting: asyncio.Task[None] | None = None
     """Ends with the process."""
@@ -126,7 +113,7 @@ class RankGroup:
         assert process.stdin is not None
         process.stdin.write(config_to_json(config))
         process.stdin.close()
-        rank = _Rank(place.rank, process, reports)
+        rank = _Rank(place.rank, process, reports, WatchedRank(place.rank))
         self._ranks.append(rank)
         listening = asyncio.create_task(self._listen(rank))
         rank.exiting = asyncio.create_task(self._await_exit(rank, listening))
@@ -140,13 +127,13 @@ class RankGroup:
 
     def states(self) -> tuple[RankInfo, ...]:
         """What `/health` says of each rank."""
-        done = self._ranks[0].done if self._ranks else 0
+        done = self._ranks[0].watched.done if self._ranks else 0
         return tuple(
             RankInfo(
                 rank=rank.number,
-                state="lost" if rank.lost else "ready" if rank.ready else "starting",
-                silent=rank.silent * HEARTBEAT,
-                behind=max(0, done - rank.done),
+                state="lost" if rank.lost else "ready" if rank.watched.ready else "starting",
+                silent=rank.watched.silent,
+                behind=max(0, done - rank.watched.done),
             )
             for rank in self._ranks
         )
@@ -186,13 +173,12 @@ class RankGroup:
         with contextlib.suppress(EngineUnavailable):  # it has ended
             while True:
                 report = await rank.reports.receive()
-                rank.silent = 0
+                rank.watched.looks = 0
                 match report:
-                    case Heartbeat(done=done, busy=busy):
-                        rank.stuck = 0 if done != rank.done else rank.stuck
-                        rank.done, rank.busy = done, busy
-                    case RankReady(device=device):
-                        rank.ready, rank.stall = True, STALL[device]
+                    case Heartbeat():
+                        rank.watched.heard(report)
+                    case RankReady():
+                        rank.watched.ready = True
                     case RankRefused(code=code, message=message):
                         self.refusal = self.refusal or error_from_code(code, message)
                         self._lose(rank, f"refused to start: {message}")
@@ -208,24 +194,14 @@ class RankGroup:
             self._lose(rank, how_ended(status))
 
     async def _watch(self) -> None:
-        """Counts looks and not seconds: while this process was stopped itself, no rank was silent."""
         while True:
             await asyncio.sleep(HEARTBEAT)
             for rank in self._ranks:
-                rank.silent += 1
-                rank.stuck = rank.stuck + 1 if rank.done < self._ranks[0].done else 0
-                limit = SILENCE if rank.ready else START_SILENCE
-                if rank.silent * HEARTBEAT > limit:
-                    self._lose(rank, f"did not answer for {limit:.0f} s")
-                elif rank.stuck * HEARTBEAT > limit:
-                    self._lose(rank, f"did not follow rank 0 for {limit:.0f} s")
-            self._look_for_stall()
-
-    def _look_for_stall(self) -> None:
-        """All ranks may wait for one that does not take part in a collective: the one that is furthest behind is told of."""
-        if any(rank.busy > rank.stall for rank in self._ranks):
-            rank = min(self._ranks, key=lambda rank: rank.done)
-            self._lose(rank, f"did not finish a command within {rank.stall:.0f} s")
+                rank.watched.look()
+            found = find_loss([rank.watched for rank in self._ranks])
+            if found is not None:
+                watched, how = found
+                self._lose(self._ranks[watched.number], how)
 
     def _lose(self, rank: _Rank, how: str) -> None:
         """The first loss ends all ranks; what follows from it is not told."""

@@ -30,6 +30,7 @@ from coserve.engine.ranks.followers import Answers, Followers
 from coserve.engine.ranks.own_rank import OwnRank
 from coserve.engine.ranks.serve import load_ranked_base, told
 from coserve.engine.ranks.trainer import RankedTrainer, tell_gathering
+from coserve.engine.starting import EndedAtStart, until_shutdown
 from coserve.engine.warming.client import WarmUpClient
 from coserve.engine.warming.compilations import watch_compilations
 from coserve.engine.warming.early_start import StartedWarmUp
@@ -40,13 +41,12 @@ from coserve.garbage import GarbageCollection, freeze_and_collect_young, freeze_
 from coserve.generate.execution.interface import StepExecutor
 from coserve.generate.execution.start import wake_compiler
 from coserve.generate.generator import Generator
-from coserve.link import EngineReady, EngineRefused, EngineWarming, FromEngine, Link, ToEngine
+from coserve.link import EngineReady, EngineRefused, EngineStopped, EngineWarming, FromEngine, Link, ToEngine
 from coserve.logs.format import log_event
 from coserve.logs.setup import LogSettings, set_up_logging
 from coserve.memory.kv import KvCache
 from coserve.model.base import Base
 from coserve.queues.policy import make_policy
-from coserve.ranks import RankReady
 from coserve.state.failpoints import failpoint
 from coserve.stream_link import engine_end
 from coserve.warmup.messages import WarmUpTask
@@ -146,47 +146,28 @@ async def _run(config: Config, fd: int, warm_up: StartedWarmUp | None, rank: Own
     failpoint("engine.start")
     began = time.monotonic()
     try:
-        warm = None if warm_up is None else await _connect(warm_up)
-        if warm is not None and warm_up is not None and not warm_up.concurrent:
-            await warm.wait_until_ended()
-        base = load_ranked_base(config, None if rank is None else rank.place)
-        if warm is not None:
-            # On a thread, as the progress is read meanwhile; what it raises, `make_start` hears too.
-            await asyncio.wait({asyncio.get_running_loop().run_in_executor(None, wake_compiler, base.device)})
-            if config.compile == "background":
-                await warm.wait_for_parts((PROFILE,))
-            else:
-                await warm.wait_until_ended()
-        garbage = GarbageCollection(first_full=freeze_and_disable)
-        preload_kernels: PreloadKernels = lambda base, executor: None
-        if warm_up is not None:
-            preload_kernels = partial(_preload_kernels, config, warm_up.task)
-        engine, ready = build_engine(
-            base, config, link, garbage=garbage, warm=warm, preload_kernels=preload_kernels, followers=followers
-        )
-        if warm is not None and engine.warms_up and not engine.compiled:
-            if await warm.wait_for_parts(STEP_PARTS):
-                engine.compile()
-            else:
-                await warm.wait_for_parts(EAGER)
-                preload_kernels(base, None)
+        engine, ready = await until_shutdown(_start(config, link, warm_up, rank, followers), link)
     except StartupError as error:
         link.send(EngineRefused(code=error.code, message=error.message))
+    except EndedAtStart:
+        log_event(log, "engine stops while it starts")
+        link.send(EngineStopped())
     else:
         freeze_and_collect_young()  # compilation makes much garbage, on other threads too
+        device = torch.device(ready.spec.device)
         log_event(
             log,
             "base loaded",
-            model=base.spec.name,
-            device=base.spec.device,
-            dtype=base.spec.dtype,
-            memory_bytes=torch.cuda.memory_allocated(base.device) if base.device.type == "cuda" else None,
+            model=ready.spec.name,
+            device=ready.spec.device,
+            dtype=ready.spec.dtype,
+            memory_bytes=torch.cuda.memory_allocated(device) if device.type == "cuda" else None,
             kv_tokens=ready.kv_tokens,
             seconds=round(time.monotonic() - began, 3),
         )
         link.send(ready)
         if rank is not None:
-            rank.monitor.report(RankReady(base.device.type))
+            rank.monitor.ready(device.type)
         if not engine.warms_up:
             link.send(EngineWarming(done=0, total=0, seconds_left=0.0, notes=ready.notes))
         await engine.run()
@@ -194,6 +175,41 @@ async def _run(config: Config, fd: int, warm_up: StartedWarmUp | None, rank: Own
     if followers is not None:
         followers.close()
     await link.close()
+
+
+async def _start(
+    config: Config,
+    link: Link[FromEngine, ToEngine],
+    warm_up: StartedWarmUp | None,
+    rank: OwnRank | None,
+    followers: Followers | None,
+) -> tuple[Engine, EngineReady]:
+    """Load the base and build the engine; wait for the kernels that it begins with. Raises `StartupError`."""
+    warm = None if warm_up is None else await _connect(warm_up)
+    if warm is not None and warm_up is not None and not warm_up.concurrent:
+        await warm.wait_until_ended()
+    base = load_ranked_base(config, rank)
+    if warm is not None:
+        # On a thread, as the progress is read meanwhile; what it raises, `make_start` hears too.
+        await asyncio.wait({asyncio.get_running_loop().run_in_executor(None, wake_compiler, base.device)})
+        if config.compile == "background":
+            await warm.wait_for_parts((PROFILE,))
+        else:
+            await warm.wait_until_ended()
+    garbage = GarbageCollection(first_full=freeze_and_disable)
+    preload_kernels: PreloadKernels = lambda base, executor: None
+    if warm_up is not None:
+        preload_kernels = partial(_preload_kernels, config, warm_up.task)
+    engine, ready = build_engine(
+        base, config, link, garbage=garbage, warm=warm, preload_kernels=preload_kernels, followers=followers
+    )
+    if warm is not None and engine.warms_up and not engine.compiled:
+        if await warm.wait_for_parts(STEP_PARTS):
+            engine.compile()
+        else:
+            await warm.wait_for_parts(EAGER)
+            preload_kernels(base, None)
+    return engine, ready
 
 
 def _preload_kernels(
@@ -222,7 +238,9 @@ def serve(config: Config, fd: int, warm_up: StartedWarmUp | None, rank: OwnRank 
     set_up_logging("engine", LogSettings.of(config))
     disable_progress_bar()
     set_up_threads(config)
-    watch_compilations(logging.WARNING)  # steps wait for each of them
+    compilations = watch_compilations(logging.WARNING)  # steps wait for each of them
+    if rank is not None:
+        rank.monitor.progress.watch(lambda: compilations.loads)
     work = _run(config, fd, warm_up, rank)
     run_to_exit(work if rank is None else told(work, rank.monitor))
 

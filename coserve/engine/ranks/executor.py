@@ -34,7 +34,7 @@ class RankedStep:
     def collect(self) -> StepResult:
         """See `StepInFlight`. Raises `EngineFault` alone: after a step that ended early here, the ranks' collectives would not
         belong together any more."""
-        with self.followers.busy():
+        with self.followers.busy("collect"):
             try:
                 return self.local.collect()
             except Exception as error:

@@ -95,7 +95,7 @@ class Follower:
             command = self._commands.receive()
             if isinstance(command, Stop):
                 return
-            with self._progress.command(number):
+            with self._progress.command(number, type(command).__name__):
                 self._execute(command)
 
     def _execute(self, command: AnyCommand) -> None:

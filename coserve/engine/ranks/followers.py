@@ -100,12 +100,12 @@ class Followers:
     def together(self, command: AnyCommand) -> Iterator[None]:
         """Send a command, then execute it here, too: inside. Not for two threads at once. Raises `RankLost`."""
         self.send(command)
-        with self.busy():
+        with self.busy(type(command).__name__):
             yield
 
-    def busy(self) -> AbstractContextManager[None]:
-        """Around what rank 0 does for the last command."""
-        return self._progress.command(self._sent)
+    def busy(self, kind: str) -> AbstractContextManager[None]:
+        """Around what rank 0 does for the last command; `kind` as in `Progress.command`."""
+        return self._progress.command(self._sent, kind)
 
     def close(self) -> None:
         """The engine ends: followers end, too."""

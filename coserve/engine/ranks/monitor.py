@@ -11,7 +11,7 @@ import msgspec
 
 from coserve.engine.ranks.channel import frame
 from coserve.engine.ranks.progress import Progress
-from coserve.ranks import HEARTBEAT, RankReport
+from coserve.ranks import HEARTBEAT, RankReady, RankReport
 
 
 class Monitor:
@@ -26,6 +26,11 @@ class Monitor:
         """On any thread. Nothing happens if the daemon is gone: this process ends with it."""
         with self._lock, contextlib.suppress(OSError):
             self._socket.sendall(frame(self._encoder, report))
+
+    def ready(self, device: str) -> None:
+        """The rank has started; `device`: cpu or cuda."""
+        self.progress.ready(device)
+        self.report(RankReady())
 
     def _beat(self) -> None:
         while True:

@@ -1,29 +1,83 @@
-"""How far a rank is with the commands of rank 0."""
+"""How far a rank is with the commands of rank 0, and whether it still makes progress."""
 
 from __future__ import annotations
 
-import time
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 
-from coserve.ranks import Heartbeat
+from coserve.ranks import FIRST, HEARTBEAT, LEAST, START, Heartbeat
+
+MARGIN = 4
+"""A command is expected to pause this many times as long as the longest earlier one of its kind: sizes differ."""
+
+
+@dataclass(frozen=True)
+class _Running:
+    """A command that is being executed."""
+
+    number: int
+    kind: str
 
 
 class Progress:
-    """Changed by the thread that executes commands, read by that of the heartbeats."""
+    """Changed by the thread that executes commands, read by the one that sends heartbeats.
+
+    Time is counted in heartbeats: while the process itself was stopped, no command was late.
+    """
 
     def __init__(self) -> None:
-        self._done, self._since = 0, 0.0
+        self._done = 0
+        self._running: _Running | None = None
+        self._device: str | None = None
+        """None while the rank starts."""
+        self._known = set[str]()
+        """Kinds of which a command has ended since the rank was ready."""
+        self._counters = list[Callable[[], int]]()
+        self._signs = 0
+        self._watched: _Running | None = None
+        self._quiet = 0
+        """Heartbeats without progress of the command that was `_watched`."""
+        self._longest = Counter[str]()
+        """By kind: the longest such pause that ended."""
 
     @contextmanager
-    def command(self, number: int) -> Iterator[None]:
-        """Around the execution of the command of this number."""
-        self._since = time.monotonic()
+    def command(self, number: int, kind: str) -> Iterator[None]:
+        """Around the execution of a command. `kind`: commands of one kind are expected to take about equally long."""
+        self._running = _Running(number, kind)
         try:
             yield
         finally:
-            self._since, self._done = 0.0, number
+            if self._device is not None:
+                self._known.add(kind)
+            self._running, self._done = None, number
+
+    def watch(self, counter: Callable[[], int]) -> None:
+        """A number that grows while a command makes progress: collectives that have begun, kernels that were loaded."""
+        self._counters.append(counter)
+
+    def ready(self, device: str) -> None:
+        """The rank has started; `device`: cpu or cuda."""
+        self._device = device
 
     def heartbeat(self) -> Heartbeat:
-        since = self._since
-        return Heartbeat(self._done, time.monotonic() - since if since else 0.0)
+        """Every `HEARTBEAT` seconds."""
+        running, signs = self._running, sum(counter() for counter in self._counters)
+        if running is not None and running is self._watched and signs == self._signs:
+            self._quiet += 1
+        else:
+            if self._watched is not None and self._device is not None:
+                self._longest[self._watched.kind] = max(self._longest[self._watched.kind], self._quiet)
+            self._quiet = 0
+        self._watched, self._signs = running, signs
+        late = 0.0 if running is None else max(0.0, self._quiet * HEARTBEAT - self._expected(running.kind))
+        return Heartbeat(self._done, late)
+
+    def _expected(self, kind: str) -> float:
+        """Seconds that a command of this kind may pause."""
+        if self._device is None:
+            return START
+        if kind not in self._known:
+            return FIRST[self._device]
+        return max(LEAST[self._device], MARGIN * self._longest[kind] * HEARTBEAT)

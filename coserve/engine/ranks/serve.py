@@ -23,6 +23,7 @@ from coserve.engine.ranks.follower import Follower, FollowerParts
 from coserve.engine.ranks.followers import RankLost
 from coserve.engine.ranks.monitor import Monitor
 from coserve.engine.ranks.own_rank import OwnRank
+from coserve.engine.warming.compilations import watch_compilations
 from coserve.errors import ConfigError, EngineFault, StartupError
 from coserve.garbage import freeze_heap
 from coserve.logs.format import log_event
@@ -31,16 +32,17 @@ from coserve.memory.kv import KvCache
 from coserve.model.base import Base, load_base
 from coserve.model.lora import LoraWeights
 from coserve.parallel.join import join
-from coserve.ranks import JOIN_SECONDS, SILENCE, RankFailed, RankPlace, RankReady, RankRefused
+from coserve.ranks import JOIN_SECONDS, SILENCE, RankFailed, RankRefused
 from coserve.types import AdapterDigests, AdapterRef
 
 log = logging.getLogger(__name__)
 
 
-def load_ranked_base(config: Config, place: RankPlace | None) -> Base:
+def load_ranked_base(config: Config, rank: OwnRank | None) -> Base:
     """This rank's part of the base; all of it where there is one rank. Raises as `load_base`, and `ConfigError`: too few GPUs."""
     device, mesh = config.device, None
-    if place is not None:
+    if rank is not None:
+        place = rank.place
         cuda = device != "cpu" and torch.cuda.is_available()
         if cuda and (found := torch.cuda.device_count()) < place.size:
             raise ConfigError(f"tp: expected a GPU for each of {place.size} ranks, found {found}", field="tp")
@@ -49,6 +51,8 @@ def load_ranked_base(config: Config, place: RankPlace | None) -> Base:
             torch.cuda.set_device(place.rank)
         where = torch.device(device if cuda else "cpu")
         mesh = join(place.rank, place.size, address=place.rendezvous, device=where, timeout=JOIN_SECONDS)
+        traffic = mesh.traffic
+        rank.monitor.progress.watch(lambda: sum([*traffic.calls.values()]))
     return load_base(
         config.model,
         device=device,
@@ -66,8 +70,10 @@ def follow(config: Config, rank: OwnRank) -> None:
     set_up_logging(f"rank-{place.rank}", LogSettings.of(config))
     disable_progress_bar()
     set_up_threads(config)
+    compilations = watch_compilations(logging.WARNING)  # all ranks wait for each of them
+    monitor.progress.watch(lambda: compilations.loads)
     try:
-        base = load_ranked_base(config, place)
+        base = load_ranked_base(config, rank)
         log_event(log, "base loaded", rank=place.rank, ranks=place.size, device=base.spec.device)
         follower = _make_follower(base, config, rank)
         follower.run()
@@ -99,7 +105,7 @@ def _make_follower(base: Base, config: Config, rank: OwnRank) -> Follower:
         kv = KvCache.for_base(base, tokens, config.page_tokens)
         made = FollowerParts(kv, parts.make_start(kv).executor, parts.make_trainer(store), read)
         freeze_heap()
-        rank.monitor.report(RankReady(base.device.type))
+        rank.monitor.ready(base.device.type)
         return made
 
     commands = Channel[Answer, AnyCommand](rank.commands[0], msgspec.msgpack.Decoder(AnyCommand))

@@ -1,4 +1,4 @@
-"""A listener for the Triton kernels that this process compiles."""
+"""A listener for the Triton kernels that this process compiles, or loads from a cache."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ log = logging.getLogger(__name__)
 
 
 class Compilations:
-    """Triton's compilation listener. Kernels that are loaded from a cache do not count."""
+    """Triton's compilation listener. Kernels that are loaded from a cache count as `loads` alone."""
 
     def __init__(self, level: int = logging.DEBUG) -> None:
         """`level`: of the log line for each kernel that is compiled for the first time."""
@@ -20,8 +20,11 @@ class Compilations:
         self.kernels: list[str] = []
         """Names of the compiled kernels, in order."""
         self.seconds = 0.0
+        self.loads = 0
+        """Kernels that were compiled, or loaded from a cache."""
 
     def __call__(self, *, src: Any, metadata: dict[str, Any], times: Any, cache_hit: bool, **_: Any) -> None:  # noqa: ANN401 - Triton's own types
+        self.loads += 1
         if cache_hit:
             return
         name, seconds = str(metadata.get("name", getattr(src, "name", "a kernel"))), getattr(times, "total", 0) / 1e6

@@ -1,0 +1,48 @@
+"""When a rank counts as lost, from what it reports. No IO."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from coserve.ranks import HANG, HEARTBEAT, SILENCE, START_SILENCE, Heartbeat
+
+
+@dataclass(eq=False)
+class WatchedRank:
+    """What is known of a rank. `look` is called every `HEARTBEAT` seconds."""
+
+    number: int
+    ready: bool = False
+    done: int = 0
+    """Commands that it has finished, by its last heartbeat."""
+    late: float = 0.0
+    """See `Heartbeat`."""
+    looks: int = 0
+    """Since its last report. Looks are counted and not seconds: while the daemon was stopped itself, no rank was silent."""
+
+    @property
+    def silent(self) -> float:
+        """Seconds since its last report."""
+        return self.looks * HEARTBEAT
+
+    def heard(self, heartbeat: Heartbeat) -> None:
+        self.done, self.late = heartbeat.done, heartbeat.late
+
+    def look(self) -> None:
+        self.looks += 1
+
+
+def find_loss(ranks: Sequence[WatchedRank]) -> tuple[WatchedRank, str] | None:
+    """The rank that is lost, and how; None: all live.
+
+    A rank is lost if its heartbeats stop, however far behind the others it is while they come. If a command hangs, all ranks
+    may wait for the one that does not take part in a collective: it is the one that is furthest behind.
+    """
+    for rank in ranks:
+        limit = SILENCE if rank.ready else START_SILENCE
+        if rank.silent > limit:
+            return rank, f"did not answer for {limit:.0f} s"
+    if any(rank.late > HANG for rank in ranks):
+        return min(ranks, key=lambda rank: rank.done), f"made no progress for {HANG:.0f} s longer than expected"
+    return None

@@ -1,0 +1,112 @@
+"""When a rank counts as lost: exact, from its heartbeats."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+
+import pytest
+
+from coserve.daemon.rank_watch import WatchedRank, find_loss
+from coserve.engine.ranks.progress import MARGIN, Progress
+from coserve.ranks import FIRST, HANG, HEARTBEAT, LEAST, SILENCE, START_SILENCE
+
+
+class Watched:
+    """Two ranks that are ready, and the daemon's looks at their heartbeats."""
+
+    def __init__(self, device: str = "cuda") -> None:
+        self.progress = [Progress(), Progress()]
+        self.ranks = [WatchedRank(number, ready=True) for number in range(2)]
+        for one in self.progress:
+            one.ready(device)
+
+    def end(self, kind: str, ranks: tuple[int, ...] = (0, 1)) -> None:
+        """A command that takes no time."""
+        for rank in ranks:
+            with self.progress[rank].command(self.ranks[rank].done + 1, kind):
+                pass
+        self.look()
+
+    def look(self, silent: tuple[int, ...] = ()) -> str | None:
+        """After `HEARTBEAT` seconds: the loss."""
+        for number, (rank, progress) in enumerate(zip(self.ranks, self.progress, strict=True)):
+            if number not in silent:
+                rank.heard(progress.heartbeat())
+                rank.looks = 0
+            rank.look()
+        found = find_loss(self.ranks)
+        return None if found is None else f"rank {found[0].number} {found[1]}"
+
+    def seconds_until_lost(self, silent: tuple[int, ...] = (), most: float = 1000.0) -> tuple[float, str | None]:
+        for count in range(1, int(most / HEARTBEAT)):
+            if (loss := self.look(silent)) is not None:
+                return count * HEARTBEAT, loss
+        return most, None
+
+
+def test_a_rank_without_heartbeats_is_lost() -> None:
+    seconds, loss = Watched().seconds_until_lost(silent=(1,))
+    assert SILENCE <= seconds <= SILENCE + 2 * HEARTBEAT
+    assert loss == f"rank 1 did not answer for {SILENCE:.0f} s"
+
+
+def test_a_rank_that_starts_may_be_silent_for_longer() -> None:
+    watched = Watched()
+    watched.ranks[1].ready = False
+    seconds, _ = watched.seconds_until_lost(silent=(1,))
+    assert START_SILENCE <= seconds <= START_SILENCE + 2 * HEARTBEAT
+
+
+def test_a_follower_far_behind_rank_0_lives_while_it_makes_progress() -> None:
+    """Rank 0 has finished all commands; the other is in a long one, which goes on."""
+    watched, begun = Watched(), 0
+    watched.progress[1].watch(lambda: begun)
+    watched.end("AdvanceJob")
+    watched.end("Launch", ranks=(0,))
+    with watched.progress[1].command(2, "AdvanceJob"):
+        for look in range(400):
+            begun += look % 10 == 0  # a collective every 5 s
+            assert watched.look() is None
+
+
+def test_a_hang_is_found_within_ten_seconds_of_the_expected_end() -> None:
+    watched = Watched()
+    watched.end("Launch")
+    watched.end("AdvanceJob", ranks=(0,))  # the other rank is furthest behind
+    with ExitStack() as stack:
+        for number, progress in enumerate(watched.progress):
+            stack.enter_context(progress.command(4 - number, "Launch"))
+        seconds, loss = watched.seconds_until_lost()
+    assert HANG <= seconds <= 10.0
+    assert loss == f"rank 1 made no progress for {HANG:.0f} s longer than expected"
+
+
+@pytest.mark.parametrize("device", ["cuda", "cpu"])
+def test_the_first_command_of_a_kind_may_take_longer(device: str) -> None:
+    watched = Watched(device)
+    watched.end("Launch")
+    with watched.progress[0].command(2, "AdvanceJob"):
+        seconds, _ = watched.seconds_until_lost()
+    assert FIRST[device] <= seconds - HANG <= FIRST[device] + 2 * HEARTBEAT
+    again = Watched(device)
+    again.end("AdvanceJob")
+    with again.progress[0].command(2, "AdvanceJob"):
+        seconds, _ = again.seconds_until_lost()
+    assert LEAST[device] <= seconds - HANG <= LEAST[device] + 2 * HEARTBEAT
+
+
+def test_the_expected_end_follows_earlier_commands_of_the_kind() -> None:
+    watched = Watched()
+    for _ in range(2):
+        with watched.progress[0].command(1, "AdvanceJob"):
+            for _ in range(8):
+                assert watched.look() is None
+    watched.look()
+    with watched.progress[0].command(3, "AdvanceJob"):
+        seconds, _ = watched.seconds_until_lost()
+    longest = 7 * HEARTBEAT  # the first look saw it begin
+    assert MARGIN * longest <= seconds - HANG <= MARGIN * longest + 2 * HEARTBEAT
+
+
+def test_a_rank_without_a_command_is_not_late() -> None:
+    assert Watched().seconds_until_lost()[1] is None
