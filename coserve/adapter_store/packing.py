@@ -143,15 +143,20 @@ def layout_of(weights: LoraWeights) -> PackedLayout:
 
 
 def packed(weights: LoraWeights, *, pinned: bool, block: int = BLOCK) -> LoraWeights:
-    """A copy in host memory, laid out for the kernels, in pieces of up to `block` bytes; `pinned`: in memory that a GPU copies from asynchronously."""
-    layout = PackedLayout(weights, block, VECTOR)
+    """A copy in host memory, laid out for the kernels, in pieces of up to `block` bytes; `pinned`: in memory that a GPU copies from asynchronously.
+
+    Block-diagonal pairs get their zeros here, as the table of generation's compiled steps holds dense ones only: so they lie in
+    pages with them, and take no GPU memory outside of the page pool, which is all that the memory plan leaves.
+    """
+    whole = {name: pair.dense() for name, pair in weights.sites.items()}
+    layout = PackedLayout(LoraWeights(weights.settings, whole), block, VECTOR)
     pieces = list[Tensor]()
     for first, end in pairwise(layout.bounds):
         pieces.append(torch.empty(end - first, dtype=torch.uint8, pin_memory=pinned))
         if pinned:
             time.sleep(REST)
     copy = PackedSites(pieces, layout)
-    copy.fill(weights.sites)
+    copy.fill(whole)
     return LoraWeights(weights.settings, copy)
 
 

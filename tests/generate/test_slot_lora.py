@@ -9,6 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from coserve.adapter_store.packing import copied_into, packed, packed_bytes
 from coserve.generate.execution.adapter_slots import AdapterSlots
 from coserve.generate.execution.footprint import LoraFootprint
 from coserve.generate.execution.graph_sizes import decode_tile_capacities
@@ -87,3 +88,17 @@ def test_block_diagonal_adapters_lie_in_slots_with_their_zeros() -> None:
     address = int(table.addresses[slot, 0, 1])
     b_OR = torch.frombuffer((ctypes.c_float * 64).from_address(address), dtype=torch.float32).view(8, 8)
     assert torch.equal(b_OR, pair.dense().b_OR)
+
+
+def test_block_diagonal_adapters_of_the_store_take_no_memory_besides_their_pages() -> None:
+    """The table points into the pages, which the memory plan counts."""
+    pair = LoraPair(torch.randn(8, 8), torch.randn(8, 4), 1.0, b_blocks=2)
+    adapter = LoraWeights(LoraSettings(r=8, bd_blocks=2), {"q": pair})
+    host = packed(adapter, pinned=False)
+    pages = torch.zeros(packed_bytes(host), dtype=torch.uint8)
+    gpu = copied_into(pages, host)
+    assert torch.equal(gpu.sites["q"].b_OR, pair.dense().b_OR)
+    slots = AdapterSlots([[GROUP]], 2, CPU)
+    (slot,) = slots.place(named([gpu]))
+    a, b = slots.tables[GROUP].addresses[slot, 0].tolist()
+    assert pages.data_ptr() <= a < b < pages.data_ptr() + len(pages)

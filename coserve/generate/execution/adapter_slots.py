@@ -83,6 +83,6 @@ def _entries(weights: LoraWeights, names: Sequence[str]) -> tuple[list[TableEntr
     """An adapter's table entries by site, and what keeps its memory alive."""
     if isinstance(weights.sites, PackedSites) and weights.sites.layout.for_kernels:  # as the store's GPU copies are
         return weights.sites.entries(names), weights
-    # Block-diagonal pairs with their zeros: kernels that read them as they lie are not timed in serving yet.
+    # A copy that is not the store's on a GPU (`packed`), which has block-diagonal pairs with their zeros already.
     pairs = [weights.sites.get(name) for name in names]
     return table_entries([None if pair is None else pair.dense() for pair in pairs])
