@@ -1,0 +1,49 @@
+"""Optimizer steps of one LoRA, by the trainer's own parts."""
+
+from __future__ import annotations
+
+import time
+
+import torch
+
+from coserve.finetune.init import new_adapter
+from coserve.finetune.micro_batch import MicroBatchRunner, run_to_end
+from coserve.finetune.optimizer import AdapterOptimizer
+from coserve.finetune.packed_rows import PackedRows
+from coserve.kernels.lora.backend import choose_backend
+from coserve.kernels.lora.segments import Segments
+from coserve.model.base import Base
+from coserve.model.lora import LoraBatch
+from coserve.types import LoraSettings, TrainingSettings
+
+
+def train_steps(base: Base, rows: int, length: int, *, repeats: int, warm_ups: int) -> list[float]:
+    """Seconds of each step: forward and backward of one micro-batch, and AdamW's update. All ranks of the base call this."""
+    settings = LoraSettings(r=16)
+    start = new_adapter(settings, base.spec, seed=0, dtype=torch.float32, device=base.device)
+    training = TrainingSettings(steps=1)
+    optimizer = AdapterOptimizer(start, base.spec, training, base.dtype, base.device, base.cut(start))
+    runner, backend = MicroBatchRunner(base, recompute=False), choose_backend("auto", base.device, base.dtype)
+    packed = _packed(base, rows, length)
+    lora = LoraBatch(Segments((0, packed.tokens), (0,)), (optimizer.weights(),), backend)
+    found = []
+    for _ in range(warm_ups + repeats):
+        began = time.perf_counter()
+        optimizer.zero_grad()
+        nll = run_to_end(runner.forward_backward(packed, lora, optimizer.trainable, optimizer.grads))
+        norm = optimizer.divide_grads(packed.targets)
+        loss = float(nll)
+        optimizer.update(float(norm), 1e-4)
+        if base.device.type == "cuda":
+            torch.cuda.synchronize()
+        found.append(time.perf_counter() - began)
+        assert loss == loss, "expected a finite loss"  # noqa: PLR0124
+    return found[warm_ups:]
+
+
+def _packed(base: Base, rows: int, length: int) -> PackedRows:
+    """Rows of one length; all but the first token of each are targets."""
+    index_T = torch.arange(rows * length, device=base.device)
+    tokens_T, target_K = index_T * 7919 % base.spec.vocab, index_T[index_T % length > 0]
+    bounds = tuple(range(0, rows * length + 1, length))
+    return PackedRows(tokens_T, index_T % length, bounds, target_K - 1, tokens_T[target_K])

@@ -1,0 +1,298 @@
+"""One rank of `bdlora.py`: its parts of the bases, adapters and executors. Every rank gets the same calls in the same order."""
+
+from __future__ import annotations
+
+import gc
+import os
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+
+from benchmarks.bdlora_case import Sizes, make_adapter, make_base
+from benchmarks.bdlora_plan import BATCHES, SHAPES, STEP_TOKENS, Load, Shape, Variant
+from benchmarks.bdlora_schedule import Schedule
+from benchmarks.bdlora_train import train_steps
+from coserve.generate.execution.eager import EagerExecutor
+from coserve.generate.execution.graph_executor import GraphExecutor
+from coserve.generate.execution.graph_sizes import graph_rank
+from coserve.generate.execution.interface import StepExecutor
+from coserve.generate.execution.start import INDUCTOR, wake_compiler
+from coserve.kernels.lora.backend import choose_backend
+from coserve.memory.buffer import page_layout
+from coserve.memory.kv import KvCache
+from coserve.model.base import Base
+from coserve.model.fused import FusedBase
+from coserve.model.lora import LoraWeights
+from coserve.parallel.join import join
+from coserve.parallel.mesh import Mesh
+from coserve.types import AdapterRef
+
+PAGE_TOKENS = 16
+JOIN_SECONDS = 120.0
+GIB = 1 << 30
+RESERVE = 14 * GIB
+"""Of a GPU's memory, for adapters, graphs and activations, where layers are counted that fit."""
+WARM_STEPS, DECODE_STEPS = 6, {"8b": 40, "70b": 16, "tiny": 4}
+SLORA_GRAPHS = False
+"""Whether the graph executor computes fully sharded adapters."""
+KV_TOKENS = 64 * (1024 + 128) + 4096
+"""The largest load."""
+
+
+@dataclass
+class Model:
+    """One base and what runs its steps."""
+
+    shape: Shape
+    """With the layers that it really has."""
+    base: Base
+    fused: FusedBase
+    kv: KvCache
+    eager: EagerExecutor
+    seconds: dict[str, float]
+    executors: dict[object, StepExecutor] = field(default_factory=dict)
+    traffic: dict[object, dict[str, float]] = field(default_factory=dict)
+    """Collectives and bytes of a decode step, by executor and batch."""
+    forwards: int = 0
+    """Calls of the fused forward: a captured graph's count once."""
+
+
+class Worker:
+    """The calls of the parent, by name. Times are this rank's: collectives keep the ranks together."""
+
+    def __init__(self, rank: int, size: int, address: str, *, tiny: bool) -> None:
+        torch.set_num_threads(1)
+        self._device = torch.device("cpu" if tiny else f"cuda:{rank}")
+        if not tiny:
+            torch.cuda.set_device(rank)
+            self._device = torch.device("cuda", rank)
+        self._mesh = join(rank, size, address=address, device=self._device, timeout=JOIN_SECONDS)
+        self._tiny = tiny
+        self._models: dict[str, Model] = {}
+        self._sequences = 0
+        self._adapters: tuple[tuple[str, Variant, int], list[LoraWeights], Sizes] | None = None
+
+    def hardware(self) -> dict[str, Any]:
+        """What the results say of the machine, and which all-reduce small messages take."""
+        name = "CPU, a tiny shape" if self._tiny else torch.cuda.get_device_name()
+        return {"hardware": f"{self._mesh.size} x {name}", "mesh": type(self._mesh).__name__}
+
+    def build(self, model: str) -> dict[str, float | int]:
+        """Makes the base `SHAPE` (this rank's part) or `SHAPE@1` (the whole), compiles its layers; seconds by part."""
+        name, alone = model.partition("@")[0], model.endswith("@1")
+        mesh, began, seconds = Mesh() if alone else self._mesh, time.perf_counter(), {}
+
+        def lap(part: str) -> None:
+            nonlocal began
+            self._synchronize()
+            seconds[part], began = round(time.perf_counter() - began, 2), time.perf_counter()
+
+        shape = self._fitting(SHAPES[name], mesh)
+        with torch.no_grad():
+            base = make_base(shape, mesh, self._device)
+            lap("weights")
+            if self._tiny:
+                fused = FusedBase(base, compiled=False)
+            else:
+                wake_compiler(self._device)
+                lap("compiler")
+                fused = FusedBase(base, options=INDUCTOR)
+                torch.cuda.empty_cache()  # matrices that were stacked
+                lap("gemms")
+            fused.check()
+            lap("compilation")
+            kv = KvCache.for_base(base, 4096 if self._tiny else KV_TOKENS, PAGE_TOKENS)
+            for pages in (*kv.views.keys, *kv.views.values):
+                pages[:-1].normal_()
+        backend = choose_backend("auto" if not self._tiny else "grouped", base.device, base.dtype)
+        built = Model(shape, base, fused, kv, EagerExecutor(base, kv, backend), seconds)
+        self._count_forwards(built)
+        self._models[model] = built
+        gc.collect()
+        gc.freeze()  # as the engine does
+        lap("pages")
+        return {**seconds, "layers": shape.layers, "layers_of_shape": SHAPES[name].layers}
+
+    def drop(self, model: str) -> dict[str, float]:
+        """Frees the base's memory."""
+        self._adapters = None
+        self._models.pop(model, None)
+        gc.unfreeze()
+        gc.collect()
+        if not self._tiny:
+            torch.cuda.empty_cache()
+        return {}
+
+    @torch.no_grad()
+    def generate(self, model: str, variant: Variant, load: Load, repeats: int) -> dict[str, Any]:
+        """Runs the load to its last token. The first run captures the graphs, with few tokens."""
+        own, schedule, about = self._prepare(model, variant, 1, load.batch)
+        schedule.generate(load._replace(output=min(load.output, WARM_STEPS)), STEP_TOKENS)
+        runs = []
+        for _ in range(repeats):
+            self._align(own)
+            runs.append(schedule.generate(load, STEP_TOKENS))
+        self._finish(schedule)
+        steps = sorted(step for run in runs for step in run.step_ms)
+        return about | {
+            "e2e_s": [run.seconds for run in runs],
+            "prefill_ms": [run.prefill_ms for run in runs],
+            "decode_ms": _spread(steps),
+        }
+
+    @torch.no_grad()
+    def decode(self, model: str, variant: Variant, load: Load, repeats: int, adapters: int) -> dict[str, Any]:
+        """Steps at the load's mean context, whose keys and values are random numbers; the traffic of one step."""
+        own, schedule, about = self._prepare(model, variant, adapters, load.batch)
+        schedule.decode(load.batch, load.context, WARM_STEPS)
+        self._align(own)
+        steps = [
+            step
+            for _ in range(repeats)
+            for step in schedule.decode(load.batch, load.context, DECODE_STEPS[own.shape.name] + WARM_STEPS)[
+                WARM_STEPS:
+            ]
+        ]
+        self._finish(schedule)
+        return about | {"decode_ms": _spread(sorted(steps))}
+
+    @torch.no_grad()
+    def prefill(self, model: str, variant: Variant, load: Load, repeats: int) -> dict[str, Any]:
+        """One prompt to its first token."""
+        own, schedule, about = self._prepare(model, variant, 1, 1)
+        step_tokens = 2 * STEP_TOKENS if load.prompt > STEP_TOKENS else STEP_TOKENS
+        for _ in range(2):
+            schedule.generate(load, step_tokens)
+        found = []
+        for _ in range(repeats):
+            self._align(own)
+            found.append(schedule.generate(load, step_tokens).prefill_ms)
+        self._finish(schedule)
+        return about | {"prefill_ms": _spread(sorted(found))}
+
+    def train(self, model: str, repeats: int) -> dict[str, Any]:
+        """Seconds of optimizer steps of 8x512 tokens, a LoRA of rank 16 on all sites."""
+        own = self._models[model]
+        rows = (8, 512) if not self._tiny else (2, 8)
+        self._align(own)
+        seconds = train_steps(own.base, *rows, repeats=repeats, warm_ups=1 if self._tiny else 2)
+        if not self._tiny:
+            torch.cuda.empty_cache()
+        return {"step_s": _spread(sorted(seconds)), "tokens": rows[0] * rows[1], "rank": 16}
+
+    def _prepare(
+        self, model: str, variant: Variant, adapters: int, batch: int
+    ) -> tuple[Model, Schedule, dict[str, Any]]:
+        """The adapters, the executor that serves them, and what a row says of both."""
+        own, key = self._models[model], (model, variant, adapters)
+        if variant.strategy is None:
+            schedule = Schedule(self._executor(own, (0, "base")), own.kv, own.shape.vocab, [], self._sequences)
+            return own, schedule, {"graphs": True, "traffic": self._traffic(own, variant, batch, schedule)}
+        if self._adapters is None or self._adapters[0] != key:
+            self._adapters = None  # frees the memory of the last ones first
+            made = [make_adapter(own.base, variant) for _ in range(adapters)]
+            self._adapters = key, [weights for weights, _ in made], made[0][1]
+        _, weights, sizes = self._adapters
+        most = max(pair.rank for one in weights for pair in one.sites.values())
+        served = graph_rank(most)
+        graphs = served is not None and (variant.strategy != "slora" or SLORA_GRAPHS)
+        kind = "slora" if variant.strategy == "slora" else "local"
+        executor = self._executor(own, (served, kind)) if graphs else own.eager
+        about = {
+            "rank": weights[0].settings.r,
+            "local_rank": most,
+            "adapter_parameters": sizes.whole,
+            "adapter_parameters_held": sizes.held,
+            "graphs": executor is not own.eager,
+            "adapters": min(adapters, batch),
+        }
+        names = [(AdapterRef(f"{model}/{variant.name}/{i}", 1), one) for i, one in enumerate(weights)]
+        schedule = Schedule(executor, own.kv, own.shape.vocab, names, self._sequences)
+        return own, schedule, about | {"traffic": self._traffic(own, variant, batch, schedule)}
+
+    def _executor(self, own: Model, key: tuple[int | None, str]) -> StepExecutor:
+        """One for each class of graphs, so that a step runs the graphs for its own rank, and never wider ones."""
+        if self._tiny and os.environ.get("TRITON_INTERPRET") != "1":
+            return own.eager  # its kernels need a GPU or the interpreter
+        if key not in own.executors:
+            own.executors[key] = GraphExecutor(
+                own.fused,
+                own.kv,
+                own.eager,
+                max_running=4 if self._tiny else max(BATCHES),
+                step_tokens=64 if self._tiny else STEP_TOKENS * (2 if key[1] == "base" else 1),
+                capture_after=1,
+            )
+        return own.executors[key]
+
+    def _finish(self, schedule: Schedule) -> None:
+        """Empties the adapters' slots: the next ones have other weights."""
+        self._sequences = schedule.sequences
+        schedule.close()
+
+    def _traffic(self, own: Model, variant: Variant, batch: int, schedule: Schedule) -> dict[str, float]:
+        """Collectives and bytes that a rank contributes in one decode step; counted when its graph is captured."""
+        if own.base.sharding is None:
+            return {}
+        fully = variant.rank if variant.strategy == "slora" else 0
+        traffic, key = own.base.sharding.mesh.traffic, (id(schedule.executor), batch, fully)
+        if key not in own.traffic:
+            traffic.clear()
+            own.forwards = 0
+            schedule.decode(batch, PAGE_TOKENS, 0)
+            steps = own.forwards or 1  # an eager step is none of the fused base's
+            own.traffic[key] = {
+                **{f"{name}.calls": count / steps for name, count in traffic.calls.items()},
+                **{f"{name}.bytes": size / steps for name, size in traffic.bytes.items()},
+            }
+        return own.traffic[key]
+
+    def _count_forwards(self, own: Model) -> None:
+        forward: Callable[..., torch.Tensor] = own.fused.forward
+
+        def counted(*args: object, **kwargs: object) -> torch.Tensor:
+            own.forwards += 1
+            return forward(*args, **kwargs)
+
+        own.fused.forward = counted  # type: ignore[method-assign]
+
+    def _fitting(self, shape: Shape, mesh: Mesh) -> Shape:
+        """The shape with as many of its layers as fit into every rank's memory."""
+        if self._tiny:
+            return shape
+        head, kv_heads = shape.hidden // shape.heads, max(1, shape.kv_heads // mesh.size)
+        layer, ends = shape.parameters()
+        page = page_layout([(kv_heads, head)], PAGE_TOKENS, torch.bfloat16).page_bytes
+        a_layer = 2 * layer // mesh.size + page * (KV_TOKENS // PAGE_TOKENS + 1)
+        gc.collect()
+        torch.cuda.empty_cache()
+        free = torch.cuda.mem_get_info()[0] - RESERVE - 2 * ends * 2
+        layers = torch.tensor([min(shape.layers, free // a_layer)], device=self._device)
+        fitting = int(mesh.all_gather(layers, 0).min())
+        assert fitting > 0, f"expected memory for a layer of {shape.name}"
+        return replace(shape, layers=fitting)
+
+    def _align(self, own: Model) -> None:
+        """All ranks of the base begin together."""
+        if own.base.sharding is not None:
+            own.base.sharding.mesh.all_reduce(torch.zeros(1, device=self._device))
+        self._synchronize()
+
+    def _synchronize(self) -> None:
+        if not self._tiny:
+            torch.cuda.synchronize()
+
+
+def _spread(values: list[float]) -> dict[str, float]:
+    """Of sorted values."""
+    tenth = len(values) // 10
+    return {
+        "median": statistics.median(values),
+        "low": values[tenth],
+        "high": values[-1 - tenth],
+        "count": len(values),
+    }
