@@ -25,7 +25,6 @@ from coserve.workloads.replay import Sample
 
 FILE = "stalls.json"
 STALL = "coserve_engine_stall_seconds"
-TRAINED = "coserve_train_tokens_total"
 TARGETS = {
     "start.cold.ready_s": 30.0,
     "start.cold.warm_s": 75.0,
@@ -119,9 +118,19 @@ def stalls(before: str, after: str) -> dict[str, dict[str, Any]]:
     return {cause: row for cause, row in sorted(found.items()) if row.get("count")}
 
 
-def cost(with_checkpoints: float, without: float) -> float:
-    """Share of the fine-tuning tokens a second that checkpoints take."""
-    return round(1 - with_checkpoints / without, 4) if without else 0.0
+def cost(checkpoints: Sequence[float], none: Sequence[float]) -> float:
+    """Share of the fine-tuning tokens a second that checkpoints take. `checkpoints`, `none`: seconds of equal jobs with and
+    without them. 1 where one of them is empty: nothing was measured."""
+    if not checkpoints or not none:
+        return 1.0
+    return round(1 - float(np.median(none)) / float(np.median(checkpoints)), 4)
+
+
+def check_answers(samples: Sequence[Sample]) -> None:
+    """Raises `SystemExit` if more than 1% of the requests failed: latencies of the others would mean nothing."""
+    errors = [sample.error for sample in samples if sample.error is not None]
+    if len(errors) > len(samples) // 100:
+        raise SystemExit(f"{len(errors)} of {len(samples)} requests failed: {', '.join(sorted(set(errors)))}")
 
 
 def worst(rows: Mapping[str, Mapping[str, float]], name: str) -> float:

@@ -8,7 +8,7 @@ Poisson arrivals over HTTP from processes of their own. Parts, in this order:
 
 start.cold  the compilers' caches are empty; requests come from the time on at which the daemon listens
 start.warm  the same caches again
-jobs.r5, jobs.r20  beside two jobs at a time that start, validate, checkpoint and publish; then the same jobs without checkpoints
+jobs.r5, jobs.r20  beside two jobs at a time that start, validate, checkpoint and publish, in turn with the same jobs without checkpoints
 churn       beside 64 imports, 200 cancelled requests and a reader that stops reading
 
 Parts after `start.cold` need its caches: name the same `--scratch` if it was an earlier command. Parts after `start.warm` share its daemon.
@@ -21,6 +21,7 @@ import argparse
 import asyncio
 import contextlib
 import dataclasses
+import itertools
 import json
 import tempfile
 import threading
@@ -44,10 +45,9 @@ from benchmarks.stall_churn import churn
 from benchmarks.stall_data import Folders
 from benchmarks.stall_report import (
     FILE,
-    TRAINED,
+    check_answers,
     cost,
     latency,
-    metric_values,
     stalls,
     summarize,
     target,
@@ -148,6 +148,10 @@ class Stalls:
         return self._daemon
 
     def _warmed(self) -> Daemon:
+        if not self._folders.warm():
+            raise SystemExit(
+                "this part needs the caches and adapters of start.cold: run that first, or name its --scratch"
+            )
         found, patience = self._open(), time.monotonic() + WARM_PATIENCE
         while not found.warm() and time.monotonic() < patience:
             time.sleep(HEALTH_INTERVAL)
@@ -169,6 +173,7 @@ class Stalls:
             sent = pool.submit(clients.run, found.url, self._requests(RATE, seconds), start=start)
             warm_s, warm = watch_warming(found, sent)
             samples = sent.result()
+        check_answers(samples)
         ready = found.listening - found.began
         if part == "start.cold" and samples[0].times:  # when the first token is possible, not only a connection
             ready = start - found.began + samples[0].times[0]
@@ -181,37 +186,32 @@ class Stalls:
         self._put(f"{part}.max_gap_ms", row["max_gap_ms"], "ms", row | {"timeline": lines})
 
     def _beside_jobs(self, found: Daemon, rate: float, end: float) -> None:
-        half = (time.monotonic() + end) / 2
-        both = {"checkpoints": self._jobs_row(found, rate, half, CHECKPOINT_STEPS)}
-        row = both["checkpoints"] | {"ft_cost": 0.0}
-        if time.monotonic() < end - TAIL:
-            both["none"] = self._jobs_row(found, rate, end, 10 * JOB_STEPS)
-            row["ft_cost"] = cost(both["checkpoints"]["finetune_tok_s"], both["none"]["finetune_tok_s"])
-            row["without_checkpoints"] = {k: v for k, v in both["none"].items() if k not in ("timeline", "stalls")}
+        """Pairs of jobs with and without checkpoints in turn. Latency is that of requests beside jobs with checkpoints."""
+        clients = LoadProcesses(CLIENTS)
+        with Client(found.url) as client, jobs(client, self._size, (CHECKPOINT_STEPS, 10 * JOB_STEPS)) as pairs:
+            seconds = self._seconds(f"jobs.r{rate:g}", end)
+            before, start = found.metrics(), time.monotonic() + LEAD
+            with ThreadPoolExecutor(1) as pool:
+                sent = pool.submit(clients.run, found.url, self._requests(rate, seconds, SLO), start=start)
+                time.sleep(max(0.0, start + seconds - time.monotonic()))
+                after = found.metrics()
+                samples = sent.result()
+        check_answers(samples)
+        complete = [pair for pair in pairs if pair.start >= start and pair.end <= start + seconds]
+        saving = [pair for pair in pairs if pair.checkpoint_steps == CHECKPOINT_STEPS]
+        beside = [s for s in samples if any(pair.start <= start + s.due <= pair.end for pair in saving)]
+        kinds = {
+            name: [round(pair.end - pair.start, 2) for pair in complete if (pair in saving) is wanted]
+            for name, wanted in (("checkpoints", True), ("none", False))
+        }
+        row = latency(beside) | {"seconds": seconds, "pair_seconds": kinds, "ft_cost": cost(**kinds)}
+        row |= {"all_requests": latency(samples), "stalls": stalls(before, after), "timeline": timeline(samples)}
         self._jobs[f"r{rate:g}"] = row
         for name, unit in (("max_gap_ms", "ms"), ("ttft_p99_ms", "ms"), ("ft_cost", "fraction")):
             about: dict[str, Any] = {at: each[name] for at, each in self._jobs.items()}
             if name == "max_gap_ms":
                 about = {"rates": self._jobs}
             self._put(f"stall.jobs.{name}", worst(self._jobs, name), unit, about)
-
-    def _jobs_row(self, found: Daemon, rate: float, end: float, checkpoint_steps: int) -> dict[str, Any]:
-        """Latency beside jobs that follow one another, and their tokens a second while requests arrive."""
-        clients = LoadProcesses(CLIENTS)
-        with Client(found.url) as client, jobs(client, self._size, checkpoint_steps):
-            seconds = self._seconds(f"jobs.r{rate:g}", end)
-            before, start = found.metrics(), time.monotonic() + LEAD
-            with ThreadPoolExecutor(1) as pool:
-                sent = pool.submit(clients.run, found.url, self._requests(rate, seconds, SLO), start=start)
-                time.sleep(max(0.0, start + seconds - time.monotonic()))
-                after, elapsed = found.metrics(), time.monotonic() - start + LEAD
-                samples = sent.result()
-        trained = (metric_values(page, TRAINED).get((), 0.0) for page in (after, before))
-        row = latency(samples) | {
-            "seconds": seconds,
-            "finetune_tok_s": round((next(trained) - next(trained)) / elapsed, 1),
-        }
-        return row | {"stalls": stalls(before, after), "timeline": timeline(samples)}
 
     def _churn(self, found: Daemon, end: float) -> None:
         clients = LoadProcesses(CLIENTS)
@@ -221,6 +221,7 @@ class Stalls:
             sent = pool.submit(clients.run, found.url, self._requests(RATE, seconds, SLO), start=start)
             done = asyncio.run(churn(found.url, start=start, seconds=0.8 * seconds))
             samples = sent.result()
+        check_answers(samples)
         row = latency(samples) | done | {"seconds": seconds, "stalls": stalls(before, found.metrics())}
         self._put("stall.churn.max_gap_ms", row["max_gap_ms"], "ms", row | {"timeline": timeline(samples)})
 
@@ -251,47 +252,63 @@ def watch_warming(found: Daemon, sent: Future[list[Sample]]) -> tuple[float, boo
     return time.monotonic() - found.began, found.warm()
 
 
+@dataclasses.dataclass(frozen=True)
+class JobPair:
+    """Jobs that began together, until the last one was published. Times are of the monotonic clock."""
+
+    checkpoint_steps: int
+    start: float
+    end: float
+
+
 @contextlib.contextmanager
-def jobs(client: Client, size: Size, checkpoint_steps: int) -> Iterator[None]:
-    """Jobs one after another in each of `ACTIVE_JOBS` lines. Entered when every line has done two steps: the kernels are compiled."""
-    settings = TrainingSettings(
+def jobs(client: Client, size: Size, checkpoint_steps: Sequence[int]) -> Iterator[list[JobPair]]:
+    """`ACTIVE_JOBS` jobs at a time, one pair after another, which take the `checkpoint_steps` in turn; yields the pairs, which grow.
+
+    Entered when a job has done two steps: the kernels are compiled.
+    """
+    training = TrainingSettings(
         steps=JOB_STEPS,
         batch_tokens=size.batch_tokens,
         max_length=size.row_tokens,
-        checkpoint_steps=checkpoint_steps,
         validation_split=0.1,
         eval_steps=EVAL_STEPS,
         seed=SEED,
     )
-    training, rows, stopping = msgspec.to_builtins(settings), corpus(size), threading.Event()
-    begun = threading.Barrier(ACTIVE_JOBS + 1)
+    rows, stopping, begun, pairs = corpus(size), threading.Event(), threading.Event(), list[JobPair]()
 
-    def line(number: int) -> None:
-        first = True
-        while not stopping.is_set():
-            job = client.finetune(f"trained-{number}", rows, lora={"r": RANK}, training=training)
-            for event in job.events():
-                if event.state is JobState.FAILED:
-                    begun.abort()
-                    raise SystemExit(f"job {job.id}: {event.message}")
-                if first and event.metrics is not None and event.metrics.step >= 2:
-                    first = False
-                    begun.wait(120)
+    def one(number: int, steps: int) -> None:
+        given = msgspec.to_builtins(msgspec.structs.replace(training, checkpoint_steps=steps))
+        job = client.finetune(f"trained-{number}", rows, lora={"r": RANK}, training=given)
+        for event in job.events():
+            if event.state is JobState.FAILED:
+                raise SystemExit(f"job {job.id}: {event.message}")
+            if event.metrics is not None and event.metrics.step >= 2:
+                begun.set()
+            if stopping.is_set():
+                with contextlib.suppress(WrongJobState):  # it has ended meanwhile
+                    job.cancel()
+                return
+
+    def line(pool: ThreadPoolExecutor) -> None:
+        try:
+            for steps in itertools.cycle(checkpoint_steps):
+                start = time.monotonic()
+                list(pool.map(one, range(ACTIVE_JOBS), [steps] * ACTIVE_JOBS))
                 if stopping.is_set():
-                    with contextlib.suppress(WrongJobState):  # it has ended meanwhile
-                        job.cancel()
                     return
+                pairs.append(JobPair(steps, start, time.monotonic()))
+        finally:
+            begun.set()  # a failure must not leave the other end waiting
 
-    with ThreadPoolExecutor(ACTIVE_JOBS) as pool:
-        lines = [pool.submit(line, number) for number in range(ACTIVE_JOBS)]
+    with ThreadPoolExecutor(ACTIVE_JOBS + 1) as pool:
+        running = pool.submit(line, pool)
         try:
             begun.wait(120)
-            yield
+            yield pairs
         finally:
             stopping.set()
-            begun.abort()
-    for ended in lines:
-        ended.result()
+    running.result()
 
 
 def parse() -> argparse.Namespace:

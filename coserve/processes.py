@@ -11,9 +11,11 @@ import socket
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 
 STOP_SIGNALS = frozenset({signal.SIGINT, signal.SIGTERM})
 PR_SET_PDEATHSIG = 1
+CPU_QUOTA = Path("/sys/fs/cgroup/cpu.max")
 
 
 def child_environment(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
@@ -67,6 +69,21 @@ def _stop_signals_blocked() -> Iterator[None]:
         yield
     finally:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
+
+
+def usable_cores(quota: Path = CPU_QUOTA) -> int:
+    """Processor cores that this process may use: those of its CPU affinity, fewer under a container's `quota`; at least one."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return max(1, min(cores, _quota(quota, cores)))
+
+
+def _quota(path: Path, cores: int) -> int:
+    """Whole cores of a cgroup's CPU quota, whose file says "MICROSECONDS PERIOD"; `cores` without a quota."""
+    try:
+        quota, period = path.read_text().split()
+        return int(quota) // int(period)
+    except (OSError, ValueError):  # no such file, or "max"
+        return cores
 
 
 def skip_slow_imports() -> None:

@@ -7,7 +7,6 @@ norms of the update: norm of the difference over norm of the original, of one si
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from itertools import islice
@@ -27,6 +26,7 @@ from coserve.adapters.tensorfile import TensorEntry, TensorFile, check_digest, d
 from coserve.adapters.tensorfile_writer import write_float32
 from coserve.errors import InvalidRequest
 from coserve.names import ADAPTER_CONFIG, ADAPTER_WEIGHTS
+from coserve.processes import usable_cores
 from coserve.state.durable import disk_errors
 from coserve.types import AdapterDigests, BaseSpec, LoraSettings
 
@@ -34,7 +34,7 @@ MAX_ERROR = 0.05
 """The bound where none is given."""
 _EXACT = 1e-6
 """An error below it is none: files hold float32."""
-THREADS = max(1, min(8, (os.cpu_count() or 1) // 4))
+THREADS = max(1, min(8, usable_cores() // 4))
 """Sites that are computed at once."""
 
 Found = TypeVar("Found")

@@ -141,6 +141,11 @@ class Engine:
         self._upgrade.compile()
         self._upgrade.adopt()
 
+    def preload_eager(self) -> None:
+        """Before `run`: load the kernels of prompts that are scored. Blocks."""
+        assert self._upgrade is not None, "expected steps that can be compiled"
+        self._upgrade.preload_eager()
+
     async def run(self) -> None:
         """Tick until `Shutdown` comes or the API process is gone. Raises what only a new process mends: `EngineFault`, and
         any error outside of the work of one request or one job."""
@@ -214,8 +219,6 @@ class Engine:
                 notes = upgrade.adopt()
             self._garbage.start_up_done()
             self._link.send(EngineNotes(notes=notes))
-            await upgrade.eager_ready()
-            await loop.run_in_executor(executor, upgrade.preload_eager)
         finally:
             executor.shutdown(wait=False)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -26,6 +25,7 @@ from coserve.memory.kv import CPU_TOKENS, KvCache
 from coserve.memory.plan import Work
 from coserve.model.base import Base
 from coserve.model.lora import LoraWeights
+from coserve.processes import usable_cores
 from coserve.state.folder import DataFolder
 from coserve.types import AdapterDigests, AdapterRef
 
@@ -45,7 +45,7 @@ def set_up_threads(config: Config) -> None:
 
 def default_threads() -> int:
     """All cores but one, two at most: with more, torch's CPU kernels round a row differently in different batches."""
-    return min(EXACT_THREADS, max(1, (os.cpu_count() or 2) - 1))
+    return min(EXACT_THREADS, max(1, usable_cores() - 1))
 
 
 @dataclass(frozen=True)

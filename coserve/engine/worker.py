@@ -35,7 +35,7 @@ from coserve.engine.warming.client import WarmUpClient
 from coserve.engine.warming.compilations import watch_compilations
 from coserve.engine.warming.early_start import StartedWarmUp
 from coserve.engine.warming.part_runner import make_part_runner
-from coserve.engine.warming.upgrade import PreloadKernels, Upgrade
+from coserve.engine.warming.upgrade import PreloadKernels, Upgrade, preload_nothing
 from coserve.errors import StartupError
 from coserve.garbage import GarbageCollection, freeze_and_collect_young, freeze_and_disable
 from coserve.generate.execution.interface import StepExecutor
@@ -50,7 +50,7 @@ from coserve.queues.policy import make_policy
 from coserve.state.failpoints import failpoint
 from coserve.stream_link import engine_end
 from coserve.warmup.messages import WarmUpTask
-from coserve.warmup.parts import EAGER, PROFILE, STEP_PARTS
+from coserve.warmup.parts import EAGER, PROFILE, SCORED, STEP_PARTS
 
 log = logging.getLogger(__name__)
 
@@ -62,7 +62,7 @@ def build_engine(
     *,
     garbage: GarbageCollection | None = None,
     warm: WarmUpClient | None = None,
-    preload_kernels: PreloadKernels = lambda base, executor: None,
+    preload_kernels: PreloadKernels = preload_nothing,
     followers: Followers | None = None,
 ) -> tuple[Engine, EngineReady]:
     """The engine over a loaded base, and the message that says it is ready. `garbage`: see `Engine`; `warm`: the warm-up's
@@ -197,13 +197,15 @@ async def _start(
         else:
             await warm.wait_until_ended()
     garbage = GarbageCollection(first_full=freeze_and_disable)
-    preload_kernels: PreloadKernels = lambda base, executor: None
+    preload_kernels: PreloadKernels = preload_nothing
     if warm_up is not None:
         preload_kernels = partial(_preload_kernels, config, warm_up.task)
     engine, ready = build_engine(
         base, config, link, garbage=garbage, warm=warm, preload_kernels=preload_kernels, followers=followers
     )
     if warm is not None and engine.warms_up and not engine.compiled:
+        if await warm.wait_for_parts(SCORED):
+            engine.preload_eager()
         if await warm.wait_for_parts(STEP_PARTS):
             engine.compile()
         else:
@@ -213,13 +215,18 @@ async def _start(
 
 
 def _preload_kernels(
-    config: Config, task: WarmUpTask, base: Base, executor: Callable[[KvCache], StepExecutor | None] | None
+    config: Config,
+    task: WarmUpTask,
+    base: Base,
+    executor: Callable[[KvCache], StepExecutor | None] | None,
+    *,
+    decodes: bool = True,
 ) -> None:
     """See `PreloadKernels`. On a stream that the engine's steps do not wait for."""
     began = time.monotonic()
     try:
         with torch.cuda.stream(torch.cuda.Stream(base.device)):  # type: ignore[no-untyped-call]
-            make_part_runner(base, config, task).preload_kernels(executor)
+            make_part_runner(base, config, task).preload_kernels(executor, decodes=decodes)
             torch.cuda.current_stream().synchronize()
     except Exception:  # steps load their kernels later
         log.exception("the kernels of the first steps could not be loaded ahead")

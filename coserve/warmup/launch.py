@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import socket
 import subprocess
 from collections.abc import Callable, Iterator
@@ -15,7 +14,7 @@ import msgspec
 
 from coserve.config import Config, config_to_json
 from coserve.errors import StartupError
-from coserve.processes import spawn_child
+from coserve.processes import spawn_child, usable_cores
 from coserve.warmup.gpu import CONTEXT_BYTES, Gpu, find_gpu
 from coserve.warmup.key import cache_folder, key_fields, shape_key
 from coserve.warmup.messages import Progress, WarmUpTask
@@ -39,7 +38,7 @@ def plan_warm_up(config: Config, gpu: Gpu, *, cores: int | None = None, alone: b
     fields = key_fields(gpu)
     available = gpu.memory_bytes * (0.9 if alone else 1 - config.memory_fraction)
     fit = int(available // worker_bytes(config))
-    most = max(1, min(MAX_WORKERS, (cores or os.cpu_count() or 2) - 2))
+    most = max(1, min(MAX_WORKERS, (cores or usable_cores()) - 2))
     task = WarmUpTask(
         config=config_to_json(config).decode(),
         folder=str(cache_folder(config, fields)),

@@ -30,6 +30,8 @@ class Part:
 
 EAGER = ("steps", f"decodes-{DEFAULT_RANK}", f"prompts-{DEFAULT_RANK}")
 """Parts with the kernels of steps without compiled layers."""
+SCORED = ("steps", f"prompts-{DEFAULT_RANK}")
+"""Parts with the kernels of prompts that are scored, which always run without compiled layers."""
 LAYERS = "layers"
 GEMMS = tuple(f"gemms-{rows}" for rows in GEMM_ROWS)
 

@@ -290,6 +290,7 @@ def test_answers(server: Watched, name: str) -> None:
     check(server, act)
 
 
+@pytest.mark.slow
 def test_four_scored_prompts_at_the_same_time(server: Watched) -> None:
     body = json.dumps({"prompt": IDS, "prompt_logprobs": 20, "max_tokens": 1}).encode()
 
@@ -302,6 +303,7 @@ def test_four_scored_prompts_at_the_same_time(server: Watched) -> None:
     check(server, act)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("path", sample(PAGES, "/v1/models", "/metrics"))
 def test_pages_of_a_full_registry(server: Watched, path: str) -> None:
     def act() -> None:

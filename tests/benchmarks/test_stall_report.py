@@ -2,7 +2,19 @@
 
 from __future__ import annotations
 
-from benchmarks.stall_report import TARGETS, cost, latency, metric_values, stalls, target, timeline, worst
+import pytest
+
+from benchmarks.stall_report import (
+    TARGETS,
+    check_answers,
+    cost,
+    latency,
+    metric_values,
+    stalls,
+    target,
+    timeline,
+    worst,
+)
 from coserve.workloads.replay import Sample
 
 
@@ -70,9 +82,16 @@ def test_metric_values() -> None:
     assert metric_values(AFTER, "coserve_train_tokens") == {}
 
 
+def test_failed_requests_are_no_result() -> None:
+    good = [sample(0.0, 1.0)] * 199
+    check_answers([*good, sample(0.0, 1.0, error="queue_full")])
+    with pytest.raises(SystemExit, match="3 of 202 requests failed: adapter_not_found"):
+        check_answers([*good, *[sample(0.0, 1.0, error="adapter_not_found")] * 3])
+
+
 def test_costs_and_targets() -> None:
-    assert cost(950.0, 1000.0) == 0.05
-    assert cost(950.0, 0.0) == 0.0
+    assert cost([10.0, 30.0, 12.5], [12.0, 11.875]) == 0.045
+    assert cost([], [10.0]) == cost([10.0], []) == 1.0  # not measured is not reached
     assert worst({"r5": {"max_gap_ms": 3.0}, "r20": {"max_gap_ms": 7.0}}, "max_gap_ms") == 7.0
     assert all(str(target(key)).startswith("<= ") for key in TARGETS)
     assert target("start.warm.max_gap_ms") is None

@@ -25,6 +25,7 @@ DEATHS = {
 """Rules of failpoints, and what is done until they kill."""
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("deaths", sample(DEATHS, "both"))
 def test_a_daemon_killed_again_and_again(

@@ -118,6 +118,7 @@ def test_ctrl_c_ends_streams_properly_and_the_log_tells_the_whole_story(model: P
     assert any(entry["path"] == "/generate" and entry["status"] == 200 for entry in answered)
 
 
+@pytest.mark.slow
 def test_an_engine_killed_while_it_starts_is_started_again_and_a_second_ctrl_c_stops_at_once(
     model: Path, tmp_path: Path
 ) -> None:

@@ -23,6 +23,7 @@ run_to_exit(work())
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("end", "status", "said"),
     [("raise EngineFault('broken')", 1, "EngineFault: broken"), pytest.param("", 0, "", marks=pytest.mark.slow)],

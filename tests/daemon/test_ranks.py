@@ -76,6 +76,7 @@ def tokens(daemon: DaemonProcess, **more: object) -> list[list[int]]:
     return [answer["choices"][0]["token_ids"] for status, answer in answers if status == 200]
 
 
+@pytest.mark.slow
 def test_texts_are_those_of_one_process(daemon: DaemonProcess, expected: list[list[int]]) -> None:
     assert tokens(daemon) == expected
     _, health = daemon.call("GET", "/health")
@@ -116,6 +117,7 @@ def pid_of(daemon: DaemonProcess, rank: int) -> int:
     return int(started[-1]["engine_pid"])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("rank", "number", "how"),
     [

@@ -43,6 +43,7 @@ def conditions(lora_backend: LoraBackend, work: Work = WORK, *, recompute: bool 
     return Conditions(lora_backend, recompute, max_running=4, page_tokens=16, work=work)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", sample(["llama", "gpt2", "gemma3"], "llama"))
 @pytest.mark.parametrize("recompute", [False, True])
 def test_any_base_can_be_measured_and_stays_what_it_is(family: str, recompute: bool) -> None:
@@ -78,6 +79,7 @@ class Watched(Steps):
     peak = now
 
 
+@pytest.mark.slow
 def test_nothing_of_before_is_freed_while_memory_is_measured() -> None:
     base = wrap_base(tiny_model("llama"), name="llama", eos_token_ids=())
     device = MemoryProfiler(base, Steps(), conditions(GROUPED))
@@ -106,6 +108,7 @@ def test_memory_grows_as_lines_say(recompute: bool) -> None:
     assert four.forward - two.forward == pytest.approx(2 * (two.forward - one.forward), rel=0.02)
 
 
+@pytest.mark.slow
 def test_recomputed_layers_leave_their_inputs_only() -> None:
     base = wrap_base(tiny_model("llama", num_hidden_layers=6), name="llama", eos_token_ids=())
     with LiveBytes() as meter:

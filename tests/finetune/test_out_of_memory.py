@@ -94,6 +94,7 @@ def assert_same(found: Trained, expected: Trained) -> None:
         assert torch.allclose(found.weights[name], tensor, atol=1e-3), name
 
 
+@pytest.mark.slow
 @settings(max_examples=examples(40))
 @given(where=st.floats(0, 1, exclude_max=True), after=st.booleans(), recompute=st.booleans())
 def test_a_fault_anywhere_in_a_step_changes_nothing_but_rounding(where: float, after: bool, recompute: bool) -> None:

@@ -54,6 +54,7 @@ def same_adapter(one: Path, other: Path) -> None:
         np.testing.assert_allclose(found[name], tensor, rtol=1e-3, atol=1e-3, err_msg=name)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("changes", [{}, BD], ids=["lora", "bd"])
 def test_a_job_on_two_ranks_is_that_of_one_process_at_every_step(
     ranks: Ranks, base: str, tmp_path: Path, changes: dict[str, object]
@@ -97,6 +98,7 @@ def test_a_checkpoint_of_two_ranks_goes_on_on_four(ranks: Ranks, base: str, tmp_
     same_adapter(tmp_path / "four", tmp_path / "alone")
 
 
+@pytest.mark.slow
 def test_ranks_measure_their_memory_together(ranks: Ranks, base: str) -> None:
     ranks.run(sharded_jobs.profile, base)
 

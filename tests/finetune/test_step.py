@@ -302,6 +302,7 @@ def test_packing_keeps_rows_apart() -> None:
     assert torch.equal(rows.tokens_T[rows.keep_K + 1], rows.labels_K)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("recompute", sample({"kept": False, "recomputed": True}, "recomputed"))
 @pytest.mark.parametrize(
     ("family", "settings"),
@@ -327,6 +328,7 @@ def test_sites_of_one_input_learn_as_one(family: str, settings: LoraSettings, re
     assert all(calls.values()), "every shared input was taken as one"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dropout", sample({"plain": None, "dropout": DropoutSpec(0.4, 7)}, "dropout"))
 def test_gradients_are_added_by_the_kernels(dropout: DropoutSpec | None) -> None:
     """At sites that learn alone, too, and down to the lowest layer, below which nothing learns."""

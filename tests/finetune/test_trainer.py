@@ -467,6 +467,7 @@ def test_publishing_again_after_a_crash_replaces_the_files(base: Base, tmp_path:
     assert same_tensors(saved_tensors(again), content)
 
 
+@pytest.mark.slow
 def test_other_micro_batches_learn_the_same(base: Base, tmp_path: Path) -> None:
     curves = []
     for size in (12, 24, None):

@@ -62,6 +62,7 @@ def asks(*kinds: str) -> list[object]:
     return [request(kind, prompt(3 + 4 * i), SHORT, AdapterRef(kind, 1)) for i, kind in enumerate(kinds)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kinds", sample([("qv",), ("qv", "o"), ("mlp",), ("all",), ("mlp", "all")], ("qv",)))
 @pytest.mark.parametrize("prepared", [True, False])
 def test_only_changed_groups_are_launched(
@@ -86,6 +87,7 @@ def test_only_changed_groups_are_launched(
     assert found == collect(generator(fused, kinds, ahead=False)[0], asks(*kinds))
 
 
+@pytest.mark.slow
 def test_a_wider_graph_serves_until_its_own_is_captured(fused: FusedBase) -> None:
     gen, executor = generator(fused, ["qv"])
     executor.warm_up()
@@ -97,6 +99,7 @@ def test_a_wider_graph_serves_until_its_own_is_captured(fused: FusedBase) -> Non
     assert {footprint for _, footprint in executor.decode_graphs[len(warm) :]} == {LoraFootprint(16, frozenset({QKV}))}
 
 
+@pytest.mark.slow
 def test_few_footprints_that_leave_groups_out_get_graphs(fused: FusedBase) -> None:
     gen, executor = generator(fused, ["qv", "o", "mlp"])
     for kind in ("qv", "o", "mlp"):

@@ -177,6 +177,7 @@ def test_neighbours_chunks_and_preemptions_change_no_bit(family: str) -> None:
     assert not +shelf.held
 
 
+@pytest.mark.slow
 def test_two_threads_change_no_bit() -> None:
     base = base_of("llama")
     requests = [request(f"r{i}", prompt(n, i), SamplingParams(max_tokens=6, seed=i)) for i, n in enumerate((3, 40, 17))]

@@ -57,6 +57,7 @@ def served(base: Base, kv: KvCache) -> Generator:
     return Generator(base, Shelf().store(), kv, eager(base, kv), max_running=8, step_tokens=64)
 
 
+@pytest.mark.slow
 def test_requests_that_run_go_on_compiled(base: Base) -> None:
     backend, kv = Counting(), KvCache.for_base(base, 1024, 16)
     expected: dict[str, list[int]] = {}

@@ -118,6 +118,7 @@ CASES = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "run", "inputs_learn"),
     [

@@ -48,6 +48,7 @@ def test_decode_forward(grid: Grid, dtype: torch.dtype) -> None:
 LONG_INPUTS = Grid("2500 inputs", (3, 0, 5, 1), (0, 1, 2, -1), (16, 40, 8), 2500, 64)
 
 
+@pytest.mark.slow
 @named
 def test_decode_forward_overlapped(grid: Grid, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(launch_decode, "decode", partial(launch_decode.decode, overlapped=True))
@@ -85,6 +86,7 @@ def test_prefill_forward_in_many_blocks(grid: Grid, monkeypatch: pytest.MonkeyPa
     check_forward(lora_add, grid, torch.float32, DEVICE)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "ranks", sample([(8, 17, 0, 100), (128, 40, 3, 16), (130, 20, 256, 1)], (8, 17, 0, 100)), ids=str
 )

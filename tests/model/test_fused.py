@@ -155,6 +155,7 @@ def test_a_graph_that_is_new_is_made_for_all_layers() -> None:
         torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", sample(["llama", "gemma2", "gpt2"], "gpt2"))
 def test_a_shadow_compiles_for_the_base(family: str) -> None:
     """On another thread, while the base runs as it is; the base's own first steps compile nothing."""

@@ -161,6 +161,7 @@ async def test_other_tokenizers_cross_too() -> None:
 ROWS = [{"text": f"row {number}: the cat sat on the mat"} for number in range(20_000)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("body", "written"),
     [

@@ -35,6 +35,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
     return sharded.save_base(tmp_path_factory.mktemp("base"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["nfs", "slora"])
 def test_a_mixed_batch_has_the_logits_of_one_process(ranks: Ranks, folder: str, strategy: str) -> None:
     expected = mixed_logits(None, folder, strategy).logits
@@ -72,6 +73,7 @@ def test_gradients_are_those_of_one_process(
     _check_gradients(ranks, folder, strategy, kind, dropout)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", sample(["cohere", "gemma2", "glm", "gpt2", "phi", "phi3", "starcoder2"], "gpt2"))
 @pytest.mark.parametrize("strategy", sample(["nfs", "slora"], "slora"))
 def test_gradients_of_other_layers(two: Ranks, tmp_path: Path, family: str, strategy: str) -> None:

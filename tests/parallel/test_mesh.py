@@ -19,6 +19,7 @@ def two() -> Iterator[Ranks]:
         yield ranks
 
 
+@pytest.mark.slow
 def test_ranks_know_their_places(two: Ranks) -> None:
     assert two.run(rank_of) == [(0, 2), (1, 2)]
 

@@ -72,8 +72,6 @@ class Work:
     async def ready(self) -> None:
         pass
 
-    eager_ready = ready
-
     def preload_eager(self) -> None:
         assert threading.get_ident() == self.thread
 

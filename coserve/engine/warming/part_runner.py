@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -34,6 +33,7 @@ from coserve.model.base import Base
 from coserve.model.fused import FusedBase
 from coserve.model.gemm_choice import MEASURED, GemmChoice, load_gemms, measure_gemms, save_gemms
 from coserve.model.lora import LoraWeights
+from coserve.processes import usable_cores
 from coserve.types import DEFAULT_RANK, AdapterRef, LoraSettings, SamplingParams
 from coserve.warmup.messages import WarmUpTask
 from coserve.warmup.parts import GEMMS
@@ -87,7 +87,7 @@ class PartRunner:
         """Mixes at position 0: LoRA kernels do not depend on positions."""
         self._number = 0
         self._compiler_initialized = False
-        self._threads = ThreadPoolExecutor(max(1, (os.cpu_count() or 1) // task.workers), "compile")
+        self._threads = ThreadPoolExecutor(max(1, usable_cores() // task.workers), "compile")
         self._on_gpu = base.device.type == "cuda"
 
     def run(self, name: str) -> Iterator[tuple[int, int]]:
@@ -120,20 +120,24 @@ class PartRunner:
                 return self._graphs(int(number), decodes=False)
         raise AssertionError(f"expected a part of a warm-up, got {name!r}")
 
-    def preload_kernels(self, executor: Callable[[KvCache], StepExecutor | None] | None = None) -> None:
+    def preload_kernels(
+        self, executor: Callable[[KvCache], StepExecutor | None] | None = None, *, decodes: bool = True
+    ) -> None:
         """Run a few steps of each kind: a process loads a kernel from disk at its first launch. `executor` makes the step
-        executor; None: eager steps."""
+        executor; None: eager steps. Without `decodes`, prompts only."""
         steps = self._eager if executor is None else executor(self._kv)
         if steps is None:
             return
         adapters = self._copies(DEFAULT_RANK, self._base.spec.default_targets)
         most = self._step_tokens
-        for tokens in ((1,), (1,) * 4, (1,) * 16, (1,) * self._max_running, (17,), (1, 160), (512,), (most,)):
+        prompts, others = ((17,), (512,), (most,)), ((1,), (1,) * 4, (1,) * 16, (1,) * self._max_running, (1, 160))
+        for tokens in (*others, *prompts) if decodes else prompts:
             if sum(tokens) <= most and len(tokens) <= self._max_running:
                 mix = Mix(tokens, 0)
                 for count in sorted({0, *adapter_counts(mix, len(adapters))}):
                     self._step(steps, mix, adapters[:count])
-        self._sampled(steps)
+        if decodes:
+            self._sampled(steps)
 
     # ---- eager steps
 

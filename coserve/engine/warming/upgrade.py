@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
+from typing import Protocol
 
 from coserve.engine.warming.client import WarmUpClient
 from coserve.generate.execution.graph_executor import GraphExecutor
@@ -15,12 +16,26 @@ from coserve.link import EngineWarming
 from coserve.memory.kv import KvCache
 from coserve.model.base import Base
 from coserve.types import JobSpec
-from coserve.warmup.parts import EAGER, STEP_PARTS
+from coserve.warmup.parts import STEP_PARTS
 
 log = logging.getLogger(__name__)
 
-PreloadKernels = Callable[[Base, Callable[[KvCache], StepExecutor | None] | None], None]
-"""Loads the kernels of the first steps over a base; the steps' executor is made by the function, or eager."""
+
+class PreloadKernels(Protocol):
+    """Loads the kernels of the first steps over a base; the steps' executor is made by the function, or eager. Without `decodes`,
+    of steps with prompts only."""
+
+    def __call__(
+        self, base: Base, executor: Callable[[KvCache], StepExecutor | None] | None, *, decodes: bool = True
+    ) -> None: ...
+
+
+def preload_nothing(
+    base: Base, executor: Callable[[KvCache], StepExecutor | None] | None, *, decodes: bool = True
+) -> None:
+    """Where there are no kernels on disk."""
+
+
 LOADING, CAPTURING = 10, 40
 """Units of progress for loading the compiled layers and for capturing graphs, as `warmup.parts.Part.weight`."""
 
@@ -35,11 +50,11 @@ class Upgrade:
         notes: tuple[str, ...],
         warm: WarmUpClient | None = None,
         *,
-        preload_kernels: PreloadKernels = lambda base, executor: None,
+        preload_kernels: PreloadKernels = preload_nothing,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """`notes`: for the operator, on other subjects. `warm`: the warm-up's client; None if this process compiles everything.
-        `preload_kernels`: called on the compiling thread."""
+        `preload_kernels`: called where `compile` and `preload_eager` are."""
         self._compilation, self._generator, self._notes, self._warm = compilation, generator, notes, warm
         self._preload_kernels, self._clock, self._began = preload_kernels, clock, clock()
         self._executor: GraphExecutor | None = None
@@ -47,6 +62,7 @@ class Upgrade:
         """How many were missing when the executor was adopted."""
         self.compiled = False
         """Whether `compile` was called."""
+        self._eager_loaded = False
         self._adopted: tuple[str, ...] | None = None
         """Notes on compiled steps; None before `adopt`."""
 
@@ -66,7 +82,7 @@ class Upgrade:
             self._warm.notify(changed)
 
     def compile(self) -> None:
-        """Compile the layers, on any thread. Later calls do nothing."""
+        """Compile the layers and load the kernels of steps, on any thread. Later calls do nothing."""
         if self.compiled:
             return
         self.compiled = True
@@ -77,6 +93,7 @@ class Upgrade:
         log.info(
             "layers compiled in %.1f s, their kernels loaded in %.1f s", compiled - began, self._clock() - compiled
         )
+        self.preload_eager()
 
     def adopt(self) -> tuple[str, ...]:
         """Switch to compiled steps, between two steps. Returns all notes for the operator. Later calls change nothing."""
@@ -88,14 +105,12 @@ class Upgrade:
             self._executor, self._graphs = executor, executor.missing
         return self.notes
 
-    async def eager_ready(self) -> None:
-        """Returns once the kernels of eager steps are on disk, or never will be: prompts that are scored need them."""
-        if self._warm is not None:
-            await self._warm.wait_for_parts(EAGER)
-
     def preload_eager(self) -> None:
-        """Load the kernels of eager steps, on another thread."""
-        self._preload_kernels(self._compilation.shadow, None)
+        """Load the kernels of eager steps with prompts, which prompts that are scored need. Later calls do nothing. Beside steps that
+        run it would take several times as long, and so would they."""
+        if not self._eager_loaded:
+            self._eager_loaded = True
+            self._preload_kernels(self._compilation.shadow, None, decodes=False)
 
     @property
     def notes(self) -> tuple[str, ...]:
