@@ -29,9 +29,22 @@ class Compilations:
             return
         name, seconds = str(metadata.get("name", getattr(src, "name", "a kernel"))), getattr(times, "total", 0) / 1e6
         level = logging.DEBUG if name in self.kernels else self._level
-        log.log(level, "the kernel %s was compiled in this process, in %.1f s: no cache had it", name, seconds)
+        log.log(
+            level,
+            "the kernel %s was compiled in this process, in %.1f s: no cache had it for %s",
+            name,
+            seconds,
+            _constants(src),
+        )
         self.kernels.append(name)
         self.seconds += seconds
+
+
+def _constants(src: Any) -> str:  # noqa: ANN401 - Triton's own type
+    """Names and values of the arguments that a kernel was compiled for."""
+    names = getattr(getattr(src, "fn", None), "arg_names", ())
+    values = {names[at[0]]: value for at, value in getattr(src, "constants", {}).items() if at[0] < len(names)}
+    return " ".join(f"{name}={value}" for name, value in values.items()) or "its arguments"
 
 
 def watch_compilations(level: int = logging.DEBUG) -> Compilations:
