@@ -9,8 +9,10 @@ import msgspec
 import typer
 
 from coserve.cli.common import DEFAULT_URL, AsJson, Key, Limit, Url, connect, say_more
+from coserve.cli.distillation import LOSSLESS, output_errors, read_rows, start_distillation
+from coserve.cli.jobs import follow_job
 from coserve.limits import PAGE_SIZE
-from coserve.schemas import Adapter
+from coserve.schemas import Adapter, ConvertedAdapter
 
 adapters_app = typer.Typer(no_args_is_help=True, help="List, import, download, roll back, convert and delete adapters.")
 
@@ -84,13 +86,49 @@ def convert_adapter(
         ),
     ] = None,
     new_name: Annotated[str | None, typer.Option("--name", help="of the new adapter", show_default="NAME-bdN")] = None,
+    rows: Annotated[
+        str | None,
+        typer.Option(
+            "--distill",
+            help="then train it toward NAME's outputs: a JSONL file of rows, or 'generations', which the base makes",
+        ),
+    ] = None,
+    max_output_error: Annotated[
+        float | None,
+        typer.Option(
+            help="double the rank until distillation leaves at most this divergence from NAME, in nats a token", min=0
+        ),
+    ] = None,
     as_json: AsJson = False,
     url: Url = DEFAULT_URL,
     key: Key = None,
 ) -> None:
     """Make a BD-LoRA adapter of a LoRA one (or the reverse), by truncated SVD of each shard."""
+    if max_output_error is not None and (rows is None or max_error is not None):
+        raise typer.BadParameter("--max-output-error needs --distill, and no --max-error")
     with connect(url, key) as client:
-        done = client.convert_adapter(name, bd_blocks, rank=rank, max_error=max_error, name=new_name)
+        data = None if rows is None else read_rows(client, rows)
+        if max_output_error is not None and rank is None:
+            rank = -(-client.adapter(name).rank // bd_blocks) * bd_blocks
+        while True:
+            done = client.convert_adapter(name, bd_blocks, rank=rank, max_error=max_error, name=new_name)
+            _show_conversion(done, as_json)
+            if data is None or done.error < LOSSLESS:
+                return
+            job = follow_job(start_distillation(client, done, data), as_json)
+            before, after = output_errors(job)
+            if not as_json:
+                print(
+                    f"{job.result}  output error {before:.4g} before, {after:.4g} after (nats a token, from {job.teacher})"
+                )
+                if after >= before:
+                    print(f"no nearer: coserve adapters rollback {job.adapter} {job.version - 1}")
+            if max_output_error is None or after <= max_output_error:
+                return
+            rank = 2 * done.rank
+
+
+def _show_conversion(done: ConvertedAdapter, as_json: bool) -> None:
     if as_json:
         print(msgspec.json.encode(done).decode())
         return

@@ -93,7 +93,7 @@ def finetune(
         if detach:
             _show_job(job.info, as_json)
         else:
-            _follow(job, as_json)
+            follow_job(job, as_json)
 
 
 def _given(**options: object) -> dict[str, object]:
@@ -101,8 +101,8 @@ def _given(**options: object) -> dict[str, object]:
     return {name: value for name, value in options.items() if value not in (None, [])}
 
 
-def _follow(job: JobHandle, as_json: bool) -> None:
-    """To its end; the exit status is that of a failure where it has left no adapter."""
+def follow_job(job: JobHandle, as_json: bool) -> Job:
+    """Wait for its end and show it; the exit status is that of a failure where it has left no adapter."""
     try:
         ended = job.wait()
     except KeyboardInterrupt:
@@ -111,6 +111,7 @@ def _follow(job: JobHandle, as_json: bool) -> None:
     _show_job(ended, as_json)
     if ended.state is JobState.CANCELLED:
         raise typer.Exit(FAILED)
+    return ended
 
 
 def _warn(line: str | None) -> None:
@@ -151,7 +152,7 @@ def watch_job(id: str, url: Url = DEFAULT_URL, key: Key = None) -> None:
     with connect(url, key) as client:
         job = client.job(id)
         _warn(cut_line(job.info))
-        _follow(job, False)
+        follow_job(job, False)
 
 
 @jobs_app.command("pause")
