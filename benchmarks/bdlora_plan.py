@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple
 
@@ -152,6 +153,11 @@ class Plan:
             case "large_rest":
                 return [] if self.large is None else self._large_rest(self.large)
         raise AssertionError(part)
+
+    def models(self, parts: Sequence[str]) -> list[str]:
+        """The bases of these parts, in the order in which they are built. Of `smoke` all: a later run finds them compiled."""
+        wanted = PARTS if "smoke" in parts else parts
+        return list(dict.fromkeys(item.model for part in wanted for item in self.items(part)))
 
     def _variants(self, shape: str) -> list[Variant]:
         return [Variant(shape, strategy, rank) for rank in self.ranks for strategy in self.strategies]

@@ -26,8 +26,8 @@ class RankFailed(Exception):
 class RankProcesses:
     """A context manager, which kills its processes whatever happens."""
 
-    def __init__(self, size: int, *, tiny: bool) -> None:
-        """`tiny`: on the CPU, over gloo; else each on its GPU, over NCCL."""
+    def __init__(self, size: int, folder: Path, *, tiny: bool) -> None:
+        """`folder`: of `bdlora_warm`. `tiny`: on the CPU, over gloo; else each on its GPU, over NCCL."""
         self.size = size
         self._folder = tempfile.TemporaryDirectory()
         context = multiprocessing.get_context("spawn")
@@ -35,7 +35,7 @@ class RankProcesses:
         self._processes, self._pipes = [], list[Connection]()
         for rank in range(size):
             ours, theirs = context.Pipe()
-            process = context.Process(target=_serve, args=(theirs, rank, size, address, tiny), daemon=True)
+            process = context.Process(target=_serve, args=(theirs, rank, size, address, folder, tiny))
             process.start()
             theirs.close()
             self._processes.append(process)
@@ -98,13 +98,13 @@ class RankProcesses:
         time.sleep(STACKS_SECONDS)
 
 
-def _serve(pipe: Connection, rank: int, size: int, address: str, tiny: bool) -> None:
+def _serve(pipe: Connection, rank: int, size: int, address: str, folder: Path, tiny: bool) -> None:
     """One rank, until the pipe is closed."""
     faulthandler.register(signal.SIGUSR1, all_threads=True)
     try:
         from benchmarks.bdlora_worker import Worker
 
-        worker = Worker(rank, size, address, tiny=tiny)
+        worker = Worker.joining(rank, size, address, folder, tiny=tiny)
         while True:
             name, args = pipe.recv()
             pipe.send((None, getattr(worker, name)(*args)))

@@ -50,8 +50,11 @@ class Schedule:
         vocab: int,
         adapters: Sequence[tuple[AdapterRef, LoraWeights]],
         sequences: int,
+        *,
+        dry: bool = False,
     ) -> None:
-        """`sequences`: numbers below it were used before."""
+        """`sequences`: numbers below it were used before. `dry`: kernels are compiled and not launched; no token is ever read."""
+        self._dry = dry
         self.executor, self.sequences = executor, sequences
         self._kv, self._vocab, self._adapters = kv, vocab, adapters
         self._in_flight: list[StepInFlight] = []
@@ -117,7 +120,7 @@ class Schedule:
         return self._input(own, tokens, TokenRun(last - first, first, own.pages), samples=last == load.prompt)
 
     def _next(self, own: _Sequence) -> SequenceInput:
-        known = self._tokens.get(own.number)
+        known = 1 if self._dry else self._tokens.get(own.number)
         run = TokenRun(1, own.position, own.pages)
         own.position += 1
         return self._input(own, [] if known is None else [known], run, samples=True)
@@ -139,7 +142,7 @@ class Schedule:
 
     def _collect(self) -> None:
         """The tokens of the step in flight."""
-        for step in self._in_flight:
+        for step in () if self._dry else self._in_flight:
             for number, choice in step.collect().sampled:
                 assert isinstance(choice, Choice), f"expected a token, got {choice}"
                 self._tokens[number] = choice.token

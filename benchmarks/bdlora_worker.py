@@ -7,25 +7,32 @@ import os
 import statistics
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from benchmarks.bdlora_case import Sizes, make_adapter, make_base
-from benchmarks.bdlora_plan import BATCHES, SHAPES, STEP_TOKENS, Load, Shape, Variant
+from benchmarks.bdlora_plan import BATCHES, SHAPES, STEP_TOKENS, Load, Shape, Strategy, Variant
 from benchmarks.bdlora_schedule import Schedule
 from benchmarks.bdlora_train import train_steps
+from benchmarks.bdlora_warm import WarmTask, gemm_paths, rows_of, wait_for
+from coserve.errors import NonFiniteLoss
 from coserve.generate.execution.eager import EagerExecutor
 from coserve.generate.execution.graph_executor import GraphExecutor
 from coserve.generate.execution.graph_sizes import graph_rank
 from coserve.generate.execution.interface import StepExecutor
 from coserve.generate.execution.start import INDUCTOR, wake_compiler
+from coserve.kernels.gpu.launcher import compile_only
 from coserve.kernels.lora.backend import choose_backend
 from coserve.memory.buffer import page_layout
 from coserve.memory.kv import KvCache
 from coserve.model.base import Base
 from coserve.model.fused import FusedBase
+from coserve.model.gemm_choice import MEASURED, GemmChoice, load_gemms, measure_gemms, save_gemms
 from coserve.model.lora import LoraWeights
 from coserve.parallel.join import join
 from coserve.parallel.mesh import Mesh
@@ -37,6 +44,8 @@ GIB = 1 << 30
 RESERVE = 14 * GIB
 """Of a GPU's memory, for adapters, graphs and activations, where layers are counted that fit."""
 WARM_STEPS, DECODE_STEPS = 6, {"8b": 40, "70b": 16, "tiny": 4}
+EAGER_OUTPUT = 24
+"""Tokens that are run of a load whose steps have no graphs; the others are taken to be as long."""
 SLORA_GRAPHS = False
 """Whether the graph executor computes fully sharded adapters."""
 KV_TOKENS = 64 * (1024 + 128) + 4096
@@ -53,7 +62,6 @@ class Model:
     fused: FusedBase
     kv: KvCache
     eager: EagerExecutor
-    seconds: dict[str, float]
     executors: dict[object, StepExecutor] = field(default_factory=dict)
     traffic: dict[object, dict[str, float]] = field(default_factory=dict)
     """Collectives and bytes of a decode step, by executor and batch."""
@@ -64,17 +72,22 @@ class Model:
 class Worker:
     """The calls of the parent, by name. Times are this rank's: collectives keep the ranks together."""
 
-    def __init__(self, rank: int, size: int, address: str, *, tiny: bool) -> None:
-        torch.set_num_threads(1)
-        self._device = torch.device("cpu" if tiny else f"cuda:{rank}")
-        if not tiny:
-            torch.cuda.set_device(rank)
-            self._device = torch.device("cuda", rank)
-        self._mesh = join(rank, size, address=address, device=self._device, timeout=JOIN_SECONDS)
-        self._tiny = tiny
+    def __init__(self, mesh: Mesh, device: torch.device, folder: Path, *, tiny: bool) -> None:
+        """`folder`: of the choices of GEMMs (`bdlora_warm`)."""
+        self._mesh, self._device, self._folder, self._tiny = mesh, device, folder, tiny
         self._models: dict[str, Model] = {}
         self._sequences = 0
         self._adapters: tuple[tuple[str, Variant, int], list[LoraWeights], Sizes] | None = None
+
+    @classmethod
+    def joining(cls, rank: int, size: int, address: str, folder: Path, *, tiny: bool) -> Worker:
+        """One of the ranks that find each other at `address`."""
+        torch.set_num_threads(1)
+        device = torch.device("cpu") if tiny else torch.device("cuda", rank)
+        if not tiny:
+            torch.cuda.set_device(rank)
+        mesh = join(rank, size, address=address, device=device, timeout=JOIN_SECONDS)
+        return cls(mesh, device, folder, tiny=tiny)
 
     def hardware(self) -> dict[str, Any]:
         """What the results say of the machine, and which all-reduce small messages take."""
@@ -84,7 +97,7 @@ class Worker:
     def build(self, model: str) -> dict[str, float | int]:
         """Makes the base `SHAPE` (this rank's part) or `SHAPE@1` (the whole), compiles its layers; seconds by part."""
         name, alone = model.partition("@")[0], model.endswith("@1")
-        mesh, began, seconds = Mesh() if alone else self._mesh, time.perf_counter(), {}
+        mesh, began, seconds = Mesh() if alone else self._mesh, time.perf_counter(), dict[str, float]()
 
         def lap(part: str) -> None:
             nonlocal began
@@ -92,30 +105,83 @@ class Worker:
             seconds[part], began = round(time.perf_counter() - began, 2), time.perf_counter()
 
         shape = self._fitting(SHAPES[name], mesh)
-        with torch.no_grad():
-            base = make_base(shape, mesh, self._device)
-            lap("weights")
-            if self._tiny:
-                fused = FusedBase(base, compiled=False)
-            else:
-                wake_compiler(self._device)
-                lap("compiler")
-                fused = FusedBase(base, options=INDUCTOR)
-                torch.cuda.empty_cache()  # matrices that were stacked
-                lap("gemms")
-            fused.check()
-            lap("compilation")
-            kv = KvCache.for_base(base, 4096 if self._tiny else KV_TOKENS, PAGE_TOKENS)
-            for pages in (*kv.views.keys, *kv.views.values):
-                pages[:-1].normal_()
-        backend = choose_backend("auto" if not self._tiny else "grouped", base.device, base.dtype)
-        built = Model(shape, base, fused, kv, EagerExecutor(base, kv, backend), seconds)
-        self._count_forwards(built)
-        self._models[model] = built
+        base = self._base(shape, mesh)
+        lap("weights")
+        if self._tiny:
+            fused = FusedBase(base, compiled=False)
+        else:
+            wake_compiler(self._device)
+            lap("compiler")
+            fused = FusedBase(base, options=INDUCTOR, gemms=GemmChoice())
+            torch.cuda.empty_cache()  # matrices that were stacked
+            fused.gemms = load_gemms(gemm_paths(self._folder, model), fused.stacked, self._device) or measure_gemms(
+                fused.stacked, self._device, rows_of(model)
+            )
+            lap("gemms")
+        fused.check()
+        lap("compilation")
+        self._models[model] = self._model(shape, base, fused)
         gc.collect()
         gc.freeze()  # as the engine does
         lap("pages")
         return {**seconds, "layers": shape.layers, "layers_of_shape": SHAPES[name].layers}
+
+    @torch.no_grad()
+    def _base(self, shape: Shape, mesh: Mesh) -> Base:
+        return make_base(shape, mesh, self._device)
+
+    @torch.no_grad()
+    def _model(self, shape: Shape, base: Base, fused: FusedBase) -> Model:
+        kv = KvCache.for_base(base, 4096 if self._tiny else KV_TOKENS, PAGE_TOKENS)
+        for pages in (*kv.views.keys, *kv.views.values):
+            pages[:-1].normal_()
+        backend = choose_backend("auto", base.device, base.dtype)
+        made = Model(shape, base, fused, kv, EagerExecutor(base, kv, backend))
+        self._count_forwards(made)
+        return made
+
+    def warm(self, task: WarmTask, threads: int) -> None:
+        """Compiles what the task says, on so many threads, over some of the base's layers; results mean nothing."""
+        shape = replace(SHAPES[task.model.partition("@")[0]], layers=2 if self._tiny else MEASURED)
+        base = self._base(shape, Mesh() if task.model.endswith("@1") else self._mesh)
+        fused = FusedBase(base, compiled=False, gemms=GemmChoice())
+        if not self._tiny and task.gemm_rows:
+            choice = measure_gemms(fused.stacked, self._device, task.gemm_rows)
+            path = gemm_paths(self._folder, task.model)[rows_of(task.model).index(task.gemm_rows[0])]
+            save_gemms(path, choice, fused.stacked, task.gemm_rows)
+        if not self._tiny and task.layers:
+            wake_compiler(self._device)
+            fused = FusedBase(base, options=INDUCTOR, gemms=GemmChoice())
+            fused.check()
+        if not self._tiny and task.classes:
+            paths = gemm_paths(self._folder, task.model)
+            wait_for(paths)
+            fused.gemms = load_gemms(paths, fused.stacked, self._device) or GemmChoice()
+        self._models[task.model] = own = self._model(shape, base, fused)
+        with ThreadPoolExecutor(threads) as pool, compile_only(pool):
+            for rank in task.classes:
+                self._warm_steps(task.model, rank)
+            if task.train:
+                with suppress(NonFiniteLoss, AssertionError):  # kernels that were not launched wrote nothing
+                    train_steps(own.base, *self._rows(), repeats=1, warm_ups=0)
+        self._synchronize()
+
+    @torch.no_grad()
+    def _warm_steps(self, model: str, rank: int) -> None:
+        """One step of each size that is measured, with graphs; `rank`: of adapters of each kind, 0: without."""
+        kinds: tuple[Strategy | None, ...] = (("nfs", "slora") if SLORA_GRAPHS else ("nfs",)) if rank else (None,)
+        alone, shape = model.endswith("@1"), model.partition("@")[0]
+        batches = (1,) if alone else (1, 2, 4) if self._tiny else BATCHES
+        prompts = (24,) if self._tiny else (16, 256, 1024)
+        for kind in kinds:
+            _, schedule, _ = self._prepare(model, Variant(shape, kind, rank), 1, 1, dry=True)
+            for batch in batches:
+                schedule.decode(batch, PAGE_TOKENS, 0)
+            for prompt in prompts:
+                schedule.generate(Load(1, prompt, 1), STEP_TOKENS)
+            if not rank:
+                schedule.generate(Load(1, 2 * prompts[-1], 1), 2 * STEP_TOKENS)
+            self._finish(schedule)
 
     def drop(self, model: str) -> dict[str, float]:
         """Frees the base's memory."""
@@ -132,14 +198,18 @@ class Worker:
         """Runs the load to its last token. The first run captures the graphs, with few tokens."""
         own, schedule, about = self._prepare(model, variant, 1, load.batch)
         schedule.generate(load._replace(output=min(load.output, WARM_STEPS)), STEP_TOKENS)
-        runs = []
+        runs, output = [], load.output
+        if schedule.executor is own.eager and not self._tiny:  # without graphs it would take a minute
+            repeats, output = 1, min(EAGER_OUTPUT, load.output)
         for _ in range(repeats):
             self._align(own)
-            runs.append(schedule.generate(load, STEP_TOKENS))
+            runs.append(schedule.generate(load._replace(output=output), STEP_TOKENS))
         self._finish(schedule)
         steps = sorted(step for run in runs for step in run.step_ms)
+        more = (load.output - output) * statistics.median(steps) / 1e3
         return about | {
-            "e2e_s": [run.seconds for run in runs],
+            "e2e_s": [run.seconds + more for run in runs],
+            "output_run": output,
             "prefill_ms": [run.prefill_ms for run in runs],
             "decode_ms": _spread(steps),
         }
@@ -177,20 +247,26 @@ class Worker:
     def train(self, model: str, repeats: int) -> dict[str, Any]:
         """Seconds of optimizer steps of 8x512 tokens, a LoRA of rank 16 on all sites."""
         own = self._models[model]
-        rows = (8, 512) if not self._tiny else (2, 8)
+        rows = self._rows()
         self._align(own)
         seconds = train_steps(own.base, *rows, repeats=repeats, warm_ups=1 if self._tiny else 2)
         if not self._tiny:
             torch.cuda.empty_cache()
         return {"step_s": _spread(sorted(seconds)), "tokens": rows[0] * rows[1], "rank": 16}
 
+    def _rows(self) -> tuple[int, int]:
+        """Sequences and tokens of each, of an optimizer step."""
+        return (2, 8) if self._tiny else (8, 512)
+
     def _prepare(
-        self, model: str, variant: Variant, adapters: int, batch: int
+        self, model: str, variant: Variant, adapters: int, batch: int, *, dry: bool = False
     ) -> tuple[Model, Schedule, dict[str, Any]]:
         """The adapters, the executor that serves them, and what a row says of both."""
         own, key = self._models[model], (model, variant, adapters)
         if variant.strategy is None:
-            schedule = Schedule(self._executor(own, (0, "base")), own.kv, own.shape.vocab, [], self._sequences)
+            schedule = Schedule(self._executor(own, (0, "base")), own.kv, own.shape.vocab, [], self._sequences, dry=dry)
+            if dry:
+                return own, schedule, {}
             return own, schedule, {"graphs": True, "traffic": self._traffic(own, variant, batch, schedule)}
         if self._adapters is None or self._adapters[0] != key:
             self._adapters = None  # frees the memory of the last ones first
@@ -211,7 +287,9 @@ class Worker:
             "adapters": min(adapters, batch),
         }
         names = [(AdapterRef(f"{model}/{variant.name}/{i}", 1), one) for i, one in enumerate(weights)]
-        schedule = Schedule(executor, own.kv, own.shape.vocab, names, self._sequences)
+        schedule = Schedule(executor, own.kv, own.shape.vocab, names, self._sequences, dry=dry)
+        if dry:
+            return own, schedule, {}
         return own, schedule, about | {"traffic": self._traffic(own, variant, batch, schedule)}
 
     def _executor(self, own: Model, key: tuple[int | None, str]) -> StepExecutor:
