@@ -118,6 +118,15 @@ def stalls(before: str, after: str) -> dict[str, dict[str, Any]]:
     return {cause: row for cause, row in sorted(found.items()) if row.get("count")}
 
 
+def allocations(before: str, after: str) -> dict[str, float]:
+    """Calls of the allocators of GPU and pinned memory between two Prometheus pages."""
+    names = ("cuda_alloc", "cuda_free", "cuda_alloc_retries", "pinned_alloc")
+    pages = [
+        {n: metric_values(page, f"coserve_engine_{n}_total").get((), 0.0) for n in names} for page in (before, after)
+    ]
+    return {name: pages[1][name] - pages[0][name] for name in names}
+
+
 def cost(checkpoints: Sequence[float], none: Sequence[float]) -> float:
     """Share of the fine-tuning tokens a second that checkpoints take. `checkpoints`, `none`: seconds of equal jobs with and
     without them. 1 where one of them is empty: nothing was measured."""

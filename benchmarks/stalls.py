@@ -45,6 +45,7 @@ from benchmarks.stall_churn import churn
 from benchmarks.stall_data import Folders
 from benchmarks.stall_report import (
     FILE,
+    allocations,
     check_answers,
     cost,
     latency,
@@ -206,6 +207,7 @@ class Stalls:
         }
         row = latency(beside) | {"seconds": seconds, "pair_seconds": kinds, "ft_cost": cost(**kinds)}
         row |= {"all_requests": latency(samples), "stalls": stalls(before, after), "timeline": timeline(samples)}
+        row["allocations"] = allocations(before, after)
         self._jobs[f"r{rate:g}"] = row
         for name, unit in (("max_gap_ms", "ms"), ("ttft_p99_ms", "ms"), ("ft_cost", "fraction")):
             about: dict[str, Any] = {at: each[name] for at, each in self._jobs.items()}
@@ -222,7 +224,9 @@ class Stalls:
             done = asyncio.run(churn(found.url, start=start, seconds=0.8 * seconds))
             samples = sent.result()
         check_answers(samples)
-        row = latency(samples) | done | {"seconds": seconds, "stalls": stalls(before, found.metrics())}
+        after = found.metrics()
+        row = latency(samples) | done | {"seconds": seconds, "stalls": stalls(before, after)}
+        row["allocations"] = allocations(before, after)
         self._put("stall.churn.max_gap_ms", row["max_gap_ms"], "ms", row | {"timeline": timeline(samples)})
 
     # ---- helpers

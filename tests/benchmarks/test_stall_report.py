@@ -95,3 +95,9 @@ def test_costs_and_targets() -> None:
     assert worst({"r5": {"max_gap_ms": 3.0}, "r20": {"max_gap_ms": 7.0}}, "max_gap_ms") == 7.0
     assert all(str(target(key)).startswith("<= ") for key in TARGETS)
     assert target("start.warm.max_gap_ms") is None
+
+
+def test_allocations_are_those_between_two_pages() -> None:
+    before = "coserve_engine_cuda_alloc_total 7\ncoserve_engine_pinned_alloc_total 2\n"
+    after = "coserve_engine_cuda_alloc_total 7\ncoserve_engine_pinned_alloc_total 5\ncoserve_engine_cuda_free_total 1\n"
+    assert allocations(before, after) == {"cuda_alloc": 0, "cuda_free": 1, "cuda_alloc_retries": 0, "pinned_alloc": 3}
