@@ -6,6 +6,7 @@ import pytest
 
 from benchmarks.stall_report import (
     TARGETS,
+    allocations,
     check_answers,
     cost,
     latency,
