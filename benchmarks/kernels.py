@@ -180,7 +180,7 @@ def step_call(
         cut_as = TilePlan(tiles, R, decode)
     else:
         if capacity is None:
-            capacity, host = fit_tiles(segments, ranks, decode_tile_capacities(tokens))
+            capacity, (host,) = fit_tiles(segments, [ranks], decode_tile_capacities(tokens))
         else:
             host = cut(segments, ranks, capacity.rows)
         static = StepTiles(capacity.rows, capacity.tiles, capacity.tiles * R // RANK_BLOCK, tokens, cases.DEVICE)

@@ -111,7 +111,7 @@ class PackedSites(Mapping[str, LoraPair]):
             else:
                 at = addresses[place.piece]
                 a, b = at + place.a_at * size, at + place.b_at * size
-                found.append(TableEntry(a, b, 0, 0, place.a_shape[0], place.like.scaling))
+                found.append(TableEntry(a, b, 0, 0, place.b_shape[1], place.like.scaling))
         return found
 
     def _pair(self, place: SitePlace) -> LoraPair:

@@ -22,6 +22,7 @@ from torch import Tensor
 from coserve.kernels.attention.interface import Attention, AttentionParams
 from coserve.kernels.attention.packed import PackedAttention
 from coserve.kernels.gemm.gemv import gemv
+from coserve.kernels.lora.exchange import Exchange
 from coserve.kernels.lora.interface import PreparedLora
 from coserve.kernels.lora.types import SiteGroup, StackedWeights
 from coserve.model import probe
@@ -30,6 +31,8 @@ from coserve.model.compiled import Backend, Layers, compiler
 from coserve.model.forward_context import ForwardContext, Fused, current, running
 from coserve.model.gemm_choice import GemmChoice, measure_gemms
 from coserve.model.groups import shared_inputs, stack
+from coserve.parallel.exchange import exchanges_of
+from coserve.parallel.lora import Strategy
 from coserve.parallel.modules import shard_of
 
 NOT_FUSED = "expected to run within FusedBase.forward"
@@ -162,12 +165,13 @@ class FusedBase:
         for layer in self.groups:
             for group in layer:
                 base.sites.share(stack(group, [modules[name] for name in group.names]))
-        self._summed = {
+        self._shards = {
             group: shard
             for layer in self.groups
             for group in layer
-            if (shard := shard_of(modules[group.names[0]])) is not None and shard.cut.sums
+            if (shard := shard_of(modules[group.names[0]])) is not None
         }
+        self._summed = {group: shard for group, shard in self._shards.items() if shard.cut.sums}
         if gemms is None:
             gemms = measure_gemms(self.stacked, base.device) if base.device.type == "cuda" else GemmChoice()
         self.gemms = gemms
@@ -184,6 +188,12 @@ class FusedBase:
     def stacked(self) -> list[StackedWeights]:
         """The stacked weights of each group."""
         return [shared.stacked for shared in self.base.sites.shared()]
+
+    @property
+    def exchanges(self) -> Mapping[SiteGroup, Exchange]:
+        """Of the base's fully sharded adapters, which it has under `slora`."""
+        sharding = self.base.sharding
+        return exchanges_of(self._shards) if sharding is not None and sharding.strategy is Strategy.SLORA else {}
 
     def shadow(self) -> FusedBase:
         """The same weights and the same compiled code behind modules of their own.

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from coserve.kernels.lora.interface import Adapters, LoraBackend, PreparedLora
+from coserve.kernels.lora.interface import Adapters, CombinedLora, LoraBackend, PreparedLora
 from coserve.kernels.lora.segments import Segments
 from coserve.kernels.lora.types import LoraPair, SiteGroup
 from coserve.parallel.functions import gather_shared, sum_shared
@@ -37,7 +37,8 @@ def prepare_parts(
         sharded.append({s: pair for s, pair in adapter.items() if present and isinstance(pair, FullyShardedPair)})
     if not any(sharded):
         return backend.prepare(segments, local, groups)
-    return _Both(backend.prepare(segments, local, groups), FullyShardedLora(backend, segments, sharded, groups, shards))
+    parts = backend.prepare(segments, local, groups), FullyShardedLora(backend, segments, sharded, groups, shards)
+    return CombinedLora(parts)
 
 
 class FullyShardedLora(PreparedLora):
@@ -107,20 +108,6 @@ class FullyShardedLora(PreparedLora):
         if not shard.cut.sums:
             picks = torch.block_diag(*[picks] * (rank // part))  # type: ignore[no-untyped-call]
         return LoraPair(picks, pair.b_OR, pair.scaling)
-
-
-class _Both(PreparedLora):
-    """The terms of adapters of either kind."""
-
-    def __init__(self, local: PreparedLora, sharded: FullyShardedLora) -> None:
-        self._local, self._sharded = local, sharded
-
-    def changes(self, group: SiteGroup) -> bool:
-        return self._local.changes(group) or self._sharded.changes(group)
-
-    def add(self, group: SiteGroup, ys: Sequence[Tensor], x_TD: Tensor) -> list[Tensor]:
-        ys = self._local.add(group, ys, x_TD) if self._local.changes(group) else ys
-        return self._sharded.add(group, ys, x_TD)
 
 
 def _identity(rows: int, columns: int, like: Tensor) -> Tensor:

@@ -34,6 +34,14 @@ class Strategy(StrEnum):
 class FullyShardedPair(LoraPair):
     """One rank's part of a pair under `slora`. Column-parallel: a (R/N, D), b (O/N, R). Row-parallel: a (R, D/N), b (O/N, R)."""
 
+    shards: int = 1
+    """Ranks of the mesh among which the rows of a are cut."""
+
+    @property
+    def rank(self) -> int:
+        """R, of the whole pair."""
+        return self.a_RD.shape[0] * self.shards
+
 
 @dataclass(frozen=True)
 class PairCut:
@@ -61,7 +69,7 @@ class PairCut:
     def pair(self, a: Tensor, b: Tensor, scaling: float) -> LoraPair:
         """A rank's pair of its matrices."""
         if self.strategy is Strategy.SLORA:
-            return FullyShardedPair(a, b, scaling)
+            return FullyShardedPair(a, b, scaling, shards=b.shape[1] // a.shape[0])
         return LoraPair(a, b, scaling, a_blocks=self.a_blocks, b_blocks=self.b_blocks)
 
     def whole(self, a: Tensor, b: Tensor, scaling: float) -> LoraPair:

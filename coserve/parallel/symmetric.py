@@ -12,11 +12,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from coserve.parallel.mesh import GroupMesh
+from coserve.parallel.mesh import ONE_SHOT_ALIGNMENT, ONE_SHOT_BYTES, GroupMesh, fits_one_shot
 
-ONE_SHOT_BYTES = {2: 1 << 20, 4: 1 << 20, 8: 1 << 18}
-"""Largest message of one kernel, by ranks. Of eight ranks not measured."""
-_ALIGNED = 16
 _DTYPES = (torch.bfloat16, torch.float32)
 
 
@@ -35,22 +32,25 @@ class SymmetricMesh(GroupMesh):
         super().__init__(group)
         import torch.distributed._symmetric_memory as symmetric
 
-        self._most = ONE_SHOT_BYTES.get(self.size, 0)
+        most = ONE_SHOT_BYTES.get(self.size, 0)
         self._buffers: dict[torch.dtype, Tensor] = {}
-        for dtype in _DTYPES if self._most else ():
-            buffer = symmetric.empty(self._most // dtype.itemsize, dtype=dtype, device=device)
+        for dtype in _DTYPES if most else ():
+            buffer = symmetric.empty(most // dtype.itemsize, dtype=dtype, device=device)
             handle = symmetric.rendezvous(buffer, group)
             if handle.multicast_ptr:
                 raise RuntimeError("expected symmetric memory without multicast")
             self._buffers[dtype] = buffer
 
+    def one_shot(self, size: int) -> bool:
+        return fits_one_shot(size, self.size)
+
     def all_reduce(self, x: Tensor) -> Tensor:
-        buffer, size = self._buffers.get(x.dtype), x.numel() * x.element_size()
-        if buffer is None or not 0 < size <= self._most or size % _ALIGNED:
+        buffer = self._buffers.get(x.dtype)
+        if buffer is None or not self.one_shot(x.nbytes):
             return super().all_reduce(x)
         self.traffic.add("all_reduce", x)
         x = x.contiguous()
-        if x.data_ptr() % _ALIGNED:
+        if x.data_ptr() % ONE_SHOT_ALIGNMENT:
             x = x.clone()
         # The kernel copies x into the buffer, waits for the others' copies, and waits for their reads before it ends.
         own = buffer[: x.numel()]

@@ -163,13 +163,13 @@ def test_slots_follow_the_adapters(base: Base, fused: FusedBase) -> None:
     kept = slots.place(dict([b]))[0]
     (taken,) = slots.place(dict([c]))
     assert taken != kept
-    assert sorted(slots.ranks) == [3, 8]
+    assert sorted(slots.local.ranks) == [3, 8]
     slots.free(b[0])
     assert slots.place(dict([d])) == [kept]
-    assert sorted(slots.ranks) == [3, 5]
+    assert sorted(slots.local.ranks) == [3, 5]
     names = [name for layer in fused.groups for group in layer for name in group.names]
     assert set(names) == set(base.spec.sites)
-    table = slots.tables[fused.groups[1][0]]
+    table = slots.local.tables[fused.groups[1][0]]
     assert table.ranks[kept].tolist() == [5, 5, 5]
     assert table.addresses[kept, 1, 0] == d[1].sites[fused.groups[1][0].names[1]].a_RD.data_ptr()
 

@@ -60,7 +60,7 @@ def test_a_capacity_holds_all_rows_and_none_before_it_does(lengths: list[int]) -
     assert int(tiles.tiles[:, 1].sum()) == bounds[-1], "a row is in no tile"
     assert tiles.items.shape[0] == 2 * capacity.tiles
     assert int(tiles.items[:, 1].sum()) == sum(
-        length * slots.ranks[placed[n]] // 16 for n, length in enumerate(lengths)
+        length * slots.local.ranks[placed[n]] // 16 for n, length in enumerate(lengths)
     )
 
 
@@ -82,7 +82,7 @@ def test_block_diagonal_adapters_lie_in_slots_with_their_zeros() -> None:
     pair = LoraPair(torch.randn(8, 8), torch.randn(8, 4), 1.0, b_blocks=2)
     slots = AdapterSlots([[GROUP]], 2, CPU)
     (slot,) = slots.place(named([LoraWeights(LoraSettings(r=8, bd_blocks=2), {"q": pair})]))
-    table = slots.tables[GROUP]
+    table = slots.local.tables[GROUP]
     assert not table.blocked
     assert table.ranks[slot].tolist() == [8]
     address = int(table.addresses[slot, 0, 1])

@@ -8,6 +8,7 @@ import torch
 from coserve.kernels.gemm.gemv import gemv, shapes_of
 from coserve.kernels.lora import reference
 from coserve.kernels.lora.segmented.adapter_table import Slots, table_entries
+from coserve.kernels.lora.segmented.plan import DecodeTables
 from coserve.kernels.lora.segmented.tiles import StepTiles, cut
 from coserve.kernels.lora.segments import Segments
 from coserve.kernels.lora.types import LoraPair
@@ -33,7 +34,7 @@ def test_single_row_in_a_graph(inputs: int, sizes: tuple[int, ...]) -> None:
 
         def run(shape: tuple[int, int] = shape) -> torch.Tensor:
             torch.mul(given, 2, out=x)
-            lora = (step.tiles, slots.table(0, len(sizes)), 32)
+            lora = DecodeTables(step.tiles, slots.table(0, len(sizes)), 32)
             return gemv(x[0], weight, None, sizes, lora, shape=shape)
 
         run()

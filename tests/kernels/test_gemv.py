@@ -6,6 +6,7 @@ import torch
 from coserve.kernels.gemm.gemv import gemv, shapes_of
 from coserve.kernels.lora import reference
 from coserve.kernels.lora.segmented.adapter_table import Slots, table_entries
+from coserve.kernels.lora.segmented.plan import DecodeTables
 from coserve.kernels.lora.segmented.tiles import StepTiles, cut
 from coserve.kernels.lora.segments import Segments
 from coserve.kernels.lora.types import LoraPair
@@ -50,7 +51,7 @@ def test_one_row_with_its_adapter(sizes: tuple[int, ...], rank: int, a_blocks: i
         expected = torch.cat(
             [reference.lora_add(y, x, Segments((0, 1), (0,)), [p]) for y, p in zip(parts, pairs, strict=True)], 1
         )
-    got = gemv(x[0], weight, added, sizes, (step.tiles, slots.table(0, len(sizes)), 32), shape=(8, 4))
+    got = gemv(x[0], weight, added, sizes, DecodeTables(step.tiles, slots.table(0, len(sizes)), 32), shape=(8, 4))
     torch.testing.assert_close(got, expected[0], rtol=1e-4, atol=1e-4)
     torch.testing.assert_close(gemv(x[0], weight, added, sizes, None, shape=(4, 4)), base[0], rtol=1e-4, atol=1e-4)
 

@@ -9,37 +9,67 @@ import torch
 
 from coserve.adapter_store.packing import PackedSites
 from coserve.generate.execution.footprint import LoraFootprint
-from coserve.kernels.lora.segmented.adapter_table import RANK_BLOCK, SiteTable, Slots, table_entries
+from coserve.kernels.lora.exchange import Exchange
+from coserve.kernels.lora.segmented.adapter_table import NO_ENTRY, RANK_BLOCK, SiteTable, Slots, table_entries
 from coserve.kernels.lora.segments import Segments
-from coserve.kernels.lora.types import SiteGroup, TableEntry
+from coserve.kernels.lora.types import LoraPair, SiteGroup, TableEntry
 from coserve.model.lora import LoraWeights
+from coserve.parallel.lora import FullyShardedPair
 from coserve.types import AdapterRef
 
 Groups = Sequence[Sequence[SiteGroup]]
 """For each layer, its sites that share an input (`FusedBase.groups`)."""
 
 
+class PairSlots:
+    """The pairs of one kind, by slot and site."""
+
+    def __init__(self, groups: Groups, slots: int, device: torch.device) -> None:
+        flat = [group for layer in groups for group in layer]
+        self._table = Slots(slots, sum(len(group.names) for group in flat), device, blocked=False)
+        self.ranks = [0] * slots
+        """Each slot's largest rank; 0: it has no pair of the kind."""
+        self.tables: dict[SiteGroup, SiteTable] = {}
+        """Views of one table of all sites."""
+        first = 0
+        for group in flat:
+            self.tables[group] = self._table.table(first, len(group.names))
+            first += len(group.names)
+
+    def put(self, slot: int, entries: Sequence[TableEntry], owner: object) -> None:
+        """See `Slots.put`; may find no memory."""
+        self._table.put(slot, entries, owner)
+        self.ranks[slot] = max(entry.rank for entry in entries)
+
+    def clear(self, slot: int) -> None:
+        self._table.clear(slot)
+        self.ranks[slot] = 0
+
+
 class AdapterSlots:
     """A table of N adapters by all sites. An adapter keeps its slot until another needs it or it has lost its GPU copy."""
 
-    def __init__(self, groups: Groups, slots: int, device: torch.device) -> None:
+    def __init__(
+        self,
+        groups: Groups,
+        slots: int,
+        device: torch.device,
+        exchanges: Mapping[SiteGroup, Exchange] | None = None,
+    ) -> None:
+        """`exchanges`: of fully sharded pairs, where adapters may have them (`FusedBase.exchanges`)."""
         self._names = [name for layer in groups for group in layer for name in group.names]
         self._groups = {name: group.index for layer in groups for group in layer for name in group.names}
         self.all_groups = frozenset(self._groups.values())
-        self._table = Slots(slots, len(self._names), device, blocked=False)
         self.device = device
-        self.ranks = [0] * slots
-        """Each slot's largest rank; 0: empty."""
+        self.local = PairSlots(groups, slots, device)
+        """Pairs that this GPU computes by itself."""
+        self.exchanges = exchanges or {}
+        self.sharded = PairSlots(groups, slots, device) if self.exchanges else None
+        """Parts of fully sharded pairs."""
         self.groups: list[frozenset[int]] = [frozenset()] * slots
         """Those that each slot's adapter changes (`LoraFootprint.groups`)."""
         self._slots: OrderedDict[AdapterRef, int] = OrderedDict()  # least recently used first
         self._free = list(range(slots))
-        self.tables: dict[SiteGroup, SiteTable] = {}
-        """Views of one table of all sites."""
-        first = 0
-        for group in (group for layer in groups for group in layer):
-            self.tables[group] = self._table.table(first, len(group.names))
-            first += len(group.names)
 
     def place(self, adapters: Mapping[AdapterRef, LoraWeights]) -> list[int]:
         """The slot of each of a step's adapters, which are no more than there are slots. `adapters`: their GPU copies."""
@@ -55,16 +85,20 @@ class AdapterSlots:
         """Empty the adapter's slot, if it has one: its GPU copy is gone."""
         slot = self._slots.pop(ref, None)
         if slot is not None:
-            self._table.clear(slot)
-            self.ranks[slot], self.groups[slot] = 0, frozenset()
+            self.local.clear(slot)
+            if self.sharded is not None:
+                self.sharded.clear(slot)
+            self.groups[slot] = frozenset()
             self._free.append(slot)
 
     def footprint(self, segments: Segments) -> LoraFootprint:
         """What the adapters of a step change; `max_rank` is a multiple of `RANK_BLOCK`. `segments.adapters` are slots."""
         present = [slot for slot in segments.adapters if slot >= 0]
-        most = max((self.ranks[slot] for slot in present), default=1)
+        local = max((self.local.ranks[slot] for slot in present), default=0)
+        sharded = 0 if self.sharded is None else max((self.sharded.ranks[slot] for slot in present), default=0)
         groups = frozenset[int]().union(*(self.groups[slot] for slot in present))
-        return LoraFootprint(max(1, -(-most // RANK_BLOCK)) * RANK_BLOCK, groups)
+        blocks = -(-max(local, sharded, 1) // RANK_BLOCK)
+        return LoraFootprint(blocks * RANK_BLOCK, groups, local=bool(local or not sharded), sharded=bool(sharded))
 
     def _put(self, ref: AdapterRef, weights: LoraWeights, wanted: Mapping[AdapterRef, LoraWeights]) -> None:
         if not self._free:
@@ -73,9 +107,13 @@ class AdapterSlots:
             self.free(oldest)
         slot = self._free[-1]
         entries, owner = _entries(weights, self._names)
-        self._table.put(slot, entries, owner)  # may find no memory
+        if self.sharded is None:
+            self.local.put(slot, entries, owner)
+        else:
+            sharded = _fully_sharded(weights)
+            self.local.put(slot, _only(entries, [name not in sharded for name in self._names]), owner)
+            self.sharded.put(slot, _only(entries, [name in sharded for name in self._names]), owner)
         self._slots[ref] = self._free.pop()
-        self.ranks[slot] = max(entry.rank for entry in entries)
         self.groups[slot] = frozenset(self._groups[name] for name in weights.sites)
 
 
@@ -86,3 +124,15 @@ def _entries(weights: LoraWeights, names: Sequence[str]) -> tuple[list[TableEntr
     # A copy that is not the store's on a GPU (`packed`), which has block-diagonal pairs with their zeros already.
     pairs = [weights.sites.get(name) for name in names]
     return table_entries([None if pair is None else pair.dense() for pair in pairs])
+
+
+def _fully_sharded(weights: LoraWeights) -> frozenset[str]:
+    """The sites of such pairs."""
+    pairs: Mapping[str, LoraPair] = weights.sites
+    if isinstance(pairs, PackedSites):  # makes no views
+        pairs = {name: place.like for name, place in pairs.layout.places.items()}
+    return frozenset(name for name, pair in pairs.items() if isinstance(pair, FullyShardedPair))
+
+
+def _only(entries: Sequence[TableEntry], keep: Sequence[bool]) -> list[TableEntry]:
+    return [entry if kept else NO_ENTRY for entry, kept in zip(entries, keep, strict=True)]

@@ -106,9 +106,10 @@ class GraphExecutor:
         base = fused.base
         self._fused, self._kv, self._eager, self._device = fused, kv, eager, base.device
         self._sampler, self._sampler_warm = DeviceSampler(base.spec.vocab, base.device), False
-        self._adapter_slots = AdapterSlots(fused.groups, max(slots or 0, max_running), base.device)
+        exchanges = fused.exchanges
+        self._adapter_slots = AdapterSlots(fused.groups, max(slots or 0, max_running), base.device, exchanges)
         self._token_slots = TokenSlots(base.device)
-        self._footprints = GraphFootprints(self._adapter_slots.all_groups)
+        self._footprints = GraphFootprints(self._adapter_slots.all_groups, sharded=bool(exchanges))
         batches, context = decode_batches(max_running), min(base.spec.context, kv.tokens)
         logits, pool = LogitsBuffer(batches[-1]), make_graph_pool(base.device)
         state = GraphState(fused, self._token_slots, self._adapter_slots, logits, pool)
@@ -157,7 +158,7 @@ class GraphExecutor:
     def captures(self, rank: int, *, decodes: bool) -> Iterator[None]:
         """Captures all graphs of decode steps, or of mixed ones, with adapters up to `rank` at all sites (0: none), in
         pieces."""
-        footprint = LoraFootprint(rank, self._adapter_slots.all_groups) if rank else NO_ADAPTERS
+        footprint = self._footprints.of_rank(rank)
         graphs = self._decode_graphs if decodes else self._mixed_graphs
         while (capture := graphs.prepare(footprint)) is not None:
             yield from capture

@@ -7,20 +7,30 @@ from collections.abc import Sequence
 from coserve.generate.execution.adapter_slots import AdapterSlots
 from coserve.generate.execution.footprint import LoraFootprint
 from coserve.generate.execution.graph_sizes import TileCapacity
+from coserve.kernels.lora.interface import CombinedLora, PreparedLora
 from coserve.kernels.lora.segmented import plan
 from coserve.kernels.lora.segmented.adapter_table import RANK_BLOCK
 from coserve.kernels.lora.segmented.plan import TilePlan
+from coserve.kernels.lora.segmented.sharded_slot_lora import ShardedSlotLora, by_rank_block, part_blocks, sharded_plan
 from coserve.kernels.lora.segmented.slot_lora import SlotLora
 from coserve.kernels.lora.segmented.tiles import HostTiles, StepTiles, cut, upload
 from coserve.kernels.lora.segments import Segments
 
 
-def slot_lora(slots: AdapterSlots, segments: Segments) -> SlotLora:
+def slot_lora(slots: AdapterSlots, segments: Segments) -> PreparedLora:
     """The terms of one step of any shape. `segments.adapters` are slots."""
     rows, decode = plan.tile_rows(segments)
-    tiles = upload(cut(segments, slots.ranks, rows), rows, segments.tokens, slots.device)
     footprint = slots.footprint(segments)
-    return SlotLora(slots.tables, TilePlan(tiles, footprint.max_rank, decode), footprint.groups)
+
+    def plan_of(host: HostTiles) -> TilePlan:
+        return TilePlan(upload(host, rows, segments.tokens, slots.device), footprint.max_rank, decode)
+
+    local = plan_of(cut(segments, slots.local.ranks, rows)) if footprint.local else None
+    if slots.sharded is None or not footprint.sharded:
+        return _terms(slots, footprint, local, None, 0)
+    host = by_rank_block(cut(segments, slots.sharded.ranks, rows))
+    blocks = _part_blocks(slots, footprint)
+    return _terms(slots, footprint, local, plan_of(host), sum(block < blocks for _, _, _, block in host.items))
 
 
 class StaticSlotLora:
@@ -43,47 +53,80 @@ class StaticSlotLora:
         """Tiles, by rows of a tile."""
         for capacity in capacities:
             self._most[capacity.rows] = max(self._most.get(capacity.rows, 0), capacity.tiles)
-        self._tiles = {
-            rows: StepTiles(rows, tiles, tiles * self._blocks, tokens, slots.device)
-            for rows, tiles in self._most.items()
-        }
-        self._loaded: tuple[TileCapacity, HostTiles] | None = None
+        self._local = self._buffers(tokens) if footprint.local else None
+        self._sharded = self._buffers(tokens) if footprint.sharded else None
+        self._loaded: tuple[TileCapacity, list[HostTiles]] | None = None
         for rows in self._most:
-            self._put(rows, HostTiles([], [], []))
+            self._put(rows, [HostTiles([], [], [])] * 2)
 
-    def within(self, capacity: TileCapacity) -> SlotLora:
+    def within(self, capacity: TileCapacity) -> PreparedLora:
         """The terms of steps that `capacity` holds."""
-        tiles = self._tiles[capacity.rows].first(capacity.tiles, capacity.tiles * self._blocks)
-        return SlotLora(
-            self._slots.tables, TilePlan(tiles, self._footprint.max_rank, self._decode), self._footprint.groups
+        tiles, items = capacity.tiles, capacity.tiles * self._blocks
+        local, sharded = (
+            None
+            if own is None
+            else TilePlan(own[capacity.rows].first(tiles, items), self._footprint.max_rank, self._decode)
+            for own in (self._local, self._sharded)
         )
+        parts = tiles * min(_part_blocks(self._slots, self._footprint), self._blocks) if sharded else 0
+        return _terms(self._slots, self._footprint, local, sharded, parts)
 
     def load(self, segments: Segments) -> TileCapacity:
         """Loads the next step's adapters, in stream order, and gives the capacity that holds them.
 
         The caller ensures that the last copy has ended.
         """
-        capacity, host = fit_tiles(segments, self._slots.ranks, self.capacities)
-        if (capacity, host) != self._loaded:
-            self._put(capacity.rows, host)
-            self._loaded = capacity, host
+        sharded = self._slots.sharded
+        ranks = [self._slots.local.ranks, [0] * len(self._slots.local.ranks) if sharded is None else sharded.ranks]
+        capacity, hosts = fit_tiles(segments, ranks, self.capacities)
+        if (capacity, hosts) != self._loaded:
+            self._put(capacity.rows, hosts)
+            self._loaded = capacity, hosts
         return capacity
 
-    def _put(self, rows: int, host: HostTiles) -> None:
-        if not self._decode:  # the prefill kernels know an idle tile by its slot
-            idle = self._most[rows] - len(host.tiles)
-            host = HostTiles([*host.tiles, *[(0, 0, -1, 0)] * idle], [], host.spans)
-        self._tiles[rows].load(host)
+    def _buffers(self, tokens: int) -> dict[int, StepTiles]:
+        return {
+            rows: StepTiles(rows, tiles, tiles * self._blocks, tokens, self._slots.device)
+            for rows, tiles in self._most.items()
+        }
+
+    def _put(self, rows: int, hosts: Sequence[HostTiles]) -> None:
+        """`hosts`: of local pairs and of fully sharded ones."""
+        for buffers, host in zip((self._local, self._sharded), hosts, strict=True):
+            if buffers is not None and not self._decode:  # the prefill kernels know an idle tile by its slot
+                idle = self._most[rows] - len(host.tiles)
+                buffers[rows].load(HostTiles([*host.tiles, *[(0, 0, -1, 0)] * idle], [], host.spans))
+            elif buffers is not None:
+                buffers[rows].load(by_rank_block(host) if buffers is self._sharded else host)
 
 
 def fit_tiles(
-    segments: Segments, ranks: Sequence[int], capacities: Sequence[TileCapacity]
-) -> tuple[TileCapacity, HostTiles]:
-    """The first capacity that holds the segments, and their tiles. `ranks`: each slot's largest."""
-    hosts: dict[int, HostTiles] = {}
+    segments: Segments, ranks: Sequence[Sequence[int]], capacities: Sequence[TileCapacity]
+) -> tuple[TileCapacity, list[HostTiles]]:
+    """The first capacity that holds the segments, and their tiles. `ranks`: by kind of pairs, each slot's largest."""
+    hosts: dict[int, list[HostTiles]] = {}
     for capacity in capacities:
         if capacity.rows not in hosts:
-            hosts[capacity.rows] = cut(segments, ranks, capacity.rows)
-        if len(hosts[capacity.rows].tiles) <= capacity.tiles:
+            hosts[capacity.rows] = [cut(segments, own, capacity.rows) for own in ranks]
+        if all(len(host.tiles) <= capacity.tiles for host in hosts[capacity.rows]):
             return capacity, hosts[capacity.rows]
     raise AssertionError("expected a batch within the graph's capacity")
+
+
+def _part_blocks(slots: AdapterSlots, footprint: LoraFootprint) -> int:
+    shards = max(exchange.shards for exchange in slots.exchanges.values())
+    return part_blocks(footprint.max_rank, shards)
+
+
+def _terms(
+    slots: AdapterSlots, footprint: LoraFootprint, local: TilePlan | None, sharded: TilePlan | None, part_items: int
+) -> PreparedLora:
+    """`part_items`: items of `sharded` for a GPU's part of the ranks."""
+    terms = list[PreparedLora]()
+    if local is not None:
+        terms.append(SlotLora(slots.local.tables, local, footprint.groups))
+    if sharded is not None:
+        assert slots.sharded is not None, "expected slots of fully sharded pairs"
+        cut = sharded_plan(sharded, part_items)
+        terms.append(ShardedSlotLora(slots.sharded.tables, slots.exchanges, cut, footprint.groups))
+    return terms[0] if len(terms) == 1 else CombinedLora(terms)

@@ -29,7 +29,6 @@ from coserve.memory.kv import KvCache
 from coserve.model.base import Base
 from coserve.model.fused import FusedBase
 from coserve.model.gemm_choice import GemmChoice
-from coserve.parallel.lora import Strategy
 
 log = logging.getLogger(__name__)
 
@@ -161,10 +160,6 @@ def make_start(
     if not lora_backend.capturable:
         why = f"the LoRA backend {lora_backend.name} cannot be captured"
         return Start(eager, (f"generation: steps run one by one without CUDA graphs, as {why}",))
-    if base.sharding is not None and base.sharding.strategy is Strategy.SLORA:
-        return Start(
-            eager, ("generation: steps run one by one without CUDA graphs, as fully sharded LoRA is not captured",)
-        )
     if when == "off":
         return Start(eager, ("generation: steps run one by one without CUDA graphs, as compile is off",))
     try:

@@ -24,11 +24,11 @@ from coserve.kernels.gpu.device import device_info, interpreted
 from coserve.kernels.gpu.launcher import launch
 from coserve.kernels.gpu.rounding import cdiv, next_power_of_2
 from coserve.kernels.gpu.timing import graph_ms
-from coserve.kernels.lora.segmented.adapter_table import RANK_BLOCK, SiteTable
-from coserve.kernels.lora.segmented.block_sizes import DecodeBlocks, decode_splits, shrink_steps
-from coserve.kernels.lora.segmented.launch_decode import DECODE_SHRINK
-from coserve.kernels.lora.segmented.loads import b_blocks, b_rows, rank_of, weights, within
-from coserve.kernels.lora.segmented.tiles import Tiles
+from coserve.kernels.lora.segmented.adapter_table import RANK_BLOCK
+from coserve.kernels.lora.segmented.block_sizes import DecodeBlocks
+from coserve.kernels.lora.segmented.launch_decode import decode_shrink
+from coserve.kernels.lora.segmented.loads import b_blocks, b_rows, h_columns, rank_of, weights, within
+from coserve.kernels.lora.segmented.plan import DecodeTables
 
 MAX_INPUTS = 32768
 """Most inputs D: a program reads them all at once."""
@@ -41,9 +41,13 @@ def project(
     x_ptr, w_ptr, bias_ptr, y_ptr, h_ptr, tiles_ptr, addresses_ptr, ranks_ptr, scalings_ptr,
     K, N, first, second, row, R,
     LORA: tl.constexpr, BIAS: tl.constexpr, SITES: tl.constexpr, SPLITS: tl.constexpr, SPLITS_POW2: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_R: tl.constexpr, PDL: tl.constexpr,
+    SHARDS: tl.constexpr, SLICE: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_R: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
-    """Grid (blocks of N). Sites end at `first`, `second` and N, at ends of blocks."""
+    """Grid (blocks of N). Sites end at `first`, `second` and N, at ends of blocks. `SHARDS`, `R`: see `decode_kernel`.
+
+    `SLICE`: one site, whose terms are those of the outputs from `first` to `second`.
+    """
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
     start = tl.program_id(0) * BLOCK_N
@@ -54,6 +58,9 @@ def project(
         site = (start >= first).to(tl.int32) + (start >= second).to(tl.int32)
         begin = tl.where(start >= second, second, tl.where(start >= first, first, 0))
         rows = tl.load(tiles_ptr + 1)
+        if SLICE:
+            rows = tl.where(site == 1, rows, 0)
+            site = 0
         entry = tl.load(tiles_ptr + 2) * row + site
         shape = tl.where(rows > 0, tl.load(ranks_ptr + entry), 0)
         rank = rank_of(shape)
@@ -76,7 +83,8 @@ def project(
     if LORA:
         split = tl.arange(0, SPLITS_POW2)
         h_mask = (split < SPLITS)[:, None] & (r < rank)[None, :]
-        h = tl.sum(tl.load(h_ptr + (split[:, None] * SITES + site) * R + r[None, :], mask=h_mask, other=0.0), 0)
+        h_at = h_ptr + (split[:, None] * SITES + site) * R + h_columns(r, rank, SPLITS * SITES * R, SHARDS)[None, :]
+        h = tl.sum(tl.load(h_at, mask=h_mask, other=0.0), 0)
         y += scaling * tl.sum(b.to(tl.float32) * h[None, :], 1)
     tl.store(y_ptr + n, y.to(y_ptr.dtype.element_ty), mask=n < N)
 
@@ -126,37 +134,35 @@ def gemv(
     weight_OD: Tensor,
     bias_O: Tensor | None,
     sizes: Sequence[int],
-    lora: tuple[Tiles, SiteTable, int] | None,
+    lora: DecodeTables | None,
     *,
     shape: tuple[int, int],
 ) -> Tensor:
-    """(O): `weight x + bias`, and the adapter of `lora`'s only tile: its tiles, the sites' table, the largest rank.
+    """(O): `weight x + bias`, and the adapter of `lora`'s only tile.
 
     `shape`: one of `shapes_of`.
     """
     O, D = weight_OD.shape
     device, block_k = x_D.device, next_power_of_2(D)
     (block, warps), pdl = shape, device_info(x_D.device).early_launch
-    shrink = DecodeBlocks()
     options = {"PDL": pdl} if interpreted() else {"PDL": pdl, "launch_pdl": pdl}
     y = torch.empty(O, dtype=x_D.dtype, device=device)
     ends = [sum(sizes[: i + 1]) if i < len(sizes) - 1 else O for i in range(2)]
-    sites, splits, R, row = len(sizes), 1, RANK_BLOCK, 0
+    sites, shards, splits, R, width, row, cut = len(sizes), 1, 1, RANK_BLOCK, RANK_BLOCK, 0, False
     h, tiles_, addresses, ranks, scalings = (y,) * 5
     if lora is not None:
-        tiles, table, R = lora
-        splits, row = decode_splits(D, shrink), table.ranks.stride(0)
+        tiles, table, R, exchange = lora
+        h = decode_shrink(x_D[None], tiles, table, R, DecodeBlocks(), exchange=exchange)
+        shards, splits, _, _, width = h.shape
+        if exchange is not None and exchange.outputs is not None:
+            ends, cut = list(exchange.outputs), True
+        row = table.ranks.stride(0)
         tiles_, addresses, ranks, scalings = tiles.tiles, table.addresses, table.ranks, table.scalings
-        h = torch.empty(splits, sites, 1, R, dtype=torch.float32, device=device)
-        DECODE_SHRINK(
-            (tiles.items.shape[0], splits, sites), (x_D, h, tiles.items, addresses, ranks), (D, D, row, 1, R), BLOCK_T=tiles.rows, BLOCK_R=RANK_BLOCK,
-            **shrink_steps(shrink, overlapped=False), BLOCKED=table.blocked, num_warps=shrink.shrink_warps, num_stages=1, **options,
-        )  # fmt: skip
     launch(
         project, (cdiv(O, block),),
         x_D, weight_OD, y if bias_O is None else bias_O, y, h, tiles_, addresses, ranks, scalings,
-        D, O, *ends, row, R, LORA=lora is not None, BIAS=bias_O is not None, SITES=sites, SPLITS=splits,
-        SPLITS_POW2=next_power_of_2(splits), BLOCK_N=block, BLOCK_K=block_k,
+        D, O, *ends, row, width, LORA=lora is not None, BIAS=bias_O is not None, SITES=sites, SPLITS=splits,
+        SPLITS_POW2=next_power_of_2(splits), SHARDS=shards, SLICE=cut, BLOCK_N=block, BLOCK_K=block_k,
         BLOCK_R=max(RANK_BLOCK, next_power_of_2(R)), num_warps=warps, num_stages=1, **options,
     )  # fmt: skip
     return y

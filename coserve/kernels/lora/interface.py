@@ -11,8 +11,7 @@ from torch.nn import functional
 
 from coserve.errors import ConfigError
 from coserve.kernels.gpu.device import interpreted
-from coserve.kernels.lora.segmented.adapter_table import SiteTable
-from coserve.kernels.lora.segmented.tiles import Tiles
+from coserve.kernels.lora.segmented.plan import DecodeTables
 from coserve.kernels.lora.segments import Segments
 from coserve.kernels.lora.types import LoraPair, SiteGroup, StackedWeights
 
@@ -55,9 +54,31 @@ class PreparedLora(ABC):
         y_TO = functional.linear(x_TD, stacked.weight, stacked.bias)
         return tuple(self.add(group, torch.split(y_TO, list(stacked.sizes), 1), x_TD))
 
-    def decode_tables(self, group: SiteGroup) -> tuple[Tiles, SiteTable, int] | None:
-        """For the GEMV of a step of one row: its tiles, the group's table and the largest rank; None: only `add` will do."""
+    def decode_tables(self, group: SiteGroup) -> DecodeTables | None:
+        """For the GEMV of a step of one row; None: only `add` will do."""
         return None
+
+
+class CombinedLora(PreparedLora):
+    """The terms of several, one after another. Not for training with an `anchor`."""
+
+    def __init__(self, parts: Sequence[PreparedLora]) -> None:
+        self._parts = parts
+
+    def changes(self, group: SiteGroup) -> bool:
+        return any(part.changes(group) for part in self._parts)
+
+    def add(self, group: SiteGroup, ys: Sequence[Tensor], x_TD: Tensor) -> list[Tensor]:
+        out = list(ys)
+        for part in self._parts:
+            out = part.add(group, out, x_TD) if part.changes(group) else out
+        return out
+
+    def add_(self, group: SiteGroup, ys: Sequence[Tensor], x_TD: Tensor, *, overlapped: bool = False) -> None:
+        for part in self._parts:
+            if part.changes(group):
+                part.add_(group, ys, x_TD, overlapped=overlapped)
+                overlapped = False
 
 
 class LoraBackend(ABC):

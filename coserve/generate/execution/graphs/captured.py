@@ -14,7 +14,7 @@ from coserve.generate.execution.graph_sizes import TileCapacity
 from coserve.generate.execution.graphs.shared import GraphPool
 from coserve.generate.execution.slot_lora import StaticSlotLora
 from coserve.kernels.gpu.capture import captured
-from coserve.kernels.lora.segmented.slot_lora import SlotLora
+from coserve.kernels.lora.interface import PreparedLora
 
 Size = TypeVar("Size", bound=Hashable)
 Graph = TypeVar("Graph")
@@ -38,7 +38,9 @@ class CapturedStep:
     On CPU nothing is captured: `replay` runs the step.
     """
 
-    def __init__(self, step: Callable[[SlotLora | None], tuple[Tensor, Tensor]], lora: StaticSlotLora | None) -> None:
+    def __init__(
+        self, step: Callable[[PreparedLora | None], tuple[Tensor, Tensor]], lora: StaticSlotLora | None
+    ) -> None:
         """`step`: launches the step with these LoRA terms; returns its logits and likeliest tokens."""
         self._step, self._lora = step, lora
         self._captured: dict[TileCapacity | None, _Captured] = {}
@@ -71,7 +73,7 @@ class CapturedStep:
         captured.graph.replay()
         return captured.logits, captured.likeliest
 
-    def _terms(self, capacity: TileCapacity | None) -> SlotLora | None:
+    def _terms(self, capacity: TileCapacity | None) -> PreparedLora | None:
         return None if self._lora is None or capacity is None else self._lora.within(capacity)
 
 

@@ -14,7 +14,7 @@ from coserve.generate.execution.graphs.shared import GraphState
 from coserve.generate.execution.slot_lora import StaticSlotLora
 from coserve.generate.sampling.draws import likeliest
 from coserve.kernels.attention.interface import StaticPagedAttention, TokenRun
-from coserve.kernels.lora.segmented.slot_lora import SlotLora
+from coserve.kernels.lora.interface import PreparedLora
 from coserve.kernels.lora.segments import Segments
 
 
@@ -61,7 +61,7 @@ class DecodeGraph:
         logits, best = self._captured.replay(capacity)
         return logits[: len(runs)], best[: len(runs)]
 
-    def _step(self, lora: SlotLora | None) -> tuple[Tensor, Tensor]:
+    def _step(self, lora: PreparedLora | None) -> tuple[Tensor, Tensor]:
         slots, given = self._inputs.columns
         tokens, positions = self._state.token_slots.fill(given, slots), self._attention.positions
         logits = self._state.fused.forward(tokens, positions, self._attention, lora=lora, keep=None)

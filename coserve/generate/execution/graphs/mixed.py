@@ -22,8 +22,8 @@ from coserve.generate.execution.slot_lora import StaticSlotLora
 from coserve.generate.execution.token_slots import TokenSlots
 from coserve.generate.sampling.draws import likeliest
 from coserve.kernels.attention.interface import MixedAttention, TokenRun
+from coserve.kernels.lora.interface import PreparedLora
 from coserve.kernels.lora.segmented.plan import PREFILL_TILE_ROWS
-from coserve.kernels.lora.segmented.slot_lora import SlotLora
 from coserve.kernels.lora.segments import Segments
 from coserve.kernels.sampling.constants import NOT_FINITE
 
@@ -105,7 +105,7 @@ class MixedGraph:
         logits, best = self._captured.replay(tiles)
         return logits[: len(rows.to)], best[: len(rows.to)]
 
-    def _step(self, lora: SlotLora | None) -> tuple[Tensor, Tensor]:
+    def _step(self, lora: PreparedLora | None) -> tuple[Tensor, Tensor]:
         """Padding is token 0 at position 0: none of its keys and values are written, its samples go to slot 0."""
         given, slots, positions, keep, to = self._inputs.columns
         tokens = self._state.token_slots.fill(given, slots)

@@ -27,9 +27,10 @@ from coserve.kernels.lora.segmented.loads import (
     load_b,
     padded,
     rank_of,
+    shape_at,
     weights,
 )
-from coserve.kernels.lora.segmented.prefill_kernel import finish, shape_at
+from coserve.kernels.lora.segmented.prefill_kernel import finish
 
 
 @triton.jit(do_not_specialize=["row"], do_not_specialize_on_alignment=["ranks_ptr", "scalings_ptr"])

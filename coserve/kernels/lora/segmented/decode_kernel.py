@@ -10,10 +10,13 @@ each warp has a part of k of its own, and the parts meet at the end.
 A kernel may start while the one ahead still runs (programmatic dependent launch): it reads tables and its first
 weights, which do not depend on that kernel, into registers, and then waits (`loads.waits`).
 
+Fully sharded pairs: several GPUs hold `SHARDS` equal parts of A's ranks, in their order, and h has a dimension of parts in front. A GPU's
+shrink computes its `own`, the expand reads all of them; between the two launches the GPUs exchange them (`exchange`).
+
 Of a block-diagonal matrix only the blocks are stored and read: a tile takes those that its ranks or outputs are of, mostly
 one. `BLOCKED`: the table may hold such pairs. Dense ones have a path of their own in the same kernel.
 
-x: (T, D); y: (T, O); h: (splits, G, T, R) fp32; items, tiles: (N, 4) int32; addresses: (slots, G, 2) int64;
+x: (T, D); y: (T, O); h: (SHARDS, splits, G, T, R / SHARDS) fp32, `R` is its last dimension; items, tiles: (N, 4) int32; addresses: (slots, G, 2) int64;
 ranks: (slots, G) int32, `TableEntry.shape`; scalings: (slots, G) fp32; `row` is the distance in entries from one slot to the next.
 """
 
@@ -30,10 +33,11 @@ from coserve.kernels.lora.segmented.loads import (
     a_rows,
     b_blocks,
     b_rows,
+    h_columns,
+    h_ranks,
     held,
     load_b_rows,
     output,
-    padded,
     rank_of,
     waits,
     weights,
@@ -41,13 +45,15 @@ from coserve.kernels.lora.segmented.loads import (
 )
 
 
-@triton.jit(do_not_specialize=["row"], do_not_specialize_on_alignment=["ranks_ptr"])
+@triton.jit(do_not_specialize=["row", "own_shard"], do_not_specialize_on_alignment=["ranks_ptr"])
 def shrink(
-    x_ptr, h_ptr, items_ptr, addresses_ptr, ranks_ptr, D, x_stride, row, T, R,
+    x_ptr, h_ptr, items_ptr, addresses_ptr, ranks_ptr, D, x_stride, row, T, R, own_shard,
     BLOCK_T: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_K: tl.constexpr, STEPS: tl.constexpr,
-    PARTS: tl.constexpr, STAGES: tl.constexpr, OVERLAPPED: tl.constexpr, BLOCKED: tl.constexpr, PDL: tl.constexpr,
+    PARTS: tl.constexpr, STAGES: tl.constexpr, OVERLAPPED: tl.constexpr, BLOCKED: tl.constexpr, SHARDS: tl.constexpr,
+    FILL: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Grid (items, splits, sites).
+    """Grid (items, splits, sites). `SHARDS`: `ranks` are those of all parts. `FILL`: h has all parts, and this kernel writes its own,
+    `own_shard`, and zeros into the others; else h is its own part.
 
     `OVERLAPPED`: the kernel ahead is a product of x that lets this one start once it has itself waited for x, and h is not in
     memory that it writes. So x is complete: it is read at once, past the L1, and the wait is for the product's end.
@@ -63,6 +69,8 @@ def shrink(
     first = tl.load(item_ptr + 3) * BLOCK_R
     shape = tl.load(ranks_ptr + entry)
     rank = rank_of(shape)
+    if SHARDS > 1:
+        rank = rank // SHARDS
     a_ptr = weights(addresses_ptr, entry, 0, x_ptr)  # asked for before the branch: one latency, not two
     if (rows == 0) | (first >= rank):
         if PDL and waits(True):
@@ -103,18 +111,26 @@ def shrink(
             x = tl.load(x_at + step * BLOCK_K, mask=x_real & (k + step * BLOCK_K < D), other=0.0)
             acc = tl.dot(a, tl.permute(x, (0, 2, 1)), acc, input_precision="ieee")
     h_at = h_ptr + ((split * tl.num_programs(2) + site) * T + start + t)[None, :] * R + r[:, None]
-    tl.store(h_at, tl.sum(acc, 0), mask=(t < rows)[None, :] & (r < padded(rank))[:, None])
+    h_mask = (t < rows)[None, :] & (r < h_ranks(rank, SHARDS))[:, None]
+    total = tl.sum(acc, 0)
+    if FILL:
+        for shard in tl.static_range(SHARDS):
+            h_shard = h_at + shard * tl.num_programs(1) * tl.num_programs(2) * T * R
+            tl.store(h_shard, tl.where(shard == own_shard, total, 0.0), mask=h_mask)
+    else:
+        tl.store(h_at, total, mask=h_mask)
     if PDL and OVERLAPPED and waits(True):
         tl.extra.cuda.gdc_wait()
 
 
 @triton.jit
-def _h(h_at, stride, r, rank, keep, SPLITS: tl.constexpr):
+def _h(h_at, stride, r, rank, keep, SPLITS: tl.constexpr, SHARDS: tl.constexpr):
     """h[t, r], its splits summed, in order."""
-    mask = keep[:, None] & (r < padded(rank))[None, :]
-    total = tl.load(h_at + r[None, :], mask=mask, other=0.0)
+    mask = keep[:, None] & (r < h_ranks(rank, SHARDS))[None, :]
+    at = h_columns(r, rank, SPLITS * stride, SHARDS)[None, :]
+    total = tl.load(h_at + at, mask=mask, other=0.0)
     for split in tl.static_range(1, SPLITS):
-        total += tl.load(h_at + split * stride + r[None, :], mask=mask, other=0.0)
+        total += tl.load(h_at + split * stride + at, mask=mask, other=0.0)
     return total
 
 
@@ -124,7 +140,7 @@ def expand(
     O0, O1, O2, y0_stride, y1_stride, y2_stride, row, T, R,
     SITES: tl.constexpr, SPLITS: tl.constexpr, ALIGNED: tl.constexpr,
     BLOCK_T: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_O: tl.constexpr, SINGLE: tl.constexpr,
-    BLOCKED: tl.constexpr, PDL: tl.constexpr,
+    BLOCKED: tl.constexpr, SHARDS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Grid (output blocks of all sites, tiles)."""
     if PDL:
@@ -166,9 +182,9 @@ def expand(
     if PDL:
         tl.extra.cuda.gdc_wait()
     y = tl.load(y_at, mask=y_mask, other=0.0)
-    h = _h(h_at, stride, r, end, keep, SPLITS)
+    h = _h(h_at, stride, r, end, keep, SPLITS, SHARDS)
     if not SINGLE:
-        h_next = _h(h_at, stride, BLOCK_R + r, end, keep, SPLITS)
+        h_next = _h(h_at, stride, BLOCK_R + r, end, keep, SPLITS, SHARDS)
     if PDL:  # all of it under way at once: one latency
         h = held(h)
         if not SINGLE:
@@ -181,7 +197,7 @@ def expand(
             acc = tl.dot(b_next, tl.trans(h_next.to(b.dtype)), acc, input_precision="ieee")
         for first in range(2 * BLOCK_R, end - begin, BLOCK_R):
             b_more = load_b_rows(b_ptr, o, first + r, O, own, length, BLOCKED)
-            h_more = _h(h_at, stride, first + r, end, keep, SPLITS)
+            h_more = _h(h_at, stride, first + r, end, keep, SPLITS, SHARDS)
             if PDL:
                 h_more = held(h_more)
             acc = tl.dot(b_more, tl.trans(h_more.to(b.dtype)), acc, input_precision="ieee")

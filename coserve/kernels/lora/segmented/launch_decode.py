@@ -10,6 +10,7 @@ from torch import Tensor
 from coserve.kernels.gpu.device import device_info
 from coserve.kernels.gpu.launcher import Launcher, options
 from coserve.kernels.gpu.rounding import cdiv
+from coserve.kernels.lora.exchange import Exchange
 from coserve.kernels.lora.segmented import decode_kernel
 from coserve.kernels.lora.segmented.adapter_table import RANK_BLOCK, SiteTable
 from coserve.kernels.lora.segmented.block_sizes import (
@@ -22,6 +23,7 @@ from coserve.kernels.lora.segmented.block_sizes import (
     shrink_steps,
 )
 from coserve.kernels.lora.segmented.plan import TilePlan
+from coserve.kernels.lora.segmented.tiles import Tiles
 
 DECODE_SHRINK, DECODE_EXPAND = Launcher(decode_kernel.shrink), Launcher(decode_kernel.expand)
 
@@ -34,29 +36,55 @@ def decode(
     *,
     blocks: DecodeBlocks | None = None,
     overlapped: bool = False,
+    exchange: Exchange | None = None,
 ) -> None:
-    """`y += scaling (x Aᵀ) Bᵀ` in place for up to three sites that read x (T, D). `overlapped`: see `decode_kernel.shrink`."""
-    tiles, items, ranks, rows, R = plan.tiles.tiles, plan.tiles.items, table.ranks, plan.tiles.rows, plan.R
+    """`y += scaling (x Aᵀ) Bᵀ` in place for up to three sites that read x (T, D). `overlapped`: see `decode_kernel.shrink`.
+
+    `exchange`: of fully sharded pairs, to whose outputs `ys` are cut.
+    """
+    tiles, items, rows, R = plan.tiles.tiles, plan.tiles.items, plan.tiles.rows, plan.R
     tokens, inputs = x_TD.shape
-    shape = tuple(y.shape[1] for y in ys), tiles.shape[0], items.shape[0]
-    blocks = blocks or decode_blocks(inputs, *shape, rows, R)
-    sites, splits = len(ys), decode_splits(inputs, blocks)
-    assert sites == ranks.shape[1] <= MAX_SITES, f"expected the table's sites, {MAX_SITES} at most, got {sites}"
+    blocks = blocks or decode_blocks(inputs, tuple(y.shape[1] for y in ys), tiles.shape[0], items.shape[0], rows, R)
+    assert len(ys) == table.sites <= MAX_SITES, f"expected the table's sites, {MAX_SITES} at most, got {len(ys)}"
     if not tiles.shape[0] or not tokens:
         return
-    h = torch.empty(splits, sites, tokens, R, dtype=torch.float32, device=x_TD.device)
+    h = decode_shrink(x_TD, plan.tiles, table, R, blocks, overlapped=overlapped, exchange=exchange)
+    shards, splits, sites, _, width = h.shape
     three = [ys[min(site, sites - 1)] for site in range(MAX_SITES)]
     widths, strides = [y.shape[1] for y in three], [y.stride(0) for y in three]
     output_blocks = sum(cdiv(y.shape[1], blocks.o) for y in ys)
-    block_r = rank_block(R, blocks.r)
+    block_r, row = rank_block(R, blocks.r), table.ranks.stride(0)
     sums = {"SITES": sites, "SPLITS": splits, "ALIGNED": rows_aligned(ys)}
-    where, row, pdl = (table.addresses, ranks), ranks.stride(0), blocks.pdl and device_info(x_TD.device).early_launch
+    pdl = blocks.pdl and device_info(x_TD.device).early_launch
+    DECODE_EXPAND(
+        (output_blocks, tiles.shape[0], 1), (*three, h, tiles, table.addresses, table.ranks, table.scalings),
+        (*widths, *strides, row, tokens, width), **sums, BLOCK_T=rows, BLOCK_R=block_r, BLOCK_O=blocks.o, SINGLE=block_r >= R,
+        BLOCKED=table.blocked, SHARDS=shards, **options(pdl, blocks.expand_warps, 1),
+    )  # fmt: skip
+
+
+def decode_shrink(
+    x_TD: Tensor,
+    tiles: Tiles,
+    table: SiteTable,
+    R: int,
+    blocks: DecodeBlocks,
+    *,
+    overlapped: bool = False,
+    exchange: Exchange | None = None,
+) -> Tensor:
+    """x Aᵀ (1, splits, G, T, R) fp32, or exchanged (`Exchange.run`); only a slot's own ranks are written."""
+    tokens, inputs = x_TD.shape
+    sites, splits, row = table.sites, decode_splits(inputs, blocks), table.ranks.stride(0)
+    shards, own = (1, 0) if exchange is None else (exchange.shards, exchange.own)
+    width = cdiv(R, shards)
+    fill = exchange is not None and exchange.fills(shards * splits * sites * tokens * width * torch.float32.itemsize)
+    h = torch.empty(shards if fill else 1, splits, sites, tokens, width, dtype=torch.float32, device=x_TD.device)
+    pdl = blocks.pdl and device_info(x_TD.device).early_launch
     DECODE_SHRINK(
-        (items.shape[0], splits, sites), (x_TD, h, items, *where), (inputs, x_TD.stride(0), row, tokens, R),
-        BLOCK_T=rows, BLOCK_R=RANK_BLOCK, **shrink_steps(blocks, overlapped=overlapped), BLOCKED=table.blocked,
+        (tiles.items.shape[0], splits, sites), (x_TD, h, tiles.items, table.addresses, table.ranks),
+        (inputs, x_TD.stride(0), row, tokens, width, own), BLOCK_T=tiles.rows, BLOCK_R=RANK_BLOCK,
+        **shrink_steps(blocks, overlapped=overlapped), BLOCKED=table.blocked, SHARDS=shards, FILL=fill,
         **options(pdl, blocks.overlapped_warps if overlapped else blocks.shrink_warps, 1),
     )  # fmt: skip
-    DECODE_EXPAND(
-        (output_blocks, tiles.shape[0], 1), (*three, h, tiles, *where, table.scalings), (*widths, *strides, row, tokens, R), **sums,
-        BLOCK_T=rows, BLOCK_R=block_r, BLOCK_O=blocks.o, SINGLE=block_r >= R, BLOCKED=table.blocked, **options(pdl, blocks.expand_warps, 1),
-    )  # fmt: skip
+    return h if exchange is None else exchange.run(h)

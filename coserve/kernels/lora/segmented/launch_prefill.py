@@ -11,7 +11,7 @@ from coserve.kernels.gpu.device import device_info
 from coserve.kernels.gpu.launcher import Launcher, options
 from coserve.kernels.gpu.rounding import cdiv
 from coserve.kernels.lora.segmented import prefill_kernel
-from coserve.kernels.lora.segmented.adapter_table import SiteTable
+from coserve.kernels.lora.segmented.adapter_table import RANK_BLOCK, SiteTable
 from coserve.kernels.lora.segmented.block_sizes import (
     LOOPED_MAX_RANK,
     MAX_SITES,
@@ -25,6 +25,7 @@ from coserve.kernels.lora.segmented.block_sizes import (
     splits_of,
 )
 from coserve.kernels.lora.segmented.plan import TilePlan
+from coserve.kernels.lora.segmented.tiles import Tiles
 
 PREFILL_SHRINK, PREFILL_EXPAND = Launcher(prefill_kernel.shrink), Launcher(prefill_kernel.expand)
 
@@ -46,7 +47,7 @@ def prefill(
     blocks = blocks or PREFILL_BLOCKS
     R = plan.R
     block_o, run, _ = _run(ys, plan, blocks)
-    splits, _, _, _ = _shrink_cut(x_TD, plan, blocks)
+    splits, _, _, _ = _shrink_cut(x_TD, plan.tiles, R, blocks)
     if splits == 1 or run == 1 or splits * R > run * block_o:  # nothing to sum, or more to sum than the expand gains
         h = prefill_shrink(x_TD, plan, table, blocks)
         prefill_expand(ys, outs, h, plan, table, blocks=blocks)
@@ -57,9 +58,9 @@ def prefill(
     return parts if kept is None else kept
 
 
-def _shrink_cut(x_TD: Tensor, plan: TilePlan, blocks: PrefillBlocks) -> tuple[int, int, int, int]:
+def _shrink_cut(x_TD: Tensor, own: Tiles, R: int, blocks: PrefillBlocks) -> tuple[int, int, int, int]:
     """(splits of k, blocks of k in each, their size, ranks of a program) of a prefill shrink."""
-    tiles, R = plan.tiles.tiles, plan.R
+    tiles = own.tiles
     wanted = blocks.shrink_programs * device_info(x_TD.device).multiprocessors
     # With few programs anyway, more of them read x: otherwise one program's loop over k at a large rank sets the time.
     few = tiles.shape[0] * cdiv(R, 64) <= wanted
@@ -76,13 +77,18 @@ def prefill_shrink(
     blocks: PrefillBlocks | None = None,
     *,
     finish: bool = True,
+    shards: int = 1,
 ) -> Tensor:
-    """h (G, T, R) in x's dtype, or without `finish` its parts (splits, G, T, R) fp32; only a slot's own ranks are written."""
+    """h (G, T, R) in x's dtype, or without `finish` its parts (splits, G, T, R) fp32; only a slot's own ranks are written.
+
+    `shards`: A has so many equal parts, of which `table` points at one; h has the ranks of a part, rounded up to whole blocks.
+    """
     blocks = blocks or PREFILL_BLOCKS
-    tiles, rows, R, ranks = plan.tiles.tiles, plan.tiles.rows, plan.R, table.ranks
+    tiles, rows, ranks = plan.tiles.tiles, plan.tiles.rows, table.ranks
+    R = plan.R if shards == 1 else cdiv(plan.R, shards * RANK_BLOCK) * RANK_BLOCK
     tokens, inputs = x_TD.shape
     sites, pdl = ranks.shape[1], blocks.pdl and device_info(x_TD.device).early_launch
-    splits, steps, k, block_r = _shrink_cut(x_TD, plan, blocks)
+    splits, steps, k, block_r = _shrink_cut(x_TD, plan.tiles, R, blocks)
     assert finish or splits > 1, "expected parts"
     h = parts = torch.empty(sites, tokens, R, dtype=x_TD.dtype, device=x_TD.device)
     if splits > 1:
@@ -96,7 +102,7 @@ def prefill_shrink(
     PREFILL_SHRINK(
         (tiles.shape[0], splits, cdiv(R, block_r)), (x_TD, h, parts, plan.tiles.counters, tiles, table.addresses, ranks),
         (inputs, x_TD.stride(0), ranks.stride(0), tokens, R, steps), SITES=sites, SPLIT=finish and splits > 1, BLOCK_T=rows, BLOCK_R=block_r,
-        BLOCK_K=k, BLOCKED=table.blocked, **options(pdl, warps, min(stages, device_info(x_TD.device).shared_bytes // stage)),
+        BLOCK_K=k, BLOCKED=table.blocked, SHARDS=shards, **options(pdl, warps, min(stages, device_info(x_TD.device).shared_bytes // stage)),
     )  # fmt: skip
     return h
 
@@ -121,28 +127,30 @@ def prefill_expand(
     *,
     kept: Tensor | None = None,
     blocks: PrefillBlocks | None = None,
+    shards: int = 1,
 ) -> None:
     """`out = y + scaling h Bᵀ` for up to three sites in one launch; `outs` may be `ys`.
 
-    h: (G, T, R), or its parts (splits, G, T, R), whose sum is written to `kept`; parts need runs (`prefill`).
+    h: (G, T, R), or its parts (splits, G, T, R), whose sum is written to `kept`; parts need runs (`prefill`). With
+    `shards`: (shards, G, T, ranks of a part), of fully sharded pairs.
     """
     blocks = blocks or PREFILL_BLOCKS
     tiles, rows, ranks = plan.tiles.tiles, plan.tiles.rows, table.ranks
-    sites, tokens, R = h.shape[-3:]
+    (sites, tokens, width), R = h.shape[-3:], plan.R
     assert sites == len(ys) <= MAX_SITES, f"expected the table's sites, {MAX_SITES} at most, got {len(ys)}"
     if not tiles.shape[0] or not tokens:
         return
     three, fresh = ([each[min(site, sites - 1)] for site in range(MAX_SITES)] for each in (ys, outs))
     block_o, run, warps = _run(ys, plan, blocks)
     if run == 1:
-        assert h.dim() == 3, "expected whole h where a program has one output block"
+        assert h.dim() == 3 or shards > 1, "expected whole h where a program has one output block"
         block_r, stages = rank_block(R, blocks.single_r), blocks.single_stages
     else:
         block_r, stages = rank_block(R, LOOPED_MAX_RANK), blocks.run_stages + (R > 64)
     PREFILL_EXPAND(
         (sum(cdiv(y.shape[1], block_o * run) for y in ys), tiles.shape[0], 1),
         (*three, *fresh, h, h if kept is None else kept, tiles, table.addresses, ranks, table.scalings),
-        (*(y.shape[1] for y in three), *(y.stride(0) for y in (*three, *fresh)), ranks.stride(0), tokens, R), SITES=sites, ALIGNED=rows_aligned([*ys, *outs]),
-        PARTS=h.shape[0] if h.dim() == 4 else 1, KEEP=kept is not None, BLOCK_T=rows, BLOCK_R=block_r,
-        BLOCK_O=block_o, BLOCKS=run, STAGES=stages, BLOCKED=table.blocked, **options(blocks.pdl and device_info(h.device).early_launch, warps, 1),
+        (*(y.shape[1] for y in three), *(y.stride(0) for y in (*three, *fresh)), ranks.stride(0), tokens, width), SITES=sites, ALIGNED=rows_aligned([*ys, *outs]),
+        PARTS=h.shape[0] if h.dim() == 4 and shards == 1 else 1, KEEP=kept is not None, BLOCK_T=rows, BLOCK_R=block_r,
+        BLOCK_O=block_o, BLOCKS=run, STAGES=stages, BLOCKED=table.blocked, SHARDS=shards, **options(blocks.pdl and device_info(h.device).early_launch, warps, 1),
     )  # fmt: skip

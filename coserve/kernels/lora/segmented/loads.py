@@ -42,6 +42,12 @@ def load_b(b_ptr, o, r, O, rank):
 
 
 @triton.jit
+def shape_at(ranks_ptr, slot, row, site):
+    """The shape of a (slot, site) entry, 0 for slot -1."""
+    return tl.load(ranks_ptr + slot * row + site, mask=slot >= 0, other=0)
+
+
+@triton.jit
 def rank_of(shape):
     """The rank in an entry of the table's ranks (`types.TableEntry.shape`)."""
     return shape & 0xFFFF
@@ -118,6 +124,22 @@ def load_b_rows(b_ptr, o, r, O, own, length, BLOCKED: tl.constexpr):
 def padded(rank):
     """Ranks of h and g that are written, zeros at their end: whole vectors for any rank."""
     return (rank + 15) // 16 * 16
+
+
+@triton.jit
+def h_ranks(rank, SHARDS: tl.constexpr):
+    """Ranks of h that are written: whole vectors, but of parts (`h_columns`)."""
+    return rank if SHARDS > 1 else padded(rank)
+
+
+@triton.jit
+def h_columns(r, rank, stride, SHARDS: tl.constexpr):
+    """Where the ranks r of a row of h lie. `SHARDS`: h has so many parts of equal ranks, `stride` entries apart."""
+    at = r
+    if SHARDS > 1:
+        each = tl.maximum(rank // SHARDS, 1)
+        at = r // each * stride + r % each
+    return at
 
 
 @triton.jit

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from coserve.kernels.lora.exchange import Exchange
 from coserve.kernels.lora.segmented.adapter_table import RANK_BLOCK, SiteTable, site_table
 from coserve.kernels.lora.segmented.tiles import HostTiles, Tiles, base_only_tiles, cut, upload
 from coserve.kernels.lora.segments import Segments
@@ -33,6 +35,17 @@ class TilePlan:
     tiles: Tiles
     R: int
     decode: bool
+
+
+class DecodeTables(NamedTuple):
+    """What the GEMV needs of a group of sites, in a step of one row."""
+
+    tiles: Tiles
+    """One tile at most."""
+    table: SiteTable
+    R: int
+    exchange: Exchange | None = None
+    """Of fully sharded pairs."""
 
 
 @dataclass(frozen=True)

@@ -3,16 +3,14 @@
     shrink  h[site, t, r] = Σ_k x[t, k] A_site[r, k]                          x is read once for all sites
     expand  out_site[t, o] = y_site[t, o] + scaling Σ_r h[site, t, r] B_site[o, r]
 
-Where there are few tiles and many inputs, k is split among programs, and each writes a part in fp32. The expand sums
-the parts where it reads h seldom enough; elsewhere the last program to come to a tile does, by a counter that ends at
-zero again. The order of the sum is always the same.
+Where there are few tiles and many inputs, k is split among programs, and each writes a part in fp32. The expand sums the parts
+where it reads h seldom enough; elsewhere the last program to come to a tile does, by a counter that ends at zero again. The
+order of the sum is always the same. Fully sharded pairs: as in `decode_kernel`; parts of h are the GPUs' then.
 
-Expand is bound by how many bytes of y are under way. A program walks along several output blocks of its tile, and the
-next blocks' y and B are copied to shared memory meanwhile (`tl.range` with its own `num_stages` pipelines every load of
-the loop, not only the product's). Each rank up to 16, 32, 64 and 128 has a loop of its own width.
-
-Of a block-diagonal matrix only the blocks are stored and read: ranks of A that read the same inputs go together, and so do
-outputs of B that read the same ranks. `BLOCKED`: the table may hold such pairs.
+Expand is bound by how many bytes of y are under way. A program walks along several output blocks of its tile, and the next
+blocks' y and B are copied to shared memory meanwhile (`tl.range` with its own `num_stages` pipelines all loads of the loop).
+Each rank up to 16, 32, 64 and 128 has a loop of its own width. Of a block-diagonal matrix only the blocks are stored and
+read: ranks of A that read the same inputs go together, and so do outputs of B that read the same ranks (`BLOCKED`).
 
 x: (T, D); y, out: (T, O); h: (G, T, R); parts: (splits, G, T, R) fp32; tiles: (N, 4) int32; counters: (T) int32, zeros;
 addresses: (slots, G, 2) int64; ranks: (slots, G) int32, `TableEntry.shape`; scalings: (slots, G) fp32; `row` is the distance in
@@ -33,20 +31,17 @@ from coserve.kernels.lora.segmented.loads import (
     b_block,
     b_blocks,
     b_rows,
+    h_columns,
+    h_ranks,
     load_b,
     load_b_rows,
     output,
     padded,
     rank_of,
+    shape_at,
     waits,
     weights,
 )
-
-
-@triton.jit
-def shape_at(ranks_ptr, slot, row, site):
-    """The shape of a (slot, site) entry, 0 for slot -1."""
-    return tl.load(ranks_ptr + slot * row + site, mask=slot >= 0, other=0)
 
 
 @triton.jit
@@ -90,7 +85,7 @@ def finish(
 def shrink(
     x_ptr, h_ptr, parts_ptr, counters_ptr, tiles_ptr, addresses_ptr, ranks_ptr, D, x_stride, row, T, R, steps,
     SITES: tl.constexpr, SPLIT: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_K: tl.constexpr,
-    BLOCKED: tl.constexpr, PDL: tl.constexpr,
+    BLOCKED: tl.constexpr, SHARDS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Grid (tiles, splits, rank blocks). With `SPLIT` the parts are summed here; else `parts_ptr` is all that is written."""
     if PDL:
@@ -104,9 +99,9 @@ def shrink(
     shape0 = shape_at(ranks_ptr, slot, row, 0)
     shape1 = shape_at(ranks_ptr, slot, row, 1) if SITES > 1 else 0
     shape2 = shape_at(ranks_ptr, slot, row, 2) if SITES > 2 else 0
-    rank0 = rank_of(shape0)
-    rank1 = rank_of(shape1) if SITES > 1 else 0
-    rank2 = rank_of(shape2) if SITES > 2 else 0
+    rank0 = rank_of(shape0) // SHARDS
+    rank1 = rank_of(shape1) // SHARDS if SITES > 1 else 0
+    rank2 = rank_of(shape2) // SHARDS if SITES > 2 else 0
     most = tl.maximum(rank0, tl.maximum(rank1, rank2))
     if PDL and waits(first >= most):
         tl.extra.cuda.gdc_wait()
@@ -248,7 +243,7 @@ def expand(
     scalings_ptr, O0, O1, O2, y0_stride, y1_stride, y2_stride, out0_stride, out1_stride, out2_stride, row, T, R,
     SITES: tl.constexpr, ALIGNED: tl.constexpr, PARTS: tl.constexpr, KEEP: tl.constexpr, BLOCK_T: tl.constexpr,
     BLOCK_R: tl.constexpr, BLOCK_O: tl.constexpr, BLOCKS: tl.constexpr, STAGES: tl.constexpr, BLOCKED: tl.constexpr,
-    PDL: tl.constexpr,
+    SHARDS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Grid (runs of `BLOCKS` output blocks of all sites, tiles). `out` may be `y`.
 
@@ -283,11 +278,12 @@ def expand(
     begin = run * RUN
     sizes = (y_stride, out_stride, SITES * T * R, R, O, rows, rank, scaling)
     if BLOCKS == 1:
-        _expand_block(ptrs, sizes, begin, shape, BLOCKED, PARTS, BLOCK_T, BLOCK_R, BLOCK_O, STAGES)
+        _expand_block(ptrs, sizes, begin, shape, BLOCKED, PARTS, SHARDS, BLOCK_T, BLOCK_R, BLOCK_O, STAGES)
     elif BLOCKED:
         _expand_blocks(ptrs, sizes, begin, shape, PARTS, KEEP, BLOCK_T, BLOCK_R, BLOCK_O, RUN, STAGES)
     else:
-        _expand_run(ptrs, sizes, begin, begin + RUN, padded(rank), PARTS, KEEP, BLOCK_T, BLOCK_R, BLOCK_O, STAGES)
+        ranks = h_ranks(rank, SHARDS)
+        _expand_run(ptrs, sizes, begin, begin + RUN, ranks, PARTS, SHARDS, KEEP, BLOCK_T, BLOCK_R, BLOCK_O, STAGES)
 
 
 @triton.jit
@@ -311,10 +307,10 @@ def _expand_blocks(
         low, length = b_block(shape, begin // each)
         own = (y_ptr, out_ptr, h_ptr + low, kept_ptr, b_ptr)
         block = (y_stride, out_stride, split_stride, R, O, rows, length, scaling)
-        _expand_run(own, block, begin, end, padded(rank) - low, PARTS, False, BLOCK_T, BLOCK_R, BLOCK_O, STAGES)
+        _expand_run(own, block, begin, end, padded(rank) - low, PARTS, 1, False, BLOCK_T, BLOCK_R, BLOCK_O, STAGES)
     else:
         for at in range(begin, end, BLOCK_O):
-            _expand_block(ptrs, sizes, at, shape, True, PARTS, BLOCK_T, 16, BLOCK_O, 1)
+            _expand_block(ptrs, sizes, at, shape, True, PARTS, 1, BLOCK_T, 16, BLOCK_O, 1)
 
 
 @triton.jit
@@ -327,25 +323,25 @@ def _sum_h(h_at, mask, split_stride, PARTS: tl.constexpr):
 
 @triton.jit
 def _expand_run(
-    ptrs, sizes, begin, end, ranks, PARTS: tl.constexpr, KEEP: tl.constexpr, BLOCK_T: tl.constexpr,
-    BLOCK_R: tl.constexpr, BLOCK_O: tl.constexpr, STAGES: tl.constexpr,
+    ptrs, sizes, begin, end, ranks, PARTS: tl.constexpr, SHARDS: tl.constexpr, KEEP: tl.constexpr,
+    BLOCK_T: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_O: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Output blocks up to `end`. A small rank costs what it costs alone. `ranks`: those of h that there are."""
     _, _, _, _, _, _, rank, _ = sizes
     if BLOCK_R > 16 and rank <= 16:
-        _expand_loop(ptrs, sizes, begin, end, ranks, PARTS, KEEP, BLOCK_T, 16, BLOCK_O, STAGES)
+        _expand_loop(ptrs, sizes, begin, end, ranks, PARTS, SHARDS, KEEP, BLOCK_T, 16, BLOCK_O, STAGES)
     elif BLOCK_R > 32 and rank <= 32:
-        _expand_loop(ptrs, sizes, begin, end, ranks, PARTS, KEEP, BLOCK_T, 32, BLOCK_O, STAGES)
+        _expand_loop(ptrs, sizes, begin, end, ranks, PARTS, SHARDS, KEEP, BLOCK_T, 32, BLOCK_O, STAGES)
     elif BLOCK_R > 64 and rank <= 64:
-        _expand_loop(ptrs, sizes, begin, end, ranks, PARTS, KEEP, BLOCK_T, 64, BLOCK_O, STAGES)
+        _expand_loop(ptrs, sizes, begin, end, ranks, PARTS, SHARDS, KEEP, BLOCK_T, 64, BLOCK_O, STAGES)
     else:
-        _expand_loop(ptrs, sizes, begin, end, ranks, PARTS, KEEP, BLOCK_T, BLOCK_R, BLOCK_O, STAGES)
+        _expand_loop(ptrs, sizes, begin, end, ranks, PARTS, SHARDS, KEEP, BLOCK_T, BLOCK_R, BLOCK_O, STAGES)
 
 
 @triton.jit
 def _expand_loop(
-    ptrs, sizes, begin, end, ranks, PARTS: tl.constexpr, KEEP: tl.constexpr, BLOCK_T: tl.constexpr,
-    BLOCK_R: tl.constexpr, BLOCK_O: tl.constexpr, STAGES: tl.constexpr,
+    ptrs, sizes, begin, end, ranks, PARTS: tl.constexpr, SHARDS: tl.constexpr, KEEP: tl.constexpr,
+    BLOCK_T: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_O: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """h stays, y and B stream past."""
     y_ptr, out_ptr, h_ptr, kept_ptr, b_ptr = ptrs
@@ -353,7 +349,7 @@ def _expand_loop(
     t = tl.arange(0, BLOCK_T)
     r = tl.arange(0, BLOCK_R)
     keep = (t < rows)[:, None]
-    h_at = t[:, None] * R + r[None, :]
+    h_at = t[:, None] * R + h_columns(r, rank, split_stride, SHARDS)[None, :]
     h_mask = keep & (r < ranks)[None, :]
     h = _sum_h(h_ptr + h_at, h_mask, split_stride, PARTS)
     h = h.to(y_ptr.dtype.element_ty)
@@ -370,8 +366,8 @@ def _expand_loop(
 
 @triton.jit
 def _expand_block(
-    ptrs, sizes, begin, shape, BLOCKED: tl.constexpr, PARTS: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_R: tl.constexpr,
-    BLOCK_O: tl.constexpr, STAGES: tl.constexpr,
+    ptrs, sizes, begin, shape, BLOCKED: tl.constexpr, PARTS: tl.constexpr, SHARDS: tl.constexpr, BLOCK_T: tl.constexpr,
+    BLOCK_R: tl.constexpr, BLOCK_O: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """One output block, any rank; h and B stream past. `BLOCKED`: of all blocks of B that it has a part of."""
     y_ptr, out_ptr, h_ptr, _, b_ptr = ptrs
@@ -393,8 +389,9 @@ def _expand_block(
     acc = tl.zeros([BLOCK_T, BLOCK_O], dtype=tl.float32)
     for first in tl.range(low, high, BLOCK_R, num_stages=STAGES):
         r = first + tl.arange(0, BLOCK_R)
-        h_mask = keep & (r < padded(rank))[None, :]
-        h = _sum_h(h_ptr + t[:, None] * R + r[None, :], h_mask, split_stride, PARTS).to(y.dtype)
+        h_mask = keep & (r < h_ranks(rank, SHARDS))[None, :]
+        h_at = h_ptr + t[:, None] * R + h_columns(r, rank, split_stride, SHARDS)[None, :]
+        h = _sum_h(h_at, h_mask, split_stride, PARTS).to(y.dtype)
         acc = tl.dot(h, tl.trans(load_b_rows(b_ptr, o, r, O, own, length, BLOCKED)), acc, input_precision="ieee")
     out_at = out_ptr + t[:, None] * out_stride + o[None, :]
     tl.store(out_at, (y.to(tl.float32) + acc * scaling).to(y.dtype), mask=mask)

@@ -9,8 +9,7 @@ from torch import Tensor
 from coserve.kernels.lora.interface import PreparedLora
 from coserve.kernels.lora.segmented import terms
 from coserve.kernels.lora.segmented.adapter_table import SiteTable
-from coserve.kernels.lora.segmented.plan import TilePlan
-from coserve.kernels.lora.segmented.tiles import Tiles
+from coserve.kernels.lora.segmented.plan import DecodeTables, TilePlan
 from coserve.kernels.lora.types import SiteGroup
 
 
@@ -35,5 +34,5 @@ class SlotLora(PreparedLora):
     def add_(self, group: SiteGroup, ys: Sequence[Tensor], x_TD: Tensor, *, overlapped: bool = False) -> None:
         terms.add_(ys, x_TD, self._plan, self._tables[group], overlapped=overlapped)
 
-    def decode_tables(self, group: SiteGroup) -> tuple[Tiles, SiteTable, int] | None:
-        return (self._plan.tiles, self._tables[group], self._plan.R) if self._plan.decode else None
+    def decode_tables(self, group: SiteGroup) -> DecodeTables | None:
+        return DecodeTables(self._plan.tiles, self._tables[group], self._plan.R) if self._plan.decode else None

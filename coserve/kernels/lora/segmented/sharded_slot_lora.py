@@ -1,0 +1,89 @@
+"""The terms of a serving step's fully sharded adapters: one collective between the two launches of a group of sites."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from torch import Tensor
+
+from coserve.kernels.lora.exchange import Exchange
+from coserve.kernels.lora.interface import PreparedLora
+from coserve.kernels.lora.segmented.adapter_table import RANK_BLOCK, SiteTable
+from coserve.kernels.lora.segmented.launch_decode import decode
+from coserve.kernels.lora.segmented.launch_prefill import prefill_expand, prefill_shrink
+from coserve.kernels.lora.segmented.plan import DecodeTables, TilePlan
+from coserve.kernels.lora.segmented.tiles import HostTiles
+from coserve.kernels.lora.types import SiteGroup
+
+GEMV_ROWS = 8
+"""Most rows of the weight that a program of the GEMV reads (`gemv.SHAPES`): the outputs that a GPU adds begin and end there."""
+
+
+@dataclass(frozen=True)
+class ShardedPlan:
+    """How a batch is cut; the items of `whole` are in the order of `by_rank_block`."""
+
+    whole: TilePlan
+    part: TilePlan
+    """Its items are those of a GPU's part of the ranks."""
+
+
+def by_rank_block(host: HostTiles) -> HostTiles:
+    """Items of low ranks first, so that those of a part of the ranks are the first ones."""
+    return HostTiles(host.tiles, sorted(host.items, key=lambda item: item[3]), host.spans)
+
+
+def sharded_plan(whole: TilePlan, items: int) -> ShardedPlan:
+    """`items`: those of rank blocks below `part_blocks`."""
+    tiles = replace(whole.tiles, items=whole.tiles.items[:items])
+    return ShardedPlan(whole, replace(whole, tiles=tiles))
+
+
+def part_blocks(R: int, shards: int) -> int:
+    """Rank blocks of a GPU's part of R ranks."""
+    return -(-R // (shards * RANK_BLOCK))
+
+
+class ShardedSlotLora(PreparedLora):
+    """As `SlotLora`, for pairs of which the table points at this GPU's parts: `SiteTable.ranks` are of whole pairs."""
+
+    def __init__(
+        self,
+        tables: Mapping[SiteGroup, SiteTable],
+        exchanges: Mapping[SiteGroup, Exchange],
+        plan: ShardedPlan,
+        groups: frozenset[int],
+    ) -> None:
+        """`groups`: see `SlotLora`. The same on every GPU, as are the numbers of rows, tiles and ranks."""
+        self._tables, self._exchanges, self._plan, self._groups = tables, exchanges, plan, groups
+
+    def changes(self, group: SiteGroup) -> bool:
+        return group.index in self._groups and group in self._exchanges
+
+    def add(self, group: SiteGroup, ys: Sequence[Tensor], x_TD: Tensor) -> list[Tensor]:
+        self.add_(group, ys, x_TD)
+        return list(ys)
+
+    def add_(self, group: SiteGroup, ys: Sequence[Tensor], x_TD: Tensor, *, overlapped: bool = False) -> None:
+        table, exchange = self._tables[group], self._exchanges[group]
+        plan = self._plan_of(exchange)
+        if exchange.outputs is not None:
+            start, stop = exchange.outputs
+            ys = [y[:, start:stop] for y in ys]
+        if plan.decode:
+            decode(ys, x_TD, plan, table, overlapped=overlapped, exchange=exchange)
+            return
+        h = prefill_shrink(x_TD, plan, table, shards=exchange.shards)
+        h = exchange.run(h[None, None])[:, 0]
+        prefill_expand(ys, ys, h if exchange.shards > 1 else h[0], plan, table, shards=exchange.shards)
+
+    def decode_tables(self, group: SiteGroup) -> DecodeTables | None:
+        exchange = self._exchanges[group]
+        plan, outputs = self._plan_of(exchange), exchange.outputs or (0, 0)
+        if not plan.decode or any(edge % GEMV_ROWS for edge in outputs):
+            return None
+        return DecodeTables(plan.tiles, self._tables[group], plan.R, exchange)
+
+    def _plan_of(self, exchange: Exchange) -> TilePlan:
+        return self._plan.part if exchange.shards > 1 else self._plan.whole
