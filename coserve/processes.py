@@ -12,6 +12,7 @@ import subprocess
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import IO
 
 STOP_SIGNALS = frozenset({signal.SIGINT, signal.SIGTERM})
 PR_SET_PDEATHSIG = 1
@@ -28,7 +29,7 @@ async def start_child(
     end: socket.socket,
     *arguments: str,
     stdin: int,
-    others: Sequence[socket.socket] = (),
+    others: Sequence[socket.socket | IO[bytes]] = (),
     environment: Mapping[str, str] | None = None,
 ) -> asyncio.subprocess.Process:
     """Run `python -m MODULE FD ARGUMENTS…`, where FD is `end` of a socket pair; `MODULE` calls `obey_parent` first. It inherits the

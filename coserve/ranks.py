@@ -26,6 +26,15 @@ JOIN_SECONDS = 1800.0
 """Seconds that ranks wait for each other when they start; later, the limit of a collective on CPU."""
 
 
+BOARD_WORDS = 1 << 14
+"""Words of 8 bytes of each rank's part of the board."""
+
+
+def board_bytes(ranks: int) -> int:
+    """Size of the board: a file that all ranks map, of zeros at first (`parallel.lockstep`)."""
+    return 8 * BOARD_WORDS * ranks
+
+
 class RankPlace(msgspec.Struct, frozen=True, kw_only=True):
     """Which rank a process is, and its inherited file descriptors."""
 
@@ -33,6 +42,8 @@ class RankPlace(msgspec.Struct, frozen=True, kw_only=True):
     size: int
     rendezvous: str
     """`file://PATH`: where the ranks find each other (`parallel.mesh.join`)."""
+    board: int
+    """See `board_bytes`."""
     monitor: int
     """Socket to the daemon, for `RankReport`."""
     commands: tuple[int, ...]

@@ -9,11 +9,14 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import os
 import secrets
 import socket
+import sys
+import tempfile
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Never
+from typing import IO, Never
 
 import msgspec
 
@@ -32,6 +35,7 @@ from coserve.ranks import (
     RankReady,
     RankRefused,
     RankReport,
+    board_bytes,
     place_to_json,
 )
 from coserve.state.folder import DataFolder
@@ -77,6 +81,7 @@ class RankGroup:
         staging = DataFolder(config.data_dir).staging  # emptied at the daemon's start
         self._rendezvous = staging / f"ranks-{secrets.token_hex(8)}"
         pairs = [socket.socketpair() for _ in range(config.tp - 1)]
+        board = _shared_memory(board_bytes(config.tp))
         try:
             for number in range(config.tp):
                 commands = [ours for ours, _ in pairs] if number == 0 else [pairs[number - 1][1]]
@@ -86,11 +91,13 @@ class RankGroup:
                         rank=number,
                         size=config.tp,
                         rendezvous=self._rendezvous.absolute().as_uri(),
+                        board=board.fileno(),
                         monitor=theirs.fileno(),
                         commands=tuple(sock.fileno() for sock in commands),
                     )
-                    await self._start_rank(place, config, ours, theirs, link, commands)
+                    await self._start_rank(place, config, ours, theirs, link, commands, board)
         finally:
+            board.close()
             for sock in (sock for pair in pairs for sock in pair):
                 sock.close()
         self._tasks.append(asyncio.create_task(self._watch()))
@@ -103,12 +110,14 @@ class RankGroup:
         theirs: socket.socket,
         link: socket.socket,
         commands: list[socket.socket],
+        board: IO[bytes],
     ) -> None:
         reader, writer = await asyncio.open_connection(sock=ours)
         reports = StreamLink[Never, RankReport](reader, writer, msgspec.msgpack.Decoder(RankReport))
         leads = place.rank == 0
         module = "coserve.engine.process" if leads else "coserve.engine.ranks.process"
-        end, others = (link, [theirs, *commands]) if leads else (theirs, commands)
+        end = link if leads else theirs
+        others: list[socket.socket | IO[bytes]] = [*([theirs] if leads else []), *commands, board]
         process = await start_child(module, end, place_to_json(place), stdin=asyncio.subprocess.PIPE, others=others)
         assert process.stdin is not None
         process.stdin.write(config_to_json(config))
@@ -213,3 +222,13 @@ class RankGroup:
         self.lost.set()
         for each in self._ranks:
             each.end()
+
+
+def _shared_memory(size: int) -> IO[bytes]:
+    """A file of zeros without a name, in memory where the system has such."""
+    if sys.platform == "linux":
+        file: IO[bytes] = os.fdopen(os.memfd_create("ranks"), "w+b")
+    else:
+        file = tempfile.TemporaryFile()  # noqa: SIM115 - the caller closes it
+    file.truncate(size)
+    return file

@@ -25,6 +25,7 @@ from coserve.memory.kv import CPU_TOKENS, KvCache
 from coserve.memory.plan import Work
 from coserve.model.base import Base
 from coserve.model.lora import LoraWeights
+from coserve.parallel.lockstep import Lockstep
 from coserve.processes import usable_cores
 from coserve.state.folder import DataFolder
 from coserve.types import AdapterDigests, AdapterRef
@@ -108,9 +109,11 @@ class EngineParts:
             warm=warm,
         )
 
-    def make_trainer(self, store: AdapterStore, gathering: Callable[[str], None] = lambda _: None) -> Trainer:
-        """`gathering`: see `Trainer`."""
-        config = self.config
+    def make_trainer(
+        self, store: AdapterStore, gathering: Callable[[str], None] = lambda _: None, board: int | None = None
+    ) -> Trainer:
+        """`gathering`: see `Trainer`. `board`: file descriptor of the ranks' board (`Lockstep`); None: there is one rank."""
+        config, sharding = self.config, self.base.sharding
         return Trainer(
             self.base,
             store,
@@ -120,4 +123,5 @@ class EngineParts:
             keep_checkpoints=config.keep_checkpoints,
             lora_backend=self.lora_backend,
             gathering=gathering,
+            guard=None if sharding is None or board is None else Lockstep(sharding.mesh, board),
         )

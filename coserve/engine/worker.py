@@ -64,9 +64,11 @@ def build_engine(
     warm: WarmUpClient | None = None,
     preload_kernels: PreloadKernels = preload_nothing,
     followers: Followers | None = None,
+    board: int | None = None,
 ) -> tuple[Engine, EngineReady]:
     """The engine over a loaded base, and the message that says it is ready. `garbage`: see `Engine`; `warm`: the warm-up's
-    client; `preload_kernels`: see `Upgrade`; `followers`: the other ranks, which have loaded their bases or are about to."""
+    client; `preload_kernels`: see `Upgrade`; `followers`: the other ranks, which have loaded their bases or are about to;
+    `board`: see `EngineParts.make_trainer`."""
     parts = EngineParts(base, config)
     budget = HostBudget(config.max_adapters_resident, config.adapter_memory_bytes)
     read: Load = parts.read_adapter
@@ -94,7 +96,7 @@ def build_engine(
     if followers is None:
         trainer = parts.make_trainer(store)
     else:
-        local = parts.make_trainer(store, gathering=partial(tell_gathering, followers))
+        local = parts.make_trainer(store, gathering=partial(tell_gathering, followers), board=board)
         trainer = RankedTrainer(local, followers, parts.folder)
     if built is not None:
         built.wait()
@@ -201,7 +203,14 @@ async def _start(
     if warm_up is not None:
         preload_kernels = partial(_preload_kernels, config, warm_up.task)
     engine, ready = build_engine(
-        base, config, link, garbage=garbage, warm=warm, preload_kernels=preload_kernels, followers=followers
+        base,
+        config,
+        link,
+        garbage=garbage,
+        warm=warm,
+        preload_kernels=preload_kernels,
+        followers=followers,
+        board=None if rank is None else rank.place.board,
     )
     if warm is not None and engine.warms_up and not engine.compiled:
         if await warm.wait_for_parts(SCORED):

@@ -43,23 +43,35 @@ class TrainingJob:
         Raises `NonFiniteLoss`, `JobOutOfMemory`.
         """
         try:
-            with self._timer.slice():
-                metrics = self._advance(micro_steps)
-                if self._device.type == "cuda":  # the policy needs the device's time, not the time of the launches
-                    torch.cuda.current_stream(self._device).synchronize()  # side streams copy on
-                return metrics
+            return self.run_slice(micro_steps)
         except Exception as error:
             if not out_of_memory(error):
                 raise
-            note = self.loop.lower_memory()
-            if note is None:
-                raise JobOutOfMemory(self._memory_message(error)) from error
+            message = self.memory_message(error)
+            if not self.lower_memory():
+                raise JobOutOfMemory(message) from error
         # Here the error is gone, and with it the tensors that its traceback held.
         self.abandon()
-        self.memory_note, self.micro_steps_done = note, 0
         return None
 
-    def _memory_message(self, error: Exception) -> str:
+    def run_slice(self, micro_steps: int | None) -> StepMetrics | None:
+        """`advance` without an answer to lack of memory: it raises what was raised. Returns once the device is done."""
+        with self._timer.slice():
+            metrics = self._advance(micro_steps)
+            if self._device.type == "cuda":  # the policy needs the device's time, not the time of the launches
+                torch.cuda.current_stream(self._device).synchronize()  # side streams copy on
+            return metrics
+
+    def lower_memory(self) -> bool:
+        """Memory ran out: begin the optimizer step again with smaller micro-batches, once it is abandoned. False: nothing is left
+        to lower."""
+        note = self.loop.lower_memory()
+        if note is not None:
+            self.memory_note, self.micro_steps_done = note, 0
+        return note is not None
+
+    def memory_message(self, error: Exception) -> str:
+        """For the user, of an error that says that memory ran out."""
         numbers, tokens = memory_numbers(error, self._device), self.loop.tokens_under_way
         what = f"one row of {tokens} tokens, each layer computed again" if tokens else "the update of the weights"
         return f"not enough memory for {what} ({numbers}); try a smaller rank or max_length"

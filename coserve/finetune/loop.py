@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager
 from enum import Enum
+from zlib import crc32
 
 import msgspec
 import torch
@@ -77,12 +78,14 @@ class TrainingLoop:
         device: torch.device,
         timer: SliceTimer,
         teacher: LoraWeights | None = None,
+        check_peers: Callable[[], None] = lambda: None,
     ) -> None:
-        """`teacher`: this rank's part of the adapter that `spec.teacher` names, in the base's dtype."""
+        """`teacher`: this rank's part of the adapter that `spec.teacher` names, in the base's dtype. `check_peers` is called before
+        results of collectives are used for good; it raises if another rank has failed."""
         self.spec, self.plan, self.optimizer = spec, plan, optimizer
         self.progress = TrainingProgress()
         self._corpus, self._runner, self._device, self._timer = corpus, runner, device, timer
-        self._lora_backend, self._teacher = lora_backend, teacher
+        self._lora_backend, self._teacher, self._check_peers = lora_backend, teacher, check_peers
         self._validation = plan.validation()
         self._limits = MemoryLimits(corpus.lengths)
         self._under_way: tuple[int, ...] | None = None
@@ -102,6 +105,12 @@ class TrainingLoop:
         repeated: it may have changed some of them.
         """
         return None if self._under_way is None else self._limits.lower(self._under_way)
+
+    @property
+    def position(self) -> int:
+        """A digest of how far the job is: its finished steps and evaluations, and the micro-batch that is being computed."""
+        done = (self.progress.step, self.progress.pending is None)
+        return crc32(repr((done, self._under_way)).encode())
 
     @property
     def tokens_under_way(self) -> int:
@@ -145,6 +154,7 @@ class TrainingLoop:
         yield MicroStep.OPTIMIZER
         norm_and_loss = torch.stack((self.optimizer.divide_grads(targets).double(), summed / targets))
         norm, loss = norm_and_loss.tolist()  # the step's only synchronisation
+        self._check_peers()  # before the weights change
         self._check_finite(loss, "loss")
         self._check_finite(norm, "norm of the gradients")
         with disk_errors():

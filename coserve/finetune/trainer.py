@@ -15,7 +15,15 @@ from coserve.adapter_store.store import AdapterStore
 from coserve.cancellation import Cancellation
 from coserve.corpus.batch_plan import BatchPlan
 from coserve.corpus.tokenized import Corpus
-from coserve.errors import AdapterNotFound, CheckpointUnreadable, CoserveError, InvalidRequest, JobOutOfMemory
+from coserve.errors import (
+    AdapterNotFound,
+    CheckpointUnreadable,
+    CoserveError,
+    EngineFault,
+    InvalidRequest,
+    JobOutOfMemory,
+    failure_text,
+)
 from coserve.finetune.init import new_adapter
 from coserve.finetune.job import TrainingJob
 from coserve.finetune.job_checkpoint import JobCheckpoints
@@ -23,14 +31,16 @@ from coserve.finetune.loop import SliceTimer, TrainingLoop
 from coserve.finetune.lora_tensors import cast
 from coserve.finetune.micro_batch import MicroBatchRunner
 from coserve.finetune.optimizer import AdapterOptimizer
+from coserve.finetune.outcome import PEER_FAILED, NoPeers, Outcome, SliceGuard
 from coserve.finetune.publication import Published, publication
 from coserve.kernels.lora.interface import LoraBackend
 from coserve.link import FromEngine, JobCheckpoint, JobFailed, JobNote, JobProgress, JobStarted
 from coserve.model.base import Base
 from coserve.model.faults import contained, memory_numbers, out_of_memory
 from coserve.model.lora import LoraWeights
+from coserve.parallel.lockstep import PeerFailed
 from coserve.state.folder import DataFolder
-from coserve.types import AdapterDigests, AdapterRef, JobSpec, MicroStep
+from coserve.types import AdapterDigests, AdapterRef, JobSpec, MicroStep, StepMetrics
 
 log = logging.getLogger(__name__)
 
@@ -52,16 +62,17 @@ class Trainer:
         keep_checkpoints: int,
         lora_backend: LoraBackend,
         gathering: Callable[[str], None] = lambda _: None,
+        guard: SliceGuard | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         """`micro_batch_tokens`: most tokens of one forward, whatever a job asks for. `gathering` is called with a job when a snapshot of
-        its state begins, in which all ranks take part. `clock` gives seconds.
+        its state begins, in which all ranks take part; `guard` keeps ranks together in `attempt`. `clock` gives seconds.
 
         Raises `UnsupportedBase` for a base that cannot be run layer by layer.
         """
         self._base, self._store, self._folder, self._lora_backend = base, store, folder, lora_backend
         self._micro_batch_tokens, self._keep, self._clock = micro_batch_tokens, keep_checkpoints, clock
-        self._gathering = gathering
+        self._gathering, self._guard = gathering, guard or NoPeers()
         self._runner = MicroBatchRunner(base, recompute=recompute)
         self._jobs: dict[str, TrainingJob] = {}
         self._checkpoints: dict[str, JobCheckpoints] = {}
@@ -106,6 +117,46 @@ class Trainer:
         self.micro_steps_done = training.micro_steps_done
         messages = self._memory_notes(training, before)
         return messages if metrics is None else [*messages, JobProgress(id=job, metrics=metrics)]
+
+    def attempt(self, job: str, micro_steps: int | None) -> Outcome:
+        """`advance` on one of several ranks: when it returns, no rank is in a collective of the slice, whichever failed in it.
+
+        After an error the unfinished optimizer step is dropped. What the outcomes of all ranks mean is `outcome.judge`'s to say.
+        Raises `EngineFault` alone.
+        """
+        training, guard = self._jobs[job], self._guard
+        self.micro_steps_done = 0
+        code = message = ""
+        metrics: StepMetrics | None = None
+        guard.begin(self._base.device)
+        try:
+            with contained(self._base.device), _leaving(guard):
+                metrics = training.run_slice(micro_steps)
+                guard.end()
+        except EngineFault:
+            raise
+        except PeerFailed:
+            code = PEER_FAILED
+        except Exception as error:
+            if out_of_memory(error):
+                code, message = JobOutOfMemory.code, training.memory_message(error)
+            else:
+                code, message = failure_text(error)
+                log.error("job %s: %s", job, message, exc_info=None if isinstance(error, CoserveError) else error)
+        # Here the error is gone, and with it the tensors that its traceback held.
+        position = training.loop.position
+        if code:
+            training.abandon()
+            guard.drain()
+        else:
+            self.micro_steps_done = training.micro_steps_done
+        return Outcome(position, code, message, metrics)
+
+    def retry(self, job: str) -> list[FromEngine]:
+        """After an `attempt` in which memory ran out on some rank: go on with less, as all ranks do. Empty: nothing is left to
+        lower."""
+        training, before = self._jobs[job], self._jobs[job].memory_note
+        return self._memory_notes(training, before) if training.lower_memory() else []
 
     def finished(self, job: str) -> bool:
         """Whether the job has nothing left but its publication."""
@@ -207,6 +258,7 @@ class Trainer:
             device=device,
             timer=timer,
             teacher=self._teacher_weights(spec),
+            check_peers=self._guard.check,
         )
         check()
         checkpoints = JobCheckpoints(self._folder, base.spec, loop, keep=self._keep)
@@ -247,3 +299,13 @@ class Trainer:
                     raise
                 numbers = memory_numbers(error, self._base.device)
                 raise JobOutOfMemory(f"not enough memory ({numbers}); try a smaller rank") from error
+
+
+@contextmanager
+def _leaving(guard: SliceGuard) -> Iterator[None]:
+    """Tells the other ranks of an error at once."""
+    try:
+        yield
+    except Exception:
+        guard.leave()
+        raise

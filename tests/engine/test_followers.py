@@ -27,7 +27,7 @@ from coserve.engine.ranks.trainer import RankedTrainer
 from coserve.errors import AdapterNotFound, EngineFault
 from coserve.generate.execution.interface import StepExecutor, StepInFlight, StepInput, StepResult
 from coserve.generate.generator import Generator
-from coserve.link import Generate, JobSucceeded, RequestFailed
+from coserve.link import FromEngine, Generate, JobFailed, JobNote, JobSucceeded, RequestFailed
 from coserve.memory.kv import KvCache
 from coserve.model.base import Base, wrap_base
 from coserve.model.fused import FusedBase
@@ -217,3 +217,37 @@ def test_a_job_is_at_the_same_step_with_the_same_weights(tmp_path: Path) -> None
             following.catch_up()
     assert isinstance(following.error, EngineFault)
     assert "resumes from step 2 on rank 0, from step 0 here" in str(following.error)
+
+
+@pytest.mark.parametrize(
+    ("error", "codes"),
+    [(torch.OutOfMemoryError("CUDA out of memory"), []), (RuntimeError("broken"), ["internal_error"])],
+)
+def test_an_error_of_a_follower_in_a_slice_is_the_jobs_alone(
+    error: Exception, codes: list[str], tmp_path: Path
+) -> None:
+    """Both ranks begin the step again with less memory, or the job ends; the next one trains."""
+    bench, theirs = Bench(tiny_base("llama"), tmp_path / "0"), Bench(tiny_base("llama"), tmp_path / "1")
+    corpus, rank, left = random_corpus(), Rank(eager), [error]
+
+    def fails(*_: object) -> None:
+        if left:
+            raise left.pop()
+
+    theirs.base.layers[1].register_forward_pre_hook(fails)
+    with Following(lambda _: FollowerParts(rank.kv, rank.executor, theirs.trainer, rank.read)) as following:
+        ranked = RankedTrainer(bench.trainer, following.followers, bench.folder)
+        ended = list[FromEngine]()
+        for job in ("first", "second"):
+            spec = bench.place(corpus, theirs.place(corpus, job_spec(corpus, job, steps=2)))
+            ranked.load(spec, Cancellation())()
+            while not ranked.finished(job) and not any(isinstance(one, JobFailed) for one in ended):
+                ended += ranked.advance(job, 2)
+            following.catch_up()
+            assert len(theirs.trainer.notes) == len(bench.trainer.notes) == (job == "first" and not codes)
+            ranked.drop(job)
+            failed = [one.code for one in ended if isinstance(one, JobFailed)]
+            assert failed == (codes if job == "first" else [])
+            noted = [one for one in ended if isinstance(one, JobNote)]
+            assert len(noted) == (job == "first" and not codes)
+            ended.clear()

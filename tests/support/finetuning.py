@@ -15,6 +15,7 @@ from coserve.adapter_store.store import AdapterStore
 from coserve.cancellation import Cancellation
 from coserve.corpus.tokenized import Corpus
 from coserve.errors import CapacityError, CoserveError
+from coserve.finetune.outcome import SliceGuard
 from coserve.finetune.trainer import Trainer
 from coserve.kernels.lora.interface import LoraBackend
 from coserve.link import FromEngine, JobCheckpoint, JobFailed, JobProgress, JobStarted, JobSucceeded
@@ -80,6 +81,7 @@ class Bench:
         keep_checkpoints: int = 2,
         lora_backend: LoraBackend = GROUPED,
         clock: Callable[[], float] = lambda: 0.0,
+        guard: SliceGuard | None = None,
     ) -> None:
         self.base, self.folder = base, DataFolder(root)
         self.store = AdapterStore(self._load_adapter, HostBudget(4))
@@ -91,6 +93,7 @@ class Bench:
             recompute=recompute,
             keep_checkpoints=keep_checkpoints,
             lora_backend=lora_backend,
+            guard=guard,
             clock=clock,
         )
 

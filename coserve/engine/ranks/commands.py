@@ -122,11 +122,17 @@ class PrepareJob(Question, frozen=True, kw_only=True):
     job: str
 
 
-class AdvanceJob(Command, frozen=True):
-    """See `Trainer.advance`."""
+class AdvanceJob(Question, frozen=True, kw_only=True):
+    """Answer with the `Outcome` of `Trainer.attempt`, of which `value` is the position. Later commands do wait."""
 
     job: str
     micro_steps: int | None
+
+
+class RetryJob(Command, frozen=True):
+    """See `Trainer.retry`."""
+
+    job: str
 
 
 class GatherJob(Command, frozen=True):
@@ -154,7 +160,7 @@ class Stop(Command, frozen=True):
     """The engine ends."""
 
 
-AnyQuestion = MeasurePool | BuildEngine | ReadAdapter | LoadJob | PrepareJob
+AnyQuestion = MeasurePool | BuildEngine | ReadAdapter | LoadJob | PrepareJob | AdvanceJob
 AnyCommand = (
     AnyQuestion
     | Launch
@@ -165,7 +171,7 @@ AnyCommand = (
     | EvictAdapter
     | BeginJob
     | ForgetLoad
-    | AdvanceJob
+    | RetryJob
     | GatherJob
     | AbandonJob
     | DropJob

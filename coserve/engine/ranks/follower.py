@@ -34,11 +34,11 @@ from coserve.engine.ranks.commands import (
     Prepare,
     PrepareJob,
     ReadAdapter,
+    RetryJob,
     Stop,
 )
 from coserve.engine.ranks.page_tables import PageTables
 from coserve.engine.ranks.progress import Progress
-from coserve.engine.ranks.trainer import check_together
 from coserve.errors import CoserveError, EngineFault
 from coserve.finetune.trainer import Trainer
 from coserve.generate.execution.interface import StepExecutor, StepInFlight, StepInput
@@ -115,8 +115,11 @@ class Follower:
                 self._parts.executor.evicted(adapter)
             case DropAdapterCopy(adapter):
                 self._host.pop(adapter, None)
-            case AdvanceJob(job, micro_steps):
-                check_together(self._parts.trainer.advance(job, micro_steps))
+            case AdvanceJob():
+                outcome = self._parts.trainer.attempt(command.job, command.micro_steps)
+                self._commands.send(Answer(command.number, outcome.position, outcome.code, outcome.message))
+            case RetryJob(job):
+                self._parts.trainer.retry(job)
             case GatherJob(job):
                 self._parts.trainer.gather(job)
             case AbandonJob(job):

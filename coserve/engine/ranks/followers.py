@@ -44,9 +44,9 @@ class Answers:
     def fail(self, error: Exception) -> None:
         self._future.set_exception(error)
 
-    def settle(self) -> None:
-        """Wait for all of them, whatever they say. Raises `RankLost`."""
-        self._future.result()
+    def settle(self) -> list[Answer]:
+        """Wait for all of them, whatever they say; by rank. Raises `RankLost`."""
+        return self._future.result()
 
     def wait(self) -> list[int]:
         """The values, by rank. Not on the event loop of a running engine.
@@ -95,6 +95,13 @@ class Followers:
             self._asked[number] = answers
             self._send(msgspec.structs.replace(question, number=number))
         return answers
+
+    @contextmanager
+    def asked(self, question: AnyQuestion) -> Iterator[Answers]:
+        """As `together`, of a question: execute it and wait for the others' answers inside."""
+        answers = self.ask(question)
+        with self.busy(type(question).__name__):
+            yield answers
 
     @contextmanager
     def together(self, command: AnyCommand) -> Iterator[None]:

@@ -7,6 +7,7 @@ import logging
 import os
 import time
 from collections.abc import Coroutine
+from functools import partial
 from typing import NoReturn
 
 import msgspec
@@ -32,6 +33,7 @@ from coserve.memory.kv import KvCache
 from coserve.model.base import Base, load_base
 from coserve.model.lora import LoraWeights
 from coserve.parallel.join import join
+from coserve.parallel.mesh import Mesh
 from coserve.ranks import JOIN_SECONDS, SILENCE, RankFailed, RankRefused
 from coserve.types import AdapterDigests, AdapterRef
 
@@ -51,8 +53,7 @@ def load_ranked_base(config: Config, rank: OwnRank | None) -> Base:
             torch.cuda.set_device(place.rank)
         where = torch.device(device if cuda else "cpu")
         mesh = join(place.rank, place.size, address=place.rendezvous, device=where, timeout=JOIN_SECONDS)
-        traffic = mesh.traffic
-        rank.monitor.progress.watch(lambda: sum([*traffic.calls.values()]))
+        rank.monitor.progress.watch(partial(_collectives, mesh))
     return load_base(
         config.model,
         device=device,
@@ -62,6 +63,11 @@ def load_ranked_base(config: Config, rank: OwnRank | None) -> Base:
         mesh=mesh,
         strategy=config.lora_sharding,
     )
+
+
+def _collectives(mesh: Mesh) -> int:
+    """Those that have begun."""
+    return sum([*mesh.traffic.calls.values()])
 
 
 def follow(config: Config, rank: OwnRank) -> None:
@@ -103,7 +109,7 @@ def _make_follower(base: Base, config: Config, rank: OwnRank) -> Follower:
 
     def build(tokens: int) -> FollowerParts:
         kv = KvCache.for_base(base, tokens, config.page_tokens)
-        made = FollowerParts(kv, parts.make_start(kv).executor, parts.make_trainer(store), read)
+        made = FollowerParts(kv, parts.make_start(kv).executor, parts.make_trainer(store, board=rank.place.board), read)
         freeze_heap()
         rank.monitor.ready(base.device.type)
         return made

@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from coserve.cancellation import Cancellation
-from coserve.engine.ports import Trains
 from coserve.engine.ranks.commands import (
     AbandonJob,
     AdvanceJob,
@@ -17,10 +16,13 @@ from coserve.engine.ranks.commands import (
     LoadJob,
     PrepareJob,
     ReadAdapter,
+    RetryJob,
 )
 from coserve.engine.ranks.followers import Followers
-from coserve.errors import CoserveError, EngineFault, NonFiniteLoss
-from coserve.link import FromEngine, JobCheckpoint, JobFailed, JobNote, JobStarted, JobSucceeded, JobWaiting
+from coserve.errors import CoserveError, EngineFault
+from coserve.finetune.outcome import Outcome, judge
+from coserve.finetune.trainer import Trainer
+from coserve.link import FromEngine, JobCheckpoint, JobFailed, JobProgress, JobStarted, JobSucceeded, JobWaiting
 from coserve.state.folder import DataFolder
 from coserve.types import AdapterRef, JobSpec, MicroStep
 
@@ -28,7 +30,7 @@ from coserve.types import AdapterRef, JobSpec, MicroStep
 class RankedTrainer:
     """Implements `Trains` over the trainer of rank 0. Checkpoints and adapters are written by rank 0 alone."""
 
-    def __init__(self, local: Trains, followers: Followers, folder: DataFolder) -> None:
+    def __init__(self, local: Trainer, followers: Followers, folder: DataFolder) -> None:
         self._local, self._followers, self._folder = local, followers, folder
         self._specs = dict[str, JobSpec]()
 
@@ -67,14 +69,19 @@ class RankedTrainer:
         return on_all
 
     def advance(self, job: str, micro_steps: int | None) -> list[FromEngine]:
-        """See `Trainer.advance`. Raises `EngineFault` where the ranks could not go on together."""
-        with self._followers.together(AdvanceJob(job, micro_steps)):
-            try:
-                messages = self._local.advance(job, micro_steps)
-            except Exception as error:
-                raise EngineFault(f"job {job} failed on rank 0, and the other ranks may have gone on") from error
-        check_together(messages)
-        return messages
+        """See `Trainer.advance`. An error of any rank ends the job alone, or begins its optimizer step again with less memory on
+        all ranks. Raises `EngineFault` alone."""
+        with self._followers.asked(AdvanceJob(job=job, micro_steps=micro_steps)) as answers:
+            own = self._local.attempt(job, micro_steps)
+            others = [Outcome(answer.value, answer.code, answer.message) for answer in answers.settle()]
+        verdict = judge([own, *others])
+        if verdict.retry:
+            self._followers.send(RetryJob(job))
+            if notes := self._local.retry(job):
+                return notes
+        if verdict.code:
+            return [JobFailed(id=job, code=verdict.code, message=verdict.message)]
+        return [] if own.metrics is None else [JobProgress(id=job, metrics=own.metrics)]
 
     def checkpoint(self, job: str) -> Callable[[], JobCheckpoint] | None:
         """See `Trainer.checkpoint`. Raises `EngineFault` alone."""
@@ -154,14 +161,3 @@ def gathered(job: str) -> Iterator[None]:
         raise EngineFault(
             f"the state of job {job} could not be gathered on rank 0, and other ranks may wait for it"
         ) from error
-
-
-def check_together(messages: list[FromEngine]) -> None:
-    """Of a slice on one rank: raises `EngineFault` if other ranks may not have come to the same end. A loss that is not finite is
-    the same on all; where memory ran out, this rank alone would begin the step again, or stop."""
-    for message in messages:
-        match message:
-            case JobFailed(code=NonFiniteLoss.code):
-                pass
-            case JobFailed(id=id, message=text) | JobNote(id=id, message=text):
-                raise EngineFault(f"job {id}: {text}")

@@ -1,0 +1,75 @@
+"""Slices that several ranks run together: what came of one on each rank, and what that means for the job."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from coserve.errors import JobOutOfMemory
+from coserve.types import StepMetrics
+
+PEER_FAILED = "peer_failed"
+"""Code of an outcome: the slice was left because another rank failed."""
+
+
+class SliceGuard(Protocol):
+    """Keeps ranks together within a slice: see `parallel.lockstep.Lockstep`."""
+
+    def begin(self, device: torch.device) -> None: ...
+    def check(self) -> None: ...
+    def end(self) -> None: ...
+    def leave(self) -> None: ...
+    def drain(self) -> None: ...
+
+
+class NoPeers:
+    """`SliceGuard` of a process whose slices have no collectives."""
+
+    def begin(self, device: torch.device) -> None:
+        pass
+
+    def check(self) -> None:
+        pass
+
+    end = leave = drain = check
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What came of a slice on one rank."""
+
+    position: int
+    """A digest of how far the job is: equal on ranks that can go on together (`TrainingLoop.position`)."""
+    code: str = ""
+    """Of the error; empty: none."""
+    message: str = ""
+    metrics: StepMetrics | None = None
+    """Of an optimizer step that is now done."""
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What a slice's outcomes mean. Without a `code` the job goes on."""
+
+    code: str = ""
+    message: str = ""
+    retry: bool = False
+    """All ranks may begin the optimizer step again with less memory (`Trainer.retry`)."""
+
+
+def judge(outcomes: Sequence[Outcome]) -> Verdict:
+    """`outcomes`: by rank.
+
+    The job may try again if all errors are lack of memory and no rank is further than the others: one that has updated its weights
+    cannot go back.
+    """
+    own = [outcome for outcome in outcomes if outcome.code not in ("", PEER_FAILED)]
+    if not own:
+        assert not any(outcome.code for outcome in outcomes), "expected the error that other ranks have seen"
+        return Verdict()
+    together = len({outcome.position for outcome in outcomes}) == 1
+    memory = all(outcome.code == JobOutOfMemory.code for outcome in own)
+    return Verdict(own[0].code, own[0].message, retry=memory and together)

@@ -1,0 +1,124 @@
+"""An error of one rank in a slice of a job: all ranks leave the slice, and go on together."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from coserve.cancellation import Cancellation
+from coserve.errors import JobOutOfMemory
+from coserve.finetune import loop
+from coserve.finetune.optimizer import AdapterOptimizer
+from coserve.finetune.outcome import Outcome, Verdict, judge
+from coserve.model.layers import LayerCut
+from coserve.parallel.lockstep import Lockstep
+from coserve.parallel.mesh import Mesh
+from coserve.ranks import board_bytes
+from tests.support.finetuning import Bench, job_spec, random_corpus
+from tests.support.memory_faults import Point, out_of_memory_at
+from tests.support.ranks import Ranks
+from tests.support.sharded import load, save_base
+
+POINTS: dict[str, tuple[Point, ...]] = {
+    "anywhere": ((loop, "pack_rows"), (LayerCut, "layer"), (LayerCut, "head"), (torch.autograd, "grad")),
+    "update": ((AdapterOptimizer, "update"),),
+    "none": (),
+}
+SIZE = 2
+
+
+class Trained(NamedTuple):
+    losses: list[float]
+    verdicts: list[Verdict]
+    calls: int
+    """Of the points, on the rank that fails."""
+    together: bool
+    """Whether a collective after it all gives every rank the same."""
+
+
+@pytest.fixture(scope="module")
+def ranks() -> Iterator[Ranks]:
+    with Ranks(SIZE) as found:
+        yield found
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return save_base(tmp_path_factory.mktemp("base"))
+
+
+def _train(mesh: Mesh, base: str, root: str, board: str, points: str, fails: tuple[int, ...], at: int) -> Trained:
+    """Slices of a job as `RankedTrainer` and followers run them; what the points of rank 1 raise at calls `fails`."""
+    with Path(board).open("r+b") as file:
+        bench = Bench(load(base, mesh), Path(root), guard=Lockstep(mesh, file.fileno()))
+    corpus = random_corpus(lengths=(9, 5, 12, 3, 7, 8, 6, 11))
+    spec = job_spec(corpus, steps=3, validation_split=0.3, eval_steps=2, bd_blocks=2)
+    trainer = bench.trainer
+    trainer.load(spec, Cancellation())()
+    losses, verdicts = list[float](), list[Verdict]()
+    with out_of_memory_at(POINTS[points] if mesh.rank == at else (), lambda call: call in fails) as faults:
+        while not trainer.finished(spec.id):
+            own = trainer.attempt(spec.id, 2)
+            everyone: list[Outcome] = [own] * SIZE
+            dist.all_gather_object(everyone, own)
+            verdict = judge(everyone)
+            if verdict.code:
+                verdicts.append(verdict)
+            if verdict.retry and trainer.retry(spec.id):
+                continue
+            if verdict.code:
+                break
+            losses += [] if own.metrics is None else [own.metrics.loss]
+    trainer.drop(spec.id)
+    same = mesh.all_reduce(torch.ones(3)).tolist() == [float(SIZE)] * 3
+    return Trained(losses, verdicts, faults.calls, same)
+
+
+def train(ranks: Ranks, base: str, root: Path, points: str, *fails: int, at: int = 1) -> Trained:
+    """On both ranks, which come to the same end."""
+    corpus = random_corpus(lengths=(9, 5, 12, 3, 7, 8, 6, 11))
+    bench = Bench(load(base), root)
+    bench.place(corpus, job_spec(corpus))
+    board = root / "board"
+    board.write_bytes(b"")
+    os.truncate(board, board_bytes(SIZE))
+    found = ranks.run(_train, base, str(root), str(board), points, fails, at)
+    assert [one.losses for one in found] == [found[0].losses] * SIZE
+    assert [one.verdicts for one in found] == [found[0].verdicts] * SIZE
+    assert all(one.together for one in found)
+    result: Trained = found[at]
+    return result
+
+
+def test_memory_that_runs_out_on_one_rank_anywhere_changes_nothing_but_rounding(
+    ranks: Ranks, base: str, tmp_path: Path
+) -> None:
+    (tmp_path / "clean").mkdir()
+    expected = train(ranks, base, tmp_path / "clean", "anywhere")
+    assert not expected.verdicts
+    for number, call in enumerate({0, 1, 2, 3, 4, *range(5, expected.calls, max(1, expected.calls // 12))}):
+        root = tmp_path / str(number)
+        root.mkdir()
+        found = train(ranks, base, root, "anywhere", call, at=number % SIZE)
+        assert [(one.code, one.retry) for one in found.verdicts] == [(JobOutOfMemory.code, True)], call
+        assert found.losses == pytest.approx(expected.losses, rel=1e-4), call
+
+
+def test_a_job_that_never_fits_on_one_rank_ends_alone(ranks: Ranks, base: str, tmp_path: Path) -> None:
+    found = train(ranks, base, tmp_path, "anywhere", *range(1000))
+    assert found.losses == []
+    assert len(found.verdicts) > 1
+    assert found.verdicts[-1].code == JobOutOfMemory.code
+
+
+def test_an_update_that_fails_on_one_rank_ends_the_job(ranks: Ranks, base: str, tmp_path: Path) -> None:
+    """The other rank has changed its weights."""
+    found = train(ranks, base, tmp_path, "update", 1)
+    assert len(found.losses) == 1
+    assert [(one.code, one.retry) for one in found.verdicts] == [(JobOutOfMemory.code, False)]
