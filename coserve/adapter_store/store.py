@@ -142,7 +142,11 @@ class AdapterStore:
         if entry is not None and entry.deleted:
             raise AdapterNotFound(f"adapter {ref} was deleted", field="adapter")
         if entry is None or (entry.host is None and not entry.reading):
-            weights = self._read_files(ref, None if entry is None else entry.digests)
+            try:
+                weights = self._read_files(ref, None if entry is None else entry.digests)
+            except Exception:
+                self._mirror.dropped(ref)
+                raise
             entry = self._entry(ref)
             self._keep(entry, weights)
         copy = entry.host if entry.gpu is None else entry.gpu.weights
@@ -258,6 +262,8 @@ class AdapterStore:
         except Exception as error:  # noqa: BLE001 - whatever it is, it ends the requests for this adapter alone
             entry.failure = error
             self._requests.fail(entry, error)
+            if entry.host is None:  # the mirror may have read it
+                self._mirror.dropped(entry.ref)
         finally:
             entry.reading = False
             self._discard_if_unused(entry)

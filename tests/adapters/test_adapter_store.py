@@ -12,6 +12,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from coserve.adapter_store.entry import State
 from coserve.adapter_store.host import HostBudget
+from coserve.adapter_store.mirror import NoMirror
 from coserve.adapter_store.store import AdapterStore
 from coserve.errors import AdapterBusy, AdapterNotFound
 from coserve.kernels.lora.types import LoraPair
@@ -59,6 +60,37 @@ def test_held_adapters_stay_beyond_the_capacity_until_released() -> None:
     for ref in (*REFS[:3], *REFS[:3]):
         store.release(ref)
     assert len(store.resident()) == 1
+
+
+class Mirror(NoMirror):
+    """Remembers which adapters lost their host copies."""
+
+    def __init__(self) -> None:
+        self.gone = list[AdapterRef]()
+
+    def dropped(self, ref: AdapterRef) -> None:
+        self.gone.append(ref)
+
+
+@pytest.mark.parametrize("waits", [False, True])
+async def test_a_copy_that_was_read_elsewhere_goes_when_the_read_fails_here(waits: bool) -> None:
+    """On another rank for instance, whose memory did not run out."""
+    mirror = Mirror()
+
+    def fails(ref: AdapterRef, digests: AdapterDigests | None) -> LoraWeights:
+        raise MemoryError
+
+    store = AdapterStore(fails, HostBudget(2), mirror=mirror)
+    if waits:
+        changed = asyncio.Event()
+        store.notify(changed.set)
+        assert not store.ready(queued("r", REFS[0]))
+        await changed.wait()
+        assert [type(error) for _, error in store.failed()] == [MemoryError]
+    else:
+        with pytest.raises(MemoryError):
+            store.acquire(REFS[0])
+    assert set(mirror.gone) == {REFS[0]}
 
 
 def test_a_published_adapter_is_never_read() -> None:

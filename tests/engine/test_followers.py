@@ -178,8 +178,9 @@ def test_a_job_is_at_the_same_step_with_the_same_weights(tmp_path: Path) -> None
         read.append(ref)
         return adapter(bench.base, 0, 1)
 
-    rank = Rank(eager)
-    following = Following(lambda _: FollowerParts(rank.kv, rank.executor, theirs.trainer, reads))
+    rank, begun = Rank(eager), set[str]()
+    start_thread = lambda: begun.add(threading.current_thread().name.split("_")[0])
+    following = Following(lambda _: FollowerParts(rank.kv, rank.executor, theirs.trainer, reads), start_thread)
     with suppress(EngineFault), following:
         local = bench.trainer
         ranked = RankedTrainer(local, following.followers, bench.folder)
@@ -217,6 +218,7 @@ def test_a_job_is_at_the_same_step_with_the_same_weights(tmp_path: Path) -> None
             following.catch_up()
     assert isinstance(following.error, EngineFault)
     assert "resumes from step 2 on rank 0, from step 0 here" in str(following.error)
+    assert begun == {"adapters", "jobs"}, "each thread has a current device of its own"
 
 
 @pytest.mark.parametrize(

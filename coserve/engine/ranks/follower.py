@@ -73,13 +73,15 @@ class Follower:
         measure_pool: Callable[[], int],
         build: Callable[[int], FollowerParts],
         jobs: int,
+        start_thread: Callable[[], None] = lambda: None,
     ) -> None:
         """`measure_pool`: tokens that the page pool could hold; `build`: makes the parts, with a pool of so many tokens. `jobs`: most
-        that are loaded at once."""
+        that are loaded at once. `start_thread` is called first on each thread that reads adapters or loads jobs."""
         self._commands, self._measure_pool, self._build = commands, measure_pool, build
         self._progress = progress
         self._built: FollowerParts | None = None
-        self._readers, self._threads = ThreadPoolExecutor(READERS, "adapters"), ThreadPoolExecutor(2 * jobs, "jobs")
+        self._readers = ThreadPoolExecutor(READERS, "adapters", start_thread)
+        self._threads = ThreadPoolExecutor(2 * jobs, "jobs", start_thread)
         self._host = dict[AdapterRef, LoraWeights]()
         """Adapters' host copies."""
         self._in_pages = dict[AdapterRef, LoraWeights]()

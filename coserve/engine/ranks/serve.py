@@ -121,7 +121,14 @@ def _make_follower(base: Base, config: Config, rank: OwnRank) -> Follower:
         measure_pool=lambda: parts.pool_size().tokens,
         build=build,
         jobs=config.max_active_jobs,
+        start_thread=partial(_use, base.device),
     )
+
+
+def _use(device: torch.device) -> None:
+    """CUDA's current device is each thread's own, and the first GPU at first: that of rank 0."""
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
 
 
 async def told(work: Coroutine[None, None, None], monitor: Monitor) -> None:
