@@ -11,19 +11,14 @@ import json
 import math
 import os
 import re
-import tomllib
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, get_args, get_type_hints
+from typing import get_args, get_type_hints
 
 from coserve.errors import ConfigError
 from coserve.hints import NEAR
-
-
-def option(default: object, help: str, *, choices: tuple[str, ...] = ()) -> Any:  # noqa: ANN401 - typed as dataclasses.field is
-    return field(default=default, metadata={"help": help, "choices": choices})
-
+from coserve.options import grouped, option, parse_setting, read_settings, setting_path
 
 SECTIONS = {
     "model": "Model, data and network",
@@ -203,12 +198,7 @@ class Config:
 
 def sections() -> dict[str, list[str]]:
     """Titles of the sections, with the names of their settings."""
-    found: dict[str, list[str]] = {}
-    title = ""
-    for f in dataclasses.fields(Config):
-        title = SECTIONS.get(f.name, title)
-        found.setdefault(title, []).append(f.name)
-    return found
+    return grouped(Config, SECTIONS)
 
 
 def _check_secret(name: str, secret: str) -> None:
@@ -217,32 +207,6 @@ def _check_secret(name: str, secret: str) -> None:
         raise ConfigError(f"{name}: expected at least {MIN_SECRET} characters, got {len(secret)}")
     if not (secret.isascii() and secret.isprintable() and " " not in secret):
         raise ConfigError(f"{name}: expected printable ASCII characters without blanks")
-
-
-def _parse(name: str, text: str) -> object:
-    """A setting from the text of an environment variable. Raises `ConfigError`; a secret's value is not repeated."""
-    hint = get_type_hints(Config)[name]
-    kinds = [kind for kind in (get_args(hint) or (hint,)) if kind not in (type(None), Ellipsis)]
-    kind = kinds[0]
-    if hint == tuple[str, ...]:
-        return tuple(part.strip() for part in text.split(",")) if text.strip() else ()
-    if kind is Path:
-        return setting_path(text, name)
-    if kind is bool:
-        if text.lower() not in ("0", "1", "true", "false"):
-            raise ConfigError(f"{name}: expected true or false, got {text!r}")
-        return text.lower() in ("1", "true")
-    try:
-        return kind(text)
-    except ValueError as error:
-        raise ConfigError(f"{name}: expected {kind.__name__}, got {text!r}") from error
-
-
-def setting_path(text: str, name: str = "path") -> Path:
-    """Raises `ConfigError` for an empty text, which `Path` would take for the current folder."""
-    if not text.strip():
-        raise ConfigError(f"{name}: expected a path, got {text!r}")
-    return Path(text)
 
 
 def load_config(given: Mapping[str, object], environ: Mapping[str, str] = os.environ) -> Config:
@@ -254,12 +218,12 @@ def load_config(given: Mapping[str, object], environ: Mapping[str, str] = os.env
     settings: dict[str, object] = {}
     path = given.get("config", environ.get("COSERVE_CONFIG"))
     if path is not None:
-        settings |= _read_file(setting_path(str(path), "config"), names)
+        settings |= read_settings(Config, setting_path(str(path), "config"))
     for name in names:
         text = environ.get(f"COSERVE_{name.upper()}")
         # Kubernetes injects COSERVE_PORT=tcp://... for a Service called coserve.
         if text is not None and not (name == "port" and text.startswith("tcp://")):
-            settings[name] = _parse(name, text)
+            settings[name] = parse_setting(Config, name, text)
     settings |= given
     return Config(**settings)  # type: ignore[arg-type]  # names and types were checked above
 
@@ -287,41 +251,12 @@ def setting_sources(given: Mapping[str, object], environ: Mapping[str, str] = os
     sources = dict.fromkeys(names, "default")
     path = given.get("config", environ.get("COSERVE_CONFIG"))
     if path is not None:
-        sources |= dict.fromkeys(_read_file(setting_path(str(path), "config"), names), str(path))
+        sources |= dict.fromkeys(read_settings(Config, setting_path(str(path), "config")), str(path))
     for name in names:
         variable = f"COSERVE_{name.upper()}"
         if variable in environ and not (name == "port" and environ[variable].startswith("tcp://")):
             sources[name] = variable
     return sources | dict.fromkeys(given, "command line")
-
-
-def _read_file(path: Path, names: set[str]) -> dict[str, object]:
-    try:
-        content = tomllib.loads(path.read_text())
-    except (OSError, ValueError) as error:  # not TOML, or not UTF-8
-        raise ConfigError(f"config: cannot read {path}: {error}") from error
-    settings: dict[str, object] = {}
-    for key, value in content.items():
-        name = key.replace("-", "_")
-        if name not in names:
-            raise ConfigError(f"config: unknown setting {key!r} in {path}")
-        settings[name] = _parse(name, _setting_text(name, value))
-    return settings
-
-
-def _setting_text(name: str, value: object) -> str:
-    """A value of the file as the text that the environment would hold. Raises `ConfigError` for another type."""
-    hint = get_type_hints(Config)[name]
-    if isinstance(value, list) and hint == tuple[str, ...] and all(isinstance(part, str) for part in value):
-        if any(not part.strip() for part in value):
-            raise ConfigError(f"{name}: expected no empty names")
-        return ",".join(value)
-    if isinstance(value, bool) == (hint is bool) and isinstance(value, bool | int | float | str):
-        return str(value)
-    if isinstance(value, str):
-        return value
-    expected = "a list of texts" if hint == tuple[str, ...] else getattr(hint, "__name__", str(hint))
-    raise ConfigError(f"{name}: expected {expected}, got {type(value).__name__}")
 
 
 def config_to_json(config: Config) -> bytes:

@@ -18,7 +18,7 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 
 LAYERS = (
     {"types", "names", "limits", "errors", "hints", "cancellation", "processes", "garbage", "ranks"},
-    {"logprobs", "validation"},
+    {"logprobs", "validation", "options"},
     {"link", "config", "health", "schemas", "pretrained", "kernels"},
     {"parallel"},
     {"client", "logs", "stream_link", "model", "queues", "memory"},

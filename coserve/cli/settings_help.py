@@ -1,17 +1,19 @@
-"""The help of `serve` and `warm`: settings by section, with types, choices and defaults, in any width."""
+"""The help of `serve`, `warm` and `bench`: settings by section, with types, choices and defaults, in any width."""
 
 from __future__ import annotations
 
 import dataclasses
 import shutil
 import textwrap
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator, Mapping, Sequence
+from enum import Enum
 from pathlib import Path
-from typing import Any, get_args, get_type_hints
+from typing import Any, get_type_hints
 
 from typer.core import TyperCommand
 
 from coserve.config import Config, sections
+from coserve.options import item_type, plain_type
 
 WIDEST = 100
 """Columns beyond which lines of text are hard to read."""
@@ -25,9 +27,14 @@ def option_line(field: dataclasses.Field[Any], hint: Any) -> str:  # noqa: ANN40
         return f"{flag} / --no-{flag[2:]}"
     if field.metadata["choices"]:
         return f"{flag} {'|'.join(field.metadata['choices'])}"
-    if hint == tuple[str, ...]:
+    kind = plain_type(hint)
+    item = item_type(kind)
+    if item is str:
         return f"{flag} TEXT (may be repeated)"
-    kind = next(kind for kind in (get_args(hint) or (hint,)) if kind is not type(None))
+    if item is not None:
+        return f"{flag} {_TYPES[item]}[,{_TYPES[item]}...]"
+    if issubclass(kind, Enum):
+        return f"{flag} {'|'.join(kind)}"
     return f"{flag} {_TYPES.get(kind, 'TEXT')}"
 
 
@@ -35,14 +42,18 @@ def default_text(field: dataclasses.Field[Any]) -> str:
     """The default as text; empty if there is no default or the help text names it."""
     if field.default is None or field.default == ():
         return ""
+    if isinstance(field.default, tuple):
+        return ",".join(f"{item:g}" if isinstance(item, float) else str(item) for item in field.default)
     return str(field.default).lower() if isinstance(field.default, bool) else str(field.default)
 
 
-def settings_help(width: int, shown: Collection[str]) -> Iterator[str]:
-    """Lines for the settings in `shown`."""
-    hints = get_type_hints(Config)
-    fields = {f.name: f for f in dataclasses.fields(Config)}
-    for title, section in sections().items():
+def settings_help(
+    width: int, shown: Sequence[str], settings: type[Any] = Config, groups: Mapping[str, list[str]] | None = None
+) -> Iterator[str]:
+    """Lines for the settings in `shown`, by section."""
+    hints = get_type_hints(settings)
+    fields = {f.name: f for f in dataclasses.fields(settings)}
+    for title, section in (sections() if groups is None else groups).items():
         names = [name for name in section if name in shown]
         if not names:
             continue

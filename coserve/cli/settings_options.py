@@ -1,4 +1,4 @@
-"""Commands whose options are settings of `config.Config`."""
+"""Commands whose options are the settings of a dataclass (`coserve.options`)."""
 
 from __future__ import annotations
 
@@ -11,49 +11,67 @@ from typing import Any, get_args, get_type_hints
 
 import typer
 
-from coserve.config import Config, setting_path
+from coserve.config import Config
+from coserve.options import item_type, parse_setting, plain_type, setting_path
 
 POSITIONAL = "positional"
 
 
 def settings_command(
-    run: Callable[[dict[str, object]], None], names: Collection[str] | None = None, *, argument: str | None = None
+    run: Callable[..., None],
+    names: Collection[str] | None = None,
+    *,
+    argument: str | None = None,
+    settings: type[Any] = Config,
 ) -> Callable[..., None]:
-    """A command with one option for each setting of `names` (None: all); `run` gets the settings that were given.
+    """A command with one option for each setting of `names` (None: all) and for each keyword-only parameter of `run`.
 
-    `argument`: the one setting that may be given without its option's name, too.
+    `run` gets the settings that were given, and its own parameters. `argument`: the one setting that may be given without
+    its option's name, too.
     """
-    hints = get_type_hints(Config)
+    hints = get_type_hints(settings)
+    own = [p for p in inspect.signature(run, eval_str=True).parameters.values() if p.kind is p.KEYWORD_ONLY]
 
     def command(**given: object) -> None:
+        others = {p.name: given.pop(p.name) for p in own}
         positional = given.pop(POSITIONAL, None)
         if argument is not None and positional is not None:
             if given[argument] not in (None, positional):
                 raise typer.BadParameter(f"expected one {argument}, got {positional!r} and {given[argument]!r}")
             given[argument] = positional
-        settings = {name: value for name, value in given.items() if value is not None}
-        for name, value in settings.items():
-            if isinstance(value, list):
-                settings[name] = tuple(value)
-        run({name: value for name, value in settings.items() if value != ()})
+        found = {name: _value(settings, name, hints[name], value) for name, value in given.items() if value is not None}
+        run({name: value for name, value in found.items() if value != ()}, **others)
 
     parameters = []
     if argument is not None:
         default = typer.Argument(None, metavar=argument.upper(), show_default=False)
         keyword = inspect.Parameter.KEYWORD_ONLY
         parameters.append(inspect.Parameter(POSITIONAL, keyword, default=default, annotation=str | None))
-    for f in dataclasses.fields(Config):
+    for f in dataclasses.fields(settings):
         if not (names is None or f.name in names or f.name == argument):
             continue
         default = _option(f.name, hints[f.name])
-        annotation: Any = (list[str] if hints[f.name] == tuple[str, ...] else hints[f.name]) | None
         parameters.append(
-            inspect.Parameter(f.name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
+            inspect.Parameter(
+                f.name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=_annotation(hints[f.name])
+            )
         )
-    command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
-    command.__annotations__ = {p.name: p.annotation for p in parameters}
+    command.__signature__ = inspect.Signature([*parameters, *own])  # type: ignore[attr-defined]
+    command.__annotations__ = {p.name: p.annotation for p in [*parameters, *own]}
     command.__doc__ = run.__doc__
     return command
+
+
+def _annotation(hint: Any) -> Any:  # noqa: ANN401 - a type or a union of types
+    item = item_type(plain_type(hint))
+    return (list[str] if item is str else hint if item is None else str) | None
+
+
+def _value(settings: type[Any], name: str, hint: object, value: object) -> object:
+    """What typer read, as the setting's type."""
+    if isinstance(value, list):
+        return tuple(value)
+    return parse_setting(settings, name, str(value)) if item_type(plain_type(hint)) is not None else value
 
 
 def _option(name: str, kind: Any) -> Any:  # noqa: ANN401 - a type or a union of types; what typer makes of it
