@@ -25,11 +25,14 @@ from coserve.client import AsyncClient, AsyncJobHandle
 from coserve.errors import StartupError
 from coserve.schemas import JobEvent
 from coserve.types import LoraSettings, Schedule, TrainingSettings
-from coserve.workloads.metrics import Limits, Summary, summarise
+from coserve.workloads.bundled import bundled_prompts
+from coserve.workloads.metrics import Limits
 from coserve.workloads.replay import JobSample, ReplayResult, Sample, replay
 from coserve.workloads.report import latency_table, totals_table, write_report
-from coserve.workloads.scenario import FinetuneArrival, PromptArrival, Scenario, Trace, bundled_prompts
+from coserve.workloads.scenario import Scenario
+from coserve.workloads.summary import Summary, summarise
 from coserve.workloads.target import DaemonTarget
+from coserve.workloads.trace import FinetuneArrival, PromptArrival, Trace
 
 RANKS = {"pirate": 8, "recipes": 16}
 PROMPT = "Today we"
@@ -39,7 +42,6 @@ TRAINING = TrainingSettings(
 REQUESTS_PER_SECOND = 1.5
 SECONDS = 50.0
 LIMITS = Limits(ttft=2.0, tpot=0.2)
-SLOS = (10.0, 60.0)
 
 
 def _refusal(log: Path) -> StartupError:
@@ -73,7 +75,7 @@ def _rows(name: str) -> tuple[dict[str, Any], ...]:
 
 def _trace() -> Trace:
     """Both jobs at the start, and requests at a constant rate."""
-    scenario = Scenario(duration=SECONDS, adapters=len(RANKS), training=TRAINING)
+    scenario = Scenario(duration=SECONDS, adapters=len(RANKS), slo_ttft=LIMITS.ttft, slo_tpot=LIMITS.tpot)
     jobs = [FinetuneArrival(at=0.0, index=i, adapter=name, rows=_rows(name)) for i, name in enumerate(RANKS)]
     prompts = bundled_prompts()
     requests = [
@@ -184,7 +186,7 @@ async def demo(report: Path) -> None:
         console.print("starting a daemon on the bundled base ...")
         async with _daemon(Path(folder), report / "daemon.log") as url, AsyncClient(url) as client:
             run = await _show(client, console)
-    summary = summarise(run, slos=SLOS, limits=LIMITS)
+    summary = summarise(run)
     _report(console, run, summary, report)
     if summary.errors or summary.job_errors or summary.jobs_succeeded != len(RANKS):
         raise StartupError(f"the demo went wrong: {summary.errors or summary.job_errors}")

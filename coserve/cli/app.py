@@ -9,7 +9,7 @@ import typer
 
 from coserve import __version__
 from coserve.cli.adapters import adapters_app
-from coserve.cli.bench import bench
+from coserve.cli.bench import BenchCommand, bench
 from coserve.cli.demo import demo
 from coserve.cli.failures import run_safely
 from coserve.cli.generate import generate
@@ -47,7 +47,7 @@ app.command("serve", cls=SettingsCommand)(serve)
 app.command("warm", cls=SettingsCommand)(warm)
 app.command("generate")(generate)
 app.command("finetune")(finetune)
-app.command("bench")(bench)
+app.command("bench", cls=BenchCommand)(bench)
 app.command("demo")(demo)
 app.command("config")(show_config)
 

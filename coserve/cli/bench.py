@@ -1,9 +1,8 @@
-"""`coserve bench`."""
+"""`coserve bench`: one option per setting of `workloads.scenario.Scenario`, and those of the run itself."""
 
 from __future__ import annotations
 
 import asyncio
-import secrets
 import sys
 from pathlib import Path
 from typing import Annotated
@@ -11,97 +10,124 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from coserve.cli.bench_progress import BenchProgress, CountedTarget, shown
+from coserve.cli.bench_run import Route, Server, ServerKind, run_bench
 from coserve.cli.common import DEFAULT_URL, Key, Url
-from coserve.cli.status_lines import warming_line
-from coserve.client import AsyncClient
-from coserve.workloads.arrivals import Arrivals, Process
-from coserve.workloads.metrics import summarise
-from coserve.workloads.popularity import Popularity, Shape
-from coserve.workloads.replay import ReplayResult, Rest, replay
-from coserve.workloads.report import check_folder, latency_table, totals_table, write_report
-from coserve.workloads.scenario import (
-    Scenario,
-    Trace,
-    bundled_prompts,
-    bundled_rows,
-    load_trace,
-    make_trace,
-    save_trace,
-)
-from coserve.workloads.target import NO_RETRIES, DaemonTarget
+from coserve.cli.failures import FAILED
+from coserve.cli.settings_help import SettingsCommand
+from coserve.cli.settings_options import settings_command
+from coserve.workloads.conditions import Condition, parse_condition
+from coserve.workloads.opening import open_workload
+from coserve.workloads.replay import ReplayResult, Rest
+from coserve.workloads.report import adapter_table, check_folder, latency_table, totals_table, write_report
+from coserve.workloads.scenario import Scenario, given_settings, sections
+from coserve.workloads.summary import Summary, summarise
+from coserve.workloads.trace import save_trace
 
 
-def bench(
-    duration: Annotated[float, typer.Option(help="seconds in which requests arrive")] = 60.0,
-    rate: Annotated[float, typer.Option(help="requests a second")] = 10.0,
-    process: Annotated[Process, typer.Option(help="how requests arrive")] = Process.CONSTANT,
-    finetune_period: Annotated[float, typer.Option(help="seconds between bursts of fine-tuning rows")] = 20.0,
-    finetune_rows: Annotated[int, typer.Option(help="most rows of a burst; 0: no fine-tuning")] = 512,
-    adapters: Annotated[int, typer.Option(help="adapters that requests and rows are spread over")] = 32,
-    rank: Annotated[int, typer.Option(help="rank of the adapters")] = 32,
-    popularity: Annotated[Shape, typer.Option(help="how often each adapter is asked for")] = Shape.UNIFORM,
-    max_tokens: Annotated[int, typer.Option(help="most new tokens of a request")] = 64,
-    seed: Annotated[int, typer.Option(help="the same seed gives the same workload")] = 0,
-    trace: Annotated[Path | None, typer.Option(help="replay this trace instead of making one")] = None,
-    save: Annotated[Path | None, typer.Option(help="save the trace here")] = None,
-    rest: Annotated[Rest, typer.Option(help="what becomes of unfinished jobs at the end")] = Rest.CANCEL,
-    report: Annotated[Path, typer.Option(help="folder for report.json and report.png")] = Path("bench-report"),
+def _bench(
+    given: dict[str, object],
+    *,
+    workload: Annotated[
+        Path | None, typer.Option(metavar="PATH", help="TOML file with settings of the workload")
+    ] = None,
+    save: Annotated[Path | None, typer.Option(metavar="PATH", help="save the workload as a trace file")] = None,
+    run: Annotated[bool, typer.Option(help="send the workload; --no-run: only save it")] = True,
+    server: Annotated[
+        ServerKind,
+        typer.Option(metavar="coserve|openai", help="coserve, or any server with /v1/completions, which gets no jobs"),
+    ] = (ServerKind.COSERVE),
+    route: Annotated[
+        Route,
+        typer.Option(
+            metavar="generate|completions", help="on coserve, where prompts are sent: /generate or /v1/completions"
+        ),
+    ] = (Route.GENERATE),
+    model: Annotated[
+        str | None, typer.Option(help="name of the base on an OpenAI-style server; default: its first model")
+    ] = None,
+    prefix: Annotated[
+        str | None,
+        typer.Option(
+            help="put before the adapters' names; default: a random one on coserve, '' elsewhere. With '' a run uses the adapters that "
+            "there are"
+        ),
+    ] = None,
+    rest: Annotated[
+        Rest, typer.Option(metavar="drain|cancel|leave", help="what becomes of unfinished jobs at the end")
+    ] = Rest.CANCEL,
+    peak: Annotated[
+        float | None, typer.Option(metavar="NUMBER", help="fine-tuning tokens/s alone; default: as measured in --lead")
+    ] = None,
+    metrics_interval: Annotated[
+        float,
+        typer.Option(
+            min=0, metavar="NUMBER", help="seconds between two looks at /metrics for queue and memory; 0: none"
+        ),
+    ] = 1.0,
+    fail_under: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="CONDITION",
+            help="exit with status 1 unless this holds, such as 'slo>=0.99' or 'ttft_p99<=250ms'; may be repeated",
+        ),
+    ] = None,
+    report: Annotated[
+        Path, typer.Option(metavar="PATH", help="folder for report.json, report.png and report.html")
+    ] = Path("bench-report"),
     url: Url = DEFAULT_URL,
     key: Key = None,
 ) -> None:
-    """Run the ETS paper's synthetic workload (its table 5.1 by default) against a running daemon and report.
-
-    It creates adapters with unique names and deletes them at the end, also after Ctrl-C.
+    """Send a workload to a running server, each request at its time, and report. By default it is the ETS paper's synthetic workload
+    (its table 5.1) and the server is coserve, where the run creates adapters with unique names and deletes them at the end, also after
+    Ctrl-C. Settings of the workload also come from the TOML file of --workload and from --preset.
     """
-    check_folder(report)
-    scenario = Scenario(
-        seed=seed,
-        duration=duration,
-        arrivals=Arrivals(process=process, rate=rate),
-        finetune_period=finetune_period,
-        finetune_rows=finetune_rows,
-        adapters=adapters,
-        rank=rank,
-        popularity=Popularity(shape=popularity),
-        min_new_tokens=min(16, max_tokens),
-        max_new_tokens=max_tokens,
-    )
-    made = make_trace(scenario, bundled_prompts(), bundled_rows()) if trace is None else load_trace(trace)
+    conditions = [parse_condition(text) for text in fail_under or ()]
+    trace = open_workload(given_settings(given, workload))
+    if run:
+        check_folder(report)
     if save is not None:
-        save_trace(made, save)
-    run = asyncio.run(run_bench(made, rest, url, key))
-    _print_report(report, run)
+        save_trace(trace, save)
+    if not run:
+        return
+    where = Server(
+        url=url,
+        key=key or None,
+        kind=server,
+        route=route,
+        model=model,
+        prefix=prefix,
+        metrics_interval=metrics_interval,
+    )
+    result = asyncio.run(run_bench(trace, rest, where))
+    summary = summarise(result, peak=peak)
+    _print_report(report, result, summary, server)
+    if not _all_hold(conditions, summary):
+        raise typer.Exit(FAILED)
 
 
-async def run_bench(trace: Trace, rest: Rest, url: str, key: str | None) -> ReplayResult:
-    """Replay a trace on the daemon at `url`; its adapters are deleted at the end, unless `rest` leaves everything."""
-    progress = BenchProgress(trace)
-    async with AsyncClient(url, api_key=key or None, retry=NO_RETRIES) as client:
-        target = CountedTarget(client, trace.scenario, prefix=f"bench-{secrets.token_hex(4)}-")
-        target.progress = progress
-        health = await client.health()  # fails before anything is created if no daemon answers
-        if health.warming is not None:
-            print(f"the daemon is {warming_line(health.warming)}: some requests are slower until then", file=sys.stderr)
-        try:
-            async with shown(progress):
-                await target.prepare()
-                progress.begin()
-                return await replay(trace, target, rest=rest, observe=progress.observe)
-        finally:
-            if rest is not Rest.LEAVE:
-                await _clean_up(target)
-
-
-async def _clean_up(target: DaemonTarget) -> None:
-    print("deleting the adapters of this run", file=sys.stderr)
-    kept = await target.clean_up()
-    if kept:
-        print(f"could not delete {', '.join(kept)}: coserve adapters delete NAME", file=sys.stderr)
-
-
-def _print_report(folder: Path, run: ReplayResult) -> None:
-    console, summary = Console(), summarise(run)
+def _print_report(folder: Path, run: ReplayResult, summary: Summary, server: str) -> None:
+    console = Console()
     console.print(latency_table(summary))
     console.print(totals_table(summary))
-    print("saved:", *write_report(folder, run, summary))
+    if len(summary.adapters) > 1:
+        console.print(adapter_table(summary))
+    print("saved:", *write_report(folder, run, summary, server))
+
+
+def _all_hold(conditions: list[Condition], summary: Summary) -> bool:
+    """Print what each condition came to, on standard error."""
+    for condition in conditions:
+        value = condition.value(summary)
+        found = "not measured" if value is None else f"{value:.6g}"
+        print(f"{condition.text}: {found}, {'met' if condition.holds(summary) else 'NOT met'}", file=sys.stderr)
+    return all(condition.holds(summary) for condition in conditions)
+
+
+class BenchCommand(SettingsCommand):
+    """The help of `coserve bench`."""
+
+    settings = Scenario
+    groups = staticmethod(sections)
+
+
+bench = settings_command(_bench, settings=Scenario)

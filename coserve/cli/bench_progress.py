@@ -3,29 +3,36 @@
 from __future__ import annotations
 
 import asyncio
+import statistics
 import time
+from collections import deque
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 
 from rich.console import Console
 
-from coserve.schemas import JobEvent
-from coserve.workloads.replay import JobSample, Sample
-from coserve.workloads.scenario import PromptArrival, Trace
-from coserve.workloads.target import DaemonTarget
+from coserve.workloads.metrics import Limits, attains, ttft
+from coserve.workloads.replay import JobSample, JobUpdate, Sample, Target, Usage
+from coserve.workloads.report import duration_text
+from coserve.workloads.scenario import Scenario
+from coserve.workloads.trace import FinetuneArrival, PromptArrival
 
 REDRAW, REPEAT = 0.25, 5.0
 """Seconds between two lines on a terminal, and elsewhere."""
+RECENT = 50
+"""The latest answers and training steps, whose latency and speed are shown."""
 
 
 class BenchProgress:
-    """Counts a replay's requests and responses."""
+    """Counts a replay's requests and responses. `prompts`: requests of the whole workload."""
 
-    def __init__(self, trace: Trace, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, scenario: Scenario, prompts: int, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock, self._start = clock, 0.0
-        self._duration, self._prompts = trace.scenario.duration, len(trace.prompts)
-        self.sent = self.answered = self.failed = self.tokens = 0
+        self._end, self._prompts, self._limits = scenario.window[1], prompts, Limits.of(scenario)
+        self.sent = self.answered = self.failed = self.good = self.tokens = 0
         self.preparing = True
+        self._first: deque[float] = deque(maxlen=RECENT)
+        self._steps: deque[tuple[float, int]] = deque(maxlen=RECENT)
 
     def begin(self) -> None:
         """The first arrival is due now."""
@@ -35,32 +42,62 @@ class BenchProgress:
         if isinstance(sample, Sample):
             self.answered += sample.error is None
             self.failed += sample.error is not None
+            self.good += attains(sample, self._limits)
+            if sample.error is None and (first := ttft(sample)) is not None:
+                self._first.append(first)
+
+    def trained(self, tokens: int) -> None:
+        """An optimizer step was reported."""
+        self.tokens += tokens
+        self._steps.append((self._clock(), tokens))
 
     def line(self) -> str:
         if self.preparing:
             return "making the adapters of this run"
-        left = self._duration - (self._clock() - self._start)
-        time_left = f"{left:.0f} s left" if left > 0 else "waiting for the last ones"
+        left = self._end - (self._clock() - self._start)
         failed = f", {self.failed} failed" if self.failed else ""
-        return (
-            f"requests: {self.sent} of {self._prompts} sent, {self.answered} answered{failed}; "
-            f"fine-tuned {self.tokens:,} tokens; {time_left}"
-        )
+        parts = [f"requests: {self.sent} of {self._prompts} sent, {self.answered} answered{failed}{self._latest()}"]
+        if self.tokens:
+            parts.append(f"fine-tuned {self.tokens:,} tokens{self._speed()}")
+        parts.append(f"{left:.0f} s left" if left > 0 else "waiting for the last ones")
+        return "; ".join(parts)
+
+    def _latest(self) -> str:
+        if not self._first:
+            return ""
+        ended = self.answered + self.failed
+        within = f", {self.good / ended:.1%} in the limits" if self._limits != Limits() else ""
+        return f", TTFT lately {duration_text(statistics.median(self._first))}{within}"
+
+    def _speed(self) -> str:
+        seconds = self._steps[-1][0] - self._steps[0][0] if len(self._steps) > 2 else 0.0
+        if not seconds:
+            return ""
+        return f", lately {sum(tokens for _, tokens in list(self._steps)[1:]) / seconds:,.0f}/s"
 
 
-class CountedTarget(DaemonTarget):
+class CountedTarget:
     """A target that reports its requests and training tokens to a `BenchProgress`."""
 
-    progress: BenchProgress
+    def __init__(self, target: Target, progress: BenchProgress) -> None:
+        self._target, self._progress = target, progress
 
-    async def generate(self, arrival: PromptArrival) -> AsyncIterator[int]:
-        self.progress.sent += 1
-        async for tokens in super().generate(arrival):
-            yield tokens
+    async def generate(self, arrival: PromptArrival) -> AsyncIterator[int | Usage]:
+        self._progress.sent += 1
+        async for new in self._target.generate(arrival):
+            yield new
 
-    def seen(self, event: JobEvent) -> None:
-        if event.metrics is not None:
-            self.progress.tokens += event.metrics.tokens
+    async def submit(self, arrival: FinetuneArrival) -> str:
+        return await self._target.submit(arrival)
+
+    async def watch(self, job: str) -> AsyncIterator[JobUpdate]:
+        async for update in self._target.watch(job):
+            if update.tokens:
+                self._progress.trained(update.tokens)
+            yield update
+
+    async def cancel(self, job: str) -> None:
+        await self._target.cancel(job)
 
 
 @asynccontextmanager

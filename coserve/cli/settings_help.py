@@ -8,7 +8,7 @@ import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 from enum import Enum
 from pathlib import Path
-from typing import Any, get_type_hints
+from typing import Any, ClassVar, get_type_hints
 
 from typer.core import TyperCommand
 
@@ -48,12 +48,12 @@ def default_text(field: dataclasses.Field[Any]) -> str:
 
 
 def settings_help(
-    width: int, shown: Sequence[str], settings: type[Any] = Config, groups: Mapping[str, list[str]] | None = None
+    width: int, shown: Sequence[str], settings: type[Any], groups: Mapping[str, list[str]]
 ) -> Iterator[str]:
     """Lines for the settings in `shown`, by section."""
     hints = get_type_hints(settings)
     fields = {f.name: f for f in dataclasses.fields(settings)}
-    for title, section in (sections() if groups is None else groups).items():
+    for title, section in groups.items():
         names = [name for name in section if name in shown]
         if not names:
             continue
@@ -63,18 +63,37 @@ def settings_help(
             default = default_text(fields[name])
             yield f"  {option_line(fields[name], hints[name])}"
             text = fields[name].metadata["help"] + (f" [default: {default}]" if default else "")
-            yield from textwrap.wrap(
-                text, width, initial_indent=" " * 6, subsequent_indent=" " * 6, break_on_hyphens=False
-            )
+            yield from _wrapped(text, width)
+
+
+def other_options(width: int, options: Sequence[Any]) -> Iterator[str]:
+    """Lines for options that are no settings."""
+    if options:
+        yield from ("", "The run:")
+    for each in options:
+        kind = "" if each.is_flag else f" {each.metavar or 'TEXT'}"
+        yield f"  {' / '.join([*each.opts, *each.secondary_opts])}{kind}"
+        given = "" if each.default in (None, (), []) or each.is_flag else f" [default: {each.default}]"
+        yield from _wrapped(f"{each.help}{given}", width)
+
+
+def _wrapped(text: str, width: int) -> list[str]:
+    return textwrap.wrap(text, width, initial_indent=" " * 6, subsequent_indent=" " * 6, break_on_hyphens=False)
 
 
 class SettingsCommand(TyperCommand):
-    """A command whose options are the settings."""
+    """A command whose options are the settings of a dataclass, `Config` unless a subclass says otherwise, and others."""
+
+    settings: ClassVar[type[Any]] = Config
+    groups = staticmethod(sections)
 
     def format_help(self, ctx: Any, formatter: Any) -> None:  # noqa: ANN401 - click's own types, wherever typer keeps them
         width = min(WIDEST, shutil.get_terminal_size().columns)
         intro = textwrap.wrap(" ".join((self.help or "").split()), width)
-        options = [str(each.name) for each in self.params if each.param_type_name == "option"]
+        names = {f.name for f in dataclasses.fields(self.settings)}
+        options = [each for each in self.params if each.param_type_name == "option" and each.name != "help"]
+        shown = [str(each.name) for each in options if each.name in names]
         usage = " ".join([ctx.command_path, *self.collect_usage_pieces(ctx)])
-        lines = [f"Usage: {usage}", "", *intro, *settings_help(width, options), "", "  --help", ""]
-        print("\n".join(lines))
+        settings = settings_help(width, shown, self.settings, self.groups())
+        others = other_options(width, [each for each in options if each.name not in names])
+        print("\n".join([f"Usage: {usage}", "", *intro, *settings, *others, "", "  --help", ""]))

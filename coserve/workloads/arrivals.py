@@ -1,11 +1,15 @@
-"""Open-loop arrival processes, as pure generators of arrival times."""
+"""Open-loop arrival processes, as pure generators of arrival times.
+
+A renewal process of rate 1 gives the gaps (`Process`), and the rate over time (`Pattern`) stretches them: the n-th arrival
+comes when the rate's integral reaches the n-th time of the process. So bursts of a Gamma process may ramp or switch on and off.
+"""
 
 from __future__ import annotations
 
 import itertools
 import math
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from enum import StrEnum
 
 from coserve.errors import InvalidRequest
@@ -20,39 +24,103 @@ class Process(StrEnum):
     GAMMA = "gamma"
     """Gamma gaps with the coefficient of variation `cv` (S-LoRA, section 6.2); `cv` 1 is Poisson, above it bursts come.
 
-    The burstiness of `vllm bench serve` is `1 / cv**2`.
+    The burstiness of `vllm bench serve` is `1 / cv**2`. The process is stationary, so that `rate * duration` arrivals are expected
+    whatever the `cv`: the first gap is the rest of one that began earlier.
     """
 
 
+class Pattern(StrEnum):
+    """The rate over time."""
+
+    STEADY = "steady"
+    """`rate`."""
+    ON_OFF = "on_off"
+    """`rate` for `on_seconds`, then `off_rate` for `off_seconds`, and again."""
+    RAMP = "ramp"
+    """Linear from `rate` to `ramp_rate` over the whole duration."""
+
+
 class Arrivals(Wire, frozen=True):
-    """An arrival process of `rate` requests a second."""
+    """An arrival process. Rates in requests a second, times in seconds."""
 
     process: Process = Process.CONSTANT
     rate: float = 10.0
     cv: float = 1.0
+    pattern: Pattern = Pattern.STEADY
+    on_seconds: float = 10.0
+    off_seconds: float = 10.0
+    off_rate: float = 0.0
+    ramp_rate: float = 0.0
 
     def __post_init__(self) -> None:
-        for name, value in (("rate", self.rate), ("cv", self.cv)):
-            if not (math.isfinite(value) and value > 0):
-                raise InvalidRequest(f"expected a number above 0, got {value}", field=f"arrivals.{name}")
+        for name in ("rate", "cv", "on_seconds", "off_seconds"):
+            if not (math.isfinite(getattr(self, name)) and getattr(self, name) > 0):
+                raise InvalidRequest(f"expected a number above 0, got {getattr(self, name)}", field=f"arrivals.{name}")
+        for name in ("off_rate", "ramp_rate"):
+            if not (math.isfinite(getattr(self, name)) and getattr(self, name) >= 0):
+                raise InvalidRequest(
+                    f"expected a number of at least 0, got {getattr(self, name)}", field=f"arrivals.{name}"
+                )
 
 
-def arrival_times(arrivals: Arrivals, duration: float, rng: random.Random) -> Iterator[float]:
-    """Ascending times in seconds, from 0 up to but without `duration`."""
-    for time in _endless(arrivals, rng):
+def arrival_times(
+    arrivals: Arrivals, duration: float, rng: random.Random, *, share: float | None = None
+) -> Iterator[float]:
+    """Ascending times in seconds, from 0 up to but without `duration`.
+
+    `share`: of the rate, for a process that is one of several (one adapter's); a constant process then begins at a random phase.
+    """
+    if share == 0.0:
+        return
+    when = _inverse(arrivals, duration)
+    for unit in _unit_times(arrivals, rng, shifted=share is not None):
+        time = when(unit / (share or 1.0))
         if time >= duration:
             return
         yield time
 
 
-def _endless(arrivals: Arrivals, rng: random.Random) -> Iterator[float]:
+def _unit_times(arrivals: Arrivals, rng: random.Random, *, shifted: bool) -> Iterator[float]:
+    """Endless times of the process at a rate of 1."""
     match arrivals.process:
         case Process.CONSTANT:
-            # Products, not sums: the ten thousandth arrival is as exact as the first.
-            yield from (i / arrivals.rate for i in itertools.count())
+            phase = rng.random() if shifted else 0.0
+            # Sums of two, not running sums: the ten thousandth arrival is as exact as the first.
+            yield from (i + phase for i in itertools.count())
         case Process.POISSON:
-            yield from itertools.accumulate(rng.expovariate(arrivals.rate) for _ in itertools.count())
+            yield from itertools.accumulate(rng.expovariate(1.0) for _ in itertools.count())
         case Process.GAMMA:
             shape = 1 / arrivals.cv**2
-            scale = 1 / (arrivals.rate * shape)
-            yield from itertools.accumulate(rng.gammavariate(shape, scale) for _ in itertools.count())
+            scale = 1 / shape
+            # The gap that time 0 falls into: long gaps are likelier to be met (length-biased), at a uniform point of them.
+            first = rng.random() * rng.gammavariate(shape + 1, scale)
+            gaps = (rng.gammavariate(shape, scale) for _ in itertools.count())
+            yield from itertools.accumulate(itertools.chain([first], gaps))
+
+
+def _inverse(arrivals: Arrivals, duration: float) -> Callable[[float], float]:
+    """The time at which so many arrivals are expected; infinite if never."""
+    rate = arrivals.rate
+    match arrivals.pattern:
+        case Pattern.STEADY:
+            return lambda expected: expected / rate
+        case Pattern.ON_OFF:
+            return lambda expected: _on_off_time(arrivals, expected)
+        case Pattern.RAMP:
+            slope = (arrivals.ramp_rate - rate) / duration
+            return lambda expected: _ramp_time(rate, slope, expected)
+
+
+def _on_off_time(arrivals: Arrivals, expected: float) -> float:
+    on, off = arrivals.on_seconds * arrivals.rate, arrivals.off_seconds * arrivals.off_rate
+    periods, rest = divmod(expected, on + off)
+    begin = periods * (arrivals.on_seconds + arrivals.off_seconds)
+    if rest <= on or not off:
+        return begin + rest / arrivals.rate
+    return begin + arrivals.on_seconds + (rest - on) / arrivals.off_rate
+
+
+def _ramp_time(rate: float, slope: float, expected: float) -> float:
+    """Solves `rate * t + slope * t**2 / 2 = expected`."""
+    root = rate * rate + 2 * slope * expected
+    return 2 * expected / (rate + math.sqrt(root)) if root >= 0 else math.inf

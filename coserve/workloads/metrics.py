@@ -1,23 +1,23 @@
-"""Latency and throughput metrics of a replay. Pure.
+"""Latencies of single requests, and their distribution. Pure.
 
-TTFT, TPOT, ITL, E2E and goodput as `vllm bench serve` defines them: TTFT from the arrival to the first token, TPOT the time
-after it divided by the tokens after it, ITL every gap between two chunks, E2E from the arrival to the end, goodput the
-answers a second within every limit. Inference latency (mean E2E), SLO attainment and fine-tuning tokens a second
-as in the ETS paper (section 5.2.3, table 5.2). Failed requests have no latency and attain no SLO.
+TTFT, TPOT, ITL and E2E as `vllm bench serve` defines them: TTFT from the arrival to the first token, TPOT the time
+after it divided by the tokens after it, ITL every gap between two chunks, E2E from the arrival to the end. Failed requests have no
+latency and attain no SLO. User satisfaction is S-LoRA's (section 6.1; the curve is that of its published code).
 """
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence
 from itertools import pairwise
 
 import numpy as np
 
-from coserve.types import JobState, Wire
-from coserve.workloads.replay import JobSample, ReplayResult, Sample
+from coserve.types import Wire
+from coserve.workloads.replay import JobSample, Sample
+from coserve.workloads.scenario import Scenario
 
-PAPER_SLOS = (10.0, 60.0)
+SATISFACTION_LIMIT = 6.0
+"""S-LoRA's limit for the first token, in seconds."""
 
 
 class Limits(Wire, frozen=True):
@@ -27,6 +27,10 @@ class Limits(Wire, frozen=True):
     tpot: float | None = None
     e2e: float | None = None
 
+    @classmethod
+    def of(cls, scenario: Scenario) -> Limits:
+        return cls(ttft=scenario.slo_ttft, tpot=scenario.slo_tpot, e2e=scenario.slo_e2e)
+
 
 class Spread(Wire, frozen=True):
     """Seconds, over `count` values; percentiles are interpolated."""
@@ -34,35 +38,9 @@ class Spread(Wire, frozen=True):
     count: int
     mean: float
     p50: float
+    p90: float
     p95: float
     p99: float
-
-
-class Summary(Wire, frozen=True):
-    """Rates are per second of `duration`; a `Spread` is None where there was nothing to measure."""
-
-    duration: float
-    requests: int
-    completed: int
-    errors: dict[str, int]
-    request_throughput: float
-    output_tokens: int
-    output_throughput: float
-    limits: Limits
-    goodput: float
-    ttft: Spread | None
-    tpot: Spread | None
-    itl: Spread | None
-    e2e: Spread | None
-    lag: Spread | None
-    """How late the replay sent requests; large values mean that the load was not the intended one."""
-    slo_attainment: dict[str, float]
-    """E2E limit in seconds -> share of all requests within it, 0 to 1."""
-    jobs: int
-    jobs_succeeded: int
-    job_errors: dict[str, int]
-    finetune_tokens: int
-    finetune_throughput: float
 
 
 def ttft(sample: Sample) -> float | None:
@@ -92,11 +70,31 @@ def attains(sample: Sample, limits: Limits) -> bool:
     return all(value is None or limit is None or value <= limit for value, limit in pairs)
 
 
+def attainment(samples: Sequence[Sample], limits: Limits) -> float:
+    """The share of all requests, failed ones included, that are within the limits; 1 where there were none."""
+    if not samples:
+        return 1.0
+    return sum(attains(sample, limits) for sample in samples) / len(samples)
+
+
+def satisfaction(sample: Sample, limit: float) -> float:
+    """`1 - (TTFT / limit)**2`, and 0 from the limit on, or for a failed request."""
+    first = ttft(sample)
+    if sample.error is not None or first is None:
+        return 0.0
+    return max(0.0, 1.0 - (first / limit) ** 2)
+
+
+def mean_satisfaction(samples: Sequence[Sample], limit: float) -> float:
+    """1 where there were no requests."""
+    return sum(satisfaction(sample, limit) for sample in samples) / len(samples) if samples else 1.0
+
+
 def spread(values: Sequence[float]) -> Spread | None:
     if not values:
         return None
-    p50, p95, p99 = (float(value) for value in np.percentile(values, (50, 95, 99)))
-    return Spread(count=len(values), mean=float(np.mean(values)), p50=p50, p95=p95, p99=p99)
+    p50, p90, p95, p99 = (float(value) for value in np.percentile(values, (50, 90, 95, 99)))
+    return Spread(count=len(values), mean=float(np.mean(values)), p50=p50, p90=p90, p95=p95, p99=p99)
 
 
 def trained_until(jobs: Sequence[JobSample], time: float) -> int:
@@ -104,38 +102,11 @@ def trained_until(jobs: Sequence[JobSample], time: float) -> int:
     return sum(tokens for job in jobs for at, tokens in job.trained if at <= time)
 
 
-def summarise(run: ReplayResult, *, slos: Sequence[float] = PAPER_SLOS, limits: Limits = Limits()) -> Summary:  # noqa: B008  # frozen
-    """The numbers of a run; `slos` are E2E limits in seconds, `limits` are those of the goodput."""
-    good = [sample for sample in run.samples if sample.error is None]
-    seconds = max(run.duration, 1e-9)
-    tokens = sum(sample.tokens for sample in good)
-    trained = trained_until(run.jobs, run.duration)
-    return Summary(
-        duration=run.duration,
-        requests=len(run.samples),
-        completed=len(good),
-        errors=dict(Counter(sample.error for sample in run.samples if sample.error is not None)),
-        request_throughput=len(good) / seconds,
-        output_tokens=tokens,
-        output_throughput=tokens / seconds,
-        limits=limits,
-        goodput=sum(attains(sample, limits) for sample in run.samples) / seconds,
-        ttft=spread([value for sample in good if (value := ttft(sample)) is not None]),
-        tpot=spread([value for sample in good if (value := tpot(sample)) is not None]),
-        itl=spread([gap for sample in good for gap in itl(sample)]),
-        e2e=spread([e2e(sample) for sample in good]),
-        lag=spread([sample.sent - sample.due for sample in run.samples]),
-        slo_attainment={f"{slo:g}": attainment(run.samples, slo) for slo in slos},
-        jobs=len(run.jobs),
-        jobs_succeeded=sum(job.state is JobState.SUCCEEDED for job in run.jobs),
-        job_errors=dict(Counter(job.error for job in run.jobs if job.error is not None)),
-        finetune_tokens=trained,
-        finetune_throughput=trained / seconds,
-    )
-
-
-def attainment(samples: Sequence[Sample], slo: float) -> float:
-    """The share of all requests, failed ones included, that ended within `slo` seconds; 1 where there were none."""
-    if not samples:
-        return 1.0
-    return sum(attains(sample, Limits(e2e=slo)) for sample in samples) / len(samples)
+def peak_speed(jobs: Sequence[JobSample], lead: float) -> float | None:
+    """Fine-tuning tokens a second before the arrival window, in the second half of `lead`: between the first and the last step that
+    was reported there. None with fewer than three.
+    """
+    steps = sorted(step for job in jobs for step in job.trained if lead / 2 <= step[0] <= lead)
+    if len(steps) < 3 or steps[-1][0] <= steps[0][0]:
+        return None
+    return sum(tokens for _, tokens in steps[1:]) / (steps[-1][0] - steps[0][0])

@@ -7,14 +7,17 @@ a fast one. Latencies count from the time an arrival was due, not from when it w
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from coserve.errors import CoserveError
 from coserve.types import JobState, Wire
-from coserve.workloads.scenario import FinetuneArrival, PromptArrival, Scenario, Trace
+from coserve.workloads.gauges import Snapshot
+from coserve.workloads.scenario import Scenario
+from coserve.workloads.trace import FinetuneArrival, PromptArrival, Trace
 
 REQUEST_TIMEOUT = 600.0
 """Seconds."""
@@ -28,11 +31,20 @@ class JobUpdate:
     state: JobState | None = None
 
 
-class Target(Protocol):
-    """The daemon as seen by a replay. Every method may raise `CoserveError` or `OSError`; both are recorded as errors."""
+class Usage(NamedTuple):
+    """What the server counted of a request, in tokens."""
 
-    def generate(self, arrival: PromptArrival) -> AsyncIterator[int]:
-        """Stream a generation: the number of new tokens of each chunk, as it arrives."""
+    prompt_tokens: int
+    output_tokens: int
+
+
+class Target(Protocol):
+    """The server as seen by a replay. Every method may raise `CoserveError` or `OSError`; both are recorded as errors."""
+
+    def generate(self, arrival: PromptArrival) -> AsyncIterator[int | Usage]:
+        """Stream a generation: the number of new tokens of each chunk, as it arrives, and at the end the server's count if it
+        has one, which then is the number of the answer's tokens.
+        """
         ...
 
     async def submit(self, arrival: FinetuneArrival) -> str:
@@ -69,6 +81,8 @@ class Sample(Wire, frozen=True):
     finished: float
     error: str | None = None
     """Error code; `finished` is then the time of the error."""
+    prompt_tokens: int | None = None
+    """None: the server did not say."""
 
 
 class JobSample(Wire, frozen=True):
@@ -89,14 +103,20 @@ class JobSample(Wire, frozen=True):
 
 
 class ReplayResult(Wire, frozen=True):
-    """All samples. `duration`: from the start to the last answer, or to the end of the last job if jobs were awaited."""
+    """All samples. `duration`: from the start to the last answer, or to the end of the last job if jobs were awaited.
+
+    `snapshots`: the server's gauges over time, if it was asked for them.
+    """
 
     scenario: Scenario
     duration: float
     samples: tuple[Sample, ...]
     jobs: tuple[JobSample, ...]
+    snapshots: tuple[Snapshot, ...] = ()
 
 
+Probe = Callable[[float], Awaitable[Snapshot]]
+"""Asks the server for its gauges; gets the time."""
 Observer = Callable[[Sample | JobSample], None]
 
 
@@ -107,14 +127,17 @@ async def replay(
     rest: Rest = Rest.DRAIN,
     request_timeout: float = REQUEST_TIMEOUT,
     observe: Observer | None = None,
+    probe: Probe | None = None,
+    probe_interval: float = 1.0,
 ) -> ReplayResult:
     """Send every arrival at its time, and wait for the answers.
 
     A generation that takes longer than `request_timeout` seconds is abandoned (error `timeout`). `observe` is called with each
-    sample as soon as it is complete.
+    sample as soon as it is complete, `probe` every `probe_interval` seconds until the end.
     """
     recorder = _Recorder(target, asyncio.get_running_loop().time(), request_timeout, observe or (lambda sample: None))
     async with asyncio.TaskGroup() as watching:
+        probing = watching.create_task(recorder.probe(probe, probe_interval)) if probe is not None else None
         async with asyncio.TaskGroup() as sending:
             for arrival in trace.arrivals:
                 await asyncio.sleep(arrival.at - recorder.now())
@@ -123,8 +146,12 @@ async def replay(
                 else:
                     sending.create_task(recorder.submit(arrival, watching))
         duration = recorder.now()
-        if rest is not Rest.DRAIN:
+        if rest is Rest.DRAIN:
+            await recorder.watched()
+        else:
             recorder.stop_watching()
+        if probing is not None:
+            probing.cancel()
     if rest is Rest.DRAIN:
         duration = recorder.now()
     if rest is Rest.CANCEL:
@@ -134,6 +161,7 @@ async def replay(
         duration=duration,
         samples=tuple(sorted(recorder.samples, key=lambda sample: sample.index)),
         jobs=tuple(sorted(recorder.jobs, key=lambda job: job.index)),
+        snapshots=tuple(recorder.snapshots),
     )
 
 
@@ -171,20 +199,26 @@ class _Recorder:
     samples: list[Sample] = field(default_factory=list)
     jobs: list[JobSample] = field(default_factory=list)
     watches: list[asyncio.Task[None]] = field(default_factory=list)
+    snapshots: list[Snapshot] = field(default_factory=list)
 
     def now(self) -> float:
         return asyncio.get_running_loop().time() - self.start
 
     async def generate(self, arrival: PromptArrival) -> None:
-        sent, times, tokens, error = self.now(), [], 0, None
+        sent, times, tokens, error = self.now(), list[float](), 0, None
+        usage: Usage | None = None
         try:
             async with asyncio.timeout(self.request_timeout):
                 async for new in self.target.generate(arrival):
-                    if new:
+                    if isinstance(new, Usage):
+                        usage = new
+                    elif new:
                         times.append(self.now())
                         tokens += new
         except (CoserveError, OSError) as failure:  # TimeoutError is an OSError
             error = _code(failure)
+        if usage is not None and times:
+            tokens = usage.output_tokens
         sample = Sample(
             index=arrival.index,
             adapter=arrival.adapter,
@@ -194,6 +228,7 @@ class _Recorder:
             tokens=tokens,
             finished=self.now(),
             error=error if error or tokens else "no_tokens",
+            prompt_tokens=None if usage is None else usage.prompt_tokens,
         )
         self.samples.append(sample)
         self.observe(sample)
@@ -223,6 +258,18 @@ class _Recorder:
     def _complete(self, watched: _Watched) -> None:
         self.jobs.append(watched.sample())
         self.observe(self.jobs[-1])
+
+    async def probe(self, ask: Probe, interval: float) -> None:
+        """Gauges that cannot be had are missing, no more."""
+        while True:
+            with suppress(CoserveError, OSError):
+                self.snapshots.append(await ask(self.now()))
+            await asyncio.sleep(interval)
+
+    async def watched(self) -> None:
+        """Wait until every job has ended."""
+        if self.watches:
+            await asyncio.wait(self.watches)
 
     def stop_watching(self) -> None:
         for watch in self.watches:

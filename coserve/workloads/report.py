@@ -1,32 +1,35 @@
-"""Reports of a replay: tables, a JSON file, a plot."""
+"""Reports of a replay: tables on the terminal, a JSON file, a plot, a page."""
 
 from __future__ import annotations
 
 import math
 import tempfile
-from itertools import accumulate
+from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import msgspec
 from rich.table import Table
 
 from coserve.errors import InvalidRequest
 from coserve.types import Wire
-from coserve.workloads.metrics import Spread, Summary, e2e, ttft
+from coserve.workloads.metrics import Spread
+from coserve.workloads.page import page
+from coserve.workloads.plot import plot_png
 from coserve.workloads.replay import ReplayResult
+from coserve.workloads.summary import Summary
 
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-
-INK = {"ttft": "#2a6f97", "e2e": "#bc4b51", "train": "#5b8e7d"}
+SHOWN_ADAPTERS = 8
+"""Rows of the table of adapters on a terminal."""
+LATENCY_HEADER = ("", "mean", "p50", "p90", "p95", "p99")
+ADAPTER_HEADER = ("adapter", "requests", "in the limits", "satisfaction", "TTFT p50", "TTFT p99", "TPOT p50", "E2E p99")
 
 
 class Report(Wire, frozen=True):
-    """The content of the JSON file."""
+    """The content of the JSON file. `server`: what was measured."""
 
     summary: Summary
     run: ReplayResult
+    server: str = "coserve"
 
 
 def check_folder(folder: Path) -> None:
@@ -40,20 +43,29 @@ def check_folder(folder: Path) -> None:
         raise InvalidRequest(f"cannot write into the folder {str(folder)!r}: {reason}", field="report") from error
 
 
-def write_report(folder: Path, run: ReplayResult, summary: Summary) -> list[Path]:
-    """`report.json` and `report.png` in `folder`, which is made if need be; the paths."""
+def write_report(folder: Path, run: ReplayResult, summary: Summary, server: str = "coserve") -> list[Path]:
+    """`report.json`, `report.png` and `report.html` in `folder`, which is made if need be; the paths."""
     folder.mkdir(parents=True, exist_ok=True)
-    json, plot = folder / "report.json", folder / "report.png"
-    json.write_bytes(msgspec.json.format(msgspec.json.encode(Report(summary=summary, run=run)), indent=1))
-    save_plot(plot, run, summary)
-    return [json, plot]
+    json, plot, html = (folder / f"report.{kind}" for kind in ("json", "png", "html"))
+    content = msgspec.json.encode(Report(summary=summary, run=run, server=server))
+    json.write_bytes(msgspec.json.format(content, indent=1))
+    picture = plot_png(run, summary)
+    plot.write_bytes(picture)
+    tables: dict[str, list[tuple[str, ...]]] = {
+        "Latency of the requests": [LATENCY_HEADER, *latency_rows(summary)],
+        "Totals": list(totals_rows(summary)),
+        "Adapters": [ADAPTER_HEADER, *adapter_rows(summary)],
+    }
+    html.write_text(page(run, server, tables, picture), encoding="utf-8")
+    return [json, plot, html]
 
 
 def latency_table(summary: Summary) -> Table:
     """Rows TTFT, TPOT, ITL, E2E; columns mean and percentiles."""
-    table = Table(title="Latency of the requests", title_justify="left")
-    for name in ("", "mean", "p50", "p95", "p99"):
-        table.add_column(name, justify="left" if not name else "right")
+    return _table("Latency of the requests", LATENCY_HEADER, latency_rows(summary))
+
+
+def latency_rows(summary: Summary) -> Iterator[tuple[str, ...]]:
     rows = {
         "TTFT  time to first token": summary.ttft,
         "TPOT  time per output token": summary.tpot,
@@ -61,14 +73,13 @@ def latency_table(summary: Summary) -> Table:
         "E2E   whole request": summary.e2e,
     }
     for name, values in rows.items():
-        table.add_row(name, *_cells(values))
-    return table
+        yield name, *_cells(values)
 
 
 def _cells(values: Spread | None) -> list[str]:
     if values is None:
-        return ["-"] * 4
-    return [duration_text(value) for value in (values.mean, values.p50, values.p95, values.p99)]
+        return ["-"] * 5
+    return [duration_text(value) for value in (values.mean, values.p50, values.p90, values.p95, values.p99)]
 
 
 def duration_text(seconds: float) -> str:
@@ -82,25 +93,55 @@ def duration_text(seconds: float) -> str:
 
 def totals_table(summary: Summary) -> Table:
     """The rows of table 5.2 of the ETS paper, and rates."""
-    table = Table(title="Totals", title_justify="left", show_header=False)
-    table.add_column("")
-    table.add_column("", justify="right")
-    table.add_row("Requests answered", f"{summary.completed} of {summary.requests}")
+    return _table("Totals", None, totals_rows(summary))
+
+
+def totals_rows(summary: Summary) -> Iterator[tuple[str, str]]:
+    yield "Requests answered", f"{summary.completed} of {summary.requests}"
     for code, count in sorted(summary.errors.items()):
-        table.add_row(f"  failed: {code}", str(count))
+        yield f"  failed: {code}", str(count)
+    limits = _limits_text(summary)
+    if limits:
+        yield f"In the limits{limits}", f"{summary.attainment:.1%}"
+        if len(summary.adapters) > 1:
+            yield "  of the worst adapter", f"{summary.worst_attainment:.1%}"
     if summary.e2e is not None:
-        table.add_row("Inference latency, mean", duration_text(summary.e2e.mean))
+        yield "Inference latency, mean", duration_text(summary.e2e.mean)
     for slo, share in summary.slo_attainment.items():
-        table.add_row(f"SLO attainment, {slo} s", f"{share:.1%}")
-    table.add_row(f"Goodput{_limits_text(summary)}", f"{summary.goodput:.2f} requests/s")
-    table.add_row("Request throughput", f"{summary.request_throughput:.2f} requests/s")
-    table.add_row("Output throughput", f"{summary.output_throughput:.0f} tokens/s")
-    table.add_row("Fine-tuning throughput", f"{summary.finetune_throughput:.0f} tokens/s")
-    table.add_row("Fine-tuning jobs succeeded", f"{summary.jobs_succeeded} of {summary.jobs}")
+        yield f"SLO attainment, {slo} s", f"{share:.1%}"
+    yield "User satisfaction (S-LoRA)", f"{summary.satisfaction:.3f}"
+    yield f"Goodput{limits}", f"{summary.goodput:.2f} requests/s"
+    yield "Request throughput", f"{summary.request_throughput:.2f} requests/s"
+    yield "Output throughput", f"{summary.output_throughput:.0f} tokens/s"
+    yield "Fine-tuning throughput", f"{summary.finetune_throughput:.0f} tokens/s"
+    if summary.jobs:
+        yield "  in the arrival window", f"{summary.finetune_window_throughput:.0f} tokens/s"
+    if summary.finetune_peak and summary.finetune_share is not None:
+        yield "  of its peak", f"{summary.finetune_share:.1%} of {summary.finetune_peak:.0f} tokens/s"
+    yield "Fine-tuning jobs succeeded", f"{summary.jobs_succeeded} of {summary.jobs}"
     for code, count in sorted(summary.job_errors.items()):
-        table.add_row(f"  failed: {code}", str(count))
-    table.add_row("Duration", duration_text(summary.duration))
-    return table
+        yield f"  failed: {code}", str(count)
+    if summary.queue is not None:
+        yield from _queue_rows(summary)
+    if summary.lag is not None:
+        yield "Sent late, p99", duration_text(summary.lag.p99)
+    yield "Duration", duration_text(summary.duration)
+
+
+def _queue_rows(summary: Summary) -> Iterator[tuple[str, str]]:
+    queue = summary.queue
+    assert queue is not None
+    for name, mean, most in (
+        ("Requests waiting", queue.waiting_mean, queue.waiting_most),
+        ("Requests running", queue.running_mean, queue.running_most),
+    ):
+        if mean is not None and most is not None:
+            yield f"{name}, mean and most", f"{mean:.1f}, {most:.0f}"
+    if queue.cache_most is not None:
+        yield "KV cache in use, most", f"{queue.cache_most:.0%}"
+    for name, size in queue.memory_most.items():
+        if size:
+            yield f"Memory, {name}, most", f"{size / 2**30:.2f} GiB"
 
 
 def _limits_text(summary: Summary) -> str:
@@ -109,60 +150,33 @@ def _limits_text(summary: Summary) -> str:
     return f" ({', '.join(parts)})" if parts else ""
 
 
-def save_plot(path: Path, run: ReplayResult, summary: Summary) -> None:
-    """Three panels: latency of each request by arrival, its distribution against the SLOs, tokens trained over time."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(13, 3.8), layout="constrained")
-    FigureCanvasAgg(figure)
-    by_arrival, distribution, training = figure.subplots(1, 3)
-    _plot_by_arrival(by_arrival, run)
-    _plot_distribution(distribution, run, [float(slo) for slo in summary.slo_attainment])
-    _plot_training(training, run)
-    for axes in (by_arrival, distribution, training):
-        axes.grid(alpha=0.25)
-        axes.spines[["top", "right"]].set_visible(False)
-    figure.savefig(path, dpi=120)
+def adapter_table(summary: Summary) -> Table:
+    """The adapters with the lowest attainment."""
+    rows = list(adapter_rows(summary))
+    left = len(rows) - SHOWN_ADAPTERS
+    title = f"Adapters, the worst {SHOWN_ADAPTERS} of {len(rows)}" if left > 0 else "Adapters"
+    return _table(title, ADAPTER_HEADER, iter(rows[:SHOWN_ADAPTERS]))
 
 
-def _plot_by_arrival(axes: Axes, run: ReplayResult) -> None:
-    good = [sample for sample in run.samples if sample.error is None]
-    failed = [sample.due for sample in run.samples if sample.error is not None]
-    due = [sample.due for sample in good]
-    axes.plot(due, [e2e(sample) for sample in good], ".", color=INK["e2e"], label="E2E", markersize=4)
-    first = [(sample.due, value) for sample in good if (value := ttft(sample)) is not None]
-    axes.plot(
-        [at for at, _ in first], [value for _, value in first], ".", color=INK["ttft"], label="TTFT", markersize=4
-    )
-    if failed:
-        axes.plot(failed, [0.0] * len(failed), "x", color="black", label="failed", markersize=5)
-    axes.set(title="Latency by arrival", xlabel="arrival (s)", ylabel="seconds")
-    axes.set_ylim(bottom=0)
-    if run.samples:
-        axes.legend(frameon=False)
+def adapter_rows(summary: Summary) -> Iterator[tuple[str, ...]]:
+    for each in summary.adapters:
+        yield (
+            "the base" if each.adapter is None else each.adapter,
+            f"{each.completed} of {each.requests}",
+            f"{each.attainment:.1%}",
+            f"{each.satisfaction:.3f}",
+            *(
+                "-" if values is None else duration_text(getattr(values, part))
+                for values, part in ((each.ttft, "p50"), (each.ttft, "p99"), (each.tpot, "p50"), (each.e2e, "p99"))
+            ),
+        )
 
 
-def _plot_distribution(axes: Axes, run: ReplayResult, slos: list[float]) -> None:
-    """Cumulative distribution of E2E and TTFT over all requests."""
-    good = [sample for sample in run.samples if sample.error is None]
-    for name, values in (("ttft", [ttft(sample) for sample in good]), ("e2e", [e2e(sample) for sample in good])):
-        ordered = sorted(value for value in values if value is not None)
-        shares = [(i + 1) / len(run.samples) for i in range(len(ordered))]
-        if ordered:
-            axes.step(ordered, shares, where="post", color=INK[name], label=name.upper())
-    for slo in slos:
-        axes.axvline(slo, color="grey", linestyle=":", linewidth=1)
-        axes.annotate(f"{slo:g} s", (slo, 0.02), color="grey", fontsize=8, rotation=90, ha="right")
-    axes.set(title="Share of requests within", xlabel="seconds", ylim=(0, 1.02), xscale="log")
-    if good:
-        axes.legend(frameon=False, loc="center right")
-
-
-def _plot_training(axes: Axes, run: ReplayResult) -> None:
-    steps = sorted(step for job in run.jobs for step in job.trained)
-    times = [0.0, *(at for at, _ in steps), run.duration]
-    totals = [0, *accumulate(tokens for _, tokens in steps)]
-    axes.step(times, [*totals, totals[-1]], where="post", color=INK["train"])
-    axes.set(title="Tokens fine-tuned", xlabel="time (s)", ylabel="tokens")
-    axes.set_ylim(bottom=0)
+def _table(title: str, header: tuple[str, ...] | None, rows: Iterator[tuple[str, ...]]) -> Table:
+    """The first column to the left, the others to the right."""
+    table = Table(title=title, title_justify="left", show_header=header is not None)
+    for i, name in enumerate(header or ("", "")):
+        table.add_column(name, justify="right" if i else "left")
+    for row in rows:
+        table.add_row(*row)
+    return table

@@ -1,211 +1,235 @@
-"""Synthetic workloads: a scenario and its seed give a trace of arrivals, which can be saved and replayed.
+"""The settings of a workload, declared once: options of `coserve bench`, keys of its TOML file, first line of a trace.
 
-The defaults are the synthetic workload of the ETS paper (section 5.2.1, table 5.1): a prompt every 0.1 s, and every 20 s
-up to 512 rows to fine-tune on, all for one of 32 adapters of rank 32. The paper's fine-tuning request is one row; here
-the rows of one burst that are for the same adapter are one job.
+Order: command line, then the TOML file of `--workload`, then the preset, then the defaults below, which are the synthetic workload of
+the ETS paper (section 5.2.1, table 5.1): a prompt every 0.1 s, and every 20 s up to 512 rows to fine-tune on, all for one of
+32 adapters of rank 32. The paper's fine-tuning request is one row; here the rows of one burst that are for the same adapter are one job.
 """
 
 from __future__ import annotations
 
-import json
 import math
-import random
-from collections.abc import Sequence
-from importlib import resources
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import StrEnum
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
-import msgspec
-
-from coserve.errors import EmptyCorpus, InvalidRequest, MalformedRow
-from coserve.types import TrainingSettings, Wire
-from coserve.workloads.arrivals import Arrivals, arrival_times
-from coserve.workloads.popularity import Popularity, choices
-
-T = TypeVar("T")
-
-CORPORA = ("pirate", "recipes")
-"""Bundled corpora that the default workload trains on."""
+from coserve.errors import InvalidRequest
+from coserve.options import grouped, option, parse_setting, read_settings
+from coserve.types import TrainingSettings
+from coserve.workloads.arrivals import Arrivals, Pattern, Process
+from coserve.workloads.lengths import FIRST_ID, Lengths
+from coserve.workloads.popularity import Popularity, Shape
+from coserve.workloads.presets import PRESETS
 
 
-class Scenario(Wire, frozen=True, tag="scenario"):
-    """A synthetic workload. Times in seconds."""
+class Finetuning(StrEnum):
+    BURSTS = "bursts"
+    """Every `finetune_period` up to `finetune_rows` rows come, as the ETS paper has it."""
+    ALWAYS = "always"
+    """`finetune_jobs` jobs come at the start, enough of them to train to the end."""
+    OFF = "off"
 
-    seed: int = 0
-    duration: float = 60.0
-    """Arrivals come before this time; their answers may end after it."""
-    arrivals: Arrivals = Arrivals()
-    finetune_period: float = 20.0
-    """Seconds from one burst of rows to the next, the first at 0."""
-    finetune_rows: int = 512
-    """Most rows of one burst; 0 switches fine-tuning off."""
-    adapters: int = 32
-    """0: every prompt is for the base, and nothing is fine-tuned."""
-    rank: int = 32
-    popularity: Popularity = Popularity()
-    min_new_tokens: int = 16
-    max_new_tokens: int = 64
-    """`max_tokens` of a prompt is uniform between both bounds; EOS is ignored."""
-    training: TrainingSettings = TrainingSettings(epochs=1)
-    adapter_prefix: str = "load"
+
+class TraceFormat(StrEnum):
+    AUTO = "auto"
+    """By the file's beginning."""
+    COSERVE = "coserve"
+    BURSTGPT = "burstgpt"
+    MOONCAKE = "mooncake"
+    SHAREGPT = "sharegpt"
+
+
+SECTIONS = {
+    "preset": "Workload",
+    "process": "Arrivals",
+    "adapters": "Adapters",
+    "prompt_lengths": "Prompts and answers",
+    "trace": "Recorded traces",
+    "finetune": "Fine-tuning",
+    "slo_ttft": "Limits of a good answer",
+}
+"""Where a section of the settings begins, and its title."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Scenario:
+    """Settings of a workload. Times in seconds, rates in requests a second, lengths in tokens."""
+
+    preset: str | None = option(
+        None, f"start from a workload of a paper, whose other settings the options change: {', '.join(PRESETS)}"
+    )
+    seed: int = option(0, "the same seed gives the same workload")
+    duration: float = option(60.0, "seconds in which requests arrive: the arrival window")
+    lead: float = option(
+        0.0, "seconds before the arrival window in which only fine-tuning runs; its speed there is taken as its peak"
+    )
+
+    process: Process = option(Process.CONSTANT, "gaps between requests: equal, exponential, or Gamma with --cv")
+    rate: float = option(10.0, "requests a second")
+    cv: float = option(
+        1.0, "gamma: coefficient of variation of the gaps; 1 is Poisson, above it requests come in bursts"
+    )
+    per_adapter: bool = option(
+        False, "each adapter has an arrival process of its own, its rate by popularity (S-LoRA), instead of one for all"
+    )
+    pattern: Pattern = option(
+        Pattern.STEADY, "the rate over time: steady, switched on and off, or a ramp from --rate to --ramp-rate"
+    )
+    on_seconds: float = option(10.0, "on_off: seconds at --rate")
+    off_seconds: float = option(10.0, "on_off: seconds at --off-rate")
+    off_rate: float = option(0.0, "on_off: requests a second between the bursts")
+    ramp_rate: float = option(0.0, "ramp: requests a second at the end")
+
+    adapters: int = option(32, "adapters that requests and rows are spread over; 0: requests for the base alone")
+    rank: tuple[int, ...] = option((32,), "rank of the adapters; several ranks go round the adapters in turn")
+    targets: tuple[str, ...] = option((), "names of modules that the adapters change; default: all linear ones")
+    popularity: Shape = option(
+        Shape.UNIFORM, "how often each adapter is asked for; power_law is Zipf's law, skewed what Punica calls Zipf-1.5"
+    )
+    exponent: float = option(1.5, "power_law and skewed: how steeply the popularity falls")
+    adapter_prefix: str = option("load", "beginning of the adapters' names")
+
+    prompt_lengths: Lengths = option(
+        Lengths.TEXTS, "prompts: texts (bundled, or of --prompts), or random token ids of such lengths"
+    )
+    min_prompt_tokens: int = option(8, "least tokens of a made prompt")
+    max_prompt_tokens: int = option(512, "most tokens of a made prompt")
+    median_prompt_tokens: float = option(160.0, "lognormal: median tokens of a made prompt")
+    output_lengths: Lengths = option(
+        Lengths.UNIFORM,
+        "lengths of the answers, which all go on to their last token",
+        choices=(Lengths.UNIFORM, Lengths.LOGNORMAL),
+    )
+    min_tokens: int = option(16, "least new tokens of a request (at most --max-tokens)")
+    max_tokens: int = option(64, "most new tokens of a request")
+    median_tokens: float = option(180.0, "lognormal: median of the new tokens")
+    length_sigma: float = option(0.7, "lognormal: standard deviation of the logarithm of lengths")
+    vocab: int = option(4096, f"ids of made prompts are from {FIRST_ID} up to this number")
+    temperature: float = option(1.0, "sampling temperature; 0: greedy, as comparisons of servers have it")
+
+    trace: str | None = option(
+        None,
+        "replay this file: one that --save wrote, or arrivals and lengths of a BurstGPT, Mooncake or ShareGPT file",
+    )
+    trace_format: TraceFormat = option(TraceFormat.AUTO, "format of --trace")
+    trace_start: float = option(0.0, "BurstGPT, Mooncake: skip so many seconds of the recording")
+    trace_speed: float = option(1.0, "BurstGPT, Mooncake: play the recording so many times as fast")
+    trace_rate: float | None = option(
+        None, "BurstGPT, Mooncake: leave out or repeat recorded requests for so many a second on average"
+    )
+    trace_model: str | None = option(None, "BurstGPT: only the rows of this model, such as ChatGPT")
+    prompts: str | None = option(None, "ShareGPT file whose prompts and answers' lengths are used instead of others")
+    max_total_tokens: int | None = option(None, "leave out conversations of more tokens, prompt and answer together")
+    tokenizer: str = option("bundled", "folder or hub name of the tokenizer that counts the tokens of conversations")
+
+    finetune: Finetuning = option(Finetuning.BURSTS, "fine-tuning rows come in bursts, train always, or not at all")
+    finetune_period: float = option(20.0, "bursts: seconds from one to the next, the first at 0")
+    finetune_rows: int = option(512, "bursts: most rows of one, 0 for none; always: rows of a job")
+    finetune_jobs: int = option(16, "always: jobs, all there at the start")
+    row_tokens: int | None = option(None, "always: rows of at least so many tokens, which are cut to them")
+    steps: int | None = option(None, "optimizer steps of a job, instead of --epochs")
+    epochs: float = option(1.0, "passes of a job over its rows")
+    batch_tokens: int = option(2048, "tokens of an optimizer step")
+    learning_rate: float = option(2e-4, "peak learning rate of a job")
+    checkpoint_steps: int = option(20, "optimizer steps from one checkpoint of a job to the next")
+
+    slo_ttft: float | None = option(None, "most seconds to the first token")
+    slo_tpot: float | None = option(None, "most seconds per token after it")
+    slo_e2e: float | None = option(None, "most seconds to the last token")
+    slos: tuple[float, ...] = option(
+        (10.0, 60.0), "limits in seconds for whose times to the last token shares are reported"
+    )
 
     def __post_init__(self) -> None:
-        for name in ("duration", "finetune_period"):
-            value = getattr(self, name)
-            if not (math.isfinite(value) and value > 0):
-                raise InvalidRequest(f"expected a number above 0, got {value}", field=name)
-        for name, low in (("finetune_rows", 0), ("adapters", 0), ("rank", 1), ("min_new_tokens", 1)):
-            if getattr(self, name) < low:
-                raise InvalidRequest(f"expected at least {low}, got {getattr(self, name)}", field=name)
-        if self.max_new_tokens < self.min_new_tokens:
-            raise InvalidRequest(
-                f"expected at least min_new_tokens, {self.min_new_tokens}, got {self.max_new_tokens}",
-                field="max_new_tokens",
-            )
+        for name in ("duration", "finetune_period", "trace_speed", "median_prompt_tokens", "median_tokens"):
+            self._check(name, above=0.0)
+        for name in ("lead", "trace_start", "length_sigma", "temperature", "exponent"):
+            self._check(name, least=0.0)
+        for name in ("trace_rate", "slo_ttft", "slo_tpot", "slo_e2e", "epochs", "learning_rate"):
+            if getattr(self, name) is not None:
+                self._check(name, above=0.0)
+        for name, low in (("finetune_rows", 0), ("finetune_jobs", 0), ("adapters", 0), ("vocab", FIRST_ID + 1)):
+            self._check(name, least=low)
+        for name in (
+            "min_tokens",
+            "max_tokens",
+            "min_prompt_tokens",
+            "max_prompt_tokens",
+            "batch_tokens",
+            "checkpoint_steps",
+        ):
+            self._check(name, least=1)
+        for name in ("steps", "row_tokens", "max_total_tokens"):
+            if getattr(self, name) is not None:
+                self._check(name, least=1)
+        if not self.rank or min(self.rank) < 1:
+            raise InvalidRequest(f"expected ranks of at least 1, got {self.rank}", field="rank")
+        if self.output_lengths is Lengths.TEXTS:
+            raise InvalidRequest("expected uniform or lognormal, got texts", field="output_lengths")
+        if self.preset is not None and self.preset not in PRESETS:
+            raise InvalidRequest(f"expected one of {', '.join(PRESETS)}, got {self.preset!r}", field="preset")
+        _ = self.arrivals, self.distribution  # their values are checked when they are made
+
+    def _check(self, name: str, *, above: float | None = None, least: float | None = None) -> None:
+        value = getattr(self, name)
+        if above is not None and not (math.isfinite(value) and value > above):
+            raise InvalidRequest(f"expected a number above {above:g}, got {value}", field=name)
+        if least is not None and not (math.isfinite(value) and value >= least):
+            raise InvalidRequest(f"expected at least {least:g}, got {value}", field=name)
+
+    @property
+    def arrivals(self) -> Arrivals:
+        names = [name for name in Arrivals.__struct_fields__ if name != "process"]
+        return Arrivals(process=self.process, **{name: getattr(self, name) for name in names})
+
+    @property
+    def distribution(self) -> Popularity:
+        return Popularity(shape=self.popularity, exponent=self.exponent)
+
+    @property
+    def training(self) -> TrainingSettings:
+        """Of every job."""
+        return TrainingSettings(
+            steps=self.steps,
+            epochs=None if self.steps is not None else self.epochs,
+            batch_tokens=self.batch_tokens,
+            max_length=self.row_tokens,
+            learning_rate=self.learning_rate,
+            checkpoint_steps=self.checkpoint_steps,
+        )
 
     @property
     def adapter_names(self) -> list[str]:
         """The most popular one first."""
         return [f"{self.adapter_prefix}-{i:02d}" for i in range(self.adapters)]
 
-
-class PromptArrival(Wire, frozen=True, tag="prompt"):
-    """A generation request that comes at `at`."""
-
-    at: float
-    index: int
-    adapter: str | None
-    prompt: str
-    max_tokens: int
-    seed: int
-
-
-class FinetuneArrival(Wire, frozen=True, tag="finetune"):
-    """A fine-tuning job that comes at `at`."""
-
-    at: float
-    index: int
-    adapter: str
-    rows: tuple[dict[str, Any], ...]
-
-
-Arrival = PromptArrival | FinetuneArrival
-
-
-class Trace(Wire, frozen=True):
-    """All arrivals of a scenario, by time."""
-
-    scenario: Scenario
-    arrivals: tuple[Arrival, ...]
+    def rank_of(self, adapter: int) -> int:
+        return self.rank[adapter % len(self.rank)]
 
     @property
-    def prompts(self) -> tuple[PromptArrival, ...]:
-        return tuple(arrival for arrival in self.arrivals if isinstance(arrival, PromptArrival))
-
-    @property
-    def finetunes(self) -> tuple[FinetuneArrival, ...]:
-        return tuple(arrival for arrival in self.arrivals if isinstance(arrival, FinetuneArrival))
+    def window(self) -> tuple[float, float]:
+        """Beginning and end of the arrival window, in seconds after the start."""
+        return self.lead, self.lead + self.duration
 
 
-def make_trace(scenario: Scenario, prompts: Sequence[str], rows: Sequence[dict[str, Any]]) -> Trace:
-    """The trace of `scenario.seed`: prompts and rows are drawn with replacement.
+def sections() -> dict[str, list[str]]:
+    """Titles of the sections, with the names of their settings."""
+    return grouped(Scenario, SECTIONS)
 
-    Prompts and fine-tuning draw from random streams of their own: a change to one leaves the other as it was.
-    Raises `InvalidRequest` or `EmptyCorpus` where there is nothing to draw from.
+
+def given_settings(given: Mapping[str, object], file: Path | None = None) -> dict[str, object]:
+    """The settings that the TOML file has and the command line (`given`, without what was left out), which goes before it.
+
+    Raises `ConfigError` for an unknown key or a value of the wrong type.
     """
-    if not prompts:
-        raise InvalidRequest("expected at least one prompt", field="prompts")
-    arrivals: list[Arrival] = [*_prompts(scenario, prompts)]
-    if scenario.adapters and scenario.finetune_rows:
-        if not rows:
-            raise EmptyCorpus("expected at least one row to fine-tune on")
-        arrivals += _finetunes(scenario, rows)
-    return Trace(scenario=scenario, arrivals=tuple(sorted(arrivals, key=lambda arrival: arrival.at)))
+    return ({} if file is None else read_settings(Scenario, file, "workload")) | dict(given)
 
 
-def _prompts(scenario: Scenario, prompts: Sequence[str]) -> list[PromptArrival]:
-    rng = random.Random(f"{scenario.seed}/prompts")
-    names = scenario.adapter_names
-    adapter = choices(scenario.popularity, scenario.adapters, random.Random(f"{scenario.seed}/adapters"))
-    times = arrival_times(scenario.arrivals, scenario.duration, random.Random(f"{scenario.seed}/arrivals"))
-    return [
-        PromptArrival(
-            at=at,
-            index=index,
-            adapter=names[next(adapter)] if names else None,
-            prompt=rng.choice(prompts),
-            max_tokens=rng.randint(scenario.min_new_tokens, scenario.max_new_tokens),
-            seed=rng.getrandbits(32),
-        )
-        for index, at in enumerate(times)
-    ]
-
-
-def _finetunes(scenario: Scenario, rows: Sequence[dict[str, Any]]) -> list[FinetuneArrival]:
-    rng = random.Random(f"{scenario.seed}/finetune")
-    adapter = choices(scenario.popularity, scenario.adapters, rng)
-    jobs: list[FinetuneArrival] = []
-    for burst in range(math.ceil(scenario.duration / scenario.finetune_period)):
-        batches: dict[int, list[dict[str, Any]]] = {}
-        for _ in range(rng.randint(1, scenario.finetune_rows)):
-            batches.setdefault(next(adapter), []).append(rng.choice(rows))
-        jobs += [
-            FinetuneArrival(
-                at=burst * scenario.finetune_period,
-                index=len(jobs) + i,
-                adapter=scenario.adapter_names[chosen],
-                rows=tuple(batch),
-            )
-            for i, (chosen, batch) in enumerate(batches.items())
-        ]
-    return jobs
-
-
-def save_trace(trace: Trace, path: Path) -> None:
-    """JSON lines: the scenario, then one line an arrival. Raises `InvalidRequest` where nothing can be written."""
-    lines = [trace.scenario, *trace.arrivals]
-    try:
-        path.write_bytes(msgspec.json.Encoder().encode_lines(lines))
-    except OSError as error:
-        raise InvalidRequest(f"cannot write the trace to {str(path)!r}: {error.strerror}", field="save") from error
-
-
-def load_trace(path: Path) -> Trace:
-    """Raises `MalformedRow` (with the line) for anything that `save_trace` does not write, `InvalidRequest` for no file."""
-    try:
-        lines = path.read_bytes().splitlines()
-    except OSError as error:
-        raise InvalidRequest(f"cannot read the trace: {error.strerror}", field="trace") from error
-    if not lines:
-        raise MalformedRow("expected a scenario, got an empty file", line=1)
-    arrivals: list[Arrival] = []
-    scenario = _decode(lines[0], msgspec.json.Decoder(Scenario), 1)
-    decoder: msgspec.json.Decoder[Arrival] = msgspec.json.Decoder(Arrival)
-    for number, line in enumerate(lines[1:], 2):
-        arrival = _decode(line, decoder, number)
-        if arrivals and arrival.at < arrivals[-1].at:
-            raise MalformedRow(
-                f"expected arrivals in order of time, got {arrival.at} after {arrivals[-1].at}", line=number
-            )
-        arrivals.append(arrival)
-    return Trace(scenario=scenario, arrivals=tuple(arrivals))
-
-
-def _decode(line: bytes, decoder: msgspec.json.Decoder[T], number: int) -> T:
-    try:
-        return decoder.decode(line)
-    except msgspec.MsgspecError as error:
-        raise MalformedRow(str(error), line=number) from error
-
-
-def bundled_prompts() -> list[str]:
-    """Prompts that come with the package, in the manner of the paper's "act as a ..." collection."""
-    text = resources.files("coserve").joinpath("assets/prompts.txt").read_text(encoding="utf-8")
-    return [line for line in text.splitlines() if line]
-
-
-def bundled_rows() -> list[dict[str, Any]]:
-    """Rows to fine-tune on that come with the package."""
-    folder = resources.files("coserve").joinpath("assets/corpora")
-    texts = [folder.joinpath(f"{name}.jsonl").read_text(encoding="utf-8") for name in CORPORA]
-    return [json.loads(line) for text in texts for line in text.splitlines()]
+def make_scenario(given: Mapping[str, object]) -> Scenario:
+    """`given` over its preset's settings over the defaults. Raises `InvalidRequest` for a value that cannot be."""
+    preset = given.get("preset")
+    known = PRESETS.get(str(preset))
+    base = {} if known is None else known.settings
+    settings: dict[str, Any] = {name: parse_setting(Scenario, name, text) for name, text in base.items()} | dict(given)
+    return Scenario(**settings)

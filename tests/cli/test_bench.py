@@ -8,12 +8,13 @@ from pathlib import Path
 
 import pytest
 
-from coserve.cli.bench import run_bench
 from coserve.cli.bench_progress import BenchProgress
-from coserve.types import TrainingSettings
-from coserve.workloads.arrivals import Arrivals
+from coserve.cli.bench_run import Server, run_bench
+from coserve.workloads.bundled import bundled_prompts
 from coserve.workloads.replay import ReplayResult, Rest
-from coserve.workloads.scenario import Scenario, Trace, bundled_prompts, make_trace
+from coserve.workloads.scenario import Scenario
+from coserve.workloads.synthesis import make_trace
+from coserve.workloads.trace import Trace
 from tests.support.api_server import Api
 from tests.support.real_server import serve_real
 
@@ -22,8 +23,8 @@ ROWS = [{"text": "one two three four"}]
 
 def trace(rank: int, *, duration: float = 1.0) -> Trace:
     scenario = Scenario(
-        duration=duration, arrivals=Arrivals(rate=4), finetune_period=1, finetune_rows=4, adapters=2, rank=rank,
-        min_new_tokens=2, max_new_tokens=3, training=TrainingSettings(steps=2, batch_tokens=16),
+        duration=duration, rate=4, finetune_period=1, finetune_rows=4, adapters=2, rank=(rank,),
+        min_tokens=2, max_tokens=3, steps=2, batch_tokens=16,
     )  # fmt: skip
     return make_trace(scenario, bundled_prompts(), ROWS)
 
@@ -35,7 +36,7 @@ async def api(tmp_path: Path) -> AsyncIterator[Api]:
 
 
 async def run(api: Api, made: Trace, rest: Rest = Rest.DRAIN) -> ReplayResult:
-    return await run_bench(made, rest, f"http://127.0.0.1:{api.port}", None)
+    return await run_bench(made, rest, Server(url=f"http://127.0.0.1:{api.port}"))
 
 
 async def nothing_is_left(api: Api) -> None:
@@ -85,7 +86,7 @@ async def test_a_failure_cleans_up(api: Api, monkeypatch: pytest.MonkeyPatch) ->
 
 def test_the_line_says_what_was_sent_and_what_is_left() -> None:
     now = [100.0]
-    progress = BenchProgress(trace(4, duration=10.0), lambda: now[0])
+    progress = BenchProgress(trace(4, duration=10.0).scenario, 40, lambda: now[0])
     assert "making the adapters" in progress.line()
     progress.begin()
     progress.sent, progress.answered, progress.tokens = 3, 2, 4321

@@ -10,9 +10,11 @@ from hypothesis import strategies as st
 
 from coserve.errors import QueueFull, WrongJobState
 from coserve.types import JobState
-from coserve.workloads.arrivals import Arrivals
-from coserve.workloads.replay import JobSample, JobUpdate, ReplayResult, Rest, Sample, replay
-from coserve.workloads.scenario import FinetuneArrival, PromptArrival, Scenario, Trace, make_trace
+from coserve.workloads.gauges import Snapshot
+from coserve.workloads.replay import JobSample, JobUpdate, ReplayResult, Rest, Sample, Usage, replay
+from coserve.workloads.scenario import Scenario
+from coserve.workloads.synthesis import make_trace
+from coserve.workloads.trace import FinetuneArrival, PromptArrival, Trace
 from tests.support.examples import examples
 from tests.support.virtual_clock import run_virtual
 
@@ -66,12 +68,12 @@ class FakeTarget:
 def trace(*, duration: float = 2.0, rows: int = 0, rate: float = 10.0) -> Trace:
     scenario = Scenario(
         duration=duration,
-        arrivals=Arrivals(rate=rate),
+        rate=rate,
         finetune_rows=rows,
         finetune_period=1.0,
         adapters=3,
-        min_new_tokens=4,
-        max_new_tokens=4,
+        min_tokens=4,
+        max_tokens=4,
     )
     return make_trace(scenario, ["p"], [{"text": "row"}])
 
@@ -175,3 +177,25 @@ def test_our_own_faults_are_not_hidden() -> None:
 
     with pytest.raises(ExceptionGroup):
         play(Faulty(), trace(duration=1.0, rows=2))
+
+
+def test_the_servers_count_of_tokens_goes_before_that_of_chunks() -> None:
+    class Counting(FakeTarget):
+        async def generate(self, arrival: PromptArrival) -> AsyncIterator[int | Usage]:
+            yield 1
+            yield Usage(prompt_tokens=7, output_tokens=4)
+
+    (sample,) = play(Counting(), trace(duration=0.1)).samples
+    assert (sample.tokens, sample.prompt_tokens, len(sample.times)) == (4, 7, 1)
+
+
+def test_gauges_are_asked_for_until_the_last_answer() -> None:
+    async def probe(at: float) -> Snapshot:
+        if 0.9 < at < 1.1:
+            raise QueueFull("not now")
+        return Snapshot(at=at, waiting=2.0)
+
+    run = play(FakeTarget(first=3.0, gap=0.0), trace(duration=1.0), probe=probe, probe_interval=1.0)
+    assert [snapshot.at for snapshot in run.snapshots] == pytest.approx([0, 2, 3])
+    drained = play(FakeTarget(steps=5), trace(duration=1.0, rows=2), probe=probe, probe_interval=1.0)
+    assert drained.snapshots[-1].at in (pytest.approx(4), pytest.approx(5)) and drained.duration == pytest.approx(5)

@@ -1,5 +1,6 @@
 """Scenarios become traces; traces survive a file."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -8,17 +9,13 @@ from hypothesis import strategies as st
 
 from coserve.corpus.rows import parse_row
 from coserve.errors import CoserveError, EmptyCorpus, InvalidRequest, MalformedRow
-from coserve.workloads.arrivals import Arrivals, Process
-from coserve.workloads.popularity import Popularity, Shape
-from coserve.workloads.scenario import (
-    Scenario,
-    Trace,
-    bundled_prompts,
-    bundled_rows,
-    load_trace,
-    make_trace,
-    save_trace,
-)
+from coserve.workloads.arrivals import Pattern, Process
+from coserve.workloads.bundled import bundled_prompts, bundled_rows
+from coserve.workloads.lengths import Lengths
+from coserve.workloads.popularity import Shape
+from coserve.workloads.scenario import Finetuning, Scenario
+from coserve.workloads.synthesis import make_trace
+from coserve.workloads.trace import Trace, count, load_trace, save_trace
 
 PROMPTS = ["one", "two", "three"]
 ROWS = [{"text": "a row"}, {"prompt": "p", "completion": " c"}]
@@ -26,38 +23,56 @@ SCENARIOS = st.builds(
     Scenario,
     seed=st.integers(0, 2**32),
     duration=st.floats(0.1, 12),
-    arrivals=st.builds(Arrivals, process=st.sampled_from(Process), rate=st.floats(0.1, 8)),
+    lead=st.sampled_from((0.0, 2.5)),
+    process=st.sampled_from(Process),
+    rate=st.floats(0.1, 8),
+    pattern=st.sampled_from(Pattern),
+    per_adapter=st.booleans(),
+    prompt_lengths=st.sampled_from(Lengths),
+    max_prompt_tokens=st.integers(1, 20),
+    vocab=st.integers(257, 300),
     finetune_period=st.floats(1, 10),
     finetune_rows=st.integers(0, 20),
     adapters=st.integers(0, 5),
-    popularity=st.builds(Popularity, shape=st.sampled_from(Shape)),
-    min_new_tokens=st.just(3),
-    max_new_tokens=st.integers(3, 9),
+    finetune=st.sampled_from(Finetuning),
+    popularity=st.sampled_from(Shape),
+    min_tokens=st.just(3),
+    max_tokens=st.integers(3, 9),
 )
 
 
 @given(SCENARIOS)
 def test_a_trace_is_what_the_scenario_says(scenario: Scenario) -> None:
     trace = make_trace(scenario, PROMPTS, ROWS)
-    assert trace == make_trace(scenario, PROMPTS, ROWS)
+    assert [*trace.arrivals] == [*trace.arrivals] == [*make_trace(scenario, PROMPTS, ROWS).arrivals]
     times = [arrival.at for arrival in trace.arrivals]
     assert times == sorted(times)
-    assert all(0 <= time < scenario.duration for time in times)
+    begin, end = scenario.window
+    assert all(begin <= prompt.at < end for prompt in trace.prompts) and all(
+        0 <= job.at < end for job in trace.finetunes
+    )
     assert [prompt.index for prompt in trace.prompts] == list(range(len(trace.prompts)))
     assert [job.index for job in trace.finetunes] == list(range(len(trace.finetunes)))
     names = set(scenario.adapter_names)
-    assert all(prompt.adapter in (names or {None}) and prompt.prompt in PROMPTS for prompt in trace.prompts)
-    assert all(3 <= prompt.max_tokens <= scenario.max_new_tokens for prompt in trace.prompts)
+    assert all(prompt.adapter in (names or {None}) for prompt in trace.prompts)
+    for prompt in trace.prompts:
+        if scenario.prompt_lengths is Lengths.TEXTS:
+            assert prompt.prompt in PROMPTS
+        else:
+            assert 1 <= len(prompt.prompt) <= scenario.max_prompt_tokens
+            assert all(256 <= id < scenario.vocab for id in prompt.prompt)
+    assert all(3 <= prompt.max_tokens <= scenario.max_tokens for prompt in trace.prompts)
     assert {job.adapter for job in trace.finetunes} <= names
-    if not (scenario.adapters and scenario.finetune_rows):
+    if not (scenario.adapters and scenario.finetune_rows) or scenario.finetune is Finetuning.OFF:
         assert not trace.finetunes
+    assert (count(trace).prompts, count(trace).jobs) == (len(trace.prompts), len(trace.finetunes))
 
 
 @given(SCENARIOS)
 def test_a_burst_has_at_most_the_rows_and_one_job_an_adapter(scenario: Scenario) -> None:
     bursts: dict[float, list[str]] = {}
     rows: dict[float, int] = {}
-    for job in make_trace(scenario, PROMPTS, ROWS).finetunes:
+    for job in make_trace(replace(scenario, finetune=Finetuning.BURSTS), PROMPTS, ROWS).finetunes:
         bursts.setdefault(job.at, []).append(job.adapter)
         rows[job.at] = rows.get(job.at, 0) + len(job.rows)
         assert job.at / scenario.finetune_period == pytest.approx(round(job.at / scenario.finetune_period))
@@ -68,7 +83,7 @@ def test_a_burst_has_at_most_the_rows_and_one_job_an_adapter(scenario: Scenario)
 
 @given(SCENARIOS)
 def test_fine_tuning_does_not_change_the_prompts(scenario: Scenario) -> None:
-    quiet = Scenario(**{name: getattr(scenario, name) for name in scenario.__struct_fields__} | {"finetune_rows": 0})
+    quiet = replace(scenario, finetune_rows=0)
     assert make_trace(quiet, PROMPTS, []).prompts == make_trace(scenario, PROMPTS, ROWS).prompts
 
 
@@ -77,7 +92,7 @@ def test_the_defaults_are_those_of_the_paper() -> None:
     assert trace.prompts[7].at == pytest.approx(0.7)
     assert sorted({job.at for job in trace.finetunes}) == [0.0, 20.0, 40.0]
     assert len({prompt.adapter for prompt in trace.prompts}) == 32
-    assert (Scenario().rank, Scenario().finetune_rows) == (32, 512)
+    assert (Scenario().rank, Scenario().finetune_rows) == ((32,), 512)
 
 
 def test_the_bundled_rows_parse() -> None:
@@ -91,7 +106,8 @@ def test_a_trace_survives_a_file(tmp_path_factory: pytest.TempPathFactory, scena
     path = tmp_path_factory.mktemp("trace") / "trace.jsonl"
     trace = make_trace(scenario, PROMPTS, ROWS)
     save_trace(trace, path)
-    assert load_trace(path) == trace
+    found = load_trace(path)
+    assert found.scenario == scenario and [*found.arrivals] == [*trace.arrivals]
 
 
 @pytest.mark.parametrize(
@@ -102,9 +118,15 @@ def test_a_trace_survives_a_file(tmp_path_factory: pytest.TempPathFactory, scena
         ("finetune_period", -1.0),
         ("finetune_rows", -1),
         ("adapters", -1),
-        ("rank", 0),
-        ("min_new_tokens", 0),
-        ("max_new_tokens", 1),
+        ("rank", ()),
+        ("rank", (8, 0)),
+        ("min_tokens", 0),
+        ("max_tokens", 0),
+        ("slo_ttft", 0.0),
+        ("lead", -1.0),
+        ("vocab", 256),
+        ("preset", "ets"),
+        ("output_lengths", Lengths.TEXTS),
     ],
 )
 def test_impossible_scenarios_are_refused(name: str, value: float) -> None:
@@ -120,7 +142,7 @@ def test_a_trace_needs_something_to_send() -> None:
         make_trace(Scenario(), PROMPTS, [])
 
 
-HEADER = b'{"type":"scenario"}\n'
+HEADER = b'{"type":"workload","version":1,"scenario":{}}\n'
 PROMPT = b'{"type":"prompt","at":%d,"index":0,"adapter":null,"prompt":"x","max_tokens":1,"seed":0}\n'
 
 
@@ -129,7 +151,9 @@ PROMPT = b'{"type":"prompt","at":%d,"index":0,"adapter":null,"prompt":"x","max_t
     [
         (b"", 1),
         (PROMPT % 0, 1),
-        (b'{"type":"scenario","duraton":3}\n', 1),
+        (b'{"type":"workload","version":1,"scenario":{"duraton":3}}\n', 1),
+        (b'{"type":"workload","version":1,"scenario":{"duration":-3}}\n', 1),
+        (b'{"type":"workload","version":1,"scenario":{"rate":"3"}}\n', 1),
         (HEADER + b"nonsense\n", 2),
         (HEADER + PROMPT % 1 + b'{"type":"party","at":2}\n', 3),
         (HEADER + PROMPT % 2 + PROMPT % 1, 3),
@@ -139,7 +163,7 @@ def test_a_damaged_trace_is_refused_with_its_line(tmp_path: Path, content: bytes
     path = tmp_path / "trace.jsonl"
     path.write_bytes(content)
     with pytest.raises(MalformedRow) as caught:
-        load_trace(path)
+        list(load_trace(path).arrivals)
     assert caught.value.line == line
 
 
@@ -151,4 +175,4 @@ def test_a_trace_that_is_not_there_is_refused(tmp_path: Path) -> None:
 
 def test_an_empty_trace_is_a_trace(tmp_path: Path) -> None:
     save_trace(Trace(scenario=Scenario(), arrivals=()), tmp_path / "t")
-    assert load_trace(tmp_path / "t").arrivals == ()
+    assert [*load_trace(tmp_path / "t").arrivals] == []

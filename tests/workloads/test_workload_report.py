@@ -8,10 +8,11 @@ from rich.console import Console
 from rich.table import Table
 
 from coserve.types import JobState
-from coserve.workloads.metrics import Limits, summarise
+from coserve.workloads.metrics import Limits
 from coserve.workloads.replay import JobSample, ReplayResult, Sample
 from coserve.workloads.report import Report, duration_text, latency_table, totals_table, write_report
 from coserve.workloads.scenario import Scenario
+from coserve.workloads.summary import summarise
 
 
 def answered(index: int, error: str | None = None) -> Sample:
@@ -73,7 +74,7 @@ def test_tables_of_an_empty_run() -> None:
 def test_files_of_a_run(tmp_path: Path, run: ReplayResult) -> None:
     summary = summarise(run)
     paths = write_report(tmp_path / "deep" / "report", run, summary)
-    assert [path.name for path in paths] == ["report.json", "report.png"]
+    assert [path.name for path in paths] == ["report.json", "report.png", "report.html"]
     assert msgspec.json.decode(paths[0].read_bytes(), type=Report) == Report(summary=summary, run=run)
     assert paths[1].read_bytes().startswith(b"\x89PNG")
 

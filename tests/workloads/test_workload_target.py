@@ -10,21 +10,21 @@ from coserve.client import AsyncClient, MockTransport, Request, Response
 from coserve.errors import InvalidRequest, QueueFull
 from coserve.schemas import Adapter, ErrorBody, ErrorInfo, GenerateChunk, Job, JobEvent
 from coserve.types import JobState, LoraSettings, StepMetrics, TrainingSettings
-from coserve.workloads.arrivals import Arrivals
-from coserve.workloads.metrics import summarise
 from coserve.workloads.replay import ReplayResult, Rest, replay
-from coserve.workloads.scenario import Scenario, make_trace
+from coserve.workloads.scenario import Scenario
+from coserve.workloads.summary import summarise
+from coserve.workloads.synthesis import make_trace
 from coserve.workloads.target import NO_RETRIES, DaemonTarget
 
 SCENARIO = Scenario(
     duration=0.05,
-    arrivals=Arrivals(rate=100),
+    rate=100,
     finetune_rows=3,
     adapters=2,
-    rank=4,
-    min_new_tokens=3,
-    max_new_tokens=3,
-    training=TrainingSettings(steps=2),
+    rank=(4,),
+    min_tokens=3,
+    max_tokens=3,
+    steps=2,
 )
 
 

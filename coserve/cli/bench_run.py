@@ -1,0 +1,124 @@
+"""Runs a workload against a server, and leaves nothing of it behind."""
+
+from __future__ import annotations
+
+import secrets
+import sys
+from contextlib import AsyncExitStack
+from dataclasses import dataclass
+from enum import StrEnum
+
+from coserve.cli.bench_progress import BenchProgress, CountedTarget, shown
+from coserve.cli.status_lines import warming_line
+from coserve.client import AsyncClient
+from coserve.errors import InvalidRequest
+from coserve.workloads.openai_target import OpenAITarget
+from coserve.workloads.replay import Probe, ReplayResult, Rest, Target, replay
+from coserve.workloads.target import NO_RETRIES, DaemonTarget
+from coserve.workloads.trace import PromptArrival, Repeatable, Totals, Trace, count
+
+
+class ServerKind(StrEnum):
+    COSERVE = "coserve"
+    OPENAI = "openai"
+    """Any server with `/v1/completions`; it gets the prompts alone."""
+
+
+class Route(StrEnum):
+    GENERATE = "generate"
+    COMPLETIONS = "completions"
+    """As any OpenAI-style server."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Server:
+    """Where a workload is sent. `model`: the base's name (None: the first of `/v1/models`); `prefix`: of the adapters' names (None: a
+    random one on coserve, so that the run has adapters of its own; none elsewhere).
+    """
+
+    url: str
+    key: str | None = None
+    kind: ServerKind = ServerKind.COSERVE
+    route: Route = Route.GENERATE
+    model: str | None = None
+    prefix: str | None = None
+    metrics_interval: float = 1.0
+    """Seconds between two looks at `/metrics`; 0: none."""
+
+
+async def run_bench(trace: Trace, rest: Rest, server: Server) -> ReplayResult:
+    """Replay a trace; the adapters that were made for it are deleted at the end, unless `rest` leaves everything.
+
+    Raises what reading the trace raises before anything is sent.
+    """
+    totals = count(trace)
+    if server.kind is ServerKind.OPENAI:
+        return await _on_any_server(trace, totals, server)
+    return await _on_coserve(trace, totals, rest, server)
+
+
+async def _on_any_server(trace: Trace, totals: Totals, server: Server) -> ReplayResult:
+    if totals.jobs:
+        print(
+            f"{totals.jobs} fine-tuning jobs of the workload are not sent: the server has no such thing",
+            file=sys.stderr,
+        )
+    only_prompts = Repeatable(lambda: (arrival for arrival in trace.arrivals if isinstance(arrival, PromptArrival)))
+    async with _completions(trace, server, server.prefix or "", server.model or "") as target:
+        models = await target.models()
+        if server.model is None:
+            if not models:
+                raise InvalidRequest("expected the base's name: the server lists no models", field="model")
+            target.model = models[0]
+        progress = BenchProgress(trace.scenario, totals.prompts)
+        async with shown(progress):
+            return await _replay(
+                Trace(trace.scenario, only_prompts), target, target.probe, Rest.LEAVE, server, progress
+            )
+
+
+async def _on_coserve(trace: Trace, totals: Totals, rest: Rest, server: Server) -> ReplayResult:
+    prefix = f"bench-{secrets.token_hex(4)}-" if server.prefix is None else server.prefix
+    async with AsyncExitStack() as stack:
+        client = await stack.enter_async_context(AsyncClient(server.url, api_key=server.key, retry=NO_RETRIES))
+        health = await client.health()  # fails before anything is created if no daemon answers
+        if health.warming is not None:
+            print(f"the daemon is {warming_line(health.warming)}: some requests are slower until then", file=sys.stderr)
+        completions = None
+        if server.route is Route.COMPLETIONS:
+            model = server.model or (health.base.name if health.base is not None else "")
+            completions = await stack.enter_async_context(_completions(trace, server, prefix, model))
+        target = DaemonTarget(client, trace.scenario, prefix=prefix, completions=completions)
+        progress = BenchProgress(trace.scenario, totals.prompts)
+        try:
+            async with shown(progress):
+                await target.prepare(totals.adapters)
+                return await _replay(trace, target, target.probe, rest, server, progress)
+        finally:
+            if rest is not Rest.LEAVE:
+                await _clean_up(target)
+
+
+def _completions(trace: Trace, server: Server, prefix: str, model: str) -> OpenAITarget:
+    return OpenAITarget(server.url, model=model, key=server.key, temperature=trace.scenario.temperature, prefix=prefix)
+
+
+async def _replay(
+    trace: Trace, target: Target, probe: Probe, rest: Rest, server: Server, progress: BenchProgress
+) -> ReplayResult:
+    progress.begin()
+    return await replay(
+        trace,
+        CountedTarget(target, progress),
+        rest=rest,
+        observe=progress.observe,
+        probe=probe if server.metrics_interval > 0 else None,
+        probe_interval=server.metrics_interval,
+    )
+
+
+async def _clean_up(target: DaemonTarget) -> None:
+    print("deleting the adapters of this run", file=sys.stderr)
+    kept = await target.clean_up()
+    if kept:
+        print(f"could not delete {', '.join(kept)}: coserve adapters delete NAME", file=sys.stderr)

@@ -1,0 +1,78 @@
+"""Conditions on the numbers of a run, such as `slo>=0.99`. Pure."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+
+from coserve.errors import InvalidRequest
+from coserve.workloads.metrics import Spread
+from coserve.workloads.summary import Summary
+
+_FORM = re.compile(r"\s*([a-z0-9_]+)\s*(>=|<=|>|<)\s*([0-9]*\.?[0-9]+(?:e[+-]?[0-9]+)?)\s*(%|ms|s)?\s*")
+_UNITS = {"": 1.0, "%": 0.01, "ms": 0.001, "s": 1.0}
+
+
+def _latency(name: str, part: str, summary: Summary) -> float | None:
+    values: Spread | None = getattr(summary, name)
+    return None if values is None else float(getattr(values, part))
+
+
+NUMBERS: dict[str, Callable[[Summary], float | None]] = {
+    "slo": lambda summary: summary.attainment,
+    "slo_worst": lambda summary: summary.worst_attainment,
+    "satisfaction": lambda summary: summary.satisfaction,
+    "goodput": lambda summary: summary.goodput,
+    "errors": lambda summary: summary.requests - summary.completed,
+    "requests_per_s": lambda summary: summary.request_throughput,
+    "output_tok_s": lambda summary: summary.output_throughput,
+    "finetune_tok_s": lambda summary: summary.finetune_window_throughput,
+    "finetune_share": lambda summary: summary.finetune_share,
+} | {
+    f"{name}_{part}": partial(_latency, name, part)
+    for name in ("ttft", "tpot", "itl", "e2e", "lag")
+    for part in ("mean", "p50", "p90", "p95", "p99")
+}
+"""The numbers that conditions name; None: not measured."""
+
+
+@dataclass(frozen=True)
+class Condition:
+    """`text`: as it was given. Times in seconds, shares from 0 to 1."""
+
+    text: str
+    name: str
+    relation: str
+    bound: float
+
+    def value(self, summary: Summary) -> float | None:
+        """None: not measured."""
+        return NUMBERS[self.name](summary)
+
+    def holds(self, summary: Summary) -> bool:
+        """A number that was not measured meets no condition."""
+        value = self.value(summary)
+        if value is None:
+            return False
+        match self.relation:
+            case ">=":
+                return value >= self.bound
+            case "<=":
+                return value <= self.bound
+            case ">":
+                return value > self.bound
+            case _:
+                return value < self.bound
+
+
+def parse_condition(text: str) -> Condition:
+    """`NAME>=NUMBER`, also with `<=`, `>`, `<` and with a unit: `slo>=99%`, `ttft_p99<=250ms`. Raises `InvalidRequest`."""
+    found = _FORM.fullmatch(text)
+    if found is None:
+        raise InvalidRequest(f"expected a condition like slo>=0.99, got {text!r}", field="fail_under")
+    name, relation, number, unit = found.groups(default="")
+    if name not in NUMBERS:
+        raise InvalidRequest(f"expected one of {', '.join(NUMBERS)}, got {name!r}", field="fail_under")
+    return Condition(text.strip(), name, relation, float(number) * _UNITS[unit])

@@ -1,0 +1,108 @@
+"""Reads the objects of a JSON file one after another: of an array of any length, or one object a line."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, TextIO
+
+from coserve.errors import MalformedRow
+from coserve.workloads.formats.lines import unreadable
+
+CHUNK = 1 << 18
+MAX_OBJECT = 1 << 24
+"""Characters of the longest object. It bounds the memory that a file can take."""
+_MARGIN = 16
+"""An error nearer than this to the end of what was read may be due to the end: the next characters decide."""
+
+
+def read_objects(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
+    """The objects, each with the number of the line at which it begins.
+
+    Raises `MalformedRow` (with the line) for anything but objects, `InvalidRequest` for no file.
+    """
+    try:
+        with path.open(encoding="utf-8") as file:
+            reader = _Reader(file)
+            try:
+                yield from reader.objects()
+            except UnicodeDecodeError as error:
+                raise MalformedRow(
+                    f"expected UTF-8, got {error.reason}", line=reader.line_at(reader.position)
+                ) from error
+    except OSError as error:
+        raise unreadable(error) from error
+
+
+class _Reader:
+    """`text` is the part of the file that is in memory, `position` the next character of it."""
+
+    def __init__(self, file: TextIO) -> None:
+        self._file, self._decoder = file, json.JSONDecoder()
+        self.text, self.position, self._line = "", 0, 1
+
+    def line_at(self, position: int) -> int:
+        return self._line + self.text.count("\n", 0, position)
+
+    def objects(self) -> Iterator[tuple[int, dict[str, Any]]]:
+        first = self._next()
+        if first == "[":
+            self.position += 1
+            yield from self._array()
+        elif first:
+            while self._next():
+                yield self._object()
+
+    def _array(self) -> Iterator[tuple[int, dict[str, Any]]]:
+        if self._next() != "]":
+            yield self._object()
+            while self._next() == ",":
+                self.position += 1
+                yield self._object()
+        if self._next() != "]":
+            raise self._wrong("a comma or the end of the array")
+        self.position += 1
+        if self._next():
+            raise self._wrong("nothing after the array")
+
+    def _object(self) -> tuple[int, dict[str, Any]]:
+        if self._next() != "{":
+            raise self._wrong("an object")
+        line = self.line_at(self.position)
+        while True:
+            try:
+                value, self.position = self._decoder.raw_decode(self.text, self.position)
+            except json.JSONDecodeError as error:
+                cut = error.pos > len(self.text) - _MARGIN or error.msg.startswith("Unterminated")
+                if not cut or len(self.text) - self.position > MAX_OBJECT or not self._more():
+                    raise MalformedRow(
+                        f"expected a JSON object, got an error at line {self.line_at(error.pos)}: {error.msg}",
+                        line=line,
+                    ) from error
+            else:
+                return line, value
+
+    def _next(self) -> str:
+        """The next character that is no white space; empty at the end of the file."""
+        while True:
+            while self.position < len(self.text) and self.text[self.position].isspace():
+                self.position += 1
+            if self.position < len(self.text):
+                return self.text[self.position]
+            if not self._more():
+                return ""
+
+    def _more(self) -> bool:
+        """Read more, at least as much as is kept; forget what was decoded. False at the end of the file."""
+        new = self._file.read(max(CHUNK, len(self.text) - self.position))
+        self._line = self.line_at(self.position)
+        self.text, self.position = self.text[self.position :] + new, 0
+        return bool(new)
+
+    def _wrong(self, expected: str) -> MalformedRow:
+        found = self.text[self.position : self.position + 20]
+        return MalformedRow(
+            f"expected {expected}, got {found!r}" if found else f"expected {expected}, got the end of the file",
+            line=self.line_at(self.position),
+        )

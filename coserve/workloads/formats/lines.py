@@ -1,0 +1,49 @@
+"""Files of one record a line, and what a record of a recorded trace says."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+from coserve.errors import InvalidRequest, MalformedRow
+
+MAX_LINE = 1 << 26
+"""Bytes of the longest line. It bounds the memory that a file can take."""
+
+
+class Recorded(NamedTuple):
+    """A recorded request: seconds after the recording's beginning, lengths in tokens, and the prompt's blocks (Mooncake)."""
+
+    at: float
+    prompt_tokens: int
+    output_tokens: int
+    blocks: tuple[int, ...] = ()
+
+
+def read_lines(path: Path) -> Iterator[tuple[int, bytes]]:
+    """Numbers, from 1, and contents of the lines that are not blank, without their ends.
+
+    Raises `InvalidRequest` for no file, `MalformedRow` for a line of more than `MAX_LINE` bytes.
+    """
+    try:
+        with path.open("rb") as file:
+            number = 0
+            while line := file.readline(MAX_LINE):
+                number += 1
+                if len(line) == MAX_LINE and not line.endswith(b"\n"):
+                    raise MalformedRow(f"expected at most {MAX_LINE} bytes, got more", line=number)
+                if line.strip():
+                    yield number, line.rstrip(b"\r\n")
+    except OSError as error:
+        raise unreadable(error) from error
+
+
+def unreadable(error: OSError) -> InvalidRequest:
+    return InvalidRequest(f"cannot read the trace: {error.strerror}", field="trace")
+
+
+def check_order(at: float, before: float, line: int) -> None:
+    """Raises `MalformedRow`."""
+    if at < before:
+        raise MalformedRow(f"expected times in order, got {at:g} after {before:g}", line=line)

@@ -1,0 +1,40 @@
+"""Mooncake's traces (Qin et al., FAST 2025): JSON lines, times in milliseconds, lengths in tokens, hashes of the prompt's blocks.
+
+    {"timestamp": 27482, "input_length": 6955, "output_length": 52, "hash_ids": [46, 47, 48]}
+
+Prompts that begin with the same hashes begin with the same 512-token blocks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Annotated
+
+import msgspec
+
+from coserve.errors import MalformedRow
+from coserve.workloads.formats.lines import Recorded, check_order, read_lines
+
+_Tokens = Annotated[int, msgspec.Meta(ge=1)]
+
+
+class _Line(msgspec.Struct):
+    timestamp: Annotated[float, msgspec.Meta(ge=0)]
+    input_length: _Tokens
+    output_length: _Tokens
+    hash_ids: tuple[int, ...] = ()
+
+
+def read_mooncake(path: Path) -> Iterator[Recorded]:
+    """Raises `MalformedRow` with the line, `InvalidRequest` for no file."""
+    decoder, before = msgspec.json.Decoder(_Line), 0.0
+    for number, line in read_lines(path):
+        try:
+            found = decoder.decode(line)
+        except msgspec.MsgspecError as error:
+            raise MalformedRow(str(error), line=number) from error
+        at = found.timestamp / 1000
+        check_order(at, before, number)
+        before = at
+        yield Recorded(at, found.input_length, found.output_length, found.hash_ids)

@@ -1,0 +1,51 @@
+"""ShareGPT's conversations, without times: a JSON array of objects, as its published file is, or one object a line.
+
+    [{"id": "x_0", "conversations": [{"from": "human", "value": "..."}, {"from": "gpt", "value": "..."}]}]
+
+A conversation's prompt is its first turn and its answer the second, as FlexLLM's recipe and `vllm bench serve` take them; conversations
+that do not begin with a human's turn and an answer are left out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import msgspec
+
+from coserve.errors import MalformedRow
+from coserve.workloads.formats.json_stream import read_objects
+
+HUMANS, MODELS = ("human", "user"), ("gpt", "assistant", "chatgpt")
+
+
+class Conversation(NamedTuple):
+    prompt: str
+    answer: str
+
+
+class _Turn(msgspec.Struct):
+    speaker: str = msgspec.field(name="from")
+    value: str
+
+
+class _Record(msgspec.Struct):
+    conversations: list[_Turn]
+
+
+def read_sharegpt(path: Path) -> Iterator[Conversation]:
+    """Raises `MalformedRow` with the line at which a conversation begins, `InvalidRequest` for no file."""
+    for line, content in read_objects(path):
+        turns = _turns(content, line)
+        if len(turns) > 1 and turns[0].speaker in HUMANS and turns[1].speaker in MODELS:
+            prompt, answer = turns[0].value, turns[1].value
+            if prompt.strip() and answer.strip():
+                yield Conversation(prompt, answer)
+
+
+def _turns(content: dict[str, Any], line: int) -> list[_Turn]:
+    try:
+        return msgspec.convert(content, _Record).conversations
+    except msgspec.ValidationError as error:
+        raise MalformedRow(str(error), line=line) from error

@@ -1,0 +1,137 @@
+"""Recorded arrivals and contents as the source of a workload: formats told apart, windows cut, rates changed, tokens counted."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import NamedTuple
+
+from coserve.errors import InvalidRequest, MalformedRow
+from coserve.pretrained.tokenizer import Tokenizer
+from coserve.workloads.formats.burstgpt import TIME, read_burstgpt
+from coserve.workloads.formats.lines import Recorded, read_lines
+from coserve.workloads.formats.mooncake import read_mooncake
+from coserve.workloads.formats.sharegpt import read_sharegpt
+from coserve.workloads.scenario import Scenario, TraceFormat
+
+
+class Content(NamedTuple):
+    """A prompt, as a text or token ids, and the tokens of its answer."""
+
+    prompt: str | tuple[int, ...]
+    max_tokens: int
+
+
+@dataclass(frozen=True)
+class Source:
+    """`recorded`: makes the recorded arrivals; None: the scenario's process. `conversations`: makes contents; None: none."""
+
+    recorded: Callable[[], Iterator[Recorded]] | None = None
+    conversations: Callable[[], Iterator[Content]] | None = None
+
+    @property
+    def has_contents(self) -> bool:
+        return self.recorded is not None or self.conversations is not None
+
+    def contents(self) -> Iterator[Content] | None:
+        """Endless: the file begins again after its end. Raises `MalformedRow` if it has nothing to use."""
+        return None if self.conversations is None else _endless(self.conversations)
+
+
+def open_source(scenario: Scenario) -> Source:
+    """The files that the scenario names; they are read when the workload is made.
+
+    Raises `InvalidRequest` or `MalformedRow` for a missing file or one of no known format.
+    """
+    conversations = None if scenario.prompts is None else Path(scenario.prompts)
+    recorded: Callable[[], Iterator[Recorded]] | None = None
+    if scenario.trace is not None:
+        path = Path(scenario.trace)
+        match format_of(path) if scenario.trace_format is TraceFormat.AUTO else scenario.trace_format:
+            case TraceFormat.BURSTGPT:
+                recorded = partial(_window, scenario, partial(read_burstgpt, path, scenario.trace_model))
+            case TraceFormat.MOONCAKE:
+                recorded = partial(_window, scenario, partial(read_mooncake, path))
+            case TraceFormat.SHAREGPT if conversations is None:
+                conversations = path
+            case other:
+                raise InvalidRequest(f"expected arrivals to make a workload of, got a {other} file", field="trace")
+    if conversations is None:
+        return Source(recorded)
+    return Source(recorded, partial(_conversations, scenario, conversations, Tokenizer.load(scenario.tokenizer)))
+
+
+def format_of(path: Path) -> TraceFormat:
+    """By the file's first line. Raises `MalformedRow`."""
+    _, line = next(read_lines(path), (1, b""))
+    start = line.lstrip()[:2000]
+    if TIME.encode() in start.split(b",")[0] or b"," + TIME.encode() in start:
+        return TraceFormat.BURSTGPT
+    if start.startswith(b"["):
+        return TraceFormat.SHAREGPT
+    for key, found in (
+        (b'"workload"', TraceFormat.COSERVE),
+        (b'"input_length"', TraceFormat.MOONCAKE),
+        (b'"conversations"', TraceFormat.SHAREGPT),
+    ):
+        if start.startswith(b"{") and key in start:
+            return found
+    raise MalformedRow(
+        f"expected a trace of coserve, BurstGPT, Mooncake or ShareGPT, got {start[:40].decode(errors='replace')!r}",
+        line=1,
+    )
+
+
+def _window(scenario: Scenario, read: Callable[[], Iterator[Recorded]]) -> Iterator[Recorded]:
+    """The recording's part that is played, its times from 0 up to the duration, at the wanted rate.
+
+    The rate is reached by leaving out or repeating requests at random, in order (as FlexLLM's recipe does), so that bursts stay
+    bursts; the file is read twice for it.
+    """
+    rate = scenario.trace_rate
+    if rate is None:
+        return _cut(scenario, read())
+    have = sum(1 for _ in _cut(scenario, read()))
+    return _resampled(
+        _cut(scenario, read()), have, round(rate * scenario.duration), random.Random(f"{scenario.seed}/trace")
+    )
+
+
+def _cut(scenario: Scenario, records: Iterator[Recorded]) -> Iterator[Recorded]:
+    for record in records:
+        at = (record.at - scenario.trace_start) / scenario.trace_speed
+        if at >= scenario.duration:
+            return
+        if at >= 0:
+            yield record._replace(at=at)
+
+
+def _resampled(records: Iterator[Recorded], have: int, want: int, rng: random.Random) -> Iterator[Recorded]:
+    """`want` of the `have` records: each as often as all, and a uniform choice of them once more (Knuth's algorithm S)."""
+    each, more = divmod(want, have) if have else (0, 0)
+    for seen, record in enumerate(records):
+        extra = rng.random() * (have - seen) < more
+        more -= extra
+        yield from itertools.repeat(record, each + extra)
+
+
+def _conversations(scenario: Scenario, path: Path, tokenizer: Tokenizer) -> Iterator[Content]:
+    most = scenario.max_total_tokens
+    for found in read_sharegpt(path):
+        answer = len(tokenizer.encode(found.answer, add_special=False))
+        if answer and (most is None or answer + len(tokenizer.encode(found.prompt)) <= most):
+            yield Content(found.prompt, answer)
+
+
+def _endless(make: Callable[[], Iterator[Content]]) -> Iterator[Content]:
+    while True:
+        found = False
+        for content in make():
+            found = True
+            yield content
+        if not found:
+            raise MalformedRow("expected a conversation with a prompt and an answer, got none")

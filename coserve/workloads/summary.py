@@ -1,0 +1,196 @@
+"""The numbers of a run. Pure.
+
+Goodput is the answers a second within every limit, as `vllm bench serve` has it. Inference latency (mean E2E), SLO attainment and
+fine-tuning tokens a second as in the ETS paper (section 5.2.3, table 5.2).
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+
+from coserve.types import JobState, Wire
+from coserve.workloads.gauges import Snapshot
+from coserve.workloads.metrics import (
+    SATISFACTION_LIMIT,
+    Limits,
+    Spread,
+    attainment,
+    attains,
+    e2e,
+    itl,
+    mean_satisfaction,
+    peak_speed,
+    spread,
+    tpot,
+    trained_until,
+    ttft,
+)
+from coserve.workloads.replay import ReplayResult, Sample
+
+
+class AdapterSummary(Wire, frozen=True):
+    """The requests of one adapter; `adapter` None is the base."""
+
+    adapter: str | None
+    requests: int
+    completed: int
+    attainment: float
+    satisfaction: float
+    ttft: Spread | None
+    tpot: Spread | None
+    e2e: Spread | None
+
+
+class Queue(Wire, frozen=True):
+    """Gauges of the server over the run; None: it has no such gauge."""
+
+    waiting_mean: float | None
+    waiting_most: float | None
+    running_mean: float | None
+    running_most: float | None
+    cache_most: float | None
+    memory_most: dict[str, float]
+    """Bytes."""
+
+
+class Summary(Wire, frozen=True):
+    """Rates are per second of `duration` unless they say otherwise; a `Spread` is None where there was nothing to measure."""
+
+    duration: float
+    requests: int
+    completed: int
+    errors: dict[str, int]
+    request_throughput: float
+    prompt_tokens: int | None
+    """Of the answered requests, as the server counted them; None where it did not for one of them."""
+    output_tokens: int
+    output_throughput: float
+    limits: Limits
+    attainment: float
+    """Share of all requests within every limit, 0 to 1."""
+    goodput: float
+    satisfaction: float
+    """S-LoRA's user satisfaction, the mean over all requests, 0 to 1."""
+    ttft: Spread | None
+    tpot: Spread | None
+    itl: Spread | None
+    e2e: Spread | None
+    lag: Spread | None
+    """How late the replay sent requests; large values mean that the load was not the intended one."""
+    slo_attainment: dict[str, float]
+    """E2E limit in seconds -> share of all requests within it, 0 to 1."""
+    adapters: tuple[AdapterSummary, ...]
+    """Those with the lowest attainment first."""
+    queue: Queue | None
+    """None: the server was not asked."""
+    jobs: int
+    jobs_succeeded: int
+    job_errors: dict[str, int]
+    finetune_tokens: int
+    finetune_throughput: float
+    finetune_window_throughput: float
+    """Tokens a second of the steps that were reported inside the arrival window."""
+    finetune_peak: float | None
+    """Tokens a second of fine-tuning alone: given, or measured before the arrival window."""
+    finetune_share: float | None
+    """Of its peak, inside the arrival window."""
+
+    @property
+    def worst_attainment(self) -> float:
+        """Of the adapters."""
+        return self.adapters[0].attainment if self.adapters else 1.0
+
+
+def summarise(
+    run: ReplayResult,
+    *,
+    slos: Sequence[float] | None = None,
+    limits: Limits | None = None,
+    peak: float | None = None,
+) -> Summary:
+    """The numbers of a run. `slos`: E2E limits in seconds, `limits`: those of a good answer; None: the scenario's. `peak`: fine-tuning
+    tokens a second alone; None: as measured before the arrival window.
+    """
+    slos = run.scenario.slos if slos is None else slos
+    limits = Limits.of(run.scenario) if limits is None else limits
+    good = [sample for sample in run.samples if sample.error is None]
+    seconds = max(run.duration, 1e-9)
+    tokens = sum(sample.tokens for sample in good)
+    counted = [sample.prompt_tokens for sample in good if sample.prompt_tokens is not None]
+    trained = trained_until(run.jobs, run.duration)
+    begin, end = run.scenario.window
+    in_window = (trained_until(run.jobs, end) - trained_until(run.jobs, begin)) / run.scenario.duration
+    peak = peak_speed(run.jobs, begin) if peak is None else peak
+    return Summary(
+        duration=run.duration,
+        requests=len(run.samples),
+        completed=len(good),
+        errors=dict(Counter(sample.error for sample in run.samples if sample.error is not None)),
+        request_throughput=len(good) / seconds,
+        prompt_tokens=sum(counted) if len(counted) == len(good) else None,
+        output_tokens=tokens,
+        output_throughput=tokens / seconds,
+        limits=limits,
+        attainment=attainment(run.samples, limits),
+        goodput=sum(attains(sample, limits) for sample in run.samples) / seconds,
+        satisfaction=mean_satisfaction(run.samples, limits.ttft or SATISFACTION_LIMIT),
+        ttft=spread(_values(good, ttft)),
+        tpot=spread(_values(good, tpot)),
+        itl=spread([gap for sample in good for gap in itl(sample)]),
+        e2e=spread(_values(good, e2e)),
+        lag=spread([sample.sent - sample.due for sample in run.samples]),
+        slo_attainment={f"{slo:g}": attainment(run.samples, Limits(e2e=slo)) for slo in slos},
+        adapters=_adapters(run.samples, limits),
+        queue=_queue(run.snapshots) if run.snapshots else None,
+        jobs=len(run.jobs),
+        jobs_succeeded=sum(job.state is JobState.SUCCEEDED for job in run.jobs),
+        job_errors=dict(Counter(job.error for job in run.jobs if job.error is not None)),
+        finetune_tokens=trained,
+        finetune_throughput=trained / seconds,
+        finetune_window_throughput=in_window,
+        finetune_peak=peak,
+        finetune_share=in_window / peak if peak else None,
+    )
+
+
+def _values(samples: Sequence[Sample], of: Callable[[Sample], float | None]) -> list[float]:
+    return [value for sample in samples if (value := of(sample)) is not None]
+
+
+def _adapters(samples: Sequence[Sample], limits: Limits) -> tuple[AdapterSummary, ...]:
+    by_name: dict[str | None, list[Sample]] = {}
+    for sample in samples:
+        by_name.setdefault(sample.adapter, []).append(sample)
+    found = [_adapter(name, own, limits) for name, own in by_name.items()]
+    return tuple(sorted(found, key=lambda each: (each.attainment, each.adapter or "")))
+
+
+def _adapter(name: str | None, samples: Sequence[Sample], limits: Limits) -> AdapterSummary:
+    good = [sample for sample in samples if sample.error is None]
+    return AdapterSummary(
+        adapter=name,
+        requests=len(samples),
+        completed=len(good),
+        attainment=attainment(samples, limits),
+        satisfaction=mean_satisfaction(samples, limits.ttft or SATISFACTION_LIMIT),
+        ttft=spread(_values(good, ttft)),
+        tpot=spread(_values(good, tpot)),
+        e2e=spread(_values(good, e2e)),
+    )
+
+
+def _queue(snapshots: Sequence[Snapshot]) -> Queue:
+    waiting = [each.waiting for each in snapshots if each.waiting is not None]
+    running = [each.running for each in snapshots if each.running is not None]
+    memory: dict[str, float] = {}
+    for each in snapshots:
+        memory |= {name: max(value, memory.get(name, value)) for name, value in each.memory.items()}
+    return Queue(
+        waiting_mean=sum(waiting) / len(waiting) if waiting else None,
+        waiting_most=max(waiting, default=None),
+        running_mean=sum(running) / len(running) if running else None,
+        running_most=max(running, default=None),
+        cache_most=max((each.cache for each in snapshots if each.cache is not None), default=None),
+        memory_most=memory,
+    )

@@ -1,0 +1,138 @@
+"""Makes the arrivals of a scenario, one after another: nothing but the fine-tuning rows is kept in memory."""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import math
+import random
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from coserve.errors import EmptyCorpus, InvalidRequest
+from coserve.workloads.arrivals import arrival_times
+from coserve.workloads.formats.lines import Recorded
+from coserve.workloads.lengths import Lengths, block_tokens, draw_length, random_tokens
+from coserve.workloads.popularity import choices, shares
+from coserve.workloads.recordings import Content, Source
+from coserve.workloads.scenario import Finetuning, Scenario
+from coserve.workloads.trace import Arrival, FinetuneArrival, PromptArrival, Repeatable, Trace
+
+
+def make_trace(
+    scenario: Scenario, prompts: Sequence[str], rows: Sequence[dict[str, Any]], source: Source | None = None
+) -> Trace:
+    """The trace of `scenario.seed`: prompts and rows are drawn with replacement. `source`: recorded arrivals, or contents.
+
+    Prompts, adapters, arrivals and fine-tuning draw from random streams of their own: a change to one leaves the others as they were.
+    Raises `InvalidRequest` or `EmptyCorpus` where there is nothing to draw from.
+    """
+    source = source or Source()
+    if scenario.prompt_lengths is Lengths.TEXTS and not prompts and not source.has_contents:
+        raise InvalidRequest("expected at least one prompt", field="prompts")
+    jobs: list[FinetuneArrival] = []
+    if scenario.adapters and scenario.finetune_rows and scenario.finetune is not Finetuning.OFF:
+        if not rows:
+            raise EmptyCorpus("expected at least one row to fine-tune on")
+        jobs = _bursts(scenario, rows) if scenario.finetune is Finetuning.BURSTS else _jobs(scenario, rows)
+
+    def arrivals() -> Iterator[Arrival]:
+        return heapq.merge(_prompts(scenario, prompts, source), jobs, key=lambda arrival: arrival.at)
+
+    return Trace(scenario=scenario, arrivals=Repeatable(arrivals))
+
+
+def _prompts(scenario: Scenario, prompts: Sequence[str], source: Source) -> Iterator[PromptArrival]:
+    rng = random.Random(f"{scenario.seed}/prompts")
+    names = scenario.adapter_names
+    contents = source.contents()
+    for index, (at, adapter, record) in enumerate(_requests(scenario, source)):
+        content = next(contents) if contents is not None else None
+        if content is None and record is not None:
+            tokens = block_tokens(record.blocks, record.prompt_tokens, scenario.vocab, scenario.seed, rng)
+            content = Content(tokens, record.output_tokens)
+        content = content or _drawn(scenario, prompts, rng)
+        yield PromptArrival(
+            at=scenario.lead + at,
+            index=index,
+            adapter=names[adapter] if names else None,
+            prompt=content.prompt,
+            max_tokens=content.max_tokens,
+            seed=rng.getrandbits(32),
+        )
+
+
+def _drawn(scenario: Scenario, prompts: Sequence[str], rng: random.Random) -> Content:
+    """A prompt and the length of its answer, from the scenario's distributions."""
+    s = scenario
+    prompt: str | tuple[int, ...]
+    if s.prompt_lengths is Lengths.TEXTS:
+        prompt = rng.choice(prompts)
+    else:
+        low, high = s.min_prompt_tokens, s.max_prompt_tokens
+        length = draw_length(s.prompt_lengths, low, high, s.median_prompt_tokens, s.length_sigma, rng)
+        prompt = random_tokens(length, s.vocab, rng)
+    tokens = draw_length(s.output_lengths, s.min_tokens, s.max_tokens, s.median_tokens, s.length_sigma, rng)
+    return Content(prompt, tokens)
+
+
+def _requests(scenario: Scenario, source: Source) -> Iterator[tuple[float, int, Recorded | None]]:
+    """Times, adapters and records of requests, by time."""
+    if source.recorded is not None:
+        return (
+            (record.at, adapter, record)
+            for record, adapter in zip(source.recorded(), _adapters(scenario), strict=False)
+        )
+    if scenario.per_adapter and scenario.adapters:
+        each = enumerate(shares(scenario.distribution, scenario.adapters))
+        return heapq.merge(*(_of_adapter(scenario, adapter, share) for adapter, share in each))
+    times = arrival_times(scenario.arrivals, scenario.duration, random.Random(f"{scenario.seed}/arrivals"))
+    return ((at, adapter, None) for at, adapter in zip(times, _adapters(scenario), strict=False))
+
+
+def _of_adapter(scenario: Scenario, adapter: int, share: float) -> Iterator[tuple[float, int, None]]:
+    rng = random.Random(f"{scenario.seed}/arrivals/{adapter}")
+    return ((at, adapter, None) for at in arrival_times(scenario.arrivals, scenario.duration, rng, share=share))
+
+
+def _adapters(scenario: Scenario) -> Iterator[int]:
+    """Endless adapters, drawn by popularity; 0 where there is none."""
+    if not scenario.adapters:
+        return itertools.repeat(0)
+    return choices(scenario.distribution, scenario.adapters, random.Random(f"{scenario.seed}/adapters"))
+
+
+def _bursts(scenario: Scenario, rows: Sequence[dict[str, Any]]) -> list[FinetuneArrival]:
+    """Every `finetune_period` from the start until the end of the arrival window; a burst's rows of one adapter are one job."""
+    rng = random.Random(f"{scenario.seed}/finetune")
+    adapter = choices(scenario.distribution, scenario.adapters, rng)
+    jobs: list[FinetuneArrival] = []
+    for burst in range(math.ceil(scenario.window[1] / scenario.finetune_period)):
+        batches: dict[int, list[dict[str, Any]]] = {}
+        for _ in range(rng.randint(1, scenario.finetune_rows)):
+            batches.setdefault(next(adapter), []).append(rng.choice(rows))
+        jobs += [
+            FinetuneArrival(
+                at=burst * scenario.finetune_period,
+                index=len(jobs) + i,
+                adapter=scenario.adapter_names[chosen],
+                rows=tuple(batch),
+            )
+            for i, (chosen, batch) in enumerate(batches.items())
+        ]
+    return jobs
+
+
+def _jobs(scenario: Scenario, rows: Sequence[dict[str, Any]]) -> list[FinetuneArrival]:
+    """`finetune_jobs` jobs at the start, the adapters in turn."""
+    rng = random.Random(f"{scenario.seed}/finetune")
+    names = scenario.adapter_names
+    return [
+        FinetuneArrival(
+            at=0.0,
+            index=i,
+            adapter=names[i % len(names)],
+            rows=tuple(rng.choice(rows) for _ in range(scenario.finetune_rows)),
+        )
+        for i in range(scenario.finetune_jobs)
+    ]
