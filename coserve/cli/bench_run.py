@@ -70,6 +70,8 @@ async def _on_any_server(trace: Trace, totals: Totals, server: Server) -> Replay
             if not models:
                 raise InvalidRequest("expected the base's name: the server lists no models", field="model")
             target.model = models[0]
+        if unlisted := sorted({target.served_name(name) for name in totals.adapters} - set(models)):
+            print(f"the server lists no model called {', '.join(unlisted)[:200]}", file=sys.stderr)
         progress = BenchProgress(trace.scenario, totals.prompts)
         async with shown(progress):
             return await _replay(

@@ -85,10 +85,14 @@ class OpenAITarget:
         assert self._session is not None, "the target is not open"
         return self._session
 
+    def served_name(self, adapter: str) -> str:
+        """The adapter's name on the server."""
+        return self._prefix + adapter
+
     def body(self, arrival: PromptArrival) -> dict[str, object]:
         """The request's JSON. The seed goes with it only where tokens are sampled."""
         body: dict[str, object] = {
-            "model": self.model if arrival.adapter is None else self._prefix + arrival.adapter,
+            "model": self.model if arrival.adapter is None else self.served_name(arrival.adapter),
             "prompt": arrival.prompt,
             "max_tokens": arrival.max_tokens,
             "temperature": self._temperature,

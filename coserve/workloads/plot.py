@@ -88,7 +88,7 @@ def _training(axes: Axes, run: ReplayResult, summary: Summary) -> None:
 
 def _adapters(axes: Axes, run: ReplayResult, summary: Summary) -> None:
     values = [each.attainment for each in summary.adapters]
-    axes.bar(range(len(values)), values, width=1.0, color=INK["ttft"], edgecolor="white", linewidth=0.3)
+    axes.bar(range(len(values)), values, width=0.9, color=INK["ttft"])
     axes.set(title="Attainment by adapter", xlabel="adapters, the worst first", ylabel="share", ylim=(0, 1.02))
 
 

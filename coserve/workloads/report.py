@@ -21,7 +21,7 @@ from coserve.workloads.summary import Summary
 SHOWN_ADAPTERS = 8
 """Rows of the table of adapters on a terminal."""
 LATENCY_HEADER = ("", "mean", "p50", "p90", "p95", "p99")
-ADAPTER_HEADER = ("adapter", "requests", "in the limits", "satisfaction", "TTFT p50", "TTFT p99", "TPOT p50", "E2E p99")
+ADAPTER_HEADER = ("adapter", "answered", "good", "satisfied", "TTFT p50", "TTFT p99", "TPOT p50", "E2E p99")
 
 
 class Report(Wire, frozen=True):
