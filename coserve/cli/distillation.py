@@ -10,7 +10,7 @@ import typer
 
 from coserve.client import Client, JobHandle
 from coserve.schemas import ConvertedAdapter, Job
-from coserve.workloads.scenario import bundled_prompts
+from coserve.workloads.bundled import bundled_prompts
 
 GENERATIONS = "generations"
 """The value of `--distill` that stands for no file."""

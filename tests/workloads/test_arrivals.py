@@ -4,12 +4,13 @@ import itertools
 import random
 import statistics
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from coserve.errors import InvalidRequest
-from coserve.workloads.arrivals import Arrivals, Process, arrival_times
+from coserve.workloads.arrivals import Arrivals, Pattern, Process, arrival_times
 
 RATES = st.floats(0.1, 50)
 ARRIVALS = st.builds(Arrivals, process=st.sampled_from(Process), rate=RATES, cv=st.floats(0.3, 3))
@@ -53,3 +54,78 @@ def test_impossible_processes_are_refused(name: str, value: float) -> None:
     with pytest.raises(InvalidRequest, match="expected a number above 0") as caught:
         Arrivals(**{name: value})
     assert caught.value.field == f"arrivals.{name}"
+
+
+@pytest.mark.parametrize("process", list(Process))
+@pytest.mark.parametrize(
+    ("arrivals", "bounds", "expected"),
+    [
+        (Arrivals(rate=30, pattern=Pattern.ON_OFF, on_seconds=4, off_seconds=6), (0, 4, 10, 14, 20), (120, 0, 120, 0)),
+        (
+            Arrivals(rate=30, pattern=Pattern.ON_OFF, on_seconds=5, off_seconds=5, off_rate=10),
+            (0, 5, 10, 15, 20),
+            (150, 50, 150, 50),
+        ),
+        (Arrivals(rate=10, pattern=Pattern.RAMP, ramp_rate=50), (0, 10, 20), (200, 400)),
+        (Arrivals(rate=50, pattern=Pattern.RAMP, ramp_rate=0), (0, 10, 20), (375, 125)),
+    ],
+)
+def test_the_rate_follows_its_pattern(
+    process: Process, arrivals: Arrivals, bounds: tuple[float, ...], expected: tuple[int, ...]
+) -> None:
+    """Counts between the bounds, the mean of ten runs; a constant process keeps them to the request."""
+    arrivals = msgspec.structs.replace(arrivals, process=process)
+    runs = 1 if process is Process.CONSTANT else 10
+    times = [time for run in range(runs) for time in arrival_times(arrivals, bounds[-1], random.Random(run))]
+    for begin, end, count in zip(bounds, bounds[1:], expected, strict=True):
+        found = sum(begin <= time < end for time in times) / runs
+        assert found == pytest.approx(count, abs=1.5 if runs == 1 else 5 * (count / runs) ** 0.5)
+
+
+@given(
+    st.builds(
+        Arrivals,
+        process=st.sampled_from(Process),
+        rate=RATES,
+        pattern=st.sampled_from(Pattern),
+        on_seconds=st.floats(0.1, 5),
+        off_seconds=st.floats(0.1, 5),
+        off_rate=st.floats(0, 5),
+        ramp_rate=st.floats(0, 50),
+    ),
+    st.floats(0.1, 10),
+    st.integers(0, 2**32),
+    st.sampled_from([None, 0.0, 0.01, 0.5]),
+)
+def test_patterns_keep_times_in_order_and_inside_the_duration(
+    arrivals: Arrivals, duration: float, seed: int, share: float | None
+) -> None:
+    times = list(arrival_times(arrivals, duration, random.Random(seed), share=share))
+    assert times == sorted(times) and all(0 <= time < duration for time in times)
+    assert not (share == 0.0 and times)
+    most = max(arrivals.rate, arrivals.off_rate, arrivals.ramp_rate) * duration * (1 if share is None else share)
+    if arrivals.process is Process.CONSTANT:
+        assert len(times) <= most + 1
+
+
+@pytest.mark.parametrize("cv", [0.5, 1.0, 4.0])
+def test_a_gamma_process_of_any_burstiness_has_its_rate_from_the_first_second(cv: float) -> None:
+    """Short runs of many processes, as each adapter has one: bursts bring no more requests, only others at a time."""
+    arrivals = Arrivals(process=Process.GAMMA, rate=10.0, cv=cv)
+    counts = [
+        len(list(arrival_times(arrivals, 5.0, random.Random(f"{cv}/{adapter}"), share=0.02))) for adapter in range(4000)
+    ]
+    assert statistics.fmean(counts) == pytest.approx(1.0, abs=4 * statistics.pstdev(counts) / 4000**0.5)
+    assert abs(statistics.fmean(counts) - 1.0) < 0.12
+
+
+def test_constant_processes_of_adapters_do_not_all_begin_at_once() -> None:
+    arrivals = Arrivals(rate=10.0)
+    firsts = [next(arrival_times(arrivals, 1e9, random.Random(i), share=0.1)) for i in range(200)]
+    assert 0 <= min(firsts) < 0.1 and 0.9 < max(firsts) < 1.0
+
+
+@pytest.mark.parametrize("name", ["on_seconds", "off_rate", "ramp_rate"])
+def test_impossible_patterns_are_refused(name: str) -> None:
+    with pytest.raises(InvalidRequest):
+        Arrivals(**{name: -1.0})
