@@ -77,7 +77,7 @@ def test_the_rate_follows_its_pattern(
     arrivals = msgspec.structs.replace(arrivals, process=process)
     runs = 1 if process is Process.CONSTANT else 10
     times = [time for run in range(runs) for time in arrival_times(arrivals, bounds[-1], random.Random(run))]
-    for begin, end, count in zip(bounds, bounds[1:], expected, strict=True):
+    for (begin, end), count in zip(itertools.pairwise(bounds), expected, strict=True):
         found = sum(begin <= time < end for time in times) / runs
         assert found == pytest.approx(count, abs=1.5 if runs == 1 else 5 * (count / runs) ** 0.5)
 
