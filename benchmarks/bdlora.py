@@ -45,6 +45,8 @@ class Run:
         self._ranks, self._results, self._deadline = ranks, results, deadline
         self._layers: dict[str, int] = {}
         """Of the bases that are there."""
+        self._done = set[str]()
+        """Keys of the rows that this run has written."""
         self.left: list[str] = []
         """What no time was left for."""
 
@@ -54,9 +56,13 @@ class Run:
             if self._layers.pop(item.model, None) is not None:
                 self._call(item, item.model)
             return
-        if time.monotonic() > self._deadline or (item.model not in self._layers and not self._build(item)):
-            self.left.append(bdlora_results.key_of(item, self._ranks.size))
+        key = bdlora_results.key_of(item, self._ranks.size)
+        if key in self._done:
             return
+        if time.monotonic() > self._deadline or (item.model not in self._layers and not self._build(item)):
+            self.left.append(key)
+            return
+        self._done.add(key)
         began = time.monotonic()
         match item.what:
             case "generate":

@@ -76,7 +76,10 @@ def drawn(key: str, sizes: list[int], device: torch.device, dtype: torch.dtype) 
 
 
 def make_base(shape: Shape, mesh: Mesh, device: torch.device) -> Base:
-    """This rank's part of the base; all ranks of the mesh call this at once. The whole base on a mesh of one."""
+    """This rank's part of the base; all ranks of the mesh call this at once. The whole base on a mesh of one.
+
+    Its strategy is `slora`, with which executors serve adapters of every kind; `make_adapter` cuts each by its own.
+    """
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     torch.manual_seed(SEED)
     if mesh.size == 1:
@@ -86,7 +89,7 @@ def make_base(shape: Shape, mesh: Mesh, device: torch.device) -> Base:
             model = AutoModelForCausalLM.from_config(config_of(shape), dtype=dtype)
         return wrap_base(model, name=f"{shape.name}-random")
     model = empty_model(config_of(shape), dtype, trust_remote_code=False)
-    sharding = fill_shard(model, RandomWeights(device, dtype), mesh, device, Strategy.NFS)
+    sharding = fill_shard(model, RandomWeights(device, dtype), mesh, device, Strategy.SLORA)
     return wrap_base(model, name=f"{shape.name}-random", shard=Shard(model, sharding, "random"))
 
 

@@ -44,10 +44,6 @@ GIB = 1 << 30
 RESERVE = 14 * GIB
 """Of a GPU's memory, for adapters, graphs and activations, where layers are counted that fit."""
 WARM_STEPS, DECODE_STEPS = 6, {"8b": 40, "70b": 16, "tiny": 4}
-EAGER_OUTPUT = 24
-"""Tokens that are run of a load whose steps have no graphs; the others are taken to be as long."""
-SLORA_GRAPHS = False
-"""Whether the graph executor computes fully sharded adapters."""
 KV_TOKENS = 64 * (1024 + 128) + 4096
 """The largest load."""
 
@@ -169,11 +165,15 @@ class Worker:
     @torch.no_grad()
     def _warm_steps(self, model: str, rank: int) -> None:
         """One step of each size that is measured, with graphs; `rank`: of adapters of each kind, 0: without."""
-        kinds: tuple[Strategy | None, ...] = (("nfs", "slora") if SLORA_GRAPHS else ("nfs",)) if rank else (None,)
+        sharded: list[Strategy] = ["slora"] * min(3, self._mesh.size)
+        kinds: list[Strategy | None] = ["nfs", *sharded] if rank else [None]
         alone, shape = model.endswith("@1"), model.partition("@")[0]
         batches = (1,) if alone else (1, 2, 4) if self._tiny else BATCHES
         prompts = (24,) if self._tiny else (16, 256, 1024)
-        for kind in kinds:
+        for place, kind in enumerate(kinds):
+            if kind == "slora":  # Triton compiles numbers like 0 and 1 into kernels
+                self._mesh.rank = place - 1
+                self._models[model].executors.clear()
             _, schedule, _ = self._prepare(model, Variant(shape, kind, rank), 1, 1, dry=True)
             for batch in batches:
                 schedule.decode(batch, PAGE_TOKENS, 0)
@@ -198,18 +198,14 @@ class Worker:
         """Runs the load to its last token. The first run captures the graphs, with few tokens."""
         own, schedule, about = self._prepare(model, variant, 1, load.batch)
         schedule.generate(load._replace(output=min(load.output, WARM_STEPS)), STEP_TOKENS)
-        runs, output = [], load.output
-        if schedule.executor is own.eager and not self._tiny:  # without graphs it would take a minute
-            repeats, output = 1, min(EAGER_OUTPUT, load.output)
+        runs = []
         for _ in range(repeats):
             self._align(own)
-            runs.append(schedule.generate(load._replace(output=output), STEP_TOKENS))
+            runs.append(schedule.generate(load, STEP_TOKENS))
         self._finish(schedule)
         steps = sorted(step for run in runs for step in run.step_ms)
-        more = (load.output - output) * statistics.median(steps) / 1e3
         return about | {
-            "e2e_s": [run.seconds + more for run in runs],
-            "output_run": output,
+            "e2e_s": [run.seconds for run in runs],
             "prefill_ms": [run.prefill_ms for run in runs],
             "decode_ms": _spread(steps),
         }
@@ -275,9 +271,8 @@ class Worker:
         _, weights, sizes = self._adapters
         most = max(pair.rank for one in weights for pair in one.sites.values())
         served = graph_rank(most)
-        graphs = served is not None and (variant.strategy != "slora" or SLORA_GRAPHS)
         kind = "slora" if variant.strategy == "slora" else "local"
-        executor = self._executor(own, (served, kind)) if graphs else own.eager
+        executor = own.eager if served is None else self._executor(own, (served, kind))
         about = {
             "rank": weights[0].settings.r,
             "local_rank": most,
@@ -292,7 +287,7 @@ class Worker:
             return own, schedule, {}
         return own, schedule, about | {"traffic": self._traffic(own, variant, batch, schedule)}
 
-    def _executor(self, own: Model, key: tuple[int | None, str]) -> StepExecutor:
+    def _executor(self, own: Model, key: tuple[int, str]) -> StepExecutor:
         """One for each class of graphs, so that a step runs the graphs for its own rank, and never wider ones."""
         if self._tiny and os.environ.get("TRITON_INTERPRET") != "1":
             return own.eager  # its kernels need a GPU or the interpreter
