@@ -28,7 +28,8 @@ from coserve.types import LoraSettings, Schedule, TrainingSettings
 from coserve.workloads.bundled import bundled_prompts
 from coserve.workloads.metrics import Limits
 from coserve.workloads.replay import JobSample, ReplayResult, Sample, replay
-from coserve.workloads.report import latency_table, totals_table, write_report
+from coserve.workloads.report.files import write_report
+from coserve.workloads.report.tables import latency_table, totals_table
 from coserve.workloads.scenario import Scenario
 from coserve.workloads.summary import Summary, summarise
 from coserve.workloads.target import DaemonTarget

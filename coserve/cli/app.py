@@ -9,7 +9,7 @@ import typer
 
 from coserve import __version__
 from coserve.cli.adapters import adapters_app
-from coserve.cli.bench import BenchCommand, bench
+from coserve.cli.bench.command import BenchCommand, bench
 from coserve.cli.demo import demo
 from coserve.cli.failures import run_safely
 from coserve.cli.generate import generate

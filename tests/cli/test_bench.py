@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from coserve.cli.bench_progress import BenchProgress
-from coserve.cli.bench_run import Server, run_bench
+from coserve.cli.bench.progress import BenchProgress
+from coserve.cli.bench.run import Server, run_bench
 from coserve.workloads.bundled import bundled_prompts
 from coserve.workloads.replay import ReplayResult, Rest
 from coserve.workloads.scenario import Scenario

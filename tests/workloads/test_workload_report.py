@@ -10,7 +10,8 @@ from rich.table import Table
 from coserve.types import JobState
 from coserve.workloads.metrics import Limits
 from coserve.workloads.replay import JobSample, ReplayResult, Sample
-from coserve.workloads.report import Report, duration_text, latency_table, totals_table, write_report
+from coserve.workloads.report.files import Report, write_report
+from coserve.workloads.report.tables import duration_text, latency_table, totals_table
 from coserve.workloads.scenario import Scenario
 from coserve.workloads.summary import summarise
 

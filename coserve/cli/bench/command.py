@@ -10,15 +10,16 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from coserve.cli.bench_run import Route, Server, ServerKind, run_bench
+from coserve.cli.bench.run import Route, Server, ServerKind, run_bench
 from coserve.cli.common import DEFAULT_URL, Key, Url
 from coserve.cli.failures import FAILED
 from coserve.cli.settings_help import SettingsCommand
 from coserve.cli.settings_options import settings_command
-from coserve.workloads.conditions import Condition, parse_condition
 from coserve.workloads.opening import open_workload
 from coserve.workloads.replay import ReplayResult, Rest
-from coserve.workloads.report import adapter_table, check_folder, latency_table, totals_table, write_report
+from coserve.workloads.report.conditions import Condition, parse_condition
+from coserve.workloads.report.files import check_folder, write_report
+from coserve.workloads.report.tables import adapter_table, latency_table, totals_table
 from coserve.workloads.scenario import Scenario, given_settings, sections
 from coserve.workloads.summary import Summary, summarise
 from coserve.workloads.trace import save_trace

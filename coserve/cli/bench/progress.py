@@ -13,7 +13,7 @@ from rich.console import Console
 
 from coserve.workloads.metrics import Limits, attains, ttft
 from coserve.workloads.replay import JobSample, JobUpdate, Sample, Target, Usage
-from coserve.workloads.report import duration_text
+from coserve.workloads.report.tables import duration_text
 from coserve.workloads.scenario import Scenario
 from coserve.workloads.trace import FinetuneArrival, PromptArrival
 

@@ -8,7 +8,7 @@ from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from enum import StrEnum
 
-from coserve.cli.bench_progress import BenchProgress, CountedTarget, shown
+from coserve.cli.bench.progress import BenchProgress, CountedTarget, shown
 from coserve.cli.status_lines import warming_line
 from coserve.client import AsyncClient
 from coserve.errors import InvalidRequest

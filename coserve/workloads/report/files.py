@@ -1,0 +1,52 @@
+"""The files of a report: JSON, a plot, one page."""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+
+import msgspec
+
+from coserve.errors import InvalidRequest
+from coserve.types import Wire
+from coserve.workloads.replay import ReplayResult
+from coserve.workloads.report.page import page
+from coserve.workloads.report.plot import plot_png
+from coserve.workloads.report.tables import ADAPTER_HEADER, LATENCY_HEADER, adapter_rows, latency_rows, totals_rows
+from coserve.workloads.summary import Summary
+
+
+class Report(Wire, frozen=True):
+    """The content of the JSON file. `server`: what was measured."""
+
+    summary: Summary
+    run: ReplayResult
+    server: str = "coserve"
+
+
+def check_folder(folder: Path) -> None:
+    """Make the folder of a report. Raises `InvalidRequest` if no file can be written there."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        reason = error.strerror or str(error)
+        raise InvalidRequest(f"cannot write into the folder {str(folder)!r}: {reason}", field="report") from error
+
+
+def write_report(folder: Path, run: ReplayResult, summary: Summary, server: str = "coserve") -> list[Path]:
+    """`report.json`, `report.png` and `report.html` in `folder`, which is made if need be; the paths."""
+    folder.mkdir(parents=True, exist_ok=True)
+    json, plot, html = (folder / f"report.{kind}" for kind in ("json", "png", "html"))
+    content = msgspec.json.encode(Report(summary=summary, run=run, server=server))
+    json.write_bytes(msgspec.json.format(content, indent=1))
+    picture = plot_png(run, summary)
+    plot.write_bytes(picture)
+    tables: dict[str, list[tuple[str, ...]]] = {
+        "Latency of the requests": [LATENCY_HEADER, *latency_rows(summary)],
+        "Totals": list(totals_rows(summary)),
+        "Adapters": [ADAPTER_HEADER, *adapter_rows(summary)],
+    }
+    html.write_text(page(run, server, tables, picture), encoding="utf-8")
+    return [json, plot, html]
