@@ -32,7 +32,6 @@ from coserve.model.forward_context import ForwardContext, Fused, current, runnin
 from coserve.model.gemm_choice import GemmChoice, measure_gemms
 from coserve.model.groups import shared_inputs, stack
 from coserve.parallel.exchange import exchanges_of
-from coserve.parallel.lora import Strategy
 from coserve.parallel.modules import shard_of
 
 NOT_FUSED = "expected to run within FusedBase.forward"
@@ -191,9 +190,8 @@ class FusedBase:
 
     @property
     def exchanges(self) -> Mapping[SiteGroup, Exchange]:
-        """Of the base's fully sharded adapters, which it has under `slora`."""
-        sharding = self.base.sharding
-        return exchanges_of(self._shards) if sharding is not None and sharding.strategy is Strategy.SLORA else {}
+        """Of fully sharded adapters; empty: the base is whole."""
+        return exchanges_of(self._shards)
 
     def shadow(self) -> FusedBase:
         """The same weights and the same compiled code behind modules of their own.

@@ -100,5 +100,5 @@ def test_block_diagonal_adapters_of_the_store_take_no_memory_besides_their_pages
     assert torch.equal(gpu.sites["q"].b_OR, pair.dense().b_OR)
     slots = AdapterSlots([[GROUP]], 2, CPU)
     (slot,) = slots.place(named([gpu]))
-    a, b = slots.tables[GROUP].addresses[slot, 0].tolist()
+    a, b = slots.local.tables[GROUP].addresses[slot, 0].tolist()
     assert pages.data_ptr() <= a < b < pages.data_ptr() + len(pages)

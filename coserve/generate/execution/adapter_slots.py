@@ -56,7 +56,7 @@ class AdapterSlots:
         device: torch.device,
         exchanges: Mapping[SiteGroup, Exchange] | None = None,
     ) -> None:
-        """`exchanges`: of fully sharded pairs, where adapters may have them (`FusedBase.exchanges`)."""
+        """`exchanges`: of fully sharded pairs (`FusedBase.exchanges`); without them adapters have none."""
         self._names = [name for layer in groups for group in layer for name in group.names]
         self._groups = {name: group.index for layer in groups for group in layer for name in group.names}
         self.all_groups = frozenset(self._groups.values())
@@ -86,7 +86,7 @@ class AdapterSlots:
         slot = self._slots.pop(ref, None)
         if slot is not None:
             self.local.clear(slot)
-            if self.sharded is not None:
+            if self.sharded is not None and self.sharded.ranks[slot]:
                 self.sharded.clear(slot)
             self.groups[slot] = frozenset()
             self._free.append(slot)
@@ -107,12 +107,12 @@ class AdapterSlots:
             self.free(oldest)
         slot = self._free[-1]
         entries, owner = _entries(weights, self._names)
-        if self.sharded is None:
-            self.local.put(slot, entries, owner)
-        else:
-            sharded = _fully_sharded(weights)
-            self.local.put(slot, _only(entries, [name not in sharded for name in self._names]), owner)
-            self.sharded.put(slot, _only(entries, [name in sharded for name in self._names]), owner)
+        sharded = frozenset[str]() if self.sharded is None else _fully_sharded(weights)
+        if self.sharded is not None and sharded:
+            parts = [entry if name in sharded else NO_ENTRY for name, entry in zip(self._names, entries, strict=True)]
+            self.sharded.put(slot, parts, owner)
+            entries = [NO_ENTRY if name in sharded else entry for name, entry in zip(self._names, entries, strict=True)]
+        self.local.put(slot, entries, owner)
         self._slots[ref] = self._free.pop()
         self.groups[slot] = frozenset(self._groups[name] for name in weights.sites)
 
@@ -132,7 +132,3 @@ def _fully_sharded(weights: LoraWeights) -> frozenset[str]:
     if isinstance(pairs, PackedSites):  # makes no views
         pairs = {name: place.like for name, place in pairs.layout.places.items()}
     return frozenset(name for name, pair in pairs.items() if isinstance(pair, FullyShardedPair))
-
-
-def _only(entries: Sequence[TableEntry], keep: Sequence[bool]) -> list[TableEntry]:
-    return [entry if kept else NO_ENTRY for entry, kept in zip(entries, keep, strict=True)]

@@ -37,6 +37,7 @@ from coserve.kernels.sampling.constants import NOT_FINITE
 from coserve.memory.kv import KvCache
 from coserve.model.fused import FusedBase
 from coserve.model.lora import LoraWeights
+from coserve.parallel.lora import Strategy
 from coserve.types import AdapterRef
 
 KernelsOnDisk = Callable[[int], bool]
@@ -106,10 +107,11 @@ class GraphExecutor:
         base = fused.base
         self._fused, self._kv, self._eager, self._device = fused, kv, eager, base.device
         self._sampler, self._sampler_warm = DeviceSampler(base.spec.vocab, base.device), False
-        exchanges = fused.exchanges
-        self._adapter_slots = AdapterSlots(fused.groups, max(slots or 0, max_running), base.device, exchanges)
+        most = max(slots or 0, max_running)
+        self._adapter_slots = AdapterSlots(fused.groups, most, base.device, fused.exchanges)
         self._token_slots = TokenSlots(base.device)
-        self._footprints = GraphFootprints(self._adapter_slots.all_groups, sharded=bool(exchanges))
+        sharded = base.sharding is not None and base.sharding.strategy is Strategy.SLORA
+        self._footprints = GraphFootprints(self._adapter_slots.all_groups, sharded=sharded)
         batches, context = decode_batches(max_running), min(base.spec.context, kv.tokens)
         logits, pool = LogitsBuffer(batches[-1]), make_graph_pool(base.device)
         state = GraphState(fused, self._token_slots, self._adapter_slots, logits, pool)
