@@ -3,19 +3,25 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+import threading
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
+import msgspec
 import pytest
 
+from coserve.cli.app import run as command_line
 from coserve.cli.bench.progress import BenchProgress
-from coserve.cli.bench.run import Server, run_bench
+from coserve.cli.bench.run import Route, Server, ServerKind, run_bench
+from coserve.errors import MalformedRow
 from coserve.workloads.bundled import bundled_prompts
 from coserve.workloads.replay import ReplayResult, Rest
+from coserve.workloads.report.files import Report
 from coserve.workloads.scenario import Scenario
 from coserve.workloads.synthesis import make_trace
-from coserve.workloads.trace import Trace
+from coserve.workloads.trace import Trace, load_trace, save_trace
 from tests.support.api_server import Api
+from tests.support.fake_openai import BASE, FakeOpenAI, serve_openai
 from tests.support.real_server import serve_real
 
 ROWS = [{"text": "one two three four"}]
@@ -94,3 +100,82 @@ def test_the_line_says_what_was_sent_and_what_is_left() -> None:
     assert progress.line() == "requests: 3 of 40 sent, 2 answered; fine-tuned 4,321 tokens; 6 s left"
     now[0], progress.failed = 111.0, 1
     assert "1 failed" in progress.line() and "waiting for the last" in progress.line()
+
+
+# ---- the same trace for any server
+
+OPTIONS = "--duration 0.3 --rate 10 --adapters 2 --max-tokens 4 --temperature 0 --metrics-interval 0.1"
+
+
+@pytest.fixture
+def peer() -> Iterator[FakeOpenAI]:
+    """An OpenAI-style server on an event loop of its own."""
+    ready, done = threading.Event(), asyncio.Event()
+    server, loop = FakeOpenAI((BASE, "load-00", "load-01")), asyncio.new_event_loop()
+
+    async def main() -> None:
+        async with serve_openai(server):
+            ready.set()
+            await done.wait()
+
+    thread = threading.Thread(target=loop.run_until_complete, args=(main(),))
+    thread.start()
+    assert ready.wait(30)
+    yield server
+    loop.call_soon_threadsafe(done.set)
+    thread.join()
+    loop.close()
+
+
+@pytest.mark.parametrize(
+    ("condition", "status"), [("slo>=0.99", 0), ("slo>=0.99 and more", 1), ("output_tok_s>=1e6", 1)]
+)
+def test_the_exit_status_is_that_of_the_conditions(
+    peer: FakeOpenAI, tmp_path: Path, condition: str, status: int, capfd: pytest.CaptureFixture[str]
+) -> None:
+    arguments = f"bench --server openai --url {peer.url} --report {tmp_path} {OPTIONS}"
+    assert command_line([*arguments.split(), "--fail-under", condition]) == status
+    said = capfd.readouterr()
+    if "more" in condition:
+        assert "expected a condition like slo>=0.99" in said.err and not peer.bodies
+        return
+    assert f"{condition}: " in said.err and ("NOT met" in said.err) == bool(status)
+    assert "fine-tuning jobs of the workload are not sent" in said.err
+    report = msgspec.json.decode((tmp_path / "report.json").read_bytes(), type=Report)
+    assert report.server == "openai" and report.summary.completed == report.summary.requests == 3 == len(peer.bodies)
+    assert report.summary.queue is not None and report.summary.queue.waiting_most == 3.0
+    assert (tmp_path / "report.html").exists() and "saved:" in said.out
+
+
+async def test_one_trace_file_for_coserve_and_another_server(api: Api, tmp_path: Path) -> None:
+    """On the real engine of the bundled base: the same prompts, arrivals, lengths and adapters, the same count of tokens."""
+    path = tmp_path / "trace.jsonl"
+    save_trace(trace(4), path)
+    server = FakeOpenAI((BASE, "load-00", "load-01"))
+    url = f"http://127.0.0.1:{api.port}"
+    ours = await run_bench(
+        load_trace(path), Rest.DRAIN, Server(url=url, route=Route.COMPLETIONS, prefix="", metrics_interval=0.2)
+    )
+    async with serve_openai(server):
+        theirs = await run_bench(load_trace(path), Rest.DRAIN, Server(url=server.url, kind=ServerKind.OPENAI))
+    assert len(ours.samples) == len(theirs.samples) == 4 == len(server.bodies)
+    for mine, other in zip(ours.samples, theirs.samples, strict=True):
+        assert mine.error is other.error is None
+        assert (mine.index, mine.adapter, mine.due, mine.tokens) == (
+            other.index,
+            other.adapter,
+            other.due,
+            other.tokens,
+        )
+    assert all(job.trained for job in ours.jobs) and ours.jobs and not theirs.jobs
+    assert ours.snapshots and all(snapshot.running is not None for snapshot in ours.snapshots)
+    await nothing_is_left(api)
+
+
+async def test_a_damaged_trace_is_refused_before_anything_is_sent(api: Api, tmp_path: Path) -> None:
+    path = tmp_path / "trace.jsonl"
+    save_trace(trace(4), path)
+    path.write_bytes(path.read_bytes() + b"{}\n")
+    with pytest.raises(MalformedRow, match=r"line \d+:"):
+        await run_bench(load_trace(path), Rest.DRAIN, Server(url=f"http://127.0.0.1:{api.port}"))
+    await nothing_is_left(api)

@@ -2,15 +2,17 @@
 
 import statistics
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from coserve.types import JobState
-from coserve.workloads.metrics import Limits, attainment, attains, spread, trained_until
+from coserve.workloads.gauges import Snapshot
+from coserve.workloads.metrics import Limits, attainment, attains, satisfaction, spread, trained_until
 from coserve.workloads.replay import JobSample, ReplayResult, Sample
 from coserve.workloads.scenario import Scenario
-from coserve.workloads.summary import summarise
+from coserve.workloads.summary import Queue, summarise
 
 
 def sample(*times: float, due: float = 1.0, tokens: int | None = None, error: str | None = None) -> Sample:
@@ -111,3 +113,107 @@ def test_attainment_is_a_share_that_grows_with_the_limit(ends: list[float], fail
     assert 0 <= of[low] <= of[high] <= 1
     if samples:
         assert of[low] == sum(end <= low for end in ends) / len(samples)
+
+
+# ---- the summary against a slow and obvious reference
+
+SAMPLES = st.lists(
+    st.builds(
+        lambda adapter, due, gaps, failed: Sample(
+            index=0,
+            adapter=adapter,
+            due=due,
+            sent=due,
+            times=() if failed else tuple(due + sum(gaps[: i + 1]) for i in range(len(gaps))),
+            tokens=0 if failed else len(gaps),
+            finished=due + sum(gaps),
+            error="timeout" if failed else None,
+        ),
+        st.sampled_from([None, "a", "b"]),
+        st.floats(0, 20),
+        st.lists(st.floats(0.001, 5), min_size=1, max_size=5),
+        st.booleans(),
+    ),
+    max_size=20,
+)
+LIMITS = st.builds(Limits, **dict.fromkeys(("ttft", "tpot", "e2e"), st.none() | st.floats(0.01, 8)))
+
+
+def is_good(found: Sample, limits: Limits) -> bool:
+    if found.error:
+        return False
+    if limits.ttft is not None and found.times[0] - found.due > limits.ttft:
+        return False
+    if limits.tpot is not None and found.tokens > 1:
+        gaps = [found.times[i + 1] - found.times[i] for i in range(len(found.times) - 1)]
+        if sum(gaps) / len(gaps) > limits.tpot * (1 + 1e-12):
+            return False
+    return limits.e2e is None or found.finished - found.due <= limits.e2e
+
+
+@given(SAMPLES, LIMITS)
+def test_a_summary_counts_what_a_loop_counts(samples: list[Sample], limits: Limits) -> None:
+    summary = summarise(run(samples, []), limits=limits)
+    good = [found for found in samples if is_good(found, limits)]
+    assert summary.goodput == pytest.approx(len(good) / 10)
+    assert summary.attainment == (len(good) / len(samples) if samples else 1.0)
+    scale = limits.ttft or 6.0
+    rewards = [0.0 if f.error else max(0.0, 1 - ((f.times[0] - f.due) / scale) ** 2) for f in samples]
+    assert summary.satisfaction == pytest.approx(statistics.fmean(rewards) if samples else 1.0)
+    assert {each.adapter for each in summary.adapters} == {found.adapter for found in samples}
+    for each in summary.adapters:
+        own = [found for found in samples if found.adapter == each.adapter]
+        assert each.requests == len(own) and each.completed == sum(found.error is None for found in own)
+        assert each.attainment == sum(is_good(found, limits) for found in own) / len(own)
+    shares = [each.attainment for each in summary.adapters]
+    assert shares == sorted(shares) and summary.worst_attainment == min(shares, default=1.0)
+
+
+@given(st.lists(st.tuples(st.floats(0, 100), st.integers(1, 1000)), max_size=30), st.floats(1, 40), st.floats(1, 40))
+def test_fine_tuning_in_the_arrival_window_is_that_of_its_steps(
+    steps: list[tuple[float, int]], lead: float, duration: float
+) -> None:
+    result = ReplayResult(
+        scenario=Scenario(lead=lead, duration=duration), duration=100.0, samples=(), jobs=(job(*steps),)
+    )
+    summary = summarise(result, peak=50.0)
+    inside = sum(tokens for at, tokens in steps if lead < at <= lead + duration)
+    assert summary.finetune_window_throughput == pytest.approx(inside / duration)
+    assert summary.finetune_share == pytest.approx(inside / duration / 50)
+
+
+def test_the_peak_is_the_speed_before_the_window() -> None:
+    """Of the second half of the lead, between two steps: a start that takes its time does not count."""
+    slow = [(1.0, 10), (9.0, 10)]
+    steady = [(10.0 + i, 300) for i in range(1, 11)]
+    later = [(21.0, 5000), (22.0, 5000)]
+    result = ReplayResult(
+        scenario=Scenario(lead=20.0, duration=5.0), duration=30.0, samples=(), jobs=(job(*slow, *steady), job(*later))
+    )
+    summary = summarise(result)
+    assert summary.finetune_peak == pytest.approx(300) and summary.finetune_share == pytest.approx(2000 / 300)
+    assert summarise(result, peak=4000.0).finetune_share == pytest.approx(0.5)
+    assert summarise(run([], [job(*steady)])).finetune_peak is None
+
+
+def test_satisfaction_falls_to_nothing_at_the_limit() -> None:
+    answers = [sample(1.0), sample(4.0), sample(7.0), sample(9.0), sample(error="timeout")]
+    assert [satisfaction(answer, 6.0) for answer in answers] == [1.0, 0.75, 0.0, 0.0, 0.0]
+
+
+def test_gauges_of_a_run() -> None:
+    snapshots = (
+        Snapshot(at=0.0, waiting=1.0, running=4.0, cache=0.25, memory={"peak": 5.0}),
+        Snapshot(at=1.0),
+        Snapshot(at=2.0, waiting=3.0, running=2.0, cache=0.5, memory={"peak": 7.0}),
+    )
+    queue = summarise(msgspec.structs.replace(run([], []), snapshots=snapshots)).queue
+    assert queue == Queue(
+        waiting_mean=2.0,
+        waiting_most=3.0,
+        running_mean=3.0,
+        running_most=4.0,
+        cache_most=0.5,
+        memory_most={"peak": 7.0},
+    )
+    assert summarise(run([], [])).queue is None

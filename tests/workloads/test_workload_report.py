@@ -1,5 +1,6 @@
 """What people and programs get to see of a run."""
 
+from html.parser import HTMLParser
 from pathlib import Path
 
 import msgspec
@@ -7,11 +8,14 @@ import pytest
 from rich.console import Console
 from rich.table import Table
 
+from coserve.errors import InvalidRequest
 from coserve.types import JobState
+from coserve.workloads.gauges import Snapshot
 from coserve.workloads.metrics import Limits
 from coserve.workloads.replay import JobSample, ReplayResult, Sample
+from coserve.workloads.report.conditions import parse_condition
 from coserve.workloads.report.files import Report, write_report
-from coserve.workloads.report.tables import duration_text, latency_table, totals_table
+from coserve.workloads.report.tables import adapter_table, duration_text, latency_table, totals_table
 from coserve.workloads.scenario import Scenario
 from coserve.workloads.summary import summarise
 
@@ -97,3 +101,77 @@ def test_files_of_a_run(tmp_path: Path, run: ReplayResult) -> None:
 )
 def test_durations_have_three_digits_that_matter(seconds: float, text: str) -> None:
     assert duration_text(seconds) == text
+
+
+class Parts(HTMLParser):
+    """Every tag, and every address that a page could fetch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tags: list[str] = []
+        self.addresses: list[str] = []
+        self.text = ""
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append(tag)
+        self.addresses += [
+            value or "" for name, value in attrs if name in ("src", "href", "srcset", "action", "data", "poster")
+        ]
+
+    def handle_data(self, data: str) -> None:
+        self.text += data
+
+
+def test_the_page_asks_for_nothing_else(tmp_path: Path) -> None:
+    run = msgspec.structs.replace(
+        FULL,
+        scenario=Scenario(preset="ets-5.1", adapter_prefix="<script src=//evil>", slo_ttft=1.0),
+        snapshots=(Snapshot(at=0.0, waiting=1.0, running=2.0, cache=0.1, memory={"peak": 2.0**30}), Snapshot(at=1.0)),
+    )
+    *_, html = write_report(tmp_path, run, summarise(run), "vLLM <1>")
+    content = html.read_text()
+    page = Parts()
+    page.feed(content)
+    assert page.addresses and all(address.startswith("data:image/png;base64,iVBOR") for address in page.addresses)
+    assert not {"script", "link", "iframe", "object"} & set(page.tags)
+    assert "default-src 'none'" in content and "url(" not in content and "@import" not in content
+    for shown in (
+        "vLLM <1>",
+        "TTFT  time to first token",
+        "20 of 21",
+        "queue_full",
+        "<script src=//evil>",
+        "ets-5.1",
+        "1.00 GiB",
+    ):
+        assert shown in page.text
+
+
+def test_the_terminal_shows_the_worst_adapters() -> None:
+    samples = [
+        msgspec.structs.replace(answered(i, "timeout" if i < 3 else None), adapter=f"load-{i:02d}") for i in range(12)
+    ]
+    summary = summarise(msgspec.structs.replace(FULL, samples=tuple(samples)), limits=Limits(ttft=1.0))
+    shown = text_of(adapter_table(summary))
+    assert "the worst 8 of 12" in shown and "load-02" in shown and "load-11" not in shown
+    assert "of the worst adapter" in text_of(totals_table(summary))
+
+
+@pytest.mark.parametrize(
+    ("text", "holds"),
+    [
+        ("slo>=0.95", True), ("slo >= 95%", True), ("slo>0.99", False), ("ttft_p99<=501ms", True), ("ttft_p99 < 0.5", False),
+        ("errors<=1", True), ("errors<1", False), ("goodput>=4.9", True), ("slo_worst>=.95", True), ("tpot_mean<=1e-1s", True),
+        ("finetune_tok_s>=16", True), ("finetune_share>=0", False), ("itl_p50<=0.11", True), ("output_tok_s>9.9", True),
+        ("satisfaction>=0.7", True), ("requests_per_s>5", False), ("e2e_p90<=0.7", True), ("lag_p99<=0", True),
+    ],
+)  # fmt: skip
+def test_conditions(text: str, holds: bool) -> None:
+    summary = summarise(FULL, limits=Limits(ttft=1.0))
+    assert parse_condition(text).holds(summary) is holds
+
+
+@pytest.mark.parametrize("text", ["", "slo", "slo=0.9", "slo>=", "slo>=high", "sloo>=0.9", "slo>=0.9ms2", "ttft>=1"])
+def test_what_is_no_condition_is_refused(text: str) -> None:
+    with pytest.raises(InvalidRequest, match="fail_under"):
+        parse_condition(text)
