@@ -14,11 +14,10 @@ from coserve.adapter_store.files import load_adapter
 from coserve.adapter_store.store import AdapterStore
 from coserve.config import Config
 from coserve.engine.sizes import STEP_TOKENS
-from coserve.engine.warming.client import WarmUpClient
 from coserve.errors import AdapterNotFound
 from coserve.finetune.memory_profiling import Conditions, plan_memory
 from coserve.finetune.trainer import Trainer
-from coserve.generate.execution.start import Start, make_start
+from coserve.generate.execution.start import Start, WarmKernels, make_start
 from coserve.kernels.lora.backend import choose_backend
 from coserve.kernels.lora.interface import LoraBackend
 from coserve.memory.kv import CPU_TOKENS, KvCache
@@ -95,7 +94,7 @@ class EngineParts:
         """Under tensor parallelism the profile is measured at each start: all ranks run its forwards, or none."""
         return self.folder.memory if self.config.tp == 1 else None
 
-    def make_start(self, kv: KvCache, warm: WarmUpClient | None = None) -> Start:
+    def make_start(self, kv: KvCache, warm: WarmKernels | None = None) -> Start:
         """How steps run at first. Under tensor parallelism layers are compiled, and graphs captured, before the first request: a
         collective needs all ranks at the same time."""
         config = self.config

@@ -19,7 +19,7 @@ def main() -> None:
     obey_parent()
     skip_slow_imports()
     config, rank = config_from_json(sys.stdin.buffer.read()), own_rank(sys.argv[1:])
-    warm_up = start_warm_up(config) if rank is None else None  # its kernels are those of a base that is not cut
+    warm_up = start_warm_up(config)
     from coserve.engine.worker import serve  # imports torch, which takes seconds; the warm-up starts meanwhile
 
     serve(config, int(sys.argv[1]), warm_up, rank)

@@ -194,9 +194,9 @@ async def _start(
     if warm is not None:
         # On a thread, as the progress is read meanwhile; what it raises, `make_start` hears too.
         await asyncio.wait({asyncio.get_running_loop().run_in_executor(None, wake_compiler, base.device)})
-        if config.compile == "background":
+        if config.compile == "background" and rank is None:
             await warm.wait_for_parts((PROFILE,))
-        else:
+        else:  # all ranks load all kernels before the first request
             await warm.wait_until_ended()
     garbage = GarbageCollection(first_full=freeze_and_disable)
     preload_kernels: PreloadKernels = preload_nothing

@@ -130,12 +130,21 @@ def gc_disabled() -> Iterator[None]:
 class MemoryProfiler:
     """Implements `memory.profile.Measures` for a base. The constructor warms up: kernels are compiled, workspaces allocated."""
 
-    def __init__(self, base: Base, meter: MemoryMeter, conditions: Conditions, *, rank: int = DEFAULT_RANK) -> None:
-        """`rank`: of the adapters. Raises `UnsupportedBase` for a base that cannot be trained layer by layer."""
+    def __init__(
+        self,
+        base: Base,
+        meter: MemoryMeter,
+        conditions: Conditions,
+        *,
+        rank: int = DEFAULT_RANK,
+        bd_blocks: int = 1,
+    ) -> None:
+        """`rank` and `bd_blocks`: of the adapters. Raises `UnsupportedBase` for a base that cannot be trained layer by layer."""
         self._base, self._meter = base, meter
         self._lora_backend, self._page_tokens = conditions.lora_backend, conditions.page_tokens
         self._sampled, self._logit_rows = conditions.max_running, conditions.max_running + SCORED_TOKENS
         self._runner, self._rank = MicroBatchRunner(base, recompute=conditions.recompute), rank
+        self._blocks = bd_blocks
         self.step(WARM_UP_TOKENS)
         self.micro_batch(WARM_UP_TOKENS)
 
@@ -181,7 +190,7 @@ class MemoryProfiler:
         return TrainingPeaks(forward=forward, whole=self._meter.peak() - before, job=job)
 
     def _adapter(self) -> LoraWeights:
-        settings = LoraSettings(r=self._rank)
+        settings = LoraSettings(r=self._rank, bd_blocks=self._blocks)
         return new_adapter(settings, self._base.spec, seed=0, dtype=torch.float32, device=self._base.device)
 
     def _tokens(self, tokens: int) -> Tensor:

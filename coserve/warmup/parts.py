@@ -55,8 +55,24 @@ def training(rank: int) -> str:
     return f"training-{next((one for one in RANKS if one >= rank), RANKS[-1])}"
 
 
-def all_parts() -> tuple[Part, ...]:
-    """Every part, most urgent first."""
+def blocks(rank: int) -> str:
+    """Name of the part with the training kernels for block-diagonal adapters of `rank` (see `training`)."""
+    return training(rank).replace("training", "blocks")
+
+
+def gpu(number: int) -> str:
+    """Name of the part that compiles the layers for another GPU than the first: inductor's code names its device."""
+    return f"gpu-{number}"
+
+
+def gpu_of(part: str) -> int:
+    """The number of the GPU that a part runs on."""
+    kind, _, number = part.partition("-")
+    return int(number) if kind == "gpu" else 0
+
+
+def all_parts(ranks: int = 1) -> tuple[Part, ...]:
+    """Every part, most urgent first. `ranks`: GPUs that share the base."""
     layers, gemms = frozenset({LAYERS}), frozenset(GEMMS)  # without the measured choice, graphs have torch's GEMMs
     return (
         Part(LAYERS, 12),
@@ -69,7 +85,9 @@ def all_parts() -> tuple[Part, ...]:
         Part(training(DEFAULT_RANK), 12),
         Part(f"decodes-{DEFAULT_RANK}", 8),
         Part(f"sites-{DEFAULT_RANK}", 10),
+        *(Part(gpu(number), 20, layers, gemms) for number in range(1, ranks)),
         *(part for rank in RANKS if rank != DEFAULT_RANK for part in _of_rank(rank, layers, gemms)),
+        *(Part(blocks(rank), 8) for rank in RANKS),
     )
 
 

@@ -20,7 +20,7 @@ from coserve.logs.setup import LogSettings, set_up_logging
 from coserve.processes import obey_parent, start_child
 from coserve.warmup.key import cache_environment
 from coserve.warmup.messages import DoPart, PartReport, Progress, WarmUpTask
-from coserve.warmup.parts import all_parts
+from coserve.warmup.parts import Part, all_parts
 from coserve.warmup.warmer import warm
 
 WORKER = "coserve.engine.warming.worker_process"
@@ -66,13 +66,13 @@ class ProcessWorker:
         await self._process.wait()
 
 
-async def _run(task: WarmUpTask, sock: socket.socket) -> None:
+async def _run(task: WarmUpTask, parts: tuple[Part, ...], sock: socket.socket) -> None:
     reader, writer = await asyncio.open_connection(sock=sock)
 
     def report(progress: Progress) -> None:
         writer.write(msgspec.json.encode(progress) + b"\n")
 
-    warming = asyncio.create_task(warm(task, all_parts(), lambda: ProcessWorker.start(task), report))
+    warming = asyncio.create_task(warm(task, parts, lambda: ProcessWorker.start(task), report))
     parent_gone = asyncio.create_task(reader.read())
     await asyncio.wait({warming, parent_gone}, return_when=asyncio.FIRST_COMPLETED)
     if warming.done():
@@ -89,9 +89,10 @@ async def _run(task: WarmUpTask, sock: socket.socket) -> None:
 def main() -> None:
     obey_parent()
     task = msgspec.json.decode(sys.stdin.buffer.read(), type=WarmUpTask)
-    set_up_logging("warm", LogSettings.of(config_from_json(task.config.encode())))
+    config = config_from_json(task.config.encode())
+    set_up_logging("warm", LogSettings.of(config))
     os.environ.update(cache_environment(Path(task.folder)))
-    asyncio.run(_run(task, socket.socket(fileno=int(sys.argv[1]))))
+    asyncio.run(_run(task, all_parts(config.tp), socket.socket(fileno=int(sys.argv[1]))))
 
 
 if __name__ == "__main__":

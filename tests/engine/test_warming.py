@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import socket
 import time
 from pathlib import Path
@@ -13,18 +14,24 @@ import pytest
 import torch
 
 from coserve.config import Config, config_to_json
+from coserve.engine.warming import early_start
 from coserve.engine.warming.client import DIED, WarmUpClient, gemm_paths
 from coserve.engine.warming.compilations import Compilations
-from coserve.engine.warming.early_start import CAPTURABLE
+from coserve.engine.warming.early_start import CAPTURABLE, use_caches
 from coserve.engine.warming.part_runner import make_part_runner
 from coserve.engine.warming.step_mixes import Mix, step_mixes
+from coserve.engine.warming.worker import load_few_layers, use_gpu
 from coserve.kernels.gemm.skinny import SHAPES
 from coserve.kernels.lora.backend import BACKENDS, make_backend
 from coserve.kernels.lora.types import StackedWeights
 from coserve.model.base import load_base
 from coserve.model.gemm_choice import GemmChoice, load_gemms, save_gemms
+from coserve.warmup.gpu import Gpu
+from coserve.warmup.key import CACHES
 from coserve.warmup.messages import Progress, WarmUpTask
-from coserve.warmup.parts import EAGER, FIRST, GEMMS, LAYERS, graphs
+from coserve.warmup.parts import EAGER, FIRST, GEMMS, LAYERS, blocks, gpu_of, graphs
+from tests.support import sharded
+from tests.support.families import tiny_family
 
 CPU = torch.device("cpu")
 
@@ -46,6 +53,50 @@ def test_a_worker_runs_every_part_and_says_how_far_it_is(tmp_path: Path) -> None
         assert all(done < total for done, total in pieces), name
         assert [done for done, _ in pieces] == sorted(done for done, _ in pieces), name
     assert all(path.is_file() for path in gemm_paths(task))
+
+
+@pytest.mark.parametrize("sharding", ["nfs", pytest.param("slora", marks=pytest.mark.slow)])
+def test_a_worker_runs_parts_for_one_of_several_ranks_without_the_others(sharding: str, tmp_path: Path) -> None:
+    """Its adapters and its share of the vocabulary are a rank's, and the part of another GPU has a runner of its own."""
+    task, config = make_task(tmp_path, tp=2, lora_sharding=sharding, model=sharded.save_base(tmp_path / "base"))
+    for gpu, names in ((0, (LAYERS, "gemms-1", "training-16", blocks(16), *graphs(16))), (1, ("gpu-1",))):
+        with use_gpu(config, gpu) as device:
+            base = load_few_layers(config, gpu, device)
+        assert base.sharding is not None
+        assert (base.sharding.mesh.rank, base.sharding.strategy) == (gpu, sharding)
+        runner = make_part_runner(base, config, task)
+        for name in names:
+            assert gpu_of(name) == gpu
+            pieces = list(runner.run(name))
+            assert pieces and all(done < total for done, total in pieces), name
+
+
+def test_blocks_are_left_out_where_the_base_cannot_have_them(tmp_path: Path) -> None:
+    task, config = make_task(tmp_path)
+    tiny_family("gpt2").save_pretrained(tmp_path / "gpt2")
+    base = load_base(str(tmp_path / "gpt2"), device="cpu", dtype="float32", few_layers=True)
+    assert list(make_part_runner(base, config, task).run(blocks(16))) == []
+
+
+def test_all_ranks_use_the_caches_of_one_warm_up(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    spawned = list[WarmUpTask]()
+
+    def spawn(task: WarmUpTask) -> tuple[None, None]:
+        spawned.append(task)
+        return None, None
+
+    monkeypatch.setattr(early_start, "find_gpu", lambda: Gpu("H200", "9.0", 12090, 140 << 30))
+    monkeypatch.setattr(early_start, "spawn_warm_up", spawn)
+    config = Config(model="bundled", data_dir=tmp_path, tp=2)
+    for name in CACHES:
+        monkeypatch.setenv(name, "")
+        monkeypatch.delenv(name)
+    early_start.start_warm_up(config)
+    leads = {name: os.environ.pop(name) for name in CACHES}
+    assert use_caches(config) == spawned[0]
+    assert {name: os.environ[name] for name in CACHES} == leads
+    assert use_caches(Config(model="bundled", data_dir=tmp_path, tp=2, compile="off")) is None
+    assert early_start.start_warm_up(Config(model="bundled", tp=2, device="cpu")) is None
 
 
 def test_the_steps_of_a_warm_up_fit_the_settings() -> None:

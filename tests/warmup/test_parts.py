@@ -18,6 +18,8 @@ from coserve.warmup.parts import (
     Part,
     PartSchedule,
     all_parts,
+    blocks,
+    gpu_of,
     graphs,
     training,
 )
@@ -103,6 +105,14 @@ def test_graphs_are_compiled_with_torchs_gemms_where_ours_could_not_be_measured(
             schedule.finish(name)
     assert schedule.failed.keys() == {GEMMS[0]}
     assert {*graphs(0), *graphs(16)} <= set(iter(schedule.next, None))
+
+
+def test_layers_are_compiled_for_each_gpu_and_kernels_for_blocks_last() -> None:
+    alone, shared = ([part.name for part in all_parts(ranks)] for ranks in (1, 4))
+    assert set(shared) - set(alone) == {"gpu-1", "gpu-2", "gpu-3"}
+    assert [gpu_of(name) for name in ("gpu-3", *alone)] == [3] + [0] * len(alone)
+    assert alone[-len(RANKS) :] == shared[-len(RANKS) :] == [blocks(rank) for rank in RANKS]
+    assert blocks(17) == "blocks-32"
 
 
 def test_parts_know_the_ranks_and_rows_that_kernels_are_made_for() -> None:

@@ -24,6 +24,7 @@ from coserve.engine.ranks.follower import Follower, FollowerParts
 from coserve.engine.ranks.followers import RankLost
 from coserve.engine.ranks.monitor import Monitor
 from coserve.engine.ranks.own_rank import OwnRank
+from coserve.engine.warming.client import KernelsOnDisk
 from coserve.engine.warming.compilations import watch_compilations
 from coserve.errors import ConfigError, EngineFault, StartupError
 from coserve.garbage import freeze_heap
@@ -36,6 +37,7 @@ from coserve.parallel.join import join
 from coserve.parallel.mesh import Mesh
 from coserve.ranks import JOIN_SECONDS, SILENCE, RankFailed, RankRefused
 from coserve.types import AdapterDigests, AdapterRef
+from coserve.warmup.messages import WarmUpTask
 
 log = logging.getLogger(__name__)
 
@@ -70,8 +72,9 @@ def _collectives(mesh: Mesh) -> int:
     return sum([*mesh.traffic.calls.values()])
 
 
-def follow(config: Config, rank: OwnRank) -> None:
-    """Execute the commands of rank 0 until the engine ends, then end the process."""
+def follow(config: Config, rank: OwnRank, warm_up: WarmUpTask | None) -> None:
+    """Execute the commands of rank 0 until the engine ends, then end the process. `warm_up`: that of rank 0, which has ended before
+    rank 0 sends `BuildEngine`; None: there is none."""
     place, monitor = rank.place, rank.monitor
     set_up_logging(f"rank-{place.rank}", LogSettings.of(config))
     disable_progress_bar()
@@ -81,7 +84,7 @@ def follow(config: Config, rank: OwnRank) -> None:
     try:
         base = load_ranked_base(config, rank)
         log_event(log, "base loaded", rank=place.rank, ranks=place.size, device=base.spec.device)
-        follower = _make_follower(base, config, rank)
+        follower = _make_follower(base, config, rank, warm_up)
         follower.run()
         log_event(log, "rank stops", rank=place.rank)
     except StartupError as error:
@@ -98,7 +101,8 @@ def follow(config: Config, rank: OwnRank) -> None:
     _exit_now(0)
 
 
-def _make_follower(base: Base, config: Config, rank: OwnRank) -> Follower:
+def _make_follower(base: Base, config: Config, rank: OwnRank, warm_up: WarmUpTask | None) -> Follower:
+    warm = None if warm_up is None else KernelsOnDisk(warm_up)
     parts = EngineParts(base, config)
     store = AdapterStore(
         parts.read_adapter, HostBudget(config.max_adapters_resident), pinned=base.device.type == "cuda"
@@ -109,7 +113,9 @@ def _make_follower(base: Base, config: Config, rank: OwnRank) -> Follower:
 
     def build(tokens: int) -> FollowerParts:
         kv = KvCache.for_base(base, tokens, config.page_tokens)
-        made = FollowerParts(kv, parts.make_start(kv).executor, parts.make_trainer(store, board=rank.place.board), read)
+        made = FollowerParts(
+            kv, parts.make_start(kv, warm).executor, parts.make_trainer(store, board=rank.place.board), read
+        )
         freeze_heap()
         rank.monitor.ready(base.device.type)
         return made

@@ -19,6 +19,7 @@ from coserve.warmup.key import GEMM_FOLDER
 from coserve.warmup.launch import worker_bytes
 from coserve.warmup.messages import Progress, WarmUpTask
 from coserve.warmup.parts import GEMMS, all_parts, graphs, training
+from coserve.warmup.parts import blocks as blocks_part
 
 log = logging.getLogger(__name__)
 
@@ -32,6 +33,21 @@ DIED = "warm-up: its process died or hangs; what is missing is compiled in the e
 def gemm_paths(task: WarmUpTask) -> list[Path]:
     """The files with the measured choice of GEMM kernels, one for each part of `GEMMS`."""
     return [Path(task.folder) / GEMM_FOLDER / f"{task.shape}-{name}.json" for name in GEMMS]
+
+
+class KernelsOnDisk:
+    """Implements `generate.execution.start.WarmKernels` once a warm-up has ended: for ranks that follow."""
+
+    def __init__(self, task: WarmUpTask) -> None:
+        self._task = task
+
+    def graph_kernels_ready(self, rank: int) -> bool:
+        """See `WarmKernels`."""
+        return True
+
+    def gemms(self, stacked: Sequence[StackedWeights], device: torch.device) -> GemmChoice | None:
+        """See `WarmKernels`."""
+        return load_gemms(gemm_paths(self._task), stacked, device)
 
 
 class WarmUpClient:
@@ -99,9 +115,9 @@ class WarmUpClient:
         """See `WarmKernels`."""
         return self._settled(graphs(rank))
 
-    def training_kernels_ready(self, rank: int) -> bool:
-        """Whether the training kernels for adapters of `rank` are on disk, or never will be."""
-        return self._settled((training(rank),))
+    def training_kernels_ready(self, rank: int, *, blocks: bool = False) -> bool:
+        """Whether the training kernels for adapters of `rank` are on disk, or never will be; `blocks`: for block-diagonal ones."""
+        return self._settled((blocks_part(rank) if blocks else training(rank),))
 
     def gemms(self, stacked: Sequence[StackedWeights], device: torch.device) -> GemmChoice | None:
         """See `WarmKernels`."""

@@ -11,7 +11,7 @@ from pathlib import Path
 from coserve.config import Config
 from coserve.warmup.gpu import find_gpu
 from coserve.warmup.key import cache_environment
-from coserve.warmup.launch import plan_warm_up, spawn_warm_up
+from coserve.warmup.launch import WarmUpPlan, plan_warm_up, spawn_warm_up
 from coserve.warmup.messages import WarmUpTask
 
 CAPTURABLE = ("auto", "segmented")
@@ -31,11 +31,24 @@ class StartedWarmUp:
 
 def start_warm_up(config: Config) -> StartedWarmUp | None:
     """Start the warm-up's process, and make this process use its caches. None if there is nothing to warm up."""
-    wanted = config.device != "cpu" and config.compile != "off" and config.lora_way in CAPTURABLE
-    gpu = find_gpu() if wanted else None
-    if gpu is None:
+    plan = _plan(config)
+    if plan is None:
         return None
-    plan = plan_warm_up(config, gpu)
     process, sock = spawn_warm_up(plan.task)
     os.environ.update(cache_environment(Path(plan.task.folder)))
     return StartedWarmUp(plan.task, plan.concurrent, sock, process)
+
+
+def use_caches(config: Config) -> WarmUpTask | None:
+    """Make this process, a rank that follows, use the caches that the warm-up of rank 0 fills. None if there is nothing to warm up."""
+    plan = _plan(config)
+    if plan is None:
+        return None
+    os.environ.update(cache_environment(Path(plan.task.folder)))
+    return plan.task
+
+
+def _plan(config: Config) -> WarmUpPlan | None:
+    wanted = config.device != "cpu" and config.compile != "off" and config.lora_way in CAPTURABLE
+    gpu = find_gpu() if wanted else None
+    return None if gpu is None else plan_warm_up(config, gpu)

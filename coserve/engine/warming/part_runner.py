@@ -8,11 +8,12 @@ from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
+from coserve.adapters.targets import resolve_targets
 from coserve.config import Config
 from coserve.engine.sizes import STEP_TOKENS
 from coserve.engine.warming.client import gemm_paths
 from coserve.engine.warming.step_mixes import CONTEXTS, Mix, adapter_counts, micro_batch_sizes, step_mixes
-from coserve.errors import NonFiniteLoss
+from coserve.errors import InvalidRequest, NonFiniteLoss
 from coserve.finetune.init import new_adapter
 from coserve.finetune.memory_profiling import Conditions, CudaMemoryMeter, MemoryProfiler
 from coserve.generate.execution.eager import EagerExecutor
@@ -89,6 +90,7 @@ class PartRunner:
         self._compiler_initialized = False
         self._threads = ThreadPoolExecutor(max(1, usable_cores() // task.workers), "compile")
         self._on_gpu = base.device.type == "cuda"
+        self._ranks = 1 if base.sharding is None else base.sharding.mesh.size
 
     def run(self, name: str) -> Iterator[tuple[int, int]]:
         """Run a part of `warmup.parts.all_parts`. Yields (done, total) after each piece of its work."""
@@ -110,6 +112,10 @@ class PartRunner:
                 return self._profile()
             case "training":
                 return self._training(int(number))
+            case "blocks":
+                return self._training(int(number), bd_blocks=2 * self._ranks)
+            case "gpu":
+                return self._other_gpu()
             case "layers":
                 return self._layers()
             case "gemms":
@@ -177,7 +183,7 @@ class PartRunner:
     def _copies(self, rank: int, targets: Sequence[str]) -> list[Adapter]:
         """One adapter under as many ids as sequences can run: kernels depend on how many adapters a step has, not on weights."""
         settings, base = LoraSettings(r=rank, targets=tuple(targets)), self._base
-        weights = new_adapter(settings, base.spec, seed=0, dtype=base.dtype, device=base.device)
+        weights = base.part(new_adapter(settings, base.spec, seed=0, dtype=base.dtype, device=base.device))
         self._number += 1
         return [(AdapterRef(f"warm-up-{self._number}-{place}", 1), weights) for place in range(self._max_running)]
 
@@ -213,9 +219,15 @@ class PartRunner:
         batches = [(profiler.micro_batch, size) for size in profiled_sizes(work.micro_batch_tokens)]
         yield from self._compile_training([*steps, *batches])
 
-    def _training(self, rank: int) -> Iterator[tuple[int, int]]:
+    def _training(self, rank: int, bd_blocks: int = 1) -> Iterator[tuple[int, int]]:
+        """`bd_blocks`: two for each GPU that shares the base, so that its part of an adapter is block-diagonal. Nothing happens where
+        the base cannot have such adapters."""
+        try:
+            resolve_targets(LoraSettings(r=rank, bd_blocks=bd_blocks), self._base.spec)
+        except InvalidRequest:
+            return
         self._stacked()
-        profiler, most = self._profiler(rank), self._conditions.work.micro_batch_tokens
+        profiler, most = self._profiler(rank, bd_blocks), self._conditions.work.micro_batch_tokens
         yield from self._compile_training([(profiler.micro_batch, size) for size in micro_batch_sizes(most)])
 
     def _compile_training(self, work: Sequence[tuple[Callable[[int], object], int]]) -> Iterator[tuple[int, int]]:
@@ -225,9 +237,9 @@ class PartRunner:
                 with suppress(NonFiniteLoss):  # kernels that were not launched wrote nothing
                     run(size)
 
-    def _profiler(self, rank: int) -> MemoryProfiler:
+    def _profiler(self, rank: int, bd_blocks: int = 1) -> MemoryProfiler:
         meter = CudaMemoryMeter(self._base.device) if self._on_gpu else NoMeter()
-        return MemoryProfiler(self._base, meter, self._conditions, rank=rank)
+        return MemoryProfiler(self._base, meter, self._conditions, rank=rank, bd_blocks=bd_blocks)
 
     # ---- compiled layers
 
@@ -239,6 +251,13 @@ class PartRunner:
 
     def _stacked(self) -> list[StackedWeights]:
         return FusedBase(self._base, compiled=False, gemms=GemmChoice()).stacked
+
+    def _other_gpu(self) -> Iterator[tuple[int, int]]:
+        """What inductor compiles for this GPU. Triton's kernels are those of the first."""
+        kinds = [(rank, decodes) for rank in (0, DEFAULT_RANK) for decodes in (True, False)]
+        for done, (rank, decodes) in enumerate(kinds):
+            for _ in self._graphs(rank, decodes=decodes):
+                yield done, len(kinds)
 
     def _layers(self) -> Iterator[tuple[int, int]]:
         yield 0, 2

@@ -73,8 +73,10 @@ class Upgrade:
 
     def may_train(self, spec: JobSpec) -> bool:
         """Whether the job's training kernels are on disk, or never will be."""
-        ranks = {spec.lora.r} if spec.teacher is None else {spec.lora.r, spec.teacher.rank}
-        return self._warm is None or all(self._warm.training_kernels_ready(rank) for rank in ranks)
+        if self._warm is None:
+            return True
+        taught = spec.teacher is None or self._warm.training_kernels_ready(spec.teacher.rank)
+        return taught and self._warm.training_kernels_ready(spec.lora.r, blocks=spec.lora.bd_blocks > 1)
 
     def notify(self, changed: Callable[[], None]) -> None:
         """`changed` is called when `progress` has changed outside of steps."""

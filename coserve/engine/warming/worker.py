@@ -7,22 +7,51 @@ import logging
 import socket
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import msgspec
 import torch
 from transformers.utils.logging import disable_progress_bar
 
-from coserve.config import config_from_json
+from coserve.config import Config, config_from_json
 from coserve.engine.warming.compilations import watch_compilations
 from coserve.engine.warming.part_runner import PartRunner, make_part_runner
-from coserve.errors import CoserveError
+from coserve.errors import ConfigError, CoserveError
 from coserve.logs.setup import LogSettings, set_up_logging
-from coserve.model.base import load_base
+from coserve.model.base import Base, load_base
+from coserve.parallel.mesh import LoneRank
 from coserve.warmup.messages import DoPart, PartReport, WarmUpTask
+from coserve.warmup.parts import gpu_of
 
 log = logging.getLogger(__name__)
 
 THREADS = 1
+
+
+@contextmanager
+def use_gpu(config: Config, number: int) -> Iterator[str]:
+    """Makes a GPU the current one, and gives the base's device. Raises `ConfigError`: there are fewer."""
+    if number == 0 or config.device == "cpu" or not torch.cuda.is_available():
+        yield config.device
+        return
+    if (found := torch.cuda.device_count()) <= number:
+        raise ConfigError(f"tp: expected a GPU for each of {config.tp} ranks, found {found}", field="tp")
+    with torch.cuda.device(number):
+        yield f"cuda:{number}"
+
+
+def load_few_layers(config: Config, rank: int, device: str) -> Base:
+    """The engine's base with few layers and random weights; under tensor parallelism a rank's part of it, without the other ranks."""
+    return load_base(
+        config.model,
+        device=device,
+        dtype=config.dtype,
+        trust_remote_code=config.trust_remote_code,
+        few_layers=True,
+        mesh=LoneRank(rank, config.tp) if config.tp > 1 else None,
+        strategy=config.lora_sharding,
+    )
 
 
 def work() -> None:
@@ -32,7 +61,8 @@ def work() -> None:
     set_up_logging("warm", LogSettings.of(config))
     disable_progress_bar()
     torch.set_num_threads(THREADS)
-    runner: PartRunner | None = None
+    runners = dict[int, PartRunner]()
+    """By the number of the GPU."""
     with socket.socket(fileno=int(sys.argv[1])) as sock, sock.makefile("rwb") as lines:
 
         def send(report: PartReport) -> None:
@@ -44,17 +74,12 @@ def work() -> None:
             name, began = msgspec.json.decode(line, type=DoPart).name, time.monotonic()
             kernels, seconds = len(compiled.kernels), compiled.seconds
             try:
-                if runner is None:
-                    base = load_base(
-                        config.model,
-                        device=config.device,
-                        dtype=config.dtype,
-                        trust_remote_code=config.trust_remote_code,
-                        few_layers=True,
-                    )
-                    runner = make_part_runner(base, config, task)
-                for done, total in runner.run(name):
-                    send(PartReport(done, max(total, done + 1)))
+                gpu = gpu_of(name)
+                with use_gpu(config, gpu) as device:
+                    if gpu not in runners:
+                        runners[gpu] = make_part_runner(load_few_layers(config, gpu, device), config, task)
+                    for done, total in runners[gpu].run(name):
+                        send(PartReport(done, max(total, done + 1)))
             except torch.OutOfMemoryError as error:
                 send(PartReport(0, 1, "memory", str(error).splitlines()[0]))
             except CoserveError as error:
