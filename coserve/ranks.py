@@ -20,8 +20,8 @@ FIRST = {"cuda": 30.0, "cpu": 300.0}
 """Seconds that the first command of a kind is expected to pause at most: it may load libraries. By device."""
 LEAST = {"cuda": 0.0, "cpu": 50.0}
 """The same for later ones, whatever earlier ones took: on a CPU one matrix product of a large base takes long. By device."""
-START = 1800.0
-"""The same for a rank that starts: layers are compiled."""
+START = 600.0
+"""The same for a rank that starts: layers are loaded, or compiled where the warm-up could not do so."""
 JOIN_SECONDS = 1800.0
 """Seconds that ranks wait for each other when they start; later, the limit of a collective on CPU."""
 
@@ -55,6 +55,8 @@ class Heartbeat(msgspec.Struct, frozen=True, tag=True):
 
     done: int
     """Commands of rank 0 that this rank has finished."""
+    begun: int
+    """Collectives that it has begun."""
     late: float
     """Seconds for which the command that it executes has made no progress, beyond those that it is expected to pause; 0: not
     late, or in none."""

@@ -16,6 +16,8 @@ class WatchedRank:
     ready: bool = False
     done: int = 0
     """Commands that it has finished, by its last heartbeat."""
+    begun: int = 0
+    """Collectives that it has begun, by its last heartbeat."""
     late: float = 0.0
     """See `Heartbeat`."""
     looks: int = 0
@@ -27,7 +29,7 @@ class WatchedRank:
         return self.looks * HEARTBEAT
 
     def heard(self, heartbeat: Heartbeat) -> None:
-        self.done, self.late = heartbeat.done, heartbeat.late
+        self.done, self.begun, self.late = heartbeat.done, heartbeat.begun, heartbeat.late
 
     def look(self) -> None:
         self.looks += 1
@@ -37,12 +39,14 @@ def find_loss(ranks: Sequence[WatchedRank]) -> tuple[WatchedRank, str] | None:
     """The rank that is lost, and how; None: all live.
 
     A rank is lost if its heartbeats stop, however far behind the others it is while they come. If a command hangs, all ranks
-    may wait for the one that does not take part in a collective: it is the one that is furthest behind.
+    may wait for the one that does not take part in a collective: it has begun fewer than the others, or is furthest behind.
     """
     for rank in ranks:
         limit = SILENCE if rank.ready else START_SILENCE
         if rank.silent > limit:
             return rank, f"did not answer for {limit:.0f} s"
     if any(rank.late > HANG for rank in ranks):
-        return min(ranks, key=lambda rank: rank.done), f"made no progress for {HANG:.0f} s longer than expected"
+        return min(
+            ranks, key=lambda rank: (rank.begun, rank.done)
+        ), f"made no progress for {HANG:.0f} s longer than expected"
     return None

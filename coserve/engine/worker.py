@@ -256,7 +256,7 @@ def serve(config: Config, fd: int, warm_up: StartedWarmUp | None, rank: OwnRank 
     set_up_threads(config)
     compilations = watch_compilations(logging.WARNING)  # steps wait for each of them
     if rank is not None:
-        rank.monitor.progress.watch(lambda: compilations.loads)
+        rank.monitor.progress.watch_kernels(lambda: compilations.loads)
     work = _run(config, fd, warm_up, rank)
     run_to_exit(work if rank is None else told(work, rank.monitor))
 

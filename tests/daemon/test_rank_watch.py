@@ -60,7 +60,7 @@ def test_a_rank_that_starts_may_be_silent_for_longer() -> None:
 def test_a_follower_far_behind_rank_0_lives_while_it_makes_progress() -> None:
     """Rank 0 has finished all commands; the other is in a long one, which goes on."""
     watched, begun = Watched(), 0
-    watched.progress[1].watch(lambda: begun)
+    watched.progress[1].watch_collectives(lambda: begun)
     watched.end("AdvanceJob")
     watched.end("Launch", ranks=(0,))
     with watched.progress[1].command(2, "AdvanceJob"):
@@ -106,6 +106,18 @@ def test_the_expected_end_follows_earlier_commands_of_the_kind() -> None:
         seconds, _ = watched.seconds_until_lost()
     longest = 7 * HEARTBEAT  # the first look saw it begin
     assert MARGIN * longest <= seconds - HANG <= MARGIN * longest + 2 * HEARTBEAT
+
+
+def test_the_rank_that_did_not_begin_a_collective_is_told_of() -> None:
+    """Both are in the same command; rank 0 executed none of the commands before it."""
+    watched = Watched()
+    watched.end("Launch", ranks=(1,))
+    watched.end("Launch", ranks=(1,))
+    for number, progress in enumerate(watched.progress):
+        progress.watch_collectives(lambda begun=5 - number: begun)  # type: ignore[misc]
+    with watched.progress[0].command(3, "Launch"), watched.progress[1].command(3, "Launch"):
+        _, loss = watched.seconds_until_lost()
+    assert loss is not None and loss.startswith("rank 1 ")
 
 
 def test_a_rank_without_a_command_is_not_late() -> None:

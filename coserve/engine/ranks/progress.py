@@ -34,7 +34,8 @@ class Progress:
         """None while the rank starts."""
         self._known = set[str]()
         """Kinds of which a command has ended since the rank was ready."""
-        self._counters = list[Callable[[], int]]()
+        self._collectives: Callable[[], int] = lambda: 0
+        self._kernels: Callable[[], int] = lambda: 0
         self._signs = 0
         self._watched: _Running | None = None
         self._quiet = 0
@@ -45,7 +46,7 @@ class Progress:
     @contextmanager
     def command(self, number: int, kind: str) -> Iterator[None]:
         """Around the execution of a command. `kind`: commands of one kind are expected to take about equally long."""
-        self._running = _Running(number, kind)
+        self._running, self._done = _Running(number, kind), number - 1  # commands are executed in order
         try:
             yield
         finally:
@@ -53,9 +54,13 @@ class Progress:
                 self._known.add(kind)
             self._running, self._done = None, number
 
-    def watch(self, counter: Callable[[], int]) -> None:
-        """A number that grows while a command makes progress: collectives that have begun, kernels that were loaded."""
-        self._counters.append(counter)
+    def watch_collectives(self, begun: Callable[[], int]) -> None:
+        """How many have begun: a command makes progress while the number grows."""
+        self._collectives = begun
+
+    def watch_kernels(self, loaded: Callable[[], int]) -> None:
+        """How many were loaded: as `watch_collectives`."""
+        self._kernels = loaded
 
     def ready(self, device: str) -> None:
         """The rank has started; `device`: cpu or cuda."""
@@ -63,7 +68,8 @@ class Progress:
 
     def heartbeat(self) -> Heartbeat:
         """Every `HEARTBEAT` seconds."""
-        running, signs = self._running, sum(counter() for counter in self._counters)
+        running, begun = self._running, self._collectives()
+        signs = begun + self._kernels()
         if running is not None and running is self._watched and signs == self._signs:
             self._quiet += 1
         else:
@@ -72,7 +78,7 @@ class Progress:
             self._quiet = 0
         self._watched, self._signs = running, signs
         late = 0.0 if running is None else max(0.0, self._quiet * HEARTBEAT - self._expected(running.kind))
-        return Heartbeat(self._done, late)
+        return Heartbeat(self._done, begun, late)
 
     def _expected(self, kind: str) -> float:
         """Seconds that a command of this kind may pause."""

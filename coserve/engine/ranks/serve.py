@@ -55,7 +55,7 @@ def load_ranked_base(config: Config, rank: OwnRank | None) -> Base:
             torch.cuda.set_device(place.rank)
         where = torch.device(device if cuda else "cpu")
         mesh = join(place.rank, place.size, address=place.rendezvous, device=where, timeout=JOIN_SECONDS)
-        rank.monitor.progress.watch(partial(_collectives, mesh))
+        rank.monitor.progress.watch_collectives(partial(_collectives, mesh))
     return load_base(
         config.model,
         device=device,
@@ -80,7 +80,7 @@ def follow(config: Config, rank: OwnRank, warm_up: WarmUpTask | None) -> None:
     disable_progress_bar()
     set_up_threads(config)
     compilations = watch_compilations(logging.WARNING)  # all ranks wait for each of them
-    monitor.progress.watch(lambda: compilations.loads)
+    monitor.progress.watch_kernels(lambda: compilations.loads)
     try:
         base = load_ranked_base(config, rank)
         log_event(log, "base loaded", rank=place.rank, ranks=place.size, device=base.spec.device)
