@@ -70,6 +70,9 @@ class FakeOpenAI:
     async def list_models(self, request: web.Request) -> web.Response:
         return web.json_response({"object": "list", "data": [{"id": name} for name in self.models]})
 
+    async def health(self, request: web.Request) -> web.Response:
+        return web.Response()
+
 
 @asynccontextmanager
 async def serve_openai(server: FakeOpenAI, port: int = 0) -> AsyncIterator[FakeOpenAI]:
@@ -78,6 +81,7 @@ async def serve_openai(server: FakeOpenAI, port: int = 0) -> AsyncIterator[FakeO
     app.router.add_post("/v1/completions", server.complete)
     app.router.add_get("/v1/models", server.list_models)
     app.router.add_get("/metrics", server.page)
+    app.router.add_get("/health", server.health)
     runner = web.AppRunner(app)
     await runner.setup()
     await web.TCPSite(runner, "127.0.0.1", port).start()

@@ -1,0 +1,136 @@
+"""The processes of a comparison: servers that are waited for, and the trainer whose steps are noted."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import sys
+import time
+from collections.abc import AsyncIterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import aiohttp
+import msgspec
+
+from coserve.workloads.replay import JobSample
+
+START_TIMEOUT = 600.0
+POLL = 0.5
+"""Seconds between two questions whether a server is ready: servers of others have no other way to say so."""
+READY_STEPS = 3
+"""Optimizer steps after which the trainer's kernels are compiled."""
+
+
+@contextlib.asynccontextmanager
+async def running(
+    command: Sequence[str], log: Path, environment: Mapping[str, str], *, piped: bool = False
+) -> AsyncIterator[asyncio.subprocess.Process]:
+    """A process and its children, which are ended with the block. Its output goes to `log`; if `piped`, standard output can be read."""
+    with log.open("ab") as errors:
+        process = await asyncio.create_subprocess_exec(
+            *command,
+            stdin=asyncio.subprocess.PIPE,
+            stdout=asyncio.subprocess.PIPE if piped else errors,
+            stderr=errors,
+            env=os.environ | dict(environment),
+            start_new_session=True,
+        )
+    try:
+        yield process
+    finally:
+        await _end(process)
+
+
+async def _end(process: asyncio.subprocess.Process) -> None:
+    for number in (signal.SIGTERM, signal.SIGKILL):
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, number)
+        try:
+            async with asyncio.timeout(30):
+                await process.wait()
+                break
+        except TimeoutError:
+            continue
+
+
+async def wait_ready(url: str, process: asyncio.subprocess.Process, log: Path, path: str = "/health") -> None:
+    """Until `path` answers 200. Exits if the process ends before, or never gets ready."""
+    began = time.monotonic()
+    async with aiohttp.ClientSession() as session:
+        while process.returncode is None and time.monotonic() - began < START_TIMEOUT:
+            with contextlib.suppress(aiohttp.ClientError):
+                async with session.get(url + path) as response:
+                    if response.status == 200:
+                        return
+            await asyncio.sleep(POLL)
+    raise SystemExit(f"the server did not start: {log}")
+
+
+class _Step(msgspec.Struct):
+    at: float
+    tokens: int
+    loss: float
+
+
+@dataclass
+class Trainer:
+    """The steps that a trainer has reported: times on the monotonic clock, and tokens."""
+
+    steps: list[tuple[float, int]] = field(default_factory=list)
+    changed: asyncio.Event = field(default_factory=asyncio.Event)
+    ended: bool = False
+
+    async def ready(self) -> None:
+        """Until a few steps were reported. Exits if the trainer ends before."""
+        while len(self.steps) < READY_STEPS:
+            if self.ended:
+                raise SystemExit("the trainer ended; see its log")
+            self.changed.clear()
+            await self.changed.wait()
+
+    def job(self, start: float) -> JobSample:
+        """What it trained after `start`, as one job."""
+        trained = tuple((at - start, tokens) for at, tokens in self.steps if at >= start)
+        return JobSample(
+            index=0,
+            adapter="peft",
+            rows=0,
+            due=0.0,
+            sent=0.0,
+            job="peft",
+            trained=trained,
+            state=None,
+            error="ended" if self.ended else None,
+        )
+
+
+@contextlib.asynccontextmanager
+async def training(command: Sequence[str], log: Path, environment: Mapping[str, str]) -> AsyncIterator[Trainer]:
+    """Run a trainer (`benchmarks.peers.trainer`) until the end of the block; it is ready when the block begins."""
+    trainer = Trainer()
+    async with running(command, log, environment, piped=True) as process:
+        reading = asyncio.create_task(_read(process, trainer))
+        try:
+            await trainer.ready()
+            yield trainer
+        finally:
+            reading.cancel()
+            await asyncio.gather(reading, return_exceptions=True)
+
+
+async def _read(process: asyncio.subprocess.Process, trainer: Trainer) -> None:
+    assert process.stdout is not None
+    async for line in process.stdout:
+        step = msgspec.json.decode(line, type=_Step)
+        trainer.steps.append((step.at, step.tokens))
+        trainer.changed.set()
+    trainer.ended = True
+    trainer.changed.set()
+
+
+def module(name: str, *arguments: str) -> list[str]:
+    """The command that runs a module of this repository."""
+    return [sys.executable, "-m", name, *arguments]

@@ -1,0 +1,101 @@
+"""The systems of a comparison: coserve's daemon, and vLLM's server, each with the trace's adapters."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import socket
+import sys
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from benchmarks.http_case import Size
+from benchmarks.http_daemon import import_adapter, serve_arguments
+from benchmarks.peers.processes import module, running, wait_ready
+from coserve.workloads.scenario import Scenario
+
+STAND_INS = Path(__file__).parent / "stand_ins"
+VLLM_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
+"""The values that vLLM 0.24 takes for its largest rank."""
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a comparison runs. `site`: folder with vLLM's packages, if they are not installed with Python."""
+
+    size: Size
+    model: Path
+    adapters: Path
+    scratch: Path
+    site: Path | None = None
+    vllm_memory: float = 0.9
+    """Share of the GPU's memory, without a trainer."""
+    shared_memory: float = 0.4
+    """Beside a trainer."""
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+@contextlib.asynccontextmanager
+async def coserve(place: Place, scenario: Scenario) -> AsyncIterator[str]:
+    """The daemon, whose latency targets are the limits that are judged; yields its URL once it is warm."""
+    settings = serve_arguments(place.size, place.model, place.scratch / f"data-{free_port()}")
+    settings |= {"data_root": place.adapters, "port": free_port()}
+    targets = {"slo_ttft": scenario.slo_ttft, "slo_tpot": scenario.slo_tpot}
+    settings |= {name: value for name, value in targets.items() if value is not None}
+    options = [part for name, value in settings.items() for part in (f"--{name.replace('_', '-')}", str(value))]
+    log, url = place.scratch / "coserve.log", f"http://127.0.0.1:{settings['port']}"
+    async with running(module("coserve.cli", "serve", *options, "--no-prefix-cache"), log, {}) as process:
+        await wait_ready(url, process, log, "/health/ready")
+        for name in scenario.adapter_names:
+            await asyncio.to_thread(import_adapter, url, name)
+        yield url
+
+
+@contextlib.asynccontextmanager
+async def vllm(place: Place, scenario: Scenario, *, memory: float) -> AsyncIterator[str]:
+    """vLLM's OpenAI server with CUDA graphs and compilation, the prefix cache off; yields its URL."""
+    port, log = free_port(), place.scratch / "vllm.log"
+    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", *vllm_options(place, scenario, port, memory)]
+    path = [str(place.site)] if place.site is not None else []
+    environment = {
+        "PYTHONPATH": os.pathsep.join([*path, str(STAND_INS)]),
+        "VLLM_USE_FLASHINFER_SAMPLER": "0",
+        "HF_HUB_OFFLINE": "1",
+        "VLLM_NO_USAGE_STATS": "1",
+    }
+    async with running(command, log, environment) as process:
+        await wait_ready(url := f"http://127.0.0.1:{port}", process, log)
+        yield url
+
+
+def vllm_options(place: Place, scenario: Scenario, port: int, memory: float) -> list[str]:
+    rank = next(each for each in VLLM_RANKS if each >= max(scenario.rank))
+    options = {
+        "model": place.model,
+        "served-model-name": "base",
+        "host": "127.0.0.1",
+        "port": port,
+        "load-format": "dummy",
+        "dtype": "bfloat16",
+        "seed": scenario.seed,
+        "max-model-len": place.size.config["max_position_embeddings"],
+        "max-num-seqs": place.size.max_running,
+        "gpu-memory-utilization": memory,
+        "attention-backend": "FLASH_ATTN",
+        "max-loras": max(1, scenario.adapters),
+        "max-cpu-loras": max(1, scenario.adapters),
+        "max-lora-rank": rank,
+        "uvicorn-log-level": "warning",
+    }
+    lora = [f"{name}={place.adapters / name}" for name in scenario.adapter_names]
+    flags = ["--no-enable-prefix-caching", "--disable-uvicorn-access-log", "--enable-lora", "--lora-modules", *lora]
+    return [part for name, value in options.items() for part in (f"--{name}", str(value))] + (
+        flags if lora else flags[:2]
+    )

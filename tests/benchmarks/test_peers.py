@@ -1,0 +1,130 @@
+"""The comparison with vLLM and PEFT, without a GPU: PEFT is real, and a small server stands in for vLLM's, with its command line."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import json
+from pathlib import Path
+
+import msgspec
+import peft
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from benchmarks.http_case import RANK, SMALL, model_folder
+from benchmarks.peers import trainer
+from benchmarks.peers.compare import Comparison, make_adapters
+from benchmarks.peers.systems import Place, vllm_options
+from coserve.workloads.lengths import Lengths
+from coserve.workloads.opening import open_workload
+from coserve.workloads.report.files import Report
+from coserve.workloads.scenario import Finetuning
+from coserve.workloads.trace import Trace, load_trace, save_trace
+
+ROOT = Path(__file__).resolve().parents[2]
+FAKE_VLLM = f"""
+import asyncio, json, signal, sys, uvloop
+sys.path.insert(0, {str(ROOT)!r})
+from pathlib import Path
+from tests.support.fake_openai import FakeOpenAI, serve_openai
+
+async def main():
+    options = sys.argv[1:]
+    adapters = options[options.index("--lora-modules") + 1:]
+    assert all(Path(each.partition("=")[2], "adapter_config.json").exists() for each in adapters), adapters
+    models = [options[options.index("--served-model-name") + 1], *(each.partition("=")[0] for each in adapters)]
+    server = FakeOpenAI(tuple(models))
+    try:
+        async with serve_openai(server, int(options[options.index("--port") + 1])):
+            await asyncio.sleep(600)
+    finally:
+        Path(__file__).with_name("bodies.json").write_text(json.dumps(server.bodies))
+
+signal.signal(signal.SIGTERM, lambda *_: sys.exit())
+uvloop.run(main())
+"""
+
+
+def small_trace() -> Trace:
+    return open_workload(
+        {
+            "duration": 2.0, "lead": 2.0, "rate": 4.0, "adapters": 2, "rank": (RANK,), "temperature": 0.0, "vocab": 1000,
+            "prompt_lengths": Lengths.UNIFORM, "max_prompt_tokens": 20, "max_tokens": 6, "finetune": Finetuning.ALWAYS,
+            "finetune_jobs": 1, "finetune_rows": 8, "row_tokens": 32, "batch_tokens": 64, "slo_ttft": 5.0, "slo_tpot": 1.0,
+        }
+    )  # fmt: skip
+
+
+@pytest.fixture
+def place(tmp_path: Path) -> Place:
+    folder = tmp_path / "site" / "vllm" / "entrypoints" / "openai"
+    folder.mkdir(parents=True)
+    (folder / "api_server.py").write_text(FAKE_VLLM)
+    model = model_folder(tmp_path / "model", SMALL)
+    adapters = make_adapters(tmp_path / "adapters", SMALL.config, small_trace().scenario)
+    return Place(SMALL, model, adapters, tmp_path, tmp_path / "site")
+
+
+@pytest.mark.slow
+def test_vllm_beside_peft_writes_what_coserve_writes(place: Place, tmp_path: Path) -> None:
+    path = tmp_path / "small.jsonl"
+    save_trace(small_trace(), path)
+    asyncio.run(Comparison(place, {"small": path}, tmp_path / "out", plain=True).run("vllm+peft"))
+    folder = tmp_path / "out" / "small" / "vllm+peft"
+    assert sorted(each.name for each in folder.iterdir()) == ["report.html", "report.json", "report.png"]
+    report = msgspec.json.decode((folder / "report.json").read_bytes(), type=Report)
+    prompts = load_trace(path).prompts
+    assert report.server == "vllm+peft" and report.summary.completed == len(prompts) == 8
+    (job,) = report.run.jobs
+    assert job.error is None and {tokens for _, tokens in job.trained} == {64} and job.trained[0][0] >= 0
+    assert report.summary.finetune_window_throughput > 0 and report.run.snapshots
+    row = json.loads((tmp_path / "out" / "peers.json").read_text())["rows"]["small.vllm+peft"]
+    assert row["prompt_tokens"] == sum(len(prompt.prompt) for prompt in prompts) and row["errors"] == {}
+    bodies = json.loads((tmp_path / "site/vllm/entrypoints/openai/bodies.json").read_text())
+    sent = [(body["model"], tuple(body["prompt"]), body["max_tokens"]) for body in bodies[-8:]]
+    assert sorted(sent) == sorted((str(prompt.adapter), prompt.prompt, prompt.max_tokens) for prompt in prompts)
+    assert {body["model"] for body in bodies[:-8]} == {"base", "load-00", "load-01"}, "the warm-up"
+
+
+def test_the_loss_in_chunks_is_the_loss(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(trainer, "CHUNK", 7)
+    torch.manual_seed(0)
+    base = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(place.model), dtype=torch.float32)
+    model = peft.get_peft_model(
+        base, peft.LoraConfig(r=4, target_modules=list(trainer.TARGETS), init_lora_weights=False)
+    )
+    trained = [p for p in model.parameters() if p.requires_grad]
+    ids = torch.randint(0, 8192, (2, 16))
+    expected = model(input_ids=ids, labels=ids).loss
+    found = trainer.chunked_loss(model, ids)
+    # Means over the targets of both rows: transformers takes the same.
+    torch.testing.assert_close(found, expected)
+    for mine, theirs in zip(torch.autograd.grad(found, trained), torch.autograd.grad(expected, trained), strict=True):
+        torch.testing.assert_close(mine, theirs)
+
+
+def test_batches_are_the_rows_of_the_traces_jobs(place: Place, tmp_path: Path) -> None:
+    path = tmp_path / "small.jsonl"
+    save_trace(small_trace(), path)
+    made = trainer.batches(path, place.model, 2, 32)
+    first = [next(made) for _ in range(20)]
+    assert all(len(batch) == 2 and {len(row) for row in batch} == {32} for batch in first)
+    assert len({tuple(row) for batch in first for row in batch}) > 4
+    quiet = Trace(small_trace().scenario, [])
+    save_trace(quiet, path)
+    with pytest.raises(SystemExit, match="expected fine-tuning jobs"):
+        next(trainer.batches(path, place.model, 2, 32))
+
+
+def test_vllms_options(place: Place) -> None:
+    options = vllm_options(place, small_trace().scenario, 1234, 0.4)
+    given = dict(itertools.pairwise(options))
+    assert (given["--max-lora-rank"], given["--max-loras"], given["--gpu-memory-utilization"]) == ("16", "2", "0.4")
+    assert "--no-enable-prefix-caching" in options and options[-1].startswith("load-01=")
+
+
+def test_a_trace_of_other_ranks_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(SystemExit, match="expected a trace of at most 32 adapters of rank 16"):
+        make_adapters(tmp_path, SMALL.config, open_workload({"rank": (8,), "duration": 1.0}).scenario)
