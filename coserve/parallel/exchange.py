@@ -5,7 +5,7 @@ all-gather of ranks' parts. Row-parallel: an all-reduce, after which rank i adds
 
 A small all-gather is an all-reduce of zero-padded parts: on GPUs of one host that is one kernel of some 7 µs, where NCCL's all-gather takes
 14 to 20 (`SymmetricMesh`), and the padding of R-sized intermediates costs nothing. The shrink writes the zeros itself, so that no other
-kernel runs. It also leaves its sums over the inputs in splits, which travel and are added by the expand, as without ranks.
+kernel runs. Where the message is small, the shrink's sums over the inputs also travel in splits, which the expand adds up as without ranks.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from coserve.kernels.lora.types import SiteGroup
 from coserve.parallel.mesh import Mesh
 from coserve.parallel.modules import SiteShard
 
-SPLIT_BYTES = 1 << 17
+SPLIT_BYTES = 1 << 18
 """Largest message that still has its splits; beyond, a kernel adds them up first. Not measured."""
 
 
@@ -41,12 +41,12 @@ class GatheredRanks:
 
     def fills(self, size: int) -> bool:
         """See `Exchange`."""
-        return size <= SPLIT_BYTES and self.mesh.one_shot(size)
+        return self.mesh.one_shot(size)
 
     def run(self, h: Tensor) -> Tensor:
         """See `Exchange`."""
         if h.shape[0] > 1:
-            return self.mesh.all_reduce(h)
+            return self.mesh.all_reduce(_short(h))
         own = _without_splits(h)[0]
         if not self.mesh.one_shot(own.nbytes * self.mesh.size):
             return self.mesh.all_gather_parts(own)
@@ -70,7 +70,7 @@ class SummedTerms:
 
     def run(self, h: Tensor) -> Tensor:
         """See `Exchange`."""
-        return self.mesh.all_reduce(h if h.nbytes <= SPLIT_BYTES else _without_splits(h))
+        return self.mesh.all_reduce(_short(h))
 
 
 def exchanges_of(shards: Mapping[SiteGroup, SiteShard]) -> dict[SiteGroup, Exchange]:
@@ -84,6 +84,10 @@ def exchanges_of(shards: Mapping[SiteGroup, SiteShard]) -> dict[SiteGroup, Excha
             each = shard.cut.outputs.size // mesh.size
             found[group] = SummedTerms(mesh, (mesh.rank * each, (mesh.rank + 1) * each))
     return found
+
+
+def _short(h: Tensor) -> Tensor:
+    return h if h.nbytes <= SPLIT_BYTES else _without_splits(h)
 
 
 def _without_splits(h: Tensor) -> Tensor:

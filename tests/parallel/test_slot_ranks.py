@@ -20,10 +20,10 @@ from coserve.model.base import Base
 from coserve.model.fused import FusedBase
 from coserve.model.gemm_choice import GemmChoice
 from coserve.model.lora import LoraBatch
-from coserve.parallel.mesh import GroupMesh, Mesh, fits_one_shot
+from coserve.parallel.mesh import GroupMesh, Mesh
 from tests.support import sharded
 from tests.support.lora_backends import GROUPED
-from tests.support.ranks import Ranks
+from tests.support.ranks import OneShotMesh, Ranks
 from tests.support.sharded import KINDS, Kind, load, whole_adapter
 from tests.support.shelf import named
 
@@ -44,13 +44,6 @@ ONE_ROW = (0, 2, 4)
 class Found(NamedTuple):
     logits: Tensor
     calls: dict[str, int]
-
-
-class OneShotMesh(GroupMesh):
-    """Says of small sums what a `SymmetricMesh` says."""
-
-    def one_shot(self, size: int) -> bool:
-        return fits_one_shot(size, self.size)
 
 
 @pytest.fixture(scope="module", params=[2, pytest.param(4, marks=pytest.mark.slow)])

@@ -29,7 +29,7 @@ class Exchange(Protocol):
         ...
 
     def fills(self, size: int) -> bool:
-        """Whether `run` is given all parts, of `size` bytes together, with zeros in those of the others; else it is given its own."""
+        """Whether `run` is given all parts, with zeros in those of the others; else its own part. `size`: bytes of a split of all parts."""
         ...
 
     def run(self, h: Tensor) -> Tensor:
