@@ -181,7 +181,8 @@ class Stalls:
         row = latency(samples) | {"seconds": seconds, "listening_s": round(found.listening - found.began, 2)}
         row |= {"warm": warm, "stalls": stalls("", found.metrics())}
         self._put(f"{part}.ready_s", round(ready, 2), "s", {"listening_s": row["listening_s"]})
-        self._put(f"{part}.warm_s", round(warm_s, 2), "s", {"warm": warm})
+        missed = {} if warm else {"reached": False}  # the load ended first: a lower bound
+        self._put(f"{part}.warm_s", round(warm_s, 2), "s", {"warm": warm} | missed)
         self._put(f"{part}.ttft_p99_ms", row["ttft_p99_ms"], "ms")
         lines = timeline(samples, start - found.began)
         self._put(f"{part}.max_gap_ms", row["max_gap_ms"], "ms", row | {"timeline": lines})

@@ -6,10 +6,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from coserve.engine.warming.step_mixes import micro_batch_sizes
+from coserve.engine.warming.step_mixes import SHORT_PROMPTS, micro_batch_sizes
 from coserve.kernels.gpu.launcher import Grid, Launcher
 from coserve.kernels.lora.segmented import launch_prefill, plan
+from coserve.kernels.lora.segmented.block_sizes import DecodeBlocks, decode_blocks
 from coserve.kernels.lora.segmented.gradients import gradients
+from coserve.kernels.lora.segmented.plan import DECODE_ROWS
 from coserve.kernels.lora.segments import Segments
 from coserve.kernels.lora.types import LoraPair, MainGrads
 from tests.support.examples import sample
@@ -60,3 +62,13 @@ def test_every_size_of_a_micro_batch_is_covered(case: tuple[Sizes, int], monkeyp
     known = set[object]().union(*map(recorder.run, micro_batch_sizes(2048)))
     for tokens in (*range(1, 70), *range(70, 2049, 57), *range(80, 2049, 48)):
         assert recorder.run(tokens) <= known, tokens
+
+
+@pytest.mark.parametrize("rank", [16, 64])
+def test_every_number_of_short_prompts_is_covered(rank: int) -> None:
+    def blocks(tiles: int) -> set[DecodeBlocks]:
+        return {decode_blocks(inputs, outputs, tiles, tiles, DECODE_ROWS[1], rank) for inputs, outputs in GROUPS}
+
+    known = set[DecodeBlocks]().union(*map(blocks, (*range(5), *SHORT_PROMPTS)))  # fewer prompts: other mixes
+    for tiles in range(1, 257):
+        assert blocks(tiles) <= known, tiles

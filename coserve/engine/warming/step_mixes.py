@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from coserve.kernels.lora.segmented.plan import PREFILL_TILE_ROWS
+from coserve.kernels.lora.segmented.plan import DECODE_ROWS, PREFILL_TILE_ROWS
 
 PROMPTS = (2, 3, 7, 12, 16, 24, 33, 48, 64, 65, 96, 100, 128, 130, 192, 200, 256, 300, 384, 500, 512, 640, 700, 768, 900,
            1024, 1100, 1280, 1536, 1800, 2048)  # fmt: skip
@@ -15,6 +15,8 @@ DECODES = (1, 2, 3, 4, 5, 6, 7, 8, 9, 12, 15, 16, 17, 20, 24, 28, 31, 32, 33, 40
 TILE, DENSE = PREFILL_TILE_ROWS, 2048
 CONTEXTS = (0, 700)
 """Tokens already in the KV cache."""
+SHORT_PROMPTS, SHORT = (8, 12, 16, 24, 32, 48, 64), DECODE_ROWS[1] - 4
+"""Numbers of short prompts in a step, and their tokens: each has a tile of its own in the decode kernels."""
 DECODES_WITH_PREFILL = (1, 3, 9, 17)
 """Sequences that decode in a step with prefill."""
 
@@ -33,12 +35,13 @@ class Mix:
 
 
 def step_mixes(max_running: int, step_tokens: int, context: int) -> list[Mix]:
-    """Steps of at most `max_running` sequences, `step_tokens` tokens and `context` positions: decodes, prefill of one prompt
-    and of four, and mixes of both."""
+    """Steps of at most `max_running` sequences, `step_tokens` tokens and `context` positions: decodes, prefill of one prompt,
+    of four and of many short ones, and mixes of both."""
     decodes = [(1,) * n for n in DECODES if n <= max_running]
     prompts = [tokens for tokens in (*PROMPTS, step_tokens) if tokens <= step_tokens]
     single = [(tokens,) for tokens in prompts]
     several = [(tokens // 4,) * 4 for tokens in prompts if tokens >= 32 and max_running >= 4]
+    short = [(SHORT,) * n for n in SHORT_PROMPTS if n <= max_running and n * SHORT <= step_tokens]
     mixed = [
         (*(1,) * n, tokens)
         for n in DECODES_WITH_PREFILL
@@ -48,7 +51,7 @@ def step_mixes(max_running: int, step_tokens: int, context: int) -> list[Mix]:
     found = [
         Mix(tokens, position)
         for position in CONTEXTS
-        for tokens in (*decodes, *single, *several, *mixed)
+        for tokens in (*decodes, *single, *several, *short, *mixed)
         if position + max(tokens) <= context
     ]
     return list(dict.fromkeys(found))
