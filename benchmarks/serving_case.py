@@ -42,7 +42,7 @@ from coserve.memory.kv import KvCache
 from coserve.model.base import Base, wrap_base
 from coserve.model.fused import FusedBase
 from coserve.model.lora import LoraWeights
-from coserve.queues.policy import make_policy
+from coserve.queues.policies.choice import make_policy
 from coserve.types import AdapterRef, JobSpec, LoraSettings, MicroStep, SamplingParams, Slo
 
 SEED = 7

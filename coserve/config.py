@@ -91,10 +91,20 @@ class Config:
         choices=("auto", "dummy"),
     )
 
-    policy: str = option("slack", "who runs next", choices=("slack", "ets", "ts"))
+    policy: str = option(
+        "slack",
+        "who runs next: training where the deadlines of requests leave time (slack), or only while no request can be served "
+        "(inference-first); the ETS paper's Enhanced Temporal Sharing (ets) and Temporal Sharing (ts)",
+        choices=("slack", "ets", "ts", "inference-first"),
+    )
     inference_batch_size: int = option(64, "ETS: dispatch when so many requests wait; also the most that run at once")
     inference_delay: float = option(5.0, "ETS: dispatch when the first request has waited so long, in seconds")
-    ts_n: int = option(10, "TS(n): inference batches per fine-tuning batch")
+    ts_n: int = option(10, "TS(n): inference batches per turn of fine-tuning")
+    ts_unit: str = option(
+        "request",
+        "TS(n): a turn of fine-tuning: a job until it ends (request), which is how the paper is read here, or one batch of it (batch)",
+        choices=("request", "batch"),
+    )
     slo_ttft: float = option(2.0, "time to first token that 'slack' keeps, in seconds")
     slo_tpot: float = option(0.2, "time per output token that 'slack' keeps, in seconds")
     train_patience: float = option(1.0, "'slack': a job waits at most so long for its next slice, in seconds")
@@ -112,8 +122,8 @@ class Config:
     max_queue: int = option(1024, "most requests that wait; more get 429")
     fairness: str = option(
         "auto",
-        "whose request is admitted next: adapters in turn (drr) or first come first served (fcfs); auto: drr under "
-        "'slack', fcfs under the paper's policies",
+        "whose request is admitted next: adapters in turn (drr) or first come first served (fcfs); auto: fcfs under the "
+        "paper's policies, drr under the others",
         choices=("auto", "drr", "fcfs"),
     )
     max_jobs: int = option(256, "most jobs that wait or run; more get 429")
@@ -193,7 +203,7 @@ class Config:
     @property
     def fair(self) -> bool:
         """Adapters take turns."""
-        return self.fairness == "drr" or (self.fairness == "auto" and self.policy == "slack")
+        return self.fairness == "drr" or (self.fairness == "auto" and self.policy not in ("ets", "ts"))
 
 
 def sections() -> dict[str, list[str]]:

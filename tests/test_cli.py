@@ -39,6 +39,7 @@ SETTINGS = [
     "inference_batch_size",
     "inference_delay",
     "ts_n",
+    "ts_unit",
     "slo_ttft",
     "slo_tpot",
     "train_patience",

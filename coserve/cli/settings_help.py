@@ -21,7 +21,7 @@ _TYPES: dict[object, str] = {str: "TEXT", Path: "PATH", int: "N", float: "NUMBER
 
 
 def option_line(field: dataclasses.Field[Any], hint: Any) -> str:  # noqa: ANN401 - a type or a union of types
-    """`--policy slack|ets|ts`."""
+    """`--fairness auto|drr|fcfs`."""
     flag = f"--{field.name.replace('_', '-')}"
     if hint is bool:
         return f"{flag} / --no-{flag[2:]}"

@@ -47,6 +47,7 @@ from coserve.queues.costs import Estimates
 from coserve.queues.inference import InferenceQueue, Queued
 from coserve.queues.policy import Costs, Policy, Serve, Train, View, Wait
 from coserve.queues.slices import Slices
+from coserve.queues.turns import Turns
 from coserve.state.failpoints import failpoint
 
 log = logging.getLogger(__name__)
@@ -115,9 +116,8 @@ class Engine:
         adapters.notify(self._changed.set)
         self._unread = ThrottledLog(log, "the API process does not read what the engine sends", clock)
         self._stopping = False
-        self._steps, self._slices = Estimates(), Slices()
+        self._steps, self._slices, self._turns = Estimates(), Slices(), Turns()
         self._serve_seconds = self._train_seconds = 0.0
-        self._batches_since_train = 0
         self._stats_due = 0.0
         self._warming: EngineWarming | None = None
         """The last that was sent."""
@@ -234,7 +234,7 @@ class Engine:
     async def _serve(self, admit: int) -> None:
         began = self._clock()
         if admit and not self._running:
-            self._batches_since_train += 1
+            self._turns.dispatched()
         with self._stalls.during("admit"):
             for request in self._queue.pop(admit):
                 if self._adapters.ready(request):
@@ -289,8 +289,7 @@ class Engine:
         kind = self._jobs.next_micro_step(job)
         with self._stalls.during(f"train_{kind}"):
             suspended = self._jobs.advance(job, decision.micro_steps)
-        if not suspended:
-            self._batches_since_train = 0
+        self._turns.trained(job, suspended=suspended)
         await self._pace()
         now = self._clock()
         self._slices.ran(decision, kind, self._jobs.micro_steps_done, now - began, now)
@@ -312,8 +311,7 @@ class Engine:
             running=() if self._generator.blocked else self._running.view(),
             headroom=headroom,
             jobs=jobs,
-            mid_batch=self._jobs.mid_batch(),
-            batches_since_train=self._batches_since_train,
+            turn=self._turns.view(self._jobs.in_training),
             train_waiting_since=self._slices.waiting_since,
             costs=Costs(
                 serve=self._steps.predict(step, *STEP_KINDS),

@@ -80,10 +80,10 @@ class JobRunner:
         """Active jobs that can train, the next one first."""
         return self._turns.ready()
 
-    def mid_batch(self) -> bool:
-        """Whether the next one's micro-batch is under way."""
-        jobs = self.ready()
-        return bool(jobs) and self._trainer.mid_batch(jobs[0])
+    def in_training(self, job: str) -> bool:
+        """Whether the job has begun to train and neither ended nor been paused. It may wait for what a thread prepares."""
+        active = self._active.get(job)
+        return active is not None and active.loaded and active.end is None and not self._trainer.finished(job)
 
     def next_micro_step(self, job: str) -> MicroStep:
         """The kind of the micro-step that an active job's next slice begins with."""
@@ -139,7 +139,7 @@ class JobRunner:
                 return False
             self._send(message)
         if not suspended:
-            self._turns.rotate()
+            self._turns.rotate(job)
             self._unsettled.append(job)  # what comes next is no part of the slice, nor of its time
         return suspended
 

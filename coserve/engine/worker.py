@@ -46,7 +46,7 @@ from coserve.logs.format import log_event
 from coserve.logs.setup import LogSettings, set_up_logging
 from coserve.memory.kv import KvCache
 from coserve.model.base import Base
-from coserve.queues.policy import make_policy
+from coserve.queues.policies.choice import make_policy
 from coserve.state.failpoints import failpoint
 from coserve.stream_link import engine_end
 from coserve.warmup.messages import WarmUpTask

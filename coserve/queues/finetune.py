@@ -4,8 +4,8 @@ from __future__ import annotations
 
 
 class JobQueue:
-    """Round robin among the ready jobs. `rotate` is called when the first job's micro-batch ends, so at most one micro-batch
-    is suspended at a time.
+    """Round robin among the ready jobs. `rotate` is called when a job's micro-batch ends, so at most one micro-batch is
+    suspended at a time.
     """
 
     def __init__(self) -> None:
@@ -27,12 +27,10 @@ class JobQueue:
         assert job in self, job
         del self._ready[job]
 
-    def rotate(self) -> None:
-        """Move the first job behind all others."""
-        if self._ready:
-            first = next(iter(self._ready))
-            del self._ready[first]
-            self._ready[first] = None
+    def rotate(self, job: str) -> None:
+        """Move a job behind all others."""
+        self.remove(job)
+        self.add(job)
 
     def ready(self) -> tuple[str, ...]:
         """Jobs that can train, the next one first."""

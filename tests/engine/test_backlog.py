@@ -9,7 +9,7 @@ import pytest
 
 from coserve.engine.engine import LOGGED_BACKLOG, Engine
 from coserve.link import EngineStats, FromEngine, LocalLink, Shutdown, ToEngine
-from coserve.queues.policy import Slack
+from coserve.queues.policies.slack import Slack
 from tests.support.fake_ports import FakeGenerator, FakeTrainer, Meter, NoAdapters, Prices
 from tests.support.virtual_clock import run_virtual
 

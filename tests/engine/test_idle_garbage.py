@@ -8,7 +8,7 @@ import random
 from coserve.engine.engine import Engine
 from coserve.garbage import IDLE, YOUNG_WHEN_IDLE, GarbageCollection
 from coserve.link import EngineStopped, Generate, Shutdown, Tokens, local_pair
-from coserve.queues.policy import Slack
+from coserve.queues.policies.slack import Slack
 from coserve.types import SamplingParams, Slo
 from tests.support.fake_ports import FakeGenerator, FakeTrainer, Meter, NoAdapters, Prices
 from tests.support.interpreter import Interpreter

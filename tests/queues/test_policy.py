@@ -5,22 +5,12 @@ from __future__ import annotations
 import pytest
 
 from coserve.config import Config
-from coserve.queues.policy import (
-    MAX_MICRO_STEPS,
-    MAX_SLICE,
-    Costs,
-    Ets,
-    Overdue,
-    Running,
-    Serve,
-    Slack,
-    TemporalSharing,
-    Train,
-    View,
-    Wait,
-    Waiting,
-    make_policy,
-)
+from coserve.queues.policies.choice import make_policy
+from coserve.queues.policies.ets import Ets
+from coserve.queues.policies.inference_first import InferenceFirst
+from coserve.queues.policies.slack import MAX_MICRO_STEPS, MAX_SLICE, Slack
+from coserve.queues.policies.temporal_sharing import TemporalSharing
+from coserve.queues.policy import Costs, Overdue, Running, Serve, Train, Turn, View, Wait, Waiting
 
 
 def view(
@@ -29,8 +19,7 @@ def view(
     *,
     jobs: tuple[str, ...] = (),
     headroom: int = 64,
-    mid_batch: bool = False,
-    batches_since_train: int = 0,
+    turn: Turn = Turn(),  # noqa: B008 - frozen
     train_waiting_since: float | None = None,
     serve: float = 0.0,
     micro_step: float = 0.0,
@@ -42,8 +31,7 @@ def view(
         running=tuple(Running(f"r{i}", deadline) for i, deadline in enumerate(running or [])),
         headroom=headroom,
         jobs=jobs,
-        mid_batch=mid_batch,
-        batches_since_train=batches_since_train,
+        turn=turn,
         train_waiting_since=train_waiting_since,
         costs=Costs(serve, micro_step),
     )
@@ -99,24 +87,54 @@ class TestEts:
 class TestTemporalSharing:
     policy = TemporalSharing(n=2, batch_size=4, delay=5.0)
 
-    def test_the_job_has_its_turn_after_n_batches_whatever_waits(self) -> None:
+    def test_a_job_has_its_turn_after_n_batches_whatever_waits(self) -> None:
         for batches, decision in [(0, Serve(4)), (1, Serve(4)), (2, Train("j", None)), (3, Train("j", None))]:
-            assert self.policy.decide(view([0.0] * 9, jobs=("j",), batches_since_train=batches), 99.0) == decision
+            seen = view([0.0] * 9, jobs=("j",), turn=Turn(batches_since_job=batches))
+            assert self.policy.decide(seen, 99.0) == decision
+
+    def test_the_turn_lasts_until_the_job_ends(self) -> None:
+        under_way = view([0.0] * 9, jobs=("k", "j"), turn=Turn("j"))
+        assert self.policy.decide(under_way, 99.0) == Train("j", None), "neither requests nor other jobs"
+        prepares = view([0.0] * 9, jobs=("k",), turn=Turn("j"))
+        assert self.policy.decide(prepares, 99.0) == Wait(None), "on a thread"
+        assert self.policy.decide(view([0.0] * 9, jobs=("k",)), 99.0) == Serve(4)
 
     def test_a_dispatched_batch_is_performed_to_its_end(self) -> None:
-        assert self.policy.decide(view([], [1.0], jobs=("j",), batches_since_train=9), 99.0) == Serve(0)
+        seen = view([], [1.0], jobs=("j",), turn=Turn("j", batches_since_job=9))
+        assert self.policy.decide(seen, 99.0) == Serve(0)
+
+    def test_a_batch_is_complete_after_the_delay_whoever_came_later(self) -> None:
+        assert self.policy.decide(view([0.0, 5.0, 5.5, 6.0], jobs=("j",)), 7.0) == Serve(2)
+        assert self.policy.decide(view([5.5, 6.0], jobs=("j",)), 7.0) == Train("j", None)
+        assert self.policy.decide(view([0.0, 1.0, 2.0], headroom=2), 7.0) == Serve(2)
 
     def test_an_empty_side_gives_its_turn_away(self) -> None:
-        assert self.policy.decide(view([0.0] * 4, batches_since_train=9), 0.0) == Serve(4), "no job"
+        assert self.policy.decide(view([0.0] * 4, turn=Turn(batches_since_job=9)), 0.0) == Serve(4), "no job"
         assert self.policy.decide(view(jobs=("j",)), 0.0) == Train("j", None), "no request"
         assert self.policy.decide(view([0.0], jobs=("j",)), 1.0) == Train("j", None), "no batch yet"
-
-    def test_a_suspended_micro_batch_ends_first(self) -> None:
-        assert self.policy.decide(view([0.0] * 4, jobs=("j",), mid_batch=True), 0.0) == Train("j", None)
 
     def test_waits_as_ets_does(self) -> None:
         assert self.policy.decide(view(), 0.0) == Wait(None)
         assert self.policy.decide(view([1.0]), 2.0) == Wait(pytest.approx(6.0))
+
+    def test_a_turn_may_be_one_batch(self) -> None:
+        policy = TemporalSharing(n=2, batch_size=4, delay=5.0, unit="batch")
+        for batches, decision in [(1, Serve(4)), (2, Train("j", None))]:
+            seen = view([0.0] * 9, jobs=("j",), turn=Turn("j", 9, batches_since_micro_batch=batches))
+            assert policy.decide(seen, 99.0) == decision
+
+
+class TestInferenceFirst:
+    policy = InferenceFirst(max_running=4)
+
+    def test_admits_at_every_step(self) -> None:
+        assert self.policy.decide(view([0.0] * 9, [9.0], jobs=("j",)), 0.0) == Serve(3)
+        assert self.policy.decide(view([0.0], [9.0] * 4, jobs=("j",), train_waiting_since=-99.0), 0.0) == Serve(0)
+
+    def test_trains_while_nobody_can_be_served_in_slices_that_a_newcomer_can_bear(self) -> None:
+        assert self.policy.decide(view(jobs=("j", "k"), micro_step=MAX_SLICE / 4), 0.0) == Train("j", 4)
+        assert self.policy.decide(view([0.0], headroom=0, jobs=("j",), micro_step=9.0), 0.0) == Train("j", 1)
+        assert self.policy.decide(view(), 0.0) == Wait(None)
 
 
 class TestSlack:
@@ -152,7 +170,7 @@ class TestSlack:
 
     def test_steps_until_the_token_count(self) -> None:
         def seen(steps: int) -> View:
-            return View((), (Running("r", 1.0, steps),), 3, ("j",), False, 0, 0.0, Costs(serve=0.3, micro_step=0.02))
+            return View((), (Running("r", 1.0, steps),), 3, ("j",), Turn(), 0.0, Costs(serve=0.3, micro_step=0.02))
 
         assert self.policy.decide(seen(3), 0.0) == Train("j", 2)
         assert self.policy.decide(seen(4), 0.0) == Serve(0)
@@ -188,5 +206,18 @@ class TestSlack:
 
 def test_settings_choose_the_policy() -> None:
     assert isinstance(make_policy(Config(policy="ets")), Ets)
-    assert isinstance(make_policy(Config(policy="ts")), TemporalSharing)
     assert isinstance(make_policy(Config(policy="slack")), Slack)
+    assert isinstance(make_policy(Config(policy="inference-first")), InferenceFirst)
+    under_way = view([0.0] * 64, jobs=("j",), turn=Turn("j"))
+    for settings, decision in [({}, Train("j", None)), ({"ts_unit": "batch"}, Serve(64))]:
+        policy = make_policy(Config(policy="ts", **settings))
+        assert isinstance(policy, TemporalSharing) and policy.decide(under_way, 9.0) == decision
+
+
+def test_adapters_take_turns_in_the_queue_but_under_the_papers_policies() -> None:
+    assert [Config(policy=name).fair for name in ("slack", "inference-first", "ets", "ts")] == [
+        True,
+        True,
+        False,
+        False,
+    ]

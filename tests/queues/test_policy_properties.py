@@ -7,10 +7,18 @@ import copy
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from coserve.queues.policy import Costs, Ets, Policy, Running, Serve, Slack, TemporalSharing, Train, View, Wait, Waiting
+from coserve.queues.policies.ets import Ets
+from coserve.queues.policies.inference_first import InferenceFirst
+from coserve.queues.policies.slack import Slack
+from coserve.queues.policies.temporal_sharing import TemporalSharing, Unit
+from coserve.queues.policy import Costs, Policy, Running, Serve, Train, Turn, View, Wait, Waiting
 
 times = st.integers(0, 4000).map(lambda n: n / 64)  # dyadic: sums and differences are exact, as the paper's are
 costs = st.floats(0, 2, allow_nan=False)
+
+
+turns = st.builds(Turn, st.sampled_from([None, "j0", "j1", "on a thread"]), st.integers(0, 6), st.integers(0, 6))
+units: st.SearchStrategy[Unit] = st.sampled_from(("request", "batch"))
 
 
 @st.composite
@@ -24,8 +32,7 @@ def views(draw: st.DrawFn, max_running: int = 8) -> View:
         running=running,
         headroom=headroom,
         jobs=jobs,
-        mid_batch=bool(jobs) and draw(st.booleans()),
-        batches_since_train=draw(st.integers(0, 6)),
+        turn=draw(turns),
         train_waiting_since=draw(times) if jobs else None,
         costs=Costs(draw(costs), draw(costs)),
     )
@@ -33,7 +40,8 @@ def views(draw: st.DrawFn, max_running: int = 8) -> View:
 
 policies: st.SearchStrategy[Policy] = st.one_of(
     st.builds(Ets, st.integers(1, 9), times),
-    st.builds(TemporalSharing, st.integers(1, 4), st.integers(1, 9), times),
+    st.builds(TemporalSharing, st.integers(1, 4), st.integers(1, 9), times, units),
+    st.builds(InferenceFirst, st.integers(1, 9)),
     st.builds(Slack, st.integers(1, 9), times, margin=st.floats(0, 0.9)),
 )
 
@@ -45,10 +53,11 @@ def test_every_decision_can_be_carried_out(policy: Policy, view: View, now: floa
             assert 0 <= admit <= min(view.headroom, len(view.waiting))
             assert admit or view.running, "a step of nobody"
         case Train(job, micro_steps):
-            assert job == view.jobs[0]
+            assert job in view.jobs and job in (view.jobs[0], view.turn.job)
             assert micro_steps is None or micro_steps >= 1
         case Wait(until):
-            assert not view.running and not view.jobs, "something was runnable"
+            assert not view.running, "something was runnable"
+            assert not view.jobs or view.turn.job == "on a thread"
             assert until is None or until > now
 
 
@@ -59,7 +68,7 @@ def test_no_decision_leads_back_to_itself(policy: Policy, view: View, now: float
     match policy.decide(view, now):
         case Wait(until) if until is not None:
             assert not isinstance(policy.decide(view, until), Wait)
-        case Wait():
+        case Wait() if view.turn.job != "on a thread":
             assert not (view.headroom and view.waiting), "somebody could be admitted"
         case Serve(0):
             assert view.running, "nobody can compute anything"
@@ -71,7 +80,7 @@ def test_no_decision_leads_back_to_itself(policy: Policy, view: View, now: float
 def test_same_view_same_decision(policy: Policy, view: View, now: float) -> None:
     before = copy.deepcopy(view)
     first = policy.decide(view, now)
-    policy.decide(View((), (), 1, ("other",), False, 3, 0.0, Costs(1, 1)), now + 7)
+    policy.decide(View((), (), 1, ("other",), Turn("x", 3, 3), 0.0, Costs(1, 1)), now + 7)
     assert policy.decide(before, now) == first
     assert view == before
 
@@ -93,13 +102,20 @@ def test_ets_is_algorithm_1(batch_size: int, delay: float, view: View, now: floa
         assert isinstance(decision, Wait)
 
 
-@given(st.integers(1, 4), st.integers(1, 9), times, views(), times)
+@given(st.integers(1, 4), st.integers(1, 9), times, units, views(), times)
 def test_ts_never_dispatches_more_than_n_batches_in_a_row_beside_a_job(
-    n: int, size: int, delay: float, view: View, now: float
+    n: int, size: int, delay: float, unit: Unit, view: View, now: float
 ) -> None:
-    decision = TemporalSharing(n, size, delay).decide(view, now)
+    decision = TemporalSharing(n, size, delay, unit).decide(view, now)
     if isinstance(decision, Serve) and not view.running and view.jobs:
-        assert view.batches_since_train < n
+        assert (view.turn.batches_since_job if unit == "request" else view.turn.batches_since_micro_batch) < n
+
+
+@given(st.integers(1, 4), st.integers(1, 9), times, views(), times)
+def test_ts_interrupts_no_fine_tuning_request(n: int, size: int, delay: float, view: View, now: float) -> None:
+    decision = TemporalSharing(n, size, delay).decide(view, now)
+    if view.turn.job is not None and not view.running:
+        assert decision in (Train(view.turn.job, None), Wait(None))
 
 
 @given(st.integers(1, 9), times, views(), times)
@@ -110,7 +126,7 @@ def test_slack_lets_no_job_wait_beyond_its_patience(size: int, patience: float, 
         assert isinstance(decision, Train)
 
 
-TINY_MICRO_STEP = View((), (), 1, ("j",), False, 0, 0.0, Costs(0.0, 5e-324))
+TINY_MICRO_STEP = View((), (), 1, ("j",), Turn(), 0.0, Costs(0.0, 5e-324))
 
 
 @example(1, TINY_MICRO_STEP, 0.0)

@@ -32,7 +32,9 @@ from coserve.link import (
 )
 from coserve.model.lora import LoraWeights
 from coserve.queues.inference import Queued
-from coserve.queues.policy import Ets, Policy, Slack
+from coserve.queues.policies.ets import Ets
+from coserve.queues.policies.slack import Slack
+from coserve.queues.policy import Policy
 from coserve.state.retries import Backoff
 from coserve.types import AdapterDigests, AdapterRef, LoraSettings, SamplingParams, Slo
 from tests.support.fake_ports import FakeGenerator, FakeTrainer, Meter, NoAdapters, Prices

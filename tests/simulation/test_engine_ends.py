@@ -25,7 +25,7 @@ from coserve.link import (
     Tokens,
     local_pair,
 )
-from coserve.queues.policy import Slack
+from coserve.queues.policies.slack import Slack
 from coserve.types import SamplingParams, Slo
 from tests.support.fake_ports import FakeGenerator, FakeTrainer, Inline, JobPlan, Meter, NoAdapters, Prices
 from tests.support.scenario import job_spec

@@ -24,12 +24,12 @@ from coserve.link import (
     StartJob,
     Tokens,
 )
-from coserve.queues.policy import Slack
-from tests.support.examples import examples
+from coserve.queues.policies.slack import Slack
+from tests.support.examples import examples, sample
 from tests.support.fake_ports import token
 from tests.support.scenario import Outcome, Scenario, make_scenario, play
 
-POLICIES = ("ets", "ts", "slack")
+POLICIES = sample(("ets", "ts", "ts-batch", "slack", "inference-first"), "ets", "ts", "slack", "inference-first")
 SEEDS = int(os.environ.get("COSERVE_SIM_SEEDS") or examples(150))
 
 
@@ -156,8 +156,13 @@ def test_no_request_starves_below_capacity(policy: str) -> None:
         match policy:
             case "slack":
                 bound = 2.0 + longest["train"] + batch  # no first token is due later than 2 s after its arrival
+            case "inference-first":
+                bound = longest["train"] + batch
             case "ets":
                 bound = scenario.delay + longest["train"] + 2 * batch
+            case "ts":
+                job = max((plan.steps for plan in scenario.plans.values()), default=0) * longest["train"]
+                bound = scenario.delay + 2 * (job + batch)
             case _:
                 bound = scenario.delay + 2 * (longest["train"] + batch)
         for id, sent in outcome.sent.items():

@@ -24,7 +24,7 @@ from coserve.link import (
     Tokens,
     local_pair,
 )
-from coserve.queues.policy import Slack
+from coserve.queues.policies.slack import Slack
 from coserve.types import JobSpec, SamplingParams, Slo
 from tests.support.fake_ports import FakeGenerator, FakeTrainer, JobPlan, Meter, NoAdapters, Prices
 from tests.support.records import make_spec

@@ -27,7 +27,11 @@ from coserve.link import (
     ToEngine,
     Tokens,
 )
-from coserve.queues.policy import Costs, Decision, Ets, Policy, Slack, TemporalSharing, View, Wait
+from coserve.queues.policies.ets import Ets
+from coserve.queues.policies.inference_first import InferenceFirst
+from coserve.queues.policies.slack import Slack
+from coserve.queues.policies.temporal_sharing import TemporalSharing
+from coserve.queues.policy import Costs, Decision, Policy, View, Wait
 from coserve.types import AdapterRef, JobSpec, LoraSettings, SamplingParams, Slo, TrainingSettings
 from tests.support.fake_ports import (
     CONTEXT,
@@ -75,7 +79,9 @@ def make_scenario(seed: int, *, policy: str, calm: bool = False, cold: bool = Fa
     delay, patience, max_running = rng.uniform(0, 2), rng.uniform(0, 1), rng.randint(4 if calm else 1, 8)
     policies: dict[str, Policy] = {
         "ets": Ets(max_running, delay),
-        "ts": TemporalSharing(rng.randint(1, 4), max_running, delay),
+        "ts": TemporalSharing(n := rng.randint(1, 4), max_running, delay),
+        "ts-batch": TemporalSharing(n, max_running, delay, "batch"),
+        "inference-first": InferenceFirst(max_running),
         "slack": Slack(max_running, patience),
     }
     plans = {

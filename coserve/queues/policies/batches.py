@@ -1,0 +1,40 @@
+"""Batches of inference requests, as in the ETS paper (Algorithm 1 and section 5.2.2)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from coserve.queues.policy import View, Wait, Waiting
+
+TIMER_MARGIN = 1e-6
+"""Seconds added to a wake-up time: timers round, and Algorithm 1 requires `>`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Batching:
+    """When a batch is ready. `size` in requests, `delay` in seconds."""
+
+    size: int
+    delay: float
+
+    def __post_init__(self) -> None:
+        assert self.size >= 1 and self.delay >= 0, (self.size, self.delay)
+
+    def ready(self, view: View, now: float) -> bool:
+        """`size` requests wait, or the oldest has waited longer than `delay`. Not without headroom: the batch before waits for
+        its adapters."""
+        waiting = view.waiting
+        if not waiting or not view.headroom:
+            return False
+        return len(waiting) >= self.size or now - first_arrival(waiting) > self.delay
+
+    def wait(self, view: View) -> Wait:
+        """Until a batch is ready, if requests wait that a batch can take."""
+        if not view.waiting or not view.headroom:
+            return Wait(None)
+        return Wait(first_arrival(view.waiting) + self.delay + TIMER_MARGIN)
+
+
+def first_arrival(waiting: tuple[Waiting, ...]) -> float:
+    """Arrival of the oldest request, which is not always the next one to be admitted."""
+    return min(each.arrived for each in waiting)

@@ -1,0 +1,23 @@
+"""The policy that the settings name."""
+
+from __future__ import annotations
+
+from coserve.config import Config
+from coserve.queues.policies.ets import Ets
+from coserve.queues.policies.inference_first import InferenceFirst
+from coserve.queues.policies.slack import Slack
+from coserve.queues.policies.temporal_sharing import TemporalSharing
+from coserve.queues.policy import Policy
+
+
+def make_policy(config: Config) -> Policy:
+    size, delay = config.inference_batch_size, config.inference_delay
+    match config.policy:
+        case "ets":
+            return Ets(size, delay)
+        case "ts":
+            return TemporalSharing(config.ts_n, size, delay, "batch" if config.ts_unit == "batch" else "request")
+        case "inference-first":
+            return InferenceFirst(size)
+        case _:
+            return Slack(size, config.train_patience)

@@ -1,0 +1,71 @@
+"""Training in the time that deadlines leave."""
+
+from __future__ import annotations
+
+import math
+from itertools import chain
+
+from coserve.queues.policy import Decision, Overdue, Serve, Train, View, Wait
+
+MAX_SLICE = 0.05
+"""Predicted seconds of the longest slice of several micro-steps. A request that arrives meanwhile waits at most that long."""
+MAX_MICRO_STEPS = 16
+"""Of one slice."""
+FIRST_TOKEN_SHARE = 0.2
+"""Share of the time to a first token's deadline that training may use."""
+
+
+class Slack:
+    """Training in the time that the deadlines of requests leave.
+
+    Requests join and leave the batch at every generation step. The slack is the time to the tightest target minus the
+    generation steps needed to meet it, reduced by the share `margin` for errors of prediction. A running request's target is
+    the deadline of its next token. A waiting request's is the share `first_token` of the time to its deadline: its prompt
+    must be computed anyway, and a later start would be late after the smallest error. There is no slack while a request waits
+    for a place in a full batch: paced by deadlines, places would become free too slowly, and the queue could grow without end.
+
+    A training slice runs only if its predicted time fits into the slack. It has as many micro-steps as fit, at least one, at
+    most `MAX_MICRO_STEPS` and `MAX_SLICE` seconds. A job that has waited `patience` seconds gets one micro-step regardless
+    of deadlines, so training never starves. Without requests, training runs freely.
+    """
+
+    def __init__(
+        self, max_running: int, patience: float, *, margin: float = 0.2, first_token: float = FIRST_TOKEN_SHARE
+    ) -> None:
+        assert max_running >= 1 and patience >= 0 and 0 <= margin < 1, (max_running, patience, margin)
+        assert 0 < first_token <= 1, first_token
+        self._max_running = max_running
+        self._patience = patience
+        self._margin, self._first_token = margin, first_token
+
+    def decide(self, view: View, now: float) -> Decision:
+        admit = max(0, min(len(view.waiting), view.headroom, self._max_running - len(view.running)))
+        serves = bool(view.running) or admit > 0
+        if not view.jobs:
+            return Serve(admit) if serves else Wait(None)
+        micro_step = view.costs.micro_step
+        if not serves:
+            return Train(view.jobs[0], micro_steps_within(MAX_SLICE, micro_step))
+        slack = self._slack(view, now)
+        if len(view.waiting) > admit:
+            slack = min(slack, 0.0)
+        if slack > 0 and slack >= micro_step:
+            return Train(view.jobs[0], micro_steps_within(min(slack, MAX_SLICE), micro_step))
+        if view.train_waiting_since is not None and now - view.train_waiting_since >= self._patience:
+            return Train(view.jobs[0], 1, Overdue(micro_step, slack))
+        return Serve(admit)
+
+    def _slack(self, view: View, now: float) -> float:
+        """Seconds that training may take from now. At least one request waits or runs."""
+        serve = view.costs.serve
+        waiting = (
+            each.arrived + self._first_token * (each.deadline - each.arrived) - each.steps * serve
+            for each in view.waiting
+        )
+        running = (each.deadline - each.steps * serve for each in view.running)
+        return (min(chain(waiting, running)) - now) * (1 - self._margin)
+
+
+def micro_steps_within(seconds: float, micro_step: float) -> int:
+    """Number of micro-steps that fit; 1 while their cost is unknown."""
+    return max(1, math.floor(min(seconds / micro_step, MAX_MICRO_STEPS))) if micro_step > 0 else 1

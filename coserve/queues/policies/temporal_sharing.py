@@ -1,0 +1,47 @@
+"""Temporal Sharing, TS(n)."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from coserve.queues.policies.batches import Batching, first_arrival
+from coserve.queues.policy import Decision, Serve, Train, View, Wait
+
+Unit = Literal["request", "batch"]
+"""A fine-tuning turn: a job until it ends, or one micro-batch."""
+
+
+class TemporalSharing:
+    """TS(n): one fine-tuning turn after each `n` inference batches (the ETS paper, section 4.4.1).
+
+    A turn is not interrupted. With the unit "request" it is one fine-tuning request: a job trains until it ends, is paused
+    or is cancelled, however many steps it has, and requests wait meanwhile. While its next step is prepared on a thread,
+    nothing else runs. With the unit "batch" it is one micro-batch, as in Algorithm 1.
+
+    An inference batch holds the requests that arrived within `delay` seconds of its first one, at most `batch_size`. It is
+    dispatched when it is complete (section 5.2.2). A side with nothing to dispatch gives its turn to the other. See
+    docs/decisions.md (Scheduling) for other readings of the paper.
+    """
+
+    def __init__(self, n: int, batch_size: int, delay: float, unit: Unit = "request") -> None:
+        assert n >= 1, n
+        self._n, self._unit = n, unit
+        self._batching = Batching(batch_size, delay)
+
+    def decide(self, view: View, now: float) -> Decision:
+        if view.running:
+            return Serve(0)
+        turn = view.turn
+        if self._unit == "request" and turn.job is not None:
+            return Train(turn.job, None) if turn.job in view.jobs else Wait(None)
+        batches = turn.batches_since_job if self._unit == "request" else turn.batches_since_micro_batch
+        if view.jobs and (batches >= self._n or not self._batching.ready(view, now)):
+            return Train(view.jobs[0], None)
+        if self._batching.ready(view, now):
+            return self._dispatch(view)
+        return self._batching.wait(view)
+
+    def _dispatch(self, view: View) -> Serve:
+        complete = first_arrival(view.waiting) + self._batching.delay
+        size = sum(each.arrived <= complete for each in view.waiting)
+        return Serve(min(self._batching.size, size, view.headroom))
