@@ -212,7 +212,9 @@ def main() -> None:
     for share in SHARES:
         costs = fit(share)
         ets, name = Model(costs, CHOSEN, None, SECONDS).run(), f"ts.fixed{round(100 * share)}"
-        results.put(f"{name}.ets", round(ets.latency, 2), "s mean latency", about=asdict(ets) | asdict(costs))
+        results.put(
+            f"{name}.ets", round(ets.latency, 2), "s mean latency", about=asdict(ets) | {"costs": asdict(costs)}
+        )
         for reading in READINGS:
             rows = {n: Model(costs, reading, n, SECONDS).run() for n in NS}
             about: dict[str, object] = {f"n{n}": asdict(row) for n, row in rows.items()}
