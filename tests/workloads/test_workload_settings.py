@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from coserve.workloads.opening import open_workload
 from coserve.workloads.popularity import Shape
 from coserve.workloads.presets import PRESETS
 from coserve.workloads.scenario import Finetuning, Scenario, given_settings, make_scenario, sections
+from coserve.workloads.trace import load_trace
 
 
 def test_order_of_command_line_file_preset_and_default(tmp_path: Path) -> None:
@@ -137,3 +139,25 @@ def test_options_of_the_command_line_make_the_trace(tmp_path: Path) -> None:
         (8, 4),
     )
     assert (scenario.per_adapter, scenario.targets, scenario.exponent) == (True, ("q_proj", "v_proj"), 0.8)
+
+
+PAGE = (Path(__file__).resolve().parents[2] / "docs" / "workloads.md").read_text()
+
+
+def blocks(language: str) -> list[str]:
+    return re.findall(rf"^```{language}\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL)
+
+
+def test_the_page_shows_what_there_is(tmp_path: Path) -> None:
+    assert all(f"`{name}`" in PAGE for name in [*PRESETS, "slo_worst", "finetune_share"])
+    (toml,) = blocks("toml")
+    (tmp_path / "my.toml").write_text(toml)
+    found = make_scenario(given_settings({}, tmp_path / "my.toml"))
+    assert (found.rank, found.pattern, found.adapters) == ((64, 32, 16, 8), Pattern.ON_OFF, 200)
+    (trace,) = blocks("text")
+    (tmp_path / "t.jsonl").write_text(trace.replace(", ...}}", "}}"))
+    assert len(list(load_trace(tmp_path / "t.jsonl").arrivals)) == 3
+    options = set(re.findall(r"(?<![\w-])--[a-z][a-z-]+", PAGE))
+    shown = CliRunner().invoke(app, ["bench", "--help"], env={"COLUMNS": "200"}).output
+    others = {"--inference-batch-size", "--rates", "--seconds", "--vllm-site", "--out", "--systems", "--plain"}
+    assert not {option for option in options - others if option not in shown}
