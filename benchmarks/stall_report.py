@@ -38,6 +38,7 @@ TARGETS = {
     "stall.churn.max_gap_ms": 60.0,
 }
 """At most."""
+NOT_WARM = "not warm when the load ended: a lower bound, the target is not reached"
 
 _SAMPLE_LINE = re.compile(r"(?P<name>[a-zA-Z_:][\w:]*)(?:\{(?P<labels>[^}]*)\})? (?P<value>\S+)")
 _LABEL = re.compile(r'(\w+)="([^"]*)"')
@@ -150,6 +151,9 @@ def worst(rows: Mapping[str, Mapping[str, float]], name: str) -> float:
 def summarize(out: Path = RESULTS) -> None:
     """The keys of `stalls.json` in `summary.json`."""
     rows = json.loads((out / FILE).read_text())["rows"]
+    for key, row in rows.items():
+        if key.endswith("warm_s") and not row["warm"]:
+            row["note"] = NOT_WARM
     update_summary(
         out,
         {
