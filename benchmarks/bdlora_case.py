@@ -18,11 +18,11 @@ from coserve.kernels.lora.types import LoraPair
 from coserve.model.base import Base, wrap_base
 from coserve.model.lora import LoraWeights
 from coserve.model.sharded import Shard
-from coserve.parallel.adapter import AdapterCut
+from coserve.parallel.adapter import AdapterPartition
 from coserve.parallel.build import empty_model, fill_shard
-from coserve.parallel.cuts import MatrixCut
 from coserve.parallel.lora import Strategy
 from coserve.parallel.mesh import Mesh
+from coserve.parallel.partition import MatrixPartition
 from coserve.types import LoraSettings, SiteSpec
 
 SEED = 11
@@ -55,7 +55,7 @@ class RandomWeights:
 
 
 class RandomMatrix:
-    """Implements `parallel.cuts.Lazy`: only the slices that are asked for exist."""
+    """Implements `parallel.partition.Lazy`: only the slices that are asked for exist."""
 
     def __init__(self, name: str, shape: torch.Size, device: torch.device, dtype: torch.dtype) -> None:
         self._name, self._shape, self._device, self._dtype = name, shape, device, dtype
@@ -117,7 +117,7 @@ def make_adapter(base: Base, variant: Variant) -> tuple[LoraWeights, Sizes]:
             sites[name] = LoraPair(a, b, 1.0)
     else:
         strategy = Strategy.SLORA if variant.strategy == "slora" else Strategy.NFS
-        cut = AdapterCut.of(replace(base.sharding, strategy=strategy), whole)
+        cut = AdapterPartition.of(replace(base.sharding, strategy=strategy), whole)
         for name, own in cut.pairs.items():
             a, b = (_draw_part(base, f"{variant.name}/{name}/{i}", part) for i, part in enumerate((own.a, own.b)))
             sites[name] = own.pair(a, b, 1.0)
@@ -138,7 +138,7 @@ def _draw(base: Base, key: str, like: Tensor) -> Tensor:
     return drawn(key, list(like.shape), base.device, base.dtype)
 
 
-def _draw_part(base: Base, key: str, cut: MatrixCut) -> Tensor:
+def _draw_part(base: Base, key: str, cut: MatrixPartition) -> Tensor:
     """The same on all ranks that hold the same part."""
     assert base.sharding is not None
     rank = base.sharding.mesh.rank

@@ -22,7 +22,7 @@ def train_steps(base: Base, rows: int, length: int, *, repeats: int, warm_ups: i
     settings = LoraSettings(r=16)
     start = new_adapter(settings, base.spec, seed=0, dtype=torch.float32, device=base.device)
     training = TrainingSettings(steps=1)
-    optimizer = AdapterOptimizer(start, base.spec, training, base.dtype, base.device, base.cut(start))
+    optimizer = AdapterOptimizer(start, base.spec, training, base.dtype, base.device, base.partition(start))
     runner, backend = MicroBatchRunner(base, recompute=False), choose_backend("auto", base.device, base.dtype)
     packed = _packed(base, rows, length)
     lora = LoraBatch(Segments((0, packed.tokens), (0,)), (optimizer.weights(),), backend)

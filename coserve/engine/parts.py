@@ -70,7 +70,7 @@ class EngineParts:
         if not path.is_dir():
             raise AdapterNotFound(f"no adapter {str(ref)!r}", field="adapter")
         whole = load_adapter(path, self.base.spec, device="cpu", dtype=self.base.dtype, digests=digests)
-        return self.base.part(whole)
+        return self.base.shard(whole)
 
     def pool_size(self, *, shared: int = 0) -> PoolSize:
         """The page pool: as set, or what the memory plan leaves. `shared`: bytes that a warm-up may take for a while."""

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from coserve.finetune.flat_tensors import FlatLayout
 from coserve.finetune.host_copy import HostCopy
-from coserve.parallel.adapter import AdapterCut
+from coserve.parallel.adapter import AdapterPartition
 
 GATHERED = 1 << 24
 """Elements of the whole adapter that are gathered at once."""
@@ -18,10 +18,10 @@ GATHERED = 1 << 24
 class GatheredCopy(HostCopy):
     """`rows` hold the whole adapter; the source holds this rank's part. Every rank has the same rows after a download."""
 
-    def __init__(self, source_KN: Tensor, layout: FlatLayout, whole: FlatLayout, cut: AdapterCut) -> None:
+    def __init__(self, source_KN: Tensor, layout: FlatLayout, whole: FlatLayout, partition: AdapterPartition) -> None:
         """`layout`: of the source's rows; `whole`: of those in host memory. Both name their tensors `<site>.a` and `<site>.b`."""
         super().__init__(source_KN, whole.block, whole.size)
-        self._layout, self._whole, self._cut = layout, whole, cut
+        self._layout, self._whole, self._partition = layout, whole, partition
 
     @torch.no_grad()
     def _download(self, rows: int) -> None:
@@ -29,7 +29,7 @@ class GatheredCopy(HostCopy):
         for blocks, row_N in zip(self.rows[:rows], self._source_KN, strict=False):
             parts, hosts = self._layout.views(row_N), self._whole.block_views(blocks)
             for sites in self._chunks():
-                gathered = self._cut.gather({site: (parts[f"{site}.a"], parts[f"{site}.b"]) for site in sites})
+                gathered = self._partition.gather({site: (parts[f"{site}.a"], parts[f"{site}.b"]) for site in sites})
                 if self._stream is not None:
                     self._stream.wait_stream(torch.cuda.current_stream(self._device))
                 with torch.cuda.stream(self._stream):  # nothing happens where that is None
@@ -42,21 +42,21 @@ class GatheredCopy(HostCopy):
     @torch.no_grad()
     def _upload(self, rows: int) -> None:
         """Each rank takes its part of the rows."""
-        rank = self._cut.sharding.mesh.rank
+        rank = self._partition.sharding.mesh.rank
         if self._stream is not None:
             self._stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self._stream):
             for blocks, row_N in zip(self.rows[:rows], self._source_KN, strict=False):
                 parts, hosts = self._layout.views(row_N), self._whole.block_views(blocks)
-                for site, cut in self._cut.pairs.items():
-                    parts[f"{site}.a"].copy_(cut.a.take(hosts[f"{site}.a"], rank))
-                    parts[f"{site}.b"].copy_(cut.b.take(hosts[f"{site}.b"], rank))
+                for site, partition in self._partition.pairs.items():
+                    parts[f"{site}.a"].copy_(partition.a.shard(hosts[f"{site}.a"], rank))
+                    parts[f"{site}.b"].copy_(partition.b.shard(hosts[f"{site}.b"], rank))
 
     def _chunks(self) -> Iterator[list[str]]:
         chunk, size = list[str](), 0
-        for site, cut in self._cut.pairs.items():
+        for site, partition in self._partition.pairs.items():
             chunk.append(site)
-            size += sum(own.rows.size * own.columns.size for own in (cut.a, cut.b))
+            size += sum(own.rows.size * own.columns.size for own in (partition.a, partition.b))
             if size >= GATHERED:
                 yield chunk
                 chunk, size = [], 0

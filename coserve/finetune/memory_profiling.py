@@ -158,7 +158,7 @@ class MemoryProfiler:
         pages = kv.allocate(kv.pages_for(tokens))
         assert pages is not None, "the cache was sized for them"
         batch = LoraBatch(
-            Segments((0, tokens), (0,)), (cast(base.part(self._adapter()), base.dtype),), self._lora_backend
+            Segments((0, tokens), (0,)), (cast(base.shard(self._adapter()), base.dtype),), self._lora_backend
         )
         tokens_T, positions_T = self._tokens(tokens), torch.arange(tokens, device=base.device) % base.spec.context
         keep = torch.arange(self._logit_rows, device=base.device) % tokens
@@ -174,7 +174,9 @@ class MemoryProfiler:
         """Peak bytes of a micro-batch of `tokens` tokens, all but the first of each row targets, and of the optimizer step."""
         base, empty = self._base, self._meter.now()
         start = self._adapter()
-        optimizer = AdapterOptimizer(start, base.spec, TrainingSettings(steps=1), base.dtype, cut=base.cut(start))
+        optimizer = AdapterOptimizer(
+            start, base.spec, TrainingSettings(steps=1), base.dtype, partition=base.partition(start)
+        )
         optimizer.step(targets=1, learning_rate=0.0)  # allocates the moments
         job = self._meter.now() - empty
         rows = self._packed(tokens)

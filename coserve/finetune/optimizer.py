@@ -19,7 +19,7 @@ from coserve.finetune.host_copy import HostCopy
 from coserve.finetune.lora_tensors import named_tensors
 from coserve.kernels.lora.types import LoraPair, MainGrads
 from coserve.model.lora import LoraWeights
-from coserve.parallel.adapter import AdapterCut
+from coserve.parallel.adapter import AdapterPartition
 from coserve.types import BaseSpec, TrainingSettings
 
 WEIGHTS = "weights"
@@ -53,14 +53,19 @@ class AdapterOptimizer:
         training: TrainingSettings,
         dtype: torch.dtype,
         device: torch.device | None = None,
-        cut: AdapterCut | None = None,
+        partition: AdapterPartition | None = None,
         gathering: Callable[[], None] = lambda: None,
     ) -> None:
         """`start`: initial weights of the whole adapter, fp32. `dtype`: of the copies. `device`: the base's; None: where `start` is.
-        `cut`: how the adapter lies on the ranks of a mesh. Each rank trains its part; all of them call `divide_grads`, `step` and
+        `partition`: how the adapter lies on the ranks of a mesh. Each rank trains its part; all of them call `divide_grads`, `step` and
         `snapshot` at the same time. `gathering` is called when a snapshot begins."""
-        self._settings, self._training, self._cut, self._gathering = start.settings, training, cut, gathering
-        part = start if cut is None else LoraWeights(start.settings, cut.take(start.sites))
+        self._settings, self._training, self._partition, self._gathering = (
+            start.settings,
+            training,
+            partition,
+            gathering,
+        )
+        part = start if partition is None else LoraWeights(start.settings, partition.shard(start.sites))
         self._part_pairs, self._whole_pairs = _makers(part), _makers(start)
         self._sites = sorted(start.sites, key=lambda site: (base.sites[site].layer, site))
         whole, found = dict(named_tensors(start)), dict(named_tensors(part))
@@ -137,8 +142,8 @@ class AdapterOptimizer:
         if self._host is None:
             self._host = (
                 HostCopy(self.state_KN, self.layout.block)
-                if self._cut is None
-                else GatheredCopy(self.state_KN, self.layout, self._whole_layout, self._cut)
+                if self._partition is None
+                else GatheredCopy(self.state_KN, self.layout, self._whole_layout, self._partition)
             )
         return self._host
 
@@ -180,11 +185,11 @@ class AdapterOptimizer:
     @torch.no_grad()
     def divide_grads(self, targets: int) -> Tensor:
         """Divide the gradient sums by `targets`; returns their norm (scalar, on the device)."""
-        if self._cut is not None:
-            self._cut.sum_gradients(self._part_grads)
+        if self._partition is not None:
+            self._partition.sum_gradients(self._part_grads)
         self._grads_N.div_(targets)
-        if self._cut is not None:
-            return self._cut.norm(self._part_grads)
+        if self._partition is not None:
+            return self._partition.norm(self._part_grads)
         return torch.nn.utils.get_total_norm(self._grad_list)
 
     @torch.no_grad()

@@ -47,7 +47,7 @@ def publication(
             waiting = JobWaiting(id=id, message=f"waiting for {what}: {error.message}")
             return lambda: waiting
         try:
-            served = store.host_copy(cast(base.part(weights), base.dtype))
+            served = store.host_copy(cast(base.shard(weights), base.dtype))
         except Exception as error:
             if not out_of_memory(error):
                 raise

@@ -241,12 +241,12 @@ class Trainer:
             raise CheckpointUnreadable("the job's corpus has tokens that the base does not know")
         plan = BatchPlan(corpus.lengths, spec.training, self._micro_batch_tokens, check)
         start = self._initial_weights(spec)
-        cut = base.cut(start)
-        if cut is not None and not cut.keeps_blocks(start.sites):
-            ranks = cut.sharding.mesh.size
+        partition = base.partition(start)
+        if partition is not None and not partition.keeps_blocks(start.sites):
+            ranks = partition.sharding.mesh.size
             raise InvalidRequest(f"expected bd_blocks that {ranks} GPUs divide, or that divide them", field="bd_blocks")
         gathering = partial(self._gathering, spec.id)
-        optimizer = AdapterOptimizer(start, base.spec, spec.training, base.dtype, device, cut, gathering)
+        optimizer = AdapterOptimizer(start, base.spec, spec.training, base.dtype, device, partition, gathering)
         timer = SliceTimer(self._clock)
         loop = TrainingLoop(
             spec,
@@ -279,7 +279,7 @@ class Trainer:
         if spec.teacher is None:
             return None
         base, teacher = self._base, spec.teacher
-        return cast(base.part(self._read(teacher.ref, teacher.digests, "teacher")), base.dtype, base.device)
+        return cast(base.shard(self._read(teacher.ref, teacher.digests, "teacher")), base.dtype, base.device)
 
     def _read(self, ref: AdapterRef, digests: AdapterDigests | None, field: str) -> LoraWeights:
         """A published adapter: fp32, on the CPU. `field` names it in the error."""

@@ -24,7 +24,7 @@ from coserve.model.seam import PaddedAttention, ReferenceAttention
 from coserve.model.settings import refuse_settings
 from coserve.model.sharded import Shard, load_shard
 from coserve.names import ADAPTER_CONFIG
-from coserve.parallel.adapter import AdapterCut
+from coserve.parallel.adapter import AdapterPartition
 from coserve.parallel.lora import Strategy
 from coserve.parallel.mesh import Mesh
 from coserve.parallel.modules import shard_of
@@ -52,7 +52,7 @@ class Base:
     """Key/value heads and head size of each layer."""
     sites: LoraSites
     sharding: Sharding | None = None
-    """How the base is cut, if this is one rank's part of it; `spec` describes the whole."""
+    """How the base is sharded, if this is one rank's part of it; `spec` describes the whole."""
 
     def forward(
         self,
@@ -112,18 +112,18 @@ class Base:
         """The context of forwards with these adapters, for code that runs layers itself, `with running(context)`."""
         return ForwardContext() if batch is None else self.sites.prepare(batch)
 
-    def cut(self, weights: LoraWeights) -> AdapterCut | None:
+    def partition(self, weights: LoraWeights) -> AdapterPartition | None:
         """How a whole adapter lies on the ranks; None where the base is whole.
 
         Block-diagonal pairs whose blocks fit the ranks go by `bd`; others are made dense, and go by the base's strategy
-        (`parallel.lora.cut_pair`).
+        (`parallel.lora.partition_pair`).
         """
-        return None if self.sharding is None else AdapterCut.of(self.sharding, weights.sites)
+        return None if self.sharding is None else AdapterPartition.of(self.sharding, weights.sites)
 
-    def part(self, weights: LoraWeights) -> LoraWeights:
+    def shard(self, weights: LoraWeights) -> LoraWeights:
         """This rank's part of a whole adapter; the adapter itself where the base is whole."""
-        cut = self.cut(weights)
-        return weights if cut is None else LoraWeights(weights.settings, cut.take(weights.sites))
+        partition = self.partition(weights)
+        return weights if partition is None else LoraWeights(weights.settings, partition.shard(weights.sites))
 
 
 def load_base(
@@ -303,7 +303,7 @@ def _spec(
         assert isinstance(weight, Tensor)
         out_features, in_features = weight.shape if isinstance(module, nn.Linear) else weight.shape[::-1]
         if shard is not None:
-            out_features, in_features = shard.cut.outputs.size, shard.cut.inputs.size
+            out_features, in_features = shard.partition.outputs.size, shard.partition.inputs.size
         layer = int(site.removeprefix(f"{path}.").split(".", 1)[0])
         sites[site] = SiteSpec(in_features, out_features, layer)
     return BaseSpec(

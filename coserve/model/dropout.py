@@ -29,9 +29,9 @@ class DropoutSpec:
         """
         digest = hashlib.blake2b(f"{self.seed}/{site}".encode(), digest_size=8).digest()
         generator = torch.Generator(x_TD.device).manual_seed(int.from_bytes(digest, "little") >> 1)
-        whole = x_TD.shape[1] if shard is None else shard.cut.inputs.size
+        whole = x_TD.shape[1] if shard is None else shard.partition.inputs.size
         kept_TD = x_TD.new_empty(x_TD.shape[0], whole).bernoulli_(1 - self.p, generator=generator)
         if shard is not None:
-            ((start, stop),) = shard.cut.inputs.ranks[shard.mesh.rank]
+            ((start, stop),) = shard.partition.inputs.ranks[shard.mesh.rank]
             kept_TD = kept_TD[:, start:stop]
         return x_TD * kept_TD.div_(1 - self.p)

@@ -170,7 +170,7 @@ class FusedBase:
             for group in layer
             if (shard := shard_of(modules[group.names[0]])) is not None
         }
-        self._summed = {group: shard for group, shard in self._shards.items() if shard.cut.sums}
+        self._summed = {group: shard for group, shard in self._shards.items() if shard.partition.sums}
         if gemms is None:
             gemms = measure_gemms(self.stacked, base.device) if base.device.type == "cuda" else GemmChoice()
         self.gemms = gemms

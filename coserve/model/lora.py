@@ -16,7 +16,7 @@ from coserve.kernels.lora.segments import Segments
 from coserve.kernels.lora.types import LoraPair, SiteGroup, StackedWeights
 from coserve.model.dropout import DropoutSpec
 from coserve.model.forward_context import ForwardContext, current
-from coserve.parallel.fully_sharded import prepare_parts
+from coserve.parallel.fully_sharded import prepare_lora
 from coserve.parallel.modules import SiteShard, shard_of
 from coserve.types import LoraSettings
 
@@ -123,7 +123,7 @@ class LoraSites:
         alone = [site.group for site in self._sites.values() if site.shared is None or not shared]
         adapters = [adapter.sites for adapter in batch.adapters]
         groups = [*(one.group for one in shared), *alone]
-        lora = prepare_parts(backend, batch.segments, adapters, groups, self._shards)
+        lora = prepare_lora(backend, batch.segments, adapters, groups, self._shards)
         return ForwardContext(lora, dropout, grouped)
 
 
@@ -139,7 +139,7 @@ def _forward(module: nn.Module, x: Tensor) -> Tensor:
     if torch.compiler.is_dynamo_compiling() or current.context.fused is not None:
         return site.inner(x) if site.shared is None else site.shared.output(site.place, x)
     y = site.output(x, current.context)
-    return y if site.shard is None or not site.shard.cut.sums else site.shard.sum(y)
+    return y if site.shard is None or not site.shard.partition.sums else site.shard.sum(y)
 
 
 class _Site:

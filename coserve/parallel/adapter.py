@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from coserve.kernels.lora.types import LoraPair
-from coserve.parallel.cuts import MatrixCut
-from coserve.parallel.lora import PairCut, Strategy, cut_pair
+from coserve.parallel.lora import PairPartition, Strategy, partition_pair
+from coserve.parallel.partition import MatrixPartition
 from coserve.parallel.sharding import Sharding
 
 Matrices = Mapping[str, tuple[Tensor, Tensor]]
@@ -19,21 +19,23 @@ Matrices = Mapping[str, tuple[Tensor, Tensor]]
 
 
 @dataclass(frozen=True, eq=False)
-class AdapterCut:
+class AdapterPartition:
     """How one adapter lies on the ranks. Every rank makes the same one, and calls its collectives at the same time."""
 
     sharding: Sharding
-    pairs: Mapping[str, PairCut]
+    pairs: Mapping[str, PairPartition]
     """By site."""
 
     @classmethod
     def of(cls, sharding: Sharding, whole: Mapping[str, LoraPair]) -> Self:
         """Only the shapes of `whole` matter."""
         strategy = sharding.strategy
-        return cls(sharding, {name: cut_pair(sharding.sites[name], pair, strategy) for name, pair in whole.items()})
+        return cls(
+            sharding, {name: partition_pair(sharding.sites[name], pair, strategy) for name, pair in whole.items()}
+        )
 
     def keeps_blocks(self, whole: Mapping[str, LoraPair]) -> bool:
-        """No block-diagonal pair is cut as a dense one: what is gathered has its blocks."""
+        """No block-diagonal pair is partitioned as a dense one: what is gathered has its blocks."""
         return all(
             (pair.a_blocks, pair.b_blocks) == (self.pairs[name].whole_a_blocks, self.pairs[name].whole_b_blocks)
             for name, pair in whole.items()
@@ -42,11 +44,11 @@ class AdapterCut:
     @property
     def strategies(self) -> frozenset[Strategy]:
         """How its pairs are computed."""
-        return frozenset(cut.strategy for cut in self.pairs.values())
+        return frozenset(partition.strategy for partition in self.pairs.values())
 
-    def take(self, whole: Mapping[str, LoraPair]) -> dict[str, LoraPair]:
+    def shard(self, whole: Mapping[str, LoraPair]) -> dict[str, LoraPair]:
         """This rank's parts of the whole pairs; differentiable."""
-        return {name: self.pairs[name].take(pair, self.sharding.mesh.rank) for name, pair in whole.items()}
+        return {name: self.pairs[name].shard(pair, self.sharding.mesh.rank) for name, pair in whole.items()}
 
     @torch.no_grad()
     def gather(self, parts: Matrices) -> dict[str, tuple[Tensor, Tensor]]:
@@ -56,8 +58,8 @@ class AdapterCut:
         found: dict[str, tuple[Tensor, Tensor]] = {}
         at = 0
         for name in parts:
-            both, cut = list[Tensor](), self.pairs[name]
-            for own in (cut.a, cut.b):
+            both, partition = list[Tensor](), self.pairs[name]
+            for own in (partition.a, partition.b):
                 whole = flat.new_empty(own.rows.size, own.columns.size)
                 size = own.rows.local * own.columns.local
                 for rank, shards in enumerate(by_rank):
@@ -85,20 +87,20 @@ class AdapterCut:
         flat = self.sharding.mesh.all_reduce(torch.cat([whole.view(-1) for whole in wholes]))
         for (own, tensor), summed in zip(shared, torch.split(flat, [whole.numel() for whole in wholes]), strict=True):
             whole = summed.view(own.rows.size, own.columns.size)
-            tensor.copy_(own.take(whole, self.sharding.mesh.rank))
+            tensor.copy_(own.shard(whole, self.sharding.mesh.rank))
 
     @torch.no_grad()
     def norm(self, parts: Matrices) -> Tensor:
         """The Euclidean norm (fp64, scalar) of the whole matrices, each element counted once."""
         squares = [
             tensor.double().square().sum() / own.holders
-            for name, cut in self.pairs.items()
-            for own, tensor in zip((cut.a, cut.b), parts[name], strict=True)
+            for name, partition in self.pairs.items()
+            for own, tensor in zip((partition.a, partition.b), parts[name], strict=True)
         ]
         return self.sharding.mesh.all_reduce(torch.stack(squares).sum()).sqrt()
 
-    def _shared(self, parts: Matrices) -> Iterator[tuple[MatrixCut, Tensor]]:
-        for name, cut in self.pairs.items():
-            for own, tensor in zip((cut.a, cut.b), parts[name], strict=True):
+    def _shared(self, parts: Matrices) -> Iterator[tuple[MatrixPartition, Tensor]]:
+        for name, partition in self.pairs.items():
+            for own, tensor in zip((partition.a, partition.b), parts[name], strict=True):
                 if own.holders > 1:
                     yield own, tensor

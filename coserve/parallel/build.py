@@ -10,11 +10,11 @@ from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from coserve.errors import UnsupportedBase
-from coserve.parallel.cuts import Lazy, MatrixCut, SiteCut
-from coserve.parallel.families import Plan, heads_of, layer_cuts, plan_of
+from coserve.parallel.families import Plan, heads_of, layer_partitions, plan_of
 from coserve.parallel.lora import Strategy
 from coserve.parallel.mesh import Mesh
-from coserve.parallel.modules import SiteShard, copy_input, cut_attention, cut_module
+from coserve.parallel.modules import SiteShard, copy_input, shard_attention, shard_module
+from coserve.parallel.partition import Lazy, MatrixPartition, SitePartition
 from coserve.parallel.sharding import Sharding
 from coserve.parallel.vocabulary import VocabularyShard
 
@@ -49,7 +49,7 @@ def fill_shard(
     """
     plan = plan_of(model.config, mesh.size)
     vocabulary = VocabularyShard(mesh, model.config.get_text_config().vocab_size)
-    sites = _cut_layers(model, plan, mesh)
+    sites = _shard_layers(model, plan, mesh)
     head = model.get_output_embeddings()
     _fill_buffers(model, device)
     _fill_ends(model, weights, vocabulary, device)
@@ -57,27 +57,27 @@ def fill_shard(
         for leaf, parameter in list(module.named_parameters(recurse=False)):
             if parameter.is_meta:
                 whole = weights.get(f"{path}.{leaf}", parameter.shape)
-                cut = sites.get(path)
-                part = whole[:] if cut is None else _part(module, leaf, whole, cut, mesh.rank)
+                partition = sites.get(path)
+                part = whole[:] if partition is None else _part(module, leaf, whole, partition, mesh.rank)
                 _place(module, leaf, part, parameter.dtype, device)
-    for path, cut in sites.items():
-        cut_module(model.get_submodule(path), SiteShard(cut, mesh))
+    for path, partition in sites.items():
+        shard_module(model.get_submodule(path), SiteShard(partition, mesh))
     copy_input(head, mesh)
     return Sharding(mesh, sites, vocabulary, strategy)
 
 
-def _cut_layers(model: PreTrainedModel, plan: Plan, mesh: Mesh) -> dict[str, SiteCut]:
-    """The cuts by the modules' paths in the model. Prepares each layer's attention and its two blocks."""
-    cuts, heads = layer_cuts(model.config, plan, mesh.size), heads_of(model.config, mesh.size)
-    found: dict[str, SiteCut] = {}
+def _shard_layers(model: PreTrainedModel, plan: Plan, mesh: Mesh) -> dict[str, SitePartition]:
+    """How modules are partitioned, by their paths in the model. Shards each layer's attention, and hooks its two blocks (`copy_input`)."""
+    partitions, heads = layer_partitions(model.config, plan, mesh.size), heads_of(model.config, mesh.size)
+    found: dict[str, SitePartition] = {}
     for path, module in list(model.named_modules()):
         if not isinstance(module, nn.ModuleList) or len(module) != model.config.get_text_config().num_hidden_layers:
             continue
         for index, layer in enumerate(module):
-            for name, cut in cuts.items():
+            for name, partition in partitions.items():
                 layer.get_submodule(name)  # raises where the plan is not this model's
-                found[f"{path}.{index}.{name}"] = cut
-            cut_attention(layer.get_submodule(plan.blocks[0]), heads)
+                found[f"{path}.{index}.{name}"] = partition
+            shard_attention(layer.get_submodule(plan.blocks[0]), heads)
             for block in plan.blocks:
                 copy_input(layer.get_submodule(block), mesh)
     return found
@@ -126,16 +126,20 @@ def _rows(tensor: Tensor, rows: int, dtype: torch.dtype, device: torch.device) -
     return own
 
 
-def _part(module: nn.Module, leaf: str, whole: Lazy, cut: SiteCut, rank: int) -> Tensor:
+def _part(module: nn.Module, leaf: str, whole: Lazy, partition: SitePartition, rank: int) -> Tensor:
     """The rank's part of a site's weight or bias. The bias of summed outputs is rank 0's, so that it is added once."""
     if leaf == "bias":
-        bias = cut.outputs.take(whole, rank)
-        return bias if not cut.sums or rank == 0 else torch.zeros_like(bias)
+        bias = partition.outputs.shard(whole, rank)
+        return bias if not partition.sums or rank == 0 else torch.zeros_like(bias)
     if leaf != "weight":
         raise UnsupportedBase(f"expected a weight and a bias, got {leaf}")
     turned = isinstance(module, Conv1D)
-    matrix = MatrixCut(cut.inputs, cut.outputs) if turned else MatrixCut(cut.outputs, cut.inputs)
-    return matrix.take(whole, rank)
+    matrix = (
+        MatrixPartition(partition.inputs, partition.outputs)
+        if turned
+        else MatrixPartition(partition.outputs, partition.inputs)
+    )
+    return matrix.shard(whole, rank)
 
 
 def _place(module: nn.Module, leaf: str, part: Tensor, dtype: torch.dtype, device: torch.device) -> None:

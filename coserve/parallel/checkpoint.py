@@ -11,7 +11,7 @@ import torch
 from safetensors import safe_open
 
 from coserve.errors import UnsupportedBase
-from coserve.parallel.cuts import Lazy
+from coserve.parallel.partition import Lazy
 
 
 class Checkpoint:

@@ -74,14 +74,14 @@ class SummedTerms:
 
 
 def exchanges_of(shards: Mapping[SiteGroup, SiteShard]) -> dict[SiteGroup, Exchange]:
-    """By group of sites that share an input; `shards`: of its sites. Without those that `cut_pair` never shards fully."""
+    """By group of sites that share an input; `shards`: of its sites. Without those that `partition_pair` never shards fully."""
     found: dict[SiteGroup, Exchange] = {}
     for group, shard in shards.items():
         mesh = shard.mesh
-        if not shard.cut.sums:
+        if not shard.partition.sums:
             found[group] = GatheredRanks(mesh)
-        elif shard.cut.outputs.size % mesh.size == 0:
-            each = shard.cut.outputs.size // mesh.size
+        elif shard.partition.outputs.size % mesh.size == 0:
+            each = shard.partition.outputs.size // mesh.size
             found[group] = SummedTerms(mesh, (mesh.rank * each, (mesh.rank + 1) * each))
     return found
 

@@ -1,4 +1,4 @@
-"""Which families are cut, and where: Megatron's plan (Shoeybi et al. '19, section 3), one small table for each kind of layer."""
+"""Which families can be sharded, and how: Megatron's plan (Shoeybi et al. '19, section 3), one small table for each kind of layer."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from enum import StrEnum
 from transformers import PretrainedConfig
 
 from coserve.errors import UnsupportedBase
-from coserve.parallel.cuts import Features, Parallel, SiteCut
+from coserve.parallel.partition import Features, Parallel, SitePartition
 
 DEGREES = (1, 2, 4, 8)
 
 
 class Width(StrEnum):
-    """What the features of a module are that its layer is cut along."""
+    """What the features of a module are that its layer is partitioned along."""
 
     QUERY = "query"
     KEY_VALUE = "key_value"
@@ -103,7 +103,7 @@ PLANS: Mapping[str, Plan] = {
 
 @dataclass(frozen=True)
 class Heads:
-    """Attention heads of a layer, before and after the cut."""
+    """Attention heads of a layer, of the whole layer and of one rank."""
 
     query: int
     key_value: int
@@ -159,8 +159,8 @@ def mlp_width(config: PretrainedConfig) -> int:
     return int(text.intermediate_size)
 
 
-def layer_cuts(config: PretrainedConfig, plan: Plan, ranks: int) -> dict[str, SiteCut]:
-    """The cuts of a layer's linear modules, by their path in it."""
+def layer_partitions(config: PretrainedConfig, plan: Plan, ranks: int) -> dict[str, SitePartition]:
+    """How a layer's linear modules are partitioned, by their path in it."""
     heads, mlp = heads_of(config, ranks), Features.even(mlp_width(config), ranks)
     query = Features.heads(heads.query, heads.size, ranks)
     key_value = Features.heads(heads.key_value, heads.size, ranks)
@@ -172,5 +172,5 @@ def layer_cuts(config: PretrainedConfig, plan: Plan, ranks: int) -> dict[str, Si
         Width.GATE_UP: Features.joined([mlp, mlp]),
     }
     hidden = Features.whole(config.get_text_config().hidden_size, ranks)
-    column = {path: SiteCut(Parallel.COLUMN, hidden, widths[width]) for path, width in plan.column.items()}
-    return column | {path: SiteCut(Parallel.ROW, widths[width], hidden) for path, width in plan.row.items()}
+    column = {path: SitePartition(Parallel.COLUMN, hidden, widths[width]) for path, width in plan.column.items()}
+    return column | {path: SitePartition(Parallel.ROW, widths[width], hidden) for path, width in plan.row.items()}

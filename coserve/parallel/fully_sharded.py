@@ -22,14 +22,14 @@ from coserve.parallel.lora import FullyShardedPair
 from coserve.parallel.modules import SiteShard
 
 
-def prepare_parts(
+def prepare_lora(
     backend: LoraBackend,
     segments: Segments,
     adapters: Adapters,
     groups: Sequence[SiteGroup],
     shards: Mapping[str, SiteShard],
 ) -> PreparedLora:
-    """`backend.prepare` of adapters that were cut; `shards`: by site. Without fully sharded pairs it is the backend's own."""
+    """`backend.prepare` of the ranks' parts of adapters; `shards`: by site. Without fully sharded pairs it is the backend's own."""
     local, sharded = list[dict[str, LoraPair]](), list[dict[str, LoraPair]]()
     for index, adapter in enumerate(adapters):
         present = index in segments.runs
@@ -76,7 +76,7 @@ class FullyShardedLora(PreparedLora):
         empty = [x_TD.new_zeros(self._tokens, self._width) for _ in live]
         parts = self._shrink.add(self._down_groups[group], empty, x_TD)
         h = torch.cat(parts, 1)
-        h = sum_shared(h, shard.mesh) if shard.cut.sums else gather_shared(h, shard.mesh)
+        h = sum_shared(h, shard.mesh) if shard.partition.sums else gather_shared(h, shard.mesh)
         # Gathered: each rank's columns of all sites, side by side.
         h_TNSW = h.view(self._tokens, -1, len(live), self._width)
         for place, name in enumerate(live):
@@ -88,7 +88,7 @@ class FullyShardedLora(PreparedLora):
     def _added(self, name: str, y_TO: Tensor, h_TX: Tensor) -> Tensor:
         """`y` with the terms of a site: of all its outputs here, or of the rank's part of them."""
         shard, group = self._shards[name], self._up_groups[name]
-        if not shard.cut.sums:
+        if not shard.partition.sums:
             return self._expand.add(group, [y_TO], h_TX)[0]
         outputs = y_TO.shape[1] // shard.mesh.size
         start = shard.mesh.rank * outputs
@@ -105,7 +105,7 @@ class FullyShardedLora(PreparedLora):
         rank = pair.b_OR.shape[1]
         part = pair.a_RD.shape[0]
         picks = _identity(part, self._width, pair.b_OR)
-        if not shard.cut.sums:
+        if not shard.partition.sums:
             picks = torch.block_diag(*[picks] * (rank // part))  # type: ignore[no-untyped-call]
         return LoraPair(picks, pair.b_OR, pair.scaling)
 

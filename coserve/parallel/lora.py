@@ -1,4 +1,4 @@
-"""LoRA matrices cut among the ranks: three strategies, for the two ways in which a site is cut.
+"""LoRA matrices partitioned among the ranks: three strategies, for column-parallel and row-parallel sites.
 
 Letters: T tokens, D inputs and O outputs of the whole site, R rank, N ranks of the mesh, i this rank.
 
@@ -21,7 +21,7 @@ from enum import StrEnum
 from torch import Tensor
 
 from coserve.kernels.lora.types import LoraPair
-from coserve.parallel.cuts import Features, MatrixCut, Range, SiteCut
+from coserve.parallel.partition import Features, MatrixPartition, Range, SitePartition
 
 
 class Strategy(StrEnum):
@@ -35,7 +35,7 @@ class FullyShardedPair(LoraPair):
     """One rank's part of a pair under `slora`. Column-parallel: a (R/N, D), b (O/N, R). Row-parallel: a (R, D/N), b (O/N, R)."""
 
     shards: int = 1
-    """Ranks of the mesh among which the rows of a are cut."""
+    """Ranks of the mesh among which the rows of a are partitioned."""
 
     @property
     def rank(self) -> int:
@@ -44,26 +44,26 @@ class FullyShardedPair(LoraPair):
 
 
 @dataclass(frozen=True)
-class PairCut:
+class PairPartition:
     """How the pair of one adapter at one site lies on the ranks."""
 
     strategy: Strategy
-    a: MatrixCut
+    a: MatrixPartition
     """Of the whole a_RD, packed if it is block-diagonal."""
-    b: MatrixCut
+    b: MatrixPartition
     """Of the whole b_OR, packed if it is block-diagonal."""
     a_blocks: int = 1
     """Blocks of a rank's part of a_RD."""
     b_blocks: int = 1
     whole_a_blocks: int = 1
-    """Blocks of the whole a_RD: 1 for a block-diagonal matrix that is cut as a dense one, because no rank can hold whole blocks."""
+    """Blocks of the whole a_RD: 1 for a block-diagonal matrix that is partitioned as a dense one, because no rank can hold whole blocks."""
     whole_b_blocks: int = 1
 
-    def take(self, whole: LoraPair, rank: int) -> LoraPair:
+    def shard(self, whole: LoraPair, rank: int) -> LoraPair:
         """The rank's part of a pair, without `main_grads`; differentiable."""
         if (whole.a_blocks, whole.b_blocks) != (self.whole_a_blocks, self.whole_b_blocks):
             whole = whole.dense()
-        a, b = self.a.take(whole.a_RD, rank).contiguous(), self.b.take(whole.b_OR, rank).contiguous()
+        a, b = self.a.shard(whole.a_RD, rank).contiguous(), self.b.shard(whole.b_OR, rank).contiguous()
         return self.pair(a, b, whole.scaling)
 
     def pair(self, a: Tensor, b: Tensor, scaling: float) -> LoraPair:
@@ -77,11 +77,11 @@ class PairCut:
         return LoraPair(a, b, scaling, a_blocks=self.whole_a_blocks, b_blocks=self.whole_b_blocks)
 
 
-def cut_pair(site: SiteCut, pair: LoraPair, strategy: Strategy) -> PairCut:
-    """How to cut a whole pair.
+def partition_pair(site: SitePartition, pair: LoraPair, strategy: Strategy) -> PairPartition:
+    """How to partition a whole pair.
 
     A block-diagonal one goes by `bd` where the ranks' parts of the site are whole blocks, or parts of one block; this holds where
-    the number of blocks divides that of ranks, or the other way round. Elsewhere it is cut as a dense one.
+    the number of blocks divides that of ranks, or the other way round. Elsewhere it is partitioned as a dense one.
     `strategy`: of dense pairs, `nfs` or `slora`; ranks that the mesh does not divide go by `nfs`.
     """
     if pair.blocks > 1:
@@ -98,34 +98,34 @@ def cut_pair(site: SiteCut, pair: LoraPair, strategy: Strategy) -> PairCut:
     return replace(found, strategy=Strategy.NFS)
 
 
-def _local(site: SiteCut, rank: int, blocks: int) -> PairCut | None:
+def _local(site: SitePartition, rank: int, blocks: int) -> PairPartition | None:
     """`bd`; with one block `nfs`. None: parts of a site that are neither whole blocks nor lie in one."""
-    cut, other = (site.inputs, site.outputs) if site.sums else (site.outputs, site.inputs)
-    if (cut.size % blocks) or rank % blocks:
+    partition, other = (site.inputs, site.outputs) if site.sums else (site.outputs, site.inputs)
+    if (partition.size % blocks) or rank % blocks:
         return None
-    size, part = cut.size // blocks, rank // blocks
-    spans = [_span(ranges, size) for ranges in cut.ranks]
+    size, part = partition.size // blocks, rank // blocks
+    spans = [_span(ranges, size) for ranges in partition.ranks]
     if None in spans:
         return None
     held = [span for span in spans if span is not None]
     count = held[0][1] - held[0][0]
     mid = Features(rank, tuple(((first * part, last * part),) for first, last in held))
-    ranks = len(cut.ranks)
+    ranks = len(partition.ranks)
     packed = Features.whole(part, ranks)
     if not site.sums:
-        return PairCut(
+        return PairPartition(
             Strategy.BD,
-            a=MatrixCut(mid, other),
-            b=MatrixCut(cut, packed),
+            a=MatrixPartition(mid, other),
+            b=MatrixPartition(partition, packed),
             b_blocks=count,
             whole_b_blocks=blocks,
         )
     # Columns of the packed matrix are those of a block: all of them, or the part that lies in one block.
-    own = cut.ranks if blocks == 1 else tuple(_within(ranges, size) for ranges in cut.ranks)
-    return PairCut(
+    own = partition.ranks if blocks == 1 else tuple(_within(ranges, size) for ranges in partition.ranks)
+    return PairPartition(
         Strategy.BD,
-        a=MatrixCut(mid, Features(size, own)),
-        b=MatrixCut(other, mid),
+        a=MatrixPartition(mid, Features(size, own)),
+        b=MatrixPartition(other, mid),
         a_blocks=count,
         whole_a_blocks=blocks,
     )
@@ -146,9 +146,9 @@ def _within(ranges: tuple[Range, ...], size: int) -> tuple[Range, ...]:
     return tuple((start % size, start % size + stop - start) for start, stop in ranges)
 
 
-def _fully_sharded(site: SiteCut, rank: int, ranks: int) -> PairCut:
+def _fully_sharded(site: SitePartition, rank: int, ranks: int) -> PairPartition:
     whole, even = Features.whole(rank, ranks), Features.even(rank, ranks)
     if site.sums:
         outputs = Features.even(site.outputs.size, ranks)
-        return PairCut(Strategy.SLORA, a=MatrixCut(whole, site.inputs), b=MatrixCut(outputs, whole))
-    return PairCut(Strategy.SLORA, a=MatrixCut(even, site.inputs), b=MatrixCut(site.outputs, whole))
+        return PairPartition(Strategy.SLORA, a=MatrixPartition(whole, site.inputs), b=MatrixPartition(outputs, whole))
+    return PairPartition(Strategy.SLORA, a=MatrixPartition(even, site.inputs), b=MatrixPartition(site.outputs, whole))

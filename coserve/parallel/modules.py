@@ -10,13 +10,13 @@ from typing import cast
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
-from coserve.parallel.cuts import SiteCut
 from coserve.parallel.families import Heads
 from coserve.parallel.functions import copy_to_ranks, sum_over_ranks
 from coserve.parallel.mesh import Mesh
+from coserve.parallel.partition import SitePartition
 
 SHARD = "coserve_shard"
-"""Attribute of a module that was cut: its `SiteShard`."""
+"""Attribute of a sharded module: its `SiteShard`."""
 MESH = "coserve_mesh"
 """Attribute of a module whose input every rank needs whole."""
 
@@ -25,7 +25,7 @@ MESH = "coserve_mesh"
 class SiteShard:
     """This rank's part of a linear module."""
 
-    cut: SiteCut
+    partition: SitePartition
     mesh: Mesh
 
     def sum(self, y: Tensor) -> Tensor:
@@ -34,26 +34,26 @@ class SiteShard:
 
 
 def shard_of(module: nn.Module) -> SiteShard | None:
-    """The module's shard; None: it was not cut."""
+    """The module's shard; None: it is not sharded."""
     return cast("SiteShard | None", getattr(module, SHARD, None))
 
 
-def cut_module(module: nn.Module, shard: SiteShard) -> None:
-    """Makes a linear module, whose weights are cut already, give what the whole module would, or this rank's part of it."""
-    inputs, outputs = shard.cut.inputs.local, shard.cut.outputs.local
+def shard_module(module: nn.Module, shard: SiteShard) -> None:
+    """Makes a linear module, whose weights are sharded already, give what the whole module would, or this rank's part of it."""
+    inputs, outputs = shard.partition.inputs.local, shard.partition.outputs.local
     if isinstance(module, Conv1D):
         module.nx, module.nf = inputs, outputs
     else:
         assert isinstance(module, nn.Linear), f"expected a linear module, got {type(module).__name__}"
         module.in_features, module.out_features = inputs, outputs
     setattr(module, SHARD, shard)
-    if shard.cut.sums:
+    if shard.partition.sums:
         vars(module)["forward"] = MethodType(_summed, module)
 
 
 def _summed(module: nn.Module, x: Tensor) -> Tensor:
     shard = shard_of(module)
-    assert shard is not None, "expected a module that was cut"
+    assert shard is not None, "expected a sharded module"
     return shard.sum(type(module).forward(module, x))
 
 
@@ -89,7 +89,7 @@ class LocalConfig:
         return getattr(self.__dict__["_config"], name)
 
 
-def cut_attention(module: nn.Module, heads: Heads) -> None:
+def shard_attention(module: nn.Module, heads: Heads) -> None:
     """Tells an attention module how many heads this rank has, under the names that families use."""
     query, key_value = heads.local_query, heads.local_key_value
     counts = {

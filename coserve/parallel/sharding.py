@@ -1,22 +1,22 @@
-"""How a base is cut: what a rank must know of its shard."""
+"""How a base is sharded, as one rank sees it."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from coserve.parallel.cuts import SiteCut
 from coserve.parallel.lora import Strategy
 from coserve.parallel.mesh import Mesh
+from coserve.parallel.partition import SitePartition
 from coserve.parallel.vocabulary import VocabularyShard
 
 
 @dataclass(frozen=True, eq=False)
 class Sharding:
-    """A base cut among the ranks of a mesh."""
+    """A base sharded among the ranks of a mesh."""
 
     mesh: Mesh
-    sites: Mapping[str, SiteCut]
+    sites: Mapping[str, SitePartition]
     """By the path of the linear module."""
     vocabulary: VocabularyShard
     strategy: Strategy

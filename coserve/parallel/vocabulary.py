@@ -1,4 +1,4 @@
-"""The vocabulary cut among the ranks: each computes the logits of its own tokens.
+"""The vocabulary partitioned among the ranks: each computes the logits of its own tokens.
 
 Letters: B rows, V tokens of the vocabulary, S tokens of a rank.
 """

@@ -86,7 +86,7 @@ def eager_tokens(mesh: Mesh | None, folder: str) -> Found:
 
 
 def tokens_of_cases(base: Base, kv: KvCache, executor: StepExecutor) -> Found:
-    parts = [base.part(whole_adapter(base.spec, kind)) for kind in ADAPTERS]
+    parts = [base.shard(whole_adapter(base.spec, kind)) for kind in ADAPTERS]
     adapters = [(AdapterRef(f"a{i}", 1), moved(part, base)) for i, part in enumerate(parts)]
     found = {name: generate(executor, kv, adapters, prompts) for name, prompts in CASES.items()}
     for ref, _ in adapters:

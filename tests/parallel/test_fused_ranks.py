@@ -32,7 +32,7 @@ def two() -> Iterator[Ranks]:
 
 
 def _adapters(base: Base) -> tuple[LoraWeights, ...]:
-    return tuple(base.part(whole_adapter(base.spec, kind)) for kind in (Kind(4), Kind(8, blocks=2)))
+    return tuple(base.shard(whole_adapter(base.spec, kind)) for kind in (Kind(4), Kind(8, blocks=2)))
 
 
 def _fused(mesh: Mesh, folder: str) -> tuple[list[Tensor], int, dict[str, int]]:

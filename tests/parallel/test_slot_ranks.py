@@ -72,7 +72,7 @@ def _lora(slots: AdapterSlots, segments: Segments, path: str) -> PreparedLora:
 def _placed(base: Base) -> tuple[FusedBase, AdapterSlots, list[int]]:
     fused = FusedBase(base, compiled=False)
     slots = AdapterSlots(fused.groups, len(ADAPTERS), base.device, fused.exchanges)
-    return fused, slots, slots.place(named([base.part(whole_adapter(base.spec, kind)) for kind in ADAPTERS]))
+    return fused, slots, slots.place(named([base.shard(whole_adapter(base.spec, kind)) for kind in ADAPTERS]))
 
 
 def _logits(

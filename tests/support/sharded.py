@@ -88,7 +88,7 @@ class Result(NamedTuple):
 def mixed_logits(mesh: Mesh | None, folder: str, strategy: str, batch: tuple[int, ...] = BATCH) -> Result:
     """Logits of one packed batch of sequences with different adapters."""
     base = load(folder, mesh, strategy)
-    adapters = tuple(base.part(whole_adapter(base.spec, kind)) for kind in KINDS)
+    adapters = tuple(base.shard(whole_adapter(base.spec, kind)) for kind in KINDS)
     tokens = [tokens_of(length, seed) for seed, length in enumerate(LENGTHS[: len(batch)])]
     bounds = tuple(sum(map(len, tokens[:i])) for i in range(len(tokens) + 1))
     positions = torch.cat([torch.arange(len(own)) for own in tokens])
@@ -107,7 +107,7 @@ def gradients(
     """Loss, whole gradients of one adapter's matrices, and their norm."""
     base = load(folder, mesh, strategy)
     whole = whole_adapter(base.spec, kind)
-    weights, cut = base.part(whole), base.cut(whole)
+    weights, partition = base.shard(whole), base.partition(whole)
     for pair in weights.sites.values():
         pair.a_RD.requires_grad_()
         pair.b_OR.requires_grad_()
@@ -117,11 +117,11 @@ def gradients(
     loss = cross_entropy(logits[:-1], tokens[1:])
     loss.backward()
     found = {n: (_grad(pair.a_RD), _grad(pair.b_OR)) for n, pair in weights.sites.items()}
-    if cut is None:
+    if partition is None:
         norm = torch.stack([tensor.norm() for both in found.values() for tensor in both]).norm()
         return loss.item(), found, norm.item()
-    cut.sum_gradients(found)
-    return loss.item(), cut.gather(found), cut.norm(found).item()
+    partition.sum_gradients(found)
+    return loss.item(), partition.gather(found), partition.norm(found).item()
 
 
 class Trained(NamedTuple):
@@ -149,7 +149,7 @@ def train(
     base = load(folder, mesh, strategy)
     whole = whole_adapter(base.spec, kind)
     settings = TrainingSettings(steps=end, learning_rate=0.02, max_grad_norm=0.05, weight_decay=0.1)
-    optimizer = AdapterOptimizer(whole, base.spec, settings, torch.float32, cut=base.cut(whole))
+    optimizer = AdapterOptimizer(whole, base.spec, settings, torch.float32, partition=base.partition(whole))
     if backend == "segmented":
         FusedBase(base, compiled=False)  # finds the sites of one input
     runner = MicroBatchRunner(base, recompute=False)

@@ -183,7 +183,7 @@ class PartRunner:
     def _copies(self, rank: int, targets: Sequence[str]) -> list[Adapter]:
         """One adapter under as many ids as sequences can run: kernels depend on how many adapters a step has, not on weights."""
         settings, base = LoraSettings(r=rank, targets=tuple(targets)), self._base
-        weights = base.part(new_adapter(settings, base.spec, seed=0, dtype=base.dtype, device=base.device))
+        weights = base.shard(new_adapter(settings, base.spec, seed=0, dtype=base.dtype, device=base.device))
         self._number += 1
         return [(AdapterRef(f"warm-up-{self._number}-{place}", 1), weights) for place in range(self._max_running)]
 

@@ -1,4 +1,4 @@
-"""LoRA matrices cut among ranks: the ranks' terms give those of the whole pair, without any process."""
+"""LoRA matrices partitioned among ranks: the ranks' terms give those of the whole pair, without any process."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from coserve.kernels.lora.types import LoraPair
-from coserve.parallel.cuts import Features, Parallel, SiteCut
-from coserve.parallel.lora import FullyShardedPair, PairCut, Strategy, cut_pair
+from coserve.parallel.lora import FullyShardedPair, PairPartition, Strategy, partition_pair
+from coserve.parallel.partition import Features, Parallel, SitePartition
 
 T, D, O, R = 5, 24, 48, 12
 SCALING = 0.5
@@ -24,25 +24,25 @@ def _delta(pair: LoraPair, x_TD: Tensor) -> Tensor:
     return (x_TD @ dense.a_RD.T) @ dense.b_OR.T * pair.scaling
 
 
-def _column(ranks: int, heads: int = 8) -> SiteCut:
-    return SiteCut(Parallel.COLUMN, Features.whole(D, ranks), Features.heads(heads, O // heads, ranks))
+def _column(ranks: int, heads: int = 8) -> SitePartition:
+    return SitePartition(Parallel.COLUMN, Features.whole(D, ranks), Features.heads(heads, O // heads, ranks))
 
 
-def _fused(ranks: int) -> SiteCut:
+def _fused(ranks: int) -> SitePartition:
     parts = [Features.heads(4, O // 16, ranks), Features.heads(8, O // 16, ranks), Features.heads(4, O // 16, ranks)]
-    return SiteCut(Parallel.COLUMN, Features.whole(D, ranks), Features.joined(parts))
+    return SitePartition(Parallel.COLUMN, Features.whole(D, ranks), Features.joined(parts))
 
 
-def _row(ranks: int) -> SiteCut:
-    return SiteCut(Parallel.ROW, Features.even(D, ranks), Features.whole(O, ranks))
+def _row(ranks: int) -> SitePartition:
+    return SitePartition(Parallel.ROW, Features.even(D, ranks), Features.whole(O, ranks))
 
 
-def _outputs(site: SiteCut, cut: PairCut, pair: LoraPair, x_TD: Tensor) -> list[Tensor]:
+def _outputs(site: SitePartition, partition: PairPartition, pair: LoraPair, x_TD: Tensor) -> list[Tensor]:
     """What each rank adds to its output: the paper's operations, spelled out."""
     ranks = range(len(site.inputs.ranks))
-    parts = [cut.take(pair, rank) for rank in ranks]
+    parts = [partition.shard(pair, rank) for rank in ranks]
     inputs = [torch.cat([x_TD[:, a:b] for a, b in site.inputs.ranks[rank]], 1) for rank in ranks]
-    if cut.strategy is not Strategy.SLORA:
+    if partition.strategy is not Strategy.SLORA:
         return [_delta(part, own) for part, own in zip(parts, inputs, strict=True)]
     assert all(isinstance(part, FullyShardedPair) for part in parts)
     shrunk = [own @ part.a_RD.T for part, own in zip(parts, inputs, strict=True)]
@@ -58,25 +58,25 @@ def _outputs(site: SiteCut, cut: PairCut, pair: LoraPair, x_TD: Tensor) -> list[
     return found
 
 
-def _check(site: SiteCut, pair: LoraPair, strategy: Strategy) -> PairCut:
-    cut, x_TD = cut_pair(site, pair, strategy), torch.randn(T, D)
-    expected, outputs = _delta(pair, x_TD), _outputs(site, cut, pair, x_TD)
+def _check(site: SitePartition, pair: LoraPair, strategy: Strategy) -> PairPartition:
+    partition, x_TD = partition_pair(site, pair, strategy), torch.randn(T, D)
+    expected, outputs = _delta(pair, x_TD), _outputs(site, partition, pair, x_TD)
     if site.sums:
         torch.testing.assert_close(torch.stack(outputs).sum(0), expected, rtol=1e-4, atol=1e-4)
     for rank, output in enumerate(outputs):
         if not site.sums:
             own = torch.cat([expected[:, a:b] for a, b in site.outputs.ranks[rank]], 1)
             torch.testing.assert_close(output, own, rtol=1e-4, atol=1e-4)
-    whole = pair if cut.whole_a_blocks * cut.whole_b_blocks > 1 else pair.dense()
+    whole = pair if partition.whole_a_blocks * partition.whole_b_blocks > 1 else pair.dense()
     a, b = torch.full_like(whole.a_RD, torch.nan), torch.full_like(whole.b_OR, torch.nan)
     for rank in range(len(site.inputs.ranks)):
-        part = cut.take(pair, rank)
-        assert (part.a_RD.shape, part.b_OR.shape) == (cut.a.shape, cut.b.shape)
-        cut.a.put(part.a_RD, a, rank)
-        cut.b.put(part.b_OR, b, rank)
+        part = partition.shard(pair, rank)
+        assert (part.a_RD.shape, part.b_OR.shape) == (partition.a.shape, partition.b.shape)
+        partition.a.put(part.a_RD, a, rank)
+        partition.b.put(part.b_OR, b, rank)
     assert torch.equal(a, whole.a_RD)
     assert torch.equal(b, whole.b_OR)
-    return cut
+    return partition
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 4])
@@ -89,18 +89,18 @@ def test_dense_pairs(ranks: int, strategy: Strategy) -> None:
 @pytest.mark.parametrize(("ranks", "blocks"), [(1, 2), (2, 2), (2, 4), (4, 4), (1, 12), (4, 2), (2, 12)])
 def test_block_diagonal_pairs_of_whole_blocks_or_parts_of_one(ranks: int, blocks: int) -> None:
     column, row = _pair(b_blocks=blocks), _pair(a_blocks=blocks)
-    cut = _check(_column(ranks), column, Strategy.SLORA)
-    assert (cut.strategy, cut.b_blocks) == (Strategy.BD, max(1, blocks // ranks))
-    cut = _check(_row(ranks), row, Strategy.SLORA)
-    assert (cut.strategy, cut.a_blocks) == (Strategy.BD, max(1, blocks // ranks))
-    stored = sum(cut.take(row, rank).a_RD.numel() for rank in range(ranks))
+    partition = _check(_column(ranks), column, Strategy.SLORA)
+    assert (partition.strategy, partition.b_blocks) == (Strategy.BD, max(1, blocks // ranks))
+    partition = _check(_row(ranks), row, Strategy.SLORA)
+    assert (partition.strategy, partition.a_blocks) == (Strategy.BD, max(1, blocks // ranks))
+    stored = sum(partition.shard(row, rank).a_RD.numel() for rank in range(ranks))
     assert stored == row.a_RD.numel(), "no zeros, and nothing twice"
 
 
 def test_blocks_of_a_replicated_head_lie_on_every_rank_that_has_it() -> None:
     """Two key/value heads, four ranks, four blocks: a head's two blocks are on both of its ranks."""
-    cut = _check(_column(4, heads=2), _pair(b_blocks=4), Strategy.NFS)
-    assert (cut.strategy, cut.b_blocks, cut.b.holders, cut.a.holders) == (Strategy.BD, 2, 2, 2)
+    partition = _check(_column(4, heads=2), _pair(b_blocks=4), Strategy.NFS)
+    assert (partition.strategy, partition.b_blocks, partition.b.holders, partition.a.holders) == (Strategy.BD, 2, 2, 2)
 
 
 def test_blocks_that_fit_no_rank_are_cut_as_dense() -> None:
@@ -112,13 +112,16 @@ def test_blocks_that_fit_no_rank_are_cut_as_dense() -> None:
 
 def test_ranks_that_cannot_be_divided_are_not_fully_sharded() -> None:
     pair = LoraPair(torch.randn(3, D), torch.randn(O, 3), SCALING)
-    assert cut_pair(_column(2), pair, Strategy.SLORA).strategy is Strategy.NFS
+    assert partition_pair(_column(2), pair, Strategy.SLORA).strategy is Strategy.NFS
 
 
 def test_holders_say_whose_gradients_are_parts() -> None:
-    nfs = cut_pair(_column(4), _pair(), Strategy.NFS), cut_pair(_row(4), _pair(), Strategy.NFS)
-    assert [(cut.a.holders, cut.b.holders) for cut in nfs] == [(4, 1), (1, 4)]
-    slora = cut_pair(_column(4), _pair(), Strategy.SLORA), cut_pair(_row(4), _pair(), Strategy.SLORA)
-    assert [(cut.a.holders, cut.b.holders) for cut in slora] == [(1, 1), (1, 1)]
-    bd = cut_pair(_column(4), _pair(b_blocks=4), Strategy.NFS), cut_pair(_row(4), _pair(a_blocks=4), Strategy.NFS)
-    assert [(cut.a.holders, cut.b.holders) for cut in bd] == [(1, 1), (1, 1)]
+    nfs = partition_pair(_column(4), _pair(), Strategy.NFS), partition_pair(_row(4), _pair(), Strategy.NFS)
+    assert [(partition.a.holders, partition.b.holders) for partition in nfs] == [(4, 1), (1, 4)]
+    slora = partition_pair(_column(4), _pair(), Strategy.SLORA), partition_pair(_row(4), _pair(), Strategy.SLORA)
+    assert [(partition.a.holders, partition.b.holders) for partition in slora] == [(1, 1), (1, 1)]
+    bd = (
+        partition_pair(_column(4), _pair(b_blocks=4), Strategy.NFS),
+        partition_pair(_row(4), _pair(a_blocks=4), Strategy.NFS),
+    )
+    assert [(partition.a.holders, partition.b.holders) for partition in bd] == [(1, 1), (1, 1)]

@@ -22,7 +22,7 @@ class Lazy(Protocol):
 
 @dataclass(frozen=True)
 class Features:
-    """One dimension of a matrix, cut among the ranks."""
+    """One dimension of a matrix, partitioned among the ranks."""
 
     size: int
     """Of the whole matrix."""
@@ -52,7 +52,7 @@ class Features:
 
     @classmethod
     def joined(cls, parts: Sequence[Features]) -> Self:
-        """Several matrices in one, each cut by itself: fused query, key and value projections."""
+        """Several matrices in one, each partitioned by itself: fused query, key and value projections."""
         starts = [sum(part.size for part in parts[:i]) for i in range(len(parts))]
         ranks = tuple(
             tuple(
@@ -62,7 +62,7 @@ class Features:
         )
         return cls(sum(part.size for part in parts), ranks)
 
-    def take(self, whole: Lazy, rank: int) -> Tensor:
+    def shard(self, whole: Lazy, rank: int) -> Tensor:
         """The rank's part of a vector."""
         parts = [whole[a:b] for a, b in self.ranks[rank]]
         return parts[0] if len(parts) == 1 else torch.cat(parts)
@@ -79,8 +79,8 @@ class Features:
 
 
 @dataclass(frozen=True)
-class MatrixCut:
-    """A matrix cut in both of its dimensions."""
+class MatrixPartition:
+    """A matrix partitioned in both of its dimensions."""
 
     rows: Features
     columns: Features
@@ -96,7 +96,7 @@ class MatrixCut:
         """Of a shard."""
         return self.rows.local, self.columns.local
 
-    def take(self, whole: Lazy, rank: int) -> Tensor:
+    def shard(self, whole: Lazy, rank: int) -> Tensor:
         """The rank's shard of the whole matrix: a view of a tensor where it lies in one piece."""
         parts = [
             [whole[a:b, c:d] for c, d in self.columns.ranks[rank]]  # reads these elements only
@@ -117,7 +117,7 @@ class MatrixCut:
 
 
 class Parallel(StrEnum):
-    """How a linear module is cut (Megatron-LM, Shoeybi et al. '19, section 3)."""
+    """How a linear module is partitioned (Megatron-LM, Shoeybi et al. '19, section 3)."""
 
     COLUMN = "column"
     """By output features: reads the whole input, gives the rank's part of the output."""
@@ -126,8 +126,8 @@ class Parallel(StrEnum):
 
 
 @dataclass(frozen=True)
-class SiteCut:
-    """How one linear module of the base is cut."""
+class SitePartition:
+    """How one linear module of the base is partitioned."""
 
     parallel: Parallel
     inputs: Features
