@@ -71,6 +71,8 @@ class Run:
                 found = self._call(item, item.model, item.variant, item.load, item.repeats, item.adapters)
             case "prefill":
                 found = self._call(item, item.model, item.variant, item.load, item.repeats)
+            case "profile":
+                found = self._call(item, item.model, item.variant, item.load)
             case _:
                 found = self._call(item, item.model, item.repeats)
         found["layers"] = self._layers[item.model]

@@ -43,6 +43,8 @@ def key_of(item: Item, size: int) -> str:
             return f"{start}.decode_ms.{variant}.b{load.batch}.c{load.context}{several}"
         case "prefill":
             return f"{start}.prefill_ms.{variant}.{load.prompt}"
+        case "profile":
+            return f"{start}.profile_ms.{variant}.b{load.batch}.c{load.context}"
     return f"{start}.{item.what}_s"
 
 
@@ -72,6 +74,9 @@ def put(results: Results, item: Item, size: int, found: dict[str, Any], wall_s: 
         case "prefill":
             spread = found["prefill_ms"]
             value, unit, values = spread["median"], "ms", [spread["low"], spread["high"]]
+        case "profile":
+            value, unit, values = found["step_ms"], "ms", [found["step_ms"]]
+            about |= {"context": load.context}
         case _:
             spread = found["step_s"]
             value, unit, values = spread["median"], "s", [spread["low"], spread["high"]]

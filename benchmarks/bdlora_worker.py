@@ -10,6 +10,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ import torch
 
 from benchmarks.bdlora_case import Sizes, make_adapter, make_base
 from benchmarks.bdlora_plan import BATCHES, SHAPES, STEP_TOKENS, Load, Shape, Strategy, Variant
+from benchmarks.bdlora_profile import profiled
 from benchmarks.bdlora_schedule import Schedule
 from benchmarks.bdlora_train import train_steps
 from benchmarks.bdlora_warm import WarmTask, gemm_paths, rows_of, wait_for
@@ -43,6 +45,8 @@ JOIN_SECONDS = 120.0
 GIB = 1 << 30
 RESERVE = 14 * GIB
 """Of a GPU's memory, for adapters, graphs and activations, where layers are counted that fit."""
+PROFILED, PROFILED_TRAIN = 20, 2
+"""Steps under the profiler."""
 WARM_STEPS, DECODE_STEPS = 6, {"8b": 40, "70b": 16, "tiny": 4}
 KV_TOKENS = 64 * (1024 + 128) + 4096
 """The largest load."""
@@ -249,6 +253,28 @@ class Worker:
         if not self._tiny:
             torch.cuda.empty_cache()
         return {"step_s": _spread(sorted(seconds)), "tokens": rows[0] * rows[1], "rank": 16}
+
+    def profile(self, model: str, variant: Variant, load: Load) -> dict[str, Any]:
+        """Of decode steps; of the base's also of optimizer steps. On rank 0; the others run the same."""
+        own, schedule, about = self._prepare(model, variant, 1, load.batch)
+        with torch.no_grad():
+            schedule.decode(load.batch, load.context, WARM_STEPS)
+            found = self._profiled(own, lambda: schedule.decode(load.batch, load.context, PROFILED), PROFILED + 1)
+        self._finish(schedule)
+        if variant.strategy is None:
+            rows = self._rows()
+            train_steps(own.base, *rows, repeats=1, warm_ups=0)
+            work = partial(train_steps, own.base, *rows, repeats=PROFILED_TRAIN, warm_ups=0)
+            found |= {"train": self._profiled(own, work, PROFILED_TRAIN, host=True)}
+        return about | found
+
+    def _profiled(self, own: Model, work: Callable[[], object], steps: int, *, host: bool = False) -> dict[str, Any]:
+        self._align(own)
+        if self._tiny or self._mesh.rank:
+            began = time.perf_counter()
+            work()
+            return {"step_ms": 1e3 * (time.perf_counter() - began) / steps}
+        return profiled(work, steps, host=host)
 
     def _rows(self) -> tuple[int, int]:
         """Sequences and tokens of each, of an optimizer step."""
