@@ -3,7 +3,7 @@
     python -m benchmarks.peers.compare --rates 5,20 --seconds 60 --vllm-site /tmp/site --out benchmarks/results/peers
     python -m benchmarks.peers.compare --trace my.jsonl --systems coserve,vllm+peft --out /tmp/compared
 
-Systems: `coserve` (its jobs train in it), `coserve-alone` (no jobs), `vllm`, `vllm+peft` (two processes on the GPU). Every system gets the same prompts,
+Systems: `coserve` (its jobs train in it), `coserve-alone` (no jobs), `vllm`, `vllm+peft` (two processes on the GPU), `peft` (the trainer alone, no prompts). Every system gets the same prompts,
 arrivals, lengths and adapter names through `/v1/completions`, after the same warm-up, from the same client, and writes the same
 files: OUT/TRACE/SYSTEM/report.json, .png and .html (`coserve bench`'s), and a row of OUT/peers.json. Without `--trace` the workload is the preset
 `equal-8b` at each of `--rates`. The base is the Llama-3.1-8B shape with random weights, its adapters are random.
@@ -81,6 +81,13 @@ async def measure(url: str, trace: Trace, trainer: Trainer | None = None) -> Rep
     return run if trainer is None else msgspec.structs.replace(run, jobs=(trainer.job(start),))
 
 
+async def measure_training(trace: Trace, trainer: Trainer) -> ReplayResult:
+    """The trainer's steps until the end of the arrival window, with no requests."""
+    start, (_, end) = asyncio.get_running_loop().time(), trace.scenario.window
+    await asyncio.sleep(end)
+    return ReplayResult(scenario=trace.scenario, duration=end, samples=(), jobs=(trainer.job(start),))
+
+
 async def measure_coserve(url: str, trace: Trace) -> ReplayResult:
     """As the others, and the trace's jobs to the daemon itself."""
     return await run_bench(
@@ -109,19 +116,24 @@ class Comparison:
                 alone = name == "coserve-alone"
                 yield lambda trace: measure_coserve(url, only_prompts(trace) if alone else trace)
             return
+        if name == "peft":
+            async with self.trainer() as steps:
+                yield lambda trace: measure_training(trace, steps)
+            return
         memory = self.place.shared_memory if name == "vllm+peft" else self.place.vllm_memory
         async with vllm(self.place, scenario, memory=memory) as url:
             await warm_up(url, "base", scenario)
             if name == "vllm":
                 yield lambda trace: measure(url, trace)
                 return
-            trainer = self.trainer(next(iter(self.traces.values())))
-            async with training(trainer, self.place.scratch / "trainer.log", {}) as steps:
+            async with self.trainer() as steps:
                 yield lambda trace: measure(url, trace, steps)
 
-    def trainer(self, trace: Path) -> list[str]:
-        options = ["--trace", str(trace), "--model", str(self.place.model), *(["--plain"] if self.plain else [])]
-        return module("benchmarks.peers.trainer", *options)
+    def trainer(self) -> contextlib.AbstractAsyncContextManager[Trainer]:
+        """On the rows of the first trace."""
+        options = ["--trace", str(next(iter(self.traces.values()))), "--model", str(self.place.model)]
+        options += ["--plain"] if self.plain else []
+        return training(module("benchmarks.peers.trainer", *options), self.place.scratch / "trainer.log", {})
 
     async def run(self, name: str) -> None:
         """All traces against one system."""

@@ -13,10 +13,13 @@ from typing import NamedTuple
 from coserve.errors import InvalidRequest, MalformedRow
 from coserve.pretrained.tokenizer import Tokenizer
 from coserve.workloads.formats.burstgpt import TIME, read_burstgpt
-from coserve.workloads.formats.lines import Recorded, read_lines
+from coserve.workloads.formats.lines import Recorded, unreadable
 from coserve.workloads.formats.mooncake import read_mooncake
 from coserve.workloads.formats.sharegpt import read_sharegpt
 from coserve.workloads.scenario import Scenario, TraceFormat
+
+BEGINNING = 4096
+"""Bytes of a file that tell its format: a file may be one line."""
 
 
 class Content(NamedTuple):
@@ -66,9 +69,12 @@ def open_source(scenario: Scenario) -> Source:
 
 
 def format_of(path: Path) -> TraceFormat:
-    """By the file's first line. Raises `MalformedRow`."""
-    _, line = next(read_lines(path), (1, b""))
-    start = line.lstrip()[:2000]
+    """By the file's beginning. Raises `MalformedRow`, `InvalidRequest` for no file."""
+    try:
+        with path.open("rb") as file:
+            start = file.read(BEGINNING).lstrip().partition(b"\n")[0]
+    except OSError as error:
+        raise unreadable(error) from error
     if TIME.encode() in start.split(b",")[0] or b"," + TIME.encode() in start:
         return TraceFormat.BURSTGPT
     if start.startswith(b"["):

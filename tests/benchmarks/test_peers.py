@@ -68,6 +68,15 @@ def place(tmp_path: Path) -> Place:
 
 
 @pytest.mark.slow
+def test_the_trainer_alone_is_a_run_without_requests(place: Place, tmp_path: Path) -> None:
+    path = tmp_path / "small.jsonl"
+    save_trace(small_trace(), path)
+    asyncio.run(Comparison(place, {"small": path}, tmp_path / "out", plain=True).run("peft"))
+    report = msgspec.json.decode((tmp_path / "out/small/peft/report.json").read_bytes(), type=Report)
+    assert report.summary.requests == 0 and report.summary.finetune_window_throughput > 0
+
+
+@pytest.mark.slow
 def test_vllm_beside_peft_writes_what_coserve_writes(place: Place, tmp_path: Path) -> None:
     path = tmp_path / "small.jsonl"
     save_trace(small_trace(), path)

@@ -179,3 +179,15 @@ async def test_a_damaged_trace_is_refused_before_anything_is_sent(api: Api, tmp_
     with pytest.raises(MalformedRow, match=r"line \d+:"):
         await run_bench(load_trace(path), Rest.DRAIN, Server(url=f"http://127.0.0.1:{api.port}"))
     await nothing_is_left(api)
+
+
+def test_the_key_of_coserve_is_not_sent_elsewhere(
+    peer: FakeOpenAI, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COSERVE_API_KEY", "secret-of-sixteen")
+    arguments = f"bench --server openai --url {peer.url} --report {tmp_path} {OPTIONS} --finetune off".split()
+    assert command_line(arguments) == 0
+    monkeypatch.setenv("OPENAI_API_KEY", "theirs")
+    assert command_line(arguments) == 0
+    assert command_line([*arguments, "--key", "given"]) == 0
+    assert peer.keys[::3] == [None, "Bearer theirs", "Bearer given"]

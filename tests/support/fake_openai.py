@@ -27,12 +27,15 @@ class FakeOpenAI:
     gap: float = 0.0
     metrics: bool = True
     bodies: list[dict[str, Any]] = field(default_factory=list)
+    keys: list[str | None] = field(default_factory=list)
+    """The Authorization headers of the completions."""
     times: list[float] = field(default_factory=list)
     url: str = ""
 
     async def complete(self, request: web.Request) -> web.StreamResponse:
         body = await request.json()
         self.bodies.append(body)
+        self.keys.append(request.headers.get("Authorization"))
         self.times.append(asyncio.get_running_loop().time())
         if self.status != 200:
             return web.json_response({"error": {"message": "no"}}, status=self.status)

@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from coserve.errors import InvalidRequest, MalformedRow
-from coserve.workloads.formats import json_stream
+from coserve.workloads.formats import json_stream, lines
 from coserve.workloads.formats.burstgpt import read_burstgpt
 from coserve.workloads.formats.json_stream import read_objects
 from coserve.workloads.formats.lines import Recorded
@@ -143,6 +143,14 @@ def test_an_object_without_an_end_takes_bounded_memory(tmp_path: Path, monkeypat
 )  # fmt: skip
 def test_formats_are_told_apart(tmp_path: Path, content: str, found: TraceFormat) -> None:
     assert format_of(write(tmp_path, content)) is found
+
+
+def test_a_long_file_of_one_line_is_told_by_its_beginning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lines, "MAX_LINE", 1000)
+    path = write(tmp_path, json.dumps([TALK] * 200))
+    assert format_of(path) is TraceFormat.SHAREGPT and len(list(read_sharegpt(path))) == 200
+    with pytest.raises(MalformedRow, match="expected at most 1000 bytes, got more"):
+        list(read_mooncake(path))
 
 
 def test_a_file_of_no_known_format_is_refused(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import sys
 from pathlib import Path
 from typing import Annotated
@@ -92,7 +93,7 @@ def _bench(
         return
     where = Server(
         url=url,
-        key=key or None,
+        key=_key_for(server, key),
         kind=server,
         route=route,
         model=model,
@@ -104,6 +105,13 @@ def _bench(
     _print_report(report, result, summary, server)
     if not _all_hold(conditions, summary):
         raise typer.Exit(FAILED)
+
+
+def _key_for(server: ServerKind, key: str | None) -> str | None:
+    """The key of coserve is for coserve: another server gets the one that was given, or OPENAI_API_KEY."""
+    if server is ServerKind.OPENAI and key == os.environ.get("COSERVE_API_KEY"):
+        key = os.environ.get("OPENAI_API_KEY")
+    return key or None
 
 
 def _print_report(folder: Path, run: ReplayResult, summary: Summary, server: str) -> None:
