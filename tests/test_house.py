@@ -25,7 +25,7 @@ LAYERS = (
     {"state", "workloads"},
     {"adapters", "offload", "demo"},
     {"corpus", "adapter_store"},
-    {"api", "generate", "warmup"},
+    {"api", "generate", "profiling", "warmup"},
     {"daemon", "finetune"},
     {"engine", "cli"},
 )

@@ -14,6 +14,7 @@ from coserve.cli.demo import demo
 from coserve.cli.failures import run_safely
 from coserve.cli.generate import generate
 from coserve.cli.jobs import finetune, jobs_app
+from coserve.cli.profile import profile
 from coserve.cli.serve import serve
 from coserve.cli.settings import show_config
 from coserve.cli.settings_help import SettingsCommand
@@ -48,6 +49,7 @@ app.command("warm", cls=SettingsCommand)(warm)
 app.command("generate")(generate)
 app.command("finetune")(finetune)
 app.command("bench", cls=BenchCommand)(bench)
+app.command("profile")(profile)
 app.command("demo")(demo)
 app.command("config")(show_config)
 

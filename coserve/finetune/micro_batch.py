@@ -24,6 +24,7 @@ from torch import Tensor
 
 from coserve.finetune.losses import divergence, negative_log_likelihood
 from coserve.finetune.packed_rows import PackedRows
+from coserve.kernels.attention.interface import Attention
 from coserve.kernels.attention.packed import PackedAttention
 from coserve.model.base import Base
 from coserve.model.forward_context import ForwardContext, running
@@ -63,10 +64,19 @@ class _TrainableLayer:
 class MicroBatchRunner:
     """Runs micro-batches of any adapter through one frozen base."""
 
-    def __init__(self, base: Base, *, recompute: bool, logits_elements: int = LOGITS_ELEMENTS) -> None:
-        """Raises `UnsupportedBase` for a base that cannot be run layer by layer."""
+    def __init__(
+        self,
+        base: Base,
+        *,
+        recompute: bool,
+        logits_elements: int = LOGITS_ELEMENTS,
+        attention: Callable[[Sequence[int]], Attention] = PackedAttention,
+    ) -> None:
+        """`attention` makes the attention of packed rows from their bounds. Raises `UnsupportedBase` for a base that cannot be
+        run layer by layer."""
         assert not any(parameter.requires_grad for parameter in base.model.parameters()), "the base must be frozen"
         self._base, self._cut, self._recompute = base, LayerCut(base), recompute
+        self._attention = attention
         self._targets_at_once = max(16, logits_elements // base.spec.vocab)
 
     def forward_backward(
@@ -131,7 +141,7 @@ class MicroBatchRunner:
         return h_1TD
 
     def _embed(self, rows: PackedRows) -> LayerInputs:
-        return self._cut.embed(rows.tokens_T, rows.positions_T, PackedAttention(rows.bounds))
+        return self._cut.embed(rows.tokens_T, rows.positions_T, self._attention(rows.bounds))
 
     def _target_chunks(self, rows: PackedRows, taught_1TD: Tensor | None) -> list[tuple[Tensor, Tensor]]:
         """`keep_K` and `labels_K`, in chunks whose logits are computed at once."""

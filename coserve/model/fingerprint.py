@@ -10,6 +10,8 @@ import torch
 from torch import Tensor
 from transformers import PretrainedConfig, PreTrainedModel
 
+from coserve.model.fake import is_fake
+
 _WHOLE = 1 << 26
 """Elements (64 million) up to which every one is hashed."""
 _SAMPLE = 1 << 14
@@ -22,8 +24,10 @@ def fingerprint(model: PreTrainedModel) -> str:
     Weights are hashed as bfloat16, so that a base has one fingerprint whether it is loaded in float32 or bfloat16; a
     base published in float32 or bfloat16 and loaded in float16 may get another one. Up to 64 million elements all are
     hashed; larger bases are sampled, 16 384 evenly spaced elements of each tensor: fine-tuning moves nearly all
-    elements, so two bases that differ collide only if one was edited by hand in a few places.
+    elements, so two bases that differ collide only if one was edited by hand in a few places. Empty for fake weights.
     """
+    if is_fake(next(model.parameters())):
+        return ""
     parameters = dict(model.named_parameters())
     shapes = {name: parameter.shape for name, parameter in parameters.items()}
     return fingerprint_of(model.config, shapes, lambda name: parameters[name].detach(), model.dtype)

@@ -30,7 +30,7 @@ from coserve.model.base import Base
 from coserve.model.compiled import Backend, Layers, compiler
 from coserve.model.forward_context import ForwardContext, Fused, current, running
 from coserve.model.gemm_choice import GemmChoice, measure_gemms
-from coserve.model.groups import shared_inputs, stack
+from coserve.model.groups import share_inputs
 from coserve.parallel.exchange import exchanges_of
 from coserve.parallel.modules import shard_of
 
@@ -158,12 +158,9 @@ class FusedBase:
         """`backend`: None is inductor with `options`. `compiled=False`: the layers run uncompiled, through the same two ops.
         `gemms`: None measures them on a GPU."""
         self.base = base
-        self.groups = shared_inputs(base)
+        self.groups = share_inputs(base)
         """By layer, in the order in which they run."""
         modules = dict(base.model.named_modules())
-        for layer in self.groups:
-            for group in layer:
-                base.sites.share(stack(group, [modules[name] for name in group.names]))
         self._shards = {
             group: shard
             for layer in self.groups

@@ -50,6 +50,15 @@ SHARED = 3
 """Sites that the kernels serve at once (`block_sizes.MAX_SITES`)."""
 
 
+def share_inputs(base: Base) -> list[list[SiteGroup]]:
+    """`shared_inputs`, whose weights are stacked: from now on the sites of a group run together (`LoraSites.share`)."""
+    groups, modules = shared_inputs(base), dict(base.model.named_modules())
+    for layer in groups:
+        for group in layer:
+            base.sites.share(stack(group, [modules[name] for name in group.names]))
+    return groups
+
+
 def _stackable(before: Sequence[nn.Module], module: nn.Module) -> bool:
     return (
         len(before) < SHARED

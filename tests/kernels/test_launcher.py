@@ -12,7 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from coserve.kernels.gpu import launcher
-from coserve.kernels.gpu.launcher import Launcher
+from coserve.kernels.gpu.launcher import Launcher, launch, launch_nothing
 
 
 @pytest.fixture
@@ -113,3 +113,19 @@ def test_on_the_gpu_every_launch_computes_what_it_was_asked() -> None:
                     y = torch.zeros(size, device="cuda")
                     launch((-(-size // 64), 1, 1), (x, y), (size, number), BLOCK=64, num_warps=2)
                     torch.testing.assert_close(y, x + number, rtol=0, atol=0)
+
+
+def test_nothing_is_launched_inside_and_everything_after(kernel: SimpleNamespace) -> None:
+    class Kernel:
+        def __getitem__(self, grid: object) -> Callable[..., None]:
+            return lambda *args: kernel.known.append(args)
+
+    def both() -> None:
+        kernel.launch((2, 1, 1), (place(), place()), (7,), WIDE=True, BLOCK=16, num_warps=4)
+        launch(Kernel(), (2,), 5)  # type: ignore[arg-type]
+
+    with launch_nothing():
+        both()
+    assert not kernel.searched and not kernel.known
+    both()
+    assert len(kernel.searched) == len(kernel.known) == 1

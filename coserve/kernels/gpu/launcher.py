@@ -11,6 +11,7 @@ from collections.abc import Callable, Hashable, Iterator, Sequence
 from concurrent.futures import Executor
 from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
+from enum import Enum
 from functools import cache
 from typing import Protocol
 
@@ -25,7 +26,12 @@ MAX_CACHED = 8192
 ALIGNMENT = 15
 """Bits of an address that Triton specializes on."""
 
-_compiling_only = ContextVar("compiling_only", default=False)
+
+class _Mode(Enum):
+    LAUNCH, COMPILE, SKIP = "launch", "compile", "skip"
+
+
+_mode = ContextVar("mode", default=_Mode.LAUNCH)
 
 Grid = tuple[int, int, int]
 Constant = bool | int
@@ -35,20 +41,33 @@ Constant = bool | int
 def compile_only(threads: Executor) -> Iterator[None]:
     """Inside, `Launcher` and `launch` compile on these threads and launch nothing: what kernels would have written is
     undefined. All is compiled at the end. For processes that fill caches while others use the GPU."""
-    token = _compiling_only.set(True)
+    token = _mode.set(_Mode.COMPILE)
     try:
         with nullcontext() if interpreted() else triton.AsyncCompileMode(threads):
             yield
     finally:
-        _compiling_only.reset(token)
+        _mode.reset(token)
+
+
+@contextmanager
+def launch_nothing() -> Iterator[None]:
+    """Inside, `Launcher` and `launch` do nothing. For fake tensors: what kernels read and write was allocated before."""
+    token = _mode.set(_Mode.SKIP)
+    try:
+        yield
+    finally:
+        _mode.reset(token)
 
 
 def launch(kernel: JITFunction[Callable[..., None]], grid: tuple[int, ...], *arguments: object, **rest: object) -> None:
     """Launch a kernel with Triton's own search for the specialization."""
-    if _compiling_only.get() and not interpreted():
-        kernel.warmup(*arguments, grid=grid, **rest)
-    else:
-        kernel[grid](*arguments, **rest)
+    match _mode.get():
+        case _Mode.SKIP:
+            return
+        case _Mode.COMPILE if not interpreted():
+            kernel.warmup(*arguments, grid=grid, **rest)
+        case _:
+            kernel[grid](*arguments, **rest)
 
 
 class Specialization(Protocol):
@@ -70,12 +89,15 @@ class Launcher:
 
     def __call__(self, grid: Grid, tensors: Sequence[Tensor], numbers: tuple[int, ...], **rest: Constant) -> None:
         """`rest`: the kernel's constants and Triton's options, always in the same order."""
+        mode = _mode.get()
+        if mode is _Mode.SKIP:
+            return
         if self._interpreted:
             self._kernel[grid](*tensors, *numbers, **rest)
             return
         types, places = [t.dtype for t in tensors], [t.data_ptr() & ALIGNMENT for t in tensors]
         key = (tensors[0].get_device(), numbers, *rest.values(), *types, *places)
-        if _compiling_only.get():
+        if mode is _Mode.COMPILE:
             if key not in self._compiling:
                 self._compiling.add(key)
                 self._kernel.warmup(*tensors, *numbers, grid=grid, **rest)

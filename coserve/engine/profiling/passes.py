@@ -1,0 +1,109 @@
+"""What is read: passes of one workload over batches of chosen sizes. The ETS paper, section 4.2.2."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from coserve.finetune.memory_profiling import MemoryMeter, gc_disabled
+from coserve.profiling.report import Point, Readings, components_of
+from coserve.profiling.request import Workload
+
+
+class Case(Protocol):
+    """Passes over one batch, whose inputs and KV pages are allocated already."""
+
+    def no_grad(self) -> None:
+        """A forward without gradients. Keeps nothing."""
+        ...
+
+    def train(self) -> Iterator[None]:
+        """Yields after the forward, ends after the backward. Keeps nothing beyond."""
+        ...
+
+
+@dataclass(frozen=True)
+class Passes:
+    """A workload that is ready to run."""
+
+    case: Callable[[int, int], Case]
+    """Makes the passes over so many rows of so many tokens."""
+    trains: bool
+    weights: int
+    """Bytes of the base and of the adapter: reading (1)."""
+    optimizer: int = 0
+    """Bytes that a job keeps besides."""
+    kv_per_token: int = 0
+
+
+class Trial(Protocol):
+    """A backend with its model loaded."""
+
+    def workload(self, workload: Workload) -> AbstractContextManager[Passes]:
+        """The workload's adapter and optimizer, while inside. Raises `InvalidRequest` for targets that the base does not have."""
+        ...
+
+
+@gc_disabled()
+def read(passes: Passes, meter: MemoryMeter, batch: int, length: int) -> Readings:
+    """The four readings at one size. Between them the meter's peak is reset."""
+    case = passes.case(batch, length)
+    before = meter.now()
+
+    def peak(run: Callable[[], object]) -> int:
+        meter.reset()
+        run()
+        return meter.peak() - before + passes.weights
+
+    no_grad = peak(case.no_grad)
+    if not passes.trains:
+        return Readings(weights=passes.weights, no_grad=no_grad)
+    steps = case.train()
+    forward = peak(lambda: next(steps))
+    # The peak is not reset here: reading (4) is of the whole sequence.
+    for _ in steps:
+        pass
+    return Readings(
+        weights=passes.weights,
+        no_grad=no_grad,
+        forward=forward,
+        forward_backward=meter.peak() - before + passes.weights,
+    )
+
+
+def read_points(
+    passes: Passes,
+    meter: MemoryMeter,
+    batches: Sequence[int],
+    length: int,
+    begin: Callable[[int], None],
+    free: Callable[[], None],
+    *,
+    warm_up: bool,
+) -> tuple[list[Point], str | None, int]:
+    """The points of ascending `batches`, why some are missing, and the bytes that libraries keep from the first pass on.
+
+    `begin` is called with each size before it is read, `free` between sizes: it empties caches. `warm_up`: the first size runs
+    once before it is read: kernels compile, libraries allocate. Memory that runs out ends the series.
+    """
+    points: list[Point] = []
+    before = meter.now()
+    workspace = 0
+    for number, batch in enumerate(batches):
+        begin(batch)
+        try:
+            if warm_up and not number:
+                read(passes, meter, batch, length)
+                workspace = meter.now() - before
+            readings = read(passes, meter, batch, length)
+        except torch.OutOfMemoryError:
+            free()
+            fitted = f"{points[-1].batch} rows fitted" if points else "no size fitted"
+            return points, f"out of memory at {batch} rows; {fitted}", workspace
+        points.append(Point(batch=batch, readings=readings, components=components_of(readings)))
+        free()
+    return points, None, workspace

@@ -1,0 +1,43 @@
+"""The profile's process: `python -m coserve.engine.profiling.process FD`, with a `ProfileRequest` as JSON on standard input.
+
+FD is one end of a socket pair. The process writes `profiling.messages` to it, one JSON object a line.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import sys
+import traceback
+
+import msgspec
+
+from coserve.errors import CoserveError
+from coserve.processes import obey_parent, skip_slow_imports
+from coserve.profiling.messages import Failed, Finished, Message
+from coserve.profiling.request import ProfileRequest
+
+
+def main() -> None:
+    obey_parent()
+    skip_slow_imports()
+    request = msgspec.json.decode(sys.stdin.buffer.read(), type=ProfileRequest)
+    sock = socket.socket(fileno=int(sys.argv[1]))
+
+    def send(message: Message) -> None:
+        sock.sendall(msgspec.json.encode(message) + b"\n")
+
+    from coserve.engine.profiling.run import profile  # imports torch and transformers
+
+    try:
+        send(Finished(report=profile(request, send)))
+    except CoserveError as error:
+        send(Failed(code=error.code, message=str(error)))
+    except Exception as error:  # noqa: BLE001 - the command shows it in one line
+        if os.environ.get("COSERVE_DEBUG"):
+            traceback.print_exc()
+        send(Failed(code="internal_error", message=f"{type(error).__name__}: {error}"))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,204 @@
+"""Profiles a model: on a GPU measured, without one predicted through fake tensors."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import json
+import tempfile
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from importlib import resources
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+
+from coserve.engine.profiling import predicted
+from coserve.engine.profiling.coserve_passes import CoserveTrial, Ways
+from coserve.engine.profiling.passes import Trial, read_points
+from coserve.engine.profiling.peft_passes import PeftTrial
+from coserve.errors import InvalidRequest, UnsupportedBase
+from coserve.finetune.memory_profiling import CudaMemoryMeter, MemoryMeter
+from coserve.kernels.attention.packed import PackedAttention
+from coserve.kernels.lora.backend import choose_backend
+from coserve.memory.kv import KvCache
+from coserve.model.base import wrap_base
+from coserve.model.settings import refuse_settings
+from coserve.pretrained.source import BUNDLED
+from coserve.profiling.messages import Step
+from coserve.profiling.report import ProfileReport, Series, lines_of
+from coserve.profiling.request import Backend, ProfileRequest, Workload, check_request
+
+PACKAGES = ("torch", "triton", "transformers", "peft")
+MEASURED = "torch's allocator: peak of allocated bytes, read for each pass alone, random weights"
+PREDICTED = "fake tensors: lifetimes of storages, and the workspaces of known kernels; no GPU ran anything"
+
+
+@dataclass(frozen=True)
+class _Where:
+    """The device, or its stand-in."""
+
+    device: torch.device
+    meter: MemoryMeter
+    free: Callable[[], None]
+    measured: bool
+
+
+def profile(request: ProfileRequest, progress: Callable[[Step], None]) -> ProfileReport:
+    """Blocks until all series are read. Nothing else may use the process's GPU meanwhile.
+
+    Raises:
+        InvalidRequest: sizes, targets or a length that do not fit.
+        UnsupportedBase: no config, or a base that coserve does not serve.
+        ConfigError: PEFT is not installed.
+    """
+    check_request(request)
+    config = _config(request)
+    _check_lengths(request, config)
+    total = len(request.backends) * len(request.workloads) * len(request.lengths) * len(request.batches)
+    done = 0
+
+    def begin(series: str, batch: int) -> None:
+        nonlocal done
+        progress(Step(done=done, total=total, text=f"{series}, {batch} rows"))
+        done += 1
+
+    found: list[Series] = []
+    parameters = 0
+    measured = torch.cuda.is_available() and not request.predict
+    for backend in request.backends:
+        with _place(measured) as where:
+            model = _random_model(config, request, where.device)
+            parameters = sum(parameter.numel() for parameter in model.parameters())
+            trial = _trial(backend, model, request, where)
+            del model
+            for workload in request.workloads:
+                found += _series(trial, backend, workload, request, where, begin)
+            del trial
+            where.free()
+    return ProfileReport(
+        measured=measured,
+        how=MEASURED if measured else PREDICTED,
+        device=torch.cuda.get_device_name() if measured else "none",
+        model=request.model,
+        family=config.model_type,
+        parameters=parameters,
+        dtype=request.dtype,
+        recompute=request.recompute,
+        versions=_versions(),
+        series=tuple(found),
+    )
+
+
+def _series(
+    trial: Trial,
+    backend: Backend,
+    workload: Workload,
+    request: ProfileRequest,
+    where: _Where,
+    begin: Callable[[str, int], None],
+) -> Iterator[Series]:
+    """One series for each length."""
+    try:
+        with trial.workload(workload) as passes:
+            for length in request.lengths:
+                name = f"{backend}, {workload.name}, {length} tokens a row"
+                points, ended, workspace = read_points(
+                    passes,
+                    where.meter,
+                    request.batches,
+                    length,
+                    partial(begin, name),
+                    where.free,
+                    warm_up=where.measured,
+                )
+                yield Series(
+                    backend=backend,
+                    workload=workload,
+                    length=length,
+                    points=tuple(points),
+                    lines=lines_of(points, length),
+                    ended=ended,
+                    optimizer=passes.optimizer,
+                    workspace=workspace,
+                    kv_per_token=passes.kv_per_token,
+                )
+    except torch.OutOfMemoryError:
+        where.free()
+        ended = "out of memory before the first size: the adapter and its optimizer do not fit"
+        for length in request.lengths:
+            yield Series(backend=backend, workload=workload, length=length, points=(), lines={}, ended=ended)
+
+
+@contextlib.contextmanager
+def _place(measured: bool) -> Iterator[_Where]:
+    if not measured:
+        with predicted.fake_tensors() as meter:
+            yield _Where(torch.device("cpu"), meter, lambda: None, measured=False)
+        return
+    device = torch.device("cuda")
+
+    def free() -> None:
+        gc.collect()
+        torch.cuda.empty_cache()
+
+    yield _Where(device, CudaMemoryMeter(device), free, measured=True)
+
+
+def _trial(backend: Backend, model: PreTrainedModel, request: ProfileRequest, where: _Where) -> Trial:
+    if backend is Backend.PEFT:
+        return PeftTrial(model, where.meter)
+    base = wrap_base(model, name=Path(request.model).name)
+    if where.measured:
+        lora = choose_backend("auto", base.device, base.dtype)
+        ways = Ways(lora, PackedAttention, KvCache.attention, request.recompute)
+    else:
+        lora = predicted.FakeSegmentedBackend()
+        ways = Ways(lora, predicted.FlashAttention, predicted.paged_attention, request.recompute)
+    return CoserveTrial(base, where.meter, ways)
+
+
+def _random_model(config: PretrainedConfig, request: ProfileRequest, device: torch.device) -> PreTrainedModel:
+    """The config's own classes with random weights: memory does not depend on values."""
+    with device:
+        model: PreTrainedModel = AutoModelForCausalLM.from_config(
+            config, dtype=getattr(torch, request.dtype), trust_remote_code=request.trust_remote_code
+        )
+    return model
+
+
+def _config(request: ProfileRequest) -> PretrainedConfig:
+    """Raises `UnsupportedBase`."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = request.model
+        if request.config is not None:
+            path = folder
+            (Path(folder) / "config.json").write_text(json.dumps(request.config))
+        elif path == BUNDLED:
+            path = str(resources.files("coserve") / "assets" / "tiny")
+        try:
+            settings, _ = PretrainedConfig.get_config_dict(path)
+            refuse_settings(request.model, settings, request.trust_remote_code)
+            config: PretrainedConfig = AutoConfig.from_pretrained(path, trust_remote_code=request.trust_remote_code)
+        except (OSError, ValueError, KeyError, ImportError, RuntimeError) as error:
+            raise UnsupportedBase(f"{request.model}: transformers cannot read its config: {error}") from error
+    return config
+
+
+def _check_lengths(request: ProfileRequest, config: PretrainedConfig) -> None:
+    context = getattr(config.get_text_config(), "max_position_embeddings", None)
+    if isinstance(context, int) and max(request.lengths) > context:
+        raise InvalidRequest(
+            f"expected at most the base's {context} tokens a row, got {max(request.lengths)}", field="lengths"
+        )
+
+
+def _versions() -> dict[str, str]:
+    found = {}
+    for name in PACKAGES:
+        with contextlib.suppress(PackageNotFoundError):
+            found[name] = version(name)
+    return found
