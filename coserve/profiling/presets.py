@@ -18,7 +18,7 @@ GPT2_XL: dict[str, object] = {
     "eos_token_id": 50256,
 }
 """The shape of GPT-2 XL (1.56 billion parameters)."""
-FIGURE_4_1_BATCHES = (3, 10, 20, 30, 40, 50, 60, 70, 80, 100, 150, 200, 300, 500, 700, 1000)
+FIGURE_4_1_BATCHES = (3, 10, 20, 30, 40, 50, 60, 70, 80, 100, 200, 500, 1000)
 
 
 class Preset(StrEnum):

@@ -31,7 +31,7 @@ LLAMA: dict[str, object] = {
 def quiet(step: Step) -> None: ...
 
 
-def request(config: dict[str, object], batches: tuple[int, ...], **changes: object) -> ProfileRequest:
+def request(config: dict[str, object] | None, batches: tuple[int, ...], **changes: object) -> ProfileRequest:
     whole = ProfileRequest(
         model="tiny",
         config=config,
@@ -150,7 +150,7 @@ def test_a_base_that_is_not_served_is_not_profiled(config: dict[str, object], me
 @pytest.mark.slow
 def test_a_process_of_its_own(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(LLAMA))
-    asked = request(LLAMA, (1, 2), config=None, model=str(tmp_path), workloads=make_workloads(full=False)[:1])
+    asked = request(None, (1, 2), model=str(tmp_path), workloads=make_workloads(full=False)[:1])
     steps: list[Step] = []
     report = run_profile(asked, steps.append)
     assert [step.text for step in steps] == [

@@ -16,6 +16,7 @@ from transformers import AutoModelForCausalLM
 from coserve.engine.profiling.coserve_passes import CoserveTrial, Ways
 from coserve.engine.profiling.live_bytes import LiveBytes
 from coserve.engine.profiling.passes import Passes, read, read_points
+from coserve.engine.profiling.peft_passes import PeftTrial
 from coserve.engine.profiling.predicted import fake_tensors
 from coserve.engine.profiling.workspaces import workspace_bytes
 from coserve.kernels.attention.packed import PackedAttention
@@ -138,6 +139,22 @@ def test_fake_tensors_take_what_real_ones_take(kind: Kind) -> None:
     assert fake_one == pytest.approx(real, rel=0.005)
 
 
+def test_what_libraries_keep_is_not_the_adapters() -> None:
+    """A GPU's libraries allocate workspaces in the first pass, before an adapter is made: here 4 MiB."""
+    config = tiny_model("llama").config
+    with fake_tensors() as meter:
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+        found = []
+        for loaded in (PeftTrial(model, meter), trial(meter)):
+            held = torch.empty(1 << 20)
+            with loaded.workload(LORA) as passes:
+                found.append((passes.weights, passes.optimizer))
+            del held
+            with loaded.workload(LORA) as passes:
+                assert (passes.weights, passes.optimizer) == pytest.approx(found[-1], abs=4096)
+    assert found[0][1] == 0 < found[1][1]
+
+
 class Limited:
     """Fits up to a number of rows."""
 
@@ -167,5 +184,5 @@ def test_a_series_ends_where_memory_does(most: int, rows: list[int], message: st
     assert [point.readings.no_grad for point in points] == [1000 + 512 * batch for batch in rows]
     assert ended is not None and message in ended
     assert begun == [1, 4, 16, 64][: len(rows) + 1], "larger sizes are not tried"
-    assert len(freed) == len(begun)
+    assert len(freed) == len(begun) + 1, "after the first run, too"
     assert workspace == 0

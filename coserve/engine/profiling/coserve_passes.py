@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from coserve.engine.profiling.passes import Passes
+from coserve.engine.profiling.passes import Passes, settled
 from coserve.finetune.init import new_adapter
 from coserve.finetune.lora_tensors import named_tensors
 from coserve.finetune.memory_profiling import MemoryMeter
@@ -50,7 +50,7 @@ class CoserveTrial:
         self._runner = MicroBatchRunner(base, recompute=ways.recompute, attention=ways.training_attention)
         if ways.lora.groups_inputs:
             share_inputs(base)
-        self._loaded = meter.now()
+        self._loaded = settled(meter)
         self._kv = page_layout(base.kv_shapes, PAGE_TOKENS, base.dtype).page_bytes // PAGE_TOKENS
 
     @contextmanager
@@ -63,12 +63,12 @@ class CoserveTrial:
                 )
             case Kind.LORA:
                 assert workload.rank is not None, "a LoRA has a rank"
-                settings = LoraSettings(r=workload.rank, targets=workload.targets)
+                settings, before = LoraSettings(r=workload.rank, targets=workload.targets), settled(self._meter)
                 start = new_adapter(settings, base.spec, seed=0, dtype=torch.float32, device=base.device)
                 optimizer = AdapterOptimizer(start, base.spec, TrainingSettings(steps=1), base.dtype)
                 del start
                 adapter = sum(tensor.nbytes for _, tensor in named_tensors(optimizer.weights()))
-                kept = self._meter.now() - weights - adapter
+                kept = settled(self._meter) - before - adapter
                 runner = self._runner
                 yield Passes(
                     lambda batch, length: _LoraCase(base, self._ways, batch, length, runner, optimizer),

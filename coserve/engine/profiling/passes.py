@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -48,6 +49,12 @@ class Trial(Protocol):
         ...
 
 
+def settled(meter: MemoryMeter) -> int:
+    """Bytes that are held now, garbage not counted."""
+    gc.collect()
+    return meter.now()
+
+
 @gc_disabled()
 def read(passes: Passes, meter: MemoryMeter, batch: int, length: int) -> Readings:
     """The four readings at one size. Between them the meter's peak is reset."""
@@ -91,19 +98,25 @@ def read_points(
     once before it is read: kernels compile, libraries allocate. Memory that runs out ends the series.
     """
     points: list[Point] = []
-    before = meter.now()
-    workspace = 0
-    for number, batch in enumerate(batches):
+    before, workspace = meter.now(), 0
+    for batch in batches:
         begin(batch)
-        try:
-            if warm_up and not number:
-                read(passes, meter, batch, length)
-                workspace = meter.now() - before
-            readings = read(passes, meter, batch, length)
-        except torch.OutOfMemoryError:
+        if warm_up and not points:
+            _fits(passes, meter, batch, length)
             free()
+            workspace = meter.now() - before
+        readings = _fits(passes, meter, batch, length)
+        free()
+        if readings is None:
             fitted = f"{points[-1].batch} rows fitted" if points else "no size fitted"
             return points, f"out of memory at {batch} rows; {fitted}", workspace
         points.append(Point(batch=batch, readings=readings, components=components_of(readings)))
-        free()
     return points, None, workspace
+
+
+def _fits(passes: Passes, meter: MemoryMeter, batch: int, length: int) -> Readings | None:
+    """The readings, or None if memory ran out: the error, which holds what was allocated, ends here."""
+    try:
+        return read(passes, meter, batch, length)
+    except torch.OutOfMemoryError:
+        return None

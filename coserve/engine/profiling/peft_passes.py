@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 from transformers import PreTrainedModel
 
-from coserve.engine.profiling.passes import Passes
+from coserve.engine.profiling.passes import Passes, settled
 from coserve.errors import ConfigError, InvalidRequest
 from coserve.finetune.memory_profiling import MemoryMeter
 from coserve.model.fake import is_fake
@@ -27,7 +27,7 @@ class PeftTrial:
 
     def __init__(self, model: PreTrainedModel, meter: MemoryMeter) -> None:
         self._model, self._meter = model.eval().requires_grad_(False), meter
-        self._loaded = meter.now()
+        self._loaded = settled(meter)
 
     @contextmanager
     def workload(self, workload: Workload) -> Iterator[Passes]:
@@ -36,8 +36,10 @@ class PeftTrial:
             case Kind.INFERENCE:
                 yield Passes(lambda batch, length: _Case(model, batch, length), False, self._loaded)
             case Kind.LORA:
+                before = settled(self._meter)
                 with _adapted(model, workload) as adapted:
-                    yield Passes(lambda batch, length: _Case(adapted, batch, length), True, self._meter.now())
+                    weights = self._loaded + settled(self._meter) - before
+                    yield Passes(lambda batch, length: _Case(adapted, batch, length), True, weights)
             case Kind.FULL:
                 model.requires_grad_(True)
                 try:
