@@ -33,7 +33,7 @@ pytestmark = [
     pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs"),
 ]
 
-ADAPTERS = (*KINDS, Kind(40))
+ADAPTERS = (*KINDS, Kind(48))
 """The second is block-diagonal, the rank of the fourth is odd: both are local. The third has more blocks than there are GPUs."""
 CASES: dict[str, list[tuple[int, int]]] = {
     "one row": [(4, 5)],

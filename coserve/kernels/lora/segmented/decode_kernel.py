@@ -127,10 +127,19 @@ def shrink(
 def _h(h_at, stride, r, rank, keep, SPLITS: tl.constexpr, SHARDS: tl.constexpr):
     """h[t, r], its splits summed, in order."""
     mask = keep[:, None] & (r < h_ranks(rank, SHARDS))[None, :]
-    at = h_columns(r, rank, SPLITS * stride, SHARDS)[None, :]
-    total = tl.load(h_at + at, mask=mask, other=0.0)
+    if SHARDS > 1 and rank // SHARDS % 8 == 0:
+        each = rank // SHARDS // 8 * 8  # said to the compiler: whole vectors
+        total = _sum(h_at, r // each * (SPLITS * stride) + r % each, stride, mask, SPLITS)
+    else:
+        total = _sum(h_at, h_columns(r, rank, SPLITS * stride, SHARDS), stride, mask, SPLITS)
+    return total
+
+
+@triton.jit
+def _sum(h_at, columns, stride, mask, SPLITS: tl.constexpr):
+    total = tl.load(h_at + columns[None, :], mask=mask, other=0.0)
     for split in tl.static_range(1, SPLITS):
-        total += tl.load(h_at + split * stride + at, mask=mask, other=0.0)
+        total += tl.load(h_at + split * stride + columns[None, :], mask=mask, other=0.0)
     return total
 
 
