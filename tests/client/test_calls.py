@@ -121,13 +121,13 @@ async def test_finetune_takes_rows_a_file_or_a_path(tmp_path: Path) -> None:
     await daemon.client.finetune(
         "a", [{"text": "x"}], lora={"r": 4}, training=TrainingSettings(steps=2), metadata={"who": "me"}
     )
-    await daemon.client.finetune("a", path="rows.jsonl", continue_from="a@1")
+    await daemon.client.finetune("a", path="rows.jsonl", continue_from="a@1", teacher="b")
     await daemon.client.finetune("a", file=corpus, lora=LoraSettings(r=2))
     await daemon.client.finetune("a", file=b"{}\n")
     rows, path, file, content = [sent(request)[2] for request in daemon.requests]
     assert rows["data"] == [{"text": "x"}] and rows["lora"]["r"] == 4 and rows["training"]["steps"] == 2
     assert rows["metadata"] == {"who": "me"}
-    assert path == {"adapter": "a", "path": "rows.jsonl", "continue_from": "a@1"}
+    assert path == {"adapter": "a", "path": "rows.jsonl", "continue_from": "a@1", "teacher": "b"}
     assert isinstance(file, Upload) and file.files == (("corpus.jsonl", corpus),)
     assert msgspec.json.decode(file.settings)["lora"]["r"] == 2
     assert isinstance(content, Upload) and content.files == (("corpus.jsonl", b"{}\n"),)
