@@ -18,9 +18,9 @@ from coserve.engine.idle import Idle
 from coserve.engine.inbox import Inbox
 from coserve.engine.job_runner import JobRunner
 from coserve.engine.ports import Generates, StoresAdapters, Trains, Upgrades
-from coserve.engine.queue_view import QueueView
-from coserve.engine.running import STEP_KINDS, RunningRequests, StepKind
+from coserve.engine.running import RunningRequests
 from coserve.engine.stalls import Stalls
+from coserve.engine.views import Views
 from coserve.errors import CoserveError, EngineFault, QueueFull, failure_text
 from coserve.garbage import GarbageCollection
 from coserve.link import (
@@ -43,11 +43,8 @@ from coserve.link import (
     ToEngine,
 )
 from coserve.logs.throttled import ThrottledLog
-from coserve.queues.costs import Estimates
 from coserve.queues.inference import InferenceQueue, Queued
-from coserve.queues.policy import Costs, Policy, Serve, Train, View, Wait
-from coserve.queues.slices import Slices
-from coserve.queues.turns import Turns
+from coserve.queues.policy import Policy, Serve, Train, Wait
 from coserve.state.failpoints import failpoint
 
 log = logging.getLogger(__name__)
@@ -94,11 +91,10 @@ class Engine:
         """`garbage` is collected while no request runs; None: by the interpreter."""
         self._generator, self._adapters = generator, adapters
         self._policy, self._link = policy, link
-        self._max_running, self._step_tokens = max_running, step_tokens
+        self._step_tokens = step_tokens
         self._clock, self._pace, self._upgrade = clock, pace, upgrade
         self._planned_bytes, self._garbage = planned_bytes, garbage or GarbageCollection.none()
         self._queue = InferenceQueue(max_queue, fair=fair)
-        self._queue_view = QueueView(self._queue, step_tokens)
         self._running, self._stalls = RunningRequests(), Stalls(clock)
         self._changed = asyncio.Event()
         self._idle = Idle(self._changed, self._garbage, self._stalls)
@@ -116,7 +112,7 @@ class Engine:
         adapters.notify(self._changed.set)
         self._unread = ThrottledLog(log, "the API process does not read what the engine sends", clock)
         self._stopping = False
-        self._steps, self._slices, self._turns = Estimates(), Slices(), Turns()
+        self._views = Views(self._queue, self._running, self._jobs, max_running=max_running, step_tokens=step_tokens)
         self._serve_seconds = self._train_seconds = 0.0
         self._stats_due = 0.0
         self._warming: EngineWarming | None = None
@@ -190,7 +186,8 @@ class Engine:
     async def _tick(self, now: float) -> None:
         self._stalls.step_can_begin(has_requests=bool(self._queue) or bool(self._running))
         self._inbox.step_can_begin()
-        match self._policy.decide(self._view(), now):
+        view = self._views.view(now, reading=self._adapters.waiting, blocked=self._generator.blocked)
+        match self._policy.decide(view, now):
             case Serve(admit):
                 await self._serve(admit)
             case Train() as decision:
@@ -234,7 +231,7 @@ class Engine:
     async def _serve(self, admit: int) -> None:
         began = self._clock()
         if admit and not self._running:
-            self._turns.dispatched()
+            self._views.turns.dispatched()
         with self._stalls.during("admit"):
             for request in self._queue.pop(admit):
                 if self._adapters.ready(request):
@@ -249,7 +246,7 @@ class Engine:
         failpoint("generate.mid_stream")
         await self._pace()
         now = self._clock()
-        self._steps.add(kind, now - began)
+        self._views.steps.add(kind, now - began)
         self._serve_seconds += now - began
         self._link.send_all(self._running.accept(results, now))
         self._report(now)
@@ -289,35 +286,12 @@ class Engine:
         kind = self._jobs.next_micro_step(job)
         with self._stalls.during(f"train_{kind}"):
             suspended = self._jobs.advance(job, decision.micro_steps)
-        self._turns.trained(job, suspended=suspended)
+        self._views.turns.trained(job, suspended=suspended)
         await self._pace()
         now = self._clock()
-        self._slices.ran(decision, kind, self._jobs.micro_steps_done, now - began, now)
+        self._views.slices.ran(decision, kind, self._jobs.micro_steps_done, now - began, now)
         self._train_seconds += now - began
         self._report(now)
-
-    # ---- what the policy sees
-
-    def _view(self) -> View:
-        jobs = self._jobs.ready()
-        self._slices.ready(jobs, self._clock())
-        waiting, headroom = (
-            self._queue_view.waiting(),
-            max(0, self._max_running - len(self._running) - self._adapters.waiting),
-        )
-        step: StepKind = "prefill" if waiting and headroom else self._running.step_kind()
-        return View(
-            waiting=waiting,
-            running=() if self._generator.blocked else self._running.view(),
-            headroom=headroom,
-            jobs=jobs,
-            turn=self._turns.view(self._jobs.in_training),
-            train_waiting_since=self._slices.waiting_since,
-            costs=Costs(
-                serve=self._steps.predict(step, *STEP_KINDS),
-                micro_step=self._slices.predict(jobs[0], self._jobs.next_micro_step(jobs[0])) if jobs else 0.0,
-            ),
-        )
 
     # ---- messages
 
@@ -388,8 +362,8 @@ class Engine:
                 serve_seconds=self._serve_seconds,
                 train_seconds=self._train_seconds,
                 troubles=self._adapters.troubles + self._jobs.troubles + self._generator.troubles,
-                patience_slices=self._slices.by_patience,
-                starving=self._slices.starving(now),
+                patience_slices=self._views.slices.by_patience,
+                starving=self._views.slices.starving(now),
                 stalls=self._stalls.totals(),
                 backlog=backlog,
             )

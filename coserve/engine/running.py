@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, get_args
 
 from coserve.link import RequestFailed, Tokens
-from coserve.queues.policy import Running
+from coserve.queues.policy import Due
 
 StepKind = Literal["prefill", "decode"]
 """Kinds of generation steps: with prefill, or decode only."""
@@ -33,6 +34,8 @@ class RunningRequests:
 
     def __init__(self) -> None:
         self._targets: dict[str, _Target] = {}
+        self._seen: tuple[tuple[Due, ...], StepKind] | None = None
+        """`view` and `step_kind`, until a request or a deadline changes."""
 
     def __len__(self) -> int:
         return len(self._targets)
@@ -40,9 +43,11 @@ class RunningRequests:
     def add(self, id: str, *, tpot: float, deadline: float, steps: int) -> None:
         """`deadline` of its first token; `steps` that it takes."""
         self._targets[id] = _Target(tpot, deadline, steps)
+        self._seen = None
 
     def remove(self, id: str) -> bool:
         """False if it is not running."""
+        self._seen = None
         return self._targets.pop(id, None) is not None
 
     def start(self, id: str) -> bool:
@@ -60,6 +65,8 @@ class RunningRequests:
     def accept(self, messages: Sequence[Tokens | RequestFailed], now: float) -> list[Tokens | RequestFailed]:
         """Update the deadlines from a step's results. Returns the results of requests that were not cancelled meanwhile."""
         wanted: list[Tokens | RequestFailed] = []
+        if messages:
+            self._seen = None
         for message in messages:
             target = self._targets.get(message.id)
             if target is None:
@@ -74,8 +81,19 @@ class RunningRequests:
 
     def step_kind(self) -> StepKind:
         """The kind of the next step."""
-        return "decode" if all(target.decodes for target in self._targets.values()) else "prefill"
+        return self._see()[1]
 
-    def view(self) -> tuple[Running, ...]:
-        """For the policy."""
-        return tuple(Running(id, target.due, target.steps) for id, target in self._targets.items())
+    def view(self) -> tuple[Due, ...]:
+        """The first deadline for each number of steps."""
+        return self._see()[0]
+
+    def _see(self) -> tuple[tuple[Due, ...], StepKind]:
+        if self._seen is None:
+            targets = self._targets
+            kind: StepKind = "decode" if all(target.decodes for target in targets.values()) else "prefill"
+            first: dict[int, float] = {}
+            for target in targets.values():
+                if target.due < first.get(target.steps, math.inf):
+                    first[target.steps] = target.due
+            self._seen = tuple([Due(due, steps) for steps, due in first.items()]), kind
+        return self._seen

@@ -98,12 +98,12 @@ class DeficitRoundRobin(Generic[T]):
         flow = max(self._round, key=lambda flow: len(flow.items))
         return flow.key, next(reversed(flow.items))
 
-    def order(self) -> tuple[T, ...]:
-        """All items, in the order in which `pop` will return them unless items are added or removed."""
-        return tuple(due.item for due in self._due)
+    def first(self, count: int) -> tuple[T, ...]:
+        """The items that `pop` would return."""
+        return tuple([due.item for due in self._due[:count]])
 
     def pop(self, count: int) -> list[T]:
-        """Remove and return the first `count` items of `order`, or all if fewer wait."""
+        """Remove and return the first `count` items, or all if fewer wait."""
         popped = self._due[:count]
         if not popped:
             return []

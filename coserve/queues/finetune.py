@@ -10,6 +10,8 @@ class JobQueue:
 
     def __init__(self) -> None:
         self._ready: dict[str, None] = {}  # an ordered set
+        self._order: tuple[str, ...] | None = None
+        """`ready`, until the queue changes."""
 
     def __len__(self) -> int:
         return len(self._ready)
@@ -21,11 +23,13 @@ class JobQueue:
         """Append a job."""
         assert job not in self, job
         self._ready[job] = None
+        self._order = None
 
     def remove(self, job: str) -> None:
         """Remove a job that ended or was paused."""
         assert job in self, job
         del self._ready[job]
+        self._order = None
 
     def rotate(self, job: str) -> None:
         """Move a job behind all others."""
@@ -34,4 +38,6 @@ class JobQueue:
 
     def ready(self) -> tuple[str, ...]:
         """Jobs that can train, the next one first."""
-        return tuple(self._ready)
+        if self._order is None:
+            self._order = tuple(self._ready)
+        return self._order

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from coserve.errors import QueueFull
 from coserve.link import Generate
@@ -22,6 +22,11 @@ class Queued:
     message: Generate
     arrived: float
     deadline: float
+    tokens: int = field(init=False)
+    """Of the prompt."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "tokens", len(self.message.prompt))
 
 
 class InferenceQueue:
@@ -37,7 +42,8 @@ class InferenceQueue:
         self._limit, self._fair = limit, fair
         self._entries: dict[str, Queued] = {}  # in order of arrival
         self._flows = DeficitRoundRobin[Queued](QUANTUM)
-        self._waiting: tuple[Queued, ...] | None = ()
+        self._waiting: tuple[int, tuple[Queued, ...]] | None = None
+        """The last answer of `waiting`, and its `count`."""
 
     def __len__(self) -> int:
         return len(self._entries)
@@ -59,7 +65,7 @@ class InferenceQueue:
         assert message.id not in self._entries, message.id
         displaced = self._displace(message, arrived) if len(self._entries) >= self._limit else None
         entry = self._entries[message.id] = Queued(message, arrived, deadline)
-        self._flows.push(self._flow(message), message.id, len(message.prompt) + message.sampling.max_tokens, entry)
+        self._flows.push(self._flow(message), message.id, entry.tokens + message.sampling.max_tokens, entry)
         self._waiting = None
         return displaced
 
@@ -81,11 +87,11 @@ class InferenceQueue:
         self._waiting = None
         return True
 
-    def waiting(self) -> tuple[Queued, ...]:
-        """All requests, in the order in which `pop` will return them. The same tuple until the queue changes."""
-        if self._waiting is None:
-            self._waiting = self._flows.order()
-        return self._waiting
+    def waiting(self, count: int) -> tuple[Queued, ...]:
+        """The requests that `pop` would return. The same tuple for the same `count` until the queue changes."""
+        if self._waiting is None or self._waiting[0] != count:
+            self._waiting = count, self._flows.first(count)
+        return self._waiting[1]
 
     def retry_after(self, now: float) -> float:
         """Seconds after which a refused client may try again: the age of the oldest request, which is about the time that a

@@ -8,24 +8,23 @@ always gives the same decision.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 
-@dataclass(frozen=True, slots=True)
-class Waiting:
-    """A request in the queue. `deadline` of its first token; `steps`: generation steps that the token takes."""
+class Waiting(Protocol):
+    """A request in the queue. `deadline` of its first token; `tokens` of its prompt."""
 
-    id: str
-    arrived: float
-    deadline: float
-    steps: int = 1
+    @property
+    def arrived(self) -> float: ...
+    @property
+    def deadline(self) -> float: ...
+    @property
+    def tokens(self) -> int: ...
 
 
-@dataclass(frozen=True, slots=True)
-class Running:
-    """A request in the batch. `deadline` of its next token; `steps`: generation steps that the token takes."""
+class Due(NamedTuple):
+    """The next token of a running request: its deadline, and the generation steps that it takes."""
 
-    id: str
     deadline: float
     steps: int = 1
 
@@ -60,9 +59,15 @@ class View:
     """
 
     waiting: tuple[Waiting, ...]
-    """In the order of admission, which may differ from that of arrival."""
-    running: tuple[Running, ...]
-    """Empty while no request of the batch can compute anything."""
+    """Those that can be admitted now, at most `headroom`, in the order of admission, which may differ from that of arrival."""
+    queued: int
+    """How many requests wait, including `waiting`."""
+    first_arrival: float | None
+    """Of the oldest of them."""
+    running: tuple[Due, ...]
+    """The first deadline of the batch for each number of steps. Empty while no request of the batch can compute anything."""
+    step_tokens: int
+    """Most tokens of a generation step."""
     headroom: int
     """How many more requests can be admitted."""
     jobs: tuple[str, ...]

@@ -16,7 +16,7 @@ class Slices:
 
     def __init__(self) -> None:
         self._costs = Estimates()
-        self._jobs: frozenset[str] = frozenset()
+        self._jobs: tuple[str, ...] = ()
         self.waiting_since: float | None = None
         """See `View.train_waiting_since`."""
         self.by_patience = 0
@@ -27,9 +27,9 @@ class Slices:
 
     def ready(self, jobs: tuple[str, ...], now: float) -> None:
         """`jobs` can train now. The costs of other jobs are forgotten."""
-        if (known := frozenset(jobs)) != self._jobs:
-            self._jobs = known
+        if jobs is not self._jobs and (known := frozenset(jobs)) != frozenset(self._jobs):
             self._costs.keep(lambda key: not isinstance(key, tuple) or key[0] in known)
+        self._jobs = jobs
         if not jobs:
             self.waiting_since = self._overdue = None
             self._overdue_in_a_row = 0

@@ -38,7 +38,7 @@ def test_a_request_is_not_interrupted_and_the_idle_engine_collects_once() -> Non
         generator.interpreter = interpreter
         api, engine_end = local_pair()
         engine = Engine(
-            generator, FakeTrainer(meter, PRICES, {}, rng, loop.time), NoAdapters(), Slack(4, 1.0), engine_end,
+            generator, FakeTrainer(meter, PRICES, {}, rng, loop.time), NoAdapters(), Slack(1.0), engine_end,
             max_running=4, max_queue=4, fair=True, max_active_jobs=1, step_tokens=64, clock=loop.time, pace=meter.pace,
             garbage=GarbageCollection(interpreter.collect, interpreter.count),
         )  # fmt: skip

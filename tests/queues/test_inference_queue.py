@@ -53,7 +53,7 @@ def test_adapters_take_turns_and_their_versions_share_one() -> None:
     others = [request("x", "other", max_tokens=QUANTUM - 1), request("b0"), request("b1")]
     queue = InferenceQueue(9, fair=True)
     fill(queue, *hot, *others)
-    assert [entry.message.id for entry in queue.waiting()] == ["h0", "x", "b0", "h1", "b1", "h2", "h3"]
+    assert [entry.message.id for entry in queue.waiting(99)] == ["h0", "x", "b0", "h1", "b1", "h2", "h3"]
     assert ids(queue, 2) == ["h0", "x"]
     fill(queue, request("late", "new"))
     assert ids(queue) == ["b0", "h1", "late", "b1", "h2", "h3"]
@@ -77,7 +77,7 @@ def test_the_first_arrival_is_the_oldest_whoevers_turn_it_is() -> None:
     queue = InferenceQueue(9, fair=True)
     fill(queue, request("old", "a", max_tokens=10 * QUANTUM), arrived=3.0)
     fill(queue, request("new", "b"), arrived=4.0)
-    assert (queue.waiting()[0].message.id, queue.first_arrival) == ("new", 3.0)
+    assert (queue.waiting(99)[0].message.id, queue.first_arrival) == ("new", 3.0)
 
 
 def test_nobody_keeps_others_out_by_filling_the_queue() -> None:
@@ -144,7 +144,7 @@ class QueueAgainstLists(RuleBasedStateMachine):
 
     @rule(count=st.integers(0, LIMIT + 1))
     def take(self, count: int) -> None:
-        promised = self.queue.waiting()[:count]
+        promised = self.queue.waiting(count)
         taken = self.queue.pop(count)
         assert tuple(taken) == promised
         assert len(taken) == min(count, len(self.model))
@@ -166,8 +166,8 @@ class QueueAgainstLists(RuleBasedStateMachine):
     def same(self) -> None:
         if hasattr(self, "queue"):
             assert len(self.queue) == len(self.model)
-            entries = self.queue.waiting()
-            assert entries is self.queue.waiting()
+            entries = self.queue.waiting(99)
+            assert entries is self.queue.waiting(99)
             assert sorted((entry.message.id, entry.arrived) for entry in entries) == sorted(self.model)
             assert self.queue.first_arrival == (self.model[0][1] if self.model else None)
             assert len(set(self.gone)) == len(self.gone)

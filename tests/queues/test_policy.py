@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import pytest
 
 from coserve.config import Config
@@ -10,7 +12,15 @@ from coserve.queues.policies.ets import Ets
 from coserve.queues.policies.inference_first import InferenceFirst
 from coserve.queues.policies.slack import MAX_MICRO_STEPS, MAX_SLICE, Slack
 from coserve.queues.policies.temporal_sharing import TemporalSharing
-from coserve.queues.policy import Costs, Overdue, Running, Serve, Train, Turn, View, Wait, Waiting
+from coserve.queues.policy import Costs, Due, Overdue, Serve, Train, Turn, View, Wait
+
+
+class Request(NamedTuple):
+    """A waiting one."""
+
+    arrived: float
+    deadline: float
+    tokens: int = 1
 
 
 def view(
@@ -26,9 +36,13 @@ def view(
     ttft: float = 2.0,
 ) -> View:
     """`waiting`: arrivals; `running`: deadlines."""
+    arrivals = waiting or []
     return View(
-        waiting=tuple(Waiting(f"w{i}", arrived, arrived + ttft) for i, arrived in enumerate(waiting or [])),
-        running=tuple(Running(f"r{i}", deadline) for i, deadline in enumerate(running or [])),
+        waiting=tuple(Request(arrived, arrived + ttft) for arrived in arrivals[:headroom]),
+        queued=len(arrivals),
+        first_arrival=min(arrivals, default=None),
+        running=tuple(Due(deadline) for deadline in running or []),
+        step_tokens=64,
         headroom=headroom,
         jobs=jobs,
         turn=turn,
@@ -125,11 +139,13 @@ class TestTemporalSharing:
 
 
 class TestInferenceFirst:
-    policy = InferenceFirst(max_running=4)
+    policy = InferenceFirst()
 
     def test_admits_at_every_step(self) -> None:
-        assert self.policy.decide(view([0.0] * 9, [9.0], jobs=("j",)), 0.0) == Serve(3)
-        assert self.policy.decide(view([0.0], [9.0] * 4, jobs=("j",), train_waiting_since=-99.0), 0.0) == Serve(0)
+        assert self.policy.decide(view([0.0] * 9, [9.0], headroom=3, jobs=("j",)), 0.0) == Serve(3)
+        assert self.policy.decide(view([0.0], [9.0], headroom=0, jobs=("j",), train_waiting_since=-99.0), 0.0) == Serve(
+            0
+        )
 
     def test_trains_while_nobody_can_be_served_in_slices_that_a_newcomer_can_bear(self) -> None:
         assert self.policy.decide(view(jobs=("j", "k"), micro_step=MAX_SLICE / 4), 0.0) == Train("j", 4)
@@ -138,12 +154,11 @@ class TestInferenceFirst:
 
 
 class TestSlack:
-    policy = Slack(max_running=4, patience=1.0, margin=0.0, first_token=1.0)
+    policy = Slack(patience=1.0, margin=0.0, first_token=1.0)
 
     def test_without_jobs_it_serves_and_admits_at_every_step(self) -> None:
-        assert self.policy.decide(view([0.0] * 9), 0.0) == Serve(4)
-        assert self.policy.decide(view([0.0] * 9, [9.0] * 3), 0.0) == Serve(1)
-        assert self.policy.decide(view([0.0] * 9, [9.0] * 4), 0.0) == Serve(0)
+        assert self.policy.decide(view([0.0] * 9, headroom=4), 0.0) == Serve(4)
+        assert self.policy.decide(view([0.0] * 9, [9.0], headroom=0), 0.0) == Serve(0)
         assert self.policy.decide(view([0.0] * 9, [9.0], headroom=2), 0.0) == Serve(2)
         assert self.policy.decide(view(), 0.0) == Wait(None)
 
@@ -170,7 +185,7 @@ class TestSlack:
 
     def test_steps_until_the_token_count(self) -> None:
         def seen(steps: int) -> View:
-            return View((), (Running("r", 1.0, steps),), 3, ("j",), Turn(), 0.0, Costs(serve=0.3, micro_step=0.02))
+            return View((), 0, None, (Due(1.0, steps),), 64, 3, ("j",), Turn(), 0.0, Costs(serve=0.3, micro_step=0.02))
 
         assert self.policy.decide(seen(3), 0.0) == Train("j", 2)
         assert self.policy.decide(seen(4), 0.0) == Serve(0)
@@ -186,19 +201,19 @@ class TestSlack:
         assert self.policy.decide(view([0.0], [9.0] * 4, jobs=("j",), headroom=0, micro_step=0.04), 0.0) == Serve(0)
 
     def test_a_first_token_waits_for_a_share_of_its_time_only(self) -> None:
-        careful = Slack(4, 1.0, margin=0.0, first_token=0.25)
+        careful = Slack(1.0, margin=0.0, first_token=0.25)
         seen = view([10.0], [99.0], jobs=("j",), micro_step=0.04, ttft=2.0)
         assert careful.decide(seen, 10.4) == Train("j", 1)
         assert careful.decide(seen, 10.5) == Serve(1)
 
     def test_patience_gives_one_micro_step_whatever_the_deadlines_say(self) -> None:
-        pressed = view([0.0] * 9, [0.0], jobs=("j",), serve=0.1, micro_step=0.5, train_waiting_since=10.0)
+        pressed = view([0.0] * 9, [0.0], headroom=3, jobs=("j",), serve=0.1, micro_step=0.5, train_waiting_since=10.0)
         assert self.policy.decide(pressed, 10.9) == Serve(3)
         decision = self.policy.decide(pressed, 11.0)
         assert decision == Train("j", 1, Overdue(micro_step=0.5, slack=pytest.approx(-11.1)))
 
     def test_the_margin_keeps_a_share_of_the_slack(self) -> None:
-        careful = Slack(4, 1.0, margin=0.5)
+        careful = Slack(1.0, margin=0.5)
         seen = view([], [1.0], jobs=("j",), micro_step=0.03, train_waiting_since=0.9)
         assert self.policy.decide(seen, 0.95) == Train("j", 1)
         assert careful.decide(seen, 0.95) == Serve(0)

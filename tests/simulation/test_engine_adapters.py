@@ -106,7 +106,7 @@ async def scene(policy: Policy | None = None, max_running: int = 4, disk: Disk |
     api, engine_end = local_pair()
     trainer = FakeTrainer(meter, FREE, {}, rng, loop.time)
     engine = Engine(
-        generator, trainer, store, policy or Slack(max_running, 1.0), engine_end, max_running=max_running, max_queue=8,
+        generator, trainer, store, policy or Slack(1.0), engine_end, max_running=max_running, max_queue=8,
         fair=True, max_active_jobs=1, step_tokens=64, clock=loop.time,
     )  # fmt: skip
     running = asyncio.create_task(engine.run())
@@ -292,7 +292,7 @@ async def test_who_was_let_in_is_admitted_when_it_starts_and_waits_until_then() 
     generator, trainer = Late(meter, FREE, 64, rng, 0.0), FakeTrainer(meter, FREE, {}, rng, loop.time)
     api, engine_end = local_pair()
     engine = Engine(
-        generator, trainer, NoAdapters(), Slack(4, 1.0), engine_end, max_running=4, max_queue=8,
+        generator, trainer, NoAdapters(), Slack(1.0), engine_end, max_running=4, max_queue=8,
         fair=True, max_active_jobs=1, step_tokens=64, clock=loop.time,
     )  # fmt: skip
     running = asyncio.create_task(engine.run())

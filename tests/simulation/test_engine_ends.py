@@ -64,7 +64,7 @@ def live(script: Script, generator_type: type[FakeGenerator] = FakeGenerator) ->
             generator_type(meter, PRICES, 64, rng, 0.0),
             FakeTrainer(meter, PRICES, {"j0": JobPlan(1000, 4, 1000, None)}, rng, loop.time),
             NoAdapters(),
-            Slack(4, 1.0),
+            Slack(1.0),
             engine_end,
             max_running=4,
             max_queue=4,

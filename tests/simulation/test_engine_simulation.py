@@ -187,7 +187,7 @@ def test_slack_keeps_its_promises_while_jobs_train() -> None:
     late = tokens = 0
     for seed in seeds():
         scenario = make_scenario(seed, policy="slack", calm=True)
-        outcome = play(replace(scenario, policy=Slack(scenario.max_running, patience=1e9)))
+        outcome = play(replace(scenario, policy=Slack(patience=1e9)))
         late += missed(outcome)
         tokens += sum(len(outcome.tokens(id)) for id in outcome.sent)
     assert late <= max(2, tokens / 500)

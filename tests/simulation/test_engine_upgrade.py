@@ -97,7 +97,7 @@ def begin(fails: bool = False) -> tuple[Engine, Work, Preparing, LocalLink[ToEng
     work, (api, engine_end) = Work(generator, fails=fails), local_pair()
     trainer = FakeTrainer(meter, FREE, {"job": JobPlan(1, 1, 1, None), "other": JobPlan(1, 1, 1, None)}, rng, loop.time)
     engine = Engine(
-        generator, trainer, NoAdapters(), Slack(4, 1.0), engine_end, max_running=4, max_queue=4, fair=True,
+        generator, trainer, NoAdapters(), Slack(1.0), engine_end, max_running=4, max_queue=4, fair=True,
         max_active_jobs=1, step_tokens=64, clock=loop.time, upgrade=work,
     )  # fmt: skip
     return engine, work, generator, api

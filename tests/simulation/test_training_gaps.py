@@ -57,7 +57,7 @@ def live(cost: Cost) -> list[tuple[float, FromEngine]]:
         trainer.cost_of = cost
         api, engine_end = local_pair()
         engine = Engine(
-            FakeGenerator(meter, PRICES, 64, rng, 0.0), trainer, NoAdapters(), Slack(64, PATIENCE), engine_end,
+            FakeGenerator(meter, PRICES, 64, rng, 0.0), trainer, NoAdapters(), Slack(PATIENCE), engine_end,
             max_running=64, max_queue=4, fair=True, max_active_jobs=1, step_tokens=64, clock=loop.time, pace=meter.pace,
         )  # fmt: skip
         run = asyncio.create_task(engine.run())

@@ -141,7 +141,7 @@ async def scene(
     adapters = NoAdapters()
     api, engine_end = local_pair()
     engine = Engine(
-        Picky(meter, FREE, 64, rng, 0.0), trainer, adapters, Slack(4, 1.0), engine_end, max_running=4, max_queue=8,
+        Picky(meter, FREE, 64, rng, 0.0), trainer, adapters, Slack(1.0), engine_end, max_running=4, max_queue=8,
         fair=True, max_active_jobs=active, step_tokens=64, clock=loop.time,
     )  # fmt: skip
     running = asyncio.create_task(engine.run())

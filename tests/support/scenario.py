@@ -81,8 +81,8 @@ def make_scenario(seed: int, *, policy: str, calm: bool = False, cold: bool = Fa
         "ets": Ets(max_running, delay),
         "ts": TemporalSharing(n := rng.randint(1, 4), max_running, delay),
         "ts-batch": TemporalSharing(n, max_running, delay, "batch"),
-        "inference-first": InferenceFirst(max_running),
-        "slack": Slack(max_running, patience),
+        "inference-first": InferenceFirst(),
+        "slack": Slack(patience),
     }
     plans = {
         f"j{i}": JobPlan(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from coserve.queues.policy import View, Wait, Waiting
+from coserve.queues.policy import View, Wait
 
 TIMER_MARGIN = 1e-6
 """Seconds added to a wake-up time: timers round, and Algorithm 1 requires `>`."""
@@ -23,18 +23,12 @@ class Batching:
     def ready(self, view: View, now: float) -> bool:
         """`size` requests wait, or the oldest has waited longer than `delay`. Not without headroom: the batch before waits for
         its adapters."""
-        waiting = view.waiting
-        if not waiting or not view.headroom:
+        if not view.waiting or view.first_arrival is None:
             return False
-        return len(waiting) >= self.size or now - first_arrival(waiting) > self.delay
+        return view.queued >= self.size or now - view.first_arrival > self.delay
 
     def wait(self, view: View) -> Wait:
         """Until a batch is ready, if requests wait that a batch can take."""
-        if not view.waiting or not view.headroom:
+        if not view.waiting or view.first_arrival is None:
             return Wait(None)
-        return Wait(first_arrival(view.waiting) + self.delay + TIMER_MARGIN)
-
-
-def first_arrival(waiting: tuple[Waiting, ...]) -> float:
-    """Arrival of the oldest request, which is not always the next one to be admitted."""
-    return min(each.arrived for each in waiting)
+        return Wait(view.first_arrival + self.delay + TIMER_MARGIN)

@@ -18,6 +18,6 @@ def make_policy(config: Config) -> Policy:
         case "ts":
             return TemporalSharing(config.ts_n, size, delay, "batch" if config.ts_unit == "batch" else "request")
         case "inference-first":
-            return InferenceFirst(size)
+            return InferenceFirst()
         case _:
-            return Slack(size, config.train_patience)
+            return Slack(config.train_patience)

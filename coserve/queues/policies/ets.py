@@ -20,7 +20,7 @@ class Ets:
         if view.running:
             return Serve(0)
         if self._batching.ready(view, now):
-            return Serve(min(self._batching.size, len(view.waiting), view.headroom))
+            return Serve(min(self._batching.size, len(view.waiting)))
         if view.jobs:
             return Train(view.jobs[0], None)
         return self._batching.wait(view)

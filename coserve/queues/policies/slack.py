@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from itertools import chain
 
 from coserve.queues.policy import Decision, Overdue, Serve, Train, View, Wait
 
@@ -29,41 +28,38 @@ class Slack:
     of deadlines, so training never starves. Without requests, training runs freely.
     """
 
-    def __init__(
-        self, max_running: int, patience: float, *, margin: float = 0.2, first_token: float = FIRST_TOKEN_SHARE
-    ) -> None:
-        assert max_running >= 1 and patience >= 0 and 0 <= margin < 1, (max_running, patience, margin)
-        assert 0 < first_token <= 1, first_token
-        self._max_running = max_running
+    def __init__(self, patience: float, *, margin: float = 0.2, first_token: float = FIRST_TOKEN_SHARE) -> None:
+        assert patience >= 0 and 0 <= margin < 1 and 0 < first_token <= 1, (patience, margin, first_token)
         self._patience = patience
         self._margin, self._first_token = margin, first_token
 
     def decide(self, view: View, now: float) -> Decision:
-        admit = max(0, min(len(view.waiting), view.headroom, self._max_running - len(view.running)))
+        admit = len(view.waiting)
         serves = bool(view.running) or admit > 0
         if not view.jobs:
             return Serve(admit) if serves else Wait(None)
         micro_step = view.costs.micro_step
         if not serves:
             return Train(view.jobs[0], micro_steps_within(MAX_SLICE, micro_step))
-        slack = self._slack(view, now)
-        if len(view.waiting) > admit:
-            slack = min(slack, 0.0)
-        if slack > 0 and slack >= micro_step:
+        full = view.queued > admit
+        if not full and (slack := self._slack(view, now)) > 0 and slack >= micro_step:
             return Train(view.jobs[0], micro_steps_within(min(slack, MAX_SLICE), micro_step))
         if view.train_waiting_since is not None and now - view.train_waiting_since >= self._patience:
-            return Train(view.jobs[0], 1, Overdue(micro_step, slack))
+            slack = self._slack(view, now)
+            return Train(view.jobs[0], 1, Overdue(micro_step, min(slack, 0.0) if full else slack))
         return Serve(admit)
 
     def _slack(self, view: View, now: float) -> float:
         """Seconds that training may take from now. At least one request waits or runs."""
-        serve = view.costs.serve
-        waiting = (
-            each.arrived + self._first_token * (each.deadline - each.arrived) - each.steps * serve
-            for each in view.waiting
-        )
-        running = (each.deadline - each.steps * serve for each in view.running)
-        return (min(chain(waiting, running)) - now) * (1 - self._margin)
+        serve, share, step_tokens = view.costs.serve, self._first_token, view.step_tokens
+        tightest = min([due.deadline - due.steps * serve for due in view.running], default=math.inf)
+        tokens = 0  # of the prompts so far
+        for each in view.waiting:
+            tokens += each.tokens
+            steps = -(-tokens // step_tokens)
+            target = each.arrived + share * (each.deadline - each.arrived) - steps * serve
+            tightest = min(tightest, target)
+        return (tightest - now) * (1 - self._margin)
 
 
 def micro_steps_within(seconds: float, micro_step: float) -> int:

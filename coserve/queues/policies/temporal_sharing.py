@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from coserve.queues.policies.batches import Batching, first_arrival
+from coserve.queues.policies.batches import Batching
 from coserve.queues.policy import Decision, Serve, Train, View, Wait
 
 Unit = Literal["request", "batch"]
@@ -38,10 +38,11 @@ class TemporalSharing:
         if view.jobs and (batches >= self._n or not self._batching.ready(view, now)):
             return Train(view.jobs[0], None)
         if self._batching.ready(view, now):
-            return self._dispatch(view)
+            return Serve(self._size(view))
         return self._batching.wait(view)
 
-    def _dispatch(self, view: View) -> Serve:
-        complete = first_arrival(view.waiting) + self._batching.delay
-        size = sum(each.arrived <= complete for each in view.waiting)
-        return Serve(min(self._batching.size, size, view.headroom))
+    def _size(self, view: View) -> int:
+        """Of the batch that is complete."""
+        assert view.first_arrival is not None, "a batch without requests"
+        complete = view.first_arrival + self._batching.delay
+        return max(1, min(self._batching.size, sum(each.arrived <= complete for each in view.waiting)))

@@ -1,0 +1,116 @@
+"""Cost of one scheduling decision: the engine's view of its queues, and the policy's answer.
+
+    python -m benchmarks.decisions --out benchmarks/results
+
+1,000 requests of 32 adapters wait, up to 64 run, and 100 jobs can train. Each policy decides when nothing has changed since
+its last decision, after a generation step that gave every running request a token, and after a request was admitted and
+another one came (their bookkeeping is not counted). Needs no GPU. A row is the median of the repeats in microseconds.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import count
+
+from benchmarks.demo import hardware
+from benchmarks.options import make_parser
+from benchmarks.serving_results import Results, Target
+from coserve.config import Config
+from coserve.engine.running import RunningRequests
+from coserve.engine.views import Views
+from coserve.link import Generate, Tokens
+from coserve.queues.finetune import JobQueue
+from coserve.queues.inference import InferenceQueue
+from coserve.queues.policies.choice import make_policy
+from coserve.types import AdapterRef, MicroStep, SamplingParams, Slo
+
+WAITING, BATCH, JOBS, ADAPTERS, REPEATS = 1000, 64, 100, 32, 2000
+TARGET = Target(50.0, most=True)
+
+
+def request(number: int) -> Generate:
+    return Generate(
+        id=f"r{number}",
+        prompt=(1,) * 256,
+        sampling=SamplingParams(max_tokens=64),
+        adapter=AdapterRef(f"a{number % ADAPTERS}", 1),
+        slo=Slo(ttft=2.0, tpot=0.2),
+    )
+
+
+@dataclass
+class Jobs:
+    """`JOBS` jobs that can train."""
+
+    queue: JobQueue
+
+    def ready(self) -> tuple[str, ...]:
+        return self.queue.ready()
+
+    def next_micro_step(self, job: str) -> MicroStep:
+        return MicroStep.FORWARD
+
+    def in_training(self, job: str) -> bool:
+        return job in self.queue
+
+
+class Case:
+    """One policy with `running` requests in the batch."""
+
+    def __init__(self, policy: str, running: int) -> None:
+        config = Config(policy=policy)
+        self._queue, self._running, jobs = InferenceQueue(2 * WAITING, fair=config.fair), RunningRequests(), JobQueue()
+        for job in range(JOBS):
+            jobs.add(f"j{job}")
+        self._numbers = count()
+        for _ in range(WAITING):
+            self._push()
+        for i in range(running):
+            self._running.add(f"x{i}", tpot=0.2, deadline=1.0, steps=1)
+        self._tokens = [Tokens(id=f"x{i}", tokens=(1,), finished=None) for i in range(running)]
+        self._views = Views(self._queue, self._running, Jobs(jobs), max_running=BATCH, step_tokens=2048)
+        self._policy = make_policy(config)
+
+    def _push(self) -> None:
+        self._queue.push(request(next(self._numbers)), arrived=0.0, deadline=2.0)
+
+    def nothing(self) -> None:
+        """The queues stay as they are."""
+
+    def step(self) -> None:
+        self._running.accept(self._tokens, 0.5)
+
+    def arrival(self) -> None:
+        self._queue.pop(1)
+        self._push()
+
+    def seconds(self, change: Callable[[], None]) -> float:
+        """Of a decision after `change`."""
+        change()
+        began = time.perf_counter()
+        self._policy.decide(self._views.view(0.5, reading=0, blocked=False), 0.5)
+        return time.perf_counter() - began
+
+
+def main() -> None:
+    options = make_parser(__doc__).parse_args()
+    settings = {"waiting": WAITING, "batch": BATCH, "jobs": JOBS, "adapters": ADAPTERS}
+    results = Results(
+        options.out, "decisions.json", script="benchmarks.decisions", hardware=hardware(), seed=0, revision=options.commit,
+        settings=settings,
+    )  # fmt: skip
+    for policy in ("slack", "ets", "ts", "inference-first"):
+        for running in (0, BATCH // 2, BATCH):
+            case = Case(policy, running)
+            for change in (case.nothing, case.step, case.arrival):
+                found = sorted(1e6 * case.seconds(change) for _ in range(REPEATS))
+                key = f"decision_us.{policy}.running{running}.{change.__name__}"
+                about = {"p99": round(found[REPEATS * 99 // 100], 1)}
+                results.put(key, round(statistics.median(found), 1), "us a decision", TARGET, found, about)
+
+
+if __name__ == "__main__":
+    main()
