@@ -16,8 +16,10 @@ import asyncio
 import contextlib
 import dataclasses
 import json
+import shutil
+import subprocess
 import tempfile
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Coroutine
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -40,6 +42,7 @@ from coserve.workloads.scenario import Scenario
 from coserve.workloads.summary import Summary, summarise
 from coserve.workloads.trace import PromptArrival, Repeatable, Trace, load_trace, save_trace
 
+SYSTEMS = ("coserve", "coserve-alone", "vllm", "vllm+peft", "peft")
 WARM_TOKENS, WARM_OUTPUT = 64, 16
 
 
@@ -95,7 +98,7 @@ async def measure_coserve(url: str, trace: Trace) -> ReplayResult:
     )
 
 
-Measure = Callable[[Trace], Any]
+Measure = Callable[[Trace], Coroutine[Any, Any, ReplayResult]]
 
 
 @dataclass(frozen=True)
@@ -143,8 +146,9 @@ class Comparison:
                 run = await measure_one(load_trace(path))
                 summary = summarise(run)
                 write_report(self.out / key / name, run, summary, name)
-                record(self.out, key, name, summary)
-                print(f"{key}  {name}: {json.dumps(row(summary))}", flush=True)
+                found = row(summary) | {"gpu_memory_gib": await asyncio.to_thread(gpu_memory)}
+                record(self.out, key, name, found)
+                print(f"{key}  {name}: {json.dumps(found)}", flush=True)
 
 
 def row(summary: Summary) -> dict[str, Any]:
@@ -166,12 +170,21 @@ def row(summary: Summary) -> dict[str, Any]:
     }
 
 
-def record(out: Path, trace: str, system: str, summary: Summary) -> None:
+def gpu_memory() -> float | None:
+    """GiB in use on the first GPU, by all processes; None without one."""
+    query = ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits", "--id=0"]
+    if shutil.which(query[0]) is None:
+        return None
+    done = subprocess.run(query, capture_output=True, text=True, check=False)
+    return None if done.returncode else round(float(done.stdout.strip()) / 1024, 2)
+
+
+def record(out: Path, trace: str, system: str, found: dict[str, Any]) -> None:
     """Write the row beside those that are there."""
     path = out / "peers.json"
-    found = json.loads(path.read_text()) if path.exists() else {"rows": {}}
-    found["rows"][f"{trace}.{system}"] = row(summary) | {"date": datetime.now(UTC).isoformat(timespec="seconds")}
-    path.write_text(json.dumps(found, indent=1) + "\n")
+    results = json.loads(path.read_text()) if path.exists() else {"rows": {}}
+    results["rows"][f"{trace}.{system}"] = found | {"date": datetime.now(UTC).isoformat(timespec="seconds")}
+    path.write_text(json.dumps(results, indent=1) + "\n")
 
 
 def make_traces(options: argparse.Namespace, folder: Path) -> dict[str, Path]:
@@ -219,6 +232,8 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--scratch", type=Path, default=None, help="folder for the base, the adapters and the data")
     options = parser.parse_args()
     check_tiny(parser, options)
+    if unknown := set(options.systems.split(",")) - set(SYSTEMS):
+        parser.error(f"--systems: expected some of {', '.join(SYSTEMS)}, got {', '.join(sorted(unknown))}")
     return options
 
 
