@@ -82,7 +82,8 @@ def _local_linear(
     """(T, ΣO): what this rank computes of it."""
     if lora is not None and not lora.changes(sites):
         lora = None
-    if x_TD.shape[0] == 1 and (shape := fused.gemms.gemv.get((x_TD.shape[1], *sizes))):
+    shape = fused.gemms.gemv_shape(x_TD.shape[1], sizes, lora=lora is not None) if x_TD.shape[0] == 1 else None
+    if shape is not None:
         tables = None if lora is None else lora.decode_tables(sites)
         if lora is None or tables is not None:
             return gemv(x_TD[0], weight, bias, sizes, tables, shape=shape).view(1, -1)

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from coserve.kernels.gemm.gemv import gemv, shapes_of
+from coserve.kernels.gemm.gemv_choice import fastest, fastest_with_adapter
 from coserve.kernels.lora import reference
 from coserve.kernels.lora.segmented.adapter_table import Slots, table_entries
 from coserve.kernels.lora.segmented.plan import DecodeTables
@@ -54,3 +55,10 @@ def test_single_row_in_a_graph(inputs: int, sizes: tuple[int, ...]) -> None:
                 parts = [reference.lora_add(y, x, one, [p]) for y, p in zip(parts, pairs[slot], strict=True)]
             expected = torch.cat(parts, 1)[0].float()
             assert (got.float() - expected).norm() <= 1e-2 * expected.norm(), (shape, slot)
+
+
+def test_the_fastest_shapes_can_run() -> None:
+    weights = [torch.randn(6144, 4096, device="cuda", dtype=torch.bfloat16) for _ in range(3)]
+    sizes = (4096, 1024, 1024)
+    assert fastest(weights, sizes) in (None, *shapes_of(4096, sizes))
+    assert fastest_with_adapter(weights, sizes) in shapes_of(4096, sizes)

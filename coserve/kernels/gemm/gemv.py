@@ -12,8 +12,7 @@ launch). The shrink runs meanwhile, and the expand is a few multiplications at t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Sequence
 
 import torch
 import triton
@@ -23,7 +22,6 @@ from torch import Tensor
 from coserve.kernels.gpu.device import device_info, interpreted
 from coserve.kernels.gpu.launcher import launch
 from coserve.kernels.gpu.rounding import cdiv, next_power_of_2
-from coserve.kernels.gpu.timing import graph_ms
 from coserve.kernels.lora.segmented.adapter_table import RANK_BLOCK
 from coserve.kernels.lora.segmented.block_sizes import DecodeBlocks
 from coserve.kernels.lora.segmented.launch_decode import decode_shrink
@@ -34,6 +32,8 @@ MAX_INPUTS = 32768
 """Most inputs D: a program reads them all at once."""
 SHAPES = ((1, 4), (1, 8), (2, 4), (2, 8), (4, 4), (4, 8), (8, 8))
 """Rows of the weight that a program reads, and its warps."""
+LEAST_RANKS = 64
+"""Ranks of B that a program's tile has at least: those of a narrower one lie in few threads, which takes longer."""
 
 
 @triton.jit(do_not_specialize=["row"], do_not_specialize_on_alignment=["ranks_ptr", "scalings_ptr"])
@@ -101,34 +101,6 @@ def shapes_of(inputs: int, sizes: Sequence[int]) -> list[tuple[int, int]]:
     ]
 
 
-def fastest(weights_OD: Sequence[Tensor], sizes: Sequence[int]) -> tuple[int, int] | None:
-    """The shape with which `gemv` beats torch's own GEMM most; None if none does.
-
-    Measured in a CUDA graph over all of `weights_OD`, which together should be more than the L2 cache holds.
-    """
-    x = torch.randn(1, weights_OD[0].shape[1], dtype=weights_OD[0].dtype, device=weights_OD[0].device)
-    best, chosen = _milliseconds(lambda w: torch.nn.functional.linear(x, w), weights_OD), None
-    for block, warps in shapes_of(x.shape[1], sizes):
-        own = partial(gemv, x[0], bias_O=None, sizes=sizes, lora=None, shape=(block, warps))
-        try:
-            spent = _milliseconds(lambda w, own=own: own(weight_OD=w), weights_OD)
-        except triton.runtime.errors.OutOfResources:  # a shape too large for this device
-            continue
-        if spent < best:
-            best, chosen = spent, (block, warps)
-    return chosen
-
-
-def _milliseconds(call: Callable[[Tensor], Tensor], weights_OD: Sequence[Tensor]) -> float:
-    def run() -> None:
-        for weight in weights_OD:
-            call(weight)
-
-    for weight in weights_OD[:2]:
-        call(weight)
-    return graph_ms(run)
-
-
 def gemv(
     x_D: Tensor,
     weight_OD: Tensor,
@@ -163,6 +135,6 @@ def gemv(
         x_D, weight_OD, y if bias_O is None else bias_O, y, h, tiles_, addresses, ranks, scalings,
         D, O, *ends, row, width, LORA=lora is not None, BIAS=bias_O is not None, SITES=sites, SPLITS=splits,
         SPLITS_POW2=next_power_of_2(splits), SHARDS=shards, SLICE=cut, BLOCK_N=block, BLOCK_K=block_k,
-        BLOCK_R=max(RANK_BLOCK, next_power_of_2(R)), num_warps=warps, num_stages=1, **options,
+        BLOCK_R=max(LEAST_RANKS, next_power_of_2(R)), num_warps=warps, num_stages=1, **options,
     )  # fmt: skip
     return y
