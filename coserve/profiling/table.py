@@ -14,7 +14,9 @@ COLUMNS = (*COMPONENTS, "total")
 def source_text(report: ProfileReport) -> str:
     """The base, and whether the numbers were measured, in one line."""
     kind = f"measured on {report.device}" if report.measured else "PREDICTED, not measured"
-    return f"{report.model}, {report.parameters / 1e9:.3f} billion parameters, {report.dtype}: {kind} ({report.how})"
+    size = report.parameters / 1e6
+    count = f"{size / 1e3:.2f} billion" if size >= 1e3 else f"{size:.1f} million"
+    return f"{report.model}, {count} parameters, {report.dtype}: {kind} ({report.how})"
 
 
 def series_table(series: Series) -> Table:

@@ -84,6 +84,20 @@ def test_products_copy_what_cublas_cannot_read(shape: tuple[int, int], stride: t
     assert workspace_bytes("aten::add", (left, left)) == 0
 
 
+def test_flash_attentions_backward_sums_in_fp32_over_rounded_sequences() -> None:
+    """Two sequences of 10 tokens, 4 heads of 40 over 2 of keys: dQ of 64 columns and a row's sum; dK and dV of each head."""
+    q, k = torch.empty(20, 4, 40, dtype=torch.bfloat16), torch.empty(20, 2, 40, dtype=torch.bfloat16)
+    bounds = torch.empty(3, dtype=torch.int32)
+    found = workspace_bytes("aten::_flash_attention_backward", (q, q, k, k, q, None, bounds, bounds))
+    assert found == 4 * (20 + 2 * 128) * 4 * (64 + 1) + 2 * 20 * 4 * 40 * 2
+    q, k = torch.empty(2, 4, 10, 40), torch.empty(2, 4, 10, 40)
+    args = (q, q, k, k)
+    assert workspace_bytes("aten::_scaled_dot_product_flash_attention_for_cpu_backward", args) == 4 * 2 * 4 * 10 * 41
+    half = tuple(x.bfloat16() for x in args)
+    found = workspace_bytes("aten::_scaled_dot_product_flash_attention_for_cpu_backward", half)
+    assert found == 4 * 2 * 128 * 4 * (64 + 1)
+
+
 def test_torchs_own_tracker_finds_the_same_peak() -> None:
     """Its peak cannot be reset, so each pass has a tracker of its own; tensors of the CPU are not rounded there."""
 

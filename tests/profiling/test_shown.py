@@ -93,7 +93,7 @@ def test_inference_has_two_components() -> None:
 
 
 def test_it_is_said_whether_numbers_were_measured() -> None:
-    assert "PREDICTED, not measured" in source_text(report())
+    assert source_text(report()).startswith("tiny, 1.50 billion parameters, bfloat16: PREDICTED, not measured")
     assert "measured on NVIDIA H200" in source_text(report(measured=True))
     assert "PREDICTED" not in source_text(report(measured=True))
 

@@ -28,8 +28,8 @@ def workspace_bytes(op: str, args: Sequence[Any]) -> int:
     if op == RECTANGULAR_BACKWARD:
         q, k = args[1], args[2]
         batch, heads, tokens, width = q.shape
-        if q.dtype == torch.float32:
-            return 4 * int(batch * heads * tokens)
+        if q.dtype == torch.float32:  # the product of the output and its gradient, and its sums over the width
+            return 4 * int(batch * heads * tokens * (width + 1))
         padded = -(-tokens // QUERY_BLOCK) * QUERY_BLOCK
         return _flash_backward(batch * padded, heads, k.shape[1], batch * k.shape[2], width, k.element_size())
     return 0
