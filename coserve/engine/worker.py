@@ -32,7 +32,7 @@ from coserve.engine.ranks.serve import load_ranked_base, told
 from coserve.engine.ranks.trainer import RankedTrainer, tell_gathering
 from coserve.engine.starting import EndedAtStart, until_shutdown
 from coserve.engine.warming.client import WarmUpClient
-from coserve.engine.warming.compilations import watch_compilations
+from coserve.engine.warming.compilations import watch_compilations, watch_layers
 from coserve.engine.warming.early_start import StartedWarmUp
 from coserve.engine.warming.part_runner import make_part_runner
 from coserve.engine.warming.upgrade import PreloadKernels, Upgrade, preload_nothing
@@ -257,6 +257,7 @@ def serve(config: Config, fd: int, warm_up: StartedWarmUp | None, rank: OwnRank 
     compilations = watch_compilations(logging.WARNING)  # steps wait for each of them
     if rank is not None:
         rank.monitor.progress.watch_kernels(lambda: compilations.loads)
+        rank.monitor.progress.watch_compiler(watch_layers())
     work = _run(config, fd, warm_up, rank)
     run_to_exit(work if rank is None else told(work, rank.monitor))
 

@@ -120,5 +120,15 @@ def test_the_rank_that_did_not_begin_a_collective_is_told_of() -> None:
     assert loss is not None and loss.startswith("rank 1 ")
 
 
+def test_a_rank_that_compiles_layers_is_not_late() -> None:
+    watched, compiles = Watched(), True
+    watched.end("Launch")
+    watched.progress[0].watch_compiler(lambda: compiles)
+    with watched.progress[0].command(2, "Launch"):
+        assert watched.seconds_until_lost()[1] is None
+        compiles = False
+        assert watched.seconds_until_lost()[0] <= 10.0
+
+
 def test_a_rank_without_a_command_is_not_late() -> None:
     assert Watched().seconds_until_lost()[1] is None

@@ -16,7 +16,7 @@ import torch
 from coserve.config import Config, config_to_json
 from coserve.engine.warming import early_start
 from coserve.engine.warming.client import DIED, WarmUpClient, gemm_paths
-from coserve.engine.warming.compilations import Compilations
+from coserve.engine.warming.compilations import Compilations, watch_layers
 from coserve.engine.warming.early_start import CAPTURABLE, use_caches
 from coserve.engine.warming.part_runner import make_part_runner
 from coserve.engine.warming.step_mixes import Mix, step_mixes
@@ -107,6 +107,17 @@ def test_the_steps_of_a_warm_up_fit_the_settings() -> None:
         assert len(mix.tokens) <= 16 + 1
         assert sum(mix.tokens) <= 512
         assert mix.position + max(mix.tokens) <= 1024
+
+
+def test_it_is_known_that_layers_are_being_compiled() -> None:
+    seen, compiles = list[bool](), watch_layers()
+
+    def backend(graph: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> torch.fx.GraphModule:
+        seen.append(compiles())
+        return graph
+
+    torch.compile(lambda x: x + 1, backend=backend)(torch.zeros(2))
+    assert (seen, compiles()) == ([True], False)
 
 
 def stacked() -> list[StackedWeights]:

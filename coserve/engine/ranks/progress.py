@@ -36,6 +36,7 @@ class Progress:
         """Kinds of which a command has ended since the rank was ready."""
         self._collectives: Callable[[], int] = lambda: 0
         self._kernels: Callable[[], int] = lambda: 0
+        self._compiles: Callable[[], bool] = lambda: False
         self._signs = 0
         self._watched: _Running | None = None
         self._quiet = 0
@@ -62,6 +63,10 @@ class Progress:
         """How many were loaded: as `watch_collectives`."""
         self._kernels = loaded
 
+    def watch_compiler(self, compiles: Callable[[], bool]) -> None:
+        """Whether layers are being compiled, which is progress however long it takes."""
+        self._compiles = compiles
+
     def ready(self, device: str) -> None:
         """The rank has started; `device`: cpu or cuda."""
         self._device = device
@@ -70,7 +75,7 @@ class Progress:
         """Every `HEARTBEAT` seconds."""
         running, begun = self._running, self._collectives()
         signs = begun + self._kernels()
-        if running is not None and running is self._watched and signs == self._signs:
+        if running is not None and running is self._watched and signs == self._signs and not self._compiles():
             self._quiet += 1
         else:
             if self._watched is not None and self._device is not None:

@@ -25,7 +25,7 @@ from coserve.engine.ranks.followers import RankLost
 from coserve.engine.ranks.monitor import Monitor
 from coserve.engine.ranks.own_rank import OwnRank
 from coserve.engine.warming.client import KernelsOnDisk
-from coserve.engine.warming.compilations import watch_compilations
+from coserve.engine.warming.compilations import watch_compilations, watch_layers
 from coserve.errors import ConfigError, EngineFault, StartupError
 from coserve.garbage import freeze_heap
 from coserve.logs.format import log_event
@@ -81,6 +81,7 @@ def follow(config: Config, rank: OwnRank, warm_up: WarmUpTask | None) -> None:
     set_up_threads(config)
     compilations = watch_compilations(logging.WARNING)  # all ranks wait for each of them
     monitor.progress.watch_kernels(lambda: compilations.loads)
+    monitor.progress.watch_compiler(watch_layers())
     try:
         base = load_ranked_base(config, rank)
         log_event(log, "base loaded", rank=place.rank, ranks=place.size, device=base.spec.device)

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
+
+from torch._dynamo.callback import callback_handler
 
 from coserve.kernels.gpu.device import interpreted
 
@@ -56,3 +59,16 @@ def watch_compilations(level: int = logging.DEBUG) -> Compilations:
 
             knobs.compilation.listener = found
     return found
+
+
+def watch_layers() -> Callable[[], bool]:
+    """Listen to torch.compile from now on: whether it compiles something in this process, on any thread."""
+    compiling = False
+
+    def changed(now: bool) -> None:
+        nonlocal compiling
+        compiling = now
+
+    callback_handler.register_start_callback(lambda _: changed(True))
+    callback_handler.register_end_callback(lambda _: changed(False))
+    return lambda: compiling
