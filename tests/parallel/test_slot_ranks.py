@@ -38,6 +38,7 @@ CASES = (
 )
 
 
+ONE_SHOT = [pytest.param(False, id="gathered"), pytest.param(True, id="zero-padded sums", marks=pytest.mark.slow)]
 ONE_ROW = (0, 2, 4)
 """Adapters; the second one is local."""
 
@@ -124,7 +125,7 @@ def _expected(folder: str, bounds: tuple[int, ...], batch: tuple[int, ...]) -> T
         return base.forward(*_tokens(bounds[-1]), PackedAttention(bounds), lora=lora, keep=None)
 
 
-@pytest.mark.parametrize("one_shot", [False, True], ids=["gathered", "zero-padded sums"])
+@pytest.mark.parametrize("one_shot", ONE_SHOT)
 def test_steps_by_slots_have_the_logits_of_one_process(ranks: Ranks, folder: str, one_shot: bool) -> None:
     """Every group of sites that share an input has one collective more, if a fully sharded adapter is in the batch."""
     expected = {name: _expected(folder, BOUNDS, batch) for name, batch in BATCHES.items()}
@@ -142,7 +143,7 @@ def test_replicated_adapters_send_nothing(ranks: Ranks, folder: str) -> None:
             assert calls == _calls(False, False)
 
 
-@pytest.mark.parametrize("one_shot", [False, True], ids=["gathered", "zero-padded sums"])
+@pytest.mark.parametrize("one_shot", ONE_SHOT)
 def test_one_row_by_the_gemv(ranks: Ranks, folder: str, one_shot: bool) -> None:
     """The collective lies between the GEMV's shrink and its product, which has the expand in it."""
     expected = {adapter: _expected(folder, (0, 1), (adapter,)) for adapter in ONE_ROW}

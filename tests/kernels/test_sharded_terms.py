@@ -1,0 +1,95 @@
+"""Fully sharded pairs through the kernels, the other GPU's part computed in the same process: many inputs, in splits."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import pytest
+import torch
+from torch import Tensor
+
+from coserve.kernels.gemm.gemv import gemv
+from coserve.kernels.lora.reference import lora_add
+from coserve.kernels.lora.segmented.adapter_table import RANK_BLOCK, Slots, table_entries
+from coserve.kernels.lora.segmented.plan import DecodeTables, TilePlan
+from coserve.kernels.lora.segmented.sharded_slot_lora import ShardedPlan, ShardedSlotLora
+from coserve.kernels.lora.segmented.tiles import cut, upload
+from coserve.kernels.lora.segments import Segments
+from coserve.kernels.lora.types import LoraPair, SiteGroup, TableEntry
+
+INPUTS, OUTPUTS, RANKS = 2500, (40, 16, 24), (48, 6)
+"""Inputs in three splits. Parts of the first rank are whole vectors, those of the second are not."""
+GROUP = SiteGroup(("q", "k", "v"))
+PAIRS = [[LoraPair(torch.randn(rank, INPUTS) * 0.05, torch.randn(out, rank), 0.5) for out in OUTPUTS] for rank in RANKS]
+
+
+@dataclass
+class OneOfTwo:
+    """The exchange of one of two GPUs. `other`: what the other one's shrink gave; None: this is the other one."""
+
+    own: int
+    zero_padded: bool
+    other: Tensor | None = None
+    seen: Tensor | None = None
+    shards: int = 2
+    outputs: tuple[int, int] | None = None
+
+    def fills(self, size: int) -> bool:
+        return self.zero_padded
+
+    def run(self, h: Tensor) -> Tensor:
+        self.seen = h.clone()
+        other = h if self.other is None else self.other
+        return h + other if self.zero_padded else torch.cat([h, other] if self.own == 0 else [other, h])
+
+
+def _slots(own: int) -> Slots:
+    slots = Slots(len(RANKS), len(OUTPUTS), torch.device("cpu"), blocked=False)
+    for slot, (pairs, rank) in enumerate(zip(PAIRS, RANKS, strict=True)):
+        half = slice(own * rank // 2, (own + 1) * rank // 2)
+        entries, held = table_entries([LoraPair(p.a_RD[half], p.b_OR, p.scaling) for p in pairs])
+        b = table_entries(pairs)
+        whole = [TableEntry(e.a, w.b, 0, 0, rank, e.scaling) for e, w in zip(entries, b[0], strict=True)]
+        slots.put(slot, whole, (held, b))
+    return slots
+
+
+def _plan(segments: Segments, rows: int, *, decode: bool) -> ShardedPlan:
+    tiles = upload(cut(segments, RANKS, rows), rows, segments.tokens, torch.device("cpu"))
+    plan = TilePlan(tiles, -(-max(RANKS) // RANK_BLOCK) * RANK_BLOCK, decode)
+    return ShardedPlan(plan, plan)
+
+
+def _expected(segments: Segments, ys: list[Tensor], x: Tensor) -> list[Tensor]:
+    return [lora_add(y, x, segments, [pairs[i] for pairs in PAIRS]) for i, y in enumerate(ys)]
+
+
+@pytest.mark.parametrize("own", [0, 1])
+@pytest.mark.parametrize(("decode", "zero_padded"), [(True, True), (True, False), (False, False)])
+def test_two_halves_make_the_whole(own: int, decode: bool, zero_padded: bool) -> None:
+    segments = Segments((0, 2, 3, 5), (0, -1, 1))
+    x, ys = torch.randn(5, INPUTS), [torch.randn(5, out) for out in OUTPUTS]
+    expected = _expected(segments, ys, x)
+    plan, other = _plan(segments, 8 if decode else 64, decode=decode), OneOfTwo(1 - own, zero_padded)
+    for exchange in (other, how := OneOfTwo(own, zero_padded)):
+        slots = _slots(exchange.own)
+        lora = ShardedSlotLora({GROUP: slots.table(0, 3)}, {GROUP: exchange}, plan, frozenset({GROUP.index}))
+        how.other = other.seen
+        got = [y.clone() for y in ys]
+        lora.add_(GROUP, got, x)
+    for one, want in zip(got, expected, strict=True):
+        torch.testing.assert_close(one, want, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("zero_padded", [True, False])
+@pytest.mark.parametrize("slot", range(len(RANKS)))
+def test_the_gemv_takes_both_halves(slot: int, zero_padded: bool) -> None:
+    segments, x, weight = Segments((0, 1), (slot,)), torch.randn(1, INPUTS), torch.randn(sum(OUTPUTS), INPUTS) * 0.02
+    expected = torch.cat(_expected(segments, list(torch.split(x @ weight.T, OUTPUTS, 1)), x), 1)
+    plan, other = _plan(segments, 8, decode=True).whole, OneOfTwo(1, zero_padded)
+    for exchange in (other, how := OneOfTwo(0, zero_padded)):
+        how.other = other.seen
+        slots = _slots(exchange.own)
+        tables = DecodeTables(plan.tiles, slots.table(0, 3), plan.R, exchange)
+        got = gemv(x[0], weight, None, OUTPUTS, tables, shape=(4, 4))
+    torch.testing.assert_close(got, expected[0], rtol=1e-4, atol=1e-4)
