@@ -1,4 +1,5 @@
-"""`slora`: terms whose rank-r intermediates travel between the ranks. Beside them, a step's other adapters stay as they are.
+"""`slora` in training and eager steps: terms whose rank-r intermediates travel between the ranks. A step's other adapters stay as they are.
+Compiled steps have kernels of their own for it (`exchange`, `ShardedSlotLora`).
 
 S-LoRA (Sheng et al., MLSys '24), section 6, and figure 2 of the BD-LoRA paper. For sites that read one input the intermediates
 of all adapters and sites travel in one collective, as in vLLM.
