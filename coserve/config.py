@@ -65,8 +65,8 @@ class Config:
     )
     lora_sharding: str = option(
         "nfs",
-        "with --tp above 1, how LoRA matrices lie on the GPUs: one of each pair on all of them (nfs), or both cut, which sends more "
-        "and holds less (slora); block-diagonal ones (BD-LoRA) are cut by their blocks",
+        "with --tp above 1, how LoRA matrices lie on the GPUs: one of each pair on all of them (nfs), or both sharded, which sends more "
+        "and holds less (slora); block-diagonal ones (BD-LoRA) are sharded by their blocks",
         choices=("nfs", "slora"),
     )
     threads: int | None = option(None, "CPU threads of the engine; default: all cores but one, two at most")
