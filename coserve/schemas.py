@@ -1,8 +1,8 @@
 """Requests and responses of the HTTP API: checked by the server, built by the SDK, described by `/openapi.json`.
 
-No torch, no IO. Times are seconds since the epoch (`*_at`) or seconds (`eta`, `timing`); sizes are bytes or tokens. A
-streamed generation is a sequence of server-sent events `data: GenerateChunk`, then `data: [DONE]`; a failure after the
-first byte is `event: error` with an `ErrorBody`.
+No torch, no IO. Times are seconds since the epoch (`*_at`) or seconds (`eta`, `timing`, `slo_*`); sizes are bytes or tokens. A
+streamed generation is a sequence of server-sent events `data: GenerateChunk`, then `data: [DONE]`; a failure after the first
+byte is `event: error` with an `ErrorBody`. `slo_e2e` counts from arrival to the last of `max_tokens`.
 """
 
 from __future__ import annotations
@@ -82,7 +82,6 @@ class GenerateRequest(Wire, frozen=True, omit_defaults=True):
     prompt_logprobs: LogprobCount | None = None
     """The same for the prompt's tokens."""
     return_prompt_ids: bool = False
-    """The response shows the prompt's token ids."""
     skip_special_tokens: bool = True
     """Special tokens are not part of the text."""
     seed: Seed | None = None
@@ -91,6 +90,7 @@ class GenerateRequest(Wire, frozen=True, omit_defaults=True):
     """Only requests with the same salt share prefixes in the cache."""
     slo_ttft: Seconds | None = None
     slo_tpot: Seconds | None = None
+    slo_e2e: Seconds | None = None
 
 
 class Logprob(Wire, frozen=True):

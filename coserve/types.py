@@ -90,10 +90,11 @@ class SamplingParams(Wire, frozen=True):
 
 
 class Slo(Wire, frozen=True):
-    """A request's latency targets, in seconds."""
+    """A request's latency targets, in seconds. `e2e`: from its arrival to its last token."""
 
     ttft: float
     tpot: float
+    e2e: float | None = None
 
 
 class FinishReason(StrEnum):

@@ -49,6 +49,7 @@ class GenerateOptions(TypedDict, total=False):
     cache_salt: str
     slo_ttft: float
     slo_tpot: float
+    slo_e2e: float
 
 
 def generate_request(

@@ -259,7 +259,10 @@ class Engine:
             self._fail(request, error)
         else:
             steps = math.ceil(len(request.prompt) / self._step_tokens)
-            self._running.add(request.id, tpot=request.slo.tpot, deadline=entry.deadline, steps=steps)
+            self._running.add(
+                request.id, tpot=request.slo.tpot, deadline=entry.deadline, steps=steps, end=entry.end,
+                tokens=entry.decodes + 1,
+            )  # fmt: skip
 
     def _fail(self, request: Generate, error: Exception) -> None:
         """Report `error` as the request's end; re-raise an `EngineFault`."""

@@ -23,6 +23,10 @@ class _Target:
     """Seconds between tokens that the request asks for."""
     due: float
     steps: int
+    end: float
+    """When its last token is due."""
+    left: int
+    """Most tokens that it may still have."""
     started: bool = False
     """It has been scheduled, and `Admitted` was sent."""
     decodes: bool = False
@@ -40,9 +44,9 @@ class RunningRequests:
     def __len__(self) -> int:
         return len(self._targets)
 
-    def add(self, id: str, *, tpot: float, deadline: float, steps: int) -> None:
-        """`deadline` of its first token; `steps` that it takes."""
-        self._targets[id] = _Target(tpot, deadline, steps)
+    def add(self, id: str, *, tpot: float, deadline: float, steps: int, end: float = math.inf, tokens: int = 1) -> None:
+        """`deadline` of its first token; `steps` that it takes; `end`: deadline of its last token; `tokens`: most that it has."""
+        self._targets[id] = _Target(tpot, deadline, steps, end, tokens)
         self._seen = None
 
     def remove(self, id: str) -> bool:
@@ -75,6 +79,7 @@ class RunningRequests:
                 del self._targets[message.id]
             elif message.tokens:  # chunks of prompt scores have none
                 target.due = now + target.tpot
+                target.left -= len(message.tokens)
                 target.steps, target.decodes = 1, True
             wanted.append(message)
         return wanted
@@ -84,16 +89,18 @@ class RunningRequests:
         return self._see()[1]
 
     def view(self) -> tuple[Due, ...]:
-        """The first deadline for each number of steps."""
+        """The first deadline for each number of steps and decodes."""
         return self._see()[0]
 
     def _see(self) -> tuple[tuple[Due, ...], StepKind]:
         if self._seen is None:
             targets = self._targets
             kind: StepKind = "decode" if all(target.decodes for target in targets.values()) else "prefill"
-            first: dict[int, float] = {}
+            first: dict[tuple[int, int], float] = {}
             for target in targets.values():
-                if target.due < first.get(target.steps, math.inf):
-                    first[target.steps] = target.due
-            self._seen = tuple([Due(due, steps) for steps, due in first.items()]), kind
+                if target.due < first.get((target.steps, 0), math.inf):
+                    first[target.steps, 0] = target.due
+                if target.end < first.get(last := (target.steps, max(0, target.left - 1)), math.inf):
+                    first[last] = target.end
+            self._seen = tuple([Due(due, *count) for count, due in first.items()]), kind
         return self._seen

@@ -52,5 +52,6 @@ class Views:
             costs=Costs(
                 serve=self.steps.predict(step, *STEP_KINDS),
                 micro_step=self.slices.predict(jobs[0], self._jobs.next_micro_step(jobs[0])) if jobs else 0.0,
+                decode=self.steps.predict("decode"),
             ),
         )

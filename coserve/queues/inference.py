@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Hashable
 from dataclasses import dataclass, field
 
@@ -24,9 +25,16 @@ class Queued:
     deadline: float
     tokens: int = field(init=False)
     """Of the prompt."""
+    decodes: int = field(init=False)
+    """Most decode steps after the first token."""
+    end: float = field(init=False)
+    """Deadline of the last token; infinite without one."""
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "tokens", len(self.message.prompt))
+        message, e2e = self.message, self.message.slo.e2e
+        object.__setattr__(self, "tokens", len(message.prompt))
+        object.__setattr__(self, "decodes", max(0, message.sampling.max_tokens - 1))
+        object.__setattr__(self, "end", math.inf if e2e is None else self.arrived + e2e)
 
 
 class InferenceQueue:

@@ -12,7 +12,8 @@ from typing import NamedTuple, Protocol
 
 
 class Waiting(Protocol):
-    """A request in the queue. `deadline` of its first token; `tokens` of its prompt."""
+    """A request in the queue. `deadline` of its first token; `tokens` of its prompt; `end`: deadline of its last token, infinite
+    without one; `decodes`: most decode steps from its first token to its last."""
 
     @property
     def arrived(self) -> float: ...
@@ -20,21 +21,29 @@ class Waiting(Protocol):
     def deadline(self) -> float: ...
     @property
     def tokens(self) -> int: ...
+    @property
+    def end(self) -> float: ...
+    @property
+    def decodes(self) -> int: ...
 
 
 class Due(NamedTuple):
-    """The next token of a running request: its deadline, and the generation steps that it takes."""
+    """A deadline of a running request's next or last token: the generation steps that its next token takes, and the decode steps
+    that follow until the deadline's token."""
 
     deadline: float
     steps: int = 1
+    decodes: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class Costs:
-    """Predicted seconds of a generation step and of a training micro-step; 0 while unknown."""
+    """Predicted seconds of the next generation step, of a training micro-step, and of a generation step without prefill; 0 while
+    unknown."""
 
     serve: float
     micro_step: float
+    decode: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +74,7 @@ class View:
     first_arrival: float | None
     """Of the oldest of them."""
     running: tuple[Due, ...]
-    """The first deadline of the batch for each number of steps. Empty while no request of the batch can compute anything."""
+    """The first deadline of the batch for each number of steps and decodes. Empty while no request of the batch can compute anything."""
     step_tokens: int
     """Most tokens of a generation step."""
     headroom: int

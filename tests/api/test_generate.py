@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 
 from coserve.link import CancelRequest, Generate, RequestFailed
+from coserve.types import Slo
 from tests.support.api_server import REPLY, Api, read_events, tokenizer
 
 
@@ -168,3 +169,11 @@ async def test_an_engine_that_dies_in_mid_stream_ends_it_with_an_error_event(api
     last = read_events(text)[-1]
     assert last["event"] == "error"
     assert last["data"]["error"]["code"] == "engine_unavailable"
+
+
+async def test_a_request_names_its_latency_targets(api: Api) -> None:
+    targets = {"slo_ttft": 0.5, "slo_tpot": 0.03, "slo_e2e": 4.0}
+    assert (await api.call("POST", "/generate", json={"prompt": [5], **targets}))[0] == 200
+    assert (await api.call("POST", "/v1/completions", json={"prompt": [5], **targets}))[0] == 200
+    for sent in await api.engine.saw(Generate, 2):
+        assert isinstance(sent, Generate) and sent.slo == Slo(ttft=0.5, tpot=0.03, e2e=4.0)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from dataclasses import replace
 from typing import NamedTuple
 
 import pytest
@@ -21,6 +23,8 @@ class Request(NamedTuple):
     arrived: float
     deadline: float
     tokens: int = 1
+    end: float = math.inf
+    decodes: int = 0
 
 
 def view(
@@ -189,6 +193,22 @@ class TestSlack:
 
         assert self.policy.decide(seen(3), 0.0) == Train("j", 2)
         assert self.policy.decide(seen(4), 0.0) == Serve(0)
+
+    def test_steps_until_the_last_token_count(self) -> None:
+        """Ten more tokens of 1/16 s each are due at 1 s: 1/8 s before, where the next step may bring a prompt."""
+        costs = Costs(serve=1 / 8, micro_step=1 / 64, decode=1 / 16)
+        asks = view(running=[9.0], jobs=("j",))
+        for due, decision in [
+            (Due(1.0, 1, 13), Train("j", 3)),
+            (Due(1.0, 1, 14), Serve(0)),
+            (Due(1.0, 1, 0), Train("j", 3)),
+        ]:
+            seen = replace(asks, running=(*asks.running, due), costs=costs, train_waiting_since=0.0)
+            assert self.policy.decide(seen, 0.0) == decision
+        for decodes, decision in [(13, Train("j", 3)), (14, Serve(1))]:
+            waits = Request(0.0, 9.0, end=1.0, decodes=decodes)
+            seen = replace(asks, waiting=(waits,), queued=1, first_arrival=0.0, costs=costs)
+            assert self.policy.decide(seen, 0.0) == decision
 
     def test_several_micro_steps_where_they_fit_but_no_slice_longer_than_the_longest(self) -> None:
         seen = view([], [9.0], jobs=("j",), micro_step=MAX_SLICE / 8, train_waiting_since=0.0)

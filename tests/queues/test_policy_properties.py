@@ -26,6 +26,8 @@ class Request(NamedTuple):
     arrived: float
     deadline: float
     tokens: int
+    end: float
+    decodes: int
 
 
 turns = st.builds(Turn, st.sampled_from([None, "j0", "j1", "on a thread"]), st.integers(0, 6), st.integers(0, 6))
@@ -34,11 +36,18 @@ units: st.SearchStrategy[Unit] = st.sampled_from(("request", "batch"))
 
 @st.composite
 def views(draw: st.DrawFn, max_running: int = 8) -> View:
-    running = tuple(Due(t, draw(st.integers(1, 2))) for t in draw(st.lists(times, max_size=max_running)))
+    running = tuple(
+        Due(t, draw(st.integers(1, 2)), draw(st.integers(0, 3))) for t in draw(st.lists(times, max_size=max_running))
+    )
     arrivals = draw(st.lists(times, max_size=12))  # in whatever order they will be admitted
     headroom = draw(st.integers(0, max_running - len(running)))
     jobs = tuple(f"j{i}" for i in range(draw(st.integers(0, 3))))
-    waiting = [Request(t, t + draw(times), draw(st.integers(1, 9))) for t in arrivals]
+    waiting = [
+        Request(
+            t, t + draw(times), draw(st.integers(1, 9)), t + draw(times | st.just(math.inf)), draw(st.integers(0, 9))
+        )
+        for t in arrivals
+    ]
     return View(
         waiting=tuple(waiting[:headroom]),
         queued=len(arrivals),
@@ -49,7 +58,7 @@ def views(draw: st.DrawFn, max_running: int = 8) -> View:
         jobs=jobs,
         turn=draw(turns),
         train_waiting_since=draw(times) if jobs else None,
-        costs=Costs(draw(costs), draw(costs)),
+        costs=Costs(draw(costs), draw(costs), draw(costs)),
     )
 
 
@@ -155,8 +164,9 @@ def test_slack_breaks_no_promise_that_it_can_keep(view: View, now: float) -> Non
         tokens = accumulate(each.tokens for each in view.waiting)
         steps = [math.ceil(each / view.step_tokens) for each in tokens]
         dues = [Due(each.deadline, count) for each, count in zip(view.waiting, steps, strict=True)]
+        dues += [Due(each.end, count, each.decodes) for each, count in zip(view.waiting, steps, strict=True)]
         for due in [*dues, *view.running]:
-            assert end + due.steps * view.costs.serve <= due.deadline + 1e-9
+            assert end + due.steps * view.costs.serve + due.decodes * view.costs.decode <= due.deadline + 1e-9
 
 
 @given(times, views(), times)

@@ -146,7 +146,9 @@ class InFlightRequests:
         state = new_state(request, prompt, adapter, self._tokenizer, arrived)
         max_new_tokens = max(1, self._engine.max_model_len - len(prompt))
         config = self._config
-        slo = Slo(ttft=request.slo_ttft or config.slo_ttft, tpot=request.slo_tpot or config.slo_tpot)
+        slo = Slo(
+            ttft=request.slo_ttft or config.slo_ttft, tpot=request.slo_tpot or config.slo_tpot, e2e=request.slo_e2e
+        )
         for index, sequence in enumerate(state.decoders):
             self._engine.send(
                 Generate(

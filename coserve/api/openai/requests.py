@@ -187,4 +187,5 @@ def _request(
         cache_salt=body.cache_salt or "",
         slo_ttft=body.slo_ttft,
         slo_tpot=body.slo_tpot,
+        slo_e2e=body.slo_e2e,
     )

@@ -54,7 +54,7 @@ class StreamOptions(Wire, frozen=True):
 
 
 class SharedParams(Wire, frozen=True):
-    """Fields of both completions and chats. Of the fields after `slo_tpot`, those up to `prompt_cache_retention` change
+    """Fields of both completions and chats. Of the fields after `slo_e2e`, those up to `prompt_cache_retention` change
     nothing here; the others accept only empty and default values.
     """
 
@@ -89,6 +89,7 @@ class SharedParams(Wire, frozen=True):
     """Only requests with the same salt share prefixes in the cache."""
     slo_ttft: Seconds | None = None
     slo_tpot: Seconds | None = None
+    slo_e2e: Seconds | None = None
 
     user: Any = None
     metadata: Any = None

@@ -20,7 +20,8 @@ class Slack:
     Requests join and leave the batch at every generation step. The slack is the time to the tightest target minus the
     generation steps needed to meet it, reduced by the share `margin` for errors of prediction. A running request's target is
     the deadline of its next token. A waiting request's is the share `first_token` of the time to its deadline: its prompt
-    must be computed anyway, and a later start would be late after the smallest error. There is no slack while a request waits
+    must be computed anyway, and a later start would be late after the smallest error. A request with a deadline of its last
+    token is planned to have `max_tokens`, each in a decode step. There is no slack while a request waits
     for a place in a full batch: paced by deadlines, places would become free too slowly, and the queue could grow without end.
 
     A training slice runs only if its predicted time fits into the slack. It has as many micro-steps as fit, at least one, at
@@ -51,14 +52,17 @@ class Slack:
 
     def _slack(self, view: View, now: float) -> float:
         """Seconds that training may take from now. At least one request waits or runs."""
-        serve, share, step_tokens = view.costs.serve, self._first_token, view.step_tokens
-        tightest = min([due.deadline - due.steps * serve for due in view.running], default=math.inf)
+        serve, decode = view.costs.serve, view.costs.decode
+        share, step_tokens = self._first_token, view.step_tokens
+        tightest = min(
+            [due.deadline - due.steps * serve - due.decodes * decode for due in view.running], default=math.inf
+        )
         tokens = 0  # of the prompts so far
         for each in view.waiting:
             tokens += each.tokens
             steps = -(-tokens // step_tokens)
             target = each.arrived + share * (each.deadline - each.arrived) - steps * serve
-            tightest = min(tightest, target)
+            tightest = min(tightest, target, each.end - steps * serve - each.decodes * decode)
         return (tightest - now) * (1 - self._margin)
 
 
