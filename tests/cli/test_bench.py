@@ -128,7 +128,7 @@ def peer() -> Iterator[FakeOpenAI]:
 
 
 @pytest.mark.parametrize(
-    ("condition", "status"), [("slo>=0.99", 0), ("slo>=0.99 and more", 1), ("output_tok_s>=1e6", 1)]
+    ("condition", "status"), [("slo>=0.99", 0), ("slo>=0.99 and more", 2), ("output_tok_s>=1e6", 1)]
 )
 def test_the_exit_status_is_that_of_the_conditions(
     peer: FakeOpenAI, tmp_path: Path, condition: str, status: int, capfd: pytest.CaptureFixture[str]

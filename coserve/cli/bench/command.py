@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import os
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated
 
@@ -16,6 +18,7 @@ from coserve.cli.common import DEFAULT_URL, Key, Url
 from coserve.cli.failures import FAILED
 from coserve.cli.settings_help import SettingsCommand
 from coserve.cli.settings_options import settings_command
+from coserve.errors import InvalidRequest
 from coserve.workloads.opening import open_workload
 from coserve.workloads.replay import ReplayResult, Rest
 from coserve.workloads.report.conditions import Condition, parse_condition
@@ -83,8 +86,9 @@ def _bench(
     (its table 5.1) and the server is coserve, where the run creates adapters with unique names and deletes them at the end, also after
     Ctrl-C. Settings of the workload also come from the TOML file of --workload and from --preset.
     """
-    conditions = [parse_condition(text) for text in fail_under or ()]
-    trace = open_workload(given_settings(given, workload))
+    with _as_usage_errors():
+        conditions = [parse_condition(text) for text in fail_under or ()]
+        trace = open_workload(given_settings(given, workload))
     if run:
         check_folder(report)
     if save is not None:
@@ -105,6 +109,15 @@ def _bench(
     _print_report(report, result, summary, server)
     if not _all_hold(conditions, summary):
         raise typer.Exit(FAILED)
+
+
+@contextmanager
+def _as_usage_errors() -> Iterator[None]:
+    """Settings that cannot be end with status 2: status 1 says that a condition does not hold, or that the run failed."""
+    try:
+        yield
+    except InvalidRequest as error:
+        raise typer.BadParameter(str(error)) from error
 
 
 def _key_for(server: ServerKind, key: str | None) -> str | None:
