@@ -69,7 +69,7 @@ class Case:
         for _ in range(WAITING):
             self._push()
         for i in range(running):
-            self._running.add(f"x{i}", tpot=0.2, deadline=1.0, steps=1)
+            self._running.add(f"x{i}", Slo(ttft=2.0, tpot=0.2), deadline=1.0, steps=1)
         self._tokens = [Tokens(id=f"x{i}", tokens=(1,), finished=None) for i in range(running)]
         self._views = Views(self._queue, self._running, Jobs(jobs), max_running=BATCH, step_tokens=2048)
         self._policy = make_policy(config)

@@ -107,6 +107,11 @@ class Config:
     )
     slo_ttft: float = option(2.0, "time to first token that 'slack' keeps, in seconds")
     slo_tpot: float = option(0.2, "time per output token that 'slack' keeps, in seconds")
+    train_weight: float = option(
+        1.0,
+        "'slack': share of the time that requests' targets give which training may use, from 0 to 1; less means faster answers and "
+        "less training",
+    )
     train_patience: float = option(1.0, "'slack': a job waits at most so long for its next slice, in seconds")
 
     kv_tokens: int | None = option(
@@ -187,6 +192,8 @@ class Config:
             raise ConfigError(f"tp: expected 1, 2, 4 or 8, got {self.tp}")
         if not self.read_timeout > 0:
             raise ConfigError(f"read_timeout: expected above 0, got {self.read_timeout}")
+        if self.train_weight > 1:
+            raise ConfigError(f"train_weight: expected 0 to 1, got {self.train_weight}")
         if not 0 < self.memory_fraction <= 1:
             raise ConfigError(f"memory_fraction: expected above 0 and at most 1, got {self.memory_fraction}")
         if not 0 <= self.port <= 65535:

@@ -42,6 +42,7 @@ SETTINGS = [
     "ts_unit",
     "slo_ttft",
     "slo_tpot",
+    "train_weight",
     "train_patience",
     "kv_tokens",
     "memory_fraction",

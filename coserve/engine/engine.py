@@ -260,7 +260,7 @@ class Engine:
         else:
             steps = math.ceil(len(request.prompt) / self._step_tokens)
             self._running.add(
-                request.id, tpot=request.slo.tpot, deadline=entry.deadline, steps=steps, end=entry.end,
+                request.id, request.slo, deadline=entry.deadline, steps=steps, end=entry.end,
                 tokens=entry.decodes + 1,
             )  # fmt: skip
 

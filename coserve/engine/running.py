@@ -9,6 +9,7 @@ from typing import Literal, get_args
 
 from coserve.link import RequestFailed, Tokens
 from coserve.queues.policy import Due
+from coserve.types import Slo
 
 StepKind = Literal["prefill", "decode"]
 """Kinds of generation steps: with prefill, or decode only."""
@@ -27,6 +28,9 @@ class _Target:
     """When its last token is due."""
     left: int
     """Most tokens that it may still have."""
+    window: float
+    """Seconds from which `due` counted."""
+    e2e: float
     started: bool = False
     """It has been scheduled, and `Admitted` was sent."""
     decodes: bool = False
@@ -44,9 +48,9 @@ class RunningRequests:
     def __len__(self) -> int:
         return len(self._targets)
 
-    def add(self, id: str, *, tpot: float, deadline: float, steps: int, end: float = math.inf, tokens: int = 1) -> None:
+    def add(self, id: str, slo: Slo, *, deadline: float, steps: int, end: float = math.inf, tokens: int = 1) -> None:
         """`deadline` of its first token; `steps` that it takes; `end`: deadline of its last token; `tokens`: most that it has."""
-        self._targets[id] = _Target(tpot, deadline, steps, end, tokens)
+        self._targets[id] = _Target(slo.tpot, deadline, steps, end, tokens, slo.ttft, slo.e2e or 0.0)
         self._seen = None
 
     def remove(self, id: str) -> bool:
@@ -78,7 +82,7 @@ class RunningRequests:
             if isinstance(message, RequestFailed) or message.finished is not None:
                 del self._targets[message.id]
             elif message.tokens:  # chunks of prompt scores have none
-                target.due = now + target.tpot
+                target.due, target.window = now + target.tpot, target.tpot
                 target.left -= len(message.tokens)
                 target.steps, target.decodes = 1, True
             wanted.append(message)
@@ -89,18 +93,25 @@ class RunningRequests:
         return self._see()[1]
 
     def view(self) -> tuple[Due, ...]:
-        """The first deadline for each number of steps and decodes."""
+        """The first deadline for each number of steps and decodes, and each window."""
         return self._see()[0]
 
     def _see(self) -> tuple[tuple[Due, ...], StepKind]:
         if self._seen is None:
             targets = self._targets
             kind: StepKind = "decode" if all(target.decodes for target in targets.values()) else "prefill"
-            first: dict[tuple[int, int], float] = {}
+            first: dict[tuple[int, int, float], float] = {}
+            at, earliest = (0, 0, 0.0), math.inf  # most have the same steps and window: a decision waits for this loop
             for target in targets.values():
-                if target.due < first.get((target.steps, 0), math.inf):
-                    first[target.steps, 0] = target.due
-                if target.end < first.get(last := (target.steps, max(0, target.left - 1)), math.inf):
-                    first[last] = target.end
-            self._seen = tuple([Due(due, *count) for count, due in first.items()]), kind
+                steps, window, due = target.steps, target.window, target.due
+                if steps != at[0] or window != at[2]:
+                    at = steps, 0, window
+                    earliest = first.get(at, math.inf)
+                if due < earliest:
+                    earliest = due
+                    first[at] = min(due, first.get(at, math.inf))
+                if target.end < math.inf:
+                    last = steps, max(0, target.left - 1), target.e2e
+                    first[last] = min(target.end, first.get(last, math.inf))
+            self._seen = tuple([Due(due, *about) for about, due in first.items()]), kind
         return self._seen

@@ -29,11 +29,12 @@ class Waiting(Protocol):
 
 class Due(NamedTuple):
     """A deadline of a running request's next or last token: the generation steps that its next token takes, and the decode steps
-    that follow until the deadline's token."""
+    that follow until the deadline's token. `window`: seconds from which the deadline counted."""
 
     deadline: float
     steps: int = 1
     decodes: int = 0
+    window: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +75,7 @@ class View:
     first_arrival: float | None
     """Of the oldest of them."""
     running: tuple[Due, ...]
-    """The first deadline of the batch for each number of steps and decodes. Empty while no request of the batch can compute anything."""
+    """The first deadline of the batch for each number of steps and decodes, and each window. Empty while no request of the batch can compute anything."""
     step_tokens: int
     """Most tokens of a generation step."""
     headroom: int

@@ -9,6 +9,7 @@ from typing import NamedTuple
 import pytest
 
 from coserve.config import Config
+from coserve.errors import ConfigError
 from coserve.queues.policies.choice import make_policy
 from coserve.queues.policies.ets import Ets
 from coserve.queues.policies.inference_first import InferenceFirst
@@ -256,3 +257,13 @@ def test_adapters_take_turns_in_the_queue_but_under_the_papers_policies() -> Non
         False,
         False,
     ]
+
+
+def test_the_weight_of_training_is_a_share() -> None:
+    seen = view([], [1.0], jobs=("j",), micro_step=0.01, train_waiting_since=0.0)
+    seen = replace(seen, running=(Due(1.0, window=1.0),))
+    for weight, decision in [(0.0, Serve(0)), (0.5, Serve(0)), (0.7, Train("j", 5))]:
+        policy = make_policy(Config(train_weight=weight, train_patience=9.0))
+        assert policy.decide(seen, 0.5) == decision
+    with pytest.raises(ConfigError, match="train_weight"):
+        Config(train_weight=1.5)

@@ -18,13 +18,13 @@ def request(id: str, e2e: float | None) -> Generate:
     return Generate(id=id, prompt=(1,) * 8, sampling=SamplingParams(max_tokens=TOKENS), adapter=None, slo=slo)
 
 
-def seconds(e2e: float | None) -> float:
+def seconds(e2e: float | None, weight: float = 1.0) -> float:
     """That a request takes beside a job, once steps have been measured."""
     script: list[tuple[float, ToEngine]] = [
         (0.0, StartJob(spec=job_spec("j"))), (0.0, request("first", 0.5)), (5.0, request("r", e2e)),
     ]  # fmt: skip
     scenario = Scenario(
-        seed=0, policy=Slack(patience=1e9), script=tuple(script), plans={"j": JobPlan(300, 8, 1 << 20, None)},
+        seed=0, policy=Slack(patience=1e9, weight=weight), script=tuple(script), plans={"j": JobPlan(300, 8, 1 << 20, None)},
         prices=Prices(step=STEP, token=0.0, micro_step=0.01, spikes=0.0), max_running=4, max_queue=9, fair=True,
         max_active_jobs=1, step_tokens=64, chaos=0.0, patience=1e9, delay=0.0,
     )  # fmt: skip
@@ -44,3 +44,13 @@ def test_without_a_deadline_of_the_last_token_each_token_takes_its_time() -> Non
 
 def test_a_deadline_that_cannot_be_kept_is_served_at_full_speed() -> None:
     assert seconds(0.1) < (TOKENS + 2) * STEP + 0.1
+
+
+def test_less_weight_of_training_makes_answers_faster() -> None:
+    fast, middle, slow = (seconds(None, weight) for weight in (0.0, 0.5, 1.0))
+    assert fast < (TOKENS + 2) * STEP + 0.1
+    assert 0.4 * slow < middle < 0.6 * slow
+
+
+def test_less_weight_of_training_makes_whole_answers_faster() -> None:
+    assert 0.4 < seconds(2.0, 0.5) <= 1.0

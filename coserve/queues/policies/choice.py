@@ -20,4 +20,4 @@ def make_policy(config: Config) -> Policy:
         case "inference-first":
             return InferenceFirst()
         case _:
-            return Slack(config.train_patience)
+            return Slack(config.train_patience, weight=config.train_weight)

@@ -21,7 +21,8 @@ class Slack:
     generation steps needed to meet it, reduced by the share `margin` for errors of prediction. A running request's target is
     the deadline of its next token. A waiting request's is the share `first_token` of the time to its deadline: its prompt
     must be computed anyway, and a later start would be late after the smallest error. A request with a deadline of its last
-    token is planned to have `max_tokens`, each in a decode step. There is no slack while a request waits
+    token is planned to have `max_tokens`, each in a decode step. Training uses at most the share `weight` of the time that any
+    deadline gives: less weight, faster answers and less training. There is no slack while a request waits
     for a place in a full batch: paced by deadlines, places would become free too slowly, and the queue could grow without end.
 
     A training slice runs only if its predicted time fits into the slack. It has as many micro-steps as fit, at least one, at
@@ -29,9 +30,12 @@ class Slack:
     of deadlines, so training never starves. Without requests, training runs freely.
     """
 
-    def __init__(self, patience: float, *, margin: float = 0.2, first_token: float = FIRST_TOKEN_SHARE) -> None:
+    def __init__(
+        self, patience: float, *, weight: float = 1.0, margin: float = 0.2, first_token: float = FIRST_TOKEN_SHARE
+    ) -> None:
         assert patience >= 0 and 0 <= margin < 1 and 0 < first_token <= 1, (patience, margin, first_token)
-        self._patience = patience
+        assert 0 <= weight <= 1, weight
+        self._patience, self._weight = patience, weight
         self._margin, self._first_token = margin, first_token
 
     def decide(self, view: View, now: float) -> Decision:
@@ -52,17 +56,24 @@ class Slack:
 
     def _slack(self, view: View, now: float) -> float:
         """Seconds that training may take from now. At least one request waits or runs."""
-        serve, decode = view.costs.serve, view.costs.decode
-        share, step_tokens = self._first_token, view.step_tokens
+        serve, decode, weight = view.costs.serve, view.costs.decode, self._weight
+        share, step_tokens = self._first_token * weight, view.step_tokens
         tightest = min(
-            [due.deadline - due.steps * serve - due.decodes * decode for due in view.running], default=math.inf
+            [
+                due.deadline - (1 - weight) * due.window - due.steps * serve - due.decodes * decode
+                for due in view.running
+            ],
+            default=math.inf,
         )
         tokens = 0  # of the prompts so far
         for each in view.waiting:
             tokens += each.tokens
             steps = -(-tokens // step_tokens)
             target = each.arrived + share * (each.deadline - each.arrived) - steps * serve
-            tightest = min(tightest, target, each.end - steps * serve - each.decodes * decode)
+            end = each.end
+            if end < math.inf:
+                end = each.arrived + weight * (each.end - each.arrived) - steps * serve - each.decodes * decode
+            tightest = min(tightest, target, end)
         return (tightest - now) * (1 - self._margin)
 
 
