@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from coserve.kernels.gemm import gemv, gemv_choice, skinny
+from coserve.kernels.gemm import gemv, skinny
 from coserve.kernels.gemm.skinny import Shape
 from coserve.kernels.lora.types import StackedWeights
 
@@ -35,18 +35,10 @@ class GemmChoice:
 
     gemv: Mapping[tuple[int, ...], tuple[int, int]] = field(default_factory=dict)
     """Shapes of our GEMV for one row, by inputs and each site's outputs."""
-    gemv_lora: Mapping[tuple[int, ...], tuple[int, int]] = field(default_factory=dict)
-    """Its shapes for a row with an adapter, where they differ."""
     skinny: Mapping[tuple[int, int, int], Shape] = field(default_factory=dict)
     """Shapes of our skinny GEMM for 2 to 64 rows, by most rows, inputs and all outputs."""
     counters: Tensor | None = None
     """`skinny.make_counters`."""
-
-    def gemv_shape(self, inputs: int, sizes: Sequence[int], *, lora: bool) -> tuple[int, int] | None:
-        """The shape of our GEMV for sites of so many outputs, with an adapter or without; None: it is not used for them."""
-        kind = (inputs, *sizes)
-        shape = self.gemv.get(kind)
-        return self.gemv_lora.get(kind, shape) if lora else shape
 
     def linear(self, x_TD: Tensor, weight_OD: Tensor, bias_O: Tensor | None) -> GemmOutput:
         """(T, O): `x Wᵀ + bias`."""
@@ -66,9 +58,7 @@ def measure_gemms(
     if not kinds:
         return GemmChoice()
     counters = _counters(kinds, device)
-    one_row = {kind: gemv_choice.fastest(found, kind[1:]) for kind, found in kinds.items()} if 1 in rows else {}
-    chosen = {kind: shape for kind, shape in one_row.items() if shape is not None}
-    with_adapter = {kind: gemv_choice.fastest_with_adapter(kinds[kind], kind[1:]) for kind in chosen}
+    one_row = {kind: gemv.fastest(found, kind[1:]) for kind, found in kinds.items()} if 1 in rows else {}
     more_rows = {
         (most, kind[0], len(found[0])): skinny.fastest(found, counters, most)
         for kind, found in kinds.items()
@@ -76,8 +66,7 @@ def measure_gemms(
         if most in rows
     }
     return GemmChoice(
-        chosen,
-        {kind: shape for kind, shape in with_adapter.items() if shape is not None and shape != chosen[kind]},
+        {kind: shape for kind, shape in one_row.items() if shape is not None},
         {kind: shape for kind, shape in more_rows.items() if shape is not None},
         counters,
     )
@@ -90,7 +79,6 @@ class SavedGemms(msgspec.Struct, frozen=True):
     kinds: list[list[int]]
     """Inputs, then each site's outputs."""
     gemv: list[tuple[list[int], tuple[int, int]]]
-    gemv_lora: list[tuple[list[int], tuple[int, int]]]
     skinny: list[tuple[tuple[int, int, int], Shape]]
 
 
@@ -100,7 +88,6 @@ def save_gemms(path: Path, choice: GemmChoice, inputs: Iterable[StackedWeights],
         rows=list(rows),
         kinds=[list(kind) for kind in _kinds(inputs)],
         gemv=[(list(kind), shape) for kind, shape in choice.gemv.items()],
-        gemv_lora=[(list(kind), shape) for kind, shape in choice.gemv_lora.items()],
         skinny=list(choice.skinny.items()),
     )
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -114,7 +101,6 @@ def load_gemms(paths: Iterable[Path], inputs: Iterable[StackedWeights], device: 
     left."""
     kinds = _kinds(inputs)
     one_row: dict[tuple[int, ...], tuple[int, int]] = {}
-    with_adapter: dict[tuple[int, ...], tuple[int, int]] = {}
     more_rows: dict[tuple[int, int, int], Shape] = {}
     wide, fits = {(kind[0], len(found[0])) for kind, found in kinds.items()}, False
     for path in paths:
@@ -122,9 +108,7 @@ def load_gemms(paths: Iterable[Path], inputs: Iterable[StackedWeights], device: 
             saved = msgspec.json.decode(path.read_bytes(), type=SavedGemms)
         except (OSError, msgspec.DecodeError, UnicodeDecodeError):
             continue
-        known = all(
-            shape in gemv.shapes_of(kind[0], kind[1:]) for kind, shape in (*saved.gemv, *saved.gemv_lora)
-        ) and all(
+        known = all(shape in gemv.shapes_of(kind[0], kind[1:]) for kind, shape in saved.gemv) and all(
             shape in skinny.SHAPES and rows in skinny.ROWS and (inputs_, outputs) in wide
             for (rows, inputs_, outputs), shape in saved.skinny
         )
@@ -132,11 +116,10 @@ def load_gemms(paths: Iterable[Path], inputs: Iterable[StackedWeights], device: 
             continue
         fits = True
         one_row |= {tuple(kind): shape for kind, shape in saved.gemv}
-        with_adapter |= {tuple(kind): shape for kind, shape in saved.gemv_lora}
         more_rows |= dict(saved.skinny)
     if not fits:
         return None
-    return GemmChoice(one_row, with_adapter, more_rows, _counters(kinds, device)) if kinds else GemmChoice()
+    return GemmChoice(one_row, more_rows, _counters(kinds, device)) if kinds else GemmChoice()
 
 
 def _kinds(inputs: Iterable[StackedWeights]) -> dict[tuple[int, ...], list[Tensor]]:

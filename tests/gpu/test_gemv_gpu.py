@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from coserve.kernels.gemm.gemv import gemv, shapes_of
-from coserve.kernels.gemm.gemv_choice import fastest, fastest_with_adapter
+from coserve.kernels.gemm.gemv import adapter_shape, gemv, shapes_of
 from coserve.kernels.lora import reference
 from coserve.kernels.lora.segmented.adapter_table import Slots, table_entries
 from coserve.kernels.lora.segmented.plan import DecodeTables
@@ -31,7 +30,8 @@ def test_single_row_in_a_graph(inputs: int, sizes: tuple[int, ...]) -> None:
     pairs = [[LoraPair(draw(rank, inputs) * 0.02, draw(size, rank) * 0.02, 0.5) for size in sizes] for rank in ranks]
     for slot, own in enumerate(pairs):
         slots.put(slot, *table_entries(own))
-    for shape in shapes_of(inputs, sizes):
+    adapted = {adapter_shape(inputs, sizes, R, 132, (4, 4)) for R in (16, 128, 256)}
+    for shape in {*shapes_of(inputs, sizes), *adapted}:
 
         def run(shape: tuple[int, int] = shape) -> torch.Tensor:
             torch.mul(given, 2, out=x)
@@ -55,10 +55,3 @@ def test_single_row_in_a_graph(inputs: int, sizes: tuple[int, ...]) -> None:
                 parts = [reference.lora_add(y, x, one, [p]) for y, p in zip(parts, pairs[slot], strict=True)]
             expected = torch.cat(parts, 1)[0].float()
             assert (got.float() - expected).norm() <= 1e-2 * expected.norm(), (shape, slot)
-
-
-def test_the_fastest_shapes_can_run() -> None:
-    weights = [torch.randn(6144, 4096, device="cuda", dtype=torch.bfloat16) for _ in range(3)]
-    sizes = (4096, 1024, 1024)
-    assert fastest(weights, sizes) in (None, *shapes_of(4096, sizes))
-    assert fastest_with_adapter(weights, sizes) in shapes_of(4096, sizes)

@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from coserve.kernels.gemm.gemv import gemv, shapes_of
+from coserve.kernels.gemm.gemv import adapter_shape, gemv, shapes_of
 from coserve.kernels.lora import reference
 from coserve.kernels.lora.segmented.adapter_table import Slots, table_entries
 from coserve.kernels.lora.segmented.plan import DecodeTables
@@ -60,3 +60,21 @@ def test_blocks_end_where_sites_end() -> None:
     assert (4, 4) in shapes_of(4096, (4096, 1024, 1024))
     assert all(block == 1 for block, _ in shapes_of(14336, (4097,)))
     assert shapes_of(40000, (4096,)) == []
+
+
+@pytest.mark.parametrize(
+    ("inputs", "sizes", "rank", "expected"),
+    [
+        (4096, (14336, 14336), 16, (2, 4)),
+        (4096, (14336, 14336), 128, (4, 8)),
+        (4096, (2048, 512, 512), 16, (8, 4)),  # one wave
+        (2048, (4096,), 256, (8, 4)),
+        (7168, (4096,), 128, (4, 4)),
+        (14336, (4096,), 256, (1, 4)),
+        (14336, (4096,), 512, (4, 4)),  # not measured
+        (1024, (4096,), 16, (4, 4)),
+        (4096, (4098, 4099), 128, (4, 4)),  # blocks do not end where sites end
+    ],
+)
+def test_shapes_with_an_adapter(inputs: int, sizes: tuple[int, ...], rank: int, expected: tuple[int, int]) -> None:
+    assert adapter_shape(inputs, sizes, rank, 132, (4, 4)) == expected

@@ -12,7 +12,8 @@ launch). The shrink runs meanwhile, and the expand is a few multiplications at t
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 import triton
@@ -22,6 +23,7 @@ from torch import Tensor
 from coserve.kernels.gpu.device import device_info, interpreted
 from coserve.kernels.gpu.launcher import launch
 from coserve.kernels.gpu.rounding import cdiv, next_power_of_2
+from coserve.kernels.gpu.timing import graph_ms
 from coserve.kernels.lora.segmented.adapter_table import RANK_BLOCK
 from coserve.kernels.lora.segmented.block_sizes import DecodeBlocks
 from coserve.kernels.lora.segmented.launch_decode import decode_shrink
@@ -30,10 +32,18 @@ from coserve.kernels.lora.segmented.plan import DecodeTables
 
 MAX_INPUTS = 32768
 """Most inputs D: a program reads them all at once."""
-SHAPES = ((1, 4), (1, 8), (2, 4), (2, 8), (4, 4), (4, 8), (8, 8))
+Shape = tuple[int, int]
+SHAPES: tuple[Shape, ...] = ((1, 4), (1, 8), (2, 4), (2, 8), (4, 4), (4, 8), (8, 8))
 """Rows of the weight that a program reads, and its warps."""
-LEAST_RANKS = 64
-"""Ranks of B that a program's tile has at least: those of a narrower one lie in few threads, which takes longer."""
+ADAPTER_SHAPES: dict[int, tuple[tuple[int, Shape], ...]] = {
+    2048: ((256, (8, 4)),),
+    4096: ((64, (2, 4)), (128, (4, 8)), (256, (8, 4))),
+    8192: ((64, (2, 4)), (256, (4, 4))),
+    16384: ((64, (2, 4)), (256, (1, 4))),
+}
+"""Those for a row with an adapter, by inputs, rounded up to a power of two: (largest rank, shape). Measured: `gemv_shapes.json`."""
+ONE_WAVE, WAVE_SHAPE = 3, (8, 4)
+"""The shape for adapters where so many programs a multiprocessor are all there are of it; of 2049 to 4096 inputs."""
 
 
 @triton.jit(do_not_specialize=["row"], do_not_specialize_on_alignment=["ranks_ptr", "scalings_ptr"])
@@ -89,7 +99,7 @@ def project(
     tl.store(y_ptr + n, y.to(y_ptr.dtype.element_ty), mask=n < N)
 
 
-def shapes_of(inputs: int, sizes: Sequence[int]) -> list[tuple[int, int]]:
+def shapes_of(inputs: int, sizes: Sequence[int]) -> list[Shape]:
     """Those of `SHAPES` whose blocks end where sites end, and keep 32 to 128 registers of a thread busy."""
     if inputs > MAX_INPUTS or len(sizes) > 3:
         return []
@@ -101,6 +111,48 @@ def shapes_of(inputs: int, sizes: Sequence[int]) -> list[tuple[int, int]]:
     ]
 
 
+def adapter_shape(inputs: int, sizes: Sequence[int], R: int, multiprocessors: int, base: Shape) -> Shape:
+    """The shape of a row with an adapter of rank up to R; `base`: the fastest one without.
+
+    A program that waits for the shrink keeps its weights in registers meanwhile, so shapes that are alike for the base alone
+    differ by up to 80% with an adapter. `base` where nothing was measured for so many inputs, or where blocks would not end where
+    sites end.
+    """
+    wide = next_power_of_2(inputs)
+    found = next((shape for most, shape in ADAPTER_SHAPES.get(wide, ()) if most >= R), base)
+    if wide == 4096 and cdiv(sum(sizes), WAVE_SHAPE[0]) <= ONE_WAVE * multiprocessors:
+        found = WAVE_SHAPE
+    return found if all(size % found[0] == 0 for size in sizes) else base
+
+
+def fastest(weights_OD: Sequence[Tensor], sizes: Sequence[int]) -> Shape | None:
+    """The shape with which `gemv` beats torch's own GEMM most; None if none does.
+
+    Measured in a CUDA graph over all of `weights_OD`, which together should be more than the L2 cache holds.
+    """
+    x = torch.randn(1, weights_OD[0].shape[1], dtype=weights_OD[0].dtype, device=weights_OD[0].device)
+    best, chosen = _milliseconds(lambda w: torch.nn.functional.linear(x, w), weights_OD), None
+    for block, warps in shapes_of(x.shape[1], sizes):
+        own = partial(gemv, x[0], bias_O=None, sizes=sizes, lora=None, shape=(block, warps))
+        try:
+            spent = _milliseconds(lambda w, own=own: own(weight_OD=w), weights_OD)
+        except triton.runtime.errors.OutOfResources:  # a shape too large for this device
+            continue
+        if spent < best:
+            best, chosen = spent, (block, warps)
+    return chosen
+
+
+def _milliseconds(call: Callable[[Tensor], Tensor], weights_OD: Sequence[Tensor]) -> float:
+    def run() -> None:
+        for weight in weights_OD:
+            call(weight)
+
+    for weight in weights_OD[:2]:
+        call(weight)
+    return graph_ms(run)
+
+
 def gemv(
     x_D: Tensor,
     weight_OD: Tensor,
@@ -108,11 +160,11 @@ def gemv(
     sizes: Sequence[int],
     lora: DecodeTables | None,
     *,
-    shape: tuple[int, int],
+    shape: Shape,
 ) -> Tensor:
     """(O): `weight x + bias`, and the adapter of `lora`'s only tile.
 
-    `shape`: one of `shapes_of`.
+    `shape`: one of `shapes_of`, or `adapter_shape`.
     """
     O, D = weight_OD.shape
     device, block_k = x_D.device, next_power_of_2(D)
@@ -135,6 +187,6 @@ def gemv(
         x_D, weight_OD, y if bias_O is None else bias_O, y, h, tiles_, addresses, ranks, scalings,
         D, O, *ends, row, width, LORA=lora is not None, BIAS=bias_O is not None, SITES=sites, SPLITS=splits,
         SPLITS_POW2=next_power_of_2(splits), SHARDS=shards, SLICE=cut, BLOCK_N=block, BLOCK_K=block_k,
-        BLOCK_R=max(LEAST_RANKS, next_power_of_2(R)), num_warps=warps, num_stages=1, **options,
+        BLOCK_R=max(RANK_BLOCK, next_power_of_2(R)), num_warps=warps, num_stages=1, **options,
     )  # fmt: skip
     return y
