@@ -14,6 +14,8 @@ MAX_PROMPT_LOGPROBS: Final = 1 << 18
 MAX_LOGIT_BIAS: Final = 1024
 MAX_MESSAGES: Final = 1024
 MAX_ROWS: Final = 1_000_000
+MAX_RANK: Final = 1024
+"""Largest rank of a new adapter; imported ones have the rank of their tensors."""
 MAX_BLOCKS: Final = 64
 """Most diagonal blocks of a new BD-LoRA adapter; imported ones have those of their files."""
 PAGE_LIMIT: Final = 100

@@ -14,6 +14,7 @@ from msgspec import UNSET, Meta, UnsetType
 from coserve.limits import (
     MAX_BLOCKS,
     MAX_MESSAGES,
+    MAX_RANK,
     MAX_ROWS,
     AuthorName,
     CacheSalt,
@@ -348,7 +349,7 @@ class ConvertRequest(Wire, frozen=True, omit_defaults=True):
 
     bd_blocks: Annotated[int, Meta(ge=1, le=MAX_BLOCKS)]
     """Diagonal blocks of the new adapter; 1: plain LoRA."""
-    rank: Annotated[int, Meta(ge=1)] | None = None
+    rank: Annotated[int, Meta(ge=1, le=MAX_RANK)] | None = None
     """Of all blocks together. None: the smallest one whose error is at most `max_error`."""
     max_error: Annotated[float, Meta(ge=0, le=1)] | None = None
     """Bound of the error; with `rank` too, a larger error is refused. None: 0.05, and no bound for `rank`."""

@@ -21,10 +21,11 @@ from coserve.adapters.bdlora import Cut, blocks_at, check_blocks, cut_of, packed
 from coserve.adapters.gate import read_config
 from coserve.adapters.peft import FINGERPRINT, PREFIX, AdapterTensors, adapter_config, read_layout
 from coserve.adapters.shard_svd import Matrix, SiteShards, cut_update, lost
-from coserve.adapters.targets import MAX_RANK, alpha_of, exact, rank_and_scaling
+from coserve.adapters.targets import alpha_of, exact, rank_and_scaling
 from coserve.adapters.tensorfile import TensorEntry, TensorFile, check_digest, digest_file
 from coserve.adapters.tensorfile_writer import write_float32
 from coserve.errors import InvalidRequest
+from coserve.limits import MAX_RANK
 from coserve.names import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 from coserve.processes import usable_cores
 from coserve.state.durable import disk_errors

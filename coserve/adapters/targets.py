@@ -12,10 +12,9 @@ from typing import TypeVar
 
 from coserve.adapters.bdlora import check_blocks
 from coserve.errors import InvalidRequest
+from coserve.limits import MAX_RANK
 from coserve.types import BaseSpec, LoraSettings
 
-MAX_RANK = 1024
-"""Largest rank of a new adapter; imported ones have the rank of their tensors."""
 MAX_ALPHA = 1e9
 """Largest alpha of any adapter, new or imported: what is trained with it can be published and imported again."""
 INITS = ("default", "gaussian", "orthogonal")

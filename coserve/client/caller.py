@@ -11,6 +11,7 @@ import msgspec
 
 from coserve import __version__
 from coserve.client.failures import response_error
+from coserve.client.options import encode
 from coserve.client.retry import RetryPolicy
 from coserve.client.sse import Event, events
 from coserve.client.transport import Request, Response, Transport, Upload
@@ -57,7 +58,7 @@ class Caller:
             path,
             query=tuple((name, str(value)) for name, value in (query or {}).items() if value is not None),
             headers={**self._headers, **(headers or {})},
-            body=msgspec.json.encode(body) if isinstance(body, msgspec.Struct) else body,
+            body=encode(body) if isinstance(body, msgspec.Struct) else body,
         )
 
     async def read(self, request: Request, *, accepted: tuple[int, ...] = (), wait: bool = False) -> bytes:

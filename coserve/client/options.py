@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypedDict, TypeVar
@@ -88,6 +89,21 @@ def finetune_request(
     return msgspec.structs.replace(request, training=as_struct(training, TrainingRequest, "training"))
 
 
+def encode(body: msgspec.Struct) -> bytes:
+    """The body as JSON. Raises `InvalidRequest` for a field that is NaN or infinite: JSON would have null, which stands for the default."""
+    _check_finite(body, "")
+    return msgspec.json.encode(body)
+
+
+def _check_finite(body: msgspec.Struct, prefix: str) -> None:
+    for name in body.__struct_fields__:
+        value = getattr(body, name)
+        if isinstance(value, msgspec.Struct):
+            _check_finite(value, f"{prefix}{name}.")
+        elif isinstance(value, float) and not math.isfinite(value):
+            raise InvalidRequest(f"expected a finite number, got {value}", field=f"{prefix}{name}")
+
+
 def corpus_upload(request: FinetuneRequest, file: Path | str | bytes) -> Upload:
     """The settings and a JSONL file, or its content. Raises `InvalidRequest` for a path that is not a file."""
     if not isinstance(file, bytes):
@@ -95,7 +111,7 @@ def corpus_upload(request: FinetuneRequest, file: Path | str | bytes) -> Upload:
         if not file.is_file():
             found = "a folder" if file.is_dir() else "nothing there"
             raise InvalidRequest(f"expected a JSONL file, got {str(file)!r}: {found}", field="file")
-    return Upload(msgspec.json.encode(request), (("corpus.jsonl", file),))
+    return Upload(encode(request), (("corpus.jsonl", file),))
 
 
 def cut_warning(job: Job) -> str | None:

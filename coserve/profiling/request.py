@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from enum import StrEnum
 
-from coserve.adapters.targets import MAX_RANK
 from coserve.errors import InvalidRequest
+from coserve.limits import MAX_RANK
 from coserve.types import DEFAULT_RANK, Wire
 
 DTYPES = ("float32", "bfloat16", "float16")

@@ -127,6 +127,7 @@ async def test_an_adapter_is_converted_to_another_name_and_back(api: Api, tmp_pa
         ("poet", {"bd_blocks": 0}, 400, "bd_blocks"),
         ("poet", {"bd_blocks": 3}, 400, "bd_blocks"),
         ("poet", {"bd_blocks": 2, "rank": 3}, 400, "rank"),
+        ("poet", {"bd_blocks": 2, "rank": 1 << 64}, 400, "rank"),
         ("poet", {"bd_blocks": 2, "distill": True}, 400, "distill"),
         ("poet", {"bd_blocks": 2, "name": "fake"}, 400, "name"),
         ("nobody", {"bd_blocks": 2}, 404, "adapter"),

@@ -237,3 +237,18 @@ async def test_a_gate_that_refuses_is_no_health() -> None:
     daemon = Daemon(refusal(403, "forbidden_origin"))
     with pytest.raises(Exception, match="no"):
         await daemon.client.health()
+
+
+@pytest.mark.parametrize("number", [float("nan"), float("inf")])
+async def test_a_number_that_json_lacks_is_refused_and_not_sent_as_null(number: float) -> None:
+    daemon = Daemon()
+    with pytest.raises(InvalidRequest, match="expected a finite number") as caught:
+        await daemon.client.convert_adapter("a", 2, max_error=number)
+    assert caught.value.field == "max_error"
+    with pytest.raises(InvalidRequest):
+        await daemon.client.generate("hi", slo_e2e=number)
+    for file in (None, b"{}"):
+        with pytest.raises(InvalidRequest) as caught:
+            rows = [{"text": "a"}] if file is None else None
+            await daemon.client.finetune("a", rows, file=file, training={"learning_rate": number})
+        assert caught.value.field == "training.learning_rate"
