@@ -122,7 +122,7 @@ def convert_adapter(
                     f"{job.result}  output error {before:.4g} before, {after:.4g} after (nats a token, from {job.teacher})"
                 )
                 if after >= before:
-                    print(f"no nearer: coserve adapters rollback {job.adapter} {job.version - 1}")
+                    print(f"no improvement; to undo it: coserve adapters rollback {job.adapter} {job.version - 1}")
             if max_output_error is None or after <= max_output_error:
                 return
             rank = 2 * done.rank

@@ -9,18 +9,27 @@ import contextlib
 import os
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import typer
 
-from coserve.errors import CoserveError, EngineUnavailable, StartupError, Unauthorized, Unreachable
+from coserve.errors import CoserveError, EngineUnavailable, InvalidRequest, StartupError, Unauthorized, Unreachable
 
 DEBUG = "COSERVE_DEBUG"
 USAGE, FAILED, INTERRUPTED = 2, 1, 130
 """Exit statuses: wrong arguments or settings, a command failed, Ctrl-C."""
 UsageError: Any = typer.BadParameter.__base__
 """click's error for wrong arguments, wherever typer keeps it."""
+
+
+@contextlib.contextmanager
+def usage_errors() -> Iterator[None]:
+    """Settings refused by the body of this block end the command with status 2, as wrong arguments do."""
+    try:
+        yield
+    except InvalidRequest as error:
+        raise typer.BadParameter(str(error)) from error
 
 
 def run_safely(command: Callable[[], object]) -> int:

@@ -10,6 +10,7 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
+from coserve.cli.failures import usage_errors
 from coserve.errors import InvalidRequest
 from coserve.pretrained.source import check_source
 from coserve.profiling import table
@@ -25,10 +26,10 @@ ALL = "all"
 
 def profile(
     model: Annotated[
-        str | None, typer.Argument(metavar="MODEL", help="as of `coserve serve`; only its config is read")
+        str | None, typer.Argument(metavar="MODEL", help="a folder, a hub name or 'bundled'; only its config is read")
     ] = None,
     preset: Annotated[Preset | None, typer.Option(help="a published profile, instead of MODEL")] = None,
-    backend: Annotated[list[Backend] | None, typer.Option(help="whose passes run; may be repeated")] = None,
+    backend: Annotated[list[Backend] | None, typer.Option(help="library whose passes run; may be repeated")] = None,
     ranks: Annotated[str, typer.Option(help="ranks of LoRA, such as 8,32")] = "16",
     targets: Annotated[
         list[str] | None,
@@ -37,40 +38,45 @@ def profile(
     full: Annotated[bool, typer.Option(help="profile full fine-tuning, too")] = True,
     batches: Annotated[str, typer.Option(help="rows of a batch, such as 1,2,4")] = "1,2,4,8",
     lengths: Annotated[str, typer.Option(help="tokens of a row, such as 128,512")] = "512",
-    dtype: Annotated[str, typer.Option(help="of the base")] = "bfloat16",
-    recompute: Annotated[bool, typer.Option(help="training keeps only each layer's input (backend coserve)")] = False,
-    predict: Annotated[bool, typer.Option(help="predict through fake tensors where there is a GPU, too")] = False,
+    dtype: Annotated[str, typer.Option(help="type of the base: float32, bfloat16 or float16")] = "bfloat16",
+    recompute: Annotated[
+        bool, typer.Option(help="training keeps only each layer's input and computes the layer again (backend coserve)")
+    ] = False,
+    predict: Annotated[bool, typer.Option(help="predict with fake tensors although there is a GPU")] = False,
     trust_remote_code: Annotated[bool, typer.Option(help="run Python code that the model brings")] = False,
-    out: Annotated[Path | None, typer.Option(help="write the profile here as JSON")] = None,
-    figure: Annotated[Path | None, typer.Option(help="draw it here as PNG")] = None,
+    out: Annotated[Path | None, typer.Option(help="JSON file to write the profile to")] = None,
+    figure: Annotated[Path | None, typer.Option(help="PNG file to draw the profile in")] = None,
 ) -> None:
-    """Read the GPU memory that MODEL takes: weights, a forward without gradients, activations, the backward.
+    """Measure the GPU memory that MODEL takes: weights, a forward without gradients, activations, the backward.
 
     With a GPU each pass is run and its peak measured, on random weights. Without one the peaks are predicted.
     """
     if (model is None) == (preset is None):
         raise typer.BadParameter("expected a MODEL, or --preset")
-    if preset is not None:
-        request = preset_request(preset)
-        request = msgspec.structs.replace(request, predict=predict, backends=_backends(backend) or request.backends)
-    else:
-        assert model is not None, "checked above"
-        request = ProfileRequest(
-            model=model,
-            workloads=make_workloads(_numbers(ranks, "ranks"), [_targets(own) for own in targets or [ALL]], full=full),
-            batches=tuple(sorted(set(_numbers(batches, "batches")))),
-            lengths=_numbers(lengths, "lengths"),
-            backends=_backends(backend) or (Backend.COSERVE,),
-            dtype=dtype,
-            recompute=recompute,
-            predict=predict,
-            trust_remote_code=trust_remote_code,
-        )
-        check_source(model, weights=False)
-    check_request(request)
-    for path in (out, figure):
-        if path is not None and not path.absolute().parent.is_dir():
-            raise InvalidRequest(f"no such folder: {path.absolute().parent}")
+    with usage_errors():
+        if preset is not None:
+            request = preset_request(preset)
+            request = msgspec.structs.replace(request, predict=predict, backends=_backends(backend) or request.backends)
+        else:
+            assert model is not None, "checked above"
+            request = ProfileRequest(
+                model=model,
+                workloads=make_workloads(
+                    _numbers(ranks, "ranks"), [_targets(own) for own in targets or [ALL]], full=full
+                ),
+                batches=tuple(sorted(set(_numbers(batches, "batches")))),
+                lengths=_numbers(lengths, "lengths"),
+                backends=_backends(backend) or (Backend.COSERVE,),
+                dtype=dtype,
+                recompute=recompute,
+                predict=predict,
+                trust_remote_code=trust_remote_code,
+            )
+            check_source(model, weights=False)
+        check_request(request)
+        for path in (out, figure):
+            if path is not None and not path.absolute().parent.is_dir():
+                raise InvalidRequest(f"no such folder: {path.absolute().parent}")
     report = _run(request)
     _show(report)
     if out is not None:

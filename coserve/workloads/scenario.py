@@ -82,7 +82,7 @@ class Scenario:
     ramp_rate: float = option(0.0, "ramp: requests a second at the end")
 
     adapters: int = option(32, "adapters that requests and rows are spread over; 0: requests for the base alone")
-    rank: tuple[int, ...] = option((32,), "rank of the adapters; several ranks go round the adapters in turn")
+    rank: tuple[int, ...] = option((32,), "rank of the adapters; several ranks are given to the adapters in turn")
     targets: tuple[str, ...] = option((), "names of modules that the adapters change; default: all linear ones")
     popularity: Shape = option(
         Shape.UNIFORM, "how often each adapter is asked for; power_law is Zipf's law, skewed what Punica calls Zipf-1.5"
@@ -98,7 +98,7 @@ class Scenario:
     median_prompt_tokens: float = option(160.0, "lognormal: median tokens of a made prompt")
     output_lengths: Lengths = option(
         Lengths.UNIFORM,
-        "lengths of the answers, which all go on to their last token",
+        "lengths of the answers; EOS is ignored",
         choices=(Lengths.UNIFORM, Lengths.LOGNORMAL),
     )
     min_tokens: int = option(16, "least new tokens of a request (at most --max-tokens)")
@@ -119,26 +119,26 @@ class Scenario:
         None, "BurstGPT, Mooncake: leave out or repeat recorded requests for so many a second on average"
     )
     trace_model: str | None = option(None, "BurstGPT: only the rows of this model, such as ChatGPT")
-    prompts: str | None = option(None, "ShareGPT file whose prompts and answers' lengths are used instead of others")
+    prompts: str | None = option(None, "ShareGPT file that gives the prompts and the lengths of the answers")
     max_total_tokens: int | None = option(None, "leave out conversations of more tokens, prompt and answer together")
     tokenizer: str = option("bundled", "folder or hub name of the tokenizer that counts the tokens of conversations")
 
     finetune: Finetuning = option(Finetuning.BURSTS, "fine-tuning rows come in bursts, train always, or not at all")
-    finetune_period: float = option(20.0, "bursts: seconds from one to the next, the first at 0")
-    finetune_rows: int = option(512, "bursts: most rows of one, 0 for none; always: rows of a job")
+    finetune_period: float = option(20.0, "bursts: seconds from one burst to the next, the first at 0")
+    finetune_rows: int = option(512, "bursts: most rows of a burst, 0 for none; always: rows of a job")
     finetune_jobs: int = option(16, "always: jobs, all there at the start")
-    row_tokens: int | None = option(None, "always: rows of at least so many tokens, which are cut to them")
+    row_tokens: int | None = option(None, "always: tokens of each row (longer texts are cut)")
     steps: int | None = option(None, "optimizer steps of a job, instead of --epochs")
     epochs: float = option(1.0, "passes of a job over its rows")
     batch_tokens: int = option(2048, "tokens of an optimizer step")
     learning_rate: float = option(2e-4, "peak learning rate of a job")
     checkpoint_steps: int = option(20, "optimizer steps from one checkpoint of a job to the next")
 
-    slo_ttft: float | None = option(None, "most seconds to the first token")
-    slo_tpot: float | None = option(None, "most seconds per token after it")
-    slo_e2e: float | None = option(None, "most seconds to the last token")
+    slo_ttft: float | None = option(None, "most seconds to the first token (TTFT)")
+    slo_tpot: float | None = option(None, "most seconds per token after the first (TPOT)")
+    slo_e2e: float | None = option(None, "most seconds to the last token (E2E)")
     slos: tuple[float, ...] = option(
-        (10.0, 60.0), "limits in seconds for whose times to the last token shares are reported"
+        (10.0, 60.0), "limits on the time to the last token, in seconds; the share of requests within each is reported"
     )
 
     def __post_init__(self) -> None:

@@ -191,3 +191,8 @@ def test_the_key_of_coserve_is_not_sent_elsewhere(
     assert command_line(arguments) == 0
     assert command_line([*arguments, "--key", "given"]) == 0
     assert peer.keys[::3] == [None, "Bearer theirs", "Bearer given"]
+
+
+def test_a_run_that_neither_sends_nor_saves_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert command_line(["bench", "--no-run"]) == 2
+    assert "--no-run needs --save" in capsys.readouterr().err

@@ -100,9 +100,9 @@ def test_the_converted_adapter_learns_from_its_source(monkeypatch: pytest.Monkey
     assert result.output.splitlines()[-1] == "bard@3  output error 0.5 before, 0.1 after (nats a token, from poet@2)"
 
 
-def test_an_adapter_that_comes_no_nearer_is_said_to(monkeypatch: pytest.MonkeyPatch, rows: Path) -> None:
+def test_a_distillation_without_improvement_says_how_to_undo_it(monkeypatch: pytest.MonkeyPatch, rows: Path) -> None:
     result = invoke(monkeypatch, Daemon({8: 0.7}), "--distill", str(rows))
-    assert result.output.splitlines()[-1] == "no nearer: coserve adapters rollback bard 2"
+    assert result.output.splitlines()[-1] == "no improvement; to undo it: coserve adapters rollback bard 2"
 
 
 def test_generations_are_the_bases(monkeypatch: pytest.MonkeyPatch) -> None:

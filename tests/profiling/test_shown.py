@@ -165,7 +165,7 @@ def test_a_preset_stands_for_a_model(asked: list[ProfileRequest]) -> None:
 def test_mistakes_end_with_one_line_before_anything_runs(
     arguments: list[str], message: str, asked: list[ProfileRequest], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert run(["profile", *arguments]) != 0
+    assert run(["profile", *arguments]) == 2
     shown = capsys.readouterr().err
     assert message in shown
     assert len(shown.splitlines()) == 1

@@ -5,8 +5,6 @@ from __future__ import annotations
 import asyncio
 import os
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated
 
@@ -15,10 +13,9 @@ from rich.console import Console
 
 from coserve.cli.bench.run import Route, Server, ServerKind, run_bench
 from coserve.cli.common import DEFAULT_URL, Key, Url
-from coserve.cli.failures import FAILED
+from coserve.cli.failures import FAILED, usage_errors
 from coserve.cli.settings_help import SettingsCommand
 from coserve.cli.settings_options import settings_command
-from coserve.errors import InvalidRequest
 from coserve.workloads.opening import open_workload
 from coserve.workloads.replay import ReplayResult, Rest
 from coserve.workloads.report.conditions import Condition, parse_condition
@@ -36,7 +33,7 @@ def _bench(
         Path | None, typer.Option(metavar="PATH", help="TOML file with settings of the workload")
     ] = None,
     save: Annotated[Path | None, typer.Option(metavar="PATH", help="save the workload as a trace file")] = None,
-    run: Annotated[bool, typer.Option(help="send the workload; --no-run: only save it")] = True,
+    run: Annotated[bool, typer.Option(help="send the workload; --no-run: only --save it")] = True,
     server: Annotated[
         ServerKind,
         typer.Option(metavar="coserve|openai", help="coserve, or any server with /v1/completions, which gets no jobs"),
@@ -86,7 +83,9 @@ def _bench(
     (its table 5.1) and the server is coserve, where the run creates adapters with unique names and deletes them at the end, also after
     Ctrl-C. Settings of the workload also come from the TOML file of --workload and from --preset.
     """
-    with _as_usage_errors():
+    if not run and save is None:
+        raise typer.BadParameter("--no-run needs --save")
+    with usage_errors():
         conditions = [parse_condition(text) for text in fail_under or ()]
         trace = open_workload(given_settings(given, workload))
     if run:
@@ -111,17 +110,8 @@ def _bench(
         raise typer.Exit(FAILED)
 
 
-@contextmanager
-def _as_usage_errors() -> Iterator[None]:
-    """Settings that cannot be end with status 2: status 1 says that a condition does not hold, or that the run failed."""
-    try:
-        yield
-    except InvalidRequest as error:
-        raise typer.BadParameter(str(error)) from error
-
-
 def _key_for(server: ServerKind, key: str | None) -> str | None:
-    """The key of coserve is for coserve: another server gets the one that was given, or OPENAI_API_KEY."""
+    """COSERVE_API_KEY is sent to coserve only: another server gets `--key`, or OPENAI_API_KEY."""
     if server is ServerKind.OPENAI and key == os.environ.get("COSERVE_API_KEY"):
         key = os.environ.get("OPENAI_API_KEY")
     return key or None

@@ -60,7 +60,7 @@ async def run_bench(trace: Trace, rest: Rest, server: Server) -> ReplayResult:
 async def _on_any_server(trace: Trace, totals: Totals, server: Server) -> ReplayResult:
     if totals.jobs:
         print(
-            f"{totals.jobs} fine-tuning jobs of the workload are not sent: the server has no such thing",
+            f"{totals.jobs} fine-tuning jobs of the workload are not sent: only coserve has them",
             file=sys.stderr,
         )
     only_prompts = Repeatable(lambda: (arrival for arrival in trace.arrivals if isinstance(arrival, PromptArrival)))
