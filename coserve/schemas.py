@@ -366,7 +366,6 @@ class ConvertedAdapter(Wire, frozen=True):
     """Of all sites together."""
     site_errors: dict[str, float]
     max_error: float
-    """The bound of `smallest_rank`."""
     smallest_rank: int
     """The smallest rank whose error is at most `max_error`."""
     errors: dict[int, float]
