@@ -65,8 +65,8 @@ class Config:
     )
     lora_sharding: str = option(
         "nfs",
-        "with --tp above 1, how LoRA matrices lie on the GPUs: one of each pair on all of them (nfs), or both sharded, which sends more "
-        "and holds less (slora); block-diagonal ones (BD-LoRA) are sharded by their blocks",
+        "with --tp above 1, how the GPUs hold LoRA matrices: one of each pair whole on every GPU (nfs), or both sharded, which needs "
+        "more messages and less memory (slora); BD-LoRA matrices are sharded by their blocks",
         choices=("nfs", "slora"),
     )
     threads: int | None = option(None, "CPU threads of the engine; default: all cores but one, two at most")
@@ -109,7 +109,7 @@ class Config:
     slo_tpot: float = option(0.2, "time per output token that 'slack' keeps, in seconds")
     train_weight: float = option(
         1.0,
-        "'slack': share of the time that requests' targets give which training may use, from 0 to 1; less means faster answers and "
+        "'slack': share, from 0 to 1, that training may use of the time that requests' targets leave; less means faster answers and "
         "less training",
     )
     train_patience: float = option(1.0, "'slack': a job waits at most so long for its next slice, in seconds")
