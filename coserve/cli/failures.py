@@ -24,11 +24,11 @@ UsageError: Any = typer.BadParameter.__base__
 
 
 @contextlib.contextmanager
-def usage_errors() -> Iterator[None]:
-    """Settings refused by the body of this block end the command with status 2, as wrong arguments do."""
+def usage_errors(kind: type[CoserveError] = InvalidRequest) -> Iterator[None]:
+    """Errors of this kind end the command with status 2, as wrong arguments do."""
     try:
         yield
-    except InvalidRequest as error:
+    except kind as error:
         raise typer.BadParameter(str(error)) from error
 
 

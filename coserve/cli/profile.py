@@ -24,7 +24,12 @@ from coserve.profiling.request import Backend, ProfileRequest, check_request, ma
 ALL = "all"
 
 
+OF_PRESETS = ("ranks", "targets", "full", "batches", "lengths", "dtype", "recompute", "trust_remote_code")
+"""Options that a preset says."""
+
+
 def profile(
+    ctx: typer.Context,
     model: Annotated[
         str | None, typer.Argument(metavar="MODEL", help="a folder, a hub name or 'bundled'; only its config is read")
     ] = None,
@@ -55,6 +60,7 @@ def profile(
         raise typer.BadParameter("expected a MODEL, or --preset")
     with usage_errors():
         if preset is not None:
+            _check_preset(ctx)
             request = preset_request(preset)
             request = msgspec.structs.replace(request, predict=predict, backends=_backends(backend) or request.backends)
         else:
@@ -77,6 +83,8 @@ def profile(
         for path in (out, figure):
             if path is not None and not path.absolute().parent.is_dir():
                 raise InvalidRequest(f"no such folder: {path.absolute().parent}")
+            if path is not None and path.is_dir():
+                raise InvalidRequest(f"expected a file, got a folder: {path}")
     report = _run(request)
     _show(report)
     if out is not None:
@@ -85,6 +93,13 @@ def profile(
         save_figure(figure, report)
     if saved := [str(path) for path in (out, figure) if path is not None]:
         print("saved:", *saved)
+
+
+def _check_preset(ctx: typer.Context) -> None:
+    for name in OF_PRESETS:
+        source = ctx.get_parameter_source(name)
+        if source is not None and source.name != "DEFAULT":
+            raise InvalidRequest(f"the preset says it: expected no --{name.replace('_', '-')}")
 
 
 def _run(request: ProfileRequest) -> ProfileReport:

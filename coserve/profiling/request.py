@@ -10,6 +10,8 @@ from coserve.limits import MAX_RANK
 from coserve.types import DEFAULT_RANK, Wire
 
 DTYPES = ("float32", "bfloat16", "float16")
+MAX_TOKENS = 1 << 24
+"""Of one batch."""
 
 
 class Backend(StrEnum):
@@ -71,6 +73,8 @@ def make_workloads(
 
     Raises `InvalidRequest` for a rank out of range, and for an empty set of targets.
     """
+    if not ranks:
+        raise InvalidRequest("expected at least one number, got none", field="ranks")
     for rank in ranks:
         if not 1 <= rank <= MAX_RANK:
             raise InvalidRequest(f"expected ranks from 1 to {MAX_RANK}, got {rank}", field="ranks")
@@ -91,6 +95,8 @@ def check_request(request: ProfileRequest) -> None:
             raise InvalidRequest("expected at least one number, got none", field=field)
         if min(values) < 1:
             raise InvalidRequest(f"expected numbers from 1 up, got {min(values)}", field=field)
+    if (most := max(request.batches) * max(request.lengths)) > MAX_TOKENS:
+        raise InvalidRequest(f"expected at most {MAX_TOKENS} tokens a batch, got {most}", field="batches")
     if request.dtype not in DTYPES:
         raise InvalidRequest(f"expected one of {', '.join(DTYPES)}, got {request.dtype!r}", field="dtype")
     if request.recompute and Backend.PEFT in request.backends:

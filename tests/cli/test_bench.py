@@ -196,3 +196,10 @@ def test_the_key_of_coserve_is_not_sent_elsewhere(
 def test_a_run_that_neither_sends_nor_saves_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     assert command_line(["bench", "--no-run"]) == 2
     assert "--no-run needs --save" in capsys.readouterr().err
+
+
+def test_a_trace_with_a_malformed_row_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    trace = tmp_path / "mooncake.jsonl"
+    trace.write_text('{"timestamp": 0, "input_length": 1000000000000, "output_length": 3, "hash_ids": []}\n')
+    assert command_line(["bench", "--trace", str(trace), "--no-run", "--save", str(tmp_path / "saved.jsonl")]) == 2
+    assert "line 1: Expected `int` <= 4194304" in capsys.readouterr().err

@@ -16,6 +16,7 @@ from coserve.cli.common import DEFAULT_URL, Key, Url
 from coserve.cli.failures import FAILED, usage_errors
 from coserve.cli.settings_help import SettingsCommand
 from coserve.cli.settings_options import settings_command
+from coserve.errors import MalformedRow
 from coserve.workloads.opening import open_workload
 from coserve.workloads.replay import ReplayResult, Rest
 from coserve.workloads.report.conditions import Condition, parse_condition
@@ -91,7 +92,8 @@ def _bench(
     if run:
         check_folder(report)
     if save is not None:
-        save_trace(trace, save)
+        with usage_errors(MalformedRow):
+            save_trace(trace, save)
     if not run:
         return
     where = Server(
@@ -103,7 +105,8 @@ def _bench(
         prefix=prefix,
         metrics_interval=metrics_interval,
     )
-    result = asyncio.run(run_bench(trace, rest, where))
+    with usage_errors(MalformedRow):
+        result = asyncio.run(run_bench(trace, rest, where))
     summary = summarise(result, peak=peak)
     _print_report(report, result, summary, server)
     if not _all_hold(conditions, summary):

@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from coserve.errors import MalformedRow
-from coserve.workloads.formats.lines import Recorded, check_order, unreadable
+from coserve.workloads.formats.lines import MAX_TOKENS, Recorded, check_order, unreadable
 
 TIME, MODEL, PROMPT, OUTPUT = "Timestamp", "Model", "Request tokens", "Response tokens"
 
@@ -66,4 +66,7 @@ def _number(text: str, name: str, line: int) -> float:
 def _tokens(text: str, name: str, line: int) -> int:
     if not (text.strip().isascii() and text.strip().isdigit()):
         raise MalformedRow(f"{name}: expected a number of tokens, got {text[:40]!r}", line=line)
-    return int(text)
+    tokens = int(text[:20])
+    if tokens > MAX_TOKENS:
+        raise MalformedRow(f"{name}: expected at most {MAX_TOKENS} tokens, got {text[:40]}", line=line)
+    return tokens

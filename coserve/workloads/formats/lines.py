@@ -12,6 +12,10 @@ MAX_LINE = 1 << 26
 """Bytes of the longest line. It bounds the memory that a file can take."""
 
 
+MAX_TOKENS = 1 << 22
+"""Of a prompt or an answer of a recording."""
+
+
 class Recorded(NamedTuple):
     """A recorded request: seconds after the recording's beginning, lengths in tokens, and the prompt's blocks (Mooncake)."""
 

@@ -14,9 +14,9 @@ from typing import Annotated
 import msgspec
 
 from coserve.errors import MalformedRow
-from coserve.workloads.formats.lines import Recorded, check_order, read_lines
+from coserve.workloads.formats.lines import MAX_TOKENS, Recorded, check_order, read_lines
 
-_Tokens = Annotated[int, msgspec.Meta(ge=1)]
+_Tokens = Annotated[int, msgspec.Meta(ge=1, le=MAX_TOKENS)]
 
 
 class _Line(msgspec.Struct):
