@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from coserve.state.failpoints import FILE_STEPS
 from tests.support.crash_oracle import Oracle, Reference, job_request
 
@@ -15,6 +17,7 @@ def rules(point: str) -> str:
     return ";".join(f"{point}.{step}=ENOSPC@1;{point}.{step}=EIO@2" for step in FILE_STEPS)
 
 
+@pytest.mark.slow
 def test_every_failure_is_said_and_the_next_good_request_succeeds(
     model: Path, reference: Reference, tmp_path: Path
 ) -> None:

@@ -84,6 +84,7 @@ def test_texts_are_those_of_one_process(daemon: DaemonProcess, expected: list[li
     assert [(rank["rank"], rank["state"]) for rank in health["ranks"]] == [(0, "ready"), (1, "ready")]
 
 
+@pytest.mark.slow
 def test_ranks_stay_together_while_clients_come_and_go(daemon: DaemonProcess, expected: list[list[int]]) -> None:
     def leave_early(number: int) -> None:
         body = {"prompt": PROMPTS[number % 4] * (1 + number), "max_tokens": 60, "ignore_eos": True, "stream": True}

@@ -55,6 +55,7 @@ def test_a_worker_runs_every_part_and_says_how_far_it_is(tmp_path: Path) -> None
     assert all(path.is_file() for path in gemm_paths(task))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sharding", ["nfs", pytest.param("slora", marks=pytest.mark.slow)])
 def test_a_worker_runs_parts_for_one_of_several_ranks_without_the_others(sharding: str, tmp_path: Path) -> None:
     """Its adapters and its share of the vocabulary are a rank's, and the part of another GPU has a runner of its own."""

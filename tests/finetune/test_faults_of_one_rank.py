@@ -96,6 +96,7 @@ def train(ranks: Ranks, base: str, root: Path, points: str, *fails: int, at: int
     return result
 
 
+@pytest.mark.slow
 def test_memory_that_runs_out_on_one_rank_anywhere_changes_nothing_but_rounding(
     ranks: Ranks, base: str, tmp_path: Path
 ) -> None:

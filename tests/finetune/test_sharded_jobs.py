@@ -71,6 +71,7 @@ def test_a_job_on_two_ranks_is_that_of_one_process_at_every_step(
         same_adapter(root, tmp_path / "alone")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("changes", [{}, BD], ids=["lora", "bd"])
 def test_a_distillation_on_two_ranks_is_that_of_one_process(
     ranks: Ranks, base: str, tmp_path: Path, changes: dict[str, object]

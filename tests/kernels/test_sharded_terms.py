@@ -64,6 +64,7 @@ def _expected(segments: Segments, ys: list[Tensor], x: Tensor) -> list[Tensor]:
     return [lora_add(y, x, segments, [pairs[i] for pairs in PAIRS]) for i, y in enumerate(ys)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("own", [0, 1])
 @pytest.mark.parametrize(("decode", "zero_padded"), [(True, True), (True, False), (False, False)])
 def test_two_halves_make_the_whole(own: int, decode: bool, zero_padded: bool) -> None:

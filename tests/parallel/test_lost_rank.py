@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from coserve.errors import UnsupportedBase
 from coserve.model.base import load_base
 from coserve.parallel.mesh import Mesh
@@ -25,6 +27,7 @@ def _load(mesh: Mesh, folder: str) -> str:
     return "loaded"
 
 
+@pytest.mark.slow
 def test_a_base_is_not_refused_because_another_rank_is_gone(tmp_path: Path) -> None:
     folder = sharded.save_base(tmp_path)
     with Ranks(2) as ranks:

@@ -125,6 +125,7 @@ def _expected(folder: str, bounds: tuple[int, ...], batch: tuple[int, ...]) -> T
         return base.forward(*_tokens(bounds[-1]), PackedAttention(bounds), lora=lora, keep=None)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("one_shot", ONE_SHOT)
 def test_steps_by_slots_have_the_logits_of_one_process(ranks: Ranks, folder: str, one_shot: bool) -> None:
     """Every group of sites that share an input has one collective more, if a fully sharded adapter is in the batch."""

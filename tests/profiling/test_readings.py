@@ -138,6 +138,7 @@ def trial(meter: LiveBytes, **shape: object) -> CoserveTrial:
     return CoserveTrial(wrap_base(model, name="tiny"), meter, ways)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", list(Kind))
 def test_fake_tensors_take_what_real_ones_take(kind: Kind) -> None:
     """The same passes, methods and meter: all but the tensors' contents."""
@@ -153,6 +154,7 @@ def test_fake_tensors_take_what_real_ones_take(kind: Kind) -> None:
     assert fake_one == pytest.approx(real, rel=0.005)
 
 
+@pytest.mark.slow
 def test_what_libraries_keep_is_not_the_adapters() -> None:
     """A GPU's libraries allocate workspaces in the first pass, before an adapter is made: here 4 MiB."""
     config = tiny_model("llama").config
