@@ -11,9 +11,9 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from transformers import LlamaConfig
 
 from benchmarks.bdlora_plan import SHAPES, Shape, Variant, bd_rank
+from benchmarks.llama import llama_config
 from coserve.kernels.lora.types import LoraPair
 from coserve.model.base import Base, wrap_base
 from coserve.model.lora import LoraWeights
@@ -27,21 +27,6 @@ from coserve.types import LoraSettings, SiteSpec
 
 SEED = 11
 STD = 0.02
-
-
-def config_of(shape: Shape) -> LlamaConfig:
-    return LlamaConfig(
-        vocab_size=shape.vocab,
-        hidden_size=shape.hidden,
-        intermediate_size=shape.inner,
-        num_hidden_layers=shape.layers,
-        num_attention_heads=shape.heads,
-        num_key_value_heads=shape.kv_heads,
-        max_position_embeddings=shape.context,
-        rope_theta=500000.0,
-        bos_token_id=0,
-        eos_token_id=1,
-    )
 
 
 class RandomWeights:
@@ -86,9 +71,9 @@ def make_base(shape: Shape, mesh: Mesh, device: torch.device) -> Base:
         from transformers import AutoModelForCausalLM
 
         with device:
-            model = AutoModelForCausalLM.from_config(config_of(shape), dtype=dtype)
+            model = AutoModelForCausalLM.from_config(llama_config(shape), dtype=dtype)
         return wrap_base(model, name=f"{shape.name}-random")
-    model = empty_model(config_of(shape), dtype, trust_remote_code=False)
+    model = empty_model(llama_config(shape), dtype, trust_remote_code=False)
     sharding = fill_shard(model, RandomWeights(device, dtype), mesh, device, Strategy.SLORA)
     return wrap_base(model, name=f"{shape.name}-random", shard=Shard(model, sharding, "random"))
 

@@ -12,8 +12,9 @@ from dataclasses import dataclass, replace
 
 import msgspec
 import torch
-from transformers import AutoModelForCausalLM, LlamaConfig
+from transformers import AutoModelForCausalLM
 
+from benchmarks.llama import llama_config
 from coserve.adapter_store.host import HostBudget
 from coserve.adapter_store.store import AdapterStore
 from coserve.cancellation import Cancellation
@@ -84,18 +85,7 @@ def synchronize(shape: Shape) -> None:
 
 
 def make_base(shape: Shape) -> Base:
-    config = LlamaConfig(
-        vocab_size=shape.vocab,
-        hidden_size=shape.hidden,
-        intermediate_size=shape.inner,
-        num_hidden_layers=shape.layers,
-        num_attention_heads=shape.heads,
-        num_key_value_heads=shape.kv_heads,
-        max_position_embeddings=shape.context,
-        rope_theta=500000.0,
-        bos_token_id=0,
-        eos_token_id=1,
-    )
+    config = llama_config(shape)
     torch.manual_seed(SEED)
     with torch.device(shape.device):
         dtype = torch.bfloat16 if shape.device == "cuda" else torch.float32

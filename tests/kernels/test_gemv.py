@@ -3,10 +3,11 @@ from __future__ import annotations
 import pytest
 import torch
 
-from coserve.kernels.gemm.gemv import adapter_shape, gemv, shapes_of
+from coserve.kernels.gemm.gemv import ADAPTER_SHAPES, SHAPES, WAVE_SHAPE, adapter_shape, gemv, shapes_of
 from coserve.kernels.lora import reference
 from coserve.kernels.lora.segmented.adapter_table import Slots, table_entries
 from coserve.kernels.lora.segmented.plan import DecodeTables
+from coserve.kernels.lora.segmented.sharded_slot_lora import GEMV_ROWS
 from coserve.kernels.lora.segmented.tiles import StepTiles, cut
 from coserve.kernels.lora.segments import Segments
 from coserve.kernels.lora.types import LoraPair
@@ -78,3 +79,8 @@ def test_blocks_end_where_sites_end() -> None:
 )
 def test_shapes_with_an_adapter(inputs: int, sizes: tuple[int, ...], rank: int, expected: tuple[int, int]) -> None:
     assert adapter_shape(inputs, sizes, rank, 132, (4, 4)) == expected
+
+
+def test_no_program_reads_more_rows_than_outputs_of_a_gpu_are_aligned_to() -> None:
+    shapes = {*SHAPES, WAVE_SHAPE, *(shape for found in ADAPTER_SHAPES.values() for _, shape in found)}
+    assert all(GEMV_ROWS % rows == 0 for rows, _ in shapes)

@@ -171,7 +171,9 @@ def test_conditions(text: str, holds: bool) -> None:
     assert parse_condition(text).holds(summary) is holds
 
 
-@pytest.mark.parametrize("text", ["", "slo", "slo=0.9", "slo>=", "slo>=high", "sloo>=0.9", "slo>=0.9ms2", "ttft>=1"])
+@pytest.mark.parametrize(
+    "text", ["", "slo", "slo=0.9", "slo>=", "slo>=high", "sloo>=0.9", "slo>=0.9ms2", "ttft>=1", "slo>=50"]
+)
 def test_what_is_no_condition_is_refused(text: str) -> None:
     with pytest.raises(InvalidRequest, match="fail_under"):
         parse_condition(text)

@@ -42,8 +42,8 @@ ADAPTER_SHAPES: dict[int, tuple[tuple[int, Shape], ...]] = {
     16384: ((64, (2, 4)), (256, (1, 4))),
 }
 """Those for a row with an adapter, by inputs, rounded up to a power of two: (largest rank, shape). Measured: `gemv_shapes.json`."""
-ONE_WAVE, WAVE_SHAPE = 3, (8, 4)
-"""The shape for adapters where so many programs a multiprocessor are all there are of it; of 2049 to 4096 inputs."""
+ONE_WAVE, WAVE_SHAPE, WAVE_INPUTS = 3, (8, 4), 4096
+"""The shape for adapters where so many programs a multiprocessor are all there are of it; of `WAVE_INPUTS`, rounded up, too."""
 
 
 @triton.jit(do_not_specialize=["row"], do_not_specialize_on_alignment=["ranks_ptr", "scalings_ptr"])
@@ -120,7 +120,7 @@ def adapter_shape(inputs: int, sizes: Sequence[int], R: int, multiprocessors: in
     """
     wide = next_power_of_2(inputs)
     found = next((shape for most, shape in ADAPTER_SHAPES.get(wide, ()) if most >= R), base)
-    if wide == 4096 and cdiv(sum(sizes), WAVE_SHAPE[0]) <= ONE_WAVE * multiprocessors:
+    if wide == WAVE_INPUTS and cdiv(sum(sizes), WAVE_SHAPE[0]) <= ONE_WAVE * multiprocessors:
         found = WAVE_SHAPE
     return found if all(size % found[0] == 0 for size in sizes) else base
 

@@ -36,6 +36,8 @@ NUMBERS: dict[str, Callable[[Summary], float | None]] = {
     for part in ("mean", "p50", "p90", "p95", "p99")
 }
 """The numbers that conditions name; None: not measured."""
+SHARES = ("slo", "slo_worst", "satisfaction")
+"""Those that are never above 1."""
 
 
 @dataclass(frozen=True)
@@ -75,4 +77,7 @@ def parse_condition(text: str) -> Condition:
     name, relation, number, unit = found.groups(default="")
     if name not in NUMBERS:
         raise InvalidRequest(f"expected one of {', '.join(NUMBERS)}, got {name!r}", field="fail_under")
-    return Condition(text.strip(), name, relation, float(number) * _UNITS[unit])
+    bound = float(number) * _UNITS[unit]
+    if name in SHARES and bound > 1:
+        raise InvalidRequest(f"expected a share from 0 to 1, or such as 99%, got {text!r}", field="fail_under")
+    return Condition(text.strip(), name, relation, bound)
