@@ -1,0 +1,66 @@
+"""Requests and responses of the HTTP API: checked by the server, built by the SDK, described by `/openapi.json`.
+
+No torch, no IO. Times are seconds since the epoch (`*_at`) or seconds (`eta`, `timing`, `slo_*`); sizes are bytes or tokens. A
+streamed generation is a sequence of server-sent events `data: GenerateChunk`, then `data: [DONE]`; a failure after the first
+byte is `event: error` with an `ErrorBody`. `slo_e2e` counts from arrival to the last of `max_tokens`.
+"""
+
+from __future__ import annotations
+
+from coserve.schemas.adapters import (
+    Adapter,
+    AdapterList,
+    ConvertedAdapter,
+    ConvertRequest,
+    DeletedAdapter,
+    ImportRequest,
+    RollbackRequest,
+)
+from coserve.schemas.errors import ErrorBody, ErrorInfo
+from coserve.schemas.generation import (
+    ChatMessage,
+    Choice,
+    ChosenLogprob,
+    Finish,
+    GenerateChunk,
+    GenerateRequest,
+    GenerateResponse,
+    Logprob,
+    PromptLogprob,
+    Timing,
+    Usage,
+)
+from coserve.schemas.jobs import ROWS, EventLevel, EventType, FinetuneRequest, Job, JobEvent, JobList
+from coserve.schemas.service import STREAM_END, Pointers
+
+__all__ = [
+    "Adapter",
+    "AdapterList",
+    "ChatMessage",
+    "Choice",
+    "ChosenLogprob",
+    "ConvertRequest",
+    "ConvertedAdapter",
+    "DeletedAdapter",
+    "ErrorBody",
+    "ErrorInfo",
+    "EventLevel",
+    "EventType",
+    "FinetuneRequest",
+    "Finish",
+    "GenerateChunk",
+    "GenerateRequest",
+    "GenerateResponse",
+    "ImportRequest",
+    "Job",
+    "JobEvent",
+    "JobList",
+    "Logprob",
+    "Pointers",
+    "PromptLogprob",
+    "ROWS",
+    "RollbackRequest",
+    "STREAM_END",
+    "Timing",
+    "Usage",
+]

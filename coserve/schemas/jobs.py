@@ -1,0 +1,110 @@
+"""Fine-tuning jobs: the request, a job as it stands, its events."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from msgspec import Meta
+
+from coserve.limits import MAX_ROWS, LocalPath
+from coserve.names import AdapterName, AdapterRefText
+from coserve.schemas.errors import ErrorInfo
+from coserve.types import JobState, LoraSettings, StepMetrics, TrainingRequest, TrainingSettings, Wire
+
+ROWS = """Rows, each of one of these formats (docs/data.md says how each is rendered and what of it is learned):
+`{"text": "..."}`;
+`{"prompt": "...", "completion": "..."}`;
+`{"messages": [{"role": "system|user|assistant|tool", "content": "...", "weight": 0 or 1, of the assistant's alone}]}`;
+`{"instruction": "...", "input": "...", "output": "..."}` (alpaca; `input` may be left out);
+`{"conversations": [{"from": "human|gpt|system|tool", "value": "..."}]}` (ShareGPT)."""
+
+
+class FinetuneRequest(Wire, frozen=True, omit_defaults=True):
+    """`POST /finetune`: as a JSON body with `data` or `path`, or as multipart/form-data with a part `settings` (this, as
+    JSON, without both) and then a part `file` (JSONL). A header `Idempotency-Key` makes the request safe to repeat.
+    """
+
+    adapter: AdapterName
+    data: Annotated[list[dict[str, Any]], Meta(max_length=MAX_ROWS, description=ROWS)] | None = None
+    path: LocalPath | None = None
+    """A JSONL file under the daemon's `data_root`."""
+    continue_from: AdapterRefText | None = None
+    """Go on from this adapter instead of a new one; then `lora` must be left out."""
+    teacher: AdapterRefText | None = None
+    """Distillation: learn this adapter's outputs at the rows' targets, not their tokens. Losses are then KL divergences from it."""
+    lora: LoraSettings | None = None
+    training: TrainingRequest = TrainingRequest()
+    metadata: Annotated[
+        dict[Annotated[str, Meta(max_length=64)], Annotated[str, Meta(max_length=512)]], Meta(max_length=16)
+    ] = {}
+
+
+class Job(Wire, frozen=True):
+    """A fine-tuning job as it stands now."""
+
+    id: str
+    adapter: str
+    version: int
+    """The version that success publishes."""
+    state: JobState
+    created_at: float
+    started_at: float | None
+    finished_at: float | None
+    queue_position: int | None
+    """0 is next; null unless queued."""
+    step: int
+    total_steps: int
+    progress: float
+    """0 to 1."""
+    eta: float | None
+    """Seconds of training left at the speed of the last step; null before the first one and at the end."""
+    loss: float | None
+    metrics: StepMetrics | None
+    trained_tokens: int
+    rows: int
+    tokens: int
+    target_tokens: int
+    continue_from: str | None
+    lora: LoraSettings
+    training: TrainingSettings
+    metadata: dict[str, str]
+    error: ErrorInfo | None
+    result: str | None
+    """`name@version` once succeeded: use it as `adapter` of `POST /generate`."""
+    waiting: str | None = None
+    """What a running job waits for: `waiting for space` once all its steps are done and the disk is full."""
+    rows_cut: int = 0
+    """Rows that lost a part: they were longer than `training.max_length`, the base's context or `micro_batch_tokens`."""
+    auto: list[str] = []
+    """The fields of `training` that the daemon chose from the size of the corpus and of the base."""
+    notes: list[str] = []
+    """Notes for the user who submitted the job, such as that it replaces another version."""
+    teacher: str | None = None
+
+
+class JobList(Wire, frozen=True):
+    """Newest first; the next page is `?after=<id of the last one>`."""
+
+    data: list[Job]
+    has_more: bool
+
+
+EventLevel = Literal["info", "warning", "error"]
+EventType = Literal["state", "message", "metrics", "checkpoint"]
+
+
+class JobEvent(Wire, frozen=True):
+    """One event of a job, as the registry stores it. `seq` counts from 1 within the job, without gaps.
+
+    `GET /finetune/{id}/events` sends them as server-sent events; `id:` is `seq` (send it back as `Last-Event-ID`).
+    """
+
+    seq: int
+    job: str
+    created_at: float
+    level: EventLevel
+    type: EventType
+    message: str
+    metrics: StepMetrics | None = None
+    state: JobState | None = None
+    """The new state, for `type: state`. The stream ends after a terminal one."""
