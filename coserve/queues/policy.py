@@ -61,6 +61,16 @@ class Turn:
 
 
 @dataclass(frozen=True, slots=True)
+class InFlight:
+    """Training slices that the device runs beside generation steps. Always empty where slices and steps take turns."""
+
+    slices: int = 0
+    """Launched, and not yet done."""
+    since_step: bool = False
+    """One was launched after the last generation step."""
+
+
+@dataclass(frozen=True, slots=True)
 class View:
     """The state of the engine that a decision depends on.
 
@@ -81,12 +91,13 @@ class View:
     headroom: int
     """How many more requests can be admitted."""
     jobs: tuple[str, ...]
-    """Jobs that can train, the next one first."""
+    """Jobs that can train, the next one first. Empty while the next one waits for what a slice in flight computes."""
     turn: Turn
     train_waiting_since: float | None
     """When the last slice ended, or the first job came; None without jobs."""
     costs: Costs
     """`costs.micro_step`: of the next micro-step of `jobs[0]`."""
+    in_flight: InFlight = InFlight()
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,8 +14,9 @@ from coserve.queues.policies.choice import make_policy
 from coserve.queues.policies.ets import Ets
 from coserve.queues.policies.inference_first import InferenceFirst
 from coserve.queues.policies.slack import MAX_MICRO_STEPS, MAX_SLICE, Slack
+from coserve.queues.policies.spatial import MIN_SLICE, Spatial
 from coserve.queues.policies.temporal_sharing import TemporalSharing
-from coserve.queues.policy import Costs, Due, Overdue, Serve, Train, Turn, View, Wait
+from coserve.queues.policy import Costs, Decision, Due, InFlight, Overdue, Serve, Train, Turn, View, Wait
 
 
 class Request(NamedTuple):
@@ -267,3 +268,26 @@ def test_the_weight_of_training_is_a_share() -> None:
         assert policy.decide(seen, 0.5) == decision
     with pytest.raises(ConfigError, match="train_weight"):
         Config(train_weight=1.5)
+
+
+class TestSpatial:
+    policy = Spatial()
+
+    def decide(self, seen: View, slices: int, *, since_step: bool = False) -> Decision:
+        return self.policy.decide(replace(seen, in_flight=InFlight(slices, since_step)), 0.0)
+
+    def test_slices_and_steps_are_launched_in_turn_until_two_slices_are_in_flight(self) -> None:
+        seen = view(running=[1.0], jobs=("j",), micro_step=MIN_SLICE)
+        assert self.decide(seen, 0) == self.decide(seen, 1) == Train("j", 1)
+        assert self.decide(seen, 1, since_step=True) == self.decide(seen, 2) == Serve(0)
+
+    def test_without_requests_it_waits_for_the_end_of_a_slice(self) -> None:
+        seen = view(jobs=("j",), micro_step=MIN_SLICE)
+        assert self.decide(seen, 1, since_step=True) == Train("j", 1)
+        assert self.decide(seen, 2, since_step=True) == self.decide(view(), 2) == Wait(None)
+
+    def test_a_slice_is_as_long_as_a_step_within_limits(self) -> None:
+        for step, seconds in ((0.0, MIN_SLICE), (0.02, 0.02), (1.0, MAX_SLICE)):
+            decision = self.decide(view([0.0], jobs=("j",), serve=step, micro_step=0.004), 0)
+            assert isinstance(decision, Train) and decision.micro_steps is not None
+            assert 0.004 * decision.micro_steps <= seconds < 0.004 * (decision.micro_steps + 1)

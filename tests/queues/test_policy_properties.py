@@ -12,9 +12,10 @@ from hypothesis import strategies as st
 
 from coserve.queues.policies.ets import Ets
 from coserve.queues.policies.inference_first import InferenceFirst
-from coserve.queues.policies.slack import Slack
+from coserve.queues.policies.slack import MAX_SLICE, Slack
+from coserve.queues.policies.spatial import MAX_SLICES, Spatial
 from coserve.queues.policies.temporal_sharing import TemporalSharing, Unit
-from coserve.queues.policy import Costs, Due, Policy, Serve, Train, Turn, View, Wait
+from coserve.queues.policy import Costs, Due, InFlight, Policy, Serve, Train, Turn, View, Wait
 
 times = st.integers(0, 4000).map(lambda n: n / 64)  # dyadic: sums and differences are exact, as the paper's are
 costs = st.floats(0, 2, allow_nan=False)
@@ -59,6 +60,7 @@ def views(draw: st.DrawFn, max_running: int = 8) -> View:
         turn=draw(turns),
         train_waiting_since=draw(times) if jobs else None,
         costs=Costs(draw(costs), draw(costs), draw(costs)),
+        in_flight=draw(st.builds(InFlight, st.integers(0, MAX_SLICES), st.booleans())),
     )
 
 
@@ -67,6 +69,7 @@ policies: st.SearchStrategy[Policy] = st.one_of(
     st.builds(TemporalSharing, st.integers(1, 4), st.integers(1, 9), times, units),
     st.just(InferenceFirst()),
     st.builds(Slack, times, margin=st.floats(0, 0.9)),
+    st.just(Spatial()),
 )
 
 
@@ -86,7 +89,7 @@ def test_every_decision_can_be_carried_out(policy: Policy, view: View, now: floa
             assert micro_steps is None or micro_steps >= 1
         case Wait(until):
             assert not view.running, "something was runnable"
-            assert not view.jobs or prepared_on_a_thread(view)
+            assert not view.jobs or prepared_on_a_thread(view) or view.in_flight.slices == MAX_SLICES
             assert until is None or until > now
 
 
@@ -179,3 +182,20 @@ def test_slack_admits_all_that_fit(patience: float, view: View, now: float) -> N
     decision = Slack(patience).decide(view, now)
     if isinstance(decision, Serve):
         assert decision.admit == len(view.waiting)
+
+
+@given(views(), times)
+def test_spatial_sharing_lets_neither_side_wait_for_the_other(view: View, now: float) -> None:
+    """Each side runs whenever it can: a step waits for one launch at most, and a slice for one step at most."""
+    decision = Spatial().decide(view, now)
+    serves, flight = bool(view.running or view.waiting), view.in_flight
+    match decision:
+        case Train(job, micro_steps):
+            assert flight.slices < MAX_SLICES and not (serves and flight.since_step), "generation waits"
+            assert job == view.jobs[0] and micro_steps is not None
+            assert micro_steps == 1 or micro_steps * view.costs.micro_step <= MAX_SLICE + 1e-9
+        case Serve(admit):
+            assert admit == len(view.waiting)
+            assert not view.jobs or flight.slices == MAX_SLICES or flight.since_step, "training waits"
+        case Wait(until):
+            assert until is None and not serves and (not view.jobs or flight.slices == MAX_SLICES)

@@ -1,0 +1,29 @@
+"""Spatial sharing: training and generation at the same time, each on its own part of the GPU."""
+
+from __future__ import annotations
+
+from coserve.queues.policies.slack import MAX_SLICE, micro_steps_within
+from coserve.queues.policy import Decision, Serve, Train, View, Wait
+
+MAX_SLICES = 2
+"""Slices in flight: the device begins the second one without waiting for the host."""
+MIN_SLICE = 0.01
+"""Predicted seconds of a slice, unless a generation step takes longer. Shorter ones would cost the host too much."""
+
+
+class Spatial:
+    """Spatial sharing (the ETS paper, section 4.4.1): neither kind of work waits for the other, each has its own part of the GPU.
+
+    Generation steps run whenever a request can be served; requests join and leave the batch at each of them. Training slices
+    are only launched between two steps, at most one, and run beside the steps that follow. A slice is about as long as a
+    step, so that with `MAX_SLICES` in flight training does not stop while the host waits for a step.
+    """
+
+    def decide(self, view: View, now: float) -> Decision:
+        serves = bool(view.running or view.waiting)
+        if view.jobs and view.in_flight.slices < MAX_SLICES and not (serves and view.in_flight.since_step):
+            seconds = min(max(view.costs.serve, MIN_SLICE), MAX_SLICE)
+            return Train(view.jobs[0], micro_steps_within(seconds, view.costs.micro_step))
+        if serves:
+            return Serve(len(view.waiting))
+        return Wait(None)
