@@ -83,6 +83,10 @@ class Results:
         print(key, json.dumps({name: row[name] for name in ("value", "unit", "target", "reached")}), flush=True)
         _merge(self._path, {self._date: self._run}, {key: row | dict(about or {})})
 
+    def keys(self) -> set[str]:
+        """Of all rows of the file."""
+        return set(json.loads(self._path.read_text())["rows"]) if self._path.exists() else set()
+
     def rows(self) -> list[dict[str, Any]]:
         """All rows of the file."""
         return list(json.loads(self._path.read_text())["rows"].values()) if self._path.exists() else []

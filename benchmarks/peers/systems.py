@@ -7,7 +7,7 @@ import contextlib
 import os
 import socket
 import sys
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -43,16 +43,24 @@ def free_port() -> int:
 
 
 @contextlib.asynccontextmanager
-async def coserve(place: Place, scenario: Scenario) -> AsyncIterator[str]:
-    """The daemon, whose latency targets are the limits that are judged; yields its URL once it is warm."""
-    settings = serve_arguments(place.size, place.model, place.scratch / f"data-{free_port()}")
-    settings |= {"data_root": place.adapters, "port": free_port()}
-    targets = {"slo_ttft": scenario.slo_ttft, "slo_tpot": scenario.slo_tpot}
-    settings |= {name: value for name, value in targets.items() if value is not None}
-    options = [part for name, value in settings.items() for part in (f"--{name.replace('_', '-')}", str(value))]
-    log, url = place.scratch / "coserve.log", f"http://127.0.0.1:{settings['port']}"
+async def serving(settings: Mapping[str, object], log: Path) -> AsyncIterator[str]:
+    """A daemon with these settings, on a free port; yields its URL once it is warm."""
+    given = dict(settings) | {"port": free_port()}
+    options = [part for name, value in given.items() for part in (f"--{name.replace('_', '-')}", str(value))]
+    url = f"http://127.0.0.1:{given['port']}"
     async with running(module("coserve.cli", "serve", *options, "--no-prefix-cache"), log, {}) as process:
         await wait_ready(url, process, log, "/health/ready")
+        yield url
+
+
+@contextlib.asynccontextmanager
+async def coserve(place: Place, scenario: Scenario) -> AsyncIterator[str]:
+    """The daemon, whose latency targets are the limits that are judged, with the trace's adapters; yields its URL once it is warm."""
+    settings = serve_arguments(place.size, place.model, place.scratch / f"data-{free_port()}")
+    settings |= {"data_root": place.adapters}
+    targets = {"slo_ttft": scenario.slo_ttft, "slo_tpot": scenario.slo_tpot}
+    settings |= {name: value for name, value in targets.items() if value is not None}
+    async with serving(settings, place.scratch / "coserve.log") as url:
         for name in scenario.adapter_names:
             await asyncio.to_thread(import_adapter, url, name)
         yield url

@@ -1,0 +1,250 @@
+"""Table 5.2 and figure 5.2 of the ETS paper over HTTP, then more load until each policy breaks.
+
+    python -m benchmarks.ets --only table --out benchmarks/results              (about 10 minutes on one GPU)
+    python -m benchmarks.ets --only table,figure,rates --gpus 6 --out /tmp/ets  (a policy a GPU)
+    python -m benchmarks.ets --backends block_sparse --policies ets,ts10,slack --only table --out benchmarks/results
+    python -m benchmarks.ets --publish [FOLDER/ets.json ...]     (takes these in, draws, puts the keys in summary.json)
+    python -m benchmarks.ets --tiny --only table --policies ets,slack --out /tmp/tried
+
+GPT-2 medium in bfloat16 with random weights; 32 adapters of rank 32 on `c_attn` and `c_proj`. As in its section 5.2: a prompt each
+0.1 s, 512 rows each 20 s; fine-tuning batches of 32 rows, inference batches of at most 64 requests that wait at most 5 s. The paper does not say how long it ran, its rows'
+length and its answers': here 60 s of arrivals, 480 tokens, 16 to 64 tokens. A burst's rows are one job of an adapter that is drawn (`docs/decisions.md`,
+Scheduling), in the part `mixed` a job for each adapter. Every policy gets the same arrivals from a daemon of its own. Each cell is written
+as soon as it is measured, and one that was measured stays: a run with `--skip-measured` goes on where another was cut off.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import tempfile
+import time
+import warnings
+from collections.abc import Sequence
+from contextlib import AsyncExitStack
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+from benchmarks.ets_loads import (
+    BACKENDS,
+    PAPER,
+    POLICIES,
+    TINY,
+    Cell,
+    Load,
+    Sizes,
+    System,
+    cells,
+    expected_seconds,
+    known_policies,
+    load_trace_of,
+    offered_tok_s,
+    serve_settings,
+    system,
+    warm_up_load,
+)
+from benchmarks.ets_report import FILE, publish
+from benchmarks.gpus import deal, run_on_gpus
+from benchmarks.http_case import FULL, model_folder
+from benchmarks.options import check_tiny, make_parser
+from benchmarks.peers.systems import serving
+from benchmarks.serving_http import hardware
+from benchmarks.serving_results import Results, merge_results
+from coserve.client import AsyncClient
+from coserve.workloads.replay import Rest, replay
+from coserve.workloads.summary import Summary, summarise
+from coserve.workloads.target import NO_RETRIES, DaemonTarget
+
+SEED = 0
+PARTS = ("table", "mixed", "figure", "rates")
+PATIENCE = 90.0
+"""Seconds after which a request is given up; it is then beyond every limit."""
+TARGETS = {"segmented": (0.1, 0.005), "block_sparse": (1.0, 0.1)}
+"""TTFT and TPOT of the daemons, in seconds; of the policies only `slack` and `spatial` keep them. An answer of 64 tokens within the segmented ones takes
+0.42 s at most. Steps of block_sparse without graphs take longer than 5 ms."""
+
+
+async def send(url: str, load: Load, sizes: Sizes) -> Summary:
+    """One load; what it left is cancelled."""
+    trace = load_trace_of(load, sizes, SEED)
+    async with AsyncClient(url, retry=NO_RETRIES) as client:
+        target = DaemonTarget(client, trace.scenario)
+        await target.prepare(trace.scenario.adapter_names)
+        return summarise(await replay(trace, target, rest=Rest.CANCEL, request_timeout=PATIENCE))
+
+
+def row(summary: Summary, load: Load, sizes: Sizes) -> dict[str, Any]:
+    """Seconds, shares of all requests, tokens a second."""
+    mean = summary.e2e.mean if summary.e2e is not None else None
+    return {
+        "load": asdict(load),
+        "requests": summary.requests,
+        "errors": summary.errors,
+        "latency_mean_s": None if mean is None else round(mean, 4),
+        "latency_p99_s": None if summary.e2e is None else round(summary.e2e.p99, 4),
+        "ttft_p50_s": None if summary.ttft is None else round(summary.ttft.p50, 4),
+        "tpot_p50_s": None if summary.tpot is None else round(summary.tpot.p50, 5),
+        "in_1s": round(summary.slo_attainment["1"], 4),
+        "in_10s": round(summary.slo_attainment["10"], 4),
+        "in_60s": round(summary.slo_attainment["60"], 4),
+        "finetune_tok_s": round(summary.finetune_window_throughput, 1),
+        "finetune_offered_tok_s": offered_tok_s(load, sizes),
+        "job_errors": summary.job_errors,
+        "sent_late_p99_ms": None if summary.lag is None else round(1e3 * summary.lag.p99, 2),
+    }
+
+
+class EtsBenchmark:
+    """Measures cells on systems; each result is written as soon as it is measured."""
+
+    def __init__(
+        self, sizes: Sizes, results: Results, scratch: Path, known: set[str], *, tiny: bool, deadline: float
+    ) -> None:
+        """`known`: keys that are not measured again. `deadline`: on the monotonic clock."""
+        self._sizes, self._results, self._scratch, self._known, self._tiny = sizes, results, scratch, known, tiny
+        self._began, self._deadline = time.monotonic(), deadline
+        self._model: Path | str = "bundled"
+        if sizes.model is not None:
+            self._model = model_folder(scratch / "model", replace(FULL, config=sizes.model))
+
+    def log(self, what: str) -> None:
+        print(f"{time.monotonic() - self._began:6.1f} s  {what}", flush=True)
+
+    def has_time(self, cell: Cell) -> bool:
+        return time.monotonic() + cell.expected <= self._deadline
+
+    def left(self, each: System, chosen: Sequence[Cell]) -> list[Cell]:
+        """The cells that are to be measured and can be in the time that is left."""
+        return [cell for cell in chosen if f"{cell.name}.{each.name}" not in self._known and self.has_time(cell)]
+
+    async def run(self, systems: Sequence[System], chosen: Sequence[Cell]) -> None:
+        """All cells on each of the systems. Their daemons run at the same time, of which the idle ones use no GPU time."""
+        first, *others = systems
+        async with AsyncExitStack() as stack:
+
+            async def start(each: System) -> str:
+                return await stack.enter_async_context(
+                    serving(self._settings(each), self._scratch / f"{each.name}.log")
+                )
+
+            urls = [await start(first)]  # it fills the caches of compiled kernels
+            self.log(f"{first.name} is warm")
+            urls += await asyncio.gather(*(start(each) for each in others))
+            self.log(f"{len(systems)} daemons are warm")
+            for each, url in zip(systems, urls, strict=True):
+                await self._measure(each, url, self.left(each, chosen))
+
+    def _settings(self, each: System) -> dict[str, object]:
+        shared = serve_settings(self._sizes, self._model, self._scratch / f"data-{each.name}", self._scratch / "cache")
+        return shared | each.settings(self._sizes.device)
+
+    async def _measure(self, each: System, url: str, chosen: Sequence[Cell]) -> None:
+        if chosen:
+            await send(url, warm_up_load(self._sizes, tiny=self._tiny), self._sizes)
+            self.log(f"{each.name} has its adapters and its kernels")
+        for cell in chosen:
+            if not self.has_time(cell):
+                self.log(f"no time is left for {cell.name}.{each.name}")
+                continue
+            summary = await send(url, cell.load, self._sizes)
+            about = row(summary, cell.load, self._sizes) | {"system": asdict(each), "part": cell.part}
+            self.log(f"{cell.name}.{each.name}: {json.dumps(about)}")
+            if summary.e2e is not None:  # else no request was answered
+                self._results.put(
+                    f"{cell.name}.{each.name}", round(summary.e2e.mean, 4), "s, mean latency", about=about
+                )
+
+
+def parse() -> argparse.Namespace:
+    parser = make_parser(__doc__, tiny="the bundled base on the CPU, to try the script")
+    parser.add_argument("--only", default=",".join(PARTS), help=f"parts: {', '.join(PARTS)}")
+    parser.add_argument(
+        "--policies", default=None, help=f"some of {', '.join(POLICIES)}; default: all that the build has"
+    )
+    parser.add_argument("--backends", default=BACKENDS[0], help=f"some of {', '.join(BACKENDS)}")
+    parser.add_argument("--budget", type=float, default=float("inf"), help="seconds after which no cell may end")
+    parser.add_argument("--together", type=int, default=3, help="daemons that are started at a time, on each GPU")
+    parser.add_argument(
+        "--gpus", type=int, default=1, help="GPUs over which the policies are spread, measured at the same time"
+    )
+    parser.add_argument("--skip-measured", action="store_true", help="leave out cells that --out has already")
+    parser.add_argument("--scratch", type=Path, default=None, help="folder of data and caches; kept if it is given")
+    parser.add_argument(
+        "--publish", nargs="*", type=Path, help="take in these results, draw, put the keys in summary.json"
+    )
+    options = parser.parse_args()
+    if options.publish is not None:
+        return options
+    check_tiny(parser, options)
+    options.only, options.backends = options.only.split(","), options.backends.split(",")
+    options.policies = list(known_policies()) if options.policies is None else options.policies.split(",")
+    for name, known in (("only", PARTS), ("backends", BACKENDS), ("policies", known_policies())):
+        if unknown := set(getattr(options, name)) - set(known):
+            parser.error(f"--{name}: expected some of {', '.join(known)}, got {', '.join(sorted(unknown))}")
+    return options
+
+
+def measure_here(options: argparse.Namespace, chosen: Sequence[Cell], scratch: Path) -> None:
+    sizes = TINY if options.tiny else PAPER
+    results = Results(
+        options.out,
+        FILE,
+        script="benchmarks.ets",
+        hardware=hardware(options.tiny).splitlines()[0],
+        seed=SEED,
+        revision=options.commit,
+        settings={name: value for name, value in vars(sizes).items() if name != "model"} | {"targets_s": TARGETS},
+    )
+    todo = [
+        system(policy, backend, (0.5, 0.1) if options.tiny else TARGETS[backend])
+        for backend in options.backends
+        for policy in options.policies
+    ]
+    known = results.keys() if options.skip_measured else set[str]()
+    deadline = time.monotonic() + options.budget
+    benchmark = EtsBenchmark(sizes, results, scratch, known, tiny=options.tiny, deadline=deadline)
+    todo = [each for each in todo if benchmark.left(each, chosen)]
+    seconds = expected_seconds(todo, chosen, options.together)
+    print(f"{len(todo)} systems, {len(chosen)} cells each: about {seconds:.0f} s", flush=True)
+    for at in range(0, len(todo), options.together):
+        if group := [each for each in todo[at : at + options.together] if benchmark.left(each, chosen)]:
+            asyncio.run(benchmark.run(group, chosen))
+
+
+def main() -> None:
+    options = parse()
+    if options.publish is not None:
+        for file in options.publish:
+            merge_results(file)
+        publish()
+        return
+    warnings.filterwarnings("ignore", message=".* too long and lost a part")  # rows are cut to their length there
+    chosen = [cell for cell in cells(tiny=options.tiny) if cell.part in options.only]
+    with tempfile.TemporaryDirectory() as folder:
+        scratch = Path(folder) if options.scratch is None else options.scratch
+        scratch.mkdir(parents=True, exist_ok=True)
+        if options.gpus == 1:
+            measure_here(options, chosen, scratch)
+            return
+        common = [
+            "--only",
+            ",".join(options.only),
+            "--backends",
+            ",".join(options.backends),
+            "--budget",
+            str(options.budget),
+        ]
+        common += ["--together", str(options.together), "--commit", options.commit] + ["--tiny"] * options.tiny
+        common += ["--skip-measured"] * options.skip_measured
+        hands = deal(options.policies, options.gpus)
+        shares = [
+            [*common, "--policies", ",".join(hand), "--scratch", str(scratch / f"gpu{i}")]
+            for i, hand in enumerate(hands)
+        ]
+        run_on_gpus("benchmarks.ets", shares, options.out, FILE)
+
+
+if __name__ == "__main__":
+    main()
