@@ -15,7 +15,14 @@ from coserve.workloads.metrics import Limits
 from coserve.workloads.replay import JobSample, ReplayResult, Sample
 from coserve.workloads.report.conditions import parse_condition
 from coserve.workloads.report.files import Report, write_report
-from coserve.workloads.report.tables import adapter_table, duration_text, latency_table, totals_table
+from coserve.workloads.report.tables import (
+    ADAPTER_HEADER,
+    LATENCY_HEADER,
+    adapter_table,
+    duration_text,
+    latency_table,
+    totals_table,
+)
 from coserve.workloads.scenario import Scenario
 from coserve.workloads.summary import summarise
 
@@ -53,8 +60,8 @@ FULL = ReplayResult(
 EMPTY = ReplayResult(scenario=Scenario(), duration=0.0, samples=(), jobs=())
 
 
-def text_of(table: Table) -> str:
-    console = Console(width=120, record=True, file=None, quiet=False, force_terminal=False)
+def text_of(table: Table, width: int = 120) -> str:
+    console = Console(width=width, record=True, file=None, quiet=False, force_terminal=False)
     with console.capture() as capture:
         console.print(table)
     return capture.get()
@@ -67,6 +74,16 @@ def test_tables_say_what_the_summary_holds() -> None:
         assert word in latency
     for word in ("20 of 21", "queue_full", "95.2%", "250 tokens/s", "1 of 2", "TTFT <= 1.00 s", "5.00 requests/s"):
         assert word in totals
+
+
+def test_headings_and_numbers_are_whole_at_80_columns() -> None:
+    samples = [msgspec.structs.replace(answered(i), adapter=f"{i % 2}-a-long-name-of-an-adapter") for i in range(2000)]
+    summary = summarise(msgspec.structs.replace(FULL, samples=tuple(samples)), limits=Limits(ttft=1.0))
+    latency, adapters = text_of(latency_table(summary), 80), text_of(adapter_table(summary), 80)
+    assert all(heading in latency for heading in LATENCY_HEADER)
+    for text in (*ADAPTER_HEADER, "1000/1000", "100.0%", "0.750", "500 ms", "600 ms"):
+        assert text in adapters
+    assert all(len(line) <= 80 for line in (latency + adapters).splitlines())
 
 
 def test_tables_of_an_empty_run() -> None:

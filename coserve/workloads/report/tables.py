@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
+from rich import box
 from rich.table import Table
 
 from coserve.workloads.metrics import Spread
@@ -118,7 +119,7 @@ def adapter_rows(summary: Summary) -> Iterator[tuple[str, ...]]:
     for each in summary.adapters:
         yield (
             "the base" if each.adapter is None else each.adapter,
-            f"{each.completed} of {each.requests}",
+            f"{each.completed}/{each.requests}",
             f"{each.attainment:.1%}",
             f"{each.satisfaction:.3f}",
             *(
@@ -129,10 +130,12 @@ def adapter_rows(summary: Summary) -> Iterator[tuple[str, ...]]:
 
 
 def _table(title: str, header: tuple[str, ...] | None, rows: Iterator[tuple[str, ...]]) -> Table:
-    """The first column to the left, the others to the right."""
-    table = Table(title=title, title_justify="left", show_header=header is not None)
+    """The first column to the left, the others to the right. On a narrow terminal only the first one is wrapped."""
+    table = Table(
+        title=title, title_justify="left", show_header=header is not None, box=box.SIMPLE_HEAD, show_edge=False, padding=(0, 1, 0, 0)
+    )  # fmt: skip
     for i, name in enumerate(header or ("", "")):
-        table.add_column(name, justify="right" if i else "left")
+        table.add_column(name, justify="right" if i else "left", no_wrap=i > 0, overflow="fold")
     for row in rows:
         table.add_row(*row)
     return table
