@@ -11,7 +11,7 @@ from coserve.client import Client, RetryPolicy
 from coserve.client.asynchronous import DEFAULT_URL
 from coserve.limits import PAGE_LIMIT
 
-__all__ = ["DEFAULT_URL", "RETRY", "AsJson", "Key", "Limit", "Url", "connect", "say_more"]
+__all__ = ["DEFAULT_URL", "RETRY", "AsJson", "Key", "Limit", "Url", "connect", "say_more", "target_names"]
 
 Url = Annotated[str, typer.Option("--url", envvar="COSERVE_URL", help="where the daemon listens")]
 Key = Annotated[str | None, typer.Option("--key", envvar="COSERVE_API_KEY", help="API key")]
@@ -30,3 +30,8 @@ def connect(url: str, key: str | None) -> Client:
 def say_more(command: str, limit: int, last: str) -> None:
     """Print how to list the entries after `last`, on standard error."""
     print(f"there are more: coserve {command} --limit {limit} --after {last}", file=sys.stderr)
+
+
+def target_names(text: str) -> tuple[str, ...]:
+    """The names in one value of `--targets`, which commas separate."""
+    return tuple(part.strip() for part in text.split(",") if part.strip())

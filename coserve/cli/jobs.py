@@ -10,7 +10,7 @@ from typing import Annotated
 import msgspec
 import typer
 
-from coserve.cli.common import DEFAULT_URL, AsJson, Key, Limit, Url, connect, say_more
+from coserve.cli.common import DEFAULT_URL, AsJson, Key, Limit, Url, connect, say_more, target_names
 from coserve.cli.failures import FAILED
 from coserve.cli.job_table import chosen_line, cut_line, job_line, job_table
 from coserve.client import JobHandle
@@ -33,9 +33,7 @@ def finetune(
     ] = None,
     targets: Annotated[
         list[str] | None,
-        typer.Option(
-            help="a linear module to adapt, q_proj say; may be repeated", show_default="all of the decoder layers"
-        ),
+        typer.Option(help="linear modules to adapt, such as q_proj,v_proj", show_default="all of the decoder layers"),
     ] = None,
     bd_blocks: Annotated[
         int | None,
@@ -77,7 +75,8 @@ def finetune(
         batch_tokens=batch_tokens,
         validation_split=validation_split,
     )
-    lora = _given(r=rank, alpha=alpha, targets=targets, bd_blocks=bd_blocks) or None
+    names = None if not targets else [name for text in targets for name in target_names(text)]
+    lora = _given(r=rank, alpha=alpha, targets=names, bd_blocks=bd_blocks) or None
     if continue_from is not None and lora is not None:
         raise typer.BadParameter(
             "--rank, --alpha, --targets and --bd-blocks shape a new adapter; --continue-from has its own"
@@ -98,7 +97,7 @@ def finetune(
 
 def _given(**options: object) -> dict[str, object]:
     """The options that were given."""
-    return {name: value for name, value in options.items() if value not in (None, [])}
+    return {name: value for name, value in options.items() if value is not None}
 
 
 def follow_job(job: JobHandle, as_json: bool) -> Job:

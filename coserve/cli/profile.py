@@ -10,6 +10,7 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
+from coserve.cli.common import target_names
 from coserve.cli.failures import usage_errors
 from coserve.errors import InvalidRequest
 from coserve.pretrained.source import check_source
@@ -38,7 +39,7 @@ def profile(
     ranks: Annotated[str, typer.Option(help="ranks of LoRA, such as 8,32")] = "16",
     targets: Annotated[
         list[str] | None,
-        typer.Option(help="targets of LoRA, such as q_proj,v_proj, or all; repeated: several sets of them"),
+        typer.Option(help="linear modules to adapt, such as q_proj,v_proj, or all; repeated: one profile for each"),
     ] = None,
     full: Annotated[bool, typer.Option(help="profile full fine-tuning, too")] = True,
     batches: Annotated[str, typer.Option(help="rows of a batch, such as 1,2,4")] = "1,2,4,8",
@@ -128,7 +129,7 @@ def _backends(given: list[Backend] | None) -> tuple[Backend, ...]:
 
 
 def _targets(text: str) -> tuple[str, ...] | None:
-    return None if text == ALL else tuple(part.strip() for part in text.split(",") if part.strip())
+    return None if text == ALL else target_names(text)
 
 
 def _numbers(text: str, field: str) -> tuple[int, ...]:

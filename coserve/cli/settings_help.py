@@ -29,8 +29,6 @@ def option_line(field: dataclasses.Field[Any], hint: Any) -> str:  # noqa: ANN40
         return f"{flag} {'|'.join(field.metadata['choices'])}"
     kind = plain_type(hint)
     item = item_type(kind)
-    if item is str:
-        return f"{flag} TEXT (may be repeated)"
     if item is not None:
         return f"{flag} {_TYPES[item]}[,{_TYPES[item]}...]"
     if issubclass(kind, Enum):

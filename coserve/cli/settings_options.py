@@ -7,7 +7,7 @@ import inspect
 from collections.abc import Callable, Collection
 from functools import partial
 from pathlib import Path
-from typing import Any, get_args, get_type_hints
+from typing import Any, cast, get_args, get_type_hints
 
 import typer
 
@@ -70,7 +70,7 @@ def _annotation(hint: Any) -> Any:  # noqa: ANN401 - a type or a union of types
 def _value(settings: type[Any], name: str, hint: object, value: object) -> object:
     """What typer read, as the setting's type."""
     if isinstance(value, list):
-        return tuple(value)
+        return tuple(item for text in value for item in cast(tuple[str, ...], parse_setting(settings, name, text)))
     return parse_setting(settings, name, str(value)) if item_type(plain_type(hint)) is not None else value
 
 

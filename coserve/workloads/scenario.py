@@ -83,7 +83,9 @@ class Scenario:
 
     adapters: int = option(32, "adapters that requests and rows are spread over; 0: requests for the base alone")
     rank: tuple[int, ...] = option((32,), "rank of the adapters; several ranks are given to the adapters in turn")
-    targets: tuple[str, ...] = option((), "names of modules that the adapters change; default: all linear ones")
+    targets: tuple[str, ...] = option(
+        (), "linear modules that the adapters change, such as q_proj,v_proj; default: all"
+    )
     popularity: Shape = option(
         Shape.UNIFORM, "how often each adapter is asked for; power_law is Zipf's law, skewed what Punica calls Zipf-1.5"
     )

@@ -1,8 +1,9 @@
-"""What `coserve jobs watch` leaves for the shell."""
+"""What `coserve finetune` asks for, and what `coserve jobs watch` leaves for the shell."""
 
 from __future__ import annotations
 
 from contextlib import nullcontext
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -24,3 +25,29 @@ def test_a_job_that_left_no_adapter_is_a_failure_to_the_shell(
     result = CliRunner().invoke(app, ["jobs", "watch", "job-1"])
     assert result.exit_code == status, result.output
     assert state.value in result.output
+
+
+@pytest.mark.parametrize(
+    ("options", "targets"),
+    [
+        (["--targets", "q_proj, v_proj"], ["q_proj", "v_proj"]),
+        (["--targets", "q_proj", "--targets", "k_proj,v_proj"], ["q_proj", "k_proj", "v_proj"]),
+        (["--targets", ","], []),
+        ([], None),
+    ],
+)
+def test_targets_are_names_between_commas(
+    options: list[str], targets: list[str] | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[object] = []
+
+    def finetune(name: str, **given: object) -> SimpleNamespace:
+        asked.append(given["lora"])
+        return SimpleNamespace(info=job())
+
+    monkeypatch.setattr(jobs, "connect", lambda *_: nullcontext(SimpleNamespace(finetune=finetune)))
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text('{"text": "a"}\n')
+    result = CliRunner().invoke(app, ["finetune", "name", str(rows), "--rank", "4", "--detach", *options])
+    assert result.exit_code == 0, result.output
+    assert asked == [{"r": 4} if targets is None else {"r": 4, "targets": targets}]
