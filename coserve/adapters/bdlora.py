@@ -1,6 +1,6 @@
 """BD-LoRA: which matrices of an adapter are block-diagonal, by its settings. No torch, no files.
 
-Tensor parallelism cuts the weight of a column-parallel site (q, k, v, gate, up) by output features and that of a row-parallel
+Tensor parallelism shards the weight of a column-parallel site (q, k, v, gate, up) by output features and that of a row-parallel
 one (o, down) by input features. An adapter of N blocks adds an independent LoRA of rank r/N to each of N such shards: B is
 block-diagonal at column-parallel sites and A at row-parallel ones (the BD-LoRA paper, section 3). Only the blocks are stored,
 packed as PEFT does: b_OR as (O, R/N), a_RD as (R, D/N), block i in rows i of N.
@@ -21,8 +21,8 @@ CONV1D_FAMILIES = frozenset({"gpt2"})
 """Families whose linear modules are transformers' `Conv1D`, which store their weight transposed."""
 
 
-class Cut(Enum):
-    """How tensor parallelism cuts a site's weight."""
+class ParallelStyle(Enum):
+    """How tensor parallelism shards a site's weight (`ParallelStyle` of torch)."""
 
     COLUMN = "column-parallel"
     """By output features."""
@@ -30,18 +30,18 @@ class Cut(Enum):
     """By input features."""
 
 
-_CUTS = {
-    Cut.COLUMN: ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj", "fc1", "c_fc", "dense_h_to_4h"),
-    Cut.ROW: ("o_proj", "out_proj", "dense", "Wo", "down_proj", "fc2", "c_proj", "dense_4h_to_h"),
+_LEAVES = {
+    ParallelStyle.COLUMN: ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj", "fc1", "c_fc", "dense_h_to_4h"),
+    ParallelStyle.ROW: ("o_proj", "out_proj", "dense", "Wo", "down_proj", "fc2", "c_proj", "dense_4h_to_h"),
 }
 """Last parts of sites' names. Fused projections (`qkv_proj`, `gate_up_proj`, `c_attn`) are neither: a contiguous piece of their
 rows is no shard of the model."""
-_CUT_OF = {leaf: cut for cut, leaves in _CUTS.items() for leaf in leaves}
+_STYLE_OF = {leaf: style for style, leaves in _LEAVES.items() for leaf in leaves}
 
 
-def cut_of(site: str) -> Cut | None:
-    """How a site is cut; None for a module that is not in the table."""
-    return _CUT_OF.get(_leaf(site))
+def parallel_style(site: str) -> ParallelStyle | None:
+    """How a site is sharded; None for a module that is not in the table."""
+    return _STYLE_OF.get(_leaf(site))
 
 
 def blocks_at(settings: LoraSettings, site: str) -> tuple[int, int]:
@@ -87,7 +87,7 @@ def check_blocks(settings: LoraSettings, base: BaseSpec, ranks: Mapping[str, int
         blocks = blocks_at(settings, site)
         if blocks == (1, 1) and not _explicit(settings):
             raise InvalidRequest(
-                f"{site} is neither column- nor row-parallel, so BD-LoRA cannot cut it: expected targets among "
+                f"{site} is neither column- nor row-parallel, so BD-LoRA cannot shard it: expected targets among "
                 f"{', '.join(_known(base.sites))}",
                 field="targets",
             )
@@ -135,8 +135,8 @@ def _blocked(settings: LoraSettings, site: str) -> tuple[bool, bool]:
         return False, False
     if _explicit(settings):
         return _named(settings.targets_bd_a or (), site), _named(settings.targets_bd_b or (), site)
-    cut = cut_of(site)
-    return cut is Cut.ROW, cut is Cut.COLUMN
+    style = parallel_style(site)
+    return style is ParallelStyle.ROW, style is ParallelStyle.COLUMN
 
 
 def _named(patterns: Iterable[str], site: str) -> bool:
@@ -167,7 +167,7 @@ def _patterns(chosen: Collection[str], sites: Collection[str]) -> tuple[str, ...
 
 
 def _known(sites: Iterable[str]) -> tuple[str, ...]:
-    return tuple(dict.fromkeys(_leaf(site) for site in sites if cut_of(site) is not None))
+    return tuple(dict.fromkeys(_leaf(site) for site in sites if parallel_style(site) is not None))
 
 
 def _leaf(site: str) -> str:

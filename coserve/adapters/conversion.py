@@ -17,10 +17,10 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from coserve.adapters.bdlora import Cut, blocks_at, check_blocks, cut_of, packed_shapes
+from coserve.adapters.bdlora import ParallelStyle, blocks_at, check_blocks, packed_shapes, parallel_style
 from coserve.adapters.gate import read_config
 from coserve.adapters.peft import FINGERPRINT, PREFIX, AdapterTensors, adapter_config, read_layout
-from coserve.adapters.shard_svd import Matrix, SiteShards, cut_update, lost
+from coserve.adapters.shard_svd import Matrix, SiteShards, lost, shard_update
 from coserve.adapters.targets import alpha_of, exact, rank_and_scaling
 from coserve.adapters.tensorfile import TensorEntry, TensorFile, check_digest, digest_file
 from coserve.adapters.tensorfile_writer import write_float32
@@ -75,7 +75,7 @@ class _Source:
         shape = self.layout.sites[site]
         a_RD = _dense(_read(self._file, self.layout.a[site]), shape.a_blocks)
         b_OR = _dense(_read(self._file, self.layout.b[site]), shape.b_blocks)
-        return cut_update(a_RD, b_OR, cut_of(site) or Cut.COLUMN, self._blocks)
+        return shard_update(a_RD, b_OR, parallel_style(site) or ParallelStyle.COLUMN, self._blocks)
 
 
 def convert_adapter(

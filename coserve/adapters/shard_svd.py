@@ -1,6 +1,6 @@
 """Truncated SVD of an adapter's update, shard by shard: from LoRA to BD-LoRA, or to another rank. NumPy, no torch, no files.
 
-An update B A of rank R is cut into N shards, as tensor parallelism cuts the site's weight; the best approximation of each by a
+An update B A of rank R is split into N shards, as tensor parallelism shards the site's weight; the best approximation of each by a
 LoRA of rank r/N is its truncated SVD (Eckart and Young). The update itself, (O, D), is never formed: the shards of B A have the
 singular values of (R, R) products of triangular QR factors. Letters as in design: D, O, R; K = min(R, D) or min(R, O).
 """
@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from coserve.adapters.bdlora import Cut
+from coserve.adapters.bdlora import ParallelStyle
 
 Matrix = npt.NDArray[np.float64]
 
@@ -27,7 +27,7 @@ class SiteShards:
     lefts: tuple[Matrix, ...]
     basis: Matrix
     """(n, K), orthonormal columns: shared by all shards."""
-    cut: Cut
+    style: ParallelStyle
 
     @property
     def most(self) -> int:
@@ -50,16 +50,16 @@ class SiteShards:
             root = np.sqrt(s[:rank] * abs(scale))
             first.append(u[:, :rank] * root * np.sign(scale))  # (m, rank)
             second.append(self.basis @ (vt[:rank].T * root))  # (n, rank)
-        if self.cut is Cut.COLUMN:
+        if self.style is ParallelStyle.COLUMN:
             return np.concatenate([part.T for part in second]), np.concatenate(first)
         return np.concatenate([part.T for part in first]), np.concatenate(second, axis=1)
 
 
-def cut_update(a_RD: Matrix, b_OR: Matrix, cut: Cut, blocks: int) -> SiteShards:
+def shard_update(a_RD: Matrix, b_OR: Matrix, style: ParallelStyle, blocks: int) -> SiteShards:
     """The update `b_OR a_RD` (dense factors) of one site, in `blocks` shards."""
-    outer, inner = (b_OR, a_RD.T) if cut is Cut.COLUMN else (a_RD.T, b_OR)
+    outer, inner = (b_OR, a_RD.T) if style is ParallelStyle.COLUMN else (a_RD.T, b_OR)
     basis, triangle = np.linalg.qr(inner)  # (n, K), (K, R)
-    return SiteShards(tuple(part @ triangle.T for part in np.split(outer, blocks)), basis, cut)
+    return SiteShards(tuple(part @ triangle.T for part in np.split(outer, blocks)), basis, style)
 
 
 def lost(spectra: Matrix) -> Matrix:

@@ -16,13 +16,13 @@ from coserve.errors import ConfigError, UnsupportedBase
 from coserve.kernels.attention.interface import Attention
 from coserve.model import probe, seam
 from coserve.model.context import Context, context_of
-from coserve.model.cut import cut_layers
 from coserve.model.fingerprint import fingerprint
 from coserve.model.forward_context import ForwardContext, running
 from coserve.model.lora import LoraBatch, LoraSites, LoraWeights
 from coserve.model.seam import PaddedAttention, ReferenceAttention
 from coserve.model.settings import refuse_settings
 from coserve.model.sharded import Shard, load_shard
+from coserve.model.truncate import truncate_layers
 from coserve.names import ADAPTER_CONFIG
 from coserve.parallel.adapter import AdapterPartition
 from coserve.parallel.lora import Strategy
@@ -141,7 +141,7 @@ def load_base(
 
     `device`: auto, cpu or cuda. `dtype`: auto (float32 on CPU, bfloat16 on CUDA) or a name of torch's. `load_format`:
     auto (the weights of its files) or dummy (no files but config.json: random weights, the same ones each time on one
-    kind of device). `few_layers`: random weights, and only the first layers (`cut.cut_layers`). `mesh`: the ranks that hold the
+    kind of device). `few_layers`: random weights, and only the first layers (`truncate.truncate_layers`). `mesh`: the ranks that hold the
     base together, each its shard; all of them call this at once. `strategy`: of adapters that are not block-diagonal, nfs or slora.
 
     Raises:
@@ -222,7 +222,7 @@ def _random_model(
 def _config(path: str, *, trust_remote_code: bool, local: bool, few_layers: bool) -> PretrainedConfig:
     config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code, local_files_only=local)
     if few_layers:
-        cut_layers(config)
+        truncate_layers(config)
     return config
 
 

@@ -23,7 +23,7 @@ MODULE = "coserve.warmup.process"
 MAX_WORKERS = 6
 """Compiling takes processor cores, and the engine needs some."""
 WORKER_LAYERS = 2
-"""About as many layers as the base of a worker has (`model.cut`)."""
+"""About as many layers as the base of a worker has (`model.truncate`)."""
 
 
 @dataclass(frozen=True)

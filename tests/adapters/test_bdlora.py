@@ -13,7 +13,7 @@ from peft import BdLoraConfig, PeftModel, get_peft_model
 from peft import LoraConfig as PeftLora
 
 from coserve.adapter_store.files import load_adapter, save_adapter
-from coserve.adapters.bdlora import Cut, blocks_at, cut_of, peft_blocks
+from coserve.adapters.bdlora import ParallelStyle, blocks_at, parallel_style, peft_blocks
 from coserve.adapters.peft import inspect_adapter
 from coserve.adapters.targets import resolve_targets
 from coserve.errors import CorruptAdapter, InvalidRequest, ShapeMismatch, UnsupportedAdapter
@@ -63,16 +63,18 @@ def test_the_table_agrees_with_transformers_plans(family: str) -> None:
     for name, _ in model.named_modules():
         path = re.sub(r"\.\d+\.", ".*.", name)
         style = next((own for key, own in plan.items() if path.endswith(key)), None)
-        cut = cut_of(name)
-        if style is not None and cut is not None:
-            assert style.startswith("colwise" if cut is Cut.COLUMN else "rowwise"), name
+        kind = parallel_style(name)
+        if style is not None and kind is not None:
+            assert style.startswith("colwise" if kind is ParallelStyle.COLUMN else "rowwise"), name
 
 
 def test_the_table_agrees_with_our_own_plans() -> None:
     for family, plan in PLANS.items():
         fused = {path for path, width in plan.column.items() if width in (Width.QKV, Width.GATE_UP)}
-        assert all(cut_of(path) is (None if path in fused else Cut.COLUMN) for path in plan.column), family
-        assert all(cut_of(path) is Cut.ROW for path in plan.row), family
+        assert all(parallel_style(path) is (None if path in fused else ParallelStyle.COLUMN) for path in plan.column), (
+            family
+        )
+        assert all(parallel_style(path) is ParallelStyle.ROW for path in plan.row), family
 
 
 def test_b_is_cut_at_column_parallel_sites_and_a_at_row_parallel_ones() -> None:

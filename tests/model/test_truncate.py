@@ -10,13 +10,13 @@ from transformers.models.llama import LlamaConfig
 from transformers.models.qwen3_moe import Qwen3MoeConfig
 
 from coserve.model.base import load_base
-from coserve.model.cut import cut_layers, layer_kinds
+from coserve.model.truncate import layer_kinds, truncate_layers
 from tests.support.model_folder import make_model_folder
 
 
 def test_layers_that_are_alike_are_cut_to_two() -> None:
     config = LlamaConfig(num_hidden_layers=32, tie_word_embeddings=False)
-    cut_layers(config)
+    truncate_layers(config)
     assert config.num_hidden_layers == 2
     assert config.tie_word_embeddings
 
@@ -28,7 +28,7 @@ def test_each_kind_occurs_twice() -> None:
         Qwen3MoeConfig(num_hidden_layers=24, mlp_only_layers=[1, 3, 5], decoder_sparse_step=1),
     ):
         before = layer_kinds(config)
-        cut_layers(config)
+        truncate_layers(config)
         after = layer_kinds(config)
         assert after == before[: len(after)]
         assert {kind: min(2, before.count(kind)) for kind in before} == {
