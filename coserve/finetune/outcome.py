@@ -12,7 +12,7 @@ from coserve.errors import JobOutOfMemory
 from coserve.types import StepMetrics
 
 PEER_FAILED = "peer_failed"
-"""Code of an outcome: the slice was left because another rank failed."""
+"""Code of an outcome: the slice was aborted because another rank failed."""
 
 
 class SliceGuard(Protocol):
@@ -21,8 +21,8 @@ class SliceGuard(Protocol):
     def begin(self, device: torch.device) -> None: ...
     def check(self) -> None: ...
     def end(self) -> None: ...
-    def leave(self) -> None: ...
-    def drain(self) -> None: ...
+    def abort(self) -> None: ...
+    def finish_collectives(self) -> None: ...
 
 
 class NoPeers:
@@ -34,7 +34,7 @@ class NoPeers:
     def check(self) -> None:
         pass
 
-    end = leave = drain = check
+    end = abort = finish_collectives = check
 
 
 @dataclass(frozen=True)

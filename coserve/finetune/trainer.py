@@ -130,7 +130,7 @@ class Trainer:
         metrics: StepMetrics | None = None
         guard.begin(self._base.device)
         try:
-            with contained(self._base.device), _leaving(guard):
+            with contained(self._base.device), _aborting_on_error(guard):
                 metrics = training.run_slice(micro_steps)
                 guard.end()
         except EngineFault:
@@ -147,7 +147,7 @@ class Trainer:
         position = training.loop.position
         if code:
             training.abandon()
-            guard.drain()
+            guard.finish_collectives()
         else:
             self.micro_steps_done = training.micro_steps_done
         return Outcome(position, code, message, metrics)
@@ -302,10 +302,10 @@ class Trainer:
 
 
 @contextmanager
-def _leaving(guard: SliceGuard) -> Iterator[None]:
+def _aborting_on_error(guard: SliceGuard) -> Iterator[None]:
     """Tells the other ranks of an error at once."""
     try:
         yield
     except Exception:
-        guard.leave()
+        guard.abort()
         raise

@@ -39,7 +39,7 @@ class GatheredRanks:
     def own(self) -> int:
         return self.mesh.rank
 
-    def fills(self, size: int) -> bool:
+    def needs_all_parts(self, size: int) -> bool:
         """See `Exchange`."""
         return self.mesh.one_shot(size)
 
@@ -64,7 +64,7 @@ class SummedTerms:
     shards: int = 1
     own: int = 0
 
-    def fills(self, size: int) -> bool:
+    def needs_all_parts(self, size: int) -> bool:
         """See `Exchange`."""
         return False
 

@@ -1,9 +1,9 @@
-"""Ranks that run one slice of training leave it together if one of them fails, for example for lack of memory.
+"""Ranks that run one slice of training abort it together if one of them fails, for example for lack of memory.
 
-A rank that leaves early would let the others wait for ever in the collectives that it does not begin. So within a slice each
+A rank that returned early would let the others wait for ever in the collectives that it does not begin. So within a slice each
 rank writes what it begins to a board in shared memory, ahead of each collective, and looks whether another rank has failed.
-A rank that fails, or sees that another one did, begins no further collective of its own accord (`leave`); then it runs those
-that other ranks had begun already, with zeros (`drain`). Until one fails, a collective costs a few writes to memory.
+A rank that fails, or sees that another one did, begins no further collective of its own accord (`abort`); then it runs those
+that other ranks had begun already, with zeros (`finish_collectives`). Until one fails, a collective costs a few writes to memory.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from coserve.parallel.mesh import Mesh, Traffic
 from coserve.ranks import BOARD_WORDS, board_bytes
 
 PAUSE = 0.0005
-"""Seconds between two looks at the board of a rank that has left a slice."""
+"""Seconds between two looks at the board of a rank that has aborted a slice."""
 _SLICE, _COUNT, _STATE, _FIRST = range(4)
 """Words of a rank's part of the board: number of the slice, collectives begun in it, state, and the first of the log."""
 LOG = BOARD_WORDS - _FIRST
@@ -30,7 +30,7 @@ _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.in
 
 State = Literal[0, 1, 2]
 RUNNING: State = 0
-LEFT: State = 1
+ABORTED: State = 1
 """It has failed, or seen that another rank has."""
 ENDED: State = 2
 
@@ -44,7 +44,7 @@ class Lockstep:
 
     def __init__(self, mesh: Mesh, board: int) -> None:
         """`board`: a file descriptor. From now on the mesh's collectives inside of slices are written to it."""
-        self._mesh, self._slice, self._open, self._draining = mesh, 0, False, False
+        self._mesh, self._slice, self._open, self._finishing = mesh, 0, False, False
         self._words = memoryview(mmap.mmap(board, board_bytes(mesh.size))).cast("Q")
         self._own = mesh.rank * BOARD_WORDS
         self._others = [rank * BOARD_WORDS for rank in range(mesh.size) if rank != mesh.rank]
@@ -59,9 +59,9 @@ class Lockstep:
         self._words[self._own + _SLICE] = self._slice  # the others read the rest once this is there
 
     def check(self) -> None:
-        """Raises `PeerFailed` if another rank has left the slice: results of collectives may be wrong then."""
+        """Raises `PeerFailed` if another rank has aborted the slice: results of collectives may be wrong then."""
         words = self._words
-        if any(words[at + _SLICE] == self._slice and words[at + _STATE] == LEFT for at in self._others):
+        if any(words[at + _SLICE] == self._slice and words[at + _STATE] == ABORTED for at in self._others):
             raise PeerFailed
 
     def end(self) -> None:
@@ -70,14 +70,14 @@ class Lockstep:
         self._words[self._own + _STATE] = ENDED
         self._open = False
 
-    def leave(self) -> None:
-        """Tell the others that this rank has left the slice."""
-        self._words[self._own + _STATE] = LEFT
+    def abort(self) -> None:
+        """Tell the others that this rank has aborted the slice."""
+        self._words[self._own + _STATE] = ABORTED
 
-    def drain(self) -> None:
-        """After `leave`, with the slice's memory freed: take part in what others have begun. Returns once all ranks have left or
+    def finish_collectives(self) -> None:
+        """After `abort`, with the slice's memory freed: take part in what others have begun. Returns once all ranks have aborted or
         ended the slice. Raises `EngineFault`."""
-        words, self._draining = self._words, True
+        words, self._finishing = self._words, True
         try:
             while True:
                 running = [at for at in self._others if not self._is_over(at)]
@@ -92,15 +92,17 @@ class Lockstep:
             if self._device.type == "cuda":
                 torch.cuda.current_stream(self._device).synchronize()
         except Exception as error:
-            raise EngineFault("a rank could not leave a slice of a job in which another one had failed") from error
+            raise EngineFault(
+                "a rank could not end the collectives of a slice in which another one had failed"
+            ) from error
         finally:
-            self._draining = self._open = False
+            self._finishing = self._open = False
 
     def announce(self, name: str, x: Tensor) -> None:
         """A collective of a slice is about to begin. Raises `PeerFailed`."""
         if not self._open:
             return
-        if not self._draining:
+        if not self._finishing:
             self.check()
         begun = self._words[self._own + _COUNT]
         if begun >= LOG:

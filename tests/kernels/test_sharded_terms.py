@@ -34,7 +34,7 @@ class OneOfTwo:
     shards: int = 2
     outputs: tuple[int, int] | None = None
 
-    def fills(self, size: int) -> bool:
+    def needs_all_parts(self, size: int) -> bool:
         return self.zero_padded
 
     def run(self, h: Tensor) -> Tensor:

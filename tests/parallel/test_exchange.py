@@ -26,7 +26,7 @@ def _exchanged(mesh: Mesh, one_shot: bool, longest: int) -> list[tuple[Tensor, d
     found, own = list[tuple[Tensor, dict[str, int]]](), _part(mesh.rank)
     for how in (GatheredRanks(mesh), SummedTerms(mesh, None)):
         h = own[None].clone()
-        if how.fills(mesh.size * own[0].nbytes):
+        if how.needs_all_parts(mesh.size * own[0].nbytes):
             h = torch.stack([own if rank == how.own else torch.zeros_like(own) for rank in range(mesh.size)])
         mesh.traffic.clear()
         got = how.run(h)
@@ -50,7 +50,7 @@ def test_parts_and_sums_of_all_ranks() -> None:
 def test_one_rank_alone_takes_the_path_of_small_messages(size: int) -> None:
     """So that it compiles the kernels of those that a `SymmetricMesh` serves."""
     how = GatheredRanks(LoneRank(1, size))
-    assert how.fills(1 << 10)
-    assert not how.fills(1 << 21)
+    assert how.needs_all_parts(1 << 10)
+    assert not how.needs_all_parts(1 << 21)
     own = torch.ones(1, SPLITS, 2, 1 << 15, 16)
     assert how.run(own).shape == (size, 1, 2, 1 << 15, 16)

@@ -172,21 +172,21 @@ def gemv(
     options = {"PDL": pdl} if interpreted() else {"PDL": pdl, "launch_pdl": pdl}
     y = torch.empty(O, dtype=x_D.dtype, device=device)
     ends = [sum(sizes[: i + 1]) if i < len(sizes) - 1 else O for i in range(2)]
-    sites, shards, splits, R, width, row, cut = len(sizes), 1, 1, RANK_BLOCK, RANK_BLOCK, 0, False
+    sites, shards, splits, R, width, row, narrowed = len(sizes), 1, 1, RANK_BLOCK, RANK_BLOCK, 0, False
     h, tiles_, addresses, ranks, scalings = (y,) * 5
     if lora is not None:
         tiles, table, R, exchange = lora
         h = decode_shrink(x_D[None], tiles, table, R, DecodeBlocks(), exchange=exchange)
         shards, splits, _, _, width = h.shape
         if exchange is not None and exchange.outputs is not None:
-            ends, cut = list(exchange.outputs), True
+            ends, narrowed = list(exchange.outputs), True
         row = table.ranks.stride(0)
         tiles_, addresses, ranks, scalings = tiles.tiles, table.addresses, table.ranks, table.scalings
     launch(
         project, (cdiv(O, block),),
         x_D, weight_OD, y if bias_O is None else bias_O, y, h, tiles_, addresses, ranks, scalings,
         D, O, *ends, row, width, LORA=lora is not None, BIAS=bias_O is not None, SITES=sites, SPLITS=splits,
-        SPLITS_POW2=next_power_of_2(splits), SHARDS=shards, SLICE=cut, BLOCK_N=block, BLOCK_K=block_k,
+        SPLITS_POW2=next_power_of_2(splits), SHARDS=shards, SLICE=narrowed, BLOCK_N=block, BLOCK_K=block_k,
         BLOCK_R=max(RANK_BLOCK, next_power_of_2(R)), num_warps=warps, num_stages=1, **options,
     )  # fmt: skip
     return y

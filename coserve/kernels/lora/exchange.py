@@ -28,7 +28,7 @@ class Exchange(Protocol):
         """`[start, stop)` of the outputs that this GPU adds its terms to; None: all."""
         ...
 
-    def fills(self, size: int) -> bool:
+    def needs_all_parts(self, size: int) -> bool:
         """Whether `run` is given all parts, with zeros in those of the others; else its own part. `size`: bytes of a split of all parts."""
         ...
 

@@ -40,7 +40,7 @@ def decode(
 ) -> None:
     """`y += scaling (x Aᵀ) Bᵀ` in place for up to three sites that read x (T, D). `overlapped`: see `decode_kernel.shrink`.
 
-    `exchange`: of fully sharded pairs, to whose outputs `ys` are cut.
+    `exchange`: of fully sharded pairs, to whose outputs `ys` are narrowed.
     """
     tiles, items, rows, R = plan.tiles.tiles, plan.tiles.items, plan.tiles.rows, plan.R
     tokens, inputs = x_TD.shape
@@ -78,7 +78,7 @@ def decode_shrink(
     sites, splits, row = table.sites, decode_splits(inputs, blocks), table.ranks.stride(0)
     shards, own = (1, 0) if exchange is None else (exchange.shards, exchange.own)
     width = cdiv(R, shards)
-    fill = exchange is not None and exchange.fills(shards * sites * tokens * width * torch.float32.itemsize)
+    fill = exchange is not None and exchange.needs_all_parts(shards * sites * tokens * width * torch.float32.itemsize)
     h = torch.empty(shards if fill else 1, splits, sites, tokens, width, dtype=torch.float32, device=x_TD.device)
     pdl = blocks.pdl and device_info(x_TD.device).early_launch
     DECODE_SHRINK(
