@@ -99,7 +99,7 @@ async def api(step: float, data: Path) -> None:
     )
     with folder.lock():
         service = Service(config, folder, RegistryThread(lambda: Registry(folder.database)), tokenizer)
-        ready = EngineReady(spec=spec, kv_tokens=1 << 20, lora_way="none", notes=())
+        ready = EngineReady(spec=spec, kv_tokens=1 << 20, lora_backend="none", notes=())
         await service.attach(await api_end(ours), ready)
         runner = make_runner(make_app(service, config), config)
         await runner.setup()

@@ -70,7 +70,7 @@ class Config:
         choices=("nfs", "slora"),
     )
     threads: int | None = option(None, "CPU threads of the engine; default: all cores but one, two at most")
-    lora_way: str = option(
+    lora_backend: str = option(
         "auto",
         "how LoRA terms are computed",
         choices=("auto", "reference", "naive", "grouped", "block_sparse", "segmented"),

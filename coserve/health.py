@@ -65,7 +65,7 @@ class Health(Wire, frozen=True):
     engine_restarts: int
     """How often it was started again after it died."""
     base: BaseInfo | None
-    lora_way: str | None
+    lora_backend: str | None
     kv_tokens: int | None
     notes: list[str]
     """Why there is no engine, if one died; what runs slower than it could, and why, training above all; what cannot be read or

@@ -89,7 +89,7 @@ class Shutdown(Message, frozen=True):
 class EngineReady(Message, frozen=True):
     spec: BaseSpec
     kv_tokens: int
-    lora_way: str
+    lora_backend: str
     notes: tuple[str, ...] = ()
     """For the operator: what runs slower than it could, and why; shown in /health."""
 

@@ -30,7 +30,7 @@ SETTINGS = [
     "tp",
     "lora_sharding",
     "threads",
-    "lora_way",
+    "lora_backend",
     "compile",
     "cache_dir",
     "trust_remote_code",

@@ -210,7 +210,7 @@ class Service:
             engine_alive=self.engine.alive,
             engine_restarts=self.engine.restarts,
             base=base,
-            lora_way=ready.lora_way if ready is not None else None,
+            lora_backend=ready.lora_backend if ready is not None else None,
             kv_tokens=ready.kv_tokens if ready is not None else None,
             notes=[
                 *self.engine.troubles,

@@ -70,7 +70,7 @@ class EngineProcess:
             device=ready.spec.device,
             dtype=ready.spec.dtype,
             kv_tokens=ready.kv_tokens,
-            lora=ready.lora_way,
+            lora=ready.lora_backend,
             seconds=round(time.monotonic() - began, 3),
             notes="; ".join(ready.notes) or None,
         )

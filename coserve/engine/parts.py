@@ -61,7 +61,7 @@ class EngineParts:
 
     def __init__(self, base: Base, config: Config) -> None:
         self.base, self.config, self.folder = base, config, DataFolder(config.data_dir)
-        self.lora_backend: LoraBackend = choose_backend(config.lora_way, base.device, base.dtype)
+        self.lora_backend: LoraBackend = choose_backend(config.lora_backend, base.device, base.dtype)
         self.step_tokens = config.step_tokens or STEP_TOKENS[base.device.type]
 
     def read_adapter(self, ref: AdapterRef, digests: AdapterDigests | None) -> LoraWeights:

@@ -124,7 +124,7 @@ def build_engine(
         upgrade=upgrade,
     )
     ready = EngineReady(
-        spec=base.spec, kv_tokens=kv.tokens, lora_way=parts.lora_backend.name, notes=notes + start.notes
+        spec=base.spec, kv_tokens=kv.tokens, lora_backend=parts.lora_backend.name, notes=notes + start.notes
     )
     return engine, ready
 

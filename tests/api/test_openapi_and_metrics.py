@@ -189,7 +189,7 @@ async def test_health_shows_the_base_and_what_runs(api: Api) -> None:
     assert health["status"] == "ready"
     assert health["base"]["name"] == "fake"
     assert (health["running"], health["waiting"], health["jobs"]) == (2, 1, 1)
-    assert (health["lora_way"], health["kv_tokens"], health["notes"]) == ("reference", 1024, ["a fake"])
+    assert (health["lora_backend"], health["kv_tokens"], health["notes"]) == ("reference", 1024, ["a fake"])
     assert await api.engine.saw(Generate)
 
 

@@ -19,7 +19,7 @@ from coserve.link import EngineReady, FromEngine, Link, ToEngine, local_pair
 from tests.support.fake_engine import make_base
 from tests.support.virtual_clock import run_virtual
 
-READY = EngineReady(spec=make_base(8), kv_tokens=64, lora_way="reference")
+READY = EngineReady(spec=make_base(8), kv_tokens=64, lora_backend="reference")
 LOAD = 3.0
 
 

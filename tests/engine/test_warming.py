@@ -38,7 +38,7 @@ CPU = torch.device("cpu")
 
 def make_task(folder: Path, **settings: object) -> tuple[WarmUpTask, Config]:
     config = Config(
-        device="cpu", lora_way="grouped", step_tokens=3, inference_batch_size=2, micro_batch_tokens=4, **settings
+        device="cpu", lora_backend="grouped", step_tokens=3, inference_batch_size=2, micro_batch_tokens=4, **settings
     )
     return WarmUpTask(config_to_json(config).decode(), str(folder), {}, "shape", 1), config
 

@@ -136,7 +136,7 @@ class FakeEngine:
 
     @property
     def ready(self) -> EngineReady:
-        return EngineReady(spec=self.base, kv_tokens=1024, lora_way="reference", notes=("a fake",))
+        return EngineReady(spec=self.base, kv_tokens=1024, lora_backend="reference", notes=("a fake",))
 
     def warming(self, done: int, seconds_left: float | None = None, notes: tuple[str, ...] = ("a fake",)) -> None:
         """Report that `done` of `warmup_steps` are done."""

@@ -15,7 +15,7 @@ from coserve.warmup.launch import WarmUpPlan, plan_warm_up, spawn_warm_up
 from coserve.warmup.messages import WarmUpTask
 
 CAPTURABLE = ("auto", "segmented")
-"""Values of `lora_way` with which an engine on a GPU compiles layers and captures graphs."""
+"""Values of `lora_backend` with which an engine on a GPU compiles layers and captures graphs."""
 
 
 @dataclass(frozen=True)
@@ -49,6 +49,6 @@ def use_caches(config: Config) -> WarmUpTask | None:
 
 
 def _plan(config: Config) -> WarmUpPlan | None:
-    wanted = config.device != "cpu" and config.compile != "off" and config.lora_way in CAPTURABLE
+    wanted = config.device != "cpu" and config.compile != "off" and config.lora_backend in CAPTURABLE
     gpu = find_gpu() if wanted else None
     return None if gpu is None else plan_warm_up(config, gpu)

@@ -303,7 +303,7 @@ class PartRunner:
 
 def make_part_runner(base: Base, config: Config, task: WarmUpTask) -> PartRunner:
     """A runner for these settings."""
-    lora_backend = choose_backend(config.lora_way, base.device, base.dtype)
+    lora_backend = choose_backend(config.lora_backend, base.device, base.dtype)
     step_tokens = config.step_tokens or STEP_TOKENS[base.device.type]
     work = Work(step_tokens, config.micro_batch_tokens, config.max_active_jobs)
     conditions = Conditions(lora_backend, config.recompute, config.inference_batch_size, config.page_tokens, work)

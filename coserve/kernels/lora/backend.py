@@ -11,7 +11,7 @@ from coserve.kernels.lora.per_adapter import PerAdapterBackend
 from coserve.kernels.lora.reference import ReferenceBackend
 
 BACKENDS = ("reference", "naive", "grouped", "block_sparse", "segmented")
-"""Names of the setting `lora_way`, beside `auto`."""
+"""Names of the setting `lora_backend`, beside `auto`."""
 
 
 def choose_backend(requested: str, device: torch.device, dtype: torch.dtype) -> LoraBackend:
@@ -45,4 +45,6 @@ def make_backend(name: str) -> LoraBackend:
             from coserve.kernels.lora.segmented.backend import SegmentedBackend  # Triton only where it is used
 
             return SegmentedBackend()
-    raise ConfigError(f"expected lora_way to be one of auto, {', '.join(BACKENDS)}, got {name!r}", field="lora_way")
+    raise ConfigError(
+        f"expected lora_backend to be one of auto, {', '.join(BACKENDS)}, got {name!r}", field="lora_backend"
+    )

@@ -85,7 +85,7 @@ class LoraBackend(ABC):
     """One way to compute LoRA terms."""
 
     name: str
-    """What the setting `lora_way` calls it."""
+    """What the setting `lora_backend` calls it."""
     capturable: bool = False
     """Whether steps can be captured in CUDA graphs."""
     groups_inputs: bool = False
@@ -115,7 +115,9 @@ class TritonBackend(LoraBackend):
         if device.type == "cuda":
             return
         if not interpreted():
-            raise ConfigError(f"the LoRA backend {self.name} needs a CUDA device, got {device.type}", field="lora_way")
+            raise ConfigError(
+                f"the LoRA backend {self.name} needs a CUDA device, got {device.type}", field="lora_backend"
+            )
         if dtype not in (torch.float32, torch.float16):
             expected, got = "float32 or float16 under Triton's interpreter", str(dtype).removeprefix("torch.")
             raise ConfigError(f"the LoRA backend {self.name} expected {expected}, got {got}")
