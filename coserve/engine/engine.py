@@ -19,6 +19,7 @@ from coserve.engine.inbox import Inbox
 from coserve.engine.job_runner import JobRunner
 from coserve.engine.ports import Generates, StoresAdapters, Trains, Upgrades
 from coserve.engine.running import RunningRequests
+from coserve.engine.slices_in_flight import EndedSlice, Mark, SlicesInFlight
 from coserve.engine.stalls import Stalls
 from coserve.engine.views import Views
 from coserve.errors import CoserveError, EngineFault, QueueFull, failure_text
@@ -87,8 +88,10 @@ class Engine:
         upgrade: Upgrades | None = None,
         job_threads: Executor | None = None,
         garbage: GarbageCollection | None = None,
+        mark_training: Mark | None = None,
     ) -> None:
-        """`garbage` is collected while no request runs; None: by the interpreter."""
+        """`garbage` is collected while no request runs; None: by the interpreter. `mark_training`: slices are only launched, and run
+        beside generation; None: a slice has ended when the trainer returns."""
         self._generator, self._adapters = generator, adapters
         self._policy, self._link = policy, link
         self._step_tokens = step_tokens
@@ -109,6 +112,7 @@ class Engine:
             changed=self._change_from_a_thread,
             may_start=(lambda _: True) if upgrade is None else upgrade.may_train,
         )
+        self._flight = SlicesInFlight(mark_training, clock, self._change_from_a_thread)
         adapters.notify(self._changed.set)
         self._unread = ThrottledLog(log, "the API process does not read what the engine sends", clock)
         self._stopping = False
@@ -165,6 +169,8 @@ class Engine:
                         self._admit(request)
                     for request, error in self._adapters.failed():
                         self._fail(request.message, error)
+                for ended in self._flight.take_ended():
+                    self._slice_ended(ended)
                 await self._tick(self._clock())
                 for task in beside:
                     if task.done():
@@ -186,7 +192,8 @@ class Engine:
     async def _tick(self, now: float) -> None:
         self._stalls.step_can_begin(has_requests=bool(self._queue) or bool(self._running))
         self._inbox.step_can_begin()
-        view = self._views.view(now, reading=self._adapters.waiting, blocked=self._generator.blocked)
+        flight, reading, blocked = self._flight.view(), self._adapters.waiting, self._generator.blocked
+        view = self._views.view(now, reading=reading, blocked=blocked, in_flight=flight)
         match self._policy.decide(view, now):
             case Serve(admit):
                 await self._serve(admit)
@@ -195,7 +202,7 @@ class Engine:
             case Wait(until) if self._idle_until(until, now) and self._prepare():
                 await self._pace()
             case Wait(until):
-                self._report(now, force=True)
+                self._report(now, force=not flight.slices)
                 await self._idle.sleep(None if until is None else until - now)
 
     def _idle_until(self, until: float | None, now: float) -> bool:
@@ -230,6 +237,7 @@ class Engine:
 
     async def _serve(self, admit: int) -> None:
         began = self._clock()
+        self._flight.step_begins()
         if admit and not self._running:
             self._views.turns.dispatched()
         with self._stalls.during("admit"):
@@ -281,20 +289,26 @@ class Engine:
     async def _train(self, decision: Train) -> None:
         if not (self._queue or self._running):
             self._prepare()  # else a job would keep the engine from becoming ready
-        # Chosen already: they need not wait for the slice.
-        with self._stalls.during("decode"):
-            results = self._generator.collect()
-        self._link.send_all(self._running.accept(results, self._clock()))
+        if self._flight.takes_turns:  # tokens that are chosen already need not wait for the slice
+            with self._stalls.during("decode"):
+                results = self._generator.collect()
+            self._link.send_all(self._running.accept(results, self._clock()))
         began, job = self._clock(), decision.job
         kind = self._jobs.next_micro_step(job)
         with self._stalls.during(f"train_{kind}"):
             suspended = self._jobs.advance(job, decision.micro_steps)
+        micro_steps = self._jobs.micro_steps_done
+        self._flight.launched(decision, kind, micro_steps, began)
         self._views.turns.trained(job, suspended=suspended)
         await self._pace()
         now = self._clock()
-        self._views.slices.ran(decision, kind, self._jobs.micro_steps_done, now - began, now)
-        self._train_seconds += now - began
+        if self._flight.takes_turns:
+            self._slice_ended(EndedSlice(decision, kind, micro_steps, now - began, now))
         self._report(now)
+
+    def _slice_ended(self, ended: EndedSlice) -> None:
+        self._views.slices.ran(ended.decision, ended.kind, ended.micro_steps, ended.seconds, ended.at)
+        self._train_seconds += ended.seconds
 
     # ---- messages
 

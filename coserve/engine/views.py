@@ -7,10 +7,12 @@ from typing import Protocol
 from coserve.engine.running import STEP_KINDS, RunningRequests, StepKind
 from coserve.queues.costs import Estimates
 from coserve.queues.inference import InferenceQueue
-from coserve.queues.policy import Costs, View
+from coserve.queues.policy import Costs, InFlight, View
 from coserve.queues.slices import Slices
 from coserve.queues.turns import Turns
 from coserve.types import MicroStep
+
+NOTHING = InFlight()
 
 
 class ReadyJobs(Protocol):
@@ -32,10 +34,12 @@ class Views:
         self._max_running, self._step_tokens = max_running, step_tokens
         self.steps, self.slices, self.turns = Estimates(), Slices(), Turns()
 
-    def view(self, now: float, *, reading: int, blocked: bool) -> View:
+    def view(self, now: float, *, reading: int, blocked: bool, in_flight: InFlight = NOTHING) -> View:
         """`reading`: how many requests wait for their adapters to be read; `blocked`: no running request can compute anything."""
         jobs = self._jobs.ready()
         self.slices.ready(jobs, now)
+        if in_flight.slices and jobs and self._jobs.next_micro_step(jobs[0]) is MicroStep.RESULT:
+            jobs = ()  # its micro-batch is suspended: no other job can begin one
         headroom = max(0, self._max_running - len(self._running) - reading)
         waiting = self._queue.waiting(headroom)
         step: StepKind = "prefill" if waiting else self._running.step_kind()
@@ -48,10 +52,11 @@ class Views:
             headroom=headroom,
             jobs=jobs,
             turn=self.turns.view(self._jobs.in_training),
-            train_waiting_since=self.slices.waiting_since,
+            train_waiting_since=self.slices.waiting_since if jobs else None,
             costs=Costs(
                 serve=self.steps.predict(step, *STEP_KINDS),
                 micro_step=self.slices.predict(jobs[0], self._jobs.next_micro_step(jobs[0])) if jobs else 0.0,
                 decode=self.steps.predict("decode"),
             ),
+            in_flight=in_flight,
         )
