@@ -53,6 +53,9 @@ class Jobs:
     def next_micro_step(self, job: str) -> MicroStep:
         return MicroStep.FORWARD
 
+    def micro_batch_tokens(self, job: str) -> int:
+        return 4096
+
     def in_training(self, job: str) -> bool:
         return job in self.queue
 
@@ -62,14 +65,18 @@ class Case:
 
     def __init__(self, policy: str, running: int) -> None:
         config = Config(policy=policy)
-        self._queue, self._running, jobs = InferenceQueue(2 * WAITING, fair=config.fair), RunningRequests(), JobQueue()
+        self._queue, self._running, jobs = (
+            InferenceQueue(2 * WAITING, fair=config.fair),
+            RunningRequests(2048),
+            JobQueue(),
+        )
         for job in range(JOBS):
             jobs.add(f"j{job}")
         self._numbers = count()
         for _ in range(WAITING):
             self._push()
         for i in range(running):
-            self._running.add(f"x{i}", Slo(ttft=2.0, tpot=0.2), deadline=1.0, steps=1)
+            self._running.add(f"x{i}", Slo(ttft=2.0, tpot=0.2), deadline=1.0, prompt=256)
         self._tokens = [Tokens(id=f"x{i}", tokens=(1,), finished=None) for i in range(running)]
         self._views = Views(self._queue, self._running, Jobs(jobs), max_running=BATCH, step_tokens=2048)
         self._policy = make_policy(config)

@@ -152,6 +152,9 @@ class NoJobs:
     def mid_batch(self, job: str) -> bool:
         raise AssertionError(job)
 
+    def micro_batch_tokens(self, job: str) -> int:
+        return 0
+
     def next_micro_step(self, job: str) -> MicroStep:
         raise AssertionError(job)
 

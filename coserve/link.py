@@ -205,8 +205,8 @@ class JobCancelled(Message, frozen=True):
 
 
 class Starving(msgspec.Struct, frozen=True):
-    """For `seconds`, training slices have run only because of `train_patience`. The last one was predicted to take `micro_step`
-    seconds, and the slack was `slack` seconds (negative: a deadline had passed)."""
+    """For `seconds`, training slices have run only because of `train_patience`. The last one was expected to take at most
+    `micro_step` seconds, and the slack was `slack` seconds (negative: a deadline had passed)."""
 
     seconds: float
     micro_step: float

@@ -201,6 +201,11 @@ class AdapterStore:
 
         self._pages = AdapterPages(buffer, lost, self._mirror)
 
+    def size(self, ref: AdapterRef) -> int:
+        """Bytes of an adapter that is in memory; 0: it is not."""
+        entry = self._entries.get(ref)
+        return 0 if entry is None else entry.size
+
     def pages(self, ref: AdapterRef) -> int:
         """Pages that an acquired adapter takes."""
         return self._in_pages.pages(self._entries[ref])

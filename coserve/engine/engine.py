@@ -9,17 +9,16 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import math
 from collections.abc import Awaitable, Callable
 from concurrent.futures import Executor, ThreadPoolExecutor
 from contextlib import suppress
 
+from coserve.engine.gauges import engine_stats
 from coserve.engine.idle import Idle
 from coserve.engine.inbox import Inbox
 from coserve.engine.job_runner import JobRunner
 from coserve.engine.ports import Generates, StoresAdapters, Trains, Upgrades
 from coserve.engine.running import RunningRequests
-from coserve.engine.slices_in_flight import EndedSlice, Mark, SlicesInFlight
 from coserve.engine.stalls import Stalls
 from coserve.engine.views import Views
 from coserve.errors import CoserveError, EngineFault, QueueFull, failure_text
@@ -30,7 +29,6 @@ from coserve.link import (
     CancelRequest,
     DropAdapter,
     EngineNotes,
-    EngineStats,
     EngineStopped,
     EngineWarming,
     FromEngine,
@@ -42,8 +40,10 @@ from coserve.link import (
     Shutdown,
     StartJob,
     ToEngine,
+    Tokens,
 )
 from coserve.logs.throttled import ThrottledLog
+from coserve.queues.costs import ATTAINMENT
 from coserve.queues.inference import InferenceQueue, Queued
 from coserve.queues.policy import Policy, Serve, Train, Wait
 from coserve.state.failpoints import failpoint
@@ -84,21 +84,20 @@ class Engine:
         step_tokens: int,
         clock: Callable[[], float],
         planned_bytes: int = 0,
+        attainment: float = ATTAINMENT,
         pace: Callable[[], Awaitable[None]] = _yield_to_loop,
         upgrade: Upgrades | None = None,
         job_threads: Executor | None = None,
         garbage: GarbageCollection | None = None,
-        mark_training: Mark | None = None,
     ) -> None:
-        """`garbage` is collected while no request runs; None: by the interpreter. `mark_training`: slices are only launched, and run
-        beside generation; None: a slice has ended when the trainer returns."""
+        """`attainment`: share of predicted times that the policy may rely on. `garbage` is collected while no request runs; None: by the
+        interpreter."""
         self._generator, self._adapters = generator, adapters
         self._policy, self._link = policy, link
-        self._step_tokens = step_tokens
         self._clock, self._pace, self._upgrade = clock, pace, upgrade
         self._planned_bytes, self._garbage = planned_bytes, garbage or GarbageCollection.none()
         self._queue = InferenceQueue(max_queue, fair=fair)
-        self._running, self._stalls = RunningRequests(), Stalls(clock)
+        self._running, self._stalls = RunningRequests(step_tokens), Stalls(clock)
         self._changed = asyncio.Event()
         self._idle = Idle(self._changed, self._garbage, self._stalls)
         self._inbox = Inbox(link, self._handle, self._changed, self._stalls, clock)
@@ -112,11 +111,19 @@ class Engine:
             changed=self._change_from_a_thread,
             may_start=(lambda _: True) if upgrade is None else upgrade.may_train,
         )
-        self._flight = SlicesInFlight(mark_training, clock, self._change_from_a_thread)
         adapters.notify(self._changed.set)
         self._unread = ThrottledLog(log, "the API process does not read what the engine sends", clock)
         self._stopping = False
-        self._views = Views(self._queue, self._running, self._jobs, max_running=max_running, step_tokens=step_tokens)
+        self._views = Views(
+            self._queue,
+            self._running,
+            self._jobs,
+            max_running=max_running,
+            step_tokens=step_tokens,
+            attainment=attainment,
+        )
+        self._measured: float | None = None
+        """When the last step or slice ended: what follows is part of the next one's time. None: the engine waited since."""
         self._serve_seconds = self._train_seconds = 0.0
         self._stats_due = 0.0
         self._warming: EngineWarming | None = None
@@ -169,8 +176,6 @@ class Engine:
                         self._admit(request)
                     for request, error in self._adapters.failed():
                         self._fail(request.message, error)
-                for ended in self._flight.take_ended():
-                    self._slice_ended(ended)
                 await self._tick(self._clock())
                 for task in beside:
                     if task.done():
@@ -192,17 +197,26 @@ class Engine:
     async def _tick(self, now: float) -> None:
         self._stalls.step_can_begin(has_requests=bool(self._queue) or bool(self._running))
         self._inbox.step_can_begin()
-        flight, reading, blocked = self._flight.view(), self._adapters.waiting, self._generator.blocked
-        view = self._views.view(now, reading=reading, blocked=blocked, in_flight=flight)
-        match self._policy.decide(view, now):
+        view = self._views.view(
+            now,
+            reading=self._adapters.waiting,
+            blocked=self._generator.blocked,
+            step_in_flight=self._generator.in_flight,
+        )
+        decision = self._policy.decide(view, now)
+        self._measured = None if isinstance(decision, Wait) else now if self._measured is None else self._measured
+        match decision:
             case Serve(admit):
                 await self._serve(admit)
-            case Train() as decision:
+            case Train() if self._generator.in_flight:
+                # Its tokens need not wait for the slice. When they are there, the policy decides again.
+                await self._collect()
+            case Train():
                 await self._train(decision)
             case Wait(until) if self._idle_until(until, now) and self._prepare():
                 await self._pace()
             case Wait(until):
-                self._report(now, force=not flight.slices)
+                self._report(now, force=True)
                 await self._idle.sleep(None if until is None else until - now)
 
     def _idle_until(self, until: float | None, now: float) -> bool:
@@ -237,7 +251,6 @@ class Engine:
 
     async def _serve(self, admit: int) -> None:
         began = self._clock()
-        self._flight.step_begins()
         if admit and not self._running:
             self._views.turns.dispatched()
         with self._stalls.during("admit"):
@@ -246,6 +259,7 @@ class Engine:
                     self._admit(request)
         if not self._running or self._generator.blocked:  # all were refused, or wait for their adapters
             await self._pace()
+            self._measured = None
             return
         kind = self._running.step_kind()
         with self._stalls.during(kind):
@@ -254,8 +268,27 @@ class Engine:
         failpoint("generate.mid_stream")
         await self._pace()
         now = self._clock()
-        self._views.steps.add(kind, now - began)
         self._serve_seconds += now - began
+        self._running.computed(self._generator.launched_prefill())
+        self._accept(results, now)
+
+    async def _collect(self) -> None:
+        """Wait for the step in flight."""
+        began = self._clock()
+        with self._stalls.during("decode"):
+            results = self._generator.collect()
+        await self._pace()
+        now = self._clock()
+        self._serve_seconds += now - began
+        self._accept(results, now)
+
+    def _accept(self, results: list[Tokens | RequestFailed], now: float) -> None:
+        """What the generator has collected by now. The time since the last work was measured is that of its steps: those that
+        overlap the host's work begin when the one before them ends."""
+        shape = self._generator.computed()
+        if shape is not None and self._measured is not None:
+            self._views.step_took(shape, now - self._measured)
+            self._measured = now
         self._link.send_all(self._running.accept(results, now))
         self._report(now)
 
@@ -266,10 +299,11 @@ class Engine:
         except Exception as error:  # noqa: BLE001 - whatever it is, it is this request's alone
             self._fail(request, error)
         else:
-            steps = math.ceil(len(request.prompt) / self._step_tokens)
+            adapter = request.adapter
+            size = 0 if adapter is None else self._adapters.size(adapter)
             self._running.add(
-                request.id, request.slo, deadline=entry.deadline, steps=steps, end=entry.end,
-                tokens=entry.decodes + 1,
+                request.id, request.slo, deadline=entry.deadline, prompt=len(request.prompt), end=entry.end,
+                tokens=entry.decodes + 1, adapter=adapter, adapter_bytes=size,
             )  # fmt: skip
 
     def _fail(self, request: Generate, error: Exception) -> None:
@@ -289,26 +323,20 @@ class Engine:
     async def _train(self, decision: Train) -> None:
         if not (self._queue or self._running):
             self._prepare()  # else a job would keep the engine from becoming ready
-        if self._flight.takes_turns:  # tokens that are chosen already need not wait for the slice
-            with self._stalls.during("decode"):
-                results = self._generator.collect()
-            self._link.send_all(self._running.accept(results, self._clock()))
-        began, job = self._clock(), decision.job
-        kind = self._jobs.next_micro_step(job)
+            self._measured = self._clock()
+        assert self._measured is not None, "it decided to train"
+        began, job = self._measured, decision.job
+        kind, tokens = self._jobs.next_micro_step(job), self._jobs.micro_batch_tokens(job)
         with self._stalls.during(f"train_{kind}"):
             suspended = self._jobs.advance(job, decision.micro_steps)
-        micro_steps = self._jobs.micro_steps_done
-        self._flight.launched(decision, kind, micro_steps, began)
         self._views.turns.trained(job, suspended=suspended)
         await self._pace()
         now = self._clock()
-        if self._flight.takes_turns:
-            self._slice_ended(EndedSlice(decision, kind, micro_steps, now - began, now))
+        tokens = self._jobs.micro_batch_tokens(job) if suspended else tokens
+        self._views.slices.ran(decision, kind, self._jobs.micro_steps_done, tokens, now - began, now)
+        self._measured = now
+        self._train_seconds += now - began
         self._report(now)
-
-    def _slice_ended(self, ended: EndedSlice) -> None:
-        self._views.slices.ran(ended.decision, ended.kind, ended.micro_steps, ended.seconds, ended.at)
-        self._train_seconds += ended.seconds
 
     # ---- messages
 
@@ -355,33 +383,10 @@ class Engine:
             return
         self._stats_due = now + STATS_INTERVAL
         self._tell_warming()
-        started, backlog, allocator = self._running.started, self._link.backlog, self._generator.allocator()
+        started, backlog = self._running.started, self._link.backlog
         if backlog >= LOGGED_BACKLOG:
             self._unread.warn(f": {backlog >> 20} MiB wait")
-        self._link.send(
-            EngineStats(
-                waiting=len(self._queue) + self._adapters.waiting + len(self._running) - started,
-                running=started,
-                jobs=len(self._jobs),
-                pages_used=self._generator.pages_used,
-                pages_total=self._generator.pages_total,
-                pages_adapters=self._generator.adapter_pages,
-                memory_planned=self._planned_bytes,
-                memory_peak=allocator.peak,
-                cuda_allocs=allocator.allocs,
-                cuda_frees=allocator.frees,
-                cuda_alloc_retries=allocator.retries,
-                pinned_allocs=allocator.pinned,
-                preemptions=self._generator.preemptions,
-                prefix_queries=self._generator.prefix_queries,
-                prefix_hits=self._generator.prefix_hits,
-                resident=self._adapters.resident(),
-                serve_seconds=self._serve_seconds,
-                train_seconds=self._train_seconds,
-                troubles=self._adapters.troubles + self._jobs.troubles + self._generator.troubles,
-                patience_slices=self._views.slices.by_patience,
-                starving=self._views.slices.starving(now),
-                stalls=self._stalls.totals(),
-                backlog=backlog,
-            )
-        )
+        waiting = len(self._queue) + self._adapters.waiting + len(self._running) - started
+        seconds = (self._serve_seconds, self._train_seconds)
+        parts = self._generator, self._adapters, self._jobs, self._views, self._stalls
+        self._link.send(engine_stats(*parts, now, (waiting, started), seconds, self._planned_bytes, backlog))

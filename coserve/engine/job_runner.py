@@ -89,6 +89,10 @@ class JobRunner:
         """The kind of the micro-step that an active job's next slice begins with."""
         return self._trainer.next_micro_step(job)
 
+    def micro_batch_tokens(self, job: str) -> int:
+        """Of an active job's micro-batch under way, or of its last one; 0: it had none."""
+        return self._trainer.micro_batch_tokens(job)
+
     @property
     def micro_steps_done(self) -> int:
         """Of the last slice."""

@@ -1,29 +1,30 @@
-"""The requests in the batch, with the deadlines of their next tokens. Pure: no torch, no IO, no clock."""
+"""The requests in the batch: the deadlines of their next tokens, and what their next step computes. Pure: no torch, no IO, no clock."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import NamedTuple
 
 from coserve.link import RequestFailed, Tokens
-from coserve.queues.policy import Due
+from coserve.queues.policy import Due, Waiting
+from coserve.queues.shapes import StepKind, StepShape
 from coserve.types import Slo
-
-StepKind = Literal["prefill", "decode"]
-"""Kinds of generation steps: with prefill, or decode only."""
-STEP_KINDS: tuple[StepKind, ...] = get_args(StepKind)
 
 
 @dataclass
 class _Target:
-    """When a request's next token is due, and about how many steps that token takes."""
+    """When a request's next token is due, and what is to be computed for it."""
 
     tpot: float
     """Seconds between tokens that the request asks for."""
     due: float
-    steps: int
+    context: int
+    """Tokens of its prompt, and of its answer so far."""
+    prefill: int
+    """Those of the prompt that are to be computed, as far as is known."""
+    adapter: Hashable
     end: float
     """When its last token is due."""
     left: int
@@ -37,26 +38,74 @@ class _Target:
     """It has had its first token."""
 
 
+class _Seen(NamedTuple):
+    """What a decision reads, until a request or a deadline changes."""
+
+    dues: tuple[Due, ...]
+    collected: tuple[Due, ...]
+    """As `dues`, but without the deadlines of next tokens, which a step in flight has computed."""
+    windows: tuple[float, ...]
+    """Of those."""
+
+
 class RunningRequests:
     """Requests that the generator has and that have not ended. Times are seconds on the caller's clock."""
 
-    def __init__(self) -> None:
+    def __init__(self, step_tokens: int) -> None:
+        """`step_tokens`: maximum number of tokens of a generation step."""
+        self._step_tokens = step_tokens
         self._targets: dict[str, _Target] = {}
-        self._seen: tuple[tuple[Due, ...], StepKind] | None = None
-        """`view` and `step_kind`, until a request or a deadline changes."""
+        self._prefilling: dict[str, _Target] = {}
+        """Those without a first token, in the order in which they are computed."""
+        self._context = 0
+        """Tokens of the others."""
+        self._adapters: dict[Hashable, tuple[int, int]] = {}
+        """How many requests use each adapter, and its bytes."""
+        self._adapter_bytes = 0
+        self._seen: _Seen | None = None
 
     def __len__(self) -> int:
         return len(self._targets)
 
-    def add(self, id: str, slo: Slo, *, deadline: float, steps: int, end: float = math.inf, tokens: int = 1) -> None:
-        """`deadline` of its first token; `steps` that it takes; `end`: deadline of its last token; `tokens`: most that it has."""
-        self._targets[id] = _Target(slo.tpot, deadline, steps, end, tokens, slo.ttft, slo.e2e or 0.0)
+    def add(
+        self, id: str, slo: Slo, *, deadline: float, prompt: int, end: float = math.inf, tokens: int = 1,
+        adapter: Hashable = None, adapter_bytes: int = 0,
+    ) -> None:  # fmt: skip
+        """`deadline` of its first token; `prompt`: its tokens; `end`: deadline of its last token; `tokens`: most that it has."""
+        target = _Target(slo.tpot, deadline, prompt, prompt, adapter, end, tokens, slo.ttft, slo.e2e or 0.0)
+        self._targets[id] = self._prefilling[id] = target
+        if adapter is not None:
+            users, _ = self._adapters.get(adapter, (0, 0))
+            self._adapter_bytes += 0 if users else adapter_bytes
+            self._adapters[adapter] = users + 1, adapter_bytes
         self._seen = None
 
     def remove(self, id: str) -> bool:
         """False if it is not running."""
         self._seen = None
-        return self._targets.pop(id, None) is not None
+        target = self._targets.pop(id, None)
+        if target is None:
+            return False
+        self._prefilling.pop(id, None)
+        if target.decodes:
+            self._context -= target.context
+        if target.adapter is not None:
+            users, size = self._adapters[target.adapter]
+            self._adapters[target.adapter] = users - 1, size
+            if users == 1:
+                del self._adapters[target.adapter]
+                self._adapter_bytes -= size
+        return True
+
+    def computed(self, prefill: int) -> None:
+        """A step with so many tokens of prompts was launched."""
+        for target in self._prefilling.values():
+            if prefill <= 0:
+                return
+            done = min(prefill, target.prefill)
+            target.prefill -= done
+            prefill -= done
+            self._seen = None
 
     def start(self, id: str) -> bool:
         """The request was scheduled for the first time. False if it is no longer running."""
@@ -80,38 +129,76 @@ class RunningRequests:
             if target is None:
                 continue
             if isinstance(message, RequestFailed) or message.finished is not None:
-                del self._targets[message.id]
+                self.remove(message.id)
             elif message.tokens:  # chunks of prompt scores have none
+                count = len(message.tokens)
                 target.due, target.window = now + target.tpot, target.tpot
-                target.left -= len(message.tokens)
-                target.steps, target.decodes = 1, True
+                target.left -= count
+                target.context += count
+                if target.decodes:
+                    self._context += count
+                else:
+                    target.decodes = True
+                    self._context += target.context
+                    del self._prefilling[message.id]
             wanted.append(message)
         return wanted
 
     def step_kind(self) -> StepKind:
         """The kind of the next step."""
-        return self._see()[1]
+        return "prefill" if self._prefilling else "decode"
 
-    def view(self) -> tuple[Due, ...]:
-        """The first deadline for each number of steps and decodes, and each window."""
-        return self._see()[0]
+    def next_step(self, waiting: Sequence[Waiting]) -> StepShape:
+        """What the next step computes if `waiting` are admitted."""
+        decodes = len(self._targets) - len(self._prefilling)
+        shape = StepShape(decodes, self._context, 0, 0, self._adapter_bytes)
+        budget = self._step_tokens - decodes
+        for target in self._prefilling.values():
+            if budget <= 0:
+                return shape
+            if target.prefill:
+                tokens = min(target.prefill, budget)
+                shape = shape.and_prompt(tokens, target.context - target.prefill)
+                budget -= tokens
+        for each in waiting:
+            if budget <= 0:
+                return shape
+            tokens = min(each.tokens, budget)
+            shape = shape.and_prompt(tokens)
+            budget -= tokens
+        return shape
 
-    def _see(self) -> tuple[tuple[Due, ...], StepKind]:
+    def view(self, collected: float | None = None) -> tuple[Due, ...]:
+        """The first deadline for each number of steps and decodes, and each window. `collected`: a step in flight has computed the
+        next tokens of all that have had one, and they come at this time; the deadlines are those of the tokens after them."""
+        seen = self._see()
+        if collected is None:
+            return seen.dues
+        return seen.collected + tuple([Due(collected + window, 1, 0, window) for window in seen.windows])
+
+    def _see(self) -> _Seen:
         if self._seen is None:
-            targets = self._targets
-            kind: StepKind = "decode" if all(target.decodes for target in targets.values()) else "prefill"
-            first: dict[tuple[int, int, float], float] = {}
-            at, earliest = (0, 0, 0.0), math.inf  # most have the same steps and window: a decision waits for this loop
-            for target in targets.values():
-                steps, window, due = target.steps, target.window, target.due
-                if steps != at[0] or window != at[2]:
-                    at = steps, 0, window
-                    earliest = first.get(at, math.inf)
-                if due < earliest:
-                    earliest = due
-                    first[at] = min(due, first.get(at, math.inf))
+            next_tokens: dict[float, float] = {}
+            others: dict[tuple[int, int, float], float] = {}
+            window, earliest = 0.0, math.inf  # most have the same window: a decision waits for this loop
+            pending = 0
+            for target in self._targets.values():
+                steps = 1
+                if target.decodes:
+                    if target.window != window:
+                        window = target.window
+                        earliest = next_tokens.get(window, math.inf)
+                    if target.due < earliest:
+                        next_tokens[window] = earliest = target.due
+                else:
+                    pending += target.prefill
+                    steps = max(1, -(-pending // self._step_tokens))
+                    first = steps, 0, target.window
+                    others[first] = min(target.due, others.get(first, math.inf))
                 if target.end < math.inf:
                     last = steps, max(0, target.left - 1), target.e2e
-                    first[last] = min(target.end, first.get(last, math.inf))
-            self._seen = tuple([Due(due, *about) for about, due in first.items()]), kind
+                    others[last] = min(target.end, others.get(last, math.inf))
+            collected = tuple([Due(due, *about) for about, due in others.items()])
+            dues = collected + tuple([Due(due, 1, 0, window) for window, due in next_tokens.items()])
+            self._seen = _Seen(dues, collected, tuple(next_tokens))
         return self._seen

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 from typing import Protocol
 
-from coserve.engine.running import STEP_KINDS, RunningRequests, StepKind
-from coserve.queues.costs import Estimates
+from coserve.engine.running import RunningRequests
+from coserve.queues.costs import ATTAINMENT, Predictors
 from coserve.queues.inference import InferenceQueue
-from coserve.queues.policy import Costs, InFlight, View
+from coserve.queues.policy import Costs, View
+from coserve.queues.shapes import STEP_FEATURES, STEP_KINDS, StepShape
 from coserve.queues.slices import Slices
 from coserve.queues.turns import Turns
 from coserve.types import MicroStep
-
-NOTHING = InFlight()
 
 
 class ReadyJobs(Protocol):
@@ -20,6 +19,7 @@ class ReadyJobs(Protocol):
 
     def ready(self) -> tuple[str, ...]: ...
     def next_micro_step(self, job: str) -> MicroStep: ...
+    def micro_batch_tokens(self, job: str) -> int: ...
     def in_training(self, job: str) -> bool: ...
 
 
@@ -27,36 +27,48 @@ class Views:
     """Views cost little, however long the queue: requests that cannot be admitted now are only counted."""
 
     def __init__(
-        self, queue: InferenceQueue, running: RunningRequests, jobs: ReadyJobs, *, max_running: int, step_tokens: int
-    ) -> None:
-        """`step_tokens`: maximum number of tokens of a generation step."""
+        self, queue: InferenceQueue, running: RunningRequests, jobs: ReadyJobs, *, max_running: int, step_tokens: int,
+        attainment: float = ATTAINMENT,
+    ) -> None:  # fmt: skip
+        """`step_tokens`: maximum number of tokens of a generation step; `attainment`: share of predictions that are kept."""
         self._queue, self._running, self._jobs = queue, running, jobs
         self._max_running, self._step_tokens = max_running, step_tokens
-        self.steps, self.slices, self.turns = Estimates(), Slices(), Turns()
+        self._steps, self.slices, self.turns = Predictors(STEP_FEATURES, attainment), Slices(attainment), Turns()
 
-    def view(self, now: float, *, reading: int, blocked: bool, in_flight: InFlight = NOTHING) -> View:
-        """`reading`: how many requests wait for their adapters to be read; `blocked`: no running request can compute anything."""
+    def step_took(self, shape: StepShape, seconds: float) -> None:
+        """A generation step was measured."""
+        self._steps.add(shape.kind, shape.features, seconds)
+
+    def view(self, now: float, *, reading: int, blocked: bool, step_in_flight: bool = False) -> View:
+        """`reading`: how many requests wait for their adapters to be read; `blocked`: no running request can compute anything;
+        `step_in_flight`: a step was launched whose tokens have not been collected."""
         jobs = self._jobs.ready()
         self.slices.ready(jobs, now)
-        if in_flight.slices and jobs and self._jobs.next_micro_step(jobs[0]) is MicroStep.RESULT:
-            jobs = ()  # its micro-batch is suspended: no other job can begin one
         headroom = max(0, self._max_running - len(self._running) - reading)
         waiting = self._queue.waiting(headroom)
-        step: StepKind = "prefill" if waiting else self._running.step_kind()
+        step = self._running.next_step(waiting)
         return View(
             waiting=waiting,
             queued=len(self._queue),
             first_arrival=self._queue.first_arrival,
-            running=() if blocked else self._running.view(),
+            running=() if blocked else self._running.view(now if step_in_flight else None),
             step_tokens=self._step_tokens,
             headroom=headroom,
             jobs=jobs,
             turn=self.turns.view(self._jobs.in_training),
-            train_waiting_since=self.slices.waiting_since if jobs else None,
-            costs=Costs(
-                serve=self.steps.predict(step, *STEP_KINDS),
-                micro_step=self.slices.predict(jobs[0], self._jobs.next_micro_step(jobs[0])) if jobs else 0.0,
-                decode=self.steps.predict("decode"),
-            ),
-            in_flight=in_flight,
+            train_waiting_since=self.slices.waiting_since,
+            costs=self._costs(step, jobs),
+        )
+
+    def _costs(self, step: StepShape, jobs: tuple[str, ...]) -> Costs:
+        micro_step = 0.0
+        if jobs:
+            job = jobs[0]
+            tokens = self._jobs.micro_batch_tokens(job)
+            micro_step = self.slices.predict(job, self._jobs.next_micro_step(job), tokens).most
+        decode = StepShape(step.decodes, step.kv_tokens, 0, 0, step.adapter_bytes)
+        return Costs(
+            serve=self._steps.predict(step.features, step.kind, *STEP_KINDS).most,
+            micro_step=micro_step,
+            decode=self._steps.predict(decode.features, "decode").expected,
         )

@@ -90,6 +90,8 @@ class TrainingLoop:
         self._limits = MemoryLimits(corpus.lengths)
         self._under_way: tuple[int, ...] | None = None
         """Rows of the micro-batch that is being computed; None: between two, and in the optimizer's update."""
+        self.micro_batch_tokens = 0
+        """Of the micro-batch under way, or of the last one."""
 
     @property
     def finished(self) -> bool:
@@ -144,6 +146,7 @@ class TrainingLoop:
                 yield Boundary.MICRO_BATCH
             self._under_way = indices
             rows = pack_rows(self._corpus, indices, self._device)
+            self.micro_batch_tokens = rows.tokens
             lora = self._lora_batch(rows, self._dropout(step, micro))
             trainable, grads = self.optimizer.trainable, self.optimizer.grads
             summed += yield from self._runner.forward_backward(
@@ -205,6 +208,7 @@ class TrainingLoop:
                 yield Boundary.MICRO_BATCH
             self._under_way = indices
             rows = pack_rows(self._corpus, indices, self._device)
+            self.micro_batch_tokens = rows.tokens
             lora, teacher = self._lora_batch(rows, None), self._teacher_batch(rows)
             summed += yield from self._runner.evaluate(rows, lora, teacher=teacher)
             targets += rows.targets

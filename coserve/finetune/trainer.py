@@ -185,6 +185,10 @@ class Trainer:
         """The kind of the job's next micro-step."""
         return self._jobs[job].next_micro_step
 
+    def micro_batch_tokens(self, job: str) -> int:
+        """Tokens of the job's micro-batch under way, or of its last one; 0: it had none."""
+        return self._jobs[job].loop.micro_batch_tokens
+
     def checkpoint(self, job: str) -> Callable[[], JobCheckpoint] | None:
         """Drop the unfinished optimizer step and begin a snapshot of the state after the last finished one.
 

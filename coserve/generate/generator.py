@@ -17,12 +17,14 @@ from coserve.generate.sampling.choices import Choice, NoToken
 from coserve.generate.schedule import SCORED_TOKENS, Scheduler, Share
 from coserve.generate.sequence_state import SequenceState
 from coserve.generate.step_input import step_input
+from coserve.generate.step_shape import step_shape
 from coserve.link import MAX_PROMPT_LOGPROBS, Generate, RequestFailed, Tokens
 from coserve.logprobs import PackedLogprobs
 from coserve.memory.allocator import AllocatorStats, allocator_stats
 from coserve.memory.kv import KvCache
 from coserve.memory.prefix import PageKeys
 from coserve.model.faults import contained, memory_numbers, out_of_memory
+from coserve.queues.shapes import StepShape
 from coserve.types import AdapterRef, BaseSpec, FinishReason, TokenLogprob
 
 log = logging.getLogger(__name__)
@@ -36,6 +38,7 @@ class _Launched:
     shares: list[Share]
     samples: frozenset[int]
     """Numbers of the sequences that sample a token."""
+    shape: StepShape
 
 
 class DescribesBase(Protocol):
@@ -81,6 +84,8 @@ class Generator:
         self._in_flight: list[_Launched] = []
         self._failed_alone: int | None = None
         """Number of a sequence for one token of which there was no memory, a step ago."""
+        self._computed: StepShape | None = None
+        self._launched_prefill = 0
         self._out_of_memory: list[RequestFailed] = []
         """Requests that did not fit alone, not yet told."""
         self._sequences: dict[str, SequenceState] = {}
@@ -197,6 +202,20 @@ class Generator:
         """A step would compute nothing: whoever is next waits for an adapter that was evicted and is being read again."""
         return not self._in_flight and self._scheduler.blocked
 
+    @property
+    def in_flight(self) -> bool:
+        """A step was launched whose tokens have not been collected."""
+        return bool(self._in_flight)
+
+    def launched_prefill(self) -> int:
+        """Tokens of prompts in the step that was launched last."""
+        return self._launched_prefill
+
+    def computed(self) -> StepShape | None:
+        """What the steps computed that were collected since the last call; None: there were none."""
+        computed, self._computed = self._computed, None
+        return computed
+
     @torch.no_grad()
     def step(self) -> list[Tokens | RequestFailed]:
         """One iteration: a token for each running sequence, and chunks of prompts; one message per token or failure.
@@ -205,6 +224,7 @@ class Generator:
         the tokens are those of the step before.
         """
         shares = self._scheduler.plan()
+        self._launched_prefill = 0
         launched = self._launch(shares) if shares else []
         messages = self.collect()
         for launch in launched:
@@ -234,11 +254,16 @@ class Generator:
             self._lower_memory(shares, error)
             return []
         samples = frozenset(own.sequence for own in step.sequences if own.sampling is not None)
+        by_number = {share.sequence.number: share for share in shares}
+        found = []
+        for own in launched:
+            parts = [by_number[number] for number in own.sequences]
+            found.append(_Launched(own, parts, samples, step_shape(parts, self._store.size)))
+        self._launched_prefill = sum(own.shape.prefill for own in found)
         for share in shares:
             share.sequence.computed += share.tokens
             share.sequence.in_flight += share.sequence.number in samples
-        by_number = {share.sequence.number: share for share in shares}
-        return [_Launched(own, [by_number[number] for number in own.sequences], samples) for own in launched]
+        return found
 
     def _undo(self, launched: _Launched) -> None:
         """The sequences are as before the launch of a step that was not computed to its end.
@@ -276,6 +301,7 @@ class Generator:
         try:
             with contained(self._base.device):
                 result = step.collect()
+                self._computed = launched.shape if self._computed is None else self._computed + launched.shape
                 self._scheduler.budget.succeeded()
                 self._failed_alone = None
                 return self._accept(running, result)

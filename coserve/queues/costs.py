@@ -1,55 +1,98 @@
-"""Predicted seconds of steps and micro-steps, learned from measured ones. Pure: no torch, no IO, no clock."""
+"""Predicted seconds of steps and micro-steps, learned from measured ones. Pure: no torch, no IO, no clock.
+
+A prediction has three parts: the shape says how time depends on what is computed (`Regression`), the level says how fast the
+device is now (the median of the last measured times over their shapes), and the risk says how wrong both have been (`Risk`).
+"""
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
+from typing import NamedTuple
+
+from coserve.queues.regression import Regression
+from coserve.queues.risk import Risk
 
 WINDOW = 5
-"""Samples that an estimate is computed from."""
+"""Samples that a level is computed from."""
+CLIP = 2.0
+"""The shape learns from no sample more than so many times longer or shorter than predicted: outliers do not bend it."""
+ATTAINMENT = 0.995
+"""Share of predictions that may not be exceeded, unless the settings say otherwise."""
 
 
-class Estimate:
-    """Median of the last five samples, but at most the larger of the last two.
+class Prediction(NamedTuple):
+    """Seconds: what is expected, and what is exceeded as rarely as the attainment says."""
 
-    One outlier (a kernel that is compiled, a slow disk) does not change the estimate; a lasting rise does within three
-    samples. A fall counts after two: too high an estimate stops training, one too low makes one slice late. A single
-    sample gives no estimate: the first one is often an outlier.
+    expected: float
+    most: float
+
+
+UNKNOWN = Prediction(0.0, 0.0)
+
+
+class Predictor:
+    """Predicts one kind of work from its features, such as `(1, tokens)`.
+
+    The level is the median of the last five samples, but at most the larger of the last two. One outlier (a kernel that is
+    compiled, a slow disk) does not change it; a lasting rise does within three samples. A fall counts after two: too high a
+    prediction stops training, one too low makes one slice late. A single sample predicts nothing: the first one is often an
+    outlier.
     """
 
-    def __init__(self) -> None:
-        self._samples: deque[float] = deque(maxlen=WINDOW)
+    def __init__(self, features: int, attainment: float = ATTAINMENT) -> None:
+        self._shape, self._risk = Regression(features), Risk(attainment)
+        self._samples: deque[tuple[Sequence[float], float]] = deque(maxlen=WINDOW)
+        self._level: float | None = None
 
-    def add(self, seconds: float) -> None:
-        self._samples.append(seconds)
+    def add(self, features: Sequence[float], seconds: float) -> None:
+        """All samples have the same number of features, each at least 0, the first above 0."""
+        predicted = self.predict(features)
+        if predicted is None or predicted.expected <= 0:
+            learned = seconds
+        else:
+            expected = predicted.expected
+            self._risk.add(seconds / expected)
+            learned = min(max(seconds, expected / CLIP), expected * CLIP)
+        if learned > 0:
+            self._shape.add(features, learned)
+        self._samples.append((features, seconds))
+        if len(self._samples) >= 2:
+            ratios = [seconds / self._shape_of(features) for features, seconds in self._samples]
+            self._level = min(sorted(ratios)[(len(ratios) - 1) // 2], max(ratios[-2:]))
 
-    @property
-    def seconds(self) -> float | None:
-        """The estimate; None before the second sample."""
-        samples = self._samples
-        if len(samples) < 2:
+    def predict(self, features: Sequence[float]) -> Prediction | None:
+        """None before the second sample."""
+        if self._level is None:
             return None
-        median = sorted(samples)[(len(samples) - 1) // 2]
-        return min(median, max(samples[-1], samples[-2]))
+        expected = self._level * self._shape_of(features)
+        return Prediction(expected, expected * self._risk.factor)
+
+    def _shape_of(self, features: Sequence[float]) -> float:
+        return self._shape.value(features) or 1.0
 
 
-class Estimates:
-    """One `Estimate` for each kind of work."""
+class Predictors:
+    """One `Predictor` for each kind of work. All have the same features."""
 
-    def __init__(self) -> None:
-        self._by_kind: dict[Hashable, Estimate] = {}
+    def __init__(self, features: int, attainment: float = ATTAINMENT) -> None:
+        self._features, self._attainment = features, attainment
+        self._by_kind: dict[Hashable, Predictor] = {}
 
-    def add(self, kind: Hashable, seconds: float) -> None:
-        self._by_kind.setdefault(kind, Estimate()).add(seconds)
+    def add(self, kind: Hashable, features: Sequence[float], seconds: float) -> None:
+        predictor = self._by_kind.get(kind)
+        if predictor is None:
+            predictor = self._by_kind[kind] = Predictor(self._features, self._attainment)
+        predictor.add(features, seconds)
 
-    def predict(self, *kinds: Hashable) -> float:
-        """Estimated seconds of the first of `kinds` that has an estimate; 0 if none has."""
+    def predict(self, features: Sequence[float], *kinds: Hashable) -> Prediction:
+        """By the first of `kinds` that can; `UNKNOWN` if none can."""
         for kind in kinds:
-            estimate = self._by_kind.get(kind)
-            if estimate is not None and estimate.seconds is not None:
-                return estimate.seconds
-        return 0.0
+            predictor = self._by_kind.get(kind)
+            if predictor is not None and (found := predictor.predict(features)) is not None:
+                return found
+        return UNKNOWN
 
     def keep(self, wanted: Callable[[Hashable], bool]) -> None:
         """Forget all kinds that are not `wanted`."""
-        self._by_kind = {kind: estimate for kind, estimate in self._by_kind.items() if wanted(kind)}
+        self._by_kind = {kind: predictor for kind, predictor in self._by_kind.items() if wanted(kind)}

@@ -39,12 +39,14 @@ class Due(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Costs:
-    """Predicted seconds of the next generation step, of a training micro-step, and of a generation step without prefill; 0 while
-    unknown."""
+    """Predicted seconds; 0 while unknown."""
 
     serve: float
+    """Of the next generation step: a time that is exceeded as rarely as `slo_attainment` says."""
     micro_step: float
+    """Of a training micro-step, likewise."""
     decode: float = 0.0
+    """Expected of a generation step without prefill: over many of them, errors cancel out."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,7 +111,7 @@ class Serve:
 
 @dataclass(frozen=True, slots=True)
 class Overdue:
-    """Predicted seconds of a micro-step that does not fit, and the slack: seconds that the deadlines leave."""
+    """`Costs.micro_step` of a micro-step that does not fit, and the slack: seconds that the deadlines leave."""
 
     micro_step: float
     slack: float

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from coserve.link import Starving
-from coserve.queues.costs import Estimates
+from coserve.queues.costs import ATTAINMENT, Prediction, Predictors
 from coserve.queues.policy import Train
 from coserve.types import MicroStep
 
@@ -14,8 +14,9 @@ ANY = "any"
 class Slices:
     """Times are seconds on the caller's clock."""
 
-    def __init__(self) -> None:
-        self._costs = Estimates()
+    def __init__(self, attainment: float = ATTAINMENT) -> None:
+        """`attainment`: share of predictions that are kept."""
+        self._costs = Predictors(2, attainment)
         self._jobs: tuple[str, ...] = ()
         self.waiting_since: float | None = None
         """See `View.train_waiting_since`."""
@@ -36,16 +37,18 @@ class Slices:
         elif self.waiting_since is None:
             self.waiting_since = now
 
-    def predict(self, job: str, kind: MicroStep) -> float:
-        """Predicted seconds of the job's next micro-step: from its own micro-steps of that kind, else from those of other jobs,
-        else from micro-steps of any kind. 0 if nothing was measured."""
-        return self._costs.predict((job, kind), kind, ANY)
+    def predict(self, job: str, kind: MicroStep, tokens: int) -> Prediction:
+        """Of the job's next micro-step, in a micro-batch of `tokens` tokens: from its own micro-steps of that kind, else from
+        those of other jobs, else from micro-steps of any kind."""
+        return self._costs.predict((1.0, tokens), (job, kind), kind, ANY)
 
-    def ran(self, decision: Train, kind: MicroStep, micro_steps: int, seconds: float, now: float) -> None:
-        """A slice of `micro_steps` micro-steps ended now. Whole micro-batches mix kinds, so their time is not learned."""
+    def ran(self, decision: Train, kind: MicroStep, micro_steps: int, tokens: int, seconds: float, now: float) -> None:
+        """A slice of `micro_steps` micro-steps ended now, in a micro-batch of `tokens` tokens. Whole micro-batches mix kinds, so
+        their time is not learned."""
         if decision.micro_steps is not None and micro_steps:
+            features = 1.0, tokens
             for key in ((decision.job, kind), kind, ANY):
-                self._costs.add(key, seconds / micro_steps)
+                self._costs.add(key, features, seconds / micro_steps)
         if decision.overdue is None:
             self._overdue, self._overdue_in_a_row = None, 0
         else:

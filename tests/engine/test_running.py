@@ -9,14 +9,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from coserve.engine.running import RunningRequests
-from coserve.link import Tokens
+from coserve.link import Generate, Tokens
+from coserve.queues.inference import Queued
 from coserve.queues.policy import Due
-from coserve.types import Slo
+from coserve.queues.shapes import StepShape
+from coserve.types import FinishReason, SamplingParams, Slo
 
 
 class Request(NamedTuple):
     slo: Slo
-    steps: int
+    prompt: int
     tokens: int
     has: int
     """Tokens so far."""
@@ -28,8 +30,12 @@ requests = st.builds(
 )
 
 
-def dues(request: Request, came: float, now: float) -> list[Due]:
-    slo, steps = request.slo, 1 if request.has else request.steps
+STEP_TOKENS = 2
+
+
+def dues(request: Request, came: float, now: float, pending: int) -> list[Due]:
+    """`pending`: tokens of prompts to compute until its prompt is done."""
+    slo, steps = request.slo, 1 if request.has else -(-pending // STEP_TOKENS)
     following = Due(now + slo.tpot, 1, 0, slo.tpot) if request.has else Due(came + slo.ttft, steps, 0, slo.ttft)
     if slo.e2e is None:
         return [following]
@@ -38,15 +44,70 @@ def dues(request: Request, came: float, now: float) -> list[Due]:
 
 @given(st.lists(st.tuples(requests, st.integers(0, 3)), max_size=8))
 def test_the_first_deadline_of_each_kind_is_seen(batch: list[tuple[Request, int]]) -> None:
-    running, now, expected = RunningRequests(), 9.0, dict[tuple[int, int, float], float]()
+    running, now, expected = RunningRequests(STEP_TOKENS), 9.0, dict[tuple[int, int, float], float]()
+    pending = 0
     for i, (one, came) in enumerate(batch):
         end = math.inf if one.slo.e2e is None else came + one.slo.e2e
-        running.add(f"r{i}", one.slo, deadline=came + one.slo.ttft, steps=one.steps, end=end, tokens=one.tokens)
+        running.add(f"r{i}", one.slo, deadline=came + one.slo.ttft, prompt=one.prompt, end=end, tokens=one.tokens)
         assert running.step_kind() == "prefill"
-        for due, *about in dues(one, came, now):
+        pending += 0 if one.has else one.prompt
+        for due, *about in dues(one, came, now, pending):
             steps, decodes, window = about
             key = int(steps), int(decodes), window
             expected[key] = min(due, expected.get(key, math.inf))
     running.accept([Tokens(id=f"r{i}", tokens=(1,) * one.has, finished=None) for i, (one, _) in enumerate(batch)], now)
-    assert {(due.steps, due.decodes, due.window): due.deadline for due in running.view()} == expected
+    found = dict[tuple[int, int, float], float]()
+    for due in running.view():
+        key = due.steps, due.decodes, due.window
+        found[key] = min(due.deadline, found.get(key, math.inf))
+    assert found == expected
     assert running.step_kind() == ("decode" if all(one.has for one, _ in batch) else "prefill")
+
+
+def batch(*prompts: int, step_tokens: int = 100) -> RunningRequests:
+    running = RunningRequests(step_tokens)
+    for i, prompt in enumerate(prompts):
+        running.add(
+            f"r{i}", Slo(ttft=2.0, tpot=0.5), deadline=2.0, prompt=prompt, tokens=9, adapter=i % 2, adapter_bytes=10
+        )
+    return running
+
+
+def token(id: str, finished: FinishReason | None = None) -> Tokens:
+    return Tokens(id=id, tokens=(1,), finished=finished)
+
+
+def test_the_next_step_is_known_from_what_was_computed() -> None:
+    running = batch(30, 90, 5)
+    assert running.next_step(()) == StepShape(adapter_bytes=20).and_prompt(30).and_prompt(70)
+    running.computed(100)
+    running.accept([token("r0")], 0.0)
+    assert running.next_step(()) == StepShape(1, 31, 0, 0, 20).and_prompt(20, 70).and_prompt(5)
+    running.computed(25)
+    assert running.next_step(()) == StepShape(1, 31, 0, 0, 20), "their first tokens are in flight"
+    running.accept([token("r0"), token("r1"), token("r2")], 0.1)
+    assert running.next_step(()) == StepShape(3, 32 + 91 + 6, 0, 0, 20)
+    waiting = [Queued(generate(prompt), 0.0, 1.0) for prompt in (90, 90)]
+    assert running.next_step(waiting) == StepShape(3, 129, 0, 0, 20).and_prompt(90).and_prompt(7)
+    running.accept([token("r1", FinishReason.LENGTH), token("r0", FinishReason.LENGTH)], 0.2)
+    assert running.next_step(()) == StepShape(1, 6, 0, 0, 10)
+    assert running.remove("r2")
+    assert running.next_step(()) == StepShape()
+
+
+def generate(prompt: int) -> Generate:
+    return Generate(id="w", prompt=(1,) * prompt, sampling=SamplingParams(), adapter=None, slo=Slo(ttft=1.0, tpot=1.0))
+
+
+def test_a_prompt_under_way_takes_fewer_steps() -> None:
+    running = batch(250)
+    assert [due.steps for due in running.view()] == [3]
+    running.computed(100)
+    assert [due.steps for due in running.view()] == [2]
+
+
+def test_tokens_in_flight_move_the_deadlines_of_the_next_tokens_alone() -> None:
+    running = batch(1, 1)
+    running.accept([token("r0")], 7.0)
+    assert set(running.view()) == {Due(7.5, 1, 0, 0.5), Due(2.0, 1, 0, 2.0)}
+    assert set(running.view(collected=8.0)) == {Due(8.5, 1, 0, 0.5), Due(2.0, 1, 0, 2.0)}

@@ -160,7 +160,7 @@ class TestInferenceFirst:
 
 
 class TestSlack:
-    policy = Slack(patience=1.0, margin=0.0, first_token=1.0)
+    policy = Slack(patience=1.0)
 
     def test_without_jobs_it_serves_and_admits_at_every_step(self) -> None:
         assert self.policy.decide(view([0.0] * 9, headroom=4), 0.0) == Serve(4)
@@ -222,23 +222,22 @@ class TestSlack:
         assert self.policy.decide(calm, 0.0) == Train("j", 1)
         assert self.policy.decide(view([0.0], [9.0] * 4, jobs=("j",), headroom=0, micro_step=0.04), 0.0) == Serve(0)
 
-    def test_a_first_token_waits_for_a_share_of_its_time_only(self) -> None:
-        careful = Slack(1.0, margin=0.0, first_token=0.25)
-        seen = view([10.0], [99.0], jobs=("j",), micro_step=0.04, ttft=2.0)
-        assert careful.decide(seen, 10.4) == Train("j", 1)
-        assert careful.decide(seen, 10.5) == Serve(1)
+    def test_a_first_token_waits_for_the_batchs_next_step_but_not_for_long(self) -> None:
+        """However late its deadline is, and however late the batch's next step."""
+        seen = view([10.0], [99.0], jobs=("j",), micro_step=0.01, ttft=20.0)
+        assert self.policy.decide(seen, 10.02) == Train("j", 3)
+        assert self.policy.decide(seen, 10.045) == Serve(1)
+
+    def test_a_first_token_that_is_due_soon_does_not_wait(self) -> None:
+        seen = view([10.0], [99.0], jobs=("j",), serve=0.1, micro_step=0.009, ttft=0.12)
+        assert self.policy.decide(seen, 10.0) == Train("j", 2)
+        assert self.policy.decide(seen, 10.015) == Serve(1)
 
     def test_patience_gives_one_micro_step_whatever_the_deadlines_say(self) -> None:
         pressed = view([0.0] * 9, [0.0], headroom=3, jobs=("j",), serve=0.1, micro_step=0.5, train_waiting_since=10.0)
         assert self.policy.decide(pressed, 10.9) == Serve(3)
         decision = self.policy.decide(pressed, 11.0)
         assert decision == Train("j", 1, Overdue(micro_step=0.5, slack=pytest.approx(-11.1)))
-
-    def test_the_margin_keeps_a_share_of_the_slack(self) -> None:
-        careful = Slack(1.0, margin=0.5)
-        seen = view([], [1.0], jobs=("j",), micro_step=0.03, train_waiting_since=0.9)
-        assert self.policy.decide(seen, 0.95) == Train("j", 1)
-        assert careful.decide(seen, 0.95) == Serve(0)
 
 
 def test_settings_choose_the_policy() -> None:

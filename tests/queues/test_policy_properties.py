@@ -68,7 +68,7 @@ policies: st.SearchStrategy[Policy] = st.one_of(
     st.builds(Ets, st.integers(1, 9), times),
     st.builds(TemporalSharing, st.integers(1, 4), st.integers(1, 9), times, units),
     st.just(InferenceFirst()),
-    st.builds(Slack, times, margin=st.floats(0, 0.9)),
+    st.builds(Slack, times, weight=st.floats(0, 1)),
     st.just(Spatial()),
 )
 

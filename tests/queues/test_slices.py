@@ -10,8 +10,20 @@ from coserve.types import MicroStep
 LATE = Train("j", 1, Overdue(micro_step=0.21, slack=0.15))
 
 
-def run(slices: Slices, job: str, kind: MicroStep, seconds: float, micro_steps: int = 1) -> None:
-    slices.ran(Train(job, micro_steps), kind, micro_steps, seconds, now=0.0)
+def run(slices: Slices, job: str, kind: MicroStep, seconds: float, micro_steps: int = 1, tokens: int = 64) -> None:
+    slices.ran(Train(job, micro_steps), kind, micro_steps, tokens, seconds, now=0.0)
+
+
+def expected(slices: Slices, job: str, kind: MicroStep, tokens: int = 64) -> float:
+    return round(slices.predict(job, kind, tokens).expected, 9)
+
+
+def test_micro_steps_of_other_sizes_are_predicted_from_their_tokens() -> None:
+    slices = Slices()
+    for tokens in (1000, 2000, 4000, 3000) * 10:
+        run(slices, "j", MicroStep.FORWARD, 0.001 + 1e-6 * tokens, tokens=tokens)
+    for job in ("j", "k"):
+        assert abs(expected(slices, job, MicroStep.FORWARD, 500) - 0.0015) < 1e-4
 
 
 def test_costs_are_those_of_one_micro_step_of_one_job_and_kind() -> None:
@@ -21,32 +33,34 @@ def test_costs_are_those_of_one_micro_step_of_one_job_and_kind() -> None:
         run(slices, "j", MicroStep.FORWARD, 0.4, micro_steps=4)
         run(slices, "j", MicroStep.HEAD, 0.3)
         run(slices, "k", MicroStep.FORWARD, 0.8)
-    assert slices.predict("j", MicroStep.FORWARD) == 0.1
-    assert slices.predict("j", MicroStep.HEAD) == 0.3
-    assert slices.predict("j", MicroStep.BACKWARD) in (0.1, 0.3, 0.8), "a kind without samples begins with the others'"
-    assert slices.predict("k", MicroStep.HEAD) == 0.3, "a job without samples begins with the others'"
+    assert expected(slices, "j", MicroStep.FORWARD) == 0.1
+    assert expected(slices, "j", MicroStep.HEAD) == 0.3
+    assert expected(slices, "j", MicroStep.BACKWARD) in (0.1, 0.3, 0.8), (
+        "a kind without samples begins with the others'"
+    )
+    assert expected(slices, "k", MicroStep.HEAD) == 0.3, "a job without samples begins with the others'"
     slices.ready(("j",), 0.0)
     slices.ready(("j", "k"), 0.0)
-    assert slices.predict("j", MicroStep.FORWARD) == 0.1
-    assert slices.predict("k", MicroStep.FORWARD) != 0.8, "what ended is forgotten"
+    assert expected(slices, "j", MicroStep.FORWARD) == 0.1
+    assert expected(slices, "k", MicroStep.FORWARD) != 0.8, "what ended is forgotten"
 
 
 def test_whole_micro_batches_teach_nothing() -> None:
     slices = Slices()
     for _ in range(3):
-        slices.ran(Train("j", None), MicroStep.BEGIN, 20, 9.0, now=0.0)
-    assert slices.predict("j", MicroStep.BEGIN) == 0.0
+        slices.ran(Train("j", None), MicroStep.BEGIN, 20, 64, 9.0, now=0.0)
+    assert expected(slices, "j", MicroStep.BEGIN) == 0.0
 
 
 def test_two_slices_by_patience_are_a_famine_until_one_fits() -> None:
     slices = Slices()
     slices.ready(("j",), 10.0)
-    slices.ran(LATE, MicroStep.HEAD, 1, 0.2, now=11.2)
+    slices.ran(LATE, MicroStep.HEAD, 1, 64, 0.2, now=11.2)
     assert slices.starving(11.2) is None
-    slices.ran(LATE, MicroStep.HEAD, 1, 0.2, now=12.4)
+    slices.ran(LATE, MicroStep.HEAD, 1, 64, 0.2, now=12.4)
     assert slices.starving(13.0) == Starving(seconds=3.0, micro_step=0.21, slack=0.15)
     assert slices.by_patience == 2
-    slices.ran(Train("j", 1), MicroStep.HEAD, 1, 0.1, now=13.0)
+    slices.ran(Train("j", 1), MicroStep.HEAD, 1, 64, 0.1, now=13.0)
     assert slices.starving(13.0) is None
     assert slices.by_patience == 2
 
@@ -55,7 +69,7 @@ def test_without_jobs_nobody_starves() -> None:
     slices = Slices()
     slices.ready(("j",), 0.0)
     for now in (1.0, 2.0):
-        slices.ran(LATE, MicroStep.HEAD, 1, 0.2, now=now)
+        slices.ran(LATE, MicroStep.HEAD, 1, 64, 0.2, now=now)
     slices.ready((), 3.0)
     assert slices.starving(3.0) is None
     assert slices.waiting_since is None

@@ -33,6 +33,7 @@ from coserve.link import (
 from coserve.memory.allocator import AllocatorStats
 from coserve.model.lora import LoraWeights
 from coserve.queues.inference import Queued
+from coserve.queues.shapes import StepShape
 from coserve.types import AdapterDigests, AdapterRef, FinishReason, JobSpec, LoraSettings, MicroStep, StepMetrics
 
 T = TypeVar("T")
@@ -93,10 +94,20 @@ class FakeGenerator:
         self.troubles: tuple[str, ...] = ()
         self.pages_total = 1 << 20
         self.adapter_pages = 0
-        self.computed = 0
+        self.tokens_computed = 0
         """Tokens, in all steps."""
         self.read: Callable[[], None] = lambda: None
         self._lost = False
+        self._shape: StepShape | None = None
+
+    in_flight = False
+
+    def launched_prefill(self) -> int:
+        return 0 if self._shape is None else self._shape.prefill
+
+    def computed(self) -> StepShape | None:
+        shape, self._shape = self._shape, None
+        return shape
 
     @property
     def blocked(self) -> bool:
@@ -136,18 +147,23 @@ class FakeGenerator:
 
     def step(self) -> list[Tokens | RequestFailed]:
         assert not self.blocked, "a step that can compute nothing"
-        budget, results = self._step_tokens, list[Tokens | RequestFailed]()
+        budget, results, shape = self._step_tokens, list[Tokens | RequestFailed](), StepShape()
         self._preempt_one()
         for sequence in sorted(self._sequences.values(), key=lambda s: s.to_prefill > 0):  # decodes first; stable
             if budget == 0:
                 break
             chunk = min(sequence.to_prefill, budget)
+            context = len(sequence.request.prompt) + sequence.made
+            if chunk:
+                shape = shape.and_prompt(chunk, context - sequence.to_prefill)
+            else:
+                shape += StepShape(1, context)
             budget -= max(chunk, 1)
             sequence.to_prefill -= chunk
             if sequence.to_prefill == 0:
                 results.append(self._next(sequence))
-        spent = self._step_tokens - budget
-        self.computed += spent
+        self._shape, spent = shape, self._step_tokens - budget
+        self.tokens_computed += spent
         self._lose_one()
         factor = 10 if self._rng.random() < self._prices.spikes else 1
         self._meter.charge("serve", factor * (self._prices.step + spent * self._prices.token))
@@ -234,7 +250,7 @@ class FakeTrainer:
 
         def start() -> JobStarted:
             if not self._runs:
-                self._idle_since = max(self._idle_since, self.clock())
+                self._idle_since = self.clock()
             self._runs[spec.id] = _Run(spec, step, tried=step)
             self.ran[spec.id] = []
             return JobStarted(id=spec.id, total_steps=plan.steps, resumed_from=step)
@@ -249,16 +265,16 @@ class FakeTrainer:
         suspended = [id for id, other in self._runs.items() if other.micro_step]
         assert suspended in ([], [job]), f"{suspended} suspended while {job} trains"
         self.gaps.append(self.clock() - self._idle_since)
-        kinds = self.kinds(plan)[run.micro_step :]
+        kinds = [_kind(micro_step, plan.micro_steps) for micro_step in range(run.micro_step, plan.micro_steps)]
         alike = next((i for i, kind in enumerate(kinds) if kind is not kinds[0]), len(kinds))
         done = len(kinds) if micro_steps is None else min(micro_steps, alike)
         self.micro_steps_done = done
         factor = 10 if self.rng.random() < self.prices.spikes else 1
         cost = factor * sum(self.cost(kind) for kind in kinds[:done])
         self.meter.charge("train", cost)
-        self._idle_since = max(self._idle_since, self.clock()) + cost
+        self._idle_since = self.clock() + cost
         run.micro_step += done
-        if done < len(kinds):
+        if run.micro_step < plan.micro_steps:
             return []
         run.micro_step = 0
         run.step += 1
@@ -269,12 +285,11 @@ class FakeTrainer:
         """Virtual seconds of a micro-step."""
         return self.prices.micro_step
 
-    def kinds(self, plan: JobPlan) -> list[MicroStep]:
-        """Of the micro-steps of an optimizer step."""
-        return [_kind(micro_step, plan.micro_steps) for micro_step in range(plan.micro_steps)]
-
     def next_micro_step(self, job: str) -> MicroStep:
-        return self.kinds(self.plans[job])[self._runs[job].micro_step]
+        return _kind(self._runs[job].micro_step, self.plans[job].micro_steps)
+
+    def micro_batch_tokens(self, job: str) -> int:
+        return 64
 
     def _end_of_step(self, run: _Run, plan: JobPlan) -> list[FromEngine]:
         if run.step == plan.fails_at:
@@ -400,6 +415,9 @@ class NoAdapters:
 
     def drop(self, ref: AdapterRef) -> None:
         """Nothing is kept."""
+
+    def size(self, ref: AdapterRef) -> int:
+        return 0
 
     def resident(self) -> tuple[AdapterRef, ...]:
         return ()

@@ -133,6 +133,10 @@ class RankedTrainer:
         """See `Trainer.next_micro_step`."""
         return self._local.next_micro_step(job)
 
+    def micro_batch_tokens(self, job: str) -> int:
+        """See `Trainer.micro_batch_tokens`."""
+        return self._local.micro_batch_tokens(job)
+
     @property
     def micro_steps_done(self) -> int:
         """See `Trains`."""

@@ -10,19 +10,20 @@ MAX_SLICE = 0.05
 """Predicted seconds of the longest slice of several micro-steps. A request that arrives meanwhile waits at most that long."""
 MAX_MICRO_STEPS = 16
 """Of one slice."""
-FIRST_TOKEN_SHARE = 0.2
-"""Share of the time to a first token's deadline that training may use."""
+FIRST_TOKEN_WAIT = MAX_SLICE
+"""Seconds that a first token may wait for the batch's next step. A step for it alone takes time that training could use; but
+its prompt must be computed anyway, so to hold it back for longer gains nothing."""
 
 
 class Slack:
     """Training in the time that the deadlines of requests leave.
 
     Requests join and leave the batch at every generation step. The slack is the time to the tightest target minus the
-    generation steps needed to meet it, reduced by the share `margin` for errors of prediction. A running request's target is
-    the deadline of its next token. A waiting request's is the share `first_token` of the time to its deadline: its prompt
-    must be computed anyway, and a later start would be late after the smallest error. A request with a deadline of its last
-    token is planned to have `max_tokens`, each in a decode step. Training uses at most the share `weight` of the time that any
-    deadline gives: less weight, faster answers and less training. There is no slack while a request waits
+    generation steps needed to meet it. A running request's target is the deadline of its next token. A waiting request's step
+    begins `FIRST_TOKEN_WAIT` after its arrival, or earlier where its deadline asks for it. A request with a deadline of its last
+    token is planned to have `max_tokens`, each in a decode step. Times of steps and micro-steps are such that they are
+    exceeded as rarely as `slo_attainment` says (`queues/costs.py`), so there is no other margin. Training uses at most the share
+    `weight` of the time that any deadline gives: less weight, faster answers and less training. There is no slack while a request waits
     for a place in a full batch: paced by deadlines, places would become free too slowly, and the queue could grow without end.
 
     A training slice runs only if its predicted time fits into the slack. It has as many micro-steps as fit, at least one, at
@@ -30,13 +31,9 @@ class Slack:
     of deadlines, so training never starves. Without requests, training runs freely.
     """
 
-    def __init__(
-        self, patience: float, *, weight: float = 1.0, margin: float = 0.2, first_token: float = FIRST_TOKEN_SHARE
-    ) -> None:
-        assert patience >= 0 and 0 <= margin < 1 and 0 < first_token <= 1, (patience, margin, first_token)
-        assert 0 <= weight <= 1, weight
+    def __init__(self, patience: float, *, weight: float = 1.0) -> None:
+        assert patience >= 0 and 0 <= weight <= 1, (patience, weight)
         self._patience, self._weight = patience, weight
-        self._margin, self._first_token = margin, first_token
 
     def decide(self, view: View, now: float) -> Decision:
         admit = len(view.waiting)
@@ -57,7 +54,7 @@ class Slack:
     def _slack(self, view: View, now: float) -> float:
         """Seconds that training may take from now. At least one request waits or runs."""
         serve, decode, weight = view.costs.serve, view.costs.decode, self._weight
-        share, step_tokens = self._first_token * weight, view.step_tokens
+        wait, step_tokens = FIRST_TOKEN_WAIT * weight, view.step_tokens
         tightest = min(
             [
                 due.deadline - (1 - weight) * due.window - due.steps * serve - due.decodes * decode
@@ -69,12 +66,14 @@ class Slack:
         for each in view.waiting:
             tokens += each.tokens
             steps = -(-tokens // step_tokens)
-            target = each.arrived + share * (each.deadline - each.arrived) - steps * serve
+            target = min(
+                each.arrived + wait, each.deadline - (1 - weight) * (each.deadline - each.arrived) - steps * serve
+            )
             end = each.end
             if end < math.inf:
                 end = each.arrived + weight * (each.end - each.arrived) - steps * serve - each.decodes * decode
             tightest = min(tightest, target, end)
-        return (tightest - now) * (1 - self._margin)
+        return tightest - now
 
 
 def micro_steps_within(seconds: float, micro_step: float) -> int:
