@@ -17,8 +17,10 @@ from coserve.types import MicroStep, StepMetrics
 class TrainingJob:
     """A training loop and where it is suspended. Only `advance` and `abandon` move it."""
 
-    def __init__(self, loop: TrainingLoop, timer: SliceTimer, device: torch.device) -> None:
-        """`timer`: the loop's own."""
+    def __init__(
+        self, loop: TrainingLoop, timer: SliceTimer, device: torch.device, *, overlapped: bool = False
+    ) -> None:
+        """`timer`: the loop's own. `overlapped`: slices are only launched, on the current stream."""
         self.loop = loop
         self.next_micro_step = MicroStep.BEGIN
         self.micro_steps_done = 0
@@ -27,7 +29,7 @@ class TrainingJob:
         """Suspended within an optimizer step or its evaluation."""
         self.memory_note: str | None = None
         """How it trains since memory ran out."""
-        self._timer, self._device = timer, device
+        self._timer, self._device, self._overlapped = timer, device, overlapped
         self._events: Events = loop.run()
 
     @property
@@ -55,10 +57,13 @@ class TrainingJob:
         return None
 
     def run_slice(self, micro_steps: int | None) -> StepMetrics | None:
-        """`advance` without an answer to lack of memory: it raises what was raised. Returns once the device is done."""
+        """`advance` without an answer to lack of memory: it raises what was raised. Returns once the device is done,
+        unless slices are only launched."""
         with self._timer.slice():
             metrics = self._advance(micro_steps)
-            if self._device.type == "cuda":  # the policy needs the device's time, not the time of the launches
+            if (
+                self._device.type == "cuda" and not self._overlapped
+            ):  # the policy needs the device's time, not the time of the launches
                 torch.cuda.current_stream(self._device).synchronize()  # side streams copy on
             return metrics
 

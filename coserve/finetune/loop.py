@@ -43,11 +43,15 @@ optimizer step."""
 class SliceTimer:
     """Seconds spent in slices since the last `restart`; the pauses between slices do not count."""
 
-    def __init__(self, clock: Callable[[], float]) -> None:
-        self._clock, self._before, self._began = clock, 0.0, 0.0
+    def __init__(self, clock: Callable[[], float], *, overlapped: bool = False) -> None:
+        """`overlapped`: slices are only launched, and the device works on between two of them: pauses count."""
+        self._clock, self._overlapped, self._before, self._began = clock, overlapped, 0.0, 0.0
 
     @contextmanager
     def slice(self) -> Iterator[None]:
+        if self._overlapped:
+            yield
+            return
         self._began = self._clock()
         try:
             yield
@@ -79,9 +83,12 @@ class TrainingLoop:
         timer: SliceTimer,
         teacher: LoraWeights | None = None,
         check_peers: Callable[[], None] = lambda: None,
+        overlapped: bool = False,
     ) -> None:
         """`teacher`: this rank's part of the adapter that `spec.teacher` names, in the base's dtype. `check_peers` is called before
-        results of collectives are used for good; it raises if another rank has failed."""
+        results of collectives are used for good; it raises if another rank has failed. `overlapped`: slices are only launched;
+        what the device computes is read in a micro-step of its own (`MicroStep.RESULT`)."""
+        self._overlapped = overlapped
         self.spec, self.plan, self.optimizer = spec, plan, optimizer
         self.progress = TrainingProgress()
         self._corpus, self._runner, self._device, self._timer = corpus, runner, device, timer
@@ -156,7 +163,7 @@ class TrainingLoop:
             targets += rows.targets
         yield MicroStep.OPTIMIZER
         norm_and_loss = torch.stack((self.optimizer.divide_grads(targets).double(), summed / targets))
-        norm, loss = norm_and_loss.tolist()  # the step's only synchronisation
+        norm, loss = yield from self._read(norm_and_loss)  # the step's only synchronisation
         self._check_peers()  # before the weights change
         self._check_finite(loss, "loss")
         self._check_finite(norm, "norm of the gradients")
@@ -213,9 +220,16 @@ class TrainingLoop:
             summed += yield from self._runner.evaluate(rows, lora, teacher=teacher)
             targets += rows.targets
         self._under_way = None
-        loss = float(summed / targets)
+        (loss,) = yield from self._read((summed / targets).view(1))
         self._check_finite(loss, "validation loss")
         return loss
+
+    def _read(self, values: torch.Tensor) -> Generator[MicroStep, None, list[float]]:
+        """The values of a tensor on the device, which the host waits for unless slices are only launched."""
+        if self._overlapped:
+            yield MicroStep.RESULT
+        found: list[float] = values.tolist()
+        return found
 
     def _finish_step(self) -> StepMetrics:
         """Return the pending metrics, now complete, and update early stopping."""

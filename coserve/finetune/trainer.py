@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 
 import torch
@@ -64,15 +64,20 @@ class Trainer:
         gathering: Callable[[str], None] = lambda _: None,
         guard: SliceGuard | None = None,
         clock: Callable[[], float] = time.perf_counter,
+        own_stream: Callable[[], AbstractContextManager[object]] | None = None,
     ) -> None:
         """`micro_batch_tokens`: most tokens of one forward, whatever a job asks for. `gathering` is called with a job when a snapshot of
         its state begins, in which all ranks take part; `guard` keeps ranks together in `attempt`. `clock` gives seconds.
+        `own_stream` enters the stream that all tensors and kernels of jobs belong to: slices are only launched there, and run beside
+        generation. None: they run on the current stream, and have ended when `advance` returns.
 
         Raises `UnsupportedBase` for a base that cannot be run layer by layer.
         """
         self._base, self._store, self._folder, self._lora_backend = base, store, folder, lora_backend
         self._micro_batch_tokens, self._keep, self._clock = micro_batch_tokens, keep_checkpoints, clock
         self._gathering, self._guard = gathering, guard or NoPeers()
+        self._overlapped = own_stream is not None
+        self._stream = own_stream or nullcontext
         self._runner = MicroBatchRunner(base, recompute=recompute)
         self._jobs: dict[str, TrainingJob] = {}
         self._checkpoints: dict[str, JobCheckpoints] = {}
@@ -251,7 +256,7 @@ class Trainer:
             raise InvalidRequest(f"expected bd_blocks that {ranks} GPUs divide, or that divide them", field="bd_blocks")
         gathering = partial(self._gathering, spec.id)
         optimizer = AdapterOptimizer(start, base.spec, spec.training, base.dtype, device, partition, gathering)
-        timer = SliceTimer(self._clock)
+        timer = SliceTimer(self._clock, overlapped=self._overlapped)
         loop = TrainingLoop(
             spec,
             corpus,
@@ -263,13 +268,14 @@ class Trainer:
             timer=timer,
             teacher=self._teacher_weights(spec),
             check_peers=self._guard.check,
+            overlapped=self._overlapped,
         )
         check()
         checkpoints = JobCheckpoints(self._folder, base.spec, loop, keep=self._keep)
         checkpoints.resume()
         if loop.progress.step < plan.total_steps:
             plan.prepare(loop.progress.step, check)
-        return TrainingJob(loop, timer, device), checkpoints
+        return TrainingJob(loop, timer, device, overlapped=self._overlapped), checkpoints
 
     def _initial_weights(self, spec: JobSpec) -> LoraWeights:
         """fp32, on the CPU: a new adapter, or the continued one from its files (in memory it is rounded to the base's dtype)."""
@@ -294,8 +300,8 @@ class Trainer:
 
     @contextmanager
     def _job_errors(self) -> Iterator[None]:
-        """Errors inside end the job alone: see `contained`."""
-        with contained(self._base.device):
+        """Errors inside end the job alone: see `contained`. On the jobs' stream, if they have one."""
+        with self._stream(), contained(self._base.device):
             try:
                 yield
             except Exception as error:

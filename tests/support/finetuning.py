@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from pathlib import Path
 
 import msgspec
@@ -82,6 +82,7 @@ class Bench:
         lora_backend: LoraBackend = GROUPED,
         clock: Callable[[], float] = lambda: 0.0,
         guard: SliceGuard | None = None,
+        own_stream: Callable[[], AbstractContextManager[object]] | None = None,
     ) -> None:
         self.base, self.folder = base, DataFolder(root)
         self.store = AdapterStore(self._load_adapter, HostBudget(4))
@@ -95,6 +96,7 @@ class Bench:
             lora_backend=lora_backend,
             guard=guard,
             clock=clock,
+            own_stream=own_stream,
         )
 
     def _load_adapter(self, ref: AdapterRef, digests: AdapterDigests | None) -> LoraWeights:
