@@ -12,6 +12,7 @@ import sys
 from coserve.config import config_from_json
 from coserve.engine.ranks.own_rank import own_rank
 from coserve.engine.warming.early_start import start_warm_up
+from coserve.garbage import imports_without_collections
 from coserve.processes import obey_parent, skip_slow_imports
 
 
@@ -20,7 +21,8 @@ def main() -> None:
     skip_slow_imports()
     config, rank = config_from_json(sys.stdin.buffer.read()), own_rank(sys.argv[1:])
     warm_up = start_warm_up(config)
-    from coserve.engine.worker import serve  # imports torch, which takes seconds; the warm-up starts meanwhile
+    with imports_without_collections():
+        from coserve.engine.worker import serve  # imports torch, which takes seconds; the warm-up starts meanwhile
 
     serve(config, int(sys.argv[1]), warm_up, rank)
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import logging
 import socket
-import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -54,16 +53,18 @@ def load_few_layers(config: Config, rank: int, device: str) -> Base:
     )
 
 
-def work() -> None:
+def work(sock: socket.socket) -> None:
     """Run parts until the other end of the socket closes."""
-    task = msgspec.json.decode(sys.stdin.buffer.read(), type=WarmUpTask)
-    config = config_from_json(task.config.encode())
-    set_up_logging("warm", LogSettings.of(config))
-    disable_progress_bar()
-    torch.set_num_threads(THREADS)
-    runners = dict[int, PartRunner]()
-    """By the number of the GPU."""
-    with socket.socket(fileno=int(sys.argv[1])) as sock, sock.makefile("rwb") as lines:
+    with sock.makefile("rwb") as lines:
+        if not (line := lines.readline()):
+            return
+        task = msgspec.json.decode(line, type=WarmUpTask)
+        config = config_from_json(task.config.encode())
+        set_up_logging("warm", LogSettings.of(config))
+        disable_progress_bar()
+        torch.set_num_threads(THREADS)
+        runners = dict[int, PartRunner]()
+        """By the number of the GPU."""
 
         def send(report: PartReport) -> None:
             lines.write(msgspec.json.encode(report) + b"\n")

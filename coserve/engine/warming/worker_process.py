@@ -1,23 +1,94 @@
-"""One process of a warm-up: `python -m coserve.engine.warming.worker_process FD`, with the `WarmUpTask` as JSON on standard
-input. FD is one end of a socket pair: the worker reads `DoPart` lines and writes `PartReport` lines."""
+"""The fork server of a warm-up: `python -m coserve.engine.warming.worker_process FD`. It imports torch, transformers and the
+compiler once, and forks a worker for each request of `warmup.fork_client.ForkServer`.
+
+FD is one end of a socket pair. A worker has a socket of its own: it reads the `WarmUpTask` and then `DoPart` lines from it, and
+writes `PartReport` lines.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import os
+import signal
+import socket
+import sys
+from collections.abc import Callable
+from pathlib import Path
 
+from coserve.garbage import imports_without_collections
 from coserve.processes import obey_parent, skip_slow_imports
+from coserve.warmup.fork_client import NEW, PID
 
 NICENESS = 10
 """The engine and the API process go first where there are too few processor cores."""
+ALONE = "alone"
+"""The second argument of a process that is a worker itself."""
+
+
+def serve_forks(control: socket.socket, work: Callable[[socket.socket], None]) -> None:
+    """Fork processes that run `work` until the other end of `control` closes."""
+    server = os.getpid()
+    while True:
+        request, descriptors, *_ = socket.recv_fds(control, PID.size, 1)
+        if not request:
+            return
+        (pid,) = PID.unpack(request)
+        if pid == NEW:
+            with socket.socket(fileno=descriptors[0]) as sock:
+                pid = os.fork()
+                if pid == 0:
+                    control.close()
+                    _work_and_exit(sock, work, server)
+        else:
+            os.kill(pid, signal.SIGKILL)  # it may have ended: its pid is kept until it is waited for
+            os.waitpid(pid, 0)
+        control.send(PID.pack(pid))
+
+
+def _work_and_exit(sock: socket.socket, work: Callable[[socket.socket], None], server: int) -> None:
+    status = 1
+    try:
+        obey_parent()
+        if os.getppid() == server:  # else it has died before it could be obeyed
+            work(sock)
+            status = 0
+    except BaseException:  # noqa: BLE001 - the stack below is the server's
+        sys.excepthook(*sys.exc_info())
+    finally:
+        os._exit(status)
+
+
+def uses_gpu(folder: Path = Path("/proc/self/fd")) -> bool:
+    """Whether this process has initialised CUDA, which does not survive a fork."""
+    for entry in folder.iterdir() if folder.is_dir() else ():
+        with contextlib.suppress(FileNotFoundError):  # the folder's own descriptor
+            if str(entry.readlink()).startswith("/dev/nvidia"):
+                return True
+    return False
+
+
+def work_anew(sock: socket.socket) -> None:
+    """`work` in a new interpreter, in place of a forked one."""
+    os.set_inheritable(sock.fileno(), True)
+    module = "coserve.engine.warming.worker_process"
+    os.execv(sys.executable, [sys.executable, "-m", module, str(sock.fileno()), ALONE])  # noqa: S606 - our own module
 
 
 def main() -> None:
     obey_parent()
-    os.nice(NICENESS)
+    alone = ALONE in sys.argv
+    if not alone:
+        os.nice(NICENESS)
     skip_slow_imports()
-    from coserve.engine.warming.worker import work  # imports torch and transformers
+    with imports_without_collections():
+        import torch._inductor.compile_fx  # noqa: F401 - every worker compiles, sooner or later
 
-    work()
+        from coserve.engine.warming.worker import work
+    with socket.socket(fileno=int(sys.argv[1])) as sock:
+        if alone:
+            work(sock)
+        else:
+            serve_forks(sock, work_anew if uses_gpu() else work)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,126 @@
+"""What a start imports, on a CPU: an engine's process, and the workers of a warm-up, started one by one or forked.
+
+    python -m benchmarks.imports [--tree FOLDER]
+
+Each number is the median of some starts; with `--tree` the engine's process is that of another checkout, for a comparison. Wall time and CPU time: where other
+programs run, only the latter compares. No GPU: there torch and its libraries take longer, and the kernels come after that.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import resource
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+
+from benchmarks.demo import hardware
+from benchmarks.options import make_parser
+from benchmarks.serving_results import Results
+from coserve.config import Config, config_to_json
+from coserve.processes import usable_cores
+from coserve.warmup.fork_client import ForkServer
+from coserve.warmup.messages import WarmUpTask
+
+REPEATS = 7
+WORKERS = 4
+PART = "gemms-1"
+"""A part of a warm-up that takes no time on a CPU but that of its base of few layers."""
+ENGINE = """
+import socket, sys
+from coserve.engine import process
+def serve(*_):
+    raise SystemExit(0)
+import builtins
+real = builtins.__import__
+def imported(name, *rest):
+    found = real(name, *rest)
+    if name == "coserve.engine.worker":
+        raise SystemExit(0)
+    return found
+builtins.__import__ = imported
+sys.argv = ["engine", "0"]
+process.main()
+"""
+"""The engine's process up to the end of its imports."""
+
+
+def measured(work: Callable[[], object]) -> tuple[float, float]:
+    """Seconds of wall time, and of CPU time of the processes that ended inside."""
+    began, before = time.perf_counter(), resource.getrusage(resource.RUSAGE_CHILDREN)
+    work()
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    cpu = after.ru_utime - before.ru_utime + after.ru_stime - before.ru_stime
+    return time.perf_counter() - began, cpu
+
+
+def start_engine(tree: Path, settings: bytes) -> None:
+    """Run the imports of an engine's process of this checkout."""
+    environment = os.environ | {"PYTHONPATH": str(tree.absolute())}
+    subprocess.run([sys.executable, "-P", "-c", ENGINE], input=settings, env=environment, check=True)
+
+
+async def run_part(server: ForkServer) -> None:
+    """A worker's start and its first part."""
+    worker = await server.start_worker()
+    worker.run_part(PART)
+    while (report := await worker.next_report()) is not None and report.done < report.total:
+        pass
+    assert report is not None and report.failure is None, report
+    await worker.close()
+
+
+async def forked(task: WarmUpTask) -> None:
+    """All workers of one server."""
+    server = ForkServer(task)
+    await asyncio.gather(*(run_part(server) for _ in range(WORKERS)))
+    await server.close()
+
+
+async def apart(task: WarmUpTask) -> None:
+    """The same number of workers, each of a server of its own: each imports."""
+
+    async def one() -> None:
+        server = ForkServer(task)
+        await run_part(server)
+        await server.close()
+
+    await asyncio.gather(*(one() for _ in range(WORKERS)))
+
+
+def main() -> None:
+    parser = make_parser(__doc__)
+    parser.add_argument("--tree", type=Path, help="a checkout whose engine is measured, too")
+    parser.add_argument("--repeats", type=int, default=REPEATS)
+    options = parser.parse_args()
+    results = Results(
+        options.out, "imports.json", script="benchmarks.imports", hardware=hardware(), seed=0, revision=options.commit,
+        settings={"repeats": options.repeats, "workers": WORKERS, "cores": usable_cores()},
+    )  # fmt: skip
+    with tempfile.TemporaryDirectory() as folder:
+        config = Config(device="cpu", lora_way="grouped", data_dir=Path(folder))
+        settings = config_to_json(config)
+        task = WarmUpTask(settings.decode(), folder, {}, "shape", WORKERS)
+        trees = {"start.import_s": Path()} | ({} if options.tree is None else {"start.import_s.before": options.tree})
+        engines = {key: list[tuple[float, float]]() for key in trees}
+        for _ in range(options.repeats):  # in turns: other programs slow down all alike
+            for key, tree in trees.items():
+                engines[key].append(measured(lambda tree=tree: start_engine(tree, settings)))
+        ways: dict[str, Callable[[WarmUpTask], Awaitable[None]]] = {"forked": forked, "apart": apart}
+        workers = {f"start.workers_s.{name}": list[tuple[float, float]]() for name in ways}
+        for _ in range(max(1, options.repeats // 2)):
+            for name, way in ways.items():
+                workers[f"start.workers_s.{name}"].append(measured(lambda way=way: asyncio.run(way(task))))
+    for key, samples in (engines | workers).items():
+        wall, cpu = ([each[at] for each in samples] for at in (0, 1))
+        about = {"cpu_s": round(statistics.median(cpu), 2), "least_cpu_s": round(min(cpu), 2)}
+        results.put(key, round(statistics.median(wall), 2), "s", None, wall, about)
+
+
+if __name__ == "__main__":
+    main()

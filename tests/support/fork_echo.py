@@ -1,0 +1,32 @@
+"""A fork server whose workers import nothing: each reports its parts as its pid says, and dies of the part `die`."""
+
+from __future__ import annotations
+
+import os
+import socket
+import sys
+
+import msgspec
+
+from coserve.engine.warming.worker_process import serve_forks
+from coserve.processes import obey_parent
+from coserve.warmup.messages import DoPart, PartReport, WarmUpTask
+
+
+def echo(sock: socket.socket) -> None:
+    with sock.makefile("rwb") as lines:
+        task = msgspec.json.decode(lines.readline(), type=WarmUpTask)
+        for line in lines:
+            name = msgspec.json.decode(line, type=DoPart).name
+            if name == "die":
+                os._exit(3)
+            if name == "die with the server":
+                os.kill(os.getppid(), 9)
+            lines.write(msgspec.json.encode(PartReport(1, 1, reason=f"{task.shape} {name} {os.getpid()}")) + b"\n")
+            lines.flush()
+
+
+if __name__ == "__main__":
+    obey_parent()
+    with socket.socket(fileno=int(sys.argv[1])) as control:
+        serve_forks(control, echo)
