@@ -16,7 +16,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable, Coroutine
+from functools import partial
 from pathlib import Path
 
 from benchmarks.demo import hardware
@@ -32,10 +33,8 @@ WORKERS = 4
 PART = "gemms-1"
 """A part of a warm-up that takes no time on a CPU but that of its base of few layers."""
 ENGINE = """
-import socket, sys
+import sys
 from coserve.engine import process
-def serve(*_):
-    raise SystemExit(0)
 import builtins
 real = builtins.__import__
 def imported(name, *rest):
@@ -93,6 +92,13 @@ async def apart(task: WarmUpTask) -> None:
     await asyncio.gather(*(one() for _ in range(WORKERS)))
 
 
+Way = Callable[[WarmUpTask], Coroutine[None, None, None]]
+
+
+def _run(way: Way, task: WarmUpTask) -> None:
+    asyncio.run(way(task))
+
+
 def main() -> None:
     parser = make_parser(__doc__)
     parser.add_argument("--tree", type=Path, help="a checkout whose engine is measured, too")
@@ -103,19 +109,19 @@ def main() -> None:
         settings={"repeats": options.repeats, "workers": WORKERS, "cores": usable_cores()},
     )  # fmt: skip
     with tempfile.TemporaryDirectory() as folder:
-        config = Config(device="cpu", lora_way="grouped", data_dir=Path(folder))
+        config = Config(device="cpu", lora_backend="grouped", data_dir=Path(folder))
         settings = config_to_json(config)
         task = WarmUpTask(settings.decode(), folder, {}, "shape", WORKERS)
         trees = {"start.import_s": Path()} | ({} if options.tree is None else {"start.import_s.before": options.tree})
         engines = {key: list[tuple[float, float]]() for key in trees}
         for _ in range(options.repeats):  # in turns: other programs slow down all alike
             for key, tree in trees.items():
-                engines[key].append(measured(lambda tree=tree: start_engine(tree, settings)))
-        ways: dict[str, Callable[[WarmUpTask], Awaitable[None]]] = {"forked": forked, "apart": apart}
+                engines[key].append(measured(partial(start_engine, tree, settings)))
+        ways: dict[str, Way] = {"forked": forked, "apart": apart}
         workers = {f"start.workers_s.{name}": list[tuple[float, float]]() for name in ways}
         for _ in range(max(1, options.repeats // 2)):
             for name, way in ways.items():
-                workers[f"start.workers_s.{name}"].append(measured(lambda way=way: asyncio.run(way(task))))
+                workers[f"start.workers_s.{name}"].append(measured(partial(_run, way, task)))
     for key, samples in (engines | workers).items():
         wall, cpu = ([each[at] for each in samples] for at in (0, 1))
         about = {"cpu_s": round(statistics.median(cpu), 2), "least_cpu_s": round(min(cpu), 2)}

@@ -101,7 +101,7 @@ def test_a_process_that_has_opened_the_gpu_is_known(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 async def test_a_forked_worker_runs_a_part_with_torch(tmp_path: Path) -> None:
-    config = Config(device="cpu", lora_way="grouped", step_tokens=3, inference_batch_size=2, micro_batch_tokens=4)
+    config = Config(device="cpu", lora_backend="grouped", step_tokens=3, inference_batch_size=2, micro_batch_tokens=4)
     task = WarmUpTask(config_to_json(config).decode(), str(tmp_path), {}, "shape", 1)
     server = ForkServer(task)
     workers = await asyncio.gather(server.start_worker(), server.start_worker())
