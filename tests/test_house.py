@@ -18,13 +18,13 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 
 LAYERS = (
     {"types", "names", "limits", "errors", "hints", "cancellation", "processes", "garbage", "ranks"},
-    {"logprobs", "validation", "options"},
+    {"logprobs", "validation", "options", "gpu_memory"},
     {"link", "config", "health", "schemas", "pretrained", "kernels"},
     {"parallel"},
     {"client", "logs", "stream_link", "model", "queues", "memory"},
     {"state", "workloads"},
     {"adapters", "offload", "demo"},
-    {"corpus", "adapter_store"},
+    {"corpus", "adapter_store", "admission"},
     {"api", "generate", "profiling", "warmup"},
     {"daemon", "finetune"},
     {"engine", "cli"},

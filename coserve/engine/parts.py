@@ -23,6 +23,7 @@ from coserve.kernels.lora.interface import LoraBackend
 from coserve.memory.kv import CPU_TOKENS, KvCache
 from coserve.memory.plan import Work
 from coserve.model.base import Base
+from coserve.model.groups import share_inputs
 from coserve.model.lora import LoraWeights
 from coserve.parallel.lockstep import Lockstep
 from coserve.processes import usable_cores
@@ -83,6 +84,8 @@ class EngineParts:
         conditions = Conditions(
             self.lora_backend, config.recompute, config.inference_batch_size, config.page_tokens, work
         )
+        if self.lora_backend.capturable and self.lora_backend.groups_inputs and config.compile != "off":
+            share_inputs(base)  # as `make_start` will: what is measured is what runs
         plan = plan_memory(base, conditions, fraction=config.memory_fraction, path=self._profile_path, shared=shared)
         note = plan.note(config.page_tokens)
         log.info("%s", note)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,8 +17,11 @@ from coserve.finetune.lora_tensors import cast
 from coserve.finetune.micro_batch import MicroBatchRunner, run_to_end
 from coserve.finetune.optimizer import AdapterOptimizer
 from coserve.finetune.packed_rows import PackedRows
+from coserve.finetune.training_costs import Phases, measure_costs, site_groups
 from coserve.generate.schedule import SCORED_TOKENS
-from coserve.kernels.attention.interface import TokenRun
+from coserve.gpu_memory import TrainingCosts
+from coserve.kernels.attention.interface import Attention, TokenRun
+from coserve.kernels.attention.packed import PackedAttention
 from coserve.kernels.gpu.capture import gc_paused
 from coserve.kernels.lora.interface import LoraBackend
 from coserve.kernels.lora.segments import Segments
@@ -28,7 +31,7 @@ from coserve.memory.plan import GpuMemory, MemoryPlan, Work, make_plan
 from coserve.memory.profile import Profile, TrainingPeaks, load_profile, measure, save_profile
 from coserve.model.base import Base
 from coserve.model.lora import LoraBatch, LoraWeights
-from coserve.types import DEFAULT_RANK, LoraSettings, TrainingSettings
+from coserve.types import DEFAULT_RANK, LoraSettings, MicroStep, TrainingSettings
 from coserve.warmup.gpu import CONTEXT_BYTES
 
 SEQUENCE = 512
@@ -138,12 +141,15 @@ class MemoryProfiler:
         *,
         rank: int = DEFAULT_RANK,
         bd_blocks: int = 1,
+        attention: Callable[[Sequence[int]], Attention] = PackedAttention,
     ) -> None:
-        """`rank` and `bd_blocks`: of the adapters. Raises `UnsupportedBase` for a base that cannot be trained layer by layer."""
+        """`rank` and `bd_blocks`: of the adapters; `attention`: of packed rows, from their bounds. Raises `UnsupportedBase` for a
+        base that cannot be trained layer by layer."""
         self._base, self._meter = base, meter
         self._lora_backend, self._page_tokens = conditions.lora_backend, conditions.page_tokens
         self._sampled, self._logit_rows = conditions.max_running, conditions.max_running + SCORED_TOKENS
-        self._runner, self._rank = MicroBatchRunner(base, recompute=conditions.recompute), rank
+        self._recompute = conditions.recompute
+        self._runner, self._rank = MicroBatchRunner(base, recompute=False, attention=attention), rank
         self._blocks = bd_blocks
         self.step(WARM_UP_TOKENS)
         self.micro_batch(WARM_UP_TOKENS)
@@ -169,39 +175,85 @@ class MemoryProfiler:
         logits_KV[: self._sampled].float().log_softmax(-1)
         return self._meter.peak() - before
 
-    @gc_disabled()
     def micro_batch(self, tokens: int) -> TrainingPeaks:
         """Peak bytes of a micro-batch of `tokens` tokens, all but the first of each row targets, and of the optimizer step."""
+        found = self.phases(tokens, recompute=self._recompute)
+        return TrainingPeaks(forward=found.forward, whole=found.whole, job=found.job)
+
+    def costs(self, tokens: int) -> TrainingCosts:
+        """See `memory.profile.Measures`. Smaller micro-batches are measured where these find no memory."""
+        while True:
+            try:
+                most = self._runner.targets_at_once
+                return measure_costs(self.phases, site_groups(self._base), self._base.spec, self._rank, tokens, most)
+            except torch.OutOfMemoryError:
+                if tokens <= WARM_UP_TOKENS:
+                    raise
+            tokens //= 2  # here the error is gone, and with it the tensors that its traceback held
+            torch.cuda.empty_cache()
+
+    @gc_disabled()
+    def phases(
+        self,
+        tokens: int,
+        *,
+        recompute: bool = False,
+        targets: tuple[str, ...] | None = None,
+        positions: int | None = None,
+    ) -> Phases:
+        """Bytes of a micro-batch by phase. `targets`: of the adapter, None: all; `positions`: targets of the loss, None: all tokens but the
+        first of each row."""
         base, empty = self._base, self._meter.now()
-        start = self._adapter()
+        start = self._adapter(targets)
         optimizer = AdapterOptimizer(
             start, base.spec, TrainingSettings(steps=1), base.dtype, partition=base.partition(start)
         )
+        del start
         optimizer.step(targets=1, learning_rate=0.0)  # allocates the moments
         job = self._meter.now() - empty
-        rows = self._packed(tokens)
+        rows = self._packed(tokens, positions)
         lora = LoraBatch(Segments((0, tokens), (0,)), (optimizer.weights(),), self._lora_backend)
         self._meter.reset()
         before = self._meter.now()
-        micro_steps = self._runner.forward_backward(rows, lora, optimizer.trainable, optimizer.grads)
-        for _ in base.layers:
+        micro_steps = self._runner.forward_backward(
+            rows, lora, optimizer.trainable, optimizer.grads, recompute=recompute
+        )
+        next(micro_steps)
+        begin = self._meter.now() - before
+        for _ in base.layers[1:]:
             next(micro_steps)
-        forward = self._meter.peak() - before
+        kept, forward = self._meter.now() - before, self._meter.peak() - before
+        while next(micro_steps, MicroStep.BACKWARD) is not MicroStep.BACKWARD:
+            pass
+        head = self._meter.peak() - before
+        self._meter.reset()
         run_to_end(micro_steps)
+        backward = self._meter.peak() - before
         optimizer.step(targets=max(1, rows.targets), learning_rate=0.0)
-        return TrainingPeaks(forward=forward, whole=self._meter.peak() - before, job=job)
+        update = self._meter.peak() - before
+        return Phases(
+            positions=rows.targets,
+            begin=begin,
+            kept=kept,
+            forward=forward,
+            head=head,
+            backward=backward,
+            whole=max(head, backward, update),
+            job=job,
+        )
 
-    def _adapter(self) -> LoraWeights:
-        settings = LoraSettings(r=self._rank, bd_blocks=self._blocks)
+    def _adapter(self, targets: tuple[str, ...] | None = None) -> LoraWeights:
+        settings = LoraSettings(r=self._rank, targets=targets, bd_blocks=self._blocks)
         return new_adapter(settings, self._base.spec, seed=0, dtype=torch.float32, device=self._base.device)
 
     def _tokens(self, tokens: int) -> Tensor:
         return torch.arange(tokens, device=self._base.device) % self._base.spec.vocab
 
-    def _packed(self, tokens: int) -> PackedRows:
+    def _packed(self, tokens: int, positions: int | None = None) -> PackedRows:
         longest = min(SEQUENCE, self._base.spec.context)
         bounds = (*range(0, tokens, longest), tokens)
         index_T = torch.arange(tokens, device=self._base.device)
-        target_K = index_T[index_T % longest > 0]
+        targets = [i for i in range(tokens) if i % longest][:positions]
+        target_K = torch.tensor(targets, dtype=torch.int64, device=self._base.device)
         tokens_T = self._tokens(tokens)
         return PackedRows(tokens_T, index_T % longest, bounds, target_K - 1, tokens_T[target_K])

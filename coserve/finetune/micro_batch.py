@@ -77,7 +77,8 @@ class MicroBatchRunner:
         assert not any(parameter.requires_grad for parameter in base.model.parameters()), "the base must be frozen"
         self._base, self._cut, self._recompute = base, LayerCut(base), recompute
         self._attention = attention
-        self._targets_at_once = max(16, logits_elements // base.spec.vocab)
+        self.targets_at_once = max(16, logits_elements // base.spec.vocab)
+        """Positions whose logits are computed at once, without a teacher."""
 
     def forward_backward(
         self,
@@ -145,7 +146,7 @@ class MicroBatchRunner:
 
     def _target_chunks(self, rows: PackedRows, taught_1TD: Tensor | None) -> list[tuple[Tensor, Tensor]]:
         """`keep_K` and `labels_K`, in chunks whose logits are computed at once."""
-        size = self._targets_at_once if taught_1TD is None else max(4, self._targets_at_once // TEACHER_SHARE)
+        size = self.targets_at_once if taught_1TD is None else max(4, self.targets_at_once // TEACHER_SHARE)
         starts = range(0, rows.targets, size)
         return [(rows.keep_K[start : start + size], rows.labels_K[start : start + size]) for start in starts]
 

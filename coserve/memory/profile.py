@@ -14,19 +14,10 @@ from typing import Protocol
 
 import msgspec
 
+from coserve.gpu_memory import Line, TrainingCosts
 from coserve.types import Wire
 
 log = logging.getLogger(__name__)
-
-
-class Line(Wire, frozen=True):
-    """Bytes as a function of tokens: `fixed + per_token * tokens`."""
-
-    fixed: float
-    per_token: float
-
-    def at(self, tokens: int) -> int:
-        return max(0, round(self.fixed + self.per_token * tokens))
 
 
 class Profile(Wire, frozen=True):
@@ -40,6 +31,8 @@ class Profile(Wire, frozen=True):
     """The peak of the backward and the optimizer step, beyond `act`."""
     job: int
     """What one job of rank `DEFAULT_RANK` keeps between micro-batches."""
+    costs: TrainingCosts
+    """For adapters of other ranks and sites."""
     error: float
     """Relative error of the lines through the smaller sizes, for a step and a micro-batch of full size together."""
 
@@ -60,6 +53,9 @@ class Measures(Protocol):
 
     def step(self, tokens: int) -> int: ...
     def micro_batch(self, tokens: int) -> TrainingPeaks: ...
+    def costs(self, tokens: int) -> TrainingCosts:
+        """From micro-batches of up to `tokens` tokens."""
+        ...
 
 
 def fit(samples: Sequence[tuple[int, int]]) -> Line:
@@ -90,6 +86,7 @@ def measure(measures: Measures, *, step_tokens: int, micro_batch_tokens: int) ->
         act=act,
         backward=fit([(tokens, max(0, peaks.whole - act.at(tokens))) for tokens, peaks in batches]),
         job=max(peaks.job for _, peaks in batches),
+        costs=measures.costs(micro_batch_tokens),
         error=(predicted - measured) / max(measured, 1),
     )
 

@@ -88,9 +88,23 @@ def _turn(part: nn.Parameter) -> Tensor:
 
 
 def _restack(parts: Sequence[nn.Parameter]) -> None:
+    if _neighbours(parts):  # stacked before
+        return
     stacked = torch.cat([part.data for part in parts])
     for part, own in zip(parts, torch.split(stacked, [len(part) for part in parts]), strict=True):
         part.data = own
+
+
+def _neighbours(parts: Sequence[nn.Parameter]) -> bool:
+    """Whether the parts are neighbouring rows of one tensor."""
+    first, at = parts[0].data, parts[0].data.data_ptr()
+    for part in parts:
+        own = part.data
+        same = own.untyped_storage().data_ptr() == first.untyped_storage().data_ptr() and own.is_contiguous()
+        if not same or own.data_ptr() != at:
+            return False
+        at += own.numel() * own.element_size()
+    return True
 
 
 def _whole(parts: Sequence[nn.Parameter]) -> Tensor:

@@ -8,13 +8,16 @@ from hypothesis import strategies as st
 
 from coserve.errors import ConfigError
 from coserve.memory.plan import GIB, GRAPHS, GpuMemory, Work, make_plan
-from coserve.memory.profile import Line, Profile
+from coserve.gpu_memory import Line
+from coserve.memory.profile import Profile
+from tests.support.gpu_memory import COSTS
 
 PROFILE = Profile(
     no_grad=Line(fixed=0.5 * GIB, per_token=0.5 * GIB / 2048),
     act=Line(fixed=0, per_token=8 * GIB / 2048),
     backward=Line(fixed=1 * GIB, per_token=0),
     job=GIB // 2,
+    costs=COSTS,
     error=0.01,
 )
 WORK = Work(step_tokens=2048, micro_batch_tokens=2048, jobs=4)

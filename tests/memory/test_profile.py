@@ -8,7 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from coserve.memory.profile import Line, Profile, TrainingPeaks, fit, load_profile, measure, save_profile, sizes
+from coserve.gpu_memory import Line, TrainingCosts
+from coserve.memory.profile import Profile, TrainingPeaks, fit, load_profile, measure, save_profile, sizes
+from tests.support.gpu_memory import COSTS
 
 SAMPLES = st.lists(st.tuples(st.integers(1, 1 << 16), st.integers(0, 1 << 37)), min_size=1, max_size=5)
 
@@ -29,6 +31,10 @@ class Fake:
         self.batches.append(tokens)
         bend = self.bend if tokens >= 2048 else 0
         return TrainingPeaks(forward=50 * tokens, whole=60 * tokens + 500 + bend, job=7777)
+
+    def costs(self, tokens: int) -> TrainingCosts:
+        assert tokens == self.batches[-1], "from micro-batches up to the full size"
+        return COSTS
 
 
 def test_a_line_is_found_again() -> None:
@@ -62,6 +68,7 @@ def test_a_profile_has_the_papers_components() -> None:
     assert profile.act.at(2048) == 50 * 2048
     assert profile.act.at(2048) + profile.backward.at(2048) == 60 * 2048 + 500
     assert profile.job == 7777
+    assert profile.costs == COSTS
     assert profile.error == pytest.approx(0, abs=1e-6)
 
 
@@ -92,6 +99,6 @@ def test_what_cannot_be_read_is_measured_again(tmp_path: Path, content: bytes) -
 
 def test_a_disk_that_takes_nothing_costs_the_file_only(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     line = Line(fixed=1, per_token=1)
-    profile = Profile(no_grad=line, act=line, backward=line, job=1, error=0)
+    profile = Profile(no_grad=line, act=line, backward=line, job=1, costs=COSTS, error=0)
     save_profile(tmp_path / "nowhere" / "memory.json", (), profile)
     assert "not kept" in caplog.text

@@ -213,10 +213,12 @@ class PartRunner:
     # ---- training
 
     def _profile(self) -> Iterator[tuple[int, int]]:
-        """Run what memory profiling runs, before weights are stacked."""
+        """Run what memory profiling runs."""
+        self._stacked()
         profiler, work = self._profiler(DEFAULT_RANK), self._conditions.work
         steps = [(profiler.step, size) for size in profiled_sizes(work.step_tokens)]
         batches = [(profiler.micro_batch, size) for size in profiled_sizes(work.micro_batch_tokens)]
+        batches.append((profiler.costs, work.micro_batch_tokens))
         yield from self._compile_training([*steps, *batches])
 
     def _training(self, rank: int, bd_blocks: int = 1) -> Iterator[tuple[int, int]]:

@@ -1,0 +1,117 @@
+"""The matrices of a job's adapter, and what a job keeps of them on one GPU between micro-batches. Pure: no torch, no files."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from coserve.adapters.bdlora import Cut, blocks_at, cut_of, packed_shapes
+from coserve.adapters.targets import rank_and_scaling, resolve_targets
+from coserve.types import BaseSpec, LoraSettings, SiteSpec
+
+ITEMSIZE = {"float32": 4, "bfloat16": 2, "float16": 2}
+"""Bytes of an element, by dtype."""
+ALLOCATION = 512
+"""Bytes; CUDA's allocator gives multiples of it."""
+ALIGNED, BLOCK = 64, 1 << 23
+"""Elements: `finetune.flat_tensors`."""
+
+
+@dataclass(frozen=True)
+class SiteShape:
+    """An adapter's pair at one site, on one rank."""
+
+    name: str
+    layer: int
+    role: str
+    """The site's name within its layer."""
+    rank: int
+    inputs: int
+    """Features of the site's input."""
+    a: int
+    """Elements of a_RD, as it is stored."""
+    b: int
+    """Elements of b_OR."""
+
+
+def role_of(site: str) -> str:
+    """A site's name within its layer: `self_attn.q_proj` of `model.layers.0.self_attn.q_proj`."""
+    parts = site.split(".")
+    layer = next((i for i, part in enumerate(parts) if part.isdigit()), -1)
+    return ".".join(parts[layer + 1 :])
+
+
+def lora_shapes(
+    settings: LoraSettings, base: BaseSpec, *, ranks: int = 1, fully_sharded: bool = False
+) -> tuple[SiteShape, ...]:
+    """In the order in which the optimizer keeps them. `ranks`: GPUs that share the base, of which one's part is returned.
+
+    Raises `InvalidRequest` as `resolve_targets`.
+    """
+    found = []
+    for name in resolve_targets(settings, base):
+        site, (rank, _) = base.sites[name], rank_and_scaling(settings, name)
+        blocks = blocks_at(settings, name)
+        (a, b) = (rows * columns for rows, columns in packed_shapes(site, rank, blocks))
+        if ranks > 1:
+            a, b = _part(name, site, (a, b), max(blocks), ranks, fully_sharded=fully_sharded)
+        found.append(SiteShape(name, site.layer, role_of(name), rank, site.in_features, a, b))
+    return tuple(sorted(found, key=lambda shape: (shape.layer, shape.name)))
+
+
+def _part(
+    name: str, site: SiteSpec, elements: tuple[int, int], blocks: int, ranks: int, *, fully_sharded: bool
+) -> tuple[int, int]:
+    """Elements of one rank's part of a pair (`parallel.lora`): never too few."""
+    a, b = elements
+    if (blocks > 1 and blocks % ranks == 0) or fully_sharded:
+        return -(-a // ranks), -(-b // ranks)
+    match cut_of(name):
+        case Cut.COLUMN:
+            return a, -(-b // ranks)
+        case Cut.ROW:
+            return -(-a // ranks), b
+        case None:
+            return a, b
+
+
+@dataclass(frozen=True)
+class JobState:
+    """Bytes that a job keeps between micro-batches."""
+
+    adapter: int
+    gradients: int
+    optimizer: int
+
+    @property
+    def total(self) -> int:
+        return self.adapter + self.gradients + self.optimizer
+
+
+def job_state(
+    shapes: Iterable[SiteShape], dtype: str, *, early_stopping: bool, teacher: Iterable[SiteShape] = ()
+) -> JobState:
+    """Of AdamW (`finetune.optimizer`): copies in the base's dtype; fp32 gradient sums; fp32 weights and two moments, and with
+    early stopping the best weights. `teacher`: of the adapter that the job learns from."""
+    size, element = flat_elements(part for shape in shapes for part in (shape.a, shape.b)), ITEMSIZE[dtype]
+    taught = sum(_rounded(part * element) for shape in teacher for part in (shape.a, shape.b))
+    return JobState(
+        adapter=_rounded(size * element) + taught,
+        gradients=_rounded(4 * size),
+        optimizer=_rounded(4 * size * (4 if early_stopping else 3)) + ALLOCATION,
+    )
+
+
+def flat_elements(sizes: Iterable[int]) -> int:
+    """Elements of a flat buffer of tensors of these sizes, in order, padding included."""
+    padded = [-(-size // ALIGNED) * ALIGNED for size in sizes]
+    block, total = max([BLOCK, *padded]), 0
+    for size in padded:
+        if total % block + size > block:
+            total += -total % block
+        total += size
+    return total
+
+
+def _rounded(size: int) -> int:
+    return -(-size // ALLOCATION) * ALLOCATION

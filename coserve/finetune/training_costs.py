@@ -1,0 +1,158 @@
+"""Learns `TrainingCosts` of a base from micro-batches that were measured phase by phase.
+
+Adapters at every site, and at one group of sites after the other, tell what each group makes a layer keep (what `memory-profiling.md`
+calls M_act) and what remains of the backward once the last group is freed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from coserve.admission.shapes import ITEMSIZE, role_of
+from coserve.gpu_memory import GroupCosts, HeadCosts, Line, TrainingCosts
+from coserve.kernels.lora.types import SiteGroup
+from coserve.model.base import Base
+from coserve.model.groups import shared_inputs
+from coserve.types import BaseSpec
+
+MOST_GROUPS = 8
+"""Groups of a layer that are measured by themselves. A mixture of experts has hundreds: their inputs are counted by their sizes."""
+FEW_POSITIONS = 16
+
+
+@dataclass(frozen=True)
+class Phases:
+    """Bytes of one micro-batch beyond what the job keeps."""
+
+    positions: int
+    """Targets of the loss."""
+    begin: int
+    """Held after the lowest layer's forward."""
+    kept: int
+    """Held after the last layer's."""
+    forward: int
+    """Peak until then."""
+    head: int
+    """Peak until the end of the head."""
+    backward: int
+    """Peak from then to the end of the backward."""
+    whole: int
+    """Peak of all, the optimizer's step included."""
+    job: int
+    """What the job keeps between micro-batches."""
+
+
+class MeasuresPhases(Protocol):
+    """`MemoryProfiler.phases`."""
+
+    def __call__(
+        self,
+        tokens: int,
+        *,
+        recompute: bool = False,
+        targets: tuple[str, ...] | None = None,
+        positions: int | None = None,
+    ) -> Phases: ...
+
+
+def site_groups(base: Base) -> tuple[tuple[str, ...], ...]:
+    """Groups of sites that read one input, as roles, in the order in which they run. Layers may differ: a role is in one group."""
+    shared = [one.group for one in base.sites.shared()] or [one for layer in shared_inputs(base) for one in layer]
+    return roles_of_groups(shared)
+
+
+def roles_of_groups(groups: Sequence[SiteGroup]) -> tuple[tuple[str, ...], ...]:
+    """The same, of the groups of all layers."""
+    found: dict[str, None] = {}
+    split: list[tuple[str, ...]] = []
+    for group in groups:
+        roles = tuple(role for role in map(role_of, group.names) if role not in found)
+        found.update(dict.fromkeys(roles))
+        split += [roles] if roles else []
+    return tuple(split)
+
+
+def measure_costs(
+    phases: MeasuresPhases, groups: Sequence[tuple[str, ...]], spec: BaseSpec, rank: int, tokens: int, most: int
+) -> TrainingCosts:
+    """Runs micro-batches of `tokens` and half of them. `rank`: of the adapters that `phases` measures; `groups`: as by `site_groups`;
+    `most`: positions whose logits are computed at once."""
+    half, element, above = max(1, tokens // 2), ITEMSIZE[spec.dtype], max(1, spec.layers - 1)
+    small, large = phases(half), phases(tokens)
+    again = phases(half, recompute=True), phases(tokens, recompute=True)
+    fewer = phases(tokens, positions=max(1, min(large.positions, most) // 2))
+    few = phases(half, positions=FEW_POSITIONS), phases(tokens, positions=FEW_POSITIONS)
+    alone = [phases(tokens, targets=_names(spec, roles)) for roles in groups] if len(groups) <= MOST_GROUPS else []
+    sites = [sum(1 for name in spec.sites if role_of(name) in roles) / spec.layers for roles in groups]
+    ranks = [element * rank * count for count in sites]  # of x Aᵀ, bytes a token and layer
+    each = (large.kept - large.begin) / tokens / above - sum(ranks)
+    """A layer's activations, and the inputs of all groups."""
+    fixed = _line(half, small.kept, tokens, large.kept).fixed
+    if alone and spec.layers > 1:
+        own = [(one.kept - one.begin) / tokens / above - part for one, part in zip(alone, ranks, strict=True)]
+        layer = (sum(own) - each) / (len(own) - 1) if len(own) > 1 else 0.0
+        inputs = [max(0.0, value - layer) for value in own]
+        bottoms = [
+            (one.begin - fixed) / tokens - part - kept for one, part, kept in zip(alone, ranks, inputs, strict=True)
+        ]
+    else:
+        inputs = [
+            element * max(spec.sites[name].in_features for name in _names(spec, roles)) * min(1.0, count)
+            for roles, count in zip(groups, sites, strict=True)
+        ]
+        layer = max(0.0, each - sum(inputs))
+        bottoms = [max(0.0, (large.begin - fixed) / tokens - sum(ranks) - sum(inputs))] * len(groups)
+    own_input = spec.hidden * element
+    last = _line(half, small.backward - small.kept, tokens, large.backward - large.kept)
+    freed = ranks[-1] + inputs[-1]
+    rest = [one.backward - one.kept for one in alone[:-1]]
+    others = max([*rest, last.at(tokens)]) if rest else last.at(tokens) + tokens * freed
+    return TrainingCosts(
+        rank=rank,
+        fixed=fixed,
+        layer=layer,
+        groups=tuple(
+            GroupCosts(roles=roles, kept=kept, bottom=bottom)
+            for roles, kept, bottom in zip(groups, inputs, bottoms, strict=True)
+        ),
+        recompute=_line(
+            half,
+            again[0].kept - half * (spec.layers - 1) * own_input,
+            tokens,
+            again[1].kept - tokens * (spec.layers - 1) * own_input,
+        ),
+        head=_head((half, small), (tokens, large), fewer, few, most),
+        last=last,
+        others=Line(fixed=last.fixed, per_token=(others - last.fixed) / tokens),
+    )
+
+
+def _names(spec: BaseSpec, roles: Sequence[str]) -> tuple[str, ...]:
+    return tuple(name for name in spec.sites if role_of(name) in roles)
+
+
+def _line(small: int, low: float, large: int, high: float) -> Line:
+    """Through two measurements, and through 0 where they are one."""
+    slope = (high - low) / (large - small) if large > small else high / max(1, large)
+    return Line(fixed=high - slope * large, per_token=slope)
+
+
+def _head(
+    small: tuple[int, Phases], large: tuple[int, Phases], fewer: Phases, few: tuple[Phases, Phases], most: int
+) -> HeadCosts:
+    """`fewer`: of as many tokens as `large`, with fewer positions; `few`: as `small` and `large`, with `FEW_POSITIONS`."""
+    (half, _), (tokens, whole) = small, large
+    own = [found.head - found.kept for found in (small[1], whole, fewer, *few)]
+    at_once = [min(found.positions, most) for found in (small[1], whole, fewer)]
+    less = at_once[1] - at_once[2]
+    per_position = max(0.0, (own[1] - own[2]) / less) if less > 0 else 0.0
+    logits = _line(half, own[0] - per_position * at_once[0], tokens, own[1] - per_position * at_once[1])
+    return HeadCosts(
+        norm=_line(half, own[3], tokens, own[4]),
+        fixed=logits.fixed,
+        per_token=logits.per_token,
+        per_position=per_position,
+        most=most,
+    )

@@ -1,0 +1,134 @@
+"""What is known of a GPU's memory, as plain data: lines that were measured at the start, and where its bytes are now. No torch."""
+
+from __future__ import annotations
+
+from coserve.types import Wire
+
+
+class Line(Wire, frozen=True):
+    """Bytes as a function of tokens: `fixed + per_token * tokens`."""
+
+    fixed: float
+    per_token: float
+
+    def at(self, tokens: int) -> int:
+        return max(0, round(self.fixed + self.per_token * tokens))
+
+
+class HeadCosts(Wire, frozen=True):
+    """Bytes of the final norm, the logits and their loss. Logits are computed for some positions at a time; where these are few, the
+    backward of the norm takes more than they do."""
+
+    norm: Line
+    fixed: float
+    per_token: float
+    per_position: float
+    most: int
+    """Positions computed at once, at most."""
+
+    def at(self, tokens: int, positions: int) -> int:
+        logits = self.fixed + self.per_token * tokens + self.per_position * min(positions, self.most)
+        return max(0, self.norm.at(tokens), round(logits))
+
+
+class GroupCosts(Wire, frozen=True):
+    """Sites of a layer that read one input. Bytes a token."""
+
+    roles: tuple[str, ...]
+    """Names of the sites within a layer."""
+    kept: float
+    """What a layer keeps for the backward in addition if an adapter changes one of them: their input."""
+    bottom: float
+    """What the lowest layer that is trained keeps if these are its first sites that an adapter changes, without LoRA's own tensors;
+    the micro-batch's embedding is part of it."""
+
+
+class TrainingCosts(Wire, frozen=True):
+    """Activations of a training micro-batch on one rank, measured with an adapter of `rank` at every site.
+
+    A micro-batch keeps `kept` between its forward and its backward; the head and a layer's backward take more on top, one after the
+    other (`admission/micro_batch.py`).
+    """
+
+    rank: int
+    fixed: float
+    """Bytes, however many tokens."""
+    layer: float
+    """Bytes a token that each layer above the lowest trained one keeps, without LoRA."""
+    groups: tuple[GroupCosts, ...]
+    """In the order in which they run."""
+    recompute: Line
+    """What is kept where layers are computed again, but for the inputs of the layers above the lowest trained one."""
+    head: HeadCosts
+    """Beyond what is kept."""
+    last: Line
+    """The backward of the last group of a layer, beyond what is kept."""
+    others: Line
+    """The backward of the other groups of a layer, beyond what is kept without the last group's input."""
+
+
+class JobUse(Wire, frozen=True):
+    """Bytes of one job on one GPU."""
+
+    id: str
+    adapter: int
+    """The copies that forwards read, and the teacher's."""
+    gradients: int
+    optimizer: int
+    """fp32 weights, moments, and the best weights of a job with early stopping."""
+    activations: int
+    """The most that a micro-batch takes, while it is computed. Jobs take turns: only one has it at a time."""
+    micro_batch_tokens: int
+    recompute: bool
+
+    @property
+    def state(self) -> int:
+        """What it keeps between micro-batches."""
+        return self.adapter + self.gradients + self.optimizer
+
+
+class MemoryUse(Wire, frozen=True):
+    """Where a GPU's bytes are. All uses and `free` together are `total`."""
+
+    total: int
+    weights: int
+    pages: int
+    """The pool, for keys, values and adapters, `adapters` of it included."""
+    adapters: int
+    """Pages of the pool that hold adapters."""
+    graphs: int
+    """Of CUDA graphs: measured, as far as they are captured."""
+    jobs: int
+    """What jobs keep between micro-batches."""
+    temporary: int
+    """Allocated besides: activations, and temporaries of steps."""
+    cached: int
+    """Held by torch's allocator for the next temporaries."""
+    context: int
+    """The CUDA context, compiled kernels and libraries."""
+    others: int
+    """Other processes."""
+    free: int
+    reserved: int
+    """Bytes of all above but `free` and `others` that are planned at most, or 0 without a plan."""
+    training: int
+    """Bytes that jobs may have in all: what they keep, and one micro-batch."""
+    needed: int
+    """Bytes that the active jobs are predicted to need of `training`."""
+    peak: int
+    """The most bytes that torch has allocated so far."""
+    each: tuple[JobUse, ...] = ()
+
+
+class MemoryModel(Wire, frozen=True):
+    """What predicts a job's memory, and what there is for jobs. None of it changes while the engine lives."""
+
+    costs: TrainingCosts
+    training: int
+    """Bytes for jobs where no other process takes any of them: the jobs' state and one micro-batch."""
+    ranks: int = 1
+    """GPUs that share the base; all numbers are of the one that has least."""
+    fully_sharded: bool = False
+    """Both LoRA matrices are sharded (`lora_sharding slora`)."""
+    recompute: bool = False
+    """The engine computes layers again in any case."""

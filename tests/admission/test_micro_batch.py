@@ -1,0 +1,130 @@
+"""Predicted bytes are those that live at a time: torch's own storages, counted on fake tensors as on a GPU, of any adapter."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, PretrainedConfig
+
+from coserve.admission.micro_batch import ROWS, MicroBatch, micro_batch_bytes
+from coserve.admission.shapes import job_state, lora_shapes, role_of
+from coserve.engine.profiling import predicted
+from coserve.finetune.memory_profiling import Conditions, MemoryProfiler
+from coserve.finetune.optimizer import AdapterOptimizer
+from coserve.gpu_memory import TrainingCosts
+from coserve.memory.plan import Work
+from coserve.model.base import wrap_base
+from coserve.model.groups import share_inputs
+from coserve.types import BaseSpec, LoraSettings
+from tests.support.examples import examples
+from tests.support.gpu_memory import COSTS
+
+TOKENS = 512
+LLAMA = LlamaConfig(
+    hidden_size=512, intermediate_size=1792, num_hidden_layers=2, num_attention_heads=8, num_key_value_heads=2,
+    vocab_size=32000, max_position_embeddings=2048,
+)  # fmt: skip
+GPT2 = GPT2Config(n_embd=512, n_layer=2, n_head=8, vocab_size=9000, n_positions=2048, bos_token_id=1, eos_token_id=2)
+
+
+@dataclass
+class Measured:
+    """A base whose micro-batches run on fake tensors."""
+
+    profiler: MemoryProfiler
+    spec: BaseSpec
+    costs: TrainingCosts
+
+    def error(self, lora: LoraSettings, tokens: int, *, recompute: bool, positions: int | None) -> float:
+        """Of the predicted peak, relative to the counted one. What the job keeps must be exact."""
+        assert lora.targets is not None
+        self.profiler._rank = lora.r
+        found = self.profiler.phases(tokens, recompute=recompute, targets=lora.targets, positions=positions)
+        shapes = lora_shapes(lora, self.spec)
+        kept = job_state(shapes, self.spec.dtype, early_stopping=False)
+        assert kept.total == pytest.approx(found.job, abs=512), "the count of steps, a scalar"
+        batch = MicroBatch(tokens, found.positions, recompute)
+        own = micro_batch_bytes(self.costs, self.spec, shapes, batch)
+        assert own.kept >= found.kept
+        return (own.peak - ROWS * tokens) / max(found.head, found.backward) - 1
+
+
+def measured(config: PretrainedConfig) -> Iterator[Measured]:
+    with pytest.MonkeyPatch.context() as patch, predicted.fake_tensors() as meter:
+        patch.setattr(AdapterOptimizer, "step", lambda self, **_: 0.0)  # it reads the norm of the gradients
+        base = wrap_base(AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16), name="tiny")
+        share_inputs(base)
+        conditions = Conditions(predicted.FakeSegmentedBackend(), False, 4, 16, Work(64, TOKENS, 1))
+        profiler = MemoryProfiler(base, meter, conditions, attention=predicted.FlashAttention)
+        yield Measured(profiler, base.spec, profiler.costs(TOKENS))
+
+
+@pytest.fixture(scope="module")
+def llama() -> Iterator[Measured]:
+    yield from measured(LLAMA)
+
+
+@pytest.mark.parametrize(
+    ("targets", "rank", "tokens", "recompute", "positions"),
+    [
+        (("q_proj", "v_proj"), 64, 1024, False, None),
+        (("down_proj",), 8, 700, True, 20),
+        (("o_proj", "up_proj"), 128, 300, False, 100),
+    ],
+)
+def test_other_adapters_than_the_measured_one(
+    llama: Measured, targets: tuple[str, ...], rank: int, tokens: int, recompute: bool, positions: int | None
+) -> None:
+    lora = LoraSettings(r=rank, targets=targets)
+    assert abs(llama.error(lora, tokens, recompute=recompute, positions=positions)) < 0.01
+
+
+def test_an_adapter_of_the_upper_layer_alone_keeps_nothing_below(llama: Measured) -> None:
+    targets = tuple(name for name in llama.spec.sites if ".1." in name)
+    assert abs(llama.error(LoraSettings(r=16, targets=targets), 600, recompute=False, positions=None)) < 0.02
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("config", [LLAMA, GPT2], ids=["llama", "gpt2"])
+def test_random_adapters(config: PretrainedConfig) -> None:
+    rng = random.Random(3)
+    for base in measured(config):
+        names = base.spec.default_targets
+        for _ in range(examples(24)):
+            lora = LoraSettings(
+                r=rng.choice((4, 8, 16, 32, 64)), targets=tuple(rng.sample(names, rng.randint(1, len(names))))
+            )
+            tokens, recompute = rng.randint(128, 2048), rng.random() < 0.4
+            error = base.error(lora, tokens, recompute=recompute, positions=rng.choice((None, 20, tokens // 3)))
+            assert abs(error) < 0.03, (lora, tokens, recompute)
+
+
+def test_roles_are_names_within_a_layer() -> None:
+    assert role_of("model.layers.11.self_attn.q_proj") == "self_attn.q_proj"
+    assert role_of("transformer.h.0.mlp.c_proj") == "mlp.c_proj"
+    assert role_of("model.layers.3.mlp.experts.7.up_proj") == "mlp.experts.7.up_proj"
+
+
+def test_recomputation_and_fewer_tokens_take_less(llama: Measured) -> None:
+    shapes = lora_shapes(LoraSettings(r=16), llama.spec)
+    whole, half, again = (
+        micro_batch_bytes(llama.costs, llama.spec, shapes, batch)
+        for batch in (MicroBatch(4096, 4000), MicroBatch(2048, 2000), MicroBatch(4096, 4000, recompute=True))
+    )
+    assert half.peak < whole.peak
+    assert again.peak < whole.peak
+    assert again.kept < whole.kept
+
+
+def test_a_teacher_and_dropout_take_more(llama: Measured) -> None:
+    shapes = lora_shapes(LoraSettings(r=16), llama.spec)
+    plain, taught, dropped = (
+        micro_batch_bytes(COSTS, llama.spec, shapes, MicroBatch(1024, 1000, dropout=dropout, teacher=teacher))
+        for dropout, teacher in ((False, False), (False, True), (True, False))
+    )
+    assert taught.kept > plain.kept
+    assert dropped.kept > plain.kept
