@@ -7,8 +7,8 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from coserve.errors import ConfigError
-from coserve.memory.plan import GIB, GRAPHS, GpuMemory, Work, make_plan
 from coserve.gpu_memory import Line
+from coserve.memory.plan import GIB, GRAPHS, GpuMemory, Work, make_plan
 from coserve.memory.profile import Profile
 from tests.support.gpu_memory import COSTS
 
