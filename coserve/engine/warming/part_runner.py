@@ -218,8 +218,7 @@ class PartRunner:
         profiler, work = self._profiler(DEFAULT_RANK), self._conditions.work
         steps = [(profiler.step, size) for size in profiled_sizes(work.step_tokens)]
         batches = [(profiler.micro_batch, size) for size in profiled_sizes(work.micro_batch_tokens)]
-        batches.append((profiler.costs, work.micro_batch_tokens))
-        yield from self._compile_training([*steps, *batches])
+        yield from self._compile_training([*steps, *batches, (profiler.costs, work.micro_batch_tokens)])
 
     def _training(self, rank: int, bd_blocks: int = 1) -> Iterator[tuple[int, int]]:
         """`bd_blocks`: two for each GPU that shares the base, so that its part of an adapter is block-diagonal. Nothing happens where
