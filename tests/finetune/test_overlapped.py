@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -103,7 +104,7 @@ def test_results_are_read_in_micro_steps_of_their_own(
         before.append(now := bench.trainer.next_micro_step("job-1"))
         bench.trainer.advance("job-1", 1)
     assert reads and set(reads) == {MicroStep.RESULT}
-    results = [kind for kind, then in zip(before, before[1:], strict=False) if then is MicroStep.RESULT]
+    results = [kind for kind, then in pairwise(before) if then is MicroStep.RESULT]
     assert set(results) == {MicroStep.OPTIMIZER, MicroStep.EVALUATE_HEAD}
 
 
