@@ -16,6 +16,7 @@ import asyncio
 import contextlib
 import dataclasses
 import json
+import os
 import shutil
 import subprocess
 import tempfile
@@ -171,8 +172,9 @@ def row(summary: Summary) -> dict[str, Any]:
 
 
 def gpu_memory() -> float | None:
-    """GiB in use on the first GPU, by all processes; None without one."""
-    query = ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits", "--id=0"]
+    """GiB in use on the first GPU that this process may use, by all processes; None without one."""
+    first = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]
+    query = ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits", f"--id={first}"]
     if shutil.which(query[0]) is None:
         return None
     done = subprocess.run(query, capture_output=True, text=True, check=False)

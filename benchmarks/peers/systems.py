@@ -57,7 +57,7 @@ async def serving(settings: Mapping[str, object], log: Path) -> AsyncIterator[st
 async def coserve(place: Place, scenario: Scenario) -> AsyncIterator[str]:
     """The daemon, whose latency targets are the limits that are judged, with the trace's adapters; yields its URL once it is warm."""
     settings = serve_arguments(place.size, place.model, place.scratch / f"data-{free_port()}")
-    settings |= {"data_root": place.adapters}
+    settings |= {"data_root": place.adapters, "cache_dir": place.scratch / "cache"}
     targets = {"slo_ttft": scenario.slo_ttft, "slo_tpot": scenario.slo_tpot}
     settings |= {name: value for name, value in targets.items() if value is not None}
     async with serving(settings, place.scratch / "coserve.log") as url:

@@ -13,10 +13,12 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from benchmarks.equal_loads import EqualLoads
 from benchmarks.http_case import RANK, SMALL, model_folder
 from benchmarks.peers import trainer
 from benchmarks.peers.compare import Comparison, make_adapters
 from benchmarks.peers.systems import Place, vllm_options
+from benchmarks.serving_results import Results
 from coserve.workloads.lengths import Lengths
 from coserve.workloads.opening import open_workload
 from coserve.workloads.report.files import Report
@@ -95,6 +97,29 @@ def test_vllm_beside_peft_writes_what_coserve_writes(place: Place, tmp_path: Pat
     sent = [(body["model"], tuple(body["prompt"]), body["max_tokens"]) for body in bodies[-8:]]
     assert sorted(sent) == sorted((str(prompt.adapter), prompt.prompt, prompt.max_tokens) for prompt in prompts)
     assert {body["model"] for body in bodies[:-8]} == {"base", "load-00", "load-01"}, "the warm-up"
+
+
+@pytest.mark.slow
+def test_equal_loads_of_vllm_beside_peft(place: Place, tmp_path: Path) -> None:
+    """Requests come from processes of their own, PEFT's peak is measured first, and no targets are sent to vLLM."""
+    results = Results(
+        tmp_path,
+        "equal_loads.json",
+        script="benchmarks.equal_loads",
+        hardware="here",
+        seed=0,
+        revision="x",
+        settings={},
+    )
+    asyncio.run(EqualLoads(place, results, tiny=True, budget=600).run_vllm())
+    rows = json.loads((tmp_path / "equal_loads.json").read_text())["rows"]
+    assert set(rows) == {"peak.vllm+peft", "r5.vllm+peft"} and rows["peak.vllm+peft"]["value"] > 0
+    row, (trace,) = rows["r5.vllm+peft"], (tmp_path / "traces").glob("r5.jsonl")
+    prompts = load_trace(trace).prompts
+    assert row["requests"] == len(prompts) and row["errors"] == {} and row["finetune_tok_s"] > 0
+    bodies = json.loads((tmp_path / "site/vllm/entrypoints/openai/bodies.json").read_text())[-len(prompts) :]
+    assert sorted(tuple(body["prompt"]) for body in bodies) == sorted(prompt.prompt for prompt in prompts)
+    assert not any("slo_ttft" in body for body in bodies)
 
 
 def test_the_loss_in_chunks_is_the_loss(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,141 @@
+"""Keys and figure of `equal_loads.json`."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from benchmarks.options import RESULTS
+from benchmarks.serving_results import Target
+from benchmarks.summary import entry, update_summary
+
+FILE = "equal_loads.json"
+FIGURE = Path("docs/figures/equal_loads.png")
+LOOSE, STRICT = (5.0, 0.045), (1.0, 0.02)
+"""Limits of TTFT and TPOT, in seconds."""
+TARGETS = {
+    "coserve.slo.r5": Target(0.995),
+    "coserve.ft_share.r5": Target(0.85),
+    "coserve.ttft_p50_ms.r5": Target(100, most=True),
+    "coserve.slo_strict.r5": Target(0.99),
+    "coserve.ft_share_strict.r5": Target(0.6),
+    "coserve.slo.r20": Target(0.995),
+    "coserve.ft_share.r20": Target(0.7),
+    "coserve.slo_strict.r20": Target(0.99),
+    "coserve.ft_share_strict.r20": Target(0.45),
+    "coserve.efficiency.min": Target(1.0),
+    "coserve.ft_share.min": Target(0.05),
+}
+MAIN = ("r5", "r20")
+
+Row = Mapping[str, Any]
+Rows = Mapping[str, Row]
+Entries = dict[str, tuple[float, str, Row]]
+"""Key: value, unit, and the row that gives the date."""
+
+
+def keys(rows: Rows) -> Entries:
+    """Every key that the rows allow."""
+    found: Entries = {}
+    for rate in MAIN:
+        for suffix, cell in (("", rate), ("_strict", f"{rate}.strict")):
+            if row := rows.get(f"{cell}.coserve"):
+                found[f"coserve.slo{suffix}.{rate}"] = row["in_slo"], "share", row
+                found[f"coserve.ft_share{suffix}.{rate}"] = row["finetune_share"], "share of the peak", row
+                found[f"coserve.ft_tok_s{suffix}.{rate}"] = row["finetune_tok_s"], "tok/s", row
+                found[f"coserve.ttft_p50_ms{suffix}.{rate}"] = row["ttft_ms"]["p50"], "ms", row
+        if row := rows.get(f"{rate}.vllm+peft"):
+            found[f"peers.slo.{rate}"] = row["in_slo"], "share", row
+            found[f"peers.slo_strict.{rate}"] = row["in_slo_strict"], "share", row
+            found[f"peers.ft_tok_s.{rate}"] = row["finetune_tok_s"], "tok/s", row
+            found[f"peers.ft_share.{rate}"] = row["finetune_share"], "share of the peak", row
+    for system, name in (("coserve", "coserve"), ("vllm+peft", "peers")):
+        if row := rows.get(f"peak.{system}"):
+            found[f"{name}.ft_peak_tok_s"] = row["value"], "tok/s", row
+        for rate in ("r1", "r5"):
+            if row := rows.get(f"flexllm.{rate}.{system}"):
+                found[f"{name}.flexllm.slo.{rate}"] = row["in_slo"], "share", row
+                found[f"{name}.flexllm.ft_share.{rate}"] = row["finetune_share"], "share of the peak", row
+    return found | efficiencies(rows)
+
+
+def capacity(rows: Rows) -> tuple[float, Row] | None:
+    """The most requests a second that were served in the limits without fine-tuning."""
+    alone = [row for key, row in rows.items() if key.endswith(".alone")]
+    return max(((row["goodput"], row) for row in alone), key=lambda pair: pair[0], default=None)
+
+
+def efficiencies(rows: Rows) -> Entries:
+    """Fine-tuning's share of its peak, plus requests a second in the limits over the most that were served without fine-tuning."""
+    most, found = capacity(rows), Entries()
+    loads = [row for key, row in rows.items() if key.endswith(".coserve") and is_of_curve(key)]
+    if most is None or not most[0] or not loads:
+        return found
+    found["coserve.served_alone"] = most[0], "requests/s in the limits", most[1]
+    for row in loads:
+        value = round(row["finetune_share"] + row["goodput"] / most[0], 4)
+        found[f"coserve.efficiency.r{row['rate']:g}"] = value, "share", row
+    worst = min((each for key, each in found.items() if "efficiency" in key), key=lambda each: each[0])
+    found["coserve.efficiency.min"] = worst
+    least = min(loads, key=lambda row: float(row["finetune_share"]))
+    found["coserve.ft_share.min"] = least["finetune_share"], "share of the peak", least
+    return found
+
+
+def is_of_curve(key: str) -> bool:
+    """Whether a row is of the preset's load under the wider limits."""
+    return key.startswith("r") and ".strict." not in key
+
+
+def publish(out: Path = RESULTS, figure: Path = FIGURE) -> None:
+    """Draw the figure and update `summary.json`, from the result in `out`."""
+    record = json.loads((out / FILE).read_text())
+    rows = record["rows"]
+    entries = {}
+    for key, (value, unit, row) in keys(rows).items():
+        target = str(TARGETS[key]) if key in TARGETS else None
+        entries[key] = entry(row, value=value, unit=unit, target=target, script="equal_loads.py", result=FILE)
+        print(key, value)
+    update_summary(out, entries)
+    if any("efficiency" in key for key in entries):
+        draw(rows, ", ".join(sorted({run["hardware"] for run in record["runs"].values()})), figure)
+
+
+def draw(rows: Rows, hardware: str, path: Path) -> None:
+    """Requests in the limits and fine-tuning over the load; the efficiency is their sum."""
+    import matplotlib as mpl
+
+    mpl.use("Agg")
+    from matplotlib import pyplot as plt
+
+    most = capacity(rows)
+    assert most is not None, "the efficiency was computed"
+    loads = sorted(
+        (row for key, row in rows.items() if key.endswith(".coserve") and is_of_curve(key)),
+        key=lambda row: float(row["rate"]),
+    )
+    names = [f"{row['rate']:g}" for row in loads]
+    shares = [row["finetune_share"] for row in loads]
+    served = [row["goodput"] / most[0] for row in loads]
+    figure, (left, right) = plt.subplots(1, 2, figsize=(11, 4), constrained_layout=True)
+    left.bar(names, shares, label="fine-tuning, of its peak")
+    left.bar(names, served, bottom=shares, label="requests/s in the limits, of the most without fine-tuning")
+    left.axhline(1.0, color="black", linewidth=0.8)
+    left.set(xlabel="requests/s", ylabel="efficiency", title="coserve")
+    left.legend(fontsize=7)
+    for index, system in enumerate(("coserve", "vllm+peft")):
+        of = [row for rate in MAIN if (row := rows.get(f"{rate}.{system}"))]
+        right.scatter(
+            [row["finetune_tok_s"] for row in of], [row["in_slo"] for row in of], label=system, color=f"C{index}"
+        )
+        for row in of:
+            right.annotate(f"{row['rate']:g}/s", (row["finetune_tok_s"], row["in_slo"]), fontsize=8)
+    right.set(
+        xlabel="fine-tuning tokens/s", ylabel="share in 5 s and 45 ms", ylim=(-0.05, 1.05), title="the same arrivals"
+    )
+    right.legend(fontsize=8)
+    figure.suptitle(f"Llama-3.1-8B's shape, random weights, 32 adapters, {hardware}")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=110)

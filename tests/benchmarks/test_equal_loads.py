@@ -1,0 +1,88 @@
+"""Cells, keys and the figure of the equal loads, and the clients' parts of a run."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks.equal_report import FILE, TARGETS, keys, publish
+from benchmarks.peers.client import merged
+from benchmarks.peers.compare import only_prompts
+from benchmarks.peers.loads import chosen_cells, scenario_of
+from coserve.workloads.opening import open_workload
+from coserve.workloads.replay import ReplayResult, Sample
+
+
+def row(rate: float, in_slo: float, goodput: float, share: float = 0.0) -> dict[str, Any]:
+    found = {"rate": rate, "in_slo": in_slo, "in_slo_strict": 0.5, "goodput": goodput, "date": "2026-11-22"}
+    return found | {"finetune_share": share, "finetune_tok_s": 1e4 * share, "ttft_ms": {"p50": 50.0}, "value": in_slo}
+
+
+ROWS = {
+    "r40.alone": row(40, 1.0, 40.0),
+    "r80.alone": row(80, 0.6, 48.0),
+    "r5.coserve": row(5, 1.0, 5.0, 0.9),
+    "r5.strict.coserve": row(5, 0.98, 4.9, 0.6),
+    "r20.coserve": row(20, 1.0, 20.0, 0.7),
+    "r60.coserve": row(60, 0.75, 45.0, 0.04),
+    "flexllm.r5.coserve": row(5, 1.0, 5.0, 0.1),
+    "r5.vllm+peft": row(5, 0.8, 4.0, 0.5),
+    "peak.coserve": row(0, 1.0, 0.0),
+}
+
+
+def test_systems_get_the_same_prompts_whatever_the_limits() -> None:
+    of = {cell.name: cell for cell in chosen_cells("coserve", tiny=False)}
+    loose, strict = (open_workload(scenario_of(of[name], tiny=False)).prompts for name in ("r5", "r5.strict"))
+    assert loose == strict and of["r5"].trace == of["r5.strict"].trace
+    peers = {cell.name: cell for cell in chosen_cells("vllm+peft", tiny=False)}
+    assert all(of[name] == cell for name, cell in peers.items()) and {"r5", "r20", "flexllm.r1"} <= set(peers)
+
+
+def test_jobs_checkpoint_and_end_as_the_preset_says() -> None:
+    trace = open_workload(scenario_of(chosen_cells("coserve", tiny=False)[0], tiny=False))
+    training = trace.scenario.training
+    assert (training.steps, training.checkpoint_steps, training.batch_tokens) == (25, 20, 4096)
+    assert not only_prompts(trace).finetunes
+
+
+def test_efficiency_is_the_share_and_what_is_served_of_the_most() -> None:
+    found = {key: value for key, (value, _, _) in keys(ROWS).items()}
+    assert found["coserve.served_alone"] == 48.0
+    assert found["coserve.efficiency.r5"] == pytest.approx(0.9 + 5 / 48, abs=1e-4)
+    assert found["coserve.efficiency.min"] == found["coserve.efficiency.r60"] == pytest.approx(0.04 + 45 / 48, abs=1e-4)
+    assert found["coserve.ft_share.min"] == 0.04, "strict limits and other recipes are not of the curve"
+    assert found["coserve.slo_strict.r5"] == 0.98 and found["coserve.flexllm.ft_share.r5"] == 0.1
+    assert found["peers.slo.r5"] == 0.8 and found["peers.slo_strict.r5"] == 0.5 and "peers.slo.r20" not in found
+
+
+def test_without_a_capacity_there_is_no_efficiency() -> None:
+    assert not any("efficiency" in key for key in keys({"r5.coserve": ROWS["r5.coserve"]}))
+
+
+def test_the_figure_is_drawn_and_keys_have_their_targets(tmp_path: Path) -> None:
+    (tmp_path / FILE).write_text(json.dumps({"rows": ROWS, "runs": {"a": {"hardware": "a GPU"}}}))
+    publish(tmp_path, tmp_path / "figure.png")
+    assert (tmp_path / "figure.png").stat().st_size > 10_000
+    summary = json.loads((tmp_path / "summary.json").read_text())
+    assert {key: summary[key]["target"] for key in TARGETS if key in summary} == {
+        key: str(TARGETS[key]) for key in TARGETS if key in summary
+    }
+    assert summary["coserve.efficiency.min"]["target"] == ">= 1"
+
+
+def test_parts_of_a_run_are_one_run_in_order() -> None:
+    scenario = open_workload({"duration": 1.0}).scenario
+
+    def part(duration: float, *indices: int) -> ReplayResult:
+        samples = (
+            Sample(index=i, adapter=None, due=0.1 * i, sent=0.1 * i, times=(1.0,), tokens=1, finished=1.0)
+            for i in indices
+        )
+        return ReplayResult(scenario=scenario, duration=duration, samples=tuple(samples), jobs=())
+
+    whole = merged([part(2.0, 0, 2), part(3.0, 1)])
+    assert [sample.index for sample in whole.samples] == [0, 1, 2] and whole.duration == 3.0
