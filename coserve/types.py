@@ -120,6 +120,9 @@ class MicroStep(StrEnum):
     EVALUATE = "evaluate"
     """One layer's forward without gradients: in an evaluation, or a teacher's."""
     EVALUATE_HEAD = "evaluate_head"
+    RESULT = "result"
+    """The host reads what earlier micro-steps computed, and goes on with it. Only where slices run beside generation; elsewhere
+    the micro-step before does it."""
 
 
 class TokenLogprob(msgspec.Struct, frozen=True):

@@ -19,6 +19,7 @@ from coserve.engine.inbox import Inbox
 from coserve.engine.job_runner import JobRunner
 from coserve.engine.ports import Generates, StoresAdapters, Trains, Upgrades
 from coserve.engine.running import RunningRequests
+from coserve.engine.slices_in_flight import EndedSlice, Mark, SlicesInFlight
 from coserve.engine.stalls import Stalls
 from coserve.engine.views import Views
 from coserve.errors import CoserveError, EngineFault, QueueFull, failure_text
@@ -89,9 +90,11 @@ class Engine:
         upgrade: Upgrades | None = None,
         job_threads: Executor | None = None,
         garbage: GarbageCollection | None = None,
+        mark_training: Mark | None = None,
     ) -> None:
         """`attainment`: share of predicted times that the policy may rely on. `garbage` is collected while no request runs; None: by the
-        interpreter."""
+        interpreter. `mark_training`: slices are only launched, and run beside generation; None: a slice has ended when the trainer
+        returns."""
         self._generator, self._adapters = generator, adapters
         self._policy, self._link = policy, link
         self._clock, self._pace, self._upgrade = clock, pace, upgrade
@@ -111,6 +114,7 @@ class Engine:
             changed=self._change_from_a_thread,
             may_start=(lambda _: True) if upgrade is None else upgrade.may_train,
         )
+        self._flight = SlicesInFlight(mark_training, clock, self._change_from_a_thread)
         adapters.notify(self._changed.set)
         self._unread = ThrottledLog(log, "the API process does not read what the engine sends", clock)
         self._stopping = False
@@ -176,6 +180,8 @@ class Engine:
                         self._admit(request)
                     for request, error in self._adapters.failed():
                         self._fail(request.message, error)
+                for ended in self._flight.take_ended():
+                    self._slice_ended(ended)
                 await self._tick(self._clock())
                 for task in beside:
                     if task.done():
@@ -197,18 +203,15 @@ class Engine:
     async def _tick(self, now: float) -> None:
         self._stalls.step_can_begin(has_requests=bool(self._queue) or bool(self._running))
         self._inbox.step_can_begin()
-        view = self._views.view(
-            now,
-            reading=self._adapters.waiting,
-            blocked=self._generator.blocked,
-            step_in_flight=self._generator.in_flight,
-        )
+        flight, reading, generator = self._flight.view(), self._adapters.waiting, self._generator
+        blocked, launched = generator.blocked, generator.in_flight
+        view = self._views.view(now, reading=reading, blocked=blocked, in_flight=flight, step_in_flight=launched)
         decision = self._policy.decide(view, now)
         self._measured = None if isinstance(decision, Wait) else now if self._measured is None else self._measured
         match decision:
             case Serve(admit):
                 await self._serve(admit)
-            case Train() if self._generator.in_flight:
+            case Train() if launched and self._flight.takes_turns:
                 # Its tokens need not wait for the slice. When they are there, the policy decides again.
                 await self._collect()
             case Train():
@@ -216,7 +219,7 @@ class Engine:
             case Wait(until) if self._idle_until(until, now) and self._prepare():
                 await self._pace()
             case Wait(until):
-                self._report(now, force=True)
+                self._report(now, force=not flight.slices)
                 await self._idle.sleep(None if until is None else until - now)
 
     def _idle_until(self, until: float | None, now: float) -> bool:
@@ -251,6 +254,7 @@ class Engine:
 
     async def _serve(self, admit: int) -> None:
         began = self._clock()
+        self._flight.step_begins()
         if admit and not self._running:
             self._views.turns.dispatched()
         with self._stalls.during("admit"):
@@ -266,26 +270,22 @@ class Engine:
             results = self._generator.step()
         self._tell_started()
         failpoint("generate.mid_stream")
-        await self._pace()
-        now = self._clock()
-        self._serve_seconds += now - began
         self._running.computed(self._generator.launched_prefill())
-        self._accept(results, now)
+        await self._accept(results, began)
 
     async def _collect(self) -> None:
         """Wait for the step in flight."""
         began = self._clock()
         with self._stalls.during("decode"):
             results = self._generator.collect()
-        await self._pace()
-        now = self._clock()
-        self._serve_seconds += now - began
-        self._accept(results, now)
+        await self._accept(results, began)
 
-    def _accept(self, results: list[Tokens | RequestFailed], now: float) -> None:
-        """What the generator has collected by now. The time since the last work was measured is that of its steps: those that
-        overlap the host's work begin when the one before them ends."""
-        shape = self._generator.computed()
+    async def _accept(self, results: list[Tokens | RequestFailed], began: float) -> None:
+        """What the generator has collected. The time since the last work was measured is that of its steps: those that overlap
+        the host's work begin when the one before them ends."""
+        await self._pace()
+        now, shape = self._clock(), self._generator.computed()
+        self._serve_seconds += now - began
         if shape is not None and self._measured is not None:
             self._views.step_took(shape, now - self._measured)
             self._measured = now
@@ -325,18 +325,24 @@ class Engine:
             self._prepare()  # else a job would keep the engine from becoming ready
             self._measured = self._clock()
         assert self._measured is not None, "it decided to train"
-        began, job = self._measured, decision.job
+        began, job = (self._measured if self._flight.takes_turns else self._clock()), decision.job
         kind, tokens = self._jobs.next_micro_step(job), self._jobs.micro_batch_tokens(job)
         with self._stalls.during(f"train_{kind}"):
             suspended = self._jobs.advance(job, decision.micro_steps)
+        micro_steps = self._jobs.micro_steps_done
+        tokens = self._jobs.micro_batch_tokens(job) if suspended else tokens
+        self._flight.launched(decision, kind, micro_steps, tokens, began)
         self._views.turns.trained(job, suspended=suspended)
         await self._pace()
         now = self._clock()
-        tokens = self._jobs.micro_batch_tokens(job) if suspended else tokens
-        self._views.slices.ran(decision, kind, self._jobs.micro_steps_done, tokens, now - began, now)
-        self._measured = now
-        self._train_seconds += now - began
+        if self._flight.takes_turns:
+            self._slice_ended(EndedSlice(decision, kind, micro_steps, tokens, now - began, now))
+            self._measured = now
         self._report(now)
+
+    def _slice_ended(self, ended: EndedSlice) -> None:
+        self._views.slices.ran(ended.decision, ended.kind, ended.micro_steps, ended.tokens, ended.seconds, ended.at)
+        self._train_seconds += ended.seconds
 
     # ---- messages
 

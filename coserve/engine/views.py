@@ -7,11 +7,13 @@ from typing import Protocol
 from coserve.engine.running import RunningRequests
 from coserve.queues.costs import ATTAINMENT, Predictors
 from coserve.queues.inference import InferenceQueue
-from coserve.queues.policy import Costs, View
+from coserve.queues.policy import Costs, InFlight, View
 from coserve.queues.shapes import STEP_FEATURES, STEP_KINDS, StepShape
 from coserve.queues.slices import Slices
 from coserve.queues.turns import Turns
 from coserve.types import MicroStep
+
+NOTHING = InFlight()
 
 
 class ReadyJobs(Protocol):
@@ -39,11 +41,15 @@ class Views:
         """A generation step was measured."""
         self._steps.add(shape.kind, shape.features, seconds)
 
-    def view(self, now: float, *, reading: int, blocked: bool, step_in_flight: bool = False) -> View:
+    def view(
+        self, now: float, *, reading: int, blocked: bool, in_flight: InFlight = NOTHING, step_in_flight: bool = False
+    ) -> View:
         """`reading`: how many requests wait for their adapters to be read; `blocked`: no running request can compute anything;
         `step_in_flight`: a step was launched whose tokens have not been collected."""
         jobs = self._jobs.ready()
         self.slices.ready(jobs, now)
+        if in_flight.slices and jobs and self._jobs.next_micro_step(jobs[0]) is MicroStep.RESULT:
+            jobs = ()  # its micro-batch is suspended: no other job can begin one
         headroom = max(0, self._max_running - len(self._running) - reading)
         waiting = self._queue.waiting(headroom)
         step = self._running.next_step(waiting)
@@ -56,8 +62,9 @@ class Views:
             headroom=headroom,
             jobs=jobs,
             turn=self.turns.view(self._jobs.in_training),
-            train_waiting_since=self.slices.waiting_since,
+            train_waiting_since=self.slices.waiting_since if jobs else None,
             costs=self._costs(step, jobs),
+            in_flight=in_flight,
         )
 
     def _costs(self, step: StepShape, jobs: tuple[str, ...]) -> Costs:

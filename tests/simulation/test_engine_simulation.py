@@ -25,11 +25,14 @@ from coserve.link import (
     Tokens,
 )
 from coserve.queues.policies.slack import Slack
+from coserve.queues.policies.spatial import MAX_SLICES
 from tests.support.examples import examples, sample
 from tests.support.fake_ports import token
 from tests.support.scenario import Outcome, Scenario, make_scenario, play
 
-POLICIES = sample(("ets", "ts", "ts-batch", "slack", "inference-first"), "ets", "ts", "slack", "inference-first")
+POLICIES = sample(
+    ("ets", "ts", "ts-batch", "slack", "inference-first", "spatial"), "ets", "ts", "slack", "inference-first", "spatial"
+)
 SEEDS = int(os.environ.get("COSERVE_SIM_SEEDS") or examples(150))
 
 
@@ -147,6 +150,14 @@ def test_slack_lets_no_job_starve() -> None:
         assert worst <= outcome.scenario.patience + outcome.meter.longest["serve"] + 1e-6
 
 
+def test_spatial_sharing_trains_without_a_break() -> None:
+    """The device waits for a slice for one generation step and one launch at most; it is asked for two slices at most."""
+    for outcome in outcomes("spatial"):
+        worst, longest = max(outcome.trainer.gaps, default=0.0), outcome.meter.longest
+        assert worst <= longest["serve"] + longest["train"] + 1e-6
+        assert outcome.device.in_flight <= MAX_SLICES
+
+
 @pytest.mark.parametrize("policy", POLICIES)
 def test_no_request_starves_below_capacity(policy: str) -> None:
     """With time to breathe, a request waits for its batch to form and for what ran when it came, no longer."""
@@ -156,6 +167,8 @@ def test_no_request_starves_below_capacity(policy: str) -> None:
         match policy:
             case "slack":
                 bound = 2.0 + longest["train"] + batch  # no first token is due later than 2 s after its arrival
+            case "spatial":
+                bound = batch + 12 * longest["train"]  # a launch ahead of each step
             case "inference-first":
                 bound = longest["train"] + batch
             case "ets":

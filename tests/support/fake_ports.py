@@ -250,7 +250,7 @@ class FakeTrainer:
 
         def start() -> JobStarted:
             if not self._runs:
-                self._idle_since = self.clock()
+                self._idle_since = max(self._idle_since, self.clock())
             self._runs[spec.id] = _Run(spec, step, tried=step)
             self.ran[spec.id] = []
             return JobStarted(id=spec.id, total_steps=plan.steps, resumed_from=step)
@@ -265,16 +265,16 @@ class FakeTrainer:
         suspended = [id for id, other in self._runs.items() if other.micro_step]
         assert suspended in ([], [job]), f"{suspended} suspended while {job} trains"
         self.gaps.append(self.clock() - self._idle_since)
-        kinds = [_kind(micro_step, plan.micro_steps) for micro_step in range(run.micro_step, plan.micro_steps)]
+        kinds = self.kinds(plan)[run.micro_step :]
         alike = next((i for i, kind in enumerate(kinds) if kind is not kinds[0]), len(kinds))
         done = len(kinds) if micro_steps is None else min(micro_steps, alike)
         self.micro_steps_done = done
         factor = 10 if self.rng.random() < self.prices.spikes else 1
         cost = factor * sum(self.cost(kind) for kind in kinds[:done])
         self.meter.charge("train", cost)
-        self._idle_since = self.clock() + cost
+        self._idle_since = max(self._idle_since, self.clock()) + cost
         run.micro_step += done
-        if run.micro_step < plan.micro_steps:
+        if done < len(kinds):
             return []
         run.micro_step = 0
         run.step += 1
@@ -285,8 +285,12 @@ class FakeTrainer:
         """Virtual seconds of a micro-step."""
         return self.prices.micro_step
 
+    def kinds(self, plan: JobPlan) -> list[MicroStep]:
+        """Of the micro-steps of an optimizer step."""
+        return [_kind(micro_step, plan.micro_steps) for micro_step in range(plan.micro_steps)]
+
     def next_micro_step(self, job: str) -> MicroStep:
-        return _kind(self._runs[job].micro_step, self.plans[job].micro_steps)
+        return self.kinds(self.plans[job])[self._runs[job].micro_step]
 
     def micro_batch_tokens(self, job: str) -> int:
         return 64

@@ -30,9 +30,11 @@ from coserve.link import (
 from coserve.queues.policies.ets import Ets
 from coserve.queues.policies.inference_first import InferenceFirst
 from coserve.queues.policies.slack import Slack
+from coserve.queues.policies.spatial import Spatial
 from coserve.queues.policies.temporal_sharing import TemporalSharing
 from coserve.queues.policy import Costs, Decision, Policy, View, Wait
 from coserve.types import AdapterRef, JobSpec, LoraSettings, SamplingParams, Slo, TrainingSettings
+from tests.support.fake_device import FakeDevice, LaunchingTrainer
 from tests.support.fake_ports import (
     CONTEXT,
     FakeGenerator,
@@ -66,6 +68,8 @@ class Scenario:
     delay: float
     cold: float = 0.0
     """Mean seconds of reading an adapter; 0: all are in memory."""
+    share: float | None = None
+    """Of the device, for training beside generation: each side's `prices` are those of the whole device. None: they take turns."""
 
     def without_jobs(self) -> Scenario:
         kept = tuple(event for event in self.script if isinstance(event[1], Generate | CancelRequest))
@@ -83,6 +87,7 @@ def make_scenario(seed: int, *, policy: str, calm: bool = False, cold: bool = Fa
         "ts-batch": TemporalSharing(n, max_running, delay, "batch"),
         "inference-first": InferenceFirst(),
         "slack": Slack(patience),
+        "spatial": Spatial(),
     }
     plans = {
         f"j{i}": JobPlan(
@@ -114,6 +119,7 @@ def make_scenario(seed: int, *, policy: str, calm: bool = False, cold: bool = Fa
         patience=patience,
         delay=delay,
         cold=rng.uniform(0.01, 1.0) if cold else 0.0,
+        share=rng.uniform(0.2, 0.8) if policy == "spatial" else None,
     )
 
 
@@ -170,6 +176,7 @@ class Outcome:
     generator: FakeGenerator
     trainer: FakeTrainer
     meter: Meter
+    device: FakeDevice
     messages: list[tuple[float, FromEngine]] = field(default_factory=list)
     sent: dict[str, float] = field(default_factory=dict)
     cancelled: dict[str, float] = field(default_factory=dict)
@@ -275,11 +282,22 @@ class _Api:
                 return
 
 
+def _slower(prices: Prices, share: float) -> Prices:
+    """On that share of the device."""
+    return Prices(prices.step / share, prices.token / share, prices.micro_step / share, prices.spikes)
+
+
 async def _play(scenario: Scenario) -> Outcome:
     loop, rng, meter = asyncio.get_running_loop(), random.Random(scenario.seed), Meter()
-    generator = FakeGenerator(meter, scenario.prices, scenario.step_tokens, rng, scenario.chaos)
-    trainer = FakeTrainer(meter, scenario.prices, scenario.plans, rng, loop.time)
+    share, prices, device = scenario.share, scenario.prices, FakeDevice(meter)
+    if share is None:
+        trainer = FakeTrainer(meter, prices, scenario.plans, rng, loop.time)
+    else:
+        trainer = LaunchingTrainer(device, _slower(prices, share), scenario.plans, rng, loop.time)
+        prices = _slower(prices, 1 - share)
+    generator = FakeGenerator(meter, prices, scenario.step_tokens, rng, scenario.chaos)
     policy = Watched(scenario.policy, lambda: (generator.tokens_computed, len(trainer.gaps)))
+    device.ended = policy.event
     to_engine, from_engine = asyncio.Queue[ToEngine | None](), asyncio.Queue[FromEngine | None]()
     api_end, engine_end = LocalLink(to_engine, from_engine), _WatchedLink(from_engine, to_engine)
     engine_end.event = policy.event
@@ -307,8 +325,9 @@ async def _play(scenario: Scenario) -> Outcome:
         clock=loop.time,
         pace=meter.pace,
         job_threads=Inline(),
+        mark_training=None if share is None else device.mark,
     )
-    outcome = Outcome(scenario, generator, trainer, meter)
+    outcome = Outcome(scenario, generator, trainer, meter, device)
     api = _Api(outcome, api_end)
     async with asyncio.TaskGroup() as group:
         group.create_task(api.listen())
