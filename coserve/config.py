@@ -26,6 +26,7 @@ SECTIONS = {
     "policy": "Schedule and latency targets",
     "kv_tokens": "Memory and steps",
     "max_queue": "Queues and jobs",
+    "tracker": "Tracking",
     "data_root": "Requests and files",
     "log_level": "Logging",
     "config": "Settings file",
@@ -144,6 +145,14 @@ class Config:
     recompute: bool = option(False, "training: keep only each layer's input and compute the layer again")
     keep_checkpoints: int = option(2, "checkpoints kept per job")
 
+    tracker: tuple[str, ...] = option(
+        (),
+        "where the curves of jobs go besides this API, in a process of its own: TensorBoard event files, Weights & Biases or MLflow, "
+        "each set up by its own environment variables; may be repeated",
+        choices=("tensorboard", "wandb", "mlflow"),
+    )
+    tracking_dir: Path | None = option(None, "folder of the trackers' files; default: 'tracking' in the data folder")
+
     data_root: Path | None = option(None, "folder from which /finetune and /adapters may read local paths")
     max_connections: int = option(
         1024,
@@ -163,8 +172,9 @@ class Config:
     def __post_init__(self) -> None:
         for f in dataclasses.fields(self):
             value, choices = getattr(self, f.name), f.metadata["choices"]
-            if choices and value not in choices:
-                raise ConfigError(f"{f.name}: expected one of {', '.join(choices)}, got {value!r}")
+            for given in value if isinstance(value, tuple) else (value,):
+                if choices and given not in choices:
+                    raise ConfigError(f"{f.name}: expected one of {', '.join(choices)}, got {given!r}")
         for name in (
             "inference_batch_size",
             "ts_n",

@@ -266,6 +266,12 @@ class StorageFailed(StorageError):
     code = "storage_failed"
 
 
+class TrackingFailed(CoserveError):
+    """A tracker's library or server refused the steps of a job. The job goes on."""
+
+    code = "tracking_failed"
+
+
 class Unreachable(CapacityError):
     """The SDK could not reach the daemon, or the connection broke. `sent`: the daemon may have seen the request."""
 

@@ -58,6 +58,8 @@ SETTINGS = [
     "micro_batch_tokens",
     "recompute",
     "keep_checkpoints",
+    "tracker",
+    "tracking_dir",
     "data_root",
     "max_connections",
     "max_body_bytes",

@@ -24,7 +24,7 @@ LAYERS = (
     {"client", "logs", "stream_link", "model", "queues", "memory"},
     {"state", "workloads"},
     {"adapters", "offload", "demo"},
-    {"corpus", "adapter_store", "admission"},
+    {"corpus", "adapter_store", "admission", "tracking"},
     {"api", "generate", "profiling", "warmup"},
     {"daemon", "finetune"},
     {"engine", "cli"},

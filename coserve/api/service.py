@@ -43,6 +43,7 @@ from coserve.offload.pool import HelperPool
 from coserve.pretrained.tokenizer import Tokenizer
 from coserve.state.folder import DataFolder
 from coserve.state.thread import RegistryThread
+from coserve.tracking.feed import Tracking
 
 log = logging.getLogger(__name__)
 
@@ -79,6 +80,13 @@ class Service:
         self.adapters = AdapterCatalog(config, folder, registry, self._preparers, self.engine, self.generation.in_use)
         converters = HelperPool(tokenizer.state, 1, LogSettings.of(config), max_memory=0)
         self.conversions = Conversions(folder, registry, converters, self.engine, self.adapters)
+        self._tracking = Tracking(
+            config.tracker,
+            config.tracking_dir or folder.tracking,
+            registry,
+            lambda: HelperPool(tokenizer.state, 1, LogSettings.of(config)),
+        )
+        self._recorder.watchers.subscribe(self._tracking.notify)
         self._started_monotonic, self.started_at = time.monotonic(), time.time()
         self._receiver: asyncio.Task[Exception | None] | None = None
         """Reads the messages of the last engine."""
@@ -92,6 +100,7 @@ class Service:
         if self._recording is None:
             self._recording = asyncio.create_task(self._recorder.run())
             await self.jobs.recover()
+            self._tracking.open()
 
     async def attach(
         self, link: Link[ToEngine, FromEngine], ready: EngineReady, ranks: EngineRanks | None = None
@@ -138,6 +147,7 @@ class Service:
         await self._preparers.close()
         await self._recorder.settled()
         await self._recorder.close()
+        await self._tracking.close()
         self.engine_lost()
         if self._recording is not None:
             self._recording.cancel()
@@ -219,6 +229,7 @@ class Service:
                 *_starving(stats),
                 *self._registry.notes,
                 *self._recorder.notes,
+                *self._tracking.notes,
             ],
             waiting=stats.waiting if stats is not None else 0,
             running=stats.running if stats is not None else 0,

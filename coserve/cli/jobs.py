@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import warnings
+from contextlib import closing
 from pathlib import Path
 from typing import Annotated
 
@@ -11,9 +12,11 @@ import msgspec
 import typer
 
 from coserve.cli.common import DEFAULT_URL, AsJson, Key, Limit, Url, connect, say_more, target_names
-from coserve.cli.failures import FAILED
+from coserve.cli.failures import FAILED, usage_errors
+from coserve.cli.job_plot import collect_steps, save_plot
 from coserve.cli.job_table import chosen_line, cut_line, job_line, job_table
 from coserve.client import JobHandle
+from coserve.errors import InvalidRequest, WrongJobState
 from coserve.limits import PAGE_SIZE
 from coserve.schemas import Job
 from coserve.types import JobState, LoraSettings
@@ -21,7 +24,7 @@ from coserve.types import JobState, LoraSettings
 LORA = LoraSettings()
 """Default settings of an adapter."""
 
-jobs_app = typer.Typer(no_args_is_help=True, help="List, watch, pause, resume and cancel fine-tuning jobs.")
+jobs_app = typer.Typer(no_args_is_help=True, help="List, watch, plot, pause, resume and cancel fine-tuning jobs.")
 
 
 def finetune(
@@ -152,6 +155,30 @@ def watch_job(id: str, url: Url = DEFAULT_URL, key: Key = None) -> None:
         job = client.job(id)
         _warn(cut_line(job.info))
         follow_job(job, False)
+
+
+@jobs_app.command("plot")
+def plot_job(
+    id: str,
+    out: Annotated[Path | None, typer.Option(help="file to write", show_default="ID.png")] = None,
+    url: Url = DEFAULT_URL,
+    key: Key = None,
+) -> None:
+    """Draw a job's loss, learning rate and tokens per second in a PNG file."""
+    path = Path(f"{id}.png") if out is None else out
+    with usage_errors():
+        if not path.absolute().parent.is_dir():
+            raise InvalidRequest(f"no such folder: {path.absolute().parent}")
+        if path.is_dir():
+            raise InvalidRequest(f"expected a file, got a folder: {path}")
+    with connect(url, key) as client:
+        job = client.job(id)
+        with closing(job.events()) as events:
+            steps = collect_steps(job.info, events)
+    if not steps:
+        raise WrongJobState(f"job {id} has not done a step yet: it is {job.info.state}")
+    save_plot(path, job.info, steps)
+    print(f"saved: {path}")
 
 
 @jobs_app.command("pause")

@@ -46,6 +46,7 @@ from coserve.state.folder import DataFolder
 from coserve.state.registry import Registry
 from coserve.state.reserve import Reserve
 from coserve.state.thread import RegistryThread
+from coserve.tracking.libraries import check_trackers
 
 log = logging.getLogger(__name__)
 
@@ -88,6 +89,7 @@ async def _serving(config: Config) -> AsyncIterator[_Serving]:
     asyncio.get_running_loop().set_exception_handler(quiet_accept())
     folder = DataFolder(config.data_dir)
     check_source(config.model, weights=config.load_format == "auto")
+    check_trackers(config.tracker)
     async with contextlib.AsyncExitStack() as stack:
         sock = stack.enter_context(contextlib.closing(bind(config.host, config.port)))
         os.umask(0o077)  # files of the daemon and its processes are for its user alone: corpora, adapters, logs

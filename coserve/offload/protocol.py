@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
@@ -19,6 +19,8 @@ class TaskContext:
 
     tokenizer: Tokenizer
     progress: Callable[[], None]
+    kept: dict[str, Any] = field(default_factory=dict)
+    """Whatever tasks keep for later calls of the same process."""
 
 
 Task = Callable[[TaskContext, bytes, bytes], bytes]

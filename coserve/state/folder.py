@@ -5,6 +5,7 @@ lock                                      held by the daemon that uses the folde
 reserve                                   space for writes on a full disk: `state.reserve`
 cache/                                    compiled kernels (`--cache-dir`); may be deleted
 memory.json                               the GPU's memory profile; may be deleted
+tracking/                                 files of the trackers (`--tracking-dir`)
 adapters/<id>/<version>/                  PEFT files of one immutable version
 jobs/<job>/corpus.safetensors             the tokenised corpus
 jobs/<job>/checkpoint-<step>/             resumable state
@@ -43,6 +44,7 @@ class DataFolder:
         self.staging = self.root / "staging"
         self.memory = self.root / "memory.json"
         self.reserve = self.root / "reserve"
+        self.tracking = self.root / "tracking"
 
     def adapter(self, ref: AdapterRef) -> Path:
         return self.adapters / _checked(ref.id) / str(int(ref.version))

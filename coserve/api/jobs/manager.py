@@ -87,6 +87,7 @@ class JobManager:
             deaths = self._recorder.deaths
             for id in [id for _, id in unfinished if deaths[id] + (id in ran) >= MAX_DEATHS]:
                 await retries.run(what, partial(self._recorder.end, id, partial(_fail_after_deaths, id=id)))
+                self._recorder.watchers.notify(id)
             records = await retries.run(what, lambda: self._registry.with_reserve(self._requeue))
             left = {record.spec.id for record in records}
             deaths.update(ran & left)  # last: an engine that dies meanwhile cancels this, and never ran them
@@ -169,6 +170,7 @@ class JobManager:
                 made = await self._registry(create)
                 if made.spec.id == id:
                     self._start(made.spec)
+                    self._recorder.watchers.notify(id)
         except BaseException:
             await asyncio.to_thread(remove_dir, self._folder.job(id))
             raise
@@ -250,8 +252,11 @@ class JobManager:
 
     async def _change(self, id: str, wanted: JobState) -> JobRecord:
         if wanted is JobState.CANCELLED:
-            return await self._recorder.end(id, lambda registry: registry.set_state(id, wanted))
-        return await self._registry.with_reserve(lambda registry: registry.set_state(id, wanted))
+            record = await self._recorder.end(id, lambda registry: registry.set_state(id, wanted))
+        else:
+            record = await self._registry.with_reserve(lambda registry: registry.set_state(id, wanted))
+        self._recorder.watchers.notify(id)
+        return record
 
 
 def _fail_after_deaths(registry: Registry, *, id: str) -> JobRecord:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 
@@ -12,6 +12,11 @@ class JobWatchers:
 
     def __init__(self) -> None:
         self._events: dict[str, set[asyncio.Event]] = {}
+        self._subscribers: list[Callable[[str], None]] = []
+
+    def subscribe(self, notify: Callable[[str], None]) -> None:
+        """Call `notify` after each change of any job, with its id. It must return at once."""
+        self._subscribers.append(notify)
 
     @contextmanager
     def watch(self, job: str) -> Iterator[asyncio.Event]:
@@ -27,6 +32,8 @@ class JobWatchers:
                 del self._events[job]
 
     def notify(self, job: str) -> None:
+        for notify in self._subscribers:
+            notify(job)
         for event in self._events.get(job, ()):
             event.set()
 

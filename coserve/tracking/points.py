@@ -1,0 +1,80 @@
+"""What a tracker is told of a job: what it is, and the numbers of each optimizer step. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import msgspec
+
+from coserve.schemas import JobEvent
+from coserve.state.records import JobRecord
+from coserve.types import JobState, StepMetrics
+
+
+class Run(msgspec.Struct, frozen=True):
+    """A job as a tracker's run. `settings` are flat: `training.learning_rate`, `lora.r`, ..."""
+
+    id: str
+    name: str
+    settings: dict[str, str | int | float | bool]
+
+
+class Point(msgspec.Struct, frozen=True):
+    """The numbers of one optimizer step. `time`: seconds since the epoch."""
+
+    step: int
+    time: float
+    values: dict[str, float]
+
+
+def run_of(record: JobRecord) -> Run:
+    spec = record.spec
+    found: dict[str, str | int | float | bool] = {
+        "adapter": spec.adapter,
+        "version": spec.version,
+        "continue_from": "" if spec.init_from is None else str(spec.init_from),
+        "rows": spec.rows,
+        "tokens": spec.tokens,
+        "target_tokens": spec.target_tokens,
+    }
+    for group, settings in (("lora", spec.lora), ("training", spec.training), ("metadata", record.metadata)):
+        fields = msgspec.to_builtins(settings)
+        assert isinstance(fields, dict)
+        found |= {f"{group}.{name}": _plain(value) for name, value in fields.items()}
+    return Run(spec.id, f"{spec.adapter}@{spec.version}", found)
+
+
+def _plain(value: object) -> str | int | float | bool:
+    if isinstance(value, str | int | float):
+        return value
+    return "" if value is None else msgspec.json.encode(value).decode()
+
+
+def values_of(metrics: StepMetrics) -> dict[str, float]:
+    """By the names that transformers' Trainer gives them; `train/tokens_per_second` counts the time in the step's slices."""
+    values = {
+        "train/loss": metrics.loss,
+        "train/learning_rate": metrics.learning_rate,
+        "train/grad_norm": metrics.grad_norm,
+        "train/epoch": metrics.epoch,
+    }
+    if metrics.seconds > 0:
+        values["train/tokens_per_second"] = metrics.tokens / metrics.seconds
+    if metrics.valid_loss is not None:
+        values["eval/loss"] = metrics.valid_loss
+    return values
+
+
+def points_of(events: Iterable[JobEvent], after: int) -> list[Point]:
+    """The steps above `after`, each once: a job that resumed from a checkpoint repeats steps, with the same numbers."""
+    found = []
+    for event in events:
+        if event.metrics is not None and event.metrics.step > after:
+            after = event.metrics.step
+            found.append(Point(after, event.created_at, values_of(event.metrics)))
+    return found
+
+
+def end_of(events: Iterable[JobEvent]) -> JobState | None:
+    """The terminal state that the events tell of."""
+    return next((event.state for event in events if event.state is not None and event.state.terminal), None)

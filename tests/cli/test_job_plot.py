@@ -1,0 +1,44 @@
+"""`coserve jobs plot`: the steps that it draws, and the file that it leaves."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from pathlib import Path
+from types import SimpleNamespace
+
+import msgspec
+import pytest
+from typer.testing import CliRunner
+
+from coserve.cli import jobs
+from coserve.cli.app import app
+from coserve.cli.job_plot import collect_steps
+from coserve.schemas import JobEvent
+from coserve.types import JobState
+from tests.support.fake_engine import metrics
+from tests.support.sdk import job
+
+
+def event(seq: int, step: int = 0, state: JobState | None = None) -> JobEvent:
+    own = metrics(step, 4) if step else None
+    kind = "state" if state is not None else "metrics"
+    return JobEvent(seq=seq, job="job-1", created_at=1.0, level="info", type=kind, message="", metrics=own, state=state)
+
+
+def test_of_a_job_that_trains_the_steps_so_far_and_each_once() -> None:
+    events = iter([event(1, 1), event(2, 2), event(3, state=JobState.RUNNING), event(4, 2), event(5, 3), event(6, 4)])
+    running = msgspec.structs.replace(job(JobState.RUNNING), step=3)
+    assert [step.step for step in collect_steps(running, events)] == [1, 2, 3]
+    assert next(events).seq == 6  # what comes later was not waited for
+    assert collect_steps(msgspec.structs.replace(running, step=0), events) == []
+
+
+def test_a_picture_of_a_job_that_has_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    info = msgspec.structs.replace(job(JobState.SUCCEEDED), step=2)
+    events = [event(1, 1), event(2, 2), event(3, state=JobState.SUCCEEDED)]
+    handle = SimpleNamespace(id="job-1", info=info, events=lambda: (each for each in events))
+    monkeypatch.setattr(jobs, "connect", lambda *_: nullcontext(SimpleNamespace(job=lambda _: handle)))
+    file = tmp_path / "curve.png"
+    result = CliRunner().invoke(app, ["jobs", "plot", "job-1", "--out", str(file)])
+    assert result.exit_code == 0, result.output
+    assert file.read_bytes().startswith(b"\x89PNG")

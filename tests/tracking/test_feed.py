@@ -1,0 +1,97 @@
+"""The daemon tells a tracker of its jobs: beside them, later where it fails, on after a restart."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from coserve.errors import ConfigError
+from coserve.link import JobProgress, JobStarted
+from coserve.tracking.libraries import check_trackers
+from tests.support.api_server import Api, serve_api
+from tests.support.event_files import read_curve
+from tests.support.fake_engine import metrics
+
+pytest.importorskip("tensorboardX")
+
+REQUEST = {"adapter": "poet", "data": [{"text": "one two three"}], "training": {"steps": 3}, "lora": {"r": 2}}
+CURVE = [(1, 3.0), (2, 1.5), (3, 1.0)]
+
+
+async def submit(api: Api) -> str:
+    status, job = await api.call("POST", "/finetune", json=REQUEST)
+    assert status == 202, job
+    return str(job["id"])
+
+
+async def until(true: Callable[[], Any]) -> None:
+    for _ in range(600):
+        if true():
+            return
+        await asyncio.sleep(0.1)
+    raise AssertionError("it never became true")
+
+
+def curve(folder: Path, job: str) -> list[tuple[int, float]]:
+    return read_curve(folder / "tensorboard" / f"poet@1-{job}")
+
+
+def cursors(folder: Path) -> list[str]:
+    return [path.name for path in (folder / "tensorboard" / "cursors").glob("*")]
+
+
+async def test_a_jobs_curve_is_in_event_files_soon_after_its_end(tmp_path: Path) -> None:
+    async with serve_api(tmp_path / "data", tracker=("tensorboard",)) as api:
+        job = await submit(api)
+        await api.job_until(job, "succeeded")
+    assert curve(tmp_path / "data" / "tracking", job) == CURVE  # at the latest when the daemon stops
+    assert cursors(tmp_path / "data" / "tracking") == []
+
+
+async def test_steps_that_an_engine_or_a_daemon_repeats_are_told_once(tmp_path: Path) -> None:
+    tracking = tmp_path / "curves"
+    async with serve_api(tmp_path / "data", tracker=("tensorboard",), tracking_dir=tracking) as api:
+        api.engine.go_jobs.clear()
+        job = await submit(api)
+        await api.hear(JobStarted(id=job, total_steps=3))
+        await api.hear(JobProgress(id=job, metrics=metrics(1, 3)))
+        await api.hear(JobProgress(id=job, metrics=metrics(2, 3)))
+        await until(lambda: len(curve(tracking, job)) == 2)
+        await api.hear(JobStarted(id=job, total_steps=3, resumed_from=1))
+        await api.hear(JobProgress(id=job, metrics=metrics(2, 3)))
+    assert curve(tracking, job) == CURVE[:2]
+    assert cursors(tracking) == [f"{job}.json"]
+    async with serve_api(tmp_path / "data", tracker=("tensorboard",), tracking_dir=tracking) as api:
+        await api.job_until(job, "succeeded")  # the new engine begins at step 1
+    assert curve(tracking, job) == CURVE
+
+
+async def test_a_tracker_that_fails_is_in_the_health_and_disturbs_no_job(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    tracking = tmp_path / "curves"
+    tracking.mkdir()
+    (tracking / "tensorboard").write_text("no folder")
+    async with serve_api(tmp_path / "data", tracker=("tensorboard",), tracking_dir=tracking) as api:
+        job = await submit(api)
+        done = await api.job_until(job, "succeeded")
+        assert done["result"] == "poet@1"
+        await until(lambda: api.service.health().notes[-1].startswith("tracker tensorboard: "))
+        (tracking / "tensorboard").unlink()
+        await until(lambda: tracking.joinpath("tensorboard").is_dir() and curve(tracking, job) == CURVE)
+        await until(lambda: not [note for note in api.service.health().notes if "tracker" in note])
+    assert len([record for record in caplog.records if record.message.endswith("trying again")]) == 1
+
+
+def test_a_missing_library_is_named_with_the_command_that_installs_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "tensorboardX", None)
+    with pytest.raises(
+        ConfigError, match=r"tensorboardX, which is not installed: pip install 'coserve\[tensorboard\]'"
+    ):
+        check_trackers(("tensorboard",))
+    check_trackers(())

@@ -1,0 +1,85 @@
+"""Each tracker's own library holds the curve of a job, each step once, however often its process dies."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from coserve.errors import TrackingFailed
+from coserve.offload.protocol import TaskContext
+from coserve.tracking.points import Point, Run
+from coserve.tracking.task import CloseAll, Track, close_all, track
+from coserve.types import JobState
+from tests.support.api_server import tokenizer
+from tests.support.event_files import read_curve
+
+RUN = Run("job-1", "poet@2", {"training.learning_rate": 0.1, "metadata.a|b": "<b>"})
+
+
+def context() -> TaskContext:
+    """Of a new helper process."""
+    return TaskContext(tokenizer(), lambda: None)
+
+
+def tell(
+    context: TaskContext, tracker: str, folder: Path, after: int, steps: range, ended: JobState | None = None
+) -> None:
+    points = [Point(step, 1e9 + step, {"train/loss": 4.0 / 2**step, "train/learning_rate": 0.5}) for step in steps]
+    told = Track(tracker, str(folder), RUN, after, points, ended)
+    assert track(context, msgspec.msgpack.encode(told), b"") == b""
+
+
+CURVE = [(step, 4.0 / 2**step) for step in range(1, 6)]
+
+
+def test_tensorboard_shows_each_step_once(tmp_path: Path) -> None:
+    pytest.importorskip("tensorboardX")
+    killed, later = context(), context()
+    tell(killed, "tensorboard", tmp_path, 0, range(1, 3))
+    tell(killed, "tensorboard", tmp_path, 2, range(3, 5))  # and nobody learned that it was written
+    tell(later, "tensorboard", tmp_path, 2, range(3, 6), JobState.SUCCEEDED)
+    assert not later.kept
+    close_all(killed, msgspec.msgpack.encode(CloseAll()), b"")
+    assert read_curve(tmp_path / "poet@2-job-1") == CURVE
+    assert read_curve(tmp_path / "poet@2-job-1", "train/learning_rate") == [(step, 0.5) for step, _ in CURVE]
+
+
+@pytest.mark.filterwarnings("ignore")  # of its libraries
+def test_mlflow_keeps_each_step_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("sqlalchemy")
+    mlflow = pytest.importorskip("mlflow")
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    tell(context(), "mlflow", tmp_path, 0, range(1, 5))
+    tell(context(), "mlflow", tmp_path, 2, range(3, 6), JobState.FAILED)
+    client = mlflow.tracking.MlflowClient(tracking_uri=f"sqlite:///{tmp_path}/mlflow.db")
+    (run,) = client.search_runs([client.get_experiment_by_name("coserve").experiment_id])
+    history = client.get_metric_history(run.info.run_id, "train/loss")
+    assert sorted((metric.step, metric.value) for metric in history) == CURVE
+    assert (run.info.status, run.data.params["training.learning_rate"]) == ("FAILED", "0.1")
+
+
+@pytest.mark.filterwarnings("ignore")  # of its libraries
+def test_wandb_keeps_a_run_of_the_jobs_id(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("wandb")
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    own = context()
+    tell(own, "wandb", tmp_path, 0, range(1, 3))
+    tell(own, "wandb", tmp_path, 2, range(3, 6))
+    close_all(own, msgspec.msgpack.encode(CloseAll()), b"")
+    (file,) = tmp_path.glob("wandb/offline-run-*/run-job-1.wandb")
+    content = file.read_bytes()
+    assert content.count(b"train/learning_rate") >= len(CURVE)
+    assert b"poet@2" in content
+
+
+def test_what_a_library_raises_is_told_in_a_line_and_the_run_is_opened_anew(tmp_path: Path) -> None:
+    pytest.importorskip("tensorboardX")
+    folder, own = tmp_path / "curves", context()
+    folder.write_text("no folder")
+    with pytest.raises(TrackingFailed, match="FileExistsError"):
+        tell(own, "tensorboard", folder, 0, range(1, 3))
+    folder.unlink()
+    tell(own, "tensorboard", folder, 0, range(1, 6), JobState.CANCELLED)
+    assert read_curve(folder / "poet@2-job-1") == CURVE
