@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from coserve.adapters.bdlora import Cut, blocks_at, cut_of, packed_shapes
+from coserve.adapters.bdlora import ParallelStyle, blocks_at, packed_shapes, parallel_style
 from coserve.adapters.targets import rank_and_scaling, resolve_targets
 from coserve.types import BaseSpec, LoraSettings, SiteSpec
 
@@ -66,10 +66,10 @@ def _part(
     a, b = elements
     if (blocks > 1 and blocks % ranks == 0) or fully_sharded:
         return -(-a // ranks), -(-b // ranks)
-    match cut_of(name):
-        case Cut.COLUMN:
+    match parallel_style(name):
+        case ParallelStyle.COLUMN:
             return a, -(-b // ranks)
-        case Cut.ROW:
+        case ParallelStyle.ROW:
             return -(-a // ranks), b
         case None:
             return a, b
