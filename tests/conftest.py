@@ -1,13 +1,20 @@
 """Set before anything imports Triton: without a GPU its kernels run in its interpreter. No test is timed."""
 
+from __future__ import annotations
+
 import logging
 import os
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from typing import TYPE_CHECKING
 
 import pytest
 import torch
 from hypothesis import settings
+
+if TYPE_CHECKING:
+    from tests.support.ranks import Ranks
 
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
@@ -29,3 +36,37 @@ def _logging_of_each_test() -> Iterator[None]:
     root.setLevel(level)
     for handler in [each for each in root.handlers if each not in handlers]:
         root.removeHandler(handler)
+
+
+@pytest.fixture(scope="session")
+def shared_ranks() -> Iterator[Callable[[], Ranks]]:
+    """Two ranks for tests of all files, since they take seconds to start."""
+    from tests.support.ranks import Ranks  # not before Triton's setting
+
+    with ExitStack() as stack:
+        started: list[Ranks] = []
+
+        def usable() -> Ranks:
+            if not started or not started[-1].usable:
+                started.append(stack.enter_context(Ranks(2)))
+            return started[-1]
+
+        yield usable
+
+
+@pytest.fixture
+def two(shared_ranks: Callable[[], Ranks]) -> Ranks:
+    """Two ranks."""
+    return shared_ranks()
+
+
+@pytest.fixture(scope="module", params=[2, pytest.param(4, marks=pytest.mark.slow)])
+def ranks(request: pytest.FixtureRequest, shared_ranks: Callable[[], Ranks]) -> Iterator[Ranks]:
+    """Two ranks; in slow tests four, too."""
+    if request.param == 2:
+        yield shared_ranks()
+        return
+    from tests.support.ranks import Ranks
+
+    with Ranks(request.param) as found:
+        yield found

@@ -30,6 +30,7 @@ class GatheredRanks:
 
     mesh: Mesh
     outputs: tuple[int, int] | None = None
+    split_bytes: int = SPLIT_BYTES
 
     @property
     def shards(self) -> int:
@@ -46,7 +47,7 @@ class GatheredRanks:
     def run(self, h: Tensor) -> Tensor:
         """See `Exchange`."""
         if h.shape[0] > 1:
-            return self.mesh.all_reduce(_short(h))
+            return self.mesh.all_reduce(_short(h, self.split_bytes))
         own = _without_splits(h)[0]
         if not self.mesh.one_shot(own.nbytes * self.mesh.size):
             return self.mesh.all_gather_parts(own)
@@ -63,6 +64,7 @@ class SummedTerms:
     outputs: tuple[int, int] | None
     shards: int = 1
     own: int = 0
+    split_bytes: int = SPLIT_BYTES
 
     def needs_all_parts(self, size: int) -> bool:
         """See `Exchange`."""
@@ -70,7 +72,7 @@ class SummedTerms:
 
     def run(self, h: Tensor) -> Tensor:
         """See `Exchange`."""
-        return self.mesh.all_reduce(_short(h))
+        return self.mesh.all_reduce(_short(h, self.split_bytes))
 
 
 def exchanges_of(shards: Mapping[SiteGroup, SiteShard]) -> dict[SiteGroup, Exchange]:
@@ -86,8 +88,8 @@ def exchanges_of(shards: Mapping[SiteGroup, SiteShard]) -> dict[SiteGroup, Excha
     return found
 
 
-def _short(h: Tensor) -> Tensor:
-    return h if h.nbytes <= SPLIT_BYTES else _without_splits(h)
+def _short(h: Tensor, split_bytes: int) -> Tensor:
+    return h if h.nbytes <= split_bytes else _without_splits(h)
 
 
 def _without_splits(h: Tensor) -> Tensor:

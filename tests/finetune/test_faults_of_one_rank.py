@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -40,12 +39,6 @@ class Trained(NamedTuple):
     """Of the points, on the rank that fails."""
     together: bool
     """Whether a collective after it all gives every rank the same."""
-
-
-@pytest.fixture(scope="module")
-def ranks() -> Iterator[Ranks]:
-    with Ranks(SIZE) as found:
-        yield found
 
 
 @pytest.fixture(scope="module")
@@ -98,28 +91,28 @@ def train(ranks: Ranks, base: str, root: Path, points: str, *fails: int, at: int
 
 @pytest.mark.slow
 def test_memory_that_runs_out_on_one_rank_anywhere_changes_nothing_but_rounding(
-    ranks: Ranks, base: str, tmp_path: Path
+    two: Ranks, base: str, tmp_path: Path
 ) -> None:
     (tmp_path / "clean").mkdir()
-    expected = train(ranks, base, tmp_path / "clean", "anywhere")
+    expected = train(two, base, tmp_path / "clean", "anywhere")
     assert not expected.verdicts
     for number, call in enumerate({0, 1, 2, 3, 4, *range(5, expected.calls, max(1, expected.calls // 12))}):
         root = tmp_path / str(number)
         root.mkdir()
-        found = train(ranks, base, root, "anywhere", call, at=number % SIZE)
+        found = train(two, base, root, "anywhere", call, at=number % SIZE)
         assert [(one.code, one.retry) for one in found.verdicts] == [(JobOutOfMemory.code, True)], call
         assert found.losses == pytest.approx(expected.losses, rel=1e-4), call
 
 
-def test_a_job_that_never_fits_on_one_rank_ends_alone(ranks: Ranks, base: str, tmp_path: Path) -> None:
-    found = train(ranks, base, tmp_path, "anywhere", *range(1000))
+def test_a_job_that_never_fits_on_one_rank_ends_alone(two: Ranks, base: str, tmp_path: Path) -> None:
+    found = train(two, base, tmp_path, "anywhere", *range(1000))
     assert found.losses == []
     assert len(found.verdicts) > 1
     assert found.verdicts[-1].code == JobOutOfMemory.code
 
 
-def test_an_update_that_fails_on_one_rank_ends_the_job(ranks: Ranks, base: str, tmp_path: Path) -> None:
+def test_an_update_that_fails_on_one_rank_ends_the_job(two: Ranks, base: str, tmp_path: Path) -> None:
     """The other rank has changed its weights."""
-    found = train(ranks, base, tmp_path, "update", 1)
+    found = train(two, base, tmp_path, "update", 1)
     assert len(found.losses) == 1
     assert [(one.code, one.retry) for one in found.verdicts] == [(JobOutOfMemory.code, False)]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -18,12 +17,6 @@ from tests.support import sharded, sharded_jobs
 from tests.support.ranks import Ranks
 
 BD: dict[str, object] = {"r": 8, "bd_blocks": 2}
-
-
-@pytest.fixture(scope="module")
-def ranks() -> Iterator[Ranks]:
-    with Ranks(2) as found:
-        yield found
 
 
 @pytest.fixture(scope="module")
@@ -57,10 +50,10 @@ def same_adapter(one: Path, other: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("changes", [{}, BD], ids=["lora", "bd"])
 def test_a_job_on_two_ranks_is_that_of_one_process_at_every_step(
-    ranks: Ranks, base: str, tmp_path: Path, changes: dict[str, object]
+    two: Ranks, base: str, tmp_path: Path, changes: dict[str, object]
 ) -> None:
     alone = run(None, base, tmp_path / "alone", **changes)
-    for name, first, second in (("both", ranks, ranks), ("there", ranks, None), ("back", None, ranks)):
+    for name, first, second in (("both", two, two), ("there", two, None), ("back", None, two)):
         root = tmp_path / name
         run(None, base, root, until=0, **changes)  # places the corpus
         begun = run(first, base, root, until=2, **changes)
@@ -74,7 +67,7 @@ def test_a_job_on_two_ranks_is_that_of_one_process_at_every_step(
 @pytest.mark.slow
 @pytest.mark.parametrize("changes", [{}, BD], ids=["lora", "bd"])
 def test_a_distillation_on_two_ranks_is_that_of_one_process(
-    ranks: Ranks, base: str, tmp_path: Path, changes: dict[str, object]
+    two: Ranks, base: str, tmp_path: Path, changes: dict[str, object]
 ) -> None:
     run(None, base, tmp_path, **(BD | {"learning_rate": 0.1}))
     folder, ref = tmp_path / "adapters" / "learned" / "1", AdapterRef("learned", 1)
@@ -82,17 +75,17 @@ def test_a_distillation_on_two_ranks_is_that_of_one_process(
     job = {"id": "job-2", "adapter": "student", "teacher": teacher, "seed": 9, **changes}
     run(None, base, tmp_path, until=0, **job)
     shutil.copytree(tmp_path, tmp_path / "alone", ignore=shutil.ignore_patterns("alone"))
-    alone, found = run(None, base, tmp_path / "alone", **job), run(ranks, base, tmp_path, **job)
+    alone, found = run(None, base, tmp_path / "alone", **job), run(two, base, tmp_path, **job)
     assert found.losses == pytest.approx(alone.losses, rel=1e-3)
     assert [found.valid_before, *found.valid] == pytest.approx([alone.valid_before, *alone.valid], rel=1e-3)
     assert alone.valid_before is not None and alone.valid_before > 1e-3, "the teacher is not the base"
 
 
 @pytest.mark.slow
-def test_a_checkpoint_of_two_ranks_goes_on_on_four(ranks: Ranks, base: str, tmp_path: Path) -> None:
+def test_a_checkpoint_of_two_ranks_goes_on_on_four(two: Ranks, base: str, tmp_path: Path) -> None:
     alone = run(None, base, tmp_path / "alone")
     run(None, base, tmp_path / "four", until=0)
-    run(ranks, base, tmp_path / "four", until=2)
+    run(two, base, tmp_path / "four", until=2)
     with Ranks(4) as four:
         ended = run(four, base, tmp_path / "four")
     assert ended.losses == pytest.approx(alone.losses[2:], rel=1e-4)
@@ -100,12 +93,11 @@ def test_a_checkpoint_of_two_ranks_goes_on_on_four(ranks: Ranks, base: str, tmp_
 
 
 @pytest.mark.slow
-def test_ranks_measure_their_memory_together(ranks: Ranks, base: str) -> None:
-    ranks.run(sharded_jobs.profile, base)
+def test_ranks_measure_their_memory_together(two: Ranks, base: str) -> None:
+    two.run(sharded_jobs.profile, base)
 
 
-def test_blocks_that_fit_no_rank_are_refused(ranks: Ranks, base: str, tmp_path: Path) -> None:
-    """The last test: what the second rank raises is not read."""
+def test_blocks_that_fit_no_rank_are_refused(two: Ranks, base: str, tmp_path: Path) -> None:
     run(None, base, tmp_path, until=0, r=8, bd_blocks=2)
     with pytest.raises(AssertionError, match=r"expected bd_blocks that 2 GPUs divide"):
-        run(ranks, base, tmp_path, r=6, bd_blocks=3, targets=("down_proj",))
+        run(two, base, tmp_path, r=6, bd_blocks=3, targets=("down_proj",))

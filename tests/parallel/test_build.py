@@ -181,17 +181,16 @@ def test_the_likeliest_token_of_parts() -> None:
 
 
 @pytest.mark.slow
-def test_one_shared_head_and_a_vocabulary_that_nobody_divides(tmp_path: Path) -> None:
+def test_one_shared_head_and_a_vocabulary_that_nobody_divides(two: Ranks, tmp_path: Path) -> None:
     folder = save_base(tmp_path, num_key_value_heads=1, vocab_size=129, attention_bias=True)
     expected = mixed_logits(None, folder, "nfs").logits
-    with Ranks(2) as ranks:
-        for strategy in ("nfs", "slora"):
-            for found in ranks.run(mixed_logits, folder, strategy):
-                torch.testing.assert_close(found.logits, expected, rtol=1e-4, atol=1e-4)
-        alone = train(None, folder, "nfs", KINDS[0], 0, 1)
-        for trained in ranks.run(train, folder, "nfs", KINDS[0], 0, 1):
-            assert trained.losses == pytest.approx(alone.losses, rel=1e-5)
-            assert trained.norms == pytest.approx(alone.norms, rel=1e-4)
+    for strategy in ("nfs", "slora"):
+        for found in two.run(mixed_logits, folder, strategy):
+            torch.testing.assert_close(found.logits, expected, rtol=1e-4, atol=1e-4)
+    alone = train(None, folder, "nfs", KINDS[0], 0, 1)
+    for trained in two.run(train, folder, "nfs", KINDS[0], 0, 1):
+        assert trained.losses == pytest.approx(alone.losses, rel=1e-5)
+        assert trained.norms == pytest.approx(alone.norms, rel=1e-4)
 
 
 def test_plans_name_no_family_twice() -> None:

@@ -6,7 +6,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from coserve.parallel import exchange
 from coserve.parallel.exchange import GatheredRanks, SummedTerms
 from coserve.parallel.mesh import GroupMesh, LoneRank, Mesh
 from tests.support.ranks import OneShotMesh, Ranks
@@ -22,9 +21,9 @@ def _part(rank: int) -> Tensor:
 def _exchanged(mesh: Mesh, one_shot: bool, longest: int) -> list[tuple[Tensor, dict[str, int]]]:
     """Parts, then a sum; their splits added up."""
     assert isinstance(mesh, GroupMesh)
-    mesh, exchange.SPLIT_BYTES = OneShotMesh(mesh.group) if one_shot else mesh, longest
+    mesh = OneShotMesh(mesh.group) if one_shot else mesh
     found, own = list[tuple[Tensor, dict[str, int]]](), _part(mesh.rank)
-    for how in (GatheredRanks(mesh), SummedTerms(mesh, None)):
+    for how in (GatheredRanks(mesh, split_bytes=longest), SummedTerms(mesh, None, split_bytes=longest)):
         h = own[None].clone()
         if how.needs_all_parts(mesh.size * own[0].nbytes):
             h = torch.stack([own if rank == how.own else torch.zeros_like(own) for rank in range(mesh.size)])
@@ -34,16 +33,15 @@ def _exchanged(mesh: Mesh, one_shot: bool, longest: int) -> list[tuple[Tensor, d
     return found
 
 
-def test_parts_and_sums_of_all_ranks() -> None:
+def test_parts_and_sums_of_all_ranks(two: Ranks) -> None:
     expected = torch.stack([_part(rank).sum(0) for rank in range(2)])
-    with Ranks(2) as two:
-        for one_shot in (False, True):
-            for longest in (0, 1 << 18):
-                for gathered, summed in two.run(_exchanged, one_shot, longest):
-                    torch.testing.assert_close(gathered[0], expected)
-                    torch.testing.assert_close(summed[0], expected.sum(0)[None])
-                    assert gathered[1] == {"all_reduce" if one_shot else "all_gather": 1}
-                    assert summed[1] == {"all_reduce": 1}
+    for one_shot in (False, True):
+        for longest in (0, 1 << 18):
+            for gathered, summed in two.run(_exchanged, one_shot, longest):
+                torch.testing.assert_close(gathered[0], expected)
+                torch.testing.assert_close(summed[0], expected.sum(0)[None])
+                assert gathered[1] == {"all_reduce" if one_shot else "all_gather": 1}
+                assert summed[1] == {"all_reduce": 1}
 
 
 @pytest.mark.parametrize("size", [2, 4, 8])

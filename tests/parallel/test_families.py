@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -18,12 +17,6 @@ from tests.support.lora_reference import packed, tokens_of
 from tests.support.ranks import Ranks
 
 LENGTHS = (9, 4)
-
-
-@pytest.fixture(scope="module")
-def two() -> Iterator[Ranks]:
-    with Ranks(2) as ranks:
-        yield ranks
 
 
 def _logits(mesh: Mesh, folder: str) -> tuple[Tensor, str, dict[str, object], list[tuple[int, int]], dict[str, int]]:

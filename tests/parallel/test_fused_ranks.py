@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -23,12 +23,6 @@ from tests.support.sharded import Kind, load, whole_adapter
 BOUNDS = (0, 5, 6, 16)
 TOKENS, POSITIONS = torch.arange(16), torch.cat([torch.arange(n) for n in (5, 1, 10)])
 SEGMENTS = Segments(BOUNDS, (1, -1, 0))
-
-
-@pytest.fixture(scope="module")
-def two() -> Iterator[Ranks]:
-    with Ranks(2) as ranks:
-        yield ranks
 
 
 def _adapters(base: Base) -> tuple[LoraWeights, ...]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -16,18 +15,6 @@ from tests.support.sharded import KINDS, Kind, Trained, gradients, mixed_logits,
 
 LAYERS, HIDDEN, ROWS = 2, 32, 32
 """Rows: the batch's tokens, padded on CPU."""
-
-
-@pytest.fixture(scope="module", params=[2, pytest.param(4, marks=pytest.mark.slow)])
-def ranks(request: pytest.FixtureRequest) -> Iterator[Ranks]:
-    with Ranks(request.param) as found:
-        yield found
-
-
-@pytest.fixture(scope="module")
-def two() -> Iterator[Ranks]:
-    with Ranks(2) as found:
-        yield found
 
 
 @pytest.fixture(scope="module")

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 from torch import Tensor
@@ -11,12 +9,6 @@ from torch import Tensor
 from coserve.parallel.join import join
 from coserve.parallel.mesh import Mesh
 from tests.support.ranks import Ranks, rank_of
-
-
-@pytest.fixture(scope="module")
-def two() -> Iterator[Ranks]:
-    with Ranks(2) as ranks:
-        yield ranks
 
 
 @pytest.mark.slow

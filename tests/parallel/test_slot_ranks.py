@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import pytest
@@ -46,12 +46,6 @@ ONE_ROW = (0, 2, 4)
 class Found(NamedTuple):
     logits: Tensor
     calls: dict[str, int]
-
-
-@pytest.fixture(scope="module", params=[2, pytest.param(4, marks=pytest.mark.slow)])
-def ranks(request: pytest.FixtureRequest) -> Iterator[Ranks]:
-    with Ranks(request.param) as found:
-        yield found
 
 
 @pytest.fixture(scope="module")

@@ -1,4 +1,4 @@
-"""Processes that form a mesh, started once and given many functions to run."""
+"""Processes that form a mesh, started once and given many functions to run; the fixtures `two` and `ranks` share them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import Any, Self
 import torch
 
 from coserve.parallel.join import join
-from coserve.parallel.mesh import GroupMesh, Mesh, fits_one_shot
+from coserve.parallel.mesh import GroupMesh, Mesh, Traffic, fits_one_shot
 
 LIMIT = 240.0
 """Seconds for one function."""
@@ -28,6 +28,8 @@ class Ranks:
         context = multiprocessing.get_context("spawn")
         address = f"file://{Path(self._folder.name) / 'store'}"
         self._processes, self._pipes = [], list[Connection]()
+        self.usable = True
+        """No function was left unanswered."""
         for rank in range(size):
             ours, theirs = context.Pipe()
             process = context.Process(target=_serve, args=(theirs, rank, size, address, cuda), daemon=True)
@@ -49,9 +51,11 @@ class Ranks:
 
     def run(self, function: Callable[..., Any], *args: object) -> list[Any]:
         """`function(mesh, *args)` of each rank, a module's own function. What a rank raises fails the test."""
+        self.usable = False
         for pipe in self._pipes:
             pipe.send((function, args))
         results: dict[int, Any] = {}
+        errors: dict[int, str] = {}
         while len(results) < len(self._pipes):
             missing = [pipe for rank, pipe in enumerate(self._pipes) if rank not in results]
             ready = wait(missing, timeout=LIMIT)
@@ -60,8 +64,11 @@ class Ranks:
                 assert isinstance(pipe, Connection)
                 rank = self._pipes.index(pipe)
                 error, result = pipe.recv()
-                assert error is None, f"rank {rank}:\n{error}"
                 results[rank] = result
+                if error is not None:
+                    errors[rank] = error
+        self.usable = True
+        assert not errors, "\n".join(f"rank {rank}:\n{error}" for rank, error in errors.items())
         return [results[rank] for rank in range(len(self._pipes))]
 
 
@@ -75,7 +82,7 @@ def _serve(pipe: Connection, rank: int, size: int, address: str, cuda: bool) -> 
             function, args = pipe.recv()
         except EOFError:
             return
-        mesh.traffic.clear()
+        mesh.traffic = Traffic()  # a function may have put its own there
         try:
             pipe.send((None, function(mesh, *args)))
         except Exception:  # noqa: BLE001 - reported to the test, which fails
