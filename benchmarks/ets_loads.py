@@ -130,7 +130,7 @@ class System:
     def settings(self, device: str) -> dict[str, object]:
         """Of the daemon. Without a GPU the backend is the one that needs none."""
         backend = self.backend if device == "cuda" else "auto"
-        found: dict[str, object] = {"policy": self.policy, "lora_way": backend}
+        found: dict[str, object] = {"policy": self.policy, "lora_backend": backend}
         found |= {"slo_ttft": self.targets[0], "slo_tpot": self.targets[1]}
         return found if self.n is None else found | {"ts_n": self.n}
 
