@@ -9,6 +9,7 @@ programs run, only the latter compares. No GPU: there torch and its libraries ta
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import resource
 import statistics
@@ -23,30 +24,19 @@ from pathlib import Path
 from benchmarks.demo import hardware
 from benchmarks.options import make_parser
 from benchmarks.serving_results import Results
+from benchmarks.summary import entry, update_summary
 from coserve.config import Config, config_to_json
 from coserve.processes import usable_cores
 from coserve.warmup.fork_client import ForkServer
 from coserve.warmup.messages import WarmUpTask
 
+FILE = "imports.json"
 REPEATS = 7
 WORKERS = 4
 PART = "gemms-1"
 """A part of a warm-up that takes no time on a CPU but that of its base of few layers."""
-ENGINE = """
-import sys
-from coserve.engine import process
-import builtins
-real = builtins.__import__
-def imported(name, *rest):
-    found = real(name, *rest)
-    if name == "coserve.engine.worker":
-        raise SystemExit(0)
-    return found
-builtins.__import__ = imported
-sys.argv = ["engine", "0"]
-process.main()
-"""
-"""The engine's process up to the end of its imports."""
+NO_SOCKET = 0
+"""The engine is given this descriptor, which is no socket, as its link: it ends with an error after its imports."""
 
 
 def measured(work: Callable[[], object]) -> tuple[float, float]:
@@ -58,10 +48,12 @@ def measured(work: Callable[[], object]) -> tuple[float, float]:
     return time.perf_counter() - began, cpu
 
 
-def start_engine(tree: Path, settings: bytes) -> None:
-    """Run the imports of an engine's process of this checkout."""
+def start_engine(tree: Path) -> None:
+    """Run the imports of an engine's process of this checkout. Of the settings, only the device differs from the defaults."""
     environment = os.environ | {"PYTHONPATH": str(tree.absolute())}
-    subprocess.run([sys.executable, "-P", "-c", ENGINE], input=settings, env=environment, check=True)
+    command = [sys.executable, "-P", "-m", "coserve.engine.process", str(NO_SOCKET)]
+    done = subprocess.run(command, input=b'{"device":"cpu"}', env=environment, capture_output=True, check=False)
+    assert b"Socket operation on non-socket" in done.stderr, done.stderr.decode()
 
 
 async def run_part(server: ForkServer) -> None:
@@ -105,18 +97,17 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=REPEATS)
     options = parser.parse_args()
     results = Results(
-        options.out, "imports.json", script="benchmarks.imports", hardware=hardware(), seed=0, revision=options.commit,
+        options.out, FILE, script="benchmarks.imports", hardware=hardware(), seed=0, revision=options.commit,
         settings={"repeats": options.repeats, "workers": WORKERS, "cores": usable_cores()},
     )  # fmt: skip
     with tempfile.TemporaryDirectory() as folder:
         config = Config(device="cpu", lora_backend="grouped", data_dir=Path(folder))
-        settings = config_to_json(config)
-        task = WarmUpTask(settings.decode(), folder, {}, "shape", WORKERS)
+        task = WarmUpTask(config_to_json(config).decode(), folder, {}, "shape", WORKERS)
         trees = {"start.import_s": Path()} | ({} if options.tree is None else {"start.import_s.before": options.tree})
         engines = {key: list[tuple[float, float]]() for key in trees}
         for _ in range(options.repeats):  # in turns: other programs slow down all alike
             for key, tree in trees.items():
-                engines[key].append(measured(partial(start_engine, tree, settings)))
+                engines[key].append(measured(partial(start_engine, tree)))
         ways: dict[str, Way] = {"forked": forked, "apart": apart}
         workers = {f"start.workers_s.{name}": list[tuple[float, float]]() for name in ways}
         for _ in range(max(1, options.repeats // 2)):
@@ -126,6 +117,14 @@ def main() -> None:
         wall, cpu = ([each[at] for each in samples] for at in (0, 1))
         about = {"cpu_s": round(statistics.median(cpu), 2), "least_cpu_s": round(min(cpu), 2)}
         results.put(key, round(statistics.median(wall), 2), "s", None, wall, about)
+    rows = json.loads((options.out / FILE).read_text())["rows"]
+    update_summary(
+        options.out,
+        {
+            key: entry(row, value=row["cpu_s"], unit="s of CPU time", target=None, script="imports.py", result=FILE)
+            for key, row in rows.items()
+        },
+    )
 
 
 if __name__ == "__main__":
