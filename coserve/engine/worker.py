@@ -192,8 +192,11 @@ async def _start(
         await warm.wait_until_ended()
     base = load_ranked_base(config, rank)
     if warm is not None:
-        # On a thread, as the progress is read meanwhile; what it raises, `make_start` hears too.
-        await asyncio.wait({asyncio.get_running_loop().run_in_executor(None, wake_compiler, base.device)})
+        await warm.checked()
+        if (
+            not warm.layers_ready()
+        ):  # on a thread, as the progress is read meanwhile; what it raises, `make_start` hears too
+            await asyncio.wait({asyncio.get_running_loop().run_in_executor(None, wake_compiler, base.device)})
         if config.compile == "background" and rank is None:
             await warm.wait_for_parts((PROFILE,))
         else:  # all ranks load all kernels before the first request

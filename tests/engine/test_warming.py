@@ -157,14 +157,19 @@ async def test_the_engine_waits_for_the_parts_that_it_needs(tmp_path: Path) -> N
     ours, theirs = socket.socketpair()
     await warm.listen(ours)
     warm.notify(changed.set)
-    waiting = asyncio.create_task(warm.wait_for_parts(FIRST))
+    waiting, checked = asyncio.create_task(warm.wait_for_parts(FIRST)), asyncio.create_task(warm.checked())
+    await asyncio.sleep(0)
+    assert not checked.done()
     theirs.sendall(msgspec.json.encode(Progress(3, 9, ["steps"])) + b"\n")
     await changed.wait()
+    await checked
+    assert not warm.layers_ready()
     assert (warm.done, warm.total) == (3, 9)
     assert not waiting.done()
     assert not warm.graph_kernels_ready(0)
     theirs.sendall(msgspec.json.encode(Progress(6, 9, ["profile", *graphs(0), *graphs(16)])) + b"\n")
     assert await waiting
+    assert warm.layers_ready()
     assert warm.graph_kernels_ready(0)
     assert not warm.graph_kernels_ready(32)
     theirs.sendall(

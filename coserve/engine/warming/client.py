@@ -18,7 +18,7 @@ from coserve.model.gemm_choice import GemmChoice, load_gemms
 from coserve.warmup.key import GEMM_FOLDER
 from coserve.warmup.launch import worker_bytes
 from coserve.warmup.messages import Progress, WarmUpTask
-from coserve.warmup.parts import GEMMS, all_parts, graphs, training
+from coserve.warmup.parts import GEMMS, STEP_PARTS, all_parts, graphs, training
 from coserve.warmup.parts import blocks as blocks_part
 
 log = logging.getLogger(__name__)
@@ -45,6 +45,10 @@ class KernelsOnDisk:
         """See `WarmKernels`."""
         return True
 
+    def layers_ready(self) -> bool:
+        """See `WarmKernels`."""
+        return True
+
     def gemms(self, stacked: Sequence[StackedWeights], device: torch.device) -> GemmChoice | None:
         """See `WarmKernels`."""
         return load_gemms(gemm_paths(self._task), stacked, device)
@@ -58,7 +62,7 @@ class WarmUpClient:
         self._task, self._timeout = task, timeout
         self._progress = Progress(0, sum(part.weight for part in all_parts()), [])
         self._died = False
-        self._progressed = asyncio.Event()
+        self._progressed, self._heard = asyncio.Event(), asyncio.Event()
         self._changed: Callable[[], None] = lambda: None
         self._reader: asyncio.Task[None] | None = None
 
@@ -106,6 +110,10 @@ class WarmUpClient:
             await self._next_progress()
         return self.complete(parts)
 
+    async def checked(self) -> None:
+        """Returns once it is known what the caches hold."""
+        await self._heard.wait()
+
     async def wait_until_ended(self) -> None:
         """Returns once the process compiles nothing more."""
         while not self.ended:
@@ -114,6 +122,10 @@ class WarmUpClient:
     def graph_kernels_ready(self, rank: int) -> bool:
         """See `WarmKernels`."""
         return self._settled(graphs(rank))
+
+    def layers_ready(self) -> bool:
+        """See `WarmKernels`."""
+        return self.complete(STEP_PARTS)
 
     def training_kernels_ready(self, rank: int, *, blocks: bool = False) -> bool:
         """Whether the training kernels for adapters of `rank` are on disk, or never will be; `blocks`: for block-diagonal ones."""
@@ -166,5 +178,6 @@ class WarmUpClient:
             return b""
 
     def _publish(self) -> None:
+        self._heard.set()
         self._progressed.set()
         self._changed()

@@ -52,6 +52,10 @@ class WarmKernels(Protocol):
         """Whether the kernels of graphs for adapters up to `rank` (0: none) are on disk, or will never be."""
         ...
 
+    def layers_ready(self) -> bool:
+        """Whether the compiled layers are on disk: they are loaded before the first request, and nothing is traced."""
+        ...
+
     def gemms(self, stacked: Sequence[StackedWeights], device: torch.device) -> GemmChoice | None:
         """The measured choice; None: it is not there."""
         ...
@@ -163,7 +167,8 @@ def make_start(
     if when == "off":
         return Start(eager, ("generation: steps run one by one without CUDA graphs, as compile is off",))
     try:
-        wake_compiler(base.device)
+        if warm is None or not warm.layers_ready():
+            wake_compiler(base.device)
     except TorchDynamoException as error:
         return Start(eager, (_refusal(base, error),))
     fused = FusedBase(base, options=INDUCTOR, gemms=None if warm is None else GemmChoice())
