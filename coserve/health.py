@@ -75,7 +75,7 @@ class Health(Wire, frozen=True):
     jobs: int
     adapters_resident: int
     warming: Warming | None = None
-    """Only while `status` is `warming`."""
+    """While `status` is `warming`; also while it is `starting`, once the engine waits for kernels."""
     tp: int = 1
     """GPUs that share the base (`--tp`)."""
     ranks: list[RankInfo] = []

@@ -101,7 +101,8 @@ class EngineNotes(Message, frozen=True):
 
 
 class EngineWarming(Message, frozen=True):
-    """How far warm-up is: kernels compiled, graphs captured. Sent right after `EngineReady`, and again as it goes on.
+    """How far warm-up is: kernels compiled, graphs captured. Sent right after `EngineReady`, and again as it goes on; before that,
+    while the engine waits for kernels, any number of times, too.
 
     `done == total`: fully warm, nothing of this will be sent again. An engine without warm-up sends 0 of 0 once.
     """

@@ -44,8 +44,8 @@ class EngineClient:
 
     @property
     def warming(self) -> Warming | None:
-        """Progress of the warm-up; None unless `status` is `warming`."""
-        if self.status != "warming":
+        """Progress of the warm-up; None if `status` is `ready`, or if an engine that starts has not reported yet."""
+        if self.status == "ready" or (self.warmup is None and not self.alive):
             return None
         if self.warmup is None:
             return Warming(done=0, total=0, seconds_left=None)
@@ -93,7 +93,7 @@ class EngineClient:
         self._link.send(message)
 
     def open(self, link: Link[ToEngine, FromEngine], ready: EngineReady, ranks: EngineRanks | None) -> None:
-        self._link, self.ready, self.ranks, self.troubles = link, ready, ranks, ()
+        self._link, self.ready, self.ranks, self.troubles, self.warmup = link, ready, ranks, (), None
         self.starts += 1
         self._changed()
 
@@ -103,6 +103,11 @@ class EngineClient:
         self.note(report.notes)
         self._changed()
 
+    def starting(self, report: EngineWarming) -> None:
+        """Progress of a warm-up that an engine waits for before it is ready."""
+        self.warmup = report
+        self._changed()
+
     @property
     def restarts(self) -> int:
         """Restarts so far, failed ones included."""
@@ -110,7 +115,7 @@ class EngineClient:
 
     def failed(self, note: str, *, started: bool) -> None:
         """The engine died. `started`: it had become ready."""
-        self.troubles = (note,)
+        self.troubles, self.warmup = (note,), None
         self._failed_starts += not started
 
     def note(self, notes: tuple[str, ...]) -> None:

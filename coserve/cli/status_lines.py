@@ -21,7 +21,7 @@ def warming_line(warming: Warming) -> str:
 
 
 class StatusLines:
-    """Prints a line for each change of status, and one every `REPEAT` seconds of a warm-up."""
+    """Prints a line for each change of status, and one every `REPEAT` seconds of a warm-up, also of one that the engine waits for while it starts."""
 
     def __init__(
         self, host: str, say: Callable[[str], None] | None = None, clock: Callable[[], float] = time.monotonic
@@ -35,19 +35,25 @@ class StatusLines:
         """The daemon's status now."""
         before, self._status = self._status, status
         if status == "starting":
-            self._repeat_at = None
             if before != "starting":
+                self._repeat_at = None
                 self._say("starting again; requests get 503 until then")
+            if warming is not None:
+                self._show_progress("starting: ", warming)
             return
         if before == "starting":
             host = f"[{self._host}]" if ":" in self._host else self._host
             self._say(f"coserve listens on http://{host}:{port}")
+            self._repeat_at = None
         if warming is not None and warming.total:
-            if self._repeat_at is None or self._clock() >= self._repeat_at:
-                self._repeat_at = self._clock() + REPEAT
-                self._say(warming_line(warming))
+            self._show_progress("", warming)
         elif status == "ready" != before:
             self._say("ready")
+
+    def _show_progress(self, what: str, warming: Warming) -> None:
+        if self._repeat_at is None or self._clock() >= self._repeat_at:
+            self._repeat_at = self._clock() + REPEAT
+            self._say(what + warming_line(warming))
 
 
 def _print(line: str) -> None:

@@ -7,6 +7,7 @@ import contextlib
 import logging
 import socket
 import time
+from collections.abc import Callable
 
 from coserve.config import Config, config_to_json
 from coserve.daemon.rank_group import RankGroup
@@ -15,7 +16,7 @@ from coserve.errors import (
     EngineUnavailable,
     error_from_code,
 )
-from coserve.link import EngineReady, EngineRefused, FromEngine, Link, Shutdown, ToEngine
+from coserve.link import EngineReady, EngineRefused, EngineWarming, FromEngine, Link, Shutdown, ToEngine
 from coserve.logs.format import log_event
 from coserve.processes import start_child
 from coserve.stream_link import api_end
@@ -39,8 +40,10 @@ class EngineProcess:
         self.process, self.link, self.ready, self.ranks = process, link, ready, group
 
     @classmethod
-    async def start(cls, config: Config) -> EngineProcess:
-        """Start the engine and wait until its base is loaded. Raises `EngineDied`, or the `StartupError` that it names."""
+    async def start(cls, config: Config, report: Callable[[EngineWarming], None] = lambda _: None) -> EngineProcess:
+        """Start the engine and wait until it is ready; `report` gets the progress of the warm-up that it waits for.
+
+        Raises `EngineDied`, or the `StartupError` that it names."""
         began = time.monotonic()
         ours, theirs = socket.socketpair()
         group = RankGroup() if config.tp > 1 else None
@@ -59,7 +62,7 @@ class EngineProcess:
                     await group.start(config, theirs)
                     process = group.leader
             log_event(log, "engine starts", engine_pid=process.pid, model=config.model)
-            ready = await _receive_ready(process, link, group)
+            ready = await _receive_ready(process, link, group, report)
             undo.pop_all()
         log_event(
             log,
@@ -97,9 +100,12 @@ class EngineProcess:
 
 
 async def _receive_ready(
-    process: asyncio.subprocess.Process, link: Link[ToEngine, FromEngine], group: RankGroup | None
+    process: asyncio.subprocess.Process,
+    link: Link[ToEngine, FromEngine],
+    group: RankGroup | None,
+    report: Callable[[EngineWarming], None],
 ) -> EngineReady:
-    receiving = asyncio.create_task(link.receive())
+    receiving = asyncio.create_task(_receive_end_of_start(link, report))
     lost = None if group is None else asyncio.create_task(group.lost.wait())
     try:
         await asyncio.wait({receiving, *(() if lost is None else (lost,))}, return_when=asyncio.FIRST_COMPLETED)
@@ -120,6 +126,15 @@ async def _receive_ready(
             await process.wait()
         raise error_from_code(message.code, message.message)  # a `StartupError`
     assert isinstance(message, EngineReady), message
+    return message
+
+
+async def _receive_end_of_start(
+    link: Link[ToEngine, FromEngine], report: Callable[[EngineWarming], None]
+) -> FromEngine:
+    """The first message that is no progress."""
+    while isinstance(message := await link.receive(), EngineWarming):
+        report(message)
     return message
 
 

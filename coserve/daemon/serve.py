@@ -114,7 +114,7 @@ async def _serving(config: Config) -> AsyncIterator[_Serving]:
         service = Service(config, folder, registry, tokenizer)
         stack.push_async_callback(service.close)  # after the engine: its last messages are recorded
         await service.open()
-        supervisor = Supervisor(lambda: EngineProcess.start(config), service)
+        supervisor = Supervisor(lambda: EngineProcess.start(config, service.engine.starting), service)
         supervising = asyncio.create_task(supervisor.run())
         stack.push_async_callback(_end, supervising)
         runner = make_runner(make_app(service, config, garbage=GarbageCollection()), config)

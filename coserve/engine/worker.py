@@ -35,7 +35,7 @@ from coserve.engine.warming.client import WarmUpClient
 from coserve.engine.warming.compilations import watch_compilations, watch_layers
 from coserve.engine.warming.early_start import StartedWarmUp
 from coserve.engine.warming.part_runner import make_part_runner
-from coserve.engine.warming.upgrade import PreloadKernels, Upgrade, preload_nothing
+from coserve.engine.warming.upgrade import PreloadKernels, Upgrade, preload_nothing, tell_progress
 from coserve.errors import StartupError
 from coserve.garbage import GarbageCollection, freeze_and_collect_young, freeze_and_disable
 from coserve.generate.execution.interface import StepExecutor
@@ -188,6 +188,24 @@ async def _start(
 ) -> tuple[Engine, EngineReady]:
     """Load the base and build the engine; wait for the kernels that it begins with. Raises `StartupError`."""
     warm = None if warm_up is None else await _connect(warm_up)
+    if warm is None:
+        return await _load(config, link, None, None, rank, followers)
+    telling = asyncio.create_task(tell_progress(link, warm))
+    try:
+        return await _load(config, link, warm_up, warm, rank, followers)
+    finally:
+        telling.cancel()
+
+
+async def _load(
+    config: Config,
+    link: Link[FromEngine, ToEngine],
+    warm_up: StartedWarmUp | None,
+    warm: WarmUpClient | None,
+    rank: OwnRank | None,
+    followers: Followers | None,
+) -> tuple[Engine, EngineReady]:
+    """`_start`, with the client of the warm-up that has been started."""
     if warm is not None and warm_up is not None and not warm_up.concurrent:
         await warm.wait_until_ended()
     base = load_ranked_base(config, rank)

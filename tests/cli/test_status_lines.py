@@ -40,3 +40,21 @@ def test_a_restart_is_told_once_and_has_a_warm_up_of_its_own() -> None:
         "ready",
         "starting again; requests get 503 until then",
     ]
+
+
+def test_a_start_that_waits_for_kernels_shows_how_far_they_are() -> None:
+    said: list[str] = []
+    now = 0.0
+    lines = StatusLines("127.0.0.1", said.append, lambda: now)
+    lines.show(8000, "starting", None)
+    for done in range(3):
+        lines.show(8000, "starting", Warming(done=done, total=9, seconds_left=None))
+    now += REPEAT
+    lines.show(8000, "starting", Warming(done=5, total=9, seconds_left=41.7))
+    lines.show(8000, "warming", Warming(done=6, total=9, seconds_left=30.0))
+    assert said == [
+        "starting: warming 0/9",
+        "starting: warming 5/9, about 42 s left",
+        "coserve listens on http://127.0.0.1:8000",
+        "warming 6/9, about 30 s left",
+    ]

@@ -7,13 +7,16 @@ import socket
 from collections.abc import Callable
 from pathlib import Path
 
+import msgspec
 import pytest
 
+from coserve.api.engine_client import EngineClient
 from coserve.engine.starting import EndedAtStart, until_shutdown
 from coserve.engine.warming.client import WarmUpClient
+from coserve.engine.warming.upgrade import CAPTURING, LOADING, tell_progress
 from coserve.errors import UnsupportedBase
-from coserve.link import FromEngine, LocalLink, Shutdown, ToEngine, local_pair
-from coserve.warmup.messages import WarmUpTask
+from coserve.link import EngineWarming, FromEngine, LocalLink, Shutdown, ToEngine, local_pair
+from coserve.warmup.messages import Progress, WarmUpTask
 from coserve.warmup.parts import PROFILE
 
 ENDS: dict[str, Callable[[LocalLink[ToEngine, FromEngine]], object]] = {
@@ -37,6 +40,29 @@ async def test_it_does_not_wait_for_kernels_any_more(end: str, tmp_path: Path) -
             async with asyncio.timeout(60):
                 await started
         await warm.close()
+
+
+async def test_the_progress_of_kernels_that_it_waits_for_is_told(tmp_path: Path) -> None:
+    """To the API process, whose health shows it before there is an engine."""
+    api, own = local_pair()
+    ours, theirs = socket.socketpair()
+    warm, client = WarmUpClient(WarmUpTask("{}", str(tmp_path), {}, "shape", 1)), EngineClient()
+    telling = asyncio.create_task(tell_progress(own, warm))
+    assert (client.status, client.warming) == ("starting", None)
+    with theirs:
+        await warm.listen(ours)
+        for done in (0, 50):
+            theirs.sendall(msgspec.json.encode(Progress(done, 100, [])) + b"\n")
+            report = await api.receive()
+            assert isinstance(report, EngineWarming)
+            client.starting(report)
+            shown = client.warming
+            assert client.status == "starting" and shown is not None
+            assert (shown.done, shown.total, shown.seconds_left is None) == (done, 100 + LOADING + CAPTURING, done == 0)
+        client.failed("died", started=False)
+        assert client.warming is None, "another engine starts from the beginning"
+        await warm.close()
+    telling.cancel()
 
 
 async def test_what_a_start_comes_to_is_passed_on_and_later_messages_are_not_lost() -> None:

@@ -107,7 +107,7 @@ class WarmUpClient:
     async def wait_for_parts(self, parts: Collection[str]) -> bool:
         """Returns once each of these parts is complete or has failed: whether all are complete."""
         while not self._settled(parts):
-            await self._next_progress()
+            await self.next_progress()
         return self.complete(parts)
 
     async def checked(self) -> None:
@@ -117,7 +117,7 @@ class WarmUpClient:
     async def wait_until_ended(self) -> None:
         """Returns once the process compiles nothing more."""
         while not self.ended:
-            await self._next_progress()
+            await self.next_progress()
 
     def graph_kernels_ready(self, rank: int) -> bool:
         """See `WarmKernels`."""
@@ -143,7 +143,8 @@ class WarmUpClient:
         """Whether each of these parts is complete or will never be."""
         return self.ended or frozenset(parts) <= frozenset((*self._progress.complete, *self._progress.failed))
 
-    async def _next_progress(self) -> None:
+    async def next_progress(self) -> None:
+        """Returns once the progress has changed."""
         self._progressed.clear()
         await self._progressed.wait()
 

@@ -12,7 +12,7 @@ from coserve.generate.execution.graph_executor import GraphExecutor
 from coserve.generate.execution.interface import StepExecutor
 from coserve.generate.execution.start import COMPILING, Compilation
 from coserve.generate.generator import Generator
-from coserve.link import EngineWarming
+from coserve.link import EngineWarming, FromEngine, Link, ToEngine
 from coserve.memory.kv import KvCache
 from coserve.model.base import Base
 from coserve.types import JobSpec
@@ -38,6 +38,16 @@ def preload_nothing(
 
 LOADING, CAPTURING = 10, 40
 """Units of progress for loading the compiled layers and for capturing graphs, as `warmup.parts.Part.weight`."""
+
+
+async def tell_progress(link: Link[FromEngine, ToEngine], warm: WarmUpClient) -> None:
+    """Send the progress of a warm-up that the engine waits for before it is ready. Runs until cancelled."""
+    began = time.monotonic()
+    while True:
+        await warm.next_progress()
+        total = warm.total + LOADING + CAPTURING
+        left = (time.monotonic() - began) * (total - warm.done) / warm.done if warm.done else None
+        link.send(EngineWarming(warm.done, total, None if left is None else round(left, 1), warm.notes))
 
 
 class Upgrade:
