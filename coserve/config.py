@@ -106,8 +106,25 @@ class Config:
         "TS(n): a turn of fine-tuning: a job until it ends (request), which is how the paper is read here, or one batch of it (batch)",
         choices=("request", "batch"),
     )
-    slo_ttft: float = option(2.0, "time to first token that 'slack' keeps, in seconds")
-    slo_tpot: float = option(0.2, "time per output token that 'slack' keeps, in seconds")
+    slo_ttft: float | None = option(
+        None, "time to first token that 'slack' keeps, in seconds; default: 1 on a GPU, 2 on CPU"
+    )
+    slo_tpot: float | None = option(
+        None, "time per output token that 'slack' keeps, in seconds; default: 0.05 on a GPU, 0.2 on CPU"
+    )
+    slo_batch_ttft: float = option(60.0, "the same for requests of the class batch: time to first token, in seconds")
+    slo_batch_tpot: float = option(0.5, "the same for requests of the class batch: time per output token, in seconds")
+    slo_attainment: float = option(
+        0.995,
+        "'slack': share of the predicted times of steps and slices that are kept, above 0 and below 1; more means fewer late tokens and less "
+        "training",
+    )
+    shed: str = option(
+        "explicit",
+        "which requests get 429 as soon as it is predicted that their first token comes too late, though training stops: those that ask "
+        "for slo_ttft, slo_e2e or the class interactive (explicit), all, or none (off); 'ets' and 'ts' refuse none",
+        choices=("explicit", "all", "off"),
+    )
     train_weight: float = option(
         1.0,
         "'slack': share, from 0 to 1, that training may use of the time that requests' targets leave; less means faster answers and "
@@ -204,6 +221,8 @@ class Config:
             raise ConfigError(f"read_timeout: expected above 0, got {self.read_timeout}")
         if self.train_weight > 1:
             raise ConfigError(f"train_weight: expected 0 to 1, got {self.train_weight}")
+        if not 0 < self.slo_attainment < 1:
+            raise ConfigError(f"slo_attainment: expected above 0 and below 1, got {self.slo_attainment}")
         if not 0 < self.memory_fraction <= 1:
             raise ConfigError(f"memory_fraction: expected above 0 and at most 1, got {self.memory_fraction}")
         if not 0 <= self.port <= 65535:

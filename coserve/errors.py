@@ -222,6 +222,12 @@ class QueueFull(CapacityError):
         self.retry_after = retry_after
 
 
+class Overloaded(QueueFull):
+    """The request cannot have its first token in time, although nothing but requests is computed."""
+
+    code = "overloaded"
+
+
 class EngineUnavailable(CapacityError):
     status = 503
     code = "engine_unavailable"

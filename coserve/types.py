@@ -95,6 +95,14 @@ class Slo(Wire, frozen=True):
     ttft: float
     tpot: float
     e2e: float | None = None
+    batch: bool = False
+    """Of the class batch: interactive requests are admitted first, unless its own deadline comes before theirs."""
+    shed: bool = False
+    """It is refused as soon as its first token cannot come in time."""
+
+
+SloClass = Literal["interactive", "batch"]
+"""Classes of requests. Each has targets of its own in the settings."""
 
 
 class FinishReason(StrEnum):

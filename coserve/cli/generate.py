@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import sys
-from typing import Annotated, Any
+from typing import Annotated, Any, get_args
 
 import typer
 
 from coserve.cli.common import DEFAULT_URL, Key, Url, connect
 from coserve.client import GenerateOptions
+from coserve.types import SloClass
+
+CLASSES: dict[str, SloClass] = {name: name for name in get_args(SloClass)}
 
 
 def generate(
@@ -23,6 +26,9 @@ def generate(
     top_k: Annotated[int | None, typer.Option(help="choose among so many of the likeliest tokens; 0: all")] = None,
     stop: Annotated[list[str] | None, typer.Option(help="end before this text; may be repeated")] = None,
     seed: Annotated[int | None, typer.Option(help="the same seed gives the same text")] = None,
+    slo_class: Annotated[
+        str | None, typer.Option(help="latency targets and order: interactive or batch; default: interactive")
+    ] = None,
     url: Url = DEFAULT_URL,
     key: Key = None,
 ) -> None:
@@ -40,6 +46,10 @@ def generate(
         options["stop"] = stop
     if seed is not None:
         options["seed"] = seed
+    if slo_class is not None:
+        if slo_class not in CLASSES:
+            raise typer.BadParameter(f"--slo-class: expected {' or '.join(CLASSES)}, got {slo_class!r}")
+        options["slo_class"] = CLASSES[slo_class]
     source: dict[str, Any] = {"messages": [{"role": "user", "content": text}]} if chat else {"prompt": text}
     with connect(url, key) as client:
         for chunk in client.stream(adapter=adapter, **source, **options):

@@ -13,7 +13,7 @@ from coserve.client.transport import Upload
 from coserve.errors import InvalidRequest
 from coserve.names import ADAPTER_FILES
 from coserve.schemas import ChatMessage, FinetuneRequest, GenerateRequest, ImportRequest, Job
-from coserve.types import LoraSettings, TrainingRequest
+from coserve.types import LoraSettings, SloClass, TrainingRequest
 from coserve.validation import explain
 
 T = TypeVar("T")
@@ -48,6 +48,7 @@ class GenerateOptions(TypedDict, total=False):
     skip_special_tokens: bool
     seed: int
     cache_salt: str
+    slo_class: SloClass
     slo_ttft: float
     slo_tpot: float
     slo_e2e: float

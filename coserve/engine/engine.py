@@ -18,11 +18,12 @@ from coserve.engine.idle import Idle
 from coserve.engine.inbox import Inbox
 from coserve.engine.job_runner import JobRunner
 from coserve.engine.ports import Generates, StoresAdapters, Trains, Upgrades
+from coserve.engine.reception import Reception
 from coserve.engine.running import RunningRequests
 from coserve.engine.slices_in_flight import EndedSlice, Mark, SlicesInFlight
 from coserve.engine.stalls import Stalls
 from coserve.engine.views import Views
-from coserve.errors import CoserveError, EngineFault, QueueFull, failure_text
+from coserve.errors import CoserveError, EngineFault, failure_text
 from coserve.garbage import GarbageCollection
 from coserve.link import (
     Admitted,
@@ -126,6 +127,7 @@ class Engine:
             step_tokens=step_tokens,
             attainment=attainment,
         )
+        self._reception = Reception(self._queue, self._running, self._views, send=link.send, cancel=generator.cancel)
         self._measured: float | None = None
         """When the last step or slice ended: what follows is part of the next one's time. None: the engine waited since."""
         self._serve_seconds = self._train_seconds = 0.0
@@ -203,6 +205,7 @@ class Engine:
     async def _tick(self, now: float) -> None:
         self._stalls.step_can_begin(has_requests=bool(self._queue) or bool(self._running))
         self._inbox.step_can_begin()
+        self._reception.refuse_late(now)
         flight, reading, generator = self._flight.view(), self._adapters.waiting, self._generator
         blocked, launched = generator.blocked, generator.in_flight
         view = self._views.view(now, reading=reading, blocked=blocked, in_flight=flight, step_in_flight=launched)
@@ -261,6 +264,7 @@ class Engine:
             for request in self._queue.pop(admit):
                 if self._adapters.ready(request):
                     self._admit(request)
+            self._reception.admitted(admit, began)
         if not self._running or self._generator.blocked:  # all were refused, or wait for their adapters
             await self._pace()
             self._measured = None
@@ -349,7 +353,7 @@ class Engine:
     def _handle(self, message: ToEngine) -> None:
         match message:
             case Generate():
-                self._enqueue(message)
+                self._reception.enqueue(message, self._clock(), reading=self._adapters.waiting)
             case CancelRequest(id=id):
                 if not (self._queue.cancel(id) or self._adapters.cancel(id)) and self._running.remove(id):
                     self._generator.cancel(id)
@@ -365,22 +369,6 @@ class Engine:
                 self._adapters.drop(ref)
             case Shutdown():
                 self._stopping = True
-
-    def _enqueue(self, request: Generate) -> None:
-        now = self._clock()
-        try:
-            displaced = self._queue.push(request, arrived=now, deadline=now + request.slo.ttft)
-        except QueueFull as error:
-            self._refuse(request, error)
-        else:
-            if displaced is not None:
-                why = "the queue is full, and most of it is of this adapter; try again later"
-                self._refuse(displaced.message, QueueFull(why, retry_after=self._queue.retry_after(now)))
-
-    def _refuse(self, request: Generate, error: QueueFull) -> None:
-        self._link.send(
-            RequestFailed(id=request.id, code=error.code, message=error.message, retry_after=error.retry_after)
-        )
 
     # ---- gauges
 

@@ -107,6 +107,11 @@ class RunningRequests:
             prefill -= done
             self._seen = None
 
+    def waits_for_pages(self, id: str) -> bool:
+        """The generator has it, and has never scheduled it."""
+        target = self._targets.get(id)
+        return target is not None and not target.started
+
     def start(self, id: str) -> bool:
         """The request was scheduled for the first time. False if it is no longer running."""
         target = self._targets.get(id)

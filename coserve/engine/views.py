@@ -36,10 +36,16 @@ class Views:
         self._queue, self._running, self._jobs = queue, running, jobs
         self._max_running, self._step_tokens = max_running, step_tokens
         self._steps, self.slices, self.turns = Predictors(STEP_FEATURES, attainment), Slices(attainment), Turns()
+        self.step_seconds = 0.0
+        """Expected of the next generation step, when a view was last made."""
 
     def step_took(self, shape: StepShape, seconds: float) -> None:
         """A generation step was measured."""
         self._steps.add(shape.kind, shape.features, seconds)
+
+    def headroom(self, reading: int) -> int:
+        """How many more requests can be admitted. `reading`: as in `view`."""
+        return max(0, self._max_running - len(self._running) - reading)
 
     def view(
         self, now: float, *, reading: int, blocked: bool, in_flight: InFlight = NOTHING, step_in_flight: bool = False
@@ -50,7 +56,7 @@ class Views:
         self.slices.ready(jobs, now)
         if in_flight.slices and jobs and self._jobs.next_micro_step(jobs[0]) is MicroStep.RESULT:
             jobs = ()  # its micro-batch is suspended: no other job can begin one
-        headroom = max(0, self._max_running - len(self._running) - reading)
+        headroom = self.headroom(reading)
         waiting = self._queue.waiting(headroom)
         step = self._running.next_step(waiting)
         return View(
@@ -74,8 +80,10 @@ class Views:
             tokens = self._jobs.micro_batch_tokens(job)
             micro_step = self.slices.predict(job, self._jobs.next_micro_step(job), tokens).most
         decode = StepShape(step.decodes, step.kv_tokens, 0, 0, step.adapter_bytes)
+        serve = self._steps.predict(step.features, step.kind, *STEP_KINDS)
+        self.step_seconds = serve.expected
         return Costs(
-            serve=self._steps.predict(step.features, step.kind, *STEP_KINDS).most,
+            serve=serve.most,
             micro_step=micro_step,
             decode=self._steps.predict(decode.features, "decode").expected,
         )

@@ -116,6 +116,7 @@ def build_engine(
         max_running=config.inference_batch_size,
         max_queue=config.max_queue,
         fair=config.fair,
+        attainment=config.slo_attainment,
         max_active_jobs=config.max_active_jobs,
         step_tokens=parts.step_tokens,
         clock=time.monotonic,

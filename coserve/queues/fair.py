@@ -89,6 +89,9 @@ class DeficitRoundRobin(Generic[T]):
             del self._flows[key]
             self._renumber()
 
+    def __len__(self) -> int:
+        return len(self._due)
+
     def waiting(self, key: Hashable) -> int:
         """Number of waiting items of a flow."""
         return len(flow.items) if (flow := self._flows.get(key)) is not None else 0

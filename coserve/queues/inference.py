@@ -40,16 +40,17 @@ class Queued:
 class InferenceQueue:
     """At most `limit` requests with unique ids.
 
-    `fair`: adapters take turns by deficit round robin. The base without an adapter is one flow, all versions of an adapter
-    are one flow, and a request costs its prompt tokens plus `max_tokens`. Requests of one adapter, and all requests if not
-    `fair`, are served in order of arrival.
+    `fair`: adapters take turns by deficit round robin, in each class. The base without an adapter is one flow, all versions of an
+    adapter are one flow, and a request costs its prompt tokens plus `max_tokens`. Of the next interactive request and the next
+    one of the class batch, that goes first whose first token is due first. Requests of one adapter and class, and all requests
+    if not `fair`, are served in order of arrival.
     """
 
     def __init__(self, limit: int, *, fair: bool) -> None:
         assert limit >= 1, limit
         self._limit, self._fair = limit, fair
         self._entries: dict[str, Queued] = {}  # in order of arrival
-        self._flows = DeficitRoundRobin[Queued](QUANTUM)
+        self._interactive, self._batch = DeficitRoundRobin[Queued](QUANTUM), DeficitRoundRobin[Queued](QUANTUM)
         self._waiting: tuple[int, tuple[Queued, ...]] | None = None
         """The last answer of `waiting`, and its `count`."""
 
@@ -64,8 +65,9 @@ class InferenceQueue:
     def push(self, message: Generate, *, arrived: float, deadline: float) -> Queued | None:
         """Append a request. Returns the request that was displaced, if any.
 
-        In a full queue, the newest request of the adapter with the most requests is displaced if the new request's adapter
-        has at least two fewer: one adapter cannot keep others out by filling the queue.
+        In a full queue, an interactive request displaces one of the class batch. Else the newest request of the adapter with the
+        most requests of the same class is displaced, if the new request's adapter has at least two fewer: one adapter cannot
+        keep others out by filling the queue.
 
         Raises:
             QueueFull: the queue is full, and no request was displaced. `retry_after`: see `retry_after`.
@@ -73,33 +75,65 @@ class InferenceQueue:
         assert message.id not in self._entries, message.id
         displaced = self._displace(message, arrived) if len(self._entries) >= self._limit else None
         entry = self._entries[message.id] = Queued(message, arrived, deadline)
-        self._flows.push(self._flow(message), message.id, entry.tokens + message.sampling.max_tokens, entry)
+        cost = entry.tokens + message.sampling.max_tokens
+        self._flows(message).push(self._flow(message), message.id, cost, entry)
         self._waiting = None
         return displaced
 
     def pop(self, count: int) -> list[Queued]:
         """Remove and return the first `count` requests of `waiting`, or all if fewer wait."""
-        popped = self._flows.pop(count)
+        popped = self.waiting(count)
+        batch = sum(map(self._is_batch, popped))
+        self._interactive.pop(len(popped) - batch)
+        self._batch.pop(batch)
         for entry in popped:
             del self._entries[entry.message.id]
         if popped:
             self._waiting = None
-        return popped
+        return list(popped)
 
     def cancel(self, id: str) -> bool:
         """Remove a request. False if it is not in the queue."""
         entry = self._entries.pop(id, None)
         if entry is None:
             return False
-        self._flows.remove(self._flow(entry.message), id)
+        self._flows(entry.message).remove(self._flow(entry.message), id)
         self._waiting = None
         return True
 
     def waiting(self, count: int) -> tuple[Queued, ...]:
         """The requests that `pop` would return. The same tuple for the same `count` until the queue changes."""
         if self._waiting is None or self._waiting[0] != count:
-            self._waiting = count, self._flows.first(count)
+            self._waiting = count, self._first(count)
         return self._waiting[1]
+
+    def get(self, id: str) -> Queued | None:
+        return self._entries.get(id)
+
+    def ahead(self, id: str) -> int:
+        """How many requests are admitted before this one."""
+        return next(i for i, entry in enumerate(self._first(len(self))) if entry.message.id == id)
+
+    def _first(self, count: int) -> tuple[Queued, ...]:
+        interactive, batch = self._interactive.first(count), self._batch.first(count)
+        if not (batch and interactive):
+            return interactive or batch
+        # Each class in its own order, the class whose next request is due first before the other.
+        merged, i, j = list[Queued](), 0, 0
+        while len(merged) < count and (i < len(interactive) or j < len(batch)):
+            if j == len(batch) or (i < len(interactive) and interactive[i].deadline <= batch[j].deadline):
+                merged.append(interactive[i])
+                i += 1
+            else:
+                merged.append(batch[j])
+                j += 1
+        return tuple(merged)
+
+    def _is_batch(self, entry: Queued) -> bool:
+        return self._fair and entry.message.slo.batch
+
+    def _flows(self, message: Generate) -> DeficitRoundRobin[Queued]:
+        return self._batch if self._fair and message.slo.batch else self._interactive
 
     def retry_after(self, now: float) -> float:
         """Seconds after which a refused client may try again: the age of the oldest request, which is about the time that a
@@ -113,8 +147,10 @@ class InferenceQueue:
         return None if message.adapter is None else message.adapter.id
 
     def _displace(self, message: Generate, now: float) -> Queued:
-        flow, last = self._flows.longest()
-        if self._flows.waiting(flow) < self._flows.waiting(self._flow(message)) + 2:
+        flows = self._batch if len(self._batch) else self._flows(message)
+        flow, last = flows.longest() if len(flows) else (None, "")
+        own = flows.waiting(self._flow(message)) if flows is self._flows(message) else -2
+        if not last or flows.waiting(flow) < own + 2:
             raise QueueFull(
                 f"the queue holds its {self._limit} requests; try again later", retry_after=self.retry_after(now)
             )

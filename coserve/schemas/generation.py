@@ -28,7 +28,7 @@ from coserve.limits import (
     TopP,
 )
 from coserve.names import AdapterRefText
-from coserve.types import Wire
+from coserve.types import SloClass, Wire
 
 
 class ChatMessage(Wire, frozen=True):
@@ -80,6 +80,8 @@ class GenerateRequest(Wire, frozen=True, omit_defaults=True):
     """None: a random one, which the response repeats."""
     cache_salt: CacheSalt = ""
     """Only requests with the same salt share prefixes in the cache."""
+    slo_class: SloClass | None = None
+    """Targets that the daemon's settings give to the class; None: those of `interactive`."""
     slo_ttft: Seconds | None = None
     slo_tpot: Seconds | None = None
     slo_e2e: Seconds | None = None

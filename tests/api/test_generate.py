@@ -27,7 +27,7 @@ async def test_a_whole_answer(api: Api) -> None:
     (sent,) = await api.engine.saw(Generate)
     assert isinstance(sent, Generate)
     assert (sent.prompt, sent.sampling.seed, sent.sampling.temperature) == (tuple(prompt), 7, 0.5)
-    assert (sent.slo.ttft, sent.slo.tpot) == (api.config.slo_ttft, api.config.slo_tpot)
+    assert sent.slo == Slo(ttft=2.0, tpot=0.2), "a CPU's"
 
 
 async def test_token_ids_and_chats_are_prompts_too(api: Api) -> None:
@@ -144,6 +144,17 @@ async def test_the_engines_estimate_is_when_to_come_again(api: Api) -> None:
             assert (response.status, response.headers["Retry-After"]) == (429, header)
 
 
+async def test_requests_that_would_be_late_get_429_and_are_counted(api: Api) -> None:
+    shed = RequestFailed(id="", code="overloaded", message="too late", retry_after=6.2)
+    for path in ("/generate", "/v1/completions"):
+        api.engine.fail_requests = shed
+        async with api.http.post(path, json={"prompt": "x", "stream": True}) as response:
+            assert (response.status, response.headers["Retry-After"]) == (429, "7")
+            assert (await response.json())["error"]["code"] == "overloaded"
+    api.engine.fail_requests = None
+    assert "coserve_requests_shed_total 2.0" in await (await api.http.get("/metrics")).text()
+
+
 async def test_an_engine_that_dies_ends_its_requests_clearly(api: Api) -> None:
     api.engine.go_requests.clear()
     waiting = asyncio.create_task(api.call("POST", "/generate", json={"prompt": "x"}))
@@ -176,4 +187,14 @@ async def test_a_request_names_its_latency_targets(api: Api) -> None:
     assert (await api.call("POST", "/generate", json={"prompt": [5], **targets}))[0] == 200
     assert (await api.call("POST", "/v1/completions", json={"prompt": [5], **targets}))[0] == 200
     for sent in await api.engine.saw(Generate, 2):
-        assert isinstance(sent, Generate) and sent.slo == Slo(ttft=0.5, tpot=0.03, e2e=4.0)
+        assert isinstance(sent, Generate) and sent.slo == Slo(ttft=0.5, tpot=0.03, e2e=4.0, shed=True)
+
+
+async def test_a_class_of_requests_is_named_by_slo_class_or_by_openais_service_tier(api: Api) -> None:
+    for body in ({"slo_class": "batch"}, {"service_tier": "flex"}, {"service_tier": "flex", "slo_class": "interactive"}):
+        assert (await api.call("POST", "/v1/completions", json={"prompt": [5], **body}))[0] == 200
+    assert (await api.call("POST", "/generate", json={"prompt": [5], "slo_class": "batch"}))[0] == 200
+    status, answer = await api.call("POST", "/generate", json={"prompt": [5], "slo_class": "urgent"})
+    assert (status, answer["error"]["field"]) == (400, "slo_class")
+    sent = await api.engine.saw(Generate, 4)
+    assert [isinstance(one, Generate) and one.slo.batch for one in sent] == [True, True, False, True]

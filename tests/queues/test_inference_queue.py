@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import msgspec
 import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
@@ -174,3 +175,41 @@ class QueueAgainstLists(RuleBasedStateMachine):
 
 
 TestQueueAgainstLists = QueueAgainstLists.TestCase
+
+
+def of_class(id: str, *, batch: bool, adapter: str | None = None) -> Generate:
+    slo = Slo(ttft=60.0 if batch else 1.0, tpot=0.1, batch=batch)
+    return msgspec.structs.replace(request(id, adapter), slo=slo)
+
+
+def push_classes(queue: InferenceQueue, classes: str, arrived: float = 0.0) -> None:
+    for number, name in enumerate(classes):
+        one = of_class(f"{name}{number}", batch=name == "b")
+        assert queue.push(one, arrived=arrived, deadline=arrived + one.slo.ttft) is None
+
+
+def test_interactive_requests_go_first_until_one_of_the_class_batch_is_due_before_them() -> None:
+    queue = InferenceQueue(9, fair=True)
+    push_classes(queue, "bibi")
+    assert [entry.message.id for entry in queue.waiting(3)] == ["i1", "i3", "b0"]
+    assert [queue.ahead(id) for id in ("i1", "i3", "b0", "b2")] == [0, 1, 2, 3]
+    assert ids(queue, 1) == ["i1"]
+    queue.push(of_class("late", batch=False), arrived=59.5, deadline=60.5)
+    assert ids(queue) == ["i3", "b0", "b2", "late"]
+    strict = InferenceQueue(9, fair=False)
+    push_classes(strict, "bibi")
+    assert ids(strict) == ["b0", "i1", "b2", "i3"]
+
+
+def test_in_a_full_queue_the_class_batch_gives_way() -> None:
+    queue = InferenceQueue(3, fair=True)
+    push_classes(queue, "ibb")
+    displaced = queue.push(of_class("new", batch=False), arrived=1.0, deadline=2.0)
+    assert displaced is not None and displaced.message.id == "b2"
+    with pytest.raises(QueueFull):
+        queue.push(of_class("b9", batch=True, adapter="other"), arrived=1.0, deadline=61.0)
+    assert queue.cancel("b1")
+    queue.push(of_class("more", batch=False, adapter="x"), arrived=1.0, deadline=2.0)
+    with pytest.raises(QueueFull):
+        queue.push(of_class("b9", batch=True), arrived=1.0, deadline=61.0)
+    assert sorted(ids(queue)) == ["i0", "more", "new"]

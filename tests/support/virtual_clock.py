@@ -73,6 +73,10 @@ class VirtualClockLoop(asyncio.SelectorEventLoop):
     def time(self) -> float:
         return self._virtual.now
 
+    def block(self, seconds: float) -> None:
+        """So much time passes in the code that runs, and nothing else happens meanwhile."""
+        self._virtual.now += seconds
+
 
 def run_virtual(main: Coroutine[Any, Any, T]) -> T:
     """`asyncio.run` in virtual time."""

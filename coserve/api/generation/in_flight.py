@@ -14,11 +14,12 @@ from coserve.api.generation.async_tokenizer import AsyncTokenizer
 from coserve.api.generation.output_queue import EngineOutput
 from coserve.api.generation.prompts import check_generate, encode_prompt, sampling_params
 from coserve.api.generation.request_state import RequestState, new_state
+from coserve.api.generation.targets import targets_of
 from coserve.api.generation.turns import Turns
 from coserve.api.generation.waiting_limit import WaitingLimit
 from coserve.api.metrics.prometheus import Metrics
 from coserve.config import Config
-from coserve.errors import EngineUnavailable, QueueFull, error_from_code
+from coserve.errors import EngineUnavailable, Overloaded, QueueFull, error_from_code
 from coserve.link import Admitted, CancelRequest, Generate, RequestFailed, Tokens
 from coserve.logprobs import BYTES_PER_TOP
 from coserve.names import split_ref
@@ -26,7 +27,7 @@ from coserve.pretrained.tokenizer import Tokenizer
 from coserve.schemas import GenerateChunk, GenerateRequest
 from coserve.state.records import AdapterRecord
 from coserve.state.thread import RegistryThread
-from coserve.types import AdapterRef, Slo
+from coserve.types import AdapterRef
 
 MAX_PROMPT_SCORES = 1 << 21
 """Most prompt log-probabilities that all requests in flight may ask for together."""
@@ -88,7 +89,7 @@ class InFlightRequests:
         `semaphore` bounds the chunks that several streams hold: a chunk is made and yielded while it is held.
 
         Raises, before the first chunk only: `InvalidRequest`, `EmptyPrompt`, `PromptTooLong`, `AdapterNotFound`,
-        `BaseMismatch`, `QueueFull`; at any time: `EngineUnavailable`.
+        `BaseMismatch`, `QueueFull`, `Overloaded`; at any time: `EngineUnavailable`.
         """
         arrived = self._clock()
         semaphore = asyncio.Semaphore() if semaphore is None else semaphore
@@ -145,10 +146,7 @@ class InFlightRequests:
         adapter = None if record is None else record.ref
         state = new_state(request, prompt, adapter, self._tokenizer, arrived)
         max_new_tokens = max(1, self._engine.max_model_len - len(prompt))
-        config = self._config
-        slo = Slo(
-            ttft=request.slo_ttft or config.slo_ttft, tpot=request.slo_tpot or config.slo_tpot, e2e=request.slo_e2e
-        )
+        slo = targets_of(request, self._config, device=self._engine.spec.device)
         for index, sequence in enumerate(state.decoders):
             self._engine.send(
                 Generate(
@@ -179,6 +177,8 @@ class InFlightRequests:
             self._states.pop(message.id, None)
             if message.code == QueueFull.code:
                 self._metrics.refused()
+            elif message.code == Overloaded.code:
+                self._metrics.shed()
             raise error_from_code(message.code, message.message, message.retry_after)
         if message.id not in self._states:
             return None  # tokens sampled before the engine heard of the stop string

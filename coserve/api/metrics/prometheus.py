@@ -75,6 +75,9 @@ class Metrics:
         for reason in FinishReason:
             self._finished.labels(reason.value)
         self._refused = Counter("coserve_requests_refused", "Requests that met a full queue", registry=r)
+        self._shed = Counter(
+            "coserve_requests_shed", "Requests refused because their first token would have come too late", registry=r
+        )
         self._responses = Counter("coserve_http_answers", "HTTP responses", ["route", "status"], registry=r)
         self._trained = Counter("coserve_train_tokens", "Tokens read by optimizer steps", registry=r)
         self._steps = Counter("coserve_train_steps", "Optimizer steps", registry=r)
@@ -128,6 +131,9 @@ class Metrics:
 
     def refused(self) -> None:
         self._refused.inc()
+
+    def shed(self) -> None:
+        self._shed.inc()
 
     def responded(self, route: str, status: int) -> None:
         """`route` is the pattern of the table, never the path."""

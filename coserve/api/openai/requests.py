@@ -19,11 +19,13 @@ from coserve.errors import AdapterNotFound, EmptyPrompt, InvalidRequest
 from coserve.limits import TokenId
 from coserve.names import is_adapter_ref
 from coserve.schemas import ChatMessage, GenerateRequest
-from coserve.types import BaseSpec
+from coserve.types import BaseSpec, SloClass
 
 DEFAULT_TOKENS = 16
 """Of `/v1/completions`, as OpenAI has it."""
 
+_CLASSES: dict[str, SloClass] = {"flex": "batch", "priority": "interactive"}
+"""Of service tiers."""
 _NEUTRAL: dict[str, tuple[object, ...]] = {
     "response_format": ({"type": "text"},),
     "length_penalty": (1, 1.0),
@@ -185,6 +187,7 @@ def _request(
         skip_special_tokens=_or(body.skip_special_tokens, True),
         seed=None if body.seed == -1 else body.seed,
         cache_salt=body.cache_salt or "",
+        slo_class=body.slo_class or _CLASSES.get(body.service_tier or "auto"),
         slo_ttft=body.slo_ttft,
         slo_tpot=body.slo_tpot,
         slo_e2e=body.slo_e2e,

@@ -34,7 +34,7 @@ from coserve.limits import (
     TopP,
 )
 from coserve.schemas import Finish, Usage
-from coserve.types import Wire
+from coserve.types import SloClass, Wire
 
 MAX_PROMPTS = 1024
 MAX_SEQUENCES = 1024
@@ -42,6 +42,10 @@ MAX_SEQUENCES = 1024
 
 ModelName = Annotated[str, Meta(max_length=512)]
 """Empty: the base."""
+
+
+ServiceTier = Literal["auto", "default", "flex", "priority", "scale"]
+"""OpenAI's."""
 
 
 class StreamOptions(Wire, frozen=True):
@@ -54,7 +58,7 @@ class StreamOptions(Wire, frozen=True):
 
 
 class SharedParams(Wire, frozen=True):
-    """Fields of both completions and chats. Of the fields after `slo_e2e`, those up to `prompt_cache_retention` change
+    """Fields of both completions and chats. Of the fields after `service_tier`, those up to `prompt_cache_retention` change
     nothing here; the others accept only empty and default values.
     """
 
@@ -87,14 +91,16 @@ class SharedParams(Wire, frozen=True):
     """Log-probabilities name tokens as `token_id:123`."""
     cache_salt: CacheSalt | None = None
     """Only requests with the same salt share prefixes in the cache."""
+    slo_class: SloClass | None = None
     slo_ttft: Seconds | None = None
     slo_tpot: Seconds | None = None
     slo_e2e: Seconds | None = None
 
+    service_tier: ServiceTier | None = None
+    """flex: `slo_class` batch; priority: `slo_class` interactive; others: none."""
     user: Any = None
     metadata: Any = None
     store: Any = None
-    service_tier: Any = None
     safety_identifier: Any = None
     prompt_cache_key: Any = None
     prompt_cache_retention: Any = None

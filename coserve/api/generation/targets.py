@@ -1,0 +1,30 @@
+"""A request's latency targets: its own, else those of its class. Pure."""
+
+from __future__ import annotations
+
+from coserve.config import Config
+from coserve.schemas import GenerateRequest
+from coserve.types import Slo
+
+GPU_TARGETS = 1.0, 0.05
+CPU_TARGETS = 2.0, 0.2
+"""TTFT and TPOT in seconds of interactive requests, where the settings leave them open."""
+
+
+def targets_of(request: GenerateRequest, config: Config, *, device: str) -> Slo:
+    """`device`: that of the base."""
+    batch = request.slo_class == "batch"
+    ttft, tpot = CPU_TARGETS if device.startswith("cpu") else GPU_TARGETS
+    ttft = ttft if config.slo_ttft is None else config.slo_ttft
+    tpot = tpot if config.slo_tpot is None else config.slo_tpot
+    if batch:
+        ttft, tpot = config.slo_batch_ttft, config.slo_batch_tpot
+    explicit = request.slo_class == "interactive" or request.slo_ttft is not None or request.slo_e2e is not None
+    shed = config.shed == "all" or (config.shed == "explicit" and explicit)
+    return Slo(
+        ttft=request.slo_ttft or ttft,
+        tpot=request.slo_tpot or tpot,
+        e2e=request.slo_e2e,
+        batch=batch,
+        shed=shed and config.policy not in ("ets", "ts"),
+    )

@@ -1,0 +1,69 @@
+"""Requests that arrive: they are queued, or refused with the time after which to try again."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from coserve.engine.running import RunningRequests
+from coserve.engine.views import Views
+from coserve.errors import Overloaded, QueueFull
+from coserve.link import Generate, RequestFailed
+from coserve.queues.inference import InferenceQueue
+from coserve.queues.shedding import Shedding
+
+
+class Reception:
+    """Puts requests into the queue. Refuses those that it has no place for, and those whose first token will come too late
+    (`queues/shedding.py`), as soon as that is known."""
+
+    def __init__(
+        self,
+        queue: InferenceQueue,
+        running: RunningRequests,
+        views: Views,
+        *,
+        send: Callable[[RequestFailed], None],
+        cancel: Callable[[str], None],
+    ) -> None:
+        """`cancel` a request that the generator has."""
+        self._queue, self._running, self._views = queue, running, views
+        self._send, self._cancel = send, cancel
+        self._shedding = Shedding(queue)
+
+    def enqueue(self, request: Generate, now: float, *, reading: int) -> None:
+        """`reading`: how many requests wait for their adapters to be read."""
+        try:
+            displaced = self._queue.push(request, arrived=now, deadline=now + request.slo.ttft)
+        except QueueFull as error:
+            self._refuse(request, error)
+            return
+        if displaced is not None:
+            why = "the queue is full, and other requests go first; try again later"
+            self._refuse(displaced.message, QueueFull(why, retry_after=self._queue.retry_after(now)))
+        entry = self._queue.get(request.id)
+        assert entry is not None, "it was queued"
+        retry = self._shedding.arrived(entry, self._views.headroom(reading), self._views.step_seconds, now)
+        if retry is not None:
+            self._queue.cancel(request.id)
+            self._shed(request, retry)
+
+    def admitted(self, count: int, now: float) -> None:
+        """The first `count` requests of the queue have left it for the batch."""
+        self._shedding.admitted(count, now)
+
+    def refuse_late(self, now: float) -> None:
+        """Refuse the requests that have become late: in the queue, or in the batch without pages."""
+        for request, retry in self._shedding.expired(self._views.step_seconds, now):
+            if self._queue.cancel(request.id):
+                self._shed(request, retry)
+            elif self._running.waits_for_pages(request.id):
+                self._running.remove(request.id)
+                self._cancel(request.id)
+                self._shed(request, retry)
+
+    def _shed(self, request: Generate, retry: float) -> None:
+        why = f"no place in the batch before the target of its first token, {request.slo.ttft:g} s; try again in {retry:.0f} s"
+        self._refuse(request, Overloaded(why, retry_after=retry))
+
+    def _refuse(self, request: Generate, error: QueueFull) -> None:
+        self._send(RequestFailed(id=request.id, code=error.code, message=error.message, retry_after=error.retry_after))

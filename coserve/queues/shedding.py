@@ -1,0 +1,75 @@
+"""Which waiting requests cannot have their first token in time. Pure: no torch, no IO, no clock."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from heapq import heappop, heappush
+
+from coserve.link import Generate
+from coserve.queues.inference import RETRY_AT_LEAST, RETRY_AT_MOST, InferenceQueue, Queued
+
+MEMORY = 32
+"""Admissions after which one counts 1/e of a new one, for the speed at which the batch takes requests."""
+
+
+class Shedding:
+    """Finds late requests among those that wait behind a full batch, or in the batch for pages. A request that finds a place when it
+    arrives is never refused for its time in the queue: below capacity all do.
+
+    While requests wait behind a full batch no training runs (`Slack`), so the speed at which the batch takes requests is that of
+    inference alone. A request whose turn would come after its deadline at that speed is late when it arrives; one that was
+    expected in time is late once a step that begins now would end after its deadline.
+    """
+
+    def __init__(self, queue: InferenceQueue) -> None:
+        self._queue = queue
+        self._deadlines: list[tuple[float, str, Generate, bool]] = []
+        """Of requests that may be shed and have not expired, with their ids, and whether they had to wait for a place: a heap. Some of
+        them wait no more."""
+        self._last: float | None = None
+        """Of the last admission since which requests have always waited behind a full batch."""
+        self._seconds = self._admissions = 0.0
+
+    @property
+    def gap(self) -> float:
+        """Expected seconds from one admission to the next while the batch is full; 0: not known."""
+        return self._seconds / self._admissions if self._admissions else 0.0
+
+    def admitted(self, count: int, now: float) -> None:
+        """The first `count` requests have joined the batch; others may wait behind it."""
+        if count and self._last is not None:
+            fading = (1 - 1 / MEMORY) ** count
+            self._seconds = fading * self._seconds + now - self._last
+            self._admissions = fading * self._admissions + count
+        if not len(self._queue):
+            self._last = None
+        elif count or self._last is None:
+            self._last = now
+
+    def arrived(self, entry: Queued, headroom: int, step: float, now: float) -> float | None:
+        """For a request that was just queued: seconds after which to try again, if it will be late; None if not.
+
+        `headroom`: how many requests can be admitted now; `step`: expected seconds of a generation step.
+        """
+        message, due = entry.message, min(entry.deadline, entry.end)
+        if not message.slo.shed:
+            return None
+        ahead = self._queue.ahead(message.id) - headroom if len(self._queue) > headroom else -1
+        late = now + ahead * self.gap + step - due
+        if self.gap and ahead >= 0 and late > 0:
+            return _bounded(late)
+        heappush(self._deadlines, (due, message.id, message, ahead >= 0))
+        return None
+
+    def expired(self, step: float, now: float) -> Iterator[tuple[Generate, float]]:
+        """Requests that are late, and seconds after which to try again. Each is given once. Some may have left the queue."""
+        while self._deadlines and self._deadlines[0][0] < now + step:
+            _, id, message, waited = heappop(self._deadlines)
+            if self._queue.get(id) is None:
+                yield message, _bounded(0.0)
+            elif waited:
+                yield message, _bounded(self._queue.ahead(id) * self.gap)
+
+
+def _bounded(seconds: float) -> float:
+    return min(max(seconds, RETRY_AT_LEAST), RETRY_AT_MOST)

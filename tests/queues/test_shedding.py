@@ -1,0 +1,87 @@
+"""Which waiting requests are late, and when that is known."""
+
+from __future__ import annotations
+
+from coserve.link import Generate
+from coserve.queues.inference import InferenceQueue, Queued
+from coserve.queues.shedding import Shedding
+from coserve.types import SamplingParams, Slo
+
+
+def request(id: str, ttft: float, *, shed: bool = True, e2e: float | None = None) -> Generate:
+    slo = Slo(ttft=ttft, tpot=1.0, e2e=e2e, shed=shed)
+    return Generate(id=id, prompt=(1,), sampling=SamplingParams(), adapter=None, slo=slo)
+
+
+class Line:
+    """A batch with no place, which takes a request every half second once it did so a few times."""
+
+    def __init__(self, *, measured: bool = True) -> None:
+        self.queue = InferenceQueue(100, fair=True)
+        self.shedding = Shedding(self.queue)
+        self.count = 0
+        if measured:
+            for number in range(5):
+                self.queue.push(request(f"early{number}", 99.0, shed=False), arrived=0.0, deadline=99.0)
+            for number in range(4):
+                self.queue.pop(1)
+                self.shedding.admitted(1, 0.5 * number)
+
+    def arrives(self, ttft: float, *, headroom: int = 0, shed: bool = True, e2e: float | None = None) -> float | None:
+        """At 2 s. One request waits already."""
+        self.count += 1
+        message = request(f"r{self.count}", ttft, shed=shed, e2e=e2e)
+        self.queue.push(message, arrived=2.0, deadline=2.0 + ttft)
+        entry = self.queue.get(message.id)
+        assert entry is not None
+        return self.shedding.arrived(entry, headroom, 0.1, 2.0)
+
+    def late(self, now: float) -> list[str]:
+        return [message.id for message, _ in self.shedding.expired(0.1, now)]
+
+
+def test_a_request_whose_turn_comes_too_late_is_refused_when_it_arrives() -> None:
+    line = Line()
+    assert [line.arrives(5.0) for _ in range(9)] == [None] * 9
+    retry = line.arrives(2.0)
+    assert retry is not None and retry > 2.0, "ten others wait, and a request is admitted each half second"
+
+
+def test_whoever_finds_a_place_is_never_late_in_the_queue() -> None:
+    line = Line()
+    assert line.arrives(0.001, headroom=2) is None
+    assert line.late(9.0) == []
+
+
+def test_a_request_that_did_not_ask_for_it_is_never_refused() -> None:
+    line = Line()
+    assert line.arrives(0.001, shed=False) is None
+    assert line.late(99.0) == []
+
+
+def test_without_a_measured_speed_a_request_is_refused_once_it_is_late_and_not_before() -> None:
+    line = Line(measured=False)
+    assert line.arrives(3.0) is None
+    assert line.arrives(4.0, e2e=1.0) is None
+    assert line.late(2.85) == []
+    assert line.late(2.95) == ["r2"], "its answer would end too late"
+    assert line.late(4.95) == ["r1"], "a step takes 0.1 s"
+    assert line.late(9.0) == []
+
+
+def test_idle_time_is_no_time_between_admissions() -> None:
+    queue = InferenceQueue(9, fair=True)
+    shedding = Shedding(queue)
+    for now in (0.0, 10.0, 20.0):
+        queue.push(request(f"r{now}", 1.0), arrived=now, deadline=now + 1)
+        queue.pop(1)
+        shedding.admitted(1, now)
+    assert shedding.gap == 0
+
+
+def test_the_entry_that_was_queued_is_found() -> None:
+    queue = InferenceQueue(9, fair=True)
+    queue.push(request("r", 1.0), arrived=0.0, deadline=1.0)
+    assert isinstance(queue.get("r"), Queued)
+    assert queue.get("other") is None
+    assert queue.ahead("r") == 0

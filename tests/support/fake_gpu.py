@@ -1,0 +1,129 @@
+"""A GPU in virtual time: steps overlap the host's work, and their times depend on what they compute, with errors."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from coserve.link import RequestFailed, Tokens
+from coserve.queues.shapes import StepShape
+from coserve.types import JobSpec, MicroStep
+from tests.support.fake_ports import FakeGenerator, FakeTrainer, JobPlan, Meter, Prices
+from tests.support.virtual_clock import VirtualClockLoop
+
+FREE = Prices(step=0.0, token=0.0, micro_step=0.0, spikes=0.0)
+
+
+@dataclass
+class Noise:
+    """Factors of times: normal errors, and now and then a pause of the machine."""
+
+    rng: random.Random
+    sigma: float
+    hiccups: float
+    """Share of steps and micro-steps that take `pause` seconds more."""
+    pause: float = 0.01
+
+    def __call__(self, seconds: float) -> float:
+        noisy = seconds * max(0.7, self.rng.gauss(1.0, self.sigma))
+        return noisy + (self.pause if self.rng.random() < self.hiccups else 0.0)
+
+
+def _loop() -> VirtualClockLoop:
+    loop = asyncio.get_running_loop()
+    assert isinstance(loop, VirtualClockLoop)
+    return loop
+
+
+class OverlappedGenerator(FakeGenerator):
+    """A step's tokens come with the next step, or with `collect`: both wait until the device has computed it."""
+
+    def __init__(
+        self, seconds: Callable[[StepShape], float], host: float, step_tokens: int, rng: random.Random
+    ) -> None:
+        """`host`: seconds that the launch of a step takes."""
+        super().__init__(Meter(), FREE, step_tokens, rng, 0.0)
+        self._seconds, self._host = seconds, host
+        self._flying: list[tuple[float, list[Tokens | RequestFailed], StepShape]] = []
+        self._free_at = 0.0
+        self._collected: StepShape | None = None
+        self._prefill = 0
+        self.longest_prompt = 0
+
+    @property
+    def in_flight(self) -> bool:  # type: ignore[override]
+        return bool(self._flying)
+
+    def launched_prefill(self) -> int:
+        return self._prefill
+
+    def computed(self) -> StepShape | None:
+        computed, self._collected = self._collected, None
+        return computed
+
+    def step(self) -> list[Tokens | RequestFailed]:
+        loop = _loop()
+        loop.block(self._host)
+        self._prefill = 0
+        launched = None
+        if self._sequences:
+            results = super().step()
+            shape = super().computed()
+            assert shape is not None
+            self._prefill = shape.prefill
+            self._free_at = max(loop.time(), self._free_at) + self._seconds(shape)
+            launched = self._free_at, results, shape
+        found = self.collect()
+        if launched is not None:
+            self._flying.append(launched)
+        return found
+
+    def collect(self) -> list[Tokens | RequestFailed]:
+        if not self._flying:
+            return []
+        ((end, results, self._collected),) = self._flying
+        self._flying = []
+        loop = _loop()
+        loop.block(max(0.0, end - loop.time()))
+        return results
+
+
+@dataclass
+class BlockingTrainer(FakeTrainer):
+    """Slices end with the device's work. `seconds`: of a micro-step of a kind, in a micro-batch of so many tokens."""
+
+    seconds: Callable[[MicroStep, int], float] = lambda kind, tokens: 0.0
+    batch_tokens: Callable[[int], int] = lambda step: 4096
+    """Of the micro-batch of each step."""
+    trained: list[tuple[float, int]] = field(default_factory=list)
+    """When each step ended, and its tokens."""
+
+    def kinds(self, plan: JobPlan) -> list[MicroStep]:
+        """`plan.micro_steps` layers."""
+        layers, heads = plan.micro_steps, plan.micro_steps // 2
+        forward = [MicroStep.BEGIN, *[MicroStep.FORWARD] * (layers - 1), *[MicroStep.HEAD] * heads]
+        return [*forward, *[MicroStep.BACKWARD] * layers, MicroStep.OPTIMIZER]
+
+    def advance(self, job: str, micro_steps: int | None) -> list:  # type: ignore[type-arg]
+        run, plan = self._runs[job], self.plans[job]
+        kinds = self.kinds(plan)[run.micro_step :]
+        alike = next((i for i, kind in enumerate(kinds) if kind is not kinds[0]), len(kinds))
+        done = len(kinds) if micro_steps is None else min(micro_steps, alike)
+        tokens = self.batch_tokens(run.step)
+        for kind in kinds[:done]:
+            _loop().block(self.seconds(kind, tokens))
+        if done == len(kinds):
+            self.trained.append((_loop().time(), tokens))
+        return super().advance(job, micro_steps)
+
+    def micro_batch_tokens(self, job: str) -> int:
+        run = self._runs[job]
+        begun = run.micro_step > 0
+        return self.batch_tokens(run.step if begun else max(0, run.step - 1))
+
+
+def job_always(spec: JobSpec) -> dict[str, JobPlan]:
+    """A plan that does not end."""
+    return {spec.id: JobPlan(1 << 30, 32, 1 << 30, None)}
