@@ -16,8 +16,10 @@ START_SILENCE = 120.0
 """The same for a rank that starts: imports may keep all of its threads from running."""
 HANG = 8.0
 """Seconds that a command may be late (`Heartbeat.late`): then it hangs, in a collective for one, though heartbeats come."""
-FIRST = {"cuda": 30.0, "cpu": 300.0}
-"""Seconds that the first command of a kind is expected to pause at most: it may load libraries. By device."""
+FIRST = {"cuda": 1.0, "cpu": 300.0}
+"""Seconds that the first command of a kind is expected to pause at most while it does not load or compile code. By device."""
+LOADING = 2.0
+"""Seconds since a rank last loaded or compiled code in which the others may wait for it."""
 LEAST = {"cuda": 0.0, "cpu": 50.0}
 """The same for later ones, whatever earlier ones took: on a CPU one matrix product of a large base takes long. By device."""
 START = 600.0
@@ -60,6 +62,8 @@ class Heartbeat(msgspec.Struct, frozen=True, tag=True):
     late: float
     """Seconds for which the command that it executes has made no progress, beyond those that it is expected to pause; 0: not
     late, or in none."""
+    loads: bool = False
+    """It has compiled or loaded code since the last heartbeat, which is progress, and the other ranks may wait for it."""
 
 
 class RankReady(msgspec.Struct, frozen=True, tag=True):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from coserve.ranks import HANG, HEARTBEAT, SILENCE, START_SILENCE, Heartbeat
+from coserve.ranks import HANG, HEARTBEAT, LOADING, SILENCE, START_SILENCE, Heartbeat
 
 
 @dataclass(eq=False)
@@ -20,6 +20,8 @@ class WatchedRank:
     """Collectives that it has begun, by its last heartbeat."""
     late: float = 0.0
     """See `Heartbeat`."""
+    without_loads: int = 1 << 30
+    """Heartbeats since it last loaded or compiled code."""
     looks: int = 0
     """Since its last report. Looks are counted and not seconds: while the daemon was stopped itself, no rank was silent."""
 
@@ -28,8 +30,14 @@ class WatchedRank:
         """Seconds since its last report."""
         return self.looks * HEARTBEAT
 
+    @property
+    def loads(self) -> bool:
+        """Whether the others may wait for it, as it loads or compiles code."""
+        return self.without_loads * HEARTBEAT < LOADING
+
     def heard(self, heartbeat: Heartbeat) -> None:
         self.done, self.begun, self.late = heartbeat.done, heartbeat.begun, heartbeat.late
+        self.without_loads = 0 if heartbeat.loads else self.without_loads + 1
 
     def look(self) -> None:
         self.looks += 1
@@ -39,13 +47,14 @@ def find_loss(ranks: Sequence[WatchedRank]) -> tuple[WatchedRank, str] | None:
     """The rank that is lost, and how; None: all live.
 
     A rank is lost if its heartbeats stop, however far behind the others it is while they come. If a command hangs, all ranks
-    may wait for the one that does not take part in a collective: it has begun fewer than the others, or is furthest behind.
+    may wait for the one that does not take part in a collective: it has begun fewer than the others, or is furthest behind. While
+    a rank loads or compiles code, the others may wait for that.
     """
     for rank in ranks:
         limit = SILENCE if rank.ready else START_SILENCE
         if rank.silent > limit:
             return rank, f"did not answer for {limit:.0f} s"
-    if any(rank.late > HANG for rank in ranks):
+    if any(rank.late > HANG for rank in ranks) and not any(rank.loads for rank in ranks):
         return min(
             ranks, key=lambda rank: (rank.begun, rank.done)
         ), f"made no progress for {HANG:.0f} s longer than expected"

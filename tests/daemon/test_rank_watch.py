@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import sys
 from contextlib import ExitStack
+from pathlib import Path
 
 import pytest
 
 from coserve.daemon.rank_watch import WatchedRank, find_loss
+from coserve.engine.ranks.loading import loaded
 from coserve.engine.ranks.progress import MARGIN, Progress
 from coserve.ranks import FIRST, HANG, HEARTBEAT, LEAST, SILENCE, START_SILENCE
 
@@ -93,6 +96,38 @@ def test_the_first_command_of_a_kind_may_take_longer(device: str) -> None:
     with again.progress[0].command(2, "AdvanceJob"):
         seconds, _ = again.seconds_until_lost()
     assert LEAST[device] <= seconds - HANG <= LEAST[device] + 2 * HEARTBEAT
+
+
+def test_a_hang_in_the_first_command_of_a_kind_is_found_within_ten_seconds_on_a_gpu() -> None:
+    watched = Watched()
+    watched.end("Launch")
+    with watched.progress[0].command(2, "AdvanceJob"), watched.progress[1].command(2, "AdvanceJob"):
+        seconds, _ = watched.seconds_until_lost()
+    assert seconds <= 10.0 + HEARTBEAT
+
+
+@pytest.mark.parametrize("module", ["triton.compiler.compiler", "importlib._bootstrap"])
+def test_a_rank_that_compiles_a_kernel_is_waited_for_by_all(module: str) -> None:
+    """It is known from the stack: Triton tells of a kernel only once it is compiled."""
+    watched = Watched()
+    watched.end("Launch")
+    scope = {"__name__": module, "inside": lambda: watched.seconds_until_lost(most=100.0)}
+    exec("def compile(): return inside()", scope)
+    with watched.progress[0].command(2, "Launch"), watched.progress[1].command(2, "AdvanceJob"):
+        assert scope["compile"]() == (100.0, None)
+        seconds, loss = watched.seconds_until_lost()
+    assert loss is not None
+    assert seconds <= FIRST["cuda"] + HANG + 2 * HEARTBEAT
+
+
+def test_modules_and_files_that_are_loaded_are_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (io := tmp_path / "io").write_text("rchar: 7\nread_bytes: 4096\n")
+    before = loaded(io)
+    monkeypatch.setitem(sys.modules, "a_module_of_this_test", sys)
+    assert loaded(io) == before + 1
+    io.write_text("rchar: 7\nread_bytes: 8192\n")
+    assert loaded(io) == before + 1 + 4096
+    assert loaded(tmp_path / "missing") == len(sys.modules)
 
 
 def test_the_expected_end_follows_earlier_commands_of_the_kind() -> None:

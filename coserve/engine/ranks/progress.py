@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
+from coserve.engine.ranks.loading import compiles, loaded
 from coserve.ranks import FIRST, HEARTBEAT, LEAST, START, Heartbeat
 
 MARGIN = 4
@@ -19,6 +21,8 @@ class _Running:
 
     number: int
     kind: str
+    thread: int
+    """`threading.get_ident` of the thread that executes it."""
 
 
 class Progress:
@@ -37,7 +41,7 @@ class Progress:
         self._collectives: Callable[[], int] = lambda: 0
         self._kernels: Callable[[], int] = lambda: 0
         self._compiles: Callable[[], bool] = lambda: False
-        self._signs = 0
+        self._signs = self._loaded = 0
         self._watched: _Running | None = None
         self._quiet = 0
         """Heartbeats without progress of the command that was `_watched`."""
@@ -47,7 +51,8 @@ class Progress:
     @contextmanager
     def command(self, number: int, kind: str) -> Iterator[None]:
         """Around the execution of a command. `kind`: commands of one kind are expected to take about equally long."""
-        self._running, self._done = _Running(number, kind), number - 1  # commands are executed in order
+        running = _Running(number, kind, threading.get_ident())
+        self._running, self._done = running, number - 1  # commands are executed in order
         try:
             yield
         finally:
@@ -74,8 +79,8 @@ class Progress:
     def heartbeat(self) -> Heartbeat:
         """Every `HEARTBEAT` seconds."""
         running, begun = self._running, self._collectives()
-        signs = begun + self._kernels()
-        if running is not None and running is self._watched and signs == self._signs and not self._compiles():
+        signs, loads = begun + self._kernels(), self._loads(running)
+        if running is not None and running is self._watched and signs == self._signs and not loads:
             self._quiet += 1
         else:
             if self._watched is not None and self._device is not None:
@@ -83,7 +88,16 @@ class Progress:
             self._quiet = 0
         self._watched, self._signs = running, signs
         late = 0.0 if running is None else max(0.0, self._quiet * HEARTBEAT - self._expected(running.kind))
-        return Heartbeat(self._done, begun, late)
+        return Heartbeat(self._done, begun, late, loads)
+
+    def _loads(self, running: _Running | None) -> bool:
+        """Whether it compiles or loads code. The stack and the disk are looked at in the first command of a kind alone."""
+        if self._compiles():
+            return True
+        if running is None or running.kind in self._known:
+            return False
+        before, self._loaded = self._loaded, loaded()
+        return compiles(running.thread) or (running is self._watched and self._loaded != before)
 
     def _expected(self, kind: str) -> float:
         """Seconds that a command of this kind may pause."""
