@@ -167,6 +167,9 @@ class NoJobs:
     def checkpoint(self, job: str) -> Callable[[], JobCheckpoint] | None:
         raise AssertionError(job)
 
+    def limit(self, job: str, tokens: int | None, *, recompute: bool) -> None:
+        raise AssertionError(job)
+
     def abandon(self, job: str) -> None:
         raise AssertionError(job)
 

@@ -11,6 +11,7 @@ CoserveError
 │   ├── BodyTooLarge 413             ├── UnsupportedEncoding 415
 │   ├── HeadersTooLarge 431
 │   ├── NonFiniteLogits 422          the adapter (or the base) computes NaN or infinity for this prompt
+│   ├── JobTooLarge 422              it never fits into the GPU's memory
 ├── CorpusError 422                  a row is wrong (`line`)
 │   ├── MalformedRow                 ├── NoTargets             ├── EmptyCorpus
 ├── AdapterError 422                 an adapter's files are wrong
@@ -158,6 +159,13 @@ class UnsupportedEncoding(RequestError):
 class NonFiniteLogits(RequestError):
     status = 422
     code = "non_finite_logits"
+
+
+class JobTooLarge(RequestError):
+    """The message has both numbers, in bytes."""
+
+    status = 422
+    code = "job_too_large"
 
 
 class CorpusError(CoserveError):

@@ -92,6 +92,7 @@ class MemoryUse(Wire, frozen=True):
 
     total: int
     weights: int
+    """The base, and buffers that stay."""
     pages: int
     """The pool, for keys, values and adapters, `adapters` of it included."""
     adapters: int
@@ -109,10 +110,10 @@ class MemoryUse(Wire, frozen=True):
     others: int
     """Other processes."""
     free: int
-    reserved: int
-    """Bytes of all above but `free` and `others` that are planned at most, or 0 without a plan."""
+    planned: int
+    """What torch should never need more than; 0 without a plan."""
     training: int
-    """Bytes that jobs may have in all: what they keep, and one micro-batch."""
+    """Bytes that jobs may have in all now: what they keep, and one micro-batch."""
     needed: int
     """Bytes that the active jobs are predicted to need of `training`."""
     peak: int

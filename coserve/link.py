@@ -13,6 +13,7 @@ from typing import Generic, Protocol, TypeVar
 import msgspec
 
 from coserve.errors import EngineUnavailable
+from coserve.gpu_memory import MemoryModel, MemoryUse
 from coserve.logprobs import PackedLogprobs
 from coserve.types import (
     AdapterDigests,
@@ -90,6 +91,8 @@ class EngineReady(Message, frozen=True):
     spec: BaseSpec
     kv_tokens: int
     lora_backend: str
+    memory: MemoryModel | None = None
+    """None where memory is not planned: jobs are not admitted by it."""
     notes: tuple[str, ...] = ()
     """For the operator: what runs slower than it could, and why; shown in /health."""
 
@@ -175,14 +178,16 @@ class JobCheckpoint(Message, frozen=True):
 
 
 class JobNote(Message, frozen=True):
-    """A warning about a job that continues."""
+    """A warning about a job that continues. `kept`: the job's record keeps it, besides the event."""
 
     id: str
     message: str
+    kept: bool = False
 
 
 class JobWaiting(Message, frozen=True):
-    """All steps are done, but the adapter's files cannot be written now; writing is retried. Sent once."""
+    """What a job waits for: one in line for memory; one whose steps are all done for the disk, as its adapter's files cannot be
+    written now and are tried again."""
 
     id: str
     message: str
@@ -261,6 +266,8 @@ class EngineStats(Message, frozen=True):
     """See `memory.allocator`."""
     backlog: int = 0
     """Bytes of earlier messages that the API process has not read."""
+    memory: MemoryUse | None = None
+    """None where memory is not planned."""
 
 
 class EngineStopped(Message, frozen=True):

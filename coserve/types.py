@@ -289,6 +289,8 @@ class JobSpec(Wire, frozen=True):
     """Rows cut to the longest sequence."""
     auto: tuple[str, ...] = ()
     """The fields of `training` that the daemon chose."""
+    longest: int = 0
+    """Tokens of the longest row; 0 for a job that was accepted before this was kept."""
 
     @property
     def sources(self) -> tuple[AdapterRef, ...]:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass
 
+from coserve.admission.treatment import Treatment
 from coserve.cancellation import Cancellation
 from coserve.link import FromEngine, JobCancelled, JobCheckpoint, JobFailed, JobPaused
 from coserve.types import JobSpec
@@ -47,6 +48,8 @@ class ActiveJob:
     retry: Retry | None = None
     end: JobPaused | JobCancelled | JobFailed | None = None
     """The message that ends the job, sent when none of its files is being written."""
+    treatment: Treatment | None = None
+    """How its micro-batches are computed; None: as planned."""
     saved_at_end: bool = False
     """Whether saving its state at a pause was tried."""
     resumes: bool = False

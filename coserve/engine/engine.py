@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 from collections.abc import Awaitable, Callable
 from concurrent.futures import Executor, ThreadPoolExecutor
 from contextlib import suppress
 
+from coserve.engine.device_memory import DeviceMemory
 from coserve.engine.gauges import engine_stats
 from coserve.engine.idle import Idle
 from coserve.engine.inbox import Inbox
@@ -85,21 +87,20 @@ class Engine:
         max_active_jobs: int,
         step_tokens: int,
         clock: Callable[[], float],
-        planned_bytes: int = 0,
         attainment: float = ATTAINMENT,
         pace: Callable[[], Awaitable[None]] = _yield_to_loop,
         upgrade: Upgrades | None = None,
         job_threads: Executor | None = None,
         garbage: GarbageCollection | None = None,
+        memory: DeviceMemory | None = None,
         mark_training: Mark | None = None,
     ) -> None:
         """`attainment`: share of predicted times that the policy may rely on. `garbage` is collected while no request runs; None: by the
-        interpreter. `mark_training`: slices are only launched, and run beside generation; None: a slice has ended when the trainer
+        interpreter. `memory`: the GPU's, where jobs are admitted by it. `mark_training`: slices are only launched, and run beside generation; None: a slice has ended when the trainer
         returns."""
         self._generator, self._adapters = generator, adapters
-        self._policy, self._link = policy, link
-        self._clock, self._pace, self._upgrade = clock, pace, upgrade
-        self._planned_bytes, self._garbage = planned_bytes, garbage or GarbageCollection.none()
+        self._policy, self._link, self._clock, self._pace, self._upgrade = policy, link, clock, pace, upgrade
+        self._memory, self._garbage = memory, garbage or GarbageCollection.none()
         self._queue = InferenceQueue(max_queue, fair=fair)
         self._running, self._stalls = RunningRequests(step_tokens), Stalls(clock)
         self._changed = asyncio.Event()
@@ -114,6 +115,7 @@ class Engine:
             threads=threads,
             changed=self._change_from_a_thread,
             may_start=(lambda _: True) if upgrade is None else upgrade.may_train,
+            memory=memory,
         )
         self._flight = SlicesInFlight(mark_training, clock, self._change_from_a_thread)
         adapters.notify(self._changed.set)
@@ -223,6 +225,8 @@ class Engine:
                 await self._pace()
             case Wait(until):
                 self._report(now, force=not flight.slices)
+                if self._jobs.wait_for_memory:  # only the device says when others give it back
+                    until = min(until or math.inf, now + STATS_INTERVAL)
                 await self._idle.sleep(None if until is None else until - now)
 
     def _idle_until(self, until: float | None, now: float) -> bool:
@@ -383,4 +387,4 @@ class Engine:
         waiting = len(self._queue) + self._adapters.waiting + len(self._running) - started
         seconds = (self._serve_seconds, self._train_seconds)
         parts = self._generator, self._adapters, self._jobs, self._views, self._stalls
-        self._link.send(engine_stats(*parts, now, (waiting, started), seconds, self._planned_bytes, backlog))
+        self._link.send(engine_stats(*parts, now, (waiting, started), seconds, self._memory, backlog))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from coserve.engine.device_memory import DeviceMemory
 from coserve.engine.job_runner import JobRunner
 from coserve.engine.ports import Generates, StoresAdapters
 from coserve.engine.stalls import Stalls
@@ -18,7 +19,7 @@ def engine_stats(
     now: float,
     requests: tuple[int, int],
     seconds: tuple[float, float],
-    planned_bytes: int,
+    memory: DeviceMemory | None,
     backlog: int,
 ) -> EngineStats:
     """`requests` that wait and that run; `seconds` in generation steps and in slices."""
@@ -30,7 +31,7 @@ def engine_stats(
         pages_used=generator.pages_used,
         pages_total=generator.pages_total,
         pages_adapters=generator.adapter_pages,
-        memory_planned=planned_bytes,
+        memory_planned=0 if memory is None else memory.planned,
         memory_peak=allocator.peak,
         cuda_allocs=allocator.allocs,
         cuda_frees=allocator.frees,
@@ -47,4 +48,5 @@ def engine_stats(
         starving=views.slices.starving(now),
         stalls=stalls.totals(),
         backlog=backlog,
+        memory=None if memory is None else memory.use(generator.adapter_pages),
     )

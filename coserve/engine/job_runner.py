@@ -14,9 +14,11 @@ from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Executor
 
+from coserve.admission.memory import Start
 from coserve.engine.active_job import ActiveJob, Retry
+from coserve.engine.job_memory import JobMemory
 from coserve.engine.job_threads import JobThreads, tolerated
-from coserve.engine.ports import Trains
+from coserve.engine.ports import AdmitsJobs, Trains
 from coserve.errors import CoserveError, EngineFault, failure_text
 from coserve.link import (
     FromEngine,
@@ -49,10 +51,12 @@ class JobRunner:
         threads: Executor,
         changed: Callable[[], None],
         may_start: Callable[[JobSpec], bool] = lambda _: True,
+        memory: AdmitsJobs | None = None,
     ) -> None:
         """`threads` run what may take long: two for each active job. `changed` is called, on any thread, when something of
-        that is done. `may_start`: whether a job's kernels are there; asked before each tick."""
-        self._may_start = may_start
+        that is done. `may_start`: whether a job's kernels are there; asked before each tick.
+        `memory`: whether there is memory for it, and how it trains within that; None: there is."""
+        self._may_start, self._memory = may_start, JobMemory(memory, trainer, send)
         self._trainer, self._send, self._max_active = trainer, send, max_active
         self._threads, self._changed = JobThreads(trainer, threads, changed), changed
         self._turns = JobQueue()
@@ -70,7 +74,12 @@ class JobRunner:
         retries = ((job, active.retry) for job, active in self._active.items() if active.retry is not None)
         ends = (f"end of job {job}: {retry.message}; it is tried again" for job, retry in retries)
         waits = () if all(map(self._may_start, self._pending)) else (WAITS_FOR_KERNELS,)
-        return (*waits, *self._threads.notes, *ends, *self._trainer.notes)
+        return (*waits, *self._memory.troubles, *self._threads.notes, *ends, *self._trainer.notes)
+
+    @property
+    def wait_for_memory(self) -> bool:
+        """Whether a job in line waits for memory."""
+        return self._memory.held
 
     def __len__(self) -> int:
         """Jobs that are active or in line."""
@@ -110,8 +119,10 @@ class JobRunner:
         job whose micro-batch has ended do what comes next."""
         while True:
             while len(self._active) < self._max_active and (spec := self._next_start()) is not None:
-                self._pending.remove(spec)
-                self._active[spec.id] = ActiveJob(spec, work=self._threads.start(spec))
+                if not self._admit(spec):
+                    break  # nor do later ones start: a large job would wait for ever
+            for job, found in self._memory.changes():
+                self._memory.limit(self._active[job], found)
             while self._unsettled:
                 self._settle(self._unsettled.popleft())
             works = [
@@ -128,6 +139,20 @@ class JobRunner:
     def _next_start(self) -> JobSpec | None:
         """The first in line whose kernels are there."""
         return next(filter(self._may_start, self._pending), None)
+
+    def _admit(self, spec: JobSpec) -> bool:
+        """Start the job, or end it where it never fits. False: it waits for memory."""
+        try:
+            found = self._memory.admit(spec)
+        except CoserveError as error:
+            self._withdraw(spec.id)
+            self._send(JobFailed(id=spec.id, code=error.code, message=error.message))
+            return True
+        if found is not None:
+            self._pending.remove(spec)
+            active = self._active[spec.id] = ActiveJob(spec, work=self._threads.start(spec))
+            self._memory.limit(active, found)
+        return found is not None
 
     def advance(self, job: str, micro_steps: int | None) -> bool:
         """Train an active job. Whether its micro-batch is still under way; otherwise the turn is the next one's."""
@@ -284,7 +309,9 @@ class JobRunner:
             case None if active.end is None and not self._closed:  # it is prepared
                 self._turns.add(job)
             case _:
-                active.loaded = active.loaded or isinstance(message, JobStarted)
+                if isinstance(message, JobStarted):
+                    active.loaded = True
+                    self._memory.limit(active, Start(active.treatment))
                 if message is not None:
                     self._send(message)
                 self._settle(job)
@@ -347,6 +374,7 @@ class JobRunner:
     def _retire(self, job: str) -> ActiveJob:
         active = self._active[job]
         self._unschedule(job)
+        self._memory.release(job)
         if active.retry is not None and active.retry.timer is not None:
             active.retry.timer.cancel()
         if active.loaded:
@@ -364,5 +392,6 @@ class JobRunner:
         for spec in self._pending:
             if spec.id == job:
                 self._pending.remove(spec)
+                self._memory.left_line(job)
                 return spec
         return None

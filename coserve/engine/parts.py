@@ -7,21 +7,27 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from threading import Thread
 
 import torch
 
 from coserve.adapter_store.files import load_adapter
 from coserve.adapter_store.store import AdapterStore
+from coserve.admission.memory import MemoryAdmission
 from coserve.config import Config
+from coserve.engine.device_memory import DeviceMemory, Fixed
 from coserve.engine.sizes import STEP_TOKENS
 from coserve.errors import AdapterNotFound
-from coserve.finetune.memory_profiling import Conditions, plan_memory
+from coserve.finetune.memory_profiling import Conditions, keep_graph_bytes, plan_memory
 from coserve.finetune.trainer import Trainer
 from coserve.generate.execution.start import Start, WarmKernels, make_start
+from coserve.gpu_memory import MemoryModel
 from coserve.kernels.lora.backend import choose_backend
 from coserve.kernels.lora.interface import LoraBackend
+from coserve.memory.allocator import read_device
+from coserve.memory.graph_bytes import GraphBytes
 from coserve.memory.kv import CPU_TOKENS, KvCache
-from coserve.memory.plan import Work
+from coserve.memory.plan import MemoryPlan, Work
 from coserve.model.base import Base
 from coserve.model.groups import share_inputs
 from coserve.model.lora import LoraWeights
@@ -29,6 +35,7 @@ from coserve.parallel.lockstep import Lockstep
 from coserve.processes import usable_cores
 from coserve.state.folder import DataFolder
 from coserve.types import AdapterDigests, AdapterRef
+from coserve.warmup.gpu import CONTEXT_BYTES
 
 log = logging.getLogger(__name__)
 
@@ -52,8 +59,9 @@ def default_threads() -> int:
 @dataclass(frozen=True)
 class PoolSize:
     tokens: int
-    planned: int = 0
-    """Bytes of the GPU's memory that torch should never need more than; 0 without a plan."""
+    plan: MemoryPlan | None = None
+    loaded: int = 0
+    """Bytes that torch had allocated before the pool."""
     notes: tuple[str, ...] = ()
 
 
@@ -63,6 +71,7 @@ class EngineParts:
     def __init__(self, base: Base, config: Config) -> None:
         self.base, self.config, self.folder = base, config, DataFolder(config.data_dir)
         self.lora_backend: LoraBackend = choose_backend(config.lora_backend, base.device, base.dtype)
+        self.graph_bytes = GraphBytes(base.device)
         self.step_tokens = config.step_tokens or STEP_TOKENS[base.device.type]
 
     def read_adapter(self, ref: AdapterRef, digests: AdapterDigests | None) -> LoraWeights:
@@ -80,17 +89,57 @@ class EngineParts:
             return PoolSize(config.kv_tokens)
         if base.device.type != "cuda":
             return PoolSize(CPU_TOKENS)
-        work = Work(self.step_tokens, config.micro_batch_tokens, config.max_active_jobs)
-        conditions = Conditions(
-            self.lora_backend, config.recompute, config.inference_batch_size, config.page_tokens, work
-        )
         if self.lora_backend.capturable and self.lora_backend.groups_inputs and config.compile != "off":
             share_inputs(base)  # as `make_start` will: what is measured is what runs
-        plan = plan_memory(base, conditions, fraction=config.memory_fraction, path=self._profile_path, shared=shared)
+        plan = plan_memory(
+            base, self._conditions, fraction=config.memory_fraction, path=self._profile_path, shared=shared
+        )
         note = plan.note(config.page_tokens)
         log.info("%s", note)
-        planned = torch.cuda.memory_allocated(base.device) + plan.set_aside
-        return PoolSize(plan.pages * config.page_tokens, planned, (note,))
+        loaded = torch.cuda.memory_allocated(base.device)
+        return PoolSize(plan.pages * config.page_tokens, plan, loaded, (note,))
+
+    @property
+    def _conditions(self) -> Conditions:
+        config = self.config
+        work = Work(self.step_tokens, config.micro_batch_tokens, config.max_active_jobs)
+        return Conditions(self.lora_backend, config.recompute, config.inference_batch_size, config.page_tokens, work)
+
+    def memory_model(self, pool: PoolSize) -> MemoryModel | None:
+        """What predicts the memory of jobs; None without a plan."""
+        config, plan = self.config, pool.plan
+        if plan is None:
+            return None
+        return MemoryModel(
+            costs=plan.costs,
+            training=plan.training + plan.jobs,
+            ranks=config.tp,
+            fully_sharded=config.lora_sharding == "slora",
+            recompute=config.recompute,
+        )
+
+    def device_memory(self, pool: PoolSize) -> DeviceMemory | None:
+        """The GPU's memory, by which jobs are admitted; None without a plan. Call it once the page pool is allocated."""
+        model, plan, base, config = self.memory_model(pool), pool.plan, self.base, self.config
+        if model is None or plan is None:
+            return None
+        pages = (pool.tokens // config.page_tokens + 1) * plan.page_bytes
+        fixed = Fixed(
+            held=pool.loaded + pages,
+            pages=pages,
+            page=plan.page_bytes,
+            step=plan.step,
+            graphs=plan.graphs,
+            context=CONTEXT_BYTES,
+            planned=pool.loaded + plan.set_aside,
+        )
+        admission = MemoryAdmission(model, base.spec, config.micro_batch_tokens)
+        return DeviceMemory(admission, fixed, lambda: read_device(base.device), self.graph_bytes, self._keep_graphs)
+
+    def _keep_graphs(self, size: int) -> None:
+        """On a thread: a disk may be slow."""
+        if (path := self._profile_path) is not None:
+            Thread(target=keep_graph_bytes, args=(self.base, self._conditions, path, size), daemon=True).start()
 
     @property
     def _profile_path(self) -> Path | None:
@@ -109,6 +158,7 @@ class EngineParts:
             when=config.compile if config.tp == 1 or config.compile == "off" else "before",
             step_tokens=self.step_tokens,
             warm=warm,
+            graph_bytes=self.graph_bytes,
         )
 
     def make_trainer(

@@ -120,12 +120,16 @@ def build_engine(
         max_active_jobs=config.max_active_jobs,
         step_tokens=parts.step_tokens,
         clock=time.monotonic,
-        planned_bytes=pool.planned,
+        memory=parts.device_memory(pool),
         garbage=garbage,
         upgrade=upgrade,
     )
     ready = EngineReady(
-        spec=base.spec, kv_tokens=kv.tokens, lora_backend=parts.lora_backend.name, notes=notes + start.notes
+        spec=base.spec,
+        kv_tokens=kv.tokens,
+        lora_backend=parts.lora_backend.name,
+        memory=parts.memory_model(pool),
+        notes=notes + start.notes,
     )
     return engine, ready
 

@@ -107,6 +107,10 @@ class TrainingLoop:
         stopped = patience is not None and self.progress.evaluations_without_gain >= patience
         return self.progress.pending is None and (self.progress.step >= self.plan.total_steps or stopped)
 
+    def limit_memory(self, tokens: int | None, *, recompute: bool) -> None:
+        """From the next optimizer step on: see `MemoryLimits.plan`."""
+        self._limits.plan(tokens, recompute=recompute)
+
     def lower_memory(self) -> str | None:
         """Memory ran out since `run` was last suspended: compute smaller micro-batches from now on.
 
@@ -157,7 +161,7 @@ class TrainingLoop:
             lora = self._lora_batch(rows, self._dropout(step, micro))
             trainable, grads = self.optimizer.trainable, self.optimizer.grads
             summed += yield from self._runner.forward_backward(
-                rows, lora, trainable, grads, teacher=self._teacher_batch(rows), recompute=self._limits.recompute
+                rows, lora, trainable, grads, teacher=self._teacher_batch(rows), recompute=self._limits.recomputes
             )
             tokens += rows.tokens
             targets += rows.targets

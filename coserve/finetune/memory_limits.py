@@ -1,4 +1,4 @@
-"""Cuts a job's micro-batches smaller each time that memory runs out. No tensors."""
+"""Cuts a job's micro-batches smaller where memory is short, and each time that it runs out. No tensors."""
 
 from __future__ import annotations
 
@@ -21,14 +21,26 @@ class MemoryLimits:
         """Most tokens of a micro-batch of several rows; None: as planned."""
         self.recompute = False
         """Keep only each layer's input, whatever the engine's setting."""
+        self._planned: tuple[int | None, bool] = None, False
+
+    def plan(self, tokens: int | None, *, recompute: bool) -> None:
+        """Most tokens of a micro-batch (None: as planned) and recomputation, until the next call; what `lower` has found holds
+        besides."""
+        self._planned = tokens, recompute
+
+    @property
+    def recomputes(self) -> bool:
+        """Only each layer's input is kept."""
+        return self.recompute or self._planned[1]
 
     def cut(self, micro_batches: MicroBatches) -> MicroBatches:
         """The same rows in micro-batches within the limit."""
-        if self.tokens is None:
+        limits = [limit for limit in (self.tokens, self._planned[0]) if limit is not None]
+        if not limits:
             return micro_batches
         found: list[tuple[int, ...]] = []
         for rows in micro_batches:
-            parts = pack(self._lengths[list(rows)].tolist(), self.tokens)
+            parts = pack(self._lengths[list(rows)].tolist(), min(limits))
             found += [tuple(rows[i] for i in part) for part in parts]
         return found
 
@@ -38,7 +50,7 @@ class MemoryLimits:
         if len(rows) > 1:
             self.tokens = tokens // 2
             return f"not enough memory for {tokens} tokens at once: it trains on at most {self.tokens}"
-        if not self.recompute:  # where the engine recomputes anyway this is one more attempt
+        if not self.recomputes:  # where the engine recomputes anyway this is one more attempt
             self.recompute = True
             return f"not enough memory for {tokens} tokens at once: each layer is computed again in the backward"
         return None

@@ -27,8 +27,16 @@ from coserve.kernels.lora.interface import LoraBackend
 from coserve.kernels.lora.segments import Segments
 from coserve.memory.buffer import page_layout
 from coserve.memory.kv import KvCache
-from coserve.memory.plan import GpuMemory, MemoryPlan, Work, make_plan
-from coserve.memory.profile import Profile, TrainingPeaks, load_profile, measure, save_profile
+from coserve.memory.plan import GRAPHS, SPARE_GRAPHS, GpuMemory, MemoryPlan, Work, make_plan
+from coserve.memory.profile import (
+    Profile,
+    TrainingPeaks,
+    load_graph_bytes,
+    load_profile,
+    measure,
+    save_graph_bytes,
+    save_profile,
+)
 from coserve.model.base import Base
 from coserve.model.lora import LoraBatch, LoraWeights
 from coserve.types import DEFAULT_RANK, LoraSettings, MicroStep, TrainingSettings
@@ -78,7 +86,19 @@ def plan_memory(
     page_tokens, work = conditions.page_tokens, conditions.work
     page_bytes = page_layout(base.kv_shapes, page_tokens, base.dtype).page_bytes
     least = -(-work.step_tokens // page_tokens)
-    return make_plan(GpuMemory(total, free), fraction, profile, work, page_bytes=page_bytes, least=least)
+    graphs = None if path is None else load_graph_bytes(graphs_path(path), key)
+    size = GRAPHS if graphs is None else round(SPARE_GRAPHS * graphs)
+    return make_plan(GpuMemory(total, free), fraction, profile, work, page_bytes=page_bytes, least=least, graphs=size)
+
+
+def keep_graph_bytes(base: Base, conditions: Conditions, path: Path, size: int) -> None:
+    """Keep what all graphs take beside the profile at `path`: the next start plans with it."""
+    save_graph_bytes(graphs_path(path), _key(base, conditions), size)
+
+
+def graphs_path(path: Path) -> Path:
+    """Beside the profile."""
+    return path.with_name("graphs.json")
 
 
 def _measure(base: Base, conditions: Conditions) -> Profile:

@@ -163,6 +163,10 @@ class Trainer:
         training, before = self._jobs[job], self._jobs[job].memory_note
         return self._memory_notes(training, before) if training.lower_memory() else []
 
+    def limit(self, job: str, tokens: int | None, *, recompute: bool) -> None:
+        """Most tokens of the job's micro-batches (None: as planned) and whether layers are computed again, as memory was planned."""
+        self._jobs[job].loop.limit_memory(tokens, recompute=recompute)
+
     def finished(self, job: str) -> bool:
         """Whether the job has nothing left but its publication."""
         return self._jobs[job].loop.finished

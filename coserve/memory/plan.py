@@ -5,10 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from coserve.errors import ConfigError
+from coserve.gpu_memory import TrainingCosts
 from coserve.memory.profile import Profile
 
 GRAPHS = 2 << 30
-"""Bytes set aside for CUDA graphs and autotuning: graphs are captured after the pool is allocated, and record its address."""
+"""Bytes set aside for CUDA graphs and autotuning until their size is known: graphs are captured after the pool is allocated, and
+record its address."""
+SPARE_GRAPHS = 1.1
+"""What is set aside for graphs whose size was measured, relative to it: other adapters may need graphs of their own."""
 GIB = 1 << 30
 
 
@@ -41,19 +45,22 @@ class MemoryPlan:
     step: int
     training: int
     jobs: int
+    graphs: int
+    costs: TrainingCosts
+    """For adapters of other ranks and sites than those that were profiled."""
     error: float
 
     @property
     def set_aside(self) -> int:
         """Bytes besides `taken`."""
-        return self.step + self.training + self.jobs + GRAPHS + (self.pages + 1) * self.page_bytes
+        return self.step + self.training + self.jobs + self.graphs + (self.pages + 1) * self.page_bytes
 
     def note(self, page_tokens: int) -> str:
         """For an operator."""
         return (
             f"memory: pool of {self.pages} pages ({self.pages * page_tokens} tokens, {_gib(self.pages * self.page_bytes)}) "
             f"for KV and adapters; weights and context {_gib(self.taken)}, a step {_gib(self.step)}, training "
-            f"{_gib(self.training)}, jobs {_gib(self.jobs)}, graphs {_gib(GRAPHS)}; half a step and "
+            f"{_gib(self.training)}, jobs {_gib(self.jobs)}, graphs {_gib(self.graphs)}; half a step and "
             f"half a micro-batch predicted the whole ones with an error of {self.error:+.1%}"
         )
 
@@ -63,9 +70,9 @@ def _gib(size: float) -> str:
 
 
 def make_plan(
-    gpu: GpuMemory, fraction: float, profile: Profile, work: Work, *, page_bytes: int, least: int
+    gpu: GpuMemory, fraction: float, profile: Profile, work: Work, *, page_bytes: int, least: int, graphs: int = GRAPHS
 ) -> MemoryPlan:
-    """Plan a pool of at least `least` pages within `fraction` of the GPU's memory.
+    """Plan a pool of at least `least` pages within `fraction` of the GPU's memory. `graphs`: bytes for CUDA graphs.
 
     Raises:
         ConfigError: too little is left. It names the setting to change: `micro_batch_tokens` if only training does not fit,
@@ -76,10 +83,10 @@ def make_plan(
     step = profile.no_grad.at(work.step_tokens)
     training = profile.act.at(work.micro_batch_tokens) + profile.backward.at(work.micro_batch_tokens)
     jobs = profile.job * work.jobs
-    needed = (least + 1) * page_bytes + step + GRAPHS
-    pages = (budget - step - training - jobs - GRAPHS) // page_bytes - 1
+    needed = (least + 1) * page_bytes + step + graphs
+    pages = (budget - step - training - jobs - graphs) // page_bytes - 1
     if pages >= least:
-        return MemoryPlan(pages, page_bytes, taken, step, training, jobs, profile.error)
+        return MemoryPlan(pages, page_bytes, taken, step, training, jobs, graphs, profile.costs, profile.error)
     if needed > budget:
         raise ConfigError(
             f"memory_fraction: expected {_gib(needed)} besides the base's {_gib(taken)}, but {fraction} of "

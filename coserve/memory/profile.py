@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 import msgspec
 
@@ -18,6 +18,8 @@ from coserve.gpu_memory import Line, TrainingCosts
 from coserve.types import Wire
 
 log = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 
 class Profile(Wire, frozen=True):
@@ -102,20 +104,44 @@ class _Saved(Wire, frozen=True):
     profile: Profile
 
 
+class _SavedGraphs(Wire, frozen=True):
+    key: tuple[str, ...]
+    bytes: int
+
+
 def load_profile(path: Path, key: Sequence[str]) -> Profile | None:
     """The profile that was saved under this key, or None."""
-    try:
-        saved = msgspec.json.decode(path.read_bytes(), type=_Saved)
-    except (OSError, msgspec.DecodeError):
-        return None
-    return saved.profile if saved.key == tuple(key) else None
+    saved = _load(path, _Saved)
+    return saved.profile if saved is not None and saved.key == tuple(key) else None
 
 
 def save_profile(path: Path, key: Sequence[str], profile: Profile) -> None:
     """Replace the saved profile. If the disk refuses it, the next start measures again."""
+    _save(path, _Saved(key=tuple(key), profile=profile))
+
+
+def load_graph_bytes(path: Path, key: Sequence[str]) -> int | None:
+    """What CUDA graphs took in an earlier life under this key, or None."""
+    saved = _load(path, _SavedGraphs)
+    return saved.bytes if saved is not None and saved.key == tuple(key) else None
+
+
+def save_graph_bytes(path: Path, key: Sequence[str], size: int) -> None:
+    """Replace the saved size. If the disk refuses it, the next start plans with `plan.GRAPHS`."""
+    _save(path, _SavedGraphs(key=tuple(key), bytes=size))
+
+
+def _load(path: Path, kind: type[T]) -> T | None:
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=kind)
+    except (OSError, msgspec.DecodeError):
+        return None
+
+
+def _save(path: Path, saved: Wire) -> None:
     temporary = path.with_name(f"{path.name}.new")
     try:
-        temporary.write_bytes(msgspec.json.encode(_Saved(key=tuple(key), profile=profile)))
+        temporary.write_bytes(msgspec.json.encode(saved))
         temporary.replace(path)
     except OSError as error:
-        log.warning("the memory profile is not kept: %s", error.strerror)
+        log.warning("%s is not kept: %s", path.name, error.strerror)

@@ -72,7 +72,8 @@ class Job(Wire, frozen=True):
     result: str | None
     """`name@version` once succeeded: use it as `adapter` of `POST /generate`."""
     waiting: str | None = None
-    """What a running job waits for: `waiting for space` once all its steps are done and the disk is full."""
+    """What a job waits for: `waiting for space` once all its steps are done and the disk is full; `waiting for memory`, with the
+    numbers, while it is in line and does not fit beside the jobs that train."""
     rows_cut: int = 0
     """Rows that lost a part: they were longer than `training.max_length`, the base's context or `micro_batch_tokens`."""
     auto: list[str] = []

@@ -16,7 +16,7 @@ class JobRecord(Wire, frozen=True):
     started_at: float | None = None
     finished_at: float | None = None
     waiting: str | None = None
-    """Why a running job waits, if it does."""
+    """Why a running job waits, or one in line besides its turn, if it does."""
     step: int = 0
     total_steps: int = 0
     metrics: StepMetrics | None = None

@@ -16,6 +16,8 @@ from coserve.types import AdapterRef, JobState, StepMetrics
 __all__ = ["AdapterRecord", "JobEvent", "JobRecord", "Registry"]
 
 UNFINISHED: Final = tuple(state for state in JobState if not state.terminal)
+MAX_NOTES = 16
+"""Of a job's record."""
 
 # msgpack, unlike JSON, keeps every float exactly.
 _encode = msgspec.msgpack.Encoder().encode
@@ -187,13 +189,21 @@ class Registry(AdapterTable):
         self.record_message(id, f"checkpoint at step {step}", type="checkpoint")
 
     def record_waiting(self, id: str, message: str) -> JobRecord:
-        """A running job waits for the disk. Raises `JobNotFound`, `WrongJobState`."""
+        """A running job waits for the disk, or one in line for memory. Raises `JobNotFound`, `WrongJobState`."""
         with self._transaction():
             record = self.job(id)
-            if record.state is not JobState.RUNNING:
+            if record.state not in (JobState.RUNNING, JobState.QUEUED):
                 raise WrongJobState(f"job {id} is {record.state}: it waits for nothing")
             self._append(id, "message", message, level="warning")
             return self._save(msgspec.structs.replace(record, waiting=message))
+
+    def record_note(self, id: str, note: str) -> None:
+        """Add a note to the job's record, and an event. The record keeps the last `MAX_NOTES`. Raises `JobNotFound`."""
+        with self._transaction():
+            record = self.job(id)
+            self._append(id, "message", note, level="warning")
+            if note not in record.notes:
+                self._save(msgspec.structs.replace(record, notes=(*record.notes, note)[-MAX_NOTES:]))
 
     def record_message(self, id: str, message: str, *, level: EventLevel = "info", type: EventType = "message") -> None:
         """Add an event to the job. Raises `JobNotFound`."""

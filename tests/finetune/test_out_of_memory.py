@@ -159,6 +159,28 @@ def test_micro_batches_are_cut_within_themselves() -> None:
     assert limits.lower((2,)) is None
 
 
+def test_planned_limits_hold_until_they_are_lifted() -> None:
+    limits = MemoryLimits(random_corpus(lengths=(9, 5, 12, 3, 7, 8)).lengths)
+    planned = ((0, 1), (2, 3), (4, 5))
+    limits.plan(14, recompute=True)
+    assert limits.cut(planned) == [(0, 1), (2,), (3,), (4,), (5,)]
+    assert limits.recomputes
+    limits.plan(15, recompute=False)
+    assert limits.cut(planned) == list(planned)
+    assert limits.lower((4, 5)) is not None
+    limits.plan(None, recompute=False)
+    assert limits.cut(planned) == [(0,), (1,), (2,), (3,), (4,), (5,)], "what ran out of memory is not forgotten"
+
+
+def test_a_job_that_is_limited_learns_the_same(tmp_path: Path) -> None:
+    bench = Bench(base(), tmp_path)
+    bench.start(bench.place(CORPUS, SPEC))
+    bench.trainer.limit(SPEC.id, 12, recompute=True)
+    messages = bench.run(SPEC.id)
+    weights = load_file(bench.folder.adapter(REF) / ADAPTER_WEIGHTS)
+    assert_same(Trained(messages, weights, Faults()), clean(recompute=False))
+
+
 def test_other_errors_are_no_lack_of_memory() -> None:
     assert not out_of_memory(RuntimeError("CUDA error: an illegal memory access was encountered"))
     assert not out_of_memory(OSError(12, "Cannot allocate memory"))

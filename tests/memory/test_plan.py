@@ -29,6 +29,9 @@ def test_an_8b_shape_on_a_gpu_of_140_gib() -> None:
     assert (plan.taken, plan.step, plan.training, plan.jobs) == (16 * GIB, GIB, 9 * GIB, 2 * GIB)
     left = 126 - 16 - 1 - 9 - 2 - GRAPHS // GIB
     assert plan.pages == left * GIB // PAGE - 1
+    assert plan.graphs == GRAPHS
+    measured = make_plan(GpuMemory(140 * GIB, 124 * GIB), 0.9, PROFILE, WORK, page_bytes=PAGE, least=128, graphs=GIB)
+    assert measured.pages - plan.pages == (GRAPHS - GIB) // PAGE, "the pool gets what graphs do not take"
     note = plan.note(16)
     assert f"pool of {plan.pages} pages ({plan.pages * 16} tokens" in note
     assert "an error of +1.0%" in note

@@ -9,7 +9,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from coserve.gpu_memory import Line, TrainingCosts
-from coserve.memory.profile import Profile, TrainingPeaks, fit, load_profile, measure, save_profile, sizes
+from coserve.memory.profile import (
+    Profile,
+    TrainingPeaks,
+    fit,
+    load_graph_bytes,
+    load_profile,
+    measure,
+    save_graph_bytes,
+    save_profile,
+    sizes,
+)
 from tests.support.gpu_memory import COSTS
 
 SAMPLES = st.lists(st.tuples(st.integers(1, 1 << 16), st.integers(0, 1 << 37)), min_size=1, max_size=5)
@@ -101,4 +111,13 @@ def test_a_disk_that_takes_nothing_costs_the_file_only(tmp_path: Path, caplog: p
     line = Line(fixed=1, per_token=1)
     profile = Profile(no_grad=line, act=line, backward=line, job=1, costs=COSTS, error=0)
     save_profile(tmp_path / "nowhere" / "memory.json", (), profile)
-    assert "not kept" in caplog.text
+    save_graph_bytes(tmp_path / "nowhere" / "graphs.json", (), 1)
+    assert caplog.text.count("not kept") == 2
+
+
+def test_the_size_of_graphs_is_kept_for_the_same_conditions(tmp_path: Path) -> None:
+    path = tmp_path / "graphs.json"
+    assert load_graph_bytes(path, ("a",)) is None
+    save_graph_bytes(path, ("a",), 7)
+    assert load_graph_bytes(path, ("a",)) == 7
+    assert load_graph_bytes(path, ("b",)) is None

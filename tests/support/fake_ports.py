@@ -237,6 +237,8 @@ class FakeTrainer:
     """Jobs of which a checkpoint or a publication has begun."""
     gaps: list[float] = field(default_factory=list)
     """How long the jobs waited for each slice, all together."""
+    limits: dict[str, tuple[int | None, bool]] = field(default_factory=dict)
+    """The last `limit` of each job."""
     _runs: dict[str, _Run] = field(default_factory=dict)
     _idle_since: float = 0.0
 
@@ -352,6 +354,10 @@ class FakeTrainer:
                 self.writing.discard(job)
 
         return write
+
+    def limit(self, job: str, tokens: int | None, *, recompute: bool) -> None:
+        assert job in self._runs, f"{job} is not loaded"
+        self.limits[job] = (tokens, recompute)
 
     def drop(self, job: str) -> None:
         assert job not in self.writing, f"{job} is dropped while it is written"

@@ -1,8 +1,9 @@
-"""Costs of a base that was never measured."""
+"""A base that was never measured, and its costs."""
 
 from __future__ import annotations
 
 from coserve.gpu_memory import GroupCosts, HeadCosts, Line, TrainingCosts
+from coserve.types import BaseSpec, SiteSpec
 
 COSTS = TrainingCosts(
     rank=16,
@@ -19,3 +20,12 @@ COSTS = TrainingCosts(
     last=Line(fixed=0.0, per_token=400.0),
     others=Line(fixed=0.0, per_token=600.0),
 )
+
+ROLES = {"self_attn.q_proj": (1024, 1024), "self_attn.k_proj": (1024, 256), "self_attn.v_proj": (1024, 256),
+         "self_attn.o_proj": (1024, 1024), "mlp.gate_proj": (1024, 4096), "mlp.up_proj": (1024, 4096),
+         "mlp.down_proj": (4096, 1024)}  # fmt: skip
+BASE = BaseSpec(
+    name="tiny", fingerprint="f" * 8, family="llama", dtype="bfloat16", device="cuda", layers=4, hidden=1024, vocab=32000,
+    context=4096, eos_token_ids=(), default_targets=tuple(role.split(".")[1] for role in ROLES),
+    sites={f"model.layers.{i}.{role}": SiteSpec(*sizes, i) for i in range(4) for role, sizes in ROLES.items()},
+)  # fmt: skip

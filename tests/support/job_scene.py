@@ -10,6 +10,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 
 from coserve.cancellation import Cancellation, Cancelled
+from coserve.engine.device_memory import DeviceMemory
 from coserve.engine.engine import Engine
 from coserve.link import (
     EngineStats,
@@ -110,6 +111,8 @@ class Scene:
     api: LocalLink[ToEngine, FromEngine]
     running: asyncio.Task[None]
     seen: list[FromEngine] = field(default_factory=list)
+    stats: EngineStats | None = None
+    """The last gauges."""
 
     async def until(self, *wanted: Callable[[FromEngine], bool]) -> list[FromEngine]:
         """All messages so far, once each of `wanted` was among them."""
@@ -118,6 +121,8 @@ class Scene:
                 message = await self.api.receive()
                 if not isinstance(message, EngineStats):
                     self.seen.append(message)
+                else:
+                    self.stats = message
         return self.seen
 
     async def loading(self) -> None:
@@ -135,6 +140,7 @@ async def scene(
     active: int = 2,
     kind: type[Trouble] = Trouble,
     holds: str = "",
+    memory: DeviceMemory | None = None,
 ) -> AsyncIterator[Scene]:
     meter, rng, loop = Meter(), random.Random(0), asyncio.get_running_loop()
     trainer = kind(meter, FREE, PLANS, rng, loop.time, operation=operation, error=error, holds=holds)
@@ -142,7 +148,7 @@ async def scene(
     api, engine_end = local_pair()
     engine = Engine(
         Picky(meter, FREE, 64, rng, 0.0), trainer, adapters, Slack(1.0), engine_end, max_running=4, max_queue=8,
-        fair=True, max_active_jobs=active, step_tokens=64, clock=loop.time,
+        fair=True, max_active_jobs=active, step_tokens=64, clock=loop.time, memory=memory,
     )  # fmt: skip
     running = asyncio.create_task(engine.run())
     try:

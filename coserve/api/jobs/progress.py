@@ -106,5 +106,7 @@ class ProgressWriter:
             case JobCheckpoint(id=id, step=step):
                 await write(lambda registry: registry.record_checkpoint(id, step))
                 self._deaths.pop(id, None)
+            case JobNote(id=id, message=text, kept=True):
+                await write(lambda registry: registry.record_note(id, text))
             case JobNote(id=id, message=text):
                 await write(lambda registry: registry.record_message(id, text, level="warning"))

@@ -135,6 +135,14 @@ class RetryJob(Command, frozen=True):
     job: str
 
 
+class LimitJob(Command, frozen=True):
+    """See `Trainer.limit`."""
+
+    job: str
+    tokens: int | None
+    recompute: bool
+
+
 class GatherJob(Command, frozen=True):
     """See `Trainer.gather`."""
 
@@ -172,6 +180,7 @@ AnyCommand = (
     | BeginJob
     | ForgetLoad
     | RetryJob
+    | LimitJob
     | GatherJob
     | AbandonJob
     | DropJob

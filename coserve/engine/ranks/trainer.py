@@ -13,6 +13,7 @@ from coserve.engine.ranks.commands import (
     DropJob,
     ForgetLoad,
     GatherJob,
+    LimitJob,
     LoadJob,
     PrepareJob,
     ReadAdapter,
@@ -106,6 +107,11 @@ class RankedTrainer:
             return publish
 
         return run
+
+    def limit(self, job: str, tokens: int | None, *, recompute: bool) -> None:
+        """See `Trainer.limit`."""
+        self._followers.send(LimitJob(job, tokens, recompute))
+        self._local.limit(job, tokens, recompute=recompute)
 
     def abandon(self, job: str) -> None:
         """See `Trainer.abandon`."""

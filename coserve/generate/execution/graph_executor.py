@@ -34,6 +34,7 @@ from coserve.generate.sampling.transfer import send_ids
 from coserve.kernels.attention.interface import TokenRun
 from coserve.kernels.lora.segments import Segments
 from coserve.kernels.sampling.constants import NOT_FINITE
+from coserve.memory.graph_bytes import GraphBytes
 from coserve.memory.kv import KvCache
 from coserve.model.fused import FusedBase
 from coserve.model.lora import LoraWeights
@@ -97,12 +98,13 @@ class GraphExecutor:
         step_tokens: int = MIXED_TOKENS[-1],
         capture_after: int = CAPTURE_AFTER,
         on_disk: KernelsOnDisk | None = None,
+        graph_bytes: GraphBytes | None = None,
     ) -> None:
         """`slots`: adapters that steps find on the device at once, at least `max_running`. `step_tokens`: most tokens of a
         step that graphs are captured for. `capture_after`: see `CAPTURE_AFTER`.
 
         `on_disk`: a graph is captured once its kernels are on disk, piece by piece, also between steps (`STEPS_A_PIECE`);
-        None: a step that needs a graph captures it, whatever must be compiled.
+        None: a step that needs a graph captures it, whatever must be compiled. `graph_bytes`: counts what captures take.
         """
         base = fused.base
         self._fused, self._kv, self._eager, self._device = fused, kv, eager, base.device
@@ -120,6 +122,7 @@ class GraphExecutor:
         after = capture_after if on_disk is None else None
         self._mixed_graphs = MixedGraphs(state, kv, capacities, capture_after=after)
         self._on_disk, self._steps = on_disk, 0
+        self._graph_bytes = graph_bytes or GraphBytes(base.device)
         self._capture: Iterator[None] | None = None
         """Of the graph that is being captured."""
 
@@ -152,8 +155,12 @@ class GraphExecutor:
         if self._capture is None:
             self._capture = self._next_capture()
         if self._capture is None:
+            self._graph_bytes.complete = not self.missing
             return False
-        if next(self._capture, _ENDED) is _ENDED:
+        self._graph_bytes.complete = False
+        with self._graph_bytes.capturing():
+            ended = next(self._capture, _ENDED) is _ENDED
+        if ended:
             self._capture = None
         return True
 

@@ -25,6 +25,7 @@ from coserve.generate.execution.graph_sizes import DECODE_BATCHES, LORA_RANKS, M
 from coserve.generate.execution.interface import StepExecutor
 from coserve.kernels.lora.interface import LoraBackend
 from coserve.kernels.lora.types import StackedWeights
+from coserve.memory.graph_bytes import GraphBytes
 from coserve.memory.kv import KvCache
 from coserve.model.base import Base
 from coserve.model.fused import FusedBase
@@ -73,11 +74,12 @@ class Compilation:
         max_running: int,
         step_tokens: int = MIXED_TOKENS[-1],
         warm: WarmKernels | None = None,
+        graph_bytes: GraphBytes | None = None,
     ) -> None:
         """`eager`: runs what graphs cannot (see `GraphExecutor`). `warm`: None if all is compiled here."""
         self._fused, self._shadow = fused, fused.shadow()
         self._kv, self._eager, self._max_running, self._step_tokens = kv, eager, max_running, step_tokens
-        self._warm = warm
+        self._warm, self._graph_bytes = warm, graph_bytes
         self._refusal: str | None = None
         self._gemms_missing = False
         self._done = False
@@ -129,6 +131,7 @@ class Compilation:
             max_running=self._max_running,
             step_tokens=self._step_tokens,
             on_disk=None if self._warm is None else self._warm.graph_kernels_ready,
+            graph_bytes=self._graph_bytes,
         )
         return executor, (COMPILED, *((NO_GEMMS,) if self._gemms_missing else ()))
 
@@ -153,10 +156,11 @@ def make_start(
     when: str,
     step_tokens: int = MIXED_TOKENS[-1],
     warm: WarmKernels | None = None,
+    graph_bytes: GraphBytes | None = None,
 ) -> Start:
     """`when` layers are compiled: in the `background`, `before` the first request (with all graphs captured), or `off`.
 
-    `warm`: what is loaded from disk; None: the fastest GEMM kernels are measured now. Nothing is compiled where there is no GPU.
+    `graph_bytes`: counts what captures take. `warm`: what is loaded from disk; None: the fastest GEMM kernels are measured now. Nothing is compiled where there is no GPU.
     """
     eager = EagerExecutor(base, kv, lora_backend)
     if base.device.type != "cuda":
@@ -172,7 +176,9 @@ def make_start(
     except TorchDynamoException as error:
         return Start(eager, (_refusal(base, error),))
     fused = FusedBase(base, options=INDUCTOR, gemms=None if warm is None else GemmChoice())
-    compilation = Compilation(fused, kv, eager, max_running=max_running, step_tokens=step_tokens, warm=warm)
+    compilation = Compilation(
+        fused, kv, eager, max_running=max_running, step_tokens=step_tokens, warm=warm, graph_bytes=graph_bytes
+    )
     if when == "background":
         return Start(eager, (COMPILING,), compilation)
     compilation.compile()

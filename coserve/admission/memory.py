@@ -1,0 +1,184 @@
+"""Admission of jobs by memory, as the engine asks for it: start now, wait, or never. Pure: no torch, no IO, no clock."""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass
+from typing import Literal
+
+from coserve.admission.ledger import Ledger, Shortage
+from coserve.admission.treatment import JobMemory, Option, Treatment, job_memory
+from coserve.errors import JobTooLarge
+from coserve.gpu_memory import JobUse, MemoryModel
+from coserve.types import BaseSpec, JobSpec
+
+GIB = 1 << 30
+MARGIN = 512 << 20
+"""Bytes that stay free: workspaces of kernels, and what fragmentation wastes."""
+READINGS = 10
+"""Readings of the device's memory: what another process gave back counts once it was there for so many of them."""
+Cause = Literal["jobs", "others"]
+
+
+@dataclass(frozen=True)
+class Start:
+    """The job starts, with these micro-batches; None: as planned. `note`: what is different, for the user."""
+
+    treatment: Treatment | None = None
+    note: str | None = None
+
+
+@dataclass(frozen=True)
+class Hold:
+    """The job waits: for other jobs to end, or for other processes to give memory back."""
+
+    cause: Cause
+    message: str
+
+
+class AdmitsAll:
+    """Where no memory is planned: on a CPU."""
+
+    troubles: tuple[str, ...] = ()
+
+    def admit(self, spec: JobSpec) -> Start | Hold:
+        """Every job starts as planned."""
+        return Start()
+
+    def release(self, job: str) -> None:
+        pass
+
+    def changes(self) -> list[tuple[str, Start]]:
+        return []
+
+
+class MemoryAdmission:
+    """Admits jobs within the memory for jobs, which shrinks where other processes take memory."""
+
+    def __init__(self, model: MemoryModel, base: BaseSpec, micro_batch_tokens: int) -> None:
+        """`micro_batch_tokens`: the engine's limit."""
+        self._model, self._base, self._micro_batch_tokens = model, base, micro_batch_tokens
+        self._ledger = Ledger(model.training)
+        self._refused: tuple[str, int, Hold] | None = None
+        """The last job that was held, and the ledger's version then: asked before each tick, it is computed once."""
+        self._fitted = 0
+        self._margin: int | None = None
+        self._readings: deque[int] = deque(maxlen=READINGS)
+
+    @property
+    def limit(self) -> int:
+        """Bytes for jobs now."""
+        return self._ledger.limit
+
+    @property
+    def needed(self) -> int:
+        """Bytes of those that the jobs need."""
+        return self._ledger.states + self._ledger.activations
+
+    @property
+    def each(self) -> tuple[JobUse, ...]:
+        """The jobs that have started."""
+        return tuple(_use(id, memory, option) for id, (memory, option) in self._ledger.each().items())
+
+    @property
+    def troubles(self) -> tuple[str, ...]:
+        """Memory that was planned for jobs and is not there."""
+        limit, planned = self._ledger.limit, self._ledger.planned
+        if limit >= planned:
+            return ()
+        return (
+            f"memory: other processes hold part of the GPU's memory that was planned for jobs: {limit} of {planned} bytes are left",
+        )
+
+    def available(self, size: int) -> None:
+        """A reading of the device: `size` bytes are there for jobs, those that they have included."""
+        if self._margin is None:  # what the operator leaves, if that is less
+            self._margin = min(MARGIN, max(0, size - self._ledger.planned))
+        self._readings.append(max(0, size - self._margin))
+        self._ledger.resize(min(self._readings))
+
+    def admit(self, spec: JobSpec) -> Start | Hold:
+        """Asked again and again while the job waits. Raises `JobTooLarge`, `InvalidRequest` (settings that do not fit the base)."""
+        if self._refused is not None and self._refused[:2] == (spec.id, self._ledger.version):
+            return self._refused[2]
+        memory = job_memory(spec, self._base, self._model, self._micro_batch_tokens)
+        found = self._ledger.admit(spec.id, memory)
+        if isinstance(found, Option):
+            return self._start(memory, found)
+        if found.never:
+            raise too_large(memory, self._ledger.planned)
+        hold = _hold(found, self._ledger.planned)
+        self._refused = spec.id, self._ledger.version, hold
+        return hold
+
+    def release(self, job: str) -> None:
+        """The job has ended, or was paused."""
+        self._ledger.release(job)
+
+    def changes(self) -> list[tuple[str, Start]]:
+        """Jobs that train otherwise from now on, as there is less memory or more."""
+        if self._fitted == self._ledger.version:
+            return []
+        changed, each = self._ledger.refit(), self._ledger.each()
+        self._fitted = self._ledger.version
+        return [(id, self._start(each[id][0], option)) for id, option in changed.items()]
+
+    def _start(self, memory: JobMemory, option: Option) -> Start:
+        first = memory.options[0]
+        if option == first:
+            return Start(option.treatment)
+        how = f"it trains on at most {option.treatment.tokens} tokens at once"
+        if option.treatment.recompute and not first.treatment.recompute:
+            how += ", and each layer is computed again in the backward"
+        needed, state = memory.state.total + first.activations, memory.state.total + option.activations
+        return Start(
+            option.treatment,
+            f"memory: {how}: that needs {state} bytes; {needed} bytes, for micro-batches of {first.treatment.tokens} tokens, "
+            f"do not fit into the {self._ledger.limit} bytes that are there for all jobs",
+        )
+
+
+def check_fits(spec: JobSpec, base: BaseSpec, model: MemoryModel, micro_batch_tokens: int) -> None:
+    """Raises `JobTooLarge` for a job that does not fit alone, in the smallest micro-batches and with recomputation."""
+    memory = job_memory(spec, base, model, micro_batch_tokens)
+    if memory.least > model.training:
+        raise too_large(memory, model.training)
+
+
+def too_large(memory: JobMemory, planned: int) -> JobTooLarge:
+    """The error for the user, with the numbers."""
+    state, smallest = memory.state, min(memory.options, key=lambda option: option.activations)
+    return JobTooLarge(
+        f"expected a job of at most {planned} bytes of GPU memory, got one of at least {memory.least}: {state.adapter} for the "
+        f"adapter, {state.gradients} for its gradients, {state.optimizer} for the optimizer, and {smallest.activations} for a "
+        f"micro-batch of {smallest.treatment.tokens} tokens with each layer computed again; try a smaller rank, fewer targets or a "
+        "smaller max_length",
+        field="lora",
+    )
+
+
+def _hold(found: Shortage, planned: int) -> Hold:
+    if found.needed > planned:
+        return Hold(
+            "jobs",
+            f"waiting for memory: with the jobs that train it needs at least {found.needed} bytes of the {planned} for jobs; it "
+            "starts once one of them ends",
+        )
+    return Hold(
+        "others",
+        f"waiting for memory: other processes hold some of the GPU's; {found.needed} bytes are needed and {found.limit} are left for "
+        "jobs",
+    )
+
+
+def _use(id: str, memory: JobMemory, option: Option) -> JobUse:
+    state = memory.state
+    return JobUse(
+        id=id,
+        adapter=state.adapter,
+        gradients=state.gradients,
+        optimizer=state.optimizer,
+        activations=option.activations,
+        micro_batch_tokens=option.treatment.tokens,
+        recompute=option.treatment.recompute,
+    )

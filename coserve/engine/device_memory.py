@@ -1,0 +1,121 @@
+"""The GPU's memory as it is now: what admission may use of it, and where its bytes are, for /health."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+from coserve.admission.memory import Hold, MemoryAdmission, Start
+from coserve.gpu_memory import MemoryUse
+from coserve.memory.allocator import Reading
+from coserve.types import JobSpec
+
+
+class GraphSizes(Protocol):
+    """`memory.graph_bytes.GraphBytes`."""
+
+    @property
+    def size(self) -> int: ...
+    @property
+    def complete(self) -> bool: ...
+
+
+@dataclass(frozen=True)
+class Fixed:
+    """What does not change while the engine lives. Bytes."""
+
+    held: int
+    """Allocated before the first request: the base, the page pool and other buffers."""
+    pages: int
+    """The page pool."""
+    page: int
+    """One page."""
+    step: int
+    """Temporaries of a generation step, at most."""
+    graphs: int
+    """A bound for CUDA graphs, until they are captured."""
+    context: int
+    """The CUDA context and libraries, at most."""
+    planned: int
+    """What torch should never need more than; 0 without a plan."""
+
+
+class DeviceMemory:
+    """Implements `ports.AdmitsJobs`, and reads the device for it."""
+
+    def __init__(
+        self,
+        admission: MemoryAdmission,
+        fixed: Fixed,
+        read: Callable[[], Reading],
+        graphs: GraphSizes,
+        graphs_done: Callable[[int], None] = lambda size: None,
+    ) -> None:
+        """`graphs_done` is called once, with the size of all graphs."""
+        self._admission, self._fixed, self._read, self._graphs = admission, fixed, read, graphs
+        self._graphs_done, self._told_graphs = graphs_done, False
+        self.planned = fixed.planned
+        """Bytes that torch should never need more than; 0 without a plan."""
+        self._asked: str | None = None
+        self.refresh()
+
+    def refresh(self) -> Reading:
+        """Read the device. What other processes hold is not there for jobs; what torch's allocator has cached is."""
+        reading = self._read()
+        fixed, graphs = self._fixed, self._graphs
+        size = graphs.size if graphs.complete else max(graphs.size, fixed.graphs)
+        self._admission.available(reading.free + reading.reserved - fixed.held - size - fixed.step)
+        if graphs.complete and graphs.size and not self._told_graphs:
+            self._told_graphs = True
+            self._graphs_done(graphs.size)
+        return reading
+
+    @property
+    def troubles(self) -> tuple[str, ...]:
+        """See `AdmitsJobs`."""
+        return self._admission.troubles
+
+    def admit(self, spec: JobSpec) -> Start | Hold:
+        """See `MemoryAdmission.admit`. The device is read when a job is first asked for."""
+        if self._asked != spec.id:
+            self._asked = spec.id
+            self.refresh()
+        return self._admission.admit(spec)
+
+    def release(self, job: str) -> None:
+        """See `MemoryAdmission.release`."""
+        self._admission.release(job)
+
+    def changes(self) -> list[tuple[str, Start]]:
+        """See `MemoryAdmission.changes`."""
+        return self._admission.changes()
+
+    def use(self, adapter_pages: int) -> MemoryUse:
+        """Reads the device."""
+        now, fixed, admission = self.refresh(), self._fixed, self._admission
+        each = admission.each
+        beyond = max(0, now.allocated - fixed.held)
+        jobs = min(beyond, sum(job.state for job in each))
+        graphs = min(self._graphs.size, max(0, now.reserved - fixed.held - jobs))
+        temporary = beyond - jobs
+        outside = max(0, now.total - now.free - now.reserved)
+        context = min(outside, fixed.context)
+        return MemoryUse(
+            total=now.total,
+            weights=fixed.held - fixed.pages,
+            pages=fixed.pages,
+            adapters=adapter_pages * fixed.page,
+            graphs=graphs,
+            jobs=jobs,
+            temporary=temporary,
+            cached=max(0, now.reserved - fixed.held - jobs - graphs - temporary),
+            context=context,
+            others=outside - context,
+            free=now.free,
+            planned=fixed.planned,
+            training=admission.limit,
+            needed=admission.needed,
+            peak=now.peak,
+            each=each,
+        )

@@ -1,0 +1,62 @@
+"""Jobs in line and the memory for them: whether one may start, and what its record is told."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from coserve.admission.memory import AdmitsAll, Cause, Start
+from coserve.engine.active_job import ActiveJob
+from coserve.engine.ports import AdmitsJobs, Trains
+from coserve.link import FromEngine, JobNote, JobWaiting
+from coserve.types import JobSpec
+
+
+class JobMemory:
+    """`memory` None: there is memory for every job."""
+
+    def __init__(self, memory: AdmitsJobs | None, trainer: Trains, send: Callable[[FromEngine], None]) -> None:
+        self._memory, self._trainer, self._send = memory or AdmitsAll(), trainer, send
+        self._held: dict[str, Cause] = {}
+        """Jobs in line that were told that they wait for memory, and why."""
+
+    @property
+    def held(self) -> bool:
+        """Whether a job waits."""
+        return bool(self._held)
+
+    @property
+    def troubles(self) -> tuple[str, ...]:
+        """For /health."""
+        held = (f"jobs: {len(self._held)} in line wait for memory",) if self._held else ()
+        return (*held, *self._memory.troubles)
+
+    def admit(self, spec: JobSpec) -> Start | None:
+        """None: the job waits, and was told why. Raises `JobTooLarge`, `InvalidRequest`."""
+        found = self._memory.admit(spec)
+        if isinstance(found, Start):
+            self._held.pop(spec.id, None)
+            return found
+        if self._held.get(spec.id) != found.cause:
+            self._held[spec.id] = found.cause
+            self._send(JobWaiting(id=spec.id, message=found.message))
+        return None
+
+    def left_line(self, job: str) -> None:
+        """The job waits no more: it ended, or was paused."""
+        self._held.pop(job, None)
+
+    def release(self, job: str) -> None:
+        """The job has started, and ended or was paused."""
+        self._memory.release(job)
+
+    def changes(self) -> list[tuple[str, Start]]:
+        """Jobs that train otherwise from now on."""
+        return self._memory.changes()
+
+    def limit(self, active: ActiveJob, found: Start) -> None:
+        """The job's micro-batches are computed so from now on."""
+        active.treatment = found.treatment
+        if found.note is not None:
+            self._send(JobNote(id=active.spec.id, message=found.note, kept=True))
+        if active.loaded and found.treatment is not None:
+            self._trainer.limit(active.spec.id, found.treatment.tokens, recompute=found.treatment.recompute)

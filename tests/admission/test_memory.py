@@ -1,0 +1,157 @@
+"""A job starts, waits or is refused by its memory; what other processes take is noticed, and what they give back too."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+
+from coserve.admission.memory import GIB, READINGS, Hold, MemoryAdmission, Start, check_fits
+from coserve.admission.shapes import flat_elements, job_state, lora_shapes
+from coserve.admission.treatment import Treatment, job_memory
+from coserve.errors import BY_CODE, JobTooLarge
+from coserve.gpu_memory import MemoryModel
+from coserve.types import JobSpec, LoraSettings, TrainingSettings
+from tests.support.gpu_memory import BASE, COSTS
+from tests.support.records import make_spec
+
+LIMIT = 4096
+
+
+def spec(id: str = "one", rank: int = 16, *, longest: int = 256, tokens: int = 1 << 20, **training: int) -> JobSpec:
+    settings = TrainingSettings(batch_tokens=8192, steps=3)
+    return msgspec.structs.replace(
+        make_spec(id), lora=LoraSettings(r=rank), training=msgspec.structs.replace(settings, **training), tokens=tokens,
+        target_tokens=tokens // 2, longest=longest,
+    )  # fmt: skip
+
+
+def needs(job: JobSpec) -> tuple[int, list[tuple[Treatment, int]]]:
+    memory = job_memory(job, BASE, MemoryModel(costs=COSTS, training=GIB), LIMIT)
+    return memory.state.total, [(option.treatment, option.activations) for option in memory.options]
+
+
+def admission(training: int) -> MemoryAdmission:
+    return MemoryAdmission(MemoryModel(costs=COSTS, training=training), BASE, LIMIT)
+
+
+def test_treatments_go_from_the_fastest_to_the_smallest() -> None:
+    _, options = needs(spec())
+    assert [option for option, _ in options] == [
+        *(Treatment(tokens, recompute=False) for tokens in (4096, 2048, 1024, 512)),
+        *(Treatment(tokens, recompute=True) for tokens in (4096, 2048, 1024, 512, 256)),
+    ]
+    assert [tokens.tokens for tokens, _ in needs(spec(longest=3000))[1]] == [4096, 3000, 4096, 3000]
+    assert needs(spec(tokens=700, longest=700))[1][0][0].tokens == 700, "there are no more"
+    assert needs(spec(batch_tokens=600))[1][0][0].tokens == 600 + 256, "a step has one row more at most"
+    assert min(size for _, size in options) == options[-1][1]
+
+
+def test_a_job_that_fits_only_otherwise_is_told_how() -> None:
+    state, options = needs(spec())
+    found = admission(state + options[0][1]).admit(spec())
+    assert found == Start(Treatment(4096, recompute=False))
+    smaller = admission(state + options[1][1]).admit(spec())
+    assert isinstance(smaller, Start)
+    assert smaller.treatment == Treatment(2048, recompute=False)
+    assert smaller.note is not None
+    assert "at most 2048 tokens at once" in smaller.note
+    assert f"{state + options[0][1]} bytes" in smaller.note
+    least = admission(state + options[-1][1]).admit(spec())
+    assert isinstance(least, Start)
+    assert least.treatment == Treatment(256, recompute=True)
+    assert "computed again" in (least.note or "")
+
+
+def test_a_job_that_never_fits_is_refused_with_both_numbers() -> None:
+    state, options = needs(spec(rank=256))
+    least, limit = state + options[-1][1], state + options[-1][1] - 1
+    model = MemoryModel(costs=COSTS, training=limit)
+    for refuse in (
+        lambda: check_fits(spec(rank=256), BASE, model, LIMIT),
+        lambda: MemoryAdmission(model, BASE, LIMIT).admit(spec(rank=256)),
+    ):
+        with pytest.raises(JobTooLarge, match=f"at most {limit} bytes.*got one of at least {least}") as caught:
+            refuse()
+        assert (caught.value.status, caught.value.field) == (422, "lora")
+    assert BY_CODE["job_too_large"] is JobTooLarge
+    check_fits(spec(rank=16), BASE, model, LIMIT)
+
+
+def test_a_second_job_waits_until_the_first_ends() -> None:
+    state, options = needs(spec(rank=64))
+    memory = admission(state + options[0][1] + state // 2)
+    assert isinstance(memory.admit(spec("one", 64)), Start)
+    found = memory.admit(spec("two", 64))
+    assert isinstance(found, Hold)
+    assert found.cause == "jobs"
+    assert "waiting for memory" in found.message
+    assert memory.admit(spec("two", 64)) is found, "computed once"
+    memory.release("one")
+    assert isinstance(memory.admit(spec("two", 64)), Start)
+    assert [use.id for use in memory.each] == ["two"]
+
+
+def test_what_another_process_takes_is_noticed_and_survived() -> None:
+    state, options = needs(spec())
+    planned = state + options[0][1]
+    memory = admission(planned)
+    memory.available(planned + GIB)
+    assert memory.admit(spec()) == Start(options[0][0])
+    memory.available(planned + GIB // 4)
+    assert memory.limit < planned, "the margin is kept"
+    assert f"{memory.limit} of {planned} bytes are left" in memory.troubles[0]
+    ((job, lowered),) = memory.changes()
+    assert job == "one"
+    assert lowered.treatment is not None
+    assert lowered.treatment.tokens < 4096
+    assert memory.changes() == []
+    held = memory.admit(spec("two"))
+    assert isinstance(held, Hold)
+    for _ in range(READINGS - 1):
+        memory.available(planned + GIB)
+        assert memory.changes() == [], "it may come again at once"
+    memory.available(planned + GIB)
+    assert memory.changes() == [("one", Start(options[0][0]))]
+    assert (memory.limit, memory.troubles) == (planned, ())
+
+
+def test_a_job_that_waits_for_other_processes_is_told_so() -> None:
+    state, options = needs(spec())
+    memory = admission(state + options[0][1])
+    memory.available(memory.limit)
+    memory.available(state)
+    found = memory.admit(spec())
+    assert isinstance(found, Hold)
+    assert found.cause == "others"
+
+
+def test_an_operator_who_leaves_nothing_free_has_no_trouble() -> None:
+    memory = admission(GIB)
+    memory.available(GIB + 5)
+    assert (memory.limit, memory.troubles) == (GIB, ())
+
+
+def test_what_a_job_keeps() -> None:
+    shapes = lora_shapes(LoraSettings(r=8, targets=("q_proj",)), BASE)
+    assert [(shape.layer, shape.rank, shape.a, shape.b) for shape in shapes] == [(i, 8, 8192, 8192) for i in range(4)]
+    size = 4 * 2 * 8192
+    state = job_state(shapes, "bfloat16", early_stopping=True)
+    assert (state.adapter, state.gradients, state.optimizer) == (2 * size, 4 * size, 16 * size + 512)
+    taught = job_state(shapes, "bfloat16", early_stopping=False, teacher=shapes)
+    assert (taught.adapter, taught.optimizer) == (4 * size, 12 * size + 512)
+    assert flat_elements([1, 1]) == 128
+    assert flat_elements([(1 << 23) - 64, 128]) == (1 << 23) + 128, "no tensor lies across two blocks"
+
+
+def test_one_rank_keeps_its_part() -> None:
+    settings = LoraSettings(r=8, targets=("q_proj", "o_proj"))
+    whole, half = lora_shapes(settings, BASE), lora_shapes(settings, BASE, ranks=2)
+    parts = {shape.role: (shape.a, shape.b) for shape in half}
+    assert parts == {"self_attn.q_proj": (8192, 4096), "self_attn.o_proj": (4096, 8192)}
+    assert {(shape.a, shape.b) for shape in whole} == {(8192, 8192)}
+    blocks = lora_shapes(msgspec.structs.replace(settings, bd_blocks=2), BASE, ranks=2)
+    assert {shape.role: (shape.a, shape.b) for shape in blocks} == {
+        "self_attn.q_proj": (4096, 2048), "self_attn.o_proj": (2048, 4096),
+    }  # fmt: skip
+    sharded = lora_shapes(settings, BASE, ranks=2, fully_sharded=True)
+    assert {(shape.a, shape.b) for shape in sharded} == {(4096, 4096)}

@@ -1,0 +1,152 @@
+"""Jobs are admitted by the memory that there is, beside real threads and the engine's own loop."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+
+import msgspec
+import pytest
+
+from coserve.admission.memory import GIB, MemoryAdmission
+from coserve.admission.treatment import JobMemory, job_memory
+from coserve.engine import engine
+from coserve.engine.device_memory import DeviceMemory, Fixed
+from coserve.gpu_memory import MemoryModel, MemoryUse
+from coserve.link import JobFailed, JobNote, JobStarted, JobSucceeded, JobWaiting, StartJob
+from coserve.memory.allocator import Reading
+from coserve.types import JobSpec, LoraSettings
+from tests.support.gpu_memory import BASE, COSTS
+from tests.support.job_scene import said, scene, start
+from tests.support.records import make_spec
+
+LIMIT = 4096
+HELD, STEP = 20 * GIB, GIB
+FIXED = Fixed(held=HELD, pages=12 * GIB, page=1 << 20, step=STEP, graphs=2 * GIB, context=GIB, planned=40 * GIB)
+
+
+@dataclass
+class Graphs:
+    size: int = GIB
+    complete: bool = True
+
+
+@dataclass
+class Device:
+    """A GPU of 80 GiB, of which torch has allocated what it holds."""
+
+    reading: Reading = field(
+        default_factory=lambda: Reading(total=80 * GIB, free=50 * GIB, reserved=28 * GIB, allocated=HELD, peak=HELD)
+    )
+
+    def read(self) -> Reading:
+        return self.reading
+
+
+def spec(id: str, rank: int = 16) -> JobSpec:
+    own = make_spec(id, adapter=id)
+    return msgspec.structs.replace(own, lora=LoraSettings(r=rank), tokens=1 << 20, target_tokens=1 << 19, longest=64)
+
+
+def needs(rank: int = 16) -> JobMemory:
+    return job_memory(spec("one", rank), BASE, MemoryModel(costs=COSTS, training=GIB), LIMIT)
+
+
+def memory(training: int, device: Device | None = None) -> DeviceMemory:
+    admission = MemoryAdmission(MemoryModel(costs=COSTS, training=training), BASE, LIMIT)
+    return DeviceMemory(admission, FIXED, (device or Device()).read, Graphs())
+
+
+async def test_a_job_in_line_waits_for_memory_and_starts_when_another_ends() -> None:
+    one = needs()
+    own = memory(one.state.total + one.options[0].activations)
+    async with scene(memory=own, holds="prepare") as s:
+        s.trainer.go.set()
+        for id in ("one", "two"):
+            s.api.send(StartJob(spec=spec(id)))
+        seen = await s.until(said(JobWaiting, "two"), said(JobStarted, "one"))
+        assert not any(map(said(JobStarted, "two"), seen)), "the other place is free, the memory is not"
+        assert s.trainer.limits["one"] == (one.options[0].treatment.tokens, False)
+        s.trainer.gate.set()
+        seen = await s.until(said(JobSucceeded, "one"), said(JobSucceeded, "two"))
+        assert sum(map(said(JobWaiting, "two"), seen)) == 1
+        assert not any(isinstance(message, JobNote) for message in seen)
+
+
+async def test_a_job_that_never_fits_ends_alone_with_the_numbers() -> None:
+    async with scene(memory=memory(needs(256).least - 1)) as s:
+        s.trainer.go.set()
+        s.api.send(StartJob(spec=spec("two", 256)))
+        s.api.send(StartJob(spec=spec("one")))
+        seen = await s.until(said(JobFailed, "two"), said(JobSucceeded, "one"))
+        (failed,) = (message for message in seen if isinstance(message, JobFailed))
+        assert failed.code == "job_too_large"
+        assert str(needs(256).least) in failed.message
+
+
+async def test_a_job_that_fits_only_with_recomputation_gets_it_and_is_told() -> None:
+    one = needs()
+    async with scene(memory=memory(one.least)) as s:
+        s.trainer.go.set()
+        s.api.send(StartJob(spec=spec("one")))
+        seen = await s.until(said(JobSucceeded, "one"))
+        (note,) = (message for message in seen if isinstance(message, JobNote))
+        assert note.kept
+        assert "computed again" in note.message
+        assert s.trainer.limits["one"] == (64, True)
+
+
+async def test_memory_that_another_process_gives_back_starts_the_job_that_waits(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Nothing else wakes the engine meanwhile."""
+    monkeypatch.setattr(engine, "STATS_INTERVAL", 0.05)
+    one, device = needs(), Device()
+    own = memory(one.state.total + one.options[0].activations, device)
+    device.reading = replace(device.reading, free=0, reserved=22 * GIB)
+    async with scene(memory=own) as s:
+        s.trainer.go.set()
+        s.api.send(StartJob(spec=spec("one")))
+        await s.until(said(JobWaiting, "one"))
+        device.reading = replace(device.reading, free=56 * GIB)
+        await s.until(said(JobSucceeded, "one"))
+
+
+async def test_without_a_plan_every_job_starts() -> None:
+    async with scene() as s:
+        s.trainer.go.set()
+        s.api.send(start("one"))
+        await s.until(said(JobSucceeded, "one"))
+        assert s.trainer.limits == {}
+
+
+def whole(use: MemoryUse) -> int:
+    parts = (use.weights, use.pages, use.graphs, use.jobs, use.temporary, use.cached, use.context, use.others, use.free)
+    return sum(parts)
+
+
+def test_the_uses_are_all_of_the_device() -> None:
+    one, device = needs(), Device()
+    own = memory(40 * GIB, device)
+    assert whole(own.use(3)) == 80 * GIB
+    own.admit(spec("one"))
+    device.reading = replace(device.reading, allocated=HELD + one.state.total + GIB, peak=HELD + 3 * GIB)
+    use = own.use(3)
+    assert whole(use) == use.total == 80 * GIB
+    assert (use.weights, use.pages, use.adapters, use.graphs) == (8 * GIB, 12 * GIB, 3 << 20, GIB)
+    assert (use.jobs, use.temporary, use.context, use.others) == (one.state.total, GIB, GIB, GIB)
+    assert use.needed == one.state.total + one.options[0].activations
+    assert [(job.id, job.state) for job in use.each] == [("one", one.state.total)]
+
+
+def test_graphs_are_bounded_until_they_are_measured() -> None:
+    sizes, told = Graphs(size=0, complete=False), list[int]()
+    device = Device(Reading(total=80 * GIB, free=10 * GIB, reserved=28 * GIB, allocated=HELD, peak=HELD))
+    admission = MemoryAdmission(MemoryModel(costs=COSTS, training=16 * GIB), BASE, LIMIT)
+    own = DeviceMemory(admission, FIXED, device.read, sizes, told.append)
+    before = admission.limit
+    assert before == (10 + 28 - 20 - 1 - 2) * GIB
+    sizes.size, sizes.complete = GIB, True
+    for _ in range(10):
+        own.refresh()
+    assert admission.limit == before + GIB
+    assert told == [GIB], "once"
