@@ -26,6 +26,7 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from importlib import resources
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -53,7 +54,7 @@ from coserve.pretrained.tokenizer import Tokenizer
 from coserve.types import BaseSpec, JobSpec, LoraSettings, Schedule, StepMetrics, TrainingSettings
 
 NAME = "bdlora_quality.json"
-FIGURE = "docs/figures/bdlora_quality.png"
+FIGURE = Path("docs/figures/bdlora_quality.png")
 KINDS = {"lora": 1, "bd2": 2, "bd4": 4}
 """Blocks of each kind."""
 FINAL, TUNING = "final", "tuning"
@@ -262,22 +263,22 @@ def compare(rows: Sequence[dict[str, Any]]) -> Comparison:
     )
 
 
-def publish() -> None:
-    """Draw the figure and update `bd.quality.delta`, from the committed rows."""
-    record = msgspec.json.decode((RESULTS / NAME).read_bytes())
+def publish(out: Path = RESULTS, figure: Path = FIGURE) -> None:
+    """Draw the figure and update `bd.quality.delta`, from the rows in `out`."""
+    record = msgspec.json.decode((out / NAME).read_bytes())
     rows = list(record["rows"].values())
     found = compare(rows)
-    draw(found.cells)
+    draw(found.cells, figure)
     latest = max(rows, key=lambda row: row["date"])
     key = entry(
         latest, value=found.delta, unit="nats/token", target="within noise", script="bdlora_quality.py", result=NAME
     )
     key |= {"noise": found.noise, "by_seed": found.delta_by_seed, "cells": found.cells}
-    update_summary(RESULTS, {"bd.quality.delta": key})
+    update_summary(out, {"bd.quality.delta": key})
     print(msgspec.json.format(msgspec.json.encode(key), indent=1).decode())
 
 
-def draw(cells: Sequence[dict[str, Any]]) -> None:
+def draw(cells: Sequence[dict[str, Any]], path: Path) -> None:
     import matplotlib as mpl
 
     mpl.use("Agg")
@@ -298,7 +299,7 @@ def draw(cells: Sequence[dict[str, Any]]) -> None:
     axes.set_title("The bundled base; mean and standard deviation of 3 seeds", fontsize=10)
     axes.grid(alpha=0.3)
     axes.legend()
-    figure.savefig(FIGURE, dpi=110)
+    figure.savefig(path, dpi=110)
 
 
 def main() -> None:

@@ -19,8 +19,8 @@ OTHERS = ("grouped", "stk128", "stk64", "stk32", "stk16")
 STK = OTHERS[1:]
 
 
-def summarize(results: Path) -> None:
-    """Update `summary.json` in `results` and draw the figures of the parts that exist."""
+def summarize(results: Path, figures: Path = FIGURES) -> None:
+    """Update `summary.json` in `results` and draw the figures of the parts that exist into `figures`."""
     parts = {
         path.stem.removeprefix("kernels_"): json.loads(path.read_text()) for path in results.glob("kernels_*.json")
     }
@@ -44,12 +44,12 @@ def summarize(results: Path) -> None:
     update_summary(results, entries)
     for key, found in entries.items():
         print(f"{key:45} {found['value']:10.3f} {found['unit']:12} {found['target']}")
-    FIGURES.mkdir(parents=True, exist_ok=True)
+    figures.mkdir(parents=True, exist_ok=True)
     if "decode" in parts:
-        _popularity_figure(parts["decode"]["rows"])
-        _rank_figure(parts["decode"]["rows"])
+        _popularity_figure(parts["decode"]["rows"], figures)
+        _rank_figure(parts["decode"]["rows"], figures)
     if "scaling" in parts:
-        _adapters_figure(parts["scaling"]["rows"])
+        _adapters_figure(parts["scaling"]["rows"], figures)
 
 
 def us(row: Row, column: str) -> float:
@@ -120,7 +120,7 @@ def _grids(decode: list[Row], prefill: list[Row], put: Any) -> None:  # noqa: AN
 METHODS = {"segmented": "segmented", "stk32": "stk, block 32", "grouped": "grouped", "gather_bmm": "gather-bmm"}
 
 
-def _popularity_figure(rows: list[Row]) -> None:
+def _popularity_figure(rows: list[Row], folder: Path) -> None:
     """Punica's figure 8: time of the operator over batch size, by popularity. Llama's o_proj, rank 16."""
     figure, axes = plt.subplots(1, 4, figsize=(14, 3.4), sharey=True)
     for axis, popularity in zip(axes, ("distinct", "uniform", "skewed", "identical"), strict=True):
@@ -137,10 +137,10 @@ def _popularity_figure(rows: list[Row]) -> None:
     axes[0].set_ylabel("µs (4096 to 4096, rank 16, H200)")
     axes[-1].legend(fontsize=8)
     figure.tight_layout()
-    figure.savefig(FIGURES / "kernels_popularity.png", dpi=120)
+    figure.savefig(folder / "kernels_popularity.png", dpi=120)
 
 
-def _rank_figure(rows: list[Row]) -> None:
+def _rank_figure(rows: list[Row], folder: Path) -> None:
     """Punica's figure 9: by rank, 64 tokens, all sites of a layer."""
     figure, axes = plt.subplots(1, 2, figsize=(9, 3.4), sharey=True)
     for axis, popularity in zip(axes, ("distinct", "skewed"), strict=True):
@@ -160,10 +160,10 @@ def _rank_figure(rows: list[Row]) -> None:
     axes[0].set_ylabel("µs a layer (Llama-3.1-8B, H200)")
     axes[1].legend(fontsize=8)
     figure.tight_layout()
-    figure.savefig(FIGURES / "kernels_rank.png", dpi=120)
+    figure.savefig(folder / "kernels_rank.png", dpi=120)
 
 
-def _adapters_figure(rows: list[Row]) -> None:
+def _adapters_figure(rows: list[Row], folder: Path) -> None:
     """GPT-2 medium's sites with the base's products: tokens a second over the number of adapters."""
     figure, axes = plt.subplots(1, 2, figsize=(9, 3.4))
     for axis, name in zip(axes, ("prefill", "decode"), strict=True):
@@ -175,4 +175,4 @@ def _adapters_figure(rows: list[Row]) -> None:
         axis.set_ylabel("tokens a µs, one layer's sites")
         axis.legend()
     figure.tight_layout()
-    figure.savefig(FIGURES / "kernels_adapters.png", dpi=120)
+    figure.savefig(folder / "kernels_adapters.png", dpi=120)

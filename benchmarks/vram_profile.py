@@ -98,11 +98,11 @@ def saving(report: ProfileReport) -> tuple[int, float]:
     return batch, 1 - totals[Kind.LORA][batch] / totals[Kind.FULL][batch]
 
 
-def publish() -> None:
-    """Draws the figure and updates the keys in summary.json, from the committed result."""
-    content = json.loads((RESULTS / NAME).read_text())
+def publish(out: Path = RESULTS, figure: Path = FIGURE) -> None:
+    """Draws the figure and updates the keys in summary.json, from the result in `out`."""
+    content = json.loads((out / NAME).read_text())
     reports = msgspec.convert(content["reports"], list[ProfileReport])
-    draw(FIGURE, reports)
+    draw(figure, reports)
     paper = reports[0]
     batch, saved = saving(paper)
     values: dict[str, tuple[float | None, str, str | None]] = {
@@ -116,7 +116,7 @@ def publish() -> None:
     }
     for key, (value, _, _) in values.items():
         print(key, value)
-    update_summary(RESULTS, entries)
+    update_summary(out, entries)
 
 
 def draw(path: Path, reports: Sequence[ProfileReport]) -> None:
