@@ -95,8 +95,9 @@ class Config:
     policy: str = option(
         "slack",
         "who runs next: training where the deadlines of requests leave time (slack), or only while no request can be served "
-        "(inference-first); the ETS paper's Enhanced Temporal Sharing (ets) and Temporal Sharing (ts)",
-        choices=("slack", "ets", "ts", "inference-first"),
+        "(inference-first); both at the same time, each on its own part of the GPU (spatial); the ETS paper's Enhanced Temporal Sharing "
+        "(ets) and Temporal Sharing (ts)",
+        choices=("slack", "ets", "ts", "inference-first", "spatial"),
     )
     inference_batch_size: int = option(64, "ETS: dispatch when so many requests wait; also the most that run at once")
     inference_delay: float = option(5.0, "ETS: dispatch when the first request has waited so long, in seconds")
@@ -131,6 +132,11 @@ class Config:
         "less training",
     )
     train_patience: float = option(1.0, "'slack': a job waits at most so long for its next slice, in seconds")
+    training_sms: float = option(
+        0.5,
+        "'spatial': share, between 0 and 1, of the GPU's multiprocessors that training has, rounded up to what the GPU allows (multiples "
+        "of 8 on an H100 or H200); generation has the others",
+    )
 
     kv_tokens: int | None = option(
         None,
@@ -223,6 +229,10 @@ class Config:
             raise ConfigError(f"train_weight: expected 0 to 1, got {self.train_weight}")
         if not 0 < self.slo_attainment < 1:
             raise ConfigError(f"slo_attainment: expected above 0 and below 1, got {self.slo_attainment}")
+        if not 0 < self.training_sms < 1:
+            raise ConfigError(f"training_sms: expected above 0 and below 1, got {self.training_sms}")
+        if self.policy == "spatial" and self.tp > 1:
+            raise ConfigError(f"tp: expected 1 with policy 'spatial', which splits one GPU, got {self.tp}")
         if not 0 < self.memory_fraction <= 1:
             raise ConfigError(f"memory_fraction: expected above 0 and at most 1, got {self.memory_fraction}")
         if not 0 <= self.port <= 65535:

@@ -14,7 +14,18 @@ from coserve.cli.warm_progress import WarmProgress
 from coserve.config import load_config
 from coserve.warmup.key import SHAPE_SETTINGS
 
-SETTINGS = (*SHAPE_SETTINGS, "data_dir", "device", "cache_dir", "load_format", "log_level", "log_format", "config")
+SETTINGS = (
+    *SHAPE_SETTINGS,
+    "policy",
+    "training_sms",
+    "data_dir",
+    "device",
+    "cache_dir",
+    "load_format",
+    "log_level",
+    "log_format",
+    "config",
+)
 """Those that decide which kernels a daemon needs, or where they are kept."""
 
 

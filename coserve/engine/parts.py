@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import sys
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from threading import Thread
@@ -162,9 +163,13 @@ class EngineParts:
         )
 
     def make_trainer(
-        self, store: AdapterStore, gathering: Callable[[str], None] = lambda _: None, board: int | None = None
+        self,
+        store: AdapterStore,
+        gathering: Callable[[str], None] = lambda _: None,
+        board: int | None = None,
+        own_stream: Callable[[], AbstractContextManager[object]] | None = None,
     ) -> Trainer:
-        """`gathering`: see `Trainer`. `board`: file descriptor of the ranks' board (`Lockstep`); None: there is one rank."""
+        """`gathering`, `own_stream`: see `Trainer`. `board`: file descriptor of the ranks' board (`Lockstep`); None: there is one rank."""
         config, sharding = self.config, self.base.sharding
         return Trainer(
             self.base,
@@ -176,4 +181,5 @@ class EngineParts:
             lora_backend=self.lora_backend,
             gathering=gathering,
             guard=None if sharding is None or board is None else Lockstep(sharding.mesh, board),
+            own_stream=own_stream,
         )

@@ -31,6 +31,7 @@ from coserve.engine.ranks.own_rank import OwnRank
 from coserve.engine.ranks.serve import load_ranked_base, told
 from coserve.engine.ranks.trainer import RankedTrainer, tell_gathering
 from coserve.engine.starting import EndedAtStart, until_shutdown
+from coserve.engine.training_stream import TrainingStream, make_training_stream, prepare_environment
 from coserve.engine.warming.client import WarmUpClient
 from coserve.engine.warming.compilations import watch_compilations, watch_layers
 from coserve.engine.warming.early_start import StartedWarmUp
@@ -65,10 +66,11 @@ def build_engine(
     preload_kernels: PreloadKernels = preload_nothing,
     followers: Followers | None = None,
     board: int | None = None,
+    training: TrainingStream | None = None,
 ) -> tuple[Engine, EngineReady]:
     """The engine over a loaded base, and the message that says it is ready. `garbage`: see `Engine`; `warm`: the warm-up's
     client; `preload_kernels`: see `Upgrade`; `followers`: the other ranks, which have loaded their bases or are about to;
-    `board`: see `EngineParts.make_trainer`."""
+    `board`: see `EngineParts.make_trainer`; `training`: where slices run beside generation; None: they take turns with it."""
     parts = EngineParts(base, config)
     budget = HostBudget(config.max_adapters_resident, config.adapter_memory_bytes)
     read: Load = parts.read_adapter
@@ -94,13 +96,13 @@ def build_engine(
     )
     trainer: Trains
     if followers is None:
-        trainer = parts.make_trainer(store)
+        trainer = parts.make_trainer(store, own_stream=None if training is None else training.enter)
     else:
         local = parts.make_trainer(store, gathering=partial(tell_gathering, followers), board=board)
         trainer = RankedTrainer(local, followers, parts.folder)
     if built is not None:
         built.wait()
-    notes = _notes(base, generator, config) + pool.notes
+    notes = _notes(base, generator, config) + pool.notes + (() if training is None else (training.note,))
     upgrade = None
     if start.compilation is not None:
         upgrade = Upgrade(start.compilation, generator, notes, warm, preload_kernels=preload_kernels)
@@ -123,6 +125,7 @@ def build_engine(
         memory=parts.device_memory(pool),
         garbage=garbage,
         upgrade=upgrade,
+        mark_training=None if training is None else training.mark,
     )
     ready = EngineReady(
         spec=base.spec,
@@ -214,6 +217,7 @@ async def _load(
     if warm is not None and warm_up is not None and not warm_up.concurrent:
         await warm.wait_until_ended()
     base = load_ranked_base(config, rank)
+    training = make_training_stream(config, base.device)
     if warm is not None:
         await warm.checked()
         if (
@@ -237,7 +241,10 @@ async def _load(
         preload_kernels=preload_kernels,
         followers=followers,
         board=None if rank is None else rank.place.board,
+        training=training,
     )
+    if training is not None:
+        torch.cuda.synchronize(base.device)  # memory that was freed meanwhile may be another stream's
     if warm is not None and engine.warms_up and not engine.compiled:
         if await warm.wait_for_parts(SCORED):
             engine.preload_eager()
@@ -280,6 +287,7 @@ def serve(config: Config, fd: int, warm_up: StartedWarmUp | None, rank: OwnRank 
     set_up_logging("engine", LogSettings.of(config))
     disable_progress_bar()
     set_up_threads(config)
+    prepare_environment(config)
     compilations = watch_compilations(logging.WARNING)  # steps wait for each of them
     if rank is not None:
         rank.monitor.progress.watch_kernels(lambda: compilations.loads)

@@ -57,10 +57,13 @@ def cache_environment(folder: Path, environ: Mapping[str, str] = os.environ) -> 
 
 
 def shape_key(config: Config) -> str:
-    """SHA-256 (hex) of the base's config.json (of its name, if it is not a folder) and of `SHAPE_SETTINGS`."""
+    """SHA-256 (hex) of the base's config.json (of its name, if it is not a folder) of `SHAPE_SETTINGS`, and of the
+    GPU's parts if it is split."""
     described = Path(config.model) / "config.json"
     content = described.read_bytes() if described.is_file() else b""
     settings = {name: str(getattr(config, name)) for name in SHAPE_SETTINGS}
+    if config.policy == "spatial":
+        settings["training_sms"] = str(config.training_sms)
     named = {"config": hashlib.sha256(content).hexdigest()} if content else {"model": config.model}
     return digest(settings | named)
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from coserve.cancellation import Cancellation, Cancelled
 from coserve.engine.device_memory import DeviceMemory
 from coserve.engine.engine import Engine
+from coserve.engine.slices_in_flight import Mark
 from coserve.link import (
     EngineStats,
     FromEngine,
@@ -26,6 +27,7 @@ from coserve.link import (
     local_pair,
 )
 from coserve.queues.policies.slack import Slack
+from coserve.queues.policies.spatial import Spatial
 from coserve.types import JobSpec, SamplingParams, Slo
 from tests.support.fake_ports import FakeGenerator, FakeTrainer, JobPlan, Meter, NoAdapters, Prices
 from tests.support.records import make_spec
@@ -141,14 +143,16 @@ async def scene(
     kind: type[Trouble] = Trouble,
     holds: str = "",
     memory: DeviceMemory | None = None,
+    mark: Mark | None = None,
 ) -> AsyncIterator[Scene]:
+    """`mark`: slices are only launched; see `Mark`."""
     meter, rng, loop = Meter(), random.Random(0), asyncio.get_running_loop()
     trainer = kind(meter, FREE, PLANS, rng, loop.time, operation=operation, error=error, holds=holds)
     adapters = NoAdapters()
     api, engine_end = local_pair()
     engine = Engine(
-        Picky(meter, FREE, 64, rng, 0.0), trainer, adapters, Slack(1.0), engine_end, max_running=4, max_queue=8,
-        fair=True, max_active_jobs=active, step_tokens=64, clock=loop.time, memory=memory,
+        Picky(meter, FREE, 64, rng, 0.0), trainer, adapters, Slack(1.0) if mark is None else Spatial(), engine_end, max_running=4, max_queue=8,
+        fair=True, max_active_jobs=active, step_tokens=64, clock=loop.time, memory=memory, mark_training=mark,
     )  # fmt: skip
     running = asyncio.create_task(engine.run())
     try:

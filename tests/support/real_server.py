@@ -9,6 +9,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from coserve.engine.training_stream import TrainingStream
 from coserve.engine.worker import build_engine
 from coserve.link import EngineWarming, Shutdown, local_pair
 from coserve.model.base import Base, load_base
@@ -21,11 +22,13 @@ def bundled_base() -> Base:
 
 
 @asynccontextmanager
-async def serve_real(path: Path, base: Base | None = None, **settings: Any) -> AsyncIterator[Api]:
-    """As `serve_api`; `base`: the bundled one unless told otherwise."""
+async def serve_real(
+    path: Path, base: Base | None = None, training: TrainingStream | None = None, **settings: Any
+) -> AsyncIterator[Api]:
+    """As `serve_api`; `base`: the bundled one unless told otherwise; `training`: see `build_engine`."""
     async with serve_api(path, engine=False, **{"kv_tokens": 2048, **settings}) as api:
         ours, theirs = local_pair()
-        engine, ready = build_engine(base or bundled_base(), api.config, theirs)
+        engine, ready = build_engine(base or bundled_base(), api.config, theirs, training=training)
         theirs.send(EngineWarming(done=0, total=0, seconds_left=None, notes=ready.notes))
         running = asyncio.create_task(engine.run())
         await api.service.attach(ours, ready)

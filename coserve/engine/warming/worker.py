@@ -6,7 +6,7 @@ from __future__ import annotations
 import logging
 import socket
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import msgspec
@@ -14,6 +14,7 @@ import torch
 from transformers.utils.logging import disable_progress_bar
 
 from coserve.config import Config, config_from_json
+from coserve.engine.training_stream import count_as_the_engine
 from coserve.engine.warming.compilations import watch_compilations
 from coserve.engine.warming.part_runner import PartRunner, make_part_runner
 from coserve.errors import ConfigError, CoserveError
@@ -26,6 +27,8 @@ from coserve.warmup.parts import gpu_of
 log = logging.getLogger(__name__)
 
 THREADS = 1
+TRAINING = ("training-", "blocks-")
+"""How the names of parts with training kernels begin."""
 
 
 @contextmanager
@@ -65,6 +68,7 @@ def work(sock: socket.socket) -> None:
         torch.set_num_threads(THREADS)
         runners = dict[int, PartRunner]()
         """By the number of the GPU."""
+        count: Callable[[bool], None] = lambda trains: None
 
         def send(report: PartReport) -> None:
             lines.write(msgspec.json.encode(report) + b"\n")
@@ -78,7 +82,10 @@ def work(sock: socket.socket) -> None:
                 gpu = gpu_of(name)
                 with use_gpu(config, gpu) as device:
                     if gpu not in runners:
-                        runners[gpu] = make_part_runner(load_few_layers(config, gpu, device), config, task)
+                        base = load_few_layers(config, gpu, device)
+                        runners[gpu] = make_part_runner(base, config, task)
+                        count = count_as_the_engine(config, base.device)
+                    count(name.startswith(TRAINING))
                     for done, total in runners[gpu].run(name):
                         send(PartReport(done, max(total, done + 1)))
             except torch.OutOfMemoryError as error:

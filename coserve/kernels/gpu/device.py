@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 
 import torch
@@ -24,9 +24,44 @@ H200 = DeviceInfo(multiprocessors=132, shared_bytes=227 * 1024, early_launch=Tru
 """The GPU that block sizes were measured on. Triton's interpreter on a CPU uses the same launches."""
 
 
-@cache
+_counts: dict[int | None, int] = {}
+"""Multiprocessors that launches count, by the handle of their stream; under None those of other streams. Empty: all of the GPU."""
+
+
+def count_multiprocessors(count: int, stream: int | None = None) -> None:
+    """From now on launches on the stream with this handle have `count` multiprocessors; None: those on streams without a count."""
+    _counts[stream] = count
+
+
+def forget_counts() -> None:
+    """Launches have all multiprocessors again."""
+    _counts.clear()
+
+
+def of_a_part(stream: torch.cuda.Stream) -> bool:
+    """Whether the stream has multiprocessors of its own."""
+    return stream.cuda_stream in _counts
+
+
 def device_info(device: torch.device) -> DeviceInfo:
-    """The facts of `device`. For a CPU: an H200 without early launch, so that tests there cut batches as a GPU does."""
+    """The facts of `device`, as far as the current stream may use it. For a CPU: an H200 without early launch, so that tests there
+    cut batches as a GPU does."""
+    if not _counts or device.type != "cuda":
+        return _whole(device)
+    stream = torch._C._cuda_getCurrentRawStream(
+        device.index or 0
+    )  # `torch.cuda.current_stream` takes the host microseconds
+    count = _counts.get(stream, _counts.get(None))
+    return _whole(device) if count is None else _part(device, count)
+
+
+@cache
+def _part(device: torch.device, multiprocessors: int) -> DeviceInfo:
+    return replace(_whole(device), multiprocessors=multiprocessors)
+
+
+@cache
+def _whole(device: torch.device) -> DeviceInfo:
     if device.type != "cuda":
         return DeviceInfo(H200.multiprocessors, H200.shared_bytes, early_launch=False)
     found = torch.cuda.get_device_properties(device)

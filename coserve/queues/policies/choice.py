@@ -6,6 +6,7 @@ from coserve.config import Config
 from coserve.queues.policies.ets import Ets
 from coserve.queues.policies.inference_first import InferenceFirst
 from coserve.queues.policies.slack import Slack
+from coserve.queues.policies.spatial import Spatial
 from coserve.queues.policies.temporal_sharing import TemporalSharing
 from coserve.queues.policy import Policy
 
@@ -19,5 +20,7 @@ def make_policy(config: Config) -> Policy:
             return TemporalSharing(config.ts_n, size, delay, "batch" if config.ts_unit == "batch" else "request")
         case "inference-first":
             return InferenceFirst()
+        case "spatial":
+            return Spatial()
         case _:
             return Slack(config.train_patience, weight=config.train_weight)

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from coserve.generate.execution.adapter_slots import AdapterSlots
 from coserve.generate.execution.token_slots import TokenSlots
+from coserve.kernels.gpu.device import of_a_part
 from coserve.model.fused import FusedBase
 
 
@@ -25,7 +26,10 @@ def make_graph_pool(device: torch.device) -> GraphPool | None:
     """None on CPU, where nothing is captured."""
     if device.type != "cuda":
         return None
-    return GraphPool(torch.cuda.graph_pool_handle(), torch.cuda.Stream())  # type: ignore[no-untyped-call]
+    current = torch.cuda.current_stream(device)
+    # A graph runs on the multiprocessors of the stream that it is captured on.
+    stream = current if of_a_part(current) else torch.cuda.Stream()  # type: ignore[no-untyped-call]
+    return GraphPool(torch.cuda.graph_pool_handle(), stream)
 
 
 class LogitsBuffer:

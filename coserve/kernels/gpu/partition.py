@@ -1,0 +1,156 @@
+"""Splits a GPU's multiprocessors into two disjoint parts with a stream each (CUDA green contexts).
+
+Kernels that are launched or captured on such a stream run on its part's multiprocessors alone. Memory, events and compiled
+kernels are those of the ordinary (primary) context, so tensors belong to both parts. Memory bandwidth and the L2 cache are shared.
+
+torch's own `GreenContext` makes one part; a second one would overlap it. So this calls the driver (CUDA driver API,
+section "Green Contexts"): version 12.5 or later.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from dataclasses import dataclass
+
+import torch
+
+from coserve.errors import StartupError
+from coserve.kernels.gpu.device import count_multiprocessors
+
+LIBRARY = "libcuda.so.1"
+DRIVER = (12, 5)
+"""Version of the CUDA driver that brought `cuGreenCtxStreamCreate`."""
+SM = 1
+"""`CU_DEV_RESOURCE_TYPE_SM`."""
+DEFAULT_STREAM = 1
+"""`CU_GREEN_CTX_DEFAULT_STREAM`, which `cuGreenCtxCreate` requires."""
+NON_BLOCKING = 1
+"""`CU_STREAM_NON_BLOCKING`, which `cuGreenCtxStreamCreate` requires: no implicit synchronisation with the default stream."""
+
+
+class _Resource(ctypes.Structure):
+    """`CUdevResource`: 144 bytes. The rest is room for a later driver's fields."""
+
+    _fields_ = (
+        ("type", ctypes.c_int),
+        ("padding", ctypes.c_ubyte * 92),
+        ("multiprocessors", ctypes.c_uint),
+        ("rest", ctypes.c_ubyte * 44),
+        ("beyond", ctypes.c_ubyte * 112),
+    )
+
+
+@dataclass(frozen=True)
+class Part:
+    """`stream`: the one whose kernels run on these multiprocessors."""
+
+    stream: torch.cuda.Stream
+    multiprocessors: int
+
+
+@dataclass(frozen=True)
+class Partition:
+    """Both parts of one GPU. They last as long as the process."""
+
+    training: Part
+    generation: Part
+
+    @property
+    def note(self) -> str:
+        """For an operator."""
+        training, generation = self.training.multiprocessors, self.generation.multiprocessors
+        return f"spatial: training has {training} of {training + generation} multiprocessors, generation {generation}"
+
+
+class _Driver:
+    """The few calls that torch has no names for. Raises `StartupError` for a driver without them, and for what they answer."""
+
+    def __init__(self) -> None:
+        try:
+            self._library = ctypes.CDLL(LIBRARY)
+        except OSError as error:
+            raise StartupError(
+                f"policy: 'spatial' needs NVIDIA's CUDA driver ({LIBRARY}), which is not there"
+            ) from error
+        version = ctypes.c_int()
+        self.call("cuInit", ctypes.c_uint(0))
+        self.call("cuDriverGetVersion", ctypes.byref(version))
+        found = version.value // 1000, version.value % 1000 // 10
+        if found < DRIVER:
+            raise StartupError(
+                f"policy: 'spatial' needs green contexts, expected a CUDA driver of version {_text(DRIVER)} or later, got {_text(found)}"
+            )
+
+    def call(self, name: str, *arguments: object, why: str = "policy: 'spatial'") -> None:
+        """`why`: begins the message of an error."""
+        function = getattr(self._library, name, None)
+        if function is None:
+            raise StartupError(f"policy: 'spatial' needs green contexts, but the CUDA driver has no {name}")
+        code = function(*arguments)
+        if code:
+            raise StartupError(f"{why}: {name}: {self._error(code)}")
+
+    def _error(self, code: int) -> str:
+        text = ctypes.c_char_p()
+        self._library.cuGetErrorString(ctypes.c_int(code), ctypes.byref(text))
+        return f"CUDA error {code}" if text.value is None else text.value.decode()
+
+
+def _text(version: tuple[int, int]) -> str:
+    return ".".join(map(str, version))
+
+
+def part_sizes(device: torch.device, share: float) -> tuple[int, int]:
+    """Multiprocessors that training and generation would have: see `split_multiprocessors`."""
+    driver = _Driver()
+    training, generation = _split(driver, _handle(driver, device), share)
+    return training.multiprocessors, generation.multiprocessors
+
+
+def split_multiprocessors(device: torch.device, share: float) -> Partition:
+    """Gives training the `share` (above 0, below 1) of the GPU's multiprocessors, rounded up to what the GPU allows: multiples of 8
+    on an H100 or H200. Generation gets the rest.
+
+    From then on launches of kernels count the multiprocessors of their stream's part (`device_info`), those on other streams as
+    generation's. Once a process, before kernels are launched for good.
+
+    Raises `StartupError` for a device, a driver or a share with which that is not possible.
+    """
+    if device.type != "cuda":
+        raise StartupError(f"policy: 'spatial' needs an NVIDIA GPU, and the base is on {device.type}")
+    torch.zeros((), device=device)  # the primary context must be there
+    driver = _Driver()
+    handle = _handle(driver, device)
+    training, generation = (_part(driver, handle, device, one) for one in _split(driver, handle, share))
+    count_multiprocessors(generation.multiprocessors)
+    for own in (training, generation):
+        count_multiprocessors(own.multiprocessors, own.stream.cuda_stream)
+    return Partition(training, generation)
+
+
+def _handle(driver: _Driver, device: torch.device) -> ctypes.c_int:
+    found = ctypes.c_int()
+    driver.call("cuDeviceGet", ctypes.byref(found), ctypes.c_int(device.index or 0))
+    return found
+
+
+def _split(driver: _Driver, handle: ctypes.c_int, share: float) -> tuple[_Resource, _Resource]:
+    """Disjoint resources of training and generation."""
+    whole, part, rest, groups = _Resource(), _Resource(), _Resource(), ctypes.c_uint(1)
+    driver.call("cuDeviceGetDevResource", handle, ctypes.byref(whole), ctypes.c_int(SM))
+    wanted = max(1, round(share * whole.multiprocessors))
+    places = (ctypes.byref(part), ctypes.byref(groups), ctypes.byref(whole), ctypes.byref(rest))
+    why = f"training_sms: {share} of {whole.multiprocessors} multiprocessors: no part for training, or none for generation"
+    driver.call("cuDevSmResourceSplitByCount", *places, ctypes.c_uint(0), ctypes.c_uint(wanted), why=why)
+    if groups.value < 1 or rest.type != SM or not rest.multiprocessors:
+        raise StartupError(why)
+    return part, rest
+
+
+def _part(driver: _Driver, handle: ctypes.c_int, device: torch.device, resource: _Resource) -> Part:
+    description, context, stream = ctypes.c_void_p(), ctypes.c_void_p(), ctypes.c_void_p()
+    driver.call("cuDevResourceGenerateDesc", ctypes.byref(description), ctypes.byref(resource), ctypes.c_uint(1))
+    driver.call("cuGreenCtxCreate", ctypes.byref(context), description, handle, ctypes.c_uint(DEFAULT_STREAM))
+    driver.call("cuGreenCtxStreamCreate", ctypes.byref(stream), context, ctypes.c_uint(NON_BLOCKING), ctypes.c_int(0))
+    own = torch.cuda.ExternalStream(stream.value, device=device)  # type: ignore[no-untyped-call]
+    return Part(own, resource.multiprocessors)
