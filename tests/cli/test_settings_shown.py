@@ -46,7 +46,7 @@ def test_help_of_serve_has_sections_types_choices_and_defaults(columns: int) -> 
 def test_numbers_have_units() -> None:
     """A time says seconds, an amount of memory or text says bytes or tokens; the others count what their help names."""
     for f in dataclasses.fields(Config):
-        if isinstance(f.default, float) and f.name not in ("memory_fraction", "train_weight"):
+        if isinstance(f.default, float) and f.name not in ("memory_fraction", "train_weight", "training_sms"):
             assert "seconds" in f.metadata["help"], f.name
         for unit in ("tokens", "bytes"):
             if f.name.endswith(f"_{unit}"):

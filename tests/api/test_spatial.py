@@ -1,0 +1,60 @@
+"""Spatial sharing over a real engine: a base, requests and jobs, and a stand-in for the part of the GPU that slices run on."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from coserve.config import Config
+from coserve.engine.training_stream import make_training_stream
+from coserve.errors import ConfigError, StartupError
+from coserve.queues.policies.choice import make_policy
+from coserve.queues.policies.spatial import Spatial
+from tests.support.api_server import Api
+from tests.support.held_device import HeldDevice
+from tests.support.real_server import serve_real
+
+JOB = {
+    "adapter": "learned",
+    "data": [{"text": "one two three four five six"}, {"text": "seven eight nine ten eleven"}] * 4,
+    "lora": {"r": 4},
+    "training": {"steps": 6, "batch_tokens": 32, "checkpoint_steps": 2, "validation_split": 0.25, "eval_steps": 3},
+}
+
+
+async def ask(api: Api, prompt: str) -> object:
+    body = {"prompt": prompt, "max_tokens": 12, "temperature": 0.0, "ignore_eos": True}
+    status, answer = await api.call("POST", "/generate", json=body)
+    assert status == 200, answer
+    return answer["choices"][0]["token_ids"]
+
+
+async def test_jobs_and_requests_get_what_they_get_in_turns(tmp_path: Path) -> None:
+    prompts = [f"Once upon a time there were {n}" for n in ("two", "three", "four", "five")]
+    device, found = HeldDevice(seconds=0.002), []
+    for training in (None, device.stream()):
+        policy = "slack" if training is None else "spatial"
+        async with serve_real(tmp_path / policy, training=training, policy=policy) as api:
+            status, job = await api.call("POST", "/finetune", json=JOB)
+            assert status == 202, job
+            texts = [await ask(api, prompt) for prompt in prompts]
+            ended = await api.job_until(job["id"], "succeeded")
+            _, health = await api.call("GET", "/health")
+            assert ("spatial: a stand-in" in str(health)) == (training is not None)
+            found.append((texts, ended["metrics"] | {"seconds": 0}))
+    assert found[0] == found[1]
+    assert found[0][1]["valid_loss"] is not None and device.entered and device.marks
+
+
+def test_spatial_sharing_needs_a_gpu_of_its_own() -> None:
+    assert isinstance(make_policy(Config(policy="spatial")), Spatial)
+    with pytest.raises(ConfigError, match="tp: expected 1 with policy 'spatial'"):
+        Config(policy="spatial", tp=2)
+    for share in (0.0, 1.0):
+        with pytest.raises(ConfigError, match="training_sms"):
+            Config(training_sms=share)
+    with pytest.raises(StartupError, match="needs an NVIDIA GPU, and the base is on cpu"):
+        make_training_stream(Config(policy="spatial"), torch.device("cpu"))
+    assert make_training_stream(Config(), torch.device("cpu")) is None
