@@ -22,7 +22,7 @@ from coserve.engine.job_runner import JobRunner
 from coserve.engine.ports import Generates, StoresAdapters, Trains, Upgrades
 from coserve.engine.reception import Reception
 from coserve.engine.running import RunningRequests
-from coserve.engine.slices_in_flight import EndedSlice, Mark, SlicesInFlight
+from coserve.engine.spatial.slices_in_flight import EndedSlice, Mark, SlicesInFlight
 from coserve.engine.stalls import Stalls
 from coserve.engine.views import Views
 from coserve.errors import CoserveError, EngineFault, failure_text

@@ -30,8 +30,8 @@ from coserve.engine.ranks.followers import Answers, Followers
 from coserve.engine.ranks.own_rank import OwnRank
 from coserve.engine.ranks.serve import load_ranked_base, told
 from coserve.engine.ranks.trainer import RankedTrainer, tell_gathering
+from coserve.engine.spatial.training_stream import TrainingStream, make_training_stream, prepare_environment
 from coserve.engine.starting import EndedAtStart, until_shutdown
-from coserve.engine.training_stream import TrainingStream, make_training_stream, prepare_environment
 from coserve.engine.warming.client import WarmUpClient
 from coserve.engine.warming.compilations import watch_compilations, watch_layers
 from coserve.engine.warming.early_start import StartedWarmUp

@@ -43,10 +43,13 @@ def test_help_of_serve_has_sections_types_choices_and_defaults(columns: int) -> 
     assert "--recompute / --no-recompute" in text and "[default: false]" in flat
 
 
+SHARES = "memory_fraction", "train_weight", "training_sms", "slo_attainment"
+
+
 def test_numbers_have_units() -> None:
     """A time says seconds, an amount of memory or text says bytes or tokens; the others count what their help names."""
     for f in dataclasses.fields(Config):
-        if isinstance(f.default, float) and f.name not in ("memory_fraction", "train_weight", "training_sms"):
+        if isinstance(f.default, float) and f.name not in SHARES:
             assert "seconds" in f.metadata["help"], f.name
         for unit in ("tokens", "bytes"):
             if f.name.endswith(f"_{unit}"):

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 
-from coserve.engine.training_stream import TrainingStream
+from coserve.engine.spatial.training_stream import TrainingStream
 
 
 class HeldDevice:

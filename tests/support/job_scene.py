@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from coserve.cancellation import Cancellation, Cancelled
 from coserve.engine.device_memory import DeviceMemory
 from coserve.engine.engine import Engine
-from coserve.engine.slices_in_flight import Mark
+from coserve.engine.spatial.slices_in_flight import Mark
 from coserve.link import (
     EngineStats,
     FromEngine,

@@ -9,7 +9,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from coserve.engine.training_stream import TrainingStream
+from coserve.engine.spatial.training_stream import TrainingStream
 from coserve.engine.worker import build_engine
 from coserve.link import EngineWarming, Shutdown, local_pair
 from coserve.model.base import Base, load_base

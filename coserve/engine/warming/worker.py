@@ -14,7 +14,7 @@ import torch
 from transformers.utils.logging import disable_progress_bar
 
 from coserve.config import Config, config_from_json
-from coserve.engine.training_stream import count_as_the_engine
+from coserve.engine.spatial.training_stream import count_as_the_engine
 from coserve.engine.warming.compilations import watch_compilations
 from coserve.engine.warming.part_runner import PartRunner, make_part_runner
 from coserve.errors import ConfigError, CoserveError

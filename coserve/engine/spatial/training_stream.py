@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 
 from coserve.config import Config
-from coserve.engine.slices_in_flight import Mark
+from coserve.engine.spatial.slices_in_flight import Mark
 from coserve.kernels.gpu.device import count_multiprocessors
 from coserve.kernels.gpu.partition import part_sizes, split_multiprocessors
 
