@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Literal, Protocol
 
+from coserve.gpu_memory import MemoryUse
 from coserve.types import Wire
 
 Status = Literal["starting", "warming", "ready"]
@@ -80,3 +81,6 @@ class Health(Wire, frozen=True):
     """GPUs that share the base (`--tp`)."""
     ranks: list[RankInfo] = []
     """Empty if `tp` is 1."""
+    memory: MemoryUse | None = None
+    """Where the bytes of the GPU are, of rank 0's if there are several; null where memory is not planned: on a CPU, and where
+    `kv_tokens` is set."""

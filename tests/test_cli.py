@@ -16,7 +16,7 @@ from coserve.config import Config, config_from_json, config_to_json, load_config
 from coserve.errors import ConfigError
 from coserve.state.folder import DataFolder
 
-COMMANDS = ["adapters", "bench", "config", "demo", "finetune", "generate", "jobs", "profile", "serve", "warm"]
+COMMANDS = ["adapters", "bench", "config", "demo", "finetune", "generate", "jobs", "memory", "profile", "serve", "warm"]
 SETTINGS = [
     "model",
     "data_dir",

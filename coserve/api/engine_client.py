@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 import msgspec
 
 from coserve.errors import EngineUnavailable
+from coserve.gpu_memory import MemoryModel
 from coserve.health import EngineRanks, RankInfo, Status, Warming
 from coserve.link import EngineReady, EngineStats, EngineWarming, FromEngine, Link, ToEngine
 from coserve.types import AdapterRef, BaseSpec
@@ -75,6 +76,11 @@ class EngineClient:
         if self.ready is None:
             raise EngineUnavailable("the engine is starting")
         return self.ready.spec
+
+    @property
+    def memory(self) -> MemoryModel | None:
+        """What predicts the memory of jobs; None where it is not planned."""
+        return None if self.ready is None else self.ready.memory
 
     def name(self) -> str:
         """The base's name; empty before the first engine."""

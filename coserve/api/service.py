@@ -238,6 +238,7 @@ class Service:
             warming=self.engine.warming,
             tp=self._tp,
             ranks=[*self.engine.rank_states],
+            memory=stats.memory if stats is not None else None,
         )
 
 

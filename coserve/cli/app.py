@@ -13,8 +13,9 @@ from coserve.cli.bench.command import BenchCommand, bench
 from coserve.cli.demo import demo
 from coserve.cli.failures import run_safely
 from coserve.cli.generate import generate
+from coserve.cli.gpu.memory import memory
+from coserve.cli.gpu.profile import profile
 from coserve.cli.jobs import finetune, jobs_app
-from coserve.cli.profile import profile
 from coserve.cli.serve import serve
 from coserve.cli.settings import show_config
 from coserve.cli.settings_help import SettingsCommand
@@ -50,6 +51,7 @@ app.command("generate")(generate)
 app.command("finetune")(finetune)
 app.command("bench", cls=BenchCommand)(bench)
 app.command("profile")(profile)
+app.command("memory")(memory)
 app.command("demo")(demo)
 app.command("config")(show_config)
 

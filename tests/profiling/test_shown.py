@@ -10,8 +10,8 @@ import pytest
 from rich.console import Console
 from typer.testing import CliRunner
 
-from coserve.cli import profile as command
 from coserve.cli.app import app, run
+from coserve.cli.gpu import profile as command
 from coserve.errors import UnsupportedBase
 from coserve.profiling.messages import Step
 from coserve.profiling.presets import Preset, preset_request

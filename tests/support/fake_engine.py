@@ -14,6 +14,7 @@ from safetensors.numpy import save_file
 
 from coserve.adapters.peft import adapter_config
 from coserve.errors import EngineUnavailable
+from coserve.gpu_memory import MemoryModel, MemoryUse
 from coserve.link import (
     Admitted,
     CancelJob,
@@ -107,6 +108,7 @@ class FakeEngine:
     """`reply` gives the tokens for a request; `hold_requests`, `hold_jobs`: stop before the first token, or step."""
 
     warmup_steps = 0
+    memory: MemoryModel | None = None
 
     def __init__(
         self,
@@ -136,7 +138,9 @@ class FakeEngine:
 
     @property
     def ready(self) -> EngineReady:
-        return EngineReady(spec=self.base, kv_tokens=1024, lora_backend="reference", notes=("a fake",))
+        return EngineReady(
+            spec=self.base, kv_tokens=1024, lora_backend="reference", memory=self.memory, notes=("a fake",)
+        )
 
     def warming(self, done: int, seconds_left: float | None = None, notes: tuple[str, ...] = ("a fake",)) -> None:
         """Report that `done` of `warmup_steps` are done."""
@@ -230,7 +234,14 @@ class FakeEngine:
         self.write_adapter(self.folder.adapter(ref), self.base)
         self.link.send(JobSucceeded(id=spec.id, ref=ref))
 
-    def stats(self, *, starving: Starving | None = None, stalls: tuple[StallCounts, ...] = (), **changes: int) -> None:
+    def stats(
+        self,
+        *,
+        starving: Starving | None = None,
+        stalls: tuple[StallCounts, ...] = (),
+        memory: MemoryUse | None = None,
+        **changes: int,
+    ) -> None:
         """Report gauges."""
         values = {
             "waiting": 0,
@@ -247,4 +258,4 @@ class FakeEngine:
             "prefix_hits": 30,
         } | changes
         seconds = {"serve_seconds": 1.5, "train_seconds": 2.5}
-        self.link.send(EngineStats(**values, **seconds, resident=(), starving=starving, stalls=stalls))
+        self.link.send(EngineStats(**values, **seconds, resident=(), starving=starving, stalls=stalls, memory=memory))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from coserve.gpu_memory import GroupCosts, HeadCosts, Line, TrainingCosts
+from coserve.gpu_memory import GroupCosts, HeadCosts, JobUse, Line, MemoryUse, TrainingCosts
 from coserve.types import BaseSpec, SiteSpec
 
 COSTS = TrainingCosts(
@@ -29,3 +29,17 @@ BASE = BaseSpec(
     context=4096, eos_token_ids=(), default_targets=tuple(role.split(".")[1] for role in ROLES),
     sites={f"model.layers.{i}.{role}": SiteSpec(*sizes, i) for i in range(4) for role, sizes in ROLES.items()},
 )  # fmt: skip
+
+MIB = 1 << 20
+USE = MemoryUse(
+    total=1000 * MIB, weights=300 * MIB, pages=200 * MIB, adapters=20 * MIB, graphs=50 * MIB, jobs=40 * MIB, temporary=60 * MIB,
+    cached=100 * MIB, context=70 * MIB, others=80 * MIB, free=100 * MIB, planned=900 * MIB, training=500 * MIB, needed=140 * MIB,
+    peak=800 * MIB,
+    each=(
+        JobUse(
+            id="job-7", adapter=5 * MIB, gradients=10 * MIB, optimizer=25 * MIB, activations=100 * MIB, micro_batch_tokens=512,
+            recompute=True,
+        ),
+    ),
+)  # fmt: skip
+"""A GPU with one job."""

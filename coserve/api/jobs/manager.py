@@ -132,7 +132,7 @@ class JobManager:
         """Accept a job: when this returns, it is durable. The same `key` returns the first job again.
 
         Raises `InvalidRequest`, `CorpusError` leaves (with the line), `AdapterNotFound`, `ForbiddenPath`, `QueueFull`,
-        `StorageFull`, `EngineUnavailable` (no engine has started yet).
+        `StorageFull`, `JobTooLarge`, `EngineUnavailable` (no engine has started yet).
         """
         spec = self._engine.spec
         if key is not None and not (1 <= len(key) <= 128 and key.isascii() and key.isprintable()):
@@ -140,7 +140,7 @@ class JobManager:
         if key is not None and (first := await self._registry(lambda registry: registry.job_with_key(key))) is not None:
             return await self.views.show(first)
         await self._registry(self._check_max_jobs)
-        record, corpus = await self._submission.prepare(request, upload, spec)
+        record, corpus = await self._submission.prepare(request, upload, spec, self._engine.memory)
         # The job exists even if the client leaves now.
         return await self.views.show(await self._commits.run(self._accept(record, corpus, key)))
 

@@ -12,6 +12,7 @@ from typing import Any
 import msgspec
 
 from coserve.adapters.targets import resolve_targets
+from coserve.admission.memory import check_fits
 from coserve.api.adapters.catalog import refuse_base_name
 from coserve.api.adapters.inspection import Inspection
 from coserve.api.adapters.lookup import find_adapter
@@ -25,6 +26,7 @@ from coserve.corpus.rows import parse_rows
 from coserve.corpus.staging import PendingCorpus, StagedCorpus, TokenizeFile, tokenize_file
 from coserve.corpus.tokenize import tokenize_rows
 from coserve.errors import InvalidRequest
+from coserve.gpu_memory import MemoryModel
 from coserve.names import split_ref
 from coserve.offload.pool import HelperPool
 from coserve.pretrained.tokenizer import Tokenizer
@@ -57,12 +59,12 @@ class Submission:
         self._helpers, self._inspection, self._clock = helpers, Inspection(helpers), clock
 
     async def prepare(
-        self, request: FinetuneRequest, upload: Path | None, spec: BaseSpec
+        self, request: FinetuneRequest, upload: Path | None, spec: BaseSpec, memory: MemoryModel | None
     ) -> tuple[JobRecord, PendingCorpus]:
-        """The job's record, whose version is not final, and its corpus.
+        """The job's record, whose version is not final, and its corpus. `memory`: the engine's, if it plans any.
 
         Raises `InvalidRequest`, `CorpusError` leaves (with the line), `AdapterNotFound`, `BaseMismatch`,
-        `ForbiddenPath`.
+        `ForbiddenPath`, `JobTooLarge`.
         """
         refuse_base_name(request.adapter, spec, field="adapter")
         limit = self._config.micro_batch_tokens
@@ -80,25 +82,29 @@ class Submission:
                 targets=corpus.target_tokens,
                 hidden=spec.hidden,
             )
-            plan = await asyncio.to_thread(BatchPlan, await asyncio.to_thread(corpus.read_lengths), training, limit)
+            lengths = await asyncio.to_thread(corpus.read_lengths)
+            plan = await asyncio.to_thread(BatchPlan, lengths, training, limit)
+            job = JobSpec(
+                id=f"job-{secrets.token_hex(8)}",
+                adapter=request.adapter,
+                version=1,
+                init_from=None if source is None else source.ref,
+                lora=lora,
+                training=training,
+                rows=corpus.rows,
+                tokens=corpus.token_count,
+                target_tokens=corpus.target_tokens,
+                init_digests=None if source is None else source.digests,
+                teacher=teacher,
+                rows_cut=corpus.rows_cut,
+                auto=auto,
+                longest=int(lengths.max()),
+            )
+            if memory is not None:
+                await asyncio.to_thread(check_fits, job, spec, memory, limit)
         except BaseException:
             corpus.discard()
             raise
-        job = JobSpec(
-            id=f"job-{secrets.token_hex(8)}",
-            adapter=request.adapter,
-            version=1,
-            init_from=None if source is None else source.ref,
-            lora=lora,
-            training=training,
-            rows=corpus.rows,
-            tokens=corpus.token_count,
-            target_tokens=corpus.target_tokens,
-            init_digests=None if source is None else source.digests,
-            teacher=teacher,
-            rows_cut=corpus.rows_cut,
-            auto=auto,
-        )
         record = JobRecord(
             spec=job,
             state=JobState.QUEUED,

@@ -10,6 +10,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.registry import Collector
 
 from coserve.api.metrics.vllm_names import VllmNames
+from coserve.gpu_memory import MemoryUse
 from coserve.health import RankInfo
 from coserve.link import STALL_BUCKETS, EngineStats, EngineWarming, StallCounts
 from coserve.types import FinishReason, JobState
@@ -178,6 +179,24 @@ class Metrics:
         return generate_latest(self.registry) + generate_latest(self._vllm)
 
 
+USES = ("weights", "pages", "graphs", "jobs", "temporary", "cached", "context", "others", "free")
+"""Fields of `MemoryUse`, which are the whole device."""
+
+
+def gpu_memory(use: MemoryUse) -> Iterable[Metric]:
+    """Where the GPU's bytes are."""
+    uses = GaugeMetricFamily("coserve_gpu_memory_bytes", "GPU memory by use", labels=["use"])
+    for name in USES:
+        uses.add_metric([name], getattr(use, name))
+    yield uses
+    of_jobs = (
+        ("limit", "GPU memory there is for jobs now", use.training),
+        ("needed", "What the jobs that have started need of it", use.needed),
+    )
+    for name, text, value in of_jobs:
+        yield GaugeMetricFamily(f"coserve_jobs_memory_{name}_bytes", text, value=value)
+
+
 class EngineGauges(Collector):
     """The engine's last report. Its counters never fall back to zero: those of ended engines are kept as an offset."""
 
@@ -222,6 +241,8 @@ class EngineGauges(Collector):
         )
         for name, text, value in gauges:
             yield GaugeMetricFamily(f"coserve_{name}", text, value=value)
+        if s is not None and s.memory is not None:
+            yield from gpu_memory(s.memory)
         for (name, text, _), total in zip(_TOTALS, self._totals(), strict=True):
             yield CounterMetricFamily(f"coserve_{name}", text, value=total)
         stalls = HistogramMetricFamily(

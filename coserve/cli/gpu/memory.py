@@ -1,0 +1,82 @@
+"""`coserve memory`: where the bytes of a daemon's GPU are."""
+
+from __future__ import annotations
+
+from contextlib import closing
+
+import msgspec
+from rich.console import Console
+from rich.table import Table
+
+from coserve.cli.common import DEFAULT_URL, AsJson, Key, Url, connect
+from coserve.errors import ConfigError
+from coserve.gpu_memory import MemoryUse
+
+MIB = 1 << 20
+USES = {
+    "weights": "base and buffers",
+    "pages": "page pool: keys, values and adapters",
+    "graphs": "CUDA graphs",
+    "jobs": "adapters, gradients and optimizers of jobs",
+    "temporary": "activations, and temporaries of steps",
+    "cached": "free in torch's cache",
+    "context": "CUDA context and libraries",
+    "others": "other processes",
+    "free": "free",
+}
+"""Fields of `MemoryUse`, which are the whole device, and what they are."""
+
+
+def memory(as_json: AsJson = False, url: Url = DEFAULT_URL, key: Key = None) -> None:
+    """Show where the GPU memory of a running daemon is, and what each job that trains has of it."""
+    with closing(connect(url, key)) as client:
+        use = client.health().memory
+    if use is None:
+        raise ConfigError("the daemon plans no memory: it runs on a CPU, kv_tokens is set, or its engine is starting")
+    if as_json:
+        print(msgspec.json.encode(use).decode())
+        return
+    console = Console()
+    console.print(use_table(use))
+    console.print(
+        f"for jobs: {mib(use.needed)} of {mib(use.training)} MiB needed; torch's peak: {mib(use.peak)} of {mib(use.planned)} "
+        "MiB planned",
+        highlight=False,
+        soft_wrap=True,
+    )
+    if use.each:
+        console.print(job_table(use))
+
+
+def use_table(use: MemoryUse) -> Table:
+    """The uses, whose sum is the device."""
+    table = Table(title="GPU memory: MiB", title_justify="left")
+    table.add_column("use")
+    table.add_column("MiB", justify="right")
+    table.add_column("", justify="right")
+    for field, text in USES.items():
+        size = getattr(use, field)
+        table.add_row(text, mib(size), f"{size / max(use.total, 1):.1%}")
+        if field == "pages":
+            table.add_row("  of them adapters", mib(use.adapters), "")
+    table.add_section()
+    table.add_row("in all", mib(use.total), "")
+    return table
+
+
+def job_table(use: MemoryUse) -> Table:
+    """The jobs that have started. Activations are there for one of them at a time."""
+    table = Table(title="Jobs: MiB", title_justify="left")
+    table.add_column("job")
+    for name in ("adapter", "gradients", "optimizer", "activations", "tokens"):
+        table.add_column(name, justify="right")
+    table.add_column("recompute")
+    for job in use.each:
+        sizes = map(mib, (job.adapter, job.gradients, job.optimizer, job.activations))
+        table.add_row(job.id, *sizes, str(job.micro_batch_tokens), "yes" if job.recompute else "no")
+    return table
+
+
+def mib(size: int) -> str:
+    """Bytes in MiB."""
+    return f"{size / MIB:,.0f}"
