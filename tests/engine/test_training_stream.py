@@ -4,11 +4,14 @@ need not, and nothing is lost."""
 from __future__ import annotations
 
 import asyncio
+import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 import pytest
 
+from coserve.config import Config
+from coserve.engine.spatial.training_stream import prepare_environment
 from coserve.errors import EngineFault
 from coserve.link import (
     CancelJob,
@@ -123,3 +126,14 @@ async def test_a_device_that_fails_in_a_slice_ends_the_engine(device: HeldDevice
         with pytest.raises(EngineFault):
             async with asyncio.timeout(60):
                 await at.running
+
+
+def test_streams_of_a_split_gpu_get_connections_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "1")  # so that it is restored
+    monkeypatch.delenv("CUDA_DEVICE_MAX_CONNECTIONS")
+    for policy, expected in (("slack", None), ("spatial", "32")):
+        prepare_environment(Config(policy=policy))
+        assert os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == expected
+    monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "16")
+    prepare_environment(Config(policy="spatial"))
+    assert os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] == "16"
