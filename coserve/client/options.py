@@ -48,7 +48,7 @@ class GenerateOptions(TypedDict, total=False):
     skip_special_tokens: bool
     seed: int
     cache_salt: str
-    slo_class: SloClass
+    slo_class: SloClass | None
     slo_ttft: float
     slo_tpot: float
     slo_e2e: float

@@ -21,15 +21,23 @@ SATISFACTION_LIMIT = 6.0
 
 
 class Limits(Wire, frozen=True):
-    """Upper limits in seconds of a good answer; None: no limit."""
+    """Upper limits in seconds of a good answer; None: no limit. `batch_`: of requests of the class batch, which have no other."""
 
     ttft: float | None = None
     tpot: float | None = None
     e2e: float | None = None
+    batch_ttft: float | None = None
+    batch_tpot: float | None = None
 
     @classmethod
     def of(cls, scenario: Scenario) -> Limits:
-        return cls(ttft=scenario.slo_ttft, tpot=scenario.slo_tpot, e2e=scenario.slo_e2e)
+        return cls(
+            ttft=scenario.slo_ttft,
+            tpot=scenario.slo_tpot,
+            e2e=scenario.slo_e2e,
+            batch_ttft=scenario.slo_batch_ttft,
+            batch_tpot=scenario.slo_batch_tpot,
+        )
 
 
 class Spread(Wire, frozen=True):
@@ -66,7 +74,10 @@ def attains(sample: Sample, limits: Limits) -> bool:
     """Whether an answer is within the limits. An answer of one token has no TPOT and cannot exceed its limit."""
     if sample.error is not None:
         return False
-    pairs = ((ttft(sample), limits.ttft), (tpot(sample), limits.tpot), (e2e(sample), limits.e2e))
+    own = (limits.ttft, limits.tpot, limits.e2e)
+    if sample.slo_class == "batch":
+        own = limits.batch_ttft, limits.batch_tpot, None
+    pairs = zip((ttft(sample), tpot(sample), e2e(sample)), own, strict=True)
     return all(value is None or limit is None or value <= limit for value, limit in pairs)
 
 
@@ -75,6 +86,13 @@ def attainment(samples: Sequence[Sample], limits: Limits) -> float:
     if not samples:
         return 1.0
     return sum(attains(sample, limits) for sample in samples) / len(samples)
+
+
+def ended_within(samples: Sequence[Sample], seconds: float) -> float:
+    """The share of all requests, whatever their class, whose last token came in time; 1 where there were none."""
+    if not samples:
+        return 1.0
+    return sum(sample.error is None and e2e(sample) <= seconds for sample in samples) / len(samples)
 
 
 def satisfaction(sample: Sample, limit: float) -> float:

@@ -100,6 +100,10 @@ class OpenAITarget:
             "stream": True,
             "stream_options": {"include_usage": True, "continuous_usage_stats": True},
         }
+        if arrival.slo_class == "batch":
+            body["service_tier"] = "flex"
+        elif arrival.slo_class == "interactive":
+            body["service_tier"] = "priority"
         return body | ({"seed": arrival.seed} if self._temperature > 0 else {})
 
     async def generate(self, arrival: PromptArrival) -> AsyncIterator[int | Usage]:

@@ -14,7 +14,16 @@ from coserve.workloads.scenario import Scenario, TraceFormat, make_scenario
 from coserve.workloads.synthesis import make_trace
 from coserve.workloads.trace import Trace, load_trace
 
-BESIDE_A_TRACE = {"trace", "trace_format", "slo_ttft", "slo_tpot", "slo_e2e", "slos"}
+BESIDE_A_TRACE = {
+    "trace",
+    "trace_format",
+    "slo_ttft",
+    "slo_tpot",
+    "slo_e2e",
+    "slo_batch_ttft",
+    "slo_batch_tpot",
+    "slos",
+}
 """The settings that do not change what is sent: they may be given with a trace that has settings of its own."""
 
 

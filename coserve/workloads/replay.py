@@ -14,7 +14,7 @@ from enum import StrEnum
 from typing import NamedTuple, Protocol
 
 from coserve.errors import CoserveError
-from coserve.types import JobState, Wire
+from coserve.types import JobState, SloClass, Wire
 from coserve.workloads.gauges import Snapshot
 from coserve.workloads.scenario import Scenario
 from coserve.workloads.trace import FinetuneArrival, PromptArrival, Trace
@@ -83,6 +83,7 @@ class Sample(Wire, frozen=True):
     """Error code; `finished` is then the time of the error."""
     prompt_tokens: int | None = None
     """None: the server did not say."""
+    slo_class: SloClass | None = None
 
 
 class JobSample(Wire, frozen=True):
@@ -229,6 +230,7 @@ class _Recorder:
             finished=self.now(),
             error=error if error or tokens else "no_tokens",
             prompt_tokens=None if usage is None else usage.prompt_tokens,
+            slo_class=arrival.slo_class,
         )
         self.samples.append(sample)
         self.observe(sample)

@@ -47,7 +47,7 @@ SECTIONS = {
     "prompt_lengths": "Prompts and answers",
     "trace": "Recorded traces",
     "finetune": "Fine-tuning",
-    "slo_ttft": "Limits of a good answer",
+    "batch_share": "Classes and limits of a good answer",
 }
 """Where a section of the settings begins, and its title."""
 
@@ -136,9 +136,14 @@ class Scenario:
     learning_rate: float = option(2e-4, "peak learning rate of a job")
     checkpoint_steps: int = option(20, "optimizer steps from one checkpoint of a job to the next")
 
+    batch_share: float = option(
+        0.0, "share of the requests that are of the class batch; above 0, the others are sent as interactive ones"
+    )
     slo_ttft: float | None = option(None, "most seconds to the first token (TTFT)")
     slo_tpot: float | None = option(None, "most seconds per token after the first (TPOT)")
     slo_e2e: float | None = option(None, "most seconds to the last token (E2E)")
+    slo_batch_ttft: float | None = option(None, "--slo-ttft for requests of the class batch")
+    slo_batch_tpot: float | None = option(None, "--slo-tpot for requests of the class batch; they have no --slo-e2e")
     slos: tuple[float, ...] = option(
         (10.0, 60.0), "limits on the time to the last token, in seconds; the share of requests within each is reported"
     )
@@ -148,7 +153,16 @@ class Scenario:
             self._check(name, above=0.0)
         for name in ("lead", "trace_start", "length_sigma", "temperature", "exponent"):
             self._check(name, least=0.0)
-        for name in ("trace_rate", "slo_ttft", "slo_tpot", "slo_e2e", "epochs", "learning_rate"):
+        for name in (
+            "trace_rate",
+            "slo_ttft",
+            "slo_tpot",
+            "slo_e2e",
+            "slo_batch_ttft",
+            "slo_batch_tpot",
+            "epochs",
+            "learning_rate",
+        ):
             if getattr(self, name) is not None:
                 self._check(name, above=0.0)
         for name, low in (("finetune_rows", 0), ("finetune_jobs", 0), ("adapters", 0), ("vocab", FIRST_ID + 1)):
@@ -165,6 +179,8 @@ class Scenario:
         for name in ("steps", "row_tokens", "max_total_tokens"):
             if getattr(self, name) is not None:
                 self._check(name, least=1)
+        if not 0 <= self.batch_share <= 1:
+            raise InvalidRequest(f"expected 0 to 1, got {self.batch_share}", field="batch_share")
         if not self.rank or min(self.rank) < 1:
             raise InvalidRequest(f"expected ranks of at least 1, got {self.rank}", field="rank")
         if self.output_lengths is Lengths.TEXTS:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Sequence
 
+from coserve.errors import Overloaded, QueueFull
 from coserve.types import JobState, Wire
 from coserve.workloads.gauges import Snapshot
 from coserve.workloads.metrics import (
@@ -18,6 +19,7 @@ from coserve.workloads.metrics import (
     attainment,
     attains,
     e2e,
+    ended_within,
     itl,
     mean_satisfaction,
     peak_speed,
@@ -97,6 +99,11 @@ class Summary(Wire, frozen=True):
     """Of its peak, inside the arrival window."""
 
     @property
+    def shed(self) -> int:
+        """Requests that were answered with 429: they count as missed, too."""
+        return sum(self.errors.get(error.code, 0) for error in (Overloaded, QueueFull))
+
+    @property
     def worst_attainment(self) -> float:
         """Of the adapters."""
         return self.adapters[0].attainment if self.adapters else 1.0
@@ -140,7 +147,7 @@ def summarise(
         itl=spread([gap for sample in good for gap in itl(sample)]),
         e2e=spread(_values(good, e2e)),
         lag=spread([sample.sent - sample.due for sample in run.samples]),
-        slo_attainment={f"{slo:g}": attainment(run.samples, Limits(e2e=slo)) for slo in slos},
+        slo_attainment={f"{slo:g}": ended_within(run.samples, slo) for slo in slos},
         adapters=_adapters(run.samples, limits),
         queue=_queue(run.snapshots) if run.snapshots else None,
         jobs=len(run.jobs),

@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from coserve.errors import EmptyCorpus, InvalidRequest
+from coserve.types import SloClass
 from coserve.workloads.arrivals import arrival_times
 from coserve.workloads.formats.lines import Recorded
 from coserve.workloads.lengths import Lengths, block_tokens, draw_length, random_tokens
@@ -45,7 +46,7 @@ def make_trace(
 def _prompts(scenario: Scenario, prompts: Sequence[str], source: Source) -> Iterator[PromptArrival]:
     rng = random.Random(f"{scenario.seed}/prompts")
     names = scenario.adapter_names
-    contents = source.contents()
+    contents, classes = source.contents(), _classes(scenario)
     for index, (at, adapter, record) in enumerate(_requests(scenario, source)):
         content = next(contents) if contents is not None else None
         if content is None and record is not None:
@@ -59,7 +60,16 @@ def _prompts(scenario: Scenario, prompts: Sequence[str], source: Source) -> Iter
             prompt=content.prompt,
             max_tokens=content.max_tokens,
             seed=rng.getrandbits(32),
+            slo_class=next(classes),
         )
+
+
+def _classes(scenario: Scenario) -> Iterator[SloClass | None]:
+    """Endless; None without a share of the class batch."""
+    rng = random.Random(f"{scenario.seed}/classes")
+    while True:
+        batch = rng.random() < scenario.batch_share
+        yield ("batch" if batch else "interactive") if scenario.batch_share else None
 
 
 def _drawn(scenario: Scenario, prompts: Sequence[str], rng: random.Random) -> Content:

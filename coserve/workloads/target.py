@@ -78,6 +78,7 @@ class DaemonTarget:
             return
         chunks = self._client.stream(
             arrival.prompt,
+            slo_class=arrival.slo_class,
             adapter=None if arrival.adapter is None else self.served_name(arrival.adapter),
             max_tokens=arrival.max_tokens,
             temperature=self._scenario.temperature,

@@ -7,7 +7,8 @@ arrival, ordered by `at`, the seconds after the start:
     {"type":"prompt","at":0.2,"index":1,"adapter":null,"prompt":[512,2048,77],"max_tokens":9,"seed":8}
     {"type":"finetune","at":20.0,"index":0,"adapter":"load-03","rows":[{"text":"..."}]}
 
-`prompt` is a text or token ids; `adapter` null is the base; an answer has exactly `max_tokens` tokens.
+`prompt` is a text or token ids; `adapter` null is the base; an answer has exactly `max_tokens` tokens. A prompt may have a
+`slo_class`, "interactive" or "batch".
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from coserve.errors import InvalidRequest, MalformedRow
-from coserve.types import Wire
+from coserve.types import SloClass, Wire
 from coserve.workloads.formats.lines import read_lines
 from coserve.workloads.scenario import Scenario
 
@@ -28,7 +29,7 @@ T = TypeVar("T")
 VERSION = 1
 
 
-class PromptArrival(Wire, frozen=True, tag="prompt"):
+class PromptArrival(Wire, frozen=True, tag="prompt", omit_defaults=True):
     """A generation request that comes at `at`."""
 
     at: float
@@ -37,6 +38,7 @@ class PromptArrival(Wire, frozen=True, tag="prompt"):
     prompt: str | tuple[int, ...]
     max_tokens: int
     seed: int
+    slo_class: SloClass | None = None
 
 
 class FinetuneArrival(Wire, frozen=True, tag="finetune"):

@@ -191,7 +191,11 @@ async def test_a_request_names_its_latency_targets(api: Api) -> None:
 
 
 async def test_a_class_of_requests_is_named_by_slo_class_or_by_openais_service_tier(api: Api) -> None:
-    for body in ({"slo_class": "batch"}, {"service_tier": "flex"}, {"service_tier": "flex", "slo_class": "interactive"}):
+    for body in (
+        {"slo_class": "batch"},
+        {"service_tier": "flex"},
+        {"service_tier": "flex", "slo_class": "interactive"},
+    ):
         assert (await api.call("POST", "/v1/completions", json={"prompt": [5], **body}))[0] == 200
     assert (await api.call("POST", "/generate", json={"prompt": [5], "slo_class": "batch"}))[0] == 200
     status, answer = await api.call("POST", "/generate", json={"prompt": [5], "slo_class": "urgent"})

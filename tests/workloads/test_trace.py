@@ -3,6 +3,7 @@
 from dataclasses import replace
 from pathlib import Path
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -12,6 +13,7 @@ from coserve.errors import CoserveError, EmptyCorpus, InvalidRequest, MalformedR
 from coserve.workloads.arrivals import Pattern, Process
 from coserve.workloads.bundled import bundled_prompts, bundled_rows
 from coserve.workloads.lengths import Lengths
+from coserve.workloads.openai_target import OpenAITarget
 from coserve.workloads.popularity import Shape
 from coserve.workloads.scenario import Finetuning, Scenario
 from coserve.workloads.synthesis import make_trace
@@ -176,3 +178,19 @@ def test_a_trace_that_is_not_there_is_refused(tmp_path: Path) -> None:
 def test_an_empty_trace_is_a_trace(tmp_path: Path) -> None:
     save_trace(Trace(scenario=Scenario(), arrivals=()), tmp_path / "t")
     assert [*load_trace(tmp_path / "t").arrivals] == []
+
+
+def test_classes_are_drawn_by_their_share_and_change_nothing_else() -> None:
+    plain = make_trace(Scenario(rate=20.0), PROMPTS, ROWS)
+    mixed = make_trace(Scenario(rate=20.0, batch_share=0.25), PROMPTS, ROWS)
+    assert {prompt.slo_class for prompt in plain.prompts} == {None}
+    batch = sum(prompt.slo_class == "batch" for prompt in mixed.prompts)
+    assert 0.15 < batch / len(mixed.prompts) < 0.35
+    assert [msgspec.structs.replace(prompt, slo_class=None) for prompt in mixed.prompts] == [*plain.prompts]
+
+
+def test_a_class_is_a_service_tier_of_other_servers() -> None:
+    target = OpenAITarget("http://x", model="m")
+    (first, *_) = make_trace(Scenario(), PROMPTS, ROWS).prompts
+    bodies = [target.body(msgspec.structs.replace(first, slo_class=name)) for name in (None, "batch", "interactive")]
+    assert [body.get("service_tier") for body in bodies] == [None, "flex", "priority"]

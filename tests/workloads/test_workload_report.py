@@ -194,3 +194,20 @@ def test_conditions(text: str, holds: bool) -> None:
 def test_what_is_no_condition_is_refused(text: str) -> None:
     with pytest.raises(InvalidRequest, match="fail_under"):
         parse_condition(text)
+
+
+def test_each_class_has_its_limits_and_shed_requests_are_missed() -> None:
+    """First tokens come after 0.5 s."""
+    samples = [answered(0), answered(1), answered(2, error="overloaded"), answered(3, error="queue_full")]
+    samples[1] = msgspec.structs.replace(samples[1], slo_class="batch")
+    run = msgspec.structs.replace(FULL, samples=tuple(samples))
+    for limits, share in [
+        (Limits(ttft=1.0), 0.5),
+        (Limits(ttft=0.1), 0.25),
+        (Limits(ttft=1.0, batch_ttft=0.1), 0.25),
+        (Limits(e2e=0.1, batch_tpot=1.0), 0.25),
+    ]:
+        assert summarise(run, limits=limits).attainment == share
+    summary = summarise(run, slos=(0.3, 10.0))
+    assert summary.slo_attainment == {"0.3": 0.0, "10": 0.5}
+    assert parse_condition("shed<=2").holds(summary) and not parse_condition("shed<2").holds(summary)

@@ -26,6 +26,7 @@ NUMBERS: dict[str, Callable[[Summary], float | None]] = {
     "satisfaction": lambda summary: summary.satisfaction,
     "goodput": lambda summary: summary.goodput,
     "errors": lambda summary: summary.requests - summary.completed,
+    "shed": lambda summary: summary.shed,
     "requests_per_s": lambda summary: summary.request_throughput,
     "output_tok_s": lambda summary: summary.output_throughput,
     "finetune_tok_s": lambda summary: summary.finetune_window_throughput,
