@@ -210,13 +210,14 @@ class Config:
             "max_active_jobs",
             "max_adapters_resident",
             "adapter_memory_bytes",
-            "micro_batch_tokens",
             "keep_checkpoints",
             "max_connections",
             "max_body_bytes",
         ):
             if getattr(self, name) is not None and getattr(self, name) < 1:
                 raise ConfigError(f"{name}: expected at least 1, got {getattr(self, name)}")
+        if self.micro_batch_tokens < 2:  # a row has a token and the one that follows it
+            raise ConfigError(f"micro_batch_tokens: expected at least 2, got {self.micro_batch_tokens}")
         for f in dataclasses.fields(self):
             value = getattr(self, f.name)
             if isinstance(value, float) and not (math.isfinite(value) and value >= 0):

@@ -137,6 +137,7 @@ def test_a_kubernetes_service_called_coserve_does_not_set_the_port() -> None:
         ({"load_format": "gguf"}, {}, "load_format: expected one of auto, dummy"),
         ({"port": 70000}, {}, "port: expected 0 to 65535"),
         ({"max_queue": 0}, {}, "max_queue: expected at least 1"),
+        ({"micro_batch_tokens": 1}, {}, "micro_batch_tokens: expected at least 2"),
         ({"host": "0.0.0.0"}, {}, "not loopback; set api_key"),
         ({"config": "/nonexistent.toml"}, {}, "config: cannot read"),
     ],

@@ -11,6 +11,7 @@ import typer
 from coserve.cli.common import DEFAULT_URL, AsJson, Key, Limit, Url, connect, say_more
 from coserve.cli.distillation import LOSSLESS, output_errors, read_rows, start_distillation
 from coserve.cli.jobs import follow_job
+from coserve.errors import CoserveError
 from coserve.limits import PAGE_SIZE
 from coserve.schemas import Adapter, ConvertedAdapter
 
@@ -115,7 +116,12 @@ def convert_adapter(
             _show_conversion(done, as_json)
             if data is None or done.error < LOSSLESS:
                 return
-            job = follow_job(start_distillation(client, done, data), as_json)
+            try:
+                started = start_distillation(client, done, data)
+            except CoserveError:  # rows that cannot be trained on, above all: what was converted for them goes
+                client.delete_adapter(done.adapter.ref)
+                raise
+            job = follow_job(started, as_json)
             before, after = output_errors(job)
             if not as_json:
                 print(

@@ -15,6 +15,7 @@ from typer.testing import CliRunner
 
 from coserve.cli import adapters
 from coserve.cli.app import app
+from coserve.errors import InvalidRequest
 from coserve.schemas import Adapter, ConvertedAdapter, Job
 from coserve.types import JobState, StepMetrics
 from tests.support.sdk import job
@@ -103,6 +104,19 @@ def test_the_converted_adapter_learns_from_its_source(monkeypatch: pytest.Monkey
 def test_a_distillation_without_improvement_says_how_to_undo_it(monkeypatch: pytest.MonkeyPatch, rows: Path) -> None:
     result = invoke(monkeypatch, Daemon({8: 0.7}), "--distill", str(rows))
     assert result.output.splitlines()[-1] == "no improvement; to undo it: coserve adapters rollback bard 2"
+
+
+def test_rows_that_are_refused_leave_no_adapter_behind(monkeypatch: pytest.MonkeyPatch, rows: Path) -> None:
+    daemon, deleted = Daemon({8: 0.1}), list[str]()
+
+    def refuse(*args: Any, **options: Any) -> None:
+        raise InvalidRequest("line 1: expected a completion", field="rows")
+
+    monkeypatch.setattr(daemon, "finetune", refuse)
+    monkeypatch.setattr(daemon, "delete_adapter", deleted.append, raising=False)
+    result = invoke(monkeypatch, daemon, "--distill", str(rows))
+    assert result.exit_code != 0
+    assert deleted == ["bard@2"]
 
 
 def test_generations_are_the_bases(monkeypatch: pytest.MonkeyPatch) -> None:
