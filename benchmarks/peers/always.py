@@ -31,7 +31,7 @@ class Jobs(Trainer):
     ) -> None:
         """One job, to its end. Raises `RuntimeError` where it does not succeed."""
         clock = asyncio.get_running_loop().time
-        job = await client.finetune(adapter, rows, continue_from=adapter, training=training)
+        job = await client.finetune(adapter, rows, continue_from=adapter, training=training, on_conflict="fork")
         state: JobState | None = None
         try:
             async with aclosing(job.events()) as events:

@@ -18,7 +18,7 @@ from coserve.cli.job_table import chosen_line, cut_line, job_line, job_table
 from coserve.client import JobHandle
 from coserve.errors import InvalidRequest, WrongJobState
 from coserve.limits import PAGE_SIZE
-from coserve.schemas import Job
+from coserve.schemas import Job, OnConflict
 from coserve.types import JobState, LoraSettings
 
 LORA = LoraSettings()
@@ -48,6 +48,13 @@ def finetune(
         str | None,
         typer.Option(help="continue training NAME or NAME@VERSION, with its rank, alpha, targets and blocks"),
     ] = None,
+    on_conflict: Annotated[
+        OnConflict,
+        typer.Option(
+            help="if an unfinished job trains ADAPTER: with --continue-from ADAPTER wait for it and continue from its version, begin beside "
+            "it from the current version (fork), or refuse"
+        ),
+    ] = "wait",
     epochs: Annotated[float | None, typer.Option(help="times through the corpus", show_default="chosen")] = None,
     steps: Annotated[int | None, typer.Option(help="optimizer steps, instead of epochs")] = None,
     learning_rate: Annotated[float | None, typer.Option(help="peak learning rate", show_default="chosen")] = None,
@@ -86,7 +93,9 @@ def finetune(
         )
     with connect(url, key) as client:
         with warnings.catch_warnings(action="ignore", category=UserWarning):  # printed below instead
-            job = client.finetune(adapter, file=file, continue_from=continue_from, lora=lora, training=training)
+            job = client.finetune(
+                adapter, file=file, continue_from=continue_from, lora=lora, training=training, on_conflict=on_conflict
+            )
         for note in job.info.notes:
             _warn(f"note: {note}")
         _warn(cut_line(job.info))

@@ -44,6 +44,7 @@ from coserve.schemas import (
     ImportRequest,
     Job,
     JobList,
+    OnConflict,
     RollbackRequest,
 )
 from coserve.types import LoraSettings, TrainingRequest
@@ -146,12 +147,16 @@ class AsyncClient:
         lora: LoraSettings | Mapping[str, Any] | None = None,
         training: TrainingRequest | Mapping[str, Any] | None = None,
         metadata: Mapping[str, str] | None = None,
+        on_conflict: OnConflict = "wait",
         idempotency_key: str | None = None,
     ) -> AsyncJobHandle:
         """Start a job that makes the next version of `adapter` from one of: rows, a JSONL file (or its content) from
         here, or the path of a file at the daemon. As `data`, a path names a file from here. docs/data.md describes rows.
 
         With a `teacher` the job learns that adapter's outputs at the rows' targets instead of their tokens (distillation).
+
+        While an unfinished job trains `adapter`, one with `continue_from=adapter` waits for it and continues from the version that it
+        publishes. `on_conflict="fork"` begins at once, from the current version; `"refuse"` raises `AdapterBusy`.
 
         Warns (`UserWarning`) if rows were cut because they were too long.
 
@@ -162,7 +167,7 @@ class AsyncClient:
             raise InvalidRequest("expected one of data, file and path, got more", field="file")
         if isinstance(data, str | Path):
             data, file = None, data
-        body = finetune_request(adapter, data, path, continue_from, teacher, lora, training, metadata)
+        body = finetune_request(adapter, data, path, continue_from, teacher, lora, training, metadata, on_conflict)
         request = self._caller.request(
             "POST",
             "/finetune",

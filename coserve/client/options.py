@@ -12,7 +12,7 @@ import msgspec
 from coserve.client.transport import Upload
 from coserve.errors import InvalidRequest
 from coserve.names import ADAPTER_FILES
-from coserve.schemas import ChatMessage, FinetuneRequest, GenerateRequest, ImportRequest, Job
+from coserve.schemas import ChatMessage, FinetuneRequest, GenerateRequest, ImportRequest, Job, OnConflict
 from coserve.types import LoraSettings, SloClass, TrainingRequest
 from coserve.validation import explain
 
@@ -75,6 +75,7 @@ def finetune_request(
     lora: LoraSettings | Mapping[str, Any] | None,
     training: TrainingRequest | Mapping[str, Any] | None,
     metadata: Mapping[str, str] | None,
+    on_conflict: OnConflict,
 ) -> FinetuneRequest:
     request = FinetuneRequest(
         adapter=adapter,
@@ -84,6 +85,7 @@ def finetune_request(
         teacher=teacher,
         lora=None if lora is None else as_struct(lora, LoraSettings, "lora"),
         metadata=dict(metadata or {}),
+        on_conflict=on_conflict,
     )
     if training is None:
         return request  # the daemon's defaults hold, not ours

@@ -26,6 +26,7 @@ from coserve.schemas import (
     Job,
     JobEvent,
     JobList,
+    OnConflict,
 )
 from coserve.types import LoraSettings, TrainingRequest
 
@@ -186,6 +187,7 @@ class Client:
         lora: LoraSettings | Mapping[str, Any] | None = None,
         training: TrainingRequest | Mapping[str, Any] | None = None,
         metadata: Mapping[str, str] | None = None,
+        on_conflict: OnConflict = "wait",
         idempotency_key: str | None = None,
     ) -> JobHandle:
         work = self._client.finetune(
@@ -198,6 +200,7 @@ class Client:
             lora=lora,
             training=training,
             metadata=metadata,
+            on_conflict=on_conflict,
             idempotency_key=idempotency_key,
         )
         return JobHandle(self._portal, self._portal.call(work))

@@ -30,7 +30,7 @@ from coserve.schemas.generation import (
     Timing,
     Usage,
 )
-from coserve.schemas.jobs import ROWS, EventLevel, EventType, FinetuneRequest, Job, JobEvent, JobList
+from coserve.schemas.jobs import ROWS, EventLevel, EventType, FinetuneRequest, Job, JobEvent, JobList, OnConflict
 from coserve.schemas.service import STREAM_END, Pointers
 
 __all__ = [
@@ -55,6 +55,7 @@ __all__ = [
     "Job",
     "JobEvent",
     "JobList",
+    "OnConflict",
     "Logprob",
     "Pointers",
     "PromptLogprob",

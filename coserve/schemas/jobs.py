@@ -19,6 +19,9 @@ ROWS = """Rows, each of one of these formats (docs/data.md says how each is rend
 `{"conversations": [{"from": "human|gpt|system|tool", "value": "..."}]}` (ShareGPT)."""
 
 
+OnConflict = Literal["wait", "fork", "refuse"]
+
+
 class FinetuneRequest(Wire, frozen=True, omit_defaults=True):
     """`POST /finetune`: as a JSON body with `data` or `path`, or as multipart/form-data with a part `settings` (this, as
     JSON, without both) and then a part `file` (JSONL). A header `Idempotency-Key` makes the request safe to repeat.
@@ -30,6 +33,10 @@ class FinetuneRequest(Wire, frozen=True, omit_defaults=True):
     """A JSONL file under the daemon's `data_root`."""
     continue_from: AdapterRefText | None = None
     """Go on from this adapter instead of a new one; then `lora` must be left out."""
+    on_conflict: OnConflict = "wait"
+    """If an unfinished job trains `adapter` too. `wait`: a job whose `continue_from` is its own adapter, without a version, waits for the
+    earlier job and continues from the version that it publishes, or from the current one if it fails or is cancelled; other jobs begin
+    beside it. `fork`: begin beside it, from the current version. `refuse`: 409."""
     teacher: AdapterRefText | None = None
     """Distillation: learn this adapter's outputs at the rows' targets, not their tokens. Losses are then KL divergences from it."""
     lora: LoraSettings | None = None
@@ -73,7 +80,8 @@ class Job(Wire, frozen=True):
     """`name@version` once succeeded: use it as `adapter` of `POST /generate`."""
     waiting: str | None = None
     """What a job waits for: `waiting for space` once all its steps are done and the disk is full; `waiting for memory`, with the
-    numbers, while it is in line and does not fit beside the jobs that train."""
+    numbers, while it is in line and does not fit beside the jobs that train; an earlier job of its adapter, from whose version it
+    continues (`on_conflict`)."""
     rows_cut: int = 0
     """Rows that lost a part: they were longer than `training.max_length`, the base's context or `micro_batch_tokens`."""
     auto: list[str] = []

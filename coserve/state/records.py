@@ -26,6 +26,8 @@ class JobRecord(Wire, frozen=True):
     metadata: dict[str, str] = {}
     notes: tuple[str, ...] = ()
     """Notes for the user who submitted the job."""
+    after: str | None = None
+    """The job whose end this job waits for: it continues from the version that that one publishes."""
 
 
 class AdapterRecord(Wire, frozen=True):

@@ -11,7 +11,7 @@ from coserve.errors import AdapterBusy, JobNotFound, WrongJobState
 from coserve.schemas import ErrorInfo, EventLevel, EventType, JobEvent
 from coserve.state.adapters import AdapterTable
 from coserve.state.records import AdapterRecord, JobRecord
-from coserve.types import AdapterRef, JobState, StepMetrics
+from coserve.types import AdapterRef, JobSpec, JobState, StepMetrics
 
 __all__ = ["AdapterRecord", "JobEvent", "JobRecord", "Registry"]
 
@@ -140,6 +140,16 @@ class Registry(AdapterTable):
             code = None if error is None else error.code
             self._log_on_commit(f"job {state}", job=id, adapter=spec.adapter, step=record.step, error=code, reason=why)
             return self._save(record)
+
+    def continue_job(self, spec: JobSpec, after: str | None, message: str) -> JobRecord:
+        """A waiting job waits no longer, and runs as `spec`, or it waits for job `after`. Raises `JobNotFound`, `WrongJobState`."""
+        with self._transaction():
+            record = self.job(spec.id)
+            if record.state.terminal:
+                raise WrongJobState(f"job {spec.id} is {record.state}: it continues from nothing")
+            self._append(spec.id, "message", message)
+            self._log_on_commit("job waits no longer" if after is None else "job waits", job=spec.id, reason=message)
+            return self._save(msgspec.structs.replace(record, spec=spec, after=after))
 
     def record_start(self, id: str, total_steps: int, resumed_from: int) -> JobRecord:
         """The engine runs the job from step `resumed_from` on. Raises `JobNotFound`, `WrongJobState`."""

@@ -103,7 +103,9 @@ class DaemonTarget:
     async def start(self, arrival: FinetuneArrival) -> AsyncJobHandle:
         """Submit the job of an arrival."""
         name, training = self.served_name(arrival.adapter), self._scenario.training
-        return await self._client.finetune(name, arrival.rows, continue_from=name, training=training)
+        return await self._client.finetune(
+            name, arrival.rows, continue_from=name, training=training, on_conflict="fork"
+        )
 
     async def watch(self, job: str) -> AsyncIterator[JobUpdate]:
         events = self._jobs[job].events()

@@ -5,14 +5,17 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
 import msgspec
 
+from coserve.api.adapters.inspection import Inspection
 from coserve.api.engine_client import EngineClient
+from coserve.api.jobs.chain import JobChain
+from coserve.api.jobs.conflicts import fork_notes, last_job, refuse_conflict, serialised
 from coserve.api.jobs.notes import record_cut_rows, replacement_notes
 from coserve.api.jobs.recorder import JobRecorder
 from coserve.api.jobs.submission import Submission
@@ -32,7 +35,7 @@ from coserve.state.records import JobRecord
 from coserve.state.recover import drop_unrecorded_checkpoints, recover
 from coserve.state.registry import Registry
 from coserve.state.thread import RegistryThread
-from coserve.types import JobSpec, JobState
+from coserve.types import JobState
 
 log = logging.getLogger(__name__)
 
@@ -60,6 +63,10 @@ class JobManager:
         self._engine, self._recorder = engine, recorder
         self._answer_timeout = answer_timeout
         self._submission = Submission(config, folder, registry, tokenizer, helpers, clock)
+        self._chain = JobChain(folder, registry, engine, recorder, Inspection(helpers))
+        recorder.ended = self._ended
+        self._releases: set[asyncio.Task[object]] = set()
+        self._closed = False
         self.views = JobViews(registry, recorder)
         self._started: set[str] = set()
         """Jobs sent to the current engine."""
@@ -95,8 +102,10 @@ class JobManager:
             self._wanted = {id: wanted for id, wanted in self._wanted.items() if id in left}
             self._started.clear()
             for record in records:
-                if record.base_fingerprint == self._engine.spec.fingerprint:
-                    self._start(record.spec, paused=record.state is JobState.PAUSED)
+                if record.after is not None:
+                    self._begin(self._follow(record.spec.id))  # its predecessor may have ended when there was no engine
+                elif record.base_fingerprint == self._engine.spec.fingerprint:
+                    self._start(record)
                 else:
                     log.warning("job %s waits for another base than this one", record.spec.id)
         self._recorder.watchers.notify_all()
@@ -116,15 +125,47 @@ class JobManager:
                 kept.append(record)
         return kept
 
-    def _start(self, spec: JobSpec, *, paused: bool = False) -> None:
+    def _start(self, record: JobRecord) -> None:
         """Send a job to the engine; without an engine, the next one gets it."""
+        if record.after is not None or record.state.terminal:
+            return  # it waits for another job, or failed when that one ended
+        spec, paused = record.spec, record.state is JobState.PAUSED
         with suppress(EngineUnavailable):
             self._engine.send(StartJob(spec=spec, paused=paused))
             self._started.add(spec.id)
 
     async def close(self) -> None:
         """Wait for changes in progress."""
+        self._closed = True
         await self._commits.close()
+
+    # ---- jobs that wait for others
+
+    def _ended(self, id: str) -> None:
+        """A job's end was committed: the jobs after it go on, unless the daemon stops; its next start finds them."""
+        if not self._closed:
+            self._begin(self._release(id))
+
+    def _begin(self, work: Coroutine[None, None, object]) -> None:
+        task = asyncio.create_task(self._commits.run(work))
+        self._releases.add(task)
+        task.add_done_callback(self._releases.discard)
+
+    async def _release(self, ended: str) -> None:
+        for id in await self._chain.followers(ended):
+            with suppress(EngineUnavailable):  # the first engine does it
+                await self._follow(id)
+            self._recorder.watchers.notify(id)
+
+    async def _follow(self, id: str) -> JobRecord:
+        """Start a job that waits, if the one before it has ended."""
+        async with self._changes:
+            waited = await self._registry(lambda registry: registry.job(id))
+            if waited.after is None:
+                return waited  # started meanwhile
+            record = await self._chain.release(id)
+            self._start(record)
+            return record
 
     # ---- submission
 
@@ -142,24 +183,37 @@ class JobManager:
         await self._registry(self._check_max_jobs)
         record, corpus = await self._submission.prepare(request, upload, spec, self._engine.memory)
         # The job exists even if the client leaves now.
-        return await self.views.show(await self._commits.run(self._accept(record, corpus, key)))
+        return await self.views.show(await self._commits.run(self._accept(request, record, corpus, key)))
 
     def _check_max_jobs(self, registry: Registry) -> None:
         if (count := len(registry.unfinished())) >= self._config.max_jobs:
             raise QueueFull(f"{count} jobs wait or run; the daemon takes {self._config.max_jobs}", retry_after=10)
 
-    async def _accept(self, record: JobRecord, corpus: PendingCorpus, key: str | None) -> JobRecord:
+    async def _accept(
+        self, request: FinetuneRequest, record: JobRecord, corpus: PendingCorpus, key: str | None
+    ) -> JobRecord:
         """Corpus on disk, then the row, then the engine."""
         id, adapter = record.spec.id, record.spec.adapter
 
         def create(registry: Registry) -> JobRecord:
             if key is None or registry.job_with_key(key) is None:
                 self._check_max_jobs(registry)
-            for source in record.spec.sources:
-                registry.adapter(source.id, source.version)  # it may have been deleted meanwhile
+            refuse_conflict(registry, request)
             job = msgspec.structs.replace(record.spec, version=registry.next_version(adapter))
-            notes = replacement_notes(job, registry.current_version(adapter))
-            made = registry.create_job(msgspec.structs.replace(record, spec=job, notes=notes), idempotency_key=key)
+            after: str | None = record.after
+            notes: tuple[str, ...] = ()
+            if serialised(request):
+                earlier = last_job(registry, adapter)  # it may have come, or ended, meanwhile
+                if earlier is not None and earlier.base_fingerprint == record.base_fingerprint:
+                    after = earlier.spec.id
+            if after is None:
+                notes = replacement_notes(job, registry.current_version(adapter)) + fork_notes(registry, adapter)
+            else:
+                job = msgspec.structs.replace(job, init_from=None, init_digests=None)
+            for source in job.sources:
+                registry.adapter(source.id, source.version)  # it may have been deleted meanwhile
+            new = msgspec.structs.replace(record, spec=job, notes=notes, after=after)
+            made = registry.create_job(new, idempotency_key=key)
             if made.spec.id == id and corpus.rows_cut:
                 record_cut_rows(registry, id, corpus)
             return made
@@ -169,13 +223,15 @@ class JobManager:
             async with self._changes:
                 made = await self._registry(create)
                 if made.spec.id == id:
-                    self._start(made.spec)
+                    self._start(made)
                     self._recorder.watchers.notify(id)
         except BaseException:
             await asyncio.to_thread(remove_dir, self._folder.job(id))
             raise
         if made.spec.id != id:  # the key was used before
             await asyncio.to_thread(remove_dir, self._folder.job(id))
+        elif made.after is not None:
+            made = await self._follow(id)  # the job before it may have ended meanwhile
         failpoint("api.before_reply")
         return made
 
@@ -206,7 +262,7 @@ class JobManager:
                 with suppress(EngineUnavailable):
                     self._engine.send(ResumeJob(id=id))
             elif record.base_fingerprint == self._engine.spec.fingerprint:
-                self._start(record.spec)
+                self._start(record)
         return record
 
     async def _transition(self, id: str, wanted: JobState, message: PauseJob | CancelJob) -> Job:

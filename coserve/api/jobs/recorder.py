@@ -75,6 +75,8 @@ class JobRecorder:
         self.watchers = JobWatchers()
         self.deaths: Counter[str] = Counter()
         """Engines that ended while they ran a job, since its last checkpoint."""
+        self.ended: Callable[[str], None] = lambda _: None
+        """Called with a job's id after its end was committed. It must return at once."""
         self._progress = ProgressWriter(registry, metrics, self.watchers, self.deaths, self.retries, self._lock_retries)
 
     @property
@@ -153,6 +155,7 @@ class JobRecorder:
         record = await self._registry.with_reserve(change)
         self.deaths.pop(id, None)
         self._metrics.job_ended(record.state)
+        self.ended(id)
         try:
             await asyncio.to_thread(remove_dir, self._folder.job(id))
         except (OSError, CoserveError) as error:

@@ -6,6 +6,7 @@ import asyncio
 import secrets
 import shutil
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from coserve.api.adapters.catalog import refuse_base_name
 from coserve.api.adapters.inspection import Inspection
 from coserve.api.adapters.lookup import find_adapter
 from coserve.api.http.parsing import local_path
+from coserve.api.jobs.conflicts import last_job, refuse_conflict, serialised
 from coserve.config import Config
 from coserve.corpus.batch_plan import BatchPlan
 from coserve.corpus.defaults import choose_training
@@ -34,6 +36,7 @@ from coserve.schemas import FinetuneRequest
 from coserve.state.commits import uncancelled_thread
 from coserve.state.folder import DataFolder
 from coserve.state.records import AdapterRecord, JobRecord
+from coserve.state.registry import Registry
 from coserve.state.thread import RegistryThread
 from coserve.types import BaseSpec, JobSpec, JobState, LoraSettings, Teacher
 
@@ -63,7 +66,7 @@ class Submission:
     ) -> tuple[JobRecord, PendingCorpus]:
         """The job's record, whose version is not final, and its corpus. `memory`: the engine's, if it plans any.
 
-        Raises `InvalidRequest`, `CorpusError` leaves (with the line), `AdapterNotFound`, `BaseMismatch`,
+        Raises `InvalidRequest`, `CorpusError` leaves (with the line), `AdapterNotFound`, `AdapterBusy`, `BaseMismatch`,
         `ForbiddenPath`, `JobTooLarge`.
         """
         refuse_base_name(request.adapter, spec, field="adapter")
@@ -71,7 +74,11 @@ class Submission:
         asked, _ = choose_training(request.training, rows=1, tokens=1, hidden=spec.hidden)
         check_training(asked)  # before the corpus is read
         longest = longest_row(asked, spec.context, limit)
-        source, lora = await self._adapter_settings(request, spec)
+        earlier = await self._registry(partial(_earlier, request=request, base=spec.fingerprint))
+        if earlier is None:
+            source, lora = await self._adapter_settings(request, spec)
+        else:
+            source, lora = None, _own_settings(request, earlier)
         teacher = await self._teacher(request, spec)
         corpus = await self._tokenize(self._source(request, upload), longest)
         try:
@@ -112,6 +119,7 @@ class Submission:
             base_fingerprint=spec.fingerprint,
             total_steps=plan.total_steps,
             metadata=request.metadata,
+            after=None if earlier is None else earlier.spec.id,
         )
         return record, corpus
 
@@ -126,8 +134,7 @@ class Submission:
             except InvalidRequest as error:
                 raise InvalidRequest(error.message, field=f"lora.{error.field}") from None
             return None, lora
-        if request.lora is not None:
-            raise InvalidRequest("expected no lora settings: continue_from has its own", field="lora")
+        _refuse_lora(request)
         name, version = split_ref(request.continue_from)
         record = await find_adapter(self._registry, name, version, spec, field="continue_from")
         return record, await self._inspection.settings(self._folder.adapter(record.ref), spec)
@@ -169,3 +176,20 @@ class Submission:
         if not path.is_file():
             raise InvalidRequest("expected a file", field="path")
         return path
+
+
+def _earlier(registry: Registry, *, request: FinetuneRequest, base: str) -> JobRecord | None:
+    """The job whose version this one is to continue from. Raises `AdapterBusy`."""
+    refuse_conflict(registry, request)
+    found = last_job(registry, request.adapter) if serialised(request) else None
+    return found if found is not None and found.base_fingerprint == base else None
+
+
+def _own_settings(request: FinetuneRequest, earlier: JobRecord) -> LoraSettings:
+    _refuse_lora(request)
+    return earlier.spec.lora
+
+
+def _refuse_lora(request: FinetuneRequest) -> None:
+    if request.lora is not None:
+        raise InvalidRequest("expected no lora settings: continue_from has its own", field="lora")

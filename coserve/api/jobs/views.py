@@ -6,6 +6,7 @@ import asyncio
 import builtins
 from collections.abc import AsyncGenerator
 
+from coserve.api.jobs.conflicts import waiting_text
 from coserve.api.jobs.recorder import JobRecorder
 from coserve.errors import EngineUnavailable, QueueFull
 from coserve.schemas import Job, JobEvent, JobList
@@ -96,7 +97,7 @@ def job_view(record: JobRecord, positions: dict[str, int]) -> Job:
         adapter=spec.adapter,
         version=spec.version,
         state=record.state,
-        waiting=record.waiting,
+        waiting=record.waiting if record.after is None or record.state.terminal else waiting_text(record),
         created_at=record.created_at,
         started_at=record.started_at,
         finished_at=record.finished_at,
@@ -111,7 +112,7 @@ def job_view(record: JobRecord, positions: dict[str, int]) -> Job:
         rows=spec.rows,
         tokens=spec.tokens,
         target_tokens=spec.target_tokens,
-        continue_from=None if spec.init_from is None else str(spec.init_from),
+        continue_from=_source(record),
         teacher=None if spec.teacher is None else str(spec.teacher.ref),
         lora=spec.lora,
         training=spec.training,
@@ -122,3 +123,10 @@ def job_view(record: JobRecord, positions: dict[str, int]) -> Job:
         auto=list(spec.auto),
         notes=list(record.notes),
     )
+
+
+def _source(record: JobRecord) -> str | None:
+    """The adapter that the job continues; of a job that waits for its version, the name alone."""
+    if record.after is not None:
+        return record.spec.adapter
+    return None if record.spec.init_from is None else str(record.spec.init_from)

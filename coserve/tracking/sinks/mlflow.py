@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -43,7 +44,8 @@ class MLflow:
     def _create(self, experiment: str, run: Run) -> str:
         made = self._client.create_run(experiment, run_name=run.name)
         id = str(made.info.run_id)
-        params = [Param(name, str(value)[:LONGEST]) for name, value in run.settings.items()]
+        settings = {re.sub(r"[^\w. :/-]", "_", name, flags=re.ASCII): value for name, value in run.settings.items()}
+        params = [Param(name, str(value)[:LONGEST]) for name, value in settings.items()]
         self._client.log_batch(id, params=params[:100], tags=[RunTag(JOB, run.id)])
         return id
 

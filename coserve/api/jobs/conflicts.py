@@ -1,0 +1,61 @@
+"""Jobs of one adapter at the same time: the later one waits for the earlier one, forks or is refused. Pure but for reads of the registry."""
+
+from __future__ import annotations
+
+from coserve.errors import AdapterBusy
+from coserve.names import split_ref
+from coserve.schemas import FinetuneRequest
+from coserve.state.records import JobRecord
+from coserve.state.registry import Registry
+from coserve.types import JobState
+
+
+def serialised(request: FinetuneRequest) -> bool:
+    """Whether the job is to continue from whatever its adapter's earlier jobs publish. A `continue_from` with a version says from where
+    instead."""
+    return (
+        request.on_conflict == "wait"
+        and request.continue_from is not None
+        and split_ref(request.continue_from) == (request.adapter, None)
+    )
+
+
+def last_job(registry: Registry, adapter: str) -> JobRecord | None:
+    """The last unfinished job that is to publish a version of `adapter`."""
+    return next((job for job in reversed(registry.unfinished()) if job.spec.adapter == adapter), None)
+
+
+def refuse_conflict(registry: Registry, request: FinetuneRequest) -> None:
+    """Raises `AdapterBusy` if the request refuses company and an unfinished job trains its adapter."""
+    if request.on_conflict == "refuse" and (earlier := last_job(registry, request.adapter)) is not None:
+        raise AdapterBusy(
+            f"job {earlier.spec.id} trains {request.adapter!r} already and is {earlier.state}; "
+            'with on_conflict "wait" and continue_from this job continues from what it publishes',
+            field="adapter",
+        )
+
+
+def fork_notes(registry: Registry, adapter: str) -> tuple[str, ...]:
+    """A note for a job that begins beside an unfinished one of its adapter."""
+    if (earlier := last_job(registry, adapter)) is None:
+        return ()
+    note = (
+        f"job {earlier.spec.id} trains {adapter!r} too and is to publish version {earlier.spec.version}: this job does not continue from "
+        f"that version, and the version that this job publishes lacks what it learns; to continue from it, set continue_from to {adapter!r} "
+        'and leave on_conflict at "wait"'
+    )
+    return (note,)
+
+
+def waiting_text(job: JobRecord) -> str:
+    return f"waits for job {job.after}, and continues from the version that it publishes"
+
+
+def predecessor(registry: Registry, job: JobRecord) -> JobRecord:
+    """The job whose end decides from where a waiting `job` continues: the one that it waits for. If that one ended without a version
+    while it waited itself, the one before it."""
+    assert job.after is not None, f"job {job.spec.id} waits for none"
+    found = registry.job(job.after)
+    while found.state.terminal and found.state is not JobState.SUCCEEDED and found.after is not None:
+        found = registry.job(found.after)
+    return found

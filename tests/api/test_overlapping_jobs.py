@@ -1,0 +1,147 @@
+"""Jobs of one adapter at the same time: the later one waits and goes on from what the earlier one publishes, forks or is refused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from coserve.link import JobFailed, StartJob
+from coserve.types import AdapterRef, JobSpec
+from tests.support.api_server import Api, serve_api
+
+ROWS = [{"text": "one two three"}]
+MORE = {"continue_from": "poet"}
+
+
+async def submit(api: Api, status: int = 202, **fields: Any) -> dict[str, Any]:
+    request = {"adapter": "poet", "data": ROWS, "training": {"steps": 3}} | fields
+    got, body = await api.call("POST", "/finetune", json=request)
+    assert got == status, body
+    found: dict[str, Any] = body
+    return found
+
+
+async def shown(api: Api, job: dict[str, Any]) -> dict[str, Any]:
+    _, found = await api.call("GET", f"/finetune/{job['id']}")
+    return dict(found)
+
+
+async def until_waiting_for(api: Api, job: dict[str, Any], other: dict[str, Any]) -> None:
+    async with api.http.get(f"/finetune/{job['id']}/events") as response:
+        async for line in response.content:
+            if f"waits for job {other['id']}".encode() in line:
+                break
+    assert other["id"] in (await shown(api, job))["waiting"]
+
+
+def sent(api: Api) -> dict[str, JobSpec]:
+    """The jobs that the current engine was given."""
+    return {message.spec.id: message.spec for message in api.engine.told if isinstance(message, StartJob)}
+
+
+async def test_three_jobs_of_one_adapter_continue_from_each_other(api: Api) -> None:
+    api.engine.go_jobs.clear()
+    first = await submit(api, lora={"r": 2})
+    second = await submit(api, **MORE)
+    third = await submit(api, **MORE)
+    assert (second["waiting"], second["notes"], second["lora"]["r"]) == (
+        f"waits for job {first['id']}, and continues from the version that it publishes", [], 2,
+    )  # fmt: skip
+    assert (second["state"], second["continue_from"], second["version"]) == ("queued", "poet", 2)
+    assert second["id"] not in sent(api)
+    api.engine.go_jobs.set()
+    done = await api.job_until(third["id"], "succeeded")
+    assert (done["result"], done["continue_from"], done["waiting"]) == ("poet@3", "poet@2", None)
+    assert [sent(api)[job["id"]].init_from for job in (first, second, third)] == [
+        None, AdapterRef("poet", 1), AdapterRef("poet", 2),
+    ]  # fmt: skip
+    texts = [event["message"] for _, event in await api.events(second["id"])]
+    assert "continues from poet@1" in texts
+
+
+async def test_a_fork_a_version_and_a_new_adapter_begin_at_once_and_say_so(api: Api) -> None:
+    await api.job_until((await submit(api))["id"], "succeeded")
+    api.engine.go_jobs.clear()
+    first = await submit(api, **MORE)
+    for fields in (MORE | {"on_conflict": "fork"}, {"continue_from": "poet@1"}):
+        job = await submit(api, **fields)
+        assert (job["continue_from"], job["waiting"]) == ("poet@1", None)
+        assert first["id"] in job["notes"][-1] and "on_conflict" in job["notes"][-1]
+        assert (await api.call("POST", f"/finetune/{job['id']}/cancel"))[0] == 200
+    other = await submit(api, adapter="other", continue_from="poet")
+    assert other["waiting"] is None
+
+
+async def test_company_is_refused_on_request(api: Api) -> None:
+    api.engine.go_jobs.clear()
+    first = await submit(api, on_conflict="refuse")
+    for fields in ({}, MORE):
+        body = await submit(api, 409, on_conflict="refuse", **fields)
+        assert (body["error"]["code"], body["error"]["field"]) == ("adapter_busy", "adapter")
+        assert first["id"] in body["error"]["message"]
+    body = await submit(api, 400, on_conflict="hide")
+    assert body["error"]["field"] == "on_conflict"
+    body = await submit(api, 400, lora={"r": 8}, **MORE)
+    assert body["error"]["field"] == "lora"
+
+
+async def test_a_job_whose_predecessor_publishes_nothing_goes_on_from_what_there_is(api: Api) -> None:
+    await api.job_until((await submit(api))["id"], "succeeded")
+    api.engine.go_jobs.clear()
+    first, second = await submit(api, **MORE), await submit(api, **MORE)
+    third = await submit(api, **MORE)
+    assert (await api.call("POST", f"/finetune/{second['id']}/cancel"))[1]["state"] == "cancelled"
+    await until_waiting_for(api, third, first)
+    await api.hear(JobFailed(id=first["id"], code="non_finite_loss", message="no"))
+    api.engine.go_jobs.set()
+    done = await api.job_until(third["id"], "succeeded")
+    assert (done["result"], done["continue_from"]) == ("poet@4", "poet@1")
+    texts = [event["message"] for _, event in await api.events(third["id"])]
+    assert f"job {first['id']} is failed and published nothing: continues from poet@1" in texts
+
+
+async def test_without_any_version_the_waiting_job_fails_and_says_why(api: Api) -> None:
+    api.engine.go_jobs.clear()
+    first, second = await submit(api), await submit(api, **MORE)
+    await api.call("POST", f"/finetune/{first['id']}/cancel")
+    done = await api.job_until(second["id"], "failed")
+    assert done["error"]["code"] == "adapter_not_found"
+    assert f"what job {first['id']} publishes, which is cancelled" in done["error"]["message"]
+    await api.settled()
+    assert not api.folder.job(second["id"]).exists()
+
+
+async def test_a_waiting_job_is_paused_and_resumed(api: Api) -> None:
+    api.engine.go_jobs.clear()
+    await submit(api)
+    second = await submit(api, **MORE)
+    _, paused = await api.call("POST", f"/finetune/{second['id']}/pause")
+    assert (paused["state"], "waits for job" in paused["waiting"]) == ("paused", True)
+    _, resumed = await api.call("POST", f"/finetune/{second['id']}/resume")
+    assert (resumed["state"], "waits for job" in resumed["waiting"]) == ("queued", True)
+    assert second["id"] not in sent(api)
+    await api.call("POST", f"/finetune/{second['id']}/pause")
+    api.engine.go_jobs.set()
+    await api.engine.saw(StartJob, 2)  # paused: the engine keeps it for later
+    _, resumed = await api.call("POST", f"/finetune/{second['id']}/resume")
+    assert (await api.job_until(second["id"], "succeeded"))["continue_from"] == "poet@1"
+
+
+async def test_a_restarted_daemon_goes_on_waiting_or_goes_on(tmp_path: Path) -> None:
+    async with serve_api(tmp_path / "data") as api:
+        api.engine.go_jobs.clear()
+        first, second = await submit(api), await submit(api, **MORE)
+    async with serve_api(tmp_path / "data", engine=False) as api:
+        assert first["id"] in (await shown(api, second))["waiting"]
+        await api.start_engine()
+        done = await api.job_until(second["id"], "succeeded")
+        assert (done["result"], done["continue_from"]) == ("poet@2", "poet@1")
+        assert sent(api)[second["id"]].init_from == AdapterRef("poet", 1)
+    async with serve_api(tmp_path / "data") as api:
+        api.engine.go_jobs.clear()
+        third, fourth = await submit(api, **MORE), await submit(api, **MORE)
+        await api.engine.die()
+        await api.call("POST", f"/finetune/{third['id']}/cancel")  # without an engine
+        await api.start_engine()
+        assert sent(api).keys() == {fourth["id"]}
+        assert (await api.job_until(fourth["id"], "succeeded"))["continue_from"] == "poet@2"
