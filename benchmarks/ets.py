@@ -179,8 +179,9 @@ def parse() -> argparse.Namespace:
         return options
     check_tiny(parser, options)
     options.only, options.backends = options.only.split(","), options.backends.split(",")
-    options.policies = list(known_policies()) if options.policies is None else options.policies.split(",")
-    for name, known in (("only", PARTS), ("backends", BACKENDS), ("policies", known_policies())):
+    policies = known_policies(gpu=not options.tiny)
+    options.policies = list(policies) if options.policies is None else options.policies.split(",")
+    for name, known in (("only", PARTS), ("backends", BACKENDS), ("policies", policies)):
         if unknown := set(getattr(options, name)) - set(known):
             parser.error(f"--{name}: expected some of {', '.join(known)}, got {', '.join(sorted(unknown))}")
     return options

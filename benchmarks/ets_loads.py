@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import dataclasses
 import heapq
 import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from coserve.config import Config
 from coserve.workloads.bundled import bundled_prompts, bundled_rows
 from coserve.workloads.popularity import choices
 from coserve.workloads.scenario import Finetuning, Scenario, make_scenario
@@ -139,10 +137,9 @@ POLICIES = ("slack", "ets", "ts5", "ts10", "ts20", "spatial")
 BACKENDS = ("segmented", "block_sparse")
 
 
-def known_policies() -> tuple[str, ...]:
-    """Those of `POLICIES` that this build has."""
-    field = next(each for each in dataclasses.fields(Config) if each.name == "policy")
-    return tuple(name for name in POLICIES if name.rstrip("0123456789") in field.metadata["choices"])
+def known_policies(*, gpu: bool) -> tuple[str, ...]:
+    """Those of `POLICIES` that can run: `spatial` splits a GPU."""
+    return tuple(name for name in POLICIES if gpu or name != "spatial")
 
 
 def system(policy: str, backend: str, targets: tuple[float, float]) -> System:

@@ -69,7 +69,7 @@ class InFlight:
     slices: int = 0
     """Launched, and not yet done."""
     since_step: bool = False
-    """One was launched after the last generation step."""
+    """One was launched after the last generation step, not counting those that read results."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -39,7 +39,7 @@ def test_other_loads_leave_the_prompts_alone() -> None:
 
 
 def test_the_settings_of_a_policy_are_settings_of_the_daemon() -> None:
-    for policy in POLICIES[:-1]:
+    for policy in POLICIES:
         for backend in ("segmented", "block_sparse"):
             Config(**system(policy, backend, (1.0, 0.1)).settings("cuda"))  # type: ignore[arg-type]
     assert system("ts20", "block_sparse", (1.0, 0.1)).settings("cuda")["ts_n"] == 20

@@ -10,6 +10,7 @@ import pytest
 
 from coserve.link import FromEngine, Generate, JobProgress, StartJob, ToEngine, Tokens
 from coserve.queues.policies.ets import Ets
+from coserve.queues.policies.spatial import Spatial
 from coserve.queues.policies.temporal_sharing import TemporalSharing, Unit
 from coserve.queues.policy import Policy
 from coserve.types import SamplingParams, Slo
@@ -36,8 +37,8 @@ class Row:
     """Of fine-tuning, while requests arrive."""
 
 
-def scenario(policy: Policy, rows: int) -> Scenario:
-    """A request each 0.1 s, and each 20 s a job of `rows` rows in batches of 32."""
+def scenario(policy: Policy, rows: int, share: float | None = None) -> Scenario:
+    """A request each 0.1 s, and each 20 s a job of `rows` rows in batches of 32. `share`: see `Scenario`."""
     script: list[tuple[float, ToEngine]] = [
         (
             i / 10,
@@ -50,12 +51,12 @@ def scenario(policy: Policy, rows: int) -> Scenario:
     return Scenario(
         seed=0, policy=policy, script=tuple(sorted(script, key=lambda event: event[0])), plans=plans, prices=PRICES,
         max_running=BATCH, max_queue=1 << 20, fair=False, max_active_jobs=4, step_tokens=256, chaos=0.0, patience=0.0,
-        delay=DELAY,
+        delay=DELAY, share=share,
     )  # fmt: skip
 
 
-def row(policy: Policy, rows: int) -> Row:
-    outcome = play(scenario(policy, rows))
+def row(policy: Policy, rows: int, share: float | None = None) -> Row:
+    outcome = play(scenario(policy, rows, share))
     latencies = [at - outcome.sent[message.id] for at, message in outcome.messages if _finished(message)]
     assert len(latencies) == 10 * SECONDS
     batches = sum(isinstance(message, JobProgress) and at <= SECONDS for at, message in outcome.messages)
@@ -94,6 +95,17 @@ def test_few_batches_a_turn_let_the_queue_grow_and_train_more() -> None:
     assert ts(5).latency > 1.5 * ts(10).latency
     assert ts(5).in_10_s < 0.2
     assert ts(5).tokens_per_s > max(ets().tokens_per_s, ts(10).tokens_per_s)
+
+
+def test_spatial_sharing_gives_each_side_its_part_whatever_the_other_does() -> None:
+    """With a quarter of the device for training, answers are faster than under ETS, and training has a quarter of its speed alone
+    but for the waits for results, which here are steps of a second. With half of it answers are far slower, though training does
+    not need it all: the parts are fixed."""
+    alone = 32 * 481.36 / PRICES.micro_step
+    quarter, half = (row(Spatial(), 512, share) for share in (0.25, 0.5))
+    assert 0.65 < quarter.tokens_per_s / (0.25 * alone) <= 1
+    assert quarter.latency < ets().latency and quarter.in_10_s == 1.0
+    assert half.tokens_per_s > 1.5 * quarter.tokens_per_s and half.latency > 2 * ets().latency
 
 
 @pytest.mark.slow

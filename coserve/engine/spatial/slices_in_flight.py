@@ -63,7 +63,8 @@ class SlicesInFlight:
             return
         launched = _Slice(decision, kind, micro_steps, tokens, began, self._mark())
         self._slices.append(launched)
-        self._since_step = True
+        # The device was idle for results, which take the host little time: the next slice need not wait for a step.
+        self._since_step = self._since_step or kind is not MicroStep.RESULT
 
         def end(_: Future[None]) -> None:
             launched.ended = self._clock()
