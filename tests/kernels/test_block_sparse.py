@@ -17,11 +17,10 @@ from tests.support.lora_grids import (
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 lora_add = adding(BlockSparseBackend())
-named = pytest.mark.parametrize("grid", grids())
 quick = pytest.mark.parametrize("grid", grids(*LONG))
 
 
-@named
+@quick
 def test_forward(grid: Grid) -> None:
     check_forward(lora_add, grid, torch.float32, DEVICE)
 

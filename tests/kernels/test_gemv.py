@@ -11,6 +11,7 @@ from coserve.kernels.lora.segmented.sharded_slot_lora import GEMV_ROWS
 from coserve.kernels.lora.segmented.tiles import StepTiles, cut
 from coserve.kernels.lora.segments import Segments
 from coserve.kernels.lora.types import LoraPair
+from tests.support.examples import sample
 
 
 @pytest.mark.parametrize(
@@ -25,7 +26,7 @@ from coserve.kernels.lora.types import LoraPair
         ((40,), 20, 4, 1),
     ],
 )
-@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("bias", sample([False, True], True))
 def test_one_row_with_its_adapter(sizes: tuple[int, ...], rank: int, a_blocks: int, b_blocks: int, bias: bool) -> None:
     """Among other adapters in the table; rank 0: no adapter in the tile."""
     g = torch.Generator().manual_seed(rank)

@@ -20,6 +20,7 @@ from coserve.kernels.lora.segments import Segments
 from coserve.kernels.lora.types import LoraPair, SiteGroup
 from tests.support.examples import sample
 from tests.support.lora_grids import (
+    BD_GRIDS,
     GRIDS,
     LONG,
     Grid,
@@ -33,15 +34,23 @@ from tests.support.lora_grids import (
 )
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+DTYPES = (torch.float32, torch.float16)
 BACKEND = SegmentedBackend()
 lora_add = adding(BACKEND)
 named = pytest.mark.parametrize("grid", grids())
 quick = pytest.mark.parametrize("grid", grids(*LONG))
 
 
-@named
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
-def test_decode_forward(grid: Grid, dtype: torch.dtype) -> None:
+DECODES = {f"{grid.name}-{dtype}": (grid, dtype) for grid in (*GRIDS, *BD_GRIDS) for dtype in DTYPES}
+QUICK_DECODES = (
+    *(f"{grid.name}-{torch.float32}" for grid in (*GRIDS, *BD_GRIDS) if grid.name != "bd_wide"),
+    *(f"{name}-{torch.float16}" for name in ("odd_sizes", "skewed", "bd_odd_b")),
+)
+
+
+@pytest.mark.parametrize("case", sample(DECODES, *QUICK_DECODES))
+def test_decode_forward(case: tuple[Grid, torch.dtype]) -> None:
+    grid, dtype = case
     check_forward(lora_add, grid, dtype, DEVICE)
 
 
@@ -65,7 +74,7 @@ def test_decode_forward_of_many_inputs(steps: int, overlapped: bool, monkeypatch
     check_forward(lora_add, LONG_INPUTS, torch.float32, DEVICE)
 
 
-@named
+@quick
 def test_prefill_forward(grid: Grid, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(plan, "tile_rows", lambda _: (plan.PREFILL_TILE_ROWS, False))
     check_forward(lora_add, grid, torch.float32, DEVICE)

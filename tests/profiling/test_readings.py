@@ -64,8 +64,7 @@ def mlp_by_hand(rows: int) -> Readings:
     )
 
 
-@pytest.mark.parametrize("fake", [True, False])
-@pytest.mark.parametrize("rows", [1, 3, 8])
+@pytest.mark.parametrize(("rows", "fake"), [(1, False), (1, True), (3, True), (8, True)])
 def test_a_multilayer_perceptron_as_by_hand(rows: int, fake: bool) -> None:
     with FakeTensorMode() if fake else nullcontext(), LiveBytes(workspace_bytes) as meter:
         model = nn.Sequential(nn.Linear(D, H, bias=False), nn.ReLU(), nn.Linear(H, O, bias=False))

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import pytest
 import torch
 from torch import Tensor
 
@@ -105,11 +104,6 @@ def worst(got: Tensor, expected: Tensor) -> float:
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 2e-2}
-DTYPES = [
-    torch.float32,
-    torch.float16,
-    pytest.param(torch.bfloat16, marks=pytest.mark.gpu),
-]
 KINDS = {
     "group_of_4": Kind(8, 2, 64),
     "one_head_each": Kind(2, 2, 80),
