@@ -8,7 +8,7 @@ import math
 import torch
 from torch import Tensor
 
-from coserve.adapters.bdlora import blocks_at
+from coserve.adapters.bdlora import blocks_at, packed_shapes
 from coserve.adapters.targets import rank_and_scaling, resolve_targets
 from coserve.kernels.lora.types import LoraPair
 from coserve.model.lora import LoraWeights
@@ -34,6 +34,19 @@ def new_adapter(
         in_a, in_b = blocks_at(settings, site)
         a_RD, b_OR = _blocks(settings.init, rank, base.sites[site], (in_a, in_b), generator)
         sites[site] = LoraPair(a_RD.to(device, dtype), b_OR.to(device, dtype), scaling, a_blocks=in_a, b_blocks=in_b)
+    return LoraWeights(settings, sites)
+
+
+def zero_adapter(
+    settings: LoraSettings, base: BaseSpec, *, dtype: torch.dtype, device: torch.device | str
+) -> LoraWeights:
+    """An adapter of the same shapes, all zeros, for what depends on no values. Raises as `new_adapter`."""
+    sites = {}
+    for site in resolve_targets(settings, base):
+        (rank, scaling), (in_a, in_b) = rank_and_scaling(settings, site), blocks_at(settings, site)
+        shapes = packed_shapes(base.sites[site], rank, (in_a, in_b))
+        a, b = (torch.zeros(shape, dtype=dtype, device=device) for shape in shapes)
+        sites[site] = LoraPair(a, b, scaling, a_blocks=in_a, b_blocks=in_b)
     return LoraWeights(settings, sites)
 
 

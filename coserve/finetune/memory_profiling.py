@@ -12,7 +12,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from coserve.finetune.init import new_adapter
+from coserve.finetune.init import zero_adapter
 from coserve.finetune.lora_tensors import cast
 from coserve.finetune.micro_batch import MicroBatchRunner, run_to_end
 from coserve.finetune.optimizer import AdapterOptimizer
@@ -162,15 +162,16 @@ class MemoryProfiler:
         rank: int = DEFAULT_RANK,
         bd_blocks: int = 1,
         attention: Callable[[Sequence[int]], Attention] = PackedAttention,
+        updates: bool = True,
     ) -> None:
-        """`rank` and `bd_blocks`: of the adapters; `attention`: of packed rows, from their bounds. Raises `UnsupportedBase` for a
-        base that cannot be trained layer by layer."""
+        """`rank` and `bd_blocks`: of the adapters; `attention`: of packed rows, from their bounds; `updates`: optimizer steps are
+        run, which fake tensors cannot. Raises `UnsupportedBase` for a base that cannot be trained layer by layer."""
         self._base, self._meter = base, meter
         self._lora_backend, self._page_tokens = conditions.lora_backend, conditions.page_tokens
         self._sampled, self._logit_rows = conditions.max_running, conditions.max_running + SCORED_TOKENS
         self._recompute = conditions.recompute
         self._runner, self._rank = MicroBatchRunner(base, recompute=False, attention=attention), rank
-        self._blocks = bd_blocks
+        self._blocks, self._updates = bd_blocks, updates
         self.step(WARM_UP_TOKENS)
         self.micro_batch(WARM_UP_TOKENS)
 
@@ -229,7 +230,8 @@ class MemoryProfiler:
             start, base.spec, TrainingSettings(steps=1), base.dtype, partition=base.partition(start)
         )
         del start
-        optimizer.step(targets=1, learning_rate=0.0)  # allocates the moments
+        if self._updates:
+            optimizer.step(targets=1, learning_rate=0.0)  # allocates the moments
         job = self._meter.now() - empty
         rows = self._packed(tokens, positions)
         lora = LoraBatch(Segments((0, tokens), (0,)), (optimizer.weights(),), self._lora_backend)
@@ -249,7 +251,8 @@ class MemoryProfiler:
         self._meter.reset()
         run_to_end(micro_steps)
         backward = self._meter.peak() - before
-        optimizer.step(targets=max(1, rows.targets), learning_rate=0.0)
+        if self._updates:
+            optimizer.step(targets=max(1, rows.targets), learning_rate=0.0)
         update = self._meter.peak() - before
         return Phases(
             positions=rows.targets,
@@ -264,7 +267,7 @@ class MemoryProfiler:
 
     def _adapter(self, targets: tuple[str, ...] | None = None) -> LoraWeights:
         settings = LoraSettings(r=self._rank, targets=targets, bd_blocks=self._blocks)
-        return new_adapter(settings, self._base.spec, seed=0, dtype=torch.float32, device=self._base.device)
+        return zero_adapter(settings, self._base.spec, dtype=torch.float32, device=self._base.device)
 
     def _tokens(self, tokens: int) -> Tensor:
         return torch.arange(tokens, device=self._base.device) % self._base.spec.vocab

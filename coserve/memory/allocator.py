@@ -54,10 +54,12 @@ class Reading:
 def read_device(device: torch.device) -> Reading:
     """Of a GPU. Takes some ten microseconds."""
     free, total = torch.cuda.mem_get_info(device)
+    gpu = torch.cuda.memory_stats_as_nested_dict(device)
+    allocated = gpu["allocated_bytes"]["all"]
     return Reading(
         total=total,
         free=free,
-        reserved=torch.cuda.memory_reserved(device),
-        allocated=torch.cuda.memory_allocated(device),
-        peak=torch.cuda.max_memory_allocated(device),
+        reserved=gpu["reserved_bytes"]["all"]["current"],
+        allocated=allocated["current"],
+        peak=allocated["peak"],
     )

@@ -1,0 +1,42 @@
+"""The benchmark's mixes are within the base's sizes; without a GPU it predicts what fake tensors take."""
+
+from __future__ import annotations
+
+import random
+from argparse import Namespace
+
+import pytest
+
+from benchmarks.memory_mixes import FULL, measure, random_mix, summary
+
+TARGETS = ("q_proj", "v_proj", "down_proj")
+
+
+def test_mixes_are_within_the_sizes() -> None:
+    rng = random.Random(1)
+    for _ in range(200):
+        mix = random_mix(rng, FULL, TARGETS)
+        assert 1 <= len(mix.jobs) <= 4
+        assert sum(mix.prompts) <= FULL.step
+        assert len(mix.ranks) == len(mix.prompts)
+        for job in mix.jobs:
+            assert 0 < job.longest <= job.tokens <= FULL.micro_batch
+            assert 0 < job.target_tokens < job.tokens
+
+
+def test_the_summary_tells_the_worst() -> None:
+    rows = [
+        {"error": (-1) ** i * i / 1000, "error_of_mix": i / 500, "jobs": [[16, 1, 512, i % 2]], "waiting": 1}
+        for i in range(100)
+    ]
+    found = summary(rows, 3)
+    assert (found["mixes"], found["oom"], found["error.p99"], found["error.max"]) == (100, 3, 0.099, 0.099)
+    assert (found["error.p50"], found["jobs"], found["jobs_recomputed"], found["jobs_waiting"]) == (0.05, 100, 50, 100)
+
+
+@pytest.mark.slow
+def test_a_run_without_a_gpu() -> None:
+    found = measure(Namespace(tiny=True, mixes=2, seconds=600.0, commit="x"))
+    assert found["summary"]["oom"] == 0
+    assert found["summary"]["error_of_mix.max"] < 0.03
+    assert len(found["mixes"]) == 2
