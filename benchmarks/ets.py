@@ -53,6 +53,7 @@ from benchmarks.peers.systems import serving
 from benchmarks.serving_http import hardware
 from benchmarks.serving_results import Results, merge_results
 from coserve.client import AsyncClient
+from coserve.errors import CoserveError
 from coserve.workloads.replay import Rest, replay
 from coserve.workloads.summary import Summary, summarise
 from coserve.workloads.target import NO_RETRIES, DaemonTarget
@@ -124,17 +125,26 @@ class EtsBenchmark:
         first, *others = systems
         async with AsyncExitStack() as stack:
 
-            async def start(each: System) -> str:
-                return await stack.enter_async_context(
-                    serving(self._settings(each), self._scratch / f"{each.name}.log")
-                )
+            async def start(each: System) -> str | None:
+                """Its URL; None where it does not start, such as `spatial` on a GPU that cannot be split."""
+                try:
+                    daemon = serving(self._settings(each), self._scratch / f"{each.name}.log")
+                    return await stack.enter_async_context(daemon)
+                except SystemExit as failure:
+                    self.log(f"{each.name}: {failure}")
+                    return None
 
             urls = [await start(first)]  # it fills the caches of compiled kernels
-            self.log(f"{first.name} is warm")
+            self.log(f"{first.name} has started")
             urls += await asyncio.gather(*(start(each) for each in others))
-            self.log(f"{len(systems)} daemons are warm")
+            self.log(f"{sum(url is not None for url in urls)} daemons are warm")
             for each, url in zip(systems, urls, strict=True):
-                await self._measure(each, url, self.left(each, chosen))
+                if url is None:
+                    continue
+                try:
+                    await self._measure(each, url, self.left(each, chosen))
+                except CoserveError as failure:
+                    self.log(f"{each.name} failed, see its log: {failure}")
 
     def _settings(self, each: System) -> dict[str, object]:
         shared = serve_settings(self._sizes, self._model, self._scratch / f"data-{each.name}", self._scratch / "cache")
@@ -161,7 +171,7 @@ def parse() -> argparse.Namespace:
     parser = make_parser(__doc__, tiny="the bundled base on the CPU, to try the script")
     parser.add_argument("--only", default=",".join(PARTS), help=f"parts: {', '.join(PARTS)}")
     parser.add_argument(
-        "--policies", default=None, help=f"some of {', '.join(POLICIES)}; default: all that the build has"
+        "--policies", default=None, help=f"some of {', '.join(POLICIES)}; default: all, without a GPU all but spatial"
     )
     parser.add_argument("--backends", default=BACKENDS[0], help=f"some of {', '.join(BACKENDS)}")
     parser.add_argument("--budget", type=float, default=float("inf"), help="seconds after which no cell may end")

@@ -48,6 +48,8 @@ class Sizes:
     """About the paper's: TS(5)'s 12,324 tokens/s are 512 rows of 481 tokens each 20 s."""
     adapters: int = 32
     rank: int = 32
+    step_rows: int = 8
+    """Of an optimizer step where a burst is a job for each adapter: four make up a batch."""
 
     @property
     def batch_tokens(self) -> int:
@@ -55,7 +57,7 @@ class Sizes:
 
 
 PAPER = Sizes(GPT2_MEDIUM, ("c_attn", "c_proj"), "cuda", "bfloat16", 65_536)
-TINY = Sizes(None, (), "cpu", "auto", 8192, 8, 0.5, 2, 32, 2, 4)
+TINY = Sizes(None, (), "cpu", "auto", 8192, 8, 0.5, 2, 32, 2, 4, 1)
 
 
 @dataclass(frozen=True)
@@ -172,7 +174,8 @@ def load_trace_of(load: Load, sizes: Sizes, seed: int = 0) -> Trace:
         {
             "preset": "ets-5.1", "seed": seed, "duration": load.seconds, "rate": load.rate, "finetune": Finetuning.OFF,
             "adapters": sizes.adapters, "rank": (sizes.rank,), "targets": sizes.targets, "finetune_rows": load.rows,
-            "finetune_period": load.period, "row_tokens": sizes.row_tokens, "batch_tokens": sizes.batch_tokens,
+            "finetune_period": load.period, "row_tokens": sizes.row_tokens,
+            "batch_tokens": (sizes.step_rows if load.by_adapter else sizes.batch_rows) * sizes.row_tokens,
             "slos": (1.0, 10.0, 60.0),
         }
     )  # fmt: skip

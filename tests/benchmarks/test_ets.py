@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,10 @@ def test_rows_of_a_burst_are_one_job_or_one_for_each_adapter() -> None:
     parts = load_trace_of(Load(20.0, rows=64, by_adapter=True), PAPER).finetunes
     assert len(whole.rows) == sum(len(part.rows) for part in parts) == 64
     assert len(parts) == len({part.adapter for part in parts}) > 16
+    steps = [
+        load_trace_of(each, PAPER).scenario.training.batch_tokens for each in (load, replace(load, by_adapter=True))
+    ]
+    assert steps == [32 * 480, 8 * 480], "steps of four jobs make up a batch of 32 rows"
 
 
 def test_other_loads_leave_the_prompts_alone() -> None:
