@@ -298,6 +298,7 @@ async def test_answers_that_nobody_reads_have_a_deadline_and_do_not_pile_up(tmp_
                     while True:
                         await asyncio.get_running_loop().sock_sendall(client, requests)
                         requests = b"x"
+                        await asyncio.sleep(0.02)
         page = api.service.metrics.page(restarts=0).decode()
         answered = sum(
             float(line.rsplit(" ", 1)[1]) for line in page.splitlines() if "coserve_http_answers_total{" in line

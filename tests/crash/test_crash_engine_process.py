@@ -31,6 +31,23 @@ def test_a_daemon_killed_at_a_failpoint_of_the_engine_process(
     oracle.settle()
 
 
+def test_an_engine_that_is_killed_goes_on_from_the_last_checkpoint(
+    model: Path, reference: Reference, tmp_path: Path
+) -> None:
+    """In the fifth of six steps; after the restart the daemon ends the job and serves as if nothing had happened."""
+    oracle = Oracle(model, tmp_path / "data", reference)
+    with oracle.start("finetune.mid_step=kill@5") as daemon:
+        daemon.wait_ready()
+        events = oracle.follow(daemon, oracle.submit(daemon, "adapter"))
+        assert events[-1]["state"] == "succeeded", events[-1]
+        assert daemon.call("GET", "/health")[1]["engine_restarts"] == 1
+        assert oracle.stream(daemon) == reference.text
+        assert daemon.stop() == 0
+    assert curve_of(events) == reference.curve
+    oracle.check_dead()
+    oracle.check_tidy()
+
+
 @pytest.mark.slow
 def test_an_engine_that_dies_is_started_again(model: Path, reference: Reference, tmp_path: Path) -> None:
     """Its request gets a clear error; its job goes on from the last checkpoint; the API process never left."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import cache
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -42,9 +44,12 @@ def fused_base(family: str) -> FusedBase:
     return FusedBase(wrap_base(tiny_model(family), name=family, eos_token_ids=()), compiled=False)
 
 
+shared_base = cache(fused_base)
+
+
 @pytest.fixture(scope="module")
 def llama() -> FusedBase:
-    return fused_base("llama")
+    return shared_base("llama")
 
 
 @pytest.fixture
@@ -214,7 +219,7 @@ class Step:
 def test_padding_changes_neither_pages_nor_logits(
     family: str, mix: list[tuple[int, int]], seed: int, adapters: str
 ) -> None:
-    fused = fused_base(family)
+    fused = shared_base(family)
     one, two = (Step(fused.base, mix, seed) for _ in range(2))
     slots = AdapterSlots(fused.groups, 4, fused.base.device)
     segments = None
