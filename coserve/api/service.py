@@ -79,7 +79,7 @@ class Service:
         self.jobs = JobManager(config, folder, registry, tokenizer, self._preparers, self.engine, self._recorder)
         self.adapters = AdapterCatalog(config, folder, registry, self._preparers, self.engine, self.generation.in_use)
         converters = HelperPool(tokenizer.state, 1, LogSettings.of(config), max_memory=0)
-        self.conversions = Conversions(folder, registry, converters, self.engine, self.adapters)
+        self.conversions = Conversions(folder, registry, converters, self.engine, self.adapters, self.jobs.submit)
         self._tracking = Tracking(
             config.tracker,
             config.tracking_dir or folder.tracking,

@@ -39,6 +39,7 @@ from coserve.schemas import (
     ConvertedAdapter,
     ConvertRequest,
     DeletedAdapter,
+    Distillation,
     GenerateChunk,
     GenerateResponse,
     ImportRequest,
@@ -230,13 +231,15 @@ class AsyncClient:
         rank: int | None = None,
         max_error: float | None = None,
         name: str | None = None,
+        distill: Distillation | None = None,
     ) -> ConvertedAdapter:
         """Publish `ref` as a BD-LoRA adapter of so many blocks (1: plain LoRA) under `name`: the nearest one of a total `rank`, or of
-        the smallest rank whose relative error is at most `max_error` (0.05). A large adapter takes minutes: see `read_timeout`.
+        the smallest rank whose relative error is at most `max_error` (0.05). A large adapter takes minutes: see `read_timeout`. `distill`: the job
+        that then trains it, whose id is in the answer.
 
-        Raises `AdapterNotFound`, and `InvalidRequest` for blocks or a rank that do not fit.
+        Raises `AdapterNotFound`, and `InvalidRequest` for blocks, a rank or rows that do not fit: then nothing is published.
         """
-        body = ConvertRequest(bd_blocks=bd_blocks, rank=rank, max_error=max_error, name=name)
+        body = ConvertRequest(bd_blocks=bd_blocks, rank=rank, max_error=max_error, name=name, distill=distill)
         request = self._caller.request("POST", f"/adapters/{_quoted(ref)}/convert", body=body)
         return await self._caller.json(request, ConvertedAdapter)
 

@@ -21,6 +21,7 @@ from coserve.schemas import (
     AdapterList,
     ConvertedAdapter,
     DeletedAdapter,
+    Distillation,
     GenerateChunk,
     GenerateResponse,
     Job,
@@ -237,9 +238,10 @@ class Client:
         rank: int | None = None,
         max_error: float | None = None,
         name: str | None = None,
+        distill: Distillation | None = None,
     ) -> ConvertedAdapter:
         return self._portal.call(
-            self._client.convert_adapter(ref, bd_blocks, rank=rank, max_error=max_error, name=name)
+            self._client.convert_adapter(ref, bd_blocks, rank=rank, max_error=max_error, name=name, distill=distill)
         )
 
     def health(self) -> Health:

@@ -13,6 +13,7 @@ from coserve.schemas.adapters import (
     ConvertedAdapter,
     ConvertRequest,
     DeletedAdapter,
+    Distillation,
     ImportRequest,
     RollbackRequest,
 )
@@ -42,6 +43,7 @@ __all__ = [
     "ConvertRequest",
     "ConvertedAdapter",
     "DeletedAdapter",
+    "Distillation",
     "ErrorBody",
     "ErrorInfo",
     "EventLevel",

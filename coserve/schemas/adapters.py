@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Any
 
 from msgspec import Meta
 
-from coserve.limits import MAX_BLOCKS, MAX_RANK, LocalPath
+from coserve.limits import MAX_BLOCKS, MAX_RANK, MAX_ROWS, LocalPath
 from coserve.names import MAX_VERSION, AdapterName
-from coserve.types import Wire
+from coserve.schemas.jobs import ROWS
+from coserve.types import TrainingRequest, Wire
 
 
 class ImportRequest(Wire, frozen=True, omit_defaults=True):
@@ -55,6 +56,14 @@ class RollbackRequest(Wire, frozen=True):
     version: Annotated[int, Meta(ge=1, le=MAX_VERSION)]
 
 
+class Distillation(Wire, frozen=True, omit_defaults=True):
+    """A job that trains a converted adapter toward the outputs of its source, at the targets of these rows."""
+
+    data: Annotated[list[dict[str, Any]], Meta(min_length=1, max_length=MAX_ROWS, description=ROWS)]
+    training: TrainingRequest = TrainingRequest()
+    """With `validation_split` the job's metrics have the output error before and after."""
+
+
 class ConvertRequest(Wire, frozen=True, omit_defaults=True):
     """`POST /adapters/{id}/convert`: from LoRA to BD-LoRA, back, to other blocks or to another rank, by truncated SVD."""
 
@@ -66,6 +75,8 @@ class ConvertRequest(Wire, frozen=True, omit_defaults=True):
     """Bound of the error; with `rank` too, a larger error is refused. None: 0.05, and no bound for `rank`."""
     name: AdapterName | None = None
     """Of the new adapter. None: `<name>-bd<bd_blocks>`, or `<name>-lora` for one block."""
+    distill: Distillation | None = None
+    """Then submit this job. If it is refused, the converted adapter is deleted again."""
 
 
 class ConvertedAdapter(Wire, frozen=True):
@@ -81,6 +92,8 @@ class ConvertedAdapter(Wire, frozen=True):
     """The smallest rank whose error is at most `max_error`."""
     errors: dict[int, float]
     """The error of all sites at other ranks."""
+    job: str | None = None
+    """The id of the distillation's job; it publishes the next version."""
 
 
 class AdapterList(Wire, frozen=True):

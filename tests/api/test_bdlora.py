@@ -145,6 +145,28 @@ async def test_conversions_that_are_refused_leave_nothing(
     assert list(api.folder.staging.iterdir()) == []
 
 
+async def test_a_conversion_may_submit_the_job_that_distills_it(api: Api) -> None:
+    assert api.config.data_root is not None
+    write_peft(api.config.data_root / "poet", api.base, rank=4)
+    await api.call("POST", "/adapters", json={"name": "poet", "path": "poet"})
+    distill: dict[str, Any] = {"data": [{"text": "a b"}, {"text": "b a"}], "training": {"steps": 1}}
+    body = {"bd_blocks": 2, "rank": 4, "distill": distill}
+    status, done = await api.call("POST", "/adapters/poet/convert", json=body)
+    assert (status, done["adapter"]["ref"]) == (201, "poet-bd2@1"), done
+    _, job = await api.call("GET", f"/finetune/{done['job']}")
+    assert (job["adapter"], job["continue_from"], job["teacher"], job["rows"]) == (
+        "poet-bd2",
+        "poet-bd2@1",
+        "poet@1",
+        2,
+    )
+    refused = body | {"name": "other", "distill": distill | {"data": [{"text": "a b"}, {"nothing": "x"}]}}
+    status, answer = await api.call("POST", "/adapters/poet/convert", json=refused)
+    assert status in (400, 422), answer
+    assert {ref.id for ref in api.folder.adapter_refs()} == {"poet", "poet-bd2"}, "nothing is published"
+    assert (await api.call("GET", "/adapters/other"))[0] == 404
+
+
 async def test_a_conversion_ends_with_its_client(api: Api) -> None:
     assert api.config.data_root is not None
     write_peft(api.config.data_root / "poet", api.base, rank=4)

@@ -6,6 +6,7 @@ import asyncio
 import os
 import secrets
 import shutil
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 import msgspec
@@ -18,11 +19,11 @@ from coserve.errors import InvalidRequest
 from coserve.names import NAME_RULE, is_name
 from coserve.offload.pool import HelperPool
 from coserve.offload.protocol import TaskContext
-from coserve.schemas import ConvertedAdapter, ConvertRequest
+from coserve.schemas import Adapter, ConvertedAdapter, ConvertRequest, Distillation, FinetuneRequest, Job
 from coserve.state.commits import uncancelled_thread
 from coserve.state.folder import DataFolder
 from coserve.state.thread import RegistryThread
-from coserve.types import AdapterDigests, BaseSpec
+from coserve.types import AdapterDigests, AdapterRef, BaseSpec
 
 NICENESS = 10
 """The engine and the API come first."""
@@ -48,18 +49,21 @@ class Conversions:
         helpers: HelperPool,
         engine: EngineClient,
         catalog: AdapterCatalog,
+        submit: Callable[[FinetuneRequest, Path | None, str | None], Awaitable[Job]],
     ) -> None:
-        """`helpers`: for conversions alone, since their processes run at a low priority."""
+        """`helpers`: for conversions alone, since their processes run at a low priority; `submit`: `JobManager.submit`."""
         self._folder, self._registry, self._helpers = folder, registry, helpers
-        self._engine, self._catalog = engine, catalog
+        self._engine, self._catalog, self._submit = engine, catalog, submit
 
     async def close(self) -> None:
         await self._helpers.close()
 
     async def convert(self, name: str, version: int | None, request: ConvertRequest) -> ConvertedAdapter:
-        """Publish the converted adapter; durable when this returns. Cancelling it stops the computation.
+        """Publish the converted adapter, and submit the job that distills it; durable when this returns. Cancelling it stops the
+        computation.
 
-        Raises `AdapterNotFound`, `BaseMismatch`, `InvalidRequest`, `StorageError` leaves, `EngineUnavailable`, `HelperLost`.
+        Raises `AdapterNotFound`, `BaseMismatch`, `InvalidRequest`, `StorageError` leaves, `EngineUnavailable`, `HelperLost`; and as
+        `JobManager.submit`: then nothing is published.
         """
         spec = self._engine.spec
         new = request.name or default_name(name, request.bd_blocks)
@@ -83,7 +87,23 @@ class Conversions:
             max_error=report.max_error,
             smallest_rank=report.smallest_rank,
             errors=report.errors,
+            job=None if request.distill is None else await self._distill(adapter, record.ref, request.distill),
         )
+
+    async def _distill(self, adapter: Adapter, teacher: AdapterRef, distillation: Distillation) -> str:
+        """The id of the job."""
+        request = FinetuneRequest(
+            adapter=adapter.id,
+            data=distillation.data,
+            continue_from=adapter.ref,
+            teacher=str(teacher),
+            training=distillation.training,
+        )
+        try:
+            return (await self._submit(request, None, None)).id
+        except Exception:
+            await self._catalog.delete(adapter.id, adapter.version)
+            raise
 
 
 def convert(context: TaskContext, arguments: bytes, body: bytes) -> bytes:
