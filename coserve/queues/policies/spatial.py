@@ -7,8 +7,9 @@ from coserve.queues.policy import Decision, Serve, Train, View, Wait
 
 MAX_SLICES = 2
 """Slices in flight: the device begins the second one without waiting for the host."""
-MIN_SLICE = 0.01
-"""Predicted seconds of a slice, unless a generation step takes longer. Shorter ones would cost the host too much."""
+MIN_SLICE = 0.005
+"""Predicted seconds of a slice, unless a generation step takes longer. Shorter ones cost the host more than they are worth; longer
+ones delay the next step where the host launches slower than the device computes."""
 
 
 class Spatial:
