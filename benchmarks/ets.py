@@ -108,7 +108,8 @@ class EtsBenchmark:
         self._began, self._deadline = time.monotonic(), deadline
         self._model: Path | str = "bundled"
         if sizes.model is not None:
-            self._model = model_folder(scratch / "model", replace(FULL, config=sizes.model))
+            folder = scratch / "model"
+            self._model = folder if folder.exists() else model_folder(folder, replace(FULL, config=sizes.model))
 
     def log(self, what: str) -> None:
         print(f"{time.monotonic() - self._began:6.1f} s  {what}", flush=True)

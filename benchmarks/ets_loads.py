@@ -14,7 +14,7 @@ from coserve.workloads.scenario import Finetuning, Scenario, make_scenario
 from coserve.workloads.synthesis import make_trace
 from coserve.workloads.trace import FinetuneArrival, Repeatable, Trace
 
-CHARACTERS = 6
+CHARACTERS = 4
 """Of a row's text for each of its tokens: more than are needed, the daemon cuts rows."""
 GPT2_MEDIUM = {
     "architectures": ["GPT2LMHeadModel"],
