@@ -181,6 +181,10 @@ Auto = Literal["auto"]
 """The daemon chooses the value from the size of the corpus and of the base (`corpus/defaults.py`)."""
 
 
+TrainOn = Literal["completion", "all", "assistant"]
+"""The tokens of a row that are learned."""
+
+
 class TrainingRequest(Wire, frozen=True):
     """How a job is to train, as a user asks for it. At most one of `epochs` and `steps`; batches are counted in tokens.
 
@@ -199,6 +203,10 @@ class TrainingRequest(Wire, frozen=True):
     """Longest sequence in tokens; None: the base's context."""
     learning_rate: float | Auto = "auto"
     """The peak; the schedule goes up to it and down from it."""
+    train_on: TrainOn | None = None
+    """Which tokens are learned: the last answer alone (`completion`: of prompt/completion rows and chats), every turn of the assistant
+    (`assistant`: of chats), or every token (`all`). None: a text whole, of a prompt/completion row the completion, of a chat every turn
+    of the assistant. Rows that have no such tokens are refused."""
     schedule: Schedule = Schedule.LINEAR
     warmup_steps: int = 0
     beta1: float = 0.9

@@ -19,7 +19,7 @@ from coserve.client import JobHandle
 from coserve.errors import InvalidRequest, WrongJobState
 from coserve.limits import PAGE_SIZE
 from coserve.schemas import Job, OnConflict
-from coserve.types import JobState, LoraSettings
+from coserve.types import JobState, LoraSettings, TrainOn
 
 LORA = LoraSettings()
 """Default settings of an adapter."""
@@ -29,7 +29,7 @@ jobs_app = typer.Typer(no_args_is_help=True, help="List, watch, plot, pause, res
 
 def finetune(
     adapter: Annotated[str, typer.Argument(help="name of the adapter to make, or to add a version to")],
-    file: Annotated[Path, typer.Argument(help="JSONL file of rows", exists=True, dir_okay=False)],
+    file: Annotated[Path, typer.Argument(help="JSONL or parquet file of rows", exists=True, dir_okay=False)],
     rank: Annotated[int | None, typer.Option(help="rank of a new adapter", show_default=str(LORA.r))] = None,
     alpha: Annotated[
         float | None, typer.Option(help="its scale is alpha / rank", show_default="twice the rank")
@@ -65,6 +65,13 @@ def finetune(
         float | None,
         typer.Option(help="share of the rows held back to measure the loss on, from 0 to 1", show_default="0"),
     ] = None,
+    train_on: Annotated[
+        TrainOn | None,
+        typer.Option(
+            help="tokens to learn: the last answer alone, every turn of the assistant, or all",
+            show_default="by the format of a row",
+        ),
+    ] = None,
     detach: Annotated[bool, typer.Option(help="print the job and do not wait for it")] = False,
     as_json: AsJson = False,
     url: Url = DEFAULT_URL,
@@ -84,6 +91,7 @@ def finetune(
         learning_rate=learning_rate,
         batch_tokens=batch_tokens,
         validation_split=validation_split,
+        train_on=train_on,
     )
     names = None if not targets else [name for text in targets for name in target_names(text)]
     lora = _given(r=rank, alpha=alpha, targets=names, bd_blocks=bd_blocks) or None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import msgspec
 
@@ -48,10 +48,12 @@ class CompletionRow:
 
 @dataclass(frozen=True)
 class ChatRow:
-    """Train on the assistant messages whose `weight` is not 0. The base's chat template renders the text."""
+    """Train on the assistant messages whose `weight` is not 0. The base's chat template renders the text, with `tools` if there are
+    any."""
 
     line: int
     messages: tuple[dict[str, object], ...]
+    tools: tuple[dict[str, object], ...] = ()
 
 
 Row = TextRow | CompletionRow | ChatRow
@@ -72,20 +74,58 @@ class _Completion(Wire, frozen=True):
         return CompletionRow(line, self.prompt, self.completion)
 
 
+class _Function(Wire, frozen=True):
+    name: str
+    arguments: dict[str, Any] | str
+
+
+class _ToolCall(Wire, frozen=True, omit_defaults=True):
+    function: _Function
+    id: str | None = None
+    type: Literal["function"] = "function"
+
+    def rendered(self, line: int) -> dict[str, object]:
+        """As templates expect it: with the arguments as an object, which OpenAI's format has as a text."""
+        arguments = self.function.arguments
+        if isinstance(arguments, str):
+            try:
+                arguments = msgspec.json.decode(arguments, type=dict[str, Any])
+            except msgspec.MsgspecError as error:
+                raise MalformedRow("expected arguments that are a JSON object", line=line, field="messages") from error
+        named: dict[str, object] = {} if self.id is None else {"id": self.id}
+        return named | {"type": self.type, "function": {"name": self.function.name, "arguments": arguments}}
+
+
 class _Message(Wire, frozen=True, omit_defaults=True):
     role: Literal["system", "user", "assistant", "tool"]
-    content: str
+    content: str | None = None
     name: str | None = None
     weight: Literal[0, 1] | None = None
+    tool_calls: list[_ToolCall] | None = None
+    tool_call_id: str | None = None
+
+    def rendered(self, line: int) -> dict[str, object]:
+        """Raises `MalformedRow` for fields that the role does not have."""
+        if self.weight is not None and self.role != "assistant":
+            raise MalformedRow("expected a weight on assistant messages only", line=line, field="messages")
+        if self.tool_calls and self.role != "assistant":
+            raise MalformedRow("expected tool_calls on assistant messages only", line=line, field="messages")
+        if self.content is None and not self.tool_calls:
+            raise MalformedRow("expected content, or tool_calls, in each message", line=line, field="messages")
+        message: dict[str, object] = msgspec.to_builtins(self)
+        message.setdefault("content", "")  # some templates read it, and none writes an empty text
+        if self.tool_calls:
+            message["tool_calls"] = [call.rendered(line) for call in self.tool_calls]
+        return message
 
 
 class _Chat(Wire, frozen=True):
     messages: list[_Message]
+    tools: list[dict[str, Any]] | None = None
 
     def row(self, line: int) -> Row:
-        if any(message.weight is not None and message.role != "assistant" for message in self.messages):
-            raise MalformedRow("expected a weight on assistant messages only", line=line, field="messages")
-        return ChatRow(line, tuple(msgspec.to_builtins(message) for message in self.messages))
+        messages = tuple(message.rendered(line) for message in self.messages)
+        return ChatRow(line, messages, tuple(self.tools or ()))
 
 
 class _Alpaca(Wire, frozen=True):

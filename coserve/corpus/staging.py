@@ -12,11 +12,12 @@ import numpy as np
 import numpy.typing as npt
 from safetensors import safe_open
 
-from coserve.corpus.jsonl import parse_jsonl
 from coserve.corpus.rows import Row
+from coserve.corpus.sources import read_rows
 from coserve.corpus.tokenize import tokenize_rows
 from coserve.offload.protocol import TaskContext
 from coserve.state.durable import move_file
+from coserve.types import TrainOn
 
 
 class PendingCorpus(Protocol):
@@ -63,18 +64,19 @@ class StagedCorpus(msgspec.Struct, frozen=True):
 
 
 class TokenizeFile(msgspec.Struct, frozen=True):
-    """Tokenise the JSONL file `source` into `target`; rows have at most `max_length` tokens."""
+    """Tokenise the file or folder `source` into `target`; rows have at most `max_length` tokens."""
 
     source: str
     target: str
     max_length: int
+    train_on: TrainOn | None = None
 
 
 def tokenize_file(context: TaskContext, arguments: bytes, body: bytes) -> bytes:
     """Task of a helper process: `TokenizeFile` in, `StagedCorpus` out, as MessagePack. Raises `CorpusError` leaves, `StorageFull`, `StorageFailed`."""
     request = msgspec.msgpack.decode(arguments, type=TokenizeFile)
-    rows = _with_progress(parse_jsonl(Path(request.source)), context.progress)
-    corpus = tokenize_rows(rows, context.tokenizer, request.max_length)
+    rows = _with_progress(read_rows(Path(request.source)), context.progress)
+    corpus = tokenize_rows(rows, context.tokenizer, request.max_length, request.train_on)
     corpus.save(Path(request.target))
     return msgspec.msgpack.encode(
         StagedCorpus(request.target, corpus.rows, corpus.token_count, corpus.target_tokens, corpus.rows_cut)

@@ -12,6 +12,7 @@ from coserve.corpus.rows import ChatRow, CompletionRow, Row, TextRow
 from coserve.corpus.tokenized import Corpus
 from coserve.errors import EmptyCorpus, InvalidRequest, MalformedRow, NoTargets
 from coserve.pretrained.tokenizer import Tokenizer
+from coserve.types import TrainOn
 
 MAX_TOKENS = 1 << 30
 """Of a whole corpus."""
@@ -26,12 +27,16 @@ class TokenizedRow:
     cut: bool = False
 
 
-def tokenize_rows(rows: Iterable[Row], tokenizer: Tokenizer, max_length: int) -> Corpus:
+def tokenize_rows(
+    rows: Iterable[Row], tokenizer: Tokenizer, max_length: int, train_on: TrainOn | None = None
+) -> Corpus:
     """Tokenise `rows` in order, each to at most `max_length` tokens.
 
     Targets (tokens that contribute to the loss): of a text all tokens, of a completion its tokens, of a chat the
     assistant's turns with their end-of-turn token. Texts and completions end with EOS, which is a target too. The first
     token of a row is never a target, because no token precedes it.
+
+    `train_on` chooses other targets: see `TrainingRequest.train_on`.
 
     Truncation: a text or chat loses its end (a text its EOS too). A prompt loses its beginning except a BOS token, so that
     the completion stays whole; only if that is not enough does the completion lose its end.
@@ -43,7 +48,7 @@ def tokenize_rows(rows: Iterable[Row], tokenizer: Tokenizer, max_length: int) ->
     tokens: list[npt.NDArray[np.int32]] = []
     targets: list[npt.NDArray[np.uint8]] = []
     bounds, cut = [0], 0
-    for row, tokenized in _tokenized_rows(rows, tokenizer, max_length):
+    for row, tokenized in _tokenized_rows(rows, tokenizer, max_length, train_on):
         if not any(tokenized.targets):
             raise NoTargets("the row has nothing to learn", line=row.line)
         tokens.append(np.array(tokenized.tokens, np.int32))
@@ -57,18 +62,44 @@ def tokenize_rows(rows: Iterable[Row], tokenizer: Tokenizer, max_length: int) ->
     return Corpus(np.concatenate(tokens), np.concatenate(targets), np.array(bounds, np.int64), cut)
 
 
-def _tokenized_rows(rows: Iterable[Row], tokenizer: Tokenizer, max_length: int) -> Iterator[tuple[Row, TokenizedRow]]:
+def _tokenized_rows(
+    rows: Iterable[Row], tokenizer: Tokenizer, max_length: int, train_on: TrainOn | None
+) -> Iterator[tuple[Row, TokenizedRow]]:
     for row in rows:
+        _check_targets(row, train_on)
         match row:
             case TextRow(text=text):
                 tokenized = _text(text, tokenizer, max_length)
             case CompletionRow(prompt=prompt, completion=completion):
                 tokenized = _completion(prompt, completion, tokenizer, max_length)
             case ChatRow():
-                tokenized = _chat(row, tokenizer, max_length)
+                tokenized = _chat(_only_last(row) if train_on == "completion" else row, tokenizer, max_length)
+        if train_on == "all" and tokenized.targets:
+            tokenized.targets[:] = [True] * len(tokenized.targets)
         if tokenized.targets:
             tokenized.targets[0] = False
         yield row, tokenized
+
+
+def _check_targets(row: Row, train_on: TrainOn | None) -> None:
+    """Raises `MalformedRow` for a row without the tokens that are to be learned."""
+    if train_on == "assistant" and not isinstance(row, ChatRow):
+        raise MalformedRow("train_on 'assistant' expects chat rows", line=row.line)
+    if train_on == "completion" and isinstance(row, TextRow):
+        raise MalformedRow("train_on 'completion' expects prompt/completion or chat rows, got a text", line=row.line)
+    if (
+        train_on == "completion"
+        and isinstance(row, ChatRow)
+        and row.messages[-1:]
+        and row.messages[-1]["role"] != "assistant"
+    ):
+        raise MalformedRow("train_on 'completion' expects chats that end with the assistant", line=row.line)
+
+
+def _only_last(row: ChatRow) -> ChatRow:
+    """The chat with weight 0 on all but its last message."""
+    earlier = tuple(message | {"weight": 0} for message in row.messages[:-1])
+    return ChatRow(row.line, (*earlier, *row.messages[-1:]), row.tools)
 
 
 def _eos(tokenizer: Tokenizer) -> list[int]:
@@ -105,7 +136,7 @@ def _chat(row: ChatRow, tokenizer: Tokenizer, max_length: int) -> TokenizedRow:
     if not any(message["role"] == "assistant" and message.get("weight") != 0 for message in row.messages):
         return TokenizedRow([], [])
     try:
-        tokens, targets = tokenizer.encode_chat_for_training(row.messages)
+        tokens, targets = tokenizer.encode_chat_for_training(row.messages, row.tools)
     except InvalidRequest as error:
         raise MalformedRow(error.message, line=row.line, field="messages") from error
     return TokenizedRow(tokens[:max_length], targets[:max_length], cut=len(tokens) > max_length)

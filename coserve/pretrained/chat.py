@@ -75,13 +75,15 @@ class ChatTemplate:
     def _template(self) -> Template:
         return sandbox.SandboxedEnvironment([_GenerationBlocks]).compile_template(self._source)
 
-    def _render(self, messages: Sequence[Message], add_generation_prompt: bool) -> tuple[str, list[Span]]:
+    def _render(
+        self, messages: Sequence[Message], add_generation_prompt: bool, tools: Sequence[Message] = ()
+    ) -> tuple[str, list[Span]]:
         marks, parts = _Marks(), []
         values: dict[str, object] = {
             **self._tokens,
             "messages": [dict(message) for message in messages],
             "add_generation_prompt": add_generation_prompt,
-            "tools": None,
+            "tools": [dict(tool) for tool in tools] or None,
             "documents": None,
             "coserve_marks": marks,
         }
@@ -89,6 +91,7 @@ class ChatTemplate:
             template = self._template
             with sandbox.limits() as budget:
                 budget.size(values["messages"])
+                budget.size(values["tools"])
                 for part in sandbox.render(template, values):
                     parts.append(part)
                     marks.length += len(part)
@@ -124,16 +127,17 @@ class ChatTemplate:
         text = text[: text.index(_END)]
         return text if text.endswith(content) else text.rstrip()
 
-    def render_for_training(self, messages: Sequence[Message]) -> tuple[str, list[Span]]:
-        """The chat as text, and the span to learn of each assistant message: its content and its end-of-turn token.
+    def render_for_training(self, messages: Sequence[Message], tools: Sequence[Message] = ()) -> tuple[str, list[Span]]:
+        """The chat as text, and the span to learn of each assistant message: its content and its end-of-turn token. `tools`: their
+        JSON schemas, for templates that show them.
 
         The span is what the message adds to its prompt, the chat before it with the generation prompt. If the template
         changes earlier text, the spans of its `{% generation %}` blocks are used. Raises `InvalidRequest` if it has none,
         since a loss on the wrong tokens would not be noticed.
         """
-        text, marks = self._render(messages, add_generation_prompt=False)
+        text, marks = self._render(messages, False, tools)
         assistant = [i for i, message in enumerate(messages) if message.get("role") == "assistant"]
-        spans = [self._added_by(messages, i, text) for i in assistant]
+        spans = [self._added_by(messages, i, text, tools) for i in assistant]
         found = [span for span in spans if span is not None]
         if len(found) == len(assistant):
             return text, found
@@ -145,18 +149,14 @@ class ChatTemplate:
             field="messages",
         )
 
-    def _added_by(self, messages: Sequence[Message], index: int, text: str) -> Span | None:
+    def _added_by(self, messages: Sequence[Message], index: int, text: str, tools: Sequence[Message]) -> Span | None:
         """Characters of `text` that message `index` adds to its prompt; None if the prompt is not a prefix of `text`."""
         try:
-            prompt = self._render(messages[:index], add_generation_prompt=True)[0]
-            turn = (
-                text
-                if index + 1 == len(messages)
-                else self._render(messages[: index + 1], add_generation_prompt=False)[0]
-            )
+            prompt = self._render(messages[:index], True, tools)[0]
+            turn = text if index + 1 == len(messages) else self._render(messages[: index + 1], False, tools)[0]
         except InvalidRequest:
             return None  # the template accepts only whole conversations
-        content = str(messages[index].get("content", "")).strip()
+        content = str(messages[index].get("content") or "").strip()
         if not (turn.startswith(prompt) and text.startswith(turn) and content in turn[len(prompt) :]):
             return None
         return len(prompt), self._trim(turn, len(prompt))

@@ -167,7 +167,9 @@ class Tokenizer:
         )
         return self.encode(text, add_special=False)
 
-    def encode_chat_for_training(self, messages: Sequence[Message]) -> tuple[list[int], list[bool]]:
+    def encode_chat_for_training(
+        self, messages: Sequence[Message], tools: Sequence[Message] = ()
+    ) -> tuple[list[int], list[bool]]:
         """Token ids of a chat, and which of them to learn: assistant turns with their end-of-turn token.
 
         Messages with `weight` 0 are not learned, nor are tokens that are only partly in an assistant turn.
@@ -175,7 +177,7 @@ class Tokenizer:
         """
         weights = [m.get("weight") for m in messages if m.get("role") == "assistant"]
         plain = [{key: value for key, value in m.items() if key != "weight"} for m in messages]
-        text, spans = self._template().render_for_training(plain)
+        text, spans = self._template().render_for_training(plain, tools)
         learned = [span for span, weight in zip(spans, weights, strict=True) if weight != 0]
         encoding = self._encode(text, add_special=False)
         learn, spans_left = [], iter(learned)

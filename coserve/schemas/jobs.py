@@ -14,7 +14,8 @@ from coserve.types import JobState, LoraSettings, StepMetrics, TrainingRequest, 
 ROWS = """Rows, each of one of these formats (docs/data.md says how each is rendered and what of it is learned):
 `{"text": "..."}`;
 `{"prompt": "...", "completion": "..."}`;
-`{"messages": [{"role": "system|user|assistant|tool", "content": "...", "weight": 0 or 1, of the assistant's alone}]}`;
+`{"messages": [{"role": "system|user|assistant|tool", "content": "...", "weight": 0 or 1, of the assistant's alone}], "tools": [...]}`
+(the assistant's `tool_calls` and a tool's `tool_call_id` and `name`, too);
 `{"instruction": "...", "input": "...", "output": "..."}` (alpaca; `input` may be left out);
 `{"conversations": [{"from": "human|gpt|system|tool", "value": "..."}]}` (ShareGPT)."""
 
@@ -30,7 +31,7 @@ class FinetuneRequest(Wire, frozen=True, omit_defaults=True):
     adapter: AdapterName
     data: Annotated[list[dict[str, Any]], Meta(max_length=MAX_ROWS, description=ROWS)] | None = None
     path: LocalPath | None = None
-    """A JSONL file under the daemon's `data_root`."""
+    """A JSONL or parquet file, or a folder of `Dataset.save_to_disk`, under the daemon's `data_root`."""
     continue_from: AdapterRefText | None = None
     """Go on from this adapter instead of a new one; then `lora` must be left out."""
     on_conflict: OnConflict = "wait"

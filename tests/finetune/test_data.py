@@ -167,7 +167,7 @@ MALFORMED = {
     "duplicate": '{"text": "a", "text": "b"}',
     "deep duplicate": '{"messages": [{"role": "user", "role": "assistant", "content": ""}]}',
     "unknown field": '{"text": "a", "label": 1}',
-    "unknown message field": '{"messages": [{"role": "user", "content": "a", "tool_calls": []}]}',
+    "unknown message field": '{"messages": [{"role": "user", "content": "a", "audio": []}]}',
     "no shape": '{"question": "a"}',
     "half a shape": '{"prompt": "a"}',
     "wrong type": '{"text": 5}',

@@ -25,6 +25,7 @@ from coserve.corpus.defaults import choose_training
 from coserve.corpus.jsonl import parse_jsonl
 from coserve.corpus.limits import check_training, longest_row
 from coserve.corpus.rows import parse_rows
+from coserve.corpus.sources import is_dataset, is_jsonl
 from coserve.corpus.staging import PendingCorpus, StagedCorpus, TokenizeFile, tokenize_file
 from coserve.corpus.tokenize import tokenize_rows
 from coserve.errors import InvalidRequest
@@ -38,7 +39,7 @@ from coserve.state.folder import DataFolder
 from coserve.state.records import AdapterRecord, JobRecord
 from coserve.state.registry import Registry
 from coserve.state.thread import RegistryThread
-from coserve.types import BaseSpec, JobSpec, JobState, LoraSettings, Teacher
+from coserve.types import BaseSpec, JobSpec, JobState, LoraSettings, Teacher, TrainOn
 
 MAX_PREPARING = 2
 """Processes that tokenise corpora."""
@@ -80,7 +81,7 @@ class Submission:
         else:
             source, lora = None, _own_settings(request, earlier)
         teacher = await self._teacher(request, spec)
-        corpus = await self._tokenize(self._source(request, upload), longest)
+        corpus = await self._tokenize(self._source(request, upload), longest, request.training.train_on)
         try:
             training, auto = choose_training(
                 request.training,
@@ -146,16 +147,19 @@ class Submission:
         record = await find_adapter(self._registry, name, version, spec, field="teacher")
         return Teacher(ref=record.ref, digests=record.digests, rank=record.rank)
 
-    async def _tokenize(self, source: list[dict[str, Any]] | Path, longest: int) -> PendingCorpus:
-        """Small corpora in a thread, large files in a helper process, which is killed when the client leaves."""
+    async def _tokenize(
+        self, source: list[dict[str, Any]] | Path, longest: int, train_on: TrainOn | None
+    ) -> PendingCorpus:
+        """Small corpora in a thread, other files and folders in a helper process, which is killed when the client leaves."""
         if isinstance(source, list):
-            return await asyncio.to_thread(tokenize_rows, parse_rows(source), self._tokenizer, longest)
-        size = (await asyncio.to_thread(source.stat)).st_size
-        if size <= SMALL_FILE:
-            return await asyncio.to_thread(tokenize_rows, parse_jsonl(source), self._tokenizer, longest)
+            return await asyncio.to_thread(tokenize_rows, parse_rows(source), self._tokenizer, longest, train_on)
+        if await asyncio.to_thread(_small, source):
+            return await asyncio.to_thread(tokenize_rows, parse_jsonl(source), self._tokenizer, longest, train_on)
         folder = self._folder.staging / f"corpus-{secrets.token_hex(8)}"  # partial files have a unique name
         try:
-            found = await self._helpers.run(tokenize_file, TokenizeFile(str(source), str(folder / "corpus"), longest))
+            found = await self._helpers.run(
+                tokenize_file, TokenizeFile(str(source), str(folder / "corpus"), longest, train_on)
+            )
         except BaseException:
             await uncancelled_thread(shutil.rmtree, folder, ignore_errors=True)
             raise
@@ -173,8 +177,8 @@ class Submission:
         if upload is not None:
             return upload
         path = local_path(str(request.path), self._config.data_root)
-        if not path.is_file():
-            raise InvalidRequest("expected a file", field="path")
+        if not path.is_file() and not is_dataset(path):
+            raise InvalidRequest("expected a file, or a folder of Dataset.save_to_disk", field="path")
         return path
 
 
@@ -183,6 +187,10 @@ def _earlier(registry: Registry, *, request: FinetuneRequest, base: str) -> JobR
     refuse_conflict(registry, request)
     found = last_job(registry, request.adapter) if serialised(request) else None
     return found if found is not None and found.base_fingerprint == base else None
+
+
+def _small(source: Path) -> bool:
+    return is_jsonl(source) and source.stat().st_size <= SMALL_FILE
 
 
 def _own_settings(request: FinetuneRequest, earlier: JobRecord) -> LoraSettings:

@@ -1,0 +1,189 @@
+"""Corpora in parquet and in folders of `datasets`, chats with tools, and which tokens are learned."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from coserve.corpus.rows import ChatRow, CompletionRow, TextRow, parse_row
+from coserve.corpus.sources import is_jsonl, read_rows
+from coserve.corpus.tokenize import tokenize_rows
+from coserve.errors import EmptyCorpus, InvalidRequest, MalformedRow, NoTargets
+from coserve.pretrained.chat import ChatTemplate
+from coserve.pretrained.tokenizer import Tokenizer
+from coserve.types import TrainOn
+
+ROWS: list[dict[str, Any]] = [
+    {"prompt": "Hello", "completion": f" Ahoy {number}!"} if number % 2 else {"text": f"The cat {number}."}
+    for number in range(200)
+]
+CHAT = {
+    "messages": [
+        {"role": "system", "content": "Be kind."},
+        {"role": "user", "content": "Hi"},
+        {"role": "assistant", "content": "Hm."},
+        {"role": "user", "content": "Hello?"},
+        {"role": "assistant", "content": "Ahoy!"},
+    ]
+}
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Tokenizer:
+    return Tokenizer.load("bundled")
+
+
+def test_parquet_and_a_saved_dataset_hold_the_rows_of_jsonl(tmp_path: Path) -> None:
+    pyarrow = pytest.importorskip("pyarrow")
+    pytest.importorskip("pyarrow.parquet")
+    jsonl, parquet = tmp_path / "rows.jsonl", tmp_path / "rows.parquet"
+    jsonl.write_text("".join(json.dumps(row) + "\n" for row in ROWS))
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(ROWS, _schema(pyarrow)), parquet, row_group_size=50)
+    assert (is_jsonl(jsonl), is_jsonl(parquet)) == (True, False)
+    rows = list(read_rows(jsonl))
+    assert list(read_rows(parquet)) == rows
+    assert [type(row) for row in rows[:2]] == [TextRow, CompletionRow]
+
+
+def _schema(pyarrow: Any) -> Any:
+    return pyarrow.schema([(name, pyarrow.string()) for name in ("text", "prompt", "completion")])
+
+
+def test_a_dataset_that_the_library_saved(tmp_path: Path) -> None:
+    datasets = pytest.importorskip("datasets")
+    folder = tmp_path / "saved"
+    saved = datasets.Dataset.from_list([CHAT, CHAT | {"tools": None}] * 50)
+    saved.select(range(10, 90)).save_to_disk(folder, num_shards=3)
+    rows = list(read_rows(folder))
+    assert len(rows) == 80
+    expected = parse_row(CHAT, 1)
+    assert isinstance(rows[0], ChatRow) and isinstance(expected, ChatRow)
+    assert rows[0].messages == expected.messages
+    assert [row.line for row in rows] == list(range(1, 81))
+
+
+def test_damaged_and_foreign_files_are_refused(tmp_path: Path) -> None:
+    pytest.importorskip("pyarrow")
+    file, folder = tmp_path / "bad.parquet", tmp_path / "folder"
+    file.write_bytes(b"PAR1 and nothing more")
+    folder.mkdir()
+    for state in (
+        "no JSON",
+        '{"_data_files": [{"filename": "../bad.parquet"}]}',
+        '{"_data_files": [{"filename": "gone"}]}',
+    ):
+        (folder / "state.json").write_text(state)
+        with pytest.raises(EmptyCorpus, match="the corpus cannot be read"):
+            list(read_rows(folder))
+    with pytest.raises(EmptyCorpus, match="the corpus cannot be read"):
+        list(read_rows(file))
+
+
+def test_without_pyarrow_the_command_that_installs_it_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "rows.parquet"
+    file.write_bytes(b"PAR1")
+    monkeypatch.setitem(sys.modules, "pyarrow", None)
+    with pytest.raises(InvalidRequest, match=r"a parquet file needs pyarrow.*pip install 'coserve\[datasets\]'"):
+        list(read_rows(file))
+
+
+def learned(tokenizer: Tokenizer, row: dict[str, Any], train_on: TrainOn | None) -> str:
+    corpus = tokenize_rows([parse_row(row, 7)], tokenizer, 1000, train_on)
+    tokens, target = corpus.row(0)
+    return tokenizer.decode(tokens[target.astype(np.bool_)].tolist(), skip_special=False)
+
+
+@pytest.mark.parametrize(
+    ("row", "train_on", "expected"),
+    [
+        (CHAT, None, "Hm.<|end|>Ahoy!<|end|>"),
+        (CHAT, "assistant", "Hm.<|end|>Ahoy!<|end|>"),
+        (CHAT, "completion", "Ahoy!<|end|>"),
+        (CHAT, "all", "Be kind.<|end|><|user|>Hi<|end|><|assistant|>Hm.<|end|><|user|>Hello?<|end|><|assistant|>Ahoy!<|end|>"),
+        ({"prompt": "Hello", "completion": " Ahoy!"}, "completion", " Ahoy!<|endoftext|>"),
+        ({"text": "The cat sat."}, "all", " cat sat.<|endoftext|>"),
+    ],
+)  # fmt: skip
+def test_train_on_chooses_what_is_learned(
+    tokenizer: Tokenizer, row: dict[str, Any], train_on: TrainOn | None, expected: str
+) -> None:
+    assert learned(tokenizer, row, train_on) == expected
+
+
+def test_all_of_a_completion_is_its_prompt_too(tokenizer: Tokenizer) -> None:
+    row = {"prompt": "The cat", "completion": " sat."}
+    whole = "The cat sat.<|endoftext|>"
+    assert whole.endswith(learned(tokenizer, row, "all")) and " cat sat." in learned(tokenizer, row, "all")
+    assert "cat" not in learned(tokenizer, row, None)
+
+
+@pytest.mark.parametrize(
+    ("row", "train_on"),
+    [
+        ({"text": "a b"}, "completion"),
+        ({"text": "a b"}, "assistant"),
+        ({"prompt": "a", "completion": "b"}, "assistant"),
+        ({"messages": CHAT["messages"][:4]}, "completion"),
+    ],
+)
+def test_rows_without_such_tokens_are_refused_with_their_line(
+    tokenizer: Tokenizer, row: dict[str, Any], train_on: TrainOn
+) -> None:
+    with pytest.raises((MalformedRow, NoTargets)) as refused:
+        learned(tokenizer, row, train_on)
+    assert refused.value.line == 7
+
+
+TEMPLATE = (
+    "{% if tools %}<|system|>{% for tool in tools %}{{ tool | tojson }}\n{% endfor %}<|end|>{% endif %}"
+    "{% for message in messages %}<|{{ message.role }}|>{{ message.content }}"
+    "{% for call in message.tool_calls %}[{{ call.function.name }} {{ call.function.arguments | tojson }}]{% endfor %}"
+    "<|end|>{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+TOOLS = [{"type": "function", "function": {"name": "weather", "parameters": {"type": "object", "properties": {}}}}]
+
+
+def tool_chat(arguments: object) -> dict[str, Any]:
+    call = {"id": "c1", "type": "function", "function": {"name": "weather", "arguments": arguments}}
+    return {
+        "messages": [
+            {"role": "user", "content": "Rain?"},
+            {"role": "assistant", "content": None, "tool_calls": [call]},
+            {"role": "tool", "content": "dry", "tool_call_id": "c1", "name": "weather"},
+            {"role": "assistant", "content": "No."},
+        ],
+        "tools": TOOLS,
+    }
+
+
+def test_a_chat_with_tools_is_rendered_as_transformers_renders_it() -> None:
+    transformers = pytest.importorskip("transformers")
+    row = parse_row(tool_chat('{"city": "Köln"}'), 1)
+    assert isinstance(row, ChatRow) and row == parse_row(tool_chat({"city": "Köln"}), 1)
+    folder = Path(__file__).resolve().parents[2] / "coserve" / "assets" / "tiny"
+    theirs = transformers.AutoTokenizer.from_pretrained(folder)
+    text, spans = ChatTemplate(TEMPLATE, {}, ("<|end|>",)).render_for_training(row.messages, row.tools)
+    expected = theirs.apply_chat_template(
+        list(row.messages), tools=list(row.tools), chat_template=TEMPLATE, tokenize=False
+    )
+    assert text == expected
+    assert [text[start:end] for start, end in spans] == ['[weather {"city": "Köln"}]<|end|>', "No.<|end|>"]
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        {"role": "assistant"},
+        {"role": "user", "content": "x", "tool_calls": [{"function": {"name": "f", "arguments": {}}}]},
+        {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "[1]"}}]},
+    ],
+)
+def test_malformed_tool_calls_are_refused(message: dict[str, Any]) -> None:
+    with pytest.raises(MalformedRow) as refused:
+        parse_row({"messages": [message]}, 3)
+    assert refused.value.line == 3
