@@ -12,6 +12,9 @@ from coserve.queues.policy import Due, Waiting
 from coserve.queues.shapes import StepKind, StepShape
 from coserve.types import Slo
 
+CREDIT = 0.5
+"""Targets between tokens by which one that came early lets the next ones come later."""
+
 
 @dataclass
 class _Target:
@@ -36,6 +39,8 @@ class _Target:
     """It has been scheduled, and `Admitted` was sent."""
     decodes: bool = False
     """It has had its first token."""
+    came: float = 0.0
+    """When its last token came."""
 
 
 class _Seen(NamedTuple):
@@ -44,8 +49,8 @@ class _Seen(NamedTuple):
     dues: tuple[Due, ...]
     collected: tuple[Due, ...]
     """As `dues`, but without the deadlines of next tokens, which a step in flight has computed."""
-    windows: tuple[float, ...]
-    """Of those."""
+    next_tokens: tuple[Due, ...]
+    """Those, the first for each window."""
 
 
 class RunningRequests:
@@ -137,7 +142,8 @@ class RunningRequests:
                 self.remove(message.id)
             elif message.tokens:  # chunks of prompt scores have none
                 count = len(message.tokens)
-                target.due, target.window = now + target.tpot, target.tpot
+                target.due = _next(target.due if target.decodes else now, now, target.tpot)
+                target.window, target.came = target.tpot, now
                 target.left -= count
                 target.context += count
                 if target.decodes:
@@ -179,22 +185,31 @@ class RunningRequests:
         seen = self._see()
         if collected is None:
             return seen.dues
-        return seen.collected + tuple([Due(collected + window, 1, 0, window) for window in seen.windows])
+        later = list(seen.collected)
+        for due in seen.next_tokens:
+            deadline = _next(due.deadline, collected, due.window)
+            later.append(Due(deadline, 1, 0, due.window, deadline - collected - due.window))
+        return tuple(later)
 
     def _see(self) -> _Seen:
         if self._seen is None:
-            next_tokens: dict[float, float] = {}
+            next_tokens: dict[float, tuple[float, float]] = {}
             others: dict[tuple[int, int, float], float] = {}
-            window, earliest = 0.0, math.inf  # most have the same window: a decision waits for this loop
+            window, earliest, oldest = (
+                0.0,
+                math.inf,
+                math.inf,
+            )  # most have the same window: a decision waits for this loop
             pending = 0
             for target in self._targets.values():
                 steps = 1
                 if target.decodes:
                     if target.window != window:
                         window = target.window
-                        earliest = next_tokens.get(window, math.inf)
-                    if target.due < earliest:
-                        next_tokens[window] = earliest = target.due
+                        earliest, oldest = next_tokens.get(window, (math.inf, math.inf))
+                    if target.due < earliest or target.came < oldest:
+                        earliest, oldest = min(target.due, earliest), min(target.came, oldest)
+                        next_tokens[window] = earliest, oldest
                 else:
                     pending += target.prefill
                     steps = max(1, -(-pending // self._step_tokens))
@@ -204,6 +219,12 @@ class RunningRequests:
                     last = steps, max(0, target.left - 1), target.e2e
                     others[last] = min(target.end, others.get(last, math.inf))
             collected = tuple([Due(due, *about) for about, due in others.items()])
-            dues = collected + tuple([Due(due, 1, 0, window) for window, due in next_tokens.items()])
-            self._seen = _Seen(dues, collected, tuple(next_tokens))
+            nexts = tuple([Due(due, 1, 0, w, due - came - w) for w, (due, came) in next_tokens.items()])
+            self._seen = _Seen(collected + nexts, collected, nexts)
         return self._seen
+
+
+def _next(due: float, came: float, tpot: float) -> float:
+    """The deadline of a token, if the one before was due at `due` and `came`: tokens are due `tpot` apart, whenever they come, so
+    that their mean is kept and no more time is lost than was saved."""
+    return min(max(due, came - tpot), came + CREDIT * tpot) + tpot

@@ -58,7 +58,7 @@ class Views:
             jobs = ()  # its micro-batch is suspended: no other job can begin one
         headroom = self.headroom(reading)
         waiting = self._queue.waiting(headroom)
-        step = self._running.next_step(waiting)
+        step = self._running.next_step(waiting)._replace(alone=1)  # steps in flight are collected before a slice
         return View(
             waiting=waiting,
             queued=len(self._queue),
@@ -79,7 +79,7 @@ class Views:
             job = jobs[0]
             tokens = self._jobs.micro_batch_tokens(job)
             micro_step = self.slices.predict(job, self._jobs.next_micro_step(job), tokens).most
-        decode = StepShape(step.decodes, step.kv_tokens, 0, 0, step.adapter_bytes)
+        decode = step._replace(prefill=0, pairs=0, alone=0)
         serve = self._steps.predict(step.features, step.kind, *STEP_KINDS)
         self.step_seconds = serve.expected
         return Costs(

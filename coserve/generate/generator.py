@@ -258,7 +258,7 @@ class Generator:
         found = []
         for own in launched:
             parts = [by_number[number] for number in own.sequences]
-            found.append(_Launched(own, parts, samples, step_shape(parts, self._store.size)))
+            found.append(_Launched(own, parts, samples, step_shape(parts, self._store.size, alone=not self._in_flight)))
         self._launched_prefill = sum(own.shape.prefill for own in found)
         for share in shares:
             share.sequence.computed += share.tokens

@@ -29,12 +29,14 @@ class Waiting(Protocol):
 
 class Due(NamedTuple):
     """A deadline of a running request's next or last token: the generation steps that its next token takes, and the decode steps
-    that follow until the deadline's token. `window`: seconds from which the deadline counted."""
+    that follow until the deadline's token. `window`: seconds from which the deadline counted; `credit`: seconds that were added to it,
+    as earlier tokens came early (below 0: late)."""
 
     deadline: float
     steps: int = 1
     decodes: int = 0
     window: float = 0.0
+    credit: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,6 +22,8 @@ class StepShape(NamedTuple):
     """Of a prompt's token and one up to it, which attention computes."""
     adapter_bytes: int = 0
     """Of the LoRA matrices, each adapter once: its rank times what its sites read and write."""
+    alone: int = 0
+    """1 if it was launched with no other step in flight: the device waits for its launch."""
 
     @property
     def kind(self) -> StepKind:
@@ -30,12 +32,12 @@ class StepShape(NamedTuple):
     @property
     def features(self) -> tuple[float, ...]:
         """For a `Predictor`: each has a cost of its own, and a step has one."""
-        return 1.0, self.decodes, self.kv_tokens, self.prefill, self.pairs, self.adapter_bytes
+        return 1.0, self.decodes, self.kv_tokens, self.prefill, self.pairs, self.adapter_bytes, self.alone
 
     def and_prompt(self, tokens: int, computed: int = 0) -> StepShape:
         """This and `tokens` tokens of a prompt whose first `computed` tokens are in the cache."""
         pairs = tokens * computed + tokens * (tokens + 1) // 2
-        return StepShape(self.decodes, self.kv_tokens, self.prefill + tokens, self.pairs + pairs, self.adapter_bytes)
+        return self._replace(prefill=self.prefill + tokens, pairs=self.pairs + pairs)
 
     def __add__(self, other: object) -> StepShape:
         """Of steps that are measured together."""

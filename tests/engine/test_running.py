@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from typing import NamedTuple
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -52,7 +53,7 @@ def test_the_first_deadline_of_each_kind_is_seen(batch: list[tuple[Request, int]
         assert running.step_kind() == "prefill"
         pending += 0 if one.has else one.prompt
         for due, *about in dues(one, came, now, pending):
-            steps, decodes, window = about
+            steps, decodes, window, _ = about
             key = int(steps), int(decodes), window
             expected[key] = min(due, expected.get(key, math.inf))
     running.accept([Tokens(id=f"r{i}", tokens=(1,) * one.has, finished=None) for i, (one, _) in enumerate(batch)], now)
@@ -110,4 +111,18 @@ def test_tokens_in_flight_move_the_deadlines_of_the_next_tokens_alone() -> None:
     running = batch(1, 1)
     running.accept([token("r0")], 7.0)
     assert set(running.view()) == {Due(7.5, 1, 0, 0.5), Due(2.0, 1, 0, 2.0)}
-    assert set(running.view(collected=8.0)) == {Due(8.5, 1, 0, 0.5), Due(2.0, 1, 0, 2.0)}
+    assert set(running.view(collected=7.5)) == {Due(8.0, 1, 0, 0.5), Due(2.0, 1, 0, 2.0)}
+    assert set(running.view(collected=7.25)) == {Due(8.0, 1, 0, 0.5, 0.25), Due(2.0, 1, 0, 2.0)}
+
+
+def test_an_early_token_lends_its_time_to_the_next_ones_and_a_late_one_takes_it_from_them() -> None:
+    running = batch(1)
+    for at, due, credit in [
+        (7.0, 7.5, 0.0),
+        (7.4, 8.0, 0.1),
+        (7.5, 8.25, 0.25),
+        (8.35, 8.75, -0.1),
+        (99.0, 99.0, -0.5),
+    ]:
+        running.accept([token("r0")], at)
+        assert running.view() == (Due(pytest.approx(due), 1, 0, 0.5, pytest.approx(credit)),)

@@ -8,7 +8,6 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from dataclasses import replace
-from itertools import pairwise
 
 import pytest
 
@@ -183,12 +182,12 @@ def test_no_request_starves_below_capacity(policy: str) -> None:
 
 
 def missed(outcome: Outcome) -> int:
-    """Tokens that came after their promise."""
+    """Tokens that came after their promise: a target apart from the first on."""
     count = 0
     for request in requests(outcome.scenario):
         times = [at for at, message in outcome.of(request.id) if isinstance(message, Tokens)]
         count += times[0] > outcome.sent[request.id] + request.slo.ttft + 1e-9
-        count += sum(b - a > request.slo.tpot + 1e-9 for a, b in pairwise(times))
+        count += sum(at > times[0] + k * request.slo.tpot + 1e-9 for k, at in enumerate(times))
     return count
 
 

@@ -103,7 +103,7 @@ def test_no_gap_where_micro_steps_fill_most_of_the_slack(at: int, seconds: float
     (a gap of 6.1 s after one of 0.78 s), for it was corrected by the one micro-step a second that patience let through."""
     usual = live(lambda kind, number: 0.08)
     said = live(lambda kind, number: seconds if number == at else 0.08)
-    assert max(gaps(said)) <= max(gaps(usual)) + seconds
+    assert max(gaps(said)) <= max(gaps(usual)) + seconds + STREAM.slo.tpot, "the stream's lost time is made up for"
     assert last_stats(said).patience_slices == 0
 
 
@@ -130,7 +130,7 @@ def test_training_that_runs_by_patience_alone_says_so() -> None:
     assert stats.starving is not None
     assert stats.starving.seconds > 10
     assert 0.21 <= stats.starving.micro_step <= 0.21 * FIRST_GUESS + 1e-6
-    assert 0 < stats.starving.slack < 0.21
+    assert 0 < stats.starving.slack < stats.starving.micro_step
 
 
 @pytest.mark.parametrize(("slow", "fast"), [(0.4, 0.01), (0.15, 0.05)])

@@ -72,6 +72,7 @@ class OverlappedGenerator(FakeGenerator):
             results = super().step()
             shape = super().computed()
             assert shape is not None
+            shape = shape._replace(alone=int(not self._flying))
             self._prefill = shape.prefill
             self._free_at = max(loop.time(), self._free_at) + self._seconds(shape)
             launched = self._free_at, results, shape

@@ -57,7 +57,11 @@ class Slack:
         wait, step_tokens = FIRST_TOKEN_WAIT * weight, view.step_tokens
         tightest = min(
             [
-                due.deadline - (1 - weight) * due.window - due.steps * serve - due.decodes * decode
+                due.deadline
+                - (1 - weight) * due.window
+                - (due.credit if weight < 1 else 0.0)
+                - due.steps * serve
+                - due.decodes * decode
                 for due in view.running
             ],
             default=math.inf,
