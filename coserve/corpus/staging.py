@@ -14,7 +14,8 @@ from safetensors import safe_open
 
 from coserve.corpus.rows import Row
 from coserve.corpus.sources import read_rows
-from coserve.corpus.tokenize import tokenize_rows
+from coserve.corpus.tokenize import row_arrays
+from coserve.corpus.writer import CorpusWriter
 from coserve.offload.protocol import TaskContext
 from coserve.state.durable import move_file
 from coserve.types import TrainOn
@@ -76,11 +77,14 @@ def tokenize_file(context: TaskContext, arguments: bytes, body: bytes) -> bytes:
     """Task of a helper process: `TokenizeFile` in, `StagedCorpus` out, as MessagePack. Raises `CorpusError` leaves, `StorageFull`, `StorageFailed`."""
     request = msgspec.msgpack.decode(arguments, type=TokenizeFile)
     rows = _with_progress(read_rows(Path(request.source)), context.progress)
-    corpus = tokenize_rows(rows, context.tokenizer, request.max_length, request.train_on)
-    corpus.save(Path(request.target))
-    return msgspec.msgpack.encode(
-        StagedCorpus(request.target, corpus.rows, corpus.token_count, corpus.target_tokens, corpus.rows_cut)
-    )
+    cut = 0
+    with CorpusWriter(Path(request.target)) as corpus:
+        for row in row_arrays(rows, context.tokenizer, request.max_length, request.train_on):
+            corpus.add(row.tokens, row.target)
+            cut += row.cut
+        corpus.finish()
+        staged = StagedCorpus(request.target, corpus.rows, corpus.token_count, corpus.target_tokens, cut)
+    return msgspec.msgpack.encode(staged)
 
 
 def _with_progress(rows: Iterable[Row], progress: Callable[[], None]) -> Iterator[Row]:

@@ -27,6 +27,15 @@ class TokenizedRow:
     cut: bool = False
 
 
+@dataclass(frozen=True)
+class RowArrays:
+    """`tokens`: int32 (n); `target`: uint8 (n), 1 for those that are learned. `cut`: the row was truncated."""
+
+    tokens: npt.NDArray[np.int32]
+    target: npt.NDArray[np.uint8]
+    cut: bool
+
+
 def tokenize_rows(
     rows: Iterable[Row], tokenizer: Tokenizer, max_length: int, train_on: TrainOn | None = None
 ) -> Corpus:
@@ -43,23 +52,32 @@ def tokenize_rows(
 
     Raises `NoTargets` and `MalformedRow` (a chat that the template refuses) with the row's line, `EmptyCorpus`.
     """
+    rows_of_arrays = list(row_arrays(rows, tokenizer, max_length, train_on))
+    bounds = np.cumsum([0, *(len(row.tokens) for row in rows_of_arrays)], dtype=np.int64)
+    return Corpus(
+        np.concatenate([row.tokens for row in rows_of_arrays]),
+        np.concatenate([row.target for row in rows_of_arrays]),
+        bounds,
+        sum(row.cut for row in rows_of_arrays),
+    )
+
+
+def row_arrays(
+    rows: Iterable[Row], tokenizer: Tokenizer, max_length: int, train_on: TrainOn | None = None
+) -> Iterator[RowArrays]:
+    """As `tokenize_rows`, one row at a time."""
     if max_length < 2:
         raise InvalidRequest(f"expected at least 2, got {max_length}", field="training.max_length")
-    tokens: list[npt.NDArray[np.int32]] = []
-    targets: list[npt.NDArray[np.uint8]] = []
-    bounds, cut = [0], 0
+    size = 0
     for row, tokenized in _tokenized_rows(rows, tokenizer, max_length, train_on):
         if not any(tokenized.targets):
             raise NoTargets("the row has nothing to learn", line=row.line)
-        tokens.append(np.array(tokenized.tokens, np.int32))
-        targets.append(np.array(tokenized.targets, np.uint8))
-        bounds.append(bounds[-1] + len(tokenized.tokens))
-        cut += tokenized.cut
-        if bounds[-1] > MAX_TOKENS:
+        size += len(tokenized.tokens)
+        if size > MAX_TOKENS:
             raise MalformedRow(f"expected a corpus of at most {MAX_TOKENS} tokens", line=row.line)
-    if not tokens:
+        yield RowArrays(np.array(tokenized.tokens, np.int32), np.array(tokenized.targets, np.uint8), tokenized.cut)
+    if size == 0:
         raise EmptyCorpus("expected at least one row")
-    return Corpus(np.concatenate(tokens), np.concatenate(targets), np.array(bounds, np.int64), cut)
 
 
 def _tokenized_rows(

@@ -1,0 +1,84 @@
+"""Writes a corpus file row by row: memory does not grow with the corpus. No torch."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+from pathlib import Path
+from types import TracebackType
+from typing import BinaryIO, Self
+
+import numpy as np
+import numpy.typing as npt
+
+from coserve.state.durable import disk_errors
+
+HEADER = 512
+"""Bytes kept free at the file's beginning for its header, which has the sizes."""
+BUFFER = 1 << 20
+
+
+class CorpusWriter:
+    """A new file that `Corpus.load` reads; a context. Tokens are written in place, targets and bounds beside it until `finish`.
+
+    Every method raises `StorageFull` and `StorageFailed`.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self.rows = self.token_count = self.target_tokens = 0
+        with contextlib.ExitStack() as opened, disk_errors():
+            path.parent.mkdir(parents=True, exist_ok=True)
+            names = (path, path.with_name(f"{path.name}.target"), path.with_name(f"{path.name}.bounds"))
+            self._tokens, self._target, self._bounds = (
+                opened.enter_context(name.open("x+b", buffering=BUFFER)) for name in names
+            )
+            self._tokens.write(bytes(HEADER))
+            self._bounds.write(np.zeros(1, np.int64).tobytes())
+            self._files = opened.pop_all()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        with disk_errors():
+            self._files.close()
+
+    def add(self, tokens: npt.NDArray[np.int32], target: npt.NDArray[np.uint8]) -> None:
+        """A row: its tokens (n), and which of them are learned (n)."""
+        self.rows += 1
+        self.token_count += len(tokens)
+        self.target_tokens += int(target.sum())
+        with disk_errors():
+            self._tokens.write(tokens.tobytes())
+            self._target.write(target.tobytes())
+            self._bounds.write(np.int64(self.token_count).tobytes())
+
+    def finish(self) -> None:
+        """Complete the file. It is durable when this returns."""
+        header: dict[str, object] = {}
+        end = 0
+        for name, dtype, count, size in (
+            ("tokens", "I32", self.token_count, 4),
+            ("target", "U8", self.token_count, 1),
+            ("bounds", "I64", self.rows + 1, 8),
+        ):
+            header[name] = {"dtype": dtype, "shape": [count], "data_offsets": [end, end + size * count]}
+            end += size * count
+        text = json.dumps(header, separators=(",", ":")).encode().ljust(HEADER - 8)
+        with disk_errors():
+            for part in (self._target, self._bounds):
+                _append(self._tokens, part)
+            self._tokens.seek(0)
+            self._tokens.write(len(text).to_bytes(8, "little") + text)
+            self._tokens.flush()
+            os.fsync(self._tokens.fileno())
+
+
+def _append(file: BinaryIO, part: BinaryIO) -> None:
+    part.seek(0)
+    shutil.copyfileobj(part, file, BUFFER)
