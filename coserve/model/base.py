@@ -62,11 +62,12 @@ class Base:
         *,
         lora: LoraBatch | None,
         keep: Tensor | None,
+        gather: bool = True,
     ) -> Tensor:
         """Logits (len(keep) or T, V) of packed tokens, all int64 on the base's device.
 
         `positions_T`: each token's place in its own sequence; `attention` knows which tokens belong together;
-        `lora.segments` cuts the same T tokens; `keep`: rows to compute logits for (None: all). On CPU a row's logits
+        `lora.segments` cuts the same T tokens; `keep`: rows to compute logits for (None: all); `gather`: see `run`. On CPU a row's logits
         have the same bits whatever else is in the batch. Differentiable in the adapters; gradients of the base are
         never formed.
         """
@@ -82,7 +83,7 @@ class Base:
         if keep is not None and self.device.type == "cpu":
             keep = nn.functional.pad(keep, (0, -kept % CPU_ROWS))
         with running(self.prepare(lora)):
-            return self.run(tokens_T, positions_T, attention, keep)[:kept]
+            return self.run(tokens_T, positions_T, attention, keep, gather=gather)[:kept]
 
     def run(
         self,

@@ -11,6 +11,8 @@ from torch import Tensor
 
 from coserve.generate.execution.interface import StepInput, StepResult
 from coserve.generate.execution.packing import PackedStep, by_adapter, pack
+from coserve.generate.sampling.choices import Chosen, choices
+from coserve.generate.sampling.rows import is_likeliest
 from coserve.generate.sampling.sampler import choose
 from coserve.generate.sampling.scoring import prompt_logprobs
 from coserve.kernels.lora.interface import LoraBackend
@@ -18,6 +20,7 @@ from coserve.kernels.lora.segments import Segments
 from coserve.memory.kv import KvCache
 from coserve.model.base import Attention
 from coserve.model.lora import LoraBatch, LoraWeights
+from coserve.parallel.sharding import Sharding
 from coserve.types import AdapterRef
 
 
@@ -26,6 +29,8 @@ class RunsBase(Protocol):
 
     @property
     def device(self) -> torch.device: ...
+    @property
+    def sharding(self) -> Sharding | None: ...
 
     def forward(
         self,
@@ -35,6 +40,7 @@ class RunsBase(Protocol):
         *,
         lora: LoraBatch | None,
         keep: Tensor | None,
+        gather: bool = True,
     ) -> Tensor: ...
 
 
@@ -70,17 +76,22 @@ class EagerExecutor:
 
     def _run(self, packed: PackedStep, adapters: Sequence[LoraWeights]) -> StepResult:
         rows = [own.sampling for own in packed.sequences if own.sampling is not None]
-        logits_BV = self._forward(packed, adapters)
         scorings = [(own.sequence, own.scoring) for own in packed.sequences if own.scoring is not None]
+        sharding = self._base.sharding
+        if sharding is not None and not scorings and rows and all(map(is_likeliest, rows)):
+            tokens_B = sharding.vocabulary.likeliest(self._forward(packed, adapters, gather=False))
+            chosen = choices(Chosen(tokens_B, None))
+            return StepResult(sampled=[(row.sequence, choice) for row, choice in zip(rows, chosen, strict=True)])
+        logits_BV = self._forward(packed, adapters)
         scores = prompt_logprobs(logits_BV[len(rows) :], [scoring for _, scoring in scorings])
-        choices = choose(logits_BV[: len(rows)], rows) if rows else []
+        chosen = choose(logits_BV[: len(rows)], rows) if rows else []
         return StepResult(
-            sampled=[(row.sequence, choice) for row, choice in zip(rows, choices, strict=True)],
+            sampled=[(row.sequence, choice) for row, choice in zip(rows, chosen, strict=True)],
             scores=[(sequence, entries) for (sequence, _), entries in zip(scorings, scores, strict=True)],
         )
 
-    def _forward(self, packed: PackedStep, adapters: Sequence[LoraWeights]) -> Tensor:
-        """Logits of the rows that sample a token, then of those that score: (rows, V)."""
+    def _forward(self, packed: PackedStep, adapters: Sequence[LoraWeights], *, gather: bool = True) -> Tensor:
+        """Logits of the rows that sample a token, then of those that score: (rows, V). `gather`: see `Base.run`."""
         tokens, positions, sampled, scored = list[int](), list[int](), list[int](), list[int]()
         for own in packed.sequences:
             first, start = len(tokens), own.run.position
@@ -98,6 +109,7 @@ class EagerExecutor:
             self._kv.attention([own.run for own in packed.sequences]),
             lora=self._lora(packed, adapters),
             keep=torch.tensor(sampled + scored, dtype=torch.long, device=device),
+            gather=gather,
         )
 
     def _lora(self, packed: PackedStep, adapters: Sequence[LoraWeights]) -> LoraBatch | None:

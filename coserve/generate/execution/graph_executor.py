@@ -29,7 +29,7 @@ from coserve.generate.execution.token_slots import TokenSlots
 from coserve.generate.sampling.choices import Chosen, choices
 from coserve.generate.sampling.device_sampler import DeviceSampler
 from coserve.generate.sampling.draws import likeliest
-from coserve.generate.sampling.rows import SamplingRow
+from coserve.generate.sampling.rows import SamplingRow, is_likeliest
 from coserve.generate.sampling.transfer import send_ids
 from coserve.kernels.attention.interface import TokenRun
 from coserve.kernels.lora.segments import Segments
@@ -263,13 +263,18 @@ class GraphExecutor:
         return chosen
 
     def _kernel_by_kernel(self, batch: _Batch, rows: Rows) -> tuple[Tensor, Tensor]:
-        """Logits of the rows that sample a token, and the likeliest tokens."""
+        """Logits of the rows that sample a token (this rank's part of them where nobody reads them), and the likeliest tokens."""
         given_T, slots_T, positions_T, keep_R = send_ids(
             self._device, rows.tokens, rows.slots, rows.positions, rows.keep or [0]
         )
         tokens_T = self._token_slots.fill(given_T, slots_T)
         lora = None if batch.segments is None else slot_lora(self._adapter_slots, batch.segments)
         attention = self._kv.attention(batch.runs)
+        sharding = self._fused.base.sharding
+        if sharding is not None and batch.sampling and all(map(is_likeliest, batch.sampling)):
+            parts = self._fused.forward(tokens_T, positions_T, attention, lora=lora, keep=keep_R, gather=False)
+            parts = parts[: len(rows.keep)]
+            return parts, sharding.vocabulary.likeliest(parts)
         logits = self._fused.forward(tokens_T, positions_T, attention, lora=lora, keep=keep_R)[: len(rows.keep)]
         return logits, likeliest(logits)
 

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from msgspec import Struct
 
 from coserve.generate.sampling.draws import OUTPUT_COUNT, PROMPT_COUNT
+from coserve.kernels.sampling.constants import GREEDY_BELOW
 from coserve.types import SamplingParams
 
 _MASK = (1 << 64) - 1
@@ -37,6 +38,11 @@ def is_penalised(params: SamplingParams) -> bool:
 def is_adjusted(row: SamplingRow) -> bool:
     """Whether its logits are not taken as they are."""
     return bool(row.params.logit_bias or row.banned or is_penalised(row.params))
+
+
+def is_likeliest(row: SamplingRow) -> bool:
+    """Whether its token is the likeliest one of the raw logits, which are not needed for anything else."""
+    return row.params.temperature < GREEDY_BELOW and row.params.logprobs is None and not is_adjusted(row)
 
 
 def is_filtered(params: SamplingParams, vocab: int) -> bool:
