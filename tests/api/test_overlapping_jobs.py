@@ -143,5 +143,5 @@ async def test_a_restarted_daemon_goes_on_waiting_or_goes_on(tmp_path: Path) -> 
         await api.engine.die()
         await api.call("POST", f"/finetune/{third['id']}/cancel")  # without an engine
         await api.start_engine()
-        assert sent(api).keys() == {fourth["id"]}
         assert (await api.job_until(fourth["id"], "succeeded"))["continue_from"] == "poet@2"
+        assert sent(api).keys() == {fourth["id"]}
