@@ -157,14 +157,22 @@ class Config:
     )
     max_jobs: int = option(256, "most jobs that wait or run; more get 429")
     max_active_jobs: int = option(
-        4, "jobs that train side by side, a micro-batch each in turn; the others wait in line"
+        4, "jobs that train side by side, together in one forward or in turn; the others wait in line"
     )
     max_adapters_resident: int = option(64, "adapters kept in host memory; idle ones beyond that stay on disk only")
     adapter_memory_bytes: int | None = option(
         None,
         "host memory for idle adapters, in bytes; default: as many as max_adapters_resident says, whatever their size",
     )
-    micro_batch_tokens: int = option(2048, "most tokens of one training forward")
+    micro_batch_tokens: int = option(2048, "most tokens of one training forward, of one job or of several together")
+    micro_batch_rows: int | None = option(
+        None, "most rows of one training forward; default: as many as micro_batch_tokens holds"
+    )
+    mix_jobs: bool = option(
+        True,
+        "rows of several jobs train in one forward, which is faster where each has few; off: one job's at a time, so that on a GPU, too, a "
+        "job's result does not depend on other jobs to the last bit",
+    )
     recompute: bool = option(False, "training: keep only each layer's input and compute the layer again")
     keep_checkpoints: int = option(2, "checkpoints kept per job")
 
@@ -210,6 +218,7 @@ class Config:
             "max_active_jobs",
             "max_adapters_resident",
             "adapter_memory_bytes",
+            "micro_batch_rows",
             "keep_checkpoints",
             "max_connections",
             "max_body_bytes",

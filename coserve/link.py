@@ -232,6 +232,18 @@ class StallCounts(msgspec.Struct, frozen=True):
     buckets: tuple[int, ...]
 
 
+class TrainingBatches(msgspec.Struct, frozen=True):
+    """Training forwards so far, and the rows and the jobs of all of them together."""
+
+    count: int = 0
+    rows: int = 0
+    jobs: int = 0
+
+    def plus(self, rows: int, jobs: int) -> TrainingBatches:
+        """With one more, of so many rows and jobs."""
+        return TrainingBatches(self.count + 1, self.rows + rows, self.jobs + jobs)
+
+
 class EngineStats(Message, frozen=True):
     """Gauges, about once a second and after every change of state."""
 
@@ -255,6 +267,7 @@ class EngineStats(Message, frozen=True):
     """Time spent so far in generation steps and in fine-tuning slices."""
     troubles: tuple[str, ...] = ()
     """Reads and writes that are being retried, and work that runs in smaller parts since memory ran out; shown in /health."""
+    batches: TrainingBatches = TrainingBatches()
     patience_slices: int = 0
     """Fine-tuning slices so far that ran only because their job had waited for `train_patience`."""
     starving: Starving | None = None

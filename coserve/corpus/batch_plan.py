@@ -48,8 +48,10 @@ class BatchPlan:
         training: TrainingSettings,
         micro_batch_tokens: int,
         check: Callable[[], None] = unchecked,
+        *,
+        micro_batch_rows: int | None = None,
     ) -> None:
-        """`lengths`: tokens of each row, int64 (S). `micro_batch_tokens`: the engine's limit.
+        """`lengths`: tokens of each row, int64 (S). `micro_batch_tokens`, `micro_batch_rows`: the engine's limits.
 
         An epoch has ceil(tokens / `batch_tokens`) optimizer steps of about equal size: equal shares of its tokens, plus at
         most one row. No step spans two epochs. A fractional epoch ends after its share of steps.
@@ -57,7 +59,7 @@ class BatchPlan:
         """
         check_training(training)
         self._lengths, self._training = lengths, training
-        self._limit = micro_batch_limit(training, micro_batch_tokens)
+        self._limit, self._rows = micro_batch_limit(training, micro_batch_tokens), micro_batch_rows
         self._training_rows, validation_rows = _split(len(lengths), training)
         self._validation = self._pack(validation_rows, check)
         self._epoch_starts = [0]
@@ -127,7 +129,7 @@ class BatchPlan:
         indices: list[int] = rows.tolist()
         sizes: list[int] = self._lengths[rows].tolist()
         packed: list[tuple[int, ...]] = []
-        for micro_batch in pack(sizes, self._limit, check):
+        for micro_batch in pack(sizes, self._limit, check, rows=self._rows):
             check()
             packed.append(tuple([indices[i] for i in micro_batch]))
         return tuple(packed)

@@ -10,8 +10,11 @@ CHECK_INTERVAL = 64
 """Rows between two calls of `check`."""
 
 
-def pack(sizes: Sequence[int], limit: int, check: Callable[[], None] = unchecked) -> list[list[int]]:
-    """Indices of `sizes` in bins of at most `limit` tokens: each goes to the first bin that has space, in order.
+def pack(
+    sizes: Sequence[int], limit: int, check: Callable[[], None] = unchecked, *, rows: int | None = None
+) -> list[list[int]]:
+    """Indices of `sizes` in bins of at most `limit` tokens and `rows` rows (None: any number): each goes to the first bin that has
+    space, in order.
 
     A size above `limit` gets a bin of its own. First-fit (Johnson, "Near-optimal bin packing algorithms", 1973) in
     O(n log n). `check` is called every `CHECK_INTERVAL` rows and may raise.
@@ -27,7 +30,7 @@ def pack(sizes: Sequence[int], limit: int, check: Callable[[], None] = unchecked
             bins.append([])
             free.append(limit)
         bins[found].append(index)
-        free.subtract(found, size)
+        free.subtract(found, limit if len(bins[found]) == rows else size)  # one with all its rows has no space left
     return bins
 
 

@@ -44,6 +44,7 @@ def engine_stats(
         serve_seconds=seconds[0],
         train_seconds=seconds[1],
         troubles=adapters.troubles + jobs.troubles + generator.troubles,
+        batches=jobs.batches,
         patience_slices=views.slices.by_patience,
         starving=views.slices.starving(now),
         stalls=stalls.totals(),

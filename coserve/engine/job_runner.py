@@ -28,6 +28,7 @@ from coserve.link import (
     JobStarted,
     JobSucceeded,
     JobWaiting,
+    TrainingBatches,
 )
 from coserve.queues.finetune import JobQueue
 from coserve.state.retries import FOR_EVER
@@ -103,6 +104,11 @@ class JobRunner:
         return self._trainer.micro_batch_tokens(job)
 
     @property
+    def batches(self) -> TrainingBatches:
+        """Training forwards so far."""
+        return self._trainer.batches
+
+    @property
     def micro_steps_done(self) -> int:
         """Of the last slice."""
         return self._trainer.micro_steps_done
@@ -155,21 +161,26 @@ class JobRunner:
         return found is not None
 
     def advance(self, job: str, micro_steps: int | None) -> bool:
-        """Train an active job. Whether its micro-batch is still under way; otherwise the turn is the next one's."""
+        """Train an active job, and others whose turns come next if they can share its batch. Whether the batch is still under way;
+        otherwise all of them have had their turn."""
         try:
-            messages = self._trainer.advance(job, micro_steps)
-            suspended = self._trainer.mid_batch(job)
+            messages = self._trainer.advance(job, micro_steps, self._turns.ready())
         except Exception as error:  # noqa: BLE001 - whatever it is, it is this job's alone
             self._fail(job, error)
             return False
         for message in messages:
             if isinstance(message, JobFailed):
-                self._end(job, message)
-                return False
-            self._send(message)
-        if not suspended:
-            self._turns.rotate(job)
-            self._unsettled.append(job)  # what comes next is no part of the slice, nor of its time
+                self._end(message.id, message)
+            else:
+                self._send(message)
+        trained = [each for each in self._trainer.trained if each in self._turns]  # one that has failed is not
+        suspended = any(map(self._trainer.mid_batch, trained))
+        if suspended:
+            self._turns.put_first(trained)
+        else:
+            for each in trained:
+                self._turns.rotate(each)
+                self._unsettled.append(each)  # what comes next is no part of the slice, nor of its time
         return suspended
 
     def pause(self, job: str) -> None:

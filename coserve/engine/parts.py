@@ -20,6 +20,7 @@ from coserve.engine.device_memory import DeviceMemory, Fixed
 from coserve.engine.sizes import STEP_TOKENS
 from coserve.errors import AdapterNotFound
 from coserve.finetune.memory_profiling import Conditions, keep_graph_bytes, plan_memory
+from coserve.finetune.passes.mixing import BatchLimits
 from coserve.finetune.trainer import Trainer
 from coserve.generate.execution.start import Start, WarmKernels, make_start
 from coserve.gpu_memory import MemoryModel
@@ -175,7 +176,8 @@ class EngineParts:
             self.base,
             store,
             self.folder,
-            micro_batch_tokens=config.micro_batch_tokens,
+            limits=BatchLimits(config.micro_batch_tokens, config.micro_batch_rows),
+            mix_jobs=config.mix_jobs,
             recompute=config.recompute,
             keep_checkpoints=config.keep_checkpoints,
             lora_backend=self.lora_backend,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from coserve.admission.memory import Hold, Start
@@ -17,6 +17,7 @@ from coserve.link import (
     JobWaiting,
     RequestFailed,
     Tokens,
+    TrainingBatches,
 )
 from coserve.memory.allocator import AllocatorStats
 from coserve.queues.inference import Queued
@@ -97,7 +98,14 @@ class Trains(Protocol):
 
     def load(self, spec: JobSpec, cancellation: Cancellation) -> Callable[[], JobStarted]: ...
     def preparation(self, job: str) -> Callable[[Cancellation], None] | None: ...
-    def advance(self, job: str, micro_steps: int | None) -> list[FromEngine]: ...
+    def advance(self, job: str, micro_steps: int | None, others: Sequence[str] = ()) -> list[FromEngine]: ...
+    @property
+    def trained(self) -> tuple[str, ...]:
+        """Jobs of the last slice: the one that was advanced, and those that share its pass."""
+        ...
+
+    @property
+    def batches(self) -> TrainingBatches: ...
     @property
     def notes(self) -> tuple[str, ...]: ...
     def mid_batch(self, job: str) -> bool: ...

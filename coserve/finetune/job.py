@@ -1,78 +1,77 @@
-"""A job in memory, advanced slice by slice."""
+"""A job in memory."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
 import torch
+from torch import Tensor
 
-from coserve.errors import JobOutOfMemory
-from coserve.finetune.loop import Events, SliceTimer, TrainingLoop
+from coserve.finetune.loop import Event, Events, SliceTimer, TrainingLoop
 from coserve.finetune.optimizer import BEST, WEIGHTS
-from coserve.model.faults import memory_numbers, out_of_memory
+from coserve.model.faults import memory_numbers
 from coserve.model.lora import LoraWeights
-from coserve.types import MicroStep, StepMetrics
+from coserve.types import StepMetrics
 
 
 class TrainingJob:
-    """A training loop and where it is suspended. Only `advance` and `abandon` move it."""
+    """A training loop and where it is suspended. A `TrainingPass` moves it on; `abandon` takes it back."""
 
-    def __init__(
-        self, loop: TrainingLoop, timer: SliceTimer, device: torch.device, *, overlapped: bool = False
-    ) -> None:
-        """`timer`: the loop's own. `overlapped`: slices are only launched, on the current stream."""
-        self.loop = loop
-        self.next_micro_step = MicroStep.BEGIN
-        self.micro_steps_done = 0
-        """In the last slice."""
+    def __init__(self, loop: TrainingLoop, timer: SliceTimer, device: torch.device) -> None:
+        """`timer`: the loop's own."""
+        self.loop, self.timer = loop, timer
         self.mid_step = False
         """Suspended within an optimizer step or its evaluation."""
         self.memory_note: str | None = None
         """How it trains since memory ran out."""
-        self._timer, self._device, self._overlapped = timer, device, overlapped
+        self.alone = False
+        """It shares no forward any more: one that it shared has failed."""
+        self.blocked = any(pair.blocks > 1 for pair in loop.optimizer.weights().sites.values())
+        """Its adapter has block-diagonal matrices."""
+        self.batch_tokens = 0
+        """Of all rows of its pass, or of its last one."""
+        self._device = device
         self._events: Events = loop.run()
 
     @property
-    def mid_batch(self) -> bool:
-        """Suspended within a micro-batch."""
-        return self.next_micro_step is not MicroStep.BEGIN
+    def id(self) -> str:
+        return self.loop.spec.id
 
-    def advance(self, micro_steps: int | None) -> StepMetrics | None:
-        """Run `micro_steps` micro-steps of one kind, fewer if another kind or the end of the micro-batch comes first.
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """For an operator."""
+        alone = "it trains alone, since a batch that it shared with other jobs failed" if self.alone else None
+        return tuple(note for note in (self.memory_note, alone) if note is not None)
 
-        None: run to the end of the micro-batch. Returns the metrics of an optimizer step that is now done, evaluation
-        included. Where memory runs out, the optimizer step begins again with smaller micro-batches (`memory_note`).
-        Raises `NonFiniteLoss`, `JobOutOfMemory`.
-        """
-        try:
-            return self.run_slice(micro_steps)
-        except Exception as error:
-            if not out_of_memory(error):
-                raise
-            message = self.memory_message(error)
-            if not self.lower_memory():
-                raise JobOutOfMemory(message) from error
-        # Here the error is gone, and with it the tensors that its traceback held.
-        self.abandon()
-        return None
+    @property
+    def shared_rows(self) -> tuple[int, ...] | None:
+        """Between two micro-batches: rows of the next one, if it may share a forward with other jobs'."""
+        return None if self.alone else self.loop.next_rows
 
-    def run_slice(self, micro_steps: int | None) -> StepMetrics | None:
-        """`advance` without an answer to lack of memory: it raises what was raised. Returns once the device is done,
-        unless slices are only launched."""
-        with self._timer.slice():
-            metrics = self._advance(micro_steps)
-            if (
-                self._device.type == "cuda" and not self._overlapped
-            ):  # the policy needs the device's time, not the time of the launches
-                torch.cuda.current_stream(self._device).synchronize()  # side streams copy on
-            return metrics
+    def ask(self) -> Event:
+        """Between two micro-batches: the next one, which `answer` then answers. Not of a finished job."""
+        self.mid_step = True
+        return self._next(None)
+
+    def answer(self, loss: Tensor) -> Event:
+        """The micro-batch is computed; what comes next. Raises `NonFiniteLoss`."""
+        return self._next(loss)
+
+    def update(self) -> Event:
+        """Update the weights; what comes next. Raises `NonFiniteLoss`."""
+        return self._next(None)
+
+    def _next(self, answer: Tensor | None) -> Event:
+        event = self._events.send(answer)
+        self.mid_step = not isinstance(event, StepMetrics)
+        return event
 
     def lower_memory(self) -> bool:
         """Memory ran out: begin the optimizer step again with smaller micro-batches, once it is abandoned. False: nothing is left
         to lower."""
         note = self.loop.lower_memory()
         if note is not None:
-            self.memory_note, self.micro_steps_done = note, 0
+            self.memory_note = note
         return note is not None
 
     def memory_message(self, error: Exception) -> str:
@@ -81,24 +80,11 @@ class TrainingJob:
         what = f"one row of {tokens} tokens, each layer computed again" if tokens else "the update of the weights"
         return f"not enough memory for {what} ({numbers}); try a smaller rank or max_length"
 
-    def _advance(self, micro_steps: int | None) -> StepMetrics | None:
-        kind, self.micro_steps_done = self.next_micro_step, 0
-        while micro_steps is None or (self.micro_steps_done < micro_steps and self.next_micro_step is kind):
-            event = next(self._events, None)
-            if event is None:  # the job had finished before
-                return None
-            self.micro_steps_done += 1
-            self.next_micro_step = event if isinstance(event, MicroStep) else MicroStep.BEGIN
-            self.mid_step = not isinstance(event, StepMetrics)
-            if not isinstance(event, MicroStep):
-                return event if isinstance(event, StepMetrics) else None
-        return None
-
     def abandon(self) -> None:
-        """Drop the unfinished optimizer step; `advance` then computes it again."""
+        """Drop the unfinished optimizer step, which begins again. The job must have left its pass."""
         self._events.close()
         self.loop.optimizer.zero_grad()
-        self.next_micro_step, self.mid_step = MicroStep.BEGIN, False
+        self.mid_step = False
         self._events = self.loop.run()
 
     def final_weights(self) -> Callable[[], LoraWeights]:

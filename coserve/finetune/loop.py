@@ -1,29 +1,27 @@
-"""The training loop of one job, as a generator that is suspended after every micro-step."""
+"""The training loop of one job, as a generator that asks for the losses of micro-batches."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager
 from enum import Enum
 from zlib import crc32
 
 import msgspec
 import torch
+from torch import Tensor
 
 from coserve.corpus.batch_plan import BatchPlan
 from coserve.corpus.lr_schedule import learning_rate
 from coserve.corpus.tokenized import Corpus
 from coserve.errors import NonFiniteLoss
 from coserve.finetune.memory_limits import MemoryLimits
-from coserve.finetune.micro_batch import MicroBatchRunner
+from coserve.finetune.micro_batch import MicroBatch
 from coserve.finetune.optimizer import AdapterOptimizer
-from coserve.finetune.packed_rows import PackedRows, pack_rows
 from coserve.finetune.progress import TrainingProgress
-from coserve.kernels.lora.interface import LoraBackend
-from coserve.kernels.lora.segments import Segments
 from coserve.model.dropout import DropoutSpec
-from coserve.model.lora import LoraBatch, LoraWeights
+from coserve.model.lora import LoraWeights
 from coserve.state.durable import disk_errors
 from coserve.state.failpoints import failpoint
 from coserve.types import JobSpec, MicroStep, StepMetrics
@@ -35,9 +33,12 @@ class Boundary(Enum):
     MICRO_BATCH = "micro_batch"
 
 
-Events = Generator[StepMetrics | Boundary | MicroStep, None, None]
-"""Yields after each micro-step: the kind of the next one within a micro-batch, a `Boundary`, or the metrics of a finished
-optimizer step."""
+Event = MicroBatch | MicroStep | Boundary | StepMetrics
+"""What a loop is suspended for: a micro-batch that is to be computed, `MicroStep.OPTIMIZER` ahead of an update of the weights, a
+`Boundary`, or the metrics of a finished optimizer step."""
+Events = Generator[Event, Tensor | None, None]
+"""A `MicroBatch` is answered with its summed loss (fp64, scalar, nats)."""
+_Asking = Generator[Event, Tensor | None, Tensor]
 
 
 class SliceTimer:
@@ -76,9 +77,7 @@ class TrainingLoop:
         corpus: Corpus,
         plan: BatchPlan,
         optimizer: AdapterOptimizer,
-        runner: MicroBatchRunner,
         *,
-        lora_backend: LoraBackend,
         device: torch.device,
         timer: SliceTimer,
         teacher: LoraWeights | None = None,
@@ -91,14 +90,14 @@ class TrainingLoop:
         self._overlapped = overlapped
         self.spec, self.plan, self.optimizer = spec, plan, optimizer
         self.progress = TrainingProgress()
-        self._corpus, self._runner, self._device, self._timer = corpus, runner, device, timer
-        self._lora_backend, self._teacher, self._check_peers = lora_backend, teacher, check_peers
+        self._corpus, self._device, self._timer = corpus, device, timer
+        self._teacher, self._check_peers = teacher, check_peers
         self._validation = plan.validation()
         self._limits = MemoryLimits(corpus.lengths)
         self._under_way: tuple[int, ...] | None = None
-        """Rows of the micro-batch that is being computed; None: between two, and in the optimizer's update."""
-        self.micro_batch_tokens = 0
-        """Of the micro-batch under way, or of the last one."""
+        """Rows of the micro-batch that is being computed; None: between two steps, and in the optimizer's update."""
+        self._next: tuple[int, ...] | None = None
+        """Rows of the next micro-batch, while suspended between two of one optimizer step."""
 
     @property
     def finished(self) -> bool:
@@ -130,8 +129,27 @@ class TrainingLoop:
         """Tokens of the micro-batch that is being computed."""
         return self._limits.size(self._under_way or ())
 
+    @property
+    def next_rows(self) -> tuple[int, ...] | None:
+        """Rows of the micro-batch that comes next, at the end of another: None if it cannot share a forward with other jobs'. Such
+        are evaluations, micro-batches with a teacher, and those that recompute their layers for lack of memory.
+
+        Cheap where the step is prepared (`BatchPlan.prepared`).
+        """
+        if self.progress.pending is not None or self.finished or self._teacher is not None or self._limits.recomputes:
+            return None
+        return self._next or self._limits.cut(self.plan.step(self.progress.step).micro_batches)[0]
+
+    def size(self, rows: Sequence[int]) -> int:
+        """Tokens of these rows."""
+        return self._limits.size(rows)
+
     def run(self) -> Events:
         """Continue from `progress` to the end. Raises `NonFiniteLoss`."""
+        self._next = None
+        return self._run()
+
+    def _run(self) -> Events:
         while not self.finished:
             if self.progress.pending is None:
                 self._timer.restart()
@@ -154,17 +172,12 @@ class TrainingLoop:
         micro_batches = self._limits.cut(batches.micro_batches)
         for micro, indices in enumerate(micro_batches):
             if micro:
+                self._next = indices
                 yield Boundary.MICRO_BATCH
-            self._under_way = indices
-            rows = pack_rows(self._corpus, indices, self._device)
-            self.micro_batch_tokens = rows.tokens
-            lora = self._lora_batch(rows, self._dropout(step, micro))
-            trainable, grads = self.optimizer.trainable, self.optimizer.grads
-            summed += yield from self._runner.forward_backward(
-                rows, lora, trainable, grads, teacher=self._teacher_batch(rows), recompute=self._limits.recomputes
-            )
-            tokens += rows.tokens
-            targets += rows.targets
+                self._next = None
+            summed += yield from self._computed(indices, self._dropout(step, micro), learns=True)
+            tokens += self.size(indices)
+            targets += self._targets(indices)
         yield MicroStep.OPTIMIZER
         norm_and_loss = torch.stack((self.optimizer.divide_grads(targets).double(), summed / targets))
         norm, loss = yield from self._read(norm_and_loss)  # the step's only synchronisation
@@ -211,24 +224,20 @@ class TrainingLoop:
         pending = msgspec.structs.replace(self.progress.pending, valid_loss=loss)
         self.progress = msgspec.structs.replace(self.progress, pending=pending)
 
-    def _validation_loss(self) -> Generator[Boundary | MicroStep, None, float]:
+    def _validation_loss(self) -> Generator[Event, Tensor | None, float]:
         """Return the mean loss of the validation rows."""
         summed, targets = torch.zeros((), dtype=torch.float64, device=self._device), 0
         for micro, indices in enumerate(self._limits.cut(self._validation)):
             if micro:
                 yield Boundary.MICRO_BATCH
-            self._under_way = indices
-            rows = pack_rows(self._corpus, indices, self._device)
-            self.micro_batch_tokens = rows.tokens
-            lora, teacher = self._lora_batch(rows, None), self._teacher_batch(rows)
-            summed += yield from self._runner.evaluate(rows, lora, teacher=teacher)
-            targets += rows.targets
+            summed += yield from self._computed(indices, None, learns=False)
+            targets += self._targets(indices)
         self._under_way = None
         (loss,) = yield from self._read((summed / targets).view(1))
         self._check_finite(loss, "validation loss")
         return loss
 
-    def _read(self, values: torch.Tensor) -> Generator[MicroStep, None, list[float]]:
+    def _read(self, values: Tensor) -> Generator[Event, Tensor | None, list[float]]:
         """The values of a tensor on the device, which the host waits for unless slices are only launched."""
         if self._overlapped:
             yield MicroStep.RESULT
@@ -261,12 +270,27 @@ class TrainingLoop:
                 )
             raise NonFiniteLoss(f"the {name} is not finite {when}; {advice}")
 
-    def _lora_batch(self, rows: PackedRows, dropout: DropoutSpec | None) -> LoraBatch:
-        return LoraBatch(Segments((0, rows.tokens), (0,)), (self.optimizer.weights(),), self._lora_backend, dropout)
+    def _computed(self, rows: tuple[int, ...], dropout: DropoutSpec | None, *, learns: bool) -> _Asking:
+        """Ask for a micro-batch; return its summed loss."""
+        self._under_way = rows
+        loss = yield MicroBatch(
+            self._corpus,
+            rows,
+            self.size(rows),
+            self.optimizer.weights(),
+            self.optimizer.trainable,
+            self.optimizer.grads,
+            learns=learns,
+            dropout=dropout,
+            teacher=self._teacher,
+            recompute=self._limits.recomputes,
+        )
+        assert loss is not None, "expected the micro-batch's loss"
+        return loss
 
-    def _teacher_batch(self, rows: PackedRows) -> LoraBatch | None:
-        teacher = self._teacher
-        return None if teacher is None else LoraBatch(Segments((0, rows.tokens), (0,)), (teacher,), self._lora_backend)
+    def _targets(self, rows: Sequence[int]) -> int:
+        """Target tokens of these rows."""
+        return sum(int(self._corpus.row(row)[1].sum()) for row in rows)
 
     def _dropout(self, step: int, micro: int) -> DropoutSpec | None:
         """Masks depend on the job's seed, the step and the micro-batch alone: a resumed job drops the same elements."""

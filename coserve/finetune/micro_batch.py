@@ -11,25 +11,28 @@ With a teacher, an adapter on the same base, the loss is the divergence from its
 The generators below yield after each micro-step. While suspended they hold no context (gradient mode, LoRA batch), so
 inference may run in between.
 
-Letters: T packed tokens, D hidden, V vocabulary, K kept tokens (those whose next token is a target), L layers.
+Letters: T packed tokens, D hidden, V vocabulary, K kept tokens (those whose next token is a target), L layers, J jobs.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
 from torch import Tensor
 
+from coserve.corpus.tokenized import Corpus
 from coserve.finetune.losses import divergence, negative_log_likelihood
 from coserve.finetune.packed_rows import PackedRows
 from coserve.kernels.attention.interface import Attention
 from coserve.kernels.attention.packed import PackedAttention
 from coserve.model.base import Base
+from coserve.model.dropout import DropoutSpec
 from coserve.model.forward_context import ForwardContext, running
 from coserve.model.layers import LayerCut, LayerInputs
-from coserve.model.lora import LoraBatch
+from coserve.model.lora import LoraBatch, LoraWeights
 from coserve.types import MicroStep
 
 LOGITS_ELEMENTS = 1 << 25
@@ -42,6 +45,26 @@ MicroSteps = Generator[MicroStep, None, Tensor]
 
 LayerTensors = Sequence[Sequence[Tensor]]
 """Tensors by layer (L)."""
+
+
+@dataclass(frozen=True)
+class MicroBatch:
+    """Rows that a job has computed next, and the adapter that they are for."""
+
+    corpus: Corpus
+    rows: tuple[int, ...]
+    """Of the corpus, by index."""
+    tokens: int
+    """Of the rows."""
+    weights: LoraWeights
+    trainable: LayerTensors
+    grads: LayerTensors
+    """As `MicroBatchRunner.forward_backward` takes them."""
+    learns: bool
+    """Forward and backward; False: an evaluation."""
+    dropout: DropoutSpec | None = None
+    teacher: LoraWeights | None = None
+    recompute: bool = False
 
 
 @dataclass
@@ -61,8 +84,22 @@ class _TrainableLayer:
     bottom: bool
 
 
+@dataclass(frozen=True)
+class _TargetChunk:
+    """Targets whose logits are computed at once."""
+
+    keep_K: Tensor  # noqa: N815
+    labels_K: Tensor  # noqa: N815
+    counts: Mapping[int, int]
+    """How many of them are whose, by job, in their order."""
+
+    def by_job(self, x_K: Tensor) -> Sequence[Tensor]:
+        """`x_K` (K, ...) in a part for each job of `counts`."""
+        return [x_K] if len(self.counts) == 1 else torch.split(x_K, list(self.counts.values()))
+
+
 class MicroBatchRunner:
-    """Runs micro-batches of any adapter through one frozen base."""
+    """Runs micro-batches of any adapters through one frozen base."""
 
     def __init__(
         self,
@@ -90,13 +127,13 @@ class MicroBatchRunner:
         teacher: LoraBatch | None = None,
         recompute: bool = False,
     ) -> MicroSteps:
-        """Add the gradient of the rows' summed loss to `grads`; return that loss (fp64, scalar, nats).
+        """Add the gradient of each job's summed loss to `grads`; return those losses (fp64, (J), nats).
 
-        The loss is the targets' NLL; with a `teacher`, the divergence from its distributions at the targets' places.
+        The loss is the targets' NLL; with a `teacher`, of one job, the divergence from its distributions at the targets' places.
 
-        `trainable[i]`: the tensors of `lora` at layer i's sites, each requiring gradients. `grads`: fp32, same shapes; the
-        pairs' `MainGrads` if they have any. The sum is not divided by the number of targets, so micro-batches of one
-        optimizer step add up. `recompute`: also where the runner's setting is off.
+        `trainable[i]`: the tensors of `lora` at layer i's sites, of all jobs, each requiring gradients. `grads`: fp32, same
+        shapes; the pairs' `MainGrads` if they have any. The sum is not divided by the number of targets, so micro-batches of
+        one optimizer step add up. `recompute`: also where the runner's setting is off.
         """
         saved: list[_SavedLayer] = []
         layers, first = len(trainable), next(i for i, tensors in enumerate(trainable) if tensors)
@@ -108,29 +145,29 @@ class MicroBatchRunner:
             keep = keep_graph and i >= first
             h_1TD = self._forward(i, h_1TD, inputs, context, saved, train=i >= first, leaf=i > first, keep_graph=keep)
             yield MicroStep.FORWARD if i + 1 < layers else MicroStep.HEAD
-        loss, gradient_1TD = torch.zeros((), dtype=torch.float64, device=h_1TD.device), torch.zeros_like(h_1TD)
+        losses_J, gradient_1TD = _no_losses(rows, h_1TD), torch.zeros_like(h_1TD)
         chunks = self._target_chunks(rows, taught_1TD)
-        for number, (keep_K, labels_K) in enumerate(chunks, start=1):
-            loss += self._head(h_1TD, inputs, keep_K, labels_K, taught_1TD, gradient_1TD)
+        for number, chunk in enumerate(chunks, start=1):
+            self._head(h_1TD, inputs, chunk, taught_1TD, losses_J, gradient_1TD)
             yield MicroStep.HEAD if number < len(chunks) else MicroStep.BACKWARD
         for i in reversed(range(first, layers)):
             layer = _TrainableLayer(trainable[i], grads[i], bottom=i == first)
             gradient_1TD = self._backward(i, saved.pop(), gradient_1TD, inputs, context, layer)
             if not layer.bottom:
                 yield MicroStep.BACKWARD
-        return loss
+        return losses_J
 
     def evaluate(self, rows: PackedRows, lora: LoraBatch, *, teacher: LoraBatch | None = None) -> MicroSteps:
-        """Return the rows' summed loss (fp64, scalar, nats), without gradients."""
+        """Return each job's summed loss (fp64, (J), nats), without gradients."""
         inputs = self._embed(rows)
         taught_1TD = None if teacher is None else (yield from self._hidden(inputs, teacher, MicroStep.EVALUATE))
         h_1TD = yield from self._hidden(inputs, lora, MicroStep.EVALUATE_HEAD)
-        loss = torch.zeros((), dtype=torch.float64, device=h_1TD.device)
-        for number, (keep_K, labels_K) in enumerate(self._target_chunks(rows, taught_1TD)):
+        losses_J = _no_losses(rows, h_1TD)
+        for number, chunk in enumerate(self._target_chunks(rows, taught_1TD)):
             if number:
                 yield MicroStep.EVALUATE_HEAD
-            loss += self._head(h_1TD, inputs, keep_K, labels_K, taught_1TD, None)
-        return loss
+            self._head(h_1TD, inputs, chunk, taught_1TD, losses_J, None)
+        return losses_J
 
     def _hidden(self, inputs: LayerInputs, lora: LoraBatch, then: MicroStep) -> MicroSteps:
         """Return the last layer's output (1, T, D), without gradients. `then`: the kind of the micro-step after it."""
@@ -144,11 +181,16 @@ class MicroBatchRunner:
     def _embed(self, rows: PackedRows) -> LayerInputs:
         return self._cut.embed(rows.tokens_T, rows.positions_T, self._attention(rows.bounds))
 
-    def _target_chunks(self, rows: PackedRows, taught_1TD: Tensor | None) -> list[tuple[Tensor, Tensor]]:
-        """`keep_K` and `labels_K`, in chunks whose logits are computed at once."""
+    def _target_chunks(self, rows: PackedRows, taught_1TD: Tensor | None) -> list[_TargetChunk]:
+        """All targets, in chunks whose logits are computed at once."""
         size = self.targets_at_once if taught_1TD is None else max(4, self.targets_at_once // TEACHER_SHARE)
-        starts = range(0, rows.targets, size)
-        return [(rows.keep_K[start : start + size], rows.labels_K[start : start + size]) for start in starts]
+        found = []
+        for start in range(0, rows.targets, size):
+            stop = min(start + size, rows.targets)
+            own = [min(last, stop) - max(first, start) for first, last in pairwise(rows.target_bounds)]
+            counts = {job: count for job, count in enumerate(own) if count > 0}
+            found.append(_TargetChunk(rows.keep_K[start:stop], rows.labels_K[start:stop], counts))
+        return found
 
     def _forward(
         self,
@@ -178,28 +220,32 @@ class MicroBatchRunner:
         self,
         h_1TD: Tensor,
         inputs: LayerInputs,
-        keep_K: Tensor,
-        labels_K: Tensor,
+        chunk: _TargetChunk,
         taught_1TD: Tensor | None,
+        losses_J: Tensor,
         gradient_1TD: Tensor | None,
-    ) -> Tensor:
-        """Summed loss of some kept tokens; adds its gradient to `gradient_1TD` unless that is None.
+    ) -> None:
+        """Add the summed loss of a chunk's targets to `losses_J`, and its gradient to `gradient_1TD` unless that is None.
 
-        `taught_1TD`: the teacher's last hidden states; None: the loss is the NLL of `labels_K`.
+        `taught_1TD`: the teacher's last hidden states; None: the loss is the NLL of the labels.
         """
         wanted = gradient_1TD is not None
         shard = None if self._base.sharding is None else self._base.sharding.vocabulary
         leaf_1TD = h_1TD.detach().requires_grad_(wanted)
         with torch.set_grad_enabled(wanted):
-            logits = self._cut.head(leaf_1TD, inputs, keep_K, gather=False)
+            logits = self._cut.head(leaf_1TD, inputs, chunk.keep_K, gather=False)
             if taught_1TD is None:
-                loss = negative_log_likelihood(logits, labels_K, shard)
+                losses = [
+                    negative_log_likelihood(own, labels_K, shard)
+                    for own, labels_K in zip(chunk.by_job(logits), chunk.by_job(chunk.labels_K), strict=True)
+                ]
             else:
                 # The states are detached, so no gradient reaches the teacher.
-                loss = divergence(logits, self._cut.head(taught_1TD, inputs, keep_K, gather=False), shard)
+                losses = [divergence(logits, self._cut.head(taught_1TD, inputs, chunk.keep_K, gather=False), shard)]
         if gradient_1TD is not None:
-            gradient_1TD += torch.autograd.grad(loss, leaf_1TD)[0]
-        return loss.detach().double()
+            gradient_1TD += torch.autograd.grad(losses, leaf_1TD)[0]
+        for job, loss in zip(chunk.counts, losses, strict=True):
+            losses_J[job] += loss.detach().double()
 
     def _backward(
         self,
@@ -227,6 +273,11 @@ class MicroBatchRunner:
             return gradient_1TD
         assert found[-1] is not None, "a layer's output depends on its input"
         return found[-1]
+
+
+def _no_losses(rows: PackedRows, like: Tensor) -> Tensor:
+    """Zeros (fp64, (J))."""
+    return torch.zeros(len(rows.target_bounds) - 1, dtype=torch.float64, device=like.device)
 
 
 def _add(grads: Sequence[Tensor], found: Sequence[Tensor | None]) -> None:

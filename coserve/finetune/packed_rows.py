@@ -1,12 +1,13 @@
-"""Rows of a corpus packed into one sequence of tokens, on the base's device.
+"""Rows of one job or of several packed into one sequence of tokens, on the base's device.
 
-Letters: T packed tokens, K kept tokens (those whose next token is a target).
+Letters: T packed tokens, K kept tokens (those whose next token is a target), J jobs.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 import numpy as np
 import torch
@@ -17,13 +18,16 @@ from coserve.corpus.tokenized import Corpus
 
 @dataclass(frozen=True)
 class PackedRows:
-    """Token t of `keep_K` predicts `labels_K`. All tensors are int64; row i is `bounds[i]:bounds[i + 1]`."""
+    """Token t of `keep_K` predicts `labels_K`, both in the order of the tokens. All tensors are int64; row i is
+    `bounds[i]:bounds[i + 1]`. The rows of each job follow one another."""
 
     tokens_T: Tensor  # noqa: N815
     positions_T: Tensor  # noqa: N815
     bounds: tuple[int, ...]
     keep_K: Tensor  # noqa: N815
     labels_K: Tensor  # noqa: N815
+    jobs: tuple[tuple[int, int], ...] = ()
+    """Tokens and targets of each job (J); empty: all rows are of one."""
 
     @property
     def tokens(self) -> int:
@@ -33,10 +37,26 @@ class PackedRows:
     def targets(self) -> int:
         return self.keep_K.shape[0]
 
+    @property
+    def token_bounds(self) -> tuple[int, ...]:
+        """Job j has the tokens `token_bounds[j]:token_bounds[j + 1]`."""
+        return (0, *accumulate(tokens for tokens, _ in self.jobs)) if self.jobs else (0, self.tokens)
+
+    @property
+    def target_bounds(self) -> tuple[int, ...]:
+        """Likewise of its targets, in `keep_K`."""
+        return (0, *accumulate(targets for _, targets in self.jobs)) if self.jobs else (0, self.targets)
+
 
 def pack_rows(corpus: Corpus, rows: Sequence[int], device: torch.device) -> PackedRows:
     """Concatenate rows of the corpus, by index; attention treats each as a sequence of its own."""
-    parts = [corpus.row(row) for row in rows]
+    return pack_jobs([(corpus, rows)], device)
+
+
+def pack_jobs(jobs: Sequence[tuple[Corpus, Sequence[int]]], device: torch.device) -> PackedRows:
+    """As `pack_rows`, rows of several jobs: each job's corpus, and indices of its rows."""
+    own = [[corpus.row(row) for row in rows] for corpus, rows in jobs]
+    parts = [part for job in own for part in job]
     tokens = np.concatenate([tokens for tokens, _ in parts]).astype(np.int64)
     targets = np.flatnonzero(np.concatenate([target for _, target in parts]))
     lengths = [len(part) for part, _ in parts]
@@ -48,4 +68,5 @@ def pack_rows(corpus: Corpus, rows: Sequence[int], device: torch.device) -> Pack
         bounds=(0, *np.cumsum(lengths).tolist()),
         keep_K=torch.from_numpy(targets - 1).to(device),
         labels_K=torch.from_numpy(tokens[targets]).to(device),
+        jobs=tuple((sum(len(row) for row, _ in job), sum(int(target.sum()) for _, target in job)) for job in own),
     )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 
@@ -32,9 +32,12 @@ from coserve.finetune.lora_tensors import cast
 from coserve.finetune.micro_batch import MicroBatchRunner
 from coserve.finetune.optimizer import AdapterOptimizer
 from coserve.finetune.outcome import PEER_FAILED, NoPeers, Outcome, SliceGuard
+from coserve.finetune.passes.mixing import BatchLimits
+from coserve.finetune.passes.passes import TrainingPasses
+from coserve.finetune.passes.training_pass import TrainingPass
 from coserve.finetune.publication import Published, publication
 from coserve.kernels.lora.interface import LoraBackend
-from coserve.link import FromEngine, JobCheckpoint, JobFailed, JobNote, JobProgress, JobStarted
+from coserve.link import FromEngine, JobCheckpoint, JobNote, JobStarted, TrainingBatches
 from coserve.model.base import Base
 from coserve.model.faults import contained, memory_numbers, out_of_memory
 from coserve.model.lora import LoraWeights
@@ -48,7 +51,8 @@ log = logging.getLogger(__name__)
 class Trainer:
     """All jobs of one engine. Each has its own adapter, optimizer, schedule and seed; they share the base.
 
-    Jobs alternate at the ends of micro-batches. The result of a job does not depend on what runs in between.
+    Jobs alternate at the ends of micro-batches, or share a `TrainingPass`. What runs in between does not change a job's result, and
+    company in a pass changes it by rounding only.
     """
 
     def __init__(
@@ -57,7 +61,8 @@ class Trainer:
         store: AdapterStore,
         folder: DataFolder,
         *,
-        micro_batch_tokens: int,
+        limits: BatchLimits,
+        mix_jobs: bool,
         recompute: bool,
         keep_checkpoints: int,
         lora_backend: LoraBackend,
@@ -66,23 +71,31 @@ class Trainer:
         clock: Callable[[], float] = time.perf_counter,
         own_stream: Callable[[], AbstractContextManager[object]] | None = None,
     ) -> None:
-        """`micro_batch_tokens`: most tokens of one forward, whatever a job asks for. `gathering` is called with a job when a snapshot of
-        its state begins, in which all ranks take part; `guard` keeps ranks together in `attempt`. `clock` gives seconds.
+        """`limits` of one forward, whatever a job asks for. `mix_jobs`: jobs may share one, unless ranks share the base, or the LoRA backend
+        runs a forward for each adapter. `gathering` is called with a job when a snapshot of its state begins, in which all ranks take
+        part; `guard` keeps ranks together in `attempt`. `clock` gives seconds.
         `own_stream` enters the stream that all tensors and kernels of jobs belong to: slices are only launched there, and run beside
         generation. None: they run on the current stream, and have ended when `advance` returns.
 
         Raises `UnsupportedBase` for a base that cannot be run layer by layer.
         """
-        self._base, self._store, self._folder, self._lora_backend = base, store, folder, lora_backend
-        self._micro_batch_tokens, self._keep, self._clock = micro_batch_tokens, keep_checkpoints, clock
+        self._base, self._store, self._folder = base, store, folder
+        self._limits, self._keep, self._clock = limits, keep_checkpoints, clock
         self._gathering, self._guard = gathering, guard or NoPeers()
         self._overlapped = own_stream is not None
         self._stream = own_stream or nullcontext
-        self._runner = MicroBatchRunner(base, recompute=recompute)
+        runner = MicroBatchRunner(base, recompute=recompute)
+        self._passes = TrainingPasses(
+            lambda jobs: TrainingPass(jobs, runner, lora_backend, base.device, overlapped=self._overlapped),
+            limits,
+            mix_jobs=mix_jobs and base.sharding is None and not lora_backend.one_adapter_a_step,
+        )
         self._jobs: dict[str, TrainingJob] = {}
         self._checkpoints: dict[str, JobCheckpoints] = {}
         self.micro_steps_done = 0
         """In the last slice."""
+        self.trained: tuple[str, ...] = ()
+        """Jobs of the last slice."""
 
     def load(self, spec: JobSpec, cancellation: Cancellation) -> Callable[[], JobStarted]:
         """Load a job into memory as its last readable checkpoint left it; on any thread.
@@ -109,19 +122,20 @@ class Trainer:
             return None
         return lambda cancellation: plan.prepare(step, cancellation.check)
 
-    def advance(self, job: str, micro_steps: int | None) -> list[FromEngine]:
-        """Run one slice: see `TrainingJob.advance`. Nothing happens to a finished job."""
-        training = self._jobs[job]
-        self.micro_steps_done = 0  # stays 0 if the slice fails: its time is no sample of a micro-step
-        before = training.memory_note
-        try:
-            with self._job_errors():
-                metrics = training.advance(micro_steps)
-        except CoserveError as error:
-            return [JobFailed(id=job, code=error.code, message=error.message)]
-        self.micro_steps_done = training.micro_steps_done
-        messages = self._memory_notes(training, before)
-        return messages if metrics is None else [*messages, JobProgress(id=job, metrics=metrics)]
+    def advance(self, job: str, micro_steps: int | None, others: Sequence[str] = ()) -> list[FromEngine]:
+        """Run one slice of the job's micro-batch: see `TrainingPasses.advance`. Nothing happens to a finished job.
+
+        If the micro-batch begins, those of `others` may join it: jobs between two micro-batches, in the order of their turns.
+        """
+        self.micro_steps_done, self.trained = 0, (job,)  # 0 if the slice fails: its time is no sample of a micro-step
+        one = self._passes.pass_of(self._jobs[job], [self._jobs[other] for other in others])
+        if one is None:
+            return []
+        self.trained = tuple([each.id for each in one.jobs])
+        with self._stream():
+            messages = self._passes.advance(one, micro_steps)
+        self.micro_steps_done = one.micro_steps_done
+        return messages
 
     def attempt(self, job: str, micro_steps: int | None) -> Outcome:
         """`advance` on one of several ranks: when it returns, no rank is in a collective of the slice, whichever failed in it.
@@ -130,13 +144,18 @@ class Trainer:
         Raises `EngineFault` alone.
         """
         training, guard = self._jobs[job], self._guard
-        self.micro_steps_done = 0
+        self.micro_steps_done, self.trained = 0, (job,)
+        one = self._passes.pass_of(training)
         code = message = ""
         metrics: StepMetrics | None = None
         guard.begin(self._base.device)
         try:
             with contained(self._base.device), _aborting_on_error(guard):
-                metrics = training.run_slice(micro_steps)
+                if one is not None:
+                    one.advance(micro_steps)
+                    for _, error in one.errors:
+                        raise error
+                    metrics = next((own for _, own in one.metrics), None)
                 guard.end()
         except EngineFault:
             raise
@@ -151,10 +170,11 @@ class Trainer:
         # Here the error is gone, and with it the tensors that its traceback held.
         position = training.loop.position
         if code:
-            training.abandon()
+            self._passes.abandon(training)
             guard.finish_collectives()
-        else:
-            self.micro_steps_done = training.micro_steps_done
+        elif one is not None:
+            self.micro_steps_done = one.micro_steps_done
+            self._passes.settle(one)
         return Outcome(position, code, message, metrics)
 
     def retry(self, job: str) -> list[FromEngine]:
@@ -177,26 +197,32 @@ class Trainer:
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """Jobs that train with less memory than they were meant to have."""
-        return tuple(f"job {id}: {job.memory_note}" for id, job in self._jobs.items() if job.memory_note is not None)
+        """What trains with less memory, or less company, than it was meant to have."""
+        jobs = [(id, note) for id, job in self._jobs.items() for note in job.notes]
+        return (*(f"job {id}: {note}" for id, note in jobs), *self._passes.notes)
+
+    @property
+    def batches(self) -> TrainingBatches:
+        """Training forwards so far."""
+        return self._passes.batches
 
     def _memory_notes(self, job: TrainingJob, before: str | None) -> list[FromEngine]:
         if job.memory_note is None or job.memory_note == before:
             return []
-        log.warning("job %s: %s", job.loop.spec.id, job.memory_note)
-        return [JobNote(id=job.loop.spec.id, message=job.memory_note)]
+        log.warning("job %s: %s", job.id, job.memory_note)
+        return [JobNote(id=job.id, message=job.memory_note)]
 
     def mid_batch(self, job: str) -> bool:
         """Whether the job is suspended within a micro-batch."""
-        return self._jobs[job].mid_batch
+        return job in self._passes
 
     def next_micro_step(self, job: str) -> MicroStep:
         """The kind of the job's next micro-step."""
-        return self._jobs[job].next_micro_step
+        return self._passes.next_micro_step(job)
 
     def micro_batch_tokens(self, job: str) -> int:
-        """Tokens of the job's micro-batch under way, or of its last one; 0: it had none."""
-        return self._jobs[job].loop.micro_batch_tokens
+        """Tokens of the job's batch under way, or of its last one, other jobs' rows included; 0: it had none."""
+        return self._jobs[job].batch_tokens
 
     def checkpoint(self, job: str) -> Callable[[], JobCheckpoint] | None:
         """Drop the unfinished optimizer step and begin a snapshot of the state after the last finished one.
@@ -224,10 +250,10 @@ class Trainer:
         self._jobs[job].loop.optimizer.snapshot()
 
     def abandon(self, job: str) -> None:
-        """Drop the unfinished optimizer step, and the memory that it holds."""
+        """Drop the unfinished optimizer step, and the memory that only it holds. Other jobs of its pass go on."""
         if self._jobs[job].mid_step:
             with self._job_errors():
-                self._jobs[job].abandon()
+                self._passes.abandon(self._jobs[job])
 
     def publication(self, job: str) -> Callable[[], Callable[[], Published]]:
         """Begin to publish a finished job: see `finetune.publication`."""
@@ -244,15 +270,17 @@ class Trainer:
         """Free the job's memory; its files stay."""
         training = self._jobs.pop(job)
         del self._checkpoints[job]
+        if not self._jobs:
+            self._passes.reset()
         with self._job_errors():
-            training.abandon()
+            self._passes.abandon(training)
 
     def _load(self, spec: JobSpec, check: Callable[[], None]) -> tuple[TrainingJob, JobCheckpoints]:
         base, device = self._base, self._base.device
         corpus = Corpus.load(self._folder.corpus(spec.id), check)
         if int(corpus.tokens.max()) >= base.spec.vocab:
             raise CheckpointUnreadable("the job's corpus has tokens that the base does not know")
-        plan = BatchPlan(corpus.lengths, spec.training, self._micro_batch_tokens, check)
+        plan = BatchPlan(corpus.lengths, spec.training, self._limits.tokens, check, micro_batch_rows=self._limits.rows)
         start = self._initial_weights(spec)
         partition = base.partition(start)
         if partition is not None and not partition.keeps_blocks(start.sites):
@@ -266,8 +294,6 @@ class Trainer:
             corpus,
             plan,
             optimizer,
-            self._runner,
-            lora_backend=self._lora_backend,
             device=device,
             timer=timer,
             teacher=self._teacher_weights(spec),
@@ -279,7 +305,7 @@ class Trainer:
         checkpoints.resume()
         if loop.progress.step < plan.total_steps:
             plan.prepare(loop.progress.step, check)
-        return TrainingJob(loop, timer, device, overlapped=self._overlapped), checkpoints
+        return TrainingJob(loop, timer, device), checkpoints
 
     def _initial_weights(self, spec: JobSpec) -> LoraWeights:
         """fp32, on the CPU: a new adapter, or the continued one from its files (in memory it is rounded to the base's dtype)."""

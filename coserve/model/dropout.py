@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -35,3 +37,37 @@ class DropoutSpec:
             ((start, stop),) = shard.partition.inputs.ranks[shard.mesh.rank]
             kept_TD = kept_TD[:, start:stop]
         return x_TD * kept_TD.div_(1 - self.p)
+
+
+@dataclass(frozen=True)
+class SegmentDropout:
+    """The dropout of several jobs in one batch: `specs[j]` drops elements of the rows `bounds[j]:bounds[j + 1]`, as it does where
+    they are the whole batch. None: no element."""
+
+    bounds: Sequence[int]
+    specs: Sequence[DropoutSpec | None]
+
+    @property
+    def p(self) -> float:
+        """The largest probability."""
+        return max(0.0 if spec is None else spec.p for spec in self.specs)
+
+    def apply(self, x_TD: Tensor, site: str, shard: SiteShard | None = None) -> Tensor:
+        """See `DropoutSpec.apply`."""
+        parts = [x_TD[first:last] for first, last in pairwise(self.bounds)]
+        return torch.cat(
+            [
+                part if spec is None else spec.apply(part, site, shard)
+                for part, spec in zip(parts, self.specs, strict=True)
+            ]
+        )
+
+
+Dropout = DropoutSpec | SegmentDropout
+
+
+def dropout_of(bounds: Sequence[int], specs: Sequence[DropoutSpec | None]) -> Dropout | None:
+    """What a batch of these jobs drops; None: nothing."""
+    if not any(specs):
+        return None
+    return specs[0] if len(specs) == 1 else SegmentDropout(bounds, specs)

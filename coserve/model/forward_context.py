@@ -15,7 +15,7 @@ from typing import NamedTuple
 from coserve.kernels.attention.interface import Attention
 from coserve.kernels.lora.interface import PreparedLora
 from coserve.kernels.lora.types import SiteGroup
-from coserve.model.dropout import DropoutSpec
+from coserve.model.dropout import Dropout
 from coserve.model.gemm_choice import GemmChoice
 from coserve.parallel.modules import SiteShard
 
@@ -37,7 +37,7 @@ class ForwardContext:
     """One forward of a base, or several with the same adapters. `ForwardContext()`: the base alone."""
 
     lora: PreparedLora | None = None
-    dropout: DropoutSpec | None = None
+    dropout: Dropout | None = None
     grouped: bool = False
     """Sites that read one input compute their outputs together (`PreparedLora.linear_group`)."""
     fused: Fused | None = None

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from coserve.kernels.lora.interface import LoraBackend, PreparedLora
 from coserve.kernels.lora.segments import Segments
 from coserve.kernels.lora.types import LoraPair, SiteGroup, StackedWeights
-from coserve.model.dropout import DropoutSpec
+from coserve.model.dropout import Dropout
 from coserve.model.forward_context import ForwardContext, current
 from coserve.parallel.fully_sharded import prepare_lora
 from coserve.parallel.modules import SiteShard, shard_of
@@ -36,7 +36,7 @@ class LoraBatch:
     segments: Segments
     adapters: tuple[LoraWeights, ...]
     backend: LoraBackend
-    dropout: DropoutSpec | None = None
+    dropout: Dropout | None = None
 
     def padded(self, rows: int) -> LoraBatch:
         """The same batch with tokens of no adapter behind it, `rows` tokens in all."""
@@ -159,7 +159,7 @@ class _Site:
             return self.shared.learned(self.place, x, context.lora)
         return self.add(x, context.lora, context.dropout)
 
-    def add(self, x: Tensor, lora: PreparedLora, dropout: DropoutSpec | None) -> Tensor:
+    def add(self, x: Tensor, lora: PreparedLora, dropout: Dropout | None) -> Tensor:
         """`x` (..., D) with T rows in all -> (..., O). The module's own output, bit for bit, where no adapter changes it."""
         y = self.inner(x)
         if not lora.changes(self.group):

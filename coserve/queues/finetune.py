@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 
 class JobQueue:
-    """Round robin among the ready jobs. `rotate` is called when a job's micro-batch ends, so at most one micro-batch is
-    suspended at a time.
+    """Round robin among the ready jobs. `rotate` is called when a job's micro-batch ends, `put_first` when one is suspended, so at
+    most one is suspended at a time: that of the first job, which may be shared with those behind it.
     """
 
     def __init__(self) -> None:
@@ -35,6 +37,13 @@ class JobQueue:
         """Move a job behind all others."""
         self.remove(job)
         self.add(job)
+
+    def put_first(self, jobs: Sequence[str]) -> None:
+        """Move jobs ahead of all others, in this order."""
+        first = tuple(jobs)
+        if self.ready()[: len(first)] != first:
+            self._ready = dict.fromkeys((*first, *self._ready))
+            self._order = None
 
     def ready(self) -> tuple[str, ...]:
         """Jobs that can train, the next one first."""

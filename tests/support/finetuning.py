@@ -16,6 +16,7 @@ from coserve.cancellation import Cancellation
 from coserve.corpus.tokenized import Corpus
 from coserve.errors import CapacityError, CoserveError
 from coserve.finetune.outcome import SliceGuard
+from coserve.finetune.passes.mixing import BatchLimits
 from coserve.finetune.trainer import Trainer
 from coserve.kernels.lora.interface import LoraBackend
 from coserve.link import FromEngine, JobCheckpoint, JobFailed, JobProgress, JobStarted, JobSucceeded
@@ -83,6 +84,7 @@ class Bench:
         clock: Callable[[], float] = lambda: 0.0,
         guard: SliceGuard | None = None,
         own_stream: Callable[[], AbstractContextManager[object]] | None = None,
+        limits: BatchLimits = BatchLimits(64),  # noqa: B008 - frozen
     ) -> None:
         self.base, self.folder = base, DataFolder(root)
         self.store = AdapterStore(self._load_adapter, HostBudget(4))
@@ -90,7 +92,8 @@ class Bench:
             base,
             self.store,
             self.folder,
-            micro_batch_tokens=64,
+            limits=limits,
+            mix_jobs=True,
             recompute=recompute,
             keep_checkpoints=keep_checkpoints,
             lora_backend=lora_backend,
@@ -115,17 +118,18 @@ class Bench:
             messages += self.advance(job, micro_steps)
         return messages
 
-    def advance(self, job: str, micro_steps: int | None) -> list[FromEngine]:
+    def advance(self, job: str, micro_steps: int | None, others: Sequence[str] = ()) -> list[FromEngine]:
         """A slice, and what the engine has threads do after it, on this one."""
-        messages = self.trainer.advance(job, micro_steps)
-        try:
-            if not self.trainer.mid_batch(job) and self.trainer.finished(job):
-                messages.append(self.trainer.publication(job)()())
-            elif self.trainer.checkpoint_due(job):
-                with suppress(CapacityError):
-                    messages.append(self.save(job))
-        except CoserveError as error:
-            messages.append(JobFailed(id=job, code=error.code, message=error.message))
+        messages = self.trainer.advance(job, micro_steps, others)
+        for trained in self.trainer.trained:
+            try:
+                if not self.trainer.mid_batch(trained) and self.trainer.finished(trained):
+                    messages.append(self.trainer.publication(trained)()())
+                elif self.trainer.checkpoint_due(trained):
+                    with suppress(CapacityError):
+                        messages.append(self.save(trained))
+            except CoserveError as error:
+                messages.append(JobFailed(id=trained, code=error.code, message=error.message))
         return messages
 
     def save(self, job: str) -> JobCheckpoint | None:

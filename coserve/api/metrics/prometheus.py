@@ -28,6 +28,9 @@ _TOTALS: tuple[tuple[str, str, Callable[[EngineStats], float]], ...] = (
     ("engine_cuda_free", "Calls of cudaFree", lambda s: s.cuda_frees),
     ("engine_cuda_alloc_retries", "Allocations that freed cached memory first", lambda s: s.cuda_alloc_retries),
     ("engine_pinned_alloc", "Calls of cudaHostAlloc", lambda s: s.pinned_allocs),
+    ("train_batches", "Batches of fine-tuning rows computed, of one job or of several", lambda s: s.batches.count),
+    ("train_batch_rows", "Rows in those batches", lambda s: s.batches.rows),
+    ("train_batch_jobs", "Jobs in those batches, each counted in every batch that it shared", lambda s: s.batches.jobs),
     ("train_patience_slices", "Fine-tuning slices that ran only for train_patience", lambda s: s.patience_slices),
 )
 """Counters that an engine starts at zero."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 from coserve.cancellation import Cancellation
@@ -23,7 +23,16 @@ from coserve.engine.ranks.followers import Followers
 from coserve.errors import CoserveError, EngineFault
 from coserve.finetune.outcome import Outcome, judge
 from coserve.finetune.trainer import Trainer
-from coserve.link import FromEngine, JobCheckpoint, JobFailed, JobProgress, JobStarted, JobSucceeded, JobWaiting
+from coserve.link import (
+    FromEngine,
+    JobCheckpoint,
+    JobFailed,
+    JobProgress,
+    JobStarted,
+    JobSucceeded,
+    JobWaiting,
+    TrainingBatches,
+)
 from coserve.state.folder import DataFolder
 from coserve.types import AdapterRef, JobSpec, MicroStep
 
@@ -69,13 +78,13 @@ class RankedTrainer:
 
         return on_all
 
-    def advance(self, job: str, micro_steps: int | None) -> list[FromEngine]:
-        """See `Trainer.advance`. An error of any rank ends the job alone, or begins its optimizer step again with less memory on
+    def advance(self, job: str, micro_steps: int | None, others: Sequence[str] = ()) -> list[FromEngine]:
+        """See `Trainer.advance`; each job trains alone. An error of any rank ends the job alone, or begins its optimizer step again with less memory on
         all ranks. Raises `EngineFault` alone."""
         with self._followers.asked(AdvanceJob(job=job, micro_steps=micro_steps)) as answers:
             own = self._local.attempt(job, micro_steps)
-            others = [Outcome(answer.value, answer.code, answer.message) for answer in answers.settle()]
-        verdict = judge([own, *others])
+            theirs = [Outcome(answer.value, answer.code, answer.message) for answer in answers.settle()]
+        verdict = judge([own, *theirs])
         if verdict.retry:
             self._followers.send(RetryJob(job))
             if notes := self._local.retry(job):
@@ -125,6 +134,16 @@ class RankedTrainer:
         self._local.drop(job)
 
     # ---- what rank 0 alone knows
+
+    @property
+    def trained(self) -> tuple[str, ...]:
+        """See `Trains`."""
+        return self._local.trained
+
+    @property
+    def batches(self) -> TrainingBatches:
+        """See `Trainer.batches`."""
+        return self._local.batches
 
     @property
     def notes(self) -> tuple[str, ...]:

@@ -1,0 +1,144 @@
+"""The passes of an engine's jobs: which jobs share one, and what becomes of them when one fails."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+
+from coserve.errors import CoserveError, EngineFault, JobOutOfMemory, failure_text
+from coserve.finetune.job import TrainingJob
+from coserve.finetune.passes.mixing import BatchLimits, Size, companions
+from coserve.finetune.passes.training_pass import TrainingPass
+from coserve.link import FromEngine, JobFailed, JobNote, JobProgress, TrainingBatches
+from coserve.model.faults import contained, out_of_memory
+from coserve.types import MicroStep
+
+log = logging.getLogger(__name__)
+
+MakePass = Callable[[Sequence[TrainingJob]], TrainingPass]
+
+
+class TrainingPasses:
+    """At most one pass of each job. Several jobs share a forward only if all of them are dense or all have block-diagonal pairs: the
+    kernels for both together are compiled for neither."""
+
+    def __init__(self, make: MakePass, limits: BatchLimits, *, mix_jobs: bool) -> None:
+        """`mix_jobs`: whether jobs share forwards, of at most `limits`."""
+        self._make, self._mix_jobs = make, mix_jobs
+        self._planned = self._limits = limits
+        self._passes: dict[str, TrainingPass] = {}
+        """By job, while it is within one."""
+        self.batches = TrainingBatches()
+        """Those that were computed so far."""
+
+    def __contains__(self, job: str) -> bool:
+        return job in self._passes
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """For an operator."""
+        if self._limits == self._planned:
+            return ()
+        return (f"jobs: not enough memory for larger batches of several jobs: at most {self._limits.tokens} tokens",)
+
+    def next_micro_step(self, job: str) -> MicroStep:
+        one = self._passes.get(job)
+        return MicroStep.BEGIN if one is None else one.next_micro_step
+
+    def pass_of(self, job: TrainingJob, others: Sequence[TrainingJob] = ()) -> TrainingPass | None:
+        """The pass that the job is in, or a new one of its next micro-batch and of those of `others`, in the order of their turns,
+        that may join it. None: the job is finished."""
+        one = self._passes.get(job.id)
+        if one is None and not job.loop.finished:
+            one = self._make([job, *self._companions(job, others)])
+            self._passes |= {each.id: one for each in one.jobs}
+        return one
+
+    def advance(self, one: TrainingPass, micro_steps: int | None) -> list[FromEngine]:
+        """Run a slice: see `TrainingPass.advance`, and what is to be told of it.
+
+        A job whose memory runs out begins its optimizer step again with less. An error in a forward or backward of several
+        jobs ends none of them: they begin their steps again, with fewer tokens at once or each alone. Raises what is no
+        `CoserveError` in the forward or backward of one job.
+        """
+        failure: Exception | None = None
+        try:
+            with contained(one.device):
+                one.advance(micro_steps)
+        except EngineFault:
+            raise
+        except Exception as error:
+            if len(one.members) == 1 and not (isinstance(error, CoserveError) or out_of_memory(error)):
+                raise
+            failure, one.micro_steps_done = error.with_traceback(None), 0  # the traceback would hold tensors
+        messages: list[FromEngine] = [JobProgress(id=job.id, metrics=metrics) for job, metrics in one.metrics]
+        for job, own in one.errors:
+            messages += self._failed(job, own)
+        if failure is not None:
+            messages += self._dissolved(one, failure)
+        self.settle(one)
+        return messages
+
+    def settle(self, one: TrainingPass) -> None:
+        """After a slice."""
+        if one.ended and one.learns:
+            self.batches = self.batches.plus(one.rows, len(one.members))
+        for job in one.jobs if one.ended else ():
+            self._passes.pop(job.id, None)
+
+    def abandon(self, job: TrainingJob) -> None:
+        """Drop the job's unfinished optimizer step. Other jobs of its pass go on."""
+        if (one := self._passes.pop(job.id, None)) is not None:
+            one.leave(job)
+        job.abandon()
+
+    def reset(self) -> None:
+        """No job is left: forget that memory ran out."""
+        self._limits = self._planned
+
+    def _companions(self, job: TrainingJob, others: Sequence[TrainingJob]) -> list[TrainingJob]:
+        rows = job.shared_rows
+        if not self._mix_jobs or rows is None:
+            return []
+        able = {
+            other.id: other
+            for other in others
+            if other is not job and other.id not in self._passes and other.blocked == job.blocked
+        }
+        sizes = [
+            (id, Size(other.loop.size(own), len(own)))
+            for id, other in able.items()
+            if (own := other.shared_rows) is not None
+        ]
+        return [able[id] for id in companions(Size(job.loop.size(rows), len(rows)), sizes, self._limits)]
+
+    def _failed(self, job: TrainingJob, error: Exception) -> list[FromEngine]:
+        """Something failed that concerns the job alone: it begins its optimizer step again with less memory, or fails."""
+        message = job.memory_message(error) if out_of_memory(error) else None
+        again = message is not None and job.lower_memory()
+        self.abandon(job)
+        if again:
+            assert job.memory_note is not None, "expected what has changed"
+            log.warning("job %s: %s", job.id, job.memory_note)
+            return [JobNote(id=job.id, message=job.memory_note)]
+        if message is not None:
+            error = JobOutOfMemory(message)
+        if not isinstance(error, CoserveError):
+            log.error("job %s: internal error", job.id, exc_info=error)
+        code, text = failure_text(error)
+        return [JobFailed(id=job.id, code=code, message=text)]
+
+    def _dissolved(self, one: TrainingPass, error: Exception) -> list[FromEngine]:
+        """The forward or backward has failed, and with it the pass."""
+        if len(one.members) == 1:
+            return self._failed(one.jobs[0], error)
+        if out_of_memory(error):
+            self._limits = BatchLimits(min(one.tokens, self._limits.tokens) // 2, self._limits.rows)
+            log.warning("%s", *self.notes)
+        else:
+            log.error("a batch of several jobs failed: each of them trains alone from now on", exc_info=error)
+            for job in one.jobs:
+                job.alone = True
+        for job in tuple(one.jobs):
+            self.abandon(job)
+        return []

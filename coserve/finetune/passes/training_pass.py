@@ -1,0 +1,174 @@
+"""One packed batch with rows of one job or of several: its forward and backward, then the updates of jobs whose step is complete.
+
+Each job has a segment of the batch: rank, targets, dropout, loss and gradients are its own, and so are optimizer, schedule and seed.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from coserve.errors import EngineFault
+from coserve.finetune.job import TrainingJob
+from coserve.finetune.loop import Event
+from coserve.finetune.micro_batch import MicroBatch, MicroBatchRunner, MicroSteps
+from coserve.finetune.packed_rows import pack_jobs
+from coserve.kernels.lora.interface import LoraBackend
+from coserve.kernels.lora.segments import Segments
+from coserve.model.dropout import dropout_of
+from coserve.model.faults import contained
+from coserve.model.lora import LoraBatch
+from coserve.types import MicroStep, StepMetrics
+
+
+class TrainingPass:
+    """The next micro-batch of a job, or of several jobs in one batch, suspended after each micro-step.
+
+    Several jobs must all ask for a `MicroBatch` that `learns`, without a teacher. A job is in one pass at a time.
+    """
+
+    def __init__(
+        self,
+        jobs: Sequence[TrainingJob],
+        runner: MicroBatchRunner,
+        lora_backend: LoraBackend,
+        device: torch.device,
+        *,
+        overlapped: bool = False,
+    ) -> None:
+        """`overlapped`: slices are only launched, on the current stream."""
+        self._runner, self._lora_backend, self.device, self._overlapped = runner, lora_backend, device, overlapped
+        self.members, self.jobs = tuple(jobs), list(jobs)
+        """Those that it began with, and those that have not left."""
+        self.rows = self.tokens = 0
+        self.learns = False
+        """It has a backward. Like `rows` and `tokens`, known after the first micro-step."""
+        self.next_micro_step = MicroStep.BEGIN
+        self.micro_steps_done = 0
+        """In the last slice."""
+        self.metrics: list[tuple[TrainingJob, StepMetrics]] = []
+        """Of the optimizer steps that were finished in the last slice."""
+        self.errors: list[tuple[TrainingJob, Exception]] = []
+        """What jobs' own work raised in the last slice."""
+        self.ended = False
+        self._asked: list[tuple[TrainingJob, MicroBatch]] = []
+        self._compute: MicroSteps | None = None
+        self._updates = deque[tuple[TrainingJob, MicroStep]]()
+        """Jobs whose own micro-steps are next, and the kinds of those."""
+
+    def advance(self, micro_steps: int | None) -> None:
+        """Run `micro_steps` micro-steps of one kind, fewer if another kind or the end of the pass comes first.
+
+        None: run to the end. Returns once the device is done, unless slices are only launched. Raises what the forward or the
+        backward raised: then all jobs must be abandoned. An error of a job's own work, which concerns no other job, is in
+        `errors`: that job must be abandoned.
+        """
+        kind, self.micro_steps_done, self.metrics, self.errors = self.next_micro_step, 0, [], []
+        if self._asked and self._compute is None and not self._updates:  # those that had something left to do have left
+            self.close()
+        with ExitStack() as slices:
+            for job in self.jobs:
+                slices.enter_context(job.timer.slice())
+            while not self.ended and (
+                micro_steps is None or (self.micro_steps_done < micro_steps and self.next_micro_step is kind)
+            ):
+                self._micro_step()
+                self.micro_steps_done += 1
+            if (
+                self.device.type == "cuda" and not self._overlapped
+            ):  # the policy needs the device's time, not the time of the launches
+                torch.cuda.current_stream(self.device).synchronize()  # side streams copy on
+
+    def leave(self, job: TrainingJob) -> None:
+        """The job is abandoned. The others go on, and what is still computed for it is dropped."""
+        self.jobs.remove(job)
+        self._updates = deque(own for own in self._updates if own[0] is not job)
+        if not self.jobs:
+            self.close()
+
+    def close(self) -> None:
+        """Free the memory of what was not finished."""
+        if self._compute is not None:
+            self._compute.close()
+        self._compute, self.ended, self.next_micro_step = None, True, MicroStep.BEGIN
+
+    def _micro_step(self) -> None:
+        if not self._asked:
+            self._ask()
+        elif self._compute is None:
+            job, _ = self._updates.popleft()
+            self._take(job, TrainingJob.update)
+        if self._compute is not None:
+            try:
+                self.next_micro_step = next(self._compute)
+                return
+            except StopIteration as end:
+                losses_J: Tensor = end.value
+            self._compute = None
+            for (job, _), loss in zip(self._asked, losses_J, strict=True):
+                if job in self.jobs:
+                    self._take(job, partial(TrainingJob.answer, loss=loss))
+        if self._updates:
+            self.next_micro_step = self._updates[0][1]
+        else:
+            self.close()
+
+    def _ask(self) -> None:
+        for job in self.jobs:
+            self._take(job, TrainingJob.ask)
+        if self._asked:
+            micro_batches = [micro_batch for _, micro_batch in self._asked]
+            self.rows, self.tokens = (
+                sum(len(one.rows) for one in micro_batches),
+                sum(one.tokens for one in micro_batches),
+            )
+            self.learns = micro_batches[0].learns
+            for job, _ in self._asked:
+                job.batch_tokens = self.tokens
+            self._compute = _compute(micro_batches, self._runner, self._lora_backend, self.device)
+
+    def _take(self, job: TrainingJob, part: Callable[[TrainingJob], Event]) -> None:
+        """Run a job's own part of the pass."""
+        try:
+            with contained(self.device):
+                event = part(job)
+        except EngineFault:
+            raise
+        except Exception as error:  # noqa: BLE001 - whatever it is, it is this job's alone
+            self.errors.append((job, error))
+            return
+        match event:
+            case MicroBatch():
+                self._asked.append((job, event))
+            case MicroStep():
+                self._updates.append((job, event))
+            case StepMetrics():
+                self.metrics.append((job, event))
+            case _:  # its next micro-batch is for another pass
+                pass
+
+
+def _compute(
+    micro_batches: Sequence[MicroBatch], runner: MicroBatchRunner, lora_backend: LoraBackend, device: torch.device
+) -> MicroSteps:
+    """Forward and backward of all of them, or the evaluation of one: see `MicroBatchRunner`."""
+    first = micro_batches[0]
+    rows = pack_jobs([(each.corpus, each.rows) for each in micro_batches], device)
+    segments = Segments(rows.token_bounds, tuple(range(len(micro_batches))))
+    dropout = dropout_of(rows.token_bounds, [each.dropout for each in micro_batches])
+    lora = LoraBatch(segments, tuple([each.weights for each in micro_batches]), lora_backend, dropout)
+    teacher = None if first.teacher is None else LoraBatch(segments, (first.teacher,), lora_backend)
+    if not first.learns:
+        return (yield from runner.evaluate(rows, lora, teacher=teacher))
+    trainable, grads = (
+        [[tensor for each in layer for tensor in each] for layer in zip(*by_job, strict=True)]
+        for by_job in ([each.trainable for each in micro_batches], [each.grads for each in micro_batches])
+    )
+    return (
+        yield from runner.forward_backward(rows, lora, trainable, grads, teacher=teacher, recompute=first.recompute)
+    )
