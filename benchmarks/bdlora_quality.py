@@ -45,9 +45,11 @@ from coserve.corpus.rows import Row
 from coserve.corpus.tokenize import tokenize_rows
 from coserve.corpus.tokenized import Corpus
 from coserve.finetune.init import new_adapter
+from coserve.finetune.job import TrainingJob
 from coserve.finetune.loop import SliceTimer, TrainingLoop
 from coserve.finetune.micro_batch import MicroBatchRunner
 from coserve.finetune.optimizer import AdapterOptimizer
+from coserve.finetune.passes.training_pass import TrainingPass
 from coserve.kernels.lora.backend import choose_backend
 from coserve.model.base import Base, load_base
 from coserve.pretrained.tokenizer import Tokenizer
@@ -156,17 +158,18 @@ def train(case: Case, scale: Scale, base: Base, corpus: Corpus, held: int) -> li
         rows=corpus.rows, tokens=corpus.token_count, target_tokens=corpus.target_tokens,
     )  # fmt: skip
     start = new_adapter(lora, base.spec, seed=case.seed, dtype=torch.float32, device="cpu")
-    loop = TrainingLoop(
-        spec,
-        corpus,
-        plan,
-        AdapterOptimizer(start, base.spec, training, base.dtype),
-        MicroBatchRunner(base, recompute=False),
-        lora_backend=choose_backend("auto", base.device, base.dtype),
-        device=base.device,
-        timer=SliceTimer(time.perf_counter),
-    )
-    return [event for event in loop.run() if isinstance(event, StepMetrics)]
+    timer, device = SliceTimer(time.perf_counter), base.device
+    optimizer = AdapterOptimizer(start, base.spec, training, base.dtype)
+    job = TrainingJob(TrainingLoop(spec, corpus, plan, optimizer, device=device, timer=timer), timer, device)
+    runner, backend = MicroBatchRunner(base, recompute=False), choose_backend("auto", device, base.dtype)
+    found: list[StepMetrics] = []
+    while not job.loop.finished:
+        one = TrainingPass([job], runner, backend, device)
+        one.advance(None)
+        for _, error in one.errors:
+            raise error
+        found += [metrics for _, metrics in one.metrics]
+    return found
 
 
 def run(case: Case, scale: Scale, base: Base, corpus: Corpus, held: int, results: Results) -> None:

@@ -37,6 +37,7 @@ from coserve.link import (
     Shutdown,
     ToEngine,
     Tokens,
+    TrainingBatches,
     local_pair,
 )
 from coserve.memory.kv import KvCache
@@ -138,6 +139,8 @@ class NoJobs:
     """A trainer that is never asked."""
 
     micro_steps_done = 0
+    trained: tuple[str, ...] = ()
+    batches = TrainingBatches()
     notes: tuple[str, ...] = ()
 
     def load(self, spec: JobSpec, cancellation: Cancellation) -> Callable[[], JobStarted]:
@@ -146,7 +149,7 @@ class NoJobs:
     def preparation(self, job: str) -> Callable[[Cancellation], None] | None:
         raise AssertionError(job)
 
-    def advance(self, job: str, micro_steps: int | None) -> list[FromEngine]:
+    def advance(self, job: str, micro_steps: int | None, others: Sequence[str] = ()) -> list[FromEngine]:
         raise AssertionError(job)
 
     def mid_batch(self, job: str) -> bool:

@@ -12,9 +12,9 @@ import torch.distributed as dist
 
 from coserve.cancellation import Cancellation
 from coserve.errors import JobOutOfMemory
-from coserve.finetune import loop
 from coserve.finetune.optimizer import AdapterOptimizer
 from coserve.finetune.outcome import Outcome, Verdict, judge
+from coserve.finetune.passes import training_pass
 from coserve.model.layers import LayerCut
 from coserve.parallel.lockstep import Lockstep
 from coserve.parallel.mesh import Mesh
@@ -25,7 +25,7 @@ from tests.support.ranks import Ranks
 from tests.support.sharded import load, save_base
 
 POINTS: dict[str, tuple[Point, ...]] = {
-    "anywhere": ((loop, "pack_rows"), (LayerCut, "layer"), (LayerCut, "head"), (torch.autograd, "grad")),
+    "anywhere": ((training_pass, "pack_jobs"), (LayerCut, "layer"), (LayerCut, "head"), (torch.autograd, "grad")),
     "update": ((AdapterOptimizer, "update"),),
     "none": (),
 }

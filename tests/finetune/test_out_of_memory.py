@@ -15,9 +15,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file
 
-from coserve.finetune import loop
 from coserve.finetune.memory_limits import MemoryLimits
 from coserve.finetune.optimizer import AdapterOptimizer
+from coserve.finetune.passes import training_pass
 from coserve.link import FromEngine, JobFailed, JobNote, JobSucceeded
 from coserve.model.base import Base
 from coserve.model.faults import out_of_memory
@@ -32,7 +32,7 @@ CORPUS = random_corpus()
 OTHER = random_corpus(5)
 REF = AdapterRef("learned", 1)
 SPEC = job_spec(CORPUS, steps=2, validation_split=0.3, eval_steps=2)
-POINTS = ((loop, "pack_rows"), (LayerCut, "layer"), (LayerCut, "head"), (torch.autograd, "grad"))
+POINTS = ((training_pass, "pack_jobs"), (LayerCut, "layer"), (LayerCut, "head"), (torch.autograd, "grad"))
 """Whatever allocates in a micro-batch: its inputs, each layer's forward, the logits, each layer's backward."""
 
 
@@ -112,7 +112,7 @@ def test_the_hosts_memory_counts_too(error: Callable[[], BaseException]) -> None
 
 def test_repeated_faults_lead_to_rows_of_their_own_and_then_to_recomputation() -> None:
     """Each retry is told once, and what was learned holds for all later steps."""
-    found = trained(lambda call: call < 2, [(loop, "pack_rows")])
+    found = trained(lambda call: call < 2, [(training_pass, "pack_jobs")])
     assert len(found.notes) == 2
     assert "at most" in found.notes[0] and "computed again" in found.notes[1]
     assert_same(found, clean(recompute=False))

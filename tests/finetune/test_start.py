@@ -10,7 +10,7 @@ import pytest
 
 from coserve.cancellation import Cancellation, Cancelled
 from coserve.corpus import batch_plan
-from coserve.finetune.job import TrainingJob
+from coserve.finetune.passes.training_pass import TrainingPass
 from coserve.link import JobSucceeded
 from coserve.model.base import Base
 from tests.support.finetuning import Bench, job_spec, metrics_of, random_corpus, tiny_base
@@ -53,7 +53,7 @@ def test_what_belongs_to_many_rows_is_prepared_between_two_steps(
 
 
 def test_a_job_that_is_dropped_leaves_no_memory(base: Base, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def broken(self: TrainingJob, micro_steps: int | None) -> None:
+    def broken(self: TrainingPass, micro_steps: int | None) -> None:
         raise ZeroDivisionError
 
     bench = Bench(base, tmp_path)
@@ -61,7 +61,7 @@ def test_a_job_that_is_dropped_leaves_no_memory(base: Base, tmp_path: Path, monk
     bench.start(spec)
     bench.advance(spec.id, 2)
     kept = weakref.ref(bench.trainer._jobs[spec.id].loop.optimizer)
-    monkeypatch.setattr(TrainingJob, "advance", broken)
+    monkeypatch.setattr(TrainingPass, "advance", broken)
     with pytest.raises(ZeroDivisionError):
         bench.advance(spec.id, 2)
     bench.trainer.drop(spec.id)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import random
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Executor, Future
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
@@ -18,6 +18,7 @@ from coserve.adapter_store.host import HostBudget
 from coserve.adapter_store.store import AdapterStore
 from coserve.cancellation import Cancellation
 from coserve.errors import CheckpointUnreadable, PromptTooLong
+from coserve.finetune.passes.mixing import BatchLimits, Size, companions
 from coserve.link import (
     FromEngine,
     Generate,
@@ -29,6 +30,7 @@ from coserve.link import (
     JobWaiting,
     RequestFailed,
     Tokens,
+    TrainingBatches,
 )
 from coserve.memory.allocator import AllocatorStats
 from coserve.model.lora import LoraWeights
@@ -209,20 +211,41 @@ class JobPlan:
     micro_steps: int
     checkpoint_every: int
     fails_at: int | None
+    rows: int | None = None
+    """Of a micro-batch; None: it shares no forward with other jobs'."""
+    evaluate_every: int | None = None
+    """Steps after which an evaluation, one micro-batch of its own, ends the step."""
+
+
+@dataclass
+class FakePass:
+    """A micro-batch of some jobs."""
+
+    jobs: list[str]
+    """Those that have not left."""
+    rows: dict[str, int | None]
+    """Of all jobs that it began with."""
+    kinds: list[MicroStep]
+    done: int = 0
+    evaluation: bool = False
 
 
 @dataclass
 class _Run:
     spec: JobSpec
     step: int
-    micro_step: int = 0
+    shared: FakePass | None = None
+    """While it is within a micro-batch."""
+    evaluates: bool = False
+    """Its next micro-batch is an evaluation."""
     tried: int = 0
     """The last step whose checkpoint was begun."""
 
 
 @dataclass
 class FakeTrainer:
-    """Runs the plans. `ran` is each job's steps, in order, since its last (re)start."""
+    """Runs the plans. `ran` is each job's steps, in order, since its last (re)start. Jobs share micro-batches of at most `batch_rows`
+    rows, as the real trainer chooses them; a micro-step of so many rows costs `Prices.micro_step`, fewer rows less."""
 
     meter: Meter
     prices: Prices
@@ -235,6 +258,11 @@ class FakeTrainer:
     micro_steps_done: int = 0
     writing: set[str] = field(default_factory=set)
     """Jobs of which a checkpoint or a publication has begun."""
+    batch_rows: int | None = None
+    trained: tuple[str, ...] = ()
+    batches: TrainingBatches = field(default_factory=TrainingBatches)
+    passes: list[FakePass] = field(default_factory=list)
+    """All that have begun."""
     gaps: list[float] = field(default_factory=list)
     """How long the jobs waited for each slice, all together."""
     limits: dict[str, tuple[int | None, bool]] = field(default_factory=dict)
@@ -262,25 +290,50 @@ class FakeTrainer:
     def preparation(self, job: str) -> Callable[[Cancellation], None] | None:
         return None
 
-    def advance(self, job: str, micro_steps: int | None) -> list[FromEngine]:
-        run, plan = self._runs[job], self.plans[job]
-        suspended = [id for id, other in self._runs.items() if other.micro_step]
-        assert suspended in ([], [job]), f"{suspended} suspended while {job} trains"
+    def advance(self, job: str, micro_steps: int | None, others: Sequence[str] = ()) -> list[FromEngine]:
+        one = self._runs[job].shared or self._begin(job, others)
+        suspended = [id for id, run in self._runs.items() if run.shared]
+        assert set(suspended) == set(one.jobs), f"{suspended} suspended while {one.jobs} train"
+        self.trained = tuple(one.jobs)
         self.gaps.append(self.clock() - self._idle_since)
-        kinds = self.kinds(plan)[run.micro_step :]
+        kinds = one.kinds[one.done :]
         alike = next((i for i, kind in enumerate(kinds) if kind is not kinds[0]), len(kinds))
         done = len(kinds) if micro_steps is None else min(micro_steps, alike)
         self.micro_steps_done = done
         factor = 10 if self.rng.random() < self.prices.spikes else 1
-        cost = factor * sum(self.cost(kind) for kind in kinds[:done])
+        share = 1.0 if self.batch_rows is None else sum(rows or 0 for rows in one.rows.values()) / self.batch_rows
+        cost = factor * share * sum(self.cost(kind) for kind in kinds[:done])
         self.meter.charge("train", cost)
         self._idle_since = max(self._idle_since, self.clock()) + cost
-        run.micro_step += done
-        if done < len(kinds):
+        one.done += done
+        if one.done < len(one.kinds):
             return []
-        run.micro_step = 0
-        run.step += 1
-        self.ran[job].append(run.step)
+        return [message for id in one.jobs for message in self._end_of_pass(self._runs[id])]
+
+    def _begin(self, job: str, others: Sequence[str]) -> FakePass:
+        run, plan = self._runs[job], self.plans[job]
+        able = [id for id in others if id != job and self.plans[id].rows is not None and not self._runs[id].evaluates]
+        joining = list[str]()
+        if plan.rows is not None and not run.evaluates and self.batch_rows is not None:
+            sizes = [(id, Size(1, self.plans[id].rows or 0)) for id in able]
+            joining = companions(Size(1, plan.rows), sizes, BatchLimits(1 << 20, self.batch_rows))
+        jobs = [job, *joining]
+        one = FakePass(jobs, {id: self.plans[id].rows for id in jobs}, self.kinds(plan), evaluation=run.evaluates)
+        self.passes.append(one)
+        for id in jobs:
+            assert self._runs[id].shared is None, f"{id} joins twice"
+            self._runs[id].shared = one
+        return one
+
+    def _end_of_pass(self, run: _Run) -> list[FromEngine]:
+        plan, run.shared = self.plans[run.spec.id], None
+        if not run.evaluates:
+            run.step += 1
+            self.ran[run.spec.id].append(run.step)
+            if plan.evaluate_every is not None and run.step % plan.evaluate_every == 0:
+                run.evaluates = True
+                return []
+        run.evaluates = False
         return self._end_of_step(run, plan)
 
     def cost(self, kind: MicroStep) -> float:
@@ -292,7 +345,8 @@ class FakeTrainer:
         return [_kind(micro_step, plan.micro_steps) for micro_step in range(plan.micro_steps)]
 
     def next_micro_step(self, job: str) -> MicroStep:
-        return self.kinds(self.plans[job])[self._runs[job].micro_step]
+        one = self._runs[job].shared
+        return MicroStep.BEGIN if one is None else one.kinds[one.done]
 
     def micro_batch_tokens(self, job: str) -> int:
         return 64
@@ -305,19 +359,19 @@ class FakeTrainer:
     notes: tuple[str, ...] = ()
 
     def mid_batch(self, job: str) -> bool:
-        return self._runs[job].micro_step > 0
+        return self._runs[job].shared is not None
 
     def finished(self, job: str) -> bool:
-        return self._runs[job].step == self.plans[job].steps
+        return self._runs[job].step == self.plans[job].steps and not self._runs[job].evaluates
 
     def checkpoint_due(self, job: str) -> bool:
         run = self._runs[job]
-        return run.step > run.tried and run.step % self.plans[job].checkpoint_every == 0 and not run.micro_step
+        return run.step > run.tried and run.step % self.plans[job].checkpoint_every == 0 and not run.evaluates
 
     def checkpoint(self, job: str) -> Callable[[], JobCheckpoint] | None:
+        self.abandon(job)
         run = self._runs[job]
-        run.micro_step = 0
-        step = run.tried = run.step
+        step = run.tried = run.step - run.evaluates  # a step ends with its evaluation
         if step == self.saved.get(job, 0):
             return None
 
@@ -328,7 +382,10 @@ class FakeTrainer:
         return self._writes("write", job, save)
 
     def abandon(self, job: str) -> None:
-        self._runs[job].micro_step = 0
+        run = self._runs[job]
+        if run.shared is not None:
+            run.shared.jobs.remove(job)
+        run.shared = None
 
     def publication(self, job: str) -> Callable[[], Callable[[], JobSucceeded | JobWaiting]]:
         run = self._runs[job]
@@ -361,6 +418,7 @@ class FakeTrainer:
 
     def drop(self, job: str) -> None:
         assert job not in self.writing, f"{job} is dropped while it is written"
+        self.abandon(job)
         del self._runs[job]
 
     @property

@@ -19,9 +19,10 @@ from coserve.finetune.outcome import SliceGuard
 from coserve.finetune.passes.mixing import BatchLimits
 from coserve.finetune.trainer import Trainer
 from coserve.kernels.lora.interface import LoraBackend
-from coserve.link import FromEngine, JobCheckpoint, JobFailed, JobProgress, JobStarted, JobSucceeded
+from coserve.link import FromEngine, JobCheckpoint, JobFailed, JobNote, JobProgress, JobStarted, JobSucceeded
 from coserve.model.base import Base, wrap_base
 from coserve.model.lora import LoraWeights
+from coserve.queues.finetune import JobQueue
 from coserve.state.folder import DataFolder
 from coserve.types import AdapterDigests, AdapterRef, JobSpec, LoraSettings, StepMetrics, TrainingSettings
 from tests.support.lora_backends import GROUPED
@@ -149,3 +150,34 @@ class Bench:
 
 def metrics_of(messages: Sequence[FromEngine]) -> list[StepMetrics]:
     return [message.metrics for message in messages if isinstance(message, JobProgress)]
+
+
+def train_together(
+    bench: Bench,
+    specs: Sequence[JobSpec],
+    *,
+    micro_steps: int | None = None,
+    between: Callable[[JobQueue], None] = lambda queue: None,
+) -> dict[str, list[FromEngine]]:
+    """Each job's messages. The jobs, which have started, share micro-batches where they can, and take turns as in the engine, until all have
+    ended. `between` is called after each slice, and may take jobs out of the queue."""
+    queue, found = JobQueue(), dict[str, list[FromEngine]]()
+    for spec in specs:
+        queue.add(spec.id)
+        found[spec.id] = []
+    while len(queue):
+        leader = queue.ready()[0]
+        for message in bench.advance(leader, micro_steps, queue.ready()):
+            assert isinstance(message, JobCheckpoint | JobFailed | JobNote | JobProgress | JobSucceeded), message
+            found[message.id].append(message)
+            if isinstance(message, JobFailed | JobSucceeded):
+                queue.remove(message.id)
+                bench.trainer.drop(message.id)
+        trained = [job for job in bench.trainer.trained if job in queue]
+        if any(map(bench.trainer.mid_batch, trained)):
+            queue.put_first(trained)
+        else:
+            for job in trained:
+                queue.rotate(job)
+        between(queue)
+    return found

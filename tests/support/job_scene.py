@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import random
 import threading
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 
@@ -78,10 +78,10 @@ class Trouble(FakeTrainer):
 
         return lambda cancellation: self.on_a_thread("prepare", job)
 
-    def advance(self, job: str, micro_steps: int | None) -> list[FromEngine]:
+    def advance(self, job: str, micro_steps: int | None, others: Sequence[str] = ()) -> list[FromEngine]:
         if self.ran[job]:
             self._trouble("advance", job)
-        return super().advance(job, micro_steps)
+        return super().advance(job, micro_steps, others)
 
     def checkpoint(self, job: str) -> Callable[[], JobCheckpoint] | None:
         self._trouble("checkpoint", job)

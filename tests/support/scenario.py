@@ -70,6 +70,8 @@ class Scenario:
     """Mean seconds of reading an adapter; 0: all are in memory."""
     share: float | None = None
     """Of the device, for training beside generation: each side's `prices` are those of the whole device. None: they take turns."""
+    batch_rows: int | None = None
+    """As `FakeTrainer` has it."""
 
     def without_jobs(self) -> Scenario:
         kept = tuple(event for event in self.script if isinstance(event[1], Generate | CancelRequest))
@@ -79,7 +81,7 @@ class Scenario:
 def make_scenario(seed: int, *, policy: str, calm: bool = False, cold: bool = False) -> Scenario:
     """`calm`: no cancels, failures or spikes, long queue, and gaps that leave the engine time to breathe. `cold`:
     adapters are read from disk, and few stay in memory."""
-    rng = random.Random(f"{seed} {policy} {calm}" + " cold" * cold)
+    rng, rows = random.Random(f"{seed} {policy} {calm}" + " cold" * cold), random.Random(f"rows {seed}")
     delay, patience, max_running = rng.uniform(0, 2), rng.uniform(0, 1), rng.randint(4 if calm else 1, 8)
     policies: dict[str, Policy] = {
         "ets": Ets(max_running, delay),
@@ -95,6 +97,8 @@ def make_scenario(seed: int, *, policy: str, calm: bool = False, cold: bool = Fa
             micro_steps=rng.randint(1, 8),
             checkpoint_every=rng.randint(1, 4),
             fails_at=None if calm or rng.random() < 0.75 else rng.randint(0, 6),
+            rows=rows.choice((None, 3, 5, 8)),
+            evaluate_every=rows.choice((None, 2)),
         )
         for i in range(rng.randint(0, 4))
     }
@@ -120,6 +124,7 @@ def make_scenario(seed: int, *, policy: str, calm: bool = False, cold: bool = Fa
         delay=delay,
         cold=rng.uniform(0.01, 1.0) if cold else 0.0,
         share=rng.uniform(0.2, 0.8) if policy == "spatial" else None,
+        batch_rows=rows.choice((None, 16)),
     )
 
 
@@ -291,9 +296,10 @@ async def _play(scenario: Scenario) -> Outcome:
     loop, rng, meter = asyncio.get_running_loop(), random.Random(scenario.seed), Meter()
     share, prices, device = scenario.share, scenario.prices, FakeDevice(meter)
     if share is None:
-        trainer = FakeTrainer(meter, prices, scenario.plans, rng, loop.time)
+        trainer = FakeTrainer(meter, prices, scenario.plans, rng, loop.time, batch_rows=scenario.batch_rows)
     else:
-        trainer = LaunchingTrainer(device, _slower(prices, share), scenario.plans, rng, loop.time)
+        slower = _slower(prices, share)
+        trainer = LaunchingTrainer(device, slower, scenario.plans, rng, loop.time, batch_rows=scenario.batch_rows)
         prices = _slower(prices, 1 - share)
     generator = FakeGenerator(meter, prices, scenario.step_tokens, rng, scenario.chaos)
     policy = Watched(scenario.policy, lambda: (generator.tokens_computed, len(trainer.gaps)))
