@@ -66,6 +66,13 @@ class JobsAgainstLists(RuleBasedStateMachine):
         self.queue.remove(job)
         self.ready.remove(job)
 
+    @precondition(lambda self: self.ready)
+    @rule(data=st.data())
+    def put_first(self, data: st.DataObject) -> None:
+        jobs = data.draw(st.lists(st.sampled_from(self.ready), unique=True))
+        self.queue.put_first(jobs)
+        self.ready = [*jobs, *(job for job in self.ready if job not in jobs)]
+
     @invariant()
     def same(self) -> None:
         assert self.queue.ready() == tuple(self.ready)

@@ -1,0 +1,90 @@
+"""Batches of rows of several jobs under the policies, in virtual time; of 32 rows under ETS, as in the ETS paper (section 5.2.2)."""
+
+from __future__ import annotations
+
+import pytest
+
+from coserve.link import Generate, JobProgress, JobSucceeded, StartJob, ToEngine
+from coserve.queues.policies.ets import Ets
+from coserve.queues.policies.inference_first import InferenceFirst
+from coserve.queues.policies.slack import Slack
+from coserve.queues.policies.temporal_sharing import TemporalSharing
+from coserve.queues.policy import Policy
+from coserve.types import SamplingParams, Slo
+from tests.support.fake_ports import FakePass, JobPlan, Prices
+from tests.support.scenario import Outcome, Scenario, job_spec, play
+
+BATCH_ROWS = 32
+JOBS, ROWS, STEPS = 8, 8, 6
+"""Four jobs fill a batch."""
+PRICES = Prices(step=0.2, token=0.0, micro_step=0.5, spikes=0.0)
+
+
+def outcome(policy: Policy, *, batch_rows: int | None = BATCH_ROWS, jobs: int = JOBS) -> Outcome:
+    """A request each 0.5 s for 20 s, and `jobs` jobs from the start, which evaluate every third step."""
+    script: list[tuple[float, ToEngine]] = [
+        (i / 2, Generate(id=f"r{i}", prompt=(1,), sampling=SamplingParams(max_tokens=2), adapter=None, slo=Slo(1, 1)))
+        for i in range(40)
+    ]
+    plans = {f"j{i}": JobPlan(STEPS, 4, 2, None, rows=ROWS, evaluate_every=3) for i in range(jobs)}
+    script += [(0.0, StartJob(spec=job_spec(id))) for id in plans]
+    return play(
+        Scenario(
+            seed=0,
+            policy=policy,
+            script=tuple(sorted(script, key=lambda event: event[0])),
+            plans=plans,
+            prices=PRICES,
+            max_running=8,
+            max_queue=1 << 20,
+            fair=False,
+            max_active_jobs=JOBS,
+            step_tokens=256,
+            chaos=0.0,
+            patience=0.5,
+            delay=2.0,
+            batch_rows=batch_rows,
+        )
+    )
+
+
+def rows(one: FakePass) -> int:
+    return sum(own or 0 for own in one.rows.values())
+
+
+def test_a_batch_of_ets_has_32_rows_of_mixed_adapters_and_no_evaluation() -> None:
+    passes = outcome(Ets(8, 2.0)).trainer.passes
+    training = [one for one in passes if not one.evaluation]
+    full = [one for one in training if rows(one) == BATCH_ROWS]
+    assert len(full) >= 0.75 * len(training)
+    assert all(len(one.rows) == BATCH_ROWS // ROWS for one in full)
+    assert sum(map(rows, training)) == JOBS * STEPS * ROWS
+    evaluations = [one for one in passes if one.evaluation]
+    assert len(evaluations) == JOBS * STEPS // 3
+    assert all(len(one.rows) == 1 for one in evaluations)
+
+
+POLICIES = {
+    "ets": Ets(8, 2.0),
+    "ts": TemporalSharing(2, 8, 2.0),
+    "inference-first": InferenceFirst(),
+    "slack": Slack(0.5),
+}
+
+
+@pytest.mark.parametrize("policy", POLICIES.values(), ids=POLICIES)
+def test_jobs_in_one_batch_advance_alike(policy: Policy) -> None:
+    """A batch counts as a turn of each of its jobs."""
+    found = outcome(policy, jobs=4)
+    assert sum(isinstance(message, JobSucceeded) for _, message in found.messages) == 4
+    if not isinstance(policy, TemporalSharing):  # one job has the turn until it ends
+        done = dict.fromkeys((f"j{i}" for i in range(4)), 0)
+        for _, message in found.messages:
+            if isinstance(message, JobProgress):
+                done[message.id] += 1
+                assert max(done.values()) - min(done.values()) <= 2, "the first job starts ahead of the others"
+
+
+def test_full_batches_take_fewer_turns_than_batches_of_one_job() -> None:
+    together, alone = outcome(Ets(8, 2.0)), outcome(Ets(8, 2.0), batch_rows=None)
+    assert 2 * len(together.trainer.passes) < len(alone.trainer.passes)
