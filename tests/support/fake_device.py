@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 
 from coserve.link import FromEngine
@@ -56,9 +56,9 @@ class LaunchingTrainer(FakeTrainer):
     def kinds(self, plan: JobPlan) -> list[MicroStep]:
         return [*super().kinds(plan), MicroStep.RESULT]
 
-    def advance(self, job: str, micro_steps: int | None) -> list[FromEngine]:
+    def advance(self, job: str, micro_steps: int | None, others: Sequence[str] = ()) -> list[FromEngine]:
         device = self.meter
         assert isinstance(device, FakeDevice)
         if self.next_micro_step(job) is MicroStep.RESULT:
             assert device.free_at <= self.clock(), "its results are not computed yet"
-        return super().advance(job, micro_steps)
+        return super().advance(job, micro_steps, others)

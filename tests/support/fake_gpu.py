@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from coserve.link import RequestFailed, Tokens
@@ -98,7 +98,7 @@ class BlockingTrainer(FakeTrainer):
     seconds: Callable[[MicroStep, int], float] = lambda kind, tokens: 0.0
     batch_tokens: Callable[[int], int] = lambda step: 4096
     """Of the micro-batch of each step."""
-    trained: list[tuple[float, int]] = field(default_factory=list)
+    trained_steps: list[tuple[float, int]] = field(default_factory=list)
     """When each step ended, and its tokens."""
 
     def kinds(self, plan: JobPlan) -> list[MicroStep]:
@@ -107,21 +107,21 @@ class BlockingTrainer(FakeTrainer):
         forward = [MicroStep.BEGIN, *[MicroStep.FORWARD] * (layers - 1), *[MicroStep.HEAD] * heads]
         return [*forward, *[MicroStep.BACKWARD] * layers, MicroStep.OPTIMIZER]
 
-    def advance(self, job: str, micro_steps: int | None) -> list:  # type: ignore[type-arg]
+    def advance(self, job: str, micro_steps: int | None, others: Sequence[str] = ()) -> list:  # type: ignore[type-arg]
         run, plan = self._runs[job], self.plans[job]
-        kinds = self.kinds(plan)[run.micro_step :]
+        kinds = self.kinds(plan)[0 if run.shared is None else run.shared.done :]
         alike = next((i for i, kind in enumerate(kinds) if kind is not kinds[0]), len(kinds))
         done = len(kinds) if micro_steps is None else min(micro_steps, alike)
         tokens = self.batch_tokens(run.step)
         for kind in kinds[:done]:
             _loop().block(self.seconds(kind, tokens))
         if done == len(kinds):
-            self.trained.append((_loop().time(), tokens))
-        return super().advance(job, micro_steps)
+            self.trained_steps.append((_loop().time(), tokens))
+        return super().advance(job, micro_steps, others)
 
     def micro_batch_tokens(self, job: str) -> int:
         run = self._runs[job]
-        begun = run.micro_step > 0
+        begun = run.shared is not None
         return self.batch_tokens(run.step if begun else max(0, run.step - 1))
 
 
