@@ -173,6 +173,9 @@ class NoJobs:
     def limit(self, job: str, tokens: int | None, *, recompute: bool) -> None:
         raise AssertionError(job)
 
+    def limit_shared(self, tokens: int | None) -> None:
+        """No job is there."""
+
     def abandon(self, job: str) -> None:
         raise AssertionError(job)
 

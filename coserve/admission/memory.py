@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from coserve.admission.ledger import Ledger, Shortage
-from coserve.admission.treatment import JobMemory, Option, Treatment, job_memory
+from coserve.admission.treatment import JobMemory, Option, Treatment, job_memory, shared_bytes
 from coserve.errors import JobTooLarge
 from coserve.gpu_memory import JobUse, MemoryModel
 from coserve.types import BaseSpec, JobSpec
@@ -40,6 +40,7 @@ class AdmitsAll:
     """Where no memory is planned: on a CPU."""
 
     troubles: tuple[str, ...] = ()
+    shared_tokens: int | None = None
 
     def admit(self, spec: JobSpec) -> Start | Hold:
         """Every job starts as planned."""
@@ -62,6 +63,8 @@ class MemoryAdmission:
         self._refused: tuple[str, int, Hold] | None = None
         """The last job that was held, and the ledger's version then: asked before each tick, it is computed once."""
         self._fitted = 0
+        self._shared: tuple[int, tuple[int, int]] | None = None
+        """The ledger's version, and `_share` then."""
         self._margin: int | None = None
         self._readings: deque[int] = deque(maxlen=READINGS)
 
@@ -73,7 +76,7 @@ class MemoryAdmission:
     @property
     def needed(self) -> int:
         """Bytes of those that the jobs need."""
-        return self._ledger.states + self._ledger.activations
+        return self._ledger.states + max(self._ledger.activations, self._share()[1])
 
     @property
     def each(self) -> tuple[JobUse, ...]:
@@ -89,6 +92,26 @@ class MemoryAdmission:
         return (
             f"memory: other processes hold part of the GPU's memory that was planned for jobs: {limit} of {planned} bytes are left",
         )
+
+    @property
+    def shared_tokens(self) -> int | None:
+        """Most tokens of a forward that several of the jobs share: the engine's limit, or its half, and so on, whatever first fits beside
+        what all of them keep. Below what two of them ask for, each trains alone."""
+        return self._share()[0]
+
+    def _share(self) -> tuple[int, int]:
+        """`shared_tokens`, and the bytes that so many take, or all that the jobs ask for if that is less."""
+        if self._shared is None or self._shared[0] != self._ledger.version:
+            tokens, size = self._micro_batch_tokens, 0
+            each, left = self._ledger.each().values(), self._ledger.limit - self._ledger.states
+            jobs, asked = [memory for memory, _ in each], sum(option.treatment.tokens for _, option in each)
+            while len(jobs) > 1 and tokens:
+                size = shared_bytes(self._model, self._base, jobs, min(tokens, asked))
+                if size <= left:
+                    break
+                tokens, size = tokens // 2, 0
+            self._shared = self._ledger.version, (tokens, size)
+        return self._shared[1]
 
     def available(self, size: int) -> None:
         """A reading of the device: `size` bytes are there for jobs, those that they have included."""

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from coserve.admission.micro_batch import MicroBatch, micro_batch_bytes
-from coserve.admission.shapes import JobState, job_state, lora_shapes
+from coserve.admission.shapes import JobState, SiteShape, job_state, lora_shapes
 from coserve.corpus.limits import micro_batch_limit
 from coserve.gpu_memory import MemoryModel
 from coserve.types import BaseSpec, JobSpec, LoraSettings
@@ -38,6 +39,8 @@ class JobMemory:
     state: JobState
     options: tuple[Option, ...]
     """The fastest first; the last takes the least memory."""
+    shapes: tuple[SiteShape, ...]
+    dropout: bool
 
     @property
     def least(self) -> int:
@@ -76,7 +79,20 @@ def job_memory(spec: JobSpec, base: BaseSpec, model: MemoryModel, micro_batch_to
     plain = () if model.recompute else _halves(most, min(most, max(longest, SMALL)))
     options = [option(tokens, recompute=False) for tokens in plain]
     options += [option(tokens, recompute=True) for tokens in _halves(most, longest)]
-    return JobMemory(state, tuple(options))
+    return JobMemory(state, tuple(options), shapes, spec.lora.dropout > 0)
+
+
+def shared_bytes(model: MemoryModel, base: BaseSpec, jobs: Iterable[JobMemory], tokens: int) -> int:
+    """At most what a micro-batch of `tokens` tokens takes in which these jobs share, whoever of them does: as if one adapter, at every site
+    of any of them with the largest rank, had all its tokens, and all were targets."""
+    sites, dropout = dict[str, SiteShape](), False
+    for job in jobs:
+        dropout |= job.dropout
+        for shape in job.shapes:
+            before = sites.get(shape.name)
+            sites[shape.name] = shape if before is None or before.rank < shape.rank else before
+    batch = MicroBatch(tokens, tokens, model.recompute, dropout=dropout)
+    return micro_batch_bytes(model.costs, base, sites.values(), batch).peak
 
 
 def _halves(most: int, least: int) -> tuple[int, ...]:

@@ -54,3 +54,20 @@ class ActiveJob:
     """Whether saving its state at a pause was tried."""
     resumes: bool = False
     """Whether it was resumed before its pause had ended."""
+
+    @property
+    def timer(self) -> asyncio.TimerHandle | None:
+        """Of the next attempt to publish it."""
+        return None if self.retry is None else self.retry.timer
+
+    def cancel_timer(self) -> None:
+        """There is no next attempt."""
+        if self.timer is not None:
+            self.timer.cancel()
+
+    def cancel_work(self) -> bool:
+        """Nobody waits any more for its start or preparation. False: there is none."""
+        cancellation = None if self.work is None else self.work.cancellation
+        if cancellation is not None:
+            cancellation.cancel()
+        return cancellation is not None

@@ -76,6 +76,11 @@ class DeviceMemory:
         """See `AdmitsJobs`."""
         return self._admission.troubles
 
+    @property
+    def shared_tokens(self) -> int | None:
+        """See `MemoryAdmission.shared_tokens`."""
+        return self._admission.shared_tokens
+
     def admit(self, spec: JobSpec) -> Start | Hold:
         """See `MemoryAdmission.admit`. The device is read when a job is first asked for."""
         if self._asked != spec.id:

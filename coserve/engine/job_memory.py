@@ -50,7 +50,8 @@ class JobMemory:
         self._memory.release(job)
 
     def changes(self) -> list[tuple[str, Start]]:
-        """Jobs that train otherwise from now on."""
+        """Jobs that train otherwise from now on. The trainer is told how many tokens jobs may share."""
+        self._trainer.limit_shared(self._memory.shared_tokens)
         return self._memory.changes()
 
     def limit(self, active: ActiveJob, found: Start) -> None:

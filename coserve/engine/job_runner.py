@@ -29,13 +29,12 @@ from coserve.link import (
     JobSucceeded,
     JobWaiting,
     TrainingBatches,
-)
+)  # fmt: skip
 from coserve.queues.finetune import JobQueue
 from coserve.state.retries import FOR_EVER
 from coserve.types import JobSpec, MicroStep
 
 log = logging.getLogger(__name__)
-
 
 WAITS_FOR_KERNELS = "jobs: some start once their kernels are compiled"
 
@@ -161,8 +160,7 @@ class JobRunner:
         return found is not None
 
     def advance(self, job: str, micro_steps: int | None) -> bool:
-        """Train an active job, and others whose turns come next if they can share its batch. Whether the batch is still under way;
-        otherwise all of them have had their turn."""
+        """Train an active job, and those that share its batch. Whether it is still under way; otherwise all have had their turn."""
         try:
             messages = self._trainer.advance(job, micro_steps, self._turns.ready())
         except Exception as error:  # noqa: BLE001 - whatever it is, it is this job's alone
@@ -174,14 +172,13 @@ class JobRunner:
             else:
                 self._send(message)
         trained = [each for each in self._trainer.trained if each in self._turns]  # one that has failed is not
-        suspended = any(map(self._trainer.mid_batch, trained))
-        if suspended:
+        if any(map(self._trainer.mid_batch, trained)):
             self._turns.put_first(trained)
-        else:
-            for each in trained:
-                self._turns.rotate(each)
-                self._unsettled.append(each)  # what comes next is no part of the slice, nor of its time
-        return suspended
+            return True
+        for each in trained:
+            self._turns.rotate(each)
+            self._unsettled.append(each)  # what comes next is no part of the slice, nor of its time
+        return False
 
     def pause(self, job: str) -> None:
         if job in self._active:
@@ -206,10 +203,8 @@ class JobRunner:
         """Nobody waits any more for starts and preparations, and nothing new begins."""
         self._closed = True
         for active in self._active.values():
-            if active.work is not None and active.work.cancellation is not None:
-                active.work.cancellation.cancel()
-            if active.retry is not None and active.retry.timer is not None:
-                active.retry.timer.cancel()
+            active.cancel_work()
+            active.cancel_timer()
         self._threads.close()
 
     def checkpoint(self) -> None:
@@ -239,15 +234,14 @@ class JobRunner:
             return
         if active.end is not None:
             self._unschedule(job)
-            if active.work is not None and active.work.cancellation is not None:
-                active.work.cancellation.cancel()
+            if active.cancel_work():
                 active.work = None
             if active.work is None and isinstance(active.end, JobPaused) and active.write is None:
                 self._save_once(job, active)
             if active.work is None and active.write is None:
                 self._finish(job)
             return
-        if active.work is not None or (active.retry is not None and active.retry.timer is not None):
+        if active.work is not None or active.timer is not None:
             return
         try:
             trains = self._may_train(job, active)
@@ -386,8 +380,7 @@ class JobRunner:
         active = self._active[job]
         self._unschedule(job)
         self._memory.release(job)
-        if active.retry is not None and active.retry.timer is not None:
-            active.retry.timer.cancel()
+        active.cancel_timer()
         if active.loaded:
             active.loaded = False
             try:
@@ -400,9 +393,8 @@ class JobRunner:
 
     def _withdraw(self, job: str) -> JobSpec | None:
         """Take a waiting job out of the line."""
-        for spec in self._pending:
-            if spec.id == job:
-                self._pending.remove(spec)
-                self._memory.left_line(job)
-                return spec
-        return None
+        found = next((spec for spec in self._pending if spec.id == job), None)
+        if found is not None:
+            self._pending.remove(found)
+            self._memory.left_line(job)
+        return found

@@ -187,6 +187,10 @@ class Trainer:
         """Most tokens of the job's micro-batches (None: as planned) and whether layers are computed again, as memory was planned."""
         self._jobs[job].loop.limit_memory(tokens, recompute=recompute)
 
+    def limit_shared(self, tokens: int | None) -> None:
+        """Most tokens of a forward that several jobs share, as memory was planned; None: as set."""
+        self._passes.limit(tokens)
+
     def finished(self, job: str) -> bool:
         """Whether the job has nothing left but its publication."""
         return self._jobs[job].loop.finished

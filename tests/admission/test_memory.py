@@ -7,7 +7,7 @@ import pytest
 
 from coserve.admission.memory import GIB, READINGS, Hold, MemoryAdmission, Start, check_fits
 from coserve.admission.shapes import flat_elements, job_state, lora_shapes
-from coserve.admission.treatment import Treatment, job_memory
+from coserve.admission.treatment import Treatment, job_memory, shared_bytes
 from coserve.errors import BY_CODE, JobTooLarge
 from coserve.gpu_memory import MemoryModel
 from coserve.types import JobSpec, LoraSettings, TrainingSettings
@@ -155,3 +155,22 @@ def test_one_rank_keeps_its_part() -> None:
     }  # fmt: skip
     sharded = lora_shapes(settings, BASE, ranks=2, fully_sharded=True)
     assert {(shape.a, shape.b) for shape in sharded} == {(4096, 4096)}
+
+
+def test_jobs_share_as_many_tokens_as_fit_beside_what_all_of_them_keep() -> None:
+    """A batch of several jobs takes at most what an adapter with every site of theirs and the largest rank takes."""
+    jobs = [spec("one", 16, tokens=600), spec("two", 64, tokens=600), spec("three", 8, tokens=600)]
+    states = sum(needs(job)[0] for job in jobs)
+    whole = admission(1 << 40)
+    assert all(isinstance(whole.admit(job), Start) for job in jobs)
+    model = MemoryModel(costs=COSTS, training=GIB)
+    memories = [job_memory(job, BASE, model, LIMIT) for job in jobs]
+    shared = shared_bytes(model, BASE, memories, 1800)
+    assert all(shared >= option.activations for memory in memories for option in memory.options[:1])
+    assert whole.shared_tokens == LIMIT and whole.needed == states + shared
+    tight = admission(states + shared - 1)
+    assert all(isinstance(tight.admit(job), Start) for job in jobs)
+    assert tight.shared_tokens == 1024, "less than what all of them ask for"
+    assert tight.needed <= tight.limit
+    tight.release("two")
+    assert tight.shared_tokens == LIMIT

@@ -416,6 +416,9 @@ class FakeTrainer:
         assert job in self._runs, f"{job} is not loaded"
         self.limits[job] = (tokens, recompute)
 
+    def limit_shared(self, tokens: int | None) -> None:
+        """Jobs share by their rows here."""
+
     def drop(self, job: str) -> None:
         assert job not in self.writing, f"{job} is dropped while it is written"
         self.abandon(job)

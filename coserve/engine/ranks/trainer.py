@@ -167,6 +167,9 @@ class RankedTrainer:
         """See `Trains`."""
         return self._local.micro_steps_done
 
+    def limit_shared(self, tokens: int | None) -> None:
+        """Each job trains alone."""
+
     def finished(self, job: str) -> bool:
         """See `Trainer.finished`."""
         return self._local.finished(job)

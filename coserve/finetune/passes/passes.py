@@ -25,7 +25,7 @@ class TrainingPasses:
     def __init__(self, make: MakePass, limits: BatchLimits, *, mix_jobs: bool) -> None:
         """`mix_jobs`: whether jobs share forwards, of at most `limits`."""
         self._make, self._mix_jobs = make, mix_jobs
-        self._planned = self._limits = limits
+        self._set = self._planned = self._limits = limits
         self._passes: dict[str, TrainingPass] = {}
         """By job, while it is within one."""
         self.batches = TrainingBatches()
@@ -91,6 +91,12 @@ class TrainingPasses:
         if (one := self._passes.pop(job.id, None)) is not None:
             one.leave(job)
         job.abandon()
+
+    def limit(self, tokens: int | None) -> None:
+        """Most tokens that jobs share from now on, unless memory runs out; None: as set."""
+        planned = self._set if tokens is None else BatchLimits(min(tokens, self._set.tokens), self._set.rows)
+        if planned != self._planned:
+            self._planned = self._limits = planned
 
     def reset(self) -> None:
         """No job is left: forget that memory ran out."""
