@@ -9,28 +9,44 @@ adapters of a batch drawn uniformly, 16 sequences and 24 adapters unless they va
 nearest to the others' mean of 60: the figure is about their number. Inference is whole generations through
 `Generator` (eager: the same code around the LoRA terms for every method; `segmented+graphs` is what the daemon runs);
 fine-tuning is forward and backward of one packed batch with every adapter learning (`segmented` adds the gradients to
-sums in fp32, as the daemon does; the others leave them to autograd). Weights and tokens are random.
+sums in fp32, as the daemon does; the others leave them to autograd); `segmented+trainer` is the daemon's trainer with everything that belongs to a step. Weights and tokens are random.
 Each point is written as soon as it is measured: over the number of adapters first, then over the batch size.
 """
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import json
 import random
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import torch
 from transformers import AutoModelForCausalLM, GPT2Config
 
-from benchmarks.options import RESULTS, check_tiny, make_parser
-from benchmarks.serving_results import Results, Target, merge_results
-from benchmarks.summary import entry, update_summary
+from benchmarks.figure_5_1_report import flatness, publish
+from benchmarks.figure_5_1_shape import (
+    AS_SEGMENTED,
+    AXES,
+    FINETUNING_REPEATS,
+    GRAPHS,
+    METHODS,
+    NOT_MEASURED,
+    PAPER,
+    RANKS,
+    SEED,
+    TASKS,
+    TINY,
+    TRAINER,
+    Shape,
+)
+from benchmarks.figure_5_1_trainer import trained_jobs
+from benchmarks.options import check_tiny, make_parser
+from benchmarks.serving_results import Results, merge_results
 from coserve.adapter_store.host import HostBudget
 from coserve.adapter_store.store import AdapterStore
 from coserve.generate.execution.eager import EagerExecutor
@@ -48,44 +64,6 @@ from coserve.model.forward_context import running
 from coserve.model.fused import FusedBase
 from coserve.model.lora import LoraBatch, LoraWeights
 from coserve.types import AdapterRef, LoraSettings, SamplingParams, Slo
-
-FIGURE = Path("docs/figures/figure_5_1.png")
-SEED = 0
-RANKS = (64, 16, 128, 32)
-GRAPHS = "segmented+graphs"
-METHODS = ("segmented", GRAPHS, "block_sparse", "grouped", "naive")
-TASKS = ("inference", "finetuning")
-AXES = ("adapters", "batch")
-FINETUNING_REPEATS = 7
-"""Times that each batch of fine-tuning by `segmented` is timed."""
-FLATNESS = Target(0.9)
-
-
-@dataclass(frozen=True)
-class Shape:
-    """What is measured; the paper's, or a small one to try the script with."""
-
-    device: str
-    layers: int
-    hidden: int
-    heads: int
-    vocab: int
-    prompt: int
-    output: int
-    length: int
-    repeats: int
-    counts: tuple[int, ...]
-    """Of adapters, and of sequences."""
-    batch: int
-    adapters: int
-    naive_most: int
-    """Most sequences or adapters for `naive`, which takes minutes beyond."""
-    kv_tokens: int = 48_000
-    """For the adapters too."""
-
-
-PAPER = Shape("cuda", 24, 1024, 16, 50257, 32, 24, 512, 3, (1, 4, 16, 64), 16, 24, 24)
-TINY = Shape("cpu", 2, 32, 2, 64, 4, 3, 8, 1, (1, 2), 2, 2, 2, 8192)
 
 
 def make_base(shape: Shape) -> Base:
@@ -248,9 +226,25 @@ def points(shape: Shape, methods: Sequence[str], axes: Sequence[str]) -> Iterato
     for axis in (of[name] for name in axes):
         for method in methods:
             for task in TASKS:
-                if (task, method) != ("finetuning", GRAPHS):
+                if (task, method) not in NOT_MEASURED:
                     most = shape.naive_most if method == "naive" else max(shape.counts)
                     yield [(task, method, batch, adapters) for batch, adapters in axis if max(batch, adapters) <= most]
+
+
+@contextlib.contextmanager
+def calls(
+    base: Base, shape: Shape, method: str, batch: int, adapters: int, generator: Generator | None
+) -> Iterator[tuple[Callable[[int], int], Callable[[], bool] | None]]:
+    """What `measure` calls for a point: the batch, and `prepare`."""
+    if generator is not None:
+        yield inference(generator, shape, batch, adapters), generator.prepare
+    elif method == TRAINER:
+        ranks = [RANKS[index % len(RANKS)] for index in range(adapters)]
+        backend = "segmented" if shape.device == "cuda" else "grouped"
+        with trained_jobs(base, backend, length=shape.length, batch=batch, ranks=ranks) as jobs:
+            yield jobs.train, None
+    else:
+        yield finetuning(base, shape, method, batch, adapters), None
 
 
 def measure_all(
@@ -265,107 +259,21 @@ def measure_all(
             if time.monotonic() > deadline:
                 print(f"no time was left for {name}", flush=True)
                 continue
-            prepare = None
-            if task == "inference":
-                generator = generator or serving(base, shape, method)
-                call, prepare = inference(generator, shape, batch, adapters), generator.prepare
-            else:
-                call = finetuning(base, shape, method, batch, adapters)
             batches = 1 if method == "naive" else shape.repeats
             # A fine-tuning batch takes a tenth of a second, most of it the host's, which other work disturbs.
-            repeats = FINETUNING_REPEATS * batches if task == "finetuning" and method == "segmented" else batches
+            repeats = FINETUNING_REPEATS * batches if task == "finetuning" and method in AS_SEGMENTED else batches
             # Our kernels are compiled for each width of ranks: every batch is run before it is timed.
             warm_ups = 2 * batches if method.startswith("segmented") else 1
+            if task == "inference":
+                generator = generator or serving(base, shape, method)
             try:
-                speeds = measure(base, call, batches, repeats, warm_ups, prepare)
+                with calls(base, shape, method, batch, adapters, generator) as (call, prepare):
+                    speeds = measure(base, call, batches, repeats, warm_ups, prepare)
             except torch.OutOfMemoryError as error:
                 print(f"{name} does not fit: {str(error).splitlines()[0]}", flush=True)
                 continue
             about = {"task": task, "way": method, "batch": batch, "adapters": adapters}
             results.put(name, round(statistics.median(speeds), 1), "tok/s", None, speeds, about)
-
-
-def flatness(rows: Sequence[dict[str, Any]], shape: Shape = PAPER) -> dict[str, tuple[float, dict[str, Any]]]:
-    """Throughput at the most adapters over that at one, at the default batch; and the row at the most.
-
-    `kernels.flatness.a64_vs_a1` is the smaller of inference, as the daemon runs it, and fine-tuning.
-    """
-    of = {(row["task"], row["way"], row["batch"], row["adapters"]): row for row in rows}
-    found = {}
-    for task, method in (("inference", GRAPHS), ("inference", "segmented"), ("finetuning", "segmented")):
-        ends = [of.get((task, method, shape.batch, shape.counts[at])) for at in (0, -1)]
-        if ends[0] is not None and ends[1] is not None:
-            ratio = round(ends[1]["value"] / ends[0]["value"], 4)
-            found[f"kernels.figure_5_1.flatness.{task}.{method}"] = ratio, ends[1]
-    both = [f"kernels.figure_5_1.flatness.{part}" for part in (f"inference.{GRAPHS}", "finetuning.segmented")]
-    if all(key in found for key in both):
-        found["kernels.flatness.a64_vs_a1"] = min((found[key] for key in both), key=lambda pair: pair[0])
-    return found
-
-
-def over_grouped(rows: Sequence[dict[str, Any]], shape: Shape = PAPER) -> dict[str, tuple[float, dict[str, Any]]]:
-    """`block_sparse`'s throughput over `grouped`'s, the paper's claim: the largest of all points of inference, and fine-tuning of
-    the most adapters."""
-    of = {(row["task"], row["way"], row["batch"], row["adapters"]): row for row in rows}
-    points = dict[tuple[str, int, int], tuple[float, dict[str, Any]]]()
-    for (task, method, batch, adapters), row in of.items():
-        other = of.get((task, "grouped", batch, adapters))
-        if method == "block_sparse" and other is not None:
-            points[task, batch, adapters] = round(row["value"] / other["value"], 4), row
-    inference = [point for (task, _, _), point in points.items() if task == "inference"]
-    found = {}
-    if inference:
-        found["kernels.figure_5_1.block_sparse_over_grouped.inference.max"] = max(inference, key=lambda pair: pair[0])
-    if most := points.get(("finetuning", shape.batch, shape.counts[-1])):
-        found[f"kernels.figure_5_1.block_sparse_over_grouped.finetuning.a{shape.counts[-1]}"] = most
-    return found
-
-
-def publish(out: Path = RESULTS, figure: Path = FIGURE) -> None:
-    """Draw the figure and update the keys in summary.json, from the result in `out`."""
-    record = json.loads((out / "figure_5_1.json").read_text())
-    rows = list(record["rows"].values())
-    draw(rows, next(iter(record["runs"].values()))["hardware"], figure)
-    target, script, result = str(FLATNESS), "figure_5_1.py", "figure_5_1.json"
-    entries = {
-        key: entry(row, value=value, unit="ratio", target=target, script=script, result=result)
-        for key, (value, row) in flatness(rows).items()
-    }
-    entries |= {
-        key: entry(row, value=value, unit="ratio", target=None, script=script, result=result)
-        for key, (value, row) in over_grouped(rows).items()
-    }
-    for key, each in entries.items():
-        print(key, each["value"])
-    update_summary(out, entries)
-
-
-def draw(rows: Sequence[dict[str, Any]], hardware: str, path: Path, shape: Shape = PAPER) -> None:
-    import matplotlib as mpl
-
-    mpl.use("Agg")
-    from matplotlib import pyplot as plt
-
-    figure, grid = plt.subplots(2, 2, figsize=(10, 7), constrained_layout=True)
-    for line, task in zip(grid, TASKS, strict=True):
-        for axes, vary, fixed, value in (
-            (line[0], "adapters", "batch", shape.batch),
-            (line[1], "batch", "adapters", shape.adapters),
-        ):
-            for index, method in enumerate(METHODS):
-                curve = sorted(
-                    (row[vary], row["value"]) for row in rows
-                    if row["task"] == task and row["way"] == method and row[fixed] == value and row[vary] in shape.counts
-                )  # fmt: skip
-                if curve:
-                    axes.plot(*zip(*curve, strict=True), marker="o", label=method, color=f"C{index}")
-            axes.set(xscale="log", yscale="log", xlabel=f"{vary} ({fixed} {value})", ylabel="tokens/s", title=task)
-            axes.set_xticks(shape.counts, [str(count) for count in shape.counts])
-            axes.grid(alpha=0.3)
-    grid[0][0].legend(fontsize=8)
-    figure.suptitle(f"GPT-2 medium, bf16, ranks 16 to 128, {hardware}")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=110)
 
 
 def main() -> None:

@@ -20,19 +20,8 @@ from itertools import pairwise
 import torch
 from torch._C._autograd import DeviceType
 
-from benchmarks.figure_5_1 import (
-    GRAPHS,
-    PAPER,
-    SEED,
-    TINY,
-    Shape,
-    ask,
-    finetuning,
-    inference,
-    make_base,
-    serving,
-    synchronize,
-)
+from benchmarks.figure_5_1 import ask, finetuning, inference, make_base, serving, synchronize
+from benchmarks.figure_5_1_shape import GRAPHS, PAPER, SEED, TINY, Shape
 from benchmarks.options import check_tiny, make_parser
 from benchmarks.serving_results import Results
 from coserve.generate.generator import Generator

@@ -16,7 +16,7 @@ from benchmarks import (
     bdlora_results,
     equal_report,
     ets_report,
-    figure_5_1,
+    figure_5_1_report,
     http_report,
     kernel_summary,
     serving_results,
@@ -65,7 +65,7 @@ def test_the_summary_follows_from_the_results(tmp_path: Path) -> None:
     http_report.summarize(tmp_path)
     stall_report.summarize(tmp_path)
     bdlora_results.summarize(tmp_path, [])
-    figure_5_1.publish(tmp_path, tmp_path / "figure.png")
+    figure_5_1_report.publish(tmp_path, tmp_path / "figure.png")
     bdlora_quality.publish(tmp_path, tmp_path / "figure.png")
     for report, file in (
         (ets_report, ets_report.FILE),
