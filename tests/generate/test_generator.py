@@ -406,6 +406,8 @@ def test_no_more_tokens_a_step_than_allowed() -> None:
     class Watched:
         device = base.device
 
+        sharding = None
+
         def forward(self, tokens_T: Tensor, *rest: object, **named: object) -> Tensor:
             seen.append(len(tokens_T))
             return base.forward(tokens_T, *rest, **named)
