@@ -1,7 +1,7 @@
-"""Fine-tuning of figure 5.1 as the daemon runs it: its trainer, with the loss in chunks, clipping and AdamW.
+"""Fine-tuning of figure 5.1 as the daemon runs it: its trainer, with rows of several jobs in one batch, the loss in chunks, clipping and AdamW.
 
 Each adapter is a job on random rows, which takes optimizer steps of its share of the batch: one row, or more where there are fewer adapters than
-sequences. Each job's rows are a forward of their own, in turn, until a batch is trained. The paper draws each sequence's adapter, and mixes them.
+sequences. A batch has as many jobs as fit, in turn. The paper draws each sequence's adapter.
 """
 
 from __future__ import annotations
@@ -66,6 +66,8 @@ class Jobs:
         parts = EngineParts(base, Config(data_dir=root, **settings))
         self._trainer = parts.make_trainer(AdapterStore(parts.read_adapter, HostBudget(1)))
         self._wanted = batch * length
+        self.jobs_of_batches = set[int]()
+        """How many jobs the batches had."""
         rows = -(-batch // len(ranks))
         self._turns = deque[str]()
         for job, rank in enumerate(ranks):
@@ -86,8 +88,11 @@ class Jobs:
         for job in self._turns:
             if (prepare := self._trainer.preparation(job)) is not None:
                 prepare(Cancellation())
-        messages = self._trainer.advance(self._turns[0], None)
-        self._turns.rotate(-1)
+        messages = self._trainer.advance(self._turns[0], None, tuple(self._turns))
+        self.jobs_of_batches.add(len(self._trainer.trained))
+        for job in self._trainer.trained:
+            self._turns.remove(job)
+            self._turns.append(job)
         found = 0
         for message in messages:
             assert isinstance(message, JobProgress), message

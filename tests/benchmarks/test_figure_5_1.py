@@ -14,11 +14,12 @@ from tests.support.tiny_models import tiny_model
 
 
 @pytest.mark.parametrize(("batch", "jobs"), [(4, 1), (4, 2), (2, 3), (1, 2)])
-def test_batches_are_trained_to_their_last_row(batch: int, jobs: int) -> None:
+def test_a_batch_has_rows_of_as_many_jobs_as_fit(batch: int, jobs: int) -> None:
     torch.manual_seed(0)
     base = wrap_base(tiny_model("gpt2"), name="gpt2")
     with trained_jobs(base, "grouped", length=8, batch=batch, ranks=[4, 8, 16][:jobs]) as running:
         assert [running.train(run) for run in range(6)] == [8 * batch] * 6
+        assert running.jobs_of_batches == {min(jobs, batch)}
 
 
 def row(task: str, way: str, adapters: int, value: float, batch: int = 16) -> dict[str, Any]:
