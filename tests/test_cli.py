@@ -12,6 +12,7 @@ import pytest
 from typer.testing import CliRunner
 
 from coserve.cli import app
+from coserve.cli.app import run as command_line
 from coserve.config import Config, config_from_json, config_to_json, load_config
 from coserve.errors import ConfigError
 from coserve.state.folder import DataFolder
@@ -117,14 +118,12 @@ def test_order_of_command_line_environment_file_and_default(tmp_path: Path) -> N
     assert config.recompute
 
 
-def test_serve_takes_the_model_by_position_or_by_name() -> None:
+def test_serve_takes_the_model_by_position_or_by_name(capsys: pytest.CaptureFixture[str]) -> None:
     for given in (["/no/such/folder"], ["--model", "/no/such/folder"]):
-        done = run("serve", *given)
-        assert done.returncode == 2
-        assert done.stderr == "coserve: model: no such folder: /no/such/folder\n"
-    done = run("serve", "one", "--model", "other")
-    assert done.returncode == 2
-    assert "expected one model, got 'one' and 'other'" in done.stderr
+        assert command_line(["serve", *given]) == 2
+        assert capsys.readouterr().err == "coserve: model: no such folder: /no/such/folder\n"
+    assert command_line(["serve", "one", "--model", "other"]) == 2
+    assert "expected one model, got 'one' and 'other'" in capsys.readouterr().err
 
 
 def test_a_kubernetes_service_called_coserve_does_not_set_the_port() -> None:

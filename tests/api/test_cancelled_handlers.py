@@ -17,6 +17,7 @@ from coserve.state.registry import Registry
 from coserve.types import AdapterRef, JobState
 from tests.support.api_server import Api, serve_api
 from tests.support.cutting import Cutter
+from tests.support.examples import sample
 from tests.support.fake_engine import write_peft
 
 MOST_AWAITS = 80
@@ -121,7 +122,7 @@ def upload(api: Api, settings: dict[str, object], *files: Path) -> dict[str, obj
     return {"data": form}
 
 
-@pytest.mark.parametrize("how", ["path", "upload"])
+@pytest.mark.parametrize("how", sample(["path", "upload"], "upload"))
 async def test_imports(api: Api, late: bool, how: str) -> None:
     """The one that comes next gets its own files, whatever became of the first."""
     root = api.config.data_root
@@ -140,7 +141,7 @@ async def test_imports(api: Api, late: bool, how: str) -> None:
     await at_every_await(api, late, call, check)
 
 
-@pytest.mark.parametrize("how", ["json", "upload"])
+@pytest.mark.parametrize("how", sample(["json", "upload"], "json"))
 async def test_submissions(api: Api, late: bool, how: str, tmp_path: Path) -> None:
     """A job is there and the engine knows of it, or there is none: its key then makes one, and only one."""
     (tmp_path / "rows.jsonl").write_text(json.dumps(ROWS[0]))

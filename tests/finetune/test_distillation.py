@@ -116,6 +116,7 @@ DISTILL = {
 }  # fmt: skip
 
 
+@pytest.mark.slow
 def test_distillation_brings_a_converted_adapter_nearer_and_leaves_the_teacher(base: Base, tmp_path: Path) -> None:
     bench = Bench(base, tmp_path)
     teacher = converted(bench)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import random
 from collections.abc import Callable
+from functools import cache
 from itertools import pairwise
 
 import pytest
@@ -26,6 +27,7 @@ from coserve.link import (
 from coserve.queues.policies.slack import Slack
 from coserve.queues.risk import FIRST_GUESS
 from coserve.types import MicroStep, SamplingParams, Slo
+from tests.support.examples import sample
 from tests.support.fake_ports import FakeGenerator, FakeTrainer, JobPlan, Meter, NoAdapters, Prices
 from tests.support.scenario import job_spec
 from tests.support.virtual_clock import run_virtual
@@ -87,8 +89,8 @@ STEP = 1.0
 """More seconds than an optimizer step takes while the stream runs."""
 
 
-@pytest.mark.parametrize("at", [1, 2, 50, 60, 61, 72, 100])
-@pytest.mark.parametrize("seconds", [0.3, 2.0, 5.0])
+@pytest.mark.parametrize("at", sample([1, 2, 50, 60, 61, 72, 100], 1, 60, 61))
+@pytest.mark.parametrize("seconds", sample([0.3, 2.0, 5.0], 0.3, 5.0))
 def test_one_slow_micro_step_costs_itself_and_nothing_else(at: int, seconds: float) -> None:
     said = live(lambda kind, number: seconds if number == at else 0.01)
     assert max(gaps(said), default=0.0) <= seconds + STEP
@@ -96,14 +98,19 @@ def test_one_slow_micro_step_costs_itself_and_nothing_else(at: int, seconds: flo
     assert last_stats(said).patience_slices == 0
 
 
-@pytest.mark.parametrize("at", [59, 60, 61, 66, 71])
-@pytest.mark.parametrize("seconds", [0.5, 0.78, 1.5])
+@cache
+def most_without_a_slow_one() -> float:
+    return max(gaps(live(lambda kind, number: 0.08)))
+
+
+@pytest.mark.parametrize("at", sample([59, 60, 61, 66, 71], 60, 61))
+@pytest.mark.parametrize("seconds", sample([0.5, 0.78, 1.5], 0.78, 1.5))
 def test_no_gap_where_micro_steps_fill_most_of_the_slack(at: int, seconds: float) -> None:
     """Micro-steps of 80 ms, slack of 123 ms, one slow micro-step: an average of all micro-steps stayed above the slack for seconds
     (a gap of 6.1 s after one of 0.78 s), for it was corrected by the one micro-step a second that patience let through."""
-    usual = live(lambda kind, number: 0.08)
     said = live(lambda kind, number: seconds if number == at else 0.08)
-    assert max(gaps(said)) <= max(gaps(usual)) + seconds + STREAM.slo.tpot, "the stream's lost time is made up for"
+    most = most_without_a_slow_one() + seconds + STREAM.slo.tpot
+    assert max(gaps(said)) <= most, "the stream's lost time is made up for"
     assert last_stats(said).patience_slices == 0
 
 
