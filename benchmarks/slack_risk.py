@@ -158,7 +158,7 @@ def point(rate: float, slo: Slo, seed: int) -> Point:
         good += ttfts[-1] <= slo.ttft and tpots[-1] <= slo.tpot
         kept += (ttfts[-1] <= slo.ttft) + sum(at - own[0] <= k * slo.tpot for k, at in enumerate(own[1:], 1))
         tokens += len(own)
-    window = [tokens for at, tokens in trainer.trained if LEAD <= at <= LEAD + SECONDS]
+    window = [tokens for at, tokens in trainer.trained_steps if LEAD <= at <= LEAD + SECONDS]
     alone = sum(MICRO_SECONDS[kind] for kind in trainer.kinds(trainer.plans["j"])) / 4096
     ttfts.sort()
     return Point(
