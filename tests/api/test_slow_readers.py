@@ -32,9 +32,19 @@ class Endless(FakeEngine):
 
 
 @pytest.fixture
-async def api(tmp_path: Path) -> AsyncIterator[Api]:
+def read_timeout() -> float:
+    return 30.0
+
+
+@pytest.fixture
+async def api(tmp_path: Path, read_timeout: float) -> AsyncIterator[Api]:
     async with serve_api(
-        tmp_path, engine_type=Endless, read_timeout=0.5, context=1 << 20, max_queue=2 * LEAVERS, max_connections=1000
+        tmp_path,
+        engine_type=Endless,
+        read_timeout=read_timeout,
+        context=1 << 20,
+        max_queue=2 * LEAVERS,
+        max_connections=1000,
     ) as api:
         yield api
 
@@ -48,6 +58,7 @@ async def streamed(api: Api) -> str:
     return "".join(event["text"] for event in events)
 
 
+@pytest.mark.parametrize("read_timeout", [0.5])
 async def test_a_reader_that_stops_is_let_go_and_others_go_on_meanwhile(api: Api) -> None:
     whole = await streamed(api)
     body = json.dumps({"prompt": "x", "max_tokens": 500_000, "stream": True}).encode()
