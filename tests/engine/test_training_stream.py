@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import pytest
@@ -42,9 +42,9 @@ class Launching(Trouble):
     def kinds(self, plan: JobPlan) -> list[MicroStep]:
         return [*super().kinds(plan), MicroStep.RESULT]
 
-    def advance(self, job: str, micro_steps: int | None) -> list[FromEngine]:
+    def advance(self, job: str, micro_steps: int | None, others: Sequence[str] = ()) -> list[FromEngine]:
         assert self.idle() or self.next_micro_step(job) is not MicroStep.RESULT, "results were read too early"
-        return super().advance(job, micro_steps)
+        return super().advance(job, micro_steps, others)
 
 
 @pytest.fixture
