@@ -117,12 +117,12 @@ class Config:
     slo_batch_tpot: float = option(0.5, "the same for requests of the class batch: time per output token, in seconds")
     slo_attainment: float = option(
         0.995,
-        "'slack': share of the predicted times of steps and slices that are kept, above 0 and below 1; more means fewer late tokens and less "
+        "'slack': share of the predicted times of steps and slices that are kept, above 0 and at most 0.9999; more means fewer late tokens and less "
         "training",
     )
     shed: str = option(
         "explicit",
-        "which requests get 429 as soon as it is predicted that their first token comes too late, though training stops: those that ask "
+        "which requests get 429 as soon as it is predicted that they cannot keep their targets, whatever training does: those that ask "
         "for slo_ttft, slo_e2e or the class interactive (explicit), all, or none (off); 'ets' and 'ts' refuse none",
         choices=("explicit", "all", "off"),
     )
@@ -237,8 +237,8 @@ class Config:
             raise ConfigError(f"read_timeout: expected above 0, got {self.read_timeout}")
         if self.train_weight > 1:
             raise ConfigError(f"train_weight: expected 0 to 1, got {self.train_weight}")
-        if not 0 < self.slo_attainment < 1:
-            raise ConfigError(f"slo_attainment: expected above 0 and below 1, got {self.slo_attainment}")
+        if not 0 < self.slo_attainment <= 0.9999:
+            raise ConfigError(f"slo_attainment: expected above 0 and at most 0.9999, got {self.slo_attainment}")
         if not 0 < self.training_sms < 1:
             raise ConfigError(f"training_sms: expected above 0 and below 1, got {self.training_sms}")
         if self.policy == "spatial" and self.tp > 1:

@@ -99,6 +99,8 @@ class Slo(Wire, frozen=True):
     """Of the class batch: interactive requests are admitted first, unless its own deadline comes before theirs."""
     shed: bool = False
     """It is refused as soon as its first token cannot come in time."""
+    shed_e2e: bool = False
+    """The same with its last token's target."""
 
 
 SloClass = Literal["interactive", "batch"]

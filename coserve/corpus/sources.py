@@ -126,5 +126,7 @@ def _source_errors() -> Iterator[None]:
         yield
     except OSError as error:
         raise EmptyCorpus(f"the corpus cannot be read: {error.strerror or 'it is damaged'}", field="path") from error
-    except ValueError as error:  # pyarrow's errors
+    except Exception as error:
+        if not isinstance(error, ValueError) and not type(error).__module__.startswith("pyarrow"):
+            raise
         raise EmptyCorpus(f"the corpus cannot be read: {str(error)[:200]}", field="path") from error

@@ -120,16 +120,16 @@ class JobRunner:
             self._pending.append(spec)
 
     def activate(self) -> None:
-        """Before a tick decides: start jobs in line while there is room for them, take up what threads have done, and let each
-        job whose micro-batch has ended do what comes next."""
+        """Before a tick decides: let each job whose micro-batch has ended do what comes next, start jobs in line while there are places
+        for them, and take up what threads have done."""
         while True:
+            while self._unsettled:
+                self._settle(self._unsettled.popleft())  # first: a job that ends leaves its place to the next one
             while len(self._active) < self._max_active and (spec := self._next_start()) is not None:
                 if not self._admit(spec):
                     break  # nor do later ones start: a large job would wait for ever
             for job, found in self._memory.changes():
                 self._memory.limit(self._active[job], found)
-            while self._unsettled:
-                self._settle(self._unsettled.popleft())
             works = [
                 job for job, active in self._active.items() if active.work is not None and active.work.future.done()
             ]

@@ -35,17 +35,17 @@ class Reception:
         try:
             displaced = self._queue.push(request, arrived=now, deadline=now + request.slo.ttft)
         except QueueFull as error:
-            self._refuse(request, error)
+            self._refuse(request.id, error)
             return
         if displaced is not None:
             why = "the queue is full, and other requests go first; try again later"
-            self._refuse(displaced.message, QueueFull(why, retry_after=self._queue.retry_after(now)))
+            self._refuse(displaced.message.id, QueueFull(why, retry_after=self._queue.retry_after(now)))
         entry = self._queue.get(request.id)
         assert entry is not None, "it was queued"
         retry = self._shedding.arrived(entry, self._views.headroom(reading), self._views.step_seconds, now)
         if retry is not None:
             self._queue.cancel(request.id)
-            self._shed(request, retry)
+            self._shed(request.id, retry)
 
     def admitted(self, count: int, now: float) -> None:
         """The first `count` requests of the queue have left it for the batch."""
@@ -53,17 +53,17 @@ class Reception:
 
     def refuse_late(self, now: float) -> None:
         """Refuse the requests that have become late: in the queue, or in the batch without pages."""
-        for request, retry in self._shedding.expired(self._views.step_seconds, now):
-            if self._queue.cancel(request.id):
-                self._shed(request, retry)
-            elif self._running.waits_for_pages(request.id):
-                self._running.remove(request.id)
-                self._cancel(request.id)
-                self._shed(request, retry)
+        for id, retry in self._shedding.expired(self._views.step_seconds, now):
+            if self._queue.cancel(id):
+                self._shed(id, retry)
+            elif self._running.waits_for_pages(id):
+                self._running.remove(id)
+                self._cancel(id)
+                self._shed(id, retry)
 
-    def _shed(self, request: Generate, retry: float) -> None:
-        why = f"no place in the batch before the target of its first token, {request.slo.ttft:g} s; try again in {retry:.0f} s"
-        self._refuse(request, Overloaded(why, retry_after=retry))
+    def _shed(self, id: str, retry: float) -> None:
+        why = f"no place in the batch before the time that the request's targets leave; try again in {retry:.0f} s"
+        self._refuse(id, Overloaded(why, retry_after=retry))
 
-    def _refuse(self, request: Generate, error: QueueFull) -> None:
-        self._send(RequestFailed(id=request.id, code=error.code, message=error.message, retry_after=error.retry_after))
+    def _refuse(self, id: str, error: QueueFull | Overloaded) -> None:
+        self._send(RequestFailed(id=id, code=error.code, message=error.message, retry_after=error.retry_after))

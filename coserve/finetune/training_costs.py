@@ -19,7 +19,8 @@ from coserve.types import BaseSpec
 
 MOST_GROUPS = 8
 """Groups of a layer that are measured by themselves. A mixture of experts has hundreds: their inputs are counted by their sizes."""
-FEW_POSITIONS = 16
+FEW_POSITIONS = 1
+"""So few that their logits take less than the backward of the final norm, on small bases too."""
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ WINDOW = 1024
 FIRST_GUESS = 1.25
 """Least factor while there are too few errors for the quantile."""
 OUTLIER = 3.0
-"""A larger error is left out: a kernel that is compiled, a slow disk. No margin that leaves time for training covers it."""
+"""A larger error counts as one of this size: a kernel that is compiled, a slow disk. No larger factor would leave time for training."""
 
 
 class Risk:
@@ -19,7 +19,7 @@ class Risk:
 
     It is the empirical quantile of measured over predicted time in a window of the latest. The share 1 - `attainment` of the
     window may be larger, so a single outlier changes nothing. Before there are `1 / (1 - attainment)` errors the factor is the
-    second largest of them, at least `FIRST_GUESS`.
+    second largest of them without outliers, at least `FIRST_GUESS`.
     """
 
     def __init__(self, attainment: float) -> None:
@@ -33,8 +33,7 @@ class Risk:
 
     def add(self, error: float) -> None:
         """`error`: measured over predicted seconds."""
-        if error > OUTLIER:
-            return
+        error = min(error, OUTLIER)
         self._recent.append(error)
         insort(self._sorted, error)
         if len(self._recent) > self._limit:
@@ -43,4 +42,5 @@ class Risk:
         if count >= self._enough:
             self.factor = self._sorted[math.ceil(count * self._attainment - 1e-9) - 1]
         else:
-            self.factor = max([FIRST_GUESS, *self._sorted[-2:-1]])
+            usual = self._sorted[: bisect_left(self._sorted, OUTLIER)]
+            self.factor = max([FIRST_GUESS, *usual[-2:-1]])

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from heapq import heappop, heappush
 
-from coserve.link import Generate
 from coserve.queues.inference import RETRY_AT_LEAST, RETRY_AT_MOST, InferenceQueue, Queued
 
 MEMORY = 32
@@ -23,11 +23,11 @@ class Shedding:
 
     def __init__(self, queue: InferenceQueue) -> None:
         self._queue = queue
-        self._deadlines: list[tuple[float, str, Generate, bool]] = []
+        self._deadlines: list[tuple[float, str, bool]] = []
         """Of requests that may be shed and have not expired, with their ids, and whether they had to wait for a place: a heap. Some of
         them wait no more."""
         self._last: float | None = None
-        """Of the last admission since which requests have always waited behind a full batch."""
+        """When the last request was admitted; None if the queue has been empty since."""
         self._seconds = self._admissions = 0.0
 
     @property
@@ -51,24 +51,27 @@ class Shedding:
 
         `headroom`: how many requests can be admitted now; `step`: expected seconds of a generation step.
         """
-        message, due = entry.message, min(entry.deadline, entry.end)
-        if not message.slo.shed:
+        if len(self._queue) == 1:
+            self._last = None  # the time in which nobody waited tells nothing about the speed
+        message, slo = entry.message, entry.message.slo
+        due = min(entry.deadline if slo.shed else math.inf, entry.end if slo.shed_e2e else math.inf)
+        if due == math.inf:
             return None
         ahead = self._queue.ahead(message.id) - headroom if len(self._queue) > headroom else -1
         late = now + ahead * self.gap + step - due
         if self.gap and ahead >= 0 and late > 0:
             return _bounded(late)
-        heappush(self._deadlines, (due, message.id, message, ahead >= 0))
+        heappush(self._deadlines, (due, message.id, ahead >= 0))
         return None
 
-    def expired(self, step: float, now: float) -> Iterator[tuple[Generate, float]]:
-        """Requests that are late, and seconds after which to try again. Each is given once. Some may have left the queue."""
+    def expired(self, step: float, now: float) -> Iterator[tuple[str, float]]:
+        """Ids of requests that are late, and seconds after which to try again. Each is given once. Some may have left the queue."""
         while self._deadlines and self._deadlines[0][0] < now + step:
-            _, id, message, waited = heappop(self._deadlines)
+            _, id, waited = heappop(self._deadlines)
             if self._queue.get(id) is None:
-                yield message, _bounded(0.0)
+                yield id, _bounded(0.0)
             elif waited:
-                yield message, _bounded(self._queue.ahead(id) * self.gap)
+                yield id, _bounded(self._queue.ahead(id) * self.gap)
 
 
 def _bounded(seconds: float) -> float:

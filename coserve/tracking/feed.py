@@ -84,7 +84,9 @@ class TrackerFeed:
 
     async def _run(self) -> None:
         delays = BACKOFF.delays()
-        self._jobs |= await self._unfinished()
+        while (unfinished := await self._unfinished()) is None:
+            await self._sleep(next(delays))
+        self._jobs |= unfinished
         while True:
             if not self._jobs:
                 await self._changed.wait()
@@ -95,9 +97,15 @@ class TrackerFeed:
                 delays = BACKOFF.delays()
             await self._sleep(PAUSE if done else next(delays))
 
-    async def _unfinished(self) -> set[str]:
-        known = await asyncio.to_thread(self._cursors.jobs)
-        records = await self._registry(lambda registry: registry.unfinished())
+    async def _unfinished(self) -> set[str] | None:
+        """None: they cannot be read now."""
+        try:
+            with _file_errors():
+                known = await asyncio.to_thread(self._cursors.jobs)
+            records = await self._registry(lambda registry: registry.unfinished())
+        except CoserveError as error:
+            self._report(error.message)
+            return None
         return {*known, *(record.spec.id for record in records)}
 
     async def _round(self) -> bool:
@@ -108,7 +116,9 @@ class TrackerFeed:
             try:
                 await self._tell(job)
             except JobNotFound:
-                await asyncio.to_thread(self._cursors.remove, job)
+                self._told.pop(job, None)
+                with contextlib.suppress(OSError):  # the next start tries again
+                    await asyncio.to_thread(self._cursors.remove, job)
             except CoserveError as error:
                 self._jobs.add(job)
                 silent = isinstance(error, InvalidRequest)

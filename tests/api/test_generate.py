@@ -187,7 +187,7 @@ async def test_a_request_names_its_latency_targets(api: Api) -> None:
     assert (await api.call("POST", "/generate", json={"prompt": [5], **targets}))[0] == 200
     assert (await api.call("POST", "/v1/completions", json={"prompt": [5], **targets}))[0] == 200
     for sent in await api.engine.saw(Generate, 2):
-        assert isinstance(sent, Generate) and sent.slo == Slo(ttft=0.5, tpot=0.03, e2e=4.0, shed=True)
+        assert isinstance(sent, Generate) and sent.slo == Slo(ttft=0.5, tpot=0.03, e2e=4.0, shed=True, shed_e2e=True)
 
 
 async def test_a_class_of_requests_is_named_by_slo_class_or_by_openais_service_tier(api: Api) -> None:

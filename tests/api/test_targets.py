@@ -37,7 +37,8 @@ def test_a_class_has_its_targets_and_a_request_its_own() -> None:
         ({"slo_class": "batch"}, (False, True, False)),
         ({"slo_class": "interactive"}, (True, True, False)),
         ({"slo_ttft": 0.5}, (True, True, False)),
-        ({"slo_e2e": 5.0, "slo_class": "batch"}, (True, True, False)),
+        ({"slo_e2e": 5.0, "slo_class": "batch"}, (False, True, False)),
+        ({"slo_ttft": 0.5, "n": 2}, (False, False, False)),
     ],
 )
 def test_only_requests_that_ask_for_a_time_are_shed_unless_the_settings_say_otherwise(
@@ -45,3 +46,9 @@ def test_only_requests_that_ask_for_a_time_are_shed_unless_the_settings_say_othe
 ) -> None:
     assert tuple(targets(Config(shed=which), **fields).shed for which in ("explicit", "all", "off")) == shed
     assert not targets(Config(shed="all", policy="ets"), **fields).shed
+
+
+def test_who_asks_for_the_time_of_the_whole_answer_is_not_shed_for_the_first_token() -> None:
+    found = targets(Config(), slo_e2e=60.0)
+    assert (found.shed, found.shed_e2e) == (False, True)
+    assert not targets(Config(shed="off"), slo_e2e=60.0).shed_e2e

@@ -158,6 +158,13 @@ def test_few_errors_do_not_make_the_margin_narrow_and_a_single_one_does_not_make
     for error in [1.0] * 50 + [2.9] + [OUTLIER + 0.1] * 3:
         risk.add(error)
     assert risk.factor == FIRST_GUESS
-    for error in [1.0] * 150:
+    for error in [1.0] * 900:
         risk.add(error)
     assert risk.factor == 1.0
+
+
+def test_steps_that_are_often_far_too_slow_are_no_outliers() -> None:
+    risk = Risk(0.995)
+    for error in [1.0, 1.0, 1.0, 1.0, 2 * OUTLIER] * 200:
+        risk.add(error)
+    assert risk.factor == OUTLIER

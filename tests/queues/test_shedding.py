@@ -9,7 +9,7 @@ from coserve.types import SamplingParams, Slo
 
 
 def request(id: str, ttft: float, *, shed: bool = True, e2e: float | None = None) -> Generate:
-    slo = Slo(ttft=ttft, tpot=1.0, e2e=e2e, shed=shed)
+    slo = Slo(ttft=ttft, tpot=1.0, e2e=e2e, shed=shed, shed_e2e=shed)
     return Generate(id=id, prompt=(1,), sampling=SamplingParams(), adapter=None, slo=slo)
 
 
@@ -37,7 +37,7 @@ class Line:
         return self.shedding.arrived(entry, headroom, 0.1, 2.0)
 
     def late(self, now: float) -> list[str]:
-        return [message.id for message, _ in self.shedding.expired(0.1, now)]
+        return [id for id, _ in self.shedding.expired(0.1, now)]
 
 
 def test_a_request_whose_turn_comes_too_late_is_refused_when_it_arrives() -> None:
@@ -76,6 +76,27 @@ def test_idle_time_is_no_time_between_admissions() -> None:
         queue.push(request(f"r{now}", 1.0), arrived=now, deadline=now + 1)
         queue.pop(1)
         shedding.admitted(1, now)
+    assert shedding.gap == 0
+
+
+def test_idle_time_after_a_queue_that_was_cancelled_is_none_either() -> None:
+    queue = InferenceQueue(9, fair=True)
+    shedding = Shedding(queue)
+
+    def arrives(id: str, now: float) -> None:
+        queue.push(request(id, 1.0), arrived=now, deadline=now + 1)
+        entry = queue.get(id)
+        assert entry is not None
+        shedding.arrived(entry, 0, 0.1, now)
+
+    for id in ("a", "b"):
+        arrives(id, 0.0)
+    queue.pop(1)
+    shedding.admitted(1, 0.0)
+    queue.cancel("b")
+    arrives("c", 3600.0)
+    queue.pop(1)
+    shedding.admitted(1, 3600.0)
     assert shedding.gap == 0
 
 

@@ -111,6 +111,16 @@ async def test_whatever_a_jobs_work_raises_ends_that_job_alone(
         await at.until(said(JobSucceeded, "one"))
 
 
+@pytest.mark.parametrize("operation", ["preparation", "checkpoint"])
+async def test_a_job_that_fails_between_two_slices_leaves_its_place_to_the_next_at_once(operation: str) -> None:
+    """Nothing else wakes the engine: there are no requests."""
+    async with scene(operation, active=1) as at:
+        at.trainer.go.set()
+        at.api.send(start("one"))
+        at.api.send(start("two"))
+        await at.until(said(JobFailed, "one"), said(JobSucceeded, "two"))
+
+
 @pytest.mark.parametrize(
     ("operation", "order", "answer"),
     [

@@ -19,12 +19,15 @@ def targets_of(request: GenerateRequest, config: Config, *, device: str) -> Slo:
     tpot = tpot if config.slo_tpot is None else config.slo_tpot
     if batch:
         ttft, tpot = config.slo_batch_ttft, config.slo_batch_tpot
-    explicit = request.slo_class == "interactive" or request.slo_ttft is not None or request.slo_e2e is not None
-    shed = config.shed == "all" or (config.shed == "explicit" and explicit)
+    sheds = (
+        config.policy not in ("ets", "ts") and request.n == 1
+    )  # choices that have begun are not thrown away for a late one
+    every, explicit = sheds and config.shed == "all", sheds and config.shed == "explicit"
     return Slo(
         ttft=request.slo_ttft or ttft,
         tpot=request.slo_tpot or tpot,
         e2e=request.slo_e2e,
         batch=batch,
-        shed=shed and config.policy not in ("ets", "ts"),
+        shed=every or (explicit and (request.slo_class == "interactive" or request.slo_ttft is not None)),
+        shed_e2e=(every or explicit) and request.slo_e2e is not None,
     )

@@ -11,7 +11,7 @@ from coserve.api.adapters.lookup import find_adapter
 from coserve.api.engine_client import EngineClient
 from coserve.api.jobs.conflicts import predecessor, waiting_text
 from coserve.api.jobs.recorder import JobRecorder
-from coserve.errors import CapacityError, CoserveError
+from coserve.errors import CapacityError, CoserveError, HelperLost, StorageError
 from coserve.schemas import ErrorInfo
 from coserve.state.folder import DataFolder
 from coserve.state.records import JobRecord
@@ -63,7 +63,9 @@ class JobChain:
             return await self._save(relinked, f"job {record.after} is over without a version: {waiting_text(relinked)}")
         try:
             return await self._continue(record, before)
-        except CapacityError:  # no fault of the job; a `StorageError` is tried again
+        except HelperLost as error:  # tried again, as what cannot be read now
+            raise StorageError(error.message) from error
+        except CapacityError:  # no fault of the job
             raise
         except CoserveError as error:
             text = f"the job was to continue from what job {before.spec.id} publishes, which is {before.state}: {error}"

@@ -155,7 +155,6 @@ class JobManager:
         for id in await self._chain.followers(ended):
             with suppress(EngineUnavailable):  # the first engine does it
                 await self._follow(id)
-            self._recorder.watchers.notify(id)
 
     async def _follow(self, id: str) -> JobRecord:
         """Start a job that waits, if the one before it has ended."""
@@ -165,6 +164,7 @@ class JobManager:
                 return waited  # started meanwhile
             record = await self._chain.release(id)
             self._start(record)
+            self._recorder.watchers.notify(id)  # it may have ended instead
             return record
 
     # ---- submission
@@ -198,7 +198,7 @@ class JobManager:
         def create(registry: Registry) -> JobRecord:
             if key is None or registry.job_with_key(key) is None:
                 self._check_max_jobs(registry)
-            refuse_conflict(registry, request)
+                refuse_conflict(registry, request)
             job = msgspec.structs.replace(record.spec, version=registry.next_version(adapter))
             after: str | None = record.after
             notes: tuple[str, ...] = ()
@@ -231,7 +231,7 @@ class JobManager:
         if made.spec.id != id:  # the key was used before
             await asyncio.to_thread(remove_dir, self._folder.job(id))
         elif made.after is not None:
-            made = await self._follow(id)  # the job before it may have ended meanwhile
+            self._begin(self._follow(id))  # the job before it may have ended meanwhile
         failpoint("api.before_reply")
         return made
 

@@ -186,15 +186,15 @@ USES = ("weights", "pages", "graphs", "jobs", "temporary", "cached", "context", 
 """Fields of `MemoryUse`, which are the whole device."""
 
 
-def gpu_memory(use: MemoryUse) -> Iterable[Metric]:
-    """Where the GPU's bytes are."""
+def gpu_memory(use: MemoryUse | None) -> Iterable[Metric]:
+    """Where the GPU's bytes are; without samples where nothing is planned."""
     uses = GaugeMetricFamily("coserve_gpu_memory_bytes", "GPU memory by use", labels=["use"])
-    for name in USES:
+    for name in USES if use is not None else ():
         uses.add_metric([name], getattr(use, name))
     yield uses
     of_jobs = (
-        ("limit", "GPU memory there is for jobs now", use.training),
-        ("needed", "What the jobs that have started need of it", use.needed),
+        ("limit", "GPU memory there is for jobs now", None if use is None else use.training),
+        ("needed", "What the jobs that have started need of it", None if use is None else use.needed),
     )
     for name, text, value in of_jobs:
         yield GaugeMetricFamily(f"coserve_jobs_memory_{name}_bytes", text, value=value)
@@ -244,8 +244,7 @@ class EngineGauges(Collector):
         )
         for name, text, value in gauges:
             yield GaugeMetricFamily(f"coserve_{name}", text, value=value)
-        if s is not None and s.memory is not None:
-            yield from gpu_memory(s.memory)
+        yield from gpu_memory(s.memory if s else None)
         for (name, text, _), total in zip(_TOTALS, self._totals(), strict=True):
             yield CounterMetricFamily(f"coserve_{name}", text, value=total)
         stalls = HistogramMetricFamily(

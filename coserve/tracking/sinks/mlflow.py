@@ -7,7 +7,7 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
-from mlflow.entities import Metric, Param, RunTag
+from mlflow.entities import Metric, Param
 from mlflow.tracking import MlflowClient
 
 from coserve.tracking.points import Point, Run
@@ -42,11 +42,11 @@ class MLflow:
         return str(self._client.create_experiment(name) if found is None else found.experiment_id)
 
     def _create(self, experiment: str, run: Run) -> str:
-        made = self._client.create_run(experiment, run_name=run.name)
+        made = self._client.create_run(experiment, run_name=run.name, tags={JOB: run.id})
         id = str(made.info.run_id)
-        settings = {re.sub(r"[^\w. :/-]", "_", name, flags=re.ASCII): value for name, value in run.settings.items()}
+        settings = {re.sub(r"[^\w. :-]", "_", name, flags=re.ASCII): value for name, value in run.settings.items()}
         params = [Param(name, str(value)[:LONGEST]) for name, value in settings.items()]
-        self._client.log_batch(id, params=params[:100], tags=[RunTag(JOB, run.id)])
+        self._client.log_batch(id, params=params[:100])
         return id
 
     def write(self, points: Sequence[Point]) -> None:
