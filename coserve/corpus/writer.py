@@ -14,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from coserve.state.durable import disk_errors
+from coserve.state.failpoints import failpoint
 
 HEADER = 512
 """Bytes kept free at the file's beginning for its header, which has the sizes."""
@@ -71,12 +72,15 @@ class CorpusWriter:
             end += size * count
         text = json.dumps(header, separators=(",", ":")).encode().ljust(HEADER - 8)
         with disk_errors():
+            failpoint("corpus.temp_write")
             for part in (self._target, self._bounds):
                 _append(self._tokens, part)
             self._tokens.seek(0)
             self._tokens.write(len(text).to_bytes(8, "little") + text)
             self._tokens.flush()
+            failpoint("corpus.before_file_fsync")
             os.fsync(self._tokens.fileno())
+            failpoint("corpus.after_file_fsync")
 
 
 def _append(file: BinaryIO, part: BinaryIO) -> None:
