@@ -155,6 +155,7 @@ def test_a_step_of_one_token_that_does_not_fit_ends_its_request_alone(ahead: boo
     with out_of_memory_at([(Base, "forward"), (FusedBase, "forward")], lambda call: True):
         said = finish(gen, asked(ahead=ahead))
     assert all(lines[-1] == ("failed", RequestOutOfMemory.code) for lines in said.values())
+    assert "memory ran out" in gen.troubles[0]
     assert finish(gen, asked(ahead=ahead)[:1])["0"] == clean(ahead)[0]["0"]
 
 
