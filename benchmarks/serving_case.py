@@ -149,7 +149,9 @@ class NoJobs:
     def preparation(self, job: str) -> Callable[[Cancellation], None] | None:
         raise AssertionError(job)
 
-    def advance(self, job: str, micro_steps: int | None, others: Sequence[str] = ()) -> list[FromEngine]:
+    def advance(
+        self, job: str, micro_steps: int | None, others: Sequence[str] = (), shared_tokens: int | None = None
+    ) -> list[FromEngine]:
         raise AssertionError(job)
 
     def mid_batch(self, job: str) -> bool:

@@ -37,6 +37,9 @@ OTHER_VARIABLES = ("COSERVE_URL", "COSERVE_DEBUG", "COSERVE_FAILPOINTS")
 """Variables that are read elsewhere."""
 MIN_SECRET = 16
 """Characters of the shortest API key. A random key of 16 characters cannot be guessed over a network."""
+GPU_TARGETS = 1.0, 0.05
+CPU_TARGETS = 2.0, 0.2
+"""TTFT and TPOT in seconds of interactive requests, where the settings leave them open."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -255,6 +258,14 @@ class Config:
                     raise ConfigError(f"{name}: expected a host name or address, got {host!r}")
         if self.host not in ("127.0.0.1", "::1", "localhost") and self.api_key is None:
             raise ConfigError(f"host: {self.host!r} is not loopback; set api_key to serve others")
+
+    def targets(self, *, device: str) -> tuple[float, float]:
+        """TTFT and TPOT in seconds of interactive requests that bring none. `device`: that of the base."""
+        ttft, tpot = CPU_TARGETS if device.startswith("cpu") else GPU_TARGETS
+        return (
+            ttft if self.slo_ttft is None else self.slo_ttft,
+            tpot if self.slo_tpot is None else self.slo_tpot,
+        )
 
     @property
     def fair(self) -> bool:

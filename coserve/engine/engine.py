@@ -336,7 +336,8 @@ class Engine:
         began, job = (self._measured if self._flight.takes_turns else self._clock()), decision.job
         kind, tokens = self._jobs.next_micro_step(job), self._jobs.micro_batch_tokens(job)
         with self._stalls.during(f"train_{kind}"):
-            suspended = self._jobs.advance(job, decision.micro_steps)
+            shared_tokens = self._views.slices.tokens_within(decision.longest)
+            suspended = self._jobs.advance(job, decision.micro_steps, shared_tokens)
         micro_steps = self._jobs.micro_steps_done
         tokens = self._jobs.micro_batch_tokens(job) if suspended else tokens
         self._flight.launched(decision, kind, micro_steps, tokens, began)

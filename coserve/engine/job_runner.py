@@ -159,10 +159,10 @@ class JobRunner:
             self._memory.limit(active, found)
         return found is not None
 
-    def advance(self, job: str, micro_steps: int | None) -> bool:
+    def advance(self, job: str, micro_steps: int | None, shared_tokens: int | None = None) -> bool:
         """Train an active job, and those that share its batch. Whether it is still under way; otherwise all have had their turn."""
         try:
-            messages = self._trainer.advance(job, micro_steps, self._turns.ready())
+            messages = self._trainer.advance(job, micro_steps, self._turns.ready(), shared_tokens)
         except Exception as error:  # noqa: BLE001 - whatever it is, it is this job's alone
             self._fail(job, error)
             return False

@@ -114,7 +114,7 @@ def build_engine(
         generator,
         trainer,
         store,
-        make_policy(config),
+        make_policy(config, tpot=config.targets(device=base.device.type)[1]),
         link,
         max_running=config.inference_batch_size,
         max_queue=config.max_queue,

@@ -122,13 +122,16 @@ class Trainer:
             return None
         return lambda cancellation: plan.prepare(step, cancellation.check)
 
-    def advance(self, job: str, micro_steps: int | None, others: Sequence[str] = ()) -> list[FromEngine]:
+    def advance(
+        self, job: str, micro_steps: int | None, others: Sequence[str] = (), shared_tokens: int | None = None
+    ) -> list[FromEngine]:
         """Run one slice of the job's micro-batch: see `TrainingPasses.advance`. Nothing happens to a finished job.
 
-        If the micro-batch begins, those of `others` may join it: jobs between two micro-batches, in the order of their turns.
+        If the micro-batch begins, those of `others` may join it: jobs between two micro-batches, in the order of their turns,
+        while all have at most `shared_tokens` tokens.
         """
         self.micro_steps_done, self.trained = 0, (job,)  # 0 if the slice fails: its time is no sample of a micro-step
-        one = self._passes.pass_of(self._jobs[job], [self._jobs[other] for other in others])
+        one = self._passes.pass_of(self._jobs[job], [self._jobs[other] for other in others], shared_tokens)
         if one is None:
             return []
         self.trained = tuple([each.id for each in one.jobs])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 from coserve.link import Starving
 from coserve.queues.costs import ATTAINMENT, Prediction, Predictors
 from coserve.queues.policy import Train
@@ -9,6 +11,10 @@ from coserve.types import MicroStep
 
 ANY = "any"
 """Micro-steps of all kinds together."""
+SIZED = MicroStep.BEGIN, MicroStep.FORWARD, MicroStep.BACKWARD
+"""Kinds whose time grows with the micro-batch."""
+SIZE = 1024.0
+"""Tokens; the prediction is a line, so any two sizes tell it."""
 
 
 class Slices:
@@ -41,6 +47,19 @@ class Slices:
         """Of the job's next micro-step, in a micro-batch of `tokens` tokens: from its own micro-steps of that kind, else from
         those of other jobs, else from micro-steps of any kind."""
         return self._costs.predict((1.0, tokens), (job, kind), kind, ANY)
+
+    def tokens_within(self, seconds: float | None) -> int | None:
+        """Most tokens of a micro-batch whose micro-steps are predicted to take at most `seconds`; None: any number, as far as known."""
+        if seconds is None:
+            return None
+        most = math.inf
+        for kind in SIZED:
+            small, large = (self._costs.predict((1.0, tokens), kind).most for tokens in (SIZE, 2 * SIZE))
+            if large > small:
+                most = min(most, SIZE + (seconds - small) / (large - small) * SIZE)
+            elif small > seconds:
+                most = 0
+        return None if most == math.inf else max(0, int(most))
 
     def ran(self, decision: Train, kind: MicroStep, micro_steps: int, tokens: int, seconds: float, now: float) -> None:
         """A slice of `micro_steps` micro-steps ended now, in a micro-batch of `tokens` tokens. Whole micro-batches mix kinds, so

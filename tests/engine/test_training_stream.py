@@ -42,9 +42,11 @@ class Launching(Trouble):
     def kinds(self, plan: JobPlan) -> list[MicroStep]:
         return [*super().kinds(plan), MicroStep.RESULT]
 
-    def advance(self, job: str, micro_steps: int | None, others: Sequence[str] = ()) -> list[FromEngine]:
+    def advance(
+        self, job: str, micro_steps: int | None, others: Sequence[str] = (), shared_tokens: int | None = None
+    ) -> list[FromEngine]:
         assert self.idle() or self.next_micro_step(job) is not MicroStep.RESULT, "results were read too early"
-        return super().advance(job, micro_steps, others)
+        return super().advance(job, micro_steps, others, shared_tokens)
 
 
 @pytest.fixture

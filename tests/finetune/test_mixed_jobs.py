@@ -188,6 +188,14 @@ def test_batches_are_counted_in_rows_too(tmp_path: Path) -> None:
     assert isinstance(expected[0][-1], JobSucceeded)
 
 
+def test_no_more_jobs_join_than_the_slice_allows(tmp_path: Path) -> None:
+    bench = started(VARIED[:3], tmp_path)
+    ids = [spec.id for _, spec in VARIED[:3]]
+    for limit, jobs in ((1, 1), (None, 3)):
+        bench.trainer.advance(ids[0], None, ids, limit)
+        assert len(bench.trainer.trained) == jobs
+
+
 def test_each_that_still_fits_joins_in_the_order_of_turns() -> None:
     others = [("a", Size(30, 2)), ("b", Size(50, 1)), ("c", Size(20, 4)), ("d", Size(10, 1))]
     assert companions(Size(20, 1), others, BatchLimits(80)) == ["a", "c", "d"]

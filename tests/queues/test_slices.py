@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from coserve.link import Starving
 from coserve.queues.policy import Overdue, Train
 from coserve.queues.slices import Slices
@@ -24,6 +26,20 @@ def test_micro_steps_of_other_sizes_are_predicted_from_their_tokens() -> None:
         run(slices, "j", MicroStep.FORWARD, 0.001 + 1e-6 * tokens, tokens=tokens)
     for job in ("j", "k"):
         assert abs(expected(slices, job, MicroStep.FORWARD, 500) - 0.0015) < 1e-4
+
+
+def test_tokens_whose_micro_steps_take_no_longer() -> None:
+    slices = Slices()
+    assert slices.tokens_within(None) is slices.tokens_within(0.1) is None, "nothing is known"
+    for tokens in (500, 1000, 2000) * 20:
+        run(slices, "j", MicroStep.FORWARD, 1e-4 * tokens, tokens=tokens)
+        run(slices, "j", MicroStep.HEAD, 9.0, tokens=tokens)
+    within = slices.tokens_within(0.1)
+    assert within is not None and 600 < within < 1000, "the time of the head is that of a chunk; errors are expected"
+    run(slices, "j", MicroStep.BACKWARD, 0.3, tokens=1000)
+    run(slices, "j", MicroStep.BACKWARD, 0.3, tokens=1000)
+    assert slices.tokens_within(0.2) == 0, "where one size is known, it fits or nothing does"
+    assert slices.tokens_within(0.4) == pytest.approx(4 * within, rel=0.05)
 
 
 def test_costs_are_those_of_one_micro_step_of_one_job_and_kind() -> None:

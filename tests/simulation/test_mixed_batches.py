@@ -85,6 +85,16 @@ def test_jobs_in_one_batch_advance_alike(policy: Policy) -> None:
                 assert max(done.values()) - min(done.values()) <= 2, "the first job starts ahead of the others"
 
 
+def test_slack_shares_no_batch_whose_micro_steps_fit_between_no_tokens() -> None:
+    """A micro-step takes half a second for 32 rows, so that of one job with 8 rows an eighth."""
+    free, tight = outcome(Slack(0.5)), outcome(Slack(0.5, target=0.3))
+    assert max(map(rows, free.trainer.passes)) == BATCH_ROWS
+    learned = tight.trainer.passes[8:]
+    assert {len(one.jobs) for one in learned if not one.evaluation} <= {1, 2}, (
+        "two jobs at once take a quarter of a second"
+    )
+
+
 def test_full_batches_take_fewer_turns_than_batches_of_one_job() -> None:
     together, alone = outcome(Ets(8, 2.0)), outcome(Ets(8, 2.0), batch_rows=None)
     assert 2 * len(together.trainer.passes) < len(alone.trainer.passes)

@@ -56,9 +56,11 @@ class LaunchingTrainer(FakeTrainer):
     def kinds(self, plan: JobPlan) -> list[MicroStep]:
         return [*super().kinds(plan), MicroStep.RESULT]
 
-    def advance(self, job: str, micro_steps: int | None, others: Sequence[str] = ()) -> list[FromEngine]:
+    def advance(
+        self, job: str, micro_steps: int | None, others: Sequence[str] = (), shared_tokens: int | None = None
+    ) -> list[FromEngine]:
         device = self.meter
         assert isinstance(device, FakeDevice)
         if self.next_micro_step(job) is MicroStep.RESULT:
             assert device.free_at <= self.clock(), "its results are not computed yet"
-        return super().advance(job, micro_steps, others)
+        return super().advance(job, micro_steps, others, shared_tokens)

@@ -107,7 +107,9 @@ class BlockingTrainer(FakeTrainer):
         forward = [MicroStep.BEGIN, *[MicroStep.FORWARD] * (layers - 1), *[MicroStep.HEAD] * heads]
         return [*forward, *[MicroStep.BACKWARD] * layers, MicroStep.OPTIMIZER]
 
-    def advance(self, job: str, micro_steps: int | None, others: Sequence[str] = ()) -> list:  # type: ignore[type-arg]
+    def advance(
+        self, job: str, micro_steps: int | None, others: Sequence[str] = (), shared_tokens: int | None = None
+    ) -> list:  # type: ignore[type-arg]
         run, plan = self._runs[job], self.plans[job]
         kinds = self.kinds(plan)[0 if run.shared is None else run.shared.done :]
         alike = next((i for i, kind in enumerate(kinds) if kind is not kinds[0]), len(kinds))
@@ -117,7 +119,7 @@ class BlockingTrainer(FakeTrainer):
             _loop().block(self.seconds(kind, tokens))
         if done == len(kinds):
             self.trained_steps.append((_loop().time(), tokens))
-        return super().advance(job, micro_steps, others)
+        return super().advance(job, micro_steps, others, shared_tokens)
 
     def micro_batch_tokens(self, job: str) -> int:
         run = self._runs[job]

@@ -217,6 +217,13 @@ class JobPlan:
     """Steps after which an evaluation, one micro-batch of its own, ends the step."""
 
 
+ROW_TOKENS = 64
+
+
+def _size(rows: int) -> Size:
+    return Size(ROW_TOKENS * rows, rows)
+
+
 @dataclass
 class FakePass:
     """A micro-batch of some jobs."""
@@ -290,8 +297,10 @@ class FakeTrainer:
     def preparation(self, job: str) -> Callable[[Cancellation], None] | None:
         return None
 
-    def advance(self, job: str, micro_steps: int | None, others: Sequence[str] = ()) -> list[FromEngine]:
-        one = self._runs[job].shared or self._begin(job, others)
+    def advance(
+        self, job: str, micro_steps: int | None, others: Sequence[str] = (), shared_tokens: int | None = None
+    ) -> list[FromEngine]:
+        one = self._runs[job].shared or self._begin(job, others, shared_tokens)
         suspended = [id for id, run in self._runs.items() if run.shared]
         assert set(suspended) == set(one.jobs), f"{suspended} suspended while {one.jobs} train"
         self.trained = tuple(one.jobs)
@@ -310,13 +319,13 @@ class FakeTrainer:
             return []
         return [message for id in one.jobs for message in self._end_of_pass(self._runs[id])]
 
-    def _begin(self, job: str, others: Sequence[str]) -> FakePass:
+    def _begin(self, job: str, others: Sequence[str], shared_tokens: int | None) -> FakePass:
         run, plan = self._runs[job], self.plans[job]
         able = [id for id in others if id != job and self.plans[id].rows is not None and not self._runs[id].evaluates]
         joining = list[str]()
         if plan.rows is not None and not run.evaluates and self.batch_rows is not None:
-            sizes = [(id, Size(1, self.plans[id].rows or 0)) for id in able]
-            joining = companions(Size(1, plan.rows), sizes, BatchLimits(1 << 20, self.batch_rows))
+            limits = BatchLimits(1 << 20 if shared_tokens is None else shared_tokens, self.batch_rows)
+            joining = companions(_size(plan.rows), [(id, _size(self.plans[id].rows or 0)) for id in able], limits)
         jobs = [job, *joining]
         one = FakePass(jobs, {id: self.plans[id].rows for id in jobs}, self.kinds(plan), evaluation=run.evaluates)
         self.passes.append(one)
@@ -349,7 +358,9 @@ class FakeTrainer:
         return MicroStep.BEGIN if one is None else one.kinds[one.done]
 
     def micro_batch_tokens(self, job: str) -> int:
-        return 64
+        one = self._runs[job].shared
+        rows = [] if one is None else [own for own in one.rows.values() if own is not None]
+        return _size(sum(rows)).tokens if rows else ROW_TOKENS
 
     def _end_of_step(self, run: _Run, plan: JobPlan) -> list[FromEngine]:
         if run.step == plan.fails_at:

@@ -119,9 +119,11 @@ class Bench:
             messages += self.advance(job, micro_steps)
         return messages
 
-    def advance(self, job: str, micro_steps: int | None, others: Sequence[str] = ()) -> list[FromEngine]:
+    def advance(
+        self, job: str, micro_steps: int | None, others: Sequence[str] = (), shared_tokens: int | None = None
+    ) -> list[FromEngine]:
         """A slice, and what the engine has threads do after it, on this one."""
-        messages = self.trainer.advance(job, micro_steps, others)
+        messages = self.trainer.advance(job, micro_steps, others, shared_tokens)
         for trained in self.trainer.trained:
             try:
                 if not self.trainer.mid_batch(trained) and self.trainer.finished(trained):

@@ -78,10 +78,12 @@ class Trouble(FakeTrainer):
 
         return lambda cancellation: self.on_a_thread("prepare", job)
 
-    def advance(self, job: str, micro_steps: int | None, others: Sequence[str] = ()) -> list[FromEngine]:
+    def advance(
+        self, job: str, micro_steps: int | None, others: Sequence[str] = (), shared_tokens: int | None = None
+    ) -> list[FromEngine]:
         if self.ran[job]:
             self._trouble("advance", job)
-        return super().advance(job, micro_steps, others)
+        return super().advance(job, micro_steps, others, shared_tokens)
 
     def checkpoint(self, job: str) -> Callable[[], JobCheckpoint] | None:
         self._trouble("checkpoint", job)

@@ -6,19 +6,11 @@ from coserve.config import Config
 from coserve.schemas import GenerateRequest
 from coserve.types import Slo
 
-GPU_TARGETS = 1.0, 0.05
-CPU_TARGETS = 2.0, 0.2
-"""TTFT and TPOT in seconds of interactive requests, where the settings leave them open."""
-
 
 def targets_of(request: GenerateRequest, config: Config, *, device: str) -> Slo:
     """`device`: that of the base."""
     batch = request.slo_class == "batch"
-    ttft, tpot = CPU_TARGETS if device.startswith("cpu") else GPU_TARGETS
-    ttft = ttft if config.slo_ttft is None else config.slo_ttft
-    tpot = tpot if config.slo_tpot is None else config.slo_tpot
-    if batch:
-        ttft, tpot = config.slo_batch_ttft, config.slo_batch_tpot
+    ttft, tpot = (config.slo_batch_ttft, config.slo_batch_tpot) if batch else config.targets(device=device)
     sheds = (
         config.policy not in ("ets", "ts") and request.n == 1
     )  # choices that have begun are not thrown away for a late one

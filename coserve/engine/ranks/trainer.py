@@ -78,7 +78,9 @@ class RankedTrainer:
 
         return on_all
 
-    def advance(self, job: str, micro_steps: int | None, others: Sequence[str] = ()) -> list[FromEngine]:
+    def advance(
+        self, job: str, micro_steps: int | None, others: Sequence[str] = (), shared_tokens: int | None = None
+    ) -> list[FromEngine]:
         """See `Trainer.advance`; each job trains alone. An error of any rank ends the job alone, or begins its optimizer step again with less memory on
         all ranks. Raises `EngineFault` alone."""
         with self._followers.asked(AdvanceJob(job=job, micro_steps=micro_steps)) as answers:

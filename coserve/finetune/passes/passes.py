@@ -45,12 +45,14 @@ class TrainingPasses:
         one = self._passes.get(job)
         return MicroStep.BEGIN if one is None else one.next_micro_step
 
-    def pass_of(self, job: TrainingJob, others: Sequence[TrainingJob] = ()) -> TrainingPass | None:
+    def pass_of(
+        self, job: TrainingJob, others: Sequence[TrainingJob] = (), shared_tokens: int | None = None
+    ) -> TrainingPass | None:
         """The pass that the job is in, or a new one of its next micro-batch and of those of `others`, in the order of their turns,
-        that may join it. None: the job is finished."""
+        that may join it; all together have at most `shared_tokens` tokens. None: the job is finished."""
         one = self._passes.get(job.id)
         if one is None and not job.loop.finished:
-            one = self._make([job, *self._companions(job, others)])
+            one = self._make([job, *self._companions(job, others, shared_tokens)])
             self._passes |= {each.id: one for each in one.jobs}
         return one
 
@@ -102,8 +104,12 @@ class TrainingPasses:
         """No job is left: forget that memory ran out."""
         self._limits = self._planned
 
-    def _companions(self, job: TrainingJob, others: Sequence[TrainingJob]) -> list[TrainingJob]:
-        rows = job.shared_rows
+    def _companions(
+        self, job: TrainingJob, others: Sequence[TrainingJob], shared_tokens: int | None
+    ) -> list[TrainingJob]:
+        rows, limits = job.shared_rows, self._limits
+        if shared_tokens is not None:
+            limits = BatchLimits(min(limits.tokens, shared_tokens), limits.rows)
         if not self._mix_jobs or rows is None:
             return []
         able = {
@@ -116,7 +122,7 @@ class TrainingPasses:
             for id, other in able.items()
             if (own := other.shared_rows) is not None
         ]
-        return [able[id] for id in companions(Size(job.loop.size(rows), len(rows)), sizes, self._limits)]
+        return [able[id] for id in companions(Size(job.loop.size(rows), len(rows)), sizes, limits)]
 
     def _failed(self, job: TrainingJob, error: Exception) -> list[FromEngine]:
         """Something failed that concerns the job alone: it begins its optimizer step again with less memory, or fails."""

@@ -11,7 +11,8 @@ from coserve.queues.policies.temporal_sharing import TemporalSharing
 from coserve.queues.policy import Policy
 
 
-def make_policy(config: Config) -> Policy:
+def make_policy(config: Config, *, tpot: float | None = None) -> Policy:
+    """`tpot`: seconds between the tokens of a usual request; None: unknown."""
     size, delay = config.inference_batch_size, config.inference_delay
     match config.policy:
         case "ets":
@@ -23,4 +24,4 @@ def make_policy(config: Config) -> Policy:
         case "spatial":
             return Spatial()
         case _:
-            return Slack(config.train_patience, weight=config.train_weight)
+            return Slack(config.train_patience, weight=config.train_weight, target=tpot)

@@ -28,12 +28,14 @@ class Slack:
 
     A training slice runs only if its predicted time fits into the slack. It has as many micro-steps as fit, at least one, at
     most `MAX_MICRO_STEPS` and `MAX_SLICE` seconds. A job that has waited `patience` seconds gets one micro-step regardless
-    of deadlines, so training never starves. Without requests, training runs freely.
+    of deadlines, so training never starves. Without requests, training runs freely. Jobs share a batch only as far as its
+    micro-steps take at most `target` seconds, so that they fit between the tokens of requests that come while it is computed.
     """
 
-    def __init__(self, patience: float, *, weight: float = 1.0) -> None:
+    def __init__(self, patience: float, *, weight: float = 1.0, target: float | None = None) -> None:
+        """`target`: seconds between the tokens of a usual request."""
         assert patience >= 0 and 0 <= weight <= 1, (patience, weight)
-        self._patience, self._weight = patience, weight
+        self._patience, self._weight, self._target = patience, weight, target
 
     def decide(self, view: View, now: float) -> Decision:
         admit = len(view.waiting)
@@ -42,14 +44,17 @@ class Slack:
             return Serve(admit) if serves else Wait(None)
         micro_step = view.costs.micro_step
         if not serves:
-            return Train(view.jobs[0], micro_steps_within(MAX_SLICE, micro_step))
+            return self._train(view, micro_steps_within(MAX_SLICE, micro_step))
         full = view.queued > admit
         if not full and (slack := self._slack(view, now)) > 0 and slack >= micro_step:
-            return Train(view.jobs[0], micro_steps_within(min(slack, MAX_SLICE), micro_step))
+            return self._train(view, micro_steps_within(min(slack, MAX_SLICE), micro_step))
         if view.train_waiting_since is not None and now - view.train_waiting_since >= self._patience:
             slack = self._slack(view, now)
-            return Train(view.jobs[0], 1, Overdue(micro_step, min(slack, 0.0) if full else slack))
+            return self._train(view, 1, Overdue(micro_step, min(slack, 0.0) if full else slack))
         return Serve(admit)
+
+    def _train(self, view: View, micro_steps: int, overdue: Overdue | None = None) -> Train:
+        return Train(view.jobs[0], micro_steps, overdue, self._target)
 
     def _slack(self, view: View, now: float) -> float:
         """Seconds that training may take from now. At least one request waits or runs."""
