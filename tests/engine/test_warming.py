@@ -7,6 +7,7 @@ import logging
 import os
 import socket
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import msgspec
@@ -19,7 +20,7 @@ from coserve.engine.warming.client import DIED, WarmUpClient, gemm_paths
 from coserve.engine.warming.compilations import Compilations, watch_layers
 from coserve.engine.warming.early_start import CAPTURABLE, use_caches
 from coserve.engine.warming.part_runner import make_part_runner
-from coserve.engine.warming.step_mixes import Mix, step_mixes
+from coserve.engine.warming.step_mixes import Mix, first_steps, step_mixes
 from coserve.engine.warming.worker import load_few_layers, use_gpu
 from coserve.kernels.gemm.skinny import SHAPES
 from coserve.kernels.lora.backend import BACKENDS, make_backend
@@ -70,6 +71,16 @@ def test_a_worker_runs_parts_for_one_of_several_ranks_without_the_others(shardin
             assert gpu_of(name) == gpu
             pieces = list(runner.run(name))
             assert pieces and all(done < total for done, total in pieces), name
+
+
+def test_steps_longer_than_the_context_are_of_several_prompts(tmp_path: Path) -> None:
+    """As of a base with learned positions, which has none beyond its context."""
+    tiny_family("gpt2").save_pretrained(tmp_path / "gpt2")
+    base = load_base(str(tmp_path / "gpt2"), device="cpu", dtype="float32", few_layers=True)
+    context, (task, config) = base.spec.context, make_task(tmp_path)
+    config = replace(config, step_tokens=2 * context + 1, inference_batch_size=4)
+    make_part_runner(base, config, task).preload_kernels()
+    assert Mix((context, context, 1), 0) in first_steps(4, 2 * context + 1, context, decodes=True)
 
 
 def test_blocks_are_left_out_where_the_base_cannot_have_them(tmp_path: Path) -> None:

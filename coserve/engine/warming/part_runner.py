@@ -12,7 +12,7 @@ from coserve.adapters.targets import resolve_targets
 from coserve.config import Config
 from coserve.engine.sizes import STEP_TOKENS
 from coserve.engine.warming.client import gemm_paths
-from coserve.engine.warming.step_mixes import CONTEXTS, Mix, adapter_counts, micro_batch_sizes, step_mixes
+from coserve.engine.warming.step_mixes import CONTEXTS, Mix, adapter_counts, first_steps, micro_batch_sizes, step_mixes
 from coserve.errors import InvalidRequest, NonFiniteLoss
 from coserve.finetune.init import new_adapter
 from coserve.finetune.memory_profiling import Conditions, CudaMemoryMeter, MemoryProfiler
@@ -135,13 +135,9 @@ class PartRunner:
         if steps is None:
             return
         adapters = self._copies(DEFAULT_RANK, self._base.spec.default_targets)
-        most = self._step_tokens
-        prompts, others = ((17,), (512,), (most,)), ((1,), (1,) * 4, (1,) * 16, (1,) * self._max_running, (1, 160))
-        for tokens in (*others, *prompts) if decodes else prompts:
-            if sum(tokens) <= most and len(tokens) <= self._max_running:
-                mix = Mix(tokens, 0)
-                for count in sorted({0, *adapter_counts(mix, len(adapters))}):
-                    self._step(steps, mix, adapters[:count])
+        for mix in first_steps(self._max_running, self._step_tokens, self._base.spec.context, decodes=decodes):
+            for count in sorted({0, *adapter_counts(mix, len(adapters))}):
+                self._step(steps, mix, adapters[:count])
         if decodes:
             self._sampled(steps)
 

@@ -57,6 +57,16 @@ def step_mixes(max_running: int, step_tokens: int, context: int) -> list[Mix]:
     return list(dict.fromkeys(found))
 
 
+def first_steps(max_running: int, step_tokens: int, context: int, *, decodes: bool) -> list[Mix]:
+    """A few steps of each kind, at position 0. A prompt longer than `context` becomes several. Without `decodes`, prompts only."""
+    prompts = (17,), (512,), (step_tokens,)
+    steps = ((1,), (1,) * 4, (1,) * 16, (1,) * max_running, (1, 160), *prompts) if decodes else prompts
+    split = [
+        tuple(min(context, tokens - done) for tokens in step for done in range(0, tokens, context)) for step in steps
+    ]
+    return [Mix(each, 0) for each in split if sum(each) <= step_tokens and len(each) <= max_running]
+
+
 def adapter_counts(mix: Mix, adapters: int) -> list[int]:
     """Numbers of adapters to run a step with, of `adapters` at hand: one, a quarter, half, and one for each sequence."""
     most = min(len(mix.tokens), adapters)
