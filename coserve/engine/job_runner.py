@@ -17,9 +17,9 @@ from concurrent.futures import Executor
 from coserve.admission.memory import Start
 from coserve.engine.active_job import ActiveJob, Retry
 from coserve.engine.job_memory import JobMemory
-from coserve.engine.job_threads import JobThreads, tolerated
+from coserve.engine.job_threads import JobThreads, job_failed, tolerated
 from coserve.engine.ports import AdmitsJobs, Trains
-from coserve.errors import CoserveError, EngineFault, failure_text
+from coserve.errors import EngineFault
 from coserve.link import (
     FromEngine,
     JobCancelled,
@@ -149,9 +149,11 @@ class JobRunner:
         """Start the job, or end it where it never fits. False: it waits for memory."""
         try:
             found = self._memory.admit(spec)
-        except CoserveError as error:
+        except Exception as error:  # noqa: BLE001 - whatever it is, it is this job's alone
+            failed = job_failed(spec.id, error)
+            self._memory.release(spec.id)
             self._withdraw(spec.id)
-            self._send(JobFailed(id=spec.id, code=error.code, message=error.message))
+            self._send(failed)
             return True
         if found is not None:
             self._pending.remove(spec)
@@ -345,12 +347,7 @@ class JobRunner:
 
     def _fail(self, job: str, error: Exception) -> None:
         """Report `error` as the job's end; re-raise an `EngineFault`."""
-        if isinstance(error, EngineFault):
-            raise error
-        if not isinstance(error, CoserveError):
-            log.error("job %s: internal error", job, exc_info=error)
-        code, message = failure_text(error)
-        self._end(job, JobFailed(id=job, code=code, message=message))
+        self._end(job, job_failed(job, error))
 
     def _end(self, job: str, end: JobPaused | JobCancelled | JobFailed) -> None:
         """The job trains no more. It ends at once, or as soon as nothing of it writes files."""

@@ -12,8 +12,8 @@ from typing import TypeVar
 from coserve.cancellation import Cancellation
 from coserve.engine.active_job import Commit, ThreadWork
 from coserve.engine.ports import Trains
-from coserve.errors import CapacityError, CoserveError, EngineFault
-from coserve.link import JobCheckpoint
+from coserve.errors import CapacityError, CoserveError, EngineFault, failure_text
+from coserve.link import JobCheckpoint, JobFailed
 from coserve.state.retries import FOR_EVER, Retries
 from coserve.types import JobSpec
 
@@ -111,3 +111,13 @@ def tolerated(job: str) -> Iterator[None]:
         log.warning("job %s: no checkpoint: %s", job, error.message)
     except Exception:
         log.exception("job %s: internal error; no checkpoint", job)
+
+
+def job_failed(job: str, error: Exception) -> JobFailed:
+    """The message of a job that `error` ends. Re-raises an `EngineFault`."""
+    if isinstance(error, EngineFault):
+        raise error
+    if not isinstance(error, CoserveError):
+        log.error("job %s: internal error", job, exc_info=error)
+    code, message = failure_text(error)
+    return JobFailed(id=job, code=code, message=message)

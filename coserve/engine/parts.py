@@ -26,11 +26,12 @@ from coserve.generate.execution.start import Start, WarmKernels, make_start
 from coserve.gpu_memory import MemoryModel
 from coserve.kernels.lora.backend import choose_backend
 from coserve.kernels.lora.interface import LoraBackend
-from coserve.memory.allocator import read_device
+from coserve.memory.allocator import Reading, read_device
 from coserve.memory.graph_bytes import GraphBytes
 from coserve.memory.kv import CPU_TOKENS, KvCache
 from coserve.memory.plan import MemoryPlan, Work
 from coserve.model.base import Base
+from coserve.model.faults import contained
 from coserve.model.groups import share_inputs
 from coserve.model.lora import LoraWeights
 from coserve.parallel.lockstep import Lockstep
@@ -136,7 +137,11 @@ class EngineParts:
             planned=pool.loaded + plan.set_aside,
         )
         admission = MemoryAdmission(model, base.spec, config.micro_batch_tokens)
-        return DeviceMemory(admission, fixed, lambda: read_device(base.device), self.graph_bytes, self._keep_graphs)
+        return DeviceMemory(admission, fixed, self._read_device, self.graph_bytes, self._keep_graphs)
+
+    def _read_device(self) -> Reading:
+        with contained(self.base.device):  # a GPU that has failed is no fault of the job that asks for memory
+            return read_device(self.base.device)
 
     def _keep_graphs(self, size: int) -> None:
         """On a thread: a disk may be slow."""

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 import msgspec
 import pytest
 
-from coserve.admission.memory import GIB, MemoryAdmission
+from coserve.admission.memory import GIB, Hold, MemoryAdmission, Start
 from coserve.admission.treatment import JobMemory, job_memory
 from coserve.engine import engine
 from coserve.engine.device_memory import DeviceMemory, Fixed
@@ -81,6 +81,26 @@ async def test_a_job_that_never_fits_ends_alone_with_the_numbers() -> None:
         (failed,) = (message for message in seen if isinstance(message, JobFailed))
         assert failed.code == "job_too_large"
         assert str(needs(256).least) in failed.message
+
+
+class Faulty(MemoryAdmission):
+    def admit(self, spec: JobSpec) -> Start | Hold:
+        found = super().admit(spec)
+        if spec.id == "one":
+            raise ZeroDivisionError("in /some/private/path")
+        return found
+
+
+async def test_an_error_of_ours_in_the_prediction_ends_that_job_alone() -> None:
+    two = needs()
+    admission = Faulty(MemoryModel(costs=COSTS, training=two.state.total + two.options[0].activations), BASE, LIMIT)
+    async with scene(memory=DeviceMemory(admission, FIXED, Device().read, Graphs())) as s:
+        s.trainer.go.set()
+        for id in ("one", "two"):
+            s.api.send(StartJob(spec=spec(id)))
+        seen = await s.until(said(JobFailed, "one"), said(JobSucceeded, "two"))
+        (failed,) = (message for message in seen if isinstance(message, JobFailed))
+        assert (failed.code, "private" in failed.message) == ("internal_error", False)
 
 
 async def test_a_job_that_fits_only_with_recomputation_gets_it_and_is_told() -> None:
