@@ -207,6 +207,11 @@ class Registry(AdapterTable):
             self._append(id, "message", message, level="warning")
             return self._save(msgspec.structs.replace(record, waiting=message))
 
+    def clear_waiting(self, id: str) -> JobRecord:
+        """What the job waited for is not known any more: its engine has died. Raises `JobNotFound`."""
+        with self._transaction():
+            return self._save(msgspec.structs.replace(self.job(id), waiting=None))
+
     def record_note(self, id: str, note: str) -> None:
         """Add a note to the job's record, and an event. The record keeps the last `MAX_NOTES`. Raises `JobNotFound`."""
         with self._transaction():

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from coserve.gpu_memory import MemoryModel
-from coserve.link import JobNote, JobWaiting, StartJob
+from coserve.link import JobNote, JobWaiting, StartJob, ToEngine
 from tests.api.test_openapi_and_metrics import scrape
 from tests.support.api_server import Api, serve_api
 from tests.support.fake_engine import FakeEngine
@@ -49,6 +49,21 @@ async def test_a_job_in_line_says_that_it_waits_and_later_how_it_trains(api: Api
     await api.hear(JobNote(id=job["id"], message="a warning alone"))
     _, now = await api.call("GET", f"/finetune/{job['id']}")
     assert now["notes"] == ["memory: it trains on less"]
+
+
+class Deaf(FakeEngine):
+    def handle(self, message: ToEngine) -> None:
+        pass
+
+
+async def test_a_new_engine_says_anew_why_a_job_in_line_waits(api: Api) -> None:
+    api.engine.obeys, api.engine_type = False, Deaf
+    _, job = await api.call("POST", "/finetune", json=request(2))
+    await api.hear(JobWaiting(id=job["id"], message="waiting for memory: 5 bytes"))
+    await api.engine.die()
+    await api.start_engine()
+    _, now = await api.call("GET", f"/finetune/{job['id']}")
+    assert (now["state"], now["waiting"]) == ("queued", None)
 
 
 async def test_health_and_metrics_show_where_the_bytes_are(api: Api) -> None:

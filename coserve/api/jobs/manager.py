@@ -120,6 +120,8 @@ class JobManager:
                 record = registry.set_state(id, wanted)
             elif record.state is JobState.RUNNING:
                 record = registry.set_state(id, JobState.QUEUED, message="interrupted: the engine died while it ran")
+            elif record.waiting is not None:
+                record = registry.clear_waiting(id)
             if not record.state.terminal:
                 drop_unrecorded_checkpoints(self._folder, record)
                 kept.append(record)
