@@ -127,6 +127,19 @@ async def test_a_waiting_job_is_paused_and_resumed(api: Api) -> None:
     assert (await api.job_until(second["id"], "succeeded"))["continue_from"] == "poet@1"
 
 
+async def test_a_job_that_waits_for_a_paused_one_says_so(api: Api) -> None:
+    api.engine.go_jobs.clear()
+    first, second = await submit(api), await submit(api, **MORE)
+    assert "paused" not in second["waiting"]
+    await api.call("POST", f"/finetune/{first['id']}/pause")
+    _, listed = await api.call("GET", "/finetune")
+    for found in (await shown(api, second), listed["data"][0]):
+        assert f"waits for job {first['id']}, which is paused" in found["waiting"]
+    assert listed["data"][1]["waiting"] is None
+    await api.call("POST", f"/finetune/{first['id']}/resume")
+    assert "paused" not in (await shown(api, second))["waiting"]
+
+
 async def test_a_restarted_daemon_goes_on_waiting_or_goes_on(tmp_path: Path) -> None:
     async with serve_api(tmp_path / "data") as api:
         api.engine.go_jobs.clear()

@@ -47,8 +47,10 @@ def fork_notes(registry: Registry, adapter: str) -> tuple[str, ...]:
     return (note,)
 
 
-def waiting_text(job: JobRecord) -> str:
-    return f"waits for job {job.after}, and continues from the version that it publishes"
+def waiting_text(job: JobRecord, *, paused: bool = False) -> str:
+    """`paused`: the job that it waits for is."""
+    what = ", which is paused until it is resumed," if paused else ","
+    return f"waits for job {job.after}{what} and continues from the version that it publishes"
 
 
 def predecessor(registry: Registry, job: JobRecord) -> JobRecord:

@@ -5,17 +5,29 @@ from __future__ import annotations
 import asyncio
 import builtins
 from collections.abc import AsyncGenerator
+from dataclasses import dataclass, field
 
 from coserve.api.jobs.conflicts import waiting_text
 from coserve.api.jobs.recorder import JobRecorder
 from coserve.errors import EngineUnavailable, QueueFull
 from coserve.schemas import Job, JobEvent, JobList
 from coserve.state.records import JobRecord
+from coserve.state.registry import Registry
 from coserve.state.thread import RegistryThread
 from coserve.types import JobState
 
 MAX_WATCHERS = 256
 """Streams of events at once."""
+IN_LINE = (JobState.QUEUED, JobState.PAUSED)
+
+
+@dataclass(frozen=True)
+class Line:
+    """The jobs that do not run."""
+
+    positions: dict[str, int] = field(default_factory=dict)
+    """Of each queued job; 0 is next."""
+    paused: frozenset[str] = frozenset()
 
 
 class JobViews:
@@ -38,23 +50,18 @@ class JobViews:
     async def list(self, after: str | None, limit: int) -> JobList:
         """Newest first. Raises `JobNotFound` for an unknown `after`."""
         records = await self._registry(lambda registry: registry.jobs(after=after, limit=limit + 1))
-        positions = await self._queue_positions()
-        return JobList(data=[job_view(record, positions) for record in records[:limit]], has_more=len(records) > limit)
+        line = await self._registry(_line)
+        return JobList(data=[job_view(record, line) for record in records[:limit]], has_more=len(records) > limit)
 
     async def states(self) -> builtins.list[JobState]:
         """Of all unfinished jobs."""
         return await self._registry(lambda registry: [record.state for record in registry.unfinished()])
 
-    async def _queue_positions(self) -> dict[str, int]:
-        """Position of each queued job; 0 is next."""
-        queued = await self._registry(lambda registry: registry.jobs(limit=-1, states=(JobState.QUEUED,)))
-        return {record.spec.id: position for position, record in enumerate(reversed(queued))}
-
     async def _events(self, id: str, after: int) -> builtins.list[JobEvent]:
         return await self._registry(lambda registry: registry.events(id, after=after))
 
     async def show(self, record: JobRecord) -> Job:
-        return job_view(record, await self._queue_positions() if record.state is JobState.QUEUED else {})
+        return job_view(record, await self._registry(_line) if record.state in IN_LINE else Line())
 
     async def events(self, id: str, after: int, heartbeat: float) -> AsyncGenerator[JobEvent | None, None]:
         """Events after `after`, live until the job's end; None after every `heartbeat` seconds without one.
@@ -88,8 +95,15 @@ class JobViews:
             self._watching -= 1
 
 
-def job_view(record: JobRecord, positions: dict[str, int]) -> Job:
-    """A job in the API's format. `positions`: those of queued jobs."""
+def _line(registry: Registry) -> Line:
+    records = registry.jobs(limit=-1, states=IN_LINE)
+    queued = [record.spec.id for record in reversed(records) if record.state is JobState.QUEUED]
+    paused = frozenset(record.spec.id for record in records if record.state is JobState.PAUSED)
+    return Line({id: position for position, id in enumerate(queued)}, paused)
+
+
+def job_view(record: JobRecord, line: Line) -> Job:
+    """A job in the API's format. `line`: needed of jobs that are in it."""
     spec, metrics = record.spec, record.metrics
     left = record.total_steps - record.step
     return Job(
@@ -97,11 +111,13 @@ def job_view(record: JobRecord, positions: dict[str, int]) -> Job:
         adapter=spec.adapter,
         version=spec.version,
         state=record.state,
-        waiting=record.waiting if record.after is None or record.state.terminal else waiting_text(record),
+        waiting=record.waiting
+        if record.after is None or record.state.terminal
+        else waiting_text(record, paused=record.after in line.paused),
         created_at=record.created_at,
         started_at=record.started_at,
         finished_at=record.finished_at,
-        queue_position=positions.get(spec.id) if record.state is JobState.QUEUED else None,
+        queue_position=line.positions.get(spec.id) if record.state is JobState.QUEUED else None,
         step=record.step,
         total_steps=record.total_steps,
         progress=1.0 if record.state is JobState.SUCCEEDED else record.step / max(1, record.total_steps),
