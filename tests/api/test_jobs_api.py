@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +12,11 @@ import aiohttp
 import msgspec
 import pytest
 
+from coserve.api.jobs.keys import IdempotencyKeys
 from coserve.api.jobs.manager import MAX_DEATHS
+from coserve.api.jobs.submission import Submission
 from coserve.corpus.tokenized import Corpus
+from coserve.errors import QueueFull
 from coserve.link import CancelJob, JobFailed, JobPaused, JobProgress, JobWaiting, PauseJob, StartJob
 from coserve.state.failpoints import armed
 from coserve.types import BaseSpec, StepMetrics
@@ -142,6 +146,72 @@ async def test_the_same_key_gives_the_same_job(api: Api) -> None:
     other = await submit(api, headers={"Idempotency-Key": "twice"})
     assert other["version"] == 2
     assert len(await api.engine.saw(StartJob, 4)) == 4
+
+
+@dataclass
+class HeldSubmission:
+    """Requests whose jobs are being prepared wait for `go`."""
+
+    go: asyncio.Event = field(default_factory=asyncio.Event)
+    entered: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(0))
+    count: int = 0
+
+
+@pytest.fixture
+def held(monkeypatch: pytest.MonkeyPatch) -> HeldSubmission:
+    found, prepare = HeldSubmission(), Submission.prepare
+
+    async def hold(*arguments: Any) -> Any:
+        found.count += 1
+        found.entered.release()
+        await found.go.wait()
+        return await prepare(*arguments)
+
+    monkeypatch.setattr(Submission, "prepare", hold)
+    return found
+
+
+async def test_a_request_that_is_repeated_while_it_is_handled_gets_the_first_ones_job(
+    api: Api, held: HeldSubmission
+) -> None:
+    api.engine.go_jobs.clear()
+    fields = {"headers": {"Idempotency-Key": "once"}, "on_conflict": "refuse"}
+    async with asyncio.TaskGroup() as tasks:
+        first = tasks.create_task(submit(api, **fields))
+        await held.entered.acquire()
+        second = tasks.create_task(submit(api, **fields))
+        await api.works()
+        held.go.set()
+    assert first.result()["id"] == second.result()["id"]
+    assert (held.count, api.folder.job_ids()) == (1, [first.result()["id"]])
+
+
+async def test_a_repeated_request_is_handled_itself_once_the_first_ones_client_has_left(
+    api: Api, held: HeldSubmission
+) -> None:
+    api.engine.go_jobs.clear()
+    fields = {"headers": {"Idempotency-Key": "once"}}
+    first = asyncio.create_task(submit(api, **fields))
+    await held.entered.acquire()
+    second = asyncio.create_task(submit(api, **fields))
+    await api.works()
+    first.cancel()
+    await held.entered.acquire()
+    held.go.set()
+    job = await second
+    assert (held.count, api.folder.job_ids()) == (2, [job["id"]])
+
+
+async def test_a_request_does_not_wait_for_ever_for_the_one_with_its_key() -> None:
+    keys = IdempotencyKeys(patience=0.0)
+    async with keys.alone("once"):
+        with pytest.raises(QueueFull, match="once"):
+            async with keys.alone("once"):
+                pass
+        async with keys.alone("twice"), keys.alone(None), keys.alone(None):
+            pass
+    async with keys.alone("once"):
+        pass
 
 
 async def test_pause_resume_cancel(api: Api) -> None:

@@ -16,6 +16,7 @@ from coserve.api.adapters.inspection import Inspection
 from coserve.api.engine_client import EngineClient
 from coserve.api.jobs.chain import JobChain
 from coserve.api.jobs.conflicts import fork_notes, last_job, refuse_conflict, serialised
+from coserve.api.jobs.keys import IdempotencyKeys
 from coserve.api.jobs.notes import record_cut_rows, replacement_notes
 from coserve.api.jobs.recorder import JobRecorder
 from coserve.api.jobs.submission import Submission
@@ -41,6 +42,8 @@ log = logging.getLogger(__name__)
 
 MAX_DEATHS = 3
 """A job fails after this many engines in a row died while they ran it, without a checkpoint in between."""
+KEY_PATIENCE = 60.0
+"""Seconds that a repeated request waits for the first one; many clients give up then."""
 
 
 class JobManager:
@@ -74,7 +77,7 @@ class JobManager:
         """Requested states that the engine has not reported yet; the next engine gets them too."""
         self._changes = asyncio.Lock()
         """Held while the registry and what was sent to the engine must agree."""
-        self._commits = Commits()
+        self._commits, self._keys = Commits(), IdempotencyKeys(KEY_PATIENCE)
 
     # ---- engines
 
@@ -172,7 +175,8 @@ class JobManager:
     # ---- submission
 
     async def submit(self, request: FinetuneRequest, upload: Path | None, key: str | None) -> Job:
-        """Accept a job: when this returns, it is durable. The same `key` returns the first job again.
+        """Accept a job: when this returns, it is durable. The same `key` returns the first job again, and waits for the request that
+        makes it.
 
         Raises `InvalidRequest`, `CorpusError` leaves (with the line), `AdapterNotFound`, `ForbiddenPath`, `QueueFull`,
         `StorageFull`, `JobTooLarge`, `EngineUnavailable` (no engine has started yet).
@@ -180,12 +184,14 @@ class JobManager:
         spec = self._engine.spec
         if key is not None and not (1 <= len(key) <= 128 and key.isascii() and key.isprintable()):
             raise InvalidRequest("expected 1 to 128 printable characters", field="Idempotency-Key")
-        if key is not None and (first := await self._registry(lambda registry: registry.job_with_key(key))) is not None:
-            return await self.views.show(first)
-        await self._registry(self._check_max_jobs)
-        record, corpus = await self._submission.prepare(request, upload, spec, self._engine.memory)
-        # The job exists even if the client leaves now.
-        return await self.views.show(await self._commits.run(self._accept(request, record, corpus, key)))
+        async with self._keys.alone(key):
+            made = None if key is None else await self._registry(lambda registry: registry.job_with_key(key))
+            if made is None:
+                await self._registry(self._check_max_jobs)
+                record, corpus = await self._submission.prepare(request, upload, spec, self._engine.memory)
+                # The job exists even if the client leaves now.
+                made = await self._commits.run(self._accept(request, record, corpus, key))
+        return await self.views.show(made)
 
     def _check_max_jobs(self, registry: Registry) -> None:
         if (count := len(registry.unfinished())) >= self._config.max_jobs:
