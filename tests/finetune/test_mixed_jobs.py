@@ -293,6 +293,26 @@ def test_a_shared_batch_without_memory_is_tried_again_in_smaller_ones(tmp_path: 
     assert bench.trainer.notes == (), "forgotten with the last job"
 
 
+def test_a_new_plan_does_not_forget_that_a_shared_batch_had_no_memory(tmp_path: Path) -> None:
+    bench, ids = started(VARIED, tmp_path), [spec.id for _, spec in VARIED]
+
+    def shared(planned: int | None) -> int:
+        bench.trainer.limit_shared(planned)
+        bench.trainer.advance(ids[0], None, ids)
+        return len(bench.trainer.trained)
+
+    first = shared(50)
+    assert first > 1
+    with out_of_memory_at(POINTS, lambda number: number == 0):
+        shared(50)
+    notes, after = bench.trainer.notes, shared(50)
+    assert notes and 1 < after < first
+    assert (shared(49), shared(None), shared(50)) == (after, after, after)
+    assert bench.trainer.notes == notes
+    assert shared(1) == 1
+    assert bench.trainer.notes == (), "the plan is lower"
+
+
 def test_a_job_whose_update_lacks_memory_begins_its_step_again_by_itself(tmp_path: Path) -> None:
     expected, bench = alone(VARIED[:2], tmp_path), started(VARIED[:2], tmp_path)
     with out_of_memory_at([(AdapterOptimizer, "divide_grads")], lambda number: number == 1):

@@ -25,7 +25,9 @@ class TrainingPasses:
     def __init__(self, make: MakePass, limits: BatchLimits, *, mix_jobs: bool) -> None:
         """`mix_jobs`: whether jobs share forwards, of at most `limits`."""
         self._make, self._mix_jobs = make, mix_jobs
-        self._set = self._planned = self._limits = limits
+        self._set = self._planned = limits
+        self._found: int | None = None
+        """Most tokens that jobs share since memory ran out; None: it has not."""
         self._passes: dict[str, TrainingPass] = {}
         """By job, while it is within one."""
         self.batches = TrainingBatches()
@@ -40,6 +42,12 @@ class TrainingPasses:
         if self._limits == self._planned:
             return ()
         return (f"jobs: not enough memory for larger batches of several jobs: at most {self._limits.tokens} tokens",)
+
+    @property
+    def _limits(self) -> BatchLimits:
+        if self._found is None:
+            return self._planned
+        return BatchLimits(min(self._found, self._planned.tokens), self._planned.rows)
 
     def next_micro_step(self, job: str) -> MicroStep:
         one = self._passes.get(job)
@@ -95,14 +103,12 @@ class TrainingPasses:
         job.abandon()
 
     def limit(self, tokens: int | None) -> None:
-        """Most tokens that jobs share from now on, unless memory runs out; None: as set."""
-        planned = self._set if tokens is None else BatchLimits(min(tokens, self._set.tokens), self._set.rows)
-        if planned != self._planned:
-            self._planned = self._limits = planned
+        """Most tokens that jobs share from now on, or fewer where memory has run out; None: as set."""
+        self._planned = self._set if tokens is None else BatchLimits(min(tokens, self._set.tokens), self._set.rows)
 
     def reset(self) -> None:
         """No job is left: forget that memory ran out."""
-        self._limits = self._planned
+        self._found = None
 
     def _companions(
         self, job: TrainingJob, others: Sequence[TrainingJob], shared_tokens: int | None
@@ -145,8 +151,9 @@ class TrainingPasses:
         if len(one.members) == 1:
             return self._failed(one.jobs[0], error)
         if out_of_memory(error):
-            self._limits = BatchLimits(min(one.tokens, self._limits.tokens) // 2, self._limits.rows)
-            log.warning("%s", *self.notes)
+            half = one.tokens // 2
+            self._found = half if self._found is None else min(half, self._found)
+            log.warning("jobs: not enough memory for %d tokens of several jobs: at most %d", one.tokens, self._found)
         else:
             log.error("a batch of several jobs failed: each of them trains alone from now on", exc_info=error)
             for job in one.jobs:
