@@ -30,9 +30,9 @@ def train_steps(base: Base, rows: int, length: int, *, repeats: int, warm_ups: i
     for _ in range(warm_ups + repeats):
         began = time.perf_counter()
         optimizer.zero_grad()
-        nll = run_to_end(runner.forward_backward(packed, lora, optimizer.trainable, optimizer.grads))
+        sums_12 = run_to_end(runner.forward_backward(packed, lora, optimizer.trainable, optimizer.grads))
         norm = optimizer.divide_grads(packed.targets)
-        loss = float(nll)
+        loss = float(sums_12[0, 0])
         optimizer.update(float(norm), 1e-4)
         if base.device.type == "cuda":
             torch.cuda.synchronize()

@@ -327,3 +327,10 @@ class StepMetrics(Wire, frozen=True):
     valid_loss: float | None = None
     valid_loss_before: float | None = None
     """Before the first step; of jobs with a teacher and validation rows."""
+    token_accuracy: float | None = None
+    """Share of the target tokens whose logit is the largest, 0 to 1."""
+    perplexity: float | None = None
+    """exp of `loss`, at most exp(88); None for a job with a teacher."""
+    valid_token_accuracy: float | None = None
+    valid_perplexity: float | None = None
+    """With `valid_loss`; as `perplexity`."""

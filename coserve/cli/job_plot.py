@@ -1,12 +1,16 @@
-"""`coserve jobs plot`: loss, learning rate and tokens per second of a job, as a figure."""
+"""`coserve jobs plot`: loss, token accuracy, learning rate and tokens per second of a job, as a figure."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from coserve.schemas import Job, JobEvent
 from coserve.types import StepMetrics
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
 
 INK = {"loss": "#2a6f97", "validation": "#bc4b51", "rate": "#e9a23b", "speed": "#2a9d8f"}
 
@@ -28,21 +32,22 @@ def collect_steps(job: Job, events: Iterable[JobEvent]) -> list[StepMetrics]:
 
 
 def save_plot(path: Path, job: Job, steps: Sequence[StepMetrics]) -> None:
-    """Three panels over the optimizer steps. `path` says the format by its suffix."""
+    """Panels over the optimizer steps; that of token accuracy is left out if no step has one. `path` says the format by its suffix."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(8, 7.5), layout="constrained")
+    counted = any(step.token_accuracy is not None for step in steps)
+    heights = (2, 1, 1, 1) if counted else (2, 1, 1)
+    figure = Figure(figsize=(8, 1.5 + 1.5 * sum(heights)), layout="constrained")
     FigureCanvasAgg(figure)
-    loss, rate, speed = figure.subplots(3, 1, sharex=True, height_ratios=(2, 1, 1))
-    numbers = [step.step for step in steps]
+    panels: list[Axes] = list(figure.subplots(len(heights), 1, sharex=True, height_ratios=heights))
+    loss, rate, speed = panels[0], panels[-2], panels[-1]
     marker = "." if len(steps) == 1 else ""
-    loss.plot(numbers, [step.loss for step in steps], color=INK["loss"], marker=marker, label="training")
-    measured = [step for step in steps if step.valid_loss is not None]
-    if measured:
-        values = [step.valid_loss for step in measured]
-        loss.plot([step.step for step in measured], values, "o-", color=INK["validation"], ms=4, label="validation")
-        loss.legend(frameon=False)
+    _curves(loss, [(step.step, step.loss, step.valid_loss) for step in steps], marker)
+    if counted:
+        _curves(panels[1], [(step.step, step.token_accuracy, step.valid_token_accuracy) for step in steps], marker)
+        panels[1].set(ylabel="token accuracy", ylim=(0, 1))
+    numbers = [step.step for step in steps]
     rate.plot(numbers, [step.learning_rate for step in steps], color=INK["rate"], marker=marker)
     timed = [step for step in steps if step.seconds > 0]
     speeds = [step.tokens / step.seconds for step in timed]
@@ -50,10 +55,19 @@ def save_plot(path: Path, job: Job, steps: Sequence[StepMetrics]) -> None:
     loss.set_ylabel("loss" if job.teacher is None else "KL divergence")
     rate.set_ylabel("learning rate")
     speed.set(ylabel="tokens / s of training", xlabel="optimizer step", ylim=(0, None))
-    for panel in (loss, rate, speed):
+    for panel in panels:
         panel.grid(alpha=0.25)
         panel.spines[["top", "right"]].set_visible(False)
     figure.suptitle(
         f"{job.adapter}@{job.version}  ({job.id}, {job.state}, step {job.step}/{job.total_steps})", fontsize=10
     )
     figure.savefig(path, dpi=120)
+
+
+def _curves(panel: Axes, values: Sequence[tuple[int, float | None, float | None]], marker: str) -> None:
+    """`values`: step, of training, of validation."""
+    training = [(step, value) for step, value, _ in values if value is not None]
+    panel.plot(*zip(*training, strict=True), color=INK["loss"], marker=marker, label="training")
+    if measured := [(step, value) for step, _, value in values if value is not None]:
+        panel.plot(*zip(*measured, strict=True), "o-", color=INK["validation"], ms=4, label="validation")
+        panel.legend(frameon=False)

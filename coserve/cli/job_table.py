@@ -9,7 +9,7 @@ from coserve.client.options import cut_warning
 from coserve.client.progress import clock
 from coserve.schemas import Job
 
-HEADERS = ("ID", "ADAPTER", "STATE", "STEP", "LOSS", "AGE", "LEFT", "NOTE")
+HEADERS = ("ID", "ADAPTER", "STATE", "STEP", "LOSS", "ACCURACY", "AGE", "LEFT", "NOTE")
 
 
 def age(seconds: float) -> str:
@@ -40,15 +40,25 @@ def _cells(job: Job, now: float) -> tuple[str, ...]:
         job.state.value,
         f"{job.step}/{job.total_steps}",
         "-" if job.loss is None else f"{job.loss:.3f}",
+        _accuracy(job) or "-",
         age(now - job.created_at),
         "-" if job.eta is None else clock(job.eta),
         ", ".join(notes),
     )
 
 
+def _accuracy(job: Job) -> str:
+    """Of the last step's target tokens; empty: not known."""
+    known = None if job.metrics is None else job.metrics.token_accuracy
+    return "" if known is None else f"{known:.1%}"
+
+
 def job_line(job: Job) -> str:
     """One job on its own."""
     loss = "" if job.loss is None else f"  loss {job.loss:.3f}"
+    if job.metrics is not None and job.metrics.perplexity is not None:
+        loss += f"  perplexity {job.metrics.perplexity:.4g}"
+    loss += f"  accuracy {accuracy}" if (accuracy := _accuracy(job)) else ""
     error = "" if job.error is None else f"  {job.error.code}: {job.error.message}"
     waiting = "" if job.waiting is None else f"  {job.waiting}"
     return (

@@ -36,7 +36,7 @@ class Silent:
 
 
 class Bar:
-    """Steps, loss, tokens per second and the time left."""
+    """Steps, loss, token accuracy, tokens per second and the time left."""
 
     def __init__(self, job: Job) -> None:
         # A program without a terminal, or without progress=True, need not load rich.
@@ -69,7 +69,8 @@ class Bar:
         if event.metrics is not None:
             metrics = event.metrics
             speed = metrics.tokens / metrics.seconds if metrics.seconds > 0 else 0.0
-            note = f"loss {metrics.loss:.3f}  {speed:,.0f} tokens/s"
+            accuracy = "" if metrics.token_accuracy is None else f"  accuracy {metrics.token_accuracy:.1%}"
+            note = f"loss {metrics.loss:.3f}{accuracy}  {speed:,.0f} tokens/s"
             if (left := self._pace.left) is not None:
                 note += f"  {clock(left)} left"
             self._bar.update(self._task, total=metrics.total_steps, completed=metrics.step, note=note)

@@ -53,9 +53,9 @@ class TrainingJob:
         self.mid_step = True
         return self._next(None)
 
-    def answer(self, loss: Tensor) -> Event:
+    def answer(self, sums_2: Tensor) -> Event:
         """The micro-batch is computed; what comes next. Raises `NonFiniteLoss`."""
-        return self._next(loss)
+        return self._next(sums_2)
 
     def update(self) -> Event:
         """Update the weights; what comes next. Raises `NonFiniteLoss`."""

@@ -1,4 +1,4 @@
-"""The training loop of one job, as a generator that asks for the losses of micro-batches."""
+"""The training loop of one job, as a generator that asks for the sums of micro-batches."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from coserve.corpus.batch_plan import BatchPlan
 from coserve.corpus.lr_schedule import learning_rate
 from coserve.corpus.tokenized import Corpus
 from coserve.errors import NonFiniteLoss
+from coserve.finetune.losses import perplexity
 from coserve.finetune.memory_limits import MemoryLimits
 from coserve.finetune.micro_batch import MicroBatch
 from coserve.finetune.optimizer import AdapterOptimizer
@@ -37,7 +38,7 @@ Event = MicroBatch | MicroStep | Boundary | StepMetrics
 """What a loop is suspended for: a micro-batch that is to be computed, `MicroStep.OPTIMIZER` ahead of an update of the weights, a
 `Boundary`, or the metrics of a finished optimizer step."""
 Events = Generator[Event, Tensor | None, None]
-"""A `MicroBatch` is answered with its summed loss (fp64, scalar, nats)."""
+"""A `MicroBatch` is answered with its sums (fp64, (2)): as `MicroBatchRunner.forward_backward`."""
 _Asking = Generator[Event, Tensor | None, Tensor]
 
 
@@ -92,7 +93,7 @@ class TrainingLoop:
         self.progress = TrainingProgress()
         self._corpus, self._device, self._timer = corpus, device, timer
         self._teacher, self._check_peers = teacher, check_peers
-        self._validation = plan.validation()
+        self._validation_rows = plan.validation()
         self._limits = MemoryLimits(corpus.lengths)
         self._under_way: tuple[int, ...] | None = None
         """Rows of the micro-batch that is being computed; None: between two steps, and in the optimizer's update."""
@@ -153,7 +154,7 @@ class TrainingLoop:
         while not self.finished:
             if self.progress.pending is None:
                 self._timer.restart()
-                if self._teacher is not None and self._validation and self.progress.step == 0:
+                if self._teacher is not None and self._validation_rows and self.progress.step == 0:
                     yield from self._evaluate_start()
                 yield from self._optimizer_step()
                 if self._evaluation_is_due():
@@ -167,7 +168,7 @@ class TrainingLoop:
         step = self.progress.step
         batches = self.plan.step(step)
         self.optimizer.zero_grad()
-        summed = torch.zeros((), dtype=torch.float64, device=self._device)
+        summed_2 = self._zero_sums()
         tokens = targets = 0
         micro_batches = self._limits.cut(batches.micro_batches)
         for micro, indices in enumerate(micro_batches):
@@ -175,12 +176,12 @@ class TrainingLoop:
                 self._next = indices
                 yield Boundary.MICRO_BATCH
                 self._next = None
-            summed += yield from self._computed(indices, self._dropout(step, micro), learns=True)
+            summed_2 += yield from self._computed(indices, self._dropout(step, micro), learns=True)
             tokens += self.size(indices)
             targets += self._targets(indices)
         yield MicroStep.OPTIMIZER
-        norm_and_loss = torch.stack((self.optimizer.divide_grads(targets).double(), summed / targets))
-        norm, loss = yield from self._read(norm_and_loss)  # the step's only synchronisation
+        norm_and_means = torch.cat((self.optimizer.divide_grads(targets).double().view(1), summed_2 / targets))
+        norm, loss, accuracy = yield from self._read(norm_and_means)  # the step's only synchronisation
         self._check_peers()  # before the weights change
         self._check_finite(loss, "loss")
         self._check_finite(norm, "norm of the gradients")
@@ -200,6 +201,8 @@ class TrainingLoop:
             target_tokens=targets,
             seconds=self._timer.seconds(),
             valid_loss_before=self.progress.valid_loss_before,
+            token_accuracy=accuracy,
+            perplexity=self._perplexity(loss),
         )
         trained = self.progress.trained_tokens + tokens
         self.progress = msgspec.structs.replace(
@@ -208,34 +211,48 @@ class TrainingLoop:
 
     def _evaluation_is_due(self) -> bool:
         step = self.progress.step
-        return bool(self._validation) and (step % self.spec.training.eval_steps == 0 or step == self.plan.total_steps)
+        return bool(self._validation_rows) and (
+            step % self.spec.training.eval_steps == 0 or step == self.plan.total_steps
+        )
 
     def _evaluate_start(self) -> Events:
         """Keep the validation loss before the first step, unless an abandoned attempt at that step has."""
         if self.progress.valid_loss_before is None:
-            loss = yield from self._validation_loss()
+            loss, _ = yield from self._validation()
             self.progress = msgspec.structs.replace(self.progress, valid_loss_before=loss)
             yield Boundary.MICRO_BATCH
 
     def _evaluate_step(self) -> Events:
-        """Add the validation loss to the pending metrics."""
-        loss = yield from self._validation_loss()
+        """Add the validation's results to the pending metrics."""
+        loss, accuracy = yield from self._validation()
         assert self.progress.pending is not None, "an evaluation follows a step"
-        pending = msgspec.structs.replace(self.progress.pending, valid_loss=loss)
+        pending = msgspec.structs.replace(
+            self.progress.pending,
+            valid_loss=loss,
+            valid_token_accuracy=accuracy,
+            valid_perplexity=self._perplexity(loss),
+        )
         self.progress = msgspec.structs.replace(self.progress, pending=pending)
 
-    def _validation_loss(self) -> Generator[Event, Tensor | None, float]:
-        """Return the mean loss of the validation rows."""
-        summed, targets = torch.zeros((), dtype=torch.float64, device=self._device), 0
-        for micro, indices in enumerate(self._limits.cut(self._validation)):
+    def _validation(self) -> Generator[Event, Tensor | None, tuple[float, float]]:
+        """Return the mean loss of the validation rows, and their token accuracy."""
+        summed_2, targets = self._zero_sums(), 0
+        for micro, indices in enumerate(self._limits.cut(self._validation_rows)):
             if micro:
                 yield Boundary.MICRO_BATCH
-            summed += yield from self._computed(indices, None, learns=False)
+            summed_2 += yield from self._computed(indices, None, learns=False)
             targets += self._targets(indices)
         self._under_way = None
-        (loss,) = yield from self._read((summed / targets).view(1))
+        loss, accuracy = yield from self._read(summed_2 / targets)
         self._check_finite(loss, "validation loss")
-        return loss
+        return loss, accuracy
+
+    def _zero_sums(self) -> Tensor:
+        return torch.zeros(2, dtype=torch.float64, device=self._device)
+
+    def _perplexity(self, loss: float) -> float | None:
+        """None: the loss is a divergence."""
+        return perplexity(loss) if self._teacher is None else None
 
     def _read(self, values: Tensor) -> Generator[Event, Tensor | None, list[float]]:
         """The values of a tensor on the device, which the host waits for unless slices are only launched."""
@@ -271,9 +288,9 @@ class TrainingLoop:
             raise NonFiniteLoss(f"the {name} is not finite {when}; {advice}")
 
     def _computed(self, rows: tuple[int, ...], dropout: DropoutSpec | None, *, learns: bool) -> _Asking:
-        """Ask for a micro-batch; return its summed loss."""
+        """Ask for a micro-batch; return its sums."""
         self._under_way = rows
-        loss = yield MicroBatch(
+        sums_2 = yield MicroBatch(
             self._corpus,
             rows,
             self.size(rows),
@@ -285,8 +302,8 @@ class TrainingLoop:
             teacher=self._teacher,
             recompute=self._limits.recomputes,
         )
-        assert loss is not None, "expected the micro-batch's loss"
-        return loss
+        assert sums_2 is not None, "expected the micro-batch's sums"
+        return sums_2
 
     def _targets(self, rows: Sequence[int]) -> int:
         """Target tokens of these rows."""

@@ -127,7 +127,8 @@ class MicroBatchRunner:
         teacher: LoraBatch | None = None,
         recompute: bool = False,
     ) -> MicroSteps:
-        """Add the gradient of each job's summed loss to `grads`; return those losses (fp64, (J), nats).
+        """Add the gradient of each job's summed loss to `grads`; return each job's sums (fp64, (J, 2)): that loss (nats), and how many
+        targets it has predicted (`losses.predicted`).
 
         The loss is the targets' NLL; with a `teacher`, of one job, the divergence from its distributions at the targets' places.
 
@@ -145,29 +146,29 @@ class MicroBatchRunner:
             keep = keep_graph and i >= first
             h_1TD = self._forward(i, h_1TD, inputs, context, saved, train=i >= first, leaf=i > first, keep_graph=keep)
             yield MicroStep.FORWARD if i + 1 < layers else MicroStep.HEAD
-        losses_J, gradient_1TD = _no_losses(rows, h_1TD), torch.zeros_like(h_1TD)
+        sums_J2, gradient_1TD = _zero_sums(rows, h_1TD), torch.zeros_like(h_1TD)
         chunks = self._target_chunks(rows, taught_1TD)
         for number, chunk in enumerate(chunks, start=1):
-            self._head(h_1TD, inputs, chunk, taught_1TD, losses_J, gradient_1TD)
+            self._head(h_1TD, inputs, chunk, taught_1TD, sums_J2, gradient_1TD)
             yield MicroStep.HEAD if number < len(chunks) else MicroStep.BACKWARD
         for i in reversed(range(first, layers)):
             layer = _TrainableLayer(trainable[i], grads[i], bottom=i == first)
             gradient_1TD = self._backward(i, saved.pop(), gradient_1TD, inputs, context, layer)
             if not layer.bottom:
                 yield MicroStep.BACKWARD
-        return losses_J
+        return sums_J2
 
     def evaluate(self, rows: PackedRows, lora: LoraBatch, *, teacher: LoraBatch | None = None) -> MicroSteps:
-        """Return each job's summed loss (fp64, (J), nats), without gradients."""
+        """Return each job's sums, as `forward_backward`, without gradients."""
         inputs = self._embed(rows)
         taught_1TD = None if teacher is None else (yield from self._hidden(inputs, teacher, MicroStep.EVALUATE))
         h_1TD = yield from self._hidden(inputs, lora, MicroStep.EVALUATE_HEAD)
-        losses_J = _no_losses(rows, h_1TD)
+        sums_J2 = _zero_sums(rows, h_1TD)
         for number, chunk in enumerate(self._target_chunks(rows, taught_1TD)):
             if number:
                 yield MicroStep.EVALUATE_HEAD
-            self._head(h_1TD, inputs, chunk, taught_1TD, losses_J, None)
-        return losses_J
+            self._head(h_1TD, inputs, chunk, taught_1TD, sums_J2, None)
+        return sums_J2
 
     def _hidden(self, inputs: LayerInputs, lora: LoraBatch, then: MicroStep) -> MicroSteps:
         """Return the last layer's output (1, T, D), without gradients. `then`: the kind of the micro-step after it."""
@@ -222,10 +223,11 @@ class MicroBatchRunner:
         inputs: LayerInputs,
         chunk: _TargetChunk,
         taught_1TD: Tensor | None,
-        losses_J: Tensor,
+        sums_J2: Tensor,
         gradient_1TD: Tensor | None,
     ) -> None:
-        """Add the summed loss of a chunk's targets to `losses_J`, and its gradient to `gradient_1TD` unless that is None.
+        """Add the summed loss of a chunk's targets, and how many are predicted, to `sums_J2`, and the loss's gradient to `gradient_1TD` unless
+        that is None.
 
         `taught_1TD`: the teacher's last hidden states; None: the loss is the NLL of the labels.
         """
@@ -235,17 +237,18 @@ class MicroBatchRunner:
         with torch.set_grad_enabled(wanted):
             logits = self._cut.head(leaf_1TD, inputs, chunk.keep_K, gather=False)
             if taught_1TD is None:
-                losses = [
+                found = [
                     negative_log_likelihood(own, labels_K, shard)
                     for own, labels_K in zip(chunk.by_job(logits), chunk.by_job(chunk.labels_K), strict=True)
                 ]
             else:
                 # The states are detached, so no gradient reaches the teacher.
-                losses = [divergence(logits, self._cut.head(taught_1TD, inputs, chunk.keep_K, gather=False), shard)]
+                taught = self._cut.head(taught_1TD, inputs, chunk.keep_K, gather=False)
+                found = [divergence(logits, taught, chunk.labels_K, shard)]
         if gradient_1TD is not None:
-            gradient_1TD += torch.autograd.grad(losses, leaf_1TD)[0]
-        for job, loss in zip(chunk.counts, losses, strict=True):
-            losses_J[job] += loss.detach().double()
+            gradient_1TD += torch.autograd.grad([loss for loss, _ in found], leaf_1TD)[0]
+        for job, (loss, predicted) in zip(chunk.counts, found, strict=True):
+            sums_J2[job] += torch.stack((loss.detach().double(), predicted))
 
     def _backward(
         self,
@@ -275,9 +278,9 @@ class MicroBatchRunner:
         return found[-1]
 
 
-def _no_losses(rows: PackedRows, like: Tensor) -> Tensor:
-    """Zeros (fp64, (J))."""
-    return torch.zeros(len(rows.target_bounds) - 1, dtype=torch.float64, device=like.device)
+def _zero_sums(rows: PackedRows, like: Tensor) -> Tensor:
+    """Zeros (fp64, (J, 2))."""
+    return torch.zeros(len(rows.target_bounds) - 1, 2, dtype=torch.float64, device=like.device)
 
 
 def _add(grads: Sequence[Tensor], found: Sequence[Tensor | None]) -> None:

@@ -43,14 +43,15 @@ class VocabularyShard:
         """(B, V): the same on every rank. Differentiable, for losses that every rank computes alike."""
         return gather_columns(logits_BS, self.mesh)[..., : self.size]
 
-    def cross_entropy(self, logits_KS: Tensor, labels_K: Tensor) -> Tensor:
-        """The summed negative log-likelihood (fp32, scalar, nats) of labels, on every rank. Differentiable in the logits.
+    def cross_entropy(self, logits_KS: Tensor, labels_K: Tensor) -> tuple[Tensor, Tensor]:
+        """The summed negative log-likelihood (fp32, scalar, nats) of labels, differentiable in the logits, and how many labels have the
+        largest logit (int64, scalar). On every rank.
 
         The ranks exchange 12 bytes a label, instead of logits.
         """
         start, stop = self.start, self.stop
-        loss: Tensor = _CrossEntropy.apply(logits_KS[:, : stop - start], labels_K - start, self.mesh)  # type: ignore[no-untyped-call]
-        return loss
+        found: tuple[Tensor, Tensor] = _CrossEntropy.apply(logits_KS[:, : stop - start], labels_K - start, self.mesh)  # type: ignore[no-untyped-call]
+        return found
 
     def likeliest(self, logits_BS: Tensor) -> Tensor:
         """int64 (B): the first token of the highest logit of all ranks; `NOT_FINITE` where a row has no finite maximum.
@@ -71,7 +72,7 @@ class _CrossEntropy(Function):
     """The ranks agree on each row's maximum, its sum of exponentials and its label's logit."""
 
     @staticmethod
-    def forward(ctx: Any, logits: Tensor, labels: Tensor, mesh: Mesh) -> Tensor:  # noqa: ANN401 - torch's own signature
+    def forward(ctx: Any, logits: Tensor, labels: Tensor, mesh: Mesh) -> tuple[Tensor, Tensor]:  # noqa: ANN401 - torch's own signature
         """`labels`: columns of `logits`; those of other ranks lie outside."""
         logits_KS = logits.float()
         width = logits_KS.shape[1]
@@ -87,10 +88,12 @@ class _CrossEntropy(Function):
         sum_K, label_K = mesh.all_reduce(torch.stack((exponentials_KS.sum(1), label_K))).unbind(0)
         ctx.save_for_backward(exponentials_KS.div_(sum_K[:, None]), at_K, own_K)
         ctx.dtype = logits.dtype
-        return (sum_K.log() - label_K).sum()
+        predicted = (label_K == 0).sum()
+        ctx.mark_non_differentiable(predicted)
+        return (sum_K.log() - label_K).sum(), predicted
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:  # noqa: ANN401 - torch's own signature
+    def backward(ctx: Any, gradient: Tensor, _: None) -> tuple[Tensor, None, None]:  # noqa: ANN401 - torch's own signature
         shares_KS, at_K, own_K = ctx.saved_tensors
         if shares_KS.shape[1]:
             shares_KS.scatter_add_(1, at_K[:, None], -own_K[:, None].to(shares_KS.dtype))

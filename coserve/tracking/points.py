@@ -60,9 +60,14 @@ def values_of(metrics: StepMetrics) -> dict[str, float]:
     }
     if metrics.seconds > 0:
         values["train/tokens_per_second"] = metrics.tokens / metrics.seconds
-    if metrics.valid_loss is not None:
-        values["eval/loss"] = metrics.valid_loss
-    return values
+    measured = {
+        "train/token_accuracy": metrics.token_accuracy,
+        "train/perplexity": metrics.perplexity,
+        "eval/loss": metrics.valid_loss,
+        "eval/token_accuracy": metrics.valid_token_accuracy,
+        "eval/perplexity": metrics.valid_perplexity,
+    }
+    return values | {name: value for name, value in measured.items() if value is not None}
 
 
 def points_of(events: Iterable[JobEvent], after: int) -> list[Point]:

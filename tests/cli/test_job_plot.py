@@ -33,9 +33,14 @@ def test_of_a_job_that_trains_the_steps_so_far_and_each_once() -> None:
     assert collect_steps(msgspec.structs.replace(running, step=0), events) == []
 
 
-def test_a_picture_of_a_job_that_has_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("accuracy", [False, True])  # not known of a job of an earlier release
+def test_a_picture_of_a_job_that_has_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, accuracy: bool) -> None:
     info = msgspec.structs.replace(job(JobState.SUCCEEDED), step=2)
-    events = [event(1, 1), event(2, 2), event(3, state=JobState.SUCCEEDED)]
+    first = event(1, 1)
+    assert first.metrics is not None
+    counted = msgspec.structs.replace(first.metrics, token_accuracy=0.5, valid_token_accuracy=0.25, valid_loss=1.0)
+    events = [msgspec.structs.replace(first, metrics=counted if accuracy else first.metrics), event(2, 2)]
+    events.append(event(3, state=JobState.SUCCEEDED))
     handle = SimpleNamespace(id="job-1", info=info, events=lambda: (each for each in events))
     monkeypatch.setattr(jobs, "connect", lambda *_: nullcontext(SimpleNamespace(job=lambda _: handle)))
     file = tmp_path / "curve.png"

@@ -10,19 +10,21 @@ from typer.testing import CliRunner
 
 import coserve.cli.jobs
 from coserve.cli.app import app
-from coserve.cli.job_table import age, chosen_line, cut_line, job_table
+from coserve.cli.job_table import age, chosen_line, cut_line, job_line, job_table
 from coserve.schemas import ErrorInfo, Job, JobList
 from coserve.types import JobState, LoraSettings, TrainingSettings
+from tests.support.records import make_metrics
 
+METRICS = msgspec.structs.replace(make_metrics(5, 20, 1.2345), token_accuracy=0.375, perplexity=3.4367)
 JOB = Job(
     id="job-1", adapter="poet", version=2, state=JobState.RUNNING, created_at=1000.0, started_at=1001.0,
-    finished_at=None, queue_position=None, step=5, total_steps=20, progress=0.25, eta=65.4, loss=1.2345, metrics=None,
+    finished_at=None, queue_position=None, step=5, total_steps=20, progress=0.25, eta=65.4, loss=1.2345, metrics=METRICS,
     trained_tokens=50, rows=30, tokens=900, target_tokens=900, continue_from=None, lora=LoraSettings(),
     training=TrainingSettings(epochs=12, batch_tokens=64, learning_rate=0.004), metadata={}, error=None, result=None,
     rows_cut=3, auto=["batch_tokens", "epochs", "learning_rate"],
 )  # fmt: skip
 FAILED = msgspec.structs.replace(
-    JOB, id="job-2", state=JobState.FAILED, eta=None, loss=None, rows_cut=0, auto=[],
+    JOB, id="job-2", state=JobState.FAILED, eta=None, loss=None, metrics=None, rows_cut=0, auto=[],
     error=ErrorInfo(code="non_finite_loss", message="x"),
 )  # fmt: skip
 QUEUED = msgspec.structs.replace(FAILED, id="job-3", state=JobState.QUEUED, queue_position=4, error=None)
@@ -30,11 +32,16 @@ QUEUED = msgspec.structs.replace(FAILED, id="job-3", state=JobState.QUEUED, queu
 
 def test_columns() -> None:
     header, running, failed, queued = job_table([JOB, FAILED, QUEUED], now=1000.0 + 7300)
-    assert header.split() == ["ID", "ADAPTER", "STATE", "STEP", "LOSS", "AGE", "LEFT", "NOTE"]
-    assert running.split() == ["job-1", "poet@2", "running", "5/20", "1.234", "2h", "1:05", "3", "rows", "cut"]
+    assert header.split() == ["ID", "ADAPTER", "STATE", "STEP", "LOSS", "ACCURACY", "AGE", "LEFT", "NOTE"]
+    assert running.split() == ["job-1", "poet@2", "running", "5/20", "1.234", "37.5%", "2h", "1:05", "3", "rows", "cut"]
     assert failed.endswith("non_finite_loss") and queued.endswith("4 ahead")
     assert len({line.index(word) for line, word in ((header, "AGE"), (running, "2h"), (failed, "2h"))}) == 1
     assert list(job_table([])) == ["  ".join(header.split())]
+
+
+def test_a_job_on_its_own() -> None:
+    assert "  loss 1.234  perplexity 3.437  accuracy 37.5%" in job_line(JOB)
+    assert job_line(FAILED) == "job-2  poet@2  failed  step 5/20  non_finite_loss: x"
 
 
 @pytest.mark.parametrize(("seconds", "text"), [(-5, "0s"), (59, "59s"), (60, "1m"), (7199, "1h"), (200_000, "2d")])

@@ -69,8 +69,8 @@ def test_loss_and_gradients_are_those_of_the_divergence(base: Base, logits_eleme
     optimizer = AdapterOptimizer(student, base.spec, TrainingSettings(), base.dtype)
     runner = MicroBatchRunner(base, recompute=False, logits_elements=logits_elements)
     learned, taught = batch(rows, optimizer.weights(), backend), batch(rows, teacher, backend)
-    loss = run_to_end(runner.forward_backward(rows, learned, optimizer.trainable, optimizer.grads, teacher=taught))
-    evaluated = run_to_end(runner.evaluate(rows, learned, teacher=taught))
+    sums_12 = run_to_end(runner.forward_backward(rows, learned, optimizer.trainable, optimizer.grads, teacher=taught))
+    evaluated_12 = run_to_end(runner.evaluate(rows, learned, teacher=taught))
 
     sites = {
         site: replace(pair, a_RD=pair.a_RD.clone().requires_grad_(), b_OR=pair.b_OR.clone().requires_grad_())
@@ -80,7 +80,9 @@ def test_loss_and_gradients_are_those_of_the_divergence(base: Base, logits_eleme
     found = log_probabilities(base, rows, LoraWeights(student.settings, sites))
     expected = (wanted.exp() * (wanted - found)).sum()
     assert float(expected.detach()) > 1.0
-    assert float(loss) == float(evaluated) == pytest.approx(float(expected.detach()), rel=1e-4)
+    assert sums_12.tolist() == evaluated_12.tolist()
+    right = int((found.argmax(-1) == rows.labels_K).sum())
+    assert sums_12.tolist() == [[pytest.approx(float(expected.detach()), rel=1e-4), right]]
     expected.backward()
     by_name = {f"{site}.{part}": t.grad for site, p in sites.items() for part, t in (("a", p.a_RD), ("b", p.b_OR))}
     for name, gradient in optimizer.layout.views(optimizer._grads_N).items():
@@ -93,8 +95,8 @@ def test_an_adapter_has_nothing_to_learn_from_itself(base: Base) -> None:
     optimizer = AdapterOptimizer(weights, base.spec, TrainingSettings(), base.dtype)
     runner = MicroBatchRunner(base, recompute=True)
     learned, taught = batch(rows, optimizer.weights()), batch(rows, weights)
-    loss = run_to_end(runner.forward_backward(rows, learned, optimizer.trainable, optimizer.grads, teacher=taught))
-    assert abs(float(loss)) < 1e-4
+    sums_12 = run_to_end(runner.forward_backward(rows, learned, optimizer.trainable, optimizer.grads, teacher=taught))
+    assert abs(float(sums_12[0, 0])) < 1e-4
     assert all(float(gradient.abs().max()) < 1e-4 for layer in optimizer.grads for gradient in layer)
 
 

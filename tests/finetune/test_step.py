@@ -14,6 +14,7 @@ from coserve.adapters.bdlora import peft_blocks
 from coserve.corpus.tokenized import Corpus
 from coserve.finetune.init import new_adapter
 from coserve.finetune.lora_tensors import named_tensors
+from coserve.finetune.losses import perplexity
 from coserve.finetune.micro_batch import MicroBatchRunner, run_to_end
 from coserve.finetune.optimizer import AdapterOptimizer
 from coserve.finetune.packed_rows import PackedRows, pack_rows
@@ -78,7 +79,7 @@ def gradients(
         micro_steps = runner.forward_backward(
             rows, batch(optimizer, rows, dropout, lora_backend), optimizer.trainable, optimizer.grads
         )
-        total += float(run_to_end(micro_steps, between))
+        total += float(run_to_end(micro_steps, between)[0, 0])
     return total, [gradient.clone() for layer in optimizer.grads for gradient in layer]
 
 
@@ -166,7 +167,9 @@ def test_five_optimizer_steps_equal_pefts(case: str) -> None:
         targets = sum(part.targets for part in rows)
         nll = sum(
             float(
-                run_to_end(runner.forward_backward(part, batch(optimizer, part), optimizer.trainable, optimizer.grads))
+                run_to_end(runner.forward_backward(part, batch(optimizer, part), optimizer.trainable, optimizer.grads))[
+                    0, 0
+                ]
             )
             for part in rows
         )
@@ -265,7 +268,12 @@ def test_measuring_equals_learning_without_gradients() -> None:
     rows = pack_rows(CORPUS, [0, 2, 4], CPU)
     measured = run_to_end(runner.evaluate(rows, batch(optimizer, rows)))
     learned = run_to_end(runner.forward_backward(rows, batch(optimizer, rows), optimizer.trainable, optimizer.grads))
-    assert float(measured) == pytest.approx(float(learned), abs=1e-6)
+    assert measured.tolist() == [pytest.approx(learned[0].tolist(), abs=1e-6)]
+
+
+def test_perplexities_are_finite_in_single_precision() -> None:
+    assert perplexity(0.0) == 1.0 and perplexity(2.0) == pytest.approx(7.389, abs=1e-3)
+    assert torch.tensor(perplexity(1e6), dtype=torch.float32).isfinite()
 
 
 def test_the_base_gets_no_gradients() -> None:

@@ -1,15 +1,18 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 
 import msgspec
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
 from coserve.adapter_store.files import load_adapter
 from coserve.adapters.peft import inspect_adapter
+from coserve.corpus.tokenized import Corpus
 from coserve.errors import AdapterNotFound, CheckpointUnreadable, CorruptAdapter, InvalidRequest, StorageFull
 from coserve.finetune.checkpoint import STATE, TENSORS
 from coserve.finetune.init import new_adapter
@@ -336,6 +339,26 @@ def test_validation_measures_held_back_rows(base: Base, tmp_path: Path) -> None:
         bench.train(bench.place(CORPUS, job_spec(CORPUS, validation_split=0.3, eval_steps=3, steps=7)))
     )
     assert [m.step for m in metrics if m.valid_loss is not None] == [3, 6, 7]
+    for metric in metrics:
+        assert metric.perplexity == pytest.approx(math.exp(metric.loss))
+        assert metric.token_accuracy is not None
+        right = metric.token_accuracy * metric.target_tokens
+        assert 0 <= right <= metric.target_tokens and right == pytest.approx(round(right))
+        if metric.valid_loss is None:
+            assert (metric.valid_perplexity, metric.valid_token_accuracy) == (None, None)
+        else:
+            assert metric.valid_perplexity == pytest.approx(math.exp(metric.valid_loss))
+            assert metric.valid_token_accuracy is not None and 0 <= metric.valid_token_accuracy <= 1
+
+
+def test_the_accuracy_of_a_corpus_that_is_learned_by_heart(base: Base, tmp_path: Path) -> None:
+    tokens = np.tile(np.arange(2, 10, dtype=np.int32), 4)
+    corpus = Corpus(tokens, (tokens > 2).astype(np.uint8), np.arange(0, 33, 8))
+    spec = job_spec(corpus, steps=40, learning_rate=0.05)
+    bench = Bench(base, tmp_path)
+    metrics = metrics_of(bench.train(bench.place(corpus, spec)))
+    assert metrics[0].token_accuracy is not None and metrics[0].token_accuracy < 0.5
+    assert metrics[-1].token_accuracy == 1.0
 
 
 def test_early_stopping_publishes_the_best_weights(base: Base, tmp_path: Path) -> None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from threading import Barrier
 
 import pytest
 import torch
@@ -178,6 +180,38 @@ def test_the_likeliest_token_of_parts() -> None:
         found = shard.likeliest(padded[:, 3 * rank : 3 * rank + 3])
     assert found.tolist() == [1, 0, -1, -1]
     assert (shard.local, shard.start, shard.stop) == (3, 3, 5)
+
+
+def test_the_labels_that_parts_predict() -> None:
+    logits = torch.tensor([[0.0, 3.0, 1.0, 3.0, 2.0], [5.0, 0, 0, 0, 0], [0, 0, 0, 0, 7.0], [0, 1, 2, 0, 0]])
+    labels = torch.tensor([3, 1, 4, 2])
+    barrier, sent = Barrier(2), dict[int, Tensor]()
+
+    class Threads(Mesh):
+        """Each rank is a thread."""
+
+        def __init__(self, rank: int) -> None:
+            super().__init__()
+            self.rank, self.size = rank, 2
+
+        def all_gather(self, x: Tensor, dim: int = -1) -> Tensor:
+            sent[self.rank] = x
+            barrier.wait(10)
+            found = torch.cat([sent[0], sent[1]], dim)
+            barrier.wait(10)
+            return found
+
+        def all_reduce(self, x: Tensor) -> Tensor:
+            return self.all_gather(x[None], 0).sum(0)
+
+    def of_rank(rank: int) -> tuple[Tensor, Tensor]:
+        part = torch.nn.functional.pad(logits, (0, 1), value=9.0)[:, 3 * rank : 3 * rank + 3]
+        return VocabularyShard(Threads(rank), 5).cross_entropy(part, labels)
+
+    with ThreadPoolExecutor(2) as threads:
+        for loss, predicted in threads.map(of_rank, range(2)):
+            torch.testing.assert_close(loss, torch.nn.functional.cross_entropy(logits, labels, reduction="sum"))
+            assert int(predicted) == 3, "one label shares the largest logit, one has not got it"
 
 
 @pytest.mark.slow

@@ -160,8 +160,8 @@ def train(
     for step in range(begin, end):
         dropped = DropoutSpec(dropout, seed=step)
         lora = LoraBatch(Segments((0, rows.tokens), (0,)), (optimizer.weights(),), make_backend(backend), dropped)
-        nll = run_to_end(runner.forward_backward(rows, lora, optimizer.trainable, optimizer.grads))
-        losses.append(float(nll) / rows.targets)
+        sums_12 = run_to_end(runner.forward_backward(rows, lora, optimizer.trainable, optimizer.grads))
+        losses.append(float(sums_12[0, 0]) / rows.targets)
         norms.append(optimizer.step(targets=rows.targets, learning_rate=settings.learning_rate))
     return Trained(losses, norms, {name: tensor.clone() for name, tensor in optimizer.snapshot()().items()})
 

@@ -9,11 +9,12 @@ import pytest
 
 from coserve.errors import TrackingFailed
 from coserve.offload.protocol import TaskContext
-from coserve.tracking.points import Point, Run
+from coserve.tracking.points import Point, Run, values_of
 from coserve.tracking.task import CloseAll, Track, close_all, track
 from coserve.types import JobState
 from tests.support.api_server import tokenizer
 from tests.support.event_files import read_curve
+from tests.support.records import make_metrics
 
 RUN = Run("job-1", "poet@2", {"training.learning_rate": 0.1, "metadata.a|b": "<b>"})
 
@@ -72,6 +73,21 @@ def test_wandb_keeps_a_run_of_the_jobs_id(tmp_path: Path, monkeypatch: pytest.Mo
     content = file.read_bytes()
     assert content.count(b"train/learning_rate") >= len(CURVE)
     assert b"poet@2" in content
+
+
+def test_a_step_tells_what_was_measured() -> None:
+    plain = make_metrics(1)
+    names = {"train/loss", "train/learning_rate", "train/grad_norm", "train/epoch", "train/tokens_per_second"}
+    assert values_of(plain).keys() == names
+    changes = {"token_accuracy": 0.5, "perplexity": 2.0, "valid_loss": 3.0, "valid_token_accuracy": 0.0}
+    measured = msgspec.structs.replace(plain, **changes, valid_perplexity=4.0)
+    assert values_of(measured) == values_of(plain) | {
+        "train/token_accuracy": 0.5,
+        "train/perplexity": 2.0,
+        "eval/loss": 3.0,
+        "eval/token_accuracy": 0.0,
+        "eval/perplexity": 4.0,
+    }
 
 
 def test_what_a_library_raises_is_told_in_a_line_and_the_run_is_opened_anew(tmp_path: Path) -> None:

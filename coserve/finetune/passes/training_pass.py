@@ -108,11 +108,11 @@ class TrainingPass:
                 self.next_micro_step = next(self._compute)
                 return
             except StopIteration as end:
-                losses_J: Tensor = end.value
+                sums_J2: Tensor = end.value
             self._compute = None
-            for (job, _), loss in zip(self._asked, losses_J, strict=True):
+            for (job, _), sums_2 in zip(self._asked, sums_J2, strict=True):
                 if job in self.jobs:
-                    self._take(job, partial(TrainingJob.answer, loss=loss))
+                    self._take(job, partial(TrainingJob.answer, sums_2=sums_2))
         if self._updates:
             self.next_micro_step = self._updates[0][1]
         else:
