@@ -37,15 +37,16 @@ class Reception:
         except QueueFull as error:
             self._refuse(request.id, error)
             return
-        if displaced is not None:
-            why = "the queue is full, and other requests go first; try again later"
-            self._refuse(displaced.message.id, QueueFull(why, retry_after=self._queue.retry_after(now)))
         entry = self._queue.get(request.id)
         assert entry is not None, "it was queued"
-        retry = self._shedding.arrived(entry, self._views.headroom(reading), self._views.step_seconds, now)
+        retry = self._shedding.arrived(entry, self._views.headroom(reading), self._views.step_seconds, now, displaced)
         if retry is not None:
             self._queue.cancel(request.id)
             self._shed(request.id, retry)
+        elif displaced is not None:
+            self._queue.cancel(displaced.message.id)
+            why = "the queue is full, and other requests go first; try again later"
+            self._refuse(displaced.message.id, QueueFull(why, retry_after=self._queue.retry_after(now)))
 
     def admitted(self, count: int, now: float) -> None:
         """The first `count` requests of the queue have left it for the batch."""

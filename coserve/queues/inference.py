@@ -63,17 +63,17 @@ class InferenceQueue:
         return next((entry.arrived for entry in self._entries.values()), None)
 
     def push(self, message: Generate, *, arrived: float, deadline: float) -> Queued | None:
-        """Append a request. Returns the request that was displaced, if any.
+        """Append a request. In a full queue, returns the request that is to go for it: the caller cancels that one, or the new one.
 
         In a full queue, an interactive request displaces one of the class batch. Else the newest request of the adapter with the
         most requests of the same class is displaced, if the new request's adapter has at least two fewer: one adapter cannot
         keep others out by filling the queue.
 
         Raises:
-            QueueFull: the queue is full, and no request was displaced. `retry_after`: see `retry_after`.
+            QueueFull: the queue is full, and no request gives way. `retry_after`: see `retry_after`.
         """
         assert message.id not in self._entries, message.id
-        displaced = self._displace(message, arrived) if len(self._entries) >= self._limit else None
+        displaced = self._displaced(message, arrived) if len(self._entries) >= self._limit else None
         entry = self._entries[message.id] = Queued(message, arrived, deadline)
         cost = entry.tokens + message.sampling.max_tokens
         self._flows(message).push(self._flow(message), message.id, cost, entry)
@@ -146,7 +146,7 @@ class InferenceQueue:
             return None
         return None if message.adapter is None else message.adapter.id
 
-    def _displace(self, message: Generate, now: float) -> Queued:
+    def _displaced(self, message: Generate, now: float) -> Queued:
         flows = self._batch if len(self._batch) else self._flows(message)
         flow, last = flows.longest() if len(flows) else (None, "")
         own = flows.waiting(self._flow(message)) if flows is self._flows(message) else -2
@@ -154,6 +154,4 @@ class InferenceQueue:
             raise QueueFull(
                 f"the queue holds its {self._limit} requests; try again later", retry_after=self.retry_after(now)
             )
-        displaced = self._entries[last]
-        self.cancel(last)
-        return displaced
+        return self._entries[last]

@@ -46,10 +46,13 @@ class Shedding:
         elif count or self._last is None:
             self._last = now
 
-    def arrived(self, entry: Queued, headroom: int, step: float, now: float) -> float | None:
+    def arrived(
+        self, entry: Queued, headroom: int, step: float, now: float, displaced: Queued | None = None
+    ) -> float | None:
         """For a request that was just queued: seconds after which to try again, if it will be late; None if not.
 
-        `headroom`: how many requests can be admitted now; `step`: expected seconds of a generation step.
+        `headroom`: how many requests can be admitted now; `step`: expected seconds of a generation step; `displaced`: the request
+        that leaves the queue for it, if it will not be late.
         """
         if len(self._queue) == 1:
             self._last = None  # the time in which nobody waited tells nothing about the speed
@@ -57,12 +60,17 @@ class Shedding:
         due = min(entry.deadline if slo.shed else math.inf, entry.end if slo.shed_e2e else math.inf)
         if due == math.inf:
             return None
-        ahead = self._queue.ahead(message.id) - headroom if len(self._queue) > headroom else -1
+        waiting = len(self._queue) - (displaced is not None)
+        ahead = self._ahead(message.id, displaced) - headroom if waiting > headroom else -1
         late = now + ahead * self.gap + step - due
         if self.gap and ahead >= 0 and late > 0:
             return _bounded(late)
         heappush(self._deadlines, (due, message.id, ahead >= 0))
         return None
+
+    def _ahead(self, id: str, displaced: Queued | None) -> int:
+        ahead = self._queue.ahead(id)
+        return ahead - (displaced is not None and self._queue.ahead(displaced.message.id) < ahead)
 
     def expired(self, step: float, now: float) -> Iterator[tuple[str, float]]:
         """Ids of requests that are late, and seconds after which to try again. Each is given once. Some may have left the queue."""

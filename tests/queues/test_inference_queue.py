@@ -86,10 +86,11 @@ def test_nobody_keeps_others_out_by_filling_the_queue() -> None:
     fill(queue, *(request(f"h{i}", "hot") for i in range(4)))
     displaced = queue.push(request("x", "light"), arrived=2.0, deadline=3.0)
     assert displaced is not None
-    assert displaced.message.id == "h3"
+    assert displaced.message.id == "h3" and queue.cancel("h3")
     with pytest.raises(QueueFull):
         queue.push(request("h4", "hot"), arrived=2.0, deadline=3.0)
-    assert queue.push(request("y"), arrived=2.0, deadline=3.0) is not None
+    displaced = queue.push(request("y"), arrived=2.0, deadline=3.0)
+    assert displaced is not None and queue.cancel(displaced.message.id)
     with pytest.raises(QueueFull):  # two of one and one each of the others: as even as it gets
         queue.push(request("z", "light"), arrived=2.0, deadline=3.0)
     assert len(queue) == 4
@@ -134,6 +135,7 @@ class QueueAgainstLists(RuleBasedStateMachine):
             own = self.waiting(displaced.message.id[0])
             assert len(own) == most
             assert own[-1] == displaced.message.id
+            assert self.queue.cancel(displaced.message.id)
             self.forget([displaced.message.id])
         else:
             assert displaced is None
@@ -205,11 +207,11 @@ def test_in_a_full_queue_the_class_batch_gives_way() -> None:
     queue = InferenceQueue(3, fair=True)
     push_classes(queue, "ibb")
     displaced = queue.push(of_class("new", batch=False), arrived=1.0, deadline=2.0)
-    assert displaced is not None and displaced.message.id == "b2"
+    assert displaced is not None and displaced.message.id == "b2" and queue.cancel("b2")
     with pytest.raises(QueueFull):
         queue.push(of_class("b9", batch=True, adapter="other"), arrived=1.0, deadline=61.0)
     assert queue.cancel("b1")
-    queue.push(of_class("more", batch=False, adapter="x"), arrived=1.0, deadline=2.0)
+    assert queue.push(of_class("more", batch=False, adapter="x"), arrived=1.0, deadline=2.0) is None
     with pytest.raises(QueueFull):
         queue.push(of_class("b9", batch=True), arrived=1.0, deadline=61.0)
     assert sorted(ids(queue)) == ["i0", "more", "new"]
