@@ -28,7 +28,7 @@ def explain(error: msgspec.ValidationError, value: object, type: type) -> Invali
     text = str(error)
     found = _PATH.search(text)
     of_key, path = (found[1] is not None, found[2]) if found else (False, "")
-    message = (text[: found.start()] if found else text).replace("`", "")
+    message = (text[: found.start()] if found else text).replace("`", "").replace(" | ", " or ")
     for start, missing in (("Object contains unknown field ", False), ("Object missing required field ", True)):
         if message.startswith(start):
             name = message.removeprefix(start)

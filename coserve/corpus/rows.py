@@ -10,6 +10,7 @@ import msgspec
 
 from coserve.errors import MalformedRow
 from coserve.types import Wire
+from coserve.validation import explain
 
 
 @dataclass(frozen=True)
@@ -200,13 +201,14 @@ def parse_row(obj: object, line: int) -> Row:
         raise MalformedRow(f"expected an object, got {type(obj).__name__}; {FORMATS}", line=line)
     row_format = next((_FORMATS[key] for key in _FORMATS if key in obj), None)
     if row_format is None:
-        found = ", ".join(sorted(repr(key)[:40] for key in list(obj)[:8])) or "none"
-        raise MalformedRow(f"expected the fields of a row, got {found}; {FORMATS}", line=line)
+        fields = ", ".join(sorted(repr(key)[:40] for key in list(obj)[:8])) or "none"
+        raise MalformedRow(f"expected the fields of a row, got {fields}; {FORMATS}", line=line)
     try:
         row = msgspec.convert(obj, row_format).row(line)
         msgspec.json.encode(row)  # raises for text that UTF-8, and so the tokenizer, cannot hold
     except msgspec.ValidationError as error:
-        raise MalformedRow(f"{str(error)[:300]}; {FORMATS}", line=line) from error
+        found = explain(error, obj, row_format)
+        raise MalformedRow(f"{found}; {FORMATS}", line=line, field=found.field) from error
     except UnicodeEncodeError as error:
         raise MalformedRow("expected valid Unicode, got half of a surrogate pair", line=line) from error
     return row

@@ -206,6 +206,31 @@ def test_the_error_of_a_broken_row_is_a_whole_sentence(content: str, says: str) 
     assert refused.value.message == says
 
 
+@pytest.mark.parametrize(
+    ("row", "says", "field"),
+    [
+        ({"text": 5}, "line 1: text: expected str, got int; ", "text"),
+        ({"prompt": "a"}, "line 1: expected a field 'completion', got none; ", "completion"),
+        ({"text": "a", "id": 1}, "line 1: unknown field 'id'; ", "id"),
+        (
+            {"messages": [{"role": "me", "content": "a"}]},
+            "line 1: messages[0].role: expected one of assistant, system, tool, user; ",
+            "messages[0].role",
+        ),
+        (
+            {"messages": [{"role": "user", "content": 7}]},
+            "line 1: messages[0].content: expected str or null, got int; ",
+            "messages[0].content",
+        ),
+    ],
+)
+def test_the_error_of_a_row_names_its_field(row: dict[str, object], says: str, field: str) -> None:
+    with pytest.raises(MalformedRow) as refused:
+        list(parse_rows([row]))
+    assert refused.value.message.startswith(says)
+    assert refused.value.field == field
+
+
 @pytest.mark.parametrize("row", ["x", {"txt": "a"}, {"text": 5}, {"prompt": "a"}, {"messages": [{"role": "me"}]}])
 def test_the_error_of_a_row_lists_the_formats(row: object) -> None:
     with pytest.raises(MalformedRow) as refused:
