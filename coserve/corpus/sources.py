@@ -86,6 +86,7 @@ def _parquet_rows(path: Path) -> Iterator[object]:
     import pyarrow.parquet
 
     with pyarrow.parquet.ParquetFile(path) as file:
+        _refuse_twins(file.schema_arrow.names)
         for batch in file.iter_batches(BATCH_ROWS, use_threads=False):
             yield from map(_without_nulls, batch.to_pylist())
 
@@ -94,13 +95,21 @@ def _ipc_rows(path: Path) -> Iterator[object]:
     import pyarrow
 
     with pyarrow.memory_map(str(path)) as file, pyarrow.ipc.open_stream(file) as batches:
+        _refuse_twins(batches.schema.names)
         for batch in batches:
             for start in range(0, batch.num_rows, BATCH_ROWS):
                 yield from map(_without_nulls, batch.slice(start, BATCH_ROWS).to_pylist())
 
 
+def _refuse_twins(columns: list[str]) -> None:
+    """Raises `MalformedRow` if two columns have one name: a row would have the last one's value."""
+    if len(set(columns)) < len(columns):
+        twin = next(name for name in columns if columns.count(name) > 1)
+        raise MalformedRow(f"expected one column {twin!r:.80}, got {columns.count(twin)}", line=1)
+
+
 def _data_files(folder: Path) -> list[Path]:
-    """Raises `EmptyCorpus` if the state cannot be read, or names a file outside of the folder."""
+    """Raises `EmptyCorpus` if the state cannot be read, or names what is outside of the folder or no file."""
     try:
         state = msgspec.json.decode((folder / STATE).read_bytes(), type=_State)
     except msgspec.MsgspecError as error:
@@ -110,6 +119,8 @@ def _data_files(folder: Path) -> list[Path]:
     paths = [(folder / file.filename).resolve() for file in state.data_files]
     if any(path.parent != folder.resolve() for path in paths):
         raise EmptyCorpus(f"the corpus cannot be read: {STATE} names a file outside of the folder", field="path")
+    if absent := [path.name for path in paths if not path.is_file()]:  # a pipe would be waited for
+        raise EmptyCorpus(f"the corpus cannot be read: the folder has no file {absent[0]!r:.80}", field="path")
     return paths
 
 
@@ -126,6 +137,8 @@ def _source_errors() -> Iterator[None]:
         yield
     except OSError as error:
         raise EmptyCorpus(f"the corpus cannot be read: {error.strerror or 'it is damaged'}", field="path") from error
+    except MemoryError:
+        raise
     except Exception as error:
         if not isinstance(error, ValueError) and not type(error).__module__.startswith("pyarrow"):
             raise

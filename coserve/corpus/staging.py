@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import resource
 import shutil
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Protocol
 
@@ -16,9 +18,13 @@ from coserve.corpus.rows import Row
 from coserve.corpus.sources import read_rows
 from coserve.corpus.tokenize import row_arrays
 from coserve.corpus.writer import CorpusWriter
+from coserve.errors import EmptyCorpus
 from coserve.offload.protocol import TaskContext
 from coserve.state.durable import move_file
 from coserve.types import TrainOn
+
+MEMORY = 4 << 30
+"""Bytes of memory that a process may take while it tokenises a corpus: parquet files of a few KB can hold rows of any size."""
 
 
 class PendingCorpus(Protocol):
@@ -71,11 +77,18 @@ class TokenizeFile(msgspec.Struct, frozen=True):
     target: str
     max_length: int
     train_on: TrainOn | None = None
+    memory: int = MEMORY
+    """Bytes of memory that it may take."""
 
 
 def tokenize_file(context: TaskContext, arguments: bytes, body: bytes) -> bytes:
     """Task of a helper process: `TokenizeFile` in, `StagedCorpus` out, as MessagePack. Raises `CorpusError` leaves, `StorageFull`, `StorageFailed`."""
     request = msgspec.msgpack.decode(arguments, type=TokenizeFile)
+    with _bounded_memory(request.memory):
+        return _tokenize_file(context, request)
+
+
+def _tokenize_file(context: TaskContext, request: TokenizeFile) -> bytes:
     rows = _with_progress(read_rows(Path(request.source)), context.progress)
     cut = 0
     with CorpusWriter(Path(request.target)) as corpus:
@@ -85,6 +98,21 @@ def tokenize_file(context: TaskContext, arguments: bytes, body: bytes) -> bytes:
         corpus.finish()
         staged = StagedCorpus(request.target, corpus.rows, corpus.token_count, corpus.target_tokens, cut)
     return msgspec.msgpack.encode(staged)
+
+
+@contextmanager
+def _bounded_memory(size: int) -> Iterator[None]:
+    """This process can allocate at most `size` bytes. Files that are mapped do not count. Raises `EmptyCorpus` for `MemoryError`."""
+    before = resource.getrlimit(resource.RLIMIT_DATA)
+    resource.setrlimit(
+        resource.RLIMIT_DATA, (size if before[1] == resource.RLIM_INFINITY else min(size, before[1]), before[1])
+    )
+    try:
+        yield
+    except MemoryError as error:
+        raise EmptyCorpus(f"expected a corpus that is read within {size >> 20} MiB of memory", field="path") from error
+    finally:
+        resource.setrlimit(resource.RLIMIT_DATA, before)
 
 
 def _with_progress(rows: Iterable[Row], progress: Callable[[], None]) -> Iterator[Row]:

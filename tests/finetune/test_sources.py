@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+import os
 import sys
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 
 from coserve.corpus.rows import ChatRow, CompletionRow, TextRow, parse_row
 from coserve.corpus.sources import is_jsonl, read_rows
+from coserve.corpus.staging import StagedCorpus, TokenizeFile, tokenize_file
 from coserve.corpus.tokenize import tokenize_rows
 from coserve.errors import EmptyCorpus, InvalidRequest, MalformedRow, NoTargets
+from coserve.offload.pool import HelperPool
 from coserve.pretrained.chat import ChatTemplate
 from coserve.pretrained.tokenizer import Tokenizer
 from coserve.types import TrainOn
@@ -82,6 +87,54 @@ def test_damaged_and_foreign_files_are_refused(tmp_path: Path) -> None:
             list(read_rows(folder))
     with pytest.raises(EmptyCorpus, match="the corpus cannot be read"):
         list(read_rows(file))
+
+
+def test_two_columns_of_one_name_are_refused(tmp_path: Path) -> None:
+    pyarrow = pytest.importorskip("pyarrow")
+    pytest.importorskip("pyarrow.parquet")
+    file, folder = tmp_path / "twins.parquet", tmp_path / "twins"
+    twins = pyarrow.Table.from_arrays([pyarrow.array(["one"]), pyarrow.array(["other"])], names=["text", "text"])
+    pyarrow.parquet.write_table(twins, file)
+    folder.mkdir()
+    with pyarrow.OSFile(str(folder / "rows.arrow"), "wb") as out, pyarrow.ipc.new_stream(out, twins.schema) as stream:
+        stream.write_table(twins)
+    (folder / "state.json").write_text('{"_data_files": [{"filename": "rows.arrow"}]}')
+    for source in (file, folder):
+        with pytest.raises(MalformedRow, match="line 1: expected one column 'text', got 2"):
+            list(read_rows(source))
+
+
+def test_a_pipe_in_a_saved_folder_is_refused_and_not_waited_for(tmp_path: Path) -> None:
+    pytest.importorskip("pyarrow")
+    os.mkfifo(tmp_path / "rows.arrow")
+    for name in ("rows.arrow", "gone.arrow"):
+        (tmp_path / "state.json").write_text(f'{{"_data_files": [{{"filename": "{name}"}}]}}')
+        with pytest.raises(EmptyCorpus, match=f"the corpus cannot be read: the folder has no file '{name}'"):
+            list(read_rows(tmp_path))
+
+
+def test_a_small_file_whose_rows_are_huge_ends_at_the_bound_of_memory(tmp_path: Path, tokenizer: Tokenizer) -> None:
+    pyarrow = pytest.importorskip("pyarrow")
+    pytest.importorskip("pyarrow.parquet")
+    text = pyarrow.array(["a " * (8 << 20)])
+    rows = pyarrow.DictionaryArray.from_arrays(pyarrow.array([0] * 64, pyarrow.int32()), text)
+    pyarrow.parquet.write_table(pyarrow.table({"text": rows}), tmp_path / "bomb.parquet", compression="zstd")
+    assert (tmp_path / "bomb.parquet").stat().st_size < 100_000
+    task = TokenizeFile(str(tmp_path / "bomb.parquet"), str(tmp_path / "out" / "corpus"), 100, memory=900 << 20)
+
+    async def run() -> None:
+        pool = HelperPool(tokenizer.state, 1)
+        try:
+            with pytest.raises(EmptyCorpus, match="expected a corpus that is read within 900 MiB of memory"):
+                await pool.run(tokenize_file, task)
+            (tmp_path / "rows.jsonl").write_text('{"text": "The cat sat."}')
+            target = str(tmp_path / "next" / "corpus")
+            small = msgspec.structs.replace(task, source=str(tmp_path / "rows.jsonl"), target=target, memory=4 << 30)
+            assert msgspec.msgpack.decode(await pool.run(tokenize_file, small), type=StagedCorpus).rows == 1
+        finally:
+            await pool.close()
+
+    asyncio.run(run())
 
 
 def test_without_pyarrow_the_command_that_installs_it_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
