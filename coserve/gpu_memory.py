@@ -106,9 +106,9 @@ class MemoryUse(Wire, frozen=True):
     cached: int
     """Held by torch's allocator for the next temporaries."""
     context: int
-    """The CUDA context, compiled kernels and libraries."""
+    """The CUDA context, compiled kernels and libraries (cuBLAS, NCCL), and what other processes had when the engine started."""
     others: int
-    """Other processes."""
+    """What other processes took since then."""
     free: int
     planned: int
     """What torch should never need more than; 0 without a plan."""

@@ -36,7 +36,7 @@ class Fixed:
     graphs: int
     """A bound for CUDA graphs, until they are captured."""
     context: int
-    """The CUDA context and libraries, at most."""
+    """The CUDA context and libraries of a usual process, at most."""
     planned: int
     """What torch should never need more than; 0 without a plan."""
 
@@ -58,11 +58,14 @@ class DeviceMemory:
         self.planned = fixed.planned
         """Bytes that torch should never need more than; 0 without a plan."""
         self._asked: str | None = None
+        self._own = read().outside
+        """The least that was there outside of the allocator: our context and libraries, and what others had at the start."""
         self.refresh()
 
     def refresh(self) -> Reading:
         """Read the device. What other processes hold is not there for jobs; what torch's allocator has cached is."""
         reading = self._read()
+        self._own = min(self._own, reading.outside)
         fixed, graphs = self._fixed, self._graphs
         size = graphs.size if graphs.complete else max(graphs.size, fixed.graphs)
         self._admission.available(reading.free + reading.reserved - fixed.held - size - fixed.step)
@@ -104,8 +107,7 @@ class DeviceMemory:
         jobs = min(beyond, sum(job.state for job in each))
         graphs = min(self._graphs.size, max(0, now.reserved - fixed.held - jobs))
         temporary = beyond - jobs
-        outside = max(0, now.total - now.free - now.reserved)
-        context = min(outside, fixed.context)
+        context = min(now.outside, max(self._own, fixed.context))
         return MemoryUse(
             total=now.total,
             weights=fixed.held - fixed.pages,
@@ -116,7 +118,7 @@ class DeviceMemory:
             temporary=temporary,
             cached=max(0, now.reserved - fixed.held - jobs - graphs - temporary),
             context=context,
-            others=outside - context,
+            others=now.outside - context,
             free=now.free,
             planned=fixed.planned,
             training=admission.limit,

@@ -50,6 +50,11 @@ class Reading:
     allocated: int
     peak: int
 
+    @property
+    def outside(self) -> int:
+        """Taken, but not by this process's allocator: CUDA's context and libraries, and other processes."""
+        return max(0, self.total - self.free - self.reserved)
+
 
 def read_device(device: torch.device) -> Reading:
     """Of a GPU. Takes some ten microseconds."""

@@ -146,16 +146,34 @@ def whole(use: MemoryUse) -> int:
 
 def test_the_uses_are_all_of_the_device() -> None:
     one, device = needs(), Device()
+    device.reading = replace(device.reading, free=51 * GIB)
     own = memory(40 * GIB, device)
     assert whole(own.use(3)) == 80 * GIB
     own.admit(spec("one"))
-    device.reading = replace(device.reading, allocated=HELD + one.state.total + GIB, peak=HELD + 3 * GIB)
+    device.reading = replace(device.reading, free=50 * GIB, allocated=HELD + one.state.total + GIB, peak=HELD + 3 * GIB)
     use = own.use(3)
     assert whole(use) == use.total == 80 * GIB
     assert (use.weights, use.pages, use.adapters, use.graphs) == (8 * GIB, 12 * GIB, 3 << 20, GIB)
     assert (use.jobs, use.temporary, use.context, use.others) == (one.state.total, GIB, GIB, GIB)
     assert use.needed == one.state.total + one.options[0].activations
     assert [(job.id, job.state) for job in use.each] == [("one", one.state.total)]
+
+
+def test_what_lies_outside_of_the_allocator_at_the_start_is_not_of_other_processes() -> None:
+    """NCCL and the CUDA libraries may take more than the bound for a usual process."""
+    device = Device()
+    own = memory(40 * GIB, device)
+
+    def outside(free: int) -> tuple[int, int]:
+        device.reading = replace(device.reading, free=free)
+        use = own.use(0)
+        assert whole(use) == 80 * GIB
+        return use.context, use.others
+
+    assert outside(50 * GIB) == (2 * GIB, 0)
+    assert outside(45 * GIB) == (2 * GIB, 5 * GIB)
+    assert outside(51 * GIB + 5) == (GIB - 5, 0), "processes that compiled kernels have ended"
+    assert outside(50 * GIB) == (GIB, GIB), "what is taken after that is another's"
 
 
 def test_graphs_are_bounded_until_they_are_measured() -> None:
