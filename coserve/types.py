@@ -217,6 +217,9 @@ class TrainingRequest(Wire, frozen=True):
     weight_decay: float = 0.0
     max_grad_norm: float = 1.0
     """0 switches clipping off."""
+    lora_plus_ratio: float | None = None
+    """LoRA+ (https://arxiv.org/abs/2402.12354; PEFT's `loraplus_lr_ratio`): the learning rate of every B is this many times `learning_rate`,
+    which is then A's alone and must be given. At least 1; None: 1."""
     validation_split: float = 0.0
     early_stopping_patience: int | None = None
     """Evaluations without improvement before the job ends; needs `validation_split`."""

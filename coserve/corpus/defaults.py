@@ -18,6 +18,7 @@ import math
 
 import msgspec
 
+from coserve.errors import InvalidRequest
 from coserve.types import TrainingRequest, TrainingSettings
 
 STEPS_PER_EPOCH = 16
@@ -39,11 +40,17 @@ def choose_training(
     """Replace every "auto"; return the settings and the names of the fields that were chosen.
 
     `rows`, `tokens` and `targets` (target tokens; None: all) count the corpus once; `hidden` is the base's hidden size.
-    Explicit values stay, and the others follow them: with an explicit batch size, epochs are chosen by its steps.
+    Explicit values stay, and the others follow them: with an explicit batch size, epochs are chosen by its steps. Raises `InvalidRequest`
+    for `lora_plus_ratio` without a learning rate: the rule is one for A and B alike.
     """
     chosen: list[str] = []
     batch, rate, epochs = request.batch_tokens, request.learning_rate, request.epochs
     if rate == "auto":
+        if request.lora_plus_ratio is not None:
+            raise InvalidRequest(
+                "expected a learning_rate (A's): the one that is chosen is for A and B alike",
+                field="training.lora_plus_ratio",
+            )
         rate = choose_learning_rate(hidden)
         chosen.append("learning_rate")
     if batch == "auto":

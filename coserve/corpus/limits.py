@@ -21,6 +21,7 @@ def check_training(training: TrainingSettings) -> None:
         "warmup_steps": 0,
         "max_grad_norm": 0,
         "weight_decay": 0,
+        "lora_plus_ratio": 1,
         "early_stopping_patience": 1,
         "eval_steps": 1,
         "checkpoint_steps": 1,
@@ -41,6 +42,11 @@ def check_training(training: TrainingSettings) -> None:
     if not 0 < training.learning_rate <= 100:
         raise InvalidRequest(
             f"expected more than 0 and at most 100, got {training.learning_rate}", field="training.learning_rate"
+        )
+    if training.lora_plus_ratio is not None and training.learning_rate * training.lora_plus_ratio > 100:
+        raise InvalidRequest(
+            f"expected at most 100 as B's learning rate, got {training.learning_rate} times {training.lora_plus_ratio}",
+            field="training.lora_plus_ratio",
         )
     for name in ("beta1", "beta2", "validation_split"):
         if not 0 <= getattr(training, name) < 1:

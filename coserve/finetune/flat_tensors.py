@@ -30,6 +30,10 @@ class FlatLayout:
             self._places[name] = self.size, shape
             self.size += sizes[name]
 
+    def start(self, name: str) -> int:
+        """The first element of the tensor."""
+        return self._places[name][0]
+
     def views(self, flat_N: Tensor) -> dict[str, Tensor]:
         """The tensors by name, contiguous, as views of `flat_N` (`size` elements)."""
         return self.block_views([flat_N[start : start + self.block] for start in range(0, self.size, self.block)])

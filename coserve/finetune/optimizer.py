@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from functools import partial
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -43,7 +44,8 @@ def _makers(weights: LoraWeights) -> PairMakers:
 class AdapterOptimizer:
     """Master weights, gradient sums and AdamW state of one adapter (all fp32), and the copies that forwards read.
 
-    Each is one flat buffer: an update is a few kernels, however many sites the adapter changes.
+    Each is one flat buffer: an update is a few kernels, however many sites the adapter changes. LoRA+ (Hayou et al. 2024,
+    https://arxiv.org/abs/2402.12354): the B matrices lie behind the A matrices, and have a learning rate of their own.
     """
 
     def __init__(
@@ -69,7 +71,10 @@ class AdapterOptimizer:
         self._part_pairs, self._whole_pairs = _makers(part), _makers(start)
         self._sites = sorted(start.sites, key=lambda site: (base.sites[site].layer, site))
         whole, found = dict(named_tensors(start)), dict(named_tensors(part))
+        plus = training.lora_plus_ratio is not None
         names = [f"{site}.{kind}" for site in self._sites for kind in ("a", "b")]
+        if plus:
+            names.sort(key=lambda name: name.endswith(".b"))  # every A, then every B: two ranges, with a rate each
         self.layout = FlatLayout({name: found[name].shape for name in names})
         """Of this rank's part."""
         self._whole_layout = FlatLayout({name: whole[name].shape for name in names})
@@ -113,18 +118,24 @@ class AdapterOptimizer:
         self._grad_list = list(grads.values())
 
         fused = device.type == "cuda"
+        first_b = [self.layout.start(f"{self._sites[0]}.b")] if plus else []
+        ranges = [slice(*both) for both in pairwise((0, *first_b, size))]
+        self._rates = (1.0,) if training.lora_plus_ratio is None else (1.0, training.lora_plus_ratio)
+        """Learning rates of the ranges, in multiples of the schedule's."""
         self._adamw = torch.optim.AdamW(
-            [self._weights_N],
+            [{"params": [self._weights_N[span]]} for span in ranges],
             lr=training.learning_rate,
             betas=(training.beta1, training.beta2),
             eps=training.eps,
             weight_decay=training.weight_decay,
             fused=fused,
         )
-        self._weights_N.grad = self._grads_N
-        self._steps = torch.zeros((), device=device if fused else "cpu")
-        moments = {"exp_avg": self.state_KN[1], "exp_avg_sq": self.state_KN[2]}
-        self._adamw.state[self._weights_N] = {"step": self._steps, **moments}
+        self._steps = torch.zeros(len(ranges), device=device if fused else "cpu")
+        for group, span, step in zip(self._adamw.param_groups, ranges, self._steps, strict=True):
+            (weights,) = group["params"]
+            weights.grad = self._grads_N[span]
+            moments = {"exp_avg": self.state_KN[1, span], "exp_avg_sq": self.state_KN[2, span]}
+            self._adamw.state[weights] = {"step": step, **moments}
         if fused:
             self.warm_up()
 
@@ -203,7 +214,8 @@ class AdapterOptimizer:
         if self._training.max_grad_norm > 0:
             self._grads_N.mul_(min(1.0, self._training.max_grad_norm / (norm + 1e-6)))
         self._protect_copy()
-        self._adamw.param_groups[0]["lr"] = learning_rate
+        for group, times in zip(self._adamw.param_groups, self._rates, strict=True):
+            group["lr"] = times * learning_rate
         self._adamw.step()
         self._copies_N.copy_(self._weights_N)
         self.zero_grad()

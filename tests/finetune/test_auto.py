@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from coserve.corpus.batch_plan import BatchPlan
 from coserve.corpus.defaults import MAX_STEPS, choose_learning_rate, choose_training
 from coserve.corpus.limits import MAX_EPOCHS, check_training
+from coserve.errors import InvalidRequest
 from coserve.types import JobSpec, TrainingRequest, TrainingSettings
 from tests.support.records import make_job
 
@@ -86,6 +87,15 @@ def test_settings_that_contradict_each_other_stay_so() -> None:
     training, _ = choose_training(TrainingRequest(batch_tokens=0, epochs=math.nan), rows=1, tokens=1, hidden=64)
     with pytest.raises(Exception, match="at least 1"):
         check_training(training)
+
+
+def test_the_rate_of_lora_plus_is_not_chosen() -> None:
+    with pytest.raises(InvalidRequest, match="expected a learning_rate") as refused:
+        choose_training(TrainingRequest(lora_plus_ratio=16), rows=1, tokens=1, hidden=64)
+    assert refused.value.field == "training.lora_plus_ratio"
+    given = TrainingRequest(lora_plus_ratio=16, learning_rate=1e-5)
+    training, auto = choose_training(given, rows=1, tokens=1, hidden=64)
+    assert (training.lora_plus_ratio, training.learning_rate) == (16, 1e-5) and "learning_rate" not in auto
 
 
 def test_auto_is_a_value() -> None:

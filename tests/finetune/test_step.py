@@ -9,6 +9,7 @@ import msgspec
 import peft
 import pytest
 import torch
+from peft.optimizers import create_loraplus_optimizer
 
 from coserve.adapters.bdlora import peft_blocks
 from coserve.corpus.tokenized import Corpus
@@ -152,14 +153,18 @@ def _names(optimizer: AdapterOptimizer) -> list[list[str]]:
     return [[by_tensor[id(leaf)] for leaf in layer] for layer in optimizer.trainable]
 
 
-@pytest.mark.parametrize("case", ["llama", "gpt2", "llama-bd"])
-def test_five_optimizer_steps_equal_pefts(case: str) -> None:
+@pytest.mark.parametrize(("case", "ratio"), [("llama", None), ("gpt2", None), ("llama-bd", None), ("llama-bd", 8.0)])
+def test_five_optimizer_steps_equal_pefts(case: str, ratio: float | None) -> None:
     family, settings = LEARNED[case]
     base = tiny_base(family)
-    training = TrainingSettings(learning_rate=0.02, weight_decay=0.1, max_grad_norm=0.5)
+    training = TrainingSettings(learning_rate=0.02, weight_decay=0.1, max_grad_norm=0.5, lora_plus_ratio=ratio)
     optimizer, runner = started(base, settings, training), MicroBatchRunner(base, recompute=False)
     reference = PeftReference(family, optimizer)
-    adamw = torch.optim.AdamW(list(reference.parameters.values()), lr=0.02, weight_decay=0.1)
+    if ratio is None:
+        adamw = torch.optim.AdamW(list(reference.parameters.values()), lr=0.02, weight_decay=0.1)
+    else:
+        options = {"lr": 0.02, "loraplus_lr_ratio": ratio, "loraplus_weight_decay": 0.1}
+        adamw = create_loraplus_optimizer(reference.model, torch.optim.AdamW, **options)
     curve, expected_curve = [], []
     for step in range(5):
         indices = [step % 6, (step + 2) % 6, (step + 3) % 6]

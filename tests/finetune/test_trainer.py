@@ -126,7 +126,7 @@ def test_jobs_that_alternate_learn_what_they_learn_alone(base: Base, tmp_path: P
 
 RESUMED = {
     "plain": {},
-    "dropout": {"dropout": 0.3, "weight_decay": 0.1},
+    "dropout": {"dropout": 0.3, "weight_decay": 0.1, "lora_plus_ratio": 4.0},
     "validation": {"validation_split": 0.3, "eval_steps": 2, "early_stopping_patience": 1},
     "bd-lora": {"bd_blocks": 2, "validation_split": 0.3, "eval_steps": 2, "early_stopping_patience": 1},
 }
