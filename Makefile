@@ -11,10 +11,13 @@ JOBS ?= 2
 BIN := .venv/bin
 STAMP := .venv/.installed
 HARNESS := .venv/.installed-harness
+COMPILED := .venv/.compiled
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/pytest -q -n $(JOBS) --dist worksteal
 
 # The working folder is never an import path: a folder called kernels stands at the top, and others look for that name.
 export PYTHONSAFEPATH := 1
+# Where it is set, every process compiles the package anew, and every worker the tests.
+unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: help venv test test-all check demo serve bench clean
 
@@ -34,9 +37,11 @@ $(STAMP): pyproject.toml constraints.txt tests/clients.txt
 	@test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	@echo "installing into .venv (a few minutes the first time)"
 	@# "compat": a path, so that Python beside this folder finds the package in it, and does not take the folder for one.
-	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt \
+	@# "no-compile": pip would compile file by file; most tests and models of others are never imported.
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile -c constraints.txt \
 		--config-settings editable_mode=compat -e '.[test]'
-	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps -r tests/clients.txt
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile --no-deps -r tests/clients.txt
+	@$(BIN)/python -m compileall -qq -j 0 -x 'site-packages/.*/(models|testing|tests)/' .venv/lib || true
 	@touch $@
 
 $(HARNESS): $(STAMP) tests/harness.txt
@@ -48,10 +53,19 @@ check: venv
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-test: check
+# Compiles the tests once, before each worker would; mypy, of one process, leaves a core for it.
+$(COMPILED): $(STAMP)
+	@OMP_NUM_THREADS=1 $(BIN)/pytest -q --collect-only >/dev/null || true
+	@touch $@
+
+.PHONY: check-and-compile
+check-and-compile: venv
+	@$(MAKE) --no-print-directory -j 2 check $(COMPILED)
+
+test: check-and-compile
 	$(PYTEST) -m "not gpu and not slow" --hypothesis-profile fast
 
-test-all: check $(HARNESS)
+test-all: check-and-compile $(HARNESS)
 	$(PYTEST) -m "not gpu"
 
 demo: venv

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
 import signal
@@ -16,6 +17,9 @@ from hypothesis import settings
 if TYPE_CHECKING:
     from tests.support.ranks import Ranks
 
+# What is loaded and collected stays until the end: looked through once, it costs later collections of garbage nothing.
+gc.disable()
+
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
 
@@ -25,6 +29,12 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 settings.register_profile("coserve", deadline=None)
 settings.register_profile("fast", settings.get_profile("coserve"), max_examples=20)
 settings.load_profile("coserve")
+
+
+def pytest_collection_finish() -> None:
+    gc.collect()
+    gc.freeze()
+    gc.enable()
 
 
 @pytest.fixture(autouse=True)
