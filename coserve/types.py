@@ -330,6 +330,8 @@ class StepMetrics(Wire, frozen=True):
     valid_loss: float | None = None
     valid_loss_before: float | None = None
     """Before the first step; of jobs with a teacher and validation rows."""
+    tokens_per_second: float | None = None
+    """`tokens` by `seconds`; None if no time was measured."""
     token_accuracy: float | None = None
     """Share of the target tokens whose logit is the largest, 0 to 1."""
     perplexity: float | None = None

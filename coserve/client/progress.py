@@ -6,7 +6,6 @@ import sys
 from types import TracebackType
 from typing import Protocol, Self
 
-from coserve.client.pace import Pace
 from coserve.schemas import Job, JobEvent
 
 
@@ -51,7 +50,6 @@ class Bar:
             TextColumn("{task.fields[note]}"),
             console=Console(stderr=True),
         )
-        self._pace = Pace()
         name = f"{job.adapter}@{job.version}"
         self._task = self._bar.add_task(name, total=job.total_steps or None, completed=job.step, note=job.state.value)
 
@@ -65,14 +63,13 @@ class Bar:
         self._bar.stop()
 
     def show(self, event: JobEvent) -> None:
-        self._pace.add(event)
         if event.metrics is not None:
             metrics = event.metrics
             speed = metrics.tokens / metrics.seconds if metrics.seconds > 0 else 0.0
             accuracy = "" if metrics.token_accuracy is None else f"  accuracy {metrics.token_accuracy:.1%}"
             note = f"loss {metrics.loss:.3f}{accuracy}  {speed:,.0f} tokens/s"
-            if (left := self._pace.left) is not None:
-                note += f"  {clock(left)} left"
+            if event.eta is not None:
+                note += f"  {clock(event.eta)} left"
             self._bar.update(self._task, total=metrics.total_steps, completed=metrics.step, note=note)
         elif event.state is not None:
             self._bar.update(self._task, note=event.state.value)

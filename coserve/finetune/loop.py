@@ -190,6 +190,7 @@ class TrainingLoop:
         rate = learning_rate(self.spec.training, step, self.plan.total_steps)
         self._under_way = None
         self.optimizer.update(norm, rate)
+        seconds = self._timer.seconds()
         metrics = StepMetrics(
             step=step + 1,
             total_steps=self.plan.total_steps,
@@ -199,7 +200,8 @@ class TrainingLoop:
             grad_norm=norm,
             tokens=tokens,
             target_tokens=targets,
-            seconds=self._timer.seconds(),
+            seconds=seconds,
+            tokens_per_second=tokens / seconds if seconds > 0 else None,
             valid_loss_before=self.progress.valid_loss_before,
             token_accuracy=accuracy,
             perplexity=self._perplexity(loss),

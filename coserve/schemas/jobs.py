@@ -65,7 +65,8 @@ class Job(Wire, frozen=True):
     progress: float
     """0 to 1."""
     eta: float | None
-    """Seconds of training left at the speed of the last step; null before the first one and at the end."""
+    """Seconds until the last step, by the wall clock, at the rate of the recent steps: requests and other jobs, for which this one waits,
+    count; pauses do not. As of the last step; null before the first one and at the end."""
     loss: float | None
     metrics: StepMetrics | None
     trained_tokens: int
@@ -118,3 +119,5 @@ class JobEvent(Wire, frozen=True):
     metrics: StepMetrics | None = None
     state: JobState | None = None
     """The new state, for `type: state`. The stream ends after a terminal one."""
+    eta: float | None = None
+    """For `type: metrics`: as `Job.eta` after this step."""

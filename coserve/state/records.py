@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from coserve.schemas import ErrorInfo
+from coserve.state.pace import Pace
 from coserve.types import AdapterDigests, AdapterRef, JobSpec, JobState, StepMetrics, Wire
 
 
@@ -20,6 +21,7 @@ class JobRecord(Wire, frozen=True):
     step: int = 0
     total_steps: int = 0
     metrics: StepMetrics | None = None
+    pace: Pace | None = None
     trained_tokens: int = 0
     error: ErrorInfo | None = None
     result: AdapterRef | None = None
@@ -28,6 +30,13 @@ class JobRecord(Wire, frozen=True):
     """Notes for the user who submitted the job."""
     after: str | None = None
     """The job whose end this job waits for: it continues from the version that that one publishes."""
+
+    @property
+    def eta(self) -> float | None:
+        """Seconds until its last step, by the wall clock; None before the first one and at the end."""
+        if self.pace is None or self.state.terminal:
+            return None
+        return self.pace.left(self.total_steps - self.step)
 
 
 class AdapterRecord(Wire, frozen=True):

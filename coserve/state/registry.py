@@ -10,6 +10,7 @@ import msgspec
 from coserve.errors import AdapterBusy, JobNotFound, WrongJobState
 from coserve.schemas import ErrorInfo, EventLevel, EventType, JobEvent
 from coserve.state.adapters import AdapterTable
+from coserve.state.pace import Pace
 from coserve.state.records import AdapterRecord, JobRecord
 from coserve.types import AdapterRef, JobSpec, JobState, StepMetrics
 
@@ -102,6 +103,7 @@ class Registry(AdapterTable):
         level: EventLevel = "info",
         metrics: StepMetrics | None = None,
         state: JobState | None = None,
+        eta: float | None = None,
     ) -> None:
         (last,) = self._db.execute("SELECT coalesce(max(seq), 0) FROM events WHERE job = ?", (job,)).fetchone()
         event = JobEvent(
@@ -113,6 +115,7 @@ class Registry(AdapterTable):
             message=message,
             metrics=metrics,
             state=state,
+            eta=eta,
         )
         self._db.execute(
             "INSERT INTO events VALUES (?, ?, ?, ?, ?)",
@@ -157,13 +160,14 @@ class Registry(AdapterTable):
             record = self.job(id)
             if record.state is not JobState.RUNNING:
                 record = self._move(record, JobState.RUNNING)
-            metrics = self._metrics_until(id, resumed_from)
+            metrics, now = self._metrics_until(id, resumed_from), self._clock()
             record = msgspec.structs.replace(
                 record,
                 waiting=None,
                 step=resumed_from,
                 total_steps=total_steps,
                 metrics=metrics[-1] if metrics else None,
+                pace=Pace(now) if record.pace is None else msgspec.structs.replace(record.pace, at=now),
                 trained_tokens=sum(step.tokens for step in metrics),
             )
             message = f"goes on from step {resumed_from} of {total_steps}" if resumed_from else f"{total_steps} steps"
@@ -189,9 +193,10 @@ class Registry(AdapterTable):
                 step=metrics.step,
                 total_steps=metrics.total_steps,
                 metrics=metrics,
+                pace=None if record.pace is None else record.pace.step(self._clock()),
                 trained_tokens=record.trained_tokens + metrics.tokens,
             )
-            self._append(id, "metrics", f"step {metrics.step}/{metrics.total_steps}", metrics=metrics)
+            self._append(id, "metrics", f"step {metrics.step}/{metrics.total_steps}", metrics=metrics, eta=record.eta)
             return self._save(record)
 
     def record_checkpoint(self, id: str, step: int) -> None:

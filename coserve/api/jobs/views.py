@@ -105,7 +105,6 @@ def _line(registry: Registry) -> Line:
 def job_view(record: JobRecord, line: Line) -> Job:
     """A job in the API's format. `line`: needed of jobs that are in it."""
     spec, metrics = record.spec, record.metrics
-    left = record.total_steps - record.step
     return Job(
         id=spec.id,
         adapter=spec.adapter,
@@ -121,7 +120,7 @@ def job_view(record: JobRecord, line: Line) -> Job:
         step=record.step,
         total_steps=record.total_steps,
         progress=1.0 if record.state is JobState.SUCCEEDED else record.step / max(1, record.total_steps),
-        eta=None if metrics is None or record.state.terminal else left * metrics.seconds,
+        eta=record.eta,
         loss=None if metrics is None else metrics.loss,
         metrics=metrics,
         trained_tokens=record.trained_tokens,
