@@ -37,7 +37,7 @@ from benchmarks.provenance import command, commit, versions
 from benchmarks.summary import entry, update_summary
 from coserve.admission.ledger import Ledger, Shortage
 from coserve.admission.memory import MARGIN
-from coserve.admission.micro_batch import MicroBatch, micro_batch_bytes
+from coserve.admission.micro_batch import MicroBatchShape, micro_batch_bytes
 from coserve.admission.shapes import lora_shapes
 from coserve.admission.treatment import JobMemory, Option, job_memory
 from coserve.engine.profiling import predicted
@@ -182,7 +182,7 @@ class Machine:
         peaks = [step]
         for spec, _, option in jobs:
             tokens = option.treatment.tokens
-            batch = MicroBatch(tokens, _positions(spec, tokens), option.treatment.recompute)
+            batch = MicroBatchShape(tokens, _positions(spec, tokens), option.treatment.recompute)
             found = micro_batch_bytes(self.costs, self.base.spec, lora_shapes(spec.lora, self.base.spec), batch)
             peaks += [found.peak, found.kept + step]
         return held + sum(memory.state.total for _, memory, _ in jobs) + max(peaks)

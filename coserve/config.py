@@ -125,8 +125,9 @@ class Config:
     )
     shed: str = option(
         "explicit",
-        "which requests get 429 as soon as it is predicted that they cannot keep their targets, whatever training does: those that ask "
-        "for slo_ttft, slo_e2e or the class interactive (explicit), all, or none (off); 'ets' and 'ts' refuse none",
+        "which requests get 429 as soon as it is predicted that they cannot keep their targets though training waits ('spatial': at "
+        "the speed they have beside training): those that ask for slo_ttft, slo_e2e or the class interactive (explicit), all, or none "
+        "(off); 'ets' and 'ts' refuse none",
         choices=("explicit", "all", "off"),
     )
     train_weight: float = option(
@@ -135,7 +136,7 @@ class Config:
         "less training",
     )
     train_patience: float = option(1.0, "'slack': a job waits at most so long for its next slice, in seconds")
-    training_sms: float = option(
+    training_sm_share: float = option(
         0.5,
         "'spatial': share, between 0 and 1, of the GPU's multiprocessors that training has, rounded up to what the GPU allows (multiples "
         "of 8 on an H100 or H200); generation has the others",
@@ -242,8 +243,8 @@ class Config:
             raise ConfigError(f"train_weight: expected 0 to 1, got {self.train_weight}")
         if not 0 < self.slo_attainment <= 0.9999:
             raise ConfigError(f"slo_attainment: expected above 0 and at most 0.9999, got {self.slo_attainment}")
-        if not 0 < self.training_sms < 1:
-            raise ConfigError(f"training_sms: expected above 0 and below 1, got {self.training_sms}")
+        if not 0 < self.training_sm_share < 1:
+            raise ConfigError(f"training_sm_share: expected above 0 and below 1, got {self.training_sm_share}")
         if self.policy == "spatial" and self.tp > 1:
             raise ConfigError(f"tp: expected 1 with policy 'spatial', which splits one GPU, got {self.tp}")
         if not 0 < self.memory_fraction <= 1:

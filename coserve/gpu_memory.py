@@ -77,7 +77,8 @@ class JobUse(Wire, frozen=True):
     optimizer: int
     """fp32 weights, moments, and the best weights of a job with early stopping."""
     activations: int
-    """The most that a micro-batch takes, while it is computed. Jobs take turns: only one has it at a time."""
+    """The most that a micro-batch of the job alone takes, while it is computed. One micro-batch, of one job or of several that share
+    it, is computed at a time."""
     micro_batch_tokens: int
     recompute: bool
 

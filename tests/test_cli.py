@@ -49,7 +49,7 @@ SETTINGS = [
     "shed",
     "train_weight",
     "train_patience",
-    "training_sms",
+    "training_sm_share",
     "kv_tokens",
     "memory_fraction",
     "page_tokens",

@@ -27,7 +27,7 @@ TEACHER_SHARE = 4
 
 
 @dataclass(frozen=True)
-class MicroBatch:
+class MicroBatchShape:
     """What is computed at once."""
 
     tokens: int
@@ -48,7 +48,7 @@ class MicroBatchBytes:
 
 
 def micro_batch_bytes(
-    costs: TrainingCosts, base: BaseSpec, shapes: Iterable[SiteShape], batch: MicroBatch
+    costs: TrainingCosts, base: BaseSpec, shapes: Iterable[SiteShape], batch: MicroBatchShape
 ) -> MicroBatchBytes:
     """Of a micro-batch with one adapter, of these shapes, on a base like `base` whose costs were measured."""
     tokens, element = batch.tokens, ITEMSIZE[base.dtype]

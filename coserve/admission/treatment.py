@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from coserve.admission.micro_batch import MicroBatch, micro_batch_bytes
+from coserve.admission.micro_batch import MicroBatchShape, micro_batch_bytes
 from coserve.admission.shapes import JobState, SiteShape, job_state, lora_shapes
 from coserve.corpus.limits import micro_batch_limit
 from coserve.gpu_memory import MemoryModel
@@ -67,7 +67,7 @@ def job_memory(spec: JobSpec, base: BaseSpec, model: MemoryModel, micro_batch_to
     most = max(longest, min(most, spec.tokens))
 
     def option(tokens: int, *, recompute: bool) -> Option:
-        batch = MicroBatch(
+        batch = MicroBatchShape(
             tokens,
             min(tokens, spec.target_tokens),
             recompute,
@@ -91,7 +91,7 @@ def shared_bytes(model: MemoryModel, base: BaseSpec, jobs: Iterable[JobMemory], 
         for shape in job.shapes:
             before = sites.get(shape.name)
             sites[shape.name] = shape if before is None or before.rank < shape.rank else before
-    batch = MicroBatch(tokens, tokens, model.recompute, dropout=dropout)
+    batch = MicroBatchShape(tokens, tokens, model.recompute, dropout=dropout)
     return micro_batch_bytes(model.costs, base, sites.values(), batch).peak
 
 

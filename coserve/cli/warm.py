@@ -17,7 +17,7 @@ from coserve.warmup.key import SHAPE_SETTINGS
 SETTINGS = (
     *SHAPE_SETTINGS,
     "policy",
-    "training_sms",
+    "training_sm_share",
     "data_dir",
     "device",
     "cache_dir",

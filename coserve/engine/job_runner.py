@@ -16,7 +16,7 @@ from concurrent.futures import Executor
 
 from coserve.admission.memory import Start
 from coserve.engine.active_job import ActiveJob, Retry
-from coserve.engine.job_memory import JobMemory
+from coserve.engine.job_admission import JobAdmission
 from coserve.engine.job_threads import JobThreads, job_failed, tolerated
 from coserve.engine.ports import AdmitsJobs, Trains
 from coserve.errors import EngineFault
@@ -56,7 +56,7 @@ class JobRunner:
         """`threads` run what may take long: two for each active job. `changed` is called, on any thread, when something of
         that is done. `may_start`: whether a job's kernels are there; asked before each tick.
         `memory`: whether there is memory for it, and how it trains within that; None: there is."""
-        self._may_start, self._memory = may_start, JobMemory(memory, trainer, send)
+        self._may_start, self._memory = may_start, JobAdmission(memory, trainer, send)
         self._trainer, self._send, self._max_active = trainer, send, max_active
         self._threads, self._changed = JobThreads(trainer, threads, changed), changed
         self._turns = JobQueue()

@@ -22,7 +22,7 @@ from coserve.errors import AdapterNotFound
 from coserve.finetune.memory_profiling import Conditions, keep_graph_bytes, plan_memory
 from coserve.finetune.passes.mixing import BatchLimits
 from coserve.finetune.trainer import Trainer
-from coserve.generate.execution.start import Start, WarmKernels, make_start
+from coserve.generate.execution.start import ExecutorStart, WarmKernels, make_start
 from coserve.gpu_memory import MemoryModel
 from coserve.kernels.lora.backend import choose_backend
 from coserve.kernels.lora.interface import LoraBackend
@@ -153,7 +153,7 @@ class EngineParts:
         """Under tensor parallelism the profile is measured at each start: all ranks run its forwards, or none."""
         return self.folder.memory if self.config.tp == 1 else None
 
-    def make_start(self, kv: KvCache, warm: WarmKernels | None = None) -> Start:
+    def make_start(self, kv: KvCache, warm: WarmKernels | None = None) -> ExecutorStart:
         """How steps run at first. Under tensor parallelism layers are compiled, and graphs captured, before the first request: a
         collective needs all ranks at the same time."""
         config = self.config

@@ -63,7 +63,7 @@ def shape_key(config: Config) -> str:
     content = described.read_bytes() if described.is_file() else b""
     settings = {name: str(getattr(config, name)) for name in SHAPE_SETTINGS}
     if config.policy == "spatial":
-        settings["training_sms"] = str(config.training_sms)
+        settings["training_sm_share"] = str(config.training_sm_share)
     named = {"config": hashlib.sha256(content).hexdigest()} if content else {"model": config.model}
     return digest(settings | named)
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, PretrainedConfig
 
-from coserve.admission.micro_batch import ROWS, MicroBatch, micro_batch_bytes
+from coserve.admission.micro_batch import ROWS, MicroBatchShape, micro_batch_bytes
 from coserve.admission.shapes import job_state, lora_shapes, role_of
 from coserve.engine.profiling import predicted
 from coserve.finetune.memory_profiling import Conditions, MemoryProfiler
@@ -46,7 +46,7 @@ class Measured:
         shapes = lora_shapes(lora, self.spec)
         kept = job_state(shapes, self.spec.dtype, early_stopping=False)
         assert kept.total == pytest.approx(found.job, abs=512), "the count of steps, a scalar"
-        batch = MicroBatch(tokens, found.positions, recompute)
+        batch = MicroBatchShape(tokens, found.positions, recompute)
         own = micro_batch_bytes(self.costs, self.spec, shapes, batch)
         assert own.kept >= found.kept
         return (own.peak - ROWS * tokens) / max(found.head, found.backward) - 1
@@ -111,7 +111,11 @@ def test_recomputation_and_fewer_tokens_take_less(llama: Measured) -> None:
     shapes = lora_shapes(LoraSettings(r=16), llama.spec)
     whole, half, again = (
         micro_batch_bytes(llama.costs, llama.spec, shapes, batch)
-        for batch in (MicroBatch(4096, 4000), MicroBatch(2048, 2000), MicroBatch(4096, 4000, recompute=True))
+        for batch in (
+            MicroBatchShape(4096, 4000),
+            MicroBatchShape(2048, 2000),
+            MicroBatchShape(4096, 4000, recompute=True),
+        )
     )
     assert half.peak < whole.peak
     assert again.peak < whole.peak
@@ -121,7 +125,7 @@ def test_recomputation_and_fewer_tokens_take_less(llama: Measured) -> None:
 def test_a_teacher_and_dropout_take_more(llama: Measured) -> None:
     shapes = lora_shapes(LoraSettings(r=16), llama.spec)
     plain, taught, dropped = (
-        micro_batch_bytes(COSTS, llama.spec, shapes, MicroBatch(1024, 1000, dropout=dropout, teacher=teacher))
+        micro_batch_bytes(COSTS, llama.spec, shapes, MicroBatchShape(1024, 1000, dropout=dropout, teacher=teacher))
         for dropout, teacher in ((False, False), (False, True), (True, False))
     )
     assert taught.kept > plain.kept

@@ -53,8 +53,8 @@ def test_spatial_sharing_needs_a_gpu_of_its_own() -> None:
     with pytest.raises(ConfigError, match="tp: expected 1 with policy 'spatial'"):
         Config(policy="spatial", tp=2)
     for share in (0.0, 1.0):
-        with pytest.raises(ConfigError, match="training_sms"):
-            Config(training_sms=share)
+        with pytest.raises(ConfigError, match="training_sm_share"):
+            Config(training_sm_share=share)
     with pytest.raises(StartupError, match="needs an NVIDIA GPU, and the base is on cpu"):
         make_training_stream(Config(policy="spatial"), torch.device("cpu"))
     assert make_training_stream(Config(), torch.device("cpu")) is None

@@ -87,8 +87,8 @@ def test_training_gets_its_share_and_generation_the_rest(
     ("driver", "share", "said"),
     [
         (FakeDriver(version=12040), 0.5, "expected a CUDA driver of version 12.5 or later, got 12.4"),
-        (FakeDriver(missing="cuGreenCtxCreate", total=132), 0.98, "training_sms: 0.98 of 132 multiprocessors"),
-        (FakeDriver(total=8), 0.5, "training_sms: 0.5 of 8 multiprocessors"),
+        (FakeDriver(missing="cuGreenCtxCreate", total=132), 0.98, "training_sm_share: 0.98 of 132 multiprocessors"),
+        (FakeDriver(total=8), 0.5, "training_sm_share: 0.5 of 8 multiprocessors"),
         (FakeDriver(missing="cuDevSmResourceSplitByCount"), 0.5, "the CUDA driver has no cuDevSmResourceSplitByCount"),
         (FakeDriver(error=914), 0.5, "cuDevSmResourceSplitByCount: invalid resource configuration"),
     ],

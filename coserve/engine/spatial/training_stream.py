@@ -50,7 +50,7 @@ def make_training_stream(config: Config, device: torch.device) -> TrainingStream
     on. Between loading the base and anything else. Raises `StartupError` where the GPU cannot be split."""
     if config.policy != "spatial":
         return None
-    partition = split_multiprocessors(device, config.training_sms)
+    partition = split_multiprocessors(device, config.training_sm_share)
     torch.cuda.synchronize(device)  # the weights were loaded on another stream
     torch.cuda.set_stream(partition.generation.stream)
     stream = partition.training.stream
@@ -62,5 +62,5 @@ def count_as_the_engine(config: Config, device: torch.device) -> Callable[[bool]
     multiprocessors that they will have in the engine."""
     if config.policy != "spatial" or device.type != "cuda":
         return lambda trains: None
-    training, generation = part_sizes(device, config.training_sms)
+    training, generation = part_sizes(device, config.training_sm_share)
     return lambda trains: count_multiprocessors(training if trains else generation)

@@ -137,7 +137,7 @@ class Compilation:
 
 
 @dataclass(frozen=True)
-class Start:
+class ExecutorStart:
     """How steps run at first."""
 
     executor: StepExecutor
@@ -157,35 +157,35 @@ def make_start(
     step_tokens: int = MIXED_TOKENS[-1],
     warm: WarmKernels | None = None,
     graph_bytes: GraphBytes | None = None,
-) -> Start:
+) -> ExecutorStart:
     """`when` layers are compiled: in the `background`, `before` the first request (with all graphs captured), or `off`.
 
     `graph_bytes`: counts what captures take. `warm`: what is loaded from disk; None: the fastest GEMM kernels are measured now. Nothing is compiled where there is no GPU.
     """
     eager = EagerExecutor(base, kv, lora_backend)
     if base.device.type != "cuda":
-        return Start(eager, ())
+        return ExecutorStart(eager, ())
     if not lora_backend.capturable:
         why = f"the LoRA backend {lora_backend.name} cannot be captured"
-        return Start(eager, (f"generation: steps run one by one without CUDA graphs, as {why}",))
+        return ExecutorStart(eager, (f"generation: steps run one by one without CUDA graphs, as {why}",))
     if when == "off":
-        return Start(eager, ("generation: steps run one by one without CUDA graphs, as compile is off",))
+        return ExecutorStart(eager, ("generation: steps run one by one without CUDA graphs, as compile is off",))
     try:
         if warm is None or not warm.layers_ready():
             wake_compiler(base.device)
     except TorchDynamoException as error:
-        return Start(eager, (_refusal(base, error),))
+        return ExecutorStart(eager, (_refusal(base, error),))
     fused = FusedBase(base, options=INDUCTOR, gemms=None if warm is None else GemmChoice())
     compilation = Compilation(
         fused, kv, eager, max_running=max_running, step_tokens=step_tokens, warm=warm, graph_bytes=graph_bytes
     )
     if when == "background":
-        return Start(eager, (COMPILING,), compilation)
+        return ExecutorStart(eager, (COMPILING,), compilation)
     compilation.compile()
     executor, notes = compilation.executor()
     if executor is not None:
         executor.warm_up()
-    return Start(executor or eager, notes)
+    return ExecutorStart(executor or eager, notes)
 
 
 def _refusal(base: Base, error: Exception) -> str:

@@ -140,7 +140,7 @@ def _split(driver: _Driver, handle: ctypes.c_int, share: float) -> tuple[_Resour
     driver.call("cuDeviceGetDevResource", handle, ctypes.byref(whole), ctypes.c_int(SM))
     wanted = max(1, round(share * whole.multiprocessors))
     places = (ctypes.byref(part), ctypes.byref(groups), ctypes.byref(whole), ctypes.byref(rest))
-    why = f"training_sms: {share} of {whole.multiprocessors} multiprocessors: no part for training, or none for generation"
+    why = f"training_sm_share: {share} of {whole.multiprocessors} multiprocessors: no part for training, or none for generation"
     driver.call("cuDevSmResourceSplitByCount", *places, ctypes.c_uint(0), ctypes.c_uint(wanted), why=why)
     if groups.value < 1 or rest.type != SM or not rest.multiprocessors:
         raise StartupError(why)

@@ -11,7 +11,7 @@ from coserve.link import FromEngine, JobNote, JobWaiting
 from coserve.types import JobSpec
 
 
-class JobMemory:
+class JobAdmission:
     """`memory` None: there is memory for every job."""
 
     def __init__(self, memory: AdmitsJobs | None, trainer: Trains, send: Callable[[FromEngine], None]) -> None:
