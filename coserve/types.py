@@ -187,6 +187,14 @@ TrainOn = Literal["completion", "all", "assistant"]
 """The tokens of a row that are learned."""
 
 
+class DpoLoss(Wire, frozen=True):
+    """Direct preference optimization (Rafailov et al. 2023, equation 7). The reference is the base without an adapter."""
+
+    type: Literal["dpo"]
+    beta: float = 0.1
+    """How strongly the adapter is held to the reference: the scale of the rewards."""
+
+
 class TrainingRequest(Wire, frozen=True):
     """How a job is to train, as a user asks for it. At most one of `epochs` and `steps`; batches are counted in tokens.
 
@@ -209,6 +217,8 @@ class TrainingRequest(Wire, frozen=True):
     """Which tokens are learned: the last answer alone (`completion`: of prompt/completion rows and chats), every turn of the assistant
     (`assistant`: of chats), or every token (`all`). None: a text whole, of a prompt/completion row the completion, of a chat every turn
     of the assistant. Rows that have no such tokens are refused."""
+    loss: DpoLoss | None = None
+    """None: the negative log-likelihood of the target tokens. `dpo` learns from rows of `prompt`, `chosen` and `rejected`."""
     schedule: Schedule = Schedule.LINEAR
     warmup_steps: int = 0
     beta1: float = 0.9
@@ -312,9 +322,20 @@ class JobSpec(Wire, frozen=True):
         return taught if self.init_from is None else (self.init_from, *taught)
 
 
+class Rewards(Wire, frozen=True):
+    """Means over pairs of answers. An answer's reward is beta times the log of its probability, relative to the reference's."""
+
+    chosen: float
+    rejected: float
+    margin: float
+    """The chosen answer's less the rejected one's."""
+    accuracy: float
+    """Share of the pairs with a margin above 0."""
+
+
 class StepMetrics(Wire, frozen=True):
     """One optimizer step. `loss` is the mean negative log-likelihood per target token, in nats; of a job with a teacher, the mean
-    Kullback-Leibler divergence from the teacher's distributions."""
+    Kullback-Leibler divergence from the teacher's distributions; of one with a DPO loss, its mean over the pairs."""
 
     step: int
     total_steps: int
@@ -335,7 +356,11 @@ class StepMetrics(Wire, frozen=True):
     token_accuracy: float | None = None
     """Share of the target tokens whose logit is the largest, 0 to 1."""
     perplexity: float | None = None
-    """exp of `loss`, at most exp(88); None for a job with a teacher."""
+    """exp of `loss`, at most exp(88); None for a job with a teacher or a DPO loss."""
     valid_token_accuracy: float | None = None
     valid_perplexity: float | None = None
     """With `valid_loss`; as `perplexity`."""
+    rewards: Rewards | None = None
+    """Of the pairs that this step learned from, before its update; of jobs with a DPO loss."""
+    valid_rewards: Rewards | None = None
+    """Of the validation rows."""

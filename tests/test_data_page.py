@@ -30,17 +30,26 @@ EXAMPLES = re.findall(
 @pytest.mark.parametrize(("format", "row", "rendered", "learned"), EXAMPLES)
 def test_a_row_is_rendered_and_learned_as_shown(format: str, row: str, rendered: str, learned: str) -> None:
     tokenizer = Tokenizer.load("bundled")
-    corpus = tokenize_rows(parse_jsonl(row.encode()), tokenizer, 1000)
+    corpus = tokenize_rows(parse_jsonl(row.encode()), tokenizer, 1000, pairs=format == "preference")
     assert corpus.rows == 1
-    tokens, target = corpus.row(0)
-    assert tokenizer.decode(tokens.tolist(), skip_special=False) == rendered
-    assert tokenizer.decode(tokens[target.astype(np.bool_)].tolist(), skip_special=False) == learned
+    sequences = corpus.sequences(0)
+    texts = [tokenizer.decode(tokens.tolist(), skip_special=False) for tokens, _ in sequences]
+    targets = [tokens[target.astype(np.bool_)].tolist() for tokens, target in sequences]
+    assert "\n".join(texts) == rendered
+    assert "\n".join(tokenizer.decode(own, skip_special=False) for own in targets) == learned
 
 
 def test_every_format_has_an_example() -> None:
     shown = {type(parse_row(json.loads(row), 1)) for _, row, _, _ in EXAMPLES}
     assert shown == set(get_args(rows.Row))
-    assert {format for format, *_ in EXAMPLES} == {"text", "prompt/completion", "chat", "alpaca", "sharegpt"}
+    assert {format for format, *_ in EXAMPLES} == {
+        "text",
+        "prompt/completion",
+        "chat",
+        "alpaca",
+        "sharegpt",
+        "preference",
+    }
 
 
 def test_the_prompt_for_an_alpaca_adapter_is_what_its_rows_begin_with() -> None:

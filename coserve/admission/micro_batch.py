@@ -22,6 +22,8 @@ from coserve.types import BaseSpec
 
 ROWS = 36
 """Bytes a token of a micro-batch's ids, positions, targets and labels."""
+PAIRS = 36
+"""Bytes a token of a micro-batch of pairs, besides: each token's sequence, the weights of its gradient, and the targets' losses."""
 TEACHER_SHARE = 4
 """`finetune.micro_batch`: chunks of the logits are so many times smaller with a teacher."""
 
@@ -36,6 +38,8 @@ class MicroBatchShape:
     recompute: bool = False
     dropout: bool = False
     teacher: bool = False
+    pairs: bool = False
+    """It has a DPO loss. The reference's forward keeps nothing, and ends before anything is kept."""
 
 
 @dataclass(frozen=True)
@@ -72,8 +76,9 @@ def micro_batch_bytes(
     if batch.teacher:  # its last states are kept; its head runs beside the student's, over chunks of a quarter
         kept += tokens * input_bytes
         head = 2 * costs.head.at(tokens, min(batch.positions, max(4, costs.head.most // TEACHER_SHARE)))
-    held = kept + tokens * (input_bytes + ROWS)
-    return MicroBatchBytes(held, kept + tokens * ROWS + round(max(head, backward)))
+    rows = tokens * (ROWS + PAIRS if batch.pairs else ROWS)
+    held = kept + tokens * input_bytes + rows
+    return MicroBatchBytes(held, kept + rows + round(max(head, backward)))
 
 
 @dataclass(frozen=True)

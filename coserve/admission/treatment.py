@@ -73,6 +73,7 @@ def job_memory(spec: JobSpec, base: BaseSpec, model: MemoryModel, micro_batch_to
             recompute,
             dropout=spec.lora.dropout > 0,
             teacher=spec.teacher is not None,
+            pairs=spec.training.loss is not None,
         )
         return Option(Treatment(tokens, recompute), micro_batch_bytes(model.costs, base, shapes, batch).peak)
 

@@ -52,7 +52,8 @@ def save_plot(path: Path, job: Job, steps: Sequence[StepMetrics]) -> None:
     timed = [step for step in steps if step.seconds > 0]
     speeds = [step.tokens / step.seconds for step in timed]
     speed.plot([step.step for step in timed], speeds, color=INK["speed"], marker=marker)
-    loss.set_ylabel("loss" if job.teacher is None else "KL divergence")
+    own = "loss" if job.training.loss is None else "DPO loss"
+    loss.set_ylabel(own if job.teacher is None else "KL divergence")
     rate.set_ylabel("learning rate")
     speed.set(ylabel="tokens / s of training", xlabel="optimizer step", ylim=(0, None))
     for panel in panels:

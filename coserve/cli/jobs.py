@@ -72,6 +72,13 @@ def finetune(
             show_default="by the format of a row",
         ),
     ] = None,
+    dpo_beta: Annotated[
+        float | None,
+        typer.Option(
+            help='direct preference optimization with this beta, of rows {"prompt", "chosen", "rejected"}',
+            show_default="off; 0.1 is usual",
+        ),
+    ] = None,
     detach: Annotated[bool, typer.Option(help="print the job and do not wait for it")] = False,
     as_json: AsJson = False,
     url: Url = DEFAULT_URL,
@@ -80,7 +87,8 @@ def finetune(
     """Upload a corpus, start a job and follow it to its end.
 
     Rows are JSON objects, one a line: {"text": ...}, {"prompt": ..., "completion": ...}, {"messages": [...]},
-    {"instruction": ..., "output": ...} (alpaca) or {"conversations": [...]} (ShareGPT); docs/data.md describes them.
+    {"instruction": ..., "output": ...} (alpaca), {"conversations": [...]} (ShareGPT) or, with --dpo-beta,
+    {"prompt": ..., "chosen": ..., "rejected": ...}; docs/data.md describes them.
 
     Epochs, learning rate and batch are chosen from the size of the corpus and the width of the base unless they are
     given. POST /finetune has further settings (schedule, dropout, early stopping, checkpoints, ...).
@@ -92,6 +100,7 @@ def finetune(
         batch_tokens=batch_tokens,
         validation_split=validation_split,
         train_on=train_on,
+        loss=None if dpo_beta is None else {"type": "dpo", "beta": dpo_beta},
     )
     names = None if not targets else [name for text in targets for name in target_names(text)]
     lora = _given(r=rank, alpha=alpha, targets=names, bd_blocks=bd_blocks) or None

@@ -4,6 +4,7 @@ The rules and their sources (docs/decisions.md has the measurements):
 
 - `learning_rate`: the best rate for LoRA is about ten times that of full fine-tuning, depends little on the rank, and
   falls with the base's width (Thinking Machines, "LoRA Without Regret", 2025): `5e-4 * 2048 / hidden`.
+  A DPO loss gets a twentieth of it, as in TRL, whose defaults are 1e-6 for DPO and 2e-5 for fine-tuning.
 - `batch_tokens`: large batches hurt LoRA more than full fine-tuning (same source), and a small corpus in large batches has
   too few steps. So an epoch has about 16 steps, and a batch 64 to 8192 tokens. If less than a quarter of the tokens are
   targets (long prompts, short answers), the lower bound counts four tokens for each target: the same answers then get as
@@ -32,6 +33,8 @@ MAX_CONTEXT_SHARE = 4
 """Most tokens counted per target token."""
 RATE_AT_2048 = 5e-4
 RATE_BOUNDS = (1e-4, 4e-3)
+DPO_SHARE = 20
+"""The learning rate of a DPO loss is so many times lower."""
 
 
 def choose_training(
@@ -52,6 +55,8 @@ def choose_training(
                 field="training.lora_plus_ratio",
             )
         rate = choose_learning_rate(hidden)
+        if request.loss is not None:
+            rate = float(f"{rate / DPO_SHARE:.1e}")
         chosen.append("learning_rate")
     if batch == "auto":
         batch = choose_batch_tokens(tokens, targets)

@@ -7,6 +7,7 @@ from coserve.types import TrainingSettings
 
 MAX_STEPS = 1_000_000
 MAX_EPOCHS = 1000
+MAX_BETA = 100
 
 
 def check_training(training: TrainingSettings) -> None:
@@ -54,12 +55,20 @@ def check_training(training: TrainingSettings) -> None:
             raise InvalidRequest(f"expected at least 0 and less than 1, got {got}", field=f"training.{name}")
     if not 0 < training.eps <= 1:
         raise InvalidRequest(f"expected more than 0 and at most 1, got {training.eps}", field="training.eps")
+    if training.loss is not None:
+        if not 0 < training.loss.beta <= MAX_BETA:
+            raise InvalidRequest(
+                f"expected more than 0 and at most {MAX_BETA}, got {training.loss.beta}", field="training.loss.beta"
+            )
+        if training.train_on is not None:
+            raise InvalidRequest("expected no train_on: a dpo loss is of the answers alone", field="training.train_on")
     if training.early_stopping_patience is not None and training.validation_split == 0:
         raise InvalidRequest("expected a validation_split above 0", field="training.early_stopping_patience")
 
 
 def longest_row(training: TrainingSettings, context: int, micro_batch_tokens: int) -> int:
-    """Largest tokens per row: the least of `max_length`, the base's context length and one micro-batch.
+    """Largest tokens per row: the least of `max_length`, the base's context length and one micro-batch, which has both sequences of
+    a pair.
 
     Raises `InvalidRequest` for a `max_length` above the context length.
     """
@@ -68,7 +77,8 @@ def longest_row(training: TrainingSettings, context: int, micro_batch_tokens: in
             f"expected at most the base's context of {context} tokens, got {training.max_length}",
             field="training.max_length",
         )
-    return min(training.max_length or context, context, micro_batch_limit(training, micro_batch_tokens))
+    limit = micro_batch_limit(training, micro_batch_tokens)
+    return min(training.max_length or context, context, limit if training.loss is None else limit // 2)
 
 
 def micro_batch_limit(training: TrainingSettings, micro_batch_tokens: int) -> int:

@@ -1,4 +1,4 @@
-"""Rows of a corpus in the formats that users send: text, prompt/completion, chat, alpaca, ShareGPT. No torch."""
+"""Rows of a corpus in the formats that users send: text, prompt/completion, chat, alpaca, ShareGPT, preference. No torch."""
 
 from __future__ import annotations
 
@@ -57,7 +57,16 @@ class ChatRow:
     tools: tuple[dict[str, object], ...] = ()
 
 
-Row = TextRow | CompletionRow | ChatRow
+@dataclass(frozen=True)
+class PreferenceRow:
+    """Prefer one answer to another one. Both rows begin with the same prompt, and only their answers are targets."""
+
+    line: int
+    chosen: CompletionRow | ChatRow
+    rejected: CompletionRow | ChatRow
+
+
+Row = TextRow | CompletionRow | ChatRow | PreferenceRow
 
 
 class _Text(Wire, frozen=True):
@@ -177,8 +186,35 @@ class _ShareGpt(Wire, frozen=True):
         return ChatRow(line, tuple(turns))
 
 
-_Format = _Text | _Completion | _Chat | _Alpaca | _ShareGpt
+class _Preference(Wire, frozen=True):
+    prompt: str | list[_Message]
+    chosen: str | list[_Message]
+    rejected: str | list[_Message]
+    tools: list[dict[str, Any]] | None = None
+
+    def row(self, line: int) -> Row:
+        """Raises `MalformedRow` for texts beside messages, and for a prompt that ends with the assistant."""
+        match self.prompt, self.chosen, self.rejected:
+            case str(prompt), str(chosen), str(rejected) if self.tools is None:
+                return PreferenceRow(line, CompletionRow(line, prompt, chosen), CompletionRow(line, prompt, rejected))
+            case list(prompt), list(chosen), list(rejected):
+                if prompt and prompt[-1].role == "assistant":
+                    raise MalformedRow("expected a prompt that ends before the answer", line=line, field="prompt")
+                before = [message.rendered(line) for message in prompt]
+                before = [one | {"weight": 0} if one["role"] == "assistant" else one for one in before]
+                answers = [tuple([message.rendered(line) for message in answer]) for answer in (chosen, rejected)]
+                rows = [ChatRow(line, (*before, *answer), tuple(self.tools or ())) for answer in answers]
+                return PreferenceRow(line, rows[0], rows[1])
+            case _:
+                raise MalformedRow(
+                    "expected prompt, chosen and rejected as three texts, or as three lists of messages", line=line
+                )
+
+
+_Format = _Text | _Completion | _Chat | _Alpaca | _ShareGpt | _Preference
 _FORMATS: dict[str, type[_Format]] = {
+    "chosen": _Preference,
+    "rejected": _Preference,
     "text": _Text,
     "prompt": _Completion,
     "completion": _Completion,
@@ -190,7 +226,8 @@ _FORMATS: dict[str, type[_Format]] = {
 
 FORMATS = (
     'a row is {"text"}, {"prompt", "completion"}, {"messages": [{"role", "content"}, ...]}, '
-    '{"instruction", "output"} (alpaca; "input" may be added) or {"conversations": [{"from", "value"}, ...]} (ShareGPT)'
+    '{"instruction", "output"} (alpaca; "input" may be added), {"conversations": [{"from", "value"}, ...]} (ShareGPT) or, for a dpo loss, '
+    '{"prompt", "chosen", "rejected"}'
 )
 """What every error of a row's shape ends with."""
 

@@ -77,6 +77,7 @@ class TokenizeFile(msgspec.Struct, frozen=True):
     target: str
     max_length: int
     train_on: TrainOn | None = None
+    pairs: bool = False
     memory: int = MEMORY
     """Bytes of memory that it may take."""
 
@@ -92,8 +93,8 @@ def _tokenize_file(context: TaskContext, request: TokenizeFile) -> bytes:
     rows = _with_progress(read_rows(Path(request.source)), context.progress)
     cut = 0
     with CorpusWriter(Path(request.target)) as corpus:
-        for row in row_arrays(rows, context.tokenizer, request.max_length, request.train_on):
-            corpus.add(row.tokens, row.target)
+        for row in row_arrays(rows, context.tokenizer, request.max_length, request.train_on, pairs=request.pairs):
+            corpus.add(row.tokens, row.target, row.split)
             cut += row.cut
         corpus.finish()
         staged = StagedCorpus(request.target, corpus.rows, corpus.token_count, corpus.target_tokens, cut)

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
-from coserve.corpus.rows import ChatRow, CompletionRow, Row, TextRow
+from coserve.corpus.rows import ChatRow, CompletionRow, PreferenceRow, Row, TextRow
 from coserve.corpus.tokenized import Corpus
 from coserve.errors import EmptyCorpus, InvalidRequest, MalformedRow, NoTargets
 from coserve.pretrained.tokenizer import Tokenizer
@@ -20,24 +20,26 @@ MAX_TOKENS = 1 << 30
 
 @dataclass(frozen=True)
 class TokenizedRow:
-    """`targets[i]`: token i contributes to the loss. `cut`: the row was truncated."""
+    """`targets[i]`: token i contributes to the loss. `cut`: the row was truncated. `split`: of a pair, tokens of its first sequence."""
 
     tokens: list[int]
     targets: list[bool]
     cut: bool = False
+    split: int | None = None
 
 
 @dataclass(frozen=True)
 class RowArrays:
-    """`tokens`: int32 (n); `target`: uint8 (n), 1 for those that are learned. `cut`: the row was truncated."""
+    """`tokens`: int32 (n); `target`: uint8 (n), 1 for those that are learned. `cut` and `split` as of a `TokenizedRow`."""
 
     tokens: npt.NDArray[np.int32]
     target: npt.NDArray[np.uint8]
     cut: bool
+    split: int | None = None
 
 
 def tokenize_rows(
-    rows: Iterable[Row], tokenizer: Tokenizer, max_length: int, train_on: TrainOn | None = None
+    rows: Iterable[Row], tokenizer: Tokenizer, max_length: int, train_on: TrainOn | None = None, *, pairs: bool = False
 ) -> Corpus:
     """Tokenise `rows` in order, each to at most `max_length` tokens.
 
@@ -45,39 +47,52 @@ def tokenize_rows(
     assistant's turns with their end-of-turn token. Texts and completions end with EOS, which is a target too. The first
     token of a row is never a target, because no token precedes it.
 
-    `train_on` chooses other targets: see `TrainingRequest.train_on`.
+    `train_on` chooses other targets: see `TrainingRequest.train_on`. `pairs`: all rows are `PreferenceRow`s, otherwise none is; each of
+    both sequences of one has at most `max_length` tokens, and their prompt, unless it is of messages, is cut alike.
 
     Truncation: a text or chat loses its end (a text its EOS too). A prompt loses its beginning except a BOS token, so that
     the completion stays whole; only if that is not enough does the completion lose its end.
 
     Raises `NoTargets` and `MalformedRow` (a chat that the template refuses) with the row's line, `EmptyCorpus`.
     """
-    rows_of_arrays = list(row_arrays(rows, tokenizer, max_length, train_on))
+    rows_of_arrays = list(row_arrays(rows, tokenizer, max_length, train_on, pairs=pairs))
     bounds = np.cumsum([0, *(len(row.tokens) for row in rows_of_arrays)], dtype=np.int64)
     return Corpus(
         np.concatenate([row.tokens for row in rows_of_arrays]),
         np.concatenate([row.target for row in rows_of_arrays]),
         bounds,
+        bounds[:-1] + np.array([row.split for row in rows_of_arrays], np.int64) if pairs else None,
         sum(row.cut for row in rows_of_arrays),
     )
 
 
 def row_arrays(
-    rows: Iterable[Row], tokenizer: Tokenizer, max_length: int, train_on: TrainOn | None = None
+    rows: Iterable[Row], tokenizer: Tokenizer, max_length: int, train_on: TrainOn | None = None, *, pairs: bool = False
 ) -> Iterator[RowArrays]:
     """As `tokenize_rows`, one row at a time."""
     if max_length < 2:
         raise InvalidRequest(f"expected at least 2, got {max_length}", field="training.max_length")
     size = 0
-    for row, tokenized in _tokenized_rows(rows, tokenizer, max_length, train_on):
+    for row, tokenized in _tokenized_rows(_checked(rows, pairs=pairs), tokenizer, max_length, train_on):
         if not any(tokenized.targets):
             raise NoTargets("the row has nothing to learn", line=row.line)
         size += len(tokenized.tokens)
         if size > MAX_TOKENS:
             raise MalformedRow(f"expected a corpus of at most {MAX_TOKENS} tokens", line=row.line)
-        yield RowArrays(np.array(tokenized.tokens, np.int32), np.array(tokenized.targets, np.uint8), tokenized.cut)
+        yield RowArrays(
+            np.array(tokenized.tokens, np.int32), np.array(tokenized.targets, np.uint8), tokenized.cut, tokenized.split
+        )
     if size == 0:
         raise EmptyCorpus("expected at least one row")
+
+
+def _checked(rows: Iterable[Row], *, pairs: bool) -> Iterator[Row]:
+    """Raises `MalformedRow` for a row that the loss cannot learn from."""
+    for row in rows:
+        if isinstance(row, PreferenceRow) is not pairs:
+            expected = "a dpo loss expects" if pairs else "training.loss of type dpo is missing for"
+            raise MalformedRow(f'{expected} rows of {{"prompt", "chosen", "rejected"}}', line=row.line)
+        yield row
 
 
 def _tokenized_rows(
@@ -89,7 +104,9 @@ def _tokenized_rows(
             case TextRow(text=text):
                 tokenized = _text(text, tokenizer, max_length)
             case CompletionRow(prompt=prompt, completion=completion):
-                tokenized = _completion(prompt, completion, tokenizer, max_length)
+                (tokenized,) = _completions(prompt, [completion], tokenizer, max_length)
+            case PreferenceRow():
+                tokenized = _pair(row, tokenizer, max_length)
             case ChatRow():
                 tokenized = _chat(_only_last(row) if train_on == "completion" else row, tokenizer, max_length)
         if train_on == "all" and tokenized.targets:
@@ -134,20 +151,43 @@ def _text(text: str, tokenizer: Tokenizer, max_length: int) -> TokenizedRow:
     return TokenizedRow(kept, [True] * len(kept), cut=len(kept) < len(tokens))
 
 
-def _completion(prompt: str, completion: str, tokenizer: Tokenizer, max_length: int) -> TokenizedRow:
-    if not completion:
-        return TokenizedRow([], [])
+def _completions(prompt: str, completions: Sequence[str], tokenizer: Tokenizer, max_length: int) -> list[TokenizedRow]:
+    """The prompt with each of them. It is cut alike for all."""
+    if not all(completions):
+        return [TokenizedRow([], []) for _ in completions]
     before = tokenizer.encode(prompt)
-    after = tokenizer.encode_continuation(completion) if prompt else tokenizer.encode(completion, add_special=False)
-    after += _eos(tokenizer)
+    afters = [
+        tokenizer.encode_continuation(text) if prompt else tokenizer.encode(text, add_special=False)
+        for text in completions
+    ]
+    afters = [after + _eos(tokenizer) for after in afters]
     head = before[:1] if before[:1] == [tokenizer.bos_token_id] else []
-    prompt_limit = min(max(max_length - len(after), len(head) + 1 if prompt else len(head)), max_length - 1)
-    total = len(before) + len(after)
-    if len(before) > prompt_limit:
+    longest = max(map(len, afters))
+    prompt_limit = min(max(max_length - longest, len(head) + 1 if prompt else len(head)), max_length - 1)
+    cut = len(before) > prompt_limit
+    if cut:
         before = head + before[len(before) - prompt_limit + len(head) :]
-    after = after[: max_length - len(before)]
-    targets = [False] * len(before) + [True] * len(after)
-    return TokenizedRow(before + after, targets, cut=len(targets) < total)
+    found = []
+    for after in afters:
+        kept = after[: max_length - len(before)]
+        targets = [False] * len(before) + [True] * len(kept)
+        found.append(TokenizedRow(before + kept, targets, cut=cut or len(kept) < len(after)))
+    return found
+
+
+def _pair(row: PreferenceRow, tokenizer: Tokenizer, max_length: int) -> TokenizedRow:
+    """Both sequences, one after the other; nothing where one of them has no targets."""
+    chosen, rejected = row.chosen, row.rejected
+    if isinstance(chosen, CompletionRow) and isinstance(rejected, CompletionRow):
+        answers = [chosen.completion, rejected.completion]
+        first, second = _completions(chosen.prompt, answers, tokenizer, max_length)
+    else:
+        assert isinstance(chosen, ChatRow) and isinstance(rejected, ChatRow), "a pair is of one format"
+        first, second = (_chat(answer, tokenizer, max_length) for answer in (chosen, rejected))
+    if not (any(first.targets[1:]) and any(second.targets[1:])):
+        return TokenizedRow([], [])
+    tokens, targets = first.tokens + second.tokens, [*first.targets, False, *second.targets[1:]]
+    return TokenizedRow(tokens, targets, first.cut or second.cut, split=len(first.tokens))
 
 
 def _chat(row: ChatRow, tokenizer: Tokenizer, max_length: int) -> TokenizedRow:

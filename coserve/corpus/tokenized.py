@@ -26,12 +26,14 @@ class Corpus:
     """S rows of N tokens in all, concatenated.
 
     `tokens`: int32 (N). `target`: uint8 (N), 1 for tokens that contribute to the loss. `bounds`: int64 (S + 1), ascending from
-    0 to N; row i is `bounds[i]:bounds[i + 1]`.
+    0 to N; row i is `bounds[i]:bounds[i + 1]`. `splits`: int64 (S), of a corpus of pairs: row i is the prompt with the chosen answer,
+    and from `splits[i]` on the prompt with the rejected one.
     """
 
     tokens: npt.NDArray[np.int32]
     target: npt.NDArray[np.uint8]
     bounds: npt.NDArray[np.int64]
+    splits: npt.NDArray[np.int64] | None = None
     rows_cut: int = 0
     """Rows truncated to `max_length`. Not stored in the file: 0 after `load`."""
 
@@ -63,9 +65,18 @@ class Corpus:
         here = slice(self.bounds[index], self.bounds[index + 1])
         return self.tokens[here], self.target[here]
 
+    def sequences(self, index: int) -> list[tuple[npt.NDArray[np.int32], npt.NDArray[np.uint8]]]:
+        """The sequences of one row, each as by `row`: the row itself, or both of a pair."""
+        if self.splits is None:
+            return [self.row(index)]
+        start, split, stop = self.bounds[index], self.splits[index], self.bounds[index + 1]
+        return [(self.tokens[first:last], self.target[first:last]) for first, last in ((start, split), (split, stop))]
+
     def save(self, path: Path) -> None:
         """Durable when it returns. Raises `StorageFull`, `StorageFailed`."""
         arrays = {"tokens": self.tokens, "target": self.target, "bounds": self.bounds}
+        if self.splits is not None:
+            arrays["splits"] = self.splits
         write_file(path, safetensors.numpy.save(arrays), point="corpus")
 
     @classmethod
@@ -79,7 +90,8 @@ class Corpus:
                 failpoint("job.open")
                 with safe_open(path, framework="numpy") as file:
                     tokens, target, bounds = (_read(file, name, check) for name in ("tokens", "target", "bounds"))
-            corpus = cls(tokens, target, bounds)
+                    splits = _read(file, "splits", check) if "splits" in file.keys() else None  # noqa: SIM118 - no dict
+            corpus = cls(tokens, target, bounds, splits)
         except (OSError, SafetensorError, ValueError) as error:
             raise CheckpointUnreadable("the job's corpus cannot be read") from error
         if not corpus.is_valid():
@@ -95,7 +107,16 @@ class Corpus:
             typed and shaped and bounds[0] == 0 and bounds[-1] == len(tokens) and bool(np.all(np.diff(bounds) > 0))
         ):
             return False
-        return bool(np.all(tokens >= 0)) and bool(np.all(target <= 1)) and not target[bounds[:-1]].any()
+        if not (bool(np.all(tokens >= 0)) and bool(np.all(target <= 1)) and not target[bounds[:-1]].any()):
+            return False
+        return self.splits is None or self._splits_are_valid(self.splits)
+
+    def _splits_are_valid(self, splits: npt.NDArray[np.int64]) -> bool:
+        bounds = self.bounds
+        if splits.dtype != np.int64 or splits.shape != (self.rows,):
+            return False
+        inside = bool(np.all((bounds[:-1] < splits) & (splits < bounds[1:])))
+        return inside and not self.target[splits].any()
 
 
 def _read(file: safe_open, name: str, check: Callable[[], None]) -> npt.NDArray[Any]:

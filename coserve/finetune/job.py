@@ -53,9 +53,9 @@ class TrainingJob:
         self.mid_step = True
         return self._next(None)
 
-    def answer(self, sums_2: Tensor) -> Event:
+    def answer(self, sums: Tensor) -> Event:
         """The micro-batch is computed; what comes next. Raises `NonFiniteLoss`."""
-        return self._next(sums_2)
+        return self._next(sums)
 
     def update(self) -> Event:
         """Update the weights; what comes next. Raises `NonFiniteLoss`."""

@@ -16,7 +16,7 @@ from coserve.corpus.batch_plan import BatchPlan
 from coserve.corpus.lr_schedule import learning_rate
 from coserve.corpus.tokenized import Corpus
 from coserve.errors import NonFiniteLoss
-from coserve.finetune.losses import perplexity
+from coserve.finetune.losses.formulas import perplexity
 from coserve.finetune.memory_limits import MemoryLimits
 from coserve.finetune.micro_batch import MicroBatch
 from coserve.finetune.optimizer import AdapterOptimizer
@@ -25,7 +25,7 @@ from coserve.model.dropout import DropoutSpec
 from coserve.model.lora import LoraWeights
 from coserve.state.durable import disk_errors
 from coserve.state.failpoints import failpoint
-from coserve.types import JobSpec, MicroStep, StepMetrics
+from coserve.types import JobSpec, MicroStep, Rewards, StepMetrics
 
 
 class Boundary(Enum):
@@ -38,7 +38,7 @@ Event = MicroBatch | MicroStep | Boundary | StepMetrics
 """What a loop is suspended for: a micro-batch that is to be computed, `MicroStep.OPTIMIZER` ahead of an update of the weights, a
 `Boundary`, or the metrics of a finished optimizer step."""
 Events = Generator[Event, Tensor | None, None]
-"""A `MicroBatch` is answered with its sums (fp64, (2)): as `MicroBatchRunner.forward_backward`."""
+"""A `MicroBatch` is answered with its sums (fp64, (2), of a DPO loss (5)): as `MicroBatchRunner.forward_backward`."""
 _Asking = Generator[Event, Tensor | None, Tensor]
 
 
@@ -93,6 +93,7 @@ class TrainingLoop:
         self.progress = TrainingProgress()
         self._corpus, self._device, self._timer = corpus, device, timer
         self._teacher, self._check_peers = teacher, check_peers
+        self._beta = None if spec.training.loss is None else spec.training.loss.beta
         self._validation_rows = plan.validation()
         self._limits = MemoryLimits(corpus.lengths)
         self._under_way: tuple[int, ...] | None = None
@@ -133,11 +134,12 @@ class TrainingLoop:
     @property
     def next_rows(self) -> tuple[int, ...] | None:
         """Rows of the micro-batch that comes next, at the end of another: None if it cannot share a forward with other jobs'. Such
-        are evaluations, micro-batches with a teacher, and those that recompute their layers for lack of memory.
+        are evaluations, micro-batches with a teacher or a DPO loss, and those that recompute their layers for lack of memory.
 
         Cheap where the step is prepared (`BatchPlan.prepared`).
         """
-        if self.progress.pending is not None or self.finished or self._teacher is not None or self._limits.recomputes:
+        own_loss = self._teacher is not None or self._beta is not None
+        if self.progress.pending is not None or self.finished or own_loss or self._limits.recomputes:
             return None
         return self._next or self._limits.cut(self.plan.step(self.progress.step).micro_batches)[0]
 
@@ -168,20 +170,22 @@ class TrainingLoop:
         step = self.progress.step
         batches = self.plan.step(step)
         self.optimizer.zero_grad()
-        summed_2 = self._zero_sums()
-        tokens = targets = 0
+        summed = self._zero_sums()
+        tokens = targets = units = 0
         micro_batches = self._limits.cut(batches.micro_batches)
         for micro, indices in enumerate(micro_batches):
             if micro:
                 self._next = indices
                 yield Boundary.MICRO_BATCH
                 self._next = None
-            summed_2 += yield from self._computed(indices, self._dropout(step, micro), learns=True)
+            summed += yield from self._computed(indices, self._dropout(step, micro), learns=True)
             tokens += self.size(indices)
             targets += self._targets(indices)
+            units += self._units(indices)
         yield MicroStep.OPTIMIZER
-        norm_and_means = torch.cat((self.optimizer.divide_grads(targets).double().view(1), summed_2 / targets))
-        norm, loss, accuracy = yield from self._read(norm_and_means)  # the step's only synchronisation
+        norm_and_sums = torch.cat((self.optimizer.divide_grads(units).double().view(1), summed))
+        norm, *sums = yield from self._read(norm_and_sums)  # the step's only synchronisation
+        loss, accuracy, *rewards = _means(sums, units, targets)
         self._check_peers()  # before the weights change
         self._check_finite(loss, "loss")
         self._check_finite(norm, "norm of the gradients")
@@ -205,6 +209,7 @@ class TrainingLoop:
             valid_loss_before=self.progress.valid_loss_before,
             token_accuracy=accuracy,
             perplexity=self._perplexity(loss),
+            rewards=_rewards(rewards),
         )
         trained = self.progress.trained_tokens + tokens
         self.progress = msgspec.structs.replace(
@@ -220,41 +225,44 @@ class TrainingLoop:
     def _evaluate_start(self) -> Events:
         """Keep the validation loss before the first step, unless an abandoned attempt at that step has."""
         if self.progress.valid_loss_before is None:
-            loss, _ = yield from self._validation()
+            loss, *_ = yield from self._validation()
             self.progress = msgspec.structs.replace(self.progress, valid_loss_before=loss)
             yield Boundary.MICRO_BATCH
 
     def _evaluate_step(self) -> Events:
         """Add the validation's results to the pending metrics."""
-        loss, accuracy = yield from self._validation()
+        loss, accuracy, *rewards = yield from self._validation()
         assert self.progress.pending is not None, "an evaluation follows a step"
         pending = msgspec.structs.replace(
             self.progress.pending,
             valid_loss=loss,
             valid_token_accuracy=accuracy,
             valid_perplexity=self._perplexity(loss),
+            valid_rewards=_rewards(rewards),
         )
         self.progress = msgspec.structs.replace(self.progress, pending=pending)
 
-    def _validation(self) -> Generator[Event, Tensor | None, tuple[float, float]]:
-        """Return the mean loss of the validation rows, and their token accuracy."""
-        summed_2, targets = self._zero_sums(), 0
+    def _validation(self) -> Generator[Event, Tensor | None, list[float]]:
+        """Return the mean loss of the validation rows, their token accuracy, and of a DPO loss the other means."""
+        summed, targets, units = self._zero_sums(), 0, 0
         for micro, indices in enumerate(self._limits.cut(self._validation_rows)):
             if micro:
                 yield Boundary.MICRO_BATCH
-            summed_2 += yield from self._computed(indices, None, learns=False)
+            summed += yield from self._computed(indices, None, learns=False)
             targets += self._targets(indices)
+            units += self._units(indices)
         self._under_way = None
-        loss, accuracy = yield from self._read(summed_2 / targets)
-        self._check_finite(loss, "validation loss")
-        return loss, accuracy
+        sums = yield from self._read(summed)
+        means = _means(sums, units, targets)
+        self._check_finite(means[0], "validation loss")
+        return means
 
     def _zero_sums(self) -> Tensor:
-        return torch.zeros(2, dtype=torch.float64, device=self._device)
+        return torch.zeros(2 if self._beta is None else 5, dtype=torch.float64, device=self._device)
 
     def _perplexity(self, loss: float) -> float | None:
-        """None: the loss is a divergence."""
-        return perplexity(loss) if self._teacher is None else None
+        """None: the loss is no likelihood."""
+        return perplexity(loss) if self._teacher is None and self._beta is None else None
 
     def _read(self, values: Tensor) -> Generator[Event, Tensor | None, list[float]]:
         """The values of a tensor on the device, which the host waits for unless slices are only launched."""
@@ -292,7 +300,7 @@ class TrainingLoop:
     def _computed(self, rows: tuple[int, ...], dropout: DropoutSpec | None, *, learns: bool) -> _Asking:
         """Ask for a micro-batch; return its sums."""
         self._under_way = rows
-        sums_2 = yield MicroBatch(
+        sums = yield MicroBatch(
             self._corpus,
             rows,
             self.size(rows),
@@ -302,10 +310,15 @@ class TrainingLoop:
             learns=learns,
             dropout=dropout,
             teacher=self._teacher,
+            beta=self._beta,
             recompute=self._limits.recomputes,
         )
-        assert sums_2 is not None, "expected the micro-batch's sums"
-        return sums_2
+        assert sums is not None, "expected the micro-batch's sums"
+        return sums
+
+    def _units(self, rows: Sequence[int]) -> int:
+        """Over what the loss of these rows is a mean: their target tokens, or the pairs that they are."""
+        return self._targets(rows) if self._beta is None else len(rows)
 
     def _targets(self, rows: Sequence[int]) -> int:
         """Target tokens of these rows."""
@@ -315,3 +328,17 @@ class TrainingLoop:
         """Masks depend on the job's seed, the step and the micro-batch alone: a resumed job drops the same elements."""
         p = self.spec.lora.dropout
         return DropoutSpec(p, (self.spec.training.seed << 96) | (step << 32) | micro) if p > 0 else None
+
+
+def _means(sums: Sequence[float], units: int, targets: int) -> list[float]:
+    """Of a loss over `units`, of predicted targets, and of what else is over `units`."""
+    loss, predicted, *others = sums
+    return [loss / units, predicted / targets, *(other / units for other in others)]
+
+
+def _rewards(means: Sequence[float]) -> Rewards | None:
+    """Of the means of `losses.chunked.Preference`'s sums beyond loss and accuracy; None where there are none."""
+    if not means:
+        return None
+    chosen, rejected, wins = means
+    return Rewards(chosen=chosen, rejected=rejected, margin=chosen - rejected, accuracy=wins)

@@ -6,25 +6,33 @@ fine-tuning, ETS paper section 4.2) are never computed. With `recompute` only th
 backward (activation checkpointing).
 
 With a teacher, an adapter on the same base, the loss is the divergence from its distributions instead of the NLL of the rows' tokens
-(distillation): the base runs twice, first with the teacher's LoRA terms and without gradients.
+(distillation): the base runs twice, first with the teacher's LoRA terms and without gradients. With a DPO loss it runs first without
+LoRA terms and without gradients: that is the reference, of which only the likelihoods are kept.
 
 The generators below yield after each micro-step. While suspended they hold no context (gradient mode, LoRA batch), so
 inference may run in between.
 
-Letters: T packed tokens, D hidden, V vocabulary, K kept tokens (those whose next token is a target), L layers, J jobs.
+Letters: T packed tokens, D hidden, L layers, J jobs.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 
 import torch
 from torch import Tensor
 
 from coserve.corpus.tokenized import Corpus
-from coserve.finetune.losses import divergence, negative_log_likelihood
+from coserve.finetune.losses.chunked import (
+    ChunkedLoss,
+    Divergence,
+    Likelihood,
+    Preference,
+    SequenceLosses,
+    TargetChunk,
+    target_chunks,
+)
 from coserve.finetune.packed_rows import PackedRows
 from coserve.kernels.attention.interface import Attention
 from coserve.kernels.attention.packed import PackedAttention
@@ -64,6 +72,8 @@ class MicroBatch:
     """Forward and backward; False: an evaluation."""
     dropout: DropoutSpec | None = None
     teacher: LoraWeights | None = None
+    beta: float | None = None
+    """Of a DPO loss; None: it has another loss."""
     recompute: bool = False
 
 
@@ -82,20 +92,6 @@ class _TrainableLayer:
     tensors: Sequence[Tensor]
     grads: Sequence[Tensor]
     bottom: bool
-
-
-@dataclass(frozen=True)
-class _TargetChunk:
-    """Targets whose logits are computed at once."""
-
-    keep_K: Tensor  # noqa: N815
-    labels_K: Tensor  # noqa: N815
-    counts: Mapping[int, int]
-    """How many of them are whose, by job, in their order."""
-
-    def by_job(self, x_K: Tensor) -> Sequence[Tensor]:
-        """`x_K` (K, ...) in a part for each job of `counts`."""
-        return [x_K] if len(self.counts) == 1 else torch.split(x_K, list(self.counts.values()))
 
 
 class MicroBatchRunner:
@@ -125,12 +121,14 @@ class MicroBatchRunner:
         grads: LayerTensors,
         *,
         teacher: LoraBatch | None = None,
+        beta: float | None = None,
         recompute: bool = False,
     ) -> MicroSteps:
         """Add the gradient of each job's summed loss to `grads`; return each job's sums (fp64, (J, 2)): that loss (nats), and how many
-        targets it has predicted (`losses.predicted`).
+        targets it has predicted (`losses.formulas.predicted`).
 
-        The loss is the targets' NLL; with a `teacher`, of one job, the divergence from its distributions at the targets' places.
+        The loss is the targets' NLL; with a `teacher`, of one job, the divergence from its distributions at the targets' places; with
+        `beta` the DPO loss of the rows, pairs of one job, and the sums are those of `losses.chunked.Preference` (fp64, (1, 5)).
 
         `trainable[i]`: the tensors of `lora` at layer i's sites, of all jobs, each requiring gradients. `grads`: fp32, same
         shapes; the pairs' `MainGrads` if they have any. The sum is not divided by the number of targets, so micro-batches of
@@ -139,38 +137,64 @@ class MicroBatchRunner:
         saved: list[_SavedLayer] = []
         layers, first = len(trainable), next(i for i, tensors in enumerate(trainable) if tensors)
         inputs = self._embed(rows)
-        taught_1TD = None if teacher is None else (yield from self._hidden(inputs, teacher, MicroStep.FORWARD))
+        loss = yield from self._loss(rows, inputs, teacher, beta, MicroStep.FORWARD)
         context = self._base.prepare(lora)
         h_1TD, keep_graph = inputs.h_1TD, not (recompute or self._recompute)
         for i in range(layers):
             keep = keep_graph and i >= first
             h_1TD = self._forward(i, h_1TD, inputs, context, saved, train=i >= first, leaf=i > first, keep_graph=keep)
             yield MicroStep.FORWARD if i + 1 < layers else MicroStep.HEAD
-        sums_J2, gradient_1TD = _zero_sums(rows, h_1TD), torch.zeros_like(h_1TD)
-        chunks = self._target_chunks(rows, taught_1TD)
+        gradient_1TD = torch.zeros_like(h_1TD)
+        chunks = self._target_chunks(rows, loss)
         for number, chunk in enumerate(chunks, start=1):
-            self._head(h_1TD, inputs, chunk, taught_1TD, sums_J2, gradient_1TD)
+            self._head(h_1TD, inputs, chunk, loss, gradient_1TD)
             yield MicroStep.HEAD if number < len(chunks) else MicroStep.BACKWARD
+        sums_J = loss.finish(gradient_1TD)
         for i in reversed(range(first, layers)):
             layer = _TrainableLayer(trainable[i], grads[i], bottom=i == first)
             gradient_1TD = self._backward(i, saved.pop(), gradient_1TD, inputs, context, layer)
             if not layer.bottom:
                 yield MicroStep.BACKWARD
-        return sums_J2
+        return sums_J
 
-    def evaluate(self, rows: PackedRows, lora: LoraBatch, *, teacher: LoraBatch | None = None) -> MicroSteps:
-        """Return each job's sums, as `forward_backward`, without gradients."""
+    def evaluate(
+        self, rows: PackedRows, lora: LoraBatch, *, teacher: LoraBatch | None = None, beta: float | None = None
+    ) -> MicroSteps:
+        """Return what `forward_backward` returns, without gradients."""
         inputs = self._embed(rows)
-        taught_1TD = None if teacher is None else (yield from self._hidden(inputs, teacher, MicroStep.EVALUATE))
+        loss = yield from self._loss(rows, inputs, teacher, beta, MicroStep.EVALUATE)
         h_1TD = yield from self._hidden(inputs, lora, MicroStep.EVALUATE_HEAD)
-        sums_J2 = _zero_sums(rows, h_1TD)
-        for number, chunk in enumerate(self._target_chunks(rows, taught_1TD)):
+        for number, chunk in enumerate(self._target_chunks(rows, loss)):
             if number:
                 yield MicroStep.EVALUATE_HEAD
-            self._head(h_1TD, inputs, chunk, taught_1TD, sums_J2, None)
-        return sums_J2
+            self._head(h_1TD, inputs, chunk, loss, None)
+        return loss.finish(None)
 
-    def _hidden(self, inputs: LayerInputs, lora: LoraBatch, then: MicroStep) -> MicroSteps:
+    def _loss(
+        self, rows: PackedRows, inputs: LayerInputs, teacher: LoraBatch | None, beta: float | None, then: MicroStep
+    ) -> Generator[MicroStep, None, ChunkedLoss]:
+        """The micro-batch's loss, after the forward that it is relative to. `then`: the kind of the micro-step after that."""
+        shard = None if self._base.sharding is None else self._base.sharding.vocabulary
+        if teacher is not None:
+            taught_1TD = yield from self._hidden(inputs, teacher, then)
+
+            def taught(chunk: TargetChunk) -> Tensor:
+                return self._cut.head(
+                    taught_1TD, inputs, chunk.keep_K, gather=False
+                )  # detached: no gradient reaches it
+
+            return Divergence(rows, taught, shard)
+        if beta is not None:
+            h_1TD = yield from self._hidden(inputs, None, MicroStep.EVALUATE_HEAD)
+            reference = SequenceLosses(rows, shard)
+            chunks = self._target_chunks(rows, reference)
+            for number, chunk in enumerate(chunks, start=1):
+                self._head(h_1TD, inputs, chunk, reference, None)
+                yield MicroStep.EVALUATE_HEAD if number < len(chunks) else then
+            return Preference(rows, reference.finish(None), beta, shard)
+        return Likelihood(rows, shard)
+
+    def _hidden(self, inputs: LayerInputs, lora: LoraBatch | None, then: MicroStep) -> MicroSteps:
         """Return the last layer's output (1, T, D), without gradients. `then`: the kind of the micro-step after it."""
         h_1TD, context = inputs.h_1TD, self._base.prepare(lora)
         layers = len(self._base.layers)
@@ -182,16 +206,9 @@ class MicroBatchRunner:
     def _embed(self, rows: PackedRows) -> LayerInputs:
         return self._cut.embed(rows.tokens_T, rows.positions_T, self._attention(rows.bounds))
 
-    def _target_chunks(self, rows: PackedRows, taught_1TD: Tensor | None) -> list[_TargetChunk]:
-        """All targets, in chunks whose logits are computed at once."""
-        size = self.targets_at_once if taught_1TD is None else max(4, self.targets_at_once // TEACHER_SHARE)
-        found = []
-        for start in range(0, rows.targets, size):
-            stop = min(start + size, rows.targets)
-            own = [min(last, stop) - max(first, start) for first, last in pairwise(rows.target_bounds)]
-            counts = {job: count for job, count in enumerate(own) if count > 0}
-            found.append(_TargetChunk(rows.keep_K[start:stop], rows.labels_K[start:stop], counts))
-        return found
+    def _target_chunks(self, rows: PackedRows, loss: ChunkedLoss) -> list[TargetChunk]:
+        taught = isinstance(loss, Divergence)
+        return target_chunks(rows, max(4, self.targets_at_once // TEACHER_SHARE) if taught else self.targets_at_once)
 
     def _forward(
         self,
@@ -218,37 +235,15 @@ class MicroBatchRunner:
             return self._cut.layer(i, h_1TD, inputs)
 
     def _head(
-        self,
-        h_1TD: Tensor,
-        inputs: LayerInputs,
-        chunk: _TargetChunk,
-        taught_1TD: Tensor | None,
-        sums_J2: Tensor,
-        gradient_1TD: Tensor | None,
+        self, h_1TD: Tensor, inputs: LayerInputs, chunk: TargetChunk, loss: ChunkedLoss, gradient_1TD: Tensor | None
     ) -> None:
-        """Add the summed loss of a chunk's targets, and how many are predicted, to `sums_J2`, and the loss's gradient to `gradient_1TD` unless
-        that is None.
-
-        `taught_1TD`: the teacher's last hidden states; None: the loss is the NLL of the labels.
-        """
+        """Add a chunk's targets to the loss, and their gradient to `gradient_1TD` unless that is None."""
         wanted = gradient_1TD is not None
-        shard = None if self._base.sharding is None else self._base.sharding.vocabulary
         leaf_1TD = h_1TD.detach().requires_grad_(wanted)
         with torch.set_grad_enabled(wanted):
-            logits = self._cut.head(leaf_1TD, inputs, chunk.keep_K, gather=False)
-            if taught_1TD is None:
-                found = [
-                    negative_log_likelihood(own, labels_K, shard)
-                    for own, labels_K in zip(chunk.by_job(logits), chunk.by_job(chunk.labels_K), strict=True)
-                ]
-            else:
-                # The states are detached, so no gradient reaches the teacher.
-                taught = self._cut.head(taught_1TD, inputs, chunk.keep_K, gather=False)
-                found = [divergence(logits, taught, chunk.labels_K, shard)]
+            terms = loss.add(self._cut.head(leaf_1TD, inputs, chunk.keep_K, gather=False), chunk)
         if gradient_1TD is not None:
-            gradient_1TD += torch.autograd.grad([loss for loss, _ in found], leaf_1TD)[0]
-        for job, (loss, predicted) in zip(chunk.counts, found, strict=True):
-            sums_J2[job] += torch.stack((loss.detach().double(), predicted))
+            gradient_1TD += torch.autograd.grad(terms, leaf_1TD)[0]
 
     def _backward(
         self,
@@ -276,11 +271,6 @@ class MicroBatchRunner:
             return gradient_1TD
         assert found[-1] is not None, "a layer's output depends on its input"
         return found[-1]
-
-
-def _zero_sums(rows: PackedRows, like: Tensor) -> Tensor:
-    """Zeros (fp64, (J, 2))."""
-    return torch.zeros(len(rows.target_bounds) - 1, 2, dtype=torch.float64, device=like.device)
 
 
 def _add(grads: Sequence[Tensor], found: Sequence[Tensor | None]) -> None:

@@ -1,6 +1,6 @@
 """Rows of one job or of several packed into one sequence of tokens, on the base's device.
 
-Letters: T packed tokens, K kept tokens (those whose next token is a target), J jobs.
+Letters: T packed tokens, K kept tokens (those whose next token is a target), J jobs, Q sequences.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from coserve.corpus.tokenized import Corpus
 
 @dataclass(frozen=True)
 class PackedRows:
-    """Token t of `keep_K` predicts `labels_K`, both in the order of the tokens. All tensors are int64; row i is
-    `bounds[i]:bounds[i + 1]`. The rows of each job follow one another."""
+    """Token t of `keep_K` predicts `labels_K`, both in the order of the tokens. All tensors are int64; sequence
+    i is `bounds[i]:bounds[i + 1]`: a row, or half of a pair. The rows of each job follow one another."""
 
     tokens_T: Tensor  # noqa: N815
     positions_T: Tensor  # noqa: N815
@@ -28,6 +28,10 @@ class PackedRows:
     labels_K: Tensor  # noqa: N815
     jobs: tuple[tuple[int, int], ...] = ()
     """Tokens and targets of each job (J); empty: all rows are of one."""
+    sequence_targets: tuple[int, ...] = ()
+    """Of rows that are pairs: targets of each sequence (Q). A pair's two sequences follow one another."""
+    sequences_T: Tensor | None = None  # noqa: N815
+    """Likewise: each token's sequence."""
 
     @property
     def tokens(self) -> int:
@@ -55,13 +59,15 @@ def pack_rows(corpus: Corpus, rows: Sequence[int], device: torch.device) -> Pack
 
 def pack_jobs(jobs: Sequence[tuple[Corpus, Sequence[int]]], device: torch.device) -> PackedRows:
     """As `pack_rows`, rows of several jobs: each job's corpus, and indices of its rows."""
-    own = [[corpus.row(row) for row in rows] for corpus, rows in jobs]
+    own = [[part for row in rows for part in corpus.sequences(row)] for corpus, rows in jobs]
     parts = [part for job in own for part in job]
     tokens = np.concatenate([tokens for tokens, _ in parts]).astype(np.int64)
     targets = np.flatnonzero(np.concatenate([target for _, target in parts]))
     lengths = [len(part) for part, _ in parts]
     positions = np.concatenate([np.arange(length) for length in lengths])
-    assert not (positions[targets] == 0).any(), "a row's first token is never a target"
+    assert not (positions[targets] == 0).any(), "a sequence's first token is never a target"
+    paired = all(corpus.splits is not None for corpus, _ in jobs)
+    sequences_T = torch.from_numpy(np.repeat(np.arange(len(lengths)), lengths)).to(device) if paired else None
     return PackedRows(
         tokens_T=torch.from_numpy(tokens).to(device),
         positions_T=torch.from_numpy(positions).to(device),
@@ -69,4 +75,6 @@ def pack_jobs(jobs: Sequence[tuple[Corpus, Sequence[int]]], device: torch.device
         keep_K=torch.from_numpy(targets - 1).to(device),
         labels_K=torch.from_numpy(tokens[targets]).to(device),
         jobs=tuple((sum(len(row) for row, _ in job), sum(int(target.sum()) for _, target in job)) for job in own),
+        sequence_targets=tuple(int(target.sum()) for _, target in parts) if paired else (),
+        sequences_T=sequences_T,
     )

@@ -44,7 +44,7 @@ class VocabularyShard:
         return gather_columns(logits_BS, self.mesh)[..., : self.size]
 
     def cross_entropy(self, logits_KS: Tensor, labels_K: Tensor) -> tuple[Tensor, Tensor]:
-        """The summed negative log-likelihood (fp32, scalar, nats) of labels, differentiable in the logits, and how many labels have the
+        """The negative log-likelihood of each label (fp32, (K), nats), differentiable in the logits, and how many labels have the
         largest logit (int64, scalar). On every rank.
 
         The ranks exchange 12 bytes a label, instead of logits.
@@ -90,11 +90,11 @@ class _CrossEntropy(Function):
         ctx.dtype = logits.dtype
         predicted = (label_K == 0).sum()
         ctx.mark_non_differentiable(predicted)
-        return (sum_K.log() - label_K).sum(), predicted
+        return sum_K.log() - label_K, predicted
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor, _: None) -> tuple[Tensor, None, None]:  # noqa: ANN401 - torch's own signature
         shares_KS, at_K, own_K = ctx.saved_tensors
         if shares_KS.shape[1]:
             shares_KS.scatter_add_(1, at_K[:, None], -own_K[:, None].to(shares_KS.dtype))
-        return (shares_KS * gradient).to(ctx.dtype), None, None
+        return (shares_KS * gradient[:, None]).to(ctx.dtype), None, None

@@ -51,7 +51,7 @@ def _plain(value: object) -> str | int | float | bool:
 
 
 def values_of(metrics: StepMetrics) -> dict[str, float]:
-    """By the names that transformers' Trainer gives them; `train/tokens_per_second` counts the time in the step's slices."""
+    """By the names that transformers' Trainer and TRL's DPOTrainer give them; `train/tokens_per_second` counts the time in the step's slices."""
     values = {
         "train/loss": metrics.loss,
         "train/learning_rate": metrics.learning_rate,
@@ -67,6 +67,14 @@ def values_of(metrics: StepMetrics) -> dict[str, float]:
         "eval/token_accuracy": metrics.valid_token_accuracy,
         "eval/perplexity": metrics.valid_perplexity,
     }
+    for group, rewards in (("train", metrics.rewards), ("eval", metrics.valid_rewards)):
+        if rewards is not None:
+            values |= {
+                f"{group}/rewards/chosen": rewards.chosen,
+                f"{group}/rewards/rejected": rewards.rejected,
+                f"{group}/rewards/margins": rewards.margin,
+                f"{group}/rewards/accuracies": rewards.accuracy,
+            }
     return values | {name: value for name, value in measured.items() if value is not None}
 
 

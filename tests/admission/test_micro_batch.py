@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import pairwise
 
 import pytest
 import torch
@@ -14,11 +15,15 @@ from coserve.admission.micro_batch import ROWS, MicroBatchShape, micro_batch_byt
 from coserve.admission.shapes import job_state, lora_shapes, role_of
 from coserve.engine.profiling import predicted
 from coserve.finetune.memory_profiling import Conditions, MemoryProfiler
+from coserve.finetune.micro_batch import run_to_end
+from coserve.finetune.optimizer import AdapterOptimizer
 from coserve.gpu_memory import TrainingCosts
+from coserve.kernels.lora.segments import Segments
 from coserve.memory.plan import Work
 from coserve.model.base import wrap_base
 from coserve.model.groups import share_inputs
-from coserve.types import BaseSpec, LoraSettings
+from coserve.model.lora import LoraBatch
+from coserve.types import BaseSpec, LoraSettings, TrainingSettings
 from tests.support.examples import examples
 from tests.support.gpu_memory import COSTS
 
@@ -84,6 +89,44 @@ def test_other_adapters_than_the_measured_one(
 def test_an_adapter_of_the_upper_layer_alone_keeps_nothing_below(llama: Measured) -> None:
     targets = tuple(name for name in llama.spec.sites if ".1." in name)
     assert abs(llama.error(LoraSettings(r=16, targets=targets), 600, recompute=False, positions=None)) < 0.02
+
+
+@pytest.mark.parametrize("targets", [("q_proj", "down_proj"), ("model.layers.1.mlp.down_proj",)], ids=["all", "top"])
+@pytest.mark.parametrize("recompute", [False, True])
+def test_pairs_of_a_dpo_loss_take_no_more_than_predicted(
+    llama: Measured, targets: tuple[str, ...], recompute: bool
+) -> None:
+    """The reference's forward and head included, which come first."""
+    profiler, lora, tokens = llama.profiler, LoraSettings(r=16, targets=targets), 1024
+    profiler._rank = lora.r
+    weights = profiler._adapter(targets)
+    optimizer = AdapterOptimizer(weights, llama.spec, TrainingSettings(), torch.bfloat16)
+    rows = profiler._packed(tokens)
+    lengths = [end - start for start, end in pairwise((0, 200, 512, 700, 1024))]
+    sequences_T = torch.repeat_interleave(torch.arange(4), torch.tensor(lengths), output_size=tokens)
+    keep_K = torch.tensor([i for i in range(tokens - 1) if i + 1 not in (200, 512, 700)])
+    rows = replace(
+        rows,
+        bounds=(0, 200, 512, 700, tokens),
+        keep_K=keep_K,
+        labels_K=keep_K,
+        sequence_targets=tuple(length - 1 for length in lengths),
+        sequences_T=sequences_T,
+    )
+    batch = LoraBatch(Segments((0, tokens), (0,)), (optimizer.weights(),), profiler._lora_backend)
+    meter = profiler._meter
+    meter.reset()
+    before = meter.now()
+    run_to_end(
+        profiler._runner.forward_backward(
+            rows, batch, optimizer.trainable, optimizer.grads, beta=0.1, recompute=recompute
+        )
+    )
+    counted = meter.peak() - before
+    shapes = lora_shapes(lora, llama.spec)
+    asked = MicroBatch(tokens, rows.targets, recompute, pairs=True)
+    predicted = micro_batch_bytes(llama.costs, llama.spec, shapes, asked).peak - ROWS * tokens
+    assert 0.97 * predicted < counted <= predicted
 
 
 @pytest.mark.slow

@@ -12,11 +12,12 @@ from safetensors.numpy import load_file
 
 from coserve.adapters.tensorfile import digest_file
 from coserve.names import ADAPTER_WEIGHTS
-from coserve.types import AdapterDigests, AdapterRef, Teacher
+from coserve.types import AdapterDigests, AdapterRef, DpoLoss, Teacher
 from tests.support import sharded, sharded_jobs
 from tests.support.ranks import Ranks
 
 BD: dict[str, object] = {"r": 8, "bd_blocks": 2}
+DPO: dict[str, object] = {"loss": DpoLoss(type="dpo", beta=0.3), "micro_batch_tokens": 32}
 
 
 @pytest.fixture(scope="module")
@@ -48,7 +49,7 @@ def same_adapter(one: Path, other: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("changes", [{}, BD], ids=["lora", "bd"])
+@pytest.mark.parametrize("changes", [{}, BD, DPO], ids=["lora", "bd", "dpo"])
 def test_a_job_on_two_ranks_is_that_of_one_process_at_every_step(
     two: Ranks, base: str, tmp_path: Path, changes: dict[str, object]
 ) -> None:

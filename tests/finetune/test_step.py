@@ -15,7 +15,7 @@ from coserve.adapters.bdlora import peft_blocks
 from coserve.corpus.tokenized import Corpus
 from coserve.finetune.init import new_adapter
 from coserve.finetune.lora_tensors import named_tensors
-from coserve.finetune.losses import perplexity
+from coserve.finetune.losses.formulas import perplexity
 from coserve.finetune.micro_batch import MicroBatchRunner, run_to_end
 from coserve.finetune.optimizer import AdapterOptimizer
 from coserve.finetune.packed_rows import PackedRows, pack_rows

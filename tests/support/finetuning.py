@@ -44,6 +44,22 @@ def random_corpus(seed: int = 0, lengths: Sequence[int] = (9, 5, 12, 3, 7, 8), l
     return Corpus(tokens, target, bounds)
 
 
+def random_pairs(seed: int = 0, rows: int = 5) -> Corpus:
+    """Pairs: the same prompt of random tokens before two answers, of other lengths."""
+    random = np.random.default_rng(seed)
+    tokens, target, splits, bounds = [], [], [], [0]
+    for _ in range(rows):
+        prompt, answers = random.integers(3, VOCAB, random.integers(2, 5)), random.integers(1, 5, 2)
+        for length in answers:
+            tokens += [*prompt, *random.integers(3, VOCAB, length)]
+            target += [0] * len(prompt) + [1] * int(length)
+        splits.append(bounds[-1] + len(prompt) + int(answers[0]))
+        bounds.append(len(tokens))
+    return Corpus(
+        np.array(tokens, np.int32), np.array(target, np.uint8), np.array(bounds, np.int64), np.array(splits, np.int64)
+    )
+
+
 def job_spec(corpus: Corpus, id: str = "job-1", **changes: object) -> JobSpec:
     """A job of four steps; `changes` replace fields of the spec, of `lora` or of `training`."""
     own_fields = ("adapter", "version", "init_from", "teacher")

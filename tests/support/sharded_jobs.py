@@ -10,7 +10,7 @@ from coserve.finetune.memory_profiling import Conditions, MemoryProfiler
 from coserve.link import JobSucceeded
 from coserve.memory.plan import Work
 from coserve.parallel.mesh import Mesh
-from tests.support.finetuning import Bench, job_spec, metrics_of, random_corpus
+from tests.support.finetuning import Bench, job_spec, metrics_of, random_corpus, random_pairs
 from tests.support.lora_backends import GROUPED
 from tests.support.sharded import load
 
@@ -35,7 +35,7 @@ class Trained(NamedTuple):
 def train(mesh: Mesh | None, base: str, root: str, until: int, changes: dict[str, object]) -> Trained:
     """Advance a job to step `until`, from its last checkpoint on; publish it if that is its last step."""
     bench, leads = Bench(load(base, mesh), Path(root)), mesh is None or mesh.rank == 0
-    corpus = random_corpus(lengths=(9, 5, 12, 3, 7, 8, 6, 11))
+    corpus = random_pairs(rows=8) if "loss" in changes else random_corpus(lengths=(9, 5, 12, 3, 7, 8, 6, 11))
     spec = job_spec(corpus, **(JOB | changes))
     if mesh is None:
         bench.place(corpus, spec)

@@ -39,7 +39,7 @@ from coserve.state.folder import DataFolder
 from coserve.state.records import AdapterRecord, JobRecord
 from coserve.state.registry import Registry
 from coserve.state.thread import RegistryThread
-from coserve.types import BaseSpec, JobSpec, JobState, LoraSettings, Teacher, TrainOn
+from coserve.types import BaseSpec, JobSpec, JobState, LoraSettings, Teacher, TrainingRequest
 
 MAX_PREPARING = 2
 """Processes that tokenise corpora."""
@@ -74,6 +74,8 @@ class Submission:
         limit = self._config.micro_batch_tokens
         asked, _ = choose_training(request.training, rows=1, tokens=1, hidden=spec.hidden)
         check_training(asked)  # before the corpus is read
+        if request.teacher is not None and asked.loss is not None:
+            raise InvalidRequest("expected no loss beside a teacher: distillation has its own", field="training.loss")
         longest = longest_row(asked, spec.context, limit)
         earlier = await self._registry(partial(_earlier, request=request, base=spec.fingerprint))
         if earlier is None:
@@ -81,7 +83,7 @@ class Submission:
         else:
             source, lora = None, _own_settings(request, earlier)
         teacher = await self._teacher(request, spec)
-        corpus = await self._tokenize(self._source(request, upload), longest, request.training.train_on)
+        corpus = await self._tokenize(self._source(request, upload), longest, request.training)
         try:
             training, auto = choose_training(
                 request.training,
@@ -148,17 +150,17 @@ class Submission:
         return Teacher(ref=record.ref, digests=record.digests, rank=record.rank)
 
     async def _tokenize(
-        self, source: list[dict[str, Any]] | Path, longest: int, train_on: TrainOn | None
+        self, source: list[dict[str, Any]] | Path, longest: int, training: TrainingRequest
     ) -> PendingCorpus:
         """Small corpora in a thread, other files and folders in a helper process, which is killed when the client leaves."""
-        if isinstance(source, list):
-            return await asyncio.to_thread(tokenize_rows, parse_rows(source), self._tokenizer, longest, train_on)
-        if await asyncio.to_thread(_small, source):
-            return await asyncio.to_thread(tokenize_rows, parse_jsonl(source), self._tokenizer, longest, train_on)
+        train_on, pairs = training.train_on, training.loss is not None
+        if isinstance(source, list) or await asyncio.to_thread(_small, source):
+            rows = parse_rows(source) if isinstance(source, list) else parse_jsonl(source)
+            return await asyncio.to_thread(tokenize_rows, rows, self._tokenizer, longest, train_on, pairs=pairs)
         folder = self._folder.staging / f"corpus-{secrets.token_hex(8)}"  # partial files have a unique name
         try:
             found = await self._helpers.run(
-                tokenize_file, TokenizeFile(str(source), str(folder / "corpus"), longest, train_on)
+                tokenize_file, TokenizeFile(str(source), str(folder / "corpus"), longest, train_on, pairs)
             )
         except BaseException:
             await uncancelled_thread(shutil.rmtree, folder, ignore_errors=True)

@@ -29,7 +29,7 @@ from coserve.types import MicroStep, StepMetrics
 class TrainingPass:
     """The next micro-batch of a job, or of several jobs in one batch, suspended after each micro-step.
 
-    Several jobs must all ask for a `MicroBatch` that `learns`, without a teacher. A job is in one pass at a time.
+    Several jobs must all ask for a `MicroBatch` that `learns`, of the usual loss. A job is in one pass at a time.
     """
 
     def __init__(
@@ -108,11 +108,11 @@ class TrainingPass:
                 self.next_micro_step = next(self._compute)
                 return
             except StopIteration as end:
-                sums_J2: Tensor = end.value
+                sums_by_job: Tensor = end.value
             self._compute = None
-            for (job, _), sums_2 in zip(self._asked, sums_J2, strict=True):
+            for (job, _), sums in zip(self._asked, sums_by_job, strict=True):
                 if job in self.jobs:
-                    self._take(job, partial(TrainingJob.answer, sums_2=sums_2))
+                    self._take(job, partial(TrainingJob.answer, sums=sums))
         if self._updates:
             self.next_micro_step = self._updates[0][1]
         else:
@@ -164,11 +164,13 @@ def _compute(
     lora = LoraBatch(segments, tuple([each.weights for each in micro_batches]), lora_backend, dropout)
     teacher = None if first.teacher is None else LoraBatch(segments, (first.teacher,), lora_backend)
     if not first.learns:
-        return (yield from runner.evaluate(rows, lora, teacher=teacher))
+        return (yield from runner.evaluate(rows, lora, teacher=teacher, beta=first.beta))
     trainable, grads = (
         [[tensor for each in layer for tensor in each] for layer in zip(*by_job, strict=True)]
         for by_job in ([each.trainable for each in micro_batches], [each.grads for each in micro_batches])
     )
     return (
-        yield from runner.forward_backward(rows, lora, trainable, grads, teacher=teacher, recompute=first.recompute)
+        yield from runner.forward_backward(
+            rows, lora, trainable, grads, teacher=teacher, beta=first.beta, recompute=first.recompute
+        )
     )

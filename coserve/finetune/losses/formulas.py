@@ -1,7 +1,7 @@
 """Losses over chunks of logits, summed over the chunk, in nats, and how many labels the logits predict. Logits may be this rank's part of
 the vocabulary.
 
-Letters: K tokens whose next token is a target, V vocabulary, S tokens of a rank.
+Letters: K tokens whose next token is a target, V vocabulary, S tokens of a rank, P pairs.
 """
 
 from __future__ import annotations
@@ -24,10 +24,18 @@ def perplexity(loss: float) -> float:
 
 
 def negative_log_likelihood(logits: Tensor, labels_K: Tensor, shard: VocabularyShard | None) -> tuple[Tensor, Tensor]:
-    """Of the labels (fp32, scalar), and how many of them are `predicted`. `logits`: (K, V), or (K, S) with a `shard`."""
+    """Of the labels, summed (fp32, scalar), and how many of them are `predicted`. `logits`: (K, V), or (K, S) with a `shard`."""
+    if shard is not None:
+        losses_K, count = shard.cross_entropy(logits, labels_K)
+        return losses_K.sum(), count
+    return functional.cross_entropy(logits.float(), labels_K, reduction="sum"), predicted(logits, labels_K)
+
+
+def token_losses(logits: Tensor, labels_K: Tensor, shard: VocabularyShard | None) -> tuple[Tensor, Tensor]:
+    """As `negative_log_likelihood`, of each label (fp32, (K))."""
     if shard is not None:
         return shard.cross_entropy(logits, labels_K)
-    return functional.cross_entropy(logits.float(), labels_K, reduction="sum"), predicted(logits, labels_K)
+    return functional.cross_entropy(logits.float(), labels_K, reduction="none"), predicted(logits, labels_K)
 
 
 def divergence(
@@ -48,3 +56,18 @@ def divergence(
 def predicted(logits_KV: Tensor, labels_K: Tensor) -> Tensor:
     """How many labels (int64, scalar) have the largest logit of their row, or one of several that are as large."""
     return (logits_KV.gather(1, labels_K[:, None])[:, 0] == logits_KV.amax(1)).sum()
+
+
+def preference(losses_P2: Tensor, reference_P2: Tensor, beta: float) -> tuple[Tensor, Tensor]:
+    """The DPO loss of pairs (Rafailov et al. 2023, equation 7), from the negative log-likelihoods of the chosen and the rejected answer
+    (fp64, (P, 2)), those of the model and of the reference.
+
+    Returns sums over the pairs (fp64, (4)): the loss, the rewards of the chosen and of the rejected answers, and how many margins are
+    above 0; and the gradient of the loss in `losses_P2` (P, 2).
+    """
+    rewards_P2 = beta * (reference_P2 - losses_P2)
+    margin_P = rewards_P2[:, 0] - rewards_P2[:, 1]
+    loss = -functional.logsigmoid(margin_P).sum()
+    slope_P = beta * torch.sigmoid(-margin_P)
+    sums = torch.stack((loss, *rewards_P2.sum(0).unbind(), (margin_P > 0).sum().double()))
+    return sums, torch.stack((slope_P, -slope_P), 1)

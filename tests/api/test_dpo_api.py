@@ -1,0 +1,74 @@
+"""A DPO job over HTTP: on the bundled base from rows to an adapter that prefers, and what is refused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.api_server import Api
+from tests.support.real_server import serve_real
+
+ROWS = [{"prompt": f"Word {n}:", "chosen": " yes", "rejected": " no"} for n in range(12)]
+DPO: dict[str, Any] = {"type": "dpo", "beta": 0.2}
+
+
+async def test_a_dpo_job_ends_with_an_adapter_that_prefers_the_chosen_answers(tmp_path: Path) -> None:
+    async with serve_real(tmp_path) as api:
+        training = {"loss": DPO, "steps": 12, "batch_tokens": 64, "learning_rate": 5e-3, "validation_split": 0.25}
+        body = {"adapter": "polite", "data": ROWS, "lora": {"r": 4}, "training": training}
+        status, job = await api.call("POST", "/finetune", json=body)
+        assert (status, job["rows"], job["training"]["loss"]) == (202, 12, DPO)
+        ended = await api.job_until(job["id"], "succeeded")
+        assert (ended["result"], ended["training"]["loss"]) == ("polite@1", DPO)
+        steps = [event["metrics"] for _, event in await api.events(job["id"]) if event["metrics"]]
+        assert steps[0]["loss"] == pytest.approx(0.693, abs=1e-3)
+        assert steps[-1]["rewards"]["accuracy"] == steps[-1]["valid_rewards"]["accuracy"] == 1.0
+        assert steps[-1]["rewards"]["margin"] > 0.5 > steps[0]["rewards"]["margin"] == 0.0
+        assert steps[-1]["valid_loss"] < 0.6
+
+        async def log_odds(**adapter: str) -> float:
+            """Of the chosen answer to the rejected one, after a prompt that was not trained on."""
+            found = []
+            for answer in (" yes", " no"):
+                request = {"prompt": "Word 99:" + answer, "max_tokens": 0, "prompt_logprobs": 0, **adapter}
+                status, body = await api.call("POST", "/generate", json=request)
+                assert status == 200, body
+                found.append(sum(entry["logprob"] or 0.0 for entry in body["prompt_logprobs"]))
+            return found[0] - found[1]
+
+        assert await log_odds(adapter="polite") > await log_odds() + 0.5
+
+
+@pytest.mark.parametrize(
+    ("body", "field"),
+    [
+        ({"training": {"loss": {"type": "dpo", "beta": 0}}}, "training.loss.beta"),
+        ({"training": {"loss": {"type": "dpo", "beta": -1}}}, "training.loss.beta"),
+        ({"training": {"loss": {"type": "ipo"}}}, "training.loss.type"),
+        ({"training": {"loss": {"beta": 0.1}}}, "training.loss.type"),
+        ({"training": {"loss": DPO, "train_on": "all"}}, "training.train_on"),
+        ({"training": {"loss": DPO}, "teacher": "somebody"}, "training.loss"),
+    ],
+)
+async def test_what_does_not_go_with_it_is_refused_by_name(api: Api, body: dict[str, Any], field: str) -> None:
+    error = await api.refused(400, "invalid_request", "POST", "/finetune", json={"adapter": "a", "data": ROWS} | body)
+    assert error["field"] == field
+
+
+async def test_rows_and_loss_belong_together(api: Api) -> None:
+    status, body = await api.call("POST", "/finetune", json={"adapter": "a", "data": ROWS})
+    assert (status, body["error"]["line"]) == (422, 1) and "training.loss" in body["error"]["message"]
+    request = {"adapter": "a", "data": [ROWS[0], {"text": "a b"}], "training": {"loss": DPO}}
+    status, body = await api.call("POST", "/finetune", json=request)
+    assert (status, body["error"]["line"]) == (422, 2) and "dpo" in body["error"]["message"]
+
+
+async def test_the_learning_rate_that_is_chosen_is_a_twentieth(api: Api) -> None:
+    rates = []
+    for adapter, rows, training in (("a", ROWS, {"loss": DPO}), ("b", [{"text": "a b c"}], {})):
+        status, job = await api.call("POST", "/finetune", json={"adapter": adapter, "data": rows, "training": training})
+        assert status == 202, job
+        rates.append(job["training"]["learning_rate"])
+    assert rates[0] == pytest.approx(rates[1] / 20, rel=0.05)

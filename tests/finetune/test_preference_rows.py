@@ -1,0 +1,138 @@
+"""Rows of a preferred and a rejected answer, in the formats of TRL: how they are read, cut and refused."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+
+from coserve.corpus.batch_plan import BatchPlan
+from coserve.corpus.rows import parse_row
+from coserve.corpus.sources import read_rows
+from coserve.corpus.staging import StagedCorpus, TokenizeFile, tokenize_file
+from coserve.corpus.tokenize import tokenize_rows
+from coserve.corpus.tokenized import Corpus
+from coserve.errors import MalformedRow, NoTargets
+from coserve.offload.protocol import TaskContext
+from coserve.pretrained.tokenizer import Tokenizer
+from coserve.types import TrainingSettings
+
+TEXTS = {"prompt": "Greet.", "chosen": " Ahoy there!", "rejected": " No."}
+MESSAGES: dict[str, Any] = {
+    "prompt": [
+        {"role": "user", "content": "Hi"},
+        {"role": "assistant", "content": "Hm."},
+        {"role": "user", "content": "Hello?"},
+    ],
+    "chosen": [{"role": "assistant", "content": "Ahoy!"}],
+    "rejected": [{"role": "assistant", "content": "No."}],
+}
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Tokenizer:
+    return Tokenizer.load("bundled")
+
+
+def shown(tokenizer: Tokenizer, corpus: Corpus, row: int = 0) -> list[tuple[str, str]]:
+    """Of both sequences: the whole text, and what of it is a target."""
+    return [
+        (
+            tokenizer.decode(tokens.tolist(), skip_special=False),
+            tokenizer.decode(tokens[target.astype(np.bool_)].tolist(), skip_special=False),
+        )
+        for tokens, target in corpus.sequences(row)
+    ]
+
+
+def tokenized(tokenizer: Tokenizer, *rows: dict[str, Any], max_length: int = 1000) -> Corpus:
+    corpus = tokenize_rows([parse_row(row, 7) for row in rows], tokenizer, max_length, pairs=True)
+    assert corpus.is_valid()
+    return corpus
+
+
+def test_texts_and_messages(tokenizer: Tokenizer) -> None:
+    corpus = tokenized(tokenizer, TEXTS, MESSAGES)
+    end = "<|endoftext|>"
+    assert shown(tokenizer, corpus) == [
+        (f"Greet. Ahoy there!{end}", f" Ahoy there!{end}"),
+        (f"Greet. No.{end}", f" No.{end}"),
+    ]
+    chat = "<|user|>Hi<|end|><|assistant|>Hm.<|end|><|user|>Hello?<|end|><|assistant|>"
+    assert shown(tokenizer, corpus, 1) == [
+        (f"{chat}Ahoy!<|end|>", "Ahoy!<|end|>"),
+        (f"{chat}No.<|end|>", "No.<|end|>"),
+    ]
+
+
+def test_a_text_prompt_is_cut_alike_for_both_answers(tokenizer: Tokenizer) -> None:
+    row = {"prompt": "one two three four five", "chosen": " the cat sat on the mat", "rejected": " no"}
+    whole, cut = tokenized(tokenizer, row), tokenized(tokenizer, row, max_length=12)
+    assert (whole.rows_cut, cut.rows_cut) == (0, 1)
+    chosen, rejected = cut.sequences(0)
+    assert max(len(chosen[0]), len(rejected[0])) <= 12
+    prompts = [tokens[target == 0].tolist() for tokens, target in (chosen, rejected)]
+    assert prompts[0] == prompts[1] == whole.sequences(0)[0][0][: 0 - int(chosen[1].sum())].tolist()[-len(prompts[0]) :]
+    assert shown(tokenizer, cut)[1][1] == shown(tokenizer, whole)[1][1], "the answer is whole"
+
+
+@pytest.mark.parametrize(
+    ("row", "error", "text"),
+    [
+        (TEXTS | {"rejected": ""}, NoTargets, "nothing to learn"),
+        (MESSAGES | {"rejected": []}, NoTargets, "nothing to learn"),
+        (MESSAGES | {"prompt": "Hi"}, MalformedRow, "three texts, or as three lists"),
+        (MESSAGES | {"prompt": MESSAGES["prompt"][:2]}, MalformedRow, "ends before the answer"),
+        ({"prompt": "a", "chosen": "b"}, MalformedRow, "rejected"),
+        (TEXTS | {"score": 1}, MalformedRow, "score"),
+        ({"prompt": "a", "completion": "b"}, MalformedRow, "a dpo loss expects"),
+    ],
+)
+def test_rows_that_are_none_are_refused_with_their_line(
+    tokenizer: Tokenizer, row: dict[str, Any], error: type[Exception], text: str
+) -> None:
+    with pytest.raises(error, match=text) as refused:
+        tokenized(tokenizer, row)
+    assert refused.value.line == 7  # type: ignore[attr-defined]
+
+
+def test_pairs_are_refused_where_there_is_no_dpo_loss(tokenizer: Tokenizer) -> None:
+    with pytest.raises(MalformedRow, match=r"training\.loss of type dpo is missing"):
+        tokenize_rows([parse_row(TEXTS, 1)], tokenizer, 100)
+
+
+def test_a_staged_file_keeps_the_pairs(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    source, target = tmp_path / "rows.jsonl", tmp_path / "staged" / "corpus"
+    source.write_text("".join(json.dumps(row) + "\n" for row in (TEXTS, MESSAGES, TEXTS)))
+    arguments = msgspec.msgpack.encode(TokenizeFile(str(source), str(target), 40, pairs=True))
+    staged = msgspec.msgpack.decode(
+        tokenize_file(TaskContext(tokenizer, lambda: None), arguments, b""), type=StagedCorpus
+    )
+    expected, found = tokenized(tokenizer, TEXTS, MESSAGES, TEXTS), Corpus.load(target)
+    assert staged.rows == 3
+    for name in ("tokens", "target", "bounds", "splits"):
+        assert np.array_equal(getattr(found, name), getattr(expected, name)), name
+
+
+@pytest.mark.parametrize("row", [TEXTS, MESSAGES], ids=["texts", "messages"])
+def test_parquet_and_a_saved_dataset_hold_the_same_pairs(tmp_path: Path, row: dict[str, Any]) -> None:
+    pyarrow = pytest.importorskip("pyarrow")
+    pytest.importorskip("pyarrow.parquet")
+    parquet, expected = tmp_path / "rows.parquet", [parse_row(row, line) for line in (1, 2)]
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist([row, row]), parquet)
+    assert list(read_rows(parquet)) == expected
+    datasets = pytest.importorskip("datasets")
+    datasets.Dataset.from_list([row, row]).save_to_disk(tmp_path / "saved")
+    assert list(read_rows(tmp_path / "saved")) == expected
+
+
+def test_a_pair_is_never_torn_apart(tokenizer: Tokenizer) -> None:
+    corpus = tokenized(tokenizer, *[TEXTS] * 20)
+    plan = BatchPlan(corpus.lengths, TrainingSettings(epochs=1, batch_tokens=1000), 64)
+    batches = plan.step(0).micro_batches
+    assert sorted(row for rows in batches for row in rows) == list(range(20))
+    assert all(sum(len(tokens) for row in rows for tokens, _ in corpus.sequences(row)) <= 64 for rows in batches)
