@@ -209,8 +209,8 @@ def test_the_labels_that_parts_predict() -> None:
         return VocabularyShard(Threads(rank), 5).cross_entropy(part, labels)
 
     with ThreadPoolExecutor(2) as threads:
-        for loss, predicted in threads.map(of_rank, range(2)):
-            torch.testing.assert_close(loss, torch.nn.functional.cross_entropy(logits, labels, reduction="sum"))
+        for losses_K, predicted in threads.map(of_rank, range(2)):
+            torch.testing.assert_close(losses_K, torch.nn.functional.cross_entropy(logits, labels, reduction="none"))
             assert int(predicted) == 3, "one label shares the largest logit, one has not got it"
 
 
