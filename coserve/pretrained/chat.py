@@ -181,3 +181,17 @@ def choose_template(found: object) -> str | None:
         named = {entry.get("name"): entry.get("template") for entry in found if isinstance(entry, dict)}
         found = named.get("default")
     return found if isinstance(found, str) else None
+
+
+def refuse_lost_calls(message: Message, rendered: str) -> None:
+    """Raises `InvalidRequest` if `message`, which is to be learned, calls tools and says nothing else, and the template left the calls
+    out: an empty turn would be learned."""
+    calls = message.get("tool_calls")
+    if not isinstance(calls, list) or message.get("content"):
+        return
+    if any(call["function"]["name"] not in rendered for call in calls):
+        raise InvalidRequest(
+            "the base's chat template leaves tool_calls out, so that an empty turn would be learned; give the message its calls as "
+            '"content", or "weight": 0',
+            field="messages",
+        )

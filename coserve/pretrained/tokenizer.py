@@ -12,7 +12,7 @@ import msgspec
 import tokenizers
 
 from coserve.errors import InvalidRequest, UnsupportedBase
-from coserve.pretrained.chat import ChatTemplate, Message, choose_template
+from coserve.pretrained.chat import ChatTemplate, Message, choose_template, refuse_lost_calls
 from coserve.pretrained.source import BUNDLED, fetch_files
 
 _FILES = (
@@ -173,12 +173,16 @@ class Tokenizer:
         """Token ids of a chat, and which of them to learn: assistant turns with their end-of-turn token.
 
         Messages with `weight` 0 are not learned, nor are tokens that are only partly in an assistant turn.
-        Raises `InvalidRequest` as `ChatTemplate.render_for_training` does.
+        Raises `InvalidRequest` as `ChatTemplate.render_for_training` and `refuse_lost_calls` do.
         """
-        weights = [m.get("weight") for m in messages if m.get("role") == "assistant"]
+        assistant = [m for m in messages if m.get("role") == "assistant"]
         plain = [{key: value for key, value in m.items() if key != "weight"} for m in messages]
         text, spans = self._template().render_for_training(plain, tools)
-        learned = [span for span, weight in zip(spans, weights, strict=True) if weight != 0]
+        learned = []
+        for message, (start, end) in zip(assistant, spans, strict=True):
+            if message.get("weight") != 0:
+                refuse_lost_calls(message, text[start:end])
+                learned.append((start, end))
         encoding = self._encode(text, add_special=False)
         learn, spans_left = [], iter(learned)
         span = next(spans_left, None)

@@ -228,6 +228,15 @@ def test_a_chat_with_tools_is_rendered_as_transformers_renders_it() -> None:
     assert [text[start:end] for start, end in spans] == ['[weather {"city": "Köln"}]<|end|>', "No.<|end|>"]
 
 
+def test_calls_that_the_template_leaves_out_are_not_learned_as_an_empty_turn(tokenizer: Tokenizer) -> None:
+    call = {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "tide", "arguments": {}}}]}
+    ask, answer = {"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Ahoy!"}
+    with pytest.raises(MalformedRow, match="line 7: the base's chat template leaves tool_calls out"):
+        learned(tokenizer, {"messages": [ask, call]}, None)
+    assert learned(tokenizer, {"messages": [ask, call | {"weight": 0}, ask, answer]}, None) == "Ahoy!<|end|>"
+    assert learned(tokenizer, {"messages": [ask, call | {"content": "Hm."}]}, None) == "Hm.<|end|>"
+
+
 @pytest.mark.parametrize(
     "message",
     [
