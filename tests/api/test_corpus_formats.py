@@ -36,3 +36,10 @@ async def test_a_parquet_file_is_read_at_the_daemon_and_from_an_upload(api: Api)
     (api.config.data_root / "folder").mkdir()
     status, body = await submit(api, path="folder")
     assert (status, body["error"]["field"]) == (400, "path")
+    assert "DatasetDict" not in body["error"]["message"]
+    (api.config.data_root / "folder" / "dataset_dict.json").write_text('{"splits": ["train"]}')
+    status, body = await submit(api, path="folder")
+    assert (status, body["error"]["message"]) == (
+        400,
+        "expected a file, or a folder of Dataset.save_to_disk (of a DatasetDict, one split's folder)",
+    )

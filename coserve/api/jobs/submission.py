@@ -180,7 +180,8 @@ class Submission:
             return upload
         path = local_path(str(request.path), self._config.data_root)
         if not path.is_file() and not is_dataset(path):
-            raise InvalidRequest("expected a file, or a folder of Dataset.save_to_disk", field="path")
+            splits = " (of a DatasetDict, one split's folder)" if (path / "dataset_dict.json").is_file() else ""
+            raise InvalidRequest(f"expected a file, or a folder of Dataset.save_to_disk{splits}", field="path")
         return path
 
 
