@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.syntax import below, names_of
+
 ROOT = Path(__file__).resolve().parents[1]
 DOCUMENTS = ["README.md", *sorted(str(path.relative_to(ROOT)) for path in (ROOT / "docs").glob("*.md"))]
 PLACES = (ROOT, ROOT / "coserve", ROOT / "docs", ROOT / "benchmarks", ROOT / "benchmarks/results", ROOT / "tests")
@@ -38,11 +40,8 @@ def defined() -> set[str]:
     names: set[str] = set()
     for folder in ("coserve", "benchmarks", "tests", "tools"):
         for path in (ROOT / folder).rglob("*.py"):
-            for node in ast.walk(ast.parse(path.read_text())):
-                if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
-                    names.add(node.name)
-                elif isinstance(node, ast.Name | ast.Attribute) and isinstance(node.ctx, ast.Store):
-                    names.add(node.id if isinstance(node, ast.Name) else node.attr)
+            for statement in below(ast.parse(path.read_text())):
+                names.update(names_of(statement))
     return names
 
 

@@ -12,6 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.syntax import below
+
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / "coserve"
 FILES = sorted(PACKAGE.rglob("*.py"))
@@ -55,8 +57,9 @@ def imported(nodes: Iterable[ast.stmt]) -> Iterator[str]:
 
 @cache
 def nodes(path: Path) -> tuple[ast.AST, ...]:
-    """The file's syntax tree, its root first."""
-    return tuple(ast.walk(ast.parse(path.read_text())))
+    """The file's syntax tree, its root first, without expressions."""
+    root = ast.parse(path.read_text())
+    return (root, *below(root))
 
 
 @cache

@@ -25,6 +25,7 @@ from coserve.model.layers import LayerCut
 from coserve.names import ADAPTER_WEIGHTS
 from coserve.queues.finetune import JobQueue
 from coserve.types import AdapterRef, JobSpec, MicroStep, Schedule, Teacher
+from tests.support.examples import sample
 from tests.support.finetuning import Bench, job_spec, metrics_of, random_corpus, tiny_base, train_together
 from tests.support.lora_backends import BLOCK_SPARSE, GROUPED, NAIVE, REFERENCE, SEGMENTED
 from tests.support.memory_faults import out_of_memory_at
@@ -203,7 +204,7 @@ def test_each_that_still_fits_joins_in_the_order_of_turns() -> None:
     assert companions(Size(90, 1), others, BatchLimits(80)) == []
 
 
-@pytest.mark.parametrize("at", [1, 2, 4, 7])
+@pytest.mark.parametrize("at", sample([1, 2, 4, 7], 2, 7))
 def test_one_that_is_cancelled_or_paused_leaves_the_others_as_they_are(tmp_path: Path, at: int) -> None:
     """At any micro-step of a shared batch; the paused one resumes from its last finished step."""
     expected = alone(VARIED, tmp_path)
@@ -277,7 +278,7 @@ def _with(made: tuple[Corpus, JobSpec], **changes: object) -> tuple[Corpus, JobS
 POINTS = ((training_pass, "pack_jobs"), (LayerCut, "layer"), (LayerCut, "head"), (torch.autograd, "grad"))
 
 
-@pytest.mark.parametrize("call", [0, 2, 4, 6])
+@pytest.mark.parametrize("call", sample([0, 2, 4, 6], 0, 4))
 def test_a_shared_batch_without_memory_is_tried_again_in_smaller_ones(tmp_path: Path, call: int) -> None:
     expected, bench = alone(VARIED, tmp_path), started(VARIED, tmp_path)
     notes = list[tuple[str, ...]]()

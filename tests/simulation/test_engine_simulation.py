@@ -32,12 +32,14 @@ from tests.support.scenario import Outcome, Scenario, make_scenario, play
 POLICIES = sample(
     ("ets", "ts", "ts-batch", "slack", "inference-first", "spatial"), "ets", "ts", "slack", "inference-first", "spatial"
 )
-SEEDS = int(os.environ.get("COSERVE_SIM_SEEDS") or examples(150))
+SEEDS = int(os.environ.get("COSERVE_SIM_SEEDS") or examples(150, fast=12))
+MANY = int(os.environ.get("COSERVE_SIM_SEEDS") or examples(150))
+"""For what holds of the sum of many lives."""
 
 
-def seeds() -> Iterator[int]:
+def seeds(count: int = SEEDS) -> Iterator[int]:
     one = os.environ.get("COSERVE_SIM_SEED")
-    yield from range(SEEDS) if one is None else [int(one)]
+    yield from range(count) if one is None else [int(one)]
 
 
 def outcomes(policy: str, *, calm: bool = False, cold: bool = False) -> Iterator[Outcome]:
@@ -197,7 +199,7 @@ def test_slack_keeps_its_promises_while_jobs_train() -> None:
     Hardly: the first steps of a life are taken before anything was measured.
     """
     late = tokens = 0
-    for seed in seeds():
+    for seed in seeds(MANY):
         scenario = make_scenario(seed, policy="slack", calm=True)
         outcome = play(replace(scenario, policy=Slack(patience=1e9)))
         late += missed(outcome)
