@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import msgspec
 import pytest
 import torch
 
@@ -15,10 +16,11 @@ pytestmark = pytest.mark.gpu
 TRAINING = TrainingSettings(validation_split=0.2, early_stopping_patience=1)
 
 
-def made(device: str) -> AdapterOptimizer:
+def made(device: str, ratio: float | None = None) -> AdapterOptimizer:
     spec = tiny_base("llama").spec
     start = new_adapter(LoraSettings(r=256), spec, seed=1, dtype=torch.float32, device="cpu")
-    return AdapterOptimizer(start, spec, TRAINING, torch.bfloat16, torch.device(device))
+    training = msgspec.structs.replace(TRAINING, lora_plus_ratio=ratio)
+    return AdapterOptimizer(start, spec, training, torch.bfloat16, torch.device(device))
 
 
 def update(optimizer: AdapterOptimizer, seed: int) -> None:
@@ -50,8 +52,9 @@ def test_a_snapshot_is_the_state_at_its_step_though_updates_follow_at_once() -> 
     assert torch.equal(optimizer.state_KN.cpu(), expected)
 
 
-def test_updates_on_the_gpu_are_those_on_the_cpu() -> None:
-    one, other = made("cuda"), made("cpu")
+@pytest.mark.parametrize("ratio", [None, 16.0])
+def test_updates_on_the_gpu_are_those_on_the_cpu(ratio: float | None) -> None:
+    one, other = made("cuda", ratio), made("cpu", ratio)
     for seed in range(5):
         update(one, seed)
         update(other, seed)
