@@ -124,7 +124,7 @@ def test_pairs_of_a_dpo_loss_take_no_more_than_predicted(
     )
     counted = meter.peak() - before
     shapes = lora_shapes(lora, llama.spec)
-    asked = MicroBatch(tokens, rows.targets, recompute, pairs=True)
+    asked = MicroBatchShape(tokens, rows.targets, recompute, pairs=True)
     predicted = micro_batch_bytes(llama.costs, llama.spec, shapes, asked).peak - ROWS * tokens
     assert 0.97 * predicted < counted <= predicted
 
