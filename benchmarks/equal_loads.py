@@ -2,7 +2,7 @@
 
     python -m benchmarks.equal_loads --only alone,coserve --budget 560 --out benchmarks/results
     python -m benchmarks.equal_loads --only vllm+peft --vllm-site /tmp/site --budget 560 --out benchmarks/results
-    python -m benchmarks.equal_loads --gpus 2 --vllm-site /tmp/site --out /tmp/equal       (both at the same time, a GPU each)
+    python -m benchmarks.equal_loads --gpus 3 --vllm-site /tmp/site --out /tmp/equal       (all at the same time, a part a GPU)
     python -m benchmarks.equal_loads --publish [FOLDER/equal_loads.json ...]
     python -m benchmarks.equal_loads --tiny --only alone,coserve --out /tmp/tried
 
@@ -20,7 +20,7 @@ import json
 import tempfile
 import time
 import warnings
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any
@@ -28,7 +28,7 @@ from typing import Any
 import msgspec
 
 from benchmarks.equal_report import FILE, LOOSE, STRICT, publish
-from benchmarks.gpus import run_on_gpus
+from benchmarks.gpus import deal, run_on_gpus
 from benchmarks.http_case import FULL, RANK, SMALL, model_folder
 from benchmarks.options import check_tiny, make_parser
 from benchmarks.peers.always import Jobs, always_training
@@ -56,8 +56,9 @@ CLIENTS = 4
 class EqualLoads:
     """Measures cells; each result is written as soon as it is measured."""
 
-    def __init__(self, place: Place, results: Results, *, tiny: bool, budget: float) -> None:
-        self._place, self._results, self._tiny = place, results, tiny
+    def __init__(self, place: Place, results: Results, known: Collection[str], *, tiny: bool, budget: float) -> None:
+        """`known`: names of results that are not measured again."""
+        self._place, self._results, self._known, self._tiny = place, results, known, tiny
         self._began, self._deadline = time.monotonic(), time.monotonic() + budget
         self._traces = place.scratch / "traces"
         self._runs = place.scratch / "runs"
@@ -74,7 +75,7 @@ class EqualLoads:
         return path
 
     def cells(self, system: str) -> list[Cell]:
-        return chosen_cells(system, tiny=self._tiny)
+        return [cell for cell in chosen_cells(system, tiny=self._tiny) if f"{cell.name}.{system}" not in self._known]
 
     async def run_coserve(self, parts: Sequence[str]) -> None:
         first = scenario_of(Cell("training", 5.0, 10.0, LOOSE), tiny=self._tiny)
@@ -94,6 +95,8 @@ class EqualLoads:
 
     async def run_vllm(self) -> None:
         cells = self.cells("vllm+peft")
+        if not cells:
+            return
         whole = self._traces / "training.jsonl"  # with jobs: the trainer takes its rows from there
         save_trace(open_workload(scenario_of(cells[0], tiny=self._tiny)), whole)
         scenario = load_trace(whole).scenario
@@ -184,8 +187,9 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--only", default=",".join(PARTS), help=f"parts: {', '.join(PARTS)}")
     parser.add_argument("--budget", type=float, default=float("inf"), help="seconds after which no cell may end")
     parser.add_argument(
-        "--gpus", type=int, choices=(1, 2), default=1, help="2: vLLM and PEFT on a GPU of their own, at the same time"
+        "--gpus", type=int, default=1, help="GPUs over which the parts are dealt in turn, measured at the same time"
     )
+    parser.add_argument("--skip-measured", action="store_true", help="leave out cells that --out has already")
     parser.add_argument("--vllm-site", type=Path, default=None, help="folder with vLLM and what it needs")
     parser.add_argument(
         "--scratch",
@@ -223,7 +227,8 @@ def measure_here(options: argparse.Namespace, scratch: Path) -> None:
         scenario = open_workload(scenario_of(Cell("adapters", 5.0, 1.0, LOOSE), tiny=options.tiny)).scenario
         adapters = make_adapters(root / "adapters", size.config, scenario)
         place = Place(size, model_folder(root / "model", size), adapters, scratch, options.vllm_site)
-        benchmark = EqualLoads(place, results, tiny=options.tiny, budget=options.budget)
+        known = results.keys() if options.skip_measured else set[str]()
+        benchmark = EqualLoads(place, results, known, tiny=options.tiny, budget=options.budget)
         if ours := [part for part in options.only if part != "vllm+peft"]:
             asyncio.run(benchmark.run_coserve(ours))
         if "vllm+peft" in options.only:
@@ -245,10 +250,11 @@ def main() -> None:
             measure_here(options, scratch)
             return
         common = ["--budget", str(options.budget), "--commit", options.commit, *["--tiny"] * options.tiny]
+        common += ["--skip-measured"] * options.skip_measured
         common += [] if options.vllm_site is None else ["--vllm-site", str(options.vllm_site)]
         shares = [
-            [*common, "--scratch", str(scratch / f"gpu{number}"), "--only", only]
-            for number, only in enumerate(("alone,coserve", "vllm+peft"))
+            [*common, "--scratch", str(scratch / f"gpu{number}"), "--only", ",".join(parts)]
+            for number, parts in enumerate(deal(options.only, options.gpus))
         ]
         run_on_gpus("benchmarks.equal_loads", shares, options.out, FILE)
 
