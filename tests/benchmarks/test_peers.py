@@ -111,7 +111,7 @@ def test_equal_loads_of_vllm_beside_peft(place: Place, tmp_path: Path) -> None:
         revision="x",
         settings={},
     )
-    asyncio.run(EqualLoads(place, results, tiny=True, budget=600).run_vllm())
+    asyncio.run(EqualLoads(place, results, (), tiny=True, budget=600).run_vllm())
     rows = json.loads((tmp_path / "equal_loads.json").read_text())["rows"]
     assert set(rows) == {"peak.vllm+peft", "r5.vllm+peft"} and rows["peak.vllm+peft"]["value"] > 0
     row, (trace,) = rows["r5.vllm+peft"], (tmp_path / "traces").glob("r5.jsonl")
