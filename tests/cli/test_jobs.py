@@ -51,3 +51,18 @@ def test_targets_are_names_between_commas(
     result = CliRunner().invoke(app, ["finetune", "name", str(rows), "--rank", "4", "--detach", *options])
     assert result.exit_code == 0, result.output
     assert asked == [{"r": 4} if targets is None else {"r": 4, "targets": targets}]
+
+
+def test_dpo_is_asked_for_by_its_beta(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[object] = []
+
+    def finetune(name: str, **given: object) -> SimpleNamespace:
+        asked.append(given["training"])
+        return SimpleNamespace(info=job())
+
+    monkeypatch.setattr(jobs, "connect", lambda *_: nullcontext(SimpleNamespace(finetune=finetune)))
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text('{"prompt": "a", "chosen": "b", "rejected": "c"}\n')
+    result = CliRunner().invoke(app, ["finetune", "name", str(rows), "--dpo-beta", "0.2", "--detach"])
+    assert result.exit_code == 0, result.output
+    assert asked == [{"loss": {"type": "dpo", "beta": 0.2}}]

@@ -11,7 +11,7 @@ from coserve.errors import TrackingFailed
 from coserve.offload.protocol import TaskContext
 from coserve.tracking.points import Point, Run, values_of
 from coserve.tracking.task import CloseAll, Track, close_all, track
-from coserve.types import JobState
+from coserve.types import JobState, Rewards
 from tests.support.api_server import tokenizer
 from tests.support.event_files import read_curve
 from tests.support.records import make_metrics
@@ -88,6 +88,16 @@ def test_a_step_tells_what_was_measured() -> None:
         "eval/token_accuracy": 0.0,
         "eval/perplexity": 4.0,
     }
+
+
+def test_the_rewards_of_a_dpo_job_have_the_names_of_trl() -> None:
+    plain = make_metrics(1)
+    rewards = Rewards(chosen=1.0, rejected=-0.5, margin=1.5, accuracy=0.75)
+    expected = {"rewards/chosen": 1.0, "rewards/rejected": -0.5, "rewards/margins": 1.5, "rewards/accuracies": 0.75}
+    for field, group in (("rewards", "train"), ("valid_rewards", "eval")):
+        measured = msgspec.structs.replace(plain, **{field: rewards})
+        own = {f"{group}/{name}": value for name, value in expected.items()}
+        assert values_of(measured) == values_of(plain) | own
 
 
 def test_what_a_library_raises_is_told_in_a_line_and_the_run_is_opened_anew(tmp_path: Path) -> None:
