@@ -14,7 +14,7 @@ async def test_three_jobs_train_together_and_each_tells_its_own_story(tmp_path: 
     async with serve_real(tmp_path, policy="ets") as api:
         jobs = []
         for number, rank in enumerate((2, 4, 8)):
-            training = {"steps": 4 + number, "batch_tokens": 32, "seed": number}
+            training = {"steps": 20 + number, "batch_tokens": 32, "seed": number}
             body = {"adapter": f"a{number}", "data": ROWS, "lora": {"r": rank}, "training": training}
             status, job = await api.call("POST", "/finetune", json=body)
             assert status == 202, job
@@ -22,7 +22,7 @@ async def test_three_jobs_train_together_and_each_tells_its_own_story(tmp_path: 
         await asyncio.gather(*(api.job_until(job, "succeeded") for job in jobs))
         for number, job in enumerate(jobs):
             steps = [event["metrics"]["step"] for _, event in await api.events(job) if event["metrics"]]
-            assert steps == list(range(1, 5 + number))
+            assert steps == list(range(1, 21 + number))
         assert api.service.engine.stats is not None
         batches = api.service.engine.stats.batches
         assert batches.jobs > batches.count > 0, "they shared some"

@@ -43,7 +43,7 @@ async def test_jobs_and_requests_get_what_they_get_in_turns(tmp_path: Path) -> N
             ended = await api.job_until(job["id"], "succeeded")
             _, health = await api.call("GET", "/health")
             assert ("spatial: a stand-in" in str(health)) == (training is not None)
-            found.append((texts, ended["metrics"] | {"seconds": 0}))
+            found.append((texts, ended["metrics"] | {"seconds": 0, "tokens_per_second": 0}))
     assert found[0] == found[1]
     assert found[0][1]["valid_loss"] is not None and device.entered and device.marks
 
