@@ -1,7 +1,8 @@
 """Predicted and measured peaks of GPU memory, over random mixes of jobs, adapters that serve and running sequences.
 
     python -m benchmarks.memory_mixes --out /tmp/found --seconds 230       (on a GPU)
-    python -m benchmarks.memory_mixes --publish /tmp/found/memory_mixes.json
+    for i in 1 2 3 4 5 6 7 8; do python -m benchmarks.memory_mixes --seed $i --out /tmp/found/$i --seconds 500 & done; wait   (on a GPU)
+    python -m benchmarks.memory_mixes --publish /tmp/found/*/memory_mixes.json
     python -m benchmarks.memory_mixes --tiny --mixes 4 --out /tmp/tried    (a small shape; where there is no GPU on fake tensors)
 
 The base has the shapes of Llama 3 8B in four layers, with its vocabulary, in bfloat16 with random weights. Its profile is measured as at the
@@ -19,7 +20,6 @@ import contextlib
 import gc
 import json
 import random
-import shutil
 import time
 from argparse import Namespace
 from collections.abc import Callable, Iterator, Sequence
@@ -272,7 +272,7 @@ def admit(machine: Machine, mix: Mix, planned: int) -> tuple[list[tuple[JobSpec,
 def measure(given: Namespace) -> dict[str, Any]:
     """All mixes."""
     plan, began = SMALL if given.tiny else FULL, time.monotonic()
-    rng, rows, out_of_memory = random.Random(0), list[dict[str, Any]](), 0
+    rng, rows, out_of_memory = random.Random(given.seed), list[dict[str, Any]](), 0
     with place() as where:
         machine = Machine(where, plan)
         targets = machine.base.spec.default_targets
@@ -358,10 +358,19 @@ def summary(rows: Sequence[dict[str, Any]], out_of_memory: int) -> dict[str, flo
     return found | {"jobs_waiting": sum(row["waiting"] for row in rows)}
 
 
-def publish(path: Path) -> None:
-    """Take the result in, and update the keys in summary.json."""
-    shutil.copyfile(path, RESULTS / NAME)
-    content = json.loads(path.read_text())
+def merged(found: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Results of several seeds at one commit as one; the first tells of the rest."""
+    first, commits = found[0], {each["run"]["commit"] for each in found}
+    if len(commits) > 1:
+        raise SystemExit(f"expected results of one commit, got {', '.join(sorted(commits))}")
+    rows = [row for each in found for row in each["mixes"]]
+    return first | {"summary": summary(rows, sum(each["summary"]["oom"] for each in found)), "mixes": rows}
+
+
+def publish(paths: Sequence[Path]) -> None:
+    """Take the results in, and update the keys in summary.json."""
+    content = merged([json.loads(path.read_text()) for path in paths])
+    (RESULTS / NAME).write_text(json.dumps(content) + "\n")
     found = content["summary"]
     values: dict[str, tuple[float, str, str | None]] = {
         "memory.error.p99": (found["error.p99"], "share", "at most 0.03"),
@@ -379,7 +388,10 @@ def main() -> None:
     parser = make_parser(__doc__, tiny="a small shape, to try the script")
     parser.add_argument("--mixes", type=int, default=1000)
     parser.add_argument("--seconds", type=float, default=230.0, help="no mix begins after so many")
-    parser.add_argument("--publish", type=Path, help="take in the result named, put its keys in summary.json, and stop")
+    parser.add_argument("--seed", type=int, default=0, help="of the mixes; each process has one of its own")
+    parser.add_argument(
+        "--publish", nargs="+", type=Path, help="take in these results, put the keys in summary.json, and stop"
+    )
     given = parser.parse_args()
     if given.publish is not None:
         publish(given.publish)

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import random
 from argparse import Namespace
+from typing import Any
 
 import pytest
 
-from benchmarks.memory_mixes import FULL, measure, random_mix, summary
+from benchmarks.memory_mixes import FULL, measure, merged, random_mix, summary
 
 TARGETS = ("q_proj", "v_proj", "down_proj")
 
@@ -34,9 +35,22 @@ def test_the_summary_tells_the_worst() -> None:
     assert (found["error.p50"], found["jobs"], found["jobs_recomputed"], found["jobs_waiting"]) == (0.05, 100, 50, 100)
 
 
+def test_results_of_several_processes_are_one() -> None:
+    rows = [{"error": i / 100, "error_of_mix": i / 50, "jobs": [], "waiting": 0} for i in range(4)]
+    parts: list[dict[str, Any]] = [
+        {"run": {"commit": "x"}, "summary": {"oom": 1}, "mixes": rows[:1]},
+        {"run": {"commit": "x"}},
+    ]
+    parts[1] |= {"summary": {"oom": 2}, "mixes": rows[1:]}
+    found = merged(parts)
+    assert found["mixes"] == rows and found["summary"]["oom"] == 3 and found["summary"]["error.max"] == 0.03
+    with pytest.raises(SystemExit, match="one commit"):
+        merged([parts[0], {"run": {"commit": "y"}}])
+
+
 @pytest.mark.slow
 def test_a_run_without_a_gpu() -> None:
-    found = measure(Namespace(tiny=True, mixes=2, seconds=600.0, commit="x"))
+    found = measure(Namespace(tiny=True, mixes=2, seconds=600.0, seed=0, commit="x"))
     assert found["summary"]["oom"] == 0
     assert found["summary"]["error_of_mix.max"] < 0.03
     assert len(found["mixes"]) == 2
