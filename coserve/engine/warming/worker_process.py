@@ -12,6 +12,7 @@ import os
 import signal
 import socket
 import sys
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 
@@ -28,6 +29,8 @@ ALONE = "alone"
 def serve_forks(control: socket.socket, work: Callable[[socket.socket], None]) -> None:
     """Fork processes that run `work` until the other end of `control` closes."""
     server = os.getpid()
+    # Threads of numeric libraries, which their own handlers of fork take care of; Python 3.12 warns of any.
+    warnings.filterwarnings("ignore", ".* is multi-threaded, use of fork", DeprecationWarning)
     while True:
         request, descriptors, *_ = socket.recv_fds(control, PID.size, 1)
         if not request:
