@@ -51,6 +51,7 @@ from coserve.queues.costs import ATTAINMENT
 from coserve.queues.inference import InferenceQueue, Queued
 from coserve.queues.policy import Policy, Serve, Train, Wait
 from coserve.state.failpoints import failpoint
+from coserve.types import MicroStep
 
 log = logging.getLogger(__name__)
 
@@ -336,7 +337,8 @@ class Engine:
         began, job = (self._measured if self._flight.takes_turns else self._clock()), decision.job
         kind, tokens = self._jobs.next_micro_step(job), self._jobs.micro_batch_tokens(job)
         with self._stalls.during(f"train_{kind}"):
-            shared_tokens = self._views.slices.tokens_within(decision.longest)
+            begins = kind is MicroStep.BEGIN
+            shared_tokens = self._views.slices.tokens_within(decision.longest) if begins else None
             suspended = self._jobs.advance(job, decision.micro_steps, shared_tokens)
         micro_steps = self._jobs.micro_steps_done
         tokens = self._jobs.micro_batch_tokens(job) if suspended else tokens
