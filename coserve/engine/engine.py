@@ -150,6 +150,11 @@ class Engine:
         """Whether it begins with compiled steps."""
         return self._upgrade is not None and self._upgrade.compiled
 
+    def load_layers(self) -> None:
+        """Before `run`, and before `compile`: the part of it that needs no kernels but the layers' own. Blocks."""
+        assert self._upgrade is not None, "expected steps that can be compiled"
+        self._upgrade.load_layers()
+
     def compile(self) -> None:
         """Before `run`: begin with compiled steps. Blocks. While requests run it would take several times as long, and delay
         them."""

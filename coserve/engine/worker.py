@@ -9,7 +9,8 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Coroutine
-from dataclasses import replace
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import NoReturn
 
@@ -33,7 +34,7 @@ from coserve.engine.ranks.trainer import RankedTrainer, tell_gathering
 from coserve.engine.spatial.training_stream import TrainingStream, make_training_stream, prepare_environment
 from coserve.engine.starting import EndedAtStart, until_shutdown
 from coserve.engine.warming.client import WarmUpClient
-from coserve.engine.warming.compilations import watch_compilations, watch_layers
+from coserve.engine.warming.compilations import Compilations, watch_compilations, watch_layers
 from coserve.engine.warming.early_start import StartedWarmUp
 from coserve.engine.warming.part_runner import make_part_runner
 from coserve.engine.warming.upgrade import PreloadKernels, Upgrade, preload_nothing, tell_progress
@@ -50,8 +51,10 @@ from coserve.model.base import Base
 from coserve.queues.policies.choice import make_policy
 from coserve.state.failpoints import failpoint
 from coserve.stream_link import engine_end
+from coserve.types import DEFAULT_RANK
 from coserve.warmup.messages import WarmUpTask
-from coserve.warmup.parts import EAGER, PROFILE, SCORED, STEP_PARTS
+from coserve.warmup.parts import EAGER, GEMMS, LAYERS, PROFILE, SCORED, STEP_PARTS
+from coserve.warmup.parts import training as training_part
 
 log = logging.getLogger(__name__)
 
@@ -151,13 +154,24 @@ def _notes(base: Base, generator: Generator, config: Config) -> tuple[str, ...]:
     return notes
 
 
-async def _run(config: Config, fd: int, warm_up: StartedWarmUp | None, rank: OwnRank | None) -> None:
+@dataclass(frozen=True)
+class _Given:
+    """What an engine's process begins with. `compilations`: those of this process."""
+
+    config: Config
+    warm_up: StartedWarmUp | None
+    rank: OwnRank | None
+    compilations: Compilations
+
+
+async def _run(given: _Given, fd: int) -> None:
+    rank = given.rank
     followers = None if rank is None else Followers(rank.commands, rank.monitor.progress)
     link = await engine_end(socket.socket(fileno=fd))
     failpoint("engine.start")
     began = time.monotonic()
     try:
-        engine, ready = await until_shutdown(_start(config, link, warm_up, rank, followers), link)
+        engine, ready = await until_shutdown(_start(given, link, followers), link)
     except StartupError as error:
         link.send(EngineRefused(code=error.code, message=error.message))
     except EndedAtStart:
@@ -189,42 +203,34 @@ async def _run(config: Config, fd: int, warm_up: StartedWarmUp | None, rank: Own
 
 
 async def _start(
-    config: Config,
-    link: Link[FromEngine, ToEngine],
-    warm_up: StartedWarmUp | None,
-    rank: OwnRank | None,
-    followers: Followers | None,
+    given: _Given, link: Link[FromEngine, ToEngine], followers: Followers | None
 ) -> tuple[Engine, EngineReady]:
     """Load the base and build the engine; wait for the kernels that it begins with. Raises `StartupError`."""
-    warm = None if warm_up is None else await _connect(warm_up)
+    warm = None if given.warm_up is None else await _connect(given.warm_up)
     if warm is None:
-        return await _load(config, link, None, None, rank, followers)
+        return await _load(given, link, None, followers)
     telling = asyncio.create_task(tell_progress(link, warm))
     try:
-        return await _load(config, link, warm_up, warm, rank, followers)
+        return await _load(given, link, warm, followers)
     finally:
         telling.cancel()
 
 
 async def _load(
-    config: Config,
-    link: Link[FromEngine, ToEngine],
-    warm_up: StartedWarmUp | None,
-    warm: WarmUpClient | None,
-    rank: OwnRank | None,
-    followers: Followers | None,
+    given: _Given, link: Link[FromEngine, ToEngine], warm: WarmUpClient | None, followers: Followers | None
 ) -> tuple[Engine, EngineReady]:
     """`_start`, with the client of the warm-up that has been started."""
+    config, warm_up, rank = given.config, given.warm_up, given.rank
     if warm is not None and warm_up is not None and not warm_up.concurrent:
         await warm.wait_until_ended()
     base = load_ranked_base(config, rank)
-    training = make_training_stream(config, base.device)
+    own_stream = make_training_stream(config, base.device)
     if warm is not None:
         await warm.checked()
-        if (
-            not warm.layers_ready()
-        ):  # on a thread, as the progress is read meanwhile; what it raises, `make_start` hears too
-            await asyncio.wait({asyncio.get_running_loop().run_in_executor(None, wake_compiler, base.device)})
+        if not warm.layers_ready():
+            with given.compilations.expected():
+                # on a thread, as the progress is read meanwhile; what it raises, `make_start` hears too
+                await asyncio.wait({asyncio.get_running_loop().run_in_executor(None, wake_compiler, base.device)})
         if config.compile == "background" and rank is None:
             await warm.wait_for_parts((PROFILE,))
         else:  # all ranks load all kernels before the first request
@@ -242,11 +248,13 @@ async def _load(
         preload_kernels=preload_kernels,
         followers=followers,
         board=None if rank is None else rank.place.board,
-        training=training,
+        training=own_stream,
     )
-    if training is not None:
+    if own_stream is not None:
         torch.cuda.synchronize(base.device)  # memory that was freed meanwhile may be another stream's
     if warm is not None and engine.warms_up and not engine.compiled:
+        if await warm.wait_for_parts((LAYERS, *GEMMS)):  # while kernels of graphs are compiled
+            engine.load_layers()
         if await warm.wait_for_parts(SCORED):
             engine.preload_eager()
         if await warm.wait_for_parts(STEP_PARTS):
@@ -254,6 +262,9 @@ async def _load(
         else:
             await warm.wait_for_parts(EAGER)
             preload_kernels(base, None)
+    if warm is not None and warm_up is not None and rank is None and warm.complete((training_part(DEFAULT_RANK),)):
+        with nullcontext() if own_stream is None else own_stream.enter():
+            _preload_training(config, warm_up.task, base)
     return engine, ready
 
 
@@ -276,6 +287,18 @@ def _preload_kernels(
     log.info("kernels of the first steps loaded in %.1f s", time.monotonic() - began)
 
 
+def _preload_training(config: Config, task: WarmUpTask, base: Base) -> None:
+    """Run a few micro-batches on the current stream, that of the trainer: with the kernels, its libraries' handles and the memory
+    that slices of jobs will have are there."""
+    began = time.monotonic()
+    try:
+        make_part_runner(base, config, task).preload_training()
+        torch.cuda.current_stream().synchronize()
+    except Exception:  # the first slices load their kernels
+        log.exception("the kernels of training could not be loaded ahead")
+    log.info("kernels of training loaded in %.1f s", time.monotonic() - began)
+
+
 async def _connect(warm_up: StartedWarmUp) -> WarmUpClient:
     warm = WarmUpClient(warm_up.task)
     await warm.listen(warm_up.socket)
@@ -293,7 +316,7 @@ def serve(config: Config, fd: int, warm_up: StartedWarmUp | None, rank: OwnRank 
     if rank is not None:
         rank.monitor.progress.watch_kernels(lambda: compilations.loads)
         rank.monitor.progress.watch_compiler(watch_layers())
-    work = _run(config, fd, warm_up, rank)
+    work = _run(_Given(config, warm_up, rank, compilations), fd)
     run_to_exit(work if rank is None else told(work, rank.monitor))
 
 

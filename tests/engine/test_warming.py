@@ -9,6 +9,7 @@ import socket
 import time
 from dataclasses import replace
 from pathlib import Path
+from typing import Any, cast
 
 import msgspec
 import pytest
@@ -21,7 +22,13 @@ from coserve.engine.warming.compilations import Compilations, watch_layers
 from coserve.engine.warming.early_start import CAPTURABLE, use_caches
 from coserve.engine.warming.part_runner import make_part_runner
 from coserve.engine.warming.step_mixes import Mix, first_steps, step_mixes
+from coserve.engine.warming.upgrade import Upgrade
 from coserve.engine.warming.worker import load_few_layers, use_gpu
+from coserve.finetune.micro_batch import MicroBatchRunner, MicroSteps
+from coserve.finetune.optimizer import AdapterOptimizer
+from coserve.finetune.packed_rows import PackedRows
+from coserve.generate.execution.start import Compilation
+from coserve.generate.generator import Generator
 from coserve.kernels.gemm.skinny import SHAPES
 from coserve.kernels.lora.backend import BACKENDS, make_backend
 from coserve.kernels.lora.types import StackedWeights
@@ -81,6 +88,29 @@ def test_steps_longer_than_the_context_are_of_several_prompts(tmp_path: Path) ->
     config = replace(config, step_tokens=2 * context + 1, inference_batch_size=4)
     make_part_runner(base, config, task).preload_kernels()
     assert Mix((context, context, 1), 0) in first_steps(4, 2 * context + 1, context, decodes=True)
+
+
+def test_training_is_run_ahead_with_a_backward_and_an_update(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """With the sizes that rows of text have, and without a trace in the base."""
+    task, config = make_task(tmp_path)
+    base = load_base("bundled", device="cpu", dtype="float32", few_layers=True)
+    before = {name: tensor.clone() for name, tensor in base.model.state_dict().items()}
+    sizes, updates = list[int](), list[int]()
+    forward_backward, step = MicroBatchRunner.forward_backward, AdapterOptimizer.step
+
+    def counted(self: MicroBatchRunner, rows: PackedRows, *rest: Any, **named: Any) -> MicroSteps:
+        sizes.append(len(rows.tokens_T))
+        return (yield from forward_backward(self, rows, *rest, **named))
+
+    def updated(self: AdapterOptimizer, *, targets: int, learning_rate: float) -> float:
+        updates.append(targets)
+        return step(self, targets=targets, learning_rate=learning_rate)
+
+    monkeypatch.setattr(MicroBatchRunner, "forward_backward", counted)
+    monkeypatch.setattr(AdapterOptimizer, "step", updated)
+    make_part_runner(base, replace(config, micro_batch_tokens=64), task).preload_training()
+    assert {61, 64} <= set(sizes) and len(updates) >= len(sizes)
+    assert all(torch.equal(tensor, before[name]) for name, tensor in base.model.state_dict().items())
 
 
 def test_blocks_are_left_out_where_the_base_cannot_have_them(tmp_path: Path) -> None:
@@ -273,6 +303,39 @@ def test_each_kernel_that_is_compiled_is_logged_once(caplog: pytest.LogCaptureFi
     for hit in (True, False, False):
         found(src=None, metadata={"name": "shrink"}, times=None, cache_hit=hit, metadata_group={})
     assert found.kernels == ["shrink", "shrink"]
+    assert [record.levelname for record in caplog.records if record.levelno >= logging.INFO] == ["WARNING"]
+
+
+def test_layers_are_loaded_once_before_the_kernels_of_steps() -> None:
+    """They need no more than their own part of a warm-up; the kernels of graphs are compiled meanwhile."""
+    done = list[str]()
+
+    class Layers:
+        shadow = preload_executor = None
+
+        def compile(self) -> None:
+            done.append("layers")
+
+    def preload(base: object, executor: object, *, decodes: bool = True) -> None:
+        done.append("steps" if decodes else "prompts")
+
+    upgrade = Upgrade(cast("Compilation", Layers()), cast("Generator", None), (), preload_kernels=preload)
+    upgrade.load_layers()
+    assert done == ["layers"] and not upgrade.compiled
+    upgrade.preload_eager()
+    for _ in range(2):
+        upgrade.compile()
+        upgrade.load_layers()
+    assert done == ["layers", "prompts", "steps"] and upgrade.compiled
+
+
+def test_expected_compilations_are_no_warnings(caplog: pytest.LogCaptureFixture) -> None:
+    found = Compilations(logging.WARNING)
+    with found.expected():
+        found(src=None, metadata={"name": "halved"}, times=None, cache_hit=False, metadata_group={})
+    assert found.kernels == ["halved"]
+    assert not [record for record in caplog.records if record.levelno >= logging.INFO]
+    found(src=None, metadata={"name": "shrink"}, times=None, cache_hit=False, metadata_group={})
     assert [record.levelname for record in caplog.records if record.levelno >= logging.INFO] == ["WARNING"]
 
 

@@ -72,6 +72,9 @@ class Work:
     async def ready(self) -> None:
         pass
 
+    def load_layers(self) -> None:
+        pass
+
     def preload_eager(self) -> None:
         assert threading.get_ident() == self.thread
 

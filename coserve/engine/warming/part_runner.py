@@ -12,7 +12,15 @@ from coserve.adapters.targets import resolve_targets
 from coserve.config import Config
 from coserve.engine.sizes import STEP_TOKENS
 from coserve.engine.warming.client import gemm_paths
-from coserve.engine.warming.step_mixes import CONTEXTS, Mix, adapter_counts, first_steps, micro_batch_sizes, step_mixes
+from coserve.engine.warming.step_mixes import (
+    CONTEXTS,
+    Mix,
+    adapter_counts,
+    first_micro_batches,
+    first_steps,
+    micro_batch_sizes,
+    step_mixes,
+)
 from coserve.errors import InvalidRequest, NonFiniteLoss
 from coserve.finetune.init import new_adapter
 from coserve.finetune.memory_profiling import Conditions, CudaMemoryMeter, MemoryProfiler
@@ -140,6 +148,12 @@ class PartRunner:
                 self._step(steps, mix, adapters[:count])
         if decodes:
             self._sampled(steps)
+
+    def preload_training(self) -> None:
+        """Run a few micro-batches of a job with an adapter of `DEFAULT_RANK`, and their updates, on the current stream."""
+        profiler = MemoryProfiler(self._base, NoMeter(), self._conditions, rank=DEFAULT_RANK)
+        for tokens in first_micro_batches(self._conditions.work.micro_batch_tokens):
+            profiler.micro_batch(tokens)
 
     # ---- eager steps
 

@@ -73,6 +73,11 @@ def adapter_counts(mix: Mix, adapters: int) -> list[int]:
     return sorted({min(1, most), -(-most // 4), -(-most // 2), most})
 
 
+def first_micro_batches(most: int) -> list[int]:
+    """Tokens of a few micro-batches of up to `most` tokens: a full one, and sizes that no vector divides, as rows of text have."""
+    return sorted({max(1, size) for size in (min(most, 512) - 3, most - 3, most)})
+
+
 def micro_batch_sizes(most: int) -> list[int]:
     """Tokens of micro-batches that need every training kernel there is for up to `most` tokens: kernels depend on the number
     of tiles, up to `DENSE` tokens on each, and on whether Triton may read whole vectors."""

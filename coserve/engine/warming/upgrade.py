@@ -72,7 +72,7 @@ class Upgrade:
         """How many were missing when the executor was adopted."""
         self.compiled = False
         """Whether `compile` was called."""
-        self._eager_loaded = False
+        self._layers_loaded = self._eager_loaded = False
         self._adopted: tuple[str, ...] | None = None
         """Notes on compiled steps; None before `adopt`."""
 
@@ -93,18 +93,22 @@ class Upgrade:
         if self._warm is not None:
             self._warm.notify(changed)
 
+    def load_layers(self) -> None:
+        """Compile the layers, or load them from disk, on any thread. Later calls do nothing."""
+        if not self._layers_loaded:
+            self._layers_loaded, began = True, self._clock()
+            self._compilation.compile()
+            log.info("layers compiled in %.1f s", self._clock() - began)
+
     def compile(self) -> None:
-        """Compile the layers and load the kernels of steps, on any thread. Later calls do nothing."""
+        """`load_layers`, then load the kernels of steps, on the same thread. Later calls do nothing."""
         if self.compiled:
             return
         self.compiled = True
+        self.load_layers()
         began = self._clock()
-        self._compilation.compile()
-        compiled = self._clock()
         self._preload_kernels(self._compilation.shadow, self._compilation.preload_executor)
-        log.info(
-            "layers compiled in %.1f s, their kernels loaded in %.1f s", compiled - began, self._clock() - compiled
-        )
+        log.info("the layers' kernels loaded in %.1f s", self._clock() - began)
         self.preload_eager()
 
     def adopt(self) -> tuple[str, ...]:

@@ -105,7 +105,7 @@ class Compilation:
         return self._shadow.base
 
     def preload_executor(self, kv: KvCache) -> GraphExecutor | None:
-        """After `compile`, on its thread: an executor over modules of its own and over `kv`, to load kernels from disk before
+        """After `compile`, while no other thread uses the shadow: an executor over modules of its own and over `kv`, to load kernels from disk before
         the engine's steps need them. None: steps stay eager."""
         if self._refusal is not None:
             return None
