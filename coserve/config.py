@@ -19,6 +19,7 @@ from typing import get_args, get_type_hints
 from coserve.errors import ConfigError
 from coserve.hints import NEAR
 from coserve.options import grouped, option, parse_setting, read_settings, setting_path
+from coserve.processes import usable_cores
 
 SECTIONS = {
     "model": "Model, data and network",
@@ -40,6 +41,8 @@ MIN_SECRET = 16
 GPU_TARGETS = 1.0, 0.05
 CPU_TARGETS = 2.0, 0.2
 """TTFT and TPOT in seconds of interactive requests, where the settings leave them open."""
+MAX_TOKENIZER_WORKERS = 4
+"""Where the settings leave their number open."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -189,6 +192,10 @@ class Config:
     tracking_dir: Path | None = option(None, "folder of the trackers' files; default: 'tracking' in the data folder")
 
     data_root: Path | None = option(None, "folder from which /finetune and /adapters may read local paths")
+    tokenizer_workers: int | None = option(
+        None,
+        "processes that tokenise the corpora of jobs beside serving; default: half as many as there are cores, 4 at most",
+    )
     max_connections: int = option(
         1024,
         "most open connections; idle ones make room for new ones, further ones get 503 (but for /health and /health/ready)",
@@ -224,6 +231,7 @@ class Config:
             "adapter_memory_bytes",
             "micro_batch_rows",
             "keep_checkpoints",
+            "tokenizer_workers",
             "max_connections",
             "max_body_bytes",
         ):
@@ -267,6 +275,11 @@ class Config:
             ttft if self.slo_ttft is None else self.slo_ttft,
             tpot if self.slo_tpot is None else self.slo_tpot,
         )
+
+    @property
+    def tokenizer_processes(self) -> int:
+        """`tokenizer_workers`, or its default."""
+        return self.tokenizer_workers or min(MAX_TOKENIZER_WORKERS, max(1, usable_cores() // 2))
 
     @property
     def fair(self) -> bool:

@@ -14,6 +14,7 @@ CoserveError
 │   ├── JobTooLarge 422              it never fits into the GPU's memory
 ├── CorpusError 422                  a row is wrong (`line`)
 │   ├── MalformedRow                 ├── NoTargets             ├── EmptyCorpus
+│   ├── UnreadableCorpus             its file or folder is damaged, missing, or takes too much memory
 ├── AdapterError 422                 an adapter's files are wrong
 │   ├── UnsupportedAdapter           ├── CorruptAdapter        ├── UnsafeAdapter
 │   ├── BaseMismatch                 ├── ShapeMismatch
@@ -37,7 +38,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from typing import ClassVar, Final
+from typing import ClassVar, Final, Self
 
 
 class CoserveError(Exception):
@@ -176,6 +177,13 @@ class CorpusError(CoserveError):
         super().__init__(message if line is None else f"line {line}: {message}", field=field)
         self.line = line
 
+    def moved(self, lines: int) -> Self:
+        """The same error, `lines` lines further down: of a piece's row, as its whole file counts."""
+        if self.line is None:
+            return self
+        message = self.message.removeprefix(f"line {self.line}: ")
+        return type(self)(message, line=self.line + lines, field=self.field)
+
 
 class MalformedRow(CorpusError):
     code = "malformed_row"
@@ -187,6 +195,12 @@ class NoTargets(CorpusError):
 
 class EmptyCorpus(CorpusError):
     code = "empty_corpus"
+
+
+class UnreadableCorpus(CorpusError):
+    """The file or folder itself is damaged or missing, or reading it takes too much memory; no single row is to blame."""
+
+    code = "unreadable_corpus"
 
 
 class AdapterError(CoserveError):

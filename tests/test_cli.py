@@ -69,6 +69,7 @@ SETTINGS = [
     "tracker",
     "tracking_dir",
     "data_root",
+    "tokenizer_workers",
     "max_connections",
     "max_body_bytes",
     "read_timeout",

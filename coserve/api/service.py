@@ -19,7 +19,6 @@ from coserve.api.generation.async_tokenizer import AsyncTokenizer
 from coserve.api.generation.in_flight import MAX_PROMPT_SCORES, InFlightRequests
 from coserve.api.jobs.manager import JobManager
 from coserve.api.jobs.recorder import JobRecorder
-from coserve.api.jobs.submission import MAX_PREPARING
 from coserve.api.metrics.prometheus import Metrics
 from coserve.config import Config
 from coserve.errors import EngineUnavailable
@@ -71,7 +70,7 @@ class Service:
         self._registry = registry
         self._recorder = JobRecorder(folder, registry, self.engine, self.metrics)
         self.helpers = HelperPool(tokenizer.state, MAX_BODY_HELPERS, LogSettings.of(config))
-        self._preparers = HelperPool(tokenizer.state, MAX_PREPARING, LogSettings.of(config))
+        self._preparers = HelperPool(tokenizer.state, config.tokenizer_processes, LogSettings.of(config))
         self.texts = AsyncTokenizer(tokenizer, self.helpers)
         self.generation = InFlightRequests(
             config, self.engine, registry, tokenizer, self.texts, self.metrics, max_prompt_scores=max_prompt_scores

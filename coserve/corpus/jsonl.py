@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import io
 import json
 from collections.abc import Iterator
@@ -9,27 +10,49 @@ from pathlib import Path
 from typing import BinaryIO, NoReturn
 
 from coserve.corpus.rows import LIMITS, CorpusLimits, Row, parse_row
-from coserve.errors import EmptyCorpus, MalformedRow
+from coserve.errors import MalformedRow, UnreadableCorpus
 from coserve.state.durable import disk_errors
+
+BLOCK = 1 << 20
+"""Bytes of a line that are skipped at once."""
 
 
 def parse_jsonl(source: bytes | Path, limits: CorpusLimits = LIMITS) -> Iterator[Row]:
     """Rows of a JSONL file, read line by line; empty lines are skipped but counted.
 
     Raises `MalformedRow` with the line: not JSON, not UTF-8, a duplicate or unknown field, NaN or Infinity, more
-    than `limits` allow. Raises `EmptyCorpus` for a file that cannot be opened.
+    than `limits` allow. Raises `UnreadableCorpus` for a file that cannot be opened.
+    """
+    for line, row in enumerate(parse_lines(source, limits), start=1):
+        limits.check_line(line)
+        if row is not None:
+            yield row
+
+
+def parse_lines(
+    source: bytes | Path, limits: CorpusLimits, start: int = 0, stop: int | None = None
+) -> Iterator[Row | None]:
+    """Of each line that begins within the bytes `start` to `stop` (exclusive; None: the end), its row, or None of an empty one.
+
+    Lines count from 1 at `start`. Raises as `parse_jsonl`, except for the number of rows.
     """
     with io.BytesIO(source) if isinstance(source, bytes) else _open(source) as file:
-        read = 0
-        for line, content in enumerate(iter(lambda: file.readline(limits.row_bytes + 1), b""), start=1):
-            read += len(content)
-            limits.check_line(line)
+        _seek_line(file, start)
+        line, position = 1, file.tell()
+        while (stop is None or position < stop) and (content := file.readline(limits.row_bytes + 1)):
             if len(content) > limits.row_bytes:
                 raise MalformedRow(f"expected at most {limits.row_bytes} bytes a line", line=line)
-            if read > limits.total_bytes:
-                raise MalformedRow(f"expected a corpus of at most {limits.total_bytes} bytes", line=line)
-            if content.strip():
-                yield parse_row(_decode_line(content, line), line)
+            text = content.removeprefix(codecs.BOM_UTF8) if position == 0 else content
+            yield parse_row(_decode_line(text, line), line) if text.strip() else None
+            line, position = line + 1, position + len(content)
+
+
+def _seek_line(file: BinaryIO, start: int) -> None:
+    """Go to the first line that begins at `start` or after it."""
+    if start > 0:
+        file.seek(start - 1)
+        while (skipped := file.readline(BLOCK)) and not skipped.endswith(b"\n"):
+            pass
 
 
 def _open(path: Path) -> BinaryIO:
@@ -37,13 +60,13 @@ def _open(path: Path) -> BinaryIO:
         with disk_errors():
             return path.open("rb")
     except OSError as error:
-        raise EmptyCorpus(f"the corpus cannot be read: {error.strerror}", field="path") from error
+        raise UnreadableCorpus(f"the corpus cannot be read: {error.strerror}", field="path") from error
 
 
 def _decode_line(content: bytes, line: int) -> object:
     """Decode strict JSON: no NaN, no Infinity, no duplicate field."""
     try:
-        text = content.decode("utf-8-sig" if line == 1 else "utf-8")
+        text = content.decode()
         found: object = json.loads(text, object_pairs_hook=_object, parse_constant=_refuse, parse_float=_finite)
     except UnicodeDecodeError as error:
         raise MalformedRow("expected UTF-8", line=line) from error

@@ -1,27 +1,46 @@
 """Rows of a file or folder in any of the formats that users keep corpora in: JSONL, parquet, a folder of `datasets`. No torch.
 
-Parquet files and folders are read a few rows at a time, with pyarrow, which is optional.
+A source is split into pieces, which several processes can read at the same time. Parquet files and folders are read a few rows at a
+time, with pyarrow, which is optional.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
+from typing import TYPE_CHECKING, Literal
 
 import msgspec
 
-from coserve.corpus.jsonl import parse_jsonl
+from coserve.corpus.jsonl import parse_lines
 from coserve.corpus.rows import LIMITS, CorpusLimits, Row, parse_row
-from coserve.errors import EmptyCorpus, InvalidRequest, MalformedRow
+from coserve.errors import InvalidRequest, MalformedRow, UnreadableCorpus
 from coserve.state.durable import disk_errors
+
+if TYPE_CHECKING:
+    from pyarrow import RecordBatch
 
 STATE = "state.json"
 """The file of a folder of `Dataset.save_to_disk` that names its data files."""
 PARQUET = b"PAR1"
 """The first bytes of a parquet file."""
 BATCH_ROWS = 64
+PIECE_BYTES, LARGE_PIECE_BYTES, MANY_PIECES = 512 << 10, 8 << 20, 1024
+"""Bytes of a piece of JSONL: a few seconds of work. A file that would have more pieces than `MANY_PIECES` has larger ones, up to
+`LARGE_PIECE_BYTES`."""
+PIECE_ROWS = 4096
+"""Rows of a piece of a table."""
+
+
+class Piece(msgspec.Struct, frozen=True):
+    """Part of a file: of JSONL the lines that begin within the bytes `start` to `stop` (exclusive), of a table these rows."""
+
+    path: str
+    format: Literal["jsonl", "parquet", "arrow"]
+    start: int
+    stop: int
 
 
 class _DataFile(msgspec.Struct):
@@ -33,7 +52,7 @@ class _State(msgspec.Struct, rename={"data_files": "_data_files"}):
 
 
 def is_jsonl(source: Path) -> bool:
-    """Whether `source` is read as JSONL: it is a file, and none of parquet. Raises `EmptyCorpus` if it cannot be opened."""
+    """Whether `source` is read as JSONL: it is a file, and none of parquet. Raises `UnreadableCorpus` if it cannot be opened."""
     if source.is_dir():
         return False
     with _source_errors(), disk_errors(), source.open("rb") as file:
@@ -44,61 +63,120 @@ def is_dataset(folder: Path) -> bool:
     return (folder / STATE).is_file()
 
 
-def read_rows(source: Path, limits: CorpusLimits = LIMITS) -> Iterator[Row]:
-    """The rows of a JSONL file, a parquet file, or a folder of `Dataset.save_to_disk`; the first row of the latter two is line 1.
+def split_source(source: Path) -> list[Piece]:
+    """The pieces of a JSONL file, a parquet file, or a folder of `Dataset.save_to_disk`, in the order of their rows.
 
-    Fields that are null count as absent: columns of Arrow have a value in every row. Raises what `parse_jsonl` raises, and `InvalidRequest`
-    if pyarrow is missing.
+    Raises `UnreadableCorpus`, `MalformedRow` for two columns of one name, and `InvalidRequest` if pyarrow is missing.
     """
     if is_jsonl(source):
-        yield from parse_jsonl(source, limits)
-        return
+        size = source.stat().st_size
+        step = min(max(PIECE_BYTES, size // MANY_PIECES), LARGE_PIECE_BYTES)
+        return [Piece(str(source), "jsonl", start, min(start + step, size)) for start in range(0, size, step)]
     if find_spec("pyarrow") is None:
         kind = "a folder of datasets" if source.is_dir() else "a parquet file"
         raise InvalidRequest(
             f"{kind} needs pyarrow, which is not installed: pip install 'coserve[datasets]'", field="path"
         )
-    size = 0
-    for line, found in enumerate(_arrow_rows(source), start=1):
-        limits.check_line(line)
-        try:
-            length = len(msgspec.json.encode(found))
-        except (TypeError, ValueError) as error:
-            raise MalformedRow("expected texts, numbers, lists and objects", line=line) from error
-        size += length
-        if length > limits.row_bytes:
-            raise MalformedRow(f"expected at most {limits.row_bytes} bytes a row", line=line)
-        if size > limits.total_bytes:
-            raise MalformedRow(f"expected a corpus of at most {limits.total_bytes} bytes", line=line)
-        yield parse_row(found, line)
+    with _arrow_errors(), _source_errors(), disk_errors():
+        if not source.is_dir():
+            return _split_table(source, "parquet", _parquet_length(source))
+        return [piece for path in _data_files(source) for piece in _split_table(path, "arrow", _stream_length(path))]
 
 
-def _arrow_rows(source: Path) -> Iterator[object]:
-    with _source_errors(), disk_errors():
-        if source.is_dir():
-            for path in _data_files(source):
-                yield from _ipc_rows(path)
+def _split_table(path: Path, format: Literal["parquet", "arrow"], rows: int) -> list[Piece]:
+    return [Piece(str(path), format, start, min(start + PIECE_ROWS, rows)) for start in range(0, rows, PIECE_ROWS)]
+
+
+class PieceReader:
+    """Iterates over a piece's rows. Lines count from 1 at its beginning.
+
+    Fields that are null count as absent: columns of Arrow have a value in every row. Raises what `parse_lines` raises.
+    """
+
+    def __init__(self, piece: Piece, limits: CorpusLimits = LIMITS) -> None:
+        self._piece, self._limits = piece, limits
+        self.lines = 0
+        """Read so far: rows, and empty lines."""
+
+    def __iter__(self) -> Iterator[Row]:
+        piece = self._piece
+        if piece.format == "jsonl":
+            rows = parse_lines(Path(piece.path), self._limits, piece.start, piece.stop)
         else:
-            yield from _parquet_rows(source)
+            rows = self._table_rows()
+        for row in rows:
+            self.lines += 1
+            if row is not None:
+                yield row
+
+    def _table_rows(self) -> Iterator[Row]:
+        for line, found in enumerate(_arrow_rows(self._piece), start=1):
+            try:
+                length = len(msgspec.json.encode(found))
+            except (TypeError, ValueError) as error:
+                raise MalformedRow("expected texts, numbers, lists and objects", line=line) from error
+            if length > self._limits.row_bytes:
+                raise MalformedRow(f"expected at most {self._limits.row_bytes} bytes a row", line=line)
+            yield parse_row(found, line)
 
 
-def _parquet_rows(path: Path) -> Iterator[object]:
+def _arrow_rows(piece: Piece) -> Iterator[object]:
+    with _arrow_errors(), _source_errors(), disk_errors():
+        read = _parquet_rows if piece.format == "parquet" else _stream_rows
+        yield from read(Path(piece.path), piece.start, piece.stop)
+
+
+def _parquet_length(path: Path) -> int:
     import pyarrow.parquet
 
     with pyarrow.parquet.ParquetFile(path) as file:
         _refuse_twins(file.schema_arrow.names)
-        for batch in file.iter_batches(BATCH_ROWS, use_threads=False):
-            yield from map(_without_nulls, batch.to_pylist())
+        rows: int = file.metadata.num_rows
+        return rows
 
 
-def _ipc_rows(path: Path) -> Iterator[object]:
+def _parquet_rows(path: Path, start: int, stop: int) -> Iterator[object]:
+    """Row groups are found by the file's metadata; within one, the rows before `start` are decoded."""
+    import pyarrow.parquet
+
+    with pyarrow.parquet.ParquetFile(path) as file:
+        groups, first, skipped = [], 0, 0
+        for group in range(file.metadata.num_row_groups):
+            rows = file.metadata.row_group(group).num_rows
+            if first + rows <= start:
+                skipped += rows
+            elif first < stop:
+                groups.append(group)
+            first += rows
+        batches = file.iter_batches(BATCH_ROWS, row_groups=groups, use_threads=False)
+        yield from _batch_rows(batches, start - skipped, stop - skipped)
+
+
+def _stream_length(path: Path) -> int:
     import pyarrow
 
     with pyarrow.memory_map(str(path)) as file, pyarrow.ipc.open_stream(file) as batches:
         _refuse_twins(batches.schema.names)
-        for batch in batches:
-            for start in range(0, batch.num_rows, BATCH_ROWS):
-                yield from map(_without_nulls, batch.slice(start, BATCH_ROWS).to_pylist())
+        return sum(batch.num_rows for batch in batches)
+
+
+def _stream_rows(path: Path, start: int, stop: int) -> Iterator[object]:
+    import pyarrow
+
+    with pyarrow.memory_map(str(path)) as file, pyarrow.ipc.open_stream(file) as batches:
+        yield from _batch_rows(batches, start, stop)
+
+
+def _batch_rows(batches: Iterable[RecordBatch], start: int, stop: int) -> Iterator[object]:
+    """Rows `start` to `stop` of all that the batches have."""
+    first = 0
+    for batch in batches:
+        last = min(stop - first, batch.num_rows)
+        for here in range(max(0, start - first), last, BATCH_ROWS):
+            yield from map(_without_nulls, batch.slice(here, min(BATCH_ROWS, last - here)).to_pylist())
+        first += batch.num_rows
+        if first >= stop:
+            return
 
 
 def _refuse_twins(columns: list[str]) -> None:
@@ -109,18 +187,18 @@ def _refuse_twins(columns: list[str]) -> None:
 
 
 def _data_files(folder: Path) -> list[Path]:
-    """Raises `EmptyCorpus` if the state cannot be read, or names what is outside of the folder or no file."""
+    """Raises `UnreadableCorpus` if the state cannot be read, or names what is outside of the folder or no file."""
     try:
         state = msgspec.json.decode((folder / STATE).read_bytes(), type=_State)
     except msgspec.MsgspecError as error:
-        raise EmptyCorpus(
+        raise UnreadableCorpus(
             f"the corpus cannot be read: {STATE} is none of Dataset.save_to_disk", field="path"
         ) from error
     paths = [(folder / file.filename).resolve() for file in state.data_files]
     if any(path.parent != folder.resolve() for path in paths):
-        raise EmptyCorpus(f"the corpus cannot be read: {STATE} names a file outside of the folder", field="path")
+        raise UnreadableCorpus(f"the corpus cannot be read: {STATE} names a file outside of the folder", field="path")
     if absent := [path.name for path in paths if not path.is_file()]:  # a pipe would be waited for
-        raise EmptyCorpus(f"the corpus cannot be read: the folder has no file {absent[0]!r:.80}", field="path")
+        raise UnreadableCorpus(f"the corpus cannot be read: the folder has no file {absent[0]!r:.80}", field="path")
     return paths
 
 
@@ -132,14 +210,23 @@ def _without_nulls(value: object) -> object:
 
 @contextmanager
 def _source_errors() -> Iterator[None]:
-    """Raise what the disk or pyarrow says of a source as `EmptyCorpus`."""
+    """Raise what the system says of a source as `UnreadableCorpus`."""
     try:
         yield
     except OSError as error:
-        raise EmptyCorpus(f"the corpus cannot be read: {error.strerror or 'it is damaged'}", field="path") from error
-    except MemoryError:
+        reason = error.strerror or "it is damaged"
+        raise UnreadableCorpus(f"the corpus cannot be read: {reason}", field="path") from error
+
+
+@contextmanager
+def _arrow_errors() -> Iterator[None]:
+    """Raise what pyarrow says of a source as `UnreadableCorpus`. Its conversion of values to Python's types raises plain `ValueError`
+    (text that is no UTF-8) and `OverflowError` (dates)."""
+    import pyarrow
+
+    try:
+        yield
+    except MemoryError:  # pyarrow's own is an ArrowException, too
         raise
-    except Exception as error:
-        if not isinstance(error, ValueError) and not type(error).__module__.startswith("pyarrow"):
-            raise
-        raise EmptyCorpus(f"the corpus cannot be read: {str(error)[:200]}", field="path") from error
+    except (pyarrow.lib.ArrowException, ValueError, OverflowError) as error:
+        raise UnreadableCorpus(f"the corpus cannot be read: {str(error)[:200]}", field="path") from error

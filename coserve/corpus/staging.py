@@ -1,4 +1,4 @@
-"""Corpora on their way into a job's folder; the helper-process task that tokenises a large file. No torch."""
+"""Corpora on their way into a job's folder; the tasks of helper processes that tokenise a large file. No torch."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ import numpy.typing as npt
 from safetensors import safe_open
 
 from coserve.corpus.rows import Row
-from coserve.corpus.sources import read_rows
+from coserve.corpus.sources import Piece, PieceReader, split_source
 from coserve.corpus.tokenize import row_arrays
 from coserve.corpus.writer import CorpusWriter
-from coserve.errors import EmptyCorpus
+from coserve.errors import UnreadableCorpus
 from coserve.offload.protocol import TaskContext
 from coserve.state.durable import move_file
 from coserve.types import TrainOn
@@ -70,10 +70,16 @@ class StagedCorpus(msgspec.Struct, frozen=True):
         shutil.rmtree(Path(self.path).parent, ignore_errors=True)
 
 
-class TokenizeFile(msgspec.Struct, frozen=True):
-    """Tokenise the file or folder `source` into `target`; rows have at most `max_length` tokens."""
+class SplitSource(msgspec.Struct, frozen=True):
+    """Arguments of `split_into_pieces`: a file or folder."""
 
     source: str
+
+
+class TokenizePiece(msgspec.Struct, frozen=True):
+    """Arguments of `tokenize_piece`: rows have at most `max_length` tokens; `target` is the part's path."""
+
+    piece: Piece
     target: str
     max_length: int
     train_on: TrainOn | None = None
@@ -82,28 +88,64 @@ class TokenizeFile(msgspec.Struct, frozen=True):
     """Bytes of memory that it may take."""
 
 
-def tokenize_file(context: TaskContext, arguments: bytes, body: bytes) -> bytes:
-    """Task of a helper process: `TokenizeFile` in, `StagedCorpus` out, as MessagePack. Raises `CorpusError` leaves, `StorageFull`, `StorageFailed`."""
-    request = msgspec.msgpack.decode(arguments, type=TokenizeFile)
+class CorpusPart(msgspec.Struct, frozen=True):
+    """A tokenised piece. `lines`: of the source, rows and empty ones."""
+
+    path: str
+    lines: int
+    rows: int
+    target_tokens: int
+    rows_cut: int
+
+
+class JoinParts(msgspec.Struct, frozen=True):
+    """Arguments of `join_parts`: into `target`."""
+
+    parts: list[CorpusPart]
+    target: str
+
+
+def split_into_pieces(context: TaskContext, arguments: bytes, body: bytes) -> bytes:
+    """Task of a helper process: `SplitSource` in, a list of `Piece` out, as MessagePack. Raises as `split_source`."""
+    return msgspec.msgpack.encode(split_source(Path(msgspec.msgpack.decode(arguments, type=SplitSource).source)))
+
+
+def tokenize_piece(context: TaskContext, arguments: bytes, body: bytes) -> bytes:
+    """Task of a helper process: `TokenizePiece` in, `CorpusPart` out, as MessagePack. Raises `CorpusError` leaves, whose lines count
+    from the piece's beginning, `StorageFull`, `StorageFailed`."""
+    request = msgspec.msgpack.decode(arguments, type=TokenizePiece)
     with _bounded_memory(request.memory):
-        return _tokenize_file(context, request)
+        return msgspec.msgpack.encode(_tokenize_piece(context, request))
 
 
-def _tokenize_file(context: TaskContext, request: TokenizeFile) -> bytes:
-    rows = _with_progress(read_rows(Path(request.source)), context.progress)
+def _tokenize_piece(context: TaskContext, request: TokenizePiece) -> CorpusPart:
+    piece = PieceReader(request.piece)
+    rows = _with_progress(piece, context.progress)
     cut = 0
-    with CorpusWriter(Path(request.target)) as corpus:
+    with CorpusWriter(Path(request.target)) as part:
         for row in row_arrays(rows, context.tokenizer, request.max_length, request.train_on, pairs=request.pairs):
-            corpus.add(row.tokens, row.target, row.split)
+            part.add(row.tokens, row.target, row.split)
             cut += row.cut
+    return CorpusPart(request.target, piece.lines, part.rows, part.target_tokens, cut)
+
+
+def join_parts(context: TaskContext, arguments: bytes, body: bytes) -> bytes:
+    """Task of a helper process: `JoinParts` in, `StagedCorpus` out, as MessagePack. Raises `StorageFull`, `StorageFailed`."""
+    request = msgspec.msgpack.decode(arguments, type=JoinParts)
+    with CorpusWriter(Path(request.target)) as corpus:
+        for part in request.parts:
+            context.progress()
+            corpus.append(Path(part.path), part.target_tokens)
         corpus.finish()
-        staged = StagedCorpus(request.target, corpus.rows, corpus.token_count, corpus.target_tokens, cut)
-    return msgspec.msgpack.encode(staged)
+    cut = sum(part.rows_cut for part in request.parts)
+    return msgspec.msgpack.encode(
+        StagedCorpus(request.target, corpus.rows, corpus.token_count, corpus.target_tokens, cut)
+    )
 
 
 @contextmanager
 def _bounded_memory(size: int) -> Iterator[None]:
-    """This process can allocate at most `size` bytes. Files that are mapped do not count. Raises `EmptyCorpus` for `MemoryError`."""
+    """This process can allocate at most `size` bytes. Files that are mapped do not count. Raises `UnreadableCorpus` for `MemoryError`."""
     before = resource.getrlimit(resource.RLIMIT_DATA)
     resource.setrlimit(
         resource.RLIMIT_DATA, (size if before[1] == resource.RLIM_INFINITY else min(size, before[1]), before[1])
@@ -111,7 +153,9 @@ def _bounded_memory(size: int) -> Iterator[None]:
     try:
         yield
     except MemoryError as error:
-        raise EmptyCorpus(f"expected a corpus that is read within {size >> 20} MiB of memory", field="path") from error
+        raise UnreadableCorpus(
+            f"expected a corpus that is read within {size >> 20} MiB of memory", field="path"
+        ) from error
     finally:
         resource.setrlimit(resource.RLIMIT_DATA, before)
 

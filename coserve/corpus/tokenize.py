@@ -14,8 +14,7 @@ from coserve.errors import EmptyCorpus, InvalidRequest, MalformedRow, NoTargets
 from coserve.pretrained.tokenizer import Tokenizer
 from coserve.types import TrainOn
 
-MAX_TOKENS = 1 << 30
-"""Of a whole corpus."""
+NO_ROWS = "expected at least one row"
 
 
 @dataclass(frozen=True)
@@ -56,6 +55,8 @@ def tokenize_rows(
     Raises `NoTargets` and `MalformedRow` (a chat that the template refuses) with the row's line, `EmptyCorpus`.
     """
     rows_of_arrays = list(row_arrays(rows, tokenizer, max_length, train_on, pairs=pairs))
+    if not rows_of_arrays:
+        raise EmptyCorpus(NO_ROWS)
     bounds = np.cumsum([0, *(len(row.tokens) for row in rows_of_arrays)], dtype=np.int64)
     return Corpus(
         np.concatenate([row.tokens for row in rows_of_arrays]),
@@ -69,21 +70,15 @@ def tokenize_rows(
 def row_arrays(
     rows: Iterable[Row], tokenizer: Tokenizer, max_length: int, train_on: TrainOn | None = None, *, pairs: bool = False
 ) -> Iterator[RowArrays]:
-    """As `tokenize_rows`, one row at a time."""
+    """As `tokenize_rows`, one row at a time; there may be none."""
     if max_length < 2:
         raise InvalidRequest(f"expected at least 2, got {max_length}", field="training.max_length")
-    size = 0
     for row, tokenized in _tokenized_rows(_checked(rows, pairs=pairs), tokenizer, max_length, train_on):
         if not any(tokenized.targets):
             raise NoTargets("the row has nothing to learn", line=row.line)
-        size += len(tokenized.tokens)
-        if size > MAX_TOKENS:
-            raise MalformedRow(f"expected a corpus of at most {MAX_TOKENS} tokens", line=row.line)
         yield RowArrays(
             np.array(tokenized.tokens, np.int32), np.array(tokenized.targets, np.uint8), tokenized.cut, tokenized.split
         )
-    if size == 0:
-        raise EmptyCorpus("expected at least one row")
 
 
 def _checked(rows: Iterable[Row], *, pairs: bool) -> Iterator[Row]:

@@ -6,18 +6,14 @@ import json
 import tracemalloc
 from pathlib import Path
 
-import msgspec
 import numpy as np
-import pytest
 
 from coserve.corpus.jsonl import parse_jsonl
-from coserve.corpus.staging import StagedCorpus, TokenizeFile, tokenize_file
 from coserve.corpus.tokenize import tokenize_rows
 from coserve.corpus.tokenized import Corpus
 from coserve.corpus.writer import CorpusWriter
-from coserve.errors import EmptyCorpus
-from coserve.offload.protocol import TaskContext
 from coserve.pretrained.tokenizer import Tokenizer
+from tests.support.corpora import stage
 
 
 def test_a_staged_file_is_the_corpus_of_its_rows(tmp_path: Path) -> None:
@@ -26,10 +22,7 @@ def test_a_staged_file_is_the_corpus_of_its_rows(tmp_path: Path) -> None:
         {"prompt": "cat " * n, "completion": " sat"} if n % 2 else {"text": "one two " * (n + 1)} for n in range(50)
     ]
     source.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    arguments = msgspec.msgpack.encode(TokenizeFile(str(source), str(target), 40))
-    staged = msgspec.msgpack.decode(
-        tokenize_file(TaskContext(tokenizer, lambda: None), arguments, b""), type=StagedCorpus
-    )
+    staged = stage(source, target, tokenizer, 40)
     expected = tokenize_rows(parse_jsonl(source), tokenizer, 40)
     found = Corpus.load(target)
     assert all(np.array_equal(getattr(found, name), getattr(expected, name)) for name in ("tokens", "target", "bounds"))
@@ -40,9 +33,6 @@ def test_a_staged_file_is_the_corpus_of_its_rows(tmp_path: Path) -> None:
     assert np.array_equal(staged.read_lengths(), expected.lengths)
     staged.save(tmp_path / "job" / "corpus")
     assert not target.parent.exists()
-    source.write_text("\n")
-    with pytest.raises(EmptyCorpus):
-        tokenize_file(TaskContext(tokenizer, lambda: None), arguments, b"")
 
 
 def test_memory_does_not_grow_with_the_rows(tmp_path: Path) -> None:

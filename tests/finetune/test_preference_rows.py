@@ -6,20 +6,17 @@ import json
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import numpy as np
 import pytest
 
 from coserve.corpus.batch_plan import BatchPlan
 from coserve.corpus.rows import parse_row
-from coserve.corpus.sources import read_rows
-from coserve.corpus.staging import StagedCorpus, TokenizeFile, tokenize_file
 from coserve.corpus.tokenize import tokenize_rows
 from coserve.corpus.tokenized import Corpus
 from coserve.errors import MalformedRow, NoTargets
-from coserve.offload.protocol import TaskContext
 from coserve.pretrained.tokenizer import Tokenizer
 from coserve.types import TrainingSettings
+from tests.support.corpora import read_rows, stage
 
 TEXTS = {"prompt": "Greet.", "chosen": " Ahoy there!", "rejected": " No."}
 MESSAGES: dict[str, Any] = {
@@ -108,10 +105,7 @@ def test_pairs_are_refused_where_there_is_no_dpo_loss(tokenizer: Tokenizer) -> N
 def test_a_staged_file_keeps_the_pairs(tokenizer: Tokenizer, tmp_path: Path) -> None:
     source, target = tmp_path / "rows.jsonl", tmp_path / "staged" / "corpus"
     source.write_text("".join(json.dumps(row) + "\n" for row in (TEXTS, MESSAGES, TEXTS)))
-    arguments = msgspec.msgpack.encode(TokenizeFile(str(source), str(target), 40, pairs=True))
-    staged = msgspec.msgpack.decode(
-        tokenize_file(TaskContext(tokenizer, lambda: None), arguments, b""), type=StagedCorpus
-    )
+    staged = stage(source, target, tokenizer, 40, pairs=True)
     expected, found = tokenized(tokenizer, TEXTS, MESSAGES, TEXTS), Corpus.load(target)
     assert staged.rows == 3
     for name in ("tokens", "target", "bounds", "splits"):

@@ -14,14 +14,15 @@ import numpy as np
 import pytest
 
 from coserve.corpus.rows import ChatRow, CompletionRow, TextRow, parse_row
-from coserve.corpus.sources import is_jsonl, read_rows
-from coserve.corpus.staging import StagedCorpus, TokenizeFile, tokenize_file
+from coserve.corpus.sources import Piece, is_jsonl
+from coserve.corpus.staging import CorpusPart, TokenizePiece, tokenize_piece
 from coserve.corpus.tokenize import tokenize_rows
-from coserve.errors import EmptyCorpus, InvalidRequest, MalformedRow, NoTargets
+from coserve.errors import InvalidRequest, MalformedRow, NoTargets, UnreadableCorpus
 from coserve.offload.pool import HelperPool
 from coserve.pretrained.chat import ChatTemplate
 from coserve.pretrained.tokenizer import Tokenizer
 from coserve.types import TrainOn
+from tests.support.corpora import read_rows
 
 ROWS: list[dict[str, Any]] = [
     {"prompt": "Hello", "completion": f" Ahoy {number}!"} if number % 2 else {"text": f"The cat {number}."}
@@ -83,10 +84,30 @@ def test_damaged_and_foreign_files_are_refused(tmp_path: Path) -> None:
         '{"_data_files": [{"filename": "gone"}]}',
     ):
         (folder / "state.json").write_text(state)
-        with pytest.raises(EmptyCorpus, match="the corpus cannot be read"):
+        with pytest.raises(UnreadableCorpus, match="the corpus cannot be read"):
             list(read_rows(folder))
-    with pytest.raises(EmptyCorpus, match="the corpus cannot be read"):
+    with pytest.raises(UnreadableCorpus, match="the corpus cannot be read"):
         list(read_rows(file))
+
+
+def test_what_pyarrow_cannot_read_or_convert_has_a_code_of_its_own(tmp_path: Path) -> None:
+    pyarrow = pytest.importorskip("pyarrow")
+    pytest.importorskip("pyarrow.parquet")
+    whole, broken = tmp_path / "whole.parquet", tmp_path / "broken.parquet"
+    pyarrow.parquet.write_table(pyarrow.table({"text": [f"row {n}" * 50 for n in range(500)]}), whole)
+    content = bytearray(whole.read_bytes())
+    content[50:2000] = bytes(1950)
+    broken.write_bytes(content)
+    no_utf8 = pyarrow.Array.from_buffers(
+        pyarrow.string(), 1, [None, pyarrow.py_buffer(b"\0\0\0\0\1\0\0\0"), pyarrow.py_buffer(b"\xff")]
+    )
+    pyarrow.parquet.write_table(pyarrow.table({"text": no_utf8}), tmp_path / "latin.parquet")
+    late = pyarrow.array([2**62], pyarrow.timestamp("us"))
+    pyarrow.parquet.write_table(pyarrow.table({"text": late}), tmp_path / "late.parquet")
+    for file in (broken, tmp_path / "latin.parquet", tmp_path / "late.parquet"):
+        with pytest.raises(UnreadableCorpus, match="the corpus cannot be read") as caught:
+            list(read_rows(file))
+        assert (caught.value.code, caught.value.status) == ("unreadable_corpus", 422)
 
 
 def test_two_columns_of_one_name_are_refused(tmp_path: Path) -> None:
@@ -109,7 +130,7 @@ def test_a_pipe_in_a_saved_folder_is_refused_and_not_waited_for(tmp_path: Path) 
     os.mkfifo(tmp_path / "rows.arrow")
     for name in ("rows.arrow", "gone.arrow"):
         (tmp_path / "state.json").write_text(f'{{"_data_files": [{{"filename": "{name}"}}]}}')
-        with pytest.raises(EmptyCorpus, match=f"the corpus cannot be read: the folder has no file '{name}'"):
+        with pytest.raises(UnreadableCorpus, match=f"the corpus cannot be read: the folder has no file '{name}'"):
             list(read_rows(tmp_path))
 
 
@@ -120,17 +141,19 @@ def test_a_small_file_whose_rows_are_huge_ends_at_the_bound_of_memory(tmp_path: 
     rows = pyarrow.DictionaryArray.from_arrays(pyarrow.array([0] * 64, pyarrow.int32()), text)
     pyarrow.parquet.write_table(pyarrow.table({"text": rows}), tmp_path / "bomb.parquet", compression="zstd")
     assert (tmp_path / "bomb.parquet").stat().st_size < 100_000
-    task = TokenizeFile(str(tmp_path / "bomb.parquet"), str(tmp_path / "out" / "corpus"), 100, memory=900 << 20)
+    bomb = Piece(str(tmp_path / "bomb.parquet"), "parquet", 0, 64)
+    task = TokenizePiece(bomb, str(tmp_path / "out" / "corpus"), 100, memory=900 << 20)
 
     async def run() -> None:
         pool = HelperPool(tokenizer.state, 1)
         try:
-            with pytest.raises(EmptyCorpus, match="expected a corpus that is read within 900 MiB of memory"):
-                await pool.run(tokenize_file, task)
+            with pytest.raises(UnreadableCorpus, match="expected a corpus that is read within 900 MiB of memory"):
+                await pool.run(tokenize_piece, task)
             (tmp_path / "rows.jsonl").write_text('{"text": "The cat sat."}')
             target = str(tmp_path / "next" / "corpus")
-            small = msgspec.structs.replace(task, source=str(tmp_path / "rows.jsonl"), target=target, memory=4 << 30)
-            assert msgspec.msgpack.decode(await pool.run(tokenize_file, small), type=StagedCorpus).rows == 1
+            piece = Piece(str(tmp_path / "rows.jsonl"), "jsonl", 0, 100)
+            small = msgspec.structs.replace(task, piece=piece, target=target, memory=4 << 30)
+            assert msgspec.msgpack.decode(await pool.run(tokenize_piece, small), type=CorpusPart).rows == 1
         finally:
             await pool.close()
 

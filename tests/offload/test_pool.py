@@ -165,8 +165,8 @@ ROWS = [{"text": f"row {number}: the cat sat on the mat"} for number in range(20
 @pytest.mark.parametrize(
     ("body", "written"),
     [
-        ({"path": "rows.jsonl"}, "*.bounds"),
-        ({"data": ROWS}, "*.bounds"),
+        ({"path": "rows.jsonl"}, "*.lengths"),
+        ({"data": ROWS}, "*.lengths"),
         ({"data": ROWS}, "rows-*"),
     ],
     ids=["a file", "rows", "rows while they are decoded"],

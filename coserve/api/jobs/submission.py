@@ -4,13 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-import shutil
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
-
-import msgspec
 
 from coserve.adapters.targets import resolve_targets
 from coserve.admission.memory import check_fits
@@ -19,6 +16,7 @@ from coserve.api.adapters.inspection import Inspection
 from coserve.api.adapters.lookup import find_adapter
 from coserve.api.http.parsing import local_path
 from coserve.api.jobs.conflicts import last_job, refuse_conflict, serialised
+from coserve.api.jobs.preparation import CorpusPreparation, Tokenization
 from coserve.config import Config
 from coserve.corpus.batch_plan import BatchPlan
 from coserve.corpus.defaults import choose_training
@@ -26,7 +24,7 @@ from coserve.corpus.jsonl import parse_jsonl
 from coserve.corpus.limits import check_training, longest_row
 from coserve.corpus.rows import parse_rows
 from coserve.corpus.sources import is_dataset, is_jsonl
-from coserve.corpus.staging import PendingCorpus, StagedCorpus, TokenizeFile, tokenize_file
+from coserve.corpus.staging import PendingCorpus
 from coserve.corpus.tokenize import tokenize_rows
 from coserve.errors import InvalidRequest
 from coserve.gpu_memory import MemoryModel
@@ -34,15 +32,12 @@ from coserve.names import split_ref
 from coserve.offload.pool import HelperPool
 from coserve.pretrained.tokenizer import Tokenizer
 from coserve.schemas import FinetuneRequest
-from coserve.state.commits import uncancelled_thread
 from coserve.state.folder import DataFolder
 from coserve.state.records import AdapterRecord, JobRecord
 from coserve.state.registry import Registry
 from coserve.state.thread import RegistryThread
 from coserve.types import BaseSpec, JobSpec, JobState, LoraSettings, Teacher, TrainingRequest
 
-MAX_PREPARING = 2
-"""Processes that tokenise corpora."""
 SMALL_FILE = 64 << 10
 """Bytes of a file that is tokenised in a thread."""
 
@@ -60,7 +55,8 @@ class Submission:
         clock: Callable[[], float],
     ) -> None:
         self._config, self._folder, self._registry, self._tokenizer = config, folder, registry, tokenizer
-        self._helpers, self._inspection, self._clock = helpers, Inspection(helpers), clock
+        self._preparation = CorpusPreparation(helpers, folder.staging, config.tokenizer_processes)
+        self._inspection, self._clock = Inspection(helpers), clock
 
     async def prepare(
         self, request: FinetuneRequest, upload: Path | None, spec: BaseSpec, memory: MemoryModel | None
@@ -152,20 +148,12 @@ class Submission:
     async def _tokenize(
         self, source: list[dict[str, Any]] | Path, longest: int, training: TrainingRequest
     ) -> PendingCorpus:
-        """Small corpora in a thread, other files and folders in a helper process, which is killed when the client leaves."""
+        """Small corpora in a thread, other files and folders in helper processes, which are killed when the client leaves."""
         train_on, pairs = training.train_on, training.loss is not None
         if isinstance(source, list) or await asyncio.to_thread(_small, source):
             rows = parse_rows(source) if isinstance(source, list) else parse_jsonl(source)
             return await asyncio.to_thread(tokenize_rows, rows, self._tokenizer, longest, train_on, pairs=pairs)
-        folder = self._folder.staging / f"corpus-{secrets.token_hex(8)}"  # partial files have a unique name
-        try:
-            found = await self._helpers.run(
-                tokenize_file, TokenizeFile(str(source), str(folder / "corpus"), longest, train_on, pairs)
-            )
-        except BaseException:
-            await uncancelled_thread(shutil.rmtree, folder, ignore_errors=True)
-            raise
-        return msgspec.msgpack.decode(found, type=StagedCorpus)
+        return await self._preparation.tokenize(source, Tokenization(longest, train_on, pairs))
 
     def _source(self, request: FinetuneRequest, upload: Path | None) -> list[dict[str, Any]] | Path:
         given = [name for name in ("data", "path") if getattr(request, name) is not None]

@@ -1,0 +1,114 @@
+"""Tokenises a corpus's file in helper processes, piece by piece.
+
+The result is that of one process: pieces are joined in their order, and the first error in the file's order is the one that is raised.
+Calls of several corpora alternate in the pool's line, so that a small one waits for a few pieces of a large one, not for its end.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import shutil
+from collections import deque
+from collections.abc import AsyncGenerator, Callable, Coroutine, Iterable
+from contextlib import aclosing
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeVar
+
+import msgspec
+
+from coserve.corpus.rows import LIMITS, CorpusLimits
+from coserve.corpus.sources import Piece
+from coserve.corpus.staging import (
+    CorpusPart,
+    JoinParts,
+    SplitSource,
+    StagedCorpus,
+    TokenizePiece,
+    join_parts,
+    split_into_pieces,
+    tokenize_piece,
+)
+from coserve.corpus.tokenize import NO_ROWS
+from coserve.errors import CorpusError, EmptyCorpus
+from coserve.offload.pool import HelperPool
+from coserve.state.commits import uncancelled_thread
+from coserve.types import TrainOn
+
+T = TypeVar("T")
+
+Report = Callable[[int, float], None]
+"""Called with the rows that are tokenised, and the share of the corpus that they are."""
+
+
+@dataclass(frozen=True)
+class Tokenization:
+    """How rows become tokens: as `tokenize_rows`."""
+
+    max_length: int
+    train_on: TrainOn | None = None
+    pairs: bool = False
+
+
+class CorpusPreparation:
+    """`folder`: where unfinished corpora are. `workers`: processes of the pool; a corpus has one piece more than that in its line."""
+
+    def __init__(self, helpers: HelperPool, folder: Path, workers: int, limits: CorpusLimits = LIMITS) -> None:
+        self._helpers, self._folder, self._window, self._limits = helpers, folder, workers + 1, limits
+
+    async def tokenize(self, source: Path, options: Tokenization, report: Report = lambda *_: None) -> StagedCorpus:
+        """Raises `CorpusError` leaves, with the line in `source`, `InvalidRequest`, `HelperLost`, `StorageError`. Nothing stays on the
+        disk then, nor if the caller is cancelled."""
+        folder = self._folder / f"corpus-{secrets.token_hex(8)}"  # partial files have a unique name
+        try:
+            parts = await self._parts(source, options, folder, report)
+            joined = await self._helpers.run(join_parts, JoinParts(parts, str(folder / "corpus")))
+        except BaseException:
+            await uncancelled_thread(shutil.rmtree, folder, ignore_errors=True)
+            raise
+        return msgspec.msgpack.decode(joined, type=StagedCorpus)
+
+    async def _parts(self, source: Path, options: Tokenization, folder: Path, report: Report) -> list[CorpusPart]:
+        split = await self._helpers.run(split_into_pieces, SplitSource(str(source)))
+        pieces = msgspec.msgpack.decode(split, type=list[Piece])
+        calls = (self._tokenized(piece, options, folder / f"part-{i}") for i, piece in enumerate(pieces))
+        parts: list[CorpusPart] = []
+        lines = rows = 0
+        async with aclosing(_in_order(calls, self._window)) as results:
+            try:
+                async for part in results:
+                    lines += part.lines
+                    rows += part.rows
+                    parts.append(part)
+                    report(rows, len(parts) / len(pieces))
+                    if lines > self._limits.rows:
+                        break
+            except CorpusError as error:
+                raise error.moved(lines) from error
+        self._limits.check_line(min(lines, self._limits.rows + 1))
+        if rows == 0:
+            raise EmptyCorpus(NO_ROWS)
+        return parts
+
+    async def _tokenized(self, piece: Piece, options: Tokenization, target: Path) -> CorpusPart:
+        request = TokenizePiece(piece, str(target), options.max_length, options.train_on, options.pairs)
+        return msgspec.msgpack.decode(await self._helpers.run(tokenize_piece, request), type=CorpusPart)
+
+
+async def _in_order(calls: Iterable[Coroutine[None, None, T]], window: int) -> AsyncGenerator[T, None]:
+    """The results of `calls` in their order; at most `window` of them run at the same time. Once it raises, or is closed, none runs."""
+    running: deque[asyncio.Task[T]] = deque()
+    try:
+        for call in calls:
+            running.append(asyncio.create_task(call))
+            if len(running) == window:
+                yield await running[0]
+                running.popleft()
+        while running:
+            yield await running[0]
+            running.popleft()
+    finally:
+        for task in running:
+            task.cancel()
+        await asyncio.gather(*running, return_exceptions=True)
