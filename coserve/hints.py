@@ -37,6 +37,9 @@ ALIASES = {
     "adam_beta1": "beta1",
     "adam_beta2": "beta2",
     "adam_epsilon": "eps",
+    "optim": "optimizer",
+    "neftune_noise_alpha": "neftune_alpha",
+    "loraplus_lr_ratio": "lora_plus_ratio",
     # OpenAI's fine-tuning
     "n_epochs": "epochs",
     "hyperparameters": "training",
@@ -67,6 +70,26 @@ OTHER_UNITS = {
     "suffix": ("adapter", "coserve takes the whole name"),
 }
 """Other libraries' names: our field, and the difference."""
+_PAGED = "states in pages of managed memory are not supported: 8-bit states take a quarter of the memory"
+OTHER_VALUES = {
+    "optimizer": {
+        **dict.fromkeys(("adamw_torch", "adamw_torch_fused", "adamw_hf", "adam"), "did you mean 'adamw'?"),
+        **dict.fromkeys(("adamw_bnb_8bit", "adamw_torch_8bit"), "did you mean 'adamw_8bit'?"),
+        "lion_32bit": "did you mean 'lion'?",
+        **dict.fromkeys(
+            (
+                "paged_adamw",
+                "paged_adamw_32bit",
+                "paged_adamw_8bit",
+                "paged_lion",
+                "paged_lion_32bit",
+                "paged_lion_8bit",
+            ),
+            _PAGED,
+        ),
+    }
+}
+"""Of a field: other libraries' values (transformers' `optim`), and what to give instead."""
 UNSUPPORTED = frozenset(
     {
         # in messages
@@ -107,6 +130,12 @@ def hint(name: str, parent: str, known: Iterable[str]) -> str:
         if elsewhere:
             return f"; did you mean {elsewhere[0]!r}?"
     return near_miss(name[:80].lower().replace("-", "_"), siblings)
+
+
+def value_hint(field: str, value: object) -> str:
+    """Another library's name of a value of `field`: what to give instead, or nothing."""
+    found = OTHER_VALUES.get(field.rpartition(".")[2], {}).get(str(value))
+    return "" if found is None else f"; {found}"
 
 
 def near_miss(name: str, known: Iterable[str]) -> str:

@@ -135,6 +135,23 @@ class MicroStep(StrEnum):
     the micro-step before does it."""
 
 
+class Optimizer(StrEnum):
+    """What updates a job's weights: Adam with decoupled weight decay, or Lion; `8bit`: with moments of one byte a weight, by bitsandbytes."""
+
+    ADAMW = "adamw"
+    ADAMW_8BIT = "adamw_8bit"
+    LION = "lion"
+    LION_8BIT = "lion_8bit"
+
+    @property
+    def eight_bit(self) -> bool:
+        return self in (Optimizer.ADAMW_8BIT, Optimizer.LION_8BIT)
+
+    @property
+    def lion(self) -> bool:
+        return self in (Optimizer.LION, Optimizer.LION_8BIT)
+
+
 class TokenLogprob(msgspec.Struct, frozen=True):
     """Natural-log probability of the chosen token, and `(token, logprob)` of the most likely tokens."""
 
@@ -221,15 +238,23 @@ class TrainingRequest(Wire, frozen=True):
     """None: the negative log-likelihood of the target tokens. `dpo` learns from rows of `prompt`, `chosen` and `rejected`."""
     schedule: Schedule = Schedule.LINEAR
     warmup_steps: int = 0
+    optimizer: Optimizer = Optimizer.ADAMW
+    """`adamw`; `lion` (https://arxiv.org/abs/2302.06675), which keeps one moment; `adamw_8bit` and `lion_8bit`, whose moments have 8 bits
+    (https://arxiv.org/abs/2110.02861)."""
     beta1: float = 0.9
-    beta2: float = 0.999
+    beta2: float | None = None
+    """None: 0.999, and with Lion 0.99."""
     eps: float = 1e-8
+    """Of AdamW alone."""
     weight_decay: float = 0.0
     max_grad_norm: float = 1.0
     """0 switches clipping off."""
     lora_plus_ratio: float | None = None
     """LoRA+ (https://arxiv.org/abs/2402.12354; PEFT's `loraplus_lr_ratio`): the learning rate of every B is this many times `learning_rate`,
     which is then A's alone and must be given. At least 1; None: 1."""
+    neftune_alpha: float | None = None
+    """NEFTune (https://arxiv.org/abs/2310.05914; `neftune_noise_alpha` of transformers): in training, uniform noise of at most
+    alpha / sqrt(tokens of the row * hidden size) on the embeddings. None: no noise."""
     validation_split: float = 0.0
     early_stopping_patience: int | None = None
     """Evaluations without improvement before the job ends; needs `validation_split`."""
@@ -244,6 +269,7 @@ class TrainingSettings(TrainingRequest, frozen=True):
     epochs: float | None = None
     batch_tokens: int = 2048
     learning_rate: float = 2e-4
+    beta2: float = 0.999
 
 
 class JobState(StrEnum):

@@ -11,7 +11,7 @@ import msgspec
 from msgspec.inspect import DictType, EnumType, FloatType, IntType, ListType, LiteralType, StructType, Type, UnionType
 
 from coserve.errors import InvalidRequest, UnknownField
-from coserve.hints import fields_of, hint
+from coserve.hints import fields_of, hint, value_hint
 from coserve.names import NAME_RULE
 
 MAX_FIELD = 200
@@ -38,7 +38,8 @@ def explain(error: msgspec.ValidationError, value: object, type: type) -> Invali
             suggestion = hint(name, path, fields_of(type))
             return UnknownField(f"unknown field {name[:80]!r}{suggestion}", field=field[:MAX_FIELD])
     if message.startswith("Invalid enum value"):
-        message = f"expected one of {', '.join(alternatives(type, path))}"
+        found_value = _at(value, path)
+        message = f"expected one of {', '.join(alternatives(type, path))}{value_hint(path, found_value)}"
         return InvalidRequest(message, field=path[:MAX_FIELD] or None)
     if "matching regex" in message:
         message = f"expected {NAME_RULE}" + (" (or name@version)" if "@" in message else "")

@@ -6,20 +6,19 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import cast
 
-import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from coserve.adapters.tensorfile_writer import write_float32
+from coserve.adapters.tensorfile_writer import Array, write_arrays
 
 
 def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None) -> None:
-    """Write contiguous fp32 tensors on the CPU to a new file: see `write_float32`."""
+    """Write contiguous tensors on the CPU, fp32 or uint8, to a new file: see `write_arrays`."""
 
-    def data(name: str) -> npt.NDArray[np.float32]:
+    def data(name: str) -> Array:
         tensor = tensors[name]
-        assert tensor.dtype == torch.float32 and tensor.is_contiguous() and tensor.device.type == "cpu", name
-        return cast("npt.NDArray[np.float32]", tensor.detach().numpy())
+        assert tensor.is_contiguous() and tensor.device.type == "cpu", name
+        return cast("Array", tensor.detach().numpy())
 
-    write_float32(path, {name: tuple(tensor.shape) for name, tensor in tensors.items()}, data, metadata)
+    shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+    write_arrays(path, shapes, data, metadata, uint8={name for name, t in tensors.items() if t.dtype == torch.uint8})

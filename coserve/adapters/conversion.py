@@ -23,7 +23,7 @@ from coserve.adapters.peft import FINGERPRINT, PREFIX, AdapterTensors, adapter_c
 from coserve.adapters.shard_svd import Matrix, SiteShards, lost, shard_update
 from coserve.adapters.targets import alpha_of, exact, rank_and_scaling
 from coserve.adapters.tensorfile import TensorEntry, TensorFile, check_digest, digest_file
-from coserve.adapters.tensorfile_writer import write_float32
+from coserve.adapters.tensorfile_writer import write_arrays
 from coserve.errors import InvalidRequest
 from coserve.limits import MAX_RANK
 from coserve.names import ADAPTER_CONFIG, ADAPTER_WEIGHTS
@@ -203,7 +203,7 @@ def _write(folder: Path, reader: _Source, settings: LoraSettings, base: BaseSpec
     matrices = iter(matrix for _, pair in found for matrix in pair)
 
     metadata = {"format": "pt", FINGERPRINT: base.fingerprint}
-    write_float32(folder / ADAPTER_WEIGHTS, shapes, lambda _: next(matrices), metadata)
+    write_arrays(folder / ADAPTER_WEIGHTS, shapes, lambda _: next(matrices), metadata)
     content = json.dumps(adapter_config(settings, base, list(sites)), indent=2)
     (folder / ADAPTER_CONFIG).write_text(content + "\n")
 

@@ -7,13 +7,14 @@ from dataclasses import dataclass
 
 from coserve.adapters.bdlora import ParallelStyle, blocks_at, packed_shapes, parallel_style
 from coserve.adapters.targets import rank_and_scaling, resolve_targets
-from coserve.types import BaseSpec, LoraSettings, SiteSpec
+from coserve.admission.optimizers import ALIGNED, CODES, aligned, state_kinds
+from coserve.types import BaseSpec, LoraSettings, Optimizer, SiteSpec
 
 ITEMSIZE = {"float32": 4, "bfloat16": 2, "float16": 2}
 """Bytes of an element, by dtype."""
 ALLOCATION = 512
 """Bytes; CUDA's allocator gives multiples of it."""
-ALIGNED, BLOCK = 64, 1 << 23
+BLOCK = 1 << 23
 """Elements: `finetune.flat_tensors`."""
 
 
@@ -89,22 +90,30 @@ class JobState:
 
 
 def job_state(
-    shapes: Iterable[SiteShape], dtype: str, *, early_stopping: bool, teacher: Iterable[SiteShape] = ()
+    shapes: Iterable[SiteShape],
+    dtype: str,
+    optimizer: Optimizer = Optimizer.ADAMW,
+    *,
+    early_stopping: bool,
+    teacher: Iterable[SiteShape] = (),
 ) -> JobState:
-    """Of AdamW (`finetune.optimizer`): copies in the base's dtype; fp32 gradient sums; fp32 weights and two moments, and with
-    early stopping the best weights. `teacher`: of the adapter that the job learns from."""
-    size, element = flat_elements(part for shape in shapes for part in (shape.a, shape.b)), ITEMSIZE[dtype]
+    """Of `finetune.optimizer`: copies in the base's dtype; fp32 gradient sums; fp32 weights, the optimizer's moments, and with early
+    stopping the best weights. `teacher`: of the adapter that the job learns from."""
+    parts = (part for shape in shapes for part in (shape.a, shape.b))
+    size, element = flat_elements(parts, aligned(optimizer)), ITEMSIZE[dtype]
+    kinds = state_kinds(optimizer, early_stopping=early_stopping)
+    constants = 2 * 4 * CODES if optimizer.eight_bit else ALLOCATION  # otherwise AdamW's counts of steps
     taught = sum(_rounded(part * element) for shape in teacher for part in (shape.a, shape.b))
     return JobState(
         adapter=_rounded(size * element) + taught,
         gradients=_rounded(4 * size),
-        optimizer=_rounded(4 * size * (4 if early_stopping else 3)) + ALLOCATION,
+        optimizer=sum(_rounded(kind.itemsize * size // kind.per) for kind in kinds) + constants,
     )
 
 
-def flat_elements(sizes: Iterable[int]) -> int:
+def flat_elements(sizes: Iterable[int], aligned: int = ALIGNED) -> int:
     """Elements of a flat buffer of tensors of these sizes, in order, padding included."""
-    padded = [-(-size // ALIGNED) * ALIGNED for size in sizes]
+    padded = [-(-size // aligned) * aligned for size in sizes]
     block, total = max([BLOCK, *padded]), 0
     for size in padded:
         if total % block + size > block:

@@ -59,7 +59,7 @@ def job_memory(spec: JobSpec, base: BaseSpec, model: MemoryModel, micro_batch_to
         () if spec.teacher is None else lora_shapes(taught, base, ranks=model.ranks, fully_sharded=model.fully_sharded)
     )
     early = spec.training.early_stopping_patience is not None
-    state = job_state(shapes, base.dtype, early_stopping=early, teacher=teacher)
+    state = job_state(shapes, base.dtype, spec.training.optimizer, early_stopping=early, teacher=teacher)
     limit = micro_batch_limit(spec.training, micro_batch_tokens)
     longest = min(spec.longest or limit, limit)
     # A step has `batch_tokens` and at most one row more; an evaluation has as many as fit.

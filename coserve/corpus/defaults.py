@@ -4,7 +4,9 @@ The rules and their sources (docs/decisions.md has the measurements):
 
 - `learning_rate`: the best rate for LoRA is about ten times that of full fine-tuning, depends little on the rank, and
   falls with the base's width (Thinking Machines, "LoRA Without Regret", 2025): `5e-4 * 2048 / hidden`.
-  A DPO loss gets a twentieth of it, as in TRL, whose defaults are 1e-6 for DPO and 2e-5 for fine-tuning.
+  A DPO loss gets a twentieth of it, as in TRL, whose defaults are 1e-6 for DPO and 2e-5 for fine-tuning. Lion gets a fifth: its
+  authors advise rates 3 to 10 times lower than AdamW's (Chen et al. 2023, section 5).
+- `beta2`: 0.999, and 0.99 with Lion (the same section).
 - `batch_tokens`: large batches hurt LoRA more than full fine-tuning (same source), and a small corpus in large batches has
   too few steps. So an epoch has about 16 steps, and a batch 64 to 8192 tokens. If less than a quarter of the tokens are
   targets (long prompts, short answers), the lower bound counts four tokens for each target: the same answers then get as
@@ -35,6 +37,9 @@ RATE_AT_2048 = 5e-4
 RATE_BOUNDS = (1e-4, 4e-3)
 DPO_SHARE = 20
 """The learning rate of a DPO loss is so many times lower."""
+LION_SHARE = 5
+"""So is Lion's."""
+BETA2, LION_BETA2 = 0.999, 0.99
 
 
 def choose_training(
@@ -54,9 +59,8 @@ def choose_training(
                 "expected a learning_rate (A's): the one that is chosen is for A and B alike",
                 field="training.lora_plus_ratio",
             )
-        rate = choose_learning_rate(hidden)
-        if request.loss is not None:
-            rate = float(f"{rate / DPO_SHARE:.1e}")
+        share = (1 if request.loss is None else DPO_SHARE) * (LION_SHARE if request.optimizer.lion else 1)
+        rate = float(f"{choose_learning_rate(hidden) / share:.1e}")
         chosen.append("learning_rate")
     if batch == "auto":
         batch = choose_batch_tokens(tokens, targets)
@@ -66,7 +70,9 @@ def choose_training(
         if request.steps is None:
             epochs = choose_epochs(min(rows, math.ceil(tokens / max(1, batch))))
             chosen.append("epochs")
-    fields = msgspec.structs.asdict(request) | {"epochs": epochs, "batch_tokens": batch, "learning_rate": rate}
+    beta2 = request.beta2 if request.beta2 is not None else LION_BETA2 if request.optimizer.lion else BETA2
+    fields = msgspec.structs.asdict(request)
+    fields |= {"epochs": epochs, "batch_tokens": batch, "learning_rate": rate, "beta2": beta2}
     return TrainingSettings(**fields), tuple(sorted(chosen))
 
 

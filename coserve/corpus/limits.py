@@ -8,6 +8,7 @@ from coserve.types import TrainingSettings
 MAX_STEPS = 1_000_000
 MAX_EPOCHS = 1000
 MAX_BETA = 100
+MAX_NEFTUNE_ALPHA = 1000
 
 
 def check_training(training: TrainingSettings) -> None:
@@ -55,6 +56,13 @@ def check_training(training: TrainingSettings) -> None:
             raise InvalidRequest(f"expected at least 0 and less than 1, got {got}", field=f"training.{name}")
     if not 0 < training.eps <= 1:
         raise InvalidRequest(f"expected more than 0 and at most 1, got {training.eps}", field="training.eps")
+    if training.optimizer.lion and training.eps != TrainingSettings().eps:
+        raise InvalidRequest(f"expected no eps with {training.optimizer}, got {training.eps}", field="training.eps")
+    if training.neftune_alpha is not None and not 0 < training.neftune_alpha <= MAX_NEFTUNE_ALPHA:
+        raise InvalidRequest(
+            f"expected more than 0 and at most {MAX_NEFTUNE_ALPHA}, got {training.neftune_alpha}",
+            field="training.neftune_alpha",
+        )
     if training.loss is not None:
         if not 0 < training.loss.beta <= MAX_BETA:
             raise InvalidRequest(

@@ -1,4 +1,4 @@
-"""Checkpoint files of a job: fp32 weights and AdamW moments (safetensors), progress (JSON).
+"""Checkpoint files of a job: fp32 weights and the optimizer's moments (safetensors), progress (JSON).
 
 No random-generator state: data order, dropout and initial weights are functions of the job's seed.
 """
@@ -21,7 +21,7 @@ from coserve.finetune.progress import TrainingProgress
 from coserve.state.durable import disk_errors, remove_dir, replace_dir, safetensors_errors
 from coserve.state.failpoints import failpoint
 from coserve.state.folder import DataFolder
-from coserve.types import BaseSpec, JobSpec, Wire
+from coserve.types import BaseSpec, JobSpec, Optimizer, Wire
 
 log = logging.getLogger(__name__)
 
@@ -29,11 +29,12 @@ TENSORS, STATE = "state.safetensors", "state.json"
 
 
 class _State(Wire, frozen=True):
-    """Content of `state.json`. A checkpoint of another job or base is refused."""
+    """Content of `state.json`. A checkpoint of another job, base or optimizer is refused."""
 
     job: str
     base_fingerprint: str
     progress: TrainingProgress
+    optimizer: Optimizer = Optimizer.ADAMW
 
 
 @dataclass(frozen=True)
@@ -48,14 +49,14 @@ def save_checkpoint(
     folder: DataFolder, spec: JobSpec, base: BaseSpec, progress: TrainingProgress, tensors: Mapping[str, Tensor]
 ) -> None:
     """Durable when it returns. Raises `StorageFull`, `StorageFailed`."""
-    state = _State(job=spec.id, base_fingerprint=base.fingerprint, progress=progress)
+    state = _State(job=spec.id, base_fingerprint=base.fingerprint, progress=progress, optimizer=spec.training.optimizer)
     with replace_dir(folder.checkpoint(spec.id, progress.step), point="checkpoint") as beside:
         write_tensors(beside / TENSORS, tensors)
         (beside / STATE).write_bytes(msgspec.json.encode(state))
 
 
 def load_checkpoint(path: Path, spec: JobSpec, base: BaseSpec) -> Checkpoint:
-    """Raises `CheckpointUnreadable` for files that are missing, damaged, or of another job or base; `StorageError` where the
+    """Raises `CheckpointUnreadable` for files that are missing, damaged, or of another job, base or optimizer; `StorageError` where the
     machine cannot read them now."""
     try:
         with safetensors_errors(path / TENSORS):
@@ -66,6 +67,8 @@ def load_checkpoint(path: Path, spec: JobSpec, base: BaseSpec) -> Checkpoint:
         raise CheckpointUnreadable("the checkpoint's files cannot be read") from error
     if (state.job, state.base_fingerprint) != (spec.id, base.fingerprint):
         raise CheckpointUnreadable("the checkpoint is of another job or base")
+    if state.optimizer is not spec.training.optimizer:
+        raise CheckpointUnreadable(f"expected a checkpoint of {spec.training.optimizer}, got one of {state.optimizer}")
     return Checkpoint(state.progress, tensors)
 
 

@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-ALIGNED = 64
-"""Elements: every tensor starts at a multiple of it, so that kernels read whole cache lines in any dtype of two bytes or more."""
+from coserve.admission.optimizers import ALIGNED
+
 BLOCK = 1 << 23
 """Elements of a block, unless a tensor is larger: 32 MiB in fp32."""
 
@@ -19,8 +19,9 @@ class FlatLayout:
     No tensor crosses a multiple of `block`, so that the buffer may also lie in separate pieces of that size.
     """
 
-    def __init__(self, shapes: Mapping[str, torch.Size], block: int = BLOCK) -> None:
-        sizes = {name: -(-shape.numel() // ALIGNED) * ALIGNED for name, shape in shapes.items()}
+    def __init__(self, shapes: Mapping[str, torch.Size], block: int = BLOCK, aligned: int = ALIGNED) -> None:
+        """Every tensor starts at a multiple of `aligned` elements, which divides `block`."""
+        sizes = {name: -(-shape.numel() // aligned) * aligned for name, shape in shapes.items()}
         self.block = max(block, *sizes.values())
         self._places: dict[str, tuple[int, torch.Size]] = {}
         self.size = 0
@@ -34,14 +35,17 @@ class FlatLayout:
         """The first element of the tensor."""
         return self._places[name][0]
 
-    def views(self, flat_N: Tensor) -> dict[str, Tensor]:
-        """The tensors by name, contiguous, as views of `flat_N` (`size` elements)."""
-        return self.block_views([flat_N[start : start + self.block] for start in range(0, self.size, self.block)])
+    def views(self, flat_N: Tensor, per: int = 1) -> dict[str, Tensor]:
+        """The tensors by name, contiguous, as views of `flat_N` (`size` elements). `per`: see `block_views`."""
+        return self.block_views(list(torch.split(flat_N, self.block // per)), per)
 
-    def block_views(self, blocks: Sequence[Tensor]) -> dict[str, Tensor]:
-        """As `views`, of a buffer that lies in blocks of `block` elements; the last one may be shorter."""
+    def block_views(self, blocks: Sequence[Tensor], per: int = 1) -> dict[str, Tensor]:
+        """As `views`, of a buffer that lies in blocks of `block` elements; the last one may be shorter.
+
+        `per`: of a buffer and blocks with one element for so many; `aligned` is a multiple. Its tensors are 1-D then."""
         found = {}
         for name, (start, shape) in self._places.items():
             number, at = divmod(start, self.block)
-            found[name] = blocks[number][at : at + shape.numel()].view(shape)
+            first, last = at // per, -(-(at + shape.numel()) // per)
+            found[name] = blocks[number][first:last].view(shape if per == 1 else (-1,))
         return found

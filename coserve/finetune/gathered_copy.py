@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -18,15 +18,17 @@ GATHERED = 1 << 24
 class GatheredCopy(HostCopy):
     """`rows` hold the whole adapter; the source holds this rank's part. Every rank has the same rows after a download."""
 
-    def __init__(self, source_KN: Tensor, layout: FlatLayout, whole: FlatLayout, partition: AdapterPartition) -> None:
-        """`layout`: of the source's rows; `whole`: of those in host memory. Both name their tensors `<site>.a` and `<site>.b`."""
-        super().__init__(source_KN, whole.block, whole.size)
+    def __init__(
+        self, source: Sequence[Tensor], layout: FlatLayout, whole: FlatLayout, partition: AdapterPartition
+    ) -> None:
+        """`layout`: of the source's rows, all fp32; `whole`: of those in host memory. Both name their tensors `<site>.a` and `<site>.b`."""
+        super().__init__(source, [whole.block] * len(source), whole.size)
         self._layout, self._whole, self._partition = layout, whole, partition
 
     @torch.no_grad()
     def _download(self, rows: int) -> None:
         """Gathers some sites at a time, all ranks at once; the copies to the host run on the side stream."""
-        for blocks, row_N in zip(self.rows[:rows], self._source_KN, strict=False):
+        for blocks, row_N in zip(self.rows[:rows], self._source, strict=False):
             parts, hosts = self._layout.views(row_N), self._whole.block_views(blocks)
             for sites in self._chunks():
                 gathered = self._partition.gather({site: (parts[f"{site}.a"], parts[f"{site}.b"]) for site in sites})
@@ -46,7 +48,7 @@ class GatheredCopy(HostCopy):
         if self._stream is not None:
             self._stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self._stream):
-            for blocks, row_N in zip(self.rows[:rows], self._source_KN, strict=False):
+            for blocks, row_N in zip(self.rows[:rows], self._source, strict=False):
                 parts, hosts = self._layout.views(row_N), self._whole.block_views(blocks)
                 for site, partition in self._partition.pairs.items():
                     parts[f"{site}.a"].copy_(partition.a.shard(hosts[f"{site}.a"], rank))

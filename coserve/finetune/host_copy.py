@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -13,27 +13,27 @@ REST = 0.002
 
 
 class HostCopy:
-    """Host memory for the rows of a fp32 tensor (K, N), in blocks. On a GPU it is pinned, and a side stream does the copying.
+    """Host memory for rows (K), 1-D tensors of any dtype, in blocks. On a GPU it is pinned, and a side stream does the copying.
 
     Transfers and allocations of other threads wait for those of one block at most. Make it on a thread, once for many
     copies: allocating pinned memory takes long.
     """
 
-    def __init__(self, source_KN: Tensor, block: int, size: int | None = None) -> None:
-        """`block`: elements. `size`: of a row in host memory; None: N."""
-        self._source_KN, self._device = source_KN, source_KN.device
+    def __init__(self, source: Sequence[Tensor], blocks: Sequence[int], size: int | None = None) -> None:
+        """`blocks`: elements of each row's. `size`: of every row in host memory; None: as the source's."""
+        self._source, self._device = source, source[0].device
         on_gpu = self._device.type == "cuda"
         self.rows: list[list[Tensor]] = []
         """Blocks of each row, in order; a row's last one may be shorter."""
-        size = source_KN.shape[1] if size is None else size
-        for _ in source_KN:
+        for row_N, block in zip(source, blocks, strict=True):
             self.rows.append([])
-            for start in range(0, size, block):
-                length = min(block, size - start)
-                self.rows[-1].append(torch.empty(length, dtype=source_KN.dtype, pin_memory=on_gpu))
+            whole = row_N.shape[0] if size is None else size
+            for start in range(0, whole, block):
+                length = min(block, whole - start)
+                self.rows[-1].append(torch.empty(length, dtype=row_N.dtype, pin_memory=on_gpu))
                 if on_gpu:
                     time.sleep(REST)
-        self._block = block
+        self._blocks = blocks
         self._stream = torch.cuda.Stream(self._device) if on_gpu else None  # type: ignore[no-untyped-call]
         self._copied = torch.cuda.Event(blocking=True) if on_gpu else None  # type: ignore[no-untyped-call]
         self._copying = False
@@ -77,6 +77,6 @@ class HostCopy:
         if self._stream is not None:
             self._stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self._stream):  # nothing happens where that is None
-            for blocks, row_N in zip(self.rows[:rows], self._source_KN, strict=False):
-                for host, device in zip(blocks, torch.split(row_N, self._block), strict=True):
+            for hosts, row_N, block in zip(self.rows[:rows], self._source, self._blocks, strict=False):
+                for host, device in zip(hosts, torch.split(row_N, block), strict=True):
                     copy(host, device)

@@ -7,8 +7,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from coserve.admission.optimizers import BEST, WEIGHTS
 from coserve.finetune.loop import Event, Events, SliceTimer, TrainingLoop
-from coserve.finetune.optimizer import BEST, WEIGHTS
 from coserve.model.faults import memory_numbers
 from coserve.model.lora import LoraWeights
 from coserve.types import StepMetrics
@@ -93,12 +93,10 @@ class TrainingJob:
         The returned function waits for the copy, on any thread, and returns it: valid until the next snapshot.
         """
         optimizer, tensors = self.loop.optimizer, self.loop.optimizer.snapshot()
-        kind = BEST if optimizer.has_best else WEIGHTS
+        prefix = f"{(BEST if optimizer.has_best else WEIGHTS).name}/"
 
         def weights() -> LoraWeights:
             found = tensors()
-            return optimizer.adapter(
-                {n.removeprefix(f"{kind}/"): t for n, t in found.items() if n.startswith(f"{kind}/")}
-            )
+            return optimizer.adapter({n.removeprefix(prefix): t for n, t in found.items() if n.startswith(prefix)})
 
         return weights

@@ -1,6 +1,6 @@
-"""AdamW on fp32 master weights of one adapter, with compute-dtype copies for the forward.
+"""Updates of one adapter: fp32 master weights and the optimizer's state, with compute-dtype copies for the forward.
 
-Letters: K kinds of state (`KINDS`), N elements of a flat buffer of all tensors (`FlatLayout`).
+Letters: K kinds of state (`admission.optimizers`), N elements of a flat buffer of all tensors (`FlatLayout`).
 """
 
 from __future__ import annotations
@@ -13,22 +13,18 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
+from coserve.admission.optimizers import BEST, WEIGHTS, StateKind, aligned, check_optimizer, state_kinds
 from coserve.errors import CheckpointUnreadable, NonFiniteLoss
 from coserve.finetune.flat_tensors import FlatLayout
 from coserve.finetune.gathered_copy import GatheredCopy
 from coserve.finetune.host_copy import HostCopy
 from coserve.finetune.lora_tensors import named_tensors
+from coserve.finetune.update_rules.interface import WeightRange
+from coserve.finetune.update_rules.make import make_rule
 from coserve.kernels.lora.types import LoraPair, MainGrads
 from coserve.model.lora import LoraWeights
 from coserve.parallel.adapter import AdapterPartition
 from coserve.types import BaseSpec, TrainingSettings
-
-WEIGHTS = "weights"
-KINDS = (WEIGHTS, "exp_avg", "exp_avg_sq")
-"""Kinds of state, in the order of their rows: master weights and AdamW's moments."""
-BEST = "best"
-"""The last kind, of jobs with early stopping: the weights of the best evaluation."""
-
 
 PairMakers = Mapping[str, Callable[..., LoraPair]]
 """By site: makes a pair of two matrices."""
@@ -42,7 +38,7 @@ def _makers(weights: LoraWeights) -> PairMakers:
 
 
 class AdapterOptimizer:
-    """Master weights, gradient sums and AdamW state of one adapter (all fp32), and the copies that forwards read.
+    """Master weights and gradient sums of one adapter (fp32), its moments, and the copies that forwards read.
 
     Each is one flat buffer: an update is a few kernels, however many sites the adapter changes. LoRA+ (Hayou et al. 2024,
     https://arxiv.org/abs/2402.12354): the B matrices lie behind the A matrices, and have a learning rate of their own.
@@ -60,7 +56,11 @@ class AdapterOptimizer:
     ) -> None:
         """`start`: initial weights of the whole adapter, fp32. `dtype`: of the copies. `device`: the base's; None: where `start` is.
         `partition`: how the adapter lies on the ranks of a mesh. Each rank trains its part; all of them call `divide_grads`, `step` and
-        `snapshot` at the same time. `gathering` is called when a snapshot begins."""
+        `snapshot` at the same time. `gathering` is called when a snapshot begins. Raises `InvalidRequest` for an 8-bit optimizer that cannot
+        run here."""
+        check_optimizer(
+            training.optimizer, ranks=1 if partition is None else partition.sharding.mesh.size, overlapped=False
+        )
         self._settings, self._training, self._partition, self._gathering = (
             start.settings,
             training,
@@ -75,17 +75,26 @@ class AdapterOptimizer:
         names = [f"{site}.{kind}" for site in self._sites for kind in ("a", "b")]
         if plus:
             names.sort(key=lambda name: name.endswith(".b"))  # every A, then every B: two ranges, with a rate each
-        self.layout = FlatLayout({name: found[name].shape for name in names})
+        alignment = aligned(training.optimizer)
+        self.layout = FlatLayout({name: found[name].shape for name in names}, aligned=alignment)
         """Of this rank's part."""
-        self._whole_layout = FlatLayout({name: whole[name].shape for name in names})
-        self.kinds = KINDS if training.early_stopping_patience is None else (*KINDS, BEST)
+        self._whole_layout = FlatLayout({name: whole[name].shape for name in names}, aligned=alignment)
+        self.kinds = state_kinds(training.optimizer, early_stopping=training.early_stopping_patience is not None)
         device, size = device or found[names[0]].device, self.layout.size
-        self.state_KN = torch.zeros(len(self.kinds), size, device=device)
-        """A row for each of `kinds`."""
+        self.state = tuple(
+            torch.full(
+                (size // kind.per,),
+                kind.zero,
+                dtype=torch.float32 if kind.itemsize == 4 else torch.uint8,
+                device=device,
+            )
+            for kind in self.kinds
+        )
+        """A row for each of `kinds` (K), 1-D."""
         self._host: HostCopy | None = None
         self.has_best = False
         """`keep_best` was called: the last row is meaningful."""
-        self._weights_N, self._copies_N = self.state_KN[0], torch.zeros(size, dtype=dtype, device=device)
+        self._weights_N, self._copies_N = self.state[0], torch.zeros(size, dtype=dtype, device=device)
         self._grads_N = torch.zeros(size, device=device)
         here = found[names[0]].device == device
         views = self.layout.views(self._weights_N) if here else self._whole_layout.block_views(self.host.rows[0])
@@ -117,26 +126,25 @@ class AdapterOptimizer:
         """fp32 gradient sums, by layer, shaped as `trainable`: micro-batches add to them, an update consumes them."""
         self._grad_list = list(grads.values())
 
-        fused = device.type == "cuda"
         first_b = [self.layout.start(f"{self._sites[0]}.b")] if plus else []
-        ranges = [slice(*both) for both in pairwise((0, *first_b, size))]
-        self._rates = (1.0,) if training.lora_plus_ratio is None else (1.0, training.lora_plus_ratio)
-        """Learning rates of the ranges, in multiples of the schedule's."""
-        self._adamw = torch.optim.AdamW(
-            [{"params": [self._weights_N[span]]} for span in ranges],
-            lr=training.learning_rate,
-            betas=(training.beta1, training.beta2),
-            eps=training.eps,
-            weight_decay=training.weight_decay,
-            fused=fused,
+        rates = (1.0,) if training.lora_plus_ratio is None else (1.0, training.lora_plus_ratio)
+        self._moments = [
+            (kind, row_N) for kind, row_N in zip(self.kinds, self.state, strict=True) if kind not in (WEIGHTS, BEST)
+        ]
+        spans = pairwise((0, *first_b, size))
+        self._rule = make_rule(
+            [
+                WeightRange(
+                    self._weights_N[first:last],
+                    self._grads_N[first:last],
+                    [row_N[first // kind.per : last // kind.per] for kind, row_N in self._moments],
+                    times,
+                )
+                for (first, last), times in zip(spans, rates, strict=True)
+            ],
+            training,
         )
-        self._steps = torch.zeros(len(ranges), device=device if fused else "cpu")
-        for group, span, step in zip(self._adamw.param_groups, ranges, self._steps, strict=True):
-            (weights,) = group["params"]
-            weights.grad = self._grads_N[span]
-            moments = {"exp_avg": self.state_KN[1, span], "exp_avg_sq": self.state_KN[2, span]}
-            self._adamw.state[weights] = {"step": step, **moments}
-        if fused:
+        if device.type == "cuda":
             self.warm_up()
 
     def weights(self) -> LoraWeights:
@@ -152,9 +160,9 @@ class AdapterOptimizer:
         """Host memory for the state, made when it is first asked for: on a thread."""
         if self._host is None:
             self._host = (
-                HostCopy(self.state_KN, self.layout.block)
+                HostCopy(self.state, [self.layout.block // kind.per for kind in self.kinds])
                 if self._partition is None
-                else GatheredCopy(self.state_KN, self.layout, self._whole_layout, self._partition)
+                else GatheredCopy(self.state, self.layout, self._whole_layout, self._partition)
             )
         return self._host
 
@@ -163,7 +171,7 @@ class AdapterOptimizer:
         """Keep a copy of the weights as they are now. Only for jobs with early stopping."""
         assert BEST in self.kinds, "expected a job with early stopping"
         self._protect_copy()
-        self.state_KN[-1].copy_(self._weights_N)
+        self.state[-1].copy_(self._weights_N)
         self.has_best = True
 
     def adapter(self, tensors: Mapping[str, Tensor]) -> LoraWeights:
@@ -178,7 +186,7 @@ class AdapterOptimizer:
         self._grads_N.zero_()
 
     def step(self, *, targets: int, learning_rate: float) -> float:
-        """One AdamW step on the gradient sums divided by `targets`; returns their norm before clipping.
+        """One step on the gradient sums divided by `targets`; returns their norm before clipping.
 
         Raises `NonFiniteLoss` for NaN or infinite gradients; the weights are unchanged then.
         """
@@ -187,11 +195,13 @@ class AdapterOptimizer:
         return norm
 
     def warm_up(self) -> None:
-        """Load the kernels of an update, by one with zero gradients at a rate of zero: nothing changes."""
+        """Load the kernels of an update, by one with zero gradients at a rate of zero: nothing changes. Before the first step."""
         self._grads_N.div_(1)
         torch.nn.utils.get_total_norm(self._grad_list)  # of this rank alone: the others are not here at this time
         self.update(0.0, 0.0)
-        self._steps.zero_()
+        for kind, row_N in self._moments:  # the moments of 8 bits may have other codes now
+            row_N.fill_(kind.zero)
+        self._rule.set_steps(0)
 
     @torch.no_grad()
     def divide_grads(self, targets: int) -> Tensor:
@@ -205,7 +215,7 @@ class AdapterOptimizer:
 
     @torch.no_grad()
     def update(self, norm: float, learning_rate: float) -> None:
-        """One AdamW step on the divided gradients, whose norm is `norm`. The gradient sums are zero afterwards.
+        """One step on the divided gradients, whose norm is `norm`. The gradient sums are zero afterwards.
 
         Raises `NonFiniteLoss` for a norm that is not finite; the weights are unchanged then.
         """
@@ -214,9 +224,7 @@ class AdapterOptimizer:
         if self._training.max_grad_norm > 0:
             self._grads_N.mul_(min(1.0, self._training.max_grad_norm / (norm + 1e-6)))
         self._protect_copy()
-        for group, times in zip(self._adamw.param_groups, self._rates, strict=True):
-            group["lr"] = times * learning_rate
-        self._adamw.step()
+        self._rule.update(learning_rate)
         self._copies_N.copy_(self._weights_N)
         self.zero_grad()
 
@@ -227,7 +235,7 @@ class AdapterOptimizer:
         `restore` continues from bit for bit: views of `host`, valid until the next snapshot.
         """
         self._gathering()
-        kinds = self.kinds if self.has_best else KINDS
+        kinds = self._kinds(best=self.has_best)
         self.host.download(len(kinds))
 
         def tensors() -> dict[str, Tensor]:
@@ -240,18 +248,24 @@ class AdapterOptimizer:
     def restore(self, state: Mapping[str, Tensor], *, steps: int) -> None:
         """Load what a snapshot held after `steps` steps; on a thread.
 
-        Raises `CheckpointUnreadable` if shapes or dtypes differ; the state is unchanged then.
+        Raises `CheckpointUnreadable` if names, shapes or dtypes differ; the state is unchanged then.
         """
-        has_best = BEST in self.kinds and any(name.startswith(f"{BEST}/") for name in state)
-        kinds = self.kinds if has_best else KINDS
-        for name, tensor in self._on_host(kinds).items():
+        has_best = BEST in self.kinds and any(name.startswith(f"{BEST.name}/") for name in state)
+        kinds = self._kinds(best=has_best)
+        for kind, blocks in zip(kinds, self.host.rows, strict=False):
+            for block in blocks if kind.itemsize == 1 else ():  # between tensors: there it shares their scales
+                block.fill_(kind.zero)
+        wanted = self._on_host(kinds)
+        for name in state.keys() - wanted.keys():
+            raise CheckpointUnreadable(f"the checkpoint's {name} is of another optimizer, or of another adapter")
+        for name, tensor in wanted.items():
             found = state.get(name)
-            if found is None or found.shape != tensor.shape or found.dtype != torch.float32:
-                raise CheckpointUnreadable(f"the checkpoint's {name} does not fit the job's adapter")
+            if found is None or found.shape != tensor.shape or found.dtype != tensor.dtype:
+                raise CheckpointUnreadable(f"the checkpoint's {name} does not fit the job's adapter and optimizer")
             tensor.copy_(found)
         self.host.upload(len(kinds))
         self._copies_N.copy_(self._weights_N)
-        self._steps.fill_(steps)
+        self._rule.set_steps(steps)
         self.has_best = has_best
         self.zero_grad()
 
@@ -260,9 +274,13 @@ class AdapterOptimizer:
         if self._host is not None:
             self._host.protect()
 
-    def _on_host(self, kinds: tuple[str, ...]) -> dict[str, Tensor]:
+    def _kinds(self, *, best: bool) -> tuple[StateKind, ...]:
+        """Those that are meaningful."""
+        return self.kinds if best else tuple(kind for kind in self.kinds if kind is not BEST)
+
+    def _on_host(self, kinds: tuple[StateKind, ...]) -> dict[str, Tensor]:
         return {
-            f"{kind}/{name}": tensor
+            f"{kind.name}/{name}": tensor
             for kind, blocks in zip(kinds, self.host.rows, strict=False)
-            for name, tensor in self._whole_layout.block_views(blocks).items()
+            for name, tensor in self._whole_layout.block_views(blocks, kind.per).items()
         }

@@ -12,6 +12,7 @@ import torch
 
 from coserve.adapter_store.files import load_adapter
 from coserve.adapter_store.store import AdapterStore
+from coserve.admission.optimizers import check_optimizer
 from coserve.cancellation import Cancellation
 from coserve.corpus.batch_plan import BatchPlan
 from coserve.corpus.tokenized import Corpus
@@ -284,6 +285,8 @@ class Trainer:
 
     def _load(self, spec: JobSpec, check: Callable[[], None]) -> tuple[TrainingJob, JobCheckpoints]:
         base, device = self._base, self._base.device
+        ranks = 1 if base.sharding is None else base.sharding.mesh.size
+        check_optimizer(spec.training.optimizer, ranks=ranks, overlapped=self._overlapped)
         corpus = Corpus.load(self._folder.corpus(spec.id), check)
         if int(corpus.tokens.max()) >= base.spec.vocab:
             raise CheckpointUnreadable("the job's corpus has tokens that the base does not know")

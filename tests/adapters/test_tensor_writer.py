@@ -14,6 +14,7 @@ TENSORS = {
     "a": torch.randn(64, 3)[:40],
     "none": torch.empty(0, 4),
     "scalar": torch.tensor(1.5),
+    "b.bytes": torch.arange(7, dtype=torch.uint8),
 }
 
 

@@ -8,7 +8,7 @@ import torch
 
 from coserve.finetune.init import new_adapter
 from coserve.finetune.optimizer import AdapterOptimizer
-from coserve.types import LoraSettings, TrainingSettings
+from coserve.types import LoraSettings, Optimizer, TrainingSettings
 from tests.support.finetuning import tiny_base
 
 pytestmark = pytest.mark.gpu
@@ -16,10 +16,12 @@ pytestmark = pytest.mark.gpu
 TRAINING = TrainingSettings(validation_split=0.2, early_stopping_patience=1)
 
 
-def made(device: str, ratio: float | None = None) -> AdapterOptimizer:
+def made(device: str, ratio: float | None = None, kind: Optimizer = Optimizer.ADAMW) -> AdapterOptimizer:
+    if kind.eight_bit:
+        pytest.importorskip("bitsandbytes")
     spec = tiny_base("llama").spec
     start = new_adapter(LoraSettings(r=256), spec, seed=1, dtype=torch.float32, device="cpu")
-    training = msgspec.structs.replace(TRAINING, lora_plus_ratio=ratio)
+    training = msgspec.structs.replace(TRAINING, lora_plus_ratio=ratio, optimizer=kind)
     return AdapterOptimizer(start, spec, training, torch.bfloat16, torch.device(device))
 
 
@@ -31,31 +33,66 @@ def update(optimizer: AdapterOptimizer, seed: int) -> None:
     optimizer.step(targets=3, learning_rate=0.01)
 
 
-def test_a_snapshot_is_the_state_at_its_step_though_updates_follow_at_once() -> None:
-    optimizer = made("cuda")
+def on_host(optimizer: AdapterOptimizer) -> dict[str, torch.Tensor]:
+    """All tensors of the state, by name."""
+    return {
+        f"{kind.name}/{name}": tensor.cpu().clone()
+        for kind, row_N in zip(optimizer.kinds, optimizer.state, strict=True)
+        for name, tensor in optimizer.layout.views(row_N, kind.per).items()
+    }
+
+
+def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
+    return one.keys() == other.keys() and all(torch.equal(other[name], tensor) for name, tensor in one.items())
+
+
+@pytest.mark.parametrize("kind", Optimizer)
+def test_a_snapshot_is_the_state_at_its_step_though_updates_follow_at_once(kind: Optimizer) -> None:
+    optimizer = made("cuda", kind=kind)
     for seed in range(3):
         update(optimizer, seed)
     optimizer.keep_best()
-    expected = optimizer.state_KN.cpu().clone()
+    expected = on_host(optimizer)
     optimizer.grads[0][0].normal_()
     tensors = optimizer.snapshot()
     for _ in range(20):
         optimizer.update(1.0, 0.1)
         optimizer.keep_best()
-    found = tensors()
-    for kind, row_N in zip(optimizer.kinds, expected, strict=True):
-        for name, tensor in optimizer.layout.views(row_N).items():
-            assert torch.equal(found[f"{kind}/{name}"], tensor), (kind, name)
-    kept = {name: tensor.clone() for name, tensor in found.items()}
-    assert not torch.equal(optimizer.state_KN.cpu(), expected)
+    kept = {name: tensor.clone() for name, tensor in tensors().items()}
+    assert same(kept, expected)
+    assert not same(on_host(optimizer), expected)
     optimizer.restore(kept, steps=3)
-    assert torch.equal(optimizer.state_KN.cpu(), expected)
+    assert same(on_host(optimizer), expected)
 
 
+@pytest.mark.parametrize("kind", [Optimizer.ADAMW, Optimizer.LION])
 @pytest.mark.parametrize("ratio", [None, 16.0])
-def test_updates_on_the_gpu_are_those_on_the_cpu(ratio: float | None) -> None:
-    one, other = made("cuda", ratio), made("cpu", ratio)
+def test_updates_on_the_gpu_are_those_on_the_cpu(ratio: float | None, kind: Optimizer) -> None:
+    one, other = made("cuda", ratio, kind), made("cpu", ratio, kind)
     for seed in range(5):
         update(one, seed)
         update(other, seed)
-    torch.testing.assert_close(one.state_KN.cpu(), other.state_KN, rtol=1e-5, atol=1e-6)
+    expected = on_host(other)
+    for name, tensor in on_host(one).items():
+        torch.testing.assert_close(tensor, expected[name], rtol=1e-5, atol=1e-6, msg=name)
+
+
+@pytest.mark.parametrize("kind", [Optimizer.ADAMW_8BIT, Optimizer.LION_8BIT])
+def test_8_bit_updates_on_the_gpu_are_near_those_on_the_cpu(kind: Optimizer) -> None:
+    """Their moments are rounded otherwise; weights whose gradients are 0, as those of A in a first step, stay."""
+    one, other = made("cuda", kind=kind), made("cpu", kind=kind)
+    before = on_host(other)
+    for optimizer in (one, other):
+        optimizer.step(targets=1, learning_rate=0.01)
+    assert same(
+        {name: tensor for name, tensor in on_host(one).items() if name.startswith("weights/")},
+        {name: tensor for name, tensor in before.items() if name.startswith("weights/")},
+    )
+    for seed in range(5):
+        update(one, seed)
+        update(other, seed)
+    expected = on_host(other)
+    for name, tensor in on_host(one).items():
+        if name.startswith("weights/"):
+            moved = (expected[name] - before[name]).abs().mean()
+            assert (tensor - expected[name]).abs().mean() < 0.3 * moved, name

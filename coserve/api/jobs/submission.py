@@ -11,6 +11,7 @@ from typing import Any
 
 from coserve.adapters.targets import resolve_targets
 from coserve.admission.memory import check_fits
+from coserve.admission.optimizers import check_optimizer
 from coserve.api.adapters.catalog import refuse_base_name
 from coserve.api.adapters.inspection import Inspection
 from coserve.api.adapters.lookup import find_adapter
@@ -70,6 +71,7 @@ class Submission:
         limit = self._config.micro_batch_tokens
         asked, _ = choose_training(request.training, rows=1, tokens=1, hidden=spec.hidden)
         check_training(asked)  # before the corpus is read
+        check_optimizer(asked.optimizer, ranks=self._config.tp, overlapped=self._config.policy == "spatial")
         if request.teacher is not None and asked.loss is not None:
             raise InvalidRequest("expected no loss beside a teacher: distillation has its own", field="training.loss")
         longest = longest_row(asked, spec.context, limit)

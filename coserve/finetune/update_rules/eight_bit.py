@@ -1,0 +1,75 @@
+"""AdamW and Lion with moments of 8 bits, block-wise quantized (Dettmers et al. 2022, https://arxiv.org/abs/2110.02861), by bitsandbytes.
+
+Its function is called on our buffers. Its optimizer classes wait for the whole device after each tensor, copies of checkpoints included, and
+leave tensors below 4096 elements in 32 bits; here every tensor's moments have 8.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from coserve.admission.optimizers import QUANTIZED
+from coserve.finetune.update_rules.interface import WeightRange
+from coserve.types import TrainingSettings
+
+AT_ONCE = 1 << 23
+"""Elements of one call: it counts them in 32 bits, and on a CPU makes fp32 copies of the moments."""
+
+
+class EightBit:
+    """See `UpdateRule`. Moments: `exp_avg` and its `absmax`; of AdamW also `exp_avg_sq` and its `absmax`."""
+
+    def __init__(self, ranges: Sequence[WeightRange], training: TrainingSettings) -> None:
+        """On a thread: it imports the library."""
+        from bitsandbytes.functional import create_dynamic_map, optimizer_update_8bit_blockwise
+
+        self._function, self._training, self._steps = optimizer_update_8bit_blockwise, training, 0
+        device = ranges[0].weights_N.device
+        self._signed, self._unsigned = (create_dynamic_map(signed=signed).to(device) for signed in (True, False))
+        self._parts = [
+            (each.times, *part)
+            for each in ranges
+            for part in zip(
+                *(torch.split(tensor, AT_ONCE) for tensor in (each.weights_N, each.grads_N)),
+                *(
+                    torch.split(tensor, AT_ONCE if tensor.dtype == torch.uint8 else AT_ONCE // QUANTIZED)
+                    for tensor in each.moments
+                ),
+                strict=True,
+            )
+        ]
+
+    @torch.no_grad()
+    def update(self, learning_rate: float) -> None:
+        self._steps += 1
+        training = self._training
+        for times, weights_N, grads_N, *moments in self._parts:
+            device = weights_N.device
+            assert device.type == "cpu" or torch.cuda.current_stream(device).cuda_stream == 0, (
+                "bitsandbytes updates on the default stream"
+            )
+            first, first_absmax, second, second_absmax = (*moments, None, None)[:4]
+            self._function(
+                "lion" if training.optimizer.lion else "adam",
+                grads_N,
+                weights_N,
+                first,
+                second,
+                training.beta1,
+                training.beta2,
+                beta3=0.0,
+                alpha=0.0,
+                eps=training.eps,
+                step=self._steps,
+                lr=times * learning_rate,
+                qmap1=self._signed,
+                qmap2=None if second is None else self._unsigned,
+                absmax1=first_absmax,
+                absmax2=second_absmax,
+                weight_decay=training.weight_decay,
+            )
+
+    def set_steps(self, steps: int) -> None:
+        self._steps = steps

@@ -1,0 +1,44 @@
+"""Lion (Chen et al. 2023, https://arxiv.org/abs/2302.06675, algorithm 2): steps of one size, along the sign of a moving average.
+
+c = beta1 * m + (1 - beta1) * g
+w = w - rate * (sign(c) + weight_decay * w)
+m = beta2 * m + (1 - beta2) * g
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from coserve.finetune.update_rules.interface import WeightRange
+from coserve.types import TrainingSettings
+
+AT_ONCE = 1 << 22
+"""Elements: the only temporary of an update has so many, 16 MiB. It is gone before the next micro-batch."""
+
+
+class Lion:
+    """See `UpdateRule`. Moments: `exp_avg`."""
+
+    def __init__(self, ranges: Sequence[WeightRange], training: TrainingSettings) -> None:
+        self._beta1, self._beta2 = training.beta1, training.beta2
+        self._weight_decay = training.weight_decay
+        self._parts = [
+            (each.times, *part)
+            for each in ranges
+            for part in zip(
+                *(torch.split(tensor, AT_ONCE) for tensor in (each.weights_N, each.grads_N, *each.moments)), strict=True
+            )
+        ]
+
+    @torch.no_grad()
+    def update(self, learning_rate: float) -> None:
+        for times, weights_N, grads_N, exp_avg_N in self._parts:
+            rate = times * learning_rate
+            weights_N.mul_(1 - rate * self._weight_decay)
+            weights_N.add_(torch.lerp(exp_avg_N, grads_N, 1 - self._beta1).sign_(), alpha=-rate)
+            exp_avg_N.lerp_(grads_N, 1 - self._beta2)
+
+    def set_steps(self, steps: int) -> None:
+        """No step depends on how many there were."""

@@ -1,0 +1,238 @@
+"""Optimizers besides AdamW: their formulas, their state in checkpoints, its bytes, and where they are refused."""
+
+from __future__ import annotations
+
+import importlib.machinery
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from coserve.admission import optimizers
+from coserve.admission.optimizers import check_optimizer, state_kinds
+from coserve.admission.shapes import ALLOCATION, job_state, lora_shapes
+from coserve.api.http.parsing import decode_json
+from coserve.corpus.defaults import choose_training
+from coserve.errors import CheckpointUnreadable, InvalidRequest
+from coserve.finetune.checkpoint import STATE
+from coserve.finetune.init import new_adapter
+from coserve.finetune.lora_tensors import named_tensors
+from coserve.finetune.optimizer import AdapterOptimizer
+from coserve.link import JobCheckpoint
+from coserve.model.lora import LoraWeights
+from coserve.schemas import FinetuneRequest
+from coserve.types import LoraSettings, Optimizer, TrainingRequest, TrainingSettings
+from tests.support.finetuning import Bench, job_spec, metrics_of, random_corpus, tiny_base
+
+BASE = tiny_base("llama")
+LORA = LoraSettings(r=4, targets=("q_proj", "down_proj"))
+EVERY = [
+    pytest.param(one, marks=pytest.mark.skipif(one.eight_bit and not optimizers.find_spec("bitsandbytes"), reason="needs bitsandbytes"))
+    for one in Optimizer
+]  # fmt: skip
+OTHERS = [one for one in EVERY if one.values[0] is not Optimizer.ADAMW]
+
+
+def start() -> LoraWeights:
+    return new_adapter(LORA, BASE.spec, seed=1, dtype=torch.float32, device="cpu")
+
+
+def made(training: TrainingSettings) -> AdapterOptimizer:
+    return AdapterOptimizer(start(), BASE.spec, training, torch.float32)
+
+
+def gradients(steps: int) -> list[dict[str, Tensor]]:
+    generator = torch.Generator().manual_seed(2)
+    shapes = {name: tensor.shape for name, tensor in named_tensors(start())}
+    return [{name: torch.randn(shape, generator=generator) for name, shape in shapes.items()} for _ in range(steps)]
+
+
+def update(optimizer: AdapterOptimizer, found: dict[str, Tensor], rate: float) -> None:
+    for site, pair in optimizer.weights().sites.items():
+        assert pair.main_grads is not None
+        pair.main_grads.a_RD.copy_(found[f"{site}.a"])
+        pair.main_grads.b_OR.copy_(found[f"{site}.b"])
+    optimizer.step(targets=1, learning_rate=rate)
+
+
+def same(one: AdapterOptimizer, other: AdapterOptimizer) -> bool:
+    """Bit for bit, in all that a checkpoint has."""
+    expected, found = one.snapshot()(), other.snapshot()()
+    return expected.keys() == found.keys() and all(
+        torch.equal(found[name], tensor) for name, tensor in expected.items()
+    )
+
+
+@pytest.mark.parametrize("ratio", [None, 8.0])
+@pytest.mark.parametrize("at_once", [1 << 22, 100])
+def test_lion_is_the_papers_formula(monkeypatch: pytest.MonkeyPatch, ratio: float | None, at_once: int) -> None:
+    monkeypatch.setattr("coserve.finetune.update_rules.lion.AT_ONCE", at_once)
+    training = TrainingSettings(
+        optimizer=Optimizer.LION, beta1=0.8, beta2=0.95, weight_decay=0.1, max_grad_norm=0.0, lora_plus_ratio=ratio
+    )
+    weights = {name: tensor.double() for name, tensor in named_tensors(start())}
+    moments = {name: torch.zeros_like(tensor) for name, tensor in weights.items()}
+    optimizer = made(training)
+    for step, found in enumerate(gradients(5)):
+        for name, gradient in found.items():
+            rate = 0.01 / (step + 1) * ((ratio or 1.0) if name.endswith(".b") else 1.0)
+            between = 0.8 * moments[name] + 0.2 * gradient
+            weights[name] -= rate * (between.sign() + 0.1 * weights[name])
+            moments[name] = 0.95 * moments[name] + 0.05 * gradient
+        update(optimizer, found, 0.01 / (step + 1))
+    for name, tensor in named_tensors(optimizer.masters()):
+        torch.testing.assert_close(tensor.double(), weights[name], rtol=1e-5, atol=1e-6, msg=name)
+
+
+@pytest.mark.parametrize("at_once", [1 << 23, 1024])
+@pytest.mark.parametrize("ratio", [None, 8.0])
+@pytest.mark.parametrize("optimizer", [Optimizer.ADAMW_8BIT, Optimizer.LION_8BIT])
+def test_8_bit_updates_are_bitsandbytes_own_of_each_tensor(
+    monkeypatch: pytest.MonkeyPatch, optimizer: Optimizer, ratio: float | None, at_once: int
+) -> None:
+    """Bit for bit, though ours lie in one buffer: none shares a scale with another. And close to what 32 bits give."""
+    own = pytest.importorskip("bitsandbytes").optim
+    monkeypatch.setattr("coserve.finetune.update_rules.eight_bit.AT_ONCE", at_once)
+    training = TrainingSettings(optimizer=optimizer, weight_decay=0.1, max_grad_norm=0.0, lora_plus_ratio=ratio)
+    tensors = {name: tensor.clone() for name, tensor in named_tensors(start())}
+    make = own.Lion8bit if optimizer.lion else own.AdamW8bit
+    groups = [{"params": [t], "times": (ratio or 1.0) if n.endswith(".b") else 1.0} for n, t in tensors.items()]
+    reference = make(groups, betas=(0.9, 0.999), weight_decay=0.1, min_8bit_size=0)
+    ours = made(training)
+    for step, found in enumerate(gradients(4)):
+        for name, tensor in tensors.items():
+            tensor.grad = found[name].clone()
+        for group in reference.param_groups:
+            group["lr"] = 0.01 / (step + 1) * group["times"]
+        reference.step()
+        update(ours, found, 0.01 / (step + 1))
+    for name, tensor in named_tensors(ours.masters()):
+        assert torch.equal(tensor, tensors[name]), name
+    plain = made(TrainingSettings(weight_decay=0.1, max_grad_norm=0.0, lora_plus_ratio=ratio))
+    if not optimizer.lion:  # the sign of a small number may differ
+        for step, found in enumerate(gradients(4)):
+            update(plain, found, 0.01 / (step + 1))
+        for (name, one), (_, other) in zip(named_tensors(ours.masters()), named_tensors(plain.masters()), strict=True):
+            assert (one - other).abs().mean() < 0.1 * (other - start_tensor(name)).abs().mean(), name
+
+
+def start_tensor(name: str) -> Tensor:
+    return dict(named_tensors(start()))[name]
+
+
+@pytest.mark.parametrize("optimizer", EVERY)
+@pytest.mark.parametrize("ratio", [None, 8.0])
+def test_a_restored_optimizer_goes_on_bit_for_bit(optimizer: Optimizer, ratio: float | None) -> None:
+    training = TrainingSettings(
+        optimizer=optimizer, weight_decay=0.1, lora_plus_ratio=ratio, validation_split=0.1, early_stopping_patience=1
+    )
+    straight, cut = made(training), made(training)
+    both: Sequence[AdapterOptimizer] = (straight, cut)
+    for step, found in enumerate(gradients(6)):
+        if step == 3:
+            resumed = made(training)
+            resumed.restore({name: tensor.clone() for name, tensor in cut.snapshot()().items()}, steps=step)
+            both = (straight, resumed)
+        for each in both:
+            update(each, found, 0.01)
+            if step == 2:
+                each.keep_best()
+    assert same(straight, both[1])
+    assert straight.state[-1].any(), "the best weights too"
+
+
+@pytest.mark.parametrize("optimizer", OTHERS)
+def test_a_warm_up_changes_nothing(optimizer: Optimizer) -> None:
+    one, other = made(TrainingSettings(optimizer=optimizer)), made(TrainingSettings(optimizer=optimizer))
+    other.warm_up()
+    for each in (one, other):
+        update(each, gradients(1)[0], 0.01)
+    assert same(one, other)
+
+
+@pytest.mark.parametrize("optimizer", EVERY)
+@pytest.mark.parametrize("early_stopping", [False, True])
+def test_a_jobs_bytes_are_those_it_has(optimizer: Optimizer, early_stopping: bool) -> None:
+    patience = 1 if early_stopping else None
+    training = TrainingSettings(optimizer=optimizer, early_stopping_patience=patience, validation_split=0.1)
+    planned = job_state(lora_shapes(LORA, BASE.spec), "float32", optimizer, early_stopping=early_stopping).optimizer
+    kept = sum(row_N.nbytes for row_N in made(training).state)
+    assert 0 <= planned - kept <= ALLOCATION * (len(state_kinds(optimizer, early_stopping=early_stopping)) + 4)
+
+
+@pytest.mark.parametrize("optimizer", EVERY)
+@pytest.mark.parametrize("other", EVERY)
+def test_a_state_of_another_optimizer_is_refused(optimizer: Optimizer, other: Optimizer) -> None:
+    if optimizer is other:
+        return
+    resumed = made(TrainingSettings(optimizer=other))
+    with pytest.raises(CheckpointUnreadable, match="optimizer"):
+        resumed.restore(made(TrainingSettings(optimizer=optimizer)).snapshot()(), steps=1)
+
+
+@pytest.mark.parametrize("optimizer", OTHERS)
+def test_a_job_resumes_and_takes_no_checkpoint_of_another_optimizer(tmp_path: Path, optimizer: Optimizer) -> None:
+    corpus = random_corpus()
+    spec = job_spec(corpus, steps=6, checkpoint_steps=2, optimizer=optimizer, weight_decay=0.1, learning_rate=0.002)
+    whole, cut = Bench(BASE, tmp_path / "whole"), Bench(BASE, tmp_path / "cut")
+    expected = whole.train(whole.place(corpus, spec))
+    assert metrics_of(expected)[-1].loss < metrics_of(expected)[0].loss
+    cut.start(cut.place(corpus, spec))
+    cut.run(spec.id, until=lambda m: isinstance(m, JobCheckpoint) and m.step == 4)
+    state = cut.folder.checkpoint(spec.id, 4) / STATE
+    assert json.loads(state.read_text())["optimizer"] == optimizer
+    again = Bench(BASE, tmp_path / "cut")
+    assert again.start(spec).resumed_from == 4
+    again.trainer.drop(spec.id)
+    state.write_text(state.read_text().replace(f'"{optimizer}"', '"adamw"'))
+    assert again.start(spec).resumed_from == 2, "the other checkpoint is left aside"
+    after = again.run(spec.id)
+    assert metrics_of(after) == metrics_of(expected)[2:] and after[-1] == expected[-1]
+
+
+def test_lion_has_its_own_defaults() -> None:
+    plain, lion = (
+        choose_training(TrainingRequest(optimizer=one), rows=9, tokens=99, hidden=2048)[0]
+        for one in (Optimizer.ADAMW, Optimizer.LION)
+    )
+    assert (plain.beta2, lion.beta2) == (0.999, 0.99) and lion.learning_rate == plain.learning_rate / 5
+    given = TrainingRequest(optimizer=Optimizer.LION, beta2=0.98, learning_rate=1e-3)
+    chosen, auto = choose_training(given, rows=9, tokens=99, hidden=2048)
+    assert (chosen.beta2, chosen.learning_rate) == (0.98, 1e-3) and "learning_rate" not in auto
+
+
+@pytest.mark.parametrize("optimizer", [Optimizer.ADAMW_8BIT, Optimizer.LION_8BIT])
+def test_8_bit_optimizers_are_refused_where_they_cannot_run(
+    monkeypatch: pytest.MonkeyPatch, optimizer: Optimizer
+) -> None:
+    found = importlib.machinery.ModuleSpec("bitsandbytes", None)
+    monkeypatch.setattr(optimizers, "find_spec", lambda name: found)
+    check_optimizer(optimizer, ranks=1, overlapped=False)
+    for ranks, overlapped, why in ((2, False, "with --tp 2"), (1, True, "with --policy spatial")):
+        with pytest.raises(InvalidRequest, match=f"{optimizer} is not supported {why}.*use {str(optimizer)[:-5]}$"):
+            check_optimizer(optimizer, ranks=ranks, overlapped=overlapped)
+        check_optimizer(Optimizer.LION, ranks=ranks, overlapped=overlapped)
+    monkeypatch.setattr(optimizers, "find_spec", lambda name: None)
+    with pytest.raises(InvalidRequest, match="needs bitsandbytes, which is not installed") as refused:
+        check_optimizer(optimizer, ranks=1, overlapped=False)
+    assert refused.value.field == "training.optimizer" and "coserve[bitsandbytes]" in refused.value.message
+
+
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [
+        ("adamw_torch", "did you mean 'adamw'?"),
+        ("adamw_bnb_8bit", "did you mean 'adamw_8bit'?"),
+        ("paged_adamw_8bit", "pages of managed memory are not supported"),
+        ("sgd", "lion, lion_8bit"),
+    ],
+)
+def test_other_libraries_names_of_optimizers(name: str, says: str) -> None:
+    body = {"adapter": "a", "training": {"optimizer": name}}
+    with pytest.raises(InvalidRequest) as refused:
+        decode_json(json.dumps(body).encode(), FinetuneRequest)
+    assert says in refused.value.message and refused.value.field == "training.optimizer"
+    assert "expected one of adamw, adamw_8bit, lion, lion_8bit" in refused.value.message
