@@ -1,6 +1,7 @@
 """Equal loads at 8B: coserve that always trains, vLLM beside a PEFT trainer, and what coserve serves without training.
 
     python -m benchmarks.equal_loads --only alone,coserve --budget 560 --out benchmarks/results
+    python -m benchmarks.equal_loads --only coserve --policies slack,overlap --cells r5 --budget 560 --out benchmarks/results
     python -m benchmarks.equal_loads --only vllm+peft --vllm-site /tmp/site --budget 560 --out benchmarks/results
     python -m benchmarks.equal_loads --gpus 3 --vllm-site /tmp/site --out /tmp/equal       (all at the same time, a part a GPU)
     python -m benchmarks.equal_loads --publish [FOLDER/equal_loads.json ...]
@@ -9,7 +10,7 @@
 The Llama-3.1-8B shape with random weights, 32 adapters of rank 16, the preset `equal-8b`: Poisson arrivals, log-normal lengths. Limits 5 s to the first token and
 45 ms for each further one, and 1 s and 20 ms; coserve's requests carry the limits that are judged as their targets. Both systems get the same trace files through
 `/v1/completions` from the same clients, and train 8 rows of 512 tokens a step all the time: coserve in jobs of 25 steps, which checkpoint and publish, five of them at a
-time; PEFT one job without checkpoints. Fine-tuning's peak is measured first, alone. The cells `flexllm.*` have the arrivals of the preset `flexllm-8b`.
+time; PEFT one job without checkpoints. Each of `--policies` has a daemon of its own; rows and keys of others than slack are named `coserve.POLICY`. Fine-tuning's peak is measured first, alone. The cells `flexllm.*` have the arrivals of the preset `flexllm-8b`.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from typing import Any
 
 import msgspec
 
-from benchmarks.equal_report import FILE, LOOSE, STRICT, publish
+from benchmarks.equal_report import FILE, LOOSE, STRICT, publish, system_of
 from benchmarks.gpus import deal, run_on_gpus
 from benchmarks.http_case import FULL, RANK, SMALL, model_folder
 from benchmarks.options import check_tiny, make_parser
@@ -48,6 +49,8 @@ from coserve.workloads.trace import load_trace, save_trace
 
 SEED = 0
 PARTS = ("alone", "coserve", "vllm+peft")
+POLICIES = {"slack", "spatial", "overlap", "overlap-between"}
+"""Those under which fine-tuning runs beside requests all the time."""
 PEAK_SECONDS = 20.0
 CLIENTS = 4
 """Processes that send requests."""
@@ -56,8 +59,18 @@ CLIENTS = 4
 class EqualLoads:
     """Measures cells; each result is written as soon as it is measured."""
 
-    def __init__(self, place: Place, results: Results, known: Collection[str], *, tiny: bool, budget: float) -> None:
-        """`known`: names of results that are not measured again."""
+    def __init__(
+        self,
+        place: Place,
+        results: Results,
+        known: Collection[str],
+        *,
+        tiny: bool,
+        budget: float,
+        only_cells: Collection[str] = (),
+    ) -> None:
+        """`known`: names of results that are not measured again; `only_cells`: names of cells; empty: all."""
+        self._only_cells = only_cells
         self._place, self._results, self._known, self._tiny = place, results, known, tiny
         self._began, self._deadline = time.monotonic(), time.monotonic() + budget
         self._traces = place.scratch / "traces"
@@ -75,13 +88,19 @@ class EqualLoads:
         return path
 
     def cells(self, system: str) -> list[Cell]:
-        return [cell for cell in chosen_cells(system, tiny=self._tiny) if f"{cell.name}.{system}" not in self._known]
+        kind = "coserve" if system.startswith("coserve.") else system
+        return [
+            cell
+            for cell in chosen_cells(kind, tiny=self._tiny)
+            if f"{cell.name}.{system}" not in self._known and (not self._only_cells or cell.name in self._only_cells)
+        ]
 
-    async def run_coserve(self, parts: Sequence[str]) -> None:
+    async def run_coserve(self, parts: Sequence[str], policy: str) -> None:
         first = scenario_of(Cell("training", 5.0, 10.0, LOOSE), tiny=self._tiny)
         scenario = open_workload(first).scenario
-        async with coserve(self._place, scenario) as url:
-            self.log("coserve is warm")
+        system = system_of(policy)
+        async with coserve(self._place, scenario, policy) as url:
+            self.log(f"{system} is warm")
             model = await base_name(url)
             await warm_up(url, model, scenario)
             if "alone" in parts:
@@ -89,9 +108,9 @@ class EqualLoads:
                     await self._measure(url, model, cell, "alone")
             if "coserve" in parts:
                 async with always_training(url, scenario, bundled_rows(scenario.row_tokens)) as jobs:
-                    peak = await self._peak(jobs, "coserve")
-                    for cell in self.cells("coserve"):
-                        await self._measure(url, model, cell, "coserve", jobs, peak)
+                    peak = await self._peak(jobs, system)
+                    for cell in self.cells(system):
+                        await self._measure(url, model, cell, system, jobs, peak)
 
     async def run_vllm(self) -> None:
         cells = self.cells("vllm+peft")
@@ -185,6 +204,12 @@ def row(run: ReplayResult, cell: Cell, peak: float | None) -> dict[str, Any]:
 def parse() -> argparse.Namespace:
     parser = make_parser(__doc__, tiny="a small base, on any machine, to try the script")
     parser.add_argument("--only", default=",".join(PARTS), help=f"parts: {', '.join(PARTS)}")
+    parser.add_argument(
+        "--policies",
+        default="slack",
+        help="of coserve, each with a daemon of its own: names of --policy, and overlap-between",
+    )
+    parser.add_argument("--cells", default="", help="names of cells, such as r5,r20.strict; default: all")
     parser.add_argument("--budget", type=float, default=float("inf"), help="seconds after which no cell may end")
     parser.add_argument(
         "--gpus", type=int, default=1, help="GPUs over which the parts are dealt in turn, measured at the same time"
@@ -205,6 +230,9 @@ def parse() -> argparse.Namespace:
         return options
     check_tiny(parser, options)
     options.only = options.only.split(",")
+    options.policies, options.cells = options.policies.split(","), [name for name in options.cells.split(",") if name]
+    if unknown := set(options.policies) - POLICIES:
+        parser.error(f"--policies: expected some of {', '.join(sorted(POLICIES))}, got {', '.join(sorted(unknown))}")
     if unknown := set(options.only) - set(PARTS):
         parser.error(f"--only: expected some of {', '.join(PARTS)}, got {', '.join(sorted(unknown))}")
     return options
@@ -228,9 +256,15 @@ def measure_here(options: argparse.Namespace, scratch: Path) -> None:
         adapters = make_adapters(root / "adapters", size.config, scenario)
         place = Place(size, model_folder(root / "model", size), adapters, scratch, options.vllm_site)
         known = results.keys() if options.skip_measured else set[str]()
-        benchmark = EqualLoads(place, results, known, tiny=options.tiny, budget=options.budget)
-        if ours := [part for part in options.only if part != "vllm+peft"]:
-            asyncio.run(benchmark.run_coserve(ours))
+        benchmark = EqualLoads(
+            place, results, known, tiny=options.tiny, budget=options.budget, only_cells=options.cells
+        )
+        ours = [part for part in options.only if part != "vllm+peft"]
+        for policy in options.policies if ours else ():
+            asyncio.run(benchmark.run_coserve(ours, policy))
+            ours = [part for part in ours if part != "alone"]  # without training all policies are alike
+            if not ours:
+                break
         if "vllm+peft" in options.only:
             asyncio.run(benchmark.run_vllm())
 
@@ -251,6 +285,7 @@ def main() -> None:
             return
         common = ["--budget", str(options.budget), "--commit", options.commit, *["--tiny"] * options.tiny]
         common += ["--skip-measured"] * options.skip_measured
+        common += ["--policies", ",".join(options.policies), "--cells", ",".join(options.cells)]
         common += [] if options.vllm_site is None else ["--vllm-site", str(options.vllm_site)]
         shares = [
             [*common, "--scratch", str(scratch / f"gpu{number}"), "--only", ",".join(parts)]

@@ -36,29 +36,50 @@ Entries = dict[str, tuple[float, str, Row]]
 """Key: value, unit, and the row that gives the date."""
 
 
+def system_of(policy: str) -> str:
+    """The name of coserve under a policy, in rows and keys."""
+    return "coserve" if policy == "slack" else f"coserve.{policy}"
+
+
+def ours(rows: Rows) -> list[str]:
+    """The names of coserve under the policies that were measured."""
+    return sorted({"coserve" + key.partition(".coserve")[2] for key in rows if ".coserve" in key})
+
+
+def target_of(key: str, rows: Rows) -> str | None:
+    """All policies have the same targets."""
+    for system in ours(rows):
+        if (target := TARGETS.get("coserve" + key.removeprefix(system))) is not None and key.startswith(f"{system}."):
+            return str(target)
+    return None
+
+
 def keys(rows: Rows) -> Entries:
     """Every key that the rows allow."""
     found: Entries = {}
     for rate in MAIN:
-        for suffix, cell in (("", rate), ("_strict", f"{rate}.strict")):
-            if row := rows.get(f"{cell}.coserve"):
-                found[f"coserve.slo{suffix}.{rate}"] = row["in_slo"], "share", row
-                found[f"coserve.ft_share{suffix}.{rate}"] = row["finetune_share"], "share of the peak", row
-                found[f"coserve.ft_tok_s{suffix}.{rate}"] = row["finetune_tok_s"], "tok/s", row
-                found[f"coserve.ttft_p50_ms{suffix}.{rate}"] = row["ttft_ms"]["p50"], "ms", row
+        for system in ours(rows):
+            for suffix, cell in (("", rate), ("_strict", f"{rate}.strict")):
+                if row := rows.get(f"{cell}.{system}"):
+                    found[f"{system}.slo{suffix}.{rate}"] = row["in_slo"], "share", row
+                    found[f"{system}.ft_share{suffix}.{rate}"] = row["finetune_share"], "share of the peak", row
+                    found[f"{system}.ft_tok_s{suffix}.{rate}"] = row["finetune_tok_s"], "tok/s", row
+                    found[f"{system}.ttft_p50_ms{suffix}.{rate}"] = row["ttft_ms"]["p50"], "ms", row
         if row := rows.get(f"{rate}.vllm+peft"):
             found[f"peers.slo.{rate}"] = row["in_slo"], "share", row
             found[f"peers.slo_strict.{rate}"] = row["in_slo_strict"], "share", row
             found[f"peers.ft_tok_s.{rate}"] = row["finetune_tok_s"], "tok/s", row
             found[f"peers.ft_share.{rate}"] = row["finetune_share"], "share of the peak", row
-    for system, name in (("coserve", "coserve"), ("vllm+peft", "peers")):
+    for system, name in (*((each, each) for each in ours(rows)), ("vllm+peft", "peers")):
         if row := rows.get(f"peak.{system}"):
             found[f"{name}.ft_peak_tok_s"] = row["value"], "tok/s", row
         for rate in ("r1", "r5"):
             if row := rows.get(f"flexllm.{rate}.{system}"):
                 found[f"{name}.flexllm.slo.{rate}"] = row["in_slo"], "share", row
                 found[f"{name}.flexllm.ft_share.{rate}"] = row["finetune_share"], "share of the peak", row
-    return found | efficiencies(rows)
+    for system in ours(rows):
+        found |= efficiencies(rows, system)
+    return found
 
 
 def capacity(rows: Rows) -> tuple[float, Row] | None:
@@ -67,20 +88,20 @@ def capacity(rows: Rows) -> tuple[float, Row] | None:
     return max(((row["goodput"], row) for row in alone), key=lambda pair: pair[0], default=None)
 
 
-def efficiencies(rows: Rows) -> Entries:
+def efficiencies(rows: Rows, system: str) -> Entries:
     """Fine-tuning's share of its peak, plus requests a second in the limits over the most that were served without fine-tuning."""
     most, found = capacity(rows), Entries()
-    loads = [row for key, row in rows.items() if key.endswith(".coserve") and is_of_curve(key)]
+    loads = [row for key, row in rows.items() if key.endswith(f".{system}") and is_of_curve(key)]
     if most is None or not most[0] or not loads:
         return found
     found["coserve.served_alone"] = most[0], "requests/s in the limits", most[1]
     for row in loads:
         value = round(row["finetune_share"] + row["goodput"] / most[0], 4)
-        found[f"coserve.efficiency.r{row['rate']:g}"] = value, "share", row
+        found[f"{system}.efficiency.r{row['rate']:g}"] = value, "share", row
     worst = min((each for key, each in found.items() if "efficiency" in key), key=lambda each: each[0])
-    found["coserve.efficiency.min"] = worst
+    found[f"{system}.efficiency.min"] = worst
     least = min(loads, key=lambda row: float(row["finetune_share"]))
-    found["coserve.ft_share.min"] = least["finetune_share"], "share of the peak", least
+    found[f"{system}.ft_share.min"] = least["finetune_share"], "share of the peak", least
     return found
 
 
@@ -95,11 +116,12 @@ def publish(out: Path = RESULTS, figure: Path = FIGURE) -> None:
     rows = record["rows"]
     entries = {}
     for key, (value, unit, row) in keys(rows).items():
-        target = str(TARGETS[key]) if key in TARGETS else None
-        entries[key] = entry(row, value=value, unit=unit, target=target, script="equal_loads.py", result=FILE)
+        entries[key] = entry(
+            row, value=value, unit=unit, target=target_of(key, rows), script="equal_loads.py", result=FILE
+        )
         print(key, value)
     update_summary(out, entries)
-    if any("efficiency" in key for key in entries):
+    if any(key.startswith("coserve.efficiency") for key in entries):
         draw(rows, ", ".join(sorted({run["hardware"] for run in record["runs"].values()})), figure)
 
 

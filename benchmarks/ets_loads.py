@@ -135,13 +135,13 @@ class System:
         return found if self.n is None else found | {"ts_n": self.n}
 
 
-POLICIES = ("slack", "ets", "ts5", "ts10", "ts20", "spatial")
+POLICIES = ("slack", "ets", "ts5", "ts10", "ts20", "spatial", "overlap")
 BACKENDS = ("segmented", "block_sparse")
 
 
 def known_policies(*, gpu: bool) -> tuple[str, ...]:
-    """Those of `POLICIES` that can run: `spatial` splits a GPU."""
-    return tuple(name for name in POLICIES if gpu or name != "spatial")
+    """Those of `POLICIES` that can run: some launch slices on a GPU's stream."""
+    return tuple(name for name in POLICIES if gpu or name not in ("spatial", "overlap"))
 
 
 def system(policy: str, backend: str, targets: tuple[float, float]) -> System:

@@ -101,9 +101,10 @@ class Config:
     policy: str = option(
         "slack",
         "who runs next: training where the deadlines of requests leave time (slack), or only while no request can be served "
-        "(inference-first); both at the same time, each on its own part of the GPU (spatial); the ETS paper's Enhanced Temporal Sharing "
+        "(inference-first); both at the same time, each on its own part of the GPU (spatial), or on all of it, with steps paced by the "
+        "deadlines (overlap); the ETS paper's Enhanced Temporal Sharing "
         "(ets) and Temporal Sharing (ts)",
-        choices=("slack", "ets", "ts", "inference-first", "spatial"),
+        choices=("slack", "ets", "ts", "inference-first", "spatial", "overlap"),
     )
     inference_batch_size: int = option(64, "ETS: dispatch when so many requests wait; also the most that run at once")
     inference_delay: float = option(5.0, "ETS: dispatch when the first request has waited so long, in seconds")
@@ -114,16 +115,16 @@ class Config:
         choices=("request", "batch"),
     )
     slo_ttft: float | None = option(
-        None, "time to first token that 'slack' keeps, in seconds; default: 1 on a GPU, 2 on CPU"
+        None, "time to first token that 'slack' and 'overlap' keep, in seconds; default: 1 on a GPU, 2 on CPU"
     )
     slo_tpot: float | None = option(
-        None, "time per output token that 'slack' keeps, in seconds; default: 0.05 on a GPU, 0.2 on CPU"
+        None, "time per output token that 'slack' and 'overlap' keep, in seconds; default: 0.05 on a GPU, 0.2 on CPU"
     )
     slo_batch_ttft: float = option(60.0, "the same for requests of the class batch: time to first token, in seconds")
     slo_batch_tpot: float = option(0.5, "the same for requests of the class batch: time per output token, in seconds")
     slo_attainment: float = option(
         0.995,
-        "'slack': share of the predicted times of steps and slices that are kept, above 0 and at most 0.9999; more means fewer late tokens and less "
+        "'slack' and 'overlap': share of the predicted times of steps and slices that are kept, above 0 and at most 0.9999; more means fewer late tokens and less "
         "training",
     )
     shed: str = option(
@@ -135,10 +136,18 @@ class Config:
     )
     train_weight: float = option(
         1.0,
-        "'slack': share, from 0 to 1, that training may use of the time that requests' targets leave; less means faster answers and "
+        "'slack' and 'overlap': share, from 0 to 1, that training may use of the time that requests' targets leave; less means faster answers and "
         "less training",
     )
-    train_patience: float = option(1.0, "'slack': a job waits at most so long for its next slice, in seconds")
+    train_patience: float = option(
+        1.0, "'slack' and 'overlap': a job waits at most so long for its next slice, in seconds"
+    )
+    overlap_steps: str = option(
+        "beside",
+        "'overlap': the device computes steps beside training where the targets allow it (beside), or in turns with slices that "
+        "were launched ahead (between)",
+        choices=("beside", "between"),
+    )
     training_sm_share: float = option(
         0.5,
         "'spatial': share, between 0 and 1, of the GPU's multiprocessors that training has, rounded up to what the GPU allows (multiples "
@@ -253,8 +262,8 @@ class Config:
             raise ConfigError(f"slo_attainment: expected above 0 and at most 0.9999, got {self.slo_attainment}")
         if not 0 < self.training_sm_share < 1:
             raise ConfigError(f"training_sm_share: expected above 0 and below 1, got {self.training_sm_share}")
-        if self.policy == "spatial" and self.tp > 1:
-            raise ConfigError(f"tp: expected 1 with policy 'spatial', which splits one GPU, got {self.tp}")
+        if self.trains_beside and self.tp > 1:
+            raise ConfigError(f"tp: expected 1 with policy {self.policy!r}, which shares one GPU, got {self.tp}")
         if not 0 < self.memory_fraction <= 1:
             raise ConfigError(f"memory_fraction: expected above 0 and at most 1, got {self.memory_fraction}")
         if not 0 <= self.port <= 65535:
@@ -280,6 +289,11 @@ class Config:
     def tokenizer_processes(self) -> int:
         """`tokenizer_workers`, or its default."""
         return self.tokenizer_workers or min(MAX_TOKENIZER_WORKERS, max(1, usable_cores() // 2))
+
+    @property
+    def trains_beside(self) -> bool:
+        """Training has a stream of its own, and runs beside generation."""
+        return self.policy in ("spatial", "overlap")
 
     @property
     def fair(self) -> bool:

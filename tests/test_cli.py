@@ -49,6 +49,7 @@ SETTINGS = [
     "shed",
     "train_weight",
     "train_patience",
+    "overlap_steps",
     "training_sm_share",
     "kv_tokens",
     "memory_fraction",

@@ -54,16 +54,23 @@ async def serving(settings: Mapping[str, object], log: Path) -> AsyncIterator[st
 
 
 @contextlib.asynccontextmanager
-async def coserve(place: Place, scenario: Scenario) -> AsyncIterator[str]:
-    """The daemon, whose latency targets are the limits that are judged, with the trace's adapters; yields its URL once it is warm."""
+async def coserve(place: Place, scenario: Scenario, policy: str = "slack") -> AsyncIterator[str]:
+    """The daemon under this policy, whose latency targets are the limits that are judged, with the trace's adapters; yields its URL once it is warm."""
     settings = serve_arguments(place.size, place.model, place.scratch / f"data-{free_port()}")
-    settings |= {"data_root": place.adapters, "cache_dir": place.scratch / "cache"}
+    settings |= {"data_root": place.adapters, "cache_dir": place.scratch / "cache"} | policy_settings(policy)
     targets = {"slo_ttft": scenario.slo_ttft, "slo_tpot": scenario.slo_tpot}
     settings |= {name: value for name, value in targets.items() if value is not None}
-    async with serving(settings, place.scratch / "coserve.log") as url:
+    async with serving(settings, place.scratch / f"coserve-{policy}.log") as url:
         for name in scenario.adapter_names:
             await asyncio.to_thread(import_adapter, url, name)
         yield url
+
+
+def policy_settings(name: str) -> dict[str, object]:
+    """`name`: a policy; `overlap-between` is `overlap` with its steps between slices."""
+    if name == "overlap-between":
+        return {"policy": "overlap", "overlap_steps": "between"}
+    return {"policy": name}
 
 
 @contextlib.asynccontextmanager

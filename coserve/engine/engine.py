@@ -12,17 +12,17 @@ import logging
 import math
 from collections.abc import Awaitable, Callable
 from concurrent.futures import Executor, ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 
 from coserve.engine.device_memory import DeviceMemory
-from coserve.engine.gauges import engine_stats
+from coserve.engine.gauges import STATS_INTERVAL, Reports
 from coserve.engine.idle import Idle
 from coserve.engine.inbox import Inbox
 from coserve.engine.job_runner import JobRunner
 from coserve.engine.ports import Generates, StoresAdapters, Trains, Upgrades
 from coserve.engine.reception import Reception
 from coserve.engine.running import RunningRequests
-from coserve.engine.spatial.slices_in_flight import EndedSlice, Mark, SlicesInFlight
+from coserve.engine.spatial.slices_in_flight import Between, EndedSlice, LaunchedStep, Mark, SlicesInFlight
 from coserve.engine.stalls import Stalls
 from coserve.engine.views import Views
 from coserve.errors import CoserveError, EngineFault, failure_text
@@ -34,7 +34,6 @@ from coserve.link import (
     DropAdapter,
     EngineNotes,
     EngineStopped,
-    EngineWarming,
     FromEngine,
     Generate,
     Link,
@@ -46,18 +45,14 @@ from coserve.link import (
     ToEngine,
     Tokens,
 )
-from coserve.logs.throttled import ThrottledLog
 from coserve.queues.costs import ATTAINMENT
 from coserve.queues.inference import InferenceQueue, Queued
-from coserve.queues.policy import Policy, Serve, Train, Wait
+from coserve.queues.policy import Costs, Policy, Serve, Train, Wait
 from coserve.state.failpoints import failpoint
 from coserve.types import MicroStep
 
 log = logging.getLogger(__name__)
 
-STATS_INTERVAL = 1.0
-LOGGED_BACKLOG = 8 << 20
-"""Bytes that the API process has not read, from which on they are logged."""
 PREPARATION = 0.5
 """Seconds: longer than a piece of `Generates.prepare`."""
 
@@ -95,10 +90,11 @@ class Engine:
         garbage: GarbageCollection | None = None,
         memory: DeviceMemory | None = None,
         mark_training: Mark | None = None,
+        between_slices: Between = nullcontext,
     ) -> None:
         """`attainment`: share of predicted times that the policy may rely on. `garbage` is collected while no request runs; None: by the
-        interpreter. `memory`: the GPU's, where jobs are admitted by it. `mark_training`: slices are only launched, and run beside generation; None: a slice has ended when the trainer
-        returns."""
+        interpreter. `memory`: the GPU's, where jobs are admitted by it. `mark_training`: slices are only launched, and run beside generation,
+        or `between_slices`; None: a slice has ended when the trainer returns."""
         self._generator, self._adapters = generator, adapters
         self._policy, self._link, self._clock, self._pace, self._upgrade = policy, link, clock, pace, upgrade
         self._memory, self._garbage = memory, garbage or GarbageCollection.none()
@@ -118,9 +114,8 @@ class Engine:
             may_start=(lambda _: True) if upgrade is None else upgrade.may_train,
             memory=memory,
         )
-        self._flight = SlicesInFlight(mark_training, clock, self._change_from_a_thread)
+        self._flight = SlicesInFlight(mark_training, clock, self._change_from_a_thread, between_slices)
         adapters.notify(self._changed.set)
-        self._unread = ThrottledLog(log, "the API process does not read what the engine sends", clock)
         self._stopping = False
         self._views = Views(
             self._queue,
@@ -131,12 +126,12 @@ class Engine:
             attainment=attainment,
         )
         self._reception = Reception(self._queue, self._running, self._views, send=link.send, cancel=generator.cancel)
+        parts = generator, adapters, self._jobs, self._views, self._stalls
+        self._reports = Reports(link, clock, parts, (self._queue, self._running), memory, upgrade)
         self._measured: float | None = None
         """When the last step or slice ended: what follows is part of the next one's time. None: the engine waited since."""
-        self._serve_seconds = self._train_seconds = 0.0
-        self._stats_due = 0.0
-        self._warming: EngineWarming | None = None
-        """The last that was sent."""
+        self._step = LaunchedStep(between=False, after=None)
+        """The last one."""
         if upgrade is not None:
             upgrade.notify(self._changed.set)
 
@@ -218,19 +213,24 @@ class Engine:
         blocked, launched = generator.blocked, generator.in_flight
         view = self._views.view(now, reading=reading, blocked=blocked, in_flight=flight, step_in_flight=launched)
         decision = self._policy.decide(view, now)
-        self._measured = None if isinstance(decision, Wait) else now if self._measured is None else self._measured
+        if self._measured is None or not (
+            launched or self._flight.takes_turns
+        ):  # launches of slices are no part of a step
+            self._measured = now
         match decision:
-            case Serve(admit):
-                await self._serve(admit)
-            case Train() if launched and self._flight.takes_turns:
+            case Serve():
+                await self._serve(decision, view.costs)
+            case Train() | Wait() if launched and (isinstance(decision, Wait) or self._flight.takes_turns):
                 # Its tokens need not wait for the slice. When they are there, the policy decides again.
                 await self._collect()
             case Train():
-                await self._train(decision)
+                await self._train(decision, view.costs)
             case Wait(until) if self._idle_until(until, now) and self._prepare():
+                self._measured = None
                 await self._pace()
             case Wait(until):
-                self._report(now, force=not flight.slices)
+                self._measured = None
+                self._reports.send(now, force=not flight.slices)
                 if self._jobs.wait_for_memory:  # only the device says when others give it back
                     until = min(until or math.inf, now + STATS_INTERVAL)
                 await self._idle.sleep(None if until is None else until - now)
@@ -256,18 +256,10 @@ class Engine:
         finally:
             executor.shutdown(wait=False)
 
-    def _tell_warming(self) -> None:
-        last = self._warming
-        if self._upgrade is not None and (last is None or last.done < last.total):
-            self._warming = self._upgrade.progress()
-            if self._warming != last:
-                self._link.send(self._warming)
-
     # ---- the two kinds of work
 
-    async def _serve(self, admit: int) -> None:
-        began = self._clock()
-        self._flight.step_begins()
+    async def _serve(self, decision: Serve, costs: Costs) -> None:
+        began, admit = self._clock(), decision.admit
         if admit and not self._running:
             self._views.turns.dispatched()
         with self._stalls.during("admit"):
@@ -279,32 +271,35 @@ class Engine:
             await self._pace()
             self._measured = None
             return
-        kind = self._running.step_kind()
-        with self._stalls.during(kind):
+        collected = self._step if self._generator.in_flight else None
+        with (
+            self._stalls.during(self._running.step_kind()),
+            self._flight.step(began, costs.serve, between=decision.between) as self._step,
+        ):
             results = self._generator.step()
         self._tell_started()
         failpoint("generate.mid_stream")
         self._running.computed(self._generator.launched_prefill())
-        await self._accept(results, began)
+        await self._accept(results, began, collected or self._step)
 
     async def _collect(self) -> None:
         """Wait for the step in flight."""
         began = self._clock()
         with self._stalls.during("decode"):
             results = self._generator.collect()
-        await self._accept(results, began)
+        await self._accept(results, began, self._step)
 
-    async def _accept(self, results: list[Tokens | RequestFailed], began: float) -> None:
+    async def _accept(self, results: list[Tokens | RequestFailed], began: float, step: LaunchedStep) -> None:
         """What the generator has collected. The time since the last work was measured is that of its steps: those that overlap
         the host's work begin when the one before them ends."""
         await self._pace()
         now, shape = self._clock(), self._generator.computed()
-        self._serve_seconds += now - began
-        if shape is not None and self._measured is not None:
-            self._views.step_took(shape, now - self._measured)
+        self._reports.serve_seconds += now - began
+        if shape is not None and (since := self._measured) is not None:
+            self._views.step_took(shape, now - self._flight.began(step, since), beside=self._flight.beside(step, since))
             self._measured = now
         self._link.send_all(self._running.accept(results, now))
-        self._report(now)
+        self._reports.send(now)
 
     def _admit(self, entry: Queued) -> None:
         request = entry.message
@@ -334,7 +329,7 @@ class Engine:
             if self._running.start(id):
                 self._link.send(Admitted(id=id))
 
-    async def _train(self, decision: Train) -> None:
+    async def _train(self, decision: Train, costs: Costs) -> None:
         if not (self._queue or self._running):
             self._prepare()  # else a job would keep the engine from becoming ready
             self._measured = self._clock()
@@ -347,18 +342,18 @@ class Engine:
             suspended = self._jobs.advance(job, decision.micro_steps, shared_tokens)
         micro_steps = self._jobs.micro_steps_done
         tokens = self._jobs.micro_batch_tokens(job) if suspended else tokens
-        self._flight.launched(decision, kind, micro_steps, tokens, began)
+        self._flight.launched(decision, kind, micro_steps, tokens, began, micro_steps * costs.micro_step)
         self._views.turns.trained(job, suspended=suspended)
         await self._pace()
         now = self._clock()
         if self._flight.takes_turns:
             self._slice_ended(EndedSlice(decision, kind, micro_steps, tokens, now - began, now))
             self._measured = now
-        self._report(now)
+        self._reports.send(now)
 
     def _slice_ended(self, ended: EndedSlice) -> None:
         self._views.slices.ran(ended.decision, ended.kind, ended.micro_steps, ended.tokens, ended.seconds, ended.at)
-        self._train_seconds += ended.seconds
+        self._reports.train_seconds += ended.seconds
 
     # ---- messages
 
@@ -381,18 +376,3 @@ class Engine:
                 self._adapters.drop(ref)
             case Shutdown():
                 self._stopping = True
-
-    # ---- gauges
-
-    def _report(self, now: float, *, force: bool = False) -> None:
-        if now < self._stats_due and not force:
-            return
-        self._stats_due = now + STATS_INTERVAL
-        self._tell_warming()
-        started, backlog = self._running.started, self._link.backlog
-        if backlog >= LOGGED_BACKLOG:
-            self._unread.warn(f": {backlog >> 20} MiB wait")
-        waiting = len(self._queue) + self._adapters.waiting + len(self._running) - started
-        seconds = (self._serve_seconds, self._train_seconds)
-        parts = self._generator, self._adapters, self._jobs, self._views, self._stalls
-        self._link.send(engine_stats(*parts, now, (waiting, started), seconds, self._memory, backlog))

@@ -1,13 +1,68 @@
-"""What the engine reports of itself."""
+"""What the engine reports of itself, about once a second."""
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Callable
+
 from coserve.engine.device_memory import DeviceMemory
 from coserve.engine.job_runner import JobRunner
-from coserve.engine.ports import Generates, StoresAdapters
+from coserve.engine.ports import Generates, StoresAdapters, Upgrades
+from coserve.engine.running import RunningRequests
 from coserve.engine.stalls import Stalls
 from coserve.engine.views import Views
-from coserve.link import EngineStats
+from coserve.link import EngineStats, EngineWarming, FromEngine, Link, ToEngine
+from coserve.logs.throttled import ThrottledLog
+from coserve.queues.inference import InferenceQueue
+
+log = logging.getLogger(__name__)
+
+STATS_INTERVAL = 1.0
+LOGGED_BACKLOG = 8 << 20
+"""Bytes that the API process has not read, from which on they are logged."""
+
+
+class Reports:
+    """Gauges, and how far the warm-up is."""
+
+    def __init__(
+        self,
+        link: Link[FromEngine, ToEngine],
+        clock: Callable[[], float],
+        parts: tuple[Generates, StoresAdapters, JobRunner, Views, Stalls],
+        requests: tuple[InferenceQueue, RunningRequests],
+        memory: DeviceMemory | None,
+        upgrade: Upgrades | None,
+    ) -> None:
+        """`requests` that wait and that run."""
+        self._link, self._parts, self._memory, self._upgrade = link, parts, memory, upgrade
+        self._adapters, (self._queue, self._running) = parts[1], requests
+        self._unread = ThrottledLog(log, "the API process does not read what the engine sends", clock)
+        self._due = 0.0
+        self._warming: EngineWarming | None = None
+        """The last that was sent."""
+        self.serve_seconds = self.train_seconds = 0.0
+        """In generation steps and in slices."""
+
+    def send(self, now: float, *, force: bool = False) -> None:
+        """Send them if they are due; `force`: in any case."""
+        if now < self._due and not force:
+            return
+        self._due = now + STATS_INTERVAL
+        self._tell_warming()
+        started, backlog = self._running.started, self._link.backlog
+        if backlog >= LOGGED_BACKLOG:
+            self._unread.warn(f": {backlog >> 20} MiB wait")
+        waiting = len(self._queue) + self._adapters.waiting + len(self._running) - started
+        seconds = (self.serve_seconds, self.train_seconds)
+        self._link.send(engine_stats(*self._parts, now, (waiting, started), seconds, self._memory, backlog))
+
+    def _tell_warming(self) -> None:
+        last = self._warming
+        if self._upgrade is not None and (last is None or last.done < last.total):
+            self._warming = self._upgrade.progress()
+            if self._warming != last:
+                self._link.send(self._warming)
 
 
 def engine_stats(

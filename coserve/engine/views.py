@@ -14,6 +14,8 @@ from coserve.queues.turns import Turns
 from coserve.types import MicroStep
 
 NOTHING = InFlight()
+FORGET = 1000
+"""Steps after which times beside training are forgotten if none was measured: what was too slow then is tried again."""
 
 
 class ReadyJobs(Protocol):
@@ -36,12 +38,18 @@ class Views:
         self._queue, self._running, self._jobs = queue, running, jobs
         self._max_running, self._step_tokens = max_running, step_tokens
         self._steps, self.slices, self.turns = Predictors(STEP_FEATURES, attainment), Slices(attainment), Turns()
+        self._alone = 0
+        """Steps in a row that no training ran beside, while jobs could train."""
         self.step_seconds = 0.0
         """Expected of the next generation step, when a view was last made."""
 
-    def step_took(self, shape: StepShape, seconds: float) -> None:
-        """A generation step was measured."""
-        self._steps.add(shape.kind, shape.features, seconds)
+    def step_took(self, shape: StepShape, seconds: float, *, beside: bool = False) -> None:
+        """A generation step was measured; `beside`: while the device computed training."""
+        self._steps.add((shape.kind, beside), shape.features, seconds)
+        self._alone = 0 if beside or not self._jobs.ready() else self._alone + 1
+        if self._alone == FORGET:
+            self._steps.keep(lambda key: not (isinstance(key, tuple) and key[1]))
+            self._alone = 0
 
     def headroom(self, reading: int) -> int:
         """How many more requests can be admitted. `reading`: as in `view`."""
@@ -69,21 +77,26 @@ class Views:
             jobs=jobs,
             turn=self.turns.view(self._jobs.in_training),
             train_waiting_since=self.slices.waiting_since if jobs else None,
-            costs=self._costs(step, jobs),
+            costs=self._costs(step, jobs, beside=in_flight.slices > 0),
             in_flight=in_flight,
         )
 
-    def _costs(self, step: StepShape, jobs: tuple[str, ...]) -> Costs:
+    def _costs(self, step: StepShape, jobs: tuple[str, ...], *, beside: bool) -> Costs:
         micro_step = 0.0
         if jobs:
             job = jobs[0]
             tokens = self._jobs.micro_batch_tokens(job)
             micro_step = self.slices.predict(job, self._jobs.next_micro_step(job), tokens).most
         decode = step._replace(prefill=0, pairs=0, alone=0)
-        serve = self._steps.predict(step.features, step.kind, *STEP_KINDS)
-        self.step_seconds = serve.expected
+        kinds = step.kind, *STEP_KINDS
+        alone, slower = (
+            self._steps.predict(step.features, *((kind, each) for kind in kinds for each in (where, not where)))
+            for where in (False, True)
+        )
+        self.step_seconds = slower.expected if beside else alone.expected
         return Costs(
-            serve=serve.most,
+            serve=alone.most,
             micro_step=micro_step,
-            decode=self._steps.predict(decode.features, "decode").expected,
+            decode=self._steps.predict(decode.features, ("decode", False), ("decode", True)).expected,
+            beside=max(alone.most, slower.most),
         )

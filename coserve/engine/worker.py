@@ -74,7 +74,7 @@ def build_engine(
     """The engine over a loaded base, and the message that says it is ready. `garbage`: see `Engine`; `warm`: the warm-up's
     client; `preload_kernels`: see `Upgrade`; `followers`: the other ranks, which have loaded their bases or are about to;
     `board`: see `EngineParts.make_trainer`; `training`: where slices run beside generation; None: they take turns with it."""
-    assert (training is None) == (config.policy != "spatial"), "expected a stream for training, under spatial alone"
+    assert (training is None) != config.trains_beside, "expected a stream for training where it runs beside generation"
     parts = EngineParts(base, config)
     budget = HostBudget(config.max_adapters_resident, config.adapter_memory_bytes)
     read: Load = parts.read_adapter
@@ -130,6 +130,7 @@ def build_engine(
         garbage=garbage,
         upgrade=upgrade,
         mark_training=None if training is None else training.mark,
+        between_slices=nullcontext if training is None else training.between,
     )
     ready = EngineReady(
         spec=base.spec,

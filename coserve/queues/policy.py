@@ -49,6 +49,8 @@ class Costs:
     """Of a training micro-step, likewise."""
     decode: float = 0.0
     """Expected of a generation step without prefill: over many of them, errors cancel out."""
+    beside: float = 0.0
+    """As `serve`, while the device computes training, too. `serve` where that was not measured."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,12 +68,14 @@ class Turn:
 
 @dataclass(frozen=True, slots=True)
 class InFlight:
-    """Training slices that the device runs beside generation steps. Always empty where slices and steps take turns."""
+    """Training slices that were launched and have not ended. Always empty where a slice has ended when the next decision is made."""
 
     slices: int = 0
     """Launched, and not yet done."""
     since_step: bool = False
     """One was launched after the last generation step, not counting those that read results."""
+    until: float = 0.0
+    """When the device will have computed them, and the steps between them, as predicted."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,9 +110,11 @@ class View:
 
 @dataclass(frozen=True, slots=True)
 class Serve:
-    """Admit the first `admit` requests of `View.waiting`, then run one generation step."""
+    """Admit the first `admit` requests of `View.waiting`, then run one generation step. `between`: the device computes it after the slices in
+    flight and before those that are launched later; else beside them."""
 
     admit: int
+    between: bool = False
 
 
 @dataclass(frozen=True, slots=True)

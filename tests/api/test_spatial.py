@@ -1,4 +1,4 @@
-"""Spatial sharing over a real engine: a base, requests and jobs, and a stand-in for the part of the GPU that slices run on."""
+"""Slices beside generation over a real engine: a base, requests and jobs, and a stand-in for the stream that slices run on."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from coserve.config import Config
 from coserve.engine.spatial.training_stream import make_training_stream
 from coserve.errors import ConfigError, StartupError
 from coserve.queues.policies.choice import make_policy
+from coserve.queues.policies.overlap import Overlap
 from coserve.queues.policies.spatial import Spatial
 from tests.support.api_server import Api
 from tests.support.held_device import HeldDevice
@@ -34,9 +35,15 @@ async def ask(api: Api, prompt: str) -> object:
 async def test_jobs_and_requests_get_what_they_get_in_turns(tmp_path: Path) -> None:
     prompts = [f"Once upon a time there were {n}" for n in ("two", "three", "four", "five")]
     device, found = HeldDevice(seconds=0.002), []
-    for training in (None, device.stream()):
-        policy = "slack" if training is None else "spatial"
-        async with serve_real(tmp_path / policy, training=training, policy=policy) as api:
+    between = {"policy": "overlap", "overlap_steps": "between"}
+    for name, settings in (
+        ("turns", {}),
+        ("spatial", {"policy": "spatial"}),
+        ("overlap", {"policy": "overlap"}),
+        ("between", between),
+    ):
+        training = device.stream() if settings else None
+        async with serve_real(tmp_path / name, training=training, **settings) as api:
             status, job = await api.call("POST", "/finetune", json=JOB)
             assert status == 202, job
             texts = [await ask(api, prompt) for prompt in prompts]
@@ -44,17 +51,19 @@ async def test_jobs_and_requests_get_what_they_get_in_turns(tmp_path: Path) -> N
             _, health = await api.call("GET", "/health")
             assert ("spatial: a stand-in" in str(health)) == (training is not None)
             found.append((texts, ended["metrics"] | {"seconds": 0, "tokens_per_second": 0}))
-    assert found[0] == found[1]
+    assert all(each == found[0] for each in found)
     assert found[0][1]["valid_loss"] is not None and device.entered and device.marks
 
 
-def test_spatial_sharing_needs_a_gpu_of_its_own() -> None:
+def test_training_beside_generation_needs_a_gpu_of_its_own() -> None:
     assert isinstance(make_policy(Config(policy="spatial")), Spatial)
-    with pytest.raises(ConfigError, match="tp: expected 1 with policy 'spatial'"):
-        Config(policy="spatial", tp=2)
+    assert isinstance(make_policy(Config(policy="overlap")), Overlap)
+    for policy in ("spatial", "overlap"):
+        with pytest.raises(ConfigError, match=f"tp: expected 1 with policy '{policy}'"):
+            Config(policy=policy, tp=2)
+        with pytest.raises(StartupError, match=f"'{policy}' needs an NVIDIA GPU, and the base is on cpu"):
+            make_training_stream(Config(policy=policy), torch.device("cpu"))
     for share in (0.0, 1.0):
         with pytest.raises(ConfigError, match="training_sm_share"):
             Config(training_sm_share=share)
-    with pytest.raises(StartupError, match="needs an NVIDIA GPU, and the base is on cpu"):
-        make_training_stream(Config(policy="spatial"), torch.device("cpu"))
     assert make_training_stream(Config(), torch.device("cpu")) is None

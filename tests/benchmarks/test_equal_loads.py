@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks.equal_report import FILE, TARGETS, keys, publish
+from benchmarks.equal_report import FILE, TARGETS, keys, publish, target_of
 from benchmarks.peers.client import merged
 from benchmarks.peers.compare import only_prompts
 from benchmarks.peers.loads import chosen_cells, scenario_of
@@ -86,3 +86,15 @@ def test_parts_of_a_run_are_one_run_in_order() -> None:
 
     whole = merged([part(2.0, 0, 2), part(3.0, 1)])
     assert [sample.index for sample in whole.samples] == [0, 1, 2] and whole.duration == 3.0
+
+
+def test_each_policy_has_keys_of_its_own() -> None:
+    rows = ROWS | {key.replace("coserve", "coserve.overlap"): row for key, row in ROWS.items() if "coserve" in key}
+    found = keys(rows)
+    for key, (value, unit, _) in keys(ROWS).items():
+        if key.startswith("peers") or key == "coserve.served_alone":
+            continue
+        assert found[key][:2] == (value, unit), key
+        own = key.replace("coserve", "coserve.overlap")
+        assert found[own][:2] == (value, unit), own
+        assert target_of(own, rows) == target_of(key, rows) == (str(TARGETS[key]) if key in TARGETS else None)

@@ -7,7 +7,8 @@ import random
 
 import pytest
 
-from coserve.engine.engine import LOGGED_BACKLOG, Engine
+from coserve.engine.engine import Engine
+from coserve.engine.gauges import LOGGED_BACKLOG
 from coserve.link import EngineStats, FromEngine, LocalLink, Shutdown, ToEngine
 from coserve.queues.policies.slack import Slack
 from tests.support.fake_ports import FakeGenerator, FakeTrainer, Meter, NoAdapters, Prices

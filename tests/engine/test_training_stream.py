@@ -133,7 +133,7 @@ async def test_a_device_that_fails_in_a_slice_ends_the_engine(device: HeldDevice
 def test_streams_of_a_split_gpu_get_connections_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "1")  # so that it is restored
     monkeypatch.delenv("CUDA_DEVICE_MAX_CONNECTIONS")
-    for policy, expected in (("slack", None), ("spatial", "32")):
+    for policy, expected in (("slack", None), ("spatial", "32"), ("overlap", "32")):
         prepare_environment(Config(policy=policy))
         assert os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == expected
     monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "16")

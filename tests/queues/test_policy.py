@@ -53,7 +53,7 @@ def view(
         jobs=jobs,
         turn=turn,
         train_waiting_since=train_waiting_since,
-        costs=Costs(serve, micro_step),
+        costs=Costs(serve, micro_step, beside=serve),
     )
 
 

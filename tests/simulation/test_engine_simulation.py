@@ -30,7 +30,13 @@ from tests.support.fake_ports import token
 from tests.support.scenario import Outcome, Scenario, make_scenario, play
 
 POLICIES = sample(
-    ("ets", "ts", "ts-batch", "slack", "inference-first", "spatial"), "ets", "ts", "slack", "inference-first", "spatial"
+    ("ets", "ts", "ts-batch", "slack", "inference-first", "spatial", "overlap", "overlap-between"),
+    "ets",
+    "ts",
+    "slack",
+    "inference-first",
+    "spatial",
+    "overlap",
 )
 SEEDS = int(os.environ.get("COSERVE_SIM_SEEDS") or examples(150, fast=12))
 MANY = int(os.environ.get("COSERVE_SIM_SEEDS") or examples(150))

@@ -29,6 +29,7 @@ from coserve.link import (
 )
 from coserve.queues.policies.ets import Ets
 from coserve.queues.policies.inference_first import InferenceFirst
+from coserve.queues.policies.overlap import Overlap
 from coserve.queues.policies.slack import Slack
 from coserve.queues.policies.spatial import Spatial
 from coserve.queues.policies.temporal_sharing import TemporalSharing
@@ -90,6 +91,8 @@ def make_scenario(seed: int, *, policy: str, calm: bool = False, cold: bool = Fa
         "inference-first": InferenceFirst(),
         "slack": Slack(patience),
         "spatial": Spatial(),
+        "overlap": Overlap(patience),
+        "overlap-between": Overlap(patience, beside=False),
     }
     plans = {
         f"j{i}": JobPlan(
@@ -123,7 +126,7 @@ def make_scenario(seed: int, *, policy: str, calm: bool = False, cold: bool = Fa
         patience=patience,
         delay=delay,
         cold=rng.uniform(0.01, 1.0) if cold else 0.0,
-        share=rng.uniform(0.2, 0.8) if policy == "spatial" else None,
+        share=rng.uniform(0.2, 0.8) if policy in ("spatial", "overlap", "overlap-between") else None,
         batch_rows=rows.choice((None, 16)),
     )
 

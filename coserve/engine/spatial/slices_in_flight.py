@@ -1,10 +1,11 @@
-"""Training slices that the device runs beside generation steps: they are launched, and their end is an event."""
+"""Training slices that are only launched: their end is an event, and generation steps run beside or between them."""
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 
 from coserve.errors import EngineFault
@@ -14,11 +15,13 @@ from coserve.types import MicroStep
 Mark = Callable[[], Future[None]]
 """The future is done, on any thread, once the device has computed all training that was launched before the call. Its exception
 is the device's failure. Futures are done in the order of the calls."""
+Between = Callable[[], AbstractContextManager[object]]
+"""The device computes what generation launches inside after all training that was launched before, and before what is launched later."""
 
 
 @dataclass(frozen=True)
 class EndedSlice:
-    """`tokens`: of its micro-batch; `seconds`: from its launch, or the end of the slice before, to its own end, `at`."""
+    """`tokens`: of its micro-batch; `seconds`: from its launch, or the end of the work before, to its own end, `at`."""
 
     decision: Train
     kind: MicroStep
@@ -28,26 +31,45 @@ class EndedSlice:
     at: float
 
 
-@dataclass
+@dataclass(frozen=True)
 class _Slice:
     decision: Train
     kind: MicroStep
     micro_steps: int
     tokens: int
+
+
+@dataclass
+class _Work:
+    """What training's stream was given: a slice, or a step between two (None)."""
+
+    slice: _Slice | None
     began: float
+    expected: float
+    """When it will have ended, as predicted."""
     done: Future[None]
     ended: float | None = None
+
+
+@dataclass(frozen=True)
+class LaunchedStep:
+    """A generation step. `between` slices: it begins when `after`, the work before it, has ended (None: there is none)."""
+
+    between: bool
+    after: _Work | None
 
 
 class SlicesInFlight:
     """Slices end in the order of their launch. Used on the event loop; ends are noted on any thread."""
 
-    def __init__(self, mark: Mark | None, clock: Callable[[], float], changed: Callable[[], None]) -> None:
+    def __init__(
+        self, mark: Mark | None, clock: Callable[[], float], changed: Callable[[], None], between: Between = nullcontext
+    ) -> None:
         """`mark`: None where slices and steps take turns, so that none is ever in flight. `clock` gives seconds; `changed` is
         called, on any thread, when a slice has ended."""
-        self._mark, self._clock, self._changed = mark, clock, changed
-        self._slices: deque[_Slice] = deque()
-        self._since_step, self._last_end = False, 0.0
+        self._mark, self._clock, self._changed, self._between = mark, clock, changed, between
+        self._works: deque[_Work] = deque()
+        self._since_step, self._last_end, self._until = False, 0.0, 0.0
 
     @property
     def takes_turns(self) -> bool:
@@ -55,35 +77,65 @@ class SlicesInFlight:
         return self._mark is None
 
     def view(self) -> InFlight:
-        return InFlight(len(self._slices), self._since_step)
+        return InFlight(sum(work.slice is not None for work in self._works), self._since_step, self._until)
 
-    def launched(self, decision: Train, kind: MicroStep, micro_steps: int, tokens: int, began: float) -> None:
-        """A slice was launched: `micro_steps` micro-steps that began with one of this kind, in a micro-batch of `tokens` tokens."""
+    def launched(
+        self, decision: Train, kind: MicroStep, micro_steps: int, tokens: int, began: float, seconds: float = 0.0
+    ) -> None:
+        """A slice was launched: `micro_steps` micro-steps that began with one of this kind, in a micro-batch of `tokens` tokens, and
+        take `seconds` as predicted."""
         if self._mark is None:
             return
-        launched = _Slice(decision, kind, micro_steps, tokens, began, self._mark())
-        self._slices.append(launched)
+        self._give(_Slice(decision, kind, micro_steps, tokens), began, seconds, self._mark)
         # The device was idle for results, which take the host little time: the next slice need not wait for a step.
         self._since_step = self._since_step or kind is not MicroStep.RESULT
 
+    @contextmanager
+    def step(self, began: float, seconds: float, *, between: bool) -> Iterator[LaunchedStep]:
+        """A generation step is launched inside, which takes `seconds` as predicted."""
+        self._since_step = False
+        if self._mark is None or not between:
+            yield LaunchedStep(between=False, after=None)
+            return
+        after = self._works[-1] if self._works else None
+        with self._between():
+            yield LaunchedStep(between=True, after=after)
+        self._give(None, began, seconds, self._mark)
+
+    def _give(self, slice: _Slice | None, began: float, seconds: float, mark: Mark) -> None:
+        self._until = max(began, self._until) + seconds
+        work = _Work(slice, began, self._until, mark())
+        self._works.append(work)
+
         def end(_: Future[None]) -> None:
-            launched.ended = self._clock()
+            work.ended = self._clock()
             self._changed()
 
-        launched.done.add_done_callback(end)
+        work.done.add_done_callback(end)
 
-    def step_begins(self) -> None:
-        """A generation step is about to be launched."""
-        self._since_step = False
+    def began(self, step: LaunchedStep, since: float) -> float:
+        """When the device could begin a step whose time counts from `since`."""
+        ended = None if step.after is None else step.after.ended
+        return since if ended is None else max(since, ended)
+
+    def beside(self, step: LaunchedStep, since: float) -> bool:
+        """Whether the device computed training beside a step that was launched at `since` and has just been collected."""
+        if step.between:
+            return False
+        return self._last_end > since or any(work.ended is None or work.ended > since for work in self._works)
 
     def take_ended(self) -> list[EndedSlice]:
         """Those that have ended since the last call. Raises `EngineFault` if the device has failed."""
         found = []
-        while self._slices and (end := self._slices[0].ended) is not None:
-            ended = self._slices.popleft()
+        while self._works and (end := self._works[0].ended) is not None:
+            ended = self._works.popleft()
             if (error := ended.done.exception()) is not None:
                 raise EngineFault("the GPU does not work any more") from error
-            seconds = max(0.0, end - max(ended.began, self._last_end))
-            found.append(EndedSlice(ended.decision, ended.kind, ended.micro_steps, ended.tokens, seconds, end))
+            if (own := ended.slice) is not None:
+                seconds = max(0.0, end - max(ended.began, self._last_end))
+                found.append(EndedSlice(own.decision, own.kind, own.micro_steps, own.tokens, seconds, end))
             self._last_end = end
+            for work in self._works:  # earlier or later by as much
+                work.expected += end - ended.expected
+            self._until += end - ended.expected
         return found

@@ -1,28 +1,34 @@
-"""A stream for training beside generation, on a part of the GPU that it has to itself (`--policy spatial`)."""
+"""A stream for training beside generation: on a part of the GPU that it has to itself (`--policy spatial`), or on all of it with a low
+priority (`overlap`)."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 
 import torch
 
 from coserve.config import Config
-from coserve.engine.spatial.slices_in_flight import Mark
+from coserve.engine.spatial.slices_in_flight import Between, Mark
+from coserve.errors import StartupError
 from coserve.kernels.gpu.device import count_multiprocessors
 from coserve.kernels.gpu.partition import part_sizes, split_multiprocessors
+
+TRAINING = -1
+"""Priority of training's stream; a lower number is a higher priority, and 0 the lowest."""
 
 
 @dataclass(frozen=True)
 class TrainingStream:
-    """`enter` makes it the calling thread's current stream; `mark`: see `Mark`; `note`: for an operator."""
+    """`enter` makes it the calling thread's current stream; `mark`: see `Mark`; `note`: for an operator; `between`: see `Between`."""
 
     enter: Callable[[], AbstractContextManager[object]]
     mark: Mark
     note: str
+    between: Between = nullcontext
 
 
 class StreamMarks:
@@ -41,20 +47,51 @@ class StreamMarks:
 def prepare_environment(config: Config) -> None:
     """Before CUDA is used. By default streams share eight connections to the GPU; in one connection, kernels of one stream wait for
     those of another."""
-    if config.policy == "spatial":
+    if config.trains_beside:
         os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
 
 
 def make_training_stream(config: Config, device: torch.device) -> TrainingStream | None:
-    """None: the policy takes turns. Otherwise the GPU is split, and generation's stream is the calling thread's current one from now
-    on. Between loading the base and anything else. Raises `StartupError` where the GPU cannot be split."""
-    if config.policy != "spatial":
+    """None: the policy takes turns. Otherwise generation's stream is the calling thread's current one from now on. Between loading the base
+    and anything else. Raises `StartupError` where the GPU cannot be shared so."""
+    if not config.trains_beside:
         return None
-    partition = split_multiprocessors(device, config.training_sm_share)
+    if config.policy == "overlap":
+        training, generation = priority_streams(device)
+        note = "overlap: training and generation share all multiprocessors, and generation's kernels go first"
+    else:
+        partition = split_multiprocessors(device, config.training_sm_share)
+        training, generation, note = partition.training.stream, partition.generation.stream, partition.note
     torch.cuda.synchronize(device)  # the weights were loaded on another stream
-    torch.cuda.set_stream(partition.generation.stream)
-    stream = partition.training.stream
-    return TrainingStream(lambda: torch.cuda.stream(stream), StreamMarks(stream).mark, partition.note)
+    torch.cuda.set_stream(generation)
+    return stream_beside(training, generation, note)
+
+
+def stream_beside(training: torch.cuda.Stream, generation: torch.cuda.Stream, note: str) -> TrainingStream:
+    """`training` as the stream of slices, `generation` as that of the steps."""
+
+    @contextmanager
+    def between() -> Iterator[None]:
+        generation.wait_stream(training)
+        yield
+        training.wait_stream(generation)
+
+    return TrainingStream(lambda: torch.cuda.stream(training), StreamMarks(training).mark, note, between)
+
+
+def priority_streams(device: torch.device) -> tuple[torch.cuda.Stream, torch.cuda.Stream]:
+    """Training's and generation's: where blocks of both wait for a multiprocessor, generation's go first (CUDA C++ Programming Guide,
+    "Stream Priorities"). Raises `StartupError` for a device without priorities."""
+    if device.type != "cuda":
+        raise StartupError(f"policy: 'overlap' needs an NVIDIA GPU, and the base is on {device.type}")
+    lowest, highest = torch.cuda.Stream.priority_range()  # type: ignore[call-arg]  # it is static
+    if highest > TRAINING - 1:
+        raise StartupError(
+            f"policy: 'overlap' needs three priorities of streams, and the GPU has {lowest - highest + 1}"
+        )
+    # Not the lowest for training: torch gives out its 32 streams of a priority in turn, and copies of jobs have the lowest.
+    training, generation = (torch.cuda.Stream(device, priority=each) for each in (TRAINING, highest))  # type: ignore[no-untyped-call]
+    return training, generation
 
 
 def count_as_the_engine(config: Config, device: torch.device) -> Callable[[bool], None]:

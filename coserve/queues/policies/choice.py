@@ -5,6 +5,7 @@ from __future__ import annotations
 from coserve.config import Config
 from coserve.queues.policies.ets import Ets
 from coserve.queues.policies.inference_first import InferenceFirst
+from coserve.queues.policies.overlap import Overlap
 from coserve.queues.policies.slack import Slack
 from coserve.queues.policies.spatial import Spatial
 from coserve.queues.policies.temporal_sharing import TemporalSharing
@@ -23,5 +24,9 @@ def make_policy(config: Config, *, tpot: float | None = None) -> Policy:
             return InferenceFirst()
         case "spatial":
             return Spatial()
+        case "overlap":
+            return Overlap(
+                config.train_patience, weight=config.train_weight, target=tpot, beside=config.overlap_steps == "beside"
+            )
         case _:
             return Slack(config.train_patience, weight=config.train_weight, target=tpot)

@@ -58,31 +58,34 @@ class Slack:
 
     def _slack(self, view: View, now: float) -> float:
         """Seconds that training may take from now. At least one request waits or runs."""
-        serve, decode, weight = view.costs.serve, view.costs.decode, self._weight
-        wait, step_tokens = FIRST_TOKEN_WAIT * weight, view.step_tokens
-        tightest = min(
-            [
-                due.deadline
-                - (1 - weight) * due.window
-                - (due.credit if weight < 1 else 0.0)
-                - due.steps * serve
-                - due.decodes * decode
-                for due in view.running
-            ],
-            default=math.inf,
-        )
-        tokens = 0  # of the prompts so far
-        for each in view.waiting:
-            tokens += each.tokens
-            steps = -(-tokens // step_tokens)
-            target = min(
-                each.arrived + wait, each.deadline - (1 - weight) * (each.deadline - each.arrived) - steps * serve
-            )
-            end = each.end
-            if end < math.inf:
-                end = each.arrived + weight * (each.end - each.arrived) - steps * serve - each.decodes * decode
-            tightest = min(tightest, target, end)
-        return tightest - now
+        return latest_start(view, view.costs.serve, self._weight) - now
+
+
+def latest_start(view: View, serve: float, weight: float) -> float:
+    """When the next generation step must begin if every target is to be kept, and a step takes `serve` seconds; `weight`: see
+    `Slack`. At least one request waits or runs."""
+    decode, wait, step_tokens = view.costs.decode, FIRST_TOKEN_WAIT * weight, view.step_tokens
+    tightest = min(
+        [
+            due.deadline
+            - (1 - weight) * due.window
+            - (due.credit if weight < 1 else 0.0)
+            - due.steps * serve
+            - due.decodes * decode
+            for due in view.running
+        ],
+        default=math.inf,
+    )
+    tokens = 0  # of the prompts so far
+    for each in view.waiting:
+        tokens += each.tokens
+        steps = -(-tokens // step_tokens)
+        target = min(each.arrived + wait, each.deadline - (1 - weight) * (each.deadline - each.arrived) - steps * serve)
+        end = each.end
+        if end < math.inf:
+            end = each.arrived + weight * (each.end - each.arrived) - steps * serve - each.decodes * decode
+        tightest = min(tightest, target, end)
+    return tightest
 
 
 def micro_steps_within(seconds: float, micro_step: float) -> int:

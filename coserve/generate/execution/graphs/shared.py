@@ -27,8 +27,9 @@ def make_graph_pool(device: torch.device) -> GraphPool | None:
     if device.type != "cuda":
         return None
     current = torch.cuda.current_stream(device)
-    # A graph runs on the multiprocessors of the stream that it is captured on.
-    stream = current if of_a_part(current) else torch.cuda.Stream()  # type: ignore[no-untyped-call]
+    # A graph has the multiprocessors and the priority of the stream that it is captured on.
+    own = of_a_part(current) or current.priority < 0
+    stream = current if own else torch.cuda.Stream()  # type: ignore[no-untyped-call]
     return GraphPool(torch.cuda.graph_pool_handle(), stream)
 
 

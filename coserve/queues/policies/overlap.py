@@ -1,0 +1,69 @@
+"""Training beside generation on all of the GPU, paced by deadlines."""
+
+from __future__ import annotations
+
+from coserve.queues.policies.slack import MAX_SLICE, latest_start, micro_steps_within
+from coserve.queues.policies.spatial import MAX_SLICES, MIN_SLICE
+from coserve.queues.policy import Decision, Overdue, Serve, Train, View, Wait
+
+LONGEST = MAX_SLICE / MAX_SLICES
+"""Predicted seconds of the longest slice of several micro-steps: as long as `Slack`'s with all that are in flight."""
+TIMER = 1e-3
+"""Seconds by which a timer may be late: the event loop counts milliseconds."""
+
+
+class Overlap:
+    """Training on a stream of low priority, generation steps on one of high priority, each with all multiprocessors.
+
+    Up to two slices are in flight, so the device need not wait for the host between them. A decode step is bound by the memory's
+    bandwidth and training by arithmetic, so a step beside a slice costs less than both in turn; but each costs bandwidth. So steps
+    are paced by the deadlines as in `Slack`: a step begins when the first deadline asks for it, by the time that a step takes beside
+    training, or earlier where the device would be idle and no further micro-step fits before.
+
+    Where a target between tokens is too short for a step beside training and a micro-step, or `beside` is false, they take turns without
+    a pause: a slice is launched only if all in flight end before the next step must begin, and that step is computed after
+    them and before later ones. Weight, first tokens, patience and the full batch are as in `Slack`: a full batch launches nothing.
+    """
+
+    def __init__(
+        self, patience: float, *, weight: float = 1.0, target: float | None = None, beside: bool = True
+    ) -> None:
+        """`target`: seconds between the tokens of a usual request."""
+        assert patience >= 0 and 0 <= weight <= 1, (patience, weight)
+        self._patience, self._weight, self._target, self._beside = patience, weight, target, beside
+
+    def decide(self, view: View, now: float) -> Decision:
+        slices, costs, micro_step = view.in_flight.slices, view.costs, view.costs.micro_step
+        admit, launches = len(view.waiting), bool(view.jobs) and slices < MAX_SLICES
+        if not (view.running or admit):
+            return self._train(view, micro_steps_within(LONGEST, micro_step)) if launches else Wait(None)
+        beside = self._keeps_targets_beside(view)
+        if not (view.jobs or slices):
+            return Serve(admit)
+        if view.queued > admit:  # a full batch
+            begin = room = 0.0
+        else:
+            begin = latest_start(view, costs.beside if beside else costs.serve, self._weight) - TIMER
+            room = begin - (now if beside else max(now, view.in_flight.until))
+        fits = room > 0 and room >= micro_step
+        if fits and launches:
+            longest = min(max(costs.beside, MIN_SLICE), LONGEST)
+            return self._train(view, micro_steps_within(min(room, longest), micro_step))
+        if room > 0 and slices and (fits or beside):
+            return Wait(begin)
+        since = view.train_waiting_since
+        if launches and not slices and since is not None and now - since >= self._patience:
+            return self._train(view, 1, Overdue(micro_step, min(room, 0.0)))
+        return Serve(admit, between=not beside)
+
+    def _keeps_targets_beside(self, view: View) -> bool:
+        """Whether steps beside training leave time for a micro-step's launch, each time that a token is due."""
+        costs = view.costs
+        return self._beside and all(
+            due.steps * costs.beside + due.decodes * costs.decode + costs.micro_step + TIMER
+            <= due.window * self._weight
+            for due in view.running
+        )
+
+    def _train(self, view: View, micro_steps: int, overdue: Overdue | None = None) -> Train:
+        return Train(view.jobs[0], micro_steps, overdue, self._target)
