@@ -19,7 +19,7 @@ from coserve.client import JobHandle
 from coserve.errors import InvalidRequest, WrongJobState
 from coserve.limits import PAGE_SIZE
 from coserve.schemas import Job, OnConflict
-from coserve.types import JobState, LoraSettings, TrainOn
+from coserve.types import JobState, LoraSettings, Optimizer, TrainOn
 
 LORA = LoraSettings()
 """Default settings of an adapter."""
@@ -79,6 +79,22 @@ def finetune(
             show_default="off; 0.1 is usual",
         ),
     ] = None,
+    optimizer: Annotated[
+        Optimizer | None,
+        typer.Option(
+            help="what updates the weights; the 8-bit ones need coserve[bitsandbytes]", show_default=Optimizer.ADAMW
+        ),
+    ] = None,
+    lora_plus_ratio: Annotated[
+        float | None,
+        typer.Option(
+            help="LoRA+: the learning rate of every B in multiples of --learning-rate", show_default="off; 16 is usual"
+        ),
+    ] = None,
+    neftune_alpha: Annotated[
+        float | None,
+        typer.Option(help="NEFTune: noise on the embeddings in training", show_default="off; 5 is usual"),
+    ] = None,
     detach: Annotated[bool, typer.Option(help="print the job and do not wait for it")] = False,
     as_json: AsJson = False,
     url: Url = DEFAULT_URL,
@@ -100,6 +116,9 @@ def finetune(
         batch_tokens=batch_tokens,
         validation_split=validation_split,
         train_on=train_on,
+        optimizer=optimizer,
+        lora_plus_ratio=lora_plus_ratio,
+        neftune_alpha=neftune_alpha,
         loss=None if dpo_beta is None else {"type": "dpo", "beta": dpo_beta},
     )
     names = None if not targets else [name for text in targets for name in target_names(text)]

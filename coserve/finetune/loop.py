@@ -16,6 +16,7 @@ from coserve.corpus.batch_plan import BatchPlan
 from coserve.corpus.lr_schedule import learning_rate
 from coserve.corpus.tokenized import Corpus
 from coserve.errors import NonFiniteLoss
+from coserve.finetune.embedding_noise import EmbeddingNoise
 from coserve.finetune.losses.formulas import perplexity
 from coserve.finetune.memory_limits import MemoryLimits
 from coserve.finetune.micro_batch import MicroBatch
@@ -178,7 +179,7 @@ class TrainingLoop:
                 self._next = indices
                 yield Boundary.MICRO_BATCH
                 self._next = None
-            summed += yield from self._computed(indices, self._dropout(step, micro), learns=True)
+            summed += yield from self._computed(indices, (step << 32) | micro)
             tokens += self.size(indices)
             targets += self._targets(indices)
             units += self._units(indices)
@@ -248,7 +249,7 @@ class TrainingLoop:
         for micro, indices in enumerate(self._limits.cut(self._validation_rows)):
             if micro:
                 yield Boundary.MICRO_BATCH
-            summed += yield from self._computed(indices, None, learns=False)
+            summed += yield from self._computed(indices, None)
             targets += self._targets(indices)
             units += self._units(indices)
         self._under_way = None
@@ -297,8 +298,12 @@ class TrainingLoop:
                 )
             raise NonFiniteLoss(f"the {name} is not finite {when}; {advice}")
 
-    def _computed(self, rows: tuple[int, ...], dropout: DropoutSpec | None, *, learns: bool) -> _Asking:
-        """Ask for a micro-batch; return its sums."""
+    def _computed(self, rows: tuple[int, ...], place: int | None) -> _Asking:
+        """Ask for a micro-batch; return its sums. `place`: its step and its number there; None: it is an evaluation, without dropout and
+        noise. They are functions of the job's seed and of the place alone: a resumed job draws the same."""
+        p, alpha = self.spec.lora.dropout, self.spec.training.neftune_alpha
+        seed = (self.spec.training.seed << 96) | (place or 0)
+        learns = place is not None
         self._under_way = rows
         sums = yield MicroBatch(
             self._corpus,
@@ -308,7 +313,8 @@ class TrainingLoop:
             self.optimizer.trainable,
             self.optimizer.grads,
             learns=learns,
-            dropout=dropout,
+            dropout=DropoutSpec(p, seed) if learns and p > 0 else None,
+            noise=EmbeddingNoise(alpha, seed) if learns and alpha is not None else None,
             teacher=self._teacher,
             beta=self._beta,
             recompute=self._limits.recomputes,
@@ -323,11 +329,6 @@ class TrainingLoop:
     def _targets(self, rows: Sequence[int]) -> int:
         """Target tokens of these rows."""
         return sum(int(self._corpus.row(row)[1].sum()) for row in rows)
-
-    def _dropout(self, step: int, micro: int) -> DropoutSpec | None:
-        """Masks depend on the job's seed, the step and the micro-batch alone: a resumed job drops the same elements."""
-        p = self.spec.lora.dropout
-        return DropoutSpec(p, (self.spec.training.seed << 96) | (step << 32) | micro) if p > 0 else None
 
 
 def _means(sums: Sequence[float], units: int, targets: int) -> list[float]:

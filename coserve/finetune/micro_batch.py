@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 
 from coserve.corpus.tokenized import Corpus
+from coserve.finetune.embedding_noise import EmbeddingNoise, add_noise
 from coserve.finetune.losses.chunked import (
     ChunkedLoss,
     Divergence,
@@ -71,6 +72,7 @@ class MicroBatch:
     learns: bool
     """Forward and backward; False: an evaluation."""
     dropout: DropoutSpec | None = None
+    noise: EmbeddingNoise | None = None
     teacher: LoraWeights | None = None
     beta: float | None = None
     """Of a DPO loss; None: it has another loss."""
@@ -123,6 +125,7 @@ class MicroBatchRunner:
         teacher: LoraBatch | None = None,
         beta: float | None = None,
         recompute: bool = False,
+        noises: Sequence[EmbeddingNoise | None] = (),
     ) -> MicroSteps:
         """Add the gradient of each job's summed loss to `grads`; return each job's sums (fp64, (J, 2)): that loss (nats), and how many
         targets it has predicted (`losses.formulas.predicted`).
@@ -132,12 +135,15 @@ class MicroBatchRunner:
 
         `trainable[i]`: the tensors of `lora` at layer i's sites, of all jobs, each requiring gradients. `grads`: fp32, same
         shapes; the pairs' `MainGrads` if they have any. The sum is not divided by the number of targets, so micro-batches of
-        one optimizer step add up. `recompute`: also where the runner's setting is off.
+        one optimizer step add up. `recompute`: also where the runner's setting is off. `noises`: of each job (J), on what enters the
+        first layer; not for the teacher, or the reference of a DPO loss. Empty: no noise.
         """
         saved: list[_SavedLayer] = []
         layers, first = len(trainable), next(i for i, tensors in enumerate(trainable) if tensors)
         inputs = self._embed(rows)
         loss = yield from self._loss(rows, inputs, teacher, beta, MicroStep.FORWARD)
+        if any(noises):
+            add_noise(inputs.h_1TD, rows, noises)
         context = self._base.prepare(lora)
         h_1TD, keep_graph = inputs.h_1TD, not (recompute or self._recompute)
         for i in range(layers):

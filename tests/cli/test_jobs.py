@@ -53,7 +53,18 @@ def test_targets_are_names_between_commas(
     assert asked == [{"r": 4} if targets is None else {"r": 4, "targets": targets}]
 
 
-def test_dpo_is_asked_for_by_its_beta(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("options", "training"),
+    [
+        (["--dpo-beta", "0.2"], {"loss": {"type": "dpo", "beta": 0.2}}),
+        (["--optimizer", "lion_8bit"], {"optimizer": "lion_8bit"}),
+        (["--learning-rate", "1e-4", "--lora-plus-ratio", "16"], {"learning_rate": 1e-4, "lora_plus_ratio": 16.0}),
+        (["--neftune-alpha", "5"], {"neftune_alpha": 5.0}),
+    ],
+)
+def test_options_become_training_settings(
+    options: list[str], training: dict[str, object], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     asked: list[object] = []
 
     def finetune(name: str, **given: object) -> SimpleNamespace:
@@ -63,6 +74,6 @@ def test_dpo_is_asked_for_by_its_beta(tmp_path: Path, monkeypatch: pytest.Monkey
     monkeypatch.setattr(jobs, "connect", lambda *_: nullcontext(SimpleNamespace(finetune=finetune)))
     rows = tmp_path / "rows.jsonl"
     rows.write_text('{"prompt": "a", "chosen": "b", "rejected": "c"}\n')
-    result = CliRunner().invoke(app, ["finetune", "name", str(rows), "--dpo-beta", "0.2", "--detach"])
+    result = CliRunner().invoke(app, ["finetune", "name", str(rows), "--detach", *options])
     assert result.exit_code == 0, result.output
-    assert asked == [{"loss": {"type": "dpo", "beta": 0.2}}]
+    assert asked == [training]

@@ -47,11 +47,11 @@ def job(number: int, **changes: object) -> tuple[Corpus, JobSpec]:
 
 VARIED: Jobs = (
     job(0, dropout=0.3, schedule=Schedule.COSINE, warmup_steps=2, steps=5),
-    job(1, r=2, targets=("q_proj", "down_proj"), max_grad_norm=0.01, learning_rate=0.003),
+    job(1, r=2, targets=("q_proj", "down_proj"), max_grad_norm=0.01, learning_rate=0.003, neftune_alpha=5.0),
     job(
         2, r=16, alpha=4.0, rslora=True, weight_decay=0.1, steps=6, batch_tokens=40, validation_split=0.3, eval_steps=2
     ),
-    job(3, r=1, targets=("v_proj",), dropout=0.5, max_grad_norm=0.0, beta1=0.5, batch_tokens=8),
+    job(3, r=1, targets=("v_proj",), dropout=0.5, max_grad_norm=0.0, beta1=0.5, batch_tokens=8, neftune_alpha=15.0),
 )
 """Different in everything that a job may choose."""
 

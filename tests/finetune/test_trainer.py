@@ -127,6 +127,7 @@ def test_jobs_that_alternate_learn_what_they_learn_alone(base: Base, tmp_path: P
 RESUMED = {
     "plain": {},
     "dropout": {"dropout": 0.3, "weight_decay": 0.1, "lora_plus_ratio": 4.0},
+    "neftune": {"neftune_alpha": 5.0, "validation_split": 0.3, "eval_steps": 2},
     "validation": {"validation_split": 0.3, "eval_steps": 2, "early_stopping_patience": 1},
     "bd-lora": {"bd_blocks": 2, "validation_split": 0.3, "eval_steps": 2, "early_stopping_patience": 1},
 }
@@ -227,7 +228,7 @@ def test_without_a_readable_checkpoint_the_job_starts_over(base: Base, tmp_path:
 
 def test_recomputing_gives_the_same_job(base: Base, tmp_path: Path) -> None:
     kept, recomputed = Bench(base, tmp_path / "kept"), Bench(base, tmp_path / "recomputed", recompute=True)
-    spec = job_spec(CORPUS, dropout=0.2)
+    spec = job_spec(CORPUS, dropout=0.2, neftune_alpha=5.0)
     assert kept.train(kept.place(CORPUS, spec)) == recomputed.train(recomputed.place(CORPUS, spec))
 
 

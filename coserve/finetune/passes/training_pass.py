@@ -171,6 +171,13 @@ def _compute(
     )
     return (
         yield from runner.forward_backward(
-            rows, lora, trainable, grads, teacher=teacher, beta=first.beta, recompute=first.recompute
+            rows,
+            lora,
+            trainable,
+            grads,
+            teacher=teacher,
+            beta=first.beta,
+            recompute=first.recompute,
+            noises=[each.noise for each in micro_batches],
         )
     )
