@@ -34,7 +34,8 @@ def test_names_of_lora_settings(lora: str, meant: str) -> None:
     ("name", "meant"),
     [
         ("num_train_epochs", "epochs"), ("n_epochs", "epochs"), ("max_steps", "steps"), ("lr", "learning_rate"),
-        ("max_seq_length", "max_length"), ("epoch", "epochs"), ("learning-rate", "learning_rate"),
+        ("max_seq_length", "max_length"), ("optim", "optimizer"),
+        ("neftune_noise_alpha", "neftune_alpha"), ("loraplus_lr_ratio", "lora_plus_ratio"), ("epoch", "epochs"), ("learning-rate", "learning_rate"),
     ],
 )  # fmt: skip
 def test_names_of_training_settings(name: str, meant: str) -> None:

@@ -56,19 +56,13 @@ def aligned(optimizer: Optimizer) -> int:
     return QUANTIZED if optimizer.eight_bit else ALIGNED
 
 
-def check_optimizer(optimizer: Optimizer, *, ranks: int, overlapped: bool) -> None:
-    """Raises `InvalidRequest` for an optimizer that cannot run here. `ranks`: GPUs that share the base; `overlapped`: slices of jobs run on
-    a stream of their own beside generation."""
+def check_optimizer(optimizer: Optimizer, *, ranks: int) -> None:
+    """Raises `InvalidRequest` for an optimizer that cannot run here. `ranks`: GPUs that share the base."""
     if not optimizer.eight_bit:
         return
     field, plain = "training.optimizer", str(optimizer).removesuffix("_8bit")
     if ranks > 1:
         raise InvalidRequest(f"{optimizer} is not supported with --tp {ranks}: use {plain}", field=field)
-    if overlapped:
-        raise InvalidRequest(
-            f"{optimizer} is not supported with --policy spatial: bitsandbytes updates on the default stream; use {plain}",
-            field=field,
-        )
     if find_spec("bitsandbytes") is None:
         raise InvalidRequest(
             f"{optimizer} needs bitsandbytes, which is not installed: pip install 'coserve[bitsandbytes]'", field=field

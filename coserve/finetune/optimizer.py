@@ -13,7 +13,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from coserve.admission.optimizers import BEST, WEIGHTS, StateKind, aligned, check_optimizer, state_kinds
+from coserve.admission.optimizers import BEST, WEIGHTS, StateKind, aligned, state_kinds
 from coserve.errors import CheckpointUnreadable, NonFiniteLoss
 from coserve.finetune.flat_tensors import FlatLayout
 from coserve.finetune.gathered_copy import GatheredCopy
@@ -56,11 +56,8 @@ class AdapterOptimizer:
     ) -> None:
         """`start`: initial weights of the whole adapter, fp32. `dtype`: of the copies. `device`: the base's; None: where `start` is.
         `partition`: how the adapter lies on the ranks of a mesh. Each rank trains its part; all of them call `divide_grads`, `step` and
-        `snapshot` at the same time. `gathering` is called when a snapshot begins. Raises `InvalidRequest` for an 8-bit optimizer that cannot
-        run here."""
-        check_optimizer(
-            training.optimizer, ranks=1 if partition is None else partition.sharding.mesh.size, overlapped=False
-        )
+        `snapshot` at the same time. `gathering` is called when a snapshot begins."""
+        assert partition is None or not training.optimizer.eight_bit, "8-bit moments cannot be gathered"
         self._settings, self._training, self._partition, self._gathering = (
             start.settings,
             training,

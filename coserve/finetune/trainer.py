@@ -286,7 +286,7 @@ class Trainer:
     def _load(self, spec: JobSpec, check: Callable[[], None]) -> tuple[TrainingJob, JobCheckpoints]:
         base, device = self._base, self._base.device
         ranks = 1 if base.sharding is None else base.sharding.mesh.size
-        check_optimizer(spec.training.optimizer, ranks=ranks, overlapped=self._overlapped)
+        check_optimizer(spec.training.optimizer, ranks=ranks)
         corpus = Corpus.load(self._folder.corpus(spec.id), check)
         if int(corpus.tokens.max()) >= base.spec.vocab:
             raise CheckpointUnreadable("the job's corpus has tokens that the base does not know")

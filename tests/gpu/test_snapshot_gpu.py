@@ -96,3 +96,28 @@ def test_8_bit_updates_on_the_gpu_are_near_those_on_the_cpu(kind: Optimizer) -> 
         if name.startswith("weights/"):
             moved = (expected[name] - before[name]).abs().mean()
             assert (tensor - expected[name]).abs().mean() < 0.3 * moved, name
+
+
+@pytest.mark.parametrize("kind", Optimizer)
+def test_updates_on_another_stream_come_in_their_turn(kind: Optimizer) -> None:
+    """As slices beside generation have one: after the gradients that are still being computed, and before what reads the weights."""
+    one, other = made("cuda", kind=kind), made("cuda", kind=kind)
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    copies = []
+    for seed in range(3):
+        update(other, seed)
+        copies.append(other.state[0].clone())
+    for seed, expected in enumerate(copies):
+        with torch.cuda.stream(stream):
+            generator = torch.Generator().manual_seed(seed)
+            drawn = [[torch.randn(g.shape, generator=generator).cuda() for g in layer] for layer in one.grads]
+            torch.cuda._sleep(50_000_000)
+            for layer, gradients in zip(one.grads, drawn, strict=True):
+                torch._foreach_copy_(layer, gradients)
+            norm = float(one.divide_grads(3))
+            torch.cuda._sleep(50_000_000)
+            one.update(norm, 0.01)
+            found = one.state[0].clone()
+        stream.synchronize()
+        assert torch.equal(found, expected), seed

@@ -71,7 +71,7 @@ class Submission:
         limit = self._config.micro_batch_tokens
         asked, _ = choose_training(request.training, rows=1, tokens=1, hidden=spec.hidden)
         check_training(asked)  # before the corpus is read
-        check_optimizer(asked.optimizer, ranks=self._config.tp, overlapped=self._config.policy == "spatial")
+        check_optimizer(asked.optimizer, ranks=self._config.tp)
         if request.teacher is not None and asked.loss is not None:
             raise InvalidRequest("expected no loss beside a teacher: distillation has its own", field="training.loss")
         longest = longest_row(asked, spec.context, limit)

@@ -6,7 +6,8 @@ leave tensors below 4096 elements in 32 bits; here every tensor's moments have 8
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 
@@ -44,12 +45,12 @@ class EightBit:
     @torch.no_grad()
     def update(self, learning_rate: float) -> None:
         self._steps += 1
+        with _default_stream_in_turn(self._signed.device):
+            self._update_parts(learning_rate)
+
+    def _update_parts(self, learning_rate: float) -> None:
         training = self._training
         for times, weights_N, grads_N, *moments in self._parts:
-            device = weights_N.device
-            assert device.type == "cpu" or torch.cuda.current_stream(device).cuda_stream == 0, (
-                "bitsandbytes updates on the default stream"
-            )
             first, first_absmax, second, second_absmax = (*moments, None, None)[:4]
             self._function(
                 "lion" if training.optimizer.lion else "adam",
@@ -73,3 +74,16 @@ class EightBit:
 
     def set_steps(self, steps: int) -> None:
         self._steps = steps
+
+
+@contextmanager
+def _default_stream_in_turn(device: torch.device) -> Iterator[None]:
+    """What is launched inside on the default stream, where the library's kernels always run, comes after what the current stream was given
+    before, and before what it is given next."""
+    if device.type != "cuda":
+        yield
+        return
+    default, current = torch.cuda.default_stream(device), torch.cuda.current_stream(device)
+    default.wait_stream(current)
+    yield
+    current.wait_stream(default)
