@@ -123,7 +123,7 @@ def measure(results: Results, folder: Path, counts: dict[str, int], workers: Seq
     for case, count in counts.items():
         source = folder / f"{case}.jsonl"
         write(source, case, count, seed)
-        about = {"file_bytes": source.stat().st_size}
+        about: dict[str, float] = {"file_bytes": source.stat().st_size}
         for number in workers:
             found = asyncio.run(tokenized(source, number, tokenizer))
             key = f"corpus.rows_s.{case}.{count}.workers{number}"

@@ -340,6 +340,8 @@ class JobSpec(Wire, frozen=True):
     """The fields of `training` that the daemon chose."""
     longest: int = 0
     """Tokens of the longest row; 0 for a job that was accepted before this was kept."""
+    corpus_digest: str | None = None
+    """SHA-256 of the corpus's file, hex; None for a job that was accepted before this was kept."""
 
     @property
     def sources(self) -> tuple[AdapterRef, ...]:

@@ -12,15 +12,15 @@ from typing import Protocol
 import msgspec
 import numpy as np
 import numpy.typing as npt
-from safetensors import safe_open
 
+from coserve.corpus.mapped import file_digest, map_arrays
 from coserve.corpus.rows import Row
 from coserve.corpus.sources import Piece, PieceReader, split_source
 from coserve.corpus.tokenize import row_arrays
 from coserve.corpus.writer import CorpusWriter
 from coserve.errors import UnreadableCorpus
 from coserve.offload.protocol import TaskContext
-from coserve.state.durable import move_file
+from coserve.state.durable import disk_errors, move_file
 from coserve.types import TrainOn
 
 MEMORY = 4 << 30
@@ -38,6 +38,8 @@ class PendingCorpus(Protocol):
     def target_tokens(self) -> int: ...
     @property
     def rows_cut(self) -> int: ...
+    @property
+    def digest(self) -> str: ...
 
     def read_lengths(self) -> npt.NDArray[np.int64]: ...
     def save(self, path: Path) -> None: ...
@@ -52,12 +54,13 @@ class StagedCorpus(msgspec.Struct, frozen=True):
     token_count: int
     target_tokens: int
     rows_cut: int
+    digest: str
+    """SHA-256 of the file, hex."""
 
     def read_lengths(self) -> npt.NDArray[np.int64]:
         """Tokens of each row: int64 (S)."""
-        with safe_open(self.path, framework="numpy") as file:
-            bounds: npt.NDArray[np.int64] = file.get_tensor("bounds")
-        return np.diff(bounds)
+        lengths: npt.NDArray[np.int64] = np.diff(map_arrays(Path(self.path))["bounds"])
+        return lengths
 
     def save(self, path: Path) -> None:
         """Durable when it returns. Raises `StorageFull`, `StorageFailed`; the staged file is deleted then, too."""
@@ -136,10 +139,12 @@ def join_parts(context: TaskContext, arguments: bytes, body: bytes) -> bytes:
         for part in request.parts:
             context.progress()
             corpus.append(Path(part.path), part.target_tokens)
-        corpus.finish()
+        corpus.finish(context.progress)
+    with disk_errors():
+        digest = file_digest(Path(request.target), context.progress)
     cut = sum(part.rows_cut for part in request.parts)
     return msgspec.msgpack.encode(
-        StagedCorpus(request.target, corpus.rows, corpus.token_count, corpus.target_tokens, cut)
+        StagedCorpus(request.target, corpus.rows, corpus.token_count, corpus.target_tokens, cut, digest)
     )
 
 

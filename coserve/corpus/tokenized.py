@@ -1,24 +1,24 @@
-"""A tokenised corpus: the arrays that a job trains on, and their safetensors file. No torch."""
+"""A tokenised corpus: the arrays that a job trains on, and their safetensors file, which is mapped. No torch."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import hashlib
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import safetensors.numpy
-from safetensors import SafetensorError, safe_open
 
 from coserve.cancellation import unchecked
+from coserve.corpus.mapped import file_digest, map_arrays
 from coserve.errors import CheckpointUnreadable
-from coserve.state.durable import safetensors_errors, write_file
+from coserve.state.durable import disk_errors, write_file
 from coserve.state.failpoints import failpoint
 
-READ_ELEMENTS = 1 << 20
-"""Elements read from a file at once: safetensors holds the interpreter's lock while it copies."""
+BLOCK = 1 << 18
+"""Elements of an array that are checked at once."""
 
 
 @dataclass(frozen=True)
@@ -74,59 +74,65 @@ class Corpus:
 
     def save(self, path: Path) -> None:
         """Durable when it returns. Raises `StorageFull`, `StorageFailed`."""
+        write_file(path, self._packed(), point="corpus")
+
+    @property
+    def digest(self) -> str:
+        """SHA-256 of the file that `save` writes, hex."""
+        return hashlib.sha256(self._packed()).hexdigest()
+
+    def _packed(self) -> bytes:
         arrays = {"tokens": self.tokens, "target": self.target, "bounds": self.bounds}
         if self.splits is not None:
             arrays["splits"] = self.splits
-        write_file(path, safetensors.numpy.save(arrays), point="corpus")
+        packed: bytes = safetensors.numpy.save(arrays)
+        return packed
 
     @classmethod
-    def load(cls, path: Path, check: Callable[[], None] = unchecked) -> Corpus:
-        """Read and validate a file that `save` wrote. `check` is called between reads and may raise.
+    def load(cls, path: Path, check: Callable[[], None] = unchecked, *, digest: str | None = None) -> Corpus:
+        """Validate a file that `save` wrote, and map it: the arrays are read-only and take no memory of this process.
 
-        Raises `CheckpointUnreadable` for a missing or damaged file, `StorageError` where the machine cannot read it now.
+        `check` is called between reads and may raise. `digest`: the file's SHA-256, if it is known. Raises `CheckpointUnreadable` for a
+        missing or damaged file, `StorageError` where the machine cannot read it now.
         """
         try:
-            with safetensors_errors(path):
+            with disk_errors():
                 failpoint("job.open")
-                with safe_open(path, framework="numpy") as file:
-                    tokens, target, bounds = (_read(file, name, check) for name in ("tokens", "target", "bounds"))
-                    splits = _read(file, "splits", check) if "splits" in file.keys() else None  # noqa: SIM118 - no dict
-            corpus = cls(tokens, target, bounds, splits)
-        except (OSError, SafetensorError, ValueError) as error:
+                if digest is not None and file_digest(path, check) != digest:
+                    raise CheckpointUnreadable("the job's corpus is damaged: its SHA-256 differs")
+                arrays = map_arrays(path)
+            corpus = cls(arrays["tokens"], arrays["target"], arrays["bounds"], arrays.get("splits"))
+        except (OSError, ValueError, KeyError) as error:
             raise CheckpointUnreadable("the job's corpus cannot be read") from error
-        if not corpus.is_valid():
+        if not corpus.is_valid(check):
             raise CheckpointUnreadable("the job's corpus is damaged")
         return corpus
 
-    def is_valid(self) -> bool:
-        """Whether dtypes, shapes, bounds and values are those that `tokenize_rows` makes."""
-        tokens, target, bounds = self.tokens, self.target, self.bounds
+    def is_valid(self, check: Callable[[], None] = unchecked) -> bool:
+        """Whether dtypes, shapes, bounds and values are those that `tokenize_rows` makes. Reads `BLOCK` elements at a time."""
+        tokens, target, bounds, splits = self.tokens, self.target, self.bounds, self.splits
         typed = [array.dtype for array in (tokens, target, bounds)] == [np.int32, np.uint8, np.int64]
         shaped = tokens.ndim == target.ndim == bounds.ndim == 1 and len(tokens) == len(target) and len(bounds) > 1
-        if not (
-            typed and shaped and bounds[0] == 0 and bounds[-1] == len(tokens) and bool(np.all(np.diff(bounds) > 0))
-        ):
+        if not (typed and shaped and bounds[0] == 0 and bounds[-1] == len(tokens)):
             return False
-        if not (bool(np.all(tokens >= 0)) and bool(np.all(target <= 1)) and not target[bounds[:-1]].any()):
+        if splits is not None and (splits.dtype != np.int64 or splits.shape != (self.rows,)):
             return False
-        return self.splits is None or self._splits_are_valid(self.splits)
+        return all(self._rows_are_valid(here) for here in _blocks(self.rows, check)) and all(
+            bool(np.all(tokens[here] >= 0) and np.all(target[here] <= 1)) for here in _blocks(len(tokens), check)
+        )
 
-    def _splits_are_valid(self, splits: npt.NDArray[np.int64]) -> bool:
-        bounds = self.bounds
-        if splits.dtype != np.int64 or splits.shape != (self.rows,):
+    def _rows_are_valid(self, rows: slice) -> bool:
+        bounds, target = self.bounds[rows.start : rows.stop + 1], self.target
+        if not np.all(np.diff(bounds) > 0) or bounds[0] < 0 or bounds[-1] > len(target) or target[bounds[:-1]].any():
             return False
+        if self.splits is None:
+            return True
+        splits = self.splits[rows]
         inside = bool(np.all((bounds[:-1] < splits) & (splits < bounds[1:])))
-        return inside and not self.target[splits].any()
+        return inside and not target[splits].any()
 
 
-def _read(file: safe_open, name: str, check: Callable[[], None]) -> npt.NDArray[Any]:
-    """Read one array (N) in its stored dtype, `READ_ELEMENTS` at a time."""
-    whole = file.get_slice(name)  # type: ignore[no-untyped-call]
-    (size,) = whole.get_shape()
-    if size == 0:
-        raise CheckpointUnreadable("the job's corpus is damaged")
-    parts = []
-    for start in range(0, size, READ_ELEMENTS):
+def _blocks(size: int, check: Callable[[], None]) -> Iterator[slice]:
+    for start in range(0, size, BLOCK):
         check()
-        parts.append(whole[start : min(start + READ_ELEMENTS, size)])
-    return np.concatenate(parts)
+        yield slice(start, min(start + BLOCK, size))

@@ -6,7 +6,7 @@ import contextlib
 import json
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -14,6 +14,7 @@ from typing import Self
 import numpy as np
 import numpy.typing as npt
 
+from coserve.cancellation import unchecked
 from coserve.state.durable import disk_errors
 from coserve.state.failpoints import failpoint
 
@@ -84,8 +85,8 @@ class CorpusWriter:
         self.target_tokens += target_tokens
         assert self._pairs in (0, self.rows), "expected pairs only, or none"
 
-    def finish(self) -> None:
-        """Complete the file. It is durable when this returns."""
+    def finish(self, progress: Callable[[], None] = unchecked) -> None:
+        """Complete the file. It is durable when this returns. `progress` is called between writes."""
         header: dict[str, object] = {}
         end = 0
         for name, dtype, count, size in (
@@ -100,7 +101,9 @@ class CorpusWriter:
         with disk_errors():
             failpoint("corpus.temp_write")
             self._target.seek(0)
-            shutil.copyfileobj(self._target, self._tokens, BUFFER)
+            while content := self._target.read(BUFFER):
+                progress()
+                self._tokens.write(content)
             self._tokens.write(np.int64(0).tobytes())
             for ends, _ in self._ends():
                 self._tokens.write(ends.tobytes())

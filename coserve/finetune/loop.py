@@ -96,7 +96,7 @@ class TrainingLoop:
         self._teacher, self._check_peers = teacher, check_peers
         self._beta = None if spec.training.loss is None else spec.training.loss.beta
         self._validation_rows = plan.validation()
-        self._limits = MemoryLimits(corpus.lengths)
+        self._limits = MemoryLimits(plan.lengths)
         self._under_way: tuple[int, ...] | None = None
         """Rows of the micro-batch that is being computed; None: between two steps, and in the optimizer's update."""
         self._next: tuple[int, ...] | None = None

@@ -287,7 +287,7 @@ class Trainer:
         base, device = self._base, self._base.device
         ranks = 1 if base.sharding is None else base.sharding.mesh.size
         check_optimizer(spec.training.optimizer, ranks=ranks)
-        corpus = Corpus.load(self._folder.corpus(spec.id), check)
+        corpus = Corpus.load(self._folder.corpus(spec.id), check, digest=spec.corpus_digest)
         if int(corpus.tokens.max()) >= base.spec.vocab:
             raise CheckpointUnreadable("the job's corpus has tokens that the base does not know")
         plan = BatchPlan(corpus.lengths, spec.training, self._limits.tokens, check, micro_batch_rows=self._limits.rows)

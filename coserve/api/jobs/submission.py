@@ -107,6 +107,7 @@ class Submission:
                 rows_cut=corpus.rows_cut,
                 auto=auto,
                 longest=int(lengths.max()),
+                corpus_digest=corpus.digest,
             )
             if memory is not None:
                 await asyncio.to_thread(check_fits, job, spec, memory, limit)
