@@ -30,6 +30,8 @@ from coserve.link import (
     FromEngine,
     Generate,
     JobCheckpoint,
+    JobNote,
+    JobSnapshot,
     JobStarted,
     JobSucceeded,
     JobWaiting,
@@ -170,6 +172,12 @@ class NoJobs:
         raise AssertionError(job)
 
     def checkpoint(self, job: str) -> Callable[[], JobCheckpoint] | None:
+        raise AssertionError(job)
+
+    def snapshot_due(self, job: str) -> bool:
+        raise AssertionError(job)
+
+    def snapshot(self, job: str) -> Callable[[], Callable[[], JobSnapshot | JobNote]]:
         raise AssertionError(job)
 
     def limit(self, job: str, tokens: int | None, *, recompute: bool) -> None:

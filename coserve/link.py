@@ -80,6 +80,13 @@ class DropAdapter(Message, frozen=True):
     ref: AdapterRef
 
 
+class SnapshotDone(Message, frozen=True):
+    """No more samples of a `JobSnapshot` are wanted: its adapter is dropped, and the job may go on."""
+
+    id: str
+    ref: AdapterRef
+
+
 class Shutdown(Message, frozen=True):
     """Finish the current tick, checkpoint running jobs, send `EngineStopped`, exit."""
 
@@ -175,6 +182,14 @@ class JobCheckpoint(Message, frozen=True):
 
     id: str
     step: int
+
+
+class JobSnapshot(Message, frozen=True):
+    """Requests may use the adapter of a job as it was after `step`, under a name that no user can give, until `SnapshotDone`."""
+
+    id: str
+    step: int
+    ref: AdapterRef
 
 
 class JobNote(Message, frozen=True):
@@ -287,7 +302,9 @@ class EngineStopped(Message, frozen=True):
     pass
 
 
-ToEngine = Generate | CancelRequest | StartJob | PauseJob | ResumeJob | CancelJob | DropAdapter | Shutdown
+ToEngine = (
+    Generate | CancelRequest | StartJob | PauseJob | ResumeJob | CancelJob | DropAdapter | SnapshotDone | Shutdown
+)
 FromEngine = (
     EngineReady
     | EngineNotes
@@ -300,6 +317,7 @@ FromEngine = (
     | JobPaused
     | JobProgress
     | JobCheckpoint
+    | JobSnapshot
     | JobNote
     | JobWaiting
     | JobSucceeded

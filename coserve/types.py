@@ -11,6 +11,8 @@ from typing import Literal
 
 import msgspec
 
+from coserve.limits import AuthorName
+
 
 class Wire(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Base class of structs that are sent or stored."""
@@ -169,6 +171,14 @@ DEFAULT_RANK = 16
 """Rank of a new adapter unless the job sets one. Memory is profiled with it, and its kernels are compiled first."""
 
 
+class ChatMessage(Wire, frozen=True):
+    """One turn of a conversation."""
+
+    role: Literal["system", "user", "assistant", "tool"]
+    content: str
+    name: AuthorName | None = None
+
+
 class LoraSettings(Wire, frozen=True):
     """The shape of a new adapter. The meaning is PEFT's, some names are ours: `alpha` is PEFT's `lora_alpha`, `rslora` is
     `use_rslora`, `dropout` is `lora_dropout`, `targets` is `target_modules`, `init` is `init_lora_weights`, and `bd_blocks`,
@@ -261,6 +271,14 @@ class TrainingRequest(Wire, frozen=True):
     eval_steps: int = 20
     checkpoint_steps: int = 20
     seed: int = 0
+    sample_prompts: tuple[str | tuple[ChatMessage, ...], ...] = ()
+    """Texts, or chats as lists of messages, of which the adapter in training generates samples: one each, every `sample_steps` steps and
+    at the end. They do not change what is learned."""
+    sample_steps: int = 20
+    sample_max_tokens: int = 128
+    """Most tokens of a sample."""
+    sample_temperature: float = 0.0
+    """0: always the likeliest token. Above 0, samples are drawn with the job's `seed`."""
 
 
 class TrainingSettings(TrainingRequest, frozen=True):

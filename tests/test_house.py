@@ -19,7 +19,8 @@ PACKAGE = ROOT / "coserve"
 FILES = sorted(PACKAGE.rglob("*.py"))
 
 LAYERS = (
-    {"types", "names", "limits", "errors", "hints", "cancellation", "processes", "garbage", "ranks"},
+    {"limits"},
+    {"types", "names", "errors", "hints", "cancellation", "processes", "garbage", "ranks"},
     {"logprobs", "validation", "options", "gpu_memory"},
     {"link", "config", "health", "schemas", "pretrained", "kernels"},
     {"parallel"},

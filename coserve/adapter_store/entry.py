@@ -52,6 +52,9 @@ class Entry:
     deleted: bool = False
     """Its files are gone. Requests that acquired it keep it; nobody acquires it any more."""
 
+    temporary: bool = False
+    """It never had files: its host copy stays until it is dropped."""
+
     @property
     def state(self) -> State:
         if self.gpu is not None:
@@ -62,5 +65,5 @@ class Entry:
 
     @property
     def idle(self) -> bool:
-        """No request needs it: its host copy may be evicted."""
-        return not (self.references or self.waiting)
+        """No request needs it, and it can be read again: its host copy may be evicted."""
+        return not (self.references or self.waiting or self.temporary)

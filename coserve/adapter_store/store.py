@@ -128,8 +128,12 @@ class AdapterStore:
         return State.DISK if entry is None else entry.state
 
     def resident(self) -> tuple[AdapterRef, ...]:
-        """Adapters that are in memory and can be acquired, least recently used first."""
-        return tuple(ref for ref, entry in self._entries.items() if entry.state.in_memory and not entry.deleted)
+        """Adapters with files that are in memory and can be acquired, least recently used first."""
+        return tuple(
+            ref
+            for ref, entry in self._entries.items()
+            if entry.state.in_memory and not (entry.deleted or entry.temporary)
+        )
 
     def acquire(self, ref: AdapterRef) -> LoraWeights:
         """The adapter, as it is on the GPU or else on the host. It stays in memory until as many calls of `release`.
@@ -167,23 +171,24 @@ class AdapterStore:
         """An adapter on the CPU as the store keeps it. On any thread: pinned memory may take long to allocate."""
         return packed(weights, pinned=True) if self._pinned else weights
 
-    def publish(self, ref: AdapterRef, weights: LoraWeights) -> None:
-        """Makes a finished adapter available at once, without reading its files. `weights`: from `host_copy`. Raises `AdapterBusy`."""
+    def publish(self, ref: AdapterRef, weights: LoraWeights, *, temporary: bool = False) -> None:
+        """Makes an adapter available at once, without reading its files. `weights`: from `host_copy`. `temporary`: it has no files,
+        and stays until it is dropped. Raises `AdapterBusy`."""
         entry = self._entries.get(ref)
         if entry is not None and entry.references:
             raise AdapterBusy(f"adapter {ref} is in use")
         if entry is not None and self._pages is not None:
             self._pages.drop(entry)
         entry = self._entry(ref)
-        entry.deleted = False
+        entry.deleted, entry.temporary = False, temporary
         self._keep(entry, weights)
 
     def drop(self, ref: AdapterRef) -> None:
-        """Forgets a deleted adapter: requests that wait for it fail, requests that acquired it keep it."""
+        """Forgets a deleted or temporary adapter: requests that wait for it fail, requests that acquired it keep it."""
         entry = self._entries.get(ref)
         if entry is None:
             return
-        entry.deleted = True
+        entry.deleted, entry.temporary = True, False
         if not entry.reading:
             self._requests.fail(entry, _deleted(ref))
         self._discard_if_unused(entry)

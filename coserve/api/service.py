@@ -19,6 +19,7 @@ from coserve.api.generation.async_tokenizer import AsyncTokenizer
 from coserve.api.generation.in_flight import MAX_PROMPT_SCORES, InFlightRequests
 from coserve.api.jobs.manager import JobManager
 from coserve.api.jobs.recorder import JobRecorder
+from coserve.api.jobs.sampling import JobSampler
 from coserve.api.metrics.prometheus import Metrics
 from coserve.config import Config
 from coserve.errors import EngineUnavailable
@@ -32,6 +33,10 @@ from coserve.link import (
     EngineStopped,
     EngineWarming,
     FromEngine,
+    JobCancelled,
+    JobFailed,
+    JobPaused,
+    JobSnapshot,
     Link,
     RequestFailed,
     ToEngine,
@@ -75,6 +80,7 @@ class Service:
         self.generation = InFlightRequests(
             config, self.engine, registry, tokenizer, self.texts, self.metrics, max_prompt_scores=max_prompt_scores
         )
+        self._sampler = JobSampler(registry, self.engine, self.generation, self._recorder.deliver)
         self.jobs = JobManager(config, folder, registry, tokenizer, self._preparers, self.engine, self._recorder)
         self.adapters = AdapterCatalog(config, folder, registry, self._preparers, self.engine, self.generation.in_use)
         converters = HelperPool(tokenizer.state, 1, LogSettings.of(config), max_memory=0)
@@ -144,6 +150,7 @@ class Service:
         await self.adapters.close()
         await self.helpers.close()
         await self._preparers.close()
+        await self._sampler.close()
         await self._recorder.settled()
         await self._recorder.close()
         await self._tracking.close()
@@ -189,6 +196,11 @@ class Service:
                 log.info("the engine stopped")
             case EngineReady() | EngineRefused():
                 log.warning("the engine answered twice whether it is ready")
+            case JobSnapshot():
+                self._sampler.begin(message)
+            case JobPaused() | JobCancelled() | JobFailed():
+                self._sampler.cancel(message.id)  # first: nothing follows a job's end
+                self._recorder.deliver(message)
             case _:
                 self._recorder.deliver(message)
 

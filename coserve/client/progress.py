@@ -6,7 +6,7 @@ import sys
 from types import TracebackType
 from typing import Protocol, Self
 
-from coserve.schemas import Job, JobEvent
+from coserve.schemas import Job, JobEvent, Sample
 
 
 class ProgressDisplay(Protocol):
@@ -35,7 +35,7 @@ class Silent:
 
 
 class Bar:
-    """Steps, loss, token accuracy, tokens per second and the time left."""
+    """Steps, loss, token accuracy, tokens per second and the time left; samples above it."""
 
     def __init__(self, job: Job) -> None:
         # A program without a terminal, or without progress=True, need not load rich.
@@ -71,8 +71,17 @@ class Bar:
             if event.eta is not None:
                 note += f"  {clock(event.eta)} left"
             self._bar.update(self._task, total=metrics.total_steps, completed=metrics.step, note=note)
+        elif event.sample is not None:
+            for line in sample_lines(event.sample):
+                self._bar.console.print(line, markup=False, highlight=False)
         elif event.state is not None:
             self._bar.update(self._task, note=event.state.value)
+
+
+def sample_lines(sample: Sample) -> list[str]:
+    """A header, and the text, without characters that a terminal obeys."""
+    text = "".join(letter if letter.isprintable() or letter == "\n" else " " for letter in sample.text)
+    return [f"step {sample.step}, sample {sample.prompt}:", *(f"  {line}" for line in text.splitlines() or [""])]
 
 
 def clock(seconds: float) -> str:

@@ -9,6 +9,10 @@ MAX_STEPS = 1_000_000
 MAX_EPOCHS = 1000
 MAX_BETA = 100
 MAX_NEFTUNE_ALPHA = 1000
+MAX_SAMPLE_PROMPTS = 8
+MAX_SAMPLE_CHARACTERS = 8192
+"""Of a prompt, all messages of a chat together: the registry writes a job's prompts and samples again with each step."""
+MAX_SAMPLE_TOKENS = 1024
 
 
 def check_training(training: TrainingSettings) -> None:
@@ -28,6 +32,7 @@ def check_training(training: TrainingSettings) -> None:
         "eval_steps": 1,
         "checkpoint_steps": 1,
         "seed": 0,
+        "sample_steps": 1,
     }
     for name, least in at_least.items():
         value = getattr(training, name)
@@ -72,6 +77,26 @@ def check_training(training: TrainingSettings) -> None:
             raise InvalidRequest("expected no train_on: a dpo loss is of the answers alone", field="training.train_on")
     if training.early_stopping_patience is not None and training.validation_split == 0:
         raise InvalidRequest("expected a validation_split above 0", field="training.early_stopping_patience")
+    _check_samples(training)
+
+
+def _check_samples(training: TrainingSettings) -> None:
+    count, tokens = len(training.sample_prompts), training.sample_max_tokens
+    if count > MAX_SAMPLE_PROMPTS:
+        raise InvalidRequest(f"expected at most {MAX_SAMPLE_PROMPTS}, got {count}", field="training.sample_prompts")
+    for prompt in training.sample_prompts:
+        size = len(prompt) if isinstance(prompt, str) else sum(len(message.content) for message in prompt)
+        if size > MAX_SAMPLE_CHARACTERS:
+            raise InvalidRequest(
+                f"expected at most {MAX_SAMPLE_CHARACTERS} characters, got {size}", field="training.sample_prompts"
+            )
+    if not 1 <= tokens <= MAX_SAMPLE_TOKENS:
+        raise InvalidRequest(
+            f"expected at least 1 and at most {MAX_SAMPLE_TOKENS}, got {tokens}", field="training.sample_max_tokens"
+        )
+    if not 0 <= training.sample_temperature <= 100:
+        got = training.sample_temperature
+        raise InvalidRequest(f"expected at least 0 and at most 100, got {got}", field="training.sample_temperature")
 
 
 def longest_row(training: TrainingSettings, context: int, micro_batch_tokens: int) -> int:

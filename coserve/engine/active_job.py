@@ -9,8 +9,8 @@ from dataclasses import dataclass
 
 from coserve.admission.treatment import Treatment
 from coserve.cancellation import Cancellation
-from coserve.link import FromEngine, JobCancelled, JobCheckpoint, JobFailed, JobPaused
-from coserve.types import JobSpec
+from coserve.link import FromEngine, JobCancelled, JobFailed, JobPaused
+from coserve.types import AdapterRef, JobSpec
 
 Commit = Callable[[], FromEngine | None]
 """The result of a thread's work. Called on the event loop, it commits the work and returns the message to send."""
@@ -43,8 +43,10 @@ class ActiveJob:
     """Whether the trainer has loaded it."""
     work: ThreadWork | None = None
     """Its start, the preparation of an optimizer step, its publication, or its checkpoint at a pause."""
-    write: Future[JobCheckpoint | None] | None = None
-    """A checkpoint that is being written while the job trains."""
+    write: Future[Commit] | None = None
+    """A checkpoint that is being written while the job trains, or a snapshot that is being copied."""
+    snapshot: AdapterRef | None = None
+    """The snapshot of which samples are being generated. The job trains on until the next one is due."""
     retry: Retry | None = None
     end: JobPaused | JobCancelled | JobFailed | None = None
     """The message that ends the job, sent when none of its files is being written."""

@@ -41,6 +41,7 @@ from coserve.link import (
     RequestFailed,
     ResumeJob,
     Shutdown,
+    SnapshotDone,
     StartJob,
     ToEngine,
     Tokens,
@@ -374,5 +375,8 @@ class Engine:
                 self._jobs.cancel(id)
             case DropAdapter(ref=ref):
                 self._adapters.drop(ref)
+            case SnapshotDone(id=id, ref=ref):
+                self._adapters.drop(ref)
+                self._jobs.snapshot_done(id, ref)
             case Shutdown():
                 self._stopping = True

@@ -17,6 +17,7 @@ from concurrent.futures import Executor
 from coserve.admission.memory import Start
 from coserve.engine.active_job import ActiveJob, Retry
 from coserve.engine.job_admission import JobAdmission
+from coserve.engine.job_line import JobLine
 from coserve.engine.job_threads import JobThreads, job_failed, tolerated
 from coserve.engine.ports import AdmitsJobs, Trains
 from coserve.errors import EngineFault
@@ -25,6 +26,7 @@ from coserve.link import (
     JobCancelled,
     JobFailed,
     JobPaused,
+    JobSnapshot,
     JobStarted,
     JobSucceeded,
     JobWaiting,
@@ -32,11 +34,9 @@ from coserve.link import (
 )  # fmt: skip
 from coserve.queues.finetune import JobQueue
 from coserve.state.retries import FOR_EVER
-from coserve.types import JobSpec, MicroStep
+from coserve.types import AdapterRef, JobSpec, MicroStep
 
 log = logging.getLogger(__name__)
-
-WAITS_FOR_KERNELS = "jobs: some start once their kernels are compiled"
 
 
 class JobRunner:
@@ -56,7 +56,7 @@ class JobRunner:
         """`threads` run what may take long: two for each active job. `changed` is called, on any thread, when something of
         that is done. `may_start`: whether a job's kernels are there; asked before each tick.
         `memory`: whether there is memory for it, and how it trains within that; None: there is."""
-        self._may_start, self._memory = may_start, JobAdmission(memory, trainer, send)
+        self._memory = JobAdmission(memory, trainer, send)
         self._trainer, self._send, self._max_active = trainer, send, max_active
         self._threads, self._changed = JobThreads(trainer, threads, changed), changed
         self._turns = JobQueue()
@@ -64,7 +64,7 @@ class JobRunner:
         """Jobs that have a place: those that start or end, too."""
         self._unsettled: deque[str] = deque()
         """Jobs whose micro-batch has ended, or whose publication is to be tried again."""
-        self._pending: deque[JobSpec] = deque()
+        self._pending = JobLine(may_start, self._memory.left_line)
         self._paused: dict[str, JobSpec] = {}
         self._closed = False
 
@@ -73,8 +73,7 @@ class JobRunner:
         """Starts and publications of jobs that are being tried again, and jobs that train in smaller parts."""
         retries = ((job, active.retry) for job, active in self._active.items() if active.retry is not None)
         ends = (f"end of job {job}: {retry.message}; it is tried again" for job, retry in retries)
-        waits = () if all(map(self._may_start, self._pending)) else (WAITS_FOR_KERNELS,)
-        return (*waits, *self._memory.troubles, *self._threads.notes, *ends, *self._trainer.notes)
+        return (*self._pending.notes, *self._memory.troubles, *self._threads.notes, *ends, *self._trainer.notes)
 
     @property
     def wait_for_memory(self) -> bool:
@@ -117,7 +116,7 @@ class JobRunner:
         if paused:
             self._paused[spec.id] = spec
         else:
-            self._pending.append(spec)
+            self._pending.add(spec)
 
     def activate(self) -> None:
         """Before a tick decides: let each job whose micro-batch has ended do what comes next, start jobs in line while there are places
@@ -125,7 +124,7 @@ class JobRunner:
         while True:
             while self._unsettled:
                 self._settle(self._unsettled.popleft())  # first: a job that ends leaves its place to the next one
-            while len(self._active) < self._max_active and (spec := self._next_start()) is not None:
+            while len(self._active) < self._max_active and (spec := self._pending.first()) is not None:
                 if not self._admit(spec):
                     break  # nor do later ones start: a large job would wait for ever
             for job, found in self._memory.changes():
@@ -141,10 +140,6 @@ class JobRunner:
             if not works and not writes:
                 return
 
-    def _next_start(self) -> JobSpec | None:
-        """The first in line whose kernels are there."""
-        return next(filter(self._may_start, self._pending), None)
-
     def _admit(self, spec: JobSpec) -> bool:
         """Start the job, or end it where it never fits. False: it waits for memory."""
         try:
@@ -152,7 +147,7 @@ class JobRunner:
         except Exception as error:  # noqa: BLE001 - whatever it is, it is this job's alone
             failed = job_failed(spec.id, error)
             self._memory.release(spec.id)
-            self._withdraw(spec.id)
+            self._pending.withdraw(spec.id)
             self._send(failed)
             return True
         if found is not None:
@@ -185,20 +180,28 @@ class JobRunner:
     def pause(self, job: str) -> None:
         if job in self._active:
             self._end(job, JobPaused(id=job))
-        elif (waiting := self._withdraw(job)) is not None:
+        elif (waiting := self._pending.withdraw(job)) is not None:
             self._paused[job] = waiting
             self._send(JobPaused(id=job))
 
     def resume(self, job: str) -> None:
         if job in self._paused:
-            self._pending.append(self._paused.pop(job))
+            self._pending.add(self._paused.pop(job))
         elif job in self._active:
             self._active[job].resumes = isinstance(self._active[job].end, JobPaused)
+
+    def snapshot_done(self, job: str, ref: AdapterRef) -> None:
+        """The samples of the job's snapshot are there, or will not come."""
+        active = self._active.get(job)
+        if active is not None and active.snapshot == ref:
+            active.snapshot = None
+            if job not in self._turns:
+                self._settle(job)
 
     def cancel(self, job: str) -> None:
         if job in self._active:
             self._end(job, JobCancelled(id=job))
-        elif self._paused.pop(job, None) is not None or self._withdraw(job) is not None:
+        elif self._paused.pop(job, None) is not None or self._pending.withdraw(job) is not None:
             self._send(JobCancelled(id=job))
 
     def close(self) -> None:
@@ -257,8 +260,12 @@ class JobRunner:
 
     def _may_train(self, job: str, active: ActiveJob) -> bool:
         """Begin what is due between two micro-batches. False: the job has no turns until that is done."""
+        if self._trainer.snapshot_due(job):
+            if active.write is not None or active.snapshot is not None:
+                return False
+            active.write = self._threads.snapshot(job)
         if self._trainer.finished(job):
-            if active.write is None:
+            if active.write is None and active.snapshot is None:
                 active.work = self._threads.publish(job)
             return False
         if self._trainer.checkpoint_due(job):
@@ -283,17 +290,18 @@ class JobRunner:
     # ---- what threads have done
 
     def _collect_write(self, job: str) -> None:
-        """What came of a checkpoint that was written while the job trained."""
+        """What came of a checkpoint or a snapshot that was made while the job trained."""
         active = self._active[job]
         future, active.write = active.write, None
         assert future is not None, f"job {job} writes nothing"
         try:
-            saved = future.result()
+            message = future.result()()
         except Exception as error:  # noqa: BLE001 - whatever it is, it is this job's alone
             self._fail(job, error)
             return
-        if saved is not None:
-            self._send(saved)
+        active.snapshot = message.ref if isinstance(message, JobSnapshot) else active.snapshot
+        if message is not None:
+            self._send(message)
         if job not in self._turns:  # else it trains on
             self._settle(job)
 
@@ -368,7 +376,7 @@ class JobRunner:
         active = self._retire(job)
         assert active.end is not None, f"job {job} goes on"
         if active.resumes:
-            self._pending.append(active.spec)
+            self._pending.add(active.spec)
         elif isinstance(active.end, JobPaused):
             self._paused[job] = active.spec
         self._send(active.end)
@@ -387,11 +395,3 @@ class JobRunner:
             except Exception:  # it is out of the trainer's books all the same
                 log.exception("job %s: internal error while it was dropped", job)
         return self._active.pop(job)
-
-    def _withdraw(self, job: str) -> JobSpec | None:
-        """Take a waiting job out of the line."""
-        found = next((spec for spec in self._pending if spec.id == job), None)
-        if found is not None:
-            self._pending.remove(found)
-            self._memory.left_line(job)
-        return found

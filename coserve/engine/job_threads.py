@@ -55,18 +55,23 @@ class JobThreads:
         """Publish a finished job."""
         return self._work(self._trainer.publication(job), None)
 
-    def write(self, job: str) -> Future[JobCheckpoint | None] | None:
+    def snapshot(self, job: str) -> Future[Commit]:
+        """Copy the adapter as it is now, for samples."""
+        return self._submit(self._trainer.snapshot(job))
+
+    def write(self, job: str) -> Future[Commit] | None:
         """Write a checkpoint; on a full disk it is skipped. None if there is nothing to write."""
         save = self._trainer.checkpoint(job)
         if save is None:
             return None
 
-        def work() -> JobCheckpoint | None:
+        def work() -> Commit:
+            saved: JobCheckpoint | None = None
             try:
-                return save()
+                saved = save()
             except CapacityError as error:
                 log.warning("job %s: no checkpoint: %s", job, error.message)
-                return None
+            return lambda: saved
 
         return self._submit(work)
 

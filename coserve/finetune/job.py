@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import torch
 from torch import Tensor
 
-from coserve.admission.optimizers import BEST, WEIGHTS
+from coserve.admission.optimizers import BEST, WEIGHTS, StateKind
 from coserve.finetune.loop import Event, Events, SliceTimer, TrainingLoop
 from coserve.model.faults import memory_numbers
 from coserve.model.lora import LoraWeights
@@ -92,8 +92,15 @@ class TrainingJob:
 
         The returned function waits for the copy, on any thread, and returns it: valid until the next snapshot.
         """
-        optimizer, tensors = self.loop.optimizer, self.loop.optimizer.snapshot()
-        prefix = f"{(BEST if optimizer.has_best else WEIGHTS).name}/"
+        best = self.loop.optimizer.has_best
+        return self._weights(BEST if best else WEIGHTS, self.loop.optimizer.snapshot())
+
+    def current_weights(self) -> Callable[[], LoraWeights]:
+        """As `final_weights`, of the weights as they are after the last finished optimizer step."""
+        return self._weights(WEIGHTS, self.loop.optimizer.snapshot(weights_only=True))
+
+    def _weights(self, kind: StateKind, tensors: Callable[[], Mapping[str, Tensor]]) -> Callable[[], LoraWeights]:
+        optimizer, prefix = self.loop.optimizer, f"{kind.name}/"
 
         def weights() -> LoraWeights:
             found = tensors()

@@ -225,14 +225,15 @@ class AdapterOptimizer:
         self._copies_N.copy_(self._weights_N)
         self.zero_grad()
 
-    def snapshot(self) -> Callable[[], dict[str, Tensor]]:
-        """Begin to copy the whole adapter's state to the host, as it is now: training may go on meanwhile.
+    def snapshot(self, *, weights_only: bool = False) -> Callable[[], dict[str, Tensor]]:
+        """Begin to copy the whole adapter's state to the host, as it is now: training may go on meanwhile. `weights_only`: without
+        the optimizer's moments, and without the best weights.
 
         The returned function waits for the copy, on any thread, and returns its tensors by name (`<kind>/<name>`), which
         `restore` continues from bit for bit: views of `host`, valid until the next snapshot.
         """
         self._gathering()
-        kinds = self._kinds(best=self.has_best)
+        kinds = self.kinds[:1] if weights_only else self._kinds(best=self.has_best)
         self.host.download(len(kinds))
 
         def tensors() -> dict[str, Tensor]:

@@ -1,4 +1,4 @@
-"""Publish what a job learned as a version of its adapter."""
+"""Publish what a job has learned: at its end as a version of its adapter, before as a snapshot that samples are generated from."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from coserve.adapter_store.store import AdapterStore
 from coserve.errors import NonFiniteLoss, StorageError, StorageFull
 from coserve.finetune.job import TrainingJob
 from coserve.finetune.lora_tensors import cast, named_tensors
-from coserve.link import JobSucceeded, JobWaiting
+from coserve.link import JobNote, JobSnapshot, JobSucceeded, JobWaiting
 from coserve.model.base import Base
 from coserve.model.faults import out_of_memory
 from coserve.model.lora import LoraWeights
@@ -46,13 +46,9 @@ def publication(
             what = "space" if isinstance(error, StorageFull) else "the disk"
             waiting = JobWaiting(id=id, message=f"waiting for {what}: {error.message}")
             return lambda: waiting
-        try:
-            served = store.host_copy(cast(base.shard(weights), base.dtype))
-        except Exception as error:
-            if not out_of_memory(error):
-                raise
+        served = _served(weights, base, store)
+        if served is None:
             log.warning("job %s: no memory for a copy of its adapter: the first request reads the files", id)
-            served = None
 
         def publish() -> JobSucceeded:
             if served is not None:
@@ -62,6 +58,39 @@ def publication(
         return publish
 
     return write
+
+
+def snapshot(
+    id: str, step: int, ref: AdapterRef, weights: Callable[[], LoraWeights], base: Base, store: AdapterStore
+) -> Callable[[], Callable[[], JobSnapshot | JobNote]]:
+    """Make the weights of job `id` after `step` available to requests, in memory alone. `weights` waits for them to be on the host.
+
+    Call the returned function on a thread, and what that returns on the event-loop thread. `JobNote` where there is no memory.
+    """
+
+    def copy() -> Callable[[], JobSnapshot | JobNote]:
+        served = _served(weights(), base, store)
+        if served is None:
+            note = JobNote(id=id, message=f"no samples at step {step}: no host memory for a copy of the adapter")
+            return lambda: note
+
+        def publish() -> JobSnapshot:
+            store.publish(ref, served, temporary=True)
+            return JobSnapshot(id=id, step=step, ref=ref)
+
+        return publish
+
+    return copy
+
+
+def _served(weights: LoraWeights, base: Base, store: AdapterStore) -> LoraWeights | None:
+    """A copy as it is served; None: there is no memory for it."""
+    try:
+        return store.host_copy(cast(base.shard(weights), base.dtype))
+    except Exception as error:
+        if not out_of_memory(error):
+            raise
+        return None
 
 
 def _write_files(ref: AdapterRef, weights: LoraWeights, base: Base, folder: DataFolder) -> None:

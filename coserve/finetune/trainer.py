@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
+from itertools import count
 
 import torch
 
@@ -28,6 +29,7 @@ from coserve.errors import (
 from coserve.finetune.init import new_adapter
 from coserve.finetune.job import TrainingJob
 from coserve.finetune.job_checkpoint import JobCheckpoints
+from coserve.finetune.job_snapshots import JobSnapshots
 from coserve.finetune.loop import SliceTimer, TrainingLoop
 from coserve.finetune.lora_tensors import cast
 from coserve.finetune.micro_batch import MicroBatchRunner
@@ -36,9 +38,9 @@ from coserve.finetune.outcome import PEER_FAILED, NoPeers, Outcome, SliceGuard
 from coserve.finetune.passes.mixing import BatchLimits
 from coserve.finetune.passes.passes import TrainingPasses
 from coserve.finetune.passes.training_pass import TrainingPass
-from coserve.finetune.publication import Published, publication
+from coserve.finetune.publication import Published, publication, snapshot
 from coserve.kernels.lora.interface import LoraBackend
-from coserve.link import FromEngine, JobCheckpoint, JobNote, JobStarted, TrainingBatches
+from coserve.link import FromEngine, JobCheckpoint, JobNote, JobSnapshot, JobStarted, TrainingBatches
 from coserve.model.base import Base
 from coserve.model.faults import contained, memory_numbers, out_of_memory
 from coserve.model.lora import LoraWeights
@@ -93,6 +95,9 @@ class Trainer:
         )
         self._jobs: dict[str, TrainingJob] = {}
         self._checkpoints: dict[str, JobCheckpoints] = {}
+        self._snapshots: dict[str, JobSnapshots] = {}
+        self._snapshot_numbers = count(1)
+        """Each snapshot has a version of its own: a cached prefix is never that of other weights."""
         self.micro_steps_done = 0
         """In the last slice."""
         self.trained: tuple[str, ...] = ()
@@ -111,6 +116,7 @@ class Trainer:
         def start() -> JobStarted:
             assert spec.id not in self._jobs, f"job {spec.id} runs already"
             self._jobs[spec.id], self._checkpoints[spec.id] = job, checkpoints
+            self._snapshots[spec.id] = JobSnapshots(job)
             return JobStarted(id=spec.id, total_steps=job.loop.plan.total_steps, resumed_from=job.loop.progress.step)
 
         return start
@@ -253,6 +259,24 @@ class Trainer:
 
         return save
 
+    def snapshot_due(self, job: str) -> bool:
+        """Whether samples are to be generated of the job as it is now, between two optimizer steps or at its end."""
+        return not self._jobs[job].mid_step and self._snapshots[job].due
+
+    def snapshot(self, job: str) -> Callable[[], Callable[[], JobSnapshot | JobNote]]:
+        """Begin a snapshot that is due, for requests: see `finetune.publication`. The job may be advanced meanwhile. As a checkpoint, it
+        needs the job's host memory for itself."""
+        with self._job_errors():
+            step, weights = self._snapshots[job].take()
+        ref = AdapterRef(f"{job}:snapshot", next(self._snapshot_numbers))
+        copy = snapshot(job, step, ref, weights, self._base, self._store)
+
+        def run() -> Callable[[], JobSnapshot | JobNote]:
+            with self._job_errors():
+                return copy()
+
+        return run
+
     def gather(self, job: str) -> None:
         """On a rank that follows: take part in a snapshot of rank 0."""
         self._jobs[job].loop.optimizer.snapshot()
@@ -277,7 +301,7 @@ class Trainer:
     def drop(self, job: str) -> None:
         """Free the job's memory; its files stay."""
         training = self._jobs.pop(job)
-        del self._checkpoints[job]
+        del self._checkpoints[job], self._snapshots[job]
         if not self._jobs:
             self._passes.reset()
         with self._job_errors():

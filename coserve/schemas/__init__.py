@@ -19,7 +19,6 @@ from coserve.schemas.adapters import (
 )
 from coserve.schemas.errors import ErrorBody, ErrorInfo
 from coserve.schemas.generation import (
-    ChatMessage,
     Choice,
     ChosenLogprob,
     Finish,
@@ -31,8 +30,19 @@ from coserve.schemas.generation import (
     Timing,
     Usage,
 )
-from coserve.schemas.jobs import ROWS, EventLevel, EventType, FinetuneRequest, Job, JobEvent, JobList, OnConflict
+from coserve.schemas.jobs import (
+    ROWS,
+    EventLevel,
+    EventType,
+    FinetuneRequest,
+    Job,
+    JobEvent,
+    JobList,
+    OnConflict,
+    Sample,
+)
 from coserve.schemas.service import STREAM_END, Pointers
+from coserve.types import ChatMessage
 
 __all__ = [
     "Adapter",
@@ -64,6 +74,7 @@ __all__ = [
     "ROWS",
     "RollbackRequest",
     "STREAM_END",
+    "Sample",
     "Timing",
     "Usage",
 ]

@@ -8,7 +8,6 @@ from msgspec import Meta
 
 from coserve.limits import (
     MAX_MESSAGES,
-    AuthorName,
     CacheSalt,
     Choices,
     LogitBias,
@@ -28,15 +27,7 @@ from coserve.limits import (
     TopP,
 )
 from coserve.names import AdapterRefText
-from coserve.types import SloClass, Wire
-
-
-class ChatMessage(Wire, frozen=True):
-    """One turn of a conversation."""
-
-    role: Literal["system", "user", "assistant", "tool"]
-    content: str
-    name: AuthorName | None = None
+from coserve.types import ChatMessage, SloClass, Wire
 
 
 class GenerateRequest(Wire, frozen=True, omit_defaults=True):

@@ -9,6 +9,7 @@ from msgspec import Meta
 from coserve.limits import MAX_ROWS, LocalPath
 from coserve.names import AdapterName, AdapterRefText
 from coserve.schemas.errors import ErrorInfo
+from coserve.schemas.generation import Finish
 from coserve.types import JobState, LoraSettings, StepMetrics, TrainingRequest, TrainingSettings, Wire
 
 ROWS = """Rows, each of one of these formats (docs/data.md says how each is rendered and what of it is learned):
@@ -46,6 +47,16 @@ class FinetuneRequest(Wire, frozen=True, omit_defaults=True):
     metadata: Annotated[
         dict[Annotated[str, Meta(max_length=64)], Annotated[str, Meta(max_length=512)]], Meta(max_length=16)
     ] = {}
+
+
+class Sample(Wire, frozen=True):
+    """What a job's adapter, as it was after `step`, generated of one of `training.sample_prompts`."""
+
+    step: int
+    prompt: int
+    """The prompt's index."""
+    text: str
+    finish_reason: Finish
 
 
 class Job(Wire, frozen=True):
@@ -92,6 +103,8 @@ class Job(Wire, frozen=True):
     notes: list[str] = []
     """Notes for the user who submitted the job, such as that it replaces another version."""
     teacher: str | None = None
+    samples: list[Sample] = []
+    """Those of the last step that has any, by prompt. The events have all."""
 
 
 class JobList(Wire, frozen=True):
@@ -102,7 +115,7 @@ class JobList(Wire, frozen=True):
 
 
 EventLevel = Literal["info", "warning", "error"]
-EventType = Literal["state", "message", "metrics", "checkpoint"]
+EventType = Literal["state", "message", "metrics", "checkpoint", "sample"]
 
 
 class JobEvent(Wire, frozen=True):
@@ -122,3 +135,5 @@ class JobEvent(Wire, frozen=True):
     """The new state, for `type: state`. The stream ends after a terminal one."""
     eta: float | None = None
     """For `type: metrics`: as `Job.eta` after this step."""
+    sample: Sample | None = None
+    """For `type: sample`."""

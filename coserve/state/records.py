@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from coserve.schemas import ErrorInfo
+from coserve.schemas import ErrorInfo, Sample
 from coserve.state.pace import Pace
 from coserve.types import AdapterDigests, AdapterRef, JobSpec, JobState, StepMetrics, Wire
 
@@ -30,6 +30,9 @@ class JobRecord(Wire, frozen=True):
     """Notes for the user who submitted the job."""
     after: str | None = None
     """The job whose end this job waits for: it continues from the version that that one publishes."""
+
+    samples: tuple[Sample, ...] = ()
+    """Those of the last step that has any, by prompt."""
 
     @property
     def eta(self) -> float | None:

@@ -8,7 +8,7 @@ from typing import Final
 import msgspec
 
 from coserve.errors import AdapterBusy, JobNotFound, WrongJobState
-from coserve.schemas import ErrorInfo, EventLevel, EventType, JobEvent
+from coserve.schemas import ErrorInfo, EventLevel, EventType, JobEvent, Sample
 from coserve.state.adapters import AdapterTable
 from coserve.state.pace import Pace
 from coserve.state.records import AdapterRecord, JobRecord
@@ -104,6 +104,7 @@ class Registry(AdapterTable):
         metrics: StepMetrics | None = None,
         state: JobState | None = None,
         eta: float | None = None,
+        sample: Sample | None = None,
     ) -> None:
         (last,) = self._db.execute("SELECT coalesce(max(seq), 0) FROM events WHERE job = ?", (job,)).fetchone()
         event = JobEvent(
@@ -116,10 +117,12 @@ class Registry(AdapterTable):
             metrics=metrics,
             state=state,
             eta=eta,
+            sample=sample,
         )
+        of_step = metrics if sample is None else sample
         self._db.execute(
             "INSERT INTO events VALUES (?, ?, ?, ?, ?)",
-            (job, event.seq, type, None if metrics is None else metrics.step, _encode(event)),
+            (job, event.seq, type, None if of_step is None else of_step.step, _encode(event)),
         )
 
     def _move(self, record: JobRecord, state: JobState) -> JobRecord:
@@ -202,6 +205,34 @@ class Registry(AdapterTable):
     def record_checkpoint(self, id: str, step: int) -> None:
         """A checkpoint is durable. Raises `JobNotFound`."""
         self.record_message(id, f"checkpoint at step {step}", type="checkpoint")
+
+    def record_sample(self, id: str, sample: Sample) -> None:
+        """A sample was generated. The first one of its step and prompt is kept. Raises `JobNotFound`, `WrongJobState`."""
+        with self._transaction():
+            record = self.job(id)
+            if record.state.terminal:
+                raise WrongJobState(f"job {id} is {record.state}: it has no more samples")
+            if sample.prompt in self.sampled(record, sample.step):
+                return
+            self._append(id, "sample", f"sample {sample.prompt} at step {sample.step}", sample=sample)
+            last = record.samples
+            if not last or sample.step >= last[0].step:
+                others = [other for other in last if other.step == sample.step]
+                samples = tuple(sorted([*others, sample], key=lambda each: each.prompt))
+                self._save(msgspec.structs.replace(record, samples=samples))
+
+    def sampled(self, record: JobRecord, step: int) -> frozenset[int]:
+        """The prompts that a job has samples of at this step."""
+        last = record.samples
+        if not last or step > last[0].step:
+            return frozenset()
+        found = list(last)
+        if step < last[0].step:  # it was set back by a crash
+            rows = self._db.execute(
+                "SELECT record FROM events WHERE job = ? AND type = 'sample' AND step = ?", (record.spec.id, step)
+            )
+            found = [sample for row in rows if (sample := _event(row[0]).sample) is not None]
+        return frozenset(sample.prompt for sample in found)
 
     def record_waiting(self, id: str, message: str) -> JobRecord:
         """A running job waits for the disk, or one in line for memory. Raises `JobNotFound`, `WrongJobState`."""

@@ -104,6 +104,28 @@ def test_a_published_adapter_is_never_read() -> None:
         store.publish(REFS[0], LoraWeights(LoraSettings(), {}))
 
 
+def test_a_temporary_adapter_stays_until_it_is_dropped_and_counts() -> None:
+    """It has no files to be read again from."""
+    disk, snapshot = Disk(*REFS), AdapterRef("job-1:snapshot", 1)
+    store = AdapterStore(disk, HostBudget(2))
+    store.publish(snapshot, weights := LoraWeights(LoraSettings(), {}), temporary=True)
+    for ref in REFS:
+        store.acquire(ref)
+        store.release(ref)
+    assert store.acquire(snapshot) is weights
+    assert store.resident() == (REFS[-1],), "the budget of two holds the temporary one too, which nobody can ask for"
+    store.drop(snapshot)
+    with pytest.raises(AdapterNotFound):
+        store.acquire(snapshot)
+    store.release(snapshot)
+    assert store.state(snapshot) is State.DISK
+    for ref in REFS[:2]:
+        store.acquire(ref)
+        store.release(ref)
+    assert store.resident() == tuple(REFS[:2])
+    assert snapshot not in disk.reads
+
+
 def test_a_deleted_adapter_leaves_with_its_last_holder() -> None:
     disk = Disk(REFS[0])
     store = AdapterStore(disk, HostBudget(2))

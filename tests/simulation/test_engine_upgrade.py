@@ -10,7 +10,7 @@ from collections.abc import Callable
 import pytest
 
 from coserve.engine.engine import Engine
-from coserve.engine.job_runner import WAITS_FOR_KERNELS
+from coserve.engine.job_line import WAITS_FOR_KERNELS
 from coserve.link import (
     EngineNotes,
     EngineStats,

@@ -19,7 +19,7 @@ from coserve.errors import (
     StorageFull,
     WrongJobState,
 )
-from coserve.schemas import ErrorInfo
+from coserve.schemas import ErrorInfo, Sample
 from coserve.state.failpoints import armed
 from coserve.state.registry import Registry
 from coserve.state.thread import RegistryThread
@@ -72,6 +72,24 @@ def test_an_interrupted_job_goes_on_from_its_checkpoint(registry: Registry) -> N
     assert (record.step, record.trained_tokens, record.metrics) == (1, 10, make_metrics(1))
     registry.record_step("job-1", make_metrics(2))
     assert registry.job("job-1").trained_tokens == 20
+
+
+def test_a_sample_is_kept_once_for_its_step_and_prompt(registry: Registry) -> None:
+    def sample(step: int, prompt: int, text: str = "") -> Sample:
+        return Sample(step=step, prompt=prompt, text=text, finish_reason="stop")
+
+    registry.create_job(make_job())
+    told = [sample(2, 1), sample(2, 0), sample(4, 0), sample(2, 1, "again"), sample(2, 2), sample(4, 0, "again")]
+    for each in told:
+        registry.record_sample("job-1", each)
+    kept = [event.sample for event in registry.events("job-1") if event.type == "sample"]
+    assert kept == [sample(2, 1), sample(2, 0), sample(4, 0), sample(2, 2)]
+    record = registry.job("job-1")
+    assert record.samples == (sample(4, 0),)
+    assert [registry.sampled(record, step) for step in (2, 3, 4, 6)] == [{0, 1, 2}, set(), {0}, set()]
+    registry.set_state("job-1", JobState.CANCELLED)
+    with pytest.raises(WrongJobState):
+        registry.record_sample("job-1", sample(6, 0))
 
 
 def test_floats_come_back_as_they_were(registry: Registry) -> None:

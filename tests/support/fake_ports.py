@@ -24,7 +24,9 @@ from coserve.link import (
     Generate,
     JobCheckpoint,
     JobFailed,
+    JobNote,
     JobProgress,
+    JobSnapshot,
     JobStarted,
     JobSucceeded,
     JobWaiting,
@@ -391,6 +393,12 @@ class FakeTrainer:
             return JobCheckpoint(id=job, step=step)
 
         return self._writes("write", job, save)
+
+    def snapshot_due(self, job: str) -> bool:
+        return False
+
+    def snapshot(self, job: str) -> Callable[[], Callable[[], JobSnapshot | JobNote]]:
+        raise AssertionError(job)
 
     def abandon(self, job: str) -> None:
         run = self._runs[job]

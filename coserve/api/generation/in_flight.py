@@ -25,9 +25,8 @@ from coserve.logprobs import BYTES_PER_TOP
 from coserve.names import split_ref
 from coserve.pretrained.tokenizer import Tokenizer
 from coserve.schemas import GenerateChunk, GenerateRequest
-from coserve.state.records import AdapterRecord
 from coserve.state.thread import RegistryThread
-from coserve.types import AdapterRef
+from coserve.types import AdapterDigests, AdapterRef, Slo
 
 MAX_PROMPT_SCORES = 1 << 21
 """Most prompt log-probabilities that all requests in flight may ask for together."""
@@ -82,11 +81,16 @@ class InFlightRequests:
     # ---- requests of clients
 
     async def stream(
-        self, request: GenerateRequest, semaphore: asyncio.Semaphore | None = None
+        self,
+        request: GenerateRequest,
+        semaphore: asyncio.Semaphore | None = None,
+        *,
+        snapshot: AdapterRef | None = None,
     ) -> AsyncGenerator[GenerateChunk, None]:
         """The chunks of all choices as they come. Closing the generator early cancels the request in the engine.
 
-        `semaphore` bounds the chunks that several streams hold: a chunk is made and yielded while it is held.
+        `semaphore` bounds the chunks that several streams hold: a chunk is made and yielded while it is held. `snapshot`: the adapter
+        of a job in training (`JobSnapshot`), which then serves the request; it is not refused for coming late.
 
         Raises, before the first chunk only: `InvalidRequest`, `EmptyPrompt`, `PromptTooLong`, `AdapterNotFound`,
         `BaseMismatch`, `QueueFull`, `Overloaded`; at any time: `EngineUnavailable`.
@@ -100,11 +104,13 @@ class InFlightRequests:
         try:
             check_generate(request, self._engine.spec)
             prompt = await encode_prompt(request, self._engine.spec, self._async_tokenizer)
-            record = None
+            adapter, digests = snapshot, None
             if name is not None:
                 record = await find_adapter(self._registry, name, version, self._engine.spec, field="adapter")
+                adapter, digests = record.ref, record.digests
             prompt_scores = self._reserve_prompt_scores(request, len(prompt))
-            state = self._send(request, prompt, record, arrived)
+            slo = targets_of(request, self._config, device=self._engine.spec.device, sheds=snapshot is None)
+            state = self._send(request, prompt, adapter, digests, slo, arrived)
             while state.decoders.keys() & self._states.keys():
                 message = await state.outputs.get()
                 if isinstance(message, Tokens) and waiting:
@@ -138,15 +144,19 @@ class InFlightRequests:
         return count
 
     def _send(
-        self, request: GenerateRequest, prompt: tuple[int, ...], record: AdapterRecord | None, arrived: float
+        self,
+        request: GenerateRequest,
+        prompt: tuple[int, ...],
+        adapter: AdapterRef | None,
+        digests: AdapterDigests | None,
+        slo: Slo,
+        arrived: float,
     ) -> RequestState:
         """Send one sequence per choice to the engine. Raises `EngineUnavailable`."""
         if self._stopped is not None:
             raise self._stopped
-        adapter = None if record is None else record.ref
         state = new_state(request, prompt, adapter, self._tokenizer, arrived)
         max_new_tokens = max(1, self._engine.max_model_len - len(prompt))
-        slo = targets_of(request, self._config, device=self._engine.spec.device)
         for index, sequence in enumerate(state.decoders):
             self._engine.send(
                 Generate(
@@ -156,7 +166,7 @@ class InFlightRequests:
                     adapter=adapter,
                     slo=slo,
                     cache_salt=request.cache_salt,
-                    digests=None if record is None else record.digests,
+                    digests=digests,
                 )
             )
             self._states[sequence] = state

@@ -7,13 +7,12 @@ from coserve.schemas import GenerateRequest
 from coserve.types import Slo
 
 
-def targets_of(request: GenerateRequest, config: Config, *, device: str) -> Slo:
-    """`device`: that of the base."""
+def targets_of(request: GenerateRequest, config: Config, *, device: str, sheds: bool = True) -> Slo:
+    """`device`: that of the base. `sheds`: the request may be refused because it would be late."""
     batch = request.slo_class == "batch"
     ttft, tpot = (config.slo_batch_ttft, config.slo_batch_tpot) if batch else config.targets(device=device)
-    sheds = (
-        config.policy not in ("ets", "ts") and request.n == 1
-    )  # choices that have begun are not thrown away for a late one
+    # choices that have begun are not thrown away for a late one
+    sheds = sheds and config.policy not in ("ets", "ts") and request.n == 1
     every, explicit = sheds and config.shed == "all", sheds and config.shed == "explicit"
     return Slo(
         ttft=request.slo_ttft or ttft,

@@ -6,19 +6,30 @@ import asyncio
 import logging
 from collections import Counter, deque
 from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
 from functools import partial
 
 from coserve.api.jobs.watchers import JobWatchers
 from coserve.api.metrics.prometheus import Metrics
 from coserve.errors import CoserveError, JobNotFound, StorageError, WrongJobState
 from coserve.link import JobCheckpoint, JobNote, JobProgress
+from coserve.schemas import Sample
 from coserve.state.registry import Registry
 from coserve.state.retries import Retries
 from coserve.state.thread import RegistryThread
 
 log = logging.getLogger(__name__)
 
-Progress = JobProgress | JobCheckpoint | JobNote
+
+@dataclass(frozen=True)
+class JobSample:
+    """A sample of job `id` was generated."""
+
+    id: str
+    sample: Sample
+
+
+Progress = JobProgress | JobCheckpoint | JobNote | JobSample
 Write = Callable[[Callable[[Registry], object]], Awaitable[object]]
 """`RegistryThread` itself, or its `with_reserve`."""
 
@@ -106,6 +117,8 @@ class ProgressWriter:
             case JobCheckpoint(id=id, step=step):
                 await write(lambda registry: registry.record_checkpoint(id, step))
                 self._deaths.pop(id, None)
+            case JobSample(id=id, sample=sample):
+                await write(lambda registry: registry.record_sample(id, sample))
             case JobNote(id=id, message=text, kept=True):
                 await write(lambda registry: registry.record_note(id, text))
             case JobNote(id=id, message=text):

@@ -15,9 +15,12 @@ from coserve.admission.optimizers import check_optimizer
 from coserve.api.adapters.catalog import refuse_base_name
 from coserve.api.adapters.inspection import Inspection
 from coserve.api.adapters.lookup import find_adapter
+from coserve.api.generation.async_tokenizer import AsyncTokenizer
+from coserve.api.generation.prompts import check_generate, encode_prompt
 from coserve.api.http.parsing import local_path
 from coserve.api.jobs.conflicts import last_job, refuse_conflict, serialised
 from coserve.api.jobs.preparation import CorpusPreparation, Tokenization
+from coserve.api.jobs.sampling import sample_request
 from coserve.config import Config
 from coserve.corpus.batch_plan import BatchPlan
 from coserve.corpus.defaults import choose_training
@@ -27,7 +30,7 @@ from coserve.corpus.rows import parse_rows
 from coserve.corpus.sources import is_dataset, is_jsonl
 from coserve.corpus.staging import PendingCorpus
 from coserve.corpus.tokenize import tokenize_rows
-from coserve.errors import InvalidRequest
+from coserve.errors import InvalidRequest, RequestError
 from coserve.gpu_memory import MemoryModel
 from coserve.names import split_ref
 from coserve.offload.pool import HelperPool
@@ -57,6 +60,7 @@ class Submission:
     ) -> None:
         self._config, self._folder, self._registry, self._tokenizer = config, folder, registry, tokenizer
         self._preparation = CorpusPreparation(helpers, folder.staging, config.tokenizer_processes)
+        self._texts = AsyncTokenizer(tokenizer, helpers)
         self._inspection, self._clock = Inspection(helpers), clock
 
     async def prepare(
@@ -72,6 +76,7 @@ class Submission:
         asked, _ = choose_training(request.training, rows=1, tokens=1, hidden=spec.hidden)
         check_training(asked)  # before the corpus is read
         check_optimizer(asked.optimizer, ranks=self._config.tp)
+        await self._check_samples(request.training, spec)
         if request.teacher is not None and asked.loss is not None:
             raise InvalidRequest("expected no loss beside a teacher: distillation has its own", field="training.loss")
         longest = longest_row(asked, spec.context, limit)
@@ -140,6 +145,21 @@ class Submission:
         name, version = split_ref(request.continue_from)
         record = await find_adapter(self._registry, name, version, spec, field="continue_from")
         return record, await self._inspection.settings(self._folder.adapter(record.ref), spec)
+
+    async def _check_samples(self, training: TrainingRequest, spec: BaseSpec) -> None:
+        """Raises `InvalidRequest` for samples that the engine cannot generate."""
+        field = "training.sample_prompts"
+        if training.sample_prompts and self._config.tp > 1:
+            raise InvalidRequest("samples of jobs are not supported with tp above 1: leave it out", field=field)
+        for index, prompt in enumerate(training.sample_prompts):
+            request = sample_request(training, prompt)
+            try:
+                check_generate(request, spec)
+                await encode_prompt(request, spec, self._texts)
+            except RequestError as error:
+                if error.field == "max_tokens":
+                    raise InvalidRequest(error.message, field="training.sample_max_tokens") from None
+                raise InvalidRequest(f"prompt {index}: {error.message}", field=field) from error
 
     async def _teacher(self, request: FinetuneRequest, spec: BaseSpec) -> Teacher | None:
         if request.teacher is None:

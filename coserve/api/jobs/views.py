@@ -137,6 +137,7 @@ def job_view(record: JobRecord, line: Line) -> Job:
         rows_cut=spec.rows_cut,
         auto=list(spec.auto),
         notes=list(record.notes),
+        samples=list(record.samples),
     )
 
 

@@ -27,7 +27,9 @@ from coserve.link import (
     FromEngine,
     JobCheckpoint,
     JobFailed,
+    JobNote,
     JobProgress,
+    JobSnapshot,
     JobStarted,
     JobSucceeded,
     JobWaiting,
@@ -179,6 +181,14 @@ class RankedTrainer:
     def checkpoint_due(self, job: str) -> bool:
         """See `Trainer.checkpoint_due`."""
         return self._local.checkpoint_due(job)
+
+    def snapshot_due(self, job: str) -> bool:
+        """Jobs with samples are refused where ranks share the base."""
+        return False
+
+    def snapshot(self, job: str) -> Callable[[], Callable[[], JobSnapshot | JobNote]]:
+        """None is due."""
+        raise AssertionError(job)
 
 
 def tell_gathering(followers: Followers, job: str) -> None:

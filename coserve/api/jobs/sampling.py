@@ -1,0 +1,110 @@
+"""Samples of jobs in training: requests of the class batch for the adapter as the engine has it in memory."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+from contextlib import aclosing, suppress
+
+from coserve.api.engine_client import EngineClient
+from coserve.api.generation.in_flight import InFlightRequests
+from coserve.api.jobs.progress import JobSample, Progress
+from coserve.errors import CoserveError, EngineUnavailable
+from coserve.link import JobNote, JobSnapshot, SnapshotDone
+from coserve.schemas import Finish, GenerateRequest, Sample
+from coserve.state.records import JobRecord
+from coserve.state.registry import Registry
+from coserve.state.thread import RegistryThread
+from coserve.types import ChatMessage, TrainingRequest
+
+log = logging.getLogger(__name__)
+
+
+class JobSampler:
+    """Generates the samples of each snapshot that the engine announces, those that the registry has already left out, and then says that the
+    snapshot is not needed any more. A sample that fails is a note of its job, which goes on."""
+
+    def __init__(
+        self,
+        registry: RegistryThread,
+        engine: EngineClient,
+        generation: InFlightRequests,
+        record: Callable[[Progress], None],
+    ) -> None:
+        """`record` is told of each sample; it must return at once."""
+        self._registry, self._engine, self._generation, self._record = registry, engine, generation, record
+        self._tasks: dict[asyncio.Task[None], str] = {}
+        """Of snapshots in use, with their jobs."""
+
+    def begin(self, snapshot: JobSnapshot) -> None:
+        task = asyncio.create_task(self._sample(snapshot))
+        self._tasks[task] = snapshot.id
+        task.add_done_callback(self._tasks.pop)
+
+    def cancel(self, job: str) -> None:
+        """Samples of the job that are not there yet are not wanted any more."""
+        for task, own in self._tasks.items():
+            if own == job:
+                task.cancel()
+
+    async def close(self) -> None:
+        """End all samples in flight."""
+        tasks = tuple(self._tasks)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _sample(self, snapshot: JobSnapshot) -> None:
+        engine = self._engine.starts
+        try:
+            record, done = await self._registry(lambda registry: _found(registry, snapshot))
+            training = record.spec.training
+            wanted = [index for index in range(len(training.sample_prompts)) if index not in done]
+            async with asyncio.TaskGroup() as group:
+                for index in wanted:
+                    group.create_task(self._sample_prompt(snapshot, index, training))
+        except CoserveError as error:
+            self._record(JobNote(id=snapshot.id, message=f"no samples at step {snapshot.step}: {error.message}"))
+        except Exception:
+            log.exception("job %s: internal error; no samples at step %d", snapshot.id, snapshot.step)
+        finally:
+            if engine == self._engine.starts:  # a later engine does not have it
+                with suppress(EngineUnavailable):
+                    self._engine.send(SnapshotDone(id=snapshot.id, ref=snapshot.ref))
+
+    async def _sample_prompt(self, snapshot: JobSnapshot, index: int, training: TrainingRequest) -> None:
+        request = sample_request(training, training.sample_prompts[index])
+        parts: list[str] = []
+        finish: Finish | None = None
+        try:
+            async with aclosing(self._generation.stream(request, snapshot=snapshot.ref)) as chunks:
+                async for chunk in chunks:
+                    parts.append(chunk.text)
+                    finish = chunk.finish_reason or finish
+        except EngineUnavailable:
+            return  # the job resumes from its last checkpoint
+        except CoserveError as error:
+            what = f"no sample of prompt {index} at step {snapshot.step}: {error.message}"
+            self._record(JobNote(id=snapshot.id, message=what))
+            return
+        assert finish is not None, "a stream ends with a reason"
+        sample = Sample(step=snapshot.step, prompt=index, text="".join(parts), finish_reason=finish)
+        self._record(JobSample(snapshot.id, sample))
+
+
+def sample_request(training: TrainingRequest, prompt: str | tuple[ChatMessage, ...]) -> GenerateRequest:
+    """The request for one sample: what `POST /generate` takes, but for the adapter."""
+    return GenerateRequest(
+        prompt=prompt if isinstance(prompt, str) else None,
+        messages=None if isinstance(prompt, str) else list(prompt),
+        max_tokens=training.sample_max_tokens,
+        temperature=training.sample_temperature,
+        seed=training.seed,
+        slo_class="batch",
+    )
+
+
+def _found(registry: Registry, snapshot: JobSnapshot) -> tuple[JobRecord, frozenset[int]]:
+    record = registry.job(snapshot.id)
+    return record, registry.sampled(record, snapshot.step)
