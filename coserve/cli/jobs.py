@@ -14,15 +14,19 @@ import typer
 from coserve.cli.common import DEFAULT_URL, AsJson, Key, Limit, Url, connect, say_more, target_names
 from coserve.cli.failures import FAILED, usage_errors
 from coserve.cli.job_plot import collect_steps, save_plot
+from coserve.cli.job_samples import collect_samples
 from coserve.cli.job_table import chosen_line, cut_line, job_line, job_table
 from coserve.client import JobHandle
+from coserve.client.progress import sample_lines
 from coserve.errors import InvalidRequest, WrongJobState
 from coserve.limits import PAGE_SIZE
 from coserve.schemas import Job, OnConflict
-from coserve.types import JobState, LoraSettings, Optimizer, TrainOn
+from coserve.types import JobState, LoraSettings, Optimizer, TrainingRequest, TrainOn
 
 LORA = LoraSettings()
 """Default settings of an adapter."""
+TRAINING = TrainingRequest()
+"""Default settings of a job."""
 
 jobs_app = typer.Typer(no_args_is_help=True, help="List, watch, plot, pause, resume and cancel fine-tuning jobs.")
 
@@ -95,6 +99,17 @@ def finetune(
         float | None,
         typer.Option(help="NEFTune: noise on the embeddings in training", show_default="off; 5 is usual"),
     ] = None,
+    sample_prompt: Annotated[
+        list[str] | None,
+        typer.Option(help="show what the adapter in training generates of this text; may be given several times"),
+    ] = None,
+    sample_steps: Annotated[
+        int | None,
+        typer.Option(help="optimizer steps between two samples", show_default=str(TRAINING.sample_steps)),
+    ] = None,
+    sample_max_tokens: Annotated[
+        int | None, typer.Option(help="longest sample", show_default=str(TRAINING.sample_max_tokens))
+    ] = None,
     detach: Annotated[bool, typer.Option(help="print the job and do not wait for it")] = False,
     as_json: AsJson = False,
     url: Url = DEFAULT_URL,
@@ -120,6 +135,9 @@ def finetune(
         lora_plus_ratio=lora_plus_ratio,
         neftune_alpha=neftune_alpha,
         loss=None if dpo_beta is None else {"type": "dpo", "beta": dpo_beta},
+        sample_prompts=sample_prompt or None,
+        sample_steps=sample_steps,
+        sample_max_tokens=sample_max_tokens,
     )
     names = None if not targets else [name for text in targets for name in target_names(text)]
     lora = _given(r=rank, alpha=alpha, targets=names, bd_blocks=bd_blocks) or None
@@ -200,6 +218,16 @@ def watch_job(id: str, url: Url = DEFAULT_URL, key: Key = None) -> None:
         job = client.job(id)
         _warn(cut_line(job.info))
         follow_job(job, False)
+
+
+@jobs_app.command("samples")
+def show_samples(id: str, as_json: AsJson = False, url: Url = DEFAULT_URL, key: Key = None) -> None:
+    """Show what the adapter of a job has generated while it was trained (--sample-prompt)."""
+    with connect(url, key) as client:
+        job = client.job(id)
+        with closing(job.events()) as events:
+            for sample in collect_samples(job.info, events):
+                print(msgspec.json.encode(sample).decode() if as_json else "\n".join(sample_lines(sample)))
 
 
 @jobs_app.command("plot")

@@ -16,7 +16,7 @@ from coserve.state.registry import Registry
 from coserve.state.retries import Backoff
 from coserve.state.thread import RegistryThread
 from coserve.tracking.cursors import Cursor, Cursors
-from coserve.tracking.points import end_of, points_of, run_of
+from coserve.tracking.points import end_of, points_of, run_of, texts_of
 from coserve.tracking.task import CloseAll, Track, close_all, track
 
 log = logging.getLogger(__name__)
@@ -144,9 +144,9 @@ class TrackerFeed:
             record, events = await self._registry(_reader(job, cursor.seq))
             if not events:
                 return
-            points, ended = points_of(events, cursor.step), end_of(events)
-            if points or ended is not None:
-                told = Track(self._tracker, str(self._folder), run_of(record), cursor.step, points, ended)
+            points, texts, ended = points_of(events, cursor.step), texts_of(events), end_of(events)
+            if points or texts or ended is not None:
+                told = Track(self._tracker, str(self._folder), run_of(record), cursor.step, points, texts, ended)
                 await self._helpers.run(track, told)
             self._told[job] = Cursor(events[-1].seq, points[-1].step if points else cursor.step)
             with _file_errors():

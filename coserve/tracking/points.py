@@ -27,6 +27,15 @@ class Point(msgspec.Struct, frozen=True):
     values: dict[str, float]
 
 
+class Text(msgspec.Struct, frozen=True):
+    """A sample of the adapter after an optimizer step, of one of the job's prompts. `time` as a `Point`'s."""
+
+    step: int
+    time: float
+    prompt: int
+    text: str
+
+
 def run_of(record: JobRecord) -> Run:
     spec = record.spec
     found: dict[str, str | int | float | bool] = {
@@ -86,6 +95,15 @@ def points_of(events: Iterable[JobEvent], after: int) -> list[Point]:
             after = event.metrics.step
             found.append(Point(after, event.created_at, values_of(event.metrics)))
     return found
+
+
+def texts_of(events: Iterable[JobEvent]) -> list[Text]:
+    """The samples."""
+    return [
+        Text(sample.step, event.created_at, sample.prompt, sample.text)
+        for event in events
+        if (sample := event.sample) is not None
+    ]
 
 
 def end_of(events: Iterable[JobEvent]) -> JobState | None:

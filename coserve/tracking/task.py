@@ -10,7 +10,7 @@ import msgspec
 
 from coserve.errors import TrackingFailed
 from coserve.offload.protocol import TaskContext
-from coserve.tracking.points import Point, Run
+from coserve.tracking.points import Point, Run, Text
 from coserve.tracking.sinks.interface import OpenSink, Sink
 from coserve.types import JobState
 
@@ -21,13 +21,14 @@ SINKS = {"tensorboard": "TensorBoard", "wandb": "WeightsAndBiases", "mlflow": "M
 
 
 class Track(msgspec.Struct, frozen=True):
-    """Steps of one job for one tracker. `after`: the last step before them; `ended`: the job is over after them."""
+    """Steps and samples of one job for one tracker. `after`: the last step before them; `ended`: the job is over after them."""
 
     tracker: str
     folder: str
     run: Run
     after: int
     points: list[Point]
+    texts: list[Text]
     ended: JobState | None
 
 
@@ -44,7 +45,7 @@ def track(context: TaskContext, arguments: bytes, body: bytes) -> bytes:
             Path(given.folder).mkdir(parents=True, exist_ok=True)
             context.kept[id] = _opener(given.tracker)(Path(given.folder), given.run, given.after + 1)
         sink: Sink = context.kept[id]
-        sink.write(given.points)
+        sink.write(given.points, given.texts)
         if given.ended is not None:
             sink.end(given.ended)
             del context.kept[id]

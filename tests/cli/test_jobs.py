@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 
+import msgspec
 import pytest
 from typer.testing import CliRunner
 
 from coserve.cli import jobs
 from coserve.cli.app import app
+from coserve.schemas import JobEvent, Sample
 from coserve.types import JobState
 from tests.support.sdk import job
 
@@ -60,6 +63,10 @@ def test_targets_are_names_between_commas(
         (["--optimizer", "lion_8bit"], {"optimizer": "lion_8bit"}),
         (["--learning-rate", "1e-4", "--lora-plus-ratio", "16"], {"learning_rate": 1e-4, "lora_plus_ratio": 16.0}),
         (["--neftune-alpha", "5"], {"neftune_alpha": 5.0}),
+        (
+            ["--sample-prompt", "Ahoy, ", "--sample-prompt", "Who?", "--sample-steps", "5", "--sample-max-tokens", "9"],
+            {"sample_prompts": ["Ahoy, ", "Who?"], "sample_steps": 5, "sample_max_tokens": 9},
+        ),
     ],
 )
 def test_options_become_training_settings(
@@ -77,3 +84,25 @@ def test_options_become_training_settings(
     result = CliRunner().invoke(app, ["finetune", "name", str(rows), "--detach", *options])
     assert result.exit_code == 0, result.output
     assert asked == [training]
+
+
+SAMPLES = [
+    Sample(step=step, prompt=0, text=text, finish_reason="stop") for step, text in ((2, "a\x1b[31m\nb"), (4, "c"))
+]
+
+
+def sample_events() -> Iterator[JobEvent]:
+    """Live ones: nothing may be read after the last sample."""
+    for seq, sample in enumerate(SAMPLES):
+        yield JobEvent(seq=seq, job="job-1", created_at=1.0, level="info", type="sample", message="", sample=sample)
+    raise AssertionError("the job has no more samples")
+
+
+def test_the_samples_of_a_job_that_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    info = job(JobState.RUNNING, samples=SAMPLES[1:])
+    client = SimpleNamespace(job=lambda _: SimpleNamespace(info=info, events=sample_events))
+    monkeypatch.setattr(jobs, "connect", lambda *_: nullcontext(client))
+    shown = CliRunner().invoke(app, ["jobs", "samples", "job-1"])
+    assert shown.output == "step 2, sample 0:\n  a [31m\n  b\nstep 4, sample 0:\n  c\n"
+    listed = CliRunner().invoke(app, ["jobs", "samples", "job-1", "--json"])
+    assert [msgspec.json.decode(line, type=Sample) for line in listed.output.splitlines()] == SAMPLES

@@ -8,7 +8,7 @@ import pytest
 
 from coserve.client import AsyncJobHandle, Response, RetryPolicy
 from coserve.errors import JobError, JobNotFound, NonFiniteLoss, Unreachable
-from coserve.schemas import ErrorInfo, JobEvent
+from coserve.schemas import ErrorInfo, JobEvent, Sample
 from coserve.types import JobState
 from tests.support.sdk import Daemon, job, job_event, refusal, reply, sse, streamed
 
@@ -100,9 +100,13 @@ async def test_wait_ends_in_time() -> None:
 
 
 async def test_the_bar_shows_steps_loss_and_speed(capsys: pytest.CaptureFixture[str]) -> None:
-    daemon = Daemon(events(*STORY), reply(job(JobState.SUCCEEDED)), events(*STORY), reply(job(JobState.SUCCEEDED)))
+    sample = Sample(step=2, prompt=1, text="[bold]it says", finish_reason="stop")
+    said = JobEvent(seq=5, job="job-1", created_at=1.0, level="info", type="sample", message="", sample=sample)
+    story = [*STORY[:-1], said, job_event(6, JobState.SUCCEEDED)]
+    daemon = Daemon(events(*story), reply(job(JobState.SUCCEEDED)), events(*STORY), reply(job(JobState.SUCCEEDED)))
     await handle(daemon).wait(progress=True)
     shown = capsys.readouterr()
+    assert "step 2, sample 1:\n  [bold]it says\n" in shown.err
     assert "a@1" in shown.err and "2/2" in shown.err and shown.out == ""
     await handle(daemon).wait()
     assert capsys.readouterr().err == "", "no bar where there is no terminal"

@@ -9,11 +9,11 @@ import pytest
 
 from coserve.errors import TrackingFailed
 from coserve.offload.protocol import TaskContext
-from coserve.tracking.points import Point, Run, values_of
+from coserve.tracking.points import Point, Run, Text, values_of
 from coserve.tracking.task import CloseAll, Track, close_all, track
 from coserve.types import JobState, Rewards
 from tests.support.api_server import tokenizer
-from tests.support.event_files import read_curve
+from tests.support.event_files import read_curve, read_texts
 from tests.support.records import make_metrics
 
 RUN = Run("job-1", "poet@2", {"training.learning_rate": 0.1, "metadata.a|b": "<b>"})
@@ -27,8 +27,9 @@ def context() -> TaskContext:
 def tell(
     context: TaskContext, tracker: str, folder: Path, after: int, steps: range, ended: JobState | None = None
 ) -> None:
+    texts = [Text(steps[0], 1e9, 0, f"<b>said</b>\nat {steps[0]}")]
     points = [Point(step, 1e9 + step, {"train/loss": 4.0 / 2**step, "train/learning_rate": 0.5}) for step in steps]
-    told = Track(tracker, str(folder), RUN, after, points, ended)
+    told = Track(tracker, str(folder), RUN, after, points, texts, ended)
     assert track(context, msgspec.msgpack.encode(told), b"") == b""
 
 
@@ -45,6 +46,10 @@ def test_tensorboard_shows_each_step_once(tmp_path: Path) -> None:
     close_all(killed, msgspec.msgpack.encode(CloseAll()), b"")
     assert read_curve(tmp_path / "poet@2-job-1") == CURVE
     assert read_curve(tmp_path / "poet@2-job-1", "train/learning_rate") == [(step, 0.5) for step, _ in CURVE]
+    said = {(step, f"    <b>said</b>\n    at {step}") for step in (1, 3)}
+    assert (
+        set(read_texts(tmp_path / "poet@2-job-1", "samples/0/text_summary")) == said
+    )  # a killed process's text may come twice
 
 
 @pytest.mark.filterwarnings("ignore")  # of its libraries

@@ -6,15 +6,16 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Protocol
 
-from coserve.tracking.points import Point, Run
+from coserve.tracking.points import Point, Run, Text
 from coserve.types import JobState
 
 
 class Sink(Protocol):
     """The run of one job. Every method may raise whatever the library raises; the sink is then opened again."""
 
-    def write(self, points: Sequence[Point]) -> None:
-        """Add steps, ascending. The library has taken them when this returns."""
+    def write(self, points: Sequence[Point], texts: Sequence[Text]) -> None:
+        """Add steps, ascending, and samples of these or earlier steps. A sink may leave samples out, and doubles those of a process
+        that was killed. The library has taken them when this returns."""
         ...
 
     def end(self, state: JobState) -> None:

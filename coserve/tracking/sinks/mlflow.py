@@ -10,7 +10,7 @@ from pathlib import Path
 from mlflow.entities import Metric, Param
 from mlflow.tracking import MlflowClient
 
-from coserve.tracking.points import Point, Run
+from coserve.tracking.points import Point, Run, Text
 from coserve.types import JobState
 
 JOB = "coserve.job"
@@ -49,7 +49,7 @@ class MLflow:
         self._client.log_batch(id, params=params[:100])
         return id
 
-    def write(self, points: Sequence[Point]) -> None:
+    def write(self, points: Sequence[Point], texts: Sequence[Text]) -> None:
         metrics = [
             Metric(name, value, round(1000 * point.time), point.step)
             for point in points

@@ -10,7 +10,7 @@ from tensorboardX.event_file_writer import EventsWriter
 from tensorboardX.proto.event_pb2 import Event, SessionLog
 from tensorboardX.summary import scalar, text
 
-from coserve.tracking.points import Point, Run
+from coserve.tracking.points import Point, Run, Text
 from coserve.types import JobState
 
 
@@ -27,11 +27,14 @@ class TensorBoard:
         if step == 1:
             self._writer.write_event(Event(step=0, summary=text("settings", _table(run))))
 
-    def write(self, points: Sequence[Point]) -> None:
+    def write(self, points: Sequence[Point], texts: Sequence[Text]) -> None:
         for point in points:
             for name, value in point.values.items():
                 summary = scalar(name, value)
                 self._writer.write_event(Event(wall_time=point.time, step=point.step, summary=summary))
+        for sample in texts:
+            summary = text(f"samples/{sample.prompt}", _block(sample.text))
+            self._writer.write_event(Event(wall_time=sample.time, step=sample.step, summary=summary))
         self._writer.flush()
 
     def end(self, state: JobState) -> None:
@@ -45,6 +48,11 @@ def _table(run: Run) -> str:
     """The settings as Markdown, which TensorBoard renders. Users choose names and metadata, so they are escaped."""
     rows = (f"|{_cell(name)}|{_cell(value)}|" for name, value in run.settings.items())
     return "\n".join(("|setting|value|", "|---|---|", *rows))
+
+
+def _block(text: str) -> str:
+    """Verbatim, as a block of code in Markdown."""
+    return "\n".join(f"    {line}" for line in text.splitlines())
 
 
 def _cell(value: object) -> str:

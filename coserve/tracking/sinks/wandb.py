@@ -8,7 +8,7 @@ from pathlib import Path
 
 import wandb
 
-from coserve.tracking.points import Point, Run
+from coserve.tracking.points import Point, Run, Text
 from coserve.types import JobState
 
 
@@ -29,7 +29,7 @@ class WeightsAndBiases:
             ),
         )
 
-    def write(self, points: Sequence[Point]) -> None:
+    def write(self, points: Sequence[Point], texts: Sequence[Text]) -> None:
         for point in points:
             self._run.log(point.values, step=point.step)
 

@@ -1,0 +1,23 @@
+"""The samples of a job, from its events."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+from coserve.schemas import Job, JobEvent, Sample
+
+
+def collect_samples(job: Job, events: Iterable[JobEvent]) -> Iterator[Sample]:
+    """Those that `job` has, in the order in which they came.
+
+    `events` may be live: they are read as far as the samples that the job shows, or its end.
+    """
+    left = {(sample.step, sample.prompt) for sample in job.samples}
+    if not left:
+        return
+    for event in events:
+        if event.sample is not None:
+            yield event.sample
+            left.discard((event.sample.step, event.sample.prompt))
+        if not left and not job.state.terminal:
+            return
