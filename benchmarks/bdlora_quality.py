@@ -53,7 +53,8 @@ from coserve.finetune.passes.training_pass import TrainingPass
 from coserve.kernels.lora.backend import choose_backend
 from coserve.model.base import Base, load_base
 from coserve.pretrained.tokenizer import Tokenizer
-from coserve.types import BaseSpec, JobSpec, LoraSettings, Schedule, StepMetrics, TrainingSettings
+from coserve.step_metrics import StepMetrics
+from coserve.types import BaseSpec, JobSpec, LoraSettings, Schedule, TrainingSettings
 
 NAME = "bdlora_quality.json"
 FIGURE = Path("docs/figures/bdlora_quality.png")

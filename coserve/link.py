@@ -15,16 +15,8 @@ import msgspec
 from coserve.errors import EngineUnavailable
 from coserve.gpu_memory import MemoryModel, MemoryUse
 from coserve.logprobs import PackedLogprobs
-from coserve.types import (
-    AdapterDigests,
-    AdapterRef,
-    BaseSpec,
-    FinishReason,
-    JobSpec,
-    SamplingParams,
-    Slo,
-    StepMetrics,
-)
+from coserve.step_metrics import StepMetrics
+from coserve.types import AdapterDigests, AdapterRef, BaseSpec, FinishReason, JobSpec, SamplingParams, Slo
 
 MAX_PROMPT_LOGPROBS = 256
 """Maximum prompt tokens with log-probabilities in one `Tokens`: the API process handles a message in one turn of its loop."""

@@ -21,7 +21,7 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 LAYERS = (
     {"limits"},
     {"types", "names", "errors", "hints", "cancellation", "processes", "garbage", "ranks"},
-    {"logprobs", "validation", "options", "gpu_memory"},
+    {"logprobs", "validation", "options", "gpu_memory", "step_metrics"},
     {"link", "config", "health", "schemas", "pretrained", "kernels"},
     {"parallel"},
     {"client", "logs", "stream_link", "model", "queues", "memory"},

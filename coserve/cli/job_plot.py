@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from coserve.schemas import Job, JobEvent
-from coserve.types import StepMetrics
+from coserve.step_metrics import StepMetrics
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -11,7 +11,7 @@ from coserve.admission.optimizers import BEST, WEIGHTS, StateKind
 from coserve.finetune.loop import Event, Events, SliceTimer, TrainingLoop
 from coserve.model.faults import memory_numbers
 from coserve.model.lora import LoraWeights
-from coserve.types import StepMetrics
+from coserve.step_metrics import StepMetrics
 
 
 class TrainingJob:

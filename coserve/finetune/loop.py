@@ -26,7 +26,8 @@ from coserve.model.dropout import DropoutSpec
 from coserve.model.lora import LoraWeights
 from coserve.state.durable import disk_errors
 from coserve.state.failpoints import failpoint
-from coserve.types import JobSpec, MicroStep, Rewards, StepMetrics
+from coserve.step_metrics import Rewards, StepMetrics
+from coserve.types import JobSpec, MicroStep
 
 
 class Boundary(Enum):

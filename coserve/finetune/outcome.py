@@ -9,7 +9,7 @@ from typing import Protocol
 import torch
 
 from coserve.errors import JobOutOfMemory
-from coserve.types import StepMetrics
+from coserve.step_metrics import StepMetrics
 
 PEER_FAILED = "peer_failed"
 """Code of an outcome: the slice was aborted because another rank failed."""

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from coserve.types import StepMetrics, Wire
+from coserve.step_metrics import StepMetrics
+from coserve.types import Wire
 
 
 class TrainingProgress(Wire, frozen=True):

@@ -46,7 +46,8 @@ from coserve.model.faults import contained, memory_numbers, out_of_memory
 from coserve.model.lora import LoraWeights
 from coserve.parallel.lockstep import PeerFailed
 from coserve.state.folder import DataFolder
-from coserve.types import AdapterDigests, AdapterRef, JobSpec, MicroStep, StepMetrics
+from coserve.step_metrics import StepMetrics
+from coserve.types import AdapterDigests, AdapterRef, JobSpec, MicroStep
 
 log = logging.getLogger(__name__)
 

@@ -10,7 +10,8 @@ from coserve.limits import MAX_ROWS, LocalPath
 from coserve.names import AdapterName, AdapterRefText
 from coserve.schemas.errors import ErrorInfo
 from coserve.schemas.generation import Finish
-from coserve.types import JobState, LoraSettings, StepMetrics, TrainingRequest, TrainingSettings, Wire
+from coserve.step_metrics import StepMetrics
+from coserve.types import JobState, LoraSettings, TrainingRequest, TrainingSettings, Wire
 
 ROWS = """Rows, each of one of these formats (docs/data.md says how each is rendered and what of it is learned):
 `{"text": "..."}`;

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from coserve.schemas import ErrorInfo, Sample
 from coserve.state.pace import Pace
-from coserve.types import AdapterDigests, AdapterRef, JobSpec, JobState, StepMetrics, Wire
+from coserve.step_metrics import StepMetrics
+from coserve.types import AdapterDigests, AdapterRef, JobSpec, JobState, Wire
 
 
 class JobRecord(Wire, frozen=True):

@@ -12,7 +12,8 @@ from coserve.schemas import ErrorInfo, EventLevel, EventType, JobEvent, Sample
 from coserve.state.adapters import AdapterTable
 from coserve.state.pace import Pace
 from coserve.state.records import AdapterRecord, JobRecord
-from coserve.types import AdapterRef, JobSpec, JobState, StepMetrics
+from coserve.step_metrics import StepMetrics
+from coserve.types import AdapterRef, JobSpec, JobState
 
 __all__ = ["AdapterRecord", "JobEvent", "JobRecord", "Registry"]
 

@@ -8,7 +8,8 @@ import msgspec
 
 from coserve.schemas import JobEvent
 from coserve.state.records import JobRecord
-from coserve.types import JobState, StepMetrics
+from coserve.step_metrics import StepMetrics
+from coserve.types import JobState
 
 
 class Run(msgspec.Struct, frozen=True):

@@ -19,7 +19,8 @@ from coserve.corpus.tokenized import Corpus
 from coserve.errors import QueueFull
 from coserve.link import CancelJob, JobFailed, JobPaused, JobProgress, JobWaiting, PauseJob, StartJob
 from coserve.state.failpoints import armed
-from coserve.types import BaseSpec, StepMetrics
+from coserve.step_metrics import StepMetrics
+from coserve.types import BaseSpec
 from tests.support.api_server import REPLY, Api, read_events, serve_api
 from tests.support.fake_engine import write_peft
 

@@ -17,7 +17,8 @@ from coserve.cli import adapters
 from coserve.cli.app import app
 from coserve.errors import InvalidRequest
 from coserve.schemas import Adapter, ConvertedAdapter, Job
-from coserve.types import JobState, StepMetrics
+from coserve.step_metrics import StepMetrics
+from coserve.types import JobState
 from tests.support.sdk import job
 
 COMMAND = ["adapters", "convert", "poet@2", "--bd-blocks", "4"]

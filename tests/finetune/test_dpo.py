@@ -21,7 +21,8 @@ from coserve.finetune.packed_rows import pack_rows
 from coserve.kernels.lora.segments import Segments
 from coserve.model.base import Base
 from coserve.model.lora import LoraBatch, LoraWeights
-from coserve.types import AdapterRef, DpoLoss, LoraSettings, MicroStep, Rewards, TrainingSettings
+from coserve.step_metrics import Rewards
+from coserve.types import AdapterRef, DpoLoss, LoraSettings, MicroStep, TrainingSettings
 from tests.support.finetuning import (
     Bench,
     job_spec,

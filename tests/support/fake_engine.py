@@ -45,16 +45,8 @@ from coserve.link import (
 )
 from coserve.logprobs import PackedLogprobs
 from coserve.state.folder import DataFolder
-from coserve.types import (
-    AdapterRef,
-    BaseSpec,
-    FinishReason,
-    JobSpec,
-    LoraSettings,
-    SiteSpec,
-    StepMetrics,
-    TokenLogprob,
-)
+from coserve.step_metrics import StepMetrics
+from coserve.types import AdapterRef, BaseSpec, FinishReason, JobSpec, LoraSettings, SiteSpec, TokenLogprob
 
 CONTEXT = 128
 SITE = "model.layers.0.self_attn.q_proj"

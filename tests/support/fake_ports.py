@@ -38,7 +38,8 @@ from coserve.memory.allocator import AllocatorStats
 from coserve.model.lora import LoraWeights
 from coserve.queues.inference import Queued
 from coserve.queues.shapes import StepShape
-from coserve.types import AdapterDigests, AdapterRef, FinishReason, JobSpec, LoraSettings, MicroStep, StepMetrics
+from coserve.step_metrics import StepMetrics
+from coserve.types import AdapterDigests, AdapterRef, FinishReason, JobSpec, LoraSettings, MicroStep
 
 T = TypeVar("T")
 

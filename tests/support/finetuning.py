@@ -24,7 +24,8 @@ from coserve.model.base import Base, wrap_base
 from coserve.model.lora import LoraWeights
 from coserve.queues.finetune import JobQueue
 from coserve.state.folder import DataFolder
-from coserve.types import AdapterDigests, AdapterRef, JobSpec, LoraSettings, StepMetrics, TrainingSettings
+from coserve.step_metrics import StepMetrics
+from coserve.types import AdapterDigests, AdapterRef, JobSpec, LoraSettings, TrainingSettings
 from tests.support.lora_backends import GROUPED
 from tests.support.tiny_models import VOCAB, tiny_model
 

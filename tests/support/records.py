@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from coserve.state.records import AdapterRecord, JobRecord
 from coserve.state.registry import Registry
-from coserve.types import AdapterRef, JobSpec, JobState, LoraSettings, StepMetrics, TrainingSettings
+from coserve.step_metrics import StepMetrics
+from coserve.types import AdapterRef, JobSpec, JobState, LoraSettings, TrainingSettings
 
 
 def make_spec(

@@ -10,7 +10,8 @@ import msgspec
 from coserve.client import AsyncClient, MockTransport, Request, Response, RetryPolicy
 from coserve.errors import CoserveError
 from coserve.schemas import STREAM_END, Choice, GenerateChunk, GenerateResponse, Job, JobEvent, Timing, Usage
-from coserve.types import JobState, LoraSettings, StepMetrics, TrainingSettings
+from coserve.step_metrics import StepMetrics
+from coserve.types import JobState, LoraSettings, TrainingSettings
 
 USAGE = Usage(prompt_tokens=1, completion_tokens=2, total_tokens=3)
 TIMING = Timing(queue=0.0, ttft=0.1, e2e=0.2)

@@ -9,7 +9,8 @@ import pytest
 from coserve.client import AsyncClient, MockTransport, Request, Response
 from coserve.errors import InvalidRequest, QueueFull
 from coserve.schemas import Adapter, ErrorBody, ErrorInfo, GenerateChunk, Job, JobEvent
-from coserve.types import JobState, LoraSettings, StepMetrics, TrainingSettings
+from coserve.step_metrics import StepMetrics
+from coserve.types import JobState, LoraSettings, TrainingSettings
 from coserve.workloads.replay import ReplayResult, Rest, replay
 from coserve.workloads.scenario import Scenario
 from coserve.workloads.summary import summarise

@@ -23,7 +23,8 @@ from coserve.kernels.lora.segments import Segments
 from coserve.model.dropout import dropout_of
 from coserve.model.faults import contained
 from coserve.model.lora import LoraBatch
-from coserve.types import MicroStep, StepMetrics
+from coserve.step_metrics import StepMetrics
+from coserve.types import MicroStep
 
 
 class TrainingPass:
