@@ -29,7 +29,6 @@ from coserve.errors import (
 from coserve.finetune.init import new_adapter
 from coserve.finetune.job import TrainingJob
 from coserve.finetune.job_checkpoint import JobCheckpoints
-from coserve.finetune.job_snapshots import JobSnapshots
 from coserve.finetune.loop import SliceTimer, TrainingLoop
 from coserve.finetune.lora_tensors import cast
 from coserve.finetune.micro_batch import MicroBatchRunner
@@ -38,7 +37,7 @@ from coserve.finetune.outcome import PEER_FAILED, NoPeers, Outcome, SliceGuard
 from coserve.finetune.passes.mixing import BatchLimits
 from coserve.finetune.passes.passes import TrainingPasses
 from coserve.finetune.passes.training_pass import TrainingPass
-from coserve.finetune.publication import Published, publication, snapshot
+from coserve.finetune.publication import JobSnapshots, Published, publication, snapshot
 from coserve.kernels.lora.interface import LoraBackend
 from coserve.link import FromEngine, JobCheckpoint, JobNote, JobSnapshot, JobStarted, TrainingBatches
 from coserve.model.base import Base
