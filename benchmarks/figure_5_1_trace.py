@@ -75,17 +75,18 @@ def busy(kernels: Sequence[Kernel]) -> float:
     return total
 
 
-def traced(base: Base, call: Callable[[], object]) -> list[Kernel]:
-    """The kernels of one call."""
+def traced(base: Base, call: Callable[[], object], *, host: bool = True) -> list[Kernel]:
+    """The kernels of one call. `host`: its operations are traced too, which lengthens the gaps between kernels."""
     synchronize(base)
     activity = torch.profiler.ProfilerActivity
-    activities = [activity.CPU, activity.CUDA] if base.device.type == "cuda" else [activity.CPU]
+    device = [activity.CUDA] if base.device.type == "cuda" else []
+    activities = [activity.CPU, *device] if host or not device else device
     with torch.profiler.profile(activities=activities) as profiler:
         call()
         synchronize(base)
     events = profiler.events() or ()
-    device = [event for event in events if event.device_type == DeviceType.CUDA]
-    return [Kernel(event.name, event.time_range.start, event.time_range.end) for event in device]
+    found = [event for event in events if event.device_type == DeviceType.CUDA]
+    return [Kernel(event.name, event.time_range.start, event.time_range.end) for event in found]
 
 
 def decode(base: Base, generator: Generator, shape: Shape, adapters: int, results: Results) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import tempfile
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,26 +21,37 @@ from coserve.cancellation import Cancellation
 from coserve.config import Config
 from coserve.corpus.tokenized import Corpus
 from coserve.engine.parts import EngineParts
-from coserve.link import JobProgress
+from coserve.link import FromEngine, JobNote, JobProgress
 from coserve.model.base import Base
-from coserve.types import JobSpec, LoraSettings, TrainingSettings
+from coserve.types import JobSpec, LoraSettings, MicroStep, TrainingSettings
 
 TARGETS = ("c_attn", "c_proj")
 STEPS = 100_000
 """Of a job: more than are measured."""
 
 
-def job_spec(job: int, rank: int, corpus: Corpus, rows: int, length: int) -> JobSpec:
-    """A job that takes steps of `rows` rows."""
-    training = TrainingSettings(
+class TooLittleMemory(Exception):
+    """The trainer went on with smaller micro-batches than it was meant to have."""
+
+
+def training_settings(job: int, rows: int, length: int) -> TrainingSettings:
+    """Of a job that takes steps of `rows` rows."""
+    return TrainingSettings(
         steps=STEPS, batch_tokens=rows * length, max_length=length, checkpoint_steps=STEPS, seed=job
     )
+
+
+def job_spec(
+    job: int, rank: int, corpus: Corpus, rows: int, length: int, targets: tuple[str, ...] = TARGETS
+) -> JobSpec:
+    """A job that takes steps of `rows` rows."""
+    training = training_settings(job, rows, length)
     return JobSpec(
         id=f"j{job:02d}",
         adapter=f"a{job:02d}",
         version=1,
         init_from=None,
-        lora=LoraSettings(r=rank, targets=TARGETS),
+        lora=LoraSettings(r=rank, targets=targets),
         training=training,
         rows=corpus.rows,
         tokens=len(corpus.tokens),
@@ -60,43 +71,86 @@ def random_corpus(vocab: int, rows: int, length: int, seed: int) -> Corpus:
 class Jobs:
     """The trainer with a job for each adapter, over a data folder of its own."""
 
-    def __init__(self, base: Base, root: Path, backend: str, *, length: int, batch: int, ranks: list[int]) -> None:
-        """`ranks`: of each adapter. `batch`: sequences of one forward."""
-        settings: dict[str, Any] = {"lora_backend": backend, "micro_batch_tokens": batch * length}
-        parts = EngineParts(base, Config(data_dir=root, **settings))
+    def __init__(
+        self,
+        base: Base,
+        root: Path,
+        backend: str,
+        *,
+        length: int,
+        batch: int,
+        ranks: Sequence[int],
+        rows: int | None = None,
+        targets: tuple[str, ...] = TARGETS,
+        settings: Mapping[str, Any] | None = None,
+    ) -> None:
+        """`ranks`: of each adapter. `batch`: sequences of one forward. `rows` of a job's step; None: the job's share of the batch.
+        `settings`: further ones of the daemon."""
+        own: dict[str, Any] = {"lora_backend": backend, "micro_batch_tokens": batch * length, **(settings or {})}
+        parts = EngineParts(base, Config(data_dir=root, **own))
         self._trainer = parts.make_trainer(AdapterStore(parts.read_adapter, HostBudget(1)))
         self._wanted = batch * length
         self.jobs_of_batches = set[int]()
         """How many jobs the batches had."""
-        rows = -(-batch // len(ranks))
+        rows = rows or -(-batch // len(ranks))
         self._turns = deque[str]()
         for job, rank in enumerate(ranks):
             corpus = random_corpus(base.spec.vocab, 4 * rows, length, job)
-            spec = job_spec(job, rank, corpus, rows, length)
+            spec = job_spec(job, rank, corpus, rows, length, targets)
             corpus.save(parts.folder.corpus(spec.id))
             self._trainer.load(spec, Cancellation())()
             self._turns.append(spec.id)
 
     def train(self, run: int) -> int:
-        """One batch, or more where jobs' whole steps fill at most half of it; returns the tokens of the optimizer steps."""
+        """One batch, or more where jobs' whole steps fill at most half of it; returns the tokens of the optimizer steps.
+
+        Raises `TooLittleMemory`.
+        """
         tokens = 0
         while tokens < self._wanted // 2 + 1:
-            tokens += self._pass()
+            self._prepare()
+            tokens += self._told(self._trainer.advance(self._turns[0], None, tuple(self._turns)))
+            self._turn()
         return tokens
 
-    def _pass(self) -> int:
+    def slices(self, micro_steps: int) -> Iterator[MicroStep]:
+        """What `train` does, in slices of at most so many micro-steps of one kind; yields each slice's kind ahead of it.
+
+        Raises `TooLittleMemory`.
+        """
+        tokens = 0
+        while tokens < self._wanted // 2 + 1:
+            self._prepare()
+            first, others = self._turns[0], tuple(self._turns)
+            suspended = True
+            while suspended:
+                yield self._trainer.next_micro_step(first)
+                tokens += self._told(self._trainer.advance(first, micro_steps, others))
+                suspended = self._trainer.mid_batch(first)
+            self._turn()
+
+    def _prepare(self) -> None:
         for job in self._turns:
             if (prepare := self._trainer.preparation(job)) is not None:
                 prepare(Cancellation())
-        messages = self._trainer.advance(self._turns[0], None, tuple(self._turns))
+
+    def _turn(self) -> None:
+        """The next batch begins with other jobs."""
         self.jobs_of_batches.add(len(self._trainer.trained))
         for job in self._trainer.trained:
             self._turns.remove(job)
             self._turns.append(job)
+
+    def _told(self, messages: Sequence[FromEngine]) -> int:
+        """Tokens of the optimizer steps that these tell of."""
         found = 0
         for message in messages:
+            if isinstance(message, JobNote):
+                raise TooLittleMemory(message.message)
             assert isinstance(message, JobProgress), message
             found += message.metrics.tokens
+        if self._trainer.notes:
+            raise TooLittleMemory("; ".join(self._trainer.notes))
         return found
 
     def close(self) -> None:
@@ -106,10 +160,30 @@ class Jobs:
 
 
 @contextlib.contextmanager
-def trained_jobs(base: Base, backend: str, *, length: int, batch: int, ranks: list[int]) -> Iterator[Jobs]:
-    """The jobs, with their files in a folder of the system's."""
+def trained_jobs(
+    base: Base,
+    backend: str,
+    *,
+    length: int,
+    batch: int,
+    ranks: Sequence[int],
+    rows: int | None = None,
+    targets: tuple[str, ...] = TARGETS,
+    settings: Mapping[str, Any] | None = None,
+) -> Iterator[Jobs]:
+    """See `Jobs`; with the jobs' files in a folder of the system's."""
     with tempfile.TemporaryDirectory() as folder:
-        jobs = Jobs(base, Path(folder), backend, length=length, batch=batch, ranks=ranks)
+        jobs = Jobs(
+            base,
+            Path(folder),
+            backend,
+            length=length,
+            batch=batch,
+            ranks=ranks,
+            rows=rows,
+            targets=targets,
+            settings=settings,
+        )
         try:
             yield jobs
         finally:

@@ -10,7 +10,7 @@ from datetime import date
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
-PACKAGES = ("torch", "triton", "transformers", "aiohttp", "msgspec", "tokenizers")
+PACKAGES = ("torch", "triton", "transformers", "peft", "aiohttp", "msgspec", "tokenizers")
 
 
 def commit() -> tuple[str, str | None]:

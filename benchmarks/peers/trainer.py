@@ -13,7 +13,7 @@ import json
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -51,19 +51,26 @@ def batches(trace: Path, model: Path, rows: int, length: int) -> Iterator[list[l
 
 def build(model: Path, rank: int, device: str, *, plain: bool) -> Any:  # noqa: ANN401 - a PEFT model, whose members have no types
     """The base with random weights and one trained adapter."""
-    import peft
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
     with torch.device(device):
         base = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(model), dtype=dtype)
-    settings = peft.LoraConfig(r=rank, lora_alpha=2 * rank, target_modules=list(TARGETS), task_type="CAUSAL_LM")
+    return adapted(base, rank, TARGETS, compiled=not plain)
+
+
+def adapted(base: Any, rank: int, targets: Sequence[str], *, compiled: bool) -> Any:  # noqa: ANN401 - as `build` has it
+    """The base in a PEFT model, with one trained adapter. `compiled`: each decoder layer is, for one shape of batches."""
+    import peft
+    from torch import nn
+
+    settings = peft.LoraConfig(r=rank, lora_alpha=2 * rank, target_modules=list(targets), task_type="CAUSAL_LM")
     # In the base's type, which is faster than PEFT's default of float32 adapters.
     found = peft.get_peft_model(base, settings, autocast_adapter_dtype=False)
-    if not plain:
+    if compiled:
         inner: Any = found.get_base_model()
-        for layer in inner.base_model.layers:
+        for layer in next(each for each in inner.base_model.children() if isinstance(each, nn.ModuleList)):
             layer.compile(dynamic=False)
     return found
 
