@@ -4,7 +4,7 @@ The rules and their sources (docs/decisions.md has the measurements):
 
 - `learning_rate`: the best rate for LoRA is about ten times that of full fine-tuning, depends little on the rank, and
   falls with the base's width (Thinking Machines, "LoRA Without Regret", 2025): `5e-4 * 2048 / hidden`.
-  A DPO loss gets a twentieth of it, as in TRL, whose defaults are 1e-6 for DPO and 2e-5 for fine-tuning. Lion gets a fifth: its
+  A DPO loss gets a twentieth of it, as in TRL, whose defaults are 1e-6 for DPO and 2e-5 for fine-tuning. Lion gets a third: its
   authors advise rates 3 to 10 times lower than AdamW's (Chen et al. 2023, section 5).
 - `beta2`: 0.999, and 0.99 with Lion (the same section).
 - `batch_tokens`: large batches hurt LoRA more than full fine-tuning (same source), and a small corpus in large batches has
@@ -37,7 +37,7 @@ RATE_AT_2048 = 5e-4
 RATE_BOUNDS = (1e-4, 4e-3)
 DPO_SHARE = 20
 """The learning rate of a DPO loss is so many times lower."""
-LION_SHARE = 5
+LION_SHARE = 3
 """So is Lion's."""
 BETA2, LION_BETA2 = 0.999, 0.99
 
