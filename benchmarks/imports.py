@@ -1,8 +1,9 @@
-"""What a start imports, on a CPU: an engine's process, and the workers of a warm-up, started one by one or forked.
+"""What a start imports, on a CPU: the daemon until its engine's process begins, that process, and the workers of a warm-up, started one by
+one or forked.
 
     python -m benchmarks.imports [--tree FOLDER]
 
-Each number is the median of some starts; with `--tree` the engine's process is that of another checkout, for a comparison. Wall time and CPU time: where other
+Each number is the median of some starts; with `--tree` the daemon and the engine's process are those of another checkout, for a comparison. Wall time and CPU time: where other
 programs run, only the latter compares. No GPU: there torch and its libraries take longer, and the kernels come after that.
 """
 
@@ -22,6 +23,7 @@ from functools import partial
 from pathlib import Path
 
 from benchmarks.demo import hardware
+from benchmarks.http_case import SMALL, model_folder
 from benchmarks.options import make_parser
 from benchmarks.serving_results import Results
 from benchmarks.summary import entry, update_summary
@@ -54,6 +56,19 @@ def start_engine(tree: Path) -> None:
     command = [sys.executable, "-P", "-m", "coserve.engine.process", str(NO_SOCKET)]
     done = subprocess.run(command, input=b'{"device":"cpu"}', env=environment, capture_output=True, check=False)
     assert b"Socket operation on non-socket" in done.stderr, done.stderr.decode()
+
+
+def begin_engine(tree: Path, model: Path) -> None:
+    """Run a daemon of this checkout until it has started its engine's process, then kill both."""
+    with tempfile.TemporaryDirectory() as folder:
+        options = ["--data-dir", folder, "--device", "cpu", "--load-format", "dummy", "--port", "0"]
+        command = [sys.executable, "-P", "-m", "coserve.cli", "serve", str(model), *options]
+        environment = os.environ | {"PYTHONPATH": str(tree.absolute())}
+        with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, env=environment) as process:
+            assert process.stderr is not None
+            found = any(b"engine starts" in line for line in process.stderr)
+            process.kill()  # the engine's process dies with it
+        assert found, "expected the daemon to start its engine"
 
 
 async def run_part(server: ForkServer) -> None:
@@ -95,6 +110,7 @@ def main() -> None:
     parser = make_parser(__doc__)
     parser.add_argument("--tree", type=Path, help="a checkout whose engine is measured, too")
     parser.add_argument("--repeats", type=int, default=REPEATS)
+    parser.add_argument("--only-engine", action="store_true", help="no workers of a warm-up")
     options = parser.parse_args()
     results = Results(
         options.out, FILE, script="benchmarks.imports", hardware=hardware(), seed=0, revision=options.commit,
@@ -103,17 +119,24 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         config = Config(device="cpu", lora_backend="grouped", data_dir=Path(folder))
         task = WarmUpTask(config_to_json(config).decode(), folder, {}, "shape", WORKERS)
-        trees = {"start.import_s": Path()} | ({} if options.tree is None else {"start.import_s.before": options.tree})
-        engines = {key: list[tuple[float, float]]() for key in trees}
+        model = model_folder(Path(folder) / "model", SMALL)
+        trees = {"": Path()} | ({} if options.tree is None else {".before": options.tree})
+        works: dict[str, Callable[[], None]] = {}
+        for name, tree in trees.items():
+            works[f"start.engine_begins_s{name}"] = partial(begin_engine, tree, model)
+            works[f"start.import_s{name}"] = partial(start_engine, tree)
+        engines = {key: list[tuple[float, float]]() for key in works}
         for _ in range(options.repeats):  # in turns: other programs slow down all alike
-            for key, tree in trees.items():
-                engines[key].append(measured(partial(start_engine, tree)))
+            for key, work in works.items():
+                engines[key].append(measured(work))
         ways: dict[str, Way] = {"forked": forked, "apart": apart}
         workers = {f"start.workers_s.{name}": list[tuple[float, float]]() for name in ways}
-        for _ in range(max(1, options.repeats // 2)):
+        for _ in range(0 if options.only_engine else max(1, options.repeats // 2)):
             for name, way in ways.items():
                 workers[f"start.workers_s.{name}"].append(measured(partial(_run, way, task)))
     for key, samples in (engines | workers).items():
+        if not samples:
+            continue
         wall, cpu = ([each[at] for each in samples] for at in (0, 1))
         about = {"cpu_s": round(statistics.median(cpu), 2), "least_cpu_s": round(min(cpu), 2)}
         results.put(key, round(statistics.median(wall), 2), "s", None, wall, about)

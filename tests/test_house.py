@@ -132,6 +132,19 @@ def test_the_api_process_does_not_load_torch() -> None:
     assert done.returncode == 0, done.stderr
 
 
+def test_the_engine_does_not_wait_for_the_imports_of_the_api_process() -> None:
+    """Nor of other commands: `coserve serve` starts it with a few modules."""
+    heavy = {"aiohttp", "jinja2", "matplotlib", "numpy", "prometheus_client", "re2", "rich", "sqlite3", "tokenizers"}
+    code = (
+        "import sys\nimport coserve.daemon.serve as daemon\nfrom coserve.cli.app import app\n"
+        "async def serve(config, *, report): print(config.model)\n"
+        "daemon.serve = serve\napp(['serve', 'bundled'], standalone_mode=False)\n"
+        f"found = {heavy!r} & set(sys.modules); assert not found, found"
+    )
+    done = subprocess.run([sys.executable, "-c", code], check=False, capture_output=True, text=True, cwd="/")
+    assert (done.returncode, done.stdout) == (0, "bundled\n"), done.stderr
+
+
 def test_nothing_is_unpickled_or_evaluated() -> None:
     words = re.compile(r"import pickle|pickle[.(]|recv_pyobj|torch\.load|shell=True|(?<![.\w])eval\(")
     found = [

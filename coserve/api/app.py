@@ -14,6 +14,7 @@ from aiohttp import web
 from coserve.api.http.bodies import BodyReader
 from coserve.api.http.connections import Connections
 from coserve.api.http.idle_collection import IdleCollection
+from coserve.api.http.limits import STREAMS_TIMEOUT
 from coserve.api.http.openapi import describe_api
 from coserve.api.http.responses import NATIVE_ERRORS, ErrorFormat
 from coserve.api.http.route import Route
@@ -37,8 +38,6 @@ from coserve.logs.setup import ACCESS
 
 CONNECTIONS = web.AppKey("connections", Connections)
 SERVICE = web.AppKey("service", Service)
-STREAMS_TIMEOUT = 5.0
-"""Seconds that responses may still take once the daemon stops."""
 ROUTES = web.AppKey("routes", tuple[Route, ...])
 
 

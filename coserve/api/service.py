@@ -64,13 +64,14 @@ class Service:
         folder: DataFolder,
         registry: RegistryThread,
         tokenizer: Tokenizer,
+        engine: EngineClient | None = None,
         *,
         max_prompt_scores: int = MAX_PROMPT_SCORES,
     ) -> None:
-        """`max_prompt_scores`: most prompt log-probabilities that all requests in flight may ask for together."""
+        """`engine`: hears of engines that start before there is a service. `max_prompt_scores`: most prompt log-probabilities that all requests in flight may ask for together."""
         self.folder, self.tokenizer = folder, tokenizer
         self._ready_when, self._tp = config.ready_when, config.tp
-        self.engine = EngineClient()
+        self.engine = engine or EngineClient()
         self.metrics = Metrics(self.engine.name)
         self._registry = registry
         self._recorder = JobRecorder(folder, registry, self.engine, self.metrics)

@@ -1,25 +1,82 @@
-"""The commands, and the entry point that handles their errors."""
+"""The entry point, which handles the commands' errors. A command's module is imported when the command is named, and all for help:
+the engine of `coserve serve` waits for what else is imported."""
 
 from __future__ import annotations
 
 import sys
-from typing import Annotated
+from collections.abc import Iterator, MutableMapping
+from importlib import import_module
+from typing import Annotated, Any
 
 import typer
+from typer.core import TyperGroup
+from typer.main import get_command, get_group
 
 from coserve import __version__
-from coserve.cli.adapters import adapters_app
-from coserve.cli.bench.command import BenchCommand, bench
-from coserve.cli.demo import demo
 from coserve.cli.failures import run_safely
-from coserve.cli.generate import generate
-from coserve.cli.gpu.memory import memory
-from coserve.cli.gpu.profile import profile
-from coserve.cli.jobs import finetune, jobs_app
-from coserve.cli.serve import serve
-from coserve.cli.settings import show_config
-from coserve.cli.settings_help import SettingsCommand
-from coserve.cli.warm import warm
+
+COMMANDS = {
+    "serve": ("serve", "serve", "settings_help", "SettingsCommand"),
+    "warm": ("warm", "warm", "settings_help", "SettingsCommand"),
+    "generate": ("generate", "generate"),
+    "finetune": ("jobs", "finetune"),
+    "bench": ("bench.command", "bench", "bench.command", "BenchCommand"),
+    "profile": ("gpu.profile", "profile"),
+    "memory": ("gpu.memory", "memory"),
+    "demo": ("demo", "demo"),
+    "config": ("settings", "show_config"),
+    "jobs": ("jobs", "jobs_app"),
+    "adapters": ("adapters", "adapters_app"),
+}
+"""By name: its module and its function, or its group; then those of its own kind of command, where it has one."""
+
+
+class _Imported(MutableMapping[str, Any]):
+    """The commands as typer wants them, each made when it is asked for."""
+
+    def __init__(self) -> None:
+        self._made: dict[str, Any] = {}
+
+    def __getitem__(self, name: str) -> Any:  # noqa: ANN401 - a class of typer's own
+        if name not in self._made:
+            self._made[name] = _make(name, *COMMANDS[name])
+        return self._made[name]
+
+    def __setitem__(self, name: str, command: Any) -> None:  # noqa: ANN401
+        self._made[name] = command
+
+    def __delitem__(self, name: str) -> None:
+        del self._made[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(COMMANDS)
+
+    def __len__(self) -> int:
+        return len(COMMANDS)
+
+
+class _Commands(TyperGroup):
+    def __init__(self, **given: Any) -> None:  # noqa: ANN401
+        super().__init__(**given)
+        self.commands = _Imported()
+
+    def list_commands(self, ctx: object) -> list[str]:
+        return list(COMMANDS)
+
+
+def _make(name: str, module: str, attribute: str, *kind: str) -> Any:  # noqa: ANN401
+    found = _of(module, attribute)
+    if isinstance(found, typer.Typer):
+        group = get_group(found)
+        group.name = name
+        return group
+    alone = typer.Typer(add_completion=False)
+    alone.command(name, cls=_of(*kind) if kind else None)(found)
+    return get_command(alone)
+
+
+def _of(module: str, attribute: str) -> Any:  # noqa: ANN401
+    return getattr(import_module(f"coserve.cli.{module}"), attribute)
 
 
 def _version(wanted: bool) -> None:
@@ -37,23 +94,13 @@ def _top(
 
 
 app = typer.Typer(
+    cls=_Commands,
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
     help="Fine-tune and serve many LoRA adapters.",
 )
 app.callback()(_top)
-app.add_typer(jobs_app, name="jobs")
-app.add_typer(adapters_app, name="adapters")
-app.command("serve", cls=SettingsCommand)(serve)
-app.command("warm", cls=SettingsCommand)(warm)
-app.command("generate")(generate)
-app.command("finetune")(finetune)
-app.command("bench", cls=BenchCommand)(bench)
-app.command("profile")(profile)
-app.command("memory")(memory)
-app.command("demo")(demo)
-app.command("config")(show_config)
 
 
 def run(arguments: list[str] | None = None) -> int:

@@ -40,8 +40,14 @@ class EngineProcess:
         self.process, self.link, self.ready, self.ranks = process, link, ready, group
 
     @classmethod
-    async def start(cls, config: Config, report: Callable[[EngineWarming], None] = lambda _: None) -> EngineProcess:
-        """Start the engine and wait until it is ready; `report` gets the progress of the warm-up that it waits for.
+    async def start(
+        cls,
+        config: Config,
+        report: Callable[[EngineWarming], None] = lambda _: None,
+        spawned: Callable[[], None] = lambda: None,
+    ) -> EngineProcess:
+        """Start the engine and wait until it is ready; `report` gets the progress of the warm-up that it waits for. `spawned` is called
+        once its processes run and have their settings.
 
         Raises `EngineDied`, or the `StartupError` that it names."""
         began = time.monotonic()
@@ -62,6 +68,7 @@ class EngineProcess:
                     await group.start(config, theirs)
                     process = group.leader
             log_event(log, "engine starts", engine_pid=process.pid, model=config.model)
+            spawned()
             ready = await _receive_ready(process, link, group, report)
             undo.pop_all()
         log_event(

@@ -8,49 +8,34 @@ checkpoints.
 from __future__ import annotations
 
 import asyncio
-import concurrent.futures
 import contextlib
 import dataclasses
 import errno
 import logging
 import os
 import socket
-import threading
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
-from typing import TypeVar
-
-from aiohttp import web
 
 from coserve import __version__
-from coserve.api.app import make_app, make_runner
 from coserve.api.engine_client import EngineClient
-from coserve.api.http.connections import connection_limit, quiet_accept
-from coserve.api.service import Service
+from coserve.api.http.limits import connection_limit
 from coserve.config import Config
-from coserve.daemon.engine_process import EngineProcess
+from coserve.daemon.engine_starts import EngineStarts
 from coserve.daemon.signals import StopSignals
 from coserve.daemon.supervisor import Supervisor
 from coserve.errors import (
     PortInUse,
     StartupError,
 )
-from coserve.garbage import GarbageCollection, freeze_and_collect_young
 from coserve.health import Status, Warming
 from coserve.logs.format import log_event
 from coserve.pretrained.source import check_source
-from coserve.pretrained.tokenizer import Tokenizer
-from coserve.state.failpoints import failpoint
 from coserve.state.folder import DataFolder
-from coserve.state.registry import Registry
-from coserve.state.reserve import Reserve
-from coserve.state.thread import RegistryThread
 from coserve.tracking.libraries import check_trackers
 
 log = logging.getLogger(__name__)
-
-T = TypeVar("T")
 
 
 def bind(host: str, port: int) -> socket.socket:
@@ -86,7 +71,6 @@ async def _serving(config: Config) -> AsyncIterator[_Serving]:
     HTTP is answered from here on: until the first engine is there, `/health` says `starting` and why it takes long.
     """
     config = dataclasses.replace(config, max_connections=connection_limit(config.max_connections))
-    asyncio.get_running_loop().set_exception_handler(quiet_accept())
     folder = DataFolder(config.data_dir)
     check_source(config.model, weights=config.load_format == "auto")
     check_trackers(config.tracker)
@@ -108,21 +92,18 @@ async def _serving(config: Config) -> AsyncIterator[_Serving]:
             host=config.host,
             port=port,
         )
-        tokenizer = await _in_daemon_thread(lambda: _load_tokenizer(config))
-        registry = RegistryThread(lambda: Registry(folder.database), reserve=Reserve(folder.reserve))
-        stack.push_async_callback(registry.close)
-        service = Service(config, folder, registry, tokenizer)
-        stack.push_async_callback(service.close)  # after the engine: its last messages are recorded
-        await service.open()
-        supervisor = Supervisor(lambda: EngineProcess.start(config, service.engine.starting), service)
+        engine = EngineClient()
+        engines = EngineStarts(config, engine.starting)
+        stack.push_async_callback(engines.close)
+        await engines.begin()
+        from coserve.daemon.http import open_service, serve_http  # takes a second, which the engine uses, too
+
+        service = await open_service(config, folder, engine, stack)
+        supervisor = Supervisor(engines.start, service)
         supervising = asyncio.create_task(supervisor.run())
         stack.push_async_callback(_end, supervising)
-        runner = make_runner(make_app(service, config, garbage=GarbageCollection()), config)
-        await runner.setup()
-        stack.push_async_callback(runner.cleanup)
-        freeze_and_collect_young()
-        await web.SockSite(runner, sock).start()
-        yield _Serving(port, service.engine, supervisor, supervising)
+        await serve_http(service, config, sock, stack)
+        yield _Serving(port, engine, supervisor, supervising)
 
 
 async def _end(task: asyncio.Task[None]) -> None:
@@ -165,22 +146,3 @@ async def serve(config: Config, *, report: Callable[[int, Status, Warming | None
         stopping.cancel()
         ended = time.monotonic()
     log_event(log, "daemon stopped", seconds=round(time.monotonic() - ended, 3))
-
-
-async def _in_daemon_thread(work: Callable[[], T]) -> T:
-    """The result of `work`, run in a thread that the end of the process does not wait for: it may download for minutes."""
-    found: concurrent.futures.Future[T] = concurrent.futures.Future()
-
-    def run() -> None:
-        try:
-            found.set_result(work())
-        except BaseException as error:  # noqa: BLE001  # the waiting end raises it
-            found.set_exception(error)
-
-    threading.Thread(target=run, name="startup", daemon=True).start()
-    return await asyncio.wrap_future(found)
-
-
-def _load_tokenizer(config: Config) -> Tokenizer:
-    failpoint("daemon.start")
-    return Tokenizer.load(config.model)

@@ -7,7 +7,7 @@ import logging
 import os
 import signal
 
-from coserve.api.app import STREAMS_TIMEOUT
+from coserve.api.http.limits import STREAMS_TIMEOUT
 from coserve.daemon.engine_process import STOP_TIMEOUT
 
 log = logging.getLogger(__name__)

@@ -18,14 +18,8 @@ import pytest
 from aiohttp import web
 from aiohttp.abc import AbstractStreamWriter
 
-from coserve.api.http.connections import (
-    GRACE,
-    OWN_DESCRIPTORS,
-    RESERVE,
-    Connections,
-    connection_limit,
-    quiet_accept,
-)
+from coserve.api.http.connections import GRACE, Connections, quiet_accept
+from coserve.api.http.limits import OWN_DESCRIPTORS, RESERVE, connection_limit
 from coserve.api.http.server import HttpConnection, HttpRunner
 from coserve.link import Generate
 from tests.support.api_server import Api, serve_api
@@ -233,7 +227,7 @@ async def test_asyncios_reports_of_accept_are_joined(caplog: pytest.LogCaptureFi
 
 def test_the_limit_is_raised_and_connections_fit_into_it() -> None:
     code = (
-        "import resource as r; from coserve.api.http.connections import connection_limit; "
+        "import resource as r; from coserve.api.http.limits import connection_limit; "
         "r.setrlimit(r.RLIMIT_NOFILE, (100, 400)); print(connection_limit(1024), r.getrlimit(r.RLIMIT_NOFILE)[0])"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
@@ -248,7 +242,8 @@ def test_the_limit_is_raised_and_connections_fit_into_it() -> None:
 SERVER = """
 import asyncio, resource, sys, time
 from pathlib import Path
-from coserve.api.http.connections import connection_limit, quiet_accept
+from coserve.api.http.connections import quiet_accept
+from coserve.api.http.limits import connection_limit
 from tests.support.api_server import serve_api
 
 def fast():

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import errno
 import logging
-import resource
 import time
 from collections.abc import Callable
 from typing import Any, Final, cast
@@ -14,6 +13,7 @@ import msgspec
 from aiohttp import web
 from aiohttp.typedefs import Middleware
 
+from coserve.api.http.limits import RESERVE
 from coserve.api.http.responses import NATIVE_ERRORS
 from coserve.api.http.security import Handler
 from coserve.errors import TooManyConnections
@@ -21,12 +21,8 @@ from coserve.logs.throttled import ThrottledLog
 
 log = logging.getLogger(__name__)
 
-RESERVE: Final = 16
-"""Connections beyond the limit that are accepted for /health and /health/ready alone."""
 GRACE: Final = 1.0
 """Seconds without a request after which a connection may be closed for a new one."""
-OWN_DESCRIPTORS: Final = 96
-"""File descriptors for all else: the registry, files of adapters and uploads, the engine's socket."""
 PROBES: Final = ("/health", "/health/ready")
 OUT_OF_RESOURCES: Final = (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOBUFS)
 
@@ -158,20 +154,3 @@ def quiet_accept(clock: Callable[[], float] = time.monotonic) -> Callable[[async
             loop.default_exception_handler(context)
 
     return handle
-
-
-def connection_limit(wanted: int) -> int:
-    """Raise the process's limit of file descriptors to its hard limit; returns how many of `wanted` connections fit."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if soft != hard:
-        try:
-            resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-            soft = hard
-        except (OSError, ValueError) as error:  # some systems take no unlimited value
-            log.warning("the limit of file descriptors stays at %d: %s", soft, error)
-    if soft == resource.RLIM_INFINITY:
-        return wanted
-    fitting = max(8, soft - OWN_DESCRIPTORS - RESERVE)
-    if fitting < wanted:
-        log.warning("max_connections: %d instead of %d: the process may open %d files", fitting, wanted, soft)
-    return min(wanted, fitting)

@@ -1,0 +1,34 @@
+"""How many connections the process's limit of file descriptors leaves room for, and how long streams have at a stop. Imports no
+HTTP library: the daemon asks before anything else."""
+
+from __future__ import annotations
+
+import logging
+import resource
+from typing import Final
+
+log = logging.getLogger(__name__)
+
+STREAMS_TIMEOUT: Final = 5.0
+"""Seconds that responses may still take once the daemon stops."""
+RESERVE: Final = 16
+"""Connections beyond the limit that are accepted for /health and /health/ready alone."""
+OWN_DESCRIPTORS: Final = 96
+"""File descriptors for all else: the registry, files of adapters and uploads, the engine's socket."""
+
+
+def connection_limit(wanted: int) -> int:
+    """Raise the process's limit of file descriptors to its hard limit; returns how many of `wanted` connections fit."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != hard:
+        try:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+            soft = hard
+        except (OSError, ValueError) as error:  # some systems take no unlimited value
+            log.warning("the limit of file descriptors stays at %d: %s", soft, error)
+    if soft == resource.RLIM_INFINITY:
+        return wanted
+    fitting = max(8, soft - OWN_DESCRIPTORS - RESERVE)
+    if fitting < wanted:
+        log.warning("max_connections: %d instead of %d: the process may open %d files", fitting, wanted, soft)
+    return min(wanted, fitting)
