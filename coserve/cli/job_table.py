@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator
 
 from coserve.client.options import cut_warning
 from coserve.client.progress import clock
-from coserve.schemas import Job
+from coserve.schemas import Job, Preparing
 
 HEADERS = ("ID", "ADAPTER", "STATE", "STEP", "LOSS", "ACCURACY", "AGE", "LEFT", "NOTE")
 
@@ -64,6 +64,12 @@ def job_line(job: Job) -> str:
     return (
         f"{job.id}  {job.adapter}@{job.version}  {job.state}  step {job.step}/{job.total_steps}{loss}{waiting}{error}"
     )
+
+
+def preparing_line(preparing: Preparing) -> str:
+    """A corpus that is being tokenised, before its job exists."""
+    rows = _count(preparing.rows, "row")
+    return f"preparing {preparing.adapter}: {rows} tokenised ({preparing.progress:.0%})"
 
 
 def chosen_line(job: Job) -> str | None:

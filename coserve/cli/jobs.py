@@ -15,12 +15,12 @@ from coserve.cli.common import DEFAULT_URL, AsJson, Key, Limit, Url, connect, sa
 from coserve.cli.failures import FAILED, usage_errors
 from coserve.cli.job_plot import collect_steps, save_plot
 from coserve.cli.job_samples import collect_samples
-from coserve.cli.job_table import chosen_line, cut_line, job_line, job_table
+from coserve.cli.job_table import chosen_line, cut_line, job_line, job_table, preparing_line
 from coserve.client import JobHandle
 from coserve.client.progress import sample_lines
 from coserve.errors import InvalidRequest, WrongJobState
 from coserve.limits import PAGE_SIZE
-from coserve.schemas import Job, OnConflict
+from coserve.schemas import Job, OnConflict, Preparing
 from coserve.types import JobState, LoraSettings, Optimizer, TrainingRequest, TrainOn
 
 LORA = LoraSettings()
@@ -148,7 +148,13 @@ def finetune(
     with connect(url, key) as client:
         with warnings.catch_warnings(action="ignore", category=UserWarning):  # printed below instead
             job = client.finetune(
-                adapter, file=file, continue_from=continue_from, lora=lora, training=training, on_conflict=on_conflict
+                adapter,
+                file=file,
+                continue_from=continue_from,
+                lora=lora,
+                training=training,
+                on_conflict=on_conflict,
+                on_preparing=_show_preparing,
             )
         for note in job.info.notes:
             _warn(f"note: {note}")
@@ -179,6 +185,13 @@ def follow_job(job: JobHandle, as_json: bool) -> Job:
     return ended
 
 
+def _show_preparing(preparing: Preparing) -> None:
+    """On a terminal, in a line that is written again and again."""
+    if sys.stderr.isatty():
+        end = "\n" if preparing.progress == 1 else ""
+        print(f"\r{preparing_line(preparing)}", end=end, file=sys.stderr, flush=True)
+
+
 def _warn(line: str | None) -> None:
     if line is not None:
         print(line, file=sys.stderr)
@@ -199,7 +212,7 @@ def list_jobs(
         for job in page.data:
             _show_job(job, True)
     else:
-        print("\n".join(job_table(page.data)))
+        print("\n".join([*map(preparing_line, page.preparing), *job_table(page.data)]))
     if page.has_more:
         say_more("jobs list", limit, page.data[-1].id)
 

@@ -46,6 +46,7 @@ from coserve.schemas import (
     Job,
     JobList,
     OnConflict,
+    Preparing,
     RollbackRequest,
 )
 from coserve.types import LoraSettings, TrainingRequest
@@ -150,6 +151,7 @@ class AsyncClient:
         metadata: Mapping[str, str] | None = None,
         on_conflict: OnConflict = "wait",
         idempotency_key: str | None = None,
+        on_preparing: Callable[[Preparing], None] | None = None,
     ) -> AsyncJobHandle:
         """Start a job that makes the next version of `adapter` from one of: rows, a JSONL file (or its content) from
         here, or the path of a file at the daemon. As `data`, a path names a file from here. docs/data.md describes rows.
@@ -158,6 +160,8 @@ class AsyncClient:
 
         While an unfinished job trains `adapter`, one with `continue_from=adapter` waits for it and continues from the version that it
         publishes. `on_conflict="fork"` begins at once, from the current version; `"refuse"` raises `AdapterBusy`.
+
+        Returns once the whole corpus is tokenised; `on_preparing` is called with the rows done of a large one.
 
         Warns (`UserWarning`) if rows were cut because they were too long.
 
@@ -172,10 +176,13 @@ class AsyncClient:
         request = self._caller.request(
             "POST",
             "/finetune",
-            headers={"Idempotency-Key": idempotency_key or uuid.uuid4().hex},
+            headers={
+                "Idempotency-Key": idempotency_key or uuid.uuid4().hex,
+                "Accept": "text/event-stream, application/json",
+            },
             body=body if file is None else corpus_upload(body, file),
         )
-        job = await self._caller.json(request, Job)
+        job = await self._caller.submit(request, on_preparing or (lambda _: None))
         if (warning := cut_warning(job)) is not None:
             warnings.warn(warning, stacklevel=2)
         return AsyncJobHandle(self._caller, job)

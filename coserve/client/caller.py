@@ -5,17 +5,19 @@ from __future__ import annotations
 import asyncio
 import random
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
+from functools import partial
 from typing import TypeVar
 
 import msgspec
 
 from coserve import __version__
-from coserve.client.failures import response_error
+from coserve.client.failures import event_error, response_error
 from coserve.client.options import encode
 from coserve.client.retry import RetryPolicy
 from coserve.client.sse import Event, events
 from coserve.client.transport import Request, Response, Transport, Upload
-from coserve.errors import CoserveError, InternalError
+from coserve.errors import CoserveError, InternalError, Unreachable
+from coserve.schemas import Job, Preparing, SubmissionEvent
 
 T = TypeVar("T")
 
@@ -80,6 +82,10 @@ class Caller:
         finally:
             response.close()
 
+    async def submit(self, request: Request, show: Callable[[Preparing], None]) -> Job:
+        """See `submitted`. An attempt that breaks off is made again."""
+        return await self._attempts(request, partial(submitted, show=show))
+
     async def stream(self, request: Request) -> Response:
         """A response whose body the caller reads."""
         return await self._attempts(request, _as_it_is)
@@ -108,6 +114,24 @@ class Caller:
         if 200 <= response.status < 300 or response.status in accepted:
             return await use(response)
         raise await response_error(response)
+
+
+async def submitted(response: Response, show: Callable[[Preparing], None]) -> Job:
+    """The job in a response to `POST /finetune`, of events or of JSON; `show` is called with what comes before it."""
+    if not response.headers.get("content-type", "").startswith("text/event-stream"):
+        return decode(await response.read(), Job)
+    try:
+        async for event in events(response):
+            if event.event == "error":
+                raise event_error(event.data)
+            submission = decode(event.data, SubmissionEvent)
+            if submission.job is not None:
+                return submission.job
+            if submission.preparing is not None:
+                show(submission.preparing)
+    finally:
+        response.close()
+    raise Unreachable("the answer broke off before its end", sent=True)
 
 
 async def _as_it_is(response: Response) -> Response:

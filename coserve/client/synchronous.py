@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 import weakref
-from collections.abc import AsyncGenerator, Coroutine, Generator, Iterable, Mapping
+from collections.abc import AsyncGenerator, Callable, Coroutine, Generator, Iterable, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, TypeVar, Unpack
@@ -28,6 +28,7 @@ from coserve.schemas import (
     JobEvent,
     JobList,
     OnConflict,
+    Preparing,
 )
 from coserve.types import LoraSettings, TrainingRequest
 
@@ -190,7 +191,9 @@ class Client:
         metadata: Mapping[str, str] | None = None,
         on_conflict: OnConflict = "wait",
         idempotency_key: str | None = None,
+        on_preparing: Callable[[Preparing], None] | None = None,
     ) -> JobHandle:
+        """As `AsyncClient.finetune`; `on_preparing` is called on the client's own thread."""
         work = self._client.finetune(
             adapter,
             data,
@@ -203,6 +206,7 @@ class Client:
             metadata=metadata,
             on_conflict=on_conflict,
             idempotency_key=idempotency_key,
+            on_preparing=on_preparing,
         )
         return JobHandle(self._portal, self._portal.call(work))
 

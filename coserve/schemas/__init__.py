@@ -39,7 +39,9 @@ from coserve.schemas.jobs import (
     JobEvent,
     JobList,
     OnConflict,
+    Preparing,
     Sample,
+    SubmissionEvent,
 )
 from coserve.schemas.service import STREAM_END, Pointers
 from coserve.types import ChatMessage
@@ -67,6 +69,8 @@ __all__ = [
     "Job",
     "JobEvent",
     "JobList",
+    "Preparing",
+    "SubmissionEvent",
     "OnConflict",
     "Logprob",
     "Pointers",

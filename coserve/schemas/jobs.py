@@ -29,6 +29,8 @@ OnConflict = Literal["wait", "fork", "refuse"]
 class FinetuneRequest(Wire, frozen=True, omit_defaults=True):
     """`POST /finetune`: as a JSON body with `data` or `path`, or as multipart/form-data with a part `settings` (this, as
     JSON, without both) and then a part `file` (JSONL). A header `Idempotency-Key` makes the request safe to repeat.
+
+    The answer comes once the whole corpus is tokenised; with `Accept: text/event-stream` events say how far it is.
     """
 
     adapter: AdapterName
@@ -108,11 +110,34 @@ class Job(Wire, frozen=True):
     """Those of the last step that has any, by prompt. The events have all."""
 
 
+class Preparing(Wire, frozen=True):
+    """A corpus that is being tokenised, before its job exists."""
+
+    adapter: str
+    started_at: float
+    rows: int
+    """Tokenised so far."""
+    progress: float
+    """0 to 1."""
+
+
+class SubmissionEvent(Wire, frozen=True):
+    """An event of `POST /finetune` with `Accept: text/event-stream`: how far the corpus is, then, as the last event, the job.
+
+    A refusal is an event `error` with an `ErrorBody`, or an HTTP error if it comes before the first event.
+    """
+
+    preparing: Preparing | None = None
+    job: Job | None = None
+
+
 class JobList(Wire, frozen=True):
     """Newest first; the next page is `?after=<id of the last one>`."""
 
     data: list[Job]
     has_more: bool
+    preparing: list[Preparing] = []
+    """Large corpora that are being tokenised for jobs to come, on the first page."""
 
 
 EventLevel = Literal["info", "warning", "error"]

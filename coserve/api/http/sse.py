@@ -22,17 +22,18 @@ RUN_BYTES = 1 << 12
 
 
 class EventStream:
-    """One response of events. `write_timeout`: seconds that a write may wait for the client."""
+    """One response of events, with the HTTP `status`. `write_timeout`: seconds that a write may wait for the client."""
 
-    def __init__(self, request: web.Request, *, write_timeout: float) -> None:
+    def __init__(self, request: web.Request, *, write_timeout: float, status: int = 200) -> None:
         self._request, self._timeout = request, write_timeout
         self._run, self._run_bytes = 0, 0
         self._response = web.StreamResponse(
+            status=status,
             headers={
                 "Content-Type": "text/event-stream; charset=utf-8",
                 "Cache-Control": "no-store",
                 "X-Accel-Buffering": "no",  # nginx would hold events back
-            }
+            },
         )
 
     @property

@@ -18,6 +18,7 @@ from coserve.api.jobs.chain import JobChain
 from coserve.api.jobs.conflicts import fork_notes, last_job, refuse_conflict, serialised
 from coserve.api.jobs.keys import IdempotencyKeys
 from coserve.api.jobs.notes import record_cut_rows, replacement_notes
+from coserve.api.jobs.preparation import Show
 from coserve.api.jobs.recorder import JobRecorder
 from coserve.api.jobs.submission import Submission
 from coserve.api.jobs.views import JobViews
@@ -27,7 +28,7 @@ from coserve.errors import EngineCrashed, EngineUnavailable, InvalidRequest, Que
 from coserve.link import CancelJob, PauseJob, ResumeJob, StartJob
 from coserve.offload.pool import HelperPool
 from coserve.pretrained.tokenizer import Tokenizer
-from coserve.schemas import ErrorInfo, FinetuneRequest, Job
+from coserve.schemas import ErrorInfo, FinetuneRequest, Job, JobList
 from coserve.state.commits import Commits
 from coserve.state.durable import remove_dir
 from coserve.state.failpoints import failpoint
@@ -172,11 +173,18 @@ class JobManager:
             self._recorder.watchers.notify(id)  # it may have ended instead
             return record
 
+    async def list(self, after: str | None, limit: int) -> JobList:
+        """As `JobViews.list`, with the corpora that are being tokenised."""
+        page = await self.views.list(after, limit)
+        return page if after is not None else msgspec.structs.replace(page, preparing=self._submission.preparing)
+
     # ---- submission
 
-    async def submit(self, request: FinetuneRequest, upload: Path | None, key: str | None) -> Job:
+    async def submit(
+        self, request: FinetuneRequest, upload: Path | None, key: str | None, show: Show = lambda _: None
+    ) -> Job:
         """Accept a job: when this returns, it is durable. The same `key` returns the first job again, and waits for the request that
-        makes it.
+        makes it. `show` is told how far a large corpus is.
 
         Raises `InvalidRequest`, `CorpusError` leaves (with the line), `AdapterNotFound`, `ForbiddenPath`, `QueueFull`,
         `StorageFull`, `JobTooLarge`, `EngineUnavailable` (no engine has started yet).
@@ -188,7 +196,7 @@ class JobManager:
             made = None if key is None else await self._registry(lambda registry: registry.job_with_key(key))
             if made is None:
                 await self._registry(self._check_max_jobs)
-                record, corpus = await self._submission.prepare(request, upload, spec, self._engine.memory)
+                record, corpus = await self._submission.prepare(request, upload, spec, self._engine.memory, show)
                 # The job exists even if the client leaves now.
                 made = await self._commits.run(self._accept(request, record, corpus, key))
         return await self.views.show(made)

@@ -33,11 +33,13 @@ from coserve.corpus.staging import (
 from coserve.corpus.tokenize import NO_ROWS
 from coserve.errors import CorpusError, EmptyCorpus
 from coserve.offload.pool import HelperPool
+from coserve.schemas import Job, Preparing, SubmissionEvent
 from coserve.state.commits import uncancelled_thread
 from coserve.types import TrainOn
 
 T = TypeVar("T")
-
+Show = Callable[[Preparing], None]
+"""Called whenever more of a corpus is tokenised."""
 Report = Callable[[int, float], None]
 """Called with the rows that are tokenised, and the share of the corpus that they are."""
 
@@ -94,6 +96,37 @@ class CorpusPreparation:
     async def _tokenized(self, piece: Piece, options: Tokenization, target: Path) -> CorpusPart:
         request = TokenizePiece(piece, str(target), options.max_length, options.train_on, options.pairs)
         return msgspec.msgpack.decode(await self._helpers.run(tokenize_piece, request), type=CorpusPart)
+
+
+async def submission_events(
+    submit: Callable[[Show], Coroutine[None, None, Job]], heartbeat: float
+) -> AsyncGenerator[SubmissionEvent | None, None]:
+    """What `submit` shows, the latest at a time, then its job; None after every `heartbeat` seconds without news. Raises what it raises.
+    It is cancelled if the generator is closed."""
+    latest: list[Preparing] = []
+    news = asyncio.Event()
+
+    def show(preparing: Preparing) -> None:
+        latest[:] = [preparing]
+        news.set()
+
+    task = asyncio.create_task(submit(show))
+    task.add_done_callback(lambda _: news.set())
+    try:
+        while not task.done():
+            try:
+                async with asyncio.timeout(heartbeat):
+                    await news.wait()
+            except TimeoutError:
+                yield None
+                continue
+            news.clear()
+            if not task.done():
+                yield SubmissionEvent(preparing=latest[0])
+        yield SubmissionEvent(job=await task)
+    finally:
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
 
 
 async def _in_order(calls: Iterable[Coroutine[None, None, T]], window: int) -> AsyncGenerator[T, None]:

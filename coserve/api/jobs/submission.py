@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ from coserve.api.generation.async_tokenizer import AsyncTokenizer
 from coserve.api.generation.prompts import check_generate, encode_prompt
 from coserve.api.http.parsing import local_path
 from coserve.api.jobs.conflicts import last_job, refuse_conflict, serialised
-from coserve.api.jobs.preparation import CorpusPreparation, Tokenization
+from coserve.api.jobs.preparation import CorpusPreparation, Report, Show, Tokenization
 from coserve.api.jobs.sampling import sample_request
 from coserve.config import Config
 from coserve.corpus.batch_plan import BatchPlan
@@ -35,12 +36,12 @@ from coserve.gpu_memory import MemoryModel
 from coserve.names import split_ref
 from coserve.offload.pool import HelperPool
 from coserve.pretrained.tokenizer import Tokenizer
-from coserve.schemas import FinetuneRequest
+from coserve.schemas import FinetuneRequest, Preparing
 from coserve.state.folder import DataFolder
 from coserve.state.records import AdapterRecord, JobRecord
 from coserve.state.registry import Registry
 from coserve.state.thread import RegistryThread
-from coserve.types import BaseSpec, JobSpec, JobState, LoraSettings, Teacher, TrainingRequest
+from coserve.types import BaseSpec, JobSpec, JobState, LoraSettings, Teacher
 
 SMALL_FILE = 64 << 10
 """Bytes of a file that is tokenised in a thread."""
@@ -61,12 +62,19 @@ class Submission:
         self._config, self._folder, self._registry, self._tokenizer = config, folder, registry, tokenizer
         self._preparation = CorpusPreparation(helpers, folder.staging, config.tokenizer_processes)
         self._texts = AsyncTokenizer(tokenizer, helpers)
+        self._preparing: dict[object, Preparing] = {}
         self._inspection, self._clock = Inspection(helpers), clock
 
     async def prepare(
-        self, request: FinetuneRequest, upload: Path | None, spec: BaseSpec, memory: MemoryModel | None
+        self,
+        request: FinetuneRequest,
+        upload: Path | None,
+        spec: BaseSpec,
+        memory: MemoryModel | None,
+        show: Show = lambda _: None,
     ) -> tuple[JobRecord, PendingCorpus]:
-        """The job's record, whose version is not final, and its corpus. `memory`: the engine's, if it plans any.
+        """The job's record, whose version is not final, and its corpus. `memory`: the engine's, if it plans any. `show` is
+        told how far a large corpus is.
 
         Raises `InvalidRequest`, `CorpusError` leaves (with the line), `AdapterNotFound`, `AdapterBusy`, `BaseMismatch`,
         `ForbiddenPath`, `JobTooLarge`.
@@ -86,7 +94,7 @@ class Submission:
         else:
             source, lora = None, _own_settings(request, earlier)
         teacher = await self._teacher(request, spec)
-        corpus = await self._tokenize(self._source(request, upload), longest, request.training)
+        corpus = await self._tokenize(request, self._source(request, upload), longest, show)
         try:
             training, auto = choose_training(
                 request.training,
@@ -169,14 +177,35 @@ class Submission:
         return Teacher(ref=record.ref, digests=record.digests, rank=record.rank)
 
     async def _tokenize(
-        self, source: list[dict[str, Any]] | Path, longest: int, training: TrainingRequest
+        self, request: FinetuneRequest, source: list[dict[str, Any]] | Path, longest: int, show: Show
     ) -> PendingCorpus:
         """Small corpora in a thread, other files and folders in helper processes, which are killed when the client leaves."""
-        train_on, pairs = training.train_on, training.loss is not None
+        train_on, pairs = request.training.train_on, request.training.loss is not None
         if isinstance(source, list) or await asyncio.to_thread(_small, source):
             rows = parse_rows(source) if isinstance(source, list) else parse_jsonl(source)
             return await asyncio.to_thread(tokenize_rows, rows, self._tokenizer, longest, train_on, pairs=pairs)
-        return await self._preparation.tokenize(source, Tokenization(longest, train_on, pairs))
+        with self._shown(request.adapter, show) as report:
+            return await self._preparation.tokenize(source, Tokenization(longest, train_on, pairs), report)
+
+    @contextmanager
+    def _shown(self, adapter: str, show: Show) -> Iterator[Report]:
+        """List a corpus in `preparing` meanwhile."""
+        key, began = object(), self._clock()
+
+        def report(rows: int, progress: float) -> None:
+            found = self._preparing[key] = Preparing(adapter, began, rows, progress)
+            show(found)
+
+        report(0, 0.0)
+        try:
+            yield report
+        finally:
+            del self._preparing[key]
+
+    @property
+    def preparing(self) -> list[Preparing]:
+        """Large corpora that are being tokenised, the latest first."""
+        return list(reversed(self._preparing.values()))
 
     def _source(self, request: FinetuneRequest, upload: Path | None) -> list[dict[str, Any]] | Path:
         given = [name for name in ("data", "path") if getattr(request, name) is not None]

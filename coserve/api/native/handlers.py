@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 from pathlib import Path
 
 import msgspec
@@ -16,6 +17,7 @@ from coserve.api.http.parsing import decode_dialect, decode_json, page, ref_from
 from coserve.api.http.responses import NATIVE_ERRORS, error_response, json_response
 from coserve.api.http.sse import EventStream
 from coserve.api.http.uploads import UploadReader, is_upload
+from coserve.api.jobs.preparation import submission_events
 from coserve.api.service import Service
 from coserve.api.tgi.errors import TGI_ERRORS
 from coserve.api.tgi.handlers import TgiApi
@@ -78,12 +80,23 @@ class NativeApi:
         key = request.headers.get("Idempotency-Key")
         if not is_upload(request):
             async with self._bodies.corpus(request, self._staging) as (settings, file):
-                return json_response(await self._service.jobs.submit(settings, file, key), status=202)
+                return await self._submit(request, settings, file, key)
         async with self._uploads.read(request, FinetuneRequest, self._staging) as (settings, folder):
-            return json_response(await self._service.jobs.submit(settings, folder / "file", key), status=202)
+            return await self._submit(request, settings, folder / "file", key)
+
+    async def _submit(
+        self, request: web.Request, settings: FinetuneRequest, file: Path | None, key: str | None
+    ) -> web.StreamResponse:
+        jobs = self._service.jobs
+        if "text/event-stream" not in request.headers.get("Accept", ""):
+            return json_response(await jobs.submit(settings, file, key), status=202)
+        stream = EventStream(request, write_timeout=self._config.read_timeout, status=202)
+        events = submission_events(partial(jobs.submit, settings, file, key), HEARTBEAT)
+        await stream.send_all(events, NATIVE_ERRORS.make, error_event="error")
+        return await stream.close()
 
     async def list_jobs(self, request: web.Request) -> web.StreamResponse:
-        return json_response(await self._service.jobs.views.list(*page(request.query)))
+        return json_response(await self._service.jobs.list(*page(request.query)))
 
     async def get_job(self, request: web.Request) -> web.StreamResponse:
         return json_response(await self._service.jobs.views.get(request.match_info["id"]))

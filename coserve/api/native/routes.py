@@ -24,6 +24,7 @@ from coserve.schemas import (
     JobList,
     Pointers,
     RollbackRequest,
+    SubmissionEvent,
 )
 
 
@@ -50,6 +51,7 @@ def native_routes(api: NativeApi) -> tuple[Route, ...]:
             body=FinetuneRequest,
             upload=True,
             response=Job,
+            events=SubmissionEvent,
             status=202,
             errors=(404, 422, *body, *busy, 507),
         ),
