@@ -41,7 +41,7 @@ from coserve.state.folder import DataFolder
 from coserve.state.records import AdapterRecord, JobRecord
 from coserve.state.registry import Registry
 from coserve.state.thread import RegistryThread
-from coserve.types import BaseSpec, JobSpec, JobState, LoraSettings, Teacher
+from coserve.types import BaseSpec, JobSpec, JobState, LoraSettings, Teacher, TrainingRequest
 
 SMALL_FILE = 64 << 10
 """Bytes of a file that is tokenised in a thread."""
