@@ -92,10 +92,12 @@ class Engine:
         memory: DeviceMemory | None = None,
         mark_training: Mark | None = None,
         between_slices: Between = nullcontext,
+        mark_step: Mark | None = None,
     ) -> None:
         """`attainment`: share of predicted times that the policy may rely on. `garbage` is collected while no request runs; None: by the
         interpreter. `memory`: the GPU's, where jobs are admitted by it. `mark_training`: slices are only launched, and run beside generation,
-        or `between_slices`; None: a slice has ended when the trainer returns."""
+        or `between_slices`; None: a slice has ended when the trainer returns. `mark_step`: the end of a step is an event, too; None: the engine
+        waits for it."""
         self._generator, self._adapters = generator, adapters
         self._policy, self._link, self._clock, self._pace, self._upgrade = policy, link, clock, pace, upgrade
         self._memory, self._garbage = memory, garbage or GarbageCollection.none()
@@ -115,7 +117,7 @@ class Engine:
             may_start=(lambda _: True) if upgrade is None else upgrade.may_train,
             memory=memory,
         )
-        self._flight = SlicesInFlight(mark_training, clock, self._change_from_a_thread, between_slices)
+        self._flight = SlicesInFlight(mark_training, clock, self._change_from_a_thread, between_slices, mark_step)
         adapters.notify(self._changed.set)
         self._stopping = False
         self._views = Views(
@@ -131,7 +133,7 @@ class Engine:
         self._reports = Reports(link, clock, parts, (self._queue, self._running), memory, upgrade)
         self._measured: float | None = None
         """When the last step or slice ended: what follows is part of the next one's time. None: the engine waited since."""
-        self._step = LaunchedStep(between=False, after=None)
+        self._step = LaunchedStep()
         """The last one."""
         if upgrade is not None:
             upgrade.notify(self._changed.set)
@@ -212,7 +214,11 @@ class Engine:
         self._reception.refuse_late(now)
         flight, reading, generator = self._flight.view(), self._adapters.waiting, self._generator
         blocked, launched = generator.blocked, generator.in_flight
-        view = self._views.view(now, reading=reading, blocked=blocked, in_flight=flight, step_in_flight=launched)
+        if launched and self._step.ended:
+            await self._collect()
+            return
+        collected = max(now, self._step.expected) if launched else None
+        view = self._views.view(now, reading=reading, blocked=blocked, in_flight=flight, collected=collected)
         decision = self._policy.decide(view, now)
         if self._measured is None or not (
             launched or self._flight.takes_turns
@@ -221,16 +227,18 @@ class Engine:
         match decision:
             case Serve():
                 await self._serve(decision, view.costs)
-            case Train() | Wait() if launched and (isinstance(decision, Wait) or self._flight.takes_turns):
+            case Train() if launched and self._flight.takes_turns:
                 # Its tokens need not wait for the slice. When they are there, the policy decides again.
                 await self._collect()
+            case Wait() if launched and self._step.done is None:
+                await self._collect()
             case Train():
-                await self._train(decision, view.costs)
+                await self._train(decision)
             case Wait(until) if self._idle_until(until, now) and self._prepare():
                 self._measured = None
                 await self._pace()
             case Wait(until):
-                self._measured = None
+                self._measured = self._measured if launched else None
                 self._reports.send(now, force=not flight.slices)
                 if self._jobs.wait_for_memory:  # only the device says when others give it back
                     until = min(until or math.inf, now + STATS_INTERVAL)
@@ -273,9 +281,10 @@ class Engine:
             self._measured = None
             return
         collected = self._step if self._generator.in_flight else None
+        seconds = costs.serve if decision.between else costs.beside
         with (
             self._stalls.during(self._running.step_kind()),
-            self._flight.step(began, costs.serve, between=decision.between) as self._step,
+            self._flight.step(began, seconds, between=decision.between) as self._step,
         ):
             results = self._generator.step()
         self._tell_started()
@@ -330,7 +339,7 @@ class Engine:
             if self._running.start(id):
                 self._link.send(Admitted(id=id))
 
-    async def _train(self, decision: Train, costs: Costs) -> None:
+    async def _train(self, decision: Train) -> None:
         if not (self._queue or self._running):
             self._prepare()  # else a job would keep the engine from becoming ready
             self._measured = self._clock()
@@ -343,7 +352,8 @@ class Engine:
             suspended = self._jobs.advance(job, decision.micro_steps, shared_tokens)
         micro_steps = self._jobs.micro_steps_done
         tokens = self._jobs.micro_batch_tokens(job) if suspended else tokens
-        self._flight.launched(decision, kind, micro_steps, tokens, began, micro_steps * costs.micro_step)
+        expected = micro_steps * self._views.slices.predict(job, kind, tokens).expected
+        self._flight.launched(decision, kind, micro_steps, tokens, began, expected)
         self._views.turns.trained(job, suspended=suspended)
         await self._pace()
         now = self._clock()

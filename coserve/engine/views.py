@@ -56,10 +56,10 @@ class Views:
         return max(0, self._max_running - len(self._running) - reading)
 
     def view(
-        self, now: float, *, reading: int, blocked: bool, in_flight: InFlight = NOTHING, step_in_flight: bool = False
+        self, now: float, *, reading: int, blocked: bool, in_flight: InFlight = NOTHING, collected: float | None = None
     ) -> View:
         """`reading`: how many requests wait for their adapters to be read; `blocked`: no running request can compute anything;
-        `step_in_flight`: a step was launched whose tokens have not been collected."""
+        `collected`: when the tokens of a step come that was launched; None: there is none."""
         jobs = self._jobs.ready()
         self.slices.ready(jobs, now)
         if in_flight.slices and jobs and self._jobs.next_micro_step(jobs[0]) is MicroStep.RESULT:
@@ -71,7 +71,7 @@ class Views:
             waiting=waiting,
             queued=len(self._queue),
             first_arrival=self._queue.first_arrival,
-            running=() if blocked else self._running.view(now if step_in_flight else None),
+            running=() if blocked else self._running.view(collected),
             step_tokens=self._step_tokens,
             headroom=headroom,
             jobs=jobs,

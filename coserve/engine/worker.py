@@ -131,6 +131,7 @@ def build_engine(
         upgrade=upgrade,
         mark_training=None if training is None else training.mark,
         between_slices=nullcontext if training is None else training.between,
+        mark_step=None if training is None else training.mark_step,
     )
     ready = EngineReady(
         spec=base.spec,

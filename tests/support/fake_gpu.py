@@ -46,7 +46,7 @@ class OverlappedGenerator(FakeGenerator):
         """`host`: seconds that the launch of a step takes."""
         super().__init__(Meter(), FREE, step_tokens, rng, 0.0)
         self._seconds, self._host = seconds, host
-        self._flying: list[tuple[float, list[Tokens | RequestFailed], StepShape]] = []
+        self._flying: list[tuple[Callable[[], None], list[Tokens | RequestFailed], StepShape]] = []
         self._free_at = 0.0
         self._collected: StepShape | None = None
         self._prefill = 0
@@ -74,8 +74,7 @@ class OverlappedGenerator(FakeGenerator):
             assert shape is not None
             shape = shape._replace(alone=int(not self._flying))
             self._prefill = shape.prefill
-            self._free_at = max(loop.time(), self._free_at) + self._seconds(shape)
-            launched = self._free_at, results, shape
+            launched = self.compute(self._seconds(shape)), results, shape
         found = self.collect()
         if launched is not None:
             self._flying.append(launched)
@@ -84,11 +83,16 @@ class OverlappedGenerator(FakeGenerator):
     def collect(self) -> list[Tokens | RequestFailed]:
         if not self._flying:
             return []
-        ((end, results, self._collected),) = self._flying
+        ((wait, results, self._collected),) = self._flying
         self._flying = []
-        loop = _loop()
-        loop.block(max(0.0, end - loop.time()))
+        wait()
         return results
+
+    def compute(self, seconds: float) -> Callable[[], None]:
+        """Give the device a step; the result waits for its end."""
+        loop = _loop()
+        end = self._free_at = max(loop.time(), self._free_at) + seconds
+        return lambda: loop.block(max(0.0, end - loop.time()))
 
 
 @dataclass
@@ -116,10 +120,14 @@ class BlockingTrainer(FakeTrainer):
         done = len(kinds) if micro_steps is None else min(micro_steps, alike)
         tokens = self.batch_tokens(run.step)
         for kind in kinds[:done]:
-            _loop().block(self.seconds(kind, tokens))
+            self.compute(self.seconds(kind, tokens))
         if done == len(kinds):
             self.trained_steps.append((_loop().time(), tokens))
         return super().advance(job, micro_steps, others, shared_tokens)
+
+    def compute(self, seconds: float) -> None:
+        """Give the device a micro-step, and wait for its end."""
+        _loop().block(seconds)
 
     def micro_batch_tokens(self, job: str) -> int:
         run = self._runs[job]

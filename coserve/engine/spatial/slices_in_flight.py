@@ -13,8 +13,8 @@ from coserve.queues.policy import InFlight, Train
 from coserve.types import MicroStep
 
 Mark = Callable[[], Future[None]]
-"""The future is done, on any thread, once the device has computed all training that was launched before the call. Its exception
-is the device's failure. Futures are done in the order of the calls."""
+"""The future is done, on any thread, once the device has computed all that its stream was given before the call. Its exception is the
+device's failure. Futures are done in the order of the calls."""
 Between = Callable[[], AbstractContextManager[object]]
 """The device computes what generation launches inside after all training that was launched before, and before what is launched later."""
 
@@ -51,23 +51,38 @@ class _Work:
     ended: float | None = None
 
 
-@dataclass(frozen=True)
+@dataclass
 class LaunchedStep:
     """A generation step. `between` slices: it begins when `after`, the work before it, has ended (None: there is none)."""
 
-    between: bool
-    after: _Work | None
+    between: bool = False
+    after: _Work | None = None
+    expected: float = 0.0
+    """When it will have ended, as predicted; 0: not known."""
+    done: Future[None] | None = None
+    """None: its end is no event."""
+
+    @property
+    def ended(self) -> bool:
+        """Its end was an event, and has come."""
+        return self.done is not None and self.done.done()
 
 
 class SlicesInFlight:
     """Slices end in the order of their launch. Used on the event loop; ends are noted on any thread."""
 
     def __init__(
-        self, mark: Mark | None, clock: Callable[[], float], changed: Callable[[], None], between: Between = nullcontext
+        self,
+        mark: Mark | None,
+        clock: Callable[[], float],
+        changed: Callable[[], None],
+        between: Between = nullcontext,
+        mark_step: Mark | None = None,
     ) -> None:
         """`mark`: None where slices and steps take turns, so that none is ever in flight. `clock` gives seconds; `changed` is
-        called, on any thread, when a slice has ended."""
+        called, on any thread, when a slice has ended. `mark_step`: of generation's stream, where ends of steps are events, too."""
         self._mark, self._clock, self._changed, self._between = mark, clock, changed, between
+        self._mark_step = mark_step
         self._works: deque[_Work] = deque()
         self._since_step, self._last_end, self._until = False, 0.0, 0.0
 
@@ -86,7 +101,7 @@ class SlicesInFlight:
         take `seconds` as predicted."""
         if self._mark is None:
             return
-        self._give(_Slice(decision, kind, micro_steps, tokens), began, seconds, self._mark)
+        self._give(_Slice(decision, kind, micro_steps, tokens), began, seconds, self._mark())
         # The device was idle for results, which take the host little time: the next slice need not wait for a step.
         self._since_step = self._since_step or kind is not MicroStep.RESULT
 
@@ -94,17 +109,23 @@ class SlicesInFlight:
     def step(self, began: float, seconds: float, *, between: bool) -> Iterator[LaunchedStep]:
         """A generation step is launched inside, which takes `seconds` as predicted."""
         self._since_step = False
-        if self._mark is None or not between:
-            yield LaunchedStep(between=False, after=None)
+        step = LaunchedStep()
+        if self._mark_step is None:
+            yield step
             return
-        after = self._works[-1] if self._works else None
-        with self._between():
-            yield LaunchedStep(between=True, after=after)
-        self._give(None, began, seconds, self._mark)
+        if between:
+            step = LaunchedStep(between=True, after=self._works[-1] if self._works else None)
+        with self._between() if between else nullcontext():
+            yield step
+        step.done = self._mark_step()
+        step.done.add_done_callback(lambda _: self._changed())
+        if between:
+            self._give(None, began, seconds, step.done)
+        step.expected = self._until if between else began + seconds
 
-    def _give(self, slice: _Slice | None, began: float, seconds: float, mark: Mark) -> None:
+    def _give(self, slice: _Slice | None, began: float, seconds: float, done: Future[None]) -> None:
         self._until = max(began, self._until) + seconds
-        work = _Work(slice, began, self._until, mark())
+        work = _Work(slice, began, self._until, done)
         self._works.append(work)
 
         def end(_: Future[None]) -> None:

@@ -23,12 +23,14 @@ TRAINING = -1
 
 @dataclass(frozen=True)
 class TrainingStream:
-    """`enter` makes it the calling thread's current stream; `mark`: see `Mark`; `note`: for an operator; `between`: see `Between`."""
+    """`enter` makes it the calling thread's current stream; `mark`: see `Mark`; `note`: for an operator; `between`: see `Between`;
+    `mark_step`: marks of generation's stream, where the engine does not wait for its steps."""
 
     enter: Callable[[], AbstractContextManager[object]]
     mark: Mark
     note: str
     between: Between = nullcontext
+    mark_step: Mark | None = None
 
 
 class StreamMarks:
@@ -58,17 +60,18 @@ def make_training_stream(config: Config, device: torch.device) -> TrainingStream
         return None
     if config.policy == "overlap":
         training, generation = priority_streams(device)
-        note = "overlap: training and generation share all multiprocessors, and generation's kernels go first"
+        made = stream_of_low_priority(training, generation)
     else:
         partition = split_multiprocessors(device, config.training_sm_share)
-        training, generation, note = partition.training.stream, partition.generation.stream, partition.note
+        generation, own = partition.generation.stream, partition.training.stream
+        made = TrainingStream(lambda: torch.cuda.stream(own), StreamMarks(own).mark, partition.note)
     torch.cuda.synchronize(device)  # the weights were loaded on another stream
     torch.cuda.set_stream(generation)
-    return stream_beside(training, generation, note)
+    return made
 
 
-def stream_beside(training: torch.cuda.Stream, generation: torch.cuda.Stream, note: str) -> TrainingStream:
-    """`training` as the stream of slices, `generation` as that of the steps."""
+def stream_of_low_priority(training: torch.cuda.Stream, generation: torch.cuda.Stream) -> TrainingStream:
+    """`training` for slices, beside `generation` for steps, whose ends are events, too."""
 
     @contextmanager
     def between() -> Iterator[None]:
@@ -76,7 +79,13 @@ def stream_beside(training: torch.cuda.Stream, generation: torch.cuda.Stream, no
         yield
         training.wait_stream(generation)
 
-    return TrainingStream(lambda: torch.cuda.stream(training), StreamMarks(training).mark, note, between)
+    return TrainingStream(
+        enter=lambda: torch.cuda.stream(training),
+        mark=StreamMarks(training).mark,
+        note="overlap: training and generation share all multiprocessors, and generation's kernels go first",
+        between=between,
+        mark_step=StreamMarks(generation).mark,
+    )
 
 
 def priority_streams(device: torch.device) -> tuple[torch.cuda.Stream, torch.cuda.Stream]:

@@ -11,6 +11,9 @@ LONGEST = MAX_SLICE / MAX_SLICES
 TIMER = 1e-3
 """Seconds by which a timer may be late: the event loop counts milliseconds."""
 
+AHEAD = 5e-3
+"""Seconds before the device would be idle at which a step is launched that follows slices: its launch, and errors of their prediction."""
+
 
 class Overlap:
     """Training on a stream of low priority, generation steps on one of high priority, each with all multiprocessors.
@@ -49,8 +52,10 @@ class Overlap:
         if fits and launches:
             longest = min(max(costs.beside, MIN_SLICE), LONGEST)
             return self._train(view, micro_steps_within(min(room, longest), micro_step))
-        if room > 0 and slices and (fits or beside):
+        if slices and room > 0 and (fits or beside):
             return Wait(begin)
+        if slices and not beside and view.in_flight.until - AHEAD > now:
+            return Wait(view.in_flight.until - AHEAD)
         since = view.train_waiting_since
         if launches and not slices and since is not None and now - since >= self._patience:
             return self._train(view, 1, Overdue(micro_step, min(room, 0.0)))

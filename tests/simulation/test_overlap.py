@@ -1,0 +1,122 @@
+"""`overlap` on a device that computes a step and training at the same time, each slower than alone: the real tick in virtual time."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from dataclasses import dataclass
+
+import pytest
+
+from coserve.engine.engine import Engine
+from coserve.link import EngineStopped, FromEngine, Generate, LocalLink, Shutdown, StartJob, ToEngine, Tokens
+from coserve.queues.policies.overlap import Overlap
+from coserve.queues.shapes import StepShape
+from coserve.types import MicroStep, SamplingParams, Slo
+from tests.support.fake_gpu import FREE, job_always
+from tests.support.fake_ports import Inline, Meter, NoAdapters
+from tests.support.scenario import job_spec
+from tests.support.shared_gpu import SharedGpu, SharingGenerator, SharingTrainer
+from tests.support.virtual_clock import run_virtual
+
+LEAD, TOKENS, STREAMS = 1.0, 200, 3
+STEP, PROMPT, MICRO_STEP = 6e-3, 10e-3, 5e-3
+
+
+@dataclass(frozen=True)
+class Seen:
+    late: float
+    """Share of tokens that came after their promise: a target apart from the first one on."""
+    first: float
+    """Seconds of the slowest first token."""
+    training: float
+    """Share of the time, alone, while requests ran."""
+
+
+async def _live(gpu: SharedGpu, policy: Overlap, tpot: float) -> Seen:
+    loop, rng = asyncio.get_running_loop(), random.Random(0)
+
+    def step_seconds(shape: StepShape) -> float:
+        return (PROMPT if shape.prefill else STEP) * rng.uniform(0.97, 1.03)
+
+    generator = SharingGenerator(step_seconds, 1e-3, 64, rng)
+    generator.gpu = gpu
+    spec = job_spec("j")
+    trainer = SharingTrainer(Meter(), FREE, job_always(spec), rng, loop.time, gpu=gpu)
+    trainer.seconds = lambda kind, _: 0.0 if kind is MicroStep.RESULT else MICRO_STEP * rng.uniform(0.97, 1.03)
+    to_engine, from_engine = asyncio.Queue[ToEngine | None](), asyncio.Queue[FromEngine | None]()
+    api: LocalLink[ToEngine, FromEngine] = LocalLink(to_engine, from_engine)
+    engine = Engine(
+        generator, trainer, NoAdapters(), policy, LocalLink(from_engine, to_engine), max_running=16, max_queue=64, fair=True,
+        max_active_jobs=1, step_tokens=64, clock=loop.time, job_threads=Inline(), mark_training=gpu.mark,
+        between_slices=gpu.between, mark_step=gpu.mark_step,
+    )  # fmt: skip
+    running = asyncio.create_task(engine.run())
+    api.send(StartJob(spec=spec))
+    sent, came = dict[str, float](), dict[str, list[float]]()
+
+    async def send() -> None:
+        for number in range(STREAMS):
+            await asyncio.sleep(LEAD if not number else 0.123)
+            slo = Slo(ttft=1.0, tpot=tpot)
+            id, sampling = f"r{number}", SamplingParams(max_tokens=TOKENS)
+            sent[id] = loop.time()
+            api.send(Generate(id=id, prompt=(1,) * 8, sampling=sampling, adapter=None, slo=slo))
+
+    sending, ended = asyncio.create_task(send()), 0
+    while ended < STREAMS:
+        message = await api.receive()
+        if isinstance(message, Tokens):
+            came.setdefault(message.id, []).append(loop.time())
+            ended += message.finished is not None
+    end = loop.time()
+    trained = gpu.trained_at(end) - gpu.trained_at(LEAD)
+    await sending
+    api.send(Shutdown())
+    while not isinstance(await api.receive(), EngineStopped):
+        pass
+    await running
+    late = sum(at > own[0] + k * tpot + 1e-9 for own in came.values() for k, at in enumerate(own))
+    firsts = [own[0] - sent[id] for id, own in came.items()]
+    return Seen(late / (STREAMS * TOKENS), max(firsts), trained / (end - LEAD))
+
+
+def live(gpu: SharedGpu, tpot: float, *, beside: bool = True) -> Seen:
+    return run_virtual(_live(gpu, Overlap(1.0, beside=beside), tpot))
+
+
+@pytest.mark.parametrize("step_speed", [0.5, 0.3])
+def test_a_step_beside_training_costs_less_than_one_in_turn(step_speed: float) -> None:
+    """Training has at least what it would have in turns without a pause, and no token is late but the first ones, before times are known."""
+    seen = live(SharedGpu(step_speed, 0.9), 0.05)
+    assert seen.late < 0.02 and seen.first < 0.15
+    assert seen.training > 1 - STEP / 0.05
+
+
+@pytest.mark.parametrize("tpot", [0.02, 0.05])
+def test_where_a_step_beside_training_is_too_slow_they_take_turns(tpot: float) -> None:
+    """It would take 60 ms. The deadlines are kept, and training has most of the rest."""
+    seen = live(SharedGpu(0.1, 0.9), tpot)
+    assert seen.late < 0.02 and seen.first < 0.2
+    assert seen.training > 0.8 * (1 - STEP / tpot)
+
+
+@pytest.mark.parametrize("tpot", [0.02, 0.05])
+def test_turns_without_a_pause_may_be_chosen(tpot: float) -> None:
+    gpu = SharedGpu(0.1, 0.1)
+    seen = live(gpu, tpot, beside=False)
+    assert gpu.both == 0.0, "seconds in which both were computed"
+    assert seen.late < 0.02 and seen.first < 0.15
+    assert seen.training > 0.85 * (1 - STEP / tpot)
+
+
+def test_targets_that_leave_no_time_stop_training_but_for_its_patience() -> None:
+    seen = live(SharedGpu(0.5, 0.9), 0.005)
+    assert 0.0 < seen.training < 0.1
+
+
+def test_a_device_that_idles_for_nobody() -> None:
+    """Without requests the next slice is launched before the one in flight ends."""
+    gpu = SharedGpu(0.5, 0.9)
+    live(gpu, 0.05)
+    assert gpu.trained_at(LEAD) > 0.97 * LEAD
