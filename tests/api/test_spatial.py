@@ -35,15 +35,9 @@ async def ask(api: Api, prompt: str) -> object:
 async def test_jobs_and_requests_get_what_they_get_in_turns(tmp_path: Path) -> None:
     prompts = [f"Once upon a time there were {n}" for n in ("two", "three", "four", "five")]
     device, found = HeldDevice(seconds=0.002), []
-    between = {"policy": "overlap", "overlap_steps": "between"}
-    for name, settings in (
-        ("turns", {}),
-        ("spatial", {"policy": "spatial"}),
-        ("overlap", {"policy": "overlap"}),
-        ("between", between),
-    ):
-        training = device.stream() if settings else None
-        async with serve_real(tmp_path / name, training=training, **settings) as api:
+    for policy in ("slack", "spatial", "overlap"):
+        training = None if policy == "slack" else device.stream()
+        async with serve_real(tmp_path / policy, training=training, policy=policy) as api:
             status, job = await api.call("POST", "/finetune", json=JOB)
             assert status == 202, job
             texts = [await ask(api, prompt) for prompt in prompts]

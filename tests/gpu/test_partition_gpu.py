@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -17,8 +16,7 @@ from coserve.generate.execution.graphs.shared import make_graph_pool
 from coserve.kernels.gpu.capture import captured
 from coserve.kernels.gpu.device import device_info, forget_counts
 from coserve.kernels.gpu.partition import Partition, part_sizes, split_multiprocessors
-from coserve.model.base import load_base
-from tests.support.real_server import serve_real
+from tests.support.served_beside import served
 
 pytestmark = pytest.mark.gpu
 
@@ -159,40 +157,11 @@ def test_memory_moves_between_the_parts_as_between_streams(partition: Partition)
     torch.testing.assert_close(again, y)
 
 
-JOB = {
-    "adapter": "learned",
-    "data": [{"text": "one two three four five six"}, {"text": "seven eight nine ten eleven"}] * 4,
-    "lora": {"r": 8},
-    "training": {"steps": 12, "batch_tokens": 64, "checkpoint_steps": 3, "validation_split": 0.25, "eval_steps": 4},
-}
-
-
-async def served(folder: Path, training: TrainingStream | None) -> tuple[list[Any], dict[str, Any]]:
-    """Texts before, while and after a job trains, the last with its adapter, and the job's metrics."""
-    policy = "slack" if training is None else "spatial"
-    base = load_base("bundled", device="cuda", dtype="float32")
-    async with serve_real(folder, base, training=training, policy=policy, kv_tokens=8192, compile="before") as api:
-
-        async def ask(prompt: str, **more: str) -> object:
-            body = {"prompt": prompt, "max_tokens": 24, "temperature": 0.0, "ignore_eos": True, **more}
-            status, answer = await api.call("POST", "/generate", json=body)
-            assert status == 200, answer
-            return answer["choices"][0]["token_ids"]
-
-        texts = [await ask("Once upon a time")]
-        status, job = await api.call("POST", "/finetune", json=JOB)
-        assert status == 202, job
-        texts += [await ask(f"Once upon a time there were {n}") for n in ("two", "three", "four", "five")]
-        ended = await api.job_until(job["id"], "succeeded")
-        texts.append(await ask("one two three", adapter="learned"))
-        return texts, ended["metrics"]
-
-
 async def test_an_engine_over_the_parts_gives_what_one_that_takes_turns_gives(
     partition: Partition, tmp_path: Path
 ) -> None:
     """In the same process, as a GPU is split once: `make_training_stream` does what is done here."""
-    alone = await served(tmp_path / "turns", None)
+    alone = await served(tmp_path / "turns", None, policy="slack")
     torch.cuda.synchronize()
     torch.cuda.set_stream(partition.generation.stream)
     stream = partition.training.stream
@@ -200,6 +169,7 @@ async def test_an_engine_over_the_parts_gives_what_one_that_takes_turns_gives(
         both = await served(
             tmp_path / "spatial",
             TrainingStream(lambda: torch.cuda.stream(stream), StreamMarks(stream).mark, partition.note),
+            policy="spatial",
         )
     finally:
         torch.cuda.synchronize()

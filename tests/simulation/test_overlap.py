@@ -19,7 +19,7 @@ from tests.support.scenario import job_spec
 from tests.support.shared_gpu import SharedGpu, SharingGenerator, SharingTrainer
 from tests.support.virtual_clock import run_virtual
 
-LEAD, TOKENS, STREAMS = 1.0, 200, 3
+LEAD, TOKENS, STREAMS = 1.0, 100, 3
 STEP, PROMPT, MICRO_STEP = 6e-3, 10e-3, 5e-3
 
 
