@@ -131,18 +131,19 @@ class ChatTemplate:
         """The chat as text, and the span to learn of each assistant message: its content and its end-of-turn token. `tools`: their
         JSON schemas, for templates that show them.
 
-        The span is what the message adds to its prompt, the chat before it with the generation prompt. If the template
-        changes earlier text, the spans of its `{% generation %}` blocks are used. Raises `InvalidRequest` if it has none,
-        since a loss on the wrong tokens would not be noticed.
+        The spans are those of the template's `{% generation %}` blocks, as in transformers' `return_assistant_tokens_mask`, each with
+        the end-of-turn token that follows it. In a template without them a span is what the message adds to its prompt, the chat before it
+        with the generation prompt. Raises `InvalidRequest` if the template changes earlier text then, since a loss on the wrong tokens would
+        not be noticed.
         """
         text, marks = self._render(messages, False, tools)
         assistant = [i for i, message in enumerate(messages) if message.get("role") == "assistant"]
+        if marks and len(marks) == len(assistant):
+            return text, [self._with_end_of_turn(text, span) for span in marks]
         spans = [self._added_by(messages, i, text, tools) for i in assistant]
         found = [span for span in spans if span is not None]
         if len(found) == len(assistant):
             return text, found
-        if len(marks) == len(assistant):
-            return text, [self._with_end_of_turn(text, span) for span in marks]
         raise InvalidRequest(
             "cannot tell what the assistant wrote in what the base's chat template makes of these messages: it changes "
             "earlier turns and has no {% generation %} blocks; train on prompt/completion rows instead",
