@@ -1,4 +1,4 @@
-"""What each optimizer keeps for an adapter, and where it runs. Pure: no torch, and no library is imported."""
+"""What each optimizer keeps for an adapter, and where it runs. No torch, and no library is imported."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ ALIGNED = 64
 or more."""
 QUANTIZED = 256
 """Elements that share one scale in an 8-bit moment: bitsandbytes' block-wise quantization (Dettmers et al. 2022, section 2.1)."""
-
 CODES = 256
 """Numbers that 8 bits stand for: an fp32 table for each moment."""
 

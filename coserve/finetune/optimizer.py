@@ -251,7 +251,7 @@ class AdapterOptimizer:
         has_best = BEST in self.kinds and any(name.startswith(f"{BEST.name}/") for name in state)
         kinds = self._kinds(best=has_best)
         for kind, blocks in zip(kinds, self.host.rows, strict=False):
-            for block in blocks if kind.itemsize == 1 else ():  # between tensors: there it shares their scales
+            for block in blocks:  # also between tensors, which share scales of 8-bit moments with them
                 block.fill_(kind.zero)
         wanted = self._on_host(kinds)
         for name in state.keys() - wanted.keys():
