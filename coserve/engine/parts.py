@@ -18,7 +18,7 @@ from coserve.admission.memory import MemoryAdmission
 from coserve.config import Config
 from coserve.engine.device_memory import DeviceMemory, Fixed
 from coserve.engine.sizes import STEP_TOKENS
-from coserve.errors import AdapterNotFound
+from coserve.errors import AdapterNotFound, UnsupportedBase
 from coserve.finetune.memory_profiling import Conditions, keep_graph_bytes, plan_memory
 from coserve.finetune.passes.mixing import BatchLimits
 from coserve.finetune.trainer import Trainer
@@ -33,7 +33,9 @@ from coserve.memory.plan import MemoryPlan, Work
 from coserve.model.base import Base
 from coserve.model.faults import contained
 from coserve.model.groups import share_inputs
+from coserve.model.layers import LayerCut
 from coserve.model.lora import LoraWeights
+from coserve.model.training.compiled_layers import CompiledLayers
 from coserve.parallel.lockstep import Lockstep
 from coserve.processes import usable_cores
 from coserve.state.folder import DataFolder
@@ -168,14 +170,26 @@ class EngineParts:
             graph_bytes=self.graph_bytes,
         )
 
+    def compiled_layers(self) -> CompiledLayers:
+        """The layers that training runs once they are compiled. Raises `UnsupportedBase`: its message says why there are none."""
+        base, config = self.base, self.config
+        if base.device.type != "cuda":
+            raise UnsupportedBase("there is no GPU")
+        if config.compile == "off":
+            raise UnsupportedBase("compile is off")
+        if not self.lora_backend.groups_inputs:
+            raise UnsupportedBase(f"the LoRA backend is {self.lora_backend.name}")
+        return CompiledLayers(base, LayerCut(base))
+
     def make_trainer(
         self,
         store: AdapterStore,
         gathering: Callable[[str], None] = lambda _: None,
         board: int | None = None,
         own_stream: Callable[[], AbstractContextManager[object]] | None = None,
+        compiled: CompiledLayers | None = None,
     ) -> Trainer:
-        """`gathering`, `own_stream`: see `Trainer`. `board`: file descriptor of the ranks' board (`Lockstep`); None: there is one rank."""
+        """`gathering`, `own_stream`, `compiled`: see `Trainer`. `board`: file descriptor of the ranks' board (`Lockstep`); None: there is one rank."""
         config, sharding = self.config, self.base.sharding
         return Trainer(
             self.base,
@@ -189,4 +203,5 @@ class EngineParts:
             gathering=gathering,
             guard=None if sharding is None or board is None else Lockstep(sharding.mesh, board),
             own_stream=own_stream,
+            compiled=compiled,
         )

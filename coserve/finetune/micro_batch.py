@@ -1,9 +1,8 @@
 """Forward and backward of one micro-batch, suspended after every decoder layer.
 
-Each layer's input is detached into a leaf, so that every layer has an autograd graph of its own, and the backward runs layer
-by layer: `torch.autograd.grad` on that leaf and the layer's LoRA tensors. Gradients of the base (`M_backward` of full
-fine-tuning, ETS paper section 4.2) are never computed. With `recompute` only the layer inputs are kept between forward and
-backward (activation checkpointing).
+Layers run one by one, forward and backward (`finetune.layers`). Gradients of the base (`M_backward` of full fine-tuning, ETS paper
+section 4.2) are never computed. With `recompute` only the layers' inputs are kept between forward and backward (activation
+checkpointing).
 
 With a teacher, an adapter on the same base, the loss is the divergence from its distributions instead of the NLL of the rows' tokens
 (distillation): the base runs twice, first with the teacher's LoRA terms and without gradients. With a DPO loss it runs first without
@@ -25,6 +24,9 @@ from torch import Tensor
 
 from coserve.corpus.tokenized import Corpus
 from coserve.finetune.embedding_noise import EmbeddingNoise, add_noise
+from coserve.finetune.layers.compiled import CompiledLayerPass, takes
+from coserve.finetune.layers.eager import EagerLayerPass
+from coserve.finetune.layers.interface import LayerPass, LayerTensors
 from coserve.finetune.losses.chunked import (
     ChunkedLoss,
     Divergence,
@@ -39,9 +41,9 @@ from coserve.kernels.attention.interface import Attention
 from coserve.kernels.attention.packed import PackedAttention
 from coserve.model.base import Base
 from coserve.model.dropout import DropoutSpec
-from coserve.model.forward_context import ForwardContext, running
 from coserve.model.layers import LayerCut, LayerInputs
 from coserve.model.lora import LoraBatch, LoraWeights
+from coserve.model.training.compiled_layers import CompiledLayers
 from coserve.types import MicroStep
 
 LOGITS_ELEMENTS = 1 << 25
@@ -51,9 +53,6 @@ TEACHER_SHARE = 4
 
 MicroSteps = Generator[MicroStep, None, Tensor]
 """Yields, after each micro-step but the last, the kind of the next one. The first is a `MicroStep.BEGIN`."""
-
-LayerTensors = Sequence[Sequence[Tensor]]
-"""Tensors by layer (L)."""
 
 
 @dataclass(frozen=True)
@@ -79,23 +78,6 @@ class MicroBatch:
     recompute: bool = False
 
 
-@dataclass
-class _SavedLayer:
-    """What one layer keeps for its backward. `output_1TD` is None if the layer is recomputed."""
-
-    input_1TD: Tensor  # noqa: N815
-    output_1TD: Tensor | None  # noqa: N815
-
-
-@dataclass(frozen=True)
-class _TrainableLayer:
-    """The LoRA tensors of one layer and their fp32 gradient sums. `bottom`: no layer below is trained; the backward ends here."""
-
-    tensors: Sequence[Tensor]
-    grads: Sequence[Tensor]
-    bottom: bool
-
-
 class MicroBatchRunner:
     """Runs micro-batches of any adapters through one frozen base."""
 
@@ -106,12 +88,14 @@ class MicroBatchRunner:
         recompute: bool,
         logits_elements: int = LOGITS_ELEMENTS,
         attention: Callable[[Sequence[int]], Attention] = PackedAttention,
+        compiled: CompiledLayers | None = None,
     ) -> None:
-        """`attention` makes the attention of packed rows from their bounds. Raises `UnsupportedBase` for a base that cannot be
+        """`attention` makes the attention of packed rows from their bounds. `compiled`: layers that run in place of the base's own
+        once they are compiled, where they are right for a batch. Raises `UnsupportedBase` for a base that cannot be
         run layer by layer."""
         assert not any(parameter.requires_grad for parameter in base.model.parameters()), "the base must be frozen"
         self._base, self._cut, self._recompute = base, LayerCut(base), recompute
-        self._attention = attention
+        self._attention, self.compiled = attention, compiled
         self.targets_at_once = max(16, logits_elements // base.spec.vocab)
         """Positions whose logits are computed at once, without a teacher."""
 
@@ -138,17 +122,19 @@ class MicroBatchRunner:
         one optimizer step add up. `recompute`: also where the runner's setting is off. `noises`: of each job (J), on what enters the
         first layer; not for the teacher, or the reference of a DPO loss. Empty: no noise.
         """
-        saved: list[_SavedLayer] = []
         layers, first = len(trainable), next(i for i, tensors in enumerate(trainable) if tensors)
         inputs = self._embed(rows)
         loss = yield from self._loss(rows, inputs, teacher, beta, MicroStep.FORWARD)
         if any(noises):
             add_noise(inputs.h_1TD, rows, noises)
-        context = self._base.prepare(lora)
-        h_1TD, keep_graph = inputs.h_1TD, not (recompute or self._recompute)
+        context, h_1TD = self._base.prepare(lora), inputs.h_1TD
+        recompute = recompute or self._recompute
+        if self.compiled is not None and takes(self.compiled, context, rows.tokens, learns=True):
+            one: LayerPass = CompiledLayerPass(self.compiled, inputs, context, first, recompute=recompute)
+        else:
+            one = EagerLayerPass(self._cut, inputs, context, trainable, grads, first, recompute=recompute)
         for i in range(layers):
-            keep = keep_graph and i >= first
-            h_1TD = self._forward(i, h_1TD, inputs, context, saved, train=i >= first, leaf=i > first, keep_graph=keep)
+            h_1TD = one.forward(i, h_1TD)
             yield MicroStep.FORWARD if i + 1 < layers else MicroStep.HEAD
         gradient_1TD = torch.zeros_like(h_1TD)
         chunks = self._target_chunks(rows, loss)
@@ -157,9 +143,8 @@ class MicroBatchRunner:
             yield MicroStep.HEAD if number < len(chunks) else MicroStep.BACKWARD
         sums_J = loss.finish(gradient_1TD)
         for i in reversed(range(first, layers)):
-            layer = _TrainableLayer(trainable[i], grads[i], bottom=i == first)
-            gradient_1TD = self._backward(i, saved.pop(), gradient_1TD, inputs, context, layer)
-            if not layer.bottom:
+            gradient_1TD = one.backward(i, gradient_1TD)
+            if i > first:
                 yield MicroStep.BACKWARD
         return sums_J
 
@@ -202,10 +187,13 @@ class MicroBatchRunner:
 
     def _hidden(self, inputs: LayerInputs, lora: LoraBatch | None, then: MicroStep) -> MicroSteps:
         """Return the last layer's output (1, T, D), without gradients. `then`: the kind of the micro-step after it."""
-        h_1TD, context = inputs.h_1TD, self._base.prepare(lora)
-        layers = len(self._base.layers)
+        h_1TD, context, layers = inputs.h_1TD, self._base.prepare(lora), len(self._base.layers)
+        if self.compiled is not None and takes(self.compiled, context, h_1TD.shape[1], learns=False):
+            one: LayerPass = CompiledLayerPass(self.compiled, inputs, context, layers, recompute=False)
+        else:
+            one = EagerLayerPass(self._cut, inputs, context, (), (), layers, recompute=False)
         for i in range(layers):
-            h_1TD = self._layer(i, h_1TD, inputs, context, gradient=False)
+            h_1TD = one.forward(i, h_1TD)
             yield MicroStep.EVALUATE if i + 1 < layers else then
         return h_1TD
 
@@ -215,30 +203,6 @@ class MicroBatchRunner:
     def _target_chunks(self, rows: PackedRows, loss: ChunkedLoss) -> list[TargetChunk]:
         taught = isinstance(loss, Divergence)
         return target_chunks(rows, max(4, self.targets_at_once // TEACHER_SHARE) if taught else self.targets_at_once)
-
-    def _forward(
-        self,
-        i: int,
-        h_1TD: Tensor,
-        inputs: LayerInputs,
-        context: ForwardContext,
-        saved: list[_SavedLayer],
-        *,
-        train: bool,
-        leaf: bool,
-        keep_graph: bool,
-    ) -> Tensor:
-        """Run layer i. `train`: it will have a backward. `leaf`: that backward needs the gradient of the layer's input.
-        `keep_graph`: it is not computed again for that."""
-        input_1TD = h_1TD.detach().requires_grad_(leaf and keep_graph)
-        output_1TD = self._layer(i, input_1TD, inputs, context, gradient=keep_graph)
-        if train:
-            saved.append(_SavedLayer(input_1TD, output_1TD if keep_graph else None))
-        return output_1TD.detach()
-
-    def _layer(self, i: int, h_1TD: Tensor, inputs: LayerInputs, context: ForwardContext, *, gradient: bool) -> Tensor:
-        with torch.set_grad_enabled(gradient), running(context):
-            return self._cut.layer(i, h_1TD, inputs)
 
     def _head(
         self, h_1TD: Tensor, inputs: LayerInputs, chunk: TargetChunk, loss: ChunkedLoss, gradient_1TD: Tensor | None
@@ -250,40 +214,6 @@ class MicroBatchRunner:
             terms = loss.add(self._cut.head(leaf_1TD, inputs, chunk.keep_K, gather=False), chunk)
         if gradient_1TD is not None:
             gradient_1TD += torch.autograd.grad(terms, leaf_1TD)[0]
-
-    def _backward(
-        self,
-        i: int,
-        saved: _SavedLayer,
-        gradient_1TD: Tensor,
-        inputs: LayerInputs,
-        context: ForwardContext,
-        layer: _TrainableLayer,
-    ) -> Tensor:
-        """Add layer i's LoRA gradients to its sums; return the gradient of its input (unchanged for the bottom layer)."""
-        input_1TD, output_1TD = saved.input_1TD, saved.output_1TD
-        if output_1TD is None:
-            input_1TD = input_1TD.detach().requires_grad_(not layer.bottom)
-            output_1TD = self._layer(i, input_1TD, inputs, context, gradient=True)
-        if not output_1TD.requires_grad:  # no site of the bottom layer ran: no token was routed to its expert
-            return gradient_1TD
-        anchor = None if context.lora is None else context.lora.anchor
-        learned = layer.tensors if anchor is None else []  # otherwise the kernels add to `layer.grads` themselves
-        reached = anchor if layer.bottom else input_1TD
-        wanted = [*learned] if reached is None else [*learned, reached]
-        found = torch.autograd.grad(output_1TD, wanted, gradient_1TD, allow_unused=True)
-        _add(layer.grads, found[: len(learned)])
-        if layer.bottom:
-            return gradient_1TD
-        assert found[-1] is not None, "a layer's output depends on its input"
-        return found[-1]
-
-
-def _add(grads: Sequence[Tensor], found: Sequence[Tensor | None]) -> None:
-    """Add gradients in the compute dtype to the fp32 sums. None: the tensor does not contribute to the output."""
-    pairs = [(total, gradient) for total, gradient in zip(grads, found, strict=False) if gradient is not None]
-    if pairs:
-        torch._foreach_add_([total for total, _ in pairs], [gradient for _, gradient in pairs])
 
 
 def run_to_end(micro_steps: MicroSteps, between: Callable[[], None] | None = None) -> Tensor:

@@ -43,6 +43,7 @@ from coserve.link import FromEngine, JobCheckpoint, JobNote, JobSnapshot, JobSta
 from coserve.model.base import Base
 from coserve.model.faults import contained, memory_numbers, out_of_memory
 from coserve.model.lora import LoraWeights
+from coserve.model.training.compiled_layers import CompiledLayers
 from coserve.parallel.lockstep import PeerFailed
 from coserve.state.folder import DataFolder
 from coserve.step_metrics import StepMetrics
@@ -73,12 +74,13 @@ class Trainer:
         guard: SliceGuard | None = None,
         clock: Callable[[], float] = time.perf_counter,
         own_stream: Callable[[], AbstractContextManager[object]] | None = None,
+        compiled: CompiledLayers | None = None,
     ) -> None:
         """`limits` of one forward, whatever a job asks for. `mix_jobs`: jobs may share one, unless ranks share the base, or the LoRA backend
         runs a forward for each adapter. `gathering` is called with a job when a snapshot of its state begins, in which all ranks take
         part; `guard` keeps ranks together in `attempt`. `clock` gives seconds.
         `own_stream` enters the stream that all tensors and kernels of jobs belong to: slices are only launched there, and run beside
-        generation. None: they run on the current stream, and have ended when `advance` returns.
+        generation. None: they run on the current stream, and have ended when `advance` returns. `compiled`: see `MicroBatchRunner`.
 
         Raises `UnsupportedBase` for a base that cannot be run layer by layer.
         """
@@ -87,7 +89,7 @@ class Trainer:
         self._gathering, self._guard = gathering, guard or NoPeers()
         self._overlapped = own_stream is not None
         self._stream = own_stream or nullcontext
-        runner = MicroBatchRunner(base, recompute=recompute)
+        runner = MicroBatchRunner(base, recompute=recompute, compiled=compiled)
         self._passes = TrainingPasses(
             lambda jobs: TrainingPass(jobs, runner, lora_backend, base.device, overlapped=self._overlapped),
             limits,

@@ -10,9 +10,11 @@ import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
-from coserve.kernels.attention.interface import Attention
+from torch import Tensor
+
+from coserve.kernels.attention.interface import Attention, AttentionParams
 from coserve.kernels.lora.interface import PreparedLora
 from coserve.kernels.lora.types import SiteGroup
 from coserve.model.dropout import Dropout
@@ -32,6 +34,28 @@ class Fused:
     """Groups whose outputs are terms, which are to be summed over the ranks."""
 
 
+class TrainingSeams(Protocol):
+    """What the ops of compiled training layers do, forward and backward, in the pass that runs. T packed tokens, D inputs, O outputs."""
+
+    def learn(self, layer: int, group: int, x_TD: Tensor) -> Tensor:
+        """(T, ΣO): the outputs of the sites of a group (its index in the layer) side by side, LoRA terms included."""
+        ...
+
+    def learn_backward(self, layer: int, group: int, dy_TO: Tensor, x_TD: Tensor) -> Tensor:
+        """The gradient of x; adds the adapters' to their sums."""
+        ...
+
+    def attend(self, layer: int, q_HTD: Tensor, k_KTD: Tensor, v_KTD: Tensor, params: AttentionParams) -> Tensor:
+        """As `Attention.attend`."""
+        ...
+
+    def attend_backward(
+        self, layer: int, qkv: tuple[Tensor, Tensor, Tensor], out_THD: Tensor, dout_THD: Tensor, params: AttentionParams
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """The gradients of q, k and v."""
+        ...
+
+
 @dataclass(frozen=True)
 class ForwardContext:
     """One forward of a base, or several with the same adapters. `ForwardContext()`: the base alone."""
@@ -41,6 +65,8 @@ class ForwardContext:
     grouped: bool = False
     """Sites that read one input compute their outputs together (`PreparedLora.linear_group`)."""
     fused: Fused | None = None
+    training: TrainingSeams | None = None
+    """Of compiled training layers, and while they are traced."""
 
 
 class GraphCall(NamedTuple):

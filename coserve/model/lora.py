@@ -64,6 +64,13 @@ class SharedInput:
             self.waiting = (x, y.split(self.sizes, -1))
         return self._kept(place, x)
 
+    def traced(self, place: int, x: Tensor) -> Tensor:
+        """What the site at `place` gives for `x` in a training layer that is traced."""
+        if place == 0:
+            y = torch.ops.coserve.learn(x, sum(self.sizes), self.index)
+            self.waiting = (x, y.split(self.sizes, -1) if len(self.sizes) > 1 else (y,))
+        return self._kept(place, x)
+
     def learned(self, place: int, x: Tensor, lora: PreparedLora) -> Tensor:
         """What the site at `place` gives for `x`, LoRA terms included; differentiable."""
         if place == 0:
@@ -109,6 +116,10 @@ class LoraSites:
         """Whatever `share` was given, each once."""
         return list(dict.fromkeys(site.shared for site in self._sites.values() if site.shared is not None))
 
+    def shared_by_site(self) -> dict[str, SharedInput]:
+        """`shared`, by the names of their sites."""
+        return {name: site.shared for name, site in self._sites.items() if site.shared is not None}
+
     def prepare(self, batch: LoraBatch) -> ForwardContext:
         """The context of forwards with this batch. Once a step: it serves all layers, and training's passes over them."""
         backend, dropout = batch.backend, batch.dropout
@@ -131,6 +142,12 @@ SITE = "coserve_site"
 """Attribute of a wrapped module: its `_Site`."""
 
 
+def shared_of(module: nn.Module) -> SharedInput | None:
+    """Of a wrapped module, if its sites are shared."""
+    site = getattr(module, SITE, None)
+    return site.shared if isinstance(site, _Site) else None
+
+
 def _forward(module: nn.Module, x: Tensor) -> Tensor:
     """A wrapped module's `forward`."""
     site = cast(_Site, module.coserve_site)
@@ -138,6 +155,8 @@ def _forward(module: nn.Module, x: Tensor) -> Tensor:
     # and reads a thread-local's defaults instead of this thread's values.
     if torch.compiler.is_dynamo_compiling() or current.context.fused is not None:
         return site.inner(x) if site.shared is None else site.shared.output(site.place, x)
+    if current.context.training is not None and site.shared is not None:
+        return site.shared.traced(site.place, x)
     y = site.output(x, current.context)
     return y if site.shard is None or not site.shard.partition.sums else site.shard.sum(y)
 

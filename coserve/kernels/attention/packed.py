@@ -29,6 +29,8 @@ class PackedAttention:
         self._bounds = tuple(bounds)
         self._longest = max((b - a for a, b in pairwise(bounds)), default=0)
         self._on_device: dict[torch.device, Tensor] = {}
+        self._unused_rng: tuple[Tensor, ...] | None = None
+        """What torch's kernel takes for dropout."""
 
     def attend(
         self,
@@ -41,8 +43,8 @@ class PackedAttention:
         """See `Attention.attend`."""
         scaling, window, softcap, sinks = params
         assert q_HTD.shape[1] == self._bounds[-1], f"expected {self._bounds[-1]} rows, got {q_HTD.shape[1]}"
-        if softcap is None and sinks is None and _varlen_takes(q_HTD):
-            return self._varlen(q_HTD, k_KTD, v_KTD, scaling, window)
+        if _one_kernel(q_HTD, params):
+            return self._flash(q_HTD, k_KTD, v_KTD, params)[0]
         group = q_HTD.shape[0] // k_KTD.shape[0]
         k_HTD, v_HTD = k_KTD, v_KTD
         if group > 1:
@@ -65,25 +67,64 @@ class PackedAttention:
                 outputs.append(windowed[0])
         return torch.cat(outputs, 1).transpose(0, 1)
 
-    def _varlen(self, q_HTD: Tensor, k_KTD: Tensor, v_KTD: Tensor, scaling: float, window: int | None) -> Tensor:
-        """All sequences in one call of torch's own kernel: (T, H, D)."""
-        device = q_HTD.device
+    def attend_keeping(
+        self, q_HTD: Tensor, k_KTD: Tensor, v_KTD: Tensor, params: AttentionParams
+    ) -> tuple[Tensor, Tensor | None]:
+        """`attend`, and what `gradients` needs of it, without autograd."""
+        if _one_kernel(q_HTD, params):
+            return self._flash(q_HTD, k_KTD, v_KTD, params)
+        with torch.no_grad():
+            return self.attend(0, q_HTD, k_KTD, v_KTD, params), None
+
+    def gradients(
+        self,
+        qkv: tuple[Tensor, Tensor, Tensor],
+        out_THD: Tensor,
+        dout_THD: Tensor,
+        kept: Tensor | None,
+        params: AttentionParams,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Gradients of q (H, T, D), k and v (K, T, D) from that of `attend_keeping`'s output."""
+        if kept is None:
+            with torch.enable_grad():
+                leaves = [x.detach().requires_grad_() for x in qkv]
+                dq, dk, dv = torch.autograd.grad(self.attend(0, *leaves, params), leaves, dout_THD)
+            return dq, dk, dv
+        q, k, v = (x.transpose(0, 1) for x in qkv)
+        bounds, longest, window = self._bounds_on(q.device), self._longest, params.window
+        unused = self._unused_rng
+        assert unused is not None, "expected gradients after a forward"
+        found = torch.ops.aten._flash_attention_backward(
+            dout_THD, q, k, v, out_THD, kept, bounds, bounds, longest, longest, 0.0, window is None, *unused,
+            scale=params.scaling, window_size_left=-1 if window is None else window - 1, window_size_right=0,
+        )  # fmt: skip
+        dq, dk, dv = (x.transpose(0, 1) for x in found)
+        return dq, dk, dv
+
+    def _flash(self, q_HTD: Tensor, k_KTD: Tensor, v_KTD: Tensor, params: AttentionParams) -> tuple[Tensor, Tensor]:
+        """All sequences in one call of torch's own kernel: (T, H, D), and the `log sum exp` of each row."""
+        bounds, longest, window = self._bounds_on(q_HTD.device), self._longest, params.window
+        q, k, v = (x.transpose(0, 1) for x in (q_HTD, k_KTD, v_KTD))
+        # What `torch.nn.attention.varlen` calls; the op around it takes the host longer than the launches do.
+        out, sums, *unused, _ = torch.ops.aten._flash_attention_forward(
+            q, k, v, bounds, bounds, longest, longest, 0.0, window is None, False,
+            scale=params.scaling, window_size_left=-1 if window is None else window - 1, window_size_right=0,
+        )  # fmt: skip
+        self._unused_rng = tuple(unused)
+        return out, sums
+
+    def _bounds_on(self, device: torch.device) -> Tensor:
         if device not in self._on_device:
             host = torch.tensor(self._bounds, dtype=torch.int32).pin_memory()
             self._on_device[device] = host.to(device, non_blocking=True)
-        bounds, longest = self._on_device[device], self._longest
-        q, k, v = (x.transpose(0, 1) for x in (q_HTD, k_KTD, v_KTD))
-        # What `torch.nn.attention.varlen` calls; the op around it takes the host longer than the launches do.
-        out: Tensor = torch.ops.aten._flash_attention_forward(
-            q, k, v, bounds, bounds, longest, longest, 0.0, window is None, False,
-            scale=scaling, window_size_left=-1 if window is None else window - 1, window_size_right=0,
-        )[0]  # fmt: skip
-        return out
+        return self._on_device[device]
 
 
-def _varlen_takes(q_HTD: Tensor) -> bool:
+def _one_kernel(q_HTD: Tensor, params: AttentionParams) -> bool:
     """Whether torch's kernel for packed sequences takes such queries."""
     width = q_HTD.shape[2]
+    if params.softcap is not None or params.sinks is not None:
+        return False
     return q_HTD.is_cuda and q_HTD.dtype in (torch.bfloat16, torch.float16) and width % 8 == 0 and width <= 256
 
 

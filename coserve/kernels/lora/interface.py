@@ -7,7 +7,6 @@ from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 from coserve.errors import ConfigError
 from coserve.kernels.gpu.device import interpreted
@@ -51,8 +50,23 @@ class PreparedLora(ABC):
 
     def linear_group(self, group: SiteGroup, x_TD: Tensor, stacked: StackedWeights) -> tuple[Tensor, ...]:
         """Each site's `x Wᵀ + bias` with its terms: (T, O_i) each. Differentiable as `add` is, not in the weights."""
-        y_TO = functional.linear(x_TD, stacked.weight, stacked.bias)
+        y_TO = stacked.linear(x_TD)
         return tuple(self.add(group, torch.split(y_TO, list(stacked.sizes), 1), x_TD))
+
+    def linear_forward(
+        self, group: SiteGroup, x_TD: Tensor, stacked: StackedWeights, *, keep: bool
+    ) -> tuple[Tensor, Tensor | None]:
+        """`linear_group` without autograd: (T, ΣO), and with `keep` what `linear_backward` needs. Here: of sites without terms."""
+        assert not self.changes(group), f"{type(self).__name__} has no forward of its own"
+        return stacked.linear(x_TD), None
+
+    def linear_backward(
+        self, group: SiteGroup, dy_TO: Tensor, x_TD: Tensor, h_GTR: Tensor | None, stacked: StackedWeights
+    ) -> Tensor:
+        """The gradient of x from that of `linear_forward`'s output; adds those of the pairs to their `MainGrads`. Here: of sites
+        without terms."""
+        assert not self.changes(group), f"{type(self).__name__} has no backward of its own"
+        return dy_TO @ stacked.weight
 
     def decode_tables(self, group: SiteGroup) -> DecodeTables | None:
         """For the GEMV of a step of one row; None: only `add` will do."""

@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 VECTOR = 8
 """Elements of a row of b_OR that are read together."""
@@ -145,3 +146,7 @@ class StackedWeights:
     bias: Tensor | None
     sizes: tuple[int, ...]
     """Each site's O."""
+
+    def linear(self, x_TD: Tensor) -> Tensor:
+        """`x Wᵀ + bias`: (T, ΣO)."""
+        return functional.linear(x_TD, self.weight, self.bias)

@@ -13,9 +13,8 @@ import torch
 from torch import Tensor
 
 from coserve.kernels.lora.interface import Adapters, PreparedLora, TritonBackend
-from coserve.kernels.lora.segmented import plan, terms
+from coserve.kernels.lora.segmented import linear_group, plan, terms
 from coserve.kernels.lora.segmented.block_sizes import MAX_SITES
-from coserve.kernels.lora.segmented.linear_group import linear_group
 from coserve.kernels.lora.segmented.plan import GroupTable, TilePlan
 from coserve.kernels.lora.segments import Segments
 from coserve.kernels.lora.types import SiteGroup, StackedWeights
@@ -92,7 +91,27 @@ class SegmentedLora(PreparedLora):
             return super().linear_group(group, x_TD, stacked)
         (launch,) = launches
         cut = self._plan(launch.table, train=True)
-        return linear_group(self._checked(group, x_TD), stacked, cut, launch.table, launch.live)
+        return linear_group.linear_group(self._checked(group, x_TD), stacked, cut, launch.table, launch.live)
+
+    def linear_forward(
+        self, group: SiteGroup, x_TD: Tensor, stacked: StackedWeights, *, keep: bool
+    ) -> tuple[Tensor, Tensor | None]:
+        launches = self._launches.get(group)
+        if launches is None:
+            return super().linear_forward(group, x_TD, stacked, keep=keep)
+        (launch,) = launches
+        x_TD, cut = self._checked(group, x_TD), self._plan(launch.table, train=True)
+        return linear_group.forward(x_TD, stacked, cut, launch.table, launch.live, keep=keep)
+
+    def linear_backward(
+        self, group: SiteGroup, dy_TO: Tensor, x_TD: Tensor, h_GTR: Tensor | None, stacked: StackedWeights
+    ) -> Tensor:
+        launches = self._launches.get(group)
+        if launches is None or h_GTR is None:
+            return super().linear_backward(group, dy_TO, x_TD, h_GTR, stacked)
+        (launch,) = launches
+        x_TD, cut = self._checked(group, x_TD), self._plan(launch.table, train=True)
+        return linear_group.backward(dy_TO, x_TD, h_GTR, stacked, cut, launch.table, launch.live)
 
     def _checked(self, group: SiteGroup, x_TD: Tensor) -> Tensor:
         """x with dense rows."""

@@ -7,7 +7,6 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
-from torch.nn import functional
 
 from coserve.kernels.lora.segmented import launch_prefill
 from coserve.kernels.lora.segmented.gradients import dense, gradients
@@ -29,6 +28,34 @@ def linear_group(
     return found
 
 
+def forward(
+    x_TD: Tensor, stacked: StackedWeights, plan: TilePlan, group: GroupTable, live: list[int], *, keep: bool
+) -> tuple[Tensor, Tensor | None]:
+    """(T, ΣO): the outputs of `linear_group` side by side; and with `keep` the shrink that their backward needs."""
+    y_TO = stacked.linear(x_TD)
+    ys = _outputs(y_TO, stacked)
+    own = [ys[site] for site in live]
+    return y_TO, launch_prefill.prefill(own, own, x_TD, plan, group.table, keep=keep)
+
+
+def backward(
+    dy_TO: Tensor,
+    x_TD: Tensor,
+    h_GTR: Tensor,
+    stacked: StackedWeights,
+    plan: TilePlan,
+    group: GroupTable,
+    live: list[int],
+) -> Tensor:
+    """The gradient of x; adds those of the pairs to their `MainGrads`."""
+    assert group.anchor is not None, "expected pairs with sums of gradients"
+    dys = dense(_outputs(dy_TO, stacked))
+    own = [dys[site] for site in live]
+    dx_TD, _ = gradients(own, x_TD, h_GTR, plan, group, inputs_need=True, weights_need=True)
+    assert dx_TD is not None, "expected a gradient"
+    return dx_TD.addmm_(dy_TO, stacked.weight)
+
+
 class LinearGroup(torch.autograd.Function):
     """`linear_group`, with sums in place: torch would add the gradients of x from each site's product and terms one by one."""
 
@@ -44,8 +71,7 @@ class LinearGroup(torch.autograd.Function):
         *weights: Tensor,
     ) -> tuple[Tensor, ...]:
         """`weights`: the group's a and b."""
-        y = functional.linear(x, stacked.weight, stacked.bias)
-        ys = _outputs(y, stacked)
+        ys = _outputs(stacked.linear(x), stacked)
         own = [ys[site] for site in live]
         h = launch_prefill.prefill(own, own, x, plan, group.table, keep=True)
         ctx.stacked, ctx.plan, ctx.group, ctx.live = stacked, plan, group, live

@@ -1,0 +1,86 @@
+"""The base's own layers in a training pass, differentiated by autograd.
+
+Each layer's input is detached into a leaf, so that every layer has an autograd graph of its own, and the backward runs layer
+by layer: `torch.autograd.grad` on that leaf and the layer's LoRA tensors. T packed tokens, D hidden.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from coserve.finetune.layers.interface import LayerTensors
+from coserve.model.forward_context import ForwardContext, running
+from coserve.model.layers import LayerCut, LayerInputs
+
+
+@dataclass
+class _SavedLayer:
+    """What one layer keeps for its backward. `output_1TD` is None if the layer is recomputed."""
+
+    input_1TD: Tensor  # noqa: N815
+    output_1TD: Tensor | None  # noqa: N815
+
+
+class EagerLayerPass:
+    """Implements `LayerPass`."""
+
+    def __init__(
+        self,
+        cut: LayerCut,
+        inputs: LayerInputs,
+        context: ForwardContext,
+        trainable: LayerTensors,
+        grads: LayerTensors,
+        first: int,
+        *,
+        recompute: bool,
+    ) -> None:
+        """`trainable`, `grads`: see `MicroBatchRunner.forward_backward`. `first`: the lowest layer that is trained."""
+        self._cut, self._inputs, self._context, self._recompute = cut, inputs, context, recompute
+        self._trainable, self._grads, self._first = trainable, grads, first
+        self._saved: list[_SavedLayer] = []
+
+    def forward(self, i: int, h_1TD: Tensor) -> Tensor:
+        """As `LayerPass.forward`."""
+        learns = i >= self._first
+        keep_graph = learns and not self._recompute
+        input_1TD = h_1TD.detach().requires_grad_(keep_graph and i > self._first)
+        output_1TD = self._layer(i, input_1TD, gradient=keep_graph)
+        if learns:
+            self._saved.append(_SavedLayer(input_1TD, output_1TD if keep_graph else None))
+        return output_1TD.detach()
+
+    def backward(self, i: int, gradient_1TD: Tensor) -> Tensor:
+        """As `LayerPass.backward`."""
+        bottom, saved = i == self._first, self._saved.pop()
+        input_1TD, output_1TD = saved.input_1TD, saved.output_1TD
+        if output_1TD is None:
+            input_1TD = input_1TD.detach().requires_grad_(not bottom)
+            output_1TD = self._layer(i, input_1TD, gradient=True)
+        if not output_1TD.requires_grad:  # no site of the bottom layer ran: no token was routed to its expert
+            return gradient_1TD
+        anchor = None if self._context.lora is None else self._context.lora.anchor
+        learned = self._trainable[i] if anchor is None else []  # otherwise the kernels add to the sums themselves
+        reached = anchor if bottom else input_1TD
+        wanted = [*learned] if reached is None else [*learned, reached]
+        found = torch.autograd.grad(output_1TD, wanted, gradient_1TD, allow_unused=True)
+        _add(self._grads[i], found[: len(learned)])
+        if bottom:
+            return gradient_1TD
+        assert found[-1] is not None, "a layer's output depends on its input"
+        return found[-1]
+
+    def _layer(self, i: int, h_1TD: Tensor, *, gradient: bool) -> Tensor:
+        with torch.set_grad_enabled(gradient), running(self._context):
+            return self._cut.layer(i, h_1TD, self._inputs)
+
+
+def _add(grads: Sequence[Tensor], found: Sequence[Tensor | None]) -> None:
+    """Add gradients in the compute dtype to the fp32 sums. None: the tensor does not contribute to the output."""
+    pairs = [(total, gradient) for total, gradient in zip(grads, found, strict=False) if gradient is not None]
+    if pairs:
+        torch._foreach_add_([total for total, _ in pairs], [gradient for _, gradient in pairs])

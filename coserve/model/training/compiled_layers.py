@@ -1,0 +1,227 @@
+"""A base's decoder layers compiled for training: forward and backward without autograd, for all layers of a kind alike."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Hashable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from coserve.errors import UnsupportedBase
+from coserve.kernels.attention.packed import PackedAttention
+from coserve.kernels.lora.interface import PreparedLora
+from coserve.model import probe
+from coserve.model.base import Base
+from coserve.model.forward_context import ForwardContext, current, running
+from coserve.model.groups import share_inputs
+from coserve.model.layers import LayerCall, LayerCut, LayerInputs
+from coserve.model.lora import SharedInput, shared_of
+from coserve.model.training.kinds import kind_of, own_tensors
+from coserve.model.training.ops import AttendRows
+from coserve.model.training.running_pass import RunningPass
+from coserve.model.training.trace import Compile, CompiledLayer, compile_layer, inductor
+
+EXAMPLE_TOKENS = 2039
+"""Of the traced batch: a prime, so that no other size is equal to it; as large as batches are, for the kernels' block sizes."""
+EXAMPLE_ROW = 61
+"""Tokens of a sequence in it."""
+TOLERANCE = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 3e-2}
+"""Most relative error of a compiled layer."""
+MAX_KINDS = 4
+"""Kinds of layers that are compiled; a base with more has layers that differ in what they compute with."""
+
+
+class CompiledLayers:
+    """Call `compile` first, on any thread; until then the layers are not `ready`."""
+
+    def __init__(self, base: Base, cut: LayerCut, compile: Compile = inductor) -> None:
+        """On the thread that runs the base. Raises `UnsupportedBase`."""
+        if base.sharding is not None:
+            raise UnsupportedBase("ranks that share a base train with plain layers")
+        if not base.sites.shared():
+            share_inputs(base)
+        self._compile = compile
+        paths = {id(module): name for name, module in base.model.named_modules()}
+        shared = base.sites.shared_by_site()
+        if missing := base.spec.sites.keys() - shared.keys():
+            raise UnsupportedBase(f"{min(missing)} runs for some tokens only")
+        self._groups: list[list[SharedInput]] = []
+        self._own: list[list[Tensor]] = []
+        self._kinds: list[Hashable] = []
+        self._examples: dict[Hashable, _Example] = {}
+        positions_T = torch.arange(EXAMPLE_TOKENS, device=base.device) % EXAMPLE_ROW
+        bounds = (*range(0, EXAMPLE_TOKENS, EXAMPLE_ROW), EXAMPLE_TOKENS)
+        inputs = cut.embed(probe.tokens(base.model, EXAMPLE_TOKENS), positions_T, PackedAttention(bounds))
+        for layer, call in zip(base.layers, inputs.calls, strict=True):
+            prefix = f"{paths[id(layer)]}."
+            groups = {name.removeprefix(prefix): one for name, one in shared.items() if name.startswith(prefix)}
+            own = own_tensors(layer, groups)
+            arguments = _Arguments.of(call)
+            kind = (kind_of(layer, groups), arguments.kind, tuple(own))
+            self._groups.append(sorted({id(one): one for one in groups.values()}.values(), key=lambda one: one.index))
+            self._own.append(list(own.values()))
+            self._kinds.append(kind)
+            if kind not in self._examples:
+                self._examples[kind] = _Example(_copied(layer), call, inputs.h_1TD, own)
+        if len(self._examples) > MAX_KINDS:
+            raise UnsupportedBase(f"its layers are of {len(self._examples)} kinds, expected {MAX_KINDS} at most")
+        self._compiled: dict[Hashable, CompiledLayer] = {}
+        self._layers: dict[int, CompiledLayer] = {}
+
+    def compile(self) -> None:
+        """Raises `UnsupportedBase`."""
+        for kind, example in self._examples.items():
+            self._compiled[kind] = compile_layer(example.run, example.tensors, EXAMPLE_TOKENS, self._compile)
+            self._check(self._kinds.index(kind), example, self._compiled[kind])
+        self._examples.clear()
+        self._layers = {i: self._compiled[kind] for i, kind in enumerate(self._kinds)}
+
+    def _check(self, i: int, example: _Example, compiled: CompiledLayer) -> None:
+        """Raises `UnsupportedBase` where a compiled layer computes something else than the layer does."""
+        h_1TD, attention = example.h_1TD, example.attention
+        one = CompiledPass({i: compiled}, self._own, {i: example.call}, RunningPass(attention, None, self._groups))
+        output_1TD, saved = one.forward(i, h_1TD, keeps=True)
+        gradient_1TD = torch.ones_like(h_1TD)
+        found = output_1TD, one.backward(i, saved, gradient_1TD)
+        expected = example.expected(gradient_1TD)
+        for what, own, right in zip(("output", "gradient"), found, expected, strict=True):
+            error = float(torch.linalg.vector_norm((own - right).float()) / torch.linalg.vector_norm(right.float()))
+            if not error <= TOLERANCE[h_1TD.dtype]:
+                raise UnsupportedBase(f"the compiled layer {i} gives another {what}: relative error {error:.2g}")
+
+    def fits(self, tokens: int) -> bool:
+        """Whether they are compiled, and right for so many tokens."""
+        return bool(self._layers) and all(one.fits(tokens) for one in self._compiled.values())
+
+    def begin(self, inputs: LayerInputs, lora: PreparedLora | None) -> CompiledPass:
+        """A pass over the layers. `lora`: its pairs have `MainGrads`, unless there is no backward."""
+        assert isinstance(inputs.attention, PackedAttention), "expected packed rows"
+        seams = RunningPass(inputs.attention, lora, self._groups)
+        return CompiledPass(self._layers, self._own, dict(enumerate(inputs.calls)), seams)
+
+
+class CompiledPass:
+    """One batch's way through the layers and back."""
+
+    def __init__(
+        self,
+        layers: Mapping[int, CompiledLayer],
+        own: Sequence[Sequence[Tensor]],
+        calls: Mapping[int, LayerCall],
+        seams: RunningPass,
+    ) -> None:
+        """All by layer. `own`: see `kinds.own_tensors`."""
+        self._layers, self._own, self._calls, self._seams = layers, own, calls, seams
+        self._context = ForwardContext(training=seams)
+
+    def forward(self, i: int, h_1TD: Tensor, *, keeps: bool) -> tuple[Tensor, list[object]]:
+        """Layer i's output (1, T, D), and with `keeps` what its backward needs."""
+        self._seams.keeps = keeps
+        inputs = [h_1TD, *_Arguments.of(self._calls[i]).tensors, *self._own[i]]
+        with self._running(i):
+            output_1TD, saved = self._layers[i].forward(inputs)
+        return output_1TD, saved if keeps else []
+
+    def backward(self, i: int, saved: list[object], gradient_1TD: Tensor) -> Tensor:
+        """The gradient of layer i's input; adds those of the adapters to their sums, and empties `saved`."""
+        with self._running(i):
+            return self._layers[i].backward(saved, gradient_1TD)
+
+    @contextmanager
+    def _running(self, i: int) -> Iterator[None]:
+        with torch.no_grad(), running(self._context):
+            current.layer = i
+            yield
+
+
+@dataclass(frozen=True)
+class _Arguments:
+    """What the model passes to a layer besides the hidden states: its tensors, and all else."""
+
+    leaves: Sequence[object]
+    spec: pytree.TreeSpec
+
+    @classmethod
+    def of(cls, call: LayerCall) -> _Arguments:
+        return cls(*pytree.tree_flatten((call.args, call.kwargs)))
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        return [leaf for leaf in self.leaves if isinstance(leaf, Tensor)]
+
+    @property
+    def kind(self) -> Hashable:
+        """Of what is no tensor; attention is the running pass's."""
+        plain = [_plain(leaf) for leaf in self.leaves]
+        return tuple(plain), repr(self.spec)
+
+    def put(self, tensors: Sequence[Tensor]) -> tuple[tuple[object, ...], dict[str, object]]:
+        """The call's arguments with these tensors, and `AttendRows` for attention."""
+        own = iter(tensors)
+        leaves = [
+            next(own) if isinstance(leaf, Tensor) else AttendRows() if isinstance(leaf, PackedAttention) else leaf
+            for leaf in self.leaves
+        ]
+        args, kwargs = pytree.tree_unflatten(leaves, self.spec)
+        return args, kwargs
+
+
+NO_PASS = RunningPass(PackedAttention((0,)), None, ())
+"""Of layers that are traced: nothing is computed."""
+
+
+def _copied(layer: nn.Module) -> nn.Module:
+    """The layer's modules with the same tensors, for another thread."""
+    tensors = [value for module in layer.modules() for value in vars(module).values()]
+    for site in {id(one): one for module in layer.modules() if (one := shared_of(module)) is not None}.values():
+        tensors += [site.weight, site.bias]
+    known = {id(one): one for one in (*layer.parameters(), *layer.buffers(), *tensors) if isinstance(one, Tensor)}
+    return copy.deepcopy(layer, known)
+
+
+def _plain(leaf: object) -> Hashable:
+    if isinstance(leaf, Tensor):
+        return tuple(leaf.shape), leaf.dtype
+    return "attention" if isinstance(leaf, PackedAttention) else leaf if isinstance(leaf, Hashable) else id(leaf)
+
+
+@dataclass(frozen=True)
+class _Example:
+    """A layer to trace, in modules of its own, and what it is called with."""
+
+    layer: nn.Module
+    call: LayerCall
+    h_1TD: Tensor  # noqa: N815
+    own: dict[str, Tensor]
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        return [self.h_1TD, *_Arguments.of(self.call).tensors, *self.own.values()]
+
+    @property
+    def attention(self) -> PackedAttention:
+        (found,) = [leaf for leaf in _Arguments.of(self.call).leaves if isinstance(leaf, PackedAttention)]
+        return found
+
+    def run(self, h_1TD: Tensor, *others: Tensor) -> Tensor:
+        """The layer's output, traced: for `tensors`, or others like them."""
+        arguments = _Arguments.of(self.call)
+        count = len(arguments.tensors)
+        args, kwargs = arguments.put(others[:count])
+        own = dict(zip(self.own, others[count:], strict=True))
+        with running(ForwardContext(training=NO_PASS)):
+            output = torch.func.functional_call(self.layer, own, (h_1TD, *args), kwargs)
+        h_next_1TD: Tensor = output[0] if isinstance(output, tuple) else output
+        return h_next_1TD
+
+    def expected(self, gradient_1TD: Tensor) -> tuple[Tensor, Tensor]:
+        """The layer's own output, and the gradient of its input."""
+        with torch.enable_grad(), running(ForwardContext()):
+            leaf_1TD = self.h_1TD.detach().requires_grad_()
+            output = self.layer(leaf_1TD, *self.call.args, **self.call.kwargs)
+            h_next_1TD: Tensor = output[0] if isinstance(output, tuple) else output
+            return h_next_1TD.detach(), torch.autograd.grad(h_next_1TD, leaf_1TD, gradient_1TD)[0]

@@ -1,0 +1,130 @@
+"""What a compiled training layer sees of us: `coserve::learn`, for all the sites that read one input, and `coserve::attend_rows`.
+
+Both look up the running pass when they run, not when they are traced: one compiled layer serves every layer of its kind and every
+batch. The base's weights and the adapters are no inputs of compiled code, and the adapters' gradients no outputs.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from coserve.kernels.attention.interface import AttentionParams
+from coserve.model.forward_context import TrainingSeams, current
+
+
+def _seams() -> TrainingSeams:
+    found = current.context.training
+    assert found is not None, "expected to run within CompiledLayers"
+    return found
+
+
+def _learn(x: Tensor, width: int, group: int) -> Tensor:
+    """(..., D) -> (..., ΣO): the outputs of the sites of one input side by side, LoRA terms included. `width`: ΣO."""
+    y_TO = _seams().learn(current.layer, group, x.reshape(-1, x.shape[-1]))
+    return y_TO.view(*x.shape[:-1], width)
+
+
+def _learn_backward(dy: Tensor, x: Tensor, group: int) -> Tensor:
+    """The gradient of x, shaped as x. Adds those of the adapters to their sums."""
+    dx_TD = _seams().learn_backward(current.layer, group, dy.reshape(-1, dy.shape[-1]), x.reshape(-1, x.shape[-1]))
+    return dx_TD.view(x.shape)
+
+
+def _attend(
+    q: Tensor, k: Tensor, v: Tensor, scaling: float, window: int | None, softcap: float | None, sinks: Tensor | None
+) -> Tensor:
+    """`Attention.attend`: (H, T, D), (K, T, D) twice -> (T, H, D)."""
+    return _seams().attend(current.layer, q, k, v, AttentionParams(scaling, window, softcap, sinks)).contiguous()
+
+
+def _attend_backward(
+    dout: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    scaling: float,
+    window: int | None,
+    softcap: float | None,
+    sinks: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of q, k and v."""
+    params = AttentionParams(scaling, window, softcap, sinks)
+    dq, dk, dv = _seams().attend_backward(current.layer, (q, k, v), out, dout, params)
+    return dq.contiguous(), dk.contiguous(), dv.contiguous()
+
+
+def _learn_fake(x: Tensor, width: int, group: int) -> Tensor:
+    return x.new_empty((*x.shape[:-1], width))
+
+
+def _learn_backward_fake(dy: Tensor, x: Tensor, group: int) -> Tensor:
+    return x.new_empty(x.shape)
+
+
+def _attend_fake(q: Tensor, k: Tensor, v: Tensor, *_: object) -> Tensor:
+    return q.new_empty((q.shape[1], q.shape[0], v.shape[2]))
+
+
+def _attend_backward_fake(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, *_: object) -> tuple[Tensor, Tensor, Tensor]:
+    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
+
+
+def _keep_learned(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:  # noqa: ANN401 - torch's own signature
+    x, _, ctx.group = inputs
+    ctx.save_for_backward(x)
+
+
+def _learned(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None]:  # noqa: ANN401 - torch's own signature
+    (x,) = ctx.saved_tensors
+    return torch.ops.coserve.learn_backward(dy, x, ctx.group), None, None
+
+
+def _keep_attended(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:  # noqa: ANN401 - torch's own signature
+    q, k, v, *ctx.params, sinks = inputs
+    ctx.save_for_backward(q, k, v, output, sinks)
+
+
+def _attended(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:  # noqa: ANN401 - torch's own signature
+    q, k, v, out, sinks = ctx.saved_tensors
+    return *torch.ops.coserve.attend_rows_backward(dout, q, k, v, out, *ctx.params, sinks), None, None, None, None
+
+
+def _register() -> torch.library.Library:
+    ops = torch.library.Library("coserve", "FRAGMENT")  # type: ignore[no-untyped-call]
+    params = "float scaling, int? window, float? softcap, Tensor? sinks"
+    qkv = "Tensor q, Tensor k, Tensor v"
+    for name, schema, real, fake in (
+        ("learn", "(Tensor x, int width, int group) -> Tensor", _learn, _learn_fake),
+        ("learn_backward", "(Tensor dy, Tensor x, int group) -> Tensor", _learn_backward, _learn_backward_fake),
+        ("attend_rows", f"({qkv}, {params}) -> Tensor", _attend, _attend_fake),
+        (
+            "attend_rows_backward",
+            f"(Tensor dout, {qkv}, Tensor out, {params}) -> (Tensor, Tensor, Tensor)",
+            _attend_backward,
+            _attend_backward_fake,
+        ),
+    ):
+        ops.define(name + schema)  # type: ignore[no-untyped-call]
+        ops.impl(name, real, "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]
+        torch.library.register_fake(f"coserve::{name}", fake, lib=ops)
+    torch.library.register_autograd("coserve::learn", _learned, setup_context=_keep_learned, lib=ops)
+    torch.library.register_autograd("coserve::attend_rows", _attended, setup_context=_keep_attended, lib=ops)
+    return ops
+
+
+_OPS = _register()
+
+
+class AttendRows:
+    """The `Attention` of a traced training layer: the running pass's, in the layer that runs."""
+
+    any_layer = True
+
+    def attend(self, layer: int, q_HTD: Tensor, k_KTD: Tensor, v_KTD: Tensor, params: AttentionParams) -> Tensor:
+        """As `Attention.attend`; ignores `layer`."""
+        out: Tensor = torch.ops.coserve.attend_rows(q_HTD, k_KTD, v_KTD, *params)
+        return out

@@ -1,0 +1,58 @@
+"""What the seams of compiled layers do in one pass of packed rows: the base's weights, the adapters' terms, attention.
+
+Letters: T packed tokens, D inputs, O outputs, G sites, R ranks, H query heads, K key-value heads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from coserve.kernels.attention.interface import AttentionParams
+from coserve.kernels.attention.packed import PackedAttention
+from coserve.kernels.lora.interface import PreparedLora
+from coserve.model.lora import SharedInput
+
+
+class RunningPass:
+    """Implements `TrainingSeams`. What a layer's backward needs of its forward, beside its saved tensors, is kept here."""
+
+    def __init__(
+        self, attention: PackedAttention, lora: PreparedLora | None, groups: Sequence[Sequence[SharedInput]]
+    ) -> None:
+        """`groups`: of each layer. `lora` None: the base alone."""
+        self._attention, self._lora, self._groups = attention, lora, groups
+        self.keeps = True
+        """Off: forwards have no backward."""
+        self._shrinks: dict[tuple[int, int], Tensor] = {}
+        """(G, T, R) by layer and group."""
+        self._sums: dict[int, Tensor] = {}
+        """Attention's `log sum exp`, by layer."""
+
+    def learn(self, layer: int, group: int, x_TD: Tensor) -> Tensor:
+        shared = self._groups[layer][group]
+        if self._lora is None:
+            return shared.stacked.linear(x_TD)
+        y_TO, h_GTR = self._lora.linear_forward(shared.group, x_TD, shared.stacked, keep=self.keeps)
+        if self.keeps and h_GTR is not None:
+            self._shrinks[layer, group] = h_GTR
+        return y_TO
+
+    def learn_backward(self, layer: int, group: int, dy_TO: Tensor, x_TD: Tensor) -> Tensor:
+        shared = self._groups[layer][group]
+        if self._lora is None:
+            return dy_TO @ shared.stacked.weight
+        h_GTR = self._shrinks.pop((layer, group), None)
+        return self._lora.linear_backward(shared.group, dy_TO, x_TD, h_GTR, shared.stacked)
+
+    def attend(self, layer: int, q_HTD: Tensor, k_KTD: Tensor, v_KTD: Tensor, params: AttentionParams) -> Tensor:
+        out_THD, sums = self._attention.attend_keeping(q_HTD, k_KTD, v_KTD, params)
+        if self.keeps and sums is not None:
+            self._sums[layer] = sums
+        return out_THD
+
+    def attend_backward(
+        self, layer: int, qkv: tuple[Tensor, Tensor, Tensor], out_THD: Tensor, dout_THD: Tensor, params: AttentionParams
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        return self._attention.gradients(qkv, out_THD, dout_THD, self._sums.pop(layer, None), params)

@@ -1,0 +1,159 @@
+"""A decoder layer's forward and backward as two compiled functions, for any number of tokens.
+
+The layer's own code is traced with both seams as opaque operations (`training.ops`); torch's min-cut partitioner decides what the
+forward saves and what the backward computes again (what is cheap, such as norms and activations), and inductor compiles both.
+
+Unlike torch.compile's autograd functions, the two are called directly, for whichever layer: autograd is not involved and no guards are
+checked. What a guard would check is part of the layer's kind (`training.kinds`), or a condition on the number of tokens (`fits`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from typing import Protocol, cast
+
+import torch._functorch.config as partition_options
+from torch import Tensor, fx
+from torch._functorch.aot_autograd import aot_export_joint_simple
+from torch._functorch.partitioners import min_cut_rematerialization_partition
+from torch._guards import TracingContext, tracing
+from torch._inductor.compile_fx import compile_fx_inner
+from torch._inductor.decomposition import select_decomp_table
+from torch._inductor.fx_passes.joint_graph import joint_graph_passes
+from torch._subclasses import FakeTensor, FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
+
+from coserve.errors import UnsupportedBase
+
+SAVE_LESS = {"ban_recompute_materialized_backward": False}
+"""Options of the partitioner: the inputs of products, norms' and activations' outputs, are computed again: a third less memory."""
+
+
+class Compile(Protocol):
+    """Compiles a graph with example inputs; the result empties the list that it is called with."""
+
+    def __call__(
+        self, graph: fx.GraphModule, inputs: Sequence[object], *, is_backward: bool
+    ) -> Callable[[list[object]], Sequence[Tensor]]: ...
+
+
+def inductor(
+    graph: fx.GraphModule, inputs: Sequence[object], *, is_backward: bool
+) -> Callable[[list[object]], Sequence[Tensor]]:
+    """`Compile` for real."""
+    compiled = compile_fx_inner(graph, inputs, is_backward=is_backward)
+    return cast("Callable[[list[object]], Sequence[Tensor]]", compiled)
+
+
+def interpreted(
+    graph: fx.GraphModule, inputs: Sequence[object], *, is_backward: bool
+) -> Callable[[list[object]], Sequence[Tensor]]:
+    """`Compile` without a compiler: runs the graph operation by operation."""
+    return lambda given: graph(*given)
+
+
+@dataclass
+class CompiledLayer:
+    """One layer's forward and backward."""
+
+    _forward: Callable[[list[object]], Sequence[Tensor]]
+    _backward: Callable[[list[object]], Sequence[Tensor]]
+    _saved: tuple[int, ...]
+    """The backward's inputs ahead of the gradient, as places among the forward's outputs."""
+    _conditions: Callable[[int], bool]
+    _known: dict[int, bool] = field(default_factory=dict)
+
+    def fits(self, tokens: int) -> bool:
+        """Whether it is right for so many tokens."""
+        if tokens not in self._known:
+            self._known[tokens] = self._conditions(tokens)
+        return self._known[tokens]
+
+    def forward(self, inputs: Sequence[Tensor]) -> tuple[Tensor, list[object]]:
+        """The layer's output, and what its backward needs."""
+        output, *rest = self._forward(list(inputs))
+        return output, [rest[place - 1] for place in self._saved]
+
+    def backward(self, saved: list[object], gradient: Tensor) -> Tensor:
+        """The gradient of the hidden states; empties `saved`."""
+        saved.append(gradient)
+        return self._backward(saved)[0]
+
+
+def compile_layer(
+    run: Callable[..., Tensor], tensors: Sequence[Tensor], tokens: int, compile: Compile = inductor
+) -> CompiledLayer:
+    """Compile `run(hidden, *others) -> hidden`, without gradients of the others. `tensors`: examples of its inputs; a size of `tokens`
+    stands for any number.
+
+    Raises `UnsupportedBase` for a layer that is not traceable so.
+    """
+    mode = FakeTensorMode(shape_env=ShapeEnv())
+    fakes = [_fake(mode, tensor, tokens, place) for place, tensor in enumerate(tensors)]
+    fakes[0].requires_grad_()
+    with ExitStack() as stack:
+        stack.enter_context(tracing(TracingContext(mode)))
+        stack.enter_context(partition_options.patch(SAVE_LESS))
+        joint = _joint(run, fakes)
+        joint_graph_passes(joint)
+        forward, backward = min_cut_rematerialization_partition(joint, fakes, num_fwd_outputs=1)
+        _refuse_constants(forward, backward)
+        compiled = [compile(graph, _examples(graph), is_backward=graph is backward) for graph in (forward, backward)]
+    return CompiledLayer(*compiled, _places(forward, backward), _conditions(mode.shape_env, fakes[0]))
+
+
+def _joint(run: Callable[..., Tensor], fakes: Sequence[FakeTensor]) -> fx.GraphModule:
+    """Forward and backward in one graph: inputs and the output's gradient -> output and the inputs' gradients."""
+    try:
+        joint = aot_export_joint_simple(
+            lambda *inputs: (run(*inputs),), tuple(fakes), trace_joint=True, decompositions=select_decomp_table()
+        )
+    except (RuntimeError, TypeError, AssertionError) as error:
+        raise UnsupportedBase(f"its layers cannot be traced for training: {error}") from error
+    return cast(fx.GraphModule, joint)
+
+
+def _fake(mode: FakeTensorMode, tensor: Tensor, tokens: int, place: int) -> FakeTensor:
+    from torch._dynamo.source import ConstantSource
+
+    sizes = [DimDynamic.DUCK if size == tokens else DimDynamic.STATIC for size in tensor.shape]
+    context = StatelessSymbolicContext(dynamic_sizes=sizes)
+    return mode.from_tensor(tensor.detach(), symbolic_context=context, source=ConstantSource(f"input_{place}"))
+
+
+def _examples(graph: fx.GraphModule) -> list[object]:
+    return [node.meta["val"] for node in graph.graph.nodes if node.op == "placeholder"]
+
+
+def _places(forward: fx.GraphModule, backward: fx.GraphModule) -> tuple[int, ...]:
+    """See `CompiledLayer._saved`. The partitioner names a saved value alike on both sides."""
+    (outputs,) = next(node for node in forward.graph.nodes if node.op == "output").args
+    places = {node.name: place for place, node in enumerate(outputs) if place}
+    inputs = [node.name for node in backward.graph.nodes if node.op == "placeholder"]
+    return tuple(places[name] for name in inputs[:-1])
+
+
+def _refuse_constants(*graphs: fx.GraphModule) -> None:
+    """Raises `UnsupportedBase` for tensors of one layer in what is to serve all of its kind."""
+    for graph in graphs:
+        for node in graph.graph.nodes:
+            if node.op == "get_attr" and getattr(getattr(graph, node.target, None), "ndim", 1) > 0:
+                raise UnsupportedBase(f"its layers read a tensor that is no parameter ({node.target})")
+
+
+def _conditions(shapes: ShapeEnv, hidden: FakeTensor) -> Callable[[int], bool]:
+    """What was assumed of the number of tokens while the layer was traced and compiled. Raises `UnsupportedBase` where that is a
+    certain number."""
+    size = hidden.shape[1]
+    if isinstance(size, int) or not size.node.expr.is_symbol:
+        raise UnsupportedBase(f"its layers are for {size} tokens only")
+    symbol = size.node.expr
+    assumed, limits = [guard.expr for guard in shapes.guards], shapes.var_to_range[symbol]
+
+    def hold(tokens: int) -> bool:
+        within = bool(limits.lower <= tokens <= limits.upper)
+        return within and all(bool(one.subs({symbol: tokens})) for one in assumed)
+
+    return hold
